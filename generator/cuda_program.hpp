@@ -1,0 +1,36 @@
+// From (Spec, Device, Plan) to everything that runs a CUDA kernel set: source for NVRTC, launch programs, workspace sizes. Pure: no files, no
+// clock, no GPU.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flce/plan.hpp"
+#include "generator/launch_program.hpp"
+
+namespace flce {
+
+/// A file of templates/, embedded in the library at build time.
+struct EmbeddedHeader {
+    std::string_view name;  ///< as #included: "flce/mainloop_sm80.cuh"
+    std::string_view text;
+};
+[[nodiscard]] std::span<const EmbeddedHeader> embedded_templates();
+
+struct CudaProgram {
+    std::string source;                     ///< a configuration and instantiations; the logic is in templates/. Depends on the structure of
+                                            ///< the Spec only: option values (logit_scale, softcap, …) are parameters set by the launch programs
+    std::vector<std::string> options;       ///< for NVRTC: architecture, language level; no paths
+    std::vector<KernelEntry> kernels;
+    LaunchProgram forward;
+    LaunchProgram backward;                 ///< skips what Slot::grad_hidden, grad_weight and grad_bias leave out
+    Expr forward_workspace_bytes{0};        ///< over Slot::num_tokens
+    Expr backward_workspace_bytes{0};
+};
+
+/// Precondition: illegal_reason(spec, device, plan) is empty and spec is normalized.
+[[nodiscard]] CudaProgram generate_cuda(const Spec& spec, const Device& device, const Plan& plan);
+
+}  // namespace flce

@@ -1,0 +1,59 @@
+// Device: where a kernel runs. Read from the machine by the runtime, or described by name so that a machine without the device can plan and
+// compile for it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flce {
+
+enum class DeviceKind : std::uint8_t { cpu, cuda };
+
+/// What the planner and the generator know of a GPU. Everything but arch is a default of that architecture when described by name.
+struct GpuProperties {
+    std::string arch;                   ///< exact target: "sm_80", "sm_90a", "sm_100a", "sm_120", …
+    int compute_capability = 0;         ///< major · 10 + minor
+    int sm_count = 0;
+    std::int64_t smem_per_block_bytes = 0;  ///< opt-in limit of one block
+    std::int64_t smem_per_sm_bytes = 0;
+    std::int64_t l2_bytes = 0;
+    std::int64_t memory_bytes = 0;
+    double bandwidth_bytes_per_s = 0;   ///< device memory, for the cost model
+    double bf16_flops = 0;              ///< dense tensor-core rate, for the cost model
+    friend bool operator==(const GpuProperties&, const GpuProperties&) = default;
+};
+
+/// What the planner and the host code generator know of a CPU.
+struct CpuProperties {
+    std::string triple;    ///< LLVM target triple
+    std::string cpu;       ///< LLVM's name: "x86-64-v4", "cascadelake", "znver4", …
+    std::string features;  ///< LLVM's feature string, "+avx512f,-amx-tile,…"; empty means what the name implies
+    int vector_bits = 128;
+    bool fma = false;
+    bool bf16_dot = false;  ///< VDPBF16PS
+    int cores = 1;          ///< threads that may be used
+    std::int64_t l1d_bytes = 32 << 10;
+    std::int64_t l2_bytes = 1 << 20;
+    std::int64_t l3_bytes = 16 << 20;
+    friend bool operator==(const CpuProperties&, const CpuProperties&) = default;
+};
+
+struct Device {
+    DeviceKind kind = DeviceKind::cpu;
+    std::string name;  ///< marketing or described name, for people: never part of a cache key
+    GpuProperties gpu;  ///< meaningful for kind == cuda
+    CpuProperties cpu;  ///< meaningful for kind == cpu
+    friend bool operator==(const Device&, const Device&) = default;
+
+    [[nodiscard]] std::string json() const;
+};
+
+/// A Device from its name: an architecture ("sm_80", "sm_90a", "sm_100a", "sm_120"), a product ("NVIDIA H200", "h100", "a100"), an x86-64
+/// level ("x86-64", "x86-64-v3", "x86-64-v4") or an LLVM CPU name known to have those features ("znver4"). Case does not matter.
+/// Throws EnvironmentError listing the known names. "cpu", "native" and "cuda[:i]" are the runtime's to resolve, not this function's.
+[[nodiscard]] Device describe_device(std::string_view name);
+[[nodiscard]] std::vector<std::string> known_device_names();
+
+}  // namespace flce

@@ -1,0 +1,98 @@
+// Plan: how a Spec is computed on a Device. Plain data with a canonical text, so any choice can be read in a log, overridden and replayed.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flce/device.hpp"
+#include "flce/spec.hpp"
+
+namespace flce {
+
+/// Which family of kernels runs the plan. cuda_sm80 is the generic tensor-core path (mma.sync, cp.async) of sm_80 and everything newer.
+enum class PlanPath : std::uint8_t { cpu, cuda_sm80 };
+
+/// recompute keeps nothing of size [N, V]: backward computes the logits again, a vocabulary chunk at a time (8·N·V·D operations).
+enum class Strategy : std::uint8_t { recompute };
+
+/// One tensor-core GEMM's tiling: a block computes block_m × block_n, its warps stand in a warps_m × warps_n grid, and `stages` slices of
+/// block_k are in flight through shared memory.
+struct GemmTile {
+    int block_m = 0;
+    int block_n = 0;
+    int block_k = 0;
+    int stages = 0;
+    int warps_m = 0;
+    int warps_n = 0;
+    friend bool operator==(const GemmTile&, const GemmTile&) = default;
+};
+
+struct CudaPlan {
+    GemmTile forward;      ///< logits tile of the forward pass: M tokens, N vocabulary, K hidden
+    GemmTile dlogits;      ///< recomputed logits and their gradient: M tokens, N vocabulary, K hidden
+    GemmTile grad_hidden;  ///< M tokens, N hidden, K vocabulary
+    GemmTile grad_weight;  ///< M vocabulary, N hidden, K tokens
+    int raster = 8;        ///< tile rows that walk together over the other dimension, so that one operand stays in L2
+    friend bool operator==(const CudaPlan&, const CudaPlan&) = default;
+};
+
+/// Register block, cache blocks and instruction use of the CPU's packed-panel GEMM.
+struct CpuPlan {
+    int vector_bits = 0;
+    bool bf16_dot = false;  ///< pack bf16 pairs and use VDPBF16PS
+    int micro_m = 0;        ///< rows of the register block
+    int micro_n = 0;        ///< columns, a multiple of the vector's floats
+    int block_m = 0;        ///< rows of A packed at a time (stay in L2)
+    int block_n = 0;        ///< columns of B packed at a time
+    int block_k = 0;        ///< depth of a packed panel
+    friend bool operator==(const CpuPlan&, const CpuPlan&) = default;
+};
+
+struct Plan {
+    PlanPath path = PlanPath::cpu;
+    Strategy strategy = Strategy::recompute;
+    std::int64_t vocab_chunk = 0;  ///< most vocabulary rows whose logit gradients exist at once; fewer where N is large (see scratch_bytes)
+    std::int64_t scratch_bytes = 0;  ///< bound of everything but dH's fp32 accumulator: workspace ≤ scratch_bytes + 4·N·D
+    CudaPlan cuda;  ///< meaningful for path == cuda_*
+    CpuPlan cpu;    ///< meaningful for path == cpu
+    friend bool operator==(const Plan&, const Plan&) = default;
+
+    /// Canonical text; parse_plan reads it back to an equal Plan.
+    [[nodiscard]] std::string text() const;
+    [[nodiscard]] std::string json() const;
+};
+
+/// Throws PlanError for an unknown, repeated or missing key and for a bad value.
+[[nodiscard]] Plan parse_plan(std::string_view text);
+
+/// Why `plan` cannot run `spec` on `device`; std::nullopt when it can. The one place where this is decided: the planner, the tuner and
+/// overrides all ask here.
+[[nodiscard]] std::optional<std::string> illegal_reason(const Spec& spec, const Device& device, const Plan& plan);
+
+/// Scratch that every plan may use beyond 4·N·D bytes, and the default of a session.
+inline constexpr std::int64_t kDefaultScratchBytes = 64LL << 20;
+
+struct PlanRequest {
+    /// Most bytes beyond dH's accumulator; below the smallest legal amount is a PlanError.
+    std::int64_t scratch_bytes = kDefaultScratchBytes;
+};
+
+/// All legal candidate plans, best expected first (the cost model's order); never empty for a legal Spec.
+[[nodiscard]] std::vector<Plan> candidate_plans(const Spec& spec, const Device& device, const PlanRequest& request = {});
+
+/// The first of candidate_plans. Throws PlanError with the reasons when there is none.
+[[nodiscard]] Plan choose_plan(const Spec& spec, const Device& device, const PlanRequest& request = {});
+
+/// Expected cost of a pass over num_tokens tokens, by the cost model.
+struct Cost {
+    double flops = 0;
+    double bytes = 0;  ///< moved to and from memory
+    double seconds = 0;
+};
+[[nodiscard]] Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens);
+[[nodiscard]] Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens);
+
+}  // namespace flce

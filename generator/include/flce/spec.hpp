@@ -1,0 +1,81 @@
+// Spec: what is computed. Plain data with one canonical text, used by hashes, logs, the command line and Python alike.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace flce {
+
+/// Element type of hidden, weight, bias and grad_hidden. Softmax, lse, loss and every accumulation are fp32.
+enum class DType : std::uint8_t { bf16, fp16, fp32 };
+
+/// vocab_major is [vocab_size, hidden_size] (nn.Linear, an embedding table); hidden_major is [hidden_size, vocab_size].
+enum class WeightLayout : std::uint8_t { vocab_major, hidden_major };
+
+/// Whether backward overwrites the gradient buffers of weight and bias or adds to what they hold.
+enum class GradMode : std::uint8_t { write, accumulate };
+
+/// Per-token outputs that the forward pass offers besides lse, which it always computes.
+struct Outputs {
+    bool loss = true;      ///< per-token or reduced loss
+    bool lse = false;      ///< lse is asked for by the user and may receive a gradient
+    bool logprob = false;  ///< log-probability of the target, z_y − lse; may receive a gradient
+    bool entropy = false;  ///< entropy of the softmax in nats; may receive a gradient
+    friend bool operator==(const Outputs&, const Outputs&) = default;
+};
+
+/// The output layer and its loss. logits = softcap(logit_scale · (hidden · weightᵀ + bias)), where
+/// softcap(u) = softcap · tanh(u / softcap); loss of a token = cross entropy (torch's meaning of label_smoothing and of class
+/// weights) + z_loss · lse².
+struct Spec {
+    std::int64_t hidden_size = 0;        ///< D: ≥ 8 and a multiple of 8 (rows of 16 bytes)
+    std::int64_t vocab_size = 0;         ///< V ≥ 2
+    std::int64_t padded_vocab_size = 0;  ///< rows (vocab_major) or columns that the weight has in memory; ≥ V; 0 in a literal means V.
+                                         ///< What lies past V is never predicted and its gradient is 0 (untouched when accumulating)
+    DType dtype = DType::bf16;
+    WeightLayout layout = WeightLayout::vocab_major;
+    DType grad_weight_dtype = DType::bf16;  ///< the dtype above, or fp32; also that of grad_bias
+    GradMode grad_weight_mode = GradMode::write;  ///< also that of grad_bias
+    bool tied = false;             ///< the weight is the embedding table: vocab_major, gradient accumulated unless said otherwise
+    bool bias = false;             ///< a bias [V] of the spec's dtype is added to hidden · weightᵀ
+    bool class_weight = false;     ///< class weights [V] (fp32), torch's meaning
+    double logit_scale = 1.0;      ///< finite, not 0
+    double softcap = 0.0;          ///< 0: off; else > 0
+    double label_smoothing = 0.0;  ///< 0 ≤ ε ≤ 1
+    double z_loss = 0.0;           ///< ω ≥ 0
+    Outputs outputs;
+
+    friend bool operator==(const Spec&, const Spec&) = default;
+
+    /// Returns a copy with implied fields filled in (padded_vocab_size) after checking every rule.
+    /// Throws SpecError naming the field, its value and what is allowed.
+    [[nodiscard]] Spec normalized() const;
+
+    /// Canonical text, e.g. "D=2048,V=151936,dtype=bf16,tied"; parse_spec reads it back to an equal Spec.
+    [[nodiscard]] std::string text() const;
+    /// Canonical JSON object as text, with the same keys.
+    [[nodiscard]] std::string json() const;
+};
+
+/// Parses "key=value,flag,…" or "@file.json". Keys: D, V, padded_vocab_size, dtype, layout, tied, grad_weight_dtype, grad_weight_mode,
+/// bias, logit_scale, softcap, label_smoothing, z_loss, class_weight, outputs (names joined by '+': loss+lse+logprob+entropy).
+/// The result is normalized. Throws SpecError for an unknown or repeated key and for a bad value.
+[[nodiscard]] Spec parse_spec(std::string_view text);
+[[nodiscard]] Spec parse_spec_json(std::string_view json);
+
+/// The output layer that a Hugging Face config.json describes (hidden_size, vocab_size, dtype or torch_dtype, tie_word_embeddings,
+/// final_logit_softcapping; a nested text_config is looked into). Throws SpecError naming the missing key.
+[[nodiscard]] Spec spec_from_hf_config(std::string_view json);
+
+[[nodiscard]] std::size_t element_bytes(DType dtype) noexcept;
+[[nodiscard]] std::string_view to_string(DType dtype) noexcept;
+[[nodiscard]] std::string_view to_string(WeightLayout layout) noexcept;
+[[nodiscard]] std::string_view to_string(GradMode mode) noexcept;
+
+struct SpecHash {
+    [[nodiscard]] std::size_t operator()(const Spec& spec) const noexcept;
+};
+
+}  // namespace flce

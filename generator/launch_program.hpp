@@ -1,0 +1,114 @@
+// A launch program: the host side of a pass over a kernel set, as data. The generator writes it, the runtime lowers it to machine code with LLVM
+// (one indirect call per pass, constants of Spec and Plan folded in), and tests interpret it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "generator/call_slots.hpp"
+
+namespace flce {
+
+/// An integer expression over call slots and loop variables, 64-bit, wrapping never expected. Division rounds towards zero and is only used on
+/// non-negative numbers. Built with operators: ceil_div(slot(Slot::num_tokens), 128) * 4.
+class Expr {
+public:
+    enum class Op : std::uint8_t { constant, slot, variable, add, sub, mul, div, min, max, equal, less, select };
+    struct Node {
+        Op op;
+        std::int64_t value = 0;  // constant; slot or variable index
+        std::vector<Expr> args;
+    };
+
+    Expr(std::int64_t constant);  // NOLINT(google-explicit-constructor): numbers mix with expressions
+    explicit Expr(std::shared_ptr<const Node> node) : node_(std::move(node)) {}
+    [[nodiscard]] const Node& node() const noexcept { return *node_; }
+    /// The value if the expression is a constant (operators fold), else nullptr.
+    [[nodiscard]] const std::int64_t* constant() const noexcept;
+
+private:
+    std::shared_ptr<const Node> node_;
+};
+
+[[nodiscard]] Expr slot(Slot slot);
+[[nodiscard]] Expr variable(int index);
+[[nodiscard]] Expr operator+(const Expr& a, const Expr& b);
+[[nodiscard]] Expr operator-(const Expr& a, const Expr& b);
+[[nodiscard]] Expr operator*(const Expr& a, const Expr& b);
+[[nodiscard]] Expr floor_div(const Expr& a, const Expr& b);
+[[nodiscard]] Expr ceil_div(const Expr& a, const Expr& b);
+[[nodiscard]] Expr round_up(const Expr& a, const Expr& multiple);
+[[nodiscard]] Expr round_down(const Expr& a, const Expr& multiple);
+[[nodiscard]] Expr min(const Expr& a, const Expr& b);
+[[nodiscard]] Expr max(const Expr& a, const Expr& b);
+[[nodiscard]] Expr equal(const Expr& a, const Expr& b);  ///< 1 or 0
+[[nodiscard]] Expr less(const Expr& a, const Expr& b);   ///< 1 or 0
+[[nodiscard]] Expr select(const Expr& condition, const Expr& then, const Expr& otherwise);
+/// The bits of a float as a constant, for 4-byte parameter fields.
+[[nodiscard]] Expr float_bits(float value);
+
+/// Value of `e` for these slots and loop variables.
+[[nodiscard]] std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<std::int64_t>& variables = {});
+/// C-like text for logs and golden tests.
+[[nodiscard]] std::string to_text(const Expr& e);
+
+/// One field of a kernel's parameter block.
+struct ParamField {
+    std::uint32_t offset = 0;
+    std::uint32_t bytes = 8;  ///< 4 or 8
+    Expr value;
+};
+
+/// Launches kernel number `kernel` of the set. Grids with a zero dimension launch nothing.
+struct Launch {
+    int kernel = 0;
+    std::array<Expr, 3> grid{Expr(1), Expr(1), Expr(1)};
+    std::uint32_t param_bytes = 0;
+    std::vector<ParamField> params;  ///< fields not named are zero
+};
+
+struct Statement;
+struct Loop {  ///< for (variable = 0; variable < count; ++variable) body
+    int variable = 0;
+    Expr count{0};
+    std::vector<Statement> body;
+};
+struct If {
+    Expr condition{0};
+    std::vector<Statement> then;
+};
+struct MemsetZero {  ///< asynchronous on the call's stream
+    Expr address{0};
+    Expr bytes{0};
+};
+struct Statement {
+    std::variant<Launch, Loop, If, MemsetZero> value;
+};
+
+struct LaunchProgram {
+    std::vector<Statement> body;
+    int variable_count = 0;
+};
+
+/// What a kernel of the set needs besides its parameters.
+struct KernelEntry {
+    std::string name;  ///< extern "C" symbol in the cubin
+    std::uint32_t block_threads = 0;
+    std::uint32_t dynamic_smem_bytes = 0;
+};
+
+/// Calls `on_launch` for every launch (grid, parameter block) and `on_memset` for every memset, in order: the reference meaning of a program.
+struct InterpretedLaunch {
+    int kernel = 0;
+    std::array<std::int64_t, 3> grid{};
+    std::vector<std::byte> params;
+};
+void interpret(const LaunchProgram& program, const CallSlots& slots, const std::function<void(const InterpretedLaunch&)>& on_launch,
+               const std::function<void(std::int64_t address, std::int64_t bytes)>& on_memset);
+
+}  // namespace flce

@@ -1,0 +1,185 @@
+// flce: fused linear + cross-entropy kernels, generated for one concrete output layer.
+//
+//     flce::Session session;                                                    // default cache, best device there is
+//     auto kernel = session.get_kernel(flce::parse_spec("D=2048,V=151936,dtype=bf16"));
+//     kernel->forward ({.hidden = h, .weight = w, .target = t, .loss = loss, .lse = lse}, workspace, stream);
+//     kernel->backward({.hidden = h, .weight = w, .target = t, .lse = lse, .grad_hidden = dh, .grad_weight = dw}, workspace, stream);
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flce/device.hpp"
+#include "flce/error.hpp"
+#include "flce/plan.hpp"
+#include "flce/spec.hpp"
+#include "flce/tensor.hpp"
+
+namespace flce {
+
+enum class Reduction : std::uint8_t { none, sum, mean };
+enum class Pass : std::uint8_t { forward, backward, forward_backward };
+
+/// Caller-owned scratch, 256-byte aligned, on the kernel's device; may be used again as soon as the pass has run on its stream.
+struct Workspace {
+    void* data = nullptr;
+    std::size_t bytes = 0;
+};
+
+/// A CUstream of the kernel's device (null: the legacy default stream). Ignored by CPU kernels, which have finished when the call returns.
+struct Stream {
+    void* handle = nullptr;
+};
+
+// Shapes: N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All tensors contiguous, on the kernel's device; hidden, weight
+// and their gradients 16-byte aligned. Absent tensors are not read or written.
+struct ForwardArgs {
+    TensorView hidden;        ///< [N, D], spec dtype
+    TensorView weight;        ///< [P, D] (vocab_major) or [D, P] (hidden_major), spec dtype
+    TensorView bias{};        ///< [V], spec dtype; required iff spec.bias
+    TensorView class_weight{};  ///< [V] fp32; required iff spec.class_weight
+    TensorView target;        ///< [N] int32 or int64
+    std::int64_t ignore_index = -100;
+    Reduction reduction = Reduction::mean;
+    TensorView num_valid{};   ///< scalar int32, int64 or fp32 that mean divides by; absent: the valid tokens (or their class weights) are counted
+    TensorView loss{};        ///< fp32: [N] for none, scalar otherwise
+    TensorView z_loss{};      ///< fp32, like loss: its z-loss part alone, for logs
+    TensorView lse{};         ///< [N] fp32; required: backward reads it. 0 is written for ignored rows
+    TensorView logprob{};     ///< [N] fp32, 0 for ignored rows
+    TensorView entropy{};     ///< [N] fp32, 0 for ignored rows
+    TensorView invalid_label{};  ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
+                                 ///< ignore_index nor in [0, V). Such rows count as ignored, with or without this tensor
+};
+
+struct BackwardArgs {
+    TensorView hidden;
+    TensorView weight;
+    TensorView bias{};
+    TensorView class_weight{};
+    TensorView target;
+    std::int64_t ignore_index = -100;
+    Reduction reduction = Reduction::mean;
+    TensorView num_valid{};
+    TensorView lse;             ///< [N] fp32, as forward wrote it
+    TensorView entropy{};       ///< [N] fp32, as forward wrote it; required with grad_entropy
+    TensorView grad_loss{};     ///< fp32: [N] for none, scalar otherwise; absent: 1
+    TensorView grad_lse{};      ///< [N] fp32; absent: 0. Likewise the next two
+    TensorView grad_logprob{};
+    TensorView grad_entropy{};
+    TensorView grad_hidden{};   ///< [N, D], spec dtype; absent: not computed. Ignored rows receive 0
+    TensorView grad_weight{};   ///< like weight, spec.grad_weight_dtype; absent: not computed
+    TensorView grad_bias{};     ///< [V], spec.grad_weight_dtype; absent: not computed
+};
+
+/// Why this kernel is what it is, for people and for `flce explain`.
+struct Explanation {
+    std::string spec;
+    std::string plan;
+    std::string device;
+    std::vector<std::string> reasons;  ///< a line each: why this plan, what was refused and why
+};
+
+/// A compiled kernel set for one Spec on one device. Immutable and thread-safe; usable on any stream of its device; never allocates device
+/// memory, never synchronises, and its CUDA form can be captured in a graph. Keeps what it needs alive after its Session is gone.
+class Kernel {
+public:
+    virtual ~Kernel() = default;
+    Kernel(const Kernel&) = delete;
+    Kernel& operator=(const Kernel&) = delete;
+
+    [[nodiscard]] const Spec& spec() const noexcept { return spec_; }
+    [[nodiscard]] const Device& device() const noexcept { return device_; }
+    [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
+    [[nodiscard]] DeviceRef device_ref() const noexcept { return device_ref_; }
+
+    /// Scratch bytes that a pass over num_tokens tokens needs. Throws ArgumentError for num_tokens < 0 and on overflow.
+    [[nodiscard]] std::size_t workspace_bytes(std::int64_t num_tokens, Pass pass = Pass::forward_backward) const;
+
+    /// Throws ArgumentError naming the argument before anything is launched; DeviceError when a launch fails.
+    void forward(const ForwardArgs& args, Workspace workspace, Stream stream = {}) const;
+    /// May run any number of times after one forward, for both gradients or for either.
+    void backward(const BackwardArgs& args, Workspace workspace, Stream stream = {}) const;
+
+    [[nodiscard]] Explanation explain() const;
+
+protected:
+    Kernel(Spec spec, Device device, Plan plan, DeviceRef device_ref)
+        : spec_(std::move(spec)), device_(std::move(device)), plan_(std::move(plan)), device_ref_(device_ref) {}
+
+private:
+    // `slots` is a flce::CallSlots. The public functions above have validated everything.
+    virtual void run(bool backward, const std::int64_t* slots, Stream stream) const = 0;
+    virtual std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const = 0;
+
+    Spec spec_;
+    Device device_;
+    Plan plan_;
+    DeviceRef device_ref_;
+};
+
+/// What a Session did so far.
+struct SessionStatistics {
+    std::int64_t memory_hits = 0;
+    std::int64_t disk_hits = 0;
+    std::int64_t compiled = 0;  ///< artifacts compiled (cubins and host objects)
+    std::int64_t disk_faults = 0;  ///< corrupt, unreadable or unwritable entries: each cost a compile at most
+};
+
+struct SessionOptions {
+    std::string device;  ///< "cpu", "cuda", "cuda:1"; empty: FLCE_DEVICE, else the first CUDA device, else the CPU
+    std::filesystem::path cache_dir;  ///< empty: FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce
+    bool disk_cache = true;
+    std::int64_t scratch_bytes = kDefaultScratchBytes;  ///< workspace beyond 4·N·D that plans may use
+    int threads = 0;  ///< CPU backend: 0 means FLCE_NUM_THREADS, else every core
+};
+
+struct KernelOptions {
+    std::string plan;  ///< canonical plan text to use instead of the planner's choice; empty: the planner's
+};
+
+/// One kernel set compiled for a device that need not be here.
+struct PrewarmResult {
+    std::int64_t compiled = 0;
+    std::int64_t hits = 0;
+};
+
+/// Owns a cache and the device it serves. Thread-safe. Kernels outlive it.
+class Session {
+public:
+    explicit Session(SessionOptions options = {});
+    ~Session();
+    Session(Session&&) noexcept;
+    Session& operator=(Session&&) noexcept;
+
+    /// The kernel for `spec` on this session's device: from memory, from disk, or compiled (once, whatever the number of concurrent
+    /// callers; a failure is not remembered). Throws SpecError, PlanError, CompileError, DeviceError, EnvironmentError.
+    [[nodiscard]] std::shared_ptr<const Kernel> get_kernel(const Spec& spec, const KernelOptions& options = {});
+
+    /// Compiles what a session on `device` would ask for into the cache, without needing the device.
+    PrewarmResult prewarm(const Spec& spec, const Device& device, const KernelOptions& options = {});
+
+    [[nodiscard]] const Device& device() const noexcept;
+    [[nodiscard]] SessionStatistics statistics() const;
+    [[nodiscard]] const std::filesystem::path& cache_dir() const noexcept;
+
+private:
+    struct State;
+    std::unique_ptr<State> state_;
+};
+
+/// get_kernel on the process's default session.
+[[nodiscard]] std::shared_ptr<const Kernel> get_kernel(const Spec& spec);
+
+/// Resolves "cpu", "native", "cuda", "cuda:i" by looking at the machine, and any other name by describe_device.
+[[nodiscard]] Device resolve_device(std::string_view name);
+
+[[nodiscard]] std::string_view version() noexcept;
+
+}  // namespace flce
