@@ -1,0 +1,64 @@
+# The two commands that matter on a fresh machine: `make demo` and `make test`. `make help` lists the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+# The steps of one command run in order; each uses every core by itself.
+.NOTPARALLEL:
+.PHONY: help setup build demo test test-release test-sanitize test-install bench lint format dist dist-tests clean
+
+JOBS ?= $(shell nproc)
+# Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
+PRESET ?= $(if $(CI),ci,release)
+# One compiler cache serves every build tree and every checkout: paths in it are relative.
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_NOHASHDIR ?= 1
+CTEST = ctest --output-on-failure --no-tests=error -j $(JOBS)
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 18
+
+setup: ## install what is missing (says what, before it does it)
+	@tools/setup.sh
+
+build: setup ## build/bin/flce, and everything beside it
+	@tools/configure.sh $(PRESET)
+	cmake --build --preset $(PRESET) -j $(JOBS)
+
+demo: setup ## build, then train the last stage of a small language model with flce's kernels
+	@tools/configure.sh $(PRESET)
+	cmake --build --preset $(PRESET) -j $(JOBS) --target flce_cli
+	build/bin/flce demo
+
+test: test-release test-install test-sanitize ## every test: release build, an installed tree, sanitizers
+	@tools/test_summary.sh build build-sanitize
+
+test-release: build
+	@cd build && $(CTEST) 2>&1 | tee ctest.log
+
+test-install: build
+	@tools/test_install.sh build
+
+test-sanitize: setup ## the CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@tools/configure.sh sanitize
+	cmake --build --preset sanitize -j $(JOBS)
+	cd build-sanitize && $(CTEST) -LE gpu 2>&1 | tee ctest.log
+
+bench: build ## every benchmark (build/bin/bench_*)
+	@shopt -s nullglob
+	for bench in build/bin/bench_*; do echo "== $$bench"; "$$bench"; done
+
+lint: setup ## clang-format as a check, clang-tidy, the structure tests
+	@tools/lint.sh
+
+format: ## clang-format in place
+	@tools/format.sh
+
+dist: setup ## dist/: a release tree that needs only glibc
+	@tools/dist.sh
+
+dist-tests: setup ## the same with the test binaries in it
+	@tools/dist.sh --tests
+
+clean: ## remove every build tree (what setup installed stays)
+	rm -rf build build-dev build-sanitize build-asan build-ubsan build-tsan build-dist dist

@@ -1,0 +1,67 @@
+# Finds what flce stands on: the interface target flce_third_party for the library, flce::fmt and flce::spdlog for everyone,
+# FLCE_CUDA_INCLUDE_DIR with cuda.h (types only: the driver and NVRTC are loaded at run time).
+find_package(Threads REQUIRED)
+
+# LLVM: 19 first, then newer, then 18. Each is looked for in its own folder because a version request for "19" does not accept 19.1 (LLVM's
+# version file wants the minor number too), and so that LLVM_DIR or LLVM_ROOT, when given, decide alone.
+if(NOT LLVM_DIR AND NOT LLVM_ROOT AND NOT DEFINED ENV{LLVM_DIR})
+  foreach(version 19 20 21 22 18)
+    find_package(LLVM QUIET CONFIG NO_DEFAULT_PATH PATHS /usr/lib/llvm-${version} /usr/lib64/llvm${version} /opt/llvm-${version})
+    if(LLVM_FOUND)
+      break()
+    endif()
+  endforeach()
+endif()
+find_package(LLVM REQUIRED CONFIG)
+if(LLVM_VERSION_MAJOR LESS 18)
+  message(FATAL_ERROR "LLVM ${LLVM_VERSION} in ${LLVM_DIR} is too old: 18 or newer is needed (19 preferred); set LLVM_DIR to choose another")
+endif()
+message(STATUS "LLVM ${LLVM_VERSION}: ${LLVM_DIR}")
+
+find_package(fmt REQUIRED)
+find_package(spdlog REQUIRED)
+find_package(nlohmann_json REQUIRED)
+find_package(CLI11 REQUIRED)
+find_package(TBB REQUIRED)
+find_package(PkgConfig REQUIRED)
+if(FLCE_PORTABLE)
+  set(OPENSSL_USE_STATIC_LIBS ON)
+endif()
+find_package(OpenSSL REQUIRED COMPONENTS Crypto)
+
+add_library(flce_third_party INTERFACE)
+add_library(flce_fmt INTERFACE)
+add_library(flce_spdlog INTERFACE)
+add_library(flce::fmt ALIAS flce_fmt)
+add_library(flce::spdlog ALIAS flce_spdlog)
+
+if(FLCE_PORTABLE)
+  set(FLCE_STATIC_LLVM ON)
+  # Distributions ship fmt and spdlog as shared libraries only; their header-only form leaves nothing to ship.
+  target_link_libraries(flce_fmt INTERFACE fmt::fmt-header-only)
+  target_link_libraries(flce_spdlog INTERFACE spdlog::spdlog_header_only fmt::fmt-header-only)
+  foreach(name zstd xxhash)
+    find_library(FLCE_STATIC_${name} NAMES lib${name}.a REQUIRED)
+    target_link_libraries(flce_third_party INTERFACE ${FLCE_STATIC_${name}})
+  endforeach()
+else()
+  target_link_libraries(flce_fmt INTERFACE fmt::fmt)
+  target_link_libraries(flce_spdlog INTERFACE spdlog::spdlog fmt::fmt)
+  pkg_check_modules(ZSTD REQUIRED IMPORTED_TARGET libzstd)
+  pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
+  target_link_libraries(flce_third_party INTERFACE PkgConfig::ZSTD PkgConfig::XXHASH)
+endif()
+target_link_libraries(flce_third_party INTERFACE flce::fmt flce::spdlog nlohmann_json::nlohmann_json OpenSSL::Crypto TBB::tbb
+  Threads::Threads ${CMAKE_DL_LIBS})
+
+if(FLCE_STATIC_LLVM)
+  llvm_map_components_to_libnames(FLCE_LLVM_LIBS core orcjit native passes)
+  target_link_libraries(flce_third_party INTERFACE ${FLCE_LLVM_LIBS})
+else()
+  target_link_libraries(flce_third_party INTERFACE LLVM)
+endif()
+
+# The private folder that tools/setup.sh fills comes last: a toolkit, where there is one, matches the machine's driver.
+find_path(FLCE_CUDA_INCLUDE_DIR cuda.h
+  HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda ${CMAKE_SOURCE_DIR}/.tools/nvidia PATH_SUFFIXES include
+  DOC "Folder that holds cuda.h" REQUIRED)

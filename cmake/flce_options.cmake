@@ -1,0 +1,63 @@
+# Options of the build and what they mean for the compiler and the linker: the interface target flce_build_flags.
+option(FLCE_STATIC_LLVM "Link LLVM statically into libflce" ON)
+option(FLCE_PORTABLE "Release tree that needs only glibc: static third-party libraries, the rest bundled beside libflce" OFF)
+option(FLCE_INSTALL_TESTS "Install the test binaries beside flce" OFF)
+option(FLCE_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
+option(FLCE_BUILD_BENCHMARKS "Build the benchmarks where Google Benchmark is installed" ${PROJECT_IS_TOP_LEVEL})
+option(FLCE_WERROR "Treat warnings as errors" OFF)
+set(FLCE_SANITIZE "" CACHE STRING "Sanitizers, comma separated: address, undefined, thread")
+
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Release, RelWithDebInfo or Debug" FORCE)
+endif()
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/lib)
+# Relative to the binary, in the build tree as in an install: both run in place, wherever they are moved.
+set(CMAKE_BUILD_RPATH_USE_ORIGIN ON)
+file(RELATIVE_PATH flce_bin_to_lib ${CMAKE_INSTALL_FULL_BINDIR} ${CMAKE_INSTALL_FULL_LIBDIR})
+set(CMAKE_INSTALL_RPATH "$ORIGIN;$ORIGIN/${flce_bin_to_lib}")
+
+add_library(flce_build_flags INTERFACE)
+target_compile_options(flce_build_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers $<$<BOOL:${FLCE_WERROR}>:-Werror>)
+
+# Code that is executed in place and spelled with designated initialisers; the sanitizers' own runtime options live in code, so that a binary
+# behaves the same under ctest and by hand.
+set(FLCE_EXECUTABLE_SOURCES "")
+if(FLCE_SANITIZE)
+  set(flce_sanitize_flags -fsanitize=${FLCE_SANITIZE} -fno-omit-frame-pointer -g)
+  if(FLCE_SANITIZE MATCHES "undefined")
+    # vptr needs RTTI of every class that is cast, and LLVM may come without.
+    list(APPEND flce_sanitize_flags -fno-sanitize=vptr -fno-sanitize-recover=undefined)
+  endif()
+  target_compile_options(flce_build_flags INTERFACE ${flce_sanitize_flags})
+  target_link_options(flce_build_flags INTERFACE ${flce_sanitize_flags})
+  set(FLCE_EXECUTABLE_SOURCES ${CMAKE_SOURCE_DIR}/cmake/sanitizer_defaults.cpp)
+endif()
+
+if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  find_program(FLCE_CCACHE ccache)
+  if(FLCE_CCACHE)
+    set(CMAKE_C_COMPILER_LAUNCHER ${FLCE_CCACHE})
+    set(CMAKE_CXX_COMPILER_LAUNCHER ${FLCE_CCACHE})
+  endif()
+endif()
+
+# lld links static LLVM several times faster than GNU ld. A compiler looks for `ld.lld` beside -B's folder; distributions put it beside LLVM.
+include(CheckCXXSourceCompiles)
+find_program(FLCE_LLD NAMES ld.lld
+  HINTS /usr/lib/llvm-19/bin /usr/lib/llvm-20/bin /usr/lib/llvm-21/bin /usr/lib/llvm-18/bin)
+if(FLCE_LLD)
+  get_filename_component(flce_lld_dir ${FLCE_LLD} DIRECTORY)
+  set(CMAKE_REQUIRED_LINK_OPTIONS -fuse-ld=lld -B${flce_lld_dir})
+  check_cxx_source_compiles("int main() { return 0; }" FLCE_LLD_WORKS)
+  unset(CMAKE_REQUIRED_LINK_OPTIONS)
+  if(FLCE_LLD_WORKS)
+    target_link_options(flce_build_flags INTERFACE -fuse-ld=lld -B${flce_lld_dir})
+  endif()
+endif()

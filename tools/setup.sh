@@ -1,0 +1,171 @@
+#!/usr/bin/env bash
+# Makes the machine ready to build and test flce. Looks at what is there; says what it will install and how, then installs it; quick when nothing
+# is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers, where no toolkit has them,
+# come as PyPI wheels into .tools/nvidia. Exit code 3 and a list of what to install by hand where it cannot.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fail() {
+    printf '%s\n' "" "$@" >&2
+    exit 3
+}
+
+# ── What is needed: a Debian/Ubuntu package, and how to see that it (or the same from elsewhere) is there. ──────────────────────────────────
+include_roots=(/usr/include "/usr/include/$(uname -m)-linux-gnu" /usr/local/include)
+[[ ${CONDA_PREFIX:-} ]] && include_roots+=("$CONDA_PREFIX/include")
+IFS=: read -ra extra_roots <<<"${CPATH:-}"
+for root in ${extra_roots[@]+"${extra_roots[@]}"}; do [[ $root ]] && include_roots+=("$root"); done
+IFS=: read -ra prefix_roots <<<"${CMAKE_PREFIX_PATH:-}"
+for root in ${prefix_roots[@]+"${prefix_roots[@]}"}; do [[ $root ]] && include_roots+=("$root/include"); done
+
+packages=()
+need_tool() { # package, command
+    if ! command -v "$2" >/dev/null; then packages+=("$1"); fi
+}
+need_header() { # package, header, then other headers that do as well
+    local package=$1 root header
+    shift
+    for header in "$@"; do
+        for root in "${include_roots[@]}"; do
+            if [[ -e $root/$header ]]; then return; fi
+        done
+    done
+    packages+=("$package")
+}
+need_file() { # package, files of which one is enough
+    local package=$1 file
+    shift
+    for file in "$@"; do
+        if [[ -e $file ]]; then return; fi
+    done
+    packages+=("$package")
+}
+
+need_tool g++ c++
+need_tool cmake cmake
+need_tool ninja-build ninja
+need_tool pkg-config pkg-config
+need_tool ccache ccache
+need_header libfmt-dev fmt/core.h
+need_header libspdlog-dev spdlog/spdlog.h
+need_header nlohmann-json3-dev nlohmann/json.hpp
+need_header libcli11-dev CLI/CLI.hpp
+need_header libtbb-dev tbb/version.h oneapi/tbb/version.h
+need_header libzstd-dev zstd.h
+need_header libxxhash-dev xxhash.h
+need_header libssl-dev openssl/evp.h
+need_header libgtest-dev gtest/gtest.h
+need_header libgmock-dev gmock/gmock.h
+need_header libbenchmark-dev benchmark/benchmark.h
+need_header libdlpack-dev dlpack/dlpack.h
+
+llvm_prefixes=(/usr/lib/llvm-{19,20,21,22,18} /usr/lib64/llvm{19,20,21,22,18} /opt/llvm-{19,20,21,22,18})
+find_llvm() {
+    local prefix
+    [[ ${LLVM_DIR:-} || ${LLVM_ROOT:-} ]] && return 0
+    for prefix in "${llvm_prefixes[@]}"; do
+        if [[ -e $prefix/lib/cmake/llvm/LLVMConfig.cmake ]]; then return 0; fi
+    done
+    return 1
+}
+llvm_missing=false
+find_llvm || llvm_missing=true
+
+# ── NVRTC and cuda.h: a toolkit's, the system's, or ours. ───────────────────────────────────────────────────────────────────────────────────
+nvidia=.tools/nvidia
+cuda_roots=(${CUDA_HOME:+"$CUDA_HOME"} ${CUDA_PATH:+"$CUDA_PATH"} /usr/local/cuda /usr)
+has_nvrtc() {
+    local root
+    [[ ${FLCE_NVRTC:-} ]] && return 0
+    for root in "${cuda_roots[@]}"; do
+        compgen -G "$root/lib64/libnvrtc.so.1[2-9]*" >/dev/null && return 0
+        compgen -G "$root/lib/$(uname -m)-linux-gnu/libnvrtc.so.1[2-9]*" >/dev/null && return 0
+    done
+    compgen -G "$nvidia/lib/libnvrtc.so.1[2-9]*" >/dev/null
+}
+has_cuda_headers() {
+    local root
+    for root in "${cuda_roots[@]}" "$nvidia"; do
+        if [[ -e $root/include/cuda.h ]]; then return 0; fi
+    done
+    return 1
+}
+# A driver runs cubins of its own major version: one that knows only CUDA 12 gets the wheels of CUDA 12.
+driver_major=$(nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA Version: ([0-9]+)\..*/\1/p' | head -n1 || true)
+if [[ ${driver_major:-13} == 12 ]]; then
+    nvrtc_wheel='nvidia-cuda-nvrtc-cu12>=12.8,<13' runtime_wheel='nvidia-cuda-runtime-cu12>=12.8,<13'
+else
+    nvrtc_wheel='nvidia-cuda-nvrtc==13.0.*' runtime_wheel='nvidia-cuda-runtime==13.0.*'
+fi
+wheels=()
+has_nvrtc || wheels+=("$nvrtc_wheel")
+has_cuda_headers || wheels+=("$runtime_wheel")
+if ((${#wheels[@]})) && ! python3 -m pip --version >/dev/null 2>&1 && ! command -v uv >/dev/null; then packages+=(python3-pip); fi
+
+if ((${#packages[@]} == 0 && ${#wheels[@]} == 0)) && [[ $llvm_missing == false ]]; then exit 0; fi
+
+# ── Distribution packages. ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+by_hand() {
+    local lines=("flce needs packages that this script cannot install here: $1")
+    if $llvm_missing; then packages+=("llvm-19-dev (18 or newer will do)"); fi
+    ((${#packages[@]})) && lines+=("  distribution packages (Debian and Ubuntu names): ${packages[*]}")
+    if command -v apt-get >/dev/null; then
+        local plain=${packages[*]}
+        lines+=("    as root: apt-get update && apt-get install --no-install-recommends ${plain// (18 or newer will do)/}")
+    fi
+    ((${#wheels[@]})) && lines+=("  afterwards this script fetches from PyPI into $nvidia: ${wheels[*]}")
+    fail "${lines[@]}" "Then run the same command again."
+}
+if ((${#packages[@]})) || $llvm_missing; then
+    command -v apt-get >/dev/null || by_hand "there is no apt-get on this machine."
+    as_root=()
+    if ((EUID != 0)); then
+        if command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+            as_root=(sudo -n)
+        else
+            by_hand "you are not root, and sudo is missing or asks for a password."
+        fi
+    fi
+    run_apt() { "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300 "$@" </dev/null; }
+    has_candidate() { LC_ALL=C apt-cache policy "$1" 2>/dev/null | grep -qE 'Candidate: [^(]'; }
+
+    echo "flce: refreshing the list of packages (apt-get update)"
+    run_apt update || fail "apt-get update failed: check the machine's network and its apt sources."
+    if $llvm_missing; then
+        for version in 19 20 21 18; do
+            if has_candidate "llvm-$version-dev"; then
+                packages+=("llvm-$version-dev")
+                # The linker is optional: it makes static links of LLVM quick.
+                if has_candidate "lld-$version"; then packages+=("lld-$version"); fi
+                break
+            fi
+        done
+        [[ ${packages[*]} == *llvm-*-dev* ]] || by_hand "this distribution has no LLVM 18 or newer."
+    fi
+    echo "flce: installing distribution packages: ${packages[*]}"
+    run_apt install -y --no-install-recommends "${packages[@]}" || fail "apt-get could not install: ${packages[*]}"
+fi
+
+# ── Wheels: unpacked, never imported; a folder of libraries and headers is all that is wanted. ──────────────────────────────────────────────
+if ((${#wheels[@]})); then
+    echo "flce: fetching from PyPI into $nvidia, as no CUDA toolkit here has them: ${wheels[*]}"
+    rm -rf "$nvidia.tmp"
+    mkdir -p "$nvidia.tmp"
+    if python3 -m pip --version >/dev/null 2>&1; then
+        fetch=(python3 -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location)
+    else
+        fetch=(uv pip install --quiet)
+    fi
+    PIP_ROOT_USER_ACTION=ignore "${fetch[@]}" --no-deps --only-binary=:all: --target "$nvidia.tmp/site" "${wheels[@]}" </dev/null ||
+        fail "pip could not fetch ${wheels[*]}." "By hand: put libnvrtc.so.1x with its libnvrtc-builtins into $nvidia/lib and the CUDA headers into $nvidia/include," \
+            "or install a CUDA toolkit (12.x or 13.x) and set CUDA_HOME; FLCE_NVRTC names a libnvrtc to use."
+    # cu12 wheels have nvidia/<part>/{lib,include}, cu13 wheels nvidia/cu13/{lib,include}.
+    mkdir -p "$nvidia/lib" "$nvidia/include"
+    for part in "$nvidia.tmp"/site/nvidia/*/; do
+        if [[ -d $part/lib ]]; then cp -a "$part"/lib/. "$nvidia/lib/"; fi
+        if [[ -d $part/include ]]; then cp -a "$part"/include/. "$nvidia/include/"; fi
+    done
+    rm -rf "$nvidia.tmp" "$nvidia"/lib/*.alt.so*
+    has_nvrtc && has_cuda_headers || fail "the wheels ${wheels[*]} did not bring what was expected of them"
+fi
+echo "flce: the machine is ready"
