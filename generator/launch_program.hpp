@@ -52,7 +52,8 @@ private:
 /// The bits of a float as a constant, for 4-byte parameter fields.
 [[nodiscard]] Expr float_bits(float value);
 
-/// Value of `e` for these slots and loop variables.
+/// Value of `e` for these slots and loop variables. Every operand is evaluated, also the branch that select does not take.
+/// Throws ArgumentError where a value does not fit in 64 bits (too many tokens) and for a division by zero.
 [[nodiscard]] std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<std::int64_t>& variables = {});
 /// C-like text for logs and golden tests.
 [[nodiscard]] std::string to_text(const Expr& e);
@@ -82,7 +83,7 @@ struct If {
     Expr condition{0};
     std::vector<Statement> then;
 };
-struct MemsetZero {  ///< asynchronous on the call's stream
+struct MemsetZero {  ///< asynchronous on the call's stream; nothing where bytes is 0
     Expr address{0};
     Expr bytes{0};
 };
@@ -102,7 +103,8 @@ struct KernelEntry {
     std::uint32_t dynamic_smem_bytes = 0;
 };
 
-/// Calls `on_launch` for every launch (grid, parameter block) and `on_memset` for every memset, in order: the reference meaning of a program.
+/// Calls `on_launch` for every launch (grid, parameter block) and `on_memset` for every memset, in order, leaving out empty ones: the reference
+/// meaning of a program.
 struct InterpretedLaunch {
     int kernel = 0;
     std::array<std::int64_t, 3> grid{};

@@ -1,0 +1,254 @@
+#include "generator/launch_program.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "flce/error.hpp"
+
+namespace flce {
+namespace {
+
+using Op = Expr::Op;
+
+constexpr std::array<std::string_view, kSlotCount> kSlotNames = {
+    "num_tokens", "hidden",         "weight",       "bias",        "class_weight", "target",    "target_bits", "ignore_index",  "reduction",
+    "num_valid",  "num_valid_code", "loss",         "z_loss",      "lse",          "logprob",   "entropy",     "invalid_label", "grad_loss",
+    "grad_lse",   "grad_logprob",   "grad_entropy", "grad_hidden", "grad_weight",  "grad_bias", "workspace"};
+static_assert(!kSlotNames.back().empty());
+
+Expr make_node(Op op, std::int64_t value, std::vector<Expr> args) {
+    return Expr(std::make_shared<const Expr::Node>(Expr::Node{op, value, std::move(args)}));
+}
+
+/// The value of a binary operation; false where it does not exist in 64 bits (overflow, division by zero).
+bool apply(Op op, std::int64_t a, std::int64_t b, std::int64_t& result) {
+    switch (op) {
+        case Op::add: return !__builtin_add_overflow(a, b, &result);
+        case Op::sub: return !__builtin_sub_overflow(a, b, &result);
+        case Op::mul: return !__builtin_mul_overflow(a, b, &result);
+        case Op::div:
+            if (b == 0 || (b == -1 && a == INT64_MIN)) return false;
+            result = a / b;
+            return true;
+        case Op::min: result = std::min(a, b); return true;
+        case Op::max: result = std::max(a, b); return true;
+        case Op::equal: result = a == b; return true;
+        case Op::less: result = a < b; return true;
+        case Op::constant:
+        case Op::slot:
+        case Op::variable:
+        case Op::select: break;
+    }
+    throw InternalError("launch program: not a binary operation");
+}
+
+bool is_constant(const Expr& e, std::int64_t value) {
+    const std::int64_t* c = e.constant();
+    return c != nullptr && *c == value;
+}
+
+/// Folds constants and the identities that generated programs are full of; what cannot be folded stays an expression.
+Expr binary(Op op, const Expr& a, const Expr& b) {
+    const std::int64_t* ca = a.constant();
+    const std::int64_t* cb = b.constant();
+    std::int64_t folded = 0;
+    if (ca != nullptr && cb != nullptr && apply(op, *ca, *cb, folded)) return Expr(folded);
+    switch (op) {
+        case Op::add:
+            if (is_constant(a, 0)) return b;
+            if (is_constant(b, 0)) return a;
+            break;
+        case Op::sub:
+            if (is_constant(b, 0)) return a;
+            break;
+        case Op::mul:
+            if (is_constant(a, 0) || is_constant(b, 1)) return a;
+            if (is_constant(b, 0) || is_constant(a, 1)) return b;
+            break;
+        case Op::div:
+            if (is_constant(b, 1)) return a;
+            break;
+        default: break;
+    }
+    return make_node(op, 0, {a, b});
+}
+
+[[noreturn]] void no_value(const Expr& e) {
+    throw ArgumentError("num_tokens: the value of " + to_text(e) + " does not fit in 64 bits; pass fewer tokens");
+}
+
+/// How tightly an operator binds, as in C; calls and names bind tightest.
+int precedence(Op op) {
+    switch (op) {
+        case Op::select: return 0;
+        case Op::equal: return 1;
+        case Op::less: return 2;
+        case Op::add:
+        case Op::sub: return 3;
+        case Op::mul:
+        case Op::div: return 4;
+        default: return 5;
+    }
+}
+
+std::string_view symbol(Op op) {
+    switch (op) {
+        case Op::add: return " + ";
+        case Op::sub: return " - ";
+        case Op::mul: return " * ";
+        case Op::div: return " / ";
+        case Op::equal: return " == ";
+        case Op::less: return " < ";
+        default: return "";
+    }
+}
+
+void append_text(const Expr& e, int least_precedence, std::string& out) {
+    const Expr::Node& n = e.node();
+    const bool parentheses = precedence(n.op) < least_precedence;
+    if (parentheses) out += '(';
+    switch (n.op) {
+        case Op::constant: out += std::to_string(n.value); break;
+        case Op::slot: out += kSlotNames.at(static_cast<std::size_t>(n.value)); break;
+        case Op::variable: out += "i" + std::to_string(n.value); break;
+        case Op::min:
+        case Op::max:
+            out += n.op == Op::min ? "min(" : "max(";
+            append_text(n.args[0], 0, out);
+            out += ", ";
+            append_text(n.args[1], 0, out);
+            out += ')';
+            break;
+        case Op::select:
+            append_text(n.args[0], 1, out);
+            out += " ? ";
+            append_text(n.args[1], 1, out);
+            out += " : ";
+            append_text(n.args[2], 0, out);
+            break;
+        default:  // left associative
+            append_text(n.args[0], precedence(n.op), out);
+            out += symbol(n.op);
+            append_text(n.args[1], precedence(n.op) + 1, out);
+            break;
+    }
+    if (parentheses) out += ')';
+}
+
+class Interpreter {
+public:
+    Interpreter(const LaunchProgram& program, const CallSlots& slots, const std::function<void(const InterpretedLaunch&)>& on_launch,
+                const std::function<void(std::int64_t, std::int64_t)>& on_memset)
+        : slots_(slots), on_launch_(on_launch), on_memset_(on_memset), variables_(static_cast<std::size_t>(program.variable_count), 0) {}
+
+    void run(const std::vector<Statement>& body) {
+        for (const Statement& statement : body) std::visit([this](const auto& s) { execute(s); }, statement.value);
+    }
+
+private:
+    [[nodiscard]] std::int64_t value(const Expr& e) const { return evaluate(e, slots_, variables_); }
+
+    void execute(const Launch& launch) {
+        InterpretedLaunch result{launch.kernel, {}, std::vector<std::byte>(launch.param_bytes)};
+        for (std::size_t i = 0; i < 3; ++i) {
+            result.grid[i] = value(launch.grid[i]);
+            if (result.grid[i] <= 0) return;
+        }
+        for (const ParamField& field : launch.params) {
+            if ((field.bytes != 4 && field.bytes != 8) || std::size_t{field.offset} + field.bytes > launch.param_bytes) {
+                throw InternalError("launch program: parameter field at " + std::to_string(field.offset) + " of " +
+                                    std::to_string(field.bytes) + " bytes is outside a block of " + std::to_string(launch.param_bytes));
+            }
+            const std::int64_t v = value(field.value);  // little endian: the first four bytes are the low half
+            std::memcpy(result.params.data() + field.offset, &v, field.bytes);
+        }
+        on_launch_(result);
+    }
+
+    void execute(const Loop& loop) {
+        const std::int64_t count = value(loop.count);
+        for (std::int64_t i = 0; i < count; ++i) {
+            variables_.at(static_cast<std::size_t>(loop.variable)) = i;
+            run(loop.body);
+        }
+    }
+
+    void execute(const If& branch) {
+        if (value(branch.condition) != 0) run(branch.then);
+    }
+
+    void execute(const MemsetZero& memset) {
+        const std::int64_t bytes = value(memset.bytes);
+        if (bytes > 0) on_memset_(value(memset.address), bytes);
+    }
+
+    const CallSlots& slots_;
+    const std::function<void(const InterpretedLaunch&)>& on_launch_;
+    const std::function<void(std::int64_t, std::int64_t)>& on_memset_;
+    std::vector<std::int64_t> variables_;
+};
+
+static_assert(std::endian::native == std::endian::little, "parameter blocks are written as a little-endian device reads them");
+
+}  // namespace
+
+Expr::Expr(std::int64_t constant) : node_(std::make_shared<const Node>(Node{Op::constant, constant, {}})) {}
+
+const std::int64_t* Expr::constant() const noexcept { return node_->op == Op::constant ? &node_->value : nullptr; }
+
+Expr slot(Slot slot) { return make_node(Op::slot, static_cast<std::int64_t>(slot), {}); }
+Expr variable(int index) { return make_node(Op::variable, index, {}); }
+
+Expr operator+(const Expr& a, const Expr& b) { return binary(Op::add, a, b); }
+Expr operator-(const Expr& a, const Expr& b) { return binary(Op::sub, a, b); }
+Expr operator*(const Expr& a, const Expr& b) { return binary(Op::mul, a, b); }
+Expr floor_div(const Expr& a, const Expr& b) { return binary(Op::div, a, b); }
+Expr ceil_div(const Expr& a, const Expr& b) { return floor_div(a + (b - 1), b); }
+Expr round_up(const Expr& a, const Expr& multiple) { return ceil_div(a, multiple) * multiple; }
+Expr round_down(const Expr& a, const Expr& multiple) { return floor_div(a, multiple) * multiple; }
+Expr min(const Expr& a, const Expr& b) { return binary(Op::min, a, b); }
+Expr max(const Expr& a, const Expr& b) { return binary(Op::max, a, b); }
+Expr equal(const Expr& a, const Expr& b) { return binary(Op::equal, a, b); }
+Expr less(const Expr& a, const Expr& b) { return binary(Op::less, a, b); }
+
+Expr select(const Expr& condition, const Expr& then, const Expr& otherwise) {
+    if (const std::int64_t* c = condition.constant()) return *c != 0 ? then : otherwise;
+    return make_node(Op::select, 0, {condition, then, otherwise});
+}
+
+Expr float_bits(float value) { return Expr(std::int64_t{std::bit_cast<std::uint32_t>(value)}); }
+
+std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<std::int64_t>& variables) {
+    const Expr::Node& n = e.node();
+    switch (n.op) {
+        case Op::constant: return n.value;
+        case Op::slot: return slots.at(static_cast<std::size_t>(n.value));
+        case Op::variable: return variables.at(static_cast<std::size_t>(n.value));
+        case Op::select: {
+            const std::int64_t condition = evaluate(n.args[0], slots, variables);
+            const std::int64_t then = evaluate(n.args[1], slots, variables);
+            const std::int64_t otherwise = evaluate(n.args[2], slots, variables);
+            return condition != 0 ? then : otherwise;
+        }
+        default: break;
+    }
+    std::int64_t result = 0;
+    if (!apply(n.op, evaluate(n.args[0], slots, variables), evaluate(n.args[1], slots, variables), result)) no_value(e);
+    return result;
+}
+
+std::string to_text(const Expr& e) {
+    std::string out;
+    append_text(e, 0, out);
+    return out;
+}
+
+void interpret(const LaunchProgram& program, const CallSlots& slots, const std::function<void(const InterpretedLaunch&)>& on_launch,
+               const std::function<void(std::int64_t address, std::int64_t bytes)>& on_memset) {
+    Interpreter(program, slots, on_launch, on_memset).run(program.body);
+}
+
+}  // namespace flce
