@@ -1,0 +1,173 @@
+#include "generator/spec_keys.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+
+#include "flce/error.hpp"
+
+namespace flce {
+namespace {
+
+[[noreturn]] void bad_value(std::string_view key, std::string_view value, std::string_view allowed) {
+    throw SpecError(fmt::format("spec: {}={}: must be {}", key, value, allowed));
+}
+
+std::int64_t read_integer(std::string_view key, std::string_view value) {
+    std::int64_t result = 0;
+    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
+    if (error != std::errc() || end != value.data() + value.size()) bad_value(key, value, "an integer that fits in 64 bits");
+    return result;
+}
+
+double read_real(std::string_view key, std::string_view value) {
+    double result = 0;
+    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
+    if (error != std::errc() || end != value.data() + value.size()) bad_value(key, value, "a finite number");
+    return result;
+}
+
+bool read_flag(std::string_view key, std::string_view value) {
+    if (value == "true" || value == "1") return true;
+    if (value == "false" || value == "0") return false;
+    bad_value(key, value, "true or false (or the bare key)");
+}
+
+template <class Enum>
+Enum read_enum(std::string_view key, std::string_view value, std::initializer_list<Enum> all) {
+    std::string allowed;
+    for (Enum e : all) {
+        if (to_string(e) == value) return e;
+        allowed += (allowed.empty() ? "" : " or ") + std::string(to_string(e));
+    }
+    bad_value(key, value, allowed);
+}
+
+DType read_dtype(std::string_view key, std::string_view value) { return read_enum(key, value, {DType::bf16, DType::fp16, DType::fp32}); }
+
+struct OutputName {
+    std::string_view name;
+    bool Outputs::* member;
+};
+constexpr std::array kOutputNames = {OutputName{"loss", &Outputs::loss}, OutputName{"lse", &Outputs::lse},
+                                     OutputName{"logprob", &Outputs::logprob}, OutputName{"entropy", &Outputs::entropy}};
+
+Outputs read_outputs(std::string_view key, std::string_view value) {
+    Outputs outputs{.loss = false};
+    std::string_view rest = value;
+    while (true) {
+        const std::size_t plus = rest.find('+');
+        const std::string_view name = rest.substr(0, plus);
+        const auto* known = std::ranges::find(kOutputNames, name, &OutputName::name);
+        if (known == kOutputNames.end()) bad_value(key, value, "names out of loss, lse, logprob and entropy joined by '+'");
+        if (outputs.*known->member) bad_value(key, value, "names joined by '+', each of them once");
+        outputs.*known->member = true;
+        if (plus == std::string_view::npos) return outputs;
+        rest.remove_prefix(plus + 1);
+    }
+}
+
+std::string outputs_text(const Outputs& outputs) {
+    std::string text;
+    for (const OutputName& o : kOutputNames) {
+        if (outputs.*o.member) text += (text.empty() ? "" : "+") + std::string(o.name);
+    }
+    return text;
+}
+
+/// Shortest decimal that reads back to the same double.
+std::string real_text(double value) {
+    std::array<char, 32> buffer{};
+    const auto result = std::to_chars(buffer.data(), buffer.data() + buffer.size(), value);
+    return {buffer.data(), result.ptr};
+}
+
+struct SpecKey {
+    std::string_view name;
+    SpecKeyKind kind;
+    void (*read)(Spec& spec, std::string_view key, std::string_view value);
+};
+
+using Text = std::string_view;
+constexpr std::array kKeys = {
+    SpecKey{"D", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.hidden_size = read_integer(k, v); }},
+    SpecKey{"V", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.vocab_size = read_integer(k, v); }},
+    SpecKey{"padded_vocab_size", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.padded_vocab_size = read_integer(k, v); }},
+    SpecKey{"dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.dtype = read_dtype(k, v); }},
+    SpecKey{"layout", SpecKeyKind::word,
+            [](Spec& s, Text k, Text v) { s.layout = read_enum(k, v, {WeightLayout::vocab_major, WeightLayout::hidden_major}); }},
+    SpecKey{"tied", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.tied = read_flag(k, v); }},
+    SpecKey{"grad_weight_dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.grad_weight_dtype = read_dtype(k, v); }},
+    SpecKey{"grad_weight_mode", SpecKeyKind::word,
+            [](Spec& s, Text k, Text v) { s.grad_weight_mode = read_enum(k, v, {GradMode::write, GradMode::accumulate}); }},
+    SpecKey{"bias", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.bias = read_flag(k, v); }},
+    SpecKey{"class_weight", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.class_weight = read_flag(k, v); }},
+    SpecKey{"logit_scale", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.logit_scale = read_real(k, v); }},
+    SpecKey{"softcap", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.softcap = read_real(k, v); }},
+    SpecKey{"label_smoothing", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.label_smoothing = read_real(k, v); }},
+    SpecKey{"z_loss", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.z_loss = read_real(k, v); }},
+    SpecKey{"outputs", SpecKeyKind::words, [](Spec& s, Text k, Text v) { s.outputs = read_outputs(k, v); }},
+};
+
+const SpecKey& find_key(std::string_view name) {
+    const auto* key = std::ranges::find(kKeys, name, &SpecKey::name);
+    if (key != kKeys.end()) return *key;
+    std::string known;
+    for (const SpecKey& k : kKeys) known += (known.empty() ? "" : ", ") + std::string(k.name);
+    throw SpecError(fmt::format("spec: unknown key '{}'; known keys are {}", name, known));
+}
+
+GradMode default_grad_mode(const Spec& spec) { return spec.tied ? GradMode::accumulate : GradMode::write; }
+
+}  // namespace
+
+SpecKeyKind spec_key_kind(std::string_view key) { return find_key(key).kind; }
+
+std::vector<SpecEntry> spec_entries(const Spec& spec) {
+    std::vector<SpecEntry> entries;
+    auto add = [&](std::string_view key, bool differs, std::string value) {
+        if (differs) entries.push_back({key, spec_key_kind(key), std::move(value)});
+    };
+    add("D", true, std::to_string(spec.hidden_size));
+    add("V", true, std::to_string(spec.vocab_size));
+    add("padded_vocab_size", spec.padded_vocab_size != spec.vocab_size && spec.padded_vocab_size != 0,
+        std::to_string(spec.padded_vocab_size));
+    add("dtype", true, std::string(to_string(spec.dtype)));
+    add("layout", spec.layout != WeightLayout::vocab_major, std::string(to_string(spec.layout)));
+    add("tied", spec.tied, "true");
+    add("grad_weight_dtype", spec.grad_weight_dtype != spec.dtype, std::string(to_string(spec.grad_weight_dtype)));
+    add("grad_weight_mode", spec.grad_weight_mode != default_grad_mode(spec), std::string(to_string(spec.grad_weight_mode)));
+    add("bias", spec.bias, "true");
+    add("class_weight", spec.class_weight, "true");
+    add("logit_scale", spec.logit_scale != 1.0, real_text(spec.logit_scale));
+    add("softcap", spec.softcap != 0.0, real_text(spec.softcap));
+    add("label_smoothing", spec.label_smoothing != 0.0, real_text(spec.label_smoothing));
+    add("z_loss", spec.z_loss != 0.0, real_text(spec.z_loss));
+    add("outputs", spec.outputs != Outputs{}, outputs_text(spec.outputs));
+    return entries;
+}
+
+bool SpecBuilder::given(std::string_view key) const { return std::ranges::find(given_, key) != given_.end(); }
+
+void SpecBuilder::set(std::string_view key, std::string_view value) {
+    const SpecKey& known = find_key(key);
+    if (given(key)) throw SpecError(fmt::format("spec: key '{}' is given twice (again as '{}'); each key may be given once", key, value));
+    known.read(spec_, key, value);
+    given_.emplace_back(key);
+}
+
+Spec SpecBuilder::finish() {
+    for (std::string_view key : {"D", "V"}) {
+        if (!given(key)) throw SpecError(fmt::format("spec: {} is missing; D=<hidden size> and V=<vocabulary size> are required", key));
+    }
+    if (given("padded_vocab_size") && spec_.padded_vocab_size <= 0) {
+        bad_value("padded_vocab_size", std::to_string(spec_.padded_vocab_size), "at least V");
+    }
+    if (!given("grad_weight_dtype")) spec_.grad_weight_dtype = spec_.dtype;
+    if (!given("grad_weight_mode")) spec_.grad_weight_mode = default_grad_mode(spec_);
+    return spec_.normalized();
+}
+
+}  // namespace flce

@@ -1,0 +1,43 @@
+// The keys of a Spec's text and JSON form, in one table: both parsers and both printers go through here.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flce/spec.hpp"
+
+namespace flce {
+
+enum class SpecKeyKind : std::uint8_t { integer, real, flag, word, words };
+
+/// One key with its value as text ("true" for a flag, names joined by '+' for words).
+struct SpecEntry {
+    std::string_view key;
+    SpecKeyKind kind;
+    std::string value;
+};
+
+/// What the canonical forms print, in their order: D, V and dtype always, other keys where they differ from their default.
+[[nodiscard]] std::vector<SpecEntry> spec_entries(const Spec& spec);
+
+/// Kind of `key`. Throws SpecError listing the keys if there is none of that name.
+[[nodiscard]] SpecKeyKind spec_key_kind(std::string_view key);
+
+/// Collects keys in any order, then fills in the defaults that depend on other keys.
+class SpecBuilder {
+public:
+    /// Throws SpecError for an unknown or repeated key and for a value that cannot be read.
+    void set(std::string_view key, std::string_view value);
+    /// The normalized Spec. Throws SpecError for a missing key and for whatever Spec::normalized refuses.
+    [[nodiscard]] Spec finish();
+
+private:
+    [[nodiscard]] bool given(std::string_view key) const;
+
+    Spec spec_;
+    std::vector<std::string> given_;
+};
+
+}  // namespace flce

@@ -1,0 +1,261 @@
+#include "flce/spec.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cfloat>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <random>
+#include <unordered_set>
+
+#include "flce/error.hpp"
+
+namespace flce {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+template <class Parse>
+std::string message_of(Parse parse) {
+    try {
+        (void)parse();
+    } catch (const SpecError& error) {
+        return error.what();
+    }
+    return "no SpecError";
+}
+
+Spec small() { return {.hidden_size = 64, .vocab_size = 50}; }
+
+/// Any legal Spec: each option is at its default half of the time.
+Spec random_spec(std::mt19937_64& random) {
+    auto number = [&](std::int64_t low, std::int64_t high) { return std::uniform_int_distribution<std::int64_t>(low, high)(random); };
+    auto coin = [&] { return number(0, 1) == 1; };
+    auto real = [&](double low, double high) { return std::uniform_real_distribution<double>(low, high)(random); };
+    Spec s;
+    s.hidden_size = 8 * number(1, 4096);
+    s.vocab_size = number(2, 300000);
+    s.padded_vocab_size = coin() ? s.vocab_size : s.vocab_size + number(0, 1000);
+    s.dtype = static_cast<DType>(number(0, 2));
+    s.tied = coin();
+    s.layout = !s.tied && coin() ? WeightLayout::hidden_major : WeightLayout::vocab_major;
+    s.grad_weight_dtype = coin() ? s.dtype : DType::fp32;
+    s.grad_weight_mode = coin() ? GradMode::write : GradMode::accumulate;
+    s.bias = coin();
+    s.class_weight = coin();
+    if (coin()) s.logit_scale = real(-1.0, 1.0) * std::exp(real(-20, 20));
+    if (coin()) s.softcap = std::exp(real(-10, 10));
+    if (coin()) s.label_smoothing = real(0, 1);
+    if (coin()) s.z_loss = real(0, 1e-3);
+    s.outputs = {.loss = coin(), .lse = coin(), .logprob = coin(), .entropy = coin()};
+    if (s.outputs == Outputs{.loss = false}) s.outputs.entropy = true;
+    return s;
+}
+
+TEST(SpecText, Canonical_PrintsWhatDiffersFromItsDefault) {
+    EXPECT_EQ(parse_spec("V=151936,D=2048,tied").text(), "D=2048,V=151936,dtype=bf16,tied");
+    EXPECT_EQ(small().normalized().text(), "D=64,V=50,dtype=bf16");
+    EXPECT_EQ(small().normalized().json(), R"({"D":64,"V":50,"dtype":"bf16"})");
+    const Spec all = parse_spec(
+        "outputs=entropy+loss,z_loss=0.0001,label_smoothing=0.1,softcap=30,logit_scale=0.0625,class_weight,bias=true,grad_weight_mode="
+        "accumulate,"
+        "grad_weight_dtype=fp32,layout=hidden_major,dtype=fp16,padded_vocab_size=64,V=50,D=64");
+    EXPECT_EQ(all.text(),
+              "D=64,V=50,padded_vocab_size=64,dtype=fp16,layout=hidden_major,grad_weight_dtype=fp32,grad_weight_mode=accumulate,bias,class_"
+              "weight,"
+              "logit_scale=0.0625,softcap=30,label_smoothing=0.1,z_loss=1e-04,outputs=loss+entropy");
+    EXPECT_EQ(all.json(), R"({"D":64,"V":50,"padded_vocab_size":64,"dtype":"fp16","layout":"hidden_major","grad_weight_dtype":"fp32",)"
+                          R"("grad_weight_mode":"accumulate","bias":true,"class_weight":true,"logit_scale":0.0625,"softcap":30.0,)"
+                          R"("label_smoothing":0.1,"z_loss":0.0001,"outputs":["loss","entropy"]})");
+}
+
+TEST(SpecText, Defaults_DependOnOtherKeys) {
+    const Spec tied = parse_spec("D=64,V=50,tied");
+    EXPECT_EQ(tied.layout, WeightLayout::vocab_major);
+    EXPECT_EQ(tied.grad_weight_mode, GradMode::accumulate);
+    EXPECT_EQ(parse_spec("D=64,V=50,tied,grad_weight_mode=write").text(), "D=64,V=50,dtype=bf16,tied,grad_weight_mode=write");
+    EXPECT_EQ(parse_spec("D=64,V=50").grad_weight_mode, GradMode::write);
+    EXPECT_EQ(parse_spec("D=64,V=50,dtype=fp32").grad_weight_dtype, DType::fp32);
+    EXPECT_EQ(parse_spec("D=64,V=50,dtype=fp16").grad_weight_dtype, DType::fp16);
+    EXPECT_EQ(parse_spec("D=64,V=50").padded_vocab_size, 50);
+    EXPECT_EQ(parse_spec("D=64,V=50,bias=false,tied=0"), parse_spec(" D = 64 ,\tV=50 "));
+}
+
+TEST(SpecText, RandomSpecs_RoundTripThroughTextAndJson) {
+    std::mt19937_64 random(20240601);
+    for (int i = 0; i < 5000; ++i) {
+        const Spec spec = random_spec(random);
+        ASSERT_EQ(spec.normalized(), spec) << spec.text();
+        ASSERT_EQ(parse_spec(spec.text()), spec) << spec.text();
+        ASSERT_EQ(parse_spec_json(spec.json()), spec) << spec.json();
+        ASSERT_EQ(parse_spec(spec.text()).text(), spec.text());
+        ASSERT_EQ(SpecHash{}(parse_spec(spec.text())), SpecHash{}(spec));
+    }
+}
+
+TEST(SpecText, FromFile_ReadsJson) {
+    const auto path = std::filesystem::path(testing::TempDir()) / "flce_spec_test.json";
+    std::ofstream(path) << "{\"D\": 64, \"V\": 50, \"tied\": true}\n";
+    EXPECT_EQ(parse_spec("@" + path.string()), parse_spec("D=64,V=50,tied"));
+    std::ofstream(path) << std::string((1 << 20) + 1, ' ');
+    EXPECT_THROW((void)parse_spec("@" + path.string()), SpecError);
+    std::filesystem::remove(path);
+    EXPECT_THROW((void)parse_spec("@" + path.string()), EnvironmentError);
+    EXPECT_THROW((void)parse_spec("@" + testing::TempDir()), EnvironmentError);
+}
+
+TEST(SpecText, BadText_NamesKeyAndValue) {
+    const std::pair<const char*, std::vector<const char*>> cases[] = {
+        {"", {"empty"}},
+        {"V=50", {"D is missing"}},
+        {"D=64", {"V is missing"}},
+        {"D=64,V=50,hidden=3", {"unknown key 'hidden'", "padded_vocab_size"}},
+        {"D=64,V=50,D=64", {"'D'", "twice"}},
+        {"D=64,V=50,tied,tied", {"'tied'", "twice"}},
+        {"D=64,V=50,", {"no key"}},
+        {"D=64,V=50,=3", {"no key"}},
+        {"D=64,V=50,dtype", {"dtype has no value"}},
+        {"D=64,V=50,dtype=fp8", {"dtype=fp8", "bf16 or fp16 or fp32"}},
+        {"D=64,V=50,layout=row", {"layout=row", "vocab_major or hidden_major"}},
+        {"D=64,V=50,grad_weight_mode=add", {"grad_weight_mode=add", "write or accumulate"}},
+        {"D=64,V=50,bias=yes", {"bias=yes", "true or false"}},
+        {"D=64x,V=50", {"D=64x", "integer"}},
+        {"D=,V=50", {"D=", "integer"}},
+        {"D=64.0,V=50", {"D=64.0", "integer"}},
+        {"D=64,V=99999999999999999999", {"V=99999999999999999999", "64 bits"}},
+        {"D=64,V=50,softcap=3o", {"softcap=3o", "number"}},
+        {"D=64,V=50,softcap=1e999", {"softcap=1e999", "number"}},
+        {"D=64,V=50,outputs=loss+perplexity", {"outputs=loss+perplexity", "entropy"}},
+        {"D=64,V=50,outputs=", {"outputs=", "entropy"}},
+        {"D=64,V=50,outputs=loss+", {"outputs=loss+"}},
+        {"D=64,V=50,outputs=lse+lse", {"outputs=lse+lse", "once"}},
+        {"D=64,V=50,padded_vocab_size=0", {"padded_vocab_size=0", "at least"}},
+    };
+    for (const auto& [text, parts] : cases) {
+        const std::string message = message_of([&, t = text] { return parse_spec(t); });
+        for (const char* part : parts) EXPECT_THAT(message, HasSubstr(part)) << text;
+    }
+}
+
+TEST(SpecText, BadSizesAndOptions_NameFieldValueAndRule) {
+    const std::pair<const char*, std::vector<const char*>> cases[] = {
+        {"D=12,V=50", {"hidden_size", "12", "multiple of 8"}},
+        {"D=0,V=50", {"hidden_size", "0", "multiple of 8"}},
+        {"D=-64,V=50", {"hidden_size", "-64", "multiple of 8"}},
+        {"D=64,V=1", {"vocab_size", "1", "from 2"}},
+        {"D=64,V=-3", {"vocab_size", "-3", "from 2"}},
+        {"D=64,V=50,padded_vocab_size=49", {"padded_vocab_size", "49", "50"}},
+        {"D=64,V=50,padded_vocab_size=-1", {"padded_vocab_size", "-1"}},
+        {"D=64,V=9223372036854775807", {"vocab_size", "9223372036854775807"}},
+        {"D=9223372036854775800,V=50", {"hidden_size", "9223372036854775800"}},
+        {"D=1073741824,V=1073741824", {"padded_vocab_size", "64 bits"}},
+        {"D=64,V=50,dtype=bf16,grad_weight_dtype=fp16", {"grad_weight_dtype", "fp16", "bf16", "fp32"}},
+        {"D=64,V=50,dtype=fp32,grad_weight_dtype=bf16", {"grad_weight_dtype", "bf16", "fp32"}},
+        {"D=64,V=50,tied,layout=hidden_major", {"layout", "hidden_major", "vocab_major", "tied"}},
+        {"D=64,V=50,logit_scale=0", {"logit_scale", "not 0"}},
+        {"D=64,V=50,logit_scale=nan", {"logit_scale", "nan"}},
+        {"D=64,V=50,logit_scale=inf", {"logit_scale", "inf"}},
+        {"D=64,V=50,logit_scale=1e39", {"logit_scale", "1e+39"}},
+        {"D=64,V=50,logit_scale=1e-50", {"logit_scale", "1e-50"}},
+        {"D=64,V=50,softcap=-1", {"softcap", "-1"}},
+        {"D=64,V=50,softcap=nan", {"softcap", "nan"}},
+        {"D=64,V=50,softcap=3e38", {"softcap", "reciprocal"}},
+        {"D=64,V=50,label_smoothing=1.5", {"label_smoothing", "1.5", "0 to 1"}},
+        {"D=64,V=50,label_smoothing=-0.1", {"label_smoothing", "-0.1"}},
+        {"D=64,V=50,label_smoothing=nan", {"label_smoothing", "nan"}},
+        {"D=64,V=50,z_loss=-1", {"z_loss", "-1"}},
+        {"D=64,V=50,z_loss=nan", {"z_loss", "nan"}},
+        {"D=64,V=50,z_loss=inf", {"z_loss", "inf"}},
+    };
+    for (const auto& [text, parts] : cases) {
+        const std::string message = message_of([&, t = text] { return parse_spec(t); });
+        for (const char* part : parts) EXPECT_THAT(message, HasSubstr(part)) << text;
+    }
+}
+
+TEST(SpecText, EdgesOfEveryRule_AreAccepted) {
+    for (const char* text : {"D=8,V=2", "D=64,V=50,padded_vocab_size=50", "D=64,V=50,label_smoothing=0", "D=64,V=50,label_smoothing=1",
+                             "D=64,V=50,softcap=0", "D=64,V=50,logit_scale=-1", "D=1073741816,V=1073741824", "D=64,V=50,outputs=entropy"}) {
+        EXPECT_NO_THROW((void)parse_spec(text)) << text;
+    }
+}
+
+TEST(SpecJson, BadJson_NamesWhatIsWrong) {
+    const std::pair<const char*, std::vector<const char*>> cases[] = {
+        {"{", {"not valid JSON"}},
+        {"[1]", {"JSON object", "array"}},
+        {R"({"D":64,"V":50,"D":64})", {"'D'", "twice"}},
+        {R"({"D":64})", {"V is missing"}},
+        {R"({"D":64,"V":50,"N":3})", {"unknown key 'N'"}},
+        {R"({"D":"64","V":50})", {"D = \"64\"", "integer"}},
+        {R"({"D":64.5,"V":50})", {"D = 64.5", "integer"}},
+        {R"({"D":64,"V":18446744073709551615})", {"V=18446744073709551615", "64 bits"}},
+        {R"({"D":64,"V":50,"tied":1})", {"tied = 1", "true or false"}},
+        {R"({"D":64,"V":50,"dtype":16})", {"dtype = 16", "string"}},
+        {R"({"D":64,"V":50,"softcap":"30"})", {"softcap", "number"}},
+        {R"({"D":64,"V":50,"softcap":null})", {"softcap = null", "number"}},
+        {R"({"D":64,"V":50,"softcap":1e999})", {"not valid JSON"}},
+        {R"({"D":64,"V":50,"outputs":[]})", {"outputs"}},
+        {R"({"D":64,"V":50,"outputs":[3]})", {"outputs", "strings"}},
+        {R"({"D":64,"V":50,"outputs":{"loss":true}})", {"outputs", "array of strings"}},
+    };
+    for (const auto& [text, parts] : cases) {
+        const std::string message = message_of([&, t = text] { return parse_spec_json(t); });
+        for (const char* part : parts) EXPECT_THAT(message, HasSubstr(part)) << text;
+    }
+    EXPECT_EQ(parse_spec_json(R"({"D":64,"V":50,"outputs":"lse+loss"})"), parse_spec("D=64,V=50,outputs=loss+lse"));
+}
+
+TEST(Spec, Normalized_FillsInPaddingAndDropsNegativeZero) {
+    EXPECT_EQ(small().normalized().padded_vocab_size, 50);
+    Spec spec = small();
+    spec.softcap = -0.0;
+    spec.z_loss = -0.0;
+    EXPECT_FALSE(std::signbit(spec.normalized().softcap));
+    EXPECT_EQ(SpecHash{}(spec.normalized()), SpecHash{}(small().normalized()));
+    spec.outputs = {.loss = false};
+    EXPECT_THAT(message_of([&] { return spec.normalized(); }), HasSubstr("outputs"));
+    EXPECT_THAT(message_of([] { return Spec{.hidden_size = 64, .vocab_size = 50, .dtype = DType::fp32}.normalized(); }),
+                AllOf(HasSubstr("grad_weight_dtype"), HasSubstr("bf16")));
+    EXPECT_THAT(message_of([] { return Spec{.hidden_size = 64, .vocab_size = 50, .dtype = static_cast<DType>(9)}.normalized(); }),
+                HasSubstr("dtype"));
+}
+
+TEST(SpecHash, EveryField_ChangesIt) {
+    const Spec base = small().normalized();
+    std::vector<Spec> specs(15, base);
+    specs[1].hidden_size = 72;
+    specs[2].vocab_size = 49;
+    specs[3].padded_vocab_size = 51;
+    specs[4].dtype = DType::fp16;
+    specs[5].layout = WeightLayout::hidden_major;
+    specs[6].grad_weight_dtype = DType::fp32;
+    specs[7].grad_weight_mode = GradMode::accumulate;
+    specs[8].tied = true;
+    specs[9].bias = true;
+    specs[10].class_weight = true;
+    specs[11].logit_scale = 2;
+    specs[12].softcap = 30;
+    specs[13].label_smoothing = 0.1;
+    specs[14].z_loss = 0.1;
+    for (bool Outputs::* output : {&Outputs::loss, &Outputs::lse, &Outputs::logprob, &Outputs::entropy}) {
+        specs.push_back(base);
+        specs.back().outputs.*output = !(specs.back().outputs.*output);
+    }
+    std::unordered_set<std::size_t> hashes;
+    for (const Spec& spec : specs) hashes.insert(SpecHash{}(spec));
+    EXPECT_EQ(hashes.size(), specs.size());
+}
+
+TEST(Spec, ElementBytes_MatchTheDtype) {
+    EXPECT_EQ(element_bytes(DType::bf16), 2U);
+    EXPECT_EQ(element_bytes(DType::fp16), 2U);
+    EXPECT_EQ(element_bytes(DType::fp32), 4U);
+}
+
+}  // namespace
+}  // namespace flce
