@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -41,6 +42,8 @@ struct Artifact {
     std::vector<std::byte> payload;
 };
 
+class Store;
+
 struct CacheStatistics {
     std::int64_t memory_hits = 0;
     std::int64_t disk_hits = 0;
@@ -52,16 +55,18 @@ struct CacheStatistics {
 class ArtifactCache {
 public:
     struct Options {
-        std::filesystem::path directory;  ///< empty: no disk layer
+        std::filesystem::path directory;              ///< empty: no disk layer
+        std::vector<std::shared_ptr<Store>> further;  ///< asked in order after the directory, which keeps what they have
+        std::chrono::milliseconds lock_wait{30'000};  ///< longest wait for another process that compiles the same key; 0: no locks
     };
     explicit ArtifactCache(Options options);
     ~ArtifactCache();
     ArtifactCache(const ArtifactCache&) = delete;
     ArtifactCache& operator=(const ArtifactCache&) = delete;
 
-    /// The artifact under `key`; `create` makes it if no layer has it. One `create` per key at a time in this process: concurrent callers wait
-    /// for it and share its result; an exception goes to all of them and is not remembered. `created`, if given, says whether this call or
-    /// the one it waited for ran `create`.
+    /// The artifact under `key`; `create` makes it if no layer has it. One `create` per key at a time in this process: concurrent callers
+    /// wait for it and share its result; an exception goes to all of them and is not remembered. `created`, if given, says whether this
+    /// call or the one it waited for ran `create`. `create` may ask for other keys, not for its own.
     [[nodiscard]] std::shared_ptr<const Artifact> get_or_create(const CacheKey& key, const std::function<Artifact()>& create,
                                                                 bool* created = nullptr);
     [[nodiscard]] CacheStatistics statistics() const;

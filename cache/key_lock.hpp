@@ -1,0 +1,28 @@
+// One builder per key on a machine: an flock on <directory>/locks/<key>, so that sixteen ranks starting together compile once.
+#pragma once
+
+#include <chrono>
+#include <filesystem>
+
+#include "cache/artifact_cache.hpp"
+#include "cache/file_descriptor.hpp"
+
+namespace flce {
+
+/// Held until destroyed, or by the kernel until the process dies: a killed builder leaves nothing behind. Lock files are never deleted,
+/// since deleting one that somebody waits for would let two in. Not taken (which is no error: the caller compiles for itself) on file
+/// systems that are not known to be local, where locks hang or lie; in a directory that cannot be written; and after `wait`.
+class KeyLock {
+public:
+    KeyLock(const std::filesystem::path& directory, const CacheKey& key, std::chrono::milliseconds wait);
+    [[nodiscard]] bool held() const noexcept { return held_; }
+    /// Whether somebody else had it first: what the caller looked for may be there now.
+    [[nodiscard]] bool waited() const noexcept { return waited_; }
+
+private:
+    FileDescriptor file_;
+    bool held_ = false;
+    bool waited_ = false;
+};
+
+}  // namespace flce
