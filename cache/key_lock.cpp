@@ -29,10 +29,8 @@ bool is_local(int file) {
         case OVERLAYFS_SUPER_MAGIC:
         case F2FS_SUPER_MAGIC:
         case kXfsMagic:
-        case kZfsMagic:
-            return true;
-        default:
-            return false;
+        case kZfsMagic: return true;
+        default: return false;
     }
 }
 
