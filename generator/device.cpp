@@ -1,0 +1,158 @@
+#include "flce/device.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cctype>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "flce/error.hpp"
+#include "generator/device_tables.hpp"
+
+namespace flce {
+namespace {
+
+constexpr std::int64_t kKiB = 1024;
+constexpr std::int64_t kMiB = 1024 * kKiB;
+constexpr std::int64_t kGiB = 1024 * kMiB;
+
+std::string lower(std::string_view text) {
+    std::string result(text);
+    std::ranges::transform(result, result.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    return result;
+}
+
+/// The words of a product name that tell one product from another: "NVIDIA GeForce RTX 4090" is rtx, 4090.
+std::vector<std::string> words(std::string_view name) {
+    std::vector<std::string> result;
+    std::string word;
+    for (const char c : lower(name) + " ") {
+        if (std::isalnum(static_cast<unsigned char>(c)) != 0) {
+            word += c;
+        } else if (!word.empty()) {
+            if (word != "nvidia" && word != "geforce" && word != "tesla") result.push_back(word);
+            word.clear();
+        }
+    }
+    return result;
+}
+
+/// How many characters of `name` the whole of `product` matches, word by word but blind to where words are split ("rtx4090");
+/// 0 where it does not match. What follows the match is memory size, form factor and the like.
+std::size_t match_length(const std::vector<std::string>& name, const std::vector<std::string>& product) {
+    std::string wanted;
+    for (const std::string& word : product) wanted += word;
+    std::string found;
+    for (const std::string& word : name) {
+        found += word;
+        if (found == wanted) return wanted.size();
+    }
+    return 0;
+}
+
+const GpuProduct* find_product(std::string_view name) {
+    const std::vector<std::string> asked = words(name);
+    const GpuProduct* best = nullptr;
+    std::size_t best_length = 0;
+    for (const GpuProduct& product : kGpuProducts) {
+        const std::size_t length = match_length(asked, words(product.name));
+        if (length > best_length) {
+            best = &product;
+            best_length = length;
+        }
+    }
+    return best;
+}
+
+Device gpu_device(std::string_view name, const GpuArch& arch, const GpuProduct& product) {
+    Device device;
+    device.kind = DeviceKind::cuda;
+    device.name = name;
+    device.gpu = {.arch = std::string(arch.target),
+                  .compute_capability = arch.compute_capability,
+                  .sm_count = product.sm_count,
+                  .smem_per_block_bytes = arch.smem_per_block_kib * kKiB,
+                  .smem_per_sm_bytes = arch.smem_per_sm_kib * kKiB,
+                  .l2_bytes = product.l2_mib * kMiB,
+                  .memory_bytes = product.memory_gib * kGiB,
+                  .bandwidth_bytes_per_s = product.bandwidth_gb_per_s * 1e9,
+                  .bf16_flops = product.bf16_tflops * 1e12};
+    return device;
+}
+
+Device cpu_device(const CpuModel& model) {
+    Device device;
+    device.kind = DeviceKind::cpu;
+    device.name = model.name;
+    device.cpu = {.triple = "x86_64-unknown-linux-gnu",
+                  .cpu = std::string(model.name),
+                  .features = std::string(model.features),
+                  .vector_bits = model.vector_bits,
+                  .fma = model.fma,
+                  .bf16_dot = model.bf16_dot,
+                  .cores = model.cores,
+                  .l1d_bytes = model.l1d_kib * kKiB,
+                  .l2_bytes = model.l2_kib * kKiB,
+                  .l3_bytes = model.l3_mib * kMiB};
+    return device;
+}
+
+std::string joined(const std::vector<std::string>& names) {
+    std::string result;
+    for (const std::string& name : names) result += (result.empty() ? "" : ", ") + name;
+    return result;
+}
+
+}  // namespace
+
+Device describe_device(std::string_view name) {
+    const std::string key = lower(name);
+    if (const auto* arch = std::ranges::find(kGpuArchs, key, &GpuArch::name); arch != kGpuArchs.end()) {
+        return gpu_device(arch->target, *arch, *std::ranges::find(kGpuProducts, arch->product, &GpuProduct::name));
+    }
+    if (const auto* model = std::ranges::find(kCpuModels, key, &CpuModel::name); model != kCpuModels.end()) return cpu_device(*model);
+    if (const GpuProduct* product = find_product(name); product != nullptr) {
+        return gpu_device(product->name, *std::ranges::find(kGpuArchs, product->arch, &GpuArch::name), *product);
+    }
+    throw EnvironmentError(fmt::format("device '{}' is not known; known names are {}", name, joined(known_device_names())));
+}
+
+std::vector<std::string> known_device_names() {
+    std::vector<std::string> names;
+    for (const GpuArch& arch : kGpuArchs) names.emplace_back(arch.name);
+    for (const GpuProduct& product : kGpuProducts) names.emplace_back(product.name);
+    for (const CpuModel& model : kCpuModels) names.emplace_back(model.name);
+    return names;
+}
+
+std::string Device::json() const {
+    nlohmann::ordered_json object;
+    object["kind"] = kind == DeviceKind::cuda ? "cuda" : "cpu";
+    object["name"] = name;
+    if (kind == DeviceKind::cuda) {
+        object["arch"] = gpu.arch;
+        object["compute_capability"] = gpu.compute_capability;
+        object["sm_count"] = gpu.sm_count;
+        object["smem_per_block_bytes"] = gpu.smem_per_block_bytes;
+        object["smem_per_sm_bytes"] = gpu.smem_per_sm_bytes;
+        object["l2_bytes"] = gpu.l2_bytes;
+        object["memory_bytes"] = gpu.memory_bytes;
+        object["bandwidth_bytes_per_s"] = gpu.bandwidth_bytes_per_s;
+        object["bf16_flops"] = gpu.bf16_flops;
+    } else {
+        object["triple"] = cpu.triple;
+        object["cpu"] = cpu.cpu;
+        object["features"] = cpu.features;
+        object["vector_bits"] = cpu.vector_bits;
+        object["fma"] = cpu.fma;
+        object["bf16_dot"] = cpu.bf16_dot;
+        object["cores"] = cpu.cores;
+        object["l1d_bytes"] = cpu.l1d_bytes;
+        object["l2_bytes"] = cpu.l2_bytes;
+        object["l3_bytes"] = cpu.l3_bytes;
+    }
+    return object.dump();
+}
+
+}  // namespace flce
