@@ -41,19 +41,20 @@ struct Stream {
 // Shapes: N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All tensors contiguous, on the kernel's device; hidden, weight
 // and their gradients 16-byte aligned. Absent tensors are not read or written.
 struct ForwardArgs {
-    TensorView hidden;        ///< [N, D], spec dtype
-    TensorView weight;        ///< [P, D] (vocab_major) or [D, P] (hidden_major), spec dtype
-    TensorView bias{};        ///< [V], spec dtype; required iff spec.bias
+    TensorView hidden;          ///< [N, D], spec dtype
+    TensorView weight;          ///< [P, D] (vocab_major) or [D, P] (hidden_major), spec dtype
+    TensorView bias{};          ///< [V], spec dtype; required iff spec.bias
     TensorView class_weight{};  ///< [V] fp32; required iff spec.class_weight
-    TensorView target;        ///< [N] int32 or int64
+    TensorView target;          ///< [N] int32 or int64
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
-    TensorView num_valid{};   ///< scalar int32, int64 or fp32 that mean divides by; absent: the valid tokens (or their class weights) are counted
-    TensorView loss{};        ///< fp32: [N] for none, scalar otherwise
-    TensorView z_loss{};      ///< fp32, like loss: its z-loss part alone, for logs
-    TensorView lse{};         ///< [N] fp32; required: backward reads it. 0 is written for ignored rows
-    TensorView logprob{};     ///< [N] fp32, 0 for ignored rows
-    TensorView entropy{};     ///< [N] fp32, 0 for ignored rows
+    /// Scalar int32, int64 or fp32 that mean divides by; absent: the valid tokens (or their class weights) are counted.
+    TensorView num_valid{};
+    TensorView loss{};           ///< fp32: [N] for none, scalar otherwise
+    TensorView z_loss{};         ///< fp32, like loss: its z-loss part alone, for logs
+    TensorView lse{};            ///< [N] fp32; required: backward reads it. 0 is written for ignored rows
+    TensorView logprob{};        ///< [N] fp32, 0 for ignored rows
+    TensorView entropy{};        ///< [N] fp32, 0 for ignored rows
     TensorView invalid_label{};  ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
                                  ///< ignore_index nor in [0, V). Such rows count as ignored, with or without this tensor
 };
@@ -67,15 +68,15 @@ struct BackwardArgs {
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     TensorView num_valid{};
-    TensorView lse;             ///< [N] fp32, as forward wrote it
-    TensorView entropy{};       ///< [N] fp32, as forward wrote it; required with grad_entropy
-    TensorView grad_loss{};     ///< fp32: [N] for none, scalar otherwise; absent: 1
-    TensorView grad_lse{};      ///< [N] fp32; absent: 0. Likewise the next two
+    TensorView lse;          ///< [N] fp32, as forward wrote it
+    TensorView entropy{};    ///< [N] fp32, as forward wrote it; required with grad_entropy
+    TensorView grad_loss{};  ///< fp32: [N] for none, scalar otherwise; absent: 1
+    TensorView grad_lse{};   ///< [N] fp32; absent: 0. Likewise the next two
     TensorView grad_logprob{};
     TensorView grad_entropy{};
-    TensorView grad_hidden{};   ///< [N, D], spec dtype; absent: not computed. Ignored rows receive 0
-    TensorView grad_weight{};   ///< like weight, spec.grad_weight_dtype; absent: not computed
-    TensorView grad_bias{};     ///< [V], spec.grad_weight_dtype; absent: not computed
+    TensorView grad_hidden{};  ///< [N, D], spec dtype; absent: not computed. Ignored rows receive 0
+    TensorView grad_weight{};  ///< like weight, spec.grad_weight_dtype; absent: not computed
+    TensorView grad_bias{};    ///< [V], spec.grad_weight_dtype; absent: not computed
 };
 
 /// Why this kernel is what it is, for people and for `flce explain`.
@@ -110,8 +111,12 @@ public:
     [[nodiscard]] Explanation explain() const;
 
 protected:
-    Kernel(Spec spec, Device device, Plan plan, DeviceRef device_ref)
-        : spec_(std::move(spec)), device_(std::move(device)), plan_(std::move(plan)), device_ref_(device_ref) {}
+    Kernel(Spec spec, Device device, Plan plan, DeviceRef device_ref, std::vector<std::string> reasons = {})
+        : spec_(std::move(spec)),
+          device_(std::move(device)),
+          plan_(std::move(plan)),
+          device_ref_(device_ref),
+          reasons_(std::move(reasons)) {}
 
 private:
     // `slots` is a flce::CallSlots. The public functions above have validated everything.
@@ -122,26 +127,30 @@ private:
     Device device_;
     Plan plan_;
     DeviceRef device_ref_;
+    std::vector<std::string> reasons_;
 };
 
 /// What a Session did so far.
 struct SessionStatistics {
-    std::int64_t memory_hits = 0;
-    std::int64_t disk_hits = 0;
-    std::int64_t compiled = 0;  ///< artifacts compiled (cubins and host objects)
+    std::int64_t memory_hits = 0;  ///< get_kernel calls and artifacts answered from memory
+    std::int64_t disk_hits = 0;    ///< artifacts read from disk
+    std::int64_t compiled = 0;     ///< artifacts compiled (cubins and host objects)
     std::int64_t disk_faults = 0;  ///< corrupt, unreadable or unwritable entries: each cost a compile at most
 };
 
 struct SessionOptions {
-    std::string device;  ///< "cpu", "cuda", "cuda:1"; empty: FLCE_DEVICE, else the first CUDA device, else the CPU
+    /// "cpu" ("native"), "cuda", "cuda:1", or a named CPU that this machine can stand in for ("x86-64-v3"). Empty: FLCE_DEVICE, else the
+    /// first CUDA device, else the CPU.
+    std::string device;
     std::filesystem::path cache_dir;  ///< empty: FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce
     bool disk_cache = true;
     std::int64_t scratch_bytes = kDefaultScratchBytes;  ///< workspace beyond 4·N·D that plans may use
-    int threads = 0;  ///< CPU backend: 0 means FLCE_NUM_THREADS, else every core
+    int threads = 0;                                    ///< CPU backend: 0 means FLCE_NUM_THREADS, else every core
 };
 
 struct KernelOptions {
-    std::string plan;  ///< canonical plan text to use instead of the planner's choice; empty: the planner's
+    std::string plan;                ///< canonical plan text to use instead of the planner's choice; empty: the planner's
+    std::int64_t scratch_bytes = 0;  ///< for the planner, instead of the session's; 0: the session's
 };
 
 /// One kernel set compiled for a device that need not be here.
@@ -170,16 +179,29 @@ public:
     [[nodiscard]] const std::filesystem::path& cache_dir() const noexcept;
 
 private:
+    friend struct SessionAccess;  // runtime/session.hpp
     struct State;
+    explicit Session(std::unique_ptr<State> state);
     std::unique_ptr<State> state_;
 };
 
 /// get_kernel on the process's default session.
 [[nodiscard]] std::shared_ptr<const Kernel> get_kernel(const Spec& spec);
 
-/// Resolves "cpu", "native", "cuda", "cuda:i" by looking at the machine, and any other name by describe_device.
+/// Resolves "cpu", "native", "cuda", "cuda:i" by looking at the machine, "" to what a default session would use, and any other name by
+/// describe_device. Throws EnvironmentError saying why there is no such device.
 [[nodiscard]] Device resolve_device(std::string_view name);
 
 [[nodiscard]] std::string_view version() noexcept;
+
+/// An environment variable that flce reads. They are read once, when first needed.
+struct EnvironmentVariable {
+    std::string name;
+    std::string meaning;
+    std::string default_value;         ///< for people
+    std::optional<std::string> value;  ///< what it is set to now; absent: not set or empty
+};
+/// All of them.
+[[nodiscard]] std::vector<EnvironmentVariable> environment_variables();
 
 }  // namespace flce
