@@ -127,7 +127,7 @@ if ((${#packages[@]})) || $llvm_missing; then
         fi
     fi
     run_apt() { "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300 "$@" </dev/null; }
-    has_candidate() { LC_ALL=C apt-cache policy "$1" 2>/dev/null | grep -qE 'Candidate: [^(]'; }
+    has_candidate() { [[ $(LC_ALL=C apt-cache policy "$1" 2>/dev/null) =~ Candidate:\ [^\(] ]]; }
 
     echo "flce: refreshing the list of packages (apt-get update)"
     run_apt update || fail "apt-get update failed: check the machine's network and its apt sources."
