@@ -54,6 +54,7 @@ need_header libtbb-dev tbb/version.h oneapi/tbb/version.h
 need_header libzstd-dev zstd.h
 need_header libxxhash-dev xxhash.h
 need_header libssl-dev openssl/evp.h
+need_header zlib1g-dev zlib.h # LLVM's CMake package asks for it
 need_header libgtest-dev gtest/gtest.h
 need_header libgmock-dev gmock/gmock.h
 need_header libbenchmark-dev benchmark/benchmark.h
