@@ -1,0 +1,46 @@
+// How wrong an output may be: the formulas of docs/numerics.md, shared by the tests and by `flce check`. Pure arithmetic on doubles.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "flce/spec.hpp"
+
+namespace flce {
+
+/// Largest relative error of rounding to nearest: 2⁻⁸ for bf16, 2⁻¹¹ for fp16, 2⁻²⁴ for fp32.
+[[nodiscard]] constexpr double unit_roundoff(DType dtype) noexcept {
+    switch (dtype) {
+        case DType::bf16: return 0x1p-8;
+        case DType::fp16: return 0x1p-11;
+        case DType::fp32: return 0x1p-24;
+    }
+    return 0;
+}
+
+/// Largest absolute error that rounding to a subnormal adds: half of fp16's smallest number; bf16 and fp32 reach too far down to matter.
+[[nodiscard]] constexpr double underflow_error(DType dtype) noexcept { return dtype == DType::fp16 ? 0x1p-25 : 0; }
+
+/// Most relative error of loss, z_loss, lse, logprob and entropy where the inputs allow it.
+[[nodiscard]] constexpr double output_error_cap(DType dtype) noexcept { return dtype == DType::fp32 ? 1e-6 : 1e-5; }
+
+/// Most relative Frobenius error of a gradient where the inputs allow it. The logits' gradient is rounded to the spec's dtype, so that dtype
+/// decides, whatever the gradient is stored in.
+[[nodiscard]] constexpr double gradient_error_cap(DType dtype) noexcept {
+    switch (dtype) {
+        case DType::bf16: return 4e-3;
+        case DType::fp16: return 5e-4;
+        case DType::fp32: return 2e-6;
+    }
+    return 0;
+}
+
+/// The bound of an output: twice the error of the reference arithmetic, never below `floor` (what one rounding of each intermediate costs, for
+/// a reference that happened to be exact), and at most `cap` wherever reference and floor show that the inputs allow that.
+[[nodiscard]] constexpr double error_bound(double reference_error, double floor, double cap) noexcept {
+    const double bound = std::max(2 * reference_error, floor);
+    return reference_error <= cap && floor <= cap ? std::min(bound, cap) : bound;
+}
+
+}  // namespace flce

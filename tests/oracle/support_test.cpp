@@ -1,0 +1,160 @@
+// The instruments that judge kernels, judged themselves.
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+
+#include "tests/support/compare.hpp"
+#include "tests/support/dense.hpp"
+#include "tests/support/number_formats.hpp"
+#include "tests/support/random.hpp"
+
+namespace flce::test {
+namespace {
+
+TEST(NumberFormats, EveryFiniteHalf_ComesBack) {
+    for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
+        const auto half = static_cast<std::uint16_t>(bits);
+        EXPECT_TRUE(!std::isfinite(from_fp16(half)) || to_fp16(from_fp16(half)) == half) << bits;
+        EXPECT_TRUE(!std::isfinite(from_bf16(half)) || to_bf16(from_bf16(half)) == half) << bits;
+    }
+}
+
+TEST(NumberFormats, TiesGoToEven) {
+    EXPECT_EQ(rounded(1.0F + 0x1p-8F, DType::bf16), 1.0F);
+    EXPECT_EQ(rounded(1.0F + 3 * 0x1p-8F, DType::bf16), 1.0F + 0x1p-6F);
+    EXPECT_EQ(rounded(1.0F + 0x1p-11F, DType::fp16), 1.0F);
+    EXPECT_EQ(rounded(1.0F + 3 * 0x1p-11F, DType::fp16), 1.0F + 0x1p-9F);
+    EXPECT_EQ(rounded(0x1p-25F, DType::fp16), 0.0F);
+    EXPECT_EQ(rounded(0x1.8p-24F, DType::fp16), 0x1p-23F);
+    EXPECT_EQ(rounded(65519.0F, DType::fp16), 65504.0F);
+    EXPECT_TRUE(std::isinf(rounded(65520.0F, DType::fp16)));
+    EXPECT_TRUE(std::isnan(rounded(NAN, DType::bf16)));
+    EXPECT_TRUE(std::isnan(rounded(NAN, DType::fp16)));
+}
+
+TEST(Dense, Products_MatchTripleLoops) {
+    const Stream random{7};
+    const std::int64_t m = 5, n = 41, k = 70;
+    std::vector<float> a(m * k), b(n * k);
+    for (std::size_t i = 0; i < a.size(); ++i) a[i] = random.normal(i);
+    for (std::size_t i = 0; i < b.size(); ++i) b[i] = random.normal(10000 + i);
+    std::vector<double> c(m * n, -1), back(m * k, 0.5);
+    multiply_transposed(a.data(), b.data(), c.data(), m, n, k, std::int64_t{16});
+    multiply_add(c.data(), b.data(), back.data(), m, k, n, std::int64_t{16});
+    for (std::int64_t i = 0; i < m; ++i) {
+        for (std::int64_t j = 0; j < n; ++j) {
+            double sum = 0;
+            for (std::int64_t d = 0; d < k; ++d) sum += double(a[i * k + d]) * double(b[j * k + d]);
+            EXPECT_NEAR(c[i * n + j], sum, 1e-12);
+        }
+        for (std::int64_t d = 0; d < k; ++d) {
+            double sum = 0.5;
+            for (std::int64_t j = 0; j < n; ++j) sum += c[i * n + j] * double(b[j * k + d]);
+            EXPECT_NEAR(back[i * k + d], sum, 1e-11);
+        }
+    }
+}
+
+struct Judged : testing::TestWithParam<DType> {
+    static Spec spec() {
+        Spec s;
+        s.hidden_size = 64;
+        s.vocab_size = 127;
+        s.dtype = s.grad_weight_dtype = GetParam();
+        s.bias = true;
+        s.outputs = {true, true, true, true};
+        return s;
+    }
+    Problem problem = make_problem(spec(), {.num_tokens = 60});
+    Selection selection = select_all(problem);
+    Result truth = oracle(layer_of(problem), selection);
+    Reference yardstick = reference(problem, selection);
+
+    static KernelOutputs outputs_of(const Result& r) {
+        return {{r.reduced_loss}, {r.reduced_z_loss}, r.lse, r.logprob, r.entropy, r.grad_hidden, r.grad_weight, r.grad_bias};
+    }
+};
+
+TEST_P(Judged, ReferenceAndOracle_Pass) {
+    for (const Result* result : {&yardstick.result, &truth}) {
+        const auto judgements = judge(problem, selection, outputs_of(*result), truth, yardstick);
+        EXPECT_EQ(judgements.size(), 8U);
+        EXPECT_EQ(failures(judgements), "");
+    }
+}
+
+TEST_P(Judged, ReferenceErrors_AreOfTheDtypesSize) {
+    for (const Judgement& j : judge(problem, selection, outputs_of(yardstick.result), truth, yardstick)) {
+        const bool gradient = j.output.starts_with("grad_");
+        const double unit = gradient ? unit_roundoff(GetParam()) : kU32;
+        if (truth.reduced_z_loss == 0 && j.output == "z_loss") continue;
+        EXPECT_LT(j.reference_error, 10 * unit) << j.output;
+        EXPECT_LT(j.bound, 24 * unit) << j.output;
+        EXPECT_TRUE(!gradient || j.bound <= gradient_error_cap(GetParam())) << j.output << " " << j.bound;
+    }
+}
+
+TEST_P(Judged, OneWrongRow_Fails) {
+    for (auto field : {&KernelOutputs::lse, &KernelOutputs::logprob, &KernelOutputs::entropy, &KernelOutputs::grad_hidden,
+                       &KernelOutputs::grad_weight, &KernelOutputs::grad_bias}) {
+        KernelOutputs got = outputs_of(yardstick.result);
+        std::vector<double>& values = got.*field;
+        const std::size_t width = values.size() % 64 == 0 && values.size() > 127 ? 64 : 1;
+        // The smallest row that is not zero: the one that an error of the whole would hide.
+        std::size_t smallest = 0;
+        double least = 1e300;
+        for (std::size_t row = 0; row < values.size() / width; ++row) {
+            double square = 0;
+            for (std::size_t k = 0; k < width; ++k) square += values[row * width + k] * values[row * width + k];
+            if (square > 0 && square < least) {
+                least = square;
+                smallest = row;
+            }
+        }
+        for (std::size_t k = 0; k < width; ++k) values[smallest * width + k] *= 1.25;
+        EXPECT_NE(failures(judge(problem, selection, got, truth, yardstick)), "") << "row " << smallest;
+    }
+}
+
+TEST_P(Judged, NotANumber_Fails) {
+    KernelOutputs got = outputs_of(yardstick.result);
+    got.grad_weight[5] = NAN;
+    EXPECT_NE(failures(judge(problem, selection, got, truth, yardstick)).find("grad_weight: [0, 5]"), std::string::npos);
+}
+
+TEST_P(Judged, LossOffByTenTimesTheCap_Fails) {
+    KernelOutputs got = outputs_of(yardstick.result);
+    got.loss[0] *= 1 + 10 * output_error_cap(GetParam());
+    EXPECT_NE(failures(judge(problem, selection, got, truth, yardstick)).find("loss"), std::string::npos);
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, Judged, testing::Values(DType::bf16, DType::fp16, DType::fp32),
+                         [](const auto& info) { return std::string(to_string(info.param)); });
+
+TEST(Problem, IsDeterministicAndCoversEnds) {
+    Spec spec;
+    spec.hidden_size = 16;
+    spec.vocab_size = 30;
+    const Problem a = make_problem(spec, {.num_tokens = 100, .seed = 5});
+    const Problem b = make_problem(spec, {.num_tokens = 100, .seed = 5});
+    EXPECT_EQ(a.hidden, b.hidden);
+    EXPECT_EQ(a.weight, b.weight);
+    EXPECT_EQ(a.target, b.target);
+    EXPECT_EQ(a.target[0], 29);
+    EXPECT_GT(std::count(a.target.begin(), a.target.end(), -100), 20);
+    EXPECT_NE(a.hidden, make_problem(spec, {.num_tokens = 100, .seed = 6}).hidden);
+}
+
+TEST(Problem, Saturated_LogitsReachTenThousand) {
+    Spec spec;
+    spec.hidden_size = 16;
+    spec.vocab_size = 30;
+    const Problem p = make_problem(spec, {.num_tokens = 10, .ignored = Ignored::none, .logits = Logits::saturated});
+    const Result r = oracle(layer_of(p), select_all(p));
+    for (double lse : r.lse) EXPECT_NEAR(lse, 1e4, 50);
+    EXPECT_LT(*std::min_element(r.logprob.begin(), r.logprob.end()), -1.9e4);
+}
+
+}  // namespace
+}  // namespace flce::test

@@ -1,0 +1,134 @@
+#include "tests/support/compare.hpp"
+
+#include <fmt/format.h>
+
+#include <cmath>
+
+namespace flce::test {
+namespace {
+
+double norm(const std::vector<double>& values) {
+    double square = 0;
+    for (double v : values) square += v * v;
+    return std::sqrt(square);
+}
+
+double distance(const double* a, const double* b, std::int64_t count) {
+    double square = 0;
+    for (std::int64_t i = 0; i < count; ++i) square += (a[i] - b[i]) * (a[i] - b[i]);
+    return std::sqrt(square);
+}
+
+// Rows of `width` numbers, each with a budget.
+Judgement judge_rows(std::string name, const std::vector<double>& got, const std::vector<double>& truth,
+                     const std::vector<double>& yardstick, const std::vector<Budget>& budgets, std::int64_t width, double cap) {
+    Judgement j{std::move(name)};
+    if (got.size() != truth.size()) {
+        j.failure = fmt::format("{} numbers where {} are expected", got.size(), truth.size());
+        return j;
+    }
+    for (std::size_t i = 0; i < got.size(); ++i) {
+        if (std::isfinite(got[i])) continue;
+        j.failure = fmt::format("[{}, {}] is {}, should be {}", i / width, i % width, got[i], truth[i]);
+        return j;
+    }
+    double floor = 0;
+    for (const Budget& b : budgets) floor += b.floor * b.floor;
+    floor = std::sqrt(floor);
+    const double size = norm(truth);
+    const double unit = size > 0 ? size : 1;
+    const auto count = static_cast<std::int64_t>(got.size());
+    j.error = distance(got.data(), truth.data(), count) / unit;
+    j.reference_error = distance(yardstick.data(), truth.data(), count) / unit;
+    j.bound = error_bound(j.reference_error, floor / unit, cap);
+    if (j.error > j.bound) {
+        j.failure = fmt::format("error {:.3e} over bound {:.3e} (reference {:.3e}, floor {:.3e}, norm {:.3e})", j.error, j.bound,
+                                j.reference_error, floor / unit, size);
+    }
+    for (std::size_t row = 0; row < budgets.size(); ++row) {
+        const double error = distance(&got[row * width], &truth[row * width], width);
+        if (error <= budgets[row].limit) continue;
+        j.failure += fmt::format("{}row {} is off by {:.3e}, limit {:.3e} (first element {}, should be {})", j.failure.empty() ? "" : "; ",
+                                 row, error, budgets[row].limit, got[row * width], truth[row * width]);
+        break;
+    }
+    return j;
+}
+
+// A reduced loss: its budget is that of its tokens, and of adding them up.
+Judgement judge_scalar(std::string name, double got, double truth, double yardstick, const std::vector<Budget>& tokens, double divisor,
+                       double cap) {
+    Budget sum;
+    double square = 0;
+    for (const Budget& b : tokens) {
+        square += b.floor * b.floor;
+        sum.limit += b.limit;
+    }
+    if (divisor == 0) divisor = 1;
+    sum.floor = std::sqrt(square) / std::fabs(divisor) + kExpected.sum(std::ssize(tokens)) * std::fabs(truth);
+    sum.limit = sum.limit / std::fabs(divisor) + kLargest.sum(std::ssize(tokens)) * std::fabs(truth);
+    return judge_rows(std::move(name), {got}, {truth}, {yardstick}, {sum}, 1, cap);
+}
+
+std::vector<double> accumulated(const Problem& p, const Selection& selection, std::vector<double> gradient, const std::vector<float>& old,
+                                std::int64_t width) {
+    if (old.empty() || p.spec.grad_weight_mode != GradMode::accumulate) return gradient;
+    for (std::size_t s = 0; s < selection.vocab.size(); ++s) {
+        for (std::int64_t k = 0; k < width; ++k) gradient[s * width + k] += double(old[selection.vocab[s] * width + k]);
+    }
+    return gradient;
+}
+
+}  // namespace
+
+std::vector<Judgement> judge(const Problem& p, const Selection& selection, const KernelOutputs& got, const Result& truth,
+                             const Reference& yardstick) {
+    const Result& ref = yardstick.result;
+    const Budgets& budgets = yardstick.budgets;
+    const double output_cap = output_error_cap(p.spec.dtype);
+    const double gradient_cap = gradient_error_cap(p.spec.dtype);
+    const Divisors divide = divisors(layer_of(p));
+    std::vector<Judgement> out;
+    const auto per_token = [&](const char* name, const std::vector<double>& values, const std::vector<double>& expected,
+                               const std::vector<double>& reference, const std::vector<Budget>& budget) {
+        if (!values.empty()) out.push_back(judge_rows(name, values, expected, reference, budget, 1, output_cap));
+    };
+    if (p.options.reduction == Reduction::none) {
+        per_token("loss", got.loss, truth.loss, ref.loss, budgets.loss);
+        per_token("z_loss", got.z_loss, truth.z_loss, ref.z_loss, budgets.z_loss);
+    } else if (std::ssize(selection.tokens) == p.num_tokens()) {
+        const double least = std::min(std::fabs(divide.cross_entropy), std::fabs(divide.z_loss));
+        if (!got.loss.empty())
+            out.push_back(judge_scalar("loss", got.loss[0], truth.reduced_loss, ref.reduced_loss, budgets.loss, least, output_cap));
+        if (!got.z_loss.empty()) {
+            out.push_back(
+                judge_scalar("z_loss", got.z_loss[0], truth.reduced_z_loss, ref.reduced_z_loss, budgets.z_loss, divide.z_loss, output_cap));
+        }
+    }
+    per_token("lse", got.lse, truth.lse, ref.lse, budgets.lse);
+    per_token("logprob", got.logprob, truth.logprob, ref.logprob, budgets.logprob);
+    per_token("entropy", got.entropy, truth.entropy, ref.entropy, budgets.entropy);
+    const std::int64_t d = p.spec.hidden_size;
+    if (!got.grad_hidden.empty()) {
+        out.push_back(judge_rows("grad_hidden", got.grad_hidden, truth.grad_hidden, ref.grad_hidden, budgets.grad_hidden, d, gradient_cap));
+    }
+    if (!got.grad_weight.empty()) {
+        out.push_back(judge_rows("grad_weight", got.grad_weight, accumulated(p, selection, truth.grad_weight, p.old_grad_weight, d),
+                                 ref.grad_weight, budgets.grad_weight, d, gradient_cap));
+    }
+    if (!got.grad_bias.empty()) {
+        out.push_back(judge_rows("grad_bias", got.grad_bias, accumulated(p, selection, truth.grad_bias, p.old_grad_bias, 1), ref.grad_bias,
+                                 budgets.grad_bias, 1, gradient_cap));
+    }
+    return out;
+}
+
+std::string failures(const std::vector<Judgement>& judgements) {
+    std::string text;
+    for (const Judgement& j : judgements) {
+        if (!j.failure.empty()) text += fmt::format("\n  {}: {}", j.output, j.failure);
+    }
+    return text;
+}
+
+}  // namespace flce::test

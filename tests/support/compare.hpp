@@ -1,0 +1,34 @@
+// Judging what a kernel wrote against oracle and reference.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tests/support/reference.hpp"
+
+namespace flce::test {
+
+/// KernelOutputs of a kernel as doubles; empty where not asked for. Shapes as in Result, for the whole problem or gathered for a Selection.
+struct KernelOutputs {
+    std::vector<double> loss;  ///< [tokens] for Reduction::none, else one
+    std::vector<double> z_loss;
+    std::vector<double> lse, logprob, entropy;
+    std::vector<double> grad_hidden, grad_weight, grad_bias;
+};
+
+struct Judgement {
+    std::string output;
+    double error = 0;  ///< relative, in the Euclidean norm
+    double reference_error = 0;
+    double bound = 0;
+    std::string failure;  ///< empty: passed
+};
+
+/// Every output present in `got`. `truth` is the oracle's (plain gradients; what buffers held is added here).
+[[nodiscard]] std::vector<Judgement> judge(const Problem& problem, const Selection& selection, const KernelOutputs& got,
+                                           const Result& truth, const Reference& yardstick);
+
+/// One line for each failure; empty when everything passed.
+[[nodiscard]] std::string failures(const std::vector<Judgement>& judgements);
+
+}  // namespace flce::test

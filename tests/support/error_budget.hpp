@@ -1,0 +1,122 @@
+// How far off an output may be before something is wrong, from the sizes of what it is computed from (docs/numerics.md derives every term).
+// Two sizes of each. `floor` is what to expect: every rounding has its mean square, independent errors add in quadrature. `limit` is what cannot
+// be passed unless something is wrong: roundings at their largest, sums off by λ·√length of them, everything added up. Bounds of whole outputs
+// use the floor, checks of single rows the limit.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "flce/spec.hpp"
+#include "runtime/error_bounds.hpp"
+
+namespace flce::test {
+
+struct Budget {
+    double floor = 0;
+    double limit = 0;
+};
+
+/// Absolute errors for a Selection, in its order. Of gradients: of a row's Euclidean norm (of the number itself for a bias).
+struct Budgets {
+    std::vector<Budget> loss, z_loss, lse, logprob, entropy;  ///< [tokens]
+    std::vector<Budget> grad_hidden;                          ///< [tokens]
+    std::vector<Budget> grad_weight, grad_bias;               ///< [vocab]
+};
+
+inline constexpr double kU32 = 0x1p-24;
+
+/// Floor or limit: how errors arise and how they combine.
+struct ErrorModel {
+    bool expected;  ///< floor
+
+    /// Relative error of one rounding to a format of unit roundoff u: its root mean square over a binade's mantissas, or u.
+    [[nodiscard]] double rounding(double u) const { return expected ? 0.4 * u : u; }
+    /// Error of an fp32 sum of `length` products, relative to the product of their factors' norms. Partial sums of a random walk reach
+    /// √½ of that on average; λ = 3 of probabilistic rounding analysis otherwise.
+    [[nodiscard]] double products(std::int64_t length) const {
+        return expected ? rounding(kU32) * std::sqrt(0.5) : kU32 * (8 + 3 * std::sqrt(static_cast<double>(length)));
+    }
+    /// Error of an fp32 sum of `length` numbers of one sign, relative to the sum.
+    [[nodiscard]] double sum(std::int64_t length) const {
+        return expected ? 3 * rounding(kU32) : kU32 * (8 + 3 * std::sqrt(static_cast<double>(length)));
+    }
+};
+inline constexpr ErrorModel kExpected{true};
+inline constexpr ErrorModel kLargest{false};
+
+/// Adds errors as a model says.
+class ErrorSum {
+public:
+    explicit ErrorSum(const ErrorModel& model) : expected_(model.expected) {}
+    ErrorSum& add(double error) {
+        total_ += expected_ ? error * error : std::fabs(error);
+        return *this;
+    }
+    [[nodiscard]] double value() const { return expected_ ? std::sqrt(total_) : total_; }
+
+private:
+    bool expected_;
+    double total_ = 0;
+};
+
+/// What a token brings to the error of its logits' gradient: sizes of the terms of a + b·z, t and s, and the error of its lse.
+struct TokenSizes {
+    double hidden_norm = 0;
+    double lse = 0;
+    double entropy = 0;
+    double slope = 0;    ///< Σ |terms| that multiply p_j
+    double slope_z = 0;  ///< |what multiplies p_j·(log p_j + entropy)|
+    double hit = 0;      ///< |what is taken from the label's logit|
+    double spread = 0;   ///< |what is taken from every logit, times c_j|
+    Budget lse_error;
+    [[nodiscard]] double lse_error_of(const ErrorModel& model) const { return model.expected ? lse_error.floor : lse_error.limit; }
+};
+
+/// One logit's sizes.
+struct LogitSizes {
+    double z = 0;
+    double p = 0;
+    double gain = 0;      ///< |∂z / ∂(h·w + b)|
+    double product = 0;   ///< ‖h‖·‖w‖ + |b|
+    double gradient = 0;  ///< |gradient with respect to h·w + b|
+    double class_weight = 1;
+    bool is_label = false;
+};
+
+/// Error of a logit: its product summed in fp32, then bias, scale and softcap.
+[[nodiscard]] inline double logit_error(const Spec& spec, const LogitSizes& e, const ErrorModel& model) {
+    const double roundings = (spec.softcap > 0 ? 4 : 0) + (spec.logit_scale != 1 ? 1 : 0) + (spec.bias ? 1 : 0) + 1;
+    return ErrorSum(model)
+        .add(model.products(spec.hidden_size) * e.gain * e.product)
+        .add(roundings * model.rounding(kU32) * std::fabs(e.z))
+        .value();
+}
+
+/// Error of the gradient with respect to h·w + b, as stored for the backward products.
+[[nodiscard]] inline double gradient_error(const Spec& spec, const TokenSizes& t, const LogitSizes& e, const ErrorModel& model) {
+    const double u = model.rounding(kU32);
+    const double dz = logit_error(spec, e, model);
+    const double lse = t.lse_error_of(model);
+    ErrorSum sum(model);
+    // p has the relative error of exp(z − lse); a + b·z is a difference of numbers as large as lse and z.
+    sum.add(e.p * t.slope * ErrorSum(model).add(dz).add(lse).add(3 * u).value() * e.gain);
+    if (t.slope_z > 0) {
+        const double log_p = std::fabs(e.z - t.lse);
+        sum.add(e.p * t.slope_z * (1 + log_p + t.entropy) * ErrorSum(model).add(dz).add(lse).add(3 * u).value() * e.gain);
+        sum.add(e.p * t.slope_z * u * (std::fabs(t.lse) + t.entropy + std::fabs(e.z)) * e.gain);
+    }
+    sum.add(2 * u * ((e.is_label ? t.hit : 0) + t.spread * e.class_weight) * e.gain);
+    sum.add(e.gradient * 4 * u);
+    sum.add(e.gradient * model.rounding(unit_roundoff(spec.dtype)));
+    if (spec.softcap > 0 && e.gain > 0) {  // 1 − tanh²: its own rounding, and the tanh's argument
+        const double scale = std::fabs(spec.logit_scale);
+        sum.add(e.gradient * 4 * u * scale / e.gain);
+        sum.add(e.gradient * 2 * model.products(spec.hidden_size) * scale * e.product / spec.softcap);
+    }
+    if (spec.dtype == DType::fp16) sum.add((t.slope + t.hit) * 0x1p-38);  // below fp16's range once the largest is scaled to its top
+    return sum.value();
+}
+
+}  // namespace flce::test

@@ -1,0 +1,102 @@
+// One concrete problem: a Spec, a number of tokens and every input of a forward and a backward call, deterministic in its options.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flce/flce.hpp"
+
+namespace flce::test {
+
+enum class Ignored : std::uint8_t { none, some, all };
+
+/// moderate: logits of standard deviation 2, half of the tokens confident of their label to a random degree. saturated: ±1e4 besides that.
+enum class Logits : std::uint8_t { moderate, saturated };
+
+struct ProblemOptions {
+    std::int64_t num_tokens = 3;
+    Ignored ignored = Ignored::some;
+    Logits logits = Logits::moderate;
+    int target_bits = 64;
+    std::int64_t ignore_index = -100;
+    Reduction reduction = Reduction::mean;
+    std::optional<double> num_valid;  ///< handed in instead of counted
+    ScalarType num_valid_type = ScalarType::fp32;
+    bool invalid_labels = false;  ///< some labels outside [0, V), never ignore_index
+    bool upstream = true;         ///< gradients of every output of the Spec; else grad_loss is left out and means 1
+    bool labels_known = true;     ///< false: labels independent of the hidden states
+    std::uint64_t seed = 1;
+};
+
+[[nodiscard]] std::string to_string(const ProblemOptions& options);
+
+struct Problem {
+    Spec spec;  ///< normalized
+    ProblemOptions options;
+    // Values as the dtype holds them, weight without padding and always [V, D].
+    std::vector<float> hidden;
+    std::vector<float> weight;
+    std::vector<float> bias;          ///< empty without spec.bias
+    std::vector<float> class_weight;  ///< empty without spec.class_weight
+    std::vector<std::int64_t> target;
+    // Upstream gradients; empty: not given.
+    std::vector<float> grad_loss;  ///< [N] for none, else one
+    std::vector<float> grad_lse;
+    std::vector<float> grad_logprob;
+    std::vector<float> grad_entropy;
+    // What gradient buffers hold before an accumulating backward, as grad_weight_dtype holds it; [V, D] without padding. Empty when writing.
+    std::vector<float> old_grad_weight;
+    std::vector<float> old_grad_bias;
+
+    [[nodiscard]] std::int64_t num_tokens() const { return options.num_tokens; }
+};
+
+[[nodiscard]] Problem make_problem(const Spec& spec, const ProblemOptions& options);
+
+/// Weight-shaped values [V, D] as the Spec lays them out in memory: padded, and transposed for hidden_major. `padding` fills what lies past V.
+[[nodiscard]] std::vector<float> laid_out(const Spec& spec, const std::vector<float>& values, float padding);
+/// Element (vocabulary row, hidden column) of a weight-shaped buffer in the Spec's layout.
+[[nodiscard]] std::int64_t weight_index(const Spec& spec, std::int64_t vocab, std::int64_t hidden);
+
+/// What the oracle and the reference arithmetic read. T is float, or double for central differences.
+template <class T>
+struct Layer {
+    Spec spec;
+    std::int64_t num_tokens = 0;
+    const T* hidden = nullptr;
+    const T* weight = nullptr;  ///< [V, D]
+    const T* bias = nullptr;
+    const float* class_weight = nullptr;
+    const std::int64_t* target = nullptr;
+    std::int64_t ignore_index = -100;
+    Reduction reduction = Reduction::mean;
+    std::optional<double> num_valid;
+    const float* grad_loss = nullptr;
+    const float* grad_lse = nullptr;
+    const float* grad_logprob = nullptr;
+    const float* grad_entropy = nullptr;
+
+    [[nodiscard]] bool valid(std::int64_t token) const {
+        const std::int64_t label = target[token];
+        return label != ignore_index && label >= 0 && label < spec.vocab_size;
+    }
+    [[nodiscard]] double class_weight_of(std::int64_t vocab) const { return class_weight != nullptr ? double(class_weight[vocab]) : 1.0; }
+};
+
+[[nodiscard]] Layer<float> layer_of(const Problem& problem);
+
+/// Which rows of grad_hidden (and per-token outputs) and which vocabulary rows of grad_weight are computed, ascending.
+struct Selection {
+    std::vector<std::int64_t> tokens;
+    std::vector<std::int64_t> vocab;
+};
+[[nodiscard]] Selection select_all(const Problem& problem);
+/// At most max_tokens tokens and max_vocab vocabulary rows, always with the ends, and the labels of the chosen tokens among the vocabulary.
+[[nodiscard]] Selection select_some(const Problem& problem, std::int64_t max_tokens, std::int64_t max_vocab);
+/// select_all where num_tokens · V · D is at most `work`, else a sample whose work is about that.
+[[nodiscard]] Selection select_for_work(const Problem& problem, double work = 2e8);
+
+}  // namespace flce::test

@@ -1,0 +1,493 @@
+#include "tests/support/reference.hpp"
+
+#include <tbb/blocked_range.h>
+#include <tbb/parallel_for.h>
+#include <tbb/partitioner.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "tests/support/dense.hpp"
+#include "tests/support/number_formats.hpp"
+
+namespace flce::test {
+namespace {
+
+constexpr std::int64_t kSlice = 256;  // terms that one fp32 chain adds before its sum joins the others, as in a blocked GEMM
+constexpr std::int64_t kTokenBlock = 8;
+constexpr std::int64_t kVocabBlock = 32;
+
+// What the backward pass knows of a token.
+struct Token {
+    bool valid = false;
+    std::int64_t label = 0;
+    float top = 0;  // log p_j = (z_j − top) − log_sum
+    float log_sum = 0;
+    float entropy = 0;
+    TokenSizes sizes;
+};
+
+// Upstream gradients of a token, in fp32 like everything.
+struct Upstream {
+    float cross_entropy = 0;
+    float z_loss = 0;
+    float lse = 0;
+    float logprob = 0;
+    float entropy = 0;
+};
+
+// A sum in slices, like the products'.
+class Sum {
+public:
+    void add(float value) {
+        slice_ += value;
+        if (++count_ % kSlice == 0) flush();
+    }
+    float total() {
+        flush();
+        return total_;
+    }
+
+private:
+    void flush() {
+        total_ += slice_;
+        slice_ = 0;
+    }
+    float total_ = 0;
+    float slice_ = 0;
+    std::int64_t count_ = 0;
+};
+
+// Of a block of tokens: logits, and their derivatives with respect to h·w + b.
+struct Logits {
+    std::vector<float> z;
+    std::vector<float> gain;
+};
+
+// Rounding of `length` numbers of Euclidean norm `norm` to dtype.
+void add_rounding(Budget& budget, DType dtype, double norm, std::int64_t length) {
+    const double underflow = underflow_error(dtype) * std::sqrt(double(length));
+    budget.floor = std::hypot(budget.floor, kExpected.rounding(unit_roundoff(dtype)) * norm + underflow);
+    budget.limit += kLargest.rounding(unit_roundoff(dtype)) * norm + underflow;
+}
+
+class Evaluation {
+public:
+    Evaluation(const Problem& problem, const Selection& selection, const KnownTokens& known)
+        : problem_(problem),
+          selection_(selection),
+          known_(known),
+          layer_(layer_of(problem)),
+          spec_(problem.spec),
+          divide_(divisors(layer_)) {
+        for (std::int64_t j = 0; j < spec_.vocab_size; ++j) class_sum_ += float(layer_.class_weight_of(j));
+        weight_norm_.resize(static_cast<std::size_t>(spec_.vocab_size));
+        for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
+            weight_norm_[j] = norm(layer_.weight + j * spec_.hidden_size);
+            largest_weight_norm_ = std::max(largest_weight_norm_, weight_norm_[j]);
+        }
+    }
+
+    Reference run();
+
+private:
+    double norm(const float* row) const {
+        double sum = 0;
+        for (std::int64_t k = 0; k < spec_.hidden_size; ++k) sum += double(row[k]) * double(row[k]);
+        return std::sqrt(sum);
+    }
+    float class_weight(std::int64_t j) const { return layer_.class_weight != nullptr ? layer_.class_weight[j] : 1.0F; }
+    // Turns h·w into the logit, and returns the derivative.
+    float transform(float& x, std::int64_t j) const {
+        if (layer_.bias != nullptr) x += layer_.bias[j];
+        const auto scale = static_cast<float>(spec_.logit_scale);
+        x *= scale;
+        if (spec_.softcap <= 0) return scale;
+        const auto cap = static_cast<float>(spec_.softcap);
+        const float t = std::tanh(x / cap);
+        x = cap * t;
+        return scale * (1.0F - t * t);
+    }
+    Upstream upstream(std::int64_t i) const {
+        const auto at = [i](const float* values, float absent) { return values != nullptr ? values[i] : absent; };
+        Upstream g;
+        float loss = spec_.outputs.loss ? 1.0F : 0.0F;
+        if (layer_.grad_loss != nullptr) loss = layer_.grad_loss[layer_.reduction == Reduction::none ? i : 0];
+        g.cross_entropy = loss / float(divide_.cross_entropy);
+        g.z_loss = loss / float(divide_.z_loss);
+        g.lse = at(layer_.grad_lse, 0);
+        g.logprob = at(layer_.grad_logprob, 0);
+        g.entropy = at(layer_.grad_entropy, 0);
+        return g;
+    }
+
+    void prepare();
+    Logits logits(std::int64_t first, std::int64_t last) const;
+    void forward_block(std::int64_t first, std::int64_t last);
+    void grad_hidden_block(std::int64_t first, std::int64_t last);
+    void token_outputs(std::int64_t at, Token& token, const float* z);
+    void token_budgets(std::int64_t at, Token& token, const float* z, const float* gain);
+    void token_gradient(std::int64_t at, const Token& token, float* z, const float* gain);
+    void vocab_block(std::int64_t first, std::int64_t last);
+    float logit_gradient(const Token& token, const Upstream& g, std::int64_t j, float z) const;
+    void set_sizes(std::int64_t i, Token& token) const;
+    LogitSizes logit_sizes(const Token& token, std::int64_t j, float z, float gain, float gradient) const;
+    void round_gradients(float scale, float* values, std::int64_t count) const;
+    float gradient_scale() const;
+    void complete_tokens();
+    void reduce();
+    void store_weight_rows();
+
+    const Problem& problem_;
+    const Selection& selection_;
+    KnownTokens known_;
+    Layer<float> layer_;
+    const Spec& spec_;
+    Divisors divide_;
+    float class_sum_ = 0;
+    std::vector<double> weight_norm_;
+    double largest_weight_norm_ = 0;
+    std::vector<Token> tokens_;  // of every token once complete_tokens has run, of the selected ones before
+    std::vector<float> grad_hidden_, grad_weight_, grad_bias_;
+    float scale_ = 1;  // of the logits' gradient while it is stored in fp16, a power of two
+    Reference out_;
+};
+
+// Backward of log-softmax and of what follows it, as autograd composes them.
+float Evaluation::logit_gradient(const Token& token, const Upstream& g, std::int64_t j, float z) const {
+    const auto eps = static_cast<float>(spec_.label_smoothing);
+    const auto omega = static_cast<float>(spec_.z_loss);
+    const float log_p = (z - token.top) - token.log_sum;
+    const float p = std::exp(log_p);
+    const float hit = j == token.label ? 1.0F : 0.0F;
+    const float hard = g.cross_entropy * (1.0F - eps) * class_weight(token.label);
+    const float smooth = g.cross_entropy * eps / static_cast<float>(spec_.vocab_size);
+    float gradient = hard * (p - hit) + smooth * (class_sum_ * p - class_weight(j));
+    gradient += g.logprob * (hit - p);
+    gradient += (g.z_loss * 2.0F * omega * (token.top + token.log_sum) + g.lse) * p;
+    gradient -= g.entropy * p * (log_p + token.entropy);
+    return gradient;
+}
+
+void Evaluation::set_sizes(std::int64_t i, Token& token) const {
+    const Upstream g = upstream(i);
+    const double eps = spec_.label_smoothing;
+    TokenSizes& s = token.sizes;
+    s.hidden_norm = norm(layer_.hidden + i * spec_.hidden_size);
+    s.lse = double(token.top) + double(token.log_sum);
+    s.entropy = std::fabs(token.entropy);
+    s.hit = std::fabs(g.cross_entropy) * (1 - eps) * class_weight(token.label) + std::fabs(g.logprob);
+    s.spread = std::fabs(g.cross_entropy) * eps / double(spec_.vocab_size);
+    s.slope = s.hit + s.spread * class_sum_ + std::fabs(g.z_loss * 2 * spec_.z_loss * s.lse) + std::fabs(g.lse);
+    s.slope_z = std::fabs(g.entropy);
+}
+
+LogitSizes Evaluation::logit_sizes(const Token& token, std::int64_t j, float z, float gain, float gradient) const {
+    LogitSizes e;
+    e.z = z;
+    e.p = std::exp(std::min(0.0, double((z - token.top) - token.log_sum)));
+    e.gain = std::fabs(gain);
+    e.product = token.sizes.hidden_norm * weight_norm_[j] + (layer_.bias != nullptr ? std::fabs(layer_.bias[j]) : 0);
+    e.gradient = std::fabs(gradient);
+    e.class_weight = class_weight(j);
+    e.is_label = j == token.label;
+    return e;
+}
+
+void Evaluation::round_gradients(float scale, float* values, std::int64_t count) const {
+    if (spec_.dtype == DType::fp32) return;
+    for (std::int64_t i = 0; i < count; ++i) values[i] = rounded(values[i] * scale, spec_.dtype) / scale;
+}
+
+// The power of two that takes the largest possible gradient of a logit just below fp16's largest number, as loss scaling does.
+float Evaluation::gradient_scale() const {
+    if (spec_.dtype != DType::fp16) return 1;
+    double largest = 0;
+    for (const Token& token : tokens_) {
+        if (!token.valid) continue;
+        const double entropy_part = token.sizes.slope_z * (1 + token.sizes.entropy + std::log(double(spec_.vocab_size)));
+        largest = std::max(largest, token.sizes.slope + entropy_part);
+    }
+    largest *= std::fabs(spec_.logit_scale);
+    return largest > 0 ? static_cast<float>(std::ldexp(1.0, std::clamp(14 - std::ilogb(largest), -100, 100))) : 1.0F;
+}
+
+void Evaluation::token_outputs(std::int64_t at, Token& token, const float* z) {
+    const std::int64_t v = spec_.vocab_size;
+    token.top = *std::max_element(z, z + v);
+    Sum exp_sum;
+    for (std::int64_t j = 0; j < v; ++j) exp_sum.add(std::exp(z[j] - token.top));
+    token.log_sum = std::log(exp_sum.total());
+    Sum smooth;
+    Sum entropy;
+    for (std::int64_t j = 0; j < v; ++j) {
+        const float log_p = (z[j] - token.top) - token.log_sum;
+        smooth.add(-class_weight(j) * log_p);
+        entropy.add(-std::exp(log_p) * log_p);
+    }
+    token.entropy = entropy.total();
+    const auto eps = static_cast<float>(spec_.label_smoothing);
+    const float lse = token.top + token.log_sum;
+    const float logprob = (z[token.label] - token.top) - token.log_sum;
+    const float z_loss = static_cast<float>(spec_.z_loss) * lse * lse;
+    Result& r = out_.result;
+    r.loss[at] = -(1.0F - eps) * class_weight(token.label) * logprob + eps / static_cast<float>(v) * smooth.total() + z_loss;
+    r.z_loss[at] = z_loss;
+    r.lse[at] = lse;
+    r.logprob[at] = logprob;
+    r.entropy[at] = token.entropy;
+}
+
+void Evaluation::token_budgets(std::int64_t at, Token& token, const float* z, const float* gain) {
+    const TokenSizes& s = token.sizes;
+    const double eps = spec_.label_smoothing;
+    const double per_class = eps / double(spec_.vocab_size);
+    const double to_label = std::fabs(z[token.label] - token.top);
+    const auto set = [&](const ErrorModel& model, double Budget::* kind) {
+        const double u = model.rounding(kU32);
+        const double summing = model.sum(spec_.vocab_size);
+        ErrorSum log_sum(model), entropy(model), smooth(model);
+        double label = 0;
+        for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
+            const LogitSizes e = logit_sizes(token, j, z[j], gain[j], 0);
+            const double dz = logit_error(spec_, e, model);
+            log_sum.add(e.p * dz);
+            entropy.add(e.p * (1 + std::fabs(e.z - s.lse) + s.entropy) * (dz + u));
+            smooth.add(e.class_weight * (dz + u * std::fabs(e.z)));
+            if (e.is_label) label = dz;
+        }
+        log_sum.add(summing).add(u * std::fabs(token.log_sum));
+        // lse is rounded to its own size; a log-probability is a difference of differences and is not.
+        const double lse = ErrorSum(model).add(log_sum.value()).add(u * std::fabs(s.lse)).value();
+        const double logprob = ErrorSum(model).add(log_sum.value()).add(label).add(u * (to_label + std::fabs(token.log_sum))).value();
+        const double z_loss = spec_.z_loss * std::fabs(s.lse) * ErrorSum(model).add(2 * lse).add(2 * u * std::fabs(s.lse)).value();
+        entropy.add(summing * (s.entropy + std::fabs(token.log_sum))).add(u * (s.entropy + std::fabs(token.log_sum)));
+        smooth.add(class_sum_ * lse).add(class_sum_ * summing * (std::fabs(s.lse) + 1));
+        token.sizes.lse_error.*kind = lse;
+        out_.budgets.lse[at].*kind = lse;
+        out_.budgets.logprob[at].*kind = logprob;
+        out_.budgets.entropy[at].*kind = entropy.value();
+        out_.budgets.z_loss[at].*kind = z_loss;
+        ErrorSum loss(model);
+        loss.add((1 - eps) * class_weight(token.label) * logprob).add(z_loss).add(3 * u * std::fabs(out_.result.loss[at]));
+        if (eps > 0) loss.add(per_class * smooth.value());
+        out_.budgets.loss[at].*kind = loss.value();
+    };
+    set(kExpected, &Budget::floor);
+    set(kLargest, &Budget::limit);
+}
+
+// Gradients of the logits in place of the logits; the row's budget.
+void Evaluation::token_gradient(std::int64_t at, const Token& token, float* z, const float* gain) {
+    const Upstream g = upstream(selection_.tokens[at]);
+    const double adding = kLargest.products(spec_.vocab_size);
+    ErrorSum floor(kExpected), limit(kLargest);
+    double common = 0;
+    for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
+        const float gradient = logit_gradient(token, g, j, z[j]) * gain[j];
+        const LogitSizes e = logit_sizes(token, j, z[j], gain[j], gradient);
+        const double w = weight_norm_[j];
+        floor.add(gradient_error(spec_, token.sizes, e, kExpected) * w);
+        limit.add((gradient_error(spec_, token.sizes, e, kLargest) + adding * e.gradient) * w);
+        common += e.p * e.gain * w;
+        z[j] = gradient;
+    }
+    // An error of lse moves all of a row's probabilities together, so it adds up instead of averaging out.
+    floor.add(common * token.sizes.lse_error.floor * (token.sizes.slope + token.sizes.slope_z));
+    out_.budgets.grad_hidden[at] = {floor.value(), limit.value()};
+}
+
+Logits Evaluation::logits(std::int64_t first, std::int64_t last) const {
+    const std::int64_t v = spec_.vocab_size;
+    const std::int64_t d = spec_.hidden_size;
+    const std::int64_t count = last - first;
+    std::vector<float> hidden(static_cast<std::size_t>(count * d));
+    for (std::int64_t s = 0; s < count; ++s) std::copy_n(layer_.hidden + selection_.tokens[first + s] * d, d, &hidden[s * d]);
+    Logits out{std::vector<float>(static_cast<std::size_t>(count * v)), std::vector<float>(static_cast<std::size_t>(count * v))};
+    multiply_transposed(hidden.data(), layer_.weight, out.z.data(), count, v, d, kSlice);
+    for (std::int64_t at = 0; at < count * v; ++at) out.gain[at] = transform(out.z[at], at % v);
+    return out;
+}
+
+void Evaluation::forward_block(std::int64_t first, std::int64_t last) {
+    const Logits block = logits(first, last);
+    for (std::int64_t at = first; at < last; ++at) {
+        const std::int64_t i = selection_.tokens[at];
+        const std::int64_t row = (at - first) * spec_.vocab_size;
+        Token& token = tokens_[at];
+        token.valid = layer_.valid(i);
+        token.label = layer_.target[i];
+        if (!token.valid) continue;
+        token_outputs(at, token, &block.z[row]);
+        set_sizes(i, token);
+        token_budgets(at, token, &block.z[row], &block.gain[row]);
+    }
+}
+
+void Evaluation::grad_hidden_block(std::int64_t first, std::int64_t last) {
+    const std::int64_t v = spec_.vocab_size;
+    const std::int64_t d = spec_.hidden_size;
+    Logits block = logits(first, last);
+    for (std::int64_t at = first; at < last; ++at) {
+        float* z = &block.z[(at - first) * v];
+        if (!tokens_[at].valid) {
+            std::fill_n(z, v, 0.0F);
+            continue;
+        }
+        token_gradient(at, tokens_[at], z, &block.gain[(at - first) * v]);
+        round_gradients(scale_, z, v);
+    }
+    multiply_add(block.z.data(), layer_.weight, &grad_hidden_[first * d], last - first, d, v, kSlice);
+    for (std::int64_t at = first; at < last; ++at) {
+        double square = 0;
+        for (std::int64_t k = 0; k < d; ++k) {
+            const float value = grad_hidden_[at * d + k];
+            square += double(value) * double(value);
+            out_.result.grad_hidden[at * d + k] = rounded(value, spec_.dtype);
+        }
+        add_rounding(out_.budgets.grad_hidden[at], spec_.dtype, std::sqrt(square), d);
+    }
+}
+
+void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
+    const std::int64_t d = spec_.hidden_size;
+    const std::int64_t n = layer_.num_tokens;
+    const std::int64_t count = last - first;
+    std::vector<float> weight(static_cast<std::size_t>(count * d));
+    for (std::int64_t s = 0; s < count; ++s) std::copy_n(layer_.weight + selection_.vocab[first + s] * d, d, &weight[s * d]);
+    std::vector<float> z(static_cast<std::size_t>(n * count));
+    std::vector<float> dz(static_cast<std::size_t>(count * n));
+    multiply_transposed(layer_.hidden, weight.data(), z.data(), n, count, d, kSlice);
+    const double adding = kLargest.products(n);
+    for (std::int64_t s = 0; s < count; ++s) {
+        const std::int64_t j = selection_.vocab[first + s];
+        ErrorSum floor(kExpected), limit(kLargest), bias_floor(kExpected), bias_limit(kLargest);
+        for (std::int64_t i = 0; i < n; ++i) {
+            const Token& token = tokens_[i];
+            if (!token.valid) continue;
+            float x = z[i * count + s];
+            const float gain = transform(x, j);
+            const float gradient = logit_gradient(token, upstream(i), j, x) * gain;
+            dz[s * n + i] = gradient;
+            const LogitSizes e = logit_sizes(token, j, x, gain, gradient);
+            const double expected = gradient_error(spec_, token.sizes, e, kExpected);
+            const double largest = gradient_error(spec_, token.sizes, e, kLargest) + adding * e.gradient;
+            floor.add(expected * token.sizes.hidden_norm);
+            limit.add(largest * token.sizes.hidden_norm);
+            bias_floor.add(expected);
+            bias_limit.add(largest);
+        }
+        round_gradients(scale_, &dz[s * n], n);
+        out_.budgets.grad_weight[first + s] = {floor.value(), limit.value()};
+        if (!spec_.bias) continue;
+        Sum bias;
+        for (std::int64_t i = 0; i < n; ++i) bias.add(dz[s * n + i]);
+        grad_bias_[first + s] = bias.total();
+        out_.budgets.grad_bias[first + s] = {bias_floor.value(), bias_limit.value()};
+    }
+    multiply_add(dz.data(), layer_.hidden, &grad_weight_[first * d], count, d, n, kSlice);
+}
+
+// From the selected tokens to all of them, in token order.
+void Evaluation::complete_tokens() {
+    if (std::ssize(selection_.tokens) == layer_.num_tokens) return;
+    std::vector<Token> all(static_cast<std::size_t>(layer_.num_tokens));
+    for (std::int64_t i = 0; i < layer_.num_tokens && known_.lse != nullptr; ++i) {
+        Token& token = all[i];
+        token.valid = layer_.valid(i);
+        token.label = layer_.target[i];
+        if (!token.valid) continue;
+        token.top = known_.lse[i];
+        token.entropy = known_.entropy != nullptr ? known_.entropy[i] : 0;
+        set_sizes(i, token);
+        const double product = std::fabs(spec_.logit_scale) * token.sizes.hidden_norm * largest_weight_norm_;
+        const double lse = std::fabs(token.sizes.lse);
+        const auto error = [&](const ErrorModel& model) {
+            return 5 * model.rounding(kU32) * lse + model.products(spec_.hidden_size) * product;
+        };
+        token.sizes.lse_error = {error(kExpected), error(kLargest)};
+    }
+    for (std::size_t s = 0; s < selection_.tokens.size(); ++s) all[selection_.tokens[s]] = tokens_[s];
+    tokens_ = std::move(all);
+}
+
+void Evaluation::reduce() {
+    Sum cross_entropy;
+    Sum z_loss;
+    for (std::size_t s = 0; s < selection_.tokens.size(); ++s) {
+        if (!layer_.valid(selection_.tokens[s])) continue;
+        cross_entropy.add(float(out_.result.loss[s]) - float(out_.result.z_loss[s]));
+        z_loss.add(float(out_.result.z_loss[s]));
+    }
+    if (layer_.num_tokens == 0 || divide_.z_loss == 0) return;
+    out_.result.reduced_z_loss = z_loss.total() / float(divide_.z_loss);
+    out_.result.reduced_loss = cross_entropy.total() / float(divide_.cross_entropy) + float(out_.result.reduced_z_loss);
+}
+
+// Adds what the buffers held and rounds as stored; budgets grow by that rounding.
+void Evaluation::store_weight_rows() {
+    const std::int64_t d = spec_.hidden_size;
+    const DType dtype = spec_.grad_weight_dtype;
+    const auto store = [&](std::vector<float>& values, const std::vector<float>& old, std::int64_t width, std::vector<Budget>& budgets,
+                           std::vector<double>& out) {
+        for (std::size_t s = 0; s < selection_.vocab.size(); ++s) {
+            double square = 0;
+            for (std::int64_t k = 0; k < width; ++k) {
+                float& value = values[s * width + k];
+                if (!old.empty()) value += old[selection_.vocab[s] * width + k];
+                square += double(value) * double(value);
+                out[s * width + k] = rounded(value, dtype);
+            }
+            add_rounding(budgets[s], dtype, std::sqrt(square), width);
+        }
+    };
+    store(grad_weight_, problem_.old_grad_weight, d, out_.budgets.grad_weight, out_.result.grad_weight);
+    if (spec_.bias) store(grad_bias_, problem_.old_grad_bias, 1, out_.budgets.grad_bias, out_.result.grad_bias);
+}
+
+void Evaluation::prepare() {
+    const auto rows = selection_.tokens.size();
+    const auto columns = selection_.vocab.size();
+    const auto d = static_cast<std::size_t>(spec_.hidden_size);
+    Result& r = out_.result;
+    Budgets& b = out_.budgets;
+    for (auto* values : {&r.loss, &r.z_loss, &r.lse, &r.logprob, &r.entropy}) values->assign(rows, 0.0);
+    for (auto* values : {&b.loss, &b.z_loss, &b.lse, &b.logprob, &b.entropy, &b.grad_hidden}) values->assign(rows, {});
+    for (auto* values : {&b.grad_weight, &b.grad_bias}) values->assign(columns, {});
+    tokens_.resize(rows);
+    grad_hidden_.assign(rows * d, 0);
+    grad_weight_.assign(columns * d, 0);
+    r.grad_hidden.assign(rows * d, 0);
+    r.grad_weight.assign(columns * d, 0);
+    if (!spec_.bias) return;
+    grad_bias_.assign(columns, 0);
+    r.grad_bias.assign(columns, 0);
+}
+
+Reference Evaluation::run() {
+    const auto rows = std::ssize(selection_.tokens);
+    const auto columns = std::ssize(selection_.vocab);
+    const auto in_blocks = [](std::int64_t count, std::int64_t grain, const auto& body) {
+        tbb::parallel_for(
+            tbb::blocked_range<std::int64_t>(0, count, grain), [&](const auto& range) { body(range.begin(), range.end()); },
+            tbb::simple_partitioner{});
+    };
+    prepare();
+    in_blocks(rows, kTokenBlock, [&](std::int64_t first, std::int64_t last) { forward_block(first, last); });
+    reduce();
+    scale_ = gradient_scale();
+    in_blocks(rows, kTokenBlock, [&](std::int64_t first, std::int64_t last) { grad_hidden_block(first, last); });
+    if (columns == 0) return std::move(out_);
+    complete_tokens();
+    in_blocks(columns, kVocabBlock, [&](std::int64_t first, std::int64_t last) { vocab_block(first, last); });
+    store_weight_rows();
+    return std::move(out_);
+}
+
+}  // namespace
+
+Reference reference(const Problem& problem, const Selection& selection, const KnownTokens& known) {
+    return Evaluation(problem, selection, known).run();
+}
+
+}  // namespace flce::test

@@ -1,0 +1,18 @@
+// The yardstick: what a framework computes in the Spec's dtype with fp32 logits. Inputs in the dtype, logits and softmax in fp32, the logits'
+// gradient rounded to the dtype, products accumulated in fp32 in slices, gradients rounded to the dtype that they are stored in.
+#pragma once
+
+#include "tests/support/error_budget.hpp"
+#include "tests/support/oracle.hpp"
+
+namespace flce::test {
+
+struct Reference {
+    Result result;  ///< as stored: rounded, gradients accumulated into what the buffers held
+    Budgets budgets;
+};
+
+/// Same selection and `known` as the oracle.
+[[nodiscard]] Reference reference(const Problem& problem, const Selection& selection, const KnownTokens& known = {});
+
+}  // namespace flce::test
