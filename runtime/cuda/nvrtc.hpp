@@ -17,6 +17,8 @@ class Nvrtc {
 public:
     /// The process's NVRTC. Throws EnvironmentError listing where it was looked for (FLCE_NVRTC overrides the search).
     [[nodiscard]] static std::shared_ptr<const Nvrtc> load();
+    /// The NVRTC at `place` (a file, or a folder with it); empty: the usual places.
+    [[nodiscard]] static std::shared_ptr<const Nvrtc> open(const std::filesystem::path& place);
     virtual ~Nvrtc() = default;
 
     [[nodiscard]] virtual std::pair<int, int> version() const = 0;
