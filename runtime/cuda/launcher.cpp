@@ -1,0 +1,318 @@
+#include "runtime/cuda/launcher.hpp"
+
+#include <fmt/format.h>
+#include <llvm/IR/IRBuilder.h>
+#include <llvm/IR/Intrinsics.h>
+#include <llvm/IR/Module.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+
+#include "flce/error.hpp"
+#include "runtime/host/host_code.hpp"
+
+namespace flce {
+namespace {
+
+using llvm::BasicBlock;
+using llvm::Value;
+using Op = Expr::Op;
+
+// Keys of cuLaunchKernel's `extra`: the parameter block as one buffer, so that its size is checked against the kernel's.
+constexpr std::uint64_t kParamBufferPointer = 1;
+constexpr std::uint64_t kParamBufferSize = 2;
+constexpr std::uint64_t kParamEnd = 0;
+constexpr std::uint64_t kParamAlignment = 16;
+
+std::uint32_t largest_param_block(const std::vector<Statement>& body) {
+    std::uint32_t largest = 0;
+    for (const Statement& statement : body) {
+        if (const auto* launch = std::get_if<Launch>(&statement.value)) largest = std::max(largest, launch->param_bytes);
+        if (const auto* loop = std::get_if<Loop>(&statement.value)) largest = std::max(largest, largest_param_block(loop->body));
+        if (const auto* branch = std::get_if<If>(&statement.value)) largest = std::max(largest, largest_param_block(branch->then));
+    }
+    return largest;
+}
+
+/// Emits one pass: LauncherFunction.
+class PassEmitter {
+public:
+    PassEmitter(llvm::Module& module, const char* symbol, const LaunchProgram& program, const std::vector<KernelEntry>& kernels)
+        : module_(module), builder_(module.getContext()), kernels_(kernels) {
+        pointer_ = builder_.getPtrTy();
+        i64_ = builder_.getInt64Ty();
+        i32_ = builder_.getInt32Ty();
+        auto* type = llvm::FunctionType::get(i64_, {pointer_, pointer_, pointer_}, false);
+        function_ = llvm::Function::Create(type, llvm::Function::ExternalLinkage, symbol, module_);
+        function_->setDoesNotThrow();
+        builder_.SetInsertPoint(BasicBlock::Create(module.getContext(), "entry", function_));
+        context_ = function_->getArg(0);
+        slots_ = function_->getArg(1);
+        stream_ = function_->getArg(2);
+        emit_prologue(largest_param_block(program.body));
+        variables_.resize(static_cast<std::size_t>(program.variable_count), nullptr);
+        emit_body(program.body);
+        builder_.CreateRet(builder_.getInt64(0));
+    }
+
+private:
+    BasicBlock* block(const char* name) { return BasicBlock::Create(module_.getContext(), name, function_); }
+
+    Value* load_field(std::size_t offset) {
+        return builder_.CreateLoad(pointer_, builder_.CreateConstInBoundsGEP1_64(builder_.getInt8Ty(), context_, offset));
+    }
+
+    void emit_prologue(std::uint32_t param_bytes) {
+        launch_kernel_ = load_field(offsetof(LauncherContext, launch_kernel));
+        memset_async_ = load_field(offsetof(LauncherContext, memset_async));
+        functions_ = load_field(offsetof(LauncherContext, functions));
+        params_ = builder_.CreateAlloca(llvm::ArrayType::get(builder_.getInt8Ty(), std::max<std::uint32_t>(param_bytes, 1)));
+        params_->setAlignment(llvm::Align(kParamAlignment));
+        param_size_ = builder_.CreateAlloca(i64_);
+        auto* extra_type = llvm::ArrayType::get(pointer_, 5);
+        extra_ = builder_.CreateAlloca(extra_type);
+        const auto key = [&](std::uint64_t value) { return builder_.CreateIntToPtr(builder_.getInt64(value), pointer_); };
+        Value* const entries[] = {key(kParamBufferPointer), params_, key(kParamBufferSize), param_size_, key(kParamEnd)};
+        for (unsigned i = 0; i < 5; ++i) builder_.CreateStore(entries[i], builder_.CreateConstInBoundsGEP2_64(extra_type, extra_, 0, i));
+        scopes_.emplace_back();
+    }
+
+    // ---- Expressions. A value computed in a block is reused in it and in the blocks nested in it, which it dominates.
+
+    Value* emit(const Expr& e) {
+        const Expr::Node* node = &e.node();
+        for (const auto& scope : scopes_) {
+            if (const auto found = scope.find(node); found != scope.end()) return found->second;
+        }
+        Value* value = emit_node(*node);
+        scopes_.back().emplace(node, value);
+        return value;
+    }
+
+    Value* emit_node(const Expr::Node& node) {
+        switch (node.op) {
+            case Op::constant: return builder_.getInt64(static_cast<std::uint64_t>(node.value));
+            case Op::slot:
+                return builder_.CreateLoad(i64_, builder_.CreateConstInBoundsGEP1_64(i64_, slots_, static_cast<std::uint64_t>(node.value)));
+            case Op::variable: {
+                Value* value = variables_.at(static_cast<std::size_t>(node.value));
+                if (value == nullptr) throw InternalError(fmt::format("launch program uses i{} outside its loop", node.value));
+                return value;
+            }
+            case Op::select: return builder_.CreateSelect(is_not_zero(emit(node.args[0])), emit(node.args[1]), emit(node.args[2]));
+            default: return emit_binary(node.op, emit(node.args[0]), emit(node.args[1]));
+        }
+    }
+
+    Value* emit_binary(Op op, Value* a, Value* b) {
+        switch (op) {
+            case Op::add: return builder_.CreateAdd(a, b);
+            case Op::sub: return builder_.CreateSub(a, b);
+            case Op::mul: return builder_.CreateMul(a, b);
+            // A division by zero has no value; it must not trap in the branch that a select leaves out.
+            case Op::div: return builder_.CreateSDiv(a, builder_.CreateSelect(is_not_zero(b), b, builder_.getInt64(1)));
+            case Op::min: return builder_.CreateSelect(builder_.CreateICmpSLT(b, a), b, a);
+            case Op::max: return builder_.CreateSelect(builder_.CreateICmpSLT(a, b), b, a);
+            case Op::equal: return builder_.CreateZExt(builder_.CreateICmpEQ(a, b), i64_);
+            case Op::less: return builder_.CreateZExt(builder_.CreateICmpSLT(a, b), i64_);
+            default: throw InternalError("launch program: not a binary operation");
+        }
+    }
+
+    Value* is_not_zero(Value* value) { return builder_.CreateICmpNE(value, builder_.getInt64(0)); }
+
+    // ---- Statements.
+
+    void emit_body(const std::vector<Statement>& body) {
+        for (const Statement& statement : body) {
+            const std::int64_t index = next_statement_++;
+            std::visit([&](const auto& s) { emit_statement(s, index); }, statement.value);
+        }
+    }
+
+    /// Runs `inside` in a block entered if `condition` holds.
+    template <typename Inside>
+    void emit_guarded(Value* condition, const Inside& inside) {
+        BasicBlock* then = block("then");
+        BasicBlock* next = block("next");
+        builder_.CreateCondBr(condition, then, next);
+        builder_.SetInsertPoint(then);
+        scopes_.emplace_back();
+        inside();
+        scopes_.pop_back();
+        builder_.CreateBr(next);
+        builder_.SetInsertPoint(next);
+    }
+
+    void emit_statement(const If& branch, std::int64_t /*index*/) {
+        emit_guarded(is_not_zero(emit(branch.condition)), [&] { emit_body(branch.then); });
+    }
+
+    void emit_statement(const Loop& loop, std::int64_t /*index*/) {
+        Value* count = emit(loop.count);
+        BasicBlock* before = builder_.GetInsertBlock();
+        BasicBlock* header = block("loop");
+        BasicBlock* body = block("body");
+        BasicBlock* end = block("end");
+        builder_.CreateBr(header);
+        builder_.SetInsertPoint(header);
+        llvm::PHINode* variable = builder_.CreatePHI(i64_, 2);
+        variable->addIncoming(builder_.getInt64(0), before);
+        builder_.CreateCondBr(builder_.CreateICmpSLT(variable, count), body, end);
+        builder_.SetInsertPoint(body);
+        Value*& slot = variables_.at(static_cast<std::size_t>(loop.variable));
+        if (slot != nullptr) throw InternalError(fmt::format("launch program nests two loops over i{}", loop.variable));
+        slot = variable;
+        scopes_.emplace_back();
+        emit_body(loop.body);
+        scopes_.pop_back();
+        slot = nullptr;
+        variable->addIncoming(builder_.CreateAdd(variable, builder_.getInt64(1)), builder_.GetInsertBlock());
+        builder_.CreateBr(header);
+        builder_.SetInsertPoint(end);
+    }
+
+    void emit_statement(const MemsetZero& memset, std::int64_t index) {
+        Value* bytes = emit(memset.bytes);
+        emit_guarded(builder_.CreateICmpSGT(bytes, builder_.getInt64(0)), [&] {
+            auto* type = llvm::FunctionType::get(i32_, {i64_, builder_.getInt8Ty(), i64_, pointer_}, false);
+            llvm::CallInst* call = builder_.CreateCall(type, memset_async_, {emit(memset.address), builder_.getInt8(0), bytes, stream_});
+            call->addParamAttr(1, llvm::Attribute::ZExt);
+            emit_check(call, index);
+        });
+    }
+
+    void emit_statement(const Launch& launch, std::int64_t index) {
+        const auto kernel = static_cast<std::size_t>(launch.kernel);
+        if (launch.kernel < 0 || kernel >= kernels_.size()) {
+            throw InternalError(fmt::format("launch program names kernel {} of {}", launch.kernel, kernels_.size()));
+        }
+        std::array<Value*, 3> grid{};
+        Value* any = nullptr;
+        for (std::size_t i = 0; i < 3; ++i) {
+            grid[i] = emit(launch.grid[i]);
+            Value* positive = builder_.CreateICmpSGT(grid[i], builder_.getInt64(0));
+            any = any == nullptr ? positive : builder_.CreateAnd(any, positive);
+        }
+        emit_guarded(any, [&] {
+            emit_params(launch);
+            Value* callee = builder_.CreateLoad(pointer_, builder_.CreateConstInBoundsGEP1_64(pointer_, functions_, kernel));
+            std::vector<Value*> arguments{callee};
+            for (Value* dimension : grid) arguments.push_back(narrow(dimension));
+            const KernelEntry& entry = kernels_[kernel];
+            for (const std::uint32_t value : {entry.block_threads, 1U, 1U, entry.dynamic_smem_bytes})
+                arguments.push_back(builder_.getInt32(value));
+            Value* null = llvm::ConstantPointerNull::get(pointer_);
+            arguments.insert(arguments.end(), {stream_, null, extra_});
+            auto* type =
+                llvm::FunctionType::get(i32_, {pointer_, i32_, i32_, i32_, i32_, i32_, i32_, i32_, pointer_, pointer_, pointer_}, false);
+            emit_check(builder_.CreateCall(type, launch_kernel_, arguments), index);
+        });
+    }
+
+    /// A grid dimension as unsigned; one that does not fit becomes the largest unsigned, which the driver refuses, instead of wrapping.
+    Value* narrow(Value* dimension) {
+        Value* most = builder_.getInt64(std::numeric_limits<std::uint32_t>::max());
+        return builder_.CreateTrunc(builder_.CreateSelect(builder_.CreateICmpSLT(dimension, most), dimension, most), i32_);
+    }
+
+    void emit_params(const Launch& launch) {
+        std::uint64_t named = 0;
+        for (const ParamField& field : launch.params) named += field.bytes;
+        if (named < launch.param_bytes) {
+            builder_.CreateMemSet(params_, builder_.getInt8(0), launch.param_bytes, llvm::Align(kParamAlignment));
+        }
+        for (const ParamField& field : launch.params) {
+            if ((field.bytes != 4 && field.bytes != 8) || std::uint64_t{field.offset} + field.bytes > launch.param_bytes) {
+                throw InternalError(fmt::format("parameter field of {} bytes at {} is outside a block of {}", field.bytes, field.offset,
+                                                launch.param_bytes));
+            }
+            Value* value = emit(field.value);
+            if (field.bytes == 4) value = builder_.CreateTrunc(value, i32_);
+            Value* address = builder_.CreateConstInBoundsGEP1_64(builder_.getInt8Ty(), params_, field.offset);
+            builder_.CreateAlignedStore(value, address, llvm::Align(1));
+        }
+        builder_.CreateStore(builder_.getInt64(launch.param_bytes), param_size_);
+    }
+
+    /// Returns from the pass where `result` is an error.
+    void emit_check(Value* result, std::int64_t index) {
+        BasicBlock* failed = block("failed");
+        BasicBlock* ok = block("ok");
+        builder_.CreateCondBr(builder_.CreateICmpEQ(result, builder_.getInt32(0)), ok, failed);
+        builder_.SetInsertPoint(failed);
+        builder_.CreateRet(
+            builder_.CreateOr(builder_.CreateZExt(result, i64_), builder_.getInt64(static_cast<std::uint64_t>(index) << 32)));
+        builder_.SetInsertPoint(ok);
+    }
+
+    llvm::Module& module_;
+    llvm::IRBuilder<> builder_;
+    const std::vector<KernelEntry>& kernels_;
+    llvm::PointerType* pointer_ = nullptr;
+    llvm::IntegerType* i64_ = nullptr;
+    llvm::IntegerType* i32_ = nullptr;
+    llvm::Function* function_ = nullptr;
+    Value* context_ = nullptr;
+    Value* slots_ = nullptr;
+    Value* stream_ = nullptr;
+    Value* launch_kernel_ = nullptr;
+    Value* memset_async_ = nullptr;
+    Value* functions_ = nullptr;
+    llvm::AllocaInst* params_ = nullptr;
+    llvm::AllocaInst* param_size_ = nullptr;
+    llvm::AllocaInst* extra_ = nullptr;
+    std::vector<Value*> variables_;
+    std::vector<std::map<const Expr::Node*, Value*>> scopes_;
+    std::int64_t next_statement_ = 0;
+};
+
+void append_text(const std::vector<Statement>& body, const std::vector<KernelEntry>& kernels, const std::string& indent,
+                 std::vector<std::string>& lines) {
+    for (const Statement& statement : body) {
+        const std::size_t at = lines.size();
+        lines.emplace_back();
+        if (const auto* launch = std::get_if<Launch>(&statement.value)) {
+            std::string text =
+                fmt::format("{}launch {} grid({}, {}, {}) params[{}]", indent, kernels.at(static_cast<std::size_t>(launch->kernel)).name,
+                            to_text(launch->grid[0]), to_text(launch->grid[1]), to_text(launch->grid[2]), launch->param_bytes);
+            for (const ParamField& field : launch->params)
+                text += fmt::format(" {}+{}: {};", field.offset, field.bytes, to_text(field.value));
+            lines[at] = std::move(text);
+        } else if (const auto* loop = std::get_if<Loop>(&statement.value)) {
+            lines[at] = fmt::format("{}for i{} < {}", indent, loop->variable, to_text(loop->count));
+            append_text(loop->body, kernels, indent + "  ", lines);
+        } else if (const auto* branch = std::get_if<If>(&statement.value)) {
+            lines[at] = fmt::format("{}if {}", indent, to_text(branch->condition));
+            append_text(branch->then, kernels, indent + "  ", lines);
+        } else {
+            const auto& memset = std::get<MemsetZero>(statement.value);
+            lines[at] = fmt::format("{}memset {}, {} bytes", indent, to_text(memset.address), to_text(memset.bytes));
+        }
+    }
+}
+
+}  // namespace
+
+std::vector<std::string> statement_texts(const LaunchProgram& program, const std::vector<KernelEntry>& kernels) {
+    std::vector<std::string> lines;
+    append_text(program.body, kernels, "", lines);
+    return lines;
+}
+
+CpuProperties launcher_target(const CpuProperties& host) {
+    CpuProperties target;
+    target.triple = host.triple;
+    target.cpu = host.triple.starts_with("x86_64") ? "x86-64" : "generic";
+    return target;
+}
+
+std::vector<std::byte> compile_launchers(const CudaProgram& program, const CpuProperties& host) {
+    return compile_host_object(host, "flce launchers", [&](llvm::Module& module) {
+        PassEmitter(module, kForwardLauncherSymbol, program.forward, program.kernels);
+        PassEmitter(module, kBackwardLauncherSymbol, program.backward, program.kernels);
+    });
+}
+
+}  // namespace flce
