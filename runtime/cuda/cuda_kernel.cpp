@@ -1,0 +1,205 @@
+// A kernel set on a GPU: cubin and launchers from the cache or compiled, loaded, launched.
+#include "runtime/cuda/cuda_kernel.hpp"
+
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "flce/error.hpp"
+#include "generator/cuda_program.hpp"
+#include "runtime/cuda/cubin.hpp"
+#include "runtime/cuda/driver.hpp"
+#include "runtime/cuda/launcher.hpp"
+#include "runtime/cuda/nvrtc.hpp"
+#include "runtime/host/host_code.hpp"
+#include "runtime/kernel_factory.hpp"
+
+namespace flce {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// For the report of registers and spills in the metadata; it changes no code.
+constexpr const char* kReportOption = "--ptxas-options=-v";
+
+struct KernelSet {
+    CudaProgram program;
+    std::shared_ptr<const Artifact> cubin;
+    std::shared_ptr<const Artifact> launchers;
+};
+
+Json describe_request(const BuildRequest& request, const char* kind) {
+    return {{"kind", kind},
+            {"spec", Json::parse(request.spec.json())},
+            {"plan", Json::parse(request.plan.json())},
+            {"arch", request.device.gpu.arch}};
+}
+
+/// The generator's parameter blocks must be the kernels' own, or a launch would read past them.
+void check_param_blocks(const std::vector<Statement>& body, const CudaProgram& program, const CubinContents& cubin) {
+    for (const Statement& statement : body) {
+        if (const auto* loop = std::get_if<Loop>(&statement.value)) check_param_blocks(loop->body, program, cubin);
+        if (const auto* branch = std::get_if<If>(&statement.value)) check_param_blocks(branch->then, program, cubin);
+        const auto* launch = std::get_if<Launch>(&statement.value);
+        if (launch == nullptr) continue;
+        const std::string& name = program.kernels.at(static_cast<std::size_t>(launch->kernel)).name;
+        for (const CubinKernel& kernel : cubin.kernels) {
+            if (kernel.name != name || !kernel.param_bytes || *kernel.param_bytes == launch->param_bytes) continue;
+            throw InternalError(fmt::format("kernel {} takes {} bytes of parameters, its launch passes {}", name, *kernel.param_bytes,
+                                            launch->param_bytes));
+        }
+    }
+}
+
+Json resources_json(const CudaProgram& program, const std::string& log) {
+    Json kernels = Json::array();
+    for (const KernelResources& used : parse_ptxas_report(log)) {
+        Json entry = {{"name", used.name},
+                      {"registers", used.registers},
+                      {"static_smem_bytes", used.static_smem_bytes},
+                      {"stack_bytes", used.stack_bytes},
+                      {"spill_store_bytes", used.spill_store_bytes},
+                      {"spill_load_bytes", used.spill_load_bytes}};
+        for (const KernelEntry& kernel : program.kernels) {
+            if (kernel.name != used.name) continue;
+            entry["block_threads"] = kernel.block_threads;
+            entry["dynamic_smem_bytes"] = kernel.dynamic_smem_bytes;
+        }
+        kernels.push_back(std::move(entry));
+    }
+    return kernels;
+}
+
+Artifact compile_cubin(const BuildRequest& request, const CudaProgram& program, const Nvrtc& nvrtc,
+                       const std::vector<std::string>& options) {
+    Nvrtc::Result result = nvrtc.compile(program.source, embedded_templates(), options, program.kernels);
+    if (const auto contents = read_cubin(result.cubin, nullptr)) {
+        check_param_blocks(program.forward.body, program, *contents);
+        check_param_blocks(program.backward.body, program, *contents);
+    }
+    const auto [major, minor] = nvrtc.version();
+    Json metadata = describe_request(request, "cubin");
+    metadata["compiler"] = fmt::format("NVRTC {}.{}", major, minor);
+    metadata["compiler_build_id"] = nvrtc.build_id();
+    metadata["options"] = options;
+    metadata["kernels"] = resources_json(program, result.log);
+    return {metadata.dump(), std::move(result.cubin)};
+}
+
+std::shared_ptr<const Artifact> cubin_of(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+    const auto nvrtc = Nvrtc::load();
+    std::vector<std::string> options = program.options;
+    options.emplace_back(kReportOption);
+    KeyBuilder key("cubin");
+    key.add("arch", request.device.gpu.arch).add("source", program.source).add("nvrtc", nvrtc->build_id());
+    for (const EmbeddedHeader& header : embedded_templates()) key.add("header name", header.name).add("header", header.text);
+    for (const std::string& option : options) key.add("option", option);
+    // What the entry is checked for before it is published.
+    for (const KernelEntry& kernel : program.kernels) key.add("kernel", kernel.name);
+    return cache.get_or_create(key.finish(), [&] { return compile_cubin(request, program, *nvrtc, options); });
+}
+
+std::shared_ptr<const Artifact> launchers_of(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+    const CpuProperties target = launcher_target(native_cpu().cpu);
+    KeyBuilder key("object");
+    key.add("llvm", llvm_version()).add("triple", target.triple).add("cpu", target.cpu).add("features", target.features);
+    for (const KernelEntry& kernel : program.kernels) {
+        key.add("kernel", fmt::format("{} {} {}", kernel.name, kernel.block_threads, kernel.dynamic_smem_bytes));
+    }
+    for (const std::string& line : statement_texts(program.forward, program.kernels)) key.add("forward", line);
+    for (const std::string& line : statement_texts(program.backward, program.kernels)) key.add("backward", line);
+    return cache.get_or_create(key.finish(), [&] {
+        Json metadata = describe_request(request, "object");
+        metadata["holds"] = "CUDA launchers";
+        metadata["compiler"] = "LLVM " + llvm_version();
+        metadata["target"] = {{"triple", target.triple}, {"cpu", target.cpu}, {"features", target.features}};
+        return Artifact{metadata.dump(), compile_launchers(program, target)};
+    });
+}
+
+KernelSet compile(const BuildRequest& request, ArtifactCache& cache) {
+    KernelSet set{generate_cuda(request.spec, request.device, request.plan), nullptr, nullptr};
+    set.cubin = cubin_of(request, set.program, cache);
+    set.launchers = launchers_of(request, set.program, cache);
+    return set;
+}
+
+class CudaKernel final : public Kernel {
+public:
+    CudaKernel(const BuildRequest& request, const KernelSet& set, std::shared_ptr<const CudaContext> context)
+        : Kernel(request.spec, request.device, request.plan, request.device_ref, request.reasons),
+          context_(std::move(context)),
+          module_(context_, set.cubin->payload),
+          launchers_(HostCode::load(set.launchers->payload, "flce launchers")),
+          forward_workspace_(set.program.forward_workspace_bytes),
+          backward_workspace_(set.program.backward_workspace_bytes),
+          forward_texts_(statement_texts(set.program.forward, set.program.kernels)),
+          backward_texts_(statement_texts(set.program.backward, set.program.kernels)) {
+        for (const KernelEntry& kernel : set.program.kernels) {
+            CUfunction function = module_.function(kernel.name, kernel.dynamic_smem_bytes);
+            const FunctionUse use = module_.use(function, kernel.block_threads, kernel.dynamic_smem_bytes);
+            if (use.blocks_per_sm < 1) {
+                throw InternalError(fmt::format(
+                    "kernel {} cannot run on {}: {} threads with {} registers each and {} + {} bytes of shared memory", kernel.name,
+                    request.device.name, kernel.block_threads, use.registers, use.static_smem_bytes, kernel.dynamic_smem_bytes));
+            }
+            functions_.push_back(function);
+        }
+        forward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kForwardLauncherSymbol));
+        backward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
+        launcher_context_.launch_kernel = reinterpret_cast<void*>(context_->functions().cuLaunchKernel);
+        launcher_context_.memset_async = reinterpret_cast<void*>(context_->functions().cuMemsetD8Async);
+        launcher_context_.functions = reinterpret_cast<void* const*>(functions_.data());
+    }
+
+private:
+    void run(bool backward, const std::int64_t* slots, Stream stream) const override {
+        const ContextScope scope(*context_);
+        const std::int64_t result = (backward ? backward_ : forward_)(&launcher_context_, slots, stream.handle);
+        if (result != 0) fail(backward, result);
+    }
+
+    std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const override {
+        CallSlots slots{};
+        slots[static_cast<std::size_t>(Slot::num_tokens)] = num_tokens;
+        return evaluate(backward ? backward_workspace_ : forward_workspace_, slots);
+    }
+
+    [[noreturn]] void fail(bool backward, std::int64_t result) const {
+        const auto status = static_cast<CUresult>(result & 0xffffffff);
+        const std::string& statement = (backward ? backward_texts_ : forward_texts_).at(static_cast<std::size_t>(result >> 32));
+        const std::size_t text = statement.find_first_not_of(' ');
+        const char* call = statement.compare(text, 6, "memset") == 0 ? "cuMemsetD8Async" : "cuLaunchKernel";
+        throw DeviceError(fmt::format("{} failed: {} in the {} pass at `{}`", call, context_->driver().describe(status),
+                                      backward ? "backward" : "forward", statement.substr(text)),
+                          call, static_cast<int>(status));
+    }
+
+    std::shared_ptr<const CudaContext> context_;
+    CudaModule module_;
+    std::vector<CUfunction> functions_;
+    std::shared_ptr<const HostCode> launchers_;
+    LauncherContext launcher_context_;
+    LauncherFunction forward_ = nullptr;
+    LauncherFunction backward_ = nullptr;
+    Expr forward_workspace_;
+    Expr backward_workspace_;
+    std::vector<std::string> forward_texts_;
+    std::vector<std::string> backward_texts_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, ArtifactCache& cache) {
+    return make_cuda_kernel(request, cache, *CudaDriver::load());
+}
+
+std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, ArtifactCache& cache, const CudaDriver& driver) {
+    // The device first: without one there is no point in compiling.
+    auto context = driver.context(request.device_ref.index);
+    return std::make_shared<CudaKernel>(request, compile(request, cache), std::move(context));
+}
+
+void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache) { compile(request, cache); }
+
+}  // namespace flce

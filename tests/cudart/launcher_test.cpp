@@ -1,0 +1,313 @@
+// Compiled launchers against interpret(), the meaning of a launch program.
+#include "runtime/cuda/launcher.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <optional>
+#include <random>
+
+#include "flce/error.hpp"
+#include "runtime/host/host_code.hpp"
+
+namespace flce {
+namespace {
+
+struct Call {
+    int kernel = -1;  // -1: a memset
+    std::array<std::int64_t, 3> grid{};
+    std::vector<std::byte> params;
+    std::int64_t address = 0;
+    std::int64_t bytes = 0;
+    friend bool operator==(const Call&, const Call&) = default;
+};
+
+/// Stands in for the driver.
+struct Recorder {
+    std::vector<Call> calls;
+    std::vector<std::array<unsigned, 4>> blocks;  // block dimensions and shared memory of each launch
+    void* stream = nullptr;
+    std::optional<std::size_t> fail_at;
+};
+Recorder* recorder = nullptr;
+constexpr int kFailure = 719;
+
+int outcome() { return recorder->fail_at && recorder->calls.size() - 1 == *recorder->fail_at ? kFailure : 0; }
+
+int record_launch(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned smem, void* stream,
+                  void** params, void** extra) {
+    EXPECT_EQ(params, nullptr);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(extra[0]), 1U);  // CU_LAUNCH_PARAM_BUFFER_POINTER
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(extra[2]), 2U);  // CU_LAUNCH_PARAM_BUFFER_SIZE
+    EXPECT_EQ(extra[4], nullptr);                               // CU_LAUNCH_PARAM_END
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(extra[1]) % 16, 0U);
+    const auto* bytes = static_cast<const std::byte*>(extra[1]);
+    Call call{static_cast<int>(reinterpret_cast<std::uintptr_t>(function)), {gx, gy, gz}, {}, 0, 0};
+    call.params.assign(bytes, bytes + *static_cast<const std::size_t*>(extra[3]));
+    recorder->calls.push_back(std::move(call));
+    recorder->blocks.push_back({bx, by, bz, smem});
+    recorder->stream = stream;
+    return outcome();
+}
+
+int record_memset(std::uint64_t address, unsigned char value, std::size_t bytes, void* stream) {
+    EXPECT_EQ(value, 0);
+    recorder->calls.push_back({-1, {}, {}, static_cast<std::int64_t>(address), static_cast<std::int64_t>(bytes)});
+    recorder->stream = stream;
+    return outcome();
+}
+
+CpuProperties host() {
+    CpuProperties cpu;
+#if defined(__aarch64__)
+    cpu.triple = "aarch64-unknown-linux-gnu";
+#else
+    cpu.triple = "x86_64-unknown-linux-gnu";
+#endif
+    return launcher_target(cpu);
+}
+
+/// A program's launchers, loaded.
+class Loaded {
+public:
+    explicit Loaded(const CudaProgram& program)
+        : code_(HostCode::load(compile_launchers(program, host()), "test")),
+          forward_(reinterpret_cast<LauncherFunction>(code_->symbol(kForwardLauncherSymbol))),
+          backward_(reinterpret_cast<LauncherFunction>(code_->symbol(kBackwardLauncherSymbol))) {
+        for (std::size_t i = 0; i < program.kernels.size(); ++i) functions_.push_back(reinterpret_cast<void*>(i));
+        context_.launch_kernel = reinterpret_cast<void*>(&record_launch);
+        context_.memset_async = reinterpret_cast<void*>(&record_memset);
+        context_.functions = functions_.data();
+    }
+
+    std::int64_t run(bool backward, const CallSlots& slots, Recorder& into, void* stream = nullptr) const {
+        recorder = &into;
+        const std::int64_t result = (backward ? backward_ : forward_)(&context_, slots.data(), stream);
+        recorder = nullptr;
+        return result;
+    }
+
+private:
+    std::shared_ptr<const HostCode> code_;
+    LauncherFunction forward_;
+    LauncherFunction backward_;
+    std::vector<void*> functions_;
+    LauncherContext context_;
+};
+
+std::vector<Call> interpreted(const LaunchProgram& program, const CallSlots& slots) {
+    std::vector<Call> calls;
+    interpret(
+        program, slots, [&](const InterpretedLaunch& launch) { calls.push_back({launch.kernel, launch.grid, launch.params, 0, 0}); },
+        [&](std::int64_t address, std::int64_t bytes) { calls.push_back({-1, {}, {}, address, bytes}); });
+    return calls;
+}
+
+std::vector<KernelEntry> three_kernels() { return {{"first", 128, 0}, {"second", 256, 98304}, {"third", 32, 1024}}; }
+
+CudaProgram program_of(LaunchProgram forward) {
+    CudaProgram program;
+    program.kernels = three_kernels();
+    program.forward = std::move(forward);
+    return program;
+}
+
+CallSlots slots_with(Slot which, std::int64_t value) {
+    CallSlots slots{};
+    slots[static_cast<std::size_t>(which)] = value;
+    return slots;
+}
+
+/// Random programs over small numbers, so that nothing overflows.
+class RandomProgram {
+public:
+    explicit RandomProgram(unsigned seed) : random_(seed) {}
+
+    LaunchProgram program() {
+        LaunchProgram program;
+        variables_ = 0;
+        most_variables_ = 0;
+        program.body = body(3);
+        program.variable_count = most_variables_;
+        return program;
+    }
+
+    CallSlots slots() {
+        CallSlots slots{};
+        for (std::int64_t& slot : slots) slot = pick(4) == 0 ? 0 : pick(300);
+        return slots;
+    }
+
+private:
+    int pick(int below) { return std::uniform_int_distribution<int>(0, below - 1)(random_); }
+
+    Expr leaf() {
+        if (variables_ > 0 && pick(3) == 0) return variable(pick(variables_));
+        if (pick(2) == 0) return slot(static_cast<Slot>(pick(static_cast<int>(kSlotCount))));
+        return Expr(pick(40) - 8);
+    }
+
+    Expr expression(int depth) {
+        if (depth == 0) return leaf();
+        const Expr a = expression(depth - 1);
+        const Expr b = expression(pick(depth));
+        switch (pick(9)) {
+            case 0: return a + b;
+            case 1: return a - b;
+            case 2: return a * max(min(b, 50), -50);
+            case 3: return ceil_div(max(a, 0), max(b, 1));
+            case 4: return floor_div(max(a, 0), max(b, 1));
+            case 5: return min(a, b);
+            case 6: return equal(a, b);
+            case 7: return less(a, b);
+            default: return select(less(a, b), expression(depth - 1), a + 1);
+        }
+    }
+
+    Launch launch() {
+        Launch launch;
+        launch.kernel = pick(3);
+        for (Expr& dimension : launch.grid) dimension = min(expression(2), 65535);
+        launch.param_bytes = static_cast<std::uint32_t>(pick(12)) * 8;
+        for (std::uint32_t offset = 0; offset < launch.param_bytes; offset += 8) {
+            if (pick(5) == 0) continue;  // a field left zero
+            if (pick(3) == 0) {
+                launch.params.push_back({offset, 4, expression(2)});
+                launch.params.push_back({offset + 4, 4, float_bits(static_cast<float>(pick(100)) * 0.25F)});
+            } else {
+                launch.params.push_back({offset, 8, expression(3)});
+            }
+        }
+        return launch;
+    }
+
+    std::vector<Statement> body(int depth) {
+        std::vector<Statement> statements;
+        for (int count = 1 + pick(3); count > 0; --count) {
+            const int kind = depth == 0 ? pick(3) : pick(6);
+            if (kind < 2) {
+                statements.push_back({launch()});
+            } else if (kind == 2) {
+                statements.push_back({MemsetZero{expression(2), expression(2)}});
+            } else if (kind == 3) {
+                const Expr condition = expression(2);
+                statements.push_back({If{condition, body(depth - 1)}});
+            } else {
+                Loop loop{variables_, min(expression(2), 4), {}};
+                ++variables_;
+                most_variables_ = std::max(most_variables_, variables_);
+                loop.body = body(depth - 1);
+                --variables_;
+                statements.push_back({std::move(loop)});
+            }
+        }
+        return statements;
+    }
+
+    std::mt19937 random_;
+    int variables_ = 0;
+    int most_variables_ = 0;
+};
+
+TEST(Launcher, RandomPrograms_CallTheDriverAsInterpreted) {
+    std::size_t calls = 0;
+    for (unsigned seed = 0; seed < 25; ++seed) {
+        RandomProgram random(seed);
+        CudaProgram program = program_of(random.program());
+        program.backward = random.program();
+        const Loaded launchers(program);
+        for (int round = 0; round < 8; ++round) {
+            const CallSlots slots = random.slots();
+            for (const bool backward : {false, true}) {
+                Recorder recorded;
+                ASSERT_EQ(launchers.run(backward, slots, recorded), 0) << "seed " << seed;
+                ASSERT_EQ(recorded.calls, interpreted(backward ? program.backward : program.forward, slots)) << "seed " << seed;
+                calls += recorded.calls.size();
+            }
+        }
+    }
+    EXPECT_GT(calls, 500U);  // the programs do something
+}
+
+TEST(Launcher, BlockSharedMemoryAndStream_AreTheKernelsAndTheCalls) {
+    Launch second{1, {Expr(3), Expr(1), Expr(1)}, 0, {}};
+    const Loaded launchers(program_of({{{second}, {MemsetZero{4096, 8}}}, 0}));
+    int stream = 0;
+    Recorder recorded;
+    ASSERT_EQ(launchers.run(false, CallSlots{}, recorded, &stream), 0);
+    ASSERT_EQ(recorded.blocks.size(), 1U);
+    EXPECT_EQ(recorded.blocks[0], (std::array<unsigned, 4>{256, 1, 1, 98304}));
+    EXPECT_EQ(recorded.stream, &stream);
+    EXPECT_EQ(recorded.calls.size(), 2U);
+}
+
+TEST(Launcher, EmptyGridOrMemset_CallsNothing) {
+    Launch launch{0, {slot(Slot::num_tokens), Expr(1), Expr(1)}, 8, {{0, 8, slot(Slot::hidden)}}};
+    const Loaded launchers(program_of({{{launch}, {MemsetZero{4096, slot(Slot::num_tokens) * 4}}}, 0}));
+    for (const std::int64_t num_tokens : {0, -1}) {
+        Recorder recorded;
+        EXPECT_EQ(launchers.run(false, slots_with(Slot::num_tokens, num_tokens), recorded), 0);
+        EXPECT_TRUE(recorded.calls.empty());
+    }
+}
+
+TEST(Launcher, FailedCall_ReturnsItsResultAndStatementAndStops) {
+    // Statements: 0 memset, 1 loop, 2 launch in it, 3 if, 4 launch in that, 5 launch.
+    Launch launch{2, {Expr(1), Expr(1), Expr(1)}, 8, {{0, 8, variable(0)}}};
+    Launch last{0, {Expr(1), Expr(1), Expr(1)}, 0, {}};
+    const Loop loop{0, Expr(2), {{launch}, {If{equal(variable(0), 1), {{launch}}}}}};
+    const LaunchProgram program{{{MemsetZero{16, 16}}, {loop}, {last}}, 1};
+    const Loaded launchers(program_of(program));
+    const std::vector<std::int64_t> statement_of_call = {0, 2, 2, 4, 5};
+    const std::vector<std::string> texts = statement_texts(program, three_kernels());
+    ASSERT_EQ(texts.size(), 6U);
+    for (std::size_t at = 0; at < statement_of_call.size(); ++at) {
+        Recorder recorded;
+        recorded.fail_at = at;
+        const std::int64_t result = launchers.run(false, CallSlots{}, recorded);
+        EXPECT_EQ(result & 0xffffffff, kFailure);
+        EXPECT_EQ(result >> 32, statement_of_call[at]);
+        EXPECT_EQ(recorded.calls.size(), at + 1);
+    }
+    EXPECT_EQ(texts[0], "memset 16, 16 bytes");
+    EXPECT_NE(texts[4].find("launch third"), std::string::npos);
+    EXPECT_NE(texts[5].find("launch first"), std::string::npos);
+}
+
+TEST(Launcher, GridPast32Bits_IsHandedOnAsOneTheDriverRefuses) {
+    Launch launch{0, {slot(Slot::num_tokens), Expr(1), Expr(1)}, 0, {}};
+    const Loaded launchers(program_of({{{launch}}, 0}));
+    Recorder recorded;
+    ASSERT_EQ(launchers.run(false, slots_with(Slot::num_tokens, (1LL << 32) + 1), recorded), 0);
+    ASSERT_EQ(recorded.calls.size(), 1U);
+    EXPECT_EQ(recorded.calls[0].grid[0], 0xffffffffLL);
+}
+
+TEST(Launcher, DivisionByZeroInTheBranchNotTaken_DoesNotTrap) {
+    const Expr n = slot(Slot::num_tokens);
+    Launch launch{0, {Expr(1), Expr(1), Expr(1)}, 8, {{0, 8, select(equal(n, 0), 7, floor_div(100, n))}}};
+    const Loaded launchers(program_of({{{launch}}, 0}));
+    Recorder recorded;
+    ASSERT_EQ(launchers.run(false, slots_with(Slot::num_tokens, 0), recorded), 0);
+    std::int64_t value = 0;
+    std::memcpy(&value, recorded.calls.at(0).params.data(), sizeof(value));
+    EXPECT_EQ(value, 7);
+}
+
+TEST(Launcher, MalformedProgram_IsAnInternalError) {
+    Launch unknown{3, {Expr(1), Expr(1), Expr(1)}, 0, {}};
+    EXPECT_THROW(compile_launchers(program_of({{{unknown}}, 0}), host()), InternalError);
+    Launch outside{0, {Expr(1), Expr(1), Expr(1)}, 8, {{4, 8, 1}}};
+    EXPECT_THROW(compile_launchers(program_of({{{outside}}, 0}), host()), InternalError);
+    Launch stray{0, {variable(0), Expr(1), Expr(1)}, 0, {}};
+    EXPECT_THROW(compile_launchers(program_of({{{stray}}, 1}), host()), InternalError);
+}
+
+TEST(Launcher, SameProgram_GivesTheSameObject) {
+    RandomProgram first(5);
+    RandomProgram second(5);
+    EXPECT_EQ(compile_launchers(program_of(first.program()), host()), compile_launchers(program_of(second.program()), host()));
+}
+
+}  // namespace
+}  // namespace flce
