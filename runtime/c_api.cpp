@@ -1,0 +1,370 @@
+// The C ABI: handles, structs and status codes round the C++ API. No exception leaves this file.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "flce/flce.h"
+#include "flce/flce.hpp"
+#include "runtime/session.hpp"
+
+struct flce_session {
+    std::shared_ptr<flce::Session> session;
+};
+
+struct flce_kernel {
+    std::shared_ptr<const flce::Kernel> kernel;
+    std::atomic<std::int64_t> references{1};
+};
+
+namespace flce {
+namespace {
+
+static_assert(FLCE_ERROR_SPEC == static_cast<int>(ErrorKind::spec) && FLCE_ERROR_PLAN == static_cast<int>(ErrorKind::plan) &&
+              FLCE_ERROR_ARGUMENT == static_cast<int>(ErrorKind::argument) && FLCE_ERROR_COMPILE == static_cast<int>(ErrorKind::compile) &&
+              FLCE_ERROR_DEVICE == static_cast<int>(ErrorKind::device) &&
+              FLCE_ERROR_ENVIRONMENT == static_cast<int>(ErrorKind::environment) &&
+              FLCE_ERROR_INTERNAL == static_cast<int>(ErrorKind::internal));
+static_assert(FLCE_REDUCTION_NONE == static_cast<int>(Reduction::none) && FLCE_REDUCTION_SUM == static_cast<int>(Reduction::sum) &&
+              FLCE_REDUCTION_MEAN == static_cast<int>(Reduction::mean));
+static_assert(FLCE_FORWARD == static_cast<int>(Pass::forward) && FLCE_BACKWARD == static_cast<int>(Pass::backward) &&
+              FLCE_FORWARD_BACKWARD == static_cast<int>(Pass::forward_backward));
+
+struct LastError {
+    std::string message;
+    std::string log;
+};
+
+LastError& last_error() {
+    thread_local LastError error;
+    return error;
+}
+
+flce_status failed(flce_status status, const char* message, const std::string& log = {}) noexcept try {
+    last_error().message = message;
+    last_error().log = log;
+    return status;
+} catch (...) {
+    last_error().message.clear();  // no memory even for the message: the status has to do
+    last_error().log.clear();
+    return status;
+}
+
+template <class Body>
+flce_status guarded(Body&& body) noexcept {
+    try {
+        body();
+        return FLCE_OK;
+    } catch (const CompileError& error) {
+        return failed(FLCE_ERROR_COMPILE, error.what(), error.log());
+    } catch (const Error& error) {
+        return failed(static_cast<flce_status>(error.kind()), error.what());
+    } catch (const std::bad_alloc&) {
+        return failed(FLCE_ERROR_ENVIRONMENT, "out of host memory");
+    } catch (const std::exception& error) {
+        return failed(FLCE_ERROR_INTERNAL, error.what());
+    } catch (...) {
+        return failed(FLCE_ERROR_INTERNAL, "unknown exception");
+    }
+}
+
+template <class Pointer>
+Pointer not_null(Pointer pointer, const char* name) {
+    if (pointer == nullptr) throw ArgumentError(fmt::format("{} is NULL", name));
+    return pointer;
+}
+
+// The caller's struct in the size that this library knows. A newer caller's further fields must be zero: they ask for what is not here. (When a
+// struct grows, callers of the first version pass less than its size: lower `least` to that and leave the rest zero.)
+template <class Struct, std::size_t least = sizeof(Struct)>
+Struct versioned(const Struct* given, const char* name) {
+    constexpr std::size_t kMost = 4096;  // a struct_size that was never set is caught before anything behind it is read
+    const std::size_t size = not_null(given, name)->struct_size;
+    if (size < least || size > kMost) {
+        throw ArgumentError(fmt::format("{}.struct_size is {}; this library's is {}", name, size, sizeof(Struct)));
+    }
+    const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+    for (std::size_t i = sizeof(Struct); i < size; ++i) {
+        if (bytes[i] != 0) throw ArgumentError(fmt::format("{} has a field set at byte {} that this library does not know", name, i));
+    }
+    Struct known{};
+    std::memcpy(&known, given, std::min(size, sizeof(Struct)));
+    return known;
+}
+
+// Writes results to a struct whose caller may know fewer or more fields.
+template <class Struct>
+void return_struct(const Struct& result, Struct* out, const char* name) {
+    const std::size_t size = not_null(out, name)->struct_size;
+    if (size < sizeof(Struct)) throw ArgumentError(fmt::format("{}.struct_size is {}; at least {} is needed", name, size, sizeof(Struct)));
+    *out = result;
+    out->struct_size = size;
+}
+
+void return_text(const std::string& text, char* buffer, std::size_t capacity, std::size_t* needed) {
+    const std::size_t bytes = text.size() + 1;
+    if (needed != nullptr) *needed = bytes;
+    if (buffer == nullptr) {
+        if (capacity != 0) throw ArgumentError(fmt::format("buffer is NULL with a capacity of {} bytes", capacity));
+        if (needed == nullptr) throw ArgumentError("buffer and needed are both NULL");
+        return;
+    }
+    if (capacity < bytes) throw ArgumentError(fmt::format("buffer has {} bytes; the text takes {}", capacity, bytes));
+    std::memcpy(buffer, text.c_str(), bytes);
+}
+
+std::string text_or_empty(const char* text) { return text == nullptr ? std::string() : std::string(text); }
+
+Spec spec_of(const char* text) {
+    const std::string_view spec(not_null(text, "spec"));
+    return spec.starts_with('{') ? parse_spec_json(spec) : parse_spec(spec);
+}
+
+KernelOptions options_of(const flce_kernel_options* given) {
+    if (given == nullptr) return {};
+    const flce_kernel_options options = versioned(given, "options");
+    return {.plan = text_or_empty(options.plan), .scratch_bytes = options.scratch_bytes};
+}
+
+ScalarType scalar_type_of(std::int32_t dtype, const char* name) {
+    switch (dtype) {
+        case FLCE_BF16: return ScalarType::bf16;
+        case FLCE_FP16: return ScalarType::fp16;
+        case FLCE_FP32: return ScalarType::fp32;
+        case FLCE_INT32: return ScalarType::int32;
+        case FLCE_INT64: return ScalarType::int64;
+        case FLCE_UINT64: return ScalarType::uint64;
+        default:
+            throw ArgumentError(
+                fmt::format("{}.dtype is {:#x} (DLPack code {}, {} bits); allowed are FLCE_BF16, FLCE_FP16, FLCE_FP32, "
+                            "FLCE_INT32, FLCE_INT64, FLCE_UINT64",
+                            name, dtype, dtype >> 8, dtype & 0xFF));
+    }
+}
+
+TensorView view_of(const flce_tensor* tensor, const char* name) {
+    if (tensor == nullptr) return {};
+    if (tensor->device_type != FLCE_CPU && tensor->device_type != FLCE_CUDA) {
+        throw ArgumentError(fmt::format("{}.device_type is {}; allowed are FLCE_CPU (1) and FLCE_CUDA (2)", name, tensor->device_type));
+    }
+    const bool cuda = tensor->device_type == FLCE_CUDA;
+    return {.data = tensor->data,
+            .dtype = scalar_type_of(tensor->dtype, name),
+            .ndim = tensor->ndim,
+            .shape = {tensor->shape[0], tensor->shape[1]},
+            .strides = {tensor->strides[0], tensor->strides[1]},
+            .device = {cuda ? DeviceKind::cuda : DeviceKind::cpu, tensor->device_index},
+            .present = true};
+}
+
+Reduction reduction_of(std::int32_t reduction) {
+    if (reduction < FLCE_REDUCTION_NONE || reduction > FLCE_REDUCTION_MEAN) {
+        throw ArgumentError(fmt::format("reduction is {}; allowed are none (0), sum (1), mean (2)", reduction));
+    }
+    return static_cast<Reduction>(reduction);
+}
+
+ForwardArgs forward_args_of(const flce_forward_args& args) {
+    return {.hidden = view_of(args.hidden, "hidden"),
+            .weight = view_of(args.weight, "weight"),
+            .bias = view_of(args.bias, "bias"),
+            .class_weight = view_of(args.class_weight, "class_weight"),
+            .target = view_of(args.target, "target"),
+            .ignore_index = args.ignore_index,
+            .reduction = reduction_of(args.reduction),
+            .num_valid = view_of(args.num_valid, "num_valid"),
+            .loss = view_of(args.loss, "loss"),
+            .z_loss = view_of(args.z_loss, "z_loss"),
+            .lse = view_of(args.lse, "lse"),
+            .logprob = view_of(args.logprob, "logprob"),
+            .entropy = view_of(args.entropy, "entropy"),
+            .invalid_label = view_of(args.invalid_label, "invalid_label")};
+}
+
+BackwardArgs backward_args_of(const flce_backward_args& args) {
+    return {.hidden = view_of(args.hidden, "hidden"),
+            .weight = view_of(args.weight, "weight"),
+            .bias = view_of(args.bias, "bias"),
+            .class_weight = view_of(args.class_weight, "class_weight"),
+            .target = view_of(args.target, "target"),
+            .ignore_index = args.ignore_index,
+            .reduction = reduction_of(args.reduction),
+            .num_valid = view_of(args.num_valid, "num_valid"),
+            .lse = view_of(args.lse, "lse"),
+            .entropy = view_of(args.entropy, "entropy"),
+            .grad_loss = view_of(args.grad_loss, "grad_loss"),
+            .grad_lse = view_of(args.grad_lse, "grad_lse"),
+            .grad_logprob = view_of(args.grad_logprob, "grad_logprob"),
+            .grad_entropy = view_of(args.grad_entropy, "grad_entropy"),
+            .grad_hidden = view_of(args.grad_hidden, "grad_hidden"),
+            .grad_weight = view_of(args.grad_weight, "grad_weight"),
+            .grad_bias = view_of(args.grad_bias, "grad_bias")};
+}
+
+std::string explanation_text(const Explanation& explanation) {
+    std::string text = fmt::format("spec: {}\nplan: {}\ndevice: {}\n", explanation.spec, explanation.plan, explanation.device);
+    for (const std::string& reason : explanation.reasons) text += reason + "\n";
+    return text;
+}
+
+std::string kernel_text(const Kernel& kernel, std::int32_t which) {
+    switch (which) {
+        case FLCE_TEXT_SPEC: return kernel.spec().text();
+        case FLCE_TEXT_SPEC_JSON: return kernel.spec().json();
+        case FLCE_TEXT_PLAN: return kernel.plan().text();
+        case FLCE_TEXT_PLAN_JSON: return kernel.plan().json();
+        case FLCE_TEXT_DEVICE_JSON: return kernel.device().json();
+        case FLCE_TEXT_EXPLAIN: return explanation_text(kernel.explain());
+        case FLCE_TEXT_EXPLAIN_JSON: {
+            const Explanation why = kernel.explain();
+            return nlohmann::json{{"spec", why.spec}, {"plan", why.plan}, {"device", why.device}, {"reasons", why.reasons}}.dump();
+        }
+        default: throw ArgumentError(fmt::format("which is {}; allowed are FLCE_TEXT_SPEC (0) to FLCE_TEXT_EXPLAIN_JSON (6)", which));
+    }
+}
+
+void return_device(DeviceRef ref, std::int32_t* device_type, std::int32_t* device_index) {
+    *not_null(device_type, "device_type") = ref.kind == DeviceKind::cuda ? FLCE_CUDA : FLCE_CPU;
+    *not_null(device_index, "device_index") = ref.index;
+}
+
+Session& session_of(const flce_session* handle) { return *not_null(handle, "session")->session; }
+const Kernel& kernel_of(const flce_kernel* handle) { return *not_null(handle, "kernel")->kernel; }
+
+}  // namespace
+}  // namespace flce
+
+using namespace flce;  // NOLINT(google-build-using-namespace): the definitions below are C names
+
+int32_t flce_abi_version(void) { return FLCE_ABI_VERSION; }
+const char* flce_version(void) { return version().data(); }
+const char* flce_last_error(void) { return last_error().message.c_str(); }
+const char* flce_last_error_log(void) { return last_error().log.c_str(); }
+
+flce_status flce_session_create(const flce_session_options* options, flce_session** session) {
+    return guarded([&] {
+        *not_null(session, "session") = nullptr;
+        SessionOptions wanted;
+        if (options != nullptr) {
+            const flce_session_options given = versioned(options, "options");
+            wanted.device = text_or_empty(given.device);
+            wanted.cache_dir = text_or_empty(given.cache_dir);
+            wanted.disk_cache = given.no_disk_cache == 0;
+            if (given.scratch_bytes != 0) wanted.scratch_bytes = given.scratch_bytes;
+            wanted.threads = given.threads;
+        }
+        *session = new flce_session{std::make_shared<Session>(std::move(wanted))};
+    });
+}
+
+flce_status flce_session_default(flce_session** session) {
+    return guarded([&] {
+        *not_null(session, "session") = nullptr;
+        *session = new flce_session{std::shared_ptr<Session>(std::shared_ptr<void>(), &default_session())};
+    });
+}
+
+void flce_session_release(flce_session* session) { delete session; }
+
+flce_status flce_session_device_json(const flce_session* session, char* buffer, size_t capacity, size_t* needed) {
+    return guarded([&] { return_text(session_of(session).device().json(), buffer, capacity, needed); });
+}
+
+flce_status flce_session_device(const flce_session* session, int32_t* device_type, int32_t* device_index) {
+    return guarded([&] { return_device(SessionAccess::device_ref(session_of(session)), device_type, device_index); });
+}
+
+flce_status flce_session_cache_dir(const flce_session* session, char* buffer, size_t capacity, size_t* needed) {
+    return guarded([&] { return_text(session_of(session).cache_dir().string(), buffer, capacity, needed); });
+}
+
+flce_status flce_session_statistics(const flce_session* session, flce_statistics* statistics) {
+    return guarded([&] {
+        const SessionStatistics now = session_of(session).statistics();
+        return_struct({sizeof(flce_statistics), now.memory_hits, now.disk_hits, now.compiled, now.disk_faults}, statistics, "statistics");
+    });
+}
+
+flce_status flce_spec_text(const char* spec, char* buffer, size_t capacity, size_t* needed) {
+    return guarded([&] { return_text(spec_of(spec).text(), buffer, capacity, needed); });
+}
+
+flce_status flce_spec_json(const char* spec, char* buffer, size_t capacity, size_t* needed) {
+    return guarded([&] { return_text(spec_of(spec).json(), buffer, capacity, needed); });
+}
+
+flce_status flce_get_kernel(flce_session* session, const char* spec, const flce_kernel_options* options, flce_kernel** kernel) {
+    return guarded([&] {
+        *not_null(kernel, "kernel") = nullptr;
+        Session& owner = session_of(session);
+        auto handle = std::make_unique<flce_kernel>();
+        handle->kernel = owner.get_kernel(spec_of(spec), options_of(options));
+        *kernel = handle.release();
+    });
+}
+
+void flce_kernel_retain(flce_kernel* kernel) {
+    if (kernel != nullptr) kernel->references.fetch_add(1, std::memory_order_relaxed);
+}
+
+void flce_kernel_release(flce_kernel* kernel) {
+    if (kernel != nullptr && kernel->references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete kernel;
+}
+
+flce_status flce_prewarm(flce_session* session, const char* spec, const char* device, const flce_kernel_options* options,
+                         flce_prewarm_result* result) {
+    return guarded([&] {
+        Session& owner = session_of(session);
+        const PrewarmResult done = owner.prewarm(spec_of(spec), resolve_device(not_null(device, "device")), options_of(options));
+        if (result != nullptr) return_struct({sizeof(flce_prewarm_result), done.compiled, done.hits}, result, "result");
+    });
+}
+
+flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t pass, size_t* bytes) {
+    return guarded([&] {
+        if (pass < FLCE_FORWARD || pass > FLCE_FORWARD_BACKWARD) {
+            throw ArgumentError(fmt::format("pass is {}; allowed are forward (0), backward (1), forward_backward (2)", pass));
+        }
+        *not_null(bytes, "bytes") = kernel_of(kernel).workspace_bytes(num_tokens, static_cast<Pass>(pass));
+    });
+}
+
+flce_status flce_kernel_text(const flce_kernel* kernel, int32_t which, char* buffer, size_t capacity, size_t* needed) {
+    return guarded([&] { return_text(kernel_text(kernel_of(kernel), which), buffer, capacity, needed); });
+}
+
+flce_status flce_kernel_device(const flce_kernel* kernel, int32_t* device_type, int32_t* device_index) {
+    return guarded([&] { return_device(kernel_of(kernel).device_ref(), device_type, device_index); });
+}
+
+flce_status flce_kernel_forward(const flce_kernel* kernel, const flce_forward_args* args, void* workspace, size_t workspace_bytes,
+                                void* stream) {
+    return guarded([&] {
+        const Kernel& target = kernel_of(kernel);
+        target.forward(forward_args_of(versioned(args, "args")), {workspace, workspace_bytes}, {stream});
+    });
+}
+
+flce_status flce_kernel_backward(const flce_kernel* kernel, const flce_backward_args* args, void* workspace, size_t workspace_bytes,
+                                 void* stream) {
+    return guarded([&] {
+        const Kernel& target = kernel_of(kernel);
+        target.backward(backward_args_of(versioned(args, "args")), {workspace, workspace_bytes}, {stream});
+    });
+}
+
+flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, uint64_t word) {
+    return guarded([&] {
+        const Spec& spec = kernel_of(kernel).spec();
+        if (word == UINT64_MAX) return;
+        throw ArgumentError(
+            fmt::format("target[{}] is neither ignore_index nor a label; labels are 0 to {} (and it may not be the only row "
+                        "out of range)",
+                        word, spec.vocab_size - 1));
+    });
+}

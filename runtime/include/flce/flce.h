@@ -1,0 +1,265 @@
+/* flce in C: what flce.hpp offers, behind opaque handles and status codes. C99; nothing throws, longjmps or aborts.
+ *
+ *     flce_session* session = NULL;
+ *     flce_kernel* kernel = NULL;
+ *     if (flce_session_create(NULL, &session) || flce_get_kernel(session, "D=2048,V=151936,dtype=bf16", NULL, &kernel)) {
+ *         fprintf(stderr, "%s\n", flce_last_error());
+ *     }
+ *     flce_forward_args args = FLCE_FORWARD_ARGS_INIT;
+ *     args.hidden = &hidden; args.weight = &weight; args.target = &target; args.loss = &loss; args.lse = &lse;
+ *     flce_kernel_forward(kernel, &args, workspace, workspace_bytes, stream);
+ *
+ * Threads: every function may be called from any thread; a handle may be shared between threads, as long as each holds a reference.
+ * Structs passed by the caller begin with `struct_size`, set to sizeof the struct as the caller was compiled: fields that a newer library knows
+ * beyond it take their defaults. Set the structs up with the _INIT macros, or zero them and set struct_size. */
+#ifndef FLCE_FLCE_H_
+#define FLCE_FLCE_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define FLCE_API __declspec(dllimport)
+#else
+#define FLCE_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Grows when functions or fields are added; what is there keeps its meaning. */
+#define FLCE_ABI_VERSION 1
+
+/* The ABI version the library was built with, and the library's version ("0.1.0"). */
+FLCE_API int32_t flce_abi_version(void);
+FLCE_API const char* flce_version(void);
+
+/* --- Status ------------------------------------------------------------------------------------------------------------------- */
+
+typedef enum flce_status {
+    FLCE_OK = 0,
+    FLCE_ERROR_SPEC = 1,        /* the spec (or its text) is malformed or outside the limits */
+    FLCE_ERROR_PLAN = 2,        /* the plan is malformed or not legal for this spec and device */
+    FLCE_ERROR_ARGUMENT = 3,    /* a tensor, workspace, pointer or number is wrong; nothing was written */
+    FLCE_ERROR_COMPILE = 4,     /* a compiler refused generated source; flce_last_error_log() has its log */
+    FLCE_ERROR_DEVICE = 5,      /* a CUDA driver call failed */
+    FLCE_ERROR_ENVIRONMENT = 6, /* a library, device, file or memory that the call needs is not there */
+    FLCE_ERROR_INTERNAL = 7     /* a bug in flce */
+} flce_status;
+
+/* Message of the last call on this thread that failed, "" if none did. Valid until this thread's next call that fails. Never NULL. */
+FLCE_API const char* flce_last_error(void);
+/* The compiler's whole log, if that call failed with FLCE_ERROR_COMPILE; else "". Lives as long as the message. */
+FLCE_API const char* flce_last_error_log(void);
+
+/* Functions that return text write it, NUL-terminated, to buffer[0 .. capacity) and the bytes it takes, NUL included, to *needed. With
+ * buffer NULL and capacity 0 they only say how much is needed. If capacity is too small, nothing is written but *needed, and the status is
+ * FLCE_ERROR_ARGUMENT. `needed` may be NULL where buffer is not. All text is UTF-8. */
+
+/* --- Tensors ------------------------------------------------------------------------------------------------------------------ */
+
+/* A DLPack element type (DLDataType with lanes = 1) in one number. */
+#define FLCE_DTYPE(dlpack_code, bits) (((dlpack_code) << 8) | (bits))
+enum {
+    FLCE_INT32 = FLCE_DTYPE(0, 32), /* kDLInt */
+    FLCE_INT64 = FLCE_DTYPE(0, 64),
+    FLCE_UINT64 = FLCE_DTYPE(1, 64), /* kDLUInt */
+    FLCE_FP16 = FLCE_DTYPE(2, 16),   /* kDLFloat */
+    FLCE_FP32 = FLCE_DTYPE(2, 32),
+    FLCE_BF16 = FLCE_DTYPE(4, 16) /* kDLBfloat */
+};
+
+/* DLPack's DLDeviceType. */
+enum { FLCE_CPU = 1 /* kDLCPU */, FLCE_CUDA = 2 /* kDLCUDA */ };
+
+/* A view of the caller's memory: DLTensor for at most two dimensions, with byte_offset already added to data and strides always given, in
+ * elements. Not kept beyond the call. */
+typedef struct flce_tensor {
+    void* data;    /* may be NULL where a dimension is 0 */
+    int32_t dtype; /* FLCE_BF16, … */
+    int32_t ndim;  /* 0 (scalar), 1 or 2 */
+    int64_t shape[2];
+    int64_t strides[2];
+    int32_t device_type;  /* FLCE_CPU or FLCE_CUDA */
+    int32_t device_index; /* CUDA ordinal; 0 for the CPU */
+} flce_tensor;
+
+/* --- Sessions ----------------------------------------------------------------------------------------------------------------- */
+
+/* Owns a cache and the device that it serves. */
+typedef struct flce_session flce_session;
+
+/* All zero but struct_size: every default. Strings are copied. */
+typedef struct flce_session_options {
+    size_t struct_size;
+    const char* device;    /* "cpu", "cuda", "cuda:1", …; NULL or "": FLCE_DEVICE, else the first CUDA device, else the CPU */
+    const char* cache_dir; /* NULL or "": FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce */
+    int64_t scratch_bytes; /* workspace beyond 4·N·D bytes that plans may use; 0: 64 MiB */
+    int32_t threads;       /* of CPU kernels; 0: FLCE_NUM_THREADS, else every core */
+    int32_t no_disk_cache; /* not 0: nothing is kept on disk */
+} flce_session_options;
+#define FLCE_SESSION_OPTIONS_INIT {sizeof(flce_session_options), NULL, NULL, 0, 0, 0}
+
+/* `options` may be NULL. */
+FLCE_API flce_status flce_session_create(const flce_session_options* options, flce_session** session);
+/* A reference to the process's own session: default options, made at the first call. Release it like any other. */
+FLCE_API flce_status flce_session_default(flce_session** session);
+/* NULL is ignored. Kernels outlive their session. */
+FLCE_API void flce_session_release(flce_session* session);
+/* JSON object describing the session's device. */
+FLCE_API flce_status flce_session_device_json(const flce_session* session, char* buffer, size_t capacity, size_t* needed);
+/* Where the session's device is, in DLPack's terms. */
+FLCE_API flce_status flce_session_device(const flce_session* session, int32_t* device_type, int32_t* device_index);
+/* Directory of the disk cache, "" if there is none. */
+FLCE_API flce_status flce_session_cache_dir(const flce_session* session, char* buffer, size_t capacity, size_t* needed);
+
+typedef struct flce_statistics {
+    size_t struct_size;  /* set by the caller */
+    int64_t memory_hits; /* kernels and artifacts answered from memory */
+    int64_t disk_hits;   /* artifacts read from disk */
+    int64_t compiled;    /* artifacts compiled */
+    int64_t disk_faults; /* corrupt, unreadable or unwritable entries: each cost a compile at most */
+} flce_statistics;
+#define FLCE_STATISTICS_INIT {sizeof(flce_statistics), 0, 0, 0, 0}
+FLCE_API flce_status flce_session_statistics(const flce_session* session, flce_statistics* statistics);
+
+/* --- Specs -------------------------------------------------------------------------------------------------------------------- */
+
+/* Specs are text: "D=2048,V=151936,dtype=bf16,tied", or JSON with the same keys (first character '{'). These check one and return its
+ * canonical forms. */
+FLCE_API flce_status flce_spec_text(const char* spec, char* buffer, size_t capacity, size_t* needed);
+FLCE_API flce_status flce_spec_json(const char* spec, char* buffer, size_t capacity, size_t* needed);
+
+/* --- Kernels ------------------------------------------------------------------------------------------------------------------ */
+
+/* A compiled kernel set for one spec on one device: immutable, usable from any thread and on any stream of its device. It allocates no device
+ * memory, never synchronises, and its CUDA form can be captured in a graph. Counted references. */
+typedef struct flce_kernel flce_kernel;
+
+typedef struct flce_kernel_options {
+    size_t struct_size;
+    const char* plan;      /* canonical plan text instead of the planner's choice; NULL or "": the planner's */
+    int64_t scratch_bytes; /* instead of the session's; 0: the session's */
+} flce_kernel_options;
+#define FLCE_KERNEL_OPTIONS_INIT {sizeof(flce_kernel_options), NULL, 0}
+
+/* From memory, from disk, or compiled: once, whatever the number of concurrent callers; a failure is not remembered. `options` may be NULL.
+ * *kernel is a new reference, or NULL on failure. */
+FLCE_API flce_status flce_get_kernel(flce_session* session, const char* spec, const flce_kernel_options* options, flce_kernel** kernel);
+/* One more reference. NULL is ignored. */
+FLCE_API void flce_kernel_retain(flce_kernel* kernel);
+FLCE_API void flce_kernel_release(flce_kernel* kernel);
+
+typedef struct flce_prewarm_result {
+    size_t struct_size; /* set by the caller */
+    int64_t compiled;
+    int64_t hits;
+} flce_prewarm_result;
+#define FLCE_PREWARM_RESULT_INIT {sizeof(flce_prewarm_result), 0, 0}
+/* Compiles into the session's disk cache what a session on `device` ("sm_90a", "NVIDIA H200", "x86-64-v4", "cuda:0", …) would ask for, without
+ * needing the device. `options` and `result` may be NULL. */
+FLCE_API flce_status flce_prewarm(flce_session* session, const char* spec, const char* device, const flce_kernel_options* options,
+                                  flce_prewarm_result* result);
+
+enum { FLCE_FORWARD = 0, FLCE_BACKWARD = 1, FLCE_FORWARD_BACKWARD = 2 };
+/* Scratch bytes of a pass over num_tokens tokens (FLCE_FORWARD_BACKWARD: enough for either). */
+FLCE_API flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t pass, size_t* bytes);
+
+enum {
+    FLCE_TEXT_SPEC = 0,
+    FLCE_TEXT_SPEC_JSON = 1,
+    FLCE_TEXT_PLAN = 2,
+    FLCE_TEXT_PLAN_JSON = 3,
+    FLCE_TEXT_DEVICE_JSON = 4,
+    FLCE_TEXT_EXPLAIN = 5,     /* lines for people: spec, plan, device and why */
+    FLCE_TEXT_EXPLAIN_JSON = 6 /* {"spec", "plan", "device", "reasons": [...]} */
+};
+FLCE_API flce_status flce_kernel_text(const flce_kernel* kernel, int32_t which, char* buffer, size_t capacity, size_t* needed);
+FLCE_API flce_status flce_kernel_device(const flce_kernel* kernel, int32_t* device_type, int32_t* device_index);
+
+enum { FLCE_REDUCTION_NONE = 0, FLCE_REDUCTION_SUM = 1, FLCE_REDUCTION_MEAN = 2 };
+
+/* Tensors: NULL means absent. N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All contiguous and on the kernel's device;
+ * hidden, weight and their gradients 16-byte aligned; what is written overlaps nothing else. */
+typedef struct flce_forward_args {
+    size_t struct_size;
+    const flce_tensor* hidden;       /* [N, D], the spec's dtype */
+    const flce_tensor* weight;       /* [P, D] (vocab_major) or [D, P] (hidden_major), the spec's dtype */
+    const flce_tensor* bias;         /* [V], the spec's dtype; required iff the spec has bias */
+    const flce_tensor* class_weight; /* [V] fp32; required iff the spec has class_weight */
+    const flce_tensor* target;       /* [N] int32 or int64 */
+    int64_t ignore_index;
+    int32_t reduction;
+    int32_t reserved;                 /* 0 */
+    const flce_tensor* num_valid;     /* scalar int32, int64 or fp32 that mean divides by; NULL: the valid tokens are counted */
+    const flce_tensor* loss;          /* fp32: [N] for FLCE_REDUCTION_NONE, scalar otherwise */
+    const flce_tensor* z_loss;        /* fp32, like loss: its z-loss part alone */
+    const flce_tensor* lse;           /* [N] fp32; required: backward reads it */
+    const flce_tensor* logprob;       /* [N] fp32; the spec's outputs must have it, as for entropy */
+    const flce_tensor* entropy;       /* [N] fp32 */
+    const flce_tensor* invalid_label; /* one uint64 that the caller set to UINT64_MAX; see flce_kernel_check_invalid_label */
+} flce_forward_args;
+#define FLCE_FORWARD_ARGS_INIT \
+    {sizeof(flce_forward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+
+typedef struct flce_backward_args {
+    size_t struct_size;
+    const flce_tensor* hidden; /* this one to num_valid: as in forward */
+    const flce_tensor* weight;
+    const flce_tensor* bias;
+    const flce_tensor* class_weight;
+    const flce_tensor* target;
+    int64_t ignore_index;
+    int32_t reduction;
+    int32_t reserved; /* 0 */
+    const flce_tensor* num_valid;
+    const flce_tensor* lse;       /* [N] fp32, as forward wrote it */
+    const flce_tensor* entropy;   /* [N] fp32, as forward wrote it; required with grad_entropy */
+    const flce_tensor* grad_loss; /* fp32: [N] for FLCE_REDUCTION_NONE, scalar otherwise; NULL: 1 */
+    const flce_tensor* grad_lse;  /* [N] fp32; NULL: 0, as for the next two */
+    const flce_tensor* grad_logprob;
+    const flce_tensor* grad_entropy;
+    const flce_tensor* grad_hidden; /* [N, D], the spec's dtype; NULL: not computed */
+    const flce_tensor* grad_weight; /* like weight, the spec's grad_weight_dtype; NULL: not computed */
+    const flce_tensor* grad_bias;   /* [V], the spec's grad_weight_dtype; NULL: not computed */
+} flce_backward_args;
+#define FLCE_BACKWARD_ARGS_INIT  \
+    {sizeof(flce_backward_args), \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
+     -100,                       \
+     FLCE_REDUCTION_MEAN,        \
+     0,                          \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
+     NULL}
+
+/* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is 0.
+ * `stream`: a CUstream (cudaStream_t) of the kernel's device, NULL for the legacy default stream; ignored by CPU kernels, which have finished
+ * when the call returns. Everything is checked before anything is launched. */
+FLCE_API flce_status flce_kernel_forward(const flce_kernel* kernel, const flce_forward_args* args, void* workspace, size_t workspace_bytes,
+                                         void* stream);
+/* May run any number of times after one forward, for all gradients or for some. */
+FLCE_API flce_status flce_kernel_backward(const flce_kernel* kernel, const flce_backward_args* args, void* workspace,
+                                          size_t workspace_bytes, void* stream);
+
+/* `word`: the value that forward left in invalid_label, copied to the host. FLCE_OK if no label was out of range; else FLCE_ERROR_ARGUMENT with
+ * a message naming the first row and the labels allowed. */
+FLCE_API flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, uint64_t word);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FLCE_FLCE_H_ */

@@ -1,0 +1,243 @@
+#include "runtime/session.hpp"
+
+#include <fmt/format.h>
+
+#include <atomic>
+#include <future>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace flce {
+namespace {
+
+// A kernel as it is asked for. Specs that differ only in implied fields are one kernel under several of these.
+struct Request {
+    Spec spec;
+    std::string plan;
+    std::int64_t scratch_bytes = 0;
+};
+
+// The same without copies, for the hot lookup.
+struct RequestView {
+    const Spec& spec;
+    std::string_view plan;
+    std::int64_t scratch_bytes;
+};
+
+struct RequestHash {
+    using is_transparent = void;
+    template <class R>
+    std::size_t operator()(const R& request) const noexcept {
+        std::size_t hash = SpecHash{}(request.spec) + static_cast<std::size_t>(request.scratch_bytes) * 0x9E3779B97F4A7C15ULL;
+        if (!request.plan.empty()) hash ^= std::hash<std::string_view>{}(request.plan);
+        return hash;
+    }
+};
+
+struct RequestEqual {
+    using is_transparent = void;
+    template <class A, class B>
+    bool operator()(const A& a, const B& b) const noexcept {
+        return a.scratch_bytes == b.scratch_bytes && std::string_view(a.plan) == std::string_view(b.plan) && a.spec == b.spec;
+    }
+};
+
+using KernelPointer = std::shared_ptr<const Kernel>;
+template <class Value>
+using RequestMap = std::unordered_map<Request, Value, RequestHash, RequestEqual>;
+
+struct PlanChoice {
+    Plan plan;
+    std::vector<std::string> reasons;
+};
+
+constexpr std::int64_t kTypicalTokens = 4096;  // for the estimates in an explanation
+
+PlanChoice plan_for(const Spec& spec, const Device& device, const std::string& text, std::int64_t scratch_bytes) {
+    if (scratch_bytes <= 0) throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", scratch_bytes));
+    PlanChoice choice;
+    if (!text.empty()) {
+        choice.plan = parse_plan(text);
+        if (const auto reason = illegal_reason(spec, device, choice.plan)) {
+            throw PlanError(fmt::format("plan \"{}\" is not legal for {} on {}: {}", text, spec.text(), device.name, *reason));
+        }
+        choice.reasons.push_back("plan: given by the caller, not chosen");
+    } else {
+        const std::vector<Plan> candidates = candidate_plans(spec, device, {.scratch_bytes = scratch_bytes});
+        if (candidates.empty()) choice.plan = choose_plan(spec, device, {.scratch_bytes = scratch_bytes});  // throws with the reasons
+        if (!candidates.empty()) choice.plan = candidates.front();
+        choice.reasons.push_back(fmt::format("plan: best expected of {} legal candidates with at most {} bytes of scratch beyond 4·N·D",
+                                             candidates.size(), scratch_bytes));
+    }
+    const Cost forward = estimate_forward(spec, device, choice.plan, kTypicalTokens);
+    const Cost backward = estimate_backward(spec, device, choice.plan, kTypicalTokens);
+    choice.reasons.push_back(fmt::format("expected at {} tokens: forward {:.3g} ms, backward {:.3g} ms ({:.3g} and {:.3g} Gflop)",
+                                         kTypicalTokens, 1e3 * forward.seconds, 1e3 * backward.seconds, 1e-9 * forward.flops,
+                                         1e-9 * backward.flops));
+    return choice;
+}
+
+std::filesystem::path cache_directory(const SessionOptions& options, const Environment& environment) {
+    if (!options.disk_cache || environment.no_disk_cache) return {};
+    return options.cache_dir.empty() ? environment.cache_dir : options.cache_dir;
+}
+
+}  // namespace
+
+struct Session::State {
+    State(SessionOptions session_options, const Environment& environment, Backends session_backends)
+        : options(std::move(session_options)),
+          backends(std::move(session_backends)),
+          local(resolve_local_device(options.device.empty() ? environment.device : options.device, backends)),
+          cache({.directory = cache_directory(options, environment)}) {
+        if (options.scratch_bytes <= 0) {
+            throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", options.scratch_bytes));
+        }
+        if (options.threads < 0) throw ArgumentError(fmt::format("threads is {}; allowed are 0 (every core) and more", options.threads));
+        if (options.threads == 0) options.threads = environment.num_threads;
+    }
+
+    SessionOptions options;
+    Backends backends;
+    LocalDevice local;
+    ArtifactCache cache;
+
+    mutable std::shared_mutex mutex;
+    RequestMap<KernelPointer> kernels;
+    RequestMap<std::shared_future<KernelPointer>> in_flight;
+
+    std::atomic<std::int64_t> memory_hits{0};
+    // What prewarm did in caches of its own.
+    std::atomic<std::int64_t> prewarm_hits{0};
+    std::atomic<std::int64_t> prewarm_compiled{0};
+    std::atomic<std::int64_t> prewarm_faults{0};
+
+    KernelPointer find(const RequestView& request) {
+        const std::shared_lock lock(mutex);
+        const auto found = kernels.find(request);
+        if (found == kernels.end()) return nullptr;
+        memory_hits.fetch_add(1, std::memory_order_relaxed);
+        return found->second;
+    }
+
+    [[nodiscard]] BuildRequest build_request(const Request& request, const Device& device, DeviceRef ref) const {
+        PlanChoice choice = plan_for(request.spec, device, request.plan, request.scratch_bytes);
+        return {request.spec, device, std::move(choice.plan), ref, options.threads, std::move(choice.reasons)};
+    }
+
+    KernelPointer build(const Request& request) {
+        const BuildRequest wanted = build_request(request, local.device, local.ref);
+        const Backends::Make& make = local.device.kind == DeviceKind::cuda ? backends.make_cuda : backends.make_cpu;
+        return make(wanted, cache);
+    }
+
+    // One build for all who ask while it runs. `request` is normalized.
+    KernelPointer get_or_build(const Request& request) {
+        std::promise<KernelPointer> promise;
+        std::shared_future<KernelPointer> other;
+        {
+            const std::unique_lock lock(mutex);
+            if (const auto known = kernels.find(request); known != kernels.end()) {
+                memory_hits.fetch_add(1, std::memory_order_relaxed);
+                return known->second;
+            }
+            if (const auto leader = in_flight.find(request); leader != in_flight.end()) {
+                other = leader->second;
+            } else {
+                in_flight.emplace(request, promise.get_future().share());
+            }
+        }
+        if (other.valid()) {
+            KernelPointer kernel = other.get();
+            memory_hits.fetch_add(1, std::memory_order_relaxed);
+            return kernel;
+        }
+        try {
+            KernelPointer kernel = build(request);
+            const std::unique_lock lock(mutex);
+            kernels.insert_or_assign(request, kernel);
+            in_flight.erase(request);
+            promise.set_value(kernel);
+            return kernel;
+        } catch (...) {
+            // Forgotten before the waiters hear of it, so that whoever tries again after an error really does.
+            const std::unique_lock lock(mutex);
+            in_flight.erase(request);
+            promise.set_exception(std::current_exception());
+            throw;
+        }
+    }
+};
+
+Session::Session(SessionOptions options) : state_(std::make_unique<State>(std::move(options), environment(), real_backends())) {}
+Session::Session(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Session::~Session() = default;
+Session::Session(Session&&) noexcept = default;
+Session& Session::operator=(Session&&) noexcept = default;
+
+Session SessionAccess::make(SessionOptions options, const Environment& environment, Backends backends) {
+    return Session(std::make_unique<Session::State>(std::move(options), environment, std::move(backends)));
+}
+
+DeviceRef SessionAccess::device_ref(const Session& session) { return session.state_->local.ref; }
+
+std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const KernelOptions& options) {
+    State& state = *state_;
+    const std::int64_t scratch_bytes = options.scratch_bytes == 0 ? state.options.scratch_bytes : options.scratch_bytes;
+    if (auto kernel = state.find({spec, options.plan, scratch_bytes})) return kernel;
+    Request request{spec.normalized(), options.plan, scratch_bytes};
+    auto kernel = state.get_or_build(request);
+    if (!(request.spec == spec)) {
+        request.spec = spec;
+        const std::unique_lock lock(state.mutex);
+        state.kernels.emplace(std::move(request), kernel);
+    }
+    return kernel;
+}
+
+PrewarmResult Session::prewarm(const Spec& spec, const Device& device, const KernelOptions& options) {
+    State& state = *state_;
+    const std::int64_t scratch_bytes = options.scratch_bytes == 0 ? state.options.scratch_bytes : options.scratch_bytes;
+    const BuildRequest wanted = state.build_request({spec.normalized(), options.plan, scratch_bytes}, device, {device.kind, 0});
+    // A cache of its own over the same directory, so that the counts are this call's alone.
+    ArtifactCache cache({.directory = state.cache.directory()});
+    const auto count = [&] {
+        const CacheStatistics done = cache.statistics();
+        state.prewarm_hits += done.disk_hits;
+        state.prewarm_compiled += done.created;
+        state.prewarm_faults += done.disk_faults;
+        return PrewarmResult{done.created, done.disk_hits + done.memory_hits};
+    };
+    try {
+        (device.kind == DeviceKind::cuda ? state.backends.compile_cuda : state.backends.compile_cpu)(wanted, cache);
+    } catch (...) {
+        (void)count();
+        throw;
+    }
+    return count();
+}
+
+const Device& Session::device() const noexcept { return state_->local.device; }
+
+SessionStatistics Session::statistics() const {
+    const CacheStatistics cache = state_->cache.statistics();
+    return {.memory_hits = state_->memory_hits + cache.memory_hits,
+            .disk_hits = state_->prewarm_hits + cache.disk_hits,
+            .compiled = state_->prewarm_compiled + cache.created,
+            .disk_faults = state_->prewarm_faults + cache.disk_faults};
+}
+
+const std::filesystem::path& Session::cache_dir() const noexcept { return state_->cache.directory(); }
+
+Session& default_session() {
+    static Session* const session = new Session();
+    return *session;
+}
+
+std::shared_ptr<const Kernel> get_kernel(const Spec& spec) { return default_session().get_kernel(spec); }
+
+std::string_view version() noexcept { return FLCE_VERSION; }
+
+}  // namespace flce
