@@ -9,6 +9,7 @@
 
 #include "flce/error.hpp"
 #include "generator/device_tables.hpp"
+#include "generator/json_object.hpp"
 
 namespace flce {
 namespace {
@@ -126,33 +127,66 @@ std::vector<std::string> known_device_names() {
     return names;
 }
 
+namespace {
+
+/// Visits every key of the JSON form with the field it stands for.
+template <class DeviceType, class Visit>
+void visit_fields(DeviceType& device, const Visit& visit) {
+    visit("name", device.name);
+    if (device.kind == DeviceKind::cuda) {
+        auto& gpu = device.gpu;
+        visit("arch", gpu.arch);
+        visit("compute_capability", gpu.compute_capability);
+        visit("sm_count", gpu.sm_count);
+        visit("smem_per_block_bytes", gpu.smem_per_block_bytes);
+        visit("smem_per_sm_bytes", gpu.smem_per_sm_bytes);
+        visit("l2_bytes", gpu.l2_bytes);
+        visit("memory_bytes", gpu.memory_bytes);
+        visit("bandwidth_bytes_per_s", gpu.bandwidth_bytes_per_s);
+        visit("bf16_flops", gpu.bf16_flops);
+    } else {
+        auto& cpu = device.cpu;
+        visit("triple", cpu.triple);
+        visit("cpu", cpu.cpu);
+        visit("features", cpu.features);
+        visit("vector_bits", cpu.vector_bits);
+        visit("fma", cpu.fma);
+        visit("bf16_dot", cpu.bf16_dot);
+        visit("cores", cpu.cores);
+        visit("l1d_bytes", cpu.l1d_bytes);
+        visit("l2_bytes", cpu.l2_bytes);
+        visit("l3_bytes", cpu.l3_bytes);
+    }
+}
+
+}  // namespace
+
 std::string Device::json() const {
     nlohmann::ordered_json object;
     object["kind"] = kind == DeviceKind::cuda ? "cuda" : "cpu";
-    object["name"] = name;
-    if (kind == DeviceKind::cuda) {
-        object["arch"] = gpu.arch;
-        object["compute_capability"] = gpu.compute_capability;
-        object["sm_count"] = gpu.sm_count;
-        object["smem_per_block_bytes"] = gpu.smem_per_block_bytes;
-        object["smem_per_sm_bytes"] = gpu.smem_per_sm_bytes;
-        object["l2_bytes"] = gpu.l2_bytes;
-        object["memory_bytes"] = gpu.memory_bytes;
-        object["bandwidth_bytes_per_s"] = gpu.bandwidth_bytes_per_s;
-        object["bf16_flops"] = gpu.bf16_flops;
-    } else {
-        object["triple"] = cpu.triple;
-        object["cpu"] = cpu.cpu;
-        object["features"] = cpu.features;
-        object["vector_bits"] = cpu.vector_bits;
-        object["fma"] = cpu.fma;
-        object["bf16_dot"] = cpu.bf16_dot;
-        object["cores"] = cpu.cores;
-        object["l1d_bytes"] = cpu.l1d_bytes;
-        object["l2_bytes"] = cpu.l2_bytes;
-        object["l3_bytes"] = cpu.l3_bytes;
-    }
+    visit_fields(*this, [&](const char* key, const auto& field) { object[key] = field; });
     return object.dump();
+}
+
+Device parse_device_json(std::string_view text) {
+    const auto object = parse_json_object<EnvironmentError>(text, "device");
+    Device device;
+    std::size_t known = 1;
+    auto read = [&](const char* key, auto& field) {
+        try {
+            object.at(key).get_to(field);
+        } catch (const nlohmann::json::exception& error) {
+            throw EnvironmentError(fmt::format("device: key '{}': {}", key, error.what()));
+        }
+        ++known;
+    };
+    std::string kind;
+    read("kind", kind);
+    if (kind != "cuda" && kind != "cpu") throw EnvironmentError(fmt::format("device: kind = {}: must be cuda or cpu", kind));
+    device.kind = kind == "cuda" ? DeviceKind::cuda : DeviceKind::cpu;
+    visit_fields(device, read);
+    if (object.size() + 1 != known) throw EnvironmentError("device: has keys beyond those that Device::json writes");
+    return device;
 }
 
 }  // namespace flce

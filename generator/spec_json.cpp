@@ -2,10 +2,10 @@
 
 #include <charconv>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "flce/error.hpp"
 #include "flce/spec.hpp"
+#include "generator/json_object.hpp"
 #include "generator/spec_keys.hpp"
 
 namespace flce {
@@ -41,31 +41,6 @@ std::string entry_value(const std::string& key, const json& value) {
         }
     }
     return value.dump();
-}
-
-json parse_object(std::string_view text, std::string_view what) {
-    // The library keeps the last of repeated keys without a word.
-    std::vector<std::set<std::string>> seen;
-    std::string repeated;
-    auto watch = [&](int depth, json::parse_event_t event, json& parsed) {
-        const auto level = static_cast<std::size_t>(depth);
-        if (event == json::parse_event_t::object_start) {
-            seen.resize(level + 1);
-            seen[level].clear();
-        } else if (event == json::parse_event_t::key && repeated.empty() && !seen[level - 1].insert(parsed.get<std::string>()).second) {
-            repeated = parsed.get<std::string>();
-        }
-        return true;
-    };
-    json object;
-    try {
-        object = json::parse(text, watch);
-    } catch (const json::exception& error) {
-        throw SpecError(fmt::format("{}: not valid JSON: {}", what, error.what()));
-    }
-    if (!object.is_object()) throw SpecError(fmt::format("{}: must be a JSON object, not {}", what, object.type_name()));
-    if (!repeated.empty()) throw SpecError(fmt::format("{}: key '{}' is given twice; each key may be given once", what, repeated));
-    return object;
 }
 
 /// Looks keys up where Hugging Face keeps them: in text_config of a multimodal model first, then at the top.
@@ -183,14 +158,14 @@ std::string Spec::json() const {
 }
 
 Spec parse_spec_json(std::string_view text) {
-    const json object = parse_object(text, "spec");
+    const json object = parse_json_object<SpecError>(text, "spec");
     SpecBuilder builder;
     for (const auto& [key, value] : object.items()) builder.set(key, entry_value(key, value));
     return builder.finish();
 }
 
 Spec spec_from_hf_config(std::string_view text) {
-    const json object = parse_object(text, "config");
+    const json object = parse_json_object<SpecError>(text, "config");
     const HfConfig config(object);
     Spec spec;
     spec.hidden_size = config.size({"hidden_size", "n_embd", "d_model"});

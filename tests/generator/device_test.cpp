@@ -30,6 +30,7 @@ TEST(Device, EveryKnownName_IsDescribed) {
         const auto json = nlohmann::json::parse(device.json());
         EXPECT_EQ(json.at("kind"), device.kind == DeviceKind::cuda ? "cuda" : "cpu");
         EXPECT_EQ(json.at("name"), device.name);
+        EXPECT_EQ(parse_device_json(device.json()), device);
     }
 }
 
@@ -81,6 +82,28 @@ TEST(Device, Cpus_HaveTheirVectorUnits) {
     EXPECT_FALSE(describe_device("icelake-server").cpu.bf16_dot);
     EXPECT_TRUE(describe_device("znver4").cpu.bf16_dot);
     EXPECT_TRUE(describe_device("sapphirerapids").cpu.bf16_dot);
+}
+
+TEST(Device, BadJson_NamesTheKey) {
+    auto json = nlohmann::json::parse(describe_device("h100").json());
+    auto message = [&] {
+        try {
+            (void)parse_device_json(json.dump());
+        } catch (const EnvironmentError& error) {
+            return std::string(error.what());
+        }
+        return std::string();
+    };
+    EXPECT_EQ(message(), "");
+    json["tensor_cores"] = 3;
+    EXPECT_THAT(message(), testing::HasSubstr("keys beyond"));
+    json.erase("tensor_cores");
+    json["sm_count"] = "many";
+    EXPECT_THAT(message(), testing::HasSubstr("sm_count"));
+    json.erase("sm_count");
+    EXPECT_THAT(message(), testing::HasSubstr("sm_count"));
+    json["kind"] = "tpu";
+    EXPECT_THAT(message(), testing::HasSubstr("tpu"));
 }
 
 TEST(Device, UnknownName_ListsTheKnownOnes) {

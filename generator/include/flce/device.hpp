@@ -47,10 +47,14 @@ struct Device {
     CpuProperties cpu;  ///< meaningful for kind == cpu
     friend bool operator==(const Device&, const Device&) = default;
 
+    /// A JSON object as text: "kind", "name" and the fields of that kind; parse_device_json reads it back.
     [[nodiscard]] std::string json() const;
 };
 
-/// A Device from its name: an architecture ("sm_80", "sm_90a", "sm_100a", "sm_120"), a product ("NVIDIA H200", "h100", "a100"), an x86-64
+/// Throws EnvironmentError naming a missing, unknown or ill-typed key.
+[[nodiscard]] Device parse_device_json(std::string_view json);
+
+/// A Device from its name: an architecture ("sm_80", "sm_90a", "sm_100a", "sm_120"; "sm_90" means sm_90a, "sm_100" sm_100a), a product ("NVIDIA H200", "h100", "a100"), an x86-64
 /// level ("x86-64", "x86-64-v3", "x86-64-v4") or an LLVM CPU name known to have those features ("znver4"). Case does not matter.
 /// Throws EnvironmentError listing the known names. "cpu", "native" and "cuda[:i]" are the runtime's to resolve, not this function's.
 [[nodiscard]] Device describe_device(std::string_view name);

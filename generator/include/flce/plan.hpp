@@ -60,16 +60,23 @@ struct Plan {
     CpuPlan cpu;    ///< meaningful for path == cpu
     friend bool operator==(const Plan&, const Plan&) = default;
 
-    /// Canonical text; parse_plan reads it back to an equal Plan.
+    /// Canonical text: path, strategy and every key of that path, for example
+    /// "cuda_sm80:recompute,chunk=16384,scratch=67108864,forward=128x256x32x3/2x4,…,raster=8" (tiles are block_m x block_n x block_k x stages /
+    /// warps_m x warps_n) or "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…". parse_plan reads it back to an equal Plan.
     [[nodiscard]] std::string text() const;
+    /// A JSON object as text, with the same keys after "path" and "strategy"; parse_plan_json reads it back.
     [[nodiscard]] std::string json() const;
 };
 
 /// Throws PlanError for an unknown, repeated or missing key and for a bad value.
 [[nodiscard]] Plan parse_plan(std::string_view text);
+[[nodiscard]] Plan parse_plan_json(std::string_view json);
+
+[[nodiscard]] std::string_view to_string(PlanPath path) noexcept;
+[[nodiscard]] std::string_view to_string(Strategy strategy) noexcept;
 
 /// Why `plan` cannot run `spec` on `device`; std::nullopt when it can. The one place where this is decided: the planner, the tuner and
-/// overrides all ask here.
+/// overrides all ask here. Throws SpecError where `spec` itself is not legal.
 [[nodiscard]] std::optional<std::string> illegal_reason(const Spec& spec, const Device& device, const Plan& plan);
 
 /// Scratch that every plan may use beyond 4·N·D bytes, and the default of a session.
@@ -80,7 +87,8 @@ struct PlanRequest {
     std::int64_t scratch_bytes = kDefaultScratchBytes;
 };
 
-/// All legal candidate plans, best expected first (the cost model's order); never empty for a legal Spec.
+/// All legal candidate plans, best expected first (the cost model's order); never empty for a legal Spec. Throws SpecError, and PlanError as
+/// choose_plan does.
 [[nodiscard]] std::vector<Plan> candidate_plans(const Spec& spec, const Device& device, const PlanRequest& request = {});
 
 /// The first of candidate_plans. Throws PlanError with the reasons when there is none.
