@@ -227,12 +227,7 @@ std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<s
         case Op::constant: return n.value;
         case Op::slot: return slots.at(static_cast<std::size_t>(n.value));
         case Op::variable: return variables.at(static_cast<std::size_t>(n.value));
-        case Op::select: {
-            const std::int64_t condition = evaluate(n.args[0], slots, variables);
-            const std::int64_t then = evaluate(n.args[1], slots, variables);
-            const std::int64_t otherwise = evaluate(n.args[2], slots, variables);
-            return condition != 0 ? then : otherwise;
-        }
+        case Op::select: return evaluate(evaluate(n.args[0], slots, variables) != 0 ? n.args[1] : n.args[2], slots, variables);
         default: break;
     }
     std::int64_t result = 0;

@@ -52,7 +52,7 @@ private:
 /// The bits of a float as a constant, for 4-byte parameter fields.
 [[nodiscard]] Expr float_bits(float value);
 
-/// Value of `e` for these slots and loop variables. Every operand is evaluated, also the branch that select does not take.
+/// Value of `e` for these slots and loop variables. What select does not take is not evaluated and may be a division by zero.
 /// Throws ArgumentError where a value does not fit in 64 bits (too many tokens) and for a division by zero.
 [[nodiscard]] std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<std::int64_t>& variables = {});
 /// C-like text for logs and golden tests.

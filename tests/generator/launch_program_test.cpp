@@ -80,6 +80,12 @@ TEST(Expr, Evaluate_OutsideSixtyFourBits_Throws) {
     EXPECT_THROW((void)evaluate(floor_div(Expr(5), Expr(0)), slots_of(0)), ArgumentError);
 }
 
+TEST(Expr, Evaluate_LeavesOutTheBranchNotTaken) {
+    const Expr n = slot(Slot::num_tokens);
+    EXPECT_EQ(evaluate(select(equal(n, 0), 7, floor_div(100, n)), slots_of(0)), 7);
+    EXPECT_EQ(evaluate(select(equal(n, 0), 7, floor_div(100, n)), slots_of(20)), 5);
+}
+
 TEST(Expr, FloatBits_AreTheBitsOfTheFloat) {
     EXPECT_EQ(*float_bits(1.0F).constant(), 0x3f800000);
     EXPECT_EQ(*float_bits(-2.0F).constant(), 0xc0000000LL);
