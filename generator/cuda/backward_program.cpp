@@ -1,0 +1,209 @@
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "generator/cuda/launch_builder.hpp"
+#include "generator/cuda/programs.hpp"
+
+namespace flce {
+namespace {
+
+// Loop variables.
+constexpr int kFirstPass = 0;  // row block, while coefficients are computed for the first time
+constexpr int kChunk = 1;
+constexpr int kRowBlock = 2;
+
+Expr present(Slot which) { return equal(equal(slot(which), 0), 0); }
+
+/// Writes the launches of one backward pass.
+class BackwardWriter {
+public:
+    BackwardWriter(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout)
+        : spec_(spec),
+          plan_(plan),
+          source_(source),
+          layout_(layout),
+          element_(static_cast<std::int64_t>(element_bytes(spec.dtype))),
+          grad_element_(static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype))) {}
+
+    LaunchProgram program() {
+        LaunchProgram program;
+        program.variable_count = 3;
+        const Expr mean = equal(slot(Slot::reduction), static_cast<std::int64_t>(ReductionCode::mean));
+        const Expr counted = select(present(Slot::num_valid), 0, mean);
+        program.body.push_back(prepare_launch(spec_, source_, layout_.scalars, counted));
+        program.body.push_back({Loop{kFirstPass, layout_.row_blocks, {coefficients(variable(kFirstPass))}}});
+        const Expr wanted = max(present(Slot::grad_hidden), max(present(Slot::grad_weight), present(Slot::grad_bias)));
+        program.body.push_back({If{wanted, {Statement{Loop{kChunk, layout_.chunks, {Statement{Loop{kRowBlock, layout_.row_blocks, chunk_steps()}}}}}}}});
+        if (spec_.grad_weight_mode == GradMode::write) zero_the_rest(program);
+        return program;
+    }
+
+private:
+    Expr at(const Expr& offset) const { return slot(Slot::workspace) + offset; }
+    Expr first_row(const Expr& block) const { return block * layout_.rows; }
+    Expr row_count(const Expr& block) const { return min(slot(Slot::num_tokens) - first_row(block), layout_.rows); }
+    Expr first_column() const { return variable(kChunk) * layout_.chunk; }
+    Expr column_count() const { return min(Expr(spec_.vocab_size) - first_column(), layout_.chunk); }
+    Expr is_last(int loop, const Expr& count) const { return equal(variable(loop) + 1, count); }
+
+    /// Address of the chunk's first row (or column) in the weight or its gradient.
+    Expr weight_at(Slot which, std::int64_t element) const {
+        const std::int64_t step = spec_.layout == WeightLayout::vocab_major ? spec_.hidden_size : 1;
+        return slot(which) + first_column() * (step * element);
+    }
+    Expr hidden_at(const Expr& block) const { return slot(Slot::hidden) + first_row(block) * (spec_.hidden_size * element_); }
+
+    Statement coefficients(const Expr& block) const {
+        const Expr row = first_row(block);
+        const Expr none = equal(slot(Slot::reduction), static_cast<std::int64_t>(ReductionCode::none));
+        LaunchBuilder<RowCoefficientsParams> launch(source_.kernel("row_coefficients"), ceil_div(row_count(block), kRowThreads));
+        launch.set(&RowCoefficientsParams::class_weight, slot(Slot::class_weight))
+            .set(&RowCoefficientsParams::scalars, at(layout_.scalars))
+            .set_targets(&RowCoefficientsParams::targets, row)
+            .set(&RowCoefficientsParams::lse, slot(Slot::lse) + row * 4)
+            .set(&RowCoefficientsParams::entropy, advanced(slot(Slot::entropy), row, 4))
+            .set(&RowCoefficientsParams::grad_loss, advanced(slot(Slot::grad_loss), none * row, 4))
+            .set(&RowCoefficientsParams::grad_lse, advanced(slot(Slot::grad_lse), row, 4))
+            .set(&RowCoefficientsParams::grad_logprob, advanced(slot(Slot::grad_logprob), row, 4))
+            .set(&RowCoefficientsParams::grad_entropy, advanced(slot(Slot::grad_entropy), row, 4))
+            .set(&RowCoefficientsParams::coefficients, at(layout_.coefficients))
+            .set(&RowCoefficientsParams::row_targets, at(layout_.row_targets))
+            .set(&RowCoefficientsParams::rows, row_count(block))
+            .set(&RowCoefficientsParams::reduction, slot(Slot::reduction))
+            .set_float(&RowCoefficientsParams::label_smoothing, static_cast<float>(spec_.label_smoothing))
+            .set_float(&RowCoefficientsParams::smoothing_per_class,
+                       static_cast<float>(spec_.label_smoothing / static_cast<double>(spec_.vocab_size)))
+            .set_float(&RowCoefficientsParams::z_loss_weight, static_cast<float>(spec_.z_loss))
+            .set_float(&RowCoefficientsParams::derivative_bound, static_cast<float>(std::abs(spec_.logit_scale)));
+        return launch.build();
+    }
+
+    std::vector<Statement> chunk_steps() const {
+        std::vector<Statement> steps;
+        steps.push_back({If{less(1, layout_.row_blocks), {coefficients(variable(kRowBlock))}}});
+        steps.push_back(dlogits());
+        steps.push_back({If{present(Slot::grad_hidden), {grad_hidden()}}});
+        steps.push_back({If{present(Slot::grad_weight), {grad_weight()}}});
+        if (spec_.bias) steps.push_back({If{present(Slot::grad_bias), {grad_bias()}}});
+        return steps;
+    }
+
+    Statement dlogits() const {
+        const GemmTile& tile = plan_.cuda.dlogits;
+        const Expr rows = row_count(variable(kRowBlock));
+        const Expr bias_partials = spec_.bias ? select(present(Slot::grad_bias), at(layout_.bias_partials), 0) : Expr(0);
+        LaunchBuilder<DlogitsParams> launch(source_.kernel("dlogits"), ceil_div(rows, tile.block_m) * ceil_div(column_count(), tile.block_n));
+        launch.set(&DlogitsParams::hidden, hidden_at(variable(kRowBlock)))
+            .set(&DlogitsParams::weight, weight_at(Slot::weight, element_))
+            .set(&DlogitsParams::bias, advanced(slot(Slot::bias), first_column(), element_))
+            .set(&DlogitsParams::class_weight, advanced(slot(Slot::class_weight), first_column(), 4))
+            .set(&DlogitsParams::scalars, at(layout_.scalars))
+            .set(&DlogitsParams::coefficients, at(layout_.coefficients))
+            .set(&DlogitsParams::row_targets, at(layout_.row_targets))
+            .set(&DlogitsParams::dlogits, at(layout_.dlogits))
+            .set(&DlogitsParams::bias_partials, bias_partials)
+            .set(&DlogitsParams::ld, layout_.chunk)
+            .set(&DlogitsParams::first_column, first_column())
+            .set(&DlogitsParams::rows, rows)
+            .set(&DlogitsParams::columns, column_count())
+            .set_transform(&DlogitsParams::transform, spec_);
+        return launch.build();
+    }
+
+    Statement grad_hidden() const {
+        const GemmTile& tile = plan_.cuda.grad_hidden;
+        const Expr row = first_row(variable(kRowBlock));
+        const Expr rows = row_count(variable(kRowBlock));
+        const Expr result = slot(Slot::grad_hidden) + row * (spec_.hidden_size * element_);
+        // fp32 sums in place.
+        const Expr sum = spec_.dtype == DType::fp32 ? result : at(layout_.hidden_accumulator) + row * (spec_.hidden_size * 4);
+        LaunchBuilder<GradHiddenParams> launch(source_.kernel("grad_hidden"),
+                                               ceil_div(rows, tile.block_m) * ceil_div(spec_.hidden_size, tile.block_n));
+        launch.set(&GradHiddenParams::dlogits, at(layout_.dlogits))
+            .set(&GradHiddenParams::weight, weight_at(Slot::weight, element_))
+            .set(&GradHiddenParams::scalars, at(layout_.scalars))
+            .set(&GradHiddenParams::accumulator, sum)
+            .set(&GradHiddenParams::grad_hidden, result)
+            .set(&GradHiddenParams::ld, layout_.chunk)
+            .set(&GradHiddenParams::rows, rows)
+            .set(&GradHiddenParams::columns, column_count())
+            .set(&GradHiddenParams::first, equal(variable(kChunk), 0))
+            .set(&GradHiddenParams::last, is_last(kChunk, layout_.chunks));
+        return launch.build();
+    }
+
+    Statement grad_weight() const {
+        const GemmTile& tile = plan_.cuda.grad_weight;
+        const bool vocab_major = spec_.layout == WeightLayout::vocab_major;
+        const Expr m = vocab_major ? column_count() : Expr(spec_.hidden_size);
+        const Expr n = vocab_major ? Expr(spec_.hidden_size) : column_count();
+        const Expr accumulator = select(less(1, layout_.row_blocks), at(layout_.weight_accumulator), 0);
+        LaunchBuilder<GradWeightParams> launch(source_.kernel("grad_weight"), ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n));
+        launch.set(&GradWeightParams::dlogits, at(layout_.dlogits))
+            .set(&GradWeightParams::hidden, hidden_at(variable(kRowBlock)))
+            .set(&GradWeightParams::scalars, at(layout_.scalars))
+            .set(&GradWeightParams::accumulator, accumulator)
+            .set(&GradWeightParams::grad_weight, weight_at(Slot::grad_weight, grad_element_))
+            .set(&GradWeightParams::ld, layout_.chunk)
+            .set(&GradWeightParams::accumulator_ld, vocab_major ? Expr(spec_.hidden_size) : layout_.chunk)
+            .set(&GradWeightParams::rows, row_count(variable(kRowBlock)))
+            .set(&GradWeightParams::columns, column_count())
+            .set(&GradWeightParams::first, equal(variable(kRowBlock), 0))
+            .set(&GradWeightParams::last, is_last(kRowBlock, layout_.row_blocks));
+        return launch.build();
+    }
+
+    Statement grad_bias() const {
+        LaunchBuilder<GradBiasParams> launch(source_.kernel("grad_bias"), ceil_div(column_count(), kRowThreads));
+        launch.set(&GradBiasParams::bias_partials, at(layout_.bias_partials))
+            .set(&GradBiasParams::accumulator, at(layout_.bias_accumulator))
+            .set(&GradBiasParams::grad_bias, slot(Slot::grad_bias) + first_column() * grad_element_)
+            .set(&GradBiasParams::ld, layout_.chunk)
+            .set(&GradBiasParams::row_blocks, ceil_div(row_count(variable(kRowBlock)), plan_.cuda.dlogits.block_m))
+            .set(&GradBiasParams::columns, column_count())
+            .set(&GradBiasParams::first, equal(variable(kRowBlock), 0))
+            .set(&GradBiasParams::last, is_last(kRowBlock, layout_.row_blocks));
+        return launch.build();
+    }
+
+    /// What no chunk writes: gradients past the vocabulary, and everything when there is no token.
+    void zero_the_rest(LaunchProgram& program) const {
+        const std::int64_t weight_bytes = spec_.padded_vocab_size * spec_.hidden_size * grad_element_;
+        const Expr no_token = equal(slot(Slot::num_tokens), 0);
+        std::vector<Statement> weight;
+        weight.push_back({If{no_token, {Statement{MemsetZero{slot(Slot::grad_weight), weight_bytes}}}}});
+        if (zeroes_columns(spec_)) {
+            const std::int64_t count = (spec_.padded_vocab_size - spec_.vocab_size) * spec_.hidden_size;
+            LaunchBuilder<ZeroColumnsParams> launch(source_.kernel("zero_columns"), ceil_div(count, kRowThreads));
+            launch.set(&ZeroColumnsParams::data, slot(Slot::grad_weight))
+                .set(&ZeroColumnsParams::columns, spec_.padded_vocab_size)
+                .set(&ZeroColumnsParams::first_column, spec_.vocab_size)
+                .set(&ZeroColumnsParams::rows, spec_.hidden_size);
+            weight.push_back(launch.build());
+        } else if (spec_.padded_vocab_size > spec_.vocab_size) {
+            const std::int64_t kept = spec_.vocab_size * spec_.hidden_size * grad_element_;
+            weight.push_back({MemsetZero{slot(Slot::grad_weight) + kept, weight_bytes - kept}});
+        }
+        program.body.push_back({If{present(Slot::grad_weight), std::move(weight)}});
+        if (spec_.bias) {
+            const Expr empty = min(no_token, present(Slot::grad_bias));
+            program.body.push_back({If{empty, {Statement{MemsetZero{slot(Slot::grad_bias), spec_.vocab_size * grad_element_}}}}});
+        }
+    }
+
+    const Spec& spec_;
+    const Plan& plan_;
+    const CudaSource& source_;
+    const BackwardLayout& layout_;
+    std::int64_t element_;
+    std::int64_t grad_element_;
+};
+
+}  // namespace
+
+LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout) {
+    return BackwardWriter(spec, plan, source, layout).program();
+}
+
+}  // namespace flce

@@ -1,0 +1,97 @@
+#include <utility>
+
+#include "generator/cuda/launch_builder.hpp"
+#include "generator/cuda/programs.hpp"
+
+namespace flce {
+namespace {
+
+Expr at(const Expr& offset) { return slot(Slot::workspace) + offset; }
+
+Expr is_none() { return equal(slot(Slot::reduction), static_cast<std::int64_t>(ReductionCode::none)); }
+
+/// The tokens of one launch of forward.
+struct Rows {
+    Expr first;
+    Expr count;
+};
+
+Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout, const Rows& rows) {
+    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    LaunchBuilder<ForwardParams> launch(source.kernel("forward"), ceil_div(rows.count, plan.cuda.forward.block_m), layout.splits);
+    launch.set(&ForwardParams::hidden, slot(Slot::hidden) + rows.first * (spec.hidden_size * element))
+        .set(&ForwardParams::weight, slot(Slot::weight))
+        .set(&ForwardParams::bias, slot(Slot::bias))
+        .set(&ForwardParams::class_weight, slot(Slot::class_weight))
+        .set_targets(&ForwardParams::targets, rows.first)
+        .set(&ForwardParams::partials, at(layout.partials))
+        .set(&ForwardParams::target_logits, at(layout.target_logits))
+        .set(&ForwardParams::partial_rows, layout.partial_rows)
+        .set(&ForwardParams::rows, rows.count)
+        .set(&ForwardParams::splits, layout.splits)
+        .set_transform(&ForwardParams::transform, spec);
+    return launch.build();
+}
+
+Statement row_outputs_launch(const Spec& spec, const CudaSource& source, const ForwardLayout& layout, const Rows& rows) {
+    const Expr partials = at(layout.loss_partials) + floor_div(rows.first, kRowThreads) * static_cast<std::int64_t>(sizeof(LossPartial));
+    LaunchBuilder<RowOutputsParams> launch(source.kernel("row_outputs"), ceil_div(rows.count, kRowThreads));
+    launch.set(&RowOutputsParams::partials, at(layout.partials))
+        .set(&RowOutputsParams::target_logits, at(layout.target_logits))
+        .set(&RowOutputsParams::class_weight, slot(Slot::class_weight))
+        .set(&RowOutputsParams::scalars, at(layout.scalars))
+        .set_targets(&RowOutputsParams::targets, rows.first)
+        .set(&RowOutputsParams::loss, select(is_none(), advanced(slot(Slot::loss), rows.first, 4), 0))
+        .set(&RowOutputsParams::z_loss, select(is_none(), advanced(slot(Slot::z_loss), rows.first, 4), 0))
+        .set(&RowOutputsParams::lse, slot(Slot::lse) + rows.first * 4)
+        .set(&RowOutputsParams::logprob, advanced(slot(Slot::logprob), rows.first, 4))
+        .set(&RowOutputsParams::entropy, advanced(slot(Slot::entropy), rows.first, 4))
+        .set(&RowOutputsParams::loss_partials, select(is_none(), 0, partials))
+        .set(&RowOutputsParams::invalid_label, slot(Slot::invalid_label))
+        .set(&RowOutputsParams::first_row, rows.first)
+        .set(&RowOutputsParams::partial_rows, layout.partial_rows)
+        .set(&RowOutputsParams::rows, rows.count)
+        .set(&RowOutputsParams::splits, layout.splits)
+        .set_float(&RowOutputsParams::label_smoothing, static_cast<float>(spec.label_smoothing))
+        .set_float(&RowOutputsParams::smoothing_per_class, static_cast<float>(spec.label_smoothing / static_cast<double>(spec.vocab_size)))
+        .set_float(&RowOutputsParams::z_loss_weight, static_cast<float>(spec.z_loss));
+    return launch.build();
+}
+
+Statement reduce_loss_launch(const CudaSource& source, const ForwardLayout& layout) {
+    LaunchBuilder<ReduceLossParams> launch(source.kernel("reduce_loss"), Expr(1));
+    launch.set(&ReduceLossParams::loss_partials, at(layout.loss_partials))
+        .set(&ReduceLossParams::loss, slot(Slot::loss))
+        .set(&ReduceLossParams::z_loss, slot(Slot::z_loss))
+        .set_count(&ReduceLossParams::count)
+        .set(&ReduceLossParams::blocks, ceil_div(slot(Slot::num_tokens), kRowThreads));
+    return {If{equal(is_none(), 0), {launch.build()}}};
+}
+
+}  // namespace
+
+Statement prepare_launch(const Spec& spec, const CudaSource& source, std::int64_t scalars, const Expr& want_count) {
+    LaunchBuilder<PrepareParams> launch(source.kernel("prepare"), Expr(1));
+    launch.set(&PrepareParams::class_weight, slot(Slot::class_weight))
+        .set(&PrepareParams::scalars, at(scalars))
+        .set_targets(&PrepareParams::targets, 0)
+        .set_count(&PrepareParams::count)
+        .set(&PrepareParams::num_tokens, slot(Slot::num_tokens))
+        .set(&PrepareParams::want_class_weights, spec.class_weight && spec.label_smoothing > 0 ? 1 : 0)
+        .set(&PrepareParams::want_count, want_count);
+    return launch.build();
+}
+
+LaunchProgram forward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout) {
+    LaunchProgram program;
+    program.variable_count = 1;
+    if (spec.class_weight && spec.label_smoothing > 0) program.body.push_back(prepare_launch(spec, source, layout.scalars, 0));
+    const Expr first = variable(0) * layout.rows_limit;
+    const Rows rows{first, min(slot(Slot::num_tokens) - first, layout.rows_limit)};
+    program.body.push_back(
+        {Loop{0, layout.launches, {forward_launch(spec, plan, source, layout, rows), row_outputs_launch(spec, source, layout, rows)}}});
+    program.body.push_back(reduce_loss_launch(source, layout));
+    return program;
+}
+
+}  // namespace flce

@@ -1,0 +1,103 @@
+#include "generator/cuda/source.hpp"
+
+#include <fmt/format.h>
+
+#include "flce/error.hpp"
+#include "generator/cuda/tile_rules.hpp"
+#include "generator/cuda/transform_source.hpp"
+#include "templates/params.cuh"
+
+namespace flce {
+namespace {
+
+std::string_view element_type(DType dtype) {
+    switch (dtype) {
+        case DType::bf16: return "flce::Bf16";
+        case DType::fp16: return "flce::Fp16";
+        case DType::fp32: return "float";
+    }
+    throw InternalError("element_type: unknown dtype");
+}
+
+std::string problem_struct(const Spec& spec, const Plan& plan) {
+    const std::string math = spec.dtype == DType::fp32 ? "flce::PreciseMath" : "flce::FastMath";
+    std::string text = "struct Problem {\n";
+    text += fmt::format("    using Element = {};\n", element_type(spec.dtype));
+    text += fmt::format("    using GradWeight = {};\n", element_type(spec.grad_weight_dtype));
+    text += fmt::format("    using Math = {};\n", math);
+    text += fmt::format("    static constexpr int hidden_size = {};\n", spec.hidden_size);
+    text += fmt::format("    static constexpr int vocab_size = {};\n", spec.vocab_size);
+    text += fmt::format("    static constexpr long long padded_vocab_size = {};\n", spec.padded_vocab_size);
+    text += fmt::format("    static constexpr bool hidden_major = {};\n", spec.layout == WeightLayout::hidden_major);
+    text += fmt::format("    static constexpr bool bias = {};\n", spec.bias);
+    text += fmt::format("    static constexpr bool class_weight = {};\n", spec.class_weight);
+    text += fmt::format("    static constexpr bool label_smoothing = {};\n", spec.label_smoothing > 0);
+    text += fmt::format("    static constexpr bool entropy = {};\n", spec.outputs.entropy);
+    text += fmt::format("    static constexpr bool accumulate = {};\n", spec.grad_weight_mode == GradMode::accumulate);
+    text += fmt::format("    static constexpr int raster = {};\n", plan.cuda.raster);
+    text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
+    text += transform_source(spec, math, "        ");
+    text += "    }\n};\n\n";
+    return text;
+}
+
+/// Collects kernels, and for each the extern "C" function that instantiates it.
+class Kernels {
+public:
+    explicit Kernels(CudaSource& source) : source_(source) {}
+
+    void gemm(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params) {
+        const int threads = 32 * tile.warps_m * tile.warps_n;
+        const std::string type = fmt::format("flce::Tile<{}, {}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.block_k, tile.stages, tile.warps_m,
+                                             tile.warps_n);
+        add(name, params, fmt::format("flce::{}<Problem, {}>(p)", name, type), threads, tile_blocks_per_sm(spec, device, role, tile),
+            tile_smem_bytes(spec, role, tile));
+    }
+
+    void simple(std::string_view name, std::string_view params, std::string_view function, int threads) {
+        add(name, params, fmt::format("flce::{}<Problem>(p)", function), threads, 1, 0);
+    }
+
+private:
+    void add(std::string_view name, std::string_view params, const std::string& body, int threads, int blocks, std::int64_t smem_bytes) {
+        source_.text += fmt::format(
+            "extern \"C\" __global__ void __launch_bounds__({}, {}) flce_{}(const __grid_constant__ flce::{} p) {{\n    {};\n}}\n", threads, blocks, name,
+            params, body);
+        source_.kernels.push_back({fmt::format("flce_{}", name), static_cast<std::uint32_t>(threads), static_cast<std::uint32_t>(smem_bytes)});
+    }
+
+    CudaSource& source_;
+};
+
+}  // namespace
+
+bool zeroes_columns(const Spec& spec) {
+    return spec.layout == WeightLayout::hidden_major && spec.padded_vocab_size > spec.vocab_size && spec.grad_weight_mode == GradMode::write;
+}
+
+int CudaSource::kernel(std::string_view name) const {
+    for (std::size_t i = 0; i < kernels.size(); ++i) {
+        if (kernels[i].name == fmt::format("flce_{}", name)) return static_cast<int>(i);
+    }
+    throw InternalError(fmt::format("no kernel flce_{} in the program", name));
+}
+
+CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan) {
+    CudaSource source;
+    source.text = "#include \"flce/kernels.cuh\"\n\n" + problem_struct(spec, plan);
+    source.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
+    Kernels kernels(source);
+    kernels.gemm(spec, device, GemmRole::forward, plan.cuda.forward, "forward", "ForwardParams");
+    kernels.simple("row_outputs", "RowOutputsParams", "row_outputs_kernel", kRowThreads);
+    kernels.simple("reduce_loss", "ReduceLossParams", "reduce_loss", kReduceThreads);
+    kernels.simple("prepare", "PrepareParams", "prepare", kReduceThreads);
+    kernels.simple("row_coefficients", "RowCoefficientsParams", "row_coefficients_kernel", kRowThreads);
+    kernels.gemm(spec, device, GemmRole::dlogits, plan.cuda.dlogits, "dlogits", "DlogitsParams");
+    kernels.gemm(spec, device, GemmRole::grad_hidden, plan.cuda.grad_hidden, "grad_hidden", "GradHiddenParams");
+    kernels.gemm(spec, device, GemmRole::grad_weight, plan.cuda.grad_weight, "grad_weight", "GradWeightParams");
+    if (spec.bias) kernels.simple("grad_bias", "GradBiasParams", "grad_bias", kRowThreads);
+    if (zeroes_columns(spec)) kernels.simple("zero_columns", "ZeroColumnsParams", "zero_columns", kRowThreads);
+    return source;
+}
+
+}  // namespace flce

@@ -1,0 +1,30 @@
+// What the kernels of templates/ demand of a plan: tiles, shared memory, scratch. illegal_reason asks here, so that the templates' limits are
+// written beside their generator.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "flce/device.hpp"
+#include "flce/plan.hpp"
+#include "flce/spec.hpp"
+
+namespace flce {
+
+/// Which of a plan's four GEMMs a tile belongs to: it decides what lies in shared memory beside the operands.
+enum class GemmRole : std::uint8_t { forward, dlogits, grad_hidden, grad_weight };
+
+/// Dynamic shared memory of one block, bytes.
+[[nodiscard]] std::int64_t tile_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile);
+
+/// Why the kernel templates cannot be instantiated with `tile`, or cannot run on `device`; std::nullopt when they can.
+[[nodiscard]] std::optional<std::string> tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
+
+/// Least Plan::scratch_bytes with which backward can walk any number of tokens.
+[[nodiscard]] std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan);
+
+/// Blocks of this tile that an SM holds at a time, by shared memory and registers; at least 1 for a legal tile.
+[[nodiscard]] int tile_blocks_per_sm(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
+
+}  // namespace flce

@@ -1,0 +1,149 @@
+#include "generator/cuda/workspace.hpp"
+
+#include <algorithm>
+
+#include "generator/cuda/tile_rules.hpp"
+#include "templates/params.cuh"
+
+namespace flce {
+namespace {
+
+constexpr std::int64_t kReserveBytes = 8192;           // scalars and what alignment costs
+constexpr std::int64_t kForwardPartialBytes = 768 << 10;  // most that forward's partial sums take
+constexpr std::int64_t kRowBytes = 24;                 // coefficients, lse and target of a token
+constexpr std::int64_t kRowQuantum = 128;
+
+std::int64_t down(std::int64_t value, std::int64_t multiple) { return value / multiple * multiple; }
+std::int64_t up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+/// Hands out aligned pieces of the workspace.
+class Pieces {
+public:
+    Expr take(const Expr& bytes) {
+        const Expr at = end_;
+        end_ = end_ + round_up(bytes, kWorkspaceAlignment);
+        return at;
+    }
+    [[nodiscard]] const Expr& end() const { return end_; }
+
+private:
+    Expr end_{0};
+};
+
+int partial_fields(const Spec& spec) { return 2 + (spec.outputs.entropy ? 1 : 0) + (spec.label_smoothing > 0 ? 1 : 0); }
+
+/// The number of splits that finishes first: whole waves of blocks, and splits of nearly the same number of tiles.
+Expr choose_splits(const Expr& row_blocks, std::int64_t capacity, std::int64_t tiles, std::int64_t most_blocks) {
+    Expr best = Expr(1);
+    Expr best_time = ceil_div(row_blocks, capacity) * tiles;
+    for (std::int64_t waves = 1; waves <= 4; ++waves) {
+        const std::int64_t blocks = std::min(waves * capacity, most_blocks);
+        const Expr splits = min(max(floor_div(blocks, row_blocks), 1), tiles);
+        const Expr time = ceil_div(splits * row_blocks, capacity) * ceil_div(tiles, splits);
+        const Expr better = less(time, best_time);
+        best = select(better, splits, best);
+        best_time = min(time, best_time);
+        if (blocks == most_blocks) break;
+    }
+    return best;
+}
+
+/// Sizes of backward that do not depend on the number of tokens.
+struct BackwardSizes {
+    std::int64_t budget;       ///< bytes for everything but dH's accumulator
+    std::int64_t quantum;      ///< chunks are multiples of this
+    std::int64_t chunk_limit;  ///< widest chunk
+    std::int64_t chunk;        ///< of row blocks
+    std::int64_t rows;         ///< of row blocks
+    std::int64_t rows_limit;   ///< up to this many tokens take part at once
+};
+
+std::int64_t chunk_quantum(const Plan& plan) {
+    const CudaPlan& c = plan.cuda;
+    return std::max({c.dlogits.block_n, c.grad_weight.block_m, c.grad_weight.block_n, 128});
+}
+
+/// Bytes that a token costs where a chunk has `chunk` columns.
+std::int64_t token_bytes(const Spec& spec, const Plan& plan, std::int64_t chunk) {
+    const std::int64_t bias = spec.bias ? chunk * 4 / plan.cuda.dlogits.block_m + 1 : 0;
+    return chunk * static_cast<std::int64_t>(element_bytes(spec.dtype)) + kRowBytes + bias;
+}
+
+BackwardSizes backward_sizes(const Spec& spec, const Plan& plan) {
+    BackwardSizes s{};
+    s.budget = plan.scratch_bytes - kReserveBytes;
+    s.quantum = chunk_quantum(plan);
+    s.chunk_limit = std::min(std::max(down(plan.vocab_chunk, s.quantum), s.quantum), up(spec.vocab_size, s.quantum));
+    const std::int64_t weight_row = 4 * spec.hidden_size + (spec.bias ? 12 : 0);
+    s.chunk = std::clamp(down(s.budget / 2 / weight_row, s.quantum), s.quantum, s.chunk_limit);
+    s.rows = std::max(down((s.budget - s.chunk * weight_row) / token_bytes(spec, plan, s.chunk), kRowQuantum), kRowQuantum);
+    // Each chunk passes over dH's accumulator and each row block over dW's: traffic goes with 1/chunk + 1/rows. Without row blocks it goes with
+    // 1/chunk alone, so they start to pay when the chunk gets narrower than this.
+    const std::int64_t narrowest = std::max(s.chunk * s.rows / (s.chunk + s.rows), s.quantum);
+    s.rows_limit = (s.budget - (spec.bias ? 12 * narrowest : 0)) / token_bytes(spec, plan, narrowest);
+    return s;
+}
+
+}  // namespace
+
+std::int64_t workspace_minimum(const Spec& spec, const Plan& plan) {
+    const std::int64_t quantum = chunk_quantum(plan);
+    return kReserveBytes + 2 * quantum * (4 * spec.hidden_size + (spec.bias ? 12 : 0)) + 2 * kRowQuantum * token_bytes(spec, plan, quantum);
+}
+
+ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan) {
+    const GemmTile& tile = plan.cuda.forward;
+    const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
+    const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, GemmRole::forward, tile);
+    const std::int64_t tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
+    const std::int64_t wave_rows = capacity * tile.block_m;
+    ForwardLayout f;
+    const std::int64_t most_rows = kForwardPartialBytes / field_bytes;
+    f.rows_limit = up(most_rows > wave_rows ? down(most_rows, wave_rows) : most_rows, std::max(kRowThreads, tile.block_m));
+    const Expr n = slot(Slot::num_tokens);
+    const Expr rows = min(n, f.rows_limit);
+    f.launches = ceil_div(n, f.rows_limit);
+    f.splits = choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity, tiles, std::max<std::int64_t>(most_rows / tile.block_m, 1));
+    f.partial_rows = round_up(rows, 32);
+    Pieces pieces;
+    pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
+    f.target_logits = pieces.take(rows * 4);
+    f.loss_partials = pieces.take(ceil_div(n, kRowThreads) * static_cast<std::int64_t>(sizeof(LossPartial)));
+    f.partials = pieces.take(f.splits * f.partial_rows * field_bytes);
+    f.total = pieces.end();
+    return f;
+}
+
+BackwardLayout backward_layout(const Spec& spec, const Plan& plan) {
+    const BackwardSizes s = backward_sizes(spec, plan);
+    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const Expr n = slot(Slot::num_tokens);
+    const Expr cut = less(s.rows_limit, n);
+    const Expr bias_row = spec.bias ? (ceil_div(n, plan.cuda.dlogits.block_m) + 2) * 4 : Expr(0);
+    const Expr fitting = floor_div(max(Expr(s.budget) - n * kRowBytes, 0), max(n * element + bias_row, 1));
+    const Expr widest = select(cut, s.chunk, min(max(round_down(fitting, s.quantum), s.quantum), s.chunk_limit));
+
+    BackwardLayout b;
+    // Chunks and row blocks of nearly the same size.
+    b.chunk = round_up(ceil_div(spec.vocab_size, ceil_div(spec.vocab_size, widest)), s.quantum);
+    b.chunks = ceil_div(spec.vocab_size, b.chunk);
+    b.rows = select(cut, round_up(ceil_div(n, ceil_div(n, s.rows)), kRowQuantum), max(n, 1));
+    b.row_blocks = ceil_div(n, b.rows);
+    Pieces pieces;
+    pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
+    b.coefficients = pieces.take(b.rows * 16);
+    b.row_targets = pieces.take(b.rows * 8);
+    if (spec.bias) {
+        b.bias_partials = pieces.take(ceil_div(b.rows, plan.cuda.dlogits.block_m) * b.chunk * 4);
+        b.bias_accumulator = pieces.take(b.chunk * 4);
+    }
+    b.dlogits = pieces.take(b.rows * b.chunk * element);
+    b.weight_accumulator = pieces.take(select(less(1, b.row_blocks), b.chunk * (4 * spec.hidden_size), 0));
+    // In fp32 grad_hidden accumulates in place.
+    const Expr accumulated = spec.dtype == DType::fp32 ? Expr(0) : less(1, b.chunks);
+    b.hidden_accumulator = pieces.take(select(accumulated, n * (4 * spec.hidden_size), 0));
+    b.total = pieces.end();
+    return b;
+}
+
+}  // namespace flce

@@ -1,0 +1,53 @@
+// How the passes of a CUDA program cut their work and where things lie in the workspace, as expressions over the number of tokens.
+#pragma once
+
+#include <cstdint>
+
+#include "flce/device.hpp"
+#include "flce/plan.hpp"
+#include "flce/spec.hpp"
+#include "generator/launch_program.hpp"
+
+namespace flce {
+
+inline constexpr std::int64_t kWorkspaceAlignment = 256;
+
+/// Forward runs over at most `rows_limit` tokens at a time, so that its partial sums stay small for any number of tokens.
+struct ForwardLayout {
+    std::int64_t rows_limit = 0;
+    Expr launches{0};
+    Expr splits{0};        ///< parts of the vocabulary that are reduced apart
+    Expr partial_rows{0};  ///< leading dimension of the partial sums
+    // Offsets in the workspace, bytes.
+    std::int64_t scalars = 0;
+    Expr target_logits{0};
+    Expr loss_partials{0};
+    Expr partials{0};
+    Expr total{0};
+};
+
+/// Backward walks the vocabulary in chunks. All tokens take part in a chunk at once unless there are so many that chunks would get narrower
+/// than is worthwhile; then tokens are cut into row blocks and a chunk's grad_weight is summed over them in fp32.
+struct BackwardLayout {
+    Expr rows{0};        ///< tokens of a row block
+    Expr row_blocks{0};
+    Expr chunk{0};       ///< vocabulary rows of a chunk; the leading dimension of dz
+    Expr chunks{0};
+    std::int64_t scalars = 0;
+    Expr coefficients{0};
+    Expr row_targets{0};
+    Expr bias_partials{0};
+    Expr bias_accumulator{0};
+    Expr dlogits{0};
+    Expr weight_accumulator{0};
+    Expr hidden_accumulator{0};
+    Expr total{0};  ///< at most plan.scratch_bytes + 4·N·D
+};
+
+[[nodiscard]] ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan);
+[[nodiscard]] BackwardLayout backward_layout(const Spec& spec, const Plan& plan);
+
+/// Least scratch_bytes for which backward_layout holds its bound.
+[[nodiscard]] std::int64_t workspace_minimum(const Spec& spec, const Plan& plan);
+
+}  // namespace flce

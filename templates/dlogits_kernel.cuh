@@ -1,0 +1,150 @@
+// Backward, first step of a vocabulary chunk: the logits again, and from them their gradient
+// dz_j = (p_j·(a + b·z_j) − t·[j = y] − s·c_j) · dz_j/d(hidden · weightᵀ)_j, written in the Problem's dtype.
+#pragma once
+
+#include "flce/forward_kernel.cuh"
+
+namespace flce {
+
+/// What backward knows of a row besides its coefficients. lse = +inf makes every p of an ignored row 0.
+struct RowTarget {
+    float lse;
+    int target;
+};
+
+template <class Problem, class TileT>
+struct DlogitsBlock {
+    using Element = typename Problem::Element;
+    using MainloopT = Mainloop<LogitOperands<Problem>, TileT>;
+    using Accumulators = typename MainloopT::Accumulators;
+    static constexpr int kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK);
+    static constexpr int kRowPieces = MainloopT::kPiecesA;
+    static constexpr int kColumnPieces = MainloopT::kColumnPieces;
+    static constexpr int kStagedBytes = sizeof(Element) == 2 ? StagedTile<Element, TileT, true>::kBytes : 0;
+    static constexpr int kColumnSumOffset = MainloopT::kSmemBytes > kStagedBytes ? MainloopT::kSmemBytes : kStagedBytes;
+
+    const DlogitsParams& p;
+    MainloopT mainloop;
+    int row_block;
+    int row0;
+    int column0;  // in the chunk
+
+    __device__ __forceinline__ explicit DlogitsBlock(const DlogitsParams& params) : p(params), mainloop(dynamic_smem) {
+        int column_block;
+        tile_of_block<Problem::raster>(blockIdx.x, ceil_div(p.rows, TileT::kBlockM), ceil_div(p.columns, TileT::kBlockN), row_block, column_block);
+        row0 = row_block * TileT::kBlockM;
+        column0 = column_block * TileT::kBlockN;
+    }
+
+    __device__ __forceinline__ void run() {
+        TileFeed<MainloopT> feed;
+        feed.remaining = kSlices;
+        feed.a.start(static_cast<const Element*>(p.hidden) + static_cast<long long>(row0) * Problem::hidden_size, Problem::hidden_size, p.rows - row0,
+                     Problem::hidden_size);
+        feed.b.start(weight_at<Problem>(static_cast<const Element*>(p.weight), column0, 0), kWeightLd<Problem>, p.columns - column0,
+                     Problem::hidden_size);
+        mainloop.prologue(feed);
+        Accumulators c;
+        MainloopT::clear(c);
+        mainloop.accumulate(feed, kSlices, c);
+        mainloop.drain();
+        to_gradient(c);
+        if constexpr (Problem::bias) {
+            if (p.bias_partials != nullptr) sum_columns(c);
+        }
+        write(c);
+    }
+
+    __device__ __forceinline__ void to_gradient(Accumulators& c) {
+        float bias[kColumnPieces][2] = {};
+        float weight[kColumnPieces][2];
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int column = column0 + mainloop.place.column(j, e);
+                const bool exists = column < p.columns;
+                if constexpr (Problem::bias) bias[j][e] = exists ? to_float(static_cast<const Element*>(p.bias)[column]) : 0.f;
+                weight[j][e] = 1.f;
+                if constexpr (Problem::class_weight && Problem::label_smoothing) weight[j][e] = exists ? p.class_weight[column] : 0.f;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kRowPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) row_gradient(c[i], h, row0 + mainloop.place.row(i, h), bias, weight);
+        }
+    }
+
+    __device__ __forceinline__ void row_gradient(float (&c)[kColumnPieces][4], int h, int row, const float (&bias)[kColumnPieces][2],
+                                                 const float (&weight)[kColumnPieces][2]) {
+        float4 k = make_float4(0.f, 0.f, 0.f, 0.f);
+        RowTarget target{kInfinity, kIgnored};
+        if (row < p.rows) {
+            k = static_cast<const float4*>(p.coefficients)[row];
+            target = static_cast<const RowTarget*>(p.row_targets)[row];
+        }
+        // The target's column counted from this thread's first one; far outside where another tile or nobody has it.
+        const long long within = target.target - p.first_column - column0 - mainloop.place.column(0, 0);
+        const int hit = within >= 0 && within < TileT::kBlockN ? static_cast<int>(within) : -1;
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& value = c[j][2 * h + e];
+                const Logit z = Problem::transform(value + bias[j][e], p.transform);
+                float dz = Problem::Math::exp(z.value - target.lse) * (k.x + k.y * z.value);
+                if (hit == 8 * j + e) dz -= k.z;
+                if constexpr (Problem::label_smoothing) dz -= k.w * weight[j][e];
+                const bool exists = column0 + mainloop.place.column(j, e) < p.columns;
+                value = exists ? dz * z.derivative : 0.f;
+            }
+        }
+    }
+
+    /// Sums of the tile's columns for the bias gradient: over a thread's rows, the lanes that share columns, then the warps, in fixed order.
+    __device__ __forceinline__ void sum_columns(const Accumulators& c) {
+        float* const sums = reinterpret_cast<float*>(dynamic_smem + kColumnSumOffset);  // [warps_m][kBlockN]
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float sum = 0.f;
+#pragma unroll
+                for (int i = 0; i < kRowPieces; ++i) sum += c[i][j][e] + c[i][j][2 + e];
+                for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+                if (mainloop.place.lane < 4) sums[mainloop.place.warp_m * TileT::kBlockN + mainloop.place.column(j, e)] = sum;
+            }
+        }
+        __syncthreads();  // every warp's sums are there
+        for (int column = static_cast<int>(threadIdx.x); column < TileT::kBlockN; column += TileT::kThreads) {
+            float sum = sums[column];
+            for (int w = 1; w < TileT::kWarpsM; ++w) sum += sums[w * TileT::kBlockN + column];
+            if (column0 + column < p.columns) p.bias_partials[row_block * p.ld + column0 + column] = sum;
+        }
+    }
+
+    __device__ __forceinline__ void write(Accumulators& c) {
+        if constexpr (kSame<Element, Fp16>) {
+            const float scale = dlogits_scale<Problem>(p.scalars, false);
+            for_each_pair<MainloopT, TileT>(mainloop, c, [&](int, int, float& first, float& second) {
+                first = fminf(fmaxf(first * scale, -65504.f), 65504.f);
+                second = fminf(fmaxf(second * scale, -65504.f), 65504.f);
+            });
+        }
+        // Whole tiles are written: columns past the chunk's end are zeros that the GEMMs may read. The leading dimension has room for them.
+        TileTarget<Element> target;
+        target.origin = static_cast<Element*>(p.dlogits) + row0 * p.ld + column0;
+        target.ld = p.ld;
+        target.rows = p.rows - row0;
+        target.columns = static_cast<int>(min(static_cast<long long>(TileT::kBlockN), p.ld - column0));
+        store_tile<Element, TileT, true, false>(mainloop, c, target);
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void dlogits(const DlogitsParams& p) {
+    DlogitsBlock<Problem, TileT>(p).run();
+}
+
+}  // namespace flce

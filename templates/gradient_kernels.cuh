@@ -1,0 +1,102 @@
+// Backward, the two GEMMs of a vocabulary chunk: grad_hidden += dz · weight, grad_weight = dzᵀ · hidden.
+#pragma once
+
+#include "flce/problem.cuh"
+
+namespace flce {
+
+/// One tile of a GEMM over `k`, ready to be written: the ring is drained.
+template <class MainloopT, class TileT>
+__device__ __forceinline__ void multiply_tile(MainloopT& mainloop, TileFeed<MainloopT>& feed, int k, typename MainloopT::Accumulators& c) {
+    const int slices = ceil_div(k, TileT::kBlockK);
+    feed.remaining = slices;
+    mainloop.prologue(feed);
+    MainloopT::clear(c);
+    mainloop.accumulate(feed, slices, c);
+    mainloop.drain();
+}
+
+template <class MainloopT, class TileT>
+__device__ __forceinline__ void scale_tile(const MainloopT& mainloop, typename MainloopT::Accumulators& c, float factor) {
+    for_each_pair<MainloopT, TileT>(mainloop, c, [&](int, int, float& first, float& second) {
+        first *= factor;
+        second *= factor;
+    });
+}
+
+/// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary. Every tile is read and written by its own block alone, chunk after chunk.
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
+    using Element = typename Problem::Element;
+    constexpr bool kWeightAligned = rows_aligned<Element>(kWeightLd<Problem>);
+    using MainloopT = Mainloop<Operands<Element, Major::k, Problem::hidden_major ? Major::k : Major::mn, true, kWeightAligned>, TileT>;
+    constexpr int kHidden = Problem::hidden_size;
+    int tile_m;
+    int tile_n;
+    tile_of_block<Problem::raster>(blockIdx.x, ceil_div(p.rows, TileT::kBlockM), ceil_div(kHidden, TileT::kBlockN), tile_m, tile_n);
+    const int row0 = tile_m * TileT::kBlockM;
+    const int column0 = tile_n * TileT::kBlockN;
+
+    MainloopT mainloop(dynamic_smem);
+    TileFeed<MainloopT> feed;
+    feed.a.start(static_cast<const Element*>(p.dlogits) + row0 * p.ld, p.ld, p.rows - row0, p.columns);
+    feed.b.start(weight_at<Problem>(static_cast<const Element*>(p.weight), 0, column0), kWeightLd<Problem>, kHidden - column0, p.columns);
+    typename MainloopT::Accumulators c;
+    multiply_tile<MainloopT, TileT>(mainloop, feed, p.columns, c);
+
+    const long long origin = static_cast<long long>(row0) * kHidden + column0;
+    const TileTarget<float> sum{p.accumulator + origin, kHidden, p.rows - row0, kHidden - column0};
+    if (p.first == 0) add_tile<TileT, true>(mainloop, c, sum);
+    if (p.last == 0) {
+        store_tile<float, TileT, true, false>(mainloop, c, sum);
+        return;
+    }
+    if constexpr (kSame<Element, Fp16>) scale_tile<MainloopT, TileT>(mainloop, c, dlogits_scale<Problem>(p.scalars, true));
+    const TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + origin, kHidden, p.rows - row0, kHidden - column0};
+    store_tile<Element, TileT, true, false>(mainloop, c, result);
+}
+
+/// grad_weight as it lies in memory: [m: vocabulary, n: hidden] = Σ_k: tokens, or [m: hidden, n: vocabulary] for a hidden_major weight.
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_weight(const GradWeightParams& p) {
+    using Element = typename Problem::Element;
+    using Out = typename Problem::GradWeight;
+    using MainloopT = Mainloop<Operands<Element, Major::mn, Major::mn, true, true>, TileT>;
+    constexpr int kHidden = Problem::hidden_size;
+    const int extent_m = Problem::hidden_major ? kHidden : p.columns;
+    const int extent_n = Problem::hidden_major ? p.columns : kHidden;
+    int tile_m;
+    int tile_n;
+    tile_of_block<Problem::raster>(blockIdx.x, ceil_div(extent_m, TileT::kBlockM), ceil_div(extent_n, TileT::kBlockN), tile_m, tile_n);
+    const int m0 = tile_m * TileT::kBlockM;
+    const int n0 = tile_n * TileT::kBlockN;
+
+    MainloopT mainloop(dynamic_smem);
+    TileFeed<MainloopT> feed;
+    const Element* const dlogits = static_cast<const Element*>(p.dlogits);
+    const Element* const hidden = static_cast<const Element*>(p.hidden);
+    if constexpr (Problem::hidden_major) {
+        feed.a.start(hidden + m0, kHidden, kHidden - m0, p.rows);
+        feed.b.start(dlogits + n0, p.ld, p.columns - n0, p.rows);
+    } else {
+        feed.a.start(dlogits + m0, p.ld, p.columns - m0, p.rows);
+        feed.b.start(hidden + n0, kHidden, kHidden - n0, p.rows);
+    }
+    typename MainloopT::Accumulators c;
+    multiply_tile<MainloopT, TileT>(mainloop, feed, p.rows, c);
+
+    if (p.accumulator != nullptr) {
+        const TileTarget<float> sum{p.accumulator + m0 * p.accumulator_ld + n0, p.accumulator_ld, extent_m - m0, extent_n - n0};
+        if (p.first == 0) add_tile<TileT, true>(mainloop, c, sum);
+        if (p.last == 0) {
+            store_tile<float, TileT, true, false>(mainloop, c, sum);
+            return;
+        }
+    }
+    if constexpr (kSame<Element, Fp16>) scale_tile<MainloopT, TileT>(mainloop, c, dlogits_scale<Problem>(p.scalars, true));
+    const long long ld = kWeightLd<Problem>;
+    const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + m0 * ld + n0, ld, extent_m - m0, extent_n - n0};
+    store_tile<Out, TileT, rows_aligned<Out>(kWeightLd<Problem>), Problem::accumulate>(mainloop, c, result);
+}
+
+}  // namespace flce

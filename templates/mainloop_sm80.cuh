@@ -1,0 +1,298 @@
+// The tensor-core mainloop of sm_80 and newer: cp.async brings slices of both operands through a ring of stages in shared memory, every warp
+// multiplies its part of the tile with mma.sync.
+#pragma once
+
+#include "flce/tile_loader.cuh"
+
+namespace flce {
+
+/// The operands of a GEMM C[m, n] = Σ_k A[m, k]·B[n, k].
+template <class Element_, Major kMajorA_, Major kMajorB_, bool kAlignedA_, bool kAlignedB_>
+struct Operands {
+    using Element = Element_;
+    static constexpr Major kMajorA = kMajorA_;
+    static constexpr Major kMajorB = kMajorB_;
+    static constexpr bool kAlignedA = kAlignedA_;
+    static constexpr bool kAlignedB = kAlignedB_;
+};
+
+/// This thread's place in its warp's part of the tile. Accumulator [i][j][2·h + e] is row(i, h), column(j, e).
+template <class TileT>
+struct ThreadPlace {
+    int lane;
+    int warp_m;
+    int warp_n;
+    __device__ __forceinline__ ThreadPlace() {
+        lane = static_cast<int>(threadIdx.x) % 32;
+        const int warp = static_cast<int>(threadIdx.x) / 32;
+        warp_m = warp % TileT::kWarpsM;
+        warp_n = warp / TileT::kWarpsM;
+    }
+    __device__ __forceinline__ int row(int i, int h) const { return warp_m * TileT::kWarpM + i * 16 + h * 8 + lane / 4; }
+    __device__ __forceinline__ int column(int j, int e) const { return warp_n * TileT::kWarpN + j * 8 + lane % 4 * 2 + e; }
+};
+
+/// Reads one operand's fragments: kPieces pieces of 16 rows of the result (A: one m16 fragment, B: two n8 fragments) by 32 bytes of k.
+template <class T, Major kMajor, bool kIsA, int kExtent, int kBlockK, int kPieces>
+struct FragmentReader {
+    using Layout = SliceLayout<T, kMajor, kExtent, kBlockK>;
+    unsigned base;  // offset in a slice of this lane's part of piece 0 at k step 0
+
+    __device__ __forceinline__ FragmentReader(int first, int lane) {
+        // Which of the four 8×8 matrices this lane addresses, and how far along both dimensions that one lies. A's matrices run along the
+        // result first, B's along k first: that is the order in which mma.sync wants the registers.
+        const int low = lane >> 3 & 1;
+        const int high = lane >> 4;
+        const int along_mn = kIsA ? low : high;
+        const int along_k = kIsA ? high : low;
+        if constexpr (kMajor == Major::k) {
+            base = Layout::offset(first + along_mn * 8 + (lane & 7), along_k);
+        } else if constexpr (sizeof(T) == 2) {
+            base = Layout::offset(along_k * 8 + (lane & 7), first / 8 + along_mn);
+        } else {
+            base = Layout::offset(lane & 3, first / 4 + (lane >> 4)) + static_cast<unsigned>((lane >> 2 & 3) * 4);
+        }
+    }
+
+    __device__ __forceinline__ void read(unsigned slice, int k_step, unsigned (&fragment)[kPieces][4]) const {
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+            if constexpr (kMajor == Major::k) {
+                ptx::ldmatrix_x4(fragment[piece], slice + (base ^ static_cast<unsigned>(k_step * 32)) +
+                                                      static_cast<unsigned>(piece * 16 * Layout::kPitch));
+            } else if constexpr (sizeof(T) == 2) {
+                const unsigned along = static_cast<unsigned>(piece * 32);
+                ptx::ldmatrix_x4_trans(fragment[piece], slice + (base ^ (along & 127u)) + (along & ~127u) +
+                                                            static_cast<unsigned>(k_step * 16 * Layout::kPitch));
+            } else {
+                read_words(slice, k_step, piece, fragment[piece]);
+            }
+        }
+    }
+
+private:
+    /// fp32 with the result's dimension contiguous: ldmatrix cannot transpose words.
+    __device__ __forceinline__ void read_words(unsigned slice, int k_step, int piece, unsigned (&fragment)[4]) const {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int along_mn = kIsA ? r & 1 : r >> 1;  // by 8
+            const int along_k = kIsA ? r >> 1 : r & 1;   // by 4
+            const unsigned along = static_cast<unsigned>(piece * 64 + along_mn * 32);
+            fragment[r] = ptx::ld_shared_b32(slice + (base ^ (along & 127u) ^ static_cast<unsigned>(along_k * 16)) + (along & ~127u) +
+                                             static_cast<unsigned>((k_step * 8 + along_k * 4) * Layout::kPitch));
+        }
+    }
+};
+
+template <class OperandsT, class TileT>
+struct Mainloop {
+    using T = typename OperandsT::Element;
+    using LayoutA = SliceLayout<T, OperandsT::kMajorA, TileT::kBlockM, TileT::kBlockK>;
+    using LayoutB = SliceLayout<T, OperandsT::kMajorB, TileT::kBlockN, TileT::kBlockK>;
+    using LoaderA = OperandLoader<T, OperandsT::kMajorA, TileT::kBlockM, TileT::kBlockK, TileT::kThreads, OperandsT::kAlignedA>;
+    using LoaderB = OperandLoader<T, OperandsT::kMajorB, TileT::kBlockN, TileT::kBlockK, TileT::kThreads, OperandsT::kAlignedB>;
+    static constexpr int kPiecesA = TileT::kWarpM / 16;
+    static constexpr int kPiecesB = TileT::kWarpN / 16;
+    static constexpr int kSteps = TileT::kBlockK * static_cast<int>(sizeof(T)) / 32;
+    static constexpr int kStageBytes = LayoutA::kBytes + LayoutB::kBytes;
+    static constexpr int kSmemBytes = kStageBytes * TileT::kStages;
+    static constexpr int kColumnPieces = 2 * kPiecesB;
+    static_assert(TileT::kStages >= 2, "one slice is read while another arrives");
+
+    using Accumulators = float[kPiecesA][kColumnPieces][4];
+    using FragmentA = unsigned[kPiecesA][4];
+    using FragmentB = unsigned[kPiecesB][4];
+
+    ThreadPlace<TileT> place;
+    FragmentReader<T, OperandsT::kMajorA, true, TileT::kBlockM, TileT::kBlockK, kPiecesA> reader_a;
+    FragmentReader<T, OperandsT::kMajorB, false, TileT::kBlockN, TileT::kBlockK, kPiecesB> reader_b;
+    unsigned smem;
+    unsigned read_stage = 0;   // byte offsets in the ring
+    unsigned write_stage = 0;
+
+    __device__ __forceinline__ explicit Mainloop(const void* shared)
+        : reader_a(place.warp_m * TileT::kWarpM, place.lane), reader_b(place.warp_n * TileT::kWarpN, place.lane), smem(ptx::shared_address(shared)) {}
+
+    /// Starts the first kStages − 1 slices. `feed(a, b)` copies its next slice to these two addresses, or nothing at the end.
+    template <class Feed>
+    __device__ __forceinline__ void prologue(Feed& feed) {
+#pragma unroll
+        for (int stage = 0; stage < TileT::kStages - 1; ++stage) produce(feed);
+        ptx::cp_async_wait_group<TileT::kStages - 2>();
+        __syncthreads();  // every thread's part of slice 0 is visible to all
+    }
+
+    /// Adds `slices` slices to `c`. On return the next slice has arrived and, whatever its tile, the ring goes on.
+    template <class Feed>
+    __device__ __forceinline__ void accumulate(Feed& feed, int slices, Accumulators& c) {
+        if constexpr (sizeof(T) == 2) {
+            accumulate_half(feed, slices, c);
+        } else {
+            accumulate_split(feed, slices, c);
+        }
+    }
+
+    /// No copy is on its way any more and every thread is done reading: the ring's memory is free for other uses.
+    __device__ __forceinline__ void drain() {
+        ptx::cp_async_wait_group<0>();
+        __syncthreads();
+    }
+
+    static __device__ __forceinline__ void clear(Accumulators& c) {
+#pragma unroll
+        for (int i = 0; i < kPiecesA; ++i)
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) c[i][j][e] = 0.f;
+    }
+
+private:
+    static __device__ __forceinline__ void advance(unsigned& stage) { stage = stage == kSmemBytes - kStageBytes ? 0u : stage + kStageBytes; }
+
+    template <class Feed>
+    __device__ __forceinline__ void produce(Feed& feed) {
+        feed(smem + write_stage, smem + write_stage + LayoutA::kBytes);
+        ptx::cp_async_commit_group();
+        advance(write_stage);
+    }
+
+    __device__ __forceinline__ void read(int step, FragmentA& a, FragmentB& b) const {
+        reader_a.read(smem + read_stage, step, a);
+        reader_b.read(smem + read_stage + LayoutA::kBytes, step, b);
+    }
+
+    /// Waits until the next slice has arrived. The barrier also tells everyone that the current slice's last fragments have been read, so that the
+    /// copy issued after it may overwrite that stage.
+    __device__ __forceinline__ void next_slice() {
+        ptx::cp_async_wait_group<TileT::kStages - 2>();
+        __syncthreads();
+        advance(read_stage);
+    }
+
+    /// 16-bit operands: fragments of step s + 1 are read while step s multiplies.
+    template <class Feed>
+    __device__ __forceinline__ void accumulate_half(Feed& feed, int slices, Accumulators& c) {
+        FragmentA a[2];
+        FragmentB b[2];
+        read(0, a[0], b[0]);
+#pragma unroll 1
+        for (int slice = 0; slice < slices; ++slice) {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                if (step + 1 < kSteps) {
+                    read(step + 1, a[(step + 1) & 1], b[(step + 1) & 1]);
+                } else {
+                    next_slice();
+                    read(0, a[0], b[0]);
+                }
+                if (step == 0) produce(feed);
+                multiply(c, a[step & 1], b[step & 1]);
+            }
+        }
+    }
+
+    /// fp32 operands in three TF32 products. Tensor cores truncate while they accumulate, so each slice is summed on its own and added to the
+    /// total with round-to-nearest.
+    template <class Feed>
+    __device__ __forceinline__ void accumulate_split(Feed& feed, int slices, Accumulators& c) {
+        Accumulators part;
+#pragma unroll 1
+        for (int slice = 0; slice < slices; ++slice) {
+            clear(part);
+            produce(feed);
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                FragmentA a;
+                FragmentB b;
+                read(step, a, b);
+                multiply_split(part, a, b);
+            }
+            next_slice();
+#pragma unroll
+            for (int i = 0; i < kPiecesA; ++i)
+#pragma unroll
+                for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) c[i][j][e] += part[i][j][e];
+        }
+    }
+
+    static __device__ __forceinline__ void multiply(Accumulators& c, const FragmentA& a, const FragmentB& b) {
+#pragma unroll
+        for (int i = 0; i < kPiecesA; ++i) {
+#pragma unroll
+            for (int n = 0; n < kColumnPieces; ++n) {
+                const int j = i & 1 ? kColumnPieces - 1 - n : n;  // back and forth, so that neighbours share an operand
+                if constexpr (kSame<T, Bf16>) {
+                    ptx::mma_m16n8k16_bf16(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+                } else {
+                    ptx::mma_m16n8k16_f16(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+                }
+            }
+        }
+    }
+
+    /// x = high + low with 11 significant bits each; the product of the two low parts is below fp32's own rounding.
+    template <int kCount>
+    static __device__ __forceinline__ void split(const unsigned (&x)[kCount][4], unsigned (&high)[kCount][4], unsigned (&low)[kCount][4]) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                high[i][r] = ptx::cvt_rna_tf32_f32(__uint_as_float(x[i][r]));
+                low[i][r] = ptx::cvt_rna_tf32_f32(__uint_as_float(x[i][r]) - __uint_as_float(high[i][r]));
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void multiply_split(Accumulators& c, const FragmentA& a, const FragmentB& b) {
+        FragmentA a_high;
+        FragmentA a_low;
+        FragmentB b_high;
+        FragmentB b_low;
+        split(a, a_high, a_low);
+        split(b, b_high, b_low);
+#pragma unroll
+        for (int i = 0; i < kPiecesA; ++i)
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_low[i], b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
+#pragma unroll
+        for (int i = 0; i < kPiecesA; ++i)
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_high[i], b_low[j / 2][j % 2 * 2], b_low[j / 2][j % 2 * 2 + 1]);
+#pragma unroll
+        for (int i = 0; i < kPiecesA; ++i)
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_high[i], b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
+    }
+};
+
+/// Feeds the mainloop the slices of one tile.
+template <class MainloopT>
+struct TileFeed {
+    typename MainloopT::LoaderA a;
+    typename MainloopT::LoaderB b;
+    int remaining;
+    __device__ __forceinline__ void operator()(unsigned to_a, unsigned to_b) {
+        if (remaining > 0) {
+            a.load(to_a);
+            b.load(to_b);
+        }
+        --remaining;
+    }
+};
+
+/// Position of a block in a grid of tiles_m × tiles_n tiles: `kRaster` tile rows walk together over the columns, so that the tiles in flight
+/// share few slices of both operands in L2.
+template <int kRaster>
+__device__ __forceinline__ void tile_of_block(long long block, int tiles_m, int tiles_n, int& m, int& n) {
+    const long long band_tiles = static_cast<long long>(kRaster) * tiles_n;
+    const int band = static_cast<int>(block / band_tiles);
+    const int in_band = static_cast<int>(block % band_tiles);
+    const int rows = min(kRaster, tiles_m - band * kRaster);
+    m = band * kRaster + in_band % rows;
+    n = in_band / rows;
+}
+
+}  // namespace flce

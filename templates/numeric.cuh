@@ -1,0 +1,79 @@
+// Element types as storage, their conversions, and the few transcendental functions of the epilogues.
+#pragma once
+
+#include "flce/ptx.cuh"
+
+namespace flce {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kInfinity = __builtin_huge_valf();
+
+/// Stands for "no logit here" (a column past V): finite, so that differences to it stay finite.
+constexpr float kMaskedLogit = -1.0e30f;
+
+struct Bf16 {
+    unsigned short bits;
+};
+struct Fp16 {
+    unsigned short bits;
+};
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(Bf16 value) { return __uint_as_float(static_cast<unsigned>(value.bits) << 16); }
+__device__ __forceinline__ float to_float(Fp16 value) { return ptx::cvt_f32_f16(value.bits); }
+
+/// Conversions of an element type. Pairs are packed with the first element in the low half, as memory has them.
+template <class T>
+struct Numeric;
+
+template <>
+struct Numeric<Bf16> {
+    static constexpr bool kHalf = true;
+    static __device__ __forceinline__ unsigned pack(float first, float second) { return ptx::cvt_rn_bf16x2_f32(second, first); }
+    static __device__ __forceinline__ float first(unsigned pair) { return __uint_as_float(pair << 16); }
+    static __device__ __forceinline__ float second(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+    static __device__ __forceinline__ Bf16 from_float(float value) { return {static_cast<unsigned short>(pack(value, 0.f))}; }
+};
+
+template <>
+struct Numeric<Fp16> {
+    static constexpr bool kHalf = true;
+    static __device__ __forceinline__ unsigned pack(float first, float second) { return ptx::cvt_rn_f16x2_f32(second, first); }
+    static __device__ __forceinline__ float first(unsigned pair) { return ptx::cvt_f32_f16(static_cast<unsigned short>(pair)); }
+    static __device__ __forceinline__ float second(unsigned pair) { return ptx::cvt_f32_f16(static_cast<unsigned short>(pair >> 16)); }
+    static __device__ __forceinline__ Fp16 from_float(float value) { return {static_cast<unsigned short>(pack(value, 0.f))}; }
+};
+
+template <>
+struct Numeric<float> {
+    static constexpr bool kHalf = false;
+    static __device__ __forceinline__ float from_float(float value) { return value; }
+};
+
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
+/// For 16-bit element types: a few ulp of fp32, far below the inputs' own rounding.
+struct FastMath {
+    static __device__ __forceinline__ float exp(float x) { return ptx::ex2_approx_ftz(x * kLog2E); }
+    /// 1 − 2/(1 + e^2x): absolute error about 2^-23, saturates without overflow.
+    static __device__ __forceinline__ float tanh(float x) {
+        return 1.f - 2.f * ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(x * (2.f * kLog2E)));
+    }
+};
+
+/// For fp32.
+struct PreciseMath {
+    /// The product x·log2 e is carried in two parts, so that large negative x keep their relative precision.
+    static __device__ __forceinline__ float exp(float x) {
+        const float high = x * kLog2E;
+        const float low = __fmaf_rn(x, kLog2E, -high) + x * 1.925963033500e-8f;
+        const float e = ptx::ex2_approx_ftz(high);
+        return high > -126.f && high < 128.f ? __fmaf_rn(e, low * 0.693147180559945f, e) : e;
+    }
+    static __device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
+};
+
+}  // namespace flce

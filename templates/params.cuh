@@ -1,0 +1,183 @@
+// Parameter blocks of the kernels: one POD struct each, passed by value. Plain C++, so the generator takes field offsets from here.
+// Shapes: rows = tokens of this launch, D = hidden_size, V = vocab_size, P = padded_vocab_size; pointers of optional tensors are null.
+#pragma once
+
+namespace flce {
+
+constexpr int kMaxTransformParameters = 4;
+constexpr int kRowThreads = 256;     ///< block of the kernels that give a thread one row
+constexpr int kReduceThreads = 1024; ///< block of the kernels that reduce everything in one block
+
+/// Numbers of a pass that only the device knows, in the workspace.
+struct PassScalars {
+    float class_weight_total;  ///< Σ c_j
+    float class_weight_max;
+    float cross_entropy_scale; ///< what a token's upstream gradient of the loss is multiplied with for its cross entropy
+    float z_loss_scale;        ///< the same for its z-loss
+    unsigned dlogits_bound_bits;  ///< bits of the largest bound on |dz| of any row; non-negative floats compare as integers
+    unsigned unused;
+};
+
+/// What one block of the row kernel adds to the loss.
+struct LossPartial {
+    float cross_entropy;
+    float z_loss;
+    float class_weight;
+    unsigned count;
+};
+
+/// Labels and the rule by which they are valid.
+struct TargetParams {
+    const void* target;  ///< [rows], int32 or int64
+    long long ignore_index;
+    int bits;
+    int unused;
+};
+
+/// The caller's divisor of a mean.
+struct CountParams {
+    const void* num_valid;  ///< scalar or null
+    int code;               ///< CountCode
+    int reduction;          ///< ReductionCode
+};
+
+struct ForwardParams {
+    const void* hidden;  ///< [rows, D]
+    const void* weight;
+    const void* bias;
+    const float* class_weight;
+    TargetParams targets;
+    float* partials;       ///< [splits][fields][partial_rows]
+    float* target_logits;  ///< [rows]
+    long long partial_rows;
+    int rows;
+    int splits;
+    float transform[kMaxTransformParameters];
+};
+
+struct RowOutputsParams {
+    const float* partials;
+    const float* target_logits;
+    const float* class_weight;
+    const PassScalars* scalars;
+    TargetParams targets;
+    float* loss;    ///< [rows] for reduction none, else null
+    float* z_loss;  ///< likewise
+    float* lse;
+    float* logprob;
+    float* entropy;
+    LossPartial* loss_partials;         ///< one for each block
+    unsigned long long* invalid_label;
+    long long first_row;                ///< index of row 0 in the whole call, for invalid_label
+    long long partial_rows;
+    int rows;
+    int splits;
+    float label_smoothing;
+    float smoothing_per_class;
+    float z_loss_weight;
+    int unused;
+};
+
+struct ReduceLossParams {
+    const LossPartial* loss_partials;
+    float* loss;
+    float* z_loss;
+    CountParams count;
+    long long blocks;
+};
+
+/// Class-weight totals and, for a mean's backward, the divisors.
+struct PrepareParams {
+    const float* class_weight;
+    PassScalars* scalars;
+    TargetParams targets;
+    CountParams count;
+    long long num_tokens;
+    int want_class_weights;
+    int want_count;
+};
+
+struct RowCoefficientsParams {
+    const float* class_weight;
+    PassScalars* scalars;
+    TargetParams targets;
+    const float* lse;
+    const float* entropy;
+    const float* grad_loss;  ///< [rows] for reduction none, else scalar; null: 1
+    const float* grad_lse;
+    const float* grad_logprob;
+    const float* grad_entropy;
+    void* coefficients;      ///< [rows] of float4 (a, b, t, s)
+    void* row_targets;       ///< [rows] of {float lse, int target}; lse = +inf where the row is ignored
+    int rows;
+    int reduction;
+    float label_smoothing;
+    float smoothing_per_class;
+    float z_loss_weight;
+    float derivative_bound;  ///< largest |d logit / d (hidden · weightᵀ)|
+};
+
+struct DlogitsParams {
+    const void* hidden;  ///< [rows, D]
+    const void* weight;  ///< at the chunk's first row (vocab_major) or column
+    const void* bias;    ///< at the chunk's first column; likewise class_weight
+    const float* class_weight;
+    const PassScalars* scalars;
+    const void* coefficients;
+    const void* row_targets;
+    void* dlogits;         ///< [rows, ld]
+    float* bias_partials;  ///< [row blocks][ld] fp32, or null
+    long long ld;
+    long long first_column;  ///< of the chunk in the vocabulary
+    int rows;
+    int columns;  ///< of the chunk
+    float transform[kMaxTransformParameters];
+};
+
+struct GradHiddenParams {
+    const void* dlogits;  ///< [rows, ld]
+    const void* weight;   ///< at the chunk's first row or column
+    const PassScalars* scalars;
+    float* accumulator;   ///< [rows, D] fp32
+    void* grad_hidden;    ///< [rows, D]
+    long long ld;
+    int rows;
+    int columns;
+    int first;  ///< first chunk: nothing accumulated yet
+    int last;   ///< last chunk: grad_hidden is written
+};
+
+struct GradWeightParams {
+    const void* dlogits;  ///< [rows, ld]
+    const void* hidden;   ///< [rows, D]
+    const PassScalars* scalars;
+    float* accumulator;   ///< [columns, D] or [D, columns] fp32, over row blocks; null where there is one
+    void* grad_weight;    ///< at the chunk's first row or column
+    long long ld;
+    long long accumulator_ld;
+    int rows;
+    int columns;
+    int first;  ///< first row block
+    int last;   ///< last row block
+};
+
+struct GradBiasParams {
+    const float* bias_partials;  ///< [row_blocks][ld]
+    float* accumulator;          ///< [columns] fp32, over row blocks of the call
+    void* grad_bias;             ///< at the chunk's first column
+    long long ld;
+    int row_blocks;
+    int columns;
+    int first;
+    int last;
+};
+
+/// Zeroes columns [first_column, columns) of a row-major matrix.
+struct ZeroColumnsParams {
+    void* data;
+    long long columns;
+    long long first_column;
+    long long rows;
+};
+
+}  // namespace flce

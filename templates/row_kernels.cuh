@@ -1,0 +1,228 @@
+// Kernels over rows: from partial sums to outputs and the loss, from upstream gradients to coefficients. All reductions in a fixed order.
+#pragma once
+
+#include "flce/dlogits_kernel.cuh"
+
+namespace flce {
+
+enum Reduction : int { kNone = 0, kSum = 1, kMean = 2 };  // ReductionCode
+
+struct SumOp {
+    template <class T>
+    __device__ __forceinline__ T operator()(T a, T b) const {
+        return a + b;
+    }
+};
+struct MaxOp {
+    __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+/// Reduction over the block in a fixed tree; every thread gets the result. `scratch` holds one T a warp.
+template <int kThreads, class T, class Op>
+__device__ __forceinline__ T block_reduce(T value, T* scratch, Op op) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    if (threadIdx.x % 32 == 0) scratch[warp] = value;
+    __syncthreads();
+    T result = scratch[0];
+    for (int w = 1; w < kThreads / 32; ++w) result = op(result, scratch[w]);
+    __syncthreads();  // scratch may be used again
+    return result;
+}
+
+/// What a mean divides by, as factors: 0 where there is nothing to divide by.
+struct MeanFactors {
+    float cross_entropy;
+    float z_loss;
+};
+__device__ __forceinline__ float reciprocal_or_zero(double x) { return x > 0. ? static_cast<float>(1. / x) : 0.f; }
+
+template <class Problem>
+__device__ __forceinline__ MeanFactors mean_factors(const CountParams& p, float class_weight_sum, unsigned long long count) {
+    if (p.reduction != kMean) return {1.f, 1.f};
+    if (p.num_valid != nullptr) {
+        double n = 0.;
+        if (p.code == 0) n = *static_cast<const float*>(p.num_valid);
+        if (p.code == 1) n = *static_cast<const int*>(p.num_valid);
+        if (p.code == 2) n = static_cast<double>(*static_cast<const long long*>(p.num_valid));
+        const float factor = reciprocal_or_zero(n);
+        return {factor, factor};
+    }
+    const float by_count = reciprocal_or_zero(static_cast<double>(count));
+    return {Problem::class_weight ? reciprocal_or_zero(class_weight_sum) : by_count, by_count};
+}
+
+template <class Problem>
+__device__ __forceinline__ float class_weight_of(const float* class_weight, int target) {
+    if constexpr (Problem::class_weight) return class_weight[target];
+    return 1.f;
+}
+
+/// Σ c_j: V where there are no class weights.
+template <class Problem>
+__device__ __forceinline__ float class_weight_total(const PassScalars* scalars) {
+    if constexpr (Problem::class_weight && Problem::label_smoothing) return scalars->class_weight_total;
+    return static_cast<float>(Problem::vocab_size);
+}
+
+/// Merges the splits of each row and writes its outputs; one LossPartial a block.
+template <class Problem>
+__device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
+    using Fields = PartialFields<Problem>;
+    __shared__ float scratch[kRowThreads / 32];
+    __shared__ unsigned counts[kRowThreads / 32];
+    const int row = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
+    const int target = row < p.rows ? load_target<Problem>(p.targets, row) : kIgnored;
+    LossPartial mine{0.f, 0.f, 0.f, 0u};
+    RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f};
+    if (target >= 0) {
+        RowSums sums = Fields::load(p.partials + row, p.partial_rows);
+        for (int split = 1; split < p.splits; ++split) {
+            sums = merge(sums, Fields::load(p.partials + split * Fields::kCount * p.partial_rows + row, p.partial_rows));
+        }
+        sums.target_logit = p.target_logits[row];
+        const float c_y = class_weight_of<Problem>(p.class_weight, target);
+        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
+        out = row_outputs(sums, c_y, options);
+        mine = {out.cross_entropy, out.z_loss, c_y, 1u};
+    } else if (target == kOutOfRange && p.invalid_label != nullptr) {
+        atomicMin(p.invalid_label, static_cast<unsigned long long>(p.first_row + row));
+    }
+    if (row < p.rows) {
+        p.lse[row] = out.lse;
+        if (p.loss != nullptr) p.loss[row] = out.cross_entropy + out.z_loss;
+        if (p.z_loss != nullptr) p.z_loss[row] = out.z_loss;
+        if (p.logprob != nullptr) p.logprob[row] = out.logprob;
+        if (p.entropy != nullptr) p.entropy[row] = out.entropy;
+    }
+    if (p.loss_partials == nullptr) return;
+    mine.cross_entropy = block_reduce<kRowThreads>(mine.cross_entropy, scratch, SumOp{});
+    mine.z_loss = block_reduce<kRowThreads>(mine.z_loss, scratch, SumOp{});
+    mine.class_weight = block_reduce<kRowThreads>(mine.class_weight, scratch, SumOp{});
+    mine.count = block_reduce<kRowThreads>(mine.count, counts, SumOp{});
+    if (threadIdx.x == 0) p.loss_partials[blockIdx.x] = mine;
+}
+
+/// The scalar loss, in one block.
+template <class Problem>
+__device__ __forceinline__ void reduce_loss(const ReduceLossParams& p) {
+    __shared__ float scratch[kReduceThreads / 32];
+    __shared__ unsigned long long counts[kReduceThreads / 32];
+    float cross_entropy = 0.f;
+    float z_loss = 0.f;
+    float class_weight = 0.f;
+    unsigned long long count = 0;
+    for (long long i = threadIdx.x; i < p.blocks; i += kReduceThreads) {
+        const LossPartial part = p.loss_partials[i];
+        cross_entropy += part.cross_entropy;
+        z_loss += part.z_loss;
+        class_weight += part.class_weight;
+        count += part.count;
+    }
+    cross_entropy = block_reduce<kReduceThreads>(cross_entropy, scratch, SumOp{});
+    z_loss = block_reduce<kReduceThreads>(z_loss, scratch, SumOp{});
+    class_weight = block_reduce<kReduceThreads>(class_weight, scratch, SumOp{});
+    count = block_reduce<kReduceThreads>(count, counts, SumOp{});
+    if (threadIdx.x != 0) return;
+    const MeanFactors factors = mean_factors<Problem>(p.count, class_weight, count);
+    if (p.loss != nullptr) *p.loss = cross_entropy * factors.cross_entropy + z_loss * factors.z_loss;
+    if (p.z_loss != nullptr) *p.z_loss = z_loss * factors.z_loss;
+}
+
+/// Totals that backward (and forward with smoothed class weights) needs before any row is looked at, in one block.
+template <class Problem>
+__device__ __forceinline__ void prepare(const PrepareParams& p) {
+    __shared__ float scratch[kReduceThreads / 32];
+    __shared__ unsigned long long counts[kReduceThreads / 32];
+    if (p.want_class_weights != 0) {
+        float total = 0.f;
+        float largest = 0.f;
+        for (int j = static_cast<int>(threadIdx.x); j < Problem::vocab_size; j += kReduceThreads) {
+            total += p.class_weight[j];
+            largest = fmaxf(largest, fabsf(p.class_weight[j]));
+        }
+        total = block_reduce<kReduceThreads>(total, scratch, SumOp{});
+        largest = block_reduce<kReduceThreads>(largest, scratch, MaxOp{});
+        if (threadIdx.x == 0) {
+            p.scalars->class_weight_total = total;
+            p.scalars->class_weight_max = largest;
+        }
+    }
+    float class_weight = 0.f;
+    unsigned long long count = 0;
+    if (p.want_count != 0) {
+        for (long long row = threadIdx.x; row < p.num_tokens; row += kReduceThreads) {
+            const int target = load_target<Problem>(p.targets, row);
+            if (target < 0) continue;
+            class_weight += class_weight_of<Problem>(p.class_weight, target);
+            ++count;
+        }
+        class_weight = block_reduce<kReduceThreads>(class_weight, scratch, SumOp{});
+        count = block_reduce<kReduceThreads>(count, counts, SumOp{});
+    }
+    if (threadIdx.x == 0) {
+        const MeanFactors factors = mean_factors<Problem>(p.count, class_weight, count);
+        p.scalars->cross_entropy_scale = factors.cross_entropy;
+        p.scalars->z_loss_scale = factors.z_loss;
+        p.scalars->dlogits_bound_bits = 0u;
+    }
+}
+
+__device__ __forceinline__ float value_or_zero(const float* values, long long row) { return values != nullptr ? values[row] : 0.f; }
+
+template <class Problem>
+__device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsParams& p) {
+    const int row = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
+    if (row >= p.rows) return;
+    float4 packed = make_float4(0.f, 0.f, 0.f, 0.f);
+    const int target = load_target<Problem>(p.targets, row);
+    RowTarget row_target{kInfinity, kIgnored};
+    if (target >= 0) {
+        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
+        const float g = p.grad_loss == nullptr ? 1.f : p.grad_loss[p.reduction == kNone ? row : 0];
+        const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or_zero(p.grad_lse, row),
+                                   value_or_zero(p.grad_logprob, row), value_or_zero(p.grad_entropy, row)};
+        const float entropy = value_or_zero(p.entropy, row);
+        row_target = {p.lse[row], target};
+        const RowCoefficients k =
+            row_coefficients(upstream, row_target.lse, entropy, class_weight_of<Problem>(p.class_weight, target), options);
+        packed = make_float4(k.a, k.b, k.t, k.s);
+        if constexpr (kSame<typename Problem::Element, Fp16>) {
+            // |p·g·(lse − h − z)| ≤ |g|·(h + 1/e) for the entropy's part; the other terms bound themselves, as p ≤ 1.
+            const float without_entropy = k.a - upstream.entropy * (row_target.lse - entropy);
+            const float largest_weight = Problem::class_weight && Problem::label_smoothing ? p.scalars->class_weight_max : 1.f;
+            const float bound = fabsf(without_entropy) + fabsf(k.t) + fabsf(k.s) * largest_weight + fabsf(k.b) * (fabsf(entropy) + 1.f);
+            atomicMax(&p.scalars->dlogits_bound_bits, __float_as_uint(bound * p.derivative_bound));
+        }
+    }
+    static_cast<float4*>(p.coefficients)[row] = packed;
+    static_cast<RowTarget*>(p.row_targets)[row] = row_target;
+}
+
+/// Adds the row blocks' column sums, in order, to grad_bias.
+template <class Problem>
+__device__ __forceinline__ void grad_bias(const GradBiasParams& p) {
+    using Out = typename Problem::GradWeight;
+    const int column = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
+    if (column >= p.columns) return;
+    float sum = p.first != 0 ? 0.f : p.accumulator[column];
+    for (int block = 0; block < p.row_blocks; ++block) sum += p.bias_partials[block * p.ld + column];
+    if (p.last == 0) {
+        p.accumulator[column] = sum;
+        return;
+    }
+    Out* const out = static_cast<Out*>(p.grad_bias) + column;
+    if constexpr (Problem::accumulate) sum += to_float(*out);
+    *out = Numeric<Out>::from_float(sum);
+}
+
+/// Zeroes the gradient of a hidden_major weight's columns past V.
+template <class Problem>
+__device__ __forceinline__ void zero_columns(const ZeroColumnsParams& p) {
+    using Out = typename Problem::GradWeight;
+    const long long width = p.columns - p.first_column;
+    const long long i = static_cast<long long>(blockIdx.x) * kRowThreads + threadIdx.x;
+    if (i < width * p.rows) static_cast<Out*>(p.data)[i / width * p.columns + p.first_column + i % width] = Numeric<Out>::from_float(0.f);
+}
+
+}  // namespace flce
