@@ -31,7 +31,8 @@ struct DlogitsBlock {
 
     __device__ __forceinline__ explicit DlogitsBlock(const DlogitsParams& params) : p(params), mainloop(dynamic_smem) {
         int column_block;
-        tile_of_block<Problem::raster>(blockIdx.x, ceil_div(p.rows, TileT::kBlockM), ceil_div(p.columns, TileT::kBlockN), row_block, column_block);
+        tile_of_block<Problem::raster>(blockIdx.x, ceil_div(p.rows, TileT::kBlockM), ceil_div(p.columns, TileT::kBlockN), row_block,
+                                       column_block);
         row0 = row_block * TileT::kBlockM;
         column0 = column_block * TileT::kBlockN;
     }
@@ -39,8 +40,8 @@ struct DlogitsBlock {
     __device__ __forceinline__ void run() {
         TileFeed<MainloopT> feed;
         feed.remaining = kSlices;
-        feed.a.start(static_cast<const Element*>(p.hidden) + static_cast<long long>(row0) * Problem::hidden_size, Problem::hidden_size, p.rows - row0,
-                     Problem::hidden_size);
+        feed.a.start(static_cast<const Element*>(p.hidden) + static_cast<long long>(row0) * Problem::hidden_size, Problem::hidden_size,
+                     p.rows - row0, Problem::hidden_size);
         feed.b.start(weight_at<Problem>(static_cast<const Element*>(p.weight), column0, 0), kWeightLd<Problem>, p.columns - column0,
                      Problem::hidden_size);
         mainloop.prologue(feed);
@@ -79,7 +80,7 @@ struct DlogitsBlock {
     __device__ __forceinline__ void row_gradient(float (&c)[kColumnPieces][4], int h, int row, const float (&bias)[kColumnPieces][2],
                                                  const float (&weight)[kColumnPieces][2]) {
         float4 k = make_float4(0.f, 0.f, 0.f, 0.f);
-        RowTarget target{kInfinity, kIgnored};
+        RowTarget target{infinity(), kIgnored};
         if (row < p.rows) {
             k = static_cast<const float4*>(p.coefficients)[row];
             target = static_cast<const RowTarget*>(p.row_targets)[row];

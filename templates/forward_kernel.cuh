@@ -19,7 +19,7 @@ struct PartialFields {
         r.exp_sum = at[stride];
         r.exp_z_sum = Problem::entropy ? at[kExpZ * stride] : 0.f;
         r.weighted_sum = Problem::label_smoothing ? at[kWeighted * stride] : 0.f;
-        r.target_logit = -kInfinity;
+        r.target_logit = -infinity();
         return r;
     }
     static __device__ __forceinline__ void store(float* at, long long stride, const RowSums& r) {
@@ -59,8 +59,8 @@ struct ForwardBlock {
         __device__ __forceinline__ void start() {
             const long long row = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
             const long long column = static_cast<long long>(tile) * TileT::kBlockN;
-            a.start(static_cast<const Element*>(p.hidden) + row * Problem::hidden_size, Problem::hidden_size, static_cast<int>(p.rows - row),
-                    Problem::hidden_size);
+            a.start(static_cast<const Element*>(p.hidden) + row * Problem::hidden_size, Problem::hidden_size,
+                    static_cast<int>(p.rows - row), Problem::hidden_size);
             b.start(weight_at<Problem>(static_cast<const Element*>(p.weight), column, 0), kWeightLd<Problem>,
                     static_cast<int>(Problem::vocab_size - column), Problem::hidden_size);
         }
@@ -82,7 +82,9 @@ struct ForwardBlock {
     int* targets;   // [kBlockM]
 
     __device__ __forceinline__ explicit ForwardBlock(const ForwardParams& params)
-        : p(params), mainloop(dynamic_smem), states(reinterpret_cast<float*>(dynamic_smem + MainloopT::kSmemBytes)),
+        : p(params),
+          mainloop(dynamic_smem),
+          states(reinterpret_cast<float*>(dynamic_smem + MainloopT::kSmemBytes)),
           targets(reinterpret_cast<int*>(states + Fields::kCount * kStates)) {}
 
     __device__ __forceinline__ void run() {
@@ -103,7 +105,7 @@ struct ForwardBlock {
     }
 
     __device__ __forceinline__ void initialise() {
-        const RowSums nothing{-kInfinity, 0.f, 0.f, 0.f, -kInfinity};
+        const RowSums nothing{-infinity(), 0.f, 0.f, 0.f, -infinity()};
         for (int i = static_cast<int>(threadIdx.x); i < kStates; i += TileT::kThreads) Fields::store(states + i, kStates, nothing);
         const long long row0 = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
         for (int i = static_cast<int>(threadIdx.x); i < TileT::kBlockM; i += TileT::kThreads) {
@@ -200,7 +202,10 @@ struct ForwardBlock {
             float logit = 0.f;
 #pragma unroll
             for (int j = 0; j < kColumnPieces; ++j) {
-                if (within >> 3 == j) logit = within & 1 ? c[j][2 * h + 1] : c[j][2 * h];
+                int candidate = within;
+                asm volatile("" : "+r"(candidate));  // a chain of selects would become an indexed load, and c an array in local memory
+                if (candidate == 8 * j) logit = c[j][2 * h];
+                if (candidate == 8 * j + 1) logit = c[j][2 * h + 1];
             }
             p.target_logits[static_cast<long long>(blockIdx.x) * TileT::kBlockM + row] = logit;
         }

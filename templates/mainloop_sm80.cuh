@@ -58,8 +58,8 @@ struct FragmentReader {
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
             if constexpr (kMajor == Major::k) {
-                ptx::ldmatrix_x4(fragment[piece], slice + (base ^ static_cast<unsigned>(k_step * 32)) +
-                                                      static_cast<unsigned>(piece * 16 * Layout::kPitch));
+                ptx::ldmatrix_x4(fragment[piece],
+                                 slice + (base ^ static_cast<unsigned>(k_step * 32)) + static_cast<unsigned>(piece * 16 * Layout::kPitch));
             } else if constexpr (sizeof(T) == 2) {
                 const unsigned along = static_cast<unsigned>(piece * 32);
                 ptx::ldmatrix_x4_trans(fragment[piece], slice + (base ^ (along & 127u)) + (along & ~127u) +
@@ -107,11 +107,13 @@ struct Mainloop {
     FragmentReader<T, OperandsT::kMajorA, true, TileT::kBlockM, TileT::kBlockK, kPiecesA> reader_a;
     FragmentReader<T, OperandsT::kMajorB, false, TileT::kBlockN, TileT::kBlockK, kPiecesB> reader_b;
     unsigned smem;
-    unsigned read_stage = 0;   // byte offsets in the ring
+    unsigned read_stage = 0;  // byte offsets in the ring
     unsigned write_stage = 0;
 
     __device__ __forceinline__ explicit Mainloop(const void* shared)
-        : reader_a(place.warp_m * TileT::kWarpM, place.lane), reader_b(place.warp_n * TileT::kWarpN, place.lane), smem(ptx::shared_address(shared)) {}
+        : reader_a(place.warp_m * TileT::kWarpM, place.lane),
+          reader_b(place.warp_n * TileT::kWarpN, place.lane),
+          smem(ptx::shared_address(shared)) {}
 
     /// Starts the first kStages − 1 slices. `feed(a, b)` copies its next slice to these two addresses, or nothing at the end.
     template <class Feed>
@@ -148,7 +150,9 @@ struct Mainloop {
     }
 
 private:
-    static __device__ __forceinline__ void advance(unsigned& stage) { stage = stage == kSmemBytes - kStageBytes ? 0u : stage + kStageBytes; }
+    static __device__ __forceinline__ void advance(unsigned& stage) {
+        stage = stage == kSmemBytes - kStageBytes ? 0u : stage + kStageBytes;
+    }
 
     template <class Feed>
     __device__ __forceinline__ void produce(Feed& feed) {
@@ -256,15 +260,18 @@ private:
 #pragma unroll
         for (int i = 0; i < kPiecesA; ++i)
 #pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_low[i], b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < kColumnPieces; ++j)
+                ptx::mma_m16n8k8_tf32(c[i][j], a_low[i], b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
 #pragma unroll
         for (int i = 0; i < kPiecesA; ++i)
 #pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_high[i], b_low[j / 2][j % 2 * 2], b_low[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < kColumnPieces; ++j)
+                ptx::mma_m16n8k8_tf32(c[i][j], a_high[i], b_low[j / 2][j % 2 * 2], b_low[j / 2][j % 2 * 2 + 1]);
 #pragma unroll
         for (int i = 0; i < kPiecesA; ++i)
 #pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_high[i], b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < kColumnPieces; ++j)
+                ptx::mma_m16n8k8_tf32(c[i][j], a_high[i], b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
     }
 };
 

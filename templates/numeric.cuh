@@ -6,7 +6,7 @@
 namespace flce {
 
 constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kInfinity = __builtin_huge_valf();
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 /// Stands for "no logit here" (a column past V): finite, so that differences to it stay finite.
 constexpr float kMaskedLogit = -1.0e30f;

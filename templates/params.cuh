@@ -5,15 +5,15 @@
 namespace flce {
 
 constexpr int kMaxTransformParameters = 4;
-constexpr int kRowThreads = 256;     ///< block of the kernels that give a thread one row
-constexpr int kReduceThreads = 1024; ///< block of the kernels that reduce everything in one block
+constexpr int kRowThreads = 256;      ///< block of the kernels that give a thread one row
+constexpr int kReduceThreads = 1024;  ///< block of the kernels that reduce everything in one block
 
 /// Numbers of a pass that only the device knows, in the workspace.
 struct PassScalars {
     float class_weight_total;  ///< Σ c_j
     float class_weight_max;
-    float cross_entropy_scale; ///< what a token's upstream gradient of the loss is multiplied with for its cross entropy
-    float z_loss_scale;        ///< the same for its z-loss
+    float cross_entropy_scale;    ///< what a token's upstream gradient of the loss is multiplied with for its cross entropy
+    float z_loss_scale;           ///< the same for its z-loss
     unsigned dlogits_bound_bits;  ///< bits of the largest bound on |dz| of any row; non-negative floats compare as integers
     unsigned unused;
 };
@@ -66,9 +66,9 @@ struct RowOutputsParams {
     float* lse;
     float* logprob;
     float* entropy;
-    LossPartial* loss_partials;         ///< one for each block
+    LossPartial* loss_partials;  ///< one for each block
     unsigned long long* invalid_label;
-    long long first_row;                ///< index of row 0 in the whole call, for invalid_label
+    long long first_row;  ///< index of row 0 in the whole call, for invalid_label
     long long partial_rows;
     int rows;
     int splits;
@@ -107,8 +107,8 @@ struct RowCoefficientsParams {
     const float* grad_lse;
     const float* grad_logprob;
     const float* grad_entropy;
-    void* coefficients;      ///< [rows] of float4 (a, b, t, s)
-    void* row_targets;       ///< [rows] of {float lse, int target}; lse = +inf where the row is ignored
+    void* coefficients;  ///< [rows] of float4 (a, b, t, s)
+    void* row_targets;   ///< [rows] of {float lse, int target}; lse = +inf where the row is ignored
     int rows;
     int reduction;
     float label_smoothing;
@@ -138,8 +138,8 @@ struct GradHiddenParams {
     const void* dlogits;  ///< [rows, ld]
     const void* weight;   ///< at the chunk's first row or column
     const PassScalars* scalars;
-    float* accumulator;   ///< [rows, D] fp32
-    void* grad_hidden;    ///< [rows, D]
+    float* accumulator;  ///< [rows, D] fp32
+    void* grad_hidden;   ///< [rows, D]
     long long ld;
     int rows;
     int columns;
@@ -151,8 +151,8 @@ struct GradWeightParams {
     const void* dlogits;  ///< [rows, ld]
     const void* hidden;   ///< [rows, D]
     const PassScalars* scalars;
-    float* accumulator;   ///< [columns, D] or [D, columns] fp32, over row blocks; null where there is one
-    void* grad_weight;    ///< at the chunk's first row or column
+    float* accumulator;  ///< [columns, D] or [D, columns] fp32, over row blocks; null where there is one
+    void* grad_weight;   ///< at the chunk's first row or column
     long long ld;
     long long accumulator_ld;
     int rows;

@@ -30,7 +30,7 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 
 /// Rows of this many elements start on 16-byte boundaries.
 template <class T>
-constexpr bool rows_aligned(long long elements) {
+__host__ __device__ constexpr bool rows_aligned(long long elements) {
     return elements * static_cast<long long>(sizeof(T)) % 16 == 0;
 }
 

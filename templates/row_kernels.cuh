@@ -176,7 +176,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     if (row >= p.rows) return;
     float4 packed = make_float4(0.f, 0.f, 0.f, 0.f);
     const int target = load_target<Problem>(p.targets, row);
-    RowTarget row_target{kInfinity, kIgnored};
+    RowTarget row_target{infinity(), kIgnored};
     if (target >= 0) {
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
         const float g = p.grad_loss == nullptr ? 1.f : p.grad_loss[p.reduction == kNone ? row : 0];

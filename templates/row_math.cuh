@@ -39,10 +39,10 @@ FLCE_HOST_DEVICE RowSums merge(const RowSums& a, const RowSums& b) {
 
 /// Loss options as numbers; the defaults mean plain cross entropy.
 struct LossOptions {
-    float label_smoothing;           ///< ε
-    float smoothing_per_class;       ///< ε / V
-    float class_weight_total;        ///< Σ c_j; V without class weights
-    float z_loss;                    ///< ω
+    float label_smoothing;      ///< ε
+    float smoothing_per_class;  ///< ε / V
+    float class_weight_total;   ///< Σ c_j; V without class weights
+    float z_loss;               ///< ω
 };
 
 struct RowOutputs {

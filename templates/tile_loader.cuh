@@ -56,8 +56,8 @@ struct OperandLoader {
     long long ld;     // elements
     int row;
     int column;
-    int extent;       // valid elements of the result's dimension from the tile's origin
-    int depth;        // elements still to be summed over, from the next slice's origin
+    int extent;  // valid elements of the result's dimension from the tile's origin
+    int depth;   // elements still to be summed over, from the next slice's origin
 
     /// `origin` is the tile's first element, `valid` how many of its kExtent rows of the result exist, `k` the length of the sum.
     __device__ __forceinline__ void start(const T* origin, long long ld_, int valid, int k) {

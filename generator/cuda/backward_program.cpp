@@ -34,7 +34,8 @@ public:
         program.body.push_back(prepare_launch(spec_, source_, layout_.scalars, counted));
         program.body.push_back({Loop{kFirstPass, layout_.row_blocks, {coefficients(variable(kFirstPass))}}});
         const Expr wanted = max(present(Slot::grad_hidden), max(present(Slot::grad_weight), present(Slot::grad_bias)));
-        program.body.push_back({If{wanted, {Statement{Loop{kChunk, layout_.chunks, {Statement{Loop{kRowBlock, layout_.row_blocks, chunk_steps()}}}}}}}});
+        program.body.push_back(
+            {If{wanted, {Statement{Loop{kChunk, layout_.chunks, {Statement{Loop{kRowBlock, layout_.row_blocks, chunk_steps()}}}}}}}});
         if (spec_.grad_weight_mode == GradMode::write) zero_the_rest(program);
         return program;
     }
@@ -93,7 +94,8 @@ private:
         const GemmTile& tile = plan_.cuda.dlogits;
         const Expr rows = row_count(variable(kRowBlock));
         const Expr bias_partials = spec_.bias ? select(present(Slot::grad_bias), at(layout_.bias_partials), 0) : Expr(0);
-        LaunchBuilder<DlogitsParams> launch(source_.kernel("dlogits"), ceil_div(rows, tile.block_m) * ceil_div(column_count(), tile.block_n));
+        LaunchBuilder<DlogitsParams> launch(source_.kernel("dlogits"),
+                                            ceil_div(rows, tile.block_m) * ceil_div(column_count(), tile.block_n));
         launch.set(&DlogitsParams::hidden, hidden_at(variable(kRowBlock)))
             .set(&DlogitsParams::weight, weight_at(Slot::weight, element_))
             .set(&DlogitsParams::bias, advanced(slot(Slot::bias), first_column(), element_))

@@ -23,20 +23,20 @@ public:
     }
 
     template <class Member>
-    LaunchBuilder& set(Member Params::*member, Expr value) {
+    LaunchBuilder& set(Member Params::* member, Expr value) {
         static_assert(sizeof(Member) == 4 || sizeof(Member) == 8, "a field of a launch program");
         return field(offset_of(member), sizeof(Member), std::move(value));
     }
-    LaunchBuilder& set_float(float Params::*member, float value) { return field(offset_of(member), 4, float_bits(value)); }
+    LaunchBuilder& set_float(float Params::* member, float value) { return field(offset_of(member), 4, float_bits(value)); }
 
     /// Labels from `first_row` on.
-    LaunchBuilder& set_targets(TargetParams Params::*member, const Expr& first_row) {
+    LaunchBuilder& set_targets(TargetParams Params::* member, const Expr& first_row) {
         const std::uint32_t base = offset_of(member);
         field(base + offsetof(TargetParams, target), 8, slot(Slot::target) + first_row * floor_div(slot(Slot::target_bits), 8));
         field(base + offsetof(TargetParams, ignore_index), 8, slot(Slot::ignore_index));
         return field(base + offsetof(TargetParams, bits), 4, slot(Slot::target_bits));
     }
-    LaunchBuilder& set_count(CountParams Params::*member) {
+    LaunchBuilder& set_count(CountParams Params::* member) {
         const std::uint32_t base = offset_of(member);
         field(base + offsetof(CountParams, num_valid), 8, slot(Slot::num_valid));
         field(base + offsetof(CountParams, code), 4, slot(Slot::num_valid_code));
@@ -55,9 +55,10 @@ public:
 
 private:
     template <class Member>
-    static std::uint32_t offset_of(Member Params::*member) {
+    static std::uint32_t offset_of(Member Params::* member) {
         static const Params object{};
-        return static_cast<std::uint32_t>(reinterpret_cast<const std::byte*>(&(object.*member)) - reinterpret_cast<const std::byte*>(&object));
+        return static_cast<std::uint32_t>(reinterpret_cast<const std::byte*>(&(object.*member)) -
+                                          reinterpret_cast<const std::byte*>(&object));
     }
     LaunchBuilder& field(std::uint32_t offset, std::uint32_t bytes, Expr value) {
         launch_.params.push_back({offset, bytes, std::move(value)});

@@ -48,8 +48,8 @@ public:
 
     void gemm(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params) {
         const int threads = 32 * tile.warps_m * tile.warps_n;
-        const std::string type = fmt::format("flce::Tile<{}, {}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.block_k, tile.stages, tile.warps_m,
-                                             tile.warps_n);
+        const std::string type = fmt::format("flce::Tile<{}, {}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.block_k, tile.stages,
+                                             tile.warps_m, tile.warps_n);
         add(name, params, fmt::format("flce::{}<Problem, {}>(p)", name, type), threads, tile_blocks_per_sm(spec, device, role, tile),
             tile_smem_bytes(spec, role, tile));
     }
@@ -61,9 +61,10 @@ public:
 private:
     void add(std::string_view name, std::string_view params, const std::string& body, int threads, int blocks, std::int64_t smem_bytes) {
         source_.text += fmt::format(
-            "extern \"C\" __global__ void __launch_bounds__({}, {}) flce_{}(const __grid_constant__ flce::{} p) {{\n    {};\n}}\n", threads, blocks, name,
-            params, body);
-        source_.kernels.push_back({fmt::format("flce_{}", name), static_cast<std::uint32_t>(threads), static_cast<std::uint32_t>(smem_bytes)});
+            "extern \"C\" __global__ void __launch_bounds__({}, {}) flce_{}(const __grid_constant__ flce::{} p) {{\n    {};\n}}\n", threads,
+            blocks, name, params, body);
+        source_.kernels.push_back(
+            {fmt::format("flce_{}", name), static_cast<std::uint32_t>(threads), static_cast<std::uint32_t>(smem_bytes)});
     }
 
     CudaSource& source_;
@@ -72,7 +73,8 @@ private:
 }  // namespace
 
 bool zeroes_columns(const Spec& spec) {
-    return spec.layout == WeightLayout::hidden_major && spec.padded_vocab_size > spec.vocab_size && spec.grad_weight_mode == GradMode::write;
+    return spec.layout == WeightLayout::hidden_major && spec.padded_vocab_size > spec.vocab_size &&
+           spec.grad_weight_mode == GradMode::write;
 }
 
 int CudaSource::kernel(std::string_view name) const {

@@ -57,7 +57,8 @@ std::optional<std::string> tile_problem(const Spec& spec, const Device& device, 
     const int threads = 32 * tile.warps_m * tile.warps_n;
     for (const int block : {tile.block_m, tile.block_n}) {
         if (block * slice_bytes / 16 % threads != 0) {
-            return fmt::format("block side {} with block_k {}: does not divide into 16-byte copies of {} threads", block, tile.block_k, threads);
+            return fmt::format("block side {} with block_k {}: does not divide into 16-byte copies of {} threads", block, tile.block_k,
+                               threads);
         }
     }
     const std::int64_t smem = tile_smem_bytes(spec, role, tile);

@@ -8,9 +8,9 @@
 namespace flce {
 namespace {
 
-constexpr std::int64_t kReserveBytes = 8192;           // scalars and what alignment costs
+constexpr std::int64_t kReserveBytes = 8192;              // scalars and what alignment costs
 constexpr std::int64_t kForwardPartialBytes = 768 << 10;  // most that forward's partial sums take
-constexpr std::int64_t kRowBytes = 24;                 // coefficients, lse and target of a token
+constexpr std::int64_t kRowBytes = 24;                    // coefficients, lse and target of a token
 constexpr std::int64_t kRowQuantum = 128;
 
 std::int64_t down(std::int64_t value, std::int64_t multiple) { return value / multiple * multiple; }
@@ -127,7 +127,7 @@ BackwardLayout backward_layout(const Spec& spec, const Plan& plan) {
     // Chunks and row blocks of nearly the same size.
     b.chunk = round_up(ceil_div(spec.vocab_size, ceil_div(spec.vocab_size, widest)), s.quantum);
     b.chunks = ceil_div(spec.vocab_size, b.chunk);
-    b.rows = select(cut, round_up(ceil_div(n, ceil_div(n, s.rows)), kRowQuantum), max(n, 1));
+    b.rows = select(cut, round_up(ceil_div(n, max(ceil_div(n, s.rows), 1)), kRowQuantum), max(n, 1));
     b.row_blocks = ceil_div(n, b.rows);
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));

@@ -29,9 +29,9 @@ struct ForwardLayout {
 /// Backward walks the vocabulary in chunks. All tokens take part in a chunk at once unless there are so many that chunks would get narrower
 /// than is worthwhile; then tokens are cut into row blocks and a chunk's grad_weight is summed over them in fp32.
 struct BackwardLayout {
-    Expr rows{0};        ///< tokens of a row block
+    Expr rows{0};  ///< tokens of a row block
     Expr row_blocks{0};
-    Expr chunk{0};       ///< vocabulary rows of a chunk; the leading dimension of dz
+    Expr chunk{0};  ///< vocabulary rows of a chunk; the leading dimension of dz
     Expr chunks{0};
     std::int64_t scalars = 0;
     Expr coefficients{0};
