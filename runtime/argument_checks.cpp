@@ -16,7 +16,9 @@ std::string types_text(TypeSet types) {
     std::string text;
     for (const ScalarType type :
          {ScalarType::bf16, ScalarType::fp16, ScalarType::fp32, ScalarType::int32, ScalarType::int64, ScalarType::uint64}) {
-        if (types.contains(type)) text += (text.empty() ? "" : " or ") + std::string(to_string(type));
+        if (!types.contains(type)) continue;
+        if (!text.empty()) text += " or ";
+        text += to_string(type);
     }
     return text;
 }

@@ -1,0 +1,243 @@
+#include <gmock/gmock.h>
+
+#include <barrier>
+
+#include "tests/cache/cache_test_support.hpp"
+#include "tests/session/fake_backend.hpp"
+
+namespace flce {
+namespace {
+
+using test::FakeMachine;
+using test::small_spec;
+using test::TemporaryDirectory;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+class SessionTest : public testing::Test {
+protected:
+    Session session(SessionOptions options = {}) {
+        options.cache_dir = directory_.path();
+        return SessionAccess::make(std::move(options), environment_, machine_.backends());
+    }
+    TemporaryDirectory directory_;
+    FakeMachine machine_;
+    Environment environment_;
+};
+
+TEST_F(SessionTest, SameSpec_SameKernelFromMemory) {
+    Session session = this->session();
+    const auto first = session.get_kernel(small_spec());
+    const auto second = session.get_kernel(small_spec());
+    EXPECT_EQ(first, second);
+    EXPECT_EQ(machine_.made, 1);
+    EXPECT_EQ(session.statistics().memory_hits, 1);
+    EXPECT_EQ(session.statistics().compiled, 1);
+}
+
+TEST_F(SessionTest, LiteralWithImpliedFields_SameKernelAsNormalized) {
+    Session session = this->session();
+    const auto first = session.get_kernel(small_spec());
+    const Spec literal{.hidden_size = 8, .vocab_size = 50, .dtype = DType::fp32, .grad_weight_dtype = DType::fp32};
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(session.get_kernel(literal), first);
+    EXPECT_EQ(first->spec().padded_vocab_size, 50);
+    EXPECT_EQ(machine_.made, 1);
+}
+
+TEST_F(SessionTest, OtherSpecPlanOrScratch_OtherKernel) {
+    Session session = this->session();
+    const auto base = session.get_kernel(small_spec());
+    EXPECT_NE(session.get_kernel(parse_spec("D=16,V=50,dtype=fp32")), base);
+    EXPECT_NE(session.get_kernel(small_spec(), {.plan = base->plan().text()}), base);
+    EXPECT_NE(session.get_kernel(small_spec(), {.scratch_bytes = 32 << 20}), base);
+    EXPECT_EQ(session.get_kernel(small_spec(), {.scratch_bytes = kDefaultScratchBytes}), base);
+}
+
+TEST_F(SessionTest, SixteenThreads_OneBuild) {
+    machine_.build_ms = 50;
+    Session session = this->session();
+    std::barrier start(16);
+    std::vector<std::shared_ptr<const Kernel>> kernels(16);
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < 16; ++i) {
+        threads.emplace_back([&, i] {
+            start.arrive_and_wait();
+            kernels[i] = session.get_kernel(small_spec());
+        });
+    }
+    threads.clear();
+    EXPECT_EQ(machine_.made, 1);
+    EXPECT_EQ(session.statistics().compiled, 1);
+    EXPECT_EQ(session.statistics().memory_hits, 15);
+    for (const auto& kernel : kernels) EXPECT_EQ(kernel, kernels[0]);
+}
+
+TEST_F(SessionTest, ManyThreadsManySpecs_EachBuiltOnce) {
+    Session session = this->session();
+    std::vector<Spec> specs;
+    for (int i = 1; i <= 10; ++i) specs.push_back(parse_spec("D=" + std::to_string(8 * i) + ",V=50,dtype=fp32"));
+    std::atomic<int> wrong{0};
+    std::vector<std::jthread> threads;
+    for (int t = 0; t < 8; ++t) {
+        threads.emplace_back([&, t] {
+            for (int i = 0; i < 500; ++i) {
+                const Spec& spec = specs[static_cast<std::size_t>(i * 3 + t) % specs.size()];
+                if (!(session.get_kernel(spec)->spec() == spec)) ++wrong;
+                (void)session.statistics();
+            }
+        });
+    }
+    threads.clear();
+    EXPECT_EQ(wrong, 0);
+    EXPECT_EQ(machine_.made, 10);
+}
+
+TEST_F(SessionTest, FailedBuild_ReachesWaitersAndIsNotRemembered) {
+    machine_.build_ms = 200;
+    machine_.failures_left = 1;
+    Session session = this->session();
+    std::barrier start(4);
+    std::atomic<int> failures{0};
+    std::atomic<int> kernels{0};
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < 4; ++i) {
+        threads.emplace_back([&] {
+            start.arrive_and_wait();
+            try {
+                kernels += session.get_kernel(small_spec()) != nullptr ? 1 : 0;
+            } catch (const CompileError& error) {
+                failures += error.log() == "line 1: ill" ? 1 : 0;
+            }
+        });
+    }
+    threads.clear();
+    EXPECT_GE(failures, 1);
+    EXPECT_EQ(failures + kernels, 4);
+    EXPECT_NE(session.get_kernel(small_spec()), nullptr);
+    EXPECT_EQ(machine_.made, 2);
+}
+
+TEST_F(SessionTest, NewSession_FromDisk) {
+    (void)session().get_kernel(small_spec());
+    Session second = session();
+    (void)second.get_kernel(small_spec());
+    EXPECT_EQ(machine_.made, 1);
+    EXPECT_EQ(second.statistics().disk_hits, 1);
+    EXPECT_EQ(second.statistics().compiled, 0);
+    EXPECT_EQ(second.cache_dir(), directory_.path());
+}
+
+TEST_F(SessionTest, NoDiskCache_NothingWritten) {
+    for (const bool by_environment : {false, true}) {
+        environment_.no_disk_cache = by_environment;
+        Session session = this->session({.disk_cache = by_environment});
+        (void)session.get_kernel(small_spec());
+        EXPECT_TRUE(session.cache_dir().empty());
+        EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
+    }
+}
+
+TEST_F(SessionTest, KernelOutlivesItsSession) {
+    std::shared_ptr<const Kernel> kernel;
+    {
+        Session session = this->session();
+        kernel = session.get_kernel(small_spec());
+    }
+    EXPECT_EQ(kernel->workspace_bytes(3), 3u * test::RecordingKernel::kBackwardBytesPerToken);
+    EXPECT_EQ(kernel->spec(), small_spec());
+}
+
+TEST_F(SessionTest, MovedSession_KeepsItsKernels) {
+    Session first = session();
+    const auto kernel = first.get_kernel(small_spec());
+    Session second = std::move(first);
+    EXPECT_EQ(second.get_kernel(small_spec()), kernel);
+}
+
+TEST_F(SessionTest, BadSpec_SpecErrorAndNothingBuilt) {
+    Session session = this->session();
+    EXPECT_THROW((void)session.get_kernel(Spec{.hidden_size = 7, .vocab_size = 50}), SpecError);
+    EXPECT_EQ(machine_.made, 0);
+}
+
+TEST_F(SessionTest, PlanOverride_UsedOrRefusedWithTheReason) {
+    Session session = this->session();
+    const auto chosen = session.get_kernel(small_spec());
+    const auto same = session.get_kernel(small_spec(), {.plan = chosen->plan().text()});
+    EXPECT_EQ(same->plan(), chosen->plan());
+    EXPECT_THAT(same->explain().reasons, testing::Contains(HasSubstr("given by the caller")));
+    EXPECT_THAT(chosen->explain().reasons, testing::Contains(HasSubstr("legal candidates")));
+    EXPECT_THROW((void)session.get_kernel(small_spec(), {.plan = "no such plan"}), PlanError);
+
+    Plan gpu_plan = choose_plan(small_spec(), describe_device("sm_90a"));
+    EXPECT_THAT([&] { (void)session.get_kernel(small_spec(), {.plan = gpu_plan.text()}); },
+                ThrowsMessage<PlanError>(AllOf(HasSubstr("is not legal for"), HasSubstr("D=8"))));
+}
+
+TEST_F(SessionTest, BadScratchOrThreads_Error) {
+    EXPECT_THROW((void)session({.scratch_bytes = 0}), PlanError);
+    EXPECT_THROW((void)session({.threads = -1}), ArgumentError);
+    Session session = this->session();
+    EXPECT_THROW((void)session.get_kernel(small_spec(), {.scratch_bytes = -1}), PlanError);
+}
+
+TEST_F(SessionTest, Prewarm_CountsAndServesLaterSessions) {
+    Session session = this->session();
+    const Device h100 = describe_device("sm_90a");
+    const Spec spec = parse_spec("D=128,V=1000,dtype=bf16");
+    const PrewarmResult first = session.prewarm(spec, h100);
+    EXPECT_EQ(first.compiled, 1);
+    EXPECT_EQ(first.hits, 0);
+    const PrewarmResult again = session.prewarm(spec, h100);
+    EXPECT_EQ(again.compiled, 0);
+    EXPECT_EQ(again.hits, 1);
+    EXPECT_EQ(session.statistics().compiled, 1);
+    EXPECT_EQ(machine_.requests.at(0).device, h100);
+
+    machine_.gpus = {h100};
+    Session on_gpu = this->session();
+    EXPECT_EQ(on_gpu.get_kernel(spec)->device_ref(), (DeviceRef{DeviceKind::cuda, 0}));
+    EXPECT_EQ(on_gpu.statistics().compiled, 0);
+    EXPECT_EQ(on_gpu.statistics().disk_hits, 1);
+}
+
+TEST_F(SessionTest, DeviceChoice_FollowsOptionThenEnvironmentThenMachine) {
+    EXPECT_EQ(session().device().kind, DeviceKind::cpu);
+    machine_.gpus = {describe_device("sm_80"), describe_device("sm_90a")};
+    EXPECT_EQ(session().device().gpu.arch, "sm_80");
+    EXPECT_EQ(session({.device = "cuda:1"}).device().gpu.arch, "sm_90a");
+    EXPECT_EQ(session({.device = "cpu"}).device().kind, DeviceKind::cpu);
+    environment_.device = "cuda:1";
+    EXPECT_EQ(session().device().gpu.arch, "sm_90a");
+    EXPECT_EQ(session({.device = "native"}).device().kind, DeviceKind::cpu);
+    environment_.device.clear();
+    machine_.nvrtc = false;
+    EXPECT_EQ(session().device().kind, DeviceKind::cpu);
+    EXPECT_EQ(session({.device = "cuda"}).device().gpu.arch, "sm_80");  // asked for by name: no silent CPU
+}
+
+TEST_F(SessionTest, DeviceNotThere_EnvironmentErrorSaysWhy) {
+    EXPECT_THAT([&] { (void)session({.device = "cuda"}); }, ThrowsMessage<EnvironmentError>(HasSubstr("there is no driver")));
+    machine_.gpus = {describe_device("sm_80")};
+    EXPECT_THAT([&] { (void)session({.device = "cuda:1"}); }, ThrowsMessage<EnvironmentError>(HasSubstr("cuda:0 to cuda:0")));
+    for (const char* name : {"cuda:", "cuda:x", "cuda:-1", "cuda:1x", "cuda:99999999999", "gpu", "sm_90a"}) {
+        EXPECT_THROW((void)session({.device = name}), EnvironmentError) << name;
+    }
+}
+
+TEST_F(SessionTest, NamedCpu_RunsWhereTheMachineHasItsFeatures) {
+    EXPECT_EQ(session({.device = "x86-64"}).device().cpu.cpu, "x86-64");
+    EXPECT_THAT([&] { (void)session({.device = "x86-64-v4"}); }, ThrowsMessage<EnvironmentError>(HasSubstr("512-bit vectors")));
+}
+
+TEST(ResolveDevice, Names_MachineOrDescription) {
+    EXPECT_EQ(resolve_device("sm_90a").gpu.arch, "sm_90a");
+    EXPECT_EQ(resolve_device("cpu"), resolve_device("native"));
+    EXPECT_EQ(resolve_device("cpu").kind, DeviceKind::cpu);
+    EXPECT_THROW((void)resolve_device("no such device"), EnvironmentError);
+}
+
+TEST(Version, IsSet) { EXPECT_FALSE(version().empty()); }
+
+}  // namespace
+}  // namespace flce
