@@ -1,0 +1,183 @@
+#include <dlpack/dlpack.h>
+#include <gmock/gmock.h>
+
+#include <barrier>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "flce/flce.h"
+#include "flce/flce.hpp"
+#include "tests/c_api/c_client.h"
+#include "tests/cache/cache_test_support.hpp"
+
+namespace flce {
+namespace {
+
+using test::TemporaryDirectory;
+using testing::HasSubstr;
+
+static_assert(FLCE_BF16 == FLCE_DTYPE(kDLBfloat, 16) && FLCE_FP16 == FLCE_DTYPE(kDLFloat, 16) && FLCE_FP32 == FLCE_DTYPE(kDLFloat, 32) &&
+              FLCE_INT32 == FLCE_DTYPE(kDLInt, 32) && FLCE_INT64 == FLCE_DTYPE(kDLInt, 64) && FLCE_UINT64 == FLCE_DTYPE(kDLUInt, 64));
+static_assert(static_cast<int>(FLCE_CPU) == static_cast<int>(kDLCPU) && static_cast<int>(FLCE_CUDA) == static_cast<int>(kDLCUDA));
+
+class CApi : public testing::Test {
+protected:
+    CApi() {
+        flce_session_options options = FLCE_SESSION_OPTIONS_INIT;
+        const std::string directory = directory_.path().string();
+        options.device = "cpu";
+        options.cache_dir = directory.c_str();
+        if (flce_session_create(&options, &session_) != FLCE_OK) throw std::runtime_error(flce_last_error());
+    }
+    ~CApi() override { flce_session_release(session_); }
+
+    flce_kernel* kernel(const char* spec = "D=8,V=11,dtype=fp32", const flce_kernel_options* options = nullptr) {
+        flce_kernel* result = nullptr;
+        EXPECT_EQ(flce_get_kernel(session_, spec, options, &result), FLCE_OK) << flce_last_error();
+        return result;
+    }
+    template <class Call>
+    static std::string text(const Call& call) {
+        std::size_t needed = 0;
+        EXPECT_EQ(call(nullptr, 0, &needed), FLCE_OK) << flce_last_error();
+        std::string result(needed, '\0');
+        EXPECT_EQ(call(result.data(), result.size(), nullptr), FLCE_OK);
+        result.pop_back();
+        return result;
+    }
+    static std::string kernel_text(const flce_kernel* kernel, int which) {
+        return text(
+            [&](char* buffer, std::size_t size, std::size_t* needed) { return flce_kernel_text(kernel, which, buffer, size, needed); });
+    }
+
+    TemporaryDirectory directory_;
+    flce_session* session_ = nullptr;
+};
+
+TEST_F(CApi, FromC_ForwardAndBackward) { EXPECT_EQ(c_client_trains_on_cpu(directory_.path().c_str()), 0); }
+TEST_F(CApi, FromC_NullPointers) { EXPECT_EQ(c_client_null_pointers_are_errors(directory_.path().c_str()), 0); }
+TEST_F(CApi, FromC_TextSizes) { EXPECT_EQ(c_client_text_sizes(), 0); }
+TEST_F(CApi, FromC_StructSizes) { EXPECT_EQ(c_client_struct_sizes(directory_.path().c_str()), 0); }
+
+TEST_F(CApi, ErrorKinds_AreTheStatus) {
+    flce_kernel* kernel = nullptr;
+    EXPECT_EQ(flce_get_kernel(session_, "D=7,V=11", nullptr, &kernel), FLCE_ERROR_SPEC);
+    EXPECT_EQ(kernel, nullptr);
+    flce_kernel_options options = FLCE_KERNEL_OPTIONS_INIT;
+    options.plan = "nonsense";
+    EXPECT_EQ(flce_get_kernel(session_, "D=8,V=11,dtype=fp32", &options, &kernel), FLCE_ERROR_PLAN);
+    flce_session_options elsewhere = FLCE_SESSION_OPTIONS_INIT;
+    elsewhere.device = "no such device";
+    flce_session* session = nullptr;
+    EXPECT_EQ(flce_session_create(&elsewhere, &session), FLCE_ERROR_ENVIRONMENT);
+    EXPECT_THAT(flce_last_error(), HasSubstr("no such device"));
+    EXPECT_STREQ(flce_last_error_log(), "");
+}
+
+TEST_F(CApi, LastError_IsTheThreadsOwn) {
+    std::size_t needed = 0;
+    EXPECT_EQ(flce_spec_text("D=7,V=11", nullptr, 0, &needed), FLCE_ERROR_SPEC);
+    const std::string mine = flce_last_error();
+    std::thread([] {
+        EXPECT_STREQ(flce_last_error(), "");
+        EXPECT_EQ(flce_session_default(nullptr), FLCE_ERROR_ARGUMENT);
+    }).join();
+    EXPECT_EQ(flce_last_error(), mine);
+    EXPECT_EQ(flce_spec_text("D=8,V=11", nullptr, 0, &needed), FLCE_OK);
+    EXPECT_EQ(flce_last_error(), mine);  // success leaves it
+}
+
+TEST_F(CApi, KernelTexts_SameAsTheCppApi) {
+    flce_kernel* handle = kernel();
+    EXPECT_EQ(parse_spec(kernel_text(handle, FLCE_TEXT_SPEC)), parse_spec("D=8,V=11,dtype=fp32"));
+    EXPECT_EQ(parse_spec_json(kernel_text(handle, FLCE_TEXT_SPEC_JSON)), parse_spec("D=8,V=11,dtype=fp32"));
+    const std::string plan = kernel_text(handle, FLCE_TEXT_PLAN);
+    EXPECT_EQ(parse_plan(plan).text(), plan);
+    EXPECT_TRUE(nlohmann::json::accept(kernel_text(handle, FLCE_TEXT_PLAN_JSON)));
+    EXPECT_TRUE(nlohmann::json::accept(kernel_text(handle, FLCE_TEXT_DEVICE_JSON)));
+    EXPECT_THAT(kernel_text(handle, FLCE_TEXT_EXPLAIN), testing::AllOf(HasSubstr("plan: " + plan), HasSubstr("legal candidates")));
+    const auto why = nlohmann::json::parse(kernel_text(handle, FLCE_TEXT_EXPLAIN_JSON));
+    EXPECT_EQ(why.at("plan"), plan);
+    EXPECT_GE(why.at("reasons").size(), 1u);
+    std::size_t needed = 0;
+    EXPECT_EQ(flce_kernel_text(handle, 99, nullptr, 0, &needed), FLCE_ERROR_ARGUMENT);
+
+    flce_kernel_options options = FLCE_KERNEL_OPTIONS_INIT;
+    options.plan = plan.c_str();
+    options.scratch_bytes = 32 << 20;
+    flce_kernel* replayed = kernel("D=8,V=11,dtype=fp32", &options);
+    EXPECT_EQ(kernel_text(replayed, FLCE_TEXT_PLAN), plan);
+    flce_kernel_release(replayed);
+    flce_kernel_release(handle);
+}
+
+TEST_F(CApi, Session_DeviceCacheAndStatistics) {
+    flce_kernel_release(kernel());
+    flce_kernel_release(kernel());
+    flce_statistics statistics = FLCE_STATISTICS_INIT;
+    EXPECT_EQ(flce_session_statistics(session_, &statistics), FLCE_OK);
+    EXPECT_GE(statistics.compiled, 1);
+    EXPECT_GE(statistics.memory_hits, 1);
+    EXPECT_EQ(statistics.disk_faults, 0);
+    int32_t type = 0;
+    int32_t index = -1;
+    EXPECT_EQ(flce_session_device(session_, &type, &index), FLCE_OK);
+    EXPECT_EQ(type, FLCE_CPU);
+    EXPECT_EQ(index, 0);
+    EXPECT_EQ(text([&](char* b, std::size_t s, std::size_t* n) { return flce_session_cache_dir(session_, b, s, n); }), directory_.path());
+    EXPECT_TRUE(
+        nlohmann::json::accept(text([&](char* b, std::size_t s, std::size_t* n) { return flce_session_device_json(session_, b, s, n); })));
+}
+
+TEST_F(CApi, Prewarm_ThenNothingIsCompiled) {
+    flce_prewarm_result result = FLCE_PREWARM_RESULT_INIT;
+    ASSERT_EQ(flce_prewarm(session_, "D=16,V=11,dtype=fp32", "cpu", nullptr, &result), FLCE_OK) << flce_last_error();
+    EXPECT_GE(result.compiled, 1);
+    ASSERT_EQ(flce_prewarm(session_, "D=16,V=11,dtype=fp32", "cpu", nullptr, &result), FLCE_OK);
+    EXPECT_EQ(result.compiled, 0);
+    EXPECT_GE(result.hits, 1);
+}
+
+TEST_F(CApi, BadTensorCodes_NamedArguments) {
+    flce_kernel* handle = kernel();
+    flce_tensor hidden{};
+    hidden.device_type = FLCE_CPU;
+    hidden.dtype = FLCE_DTYPE(5, 64);  // complex
+    flce_forward_args args = FLCE_FORWARD_ARGS_INIT;
+    args.hidden = &hidden;
+    EXPECT_EQ(flce_kernel_forward(handle, &args, nullptr, 0, nullptr), FLCE_ERROR_ARGUMENT);
+    EXPECT_THAT(flce_last_error(), HasSubstr("hidden.dtype is 0x540 (DLPack code 5, 64 bits)"));
+    hidden.dtype = FLCE_FP32;
+    hidden.device_type = 13;
+    EXPECT_EQ(flce_kernel_forward(handle, &args, nullptr, 0, nullptr), FLCE_ERROR_ARGUMENT);
+    EXPECT_THAT(flce_last_error(), HasSubstr("hidden.device_type is 13"));
+    hidden.device_type = FLCE_CPU;
+    args.reduction = 3;
+    EXPECT_EQ(flce_kernel_forward(handle, &args, nullptr, 0, nullptr), FLCE_ERROR_ARGUMENT);
+    EXPECT_THAT(flce_last_error(), HasSubstr("reduction is 3"));
+    flce_kernel_release(handle);
+}
+
+TEST_F(CApi, ManyThreads_RetainReleaseAndGet) {
+    flce_kernel* shared = kernel();
+    std::barrier start(8);
+    std::vector<std::jthread> threads;
+    for (int t = 0; t < 8; ++t) {
+        flce_kernel_retain(shared);
+        threads.emplace_back([&] {
+            start.arrive_and_wait();
+            for (int i = 0; i < 100; ++i) {
+                flce_kernel* own = nullptr;
+                if (flce_get_kernel(session_, "D=8,V=11,dtype=fp32", nullptr, &own) != FLCE_OK) std::abort();
+                flce_kernel_retain(own);
+                flce_kernel_release(own);
+                flce_kernel_release(own);
+            }
+            flce_kernel_release(shared);
+        });
+    }
+    flce_kernel_release(shared);
+}
+
+}  // namespace
+}  // namespace flce

@@ -1,0 +1,232 @@
+#include "tests/c_api/c_client.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "flce/flce.h"
+
+#define CHECK(condition)                                                                            \
+    do {                                                                                            \
+        if (!(condition)) {                                                                         \
+            fprintf(stderr, "%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, flce_last_error()); \
+            return __LINE__;                                                                        \
+        }                                                                                           \
+    } while (0)
+
+enum { kTokens = 5, kHidden = 8, kVocab = 11 };
+static const char* const kSpec = "D=8,V=11,dtype=fp32";
+
+static flce_tensor scalar(void* data, int32_t dtype) {
+    flce_tensor tensor = {0};
+    tensor.data = data;
+    tensor.dtype = dtype;
+    tensor.device_type = FLCE_CPU;
+    return tensor;
+}
+
+static flce_tensor vector(void* data, int32_t dtype, int64_t size) {
+    flce_tensor tensor = scalar(data, dtype);
+    tensor.ndim = 1;
+    tensor.shape[0] = size;
+    tensor.strides[0] = 1;
+    return tensor;
+}
+
+static flce_tensor matrix(void* data, int32_t dtype, int64_t rows, int64_t columns) {
+    flce_tensor tensor = scalar(data, dtype);
+    tensor.ndim = 2;
+    tensor.shape[0] = rows;
+    tensor.shape[1] = columns;
+    tensor.strides[0] = columns;
+    tensor.strides[1] = 1;
+    return tensor;
+}
+
+static flce_status open_session(const char* cache_dir, flce_session** session) {
+    flce_session_options options = FLCE_SESSION_OPTIONS_INIT;
+    options.device = "cpu";
+    options.cache_dir = cache_dir;
+    options.threads = 1;
+    return flce_session_create(&options, session);
+}
+
+/* With a weight of zeros every class has probability 1/V: loss = ln V, and the gradient of the weight has a closed form. */
+int c_client_trains_on_cpu(const char* cache_dir) {
+    flce_session* session = NULL;
+    flce_kernel* kernel = NULL;
+    CHECK(flce_abi_version() == FLCE_ABI_VERSION);
+    CHECK(open_session(cache_dir, &session) == FLCE_OK);
+    CHECK(flce_get_kernel(session, kSpec, NULL, &kernel) == FLCE_OK);
+    flce_session_release(session); /* the kernel outlives it */
+
+    _Alignas(16) float hidden[kTokens][kHidden];
+    _Alignas(16) float weight[kVocab][kHidden] = {{0}};
+    _Alignas(16) float grad_hidden[kTokens][kHidden];
+    _Alignas(16) float grad_weight[kVocab][kHidden];
+    int64_t target[kTokens] = {0, 10, -100, 3, 3};
+    float loss = -1, lse[kTokens];
+    uint64_t invalid = UINT64_MAX;
+    for (int i = 0; i < kTokens * kHidden; ++i) hidden[i / kHidden][i % kHidden] = 0.125f * (float)(i % 7 - 3);
+
+    const flce_tensor t_hidden = matrix(hidden, FLCE_FP32, kTokens, kHidden), t_weight = matrix(weight, FLCE_FP32, kVocab, kHidden);
+    const flce_tensor t_grad_hidden = matrix(grad_hidden, FLCE_FP32, kTokens, kHidden);
+    const flce_tensor t_grad_weight = matrix(grad_weight, FLCE_FP32, kVocab, kHidden);
+    const flce_tensor t_target = vector(target, FLCE_INT64, kTokens), t_lse = vector(lse, FLCE_FP32, kTokens);
+    const flce_tensor t_loss = scalar(&loss, FLCE_FP32), t_invalid = scalar(&invalid, FLCE_UINT64);
+
+    size_t bytes = 0;
+    CHECK(flce_kernel_workspace_bytes(kernel, kTokens, FLCE_FORWARD_BACKWARD, &bytes) == FLCE_OK);
+    void* const workspace = aligned_alloc(256, (bytes + 511) / 256 * 256);
+    CHECK(workspace != NULL);
+
+    flce_forward_args forward = FLCE_FORWARD_ARGS_INIT;
+    forward.hidden = &t_hidden;
+    forward.weight = &t_weight;
+    forward.target = &t_target;
+    forward.loss = &t_loss;
+    forward.lse = &t_lse;
+    forward.invalid_label = &t_invalid;
+    CHECK(flce_kernel_forward(kernel, &forward, workspace, bytes, NULL) == FLCE_OK);
+    CHECK(fabs(loss - log(kVocab)) < 1e-5);
+    CHECK(fabs(lse[0] - log(kVocab)) < 1e-5 && lse[2] == 0);
+    CHECK(flce_kernel_check_invalid_label(kernel, invalid) == FLCE_OK);
+
+    flce_backward_args backward = FLCE_BACKWARD_ARGS_INIT;
+    backward.hidden = &t_hidden;
+    backward.weight = &t_weight;
+    backward.target = &t_target;
+    backward.lse = &t_lse;
+    backward.grad_hidden = &t_grad_hidden;
+    backward.grad_weight = &t_grad_weight;
+    CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_OK);
+    for (int v = 0; v < kVocab; ++v) {
+        for (int d = 0; d < kHidden; ++d) {
+            double expected = 0;
+            for (int n = 0; n < kTokens; ++n) {
+                if (target[n] != -100) expected += (1.0 / kVocab - (target[n] == v)) * hidden[n][d] / (kTokens - 1);
+            }
+            CHECK(fabs(grad_weight[v][d] - expected) < 1e-6);
+        }
+    }
+    for (int n = 0; n < kTokens; ++n) CHECK(grad_hidden[n][0] == 0);
+
+    target[3] = kVocab; /* out of range */
+    CHECK(flce_kernel_forward(kernel, &forward, workspace, bytes, NULL) == FLCE_OK);
+    CHECK(invalid == 3);
+    CHECK(flce_kernel_check_invalid_label(kernel, invalid) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "target[3]") != NULL && strstr(flce_last_error(), "0 to 10") != NULL);
+
+    forward.lse = NULL;
+    CHECK(flce_kernel_forward(kernel, &forward, workspace, bytes, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(strcmp(flce_last_error(), "forward: lse is absent; it must be fp32 [num_tokens]") == 0);
+
+    flce_kernel_retain(kernel);
+    flce_kernel_release(kernel);
+    flce_kernel_release(kernel);
+    free(workspace);
+    return 0;
+}
+
+int c_client_null_pointers_are_errors(const char* cache_dir) {
+    flce_session* session = NULL;
+    flce_kernel* kernel = NULL;
+    size_t bytes = 0;
+    int32_t type = 0, index = 0;
+    char text[8];
+    flce_statistics statistics = FLCE_STATISTICS_INIT;
+    const flce_forward_args forward = FLCE_FORWARD_ARGS_INIT;
+    const flce_backward_args backward = FLCE_BACKWARD_ARGS_INIT;
+    CHECK(flce_session_create(NULL, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "session is NULL") != NULL);
+    CHECK(flce_session_default(NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(open_session(cache_dir, &session) == FLCE_OK);
+    CHECK(flce_get_kernel(NULL, kSpec, NULL, &kernel) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_get_kernel(session, NULL, NULL, &kernel) == FLCE_ERROR_ARGUMENT);
+    CHECK(strcmp(flce_last_error(), "spec is NULL") == 0);
+    CHECK(flce_get_kernel(session, kSpec, NULL, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_prewarm(NULL, kSpec, "sm_90a", NULL, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_prewarm(session, NULL, "sm_90a", NULL, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_prewarm(session, kSpec, NULL, NULL, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_session_statistics(NULL, &statistics) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_session_statistics(session, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_session_device(NULL, &type, &index) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_session_device(session, NULL, &index) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_session_device(session, &type, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_session_device_json(NULL, text, sizeof text, &bytes) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_session_cache_dir(NULL, text, sizeof text, &bytes) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_spec_text(NULL, text, sizeof text, &bytes) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_spec_json(NULL, text, sizeof text, &bytes) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_workspace_bytes(NULL, 1, FLCE_FORWARD, &bytes) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_text(NULL, FLCE_TEXT_SPEC, text, sizeof text, &bytes) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_device(NULL, &type, &index) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_forward(NULL, &forward, NULL, 0, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_backward(NULL, &backward, NULL, 0, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_check_invalid_label(NULL, 0) == FLCE_ERROR_ARGUMENT);
+    flce_session_release(NULL);
+    flce_kernel_retain(NULL);
+    flce_kernel_release(NULL);
+
+    CHECK(flce_get_kernel(session, kSpec, NULL, &kernel) == FLCE_OK);
+    CHECK(flce_kernel_workspace_bytes(kernel, 1, FLCE_FORWARD, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_workspace_bytes(kernel, -1, FLCE_FORWARD, &bytes) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_workspace_bytes(kernel, 1, 3, &bytes) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_device(kernel, NULL, &index) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_forward(kernel, NULL, NULL, 0, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_backward(kernel, NULL, NULL, 0, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_forward(kernel, &forward, NULL, 0, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "hidden is absent") != NULL);
+    CHECK(flce_kernel_backward(kernel, &backward, NULL, 0, NULL) == FLCE_ERROR_ARGUMENT);
+    flce_kernel_release(kernel);
+    flce_session_release(session);
+    return 0;
+}
+
+int c_client_text_sizes(void) {
+    char text[64];
+    size_t needed = 0, again = 0;
+    const char* const spec = "V=11,D=8,dtype=fp32";
+    CHECK(flce_spec_text(spec, NULL, 0, &needed) == FLCE_OK);
+    CHECK(needed > 1 && needed <= sizeof text);
+    CHECK(flce_spec_text(spec, text, needed, NULL) == FLCE_OK);
+    CHECK(strlen(text) + 1 == needed);
+    memset(text, 'x', sizeof text);
+    CHECK(flce_spec_text(spec, text, needed - 1, &again) == FLCE_ERROR_ARGUMENT);
+    CHECK(again == needed && text[0] == 'x');
+    CHECK(flce_spec_text(spec, NULL, 5, &again) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_spec_text(spec, NULL, 0, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_spec_text("D=8,V=11,colour=red", text, sizeof text, NULL) == FLCE_ERROR_SPEC);
+    CHECK(strstr(flce_last_error(), "colour") != NULL);
+    CHECK(flce_spec_json("{\"D\": 8, \"V\": 11, \"dtype\": \"fp32\"}", NULL, 0, &needed) == FLCE_OK);
+    return 0;
+}
+
+int c_client_struct_sizes(const char* cache_dir) {
+    flce_session* session = NULL;
+    struct {
+        flce_session_options known;
+        int64_t future;
+    } options = {FLCE_SESSION_OPTIONS_INIT, 0};
+    options.known.device = "cpu";
+    options.known.cache_dir = cache_dir;
+    options.known.struct_size = 0;
+    CHECK(flce_session_create(&options.known, &session) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "options.struct_size is 0") != NULL);
+    CHECK(session == NULL);
+    options.known.struct_size = (size_t)-1;
+    CHECK(flce_session_create(&options.known, &session) == FLCE_ERROR_ARGUMENT);
+    options.known.struct_size = sizeof options;
+    options.future = 1; /* a field that this library cannot honour */
+    CHECK(flce_session_create(&options.known, &session) == FLCE_ERROR_ARGUMENT);
+    options.future = 0;
+    CHECK(flce_session_create(&options.known, &session) == FLCE_OK);
+
+    flce_statistics statistics = FLCE_STATISTICS_INIT;
+    CHECK(flce_session_statistics(session, &statistics) == FLCE_OK);
+    CHECK(statistics.struct_size == sizeof statistics);
+    statistics.struct_size = 8;
+    CHECK(flce_session_statistics(session, &statistics) == FLCE_ERROR_ARGUMENT);
+    flce_session_release(session);
+    return 0;
+}
