@@ -70,13 +70,14 @@ std::int64_t ArgumentChecks::tensor(const TensorView& view, Presence presence, c
         return 0;
     }
     if (!shape_matches(view, expected.shape)) fail_shape(view, expected);
+    if (!expected.types.contains(view.dtype)) fail_type(view, expected);
     const std::int64_t elements = elements_of(expected.shape);
     if (elements != 0 && !contiguous(view, expected.shape)) fail_strides(view, expected);
     const std::int64_t item_bytes = scalar_bytes(view.dtype);
     const std::int64_t alignment = expected.alignment != 0 ? expected.alignment : item_bytes;
     const auto address = reinterpret_cast<std::uintptr_t>(view.data);
     const bool memory_fits = elements == 0 || (address != 0 && address % static_cast<std::uintptr_t>(alignment) == 0);
-    if (!expected.types.contains(view.dtype) || !(view.device == device_) || !memory_fits) fail_other(view, expected, alignment);
+    if (!(view.device == device_) || !memory_fits) fail_place(view, expected, alignment);
     add_range(view.data, elements * item_bytes, expected.name, expected.access);
     return static_cast<std::int64_t>(address);
 }
@@ -136,10 +137,11 @@ void ArgumentChecks::fail_strides(const TensorView& view, const Expected& expect
                      dimensions_text(shape.ndim, shape.ndim == 1 ? 1 : shape.columns, 1)));
 }
 
-void ArgumentChecks::fail_other(const TensorView& view, const Expected& expected, std::int64_t alignment) const {
-    if (!expected.types.contains(view.dtype)) {
-        fail(fmt::format("{}.dtype is {}; it must be {}", expected.name, to_string(view.dtype), types_text(expected.types)));
-    }
+void ArgumentChecks::fail_type(const TensorView& view, const Expected& expected) const {
+    fail(fmt::format("{}.dtype is {}; it must be {}", expected.name, to_string(view.dtype), types_text(expected.types)));
+}
+
+void ArgumentChecks::fail_place(const TensorView& view, const Expected& expected, std::int64_t alignment) const {
     if (!(view.device == device_)) {
         fail(fmt::format("{} is on {}; this kernel's device is {}", expected.name, to_string(view.device), to_string(device_)));
     }

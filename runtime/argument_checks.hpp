@@ -67,7 +67,8 @@ private:
     [[noreturn]] void fail_missing(const TensorView& view, const Expected& expected) const;
     [[noreturn]] void fail_shape(const TensorView& view, const Expected& expected) const;
     [[noreturn]] void fail_strides(const TensorView& view, const Expected& expected) const;
-    [[noreturn]] void fail_other(const TensorView& view, const Expected& expected, std::int64_t alignment) const;
+    [[noreturn]] void fail_type(const TensorView& view, const Expected& expected) const;
+    [[noreturn]] void fail_place(const TensorView& view, const Expected& expected, std::int64_t alignment) const;
     [[noreturn]] void fail_overlap(const Range& a, const Range& b) const;
     void add_range(const void* data, std::int64_t bytes, const char* name, Access access);
 
