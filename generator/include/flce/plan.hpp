@@ -87,12 +87,17 @@ struct PlanRequest {
     std::int64_t scratch_bytes = kDefaultScratchBytes;
 };
 
-/// All legal candidate plans, best expected first (the cost model's order); never empty for a legal Spec. Throws SpecError, and PlanError as
+/// All legal candidate plans, best expected first (the cost model's order, which is that of the architecture: all its products
+/// share a choice and so their kernels); never empty for a legal Spec. Throws SpecError, and PlanError as
 /// choose_plan does.
 [[nodiscard]] std::vector<Plan> candidate_plans(const Spec& spec, const Device& device, const PlanRequest& request = {});
 
 /// The first of candidate_plans. Throws PlanError with the reasons when there is none.
 [[nodiscard]] Plan choose_plan(const Spec& spec, const Device& device, const PlanRequest& request = {});
+
+/// Why `plan`, which is in use on `device`, is what it is: a line each for what the device decides, how the plan ranks among the candidates, and what
+/// was refused with the reason.
+[[nodiscard]] std::vector<std::string> plan_reasons(const Spec& spec, const Device& device, const Plan& plan, const PlanRequest& request = {});
 
 /// Expected cost of a pass over num_tokens tokens, by the cost model.
 struct Cost {

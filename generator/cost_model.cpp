@@ -1,0 +1,161 @@
+// Expected time of a pass: for every GEMM the larger of its arithmetic, in whole waves of tiles, and its memory traffic. Good enough to order
+// candidates and to say roughly how long a pass takes; measured times are the tuner's.
+#include <algorithm>
+#include <cmath>
+
+#include "flce/plan.hpp"
+#include "generator/cuda/tile_rules.hpp"
+#include "generator/tiles_sm80.hpp"
+
+namespace flce {
+namespace {
+
+double ceil_div(double a, double b) { return std::ceil(a / b); }
+
+struct GemmSize {
+    double m, n, k;
+};
+
+/// Share of the tensor cores' rate that a tile reaches: measured where the table has the tile, else what its warps' operand reuse suggests.
+double tile_efficiency(const Spec& spec, const GemmTile& tile) {
+    for (const TileCandidate& candidate : tile_candidates_sm80(spec.dtype)) {
+        if (candidate.tile == tile) return candidate.efficiency;
+    }
+    const double warp_m = static_cast<double>(tile.block_m) / tile.warps_m;
+    const double warp_n = static_cast<double>(tile.block_n) / tile.warps_n;
+    const double reuse = warp_m * warp_n / (warp_m + warp_n);  // 32 for 64 × 64
+    return 0.9 * reuse / (reuse + 8.0);
+}
+
+class GpuCost {
+public:
+    GpuCost(const Spec& spec, const Device& device, const Plan& plan) : spec_(spec), device_(device), plan_(plan) {
+        const double share = mma_sync_share(device.gpu.compute_capability);
+        // fp32: TF32 has half of bf16's rate, and three products make one.
+        rate_ = device.gpu.bf16_flops * share / (spec.dtype == DType::fp32 ? 6.0 : 1.0);
+    }
+
+    [[nodiscard]] double gemm_seconds(GemmRole role, const GemmTile& tile, const GemmSize& size, double bytes) const {
+        const double blocks_per_sm = tile_blocks_per_sm(spec_, device_, role, tile);
+        const double slots = device_.gpu.sm_count * blocks_per_sm;
+        const double tiles = ceil_div(size.m, tile.block_m) * ceil_div(size.n, tile.block_n);
+        // Filling the pipeline and the epilogue as extra depth; another block on the SM hides most of it.
+        const bool exponentials = role == GemmRole::forward || role == GemmRole::dlogits;
+        const double hidden_by_others = blocks_per_sm > 1 ? 0.4 : 1.0;
+        const double depth = ceil_div(size.k, tile.block_k) * tile.block_k + (exponentials ? 300.0 : 120.0) * hidden_by_others;
+        const double tile_seconds = 2.0 * tile.block_m * tile.block_n * depth * slots / (rate_ * tile_efficiency(spec_, tile));
+        return std::max(ceil_div(tiles, slots) * tile_seconds, bytes / device_.gpu.bandwidth_bytes_per_s) + kLaunchSeconds;
+    }
+
+    /// Operand bytes of the pass over all logits: the hidden rows of a raster group stay in L2 while the weight streams past them.
+    [[nodiscard]] double logits_bytes(const GemmTile& tile, double n, double v) const {
+        const double d = static_cast<double>(spec_.hidden_size);
+        const double element = static_cast<double>(element_bytes(spec_.dtype));
+        return (n * d + ceil_div(n, double{1} * tile.block_m * plan_.cuda.raster) * v * d) * element;
+    }
+
+    static constexpr double kLaunchSeconds = 4e-6;
+
+private:
+    const Spec& spec_;
+    const Device& device_;
+    const Plan& plan_;
+    double rate_;
+};
+
+/// Vocabulary rows of a chunk with this many tokens, as scratch allows.
+double chunk_rows(const Spec& spec, const Plan& plan, double n) {
+    const double unit = plan.path == PlanPath::cpu ? plan.cpu.micro_n : std::max(plan.cuda.dlogits.block_n, plan.cuda.grad_weight.block_m);
+    const double fits =
+        std::floor(static_cast<double>(plan.scratch_bytes) / (n * static_cast<double>(element_bytes(spec.dtype))) / unit) * unit;
+    return std::min({std::max(fits, unit), static_cast<double>(plan.vocab_chunk), static_cast<double>(spec.vocab_size)});
+}
+
+/// What backward moves to and from memory beyond the operands of the recomputed logits.
+double backward_bytes(const Spec& spec, double n, double chunks) {
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = static_cast<double>(spec.vocab_size);
+    const double element = static_cast<double>(element_bytes(spec.dtype));
+    const double grad_element = static_cast<double>(element_bytes(spec.grad_weight_dtype));
+    const double grad_passes = spec.grad_weight_mode == GradMode::accumulate ? 2.0 : 1.0;
+    return 3.0 * n * v * element               // dlogits: written once, read by two GEMMs
+           + v * d * element                   // weight, again, for grad_hidden
+           + n * d * (element + 8.0) * chunks  // hidden again; grad_hidden's accumulator read and written
+           + v * d * grad_element * grad_passes;
+}
+
+Cost gpu_forward(const Spec& spec, const Device& device, const Plan& plan, double n) {
+    const GpuCost gpu(spec, device, plan);
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = static_cast<double>(spec.vocab_size);
+    Cost cost{.flops = 2.0 * n * v * d, .bytes = gpu.logits_bytes(plan.cuda.forward, n, v)};
+    cost.seconds = gpu.gemm_seconds(GemmRole::forward, plan.cuda.forward, {n, v, d}, cost.bytes) + GpuCost::kLaunchSeconds;
+    return cost;
+}
+
+Cost gpu_backward(const Spec& spec, const Device& device, const Plan& plan, double n) {
+    const GpuCost gpu(spec, device, plan);
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = static_cast<double>(spec.vocab_size);
+    const double chunk = chunk_rows(spec, plan, n);
+    const double chunks = ceil_div(v, chunk);
+    const double logits = gpu.logits_bytes(plan.cuda.dlogits, n, v);
+    const double rest = backward_bytes(spec, n, chunks);
+    Cost cost{.flops = 6.0 * n * v * d, .bytes = logits + rest};
+    cost.seconds = chunks * (gpu.gemm_seconds(GemmRole::dlogits, plan.cuda.dlogits, {n, chunk, d}, logits / chunks) +
+                             gpu.gemm_seconds(GemmRole::grad_hidden, plan.cuda.grad_hidden, {n, d, chunk}, rest / 2 / chunks) +
+                             gpu.gemm_seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {chunk, d, n}, rest / 2 / chunks));
+    return cost;
+}
+
+/// Operations a second of all cores in the micro-kernel.
+double cpu_rate(const Device& device, const Plan& plan) {
+    const CpuPlan& p = plan.cpu;
+    const double lanes = p.vector_bits / 32.0;
+    const double per_cycle = 2.0 * lanes * (device.cpu.fma ? 2.0 : 1.0) * (p.bf16_dot ? 2.0 : 1.0);  // two units; multiply and add
+    // Loads against multiplies in the register block, and the share of a panel's depth that starting and storing it costs.
+    const double loads = (p.micro_n / lanes + p.micro_m / 2.0) / (p.micro_m * p.micro_n / lanes);
+    const double efficiency = 1.0 / (1.0 + 0.25 * loads) * p.block_k / (p.block_k + 8.0);
+    constexpr double kCyclesPerSecond = 2.5e9;
+    return per_cycle * kCyclesPerSecond * device.cpu.cores * efficiency;
+}
+
+double cpu_seconds(const Device& device, const Plan& plan, const Cost& cost) {
+    const double bandwidth = std::min(10e9 * device.cpu.cores, 200e9);
+    return std::max(cost.flops / cpu_rate(device, plan), cost.bytes / bandwidth);
+}
+
+Cost cpu_forward(const Spec& spec, const Device& device, const Plan& plan, double n) {
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = static_cast<double>(spec.vocab_size);
+    const double element = static_cast<double>(element_bytes(spec.dtype));
+    // The weight streams past each block of hidden rows.
+    const double weight_passes = ceil_div(n, plan.cpu.block_m * std::max(1.0, static_cast<double>(device.cpu.cores)));
+    Cost cost{.flops = 2.0 * n * v * d, .bytes = (n * d + weight_passes * v * d) * element};
+    cost.seconds = cpu_seconds(device, plan, cost);
+    return cost;
+}
+
+Cost cpu_backward(const Spec& spec, const Device& device, const Plan& plan, double n) {
+    Cost cost = cpu_forward(spec, device, plan, n);
+    cost.flops *= 3.0;
+    cost.bytes += backward_bytes(spec, n, ceil_div(static_cast<double>(spec.vocab_size), chunk_rows(spec, plan, n)));
+    cost.seconds = cpu_seconds(device, plan, cost);
+    return cost;
+}
+
+}  // namespace
+
+Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens) {
+    if (num_tokens <= 0) return {};
+    const auto n = static_cast<double>(num_tokens);
+    return plan.path == PlanPath::cpu ? cpu_forward(spec, device, plan, n) : gpu_forward(spec, device, plan, n);
+}
+
+Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens) {
+    if (num_tokens <= 0) return {};
+    const auto n = static_cast<double>(num_tokens);
+    return plan.path == PlanPath::cpu ? cpu_backward(spec, device, plan, n) : gpu_backward(spec, device, plan, n);
+}
+
+}  // namespace flce

@@ -1,0 +1,21 @@
+// What the CPU backend demands of a plan. illegal_reason asks here.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "flce/plan.hpp"
+
+namespace flce {
+
+/// Vector registers of an x86-64 ISA at this vector width.
+[[nodiscard]] int vector_registers(int vector_bits) noexcept;
+
+/// Why the CPU backend cannot run `plan` on `device`; std::nullopt when it can (scratch is asked for apart).
+[[nodiscard]] std::optional<std::string> cpu_plan_problem(const Spec& spec, const Device& device, const Plan& plan);
+
+/// Least Plan::scratch_bytes with which both passes can walk any number of tokens.
+[[nodiscard]] std::int64_t cpu_smallest_scratch_bytes(const Spec& spec, const Device& device, const Plan& plan);
+
+}  // namespace flce

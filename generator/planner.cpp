@@ -1,0 +1,199 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+
+#include "flce/error.hpp"
+#include "flce/plan.hpp"
+#include "generator/cuda/tile_rules.hpp"
+#include "generator/tiles_sm80.hpp"
+
+namespace flce {
+namespace {
+
+/// Tokens that candidates are compared at: plans serve every N, and at thousands of tokens the differences matter most.
+constexpr std::int64_t kReferenceTokens = 4096;
+
+/// What candidates are rated on. All products of an architecture get the same order, so that kernels compiled for the architecture's name are the
+/// ones that each of them asks for.
+Device rating_device(const Device& device) {
+    if (device.kind == DeviceKind::cpu) return device;
+    try {
+        return describe_device(device.gpu.arch);
+    } catch (const EnvironmentError&) {  // newer than the tables
+        return device;
+    }
+}
+
+double expected_seconds(const Spec& spec, const Device& device, const Plan& plan) {
+    return estimate_forward(spec, device, plan, kReferenceTokens).seconds + estimate_backward(spec, device, plan, kReferenceTokens).seconds;
+}
+
+struct Search {
+    std::vector<Plan> plans;              ///< legal, best first
+    std::map<std::string, int> refusals;  ///< reason → how many candidates
+};
+
+std::int64_t round_up(std::int64_t value, std::int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+/// At most `most` vocabulary rows, and no more than there are, in whole units.
+std::int64_t chunk_of(const Spec& spec, std::int64_t most, std::int64_t unit) {
+    return std::min(round_up(most, unit), round_up(spec.vocab_size, unit));
+}
+
+constexpr GemmTile CudaPlan::* kRoleTiles[] = {&CudaPlan::forward, &CudaPlan::dlogits, &CudaPlan::grad_hidden, &CudaPlan::grad_weight};
+constexpr GemmRole kRoles[] = {GemmRole::forward, GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight};
+
+Plan with_chunk(const Spec& spec, Plan plan, std::int64_t most) {
+    const int unit = std::max({plan.cuda.dlogits.block_n, plan.cuda.grad_weight.block_m, plan.cuda.grad_hidden.block_k});
+    plan.vocab_chunk = chunk_of(spec, most, unit);
+    return plan;
+}
+
+/// Tiles of the table that `role` can run on the device, in the table's order.
+std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, GemmRole role, Search& search) {
+    std::vector<GemmTile> tiles;
+    for (const TileCandidate& candidate : tile_candidates_sm80(spec.dtype)) {
+        if (auto reason = tile_problem(spec, device, role, candidate.tile)) {
+            const GemmTile& t = candidate.tile;
+            ++search.refusals[fmt::format("tile {}x{}x{}x{}/{}x{}: {}", t.block_m, t.block_n, t.block_k, t.stages, t.warps_m, t.warps_n,
+                                          *reason)];
+        } else {
+            tiles.push_back(candidate.tile);
+        }
+    }
+    return tiles;
+}
+
+/// The four GEMMs do not influence each other's time, so the best plan has each role's best tile; the others differ from it in one place.
+std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const PlanRequest& request, Search& search) {
+    constexpr std::int64_t kChunks[] = {16384, 8192, 32768};
+    Plan best{.path = PlanPath::cuda_sm80, .scratch_bytes = request.scratch_bytes};
+    std::vector<std::vector<GemmTile>> tiles;
+    for (const GemmRole role : kRoles) {
+        tiles.push_back(legal_tiles(spec, device, role, search));
+        if (tiles.back().empty()) return {};
+    }
+    const Device rating = rating_device(device);
+    for (std::size_t role = 0; role < 4; ++role) best.cuda.*kRoleTiles[role] = tiles[role].front();
+    for (std::size_t role = 0; role < 4; ++role) {
+        auto cost_of = [&](const GemmTile& tile) {
+            Plan plan = best;
+            plan.cuda.*kRoleTiles[role] = tile;
+            return expected_seconds(spec, rating, with_chunk(spec, plan, kChunks[0]));
+        };
+        best.cuda.*kRoleTiles[role] = *std::ranges::min_element(tiles[role], {}, cost_of);
+    }
+    std::vector<Plan> plans;
+    for (const std::int64_t chunk : kChunks) plans.push_back(with_chunk(spec, best, chunk));
+    for (std::size_t role = 0; role < 4; ++role) {
+        for (const GemmTile& tile : tiles[role]) {
+            Plan plan = best;
+            plan.cuda.*kRoleTiles[role] = tile;
+            plans.push_back(with_chunk(spec, plan, kChunks[0]));
+        }
+    }
+    for (const int raster : {4, 16}) {
+        Plan plan = with_chunk(spec, best, kChunks[0]);
+        plan.cuda.raster = raster;
+        plans.push_back(plan);
+    }
+    return plans;
+}
+
+std::vector<Plan> cpu_candidates(const Spec& spec, const Device& device, const PlanRequest& request) {
+    struct Block {
+        int vector_bits, micro_m, micro_n, block_m, block_n, block_k;
+    };
+    constexpr Block kBlocks[] = {
+        {512, 14, 32, 168, 1024, 256}, {512, 14, 32, 112, 512, 256}, {512, 14, 32, 56, 256, 256}, {256, 6, 16, 96, 512, 256},
+        {256, 6, 16, 48, 256, 256},    {128, 4, 8, 64, 256, 256},    {128, 4, 8, 32, 128, 128},
+    };
+    std::vector<Plan> plans;
+    for (const Block& b : kBlocks) {
+        if (b.vector_bits != device.cpu.vector_bits) continue;
+        for (const bool bf16_dot : {true, false}) {
+            if (bf16_dot && !(device.cpu.bf16_dot && spec.dtype == DType::bf16 && b.vector_bits == 512)) continue;
+            for (const std::int64_t chunk : {4096, 8192, 2048}) {
+                Plan plan{.path = PlanPath::cpu, .scratch_bytes = request.scratch_bytes};
+                plan.cpu = {b.vector_bits, bf16_dot, b.micro_m, b.micro_n, b.block_m, b.block_n, b.block_k};
+                plan.vocab_chunk = chunk_of(spec, chunk, b.micro_n);
+                plans.push_back(plan);
+            }
+        }
+    }
+    return plans;
+}
+
+Search search_plans(const Spec& spec, const Device& device, const PlanRequest& request) {
+    Search search;
+    const bool gpu = device.kind == DeviceKind::cuda;
+    std::vector<Plan> candidates = gpu ? cuda_candidates(spec, device, request, search) : cpu_candidates(spec, device, request);
+    struct Rated {
+        double seconds;
+        Plan plan;
+    };
+    const Device rating = rating_device(device);
+    std::vector<Rated> rated;
+    for (const Plan& plan : candidates) {
+        if (std::ranges::find(rated, plan, &Rated::plan) != rated.end()) continue;
+        if (auto reason = illegal_reason(spec, device, plan)) {
+            ++search.refusals[*reason];
+            continue;
+        }
+        rated.push_back({expected_seconds(spec, rating, plan), plan});
+    }
+    std::ranges::stable_sort(rated, {}, &Rated::seconds);
+    for (const Rated& r : rated) search.plans.push_back(r.plan);
+    return search;
+}
+
+std::string refusals_text(const Search& search) {
+    std::string text;
+    for (const auto& [reason, count] : search.refusals) text += (text.empty() ? "" : "; ") + reason;
+    return text;
+}
+
+}  // namespace
+
+std::vector<Plan> candidate_plans(const Spec& any_spec, const Device& device, const PlanRequest& request) {
+    const Spec spec = any_spec.normalized();
+    Search search = search_plans(spec, device, request);
+    if (search.plans.empty()) {
+        throw PlanError(fmt::format("no plan for {} on {} with {} bytes of scratch: {}", spec.text(), device.name, request.scratch_bytes,
+                                    refusals_text(search)));
+    }
+    return std::move(search.plans);
+}
+
+Plan choose_plan(const Spec& spec, const Device& device, const PlanRequest& request) {
+    return candidate_plans(spec, device, request).front();
+}
+
+std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device, const Plan& plan, const PlanRequest& request) {
+    const Spec spec = any_spec.normalized();
+    const Search search = search_plans(spec, device, request);
+    std::vector<std::string> lines;
+    if (device.kind == DeviceKind::cuda) {
+        lines.push_back(fmt::format("{}: {} SMs, {} KiB of shared memory a block; mma.sync reaches {:.0f} % of its dense rate",
+                                    device.gpu.arch, device.gpu.sm_count, device.gpu.smem_per_block_bytes / 1024,
+                                    100 * mma_sync_share(device.gpu.compute_capability)));
+    } else {
+        lines.push_back(fmt::format("{}: vectors of {} bits{}{}, {} cores", device.cpu.cpu, device.cpu.vector_bits,
+                                    device.cpu.fma ? ", FMA" : "", device.cpu.bf16_dot ? ", bf16 dot products" : "", device.cpu.cores));
+    }
+    const auto rank = std::ranges::find(search.plans, plan) - search.plans.begin();
+    if (rank == std::ssize(search.plans)) {
+        lines.push_back(fmt::format("plan given from outside; the planner has {} candidates of its own", search.plans.size()));
+    } else {
+        lines.push_back(
+            fmt::format("number {} of {} legal candidates by expected time at {} tokens", rank + 1, search.plans.size(), kReferenceTokens));
+    }
+    lines.push_back(fmt::format("chunk of at most {} vocabulary rows; scratch of {} bytes decides how many at a time", plan.vocab_chunk,
+                                plan.scratch_bytes));
+    for (const auto& [reason, count] : search.refusals) lines.push_back("refused: " + reason);
+    return lines;
+}
+
+}  // namespace flce

@@ -1,0 +1,43 @@
+#include "generator/tiles_sm80.hpp"
+
+#include <array>
+
+namespace flce {
+namespace {
+
+// block_m, block_n, block_k, stages, warps_m, warps_n
+constexpr std::array kHalfTiles = {
+    TileCandidate{{128, 256, 64, 3, 2, 4}, 0.93}, TileCandidate{{128, 256, 32, 4, 2, 4}, 0.92},
+    TileCandidate{{128, 256, 32, 3, 2, 4}, 0.91}, TileCandidate{{256, 128, 64, 3, 4, 2}, 0.92},
+    TileCandidate{{256, 128, 32, 3, 4, 2}, 0.90}, TileCandidate{{128, 128, 64, 3, 2, 2}, 0.90},
+    TileCandidate{{128, 128, 32, 4, 2, 2}, 0.88}, TileCandidate{{128, 128, 32, 3, 2, 2}, 0.86},
+    TileCandidate{{128, 128, 32, 4, 2, 4}, 0.80}, TileCandidate{{64, 128, 64, 3, 2, 2}, 0.76},
+    TileCandidate{{128, 64, 64, 3, 2, 2}, 0.76},  TileCandidate{{64, 64, 64, 3, 2, 2}, 0.60},
+    TileCandidate{{64, 64, 32, 3, 2, 2}, 0.55},
+};
+
+// Three products of TF32 halves; the accumulator of the slice in flight leaves room for 64 registers of sums.
+constexpr std::array kFloatTiles = {
+    TileCandidate{{128, 128, 32, 3, 2, 4}, 0.80}, TileCandidate{{128, 128, 16, 4, 2, 4}, 0.78},
+    TileCandidate{{128, 128, 16, 3, 2, 4}, 0.77}, TileCandidate{{64, 128, 32, 3, 2, 2}, 0.76},
+    TileCandidate{{64, 128, 16, 4, 2, 2}, 0.74},  TileCandidate{{128, 64, 16, 4, 2, 2}, 0.74},
+    TileCandidate{{64, 64, 32, 3, 2, 2}, 0.60},   TileCandidate{{64, 64, 16, 3, 2, 2}, 0.55},
+};
+
+}  // namespace
+
+std::span<const TileCandidate> tile_candidates_sm80(DType dtype) {
+    if (dtype == DType::fp32) return kFloatTiles;
+    return kHalfTiles;
+}
+
+double mma_sync_share(int compute_capability) {
+    switch (compute_capability / 10) {
+        case 9: return 0.65;
+        case 10:
+        case 11: return 0.30;
+        default: return 1.0;
+    }
+}
+
+}  // namespace flce

@@ -1,0 +1,144 @@
+// Every rule of illegal_reason: a legal plan with one thing wrong is refused for that thing.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "flce/error.hpp"
+#include "flce/plan.hpp"
+
+namespace flce {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+Plan cuda_plan() {
+    const GemmTile tile{128, 128, 32, 3, 2, 2};
+    return {.path = PlanPath::cuda_sm80,
+            .vocab_chunk = 8192,
+            .scratch_bytes = kDefaultScratchBytes,
+            .cuda = {.forward = tile, .dlogits = tile, .grad_hidden = tile, .grad_weight = tile, .raster = 8}};
+}
+
+Plan cpu_plan() {
+    return {.path = PlanPath::cpu, .vocab_chunk = 4096, .scratch_bytes = kDefaultScratchBytes, .cpu = {512, false, 14, 32, 112, 512, 256}};
+}
+
+struct Case {
+    const char* what;
+    std::function<void(Plan&)> change;
+    std::vector<const char*> parts;  ///< of the reason; empty: legal
+};
+
+void expect_reasons(const char* spec_text, const char* device_name, const Plan& legal, const std::vector<Case>& cases) {
+    const Spec spec = parse_spec(spec_text);
+    const Device device = describe_device(device_name);
+    ASSERT_EQ(illegal_reason(spec, device, legal), std::nullopt);
+    for (const Case& c : cases) {
+        Plan plan = legal;
+        c.change(plan);
+        const std::string reason = illegal_reason(spec, device, plan).value_or("");
+        if (c.parts.empty()) {
+            EXPECT_EQ(reason, "") << c.what;
+        }
+        for (const char* part : c.parts) EXPECT_THAT(reason, HasSubstr(part)) << c.what;
+    }
+}
+
+TEST(Legality, CudaTiles_AreRefusedWithTheirReason) {
+    expect_reasons("D=2048,V=151936", "h100", cuda_plan(),
+                   {
+                       {"wide tile", [](Plan& p) { p.cuda.forward = {128, 256, 64, 3, 2, 4}; }, {}},
+                       {"no warps", [](Plan& p) { p.cuda.forward.warps_m = 0; }, {"forward", "from 1"}},
+                       {"negative", [](Plan& p) { p.cuda.dlogits.block_n = -128; }, {"dlogits", "-128"}},
+                       {"absurd", [](Plan& p) { p.cuda.dlogits.block_n = 1 << 30; }, {"dlogits", "1073741824"}},
+                       {"three warps", [](Plan& p) { p.cuda.grad_hidden.warps_n = 3; }, {"grad_hidden", "warps 2x3"}},
+                       {"too many threads", [](Plan& p) { p.cuda.forward = {256, 256, 32, 2, 8, 8}; }, {"forward", "warps 8x8"}},
+                       {"block of 96", [](Plan& p) { p.cuda.grad_weight.block_m = 96; }, {"grad_weight", "block 96x128"}},
+                       {"block of 16", [](Plan& p) { p.cuda.grad_weight.block_n = 16; }, {"grad_weight", "block 128x16"}},
+                       {"registers", [](Plan& p) { p.cuda.forward = {256, 256, 32, 2, 2, 2}; }, {"forward", "registers", "512"}},
+                       {"block_k of 48", [](Plan& p) { p.cuda.forward.block_k = 48; }, {"forward", "block_k 48"}},
+                       {"block_k of 16", [](Plan& p) { p.cuda.forward.block_k = 16; }, {"forward", "block_k 16"}},
+                       {"one stage", [](Plan& p) { p.cuda.forward.stages = 1; }, {"forward", "stages 1"}},
+                       {"shared memory", [](Plan& p) { p.cuda.forward = {128, 256, 64, 6, 2, 4}; }, {"forward", "shared memory", "232448"}},
+                   });
+}
+
+TEST(Legality, CudaSizes_AreRefusedWithTheirReason) {
+    expect_reasons("D=2048,V=151936", "h100", cuda_plan(),
+                   {
+                       {"raster 1", [](Plan& p) { p.cuda.raster = 1; }, {}},
+                       {"raster 0", [](Plan& p) { p.cuda.raster = 0; }, {"raster=0"}},
+                       {"chunk 0", [](Plan& p) { p.vocab_chunk = 0; }, {"chunk=0"}},
+                       {"negative chunk", [](Plan& p) { p.vocab_chunk = -128; }, {"chunk=-128"}},
+                       {"huge chunk", [](Plan& p) { p.vocab_chunk = 1LL << 40; }, {"chunk=1099511627776"}},
+                       {"ragged chunk", [](Plan& p) { p.vocab_chunk = 8192 + 64; }, {"chunk=8256", "multiple", "128"}},
+                       {"no scratch", [](Plan& p) { p.scratch_bytes = 0; }, {"scratch=0", "at least"}},
+                       {"negative scratch", [](Plan& p) { p.scratch_bytes = -1; }, {"scratch=-1"}},
+                       {"scratch beyond sense", [](Plan& p) { p.scratch_bytes = INT64_MAX; }, {"scratch=9223372036854775807"}},
+                       {"cpu path", [](Plan& p) { p.path = PlanPath::cpu; }, {"path cpu", "GPU"}},
+                   });
+}
+
+TEST(Legality, Fp32Tiles_HaveTheirOwnLimits) {
+    Plan plan = cuda_plan();
+    const GemmTile tile{128, 128, 16, 3, 2, 4};
+    plan.cuda = {tile, tile, tile, tile, 8};
+    expect_reasons("D=2048,V=151936,dtype=fp32", "h100", plan,
+                   {
+                       {"64x64 a warp", [](Plan& p) { p.cuda.forward.warps_n = 2; }, {"forward", "registers", "fp32 allows 64"}},
+                       {"block_k of 64", [](Plan& p) { p.cuda.forward.block_k = 64; }, {"forward", "block_k 64"}},
+                   });
+}
+
+TEST(Legality, SharedMemory_IsTheDevices) {
+    const Spec spec = parse_spec("D=2048,V=151936");
+    Plan plan = cuda_plan();
+    plan.cuda.forward = {128, 256, 64, 3, 2, 4};
+    EXPECT_EQ(illegal_reason(spec, describe_device("sm_80"), plan), std::nullopt);
+    EXPECT_THAT(illegal_reason(spec, describe_device("sm_86"), plan).value_or(""), AllOf(HasSubstr("sm_86"), HasSubstr("101376")));
+    EXPECT_THAT(illegal_reason(spec, describe_device("sm_120"), plan).value_or(""), AllOf(HasSubstr("sm_120"), HasSubstr("101376")));
+}
+
+TEST(Legality, OldGpu_IsRefused) {
+    Device device = describe_device("sm_80");
+    device.gpu.compute_capability = 75;
+    EXPECT_THAT(illegal_reason(parse_spec("D=64,V=50"), device, cuda_plan()).value_or(""), AllOf(HasSubstr("7.5"), HasSubstr("8.0")));
+}
+
+TEST(Legality, CpuPlans_AreRefusedWithTheirReason) {
+    expect_reasons("D=2048,V=151936", "znver4", cpu_plan(),
+                   {
+                       {"bf16 pairs", [](Plan& p) { p.cpu.bf16_dot = true; }, {}},
+                       {"narrow vectors", [](Plan& p) { p.cpu = {256, false, 6, 16, 96, 512, 256}; }, {}},
+                       {"odd width", [](Plan& p) { p.cpu.vector_bits = 384; }, {"vector=384", "128, 256 or 512"}},
+                       {"no rows", [](Plan& p) { p.cpu.micro_m = 0; }, {"micro", "not 0"}},
+                       {"negative block", [](Plan& p) { p.cpu.block_k = -8; }, {"block", "not -8"}},
+                       {"half a vector", [](Plan& p) { p.cpu.micro_n = 24; }, {"micro=14x24", "16 lanes"}},
+                       {"registers", [](Plan& p) { p.cpu.micro_m = 28; }, {"micro=28x32", "59 vector registers", "32"}},
+                       {"ragged block_m", [](Plan& p) { p.cpu.block_m = 100; }, {"block_m=100", "micro_m = 14"}},
+                       {"ragged block_n", [](Plan& p) { p.cpu.block_n = 48; }, {"block_n=48", "micro_n = 32"}},
+                       {"ragged block_k", [](Plan& p) { p.cpu.block_k = 100; }, {"block_k=100", "multiple of 8"}},
+                       {"ragged chunk", [](Plan& p) { p.vocab_chunk = 4104; }, {"chunk=4104", "micro_n = 32"}},
+                       {"no scratch", [](Plan& p) { p.scratch_bytes = 1; }, {"scratch=1", "at least"}},
+                       {"gpu path", [](Plan& p) { p.path = PlanPath::cuda_sm80; }, {"path cuda_sm80", "CPU"}},
+                   });
+    expect_reasons("D=2048,V=151936", "icelake-server", cpu_plan(),
+                   {{"bf16 pairs", [](Plan& p) { p.cpu.bf16_dot = true; }, {"bf16_dot=1", "icelake-server", "VDPBF16PS"}}});
+    expect_reasons("D=2048,V=151936,dtype=fp16", "znver4", cpu_plan(),
+                   {{"bf16 pairs", [](Plan& p) { p.cpu.bf16_dot = true; }, {"bf16_dot=1", "dtype bf16", "fp16"}}});
+}
+
+TEST(Legality, VectorsWiderThanTheCpus_AreRefused) {
+    const std::string reason = illegal_reason(parse_spec("D=64,V=50"), describe_device("haswell"), cpu_plan()).value_or("");
+    EXPECT_THAT(reason, AllOf(HasSubstr("vector=512"), HasSubstr("haswell"), HasSubstr("256")));
+}
+
+TEST(Legality, IllegalSpec_IsASpecErrorNotAReason) {
+    Spec spec{.hidden_size = 12, .vocab_size = 50};
+    EXPECT_THROW((void)illegal_reason(spec, describe_device("h100"), cuda_plan()), SpecError);
+}
+
+}  // namespace
+}  // namespace flce

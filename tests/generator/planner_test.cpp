@@ -1,0 +1,145 @@
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "flce/error.hpp"
+#include "flce/plan.hpp"
+
+namespace flce {
+namespace {
+
+using testing::HasSubstr;
+
+const std::vector<const char*>& specs() {
+    static const std::vector<const char*> all = {
+        "D=2048,V=151936,tied",
+        "D=8,V=2",
+        "D=8,V=2,dtype=fp32",
+        "D=64,V=50,layout=hidden_major,bias",
+        "D=2560,V=50257,dtype=fp32,label_smoothing=0.1,outputs=loss+lse+logprob+entropy,bias,class_weight,softcap=30",
+        "D=4096,V=128256,dtype=fp16,grad_weight_dtype=fp32,grad_weight_mode=accumulate",
+        "D=200,V=127,padded_vocab_size=128,dtype=fp32",
+        "D=7168,V=129280,label_smoothing=0.1,outputs=loss+entropy,bias",
+    };
+    return all;
+}
+
+TEST(Planner, EveryCandidate_IsLegalAndPrintsBack) {
+    for (const std::string& name : known_device_names()) {
+        const Device device = describe_device(name);
+        for (const char* text : specs()) {
+            const Spec spec = parse_spec(text);
+            const auto plans = candidate_plans(spec, device);
+            ASSERT_FALSE(plans.empty());
+            std::set<std::string> seen;
+            for (const Plan& plan : plans) {
+                EXPECT_EQ(illegal_reason(spec, device, plan), std::nullopt) << name << ' ' << text << ' ' << plan.text();
+                EXPECT_EQ(parse_plan(plan.text()), plan);
+                EXPECT_EQ(plan.scratch_bytes, kDefaultScratchBytes);
+                EXPECT_TRUE(seen.insert(plan.text()).second) << "twice: " << plan.text();
+            }
+            EXPECT_EQ(plans, candidate_plans(spec, device)) << "the same question has the same answer";
+            EXPECT_EQ(choose_plan(spec, device), plans.front());
+        }
+    }
+}
+
+TEST(Planner, Candidates_AreOrderedByExpectedTime) {
+    const Spec spec = parse_spec("D=2048,V=151936");
+    for (const char* name : {"sm_90a", "sm_80", "sm_89", "sm_100a", "x86-64-v4", "x86-64"}) {
+        const Device device = describe_device(name);
+        double last = 0;
+        for (const Plan& plan : candidate_plans(spec, device)) {
+            const double seconds = estimate_forward(spec, device, plan, 4096).seconds + estimate_backward(spec, device, plan, 4096).seconds;
+            EXPECT_GE(seconds, last);
+            last = seconds;
+        }
+    }
+}
+
+TEST(Planner, Choice_DoesNotDependOnOptionValues) {
+    const Device device = describe_device("h100");
+    EXPECT_EQ(choose_plan(parse_spec("D=2048,V=32000,softcap=30"), device), choose_plan(parse_spec("D=2048,V=32000,softcap=50"), device));
+}
+
+TEST(Planner, Choice_IsTheSameForAnArchitectureAndItsProducts) {
+    for (const std::string& name : known_device_names()) {
+        const Device device = describe_device(name);
+        if (device.kind != DeviceKind::cuda) continue;
+        for (const char* text : specs()) {
+            const Spec spec = parse_spec(text);
+            EXPECT_EQ(choose_plan(spec, device).text(), choose_plan(spec, describe_device(device.gpu.arch)).text()) << name << ' ' << text;
+        }
+    }
+}
+
+TEST(Planner, TooLittleScratch_IsAPlanErrorWithReasons) {
+    const Spec spec = parse_spec("D=2048,V=151936");
+    for (const char* name : {"h100", "x86-64-v4"}) {
+        const Device device = describe_device(name);
+        for (const std::int64_t scratch : {std::int64_t{0}, std::int64_t{-1}, std::int64_t{4096}}) {
+            try {
+                (void)choose_plan(spec, device, {.scratch_bytes = scratch});
+                ADD_FAILURE() << name << ' ' << scratch;
+            } catch (const PlanError& error) {
+                EXPECT_THAT(error.what(),
+                            testing::AllOf(testing::HasSubstr("scratch=" + std::to_string(scratch)), testing::HasSubstr(spec.text())));
+            }
+        }
+    }
+}
+
+TEST(Planner, LeastScratchInAReason_IsEnough) {
+    const Spec spec = parse_spec("D=2048,V=151936");
+    for (const char* name : {"h100", "x86-64-v4"}) {
+        const Device device = describe_device(name);
+        Plan plan = choose_plan(spec, device);
+        plan.scratch_bytes = 0;
+        const std::string reason = illegal_reason(spec, device, plan).value();
+        plan.scratch_bytes = std::stoll(reason.substr(reason.find("at least ") + 9));
+        EXPECT_EQ(illegal_reason(spec, device, plan), std::nullopt);
+        --plan.scratch_bytes;
+        EXPECT_NE(illegal_reason(spec, device, plan), std::nullopt);
+    }
+}
+
+TEST(Planner, Reasons_SayWhatWasRefused) {
+    const Spec spec = parse_spec("D=2048,V=151936");
+    const Device device = describe_device("rtx4090");
+    const Plan plan = choose_plan(spec, device);
+    const auto lines = plan_reasons(spec, device, plan);
+    EXPECT_THAT(lines, testing::Contains(HasSubstr("number 1 of")));
+    EXPECT_THAT(lines, testing::Contains(testing::AllOf(HasSubstr("refused: tile"), HasSubstr("shared memory"))));
+    Plan own = plan;
+    own.cuda.raster = 7;
+    EXPECT_THAT(plan_reasons(spec, device, own), testing::Contains(HasSubstr("given from outside")));
+}
+
+TEST(CostModel, CountsOperations) {
+    const Spec spec = parse_spec("D=2048,V=151936");
+    for (const char* name : {"h100", "x86-64-v4"}) {
+        const Device device = describe_device(name);
+        const Plan plan = choose_plan(spec, device);
+        const double nvd = 4096.0 * 2048 * 151936;
+        EXPECT_DOUBLE_EQ(estimate_forward(spec, device, plan, 4096).flops, 2 * nvd);
+        EXPECT_DOUBLE_EQ(estimate_backward(spec, device, plan, 4096).flops, 6 * nvd);
+        EXPECT_EQ(estimate_forward(spec, device, plan, 0).seconds, 0);
+        EXPECT_EQ(estimate_backward(spec, device, plan, 0).flops, 0);
+        EXPECT_GT(estimate_backward(spec, device, plan, 4096).seconds, estimate_forward(spec, device, plan, 4096).seconds);
+        EXPECT_GT(estimate_forward(spec, device, plan, 65536).seconds, 10 * estimate_forward(spec, device, plan, 4096).seconds);
+        EXPECT_GE(estimate_forward(spec, device, plan, 1).bytes, 2.0 * 2048 * 151936) << "the weight is read at least once";
+    }
+}
+
+TEST(CostModel, Fp32CostsMoreThanBf16) {
+    const Device device = describe_device("h100");
+    const Spec half = parse_spec("D=2048,V=32000");
+    const Spec full = parse_spec("D=2048,V=32000,dtype=fp32");
+    EXPECT_GT(estimate_forward(full, device, choose_plan(full, device), 4096).seconds,
+              4 * estimate_forward(half, device, choose_plan(half, device), 4096).seconds);
+}
+
+}  // namespace
+}  // namespace flce

@@ -1,0 +1,57 @@
+// The promise of Plan::scratch_bytes: workspace ≤ scratch_bytes + 4·N·D for any number of tokens.
+#include <gtest/gtest.h>
+
+#include "flce/plan.hpp"
+#include "generator/cuda_program.hpp"
+
+namespace flce {
+namespace {
+
+constexpr std::int64_t kTokens[] = {0,      1,      3,      7,       31,      63,      64,        65,     127,    128,
+                                    129,    200,    255,    256,     257,     1000,    1023,      4095,   4096,   4097,
+                                    8191,   8192,   10000,  16384,   20001,   32768,   65535,     65536,  100000, 131072,
+                                    262144, 524287, 524288, 1000000, 1 << 22, 1 << 24, 100000007, 1 << 30};
+
+void expect_bound(const Spec& spec, const Device& device, const Plan& plan) {
+    const CudaProgram program = generate_cuda(spec, device, plan);
+    for (const std::int64_t n : kTokens) {
+        CallSlots slots{};
+        slots[static_cast<std::size_t>(Slot::num_tokens)] = n;
+        const std::int64_t accumulator = 4 * n * spec.hidden_size;
+        for (const Expr* bytes : {&program.forward_workspace_bytes, &program.backward_workspace_bytes}) {
+            const std::int64_t value = evaluate(*bytes, slots);
+            EXPECT_GE(value, 0);
+            EXPECT_LE(value, plan.scratch_bytes + accumulator) << n << " tokens, " << spec.text() << ", " << plan.text();
+        }
+    }
+}
+
+TEST(WorkspaceBound, ChosenPlans_StayWithinScratch) {
+    for (const char* device_name : {"h100", "a100", "l4", "rtx5090", "b200"}) {
+        const Device device = describe_device(device_name);
+        for (const char* text :
+             {"D=2048,V=151936,tied", "D=8,V=2", "D=200,V=127,dtype=fp32,bias", "D=7168,V=129280,bias,outputs=loss+entropy",
+              "D=2560,V=50257,dtype=fp32,label_smoothing=0.1,outputs=loss+lse+logprob+entropy,bias,class_weight",
+              "D=4096,V=128256,dtype=fp16,layout=hidden_major,grad_weight_dtype=fp32"}) {
+            const Spec spec = parse_spec(text);
+            expect_bound(spec, device, choose_plan(spec, device));
+            expect_bound(spec, device, choose_plan(spec, device, {.scratch_bytes = 200LL << 20}));
+        }
+    }
+}
+
+TEST(WorkspaceBound, LeastLegalScratch_IsKept) {
+    const Device device = describe_device("h100");
+    for (const char* text : {"D=2048,V=151936", "D=8,V=2", "D=256,V=50257,dtype=fp32,bias,outputs=loss+entropy,label_smoothing=0.1"}) {
+        const Spec spec = parse_spec(text);
+        Plan plan = choose_plan(spec, device);
+        plan.scratch_bytes = 0;
+        const std::string reason = illegal_reason(spec, device, plan).value();
+        plan.scratch_bytes = std::stoll(reason.substr(reason.find("at least ") + 9));
+        ASSERT_EQ(illegal_reason(spec, device, plan), std::nullopt);
+        expect_bound(spec, device, plan);
+    }
+}
+
+}  // namespace
+}  // namespace flce
