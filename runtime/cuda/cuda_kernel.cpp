@@ -6,7 +6,6 @@
 #include <nlohmann/json.hpp>
 
 #include "flce/error.hpp"
-#include "generator/cuda_program.hpp"
 #include "runtime/cuda/cubin.hpp"
 #include "runtime/cuda/driver.hpp"
 #include "runtime/cuda/launcher.hpp"
@@ -86,41 +85,10 @@ Artifact compile_cubin(const BuildRequest& request, const CudaProgram& program, 
     return {metadata.dump(), std::move(result.cubin)};
 }
 
-std::shared_ptr<const Artifact> cubin_of(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
-    const auto nvrtc = Nvrtc::load();
-    std::vector<std::string> options = program.options;
-    options.emplace_back(kReportOption);
-    KeyBuilder key("cubin");
-    key.add("arch", request.device.gpu.arch).add("source", program.source).add("nvrtc", nvrtc->build_id());
-    for (const EmbeddedHeader& header : embedded_templates()) key.add("header name", header.name).add("header", header.text);
-    for (const std::string& option : options) key.add("option", option);
-    // What the entry is checked for before it is published.
-    for (const KernelEntry& kernel : program.kernels) key.add("kernel", kernel.name);
-    return cache.get_or_create(key.finish(), [&] { return compile_cubin(request, program, *nvrtc, options); });
-}
-
-std::shared_ptr<const Artifact> launchers_of(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
-    const CpuProperties target = launcher_target(native_cpu().cpu);
-    KeyBuilder key("object");
-    key.add("llvm", llvm_version()).add("triple", target.triple).add("cpu", target.cpu).add("features", target.features);
-    for (const KernelEntry& kernel : program.kernels) {
-        key.add("kernel", fmt::format("{} {} {}", kernel.name, kernel.block_threads, kernel.dynamic_smem_bytes));
-    }
-    for (const std::string& line : statement_texts(program.forward, program.kernels)) key.add("forward", line);
-    for (const std::string& line : statement_texts(program.backward, program.kernels)) key.add("backward", line);
-    return cache.get_or_create(key.finish(), [&] {
-        Json metadata = describe_request(request, "object");
-        metadata["holds"] = "CUDA launchers";
-        metadata["compiler"] = "LLVM " + llvm_version();
-        metadata["target"] = {{"triple", target.triple}, {"cpu", target.cpu}, {"features", target.features}};
-        return Artifact{metadata.dump(), compile_launchers(program, target)};
-    });
-}
-
 KernelSet compile(const BuildRequest& request, ArtifactCache& cache) {
     KernelSet set{generate_cuda(request.spec, request.device, request.plan), nullptr, nullptr};
-    set.cubin = cubin_of(request, set.program, cache);
-    set.launchers = launchers_of(request, set.program, cache);
+    set.cubin = cuda_cubin(request, set.program, cache);
+    set.launchers = cuda_launchers(request, set.program, cache);
     return set;
 }
 
@@ -189,6 +157,37 @@ private:
 };
 
 }  // namespace
+
+std::shared_ptr<const Artifact> cuda_cubin(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+    const auto nvrtc = Nvrtc::load();
+    std::vector<std::string> options = program.options;
+    options.emplace_back(kReportOption);
+    KeyBuilder key("cubin");
+    key.add("arch", request.device.gpu.arch).add("source", program.source).add("nvrtc", nvrtc->build_id());
+    for (const EmbeddedHeader& header : embedded_templates()) key.add("header name", header.name).add("header", header.text);
+    for (const std::string& option : options) key.add("option", option);
+    // What the entry is checked for before it is published.
+    for (const KernelEntry& kernel : program.kernels) key.add("kernel", kernel.name);
+    return cache.get_or_create(key.finish(), [&] { return compile_cubin(request, program, *nvrtc, options); });
+}
+
+std::shared_ptr<const Artifact> cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+    const CpuProperties target = launcher_target(native_cpu().cpu);
+    KeyBuilder key("object");
+    key.add("llvm", llvm_version()).add("triple", target.triple).add("cpu", target.cpu).add("features", target.features);
+    for (const KernelEntry& kernel : program.kernels) {
+        key.add("kernel", fmt::format("{} {} {}", kernel.name, kernel.block_threads, kernel.dynamic_smem_bytes));
+    }
+    for (const std::string& line : statement_texts(program.forward, program.kernels)) key.add("forward", line);
+    for (const std::string& line : statement_texts(program.backward, program.kernels)) key.add("backward", line);
+    return cache.get_or_create(key.finish(), [&] {
+        Json metadata = describe_request(request, "object");
+        metadata["holds"] = "CUDA launchers";
+        metadata["compiler"] = "LLVM " + llvm_version();
+        metadata["target"] = {{"triple", target.triple}, {"cpu", target.cpu}, {"features", target.features}};
+        return Artifact{metadata.dump(), compile_launchers(program, target)};
+    });
+}
 
 std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, ArtifactCache& cache) {
     return make_cuda_kernel(request, cache, *CudaDriver::load());

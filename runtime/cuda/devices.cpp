@@ -18,19 +18,20 @@ std::optional<Device> described(const std::string& name) {
     }
 }
 
-/// Completes what the driver said with what is published: the exact target for this compute capability, and the rates of this product, else
-/// those of its architecture in proportion to its SMs.
+/// Completes what the driver said with what is published: the exact target for this compute capability, and the rates of this product; for a
+/// part of one or an unknown one, those of its architecture in proportion to its SMs.
 void complete(Device& device) {
     GpuProperties& gpu = device.gpu;
     const std::string plain = fmt::format("sm_{}", gpu.compute_capability);
     const auto arch = described(plain);
     gpu.arch = arch ? arch->gpu.arch : plain;
-    if (const auto product = described(device.name); product && product->kind == DeviceKind::cuda) {
+    const auto product = described(device.name);
+    if (product && product->kind == DeviceKind::cuda && product->gpu.sm_count == gpu.sm_count) {
         gpu.bandwidth_bytes_per_s = product->gpu.bandwidth_bytes_per_s;
         gpu.bf16_flops = product->gpu.bf16_flops;
         // Drivers report part of the L2 of some products. Planning on the published figure gives the plan, and so the cache entry, that
         // prewarming for this product by name gives.
-        if (product->gpu.sm_count == gpu.sm_count) gpu.l2_bytes = product->gpu.l2_bytes;
+        gpu.l2_bytes = product->gpu.l2_bytes;
         return;
     }
     const Device like = arch ? *arch : describe_device("sm_80");

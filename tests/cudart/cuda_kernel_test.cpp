@@ -1,0 +1,294 @@
+// CUDA kernels end to end on the host side: generated, compiled, cached, loaded and launched, with a driver that records.
+#include "runtime/cuda/cuda_kernel.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "flce/error.hpp"
+#include "generator/cuda_program.hpp"
+#include "tests/cudart/fake_driver.hpp"
+#include "tests/support/gpu.hpp"
+
+namespace flce {
+namespace {
+
+namespace fs = std::filesystem;
+using test::FakeGpu;
+using testing::HasSubstr;
+
+constexpr std::int64_t kHidden = 64;
+constexpr std::int64_t kVocab = 1000;
+constexpr DeviceRef kGpu{DeviceKind::cuda, 0};
+
+BuildRequest request_for(const std::string& spec_text, const Device& device) {
+    BuildRequest request;
+    request.spec = parse_spec(spec_text);
+    request.device = device;
+    request.plan = choose_plan(request.spec, device);
+    request.device_ref = kGpu;
+    request.reasons = {"because"};
+    return request;
+}
+
+class CacheFolder {
+public:
+    CacheFolder() {
+        std::string name = (fs::temp_directory_path() / "flce-test-XXXXXX").string();
+        if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temp folder");
+        path_ = name;
+    }
+    ~CacheFolder() { fs::remove_all(path_); }
+    [[nodiscard]] const fs::path& path() const { return path_; }
+
+private:
+    fs::path path_;
+};
+
+/// One compile for all tests of a process.
+ArtifactCache& shared_cache() {
+    static const CacheFolder folder;
+    static ArtifactCache cache({.directory = folder.path()});
+    return cache;
+}
+
+BuildRequest small_request() { return request_for("D=64,V=1000,dtype=bf16,outputs=loss+lse", describe_device("NVIDIA H200")); }
+
+/// Addresses that nothing dereferences: the fake GPU has no memory.
+struct Addresses {
+    static void* at(std::int64_t region) { return reinterpret_cast<void*>((region + 1) << 42); }
+
+    std::int64_t num_tokens;
+    TensorView hidden = TensorView::matrix(at(0), ScalarType::bf16, num_tokens, kHidden, kGpu);
+    TensorView weight = TensorView::matrix(at(1), ScalarType::bf16, kVocab, kHidden, kGpu);
+    TensorView target = TensorView::vector(at(2), ScalarType::int64, num_tokens, kGpu);
+    TensorView loss = TensorView::scalar(at(3), ScalarType::fp32, kGpu);
+    TensorView lse = TensorView::vector(at(4), ScalarType::fp32, num_tokens, kGpu);
+    TensorView grad_hidden = TensorView::matrix(at(5), ScalarType::bf16, num_tokens, kHidden, kGpu);
+    TensorView grad_weight = TensorView::matrix(at(6), ScalarType::bf16, kVocab, kHidden, kGpu);
+    Workspace workspace{at(16), std::size_t{1} << 40};
+
+    [[nodiscard]] ForwardArgs forward() const { return {.hidden = hidden, .weight = weight, .target = target, .loss = loss, .lse = lse}; }
+    [[nodiscard]] BackwardArgs backward() const {
+        return {.hidden = hidden, .weight = weight, .target = target, .lse = lse, .grad_hidden = grad_hidden, .grad_weight = grad_weight};
+    }
+    [[nodiscard]] CallSlots slots(bool backward) const {
+        CallSlots slots{};
+        const auto set = [&](Slot slot, const void* value) {
+            slots[static_cast<std::size_t>(slot)] = reinterpret_cast<std::int64_t>(value);
+        };
+        slots[static_cast<std::size_t>(Slot::num_tokens)] = num_tokens;
+        slots[static_cast<std::size_t>(Slot::target_bits)] = 64;
+        slots[static_cast<std::size_t>(Slot::ignore_index)] = -100;
+        slots[static_cast<std::size_t>(Slot::reduction)] = static_cast<std::int64_t>(ReductionCode::mean);
+        set(Slot::hidden, hidden.data);
+        set(Slot::weight, weight.data);
+        set(Slot::target, target.data);
+        set(Slot::lse, lse.data);
+        set(Slot::workspace, workspace.data);
+        if (!backward) set(Slot::loss, loss.data);
+        if (backward) set(Slot::grad_hidden, grad_hidden.data);
+        if (backward) set(Slot::grad_weight, grad_weight.data);
+        return slots;
+    }
+};
+
+/// The launches and memsets of the fake GPU must be those of the program, in number, order and every byte.
+void expect_as_interpreted(const FakeGpu& gpu, const CudaProgram& program, bool backward, const CallSlots& slots, CUstream stream) {
+    std::size_t launches = 0;
+    std::size_t memsets = 0;
+    interpret(
+        backward ? program.backward : program.forward, slots,
+        [&](const InterpretedLaunch& expected) {
+            ASSERT_LT(launches, gpu.launches.size());
+            const FakeGpu::Launch& launch = gpu.launches[launches++];
+            const KernelEntry& kernel = program.kernels.at(static_cast<std::size_t>(expected.kernel));
+            EXPECT_EQ(launch.kernel, kernel.name);
+            for (std::size_t i = 0; i < 3; ++i) EXPECT_EQ(launch.grid[i], expected.grid[i]);
+            EXPECT_EQ(launch.block_threads, kernel.block_threads);
+            EXPECT_EQ(launch.dynamic_smem_bytes, kernel.dynamic_smem_bytes);
+            EXPECT_EQ(launch.stream, stream);
+            EXPECT_EQ(launch.params, expected.params);
+            EXPECT_EQ(launch.current, FakeGpu::primary());
+        },
+        [&](std::int64_t address, std::int64_t bytes) {
+            ASSERT_LT(memsets, gpu.memsets.size());
+            EXPECT_EQ(gpu.memsets[memsets].address, static_cast<CUdeviceptr>(address));
+            EXPECT_EQ(gpu.memsets[memsets].bytes, static_cast<std::size_t>(bytes));
+            EXPECT_EQ(gpu.memsets[memsets++].stream, stream);
+        });
+    EXPECT_EQ(launches, gpu.launches.size());
+    EXPECT_EQ(memsets, gpu.memsets.size());
+}
+
+TEST(CudaKernel, Passes_LaunchWhatTheProgramSays) {
+    FLCE_REQUIRE_NVRTC();
+    FakeGpu gpu;
+    const BuildRequest request = small_request();
+    const auto kernel = make_cuda_kernel(request, shared_cache(), *FakeGpu::driver());
+    const CudaProgram program = generate_cuda(request.spec, request.device, request.plan);
+    for (const KernelEntry& entry : program.kernels) EXPECT_EQ(gpu.dynamic_smem.at(entry.name), static_cast<int>(entry.dynamic_smem_bytes));
+    const auto stream = reinterpret_cast<CUstream>(0x77);
+    for (const std::int64_t num_tokens : {0, 1, 127, 5000, 1 << 20}) {
+        const Addresses call{num_tokens};
+        gpu.launches.clear();
+        gpu.memsets.clear();
+        kernel->forward(call.forward(), call.workspace, {stream});
+        expect_as_interpreted(gpu, program, false, call.slots(false), stream);
+        gpu.launches.clear();
+        gpu.memsets.clear();
+        kernel->backward(call.backward(), call.workspace, {stream});
+        expect_as_interpreted(gpu, program, true, call.slots(true), stream);
+        EXPECT_GT(gpu.launches.size(), 0U);
+    }
+    EXPECT_EQ(gpu.last_module, (std::vector<std::byte>{std::byte{0x7f}, std::byte{'E'}, std::byte{'L'}, std::byte{'F'}}));
+    EXPECT_TRUE(gpu.context_stack.empty());
+    EXPECT_EQ(gpu.forbidden_calls, 0);
+    EXPECT_EQ(kernel->explain().reasons, request.reasons);
+}
+
+TEST(CudaKernel, Workspace_IsWhatThePlanMayUse) {
+    FLCE_REQUIRE_NVRTC();
+    FakeGpu gpu;
+    const BuildRequest request = small_request();
+    const auto kernel = make_cuda_kernel(request, shared_cache(), *FakeGpu::driver());
+    for (const std::int64_t num_tokens : {1, 128, 4096, 100000}) {
+        const auto bytes = static_cast<std::int64_t>(kernel->workspace_bytes(num_tokens));
+        EXPECT_GT(bytes, 0);
+        EXPECT_LE(bytes, request.plan.scratch_bytes + 4 * num_tokens * kHidden);
+    }
+    EXPECT_THROW((void)kernel->workspace_bytes(-1), ArgumentError);
+}
+
+TEST(CudaKernel, FailedLaunch_NamesTheKernelAndTheResult) {
+    FLCE_REQUIRE_NVRTC();
+    FakeGpu gpu;
+    const auto kernel = make_cuda_kernel(small_request(), shared_cache(), *FakeGpu::driver());
+    const Addresses call{100};
+    gpu.fail_launch = 0;
+    try {
+        kernel->forward(call.forward(), call.workspace);
+        FAIL() << "no error";
+    } catch (const DeviceError& error) {
+        EXPECT_THAT(error.what(),
+                    HasSubstr("cuLaunchKernel failed: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure) in the forward pass"));
+        EXPECT_THAT(error.what(), HasSubstr("launch " + gpu.launches.at(0).kernel));
+        EXPECT_EQ(error.call(), "cuLaunchKernel");
+        EXPECT_EQ(error.result(), CUDA_ERROR_LAUNCH_FAILED);
+    }
+    EXPECT_EQ(gpu.launches.size(), 1U);
+    EXPECT_TRUE(gpu.context_stack.empty());
+}
+
+TEST(CudaKernel, LastOwner_UnloadsModuleAndReleasesContext) {
+    FLCE_REQUIRE_NVRTC();
+    FakeGpu gpu;
+    std::shared_ptr<const Kernel> kernel;
+    {
+        const CacheFolder folder;
+        ArtifactCache cache({.directory = folder.path()});
+        kernel = make_cuda_kernel(small_request(), cache, *FakeGpu::driver());
+    }
+    EXPECT_EQ(gpu.modules, 1);
+    EXPECT_EQ(gpu.retained, 1);
+    const Addresses call{10};
+    kernel->forward(call.forward(), call.workspace);
+    kernel.reset();
+    EXPECT_EQ(gpu.modules, 0);
+    EXPECT_EQ(gpu.retained, 0);
+}
+
+TEST(CudaKernel, KernelThatDoesNotFitTheDevice_IsRefusedWhenLoaded) {
+    FLCE_REQUIRE_NVRTC();
+    FakeGpu gpu;
+    gpu.blocks_per_sm = 0;
+    EXPECT_THROW((void)make_cuda_kernel(small_request(), shared_cache(), *FakeGpu::driver()), InternalError);
+    EXPECT_EQ(gpu.modules, 0);
+}
+
+TEST(CudaKernel, Prewarmed_IsTakenFromTheCache) {
+    FLCE_REQUIRE_NVRTC();
+    const CacheFolder folder;
+    {
+        // No driver: a build machine.
+        ArtifactCache cache({.directory = folder.path()});
+        compile_cuda_kernel(small_request(), cache);
+        EXPECT_EQ(cache.statistics().created, 2);  // cubin and launchers
+    }
+    FakeGpu gpu;
+    const auto driver = FakeGpu::driver();
+    ArtifactCache cache({.directory = folder.path()});
+    BuildRequest request = small_request();
+    request.device = driver->device(0);
+    request.plan = choose_plan(request.spec, request.device);
+    const auto kernel = make_cuda_kernel(request, cache, *driver);
+    EXPECT_EQ(cache.statistics().created, 0);
+    EXPECT_EQ(cache.statistics().disk_hits, 2);
+}
+
+TEST(CudaKernel, OptionValues_ShareACubin) {
+    FLCE_REQUIRE_NVRTC();
+    const CacheFolder folder;
+    ArtifactCache cache({.directory = folder.path()});
+    const Device device = describe_device("sm_80");
+    compile_cuda_kernel(request_for("D=64,V=1000,dtype=bf16,softcap=30", device), cache);
+    EXPECT_EQ(cache.statistics().created, 2);
+    compile_cuda_kernel(request_for("D=64,V=1000,dtype=bf16,softcap=50", device), cache);
+    EXPECT_EQ(cache.statistics().created, 3);  // launchers alone: the value is a parameter
+}
+
+TEST(CudaKernel, WithoutADevice_IsAnEnvironmentErrorBeforeAnyCompile) {
+    FakeGpu gpu;
+    gpu.device_count = 0;
+    ArtifactCache cache({});
+    EXPECT_THROW((void)make_cuda_kernel(small_request(), cache, *FakeGpu::driver()), EnvironmentError);
+    EXPECT_EQ(cache.statistics().created, 0);
+}
+
+// ---- Generated source for every family of GPUs.
+
+struct Variant {
+    const char* spec;
+    const char* arch;
+    friend void PrintTo(const Variant& variant, std::ostream* out) { *out << variant.arch << " " << variant.spec; }
+};
+
+class GeneratedCuda : public testing::TestWithParam<Variant> {};
+
+TEST_P(GeneratedCuda, Compiles_WithoutSpillsInMainLoops) {
+    FLCE_REQUIRE_NVRTC();
+    const BuildRequest request = request_for(GetParam().spec, describe_device(GetParam().arch));
+    const CudaProgram program = generate_cuda(request.spec, request.device, request.plan);
+    ArtifactCache cache({});
+    const auto cubin = cuda_cubin(request, program, cache);
+    const auto metadata = nlohmann::json::parse(cubin->metadata);
+    EXPECT_EQ(metadata.at("arch"), GetParam().arch);
+    EXPECT_EQ(parse_spec_json(metadata.at("spec").dump()), request.spec);
+    EXPECT_THAT(metadata.at("compiler").get<std::string>(), HasSubstr("NVRTC"));
+    ASSERT_EQ(metadata.at("kernels").size(), program.kernels.size());
+    int gemms = 0;
+    for (const auto& kernel : metadata.at("kernels")) {
+        const std::string name = kernel.at("name");
+        EXPECT_GT(kernel.at("registers"), 0) << name;
+        const bool gemm = name == "flce_forward" || name == "flce_dlogits" || name == "flce_grad_hidden" || name == "flce_grad_weight";
+        gemms += gemm ? 1 : 0;
+        const int spills = kernel.at("spill_store_bytes").get<int>() + kernel.at("spill_load_bytes").get<int>();
+        EXPECT_LE(spills, gemm ? 0 : 64) << name;
+        EXPECT_GT(kernel.at("block_threads"), 0) << name;
+    }
+    EXPECT_EQ(gemms, 4);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Variants, GeneratedCuda,
+    testing::Values(Variant{"D=2048,V=151936,dtype=bf16", "sm_80"}, Variant{"D=2048,V=151936,dtype=bf16", "sm_90a"},
+                    Variant{"D=2048,V=151936,dtype=bf16", "sm_100a"}, Variant{"D=2048,V=151936,dtype=bf16", "sm_120"},
+                    Variant{"D=2304,V=256000,dtype=fp16,softcap=30,logit_scale=0.5,bias,class_weight,label_smoothing=0.1,z_loss=1e-4,"
+                            "outputs=loss+lse+logprob+entropy",
+                            "sm_90a"},
+                    Variant{"D=200,V=50257,dtype=fp32,layout=hidden_major", "sm_80"}, Variant{"D=200,V=50257,dtype=fp32,bias", "sm_120"}));
+
+}  // namespace
+}  // namespace flce

@@ -1,0 +1,314 @@
+// On a real GPU: modules, launches, streams, graphs.
+#include "tests/support/gpu.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "flce/buffer.hpp"
+#include "runtime/cuda/driver.hpp"
+
+namespace flce {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr DeviceRef kGpu{DeviceKind::cuda, 0};
+constexpr const char* kSource = R"(
+struct Params { float* data; long long count; float factor; };
+extern "C" __global__ void scale(const __grid_constant__ Params p) {
+    extern __shared__ float staged[];
+    const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i < p.count) {
+        staged[threadIdx.x] = p.data[i] * p.factor;
+        p.data[i] = staged[threadIdx.x];
+    }
+}
+)";
+struct ScaleParams {
+    void* data;
+    long long count;
+    float factor;
+};
+
+std::vector<std::byte> compile_scale(const std::string& arch) {
+    const std::vector<KernelEntry> kernels = {{"scale", 128, 0}};
+    return Nvrtc::load()->compile(kSource, {}, {"--gpu-architecture=" + arch, "--std=c++17"}, kernels).cubin;
+}
+
+/// A stream that does not wait for the default stream.
+class TestStream {
+public:
+    explicit TestStream(std::shared_ptr<const CudaContext> context) : context_(std::move(context)) {
+        const ContextScope scope(*context_);
+        context_->driver().check(context_->functions().cuStreamCreate(&stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+    }
+    ~TestStream() { context_->functions().cuStreamDestroy(stream_); }
+    TestStream(const TestStream&) = delete;
+    TestStream& operator=(const TestStream&) = delete;
+    [[nodiscard]] CUstream get() const { return stream_; }
+    void wait() const { context_->driver().check(context_->functions().cuStreamSynchronize(stream_), "cuStreamSynchronize"); }
+
+private:
+    std::shared_ptr<const CudaContext> context_;
+    CUstream stream_ = nullptr;
+};
+
+/// What is launched on a stream while `work` runs, as a graph.
+class Graph {
+public:
+    template <typename Work>
+    Graph(const CudaDriver& driver, CUstream stream, const Work& work) : driver_(driver) {
+        find(begin_, "cuStreamBeginCapture");
+        find(end_, "cuStreamEndCapture");
+        find(instantiate_, "cuGraphInstantiate");
+        find(launch_, "cuGraphLaunch");
+        find(destroy_, "cuGraphExecDestroy");
+        find(destroy_graph_, "cuGraphDestroy");
+        driver_.check(begin_(stream, CU_STREAM_CAPTURE_MODE_GLOBAL), "cuStreamBeginCapture");
+        work();
+        driver_.check(end_(stream, &graph_), "cuStreamEndCapture");
+        driver_.check(instantiate_(&executable_, graph_, 0), "cuGraphInstantiate");
+    }
+    ~Graph() {
+        if (executable_ != nullptr) destroy_(executable_);
+        if (graph_ != nullptr) destroy_graph_(graph_);
+    }
+    Graph(const Graph&) = delete;
+    Graph& operator=(const Graph&) = delete;
+    void launch(CUstream stream) const { driver_.check(launch_(executable_, stream), "cuGraphLaunch"); }
+
+private:
+    template <typename Function>
+    void find(Function& function, const char* name) {
+        function = reinterpret_cast<Function>(driver_.find(name));
+        if (function == nullptr) throw InternalError(name);
+    }
+
+    const CudaDriver& driver_;
+    CUresult (*begin_)(CUstream, CUstreamCaptureMode) = nullptr;
+    CUresult (*end_)(CUstream, CUgraph*) = nullptr;
+    CUresult (*instantiate_)(CUgraphExec*, CUgraph, unsigned long long) = nullptr;
+    CUresult (*launch_)(CUgraphExec, CUstream) = nullptr;
+    CUresult (*destroy_)(CUgraphExec) = nullptr;
+    CUresult (*destroy_graph_)(CUgraph) = nullptr;
+    CUgraph graph_ = nullptr;
+    CUgraphExec executable_ = nullptr;
+};
+
+TEST(GpuModule, Kernel_RunsOnItsStreamWithItsAttributes) {
+    FLCE_REQUIRE_GPU();
+    const auto driver = CudaDriver::load();
+    const Device device = driver->device(0);
+    const auto context = driver->context(0);
+    const CudaModule module(context, compile_scale(device.gpu.arch));
+    const CUfunction function = module.function("scale", 65536);
+    const FunctionUse use = module.use(function, 128, 65536);
+    EXPECT_GT(use.registers, 0);
+    EXPECT_GE(use.blocks_per_sm, 1);
+    const TestStream stream(context);
+    std::vector<float> numbers(1000, 1.5F);
+    Buffer buffer(kGpu, numbers.size() * sizeof(float));
+    buffer.upload(numbers.data(), buffer.bytes());
+    const ScaleParams params{buffer.data(), 1000, 2.0F};
+    const auto bytes = std::as_bytes(std::span(&params, 1));
+    launch(*context, function, {{8, 1, 1}, 128, 65536}, bytes, stream.get());
+    launch(*context, function, {{8, 1, 1}, 128, 512, 1, device.gpu.compute_capability >= 90}, bytes, stream.get());
+    int doublings = 2;
+    if (device.gpu.compute_capability >= 90) {
+        launch(*context, function, {{8, 1, 1}, 128, 512, 2}, bytes, stream.get());
+        ++doublings;
+    }
+    stream.wait();
+    buffer.download(numbers.data(), buffer.bytes());
+    for (const float number : numbers) ASSERT_EQ(number, std::ldexp(1.5F, doublings));
+}
+
+TEST(GpuModule, ParameterBlockOfAnotherSize_IsRefusedByTheDriver) {
+    FLCE_REQUIRE_GPU();
+    const auto driver = CudaDriver::load();
+    const CudaModule module(driver->context(0), compile_scale(driver->device(0).gpu.arch));
+    const std::byte half[8] = {};
+    EXPECT_THROW(launch(*module.context(), module.function("scale", 0), {}, half, nullptr), DeviceError);
+}
+
+TEST(GpuModule, CubinOfAnotherArchitecture_IsADeviceError) {
+    FLCE_REQUIRE_GPU();
+    const auto driver = CudaDriver::load();
+    const auto other = compile_scale(driver->device(0).gpu.compute_capability >= 90 ? "sm_80" : "sm_90a");
+    try {
+        const CudaModule module(driver->context(0), other);
+        FAIL() << "loaded";
+    } catch (const DeviceError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("cuModuleLoadData failed: CUDA_ERROR_NO_BINARY_FOR_GPU"));
+    }
+}
+
+TEST(GpuModule, TooMuchSharedMemory_IsADeviceErrorWithTheNumber) {
+    FLCE_REQUIRE_GPU();
+    const auto driver = CudaDriver::load();
+    const CudaModule module(driver->context(0), compile_scale(driver->device(0).gpu.arch));
+    try {
+        (void)module.function("scale", 1 << 20);
+        FAIL() << "accepted";
+    } catch (const DeviceError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("1048576 bytes of dynamic shared memory"));
+    }
+}
+
+/// A small layer's tensors on the GPU.
+struct Layer {
+    static constexpr std::int64_t kTokens = 300;
+    static constexpr std::int64_t kHidden = 64;
+    static constexpr std::int64_t kVocab = 1000;
+
+    static std::vector<std::uint16_t> random_bf16(std::int64_t count, unsigned seed) {
+        std::mt19937 random(seed);
+        std::normal_distribution<float> normal;
+        std::vector<std::uint16_t> values(static_cast<std::size_t>(count));
+        for (std::uint16_t& value : values) {
+            const float number = normal(random) * 0.3F;
+            std::uint32_t bits = 0;
+            std::memcpy(&bits, &number, sizeof(bits));
+            value = static_cast<std::uint16_t>(bits >> 16);
+        }
+        return values;
+    }
+    template <typename T>
+    static Buffer uploaded(const std::vector<T>& values) {
+        Buffer buffer(kGpu, values.size() * sizeof(T));
+        buffer.upload(values.data(), buffer.bytes());
+        return buffer;
+    }
+    static std::vector<std::int64_t> targets() {
+        std::vector<std::int64_t> values(kTokens);
+        for (std::int64_t i = 0; i < kTokens; ++i) values[static_cast<std::size_t>(i)] = i % 7 == 0 ? -100 : (i * 37) % kVocab;
+        return values;
+    }
+
+    Buffer hidden = uploaded(random_bf16(kTokens * kHidden, 1));
+    Buffer weight = uploaded(random_bf16(kVocab * kHidden, 2));
+    Buffer target = uploaded(targets());
+    Buffer loss{kGpu, 4};
+    Buffer lse{kGpu, kTokens * 4};
+    Buffer grad_hidden{kGpu, kTokens* kHidden * 2};
+    Buffer grad_weight{kGpu, kVocab* kHidden * 2};
+    Buffer scratch;
+
+    explicit Layer(const Kernel& kernel) : scratch(kGpu, kernel.workspace_bytes(kTokens)) {}
+
+    void run(const Kernel& kernel, Stream stream) const {
+        const auto hidden_view = TensorView::matrix(hidden.data(), ScalarType::bf16, kTokens, kHidden, kGpu);
+        const auto weight_view = TensorView::matrix(weight.data(), ScalarType::bf16, kVocab, kHidden, kGpu);
+        const auto target_view = TensorView::vector(target.data(), ScalarType::int64, kTokens, kGpu);
+        const auto lse_view = TensorView::vector(lse.data(), ScalarType::fp32, kTokens, kGpu);
+        const Workspace workspace{scratch.data(), scratch.bytes()};
+        kernel.forward({.hidden = hidden_view,
+                        .weight = weight_view,
+                        .target = target_view,
+                        .loss = TensorView::scalar(loss.data(), ScalarType::fp32, kGpu),
+                        .lse = lse_view},
+                       workspace, stream);
+        kernel.backward({.hidden = hidden_view,
+                         .weight = weight_view,
+                         .target = target_view,
+                         .lse = lse_view,
+                         .grad_hidden = TensorView::matrix(grad_hidden.data(), ScalarType::bf16, kTokens, kHidden, kGpu),
+                         .grad_weight = TensorView::matrix(grad_weight.data(), ScalarType::bf16, kVocab, kHidden, kGpu)},
+                        workspace, stream);
+    }
+
+    void spoil() {
+        for (Buffer* buffer : {&loss, &lse, &grad_hidden, &grad_weight, &scratch}) buffer->fill(std::byte{0xff});
+    }
+
+    [[nodiscard]] std::vector<std::byte> results() const {
+        std::vector<std::byte> all;
+        for (const Buffer* buffer : {&loss, &lse, &grad_hidden, &grad_weight}) {
+            std::vector<std::byte> bytes(buffer->bytes());
+            buffer->download(bytes.data(), bytes.size());
+            all.insert(all.end(), bytes.begin(), bytes.end());
+        }
+        return all;
+    }
+};
+
+std::shared_ptr<const Kernel> layer_kernel() {
+    BuildRequest request;
+    request.spec = parse_spec("D=64,V=1000,dtype=bf16");
+    request.device = cuda_devices().at(0);
+    request.plan = choose_plan(request.spec, request.device);
+    request.device_ref = kGpu;
+    ArtifactCache cache({});
+    return make_cuda_kernel(request, cache);
+}
+
+TEST(GpuKernel, AnyStreamAndGraph_GiveTheSameBits) {
+    FLCE_REQUIRE_GPU();
+    const auto kernel = layer_kernel();
+    const auto driver = CudaDriver::load();
+    const auto context = driver->context(0);
+    Layer layer(*kernel);
+
+    layer.spoil();
+    layer.run(*kernel, {});
+    synchronize(kGpu);
+    const auto expected = layer.results();
+    float loss = 0;
+    layer.loss.download(&loss, sizeof(loss));
+    EXPECT_GT(loss, 5.0F);  // about ln 1000 plus half the variance of a logit
+    EXPECT_LT(loss, 9.0F);
+
+    const TestStream stream(context);
+    layer.spoil();
+    layer.run(*kernel, {stream.get()});
+    stream.wait();
+    EXPECT_EQ(layer.results(), expected);
+
+    layer.spoil();
+    const Graph graph(*driver, stream.get(), [&] { layer.run(*kernel, {stream.get()}); });
+    EXPECT_NE(layer.results(), expected);  // captured, not run
+    for (int replay = 0; replay < 2; ++replay) {
+        layer.spoil();
+        graph.launch(stream.get());
+        stream.wait();
+        EXPECT_EQ(layer.results(), expected);
+    }
+}
+
+TEST(GpuKernel, FirstLaunchInACapture_IsAllowed) {
+    FLCE_REQUIRE_GPU();
+    // Nothing has run yet, so anything that the driver puts off until a first launch would happen inside the capture.
+    const auto kernel = layer_kernel();
+    const auto driver = CudaDriver::load();
+    Layer layer(*kernel);
+    layer.spoil();
+    const TestStream stream(driver->context(0));
+    const Graph graph(*driver, stream.get(), [&] { layer.run(*kernel, {stream.get()}); });
+    graph.launch(stream.get());
+    stream.wait();
+    float loss = 0;
+    layer.loss.download(&loss, sizeof(loss));
+    EXPECT_GT(loss, 5.0F);
+    EXPECT_LT(loss, 9.0F);
+}
+
+TEST(GpuKernel, AnotherContextCurrent_IsLeftAsItWas) {
+    FLCE_REQUIRE_GPU();
+    const auto kernel = layer_kernel();
+    const auto context = CudaDriver::load()->context(0);
+    Layer layer(*kernel);
+    CUcontext before = nullptr;
+    context->functions().cuCtxGetCurrent(&before);
+    layer.run(*kernel, {});
+    synchronize(kGpu);
+    CUcontext after = nullptr;
+    context->functions().cuCtxGetCurrent(&after);
+    EXPECT_EQ(before, after);
+}
+
+}  // namespace
+}  // namespace flce
