@@ -51,10 +51,11 @@ Plan with_chunk(const Spec& spec, Plan plan, std::int64_t most) {
     return plan;
 }
 
-/// Tiles of the table that `role` can run on the device, in the table's order.
-std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, GemmRole role, Search& search) {
+/// Tiles of the table, of at most `widest` rows and columns, that `role` can run on the device, in the table's order.
+std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, GemmRole role, int widest, Search& search) {
     std::vector<GemmTile> tiles;
     for (const TileCandidate& candidate : tile_candidates_sm80(spec.dtype)) {
+        if (std::max(candidate.tile.block_m, candidate.tile.block_n) > widest) continue;
         if (auto reason = tile_problem(spec, device, role, candidate.tile)) {
             const GemmTile& t = candidate.tile;
             ++search.refusals[fmt::format("tile {}x{}x{}x{}/{}x{}: {}", t.block_m, t.block_n, t.block_k, t.stages, t.warps_m, t.warps_n,
@@ -67,12 +68,12 @@ std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, GemmRo
 }
 
 /// The four GEMMs do not influence each other's time, so the best plan has each role's best tile; the others differ from it in one place.
-std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const PlanRequest& request, Search& search) {
+std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const PlanRequest& request, int widest, Search& search) {
     constexpr std::int64_t kChunks[] = {16384, 8192, 32768};
     Plan best{.path = PlanPath::cuda_sm80, .scratch_bytes = request.scratch_bytes};
     std::vector<std::vector<GemmTile>> tiles;
     for (const GemmRole role : kRoles) {
-        tiles.push_back(legal_tiles(spec, device, role, search));
+        tiles.push_back(legal_tiles(spec, device, role, widest, search));
         if (tiles.back().empty()) return {};
     }
     const Device rating = rating_device(device);
@@ -126,10 +127,8 @@ std::vector<Plan> cpu_candidates(const Spec& spec, const Device& device, const P
     return plans;
 }
 
-Search search_plans(const Spec& spec, const Device& device, const PlanRequest& request) {
-    Search search;
-    const bool gpu = device.kind == DeviceKind::cuda;
-    std::vector<Plan> candidates = gpu ? cuda_candidates(spec, device, request, search) : cpu_candidates(spec, device, request);
+/// Sorts out what is not legal and puts the rest in order.
+void rate(const Spec& spec, const Device& device, const std::vector<Plan>& candidates, Search& search) {
     struct Rated {
         double seconds;
         Plan plan;
@@ -146,6 +145,19 @@ Search search_plans(const Spec& spec, const Device& device, const PlanRequest& r
     }
     std::ranges::stable_sort(rated, {}, &Rated::seconds);
     for (const Rated& r : rated) search.plans.push_back(r.plan);
+}
+
+Search search_plans(const Spec& spec, const Device& device, const PlanRequest& request) {
+    Search search;
+    if (device.kind == DeviceKind::cpu) {
+        rate(spec, device, cpu_candidates(spec, device, request), search);
+        return search;
+    }
+    // Wide tiles need wide chunks, for which a very large hidden_size or little scratch leaves no room.
+    for (const int widest : {256, 128, 64}) {
+        rate(spec, device, cuda_candidates(spec, device, request, widest, search), search);
+        if (!search.plans.empty()) break;
+    }
     return search;
 }
 

@@ -75,6 +75,14 @@ TEST(Planner, Choice_IsTheSameForAnArchitectureAndItsProducts) {
     }
 }
 
+TEST(Planner, HugeHiddenSize_StillHasAPlan) {
+    for (const char* name : {"h100", "a100", "rtx4090", "x86-64-v4"}) {
+        for (const char* text : {"D=32768,V=256000", "D=61440,V=256000", "D=61440,V=256000,dtype=fp32,bias"}) {
+            EXPECT_NO_THROW((void)choose_plan(parse_spec(text), describe_device(name))) << name << ' ' << text;
+        }
+    }
+}
+
 TEST(Planner, TooLittleScratch_IsAPlanErrorWithReasons) {
     const Spec spec = parse_spec("D=2048,V=151936");
     for (const char* name : {"h100", "x86-64-v4"}) {

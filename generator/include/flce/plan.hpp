@@ -88,7 +88,7 @@ struct PlanRequest {
 };
 
 /// All legal candidate plans, best expected first (the cost model's order, which is that of the architecture: all its products
-/// share a choice and so their kernels); never empty for a legal Spec. Throws SpecError, and PlanError as
+/// share a choice and so their kernels); never empty. Throws SpecError, and PlanError as
 /// choose_plan does.
 [[nodiscard]] std::vector<Plan> candidate_plans(const Spec& spec, const Device& device, const PlanRequest& request = {});
 
