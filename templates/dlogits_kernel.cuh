@@ -39,7 +39,6 @@ struct DlogitsBlock {
 
     __device__ __forceinline__ void run() {
         TileFeed<MainloopT> feed;
-        feed.remaining = kSlices;
         feed.a.start(static_cast<const Element*>(p.hidden) + static_cast<long long>(row0) * Problem::hidden_size, Problem::hidden_size,
                      p.rows - row0, Problem::hidden_size);
         feed.b.start(weight_at<Problem>(static_cast<const Element*>(p.weight), column0, 0), kWeightLd<Problem>, p.columns - column0,
@@ -57,34 +56,39 @@ struct DlogitsBlock {
     }
 
     __device__ __forceinline__ void to_gradient(Accumulators& c) {
-        float bias[kColumnPieces][2] = {};
-        float weight[kColumnPieces][2];
+        if constexpr (Problem::bias) add_bias(c);
+        const float scale = dlogits_scale<Problem>(p.scalars, false);
+#pragma unroll
+        for (int i = 0; i < kRowPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) row_gradient(c[i], h, row0 + mainloop.place.row(i, h), scale);
+        }
+    }
+
+    __device__ __forceinline__ void add_bias(Accumulators& c) {
 #pragma unroll
         for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int column = column0 + mainloop.place.column(j, e);
-                const bool exists = column < p.columns;
-                if constexpr (Problem::bias) bias[j][e] = exists ? to_float(static_cast<const Element*>(p.bias)[column]) : 0.f;
-                weight[j][e] = 1.f;
-                if constexpr (Problem::class_weight && Problem::label_smoothing) weight[j][e] = exists ? p.class_weight[column] : 0.f;
+                const float bias = column < p.columns ? to_float(static_cast<const Element*>(p.bias)[column]) : 0.f;
+#pragma unroll
+                for (int i = 0; i < kRowPieces; ++i) {
+                    c[i][j][e] += bias;
+                    c[i][j][2 + e] += bias;
+                }
             }
-        }
-#pragma unroll
-        for (int i = 0; i < kRowPieces; ++i) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) row_gradient(c[i], h, row0 + mainloop.place.row(i, h), bias, weight);
         }
     }
 
-    __device__ __forceinline__ void row_gradient(float (&c)[kColumnPieces][4], int h, int row, const float (&bias)[kColumnPieces][2],
-                                                 const float (&weight)[kColumnPieces][2]) {
+    __device__ __forceinline__ void row_gradient(float (&c)[kColumnPieces][4], int h, int row, float scale) {
         float4 k = make_float4(0.f, 0.f, 0.f, 0.f);
         RowTarget target{infinity(), kIgnored};
         if (row < p.rows) {
             k = static_cast<const float4*>(p.coefficients)[row];
             target = static_cast<const RowTarget*>(p.row_targets)[row];
         }
+        k = make_float4(k.x * scale, k.y * scale, k.z * scale, k.w * scale);
         // The target's column counted from this thread's first one; far outside where another tile or nobody has it.
         const long long within = target.target - p.first_column - column0 - mainloop.place.column(0, 0);
         const int hit = within >= 0 && within < TileT::kBlockN ? static_cast<int>(within) : -1;
@@ -92,18 +96,23 @@ struct DlogitsBlock {
         for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
+                const int column = column0 + mainloop.place.column(j, e);
+                const bool exists = column < p.columns;
                 float& value = c[j][2 * h + e];
-                const Logit z = Problem::transform(value + bias[j][e], p.transform);
+                const Logit z = Problem::transform(value, p.transform);
                 float dz = Problem::Math::exp(z.value - target.lse) * (k.x + k.y * z.value);
                 if (hit == 8 * j + e) dz -= k.z;
-                if constexpr (Problem::label_smoothing) dz -= k.w * weight[j][e];
-                const bool exists = column0 + mainloop.place.column(j, e) < p.columns;
+                if constexpr (Problem::label_smoothing) {
+                    float weight = 1.f;
+                    if constexpr (Problem::class_weight) weight = exists ? p.class_weight[column] : 0.f;
+                    dz -= k.w * weight;
+                }
                 value = exists ? dz * z.derivative : 0.f;
             }
         }
     }
 
-    /// Sums of the tile's columns for the bias gradient: over a thread's rows, the lanes that share columns, then the warps, in fixed order.
+    /// Sums of the tile's columns, still scaled, for the bias gradient: over a thread's rows, the lanes that share columns, then the warps, in fixed order.
     __device__ __forceinline__ void sum_columns(const Accumulators& c) {
         float* const sums = reinterpret_cast<float*>(dynamic_smem + kColumnSumOffset);  // [warps_m][kBlockN]
 #pragma unroll
@@ -127,10 +136,9 @@ struct DlogitsBlock {
 
     __device__ __forceinline__ void write(Accumulators& c) {
         if constexpr (kSame<Element, Fp16>) {
-            const float scale = dlogits_scale<Problem>(p.scalars, false);
             for_each_pair<MainloopT, TileT>(mainloop, c, [&](int, int, float& first, float& second) {
-                first = fminf(fmaxf(first * scale, -65504.f), 65504.f);
-                second = fminf(fmaxf(second * scale, -65504.f), 65504.f);
+                first = fminf(fmaxf(first, -65504.f), 65504.f);
+                second = fminf(fmaxf(second, -65504.f), 65504.f);
             });
         }
         // Whole tiles are written: columns past the chunk's end are zeros that the GEMMs may read. The leading dimension has room for them.

@@ -31,8 +31,8 @@ struct PartialFields {
 };
 
 template <class Problem>
-using LogitOperands = Operands<typename Problem::Element, Major::k, Problem::hidden_major ? Major::mn : Major::k, true,
-                               rows_aligned<typename Problem::Element>(kWeightLd<Problem>)>;
+using LogitOperands =
+    Operands<typename Problem::Element, Major::k, Access::chunks, Problem::hidden_major ? Major::mn : Major::k, weight_access<Problem>()>;
 
 template <class Problem, class TileT>
 struct ForwardBlock {
@@ -64,11 +64,10 @@ struct ForwardBlock {
             b.start(weight_at<Problem>(static_cast<const Element*>(p.weight), column, 0), kWeightLd<Problem>,
                     static_cast<int>(Problem::vocab_size - column), Problem::hidden_size);
         }
-        __device__ __forceinline__ void operator()(unsigned to_a, unsigned to_b) {
-            if (tile >= end) return;
-            a.load(to_a);
-            b.load(to_b);
-            if (++slice == kSlices) {
+        __device__ __forceinline__ void load_a(unsigned to) { a.load(to); }
+        __device__ __forceinline__ void load_b(unsigned to) { b.load(to); }
+        __device__ __forceinline__ void next() {
+            if (++slice == kSlices && tile + 1 < end) {
                 slice = 0;
                 ++tile;
                 start();

@@ -9,7 +9,6 @@ namespace flce {
 template <class MainloopT, class TileT>
 __device__ __forceinline__ void multiply_tile(MainloopT& mainloop, TileFeed<MainloopT>& feed, int k, typename MainloopT::Accumulators& c) {
     const int slices = ceil_div(k, TileT::kBlockK);
-    feed.remaining = slices;
     mainloop.prologue(feed);
     MainloopT::clear(c);
     mainloop.accumulate(feed, slices, c);
@@ -28,8 +27,8 @@ __device__ __forceinline__ void scale_tile(const MainloopT& mainloop, typename M
 template <class Problem, class TileT>
 __device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
     using Element = typename Problem::Element;
-    constexpr bool kWeightAligned = rows_aligned<Element>(kWeightLd<Problem>);
-    using MainloopT = Mainloop<Operands<Element, Major::k, Problem::hidden_major ? Major::k : Major::mn, true, kWeightAligned>, TileT>;
+    using OperandsT = Operands<Element, Major::k, Access::chunks, Problem::hidden_major ? Major::k : Major::mn, weight_access<Problem>()>;
+    using MainloopT = Mainloop<OperandsT, TileT>;
     constexpr int kHidden = Problem::hidden_size;
     int tile_m;
     int tile_n;
@@ -51,7 +50,7 @@ __device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
         store_tile<float, TileT, true, false>(mainloop, c, sum);
         return;
     }
-    if constexpr (kSame<Element, Fp16>) scale_tile<MainloopT, TileT>(mainloop, c, dlogits_scale<Problem>(p.scalars, true));
+    if constexpr (sizeof(Element) == 2) scale_tile<MainloopT, TileT>(mainloop, c, dlogits_scale<Problem>(p.scalars, true));
     const TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + origin, kHidden, p.rows - row0, kHidden - column0};
     store_tile<Element, TileT, true, false>(mainloop, c, result);
 }
@@ -61,7 +60,7 @@ template <class Problem, class TileT>
 __device__ __forceinline__ void grad_weight(const GradWeightParams& p) {
     using Element = typename Problem::Element;
     using Out = typename Problem::GradWeight;
-    using MainloopT = Mainloop<Operands<Element, Major::mn, Major::mn, true, true>, TileT>;
+    using MainloopT = Mainloop<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>, TileT>;
     constexpr int kHidden = Problem::hidden_size;
     const int extent_m = Problem::hidden_major ? kHidden : p.columns;
     const int extent_n = Problem::hidden_major ? p.columns : kHidden;
@@ -93,7 +92,7 @@ __device__ __forceinline__ void grad_weight(const GradWeightParams& p) {
             return;
         }
     }
-    if constexpr (kSame<Element, Fp16>) scale_tile<MainloopT, TileT>(mainloop, c, dlogits_scale<Problem>(p.scalars, true));
+    if constexpr (sizeof(Element) == 2) scale_tile<MainloopT, TileT>(mainloop, c, dlogits_scale<Problem>(p.scalars, true));
     const long long ld = kWeightLd<Problem>;
     const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + m0 * ld + n0, ld, extent_m - m0, extent_n - n0};
     store_tile<Out, TileT, rows_aligned<Out>(kWeightLd<Problem>), Problem::accumulate>(mainloop, c, result);

@@ -7,13 +7,13 @@
 namespace flce {
 
 /// The operands of a GEMM C[m, n] = Σ_k A[m, k]·B[n, k].
-template <class Element_, Major kMajorA_, Major kMajorB_, bool kAlignedA_, bool kAlignedB_>
+template <class Element_, Major kMajorA_, Access kAccessA_, Major kMajorB_, Access kAccessB_>
 struct Operands {
     using Element = Element_;
     static constexpr Major kMajorA = kMajorA_;
     static constexpr Major kMajorB = kMajorB_;
-    static constexpr bool kAlignedA = kAlignedA_;
-    static constexpr bool kAlignedB = kAlignedB_;
+    static constexpr Access kAccessA = kAccessA_;
+    static constexpr Access kAccessB = kAccessB_;
 };
 
 /// This thread's place in its warp's part of the tile. Accumulator [i][j][2·h + e] is row(i, h), column(j, e).
@@ -89,8 +89,8 @@ struct Mainloop {
     using T = typename OperandsT::Element;
     using LayoutA = SliceLayout<T, OperandsT::kMajorA, TileT::kBlockM, TileT::kBlockK>;
     using LayoutB = SliceLayout<T, OperandsT::kMajorB, TileT::kBlockN, TileT::kBlockK>;
-    using LoaderA = OperandLoader<T, OperandsT::kMajorA, TileT::kBlockM, TileT::kBlockK, TileT::kThreads, OperandsT::kAlignedA>;
-    using LoaderB = OperandLoader<T, OperandsT::kMajorB, TileT::kBlockN, TileT::kBlockK, TileT::kThreads, OperandsT::kAlignedB>;
+    using LoaderA = OperandLoader<T, OperandsT::kMajorA, TileT::kBlockM, TileT::kBlockK, TileT::kThreads, OperandsT::kAccessA>;
+    using LoaderB = OperandLoader<T, OperandsT::kMajorB, TileT::kBlockN, TileT::kBlockK, TileT::kThreads, OperandsT::kAccessB>;
     static constexpr int kPiecesA = TileT::kWarpM / 16;
     static constexpr int kPiecesB = TileT::kWarpN / 16;
     static constexpr int kSteps = TileT::kBlockK * static_cast<int>(sizeof(T)) / 32;
@@ -115,11 +115,15 @@ struct Mainloop {
           reader_b(place.warp_n * TileT::kWarpN, place.lane),
           smem(ptx::shared_address(shared)) {}
 
-    /// Starts the first kStages − 1 slices. `feed(a, b)` copies its next slice to these two addresses, or nothing at the end.
+    /// Starts the first kStages − 1 slices. `feed.load_a(to)` and `feed.load_b(to)` copy the next slice's parts, or zeros past the end, and
+    /// `feed.next()` moves on.
     template <class Feed>
     __device__ __forceinline__ void prologue(Feed& feed) {
 #pragma unroll
-        for (int stage = 0; stage < TileT::kStages - 1; ++stage) produce(feed);
+        for (int stage = 0; stage < TileT::kStages - 1; ++stage) {
+            produce(feed);
+            feed.next();
+        }
         ptx::cp_async_wait_group<TileT::kStages - 2>();
         __syncthreads();  // every thread's part of slice 0 is visible to all
     }
@@ -156,7 +160,8 @@ private:
 
     template <class Feed>
     __device__ __forceinline__ void produce(Feed& feed) {
-        feed(smem + write_stage, smem + write_stage + LayoutA::kBytes);
+        feed.load_a(smem + write_stage);
+        feed.load_b(smem + write_stage + LayoutA::kBytes);
         ptx::cp_async_commit_group();
         advance(write_stage);
     }
@@ -193,6 +198,7 @@ private:
                 if (step == 0) produce(feed);
                 multiply(c, a[step & 1], b[step & 1]);
             }
+            feed.next();
         }
     }
 
@@ -205,6 +211,7 @@ private:
         for (int slice = 0; slice < slices; ++slice) {
             clear(part);
             produce(feed);
+            feed.next();
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) {
                 FragmentA a;
@@ -280,14 +287,9 @@ template <class MainloopT>
 struct TileFeed {
     typename MainloopT::LoaderA a;
     typename MainloopT::LoaderB b;
-    int remaining;
-    __device__ __forceinline__ void operator()(unsigned to_a, unsigned to_b) {
-        if (remaining > 0) {
-            a.load(to_a);
-            b.load(to_b);
-        }
-        --remaining;
-    }
+    __device__ __forceinline__ void load_a(unsigned to) { a.load(to); }
+    __device__ __forceinline__ void load_b(unsigned to) { b.load(to); }
+    __device__ __forceinline__ void next() {}
 };
 
 /// Position of a block in a grid of tiles_m × tiles_n tiles: `kRaster` tile rows walk together over the columns, so that the tiles in flight

@@ -15,7 +15,7 @@ struct PassScalars {
     float cross_entropy_scale;    ///< what a token's upstream gradient of the loss is multiplied with for its cross entropy
     float z_loss_scale;           ///< the same for its z-loss
     unsigned dlogits_bound_bits;  ///< bits of the largest bound on |dz| of any row; non-negative floats compare as integers
-    unsigned unused;
+    unsigned target_bits;         ///< the same for |t|, what the target's dz has and others do not
 };
 
 /// What one block of the row kernel adds to the loss.
@@ -163,8 +163,9 @@ struct GradWeightParams {
 
 struct GradBiasParams {
     const float* bias_partials;  ///< [row_blocks][ld]
-    float* accumulator;          ///< [columns] fp32, over row blocks of the call
-    void* grad_bias;             ///< at the chunk's first column
+    const PassScalars* scalars;
+    float* accumulator;  ///< [columns] fp32, over row blocks of the call
+    void* grad_bias;     ///< at the chunk's first column
     long long ld;
     int row_blocks;
     int columns;

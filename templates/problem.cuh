@@ -42,6 +42,13 @@ __device__ __forceinline__ T* weight_at(T* weight, long long vocab, long long hi
 template <class Problem>
 constexpr long long kWeightLd = Problem::hidden_major ? Problem::padded_vocab_size : Problem::hidden_size;
 
+/// How the weight's rows can be read. Whole vocab_major rows end on a chunk; hidden_major rows end where the vocabulary does.
+template <class Problem>
+__host__ __device__ constexpr Access weight_access() {
+    if (!rows_aligned<typename Problem::Element>(kWeightLd<Problem>)) return Access::elements;
+    return rows_aligned<typename Problem::Element>(Problem::vocab_size) || !Problem::hidden_major ? Access::chunks : Access::partial;
+}
+
 /// A row's label: its index, kIgnored, or kOutOfRange, which counts as ignored.
 constexpr int kIgnored = -1;
 constexpr int kOutOfRange = -2;
@@ -52,15 +59,21 @@ __device__ __forceinline__ int load_target(const TargetParams& p, long long row)
     return label >= 0 && label < Problem::vocab_size ? static_cast<int>(label) : kOutOfRange;
 }
 
-/// The power of two that dz is stored with in fp16: brings the largest bound of any row just under 2^15.
+/// What dz is multiplied with before it is rounded to 16 bits. Dividing by t makes the targets' entries, p − 1, round near −1, where p is small:
+/// without it every one of them would carry the same rounding error of the mean's divisor, and the errors would add up. In fp16 a power of two
+/// on top brings the largest bound of any row just under 2^15, so that means over many tokens do not underflow.
 template <class Problem>
 __device__ __forceinline__ float dlogits_scale(const PassScalars* scalars, bool inverse) {
+    if constexpr (sizeof(typename Problem::Element) == 4) return 1.f;
+    const float largest = __uint_as_float(scalars->target_bits);
+    const float unit = largest > 1e-30f && largest < 1e30f ? largest : 1.f;
+    float power = 1.f;
     if constexpr (kSame<typename Problem::Element, Fp16>) {
-        const unsigned exponent = min(max(scalars->dlogits_bound_bits >> 23, 15u), 254u);
-        return __uint_as_float((inverse ? exponent - 14u : 268u - exponent) << 23);
-    } else {
-        return 1.f;
+        const unsigned bound = __float_as_uint(__uint_as_float(scalars->dlogits_bound_bits) / unit);
+        const unsigned exponent = min(max(bound >> 23, 15u), 254u);
+        power = __uint_as_float((inverse ? exponent - 14u : 268u - exponent) << 23);
     }
+    return inverse ? unit * power : power / unit;
 }
 
 }  // namespace flce

@@ -7,8 +7,19 @@ namespace flce::ptx {
 __device__ __forceinline__ unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 
 /// 9.7.9.25.3 cp.async: copies `bytes` (0..16) and fills the rest of the 16 with zeros; reads nothing when bytes is 0.
-__device__ __forceinline__ void cp_async_cg_16(unsigned destination, const void* source, unsigned bytes) {
+__device__ __forceinline__ void cp_async_cg_16(unsigned destination, const void* source, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+/// The same with ignore-src: 16 bytes, or zeros without a read.
+__device__ __forceinline__ void cp_async_cg_16_if(bool exists, unsigned destination, const void* source) {
+    asm volatile(
+        "{\n"
+        ".reg .pred absent;\n"
+        "setp.eq.s32 absent, %2, 0;\n"
+        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, absent;\n"
+        "}\n" ::"r"(destination),
+        "l"(source), "r"(static_cast<int>(exists))
+        : "memory");
 }
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int kPending>

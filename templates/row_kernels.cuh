@@ -165,6 +165,7 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
         p.scalars->cross_entropy_scale = factors.cross_entropy;
         p.scalars->z_loss_scale = factors.z_loss;
         p.scalars->dlogits_bound_bits = 0u;
+        p.scalars->target_bits = 0u;
     }
 }
 
@@ -187,6 +188,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
         const RowCoefficients k =
             row_coefficients(upstream, row_target.lse, entropy, class_weight_of<Problem>(p.class_weight, target), options);
         packed = make_float4(k.a, k.b, k.t, k.s);
+        if constexpr (sizeof(typename Problem::Element) == 2) atomicMax(&p.scalars->target_bits, __float_as_uint(fabsf(k.t)));
         if constexpr (kSame<typename Problem::Element, Fp16>) {
             // |p·g·(lse − h − z)| ≤ |g|·(h + 1/e) for the entropy's part; the other terms bound themselves, as p ≤ 1.
             const float without_entropy = k.a - upstream.entropy * (row_target.lse - entropy);
@@ -211,6 +213,7 @@ __device__ __forceinline__ void grad_bias(const GradBiasParams& p) {
         p.accumulator[column] = sum;
         return;
     }
+    sum *= dlogits_scale<Problem>(p.scalars, true);
     Out* const out = static_cast<Out*>(p.grad_bias) + column;
     if constexpr (Problem::accumulate) sum += to_float(*out);
     *out = Numeric<Out>::from_float(sum);

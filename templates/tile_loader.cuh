@@ -43,8 +43,15 @@ struct SliceLayout {
     }
 };
 
+/// How far apart the chunks of an operand's rows start and end.
+enum class Access {
+    chunks,    ///< 16-byte chunks, each of which exists or does not
+    partial,   ///< 16-byte chunks, the last of which may exist in part
+    elements,  ///< rows are not 16-byte aligned
+};
+
 /// One operand's way into shared memory. Every thread copies the same chunk column of every kRowStep-th row.
-template <class T, Major kMajor, int kExtent, int kBlockK, int kThreads, bool kAligned>
+template <class T, Major kMajor, int kExtent, int kBlockK, int kThreads, Access kAccess>
 struct OperandLoader {
     using Layout = SliceLayout<T, kMajor, kExtent, kBlockK>;
     static constexpr int kElements = 16 / static_cast<int>(sizeof(T));  // of a chunk
@@ -70,21 +77,23 @@ struct OperandLoader {
         depth = k;
     }
 
-    /// Copies the next slice to `destination` (its base in the .shared window) and moves on to the one after.
+    /// Copies the next slice to `destination` (its base in the .shared window) and moves on to the one after. What does not exist becomes 0;
+    /// past the sum's end nothing exists. Without branches, so that copies mix with the multiplications around them.
     __device__ __forceinline__ void load(unsigned destination) {
         const int row_limit = kMajor == Major::k ? extent : depth;
         const int column_limit = kMajor == Major::k ? depth : extent;
-        const int bytes = min(max((column_limit - column) * static_cast<int>(sizeof(T)), 0), 16);
+        if constexpr (kAccess == Access::chunks) {
 #pragma unroll
-        for (int i = 0; i < kCopies; ++i) {
-            const int r = row + i * kRowStep;
-            const unsigned to = destination + Layout::offset(r, column / kElements);
-            const T* from = source + i * kRowStep * ld;
-            const int present = r < row_limit ? bytes : 0;
-            if constexpr (kAligned) {
-                ptx::cp_async_cg_16(to, from, static_cast<unsigned>(present));
-            } else {
-                copy_elements(to, from, present / static_cast<int>(sizeof(T)));
+            for (int i = 0; i < kCopies; ++i) {
+                ptx::cp_async_cg_16_if(row + i * kRowStep < row_limit && column < column_limit, destination + offset(i),
+                                       source + i * kRowStep * ld);
+            }
+        } else {
+            const int count = min(max(column_limit - column, 0), kElements);
+#pragma unroll 1
+            for (int i = 0; i < kCopies; ++i) {
+                const int present = row + i * kRowStep < row_limit ? count : 0;
+                copy_part(destination + offset(i), source + i * kRowStep * ld, present);
             }
         }
         source += kMajor == Major::k ? static_cast<long long>(kBlockK) : kBlockK * ld;
@@ -92,20 +101,25 @@ struct OperandLoader {
     }
 
 private:
-    /// For rows that are not 16-byte aligned.
-    static __device__ __forceinline__ void copy_elements(unsigned to, const T* from, int count) {
-        unsigned words[4];
+    __device__ __forceinline__ unsigned offset(int i) const { return Layout::offset(row + i * kRowStep, column / kElements); }
+
+    static __device__ __forceinline__ void copy_part(unsigned to, const T* from, int count) {
+        if constexpr (kAccess == Access::partial) {
+            ptx::cp_async_cg_16(to, from, count * static_cast<int>(sizeof(T)));
+        } else {
+            unsigned words[4];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            if constexpr (sizeof(T) == 4) {
-                words[w] = w < count ? __float_as_uint(to_float(from[w])) : 0u;
-            } else {
-                const unsigned low = 2 * w < count ? from[2 * w].bits : 0u;
-                const unsigned high = 2 * w + 1 < count ? from[2 * w + 1].bits : 0u;
-                words[w] = low | (high << 16);
+            for (int w = 0; w < 4; ++w) {
+                if constexpr (sizeof(T) == 4) {
+                    words[w] = w < count ? __float_as_uint(to_float(from[w])) : 0u;
+                } else {
+                    const unsigned low = 2 * w < count ? from[2 * w].bits : 0u;
+                    const unsigned high = 2 * w + 1 < count ? from[2 * w + 1].bits : 0u;
+                    words[w] = low | (high << 16);
+                }
             }
+            ptx::st_shared_v4(to, words);
         }
-        ptx::st_shared_v4(to, words);
     }
 };
 

@@ -159,6 +159,7 @@ private:
     Statement grad_bias() const {
         LaunchBuilder<GradBiasParams> launch(source_.kernel("grad_bias"), ceil_div(column_count(), kRowThreads));
         launch.set(&GradBiasParams::bias_partials, at(layout_.bias_partials))
+            .set(&GradBiasParams::scalars, at(layout_.scalars))
             .set(&GradBiasParams::accumulator, at(layout_.bias_accumulator))
             .set(&GradBiasParams::grad_bias, slot(Slot::grad_bias) + first_column() * grad_element_)
             .set(&GradBiasParams::ld, layout_.chunk)

@@ -121,14 +121,12 @@ BackwardLayout backward_layout(const Spec& spec, const Plan& plan) {
     const Expr cut = less(s.rows_limit, n);
     const Expr bias_row = spec.bias ? (ceil_div(n, plan.cuda.dlogits.block_m) + 2) * 4 : Expr(0);
     const Expr fitting = floor_div(max(Expr(s.budget) - n * kRowBytes, 0), max(n * element + bias_row, 1));
-    const Expr widest = select(cut, s.chunk, min(max(round_down(fitting, s.quantum), s.quantum), s.chunk_limit));
 
     BackwardLayout b;
-    // Chunks and row blocks of nearly the same size.
-    b.chunk = round_up(ceil_div(spec.vocab_size, ceil_div(spec.vocab_size, widest)), s.quantum);
-    b.chunks = ceil_div(spec.vocab_size, b.chunk);
     b.rows = select(cut, round_up(ceil_div(n, max(ceil_div(n, s.rows), 1)), kRowQuantum), max(n, 1));
     b.row_blocks = ceil_div(n, b.rows);
+    b.chunk = select(cut, s.chunk, min(max(round_down(fitting, s.quantum), s.quantum), s.chunk_limit));
+    b.chunks = ceil_div(spec.vocab_size, b.chunk);
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
     b.coefficients = pieces.take(b.rows * 16);
