@@ -25,9 +25,11 @@ set(CMAKE_INSTALL_RPATH "$ORIGIN;$ORIGIN/${flce_bin_to_lib}")
 
 add_library(flce_build_flags INTERFACE)
 target_compile_options(flce_build_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers $<$<BOOL:${FLCE_WERROR}>:-Werror>)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  target_compile_options(flce_build_flags INTERFACE -Wno-restrict)  # GCC 12 reports its own std::string operator+ (GCC bug 105651)
+endif()
 
-# Code that is executed in place and spelled with designated initialisers; the sanitizers' own runtime options live in code, so that a binary
-# behaves the same under ctest and by hand.
+# The sanitizers' run-time options live in code, so that a binary behaves the same under ctest and by hand.
 set(FLCE_EXECUTABLE_SOURCES "")
 if(FLCE_SANITIZE)
   set(flce_sanitize_flags -fsanitize=${FLCE_SANITIZE} -fno-omit-frame-pointer -g)

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# A release tree that runs on another distribution with only glibc: dist/flce, and dist/flce-<version>-<machine>.tar.gz of it. With --tests the
+# test binaries are in it too, so that the same tests run on a machine without compilers (a GPU machine, say).
+# Ends with what the tree asks of the system, and fails if that is more than glibc or too large to carry.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tests=OFF
+[[ ${1:-} == --tests ]] && tests=ON
+max_bytes=$((64 << 20)) max_glibc=2.36  # Debian 12; Ubuntu 24.04 has 2.39
+
+tools/configure.sh dist -DFLCE_INSTALL_TESTS=$tests -DFLCE_BUILD_TESTS=$tests
+if [[ $tests == ON ]]; then
+    cmake --build --preset dist
+else
+    cmake --build --preset dist --target flce flce_cli
+fi
+tree=dist/flce
+rm -rf "$tree"
+cmake --install build-dist --prefix "$PWD/$tree" --strip >/dev/null
+chmod -R u+w,a+rX "$tree"
+
+mapfile -t binaries < <(find "$tree/bin" "$tree/lib" -type f \( -perm -u+x -o -name '*.so*' \))
+bundled=$(cd "$tree/lib" && ls)
+for binary in "${binaries[@]}"; do
+    while read -r needed; do
+        case $needed in
+        libc.so.6 | libm.so.6 | libdl.so.2 | libpthread.so.0 | librt.so.1 | ld-linux*) ;;
+        *) grep -qxF "$needed" <<<"$bundled" || { echo "$binary needs $needed, which is neither glibc's nor bundled" >&2 && exit 1; } ;;
+        esac
+    done < <(readelf -d "$binary" | sed -nE 's/.*\(NEEDED\).*\[(.*)\]/\1/p')
+done
+glibc=$(objdump -T "${binaries[@]}" 2>/dev/null | grep -oE 'GLIBC_[0-9]+\.[0-9.]+' | sort -Vu | tail -n1)
+glibc=${glibc#GLIBC_}
+if [[ $(printf '%s\n' "$glibc" "$max_glibc" | sort -V | tail -n1) != "$max_glibc" ]]; then
+    echo "the tree needs glibc $glibc, newer than $max_glibc" >&2
+    exit 1
+fi
+archive=dist/flce-$(sed -nE 's/^project\(flce VERSION ([0-9.]+).*/\1/p' CMakeLists.txt)-$(uname -m)$([[ $tests == ON ]] && echo -tests || true).tar.gz
+tar -C dist --owner=0 --group=0 -cf - flce | gzip -9 >"$archive"
+bytes=$(stat -c %s "$archive")
+((bytes < max_bytes)) || { echo "$archive has $bytes bytes, more than $max_bytes" >&2 && exit 1; }
+env -i "$tree/bin/flce" --version
+echo "$archive: $((bytes >> 20)) MiB, $(du -sm "$tree" | cut -f1) MiB unpacked; needs glibc $glibc or newer and nothing else"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Installs a build tree into <tree>/prefix, then builds and runs examples/minimal on nothing but that prefix.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tree=${1:?usage: test_install.sh BUILD_TREE}
+prefix=$PWD/$tree/prefix example=$tree/example-minimal
+rm -rf "$prefix"
+cmake --install "$tree" --prefix "$prefix" >"$tree/install.log"
+cmake -G Ninja -S examples/minimal -B "$example" -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_FIND_USE_PACKAGE_REGISTRY=OFF >"$tree/example.log"
+cmake --build "$example" >>"$tree/example.log" || { cat "$tree/example.log" && exit 1; }
+(cd "$example" && ctest --output-on-failure --no-tests=error --verbose)
+# The installed command runs in place, from anywhere, and names no folder of this machine.
+(cd / && "$prefix/bin/flce" info >/dev/null)
+library=$(readlink -f "$prefix"/lib*/libflce.so "$prefix"/lib/*/libflce.so 2>/dev/null | head -n1)
+for binary in "$library" "$prefix/bin/flce"; do
+    if readelf -d "$binary" | grep -E 'RPATH|RUNPATH' | grep -F "$PWD"; then
+        echo "$binary looks for libraries in the build's own folder" >&2
+        exit 1
+    fi
+done
