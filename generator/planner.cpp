@@ -43,6 +43,7 @@ std::int64_t chunk_of(const Spec& spec, std::int64_t most, std::int64_t unit) {
 }
 
 constexpr GemmTile CudaPlan::* kRoleTiles[] = {&CudaPlan::forward, &CudaPlan::dlogits, &CudaPlan::grad_hidden, &CudaPlan::grad_weight};
+constexpr const char* kRoleNames[] = {"forward", "dlogits", "grad_hidden", "grad_weight"};
 constexpr GemmRole kRoles[] = {GemmRole::forward, GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight};
 
 Plan with_chunk(const Spec& spec, Plan plan, std::int64_t most) {
@@ -58,8 +59,8 @@ std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, GemmRo
         if (std::max(candidate.tile.block_m, candidate.tile.block_n) > widest) continue;
         if (auto reason = tile_problem(spec, device, role, candidate.tile)) {
             const GemmTile& t = candidate.tile;
-            ++search.refusals[fmt::format("tile {}x{}x{}x{}/{}x{}: {}", t.block_m, t.block_n, t.block_k, t.stages, t.warps_m, t.warps_n,
-                                          *reason)];
+            ++search.refusals[fmt::format("{}={}x{}x{}x{}/{}x{}: {}", kRoleNames[static_cast<std::size_t>(role)], t.block_m, t.block_n,
+                                          t.block_k, t.stages, t.warps_m, t.warps_n, *reason)];
         } else {
             tiles.push_back(candidate.tile);
         }
@@ -204,7 +205,7 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     }
     lines.push_back(fmt::format("chunk of at most {} vocabulary rows; scratch of {} bytes decides how many at a time", plan.vocab_chunk,
                                 plan.scratch_bytes));
-    for (const auto& [reason, count] : search.refusals) lines.push_back("refused: " + reason);
+    for (const auto& [reason, count] : search.refusals) lines.push_back("refused " + reason);
     return lines;
 }
 

@@ -63,14 +63,11 @@ PlanChoice plan_for(const Spec& spec, const Device& device, const std::string& t
         if (const auto reason = illegal_reason(spec, device, choice.plan)) {
             throw PlanError(fmt::format("plan \"{}\" is not legal for {} on {}: {}", text, spec.text(), device.name, *reason));
         }
-        choice.reasons.push_back("plan: given by the caller, not chosen");
     } else {
-        const std::vector<Plan> candidates = candidate_plans(spec, device, {.scratch_bytes = scratch_bytes});
-        if (candidates.empty()) choice.plan = choose_plan(spec, device, {.scratch_bytes = scratch_bytes});  // throws with the reasons
-        if (!candidates.empty()) choice.plan = candidates.front();
-        choice.reasons.push_back(fmt::format("plan: best expected of {} legal candidates with at most {} bytes of scratch beyond 4·N·D",
-                                             candidates.size(), scratch_bytes));
+        choice.plan = choose_plan(spec, device, {.scratch_bytes = scratch_bytes});
     }
+    choice.reasons = plan_reasons(spec, device, choice.plan, {.scratch_bytes = scratch_bytes});
+    if (!text.empty()) choice.reasons.insert(choice.reasons.begin(), "plan: given by the caller, not chosen");
     const Cost forward = estimate_forward(spec, device, choice.plan, kTypicalTokens);
     const Cost backward = estimate_backward(spec, device, choice.plan, kTypicalTokens);
     choice.reasons.push_back(fmt::format("expected at {} tokens: forward {:.3g} ms, backward {:.3g} ms ({:.3g} and {:.3g} Gflop)",

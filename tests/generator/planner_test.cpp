@@ -119,7 +119,7 @@ TEST(Planner, Reasons_SayWhatWasRefused) {
     const Plan plan = choose_plan(spec, device);
     const auto lines = plan_reasons(spec, device, plan);
     EXPECT_THAT(lines, testing::Contains(HasSubstr("number 1 of")));
-    EXPECT_THAT(lines, testing::Contains(testing::AllOf(HasSubstr("refused: tile"), HasSubstr("shared memory"))));
+    EXPECT_THAT(lines, testing::Contains(testing::AllOf(HasSubstr("refused forward=128x256x64x3/2x4"), HasSubstr("shared memory"))));
     Plan own = plan;
     own.cuda.raster = 7;
     EXPECT_THAT(plan_reasons(spec, device, own), testing::Contains(HasSubstr("given from outside")));
