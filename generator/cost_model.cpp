@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "flce/plan.hpp"
+#include "generator/blocks_cpu.hpp"
 #include "generator/cuda/tile_rules.hpp"
 #include "generator/tiles_sm80.hpp"
 
@@ -108,16 +109,24 @@ Cost gpu_backward(const Spec& spec, const Device& device, const Plan& plan, doub
     return cost;
 }
 
+/// Share of the vector units' peak: measured where the table has the blocks, else what the register block's reuse suggests.
+double cpu_efficiency(CpuPlan blocks) {
+    const double vectors = blocks.micro_n * 32.0 / blocks.vector_bits;
+    const double loads = (vectors + blocks.micro_m / 2.0) / (blocks.micro_m * vectors);
+    blocks.bf16_dot = false;
+    for (const CpuBlockCandidate& candidate : block_candidates_cpu()) {
+        if (candidate.blocks == blocks) return candidate.efficiency;
+    }
+    return 0.9 / (1.0 + 0.25 * loads) * blocks.block_k / (blocks.block_k + 8.0);
+}
+
 /// Operations a second of all cores in the micro-kernel.
 double cpu_rate(const Device& device, const Plan& plan) {
     const CpuPlan& p = plan.cpu;
     const double lanes = p.vector_bits / 32.0;
     const double per_cycle = 2.0 * lanes * (device.cpu.fma ? 2.0 : 1.0) * (p.bf16_dot ? 2.0 : 1.0);  // two units; multiply and add
-    // Loads against multiplies in the register block, and the share of a panel's depth that starting and storing it costs.
-    const double loads = (p.micro_n / lanes + p.micro_m / 2.0) / (p.micro_m * p.micro_n / lanes);
-    const double efficiency = 1.0 / (1.0 + 0.25 * loads) * p.block_k / (p.block_k + 8.0);
     constexpr double kCyclesPerSecond = 2.5e9;
-    return per_cycle * kCyclesPerSecond * device.cpu.cores * efficiency;
+    return per_cycle * kCyclesPerSecond * device.cpu.cores * cpu_efficiency(p);
 }
 
 double cpu_seconds(const Device& device, const Plan& plan, const Cost& cost) {

@@ -31,7 +31,10 @@ std::optional<std::string> cpu_plan_problem(const Spec& spec, const Device& devi
                            p.vector_bits, vector_registers(p.vector_bits));
     }
     if (p.block_m % p.micro_m != 0) return fmt::format("block_m={}: must be a multiple of micro_m = {}", p.block_m, p.micro_m);
-    if (p.block_n % p.micro_n != 0) return fmt::format("block_n={}: must be a multiple of micro_n = {}", p.block_n, p.micro_n);
+    // A strip of logits is columns when it is computed and rows of grad_weight afterwards.
+    if (p.block_n % p.micro_n != 0 || p.block_n % p.micro_m != 0) {
+        return fmt::format("block_n={}: must be a multiple of micro_n = {} and of micro_m = {}", p.block_n, p.micro_n, p.micro_m);
+    }
     if (p.block_k % 8 != 0) return fmt::format("block_k={}: must be a multiple of 8", p.block_k);
     if (plan.vocab_chunk % p.micro_n != 0) return fmt::format("chunk={}: must be a multiple of micro_n = {}", plan.vocab_chunk, p.micro_n);
     return std::nullopt;

@@ -6,6 +6,7 @@
 
 #include "flce/error.hpp"
 #include "flce/plan.hpp"
+#include "generator/blocks_cpu.hpp"
 #include "generator/cuda/tile_rules.hpp"
 #include "generator/tiles_sm80.hpp"
 
@@ -104,23 +105,18 @@ std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const 
     return plans;
 }
 
+/// The scratch decides how much of the chunk exists at once, so the widest comes first.
 std::vector<Plan> cpu_candidates(const Spec& spec, const Device& device, const PlanRequest& request) {
-    struct Block {
-        int vector_bits, micro_m, micro_n, block_m, block_n, block_k;
-    };
-    constexpr Block kBlocks[] = {
-        {512, 14, 32, 168, 1024, 256}, {512, 14, 32, 112, 512, 256}, {512, 14, 32, 56, 256, 256}, {256, 6, 16, 96, 512, 256},
-        {256, 6, 16, 48, 256, 256},    {128, 4, 8, 64, 256, 256},    {128, 4, 8, 32, 128, 128},
-    };
     std::vector<Plan> plans;
-    for (const Block& b : kBlocks) {
-        if (b.vector_bits != device.cpu.vector_bits) continue;
+    for (const auto& [blocks, efficiency] : block_candidates_cpu()) {
+        if (blocks.vector_bits != device.cpu.vector_bits) continue;
         for (const bool bf16_dot : {true, false}) {
-            if (bf16_dot && !(device.cpu.bf16_dot && spec.dtype == DType::bf16 && b.vector_bits == 512)) continue;
-            for (const std::int64_t chunk : {4096, 8192, 2048}) {
-                Plan plan{.path = PlanPath::cpu, .scratch_bytes = request.scratch_bytes};
-                plan.cpu = {b.vector_bits, bf16_dot, b.micro_m, b.micro_n, b.block_m, b.block_n, b.block_k};
-                plan.vocab_chunk = chunk_of(spec, chunk, b.micro_n);
+            if (bf16_dot && !(device.cpu.bf16_dot && spec.dtype == DType::bf16)) continue;
+            for (const std::int64_t chunk : {1 << 20, 8192, 2048}) {
+                Plan plan{.path = PlanPath::cpu, .scratch_bytes = request.scratch_bytes, .cpu = blocks};
+                plan.cpu.bf16_dot = bf16_dot;
+                plan.vocab_chunk =
+                    std::min<std::int64_t>(round_up(spec.vocab_size, blocks.block_n), chunk / blocks.block_n * blocks.block_n);
                 plans.push_back(plan);
             }
         }

@@ -22,7 +22,7 @@ Plan cuda_plan() {
 }
 
 Plan cpu_plan() {
-    return {.path = PlanPath::cpu, .vocab_chunk = 4096, .scratch_bytes = kDefaultScratchBytes, .cpu = {512, false, 14, 32, 112, 512, 256}};
+    return {.path = PlanPath::cpu, .vocab_chunk = 4096, .scratch_bytes = kDefaultScratchBytes, .cpu = {512, false, 14, 32, 112, 448, 256}};
 }
 
 struct Case {
@@ -111,7 +111,7 @@ TEST(Legality, CpuPlans_AreRefusedWithTheirReason) {
     expect_reasons("D=2048,V=151936", "znver4", cpu_plan(),
                    {
                        {"bf16 pairs", [](Plan& p) { p.cpu.bf16_dot = true; }, {}},
-                       {"narrow vectors", [](Plan& p) { p.cpu = {256, false, 6, 16, 96, 512, 256}; }, {}},
+                       {"narrow vectors", [](Plan& p) { p.cpu = {256, false, 6, 16, 96, 192, 256}; }, {}},
                        {"odd width", [](Plan& p) { p.cpu.vector_bits = 384; }, {"vector=384", "128, 256 or 512"}},
                        {"no rows", [](Plan& p) { p.cpu.micro_m = 0; }, {"micro", "not 0"}},
                        {"negative block", [](Plan& p) { p.cpu.block_k = -8; }, {"block", "not -8"}},
@@ -119,6 +119,7 @@ TEST(Legality, CpuPlans_AreRefusedWithTheirReason) {
                        {"registers", [](Plan& p) { p.cpu.micro_m = 28; }, {"micro=28x32", "59 vector registers", "32"}},
                        {"ragged block_m", [](Plan& p) { p.cpu.block_m = 100; }, {"block_m=100", "micro_m = 14"}},
                        {"ragged block_n", [](Plan& p) { p.cpu.block_n = 48; }, {"block_n=48", "micro_n = 32"}},
+                       {"block_n that rows do not divide", [](Plan& p) { p.cpu.block_n = 512; }, {"block_n=512", "micro_m = 14"}},
                        {"ragged block_k", [](Plan& p) { p.cpu.block_k = 100; }, {"block_k=100", "multiple of 8"}},
                        {"ragged chunk", [](Plan& p) { p.vocab_chunk = 4104; }, {"chunk=4104", "micro_n = 32"}},
                        {"no scratch", [](Plan& p) { p.scratch_bytes = 1; }, {"scratch=1", "at least"}},
