@@ -1,0 +1,85 @@
+// How the CPU backend cuts a pass into blocks and where everything lies in the caller's workspace. The bound on the workspace, its size for N
+// tokens and the addresses come from the same two functions, so they cannot disagree. Pure arithmetic. Blocks do not depend on the number of
+// threads, so neither do a kernel's bits: only how many workers get a slot does.
+#pragma once
+
+#include <cstdint>
+
+#include "flce/plan.hpp"
+#include "flce/spec.hpp"
+
+namespace flce {
+
+/// `extent` in `count` blocks of `size`, a multiple of some step, except for the last one.
+struct Blocks {
+    std::int64_t extent = 0;
+    std::int64_t size = 0;
+    std::int64_t count = 0;
+    [[nodiscard]] std::int64_t begin(std::int64_t index) const { return index * size; }
+    [[nodiscard]] std::int64_t length(std::int64_t index) const { return index + 1 < count ? size : extent - begin(index); }
+};
+/// As few blocks of at most `largest` as possible, as equal as `step` allows. `largest` is a multiple of `step`.
+[[nodiscard]] Blocks even_blocks(std::int64_t extent, std::int64_t largest, std::int64_t step);
+/// Blocks of exactly `size`.
+[[nodiscard]] Blocks fixed_blocks(std::int64_t extent, std::int64_t size);
+
+/// What one worker has for itself: a tile of C, a packed block of B and the strip's bias and class weights. Offsets from the slot's start.
+struct SlotLayout {
+    std::int64_t tile = 0;          ///< fp32 [block_m, block_n]
+    std::int64_t b_block = 0;       ///< block_k × block_n units, 4 bytes each
+    std::int64_t bias = 0;          ///< fp32 [block_n]
+    std::int64_t class_weight = 0;  ///< fp32 [block_n]
+    std::int64_t sums = 0;          ///< RowSums [block_m]
+    std::int64_t bytes = 0;
+};
+
+struct CpuForwardLayout {
+    Blocks row_blocks;    ///< tokens whose packed hidden states exist at once
+    Blocks strips;        ///< vocabulary in strips of block_n
+    Blocks strip_groups;  ///< strips that one task walks in order; its sums become one partial sum a row
+    SlotLayout slot;
+    std::int64_t slots = 0;
+    std::int64_t slot_offset = 0;
+    std::int64_t hidden_panels = 0;  ///< A of the logits, a row block
+    std::int64_t partial_sums = 0;   ///< RowSums [strip_groups, rows]
+    std::int64_t row_losses = 0;     ///< fp32 [2, rows]: cross entropies and z-losses
+    std::int64_t bytes = 0;
+};
+
+struct CpuBackwardLayout {
+    Blocks row_blocks;  ///< tokens whose logit gradients exist at once
+    Blocks chunks;      ///< vocabulary chunks, multiples of block_n
+    SlotLayout slot;
+    std::int64_t slots = 0;
+    std::int64_t slot_offset = 0;
+    std::int64_t hidden_panels = 0;      ///< A of the logits, a row block
+    std::int64_t grad_rows = 0;          ///< GradRow [rows]
+    std::int64_t dlogits_rows = 0;       ///< A of grad_hidden, for each of two steps in flight
+    std::int64_t dlogits_columns = 0;    ///< A of grad_weight, likewise
+    std::int64_t column_sums = 0;        ///< fp32 [row tiles, chunk], likewise
+    std::int64_t bias_accumulator = 0;   ///< fp32 [chunk]
+    std::int64_t weight_accumulator = 0; ///< fp32 [chunk, D]; only where there are several row blocks
+    std::int64_t hidden_accumulator = 0; ///< fp32 [N, D]; only where the dtype is not fp32: the 4·N·D beyond scratch_bytes
+    std::int64_t dlogits_rows_stride = 0;  ///< bytes between the two steps' copies
+    std::int64_t dlogits_columns_stride = 0;
+    std::int64_t column_sums_stride = 0;
+    std::int64_t bytes = 0;
+};
+
+/// Throws PlanError when even the smallest blocks exceed plan.scratch_bytes.
+[[nodiscard]] CpuForwardLayout cpu_forward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens);
+[[nodiscard]] CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens);
+
+/// The least scratch_bytes with which the two functions above succeed for any number of tokens (with one worker).
+[[nodiscard]] std::int64_t cpu_least_scratch_bytes(const Spec& spec, const Plan& plan);
+
+/// Workers that `threads` threads become: fewer where scratch holds no more slots.
+[[nodiscard]] std::int64_t cpu_worker_count(const Spec& spec, const Plan& plan, int threads);
+
+/// A block's rows in tiles of at most block_m.
+[[nodiscard]] Blocks row_tiles(const CpuPlan& plan, std::int64_t rows);
+
+/// Depth in units of 4 bytes: pairs where bf16 pairs are multiplied.
+[[nodiscard]] std::int64_t depth_units(const CpuPlan& plan, std::int64_t depth);
+
+}  // namespace flce
