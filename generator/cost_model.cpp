@@ -6,6 +6,7 @@
 #include "flce/plan.hpp"
 #include "generator/blocks_cpu.hpp"
 #include "generator/cuda/tile_rules.hpp"
+#include "generator/host/cpu_layout.hpp"
 #include "generator/tiles_sm80.hpp"
 
 namespace flce {
@@ -66,7 +67,7 @@ private:
 
 /// Vocabulary rows of a chunk with this many tokens, as scratch allows.
 double chunk_rows(const Spec& spec, const Plan& plan, double n) {
-    const double unit = plan.path == PlanPath::cpu ? plan.cpu.micro_n : std::max(plan.cuda.dlogits.block_n, plan.cuda.grad_weight.block_m);
+    const double unit = plan.path == PlanPath::cpu ? plan.cpu.block_n : std::max(plan.cuda.dlogits.block_n, plan.cuda.grad_weight.block_m);
     const double fits =
         std::floor(static_cast<double>(plan.scratch_bytes) / (n * static_cast<double>(element_bytes(spec.dtype))) / unit) * unit;
     return std::min({std::max(fits, unit), static_cast<double>(plan.vocab_chunk), static_cast<double>(spec.vocab_size)});
@@ -120,28 +121,30 @@ double cpu_efficiency(CpuPlan blocks) {
     return 0.9 / (1.0 + 0.25 * loads) * blocks.block_k / (blocks.block_k + 8.0);
 }
 
-/// Operations a second of all cores in the micro-kernel.
-double cpu_rate(const Device& device, const Plan& plan) {
+/// Operations a second of all workers in the GEMM.
+double cpu_rate(const Spec& spec, const Device& device, const Plan& plan) {
     const CpuPlan& p = plan.cpu;
     const double lanes = p.vector_bits / 32.0;
     const double per_cycle = 2.0 * lanes * (device.cpu.fma ? 2.0 : 1.0) * (p.bf16_dot ? 2.0 : 1.0);  // two units; multiply and add
     constexpr double kCyclesPerSecond = 2.5e9;
-    return per_cycle * kCyclesPerSecond * device.cpu.cores * cpu_efficiency(p);
+    // A tile of C and a block of B that overflow the second-level cache are streamed from the next one.
+    const double crowded = 4.0 * p.block_n * (p.block_m + p.block_k) > 0.75 * static_cast<double>(device.cpu.l2_bytes) ? 0.9 : 1.0;
+    const auto workers = static_cast<double>(cpu_worker_count(spec, plan, device.cpu.cores));
+    return per_cycle * kCyclesPerSecond * workers * cpu_efficiency(p) * crowded;
 }
 
-double cpu_seconds(const Device& device, const Plan& plan, const Cost& cost) {
+double cpu_seconds(const Spec& spec, const Device& device, const Plan& plan, const Cost& cost) {
     const double bandwidth = std::min(10e9 * device.cpu.cores, 200e9);
-    return std::max(cost.flops / cpu_rate(device, plan), cost.bytes / bandwidth);
+    return std::max(cost.flops / cpu_rate(spec, device, plan), cost.bytes / bandwidth);
 }
 
 Cost cpu_forward(const Spec& spec, const Device& device, const Plan& plan, double n) {
     const double d = static_cast<double>(spec.hidden_size);
     const double v = static_cast<double>(spec.vocab_size);
     const double element = static_cast<double>(element_bytes(spec.dtype));
-    // The weight streams past each block of hidden rows.
-    const double weight_passes = ceil_div(n, plan.cpu.block_m * std::max(1.0, static_cast<double>(device.cpu.cores)));
+    const double weight_passes = ceil_div(n, plan.cpu.block_m);  // each tile of rows packs the weight for itself
     Cost cost{.flops = 2.0 * n * v * d, .bytes = (n * d + weight_passes * v * d) * element};
-    cost.seconds = cpu_seconds(device, plan, cost);
+    cost.seconds = cpu_seconds(spec, device, plan, cost);
     return cost;
 }
 
@@ -149,7 +152,7 @@ Cost cpu_backward(const Spec& spec, const Device& device, const Plan& plan, doub
     Cost cost = cpu_forward(spec, device, plan, n);
     cost.flops *= 3.0;
     cost.bytes += backward_bytes(spec, n, ceil_div(static_cast<double>(spec.vocab_size), chunk_rows(spec, plan, n)));
-    cost.seconds = cpu_seconds(device, plan, cost);
+    cost.seconds = cpu_seconds(spec, device, plan, cost);
     return cost;
 }
 

@@ -4,6 +4,8 @@
 
 #include <array>
 
+#include "generator/host/cpu_layout.hpp"
+
 namespace flce {
 
 int vector_registers(int vector_bits) noexcept { return vector_bits == 512 ? 32 : 16; }
@@ -36,16 +38,11 @@ std::optional<std::string> cpu_plan_problem(const Spec& spec, const Device& devi
         return fmt::format("block_n={}: must be a multiple of micro_n = {} and of micro_m = {}", p.block_n, p.micro_n, p.micro_m);
     }
     if (p.block_k % 8 != 0) return fmt::format("block_k={}: must be a multiple of 8", p.block_k);
-    if (plan.vocab_chunk % p.micro_n != 0) return fmt::format("chunk={}: must be a multiple of micro_n = {}", plan.vocab_chunk, p.micro_n);
+    if (p.micro_m % 2 != 0) return fmt::format("micro={}x{}: rows must be even, as they pair up in depth", p.micro_m, p.micro_n);
+    if (plan.vocab_chunk % p.block_n != 0) return fmt::format("chunk={}: must be a multiple of block_n = {}", plan.vocab_chunk, p.block_n);
     return std::nullopt;
 }
 
-std::int64_t cpu_smallest_scratch_bytes(const Spec&, const Device& device, const Plan& plan) {
-    // Each thread packs a block of either operand and holds a block of logits; one row block of logit gradients is shared.
-    const std::int64_t m = plan.cpu.block_m;
-    const std::int64_t n = plan.cpu.block_n;
-    const std::int64_t k = plan.cpu.block_k;
-    return std::int64_t{4} * ((m + n) * k + m * n) * device.cpu.cores + 4 * m * n;
-}
+std::int64_t cpu_smallest_scratch_bytes(const Spec& spec, const Plan& plan) { return cpu_least_scratch_bytes(spec, plan); }
 
 }  // namespace flce

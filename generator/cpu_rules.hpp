@@ -16,6 +16,6 @@ namespace flce {
 [[nodiscard]] std::optional<std::string> cpu_plan_problem(const Spec& spec, const Device& device, const Plan& plan);
 
 /// Least Plan::scratch_bytes with which both passes can walk any number of tokens.
-[[nodiscard]] std::int64_t cpu_smallest_scratch_bytes(const Spec& spec, const Device& device, const Plan& plan);
+[[nodiscard]] std::int64_t cpu_smallest_scratch_bytes(const Spec& spec, const Plan& plan);
 
 }  // namespace flce

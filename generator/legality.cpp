@@ -59,7 +59,7 @@ std::optional<std::string> illegal_reason(const Spec& any_spec, const Device& de
         return fmt::format("scratch={}: must be from 0 to {} bytes", plan.scratch_bytes, kMostScratch);
     }
     if (auto reason = on_gpu ? cuda_reason(spec, device, plan) : cpu_plan_problem(spec, device, plan)) return reason;
-    const std::int64_t least = on_gpu ? smallest_scratch_bytes(spec, plan) : cpu_smallest_scratch_bytes(spec, device, plan);
+    const std::int64_t least = on_gpu ? smallest_scratch_bytes(spec, plan) : cpu_smallest_scratch_bytes(spec, plan);
     if (plan.scratch_bytes < least) return fmt::format("scratch={}: this plan needs at least {} bytes", plan.scratch_bytes, least);
     return std::nullopt;
 }

@@ -22,7 +22,7 @@ Plan cuda_plan() {
 }
 
 Plan cpu_plan() {
-    return {.path = PlanPath::cpu, .vocab_chunk = 4096, .scratch_bytes = kDefaultScratchBytes, .cpu = {512, false, 14, 32, 112, 448, 256}};
+    return {.path = PlanPath::cpu, .vocab_chunk = 4032, .scratch_bytes = kDefaultScratchBytes, .cpu = {512, false, 14, 32, 112, 448, 256}};
 }
 
 struct Case {
@@ -120,8 +120,9 @@ TEST(Legality, CpuPlans_AreRefusedWithTheirReason) {
                        {"ragged block_m", [](Plan& p) { p.cpu.block_m = 100; }, {"block_m=100", "micro_m = 14"}},
                        {"ragged block_n", [](Plan& p) { p.cpu.block_n = 48; }, {"block_n=48", "micro_n = 32"}},
                        {"block_n that rows do not divide", [](Plan& p) { p.cpu.block_n = 512; }, {"block_n=512", "micro_m = 14"}},
+                       {"odd rows", [](Plan& p) { p.cpu = {512, false, 7, 32, 112, 448, 256}; }, {"micro=7x32", "even"}},
                        {"ragged block_k", [](Plan& p) { p.cpu.block_k = 100; }, {"block_k=100", "multiple of 8"}},
-                       {"ragged chunk", [](Plan& p) { p.vocab_chunk = 4104; }, {"chunk=4104", "micro_n = 32"}},
+                       {"ragged chunk", [](Plan& p) { p.vocab_chunk = 4064; }, {"chunk=4064", "block_n = 448"}},
                        {"no scratch", [](Plan& p) { p.scratch_bytes = 1; }, {"scratch=1", "at least"}},
                        {"gpu path", [](Plan& p) { p.path = PlanPath::cuda_sm80; }, {"path cuda_sm80", "CPU"}},
                    });
