@@ -1,0 +1,263 @@
+// Backward: vocabulary chunk after chunk, and row block after row block where tokens are many. A step computes a block's logits again, turns
+// them into their gradient dz, packed for both uses, and multiplies it: grad_hidden += dz·W_c, grad_weight_c = dzᵀ·H. The tasks that
+// multiply step s and those that compute the dz of step s + 1 run together, so that threads meet once a step.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "runtime/cpu/passes.hpp"
+
+namespace flce {
+namespace {
+
+/// A chunk of the vocabulary for a block of tokens.
+struct Step {
+    std::int64_t index = 0;  ///< parity decides which of the two buffers holds its dz
+    std::int64_t token = 0;
+    std::int64_t rows = 0;
+    std::int64_t vocab = 0;
+    std::int64_t columns = 0;
+    bool first_block = false, last_block = false;  ///< of rows: a chunk's grad_weight and grad_bias begin, are complete
+    bool first_chunk = false, last_chunk = false;  ///< of the vocabulary: a block's grad_hidden begins, is complete
+};
+
+/// A grid of tiles over a matrix.
+struct TileGrid {
+    Blocks rows;
+    Blocks columns;
+    [[nodiscard]] std::int64_t count() const { return rows.count * columns.count; }
+    [[nodiscard]] TileRange range(std::int64_t tile) const {
+        const std::int64_t row = tile % rows.count;
+        const std::int64_t column = tile / rows.count;
+        return {rows.begin(row), rows.length(row), columns.begin(column), columns.length(column)};
+    }
+};
+
+class BackwardPass {
+public:
+    BackwardPass(const CpuContext& context, const CpuCall& call)
+        : context_(context),
+          code_(context.code),
+          plan_(context.plan.cpu),
+          call_(call),
+          spec_(call.spec()),
+          layout_(cpu_backward_layout(call.spec(), context.plan, context.threads, call.num_tokens())),
+          workspace_(call.pointer(Slot::workspace)),
+          element_(static_cast<std::int64_t>(element_bytes(spec_.dtype))),
+          grad_element_(static_cast<std::int64_t>(element_bytes(spec_.grad_weight_dtype))),
+          options_(call.loss_options()),
+          divisors_(call.mean_divisors()) {}
+
+    void run() {
+        clear_what_no_step_writes();
+        const std::int64_t blocks = layout_.row_blocks.count;
+        const std::int64_t steps = blocks * layout_.chunks.count;
+        for (std::int64_t s = 0; s <= steps && steps > 0; ++s) {
+            if (s < steps) prepare(step(s), s == 0 || blocks > 1);
+            run_tasks(s > 0 ? step(s - 1) : Step{}, s < steps ? step(s) : Step{});
+        }
+    }
+
+private:
+    [[nodiscard]] Step step(std::int64_t s) const {
+        const std::int64_t block = s % layout_.row_blocks.count;
+        const std::int64_t chunk = s / layout_.row_blocks.count;
+        return {.index = s,
+                .token = layout_.row_blocks.begin(block),
+                .rows = layout_.row_blocks.length(block),
+                .vocab = layout_.chunks.begin(chunk),
+                .columns = layout_.chunks.length(chunk),
+                .first_block = block == 0,
+                .last_block = block + 1 == layout_.row_blocks.count,
+                .first_chunk = chunk == 0,
+                .last_chunk = chunk + 1 == layout_.chunks.count};
+    }
+
+    // Where a step's results lie.
+    [[nodiscard]] PackedA hidden_panels() const { return {workspace_ + layout_.hidden_panels, depth_units(plan_, spec_.hidden_size)}; }
+    [[nodiscard]] PackedA dlogits_rows(const Step& s) const {
+        return {workspace_ + layout_.dlogits_rows + s.index % 2 * layout_.dlogits_rows_stride, depth_units(plan_, s.columns)};
+    }
+    [[nodiscard]] PackedA dlogits_columns(const Step& s) const {
+        return {workspace_ + layout_.dlogits_columns + s.index % 2 * layout_.dlogits_columns_stride, depth_units(plan_, s.rows)};
+    }
+    [[nodiscard]] float* column_sums(const Step& s, std::int64_t tile) const {
+        return reinterpret_cast<float*>(workspace_ + layout_.column_sums + s.index % 2 * layout_.column_sums_stride) + tile * s.columns;
+    }
+    [[nodiscard]] GradRow* grad_rows() const { return reinterpret_cast<GradRow*>(workspace_ + layout_.grad_rows); }
+    [[nodiscard]] bool wants(Slot gradient) const { return call_.has(gradient); }
+
+    void prepare(const Step& s, bool new_rows) const {
+        if (new_rows) pack_hidden_rows(context_, call_, hidden_panels(), s.token, s.rows);
+        for (std::int64_t i = 0; i < padded_rows(s.rows); ++i) {
+            grad_rows()[i] = i < s.rows ? grad_row(s.token + i, s.vocab) : kInertRow;
+        }
+    }
+    [[nodiscard]] std::int64_t padded_rows(std::int64_t rows) const { return (rows + plan_.micro_m - 1) / plan_.micro_m * plan_.micro_m; }
+
+    /// Upstream gradients of one token as coefficients of its logits.
+    [[nodiscard]] GradRow grad_row(std::int64_t token, std::int64_t first_column) const {
+        const std::int64_t y = call_.valid_label(token);
+        if (y < 0) return kInertRow;
+        const bool per_token = call_.reduction() == ReductionCode::none;
+        const double loss = call_.element(Slot::grad_loss, per_token ? token : 0, spec_.outputs.loss ? 1.F : 0.F);
+        const auto divide = [&](double divisor) { return divisor == 0 ? 0.F : static_cast<float>(loss / divisor); };
+        const RowUpstream upstream{.cross_entropy = divide(divisors_.cross_entropy),
+                                   .z_loss = divide(divisors_.z_loss),
+                                   .lse = call_.element(Slot::grad_lse, token, 0.F),
+                                   .logprob = call_.element(Slot::grad_logprob, token, 0.F),
+                                   .entropy = call_.element(Slot::grad_entropy, token, 0.F)};
+        const float lse = call_.pointer<const float>(Slot::lse)[token];
+        const float entropy = call_.element(Slot::entropy, token, 0.F);
+        const std::int64_t column = y - first_column;
+        const bool near = column >= 0 && column < layout_.chunks.size;
+        return {lse, row_coefficients(upstream, lse, entropy, call_.class_weight(y), options_), near ? static_cast<std::int32_t>(column) : -1};
+    }
+
+    void run_tasks(const Step& done, const Step& next) const {
+        const Blocks hidden_columns = fixed_blocks(spec_.hidden_size, plan_.block_n);
+        const bool multiply = done.rows > 0;
+        const TileGrid hidden{row_tiles(plan_, done.rows), hidden_columns};
+        const TileGrid weight{row_tiles(plan_, done.columns), hidden_columns};
+        const TileGrid logits{row_tiles(plan_, next.rows), fixed_blocks(next.columns, plan_.block_n)};
+        const std::int64_t hidden_tasks = multiply && wants(Slot::grad_hidden) ? hidden.count() : 0;
+        const std::int64_t logit_tasks = next.rows > 0 ? logits.count() : 0;
+        const std::int64_t weight_tasks = multiply && wants(Slot::grad_weight) ? weight.count() : 0;
+        const std::int64_t bias_tasks = multiply && wants(Slot::grad_bias) ? 1 : 0;
+        // Longest tasks first.
+        context_.workers->run(hidden_tasks + logit_tasks + weight_tasks + bias_tasks, layout_.slots, [&](std::int64_t task, std::int64_t worker) {
+            const WorkerSlot slot(layout_.slot, workspace_ + layout_.slot_offset + worker * layout_.slot.bytes);
+            if (task < hidden_tasks) return multiply_hidden(slot, done, hidden.range(task));
+            task -= hidden_tasks;
+            if (task < logit_tasks) return differentiate_logits(slot, next, logits.range(task), task % logits.rows.count);
+            task -= logit_tasks;
+            if (task < weight_tasks) return multiply_weight(slot, done, weight.range(task));
+            sum_bias(done, hidden.rows.count);
+        });
+    }
+
+    /// A tile of logits, its gradient, and that packed: by rows for grad_hidden, by columns for grad_weight.
+    void differentiate_logits(const WorkerSlot& slot, const Step& s, const TileRange& range, std::int64_t row_tile) const {
+        const std::int64_t ld = plan_.block_n;
+        const std::int64_t rows = padded_rows(range.rows);
+        slot.load_strip(context_, call_, s.vocab + range.column, range.columns);
+        TileRange strip = range;
+        strip.column = 0;
+        multiply_tile(code_, plan_, hidden_panels(), weight_for_logits(context_, call_, s.vocab + range.column), strip, spec_.hidden_size,
+                      slot.b_block, slot.tile);
+        code_.backward_tile(slot.tile, ld, rows, range.columns, ld, slot.bias, slot.class_weight, context_.transform_parameters.data(),
+                            grad_rows() + range.row, range.column);
+        if (wants(Slot::grad_hidden)) {
+            const PackedA packed = dlogits_rows(s);
+            for (std::int64_t i = 0; i < rows; i += plan_.micro_m) {
+                code_.pack_dlogits_rows(slot.tile + i * ld, ld, packed.at(plan_, range.row + i, depth_units(plan_, range.column)),
+                                        plan_.micro_m, range.columns);
+            }
+        }
+        if (wants(Slot::grad_weight)) {
+            const PackedA packed = dlogits_columns(s);
+            for (std::int64_t j = 0; j < range.columns; j += plan_.micro_m) {
+                code_.pack_dlogits_columns(slot.tile + j, ld, packed.at(plan_, range.column + j, depth_units(plan_, range.row)),
+                                           plan_.micro_m, range.rows);
+            }
+        }
+        if (wants(Slot::grad_bias)) {
+            code_.column_sums(slot.tile, ld, range.rows, range.columns, column_sums(s, row_tile) + range.column);
+        }
+    }
+
+    void multiply_hidden(const WorkerSlot& slot, const Step& s, const TileRange& range) const {
+        const bool vocab_major = spec_.layout == WeightLayout::vocab_major;
+        const UnpackedB weight{.data = call_.pointer(Slot::weight) + s.vocab * element_ * (vocab_major ? spec_.hidden_size : 1),
+                               .ld = vocab_major ? spec_.hidden_size : spec_.padded_vocab_size,
+                               .element_bytes = element_,
+                               .depth_contiguous = !vocab_major,
+                               .pack = code_.pack_weight_grad};
+        multiply_tile(code_, plan_, dlogits_rows(s), weight, range, s.columns, slot.b_block, slot.tile);
+        const std::int64_t d = spec_.hidden_size;
+        const std::int64_t offset = (s.token + range.row) * d + range.column;
+        const bool in_place = spec_.dtype == DType::fp32;
+        float* accumulator = reinterpret_cast<float*>(in_place ? call_.pointer(Slot::grad_hidden) : workspace_ + layout_.hidden_accumulator);
+        const auto apply = [&](StoreTile store, const float* from, std::int64_t ld, void* to, std::int64_t to_ld) {
+            store(from, ld, to, to_ld, range.rows, range.columns);
+        };
+        if (in_place || !s.last_chunk) {
+            apply(s.first_chunk ? code_.write_float : code_.add_float, slot.tile, plan_.block_n, accumulator + offset, d);
+            return;
+        }
+        if (!s.first_chunk) apply(code_.add_float, accumulator + offset, d, slot.tile, plan_.block_n);
+        apply(code_.store_hidden, slot.tile, plan_.block_n, call_.pointer(Slot::grad_hidden) + offset * element_, d);
+    }
+
+    void multiply_weight(const WorkerSlot& slot, const Step& s, const TileRange& range) const {
+        const std::int64_t d = spec_.hidden_size;
+        const UnpackedB hidden{.data = call_.pointer(Slot::hidden) + s.token * d * element_,
+                               .ld = d,
+                               .element_bytes = element_,
+                               .depth_contiguous = false,
+                               .pack = code_.pack_hidden_grad};
+        multiply_tile(code_, plan_, dlogits_columns(s), hidden, range, s.rows, slot.b_block, slot.tile);
+        float* accumulator = reinterpret_cast<float*>(workspace_ + layout_.weight_accumulator) + range.row * d + range.column;
+        if (!s.last_block) {
+            (s.first_block ? code_.write_float : code_.add_float)(slot.tile, plan_.block_n, accumulator, d, range.rows, range.columns);
+            return;
+        }
+        if (!s.first_block) code_.add_float(accumulator, d, slot.tile, plan_.block_n, range.rows, range.columns);
+        const bool vocab_major = spec_.layout == WeightLayout::vocab_major;
+        const std::int64_t vocab = s.vocab + range.row;
+        const std::int64_t offset = vocab_major ? vocab * d + range.column : range.column * spec_.padded_vocab_size + vocab;
+        code_.store_weight(slot.tile, plan_.block_n, call_.pointer(Slot::grad_weight) + offset * grad_element_,
+                           vocab_major ? d : spec_.padded_vocab_size, range.rows, range.columns);
+    }
+
+    void sum_bias(const Step& s, std::int64_t tiles) const {
+        auto* sums = reinterpret_cast<float*>(workspace_ + layout_.bias_accumulator);
+        for (std::int64_t tile = 0; tile < tiles; ++tile) {
+            const bool first = s.first_block && tile == 0;
+            (first ? code_.write_float : code_.add_float)(column_sums(s, tile), s.columns, sums, s.columns, 1, s.columns);
+        }
+        if (!s.last_block) return;
+        code_.store_bias(sums, s.columns, call_.pointer(Slot::grad_bias) + s.vocab * grad_element_, s.columns, 1, s.columns);
+    }
+
+    /// Gradients of vocabulary rows that are only padding, and everything when there is no token. An accumulating gradient stays as it is.
+    void clear_what_no_step_writes() const {
+        if (spec_.grad_weight_mode == GradMode::accumulate) return;
+        const bool no_token = call_.num_tokens() == 0;
+        const std::int64_t first = no_token ? 0 : spec_.vocab_size;
+        const auto count = static_cast<std::size_t>((spec_.padded_vocab_size - first) * grad_element_);
+        if (wants(Slot::grad_weight)) {
+            std::byte* gradient = call_.pointer(Slot::grad_weight);
+            if (spec_.layout == WeightLayout::vocab_major) {
+                std::memset(gradient + first * spec_.hidden_size * grad_element_, 0, count * static_cast<std::size_t>(spec_.hidden_size));
+            } else {
+                for (std::int64_t d = 0; d < spec_.hidden_size; ++d) {
+                    std::memset(gradient + (d * spec_.padded_vocab_size + first) * grad_element_, 0, count);
+                }
+            }
+        }
+        if (wants(Slot::grad_bias) && no_token) {
+            std::memset(call_.pointer(Slot::grad_bias), 0, static_cast<std::size_t>(spec_.vocab_size * grad_element_));
+        }
+    }
+
+    static constexpr GradRow kInertRow{std::numeric_limits<float>::infinity(), {0.F, 0.F, 0.F, 0.F}, -1};
+
+    const CpuContext& context_;
+    const CpuFunctions& code_;
+    const CpuPlan& plan_;
+    const CpuCall& call_;
+    const Spec& spec_;
+    const CpuBackwardLayout layout_;
+    std::byte* const workspace_;
+    const std::int64_t element_;
+    const std::int64_t grad_element_;
+    const LossOptions options_;
+    const MeanDivisors divisors_;
+};
+
+}  // namespace
+
+void run_cpu_backward(const CpuContext& context, const CpuCall& call) { BackwardPass(context, call).run(); }
+
+}  // namespace flce

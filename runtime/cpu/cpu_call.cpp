@@ -1,0 +1,51 @@
+#include "runtime/cpu/cpu_call.hpp"
+
+#include <algorithm>
+
+namespace flce {
+
+LossOptions CpuCall::loss_options() const {
+    double total = static_cast<double>(spec_.vocab_size);
+    if (spec_.class_weight) {
+        total = 0;
+        for (std::int64_t j = 0; j < spec_.vocab_size; ++j) total += class_weight(j);
+    }
+    return {.label_smoothing = static_cast<float>(spec_.label_smoothing),
+            .smoothing_per_class = static_cast<float>(spec_.label_smoothing / static_cast<double>(spec_.vocab_size)),
+            .class_weight_total = static_cast<float>(total),
+            .z_loss = static_cast<float>(spec_.z_loss)};
+}
+
+MeanDivisors CpuCall::mean_divisors() const {
+    if (reduction() != ReductionCode::mean) return {};
+    if (has(Slot::num_valid)) {
+        double given = 0;
+        switch (static_cast<CountCode>(value(Slot::num_valid_code))) {
+            case CountCode::fp32: given = *pointer<const float>(Slot::num_valid); break;
+            case CountCode::int32: given = *pointer<const std::int32_t>(Slot::num_valid); break;
+            case CountCode::int64: given = static_cast<double>(*pointer<const std::int64_t>(Slot::num_valid)); break;
+        }
+        return {given, given};
+    }
+    MeanDivisors sums{0, 0};
+    for (std::int64_t i = 0; i < num_tokens(); ++i) {
+        const std::int64_t y = valid_label(i);
+        if (y < 0) continue;
+        sums.cross_entropy += class_weight(y);
+        sums.z_loss += 1;
+    }
+    return sums;
+}
+
+void CpuCall::report_invalid_label() const {
+    if (!has(Slot::invalid_label)) return;
+    for (std::int64_t i = 0; i < num_tokens(); ++i) {
+        const std::int64_t y = label(i);
+        if (y == value(Slot::ignore_index) || (y >= 0 && y < spec_.vocab_size)) continue;
+        auto& smallest = *pointer<std::uint64_t>(Slot::invalid_label);
+        smallest = std::min(smallest, static_cast<std::uint64_t>(i));
+        return;
+    }
+}
+
+}  // namespace flce

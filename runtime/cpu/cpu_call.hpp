@@ -1,0 +1,57 @@
+// One call's arguments as the CPU backend reads them: typed accessors over the slots, and what follows from spec and slots once a call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "flce/flce.hpp"
+#include "generator/call_slots.hpp"
+#include "templates/row_math.cuh"
+
+namespace flce {
+
+/// What a mean divides cross entropies and z-losses by; 1 for the other reductions.
+struct MeanDivisors {
+    double cross_entropy = 1;
+    double z_loss = 1;
+};
+
+class CpuCall {
+public:
+    CpuCall(const Spec& spec, const std::int64_t* slots) : spec_(spec), slots_(slots) {}
+
+    [[nodiscard]] const Spec& spec() const { return spec_; }
+    [[nodiscard]] std::int64_t value(Slot slot) const { return slots_[static_cast<std::size_t>(slot)]; }
+    template <class T = std::byte>
+    [[nodiscard]] T* pointer(Slot slot) const {
+        return reinterpret_cast<T*>(value(slot));
+    }
+    [[nodiscard]] bool has(Slot slot) const { return value(slot) != 0; }
+    /// Element `index` of a fp32 tensor, or `absent`.
+    [[nodiscard]] float element(Slot slot, std::int64_t index, float absent) const {
+        return has(slot) ? pointer<const float>(slot)[index] : absent;
+    }
+
+    [[nodiscard]] std::int64_t num_tokens() const { return value(Slot::num_tokens); }
+    [[nodiscard]] ReductionCode reduction() const { return static_cast<ReductionCode>(value(Slot::reduction)); }
+    [[nodiscard]] std::int64_t label(std::int64_t token) const {
+        return value(Slot::target_bits) == 64 ? pointer<const std::int64_t>(Slot::target)[token] : pointer<const std::int32_t>(Slot::target)[token];
+    }
+    /// The token's label, or −1 for a token that is ignored or whose label is out of range.
+    [[nodiscard]] std::int64_t valid_label(std::int64_t token) const {
+        const std::int64_t y = label(token);
+        return y == value(Slot::ignore_index) || y < 0 || y >= spec_.vocab_size ? -1 : y;
+    }
+    [[nodiscard]] float class_weight(std::int64_t label) const { return element(Slot::class_weight, label, 1.F); }
+
+    [[nodiscard]] LossOptions loss_options() const;
+    [[nodiscard]] MeanDivisors mean_divisors() const;
+    /// The smallest token whose label is neither ignore_index nor in the vocabulary goes where the caller asked for it.
+    void report_invalid_label() const;
+
+private:
+    const Spec& spec_;
+    const std::int64_t* slots_;
+};
+
+}  // namespace flce

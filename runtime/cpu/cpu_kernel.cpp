@@ -1,0 +1,79 @@
+#include <nlohmann/json.hpp>
+
+#include "generator/logit_transforms.hpp"
+
+#include "runtime/cpu/passes.hpp"
+#include "runtime/kernel_factory.hpp"
+
+namespace flce {
+namespace {
+
+/// The object for the request's structure: from the cache, or compiled.
+std::shared_ptr<const Artifact> object_of(const BuildRequest& request, ArtifactCache& cache) {
+    const CpuProperties& cpu = request.device.cpu;
+    const CpuPlan& plan = request.plan.cpu;
+    KeyBuilder key("object");
+    key.add("code", cpu_code_identity(request.spec, cpu, plan))
+        .add("llvm", llvm_version())
+        .add("triple", cpu.triple)
+        .add("cpu", cpu.cpu)
+        .add("features", cpu.features);
+    return cache.get_or_create(key.finish(), [&] {
+        Artifact artifact;
+        artifact.payload = compile_host_object(cpu, "flce_cpu", [&](llvm::Module& module) { emit_cpu_code(module, request.spec, cpu, plan); });
+        artifact.metadata = nlohmann::ordered_json{{"kind", "object"},
+                                                   {"spec", request.spec.text()},
+                                                   {"plan", request.plan.text()},
+                                                   {"triple", cpu.triple},
+                                                   {"cpu", cpu.cpu},
+                                                   {"features", cpu.features},
+                                                   {"compiler", "LLVM " + llvm_version()}}
+                                .dump();
+        return artifact;
+    });
+}
+
+class CpuKernel final : public Kernel {
+public:
+    CpuKernel(const BuildRequest& request, std::shared_ptr<const Artifact> object)
+        : Kernel(request.spec, request.device, request.plan, request.device_ref, request.reasons),
+          object_(std::move(object)),
+          code_(HostCode::load(object_->payload, "flce_cpu")),
+          workers_(thread_count(request)),
+          context_{.plan = request.plan, .threads = thread_count(request), .code = CpuFunctions::find(*code_), .workers = &workers_} {
+        for (const double parameter : transform_parameters(request.spec)) {
+            context_.transform_parameters.push_back(static_cast<float>(parameter));
+        }
+        // Refuses a plan whose blocks do not fit its scratch now rather than at the first call.
+        (void)workspace_bytes_of(true, 1);
+        (void)workspace_bytes_of(false, 1);
+    }
+
+private:
+    static int thread_count(const BuildRequest& request) { return request.threads > 0 ? request.threads : request.device.cpu.cores; }
+
+    void run(bool backward, const std::int64_t* slots, Stream) const override {
+        const CpuCall call(spec(), slots);
+        backward ? run_cpu_backward(context_, call) : run_cpu_forward(context_, call);
+    }
+
+    std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const override {
+        return backward ? cpu_backward_layout(spec(), plan(), context_.threads, num_tokens).bytes
+                        : cpu_forward_layout(spec(), plan(), context_.threads, num_tokens).bytes;
+    }
+
+    std::shared_ptr<const Artifact> object_;  // held, so that the cache answers the next kernel of this structure from memory
+    std::shared_ptr<const HostCode> code_;
+    Workers workers_;
+    CpuContext context_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Kernel> make_cpu_kernel(const BuildRequest& request, ArtifactCache& cache) {
+    return std::make_shared<CpuKernel>(request, object_of(request, cache));
+}
+
+void compile_cpu_kernel(const BuildRequest& request, ArtifactCache& cache) { (void)object_of(request, cache); }
+
+}  // namespace flce

@@ -1,0 +1,140 @@
+// Forward: strips of logits are reduced to a few sums a token as soon as they exist, then the sums become losses.
+#include <algorithm>
+#include <limits>
+
+#include "runtime/cpu/passes.hpp"
+
+namespace flce {
+namespace {
+
+/// Sums of the outputs over all tokens, in token order.
+struct LossTotals {
+    double cross_entropy = 0;
+    double z_loss = 0;
+};
+
+class ForwardPass {
+public:
+    ForwardPass(const CpuContext& context, const CpuCall& call)
+        : context_(context),
+          plan_(context.plan.cpu),
+          call_(call),
+          layout_(cpu_forward_layout(call.spec(), context.plan, context.threads, call.num_tokens())),
+          workspace_(call.pointer(Slot::workspace)),
+          options_(call.loss_options()) {}
+
+    void run() {
+        call_.report_invalid_label();
+        LossTotals totals;
+        for (std::int64_t block = 0; block < layout_.row_blocks.count; ++block) {
+            const std::int64_t begin = layout_.row_blocks.begin(block);
+            const std::int64_t rows = layout_.row_blocks.length(block);
+            const PackedA hidden{workspace_ + layout_.hidden_panels, depth_units(plan_, call_.spec().hidden_size)};
+            pack_hidden_rows(context_, call_, hidden, begin, rows);
+            reduce_logits(hidden, begin, rows);
+            finish_rows(begin, rows, totals);
+        }
+        write_reduced(totals);
+    }
+
+private:
+    [[nodiscard]] RowSums* partial_sums(std::int64_t group, std::int64_t rows) const {
+        return reinterpret_cast<RowSums*>(workspace_ + layout_.partial_sums) + group * rows;
+    }
+
+    /// The longest dimension first: every task walks a group of strips for one tile of rows.
+    void reduce_logits(const PackedA& hidden, std::int64_t begin, std::int64_t rows) {
+        const Blocks tiles = row_tiles(plan_, rows);
+        context_.workers->run(tiles.count * layout_.strip_groups.count, layout_.slots, [&](std::int64_t task, std::int64_t worker) {
+            const WorkerSlot slot(layout_.slot, workspace_ + layout_.slot_offset + worker * layout_.slot.bytes);
+            const std::int64_t group = task / tiles.count;
+            const std::int64_t tile = task % tiles.count;
+            reduce_group(slot, hidden, group, {.row = tiles.begin(tile), .rows = tiles.length(tile)}, begin,
+                         partial_sums(group, rows) + tiles.begin(tile));
+        });
+    }
+
+    void reduce_group(const WorkerSlot& slot, const PackedA& hidden, std::int64_t group, TileRange range, std::int64_t first_token,
+                      RowSums* sums) const {
+        const std::int64_t first = layout_.strip_groups.begin(group);
+        for (std::int64_t strip = first; strip < first + layout_.strip_groups.length(group); ++strip) {
+            const std::int64_t vocab = layout_.strips.begin(strip);
+            range.columns = layout_.strips.length(strip);
+            slot.load_strip(context_, call_, vocab, range.columns);
+            multiply_tile(context_.code, plan_, hidden, weight_for_logits(context_, call_, vocab), range, call_.spec().hidden_size,
+                          slot.b_block, slot.tile);
+            RowSums* strip_sums = strip == first ? sums : slot.sums;
+            context_.code.forward_tile(slot.tile, plan_.block_n, range.rows, range.columns, slot.bias, slot.class_weight,
+                                       context_.transform_parameters.data(), strip_sums);
+            for (std::int64_t i = 0; i < range.rows; ++i) {
+                const std::int64_t column = call_.valid_label(first_token + range.row + i) - vocab;
+                const bool here = column >= 0 && column < range.columns;
+                strip_sums[i].target_logit = here ? slot.tile[i * plan_.block_n + column] : -std::numeric_limits<float>::infinity();
+                if (strip != first) sums[i] = merge(sums[i], strip_sums[i]);
+            }
+        }
+    }
+
+    void finish_rows(std::int64_t begin, std::int64_t rows, LossTotals& totals) {
+        constexpr std::int64_t kRowsPerTask = 64;
+        auto* cross_entropies = reinterpret_cast<float*>(workspace_ + layout_.row_losses);
+        float* z_losses = cross_entropies + rows;
+        const Blocks tasks = fixed_blocks(rows, kRowsPerTask);
+        context_.workers->run(tasks.count, context_.threads, [&](std::int64_t task, std::int64_t) {
+            for (std::int64_t i = tasks.begin(task); i < tasks.begin(task) + tasks.length(task); ++i) {
+                const RowOutputs outputs = finish_row(begin + i, i, rows);
+                cross_entropies[i] = outputs.cross_entropy;
+                z_losses[i] = outputs.z_loss;
+            }
+        });
+        for (std::int64_t i = 0; i < rows; ++i) {
+            totals.cross_entropy += cross_entropies[i];
+            totals.z_loss += z_losses[i];
+        }
+    }
+
+    /// Merges row i's partial sums in the order of the vocabulary and writes what the caller wants of the token; zeros if it is ignored.
+    RowOutputs finish_row(std::int64_t token, std::int64_t i, std::int64_t rows) const {
+        RowOutputs outputs{};
+        const std::int64_t y = call_.valid_label(token);
+        if (y >= 0) {
+            RowSums sums = partial_sums(0, rows)[i];
+            for (std::int64_t group = 1; group < layout_.strip_groups.count; ++group) sums = merge(sums, partial_sums(group, rows)[i]);
+            outputs = row_outputs(sums, call_.class_weight(y), options_);
+        }
+        const auto write = [&](Slot slot, float value) {
+            if (call_.has(slot)) call_.pointer<float>(slot)[token] = value;
+        };
+        write(Slot::lse, outputs.lse);
+        write(Slot::logprob, outputs.logprob);
+        write(Slot::entropy, outputs.entropy);
+        if (call_.reduction() == ReductionCode::none) {
+            write(Slot::loss, outputs.cross_entropy + outputs.z_loss);
+            write(Slot::z_loss, outputs.z_loss);
+        }
+        return outputs;
+    }
+
+    void write_reduced(const LossTotals& totals) const {
+        if (call_.reduction() == ReductionCode::none) return;
+        const MeanDivisors divisors = call_.mean_divisors();
+        const auto divide = [](double sum, double divisor) { return divisor == 0 ? 0 : sum / divisor; };  // no valid token: 0
+        const double z_loss = divide(totals.z_loss, divisors.z_loss);
+        const double loss = divide(totals.cross_entropy, divisors.cross_entropy) + z_loss;
+        if (call_.has(Slot::loss)) *call_.pointer<float>(Slot::loss) = static_cast<float>(loss);
+        if (call_.has(Slot::z_loss)) *call_.pointer<float>(Slot::z_loss) = static_cast<float>(z_loss);
+    }
+
+    const CpuContext& context_;
+    const CpuPlan& plan_;
+    const CpuCall& call_;
+    const CpuForwardLayout layout_;
+    std::byte* const workspace_;
+    const LossOptions options_;
+};
+
+}  // namespace
+
+void run_cpu_forward(const CpuContext& context, const CpuCall& call) { ForwardPass(context, call).run(); }
+
+}  // namespace flce
