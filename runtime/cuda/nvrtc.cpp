@@ -1,6 +1,7 @@
 #include "runtime/cuda/nvrtc.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -173,6 +174,7 @@ public:
                    std::span<const KernelEntry> kernels) const override {
         const Functions& f = functions();
         const std::string arch = architecture_of(options);
+        check_architecture(arch);
         Program program(f, source, headers);
         const NvrtcResult status = program.compile(options);
         Result result;
@@ -206,6 +208,17 @@ private:
         functions_ = bind_functions(library);
         loaded_ = true;
         return functions_;
+    }
+
+    /// An NVRTC older than the GPU is a matter of what is installed, not of the source.
+    void check_architecture(const std::string& arch) const {
+        const std::vector<std::string> known = supported_architectures();
+        const std::string plain = arch.substr(0, arch.find_last_of("0123456789") + 1);  // "sm_90" of "sm_90a"
+        if (known.empty() || std::find(known.begin(), known.end(), plain) != known.end()) return;
+        const auto [major, minor] = version();
+        throw EnvironmentError(
+            fmt::format("NVRTC {}.{} ({}) cannot compile for {}; it knows {}. Install a newer CUDA toolkit or nvidia-cuda-nvrtc", major,
+                        minor, location_.library.string(), arch, fmt::join(known, ", ")));
     }
 
     [[noreturn]] void fail(const std::string& fault, const std::string& arch, const std::string& log, const fs::path& saved) const {

@@ -258,7 +258,7 @@ struct Variant {
 class GeneratedCuda : public testing::TestWithParam<Variant> {};
 
 TEST_P(GeneratedCuda, Compiles_WithoutSpillsInMainLoops) {
-    FLCE_REQUIRE_NVRTC();
+    FLCE_REQUIRE_NVRTC_FOR(GetParam().arch);
     const BuildRequest request = request_for(GetParam().spec, describe_device(GetParam().arch));
     const CudaProgram program = generate_cuda(request.spec, request.device, request.plan);
     ArtifactCache cache({});

@@ -58,8 +58,8 @@ private:
 class NvrtcCompile : public testing::TestWithParam<const char*> {};
 
 TEST_P(NvrtcCompile, SmallKernel_GivesACubinForTheArchitecture) {
-    FLCE_REQUIRE_NVRTC();
     const std::string arch = GetParam();
+    FLCE_REQUIRE_NVRTC_FOR(arch);
     const auto result = Nvrtc::load()->compile(kSource, {&kHeader, 1}, options_for(arch), kKernels);
     std::string why;
     const auto contents = read_cubin(result.cubin, &why);
@@ -124,9 +124,25 @@ TEST(Nvrtc, KernelThatNobodyInstantiates_IsMissed) {
     expect_compile_error(kSource, "sm_90a", {{"scale", 128, 0}, {"other", 128, 0}}, "lacks kernel 'other' (it holds: scale)");
 }
 
-TEST(Nvrtc, UnknownArchitecture_IsACompileErrorWithTheReason) {
+TEST(Nvrtc, ArchitectureItDoesNotKnow_IsAnEnvironmentErrorListingThoseItDoes) {
     FLCE_REQUIRE_NVRTC();
-    expect_compile_error(kSource, "sm_10", kKernels, "gpu-architecture");
+    try {
+        (void)Nvrtc::load()->compile(kSource, {&kHeader, 1}, options_for("sm_999a"), kKernels);
+        FAIL() << "compiled";
+    } catch (const EnvironmentError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("cannot compile for sm_999a; it knows sm_"));
+    }
+}
+
+TEST(Nvrtc, OptionItDoesNotKnow_IsACompileErrorWithTheLog) {
+    FLCE_REQUIRE_NVRTC();
+    try {
+        (void)Nvrtc::load()->compile(kSource, {&kHeader, 1}, {"--gpu-architecture=sm_80", "--no-such-option"}, kKernels);
+        FAIL() << "compiled";
+    } catch (const CompileError& error) {
+        EXPECT_THAT(error.log(), HasSubstr("no-such-option"));
+        fs::remove_all(error.source_path().parent_path());
+    }
 }
 
 TEST(Nvrtc, ManyThreads_CompileTheSameBytes) {

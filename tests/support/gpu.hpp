@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 
 #include "flce/error.hpp"
@@ -33,6 +34,15 @@ inline const std::string& no_nvrtc_reason() {
     return reason;
 }
 
+/// Why the NVRTC here cannot compile for `arch` ("sm_100a"); empty where it can.
+inline std::string no_nvrtc_reason(const std::string& arch) {
+    if (!no_nvrtc_reason().empty()) return no_nvrtc_reason();
+    const auto known = Nvrtc::load()->supported_architectures();
+    const std::string plain = arch.substr(0, arch.find_last_of("0123456789") + 1);
+    if (std::find(known.begin(), known.end(), plain) != known.end()) return {};
+    return Nvrtc::load()->path().string() + " is too old for " + arch;
+}
+
 }  // namespace flce::test
 
 /// First line of a test that runs kernels on a GPU, which needs NVRTC as well. Such tests have "Gpu" in the name of their suite.
@@ -46,4 +56,10 @@ inline const std::string& no_nvrtc_reason() {
 #define FLCE_REQUIRE_NVRTC()                             \
     if (!::flce::test::no_nvrtc_reason().empty()) {      \
         GTEST_SKIP() << ::flce::test::no_nvrtc_reason(); \
+    }
+
+/// The same for source that is compiled for one architecture, which an older NVRTC may not know.
+#define FLCE_REQUIRE_NVRTC_FOR(arch)                                                                 \
+    if (const std::string flce_reason = ::flce::test::no_nvrtc_reason(arch); !flce_reason.empty()) { \
+        GTEST_SKIP() << flce_reason;                                                                 \
     }
