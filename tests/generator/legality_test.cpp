@@ -117,6 +117,12 @@ TEST(Legality, CpuPlans_AreRefusedWithTheirReason) {
                        {"negative block", [](Plan& p) { p.cpu.block_k = -8; }, {"block", "not -8"}},
                        {"half a vector", [](Plan& p) { p.cpu.micro_n = 24; }, {"micro=14x24", "16 lanes"}},
                        {"registers", [](Plan& p) { p.cpu.micro_m = 28; }, {"micro=28x32", "59 vector registers", "32"}},
+                       {"odd rows",
+                        [](Plan& p) {
+                            p.cpu.micro_m = 7;
+                            p.cpu.block_m = 112;
+                        },
+                        {"micro=7x32", "even"}},
                        {"ragged block_m", [](Plan& p) { p.cpu.block_m = 100; }, {"block_m=100", "micro_m = 14"}},
                        {"ragged block_n", [](Plan& p) { p.cpu.block_n = 48; }, {"block_n=48", "micro_n = 32"}},
                        {"block_n that rows do not divide", [](Plan& p) { p.cpu.block_n = 512; }, {"block_n=512", "micro_m = 14"}},

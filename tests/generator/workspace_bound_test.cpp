@@ -3,6 +3,7 @@
 
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
+#include "generator/host/cpu_layout.hpp"
 
 namespace flce {
 namespace {
@@ -50,6 +51,24 @@ TEST(WorkspaceBound, LeastLegalScratch_IsKept) {
         plan.scratch_bytes = std::stoll(reason.substr(reason.find("at least ") + 9));
         ASSERT_EQ(illegal_reason(spec, device, plan), std::nullopt);
         expect_bound(spec, device, plan);
+    }
+}
+
+TEST(WorkspaceBound, CpuPlans_StayWithinScratch) {
+    for (const char* device_name : {"x86-64-v4", "znver4", "x86-64-v3", "x86-64", "graniterapids"}) {
+        const Device device = describe_device(device_name);
+        for (const char* text : {"D=2048,V=151936,tied", "D=8,V=2", "D=200,V=127,dtype=fp32,bias",
+                                 "D=7168,V=129280,bias,outputs=loss+entropy", "D=61440,V=256000,dtype=fp32,bias"}) {
+            const Spec spec = parse_spec(text);
+            for (const Plan& plan : candidate_plans(spec, device)) {
+                for (const std::int64_t n : kTokens) {
+                    const std::int64_t accumulator = 4 * n * spec.hidden_size;
+                    EXPECT_LE(cpu_forward_layout(spec, plan, device.cpu.cores, n).bytes, plan.scratch_bytes) << n << ' ' << plan.text();
+                    EXPECT_LE(cpu_backward_layout(spec, plan, device.cpu.cores, n).bytes, plan.scratch_bytes + accumulator)
+                        << n << " tokens, " << text << ", " << plan.text();
+                }
+            }
+        }
     }
 }
 
