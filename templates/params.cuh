@@ -103,7 +103,7 @@ struct RowCoefficientsParams {
     TargetParams targets;
     const float* lse;
     const float* entropy;
-    const float* grad_loss;  ///< [rows] for reduction none, else scalar; null: 1
+    const float* grad_loss;  ///< [rows] for reduction none, else scalar; null: absent_grad_loss
     const float* grad_lse;
     const float* grad_logprob;
     const float* grad_entropy;
@@ -114,6 +114,7 @@ struct RowCoefficientsParams {
     float label_smoothing;
     float smoothing_per_class;
     float z_loss_weight;
+    float absent_grad_loss;  ///< 1; 0 where the spec has no loss among its outputs
     float derivative_bound;  ///< largest |d logit / d (hidden · weightᵀ)|
 };
 

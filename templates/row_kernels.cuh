@@ -180,7 +180,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     RowTarget row_target{infinity(), kIgnored};
     if (target >= 0) {
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
-        const float g = p.grad_loss == nullptr ? 1.f : p.grad_loss[p.reduction == kNone ? row : 0];
+        const float g = p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.reduction == kNone ? row : 0];
         const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or_zero(p.grad_lse, row),
                                    value_or_zero(p.grad_logprob, row), value_or_zero(p.grad_entropy, row)};
         const float entropy = value_or_zero(p.entropy, row);

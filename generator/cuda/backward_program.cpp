@@ -76,6 +76,7 @@ private:
             .set_float(&RowCoefficientsParams::smoothing_per_class,
                        static_cast<float>(spec_.label_smoothing / static_cast<double>(spec_.vocab_size)))
             .set_float(&RowCoefficientsParams::z_loss_weight, static_cast<float>(spec_.z_loss))
+            .set_float(&RowCoefficientsParams::absent_grad_loss, spec_.outputs.loss ? 1.0F : 0.0F)
             .set_float(&RowCoefficientsParams::derivative_bound, static_cast<float>(std::abs(spec_.logit_scale)));
         return launch.build();
     }

@@ -70,7 +70,7 @@ struct BackwardArgs {
     TensorView num_valid{};
     TensorView lse;          ///< [N] fp32, as forward wrote it
     TensorView entropy{};    ///< [N] fp32, as forward wrote it; required with grad_entropy
-    TensorView grad_loss{};  ///< fp32: [N] for none, scalar otherwise; absent: 1
+    TensorView grad_loss{};  ///< fp32: [N] for none, scalar otherwise; absent: 1, or 0 without spec.outputs.loss
     TensorView grad_lse{};   ///< [N] fp32; absent: 0. Likewise the next two
     TensorView grad_logprob{};
     TensorView grad_entropy{};
