@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <cstdint>
 
 #include "flce/spec.hpp"
 
@@ -36,8 +36,14 @@ namespace flce {
     return 0;
 }
 
-/// The bound of an output: twice the error of the reference arithmetic, never below `floor` (what one rounding of each intermediate costs, for
-/// a reference that happened to be exact), and at most `cap` wherever reference and floor show that the inputs allow that.
+/// How far the norm of `count` independent errors may exceed its expectation by chance: four standard deviations for a single number, next to
+/// nothing for many.
+[[nodiscard]] inline double chance_factor(std::int64_t count) noexcept {
+    return 1 + 3 / std::sqrt(static_cast<double>(std::max<std::int64_t>(count, 1)));
+}
+
+/// The bound of an output: twice the error of the reference arithmetic, never below `floor` (what rounding the intermediates is expected to
+/// cost, times chance_factor, for a reference that happened to be exact), and at most `cap` wherever reference and floor show that the inputs allow that.
 [[nodiscard]] constexpr double error_bound(double reference_error, double floor, double cap) noexcept {
     const double bound = std::max(2 * reference_error, floor);
     return reference_error <= cap && floor <= cap ? std::min(bound, cap) : bound;

@@ -19,9 +19,10 @@ double distance(const double* a, const double* b, std::int64_t count) {
     return std::sqrt(square);
 }
 
-// Rows of `width` numbers, each with a budget.
+// Rows of `width` numbers, each with a budget. `independent` errors make up the whole.
 Judgement judge_rows(std::string name, const std::vector<double>& got, const std::vector<double>& truth,
-                     const std::vector<double>& yardstick, const std::vector<Budget>& budgets, std::int64_t width, double cap) {
+                     const std::vector<double>& yardstick, const std::vector<Budget>& budgets, std::int64_t width, double cap,
+                     std::int64_t independent) {
     Judgement j{std::move(name)};
     if (got.size() != truth.size()) {
         j.failure = fmt::format("{} numbers where {} are expected", got.size(), truth.size());
@@ -34,7 +35,7 @@ Judgement judge_rows(std::string name, const std::vector<double>& got, const std
     }
     double floor = 0;
     for (const Budget& b : budgets) floor += b.floor * b.floor;
-    floor = std::sqrt(floor);
+    floor = std::sqrt(floor) * chance_factor(independent);
     const double size = norm(truth);
     const double unit = size > 0 ? size : 1;
     const auto count = static_cast<std::int64_t>(got.size());
@@ -67,7 +68,7 @@ Judgement judge_scalar(std::string name, double got, double truth, double yardst
     if (divisor == 0) divisor = 1;
     sum.floor = std::sqrt(square) / std::fabs(divisor) + kExpected.sum(std::ssize(tokens)) * std::fabs(truth);
     sum.limit = sum.limit / std::fabs(divisor) + kLargest.sum(std::ssize(tokens)) * std::fabs(truth);
-    return judge_rows(std::move(name), {got}, {truth}, {yardstick}, {sum}, 1, cap);
+    return judge_rows(std::move(name), {got}, {truth}, {yardstick}, {sum}, 1, cap, 1);
 }
 
 std::vector<double> accumulated(const Problem& p, const Selection& selection, std::vector<double> gradient, const std::vector<float>& old,
@@ -87,11 +88,14 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
     const Budgets& budgets = yardstick.budgets;
     const double output_cap = output_error_cap(p.spec.dtype);
     const double gradient_cap = gradient_error_cap(p.spec.dtype);
-    const Divisors divide = divisors(layer_of(p));
+    const Layer<float> layer = layer_of(p);
+    const Divisors divide = divisors(layer);
+    std::int64_t valid = 0;
+    for (std::int64_t token : selection.tokens) valid += layer.valid(token) ? 1 : 0;
     std::vector<Judgement> out;
     const auto per_token = [&](const char* name, const std::vector<double>& values, const std::vector<double>& expected,
                                const std::vector<double>& reference, const std::vector<Budget>& budget) {
-        if (!values.empty()) out.push_back(judge_rows(name, values, expected, reference, budget, 1, output_cap));
+        if (!values.empty()) out.push_back(judge_rows(name, values, expected, reference, budget, 1, output_cap, valid));
     };
     if (p.options.reduction == Reduction::none) {
         per_token("loss", got.loss, truth.loss, ref.loss, budgets.loss);
@@ -110,15 +114,16 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
     per_token("entropy", got.entropy, truth.entropy, ref.entropy, budgets.entropy);
     const std::int64_t d = p.spec.hidden_size;
     if (!got.grad_hidden.empty()) {
-        out.push_back(judge_rows("grad_hidden", got.grad_hidden, truth.grad_hidden, ref.grad_hidden, budgets.grad_hidden, d, gradient_cap));
+        out.push_back(
+            judge_rows("grad_hidden", got.grad_hidden, truth.grad_hidden, ref.grad_hidden, budgets.grad_hidden, d, gradient_cap, valid));
     }
     if (!got.grad_weight.empty()) {
         out.push_back(judge_rows("grad_weight", got.grad_weight, accumulated(p, selection, truth.grad_weight, p.old_grad_weight, d),
-                                 ref.grad_weight, budgets.grad_weight, d, gradient_cap));
+                                 ref.grad_weight, budgets.grad_weight, d, gradient_cap, valid));
     }
     if (!got.grad_bias.empty()) {
         out.push_back(judge_rows("grad_bias", got.grad_bias, accumulated(p, selection, truth.grad_bias, p.old_grad_bias, 1), ref.grad_bias,
-                                 budgets.grad_bias, 1, gradient_cap));
+                                 budgets.grad_bias, 1, gradient_cap, valid));
     }
     return out;
 }

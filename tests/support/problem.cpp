@@ -194,10 +194,10 @@ Selection select_all(const Problem& p) { return select_some(p, p.num_tokens(), p
 Selection select_for_work(const Problem& p, double work) {
     const auto n = static_cast<double>(p.num_tokens());
     const auto v = static_cast<double>(p.spec.vocab_size);
-    const auto d = static_cast<double>(p.spec.hidden_size);
-    if (n * v * d <= work) return select_all(p);
-    return select_some(p, std::max<std::int64_t>(8, std::int64_t(work / (v * d))),
-                       std::max<std::int64_t>(16, std::int64_t(work / (n * d))));
+    const double each = static_cast<double>(p.spec.hidden_size) + 300;  // a logit costs its product and about 300 more for exp and budgets
+    if (n * v * each <= work) return select_all(p);
+    return select_some(p, std::max<std::int64_t>(8, std::int64_t(work / (v * each))),
+                       std::max<std::int64_t>(16, std::int64_t(work / (n * each))));
 }
 
 }  // namespace flce::test

@@ -96,7 +96,7 @@ struct Selection {
 [[nodiscard]] Selection select_all(const Problem& problem);
 /// At most max_tokens tokens and max_vocab vocabulary rows, always with the ends, and the labels of the chosen tokens among the vocabulary.
 [[nodiscard]] Selection select_some(const Problem& problem, std::int64_t max_tokens, std::int64_t max_vocab);
-/// select_all where num_tokens · V · D is at most `work`, else a sample whose work is about that.
-[[nodiscard]] Selection select_for_work(const Problem& problem, double work = 2e8);
+/// select_all where that costs at most `work` multiplications, else a sample that costs about as much.
+[[nodiscard]] Selection select_for_work(const Problem& problem, double work = 4e8);
 
 }  // namespace flce::test

@@ -1,0 +1,124 @@
+// A Spec that makes no sense is refused when it is read and when a kernel is asked for, by the same rule and with the field's name.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/support/targets.hpp"
+
+namespace flce::test {
+namespace {
+
+struct BadText {
+    const char* name;
+    const char* text;
+    const char* field;  ///< named in the message
+    const char* value;  ///< quoted in the message
+    friend std::ostream& operator<<(std::ostream& out, const BadText& bad) { return out << bad.text; }
+};
+
+constexpr BadText kBadTexts[] = {
+    {"unknown_key", "D=64,V=100,color=blue", "color", ""},
+    {"repeated_key", "D=64,V=100,D=64", "D", ""},
+    {"missing_hidden_size", "V=100", "D", ""},
+    {"missing_vocab_size", "D=64", "V", ""},
+    {"one_class", "D=64,V=1", "V", "1"},
+    {"no_class", "D=64,V=0", "V", "0"},
+    {"negative_vocab_size", "D=64,V=-5", "V", "-5"},
+    {"negative_hidden_size", "D=-8,V=100", "D", "-8"},
+    {"hidden_size_no_multiple_of_8", "D=60,V=100", "D", "60"},
+    {"hidden_size_under_8", "D=4,V=100", "D", "4"},
+    {"hidden_size_no_number", "D=many,V=100", "D", "many"},
+    {"hidden_size_past_64_bits", "D=99999999999999999999999,V=100", "D", "99999999999999999999999"},
+    {"product_past_64_bits", "D=4611686018427387904,V=4611686018427387904", "", ""},
+    {"padding_under_vocab_size", "D=64,V=100,padded_vocab_size=99", "padded_vocab_size", "99"},
+    {"unknown_dtype", "D=64,V=100,dtype=fp8", "dtype", "fp8"},
+    {"unknown_layout", "D=64,V=100,layout=diagonal", "layout", "diagonal"},
+    {"tied_hidden_major", "D=64,V=100,layout=hidden_major,tied", "tied", ""},
+    {"gradient_dtype_neither", "D=64,V=100,dtype=bf16,grad_weight_dtype=fp16", "grad_weight_dtype", "fp16"},
+    {"zero_scale", "D=64,V=100,logit_scale=0", "logit_scale", "0"},
+    {"infinite_scale", "D=64,V=100,logit_scale=inf", "logit_scale", "inf"},
+    {"negative_softcap", "D=64,V=100,softcap=-3", "softcap", "-3"},
+    {"not_a_number_softcap", "D=64,V=100,softcap=nan", "softcap", "nan"},
+    {"smoothing_over_1", "D=64,V=100,label_smoothing=1.5", "label_smoothing", "1.5"},
+    {"negative_smoothing", "D=64,V=100,label_smoothing=-0.1", "label_smoothing", "-0.1"},
+    {"negative_z_loss", "D=64,V=100,z_loss=-1", "z_loss", "-1"},
+    {"unknown_output", "D=64,V=100,outputs=loss+magic", "outputs", "magic"},
+};
+
+class BadSpec : public testing::TestWithParam<BadText> {};
+
+TEST_P(BadSpec, Text_NamesTheField) {
+    const BadText& bad = GetParam();
+    try {
+        const Spec spec = parse_spec(bad.text);
+        FAIL() << bad.text << " was read as " << spec.text();
+    } catch (const SpecError& error) {
+        EXPECT_THAT(error.what(), testing::HasSubstr(bad.field));
+        EXPECT_THAT(error.what(), testing::HasSubstr(bad.value));
+        EXPECT_EQ(error.kind(), ErrorKind::spec);
+    }
+}
+
+std::string name_of(const testing::TestParamInfo<BadText>& info) { return info.param.name; }
+INSTANTIATE_TEST_SUITE_P(Texts, BadSpec, testing::ValuesIn(kBadTexts), name_of);
+
+struct BadField {
+    const char* name;
+    void (*change)(Spec&);
+    const char* field;
+    friend std::ostream& operator<<(std::ostream& out, const BadField& bad) { return out << bad.name; }
+};
+
+constexpr BadField kBadFields[] = {
+    {"hidden_size", [](Spec& s) { s.hidden_size = 12; }, "D"},
+    {"hidden_size_left_out", [](Spec& s) { s.hidden_size = 0; }, "D"},
+    {"vocab_size", [](Spec& s) { s.vocab_size = 1; }, "V"},
+    {"padded_vocab_size", [](Spec& s) { s.padded_vocab_size = 5; }, "padded_vocab_size"},
+    {"overflow", [](Spec& s) { s.hidden_size = s.vocab_size = std::int64_t{1} << 62; }, ""},
+    {"dtype", [](Spec& s) { s.dtype = static_cast<DType>(17); }, "dtype"},
+    {"softcap", [](Spec& s) { s.softcap = -1; }, "softcap"},
+    {"nothing_asked_for", [](Spec& s) { s.outputs = {false, false, false, false}; }, "outputs"},
+};
+
+class BadSpecObject : public testing::TestWithParam<std::tuple<Target, BadField>> {};
+
+TEST_P(BadSpecObject, GetKernel_NamesTheField) {
+    const auto& [target, bad] = GetParam();
+    FLCE_REQUIRE_TARGET(target);
+    Spec spec;
+    spec.hidden_size = 64;
+    spec.vocab_size = 100;
+    bad.change(spec);
+    try {
+        (void)kernel_on(target, spec);
+        FAIL() << "a kernel was made for " << bad.name;
+    } catch (const SpecError& error) {
+        EXPECT_THAT(error.what(), testing::HasSubstr(bad.field));
+    }
+}
+
+std::string field_name_of(const testing::TestParamInfo<std::tuple<Target, BadField>>& info) { return std::get<1>(info.param).name; }
+INSTANTIATE_TEST_SUITE_P(Cpu, BadSpecObject, testing::Combine(testing::Values(Target::cpu), testing::ValuesIn(kBadFields)), field_name_of);
+INSTANTIATE_TEST_SUITE_P(Gpu, BadSpecObject, testing::Combine(testing::Values(Target::gpu), testing::ValuesIn(kBadFields)), field_name_of);
+
+TEST(BadPlan, UnreadableOrIllegal_IsRefused) {
+    FLCE_REQUIRE_TARGET(Target::cpu);
+    const Spec spec = parse_spec("D=64,V=100");
+    for (const char* plan : {"nonsense", "path=quantum", "path=cpu,path=cpu"})
+        EXPECT_THROW((void)kernel_on(Target::cpu, spec, plan), PlanError) << plan;
+    Plan huge = kernel_on(Target::cpu, spec)->plan();
+    huge.cpu.micro_n = 1 << 20;
+    EXPECT_THROW((void)kernel_on(Target::cpu, spec, huge.text()), PlanError);
+}
+
+TEST(BadDevice, Unknown_IsRefusedWithTheKnownOnes) {
+    try {
+        Session session({.device = "abacus", .disk_cache = false});
+        (void)session.get_kernel(parse_spec("D=64,V=100"));
+        FAIL();
+    } catch (const EnvironmentError& error) {
+        EXPECT_THAT(error.what(), testing::HasSubstr("abacus"));
+    }
+}
+
+}  // namespace
+}  // namespace flce::test

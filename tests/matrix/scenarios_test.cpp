@@ -1,0 +1,253 @@
+// What users of output layers run into, each as a test: extreme logits, labels of every kind, accumulation, repeated and partial backward passes.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <tuple>
+
+#include "tests/support/kernel_run.hpp"
+#include "tests/support/number_formats.hpp"
+#include "tests/support/option_sets.hpp"
+#include "tests/support/targets.hpp"
+
+namespace flce::test {
+namespace {
+
+using Parameters = std::tuple<Target, DType, WeightLayout>;
+
+constexpr std::int64_t kHidden = 72;
+constexpr std::int64_t kVocab = 517;
+
+class Scenarios : public testing::TestWithParam<Parameters> {
+protected:
+    void SetUp() override { FLCE_REQUIRE_TARGET(target()); }
+
+    static Target target() { return std::get<0>(GetParam()); }
+    static DType dtype() { return std::get<1>(GetParam()); }
+    static WeightLayout layout() { return std::get<2>(GetParam()); }
+    static OptionSet option(const char* name) {
+        for (const OptionSet& set : all_options()) {
+            if (std::string_view(set.name) == name) return set;
+        }
+        throw std::logic_error(name);
+    }
+    static std::shared_ptr<const Kernel> kernel(const char* options = "plain") {
+        return kernel_on(target(), make_spec(kHidden, kVocab, dtype(), layout(), option(options)));
+    }
+    static void expect_good(const char* options, const ProblemOptions& o) {
+        const auto k = kernel(options);
+        EXPECT_TRUE(run_and_judge(k, make_problem(k->spec(), o)));
+    }
+};
+
+TEST_P(Scenarios, SaturatedLogits_WithinBounds) {
+    for (const char* options : {"plain", "bias", "label_smoothing", "z_loss", "lse", "logprob", "entropy"}) {
+        expect_good(options, {.num_tokens = 65, .logits = Logits::saturated, .reduction = Reduction::none});
+        expect_good(options, {.num_tokens = 65, .logits = Logits::saturated, .reduction = Reduction::mean});
+    }
+}
+
+TEST_P(Scenarios, SoftcapWithLargeLogits_WithinBounds) {
+    expect_good("softcap", {.num_tokens = 65, .logits = Logits::saturated});
+    expect_good("everything", {.num_tokens = 65, .logits = Logits::saturated});
+    expect_good("everything_padded_accumulate", {.num_tokens = 65, .logits = Logits::saturated, .reduction = Reduction::sum});
+}
+
+TEST_P(Scenarios, IgnoreIndexIsAClass_ThatClassIsIgnored) {
+    for (std::int64_t index : {std::int64_t{0}, kVocab - 1, std::int64_t{13}}) {
+        expect_good("plain", {.num_tokens = 129, .ignore_index = index});
+        expect_good("everything", {.num_tokens = 129, .target_bits = 32, .ignore_index = index, .reduction = Reduction::sum});
+    }
+}
+
+TEST_P(Scenarios, IgnoreIndexBeyond32Bits_WithinBounds) {
+    // Its lower half is class 5, which must stay a class.
+    expect_good("plain", {.num_tokens = 129, .ignore_index = (std::int64_t{1} << 40) + 5});
+}
+
+TEST_P(Scenarios, InvalidLabels_FlaggedAndIgnored) {
+    for (int bits : {32, 64}) {
+        const auto k = kernel("everything");
+        const Problem p = make_problem(k->spec(), {.num_tokens = 131, .target_bits = bits, .invalid_labels = true});
+        EXPECT_TRUE(run_and_judge(k, p));
+        KernelRun run(k, p);
+        run.forward();
+        EXPECT_EQ(run.invalid_label(), 2U) << "the first of them";
+        ForwardArgs args = run.forward_args();
+        args.invalid_label = {};
+        run.kernel().forward(args, run.forward_workspace());  // nobody has to ask
+        synchronize(run.kernel().device_ref());
+    }
+}
+
+TEST_P(Scenarios, ValidLabels_FlagUntouched) {
+    const auto k = kernel();
+    const Problem p = make_problem(k->spec(), {.num_tokens = 131});
+    KernelRun run(k, p);
+    run.forward();
+    EXPECT_EQ(run.invalid_label(), ~std::uint64_t{0});
+}
+
+TEST_P(Scenarios, AllIgnored_EverythingIsZero) {
+    for (const char* options : {"plain", "everything", "everything_padded_accumulate"}) {
+        for (Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+            expect_good(options, {.num_tokens = 130, .ignored = Ignored::all, .reduction = reduction});
+        }
+        ProblemOptions o{.num_tokens = 130, .ignored = Ignored::all};
+        o.num_valid = 0.0;  // what a microbatch without labels counts
+        expect_good(options, o);
+    }
+}
+
+TEST_P(Scenarios, NumValidGiven_MeanDividesByIt) {
+    for (ScalarType type : {ScalarType::fp32, ScalarType::int32, ScalarType::int64}) {
+        for (const char* options : {"plain", "everything"}) {
+            ProblemOptions o{.num_tokens = 66};
+            o.num_valid = 1000.0;
+            o.num_valid_type = type;
+            expect_good(options, o);
+        }
+    }
+}
+
+TEST_P(Scenarios, NoUpstreamGradient_MeansOne) {
+    for (Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+        expect_good("plain", {.num_tokens = 66, .reduction = reduction, .upstream = false});
+        expect_good("everything", {.num_tokens = 66, .reduction = reduction, .upstream = false});
+    }
+}
+
+TEST_P(Scenarios, UnknownLabels_WithinBounds) {
+    expect_good("plain", {.num_tokens = 300, .ignored = Ignored::none, .labels_known = false});
+    expect_good("everything", {.num_tokens = 300, .ignored = Ignored::none, .labels_known = false});
+}
+
+TEST_P(Scenarios, OneGradientAtATime_SameBitsAsTogether) {
+    for (const char* options : {"bias", "everything_padded_accumulate"}) {
+        const auto k = kernel(options);
+        const Problem p = make_problem(k->spec(), {.num_tokens = 131});
+        KernelRun run(k, p);
+        run.forward();
+        run.backward();
+        const auto together = run.bytes();
+        for (int one = 0; one < 3; ++one) {
+            KernelRun alone(k, p);
+            alone.forward();
+            alone.backward({.grad_hidden = one == 0, .grad_weight = one == 1, .grad_bias = one == 2});
+            const auto bytes = alone.bytes();
+            for (const auto& [name, content] : bytes) EXPECT_EQ(content == together.at(name), true) << name << " " << k->spec().text();
+            EXPECT_EQ(alone.violations(), "");
+            EXPECT_EQ(bytes.contains("grad_hidden"), one == 0);
+            EXPECT_EQ(bytes.contains("grad_weight"), one == 1);
+        }
+    }
+}
+
+TEST_P(Scenarios, RepeatedCalls_SameBits) {
+    const int times = target() == Target::gpu ? 20 : 3;
+    for (const char* options : {"plain", "everything", "accumulate"}) {
+        const auto k = kernel(options);
+        const Problem p = make_problem(k->spec(), {.num_tokens = 500});
+        KernelRun run(k, p);
+        run.forward();
+        run.backward();
+        const auto first = run.bytes();
+        for (int i = 0; i < times; ++i) {
+            if (i % 2 == 0) run.forward();
+            run.backward();
+            EXPECT_EQ(run.bytes() == first, true) << options << ", call " << i;
+        }
+    }
+}
+
+TEST_P(Scenarios, AnotherKernelObject_SameBits) {
+    const Problem p = make_problem(make_spec(kHidden, kVocab, dtype(), layout(), option("everything")), {.num_tokens = 131});
+    std::map<std::string, std::vector<std::byte>> first;
+    for (int i = 0; i < 2; ++i) {
+        SessionOptions options;
+        options.device = target() == Target::cpu ? "cpu" : "cuda";
+        options.disk_cache = false;
+        options.threads = 1 + i;  // the number of threads changes no sum
+        Session session(options);
+        KernelRun run(session.get_kernel(p.spec), p);
+        run.forward();
+        run.backward();
+        if (i == 0) first = run.bytes();
+        EXPECT_EQ(run.bytes() == first, true);
+    }
+}
+
+TEST_P(Scenarios, AccumulatingTwice_AddsTwice) {
+    const auto k = kernel("accumulate_fp32");
+    const Problem p = make_problem(k->spec(), {.num_tokens = 131});
+    const Selection all = select_all(p);
+    KernelRun run(k, p);
+    run.forward();
+    run.backward();
+    const KernelOutputs once = run.outputs(all);
+    run.backward({}, /*keep=*/true);
+    const KernelOutputs twice = run.outputs(all);
+    for (std::size_t i = 0; i < once.grad_weight.size(); ++i) {
+        const double old = p.old_grad_weight[i];
+        const double gradient = once.grad_weight[i] - old;
+        ASSERT_NEAR(twice.grad_weight[i], old + 2 * gradient, 4 * kU32 * (std::fabs(old) + 2 * std::fabs(gradient))) << i;
+    }
+    EXPECT_EQ(run.violations(), "");
+}
+
+TEST_P(Scenarios, NoTokens_GradientsAreZeroOrKept) {
+    for (const char* options : {"plain", "everything", "everything_padded_accumulate"}) {
+        for (Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+            expect_good(options, {.num_tokens = 0, .reduction = reduction});
+        }
+    }
+}
+
+TEST_P(Scenarios, NoTokensNullPointers_Accepted) {
+    const auto k = kernel();
+    const Problem p = make_problem(k->spec(), {.num_tokens = 0, .reduction = Reduction::sum});
+    KernelRun run(k, p);
+    ForwardArgs forward = run.forward_args();
+    BackwardArgs backward = run.backward_args();
+    for (TensorView* view :
+         {&forward.hidden, &forward.target, &forward.lse, &backward.hidden, &backward.target, &backward.lse, &backward.grad_hidden}) {
+        view->data = nullptr;
+    }
+    run.kernel().forward(forward, run.forward_workspace());
+    run.kernel().backward(backward, run.backward_workspace());
+    synchronize(run.kernel().device_ref());
+    EXPECT_EQ(run.violations(), "");
+}
+
+TEST_P(Scenarios, WorkspaceHoldsAnything_SameBits) {
+    const auto k = kernel("everything");
+    const Problem p = make_problem(k->spec(), {.num_tokens = 131});
+    std::map<std::string, std::vector<std::byte>> first;
+    for (int value : {0x00, 0xff, 0x3f}) {
+        KernelRun run(k, p);
+        run.forward();
+        run.backward();
+        GuardedBuffer scratch(run.kernel().device_ref(), k->workspace_bytes(p.num_tokens()), 0, kGuard);
+        scratch.fill(std::byte(value));
+        const Workspace workspace{scratch.data(), scratch.bytes()};
+        run.kernel().forward(run.forward_args(), workspace);
+        scratch.fill(std::byte(value));
+        run.kernel().backward(run.backward_args(), workspace);
+        synchronize(run.kernel().device_ref());
+        EXPECT_EQ(scratch.overrun(), "");
+        if (first.empty()) first = run.bytes();
+        EXPECT_EQ(run.bytes() == first, true) << value;
+    }
+}
+
+std::string name_of(const testing::TestParamInfo<Parameters>& info) {
+    const auto& [target, dtype, layout] = info.param;
+    return std::string(to_string(dtype)) + "_" + std::string(to_string(layout));
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, Scenarios,
+                         testing::Combine(testing::Values(Target::cpu), testing::ValuesIn(kDtypes), testing::ValuesIn(kLayouts)), name_of);
+INSTANTIATE_TEST_SUITE_P(Gpu, Scenarios,
+                         testing::Combine(testing::Values(Target::gpu), testing::ValuesIn(kDtypes), testing::ValuesIn(kLayouts)), name_of);
+
+}  // namespace
+}  // namespace flce::test

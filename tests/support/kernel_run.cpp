@@ -1,0 +1,353 @@
+#include "tests/support/kernel_run.hpp"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "tests/support/number_formats.hpp"
+
+namespace flce::test {
+namespace {
+
+constexpr float kPadding = 6e4F;  // in every dtype's range; a logit made of it would outweigh all others
+
+template <class T>
+std::vector<std::byte> bytes_of(const std::vector<T>& values) {
+    std::vector<std::byte> bytes(values.size() * sizeof(T));
+    if (!bytes.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
+    return bytes;
+}
+
+std::vector<std::byte> target_bytes(const Problem& p) {
+    if (p.options.target_bits == 64) return bytes_of(p.target);
+    return bytes_of(std::vector<std::int32_t>(p.target.begin(), p.target.end()));
+}
+
+std::vector<std::byte> num_valid_bytes(const ProblemOptions& o) {
+    switch (o.num_valid_type) {
+        case ScalarType::int32: return bytes_of(std::vector<std::int32_t>{static_cast<std::int32_t>(*o.num_valid)});
+        case ScalarType::int64: return bytes_of(std::vector<std::int64_t>{static_cast<std::int64_t>(*o.num_valid)});
+        default: return bytes_of(std::vector<float>{static_cast<float>(*o.num_valid)});
+    }
+}
+
+// Accumulated gradients: poison where the padding is, so that touching it shows.
+std::vector<std::byte> old_weight_bytes(const Problem& p) {
+    if (p.old_grad_weight.empty()) return {};
+    return encode(laid_out(p.spec, p.old_grad_weight, NAN), p.spec.grad_weight_dtype);
+}
+
+std::vector<double> floats_at(const GuardedBuffer& buffer) {
+    const std::vector<std::byte> bytes = buffer.download();
+    const std::vector<float> values = decode(bytes.data(), static_cast<std::int64_t>(bytes.size() / 4), DType::fp32);
+    return {values.begin(), values.end()};
+}
+
+std::vector<double> selected(const std::vector<double>& values, const std::vector<std::int64_t>& rows) {
+    std::vector<double> out;
+    out.reserve(rows.size());
+    for (std::int64_t row : rows) out.push_back(values[row]);
+    return out;
+}
+
+float element(const std::vector<std::byte>& bytes, std::int64_t index, DType dtype) {
+    return decode(bytes.data() + static_cast<std::size_t>(index) * element_bytes(dtype), 1, dtype)[0];
+}
+
+bool only_zeros(const std::vector<std::byte>& bytes, std::size_t first, std::size_t count) {
+    for (std::size_t k = 0; k < count; ++k) {
+        // The sign of a zero is nobody's business.
+        if (bytes[first + k] != std::byte{0} && bytes[first + k] != std::byte{0x80}) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+KernelRun::KernelRun(std::shared_ptr<const Kernel> kernel, const Problem& problem) : kernel_(std::move(kernel)), problem_(problem) {
+    add_inputs();
+    add_outputs();
+}
+
+void KernelRun::input(const std::string& name, std::vector<std::byte> content, std::size_t residue) {
+    Entry& entry = entries_[name];
+    entry.buffer = GuardedBuffer(kernel_->device_ref(), content.size(), residue, kPoison);
+    entry.buffer.upload(content.data());
+    entry.content = std::move(content);
+    entry.input = true;
+}
+
+void KernelRun::output(const std::string& name, std::size_t bytes, std::size_t residue, std::vector<std::byte> before) {
+    Entry& entry = entries_[name];
+    entry.buffer = GuardedBuffer(kernel_->device_ref(), bytes, residue, kGuard);
+    entry.content = std::move(before);
+    reset(name);
+}
+
+void KernelRun::reset(const std::string& name) {
+    Entry& entry = entries_.at(name);
+    if (entry.content.empty()) {
+        entry.buffer.fill(kPoison);
+    } else {
+        entry.buffer.upload(entry.content.data());
+    }
+}
+
+void KernelRun::add_inputs() {
+    const Spec& spec = problem_.spec;
+    const std::size_t element = element_bytes(spec.dtype);
+    input("hidden", encode(problem_.hidden, spec.dtype), 16);
+    input("weight", encode(laid_out(spec, problem_.weight, kPadding), spec.dtype), 16);
+    if (spec.bias) input("bias", encode(problem_.bias, spec.dtype), element);
+    if (spec.class_weight) input("class_weight", bytes_of(problem_.class_weight), 4);
+    input("target", target_bytes(problem_), static_cast<std::size_t>(problem_.options.target_bits / 8));
+    if (problem_.options.num_valid) input("num_valid", num_valid_bytes(problem_.options), 8);
+    const auto upstream = [this](const char* name, const std::vector<float>& values) {
+        if (!values.empty() || (problem_.options.upstream && problem_.num_tokens() == 0)) input(name, bytes_of(values), 4);
+    };
+    if (spec.outputs.loss && !problem_.grad_loss.empty()) input("grad_loss", bytes_of(problem_.grad_loss), 4);
+    if (spec.outputs.lse) upstream("grad_lse", problem_.grad_lse);
+    if (spec.outputs.logprob) upstream("grad_logprob", problem_.grad_logprob);
+    if (spec.outputs.entropy) upstream("grad_entropy", problem_.grad_entropy);
+}
+
+void KernelRun::add_outputs() {
+    const Spec& spec = problem_.spec;
+    const auto n = static_cast<std::size_t>(problem_.num_tokens());
+    const std::size_t losses = problem_.options.reduction == Reduction::none ? n : 1;
+    if (spec.outputs.loss) output("loss", losses * 4, 4);
+    if (spec.outputs.loss && spec.z_loss > 0) output("z_loss", losses * 4, 4);
+    output("lse", n * 4, 4);
+    if (spec.outputs.logprob) output("logprob", n * 4, 4);
+    if (spec.outputs.entropy) output("entropy", n * 4, 4);
+    output("invalid_label", 8, 8, std::vector<std::byte>(8, std::byte{0xff}));
+    output("grad_hidden", n * static_cast<std::size_t>(spec.hidden_size) * element_bytes(spec.dtype), 16);
+    const std::size_t grad_element = element_bytes(spec.grad_weight_dtype);
+    output("grad_weight", static_cast<std::size_t>(spec.padded_vocab_size * spec.hidden_size) * grad_element, 16,
+           old_weight_bytes(problem_));
+    if (spec.bias) {
+        output("grad_bias", static_cast<std::size_t>(spec.vocab_size) * grad_element, grad_element,
+               encode(problem_.old_grad_bias, spec.grad_weight_dtype));
+    }
+    output("forward workspace", kernel_->workspace_bytes(problem_.num_tokens(), Pass::forward), 0);
+    output("backward workspace", kernel_->workspace_bytes(problem_.num_tokens(), Pass::backward), 0);
+}
+
+TensorView KernelRun::view(const std::string& name, ScalarType type, int ndim, std::int64_t rows, std::int64_t columns) const {
+    if (!has(name)) return {};
+    void* data = buffer(name).data();
+    const DeviceRef device = kernel_->device_ref();
+    if (ndim == 0) return TensorView::scalar(data, type, device);
+    if (ndim == 1) return TensorView::vector(data, type, rows, device);
+    return TensorView::matrix(data, type, rows, columns, device);
+}
+
+TensorView KernelRun::weight_view(const std::string& name, DType dtype) const {
+    const Spec& spec = problem_.spec;
+    if (spec.layout == WeightLayout::vocab_major) return view(name, scalar_type(dtype), 2, spec.padded_vocab_size, spec.hidden_size);
+    return view(name, scalar_type(dtype), 2, spec.hidden_size, spec.padded_vocab_size);
+}
+
+ForwardArgs KernelRun::forward_args() const {
+    const Spec& spec = problem_.spec;
+    const ProblemOptions& o = problem_.options;
+    const std::int64_t n = problem_.num_tokens();
+    const int loss_dims = o.reduction == Reduction::none ? 1 : 0;
+    ForwardArgs args;
+    args.hidden = view("hidden", scalar_type(spec.dtype), 2, n, spec.hidden_size);
+    args.weight = weight_view("weight", spec.dtype);
+    args.bias = view("bias", scalar_type(spec.dtype), 1, spec.vocab_size);
+    args.class_weight = view("class_weight", ScalarType::fp32, 1, spec.vocab_size);
+    args.target = view("target", o.target_bits == 64 ? ScalarType::int64 : ScalarType::int32, 1, n);
+    args.ignore_index = o.ignore_index;
+    args.reduction = o.reduction;
+    args.num_valid = view("num_valid", o.num_valid_type, 0);
+    args.loss = view("loss", ScalarType::fp32, loss_dims, n);
+    args.z_loss = view("z_loss", ScalarType::fp32, loss_dims, n);
+    args.lse = view("lse", ScalarType::fp32, 1, n);
+    args.logprob = view("logprob", ScalarType::fp32, 1, n);
+    args.entropy = view("entropy", ScalarType::fp32, 1, n);
+    args.invalid_label = view("invalid_label", ScalarType::uint64, 0);
+    return args;
+}
+
+BackwardArgs KernelRun::backward_args(const Wanted& wanted) const {
+    const Spec& spec = problem_.spec;
+    const std::int64_t n = problem_.num_tokens();
+    const ForwardArgs forward = forward_args();
+    BackwardArgs args;
+    args.hidden = forward.hidden;
+    args.weight = forward.weight;
+    args.bias = forward.bias;
+    args.class_weight = forward.class_weight;
+    args.target = forward.target;
+    args.ignore_index = forward.ignore_index;
+    args.reduction = forward.reduction;
+    args.num_valid = forward.num_valid;
+    args.lse = forward.lse;
+    args.entropy = forward.entropy;
+    args.grad_loss = view("grad_loss", ScalarType::fp32, forward.reduction == Reduction::none ? 1 : 0, n);
+    args.grad_lse = view("grad_lse", ScalarType::fp32, 1, n);
+    args.grad_logprob = view("grad_logprob", ScalarType::fp32, 1, n);
+    args.grad_entropy = view("grad_entropy", ScalarType::fp32, 1, n);
+    if (wanted.grad_hidden) args.grad_hidden = view("grad_hidden", scalar_type(spec.dtype), 2, n, spec.hidden_size);
+    if (wanted.grad_weight) args.grad_weight = weight_view("grad_weight", spec.grad_weight_dtype);
+    if (wanted.grad_bias) args.grad_bias = view("grad_bias", scalar_type(spec.grad_weight_dtype), 1, spec.vocab_size);
+    return args;
+}
+
+void KernelRun::forward() {
+    for (const char* name : {"loss", "z_loss", "lse", "logprob", "entropy", "invalid_label", "forward workspace"}) {
+        if (!has(name)) continue;
+        reset(name);
+        entries_.at(name).written = true;
+    }
+    kernel_->forward(forward_args(), forward_workspace());
+    synchronize(kernel_->device_ref());
+}
+
+void KernelRun::backward(const Wanted& wanted, bool keep) {
+    const auto prepare = [&](const char* name, bool asked) {
+        if (!asked || !has(name)) return;
+        if (!keep) reset(name);
+        entries_.at(name).written = true;
+    };
+    prepare("grad_hidden", wanted.grad_hidden);
+    prepare("grad_weight", wanted.grad_weight);
+    prepare("grad_bias", wanted.grad_bias);
+    reset("backward workspace");
+    kernel_->backward(backward_args(wanted), backward_workspace());
+    synchronize(kernel_->device_ref());
+}
+
+std::vector<float> KernelRun::token_floats(const std::string& name) const {
+    if (!has(name)) return {};
+    const std::vector<double> values = floats_at(buffer(name));
+    return {values.begin(), values.end()};
+}
+
+std::uint64_t KernelRun::invalid_label() const {
+    std::uint64_t index = 0;
+    std::memcpy(&index, buffer("invalid_label").download().data(), 8);
+    return index;
+}
+
+KernelOutputs KernelRun::outputs(const Selection& selection) const {
+    const Spec& spec = problem_.spec;
+    const std::int64_t d = spec.hidden_size;
+    KernelOutputs out;
+    const auto written = [this](const char* name) { return has(name) && entries_.at(name).written; };
+    const auto losses = [&](const char* name) {
+        if (!written(name)) return std::vector<double>();
+        const std::vector<double> values = floats_at(buffer(name));
+        return problem_.options.reduction == Reduction::none ? selected(values, selection.tokens) : values;
+    };
+    const auto tokens = [&](const char* name) {
+        return written(name) ? selected(floats_at(buffer(name)), selection.tokens) : std::vector<double>();
+    };
+    out.loss = losses("loss");
+    out.z_loss = losses("z_loss");
+    out.lse = tokens("lse");
+    out.logprob = tokens("logprob");
+    out.entropy = tokens("entropy");
+    if (written("grad_hidden")) {
+        const auto bytes = buffer("grad_hidden").download();
+        for (std::int64_t token : selection.tokens) {
+            for (std::int64_t k = 0; k < d; ++k) out.grad_hidden.push_back(element(bytes, token * d + k, spec.dtype));
+        }
+    }
+    if (written("grad_weight")) {
+        const auto bytes = buffer("grad_weight").download();
+        for (std::int64_t j : selection.vocab) {
+            for (std::int64_t k = 0; k < d; ++k)
+                out.grad_weight.push_back(element(bytes, weight_index(spec, j, k), spec.grad_weight_dtype));
+        }
+    }
+    if (written("grad_bias")) {
+        const auto bytes = buffer("grad_bias").download();
+        for (std::int64_t j : selection.vocab) out.grad_bias.push_back(element(bytes, j, spec.grad_weight_dtype));
+    }
+    return out;
+}
+
+std::map<std::string, std::vector<std::byte>> KernelRun::bytes() const {
+    std::map<std::string, std::vector<std::byte>> out;
+    for (const auto& [name, entry] : entries_) {
+        if (!entry.input && entry.written && !name.ends_with("workspace")) out[name] = entry.buffer.download();
+    }
+    return out;
+}
+
+std::map<std::string, std::vector<std::byte>> KernelRun::all_bytes() const {
+    std::map<std::string, std::vector<std::byte>> out;
+    for (const auto& [name, entry] : entries_) out[name] = entry.buffer.download();
+    return out;
+}
+
+std::string KernelRun::padding_violation() const {
+    const Spec& spec = problem_.spec;
+    if (spec.padded_vocab_size == spec.vocab_size || !entries_.at("grad_weight").written) return {};
+    const Entry& entry = entries_.at("grad_weight");
+    const auto bytes = entry.buffer.download();
+    const std::size_t size = element_bytes(spec.grad_weight_dtype);
+    for (std::int64_t j = spec.vocab_size; j < spec.padded_vocab_size; ++j) {
+        for (std::int64_t k = 0; k < spec.hidden_size; ++k) {
+            const auto first = static_cast<std::size_t>(weight_index(spec, j, k)) * size;
+            const bool good =
+                entry.content.empty() ? only_zeros(bytes, first, size) : std::memcmp(&bytes[first], &entry.content[first], size) == 0;
+            if (!good) return fmt::format("\n  grad_weight: padding row {}, column {} was written wrongly", j, k);
+        }
+    }
+    return {};
+}
+
+std::string KernelRun::ignored_violation() const {
+    const Layer<float> layer = layer_of(problem_);
+    const auto bytes = this->bytes();
+    const std::size_t row = static_cast<std::size_t>(problem_.spec.hidden_size) * element_bytes(problem_.spec.dtype);
+    std::string text;
+    const auto check = [&](const char* name, std::size_t width) {
+        const auto found = bytes.find(name);
+        for (std::int64_t i = 0; found != bytes.end() && text.empty() && i < problem_.num_tokens(); ++i) {
+            if (!layer.valid(i) && !only_zeros(found->second, static_cast<std::size_t>(i) * width, width)) {
+                text = fmt::format("\n  {}: row {} is ignored and not 0", name, i);
+            }
+        }
+    };
+    if (problem_.options.reduction == Reduction::none) {
+        check("loss", 4);
+        check("z_loss", 4);
+    }
+    for (const char* name : {"lse", "logprob", "entropy"}) check(name, 4);
+    check("grad_hidden", row);
+    return text;
+}
+
+std::string KernelRun::violations() const {
+    std::string text;
+    for (const auto& [name, entry] : entries_) {
+        const std::string overrun = entry.buffer.overrun();
+        if (!overrun.empty()) text += fmt::format("\n  {}: {}", name, overrun);
+        if (entry.input && entry.buffer.download() != entry.content) text += fmt::format("\n  {}: an input was written", name);
+    }
+    return text + padding_violation() + ignored_violation();
+}
+
+testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kernel, const Problem& problem, double work) {
+    const Selection selection = select_for_work(problem, work);
+    KernelRun run(kernel, problem);
+    run.forward();
+    run.backward();
+    const std::vector<float> lse = run.token_floats("lse");
+    const std::vector<float> entropy = run.token_floats("entropy");
+    const KnownTokens known{lse.data(), entropy.empty() ? nullptr : entropy.data()};
+    const Result truth = oracle(layer_of(problem), selection, known);
+    const Reference yardstick = reference(problem, selection, known);
+    std::string text = failures(judge(problem, selection, run.outputs(selection), truth, yardstick)) + run.violations();
+    if (text.empty()) return testing::AssertionSuccess();
+    return testing::AssertionFailure() << fmt::format("\n  {}\n  {}\n  {}{}", problem.spec.text(), to_string(problem.options),
+                                                      kernel->plan().text(), text);
+}
+
+}  // namespace flce::test

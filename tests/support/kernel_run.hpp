@@ -1,0 +1,81 @@
+// A Problem on a device: inputs and outputs between guard bytes, outputs and workspaces poisoned, everything compared afterwards.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/support/compare.hpp"
+#include "tests/support/guarded_buffer.hpp"
+
+namespace flce::test {
+
+/// Which gradients a backward call is asked for.
+struct Wanted {
+    bool grad_hidden = true;
+    bool grad_weight = true;
+    bool grad_bias = true;  ///< where the Spec has a bias
+};
+
+class KernelRun {
+public:
+    KernelRun(std::shared_ptr<const Kernel> kernel, const Problem& problem);
+
+    void forward();
+    /// Poisons the wanted gradients (or restores what an accumulating buffer holds) first, unless `keep`.
+    void backward(const Wanted& wanted = {}, bool keep = false);
+
+    /// The arguments of the next calls, for tests that change them.
+    [[nodiscard]] ForwardArgs forward_args() const;
+    [[nodiscard]] BackwardArgs backward_args(const Wanted& wanted = {}) const;
+    [[nodiscard]] Workspace forward_workspace() const { return {buffer("forward workspace").data(), buffer("forward workspace").bytes()}; }
+    [[nodiscard]] Workspace backward_workspace() const {
+        return {buffer("backward workspace").data(), buffer("backward workspace").bytes()};
+    }
+    [[nodiscard]] const Kernel& kernel() const { return *kernel_; }
+
+    /// What the calls so far wrote, for a selection.
+    [[nodiscard]] KernelOutputs outputs(const Selection& selection) const;
+    /// lse and entropy of every token, as floats, for oracle and reference.
+    [[nodiscard]] std::vector<float> token_floats(const std::string& name) const;
+    [[nodiscard]] std::uint64_t invalid_label() const;
+    /// Every output and gradient as bytes, by name.
+    [[nodiscard]] std::map<std::string, std::vector<std::byte>> bytes() const;
+    /// Every buffer, inputs and workspaces too.
+    [[nodiscard]] std::map<std::string, std::vector<std::byte>> all_bytes() const;
+    /// Guards overrun, inputs changed, padding of the weight's gradient not 0 (or touched when accumulating), ignored tokens not 0. Empty: none.
+    [[nodiscard]] std::string violations() const;
+
+private:
+    struct Entry {
+        GuardedBuffer buffer;
+        std::vector<std::byte> content;  ///< of an input; what an accumulated gradient holds before
+        bool input = false;
+        bool written = false;
+    };
+    const GuardedBuffer& buffer(const std::string& name) const { return entries_.at(name).buffer; }
+    void input(const std::string& name, std::vector<std::byte> content, std::size_t residue);
+    void output(const std::string& name, std::size_t bytes, std::size_t residue, std::vector<std::byte> before = {});
+    void reset(const std::string& name);
+    [[nodiscard]] bool has(const std::string& name) const { return entries_.contains(name); }
+    [[nodiscard]] TensorView view(const std::string& name, ScalarType type, int ndim, std::int64_t rows = 0,
+                                  std::int64_t columns = 0) const;
+    [[nodiscard]] TensorView weight_view(const std::string& name, DType dtype) const;
+    void add_inputs();
+    void add_outputs();
+    [[nodiscard]] std::string padding_violation() const;
+    [[nodiscard]] std::string ignored_violation() const;
+
+    std::shared_ptr<const Kernel> kernel_;
+    const Problem& problem_;
+    std::map<std::string, Entry> entries_;
+};
+
+/// Runs forward and backward and judges everything; says what is wrong. `work` bounds the oracle's multiplications.
+[[nodiscard]] testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kernel, const Problem& problem,
+                                                     double work = 4e8);
+
+}  // namespace flce::test

@@ -1,0 +1,103 @@
+// Every option of a Spec alone, and all of them together.
+#pragma once
+
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "flce/spec.hpp"
+
+namespace flce::test {
+
+struct OptionSet {
+    const char* name;
+    void (*apply)(Spec&);  ///< to a Spec whose sizes, dtype and layout are set
+    friend std::ostream& operator<<(std::ostream& out, const OptionSet& set) { return out << set.name; }
+};
+
+inline void apply_everything(Spec& s) {
+    s.bias = true;
+    s.class_weight = true;
+    s.logit_scale = 0.75;
+    s.softcap = 20.0;
+    s.label_smoothing = 0.1;
+    s.z_loss = 1e-2;
+    s.outputs = {true, true, true, true};
+}
+
+inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) / 64 * 64 + 8; }
+
+/// Options that change what is computed.
+[[nodiscard]] inline const std::vector<OptionSet>& loss_options() {
+    static const std::vector<OptionSet> sets = {
+        {"plain", [](Spec&) {}},
+        {"bias", [](Spec& s) { s.bias = true; }},
+        {"logit_scale", [](Spec& s) { s.logit_scale = 0.35; }},
+        {"softcap", [](Spec& s) { s.softcap = 5.0; }},
+        {"label_smoothing", [](Spec& s) { s.label_smoothing = 0.1; }},
+        {"z_loss", [](Spec& s) { s.z_loss = 1e-2; }},
+        {"class_weight", [](Spec& s) { s.class_weight = true; }},
+        {"lse", [](Spec& s) { s.outputs = {true, true, false, false}; }},
+        {"logprob", [](Spec& s) { s.outputs = {false, false, true, false}; }},
+        {"entropy", [](Spec& s) { s.outputs = {true, false, false, true}; }},
+        {"everything", apply_everything},
+    };
+    return sets;
+}
+
+/// Options that change where gradients go and what memory looks like; together with every loss option in the last.
+[[nodiscard]] inline const std::vector<OptionSet>& memory_options() {
+    static const std::vector<OptionSet> sets = {
+        {"padded", apply_padding},
+        {"grad_fp32", [](Spec& s) { s.grad_weight_dtype = DType::fp32; }},
+        {"accumulate",
+         [](Spec& s) {
+             s.grad_weight_mode = GradMode::accumulate;
+             s.bias = true;
+         }},
+        {"accumulate_fp32",
+         [](Spec& s) {
+             s.grad_weight_mode = GradMode::accumulate;
+             s.grad_weight_dtype = DType::fp32;
+             s.bias = true;
+         }},
+        {"tied",
+         [](Spec& s) {
+             s.tied = s.layout == WeightLayout::vocab_major;  // hidden_major cannot be an embedding table
+             s.grad_weight_mode = GradMode::accumulate;
+         }},
+        {"everything_padded_accumulate",
+         [](Spec& s) {
+             apply_everything(s);
+             apply_padding(s);
+             s.grad_weight_mode = GradMode::accumulate;
+             s.grad_weight_dtype = DType::fp32;
+         }},
+    };
+    return sets;
+}
+
+[[nodiscard]] inline std::vector<OptionSet> all_options() {
+    std::vector<OptionSet> sets = loss_options();
+    sets.insert(sets.end(), memory_options().begin(), memory_options().end());
+    return sets;
+}
+
+[[nodiscard]] inline Spec make_spec(std::int64_t hidden_size, std::int64_t vocab_size, DType dtype, WeightLayout layout,
+                                    const OptionSet& options) {
+    Spec spec;
+    spec.hidden_size = hidden_size;
+    spec.vocab_size = vocab_size;
+    spec.dtype = spec.grad_weight_dtype = dtype;
+    spec.layout = layout;
+    options.apply(spec);
+    return spec.normalized();
+}
+
+inline constexpr DType kDtypes[] = {DType::bf16, DType::fp16, DType::fp32};
+inline constexpr WeightLayout kLayouts[] = {WeightLayout::vocab_major, WeightLayout::hidden_major};
+
+/// Compiled with a sanitizer: programs run several times slower, so matrices are thinned.
+inline constexpr bool kSanitized = sizeof(FLCE_SANITIZE) > 1;
+
+}  // namespace flce::test

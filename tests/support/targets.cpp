@@ -1,0 +1,60 @@
+#include "tests/support/targets.hpp"
+
+#include <cstdlib>
+#include <string_view>
+
+#include "runtime/kernel_factory.hpp"
+
+namespace flce::test {
+namespace {
+
+std::string_view variable(const char* name) {
+    const char* value = std::getenv(name);
+    return value != nullptr ? value : "";
+}
+
+std::string find_skip_reason(Target target) {
+    const std::string_view chosen = variable("FLCE_TEST_DEVICE");
+    if (!chosen.empty() && chosen.starts_with("cuda") != (target == Target::gpu)) return "FLCE_TEST_DEVICE is " + std::string(chosen);
+    if (target == Target::cpu) return {};
+    std::string why;
+    return cuda_devices(&why).empty() ? "no GPU: " + why : std::string();
+}
+
+Session& session_on(Target target) {
+    const auto make = [](Target which) {
+        const std::string_view chosen = variable("FLCE_TEST_DEVICE");
+        SessionOptions options;
+        options.device = which == Target::cpu ? "cpu" : chosen.empty() ? "cuda" : std::string(chosen);
+        options.disk_cache = false;
+        return Session(options);
+    };
+    if (target == Target::cpu) {
+        static Session cpu = make(Target::cpu);
+        return cpu;
+    }
+    static Session gpu = make(Target::gpu);
+    return gpu;
+}
+
+}  // namespace
+
+const char* to_string(Target target) { return target == Target::cpu ? "Cpu" : "Gpu"; }
+
+const std::string& skip_reason(Target target) {
+    static const std::string cpu = find_skip_reason(Target::cpu);
+    static const std::string gpu = find_skip_reason(Target::gpu);
+    return target == Target::cpu ? cpu : gpu;
+}
+
+std::shared_ptr<const Kernel> kernel_on(Target target, const Spec& spec, const std::string& plan) {
+    const std::string text = plan.empty() ? std::string(variable("FLCE_TEST_PLAN")) : plan;
+    if (text.empty()) return session_on(target).get_kernel(spec);
+    // A plan from outside is for one path and some shapes; everything else keeps its own.
+    const bool legal = !illegal_reason(spec.normalized(), device_of(target), parse_plan(text));
+    return session_on(target).get_kernel(spec, {.plan = legal || !plan.empty() ? text : std::string()});
+}
+
+const Device& device_of(Target target) { return session_on(target).device(); }
+
+}  // namespace flce::test
