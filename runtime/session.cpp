@@ -78,7 +78,9 @@ PlanChoice plan_for(const Spec& spec, const Device& device, const std::string& t
 
 std::filesystem::path cache_directory(const SessionOptions& options, const Environment& environment) {
     if (!options.disk_cache || environment.no_disk_cache) return {};
-    return options.cache_dir.empty() ? environment.cache_dir : options.cache_dir;
+    const std::filesystem::path& directory = options.cache_dir.empty() ? environment.cache_dir : options.cache_dir;
+    // Absolute, so that a process that changes its directory keeps its cache.
+    return directory.empty() ? directory : std::filesystem::absolute(directory);
 }
 
 }  // namespace

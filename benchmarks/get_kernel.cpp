@@ -1,0 +1,135 @@
+// What get_kernel costs: a kernel that is known (target: under 1 µs), one that is on disk (under 10 ms), one that must be compiled; and what the
+// checks before a launch cost. On the CPU, so that it runs anywhere.
+#include <benchmark/benchmark.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "flce/flce.h"
+#include "flce/flce.hpp"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kSpecText[] = "D=2048,V=151936,dtype=bf16,tied";
+
+/// A cache directory that goes away with its owner.
+class CacheDirectory {
+public:
+    CacheDirectory() {
+        std::string name = (fs::temp_directory_path() / "flce-bench-XXXXXX").string();
+        if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
+        path_ = name;
+    }
+    ~CacheDirectory() {
+        std::error_code ignored;
+        fs::remove_all(path_, ignored);
+    }
+    CacheDirectory(const CacheDirectory&) = delete;
+    CacheDirectory& operator=(const CacheDirectory&) = delete;
+    [[nodiscard]] const fs::path& path() const { return path_; }
+
+private:
+    fs::path path_;
+};
+
+flce::SessionOptions options_in(const CacheDirectory& directory) { return {.device = "cpu", .cache_dir = directory.path(), .threads = 1}; }
+
+/// One session with the kernel known, shared by the threads of a benchmark.
+struct WarmSession {
+    CacheDirectory directory;
+    flce::Session session{options_in(directory)};
+    flce::Spec spec = flce::parse_spec(kSpecText);
+    std::shared_ptr<const flce::Kernel> kernel = session.get_kernel(spec);
+};
+
+WarmSession& warm_session() {
+    static WarmSession warm;
+    return warm;
+}
+
+void GetKernel_Hot(benchmark::State& state) {
+    WarmSession& warm = warm_session();
+    for (auto _ : state) benchmark::DoNotOptimize(warm.session.get_kernel(warm.spec));
+}
+BENCHMARK(GetKernel_Hot)->ThreadRange(1, 8)->UseRealTime();
+
+void GetKernel_HotAmongManySpecs(benchmark::State& state) {
+    WarmSession& warm = warm_session();
+    for (int d = 8; d <= 8 * 64; d += 8) {
+        flce::Spec other = warm.spec;
+        other.hidden_size = d;
+        (void)warm.session.get_kernel(other);
+    }
+    for (auto _ : state) benchmark::DoNotOptimize(warm.session.get_kernel(warm.spec));
+}
+BENCHMARK(GetKernel_HotAmongManySpecs);
+
+void GetKernel_HotFromTextThroughC(benchmark::State& state) {
+    CacheDirectory directory;
+    const std::string path = directory.path().string();
+    flce_session_options options = FLCE_SESSION_OPTIONS_INIT;
+    options.device = "cpu";
+    options.cache_dir = path.c_str();
+    flce_session* session = nullptr;
+    if (flce_session_create(&options, &session) != FLCE_OK) return state.SkipWithError(flce_last_error());
+    for (auto _ : state) {
+        flce_kernel* kernel = nullptr;
+        if (flce_get_kernel(session, kSpecText, nullptr, &kernel) != FLCE_OK) return state.SkipWithError(flce_last_error());
+        flce_kernel_release(kernel);
+    }
+    flce_session_release(session);
+}
+BENCHMARK(GetKernel_HotFromTextThroughC);
+
+/// A new session over a warm directory: what a process that starts pays.
+void GetKernel_Disk(benchmark::State& state) {
+    CacheDirectory directory;
+    const flce::Spec spec = flce::parse_spec(kSpecText);
+    (void)flce::Session(options_in(directory)).get_kernel(spec);
+    std::int64_t compiled = 0;
+    for (auto _ : state) {
+        flce::Session session(options_in(directory));
+        benchmark::DoNotOptimize(session.get_kernel(spec));
+        compiled += session.statistics().compiled;
+    }
+    if (compiled != 0) state.SkipWithError("something was compiled");
+}
+BENCHMARK(GetKernel_Disk)->Unit(benchmark::kMillisecond);
+
+void GetKernel_Cold(benchmark::State& state) {
+    const flce::Spec spec = flce::parse_spec(kSpecText);
+    for (auto _ : state) {
+        CacheDirectory directory;
+        flce::Session session(options_in(directory));
+        benchmark::DoNotOptimize(session.get_kernel(spec));
+    }
+}
+BENCHMARK(GetKernel_Cold)->Unit(benchmark::kMillisecond);
+
+/// No tokens: nothing to compute, so what is left is checks, slots and the call itself.
+void Forward_NoTokens(benchmark::State& state) {
+    const auto kernel = warm_session().session.get_kernel(flce::parse_spec("D=8,V=16,dtype=fp32"));
+    alignas(256) static float memory[4096];
+    using flce::ScalarType;
+    using flce::TensorView;
+    const flce::ForwardArgs args{.hidden = TensorView::matrix(memory, ScalarType::fp32, 0, 8),
+                                 .weight = TensorView::matrix(memory + 64, ScalarType::fp32, 16, 8),
+                                 .target = TensorView::vector(memory + 256, ScalarType::int64, 0),
+                                 .loss = TensorView::scalar(memory + 320, ScalarType::fp32),
+                                 .lse = TensorView::vector(memory + 384, ScalarType::fp32, 0)};
+    std::unique_ptr<void, decltype(&std::free)> workspace(std::aligned_alloc(256, (kernel->workspace_bytes(0) / 256 + 1) * 256),
+                                                          &std::free);
+    for (auto _ : state) kernel->forward(args, {workspace.get(), kernel->workspace_bytes(0)});
+}
+BENCHMARK(Forward_NoTokens);
+
+}  // namespace
+
+BENCHMARK_MAIN();
