@@ -22,8 +22,11 @@ struct GradRow {
     std::int32_t target;  ///< column of the label within the vocabulary chunk, −1 if it is elsewhere
 };
 
-/// C[micro_m, micro_n] = A·B, or += A·B when `accumulate` is not 0, over `units` of depth.
-using MicroKernel = void (*)(std::int64_t units, const void* a, const void* b, float* c, std::int64_t ldc, std::int64_t accumulate);
+/// C[micro_m, micro_n] = A·B, or += A·B when `accumulate` is not 0, over `units` of depth. Meanwhile it asks for the cache lines from `prefetch`
+/// on, kPrefetchBytes for each unit.
+using MicroKernel = void (*)(std::int64_t units, const void* a, const void* b, float* c, std::int64_t ldc, std::int64_t accumulate,
+                             const void* prefetch);
+inline constexpr std::int64_t kPrefetchBytes = 16;
 /// One panel: `valid` ≤ width lines of `depth` elements; the rest is zero-filled. `ld` counts elements between lines (where depth is contiguous)
 /// or between depths (where lines are).
 using PackPanel = void (*)(const void* source, std::int64_t ld, void* panel, std::int64_t valid, std::int64_t depth);
@@ -44,11 +47,11 @@ using ToFloat = void (*)(const void* source, float* destination, std::int64_t co
 
 namespace cpu_symbol {
 inline constexpr const char* kMicroKernel = "flce_micro_kernel";
-inline constexpr const char* kPackHidden = "flce_pack_hidden";                // A of the logits: M tokens, K hidden
-inline constexpr const char* kPackWeightLogits = "flce_pack_weight_logits";   // B of the logits: N vocabulary, K hidden
-inline constexpr const char* kPackWeightGrad = "flce_pack_weight_grad";       // B of grad_hidden: N hidden, K vocabulary
-inline constexpr const char* kPackHiddenGrad = "flce_pack_hidden_grad";       // B of grad_weight: N hidden, K tokens
-inline constexpr const char* kPackDlogitsRows = "flce_pack_dlogits_rows";     // A of grad_hidden: M tokens, K vocabulary
+inline constexpr const char* kPackHidden = "flce_pack_hidden";                   // A of the logits: M tokens, K hidden
+inline constexpr const char* kPackWeightLogits = "flce_pack_weight_logits";      // B of the logits: N vocabulary, K hidden
+inline constexpr const char* kPackWeightGrad = "flce_pack_weight_grad";          // B of grad_hidden: N hidden, K vocabulary
+inline constexpr const char* kPackHiddenGrad = "flce_pack_hidden_grad";          // B of grad_weight: N hidden, K tokens
+inline constexpr const char* kPackDlogitsRows = "flce_pack_dlogits_rows";        // A of grad_hidden: M tokens, K vocabulary
 inline constexpr const char* kPackDlogitsColumns = "flce_pack_dlogits_columns";  // A of grad_weight: M vocabulary, K tokens
 inline constexpr const char* kForwardTile = "flce_forward_tile";
 inline constexpr const char* kBackwardTile = "flce_backward_tile";
@@ -77,7 +80,8 @@ struct PackOptions {
     int width = 0;
     bool bf16_pairs = false;
 };
-void emit_micro_kernel(llvm::Module& module, const VectorTarget& target, const std::string& symbol, int micro_m, int micro_n, bool bf16_pairs);
+void emit_micro_kernel(llvm::Module& module, const VectorTarget& target, const std::string& symbol, int micro_m, int micro_n,
+                       bool bf16_pairs);
 void emit_pack(llvm::Module& module, const VectorTarget& target, const std::string& symbol, const PackOptions& options);
 void emit_forward_tile(llvm::Module& module, const VectorTarget& target, const std::string& symbol, const Spec& spec);
 void emit_backward_tile(llvm::Module& module, const VectorTarget& target, const std::string& symbol, const Spec& spec);

@@ -14,7 +14,7 @@ using Arg = FunctionBuilder::Arg;
 using Values = FunctionBuilder::Values;
 
 constexpr int kUnitBytes = 4;
-constexpr int kUnroll = 4;
+constexpr int kUnroll = 4;  // units, and so kPrefetchBytes, for one cache line
 
 /// acc + a·b for one unit: fp32 numbers, or both numbers of a bf16 pair.
 Value* multiply_accumulate(FunctionBuilder& f, Value* a, Value* b, Value* acc, bool bf16_pairs) {
@@ -23,7 +23,8 @@ Value* multiply_accumulate(FunctionBuilder& f, Value* a, Value* b, Value* acc, b
     const int lanes = f.target().lanes();
     if (f.target().bf16_dot && f.target().vector_bits == 512) {
         auto* type = llvm::FixedVectorType::get(ir.getBFloatTy(), 32);
-        return ir.CreateIntrinsic(llvm::Intrinsic::x86_avx512bf16_dpbf16ps_512, {}, {acc, ir.CreateBitCast(a, type), ir.CreateBitCast(b, type)});
+        return ir.CreateIntrinsic(llvm::Intrinsic::x86_avx512bf16_dpbf16ps_512, {},
+                                  {acc, ir.CreateBitCast(a, type), ir.CreateBitCast(b, type)});
     }
     const auto low = [&](Value* x) {
         return ir.CreateBitCast(ir.CreateShl(ir.CreateBitCast(x, f.int_type(32, lanes)), f.i32_splat(16, lanes)), f.float_type(lanes));
@@ -53,21 +54,23 @@ Values micro_step(FunctionBuilder& f, Value* a, Value* b, const Values& accumula
 
 }  // namespace
 
-void emit_micro_kernel(llvm::Module& module, const VectorTarget& target, const std::string& symbol, int micro_m, int micro_n, bool bf16_pairs) {
-    FunctionBuilder f(module, target, symbol, {Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::i64, Arg::i64});
+void emit_micro_kernel(llvm::Module& module, const VectorTarget& target, const std::string& symbol, int micro_m, int micro_n,
+                       bool bf16_pairs) {
+    FunctionBuilder f(module, target, symbol, {Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::i64, Arg::i64, Arg::pointer});
     auto& ir = f.ir();
     const int lanes = target.lanes();
     const int vectors = micro_n / lanes;
     Value* units = f.arg(0);
     Value* a = f.arg(1);
     Value* b = f.arg(2);
+    const auto prefetch = [&](Value* line, bool for_write, int locality) {
+        ir.CreateIntrinsic(llvm::Intrinsic::prefetch, {line->getType()},
+                           {line, ir.getInt32(for_write ? 1 : 0), ir.getInt32(static_cast<unsigned>(locality)), ir.getInt32(1)});
+    };
     Values rows;
     for (int i = 0; i < micro_m; ++i) {
         rows.push_back(f.at(f.arg(3), ir.CreateMul(f.arg(4), f.i64(i)), kUnitBytes));
-        for (int j = 0; j * 64 < micro_n * kUnitBytes; ++j) {
-            ir.CreateIntrinsic(llvm::Intrinsic::prefetch, {rows.back()->getType()},
-                               {f.at(rows.back(), j * 16, kUnitBytes), ir.getInt32(1), ir.getInt32(3), ir.getInt32(1)});
-        }
+        for (int byte = 0; byte < micro_n * kUnitBytes; byte += 64) prefetch(f.at(rows.back(), byte, 1), true, 3);
     }
     const auto step = [&](Value* unit, const Values& accumulators, int offset) {
         Value* a_unit = f.at(a, ir.CreateMul(ir.CreateAdd(unit, f.i64(offset)), f.i64(micro_m)), kUnitBytes);
@@ -78,6 +81,7 @@ void emit_micro_kernel(llvm::Module& module, const VectorTarget& target, const s
     Value* unrolled = ir.CreateAnd(units, f.i64(~std::int64_t{kUnroll - 1}));
     sums = f.loop(f.i64(0), unrolled, kUnroll, sums, [&](Value* unit, const Values& carried) {
         Values next = carried;
+        prefetch(f.at(f.arg(6), unit, kPrefetchBytes), false, 2);  // one line for four units; second-level cache
         for (int u = 0; u < kUnroll; ++u) next = step(unit, next, u);
         return next;
     });
@@ -218,9 +222,11 @@ struct PanelPacker {
             for (int line = 0; line < options.width; line += lanes) {
                 const int lines = std::min(lanes, options.width - line);
                 Values rows(static_cast<std::size_t>(lanes), nullptr);
-                for (int i = 0; i < lines; ++i) rows[static_cast<std::size_t>(i)] = reader.along_depth(element(f.i64(line + i), unit), lanes);
+                for (int i = 0; i < lines; ++i)
+                    rows[static_cast<std::size_t>(i)] = reader.along_depth(element(f.i64(line + i), unit), lanes);
                 rows = emit_transpose(f, rows);
-                for (int k = 0; k < lanes; ++k) store_transposed(ir.CreateAdd(unit, f.i64(k)), line, rows[static_cast<std::size_t>(k)], lines);
+                for (int k = 0; k < lanes; ++k)
+                    store_transposed(ir.CreateAdd(unit, f.i64(k)), line, rows[static_cast<std::size_t>(k)], lines);
             }
         });
         copy_slowly(f.i64(options.width), vectorised);
@@ -263,7 +269,14 @@ void emit_pack(llvm::Module& module, const VectorTarget& target, const std::stri
     const UnitReader reader{f, options};
     Value* depth = f.arg(4);
     const int shift = reader.depth_per_unit() - 1;
-    const PanelPacker packer{f,        options,  reader,   f.arg(0), f.arg(1), f.arg(2), f.arg(3), ir.CreateLShr(depth, f.i64(shift)),
+    const PanelPacker packer{f,
+                             options,
+                             reader,
+                             f.arg(0),
+                             f.arg(1),
+                             f.arg(2),
+                             f.arg(3),
+                             ir.CreateLShr(depth, f.i64(shift)),
                              ir.CreateICmpNE(ir.CreateAnd(depth, f.i64(shift)), f.i64(0))};
     f.branch(
         ir.CreateICmpEQ(packer.valid, f.i64(options.width)),

@@ -58,7 +58,8 @@ Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, 
         Value* weighted = carried[1];
         if (tracer.spec.label_smoothing > 0) {
             Value* summand = mask != nullptr ? ir.CreateSelect(mask, z, zero) : z;
-            Value* c = tracer.spec.class_weight ? f.load_float(f.at(class_weight, column, 4), DType::fp32, lanes) : f.float_splat(1.F, lanes);
+            Value* c =
+                tracer.spec.class_weight ? f.load_float(f.at(class_weight, column, 4), DType::fp32, lanes) : f.float_splat(1.F, lanes);
             weighted = f.multiply_add(c, summand, weighted);
         }
         if (mask != nullptr) z = ir.CreateSelect(mask, z, f.float_splat(-infinity, lanes));
@@ -148,7 +149,8 @@ Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradR
         Value* c = tracer.spec.class_weight ? f.load_float(f.at(f.arg(6), column, 4), DType::fp32, lanes) : f.float_splat(1.F, lanes);
         dz = ir.CreateFSub(dz, ir.CreateFMul(g.s, c));
     }
-    Value* ids = ir.CreateAdd(f.splat(ir.CreateTrunc(ir.CreateAdd(column, f.arg(9)), ir.getInt32Ty()), lanes), ir.CreateStepVector(f.int_type(32, lanes)));
+    Value* ids = ir.CreateAdd(f.splat(ir.CreateTrunc(ir.CreateAdd(column, f.arg(9)), ir.getInt32Ty()), lanes),
+                              ir.CreateStepVector(f.int_type(32, lanes)));
     dz = ir.CreateFSub(dz, ir.CreateSelect(ir.CreateICmpEQ(ids, g.target), g.t, f.float_splat(0.F, lanes)));
     if (!traced.derivative.is_constant()) dz = ir.CreateFMul(dz, traced.derivative.value(f, lanes));
     return dz;
@@ -157,8 +159,9 @@ Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradR
 }  // namespace
 
 void emit_backward_tile(llvm::Module& module, const VectorTarget& target, const std::string& symbol, const Spec& spec) {
-    FunctionBuilder f(module, target, symbol,
-                      {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer, Arg::i64});
+    FunctionBuilder f(
+        module, target, symbol,
+        {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer, Arg::i64});
     auto& ir = f.ir();
     const int lanes = target.lanes();
     const LogitTracer tracer(f, spec, f.arg(5), f.arg(7));

@@ -46,9 +46,7 @@ void FunctionBuilder::call_external(const std::string& symbol) {
 }
 
 namespace {
-Type* with_lanes(Type* scalar, int lanes) {
-    return lanes == 0 ? scalar : llvm::FixedVectorType::get(scalar, static_cast<unsigned>(lanes));
-}
+Type* with_lanes(Type* scalar, int lanes) { return lanes == 0 ? scalar : llvm::FixedVectorType::get(scalar, static_cast<unsigned>(lanes)); }
 }  // namespace
 
 Type* FunctionBuilder::float_type(int lanes) { return with_lanes(Type::getFloatTy(state_->context), lanes); }

@@ -86,8 +86,8 @@ Value* emit_exp(FunctionBuilder& f, Value* x, int lanes) {
     Value* r = f.multiply_add(n_float, c(-0.693359375F), x);
     r = f.multiply_add(n_float, c(2.12194440e-4F), r);
     // exp(r) = 1 + r + r²·P(r) on [−ln 2 / 2, ln 2 / 2] (coefficients: Cephes).
-    Value* p = polynomial(f, r, lanes, {1.9875691500e-4F, 1.3981999507e-3F, 8.3334519073e-3F, 4.1665795894e-2F, 1.6666665459e-1F,
-                                        5.0000001201e-1F});
+    Value* p = polynomial(f, r, lanes,
+                          {1.9875691500e-4F, 1.3981999507e-3F, 8.3334519073e-3F, 4.1665795894e-2F, 1.6666665459e-1F, 5.0000001201e-1F});
     Value* y = ir.CreateFAdd(f.multiply_add(p, ir.CreateFMul(r, r), r), c(1.F));
     // 2ⁿ in two factors: n runs from −150 to 128.
     Value* half = ir.CreateAShr(n, f.i32_splat(1, lanes));
@@ -102,11 +102,12 @@ Value* emit_tanh(FunctionBuilder& f, Value* x, int lanes) {
     Value* magnitude = ir.CreateBitCast(ir.CreateAnd(bits, f.i32_splat(0x7fffffff, lanes)), f.float_type(lanes));
     // Small: x + x³·P(x²) (coefficients: Cephes), as 1 − 2/(e²ˣ + 1) would cancel.
     Value* square = ir.CreateFMul(x, x);
-    Value* p = polynomial(f, square, lanes, {-5.70498872745e-3F, 2.06390887954e-2F, -5.37397155531e-2F, 1.33314422036e-1F, -3.33332819422e-1F});
+    Value* p =
+        polynomial(f, square, lanes, {-5.70498872745e-3F, 2.06390887954e-2F, -5.37397155531e-2F, 1.33314422036e-1F, -3.33332819422e-1F});
     Value* small = f.multiply_add(ir.CreateFMul(p, square), x, x);
     Value* e = emit_exp(f, ir.CreateFAdd(magnitude, magnitude), lanes);
-    Value* big = ir.CreateFSub(f.float_splat(1.F, lanes),
-                               ir.CreateFDiv(f.float_splat(2.F, lanes), ir.CreateFAdd(e, f.float_splat(1.F, lanes))));
+    Value* big =
+        ir.CreateFSub(f.float_splat(1.F, lanes), ir.CreateFDiv(f.float_splat(2.F, lanes), ir.CreateFAdd(e, f.float_splat(1.F, lanes))));
     big = ir.CreateBitCast(ir.CreateOr(ir.CreateBitCast(big, f.int_type(32, lanes)), sign), f.float_type(lanes));
     return ir.CreateSelect(ir.CreateFCmpOLT(magnitude, f.float_splat(0.625F, lanes)), small, big);
 }

@@ -111,7 +111,8 @@ private:
         const float entropy = call_.element(Slot::entropy, token, 0.F);
         const std::int64_t column = y - first_column;
         const bool near = column >= 0 && column < layout_.chunks.size;
-        return {lse, row_coefficients(upstream, lse, entropy, call_.class_weight(y), options_), near ? static_cast<std::int32_t>(column) : -1};
+        return {lse, row_coefficients(upstream, lse, entropy, call_.class_weight(y), options_),
+                near ? static_cast<std::int32_t>(column) : -1};
     }
 
     void run_tasks(const Step& done, const Step& next) const {
@@ -125,15 +126,17 @@ private:
         const std::int64_t weight_tasks = multiply && wants(Slot::grad_weight) ? weight.count() : 0;
         const std::int64_t bias_tasks = multiply && wants(Slot::grad_bias) ? 1 : 0;
         // Longest tasks first.
-        context_.workers->run(hidden_tasks + logit_tasks + weight_tasks + bias_tasks, layout_.slots, [&](std::int64_t task, std::int64_t worker) {
-            const WorkerSlot slot(layout_.slot, workspace_ + layout_.slot_offset + worker * layout_.slot.bytes);
-            if (task < hidden_tasks) return multiply_hidden(slot, done, hidden.range(task));
-            task -= hidden_tasks;
-            if (task < logit_tasks) return differentiate_logits(slot, next, logits.range(task), task % logits.rows.count);
-            task -= logit_tasks;
-            if (task < weight_tasks) return multiply_weight(slot, done, weight.range(task));
-            sum_bias(done, hidden.rows.count);
-        });
+        context_.workers->run(hidden_tasks + logit_tasks + weight_tasks + bias_tasks, layout_.slots,
+                              [&](std::int64_t task, std::int64_t worker) {
+                                  const WorkerSlot slot(layout_.slot, workspace_ + layout_.slot_offset + worker * layout_.slot.bytes);
+                                  if (task < hidden_tasks) return multiply_hidden(slot, done, hidden.range(task));
+                                  task -= hidden_tasks;
+                                  if (task < logit_tasks)
+                                      return differentiate_logits(slot, next, logits.range(task), task % logits.rows.count);
+                                  task -= logit_tasks;
+                                  if (task < weight_tasks) return multiply_weight(slot, done, weight.range(task));
+                                  sum_bias(done, hidden.rows.count);
+                              });
     }
 
     /// A tile of logits, its gradient, and that packed: by rows for grad_hidden, by columns for grad_weight.
@@ -177,7 +180,8 @@ private:
         const std::int64_t d = spec_.hidden_size;
         const std::int64_t offset = (s.token + range.row) * d + range.column;
         const bool in_place = spec_.dtype == DType::fp32;
-        float* accumulator = reinterpret_cast<float*>(in_place ? call_.pointer(Slot::grad_hidden) : workspace_ + layout_.hidden_accumulator);
+        float* accumulator =
+            reinterpret_cast<float*>(in_place ? call_.pointer(Slot::grad_hidden) : workspace_ + layout_.hidden_accumulator);
         const auto apply = [&](StoreTile store, const float* from, std::int64_t ld, void* to, std::int64_t to_ld) {
             store(from, ld, to, to_ld, range.rows, range.columns);
         };

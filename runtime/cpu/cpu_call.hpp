@@ -35,7 +35,8 @@ public:
     [[nodiscard]] std::int64_t num_tokens() const { return value(Slot::num_tokens); }
     [[nodiscard]] ReductionCode reduction() const { return static_cast<ReductionCode>(value(Slot::reduction)); }
     [[nodiscard]] std::int64_t label(std::int64_t token) const {
-        return value(Slot::target_bits) == 64 ? pointer<const std::int64_t>(Slot::target)[token] : pointer<const std::int32_t>(Slot::target)[token];
+        return value(Slot::target_bits) == 64 ? pointer<const std::int64_t>(Slot::target)[token]
+                                              : pointer<const std::int32_t>(Slot::target)[token];
     }
     /// The token's label, or −1 for a token that is ignored or whose label is out of range.
     [[nodiscard]] std::int64_t valid_label(std::int64_t token) const {

@@ -1,7 +1,6 @@
 #include <nlohmann/json.hpp>
 
 #include "generator/logit_transforms.hpp"
-
 #include "runtime/cpu/passes.hpp"
 #include "runtime/kernel_factory.hpp"
 
@@ -20,15 +19,13 @@ std::shared_ptr<const Artifact> object_of(const BuildRequest& request, ArtifactC
         .add("features", cpu.features);
     return cache.get_or_create(key.finish(), [&] {
         Artifact artifact;
-        artifact.payload = compile_host_object(cpu, "flce_cpu", [&](llvm::Module& module) { emit_cpu_code(module, request.spec, cpu, plan); });
-        artifact.metadata = nlohmann::ordered_json{{"kind", "object"},
-                                                   {"spec", request.spec.text()},
-                                                   {"plan", request.plan.text()},
-                                                   {"triple", cpu.triple},
-                                                   {"cpu", cpu.cpu},
-                                                   {"features", cpu.features},
-                                                   {"compiler", "LLVM " + llvm_version()}}
-                                .dump();
+        artifact.payload =
+            compile_host_object(cpu, "flce_cpu", [&](llvm::Module& module) { emit_cpu_code(module, request.spec, cpu, plan); });
+        artifact.metadata =
+            nlohmann::ordered_json{
+                {"kind", "object"}, {"spec", request.spec.text()}, {"plan", request.plan.text()},         {"triple", cpu.triple},
+                {"cpu", cpu.cpu},   {"features", cpu.features},    {"compiler", "LLVM " + llvm_version()}}
+                .dump();
         return artifact;
     });
 }

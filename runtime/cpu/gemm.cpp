@@ -28,23 +28,49 @@ CpuFunctions CpuFunctions::find(const HostCode& code) {
     return f;
 }
 
+namespace {
+
+/// Packs columns `range` of B over depth [k, k + depth). Where lines are contiguous a few depths at a time, so that their pages stay at hand
+/// while the panels pass.
+void pack_block(const CpuPlan& plan, const UnpackedB& b, const TileRange& range, std::int64_t k, std::int64_t depth, std::byte* b_block) {
+    constexpr std::int64_t kDepthsAtATime = 32;
+    const std::int64_t units = depth_units(plan, depth);
+    const std::int64_t slab = b.depth_contiguous ? depth : kDepthsAtATime;
+    for (std::int64_t from = 0; from < depth; from += slab) {
+        for (std::int64_t n = 0; n < range.columns; n += plan.micro_n) {
+            b.pack(b.at(range.column + n, k + from), b.ld, b_block + 4 * (n * units + depth_units(plan, from) * plan.micro_n),
+                   std::min<std::int64_t>(plan.micro_n, range.columns - n), std::min(slab, depth - from));
+        }
+    }
+}
+
+/// A's panels against one packed block of B: `units` of depth from unit `first` on. A's panel stays in the nearer caches while B's pass by; the
+/// next one comes from far away, so the micro-kernels ask for it meanwhile.
+void multiply_block(const CpuFunctions& code, const CpuPlan& plan, const PackedA& a, const TileRange& range, std::int64_t first,
+                    std::int64_t units, const std::byte* b_block, float* tile) {
+    const std::int64_t panel_bytes = 4 * plan.micro_m * units;
+    for (std::int64_t m = 0; m < range.rows; m += plan.micro_m) {
+        const std::byte* panel = a.at(plan, range.row + m, first);
+        const bool last = m + plan.micro_m >= range.rows;
+        const std::byte* next = last ? a.at(plan, range.row, first + units) : a.at(plan, range.row + m + plan.micro_m, first);
+        std::int64_t fetched = 0;
+        for (std::int64_t n = 0; n < range.columns; n += plan.micro_n) {
+            const std::byte* wanted = fetched < panel_bytes ? next + fetched : panel;
+            fetched += kPrefetchBytes * units;
+            code.micro_kernel(units, panel, b_block + 4 * n * units, tile + m * plan.block_n + n, plan.block_n, first > 0, wanted);
+        }
+    }
+}
+
+}  // namespace
+
 void multiply_tile(const CpuFunctions& code, const CpuPlan& plan, const PackedA& a, const UnpackedB& b, const TileRange& range,
                    std::int64_t depth, std::byte* b_block, float* tile) {
-    const std::int64_t micro_m = plan.micro_m;
-    const std::int64_t micro_n = plan.micro_n;
     for (std::int64_t k = 0; k < depth; k += plan.block_k) {
         const std::int64_t block_depth = std::min<std::int64_t>(plan.block_k, depth - k);
         const std::int64_t units = depth_units(plan, block_depth);
-        for (std::int64_t n = 0; n < range.columns; n += micro_n) {
-            b.pack(b.at(range.column + n, k), b.ld, b_block + 4 * n * units, std::min(micro_n, range.columns - n), block_depth);
-        }
-        // A's panel stays in the first-level cache while B's panels pass by.
-        for (std::int64_t m = 0; m < range.rows; m += micro_m) {
-            const std::byte* a_panel = a.at(plan, range.row + m, depth_units(plan, k));
-            for (std::int64_t n = 0; n < range.columns; n += micro_n) {
-                code.micro_kernel(units, a_panel, b_block + 4 * n * units, tile + m * plan.block_n + n, plan.block_n, k > 0);
-            }
-        }
+        pack_block(plan, b, range, k, block_depth, b_block);
+        multiply_block(code, plan, a, range, depth_units(plan, k), units, b_block, tile);
     }
 }
 

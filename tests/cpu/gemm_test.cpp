@@ -18,8 +18,8 @@ class Gemm : public testing::TestWithParam<IsaLevel> {};
 
 TEST_P(Gemm, MicroKernel_EqualsPlainLoops) {
     const IsaLevel& isa = GetParam();
-    const auto kernel =
-        emitted<MicroKernel>(isa, "micro", [&](llvm::Module& m) { emit_micro_kernel(m, isa.target(), "micro", isa.micro_m, isa.micro_n, false); });
+    const auto kernel = emitted<MicroKernel>(
+        isa, "micro", [&](llvm::Module& m) { emit_micro_kernel(m, isa.target(), "micro", isa.micro_m, isa.micro_n, false); });
     const int ldc = isa.micro_n + 3;
     for (const int depth : {1, 2, 3, 4, 5, 8, 31, 64}) {
         std::vector<float> a(static_cast<std::size_t>(depth * isa.micro_m));
@@ -28,7 +28,7 @@ TEST_P(Gemm, MicroKernel_EqualsPlainLoops) {
         for (std::size_t i = 0; i < b.size(); ++i) b[i] = exact_value(static_cast<std::int64_t>(i) + 5);
         for (const bool accumulate : {false, true}) {
             std::vector<float> c(static_cast<std::size_t>(isa.micro_m * ldc), 3.F);
-            kernel.call(depth, a.data(), b.data(), c.data(), ldc, accumulate);
+            kernel.call(depth, a.data(), b.data(), c.data(), ldc, accumulate, a.data());
             for (int i = 0; i < isa.micro_m; ++i) {
                 for (int j = 0; j < ldc; ++j) {
                     float expected = accumulate || j >= isa.micro_n ? 3.F : 0.F;
@@ -44,15 +44,15 @@ TEST_P(Gemm, MicroKernel_EqualsPlainLoops) {
 
 TEST_P(Gemm, Bf16Pairs_MultiplyBothHalves) {
     const IsaLevel& isa = GetParam();
-    const auto kernel =
-        emitted<MicroKernel>(isa, "micro", [&](llvm::Module& m) { emit_micro_kernel(m, isa.target(), "micro", isa.micro_m, isa.micro_n, true); });
+    const auto kernel = emitted<MicroKernel>(
+        isa, "micro", [&](llvm::Module& m) { emit_micro_kernel(m, isa.target(), "micro", isa.micro_m, isa.micro_n, true); });
     constexpr int kUnits = 9;
     std::vector<std::uint16_t> a(static_cast<std::size_t>(2 * kUnits * isa.micro_m));
     std::vector<std::uint16_t> b(static_cast<std::size_t>(2 * kUnits * isa.micro_n));
     for (std::size_t i = 0; i < a.size(); ++i) a[i] = to_bf16(exact_value(static_cast<std::int64_t>(i)));
     for (std::size_t i = 0; i < b.size(); ++i) b[i] = to_bf16(exact_value(static_cast<std::int64_t>(i) + 3));
     std::vector<float> c(static_cast<std::size_t>(isa.micro_m * isa.micro_n), 0.F);
-    kernel.call(kUnits, a.data(), b.data(), c.data(), isa.micro_n, 0);
+    kernel.call(kUnits, a.data(), b.data(), c.data(), isa.micro_n, 0, a.data());
     for (int i = 0; i < isa.micro_m; ++i) {
         for (int j = 0; j < isa.micro_n; ++j) {
             float expected = 0;
@@ -66,7 +66,8 @@ TEST_P(Gemm, Bf16Pairs_MultiplyBothHalves) {
 }
 
 /// What a pack routine has to write: [units, width] of fp32 or of bf16 pairs.
-std::vector<std::byte> packed(const std::vector<float>& source, std::int64_t ld, const PackOptions& o, std::int64_t valid, std::int64_t depth) {
+std::vector<std::byte> packed(const std::vector<float>& source, std::int64_t ld, const PackOptions& o, std::int64_t valid,
+                              std::int64_t depth) {
     const int per_unit = o.bf16_pairs ? 2 : 1;
     const std::int64_t units = (depth + per_unit - 1) / per_unit;
     std::vector<float> values;
@@ -111,7 +112,8 @@ protected:
 TEST_P(Pack, EverySourceDirectionAndWidth_EqualsPlainLoops) {
     for (const DType source : {DType::fp32, DType::fp16, DType::bf16}) {
         for (const bool along : {false, true}) {
-            for (const int width : {GetParam().micro_m, GetParam().micro_n, 14}) check({.source = source, .depth_contiguous = along, .width = width});
+            for (const int width : {GetParam().micro_m, GetParam().micro_n, 14})
+                check({.source = source, .depth_contiguous = along, .width = width});
         }
     }
 }
@@ -134,7 +136,8 @@ TEST_P(Store, EveryDtypeModeAndDirection_EqualsPlainLoops) {
         for (const GradMode mode : {GradMode::write, GradMode::accumulate}) {
             for (const bool transposed : {false, true}) {
                 const StoreOptions options{dtype, mode, transposed};
-                const auto store = emitted<StoreTile>(isa, "store", [&](llvm::Module& m) { emit_store(m, isa.target(), "store", options); });
+                const auto store =
+                    emitted<StoreTile>(isa, "store", [&](llvm::Module& m) { emit_store(m, isa.target(), "store", options); });
                 for (const std::int64_t rows : {1, 3, 16, 21}) {
                     for (const std::int64_t cols : {1, 8, 16, 37}) {
                         const std::int64_t ld = cols + 2;
@@ -159,14 +162,16 @@ TEST_P(Store, EveryDtypeModeAndDirection_EqualsPlainLoops) {
 }
 
 TEST(Bf16Dot, EmittedForACpuThatHasIt_CompilesToTheInstruction) {
-    const CpuProperties cpu{.triple = "x86_64-unknown-linux-gnu", .cpu = "sapphirerapids", .vector_bits = 512, .fma = true, .bf16_dot = true};
-    const auto with = compile_host_object(
-        cpu, "micro", [](llvm::Module& m) { emit_micro_kernel(m, {.vector_bits = 512, .fma = true, .bf16_dot = true}, "micro", 12, 32, true); });
+    const CpuProperties cpu{
+        .triple = "x86_64-unknown-linux-gnu", .cpu = "sapphirerapids", .vector_bits = 512, .fma = true, .bf16_dot = true};
+    const auto with = compile_host_object(cpu, "micro", [](llvm::Module& m) {
+        emit_micro_kernel(m, {.vector_bits = 512, .fma = true, .bf16_dot = true}, "micro", 12, 32, true);
+    });
     // EVEX.512.F3.0F38.W0 52 /r: VDPBF16PS zmm, zmm, zmm
     int found = 0;
     for (std::size_t i = 0; i + 5 < with.size(); ++i) {
-        found += with[i] == std::byte{0x62} && (with[i + 1] & std::byte{7}) == std::byte{2} && (with[i + 2] & std::byte{3}) == std::byte{2} &&
-                 with[i + 4] == std::byte{0x52};
+        found += with[i] == std::byte{0x62} && (with[i + 1] & std::byte{7}) == std::byte{2} &&
+                 (with[i + 2] & std::byte{3}) == std::byte{2} && with[i + 4] == std::byte{0x52};
     }
     EXPECT_GE(found, 12 * 2);
 }
