@@ -64,7 +64,10 @@ struct IsaLevel {
 }
 
 [[nodiscard]] inline BuildRequest build_request(const IsaLevel& level, const Spec& spec, const Plan& plan, int threads = 2) {
-    return {.spec = spec.normalized(), .device = {.kind = DeviceKind::cpu, .name = level.name, .cpu = level.cpu}, .plan = plan, .threads = threads};
+    return {.spec = spec.normalized(),
+            .device = {.kind = DeviceKind::cpu, .name = level.name, .cpu = level.cpu},
+            .plan = plan,
+            .threads = threads};
 }
 
 /// Compiled objects are shared between the tests of this process.
@@ -81,7 +84,8 @@ struct IsaLevel {
 template <class Function, class Emit>
 struct EmittedFunction {
     EmittedFunction(const IsaLevel& level, const char* symbol, const Emit& emit)
-        : code(HostCode::load(compile_host_object(level.cpu, symbol, emit), symbol)), call(reinterpret_cast<Function>(code->symbol(symbol))) {}
+        : code(HostCode::load(compile_host_object(level.cpu, symbol, emit), symbol)),
+          call(reinterpret_cast<Function>(code->symbol(symbol))) {}
     std::shared_ptr<const HostCode> code;
     Function call;
 };

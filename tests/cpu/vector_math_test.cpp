@@ -134,7 +134,8 @@ TEST_P(VectorMath, FloatToSixteenBit_RoundsToNearestEven) {
     for (std::uint32_t half = 0; half < 65536; half += 7) {  // ties, and numbers next to them
         for (const float value : {from_fp16(static_cast<std::uint16_t>(half)), from_bf16(static_cast<std::uint16_t>(half))}) {
             const auto b = std::bit_cast<std::uint32_t>(value);
-            for (const std::uint32_t offset : {0x1000U, 0xfffU, 0x1001U, 0x8000U, 0x7fffU, 0x8001U}) in.push_back(std::bit_cast<float>(b + offset));
+            for (const std::uint32_t offset : {0x1000U, 0xfffU, 0x1001U, 0x8000U, 0x7fffU, 0x8001U})
+                in.push_back(std::bit_cast<float>(b + offset));
         }
     }
     for (const float value : {65504.F, 65519.F, 65520.F, 1e5F, kInfinity, 5.96e-8F, 2.98e-8F, 2.99e-8F, 6.1e-5F}) {
