@@ -1,0 +1,196 @@
+#include "cli/command.hpp"
+
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <limits>
+#include <new>
+#include <sstream>
+
+#include <fmt/format.h>
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include "cli/interrupt.hpp"
+
+namespace flce::cli {
+namespace {
+
+int fail(int code, const std::string& message) {
+    fmt::print(stderr, "flce: error: {}\n", message);
+    return code;
+}
+
+int exit_code(ErrorKind kind) {
+    switch (kind) {
+        case ErrorKind::spec:
+        case ErrorKind::plan:
+        case ErrorKind::argument: return kUsage;
+        case ErrorKind::compile:
+        case ErrorKind::device:
+        case ErrorKind::environment:
+        case ErrorKind::internal: break;
+    }
+    return kEnvironment;
+}
+
+int run_action(const Action& action) {
+    try {
+        return action();
+    } catch (const Interrupted&) {
+        return fail(kInterrupted, "interrupted");
+    } catch (const UsageError& e) {
+        return fail(kUsage, e.what());
+    } catch (const Error& e) {
+        const std::string prefix = e.kind() == ErrorKind::internal ? "internal error (please report it): " : "";
+        return fail(exit_code(e.kind()), prefix + e.what());
+    } catch (const std::bad_alloc&) {
+        return fail(kEnvironment, "out of memory");
+    } catch (const std::exception& e) {
+        return fail(kEnvironment, e.what());
+    }
+}
+
+/// The library logs warnings; stdout belongs to results.
+void log_to_stderr() {
+    auto logger = std::make_shared<spdlog::logger>("flce", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+    logger->set_pattern("flce: %l: %v");
+    logger->set_level(spdlog::level::warn);
+    spdlog::set_default_logger(std::move(logger));
+}
+
+constexpr const char* kExamples = R"(
+Examples:
+  flce demo                                                    train on real text, check, time: the tour
+  flce run --spec D=2048,V=151936,dtype=bf16,tied --input step.safetensors --out grads.safetensors
+  flce check --spec D=256,V=50257,dtype=fp32,softcap=30        every output against fp64
+  flce bench --spec D=2048,V=151936,dtype=bf16 --num-tokens 4096 --json
+  flce explain --spec D=4096,V=128256,dtype=bf16 --device h100
+  flce prewarm --hf-config config.json --device sm_90a         compile for a GPU that is not here
+  flce info
+
+A spec is "key=value" pairs and bare flags joined by commas, or @file.json. Keys: D (hidden_size), V (vocab_size), padded_vocab_size,
+dtype (bf16, fp16, fp32), layout (vocab_major, hidden_major), tied, grad_weight_dtype, grad_weight_mode (write, accumulate), bias,
+logit_scale, softcap, label_smoothing, z_loss, class_weight, outputs (loss+lse+logprob+entropy).
+
+Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (device, library, compiler, disk).)";
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    log_to_stderr();
+    CLI::App app{"flce: fused linear + cross-entropy kernels, generated for one concrete output layer", "flce"};
+    app.footer(kExamples);
+    app.require_subcommand(1);
+    app.set_version_flag("--version", std::string(version()));
+    Action action;
+    add_demo(app, action);
+    add_run(app, action);
+    add_check(app, action);
+    add_bench(app, action);
+    add_explain(app, action);
+    add_prewarm(app, action);
+    add_info(app, action);
+    try {
+        app.parse(argc, argv);
+    } catch (const CLI::Success& e) {
+        return app.exit(e) == 0 ? kDone : kUsage;
+    } catch (const CLI::ParseError& e) {
+        return fail(kUsage, fmt::format("{} (flce --help, flce COMMAND --help)", e.what()));
+    }
+    handle_interrupts();
+    return run_action(action);
+}
+
+void SessionFlags::add_to(CLI::App& app) {
+    app.add_option("--device", device, "cpu, cuda or cuda:I (default: FLCE_DEVICE, else the first CUDA device, else the CPU)");
+    app.add_option("--cache-dir", cache_dir, "kernel cache (default: FLCE_CACHE_DIR, else the user's cache directory)");
+    app.add_option("--threads", threads, "CPU threads (default: FLCE_NUM_THREADS, else every core)")->check(CLI::Range(0, 4096));
+    app.add_option("--workspace", workspace, "most scratch bytes beyond the accumulator of grad_hidden, e.g. 64M");
+}
+
+SessionOptions SessionFlags::options() const {
+    SessionOptions options;
+    options.device = device;
+    options.cache_dir = cache_dir;
+    options.threads = threads;
+    if (!workspace.empty()) options.scratch_bytes = parse_bytes("--workspace", workspace);
+    return options;
+}
+
+void print_json(const Json& object) {
+    // Invalid UTF-8 can only come from file names; it must not cost the user the results.
+    const std::string text = object.dump(2, ' ', false, Json::error_handler_t::replace);
+    fmt::print("{}\n", text);
+    std::fflush(stdout);
+}
+
+std::int64_t parse_bytes(std::string_view option, std::string_view text) {
+    const auto bad = [&] {
+        return UsageError(fmt::format("{}: \"{}\" is not a number of bytes (examples: 1048576, 64M, 2G)", option, text));
+    };
+    double value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error != std::errc() || !(value >= 0)) throw bad();
+    std::string_view suffix = text.substr(static_cast<std::size_t>(end - text.data()));
+    double factor = 1;
+    if (!suffix.empty()) {
+        constexpr std::string_view kUnits = "KMGT";
+        const std::size_t unit = kUnits.find(static_cast<char>(std::toupper(static_cast<unsigned char>(suffix.front()))));
+        if (unit != std::string_view::npos) {
+            factor = std::ldexp(1.0, 10 * (static_cast<int>(unit) + 1));
+            suffix.remove_prefix(1);
+        }
+        if (suffix != "" && suffix != "B" && suffix != "iB") throw bad();
+    }
+    if (value * factor >= 0x1p63) throw bad();
+    return static_cast<std::int64_t>(value * factor);
+}
+
+std::string human_bytes(double bytes) {
+    constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    int unit = 0;
+    while (std::abs(bytes) >= 1024 && unit < 4) {
+        bytes /= 1024;
+        ++unit;
+    }
+    return unit == 0 ? fmt::format("{:.0f} B", bytes) : fmt::format("{:.1f} {}", bytes, kUnits[unit]);
+}
+
+std::string human_seconds(double seconds) {
+    if (seconds < 1e-6) return fmt::format("{:.0f} ns", seconds * 1e9);
+    if (seconds < 1e-3) return fmt::format("{:.3g} µs", seconds * 1e6);
+    if (seconds < 1) return fmt::format("{:.3g} ms", seconds * 1e3);
+    return fmt::format("{:.2f} s", seconds);
+}
+
+Reduction parse_reduction(std::string_view text) {
+    if (text == "none") return Reduction::none;
+    if (text == "sum") return Reduction::sum;
+    if (text == "mean") return Reduction::mean;
+    throw UsageError(fmt::format("--reduction: \"{}\" is not none, sum or mean", text));
+}
+
+std::string read_text_file(const std::filesystem::path& path) {
+    std::error_code error;
+    if (std::filesystem::is_directory(path, error)) throw UsageError(fmt::format("{}: is a directory", path.string()));
+    std::ifstream file(path, std::ios::binary);
+    if (!file) throw UsageError(fmt::format("{}: cannot be opened", path.string()));
+    std::ostringstream text;
+    text << file.rdbuf();
+    if (file.bad()) throw UsageError(fmt::format("{}: cannot be read", path.string()));
+    return std::move(text).str();
+}
+
+std::filesystem::path executable_path() {
+    std::error_code error;
+    auto path = std::filesystem::read_symlink("/proc/self/exe", error);
+    return error ? std::filesystem::path() : path;
+}
+
+std::string to_string(DeviceRef device) {
+    return device.kind == DeviceKind::cpu ? "cpu" : fmt::format("cuda:{}", device.index);
+}
+
+}  // namespace flce::cli

@@ -1,0 +1,79 @@
+// What every subcommand shares: exit codes, the way errors and results leave the program, and the options they have in common.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include "flce/flce.hpp"
+
+namespace flce::cli {
+
+using Json = nlohmann::ordered_json;
+
+enum ExitCode : int {
+    kDone = 0,
+    kFailedCheck = 1,
+    kUsage = 2,        ///< arguments, specs, plans and input files
+    kEnvironment = 3,  ///< devices, libraries, compilers, disks
+    kInterrupted = 130,
+};
+
+/// Something the user handed in is wrong: exit code 2.
+class UsageError : public std::runtime_error {
+public:
+    using std::runtime_error::runtime_error;
+};
+
+/// A subcommand registers itself on `app`; when it is the one asked for, it stores what has to run in `action`.
+using Action = std::function<int()>;
+void add_demo(CLI::App& app, Action& action);
+void add_run(CLI::App& app, Action& action);
+void add_check(CLI::App& app, Action& action);
+void add_bench(CLI::App& app, Action& action);
+void add_explain(CLI::App& app, Action& action);
+void add_prewarm(CLI::App& app, Action& action);
+void add_info(CLI::App& app, Action& action);
+
+/// Runs the command line; returns the process's exit code. Errors are one line on stderr.
+int main(int argc, char** argv);
+
+/// --device, --cache-dir, --threads and --workspace of the subcommands that own a session.
+struct SessionFlags {
+    std::string device;
+    std::filesystem::path cache_dir;
+    int threads = 0;
+    std::string workspace;
+
+    void add_to(CLI::App& app);
+    [[nodiscard]] SessionOptions options() const;
+};
+
+/// The one JSON object of a --json run, on stdout.
+void print_json(const Json& object);
+
+/// "1048576", "64K", "64M", "2G" (binary multiples, an optional "iB" or "B"). Throws UsageError naming the option.
+[[nodiscard]] std::int64_t parse_bytes(std::string_view option, std::string_view text);
+/// "412 B", "1.5 KiB", "64.0 MiB".
+[[nodiscard]] std::string human_bytes(double bytes);
+/// "812 ns", "3.42 ms", "1.25 s".
+[[nodiscard]] std::string human_seconds(double seconds);
+
+[[nodiscard]] Reduction parse_reduction(std::string_view text);
+
+/// A file's text. Throws UsageError naming it when it cannot be read.
+[[nodiscard]] std::string read_text_file(const std::filesystem::path& path);
+
+/// Where the running program lies; empty where the system does not say.
+[[nodiscard]] std::filesystem::path executable_path();
+
+/// "cpu" or "cuda:1".
+[[nodiscard]] std::string to_string(DeviceRef device);
+
+}  // namespace flce::cli

@@ -1,0 +1,95 @@
+#include "cli/progress.hpp"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+namespace flce::cli {
+namespace {
+
+constexpr int kBarColumns = 30;
+
+int terminal_columns(std::FILE* stream) {
+    winsize size{};
+    if (::ioctl(::fileno(stream), TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
+    return 80;
+}
+
+
+std::string clipped(std::string_view text, std::size_t width) {
+    std::size_t seen = 0;
+    std::size_t end = 0;
+    while (end < text.size()) {
+        if ((text[end] & 0xc0) != 0x80 && seen++ == width) break;
+        ++end;
+    }
+    return std::string(text.substr(0, end));
+}
+
+}  // namespace
+
+std::string render_progress(std::string_view title, std::int64_t done, std::int64_t total, std::string_view note, int width) {
+    const double fraction = total > 0 ? std::clamp(static_cast<double>(done) / static_cast<double>(total), 0.0, 1.0) : 1.0;
+    const auto filled = static_cast<int>(fraction * kBarColumns);
+    std::string bar;
+    for (int i = 0; i < kBarColumns; ++i) bar += i < filled ? "━" : "─";
+    std::string line = fmt::format("{}  {}  {:3.0f} %  {}/{}", title, bar, fraction * 100, done, total);
+    if (!note.empty()) line += fmt::format("  {}", note);
+    return clipped(line, static_cast<std::size_t>(std::max(width, 1)));
+}
+
+Progress::Progress(std::string title, std::int64_t total, Options options)
+    : title_(std::move(title)),
+      total_(total),
+      options_(options),
+      terminal_(options.terminal >= 0 ? options.terminal == 1 : ::isatty(::fileno(options.stream)) == 1) {}
+
+Progress::~Progress() {
+    if (terminal_ && drawn_ && !finished_) fmt::print(options_.stream, "\n");
+}
+
+void Progress::update(std::int64_t done, std::string_view note) {
+    done_ = done;
+    note_ = note;
+    if (terminal_) {
+        const auto now = std::chrono::steady_clock::now();
+        if (drawn_ && now - last_draw_ < options_.redraw) return;
+        last_draw_ = now;
+        draw();
+        return;
+    }
+    const std::int64_t due = total_ > 0 ? done * options_.lines / total_ : options_.lines;
+    if (due <= lines_printed_) return;
+    lines_printed_ = due;
+    fmt::print(options_.stream, "{}: {}/{}{}{}\n", title_, done_, total_, note_.empty() ? "" : "  ", note_);
+    std::fflush(options_.stream);
+}
+
+void Progress::print(std::string_view line) {
+    if (terminal_ && drawn_) fmt::print(options_.stream, "\r\x1b[K");
+    fmt::print(options_.stream, "{}\n", line);
+    if (terminal_ && drawn_) draw();
+    std::fflush(options_.stream);
+}
+
+void Progress::finish() {
+    if (finished_) return;
+    finished_ = true;
+    if (!terminal_) return;
+    draw();
+    fmt::print(options_.stream, "\n");
+    std::fflush(options_.stream);
+}
+
+void Progress::draw() {
+    // One column is left free: a character in the last one makes some terminals wrap.
+    const std::string line = render_progress(title_, done_, total_, note_, terminal_columns(options_.stream) - 1);
+    fmt::print(options_.stream, "\r{}\x1b[K", line);
+    std::fflush(options_.stream);
+    drawn_ = true;
+}
+
+}  // namespace flce::cli

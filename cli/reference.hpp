@@ -1,0 +1,102 @@
+// The output layer in fp64, written to be read: what `flce check` and `flce demo` hold the kernels against. Nothing of it is shared with them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "flce/flce.hpp"
+
+namespace flce::cli {
+
+/// The layer's inputs on the host. Spans are empty where the spec has no such input.
+struct ReferenceProblem {
+    Spec spec;
+    std::int64_t num_tokens = 0;
+    const std::byte* hidden = nullptr;  ///< [N, D], spec dtype
+    const std::byte* weight = nullptr;  ///< [P, D] or [D, P], spec dtype
+    const std::byte* bias = nullptr;    ///< [V], spec dtype
+    std::span<const float> class_weight;
+    std::span<const std::int64_t> target;
+    std::int64_t ignore_index = -100;
+    Reduction reduction = Reduction::mean;
+    std::span<const float> grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< [N]; empty: 1 for the loss, 0 for the rest
+};
+
+/// Per-token results of one token.
+struct ReferenceToken {
+    double loss = 0;    ///< z_loss included, not divided by anything
+    double z_loss = 0;
+    double lse = 0;
+    double logprob = 0;
+    double entropy = 0;
+};
+
+class Reference {
+public:
+    /// Computes everything for `tokens` (indices, ascending). Where that is not all of them, gradients of the weight need every other token's
+    /// lse and entropy from elsewhere (set_other).
+    Reference(const ReferenceProblem& problem, std::vector<std::int64_t> tokens);
+
+    [[nodiscard]] const std::vector<std::int64_t>& tokens() const { return tokens_; }
+    [[nodiscard]] const ReferenceToken& token(std::size_t index) const { return results_[index]; }
+    /// dL/dhidden of token number `index` of tokens(): D numbers.
+    [[nodiscard]] std::span<const double> grad_hidden(std::size_t index) const;
+    /// What mean divides cross entropies by, and z-losses; 1 for the other reductions.
+    [[nodiscard]] double loss_divisor() const { return loss_divisor_; }
+    [[nodiscard]] double z_loss_divisor() const { return z_loss_divisor_; }
+    [[nodiscard]] bool ignored(std::int64_t token) const;
+
+    /// lse and entropy ([N], entropy may be empty) for the tokens that were not computed here.
+    void set_other(std::span<const float> lse, std::span<const float> entropy);
+    /// dL/dweight of vocabulary row `row`: D numbers into `out`; returns dL/dbias of that row. Thread-safe.
+    double grad_weight_row(std::int64_t row, std::span<double> out) const;
+
+    /// Multiply-adds that `tokens` tokens and `rows` vocabulary rows cost.
+    [[nodiscard]] static double operations(const Spec& spec, std::int64_t num_tokens, std::int64_t tokens, std::int64_t rows);
+
+private:
+    struct Logit {
+        double value;
+        double derivative;  ///< with respect to hidden · weightᵀ + bias
+    };
+    [[nodiscard]] Logit logit(double dot, std::int64_t row) const;
+    [[nodiscard]] double class_weight(std::int64_t row) const;
+    /// dL/dlogit before the derivative of softcap and scale.
+    [[nodiscard]] double grad_logit(std::int64_t token, std::int64_t row, double logit, double lse, double entropy) const;
+    void load_weight_rows(std::int64_t begin, std::int64_t end, double* out) const;
+    void compute_tokens(std::size_t begin, std::size_t end);
+    void reduce_token(std::size_t index, std::span<const double> logits);
+    void add_grad_hidden(std::size_t begin, std::size_t end, const std::vector<double>& logits, const std::vector<double>& derivatives);
+
+    ReferenceProblem problem_;
+    std::vector<std::int64_t> tokens_;
+    std::vector<double> hidden_;  // [N, D]
+    std::vector<double> bias_;
+    double class_weight_total_ = 0;
+    double loss_divisor_ = 1;
+    double z_loss_divisor_ = 1;
+    std::vector<ReferenceToken> results_;
+    std::vector<double> grad_hidden_;     // [tokens, D]
+    std::vector<double> lse_, entropy_;   // [N]
+};
+
+/// Sums for relative errors in the Frobenius norm.
+struct ErrorNorm {
+    double difference2 = 0;
+    double reference2 = 0;
+
+    void add(double value, double reference) {
+        difference2 += (value - reference) * (value - reference);
+        reference2 += reference * reference;
+    }
+    void add(const ErrorNorm& other) {
+        difference2 += other.difference2;
+        reference2 += other.reference2;
+    }
+    /// ‖value − reference‖ / ‖reference‖; 0 where both are 0, infinity where only the reference is, NaN stays NaN.
+    [[nodiscard]] double relative() const;
+};
+
+}  // namespace flce::cli
