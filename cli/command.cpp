@@ -9,8 +9,6 @@
 #include <sstream>
 
 #include <fmt/format.h>
-#include <spdlog/sinks/stdout_sinks.h>
-#include <spdlog/spdlog.h>
 
 #include "cli/interrupt.hpp"
 
@@ -52,14 +50,6 @@ int run_action(const Action& action) {
     }
 }
 
-/// The library logs warnings; stdout belongs to results.
-void log_to_stderr() {
-    auto logger = std::make_shared<spdlog::logger>("flce", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-    logger->set_pattern("flce: %l: %v");
-    logger->set_level(spdlog::level::warn);
-    spdlog::set_default_logger(std::move(logger));
-}
-
 constexpr const char* kExamples = R"(
 Examples:
   flce demo                                                    train on real text, check, time: the tour
@@ -79,7 +69,6 @@ Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (devic
 }  // namespace
 
 int main(int argc, char** argv) {
-    log_to_stderr();
     CLI::App app{"flce: fused linear + cross-entropy kernels, generated for one concrete output layer", "flce"};
     app.footer(kExamples);
     app.require_subcommand(1);

@@ -1,0 +1,319 @@
+// flce bench: time and memory of a kernel, and the floor (the bare GEMMs by the vendor's library) in the same run.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include "cli/command.hpp"
+#include "cli/gemm_floor.hpp"
+#include "cli/interrupt.hpp"
+#include "cli/layer.hpp"
+#include "cli/progress.hpp"
+
+namespace flce::cli {
+namespace {
+
+struct BenchOptions {
+    std::string spec;
+    SessionFlags session;
+    std::string plan;
+    std::int64_t num_tokens = 1024;
+    int rounds = 0;
+    double seconds = 10;
+    bool no_floor = false;
+    bool json = false;
+};
+
+constexpr int kMinRounds = 5;
+constexpr int kMaxRounds = 50;
+constexpr double kShortestSampleMs = 2;  // shorter work is repeated, so that launch and clock overheads do not decide
+
+/// One thing to time: `call(i)` does the i-th repetition, on the buffers of set i.
+struct Subject {
+    std::string key;
+    std::function<void(std::int64_t)> call;
+    int repetitions = 1;
+    std::vector<double> samples_ms;
+};
+
+struct Summary {
+    double median = 0;
+    double min = 0;
+    double spread = 0;  ///< (90th − 10th percentile) / median
+};
+
+Summary summarize(std::vector<double> samples) {
+    std::sort(samples.begin(), samples.end());
+    const auto at = [&](double quantile) {
+        const double position = quantile * static_cast<double>(samples.size() - 1);
+        const auto low = static_cast<std::size_t>(position);
+        const std::size_t high = std::min(low + 1, samples.size() - 1);
+        return samples[low] + (position - static_cast<double>(low)) * (samples[high] - samples[low]);
+    };
+    return {at(0.5), samples.front(), (at(0.9) - at(0.1)) / at(0.5)};
+}
+
+/// The floor's own tensors, in its library's dtype.
+class Floor {
+public:
+    Floor(std::unique_ptr<GemmLibrary> library, const Spec& spec, DeviceRef device, std::int64_t num_tokens) : library_(std::move(library)) {
+        const bool cuda = device.kind == DeviceKind::cuda;
+        // Unaligned rows of logits cost cuBLAS several times what the arithmetic does; nobody would run it on them.
+        const std::int64_t vocab = cuda ? (spec.vocab_size + 63) / 64 * 64 : spec.vocab_size;
+        Spec own = spec;
+        own.dtype = library_->dtype() == ScalarType::fp32 ? DType::fp32 : library_->dtype() == ScalarType::bf16 ? DType::bf16 : DType::fp16;
+        own.vocab_size = vocab;
+        own.padded_vocab_size = vocab;
+        own.bias = own.class_weight = false;
+        inputs_ = upload(own, make_random_layer(own, num_tokens, {.seed = 3}), device);
+        const ScalarType result = cuda ? library_->dtype() : ScalarType::fp32;
+        logits_ = make_tensor(device, result, {num_tokens, vocab});
+        grad_hidden_ = make_tensor(device, result, {num_tokens, spec.hidden_size});
+        grad_weight_ = make_tensor(device, result, weight_shape(own));
+        operands_ = {num_tokens, spec.hidden_size, vocab, vocab, spec.layout, inputs_.hidden.view.data, inputs_.weight.view.data,
+                     logits_.view.data, grad_hidden_.view.data, grad_weight_.view.data};
+    }
+    void forward() const { floor_forward(*library_, operands_); }
+    void backward() const { floor_backward(*library_, operands_); }
+    [[nodiscard]] std::string description() const { return library_->description(); }
+    [[nodiscard]] std::int64_t vocab_size() const { return operands_.vocab_size; }
+
+private:
+    std::unique_ptr<GemmLibrary> library_;
+    LayerInputs inputs_;
+    Tensor logits_, grad_hidden_, grad_weight_;
+    FloorOperands operands_;
+};
+
+struct BufferSet {
+    LayerInputs inputs;
+    LayerOutputs outputs;
+};
+
+std::int64_t last_level_cache_bytes(const Device& device) {
+    return device.kind == DeviceKind::cuda ? device.gpu.l2_bytes : std::max(device.cpu.l3_bytes, device.cpu.l2_bytes);
+}
+
+class Bench {
+public:
+    explicit Bench(const BenchOptions& options)
+        : options_(options),
+          spec_(parse_spec(options.spec)),
+          session_(options.session.options()),
+          kernel_(session_.get_kernel(spec_, {.plan = options.plan})),
+          device_(kernel_->device_ref()),
+          workspace_bytes_(kernel_->workspace_bytes(options.num_tokens)),
+          scratch_(device_, workspace_bytes_) {}
+
+    int run() {
+        make_sets();
+        make_floor();
+        make_subjects();
+        measure();
+        report();
+        return kDone;
+    }
+
+private:
+    void make_sets() {
+        const RandomLayer layer = make_random_layer(spec_, options_.num_tokens, {.seed = 1});
+        const double bytes = 2 * static_cast<double>(layer.hidden.size() + layer.weight.size());
+        const double wanted = 2.0 * static_cast<double>(last_level_cache_bytes(kernel_->device())) / std::max(bytes, 1.0);
+        const auto sets = static_cast<std::size_t>(std::clamp(std::ceil(wanted), 1.0, 8.0));
+        for (std::size_t i = 0; i < sets; ++i) {
+            sets_.push_back({upload(spec_, layer, device_), make_outputs(spec_, device_, options_.num_tokens, Reduction::mean)});
+        }
+    }
+
+    void make_floor() {
+        if (options_.no_floor) {
+            floor_why_ = "not asked for (--no-floor)";
+            return;
+        }
+        if (options_.num_tokens == 0) {
+            floor_why_ = "nothing to multiply";
+            return;
+        }
+        constexpr std::int64_t kMaxInt = 0x7fffffff;
+        if (std::max({options_.num_tokens, spec_.padded_vocab_size + 64, spec_.hidden_size}) > kMaxInt) {
+            floor_why_ = "a dimension does not fit in 32 bits";
+            return;
+        }
+        auto library = load_gemm_library(device_, spec_.dtype, kernel_->device().cpu.cores, &floor_why_);
+        if (library == nullptr) return;
+        try {
+            floor_.emplace(std::move(library), spec_, device_, options_.num_tokens);
+        } catch (const DeviceError& e) {
+            floor_why_ = fmt::format("no memory for the logits that the floor needs: {}", e.what());
+        } catch (const std::bad_alloc&) {
+            floor_why_ = "no memory for the logits that the floor needs";
+        }
+    }
+
+    void forward(std::int64_t i) const {
+        const BufferSet& set = sets_[static_cast<std::size_t>(i) % sets_.size()];
+        kernel_->forward(forward_args(set.inputs, set.outputs, {}), scratch_.workspace());
+    }
+    void backward(std::int64_t i) const {
+        const BufferSet& set = sets_[static_cast<std::size_t>(i) % sets_.size()];
+        kernel_->backward(backward_args(set.inputs, set.outputs, {}), scratch_.workspace());
+    }
+
+    void make_subjects() {
+        subjects_.push_back({"forward_ms", [this](std::int64_t i) { forward(i); }});
+        subjects_.push_back({"forward_backward_ms", [this](std::int64_t i) {
+                                 forward(i);
+                                 backward(i);
+                             }});
+        if (!floor_) return;
+        subjects_.push_back({"floor_forward_ms", [this](std::int64_t) { floor_->forward(); }});
+        subjects_.push_back({"floor_forward_backward_ms", [this](std::int64_t) {
+                                 floor_->forward();
+                                 floor_->backward();
+                             }});
+    }
+
+    double time_ms(const Subject& subject) {
+        Timer timer(device_);
+        timer.start();
+        for (int i = 0; i < subject.repetitions; ++i) subject.call(calls_++);
+        return timer.stop_ms() / subject.repetitions;
+    }
+
+    /// Warm-up, then rounds in which every subject is timed once, so that a change of clocks or temperature meets all of them.
+    void measure() {
+        double round_ms = 0;
+        for (Subject& subject : subjects_) {
+            stop_if_interrupted();
+            static_cast<void>(time_ms(subject));
+            const double once = time_ms(subject);
+            if (once < kShortestSampleMs) subject.repetitions = static_cast<int>(std::min(1000.0, std::ceil(kShortestSampleMs / std::max(once, 1e-6))));
+            round_ms += once * subject.repetitions;
+        }
+        const int affordable = static_cast<int>(options_.seconds * 1e3 / std::max(round_ms, 1e-3));
+        const int rounds = options_.rounds > 0 ? options_.rounds : std::clamp(affordable, kMinRounds, kMaxRounds);
+        Progress progress("rounds", rounds);
+        for (int round = 0; round < rounds; ++round) {
+            for (Subject& subject : subjects_) {
+                stop_if_interrupted();
+                subject.samples_ms.push_back(time_ms(subject));
+            }
+            progress.update(round + 1);
+        }
+        progress.finish();
+    }
+
+    [[nodiscard]] const Subject* find(const std::string& key) const {
+        const auto found = std::find_if(subjects_.begin(), subjects_.end(), [&](const Subject& s) { return s.key == key; });
+        return found == subjects_.end() ? nullptr : &*found;
+    }
+
+    /// "…padded" where the floor multiplies more rows than the vocabulary has.
+    [[nodiscard]] std::string floor_text() const {
+        if (!floor_) return floor_why_;
+        if (floor_->vocab_size() == spec_.vocab_size) return floor_->description();
+        return fmt::format("{}, V padded to {}", floor_->description(), floor_->vocab_size());
+    }
+
+    void report() const {
+        if (options_.json) {
+            report_json();
+        } else {
+            report_text();
+        }
+    }
+
+    void report_json() const {
+        Json json{{"spec", spec_.text()},
+                  {"device", kernel_->device().name},
+                  {"plan", kernel_->plan().text()},
+                  {"num_tokens", options_.num_tokens}};
+        for (const char* key : {"forward_ms", "forward_backward_ms", "floor_forward_ms", "floor_forward_backward_ms"}) {
+            const Subject* subject = find(key);
+            if (subject == nullptr) {
+                json[key] = nullptr;
+                continue;
+            }
+            const Summary summary = summarize(subject->samples_ms);
+            json[key] = summary.median;
+            json[std::string(key) + "_min"] = summary.min;
+            json[std::string(key) + "_spread"] = summary.spread;
+        }
+        json["ratio_forward"] = ratio("forward_ms", "floor_forward_ms");
+        json["ratio_forward_backward"] = ratio("forward_backward_ms", "floor_forward_backward_ms");
+        json["floor"] = floor_ ? Json(floor_text()) : Json(nullptr);
+        json["floor_missing"] = floor_ ? Json(nullptr) : Json(floor_why_);
+        json["rounds"] = subjects_.front().samples_ms.size();
+        json["buffer_sets"] = sets_.size();
+        json["workspace_bytes"] = workspace_bytes_;
+        json["logits_bytes"] = logits_bytes();
+        print_json(json);
+    }
+
+    [[nodiscard]] Json ratio(const char* key, const char* floor_key) const {
+        const Subject* subject = find(key);
+        const Subject* floor = find(floor_key);
+        if (floor == nullptr) return nullptr;
+        return summarize(subject->samples_ms).median / summarize(floor->samples_ms).median;
+    }
+
+    /// What the logits alone would take in the spec's dtype.
+    [[nodiscard]] double logits_bytes() const {
+        return static_cast<double>(options_.num_tokens) * static_cast<double>(spec_.vocab_size) * static_cast<double>(element_bytes(spec_.dtype));
+    }
+
+    void report_text() const {
+        fmt::print("{} on {}, {} tokens\n{}\n\n", spec_.text(), kernel_->device().name, options_.num_tokens, kernel_->plan().text());
+        fmt::print("  {:<26} {:>11} {:>11} {:>8} {:>10} {:>9}\n", "", "median", "min", "spread", "TFLOP/s", "to floor");
+        const double gemm = 2e-9 * static_cast<double>(options_.num_tokens) * static_cast<double>(spec_.hidden_size) * static_cast<double>(spec_.vocab_size);
+        for (const Subject& subject : subjects_) {
+            const Summary summary = summarize(subject.samples_ms);
+            const bool both = subject.key.find("backward") != std::string::npos;
+            const bool is_floor = subject.key.starts_with("floor");
+            const Json to_floor = is_floor ? Json(nullptr) : ratio(subject.key.c_str(), ("floor_" + subject.key).c_str());
+            fmt::print("  {:<26} {:>8.3f} ms {:>8.3f} ms {:>6.1f} % {:>10.3f} {:>9}\n",
+                       fmt::format("{}{}", is_floor ? "floor, " : "", both ? "forward + backward" : "forward"), summary.median, summary.min,
+                       summary.spread * 100, (both ? 3 : 1) * gemm / summary.median * 1e-3, to_floor.is_null() ? "" : fmt::format("{:.2f}×", to_floor.get<double>()));
+        }
+        fmt::print("\n  floor       {}{}\n", floor_ ? "the bare GEMMs by " : "none: ", floor_text());
+        fmt::print("  workspace   {} (the logits alone: {})\n", human_bytes(static_cast<double>(workspace_bytes_)), human_bytes(logits_bytes()));
+        fmt::print("  {} rounds, interleaved; {} set{} of buffers in turn\n", subjects_.front().samples_ms.size(), sets_.size(), sets_.size() == 1 ? "" : "s");
+    }
+
+    const BenchOptions& options_;
+    Spec spec_;
+    Session session_;
+    std::shared_ptr<const Kernel> kernel_;
+    DeviceRef device_;
+    std::size_t workspace_bytes_;
+    Scratch scratch_;
+    std::vector<BufferSet> sets_;
+    std::optional<Floor> floor_;
+    std::string floor_why_;
+    std::vector<Subject> subjects_;
+    std::int64_t calls_ = 0;
+};
+
+}  // namespace
+
+void add_bench(CLI::App& app, Action& action) {
+    auto options = std::make_shared<BenchOptions>();
+    CLI::App* command = app.add_subcommand("bench", "Time, memory, and the floor (bare GEMMs) in the same run");
+    command->footer("\nThe floor is the forward GEMM, and the three GEMMs of forward and backward, by cuBLAS on a GPU and by a BLAS library on the CPU,\n"
+                    "where one is found. TFLOP/s count 2·N·D·V for forward and 6·N·D·V for both, whatever is recomputed.\n\n"
+                    "Examples:\n  flce bench --spec D=2048,V=151936,dtype=bf16 --num-tokens 4096\n"
+                    "  flce bench --spec D=2048,V=50257,dtype=fp32 --device cpu --rounds 5 --json");
+    command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
+    command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")->capture_default_str()->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
+    options->session.add_to(*command);
+    command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
+    command->add_option("--rounds", options->rounds, "measured rounds (default: what --seconds allows, 5 to 50)")->check(CLI::Range(1, 100000));
+    command->add_option("--seconds", options->seconds, "time to spend measuring, about")->capture_default_str()->check(CLI::Range(0.0, 86400.0));
+    command->add_flag("--no-floor", options->no_floor, "do not measure the floor");
+    command->add_flag("--json", options->json, "one JSON object on stdout");
+    command->callback([options, &action] { action = [options] { return Bench(*options).run(); }; });
+}
+
+}  // namespace flce::cli

@@ -1,0 +1,363 @@
+// flce check: every output and gradient of a kernel on random inputs, against fp64.
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include <fmt/format.h>
+
+#include "cli/command.hpp"
+#include "cli/interrupt.hpp"
+#include "cli/layer.hpp"
+#include "cli/number_formats.hpp"
+#include "cli/parallel.hpp"
+#include "cli/reference.hpp"
+#include "runtime/error_bounds.hpp"
+
+namespace flce::cli {
+namespace {
+
+struct CheckOptions {
+    std::string spec;
+    SessionFlags session;
+    std::string plan;
+    std::int64_t num_tokens = 128;
+    std::uint64_t seed = 1;
+    std::string reduction = "mean";
+    double ignored = 0.1;
+    bool json = false;
+};
+
+struct Verdict {
+    double error = 0;
+    double bound = 0;
+    [[nodiscard]] bool passed() const { return error <= bound; }  // NaN does not pass
+};
+using Verdicts = std::vector<std::pair<std::string, Verdict>>;
+
+/// Multiply-adds in fp64 that take some seconds on two cores; beyond them the reference is a sample.
+constexpr double kOperationBudget = 2e10;
+
+/// What the reference covers: all of it, or tokens spread over the batch and vocabulary rows that hold the targets, both ends and a spread.
+struct Coverage {
+    std::vector<std::int64_t> tokens;
+    std::vector<std::int64_t> rows;
+    bool complete = true;
+};
+
+std::vector<std::int64_t> spread(std::int64_t count, std::int64_t wanted) {
+    wanted = std::min(count, wanted);
+    std::vector<std::int64_t> indices;
+    for (std::int64_t i = 0; i < wanted; ++i) {
+        // (i + ½)·count/wanted without the product's overflow
+        indices.push_back(static_cast<std::int64_t>((static_cast<double>(i) + 0.5) * static_cast<double>(count) / static_cast<double>(wanted)));
+    }
+    return indices;
+}
+
+Coverage plan_coverage(const Spec& spec, const RandomLayer& layer) {
+    const std::int64_t n = layer.num_tokens;
+    Coverage coverage;
+    coverage.complete = Reference::operations(spec, n, n, spec.vocab_size) <= kOperationBudget;
+    if (coverage.complete) {
+        coverage.tokens = spread(n, n);
+        coverage.rows = spread(spec.vocab_size, spec.vocab_size);
+        return coverage;
+    }
+    const double token_cost = Reference::operations(spec, n, 1, 0);
+    const double row_cost = Reference::operations(spec, n, 0, 1);
+    const auto affordable = [](double cost) { return std::max<std::int64_t>(4, static_cast<std::int64_t>(kOperationBudget / 2 / cost)); };
+    coverage.tokens = spread(n, affordable(token_cost));
+    const std::int64_t rows = std::min(spec.vocab_size, affordable(row_cost));
+    std::set<std::int64_t> chosen{0, spec.vocab_size - 1};
+    for (const std::int64_t target : layer.target) {
+        if (target >= 0 && static_cast<std::int64_t>(chosen.size()) < rows / 2) chosen.insert(target);
+    }
+    for (const std::int64_t row : spread(spec.vocab_size, std::max<std::int64_t>(1, rows - static_cast<std::int64_t>(chosen.size())))) {
+        chosen.insert(row);
+    }
+    coverage.rows.assign(chosen.begin(), chosen.end());
+    return coverage;
+}
+
+/// Outputs as doubles, whatever their dtype.
+std::vector<double> download(const Tensor& tensor, DType dtype) {
+    const auto bytes = tensor.to_host<std::byte>();
+    std::vector<double> values(bytes.size() / element_bytes(dtype));
+    to_real(bytes.data(), dtype, values.data(), values.size());
+    return values;
+}
+
+class Checker {
+public:
+    explicit Checker(const CheckOptions& options)
+        : options_(options),
+          spec_(parse_spec(options.spec)),
+          reduction_(parse_reduction(options.reduction)),
+          session_(options.session.options()),
+          kernel_(session_.get_kernel(spec_, {.plan = options.plan})) {}
+
+    int run() {
+        const DeviceRef device = kernel_->device_ref();
+        layer_ = make_random_layer(spec_, options_.num_tokens,
+                                   {.seed = options_.seed, .ignored = options_.ignored, .upstream = true, .reduction = reduction_});
+        coverage_ = plan_coverage(spec_, layer_);
+        const LayerInputs inputs = upload(spec_, layer_, device);
+        outputs_ = make_outputs(spec_, device, options_.num_tokens, reduction_);
+        fill_initial_gradients();
+        const Scratch scratch(device, kernel_->workspace_bytes(options_.num_tokens));
+        const CallOptions call{.reduction = reduction_};
+        run_per_token(inputs, scratch);
+        kernel_->forward(forward_args(inputs, outputs_, call), scratch.workspace());
+        kernel_->backward(backward_args(inputs, outputs_, call), scratch.workspace());
+        synchronize(device);
+        stop_if_interrupted();
+        compare();
+        return report();
+    }
+
+private:
+    /// Accumulation is checked by adding to something.
+    void fill_initial_gradients() {
+        if (spec_.grad_weight_mode != GradMode::accumulate) return;
+        const auto fill = [&](Tensor& tensor, std::vector<double>& initial, std::uint64_t seed) {
+            std::vector<std::byte> bytes(tensor.bytes());
+            const double deviation = 1.0 / std::max<double>(1.0, static_cast<double>(options_.num_tokens));
+            fill_random(bytes.data(), spec_.grad_weight_dtype, bytes.size() / element_bytes(spec_.grad_weight_dtype), deviation, seed);
+            tensor.buffer.upload(bytes.data(), bytes.size());
+            initial.resize(bytes.size() / element_bytes(spec_.grad_weight_dtype));
+            to_real(bytes.data(), spec_.grad_weight_dtype, initial.data(), initial.size());
+        };
+        fill(outputs_.grad_weight, initial_weight_, options_.seed + 100);
+        if (spec_.bias) fill(outputs_.grad_bias, initial_bias_, options_.seed + 101);
+    }
+
+    /// Each token's loss, which a sampled reference can be held against whatever the reduction is.
+    void run_per_token(const LayerInputs& inputs, const Scratch& scratch) {
+        LayerOutputs outputs = outputs_;  // shares the memory; only the losses are its own
+        outputs.loss = make_tensor(kernel_->device_ref(), ScalarType::fp32, {options_.num_tokens});
+        if (spec_.z_loss != 0) outputs.z_loss = make_tensor(kernel_->device_ref(), ScalarType::fp32, {options_.num_tokens});
+        kernel_->forward(forward_args(inputs, outputs, {.reduction = Reduction::none}), scratch.workspace());
+        synchronize(kernel_->device_ref());
+        token_loss_ = outputs.loss.to_host<float>();
+        if (spec_.z_loss != 0) token_z_loss_ = outputs.z_loss.to_host<float>();
+    }
+
+    void add(const std::string& name, double error, double bound) { verdicts_.emplace_back(name, Verdict{error, bound}); }
+
+    void compare() {
+        ReferenceProblem problem{.spec = spec_,
+                                 .num_tokens = options_.num_tokens,
+                                 .hidden = layer_.hidden.data(),
+                                 .weight = layer_.weight.data(),
+                                 .bias = layer_.bias.data(),
+                                 .class_weight = layer_.class_weight,
+                                 .target = layer_.target,
+                                 .reduction = reduction_,
+                                 .grad_loss = layer_.grad_loss,
+                                 .grad_lse = layer_.grad_lse,
+                                 .grad_logprob = layer_.grad_logprob,
+                                 .grad_entropy = layer_.grad_entropy};
+        Reference reference(problem, coverage_.tokens);
+        const auto lse = outputs_.lse.to_host<float>();
+        const auto entropy = spec_.outputs.entropy ? outputs_.entropy.to_host<float>() : std::vector<float>{};
+        if (!coverage_.complete) reference.set_other(lse, entropy);
+        compare_tokens(reference, lse, entropy);
+        compare_loss(reference);
+        compare_grad_hidden(reference);
+        compare_grad_weight(reference);
+    }
+
+    void compare_tokens(const Reference& reference, const std::vector<float>& lse, const std::vector<float>& entropy) {
+        const double bound = output_error_cap(spec_.dtype);
+        const auto logprob = spec_.outputs.logprob ? outputs_.logprob.to_host<float>() : std::vector<float>{};
+        const auto compare_one = [&](const std::string& name, const std::vector<float>& values, double ReferenceToken::*field) {
+            ErrorNorm norm;
+            for (std::size_t r = 0; r < reference.tokens().size(); ++r) {
+                norm.add(values[static_cast<std::size_t>(reference.tokens()[r])], reference.token(r).*field);
+            }
+            add(name, norm.relative(), bound);
+        };
+        compare_one("token_loss", token_loss_, &ReferenceToken::loss);
+        if (spec_.z_loss != 0) compare_one("token_z_loss", token_z_loss_, &ReferenceToken::z_loss);
+        compare_one("lse", lse, &ReferenceToken::lse);
+        if (spec_.outputs.logprob) compare_one("logprob", logprob, &ReferenceToken::logprob);
+        if (spec_.outputs.entropy) compare_one("entropy", entropy, &ReferenceToken::entropy);
+    }
+
+    /// The reduced loss against the sum of the reference's tokens; of a sampled reference, tokens that it lacks are taken from the kernel.
+    void compare_loss(const Reference& reference) {
+        if (reduction_ == Reduction::none) {
+            ErrorNorm norm;
+            const auto values = outputs_.loss.to_host<float>();
+            for (std::size_t r = 0; r < reference.tokens().size(); ++r) {
+                norm.add(values[static_cast<std::size_t>(reference.tokens()[r])], reference.token(r).loss);
+            }
+            add("loss", norm.relative(), output_error_cap(spec_.dtype));
+            return;
+        }
+        std::vector<double> loss(token_loss_.begin(), token_loss_.end());
+        std::vector<double> z_loss(token_z_loss_.begin(), token_z_loss_.end());
+        z_loss.resize(loss.size());
+        for (std::size_t r = 0; r < reference.tokens().size(); ++r) {
+            loss[static_cast<std::size_t>(reference.tokens()[r])] = reference.token(r).loss;
+            z_loss[static_cast<std::size_t>(reference.tokens()[r])] = reference.token(r).z_loss;
+        }
+        double cross_entropy = 0;
+        double z = 0;
+        for (std::size_t i = 0; i < loss.size(); ++i) {
+            cross_entropy += loss[i] - z_loss[i];
+            z += z_loss[i];
+        }
+        const double bound = output_error_cap(spec_.dtype);
+        z /= reference.z_loss_divisor();
+        ErrorNorm norm;
+        norm.add(outputs_.loss.to_host<float>().front(), cross_entropy / reference.loss_divisor() + z);
+        add("loss", norm.relative(), bound);
+        if (spec_.z_loss != 0) {
+            ErrorNorm z_norm;
+            z_norm.add(outputs_.z_loss.to_host<float>().front(), z);
+            add("z_loss", z_norm.relative(), bound);
+        }
+    }
+
+    void compare_grad_hidden(const Reference& reference) {
+        const auto values = download(outputs_.grad_hidden, spec_.dtype);
+        const auto d = static_cast<std::size_t>(spec_.hidden_size);
+        ErrorNorm norm;
+        for (std::size_t r = 0; r < reference.tokens().size(); ++r) {
+            const auto expected = reference.grad_hidden(r);
+            const double* row = values.data() + static_cast<std::size_t>(reference.tokens()[r]) * d;
+            for (std::size_t k = 0; k < d; ++k) norm.add(row[k], expected[k]);
+        }
+        add("grad_hidden", norm.relative(), gradient_error_cap(spec_.dtype));
+    }
+
+    /// Row by row, as the whole fp64 gradient of a large vocabulary need not fit in memory.
+    void compare_grad_weight(const Reference& reference) {
+        const auto bytes = outputs_.grad_weight.to_host<std::byte>();
+        const auto bias = spec_.bias ? download(outputs_.grad_bias, spec_.grad_weight_dtype) : std::vector<double>{};
+        std::vector<std::pair<ErrorNorm, ErrorNorm>> norms(coverage_.rows.size());  // summed in order, so the error repeats bit for bit
+        parallel_blocks(static_cast<std::int64_t>(norms.size()), 16, [&](std::int64_t begin, std::int64_t end) {
+            stop_if_interrupted();
+            std::vector<double> expected(static_cast<std::size_t>(spec_.hidden_size));
+            for (std::int64_t r = begin; r < end; ++r) {
+                const std::int64_t row = coverage_.rows[static_cast<std::size_t>(r)];
+                double expected_bias = reference.grad_weight_row(row, expected);
+                auto& [weight_norm, bias_norm] = norms[static_cast<std::size_t>(r)];
+                for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
+                    const std::size_t at = weight_index(row, k);
+                    const double initial = initial_weight_.empty() ? 0.0 : initial_weight_[at];
+                    weight_norm.add(grad_weight_at(bytes, at), initial + expected[static_cast<std::size_t>(k)]);
+                }
+                if (!bias.empty()) {
+                    if (!initial_bias_.empty()) expected_bias += initial_bias_[static_cast<std::size_t>(row)];
+                    bias_norm.add(bias[static_cast<std::size_t>(row)], expected_bias);
+                }
+            }
+        });
+        ErrorNorm weight_norm;
+        ErrorNorm bias_norm;
+        for (const auto& [weight_part, bias_part] : norms) {
+            weight_norm.add(weight_part);
+            bias_norm.add(bias_part);
+        }
+        add("grad_weight", weight_norm.relative(), gradient_error_cap(spec_.dtype));
+        if (spec_.bias) add("grad_bias", bias_norm.relative(), gradient_error_cap(spec_.dtype));
+        if (spec_.padded_vocab_size > spec_.vocab_size) add("grad_weight_padding", padding_error(bytes), 0);
+    }
+
+    [[nodiscard]] std::size_t weight_index(std::int64_t row, std::int64_t k) const {
+        return static_cast<std::size_t>(spec_.layout == WeightLayout::vocab_major ? row * spec_.hidden_size + k
+                                                                                  : k * spec_.padded_vocab_size + row);
+    }
+
+    [[nodiscard]] double grad_weight_at(const std::vector<std::byte>& bytes, std::size_t at) const {
+        double value = 0;
+        to_real(bytes.data() + at * element_bytes(spec_.grad_weight_dtype), spec_.grad_weight_dtype, &value, 1);
+        return value;
+    }
+
+    /// Rows past the vocabulary: 0 when written, untouched when accumulated into.
+    [[nodiscard]] double padding_error(const std::vector<std::byte>& bytes) const {
+        double worst = 0;
+        for (std::int64_t row = spec_.vocab_size; row < spec_.padded_vocab_size; ++row) {
+            for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
+                const std::size_t at = weight_index(row, k);
+                const double difference = std::abs(grad_weight_at(bytes, at) - (initial_weight_.empty() ? 0.0 : initial_weight_[at]));
+                if (!(difference <= worst)) worst = difference;
+            }
+        }
+        return worst;
+    }
+
+    [[nodiscard]] std::string coverage_text() const {
+        if (coverage_.complete) return "complete";
+        return fmt::format("sampled: {} of {} tokens (token_loss, lse, grad_hidden, …) and {} of {} vocabulary rows (grad_weight, grad_bias; with the "
+                           "kernel's lse for tokens outside the sample)",
+                           coverage_.tokens.size(), options_.num_tokens, coverage_.rows.size(), spec_.vocab_size);
+    }
+
+    int report() const {
+        const bool passed = std::all_of(verdicts_.begin(), verdicts_.end(), [](const auto& v) { return v.second.passed(); });
+        if (options_.json) {
+            Json outputs = Json::object();
+            for (const auto& [name, verdict] : verdicts_) {
+                outputs[name] = {{"error", std::isfinite(verdict.error) ? Json(verdict.error) : Json(nullptr)},
+                                 {"bound", verdict.bound},
+                                 {"passed", verdict.passed()}};
+            }
+            print_json({{"passed", passed},
+                        {"spec", spec_.text()},
+                        {"device", kernel_->device().name},
+                        {"plan", kernel_->plan().text()},
+                        {"num_tokens", options_.num_tokens},
+                        {"seed", options_.seed},
+                        {"reduction", options_.reduction},
+                        {"reference", coverage_text()},
+                        {"outputs", outputs}});
+        } else {
+            fmt::print("{} on {}, {} tokens, against fp64 ({})\n\n", spec_.text(), kernel_->device().name, options_.num_tokens, coverage_text());
+            fmt::print("  {:<20} {:>12} {:>12}\n", "output", "error", "bound");
+            for (const auto& [name, verdict] : verdicts_) {
+                fmt::print("  {:<20} {:>12.2e} {:>12.2e}  {}\n", name, verdict.error, verdict.bound, verdict.passed() ? "ok" : "BEYOND THE BOUND");
+            }
+            fmt::print("\n{}\n", passed ? "passed" : "FAILED");
+        }
+        return passed ? kDone : kFailedCheck;
+    }
+
+    const CheckOptions& options_;
+    Spec spec_;
+    Reduction reduction_;
+    Session session_;
+    std::shared_ptr<const Kernel> kernel_;
+    RandomLayer layer_;
+    Coverage coverage_;
+    LayerOutputs outputs_;
+    std::vector<float> token_loss_, token_z_loss_;
+    std::vector<double> initial_weight_, initial_bias_;
+    Verdicts verdicts_;
+};
+
+}  // namespace
+
+void add_check(CLI::App& app, Action& action) {
+    auto options = std::make_shared<CheckOptions>();
+    CLI::App* command = app.add_subcommand("check", "Every output and gradient on random inputs against an fp64 reference");
+    command->footer("\nExamples:\n  flce check --spec D=256,V=50257,dtype=bf16\n"
+                    "  flce check --spec D=64,V=1000,dtype=fp32,bias,softcap=30,outputs=loss+lse+entropy --num-tokens 300 --seed 7\n\n"
+                    "Exit code 1 when an output is further from fp64 than its bound (docs/numerics.md says where bounds come from).");
+    command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
+    options->session.add_to(*command);
+    command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
+    command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")->capture_default_str()->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
+    command->add_option("--seed", options->seed, "of the random inputs")->capture_default_str();
+    command->add_option("--reduction", options->reduction, "none, sum or mean")->capture_default_str()->check(CLI::IsMember({"none", "sum", "mean"}));
+    command->add_option("--ignored", options->ignored, "fraction of the tokens that are ignored")->capture_default_str()->check(CLI::Range(0.0, 1.0));
+    command->add_flag("--json", options->json, "one JSON object on stdout");
+    command->callback([options, &action] { action = [options] { return Checker(*options).run(); }; });
+}
+
+}  // namespace flce::cli

@@ -1,0 +1,145 @@
+// flce explain: the plan for a spec on a device (here or not), why, and what it costs. Compiles nothing.
+#include <fmt/format.h>
+
+#include "cli/command.hpp"
+
+namespace flce::cli {
+namespace {
+
+struct ExplainOptions {
+    std::string spec;
+    std::string device;
+    std::string workspace;
+    std::string plan;
+    std::int64_t num_tokens = 4096;
+    bool json = false;
+};
+
+const char* to_string(Strategy strategy) {
+    switch (strategy) {
+        case Strategy::recompute: return "recompute";
+    }
+    return "";
+}
+
+/// A plan and what the cost model expects of it.
+struct Point {
+    Plan plan;
+    std::int64_t workspace_bytes = 0;  ///< bound: scratch plus the fp32 accumulator of grad_hidden
+    Cost forward;
+    Cost backward;
+};
+
+Point make_point(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens) {
+    std::int64_t accumulator = 0;
+    std::int64_t workspace = 0;
+    if (__builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &accumulator) ||
+        __builtin_add_overflow(plan.scratch_bytes, accumulator, &workspace)) {
+        throw UsageError(fmt::format("--num-tokens: {} tokens overflow 64-bit sizes", num_tokens));
+    }
+    return {plan, workspace, estimate_forward(spec, device, plan, num_tokens), estimate_backward(spec, device, plan, num_tokens)};
+}
+
+/// The plan for every power of two of scratch from 1 MiB on, as far as that changes anything.
+std::vector<Point> make_curve(const Spec& spec, const Device& device, std::int64_t num_tokens) {
+    std::vector<Point> curve;
+    for (std::int64_t scratch = 1 << 20; scratch <= std::int64_t{4} << 30; scratch *= 2) {
+        try {
+            Plan plan = choose_plan(spec, device, {.scratch_bytes = scratch});
+            if (!curve.empty() && curve.back().plan.vocab_chunk == plan.vocab_chunk) continue;
+            curve.push_back(make_point(spec, device, plan, num_tokens));
+        } catch (const PlanError&) {
+            continue;  // too little for any plan
+        }
+    }
+    return curve;
+}
+
+Json to_json(const Point& point) {
+    return {{"workspace_bytes", point.workspace_bytes},
+            {"strategy", to_string(point.plan.strategy)},
+            {"plan", point.plan.text()},
+            {"flops", point.forward.flops + point.backward.flops},
+            {"forward_ms", point.forward.seconds * 1e3},
+            {"forward_backward_ms", (point.forward.seconds + point.backward.seconds) * 1e3}};
+}
+
+std::vector<std::string> make_reasons(const Spec& spec, const Device& device, const Point& point, const ExplainOptions& options,
+                                      std::size_t candidates) {
+    std::vector<std::string> reasons;
+    if (options.plan.empty()) {
+        reasons.push_back(fmt::format("best by the cost model of {} legal plan{}", candidates, candidates == 1 ? "" : "s"));
+    } else {
+        reasons.emplace_back("given by --plan; legal for this spec and device");
+    }
+    reasons.push_back(fmt::format("recompute: no [num_tokens, {}] tensor exists; backward computes the logits again (8·N·D·V operations instead of 6)",
+                                  spec.vocab_size));
+    reasons.push_back(fmt::format("{} vocabulary rows at a time fit in {} of scratch; the fp32 accumulator of grad_hidden takes {} more",
+                                  point.plan.vocab_chunk, human_bytes(static_cast<double>(point.plan.scratch_bytes)),
+                                  human_bytes(4.0 * static_cast<double>(spec.hidden_size) * static_cast<double>(options.num_tokens))));
+    if (device.kind == DeviceKind::cuda) {
+        reasons.push_back(fmt::format("expected times assume {:.0f} TFLOP/s and {:.0f} GB/s", device.gpu.bf16_flops * 1e-12,
+                                      device.gpu.bandwidth_bytes_per_s * 1e-9));
+    }
+    return reasons;
+}
+
+int explain(const ExplainOptions& options) {
+    const Spec spec = parse_spec(options.spec);
+    const Device device = resolve_device(options.device);
+    PlanRequest request;
+    if (!options.workspace.empty()) request.scratch_bytes = parse_bytes("--workspace", options.workspace);
+    Plan plan;
+    std::size_t candidates = 1;
+    if (options.plan.empty()) {
+        const auto plans = candidate_plans(spec, device, request);
+        candidates = plans.size();
+        plan = choose_plan(spec, device, request);
+    } else {
+        plan = parse_plan(options.plan);
+        if (const auto reason = illegal_reason(spec, device, plan)) throw PlanError(fmt::format("plan \"{}\": {}", options.plan, *reason));
+    }
+    const Point point = make_point(spec, device, plan, options.num_tokens);
+    const auto curve = make_curve(spec, device, options.num_tokens);
+    const auto reasons = make_reasons(spec, device, point, options, candidates);
+    if (options.json) {
+        Json json{{"spec", spec.text()}, {"device", device.name}, {"num_tokens", options.num_tokens}};
+        json.update(to_json(point));
+        json["logits_bytes"] = static_cast<double>(options.num_tokens) * static_cast<double>(spec.vocab_size) * static_cast<double>(element_bytes(spec.dtype));
+        json["curve"] = Json::array();
+        for (const Point& p : curve) json["curve"].push_back(to_json(p));
+        json["reasons"] = reasons;
+        print_json(json);
+        return kDone;
+    }
+    fmt::print("spec        {}\ndevice      {}\nplan        {}\ntokens      {}\n", spec.text(), device.name, plan.text(), options.num_tokens);
+    fmt::print("workspace   at most {}\n", human_bytes(static_cast<double>(point.workspace_bytes)));
+    fmt::print("operations  {:.3g}\n", point.forward.flops + point.backward.flops);
+    fmt::print("expected    forward {}, forward + backward {}\n\nwhy\n", human_seconds(point.forward.seconds),
+               human_seconds(point.forward.seconds + point.backward.seconds));
+    for (const std::string& reason : reasons) fmt::print("  {}\n", reason);
+    fmt::print("\nwhat more or less workspace would do\n  {:>12}  {:>10}  {:>18}  {}\n", "workspace", "strategy", "forward + backward", "vocabulary chunk");
+    for (const Point& p : curve) {
+        fmt::print("  {:>12}  {:>10}  {:>18}  {}\n", human_bytes(static_cast<double>(p.workspace_bytes)), to_string(p.plan.strategy),
+                   human_seconds(p.forward.seconds + p.backward.seconds), p.plan.vocab_chunk);
+    }
+    return kDone;
+}
+
+}  // namespace
+
+void add_explain(CLI::App& app, Action& action) {
+    auto options = std::make_shared<ExplainOptions>();
+    CLI::App* command = app.add_subcommand("explain", "The plan and why, bytes, operations, expected time; for a device here or elsewhere");
+    command->footer("\nExamples:\n  flce explain --spec D=2048,V=151936,dtype=bf16,tied\n"
+                    "  flce explain --spec D=4096,V=128256,dtype=bf16 --device \"NVIDIA H200\" --num-tokens 8192 --workspace 128M --json");
+    command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
+    command->add_option("--device", options->device, "cpu, cuda[:I], or a name: sm_80, sm_90a, h100, \"NVIDIA H200\", x86-64-v4, … (default: this machine's best)");
+    command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")->capture_default_str()->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 60));
+    command->add_option("--workspace", options->workspace, "most scratch bytes beyond the accumulator of grad_hidden, e.g. 64M");
+    command->add_option("--plan", options->plan, "explain this plan instead of the planner's choice");
+    command->add_flag("--json", options->json, "one JSON object on stdout");
+    command->callback([options, &action] { action = [options] { return explain(*options); }; });
+}
+
+}  // namespace flce::cli

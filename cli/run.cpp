@@ -1,0 +1,234 @@
+// flce run: loss and gradients of real tensors from safetensors files.
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include <fmt/format.h>
+
+#include "cli/command.hpp"
+#include "cli/interrupt.hpp"
+#include "cli/layer.hpp"
+#include "cli/safetensors.hpp"
+
+namespace flce::cli {
+namespace {
+
+struct RunOptions {
+    std::string spec;
+    SessionFlags session;
+    std::string plan;
+    std::vector<std::filesystem::path> inputs;
+    std::filesystem::path out;
+    std::string reduction = "mean";
+    std::int64_t ignore_index = -100;
+    bool json = false;
+};
+
+std::string safetensors_name(ScalarType type) {
+    switch (type) {
+        case ScalarType::bf16: return "BF16";
+        case ScalarType::fp16: return "F16";
+        case ScalarType::fp32: return "F32";
+        case ScalarType::int32: return "I32";
+        case ScalarType::int64: return "I64";
+        case ScalarType::uint64: return "U64";
+    }
+    return "";
+}
+
+/// The tensors of a run, found by name and checked against the spec before any memory is taken for them.
+class InputReader {
+public:
+    InputReader(const std::vector<std::filesystem::path>& paths, const Spec& spec) : files_(paths), spec_(spec) {
+        const ScalarType dtype = scalar_type(spec.dtype);
+        hidden_ = files_.get("hidden");
+        if (hidden_.entry->shape.size() != 2) fail("hidden", hidden_, fmt::format("must be [num_tokens, {}]", spec.hidden_size));
+        const std::int64_t n = hidden_.entry->shape[0];
+        check("hidden", hidden_, dtype, {n, spec.hidden_size});
+        weight_ = checked("weight", dtype, weight_shape(spec));
+        target_ = files_.get("target");
+        if (target_.entry->dtype != "I64" && target_.entry->dtype != "I32") fail("target", target_, "must be I32 or I64");
+        check("target", target_, target_dtype(), {n});
+        if (spec.bias) bias_ = checked("bias", dtype, {spec.vocab_size});
+        if (spec.class_weight) class_weight_ = checked("class_weight", ScalarType::fp32, {spec.vocab_size});
+        if (spec.grad_weight_mode != GradMode::accumulate) return;
+        const ScalarType grad_dtype = scalar_type(spec.grad_weight_dtype);
+        grad_weight_ = files_.find("grad_weight");
+        if (grad_weight_) check("grad_weight", grad_weight_, grad_dtype, weight_shape(spec));
+        if (spec.bias) grad_bias_ = files_.find("grad_bias");
+        if (grad_bias_) check("grad_bias", grad_bias_, grad_dtype, {spec.vocab_size});
+    }
+
+    LayerInputs load(DeviceRef device) const {
+        const ScalarType dtype = scalar_type(spec_.dtype);
+        LayerInputs inputs;
+        inputs.num_tokens = hidden_.entry->shape[0];
+        inputs.hidden = load(device, hidden_, dtype);
+        inputs.weight = load(device, weight_, dtype);
+        inputs.target = load(device, target_, target_dtype());
+        if (bias_) inputs.bias = load(device, bias_, dtype);
+        if (class_weight_) inputs.class_weight = load(device, class_weight_, ScalarType::fp32);
+        return inputs;
+    }
+
+    /// Valid labels and the first that is neither valid nor ignored (−1: none).
+    struct Labels {
+        std::int64_t valid = 0;
+        std::int64_t first_invalid = -1;
+        std::int64_t first_invalid_label = 0;
+    };
+    Labels labels(std::int64_t ignore_index) const {
+        const bool wide = target_dtype() == ScalarType::int64;
+        const std::size_t element = wide ? 8 : 4;
+        Labels labels;
+        for (std::size_t i = 0; i < target_.bytes.size() / element; ++i) {
+            std::int64_t label = 0;
+            std::int32_t narrow = 0;
+            std::memcpy(wide ? static_cast<void*>(&label) : &narrow, target_.bytes.data() + i * element, element);
+            if (!wide) label = narrow;
+            if (label == ignore_index) continue;
+            if (label >= 0 && label < spec_.vocab_size) {
+                ++labels.valid;
+            } else if (labels.first_invalid < 0) {
+                labels.first_invalid = static_cast<std::int64_t>(i);
+                labels.first_invalid_label = label;
+            }
+        }
+        return labels;
+    }
+
+    /// What gradients are accumulated into: grad_weight and grad_bias of the input, where it has them.
+    void load_initial(LayerOutputs& outputs) const {
+        if (grad_weight_) outputs.grad_weight.buffer.upload(grad_weight_.bytes.data(), grad_weight_.bytes.size());
+        if (grad_bias_) outputs.grad_bias.buffer.upload(grad_bias_.bytes.data(), grad_bias_.bytes.size());
+    }
+
+private:
+    [[noreturn]] static void fail(const std::string& name, const SafetensorsSet::Found& found, const std::string& rule) {
+        throw UsageError(fmt::format("{}: tensor \"{}\" is {}; it {}", found.file, name, describe(*found.entry), rule));
+    }
+    static void check(const std::string& name, const SafetensorsSet::Found& found, ScalarType dtype, const std::vector<std::int64_t>& shape) {
+        if (found.entry->dtype != safetensors_name(dtype) || found.entry->shape != shape) {
+            fail(name, found, fmt::format("must be {} [{}] for this spec", safetensors_name(dtype), fmt::join(shape, ", ")));
+        }
+    }
+    SafetensorsSet::Found checked(const std::string& name, ScalarType dtype, const std::vector<std::int64_t>& shape) const {
+        const auto found = files_.get(name);
+        check(name, found, dtype, shape);
+        return found;
+    }
+    static Tensor load(DeviceRef device, const SafetensorsSet::Found& found, ScalarType dtype) {
+        return make_tensor(device, dtype, found.entry->shape, found.bytes.data());
+    }
+
+    [[nodiscard]] ScalarType target_dtype() const { return target_.entry->dtype == "I64" ? ScalarType::int64 : ScalarType::int32; }
+
+    SafetensorsSet files_;
+    const Spec& spec_;
+    SafetensorsSet::Found hidden_, weight_, target_, bias_, class_weight_, grad_weight_, grad_bias_;
+};
+
+void write_outputs(const std::filesystem::path& path, const LayerOutputs& outputs) {
+    std::vector<std::vector<std::byte>> storage;
+    std::vector<TensorToWrite> tensors;
+    storage.reserve(8);  // spans into it stay valid
+    const auto add = [&](const char* name, const Tensor& tensor) {
+        if (!tensor.view.present) return;
+        const std::byte* data = static_cast<const std::byte*>(tensor.view.data);
+        if (tensor.view.device.kind != DeviceKind::cpu) data = storage.emplace_back(tensor.to_host<std::byte>()).data();
+        const auto& shape = tensor.view.shape;
+        tensors.push_back({name, safetensors_name(tensor.view.dtype), {shape.begin(), shape.begin() + tensor.view.ndim}, {data, tensor.bytes()}});
+    };
+    add("loss", outputs.loss);
+    add("z_loss", outputs.z_loss);
+    add("lse", outputs.lse);
+    add("logprob", outputs.logprob);
+    add("entropy", outputs.entropy);
+    add("grad_hidden", outputs.grad_hidden);
+    add("grad_weight", outputs.grad_weight);
+    add("grad_bias", outputs.grad_bias);
+    write_safetensors(path, tensors);
+}
+
+Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
+
+void report(const RunOptions& options, const Kernel& kernel, std::int64_t num_tokens, std::int64_t num_valid, const LayerOutputs& outputs) {
+    const auto loss = outputs.loss.to_host<float>();
+    const bool reduced = options.reduction != "none";
+    double total = 0;
+    for (const float value : loss) total += value;
+    if (options.json) {
+        Json json{{"loss", nullptr}, {"num_valid_tokens", num_valid}, {"num_tokens", num_tokens}, {"reduction", options.reduction}};
+        if (reduced) {
+            json["loss"] = number(total);
+        } else {
+            json["loss"] = Json::array();
+            for (const float value : loss) json["loss"].push_back(number(value));
+        }
+        if (outputs.z_loss.view.present && reduced) json["z_loss"] = number(outputs.z_loss.to_host<float>().front());
+        json["spec"] = kernel.spec().text();
+        json["device"] = kernel.device().name;
+        json["plan"] = kernel.plan().text();
+        json["workspace_bytes"] = kernel.workspace_bytes(num_tokens);
+        json["out"] = options.out.empty() ? Json(nullptr) : Json(options.out.string());
+        print_json(json);
+        return;
+    }
+    fmt::print("{} on {}\n", kernel.spec().text(), kernel.device().name);
+    fmt::print("tokens            {} ({} valid)\n", num_tokens, num_valid);
+    fmt::print("loss ({})       {:.7g}\n", reduced ? options.reduction : "sum ", total);
+    if (outputs.z_loss.view.present && reduced) fmt::print("of which z-loss   {:.7g}\n", outputs.z_loss.to_host<float>().front());
+    fmt::print("workspace         {}\n", human_bytes(static_cast<double>(kernel.workspace_bytes(num_tokens))));
+    if (!options.out.empty()) fmt::print("written           {}\n", options.out.string());
+}
+
+int run(const RunOptions& options) {
+    const Spec spec = parse_spec(options.spec);
+    const Reduction reduction = parse_reduction(options.reduction);
+    const InputReader reader(options.inputs, spec);
+    const auto labels = reader.labels(options.ignore_index);
+    if (labels.first_invalid >= 0) {
+        throw UsageError(fmt::format("target[{}] is {}; a label is in [0, {}) or the ignore index {}", labels.first_invalid,
+                                     labels.first_invalid_label, spec.vocab_size, options.ignore_index));
+    }
+    Session session(options.session.options());
+    const auto kernel = session.get_kernel(spec, {.plan = options.plan});
+    const DeviceRef device = kernel->device_ref();
+    const LayerInputs inputs = reader.load(device);
+    LayerOutputs outputs = make_outputs(spec, device, inputs.num_tokens, reduction);
+    reader.load_initial(outputs);
+    const Scratch scratch(device, kernel->workspace_bytes(inputs.num_tokens));
+    const CallOptions call{.reduction = reduction, .ignore_index = options.ignore_index};
+    stop_if_interrupted();
+    kernel->forward(forward_args(inputs, outputs, call), scratch.workspace());
+    stop_if_interrupted();
+    kernel->backward(backward_args(inputs, outputs, call), scratch.workspace());
+    synchronize(device);
+    stop_if_interrupted();
+    if (!options.out.empty()) write_outputs(options.out, outputs);
+    report(options, *kernel, inputs.num_tokens, labels.valid, outputs);
+    return kDone;
+}
+
+}  // namespace
+
+void add_run(CLI::App& app, Action& action) {
+    auto options = std::make_shared<RunOptions>();
+    CLI::App* command = app.add_subcommand("run", "Loss and gradients of real tensors (safetensors)");
+    command->footer("\nReads hidden [N, D], weight ([V, D], or [D, V] with layout=hidden_major), target [N] (I32 or I64) and, where the spec says so,\n"
+                    "bias [V] and class_weight [V] (F32); with grad_weight_mode=accumulate also grad_weight and grad_bias to add to (else they start at 0).\n"
+                    "Writes loss, lse, grad_hidden, grad_weight and what else the spec asks for.\n\n"
+                    "Examples:\n  flce run --spec D=2048,V=151936,dtype=bf16 --input step.safetensors --out grads.safetensors\n"
+                    "  flce run --spec @layer.json --input model.safetensors --input batch.safetensors --reduction sum --json");
+    command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
+    command->add_option("--input,-i", options->inputs, "safetensors file; may be given several times")->required();
+    command->add_option("--out,-o", options->out, "safetensors file for loss and gradients");
+    command->add_option("--reduction", options->reduction, "none, sum or mean")->capture_default_str()->check(CLI::IsMember({"none", "sum", "mean"}));
+    command->add_option("--ignore-index", options->ignore_index, "label of tokens that do not count")->capture_default_str();
+    options->session.add_to(*command);
+    command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
+    command->add_flag("--json", options->json, "one JSON object on stdout");
+    command->callback([options, &action] { action = [options] { return run(*options); }; });
+}
+
+}  // namespace flce::cli
