@@ -1,0 +1,79 @@
+// flce demo: the output layer of the demo's model, run by kernels from get_kernel, and what the demo reports in the end.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cli/layer.hpp"
+#include "flce/flce.hpp"
+
+namespace flce::cli {
+
+/// The tied output layer: embedding table and its gradient in fp32 on the host, as the model below and the optimizer want them; on a GPU, or in
+/// a narrower dtype, mirrored for the kernels. Loss, dL/dhidden and dL/dweight come from the kernel alone.
+class OutputLayer {
+public:
+    OutputLayer(std::shared_ptr<const Kernel> kernel, std::int64_t max_tokens);
+
+    [[nodiscard]] std::span<float> embedding() { return embedding_; }
+    [[nodiscard]] std::span<float> grad_embedding() { return grad_embedding_; }
+
+    /// Mean loss of the tokens.
+    double loss(std::span<const float> hidden, std::span<const std::int32_t> targets);
+    /// The same, with dL/dhidden into grad_hidden and dL/dweight added to grad_embedding().
+    double loss_and_gradients(std::span<const float> hidden, std::span<const std::int32_t> targets, std::span<float> grad_hidden);
+    /// To be called whenever the embedding has changed.
+    void embedding_changed();
+
+    /// ‖gradient − fp64‖ / ‖fp64‖ of dL/dhidden and dL/dweight of these tokens, and the error of the loss.
+    struct GradientErrors {
+        double loss = 0;
+        double grad_hidden = 0;
+        double grad_weight = 0;
+    };
+    GradientErrors check(std::span<const float> hidden, std::span<const std::int32_t> targets);
+
+    [[nodiscard]] std::size_t workspace_bytes() const { return workspace_bytes_; }
+
+private:
+    [[nodiscard]] LayerInputs inputs(std::int64_t num_tokens) const;
+    [[nodiscard]] LayerOutputs outputs(std::int64_t num_tokens) const;
+    void put(Tensor& tensor, std::span<const float> values) const;
+    void get(const Tensor& tensor, DType dtype, std::span<float> values) const;
+    void forward(std::span<const float> hidden, std::span<const std::int32_t> targets);
+    double read_loss() const;
+
+    std::shared_ptr<const Kernel> kernel_;
+    DeviceRef device_;
+    bool direct_;  ///< the kernel reads and writes the fp32 arrays themselves
+    std::size_t workspace_bytes_;
+    Scratch scratch_;
+    Tensor hidden_, weight_, target_, loss_, lse_, grad_hidden_, grad_weight_;
+    std::vector<float> embedding_storage_, grad_storage_;
+    std::span<float> embedding_, grad_embedding_;
+};
+
+/// How long get_kernel takes from nothing, from disk and from memory.
+struct GetKernelTimes {
+    double cold_s = 0;
+    double disk_s = 0;
+    double hot_s = 0;
+    std::string cold_note;  ///< where cold was measured
+};
+[[nodiscard]] GetKernelTimes measure_get_kernel(const SessionOptions& options, const Spec& spec, double first_s, bool first_compiled);
+
+/// Kernels for GPU architectures, compiled without a GPU.
+struct ArchitectureReport {
+    std::string name;
+    std::int64_t compiled = 0;
+    std::int64_t hits = 0;
+    double seconds = 0;
+    std::string error;  ///< why not
+};
+[[nodiscard]] std::vector<ArchitectureReport> prewarm_architectures(Session& session, const Spec& spec);
+
+}  // namespace flce::cli

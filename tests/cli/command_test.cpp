@@ -1,0 +1,217 @@
+// The flce program as its users meet it: exit codes, what is on stdout and what on stderr, JSON keys, refusals.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+
+#include "tests/cli/process.hpp"
+
+namespace flce::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+constexpr const char* kSmall = "D=16,V=50,dtype=fp32";
+
+/// One line "flce: error: …" on stderr, nothing on stdout.
+void expect_refused(const std::vector<std::string>& arguments, int exit_code, const std::string& reason) {
+    const ProcessResult result = run_flce(arguments);
+    const std::string command = testing::PrintToString(arguments);
+    EXPECT_EQ(result.exit_code, exit_code) << command << result.err;
+    EXPECT_EQ(result.out, "") << command;
+    EXPECT_THAT(result.err, AllOf(StartsWith("flce: error: "), HasSubstr(reason))) << command;
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << command << result.err;
+}
+
+nlohmann::json expect_json(const std::vector<std::string>& arguments, int exit_code = 0) {
+    const ProcessResult result = run_flce(arguments);
+    EXPECT_EQ(result.exit_code, exit_code) << testing::PrintToString(arguments) << result.err;
+    nlohmann::json json = result.json();
+    EXPECT_TRUE(json.is_object()) << result.out;
+    return json;
+}
+
+void expect_keys(const nlohmann::json& json, const std::vector<std::string>& keys) {
+    for (const std::string& key : keys) EXPECT_TRUE(json.contains(key)) << key << " in " << json.dump();
+}
+
+TEST(Flce_Help, IsOnStdoutForEveryCommand) {
+    EXPECT_EQ(run_flce({"--help"}).exit_code, 0);
+    EXPECT_THAT(run_flce({"--help"}).out, AllOf(HasSubstr("Examples:"), HasSubstr("Exit codes"), HasSubstr("softcap")));
+    for (const char* command : {"demo", "run", "check", "bench", "explain", "prewarm", "info"}) {
+        const ProcessResult result = run_flce({command, "--help"});
+        EXPECT_EQ(result.exit_code, 0) << command;
+        EXPECT_THAT(result.out, AllOf(HasSubstr("Examples:"), HasSubstr(std::string("flce ") + command))) << command;
+        EXPECT_EQ(result.err, "") << command;
+    }
+    EXPECT_EQ(run_flce({"--version"}).exit_code, 0);
+}
+
+TEST(Flce_BadUsage, ExitsWith2AndOneLine) {
+    expect_refused({}, 2, "subcommand");
+    expect_refused({"nonsense"}, 2, "nonsense");
+    expect_refused({"check"}, 2, "--spec");
+    expect_refused({"check", "--spec", kSmall, "--nonsense"}, 2, "--nonsense");
+    expect_refused({"check", "--spec", kSmall, "--num-tokens", "-1"}, 2, "num-tokens");
+    expect_refused({"check", "--spec", kSmall, "--num-tokens", "many"}, 2, "num-tokens");
+    expect_refused({"check", "--spec", kSmall, "--reduction", "median"}, 2, "reduction");
+    expect_refused({"check", "--spec", kSmall, "--workspace", "lots"}, 2, "--workspace");
+    expect_refused({"run", "--spec", kSmall}, 2, "--input");
+    expect_refused({"prewarm", "--device", "sm_80"}, 2, "--spec");
+    expect_refused({"prewarm", "--hf-config", "/nonexistent/config.json", "--device", "sm_80"}, 2, "/nonexistent/config.json");
+    expect_refused({"explain", "--spec", "@/nonexistent.json"}, 2, "/nonexistent.json");
+}
+
+TEST(Flce_BadSpec, ExitsWith2NamingTheField) {
+    const struct {
+        const char* spec;
+        const char* reason;
+    } cases[] = {{"D=16", "V"},          {"V=50", "D"},         {"D=12,V=50", "8"},       {"D=16,V=1", "V"},
+                 {"D=-8,V=50", "D"},     {"D=16,V=50,x=1", "x"}, {"D=16,V=50,dtype=int8", "dtype"},
+                 {"D=16,D=16,V=50", "D"}, {"D=16,V=50,label_smoothing=2", "label_smoothing"}, {"", "D"}};
+    for (const char* command : {"check", "bench", "explain"}) {
+        for (const auto& c : cases) expect_refused({command, "--spec", c.spec}, 2, c.reason);
+    }
+}
+
+TEST(Flce_BadPlanOrDevice, SaysWhatIsWrong) {
+    expect_refused({"check", "--spec", kSmall, "--device", "cpu", "--plan", "nonsense"}, 2, "plan");
+    expect_refused({"explain", "--spec", kSmall, "--device", "abacus"}, 3, "abacus");
+    expect_refused({"check", "--spec", kSmall, "--device", "cuda:99"}, 3, "cuda");
+}
+
+TEST(FlceExplain_AnyDevice, HasEveryKey) {
+    for (const char* device : {"cpu", "sm_80", "sm_90a", "NVIDIA H200", "x86-64-v4"}) {
+        const auto json = expect_json({"explain", "--spec", "D=2048,V=151936,dtype=bf16,tied", "--device", device, "--json"});
+        expect_keys(json, {"spec", "plan", "device", "workspace_bytes", "flops", "curve", "reasons"});
+        ASSERT_GE(json["curve"].size(), 2U) << device;
+        for (const auto& point : json["curve"]) expect_keys(point, {"workspace_bytes", "strategy", "plan", "forward_backward_ms"});
+        // 8·N·D·V operations with the logits computed twice
+        EXPECT_NEAR(json["flops"].get<double>(), 8.0 * 4096 * 2048 * 151936, 0.1 * 8.0 * 4096 * 2048 * 151936) << device;
+        EXPECT_LE(json["workspace_bytes"].get<double>(), (64 << 20) + 4.0 * 4096 * 2048);
+    }
+    EXPECT_THAT(run_flce({"explain", "--spec", kSmall, "--device", "h100"}).out, AllOf(HasSubstr("why"), HasSubstr("recompute")));
+}
+
+TEST(FlceExplain_ItsOwnPlan, CanBeReplayed) {
+    const auto json = expect_json({"explain", "--spec", kSmall, "--device", "cpu", "--json"});
+    const std::string plan = json["plan"];
+    EXPECT_EQ(expect_json({"explain", "--spec", kSmall, "--device", "cpu", "--plan", plan, "--json"})["plan"], plan);
+    EXPECT_EQ(expect_json({"check", "--spec", kSmall, "--device", "cpu", "--plan", plan, "--json"})["plan"], plan);
+}
+
+TEST(FlceCheck_EveryOption, PassesAndReportsEachOutput) {
+    const auto json = expect_json({"check", "--device", "cpu", "--json", "--spec",
+                                   "D=64,V=301,padded_vocab_size=320,dtype=fp32,bias,logit_scale=0.7,softcap=10,label_smoothing=0.1,z_loss=0.001,class_weight,"
+                                   "outputs=loss+lse+logprob+entropy"});
+    expect_keys(json, {"passed", "outputs", "device", "plan"});
+    EXPECT_EQ(json["passed"], true);
+    for (const char* output : {"loss", "z_loss", "lse", "logprob", "entropy", "grad_hidden", "grad_weight", "grad_bias", "grad_weight_padding"}) {
+        ASSERT_TRUE(json["outputs"].contains(output)) << output;
+        EXPECT_LE(json["outputs"][output]["error"].get<double>(), json["outputs"][output]["bound"].get<double>()) << output;
+    }
+    EXPECT_GT(json["outputs"]["grad_hidden"]["error"].get<double>(), 0) << "an error of exactly 0 means that nothing was compared";
+}
+
+TEST(FlceCheck_Variants, Pass) {
+    const std::vector<std::vector<std::string>> cases{
+        {"D=64,V=301,dtype=bf16"},
+        {"D=64,V=301,dtype=fp16"},
+        {"D=64,V=301,dtype=fp32,layout=hidden_major"},
+        {"D=64,V=301,dtype=bf16,tied,grad_weight_dtype=fp32"},
+        {kSmall, "--reduction", "none"},
+        {kSmall, "--reduction", "sum", "--ignored", "0"},
+        {kSmall, "--ignored", "1"},
+        {kSmall, "--num-tokens", "0"},
+        {kSmall, "--num-tokens", "1", "--seed", "5"},
+    };
+    for (const auto& arguments : cases) {
+        std::vector<std::string> command{"check", "--device", "cpu", "--json", "--spec"};
+        command.insert(command.end(), arguments.begin(), arguments.end());
+        EXPECT_EQ(expect_json(command)["passed"], true) << testing::PrintToString(arguments);
+    }
+}
+
+TEST(FlceCheck_LargeLayer, SamplesItsReferenceAndSaysSo) {
+    const auto json = expect_json({"check", "--device", "cpu", "--json", "--spec", "D=512,V=50257,dtype=fp32", "--num-tokens", "256"});
+    EXPECT_THAT(json["reference"].get<std::string>(), StartsWith("sampled"));
+    EXPECT_EQ(json["passed"], true);
+}
+
+TEST(FlceCheck_Text, PrintsATable) {
+    const ProcessResult result = run_flce({"check", "--device", "cpu", "--spec", kSmall});
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_THAT(result.out, AllOf(HasSubstr("grad_weight"), HasSubstr("bound"), HasSubstr("passed")));
+}
+
+TEST(FlceBench_Json, HasEveryKey) {
+    const auto json = expect_json({"bench", "--device", "cpu", "--spec", "D=64,V=1000,dtype=fp32", "--num-tokens", "64", "--rounds", "5", "--json"});
+    expect_keys(json, {"device", "plan", "forward_ms", "forward_backward_ms", "floor_forward_ms", "floor_forward_backward_ms", "workspace_bytes",
+                       "forward_ms_min", "forward_ms_spread"});
+    EXPECT_GT(json["forward_ms"].get<double>(), 0);
+    EXPECT_GT(json["forward_backward_ms"].get<double>(), json["forward_ms"].get<double>());
+    EXPECT_LE(json["forward_ms_min"].get<double>(), json["forward_ms"].get<double>());
+    EXPECT_EQ(json["floor_forward_ms"].is_null(), json["floor"].is_null());
+    EXPECT_EQ(json["rounds"], 5);
+    EXPECT_EQ(run_flce({"bench", "--device", "cpu", "--spec", kSmall, "--rounds", "1", "--no-floor"}).exit_code, 0);
+}
+
+TEST(FlceInfo_Json, HasEveryKey) {
+    const auto json = expect_json({"info", "--json"});
+    expect_keys(json, {"version", "devices", "cuda_driver", "nvrtc", "llvm", "cache", "environment"});
+    EXPECT_EQ(json["devices"].back()["device"], "cpu");
+    EXPECT_GE(json["devices"].back()["cores"].get<int>(), 1);
+    EXPECT_EQ(json["environment"]["FLCE_CACHE_DIR"]["value"], shared_cache().string());
+    EXPECT_EQ(run_flce({"info"}).exit_code, 0);
+}
+
+TEST(FlceInfo_WithoutNvrtc, SaysWhy) {
+    const ProcessResult result = run_flce({"info", "--json"}, {.environment = {{"FLCE_NVRTC", "/nonexistent/libnvrtc.so"}}});
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_EQ(result.json()["nvrtc"]["found"], false);
+    EXPECT_THAT(result.json()["nvrtc"]["why"].get<std::string>(), HasSubstr("/nonexistent"));
+}
+
+TEST(FlcePrewarm_ForThisCpu, CompilesOnceThenHits) {
+    const TemporaryFolder cache;
+    const std::vector<std::string> command{"prewarm", "--spec", kSmall, "--spec", "D=8,V=9,dtype=fp32", "--device", "cpu", "--cache-dir", cache.path().string(), "--json"};
+    const auto first = expect_json(command);
+    expect_keys(first, {"compiled", "hits", "failed", "pack"});
+    EXPECT_GE(first["compiled"].get<int>(), 1);
+    EXPECT_EQ(first["failed"], 0);
+    const auto second = expect_json(command);
+    EXPECT_EQ(second["compiled"], 0);
+    EXPECT_GE(second["hits"].get<int>(), 1);
+}
+
+TEST(FlcePrewarm_HfConfig, IsRead) {
+    const TemporaryFolder folder;
+    std::ofstream(folder / "config.json") << R"({"hidden_size": 16, "vocab_size": 50, "torch_dtype": "float32", "tie_word_embeddings": true})";
+    const auto json = expect_json({"prewarm", "--hf-config", folder / "config.json", "--device", "cpu", "--json"});
+    EXPECT_THAT(json["items"][0]["spec"].get<std::string>(), AllOf(HasSubstr("V=50"), HasSubstr("tied")));
+    std::ofstream(folder / "bad.json") << R"({"hidden_size": 16})";
+    expect_refused({"prewarm", "--hf-config", folder / "bad.json", "--device", "cpu"}, 2, "vocab_size");
+}
+
+TEST(FlcePrewarm_WithoutNvrtc, FailsWithEnvironment) {
+    const ProcessResult result =
+        run_flce({"prewarm", "--spec", kSmall, "--device", "sm_80", "--json"}, {.environment = {{"FLCE_NVRTC", "/nonexistent/libnvrtc.so"}}});
+    EXPECT_EQ(result.exit_code, 3) << result.err;
+    EXPECT_EQ(result.json()["failed"], 1);
+    EXPECT_THAT(result.err, HasSubstr("flce: error: "));
+}
+
+TEST(Flce_Interrupted, EndsCleanly) {
+    const ProcessResult result = run_flce({"bench", "--device", "cpu", "--spec", "D=64,V=1000,dtype=fp32", "--num-tokens", "64", "--rounds", "100000"},
+                                          {.interrupt_after_ms = 3000});
+    EXPECT_EQ(result.exit_code, 130) << result.err;
+    EXPECT_EQ(result.out, "");
+    EXPECT_THAT(result.err, HasSubstr("flce: error: interrupted"));
+}
+
+}  // namespace
+}  // namespace flce::test

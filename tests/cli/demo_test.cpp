@@ -1,0 +1,97 @@
+// flce demo on a small text.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <fstream>
+
+#include "tests/cli/process.hpp"
+
+namespace flce::test {
+namespace {
+
+using ::testing::HasSubstr;
+
+/// Text with something to learn: which word follows which.
+std::string small_text() {
+    const std::vector<std::string> nouns{"token", "logit", "gradient", "kernel", "vocabulary", "row"};
+    std::string text;
+    unsigned state = 1;
+    for (int i = 0; i < 4000; ++i) {
+        state = state * 1664525U + 1013904223U;
+        const std::string& noun = nouns[(state >> 16) % nouns.size()];
+        text += "the " + noun + " of the " + nouns[((state >> 20) + 1) % nouns.size()] + " has a " + noun + ".\n";
+    }
+    return text;
+}
+
+std::vector<std::string> demo_command(const TemporaryFolder& folder, const std::vector<std::string>& more = {}, const char* steps = "30") {
+    std::ofstream(folder / "text.txt") << small_text();
+    std::vector<std::string> command{"demo", "--device", "cpu", "--text", folder / "text.txt", "--steps", steps, "-N", "128", "--hidden-size", "32",
+                                     "--no-architectures", "--cache-dir", folder / "cache", "--json"};
+    command.insert(command.end(), more.begin(), more.end());
+    return command;
+}
+
+TEST(FlceDemo_TwoRuns, LearnAndTheSecondCompilesNothing) {
+    const TemporaryFolder folder;
+    const ProcessResult first = run_flce(demo_command(folder));
+    ASSERT_EQ(first.exit_code, 0) << first.err;
+    const auto json = first.json();
+    for (const char* key : {"device", "steps", "first_loss", "last_loss", "held_out_loss", "gradient_error", "kernels_compiled", "get_kernel_cold_s",
+                            "get_kernel_disk_s", "get_kernel_hot_s"}) {
+        EXPECT_TRUE(json.contains(key)) << key;
+    }
+    EXPECT_EQ(json["steps"], 30);
+    EXPECT_LT(json["held_out_loss"].get<double>(), 0.6 * json["first_held_out_loss"].get<double>());
+    EXPECT_LT(json["last_loss"].get<double>(), 0.6 * json["first_loss"].get<double>());
+    EXPECT_LT(json["gradient_error"].get<double>(), 2e-6);
+    EXPECT_GT(json["gradient_error"].get<double>(), 0);
+    EXPECT_GE(json["kernels_compiled"].get<int>(), 1);
+    EXPECT_LT(json["get_kernel_hot_s"].get<double>(), json["get_kernel_disk_s"].get<double>());
+    EXPECT_LT(json["get_kernel_disk_s"].get<double>(), json["get_kernel_cold_s"].get<double>());
+    EXPECT_THAT(first.err, HasSubstr("training: 30/30"));
+
+    const ProcessResult second = run_flce(demo_command(folder));
+    ASSERT_EQ(second.exit_code, 0) << second.err;
+    EXPECT_EQ(second.json()["kernels_compiled"], 0);
+    EXPECT_GT(second.json()["get_kernel_cold_s"].get<double>(), 0);
+    for (const char* key : {"first_loss", "last_loss", "held_out_loss", "gradient_error"}) EXPECT_EQ(second.json()[key], json[key]) << key;
+}
+
+TEST(FlceDemo_OtherDtypesAndSgd, LearnToo) {
+    for (const std::vector<std::string>& more : {std::vector<std::string>{"--dtype", "bf16"}, {"--dtype", "fp16"}, {"--optimizer", "sgd"}}) {
+        const TemporaryFolder folder;
+        const ProcessResult result = run_flce(demo_command(folder, more));
+        ASSERT_EQ(result.exit_code, 0) << more.back() << result.err;
+        EXPECT_LT(result.json()["held_out_loss"].get<double>(), 0.8 * result.json()["first_held_out_loss"].get<double>()) << more.back();
+    }
+}
+
+TEST(FlceDemo_BadText, ExitsWith2) {
+    const TemporaryFolder folder;
+    std::ofstream(folder / "short.txt") << "too short";
+    EXPECT_EQ(run_flce({"demo", "--text", folder / "short.txt"}).exit_code, 2);
+    EXPECT_EQ(run_flce({"demo", "--text", folder / "missing.txt"}).exit_code, 2);
+    EXPECT_EQ(run_flce({"demo", "--text", folder.path().string()}).exit_code, 2) << "the folder holds nothing long enough";
+}
+
+TEST(FlceDemo_WithoutNvrtc, SaysWhyNothingIsCompiledForGpus) {
+    const TemporaryFolder folder;
+    auto command = demo_command(folder);
+    command.erase(std::find(command.begin(), command.end(), "--no-architectures"));
+    const ProcessResult result = run_flce(command, {.environment = {{"FLCE_NVRTC", "/nonexistent/libnvrtc.so"}}});
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    ASSERT_EQ(result.json()["architectures"].size(), 4U);
+    for (const auto& architecture : result.json()["architectures"]) EXPECT_THAT(architecture["error"].get<std::string>(), HasSubstr("/nonexistent"));
+}
+
+TEST(FlceDemo_Interrupted, EndsCleanly) {
+    const TemporaryFolder folder;
+    const ProcessResult result = run_flce(demo_command(folder, {}, "1000000"), {.interrupt_after_ms = 4000});
+    EXPECT_EQ(result.exit_code, 130) << result.err;
+    EXPECT_EQ(result.out, "");
+}
+
+}  // namespace
+}  // namespace flce::test

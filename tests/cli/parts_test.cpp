@@ -1,0 +1,248 @@
+// The command's parts that need no process: progress, numbers, text, the demo's small model, the fp64 reference.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <limits>
+
+#include "cli/command.hpp"
+#include "cli/demo_model.hpp"
+#include "cli/demo_text.hpp"
+#include "cli/layer.hpp"
+#include "cli/number_formats.hpp"
+#include "cli/progress.hpp"
+#include "cli/reference.hpp"
+#include "tests/cli/process.hpp"
+
+namespace flce::cli {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+std::string progress_output(bool terminal, int steps, int lines) {
+    char* data = nullptr;
+    std::size_t size = 0;
+    std::FILE* stream = ::open_memstream(&data, &size);
+    {
+        Progress progress("work", steps, {.stream = stream, .terminal = terminal ? 1 : 0, .redraw = std::chrono::milliseconds(0), .lines = lines});
+        for (int i = 1; i <= steps; ++i) progress.update(i, "note");
+        progress.finish();
+    }
+    std::fclose(stream);
+    std::string text(data, size);
+    std::free(data);
+    return text;
+}
+
+TEST(Progress_OnATerminal, RedrawsOneLineAndEndsIt) {
+    const std::string text = progress_output(true, 5, 10);
+    EXPECT_THAT(text, HasSubstr("\r"));
+    EXPECT_THAT(text, HasSubstr("100 %  5/5"));
+    EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1);
+    EXPECT_EQ(text.back(), '\n');
+}
+
+TEST(Progress_Elsewhere, PrintsAsManyPlainLinesAsAskedFor) {
+    for (const int steps : {10, 100, 333}) {
+        const std::string text = progress_output(false, steps, 10);
+        EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 10) << steps;
+        EXPECT_EQ(text.find('\r'), std::string::npos);
+        EXPECT_THAT(text, HasSubstr(std::to_string(steps) + "/" + std::to_string(steps) + "  note"));
+    }
+    const std::string few = progress_output(false, 3, 10);
+    EXPECT_EQ(std::count(few.begin(), few.end(), '\n'), 3);
+}
+
+TEST(RenderProgress_AnyWidth, NeverExceedsIt) {
+    for (int width = 1; width < 100; ++width) {
+        const std::string line = render_progress("title", 3, 7, "a rather long note about the work", width);
+        EXPECT_LE(std::count_if(line.begin(), line.end(), [](char c) { return (c & 0xc0) != 0x80; }), width);
+    }
+    EXPECT_THAT(render_progress("t", 0, 0, "", 80), HasSubstr("100 %"));
+    EXPECT_THAT(render_progress("t", 9, 3, "", 80), HasSubstr("100 %"));
+}
+
+TEST(ParseBytes_Suffixes, AreBinary) {
+    EXPECT_EQ(parse_bytes("--x", "0"), 0);
+    EXPECT_EQ(parse_bytes("--x", "1048576"), 1 << 20);
+    EXPECT_EQ(parse_bytes("--x", "64M"), 64 << 20);
+    EXPECT_EQ(parse_bytes("--x", "1.5KiB"), 1536);
+    EXPECT_EQ(parse_bytes("--x", "2gB"), std::int64_t{2} << 30);
+    for (const char* bad : {"", "x", "-1", "1X", "1MM", "nan", "inf", "1e30", "64 M"}) EXPECT_THROW(parse_bytes("--x", bad), UsageError) << bad;
+}
+
+TEST(NumberFormats_EveryPattern, RoundTrips) {
+    for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
+        const auto half = static_cast<std::uint16_t>(bits);
+        const float f = fp16_to_float(half);
+        const float b = bf16_to_float(half);
+        if (!std::isnan(f)) {
+            EXPECT_EQ(float_to_fp16(f), half);
+        } else {
+            EXPECT_TRUE(std::isnan(fp16_to_float(float_to_fp16(f))));
+        }
+        if (!std::isnan(b)) {
+            EXPECT_EQ(float_to_bf16(b), half);
+        } else {
+            EXPECT_TRUE(std::isnan(bf16_to_float(float_to_bf16(b))));
+        }
+    }
+    EXPECT_EQ(fp16_to_float(0x3c00), 1.0F);
+    EXPECT_EQ(fp16_to_float(0x0001), 0x1p-24F);
+    EXPECT_EQ(fp16_to_float(0x7bff), 65504.0F);
+}
+
+TEST(NumberFormats_Halfway, RoundsToEven) {
+    EXPECT_EQ(float_to_fp16(65519.9F), 0x7bff);
+    EXPECT_EQ(float_to_fp16(65520.0F), 0x7c00);
+    EXPECT_EQ(float_to_fp16(1.0F + 0x1p-11F), 0x3c00);
+    EXPECT_EQ(float_to_fp16(1.0F + 3 * 0x1p-11F), 0x3c02);
+    EXPECT_EQ(float_to_fp16(0x1p-25F), 0x0000);
+    EXPECT_EQ(float_to_fp16(3 * 0x1p-25F), 0x0002);
+    EXPECT_EQ(float_to_bf16(1.0F + 0x1p-8F), 0x3f80);
+    EXPECT_EQ(float_to_bf16(1.0F + 3 * 0x1p-8F), 0x3f82);
+    EXPECT_EQ(float_to_bf16(std::numeric_limits<float>::max()), 0x7f80);
+}
+
+TEST(SplitWords_Text, LosesNothing) {
+    const std::string text = "int  main() {\n    return x_1 + 42;  // naïve\n}\n   ";
+    std::string joined;
+    for (const auto word : split_words(text)) {
+        EXPECT_FALSE(word.empty());
+        joined += word;
+    }
+    EXPECT_EQ(joined, text);
+    EXPECT_THAT(split_words("a bc  d\n  e 12"), ElementsAre("a", " bc", " ", " d", "\n  ", "e", " 12"));
+}
+
+TEST(Vocabulary_AnyTextOfItsBytes, IsEncodedWithoutLoss) {
+    const std::string text = "the cat the dog the end cat.";
+    const Vocabulary vocabulary(text, 1000);
+    EXPECT_THAT(vocabulary.piece(0), " the");
+    const std::string other = "eh the god tac";
+    std::string decoded;
+    for (const auto token : vocabulary.encode(other)) decoded += vocabulary.piece(token);
+    EXPECT_EQ(decoded, other);
+    EXPECT_LE(Vocabulary(text, 14).size(), 14);
+}
+
+TEST(ReadCorpus_Folder, SkipsBuildTreesAndOtherFiles) {
+    const test::TemporaryFolder folder;
+    std::filesystem::create_directories(folder / "build");
+    std::filesystem::create_directories(folder / "src");
+    std::ofstream(folder / "src/b.md") << "two";
+    std::ofstream(folder / "a.txt") << "one";
+    std::ofstream(folder / "build/c.txt") << "no";
+    std::ofstream(folder / "d.bin") << "no";
+    const Corpus corpus = read_corpus(folder.path(), 1000);
+    EXPECT_EQ(corpus.text, "one\ntwo\n");
+    EXPECT_EQ(corpus.files, 2U);
+    EXPECT_EQ(read_corpus(folder.path(), 2).text, "on");
+    EXPECT_THROW(static_cast<void>(read_corpus(folder / "build/none", 10)), UsageError);
+}
+
+TEST(Multiply_RaggedShapes, MatchesTheDefinition) {
+    for (const auto& [m, n, k] : {std::array<std::int64_t, 3>{1, 1, 1}, {5, 17, 9}, {70, 33, 3}, {4, 16, 128}}) {
+        std::vector<float> a(static_cast<std::size_t>(m * k)), b(static_cast<std::size_t>(k * n)), c(static_cast<std::size_t>(m * n));
+        fill_random(reinterpret_cast<std::byte*>(a.data()), DType::fp32, a.size(), 1, 1);
+        fill_random(reinterpret_cast<std::byte*>(b.data()), DType::fp32, b.size(), 1, 2);
+        multiply(m, n, k, a.data(), b.data(), c.data());
+        const auto bt = transposed(k, n, b.data());
+        for (std::int64_t i = 0; i < m; ++i) {
+            for (std::int64_t j = 0; j < n; ++j) {
+                double sum = 0;
+                for (std::int64_t p = 0; p < k; ++p) sum += static_cast<double>(a[static_cast<std::size_t>(i * k + p)]) * bt[static_cast<std::size_t>(j * k + p)];
+                EXPECT_NEAR(c[static_cast<std::size_t>(i * n + j)], sum, 1e-4);
+            }
+        }
+    }
+}
+
+TEST(ContextModel_Gradients, MatchCentralDifferences) {
+    constexpr std::int64_t kVocab = 7, kHidden = 8, kContext = 2;
+    const std::vector<std::int32_t> contexts{0, 1, 1, 1, 6, 0};
+    ContextModel model({kVocab, kHidden, kContext}, 3);
+    std::vector<float> embedding(kVocab * kHidden), upstream(3 * kHidden), hidden(3 * kHidden);
+    model.initialize_embedding(embedding);
+    fill_random(reinterpret_cast<std::byte*>(upstream.data()), DType::fp32, upstream.size(), 1, 9);
+    const auto value = [&] {
+        model.forward(embedding, contexts, hidden);
+        double sum = 0;
+        for (std::size_t i = 0; i < hidden.size(); ++i) sum += static_cast<double>(hidden[i]) * upstream[i];
+        return sum;
+    };
+    static_cast<void>(value());
+    std::vector<float> grad_embedding(embedding.size(), 0.5F);  // added to, not overwritten
+    model.backward(upstream, grad_embedding);
+    const auto expect_gradient = [&](float& parameter, double gradient) {
+        const float kept = parameter;
+        constexpr float kStep = 1e-2F;
+        parameter = kept + kStep;
+        const double up = value();
+        parameter = kept - kStep;
+        const double down = value();
+        parameter = kept;
+        EXPECT_NEAR(gradient, (up - down) / (2 * kStep), 2e-3);
+    };
+    for (std::size_t i = 0; i < embedding.size(); ++i) expect_gradient(embedding[i], grad_embedding[i] - 0.5);
+    for (std::size_t i = 0; i < model.parameters().size(); ++i) expect_gradient(model.parameters()[i], model.gradients()[i]);
+}
+
+TEST(Reference_Gradients, MatchCentralDifferencesOfItsOwnLoss) {
+    const Spec spec = parse_spec("D=8,V=5,dtype=fp32,bias,logit_scale=1.5,softcap=3,label_smoothing=0.1,z_loss=0.01,class_weight,outputs=loss+lse+logprob+entropy");
+    RandomLayer layer = make_random_layer(spec, 6, {.seed = 4, .upstream = true});
+    layer.target = {0, 4, -100, 2, 3, 1};
+    const ReferenceProblem problem{.spec = spec, .num_tokens = 6, .hidden = layer.hidden.data(), .weight = layer.weight.data(), .bias = layer.bias.data(),
+                                   .class_weight = layer.class_weight, .target = layer.target, .grad_lse = layer.grad_lse,
+                                   .grad_logprob = layer.grad_logprob, .grad_entropy = layer.grad_entropy};
+    const std::vector<std::int64_t> tokens{0, 1, 2, 3, 4, 5};
+    const auto objective = [&] {
+        const Reference reference(problem, tokens);
+        double sum = 0;
+        for (std::size_t i = 0; i < 6; ++i) {
+            const ReferenceToken& t = reference.token(i);
+            sum += (t.loss - t.z_loss) / reference.loss_divisor() + t.z_loss / reference.z_loss_divisor();
+            sum += layer.grad_lse[i] * t.lse + layer.grad_logprob[i] * t.logprob + layer.grad_entropy[i] * t.entropy;
+        }
+        return sum;
+    };
+    const auto numeric = [&](std::vector<std::byte>& storage, std::size_t i) {
+        auto* values = reinterpret_cast<float*>(storage.data());
+        const float kept = values[i];
+        values[i] = kept + 0x1p-10F;
+        const float up_at = values[i];
+        const double up = objective();
+        values[i] = kept - 0x1p-10F;
+        const double down = objective();
+        const double step = static_cast<double>(up_at) - values[i];
+        values[i] = kept;
+        return (up - down) / step;
+    };
+    const Reference reference(problem, tokens);
+    for (std::size_t i = 0; i < 48; ++i) EXPECT_NEAR(reference.grad_hidden(i / 8)[i % 8], numeric(layer.hidden, i), 1e-5);
+    std::vector<double> row(8);
+    for (std::size_t j = 0; j < 5; ++j) {
+        const double bias = reference.grad_weight_row(static_cast<std::int64_t>(j), row);
+        EXPECT_NEAR(bias, numeric(layer.bias, j), 1e-5);
+        for (std::size_t k = 0; k < 8; ++k) EXPECT_NEAR(row[k], numeric(layer.weight, j * 8 + k), 1e-5);
+    }
+}
+
+TEST(ErrorNorm_Extremes, AreReported) {
+    ErrorNorm exact;
+    exact.add(0, 0);
+    EXPECT_EQ(exact.relative(), 0);
+    ErrorNorm absent;
+    absent.add(1, 0);
+    EXPECT_TRUE(std::isinf(absent.relative()));
+    ErrorNorm broken;
+    broken.add(std::nan(""), 1);
+    EXPECT_TRUE(std::isnan(broken.relative()));
+}
+
+}  // namespace
+}  // namespace flce::cli

@@ -1,0 +1,45 @@
+// Runs the flce program and collects what it says.
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+namespace flce::test {
+
+struct ProcessResult {
+    int exit_code = -1;  ///< −signal where a signal ended it
+    std::string out;
+    std::string err;
+    [[nodiscard]] nlohmann::json json() const;  ///< of out; a discarded value where out is not exactly one JSON value
+};
+
+struct ProcessOptions {
+    std::map<std::string, std::string> environment;  ///< added to or replacing the parent's
+    int interrupt_after_ms = 0;                      ///< > 0: sends SIGINT then
+};
+
+/// Runs `flce arguments…`. FLCE_* variables of the parent are not handed on, the cache is the test's own.
+[[nodiscard]] ProcessResult run_flce(const std::vector<std::string>& arguments, const ProcessOptions& options = {});
+
+/// A folder that lives as long as this object.
+class TemporaryFolder {
+public:
+    TemporaryFolder();
+    ~TemporaryFolder();
+    TemporaryFolder(const TemporaryFolder&) = delete;
+    TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+    [[nodiscard]] const std::filesystem::path& path() const { return path_; }
+    [[nodiscard]] std::string operator/(const std::string& name) const { return (path_ / name).string(); }
+
+private:
+    std::filesystem::path path_;
+};
+
+/// One cache for all tests of this process, so that equal kernels are compiled once.
+[[nodiscard]] const std::filesystem::path& shared_cache();
+
+}  // namespace flce::test
