@@ -15,13 +15,6 @@ struct ExplainOptions {
     bool json = false;
 };
 
-const char* to_string(Strategy strategy) {
-    switch (strategy) {
-        case Strategy::recompute: return "recompute";
-    }
-    return "";
-}
-
 /// A plan and what the cost model expects of it.
 struct Point {
     Plan plan;
@@ -64,36 +57,13 @@ Json to_json(const Point& point) {
             {"forward_backward_ms", (point.forward.seconds + point.backward.seconds) * 1e3}};
 }
 
-std::vector<std::string> make_reasons(const Spec& spec, const Device& device, const Point& point, const ExplainOptions& options,
-                                      std::size_t candidates) {
-    std::vector<std::string> reasons;
-    if (options.plan.empty()) {
-        reasons.push_back(fmt::format("best by the cost model of {} legal plan{}", candidates, candidates == 1 ? "" : "s"));
-    } else {
-        reasons.emplace_back("given by --plan; legal for this spec and device");
-    }
-    reasons.push_back(fmt::format("recompute: no [num_tokens, {}] tensor exists; backward computes the logits again (8·N·D·V operations instead of 6)",
-                                  spec.vocab_size));
-    reasons.push_back(fmt::format("{} vocabulary rows at a time fit in {} of scratch; the fp32 accumulator of grad_hidden takes {} more",
-                                  point.plan.vocab_chunk, human_bytes(static_cast<double>(point.plan.scratch_bytes)),
-                                  human_bytes(4.0 * static_cast<double>(spec.hidden_size) * static_cast<double>(options.num_tokens))));
-    if (device.kind == DeviceKind::cuda) {
-        reasons.push_back(fmt::format("expected times assume {:.0f} TFLOP/s and {:.0f} GB/s", device.gpu.bf16_flops * 1e-12,
-                                      device.gpu.bandwidth_bytes_per_s * 1e-9));
-    }
-    return reasons;
-}
-
 int explain(const ExplainOptions& options) {
     const Spec spec = parse_spec(options.spec);
     const Device device = resolve_device(options.device);
     PlanRequest request;
     if (!options.workspace.empty()) request.scratch_bytes = parse_bytes("--workspace", options.workspace);
     Plan plan;
-    std::size_t candidates = 1;
     if (options.plan.empty()) {
-        const auto plans = candidate_plans(spec, device, request);
-        candidates = plans.size();
         plan = choose_plan(spec, device, request);
     } else {
         plan = parse_plan(options.plan);
@@ -101,7 +71,7 @@ int explain(const ExplainOptions& options) {
     }
     const Point point = make_point(spec, device, plan, options.num_tokens);
     const auto curve = make_curve(spec, device, options.num_tokens);
-    const auto reasons = make_reasons(spec, device, point, options, candidates);
+    const auto reasons = plan_reasons(spec, device, plan, request);
     if (options.json) {
         Json json{{"spec", spec.text()}, {"device", device.name}, {"num_tokens", options.num_tokens}};
         json.update(to_json(point));
