@@ -1,8 +1,10 @@
 #include "cli/reference.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "cli/interrupt.hpp"
 #include "cli/number_formats.hpp"
@@ -14,8 +16,9 @@ namespace {
 constexpr std::int64_t kWeightBlock = 32;  // vocabulary rows converted to fp64 at a time
 
 /// Eight partial sums let the compiler use vectors without reordering anything behind our back.
-double dot(const double* a, const double* b, std::int64_t count) {
-    double sums[8] = {};
+template <class Real>
+Real dot(const Real* a, const Real* b, std::int64_t count) {
+    Real sums[8] = {};
     std::int64_t i = 0;
     for (; i + 8 <= count; i += 8) {
         for (int k = 0; k < 8; ++k) sums[k] += a[i + k] * b[i + k];
@@ -24,11 +27,40 @@ double dot(const double* a, const double* b, std::int64_t count) {
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-void add_scaled(double* to, double factor, const double* from, std::int64_t count) {
+template <class Real>
+void add_scaled(Real* to, Real factor, const Real* from, std::int64_t count) {
     for (std::int64_t i = 0; i < count; ++i) to[i] += factor * from[i];
 }
 
+/// Sum of term(0) … term(count − 1) in slices, as vectorised and blocked code sums.
+template <class Real, class Term>
+Real sum_of(std::size_t count, const Term& term) {
+    constexpr std::size_t kSlice = 256;
+    Real total = 0;
+    for (std::size_t begin = 0; begin < count; begin += kSlice) {
+        Real slice = 0;
+        for (std::size_t i = begin; i < std::min(count, begin + kSlice); ++i) slice += term(i);
+        total += slice;
+    }
+    return total;
+}
+
+/// Rounds where a framework would; exact arithmetic does not.
+template <class Real>
+Real rounded(Real value, DType dtype) {
+    if constexpr (std::is_same_v<Real, float>) return rounded_mantissa(value, dtype);
+    return value;
+}
+
 }  // namespace
+
+float rounded_mantissa(float value, DType dtype) {
+    if (dtype == DType::fp32 || !std::isfinite(value)) return value;
+    const std::uint32_t dropped = dtype == DType::bf16 ? 16 : 13;
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t half = (1U << (dropped - 1)) - 1 + ((bits >> dropped) & 1U);
+    return std::bit_cast<float>((bits + half) >> dropped << dropped);
+}
 
 double ErrorNorm::relative() const {
     if (std::isnan(difference2)) return difference2;
@@ -37,7 +69,8 @@ double ErrorNorm::relative() const {
     return std::sqrt(difference2 / reference2);
 }
 
-Reference::Reference(const ReferenceProblem& problem, std::vector<std::int64_t> tokens) : problem_(problem), tokens_(std::move(tokens)) {
+template <class Real>
+BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vector<std::int64_t> tokens) : problem_(problem), tokens_(std::move(tokens)) {
     const Spec& spec = problem_.spec;
     const auto n = static_cast<std::size_t>(problem_.num_tokens);
     const auto d = static_cast<std::size_t>(spec.hidden_size);
@@ -74,17 +107,20 @@ Reference::Reference(const ReferenceProblem& problem, std::vector<std::int64_t> 
     });
 }
 
-std::span<const double> Reference::grad_hidden(std::size_t index) const {
+template <class Real>
+std::span<const Real> BasicReference<Real>::grad_hidden(std::size_t index) const {
     const auto d = static_cast<std::size_t>(problem_.spec.hidden_size);
     return {grad_hidden_.data() + index * d, d};
 }
 
-bool Reference::ignored(std::int64_t token) const {
+template <class Real>
+bool BasicReference<Real>::ignored(std::int64_t token) const {
     const std::int64_t target = problem_.target[static_cast<std::size_t>(token)];
     return target == problem_.ignore_index || target < 0 || target >= problem_.spec.vocab_size;
 }
 
-void Reference::set_other(std::span<const float> lse, std::span<const float> entropy) {
+template <class Real>
+void BasicReference<Real>::set_other(std::span<const float> lse, std::span<const float> entropy) {
     std::vector<bool> computed(lse_.size());
     for (const std::int64_t token : tokens_) computed[static_cast<std::size_t>(token)] = true;
     for (std::size_t i = 0; i < lse_.size(); ++i) {
@@ -94,41 +130,49 @@ void Reference::set_other(std::span<const float> lse, std::span<const float> ent
     }
 }
 
-Reference::Logit Reference::logit(double dot_product, std::int64_t row) const {
+template <class Real>
+typename BasicReference<Real>::Logit BasicReference<Real>::logit(Real dot_product, std::int64_t row) const {
     const Spec& spec = problem_.spec;
-    const double biased = dot_product + (spec.bias ? bias_[static_cast<std::size_t>(row)] : 0.0);
-    Logit result{spec.logit_scale * biased, spec.logit_scale};
+    const Real biased = dot_product + (spec.bias ? bias_[static_cast<std::size_t>(row)] : Real(0));
+    const auto scale = static_cast<Real>(spec.logit_scale);
+    Logit result{scale * biased, scale};
     if (spec.softcap != 0) {
-        const double t = std::tanh(result.value / spec.softcap);
-        result.value = spec.softcap * t;
+        const auto cap = static_cast<Real>(spec.softcap);
+        const Real t = std::tanh(result.value / cap);
+        result.value = cap * t;
         result.derivative *= 1 - t * t;
     }
     return result;
 }
 
-double Reference::class_weight(std::int64_t row) const {
-    return problem_.spec.class_weight ? problem_.class_weight[static_cast<std::size_t>(row)] : 1.0;
+template <class Real>
+Real BasicReference<Real>::class_weight(std::int64_t row) const {
+    return problem_.spec.class_weight ? problem_.class_weight[static_cast<std::size_t>(row)] : Real(1);
 }
 
-double Reference::grad_logit(std::int64_t token, std::int64_t row, double z, double lse, double entropy) const {
+template <class Real>
+Real BasicReference<Real>::grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const {
     const Spec& spec = problem_.spec;
     const auto i = static_cast<std::size_t>(token);
-    const double p = std::exp(z - lse);
-    const double hit = problem_.target[i] == row ? 1.0 : 0.0;
-    const double upstream = problem_.grad_loss.empty() ? 1.0 : problem_.grad_loss[i];
-    const double g = upstream / loss_divisor_;
-    double gradient = g * (1 - spec.label_smoothing) * class_weight(problem_.target[i]) * (p - hit);
-    if (spec.label_smoothing > 0) {
-        gradient += g * spec.label_smoothing / static_cast<double>(spec.vocab_size) * (class_weight_total_ * p - class_weight(row));
+    const Real lse = lse_[i];
+    const Real p = std::exp(z.value - lse);
+    const Real hit = problem_.target[i] == row ? 1 : 0;
+    const Real upstream = problem_.grad_loss.empty() ? Real(1) : problem_.grad_loss[i];
+    const Real g = upstream / static_cast<Real>(loss_divisor_);
+    const auto smoothing = static_cast<Real>(spec.label_smoothing);
+    Real gradient = g * (1 - smoothing) * class_weight(problem_.target[i]) * (p - hit);
+    if (smoothing > 0) {
+        gradient += g * smoothing / static_cast<Real>(spec.vocab_size) * (static_cast<Real>(class_weight_total_) * p - class_weight(row));
     }
-    gradient += upstream / z_loss_divisor_ * 2 * spec.z_loss * lse * p;
+    gradient += upstream / static_cast<Real>(z_loss_divisor_) * 2 * static_cast<Real>(spec.z_loss) * lse * p;
     if (!problem_.grad_lse.empty()) gradient += problem_.grad_lse[i] * p;
     if (!problem_.grad_logprob.empty()) gradient += problem_.grad_logprob[i] * (hit - p);
-    if (!problem_.grad_entropy.empty()) gradient += problem_.grad_entropy[i] * -p * (z - lse + entropy);
-    return gradient;
+    if (!problem_.grad_entropy.empty()) gradient += problem_.grad_entropy[i] * -p * (z.value - lse + entropy_[i]);
+    return rounded(gradient * z.derivative, spec.dtype);
 }
 
-void Reference::load_weight_rows(std::int64_t begin, std::int64_t end, double* out) const {
+template <class Real>
+void BasicReference<Real>::load_weight_rows(std::int64_t begin, std::int64_t end, Real* out) const {
     const Spec& spec = problem_.spec;
     const auto d = static_cast<std::size_t>(spec.hidden_size);
     const std::size_t element = element_bytes(spec.dtype);
@@ -137,7 +181,7 @@ void Reference::load_weight_rows(std::int64_t begin, std::int64_t end, double* o
         to_real(problem_.weight + static_cast<std::size_t>(begin) * d * element, spec.dtype, out, rows * d);
         return;
     }
-    double column[kWeightBlock];
+    Real column[kWeightBlock];
     const auto stride = static_cast<std::size_t>(spec.padded_vocab_size);
     for (std::size_t k = 0; k < d; ++k) {
         to_real(problem_.weight + (k * stride + static_cast<std::size_t>(begin)) * element, spec.dtype, column, rows);
@@ -145,62 +189,61 @@ void Reference::load_weight_rows(std::int64_t begin, std::int64_t end, double* o
     }
 }
 
-void Reference::compute_tokens(std::size_t begin, std::size_t end) {
+template <class Real>
+void BasicReference<Real>::compute_tokens(std::size_t begin, std::size_t end) {
     const std::int64_t v = problem_.spec.vocab_size;
     const std::int64_t d = problem_.spec.hidden_size;
     const auto row_length = static_cast<std::size_t>(v);
-    std::vector<double> weight(static_cast<std::size_t>(kWeightBlock * d));
-    std::vector<double> logits((end - begin) * row_length);
-    std::vector<double> derivatives(logits.size());
+    std::vector<Real> weight(static_cast<std::size_t>(kWeightBlock * d));
+    std::vector<Logit> logits((end - begin) * row_length);
     for (std::int64_t j0 = 0; j0 < v; j0 += kWeightBlock) {
         stop_if_interrupted();
         const std::int64_t j1 = std::min(v, j0 + kWeightBlock);
         load_weight_rows(j0, j1, weight.data());
         for (std::size_t r = begin; r < end; ++r) {
-            const double* hidden = hidden_.data() + tokens_[r] * d;
+            const Real* hidden = hidden_.data() + tokens_[r] * d;
             for (std::int64_t j = j0; j < j1; ++j) {
-                const Logit z = logit(dot(hidden, weight.data() + (j - j0) * d, d), j);
-                logits[(r - begin) * row_length + static_cast<std::size_t>(j)] = z.value;
-                derivatives[(r - begin) * row_length + static_cast<std::size_t>(j)] = z.derivative;
+                logits[(r - begin) * row_length + static_cast<std::size_t>(j)] = logit(dot<Real>(hidden, weight.data() + (j - j0) * d, d), j);
             }
         }
     }
     for (std::size_t r = begin; r < end; ++r) {
         if (!ignored(tokens_[r])) reduce_token(r, {logits.data() + (r - begin) * row_length, row_length});
     }
-    add_grad_hidden(begin, end, logits, derivatives);
+    add_grad_hidden(begin, end, logits);
 }
 
-void Reference::reduce_token(std::size_t index, std::span<const double> logits) {
+template <class Real>
+void BasicReference<Real>::reduce_token(std::size_t index, std::span<const Logit> logits) {
     const Spec& spec = problem_.spec;
     const std::int64_t token = tokens_[index];
     const std::int64_t target = problem_.target[static_cast<std::size_t>(token)];
-    const double max = *std::max_element(logits.begin(), logits.end());
-    double sum = 0;
-    for (const double z : logits) sum += std::exp(z - max);
-    ReferenceToken& result = results_[index];
-    result.lse = max + std::log(sum);
-    result.logprob = logits[static_cast<std::size_t>(target)] - result.lse;
-    double smooth = 0;
-    for (std::size_t j = 0; j < logits.size(); ++j) {
-        const double log_p = logits[j] - result.lse;
-        const double p = std::exp(log_p);
-        if (p > 0) result.entropy -= p * log_p;
-        smooth -= class_weight(static_cast<std::int64_t>(j)) * log_p;
-    }
-    const double smoothing = spec.label_smoothing;
-    result.z_loss = spec.z_loss * result.lse * result.lse;
-    result.loss = -(1 - smoothing) * class_weight(target) * result.logprob;
-    result.loss += smoothing / static_cast<double>(spec.vocab_size) * smooth + result.z_loss;
-    lse_[static_cast<std::size_t>(token)] = result.lse;
-    entropy_[static_cast<std::size_t>(token)] = result.entropy;
+    Real max = logits.front().value;
+    for (const Logit& z : logits) max = std::max(max, z.value);
+    const Real sum = sum_of<Real>(logits.size(), [&](std::size_t j) { return std::exp(logits[j].value - max); });
+    const Real log_sum = std::log(sum);
+    const auto log_p = [&](std::size_t j) { return (logits[j].value - max) - log_sum; };
+    const Real logprob = log_p(static_cast<std::size_t>(target));
+    const Real entropy = sum_of<Real>(logits.size(), [&](std::size_t j) {
+        const Real p = std::exp(log_p(j));
+        return p > 0 ? -p * log_p(j) : Real(0);
+    });
+    const Real smooth = sum_of<Real>(logits.size(), [&](std::size_t j) { return -class_weight(static_cast<std::int64_t>(j)) * log_p(j); });
+    const Real lse = max + log_sum;
+    const auto smoothing = static_cast<Real>(spec.label_smoothing);
+    const Real z_loss = static_cast<Real>(spec.z_loss) * lse * lse;
+    const Real cross_entropy = -(1 - smoothing) * class_weight(target) * logprob + smoothing / static_cast<Real>(spec.vocab_size) * smooth;
+    results_[index] = {.loss = cross_entropy + z_loss, .z_loss = z_loss, .lse = lse, .logprob = logprob, .entropy = entropy};
+    lse_[static_cast<std::size_t>(token)] = lse;
+    entropy_[static_cast<std::size_t>(token)] = entropy;
 }
 
-void Reference::add_grad_hidden(std::size_t begin, std::size_t end, const std::vector<double>& logits,
-                                const std::vector<double>& derivatives) {
+template <class Real>
+void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, const std::vector<Logit>& logits) {
     const std::int64_t v = problem_.spec.vocab_size;
     const std::int64_t d = problem_.spec.hidden_size;
-    std::vector<double> weight(static_cast<std::size_t>(kWeightBlock * d));
+    std::vector<Real> weight(static_cast<std::size_t>(kWeightBlock * d));
+    std::vector<Real> slice(static_cast<std::size_t>(d));
     for (std::int64_t j0 = 0; j0 < v; j0 += kWeightBlock) {
         stop_if_interrupted();
         const std::int64_t j1 = std::min(v, j0 + kWeightBlock);
@@ -208,36 +251,48 @@ void Reference::add_grad_hidden(std::size_t begin, std::size_t end, const std::v
         for (std::size_t r = begin; r < end; ++r) {
             const std::int64_t token = tokens_[r];
             if (ignored(token)) continue;
+            std::fill(slice.begin(), slice.end(), Real(0));
             for (std::int64_t j = j0; j < j1; ++j) {
                 const std::size_t at = (r - begin) * static_cast<std::size_t>(v) + static_cast<std::size_t>(j);
-                const double dz = grad_logit(token, j, logits[at], results_[r].lse, results_[r].entropy) * derivatives[at];
-                add_scaled(grad_hidden_.data() + static_cast<std::int64_t>(r) * d, dz, weight.data() + (j - j0) * d, d);
+                add_scaled<Real>(slice.data(), grad_logit(token, j, logits[at]), weight.data() + (j - j0) * d, d);
             }
+            add_scaled<Real>(grad_hidden_.data() + static_cast<std::int64_t>(r) * d, Real(1), slice.data(), d);
         }
     }
+    const auto first = grad_hidden_.begin() + static_cast<std::ptrdiff_t>(begin) * d;
+    std::transform(first, first + static_cast<std::ptrdiff_t>(end - begin) * d, first, [&](Real value) { return rounded(value, problem_.spec.dtype); });
 }
 
-double Reference::grad_weight_row(std::int64_t row, std::span<double> out) const {
+template <class Real>
+Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out) const {
     const std::int64_t d = problem_.spec.hidden_size;
-    std::vector<double> weight(static_cast<std::size_t>(d));
+    std::vector<Real> weight(static_cast<std::size_t>(d));
     load_weight_rows(row, row + 1, weight.data());
-    std::fill(out.begin(), out.end(), 0.0);
-    double bias = 0;
-    for (std::int64_t i = 0; i < problem_.num_tokens; ++i) {
-        if (ignored(i)) continue;
-        const double* hidden = hidden_.data() + i * d;
-        const Logit z = logit(dot(hidden, weight.data(), d), row);
-        const auto at = static_cast<std::size_t>(i);
-        const double dz = grad_logit(i, row, z.value, lse_[at], entropy_[at]) * z.derivative;
-        add_scaled(out.data(), dz, hidden, d);
-        bias += dz;
+    std::fill(out.begin(), out.end(), Real(0));
+    Real bias = 0;
+    std::vector<Real> slice(static_cast<std::size_t>(d));
+    constexpr std::int64_t kSlice = 64;
+    for (std::int64_t begin = 0; begin < problem_.num_tokens; begin += kSlice) {
+        std::fill(slice.begin(), slice.end(), Real(0));
+        for (std::int64_t i = begin; i < std::min(problem_.num_tokens, begin + kSlice); ++i) {
+            if (ignored(i)) continue;
+            const Real* hidden = hidden_.data() + i * d;
+            const Real dz = grad_logit(i, row, logit(dot<Real>(hidden, weight.data(), d), row));
+            add_scaled<Real>(slice.data(), dz, hidden, d);
+            bias += dz;
+        }
+        add_scaled<Real>(out.data(), Real(1), slice.data(), d);
     }
     return bias;
 }
 
-double Reference::operations(const Spec& spec, std::int64_t num_tokens, std::int64_t tokens, std::int64_t rows) {
+template <class Real>
+double BasicReference<Real>::operations(const Spec& spec, std::int64_t num_tokens, std::int64_t tokens, std::int64_t rows) {
     const auto d = static_cast<double>(spec.hidden_size);
     return 2 * d * (static_cast<double>(tokens) * static_cast<double>(spec.vocab_size) + static_cast<double>(num_tokens) * static_cast<double>(rows));
 }
+
+template class BasicReference<double>;
+template class BasicReference<float>;
 
 }  // namespace flce::cli

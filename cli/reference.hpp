@@ -1,4 +1,5 @@
-// The output layer in fp64, written to be read: what `flce check` and `flce demo` hold the kernels against. Nothing of it is shared with them.
+// The output layer written to be read, in fp64 (what `flce check` and `flce demo` hold the kernels against) and as a framework would compute it
+// (the yardstick of how wrong one may be). Nothing of it is shared with the kernels.
 #pragma once
 
 #include <cstddef>
@@ -33,16 +34,19 @@ struct ReferenceToken {
     double entropy = 0;
 };
 
-class Reference {
+/// Real = double: exact for our purposes. Real = float: what a framework computes in the spec's dtype with fp32 logits: fp32 sums and softmax,
+/// the logits' gradient rounded to the dtype, gradients of hidden rounded to it.
+template <class Real>
+class BasicReference {
 public:
     /// Computes everything for `tokens` (indices, ascending). Where that is not all of them, gradients of the weight need every other token's
     /// lse and entropy from elsewhere (set_other).
-    Reference(const ReferenceProblem& problem, std::vector<std::int64_t> tokens);
+    BasicReference(const ReferenceProblem& problem, std::vector<std::int64_t> tokens);
 
     [[nodiscard]] const std::vector<std::int64_t>& tokens() const { return tokens_; }
     [[nodiscard]] const ReferenceToken& token(std::size_t index) const { return results_[index]; }
     /// dL/dhidden of token number `index` of tokens(): D numbers.
-    [[nodiscard]] std::span<const double> grad_hidden(std::size_t index) const;
+    [[nodiscard]] std::span<const Real> grad_hidden(std::size_t index) const;
     /// What mean divides cross entropies by, and z-losses; 1 for the other reductions.
     [[nodiscard]] double loss_divisor() const { return loss_divisor_; }
     [[nodiscard]] double z_loss_divisor() const { return z_loss_divisor_; }
@@ -51,36 +55,39 @@ public:
     /// lse and entropy ([N], entropy may be empty) for the tokens that were not computed here.
     void set_other(std::span<const float> lse, std::span<const float> entropy);
     /// dL/dweight of vocabulary row `row`: D numbers into `out`; returns dL/dbias of that row. Thread-safe.
-    double grad_weight_row(std::int64_t row, std::span<double> out) const;
+    Real grad_weight_row(std::int64_t row, std::span<Real> out) const;
 
     /// Multiply-adds that `tokens` tokens and `rows` vocabulary rows cost.
     [[nodiscard]] static double operations(const Spec& spec, std::int64_t num_tokens, std::int64_t tokens, std::int64_t rows);
 
 private:
     struct Logit {
-        double value;
-        double derivative;  ///< with respect to hidden · weightᵀ + bias
+        Real value;
+        Real derivative;  ///< with respect to hidden · weightᵀ + bias
     };
-    [[nodiscard]] Logit logit(double dot, std::int64_t row) const;
-    [[nodiscard]] double class_weight(std::int64_t row) const;
-    /// dL/dlogit before the derivative of softcap and scale.
-    [[nodiscard]] double grad_logit(std::int64_t token, std::int64_t row, double logit, double lse, double entropy) const;
-    void load_weight_rows(std::int64_t begin, std::int64_t end, double* out) const;
+    [[nodiscard]] Logit logit(Real dot, std::int64_t row) const;
+    [[nodiscard]] Real class_weight(std::int64_t row) const;
+    /// dL/d(hidden · weightᵀ + bias), rounded as the backward products read it.
+    [[nodiscard]] Real grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const;
+    void load_weight_rows(std::int64_t begin, std::int64_t end, Real* out) const;
     void compute_tokens(std::size_t begin, std::size_t end);
-    void reduce_token(std::size_t index, std::span<const double> logits);
-    void add_grad_hidden(std::size_t begin, std::size_t end, const std::vector<double>& logits, const std::vector<double>& derivatives);
+    void reduce_token(std::size_t index, std::span<const Logit> logits);
+    void add_grad_hidden(std::size_t begin, std::size_t end, const std::vector<Logit>& logits);
 
     ReferenceProblem problem_;
     std::vector<std::int64_t> tokens_;
-    std::vector<double> hidden_;  // [N, D]
-    std::vector<double> bias_;
+    std::vector<Real> hidden_;  // [N, D]
+    std::vector<Real> bias_;
     double class_weight_total_ = 0;
     double loss_divisor_ = 1;
     double z_loss_divisor_ = 1;
     std::vector<ReferenceToken> results_;
-    std::vector<double> grad_hidden_;     // [tokens, D]
-    std::vector<double> lse_, entropy_;   // [N]
+    std::vector<Real> grad_hidden_;       // [tokens, D]
+    std::vector<Real> lse_, entropy_;     // [N]
 };
+
+using Reference = BasicReference<double>;
+using Yardstick = BasicReference<float>;
 
 /// Sums for relative errors in the Frobenius norm.
 struct ErrorNorm {
@@ -98,5 +105,8 @@ struct ErrorNorm {
     /// ‖value − reference‖ / ‖reference‖; 0 where both are 0, infinity where only the reference is, NaN stays NaN.
     [[nodiscard]] double relative() const;
 };
+
+/// `value` with its mantissa rounded to that of `dtype`, to nearest even; its exponent is not limited (kernels and frameworks scale).
+[[nodiscard]] float rounded_mantissa(float value, DType dtype);
 
 }  // namespace flce::cli
