@@ -15,8 +15,18 @@
 namespace flce::cli {
 namespace {
 
-int fail(int code, const std::string& message) {
-    fmt::print(stderr, "flce: error: {}\n", message);
+/// Details that the library lists on lines of their own follow on the same one.
+int fail(int code, std::string_view message) {
+    std::string line;
+    for (std::size_t i = 0; i < message.size(); ++i) {
+        if (message[i] != '\n') {
+            line += message[i];
+            continue;
+        }
+        while (i + 1 < message.size() && message[i + 1] == ' ') ++i;
+        if (i + 1 < message.size()) line += "; ";
+    }
+    fmt::print(stderr, "flce: error: {}\n", line);
     return code;
 }
 
@@ -40,9 +50,11 @@ int run_action(const Action& action) {
         return fail(kInterrupted, "interrupted");
     } catch (const UsageError& e) {
         return fail(kUsage, e.what());
+    } catch (const CompileError& e) {  // the compiler's log is worth its lines
+        fmt::print(stderr, "flce: error: {}\n", e.what());
+        return exit_code(e.kind());
     } catch (const Error& e) {
-        const std::string prefix = e.kind() == ErrorKind::internal ? "internal error (please report it): " : "";
-        return fail(exit_code(e.kind()), prefix + e.what());
+        return fail(exit_code(e.kind()), e.kind() == ErrorKind::internal ? fmt::format("internal error (please report it): {}", e.what()) : e.what());
     } catch (const std::bad_alloc&) {
         return fail(kEnvironment, "out of memory");
     } catch (const std::exception& e) {
@@ -160,6 +172,8 @@ Reduction parse_reduction(std::string_view text) {
     if (text == "mean") return Reduction::mean;
     throw UsageError(fmt::format("--reduction: \"{}\" is not none, sum or mean", text));
 }
+
+std::string first_line(std::string_view text) { return std::string(text.substr(0, text.find('\n'))); }
 
 std::string read_text_file(const std::filesystem::path& path) {
     std::error_code error;

@@ -67,6 +67,9 @@ void print_json(const Json& object);
 
 [[nodiscard]] Reduction parse_reduction(std::string_view text);
 
+/// An error's message without the list of details that may follow it.
+[[nodiscard]] std::string first_line(std::string_view text);
+
 /// A file's text. Throws UsageError naming it when it cannot be read.
 [[nodiscard]] std::string read_text_file(const std::filesystem::path& path);
 

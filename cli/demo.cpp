@@ -22,7 +22,7 @@ struct DemoOptions {
     std::filesystem::path text;
     SessionFlags session;
     std::int64_t steps = 300;
-    std::int64_t num_tokens = 1024;
+    std::int64_t num_tokens = 512;
     std::int64_t hidden_size = 128;
     std::int64_t context = 4;
     std::int64_t max_vocab = 8192;
@@ -269,11 +269,12 @@ private:
         row("get_kernel, cold", fmt::format("{} ({})", human_seconds(results_.times.cold_s), results_.times.cold_note));
         row("get_kernel, from disk", human_seconds(results_.times.disk_s));
         row("get_kernel, from memory", human_seconds(results_.times.hot_s));
+        std::string error;
         for (const ArchitectureReport& a : results_.architectures) {
-            row(fmt::format("kernels for {}", a.name).c_str(),
-                !a.error.empty()  ? "not compiled: " + a.error
-                : a.compiled == 0 ? "from the cache"
-                                  : fmt::format("compiled in {}, no GPU needed", human_seconds(a.seconds)));
+            row(fmt::format("kernels for {}", a.name).c_str(), !a.error.empty() ? (a.error == error ? "not compiled: the same" : "not compiled: " + a.error)
+                                                               : a.compiled == 0 ? "from the cache"
+                                                                                 : fmt::format("compiled in {}, no GPU needed", human_seconds(a.seconds)));
+            error = a.error;
         }
         row("first step after", human_seconds(results_.first_step_s));
         row("training", fmt::format("{} steps in {} ({} a step)", options_.steps, human_seconds(results_.training_s),

@@ -213,7 +213,7 @@ std::vector<ArchitectureReport> prewarm_architectures(Session& session, const Sp
             report.compiled = result.compiled;
             report.hits = result.hits;
         } catch (const Error& e) {
-            report.error = e.what();
+            report.error = first_line(e.what());
         }
         report.seconds = seconds_since(start);
     }

@@ -124,7 +124,7 @@ void report_text(const Info& info) {
     }
     if (info.gpus.empty()) fmt::print("cuda          none: {}\n", info.why_no_gpu);
     const CpuProperties& cpu = info.cpu.cpu;
-    fmt::print("cpu           {} ({}, {} thread{}, {}-bit vectors{}{}; L1d {}, L2 {}, L3 {})\n", info.cpu.name, cpu.cpu, cpu.cores,
+    fmt::print("cpu           {} ({} thread{}, {}-bit vectors{}{}; L1d {}, L2 {}, L3 {})\n", info.cpu.name, cpu.cores,
                cpu.cores == 1 ? "" : "s", cpu.vector_bits, cpu.fma ? ", FMA" : "", cpu.bf16_dot ? ", bf16 dot products" : "",
                human_bytes(static_cast<double>(cpu.l1d_bytes)), human_bytes(static_cast<double>(cpu.l2_bytes)),
                human_bytes(static_cast<double>(cpu.l3_bytes)));

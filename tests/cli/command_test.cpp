@@ -88,7 +88,7 @@ TEST(FlceExplain_AnyDevice, HasEveryKey) {
     for (const char* device : {"cpu", "sm_80", "sm_90a", "NVIDIA H200", "x86-64-v4"}) {
         const auto json = expect_json({"explain", "--spec", "D=2048,V=151936,dtype=bf16,tied", "--device", device, "--json"});
         expect_keys(json, {"spec", "plan", "device", "workspace_bytes", "flops", "curve", "reasons"});
-        ASSERT_GE(json["curve"].size(), 2U) << device;
+        ASSERT_GE(json["curve"].size(), 1U) << device;
         for (const auto& point : json["curve"]) expect_keys(point, {"workspace_bytes", "strategy", "plan", "forward_backward_ms"});
         // 8·N·D·V operations with the logits computed twice
         EXPECT_NEAR(json["flops"].get<double>(), 8.0 * 4096 * 2048 * 151936, 0.1 * 8.0 * 4096 * 2048 * 151936) << device;
