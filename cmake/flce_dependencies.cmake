@@ -2,6 +2,12 @@
 # FLCE_CUDA_INCLUDE_DIR with cuda.h (types only: the driver and NVRTC are loaded at run time).
 find_package(Threads REQUIRED)
 
+if(FLCE_PORTABLE)
+  set(FLCE_STATIC_LLVM ON)
+  set(ZLIB_USE_STATIC_LIBS ON)
+  set(OPENSSL_USE_STATIC_LIBS ON)
+endif()
+
 # LLVM: 19 first, then newer, then 18. Each is looked for in its own folder because a version request for "19" does not accept 19.1 (LLVM's
 # version file wants the minor number too), and so that LLVM_DIR or LLVM_ROOT, when given, decide alone.
 if(NOT LLVM_DIR AND NOT LLVM_ROOT AND NOT DEFINED ENV{LLVM_DIR})
@@ -24,9 +30,6 @@ find_package(nlohmann_json REQUIRED)
 find_package(CLI11 REQUIRED)
 find_package(TBB REQUIRED)
 find_package(PkgConfig REQUIRED)
-if(FLCE_PORTABLE)
-  set(OPENSSL_USE_STATIC_LIBS ON)
-endif()
 find_package(OpenSSL REQUIRED COMPONENTS Crypto)
 
 add_library(flce_third_party INTERFACE)
@@ -35,18 +38,15 @@ add_library(flce_spdlog INTERFACE)
 add_library(flce::fmt ALIAS flce_fmt)
 add_library(flce::spdlog ALIAS flce_spdlog)
 
+target_link_libraries(flce_fmt INTERFACE fmt::fmt)
+target_link_libraries(flce_spdlog INTERFACE spdlog::spdlog fmt::fmt)
 if(FLCE_PORTABLE)
-  set(FLCE_STATIC_LLVM ON)
-  # Distributions ship fmt and spdlog as shared libraries only; their header-only form leaves nothing to ship.
-  target_link_libraries(flce_fmt INTERFACE fmt::fmt-header-only)
-  target_link_libraries(flce_spdlog INTERFACE spdlog::spdlog_header_only fmt::fmt-header-only)
+  # What distributions offer as archives. The rest (oneTBB, fmt, spdlog, the C++ runtime) tools/dist.sh puts beside libflce.
   foreach(name zstd xxhash)
     find_library(FLCE_STATIC_${name} NAMES lib${name}.a REQUIRED)
     target_link_libraries(flce_third_party INTERFACE ${FLCE_STATIC_${name}})
   endforeach()
 else()
-  target_link_libraries(flce_fmt INTERFACE fmt::fmt)
-  target_link_libraries(flce_spdlog INTERFACE spdlog::spdlog fmt::fmt)
   pkg_check_modules(ZSTD REQUIRED IMPORTED_TARGET libzstd)
   pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
   target_link_libraries(flce_third_party INTERFACE PkgConfig::ZSTD PkgConfig::XXHASH)

@@ -1,6 +1,6 @@
 # Options of the build and what they mean for the compiler and the linker: the interface target flce_build_flags.
 option(FLCE_STATIC_LLVM "Link LLVM statically into libflce" ON)
-option(FLCE_PORTABLE "Release tree that needs only glibc: static third-party libraries, the rest bundled beside libflce" OFF)
+option(FLCE_PORTABLE "Link third-party libraries statically where there are archives (tools/dist.sh bundles the rest)" OFF)
 option(FLCE_INSTALL_TESTS "Install the test binaries beside flce" OFF)
 option(FLCE_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
 option(FLCE_BUILD_BENCHMARKS "Build the benchmarks where Google Benchmark is installed" ${PROJECT_IS_TOP_LEVEL})
@@ -18,10 +18,11 @@ set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/lib)
-# Relative to the binary, in the build tree as in an install: both run in place, wherever they are moved.
-set(CMAKE_BUILD_RPATH_USE_ORIGIN ON)
+# Relative to the binary, in the build tree as in an install: both run in place, wherever they are moved. Programs look in lib, libflce (below, in
+# the root CMakeLists.txt) beside itself.
 file(RELATIVE_PATH flce_bin_to_lib ${CMAKE_INSTALL_FULL_BINDIR} ${CMAKE_INSTALL_FULL_LIBDIR})
-set(CMAKE_INSTALL_RPATH "$ORIGIN;$ORIGIN/${flce_bin_to_lib}")
+set(CMAKE_BUILD_RPATH_USE_ORIGIN ON)
+set(CMAKE_INSTALL_RPATH "$ORIGIN/${flce_bin_to_lib}")
 
 add_library(flce_build_flags INTERFACE)
 target_compile_options(flce_build_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers $<$<BOOL:${FLCE_WERROR}>:-Werror>)

@@ -19,16 +19,24 @@ rm -rf "$tree"
 cmake --install build-dist --prefix "$PWD/$tree" --strip >/dev/null
 chmod -R u+w,a+rX "$tree"
 
-mapfile -t binaries < <(find "$tree/bin" "$tree/lib" -type f \( -perm -u+x -o -name '*.so*' \))
-bundled=$(cd "$tree/lib" && ls)
-for binary in "${binaries[@]}"; do
-    while read -r needed; do
-        case $needed in
-        libc.so.6 | libm.so.6 | libdl.so.2 | libpthread.so.0 | librt.so.1 | ld-linux*) ;;
-        *) grep -qxF "$needed" <<<"$bundled" || { echo "$binary needs $needed, which is neither glibc's nor bundled" >&2 && exit 1; } ;;
-        esac
-    done < <(readelf -d "$binary" | sed -nE 's/.*\(NEEDED\).*\[(.*)\]/\1/p')
+# Everything that is not glibc's goes beside libflce, where its RUNPATH ($ORIGIN) finds it: oneTBB and fmt exist only as shared libraries, and they
+# bring the C++ runtime with them. One shared copy of that: a static one in libflce would be a second, and exceptions cross between them.
+is_glibc() { [[ $1 =~ ^(libc\.so\.6|libm\.so\.6|libdl\.so\.2|libpthread\.so\.0|librt\.so\.1|ld-linux.*)$ ]]; }
+needed_by() { readelf -d "$@" | sed -nE 's/.*\(NEEDED\).*\[(.*)\]/\1/p' | sort -u; }
+binaries() { find "$tree/bin" "$tree/lib" -type f \( -perm -u+x -o -name '*.so*' \); }
+while true; do
+    added=false
+    mapfile -t present < <(binaries)
+    while read -r name; do
+        if is_glibc "$name" || [[ -e $tree/lib/$name ]]; then continue; fi
+        path=$(ldd "${present[@]}" 2>/dev/null | sed -nE "s/^\s*${name//+/\\+} => (\/\S+).*/\1/p" | head -n1)
+        [[ $path ]] || { echo "the tree needs $name, which is not found here" >&2 && exit 1; }
+        cp -L "$path" "$tree/lib/$name" && strip --strip-unneeded "$tree/lib/$name" && added=true
+        echo "bundled $name ($(basename "$(readlink -f "$path")"))"
+    done < <(needed_by "${present[@]}")
+    $added || break
 done
+mapfile -t binaries < <(binaries)
 glibc=$(objdump -T "${binaries[@]}" 2>/dev/null | grep -oE 'GLIBC_[0-9]+\.[0-9.]+' | sort -Vu | tail -n1)
 glibc=${glibc#GLIBC_}
 if [[ $(printf '%s\n' "$glibc" "$max_glibc" | sort -V | tail -n1) != "$max_glibc" ]]; then
