@@ -38,6 +38,9 @@ struct ErrorModel {
     [[nodiscard]] double products(std::int64_t length) const {
         return expected ? rounding(kU32) * std::sqrt(0.5) : kU32 * (8 + 3 * std::sqrt(static_cast<double>(length)));
     }
+    /// Largest error of `length` terms added to an fp32 accumulator one after the other, relative to the sum of their sizes: terms may all
+    /// be alike (a smoothing term in a row with one label), so that their roundings are too.
+    [[nodiscard]] static double accumulating(std::int64_t length) { return kU32 * (8 + static_cast<double>(length)); }
     /// Error of an fp32 sum of `length` numbers of one sign, relative to the sum.
     [[nodiscard]] double sum(std::int64_t length) const {
         return expected ? 3 * rounding(kU32) : kU32 * (8 + 3 * std::sqrt(static_cast<double>(length)));
@@ -78,9 +81,10 @@ struct TokenSizes {
 struct LogitSizes {
     double z = 0;
     double p = 0;
-    double gain = 0;      ///< |∂z / ∂(h·w + b)|
-    double product = 0;   ///< ‖h‖·‖w‖ + |b|
-    double gradient = 0;  ///< |gradient with respect to h·w + b|
+    double gain = 0;            ///< |∂z / ∂(h·w + b)|
+    double product = 0;         ///< ‖h‖·‖w‖ + |b|
+    double logit_gradient = 0;  ///< |gradient with respect to z|
+    double gradient = 0;        ///< |gradient with respect to h·w + b|
     double class_weight = 1;
     bool is_label = false;
 };
@@ -110,9 +114,9 @@ struct LogitSizes {
     sum.add(2 * u * ((e.is_label ? t.hit : 0) + t.spread * e.class_weight) * e.gain);
     sum.add(e.gradient * 4 * u);
     sum.add(e.gradient * model.rounding(unit_roundoff(spec.dtype)));
-    if (spec.softcap > 0 && e.gain > 0) {  // 1 − tanh²: its own rounding, and the tanh's argument
+    if (spec.softcap > 0) {  // 1 − tanh²: tanh's two roundings twice, its argument's error, and never exact where it should be 0
         const double scale = std::fabs(spec.logit_scale);
-        sum.add(e.gradient * 4 * u * scale / e.gain);
+        sum.add(e.logit_gradient * 4 * kU32 * scale);
         sum.add(e.gradient * 2 * model.products(spec.hidden_size) * scale * e.product / spec.softcap);
     }
     if (spec.dtype == DType::fp16) sum.add((t.slope + t.hit) * 0x1p-38);  // below fp16's range once the largest is scaled to its top

@@ -131,7 +131,7 @@ private:
     void vocab_block(std::int64_t first, std::int64_t last);
     float logit_gradient(const Token& token, const Upstream& g, std::int64_t j, float z) const;
     void set_sizes(std::int64_t i, Token& token) const;
-    LogitSizes logit_sizes(const Token& token, std::int64_t j, float z, float gain, float gradient) const;
+    LogitSizes logit_sizes(const Token& token, std::int64_t j, float z, float gain, float logit_gradient) const;
     void round_gradients(float scale, float* values, std::int64_t count) const;
     float gradient_scale() const;
     void complete_tokens();
@@ -182,13 +182,14 @@ void Evaluation::set_sizes(std::int64_t i, Token& token) const {
     s.slope_z = std::fabs(g.entropy);
 }
 
-LogitSizes Evaluation::logit_sizes(const Token& token, std::int64_t j, float z, float gain, float gradient) const {
+LogitSizes Evaluation::logit_sizes(const Token& token, std::int64_t j, float z, float gain, float logit_gradient) const {
     LogitSizes e;
     e.z = z;
     e.p = std::exp(std::min(0.0, double((z - token.top) - token.log_sum)));
     e.gain = std::fabs(gain);
     e.product = token.sizes.hidden_norm * weight_norm_[j] + (layer_.bias != nullptr ? std::fabs(layer_.bias[j]) : 0);
-    e.gradient = std::fabs(gradient);
+    e.logit_gradient = std::fabs(logit_gradient);
+    e.gradient = e.logit_gradient * e.gain;
     e.class_weight = class_weight(j);
     e.is_label = j == token.label;
     return e;
@@ -280,17 +281,17 @@ void Evaluation::token_budgets(std::int64_t at, Token& token, const float* z, co
 // Gradients of the logits in place of the logits; the row's budget.
 void Evaluation::token_gradient(std::int64_t at, const Token& token, float* z, const float* gain) {
     const Upstream g = upstream(selection_.tokens[at]);
-    const double adding = kLargest.products(spec_.vocab_size);
+    const double adding = ErrorModel::accumulating(spec_.vocab_size);
     ErrorSum floor(kExpected), limit(kLargest);
     double common = 0;
     for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
-        const float gradient = logit_gradient(token, g, j, z[j]) * gain[j];
-        const LogitSizes e = logit_sizes(token, j, z[j], gain[j], gradient);
+        const float dz = logit_gradient(token, g, j, z[j]);
+        const LogitSizes e = logit_sizes(token, j, z[j], gain[j], dz);
         const double w = weight_norm_[j];
         floor.add(gradient_error(spec_, token.sizes, e, kExpected) * w);
         limit.add((gradient_error(spec_, token.sizes, e, kLargest) + adding * e.gradient) * w);
         common += e.p * e.gain * w;
-        z[j] = gradient;
+        z[j] = dz * gain[j];
     }
     // An error of lse moves all of a row's probabilities together, so it adds up instead of averaging out.
     floor.add(common * token.sizes.lse_error.floor * (token.sizes.slope + token.sizes.slope_z));
@@ -358,7 +359,7 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
     std::vector<float> z(static_cast<std::size_t>(n * count));
     std::vector<float> dz(static_cast<std::size_t>(count * n));
     multiply_transposed(layer_.hidden, weight.data(), z.data(), n, count, d, kSlice);
-    const double adding = kLargest.products(n);
+    const double adding = ErrorModel::accumulating(n);
     for (std::int64_t s = 0; s < count; ++s) {
         const std::int64_t j = selection_.vocab[first + s];
         ErrorSum floor(kExpected), limit(kLargest), bias_floor(kExpected), bias_limit(kLargest);
@@ -367,8 +368,8 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
             if (!token.valid) continue;
             float x = z[i * count + s];
             const float gain = transform(x, j);
-            const float gradient = logit_gradient(token, upstream(i), j, x) * gain;
-            dz[s * n + i] = gradient;
+            const float gradient = logit_gradient(token, upstream(i), j, x);
+            dz[s * n + i] = gradient * gain;
             const LogitSizes e = logit_sizes(token, j, x, gain, gradient);
             const double expected = gradient_error(spec_, token.sizes, e, kExpected);
             const double largest = gradient_error(spec_, token.sizes, e, kLargest) + adding * e.gradient;

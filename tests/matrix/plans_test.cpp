@@ -1,0 +1,87 @@
+// Every plan that the planner may choose, and on a CPU every narrower instruction set, at shapes that fill no tile.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "tests/support/kernel_run.hpp"
+#include "tests/support/option_sets.hpp"
+#include "tests/support/targets.hpp"
+
+namespace flce::test {
+namespace {
+
+using Parameters = std::tuple<Target, DType, WeightLayout>;
+
+class Plans : public testing::TestWithParam<Parameters> {
+protected:
+    void SetUp() override { FLCE_REQUIRE_TARGET(std::get<0>(GetParam())); }
+
+    static Spec spec(const OptionSet& options) { return make_spec(136, 1031, std::get<1>(GetParam()), std::get<2>(GetParam()), options); }
+    static void expect_good(const Spec& spec, const Plan& plan, std::int64_t num_tokens) {
+        const auto kernel = kernel_on(std::get<0>(GetParam()), spec, plan.text());
+        ASSERT_EQ(kernel->plan().text(), plan.text());
+        EXPECT_TRUE(run_and_judge(kernel, make_problem(spec, {.num_tokens = num_tokens, .seed = 31})));
+    }
+};
+
+TEST_P(Plans, EveryCandidate_WithinBounds) {
+    for (const OptionSet& options : {loss_options().front(), memory_options().back()}) {
+        const Spec s = spec(options);
+        const std::vector<Plan> plans = candidate_plans(s, device_of(std::get<0>(GetParam())));
+        ASSERT_FALSE(plans.empty());
+        const std::size_t most = kSanitized ? 2 : plans.size();
+        for (std::size_t i = 0; i < std::min(most, plans.size()); ++i) expect_good(s, plans[i], 139);
+    }
+}
+
+// Little scratch: many vocabulary chunks, and tokens walked in blocks.
+TEST_P(Plans, LittleScratch_WithinBounds) {
+    for (const OptionSet& options : {loss_options().front(), memory_options().back()}) {
+        const Spec s = spec(options);
+        const Device& device = device_of(std::get<0>(GetParam()));
+        std::int64_t bytes = kDefaultScratchBytes;
+        // The smallest power of two that is enough.
+        const auto plans_at = [&](std::int64_t scratch) {
+            try {
+                return candidate_plans(s, device, {.scratch_bytes = scratch});
+            } catch (const PlanError&) {
+                return std::vector<Plan>();
+            }
+        };
+        while (bytes > 4096 && !plans_at(bytes / 2).empty()) bytes /= 2;
+        const Plan plan = plans_at(bytes).front();
+        ASSERT_LT(bytes, kDefaultScratchBytes);
+        const std::int64_t n = kSanitized ? 700 : 3000;
+        expect_good(s, plan, n);
+        const auto kernel = kernel_on(std::get<0>(GetParam()), s, plan.text());
+        EXPECT_LE(kernel->workspace_bytes(n), static_cast<std::size_t>(bytes + 4 * n * s.hidden_size)) << plan.text();
+    }
+}
+
+TEST_P(Plans, NarrowerInstructionSets_WithinBounds) {
+    if (std::get<0>(GetParam()) != Target::cpu) GTEST_SKIP() << "only CPUs run another's code";
+    const Device& here = device_of(Target::cpu);
+    int tried = 0;
+    for (const char* name : {"x86-64", "x86-64-v3", "x86-64-v4"}) {
+        for (const OptionSet& options : {loss_options().front(), memory_options().back()}) {
+            const Spec s = spec(options);
+            const Plan plan = choose_plan(s, describe_device(name));
+            if (illegal_reason(s, here, plan)) continue;  // wider than this machine
+            ++tried;
+            for (std::int64_t n : {1, 139}) expect_good(s, plan, n);
+        }
+    }
+    EXPECT_GE(tried, 2);
+}
+
+std::string name_of(const testing::TestParamInfo<Parameters>& info) {
+    return std::string(to_string(std::get<1>(info.param))) + "_" + std::string(to_string(std::get<2>(info.param)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, Plans,
+                         testing::Combine(testing::Values(Target::cpu), testing::ValuesIn(kDtypes), testing::ValuesIn(kLayouts)), name_of);
+INSTANTIATE_TEST_SUITE_P(Gpu, Plans,
+                         testing::Combine(testing::Values(Target::gpu), testing::ValuesIn(kDtypes), testing::ValuesIn(kLayouts)), name_of);
+
+}  // namespace
+}  // namespace flce::test
