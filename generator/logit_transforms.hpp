@@ -11,20 +11,23 @@
 
 namespace flce {
 
-// A transform: y = apply(x, p), dy/dx = derivative(x, y, p), with `p` its parameters (parameter_count of them, in the order that
-// parameters() gives). E has +, −, ·, construction from float, and tanh(E) by argument-dependent lookup.
+/// A logit and its derivative with respect to hidden · weightᵀ + bias.
+template <class E>
+struct TransformedLogit {
+    E logit;
+    E derivative;
+};
+
+// A transform: evaluate(x, p) gives y and dy/dx, with `p` its parameters (parameter_count of them, in the order that parameters() gives).
+// E has +, −, ·, construction from float, and tanh(E) by argument-dependent lookup.
 
 struct ScaleTransform {
     static constexpr std::size_t parameter_count = 1;
     static bool active(const Spec& spec) { return spec.logit_scale != 1.0; }
     static std::vector<double> parameters(const Spec& spec) { return {spec.logit_scale}; }
     template <class E>
-    static E apply(const E& x, std::span<const E> p) {
-        return x * p[0];
-    }
-    template <class E>
-    static E derivative(const E&, const E&, std::span<const E> p) {
-        return p[0];
+    static TransformedLogit<E> evaluate(const E& x, std::span<const E> p) {
+        return {x * p[0], p[0]};
     }
 };
 
@@ -33,22 +36,12 @@ struct SoftcapTransform {
     static bool active(const Spec& spec) { return spec.softcap != 0.0; }
     static std::vector<double> parameters(const Spec& spec) { return {spec.softcap, 1.0 / spec.softcap}; }
     template <class E>
-    static E apply(const E& x, std::span<const E> p) {
+    static TransformedLogit<E> evaluate(const E& x, std::span<const E> p) {
         using std::tanh;
-        return p[0] * tanh(x * p[1]);
+        // The derivative comes from t, not from y: y · (1 / softcap) is not 1 where t is, and a saturated logit's gradient must be 0.
+        const E t = tanh(x * p[1]);
+        return {p[0] * t, E(1.0F) - t * t};
     }
-    template <class E>
-    static E derivative(const E&, const E& y, std::span<const E> p) {
-        const E t = y * p[1];  // tanh of the capped argument
-        return E(1.0F) - t * t;
-    }
-};
-
-/// A logit and its derivative with respect to hidden · weightᵀ + bias.
-template <class E>
-struct TransformedLogit {
-    E logit;
-    E derivative;
 };
 
 /// Values of every active transform's parameters, in the order in which transform_logit consumes them.
@@ -73,9 +66,8 @@ template <class E>
         if (!transform.active(spec)) return;
         const auto p = parameters.first(transform.parameter_count);
         parameters = parameters.subspan(transform.parameter_count);
-        const E y = transform.template apply<E>(result.logit, p);
-        const E dy = transform.template derivative<E>(result.logit, y, p);
-        result = {y, first ? dy : result.derivative * dy};
+        const TransformedLogit<E> next = transform.template evaluate<E>(result.logit, p);
+        result = {next.logit, first ? next.derivative : result.derivative * next.derivative};
         first = false;
     };
     step(ScaleTransform{});
