@@ -1,10 +1,10 @@
 // flce bench: time and memory of a kernel, and the floor (the bare GEMMs by the vendor's library) in the same run.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <optional>
-
-#include <fmt/format.h>
 
 #include "cli/command.hpp"
 #include "cli/gemm_floor.hpp"
@@ -58,7 +58,8 @@ Summary summarize(std::vector<double> samples) {
 /// The floor's own tensors, in its library's dtype.
 class Floor {
 public:
-    Floor(std::unique_ptr<GemmLibrary> library, const Spec& spec, DeviceRef device, std::int64_t num_tokens) : library_(std::move(library)) {
+    Floor(std::unique_ptr<GemmLibrary> library, const Spec& spec, DeviceRef device, std::int64_t num_tokens)
+        : library_(std::move(library)) {
         const bool cuda = device.kind == DeviceKind::cuda;
         // Unaligned rows of logits cost cuBLAS several times what the arithmetic does; nobody would run it on them.
         const std::int64_t vocab = cuda ? (spec.vocab_size + 63) / 64 * 64 : spec.vocab_size;
@@ -72,8 +73,16 @@ public:
         logits_ = make_tensor(device, result, {num_tokens, vocab});
         grad_hidden_ = make_tensor(device, result, {num_tokens, spec.hidden_size});
         grad_weight_ = make_tensor(device, result, weight_shape(own));
-        operands_ = {num_tokens, spec.hidden_size, vocab, vocab, spec.layout, inputs_.hidden.view.data, inputs_.weight.view.data,
-                     logits_.view.data, grad_hidden_.view.data, grad_weight_.view.data};
+        operands_ = {num_tokens,
+                     spec.hidden_size,
+                     vocab,
+                     vocab,
+                     spec.layout,
+                     inputs_.hidden.view.data,
+                     inputs_.weight.view.data,
+                     logits_.view.data,
+                     grad_hidden_.view.data,
+                     grad_weight_.view.data};
     }
     void forward() const { floor_forward(*library_, operands_); }
     void backward() const { floor_backward(*library_, operands_); }
@@ -100,7 +109,7 @@ class Bench {
 public:
     explicit Bench(const BenchOptions& options)
         : options_(options),
-          spec_(parse_spec(options.spec)),
+          spec_(read_spec(options.spec)),
           session_(options.session.options()),
           kernel_(session_.get_kernel(spec_, {.plan = options.plan})),
           device_(kernel_->device_ref()),
@@ -189,7 +198,8 @@ private:
             stop_if_interrupted();
             static_cast<void>(time_ms(subject));
             const double once = time_ms(subject);
-            if (once < kShortestSampleMs) subject.repetitions = static_cast<int>(std::min(1000.0, std::ceil(kShortestSampleMs / std::max(once, 1e-6))));
+            if (once < kShortestSampleMs)
+                subject.repetitions = static_cast<int>(std::min(1000.0, std::ceil(kShortestSampleMs / std::max(once, 1e-6))));
             round_ms += once * subject.repetitions;
         }
         const int affordable = static_cast<int>(options_.seconds * 1e3 / std::max(round_ms, 1e-3));
@@ -261,13 +271,15 @@ private:
 
     /// What the logits alone would take in the spec's dtype.
     [[nodiscard]] double logits_bytes() const {
-        return static_cast<double>(options_.num_tokens) * static_cast<double>(spec_.vocab_size) * static_cast<double>(element_bytes(spec_.dtype));
+        return static_cast<double>(options_.num_tokens) * static_cast<double>(spec_.vocab_size) *
+               static_cast<double>(element_bytes(spec_.dtype));
     }
 
     void report_text() const {
         fmt::print("{} on {}, {} tokens\n{}\n\n", spec_.text(), kernel_->device().name, options_.num_tokens, kernel_->plan().text());
         fmt::print("  {:<26} {:>11} {:>11} {:>8} {:>10} {:>9}\n", "", "median", "min", "spread", "TFLOP/s", "to floor");
-        const double gemm = 2e-9 * static_cast<double>(options_.num_tokens) * static_cast<double>(spec_.hidden_size) * static_cast<double>(spec_.vocab_size);
+        const double gemm = 2e-9 * static_cast<double>(options_.num_tokens) * static_cast<double>(spec_.hidden_size) *
+                            static_cast<double>(spec_.vocab_size);
         for (const Subject& subject : subjects_) {
             const Summary summary = summarize(subject.samples_ms);
             const bool both = subject.key.find("backward") != std::string::npos;
@@ -275,11 +287,14 @@ private:
             const Json to_floor = is_floor ? Json(nullptr) : ratio(subject.key.c_str(), ("floor_" + subject.key).c_str());
             fmt::print("  {:<26} {:>8.3f} ms {:>8.3f} ms {:>6.1f} % {:>10.3f} {:>9}\n",
                        fmt::format("{}{}", is_floor ? "floor, " : "", both ? "forward + backward" : "forward"), summary.median, summary.min,
-                       summary.spread * 100, (both ? 3 : 1) * gemm / summary.median * 1e-3, to_floor.is_null() ? "" : fmt::format("{:.2f}×", to_floor.get<double>()));
+                       summary.spread * 100, (both ? 3 : 1) * gemm / summary.median * 1e-3,
+                       to_floor.is_null() ? "" : fmt::format("{:.2f}×", to_floor.get<double>()));
         }
         fmt::print("\n  floor       {}{}\n", floor_ ? "the bare GEMMs by " : "none: ", floor_text());
-        fmt::print("  workspace   {} (the logits alone: {})\n", human_bytes(static_cast<double>(workspace_bytes_)), human_bytes(logits_bytes()));
-        fmt::print("  {} rounds, interleaved; {} set{} of buffers in turn\n", subjects_.front().samples_ms.size(), sets_.size(), sets_.size() == 1 ? "" : "s");
+        fmt::print("  workspace   {} (the logits alone: {})\n", human_bytes(static_cast<double>(workspace_bytes_)),
+                   human_bytes(logits_bytes()));
+        fmt::print("  {} rounds, interleaved; {} set{} of buffers in turn\n", subjects_.front().samples_ms.size(), sets_.size(),
+                   sets_.size() == 1 ? "" : "s");
     }
 
     const BenchOptions& options_;
@@ -301,16 +316,23 @@ private:
 void add_bench(CLI::App& app, Action& action) {
     auto options = std::make_shared<BenchOptions>();
     CLI::App* command = app.add_subcommand("bench", "Time, memory, and the floor (bare GEMMs) in the same run");
-    command->footer("\nThe floor is the forward GEMM, and the three GEMMs of forward and backward, by cuBLAS on a GPU and by a BLAS library on the CPU,\n"
-                    "where one is found. TFLOP/s count 2·N·D·V for forward and 6·N·D·V for both, whatever is recomputed.\n\n"
-                    "Examples:\n  flce bench --spec D=2048,V=151936,dtype=bf16 --num-tokens 4096\n"
-                    "  flce bench --spec D=2048,V=50257,dtype=fp32 --device cpu --rounds 5 --json");
+    command->footer(
+        "\nThe floor is the forward GEMM, and the three GEMMs of forward and backward, by cuBLAS on a GPU and by a BLAS library on the "
+        "CPU,\n"
+        "where one is found. TFLOP/s count 2·N·D·V for forward and 6·N·D·V for both, whatever is recomputed.\n\n"
+        "Examples:\n  flce bench --spec D=2048,V=151936,dtype=bf16 --num-tokens 4096\n"
+        "  flce bench --spec D=2048,V=50257,dtype=fp32 --device cpu --rounds 5 --json");
     command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
-    command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")->capture_default_str()->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
+    command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")
+        ->capture_default_str()
+        ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
     options->session.add_to(*command);
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
-    command->add_option("--rounds", options->rounds, "measured rounds (default: what --seconds allows, 5 to 50)")->check(CLI::Range(1, 100000));
-    command->add_option("--seconds", options->seconds, "time to spend measuring, about")->capture_default_str()->check(CLI::Range(0.0, 86400.0));
+    command->add_option("--rounds", options->rounds, "measured rounds (default: what --seconds allows, 5 to 50)")
+        ->check(CLI::Range(1, 100000));
+    command->add_option("--seconds", options->seconds, "time to spend measuring, about")
+        ->capture_default_str()
+        ->check(CLI::Range(0.0, 86400.0));
     command->add_flag("--no-floor", options->no_floor, "do not measure the floor");
     command->add_flag("--json", options->json, "one JSON object on stdout");
     command->callback([options, &action] { action = [options] { return Bench(*options).run(); }; });

@@ -1,11 +1,9 @@
 // flce check: every output and gradient of a kernel on random inputs, against fp64.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <mutex>
 #include <set>
-
-#include <fmt/format.h>
 
 #include "cli/command.hpp"
 #include "cli/interrupt.hpp"
@@ -13,7 +11,6 @@
 #include "cli/number_formats.hpp"
 #include "cli/parallel.hpp"
 #include "cli/reference.hpp"
-#include "runtime/error_bounds.hpp"
 
 namespace flce::cli {
 namespace {
@@ -29,31 +26,7 @@ struct CheckOptions {
     bool json = false;
 };
 
-struct Verdict {
-    double error = 0;
-    double yardstick = 0;  ///< error of the same computation in fp32 arithmetic with roundings to the dtype, as a framework does it
-    double bound = 0;
-    [[nodiscard]] bool passed() const { return error <= bound; }  // NaN does not pass
-};
 using Verdicts = std::vector<std::pair<std::string, Verdict>>;
-
-/// Error norms of a kernel's output and of the yardstick's.
-struct NormPair {
-    ErrorNorm kernel;
-    ErrorNorm yardstick;
-    std::size_t count = 0;
-
-    void add(double value, double yardstick_value, double reference) {
-        kernel.add(value, reference);
-        yardstick.add(yardstick_value, reference);
-        ++count;
-    }
-    void add(const NormPair& other) {
-        kernel.add(other.kernel);
-        yardstick.add(other.yardstick);
-        count += other.count;
-    }
-};
 
 /// Multiply-adds in fp64 that take some seconds on two cores; beyond them the reference is a sample.
 constexpr double kOperationBudget = 1e10;
@@ -70,7 +43,8 @@ std::vector<std::int64_t> spread(std::int64_t count, std::int64_t wanted) {
     std::vector<std::int64_t> indices;
     for (std::int64_t i = 0; i < wanted; ++i) {
         // (i + ½)·count/wanted without the product's overflow
-        indices.push_back(static_cast<std::int64_t>((static_cast<double>(i) + 0.5) * static_cast<double>(count) / static_cast<double>(wanted)));
+        indices.push_back(
+            static_cast<std::int64_t>((static_cast<double>(i) + 0.5) * static_cast<double>(count) / static_cast<double>(wanted)));
     }
     return indices;
 }
@@ -112,10 +86,11 @@ class Checker {
 public:
     explicit Checker(const CheckOptions& options)
         : options_(options),
-          spec_(parse_spec(options.spec)),
+          spec_(read_spec(options.spec)),
           reduction_(parse_reduction(options.reduction)),
           session_(options.session.options()),
-          kernel_(session_.get_kernel(spec_, {.plan = options.plan})) {}
+          kernel_(session_.get_kernel(spec_, {.plan = options.plan})),
+          judge_(spec_.dtype, kRandomLogitDeviation / std::abs(spec_.logit_scale) * std::sqrt(static_cast<double>(spec_.hidden_size))) {}
 
     int run() {
         const DeviceRef device = kernel_->device_ref();
@@ -163,24 +138,8 @@ private:
         if (spec_.z_loss != 0) token_z_loss_ = outputs.z_loss.to_host<float>();
     }
 
-    /// Expected error of one logit: an fp32 sum of hidden_size products of numbers whose product has a standard deviation of 2 in all
-    /// (docs/numerics.md; a rounding's root mean square is 0.4 units).
-    [[nodiscard]] double logit_error() const { return 0.4 * 0x1p-24 * std::sqrt(0.5) * 2 * std::sqrt(static_cast<double>(spec_.hidden_size)); }
-
-    /// Twice the yardstick's error, but no less than what one rounding of each intermediate costs, and no more than the caps of docs/numerics.md.
-    void add_output(const std::string& name, const NormPair& norms) {
-        const double size = std::sqrt(norms.kernel.reference2 / static_cast<double>(std::max<std::size_t>(norms.count, 1)));
-        const double floor = 8 * 0x1p-24 + (size > 0 ? 2 * logit_error() / size : 0);
-        add(name, norms, floor, output_error_cap(spec_.dtype));
-    }
-    void add_gradient(const std::string& name, const NormPair& norms) {
-        const double rounding = 0.4 * unit_roundoff(spec_.dtype);
-        add(name, norms, std::sqrt(2 * rounding * rounding + 4 * logit_error() * logit_error()) + 4 * 0x1p-24, gradient_error_cap(spec_.dtype));
-    }
-    void add(const std::string& name, const NormPair& norms, double floor, double cap) {
-        const double yardstick = norms.yardstick.relative();
-        verdicts_.emplace_back(name, Verdict{norms.kernel.relative(), yardstick, error_bound(yardstick, floor, cap)});
-    }
+    void add_output(const std::string& name, const NormPair& norms) { verdicts_.emplace_back(name, judge_.output(norms)); }
+    void add_gradient(const std::string& name, const NormPair& norms) { verdicts_.emplace_back(name, judge_.gradient(norms)); }
 
     void compare() {
         ReferenceProblem problem{.spec = spec_,
@@ -209,8 +168,9 @@ private:
         compare_grad_weight(reference, yardstick);
     }
 
-    void compare_tokens(const Reference& reference, const Yardstick& yardstick, const std::vector<float>& lse, const std::vector<float>& entropy) {
-        const auto compare_one = [&](const std::string& name, const std::vector<float>& values, double ReferenceToken::*field) {
+    void compare_tokens(const Reference& reference, const Yardstick& yardstick, const std::vector<float>& lse,
+                        const std::vector<float>& entropy) {
+        const auto compare_one = [&](const std::string& name, const std::vector<float>& values, double ReferenceToken::* field) {
             NormPair norms;
             for (std::size_t r = 0; r < reference.tokens().size(); ++r) {
                 norms.add(values[static_cast<std::size_t>(reference.tokens()[r])], yardstick.token(r).*field, reference.token(r).*field);
@@ -338,9 +298,10 @@ private:
 
     [[nodiscard]] std::string coverage_text() const {
         if (coverage_.complete) return "complete";
-        return fmt::format("sampled: {} of {} tokens (token_loss, lse, grad_hidden, …) and {} of {} vocabulary rows (grad_weight, grad_bias; with the "
-                           "kernel's lse for tokens outside the sample)",
-                           coverage_.tokens.size(), options_.num_tokens, coverage_.rows.size(), spec_.vocab_size);
+        return fmt::format(
+            "sampled: {} of {} tokens (token_loss, lse, grad_hidden, …) and {} of {} vocabulary rows (grad_weight, grad_bias; with the "
+            "kernel's lse for tokens outside the sample)",
+            coverage_.tokens.size(), options_.num_tokens, coverage_.rows.size(), spec_.vocab_size);
     }
 
     int report() const {
@@ -363,7 +324,8 @@ private:
                         {"reference", coverage_text()},
                         {"outputs", outputs}});
         } else {
-            fmt::print("{} on {}, {} tokens, against fp64 ({})\n\n", spec_.text(), kernel_->device().name, options_.num_tokens, coverage_text());
+            fmt::print("{} on {}, {} tokens, against fp64 ({})\n\n", spec_.text(), kernel_->device().name, options_.num_tokens,
+                       coverage_text());
             fmt::print("  {:<20} {:>12} {:>12} {:>12}\n", "output", "error", "framework's", "bound");
             for (const auto& [name, verdict] : verdicts_) {
                 fmt::print("  {:<20} {:>12.2e} {:>12.2e} {:>12.2e}  {}\n", name, verdict.error, verdict.yardstick, verdict.bound,
@@ -379,6 +341,7 @@ private:
     Reduction reduction_;
     Session session_;
     std::shared_ptr<const Kernel> kernel_;
+    Judge judge_;
     RandomLayer layer_;
     Coverage coverage_;
     LayerOutputs outputs_;
@@ -392,16 +355,23 @@ private:
 void add_check(CLI::App& app, Action& action) {
     auto options = std::make_shared<CheckOptions>();
     CLI::App* command = app.add_subcommand("check", "Every output and gradient on random inputs against an fp64 reference");
-    command->footer("\nExamples:\n  flce check --spec D=256,V=50257,dtype=bf16\n"
-                    "  flce check --spec D=64,V=1000,dtype=fp32,bias,softcap=30,outputs=loss+lse+entropy --num-tokens 300 --seed 7\n\n"
-                    "Exit code 1 when an output is further from fp64 than its bound (docs/numerics.md says where bounds come from).");
+    command->footer(
+        "\nExamples:\n  flce check --spec D=256,V=50257,dtype=bf16\n"
+        "  flce check --spec D=64,V=1000,dtype=fp32,bias,softcap=30,outputs=loss+lse+entropy --num-tokens 300 --seed 7\n\n"
+        "Exit code 1 when an output is further from fp64 than its bound (docs/numerics.md says where bounds come from).");
     command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
     options->session.add_to(*command);
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
-    command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")->capture_default_str()->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
+    command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")
+        ->capture_default_str()
+        ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
     command->add_option("--seed", options->seed, "of the random inputs")->capture_default_str();
-    command->add_option("--reduction", options->reduction, "none, sum or mean")->capture_default_str()->check(CLI::IsMember({"none", "sum", "mean"}));
-    command->add_option("--ignored", options->ignored, "fraction of the tokens that are ignored")->capture_default_str()->check(CLI::Range(0.0, 1.0));
+    command->add_option("--reduction", options->reduction, "none, sum or mean")
+        ->capture_default_str()
+        ->check(CLI::IsMember({"none", "sum", "mean"}));
+    command->add_option("--ignored", options->ignored, "fraction of the tokens that are ignored")
+        ->capture_default_str()
+        ->check(CLI::Range(0.0, 1.0));
     command->add_flag("--json", options->json, "one JSON object on stdout");
     command->callback([options, &action] { action = [options] { return Checker(*options).run(); }; });
 }

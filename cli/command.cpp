@@ -1,5 +1,7 @@
 #include "cli/command.hpp"
 
+#include <fmt/format.h>
+
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -7,8 +9,6 @@
 #include <limits>
 #include <new>
 #include <sstream>
-
-#include <fmt/format.h>
 
 #include "cli/interrupt.hpp"
 
@@ -54,7 +54,8 @@ int run_action(const Action& action) {
         fmt::print(stderr, "flce: error: {}\n", e.what());
         return exit_code(e.kind());
     } catch (const Error& e) {
-        return fail(exit_code(e.kind()), e.kind() == ErrorKind::internal ? fmt::format("internal error (please report it): {}", e.what()) : e.what());
+        return fail(exit_code(e.kind()),
+                    e.kind() == ErrorKind::internal ? fmt::format("internal error (please report it): {}", e.what()) : e.what());
     } catch (const std::bad_alloc&) {
         return fail(kEnvironment, "out of memory");
     } catch (const std::exception& e) {
@@ -93,6 +94,9 @@ int main(int argc, char** argv) {
     add_explain(app, action);
     add_prewarm(app, action);
     add_info(app, action);
+    if (argc > 1 && argv[1][0] != '-' && app.get_subcommand_no_throw(argv[1]) == nullptr) {
+        return fail(kUsage, fmt::format("\"{}\" is not a command (flce --help lists them)", argv[1]));
+    }
     try {
         app.parse(argc, argv);
     } catch (const CLI::Success& e) {
@@ -166,6 +170,14 @@ std::string human_seconds(double seconds) {
     return fmt::format("{:.2f} s", seconds);
 }
 
+Spec read_spec(const std::string& text) {
+    try {
+        return parse_spec(text);
+    } catch (const EnvironmentError& e) {
+        throw UsageError(e.what());
+    }
+}
+
 Reduction parse_reduction(std::string_view text) {
     if (text == "none") return Reduction::none;
     if (text == "sum") return Reduction::sum;
@@ -192,8 +204,6 @@ std::filesystem::path executable_path() {
     return error ? std::filesystem::path() : path;
 }
 
-std::string to_string(DeviceRef device) {
-    return device.kind == DeviceKind::cpu ? "cpu" : fmt::format("cuda:{}", device.index);
-}
+std::string to_string(DeviceRef device) { return device.kind == DeviceKind::cpu ? "cpu" : fmt::format("cuda:{}", device.index); }
 
 }  // namespace flce::cli

@@ -1,15 +1,14 @@
 // What every subcommand shares: exit codes, the way errors and results leave the program, and the options they have in common.
 #pragma once
 
+#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-
-#include <CLI/CLI.hpp>
-#include <nlohmann/json.hpp>
 
 #include "flce/flce.hpp"
 
@@ -64,6 +63,9 @@ void print_json(const Json& object);
 [[nodiscard]] std::string human_bytes(double bytes);
 /// "812 ns", "3.42 ms", "1.25 s".
 [[nodiscard]] std::string human_seconds(double seconds);
+
+/// parse_spec for --spec: a file that cannot be read is the user's mistake too. Throws SpecError, UsageError.
+[[nodiscard]] Spec read_spec(const std::string& text);
 
 [[nodiscard]] Reduction parse_reduction(std::string_view text);
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cli/layer.hpp"
+#include "cli/reference.hpp"
 #include "flce/flce.hpp"
 
 namespace flce::cli {
@@ -29,13 +30,14 @@ public:
     /// To be called whenever the embedding has changed.
     void embedding_changed();
 
-    /// ‖gradient − fp64‖ / ‖fp64‖ of dL/dhidden and dL/dweight of these tokens, and the error of the loss.
-    struct GradientErrors {
-        double loss = 0;
-        double grad_hidden = 0;
-        double grad_weight = 0;
+    /// Loss, dL/dhidden and dL/dweight of these tokens against fp64.
+    struct Check {
+        Verdict loss;
+        Verdict grad_hidden;
+        Verdict grad_weight;
+        [[nodiscard]] bool passed() const { return loss.passed() && grad_hidden.passed() && grad_weight.passed(); }
     };
-    GradientErrors check(std::span<const float> hidden, std::span<const std::int32_t> targets);
+    Check check(std::span<const float> hidden, std::span<const std::int32_t> targets);
 
     [[nodiscard]] std::size_t workspace_bytes() const { return workspace_bytes_; }
 

@@ -1,14 +1,14 @@
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <numeric>
-
-#include <fmt/format.h>
 
 #include "cli/command.hpp"
 #include "cli/demo.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/number_formats.hpp"
-#include "cli/reference.hpp"
 
 namespace flce::cli {
 namespace {
@@ -133,7 +133,7 @@ double OutputLayer::loss_and_gradients(std::span<const float> hidden, std::span<
     return read_loss();
 }
 
-OutputLayer::GradientErrors OutputLayer::check(std::span<const float> hidden, std::span<const std::int32_t> targets) {
+OutputLayer::Check OutputLayer::check(std::span<const float> hidden, std::span<const std::int32_t> targets) {
     const Spec& spec = kernel_->spec();
     std::vector<float> grad_hidden(hidden.size());
     std::fill(grad_embedding_.begin(), grad_embedding_.end(), 0.0F);
@@ -145,26 +145,39 @@ OutputLayer::GradientErrors OutputLayer::check(std::span<const float> hidden, st
     const std::vector<std::int64_t> wide_targets(targets.begin(), targets.end());
     std::vector<std::int64_t> tokens(targets.size());
     std::iota(tokens.begin(), tokens.end(), 0);
-    const Reference reference(
-        {.spec = spec, .num_tokens = n, .hidden = hidden_bytes.data(), .weight = weight_bytes.data(), .target = wide_targets}, tokens);
+    const ReferenceProblem problem{
+        .spec = spec, .num_tokens = n, .hidden = hidden_bytes.data(), .weight = weight_bytes.data(), .target = wide_targets};
+    const Reference reference(problem, tokens);
+    const Yardstick yardstick(problem, tokens);
 
-    ErrorNorm hidden_norm;
-    double expected_loss = 0;
     const auto d = static_cast<std::size_t>(spec.hidden_size);
+    double expected_loss = 0;
+    double other_loss = 0;
+    NormPair hidden_norms;
     for (std::size_t i = 0; i < tokens.size(); ++i) {
         expected_loss += reference.token(i).loss / reference.loss_divisor();
-        for (std::size_t k = 0; k < d; ++k) hidden_norm.add(grad_hidden[i * d + k], reference.grad_hidden(i)[k]);
+        other_loss += yardstick.token(i).loss / yardstick.loss_divisor();
+        for (std::size_t k = 0; k < d; ++k)
+            hidden_norms.add(grad_hidden[i * d + k], yardstick.grad_hidden(i)[k], reference.grad_hidden(i)[k]);
     }
-    ErrorNorm weight_norm;
+    NormPair loss_norms;
+    loss_norms.add(loss, static_cast<float>(other_loss), expected_loss);
+    NormPair weight_norms;
     std::vector<double> row(d);
+    std::vector<float> other_row(d);
     for (std::int64_t j = 0; j < spec.vocab_size; ++j) {
         stop_if_interrupted();
         static_cast<void>(reference.grad_weight_row(j, row));
-        for (std::size_t k = 0; k < d; ++k) weight_norm.add(grad_embedding_[static_cast<std::size_t>(j) * d + k], row[k]);
+        static_cast<void>(yardstick.grad_weight_row(j, other_row));
+        for (std::size_t k = 0; k < d; ++k) weight_norms.add(grad_embedding_[static_cast<std::size_t>(j) * d + k], other_row[k], row[k]);
     }
-    ErrorNorm loss_norm;
-    loss_norm.add(loss, expected_loss);
-    return {loss_norm.relative(), hidden_norm.relative(), weight_norm.relative()};
+    const auto norm = [](std::span<const float> values, std::int64_t rows) {
+        double sum = 0;
+        for (const float value : values) sum += static_cast<double>(value) * value;
+        return std::sqrt(sum / static_cast<double>(rows));
+    };
+    const Judge judge(spec.dtype, norm(hidden, n) * norm(embedding_, spec.vocab_size));
+    return {judge.output(loss_norms), judge.gradient(hidden_norms), judge.gradient(weight_norms)};
 }
 
 GetKernelTimes measure_get_kernel(const SessionOptions& options, const Spec& spec, double first_s, bool first_compiled) {

@@ -9,7 +9,7 @@
 namespace flce::cli {
 namespace {
 
-constexpr std::int64_t kRows = 4;      // of a register block
+constexpr std::int64_t kRows = 4;  // of a register block
 constexpr std::int64_t kColumns = 16;
 
 void fill(std::span<float> values, double deviation, std::uint64_t seed) {
@@ -54,7 +54,8 @@ std::vector<float> transposed(std::int64_t rows, std::int64_t columns, const flo
     for (std::int64_t i0 = 0; i0 < rows; i0 += kTile) {
         for (std::int64_t j0 = 0; j0 < columns; j0 += kTile) {
             for (std::int64_t i = i0; i < std::min(rows, i0 + kTile); ++i) {
-                for (std::int64_t j = j0; j < std::min(columns, j0 + kTile); ++j) to[static_cast<std::size_t>(j * rows + i)] = from[i * columns + j];
+                for (std::int64_t j = j0; j < std::min(columns, j0 + kTile); ++j)
+                    to[static_cast<std::size_t>(j * rows + i)] = from[i * columns + j];
             }
         }
     }
@@ -116,7 +117,8 @@ void ContextModel::backward(std::span<const float> grad_hidden, std::span<float>
     }
 }
 
-Optimizer::Optimizer(OptimizerKind kind, std::size_t count) : kind_(kind), first_(count), second_(kind == OptimizerKind::adamw ? count : 0) {}
+Optimizer::Optimizer(OptimizerKind kind, std::size_t count)
+    : kind_(kind), first_(count), second_(kind == OptimizerKind::adamw ? count : 0) {}
 
 void Optimizer::step(std::span<float> parameters, std::span<const float> gradients, double learning_rate) {
     ++steps_;

@@ -1,11 +1,11 @@
 #include "cli/demo_text.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <cctype>
 #include <unordered_map>
-
-#include <fmt/format.h>
 
 #include "cli/command.hpp"
 
@@ -15,7 +15,7 @@ namespace {
 namespace fs = std::filesystem;
 
 bool is_text_file(const fs::path& path) {
-    constexpr std::array<std::string_view, 14> kExtensions{".md",  ".txt", ".rst", ".hpp", ".cpp", ".h",   ".c",
+    constexpr std::array<std::string_view, 14> kExtensions{".md",  ".txt", ".rst", ".hpp", ".cpp",   ".h",   ".c",
                                                            ".cuh", ".cu",  ".py",  ".sh",  ".cmake", ".tex", ".csv"};
     return std::find(kExtensions.begin(), kExtensions.end(), path.extension().string()) != kExtensions.end();
 }
@@ -135,7 +135,8 @@ Vocabulary::Vocabulary(std::string_view text, std::size_t max_size) {
 }
 
 std::int32_t Vocabulary::find(std::string_view piece) const {
-    const auto found = std::lower_bound(sorted_.begin(), sorted_.end(), piece, [](const auto& entry, std::string_view p) { return entry.first < p; });
+    const auto found =
+        std::lower_bound(sorted_.begin(), sorted_.end(), piece, [](const auto& entry, std::string_view p) { return entry.first < p; });
     return found != sorted_.end() && found->first == piece ? found->second : -1;
 }
 

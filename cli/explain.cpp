@@ -58,7 +58,7 @@ Json to_json(const Point& point) {
 }
 
 int explain(const ExplainOptions& options) {
-    const Spec spec = parse_spec(options.spec);
+    const Spec spec = read_spec(options.spec);
     const Device device = resolve_device(options.device);
     PlanRequest request;
     if (!options.workspace.empty()) request.scratch_bytes = parse_bytes("--workspace", options.workspace);
@@ -75,20 +75,23 @@ int explain(const ExplainOptions& options) {
     if (options.json) {
         Json json{{"spec", spec.text()}, {"device", device.name}, {"num_tokens", options.num_tokens}};
         json.update(to_json(point));
-        json["logits_bytes"] = static_cast<double>(options.num_tokens) * static_cast<double>(spec.vocab_size) * static_cast<double>(element_bytes(spec.dtype));
+        json["logits_bytes"] =
+            static_cast<double>(options.num_tokens) * static_cast<double>(spec.vocab_size) * static_cast<double>(element_bytes(spec.dtype));
         json["curve"] = Json::array();
         for (const Point& p : curve) json["curve"].push_back(to_json(p));
         json["reasons"] = reasons;
         print_json(json);
         return kDone;
     }
-    fmt::print("spec        {}\ndevice      {}\nplan        {}\ntokens      {}\n", spec.text(), device.name, plan.text(), options.num_tokens);
+    fmt::print("spec        {}\ndevice      {}\nplan        {}\ntokens      {}\n", spec.text(), device.name, plan.text(),
+               options.num_tokens);
     fmt::print("workspace   at most {}\n", human_bytes(static_cast<double>(point.workspace_bytes)));
     fmt::print("operations  {:.3g}\n", point.forward.flops + point.backward.flops);
     fmt::print("expected    forward {}, forward + backward {}\n\nwhy\n", human_seconds(point.forward.seconds),
                human_seconds(point.forward.seconds + point.backward.seconds));
     for (const std::string& reason : reasons) fmt::print("  {}\n", reason);
-    fmt::print("\nwhat more or less workspace would do\n  {:>12}  {:>10}  {:>18}  {}\n", "workspace", "strategy", "forward + backward", "vocabulary chunk");
+    fmt::print("\nwhat more or less workspace would do\n  {:>12}  {:>10}  {:>18}  {}\n", "workspace", "strategy", "forward + backward",
+               "vocabulary chunk");
     for (const Point& p : curve) {
         fmt::print("  {:>12}  {:>10}  {:>18}  {}\n", human_bytes(static_cast<double>(p.workspace_bytes)), to_string(p.plan.strategy),
                    human_seconds(p.forward.seconds + p.backward.seconds), p.plan.vocab_chunk);
@@ -101,11 +104,15 @@ int explain(const ExplainOptions& options) {
 void add_explain(CLI::App& app, Action& action) {
     auto options = std::make_shared<ExplainOptions>();
     CLI::App* command = app.add_subcommand("explain", "The plan and why, bytes, operations, expected time; for a device here or elsewhere");
-    command->footer("\nExamples:\n  flce explain --spec D=2048,V=151936,dtype=bf16,tied\n"
-                    "  flce explain --spec D=4096,V=128256,dtype=bf16 --device \"NVIDIA H200\" --num-tokens 8192 --workspace 128M --json");
+    command->footer(
+        "\nExamples:\n  flce explain --spec D=2048,V=151936,dtype=bf16,tied\n"
+        "  flce explain --spec D=4096,V=128256,dtype=bf16 --device \"NVIDIA H200\" --num-tokens 8192 --workspace 128M --json");
     command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
-    command->add_option("--device", options->device, "cpu, cuda[:I], or a name: sm_80, sm_90a, h100, \"NVIDIA H200\", x86-64-v4, … (default: this machine's best)");
-    command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")->capture_default_str()->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 60));
+    command->add_option("--device", options->device,
+                        "cpu, cuda[:I], or a name: sm_80, sm_90a, h100, \"NVIDIA H200\", x86-64-v4, … (default: this machine's best)");
+    command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")
+        ->capture_default_str()
+        ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 60));
     command->add_option("--workspace", options->workspace, "most scratch bytes beyond the accumulator of grad_hidden, e.g. 64M");
     command->add_option("--plan", options->plan, "explain this plan instead of the planner's choice");
     command->add_flag("--json", options->json, "one JSON object on stdout");

@@ -1,13 +1,12 @@
 #include "cli/gemm_floor.hpp"
 
 #include <dlfcn.h>
+#include <fmt/format.h>
 
 #include <array>
 #include <cstdlib>
 #include <filesystem>
 #include <vector>
-
-#include <fmt/format.h>
 
 namespace flce::cli {
 namespace {
@@ -49,7 +48,9 @@ public:
         make_context_current(device);
         const Library library = Library::first_of(candidates());
         if (!library) {
-            *why = "no libcublas.so.13 or .12 in the loader's path, the CUDA toolkit or a Python environment (CUDA_PATH and VIRTUAL_ENV are looked at)";
+            *why =
+                "no libcublas.so.13 or .12 in the loader's path, the CUDA toolkit or a Python environment (CUDA_PATH and VIRTUAL_ENV are "
+                "looked at)";
             return nullptr;
         }
         std::unique_ptr<CublasLibrary> result(new CublasLibrary(dtype));
@@ -74,28 +75,32 @@ public:
 
     std::string description() const override {
         return fmt::format("{}, {}", description_,
-                           dtype_ == ScalarType::fp32 ? "fp32 (pedantic)" : dtype_ == ScalarType::bf16 ? "bf16, fp32 accumulation" : "fp16, fp32 accumulation");
+                           dtype_ == ScalarType::fp32   ? "fp32 (pedantic)"
+                           : dtype_ == ScalarType::bf16 ? "bf16, fp32 accumulation"
+                                                        : "fp16, fp32 accumulation");
     }
     ScalarType dtype() const override { return dtype_; }
-    void gemm(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, const void* a, std::int64_t lda, const void* b,
-              std::int64_t ldb, void* c, std::int64_t ldc) const override {
+    void gemm(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, const void* a, std::int64_t lda,
+              const void* b, std::int64_t ldb, void* c, std::int64_t ldc) const override {
         const float one = 1;
         const float zero = 0;
         const int type = dtype_ == ScalarType::fp32 ? kCudaR32F : dtype_ == ScalarType::bf16 ? kCudaR16BF : kCudaR16F;
         const int compute = dtype_ == ScalarType::fp32 ? kCompute32FPedantic : kCompute32F;
         const auto narrow = [](std::int64_t value) { return static_cast<int>(value); };
         constexpr int kDefaultAlgorithm = -1;
-        const int status = gemm_(handle_, transpose_a ? 1 : 0, transpose_b ? 1 : 0, narrow(m), narrow(n), narrow(k), &one, a, type, narrow(lda), b,
-                                 type, narrow(ldb), &zero, c, type, narrow(ldc), compute, kDefaultAlgorithm);
+        const int status = gemm_(handle_, transpose_a ? 1 : 0, transpose_b ? 1 : 0, narrow(m), narrow(n), narrow(k), &one, a, type,
+                                 narrow(lda), b, type, narrow(ldb), &zero, c, type, narrow(ldc), compute, kDefaultAlgorithm);
         if (status != 0) throw DeviceError(fmt::format("cublasGemmEx failed with status {}", status), "cublasGemmEx", status);
     }
 
 private:
-    using Gemm = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int, const void*, void*, int, int,
-                         int, int);
+    using Gemm = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int, const void*, void*, int,
+                         int, int, int);
 
     explicit CublasLibrary(DType dtype)
-        : dtype_(dtype == DType::fp32 ? ScalarType::fp32 : dtype == DType::bf16 ? ScalarType::bf16 : ScalarType::fp16) {}
+        : dtype_(dtype == DType::fp32   ? ScalarType::fp32
+                 : dtype == DType::bf16 ? ScalarType::bf16
+                                        : ScalarType::fp16) {}
 
     /// cuBLAS works in the calling thread's current context; the kernels' memory is in the device's primary one.
     static void make_context_current(DeviceRef device) {
@@ -108,7 +113,8 @@ private:
         const auto set_current = driver.symbol<SetCurrent>("cuCtxSetCurrent");
         int handle = 0;
         void* context = nullptr;
-        if (get != nullptr && retain != nullptr && set_current != nullptr && get(&handle, device.index) == 0 && retain(&context, handle) == 0) {
+        if (get != nullptr && retain != nullptr && set_current != nullptr && get(&handle, device.index) == 0 &&
+            retain(&context, handle) == 0) {
             set_current(context);
         }
     }
@@ -165,8 +171,8 @@ constexpr int kTranspose = 112;
 class CpuBlas final : public GemmLibrary {
 public:
     static std::unique_ptr<GemmLibrary> load(DType dtype, int threads, std::string* why) {
-        const Library library = Library::first_of({"libmkl_rt.so.2", "libmkl_rt.so", "libopenblas.so.0", "libopenblas.so", "libblis.so.4",
-                                                   "libcblas.so.3", "libblas.so.3"});
+        const Library library = Library::first_of(
+            {"libmkl_rt.so.2", "libmkl_rt.so", "libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libcblas.so.3", "libblas.so.3"});
         const auto sgemm = library.symbol<Sgemm>("cblas_sgemm");
         if (sgemm == nullptr) {
             *why = "no CPU BLAS found (libmkl_rt, libopenblas, libblis or libblas with cblas_sgemm)";
@@ -184,19 +190,21 @@ public:
         return result;
     }
 
-    std::string description() const override { return fmt::format("{}, {}", name_, bf16_gemm_ != nullptr ? "bf16 inputs, fp32 results" : "fp32"); }
+    std::string description() const override {
+        return fmt::format("{}, {}", name_, bf16_gemm_ != nullptr ? "bf16 inputs, fp32 results" : "fp32");
+    }
     ScalarType dtype() const override { return bf16_gemm_ != nullptr ? ScalarType::bf16 : ScalarType::fp32; }
-    void gemm(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, const void* a, std::int64_t lda, const void* b,
-              std::int64_t ldb, void* c, std::int64_t ldc) const override {
+    void gemm(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, const void* a, std::int64_t lda,
+              const void* b, std::int64_t ldb, void* c, std::int64_t ldc) const override {
         const auto op = [](bool transpose) { return transpose ? kTranspose : kNoTranspose; };
         const auto narrow = [](std::int64_t value) { return static_cast<int>(value); };
         if (bf16_gemm_ != nullptr) {
-            bf16_gemm_(kColumnMajor, op(transpose_a), op(transpose_b), narrow(m), narrow(n), narrow(k), 1.0F, a, narrow(lda), b, narrow(ldb), 0.0F,
-                       static_cast<float*>(c), narrow(ldc));
+            bf16_gemm_(kColumnMajor, op(transpose_a), op(transpose_b), narrow(m), narrow(n), narrow(k), 1.0F, a, narrow(lda), b,
+                       narrow(ldb), 0.0F, static_cast<float*>(c), narrow(ldc));
             return;
         }
-        sgemm_(kColumnMajor, op(transpose_a), op(transpose_b), narrow(m), narrow(n), narrow(k), 1.0F, static_cast<const float*>(a), narrow(lda),
-               static_cast<const float*>(b), narrow(ldb), 0.0F, static_cast<float*>(c), narrow(ldc));
+        sgemm_(kColumnMajor, op(transpose_a), op(transpose_b), narrow(m), narrow(n), narrow(k), 1.0F, static_cast<const float*>(a),
+               narrow(lda), static_cast<const float*>(b), narrow(ldb), 0.0F, static_cast<float*>(c), narrow(ldc));
     }
 
 private:
@@ -220,14 +228,14 @@ std::unique_ptr<GemmLibrary> load_gemm_library(DeviceRef device, DType dtype, in
 
 void floor_forward(const GemmLibrary& library, const FloorOperands& o) {
     const bool vocab_major = o.layout == WeightLayout::vocab_major;
-    library.gemm(vocab_major, false, o.vocab_size, o.num_tokens, o.hidden_size, o.weight, vocab_major ? o.hidden_size : o.weight_stride, o.hidden,
-                 o.hidden_size, o.logits, o.vocab_size);
+    library.gemm(vocab_major, false, o.vocab_size, o.num_tokens, o.hidden_size, o.weight, vocab_major ? o.hidden_size : o.weight_stride,
+                 o.hidden, o.hidden_size, o.logits, o.vocab_size);
 }
 
 void floor_backward(const GemmLibrary& library, const FloorOperands& o) {
     const bool vocab_major = o.layout == WeightLayout::vocab_major;
-    library.gemm(!vocab_major, false, o.hidden_size, o.num_tokens, o.vocab_size, o.weight, vocab_major ? o.hidden_size : o.weight_stride, o.logits,
-                 o.vocab_size, o.grad_hidden, o.hidden_size);
+    library.gemm(!vocab_major, false, o.hidden_size, o.num_tokens, o.vocab_size, o.weight, vocab_major ? o.hidden_size : o.weight_stride,
+                 o.logits, o.vocab_size, o.grad_hidden, o.hidden_size);
     if (vocab_major) {
         library.gemm(false, true, o.hidden_size, o.vocab_size, o.num_tokens, o.hidden, o.hidden_size, o.logits, o.vocab_size, o.grad_weight,
                      o.hidden_size);

@@ -34,7 +34,7 @@ protected:
 struct FloorOperands {
     std::int64_t num_tokens = 0;
     std::int64_t hidden_size = 0;
-    std::int64_t vocab_size = 0;  ///< rows that the GEMMs run over
+    std::int64_t vocab_size = 0;     ///< rows that the GEMMs run over
     std::int64_t weight_stride = 0;  ///< padded vocabulary of the weight in memory
     WeightLayout layout = WeightLayout::vocab_major;
     const void* hidden = nullptr;

@@ -1,10 +1,9 @@
 // flce info: what this machine offers and how flce is set up on it.
 #include <dlfcn.h>
+#include <fmt/format.h>
 
 #include <cstdlib>
 #include <optional>
-
-#include <fmt/format.h>
 
 #include "cli/command.hpp"
 #include "runtime/cuda/nvrtc.hpp"
@@ -80,13 +79,25 @@ void report_json(const Info& info) {
     Json devices = Json::array();
     for (std::size_t i = 0; i < info.gpus.size(); ++i) {
         const GpuProperties& gpu = info.gpus[i].gpu;
-        devices.push_back({{"device", fmt::format("cuda:{}", i)}, {"name", info.gpus[i].name}, {"arch", gpu.arch}, {"sm_count", gpu.sm_count},
-                           {"l2_bytes", gpu.l2_bytes}, {"memory_bytes", gpu.memory_bytes}});
+        devices.push_back({{"device", fmt::format("cuda:{}", i)},
+                           {"name", info.gpus[i].name},
+                           {"arch", gpu.arch},
+                           {"sm_count", gpu.sm_count},
+                           {"l2_bytes", gpu.l2_bytes},
+                           {"memory_bytes", gpu.memory_bytes}});
     }
     const CpuProperties& cpu = info.cpu.cpu;
-    devices.push_back({{"device", "cpu"}, {"name", info.cpu.name}, {"llvm_cpu", cpu.cpu}, {"vector_bits", cpu.vector_bits}, {"fma", cpu.fma},
-                       {"bf16_dot", cpu.bf16_dot}, {"cores", cpu.cores}, {"l1d_bytes", cpu.l1d_bytes}, {"l2_bytes", cpu.l2_bytes},
-                       {"l3_bytes", cpu.l3_bytes}, {"features", cpu.features}});
+    devices.push_back({{"device", "cpu"},
+                       {"name", info.cpu.name},
+                       {"llvm_cpu", cpu.cpu},
+                       {"vector_bits", cpu.vector_bits},
+                       {"fma", cpu.fma},
+                       {"bf16_dot", cpu.bf16_dot},
+                       {"cores", cpu.cores},
+                       {"l1d_bytes", cpu.l1d_bytes},
+                       {"l2_bytes", cpu.l2_bytes},
+                       {"l3_bytes", cpu.l3_bytes},
+                       {"features", cpu.features}});
     Json nvrtc{{"found", info.nvrtc.library != nullptr}};
     if (info.nvrtc.library) {
         const auto [major, minor] = info.nvrtc.library->version();
@@ -108,10 +119,11 @@ void report_json(const Info& info) {
                 {"why_no_gpu", info.gpus.empty() ? Json(info.why_no_gpu) : Json(nullptr)},
                 {"nvrtc", nvrtc},
                 {"llvm", llvm_version()},
-                {"cache", {{"layers", info.disk_cache ? Json{"memory", "disk"} : Json{"memory"}},
-                           {"disk_dir", info.disk_cache ? Json(info.cache_dir.string()) : Json(nullptr)},
-                           {"disk_files", info.disk.files},
-                           {"disk_bytes", info.disk.bytes}}},
+                {"cache",
+                 {{"layers", info.disk_cache ? Json{"memory", "disk"} : Json{"memory"}},
+                  {"disk_dir", info.disk_cache ? Json(info.cache_dir.string()) : Json(nullptr)},
+                  {"disk_files", info.disk.files},
+                  {"disk_bytes", info.disk.bytes}}},
                 {"environment", environment}});
 }
 
@@ -128,7 +140,8 @@ void report_text(const Info& info) {
                cpu.cores == 1 ? "" : "s", cpu.vector_bits, cpu.fma ? ", FMA" : "", cpu.bf16_dot ? ", bf16 dot products" : "",
                human_bytes(static_cast<double>(cpu.l1d_bytes)), human_bytes(static_cast<double>(cpu.l2_bytes)),
                human_bytes(static_cast<double>(cpu.l3_bytes)));
-    fmt::print("CUDA driver   {}\n", info.driver ? fmt::format("serves CUDA {}.{}", *info.driver / 1000, *info.driver % 1000 / 10) : "none");
+    fmt::print("CUDA driver   {}\n",
+               info.driver ? fmt::format("serves CUDA {}.{}", *info.driver / 1000, *info.driver % 1000 / 10) : "none");
     if (info.nvrtc.library) {
         const auto [major, minor] = info.nvrtc.library->version();
         fmt::print("NVRTC         {}.{}, {}\n", major, minor, info.nvrtc.library->path().string());
@@ -139,8 +152,8 @@ void report_text(const Info& info) {
     fmt::print("LLVM          {}\n", llvm_version());
     fmt::print("cache         memory, of each process\n");
     fmt::print("              disk, {}\n", info.disk_cache ? fmt::format("{}: {} files, {}", info.cache_dir.string(), info.disk.files,
-                                                                        human_bytes(static_cast<double>(info.disk.bytes)))
-                                                          : std::string("switched off"));
+                                                                         human_bytes(static_cast<double>(info.disk.bytes)))
+                                                           : std::string("switched off"));
     fmt::print("\nenvironment variables\n");
     for (const EnvironmentVariable& variable : environment_variables()) {
         fmt::print("  {:<20} {:<22} {}\n", variable.name, variable.value ? *variable.value : "(not set)", variable.meaning);

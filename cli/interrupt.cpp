@@ -12,7 +12,7 @@ extern "C" void on_signal(int) { g_interrupted = 1; }
 }  // namespace
 
 void handle_interrupts() {
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_handler = on_signal;
     action.sa_flags = SA_RESETHAND;  // the second one has its default meaning
     sigemptyset(&action.sa_mask);

@@ -160,7 +160,6 @@ void fill_random(std::byte* to, DType dtype, std::size_t count, double deviation
 }
 
 RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const RandomOptions& options) {
-    constexpr double kLogitDeviation = 2.0;
     RandomLayer layer;
     layer.num_tokens = num_tokens;
     const auto n = static_cast<std::size_t>(num_tokens);
@@ -171,7 +170,7 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
     fill_random(layer.hidden.data(), spec.dtype, hidden_count, 1.0, seed + 1);
     layer.weight.resize(weight_count * element_bytes(spec.dtype));
     const double scale = std::abs(spec.logit_scale) * std::sqrt(static_cast<double>(spec.hidden_size));
-    fill_random(layer.weight.data(), spec.dtype, weight_count, kLogitDeviation / scale, seed + 2);
+    fill_random(layer.weight.data(), spec.dtype, weight_count, kRandomLogitDeviation / scale, seed + 2);
     if (spec.bias) {
         layer.bias.resize(static_cast<std::size_t>(spec.vocab_size) * element_bytes(spec.dtype));
         fill_random(layer.bias.data(), spec.dtype, static_cast<std::size_t>(spec.vocab_size), 0.5 / std::abs(spec.logit_scale), seed + 3);
@@ -184,7 +183,8 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
     for (std::size_t i = 0; i < n; ++i) {
         const std::uint64_t bits = hash(hash(seed + 5) + i);
         const bool ignored = static_cast<double>(bits >> 40) < options.ignored * 0x1p24;
-        layer.target[i] = ignored ? options.ignore_index : static_cast<std::int64_t>(hash(bits) % static_cast<std::uint64_t>(spec.vocab_size));
+        layer.target[i] =
+            ignored ? options.ignore_index : static_cast<std::int64_t>(hash(bits) % static_cast<std::uint64_t>(spec.vocab_size));
     }
     if (options.upstream) {
         // Of the size that the loss's own gradient has, so that every term is seen in the result.

@@ -70,7 +70,10 @@ private:
 /// Index of the first row whose label is neither ignore_index nor in [0, V), as forward reported it; −1 where all are fine.
 [[nodiscard]] std::int64_t first_invalid_label(const LayerOutputs& outputs);
 
-/// Random tensors on the host: logits of standard deviation about 2 (before a softcap), some rows ignored where that is asked for.
+/// Standard deviation of random logits, before a softcap.
+inline constexpr double kRandomLogitDeviation = 2.0;
+
+/// Random tensors on the host: logits of that deviation, some rows ignored where that is asked for.
 struct RandomLayer {
     std::int64_t num_tokens = 0;
     std::vector<std::byte> hidden, weight, bias;  ///< spec dtype
@@ -82,8 +85,8 @@ struct RandomLayer {
 struct RandomOptions {
     std::uint64_t seed = 0;
     std::int64_t ignore_index = -100;
-    double ignored = 0.0;     ///< fraction of the rows
-    bool upstream = false;    ///< gradients for every output that the spec offers, and for each token's loss with reduction none
+    double ignored = 0.0;   ///< fraction of the rows
+    bool upstream = false;  ///< gradients for every output that the spec offers, and for each token's loss with reduction none
     Reduction reduction = Reduction::mean;
 };
 

@@ -1,11 +1,10 @@
 #include "cli/progress.hpp"
 
+#include <fmt/format.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
-
-#include <fmt/format.h>
 
 namespace flce::cli {
 namespace {
@@ -17,7 +16,6 @@ int terminal_columns(std::FILE* stream) {
     if (::ioctl(::fileno(stream), TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
     return 80;
 }
-
 
 std::string clipped(std::string_view text, std::size_t width) {
     std::size_t seen = 0;

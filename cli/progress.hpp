@@ -16,9 +16,9 @@ class Progress {
 public:
     struct Options {
         std::FILE* stream = stderr;
-        int terminal = -1;  ///< 1 or 0 overrides what the stream says
+        int terminal = -1;                      ///< 1 or 0 overrides what the stream says
         std::chrono::milliseconds redraw{100};  ///< between redraws of the bar
-        int lines = 10;     ///< plain lines over the whole work, the last included
+        int lines = 10;                         ///< plain lines over the whole work, the last included
     };
     Progress(std::string title, std::int64_t total) : Progress(std::move(title), total, Options{}) {}
     Progress(std::string title, std::int64_t total, Options options);

@@ -9,6 +9,7 @@
 #include "cli/interrupt.hpp"
 #include "cli/number_formats.hpp"
 #include "cli/parallel.hpp"
+#include "runtime/error_bounds.hpp"
 
 namespace flce::cli {
 namespace {
@@ -62,6 +63,24 @@ float rounded_mantissa(float value, DType dtype) {
     return std::bit_cast<float>((bits + half) >> dropped << dropped);
 }
 
+Judge::Judge(DType dtype, double product_norm)
+    // A rounding's root mean square is 0.4 units; partial sums are √½ of the whole on average.
+    : dtype_(dtype), logit_error_(0.4 * unit_roundoff(DType::fp32) * std::sqrt(0.5) * product_norm) {}
+
+Verdict Judge::output(const NormPair& norms) const {
+    const double size = std::sqrt(norms.kernel.reference2 / static_cast<double>(std::max<std::size_t>(norms.count, 1)));
+    const double floor = 8 * unit_roundoff(DType::fp32) + (size > 0 ? 2 * logit_error_ / size : 0);
+    const double yardstick = norms.yardstick.relative();
+    return {norms.kernel.relative(), yardstick, error_bound(yardstick, floor, output_error_cap(dtype_))};
+}
+
+Verdict Judge::gradient(const NormPair& norms) const {
+    const double rounding = 0.4 * unit_roundoff(dtype_);  // of the logits' gradient, and of the result
+    const double floor = std::sqrt(2 * rounding * rounding + 4 * logit_error_ * logit_error_) + 4 * unit_roundoff(DType::fp32);
+    const double yardstick = norms.yardstick.relative();
+    return {norms.kernel.relative(), yardstick, error_bound(yardstick, floor, gradient_error_cap(dtype_))};
+}
+
 double ErrorNorm::relative() const {
     if (std::isnan(difference2)) return difference2;
     if (difference2 == 0) return 0;
@@ -70,7 +89,8 @@ double ErrorNorm::relative() const {
 }
 
 template <class Real>
-BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vector<std::int64_t> tokens) : problem_(problem), tokens_(std::move(tokens)) {
+BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vector<std::int64_t> tokens)
+    : problem_(problem), tokens_(std::move(tokens)) {
     const Spec& spec = problem_.spec;
     const auto n = static_cast<std::size_t>(problem_.num_tokens);
     const auto d = static_cast<std::size_t>(spec.hidden_size);
@@ -203,7 +223,8 @@ void BasicReference<Real>::compute_tokens(std::size_t begin, std::size_t end) {
         for (std::size_t r = begin; r < end; ++r) {
             const Real* hidden = hidden_.data() + tokens_[r] * d;
             for (std::int64_t j = j0; j < j1; ++j) {
-                logits[(r - begin) * row_length + static_cast<std::size_t>(j)] = logit(dot<Real>(hidden, weight.data() + (j - j0) * d, d), j);
+                logits[(r - begin) * row_length + static_cast<std::size_t>(j)] =
+                    logit(dot<Real>(hidden, weight.data() + (j - j0) * d, d), j);
             }
         }
     }
@@ -260,7 +281,8 @@ void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, c
         }
     }
     const auto first = grad_hidden_.begin() + static_cast<std::ptrdiff_t>(begin) * d;
-    std::transform(first, first + static_cast<std::ptrdiff_t>(end - begin) * d, first, [&](Real value) { return rounded(value, problem_.spec.dtype); });
+    std::transform(first, first + static_cast<std::ptrdiff_t>(end - begin) * d, first,
+                   [&](Real value) { return rounded(value, problem_.spec.dtype); });
 }
 
 template <class Real>
@@ -289,7 +311,9 @@ Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out
 template <class Real>
 double BasicReference<Real>::operations(const Spec& spec, std::int64_t num_tokens, std::int64_t tokens, std::int64_t rows) {
     const auto d = static_cast<double>(spec.hidden_size);
-    return 2 * d * (static_cast<double>(tokens) * static_cast<double>(spec.vocab_size) + static_cast<double>(num_tokens) * static_cast<double>(rows));
+    return 2 * d *
+           (static_cast<double>(tokens) * static_cast<double>(spec.vocab_size) +
+            static_cast<double>(num_tokens) * static_cast<double>(rows));
 }
 
 template class BasicReference<double>;

@@ -27,7 +27,7 @@ struct ReferenceProblem {
 
 /// Per-token results of one token.
 struct ReferenceToken {
-    double loss = 0;    ///< z_loss included, not divided by anything
+    double loss = 0;  ///< z_loss included, not divided by anything
     double z_loss = 0;
     double lse = 0;
     double logprob = 0;
@@ -82,8 +82,8 @@ private:
     double loss_divisor_ = 1;
     double z_loss_divisor_ = 1;
     std::vector<ReferenceToken> results_;
-    std::vector<Real> grad_hidden_;       // [tokens, D]
-    std::vector<Real> lse_, entropy_;     // [N]
+    std::vector<Real> grad_hidden_;    // [tokens, D]
+    std::vector<Real> lse_, entropy_;  // [N]
 };
 
 using Reference = BasicReference<double>;
@@ -104,6 +104,45 @@ struct ErrorNorm {
     }
     /// ‖value − reference‖ / ‖reference‖; 0 where both are 0, infinity where only the reference is, NaN stays NaN.
     [[nodiscard]] double relative() const;
+};
+
+/// Error norms of a kernel's output and of the yardstick's.
+struct NormPair {
+    ErrorNorm kernel;
+    ErrorNorm yardstick;
+    std::size_t count = 0;
+
+    void add(double value, double yardstick_value, double reference) {
+        kernel.add(value, reference);
+        yardstick.add(yardstick_value, reference);
+        ++count;
+    }
+    void add(const NormPair& other) {
+        kernel.add(other.kernel);
+        yardstick.add(other.yardstick);
+        count += other.count;
+    }
+};
+
+struct Verdict {
+    double error = 0;
+    double yardstick = 0;  ///< error of the same computation by a framework's arithmetic
+    double bound = 0;
+    [[nodiscard]] bool passed() const { return error <= bound; }  // NaN does not pass
+};
+
+/// Judges outputs by docs/numerics.md: twice the yardstick's error, but no less than what one rounding of each intermediate costs, and no more
+/// than the document's caps.
+class Judge {
+public:
+    /// `product_norm`: ‖hidden row‖ · ‖weight row‖, typically; it decides how exact an fp32 sum of hidden_size products can be.
+    Judge(DType dtype, double product_norm);
+    [[nodiscard]] Verdict output(const NormPair& norms) const;
+    [[nodiscard]] Verdict gradient(const NormPair& norms) const;
+
+private:
+    DType dtype_;
+    double logit_error_;
 };
 
 /// `value` with its mantissa rounded to that of `dtype`, to nearest even; its exponent is not limited (kernels and frameworks scale).

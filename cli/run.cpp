@@ -1,9 +1,9 @@
 // flce run: loss and gradients of real tensors from safetensors files.
+#include <fmt/format.h>
+
 #include <cmath>
 #include <cstring>
 #include <limits>
-
-#include <fmt/format.h>
 
 #include "cli/command.hpp"
 #include "cli/interrupt.hpp"
@@ -107,7 +107,8 @@ private:
     [[noreturn]] static void fail(const std::string& name, const SafetensorsSet::Found& found, const std::string& rule) {
         throw UsageError(fmt::format("{}: tensor \"{}\" is {}; it {}", found.file, name, describe(*found.entry), rule));
     }
-    static void check(const std::string& name, const SafetensorsSet::Found& found, ScalarType dtype, const std::vector<std::int64_t>& shape) {
+    static void check(const std::string& name, const SafetensorsSet::Found& found, ScalarType dtype,
+                      const std::vector<std::int64_t>& shape) {
         if (found.entry->dtype != safetensors_name(dtype) || found.entry->shape != shape) {
             fail(name, found, fmt::format("must be {} [{}] for this spec", safetensors_name(dtype), fmt::join(shape, ", ")));
         }
@@ -137,7 +138,8 @@ void write_outputs(const std::filesystem::path& path, const LayerOutputs& output
         const std::byte* data = static_cast<const std::byte*>(tensor.view.data);
         if (tensor.view.device.kind != DeviceKind::cpu) data = storage.emplace_back(tensor.to_host<std::byte>()).data();
         const auto& shape = tensor.view.shape;
-        tensors.push_back({name, safetensors_name(tensor.view.dtype), {shape.begin(), shape.begin() + tensor.view.ndim}, {data, tensor.bytes()}});
+        tensors.push_back(
+            {name, safetensors_name(tensor.view.dtype), {shape.begin(), shape.begin() + tensor.view.ndim}, {data, tensor.bytes()}});
     };
     add("loss", outputs.loss);
     add("z_loss", outputs.z_loss);
@@ -183,7 +185,7 @@ void report(const RunOptions& options, const Kernel& kernel, std::int64_t num_to
 }
 
 int run(const RunOptions& options) {
-    const Spec spec = parse_spec(options.spec);
+    const Spec spec = read_spec(options.spec);
     const Reduction reduction = parse_reduction(options.reduction);
     const InputReader reader(options.inputs, spec);
     const auto labels = reader.labels(options.ignore_index);
@@ -215,15 +217,19 @@ int run(const RunOptions& options) {
 void add_run(CLI::App& app, Action& action) {
     auto options = std::make_shared<RunOptions>();
     CLI::App* command = app.add_subcommand("run", "Loss and gradients of real tensors (safetensors)");
-    command->footer("\nReads hidden [N, D], weight ([V, D], or [D, V] with layout=hidden_major), target [N] (I32 or I64) and, where the spec says so,\n"
-                    "bias [V] and class_weight [V] (F32); with grad_weight_mode=accumulate also grad_weight and grad_bias to add to (else they start at 0).\n"
-                    "Writes loss, lse, grad_hidden, grad_weight and what else the spec asks for.\n\n"
-                    "Examples:\n  flce run --spec D=2048,V=151936,dtype=bf16 --input step.safetensors --out grads.safetensors\n"
-                    "  flce run --spec @layer.json --input model.safetensors --input batch.safetensors --reduction sum --json");
+    command->footer(
+        "\nReads hidden [N, D], weight ([V, D], or [D, V] with layout=hidden_major), target [N] (I32 or I64) and, where the spec says so,\n"
+        "bias [V] and class_weight [V] (F32); with grad_weight_mode=accumulate also grad_weight and grad_bias to add to (else they start "
+        "at 0).\n"
+        "Writes loss, lse, grad_hidden, grad_weight and what else the spec asks for.\n\n"
+        "Examples:\n  flce run --spec D=2048,V=151936,dtype=bf16 --input step.safetensors --out grads.safetensors\n"
+        "  flce run --spec @layer.json --input model.safetensors --input batch.safetensors --reduction sum --json");
     command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
     command->add_option("--input,-i", options->inputs, "safetensors file; may be given several times")->required();
     command->add_option("--out,-o", options->out, "safetensors file for loss and gradients");
-    command->add_option("--reduction", options->reduction, "none, sum or mean")->capture_default_str()->check(CLI::IsMember({"none", "sum", "mean"}));
+    command->add_option("--reduction", options->reduction, "none, sum or mean")
+        ->capture_default_str()
+        ->check(CLI::IsMember({"none", "sum", "mean"}));
     command->add_option("--ignore-index", options->ignore_index, "label of tokens that do not count")->capture_default_str();
     options->session.add_to(*command);
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");

@@ -1,6 +1,7 @@
 #include "cli/safetensors.hpp"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,8 +12,6 @@
 #include <cerrno>
 #include <cstring>
 #include <set>
-
-#include <fmt/format.h>
 
 namespace flce::cli {
 namespace {
@@ -120,7 +119,8 @@ private:
         entry.end = offsets[1].get<std::uint64_t>();
         if (entry.begin > entry.end) bad(fmt::format("data_offsets [{}, {}] end before they begin", entry.begin, entry.end));
         if (entry.end > data_bytes) {
-            bad(fmt::format("data_offsets [{}, {}] reach past the {} data bytes of the file (truncated?)", entry.begin, entry.end, data_bytes));
+            bad(fmt::format("data_offsets [{}, {}] reach past the {} data bytes of the file (truncated?)", entry.begin, entry.end,
+                            data_bytes));
         }
         check_size(entry, bad);
         return entry;
@@ -231,7 +231,7 @@ std::vector<TensorEntry> parse_safetensors_header(std::span<const std::byte> hea
 SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) : path_(path) {
     const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (fd < 0) throw UsageError(fmt::format("{}: cannot be opened: {}", path.string(), std::strerror(errno)));
-    struct stat status {};
+    struct stat status{};
     const bool regular = ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
     bytes_ = regular ? static_cast<std::size_t>(status.st_size) : 0;
     void* address = bytes_ > 0 ? ::mmap(nullptr, bytes_, PROT_READ, MAP_PRIVATE, fd, 0) : MAP_FAILED;

@@ -70,9 +70,16 @@ TEST(Flce_BadSpec, ExitsWith2NamingTheField) {
     const struct {
         const char* spec;
         const char* reason;
-    } cases[] = {{"D=16", "V"},          {"V=50", "D"},         {"D=12,V=50", "8"},       {"D=16,V=1", "V"},
-                 {"D=-8,V=50", "D"},     {"D=16,V=50,x=1", "x"}, {"D=16,V=50,dtype=int8", "dtype"},
-                 {"D=16,D=16,V=50", "D"}, {"D=16,V=50,label_smoothing=2", "label_smoothing"}, {"", "D"}};
+    } cases[] = {{"D=16", "V"},
+                 {"V=50", "D"},
+                 {"D=12,V=50", "8"},
+                 {"D=16,V=1", "V"},
+                 {"D=-8,V=50", "D"},
+                 {"D=16,V=50,x=1", "x"},
+                 {"D=16,V=50,dtype=int8", "dtype"},
+                 {"D=16,D=16,V=50", "D"},
+                 {"D=16,V=50,label_smoothing=2", "label_smoothing"},
+                 {"", "D"}};
     for (const char* command : {"check", "bench", "explain"}) {
         for (const auto& c : cases) expect_refused({command, "--spec", c.spec}, 2, c.reason);
     }
@@ -105,12 +112,14 @@ TEST(FlceExplain_ItsOwnPlan, CanBeReplayed) {
 }
 
 TEST(FlceCheck_EveryOption, PassesAndReportsEachOutput) {
-    const auto json = expect_json({"check", "--device", "cpu", "--json", "--spec",
-                                   "D=64,V=301,padded_vocab_size=320,dtype=fp32,bias,logit_scale=0.7,softcap=10,label_smoothing=0.1,z_loss=0.001,class_weight,"
-                                   "outputs=loss+lse+logprob+entropy"});
+    const auto json = expect_json(
+        {"check", "--device", "cpu", "--json", "--spec",
+         "D=64,V=301,padded_vocab_size=320,dtype=fp32,bias,logit_scale=0.7,softcap=10,label_smoothing=0.1,z_loss=0.001,class_weight,"
+         "outputs=loss+lse+logprob+entropy"});
     expect_keys(json, {"passed", "outputs", "device", "plan"});
     EXPECT_EQ(json["passed"], true);
-    for (const char* output : {"loss", "z_loss", "lse", "logprob", "entropy", "grad_hidden", "grad_weight", "grad_bias", "grad_weight_padding"}) {
+    for (const char* output :
+         {"loss", "z_loss", "lse", "logprob", "entropy", "grad_hidden", "grad_weight", "grad_bias", "grad_weight_padding"}) {
         ASSERT_TRUE(json["outputs"].contains(output)) << output;
         EXPECT_LE(json["outputs"][output]["error"].get<double>(), json["outputs"][output]["bound"].get<double>()) << output;
     }
@@ -149,9 +158,10 @@ TEST(FlceCheck_Text, PrintsATable) {
 }
 
 TEST(FlceBench_Json, HasEveryKey) {
-    const auto json = expect_json({"bench", "--device", "cpu", "--spec", "D=64,V=1000,dtype=fp32", "--num-tokens", "64", "--rounds", "5", "--json"});
-    expect_keys(json, {"device", "plan", "forward_ms", "forward_backward_ms", "floor_forward_ms", "floor_forward_backward_ms", "workspace_bytes",
-                       "forward_ms_min", "forward_ms_spread"});
+    const auto json =
+        expect_json({"bench", "--device", "cpu", "--spec", "D=64,V=1000,dtype=fp32", "--num-tokens", "64", "--rounds", "5", "--json"});
+    expect_keys(json, {"device", "plan", "forward_ms", "forward_backward_ms", "floor_forward_ms", "floor_forward_backward_ms",
+                       "workspace_bytes", "forward_ms_min", "forward_ms_spread"});
     EXPECT_GT(json["forward_ms"].get<double>(), 0);
     EXPECT_GT(json["forward_backward_ms"].get<double>(), json["forward_ms"].get<double>());
     EXPECT_LE(json["forward_ms_min"].get<double>(), json["forward_ms"].get<double>());
@@ -178,7 +188,8 @@ TEST(FlceInfo_WithoutNvrtc, SaysWhy) {
 
 TEST(FlcePrewarm_ForThisCpu, CompilesOnceThenHits) {
     const TemporaryFolder cache;
-    const std::vector<std::string> command{"prewarm", "--spec", kSmall, "--spec", "D=8,V=9,dtype=fp32", "--device", "cpu", "--cache-dir", cache.path().string(), "--json"};
+    const std::vector<std::string> command{
+        "prewarm", "--spec", kSmall, "--spec", "D=8,V=9,dtype=fp32", "--device", "cpu", "--cache-dir", cache.path().string(), "--json"};
     const auto first = expect_json(command);
     expect_keys(first, {"compiled", "hits", "failed", "pack"});
     EXPECT_GE(first["compiled"].get<int>(), 1);
@@ -190,7 +201,8 @@ TEST(FlcePrewarm_ForThisCpu, CompilesOnceThenHits) {
 
 TEST(FlcePrewarm_HfConfig, IsRead) {
     const TemporaryFolder folder;
-    std::ofstream(folder / "config.json") << R"({"hidden_size": 16, "vocab_size": 50, "torch_dtype": "float32", "tie_word_embeddings": true})";
+    std::ofstream(folder / "config.json")
+        << R"({"hidden_size": 16, "vocab_size": 50, "torch_dtype": "float32", "tie_word_embeddings": true})";
     const auto json = expect_json({"prewarm", "--hf-config", folder / "config.json", "--device", "cpu", "--json"});
     EXPECT_THAT(json["items"][0]["spec"].get<std::string>(), AllOf(HasSubstr("V=50"), HasSubstr("tied")));
     std::ofstream(folder / "bad.json") << R"({"hidden_size": 16})";
@@ -198,16 +210,17 @@ TEST(FlcePrewarm_HfConfig, IsRead) {
 }
 
 TEST(FlcePrewarm_WithoutNvrtc, FailsWithEnvironment) {
-    const ProcessResult result =
-        run_flce({"prewarm", "--spec", kSmall, "--device", "sm_80", "--json"}, {.environment = {{"FLCE_NVRTC", "/nonexistent/libnvrtc.so"}}});
+    const ProcessResult result = run_flce({"prewarm", "--spec", kSmall, "--device", "sm_80", "--json"},
+                                          {.environment = {{"FLCE_NVRTC", "/nonexistent/libnvrtc.so"}}});
     EXPECT_EQ(result.exit_code, 3) << result.err;
     EXPECT_EQ(result.json()["failed"], 1);
     EXPECT_THAT(result.err, HasSubstr("flce: error: "));
 }
 
 TEST(Flce_Interrupted, EndsCleanly) {
-    const ProcessResult result = run_flce({"bench", "--device", "cpu", "--spec", "D=64,V=1000,dtype=fp32", "--num-tokens", "64", "--rounds", "100000"},
-                                          {.interrupt_after_ms = 3000});
+    const ProcessResult result =
+        run_flce({"bench", "--device", "cpu", "--spec", "D=64,V=1000,dtype=fp32", "--num-tokens", "64", "--rounds", "100000"},
+                 {.interrupt_after_ms = 3000});
     EXPECT_EQ(result.exit_code, 130) << result.err;
     EXPECT_EQ(result.out, "");
     EXPECT_THAT(result.err, HasSubstr("flce: error: interrupted"));

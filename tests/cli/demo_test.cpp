@@ -27,8 +27,9 @@ std::string small_text() {
 
 std::vector<std::string> demo_command(const TemporaryFolder& folder, const std::vector<std::string>& more = {}, const char* steps = "30") {
     std::ofstream(folder / "text.txt") << small_text();
-    std::vector<std::string> command{"demo", "--device", "cpu", "--text", folder / "text.txt", "--steps", steps, "-N", "128", "--hidden-size", "32",
-                                     "--no-architectures", "--cache-dir", folder / "cache", "--json"};
+    std::vector<std::string> command{"demo",  "--device", "cpu",           "--text", folder / "text.txt",  "--steps",     steps,
+                                     "-N",    "128",      "--hidden-size", "32",     "--no-architectures", "--cache-dir", folder / "cache",
+                                     "--json"};
     command.insert(command.end(), more.begin(), more.end());
     return command;
 }
@@ -38,8 +39,8 @@ TEST(FlceDemo_TwoRuns, LearnAndTheSecondCompilesNothing) {
     const ProcessResult first = run_flce(demo_command(folder));
     ASSERT_EQ(first.exit_code, 0) << first.err;
     const auto json = first.json();
-    for (const char* key : {"device", "steps", "first_loss", "last_loss", "held_out_loss", "gradient_error", "kernels_compiled", "get_kernel_cold_s",
-                            "get_kernel_disk_s", "get_kernel_hot_s"}) {
+    for (const char* key : {"device", "steps", "first_loss", "last_loss", "held_out_loss", "gradient_error", "kernels_compiled",
+                            "get_kernel_cold_s", "get_kernel_disk_s", "get_kernel_hot_s"}) {
         EXPECT_TRUE(json.contains(key)) << key;
     }
     EXPECT_EQ(json["steps"], 30);
@@ -60,7 +61,8 @@ TEST(FlceDemo_TwoRuns, LearnAndTheSecondCompilesNothing) {
 }
 
 TEST(FlceDemo_OtherDtypesAndSgd, LearnToo) {
-    for (const std::vector<std::string>& more : {std::vector<std::string>{"--dtype", "bf16"}, {"--dtype", "fp16"}, {"--optimizer", "sgd"}}) {
+    for (const std::vector<std::string>& more :
+         {std::vector<std::string>{"--dtype", "bf16"}, {"--dtype", "fp16"}, {"--optimizer", "sgd"}}) {
         const TemporaryFolder folder;
         const ProcessResult result = run_flce(demo_command(folder, more));
         ASSERT_EQ(result.exit_code, 0) << more.back() << result.err;
@@ -83,7 +85,8 @@ TEST(FlceDemo_WithoutNvrtc, SaysWhyNothingIsCompiledForGpus) {
     const ProcessResult result = run_flce(command, {.environment = {{"FLCE_NVRTC", "/nonexistent/libnvrtc.so"}}});
     ASSERT_EQ(result.exit_code, 0) << result.err;
     ASSERT_EQ(result.json()["architectures"].size(), 4U);
-    for (const auto& architecture : result.json()["architectures"]) EXPECT_THAT(architecture["error"].get<std::string>(), HasSubstr("/nonexistent"));
+    for (const auto& architecture : result.json()["architectures"])
+        EXPECT_THAT(architecture["error"].get<std::string>(), HasSubstr("/nonexistent"));
 }
 
 TEST(FlceDemo_Interrupted, EndsCleanly) {

@@ -28,7 +28,8 @@ std::string progress_output(bool terminal, int steps, int lines) {
     std::size_t size = 0;
     std::FILE* stream = ::open_memstream(&data, &size);
     {
-        Progress progress("work", steps, {.stream = stream, .terminal = terminal ? 1 : 0, .redraw = std::chrono::milliseconds(0), .lines = lines});
+        Progress progress("work", steps,
+                          {.stream = stream, .terminal = terminal ? 1 : 0, .redraw = std::chrono::milliseconds(0), .lines = lines});
         for (int i = 1; i <= steps; ++i) progress.update(i, "note");
         progress.finish();
     }
@@ -72,7 +73,8 @@ TEST(ParseBytes_Suffixes, AreBinary) {
     EXPECT_EQ(parse_bytes("--x", "64M"), 64 << 20);
     EXPECT_EQ(parse_bytes("--x", "1.5KiB"), 1536);
     EXPECT_EQ(parse_bytes("--x", "2gB"), std::int64_t{2} << 30);
-    for (const char* bad : {"", "x", "-1", "1X", "1MM", "nan", "inf", "1e30", "64 M"}) EXPECT_THROW(parse_bytes("--x", bad), UsageError) << bad;
+    for (const char* bad : {"", "x", "-1", "1X", "1MM", "nan", "inf", "1e30", "64 M"})
+        EXPECT_THROW(static_cast<void>(parse_bytes("--x", bad)), UsageError) << bad;
 }
 
 TEST(NumberFormats_EveryPattern, RoundTrips) {
@@ -120,14 +122,14 @@ TEST(SplitWords_Text, LosesNothing) {
 }
 
 TEST(Vocabulary_AnyTextOfItsBytes, IsEncodedWithoutLoss) {
-    const std::string text = "the cat the dog the end cat.";
+    const std::string text = "a the cat the dog the end cat.";
     const Vocabulary vocabulary(text, 1000);
     EXPECT_THAT(vocabulary.piece(0), " the");
-    const std::string other = "eh the god tac";
+    const std::string other = "eh the god tac.";
     std::string decoded;
     for (const auto token : vocabulary.encode(other)) decoded += vocabulary.piece(token);
     EXPECT_EQ(decoded, other);
-    EXPECT_LE(Vocabulary(text, 14).size(), 14);
+    EXPECT_LE(Vocabulary(text, 15).size(), 15);
 }
 
 TEST(ReadCorpus_Folder, SkipsBuildTreesAndOtherFiles) {
@@ -155,7 +157,8 @@ TEST(Multiply_RaggedShapes, MatchesTheDefinition) {
         for (std::int64_t i = 0; i < m; ++i) {
             for (std::int64_t j = 0; j < n; ++j) {
                 double sum = 0;
-                for (std::int64_t p = 0; p < k; ++p) sum += static_cast<double>(a[static_cast<std::size_t>(i * k + p)]) * bt[static_cast<std::size_t>(j * k + p)];
+                for (std::int64_t p = 0; p < k; ++p)
+                    sum += static_cast<double>(a[static_cast<std::size_t>(i * k + p)]) * bt[static_cast<std::size_t>(j * k + p)];
                 EXPECT_NEAR(c[static_cast<std::size_t>(i * n + j)], sum, 1e-4);
             }
         }
@@ -193,12 +196,20 @@ TEST(ContextModel_Gradients, MatchCentralDifferences) {
 }
 
 TEST(Reference_Gradients, MatchCentralDifferencesOfItsOwnLoss) {
-    const Spec spec = parse_spec("D=8,V=5,dtype=fp32,bias,logit_scale=1.5,softcap=3,label_smoothing=0.1,z_loss=0.01,class_weight,outputs=loss+lse+logprob+entropy");
+    const Spec spec = parse_spec(
+        "D=8,V=5,dtype=fp32,bias,logit_scale=1.5,softcap=3,label_smoothing=0.1,z_loss=0.01,class_weight,outputs=loss+lse+logprob+entropy");
     RandomLayer layer = make_random_layer(spec, 6, {.seed = 4, .upstream = true});
     layer.target = {0, 4, -100, 2, 3, 1};
-    const ReferenceProblem problem{.spec = spec, .num_tokens = 6, .hidden = layer.hidden.data(), .weight = layer.weight.data(), .bias = layer.bias.data(),
-                                   .class_weight = layer.class_weight, .target = layer.target, .grad_lse = layer.grad_lse,
-                                   .grad_logprob = layer.grad_logprob, .grad_entropy = layer.grad_entropy};
+    const ReferenceProblem problem{.spec = spec,
+                                   .num_tokens = 6,
+                                   .hidden = layer.hidden.data(),
+                                   .weight = layer.weight.data(),
+                                   .bias = layer.bias.data(),
+                                   .class_weight = layer.class_weight,
+                                   .target = layer.target,
+                                   .grad_lse = layer.grad_lse,
+                                   .grad_logprob = layer.grad_logprob,
+                                   .grad_entropy = layer.grad_entropy};
     const std::vector<std::int64_t> tokens{0, 1, 2, 3, 4, 5};
     const auto objective = [&] {
         const Reference reference(problem, tokens);

@@ -38,13 +38,14 @@ public:
             {"target", wide_target ? "I64" : "I32", {num_tokens}, target},
         };
         if (spec_.bias) tensors.push_back({"bias", dtype_name(spec_.dtype), {spec_.vocab_size}, data_.bias});
-        if (spec_.class_weight) tensors.push_back({"class_weight", "F32", {spec_.vocab_size}, std::as_bytes(std::span(data_.class_weight))});
+        if (spec_.class_weight)
+            tensors.push_back({"class_weight", "F32", {spec_.vocab_size}, std::as_bytes(std::span(data_.class_weight))});
         cli::write_safetensors(folder_ / "in", tensors);
     }
 
     ProcessResult run(const std::vector<std::string>& more = {}) const {
-        std::vector<std::string> arguments{"run", "--device", "cpu", "--spec", spec_.text(), "--ignore-index", "-7", "--json", "--input", folder_ / "in",
-                                           "--out", folder_ / "out"};
+        std::vector<std::string> arguments{"run", "--device", "cpu",     "--spec",       spec_.text(), "--ignore-index",
+                                           "-7",  "--json",   "--input", folder_ / "in", "--out",      folder_ / "out"};
         arguments.insert(arguments.end(), more.begin(), more.end());
         return run_flce(arguments);
     }
@@ -52,8 +53,14 @@ public:
     cli::Reference reference() const {
         std::vector<std::int64_t> tokens(static_cast<std::size_t>(num_tokens_));
         std::iota(tokens.begin(), tokens.end(), 0);
-        return cli::Reference({.spec = spec_, .num_tokens = num_tokens_, .hidden = data_.hidden.data(), .weight = data_.weight.data(),
-                               .bias = data_.bias.data(), .class_weight = data_.class_weight, .target = data_.target, .ignore_index = -7,
+        return cli::Reference({.spec = spec_,
+                               .num_tokens = num_tokens_,
+                               .hidden = data_.hidden.data(),
+                               .weight = data_.weight.data(),
+                               .bias = data_.bias.data(),
+                               .class_weight = data_.class_weight,
+                               .target = data_.target,
+                               .ignore_index = -7,
                                .reduction = reduction_},
                               tokens);
     }
@@ -154,14 +161,15 @@ TEST(FlceRun_SeveralFiles, AreOneSet) {
         cli::write_safetensors(layer.folder_ / name, {{name, found.entry->dtype, found.entry->shape, found.bytes}});
         return layer.folder_ / name;
     };
-    const ProcessResult result = run_flce({"run", "--device", "cpu", "--spec", layer.spec_.text(), "--ignore-index", "-7", "--json", "--input", part("hidden"),
-                                           "--input", part("weight"), "--input", part("target")});
+    const ProcessResult result = run_flce({"run", "--device", "cpu", "--spec", layer.spec_.text(), "--ignore-index", "-7", "--json",
+                                           "--input", part("hidden"), "--input", part("weight"), "--input", part("target")});
     ASSERT_EQ(result.exit_code, 0) << result.err;
     EXPECT_EQ(result.json()["loss"], layer.run().json()["loss"]);
     const ProcessResult missing = run_flce({"run", "--device", "cpu", "--spec", layer.spec_.text(), "--input", layer.folder_ / "hidden"});
     EXPECT_EQ(missing.exit_code, 2);
     EXPECT_THAT(missing.err, HasSubstr("\"weight\" is missing"));
-    const ProcessResult twice = run_flce({"run", "--spec", layer.spec_.text(), "--input", layer.folder_ / "in", "--input", layer.folder_ / "hidden"});
+    const ProcessResult twice =
+        run_flce({"run", "--spec", layer.spec_.text(), "--input", layer.folder_ / "in", "--input", layer.folder_ / "hidden"});
     EXPECT_EQ(twice.exit_code, 2);
     EXPECT_THAT(twice.err, HasSubstr("\"hidden\" is in"));
 }
@@ -174,8 +182,8 @@ TEST(FlceRun_Accumulate, AddsToTheGivenGradient) {
     std::iota(initial.begin(), initial.end(), 0.0F);
     cli::write_safetensors(plain.folder_ / "initial", {{"grad_weight", "F32", {99, 32}, std::as_bytes(std::span(initial))}});
     const ProcessResult result =
-        run_flce({"run", "--device", "cpu", "--spec", "D=32,V=99,dtype=fp32,tied", "--ignore-index", "-7", "--input", plain.folder_ / "in", "--input",
-                  plain.folder_ / "initial", "--out", plain.folder_ / "out"});
+        run_flce({"run", "--device", "cpu", "--spec", "D=32,V=99,dtype=fp32,tied", "--ignore-index", "-7", "--input", plain.folder_ / "in",
+                  "--input", plain.folder_ / "initial", "--out", plain.folder_ / "out"});
     ASSERT_EQ(result.exit_code, 0) << result.err;
     const auto accumulated = plain.output("grad_weight");
     for (std::size_t i = 0; i < gradient.size(); ++i) EXPECT_NEAR(accumulated[i], initial[i] + gradient[i], 1e-3);
@@ -186,9 +194,9 @@ TEST(FlceRun_LabelOutOfRange, IsReportedAndNothingWritten) {
         Layer layer("D=32,V=99,dtype=fp32", 20, true);
         layer.data_.target[13] = bad;
         layer.data_.target[17] = bad;
-        cli::write_safetensors(layer.folder_ / "in",
-                               {{"hidden", "F32", {20, 32}, layer.data_.hidden}, {"weight", "F32", {99, 32}, layer.data_.weight},
-                                {"target", "I64", {20}, std::as_bytes(std::span(layer.data_.target))}});
+        cli::write_safetensors(layer.folder_ / "in", {{"hidden", "F32", {20, 32}, layer.data_.hidden},
+                                                      {"weight", "F32", {99, 32}, layer.data_.weight},
+                                                      {"target", "I64", {20}, std::as_bytes(std::span(layer.data_.target))}});
         const ProcessResult result = layer.run();
         EXPECT_EQ(result.exit_code, 2);
         EXPECT_THAT(result.err, AllOf(StartsWith("flce: error: target[13] is " + std::to_string(bad)), HasSubstr("[0, 99)")));
@@ -248,8 +256,8 @@ TEST(FlceRun_NoTokens, GivesZeroGradients) {
 
 TEST(FlceRun_UnwritableOutput, ExitsWith3) {
     const Layer layer("D=32,V=99,dtype=fp32", 5, true);
-    const ProcessResult result = run_flce({"run", "--device", "cpu", "--spec", layer.spec_.text(), "--ignore-index", "-7", "--input", layer.folder_ / "in", "--out",
-                                           "/nonexistent/folder/out"});
+    const ProcessResult result = run_flce({"run", "--device", "cpu", "--spec", layer.spec_.text(), "--ignore-index", "-7", "--input",
+                                           layer.folder_ / "in", "--out", "/nonexistent/folder/out"});
     EXPECT_EQ(result.exit_code, 3);
     EXPECT_THAT(result.err, HasSubstr("/nonexistent/folder/out"));
 }

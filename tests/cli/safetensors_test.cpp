@@ -12,9 +12,9 @@
 namespace flce::cli {
 namespace {
 
+using test::TemporaryFolder;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using test::TemporaryFolder;
 
 template <class T>
 std::span<const std::byte> bytes_of(const std::vector<T>& values) {
@@ -123,7 +123,8 @@ TEST(Safetensors_MalformedHeader, IsRefusedWithTheReason) {
 }
 
 TEST(Safetensors_HeaderLengthPastTheFile, IsRefusedBeforeAnythingIsAllocated) {
-    for (const std::uint64_t length : {std::uint64_t{3}, std::uint64_t{1} << 20, std::uint64_t{1} << 40, ~std::uint64_t{0}, ~std::uint64_t{0} - 7}) {
+    for (const std::uint64_t length :
+         {std::uint64_t{3}, std::uint64_t{1} << 20, std::uint64_t{1} << 40, ~std::uint64_t{0}, ~std::uint64_t{0} - 7}) {
         std::string file = file_with("{}", 0);
         std::memcpy(file.data(), &length, 8);
         EXPECT_NE(refusal(file), "") << length;
@@ -138,8 +139,8 @@ TEST(Safetensors_EveryTruncation, IsRefused) {
 }
 
 TEST(Safetensors_RandomMutations, NeverReachOutsideTheFile) {
-    const std::string good = file_with(
-        R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"I64","shape":[1,1],"data_offsets":[8,16]}})", 16);
+    const std::string good =
+        file_with(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"I64","shape":[1,1],"data_offsets":[8,16]}})", 16);
     std::mt19937 random(7);
     int refused = 0;
     for (int i = 0; i < 20000; ++i) {
