@@ -94,8 +94,10 @@ int main(int argc, char** argv) {
     add_explain(app, action);
     add_prewarm(app, action);
     add_info(app, action);
-    if (argc > 1 && argv[1][0] != '-' && app.get_subcommand_no_throw(argv[1]) == nullptr) {
-        return fail(kUsage, fmt::format("\"{}\" is not a command (flce --help lists them)", argv[1]));
+    const std::string command = argc > 1 ? argv[1] : "-";
+    const auto is_it = [&](const CLI::App* subcommand) { return subcommand->get_name() == command; };
+    if (!command.starts_with('-') && app.get_subcommands(is_it).empty()) {
+        return fail(kUsage, fmt::format("\"{}\" is not a command (flce --help lists them)", command));
     }
     try {
         app.parse(argc, argv);
