@@ -136,10 +136,12 @@ struct DlogitsBlock {
 
     __device__ __forceinline__ void write(Accumulators& c) {
         if constexpr (kSame<Element, Fp16>) {
-            for_each_pair<MainloopT, TileT>(mainloop, c, [&](int, int, float& first, float& second) {
-                first = fminf(fmaxf(first, -65504.f), 65504.f);
-                second = fminf(fmaxf(second, -65504.f), 65504.f);
-            });
+#pragma unroll
+            for (int i = 0; i < kRowPieces; ++i)
+#pragma unroll
+                for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) c[i][j][e] = fminf(fmaxf(c[i][j][e], -65504.f), 65504.f);
         }
         // Whole tiles are written: columns past the chunk's end are zeros that the GEMMs may read. The leading dimension has room for them.
         TileTarget<Element> target;

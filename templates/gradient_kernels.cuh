@@ -15,14 +15,6 @@ __device__ __forceinline__ void multiply_tile(MainloopT& mainloop, TileFeed<Main
     mainloop.drain();
 }
 
-template <class MainloopT, class TileT>
-__device__ __forceinline__ void scale_tile(const MainloopT& mainloop, typename MainloopT::Accumulators& c, float factor) {
-    for_each_pair<MainloopT, TileT>(mainloop, c, [&](int, int, float& first, float& second) {
-        first *= factor;
-        second *= factor;
-    });
-}
-
 /// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary. Every tile is read and written by its own block alone, chunk after chunk.
 template <class Problem, class TileT>
 __device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
@@ -45,12 +37,12 @@ __device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
 
     const long long origin = static_cast<long long>(row0) * kHidden + column0;
     const TileTarget<float> sum{p.accumulator + origin, kHidden, p.rows - row0, kHidden - column0};
-    if (p.first == 0) add_tile<TileT, true>(mainloop, c, sum);
+    if (p.first == 0) add_tile<true>(mainloop, c, sum);
     if (p.last == 0) {
         store_tile<float, TileT, true, false>(mainloop, c, sum);
         return;
     }
-    if constexpr (sizeof(Element) == 2) scale_tile<MainloopT, TileT>(mainloop, c, dlogits_scale<Problem>(p.scalars, true));
+    if constexpr (sizeof(Element) == 2) scale_tile<MainloopT>(c, dlogits_scale<Problem>(p.scalars, true));
     const TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + origin, kHidden, p.rows - row0, kHidden - column0};
     store_tile<Element, TileT, true, false>(mainloop, c, result);
 }
@@ -86,16 +78,18 @@ __device__ __forceinline__ void grad_weight(const GradWeightParams& p) {
 
     if (p.accumulator != nullptr) {
         const TileTarget<float> sum{p.accumulator + m0 * p.accumulator_ld + n0, p.accumulator_ld, extent_m - m0, extent_n - n0};
-        if (p.first == 0) add_tile<TileT, true>(mainloop, c, sum);
+        if (p.first == 0) add_tile<true>(mainloop, c, sum);
         if (p.last == 0) {
             store_tile<float, TileT, true, false>(mainloop, c, sum);
             return;
         }
     }
-    if constexpr (sizeof(Element) == 2) scale_tile<MainloopT, TileT>(mainloop, c, dlogits_scale<Problem>(p.scalars, true));
-    const long long ld = kWeightLd<Problem>;
-    const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + m0 * ld + n0, ld, extent_m - m0, extent_n - n0};
-    store_tile<Out, TileT, rows_aligned<Out>(kWeightLd<Problem>), Problem::accumulate>(mainloop, c, result);
+    if constexpr (sizeof(Element) == 2) scale_tile<MainloopT>(c, dlogits_scale<Problem>(p.scalars, true));
+    // A 16-byte piece across the end of the vocabulary may be written whole, zeros past it, but not added to.
+    constexpr bool kWhole = !Problem::hidden_major || !Problem::accumulate || rows_aligned<Out>(Problem::vocab_size);
+    constexpr long long kLd = kWeightLd<Problem>;
+    const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + m0 * kLd + n0, kLd, extent_m - m0, extent_n - n0};
+    store_tile<Out, TileT, kWhole && rows_aligned<Out>(kLd), Problem::accumulate>(mainloop, c, result);
 }
 
 }  // namespace flce

@@ -119,7 +119,7 @@ struct Mainloop {
     /// `feed.next()` moves on.
     template <class Feed>
     __device__ __forceinline__ void prologue(Feed& feed) {
-#pragma unroll
+#pragma unroll 1
         for (int stage = 0; stage < TileT::kStages - 1; ++stage) {
             produce(feed);
             feed.next();

@@ -23,7 +23,8 @@ struct StagedTile {
 
     static __device__ __forceinline__ unsigned pair(int row, int column) { return static_cast<unsigned>(row * kPitch + column * 2); }
 
-    /// `move(staging offset, element pointer, count of valid elements, whole)` for every 8 elements of this thread.
+    /// `move(staging offset, element pointer, count of valid elements)` for every 8 elements of this thread.
+    /// kAligned: they exist or not.
     template <class Move>
     static __device__ __forceinline__ void for_each(const TileTarget<T>& target, const Move& move) {
 #pragma unroll 4
@@ -38,7 +39,7 @@ struct StagedTile {
     static __device__ __forceinline__ void read(const TileTarget<T>& target, unsigned smem) {
         for_each(target, [&](unsigned offset, const T* from, int count) {
             unsigned words[4] = {0u, 0u, 0u, 0u};
-            if (kAligned && count == 8) {
+            if constexpr (kAligned) {
                 ptx::ld_global_v4(words, from);
             } else {
 #pragma unroll
@@ -54,7 +55,7 @@ struct StagedTile {
         for_each(target, [&](unsigned offset, T* to, int count) {
             unsigned words[4];
             ptx::ld_shared_v4(words, smem + offset);
-            if (kAligned && count == 8) {
+            if constexpr (kAligned) {
                 ptx::st_global_v4(to, words);
             } else {
 #pragma unroll
@@ -66,51 +67,65 @@ struct StagedTile {
     }
 };
 
-/// Calls `visit(row, column, first, second)` for the pairs of neighbouring accumulators.
-template <class MainloopT, class TileT, class Visit>
-__device__ __forceinline__ void for_each_pair(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const Visit& visit) {
+/// Calls `visit(pointer, both, first, second)` for the pairs of neighbouring accumulators that lie in `target`, `both` false where only the first one does.
+/// kAligned: pairs exist or not, and are 8-byte aligned.
+template <bool kAligned, class MainloopT, class Visit>
+__device__ __forceinline__ void for_each_pair(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<float>& target,
+                                              const Visit& visit) {
+    const int column0 = mainloop.place.column(0, 0);
 #pragma unroll
-    for (int i = 0; i < MainloopT::kPiecesA; ++i)
+    for (int i = 0; i < MainloopT::kPiecesA; ++i) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int h = 0; h < 2; ++h) {
+            const int row = mainloop.place.row(i, h);
+            float* const at = target.origin + row * target.ld + column0;
+            const int columns = row < target.rows ? target.columns - column0 : 0;
 #pragma unroll
-            for (int j = 0; j < MainloopT::kColumnPieces; ++j)
-                visit(mainloop.place.row(i, h), mainloop.place.column(j, 0), c[i][j][2 * h], c[i][j][2 * h + 1]);
+            for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+                if (j * 8 < columns) visit(at + j * 8, kAligned || j * 8 + 1 < columns, c[i][j][2 * h], c[i][j][2 * h + 1]);
+            }
+        }
+    }
 }
 
-/// c += what a row-major fp32 matrix holds. kAligned: pairs are 8-byte aligned.
-template <class TileT, bool kAligned, class MainloopT>
+/// c += what a row-major fp32 matrix holds.
+template <bool kAligned, class MainloopT>
 __device__ __forceinline__ void add_tile(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<float>& from) {
-    for_each_pair<MainloopT, TileT>(mainloop, c, [&](int row, int column, float& first, float& second) {
-        const float* at = from.origin + row * from.ld + column;
-        if (row < from.rows && column < from.columns) {
-            if (kAligned && column + 1 < from.columns) {
-                const float2 old = *reinterpret_cast<const float2*>(at);
-                first += old.x;
-                second += old.y;
-            } else {
-                first += at[0];
-                if (column + 1 < from.columns) second += at[1];
-            }
+    for_each_pair<kAligned>(mainloop, c, from, [](const float* at, bool both, float& first, float& second) {
+        if constexpr (kAligned) {
+            const float2 old = *reinterpret_cast<const float2*>(at);
+            first += old.x;
+            second += old.y;
+        } else {
+            first += at[0];
+            if (both) second += at[1];
         }
     });
 }
 
+/// Multiplies every accumulator.
+template <class MainloopT>
+__device__ __forceinline__ void scale_tile(typename MainloopT::Accumulators& c, float factor) {
+#pragma unroll
+    for (int i = 0; i < MainloopT::kPiecesA; ++i)
+#pragma unroll
+        for (int j = 0; j < MainloopT::kColumnPieces; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) c[i][j][e] *= factor;
+}
+
 /// Writes c, in fp32 straight from the registers (four threads fill a sector), 16-bit types through shared memory. kAccumulate adds what is
-/// there first and rounds once. The mainloop's ring must be drained.
+/// there first and rounds once. The mainloop's ring must be drained. kAligned: rows are 16-byte aligned and 16-byte pieces exist or not.
 template <class Out, class TileT, bool kAligned, bool kAccumulate, class MainloopT>
 __device__ __forceinline__ void store_tile(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<Out>& target) {
     if constexpr (sizeof(Out) == 4) {
-        if constexpr (kAccumulate) add_tile<TileT, kAligned>(mainloop, c, target);
-        for_each_pair<MainloopT, TileT>(mainloop, c, [&](int row, int column, float first, float second) {
-            float* at = target.origin + row * target.ld + column;
-            if (row < target.rows && column < target.columns) {
-                if (kAligned && column + 1 < target.columns) {
-                    *reinterpret_cast<float2*>(at) = make_float2(first, second);
-                } else {
-                    at[0] = first;
-                    if (column + 1 < target.columns) at[1] = second;
-                }
+        if constexpr (kAccumulate) add_tile<kAligned>(mainloop, c, target);
+        for_each_pair<kAligned>(mainloop, c, target, [](float* at, bool both, float first, float second) {
+            if constexpr (kAligned) {
+                *reinterpret_cast<float2*>(at) = make_float2(first, second);
+            } else {
+                at[0] = first;
+                if (both) at[1] = second;
             }
         });
     } else {
@@ -119,15 +134,24 @@ __device__ __forceinline__ void store_tile(const MainloopT& mainloop, typename M
             Staged::read(target, mainloop.smem);
             __syncthreads();  // the old values are there for all
         }
-        for_each_pair<MainloopT, TileT>(mainloop, c, [&](int row, int column, float first, float second) {
-            const unsigned at = mainloop.smem + Staged::pair(row, column);
-            if constexpr (kAccumulate) {
-                const unsigned old = ptx::ld_shared_b32(at);
-                first += Numeric<Out>::first(old);
-                second += Numeric<Out>::second(old);
+#pragma unroll
+        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const unsigned at = mainloop.smem + Staged::pair(mainloop.place.row(i, h), mainloop.place.column(0, 0));
+#pragma unroll
+                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+                    float first = c[i][j][2 * h];
+                    float second = c[i][j][2 * h + 1];
+                    if constexpr (kAccumulate) {
+                        const unsigned old = ptx::ld_shared_b32(at + j * 16);
+                        first += Numeric<Out>::first(old);
+                        second += Numeric<Out>::second(old);
+                    }
+                    ptx::st_shared_b32(at + j * 16, Numeric<Out>::pack(first, second));
+                }
             }
-            ptx::st_shared_b32(at, Numeric<Out>::pack(first, second));
-        });
+        }
         __syncthreads();  // the tile is complete
         Staged::write(target, mainloop.smem);
     }

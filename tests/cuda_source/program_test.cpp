@@ -1,0 +1,203 @@
+// What a CUDA program launches, read from its launch programs: every token and every column exactly once, only what is wanted.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "flce/plan.hpp"
+#include "generator/cuda/transform_source.hpp"
+#include "generator/cuda_program.hpp"
+#include "templates/params.cuh"
+
+namespace flce {
+namespace {
+
+// Made-up addresses, far apart.
+constexpr std::int64_t kStep = std::int64_t{1} << 44;
+constexpr std::int64_t address(Slot slot) { return (static_cast<std::int64_t>(slot) + 1) * kStep; }
+
+CallSlots call(std::int64_t num_tokens) {
+    CallSlots slots{};
+    const auto set = [&](Slot slot, std::int64_t value) { slots[static_cast<std::size_t>(slot)] = value; };
+    for (const Slot slot : {Slot::hidden, Slot::weight, Slot::bias, Slot::target, Slot::loss, Slot::lse, Slot::grad_hidden,
+                            Slot::grad_weight, Slot::grad_bias, Slot::workspace}) {
+        set(slot, address(slot));
+    }
+    set(Slot::num_tokens, num_tokens);
+    set(Slot::target_bits, 64);
+    set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::mean));
+    return slots;
+}
+
+struct Recorded {
+    std::string kernel;
+    InterpretedLaunch launch;
+    template <class Params>
+    [[nodiscard]] Params params() const {
+        Params p;
+        EXPECT_EQ(launch.params.size(), sizeof(Params));
+        std::memcpy(&p, launch.params.data(), sizeof p);
+        return p;
+    }
+};
+
+struct Launched {
+    std::vector<Recorded> launches;
+    std::map<std::int64_t, std::int64_t> memsets;
+    [[nodiscard]] int count(const std::string& kernel) const {
+        int n = 0;
+        for (const Recorded& r : launches) n += r.kernel == "flce_" + kernel ? 1 : 0;
+        return n;
+    }
+};
+
+Launched run(const CudaProgram& program, const LaunchProgram& pass, const CallSlots& slots) {
+    Launched result;
+    interpret(
+        pass, slots,
+        [&](const InterpretedLaunch& launch) {
+            result.launches.push_back({program.kernels[static_cast<std::size_t>(launch.kernel)].name, launch});
+        },
+        [&](std::int64_t at, std::int64_t bytes) { result.memsets[at] += bytes; });
+    return result;
+}
+
+CudaProgram program_of(const char* spec_text, std::int64_t scratch = kDefaultScratchBytes) {
+    const Spec spec = parse_spec(spec_text);
+    const Device device = describe_device("h100");
+    return generate_cuda(spec, device, choose_plan(spec, device, {.scratch_bytes = scratch}));
+}
+
+std::int64_t as_address(const void* pointer) { return reinterpret_cast<std::int64_t>(pointer); }
+
+class BackwardCover : public testing::TestWithParam<std::int64_t> {};
+
+TEST_P(BackwardCover, AnyTokens_EveryLogitIsComputedOnce) {
+    constexpr std::int64_t kHidden = 2048;
+    constexpr std::int64_t kVocab = 50257;
+    const std::int64_t n = GetParam();
+    const CudaProgram program = program_of("D=2048,V=50257,bias");
+    const Launched backward = run(program, program.backward, call(n));
+    std::map<std::int64_t, std::int64_t> rows_at_column;  // first column -> rows seen
+    std::map<std::int64_t, std::int64_t> width;
+    std::map<std::int64_t, std::int64_t> columns_of_gradient;
+    for (const Recorded& r : backward.launches) {
+        if (r.kernel == "flce_dlogits") {
+            const auto p = r.params<DlogitsParams>();
+            EXPECT_EQ(as_address(p.hidden), address(Slot::hidden) + rows_at_column[p.first_column] * kHidden * 2);
+            EXPECT_EQ(as_address(p.weight), address(Slot::weight) + p.first_column * kHidden * 2);
+            EXPECT_LE(p.columns, p.ld);
+            rows_at_column[p.first_column] += p.rows;
+            width[p.first_column] = p.columns;
+        }
+        if (r.kernel == "flce_grad_weight") {
+            const auto p = r.params<GradWeightParams>();
+            const std::int64_t column = (as_address(p.grad_weight) - address(Slot::grad_weight)) / (kHidden * 2);
+            if (p.last != 0) columns_of_gradient[column] += p.columns;
+            EXPECT_EQ(p.accumulator == nullptr, p.rows == n);
+        }
+    }
+    std::int64_t next = 0;
+    for (const auto& [column, rows] : rows_at_column) {
+        EXPECT_EQ(column, next);
+        EXPECT_EQ(rows, n);
+        EXPECT_EQ(columns_of_gradient[column], width[column]);
+        next += width[column];
+    }
+    EXPECT_EQ(next, kVocab);
+}
+
+INSTANTIATE_TEST_SUITE_P(Tokens, BackwardCover, testing::Values(1, 127, 4096, 16384, 40000, 300000));
+
+TEST(ForwardProgram, ManyTokens_EveryTokenIsReducedOnceInLittleWorkspace) {
+    const CudaProgram program = program_of("D=64,V=50257,outputs=loss+entropy,label_smoothing=0.1");
+    const std::int64_t n = 1'000'001;
+    const CallSlots slots = call(n);
+    const Launched forward = run(program, program.forward, slots);
+    std::int64_t rows = 0;
+    for (const Recorded& r : forward.launches) {
+        if (r.kernel != "flce_forward") continue;
+        const auto p = r.params<ForwardParams>();
+        EXPECT_EQ(as_address(p.hidden), address(Slot::hidden) + rows * 64 * 2);
+        EXPECT_EQ(as_address(p.targets.target), address(Slot::target) + rows * 8);
+        rows += p.rows;
+    }
+    EXPECT_EQ(rows, n);
+    EXPECT_LT(evaluate(program.forward_workspace_bytes, slots), std::int64_t{5} << 18);
+}
+
+TEST(BackwardProgram, AbsentGradients_AreNotComputed) {
+    const CudaProgram program = program_of("D=64,V=1000,bias");
+    const auto without = [&](std::vector<Slot> absent) {
+        CallSlots slots = call(100);
+        for (const Slot slot : absent) slots[static_cast<std::size_t>(slot)] = 0;
+        return run(program, program.backward, slots);
+    };
+    const Launched all = without({});
+    EXPECT_EQ(all.count("grad_hidden"), 1);
+    EXPECT_EQ(all.count("grad_weight"), 1);
+    EXPECT_EQ(all.count("grad_bias"), 1);
+    const Launched no_hidden = without({Slot::grad_hidden});
+    EXPECT_EQ(no_hidden.count("grad_hidden"), 0);
+    EXPECT_EQ(no_hidden.count("grad_weight"), 1);
+    const Launched only_hidden = without({Slot::grad_weight, Slot::grad_bias});
+    EXPECT_EQ(only_hidden.count("grad_weight"), 0);
+    EXPECT_EQ(only_hidden.count("grad_bias"), 0);
+    EXPECT_EQ(only_hidden.count("dlogits"), 1);
+    EXPECT_EQ(without({Slot::grad_hidden, Slot::grad_weight, Slot::grad_bias}).count("dlogits"), 0);
+}
+
+TEST(BackwardProgram, NoTokens_OverwrittenGradientsAreZeroed) {
+    const CudaProgram program = program_of("D=64,V=1000,bias");
+    const Launched backward = run(program, program.backward, call(0));
+    EXPECT_EQ(backward.count("dlogits"), 0);
+    EXPECT_EQ(backward.memsets.at(address(Slot::grad_weight)), 64 * 1000 * 2);
+    EXPECT_EQ(backward.memsets.at(address(Slot::grad_bias)), 1000 * 2);
+    const CudaProgram adding = program_of("D=64,V=1000,bias,grad_weight_mode=accumulate");
+    EXPECT_TRUE(run(adding, adding.backward, call(0)).memsets.empty());
+}
+
+TEST(BackwardProgram, PaddedVocabulary_PaddingIsZeroedInWriteModeOnly) {
+    const CudaProgram written = program_of("D=64,V=1000,padded_vocab_size=1024");
+    const Launched backward = run(written, written.backward, call(10));
+    EXPECT_EQ(backward.memsets.at(address(Slot::grad_weight) + 1000 * 64 * 2), 24 * 64 * 2);
+    const CudaProgram columns = program_of("D=64,V=1000,padded_vocab_size=1024,layout=hidden_major");
+    EXPECT_EQ(run(columns, columns.backward, call(10)).count("zero_columns"), 1);
+    const CudaProgram added = program_of("D=64,V=1000,padded_vocab_size=1024,grad_weight_mode=accumulate");
+    EXPECT_TRUE(run(added, added.backward, call(10)).memsets.empty());
+}
+
+TEST(CudaSource, OptionValues_DoNotChangeTheSource) {
+    const char* a = "D=64,V=1000,softcap=30,logit_scale=0.5,label_smoothing=0.1,z_loss=0.001";
+    const char* b = "D=64,V=1000,softcap=50,logit_scale=0.25,label_smoothing=0.2,z_loss=0.1";
+    EXPECT_EQ(program_of(a).source, program_of(b).source);
+    EXPECT_NE(program_of(a).source, program_of("D=64,V=1000,softcap=30").source);
+    const CudaProgram program = program_of(b);
+    const Launched forward = run(program, program.forward, call(10));
+    for (const Recorded& r : forward.launches) {
+        if (r.kernel != "flce_forward") continue;
+        const auto p = r.params<ForwardParams>();
+        EXPECT_FLOAT_EQ(p.transform[0], 0.25F);
+        EXPECT_FLOAT_EQ(p.transform[1], 50.F);
+        EXPECT_FLOAT_EQ(p.transform[2], 0.02F);
+    }
+}
+
+TEST(TransformSource, ScaleAndSoftcap_AreOneStatementEach) {
+    EXPECT_EQ(transform_source(parse_spec("D=64,V=1000"), "M", ""), "return {x, 1.0f};\n");
+    EXPECT_EQ(transform_source(parse_spec("D=64,V=1000,softcap=30,logit_scale=2"), "M", ""),
+              "const float t0 = x * p[0];\n"
+              "const float t1 = t0 * p[2];\n"
+              "const float t2 = M::tanh(t1);\n"
+              "const float t3 = p[1] * t2;\n"
+              "const float t4 = t3 * p[2];\n"
+              "const float t5 = t4 * t4;\n"
+              "const float t6 = 1.0f - t5;\n"
+              "const float t7 = p[0] * t6;\n"
+              "return {t3, t7};\n");
+}
+
+}  // namespace
+}  // namespace flce
