@@ -49,6 +49,7 @@ struct DlogitsBlock {
         mainloop.accumulate(feed, kSlices, c);
         mainloop.drain();
         to_gradient(c);
+        if (column0 + TileT::kBlockN > p.columns) zero_absent(c);
         if constexpr (Problem::bias) {
             if (p.bias_partials != nullptr) sum_columns(c);
         }
@@ -62,6 +63,22 @@ struct DlogitsBlock {
         for (int i = 0; i < kRowPieces; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) row_gradient(c[i], h, row0 + mainloop.place.row(i, h), scale);
+        }
+    }
+
+    /// Columns past the chunk's end, which the GEMMs may read.
+    __device__ __forceinline__ void zero_absent(Accumulators& c) {
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                if (column0 + mainloop.place.column(j, e) < p.columns) continue;
+#pragma unroll
+                for (int i = 0; i < kRowPieces; ++i) {
+                    c[i][j][e] = 0.f;
+                    c[i][j][2 + e] = 0.f;
+                }
+            }
         }
     }
 
@@ -89,25 +106,23 @@ struct DlogitsBlock {
             target = static_cast<const RowTarget*>(p.row_targets)[row];
         }
         k = make_float4(k.x * scale, k.y * scale, k.z * scale, k.w * scale);
-        // The target's column counted from this thread's first one; far outside where another tile or nobody has it.
-        const long long within = target.target - p.first_column - column0 - mainloop.place.column(0, 0);
-        const int hit = within >= 0 && within < TileT::kBlockN ? static_cast<int>(within) : -1;
+        // The target's column counted from this thread's first one; outside where another tile or nobody has it.
+        const int hit = target.target - static_cast<int>(p.first_column) - column0 - mainloop.place.column(0, 0);
 #pragma unroll
         for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const int column = column0 + mainloop.place.column(j, e);
-                const bool exists = column < p.columns;
                 float& value = c[j][2 * h + e];
                 const Logit z = Problem::transform(value, p.transform);
                 float dz = Problem::Math::exp(z.value - target.lse) * (k.x + k.y * z.value);
                 if (hit == 8 * j + e) dz -= k.z;
                 if constexpr (Problem::label_smoothing) {
                     float weight = 1.f;
-                    if constexpr (Problem::class_weight) weight = exists ? p.class_weight[column] : 0.f;
+                    // Read again for every row: kept, the columns' weights would not fit beside the accumulators.
+                    if constexpr (Problem::class_weight) weight = ptx::ld_global_f32(p.class_weight + min(column0 + mainloop.place.column(j, e), p.columns - 1));
                     dz -= k.w * weight;
                 }
-                value = exists ? dz * z.derivative : 0.f;
+                value = dz * z.derivative;
             }
         }
     }

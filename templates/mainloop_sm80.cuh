@@ -212,7 +212,7 @@ private:
             clear(part);
             produce(feed);
             feed.next();
-#pragma unroll
+#pragma unroll 2
             for (int step = 0; step < kSteps; ++step) {
                 FragmentA a;
                 FragmentB b;
@@ -244,41 +244,32 @@ private:
         }
     }
 
-    /// x = high + low with 11 significant bits each; the product of the two low parts is below fp32's own rounding.
-    template <int kCount>
-    static __device__ __forceinline__ void split(const unsigned (&x)[kCount][4], unsigned (&high)[kCount][4], unsigned (&low)[kCount][4]) {
+    /// x = high + low with 11 significant bits each; the product of two low parts is below fp32's own rounding.
+    static __device__ __forceinline__ void split(const unsigned (&x)[4], unsigned (&high)[4], unsigned (&low)[4]) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                high[i][r] = ptx::cvt_rna_tf32_f32(__uint_as_float(x[i][r]));
-                low[i][r] = ptx::cvt_rna_tf32_f32(__uint_as_float(x[i][r]) - __uint_as_float(high[i][r]));
-            }
+        for (int r = 0; r < 4; ++r) {
+            high[r] = ptx::cvt_rna_tf32_f32(__uint_as_float(x[r]));
+            low[r] = ptx::cvt_rna_tf32_f32(__uint_as_float(x[r]) - __uint_as_float(high[r]));
         }
     }
 
     static __device__ __forceinline__ void multiply_split(Accumulators& c, const FragmentA& a, const FragmentB& b) {
-        FragmentA a_high;
-        FragmentA a_low;
         FragmentB b_high;
         FragmentB b_low;
-        split(a, a_high, a_low);
-        split(b, b_high, b_low);
 #pragma unroll
-        for (int i = 0; i < kPiecesA; ++i)
+        for (int j = 0; j < kPiecesB; ++j) split(b[j], b_high[j], b_low[j]);
 #pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-                ptx::mma_m16n8k8_tf32(c[i][j], a_low[i], b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
+        for (int i = 0; i < kPiecesA; ++i) {
+            unsigned a_high[4];
+            unsigned a_low[4];
+            split(a[i], a_high, a_low);
 #pragma unroll
-        for (int i = 0; i < kPiecesA; ++i)
+            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_low, b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
 #pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-                ptx::mma_m16n8k8_tf32(c[i][j], a_high[i], b_low[j / 2][j % 2 * 2], b_low[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_high, b_low[j / 2][j % 2 * 2], b_low[j / 2][j % 2 * 2 + 1]);
 #pragma unroll
-        for (int i = 0; i < kPiecesA; ++i)
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-                ptx::mma_m16n8k8_tf32(c[i][j], a_high[i], b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_high, b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
+        }
     }
 };
 

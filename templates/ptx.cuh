@@ -54,6 +54,11 @@ __device__ __forceinline__ void ld_shared_v4(unsigned (&r)[4], unsigned address)
 __device__ __forceinline__ void st_shared_v4(unsigned address, const unsigned (&r)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
+__device__ __forceinline__ float ld_global_f32(const float* address) {
+    float r;
+    asm volatile("ld.global.f32 %0, [%1];\n" : "=f"(r) : "l"(address) : "memory");
+    return r;
+}
 __device__ __forceinline__ void ld_global_v4(unsigned (&r)[4], const void* address) {
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(address) : "memory");
 }

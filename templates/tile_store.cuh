@@ -72,14 +72,16 @@ struct StagedTile {
 template <bool kAligned, class MainloopT, class Visit>
 __device__ __forceinline__ void for_each_pair(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<float>& target,
                                               const Visit& visit) {
+    const int row0 = mainloop.place.row(0, 0);
     const int column0 = mainloop.place.column(0, 0);
+    float* const first_row = target.origin + row0 * target.ld + column0;
 #pragma unroll
     for (int i = 0; i < MainloopT::kPiecesA; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = mainloop.place.row(i, h);
-            float* const at = target.origin + row * target.ld + column0;
-            const int columns = row < target.rows ? target.columns - column0 : 0;
+            const int row = i * 16 + h * 8;
+            float* const at = first_row + row * target.ld;
+            const int columns = row < target.rows - row0 ? target.columns - column0 : 0;
 #pragma unroll
             for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
                 if (j * 8 < columns) visit(at + j * 8, kAligned || j * 8 + 1 < columns, c[i][j][2 * h], c[i][j][2 * h + 1]);
@@ -134,21 +136,22 @@ __device__ __forceinline__ void store_tile(const MainloopT& mainloop, typename M
             Staged::read(target, mainloop.smem);
             __syncthreads();  // the old values are there for all
         }
+        const unsigned first = mainloop.smem + Staged::pair(mainloop.place.row(0, 0), mainloop.place.column(0, 0));
 #pragma unroll
         for (int i = 0; i < MainloopT::kPiecesA; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const unsigned at = mainloop.smem + Staged::pair(mainloop.place.row(i, h), mainloop.place.column(0, 0));
+                const unsigned at = first + Staged::pair(i * 16 + h * 8, 0);
 #pragma unroll
                 for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
-                    float first = c[i][j][2 * h];
-                    float second = c[i][j][2 * h + 1];
+                    float low = c[i][j][2 * h];
+                    float high = c[i][j][2 * h + 1];
                     if constexpr (kAccumulate) {
                         const unsigned old = ptx::ld_shared_b32(at + j * 16);
-                        first += Numeric<Out>::first(old);
-                        second += Numeric<Out>::second(old);
+                        low += Numeric<Out>::first(old);
+                        high += Numeric<Out>::second(old);
                     }
-                    ptx::st_shared_b32(at + j * 16, Numeric<Out>::pack(first, second));
+                    ptx::st_shared_b32(at + j * 16, Numeric<Out>::pack(low, high));
                 }
             }
         }
