@@ -119,7 +119,8 @@ struct DlogitsBlock {
                 if constexpr (Problem::label_smoothing) {
                     float weight = 1.f;
                     // Read again for every row: kept, the columns' weights would not fit beside the accumulators.
-                    if constexpr (Problem::class_weight) weight = ptx::ld_global_f32(p.class_weight + min(column0 + mainloop.place.column(j, e), p.columns - 1));
+                    if constexpr (Problem::class_weight)
+                        weight = ptx::ld_global_f32(p.class_weight + min(column0 + mainloop.place.column(j, e), p.columns - 1));
                     dz -= k.w * weight;
                 }
                 value = dz * z.derivative;

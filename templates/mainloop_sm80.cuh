@@ -264,11 +264,14 @@ private:
             unsigned a_low[4];
             split(a[i], a_high, a_low);
 #pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_low, b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < kColumnPieces; ++j)
+                ptx::mma_m16n8k8_tf32(c[i][j], a_low, b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
 #pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_high, b_low[j / 2][j % 2 * 2], b_low[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < kColumnPieces; ++j)
+                ptx::mma_m16n8k8_tf32(c[i][j], a_high, b_low[j / 2][j % 2 * 2], b_low[j / 2][j % 2 * 2 + 1]);
 #pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j) ptx::mma_m16n8k8_tf32(c[i][j], a_high, b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < kColumnPieces; ++j)
+                ptx::mma_m16n8k8_tf32(c[i][j], a_high, b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
         }
     }
 };

@@ -5,7 +5,7 @@
 namespace flce {
 
 constexpr int kMaxTransformParameters = 4;
-constexpr int kRowThreads = 256;      ///< block of the kernels that give a thread one row
+constexpr int kRowThreads = 256;     ///< block of the kernels that give a thread one row
 constexpr int kReduceThreads = 512;  ///< block of the kernels that reduce everything in one block
 
 /// Numbers of a pass that only the device knows, in the workspace.

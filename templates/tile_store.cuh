@@ -70,8 +70,8 @@ struct StagedTile {
 /// Calls `visit(pointer, both, first, second)` for the pairs of neighbouring accumulators that lie in `target`, `both` false where only the first one does.
 /// kAligned: pairs exist or not, and are 8-byte aligned.
 template <bool kAligned, class MainloopT, class Visit>
-__device__ __forceinline__ void for_each_pair(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<float>& target,
-                                              const Visit& visit) {
+__device__ __forceinline__ void for_each_pair(const MainloopT& mainloop, typename MainloopT::Accumulators& c,
+                                              const TileTarget<float>& target, const Visit& visit) {
     const int row0 = mainloop.place.row(0, 0);
     const int column0 = mainloop.place.column(0, 0);
     float* const first_row = target.origin + row0 * target.ld + column0;
