@@ -13,7 +13,8 @@
 namespace flce {
 namespace {
 
-constexpr std::align_val_t kHostAlignment{64};
+// What kernels ask of a workspace, so that a Buffer can be one.
+constexpr std::align_val_t kHostAlignment{256};
 
 std::shared_ptr<const CudaContext> context_of(DeviceRef device) { return CudaDriver::load()->context(device.index); }
 

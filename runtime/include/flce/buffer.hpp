@@ -9,7 +9,7 @@
 
 namespace flce {
 
-/// Owned memory on a device: host memory (64-byte aligned, for DeviceKind::cpu) or CUDA device memory. Movable.
+/// Owned memory on a device: host memory (for DeviceKind::cpu) or CUDA device memory, 256-byte aligned. Movable.
 class Buffer {
 public:
     Buffer() = default;
