@@ -192,11 +192,10 @@ TEST(TransformSource, ScaleAndSoftcap_AreOneStatementEach) {
               "const float t1 = t0 * p[2];\n"
               "const float t2 = M::tanh(t1);\n"
               "const float t3 = p[1] * t2;\n"
-              "const float t4 = t3 * p[2];\n"
-              "const float t5 = t4 * t4;\n"
-              "const float t6 = 1.0f - t5;\n"
-              "const float t7 = p[0] * t6;\n"
-              "return {t3, t7};\n");
+              "const float t4 = t2 * t2;\n"
+              "const float t5 = 1.0f - t4;\n"
+              "const float t6 = p[0] * t5;\n"
+              "return {t3, t6};\n");
 }
 
 }  // namespace
