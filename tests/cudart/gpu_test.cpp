@@ -261,6 +261,8 @@ TEST(GpuKernel, AnyStreamAndGraph_GiveTheSameBits) {
     stream.wait();
     EXPECT_EQ(layer.results(), expected);
 
+    const ContextScope scope(*context);  // for the graph's own calls
+
     layer.spoil();
     const Graph graph(*driver, stream.get(), [&] { layer.run(*kernel, {stream.get()}); });
     EXPECT_NE(layer.results(), expected);  // captured, not run
@@ -280,6 +282,7 @@ TEST(GpuKernel, FirstLaunchInACapture_IsAllowed) {
     Layer layer(*kernel);
     layer.spoil();
     const TestStream stream(driver->context(0));
+    const ContextScope scope(*driver->context(0));  // for the graph's own calls
     const Graph graph(*driver, stream.get(), [&] { layer.run(*kernel, {stream.get()}); });
     graph.launch(stream.get());
     stream.wait();
