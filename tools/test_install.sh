@@ -11,7 +11,7 @@ cmake --build "$example" >>"$tree/example.log" || { cat "$tree/example.log" && e
 (cd "$example" && ctest --output-on-failure --no-tests=error --verbose)
 # The installed command runs in place, from anywhere, and names no folder of this machine.
 (cd / && "$prefix/bin/flce" info >/dev/null)
-library=$(readlink -f "$prefix"/lib*/libflce.so "$prefix"/lib/*/libflce.so 2>/dev/null | head -n1)
+library=$(readlink -f "$(find "$prefix" -name libflce.so -print -quit)")
 for binary in "$library" "$prefix/bin/flce"; do
     if readelf -d "$binary" | grep -E 'RPATH|RUNPATH' | grep -F "$PWD"; then
         echo "$binary looks for libraries in the build's own folder" >&2
