@@ -129,6 +129,7 @@ private:
 
     /// Each token's loss, which a sampled reference can be held against whatever the reduction is.
     void run_per_token(const LayerInputs& inputs, const Scratch& scratch) {
+        if (!spec_.outputs.loss) return;
         LayerOutputs outputs = outputs_;  // shares the memory; only the losses are its own
         outputs.loss = make_tensor(kernel_->device_ref(), ScalarType::fp32, {options_.num_tokens});
         if (spec_.z_loss != 0) outputs.z_loss = make_tensor(kernel_->device_ref(), ScalarType::fp32, {options_.num_tokens});
@@ -177,12 +178,12 @@ private:
             }
             add_output(name, norms);
         };
-        compare_one("token_loss", token_loss_, &ReferenceToken::loss);
-        if (spec_.z_loss != 0) compare_one("token_z_loss", token_z_loss_, &ReferenceToken::z_loss);
+        if (spec_.outputs.loss) compare_one("token_loss", token_loss_, &ReferenceToken::loss);
+        if (spec_.outputs.loss && spec_.z_loss != 0) compare_one("token_z_loss", token_z_loss_, &ReferenceToken::z_loss);
         compare_one("lse", lse, &ReferenceToken::lse);
         if (spec_.outputs.logprob) compare_one("logprob", outputs_.logprob.to_host<float>(), &ReferenceToken::logprob);
         if (spec_.outputs.entropy) compare_one("entropy", entropy, &ReferenceToken::entropy);
-        if (reduction_ == Reduction::none) compare_one("loss", outputs_.loss.to_host<float>(), &ReferenceToken::loss);
+        if (spec_.outputs.loss && reduction_ == Reduction::none) compare_one("loss", outputs_.loss.to_host<float>(), &ReferenceToken::loss);
     }
 
     struct ReducedLoss {
@@ -210,7 +211,7 @@ private:
     }
 
     void compare_loss(const Reference& reference, const Yardstick& yardstick) {
-        if (reduction_ == Reduction::none) return;  // compared token by token
+        if (!spec_.outputs.loss || reduction_ == Reduction::none) return;  // compared token by token
         const ReducedLoss expected = reduced(reference);
         const ReducedLoss other = reduced(yardstick);
         NormPair loss;

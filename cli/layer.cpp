@@ -77,8 +77,8 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
     const std::vector<std::int64_t> tokens{num_tokens};
     const std::vector<std::int64_t> loss_shape = reduction == Reduction::none ? tokens : std::vector<std::int64_t>{};
     LayerOutputs outputs;
-    outputs.loss = make_tensor(device, ScalarType::fp32, loss_shape);
-    if (spec.z_loss != 0) outputs.z_loss = make_tensor(device, ScalarType::fp32, loss_shape);
+    if (spec.outputs.loss) outputs.loss = make_tensor(device, ScalarType::fp32, loss_shape);
+    if (spec.outputs.loss && spec.z_loss != 0) outputs.z_loss = make_tensor(device, ScalarType::fp32, loss_shape);
     outputs.lse = make_tensor(device, ScalarType::fp32, tokens);
     if (spec.outputs.logprob) outputs.logprob = make_tensor(device, ScalarType::fp32, tokens);
     if (spec.outputs.entropy) outputs.entropy = make_tensor(device, ScalarType::fp32, tokens);
@@ -189,7 +189,7 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
     if (options.upstream) {
         // Of the size that the loss's own gradient has, so that every term is seen in the result.
         const double share = options.reduction == Reduction::mean ? 1.0 / std::max(1.0, static_cast<double>(num_tokens)) : 1.0;
-        if (options.reduction == Reduction::none) layer.grad_loss = random_floats(n, share, seed + 6);
+        if (spec.outputs.loss && options.reduction == Reduction::none) layer.grad_loss = random_floats(n, share, seed + 6);
         if (spec.outputs.lse) layer.grad_lse = random_floats(n, 0.5 * share, seed + 7);
         if (spec.outputs.logprob) layer.grad_logprob = random_floats(n, 0.5 * share, seed + 8);
         if (spec.outputs.entropy) layer.grad_entropy = random_floats(n, 0.5 * share, seed + 9);

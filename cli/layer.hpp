@@ -37,7 +37,7 @@ struct Tensor {
 struct LayerInputs {
     std::int64_t num_tokens = 0;
     Tensor hidden, weight, bias, class_weight, target;
-    Tensor grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< absent: 1 for the loss, 0 for the rest
+    Tensor grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< absent: 1 for the loss if the spec has it, 0 for the rest
 };
 
 struct LayerOutputs {

@@ -177,7 +177,7 @@ Real BasicReference<Real>::grad_logit(std::int64_t token, std::int64_t row, cons
     const Real lse = lse_[i];
     const Real p = std::exp(z.value - lse);
     const Real hit = problem_.target[i] == row ? 1 : 0;
-    const Real upstream = problem_.grad_loss.empty() ? Real(1) : problem_.grad_loss[i];
+    const Real upstream = problem_.grad_loss.empty() ? Real(problem_.spec.outputs.loss ? 1 : 0) : problem_.grad_loss[i];
     const Real g = upstream / static_cast<Real>(loss_divisor_);
     const auto smoothing = static_cast<Real>(spec.label_smoothing);
     Real gradient = g * (1 - smoothing) * class_weight(problem_.target[i]) * (p - hit);

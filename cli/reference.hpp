@@ -22,7 +22,7 @@ struct ReferenceProblem {
     std::span<const std::int64_t> target;
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
-    std::span<const float> grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< [N]; empty: 1 for the loss, 0 for the rest
+    std::span<const float> grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< [N]; empty: 1 for the loss if the spec has it, 0 for the rest
 };
 
 /// Per-token results of one token.

@@ -161,7 +161,9 @@ void report(const RunOptions& options, const Kernel& kernel, std::int64_t num_to
     for (const float value : loss) total += value;
     if (options.json) {
         Json json{{"loss", nullptr}, {"num_valid_tokens", num_valid}, {"num_tokens", num_tokens}, {"reduction", options.reduction}};
-        if (reduced) {
+        if (!kernel.spec().outputs.loss) {
+            // stays null: the spec has no loss among its outputs
+        } else if (reduced) {
             json["loss"] = number(total);
         } else {
             json["loss"] = Json::array();
@@ -178,7 +180,7 @@ void report(const RunOptions& options, const Kernel& kernel, std::int64_t num_to
     }
     fmt::print("{} on {}\n", kernel.spec().text(), kernel.device().name);
     fmt::print("tokens            {} ({} valid)\n", num_tokens, num_valid);
-    fmt::print("loss ({})       {:.7g}\n", reduced ? options.reduction : "sum ", total);
+    if (kernel.spec().outputs.loss) fmt::print("loss ({})       {:.7g}\n", reduced ? options.reduction : "sum ", total);
     if (outputs.z_loss.view.present && reduced) fmt::print("of which z-loss   {:.7g}\n", outputs.z_loss.to_host<float>().front());
     fmt::print("workspace         {}\n", human_bytes(static_cast<double>(kernel.workspace_bytes(num_tokens))));
     if (!options.out.empty()) fmt::print("written           {}\n", options.out.string());

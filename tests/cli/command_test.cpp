@@ -132,6 +132,8 @@ TEST(FlceCheck_Variants, Pass) {
         {"D=64,V=301,dtype=fp16"},
         {"D=64,V=301,dtype=fp32,layout=hidden_major"},
         {"D=64,V=301,dtype=bf16,tied,grad_weight_dtype=fp32"},
+        {"D=64,V=301,dtype=fp32,z_loss=0.001,outputs=lse+entropy"},
+        {"D=64,V=301,dtype=bf16,outputs=logprob", "--reduction", "none"},
         {kSmall, "--reduction", "none"},
         {kSmall, "--reduction", "sum", "--ignored", "0"},
         {kSmall, "--ignored", "1"},
