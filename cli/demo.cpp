@@ -170,7 +170,7 @@ private:
 
     double learning_rate(std::int64_t step) const {
         constexpr double kPi = 3.14159265358979323846;
-        const double peak = options_.learning_rate > 0 ? options_.learning_rate : options_.optimizer == "sgd" ? 2.0 : 0.01;
+        const double peak = options_.learning_rate > 0 ? options_.learning_rate : options_.optimizer == "sgd" ? 1.0 : 0.01;
         const double warm = std::min(1.0, static_cast<double>(step + 1) / 20);
         return peak * warm * (0.55 + 0.45 * std::cos(kPi * static_cast<double>(step) / static_cast<double>(options_.steps)));
     }
@@ -336,7 +336,7 @@ void add_demo(CLI::App& app, Action& action) {
     command->add_option("--dtype", options->dtype, "of hidden and weight: fp32, bf16 or fp16 (default: bf16 on a GPU, fp32 on the CPU)")
         ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
     command->add_option("--optimizer", options->optimizer, "adamw or sgd")->capture_default_str()->check(CLI::IsMember({"adamw", "sgd"}));
-    command->add_option("--lr", options->learning_rate, "learning rate (default: 0.01 for adamw, 2 for sgd)")->check(CLI::PositiveNumber);
+    command->add_option("--lr", options->learning_rate, "learning rate (default: 0.01 for adamw, 1 for sgd)")->check(CLI::PositiveNumber);
     command->add_option("--seed", options->seed, "of initial weights and batches")->capture_default_str();
     options->session.add_to(*command);
     command->add_flag("--no-architectures", options->skip_architectures, "do not compile for GPU architectures");

@@ -82,8 +82,6 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
     outputs.lse = make_tensor(device, ScalarType::fp32, tokens);
     if (spec.outputs.logprob) outputs.logprob = make_tensor(device, ScalarType::fp32, tokens);
     if (spec.outputs.entropy) outputs.entropy = make_tensor(device, ScalarType::fp32, tokens);
-    outputs.invalid_label = make_tensor(device, ScalarType::uint64, {});
-    outputs.invalid_label.buffer.fill(std::byte{0xff});
     outputs.grad_hidden = make_tensor(device, scalar_type(spec.dtype), {num_tokens, spec.hidden_size});
     outputs.grad_weight = make_tensor(device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));
     if (spec.bias) outputs.grad_bias = make_tensor(device, scalar_type(spec.grad_weight_dtype), {spec.vocab_size});
@@ -106,8 +104,7 @@ ForwardArgs forward_args(const LayerInputs& inputs, const LayerOutputs& outputs,
             .z_loss = outputs.z_loss.view,
             .lse = outputs.lse.view,
             .logprob = outputs.logprob.view,
-            .entropy = outputs.entropy.view,
-            .invalid_label = outputs.invalid_label.view};
+            .entropy = outputs.entropy.view};
 }
 
 BackwardArgs backward_args(const LayerInputs& inputs, const LayerOutputs& outputs, const CallOptions& options) {
@@ -135,12 +132,6 @@ Workspace Scratch::workspace() const {
     const auto address = reinterpret_cast<std::uintptr_t>(buffer_.data());
     const std::uintptr_t aligned = (address + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
     return {static_cast<std::byte*>(buffer_.data()) + (aligned - address), bytes_};
-}
-
-std::int64_t first_invalid_label(const LayerOutputs& outputs) {
-    std::uint64_t row = 0;
-    outputs.invalid_label.buffer.download(&row, sizeof row);
-    return static_cast<std::int64_t>(row);  // ~0 reads as −1
 }
 
 void fill_random(std::byte* to, DType dtype, std::size_t count, double deviation, std::uint64_t seed) {

@@ -41,7 +41,7 @@ struct LayerInputs {
 };
 
 struct LayerOutputs {
-    Tensor loss, z_loss, lse, logprob, entropy, invalid_label;
+    Tensor loss, z_loss, lse, logprob, entropy;
     Tensor grad_hidden, grad_weight, grad_bias;
 };
 
@@ -66,9 +66,6 @@ private:
     Buffer buffer_;
     std::size_t bytes_;
 };
-
-/// Index of the first row whose label is neither ignore_index nor in [0, V), as forward reported it; −1 where all are fine.
-[[nodiscard]] std::int64_t first_invalid_label(const LayerOutputs& outputs);
 
 /// Standard deviation of random logits, before a softcap.
 inline constexpr double kRandomLogitDeviation = 2.0;

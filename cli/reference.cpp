@@ -69,16 +69,20 @@ Judge::Judge(DType dtype, double product_norm)
 
 Verdict Judge::output(const NormPair& norms) const {
     const double size = std::sqrt(norms.kernel.reference2 / static_cast<double>(std::max<std::size_t>(norms.count, 1)));
-    const double floor = 8 * unit_roundoff(DType::fp32) + (size > 0 ? 2 * logit_error_ / size : 0);
-    const double yardstick = norms.yardstick.relative();
-    return {norms.kernel.relative(), yardstick, error_bound(yardstick, floor, output_error_cap(dtype_))};
+    return judged(norms, 8 * unit_roundoff(DType::fp32) + (size > 0 ? 2 * logit_error_ / size : 0), output_error_cap(dtype_));
 }
 
 Verdict Judge::gradient(const NormPair& norms) const {
-    const double rounding = 0.4 * unit_roundoff(dtype_);  // of the logits' gradient, and of the result
-    const double floor = std::sqrt(2 * rounding * rounding + 4 * logit_error_ * logit_error_) + 4 * unit_roundoff(DType::fp32);
+    // The logits' gradient and the result are rounded; a logit's error reaches a probability through the logit and through lse.
+    const double rounding = 0.4 * unit_roundoff(dtype_);
+    const double logits = 2 * std::sqrt(2.0) * logit_error_;
+    return judged(norms, std::sqrt(2 * rounding * rounding + 2 * logits * logits) + 8 * unit_roundoff(DType::fp32),
+                  gradient_error_cap(dtype_));
+}
+
+Verdict Judge::judged(const NormPair& norms, double floor, double cap) {
     const double yardstick = norms.yardstick.relative();
-    return {norms.kernel.relative(), yardstick, error_bound(yardstick, floor, gradient_error_cap(dtype_))};
+    return {norms.kernel.relative(), yardstick, error_bound(yardstick, std::min(floor, cap), cap)};
 }
 
 double ErrorNorm::relative() const {

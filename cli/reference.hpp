@@ -141,6 +141,8 @@ public:
     [[nodiscard]] Verdict gradient(const NormPair& norms) const;
 
 private:
+    [[nodiscard]] static Verdict judged(const NormPair& norms, double floor, double cap);
+
     DType dtype_;
     double logit_error_;
 };
