@@ -13,6 +13,8 @@ PRESET ?= $(if $(CI),ci,release)
 # One compiler cache serves every build tree and every checkout: paths in it are relative.
 export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR ?= 1
+# Precompiled headers are cached by their contents.
+export CCACHE_SLOPPINESS ?= pch_defines,time_macros,include_file_mtime,include_file_ctime
 CTEST = ctest --output-on-failure --no-tests=error -j $(JOBS)
 
 help: ## this list
