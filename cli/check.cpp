@@ -154,7 +154,8 @@ private:
                                  .grad_loss = layer_.grad_loss,
                                  .grad_lse = layer_.grad_lse,
                                  .grad_logprob = layer_.grad_logprob,
-                                 .grad_entropy = layer_.grad_entropy};
+                                 .grad_entropy = layer_.grad_entropy,
+                                 .summation = summation_of(spec_.dtype, kernel_->device_ref().kind == DeviceKind::cuda)};
         Reference reference(problem, coverage_.tokens);
         Yardstick yardstick(problem, coverage_.tokens);
         const auto lse = outputs_.lse.to_host<float>();

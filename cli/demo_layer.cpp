@@ -145,8 +145,12 @@ OutputLayer::Check OutputLayer::check(std::span<const float> hidden, std::span<c
     const std::vector<std::int64_t> wide_targets(targets.begin(), targets.end());
     std::vector<std::int64_t> tokens(targets.size());
     std::iota(tokens.begin(), tokens.end(), 0);
-    const ReferenceProblem problem{
-        .spec = spec, .num_tokens = n, .hidden = hidden_bytes.data(), .weight = weight_bytes.data(), .target = wide_targets};
+    const ReferenceProblem problem{.spec = spec,
+                                   .num_tokens = n,
+                                   .hidden = hidden_bytes.data(),
+                                   .weight = weight_bytes.data(),
+                                   .target = wide_targets,
+                                   .summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda)};
     const Reference reference(problem, tokens);
     const Yardstick yardstick(problem, tokens);
 

@@ -9,7 +9,6 @@
 #include "cli/interrupt.hpp"
 #include "cli/number_formats.hpp"
 #include "cli/parallel.hpp"
-#include "runtime/error_bounds.hpp"
 
 namespace flce::cli {
 namespace {
@@ -26,6 +25,17 @@ Real dot(const Real* a, const Real* b, std::int64_t count) {
     }
     for (; i < count; ++i) sums[0] += a[i] * b[i];
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+/// As tensor cores add.
+float truncating_dot(const float* a, const float* b, std::int64_t count) {
+    double sum = 0;
+    for (std::int64_t begin = 0; begin < count; begin += kTensorCoreStep) {
+        double step = 0;
+        for (std::int64_t i = begin; i < std::min(count, begin + kTensorCoreStep); ++i) step += static_cast<double>(a[i]) * b[i];
+        sum = truncated_to_fp32(sum + step);
+    }
+    return static_cast<float>(sum);
 }
 
 template <class Real>
@@ -155,9 +165,16 @@ void BasicReference<Real>::set_other(std::span<const float> lse, std::span<const
 }
 
 template <class Real>
-typename BasicReference<Real>::Logit BasicReference<Real>::logit(Real dot_product, std::int64_t row) const {
+typename BasicReference<Real>::Logit BasicReference<Real>::logit(const Real* hidden, const Real* weight, std::int64_t row) const {
     const Spec& spec = problem_.spec;
-    const Real biased = dot_product + (spec.bias ? bias_[static_cast<std::size_t>(row)] : Real(0));
+    Real product = 0;
+    if constexpr (std::is_same_v<Real, float>) {
+        product = problem_.summation == Summation::truncating ? truncating_dot(hidden, weight, spec.hidden_size)
+                                                              : dot<Real>(hidden, weight, spec.hidden_size);
+    } else {
+        product = dot<Real>(hidden, weight, spec.hidden_size);
+    }
+    const Real biased = product + (spec.bias ? bias_[static_cast<std::size_t>(row)] : Real(0));
     const auto scale = static_cast<Real>(spec.logit_scale);
     Logit result{scale * biased, scale};
     if (spec.softcap != 0) {
@@ -227,8 +244,7 @@ void BasicReference<Real>::compute_tokens(std::size_t begin, std::size_t end) {
         for (std::size_t r = begin; r < end; ++r) {
             const Real* hidden = hidden_.data() + tokens_[r] * d;
             for (std::int64_t j = j0; j < j1; ++j) {
-                logits[(r - begin) * row_length + static_cast<std::size_t>(j)] =
-                    logit(dot<Real>(hidden, weight.data() + (j - j0) * d, d), j);
+                logits[(r - begin) * row_length + static_cast<std::size_t>(j)] = logit(hidden, weight.data() + (j - j0) * d, j);
             }
         }
     }
@@ -303,7 +319,7 @@ Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out
         for (std::int64_t i = begin; i < std::min(problem_.num_tokens, begin + kSlice); ++i) {
             if (ignored(i)) continue;
             const Real* hidden = hidden_.data() + i * d;
-            const Real dz = grad_logit(i, row, logit(dot<Real>(hidden, weight.data(), d), row));
+            const Real dz = grad_logit(i, row, logit(hidden, weight.data(), row));
             add_scaled<Real>(slice.data(), dz, hidden, d);
             bias += dz;
         }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "flce/flce.hpp"
+#include "runtime/error_bounds.hpp"
 
 namespace flce::cli {
 
@@ -22,7 +23,9 @@ struct ReferenceProblem {
     std::span<const std::int64_t> target;
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
-    std::span<const float> grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< [N]; empty: 1 for the loss if the spec has it, 0 for the rest
+    std::span<const float> grad_loss, grad_lse, grad_logprob,
+        grad_entropy;                           ///< [N]; empty: 1 for the loss if the spec has it, 0 for the rest
+    Summation summation = Summation::rounding;  ///< of the yardstick's logits
 };
 
 /// Per-token results of one token.
@@ -65,7 +68,7 @@ private:
         Real value;
         Real derivative;  ///< with respect to hidden · weightᵀ + bias
     };
-    [[nodiscard]] Logit logit(Real dot, std::int64_t row) const;
+    [[nodiscard]] Logit logit(const Real* hidden, const Real* weight, std::int64_t row) const;
     [[nodiscard]] Real class_weight(std::int64_t row) const;
     /// dL/d(hidden · weightᵀ + bias), rounded as the backward products read it.
     [[nodiscard]] Real grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -34,6 +35,25 @@ namespace flce {
         case DType::fp32: return 2e-6;
     }
     return 0;
+}
+
+/// How a product of matrices in the spec's dtype adds up in fp32.
+enum class Summation {
+    rounding,    ///< every addition rounds to nearest, in slices of a few hundred terms: fp32 units, and fp32 inputs on any device
+    truncating,  ///< tensor cores: kTensorCoreStep products at a time join the sum, which is then cut off to 24 bits
+};
+
+/// Products that one tensor-core instruction of 16-bit operands adds to an accumulator (mma.sync and wgmma alike).
+inline constexpr std::int64_t kTensorCoreStep = 16;
+
+/// What a framework's matrix products do on that kind of device: TF32 is off by default, so only 16-bit inputs go to tensor cores.
+[[nodiscard]] constexpr Summation summation_of(DType dtype, bool on_gpu) noexcept {
+    return on_gpu && dtype != DType::fp32 ? Summation::truncating : Summation::rounding;
+}
+
+/// `value` cut off to fp32's 24 significant bits.
+[[nodiscard]] inline double truncated_to_fp32(double value) noexcept {
+    return std::bit_cast<double>(std::bit_cast<std::uint64_t>(value) & ~((std::uint64_t{1} << 29) - 1));
 }
 
 /// How far the norm of `count` independent errors may exceed its expectation by chance: four standard deviations for a single number, next to

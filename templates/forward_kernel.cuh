@@ -30,9 +30,12 @@ struct PartialFields {
     }
 };
 
+/// Sums of up to this many products are exact to fp32's last place in a framework, and have to be here.
+constexpr int kShortSum = 128;
+
 template <class Problem>
-using LogitOperands =
-    Operands<typename Problem::Element, Major::k, Access::chunks, Problem::hidden_major ? Major::mn : Major::k, weight_access<Problem>()>;
+using LogitOperands = Operands<typename Problem::Element, Major::k, Access::chunks, Problem::hidden_major ? Major::mn : Major::k,
+                               weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
 
 template <class Problem, class TileT>
 struct ForwardBlock {

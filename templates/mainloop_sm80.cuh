@@ -7,13 +7,16 @@
 namespace flce {
 
 /// The operands of a GEMM C[m, n] = Σ_k A[m, k]·B[n, k].
-template <class Element_, Major kMajorA_, Access kAccessA_, Major kMajorB_, Access kAccessB_>
+/// `kExactProducts_` (fp32 only): products whose errors are as good as none, where K is so short that a framework's sums would be more exact
+/// than three TF32 products.
+template <class Element_, Major kMajorA_, Access kAccessA_, Major kMajorB_, Access kAccessB_, bool kExactProducts_ = false>
 struct Operands {
     using Element = Element_;
     static constexpr Major kMajorA = kMajorA_;
     static constexpr Major kMajorB = kMajorB_;
     static constexpr Access kAccessA = kAccessA_;
     static constexpr Access kAccessB = kAccessB_;
+    static constexpr bool kExactProducts = kExactProducts_;
 };
 
 /// This thread's place in its warp's part of the tile. Accumulator [i][j][2·h + e] is row(i, h), column(j, e).
@@ -202,31 +205,41 @@ private:
         }
     }
 
-    /// fp32 operands in three TF32 products. Tensor cores truncate while they accumulate, so each slice is summed on its own and added to the
-    /// total with round-to-nearest.
+    /// fp32 operands in three TF32 products. Tensor cores truncate while they accumulate, so every k step is multiplied on its own and added with
+    /// round-to-nearest; sums of kSlicesPerSum slices join the total, so that no chain of additions is as long as K.
     template <class Feed>
     __device__ __forceinline__ void accumulate_split(Feed& feed, int slices, Accumulators& c) {
+        constexpr int kSlicesPerSum = 256 / TileT::kBlockK;
         Accumulators part;
+        Accumulators& sum = OperandsT::kExactProducts ? c : part;  // K is short where products are exact
+        clear(part);
 #pragma unroll 1
         for (int slice = 0; slice < slices; ++slice) {
-            clear(part);
             produce(feed);
             feed.next();
-#pragma unroll 2
+#pragma unroll 1
             for (int step = 0; step < kSteps; ++step) {
                 FragmentA a;
                 FragmentB b;
                 read(step, a, b);
-                multiply_split(part, a, b);
+                multiply_split(sum, a, b);
             }
             next_slice();
-#pragma unroll
-            for (int i = 0; i < kPiecesA; ++i)
-#pragma unroll
-                for (int j = 0; j < kColumnPieces; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) c[i][j][e] += part[i][j][e];
+            if (!OperandsT::kExactProducts && (slice + 1) % kSlicesPerSum == 0) {
+                add(c, part);
+                clear(part);
+            }
         }
+        add(c, part);
+    }
+
+    static __device__ __forceinline__ void add(Accumulators& c, const Accumulators& part) {
+#pragma unroll
+        for (int i = 0; i < kPiecesA; ++i)
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) c[i][j][e] += part[i][j][e];
     }
 
     static __device__ __forceinline__ void multiply(Accumulators& c, const FragmentA& a, const FragmentB& b) {
@@ -244,35 +257,49 @@ private:
         }
     }
 
-    /// x = high + low with 11 significant bits each; the product of two low parts is below fp32's own rounding.
-    static __device__ __forceinline__ void split(const unsigned (&x)[4], unsigned (&high)[4], unsigned (&low)[4]) {
+    /// fp32 as a sum of TF32 numbers, the largest first. Two parts of 11 bits each: the product of two low ones is below fp32's own rounding. Three
+    /// of 8 bits: products of the high ones have 16 bits, so that little is cut off where tensor cores align them to the largest of a step.
+    static constexpr int kParts = OperandsT::kExactProducts ? 3 : 2;
+    using Parts = unsigned[kParts][4];
+
+    static __device__ __forceinline__ void split(const unsigned (&x)[4], Parts& parts) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            high[r] = ptx::cvt_rna_tf32_f32(__uint_as_float(x[r]));
-            low[r] = ptx::cvt_rna_tf32_f32(__uint_as_float(x[r]) - __uint_as_float(high[r]));
+            float rest = __uint_as_float(x[r]);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                const bool short_part = kParts == 3 && part < 2;
+                parts[part][r] = short_part ? (__float_as_uint(rest) + 0x8000u) & 0xffff0000u : ptx::cvt_rna_tf32_f32(rest);
+                rest -= __uint_as_float(parts[part][r]);
+            }
         }
     }
 
     static __device__ __forceinline__ void multiply_split(Accumulators& c, const FragmentA& a, const FragmentB& b) {
-        FragmentB b_high;
-        FragmentB b_low;
+        Parts b_parts[kPiecesB];
 #pragma unroll
-        for (int j = 0; j < kPiecesB; ++j) split(b[j], b_high[j], b_low[j]);
+        for (int j = 0; j < kPiecesB; ++j) split(b[j], b_parts[j]);
 #pragma unroll
         for (int i = 0; i < kPiecesA; ++i) {
-            unsigned a_high[4];
-            unsigned a_low[4];
-            split(a[i], a_high, a_low);
+            Parts a_parts;
+            split(a[i], a_parts);
 #pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-                ptx::mma_m16n8k8_tf32(c[i][j], a_low, b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-                ptx::mma_m16n8k8_tf32(c[i][j], a_high, b_low[j / 2][j % 2 * 2], b_low[j / 2][j % 2 * 2 + 1]);
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-                ptx::mma_m16n8k8_tf32(c[i][j], a_high, b_high[j / 2][j % 2 * 2], b_high[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < kColumnPieces; ++j) add_products(c[i][j], a_parts, b_parts[j / 2], j % 2 * 2);
         }
+    }
+
+    /// Small products first; with exact ones the large have an accumulator of their own.
+    static __device__ __forceinline__ void add_products(float (&c)[4], const Parts& a, const Parts& b, int r) {
+        float small[4] = {0.f, 0.f, 0.f, 0.f};
+        float large[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int order = kParts - 1; order > 0; --order) {
+#pragma unroll
+            for (int part = order; part >= 0; --part) ptx::mma_m16n8k8_tf32(small, a[part], b[order - part][r], b[order - part][r + 1]);
+        }
+        ptx::mma_m16n8k8_tf32(kParts == 3 ? large : small, a[0], b[0][r], b[0][r + 1]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[e] += kParts == 3 ? large[e] + small[e] : small[e];
     }
 };
 

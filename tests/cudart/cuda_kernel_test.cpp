@@ -288,7 +288,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Variant{"D=2304,V=256000,dtype=fp16,softcap=30,logit_scale=0.5,bias,class_weight,label_smoothing=0.1,z_loss=1e-4,"
                             "outputs=loss+lse+logprob+entropy",
                             "sm_90a"},
-                    Variant{"D=200,V=50257,dtype=fp32,layout=hidden_major", "sm_80"}, Variant{"D=200,V=50257,dtype=fp32,bias", "sm_120"}));
+                    Variant{"D=200,V=50257,dtype=fp32,layout=hidden_major", "sm_80"}, Variant{"D=200,V=50257,dtype=fp32,bias", "sm_120"},
+                    Variant{"D=64,V=50257,dtype=fp32", "sm_90a"}, Variant{"D=64,V=50257,dtype=fp32,layout=hidden_major", "sm_80"}));
 
 }  // namespace
 }  // namespace flce

@@ -3,6 +3,8 @@
 
 #include <bit>
 #include <cmath>
+#include <tuple>
+#include <vector>
 
 #include "tests/support/compare.hpp"
 #include "tests/support/dense.hpp"
@@ -53,6 +55,72 @@ TEST(Dense, Products_MatchTripleLoops) {
             for (std::int64_t j = 0; j < n; ++j) sum += c[i * n + j] * double(b[j * k + d]);
             EXPECT_NEAR(back[i * k + d], sum, 1e-11);
         }
+    }
+}
+
+// 1 and then, a step later, 1.5 units of its last place: rounding goes up to 2 of them, truncation down to 1; half a unit less is lost whole.
+TEST(FrameworkProducts, TruncateOrRound_AsTheDeviceDoes) {
+    constexpr std::int64_t k = 2 * kTensorCoreStep;
+    for (const auto& [last, truncated, rounded] : {std::tuple{0x1.8p-23F, 0x1p-23F, 0x1p-22F}, std::tuple{0x1.8p-24F, 0.0F, 0x1p-23F}}) {
+        std::vector<float> a(k, 0.0F);
+        const std::vector<float> b(k, 1.0F);
+        a.front() = 1;
+        a.back() = last;
+        for (const auto& [summation, expected] : {std::pair{Summation::truncating, truncated}, std::pair{Summation::rounding, rounded}}) {
+            float product = 0;
+            multiply_transposed(summation, a.data(), b.data(), &product, 1, 1, k);
+            EXPECT_EQ(product, 1 + expected);
+            float sum = 0;
+            multiply_add(summation, a.data(), b.data(), &sum, 1, 1, k);
+            EXPECT_EQ(sum, 1 + expected);
+        }
+    }
+}
+
+// Within a step, addends lose what lies 25 bits below the largest.
+TEST(FrameworkProducts, OneStep_CutsOffSmallProducts) {
+    std::vector<float> a(kTensorCoreStep, 0x1p-25F);
+    a.front() = 1;
+    std::vector<float> b(kTensorCoreStep, 1.0F);
+    const auto product = [&] {
+        float c = 0;
+        multiply_transposed(Summation::truncating, a.data(), b.data(), &c, 1, 1, kTensorCoreStep);
+        return c;
+    };
+    EXPECT_EQ(product(), 1 + 3 * 0x1p-23F);  // 1 + 15·2⁻²⁵, cut off
+    b.back() = -1;
+    EXPECT_EQ(product(), 1 + 3 * 0x1p-23F);  // 1 + 13·2⁻²⁵
+    std::fill(a.begin() + 1, a.end(), 0x1.8p-26F);
+    EXPECT_EQ(product(), 1.0F);
+    std::fill(a.begin() + 1, a.end(), -0x1.8p-26F);
+    EXPECT_EQ(product(), 1.0F);  // towards 0, not down
+}
+
+// The sizes of a step's parts, of all signs and exponents, against the same step in integers.
+TEST(FrameworkProducts, RandomSteps_AreAsDefined) {
+    const Stream random{7};
+    for (std::int64_t trial = 0; trial < 200; ++trial) {
+        float a[kTensorCoreStep];
+        float b[kTensorCoreStep];
+        float before = rounded(random.normal(1000 * trial), DType::fp32);
+        int top = std::ilogb(before);
+        for (std::int64_t i = 0; i < kTensorCoreStep; ++i) {
+            const auto draw = [&](std::int64_t which) {
+                const int exponent = static_cast<int>(random.below(1000 * trial + which, 30)) - 15;
+                return rounded(std::ldexp(random.normal(1000 * trial + which + 1), exponent), DType::bf16);
+            };
+            a[i] = draw(10 + 4 * i);
+            b[i] = draw(12 + 4 * i);
+            top = std::max(top, std::ilogb(a[i]) + std::ilogb(b[i]));
+        }
+        const auto kept = [&](double value) { return static_cast<std::int64_t>(std::trunc(std::ldexp(value, 25 - top))); };
+        std::int64_t sum = kept(before);
+        for (std::int64_t i = 0; i < kTensorCoreStep; ++i) sum += kept(double(a[i]) * b[i]);
+        float after = before;
+        multiply_add(Summation::truncating, a, b, &after, 1, 1, kTensorCoreStep);
+        const double exact = std::ldexp(static_cast<double>(sum), top - 25);
+        EXPECT_LE(std::fabs(after), std::fabs(exact));
+        EXPECT_GT(std::fabs(after), std::fabs(exact) * (1 - 0x1p-23));
     }
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "tests/support/tensor_core.hpp"
+
 namespace flce::test {
 namespace {
 
@@ -97,6 +99,16 @@ void multiply_add(const Acc* a, const T* b, Acc* c, std::int64_t m, std::int64_t
     if (kWide) return add_512(a, b, c, m, n, k, k_block);
 #endif
     add_body(a, b, c, m, n, k, k_block);
+}
+
+void multiply_transposed(Summation summation, const float* a, const float* b, float* c, std::int64_t m, std::int64_t n, std::int64_t k) {
+    if (summation == Summation::rounding) return multiply_transposed(a, b, c, m, n, k, kSlice);
+    tensor_core_transposed(a, b, c, m, n, k);
+}
+
+void multiply_add(Summation summation, const float* a, const float* b, float* c, std::int64_t m, std::int64_t n, std::int64_t k) {
+    if (summation == Summation::rounding) return multiply_add(a, b, c, m, n, k, kSlice);
+    tensor_core_add(a, b, c, m, n, k);
 }
 
 template void multiply_transposed(const float*, const float*, float*, std::int64_t, std::int64_t, std::int64_t, std::int64_t);

@@ -29,14 +29,18 @@ inline constexpr double kU32 = 0x1p-24;
 
 /// Floor or limit: how errors arise and how they combine.
 struct ErrorModel {
-    bool expected;  ///< floor
+    bool expected;                              ///< floor
+    Summation summation = Summation::rounding;  ///< of products
 
     /// Relative error of one rounding to a format of unit roundoff u: its root mean square over a binade's mantissas, or u.
     [[nodiscard]] double rounding(double u) const { return expected ? 0.4 * u : u; }
     /// Error of an fp32 sum of `length` products, relative to the product of their factors' norms. Partial sums of a random walk reach
-    /// √½ of that on average; λ = 3 of probabilistic rounding analysis otherwise.
+    /// √½ of that on average; λ = 3 of probabilistic rounding analysis otherwise. Truncation is up to 2u a step, always towards 0: what
+    /// the steps lose adds up. Products below the largest of their step lose as much again.
     [[nodiscard]] double products(std::int64_t length) const {
-        return expected ? rounding(kU32) * std::sqrt(0.5) : kU32 * (8 + 3 * std::sqrt(static_cast<double>(length)));
+        const double n = static_cast<double>(length);
+        if (expected) return rounding(kU32) * std::sqrt(0.5);
+        return kU32 * (8 + (summation == Summation::rounding ? 3 * std::sqrt(n) : 4 * std::ceil(n / kTensorCoreStep)));
     }
     /// Largest error of `length` terms added to an fp32 accumulator one after the other, relative to the sum of their sizes: terms may all
     /// be alike (a smoothing term in a row with one label), so that their roundings are too.

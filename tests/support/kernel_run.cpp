@@ -343,7 +343,8 @@ testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kern
     const std::vector<float> entropy = run.token_floats("entropy");
     const KnownTokens known{lse.data(), entropy.empty() ? nullptr : entropy.data()};
     const Result truth = oracle(layer_of(problem), selection, known);
-    const Reference yardstick = reference(problem, selection, known);
+    const bool on_gpu = kernel->device_ref().kind == DeviceKind::cuda;
+    const Reference yardstick = reference(problem, selection, known, summation_of(problem.spec.dtype, on_gpu));
     std::string text = failures(judge(problem, selection, run.outputs(selection), truth, yardstick)) + run.violations();
     if (text.empty()) return testing::AssertionSuccess();
     return testing::AssertionFailure() << fmt::format("\n  {}\n  {}\n  {}{}", problem.spec.text(), to_string(problem.options),

@@ -13,7 +13,6 @@
 namespace flce::test {
 namespace {
 
-constexpr std::int64_t kSlice = 256;  // terms that one fp32 chain adds before its sum joins the others, as in a blocked GEMM
 constexpr std::int64_t kTokenBlock = 8;
 constexpr std::int64_t kVocabBlock = 32;
 
@@ -73,8 +72,9 @@ void add_rounding(Budget& budget, DType dtype, double norm, std::int64_t length)
 
 class Evaluation {
 public:
-    Evaluation(const Problem& problem, const Selection& selection, const KnownTokens& known)
-        : problem_(problem),
+    Evaluation(const Problem& problem, const Selection& selection, const KnownTokens& known, Summation summation)
+        : summation_(summation),
+          problem_(problem),
           selection_(selection),
           known_(known),
           layer_(layer_of(problem)),
@@ -138,6 +138,9 @@ private:
     void reduce();
     void store_weight_rows();
 
+    Summation summation_;
+    ErrorModel expected_{true, summation_};
+    ErrorModel largest_{false, summation_};
     const Problem& problem_;
     const Selection& selection_;
     KnownTokens known_;
@@ -274,22 +277,22 @@ void Evaluation::token_budgets(std::int64_t at, Token& token, const float* z, co
         if (eps > 0) loss.add(per_class * smooth.value());
         out_.budgets.loss[at].*kind = loss.value();
     };
-    set(kExpected, &Budget::floor);
-    set(kLargest, &Budget::limit);
+    set(expected_, &Budget::floor);
+    set(largest_, &Budget::limit);
 }
 
 // Gradients of the logits in place of the logits; the row's budget.
 void Evaluation::token_gradient(std::int64_t at, const Token& token, float* z, const float* gain) {
     const Upstream g = upstream(selection_.tokens[at]);
     const double adding = ErrorModel::accumulating(spec_.vocab_size);
-    ErrorSum floor(kExpected), limit(kLargest);
+    ErrorSum floor(expected_), limit(largest_);
     double common = 0;
     for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
         const float dz = logit_gradient(token, g, j, z[j]);
         const LogitSizes e = logit_sizes(token, j, z[j], gain[j], dz);
         const double w = weight_norm_[j];
-        floor.add(gradient_error(spec_, token.sizes, e, kExpected) * w);
-        limit.add((gradient_error(spec_, token.sizes, e, kLargest) + adding * e.gradient) * w);
+        floor.add(gradient_error(spec_, token.sizes, e, expected_) * w);
+        limit.add((gradient_error(spec_, token.sizes, e, largest_) + adding * e.gradient) * w);
         common += e.p * e.gain * w;
         z[j] = dz * gain[j];
     }
@@ -305,7 +308,7 @@ Logits Evaluation::logits(std::int64_t first, std::int64_t last) const {
     std::vector<float> hidden(static_cast<std::size_t>(count * d));
     for (std::int64_t s = 0; s < count; ++s) std::copy_n(layer_.hidden + selection_.tokens[first + s] * d, d, &hidden[s * d]);
     Logits out{std::vector<float>(static_cast<std::size_t>(count * v)), std::vector<float>(static_cast<std::size_t>(count * v))};
-    multiply_transposed(hidden.data(), layer_.weight, out.z.data(), count, v, d, kSlice);
+    multiply_transposed(summation_, hidden.data(), layer_.weight, out.z.data(), count, v, d);
     for (std::int64_t at = 0; at < count * v; ++at) out.gain[at] = transform(out.z[at], at % v);
     return out;
 }
@@ -338,7 +341,7 @@ void Evaluation::grad_hidden_block(std::int64_t first, std::int64_t last) {
         token_gradient(at, tokens_[at], z, &block.gain[(at - first) * v]);
         round_gradients(scale_, z, v);
     }
-    multiply_add(block.z.data(), layer_.weight, &grad_hidden_[first * d], last - first, d, v, kSlice);
+    multiply_add(summation_, block.z.data(), layer_.weight, &grad_hidden_[first * d], last - first, d, v);
     for (std::int64_t at = first; at < last; ++at) {
         double square = 0;
         for (std::int64_t k = 0; k < d; ++k) {
@@ -358,11 +361,11 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
     for (std::int64_t s = 0; s < count; ++s) std::copy_n(layer_.weight + selection_.vocab[first + s] * d, d, &weight[s * d]);
     std::vector<float> z(static_cast<std::size_t>(n * count));
     std::vector<float> dz(static_cast<std::size_t>(count * n));
-    multiply_transposed(layer_.hidden, weight.data(), z.data(), n, count, d, kSlice);
+    multiply_transposed(summation_, layer_.hidden, weight.data(), z.data(), n, count, d);
     const double adding = ErrorModel::accumulating(n);
     for (std::int64_t s = 0; s < count; ++s) {
         const std::int64_t j = selection_.vocab[first + s];
-        ErrorSum floor(kExpected), limit(kLargest), bias_floor(kExpected), bias_limit(kLargest);
+        ErrorSum floor(expected_), limit(largest_), bias_floor(expected_), bias_limit(largest_);
         for (std::int64_t i = 0; i < n; ++i) {
             const Token& token = tokens_[i];
             if (!token.valid) continue;
@@ -371,8 +374,8 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
             const float gradient = logit_gradient(token, upstream(i), j, x);
             dz[s * n + i] = gradient * gain;
             const LogitSizes e = logit_sizes(token, j, x, gain, gradient);
-            const double expected = gradient_error(spec_, token.sizes, e, kExpected);
-            const double largest = gradient_error(spec_, token.sizes, e, kLargest) + adding * e.gradient;
+            const double expected = gradient_error(spec_, token.sizes, e, expected_);
+            const double largest = gradient_error(spec_, token.sizes, e, largest_) + adding * e.gradient;
             floor.add(expected * token.sizes.hidden_norm);
             limit.add(largest * token.sizes.hidden_norm);
             bias_floor.add(expected);
@@ -386,7 +389,7 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
         grad_bias_[first + s] = bias.total();
         out_.budgets.grad_bias[first + s] = {bias_floor.value(), bias_limit.value()};
     }
-    multiply_add(dz.data(), layer_.hidden, &grad_weight_[first * d], count, d, n, kSlice);
+    multiply_add(summation_, dz.data(), layer_.hidden, &grad_weight_[first * d], count, d, n);
 }
 
 // From the selected tokens to all of them, in token order.
@@ -406,7 +409,7 @@ void Evaluation::complete_tokens() {
         const auto error = [&](const ErrorModel& model) {
             return 5 * model.rounding(kU32) * lse + model.products(spec_.hidden_size) * product;
         };
-        token.sizes.lse_error = {error(kExpected), error(kLargest)};
+        token.sizes.lse_error = {error(expected_), error(largest_)};
     }
     for (std::size_t s = 0; s < selection_.tokens.size(); ++s) all[selection_.tokens[s]] = tokens_[s];
     tokens_ = std::move(all);
@@ -487,8 +490,8 @@ Reference Evaluation::run() {
 
 }  // namespace
 
-Reference reference(const Problem& problem, const Selection& selection, const KnownTokens& known) {
-    return Evaluation(problem, selection, known).run();
+Reference reference(const Problem& problem, const Selection& selection, const KnownTokens& known, Summation summation) {
+    return Evaluation(problem, selection, known, summation).run();
 }
 
 }  // namespace flce::test

@@ -12,7 +12,8 @@ struct Reference {
     Budgets budgets;
 };
 
-/// Same selection and `known` as the oracle.
-[[nodiscard]] Reference reference(const Problem& problem, const Selection& selection, const KnownTokens& known = {});
+/// Same selection and `known` as the oracle; `summation` as on the device that it is the yardstick for (summation_of).
+[[nodiscard]] Reference reference(const Problem& problem, const Selection& selection, const KnownTokens& known = {},
+                                  Summation summation = Summation::rounding);
 
 }  // namespace flce::test
