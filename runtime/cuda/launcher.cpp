@@ -19,7 +19,8 @@ using llvm::BasicBlock;
 using llvm::Value;
 using Op = Expr::Op;
 
-// Keys of cuLaunchKernel's `extra`: the parameter block as one buffer, so that its size is checked against the kernel's.
+// Keys of cuLaunchKernel's `extra`: the parameter block as one buffer. The driver does not compare its size with the kernel's; that is done where
+// the cubin is compiled.
 constexpr std::uint64_t kParamBufferPointer = 1;
 constexpr std::uint64_t kParamBufferSize = 2;
 constexpr std::uint64_t kParamEnd = 0;

@@ -7,6 +7,14 @@
 
 #include "flce/spec.hpp"
 
+namespace flce {
+
+// How gtest names parameters; it looks in the namespace of the type.
+inline void PrintTo(DType dtype, std::ostream* out) { *out << to_string(dtype); }
+inline void PrintTo(WeightLayout layout, std::ostream* out) { *out << to_string(layout); }
+
+}  // namespace flce
+
 namespace flce::test {
 
 struct OptionSet {
