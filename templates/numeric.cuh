@@ -64,7 +64,8 @@ struct FastMath {
     static __device__ __forceinline__ float exp(float x) {
         const float power = x * kLog2E;
         const float e = ptx::ex2_approx_ftz(power);
-        return __fmaf_rn(e, __fmaf_rn(power, -kLn2, x), e);
+        const float missing = fminf(__fmaf_rn(power, -kLn2, x), 1.f);  // NaN where x is −∞ (ignored tokens): fminf drops it
+        return __fmaf_rn(e, missing, e);
     }
     /// 1 − 2/(1 + e^2x) would be quicker and absolutely as exact; but small logits need their relative precision.
     static __device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
