@@ -1,6 +1,6 @@
 #include "runtime/cpu/cpu_call.hpp"
 
-#include <algorithm>
+#include <atomic>
 
 namespace flce {
 
@@ -42,8 +42,11 @@ void CpuCall::report_invalid_label() const {
     for (std::int64_t i = 0; i < num_tokens(); ++i) {
         const std::int64_t y = label(i);
         if (y == value(Slot::ignore_index) || (y >= 0 && y < spec_.vocab_size)) continue;
-        auto& smallest = *pointer<std::uint64_t>(Slot::invalid_label);
-        smallest = std::min(smallest, static_cast<std::uint64_t>(i));
+        // Calls on several threads may share the word.
+        const std::atomic_ref<std::uint64_t> smallest(*pointer<std::uint64_t>(Slot::invalid_label));
+        std::uint64_t seen = smallest.load(std::memory_order_relaxed);
+        while (static_cast<std::uint64_t>(i) < seen && !smallest.compare_exchange_weak(seen, static_cast<std::uint64_t>(i))) {
+        }
         return;
     }
 }
