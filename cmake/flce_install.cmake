@@ -1,6 +1,10 @@
 # Install rules: lib, the public headers, bin/flce and a CMake package, so that find_package(flce) gives flce::flce.
 include(CMakePackageConfigHelpers)
 
+if(SKBUILD)
+  install(TARGETS flce LIBRARY DESTINATION flce/lib COMPONENT wheel)
+  return()
+endif()
 install(TARGETS flce EXPORT flce_targets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})

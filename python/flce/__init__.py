@@ -1,0 +1,56 @@
+"""flce: the output layer's linear + cross-entropy, fused, without logits in memory.
+
+loss = flce.linear_cross_entropy(hidden, head.weight, labels, shift=1)
+"""
+
+from flce._kernels import Kernel
+from flce._targets import shift_labels
+from flce.errors import (
+    ArgumentError,
+    CompileError,
+    DeviceError,
+    DTypeError,
+    FlceError,
+    InternalError,
+    LabelError,
+    PlacementError,
+    PlanError,
+    ShapeError,
+    SpecError,
+    UnavailableError,
+    UnsupportedTransformError,
+)
+from flce.functional import linear_cross_entropy
+from flce.kernels import check_labels, explain, get_kernel, warmup
+from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
+from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CompileError",
+    "DTypeError",
+    "DeviceError",
+    "FlceError",
+    "FusedOutputLoss",
+    "InternalError",
+    "Kernel",
+    "LabelError",
+    "LinearCrossEntropyLoss",
+    "PipelineFusedLoss",
+    "PlacementError",
+    "PlanError",
+    "ShapeError",
+    "SpecError",
+    "UnavailableError",
+    "UnsupportedTransformError",
+    "check_labels",
+    "explain",
+    "extract_hidden_states",
+    "get_kernel",
+    "linear_cross_entropy",
+    "shift_labels",
+    "sum_tied_gradient",
+    "warmup",
+]

@@ -1,0 +1,377 @@
+"""Sessions and kernels over torch tensors: one session a device, kernels found by what they compute, calls without any check of shapes.
+
+Callers (`_op`, `functional`) have checked the tensors; the library checks them again. A call allocates with torch on hidden's device and runs on
+torch's
+current stream of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce import _native, errors
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPE_CODES = {
+    torch.bfloat16: _native.BF16,
+    torch.float16: _native.FP16,
+    torch.float32: _native.FP32,
+    torch.int32: _native.INT32,
+    torch.int64: _native.INT64,
+}
+_FP32_BYTES = 4
+_ROW_ALIGNMENT = 16  # bytes; of hidden, weight and their gradients
+_WORKSPACE_ALIGNMENT = 256  # torch's CUDA allocator gives 512, its CPU allocator 64
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+EXTRA_OUTPUTS = ("lse", "logprob", "entropy")
+
+
+def extra_outputs(options: str) -> tuple[str, ...]:
+    """Which outputs beside the loss a Spec's options ask for, in the order in which they lie behind it."""
+    chosen = next((part for part in options.split(",") if part.startswith("outputs=")), "").removeprefix("outputs=").split("+")
+    return tuple(name for name in EXTRA_OUTPUTS if name in chosen)
+
+
+class KernelKey(NamedTuple):
+    """What a kernel is found by: the device, what a Spec says, and the planner's scratch."""
+
+    device: torch.device
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    hidden_major: bool
+    grad_weight_dtype: torch.dtype
+    accumulate: bool
+    bias: bool
+    class_weight: bool
+    options: str
+    workspace_limit_bytes: int
+
+    def spec(self) -> str:
+        parts = [f"D={self.hidden_size}", f"V={self.vocab_size}", f"dtype={DTYPE_NAMES[self.dtype]}"]
+        if self.hidden_major:
+            parts.append("layout=hidden_major")
+        if self.grad_weight_dtype != self.dtype:
+            parts.append(f"grad_weight_dtype={DTYPE_NAMES[self.grad_weight_dtype]}")
+        if self.accumulate:
+            parts.append("grad_weight_mode=accumulate")
+        parts += [name for name, present in (("bias", self.bias), ("class_weight", self.class_weight)) if present]
+        if self.options:
+            parts.append(self.options)
+        return ",".join(parts)
+
+
+class _Frame:
+    """The ABI's argument structs of one kernel on one thread, kept between calls: most of their fields never change."""
+
+    PER_TOKEN = ("target", "loss", "lse", "logprob", "entropy", "grad_lse", "grad_logprob", "grad_entropy")
+
+    def __init__(self, kernel: Kernel) -> None:
+        key = kernel.key
+        dtype, wide = DTYPE_CODES[key.dtype], DTYPE_CODES[key.grad_weight_dtype]
+        hidden_size, vocab_size = key.hidden_size, key.vocab_size
+        weight_shape = (hidden_size, vocab_size) if key.hidden_major else (vocab_size, hidden_size)
+
+        def view(code: int, *shape: int) -> _native.TensorView:
+            rows, columns = (*shape, 0, 0)[:2]
+            row_stride = columns if len(shape) == 2 else 1
+            device_type = _native.CUDA if key.device.type == "cuda" else _native.CPU
+            return _native.TensorView(0, code, len(shape), rows, columns, row_stride, 1, device_type, key.device.index or 0)
+
+        self.kernel = kernel
+        self.hidden, self.grad_hidden = view(dtype, 0, hidden_size), view(dtype, 0, hidden_size)
+        self.weight, self.grad_weight = view(dtype, *weight_shape), view(wide, *weight_shape)
+        self.bias, self.grad_bias = view(dtype, vocab_size), view(wide, vocab_size)
+        self.class_weight = view(_native.FP32, vocab_size)
+        self.num_valid = view(_native.FP32)
+        self.target = view(_native.INT64, 0)
+        self.loss = view(_native.FP32, 0)  # grad_loss has its shape and uses it too: no call has both
+        self.lse, self.grad_lse = view(_native.FP32, 0), view(_native.FP32, 0)
+        self.logprob, self.grad_logprob = view(_native.FP32, 0), view(_native.FP32, 0)
+        self.entropy, self.grad_entropy = view(_native.FP32, 0), view(_native.FP32, 0)
+        self.invalid_label = view(_native.UINT64)
+        self.invalid_label.data = kernel.invalid_label.data_ptr()
+        self.address = {name: ctypes.addressof(value) for name, value in vars(self).items() if isinstance(value, _native.TensorView)}
+        self.forward, self.backward = _native.ForwardArgs(), _native.BackwardArgs()
+        for args in (self.forward, self.backward):
+            args.struct_size = ctypes.sizeof(args)
+            for name in ("hidden", "weight", "target", "lse"):
+                setattr(args, name, self.address[name])
+            for name, present in (("bias", key.bias), ("class_weight", key.class_weight)):
+                setattr(args, name, self.address[name] if present else None)
+        outputs = kernel.extra_outputs
+        self.forward.invalid_label = self.address["invalid_label"]
+        self.forward.loss = self.address["loss"]
+        for name in ("logprob", "entropy"):
+            setattr(self.forward, name, self.address[name] if name in outputs else None)
+        self.backward.grad_loss = self.address["loss"]
+        self.backward.entropy = self.address["entropy"] if "entropy" in outputs else None
+        for name in EXTRA_OUTPUTS:
+            setattr(self.backward, f"grad_{name}", self.address[f"grad_{name}"] if name in outputs else None)
+        self.forward_address, self.backward_address = ctypes.addressof(self.forward), ctypes.addressof(self.backward)
+        self.resize(0)
+
+    def resize(self, num_tokens: int) -> None:
+        self.forward_bytes = self.kernel.workspace_bytes(num_tokens, backward=False)
+        self.backward_bytes = self.kernel.workspace_bytes(num_tokens, backward=True)
+        self.hidden.rows = self.grad_hidden.rows = num_tokens
+        for name in self.PER_TOKEN:
+            getattr(self, name).rows = num_tokens
+        self.num_tokens = num_tokens
+
+    def inputs(self, args: Any, call: Call) -> None:
+        """What forward and backward have in common."""
+        hidden, target, num_valid = call.hidden, call.target, call.num_valid
+        num_tokens = hidden.shape[0]
+        if num_tokens != self.num_tokens:
+            self.resize(num_tokens)
+        self.hidden.data = hidden.data_ptr()
+        self.weight.data = call.weight.data_ptr()
+        self.target.data = target.data_ptr()
+        self.target.dtype = DTYPE_CODES[target.dtype]
+        self.loss.ndim = 1 if call.reduction == _native.REDUCTION_NONE else 0
+        if call.bias is not None:
+            self.bias.data = call.bias.data_ptr()
+        if call.class_weight is not None:
+            self.class_weight.data = call.class_weight.data_ptr()
+        if num_valid is None:
+            args.num_valid = None
+        else:
+            self.num_valid.data = num_valid.data_ptr()
+            self.num_valid.dtype = DTYPE_CODES[num_valid.dtype]
+            args.num_valid = self.address["num_valid"]
+        args.ignore_index = call.ignore_index
+        args.reduction = call.reduction
+
+
+class Call:
+    """Inputs that forward and backward of one call share, contiguous and in the kernel's dtypes."""
+
+    __slots__ = ("bias", "class_weight", "hidden", "ignore_index", "num_valid", "reduction", "target", "weight")
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        class_weight: Tensor | None,
+        num_valid: Tensor | None,
+        ignore_index: int,
+        reduction: int,
+    ) -> None:
+        self.hidden = hidden
+        self.weight = weight
+        self.target = target
+        self.bias = bias
+        self.class_weight = class_weight
+        self.num_valid = num_valid
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+
+
+class Kernel:
+    """A compiled kernel set for one output layer on one device; shared by every thread. Made by `flce.get_kernel`."""
+
+    def __init__(self, key: KernelKey, plan: str = "") -> None:
+        self.key = key
+        self.device = key.device
+        self._library = _native.library()
+        self._handle = _native.get_kernel(_session(key.device), key.spec(), plan, key.workspace_limit_bytes)
+        # -1 has the bits of UINT64_MAX, "none". Filled before any stream can use it.
+        self.invalid_label = torch.full((1,), -1, dtype=torch.int64, device=key.device)
+        if key.device.type == "cuda":
+            torch.cuda.current_stream(key.device).synchronize()
+        self.extra_outputs = extra_outputs(key.options)
+        self._is_cuda = key.device.type == "cuda"
+        self._local = threading.local()
+
+    @property
+    def spec(self) -> str:
+        """Canonical text of what it computes."""
+        return self._text(_native.TEXT_SPEC)
+
+    @property
+    def plan(self) -> str:
+        """Canonical text of how it computes it."""
+        return self._text(_native.TEXT_PLAN)
+
+    def explain(self) -> str:
+        """Spec, plan, device and the reasons, as lines for people."""
+        return self._text(_native.TEXT_EXPLAIN)
+
+    def explanation(self) -> dict[str, Any]:
+        """The same as a dictionary: spec, plan, device, reasons."""
+        result: dict[str, Any] = json.loads(self._text(_native.TEXT_EXPLAIN_JSON))
+        return result
+
+    def workspace_bytes(self, num_tokens: int, *, backward: bool = True) -> int:
+        """Scratch bytes that a pass over num_tokens tokens takes."""
+        return _native.workspace_bytes(self._handle, num_tokens, backward)
+
+    def __repr__(self) -> str:
+        return f"<flce.Kernel {self.spec} on {self.device}>"
+
+    def _text(self, which: int) -> str:
+        return _native.text(self._library.flce_kernel_text, self._handle, which)
+
+    def _frame(self) -> _Frame:
+        try:
+            frame: _Frame = self._local.frame
+        except AttributeError:
+            frame = self._local.frame = _Frame(self)
+        return frame
+
+    def _run(self, function: Any, args_address: int, size: int) -> None:
+        if self._is_cuda:
+            index = self.device.index
+            stream = _raw_stream(index) if _raw_stream is not None else torch.cuda.current_stream(index).cuda_stream
+            # Freed when this returns: the allocator hands it out again only behind this stream's work.
+            workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+            pointer = workspace.data_ptr()
+        else:
+            stream = None
+            workspace = torch.empty(size + _WORKSPACE_ALIGNMENT, dtype=torch.uint8)
+            pointer = -(-workspace.data_ptr() // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        status = function(self._handle, args_address, pointer, size, stream)
+        if status:
+            _native.raise_status(status)
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """(values, saved): values is the loss ([] or [N] fp32), with the extra outputs ([N] each) behind it in one flat tensor if there are any.
+        saved is lse [N] fp32, followed by entropy [N] where that is among the outputs."""
+        frame = self._frame()
+        frame.inputs(frame.forward, call)
+        if self.extra_outputs:
+            return self._forward_with_extra_outputs(frame, call)
+        num_tokens, device = frame.num_tokens, self.device
+        saved = torch.empty(num_tokens, dtype=torch.float32, device=device)
+        values = torch.empty(num_tokens if call.reduction == _native.REDUCTION_NONE else (), dtype=torch.float32, device=device)
+        frame.lse.data = saved.data_ptr()
+        frame.loss.data = values.data_ptr()
+        self._run(self._library.flce_kernel_forward, frame.forward_address, frame.forward_bytes)
+        return values, saved
+
+    def _forward_with_extra_outputs(self, frame: _Frame, call: Call) -> tuple[Tensor, Tensor]:
+        num_tokens, device, names = frame.num_tokens, self.device, self.extra_outputs
+        with_entropy = "entropy" in names
+        saved = torch.empty(2 * num_tokens if with_entropy else num_tokens, dtype=torch.float32, device=device)
+        first = num_tokens if call.reduction == _native.REDUCTION_NONE else 1
+        values = torch.empty(first + len(names) * num_tokens, dtype=torch.float32, device=device)
+        parts = dict(zip(names, values[first:].view(len(names), num_tokens), strict=True))
+        frame.lse.data = saved.data_ptr()
+        frame.loss.data = values.data_ptr()
+        if "logprob" in parts:
+            frame.logprob.data = parts["logprob"].data_ptr()
+        if with_entropy:
+            frame.entropy.data = saved.data_ptr() + _FP32_BYTES * num_tokens
+        self._run(self._library.flce_kernel_forward, frame.forward_address, frame.forward_bytes)
+        # Copies, so that the caller may change what it got in place.
+        if "lse" in parts:
+            parts["lse"].copy_(saved[:num_tokens])
+        if with_entropy:
+            parts["entropy"].copy_(saved[num_tokens:])
+        return values, saved
+
+    def backward(
+        self,
+        call: Call,
+        saved: Tensor,
+        grad_values: Tensor,
+        grad_hidden: Tensor | None,
+        grad_weight: Tensor | None,
+        grad_bias: Tensor | None,
+    ) -> None:
+        """Writes (or, in an accumulating kernel, adds for weight and bias) the gradients that are not None. grad_values is like forward's values."""
+        frame = self._frame()
+        args, address = frame.backward, frame.address
+        frame.inputs(args, call)
+        frame.lse.data = saved.data_ptr()
+        frame.loss.data = grad_values.data_ptr()
+        if self.extra_outputs:
+            num_tokens = frame.num_tokens
+            if "entropy" in self.extra_outputs:
+                frame.entropy.data = saved.data_ptr() + _FP32_BYTES * num_tokens
+            first = num_tokens if call.reduction == _native.REDUCTION_NONE else 1
+            for i, extra in enumerate(self.extra_outputs):
+                getattr(frame, f"grad_{extra}").data = grad_values.data_ptr() + _FP32_BYTES * (first + i * num_tokens)
+        if grad_hidden is None:
+            args.grad_hidden = None
+        else:
+            frame.grad_hidden.data = grad_hidden.data_ptr()
+            args.grad_hidden = address["grad_hidden"]
+        if grad_weight is None:
+            args.grad_weight = None
+        else:
+            frame.grad_weight.data = grad_weight.data_ptr()
+            args.grad_weight = address["grad_weight"]
+        if grad_bias is None:
+            args.grad_bias = None
+        else:
+            frame.grad_bias.data = grad_bias.data_ptr()
+            args.grad_bias = address["grad_bias"]
+        self._run(self._library.flce_kernel_backward, frame.backward_address, frame.backward_bytes)
+
+    def take_invalid_label(self) -> None:
+        """Waits for the device, raises LabelError if a label was out of range since the last time, and forgets it."""
+        word = int(self.invalid_label.item()) & _native.NO_INVALID_LABEL
+        if word == _native.NO_INVALID_LABEL:
+            return
+        self.invalid_label.fill_(-1)
+        try:
+            _native.check(self._library.flce_kernel_check_invalid_label(self._handle, word))
+        except errors.ArgumentError as error:
+            raise errors.LabelError(str(error), word) from None
+
+
+_lock = threading.Lock()
+_sessions: dict[torch.device, ctypes.c_void_p] = {}
+_kernels: dict[KernelKey, Kernel] = {}
+
+
+def _session(device: torch.device) -> ctypes.c_void_p:
+    """The device's session; _lock is not held, the library compiles once for concurrent callers."""
+    with _lock:
+        session = _sessions.get(device)
+        if session is None:
+            name = f"cuda:{device.index}" if device.type == "cuda" else "cpu"
+            threads = 0 if device.type == "cuda" else torch.get_num_threads()
+            session = _sessions[device] = _native.create_session(name, threads)
+        return session
+
+
+def find(*fields: Any) -> Kernel:
+    """The kernel for a KernelKey of these fields: from memory, from the disk cache, or compiled."""
+    kernel = _kernels.get(fields)  # type: ignore[call-overload]  # a named tuple hashes as a plain one, which is made faster
+    if kernel is not None:
+        return kernel  # type: ignore[no-any-return]
+    key = KernelKey(*fields)
+    if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise errors.UnavailableError(
+            f"the kernel for {key.spec()} is not loaded yet, and a CUDA graph is being captured: "
+            "call flce.warmup with it, or run it once, before the capture"
+        )
+    made = Kernel(key)
+    with _lock:
+        return _kernels.setdefault(key, made)
+
+
+def all_kernels() -> list[Kernel]:
+    with _lock:
+        return list(_kernels.values())
+
+
+def contiguous_rows(tensor: Tensor) -> Tensor:
+    """`tensor`, contiguous and aligned as the library wants rows; copied only where it is not."""
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % _ROW_ALIGNMENT else tensor

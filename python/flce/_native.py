@@ -1,0 +1,237 @@
+"""The C ABI (runtime/include/flce/flce.h) in ctypes: structs, functions, and status codes as exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p, create_string_buffer
+from pathlib import Path
+from typing import Any
+
+from flce import errors
+
+ABI_VERSION = 1
+
+CPU, CUDA = 1, 2
+INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140
+FP16, FP32, BF16 = 0x0210, 0x0220, 0x0410
+REDUCTION_NONE, REDUCTION_SUM, REDUCTION_MEAN = 0, 1, 2
+FORWARD, BACKWARD = 0, 1
+TEXT_SPEC, TEXT_PLAN, TEXT_PLAN_JSON, TEXT_EXPLAIN, TEXT_EXPLAIN_JSON = 0, 2, 3, 5, 6
+NO_INVALID_LABEL = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class TensorView(Structure):
+    """flce_tensor; its arrays are spelt out, because a scalar field is set several times faster than an array's element."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("ndim", c_int32),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("row_stride", c_int64),
+        ("column_stride", c_int64),
+        ("device_type", c_int32),
+        ("device_index", c_int32),
+    )
+
+
+_COMMON_ARGS: tuple[tuple[str, Any], ...] = (
+    ("struct_size", c_size_t),
+    ("hidden", c_void_p),
+    ("weight", c_void_p),
+    ("bias", c_void_p),
+    ("class_weight", c_void_p),
+    ("target", c_void_p),
+    ("ignore_index", c_int64),
+    ("reduction", c_int32),
+    ("reserved", c_int32),
+    ("num_valid", c_void_p),
+)
+
+
+class ForwardArgs(Structure):
+    """flce_forward_args"""
+
+    _fields_ = (
+        *_COMMON_ARGS,
+        ("loss", c_void_p),
+        ("z_loss", c_void_p),
+        ("lse", c_void_p),
+        ("logprob", c_void_p),
+        ("entropy", c_void_p),
+        ("invalid_label", c_void_p),
+    )
+
+
+class BackwardArgs(Structure):
+    """flce_backward_args"""
+
+    _fields_ = (
+        *_COMMON_ARGS,
+        ("lse", c_void_p),
+        ("entropy", c_void_p),
+        ("grad_loss", c_void_p),
+        ("grad_lse", c_void_p),
+        ("grad_logprob", c_void_p),
+        ("grad_entropy", c_void_p),
+        ("grad_hidden", c_void_p),
+        ("grad_weight", c_void_p),
+        ("grad_bias", c_void_p),
+    )
+
+
+class SessionOptions(Structure):
+    """flce_session_options"""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("device", c_char_p),
+        ("cache_dir", c_char_p),
+        ("scratch_bytes", c_int64),
+        ("threads", c_int32),
+        ("no_disk_cache", c_int32),
+    )
+
+
+class KernelOptions(Structure):
+    """flce_kernel_options"""
+
+    _fields_ = (("struct_size", c_size_t), ("plan", c_char_p), ("scratch_bytes", c_int64))
+
+
+class Statistics(Structure):
+    """flce_statistics"""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("memory_hits", c_int64),
+        ("disk_hits", c_int64),
+        ("compiled", c_int64),
+        ("disk_faults", c_int64),
+    )
+
+
+_ERRORS: dict[int, type[errors.FlceError]] = {
+    1: errors.SpecError,
+    2: errors.PlanError,
+    3: errors.ArgumentError,
+    4: errors.CompileError,
+    5: errors.DeviceError,
+    6: errors.UnavailableError,
+    7: errors.InternalError,
+}
+
+# name: (result, arguments). Functions that return a status are checked by `check`.
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "flce_abi_version": (c_int32, ()),
+    "flce_version": (c_char_p, ()),
+    "flce_last_error": (c_char_p, ()),
+    "flce_last_error_log": (c_char_p, ()),
+    "flce_session_create": (c_int32, (POINTER(SessionOptions), POINTER(c_void_p))),
+    "flce_session_statistics": (c_int32, (c_void_p, POINTER(Statistics))),
+    "flce_get_kernel": (c_int32, (c_void_p, c_char_p, POINTER(KernelOptions), POINTER(c_void_p))),
+    "flce_spec_text": (c_int32, (c_char_p, c_char_p, c_size_t, POINTER(c_size_t))),
+    "flce_kernel_workspace_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
+    "flce_kernel_text": (c_int32, (c_void_p, c_int32, c_char_p, c_size_t, POINTER(c_size_t))),
+    "flce_kernel_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
+    "flce_kernel_backward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
+    "flce_kernel_check_invalid_label": (c_int32, (c_void_p, c_uint64)),
+}
+
+_lock = threading.Lock()
+_library: ctypes.CDLL | None = None
+_load_error: errors.UnavailableError | None = None
+
+
+def _candidates() -> list[Path]:
+    given = os.environ.get("FLCE_LIBRARY")
+    if given:
+        return [Path(given)]
+    here = Path(__file__).resolve().parent
+    return [here / folder / "libflce.so" for folder in ("lib", "lib64")]
+
+
+def _load() -> ctypes.CDLL:
+    paths = _candidates()
+    path = next((candidate for candidate in paths if candidate.exists()), None)
+    if path is None:
+        raise errors.UnavailableError(
+            f"libflce.so is not at {' or '.join(map(str, paths))}: install flce with pip, or set FLCE_LIBRARY to a built libflce.so"
+        )
+    try:
+        # The CUDA driver reports errors that torch should not see differently for it: symbols stay local (RTLD_LOCAL is the default).
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise errors.UnavailableError(f"{path} cannot be loaded: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    if lib.flce_abi_version() < ABI_VERSION:
+        raise errors.UnavailableError(f"{path} has ABI version {lib.flce_abi_version()}; this package needs {ABI_VERSION} or newer")
+    return lib
+
+
+def library() -> ctypes.CDLL:
+    """libflce, loaded once. Raises UnavailableError, the same one each time, where it cannot be."""
+    global _library, _load_error
+    if _library is not None:
+        return _library
+    with _lock:
+        if _library is None and _load_error is None:
+            try:
+                _library = _load()
+            except errors.UnavailableError as error:
+                _load_error = error
+        if _library is None:
+            assert _load_error is not None
+            raise _load_error
+        return _library
+
+
+def raise_status(status: int) -> None:
+    """Raises what the last call on this thread failed with."""
+    lib = library()
+    message = lib.flce_last_error().decode()
+    kind = _ERRORS.get(status, errors.InternalError)
+    if kind is errors.CompileError:
+        raise errors.CompileError(message, lib.flce_last_error_log().decode())
+    raise kind(message)
+
+
+def check(status: int) -> None:
+    if status != 0:
+        raise_status(status)
+
+
+def text(call: Callable[..., int], *leading: Any) -> str:
+    """Text of a function that writes it to (buffer, capacity, needed)."""
+    needed = c_size_t()
+    check(call(*leading, None, 0, byref(needed)))
+    buffer = create_string_buffer(needed.value)
+    check(call(*leading, buffer, needed.value, None))
+    return buffer.value.decode()
+
+
+def create_session(device: str, threads: int) -> c_void_p:
+    options = SessionOptions(struct_size=ctypes.sizeof(SessionOptions), device=device.encode(), threads=threads)
+    handle = c_void_p()
+    check(library().flce_session_create(byref(options), byref(handle)))
+    return handle
+
+
+def get_kernel(session: c_void_p, spec: str, plan: str, scratch_bytes: int) -> c_void_p:
+    options = KernelOptions(struct_size=ctypes.sizeof(KernelOptions), plan=plan.encode() or None, scratch_bytes=scratch_bytes)
+    handle = c_void_p()
+    check(library().flce_get_kernel(session, spec.encode(), byref(options), byref(handle)))
+    return handle
+
+
+def workspace_bytes(kernel: c_void_p, num_tokens: int, backward: bool) -> int:
+    result = c_size_t()
+    check(library().flce_kernel_workspace_bytes(kernel, num_tokens, BACKWARD if backward else FORWARD, byref(result)))
+    return result.value

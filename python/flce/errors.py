@@ -1,0 +1,82 @@
+"""Exceptions of flce. Every message names the argument, its value and what is allowed.
+
+`FlceError` is the base of them all. The library's own status codes map to one class each; what Python refuses by itself uses the same classes.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "CompileError",
+    "DTypeError",
+    "DeviceError",
+    "FlceError",
+    "InternalError",
+    "LabelError",
+    "PlacementError",
+    "PlanError",
+    "ShapeError",
+    "SpecError",
+    "UnavailableError",
+    "UnsupportedTransformError",
+]
+
+
+class FlceError(RuntimeError):
+    """Base of every exception that flce raises on purpose."""
+
+
+class SpecError(FlceError, ValueError):
+    """The output layer is outside what can be computed (hidden size, vocabulary, an option's range)."""
+
+
+class PlanError(FlceError, ValueError):
+    """A plan or a workspace limit is malformed or not legal for this layer and device."""
+
+
+class ArgumentError(FlceError, ValueError):
+    """An argument of a call is wrong. Nothing was computed."""
+
+
+class ShapeError(ArgumentError):
+    """A tensor's shape does not fit the others'."""
+
+
+class DTypeError(ArgumentError, TypeError):
+    """A tensor's dtype, or an argument's Python type, is not supported there."""
+
+
+class PlacementError(ArgumentError):
+    """A tensor is on another device than hidden, or is sharded where a whole tensor is needed."""
+
+
+class LabelError(ArgumentError, IndexError):
+    """`check_labels` found a label outside the vocabulary. `row` is the first such row of the flattened target."""
+
+    def __init__(self, message: str, row: int) -> None:
+        super().__init__(message)
+        self.row = row
+
+
+class CompileError(FlceError):
+    """A compiler refused generated source. `log` is its whole output."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class DeviceError(FlceError):
+    """A CUDA driver call failed."""
+
+
+class UnavailableError(FlceError, ImportError):
+    """Something that the call needs is not on this machine: libflce, a device, NVRTC, memory."""
+
+
+class InternalError(FlceError):
+    """A bug in flce."""
+
+
+class UnsupportedTransformError(FlceError, NotImplementedError):
+    """A transform of torch.func, a second derivative or a forward-mode derivative, which flce does not have."""

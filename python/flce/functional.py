@@ -1,0 +1,308 @@
+"""`linear_cross_entropy`: what everything else in this package, and most callers, use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce import _op, errors
+from flce._targets import shift_labels
+
+REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TARGET_DTYPES = (torch.int64, torch.int32)
+_COUNT_DTYPES = (torch.float32, torch.int32, torch.int64)
+_DEVICE_TYPES = ("cpu", "cuda", "meta")
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_HIDDEN_MULTIPLE = 8
+
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_valid_tokens: Tensor | float | None = None,
+    shift: int = 0,
+    cu_seqlens: Tensor | None = None,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    return_lse: bool = False,
+    return_logprobs: bool = False,
+    return_entropy: bool = False,
+    class_weight: Tensor | None = None,
+    workspace_limit_bytes: int | None = None,
+    grad_weight_out: Tensor | None = None,
+) -> Any:
+    """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) against target, plus z_loss · lse² a token, without the logits in memory.
+
+    Args:
+        hidden: [..., D] fp32, bf16 or fp16, on the CPU or a CUDA device. Made contiguous if it is not. D not a multiple of 8 is padded (a copy of
+        hidden and weight).
+        weight: [V, D], of hidden's dtype, or fp32 beside 16-bit hidden states (rounded in each pass; its gradient is fp32). The view `w.t()` of a
+        contiguous [D, V] is taken
+            as it lies.
+        target: [...] int64 or int32. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
+        bias: [V].
+        reduction: "none" gives [...], 0 for ignored rows; "sum" and "mean" a scalar. All fp32. With no valid row, loss and gradients are 0.
+        num_valid_tokens: what "mean" divides by: a number or a one-element tensor (fp32, int32, int64) on hidden's device, such as the count of all
+        microbatches.
+            None: this call's valid rows (with class_weight: their class weights), counted on the device.
+        shift: position t predicts target[t + shift] of the same sequence; the last `shift` positions of each are ignored. Sequences lie along
+        target's last
+            dimension, or, with cu_seqlens [num_sequences + 1], one behind the other in the flattened target.
+        logit_scale, softcap, label_smoothing, z_loss, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing and weights.
+        return_lse, return_logprobs, return_entropy: also return lse, the target's log-probability, the softmax's entropy (nats): [...] fp32, 0 for
+        ignored rows,
+            differentiable.
+        workspace_limit_bytes: scratch beyond 4·N·D bytes that this layer's kernels may use; None: 64 MiB.
+        grad_weight_out: [V, D] of weight's dtype or fp32, contiguous: backward adds weight's gradient to it, and autograd gets none for weight
+        (`weight.grad` itself, or a trainer's main_grad).
+            Eager mode only; hooks on the weight's gradient do not run.
+
+    Returns:
+        loss, or (loss, lse, logprobs, entropy) with those that were asked for.
+
+    Raises:
+        ShapeError, DTypeError, PlacementError, ArgumentError: naming the argument and what is allowed, before anything runs.
+        SpecError, PlanError: an option out of its range; a limit that is too small.
+        UnsupportedTransformError: under vmap and other torch.func transforms; on a second or forward-mode derivative.
+        UnavailableError, CompileError, DeviceError: the kernel cannot be had or run.
+    """
+    if shift or cu_seqlens is not None:
+        _check_shift(target, shift, cu_seqlens)
+        target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
+    hidden, weight = _autocast(hidden, weight)
+    _check_inputs(hidden, weight, target, bias, class_weight)
+    num_valid = None
+    if num_valid_tokens is not None:
+        num_valid = _num_valid(num_valid_tokens, reduction, hidden)
+    if grad_weight_out is not None:
+        _check_grad_weight_out(grad_weight_out, hidden, weight)
+    code = REDUCTIONS.get(reduction)
+    if code is None:
+        raise errors.ArgumentError(f"reduction is {reduction!r}; allowed are 'none', 'sum', 'mean'")
+
+    token_shape = target.shape
+    if hidden.dim() != 2:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+    if target.dim() != 1:
+        target = target.reshape(-1)
+    if hidden.shape[1] % _HIDDEN_MULTIPLE:
+        padding = -hidden.shape[1] % _HIDDEN_MULTIPLE
+        hidden, weight = F.pad(hidden, (0, padding)), F.pad(weight, (0, padding))
+    if not hidden.is_contiguous():
+        hidden = hidden.contiguous()
+
+    extra: list[str] = []
+    if return_lse or return_logprobs or return_entropy:
+        extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
+    options = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
+    limit = _workspace_limit(workspace_limit_bytes)
+    values = _apply(hidden, weight, bias, target, class_weight, num_valid, (options, int(ignore_index), code, limit), grad_weight_out)
+    if not extra:
+        return values if code or len(token_shape) == 1 else values.view(token_shape)
+    per_token = values.shape[0] // (len(extra) + 1) if code == 0 else (values.shape[0] - 1) // len(extra)
+    first = values[0] if code else values[:per_token].view(token_shape)
+    rest = values[values.shape[0] - len(extra) * per_token :].view(len(extra), *token_shape)
+    return (first, *rest.unbind(0))
+
+
+def options_text(
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    extra_outputs: Sequence[str] = (),
+) -> str:
+    """The options as keys of a Spec's text; what is at its default is left out."""
+    parts = []
+    if logit_scale is not None and logit_scale != 1.0:
+        parts.append(f"logit_scale={_number('logit_scale', logit_scale)}")
+    if softcap:
+        parts.append(f"softcap={_number('softcap', softcap)}")
+    if label_smoothing:
+        parts.append(f"label_smoothing={_number('label_smoothing', label_smoothing)}")
+    if z_loss:
+        parts.append(f"z_loss={_number('z_loss', z_loss)}")
+    if extra_outputs:
+        parts.append("outputs=loss+" + "+".join(extra_outputs))
+    return ",".join(parts)
+
+
+def _number(name: str, value: Any) -> str:
+    if not isinstance(value, (int, float)):
+        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant of the kernel, not a tensor)")
+    return repr(float(value))
+
+
+def _apply(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    num_valid: Tensor | None,
+    call: tuple[str, int, int, int],
+    grad_weight_out: Tensor | None,
+) -> Tensor:
+    if not _is_plain(hidden, weight, bias, target):
+        if grad_weight_out is not None:
+            raise errors.ArgumentError("grad_weight_out is for eager mode; leave it out under torch.compile, dispatch modes and tensor subclasses")
+        values: Tensor = torch.ops.flce.linear_cross_entropy(hidden, weight, target, bias, class_weight, num_valid, *call)[0]
+        return values
+    needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if needs_gradient and torch.is_grad_enabled():
+        result: Tensor = _op.LinearCrossEntropyFunction.apply(hidden, weight, bias, target, class_weight, num_valid, call, grad_weight_out, False)
+        return result
+    return _op.run_forward(hidden, weight, target, bias, class_weight, num_valid, *call, grad_weight_out)[0]
+
+
+def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
+    """Whether the call may go to the kernels directly: eager, ordinary tensors, nobody watching the dispatcher."""
+    if torch.compiler.is_compiling() or _transforms is None or _dispatch_modes is None:
+        return False
+    if _transforms() is not None:
+        _op._refuse_transform()
+    return (
+        not _dispatch_modes()
+        and type(hidden) in _PLAIN_TYPES
+        and type(weight) in _PLAIN_TYPES
+        and type(target) in _PLAIN_TYPES
+        and (bias is None or type(bias) in _PLAIN_TYPES)
+        and not hidden.is_meta
+    )
+
+
+def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    device_type = hidden.device.type
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return hidden, weight
+    dtype = torch.get_autocast_dtype(device_type)
+    if hidden.dtype in _DTYPES and hidden.dtype != dtype:
+        hidden = hidden.to(dtype)
+    # An fp32 weight stays: it is rounded inside the operator, so that no rounded copy is kept for backward.
+    if weight.dtype in _DTYPES and weight.dtype not in (dtype, torch.float32):
+        weight = weight.to(dtype)
+    return hidden, weight
+
+
+def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
+    dtype, shape, device = hidden.dtype, hidden.shape, hidden.device
+    if dtype not in _DTYPES:
+        raise errors.DTypeError(f"hidden has dtype {dtype}; allowed are float32, bfloat16, float16")
+    if weight.dtype is not dtype and weight.dtype is not torch.float32:
+        raise errors.DTypeError(f"weight has dtype {weight.dtype}; with hidden in {dtype} it must be that or float32")
+    if target.dtype not in _TARGET_DTYPES:
+        raise errors.DTypeError(f"target has dtype {target.dtype}; allowed are int64 and int32 (class probabilities are not supported)")
+    weight_shape = weight.shape
+    if len(weight_shape) != 2:
+        raise errors.ShapeError(f"weight has shape {list(weight_shape)}; it must be [vocab_size, hidden_size]")
+    if len(shape) < 1 or shape[-1] != weight_shape[1]:
+        raise errors.ShapeError(f"hidden has shape {list(shape)}; its last dimension must be weight's hidden_size, {weight_shape[1]}")
+    if shape[:-1] != target.shape:
+        raise errors.ShapeError(f"target has shape {list(target.shape)}; it must be hidden's without the last dimension, {list(shape[:-1])}")
+    if type(hidden) not in _PLAIN_TYPES or type(weight) not in _PLAIN_TYPES or type(target) not in _PLAIN_TYPES:
+        for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
+            _refuse_dtensor(name, tensor)
+    if device.type not in _DEVICE_TYPES:
+        raise errors.PlacementError(f"hidden is on {device}; allowed are cpu and cuda")
+    _check_place("weight", weight, device)
+    _check_place("target", target, device)
+    if bias is not None:
+        _check_classes("bias", bias, weight_shape[0], device)
+    if class_weight is not None:
+        _check_classes("class_weight", class_weight, weight_shape[0], device)
+        if class_weight.requires_grad:
+            raise errors.ArgumentError("class_weight requires a gradient; it has none here, detach it")
+
+
+def _check_classes(name: str, tensor: Tensor, vocab_size: int, device: torch.device) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise errors.DTypeError(f"{name} has dtype {tensor.dtype}; allowed are float32, bfloat16, float16")
+    if tensor.dim() != 1 or tensor.shape[0] != vocab_size:
+        raise errors.ShapeError(f"{name} has shape {list(tensor.shape)}; it must be [vocab_size], [{vocab_size}]")
+    _refuse_dtensor(name, tensor)
+    _check_place(name, tensor, device)
+
+
+def _check_place(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise errors.PlacementError(f"{name} is on {tensor.device}; it must be on hidden's device, {device}")
+
+
+def _refuse_dtensor(name: str, tensor: Any) -> None:
+    if _is_dtensor(tensor):
+        raise errors.PlacementError(
+            f"{name} is a DTensor with placements {list(tensor.placements)}; it must be a whole, local tensor: "
+            "gather it with full_tensor(), or run inside the module whose hooks unshard it"
+        )
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return type(tensor).__name__ == "DTensor"
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _check_shift(target: Tensor, shift: int, cu_seqlens: Tensor | None) -> None:
+    if not isinstance(shift, int) or shift < 0:
+        raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
+    if target.dim() < 1:
+        raise errors.ShapeError("target is a scalar; shift needs a dimension to shift along")
+    if cu_seqlens is None:
+        return
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        raise errors.ArgumentError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; it must be [num_sequences + 1], int32 or int64"
+        )
+    if cu_seqlens.device != target.device:
+        raise errors.PlacementError(f"cu_seqlens is on {cu_seqlens.device}; it must be on target's device, {target.device}")
+
+
+def _check_grad_weight_out(buffer: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    if buffer.shape != weight.shape:
+        raise errors.ShapeError(f"grad_weight_out has shape {list(buffer.shape)}; it must be weight's, {list(weight.shape)}")
+    if buffer.dtype not in (hidden.dtype, torch.float32):
+        raise errors.DTypeError(f"grad_weight_out has dtype {buffer.dtype}; allowed are {hidden.dtype} (hidden's) and float32")
+    if buffer.device != hidden.device:
+        raise errors.PlacementError(f"grad_weight_out is on {buffer.device}; it must be on hidden's device, {hidden.device}")
+    if buffer.stride() != weight.stride() or buffer.requires_grad or hidden.shape[-1] % _HIDDEN_MULTIPLE:
+        raise errors.ArgumentError(
+            "grad_weight_out must lie in memory as weight does, require no gradient, and have a hidden_size that is a multiple of 8"
+        )
+
+
+def _num_valid(given: Tensor | float, reduction: str, hidden: Tensor) -> Tensor:
+    if reduction != "mean":
+        raise errors.ArgumentError(f"num_valid_tokens is given with reduction {reduction!r}; only 'mean' divides by it")
+    if not isinstance(given, Tensor):
+        return torch.full((), float(given), dtype=torch.float32, device=hidden.device)
+    if given.numel() != 1:
+        raise errors.ShapeError(f"num_valid_tokens has shape {list(given.shape)}; it must have one element")
+    if given.device != hidden.device:
+        raise errors.PlacementError(f"num_valid_tokens is on {given.device}; it must be on hidden's device, {hidden.device}, or a Python number")
+    given = given.detach()
+    return given if given.dtype in _COUNT_DTYPES else given.to(torch.float32)
+
+
+def _workspace_limit(given: int | None) -> int:
+    if given is None:
+        return 0
+    if not isinstance(given, int) or given <= 0:
+        raise errors.ArgumentError(f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, or None for 64 MiB")
+    return given

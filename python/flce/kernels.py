@@ -1,0 +1,95 @@
+"""Kernels by name: `get_kernel`, `warmup`, `explain`, `check_labels`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from flce import _kernels, errors
+from flce._kernels import Kernel
+from flce.functional import _workspace_limit, options_text
+
+_NAMED_DTYPES = {name: dtype for dtype, name in _kernels.DTYPE_NAMES.items()}
+
+
+def _device(given: torch.device | str | int | None) -> torch.device:
+    if given is None:
+        given = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(given)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cpu", "cuda"):
+        raise errors.PlacementError(f"device is {device}; allowed are cpu and cuda")
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def _dtype(name: str, given: torch.dtype | str) -> torch.dtype:
+    dtype = _NAMED_DTYPES.get(given) if isinstance(given, str) else given
+    if dtype not in _kernels.DTYPE_NAMES:
+        raise errors.DTypeError(f"{name} is {given}; allowed are torch.bfloat16, torch.float16, torch.float32 and 'bf16', 'fp16', 'fp32'")
+    return dtype
+
+
+def get_kernel(
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype | str = torch.bfloat16,
+    *,
+    device: torch.device | str | int | None = None,
+    hidden_major: bool = False,
+    grad_weight_dtype: torch.dtype | str | None = None,
+    accumulate: bool = False,
+    bias: bool = False,
+    class_weight: bool = False,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    return_lse: bool = False,
+    return_logprobs: bool = False,
+    return_entropy: bool = False,
+    workspace_limit_bytes: int | None = None,
+) -> Kernel:
+    """The kernel that `linear_cross_entropy` uses for such a layer: compiled now unless memory or the disk cache has it.
+
+    dtype is hidden's, grad_weight_dtype the weight's (or grad_weight_out's) where it differs; hidden_major: the weight is the view `w.t()` of a [D,
+    V]; accumulate: with grad_weight_out.
+    device: None means the current CUDA device, or the CPU where there is none. Raises SpecError, PlanError, UnavailableError, CompileError,
+    DeviceError.
+    """
+    kind = _dtype("dtype", dtype)
+    wide = kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
+    extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
+    options = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
+    padded = -(-hidden_size // 8) * 8
+    limit = _workspace_limit(workspace_limit_bytes)
+    return _kernels.find(_device(device), padded, vocab_size, kind, hidden_major, wide, accumulate, bias, class_weight, options, limit)
+
+
+def warmup(layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | int | None = None) -> list[Kernel]:
+    """Compiles and loads the kernels of `layers`, each the arguments of `get_kernel`: warmup([{"hidden_size": 2048, "vocab_size": 151936}]).
+
+    Do it before a CUDA graph is captured and where the first step should not pay for compilers. Any number of tokens is served by one kernel."""
+    return [get_kernel(**{"device": device, **layer}) for layer in layers]
+
+
+def explain(hidden_size: int, vocab_size: int, dtype: torch.dtype | str = torch.bfloat16, *, num_tokens: int | None = None, **layer: Any) -> str:
+    """Why `linear_cross_entropy` does what it does for this layer: spec, plan, device and reasons, as lines. Arguments as for `get_kernel`; with
+    num_tokens
+    also the scratch that a step of so many tokens takes."""
+    kernel = get_kernel(hidden_size, vocab_size, dtype, **layer)
+    text = kernel.explain()
+    if num_tokens is not None:
+        forward, backward = (kernel.workspace_bytes(num_tokens, backward=which) for which in (False, True))
+        text += f"workspace at {num_tokens} tokens: forward {forward} bytes, backward {backward} bytes\n"
+    return text
+
+
+def check_labels() -> None:
+    """Waits for the devices and raises LabelError if any call since the last check met a label that is neither ignore_index nor in the vocabulary.
+
+    Such rows were computed as ignored ones. `LabelError.row` is the smallest row of the flattened (and, with shift, shifted) target that had one."""
+    for kernel in _kernels.all_kernels():
+        kernel.take_invalid_label()

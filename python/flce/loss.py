@@ -1,0 +1,211 @@
+"""Losses for trainers: an output layer's weight is borrowed, never registered, and looked up at each call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flce import _chunked, _native, errors
+from flce._targets import shift_labels
+from flce.functional import REDUCTIONS, linear_cross_entropy
+
+IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
+_OPTIONS = frozenset({"reduction", "logit_scale", "softcap", "label_smoothing", "z_loss", "class_weight", "workspace_limit_bytes"})
+_OLDEST_GPU = (8, 0)
+
+_log = logging.getLogger("flce")
+_said: set[str] = set()
+
+
+@runtime_checkable
+class FusedOutputLoss(Protocol):
+    """What a trainer asks of a loss that contains the output layer."""
+
+    def __call__(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """The loss of hidden_states [batch, sequence, hidden_size] against labels [batch, sequence], unshifted."""
+        ...
+
+    def forward_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits [batch, sequence, vocab_size], for evaluation and generation."""
+        ...
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _log.warning(message)
+
+
+def _why_not_flce() -> str | None:
+    """Why "auto" does not choose flce on this machine; None if it does."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if torch.cuda.get_device_capability() < _OLDEST_GPU:
+        return f"{torch.cuda.get_device_name()} is older than sm_80"
+    try:
+        _native.library()
+    except errors.UnavailableError as error:
+        return str(error)
+    return None
+
+
+class LinearCrossEntropyLoss:
+    """Cross entropy of an output layer on hidden states, in the form in which trainers call it: loss(hidden_states, labels).
+
+    Args:
+        output_embeddings: a module with `.weight` [V, D] and perhaps `.bias` [V], such as `model.get_output_embeddings()`. Read at each call: an
+        optimizer's step, a
+            replaced parameter and `model.to(...)` are seen. It is not registered anywhere.
+        impl: "flce"; "pytorch" (chunks of chunk_size tokens, checkpointed); "torch_compile" (the same, a chunk compiled); "auto" takes flce where
+        there is a GPU that it runs on, else
+            "pytorch", and logs which once. `actual_impl` says what was taken.
+        chunk_size: tokens whose logits "pytorch" and "torch_compile" hold at a time.
+        compile: compile the chunk of "pytorch" too.
+        shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
+        options: softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction ("mean"), workspace_limit_bytes, as in
+        `flce.linear_cross_entropy`.
+
+    Raises:
+        ArgumentError: for an unknown impl or option. UnavailableError (an ImportError): for an impl asked for by name that is not there.
+    """
+
+    def __init__(
+        self,
+        output_embeddings: nn.Module,
+        impl: str = "auto",
+        chunk_size: int = 4096,
+        ignore_index: int = -100,
+        compile: bool = False,
+        *,
+        shift: int = 1,
+        **options: Any,
+    ) -> None:
+        if impl not in IMPLEMENTATIONS:
+            raise errors.ArgumentError(f"impl is {impl!r}; allowed are {', '.join(map(repr, IMPLEMENTATIONS))}")
+        unknown = sorted(options.keys() - _OPTIONS)
+        if unknown:
+            raise errors.ArgumentError(f"{unknown[0]} is not an option of the loss; allowed are {', '.join(sorted(_OPTIONS))}")
+        if options.get("reduction", "mean") not in REDUCTIONS:
+            raise errors.ArgumentError(f"reduction is {options['reduction']!r}; allowed are 'none', 'sum', 'mean'")
+        if chunk_size < 1:
+            raise errors.ArgumentError(f"chunk_size is {chunk_size}; it must be 1 or more")
+        self.output_embeddings = output_embeddings
+        self.requested_impl = impl
+        self.chunk_size = chunk_size
+        self.ignore_index = ignore_index
+        self.compile = compile
+        self.shift = shift
+        self.options = options
+        self.actual_impl = self._choose(impl)
+        self._compiled: _chunked.ChunkLoss | None = None
+
+    @staticmethod
+    def _choose(impl: str) -> str:
+        if impl == "auto":
+            reason = _why_not_flce()
+            if reason is None:
+                return "flce"
+            _say_once(f"flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch': {reason}")
+            return "pytorch"
+        if impl == "flce":
+            _native.library()
+        if impl == "torch_compile" and not torch._dynamo.is_dynamo_supported():  # type: ignore[attr-defined]
+            raise errors.UnavailableError("impl is 'torch_compile', which torch does not support on this platform and Python")
+        return impl
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.output_embeddings.weight  # type: ignore[assignment]
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.output_embeddings, "bias", None)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor,
+        *,
+        num_valid_tokens: Tensor | float | None = None,
+        cu_seqlens: Tensor | None = None,
+        grad_weight_out: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_states [..., S, D], labels [..., S]; the keywords are those of `flce.linear_cross_entropy`. bf16 or fp16 hidden states may meet an
+        fp32 weight."""
+        common: dict[str, Any] = {
+            **self.options,
+            "bias": self.bias,
+            "ignore_index": self.ignore_index,
+            "num_valid_tokens": num_valid_tokens,
+        }
+        if self.actual_impl == "flce":
+            try:
+                loss: Tensor = linear_cross_entropy(
+                    hidden_states, self.weight, labels, shift=self.shift, cu_seqlens=cu_seqlens, grad_weight_out=grad_weight_out, **common
+                )
+                return loss
+            except errors.UnavailableError as error:
+                if self.requested_impl != "auto":
+                    raise
+                _say_once(f"flce: LinearCrossEntropyLoss(impl='auto') falls back to 'pytorch': {error}")
+                self.actual_impl = "pytorch"
+        if grad_weight_out is not None:
+            raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {self.actual_impl!r}")
+        common.pop("workspace_limit_bytes", None)
+        if self.shift or cu_seqlens is not None:
+            labels = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
+        return _chunked.chunked_linear_cross_entropy(
+            hidden_states, self.weight, labels, chunk_size=self.chunk_size, function=self._chunk_function(), **common
+        )
+
+    def _chunk_function(self) -> _chunked.ChunkLoss:
+        if not self.compile and self.actual_impl != "torch_compile":
+            return _chunked.chunk_loss
+        if self._compiled is None:
+            self._compiled = torch.compile(_chunked.chunk_loss)
+        return self._compiled
+
+    def forward_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits [..., V] with the weight as it is now, logit_scale and softcap applied, in hidden's dtype."""
+        weight, bias = self.weight.to(hidden_states.dtype), self.bias
+        logits = F.linear(hidden_states, weight, None if bias is None else bias.to(hidden_states.dtype))
+        return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
+
+    def num_valid(self, labels: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """How many labels the loss counts, after the shift: an int64 scalar on labels' device, not waited for."""
+        targets = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
+        return (targets != self.ignore_index).sum()
+
+    def __repr__(self) -> str:
+        vocab_size, hidden_size = self.weight.shape
+        return (
+            f"{type(self).__name__}(impl={self.actual_impl!r}, vocab_size={vocab_size}, hidden_dim={hidden_size}, "
+            f"chunk_size={self.chunk_size}, compile={self.compile})"
+        )
+
+
+def extract_hidden_states(outputs: Any) -> Tensor:
+    """The last hidden states in what a model returned: a tensor, the first tensor of a tuple, or of a mapping (a Hugging Face output)
+    last_hidden_state, else the last of
+    hidden_states. Raises ArgumentError naming what is there."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping):
+        found = outputs.get("last_hidden_state")
+        if found is None and outputs.get("hidden_states"):
+            found = outputs["hidden_states"][-1]
+        if isinstance(found, Tensor):
+            return found
+        raise errors.ArgumentError(
+            f"outputs has {', '.join(outputs)}, but neither last_hidden_state nor hidden_states: call the model with output_hidden_states=True, or "
+            "prepare it with flce.huggingface.return_hidden_states"
+        )
+    if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
+        return outputs[0]
+    raise errors.ArgumentError(f"outputs is a {type(outputs).__name__}; allowed are a tensor, a tuple that begins with one, a Hugging Face output")

@@ -1,0 +1,97 @@
+"""The loss of a pipeline's last stage, for the schedules of torch.distributed.pipelining as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flce import errors
+from flce.loss import LinearCrossEntropyLoss
+
+
+class PipelineFusedLoss(LinearCrossEntropyLoss):
+    """`loss_fn=` of a schedule whose last stage returns hidden states.
+
+        loss = PipelineFusedLoss(last_stage.head)                                       # head stays a submodule of the stage and is not called by it
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss, scale_grads=False)
+        loss.normalize_by(labels)                                                       # the whole batch's valid labels, for every microbatch
+        schedule.step(target=labels, losses=losses)                                     # sum(losses) is the batch's mean
+        logits = loss.forward_logits(hidden)
+
+    The head's weight stays a parameter of the stage's module; the loss borrows it, so its gradient is scaled, clipped, sharded and saved with the
+    others. A microbatch in
+    flight costs its hidden states, lse and targets.
+
+    Normalisation: by the number that `normalize_by` was given (build the schedule with scale_grads=False: the losses and gradients of the
+    microbatches add up), or, without one, each
+    microbatch by its own valid labels (scale_grads=True then averages the means, which is another number wherever masks differ).
+
+    Args:
+        accumulate_into_grad: backward adds the weight's gradient to `weight.grad` (made of zeros where it is None) in the kernel, which saves a
+        temporary of the weight's size
+            and a pass over it. Hooks on the gradient (DDP, FSDP) do not run.
+        The others: as for `LinearCrossEntropyLoss`.
+    """
+
+    def __init__(
+        self,
+        output_layer: nn.Module,
+        chunk_size: int = 4096,
+        *,
+        impl: str = "auto",
+        ignore_index: int = -100,
+        compile: bool = False,
+        shift: int = 1,
+        accumulate_into_grad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(output_layer, impl, chunk_size, ignore_index, compile, shift=shift, **options)
+        if accumulate_into_grad and self.actual_impl != "flce":
+            raise errors.ArgumentError(f"accumulate_into_grad needs impl 'flce'; this loss uses {self.actual_impl!r}")
+        self.accumulate_into_grad = accumulate_into_grad
+        self.num_valid_tokens: Tensor | None = None
+
+    def normalize_by(self, labels_or_count: Tensor | None, *, cu_seqlens: Tensor | None = None) -> Tensor | None:
+        """Sets what the losses from now on are divided by: labels [..., S] of the whole batch (their valid ones are counted on the device), a scalar
+        that is the count already,
+        or None for each microbatch's own. Returns the count, so that data-parallel ranks can add theirs up in place before the step."""
+        if labels_or_count is None or labels_or_count.dim() == 0:
+            self.num_valid_tokens = labels_or_count
+        else:
+            self.num_valid_tokens = self.num_valid(labels_or_count, cu_seqlens=cu_seqlens)
+        return self.num_valid_tokens
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor,
+        *,
+        num_valid_tokens: Tensor | float | None = None,
+        cu_seqlens: Tensor | None = None,
+        grad_weight_out: Tensor | None = None,
+    ) -> Tensor:
+        weight = self.weight
+        if weight.requires_grad and torch.is_grad_enabled():
+            if self.accumulate_into_grad:
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                grad_weight_out = weight.grad
+            # A view between the node and the parameter: the engine tells a node whether a view's gradient is wanted, but not a leaf's, and schedules
+            # that
+            # split backward want one gradient at a time.
+            weight = weight.view_as(weight)
+        count = self.num_valid_tokens if num_valid_tokens is None else num_valid_tokens
+        return super().__call__(hidden_states, labels, num_valid_tokens=count, cu_seqlens=cu_seqlens, grad_weight_out=grad_weight_out)
+
+
+def sum_tied_gradient(weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Adds up the gradient of a weight that several ranks hold copies of: an embedding on the first stage and the head on the last. Call it on the
+    ranks of `group`
+    (`dist.new_group([first, last])`) after the schedule's step and before clipping; every copy then takes the same optimizer step. A rank without a
+    gradient adds zeros."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    dist.all_reduce(weight.grad, group=group)
