@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Makes the machine ready to build and test flce. Looks at what is there; says what it will install and how, then installs it; quick when nothing
 # is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers, where no toolkit has them,
-# come as PyPI wheels into .tools/nvidia. Exit code 3 and a list of what to install by hand where it cannot.
+# come as PyPI wheels into .tools/nvidia. With --python also what the Python package's tests need (torch and the rest, unless tools/python.sh finds them):
+# from PyPI into .tools/python. Exit code 3 and a list of what to install by hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+with_python=false
+[[ ${1:-} == --python ]] && with_python=true
 
 fail() {
     printf '%s\n' "" "$@" >&2
@@ -101,9 +104,34 @@ fi
 wheels=()
 has_nvrtc || wheels+=("$nvrtc_wheel")
 has_cuda_headers || wheels+=("$runtime_wheel")
-if ((${#wheels[@]})) && ! python3 -m pip --version >/dev/null 2>&1 && ! command -v uv >/dev/null; then packages+=(python3-pip); fi
 
-if ((${#packages[@]} == 0 && ${#wheels[@]} == 0)) && [[ $llvm_missing == false ]]; then exit 0; fi
+# ── Python packages: reused where the interpreter of tools/python.sh has them. ──────────────────────────────────────────────────────────────
+python_folder=.tools/python
+# One line for each that is missing: `requirement` as pip reads it.
+missing_python() {
+    tools/python.sh - <<'PY'
+import importlib.util, sys
+if sys.version_info < (3, 10):
+    sys.exit(f"flce needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}: set FLCE_PYTHON to another")
+wanted = {"torch": "torch==2.13.0", "numpy": "numpy", "pytest": "pytest", "transformers": "transformers", "accelerate": "accelerate",
+          "mypy": "mypy", "ruff": "ruff", "scikit_build_core": "scikit-build-core"}
+print("\n".join(requirement for module, requirement in wanted.items() if importlib.util.find_spec(module) is None))
+PY
+}
+python_packages=()
+if $with_python; then
+    command -v "${FLCE_PYTHON:-python3}" >/dev/null || packages+=(python3 python3-pip)
+    if missing=$(missing_python); then
+        mapfile -t python_packages < <(grep . <<<"$missing" || true)
+    elif ((${#packages[@]} == 0)); then
+        exit 3
+    else
+        python_packages=(torch==2.13.0 numpy pytest transformers accelerate mypy ruff scikit-build-core)
+    fi
+fi
+if ((${#wheels[@]} + ${#python_packages[@]})) && ! python3 -m pip --version >/dev/null 2>&1 && ! command -v uv >/dev/null; then packages+=(python3-pip); fi
+
+if ((${#packages[@]} == 0 && ${#wheels[@]} == 0 && ${#python_packages[@]} == 0)) && [[ $llvm_missing == false ]]; then exit 0; fi
 
 # ── Distribution packages. ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 by_hand() {
@@ -115,6 +143,7 @@ by_hand() {
         lines+=("    as root: apt-get update && apt-get install --no-install-recommends ${plain// (18 or newer will do)/}")
     fi
     ((${#wheels[@]})) && lines+=("  afterwards this script fetches from PyPI into $nvidia: ${wheels[*]}")
+    ((${#python_packages[@]})) && lines+=("  and into $python_folder: ${python_packages[*]}")
     fail "${lines[@]}" "Then run the same command again."
 }
 if ((${#packages[@]})) || $llvm_missing; then
@@ -147,17 +176,22 @@ if ((${#packages[@]})) || $llvm_missing; then
     run_apt install -y --no-install-recommends "${packages[@]}" || fail "apt-get could not install: ${packages[*]}"
 fi
 
+fetch() { # PYTHON, then what pip install takes
+    local python=$1
+    shift
+    if "$python" -m pip --version >/dev/null 2>&1; then
+        PIP_ROOT_USER_ACTION=ignore "$python" -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location "$@" </dev/null
+    else
+        uv pip install --quiet --python "$python" "$@" </dev/null
+    fi
+}
+
 # ── Wheels: unpacked, never imported; a folder of libraries and headers is all that is wanted. ──────────────────────────────────────────────
 if ((${#wheels[@]})); then
     echo "flce: fetching from PyPI into $nvidia, as no CUDA toolkit here has them: ${wheels[*]}"
     rm -rf "$nvidia.tmp"
     mkdir -p "$nvidia.tmp"
-    if python3 -m pip --version >/dev/null 2>&1; then
-        fetch=(python3 -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location)
-    else
-        fetch=(uv pip install --quiet)
-    fi
-    PIP_ROOT_USER_ACTION=ignore "${fetch[@]}" --no-deps --only-binary=:all: --target "$nvidia.tmp/site" "${wheels[@]}" </dev/null ||
+    fetch python3 --no-deps --only-binary=:all: --target "$nvidia.tmp/site" "${wheels[@]}" ||
         fail "pip could not fetch ${wheels[*]}." "By hand: put libnvrtc.so.1x with its libnvrtc-builtins into $nvidia/lib and the CUDA headers into $nvidia/include," \
             "or install a CUDA toolkit (12.x or 13.x) and set CUDA_HOME; FLCE_NVRTC names a libnvrtc to use."
     # cu12 wheels have nvidia/<part>/{lib,include}, cu13 wheels nvidia/cu13/{lib,include}.
@@ -168,5 +202,28 @@ if ((${#wheels[@]})); then
     done
     rm -rf "$nvidia.tmp" "$nvidia"/lib/*.alt.so*
     has_nvrtc && has_cuda_headers || fail "the wheels ${wheels[*]} did not bring what was expected of them"
+fi
+
+# ── Python packages, beside what the interpreter has. ───────────────────────────────────────────────────────────────────────────────────────
+if ((${#python_packages[@]})); then
+    python=$(tools/python.sh -c 'import sys; print(sys.executable)')
+    # All of it at once: a later pip call with the same target would replace folders that packages share (bin).
+    rm -rf "$python_folder"
+    mapfile -t python_packages < <(missing_python)
+    echo "flce: fetching from PyPI into $python_folder, as $python does not have them: ${python_packages[*]}"
+    # accelerate comes without its dependencies: it asks for torch by name, which must not bring another beside the one that is there.
+    rest=()
+    for package in "${python_packages[@]}"; do
+        if [[ $package != accelerate ]]; then
+            rest+=("$package")
+        else
+            rest+=(psutil packaging pyyaml huggingface_hub safetensors)
+            fetch "$python" --no-deps --target "$python_folder" accelerate || fail "pip could not fetch accelerate."
+        fi
+    done
+    fetch "$python" --upgrade --target "$python_folder" "${rest[@]}" ||
+        fail "pip could not fetch ${rest[*]}." "By hand: install them for $python, or set FLCE_PYTHON to an interpreter that has them."
+    still=$(missing_python)
+    [[ -z $still ]] || fail "still missing for $python: ${still//$'\n'/ }"
 fi
 echo "flce: the machine is ready"

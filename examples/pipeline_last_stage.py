@@ -1,0 +1,359 @@
+"""A pipeline's last stage with the loss fused into it: two stages, 1F1B, tied embeddings, real text.
+
+    python examples/pipeline_last_stage.py             # trains twice, with materialised logits and with flce; prints losses and the last stage's
+    peak memory
+    python examples/pipeline_last_stage.py --measure   # on a GPU: four microbatches of 4096 x 2048 x 151936 in flight, flce beside eager and
+    torch.compile
+
+Two processes, one a stage, on the CPU (gloo) or, where there are two, on GPUs (nccl). The text is this repository's own documentation, a token a
+word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import flce
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+
+
+@dataclass
+class Config:
+    """Sizes of the model and of its training."""
+
+    hidden_size: int = 128
+    vocab_size: int = 8192  # the words that the text has, padded as real vocabularies are
+    sequence: int = 256
+    sequences: int = 4  # in a microbatch
+    microbatches: int = 4
+    steps: int = 24
+    learning_rate: float = 3e-3
+
+
+# ── Text ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_tokens(vocab_size: int) -> Tensor:
+    """The documentation as word numbers, the most frequent word first; words beyond the vocabulary share its last number."""
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "LICENSE", *sorted((ROOT / "docs").glob("*.md"))]
+    words = re.findall(r"\w+|[^\w\s]|\n", "\n".join(path.read_text(encoding="utf-8") for path in files))
+    counts: dict[str, int] = {}
+    for word in words:
+        counts[word] = counts.get(word, 0) + 1
+    numbers = {word: min(i, vocab_size - 1) for i, word in enumerate(sorted(counts, key=lambda word: (-counts[word], word)))}
+    return torch.tensor([numbers[word] for word in words])
+
+
+def batches(config: Config) -> Callable[[int], Tensor]:
+    """step -> token ids [sequences of the whole batch, sequence]."""
+    tokens = read_tokens(config.vocab_size)
+    rows = config.sequences * config.microbatches
+
+    def batch(step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(0, tokens.numel() - config.sequence, (rows,), generator=generator)
+        return torch.stack([tokens[start : start + config.sequence] for start in starts.tolist()])
+
+    return batch
+
+
+# ── Model ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, hidden_size: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.RMSNorm(hidden_size), nn.RMSNorm(hidden_size)])
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.out = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class FirstStage(nn.Module):
+    """Embedding and a layer."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = nn.Embedding(config.sequence, config.hidden_size)
+        self.block = Block(config.hidden_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.block(self.embedding(tokens) + self.position.weight)
+
+
+class LastStage(nn.Module):
+    """A layer and the head. The head is a parameter of the stage, but forward returns hidden states: the loss applies it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.block = Block(config.hidden_size)
+        self.norm = nn.RMSNorm(config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(self.block(hidden))
+
+
+class MaterialisedLoss:
+    """What flce replaces: logits in memory, then cross entropy. Sums over the microbatch, divided by the whole batch's number of labels."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.head = head
+        self.count: Tensor | None = None
+
+    def normalize_by(self, labels: Tensor) -> None:
+        self.count = (labels[:, 1:] != -100).sum()
+
+    def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(hidden)[:, :-1].float()
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / self.count
+
+
+# ── Training ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reset_peak(device: torch.device) -> int:
+    """Starts a new peak; returns the bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the resident peak starts again
+    except OSError:
+        pass
+    return peak(device)
+
+
+def peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
+    except (OSError, IndexError):
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def stage_main(rank: int, store: str, fused: bool, config: Config, results: Any) -> None:
+    """One stage's process: rank 0 is the first stage, rank 1 the last."""
+    cuda = torch.cuda.device_count() >= 2
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    module: Any = (FirstStage if rank == 0 else LastStage)(config).to(device)
+    tied: nn.Parameter = module.embedding.weight if rank == 0 else module.head.weight
+    nn.init.normal_(tied, std=0.02)
+    dist.broadcast(tied.data, 0)  # copies of one table: equal now, and equal after every step
+
+    loss_fn: Any = None
+    if rank == 1:
+        # flce by name: "auto" takes it only where there is a GPU.
+        loss_fn = flce.PipelineFusedLoss(module.head, impl="flce", workspace_limit_bytes=4 * MIB) if fused else MaterialisedLoss(module.head)
+    stage = PipelineStage(module, rank, 2, device)
+    schedule = Schedule1F1B(stage, config.microbatches, loss_fn=loss_fn or (lambda *_: None), scale_grads=False)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=config.learning_rate)
+    batch = batches(config)
+    history: list[float] = []
+    start = 0
+    for step in range(config.steps):
+        tokens = batch(step).to(device)
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(tokens)
+        else:
+            loss_fn.normalize_by(tokens)
+            schedule.step(target=tokens, losses=losses)
+        flce.sum_tied_gradient(tied)
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 1:
+            history.append(torch.stack(losses).detach().sum().item())
+        if step == 0:  # everything lazy (kernels, optimizer state, communicators) exists now
+            start = reset_peak(device)
+    if rank == 1:
+        results.put((history, peak(device) - start))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(fused: bool, config: Config) -> tuple[list[float], int]:
+    """Losses of the steps, and by how many bytes the last stage's memory rose at most above what it holds between steps."""
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(stage_main, (f"{folder}/store", fused, config, results), nprocs=2)
+    history, rise = results.get()
+    return history, rise
+
+
+def demo(config: Config) -> int:
+    print(
+        f"two stages, 1F1B, {config.microbatches} microbatches of {config.sequences * config.sequence} tokens, hidden size {config.hidden_size}, "
+        f"vocabulary {config.vocab_size}, tied embeddings"
+    )
+    runs = {}
+    for name, fused in (("materialised logits", False), ("flce", True)):
+        runs[name] = train(fused, config)
+    names = list(runs)
+    print(f"{'step':>6} " + " ".join(f"{name:>20}" for name in names))
+    shown = sorted({0, config.steps // 4, config.steps // 2, 3 * config.steps // 4, config.steps - 1})
+    for step in shown:
+        print(f"{step:>6} " + " ".join(f"{runs[name][0][step]:>20.5f}" for name in names))
+    print("last stage's peak above what it holds between steps:")
+    for name in names:
+        print(f"  {name:>20}: {runs[name][1] / MIB:8.1f} MiB")
+    first, last = runs["flce"][0][0], runs["flce"][0][-1]
+    apart = max(abs(a - b) for a, b in zip(*(runs[name][0] for name in names), strict=True))
+    learnt = config.steps < 2 or last < first
+    print(f"flce: loss {first:.4f} -> {last:.4f}; largest difference between the two runs {apart:.2e}")
+    if not learnt or apart > 0.02 * first:
+        print("the two runs disagree, or the model did not learn", file=sys.stderr)
+        return 1
+    return 0
+
+
+# ── Measurement ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def loss_functions(head: nn.Linear) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    def eager(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda hidden, target: F.cross_entropy(F.linear(hidden, head.weight).to(dtype), target)
+
+    fused = flce.PipelineFusedLoss(head, impl="flce", shift=0)
+    accumulating = flce.PipelineFusedLoss(head, impl="flce", shift=0, accumulate_into_grad=True)
+    return {
+        "eager, fp32 logits": eager(torch.float32),
+        "eager, bf16 logits": eager(torch.bfloat16),
+        "torch.compile": torch.compile(eager(torch.float32)),
+        "flce": fused,
+        "flce into .grad": accumulating,
+    }
+
+
+def measure_one(function: Callable[[Tensor, Tensor], Tensor], head: nn.Linear, hidden: list[Tensor], target: list[Tensor], rounds: int) -> Any:
+    """(bytes beyond parameters, gradients and hidden states at the peak, median milliseconds) of four forwards, then four backwards, as GPipe runs
+    them."""
+
+    def step() -> None:
+        losses = [function(h, t) for h, t in zip(hidden, target, strict=True)]
+        for loss in losses:
+            loss.backward()
+
+    times = []
+    for i in range(rounds + 2):
+        for h in hidden:
+            h.grad = None
+        if i == 1:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated() + sum(h.nbytes for h in hidden)  # hidden's gradients, made by this step
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        step()
+        events[1].record()
+        torch.cuda.synchronize()
+        if i == 1:
+            beyond = torch.cuda.max_memory_allocated() - held
+        if i >= 2:
+            times.append(events[0].elapsed_time(events[1]))
+    return beyond, statistics.median(times)
+
+
+def measure(out: str | None, num_tokens: int, hidden_size: int, vocab_size: int, rounds: int, names: list[str]) -> int:
+    if not torch.cuda.is_available():
+        print("--measure needs a GPU", file=sys.stderr)
+        return 3
+    torch.manual_seed(0)
+    head = nn.Linear(hidden_size, vocab_size, bias=False, dtype=torch.bfloat16, device="cuda")
+    head.weight.grad = torch.zeros_like(head.weight)
+    hidden = [torch.randn(num_tokens, hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(4)]
+    target = [torch.randint(0, vocab_size, (num_tokens,), device="cuda") for _ in range(4)]
+    rows = []
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: four microbatches of {num_tokens} x {hidden_size} x {vocab_size} in flight, bf16"
+    )
+    print(f"{'':>20} {'beyond parameters, gradients, hidden':>38} {'four microbatches':>18}")
+    for name, function in loss_functions(head).items():
+        if names and name not in names:
+            continue
+        beyond, milliseconds = measure_one(function, head, hidden, target, rounds)
+        rows.append({"loss": name, "bytes_beyond": beyond, "milliseconds": milliseconds, "rounds": rounds})
+        print(f"{name:>20} {beyond / MIB:>34.1f} MiB {milliseconds:>15.1f} ms", flush=True)
+        torch.cuda.empty_cache()
+    limit = 96 * MIB + head.weight.nbytes + 4 * 18_000_000
+    print(f"{'limit for flce':>20} {limit / MIB:>34.1f} MiB  (96 MiB + one temporary dW + 18 MB a microbatch)")
+    within = all(row["bytes_beyond"] <= limit for row in rows if row["loss"].startswith("flce"))
+    if out:
+        Path(out).write_text(
+            json.dumps(provenance() | {"shape": [num_tokens, hidden_size, vocab_size], "limit": limit, "rows": rows}, indent=1) + "\n"
+        )
+    return 0 if within else 1
+
+
+def provenance() -> dict[str, Any]:
+    def output(*command: str) -> str | None:
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "gpu": output("nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "commit": os.environ.get("FLCE_COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a few steps of a smaller model, for tests")
+    parser.add_argument("--steps", type=int, help="optimizer steps")
+    parser.add_argument("--measure", action="store_true", help="memory and time of the loss alone at a real shape, on a GPU")
+    parser.add_argument("--shape", default="4096x2048x151936", help="of --measure: num_tokens x hidden_size x vocab_size")
+    parser.add_argument("--rounds", type=int, default=5, help="of --measure")
+    parser.add_argument("--only", action="append", default=[], help="of --measure: one loss by name; may be repeated")
+    parser.add_argument("--out", help="of --measure: write JSON here")
+    arguments = parser.parse_args()
+    if arguments.measure:
+        num_tokens, hidden_size, vocab_size = map(int, arguments.shape.split("x"))
+        return measure(arguments.out, num_tokens, hidden_size, vocab_size, arguments.rounds, arguments.only)
+    config = Config(hidden_size=64, vocab_size=4096, sequence=64, sequences=2, steps=6) if arguments.tiny else Config()
+    config.steps = arguments.steps or config.steps
+    return demo(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

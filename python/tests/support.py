@@ -1,0 +1,114 @@
+"""The fp64 reference that results are held to, random problems, and the comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Largest error allowed, relative to the largest element of what is expected: a few roundings of the dtype.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 3e-3}
+
+
+@dataclass
+class Problem:
+    """One call's tensors and options."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def make_problem(
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    num_tokens: int = 37,
+    hidden_size: int = 24,
+    vocab_size: int = 101,
+    ignored: float = 0.25,
+    bias: bool = False,
+    class_weight: bool = False,
+    **options: Any,
+) -> Problem:
+    generator = torch.Generator().manual_seed(1234)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(device=device, dtype=dtype).requires_grad_()
+
+    hidden, weight = normal(num_tokens, hidden_size), normal(vocab_size, hidden_size, scale=0.5)
+    target = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
+    target[torch.rand(num_tokens, generator=generator) < ignored] = options.get("ignore_index", -100)
+    if bias:
+        options["bias"] = normal(vocab_size)
+    if class_weight:
+        options["class_weight"] = (torch.rand(vocab_size, generator=generator) + 0.5).to(device)
+    return Problem(hidden, weight, target.to(device), options)
+
+
+def reference(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_valid_tokens: Tensor | float | None = None,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | None = None,
+    **_: Any,
+) -> dict[str, Tensor]:
+    """loss, lse, logprobs, entropy in fp64 with the logits written out; 0 in ignored rows. Differentiable."""
+    logits = hidden.double() @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    if logit_scale is not None:
+        logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    vocab_size = weight.shape[0]
+    flat = logits.reshape(-1, vocab_size)
+    labels = target.reshape(-1).long()
+    valid = (labels != ignore_index) & (labels >= 0) & (labels < vocab_size)
+    safe = torch.where(valid, labels, 0)
+    weights = torch.ones(vocab_size, dtype=torch.float64, device=hidden.device) if class_weight is None else class_weight.double()
+    lse = flat.logsumexp(-1)
+    log_softmax = flat - lse[:, None]
+    logprobs = log_softmax.gather(1, safe[:, None])[:, 0]
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    hard = -weights[safe] * logprobs
+    smooth = -(log_softmax * weights).sum(-1) / vocab_size
+    zero = torch.zeros_like(lse)
+    cross_entropy = torch.where(valid, (1 - label_smoothing) * hard + label_smoothing * smooth, zero)
+    z_part = torch.where(valid, z_loss * lse.square(), zero)
+    shape = target.shape
+    if reduction == "none":
+        loss = (cross_entropy + z_part).view(shape)
+    elif reduction == "sum":
+        loss = (cross_entropy + z_part).sum()
+    elif num_valid_tokens is not None:
+        loss = (cross_entropy + z_part).sum() / float(num_valid_tokens)
+    elif not bool(valid.any()):
+        loss = (cross_entropy + z_part).sum() * 0
+    else:
+        loss = cross_entropy.sum() / torch.where(valid, weights[safe], zero).sum() + z_part.sum() / valid.sum()
+    per_token = {"lse": lse, "logprobs": logprobs, "entropy": entropy}
+    return {"loss": loss} | {name: torch.where(valid, value, zero).view(shape) for name, value in per_token.items()}
+
+
+def assert_close(actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype, what: str = "", factor: float = 1.0) -> None:
+    """Error at most TOLERANCE of the largest expected element."""
+    assert actual is not None and expected is not None, what
+    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    if expected.numel() == 0:
+        return
+    error = (actual.detach().double() - expected.detach().double()).abs().max().item()
+    scale = max(expected.detach().double().abs().max().item(), 1e-6)
+    assert error <= factor * TOLERANCE[dtype] * scale, f"{what}: error {error:.3g} of {scale:.3g}"

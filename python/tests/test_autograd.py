@@ -1,0 +1,259 @@
+"""What autograd may do to the node: partial gradients, repetition, checkpointing, accumulation, autocast, threads, and what is saved."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import Problem, assert_close, make_problem, reference
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flce
+
+
+def loss_of(problem: Problem, **options: Any) -> Any:
+    return flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **(problem.options | options))
+
+
+def reference_gradients(problem: Problem, **options: Any) -> tuple[Tensor, ...]:
+    loss = reference(problem.hidden, problem.weight, problem.target, **(problem.options | options))["loss"]
+    return torch.autograd.grad(loss.sum(), (problem.hidden, problem.weight))
+
+
+def check_gradients(problem: Problem, hidden: Tensor | None, weight: Tensor | None, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    wanted = reference_gradients(problem, **options)
+    for name, actual, expected in (("hidden", hidden, wanted[0]), ("weight", weight, wanted[1])):
+        if actual is not None:
+            assert_close(actual, expected, dtype, name)
+
+
+def test_frozen_weight_and_frozen_hidden(device: str) -> None:
+    whole = make_problem(device)
+    both = torch.autograd.grad(loss_of(whole), (whole.hidden, whole.weight))
+    frozen_weight = make_problem(device)
+    frozen_weight.weight.requires_grad_(False)
+    loss_of(frozen_weight).backward()
+    assert frozen_weight.weight.grad is None
+    assert torch.equal(frozen_weight.hidden.grad, both[0])  # type: ignore[arg-type]
+    frozen_hidden = make_problem(device)
+    frozen_hidden.hidden.requires_grad_(False)
+    loss_of(frozen_hidden).backward()
+    assert frozen_hidden.hidden.grad is None
+    assert torch.equal(frozen_hidden.weight.grad, both[1])  # type: ignore[arg-type]
+
+
+def test_bias_alone(device: str) -> None:
+    problem = make_problem(device, bias=True)
+    bias = problem.options["bias"]
+    problem.hidden.requires_grad_(False)
+    problem.weight.requires_grad_(False)
+    loss_of(problem).backward()
+    expected = reference(problem.hidden, problem.weight, problem.target, bias=bias)["loss"]
+    assert_close(bias.grad, torch.autograd.grad(expected, bias)[0], torch.float32)
+
+
+def test_no_grad_and_inference_mode_give_the_value_alone(device: str) -> None:
+    problem = make_problem(device)
+    expected = loss_of(problem)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            loss = loss_of(problem)
+        assert not loss.requires_grad
+        assert torch.equal(loss, expected)
+    with torch.no_grad():
+        detached = loss_of(problem)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        detached.backward()
+
+
+def test_two_backwards_with_retain_graph(device: str) -> None:
+    problem = make_problem(device)
+    loss = loss_of(problem)
+    first = torch.autograd.grad(loss, (problem.hidden, problem.weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (problem.hidden, problem.weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    check_gradients(problem, *first)
+
+
+def test_only_what_is_asked_for_is_computed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[tuple[bool, bool]] = []
+    original = flce.Kernel.backward
+
+    def spy(self: Any, call: Any, saved: Any, grad: Any, grad_hidden: Any, grad_weight: Any, grad_bias: Any) -> None:
+        computed.append((grad_hidden is not None, grad_weight is not None))
+        original(self, call, saved, grad, grad_hidden, grad_weight, grad_bias)
+
+    monkeypatch.setattr(flce.Kernel, "backward", spy)
+    problem = make_problem(device)
+    # As in a model: the hidden states come from a layer, the weight is a parameter.
+    loss = flce.linear_cross_entropy(problem.hidden * 1.0, problem.weight, problem.target)
+    for_hidden = torch.autograd.grad(loss, problem.hidden, retain_graph=True)[0]
+    for_weight = torch.autograd.grad(loss, problem.weight, retain_graph=True)[0]
+    loss.backward()
+    assert computed == [(True, False), (False, True), (True, True)]
+    assert torch.equal(for_hidden, problem.hidden.grad)  # type: ignore[arg-type]
+    assert torch.equal(for_weight, problem.weight.grad)  # type: ignore[arg-type]
+
+
+def test_nothing_of_the_logits_size_is_saved(device: str) -> None:
+    problem = make_problem(device, num_tokens=64, vocab_size=500)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
+        loss = loss_of(problem)
+    addresses = {problem.hidden.data_ptr(), problem.weight.data_ptr(), problem.target.data_ptr()}
+    own = [tensor for tensor in saved if tensor.data_ptr() not in addresses]
+    assert [tuple(tensor.shape) for tensor in own] == [(64,)]  # lse
+    assert own[0].dtype == torch.float32
+    assert len(saved) == 4
+    loss.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(device: str, use_reentrant: bool) -> None:
+    problem = make_problem(device)
+
+    def block(hidden: Tensor, weight: Tensor) -> Tensor:
+        return flce.linear_cross_entropy(torch.tanh(hidden), weight, problem.target)
+
+    block(problem.hidden, problem.weight).backward()
+    expected = problem.hidden.grad, problem.weight.grad
+    problem.hidden.grad = problem.weight.grad = None
+    checkpoint(block, problem.hidden, problem.weight, use_reentrant=use_reentrant).backward()
+    assert torch.equal(problem.hidden.grad, expected[0])  # type: ignore[arg-type]
+    assert torch.equal(problem.weight.grad, expected[1])  # type: ignore[arg-type]
+
+
+def test_selective_checkpointing_sees_the_operator(device: str) -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    problem = make_problem(device)
+    seen = []
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append(str(operator))
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(hidden: Tensor, weight: Tensor) -> Tensor:
+        return flce.linear_cross_entropy(hidden * 2.0, weight, problem.target)
+
+    loss = checkpoint(block, problem.hidden, problem.weight, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    loss.backward()
+    assert "flce.linear_cross_entropy.default" in seen
+    expected = torch.autograd.grad(block(problem.hidden, problem.weight), (problem.hidden, problem.weight))
+    assert torch.equal(problem.hidden.grad, expected[0])
+    assert torch.equal(problem.weight.grad, expected[1])
+
+
+def test_gradient_accumulation_over_four_microbatches(device: str) -> None:
+    problem = make_problem(device, num_tokens=40)
+    count = (problem.target != -100).sum()
+    for hidden, target in zip(problem.hidden.chunk(4), problem.target.chunk(4), strict=True):
+        flce.linear_cross_entropy(hidden, problem.weight, target, num_valid_tokens=count).backward()
+    check_gradients(problem, problem.hidden.grad, problem.weight.grad)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_grad_weight_out_accumulates(device: str, wide: bool) -> None:
+    problem = make_problem(device, torch.bfloat16, bias=True, num_tokens=40)
+    bias = problem.options["bias"]
+    buffer = torch.zeros_like(problem.weight, dtype=torch.float32 if wide else torch.bfloat16, requires_grad=False)
+    for hidden, target in zip(problem.hidden.chunk(4), problem.target.chunk(4), strict=True):
+        flce.linear_cross_entropy(hidden, problem.weight, target, bias=bias, reduction="sum", grad_weight_out=buffer).backward()
+    assert problem.weight.grad is None
+    check_gradients(problem, problem.hidden.grad, buffer, torch.bfloat16, reduction="sum")
+    expected = reference(problem.hidden, problem.weight, problem.target, bias=bias, reduction="sum")["loss"]
+    assert_close(bias.grad, torch.autograd.grad(expected, bias)[0], torch.bfloat16, "bias")
+
+
+def test_per_token_upstream_gradients_that_are_expanded_or_strided(device: str) -> None:
+    problem = make_problem(device)
+    loss = loss_of(problem, reduction="none")
+    upstream = torch.randn(2 * loss.shape[0], device=device)[::2]
+    actual = torch.autograd.grad(loss, (problem.hidden, problem.weight), upstream, retain_graph=True)
+    expected = reference(problem.hidden, problem.weight, problem.target, reduction="none")["loss"]
+    wanted = torch.autograd.grad(expected, (problem.hidden, problem.weight), upstream.double())
+    for a, b in zip(actual, wanted, strict=True):
+        assert_close(a, b, torch.float32)
+    check_gradients(problem, *torch.autograd.grad(loss.sum(), (problem.hidden, problem.weight)), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: torch.randn(2, *t.shape, device=t.device)[0].t().contiguous().t().copy_(t),
+        lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]],
+        lambda t: torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view_as(t),
+    ],
+    ids=["transposed", "sliced", "misaligned"],
+)
+def test_inputs_of_any_layout(device: str, view: Callable[[Tensor], Tensor]) -> None:
+    problem = make_problem(device)
+    expected = torch.autograd.grad(loss_of(problem), (problem.hidden, problem.weight))
+    hidden = view(problem.hidden.detach()).detach().requires_grad_()
+    weight = view(problem.weight.detach()).detach().requires_grad_()
+    target = torch.stack([problem.target, problem.target], dim=1)[:, 0]
+    assert not target.is_contiguous()
+    loss = flce.linear_cross_entropy(hidden, weight, target)
+    actual = torch.autograd.grad(loss, (hidden, weight))
+    assert loss.item() == pytest.approx(loss_of(problem).item(), rel=1e-6)
+    for a, b in zip(actual, expected, strict=True):
+        assert_close(a, b, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_computes_in_its_dtype_and_returns_fp32_gradients(device: str, dtype: torch.dtype) -> None:
+    problem = make_problem(device, bias=True)
+    saved: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)  # type: ignore[func-returns-value]
+    with hooks, torch.autocast(device, dtype=dtype):
+        loss = loss_of(problem)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert problem.hidden.grad is not None
+    assert problem.hidden.grad.dtype == torch.float32
+    check_gradients(problem, problem.hidden.grad, problem.weight.grad, dtype)
+    # The weight itself is saved, and no rounded copy of it beside.
+    assert [t.data_ptr() for t in saved if t.shape == problem.weight.shape] == [problem.weight.data_ptr()]
+
+
+def test_inplace_change_of_a_saved_tensor_is_noticed(device: str) -> None:
+    problem = make_problem(device)
+    loss = loss_of(problem)
+    with torch.no_grad():
+        problem.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_extra_output_may_be_changed_in_place(device: str) -> None:
+    problem = make_problem(device)
+    loss, lse = loss_of(problem, return_lse=True)
+    expected = torch.autograd.grad(loss, problem.hidden, retain_graph=True)[0]
+    with torch.no_grad():
+        lse.zero_()
+    assert torch.equal(torch.autograd.grad(loss, problem.hidden)[0], expected)
+
+
+def test_two_threads(device: str) -> None:
+    problem = make_problem(device, num_tokens=64, vocab_size=700)
+    expected = [loss_of(problem, softcap=cap).item() for cap in (5.0, 9.0)]
+    failures: list[str] = []
+
+    def work(cap: float, right: float) -> None:
+        for _ in range(20):
+            hidden, weight = (t.detach().clone().requires_grad_() for t in (problem.hidden, problem.weight))
+            loss = flce.linear_cross_entropy(hidden, weight, problem.target, softcap=cap)
+            loss.backward()
+            if loss.item() != right or hidden.grad is None or not torch.isfinite(hidden.grad).all():
+                failures.append(f"softcap {cap}: {loss.item()} instead of {right}")
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip((5.0, 9.0), expected, strict=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

@@ -1,0 +1,158 @@
+"""torch.library's own checks, torch.compile without graph breaks or recompilation, and CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import make_problem
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flce
+
+CALLS = [("", 2), ("softcap=5,outputs=loss+lse+logprob+entropy", 0), ("z_loss=0.01,outputs=loss+lse", 1)]
+
+
+@pytest.mark.parametrize(("options", "reduction"), CALLS)
+def test_opcheck_forward(device: str, options: str, reduction: int) -> None:
+    problem = make_problem(device, bias=True)
+    arguments = (problem.hidden, problem.weight, problem.target, problem.options["bias"], None, None, options, -100, reduction, 0)
+    torch.library.opcheck(torch.ops.flce.linear_cross_entropy.default, arguments)
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, False)])
+def test_opcheck_backward(device: str, wanted: tuple[bool, bool, bool]) -> None:
+    problem = make_problem(device, bias=True)
+    bias = problem.options["bias"].detach()
+    hidden, weight = problem.hidden.detach(), problem.weight.detach()
+    _, saved = torch.ops.flce.linear_cross_entropy(hidden, weight, problem.target, bias, None, None, "", -100, 2, 0)
+    upstream = torch.ones((), device=device)
+    arguments = (upstream, hidden, weight, problem.target, saved, bias, None, None, "", -100, 2, 0, wanted)
+    torch.library.opcheck(torch.ops.flce.linear_cross_entropy_backward.default, arguments)
+
+
+def test_opcheck_hidden_major_weight(device: str) -> None:
+    problem = make_problem(device)
+    weight = problem.weight.detach().t().contiguous().requires_grad_().t()
+    torch.library.opcheck(torch.ops.flce.linear_cross_entropy.default, (problem.hidden, weight, problem.target, None, None, None, "", -100, 2, 0))
+
+
+def step(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    loss, lse = flce.linear_cross_entropy(hidden, weight, labels, shift=1, softcap=30.0, return_lse=True, **options)
+    return loss, lse
+
+
+def run(function: Any, num_tokens: int, device: str) -> list[Tensor]:
+    problem = make_problem(device, num_tokens=4 * num_tokens)
+    hidden, labels = problem.hidden.view(4, num_tokens, -1), problem.target.view(4, num_tokens)
+    loss, lse = function(hidden, problem.weight, labels)
+    (loss + 1e-3 * lse.square().sum()).backward()
+    assert problem.hidden.grad is not None
+    assert problem.weight.grad is not None
+    return [loss.detach(), lse.detach(), problem.hidden.grad, problem.weight.grad]
+
+
+def test_compile_fullgraph_with_changing_tokens(device: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for index, num_tokens in enumerate((8, 12, 30, 7)):
+        for actual, expected in zip(run(compiled, num_tokens, device), run(step, num_tokens, device), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+        # The second size makes the dimension dynamic, as for any torch code; after that nothing compiles again.
+        assert counter.frame_count == min(index + 1, 2)
+
+
+def test_compile_with_dynamic_tokens_compiles_once(device: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flce.linear_cross_entropy, fullgraph=True, backend=counter)
+    for num_tokens in (9, 20, 33):
+        problem = make_problem(device, num_tokens=num_tokens)
+        for tensor in (problem.hidden, problem.target):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        loss = compiled(problem.hidden, problem.weight, problem.target)
+        assert torch.equal(loss, flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target))
+        loss.backward()
+    assert counter.frame_count == 1
+
+
+def test_explain_finds_no_graph_break(device: str) -> None:
+    torch._dynamo.reset()
+    problem = make_problem(device, class_weight=True, bias=True)
+    found = torch._dynamo.explain(flce.linear_cross_entropy)(
+        problem.hidden, problem.weight, problem.target, num_valid_tokens=problem.target.numel(), **problem.options
+    )
+    assert found.graph_break_count == 0
+    names = [str(node.target) for graph in found.graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert any("flce.linear_cross_entropy" in name for name in names)
+
+
+def test_compile_with_autocast_and_packed_sequences(device: str) -> None:
+    torch._dynamo.reset()
+
+    def packed(hidden: Tensor, weight: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss: Tensor = flce.linear_cross_entropy(hidden, weight, labels, shift=1, cu_seqlens=cu_seqlens)
+        return loss
+
+    problem = make_problem(device, num_tokens=16)
+    cu_seqlens = torch.tensor([0, 3, 4, 4, 14], device=device)
+    arguments = (problem.hidden, problem.weight, problem.target, cu_seqlens)
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    gradients = [torch.autograd.grad(f(*arguments), (problem.hidden, problem.weight)) for f in (packed, compiled)]
+    for actual, expected in zip(*gradients, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_compile_with_inductor(device: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    for actual, expected in zip(run(compiled, 8, device), run(step, 8, device), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestCudaGraph:
+    def test_forward_and_backward_are_captured(self) -> None:
+        problem = make_problem("cuda", torch.bfloat16, num_tokens=64, hidden_size=64, vocab_size=1000)
+        hidden, weight, target = problem.hidden, problem.weight, problem.target
+
+        def both() -> tuple[Tensor, Tensor, Tensor]:
+            loss = flce.linear_cross_entropy(hidden, weight, target, shift=1)
+            return (loss, *torch.autograd.grad(loss, (hidden, weight)))
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            both()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = both()
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                hidden.copy_(torch.randn_like(hidden))
+                target.copy_(torch.randint(-1, 1000, target.shape).clamp(min=-100).cuda())
+            graph.replay()
+            for actual, expected in zip(captured, both(), strict=True):
+                assert torch.equal(actual, expected)
+
+    def test_capture_of_an_unknown_kernel_says_what_to_do(self) -> None:
+        problem = make_problem("cuda", torch.bfloat16, hidden_size=72)
+        with pytest.raises(flce.UnavailableError, match="warmup"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
+
+    def test_another_stream(self) -> None:
+        problem = make_problem("cuda", torch.bfloat16, num_tokens=256, hidden_size=256, vocab_size=4000)
+        expected = torch.autograd.grad(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target), problem.hidden)[0]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            loss = flce.linear_cross_entropy(problem.hidden * 1.0, problem.weight, problem.target)
+            loss.backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(problem.hidden.grad, expected)  # type: ignore[arg-type]

@@ -1,0 +1,185 @@
+"""Every refusal: its type, and that it names the argument and what is allowed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import make_problem
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flce
+
+
+def call(device: str = "cpu", **changes: Any) -> Any:
+    problem = make_problem(device)
+    arguments: dict[str, Any] = {"hidden": problem.hidden, "weight": problem.weight, "target": problem.target} | changes
+    return flce.linear_cross_entropy(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("target"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"hidden": torch.zeros(37, 32)}, flce.ShapeError, r"hidden has shape \[37, 32\].*hidden_size, 24"),
+        ({"hidden": torch.zeros(36, 24)}, flce.ShapeError, r"target has shape \[37\].*\[36\]"),
+        ({"hidden": torch.zeros(37, 24, dtype=torch.float64)}, flce.DTypeError, r"hidden has dtype torch.float64; allowed"),
+        ({"hidden": torch.zeros(37, 24, dtype=torch.long)}, flce.DTypeError, r"hidden has dtype"),
+        ({"weight": torch.zeros(24)}, flce.ShapeError, r"weight has shape \[24\].*vocab_size, hidden_size"),
+        ({"weight": torch.zeros(101, 24, dtype=torch.bfloat16)}, flce.DTypeError, r"weight has dtype torch.bfloat16.*float32"),
+        ({"weight": torch.zeros(101, 24, device="meta")}, flce.PlacementError, r"weight is on meta.*hidden's device, cpu"),
+        ({"weight": torch.zeros(1, 24)}, flce.SpecError, r"V"),
+        ({"target": torch.zeros(37)}, flce.DTypeError, r"target has dtype torch.float32; allowed are int64 and int32"),
+        ({"bias": torch.zeros(100)}, flce.ShapeError, r"bias has shape \[100\].*\[101\]"),
+        ({"bias": torch.zeros(101, dtype=torch.long)}, flce.DTypeError, r"bias has dtype"),
+        ({"class_weight": torch.zeros(3)}, flce.ShapeError, r"class_weight has shape"),
+        ({"class_weight": torch.zeros(101, requires_grad=True)}, flce.ArgumentError, r"class_weight requires a gradient"),
+        ({"reduction": "average"}, flce.ArgumentError, r"reduction is 'average'; allowed are 'none', 'sum', 'mean'"),
+        ({"num_valid_tokens": torch.ones(2)}, flce.ShapeError, r"num_valid_tokens has shape \[2\]"),
+        ({"num_valid_tokens": torch.ones((), device="meta")}, flce.PlacementError, r"num_valid_tokens is on meta"),
+        ({"num_valid_tokens": 3, "reduction": "sum"}, flce.ArgumentError, r"num_valid_tokens.*only 'mean'"),
+        ({"shift": -1}, flce.ArgumentError, r"shift is -1"),
+        ({"shift": 1, "cu_seqlens": torch.zeros(3)}, flce.ArgumentError, r"cu_seqlens has shape \[3\] and dtype"),
+        ({"shift": 1, "cu_seqlens": torch.zeros(3, dtype=torch.long, device="meta")}, flce.PlacementError, r"cu_seqlens is on meta"),
+        ({"softcap": -1.0}, flce.SpecError, r"softcap"),
+        ({"softcap": torch.ones(())}, flce.DTypeError, r"softcap is a Tensor"),
+        ({"label_smoothing": 1.5}, flce.SpecError, r"label_smoothing"),
+        ({"z_loss": -0.1}, flce.SpecError, r"z_loss"),
+        ({"logit_scale": 0.0}, flce.SpecError, r"logit_scale"),
+        ({"workspace_limit_bytes": 0}, flce.ArgumentError, r"workspace_limit_bytes is 0"),
+        ({"workspace_limit_bytes": 16}, flce.PlanError, r"16"),
+        ({"grad_weight_out": torch.zeros(3, 24)}, flce.ShapeError, r"grad_weight_out has shape"),
+        ({"grad_weight_out": torch.zeros(101, 24, dtype=torch.bfloat16)}, flce.DTypeError, r"grad_weight_out has dtype"),
+        ({"grad_weight_out": torch.zeros(24, 101).t()}, flce.ArgumentError, r"grad_weight_out must lie in memory as weight does"),
+    ],
+)
+def test_bad_argument(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        call(**changes)
+    assert isinstance(caught.value, flce.FlceError)
+
+
+def test_documented_bases() -> None:
+    assert issubclass(flce.ArgumentError, ValueError)
+    assert issubclass(flce.DTypeError, TypeError)
+    assert issubclass(flce.LabelError, IndexError)
+    assert issubclass(flce.UnavailableError, ImportError)
+    assert issubclass(flce.UnsupportedTransformError, NotImplementedError)
+
+
+def test_unsupported_device() -> None:
+    with pytest.raises(flce.PlacementError, match="device is meta; allowed are cpu and cuda"):
+        flce.get_kernel(8, 11, torch.float32, device="meta")
+    with FakeTensorMode(), pytest.raises(flce.PlacementError, match="hidden is on xpu:0; allowed are cpu and cuda"):
+        shapes = {"hidden": (4, 8), "weight": (11, 8), "target": (4,)}
+        hidden, weight, target = (torch.zeros(shape, device="xpu:0") for shape in shapes.values())
+        flce.linear_cross_entropy(hidden, weight, target.long())
+
+
+def test_meta_tensors_give_shapes() -> None:
+    hidden, weight = torch.zeros(2, 3, 8, device="meta"), torch.zeros(11, 8, device="meta")
+    target = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    loss, lse = flce.linear_cross_entropy(hidden, weight, target, return_lse=True, shift=1)
+    assert (loss.shape, lse.shape) == ((), (2, 3))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_transform_of_torch_func(device: str, transform: str) -> None:
+    problem = make_problem(device)
+
+    def loss(hidden: Tensor) -> Any:
+        return flce.linear_cross_entropy(hidden, problem.weight, problem.target)
+
+    hidden = problem.hidden.detach()
+    with pytest.raises(flce.UnsupportedTransformError, match="vmap"):
+        if transform == "vmap":
+            torch.func.vmap(loss)(hidden.expand(2, *hidden.shape))
+        elif transform == "grad":
+            torch.func.grad(loss)(hidden)
+        else:
+            torch.func.jvp(loss, (hidden,), (torch.ones_like(hidden),))
+
+
+def test_vmap_of_the_operator(device: str) -> None:
+    problem = make_problem(device)
+    hidden = problem.hidden.detach().expand(2, 37, 24)
+
+    def operator(one: Tensor) -> Any:
+        return torch.ops.flce.linear_cross_entropy(one, problem.weight.detach(), problem.target, None, None, None, "", -100, 2, 0)
+
+    with pytest.raises(flce.UnsupportedTransformError, match="vmap"):
+        torch.func.vmap(operator)(hidden)
+
+
+def test_forward_mode(device: str) -> None:
+    problem = make_problem(device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(problem.hidden, torch.ones_like(problem.hidden))
+        with pytest.raises(flce.UnsupportedTransformError, match="forward-mode"):
+            flce.linear_cross_entropy(dual, problem.weight, problem.target)
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_second_derivative(device: str, dispatched: bool) -> None:
+    problem = make_problem(device)
+    if dispatched:
+        loss = torch.ops.flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, None, None, None, "", -100, 2, 0)[0]
+    else:
+        loss = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
+    plain = torch.autograd.grad(loss, problem.hidden, retain_graph=True)[0]
+    gradient = torch.autograd.grad(loss, problem.hidden, create_graph=True)[0]  # allowed: nobody has differentiated it yet
+    assert torch.equal(gradient, plain)
+    with pytest.raises(flce.UnsupportedTransformError, match="no second derivatives"):
+        gradient.square().sum().backward()
+
+
+def test_label_out_of_range_is_ignored_and_reported(device: str) -> None:
+    problem = make_problem(device, ignored=0.0)
+    flce.check_labels()
+    problem.target[20] = 101
+    problem.target[9] = -7
+    loss = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
+    loss.backward()
+    with pytest.raises(flce.LabelError, match=r"target\[9\].*labels are 0 to 100") as caught:
+        flce.check_labels()
+    assert caught.value.row == 9
+    flce.check_labels()  # reported once
+    as_ignored = problem.target.clone()
+    as_ignored[[9, 20]] = -100
+    assert torch.equal(loss, flce.linear_cross_entropy(problem.hidden, problem.weight, as_ignored))
+    flce.check_labels()
+
+
+def test_sharded_tensor(tmp_path: Path) -> None:
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        problem = make_problem("cpu")
+        weight = distribute_tensor(problem.weight.detach(), mesh, [Shard(0)])
+        with pytest.raises(flce.PlacementError, match=r"weight is a DTensor with placements \[Shard\(dim=0\)\].*full_tensor"):
+            flce.linear_cross_entropy(problem.hidden, weight, problem.target)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_missing_library_is_said_where_it_is_needed() -> None:
+    code = (
+        "import flce, torch\n"
+        "try:\n"
+        "    flce.linear_cross_entropy(torch.zeros(4, 8), torch.zeros(11, 8), torch.zeros(4, dtype=torch.long))\n"
+        "except flce.UnavailableError as error:\n"
+        "    print(error)\n"
+    )
+    environment = os.environ | {"FLCE_LIBRARY": "/nonexistent/libflce.so"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "/nonexistent/libflce.so" in result.stdout
+    assert "FLCE_LIBRARY" in result.stdout

@@ -1,0 +1,75 @@
+"""get_kernel, warmup, explain, and that warming up is enough."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support import make_problem
+
+import flce
+from flce import _kernels
+
+
+def test_kernel_describes_itself(device: str) -> None:
+    kernel = flce.get_kernel(64, 1000, torch.float32, device=device, softcap=30.0, bias=True, return_entropy=True)
+    assert kernel.spec == "D=64,V=1000,dtype=fp32,bias,softcap=30,outputs=loss+entropy"
+    assert kernel.plan.startswith("cpu:" if device == "cpu" else "cuda_")
+    assert kernel.workspace_bytes(100, backward=False) <= kernel.workspace_bytes(100)
+    assert kernel.spec in kernel.explain()
+    explanation = kernel.explanation()
+    assert explanation["plan"] == kernel.plan
+    assert explanation["reasons"]
+    assert flce.get_kernel(64, 1000, "fp32", device=device, softcap=30, bias=True, return_entropy=True) is kernel
+
+
+def test_explain_says_what_a_step_takes(device: str) -> None:
+    text = flce.explain(64, 1000, torch.float32, device=device, num_tokens=100)
+    kernel = flce.get_kernel(64, 1000, torch.float32, device=device)
+    assert f"workspace at 100 tokens: forward {kernel.workspace_bytes(100, backward=False)} bytes, backward {kernel.workspace_bytes(100)}" in text
+
+
+CALLS: list[tuple[dict[str, Any], dict[str, Any], torch.dtype]] = [
+    ({}, {}, torch.float32),
+    ({"softcap": 7.0, "return_lse": True}, {"softcap": 7.0, "return_lse": True}, torch.bfloat16),
+    ({"bias": True}, {"label_smoothing": 0.1, "bias": True}, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("layer", "call", "dtype"), [(c | l, c, dtype) for l, c, dtype in CALLS], ids=["plain", "softcap", "bias"])  # noqa: E741
+def test_nothing_is_left_to_compile_after_warmup(device: str, layer: dict[str, Any], call: dict[str, Any], dtype: torch.dtype) -> None:
+    problem = make_problem(device, dtype, hidden_size=48, vocab_size=77, **call)
+    (kernel,) = flce.warmup([{"hidden_size": 48, "vocab_size": 77, "dtype": dtype} | layer], device=device)
+    known = len(_kernels.all_kernels())
+    result = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **problem.options)
+    (result[0] if isinstance(result, tuple) else result).backward()
+    assert len(_kernels.all_kernels()) == known
+    assert kernel in _kernels.all_kernels()
+
+
+def test_concurrent_first_use_gives_one_kernel(device: str) -> None:
+    found: list[flce.Kernel] = []
+    barrier = threading.Barrier(4)
+
+    def work() -> None:
+        barrier.wait()
+        found.append(flce.get_kernel(56, 333, torch.float32, device=device))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(map(id, found))) == 1
+
+
+def test_bad_layers() -> None:
+    with pytest.raises(flce.SpecError, match="V"):
+        flce.get_kernel(64, 1, torch.float32, device="cpu")
+    with pytest.raises(flce.DTypeError, match=r"dtype is torch\.float64; allowed are torch\.bfloat16"):
+        flce.get_kernel(64, 10, torch.float64, device="cpu")
+    with pytest.raises(flce.PlanError):
+        flce.get_kernel(64, 10, torch.float32, device="cpu", workspace_limit_bytes=16)

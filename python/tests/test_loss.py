@@ -1,0 +1,240 @@
+"""LinearCrossEntropyLoss: one meaning for every implementation, a borrowed weight, and what it says when it falls back."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import assert_close
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flce
+from flce import loss as loss_module
+
+IMPLEMENTATIONS = ["flce", "pytorch", "torch_compile"]
+B, S, D, V = 3, 12, 16, 50
+
+
+def batch(device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    hidden = torch.randn(B, S, D, device=device, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, V, (B, S), device=device)
+    labels[0, 5:] = -100
+    return hidden, labels
+
+
+def expected_loss(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(hidden.double(), head.weight.double(), None if head.bias is None else head.bias.double())
+    return F.cross_entropy(logits[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_value_and_gradients(device: str, impl: str, bias: bool) -> None:
+    head = nn.Linear(D, V, bias=bias, device=device)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl, chunk_size=7)
+    hidden, labels = batch(device)
+    loss = loss_fn(hidden, labels)
+    parameters = [hidden, *head.parameters()]
+    gradients = torch.autograd.grad(loss, parameters)
+    wanted = torch.autograd.grad(expected_loss(head, hidden, labels), parameters)
+    assert loss.item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=1e-6)
+    for actual, right in zip(gradients, wanted, strict=True):
+        assert_close(actual, right, torch.float32)
+
+
+OPTION_SETS: list[dict[str, Any]] = [
+    {"softcap": 5.0, "logit_scale": 0.5},
+    {"label_smoothing": 0.1, "z_loss": 1e-2},
+    {"reduction": "sum"},
+    {"reduction": "none", "z_loss": 1e-2},
+    {"shift": 0},
+    {"ignore_index": 3},
+    {"class_weight": torch.linspace(0.5, 2.0, V), "label_smoothing": 0.1, "z_loss": 1e-2},
+]
+
+
+@pytest.mark.parametrize("options", OPTION_SETS, ids=lambda options: "+".join(options))
+def test_implementations_agree(device: str, options: dict[str, Any]) -> None:
+    head = nn.Linear(D, V, device=device)
+    hidden, labels = batch(device)
+    labels[1, 3] = V + 4  # out of range: ignored by all
+    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    results = []
+    for impl in ("flce", "pytorch"):
+        loss = flce.LinearCrossEntropyLoss(head, impl=impl, chunk_size=10, **options)(hidden, labels)
+        results.append((loss, *torch.autograd.grad(loss.sum(), [hidden, *head.parameters()])))
+    for actual, right in zip(*results, strict=True):
+        assert_close(actual, right, torch.float32)
+    with pytest.raises(flce.LabelError):
+        flce.check_labels()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS[:2])
+def test_given_count_and_every_label_ignored(device: str, impl: str) -> None:
+    head = nn.Linear(D, V, device=device)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl)
+    hidden, labels = batch(device)
+    valid = loss_fn.num_valid(labels)
+    assert valid.item() == (labels[:, 1:] != -100).sum().item()
+    assert loss_fn(hidden, labels, num_valid_tokens=2 * valid).item() == pytest.approx(loss_fn(hidden, labels).item() / 2, rel=1e-6)
+    loss = loss_fn(hidden, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS[:2])
+def test_weight_is_looked_up_at_each_call(device: str, impl: str) -> None:
+    head = nn.Linear(D, V, bias=False, device=device)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl)
+    hidden, labels = batch(device)
+
+    def check() -> None:
+        assert loss_fn(hidden, labels).item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=1e-5)
+        torch.testing.assert_close(loss_fn.forward_logits(hidden), F.linear(hidden, head.weight))
+
+    check()
+    loss_fn(hidden, labels).backward()
+    torch.optim.SGD(head.parameters(), lr=1.0).step()
+    check()
+    head.weight = nn.Parameter(torch.randn(V, D, device=device))
+    check()
+    head.to(torch.bfloat16)
+    assert loss_fn(hidden.detach().bfloat16(), labels).item() == pytest.approx(
+        expected_loss(head, hidden.detach().bfloat16(), labels).item(), rel=2e-3
+    )
+
+
+def test_bf16_hidden_with_fp32_weight(device: str) -> None:
+    head = nn.Linear(D, V, bias=False, device=device)
+    hidden, labels = batch(device, torch.bfloat16)
+    for impl in ("flce", "pytorch"):
+        head.weight.grad = None
+        loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl)
+        loss = loss_fn(hidden, labels)
+        loss.backward()
+        assert loss.item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=5e-3)
+        assert head.weight.grad is not None
+        assert loss_fn.forward_logits(hidden).dtype == torch.bfloat16
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that any operator's result has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+def test_pytorch_holds_one_chunk_of_logits(device: str) -> None:
+    head = nn.Linear(D, 4000, bias=False, device=device)
+    hidden, labels = batch(device)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl="pytorch", chunk_size=5)
+    with LargestTensor() as largest:
+        loss_fn(hidden, labels).backward()
+    assert largest.numel == max(5 * 4000, D * 4000)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):  # type: ignore[func-returns-value]
+        loss_fn(hidden, labels)
+    assert max(saved, default=0) <= D * 4000
+
+
+def test_compile_option_compiles_the_chunk(device: str) -> None:
+    head = nn.Linear(D, V, device=device)
+    hidden, labels = batch(device)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl="pytorch", compile=True)
+    assert loss_fn(hidden, labels).item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=1e-5)
+    assert loss_fn.actual_impl == "pytorch"
+    assert "compile=True" in repr(loss_fn)
+
+
+def test_nothing_is_registered() -> None:
+    head = nn.Linear(D, V)
+    trainer = nn.Module()
+    trainer.loss = flce.LinearCrossEntropyLoss(head)  # type: ignore[assignment]
+    assert not list(trainer.state_dict())
+    assert isinstance(trainer.loss, flce.FusedOutputLoss)
+
+
+def test_auto_says_once_what_it_falls_back_to(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(loss_module, "_said", set())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level(logging.WARNING, "flce"):
+        losses = [flce.LinearCrossEntropyLoss(nn.Linear(D, V)) for _ in range(2)]
+    assert [loss.actual_impl for loss in losses] == ["pytorch", "pytorch"]
+    assert [record.message for record in caplog.records] == ["flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch': there is no CUDA device"]
+
+
+def test_auto_falls_back_at_the_first_call_and_an_explicit_choice_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(loss_module, "_said", set())
+    monkeypatch.setattr(loss_module, "_why_not_flce", lambda: None)
+
+    def unavailable(*_: Any, **__: Any) -> None:
+        raise flce.UnavailableError("no NVRTC")
+
+    monkeypatch.setattr(loss_module, "linear_cross_entropy", unavailable)
+    hidden, labels = batch("cpu")
+    loss_fn = flce.LinearCrossEntropyLoss(nn.Linear(D, V))
+    assert loss_fn.actual_impl == "flce"
+    with caplog.at_level(logging.WARNING, "flce"):
+        loss_fn(hidden, labels)
+    assert loss_fn.actual_impl == "pytorch"
+    assert "falls back to 'pytorch': no NVRTC" in caplog.text
+    with pytest.raises(ImportError, match="no NVRTC"):
+        flce.LinearCrossEntropyLoss(nn.Linear(D, V), impl="flce")(hidden, labels)
+
+
+def test_an_explicit_impl_without_the_library_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise flce.UnavailableError("libflce.so is not there")
+
+    monkeypatch.setattr(loss_module._native, "library", missing)
+    with pytest.raises(ImportError, match=r"libflce\.so is not there"):
+        flce.LinearCrossEntropyLoss(nn.Linear(D, V), impl="flce")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"impl": "triton"}, r"impl is 'triton'; allowed are 'auto', 'flce', 'torch_compile', 'pytorch'"),
+        ({"softcaps": 1.0}, r"softcaps is not an option"),
+        ({"reduction": "average"}, r"reduction is 'average'"),
+        ({"chunk_size": 0}, r"chunk_size is 0"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flce.LinearCrossEntropyLoss(nn.Linear(D, V), **arguments)
+
+
+def test_repr() -> None:
+    loss_fn = flce.LinearCrossEntropyLoss(nn.Linear(128, 500), impl="pytorch", chunk_size=2048)
+    assert repr(loss_fn) == "LinearCrossEntropyLoss(impl='pytorch', vocab_size=500, hidden_dim=128, chunk_size=2048, compile=False)"
+
+
+def test_extract_hidden_states() -> None:
+    hidden = torch.zeros(2, 3, 4)
+    for outputs in (
+        hidden,
+        (hidden, None),
+        [hidden],
+        {"last_hidden_state": hidden},
+        {"logits": torch.ones(1), "hidden_states": (torch.ones(1), hidden)},
+    ):
+        assert flce.extract_hidden_states(outputs) is hidden
+    with pytest.raises(flce.ArgumentError, match="outputs has logits, but neither last_hidden_state nor hidden_states"):
+        flce.extract_hidden_states({"logits": hidden})
+    with pytest.raises(flce.ArgumentError, match="outputs is a NoneType"):
+        flce.extract_hidden_states(None)

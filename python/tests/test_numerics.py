@@ -1,0 +1,160 @@
+"""Loss, extra outputs and gradients against fp64, over dtypes, options, reductions and shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import Problem, assert_close, make_problem, reference
+from torch import Tensor
+
+import flce
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 5.0},
+    "logit_scale": {"logit_scale": 0.7},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 1e-2},
+    "class_weight": {"class_weight": True},
+    "all": {"bias": True, "softcap": 5.0, "logit_scale": 0.7, "label_smoothing": 0.1, "z_loss": 1e-2, "class_weight": True},
+}
+
+
+def leaves(problem: Problem) -> dict[str, Tensor]:
+    found = {"hidden": problem.hidden, "weight": problem.weight}
+    if "bias" in problem.options:
+        found["bias"] = problem.options["bias"]
+    return found
+
+
+def check(problem: Problem, dtype: torch.dtype, **options: Any) -> None:
+    """Forward and backward with an upstream gradient that differs from output to output and row to row."""
+    options = problem.options | options
+    actual = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **options)
+    expected = reference(problem.hidden, problem.weight, problem.target, **options)
+    outputs = ["loss"] + [name for name in ("lse", "logprobs", "entropy") if options.get(f"return_{name}")]
+    actual = (actual,) if len(outputs) == 1 else actual
+    assert len(actual) == len(outputs)
+    generator = torch.Generator().manual_seed(7)
+    upstream = []
+    for name, value in zip(outputs, actual, strict=True):
+        assert value.dtype == torch.float32
+        assert_close(value, expected[name], torch.float32, name, factor=2.0)
+        upstream.append(torch.randn(value.shape, generator=generator).to(value.device))
+    tensors = leaves(problem)
+    gradients = torch.autograd.grad(actual, list(tensors.values()), upstream)
+    wanted = torch.autograd.grad([expected[name] for name in outputs], list(tensors.values()), [g.double() for g in upstream])
+    for (name, leaf), gradient, right in zip(tensors.items(), gradients, wanted, strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert_close(gradient, right, dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option_matches_fp64(device: str, dtype: torch.dtype, name: str) -> None:
+    check(make_problem(device, dtype, **OPTIONS[name]), dtype)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("extra", [(), ("lse",), ("logprobs", "entropy"), ("lse", "logprobs", "entropy")], ids="+".join)
+def test_reduction_and_extra_outputs_match_fp64(device: str, reduction: str, extra: tuple[str, ...]) -> None:
+    problem = make_problem(device, softcap=5.0, z_loss=1e-2)
+    check(problem, torch.float32, reduction=reduction, **{f"return_{name}": True for name in extra})
+
+
+@pytest.mark.parametrize("num_tokens,hidden_size,vocab_size", [(1, 8, 2), (5, 8, 3), (129, 64, 1000), (7, 5, 123), (300, 40, 257)])
+def test_shape_matches_fp64(device: str, num_tokens: int, hidden_size: int, vocab_size: int) -> None:
+    check(make_problem(device, num_tokens=num_tokens, hidden_size=hidden_size, vocab_size=vocab_size, ignored=0.0), torch.float32)
+
+
+@pytest.mark.parametrize("count", [50, 12.5, torch.tensor(50), torch.tensor(50, dtype=torch.int32), torch.tensor([12.5])])
+def test_mean_over_a_given_number(device: str, count: Any) -> None:
+    count = count.to(device) if isinstance(count, Tensor) else count
+    check(make_problem(device, z_loss=1e-2), torch.float32, num_valid_tokens=count)
+
+
+def test_batched_shapes_keep_their_form(device: str) -> None:
+    problem = make_problem(device, num_tokens=24)
+    hidden, target = problem.hidden.view(2, 3, 4, 24), problem.target.view(2, 3, 4)
+    loss, lse, entropy = flce.linear_cross_entropy(hidden, problem.weight, target, reduction="none", return_lse=True, return_entropy=True)
+    expected = reference(hidden, problem.weight, target, reduction="none")
+    for actual, name in ((loss, "loss"), (lse, "lse"), (entropy, "entropy")):
+        assert_close(actual, expected[name], torch.float32, name)
+    assert torch.equal(loss == 0, target == -100)
+
+
+def test_fp32_weight_under_bf16_hidden_gets_fp32_gradient(device: str) -> None:
+    problem = make_problem(device, torch.bfloat16)
+    weight = problem.weight.detach().float().requires_grad_()
+    loss = flce.linear_cross_entropy(problem.hidden, weight, problem.target)
+    gradients = torch.autograd.grad(loss, (problem.hidden, weight))
+    expected = reference(problem.hidden, weight, problem.target)["loss"]
+    wanted = torch.autograd.grad(expected, (problem.hidden, weight))
+    assert gradients[1].dtype == torch.float32
+    assert_close(gradients[0], wanted[0], torch.bfloat16, "hidden")
+    # Products of bf16 numbers summed in fp32: more exact than bf16 could be, where dz itself is not rounded.
+    assert_close(gradients[1], wanted[1], torch.bfloat16, "weight", factor=0.5)
+
+
+def test_hidden_major_weight_is_taken_as_it_lies(device: str) -> None:
+    problem = make_problem(device)
+    stored = problem.weight.detach().t().contiguous().requires_grad_()
+    loss = flce.linear_cross_entropy(problem.hidden, stored.t(), problem.target)
+    gradient = torch.autograd.grad(loss, stored)[0]
+    assert gradient.is_contiguous()
+    expected = reference(problem.hidden, stored.t(), problem.target)["loss"]
+    assert_close(gradient, torch.autograd.grad(expected, stored)[0], torch.float32)
+
+
+def test_int32_target(device: str) -> None:
+    problem = make_problem(device)
+    problem.target = problem.target.int()
+    check(problem, torch.float32)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_no_tokens(device: str, reduction: str) -> None:
+    problem = make_problem(device, num_tokens=0)
+    loss, lse = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, reduction=reduction, return_lse=True)
+    assert loss.shape == ((0,) if reduction == "none" else ())
+    assert lse.shape == (0,)
+    (loss.sum() + lse.sum()).backward()
+    assert problem.hidden.grad is not None and problem.hidden.grad.shape == (0, 24)
+    assert problem.weight.grad is not None and not problem.weight.grad.any()
+
+
+def test_every_row_ignored_is_zero(device: str) -> None:
+    problem = make_problem(device)
+    problem.target.fill_(-100)
+    loss = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not problem.hidden.grad.any() and not problem.weight.grad.any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("ignore_index", [-1, 3, 1000])
+def test_ignore_index_may_be_anything(device: str, ignore_index: int) -> None:
+    check(make_problem(device, ignore_index=ignore_index), torch.float32)
+
+
+def test_same_bits_every_time(device: str) -> None:
+    problem = make_problem(device, torch.bfloat16, num_tokens=200, hidden_size=64, vocab_size=3000)
+    results = []
+    for _ in range(3):
+        loss = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
+        results.append((loss, *torch.autograd.grad(loss, (problem.hidden, problem.weight))))
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
+def test_workspace_limit_is_kept(device: str) -> None:
+    problem = make_problem(device, torch.float32, num_tokens=512, hidden_size=64, vocab_size=20000)
+    limit = 4 << 20
+    check(problem, torch.float32, workspace_limit_bytes=limit)
+    kernel = flce.get_kernel(64, 20000, torch.float32, device=device, workspace_limit_bytes=limit)
+    default = flce.get_kernel(64, 20000, torch.float32, device=device)
+    assert kernel.workspace_bytes(512) <= limit + 4 * 512 * 64 < default.workspace_bytes(512)

@@ -1,0 +1,127 @@
+"""PipelineFusedLoss: under torchrun with unmodified schedules, what a microbatch in flight costs, and the example."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flce
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def launch(*command: str, timeout: int = 400) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_schedules_equal_the_unpipelined_model(stages: int) -> None:
+    output = launch("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stages}", str(HERE / "pipeline_worker.py"))
+    cases = int(re.findall(r"(\d+) cases passed", output)[0])
+    assert cases == {2: 13, 4: 12}[stages]
+
+
+def test_example_trains_and_needs_less_memory() -> None:
+    output = launch(str(ROOT / "examples" / "pipeline_last_stage.py"), "--tiny")
+    memory = {name: float(mib) for name, mib in re.findall(r"^ +(materialised logits|flce): +([\d.]+) MiB", output, re.MULTILINE)}
+    first, last = map(float, re.findall(r"flce: loss ([\d.]+) -> ([\d.]+)", output)[0])
+    assert last < first
+    assert memory["flce"] < memory["materialised logits"]
+
+
+def microbatches(device: str, count: int, num_tokens: int = 64, hidden_size: int = 32) -> list[tuple[Tensor, Tensor]]:
+    return [
+        (torch.randn(num_tokens, hidden_size, device=device, requires_grad=True), torch.randint(0, 500, (num_tokens,), device=device))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("accumulate_into_grad", [False, True])
+def test_a_microbatch_in_flight_keeps_hidden_and_lse(device: str, accumulate_into_grad: bool) -> None:
+    head = nn.Linear(32, 500, bias=False, device=device)
+    loss_fn = flce.PipelineFusedLoss(head, impl="flce", accumulate_into_grad=accumulate_into_grad)
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    flights = microbatches(device, 4)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = [loss_fn(hidden, labels) for hidden, labels in flights]
+    shared = {tensor.untyped_storage().data_ptr() for tensor in (head.weight, *(hidden for hidden, _ in flights))}
+    own = sum(size for address, size in held.items() if address not in shared)
+    assert own == 4 * (64 * 4 + 64 * 8)  # fp32 lse and the shifted int64 labels of each
+    for loss in losses:
+        loss.backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gpu_memory_grows_by_lse_and_labels_alone() -> None:
+    head = nn.Linear(256, 32000, bias=False, device="cuda", dtype=torch.bfloat16)
+    loss_fn = flce.PipelineFusedLoss(head, impl="flce", shift=0)
+    flights = [
+        (torch.randn(2048, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True), torch.randint(0, 32000, (2048,), device="cuda"))
+        for _ in range(8)
+    ]
+    loss_fn(*flights[0]).backward()
+    allocated = []
+    losses = []
+    for hidden, labels in flights:
+        losses.append(loss_fn(hidden, labels))
+        allocated.append(torch.cuda.memory_allocated())
+    growth = {after - before for before, after in itertools.pairwise(allocated)}
+    assert growth == {2048 * 4 + 512}  # lse, and the allocator's smallest block for the loss
+
+
+def test_mean_of_each_microbatch_without_a_count(device: str) -> None:
+    head = nn.Linear(32, 500, device=device)
+    hidden, labels = microbatches(device, 1)[0]
+    labels[10:] = -100
+    loss_fn = flce.PipelineFusedLoss(head, impl="flce", shift=0)
+    alone = loss_fn(hidden, labels)
+    assert loss_fn.normalize_by(labels) == 10
+    assert torch.equal(loss_fn(hidden, labels), alone)
+    loss_fn.normalize_by(torch.tensor(20, device=device))
+    assert loss_fn(hidden, labels).item() == pytest.approx(alone.item() / 2)
+    loss_fn.normalize_by(None)
+    assert torch.equal(loss_fn(hidden, labels), alone)
+
+
+def test_global_normalisation_of_uneven_masks(device: str) -> None:
+    """Microbatch losses {4} and {1, 1, 1} give 7/4, not the mean of the means, 5/2."""
+    hidden = torch.zeros(4, 8, device=device)
+    labels = torch.tensor([0, -100, -100, -100, 1, 1, 1, -100], device=device)
+    logits = torch.tensor([0.0, 3.0, -1e4], device=device)
+
+    class Head(nn.Module):
+        """Zero hidden states make its bias the logits."""
+
+        weight = nn.Parameter(torch.zeros(3, 8, device=device))
+        bias = logits
+
+    loss_fn = flce.PipelineFusedLoss(Head(), impl="flce", shift=0)
+    loss_fn.normalize_by(labels)
+    total = torch.stack([loss_fn(hidden, part) for part in labels.chunk(2)]).detach().sum()
+    each = -torch.log_softmax(logits, 0)
+    assert total.item() == pytest.approx((each[0] + 3 * each[1]).item() / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"accumulate_into_grad": True, "impl": "pytorch"}])
+def test_accumulating_needs_flce(options: dict[str, Any]) -> None:
+    with pytest.raises(flce.ArgumentError, match="accumulate_into_grad needs impl 'flce'"):
+        flce.PipelineFusedLoss(nn.Linear(8, 11), **options)

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# One check of the Python package: tests (pytest), typing (mypy and ruff) or wheel (built round a libflce that is there, installed by itself, used).
+# Exit code 77 says that the interpreter of tools/python.sh lacks something for it.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+check=${1:?usage: test_python.sh tests|typing|wheel LIBFLCE} library=$(readlink -f "${2:?usage: test_python.sh CHECK LIBFLCE}")
+work=$PWD/python-$check
+export FLCE_LIBRARY=$library FLCE_CACHE_DIR=$work/cache
+python=$root/tools/python.sh
+
+need() {
+    if ! "$python" -c "import importlib.util, sys; sys.exit(any(importlib.util.find_spec(m) is None for m in sys.argv[1:]))" "$@"; then
+        echo "SKIPPED [1] python.$check: $* not found; tools/setup.sh --python installs them"
+        exit 77
+    fi
+}
+
+mkdir -p "$work"
+case $check in
+    tests)
+        need torch pytest numpy
+        cd "$root" && exec "$python" -m pytest -o cache_dir="$work/pytest" python/tests
+        ;;
+    typing)
+        need torch mypy ruff
+        cd "$root"
+        "$python" -m ruff check --cache-dir "$work/ruff" python examples
+        "$python" -m ruff format --check --cache-dir "$work/ruff" python examples
+        "$python" -m mypy --cache-dir "$work/mypy"
+        ;;
+    wheel)
+        need torch scikit_build_core
+        rm -rf "$work"/{libraries,wheels,site,build}
+        mkdir -p "$work/libraries"
+        ln -s "$library" "$work/libraries/libflce.so"
+        (cd "$root" && "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$work/wheels" \
+            -C build-dir="$work/build" -C cmake.define.FLCE_WHEEL_LIBRARIES="$work/libraries" .)
+        wheel=$(echo "$work"/wheels/flce-*.whl)
+        [[ $wheel == *-py3-none-linux_*.whl ]] || { echo "unexpected wheel: $wheel" >&2 && exit 1; }
+        "$python" -m pip install --quiet --no-deps --no-index --target "$work/site" "$wheel"
+        # From elsewhere, on the installed package alone.
+        added=$root/.tools/python
+        interpreter=$("$python" -c 'import sys; print(sys.executable)')
+        cd / && unset FLCE_LIBRARY && PYTHONPATH="$work/site:$added" "$interpreter" "$root/python/tests/installed_package.py" "$work/site"
+        ;;
+    *) echo "unknown check: $check" >&2 && exit 2 ;;
+esac
