@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
-.PHONY: help setup build demo test test-release test-sanitize test-install bench lint format dist dist-tests clean
+.PHONY: help setup setup-python build demo demo-pipeline test test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
@@ -23,6 +23,9 @@ help: ## this list
 setup: ## install what is missing (says what, before it does it)
 	@tools/setup.sh
 
+setup-python: ## setup, and torch with what else the Python tests need, where they are missing
+	@tools/setup.sh --python
+
 build: setup ## build/bin/flce, and everything beside it
 	@tools/configure.sh $(PRESET)
 	cmake --build --preset $(PRESET) -j $(JOBS)
@@ -32,7 +35,12 @@ demo: setup ## build, then train the last stage of a small language model with f
 	cmake --build --preset $(PRESET) -j $(JOBS) --target flce_cli
 	build/bin/flce demo
 
-test: test-release test-install ## every test: release build, an installed tree
+demo-pipeline: setup-python ## train two pipeline stages on real text, the last stage's loss materialised and with flce
+	@tools/configure.sh $(PRESET)
+	cmake --build --preset $(PRESET) -j $(JOBS) --target flce
+	@tools/python.sh examples/pipeline_last_stage.py
+
+test: setup-python test-release test-install ## every test: release build, an installed tree, the Python package
 	@tools/test_summary.sh build
 
 test-release: build
@@ -52,7 +60,7 @@ bench: build ## every benchmark (build/bin/bench_*)
 	@shopt -s nullglob
 	for bench in build/bin/bench_*; do echo "== $$bench"; "$$bench"; done
 
-lint: setup ## clang-format as a check, clang-tidy, the structure tests
+lint: setup-python ## clang-format as a check, clang-tidy, the structure tests, ruff, mypy
 	@tools/lint.sh
 
 format: ## clang-format in place
@@ -64,5 +72,9 @@ dist: setup ## dist/: a release tree that needs only glibc
 dist-tests: setup ## the same with the test binaries in it
 	@tools/dist.sh --tests
 
+wheel: dist ## dist/*.whl: the Python package with a libflce that needs only glibc
+	@tools/setup.sh --python
+	tools/python.sh -m pip wheel --quiet --no-deps --no-build-isolation -C cmake.define.FLCE_WHEEL_LIBRARIES=$(CURDIR)/dist/flce/lib -w dist .
+
 clean: ## remove every build tree (what setup installed stays)
-	rm -rf build build-dev build-sanitize build-asan build-ubsan build-tsan build-dist dist
+	rm -rf build build-dev build-sanitize build-asan build-ubsan build-tsan build-dist build-wheel dist
