@@ -154,14 +154,18 @@ def _refuse_second_derivative(gradients: Sequence[Tensor | None], sources: Seque
     return [None if gradient is None else NoSecondDerivative.apply(gradient, *tracked) for gradient in gradients]
 
 
+_SMALL = 1 << 16  # multiply-adds
 _engine_will_run = getattr(torch._C, "_will_engine_execute_node", None)
 
 
-def _wanted(ctx: Any) -> list[bool]:
+def _wanted(ctx: Any, hidden: Tensor, weight: Tensor) -> list[bool]:
     """Whether this run of the engine uses the gradients of hidden, weight and bias. needs_input_grad says what forward's inputs required; a schedule
     that runs backward for activations first and for weights later asks for less each time."""
     wanted = list(ctx.needs_input_grad[:3])
     if _engine_will_run is None or sum(wanted) < 2:
+        return wanted
+    # Asking takes some microseconds, in which small gradients are long made. (Not while tracing: no choice may hang on the number of tokens there.)
+    if not ctx.dispatch and hidden.shape[0] * weight.numel() < _SMALL:
         return wanted
     # One edge a tensor input, in order: a missing bias has none, but is not wanted either.
     for i, (node, _) in enumerate(ctx.next_functions[:3]):
@@ -203,7 +207,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         grad_values = grad_outputs[0]
         hidden, weight, target, saved, bias, class_weight, num_valid = ctx.saved_tensors
-        wanted = _wanted(ctx)
+        wanted = _wanted(ctx, hidden, weight)
         gradients: Sequence[Tensor | None]
         inputs: tuple[Any, ...] = (grad_values, hidden, weight, target, saved, bias, class_weight, num_valid, *ctx.call, wanted)
         if ctx.dispatch:

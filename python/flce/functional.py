@@ -97,9 +97,8 @@ def linear_cross_entropy(
         raise errors.ArgumentError(f"reduction is {reduction!r}; allowed are 'none', 'sum', 'mean'")
 
     token_shape = target.shape
-    if hidden.dim() != 2:
+    if len(token_shape) != 1:
         hidden = hidden.reshape(-1, hidden.shape[-1])
-    if target.dim() != 1:
         target = target.reshape(-1)
     if hidden.shape[1] % _HIDDEN_MULTIPLE:
         padding = -hidden.shape[1] % _HIDDEN_MULTIPLE
@@ -111,7 +110,7 @@ def linear_cross_entropy(
     if return_lse or return_logprobs or return_entropy:
         extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
     options = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
-    limit = _workspace_limit(workspace_limit_bytes)
+    limit = 0 if workspace_limit_bytes is None else _workspace_limit(workspace_limit_bytes)
     values = _apply(hidden, weight, bias, target, class_weight, num_valid, (options, int(ignore_index), code, limit), grad_weight_out)
     if not extra:
         return values if code or len(token_shape) == 1 else values.view(token_shape)
