@@ -2,7 +2,8 @@
 
     python benchmarks/python_overhead.py [--device cuda|cpu] [--out FILE]
 
-Rounds of the variants take turns; a round is --calls calls, waited for at its end; medians and minima in microseconds a call. On a GPU also the same step captured in a CUDA graph.
+Rounds of the variants take turns; a round is --calls calls, waited for at its end; medians and minima in microseconds a call. On a GPU also the same
+step captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def main() -> None:
     base = rows["empty autograd.Function"]
     print(f"torch {torch.__version__}, {arguments.device}: microseconds a forward + backward at {N} x {D} x {V}")
     for name, row in rows.items():
-        print(f"{name:>30}: median {row['median_us']:7.1f}  min {row['min_us']:7.1f}  over the empty pair {row['median_us'] - base['median_us']:+7.1f}")
+        over = row["median_us"] - base["median_us"]
+        print(f"{name:>30}: median {row['median_us']:7.1f}  min {row['min_us']:7.1f}  over the empty pair {over:+7.1f}")
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(provenance(arguments.device) | {"rows": rows}, indent=1) + "\n")
 
