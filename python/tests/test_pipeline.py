@@ -42,6 +42,33 @@ def test_example_trains_and_needs_less_memory() -> None:
     assert memory["flce"] < memory["materialised logits"]
 
 
+def test_split_backward_computes_each_gradient_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero-bubble schedules ask for the stage's input first and for the weights later, with these two functions."""
+    split = pytest.importorskip("torch.distributed.pipelining._backward")
+    computed: list[tuple[bool, bool]] = []
+    original = flce.Kernel.backward
+
+    def spy(self: Any, call: Any, saved: Any, grad: Any, grad_hidden: Any, grad_weight: Any, grad_bias: Any) -> None:
+        computed.append((grad_hidden is not None, grad_weight is not None))
+        original(self, call, saved, grad, grad_hidden, grad_weight, grad_bias)
+
+    monkeypatch.setattr(flce.Kernel, "backward", spy)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(device)
+    head = nn.Linear(64, 500, bias=False, device=device)
+    loss_fn = flce.PipelineFusedLoss(head, impl="flce", shift=0)
+    x = torch.randn(40, 64, device=device, requires_grad=True)
+    target = torch.randint(0, 500, (40,), device=device)
+    parameters = [*layers.parameters(), *head.parameters()]
+    expected = torch.autograd.grad(loss_fn(layers(x), target), [x, *parameters])
+    computed.clear()
+    grad_input, groups = split.stage_backward_input([loss_fn(layers(x), target)], None, [x], iter(parameters))
+    split.stage_backward_weight(iter(parameters), groups)
+    assert computed == [(True, False), (False, True)]
+    for actual, right in zip([grad_input[0], *(parameter.grad for parameter in parameters)], expected, strict=True):
+        torch.testing.assert_close(actual, right)
+
+
 def microbatches(device: str, count: int, num_tokens: int = 64, hidden_size: int = 32) -> list[tuple[Tensor, Tensor]]:
     return [
         (torch.randn(num_tokens, hidden_size, device=device, requires_grad=True), torch.randint(0, 500, (num_tokens,), device=device))
