@@ -1,8 +1,7 @@
 """Sessions and kernels over torch tensors: one session a device, kernels found by what they compute, calls without any check of shapes.
 
 Callers (`_op`, `functional`) have checked the tensors; the library checks them again. A call allocates with torch on hidden's device and runs on
-torch's
-current stream of it.
+torch's current stream of it.
 """
 
 from __future__ import annotations
@@ -248,7 +247,8 @@ class Kernel:
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """(values, saved): values is the loss ([] or [N] fp32), with the extra outputs ([N] each) behind it in one flat tensor if there are any.
-        saved is lse [N] fp32, followed by entropy [N] where that is among the outputs."""
+        saved
+        is lse [N] fp32, followed by entropy [N] where that is among the outputs."""
         frame = self._frame()
         frame.inputs(frame.forward, call)
         if self.extra_outputs:

@@ -1,8 +1,8 @@
 """The operators flce::linear_cross_entropy and flce::linear_cross_entropy_backward, and the autograd node that both eager code and compilers record.
 
 Operators take hidden [N, D] contiguous, weight [V, D] (its transpose contiguous: no copy is made) of hidden's dtype or fp32, target [N];
-`functional` brings
-arguments into that form. `options` is the part of a Spec's canonical text that is neither a size nor a dtype: "softcap=30,outputs=loss+lse".
+`functional` brings arguments into that form. `options` is the part of a Spec's canonical text that is neither a size nor a dtype:
+"softcap=30,outputs=loss+lse".
 """
 
 from __future__ import annotations
@@ -164,8 +164,9 @@ def _wanted(ctx: Any, hidden: Tensor, weight: Tensor) -> list[bool]:
     wanted = list(ctx.needs_input_grad[:3])
     if _engine_will_run is None or sum(wanted) < 2:
         return wanted
-    # Asking takes some microseconds, in which small gradients are long made. (Not while tracing: no choice may hang on the number of tokens there.)
-    if not ctx.dispatch and hidden.shape[0] * weight.numel() < _SMALL:
+    # Asking takes some microseconds, in which small gradients are long made. (Not where one would be added to a buffer unasked, nor while tracing: no
+    # choice may hang on the number of tokens there.)
+    if not ctx.dispatch and ctx.grad_weight_out is None and hidden.shape[0] * weight.numel() < _SMALL:
         return wanted
     # One edge a tensor input, in order: a missing bias has none, but is not wanted either.
     for i, (node, _) in enumerate(ctx.next_functions[:3]):

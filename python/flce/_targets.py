@@ -9,9 +9,9 @@ from torch import Tensor
 def shift_labels(labels: Tensor, shift: int = 1, *, ignore_index: int = -100, cu_seqlens: Tensor | None = None) -> Tensor:
     """What each position has to predict: the label `shift` positions later in the same sequence, ignore_index where there is none.
 
-    labels [..., S] are sequences along the last dimension. With cu_seqlens [num_sequences + 1] (non-decreasing, from 0) labels are one row of packed
-    sequences,
-    sequence i at cu_seqlens[i] to cu_seqlens[i + 1]; what lies past the last is ignored. Returns a new tensor of labels' shape and dtype.
+    labels [..., S] are sequences along the last dimension. With cu_seqlens [num_sequences + 1] (non-decreasing, from 0) labels are one row of
+    packed sequences, sequence i at cu_seqlens[i] to cu_seqlens[i + 1]; what lies past the last is ignored. Returns a new tensor of labels' shape
+    and dtype.
     """
     if cu_seqlens is None:
         target = torch.full_like(labels, ignore_index, memory_format=torch.contiguous_format)

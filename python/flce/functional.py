@@ -51,27 +51,23 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., D] fp32, bf16 or fp16, on the CPU or a CUDA device. Made contiguous if it is not. D not a multiple of 8 is padded (a copy of
-        hidden and weight).
+            hidden and weight).
         weight: [V, D], of hidden's dtype, or fp32 beside 16-bit hidden states (rounded in each pass; its gradient is fp32). The view `w.t()` of a
-        contiguous [D, V] is taken
-            as it lies.
+            contiguous [D, V] is taken as it lies.
         target: [...] int64 or int32. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
         bias: [V].
         reduction: "none" gives [...], 0 for ignored rows; "sum" and "mean" a scalar. All fp32. With no valid row, loss and gradients are 0.
         num_valid_tokens: what "mean" divides by: a number or a one-element tensor (fp32, int32, int64) on hidden's device, such as the count of all
-        microbatches.
-            None: this call's valid rows (with class_weight: their class weights), counted on the device.
+            microbatches. None: this call's valid rows (with class_weight: their class weights), counted on the device.
         shift: position t predicts target[t + shift] of the same sequence; the last `shift` positions of each are ignored. Sequences lie along
-        target's last
-            dimension, or, with cu_seqlens [num_sequences + 1], one behind the other in the flattened target.
-        logit_scale, softcap, label_smoothing, z_loss, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing and weights.
+            target's last dimension, or, with cu_seqlens [num_sequences + 1], one behind the other in the flattened target.
+        logit_scale, softcap, label_smoothing, z_loss, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing and
+            weights.
         return_lse, return_logprobs, return_entropy: also return lse, the target's log-probability, the softmax's entropy (nats): [...] fp32, 0 for
-        ignored rows,
-            differentiable.
+            ignored rows, differentiable.
         workspace_limit_bytes: scratch beyond 4·N·D bytes that this layer's kernels may use; None: 64 MiB.
         grad_weight_out: [V, D] of weight's dtype or fp32, contiguous: backward adds weight's gradient to it, and autograd gets none for weight
-        (`weight.grad` itself, or a trainer's main_grad).
-            Eager mode only; hooks on the weight's gradient do not run.
+            (`weight.grad` itself, or a trainer's main_grad). Eager mode only; hooks on the weight's gradient do not run.
 
     Returns:
         loss, or (loss, lse, logprobs, entropy) with those that were asked for.

@@ -35,8 +35,9 @@ class _HiddenStatesForward:
 
 def return_hidden_states(model: Any) -> Any:
     """Makes `model`, a causal LM of transformers, return its decoder's output (with last_hidden_state) in training mode; in evaluation mode it
-    returns logits as before. In place; parameters and
-    state_dict stay as they are. Returns the model. Raises ArgumentError where there is no decoder apart from the head."""
+    returns logits as before. In place; parameters and state_dict stay as they are. Returns the model. Raises ArgumentError where there is no decoder
+    apart
+    from the head."""
     decoder = getattr(model, "base_model", None)
     if decoder is None or decoder is model or model.get_output_embeddings() is None:
         raise errors.ArgumentError(f"model is a {type(model).__name__}; it must be a causal language model with a base_model and output embeddings")
@@ -67,8 +68,7 @@ class CausalLMLoss:
         trainer = Trainer(model=return_hidden_states(model), compute_loss_func=CausalLMLoss(model), ...)
 
     Divides by num_items_in_batch where the trainer gives it (gradient accumulation), else takes the mean. In evaluation, where outputs are logits,
-    it is the stock loss.
-    Arguments after the model are those of `LinearCrossEntropyLoss`; `loss` is that object.
+    it is the stock loss. Arguments after the model are those of `LinearCrossEntropyLoss`; `loss` is that object.
     """
 
     def __init__(self, model: Any, **keywords: Any) -> None:

@@ -55,9 +55,8 @@ def get_kernel(
     """The kernel that `linear_cross_entropy` uses for such a layer: compiled now unless memory or the disk cache has it.
 
     dtype is hidden's, grad_weight_dtype the weight's (or grad_weight_out's) where it differs; hidden_major: the weight is the view `w.t()` of a [D,
-    V]; accumulate: with grad_weight_out.
-    device: None means the current CUDA device, or the CPU where there is none. Raises SpecError, PlanError, UnavailableError, CompileError,
-    DeviceError.
+    V]; accumulate: with grad_weight_out. device: None means the current CUDA device, or the CPU where there is none. Raises SpecError, PlanError,
+    UnavailableError, CompileError, DeviceError.
     """
     kind = _dtype("dtype", dtype)
     wide = kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
@@ -77,8 +76,7 @@ def warmup(layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | 
 
 def explain(hidden_size: int, vocab_size: int, dtype: torch.dtype | str = torch.bfloat16, *, num_tokens: int | None = None, **layer: Any) -> str:
     """Why `linear_cross_entropy` does what it does for this layer: spec, plan, device and reasons, as lines. Arguments as for `get_kernel`; with
-    num_tokens
-    also the scratch that a step of so many tokens takes."""
+    num_tokens also the scratch that a step of so many tokens takes."""
     kernel = get_kernel(hidden_size, vocab_size, dtype, **layer)
     text = kernel.explain()
     if num_tokens is not None:

@@ -59,16 +59,14 @@ class LinearCrossEntropyLoss:
 
     Args:
         output_embeddings: a module with `.weight` [V, D] and perhaps `.bias` [V], such as `model.get_output_embeddings()`. Read at each call: an
-        optimizer's step, a
-            replaced parameter and `model.to(...)` are seen. It is not registered anywhere.
+            optimizer's step, a replaced parameter and `model.to(...)` are seen. It is not registered anywhere.
         impl: "flce"; "pytorch" (chunks of chunk_size tokens, checkpointed); "torch_compile" (the same, a chunk compiled); "auto" takes flce where
-        there is a GPU that it runs on, else
-            "pytorch", and logs which once. `actual_impl` says what was taken.
+            there is a GPU that it runs on, else "pytorch", and logs which once. `actual_impl` says what was taken.
         chunk_size: tokens whose logits "pytorch" and "torch_compile" hold at a time.
         compile: compile the chunk of "pytorch" too.
         shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
         options: softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction ("mean"), workspace_limit_bytes, as in
-        `flce.linear_cross_entropy`.
+            `flce.linear_cross_entropy`.
 
     Raises:
         ArgumentError: for an unknown impl or option. UnavailableError (an ImportError): for an impl asked for by name that is not there.
@@ -192,8 +190,7 @@ class LinearCrossEntropyLoss:
 
 def extract_hidden_states(outputs: Any) -> Tensor:
     """The last hidden states in what a model returned: a tensor, the first tensor of a tuple, or of a mapping (a Hugging Face output)
-    last_hidden_state, else the last of
-    hidden_states. Raises ArgumentError naming what is there."""
+    last_hidden_state, else the last of hidden_states. Raises ArgumentError naming what is there."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping):

@@ -22,17 +22,15 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         logits = loss.forward_logits(hidden)
 
     The head's weight stays a parameter of the stage's module; the loss borrows it, so its gradient is scaled, clipped, sharded and saved with the
-    others. A microbatch in
-    flight costs its hidden states, lse and targets.
+    others. A microbatch in flight costs its hidden states, lse and targets.
 
     Normalisation: by the number that `normalize_by` was given (build the schedule with scale_grads=False: the losses and gradients of the
-    microbatches add up), or, without one, each
-    microbatch by its own valid labels (scale_grads=True then averages the means, which is another number wherever masks differ).
+    microbatches add up), or, without one, each microbatch by its own valid labels (scale_grads=True then averages the means, which is another
+    number wherever masks differ).
 
     Args:
         accumulate_into_grad: backward adds the weight's gradient to `weight.grad` (made of zeros where it is None) in the kernel, which saves a
-        temporary of the weight's size
-            and a pass over it. Hooks on the gradient (DDP, FSDP) do not run.
+            temporary of the weight's size and a pass over it. Hooks on the gradient (DDP, FSDP) do not run.
         The others: as for `LinearCrossEntropyLoss`.
     """
 
@@ -56,8 +54,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
 
     def normalize_by(self, labels_or_count: Tensor | None, *, cu_seqlens: Tensor | None = None) -> Tensor | None:
         """Sets what the losses from now on are divided by: labels [..., S] of the whole batch (their valid ones are counted on the device), a scalar
-        that is the count already,
-        or None for each microbatch's own. Returns the count, so that data-parallel ranks can add theirs up in place before the step."""
+        that is the count already, or None for each microbatch's own. Returns the count, so that data-parallel ranks can add theirs up in place
+        before the step."""
         if labels_or_count is None or labels_or_count.dim() == 0:
             self.num_valid_tokens = labels_or_count
         else:
@@ -89,9 +87,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
 
 def sum_tied_gradient(weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Adds up the gradient of a weight that several ranks hold copies of: an embedding on the first stage and the head on the last. Call it on the
-    ranks of `group`
-    (`dist.new_group([first, last])`) after the schedule's step and before clipping; every copy then takes the same optimizer step. A rank without a
-    gradient adds zeros."""
+    ranks of `group` (`dist.new_group([first, last])`) after the schedule's step and before clipping; every copy then takes the same optimizer step.
+    A rank without a gradient adds zeros."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     dist.all_reduce(weight.grad, group=group)

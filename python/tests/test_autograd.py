@@ -169,6 +169,16 @@ def test_grad_weight_out_accumulates(device: str, wide: bool) -> None:
     assert_close(bias.grad, torch.autograd.grad(expected, bias)[0], torch.bfloat16, "bias")
 
 
+def test_grad_weight_out_is_left_alone_where_weight_is_not_asked_for(device: str) -> None:
+    problem = make_problem(device, num_tokens=2, ignored=0.0)
+    buffer = torch.zeros_like(problem.weight, requires_grad=False)
+    loss = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, grad_weight_out=buffer)
+    torch.autograd.grad(loss, problem.hidden, retain_graph=True)
+    assert not buffer.any()
+    loss.backward()
+    assert buffer.any()
+
+
 def test_per_token_upstream_gradients_that_are_expanded_or_strided(device: str) -> None:
     problem = make_problem(device)
     loss = loss_of(problem, reduction="none")
