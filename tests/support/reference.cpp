@@ -381,7 +381,7 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
             bias_floor.add(expected);
             bias_limit.add(largest);
         }
-        round_gradients(scale_, &dz[s * n], n);
+        round_gradients(scale_, dz.data() + s * n, n);
         out_.budgets.grad_weight[first + s] = {floor.value(), limit.value()};
         if (!spec_.bias) continue;
         Sum bias;
