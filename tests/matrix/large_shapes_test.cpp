@@ -38,9 +38,10 @@ std::vector<LargeCase> large_cases(Target target) {
             for (std::int64_t n : {0, 1, 3, 127, 128, 4096}) {
                 ++turn;
                 if (!affordable(target, n, d, v)) continue;
-                // 11, 7 and 5 share no factor with 3, 2 and the number of option sets.
-                cases.push_back({target, n, d, v, kDtypes[turn % 3], kLayouts[(turn / 3) % 2], options[turn * 7 % options.size()],
-                                 static_cast<Reduction>(turn / 2 % 3)});
+                // Every size meets every dtype and layout: what follows moves on by one from row to row.
+                const std::size_t row = turn / 6;
+                cases.push_back({target, n, d, v, kDtypes[(turn + row) % 3], kLayouts[(turn / 2 + row) % 2],
+                                 options[turn * 7 % options.size()], static_cast<Reduction>((turn / 2 + row / 2) % 3)});
             }
         }
     }

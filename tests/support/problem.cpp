@@ -192,7 +192,7 @@ Selection select_some(const Problem& p, std::int64_t max_tokens, std::int64_t ma
 Selection select_all(const Problem& p) { return select_some(p, p.num_tokens(), p.spec.vocab_size); }
 
 Selection select_for_work(const Problem& p, double work) {
-    const auto n = static_cast<double>(p.num_tokens());
+    const auto n = static_cast<double>(std::max<std::int64_t>(p.num_tokens(), 32));  // reading a gradient back costs something, too
     const auto v = static_cast<double>(p.spec.vocab_size);
     const double each = static_cast<double>(p.spec.hidden_size) + 300;  // a logit costs its product and about 300 more for exp and budgets
     if (n * v * each <= work) return select_all(p);
