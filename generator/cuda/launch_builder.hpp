@@ -43,6 +43,7 @@ public:
         return field(base + offsetof(CountParams, reduction), 4, slot(Slot::reduction));
     }
     LaunchBuilder& set_transform(float (Params::*member)[kMaxTransformParameters], const Spec& spec) {
+        static_assert(ScaleTransform::parameter_count + SoftcapTransform::parameter_count <= kMaxTransformParameters);
         std::uint32_t at = offset_of(member);
         for (const double value : transform_parameters(spec)) {
             field(at, 4, float_bits(static_cast<float>(value)));

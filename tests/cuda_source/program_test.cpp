@@ -1,14 +1,18 @@
 // What a CUDA program launches, read from its launch programs: every token and every column exactly once, only what is wanted.
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <limits>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "flce/plan.hpp"
+#include "flce/spec.hpp"
 #include "generator/cuda/transform_source.hpp"
 #include "generator/cuda_program.hpp"
+#include "generator/logit_transforms.hpp"
 #include "templates/params.cuh"
 
 namespace flce {
@@ -182,6 +186,18 @@ TEST(CudaSource, OptionValues_DoNotChangeTheSource) {
         EXPECT_FLOAT_EQ(p.transform[0], 0.25F);
         EXPECT_FLOAT_EQ(p.transform[1], 50.F);
         EXPECT_FLOAT_EQ(p.transform[2], 0.02F);
+        // The reciprocal's rest, which a float cannot hold together with its beginning.
+        EXPECT_NEAR(static_cast<double>(p.transform[2]) + static_cast<double>(p.transform[3]), 1.0 / 50, 1e-16);
+    }
+}
+
+TEST(TransformParameters, SoftcapTimesItsReciprocal_IsOneInEveryLogit) {
+    for (const double softcap : {0.1, 3.0, 26.9, 29.99, 30.0, 50.0, 1e4}) {
+        const std::vector<double> p = SoftcapTransform::parameters(parse_spec(fmt::format("D=64,V=1000,softcap={}", softcap)));
+        const double cap = static_cast<float>(p[0]);
+        EXPECT_NEAR(cap * (static_cast<double>(static_cast<float>(p[1])) + static_cast<double>(static_cast<float>(p[2]))), 1.0, 1e-13) << softcap;
+        const double infinity = std::numeric_limits<double>::infinity();
+        EXPECT_EQ(SoftcapTransform::evaluate<double>(-infinity, p).logit, -softcap);
     }
 }
 
@@ -190,12 +206,14 @@ TEST(TransformSource, ScaleAndSoftcap_AreOneStatementEach) {
     EXPECT_EQ(transform_source(parse_spec("D=64,V=1000,softcap=30,logit_scale=2"), "M", ""),
               "const float t0 = x * p[0];\n"
               "const float t1 = t0 * p[2];\n"
-              "const float t2 = M::tanh(t1);\n"
-              "const float t3 = p[1] * t2;\n"
-              "const float t4 = t2 * t2;\n"
-              "const float t5 = 1.0f - t4;\n"
-              "const float t6 = p[0] * t5;\n"
-              "return {t3, t6};\n");
+              "const float t2 = t0 * p[3];\n"
+              "const float t3 = t1 + t2;\n"
+              "const float t4 = M::tanh(t3);\n"
+              "const float t5 = p[1] * t4;\n"
+              "const float t6 = t4 * t4;\n"
+              "const float t7 = 1.0f - t6;\n"
+              "const float t8 = p[0] * t7;\n"
+              "return {t5, t8};\n");
 }
 
 }  // namespace
