@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <mutex>
 #include <nlohmann/json.hpp>
 
 #include "flce/error.hpp"
@@ -92,6 +93,30 @@ KernelSet compile(const BuildRequest& request, ArtifactCache& cache) {
     return set;
 }
 
+/// An expression over the number of tokens, with its last value kept: evaluating it takes longer than all else that the host does for a small call, and
+/// calls of one size follow each other. Thread-safe.
+class WorkspaceSize {
+public:
+    explicit WorkspaceSize(Expr bytes) : bytes_(std::move(bytes)) {}
+
+    [[nodiscard]] std::int64_t of(std::int64_t num_tokens) const {
+        const std::scoped_lock lock(mutex_);
+        if (num_tokens != last_num_tokens_) {
+            CallSlots slots{};
+            slots[static_cast<std::size_t>(Slot::num_tokens)] = num_tokens;
+            last_bytes_ = evaluate(bytes_, slots);
+            last_num_tokens_ = num_tokens;
+        }
+        return last_bytes_;
+    }
+
+private:
+    Expr bytes_;
+    mutable std::mutex mutex_;
+    mutable std::int64_t last_num_tokens_ = -1;
+    mutable std::int64_t last_bytes_ = 0;
+};
+
 class CudaKernel final : public Kernel {
 public:
     CudaKernel(const BuildRequest& request, const KernelSet& set, std::shared_ptr<const CudaContext> context)
@@ -128,9 +153,7 @@ private:
     }
 
     std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const override {
-        CallSlots slots{};
-        slots[static_cast<std::size_t>(Slot::num_tokens)] = num_tokens;
-        return evaluate(backward ? backward_workspace_ : forward_workspace_, slots);
+        return (backward ? backward_workspace_ : forward_workspace_).of(num_tokens);
     }
 
     [[noreturn]] void fail(bool backward, std::int64_t result) const {
@@ -150,8 +173,8 @@ private:
     LauncherContext launcher_context_;
     LauncherFunction forward_ = nullptr;
     LauncherFunction backward_ = nullptr;
-    Expr forward_workspace_;
-    Expr backward_workspace_;
+    WorkspaceSize forward_workspace_;
+    WorkspaceSize backward_workspace_;
     std::vector<std::string> forward_texts_;
     std::vector<std::string> backward_texts_;
 };
