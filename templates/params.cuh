@@ -66,7 +66,10 @@ struct RowOutputsParams {
     float* lse;
     float* logprob;
     float* entropy;
-    LossPartial* loss_partials;  ///< one for each block
+    LossPartial* loss_partials;  ///< one for each block; null: no scalar loss, or this block writes it
+    float* scalar_loss;          ///< where this launch is one block and has every row; else null
+    float* scalar_z_loss;        ///< likewise
+    CountParams count;           ///< what they are divided by
     unsigned long long* invalid_label;
     long long first_row;  ///< index of row 0 in the whole call, for invalid_label
     long long partial_rows;
@@ -101,6 +104,7 @@ struct RowCoefficientsParams {
     const float* class_weight;
     PassScalars* scalars;
     TargetParams targets;
+    CountParams count;
     const float* lse;
     const float* entropy;
     const float* grad_loss;  ///< [rows] for reduction none, else scalar; null: absent_grad_loss
@@ -110,12 +114,14 @@ struct RowCoefficientsParams {
     void* coefficients;  ///< [rows] of float4 (a, b, t, s)
     void* row_targets;   ///< [rows] of {float lse, int target}; lse = +inf where the row is ignored
     int rows;
-    int reduction;
+    int prepares;    ///< not 0: this launch is one block, has every row, and does what `prepare` would have done before it
+    int want_count;  ///< PrepareParams'
     float label_smoothing;
     float smoothing_per_class;
     float z_loss_weight;
     float absent_grad_loss;  ///< 1; 0 where the spec has no loss among its outputs
     float derivative_bound;  ///< largest |d logit / d (hidden · weightᵀ)|
+    int unused;
 };
 
 struct DlogitsParams {

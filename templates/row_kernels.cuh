@@ -65,7 +65,16 @@ __device__ __forceinline__ float class_weight_total(const PassScalars* scalars) 
     return static_cast<float>(Problem::vocab_size);
 }
 
-/// Merges the splits of each row and writes its outputs; one LossPartial a block.
+/// Divides the sums over all rows and writes the scalars that are wanted. For one thread.
+template <class Problem>
+__device__ __forceinline__ void write_loss(const CountParams& p, const LossPartial& sums, unsigned long long count, float* loss,
+                                           float* z_loss) {
+    const MeanFactors factors = mean_factors<Problem>(p, sums.class_weight, count);
+    if (loss != nullptr) *loss = sums.cross_entropy * factors.cross_entropy + sums.z_loss * factors.z_loss;
+    if (z_loss != nullptr) *z_loss = sums.z_loss * factors.z_loss;
+}
+
+/// Merges the splits of each row and writes its outputs; one LossPartial a block, or the scalar loss.
 template <class Problem>
 __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     using Fields = PartialFields<Problem>;
@@ -95,12 +104,17 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
         if (p.logprob != nullptr) p.logprob[row] = out.logprob;
         if (p.entropy != nullptr) p.entropy[row] = out.entropy;
     }
-    if (p.loss_partials == nullptr) return;
+    if (p.loss_partials == nullptr && p.scalar_loss == nullptr && p.scalar_z_loss == nullptr) return;
     mine.cross_entropy = block_reduce<kRowThreads>(mine.cross_entropy, scratch, SumOp{});
     mine.z_loss = block_reduce<kRowThreads>(mine.z_loss, scratch, SumOp{});
     mine.class_weight = block_reduce<kRowThreads>(mine.class_weight, scratch, SumOp{});
     mine.count = block_reduce<kRowThreads>(mine.count, counts, SumOp{});
-    if (threadIdx.x == 0) p.loss_partials[blockIdx.x] = mine;
+    if (threadIdx.x != 0) return;
+    if (p.loss_partials != nullptr) {
+        p.loss_partials[blockIdx.x] = mine;
+    } else {
+        write_loss<Problem>(p.count, mine, mine.count, p.scalar_loss, p.scalar_z_loss);
+    }
 }
 
 /// The scalar loss, in one block.
@@ -108,33 +122,54 @@ template <class Problem>
 __device__ __forceinline__ void reduce_loss(const ReduceLossParams& p) {
     __shared__ float scratch[kReduceThreads / 32];
     __shared__ unsigned long long counts[kReduceThreads / 32];
-    float cross_entropy = 0.f;
-    float z_loss = 0.f;
-    float class_weight = 0.f;
+    LossPartial sums{0.f, 0.f, 0.f, 0u};
     unsigned long long count = 0;
     for (long long i = threadIdx.x; i < p.blocks; i += kReduceThreads) {
         const LossPartial part = p.loss_partials[i];
-        cross_entropy += part.cross_entropy;
-        z_loss += part.z_loss;
-        class_weight += part.class_weight;
+        sums.cross_entropy += part.cross_entropy;
+        sums.z_loss += part.z_loss;
+        sums.class_weight += part.class_weight;
         count += part.count;
     }
-    cross_entropy = block_reduce<kReduceThreads>(cross_entropy, scratch, SumOp{});
-    z_loss = block_reduce<kReduceThreads>(z_loss, scratch, SumOp{});
-    class_weight = block_reduce<kReduceThreads>(class_weight, scratch, SumOp{});
+    sums.cross_entropy = block_reduce<kReduceThreads>(sums.cross_entropy, scratch, SumOp{});
+    sums.z_loss = block_reduce<kReduceThreads>(sums.z_loss, scratch, SumOp{});
+    sums.class_weight = block_reduce<kReduceThreads>(sums.class_weight, scratch, SumOp{});
     count = block_reduce<kReduceThreads>(count, counts, SumOp{});
+    if (threadIdx.x == 0) write_loss<Problem>(p.count, sums, count, p.loss, p.z_loss);
+}
+
+/// Sets a pass's scalars, but for the totals of class weights: the divisors, from the valid tokens where `want_count` says so, and bounds that rows
+/// raise. One block; the sums do not depend on its size while a thread has one row.
+template <class Problem, int kThreads>
+__device__ __forceinline__ void start_scalars(const TargetParams& targets, const CountParams& counting, const float* class_weights,
+                                              long long num_tokens, int want_count, PassScalars* scalars) {
+    __shared__ float scratch[kThreads / 32];
+    __shared__ unsigned long long counts[kThreads / 32];
+    float class_weight = 0.f;
+    unsigned long long count = 0;
+    if (want_count != 0) {
+        for (long long row = threadIdx.x; row < num_tokens; row += kThreads) {
+            const int target = load_target<Problem>(targets, row);
+            if (target < 0) continue;
+            class_weight += class_weight_of<Problem>(class_weights, target);
+            ++count;
+        }
+        class_weight = block_reduce<kThreads>(class_weight, scratch, SumOp{});
+        count = block_reduce<kThreads>(count, counts, SumOp{});
+    }
     if (threadIdx.x != 0) return;
-    const MeanFactors factors = mean_factors<Problem>(p.count, class_weight, count);
-    if (p.loss != nullptr) *p.loss = cross_entropy * factors.cross_entropy + z_loss * factors.z_loss;
-    if (p.z_loss != nullptr) *p.z_loss = z_loss * factors.z_loss;
+    const MeanFactors factors = mean_factors<Problem>(counting, class_weight, count);
+    scalars->cross_entropy_scale = factors.cross_entropy;
+    scalars->z_loss_scale = factors.z_loss;
+    scalars->dlogits_bound_bits = 0u;
+    scalars->target_bits = 0u;
 }
 
 /// Totals that backward (and forward with smoothed class weights) needs before any row is looked at, in one block.
 template <class Problem>
 __device__ __forceinline__ void prepare(const PrepareParams& p) {
-    __shared__ float scratch[kReduceThreads / 32];
-    __shared__ unsigned long long counts[kReduceThreads / 32];
     if (p.want_class_weights != 0) {
+        __shared__ float scratch[kReduceThreads / 32];
         float total = 0.f;
         float largest = 0.f;
         for (int j = static_cast<int>(threadIdx.x); j < Problem::vocab_size; j += kReduceThreads) {
@@ -148,31 +183,17 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
             p.scalars->class_weight_max = largest;
         }
     }
-    float class_weight = 0.f;
-    unsigned long long count = 0;
-    if (p.want_count != 0) {
-        for (long long row = threadIdx.x; row < p.num_tokens; row += kReduceThreads) {
-            const int target = load_target<Problem>(p.targets, row);
-            if (target < 0) continue;
-            class_weight += class_weight_of<Problem>(p.class_weight, target);
-            ++count;
-        }
-        class_weight = block_reduce<kReduceThreads>(class_weight, scratch, SumOp{});
-        count = block_reduce<kReduceThreads>(count, counts, SumOp{});
-    }
-    if (threadIdx.x == 0) {
-        const MeanFactors factors = mean_factors<Problem>(p.count, class_weight, count);
-        p.scalars->cross_entropy_scale = factors.cross_entropy;
-        p.scalars->z_loss_scale = factors.z_loss;
-        p.scalars->dlogits_bound_bits = 0u;
-        p.scalars->target_bits = 0u;
-    }
+    start_scalars<Problem, kReduceThreads>(p.targets, p.count, p.class_weight, p.num_tokens, p.want_count, p.scalars);
 }
 
 __device__ __forceinline__ float value_or_zero(const float* values, long long row) { return values != nullptr ? values[row] : 0.f; }
 
 template <class Problem>
 __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsParams& p) {
+    if (p.prepares != 0) {
+        start_scalars<Problem, kRowThreads>(p.targets, p.count, p.class_weight, p.rows, p.want_count, p.scalars);
+        __syncthreads();  // every thread reads the scalars and raises the bounds
+    }
     const int row = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
     if (row >= p.rows) return;
     float4 packed = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -180,7 +201,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     RowTarget row_target{infinity(), kIgnored};
     if (target >= 0) {
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
-        const float g = p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.reduction == kNone ? row : 0];
+        const float g = p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? row : 0];
         const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or_zero(p.grad_lse, row),
                                    value_or_zero(p.grad_logprob, row), value_or_zero(p.grad_entropy, row)};
         const float entropy = value_or_zero(p.entropy, row);

@@ -29,9 +29,7 @@ public:
     LaunchProgram program() {
         LaunchProgram program;
         program.variable_count = 3;
-        const Expr mean = equal(slot(Slot::reduction), static_cast<std::int64_t>(ReductionCode::mean));
-        const Expr counted = select(present(Slot::num_valid), 0, mean);
-        program.body.push_back(prepare_launch(spec_, source_, layout_.scalars, counted));
+        program.body.push_back({If{equal(prepared_with_rows(), 0), {prepare_launch(spec_, source_, layout_.scalars, counted())}}});
         program.body.push_back({Loop{kFirstPass, layout_.row_blocks, {coefficients(variable(kFirstPass))}}});
         const Expr wanted = max(present(Slot::grad_hidden), max(present(Slot::grad_weight), present(Slot::grad_bias)));
         program.body.push_back(
@@ -46,6 +44,16 @@ private:
     Expr row_count(const Expr& block) const { return min(slot(Slot::num_tokens) - first_row(block), layout_.rows); }
     Expr first_column() const { return variable(kChunk) * layout_.chunk; }
     Expr column_count() const { return min(Expr(spec_.vocab_size) - first_column(), layout_.chunk); }
+    /// Whether the divisor of a mean has to be counted.
+    static Expr counted() {
+        const Expr mean = equal(slot(Slot::reduction), static_cast<std::int64_t>(ReductionCode::mean));
+        return select(present(Slot::num_valid), 0, mean);
+    }
+    /// Whether one block of row_coefficients has every token, so that it does prepare's part as well: a launch less.
+    Expr prepared_with_rows() const {
+        if (spec_.class_weight && spec_.label_smoothing > 0) return 0;  // prepare sums over the vocabulary
+        return min(equal(layout_.row_blocks, 1), less(slot(Slot::num_tokens), kRowThreads + 1));
+    }
     Expr is_last(int loop, const Expr& count) const { return equal(variable(loop) + 1, count); }
 
     /// Address of the chunk's first row (or column) in the weight or its gradient.
@@ -62,6 +70,7 @@ private:
         launch.set(&RowCoefficientsParams::class_weight, slot(Slot::class_weight))
             .set(&RowCoefficientsParams::scalars, at(layout_.scalars))
             .set_targets(&RowCoefficientsParams::targets, row)
+            .set_count(&RowCoefficientsParams::count)
             .set(&RowCoefficientsParams::lse, slot(Slot::lse) + row * 4)
             .set(&RowCoefficientsParams::entropy, advanced(slot(Slot::entropy), row, 4))
             .set(&RowCoefficientsParams::grad_loss, advanced(slot(Slot::grad_loss), none * row, 4))
@@ -71,7 +80,8 @@ private:
             .set(&RowCoefficientsParams::coefficients, at(layout_.coefficients))
             .set(&RowCoefficientsParams::row_targets, at(layout_.row_targets))
             .set(&RowCoefficientsParams::rows, row_count(block))
-            .set(&RowCoefficientsParams::reduction, slot(Slot::reduction))
+            .set(&RowCoefficientsParams::prepares, prepared_with_rows())
+            .set(&RowCoefficientsParams::want_count, counted())
             .set_float(&RowCoefficientsParams::label_smoothing, static_cast<float>(spec_.label_smoothing))
             .set_float(&RowCoefficientsParams::smoothing_per_class,
                        static_cast<float>(spec_.label_smoothing / static_cast<double>(spec_.vocab_size)))

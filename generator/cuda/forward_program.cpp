@@ -10,6 +10,9 @@ Expr at(const Expr& offset) { return slot(Slot::workspace) + offset; }
 
 Expr is_none() { return equal(slot(Slot::reduction), static_cast<std::int64_t>(ReductionCode::none)); }
 
+/// Whether one block of row_outputs has every token, so that it can write the scalar loss itself: a launch less.
+Expr one_block() { return less(slot(Slot::num_tokens), kRowThreads + 1); }
+
 /// The tokens of one launch of forward.
 struct Rows {
     Expr first;
@@ -35,6 +38,7 @@ Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& s
 
 Statement row_outputs_launch(const Spec& spec, const CudaSource& source, const ForwardLayout& layout, const Rows& rows) {
     const Expr partials = at(layout.loss_partials) + floor_div(rows.first, kRowThreads) * static_cast<std::int64_t>(sizeof(LossPartial));
+    const Expr scalar_here = less(is_none(), one_block());
     LaunchBuilder<RowOutputsParams> launch(source.kernel("row_outputs"), ceil_div(rows.count, kRowThreads));
     launch.set(&RowOutputsParams::partials, at(layout.partials))
         .set(&RowOutputsParams::target_logits, at(layout.target_logits))
@@ -46,7 +50,10 @@ Statement row_outputs_launch(const Spec& spec, const CudaSource& source, const F
         .set(&RowOutputsParams::lse, slot(Slot::lse) + rows.first * 4)
         .set(&RowOutputsParams::logprob, advanced(slot(Slot::logprob), rows.first, 4))
         .set(&RowOutputsParams::entropy, advanced(slot(Slot::entropy), rows.first, 4))
-        .set(&RowOutputsParams::loss_partials, select(is_none(), 0, partials))
+        .set(&RowOutputsParams::loss_partials, select(max(is_none(), one_block()), 0, partials))
+        .set(&RowOutputsParams::scalar_loss, select(scalar_here, slot(Slot::loss), 0))
+        .set(&RowOutputsParams::scalar_z_loss, select(scalar_here, slot(Slot::z_loss), 0))
+        .set_count(&RowOutputsParams::count)
         .set(&RowOutputsParams::invalid_label, slot(Slot::invalid_label))
         .set(&RowOutputsParams::first_row, rows.first)
         .set(&RowOutputsParams::partial_rows, layout.partial_rows)
@@ -65,7 +72,8 @@ Statement reduce_loss_launch(const CudaSource& source, const ForwardLayout& layo
         .set(&ReduceLossParams::z_loss, slot(Slot::z_loss))
         .set_count(&ReduceLossParams::count)
         .set(&ReduceLossParams::blocks, ceil_div(slot(Slot::num_tokens), kRowThreads));
-    return {If{equal(is_none(), 0), {launch.build()}}};
+    // With no token there is no block of row_outputs either.
+    return {If{less(is_none(), max(equal(slot(Slot::num_tokens), 0), equal(one_block(), 0))), {launch.build()}}};
 }
 
 }  // namespace

@@ -173,6 +173,60 @@ TEST(BackwardProgram, PaddedVocabulary_PaddingIsZeroedInWriteModeOnly) {
     EXPECT_TRUE(run(added, added.backward, call(10)).memsets.empty());
 }
 
+TEST(ForwardProgram, ScalarLoss_IsWrittenOnce) {
+    const CudaProgram program = program_of("D=64,V=1000");
+    const auto run_with = [&](std::int64_t n, ReductionCode reduction) {
+        CallSlots slots = call(n);
+        slots[static_cast<std::size_t>(Slot::reduction)] = static_cast<std::int64_t>(reduction);
+        return run(program, program.forward, slots);
+    };
+    for (const std::int64_t n : {0, 1, kRowThreads, kRowThreads + 1, 100000}) {
+        for (const ReductionCode reduction : {ReductionCode::none, ReductionCode::sum, ReductionCode::mean}) {
+            const Launched forward = run_with(n, reduction);
+            int writers = forward.count("reduce_loss");
+            for (const Recorded& r : forward.launches) {
+                if (r.kernel != "flce_row_outputs") continue;
+                const auto p = r.params<RowOutputsParams>();
+                EXPECT_EQ(p.loss != nullptr, reduction == ReductionCode::none);
+                EXPECT_EQ(p.count.reduction, static_cast<int>(reduction));
+                if (p.scalar_loss == nullptr) continue;
+                ++writers;
+                EXPECT_EQ(as_address(p.scalar_loss), address(Slot::loss));
+                EXPECT_EQ(p.loss_partials, nullptr);
+                EXPECT_EQ(p.rows, n);
+            }
+            EXPECT_EQ(writers, reduction == ReductionCode::none ? 0 : 1) << n;
+        }
+    }
+    EXPECT_EQ(run_with(kRowThreads, ReductionCode::mean).launches.size(), 2U);
+    EXPECT_EQ(run_with(kRowThreads + 1, ReductionCode::mean).launches.size(), 3U);
+}
+
+TEST(BackwardProgram, Scalars_AreSetOnceBeforeAnyRow) {
+    for (const char* spec : {"D=64,V=1000", "D=64,V=1000,class_weight,label_smoothing=0.1"}) {
+        const CudaProgram program = program_of(spec, std::int64_t{1} << 20);
+        for (const std::int64_t n : {1, kRowThreads, kRowThreads + 1, 100000}) {
+            const Launched backward = run(program, program.backward, call(n));
+            int set = 0;
+            for (const Recorded& r : backward.launches) {
+                if (r.kernel == "flce_prepare") set += r.params<PrepareParams>().want_count != 0 ? 1 : 0;
+                if (r.kernel != "flce_row_coefficients") continue;
+                const auto p = r.params<RowCoefficientsParams>();
+                if (p.prepares != 0) {
+                    ++set;
+                    EXPECT_EQ(p.want_count, 1);
+                    EXPECT_EQ(p.rows, n);
+                    EXPECT_LE(n, kRowThreads);
+                }
+                EXPECT_EQ(set, 1) << spec << ", " << n;
+            }
+        }
+    }
+    const CudaProgram program = program_of("D=64,V=1000");
+    EXPECT_EQ(run(program, program.backward, call(kRowThreads)).launches.size(), 4U);
+    EXPECT_EQ(run(program, program.backward, call(kRowThreads + 1)).launches.size(), 5U);
+}
+
 TEST(CudaSource, OptionValues_DoNotChangeTheSource) {
     const char* a = "D=64,V=1000,softcap=30,logit_scale=0.5,label_smoothing=0.1,z_loss=0.001";
     const char* b = "D=64,V=1000,softcap=50,logit_scale=0.25,label_smoothing=0.2,z_loss=0.1";
