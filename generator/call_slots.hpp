@@ -17,12 +17,12 @@ enum class CountCode : std::int64_t { fp32 = 0, int32 = 1, int64 = 2 };
 // Pointers are device pointers (host pointers for the CPU) as integers; 0 means absent.
 enum class Slot : std::uint32_t {
     num_tokens,
-    hidden,          // [N, D]
-    weight,          // [padded_vocab_size, D] or [D, padded_vocab_size]
-    bias,            // [V]
-    class_weight,    // [V] fp32
-    target,          // [N]
-    target_bits,     // 32 or 64
+    hidden,        // [N, D]
+    weight,        // [padded_vocab_size, D] or [D, padded_vocab_size]
+    bias,          // [V]
+    class_weight,  // [V] fp32
+    target,        // [N]
+    target_bits,   // 32 or 64
     ignore_index,
     reduction,       // ReductionCode
     num_valid,       // scalar that mean divides by; 0: valid tokens are counted (with class weights: their class weights summed)
@@ -41,6 +41,8 @@ enum class Slot : std::uint32_t {
     grad_weight,     // like weight; 0: not wanted
     grad_bias,       // [V]; 0: not wanted
     workspace,
+    retained,  // forward writes, backward reads; 0: nothing is retained. May be grad_weight's own memory
+    retained_bytes,
     count
 };
 

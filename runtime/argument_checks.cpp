@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <limits>
+
 namespace flce {
 namespace {
 
@@ -96,6 +98,21 @@ std::int64_t ArgumentChecks::workspace(const Workspace& workspace, std::size_t n
         fail(fmt::format("workspace.data is {:#x}; it must be aligned to {} bytes", address, kWorkspaceAlignment));
     }
     add_range(workspace.data, static_cast<std::int64_t>(needed), "workspace", Access::write);
+    return static_cast<std::int64_t>(address);
+}
+
+std::int64_t ArgumentChecks::retained(const Retained& retained, std::int64_t alignment, Access access) {
+    const auto address = reinterpret_cast<std::uintptr_t>(retained.data);
+    if (retained.bytes > static_cast<std::size_t>(std::numeric_limits<std::int64_t>::max())) {
+        fail(fmt::format("retained.bytes is {}; allowed are 0 to 2^63 - 1", retained.bytes));
+    }
+    if ((address == 0) != (retained.bytes == 0)) {
+        fail(fmt::format("retained.data is {:#x} with {} bytes; give both, or neither", address, retained.bytes));
+    }
+    if (address % static_cast<std::uintptr_t>(alignment) != 0) {
+        fail(fmt::format("retained.data is {:#x}; it must be aligned to {} bytes", address, alignment));
+    }
+    if (access != Access::none) add_range(retained.data, static_cast<std::int64_t>(retained.bytes), "retained", access);
     return static_cast<std::int64_t>(address);
 }
 

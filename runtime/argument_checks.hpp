@@ -12,7 +12,7 @@
 namespace flce {
 
 enum class Presence : std::uint8_t { required, optional };
-enum class Access : std::uint8_t { read, write };
+enum class Access : std::uint8_t { none, read, write };  ///< none: overlaps are no matter
 
 /// Element types a tensor may have.
 struct TypeSet {
@@ -51,6 +51,8 @@ public:
     void absent(const TensorView& view, const char* name, const char* why) const;
     /// `needed` bytes of scratch, 256-byte aligned. Returns its address.
     std::int64_t workspace(const Workspace& workspace, std::size_t needed, std::int64_t num_tokens);
+    /// What forward leaves to backward, aligned as given. Returns its address.
+    std::int64_t retained(const Retained& retained, std::int64_t alignment, Access access);
     /// No output may share bytes with another tensor or the workspace.
     void overlaps() const;
 

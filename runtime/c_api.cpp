@@ -183,7 +183,8 @@ ForwardArgs forward_args_of(const flce_forward_args& args) {
             .lse = view_of(args.lse, "lse"),
             .logprob = view_of(args.logprob, "logprob"),
             .entropy = view_of(args.entropy, "entropy"),
-            .invalid_label = view_of(args.invalid_label, "invalid_label")};
+            .invalid_label = view_of(args.invalid_label, "invalid_label"),
+            .retained = {args.retained, args.retained_bytes}};
 }
 
 BackwardArgs backward_args_of(const flce_backward_args& args) {
@@ -203,7 +204,8 @@ BackwardArgs backward_args_of(const flce_backward_args& args) {
             .grad_entropy = view_of(args.grad_entropy, "grad_entropy"),
             .grad_hidden = view_of(args.grad_hidden, "grad_hidden"),
             .grad_weight = view_of(args.grad_weight, "grad_weight"),
-            .grad_bias = view_of(args.grad_bias, "grad_bias")};
+            .grad_bias = view_of(args.grad_bias, "grad_bias"),
+            .retained = {const_cast<void*>(args.retained), args.retained_bytes}};
 }
 
 std::string explanation_text(const Explanation& explanation) {
@@ -334,6 +336,15 @@ flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_t
     });
 }
 
+flce_status flce_kernel_retained_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t place, size_t* bytes) {
+    return guarded([&] {
+        if (place < FLCE_RETAINED_OWN || place > FLCE_RETAINED_GRAD_WEIGHT) {
+            throw ArgumentError(fmt::format("place is {}; allowed are own (0), grad_weight (1)", place));
+        }
+        *not_null(bytes, "bytes") = kernel_of(kernel).retained_bytes(num_tokens, static_cast<RetainedPlace>(place));
+    });
+}
+
 flce_status flce_kernel_text(const flce_kernel* kernel, int32_t which, char* buffer, size_t capacity, size_t* needed) {
     return guarded([&] { return_text(kernel_text(kernel_of(kernel), which), buffer, capacity, needed); });
 }
@@ -346,7 +357,8 @@ flce_status flce_kernel_forward(const flce_kernel* kernel, const flce_forward_ar
                                 void* stream) {
     return guarded([&] {
         const Kernel& target = kernel_of(kernel);
-        target.forward(forward_args_of(versioned(args, "args")), {workspace, workspace_bytes}, {stream});
+        target.forward(forward_args_of(versioned<flce_forward_args, offsetof(flce_forward_args, retained)>(args, "args")),
+                       {workspace, workspace_bytes}, {stream});
     });
 }
 
@@ -354,7 +366,8 @@ flce_status flce_kernel_backward(const flce_kernel* kernel, const flce_backward_
                                  void* stream) {
     return guarded([&] {
         const Kernel& target = kernel_of(kernel);
-        target.backward(backward_args_of(versioned(args, "args")), {workspace, workspace_bytes}, {stream});
+        target.backward(backward_args_of(versioned<flce_backward_args, offsetof(flce_backward_args, retained)>(args, "args")),
+                        {workspace, workspace_bytes}, {stream});
     });
 }
 

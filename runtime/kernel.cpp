@@ -97,6 +97,13 @@ public:
         take_if(spec_.bias, Slot::grad_bias, args.grad_bias, {"grad_bias", wide, classes(), Access::write}, "the spec has no bias");
     }
 
+    /// `lendable`: bytes of grad_weight that what is retained may lie in, where this call writes grad_weight.
+    void retained(const Retained& retained, Access access, const TensorView& grad_weight, std::size_t lendable) {
+        const bool lent = retained.data != nullptr && retained.data == grad_weight.data && retained.bytes == lendable;
+        set(Slot::retained, checks_.retained(retained, kRowAlignment, lent ? Access::none : access));
+        set(Slot::retained_bytes, static_cast<std::int64_t>(retained.bytes));
+    }
+
     void workspace(const Workspace& workspace, std::size_t needed) {
         set(Slot::workspace, checks_.workspace(workspace, needed, num_tokens_));
         checks_.overlaps();
@@ -181,10 +188,22 @@ std::size_t Kernel::workspace_bytes(std::int64_t num_tokens, Pass pass) const {
         fmt::format("workspace_bytes: pass is {}; allowed are forward (0), backward (1), forward_backward (2)", static_cast<int>(pass)));
 }
 
+std::size_t Kernel::retained_bytes(std::int64_t num_tokens, RetainedPlace place) const {
+    const std::int64_t most = most_tokens(spec_);
+    if (num_tokens < 0 || num_tokens > most) {
+        throw ArgumentError(fmt::format("retained_bytes: num_tokens is {}; allowed are 0 to {}", num_tokens, most));
+    }
+    if (place != RetainedPlace::own && place != RetainedPlace::grad_weight) {
+        throw ArgumentError(fmt::format("retained_bytes: place is {}; allowed are own (0), grad_weight (1)", static_cast<int>(place)));
+    }
+    return static_cast<std::size_t>(retained_bytes_of(num_tokens, place));
+}
+
 void Kernel::forward(const ForwardArgs& args, Workspace workspace, Stream stream) const {
     Call call(*this, "forward");
     call.inputs(args);
     call.outputs(args);
+    call.retained(args.retained, Access::write, {}, 0);
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::forward));
     run(false, call.slots(), stream);
 }
@@ -194,6 +213,9 @@ void Kernel::backward(const BackwardArgs& args, Workspace workspace, Stream stre
     call.inputs(args);
     call.saved_and_upstream(args);
     call.gradients(args);
+    const bool may_be_lent = args.retained.data != nullptr && args.grad_weight.present;
+    call.retained(args.retained, Access::read, args.grad_weight,
+                  may_be_lent ? retained_bytes(call.num_tokens(), RetainedPlace::grad_weight) : 0);
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::backward));
     run(true, call.slots(), stream);
 }

@@ -167,6 +167,13 @@ CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int th
     return place_backward(spec, plan, cpu_worker_count(spec, plan, threads), num_tokens, rows, low * p.block_n);
 }
 
+CpuRetained cpu_retained(const Spec& spec, const Plan& plan, std::int64_t num_tokens, std::int64_t bytes) {
+    if (num_tokens == 0) return {};
+    const std::int64_t column = 4 * num_tokens;
+    if (bytes / column >= spec.vocab_size) return {spec.vocab_size, bytes / spec.vocab_size / 4 * 4};
+    return {bytes / column / plan.cpu.block_n * plan.cpu.block_n, column};
+}
+
 std::int64_t cpu_least_scratch_bytes(const Spec& spec, const Plan& plan) {
     const std::int64_t step = row_step(plan.cpu);
     const std::int64_t forward = place_forward(spec, plan, 1, step, step).bytes;

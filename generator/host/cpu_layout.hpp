@@ -66,6 +66,21 @@ struct CpuBackwardLayout {
     std::int64_t bytes = 0;
 };
 
+/// Where logits lie that forward leaves to backward: those of the first `columns` of the vocabulary, fp32, before bias and transforms, strip by
+/// strip as [num_tokens, strip's columns]. A function of the buffer's size alone, so that both passes agree. Strips spread over the whole buffer:
+/// where it is grad_weight's own memory, a strip's logits begin no earlier than its gradient, so that a backward pass that walks the vocabulary
+/// upwards has read them before it writes there.
+struct CpuRetained {
+    std::int64_t columns = 0;  ///< the whole vocabulary or a multiple of block_n
+    std::int64_t stride = 0;   ///< bytes from a column to the next
+    [[nodiscard]] bool holds(std::int64_t column) const { return column < columns; }
+    /// Of the logits of `token` in the strip [begin, begin + width).
+    [[nodiscard]] std::int64_t offset(std::int64_t begin, std::int64_t width, std::int64_t token) const {
+        return begin * stride + 4 * token * width;
+    }
+};
+[[nodiscard]] CpuRetained cpu_retained(const Spec& spec, const Plan& plan, std::int64_t num_tokens, std::int64_t bytes);
+
 /// Throws PlanError when even the smallest blocks exceed plan.scratch_bytes.
 [[nodiscard]] CpuForwardLayout cpu_forward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens);
 [[nodiscard]] CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens);

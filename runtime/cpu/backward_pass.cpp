@@ -1,6 +1,6 @@
-// Backward: vocabulary chunk after chunk, and row block after row block where tokens are many. A step computes a block's logits again, turns
-// them into their gradient dz, packed for both uses, and multiplies it: grad_hidden += dz·W_c, grad_weight_c = dzᵀ·H. The tasks that
-// multiply step s and those that compute the dz of step s + 1 run together, so that threads meet once a step.
+// Backward: vocabulary chunk after chunk, and row block after row block where tokens are many. A step computes a block's logits again or takes
+// what forward retained of them, turns them into their gradient dz, packed for both uses, and multiplies it: grad_hidden += dz·W_c,
+// grad_weight_c = dzᵀ·H. The tasks that multiply step s and those that compute the dz of step s + 1 run together, so that threads meet once a step.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -46,7 +46,8 @@ public:
           element_(static_cast<std::int64_t>(element_bytes(spec_.dtype))),
           grad_element_(static_cast<std::int64_t>(element_bytes(spec_.grad_weight_dtype))),
           options_(call.loss_options()),
-          divisors_(call.mean_divisors()) {}
+          divisors_(call.mean_divisors()),
+          retained_(cpu_retained(call.spec(), context.plan, call.num_tokens(), call.value(Slot::retained_bytes))) {}
 
     void run() {
         clear_what_no_step_writes();
@@ -144,10 +145,14 @@ private:
         const std::int64_t ld = plan_.block_n;
         const std::int64_t rows = padded_rows(range.rows);
         slot.load_strip(context_, call_, s.vocab + range.column, range.columns);
-        TileRange strip = range;
-        strip.column = 0;
-        multiply_tile(code_, plan_, hidden_panels(), weight_for_logits(context_, call_, s.vocab + range.column), strip, spec_.hidden_size,
-                      slot.b_block, slot.tile);
+        if (retained_.holds(s.vocab + range.column)) {
+            take_retained(slot.tile, s, range);
+        } else {
+            TileRange strip = range;
+            strip.column = 0;
+            multiply_tile(code_, plan_, hidden_panels(), weight_for_logits(context_, call_, s.vocab + range.column), strip,
+                          spec_.hidden_size, slot.b_block, slot.tile);
+        }
         code_.backward_tile(slot.tile, ld, rows, range.columns, ld, slot.bias, slot.class_weight, context_.transform_parameters.data(),
                             grad_rows() + range.row, range.column);
         if (wants(Slot::grad_hidden)) {
@@ -166,6 +171,18 @@ private:
         }
         if (wants(Slot::grad_bias)) {
             code_.column_sums(slot.tile, ld, range.rows, range.columns, column_sums(s, row_tile) + range.column);
+        }
+    }
+
+    /// The tile as forward left it, 0 where it only fills up register blocks.
+    void take_retained(float* tile, const Step& s, const TileRange& range) const {
+        const std::byte* from =
+            call_.pointer(Slot::retained) + retained_.offset(s.vocab + range.column, range.columns, s.token + range.row);
+        for (std::int64_t i = 0; i < padded_rows(range.rows); ++i) {
+            float* row = tile + i * plan_.block_n;
+            const std::int64_t columns = i < range.rows ? range.columns : 0;
+            std::memcpy(row, from + i * 4 * range.columns, static_cast<std::size_t>(4 * columns));
+            std::fill(row + columns, row + plan_.block_n, 0.F);
         }
     }
 
@@ -258,6 +275,7 @@ private:
     const std::int64_t grad_element_;
     const LossOptions options_;
     const MeanDivisors divisors_;
+    const CpuRetained retained_;
 };
 
 }  // namespace

@@ -59,6 +59,13 @@ private:
                         : cpu_forward_layout(spec(), plan(), context_.threads, num_tokens).bytes;
     }
 
+    std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace place) const override {
+        if (place == RetainedPlace::own) return 4 * num_tokens * spec().vocab_size;
+        // Vocabulary by vocabulary: a strip's logits must lie where only later strips' gradients do.
+        if (num_tokens == 0 || spec().grad_weight_mode == GradMode::accumulate || spec().layout != WeightLayout::vocab_major) return 0;
+        return spec().vocab_size * spec().hidden_size * static_cast<std::int64_t>(element_bytes(spec().grad_weight_dtype));
+    }
+
     std::shared_ptr<const Artifact> object_;  // held, so that the cache answers the next kernel of this structure from memory
     std::shared_ptr<const HostCode> code_;
     Workers workers_;

@@ -1,5 +1,6 @@
 // Forward: strips of logits are reduced to a few sums a token as soon as they exist, then the sums become losses.
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "runtime/cpu/passes.hpp"
@@ -21,7 +22,8 @@ public:
           call_(call),
           layout_(cpu_forward_layout(call.spec(), context.plan, context.threads, call.num_tokens())),
           workspace_(call.pointer(Slot::workspace)),
-          options_(call.loss_options()) {}
+          options_(call.loss_options()),
+          retained_(cpu_retained(call.spec(), context.plan, call.num_tokens(), call.value(Slot::retained_bytes))) {}
 
     void run() {
         call_.report_invalid_label();
@@ -63,6 +65,7 @@ private:
             slot.load_strip(context_, call_, vocab, range.columns);
             multiply_tile(context_.code, plan_, hidden, weight_for_logits(context_, call_, vocab), range, call_.spec().hidden_size,
                           slot.b_block, slot.tile);
+            if (retained_.holds(vocab)) retain(slot.tile, vocab, first_token + range.row, range);
             RowSums* strip_sums = strip == first ? sums : slot.sums;
             context_.code.forward_tile(slot.tile, plan_.block_n, range.rows, range.columns, slot.bias, slot.class_weight,
                                        context_.transform_parameters.data(), strip_sums);
@@ -72,6 +75,15 @@ private:
                 strip_sums[i].target_logit = here ? slot.tile[i * plan_.block_n + column] : -std::numeric_limits<float>::infinity();
                 if (strip != first) sums[i] = merge(sums[i], strip_sums[i]);
             }
+        }
+    }
+
+    /// For backward, before bias and transforms: it goes on from here as if it had multiplied again.
+    void retain(const float* tile, std::int64_t vocab, std::int64_t token, const TileRange& range) const {
+        std::byte* to = call_.pointer(Slot::retained) + retained_.offset(vocab, range.columns, token);
+        const std::int64_t row_bytes = 4 * range.columns;
+        for (std::int64_t i = 0; i < range.rows; ++i) {
+            std::memcpy(to + i * row_bytes, tile + i * plan_.block_n, static_cast<std::size_t>(row_bytes));
         }
     }
 
@@ -131,6 +143,7 @@ private:
     const CpuForwardLayout layout_;
     std::byte* const workspace_;
     const LossOptions options_;
+    const CpuRetained retained_;
 };
 
 }  // namespace

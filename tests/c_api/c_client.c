@@ -112,6 +112,32 @@ int c_client_trains_on_cpu(const char* cache_dir) {
     }
     for (int n = 0; n < kTokens; ++n) CHECK(grad_hidden[n][0] == 0);
 
+    /* Logits wait for backward in grad_weight: the same gradients. */
+    float expected_grad[kVocab][kHidden];
+    memcpy(expected_grad, grad_weight, sizeof grad_weight);
+    CHECK(flce_kernel_retained_bytes(kernel, kTokens, FLCE_RETAINED_OWN, &backward.retained_bytes) == FLCE_OK);
+    CHECK(backward.retained_bytes == 4 * kTokens * kVocab);
+    CHECK(flce_kernel_retained_bytes(kernel, kTokens, FLCE_RETAINED_GRAD_WEIGHT, &backward.retained_bytes) == FLCE_OK);
+    CHECK(backward.retained_bytes == sizeof grad_weight);
+    forward.retained = grad_weight;
+    forward.retained_bytes = backward.retained_bytes;
+    backward.retained = grad_weight;
+    CHECK(flce_kernel_forward(kernel, &forward, workspace, bytes, NULL) == FLCE_OK);
+    CHECK(memcmp(grad_weight, expected_grad, sizeof grad_weight) != 0);
+    CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_OK);
+    CHECK(memcmp(grad_weight, expected_grad, sizeof grad_weight) == 0);
+    backward.retained = NULL; /* its bytes without it */
+    CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "retained") != NULL);
+    forward.retained = NULL;
+    forward.retained_bytes = 0;
+
+    /* A caller compiled before these fields were there. */
+    backward.struct_size = offsetof(flce_backward_args, retained);
+    CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_OK);
+    forward.struct_size = offsetof(flce_forward_args, retained);
+    CHECK(flce_kernel_forward(kernel, &forward, workspace, bytes, NULL) == FLCE_OK);
+
     target[3] = kVocab; /* out of range */
     CHECK(flce_kernel_forward(kernel, &forward, workspace, bytes, NULL) == FLCE_OK);
     CHECK(invalid == 3);
@@ -159,6 +185,7 @@ int c_client_null_pointers_are_errors(const char* cache_dir) {
     CHECK(flce_spec_text(NULL, text, sizeof text, &bytes) == FLCE_ERROR_ARGUMENT);
     CHECK(flce_spec_json(NULL, text, sizeof text, &bytes) == FLCE_ERROR_ARGUMENT);
     CHECK(flce_kernel_workspace_bytes(NULL, 1, FLCE_FORWARD, &bytes) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_retained_bytes(NULL, 1, FLCE_RETAINED_OWN, &bytes) == FLCE_ERROR_ARGUMENT);
     CHECK(flce_kernel_text(NULL, FLCE_TEXT_SPEC, text, sizeof text, &bytes) == FLCE_ERROR_ARGUMENT);
     CHECK(flce_kernel_device(NULL, &type, &index) == FLCE_ERROR_ARGUMENT);
     CHECK(flce_kernel_forward(NULL, &forward, NULL, 0, NULL) == FLCE_ERROR_ARGUMENT);
@@ -172,6 +199,8 @@ int c_client_null_pointers_are_errors(const char* cache_dir) {
     CHECK(flce_kernel_workspace_bytes(kernel, 1, FLCE_FORWARD, NULL) == FLCE_ERROR_ARGUMENT);
     CHECK(flce_kernel_workspace_bytes(kernel, -1, FLCE_FORWARD, &bytes) == FLCE_ERROR_ARGUMENT);
     CHECK(flce_kernel_workspace_bytes(kernel, 1, 3, &bytes) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_retained_bytes(kernel, 1, FLCE_RETAINED_OWN, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_retained_bytes(kernel, 1, 2, &bytes) == FLCE_ERROR_ARGUMENT);
     CHECK(flce_kernel_device(kernel, NULL, &index) == FLCE_ERROR_ARGUMENT);
     CHECK(flce_kernel_forward(kernel, NULL, NULL, 0, NULL) == FLCE_ERROR_ARGUMENT);
     CHECK(flce_kernel_backward(kernel, NULL, NULL, 0, NULL) == FLCE_ERROR_ARGUMENT);

@@ -249,7 +249,8 @@ TEST(TransformParameters, SoftcapTimesItsReciprocal_IsOneInEveryLogit) {
     for (const double softcap : {0.1, 3.0, 26.9, 29.99, 30.0, 50.0, 1e4}) {
         const std::vector<double> p = SoftcapTransform::parameters(parse_spec(fmt::format("D=64,V=1000,softcap={}", softcap)));
         const double cap = static_cast<float>(p[0]);
-        EXPECT_NEAR(cap * (static_cast<double>(static_cast<float>(p[1])) + static_cast<double>(static_cast<float>(p[2]))), 1.0, 1e-13) << softcap;
+        EXPECT_NEAR(cap * (static_cast<double>(static_cast<float>(p[1])) + static_cast<double>(static_cast<float>(p[2]))), 1.0, 1e-13)
+            << softcap;
         const double infinity = std::numeric_limits<double>::infinity();
         EXPECT_EQ(SoftcapTransform::evaluate<double>(-infinity, p).logit, -softcap);
     }

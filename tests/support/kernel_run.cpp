@@ -169,6 +169,7 @@ ForwardArgs KernelRun::forward_args() const {
     args.logprob = view("logprob", ScalarType::fp32, 1, n);
     args.entropy = view("entropy", ScalarType::fp32, 1, n);
     args.invalid_label = view("invalid_label", ScalarType::uint64, 0);
+    args.retained = retained_;
     return args;
 }
 
@@ -194,11 +195,17 @@ BackwardArgs KernelRun::backward_args(const Wanted& wanted) const {
     if (wanted.grad_hidden) args.grad_hidden = view("grad_hidden", scalar_type(spec.dtype), 2, n, spec.hidden_size);
     if (wanted.grad_weight) args.grad_weight = weight_view("grad_weight", spec.grad_weight_dtype);
     if (wanted.grad_bias) args.grad_bias = view("grad_bias", scalar_type(spec.grad_weight_dtype), 1, spec.vocab_size);
+    args.retained = retained_;
     return args;
 }
 
+void KernelRun::retain(RetainedPlace place, std::size_t bytes) {
+    if (place == RetainedPlace::own) output("retained", bytes, 16);
+    retained_ = {bytes == 0 ? nullptr : buffer(place == RetainedPlace::own ? "retained" : "grad_weight").data(), bytes};
+}
+
 void KernelRun::forward() {
-    for (const char* name : {"loss", "z_loss", "lse", "logprob", "entropy", "invalid_label", "forward workspace"}) {
+    for (const char* name : {"loss", "z_loss", "lse", "logprob", "entropy", "invalid_label", "forward workspace", "retained"}) {
         if (!has(name)) continue;
         reset(name);
         entries_.at(name).written = true;
@@ -213,12 +220,18 @@ void KernelRun::backward(const Wanted& wanted, bool keep) {
         if (!keep) reset(name);
         entries_.at(name).written = true;
     };
+    const bool lent = wanted.grad_weight && retained_.data != nullptr && retained_.data == buffer("grad_weight").data();
     prepare("grad_hidden", wanted.grad_hidden);
-    prepare("grad_weight", wanted.grad_weight);
+    if (lent) {
+        entries_.at("grad_weight").written = true;  // it holds what was retained
+    } else {
+        prepare("grad_weight", wanted.grad_weight);
+    }
     prepare("grad_bias", wanted.grad_bias);
     reset("backward workspace");
     kernel_->backward(backward_args(wanted), backward_workspace());
     synchronize(kernel_->device_ref());
+    if (lent) retained_ = {};
 }
 
 std::vector<float> KernelRun::token_floats(const std::string& name) const {
@@ -274,7 +287,7 @@ KernelOutputs KernelRun::outputs(const Selection& selection) const {
 std::map<std::string, std::vector<std::byte>> KernelRun::bytes() const {
     std::map<std::string, std::vector<std::byte>> out;
     for (const auto& [name, entry] : entries_) {
-        if (!entry.input && entry.written && !name.ends_with("workspace")) out[name] = entry.buffer.download();
+        if (!entry.input && entry.written && !name.ends_with("workspace") && name != "retained") out[name] = entry.buffer.download();
     }
     return out;
 }

@@ -24,6 +24,9 @@ class KernelRun {
 public:
     KernelRun(std::shared_ptr<const Kernel> kernel, const Problem& problem);
 
+    /// From now on forward retains: in `bytes` of guarded memory, or in the beginning of grad_weight. A backward call that writes grad_weight ends
+    /// the latter.
+    void retain(RetainedPlace place, std::size_t bytes);
     void forward();
     /// Poisons the wanted gradients (or restores what an accumulating buffer holds) first, unless `keep`.
     void backward(const Wanted& wanted = {}, bool keep = false);
@@ -72,6 +75,7 @@ private:
     std::shared_ptr<const Kernel> kernel_;
     const Problem& problem_;
     std::map<std::string, Entry> entries_;
+    Retained retained_;
 };
 
 /// Runs forward and backward and judges everything; says what is wrong. `work` bounds the oracle's multiplications.

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; what is there keeps its meaning. */
-#define FLCE_ABI_VERSION 1
+#define FLCE_ABI_VERSION 2
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -166,6 +166,12 @@ enum { FLCE_FORWARD = 0, FLCE_BACKWARD = 1, FLCE_FORWARD_BACKWARD = 2 };
 /* Scratch bytes of a pass over num_tokens tokens (FLCE_FORWARD_BACKWARD: enough for either). */
 FLCE_API flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t pass, size_t* bytes);
 
+enum { FLCE_RETAINED_OWN = 0, FLCE_RETAINED_GRAD_WEIGHT = 1 };
+/* Most bytes that forward can leave to backward for num_tokens tokens (16-byte aligned, on the kernel's device); any smaller number spares a
+ * part. 0: this kernel retains nothing. `place` FLCE_RETAINED_GRAD_WEIGHT: exactly the bytes from the beginning of grad_weight that may be lent for
+ * it, or 0 where its memory will not do. A backward call that writes grad_weight then destroys what was retained there: later calls go without. */
+FLCE_API flce_status flce_kernel_retained_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t place, size_t* bytes);
+
 enum {
     FLCE_TEXT_SPEC = 0,
     FLCE_TEXT_SPEC_JSON = 1,
@@ -199,9 +205,28 @@ typedef struct flce_forward_args {
     const flce_tensor* logprob;       /* [N] fp32; the spec's outputs must have it, as for entropy */
     const flce_tensor* entropy;       /* [N] fp32 */
     const flce_tensor* invalid_label; /* one uint64 that the caller set to UINT64_MAX; see flce_kernel_check_invalid_label */
+    void* retained;        /* written: what spares backward computing logits again, as much as fits; see flce_kernel_retained_bytes */
+    size_t retained_bytes; /* 0 with retained NULL: nothing is retained */
 } flce_forward_args;
-#define FLCE_FORWARD_ARGS_INIT \
-    {sizeof(flce_forward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+#define FLCE_FORWARD_ARGS_INIT  \
+    {sizeof(flce_forward_args), \
+     NULL,                      \
+     NULL,                      \
+     NULL,                      \
+     NULL,                      \
+     NULL,                      \
+     -100,                      \
+     FLCE_REDUCTION_MEAN,       \
+     0,                         \
+     NULL,                      \
+     NULL,                      \
+     NULL,                      \
+     NULL,                      \
+     NULL,                      \
+     NULL,                      \
+     NULL,                      \
+     NULL,                      \
+     0}
 
 typedef struct flce_backward_args {
     size_t struct_size;
@@ -223,6 +248,8 @@ typedef struct flce_backward_args {
     const flce_tensor* grad_hidden; /* [N, D], the spec's dtype; NULL: not computed */
     const flce_tensor* grad_weight; /* like weight, the spec's grad_weight_dtype; NULL: not computed */
     const flce_tensor* grad_bias;   /* [V], the spec's grad_weight_dtype; NULL: not computed */
+    const void* retained;           /* as forward left it, with the same retained_bytes; NULL: every logit is computed again */
+    size_t retained_bytes;
 } flce_backward_args;
 #define FLCE_BACKWARD_ARGS_INIT  \
     {sizeof(flce_backward_args), \
@@ -243,7 +270,9 @@ typedef struct flce_backward_args {
      NULL,                       \
      NULL,                       \
      NULL,                       \
-     NULL}
+     NULL,                       \
+     NULL,                       \
+     0}
 
 /* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is 0.
  * `stream`: a CUstream (cudaStream_t) of the kernel's device, NULL for the legacy default stream; ignored by CPU kernels, which have finished

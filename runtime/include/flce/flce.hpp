@@ -33,6 +33,17 @@ struct Workspace {
     std::size_t bytes = 0;
 };
 
+/// Caller-owned memory on the kernel's device, 16-byte aligned, in which forward leaves to backward what spares it computing logits again: as much
+/// as fits. Both passes are given the same bytes, unchanged in between; none (the default) means that backward computes all of them again.
+/// The gradients' bits do not depend on it on a CPU; on a GPU retained logits are rounded.
+struct Retained {
+    void* data = nullptr;
+    std::size_t bytes = 0;
+};
+
+/// Where what is retained lies: in memory of its own, or in that of grad_weight before backward writes it.
+enum class RetainedPlace : std::uint8_t { own, grad_weight };
+
 /// A CUstream of the kernel's device (null: the legacy default stream). Ignored by CPU kernels, which have finished when the call returns.
 struct Stream {
     void* handle = nullptr;
@@ -57,6 +68,7 @@ struct ForwardArgs {
     TensorView entropy{};        ///< [N] fp32, 0 for ignored rows
     TensorView invalid_label{};  ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
                                  ///< ignore_index nor in [0, V). Such rows count as ignored, with or without this tensor
+    Retained retained{};         ///< written; see Kernel::retained_bytes
 };
 
 struct BackwardArgs {
@@ -77,6 +89,8 @@ struct BackwardArgs {
     TensorView grad_hidden{};  ///< [N, D], spec dtype; absent: not computed. Ignored rows receive 0
     TensorView grad_weight{};  ///< like weight, spec.grad_weight_dtype; absent: not computed
     TensorView grad_bias{};    ///< [V], spec.grad_weight_dtype; absent: not computed
+    Retained
+        retained{};  ///< as forward left it. If it is grad_weight's memory, a call with grad_weight destroys it: later calls go without
 };
 
 /// Why this kernel is what it is, for people and for `flce explain`.
@@ -103,6 +117,11 @@ public:
     /// Scratch bytes that a pass over num_tokens tokens needs. Throws ArgumentError for num_tokens < 0 and on overflow.
     [[nodiscard]] std::size_t workspace_bytes(std::int64_t num_tokens, Pass pass = Pass::forward_backward) const;
 
+    /// Most bytes of Retained that passes over num_tokens tokens have a use for; any smaller number does for a part. 0: this kernel retains
+    /// nothing. RetainedPlace::grad_weight: exactly the bytes from the beginning of grad_weight that may be lent for it, or 0 where its memory will
+    /// not do (it accumulates, or its rows are not the vocabulary's).
+    [[nodiscard]] std::size_t retained_bytes(std::int64_t num_tokens, RetainedPlace place = RetainedPlace::own) const;
+
     /// Throws ArgumentError naming the argument before anything is launched; DeviceError when a launch fails.
     void forward(const ForwardArgs& args, Workspace workspace, Stream stream = {}) const;
     /// May run any number of times after one forward, for both gradients or for either.
@@ -122,6 +141,7 @@ private:
     // `slots` is a flce::CallSlots. The public functions above have validated everything.
     virtual void run(bool backward, const std::int64_t* slots, Stream stream) const = 0;
     virtual std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const = 0;
+    virtual std::int64_t retained_bytes_of(std::int64_t /*num_tokens*/, RetainedPlace /*place*/) const { return 0; }
 
     Spec spec_;
     Device device_;
