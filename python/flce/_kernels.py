@@ -40,6 +40,21 @@ def extra_outputs(options: str) -> tuple[str, ...]:
     return tuple(name for name in EXTRA_OUTPUTS if name in chosen)
 
 
+class Inputs(NamedTuple):
+    """What forward and backward of one call share: the operators' arguments, in their order."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D] of hidden's dtype or fp32
+    target: Tensor  # [N] int64 or int32
+    bias: Tensor | None  # [V]
+    class_weight: Tensor | None  # [V]
+    num_valid: Tensor | None  # one element
+    options: str  # the part of a Spec's canonical text that is neither a size nor a dtype: "softcap=30,outputs=loss+lse"
+    ignore_index: int
+    reduction: int
+    workspace_limit_bytes: int  # 0: the default
+
+
 class KernelKey(NamedTuple):
     """What a kernel is found by: the device, what a Spec says, and the planner's scratch."""
 
@@ -87,6 +102,9 @@ class _Frame:
             return _native.TensorView(0, code, len(shape), rows, columns, row_stride, 1, device_type, key.device.index or 0)
 
         self.kernel = kernel
+        self.dtype, self.hidden_major = key.dtype, key.hidden_major
+        self.target_dtype = torch.int64
+        self.rule: tuple[int, int] | None = None  # ignore_index and reduction, as the structs have them
         self.hidden, self.grad_hidden = view(dtype, 0, hidden_size), view(dtype, 0, hidden_size)
         self.weight, self.grad_weight = view(dtype, *weight_shape), view(wide, *weight_shape)
         self.bias, self.grad_bias = view(dtype, vocab_size), view(wide, vocab_size)
@@ -127,55 +145,49 @@ class _Frame:
             getattr(self, name).rows = num_tokens
         self.num_tokens = num_tokens
 
-    def inputs(self, args: Any, call: Call) -> None:
-        """What forward and backward have in common."""
-        hidden, target, num_valid = call.hidden, call.target, call.num_valid
+    def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
+        """What forward and backward have in common, contiguous and in the kernel's dtypes. The result has to live until the call is made."""
+        hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, _ = given
         num_tokens = hidden.shape[0]
         if num_tokens != self.num_tokens:
             self.resize(num_tokens)
-        self.hidden.data = hidden.data_ptr()
-        self.weight.data = call.weight.data_ptr()
+        address = hidden.data_ptr()
+        if address % _ROW_ALIGNMENT or not hidden.is_contiguous():
+            hidden = _aligned(hidden.contiguous())
+            address = hidden.data_ptr()
+        self.hidden.data = address
+        # An fp32 weight of 16-bit hidden states is rounded for this pass alone: what autograd saved is the weight itself.
+        if weight.dtype is not self.dtype:
+            weight = weight.to(self.dtype)
+        address = weight.data_ptr()
+        if address % _ROW_ALIGNMENT or not (is_hidden_major(weight) if self.hidden_major else weight.is_contiguous()):
+            weight = _aligned(weight.t().contiguous().t() if self.hidden_major else weight.contiguous())
+            address = weight.data_ptr()
+        self.weight.data = address
+        if not target.is_contiguous():
+            target = target.contiguous()
         self.target.data = target.data_ptr()
-        self.target.dtype = DTYPE_CODES[target.dtype]
-        self.loss.ndim = 1 if call.reduction == _native.REDUCTION_NONE else 0
-        if call.bias is not None:
-            self.bias.data = call.bias.data_ptr()
-        if call.class_weight is not None:
-            self.class_weight.data = call.class_weight.data_ptr()
+        if target.dtype is not self.target_dtype:
+            self.target_dtype = target.dtype
+            self.target.dtype = DTYPE_CODES[target.dtype]
+        if bias is not None:
+            bias = bias.to(self.dtype).contiguous()
+            self.bias.data = bias.data_ptr()
+        if class_weight is not None:
+            class_weight = class_weight.to(torch.float32).contiguous()
+            self.class_weight.data = class_weight.data_ptr()
         if num_valid is None:
             args.num_valid = None
         else:
             self.num_valid.data = num_valid.data_ptr()
             self.num_valid.dtype = DTYPE_CODES[num_valid.dtype]
             args.num_valid = self.address["num_valid"]
-        args.ignore_index = call.ignore_index
-        args.reduction = call.reduction
-
-
-class Call:
-    """Inputs that forward and backward of one call share, contiguous and in the kernel's dtypes."""
-
-    __slots__ = ("bias", "class_weight", "hidden", "ignore_index", "num_valid", "reduction", "target", "weight")
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None,
-        class_weight: Tensor | None,
-        num_valid: Tensor | None,
-        ignore_index: int,
-        reduction: int,
-    ) -> None:
-        self.hidden = hidden
-        self.weight = weight
-        self.target = target
-        self.bias = bias
-        self.class_weight = class_weight
-        self.num_valid = num_valid
-        self.ignore_index = ignore_index
-        self.reduction = reduction
+        if (ignore_index, reduction) != self.rule:
+            self.rule = (ignore_index, reduction)
+            for each in (self.forward, self.backward):
+                each.ignore_index, each.reduction = ignore_index, reduction
+            self.loss.ndim = 1 if reduction == _native.REDUCTION_NONE else 0
+        return hidden, weight, target, bias, class_weight
 
 
 class Kernel:
@@ -192,6 +204,10 @@ class Kernel:
             torch.cuda.current_stream(key.device).synchronize()
         self.extra_outputs = extra_outputs(key.options)
         self._is_cuda = key.device.type == "cuda"
+        # What outputs and workspace are made after: quicker than naming dtype and device each time.
+        with torch.inference_mode(False):
+            self._float = torch.empty((), dtype=torch.float32, device=key.device)
+            self._byte = torch.empty((), dtype=torch.uint8, device=key.device)
         self._local = threading.local()
 
     @property
@@ -235,38 +251,36 @@ class Kernel:
             index = self.device.index
             stream = _raw_stream(index) if _raw_stream is not None else torch.cuda.current_stream(index).cuda_stream
             # Freed when this returns: the allocator hands it out again only behind this stream's work.
-            workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+            workspace = self._byte.new_empty(size)
             pointer = workspace.data_ptr()
         else:
             stream = None
-            workspace = torch.empty(size + _WORKSPACE_ALIGNMENT, dtype=torch.uint8)
+            workspace = self._byte.new_empty(size + _WORKSPACE_ALIGNMENT)
             pointer = -(-workspace.data_ptr() // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         status = function(self._handle, args_address, pointer, size, stream)
         if status:
             _native.raise_status(status)
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """(values, saved): values is the loss ([] or [N] fp32), with the extra outputs ([N] each) behind it in one flat tensor if there are any.
-        saved
-        is lse [N] fp32, followed by entropy [N] where that is among the outputs."""
+    def forward(self, given: Inputs) -> tuple[Tensor, Tensor]:
+        """(values, saved): values is the loss ([] or [N] fp32), with the extra outputs ([N] each) behind it in one flat tensor if there are any;
+        saved is lse [N] fp32, followed by entropy [N] where that is among the outputs."""
         frame = self._frame()
-        frame.inputs(frame.forward, call)
+        kept = frame.inputs(frame.forward, given)
         if self.extra_outputs:
-            return self._forward_with_extra_outputs(frame, call)
-        num_tokens, device = frame.num_tokens, self.device
-        saved = torch.empty(num_tokens, dtype=torch.float32, device=device)
-        values = torch.empty(num_tokens if call.reduction == _native.REDUCTION_NONE else (), dtype=torch.float32, device=device)
+            return self._forward_with_extra_outputs(frame, given, kept)
+        saved = self._float.new_empty(frame.num_tokens)
+        values = torch.empty_like(saved if given.reduction == _native.REDUCTION_NONE else self._float)
         frame.lse.data = saved.data_ptr()
         frame.loss.data = values.data_ptr()
         self._run(self._library.flce_kernel_forward, frame.forward_address, frame.forward_bytes)
         return values, saved
 
-    def _forward_with_extra_outputs(self, frame: _Frame, call: Call) -> tuple[Tensor, Tensor]:
-        num_tokens, device, names = frame.num_tokens, self.device, self.extra_outputs
+    def _forward_with_extra_outputs(self, frame: _Frame, given: Inputs, kept: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+        num_tokens, names = frame.num_tokens, self.extra_outputs
         with_entropy = "entropy" in names
-        saved = torch.empty(2 * num_tokens if with_entropy else num_tokens, dtype=torch.float32, device=device)
-        first = num_tokens if call.reduction == _native.REDUCTION_NONE else 1
-        values = torch.empty(first + len(names) * num_tokens, dtype=torch.float32, device=device)
+        saved = self._float.new_empty(2 * num_tokens if with_entropy else num_tokens)
+        first = num_tokens if given.reduction == _native.REDUCTION_NONE else 1
+        values = self._float.new_empty(first + len(names) * num_tokens)
         parts = dict(zip(names, values[first:].view(len(names), num_tokens), strict=True))
         frame.lse.data = saved.data_ptr()
         frame.loss.data = values.data_ptr()
@@ -284,7 +298,7 @@ class Kernel:
 
     def backward(
         self,
-        call: Call,
+        given: Inputs,
         saved: Tensor,
         grad_values: Tensor,
         grad_hidden: Tensor | None,
@@ -294,14 +308,14 @@ class Kernel:
         """Writes (or, in an accumulating kernel, adds for weight and bias) the gradients that are not None. grad_values is like forward's values."""
         frame = self._frame()
         args, address = frame.backward, frame.address
-        frame.inputs(args, call)
+        kept = frame.inputs(args, given)  # noqa: F841  # alive until the call is made
         frame.lse.data = saved.data_ptr()
         frame.loss.data = grad_values.data_ptr()
         if self.extra_outputs:
             num_tokens = frame.num_tokens
             if "entropy" in self.extra_outputs:
                 frame.entropy.data = saved.data_ptr() + _FP32_BYTES * num_tokens
-            first = num_tokens if call.reduction == _native.REDUCTION_NONE else 1
+            first = num_tokens if given.reduction == _native.REDUCTION_NONE else 1
             for i, extra in enumerate(self.extra_outputs):
                 getattr(frame, f"grad_{extra}").data = grad_values.data_ptr() + _FP32_BYTES * (first + i * num_tokens)
         if grad_hidden is None:
@@ -349,6 +363,24 @@ def _session(device: torch.device) -> ctypes.c_void_p:
         return session
 
 
+def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
+    """The kernel that computes such a call."""
+    hidden, weight = given.hidden, given.weight
+    return find(
+        hidden.device,
+        hidden.shape[1],
+        weight.shape[0],
+        hidden.dtype,
+        is_hidden_major(weight),
+        weight.dtype if grad_weight_out is None else grad_weight_out.dtype,
+        grad_weight_out is not None,
+        given.bias is not None,
+        given.class_weight is not None,
+        given.options,
+        given.workspace_limit_bytes,
+    )
+
+
 def find(*fields: Any) -> Kernel:
     """The kernel for a KernelKey of these fields: from memory, from the disk cache, or compiled."""
     kernel = _kernels.get(fields)  # type: ignore[call-overload]  # a named tuple hashes as a plain one, which is made faster
@@ -370,8 +402,10 @@ def all_kernels() -> list[Kernel]:
         return list(_kernels.values())
 
 
-def contiguous_rows(tensor: Tensor) -> Tensor:
-    """`tensor`, contiguous and aligned as the library wants rows; copied only where it is not."""
-    if not tensor.is_contiguous():
-        return tensor.contiguous()
+def is_hidden_major(weight: Tensor) -> bool:
+    """Whether [V, D] is the view of a contiguous [D, V]."""
+    return weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
+
+
+def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % _ROW_ALIGNMENT else tensor

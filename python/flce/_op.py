@@ -1,8 +1,7 @@
 """The operators flce::linear_cross_entropy and flce::linear_cross_entropy_backward, and the autograd node that both eager code and compilers record.
 
-Operators take hidden [N, D] contiguous, weight [V, D] (its transpose contiguous: no copy is made) of hidden's dtype or fp32, target [N];
-`functional` brings arguments into that form. `options` is the part of a Spec's canonical text that is neither a size nor a dtype:
-"softcap=30,outputs=loss+lse".
+Operators take the fields of `_kernels.Inputs`; `functional` brings arguments into that form. No copy is made where hidden is contiguous and weight or
+its transpose is.
 """
 
 from __future__ import annotations
@@ -14,123 +13,45 @@ import torch
 from torch import Tensor
 
 from flce import _kernels, _native, errors
+from flce._kernels import Inputs
 
 NO_GRADIENTS = (None, None, None)
 
 
-def _is_hidden_major(weight: Tensor) -> bool:
-    """Whether [V, D] is the view of a contiguous [D, V]."""
-    return weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
-
-
-def _find(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    options: str,
-    workspace_limit_bytes: int,
-    grad_weight_out: Tensor | None,
-) -> _kernels.Kernel:
-    return _kernels.find(
-        hidden.device,
-        hidden.shape[1],
-        weight.shape[0],
-        hidden.dtype,
-        _is_hidden_major(weight),
-        weight.dtype if grad_weight_out is None else grad_weight_out.dtype,
-        grad_weight_out is not None,
-        bias is not None,
-        class_weight is not None,
-        options,
-        workspace_limit_bytes,
-    )
-
-
-def _prepare(
-    kernel: _kernels.Kernel,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    num_valid: Tensor | None,
-    ignore_index: int,
-    reduction: int,
-) -> _kernels.Call:
-    dtype = kernel.key.dtype
-    # An fp32 weight of 16-bit hidden states is rounded for this pass alone: what autograd saved is the weight itself.
-    rows = weight if weight.dtype is dtype else weight.to(dtype)
-    if kernel.key.hidden_major:
-        rows = rows.t()
-    if bias is not None:
-        bias = bias.to(dtype).contiguous()
-    if class_weight is not None:
-        class_weight = class_weight.to(torch.float32).contiguous()
-    if not target.is_contiguous():
-        target = target.contiguous()
-    hidden, rows = _kernels.contiguous_rows(hidden), _kernels.contiguous_rows(rows)
-    return _kernels.Call(hidden, rows, target, bias, class_weight, num_valid, ignore_index, reduction)
-
-
-def run_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    num_valid: Tensor | None,
-    options: str,
-    ignore_index: int,
-    reduction: int,
-    workspace_limit_bytes: int,
-    grad_weight_out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def run_forward(given: Inputs, grad_weight_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(values, saved) as `_kernels.Kernel.forward` describes them."""
-    kernel = _find(hidden, weight, bias, class_weight, options, workspace_limit_bytes, grad_weight_out)
-    return kernel.forward(_prepare(kernel, hidden, weight, target, bias, class_weight, num_valid, ignore_index, reduction))
+    return _kernels.find_for(given, grad_weight_out).forward(given)
 
 
 def run_backward(
-    grad_values: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    saved: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    num_valid: Tensor | None,
-    options: str,
-    ignore_index: int,
-    reduction: int,
-    workspace_limit_bytes: int,
-    wanted: Sequence[bool],
-    grad_weight_out: Tensor | None = None,
+    kernel: _kernels.Kernel, given: Inputs, saved: Tensor, grad_values: Tensor, wanted: Sequence[bool], grad_weight_out: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here."""
-    kernel = _find(hidden, weight, bias, class_weight, options, workspace_limit_bytes, grad_weight_out)
-    call = _prepare(kernel, hidden, weight, target, bias, class_weight, num_valid, ignore_index, reduction)
+    hidden, weight, bias = given.hidden, given.weight, given.bias
+    want_hidden, want_weight, want_bias = wanted
     wide = kernel.key.grad_weight_dtype
-    grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-    rows: Tensor | None = None
-    if wanted[1]:
-        if grad_weight_out is None:
-            rows = torch.empty_like(call.weight, dtype=wide)
+    grad_hidden = grad_weight = grad_bias = None
+    if want_hidden:
+        grad_hidden = torch.empty_like(hidden) if hidden.is_contiguous() else hidden.new_empty(hidden.shape)
+    if want_weight:
+        if grad_weight_out is not None:
+            grad_weight = grad_weight_out
+        elif kernel.key.hidden_major:
+            grad_weight = weight.new_empty(weight.shape[::-1], dtype=wide).t()
+        elif weight.dtype is wide and weight.is_contiguous():
+            grad_weight = torch.empty_like(weight)
         else:
-            rows = grad_weight_out.t() if kernel.key.hidden_major else grad_weight_out
-    grad_bias: Tensor | None = None
-    if wanted[2] and bias is not None:
+            grad_weight = weight.new_empty(weight.shape, dtype=wide)
+    if want_bias and bias is not None:
         # An accumulating kernel adds to the bias gradient too; autograd wants this call's alone.
         make = torch.zeros if kernel.key.accumulate else torch.empty
         grad_bias = make(bias.shape, dtype=wide, device=hidden.device)
-    if grad_hidden is None and rows is None and grad_bias is None:
+    if grad_hidden is None and grad_weight is None and grad_bias is None:
         return NO_GRADIENTS
-    kernel.backward(call, saved, grad_values.contiguous(), grad_hidden, rows, grad_bias)
+    kernel.backward(given, saved, grad_values.contiguous(), grad_hidden, grad_weight, grad_bias)
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
-    if rows is None or grad_weight_out is not None:
-        return grad_hidden, None, grad_bias
-    return grad_hidden, rows.t() if kernel.key.hidden_major else rows, grad_bias
+    return grad_hidden, None if grad_weight_out is not None else grad_weight, grad_bias
 
 
 class NoSecondDerivative(torch.autograd.Function):
@@ -166,7 +87,7 @@ def _wanted(ctx: Any, hidden: Tensor, weight: Tensor) -> list[bool]:
         return wanted
     # Asking takes some microseconds, in which small gradients are long made. (Not where one would be added to a buffer unasked, nor while tracing: no
     # choice may hang on the number of tokens there.)
-    if not ctx.dispatch and ctx.grad_weight_out is None and hidden.shape[0] * weight.numel() < _SMALL:
+    if ctx.kernel is not None and ctx.grad_weight_out is None and hidden.shape[0] * weight.numel() < _SMALL:
         return wanted
     # One edge a tensor input, in order: a missing bias has none, but is not wanted either.
     for i, (node, _) in enumerate(ctx.next_functions[:3]):
@@ -179,7 +100,8 @@ def _wanted(ctx: Any, hidden: Tensor, weight: Tensor) -> list[bool]:
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The node. The differentiable inputs come first (`_wanted` counts on it). With `dispatch` it goes through the operators."""
+    """The node. The differentiable inputs come first (`_wanted` counts on it), and again in `given`. Without a kernel it goes through the
+    operators."""
 
     @staticmethod
     def forward(
@@ -187,38 +109,37 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
-        num_valid: Tensor | None,
-        call: tuple[str, int, int, int],
+        given: Inputs,
+        kernel: _kernels.Kernel | None,
         grad_weight_out: Tensor | None,
-        dispatch: bool,
     ) -> Any:
-        ctx.dispatch, ctx.call, ctx.grad_weight_out = dispatch, call, grad_weight_out
-        if dispatch:
+        ctx.kernel, ctx.call, ctx.grad_weight_out = kernel, given[6:], grad_weight_out  # six tensors come before
+        if kernel is None:
             with torch._C._AutoDispatchBelowAutograd():
-                values, saved = _forward_op(hidden, weight, target, bias, class_weight, num_valid, *call)
+                values, saved = _forward_op(*given)
             ctx.mark_non_differentiable(saved)
         else:
-            values, saved = run_forward(hidden, weight, target, bias, class_weight, num_valid, *call, grad_weight_out)
-        ctx.save_for_backward(hidden, weight, target, saved, bias, class_weight, num_valid)
-        return (values, saved) if dispatch else values
+            values, saved = kernel.forward(given)
+        ctx.save_for_backward(saved, *given[:6])
+        return (values, saved) if kernel is None else values
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         grad_values = grad_outputs[0]
-        hidden, weight, target, saved, bias, class_weight, num_valid = ctx.saved_tensors
+        saved, *tensors = ctx.saved_tensors
+        given = Inputs(*tensors, *ctx.call)
+        hidden, weight, kernel = given.hidden, given.weight, ctx.kernel
         wanted = _wanted(ctx, hidden, weight)
         gradients: Sequence[Tensor | None]
-        inputs: tuple[Any, ...] = (grad_values, hidden, weight, target, saved, bias, class_weight, num_valid, *ctx.call, wanted)
-        if ctx.dispatch:
-            gradients = [value if want else None for value, want in zip(_backward_op(*inputs), wanted, strict=True)]
-        else:
-            inputs = (*inputs, ctx.grad_weight_out)
-            gradients = run_backward(*inputs)
-            if torch.is_grad_enabled():
-                gradients = _refuse_second_derivative(gradients, (grad_values, hidden, weight, bias))
-        return *gradients, None, None, None, None, None, None
+        if kernel is None:
+            made = _backward_op(grad_values, *given[:3], saved, *given[3:], wanted)
+            return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None
+        if hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:  # hooks on saved tensors may give back others
+            kernel = _kernels.find_for(given, ctx.grad_weight_out)
+        gradients = run_backward(kernel, given, saved, grad_values, wanted, ctx.grad_weight_out)
+        if torch.is_grad_enabled():
+            gradients = _refuse_second_derivative(gradients, (grad_values, hidden, weight, given.bias))
+        return *gradients, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -227,17 +148,20 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         )
 
 
+# Function.apply without its layer in Python, for calls that have looked for torch.func's transforms themselves.
+apply_directly: Callable[..., Tensor] = super(torch.autograd.Function, LinearCrossEntropyFunction).apply
+
+
 # ── torch.library ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target"
-_OPTIONAL = "Tensor? bias, Tensor? class_weight, Tensor? num_valid"
-_CALL = "str options, int ignore_index, int reduction, int workspace_limit_bytes"
+_REST = "Tensor? bias, Tensor? class_weight, Tensor? num_valid, str options, int ignore_index, int reduction, int workspace_limit_bytes"  # of Inputs
 
 _library = torch.library.Library("flce", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_library.define(f"linear_cross_entropy({_INPUTS}, {_OPTIONAL}, {_CALL}) -> (Tensor values, Tensor saved)", tags=_tags)
+_library.define(f"linear_cross_entropy({_INPUTS}, {_REST}) -> (Tensor values, Tensor saved)", tags=_tags)
 _library.define(
-    f"linear_cross_entropy_backward(Tensor grad_values, {_INPUTS}, Tensor saved, {_OPTIONAL}, {_CALL}, bool[3] wanted)"
+    f"linear_cross_entropy_backward(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted)"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     tags=_tags,
 )
@@ -245,64 +169,57 @@ _forward_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.flce.linear_cross_
 _backward_op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.flce.linear_cross_entropy_backward.default
 
 
+def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor]:
+    return run_forward(Inputs(*args))
+
+
+def _backward_arguments(hidden: Tensor, weight: Tensor, target: Tensor, saved: Tensor, *rest: Any) -> tuple[Inputs, Tensor, Sequence[bool]]:
+    *others, wanted = rest
+    return Inputs(hidden, weight, target, *others), saved, wanted
+
+
 def _backward_kernel(grad_values: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    gradients = run_backward(grad_values, *args)
+    given, saved, wanted = _backward_arguments(*args)
+    gradients = run_backward(_kernels.find_for(given), given, saved, grad_values, wanted)
     return tuple(grad_values.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _forward_fake(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    num_valid: Tensor | None,
-    options: str,
-    ignore_index: int,
-    reduction: int,
-    workspace_limit_bytes: int,
-) -> tuple[Tensor, Tensor]:
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    given = Inputs(*args)
+    hidden = given.hidden
     num_tokens = hidden.shape[0]
-    extra = _kernels.extra_outputs(options)
+    extra = _kernels.extra_outputs(given.options)
     saved = hidden.new_empty(2 * num_tokens if "entropy" in extra else num_tokens, dtype=torch.float32)
-    per_token = reduction == _native.REDUCTION_NONE
+    per_token = given.reduction == _native.REDUCTION_NONE
     if not extra:
         return hidden.new_empty((num_tokens,) if per_token else (), dtype=torch.float32), saved
     first = num_tokens if per_token else 1
     return hidden.new_empty(first + len(extra) * num_tokens, dtype=torch.float32), saved
 
 
-def _backward_fake(
-    grad_values: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, saved: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    wanted = rest[-1]
-    none = grad_values.new_empty(0)
-    grad_hidden = torch.empty_like(hidden) if wanted[0] else none
-    grad_weight = none
+def _backward_fake(grad_values: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given, _, wanted = _backward_arguments(*args)
+    weight, bias = given.weight, given.bias
+    grad_hidden = given.hidden.new_empty(given.hidden.shape) if wanted[0] else grad_values.new_empty(0)
+    grad_weight = grad_values.new_empty(0)
     if wanted[1]:
-        grad_weight = weight.new_empty(weight.shape[::-1]).t() if _is_hidden_major(weight) else weight.new_empty(weight.shape)
+        grad_weight = weight.new_empty(weight.shape[::-1]).t() if _kernels.is_hidden_major(weight) else weight.new_empty(weight.shape)
     grad_bias = bias.new_empty(bias.shape) if wanted[2] and bias is not None else grad_values.new_empty(0)
-    return grad_hidden, grad_weight if wanted[1] else grad_values.new_empty(0), grad_bias
+    return grad_hidden, grad_weight, grad_bias
 
 
-def _forward_autograd(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    num_valid: Tensor | None,
-    *call: Any,
-) -> Any:
-    return LinearCrossEntropyFunction.apply(hidden, weight, bias, target, class_weight, num_valid, call, None, True)
+def _forward_autograd(*args: Any) -> Any:
+    given = Inputs(*args)
+    return LinearCrossEntropyFunction.apply(given.hidden, given.weight, given.bias, given, None, None)
 
 
-def _backward_autograd(grad_values: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, saved: Tensor, bias: Any, *rest: Any) -> Any:
+def _backward_autograd(grad_values: Tensor, *args: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        gradients = _backward_op(grad_values, hidden, weight, target, saved, bias, *rest)
+        gradients = _backward_op(grad_values, *args)
     if not torch.is_grad_enabled():
         return gradients
-    return tuple(_refuse_second_derivative(gradients, (grad_values, hidden, weight, bias)))
+    given, _, _ = _backward_arguments(*args)
+    return tuple(_refuse_second_derivative(gradients, (grad_values, given.hidden, given.weight, given.bias)))
 
 
 def _refuse_transform(*args: Any, **kwargs: Any) -> Any:
@@ -313,7 +230,7 @@ def _refuse_transform(*args: Any, **kwargs: Any) -> Any:
 
 
 for _name, _forward_or_backward, _autograd, _fake in (
-    ("linear_cross_entropy", run_forward, _forward_autograd, _forward_fake),
+    ("linear_cross_entropy", _forward_kernel, _forward_autograd, _forward_fake),
     ("linear_cross_entropy_backward", _backward_kernel, _backward_autograd, _backward_fake),
 ):
     for _key in ("CPU", "CUDA"):

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce import _op, errors
+from flce import _kernels, _op, errors
+from flce._kernels import Inputs
 from flce._targets import shift_labels
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
@@ -81,16 +82,32 @@ def linear_cross_entropy(
     if shift or cu_seqlens is not None:
         _check_shift(target, shift, cu_seqlens)
         target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
-    hidden, weight = _autocast(hidden, weight)
-    _check_inputs(hidden, weight, target, bias, class_weight)
+    plain = _is_plain(hidden, weight, bias, target)
+    signature = None
+    if plain and bias is None and class_weight is None and num_valid_tokens is None and grad_weight_out is None and not _in_autocast(hidden):
+        # Everything that the checks below look at: what has passed them passes again.
+        signature = (
+            *(hidden.shape, hidden.dtype, hidden.device, target.shape, target.dtype, target.device),
+            *(weight.shape, weight.dtype, weight.device, weight.stride(), ignore_index, reduction),
+            *(logit_scale, softcap, label_smoothing, z_loss, return_lse, return_logprobs, return_entropy, workspace_limit_bytes),
+        )
+    passed = _known(signature)
     num_valid = None
-    if num_valid_tokens is not None:
-        num_valid = _num_valid(num_valid_tokens, reduction, hidden)
-    if grad_weight_out is not None:
-        _check_grad_weight_out(grad_weight_out, hidden, weight)
-    code = REDUCTIONS.get(reduction)
-    if code is None:
-        raise errors.ArgumentError(f"reduction is {reduction!r}; allowed are 'none', 'sum', 'mean'")
+    if passed is None:
+        hidden, weight = _autocast(hidden, weight)
+        _check_inputs(hidden, weight, target, bias, class_weight)
+        if num_valid_tokens is not None:
+            num_valid = _num_valid(num_valid_tokens, reduction, hidden)
+        if grad_weight_out is not None:
+            _check_grad_weight_out(grad_weight_out, hidden, weight)
+        code = REDUCTIONS.get(reduction)
+        if code is None:
+            raise errors.ArgumentError(f"reduction is {reduction!r}; allowed are 'none', 'sum', 'mean'")
+        extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
+        options = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
+        passed = _Passed((options, int(ignore_index), code, _workspace_limit(workspace_limit_bytes)), len(extra))
+        if signature is not None:
+            _remember(signature, passed)
 
     token_shape = target.shape
     if len(token_shape) != 1:
@@ -101,19 +118,45 @@ def linear_cross_entropy(
         hidden, weight = F.pad(hidden, (0, padding)), F.pad(weight, (0, padding))
     if not hidden.is_contiguous():
         hidden = hidden.contiguous()
-
-    extra: list[str] = []
-    if return_lse or return_logprobs or return_entropy:
-        extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
-    options = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
-    limit = 0 if workspace_limit_bytes is None else _workspace_limit(workspace_limit_bytes)
-    values = _apply(hidden, weight, bias, target, class_weight, num_valid, (options, int(ignore_index), code, limit), grad_weight_out)
-    if not extra:
-        return values if code or len(token_shape) == 1 else values.view(token_shape)
-    per_token = values.shape[0] // (len(extra) + 1) if code == 0 else (values.shape[0] - 1) // len(extra)
-    first = values[0] if code else values[:per_token].view(token_shape)
-    rest = values[values.shape[0] - len(extra) * per_token :].view(len(extra), *token_shape)
+    given = Inputs(hidden, weight, target, bias, class_weight, num_valid, *passed.call)
+    values = _eager(given, passed, grad_weight_out) if plain else _through_operator(given, grad_weight_out)
+    per_row = given.reduction == REDUCTIONS["none"]
+    if not passed.num_extra:
+        return values.view(token_shape) if per_row and len(token_shape) != 1 else values
+    per_token = values.shape[0] // (passed.num_extra + 1) if per_row else (values.shape[0] - 1) // passed.num_extra
+    first = values[:per_token].view(token_shape) if per_row else values[0]
+    rest = values[values.shape[0] - passed.num_extra * per_token :].view(passed.num_extra, *token_shape)
     return (first, *rest.unbind(0))
+
+
+class _Passed:
+    """What the checks of a call's arguments came to."""
+
+    __slots__ = ("call", "kernel", "num_extra")
+
+    def __init__(self, call: tuple[str, int, int, int], num_extra: int) -> None:
+        self.call = call  # the last fields of Inputs
+        self.num_extra = num_extra
+        self.kernel: _kernels.Kernel | None = None  # once it is looked up, of calls that are remembered
+
+
+_passed: dict[tuple[Any, ...], _Passed] = {}
+_MOST_REMEMBERED = 1024
+
+
+def _known(signature: tuple[Any, ...] | None) -> _Passed | None:
+    if signature is None:
+        return None
+    try:
+        return _passed.get(signature)
+    except TypeError:  # an argument that cannot be hashed is refused by the checks
+        return None
+
+
+def _remember(signature: tuple[Any, ...], passed: _Passed) -> None:
+    if len(_passed) >= _MOST_REMEMBERED:
+        _passed.clear()
+    _passed[signature] = passed
 
 
 def options_text(
@@ -144,26 +187,22 @@ def _number(name: str, value: Any) -> str:
     return repr(float(value))
 
 
-def _apply(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    num_valid: Tensor | None,
-    call: tuple[str, int, int, int],
-    grad_weight_out: Tensor | None,
-) -> Tensor:
-    if not _is_plain(hidden, weight, bias, target):
-        if grad_weight_out is not None:
-            raise errors.ArgumentError("grad_weight_out is for eager mode; leave it out under torch.compile, dispatch modes and tensor subclasses")
-        values: Tensor = torch.ops.flce.linear_cross_entropy(hidden, weight, target, bias, class_weight, num_valid, *call)[0]
-        return values
+def _through_operator(given: Inputs, grad_weight_out: Tensor | None) -> Tensor:
+    if grad_weight_out is not None:
+        raise errors.ArgumentError("grad_weight_out is for eager mode; leave it out under torch.compile, dispatch modes and tensor subclasses")
+    values: Tensor = torch.ops.flce.linear_cross_entropy(*given)[0]
+    return values
+
+
+def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None) -> Tensor:
+    kernel = passed.kernel
+    if kernel is None:
+        kernel = passed.kernel = _kernels.find_for(given, grad_weight_out)
+    hidden, weight, bias = given.hidden, given.weight, given.bias
     needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if needs_gradient and torch.is_grad_enabled():
-        result: Tensor = _op.LinearCrossEntropyFunction.apply(hidden, weight, bias, target, class_weight, num_valid, call, grad_weight_out, False)
-        return result
-    return _op.run_forward(hidden, weight, target, bias, class_weight, num_valid, *call, grad_weight_out)[0]
+        return _op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out)
+    return kernel.forward(given)[0]
 
 
 def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
@@ -182,10 +221,15 @@ def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tenso
     )
 
 
-def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _in_autocast(hidden: Tensor) -> bool:
     device_type = hidden.device.type
-    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+    return device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
+
+
+def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    if not _in_autocast(hidden):
         return hidden, weight
+    device_type = hidden.device.type
     dtype = torch.get_autocast_dtype(device_type)
     if hidden.dtype in _DTYPES and hidden.dtype != dtype:
         hidden = hidden.to(dtype)
