@@ -214,6 +214,15 @@ std::vector<fs::path> recorded_folders() {
     return folders;
 }
 
+/// The folder of NVIDIA's wheels beside this one's, where libflce was installed in site-packages/flce/lib; else empty.
+fs::path wheels_beside() {
+    const fs::path library = library_folder();
+    if (library.parent_path().filename() != "flce") return {};
+    std::error_code ignored;
+    const fs::path wheels = library.parent_path().parent_path() / "nvidia";
+    return fs::is_directory(wheels, ignored) ? wheels : fs::path();
+}
+
 /// What sys.prefix would be: the folder above the one that holds the first python3 of PATH.
 fs::path python_prefix() {
     const std::string path = variable("PATH");
@@ -231,6 +240,7 @@ std::optional<NvrtcLocation> search_everywhere(Search& search) {
     for (const fs::path& folder : recorded_folders()) {
         if (auto found = search.folder(folder, "recorded by the build")) return found;
     }
+    if (auto found = search.folder(wheels_beside(), "wheels beside flce's")) return found;
     for (const char* name : {"CUDA_HOME", "CUDA_PATH"}) {
         if (auto found = search.folder(variable(name), name)) return found;
     }
