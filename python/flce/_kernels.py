@@ -29,6 +29,10 @@ _ROW_ALIGNMENT = 16  # bytes; of hidden, weight and their gradients
 _WORKSPACE_ALIGNMENT = 256  # torch's CUDA allocator gives 512, its CPU allocator 64
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_raw_delete: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
+# What torch.cuda.caching_allocator_alloc calls, on the current device.
+_raw_alloc: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None) if _current_device and _raw_delete else None
 
 
 EXTRA_OUTPUTS = ("lse", "logprob", "entropy")
@@ -247,17 +251,23 @@ class Kernel:
         return frame
 
     def _run(self, function: Any, args_address: int, size: int) -> None:
-        if self._is_cuda:
-            index = self.device.index
-            stream = _raw_stream(index) if _raw_stream is not None else torch.cuda.current_stream(index).cuda_stream
-            # Freed when this returns: the allocator hands it out again only behind this stream's work.
-            workspace = self._byte.new_empty(size)
-            pointer = workspace.data_ptr()
-        else:
-            stream = None
+        """One call, with `size` bytes of workspace: freed when this returns, handed out again by the allocator only behind this stream's work."""
+        if not self._is_cuda:
             workspace = self._byte.new_empty(size + _WORKSPACE_ALIGNMENT)
             pointer = -(-workspace.data_ptr() // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-        status = function(self._handle, args_address, pointer, size, stream)
+            status = function(self._handle, args_address, pointer, size, None)
+        else:
+            index = self.device.index
+            stream = _raw_stream(index) if _raw_stream is not None else torch.cuda.current_stream(index).cuda_stream
+            if _raw_alloc is not None and _current_device() == index:  # less than half the time of making a tensor
+                pointer = _raw_alloc(size, stream)
+                try:
+                    status = function(self._handle, args_address, pointer, size, stream)
+                finally:
+                    _raw_delete(pointer)
+            else:
+                workspace = self._byte.new_empty(size)
+                status = function(self._handle, args_address, workspace.data_ptr(), size, stream)
         if status:
             _native.raise_status(status)
 

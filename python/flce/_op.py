@@ -75,19 +75,17 @@ def _refuse_second_derivative(gradients: Sequence[Tensor | None], sources: Seque
     return [None if gradient is None else NoSecondDerivative.apply(gradient, *tracked) for gradient in gradients]
 
 
-_SMALL = 1 << 16  # multiply-adds
+# Multiply-adds up to which gradients are made unasked: asking the engine takes some microseconds, in which small ones are long made. (Not where one
+# would be added to a buffer unasked, nor while tracing: no choice may hang on the number of tokens there.)
+_SMALL = 1 << 16
 _engine_will_run = getattr(torch._C, "_will_engine_execute_node", None)
 
 
-def _wanted(ctx: Any, hidden: Tensor, weight: Tensor) -> list[bool]:
+def _wanted(ctx: Any) -> list[bool]:
     """Whether this run of the engine uses the gradients of hidden, weight and bias. needs_input_grad says what forward's inputs required; a schedule
     that runs backward for activations first and for weights later asks for less each time."""
     wanted = list(ctx.needs_input_grad[:3])
     if _engine_will_run is None or sum(wanted) < 2:
-        return wanted
-    # Asking takes some microseconds, in which small gradients are long made. (Not where one would be added to a buffer unasked, nor while tracing: no
-    # choice may hang on the number of tokens there.)
-    if ctx.kernel is not None and ctx.grad_weight_out is None and hidden.shape[0] * weight.numel() < _SMALL:
         return wanted
     # One edge a tensor input, in order: a missing bias has none, but is not wanted either.
     for i, (node, _) in enumerate(ctx.next_functions[:3]):
@@ -113,7 +111,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         kernel: _kernels.Kernel | None,
         grad_weight_out: Tensor | None,
     ) -> Any:
-        ctx.kernel, ctx.call, ctx.grad_weight_out = kernel, given[6:], grad_weight_out  # six tensors come before
+        ctx.call = kernel, grad_weight_out, given[6:]  # the fields that are no tensors
         if kernel is None:
             with torch._C._AutoDispatchBelowAutograd():
                 values, saved = _forward_op(*given)
@@ -127,16 +125,18 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         grad_values = grad_outputs[0]
         saved, *tensors = ctx.saved_tensors
-        given = Inputs(*tensors, *ctx.call)
-        hidden, weight, kernel = given.hidden, given.weight, ctx.kernel
-        wanted = _wanted(ctx, hidden, weight)
+        kernel, grad_weight_out, rest = ctx.call
+        given = Inputs(*tensors, *rest)
+        hidden, weight = given.hidden, given.weight
+        may_ask = kernel is None or grad_weight_out is not None or hidden.shape[0] * weight.numel() >= _SMALL
+        wanted = _wanted(ctx) if may_ask else ctx.needs_input_grad[:3]
         gradients: Sequence[Tensor | None]
         if kernel is None:
             made = _backward_op(grad_values, *given[:3], saved, *given[3:], wanted)
             return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None
         if hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:  # hooks on saved tensors may give back others
-            kernel = _kernels.find_for(given, ctx.grad_weight_out)
-        gradients = run_backward(kernel, given, saved, grad_values, wanted, ctx.grad_weight_out)
+            kernel = _kernels.find_for(given, grad_weight_out)
+        gradients = run_backward(kernel, given, saved, grad_values, wanted, grad_weight_out)
         if torch.is_grad_enabled():
             gradients = _refuse_second_derivative(gradients, (grad_values, hidden, weight, given.bias))
         return *gradients, None, None, None

@@ -42,6 +42,28 @@ def test_example_trains_and_needs_less_memory() -> None:
     assert memory["flce"] < memory["materialised logits"]
 
 
+class Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+def node_outlives_its_output() -> bool:
+    """Whether the node that a custom Function leaves in the graph is kept by its Python object, as split backward takes for granted."""
+    output = Plain.apply(torch.zeros(1, requires_grad=True))
+    node = output.grad_fn
+    output.detach_()
+    try:
+        return node._input_metadata is not None
+    except RuntimeError:
+        return False
+
+
+@pytest.mark.skipif(not node_outlives_its_output(), reason="this torch's split backward loses the node of any custom Function at the loss")
 def test_split_backward_computes_each_gradient_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero-bubble schedules ask for the stage's input first and for the weights later, with these two functions."""
     split = pytest.importorskip("torch.distributed.pipelining._backward")
