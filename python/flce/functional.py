@@ -23,6 +23,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _HIDDEN_MULTIPLE = 8
 
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 
 
@@ -83,15 +84,20 @@ def linear_cross_entropy(
         _check_shift(target, shift, cu_seqlens)
         target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     plain = _is_plain(hidden, weight, bias, target)
-    signature = None
-    if plain and bias is None and class_weight is None and num_valid_tokens is None and grad_weight_out is None and not _in_autocast(hidden):
+    signature = passed = None
+    if plain and bias is None and class_weight is None and num_valid_tokens is None and grad_weight_out is None and not _any_autocast():
         # Everything that the checks below look at: what has passed them passes again.
         signature = (
             *(hidden.shape, hidden.dtype, hidden.device, target.shape, target.dtype, target.device),
             *(weight.shape, weight.dtype, weight.device, weight.stride(), ignore_index, reduction),
             *(logit_scale, softcap, label_smoothing, z_loss, return_lse, return_logprobs, return_entropy, workspace_limit_bytes),
         )
-    passed = _known(signature)
+        try:
+            passed = _passed.get(signature)
+        except TypeError:  # an argument that cannot be hashed is refused by the checks
+            signature = None
+    if passed is not None and passed.as_given and hidden.is_contiguous():
+        return _eager(Inputs(hidden, weight, target, None, None, None, *passed.call), passed, None)
     num_valid = None
     if passed is None:
         hidden, weight = _autocast(hidden, weight)
@@ -107,6 +113,7 @@ def linear_cross_entropy(
         options = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
         passed = _Passed((options, int(ignore_index), code, _workspace_limit(workspace_limit_bytes)), len(extra))
         if signature is not None:
+            passed.as_given = not extra and target.dim() == 1 and hidden.shape[1] % _HIDDEN_MULTIPLE == 0
             _remember(signature, passed)
 
     token_shape = target.shape
@@ -132,25 +139,17 @@ def linear_cross_entropy(
 class _Passed:
     """What the checks of a call's arguments came to."""
 
-    __slots__ = ("call", "kernel", "num_extra")
+    __slots__ = ("as_given", "call", "kernel", "num_extra")
 
     def __init__(self, call: tuple[str, int, int, int], num_extra: int) -> None:
         self.call = call  # the last fields of Inputs
         self.num_extra = num_extra
+        self.as_given = False  # tensors (if hidden is contiguous) and result need no other form
         self.kernel: _kernels.Kernel | None = None  # once it is looked up, of calls that are remembered
 
 
 _passed: dict[tuple[Any, ...], _Passed] = {}
 _MOST_REMEMBERED = 1024
-
-
-def _known(signature: tuple[Any, ...] | None) -> _Passed | None:
-    if signature is None:
-        return None
-    try:
-        return _passed.get(signature)
-    except TypeError:  # an argument that cannot be hashed is refused by the checks
-        return None
 
 
 def _remember(signature: tuple[Any, ...], passed: _Passed) -> None:
