@@ -239,7 +239,7 @@ private:
     void compare_grad_weight(const Reference& reference, const Yardstick& yardstick) {
         const auto bytes = outputs_.grad_weight.to_host<std::byte>();
         const auto bias = spec_.bias ? download(outputs_.grad_bias, spec_.grad_weight_dtype) : std::vector<double>{};
-        const auto stored = [&](double value) { return rounded_mantissa(static_cast<float>(value), spec_.grad_weight_dtype); };
+        const auto stored = [&](double value) { return stored_value(static_cast<float>(value), spec_.grad_weight_dtype); };
         struct RowNorms {
             NormPair weight, bias;
         };

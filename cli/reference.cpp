@@ -62,6 +62,11 @@ Real rounded(Real value, DType dtype) {
     if constexpr (std::is_same_v<Real, float>) return rounded_mantissa(value, dtype);
     return value;
 }
+template <class Real>
+Real stored(Real value, DType dtype) {
+    if constexpr (std::is_same_v<Real, float>) return stored_value(value, dtype);
+    return value;
+}
 
 }  // namespace
 
@@ -71,6 +76,13 @@ float rounded_mantissa(float value, DType dtype) {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     const std::uint32_t half = (1U << (dropped - 1)) - 1 + ((bits >> dropped) & 1U);
     return std::bit_cast<float>((bits + half) >> dropped << dropped);
+}
+
+float stored_value(float value, DType dtype) {
+    constexpr float kSmallestNormal = 0x1p-14F;
+    constexpr float kSmallest = 0x1p-24F;
+    if (dtype == DType::fp16 && std::abs(value) < kSmallestNormal) return std::nearbyint(value / kSmallest) * kSmallest;
+    return rounded_mantissa(value, dtype);
 }
 
 Judge::Judge(DType dtype, double product_norm)
@@ -302,7 +314,7 @@ void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, c
     }
     const auto first = grad_hidden_.begin() + static_cast<std::ptrdiff_t>(begin) * d;
     std::transform(first, first + static_cast<std::ptrdiff_t>(end - begin) * d, first,
-                   [&](Real value) { return rounded(value, problem_.spec.dtype); });
+                   [&](Real value) { return stored(value, problem_.spec.dtype); });
 }
 
 template <class Real>

@@ -152,5 +152,7 @@ private:
 
 /// `value` with its mantissa rounded to that of `dtype`, to nearest even; its exponent is not limited (kernels and frameworks scale).
 [[nodiscard]] float rounded_mantissa(float value, DType dtype);
+/// `value` as a tensor of `dtype` holds it: where fp16 is subnormal (a mean over many tokens makes such gradients) it has fewer bits.
+[[nodiscard]] float stored_value(float value, DType dtype);
 
 }  // namespace flce::cli

@@ -153,6 +153,14 @@ TEST(FlceCheck_LargeLayer, SamplesItsReferenceAndSaysSo) {
     EXPECT_EQ(json["passed"], true);
 }
 
+// A mean over many tokens makes fp16 gradients subnormal; a framework's are as far from fp64.
+TEST(FlceCheck_SubnormalGradients, AreHeldAgainstWhatFp16CanHold) {
+    const auto json = expect_json({"check", "--device", "cpu", "--json", "--spec", "D=64,V=200,dtype=fp16", "--num-tokens", "20000"});
+    EXPECT_TRUE(json["passed"].get<bool>());
+    EXPECT_GT(json["outputs"]["grad_hidden"]["bound"].get<double>(), 5e-4);
+    EXPECT_LE(json["outputs"]["grad_hidden"]["bound"].get<double>(), 5e-3);
+}
+
 TEST(FlceCheck_Text, PrintsATable) {
     const ProcessResult result = run_flce({"check", "--device", "cpu", "--spec", kSmall});
     EXPECT_EQ(result.exit_code, 0) << result.err;
