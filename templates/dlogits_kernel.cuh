@@ -2,15 +2,10 @@
 // dz_j = (p_j·(a + b·z_j) − t·[j = y] − s·c_j) · dz_j/d(hidden · weightᵀ)_j, written in the Problem's dtype.
 #pragma once
 
-#include "flce/forward_kernel.cuh"
+#include "flce/logit_epilogue.cuh"
+#include "flce/mainloop_sm80.cuh"
 
 namespace flce {
-
-/// What backward knows of a row besides its coefficients. lse = +inf makes every p of an ignored row 0.
-struct RowTarget {
-    float lse;
-    int target;
-};
 
 template <class Problem, class TileT>
 struct DlogitsBlock {
@@ -57,12 +52,12 @@ struct DlogitsBlock {
     }
 
     __device__ __forceinline__ void to_gradient(Accumulators& c) {
-        if constexpr (Problem::bias) add_bias(c);
+        if constexpr (Problem::bias) add_bias<Problem>(p, mainloop.place, column0, c);
         const float scale = dlogits_scale<Problem>(p.scalars, false);
 #pragma unroll
         for (int i = 0; i < kRowPieces; ++i) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) row_gradient(c[i], h, row0 + mainloop.place.row(i, h), scale);
+            for (int h = 0; h < 2; ++h) row_gradient<Problem>(p, mainloop.place, column0, row0 + mainloop.place.row(i, h), scale, c[i], h);
         }
     }
 
@@ -78,52 +73,6 @@ struct DlogitsBlock {
                     c[i][j][e] = 0.f;
                     c[i][j][2 + e] = 0.f;
                 }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void add_bias(Accumulators& c) {
-#pragma unroll
-        for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int column = column0 + mainloop.place.column(j, e);
-                const float bias = column < p.columns ? to_float(static_cast<const Element*>(p.bias)[column]) : 0.f;
-#pragma unroll
-                for (int i = 0; i < kRowPieces; ++i) {
-                    c[i][j][e] += bias;
-                    c[i][j][2 + e] += bias;
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void row_gradient(float (&c)[kColumnPieces][4], int h, int row, float scale) {
-        float4 k = make_float4(0.f, 0.f, 0.f, 0.f);
-        RowTarget target{infinity(), kIgnored};
-        if (row < p.rows) {
-            k = static_cast<const float4*>(p.coefficients)[row];
-            target = static_cast<const RowTarget*>(p.row_targets)[row];
-        }
-        k = make_float4(k.x * scale, k.y * scale, k.z * scale, k.w * scale);
-        // The target's column counted from this thread's first one; outside where another tile or nobody has it.
-        const int hit = target.target - static_cast<int>(p.first_column) - column0 - mainloop.place.column(0, 0);
-#pragma unroll
-        for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float& value = c[j][2 * h + e];
-                const Logit z = Problem::transform(value, p.transform);
-                float dz = Problem::Math::exp(z.value - target.lse) * (k.x + k.y * z.value);
-                if (hit == 8 * j + e) dz -= k.z;
-                if constexpr (Problem::label_smoothing) {
-                    float weight = 1.f;
-                    // Read again for every row: kept, the columns' weights would not fit beside the accumulators.
-                    if constexpr (Problem::class_weight)
-                        weight = ptx::ld_global_f32(p.class_weight + min(column0 + mainloop.place.column(j, e), p.columns - 1));
-                    dz -= k.w * weight;
-                }
-                value = dz * z.derivative;
             }
         }
     }

@@ -1,41 +1,10 @@
 // Forward: logits tile by tile, reduced on the fly to RowSums. A block owns kBlockM tokens and a contiguous range of the vocabulary (a split).
 #pragma once
 
-#include "flce/problem.cuh"
+#include "flce/logit_epilogue.cuh"
+#include "flce/mainloop_sm80.cuh"
 
 namespace flce {
-
-/// Fields of RowSums that a Problem needs in memory, in this order: max, exp_sum, exp_z_sum, weighted_sum.
-template <class Problem>
-struct PartialFields {
-    static constexpr int kExpZ = 2;
-    static constexpr int kWeighted = 2 + (Problem::entropy ? 1 : 0);
-    static constexpr int kCount = kWeighted + (Problem::label_smoothing ? 1 : 0);
-
-    /// `stride` elements lie between two fields.
-    static __device__ __forceinline__ RowSums load(const float* at, long long stride) {
-        RowSums r;
-        r.max = at[0];
-        r.exp_sum = at[stride];
-        r.exp_z_sum = Problem::entropy ? at[kExpZ * stride] : 0.f;
-        r.weighted_sum = Problem::label_smoothing ? at[kWeighted * stride] : 0.f;
-        r.target_logit = -infinity();
-        return r;
-    }
-    static __device__ __forceinline__ void store(float* at, long long stride, const RowSums& r) {
-        at[0] = r.max;
-        at[stride] = r.exp_sum;
-        if constexpr (Problem::entropy) at[kExpZ * stride] = r.exp_z_sum;
-        if constexpr (Problem::label_smoothing) at[kWeighted * stride] = r.weighted_sum;
-    }
-};
-
-/// Sums of up to this many products are exact to fp32's last place in a framework, and have to be here.
-constexpr int kShortSum = 128;
-
-template <class Problem>
-using LogitOperands = Operands<typename Problem::Element, Major::k, Access::chunks, Problem::hidden_major ? Major::mn : Major::k,
-                               weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
 
 template <class Problem, class TileT>
 struct ForwardBlock {
@@ -118,38 +87,12 @@ struct ForwardBlock {
     /// Adds a tile of logits to the warp's row states.
     __device__ __forceinline__ void reduce(Accumulators& c, int first_column) {
         float weighted[kRowPieces][2] = {};
-        to_logits(c, first_column, weighted);
+        to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c, weighted);
 #pragma unroll
         for (int i = 0; i < kRowPieces; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 reduce_row(c[i], h, mainloop.place.row(i, h), first_column, weighted[i][h]);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void to_logits(Accumulators& c, int first_column, float (&weighted)[kRowPieces][2]) {
-        const bool ragged = first_column + TileT::kBlockN > Problem::vocab_size;
-#pragma unroll
-        for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int column = first_column + mainloop.place.column(j, e);
-                const bool exists = !ragged || column < Problem::vocab_size;
-                float bias = 0.f;
-                if constexpr (Problem::bias) bias = exists ? to_float(static_cast<const Element*>(p.bias)[column]) : 0.f;
-                float weight = exists ? 1.f : 0.f;
-                if constexpr (Problem::class_weight && Problem::label_smoothing) weight = exists ? p.class_weight[column] : 0.f;
-#pragma unroll
-                for (int i = 0; i < kRowPieces; ++i) {
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        float& z = c[i][j][2 * h + e];
-                        z = Problem::transform(z + bias, p.transform).value;
-                        if (!exists) z = kMaskedLogit;
-                        if constexpr (Problem::label_smoothing) weighted[i][h] += exists ? weight * z : 0.f;
-                    }
-                }
             }
         }
     }
@@ -199,18 +142,9 @@ struct ForwardBlock {
 
     /// Exactly one thread of all blocks holds a row's target logit.
     __device__ __forceinline__ void pick_target(const float (&c)[kColumnPieces][4], int h, int row, int first_column) {
-        const int within = targets[row] - first_column - mainloop.place.column(0, 0);  // 8·j + e
-        if (within >= 0 && within < TileT::kWarpN && (within & 7) < 2) {
-            float logit = 0.f;
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j) {
-                int candidate = within;
-                asm volatile("" : "+r"(candidate));  // a chain of selects would become an indexed load, and c an array in local memory
-                if (candidate == 8 * j) logit = c[j][2 * h];
-                if (candidate == 8 * j + 1) logit = c[j][2 * h + 1];
-            }
-            p.target_logits[static_cast<long long>(blockIdx.x) * TileT::kBlockM + row] = logit;
-        }
+        const int within = targets[row] - first_column - mainloop.place.column(0, 0);
+        if (!has_column<kColumnPieces>(within)) return;
+        p.target_logits[static_cast<long long>(blockIdx.x) * TileT::kBlockM + row] = pick_column(c, h, within);
     }
 
     /// Merges the warps that share rows, in the order of their columns.

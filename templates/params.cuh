@@ -8,6 +8,11 @@ constexpr int kMaxTransformParameters = 4;
 constexpr int kRowThreads = 256;     ///< block of the kernels that give a thread one row
 constexpr int kReduceThreads = 512;  ///< block of the kernels that reduce everything in one block
 
+/// A CUtensorMap: how the copy engine sees a matrix in global memory.
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
 /// Numbers of a pass that only the device knows, in the workspace.
 struct PassScalars {
     float class_weight_total;  ///< Σ c_j
@@ -186,6 +191,34 @@ struct ZeroColumnsParams {
     long long columns;
     long long first_column;
     long long rows;
+};
+
+// Path cuda_sm90a: the same fields, and tensor maps of the operands instead of their addresses. Maps begin at the launch's first row and column and end
+// with its last, so that what lies outside reads as 0 and is not written.
+
+struct ForwardSm90Params : ForwardParams {
+    TensorMap hidden_map;
+    TensorMap weight_map;
+    int clusters;  ///< of blocks in the grid
+    int stride;    ///< VocabularyWalk's
+};
+
+struct DlogitsSm90Params : DlogitsParams {
+    TensorMap hidden_map;
+    TensorMap weight_map;
+    TensorMap dlogits_map;  ///< to store
+};
+
+struct GradHiddenSm90Params : GradHiddenParams {
+    TensorMap dlogits_map;
+    TensorMap weight_map;
+    TensorMap accumulator_map;  ///< fp32, to store and add
+};
+
+struct GradWeightSm90Params : GradWeightParams {
+    TensorMap dlogits_map;
+    TensorMap hidden_map;
+    TensorMap grad_weight_map;  ///< to store 16-bit gradients that are overwritten
 };
 
 }  // namespace flce

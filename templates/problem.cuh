@@ -24,7 +24,7 @@ struct Logit {
     float derivative;
 };
 
-extern __shared__ __align__(128) unsigned char dynamic_smem[];
+extern __shared__ __align__(1024) unsigned char dynamic_smem[];  // the copy engine's swizzle repeats every 1024 bytes
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

@@ -1,7 +1,7 @@
 // Kernels over rows: from partial sums to outputs and the loss, from upstream gradients to coefficients. All reductions in a fixed order.
 #pragma once
 
-#include "flce/dlogits_kernel.cuh"
+#include "flce/logit_epilogue.cuh"
 
 namespace flce {
 

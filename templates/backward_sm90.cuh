@@ -1,0 +1,238 @@
+// Backward of a vocabulary chunk on sm_90a: gradients of the logits, computed again, and the two GEMMs that use them.
+#pragma once
+
+#include "flce/logit_epilogue.cuh"
+#include "flce/store_sm90.cuh"
+
+namespace flce {
+
+/// For every tile of the block: `bring` in the producer, `compute` in the consumers, or in the one whose turn it is.
+template <class MainloopT, class Walk, class Bring, class Compute>
+__device__ __forceinline__ void run_tiles(MainloopT& mainloop, Walk& walk, int slices, bool by_turns, const Bring& bring,
+                                          const Compute& compute) {
+    if (mainloop.place.consumer < 0) {
+        ptx::setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            while (walk.next(mainloop.rank)) bring();
+        }
+    } else {
+        ptx::setmaxnreg_inc<kConsumerRegisters>();
+        for (int turn = 0; walk.next(mainloop.rank); ++turn) {
+            if (by_turns && turn % 2 != mainloop.place.consumer) {
+                mainloop.skip(slices);
+                continue;
+            }
+            compute();
+        }
+    }
+}
+
+/// dz_j = (p_j·(a + b·z_j) − t·[j = y] − s·c_j) · dz_j/d(hidden · weightᵀ)_j of a chunk, in the Problem's dtype.
+template <class Problem, class TileT>
+struct DlogitsSm90 {
+    using Element = typename Problem::Element;
+    using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT>;
+    using PanelsT = PanelStore<Element, TileT, TileT::kBlockN / 64, 1>;
+    static constexpr int kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK);
+
+    const DlogitsSm90Params& p;
+    MainloopT mainloop;
+    TileWalk<TileT, Problem::raster> walk;
+    PanelsT panels;
+
+    __device__ __forceinline__ explicit DlogitsSm90(const DlogitsSm90Params& params)
+        : p(params),
+          mainloop(dynamic_smem, MainloopT::kRingBytes + PanelsT::kBytes),
+          walk(params.rows, params.columns),
+          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place) {}
+
+    __device__ __forceinline__ void run() {
+        run_tiles(
+            mainloop, walk, kSlices, TileT::kTurns, [&] { mainloop.produce(p.hidden_map, p.weight_map, walk.m, walk.n, kSlices); },
+            [&] { compute(); });
+        if (mainloop.place.consumer >= 0) panels.finish();
+        mainloop.meet();
+    }
+
+    __device__ __forceinline__ void compute() {
+        typename MainloopT::Accumulators c;
+        MainloopT::clear(c);
+        mainloop.consume(c, kSlices);
+        if constexpr (Problem::bias) add_bias<Problem>(p, mainloop.place, walk.n, c);
+        const float scale = dlogits_scale<Problem>(p.scalars, false);
+#pragma unroll
+        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+            panels.open();
+            // Each row leaves its registers before the next one is begun: there are few besides the accumulators.
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                row_gradient<Problem>(p, mainloop.place, walk.n, walk.m + mainloop.place.row(i, h), scale, c[i], h);
+                if constexpr (kSame<Element, Fp16>) clamp(c[i], h);
+                panels.put(c[i], h, 0, 1.f);
+            }
+            panels.close(p.dlogits_map, walk.n, walk.m + mainloop.place.first_row() + i * 64);
+        }
+    }
+
+    static __device__ __forceinline__ void clamp(float (&c)[MainloopT::kColumnPieces][4], int h) {
+#pragma unroll
+        for (int j = 0; j < MainloopT::kColumnPieces; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = fminf(fmaxf(c[j][2 * h + e], -65504.f), 65504.f);
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void dlogits_sm90(const DlogitsSm90Params& p) {
+    DlogitsSm90<Problem, TileT>(p).run();
+}
+
+/// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary, summed over chunks in fp32. The copy engine adds a chunk's part to the sum, once for every
+/// element, while the next tile is computed; in the last chunk the accumulators start from the sum.
+template <class Problem, class TileT>
+struct GradHiddenSm90 {
+    using Element = typename Problem::Element;
+    using OperandsT = Operands<Element, Major::k, Access::chunks, Problem::hidden_major ? Major::k : Major::mn, Access::chunks>;
+    using MainloopT = MainloopSm90<OperandsT, TileT>;
+    using PanelsT = PanelStore<float, TileT, 1, 2>;
+    static constexpr int kHidden = Problem::hidden_size;
+
+    const GradHiddenSm90Params& p;
+    MainloopT mainloop;
+    TileWalk<TileT, Problem::raster> walk;
+    PanelsT panels;
+    int slices;
+
+    __device__ __forceinline__ explicit GradHiddenSm90(const GradHiddenSm90Params& params)
+        : p(params),
+          mainloop(dynamic_smem, MainloopT::kRingBytes + PanelsT::kBytes),
+          walk(params.rows, kHidden),
+          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
+          slices(ceil_div(params.columns, TileT::kBlockK)) {}
+
+    __device__ __forceinline__ void run() {
+        run_tiles(
+            mainloop, walk, slices, TileT::kTurns, [&] { mainloop.produce(p.dlogits_map, p.weight_map, walk.m, walk.n, slices); },
+            [&] { compute(); });
+        if (mainloop.place.consumer >= 0) panels.finish();
+        mainloop.meet();
+    }
+
+    __device__ __forceinline__ void compute() {
+        const long long origin = static_cast<long long>(walk.m) * kHidden + walk.n;
+        const TileTarget<float> sum{p.accumulator + origin, kHidden, p.rows - walk.m, kHidden - walk.n};
+        typename MainloopT::Accumulators c;
+        MainloopT::clear(c);
+        if (p.last != 0 && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
+        mainloop.consume(c, slices);
+        if (p.last == 0) {
+#pragma unroll
+            for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+                for (int panel = 0; panel < TileT::kBlockN / PanelsT::kPanelColumns; ++panel) {
+                    panels.open();
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) panels.put(c[i], h, panel * PanelsT::kPanelColumns / 8, 1.f);
+                    panels.close(p.accumulator_map, walk.n + panel * PanelsT::kPanelColumns, walk.m + mainloop.place.first_row() + i * 64,
+                                 p.first == 0);
+                }
+            }
+        } else {
+            const TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + origin, kHidden, p.rows - walk.m, kHidden - walk.n};
+            store_tile_sm90<true, false>(mainloop, c, result, dlogits_scale<Problem>(p.scalars, true));
+        }
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_hidden_sm90(const GradHiddenSm90Params& p) {
+    GradHiddenSm90<Problem, TileT>(p).run();
+}
+
+/// grad_weight as it lies in memory: [m: vocabulary, n: hidden] = Σ_k: tokens, or [m: hidden, n: vocabulary] for a hidden_major weight.
+template <class Problem, class TileT>
+struct GradWeightSm90 {
+    using Element = typename Problem::Element;
+    using Out = typename Problem::GradWeight;
+    using MainloopT = MainloopSm90<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>, TileT>;
+    static constexpr int kHidden = Problem::hidden_size;
+    using PanelsT = PanelStore<Out, TileT, 1, 2>;
+    static constexpr bool kPanelled = sizeof(Out) == 2 && !Problem::accumulate;
+    static constexpr int kStaging = kPanelled ? PanelsT::kBytes : 0;
+
+    const GradWeightSm90Params& p;
+    MainloopT mainloop;
+    TileWalk<TileT, Problem::raster> walk;
+    PanelsT panels;
+    int slices;
+
+    __device__ __forceinline__ explicit GradWeightSm90(const GradWeightSm90Params& params)
+        : p(params),
+          mainloop(dynamic_smem, MainloopT::kRingBytes + kStaging),
+          walk(Problem::hidden_major ? kHidden : params.columns, Problem::hidden_major ? params.columns : kHidden),
+          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
+          slices(ceil_div(params.rows, TileT::kBlockK)) {}
+
+    __device__ __forceinline__ void run() {
+        run_tiles(
+            mainloop, walk, slices, TileT::kTurns,
+            [&] {
+                if constexpr (Problem::hidden_major) {
+                    mainloop.produce(p.hidden_map, p.dlogits_map, walk.m, walk.n, slices);
+                } else {
+                    mainloop.produce(p.dlogits_map, p.hidden_map, walk.m, walk.n, slices);
+                }
+            },
+            [&] { compute(); });
+        if constexpr (kPanelled) {
+            if (mainloop.place.consumer >= 0) panels.finish();
+        }
+        mainloop.meet();
+    }
+
+    __device__ __forceinline__ void compute() {
+        const int extent_m = Problem::hidden_major ? kHidden : p.columns;
+        const int extent_n = Problem::hidden_major ? p.columns : kHidden;
+        const TileTarget<float> sum{p.accumulator + walk.m * p.accumulator_ld + walk.n, p.accumulator_ld, extent_m - walk.m,
+                                    extent_n - walk.n};
+        typename MainloopT::Accumulators c;
+        MainloopT::clear(c);
+        if (p.accumulator != nullptr && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
+        mainloop.consume(c, slices);
+        if (p.accumulator != nullptr && p.last == 0) {
+            store_tile_sm90<true, false>(mainloop, c, sum, 1.f);
+            return;
+        }
+        write(c, extent_m, extent_n);
+    }
+
+    __device__ __forceinline__ void write(typename MainloopT::Accumulators& c, int extent_m, int extent_n) {
+        const float factor = dlogits_scale<Problem>(p.scalars, true);
+        if constexpr (kPanelled) {
+#pragma unroll
+            for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+                for (int panel = 0; panel < TileT::kBlockN / 64; ++panel) {
+                    panels.open();
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) panels.put(c[i], h, panel * 8, factor);
+                    panels.close(p.grad_weight_map, walk.n + panel * 64, walk.m + mainloop.place.first_row() + i * 64);
+                }
+            }
+        } else {
+            constexpr long long kLd = kWeightLd<Problem>;
+            // Pairs across the end of the vocabulary: the second one is not there.
+            constexpr bool kPairs = !Problem::hidden_major || Problem::vocab_size % 2 == 0;
+            const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + walk.m * kLd + walk.n, kLd, extent_m - walk.m,
+                                         extent_n - walk.n};
+            store_tile_sm90<kPairs, Problem::accumulate>(mainloop, c, result, factor);
+        }
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_weight_sm90(const GradWeightSm90Params& p) {
+    GradWeightSm90<Problem, TileT>(p).run();
+}
+
+}  // namespace flce

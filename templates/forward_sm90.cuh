@@ -1,0 +1,239 @@
+// Forward on sm_90a: logits tile by tile, reduced on the fly to RowSums. Every consumer thread keeps its own maxima and sums of its rows; they meet
+// once, at the end of a block's part of the vocabulary.
+#pragma once
+
+#include "flce/logit_epilogue.cuh"
+#include "flce/mainloop_sm90.cuh"
+
+namespace flce {
+
+/// Which tiles of logits a cluster computes. Clusters of rows × the vocabulary are divided evenly: on an axis where every cluster of rows has
+/// `clusters` units, a cluster owns `row_clusters` units in a row, which belong to one cluster of rows or to two. A tile of the vocabulary belongs
+/// to unit tile · stride mod clusters; so whoever shares rows works at the same part of the vocabulary at the same time, and the weight is read from
+/// memory once. Needs row_clusters ≤ clusters, and a stride that gives consecutive tiles different units.
+struct VocabularyWalk {
+    int clusters;
+    int stride;
+    int row_cluster;    // of part 0
+    int first, end;     // units of part 0
+    int end_of_second;  // units [0, …) of part 1
+    int tile = -1;
+    int part = 1;
+    int unit;
+
+    __device__ __forceinline__ VocabularyWalk(int cluster, int clusters_, int row_clusters, int stride_)
+        : clusters(clusters_), stride(stride_) {
+        const int begin = cluster * row_clusters;
+        row_cluster = begin / clusters;
+        first = begin - row_cluster * clusters;
+        end = min(first + row_clusters, clusters);
+        end_of_second = first + row_clusters - clusters;
+        unit = clusters - stride;
+    }
+    /// On to the next tile; false past the last of `tiles`.
+    __device__ __forceinline__ bool next(int tiles) {
+        while (true) {
+            if (part == 0) {
+                part = 1;
+                if (unit < end_of_second) return true;
+            } else {
+                if (++tile == tiles) return false;
+                part = 0;
+                unit += stride;
+                if (unit >= clusters) unit -= clusters;
+                if (unit >= first && unit < end) return true;
+            }
+        }
+    }
+    __device__ __forceinline__ int row_cluster_of(int which) const { return row_cluster + which; }
+    __device__ __forceinline__ bool has_second() const { return end_of_second > 0; }
+};
+
+template <class Problem, class TileT>
+struct ForwardSm90 {
+    using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT>;
+    using Accumulators = typename MainloopT::Accumulators;
+    using Fields = PartialFields<Problem>;
+    static constexpr int kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK);
+    static constexpr int kTiles = ceil_div(Problem::vocab_size, TileT::kBlockN);
+    static constexpr int kPieces = MainloopT::kPiecesA;
+    static constexpr int kColumnPieces = MainloopT::kColumnPieces;
+    static constexpr int kClusterRows = TileT::kBlockM * TileT::kCluster;
+    static constexpr int kConsumerThreads = 128 * TileT::kConsumers;
+    static constexpr int kWriters = TileT::kTurns ? TileT::kConsumers : 1;                       ///< consumers that have the same rows
+    static constexpr int kStateBytes = 2 * kPieces * 2 * Fields::kCount * kConsumerThreads * 4;  ///< both parts' states of every thread
+
+    const ForwardSm90Params& p;
+    MainloopT mainloop;
+    VocabularyWalk walk;
+    float* const stash;
+    RowSums sums[kPieces][2];  // of the part at hand, this thread's columns only
+
+    __device__ __forceinline__ explicit ForwardSm90(const ForwardSm90Params& params)
+        : p(params),
+          mainloop(dynamic_smem, MainloopT::kRingBytes + kStateBytes),
+          walk(static_cast<int>(blockIdx.x) / TileT::kCluster, params.clusters, ceil_div(params.rows, kClusterRows), params.stride),
+          stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes) + static_cast<int>(threadIdx.x) - 128) {}
+
+    __device__ __forceinline__ int first_row(int part) const {
+        return walk.row_cluster_of(part) * kClusterRows + static_cast<int>(mainloop.rank) * TileT::kBlockM;
+    }
+
+    __device__ __forceinline__ void run() {
+        if (mainloop.place.consumer < 0) {
+            ptx::setmaxnreg_dec<kProducerRegisters>();
+            if (threadIdx.x == 0) {
+                while (walk.next(kTiles)) {
+                    mainloop.produce(p.hidden_map, p.weight_map, first_row(walk.part), walk.tile * TileT::kBlockN, kSlices);
+                }
+            }
+        } else {
+            ptx::setmaxnreg_inc<kConsumerRegisters>();
+            consume();
+        }
+        mainloop.meet();
+    }
+
+    __device__ __forceinline__ void consume() {
+        forget();
+        stash_part(0);
+        stash_part(1);
+        int part = 0;
+        for (int turn = 0; walk.next(kTiles); ++turn) {
+            if (TileT::kTurns && turn % TileT::kConsumers != mainloop.place.consumer) {
+                mainloop.skip(kSlices);
+                continue;
+            }
+            if (walk.part != part) {
+                stash_part(part);
+                part = walk.part;
+                fetch_part(part);
+            }
+            Accumulators c;
+            MainloopT::clear(c);
+            mainloop.consume(c, kSlices);
+            reduce(c, walk.tile * TileT::kBlockN);
+        }
+        finish(part);
+        if (walk.has_second()) {
+            stash_part(part);
+            fetch_part(part ^ 1);
+            finish(part ^ 1);
+        }
+    }
+
+    __device__ __forceinline__ void forget() {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) sums[i][h] = {-infinity(), 0.f, 0.f, 0.f, -infinity()};
+    }
+    __device__ __forceinline__ float* stashed(int part, int i, int h) const {
+        return stash + ((part * kPieces + i) * 2 + h) * Fields::kCount * kConsumerThreads;
+    }
+    __device__ __forceinline__ void stash_part(int part) const {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) Fields::store(stashed(part, i, h), kConsumerThreads, sums[i][h]);
+    }
+    __device__ __forceinline__ void fetch_part(int part) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) sums[i][h] = Fields::load(stashed(part, i, h), kConsumerThreads);
+    }
+
+    /// Adds a tile of logits to this thread's sums.
+    __device__ __forceinline__ void reduce(Accumulators& c, int first_column) {
+        float weighted[kPieces][2] = {};
+        to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c, weighted);
+        const int row0 = first_row(walk.part);
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = row0 + mainloop.place.row(i, h);
+                const int target = row < p.rows ? load_target<Problem>(p.targets, row) : kIgnored;
+                const int within = target - first_column - mainloop.place.column(0, 0);
+                if (target >= 0 && has_column<kColumnPieces>(within)) p.target_logits[row] = pick_column(c[i], h, within);
+                reduce_row(c[i], h, weighted[i][h], sums[i][h]);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void reduce_row(const float (&c)[kColumnPieces][4], int h, float weighted, RowSums& sums) {
+        const float old_max = sums.max;
+        float now_max = old_max;
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) now_max = fmaxf(now_max, fmaxf(c[j][2 * h], c[j][2 * h + 1]));
+        const float shift = sums.exp_sum > 0.f ? old_max - now_max : 0.f;
+        const float factor = Problem::Math::exp(shift);
+        if constexpr (Problem::entropy) sums.exp_z_sum = factor * (sums.exp_z_sum + shift * sums.exp_sum);
+        sums.exp_sum *= factor;
+        sums.max = now_max;
+        float exp_sum[2] = {0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float difference = c[j][2 * h + e] - now_max;
+                const float exponential = Problem::Math::exp(difference);
+                exp_sum[e] += exponential;
+                if constexpr (Problem::entropy) sums.exp_z_sum += exponential * difference;
+            }
+        }
+        sums.exp_sum += exp_sum[0] + exp_sum[1];
+        if constexpr (Problem::label_smoothing) sums.weighted_sum += weighted;
+    }
+
+    /// Merges the four lanes that share a row and writes a partial result: one for each cluster that has a part of the rows, by turns one a consumer.
+    __device__ __forceinline__ void finish(int part) {
+        const int row_clusters = ceil_div(p.rows, kClusterRows);
+        const int row_cluster = walk.row_cluster_of(part);
+        const int cluster = static_cast<int>(blockIdx.x) / TileT::kCluster;
+        const int first_cluster = row_cluster * p.clusters / row_clusters;
+        const int last_cluster = ((row_cluster + 1) * p.clusters - 1) / row_clusters;
+        const int split = (cluster - first_cluster) * kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const RowSums all = merge_quad(sums[i][h]);
+                const int row = first_row(part) + mainloop.place.row(i, h);
+                if (mainloop.place.lane % 4 != 0 || row >= p.rows) continue;
+                write_partial(split, row, all);
+                if (cluster == last_cluster) {
+                    for (int rest = split + kWriters; rest < p.splits; rest += kWriters) {
+                        write_partial(rest, row, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
+                    }
+                }
+            }
+        }
+    }
+    __device__ __forceinline__ void write_partial(int split, int row, const RowSums& sums) const {
+        Fields::store(p.partials + split * Fields::kCount * p.partial_rows + row, p.partial_rows, sums);
+    }
+
+    static __device__ __forceinline__ RowSums merge_quad(RowSums mine) {
+#pragma unroll
+        for (int lanes = 1; lanes < 4; lanes *= 2) {
+            RowSums other;
+            other.max = __shfl_xor_sync(0xffffffffu, mine.max, lanes);
+            other.exp_sum = __shfl_xor_sync(0xffffffffu, mine.exp_sum, lanes);
+            other.exp_z_sum = Problem::entropy ? __shfl_xor_sync(0xffffffffu, mine.exp_z_sum, lanes) : 0.f;
+            other.weighted_sum = Problem::label_smoothing ? __shfl_xor_sync(0xffffffffu, mine.weighted_sum, lanes) : 0.f;
+            other.target_logit = -infinity();
+            // The lower lane first in both, so that all four get the same bits.
+            mine = (threadIdx.x & lanes) == 0 ? merge(mine, other) : merge(other, mine);
+        }
+        return mine;
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void forward_sm90(const ForwardSm90Params& p) {
+    ForwardSm90<Problem, TileT>(p).run();
+}
+
+}  // namespace flce

@@ -1,0 +1,6 @@
+// Everything a generated configuration of path cuda_sm90a instantiates.
+#pragma once
+
+#include "flce/backward_sm90.cuh"
+#include "flce/forward_sm90.cuh"
+#include "flce/row_kernels.cuh"

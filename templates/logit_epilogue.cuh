@@ -1,0 +1,176 @@
+// What is done to a tile of hidden · weightᵀ in the accumulators, whatever mainloop made it: c[i][j][2·h + e] is place.row(i, h), place.column(j, e).
+#pragma once
+
+#include "flce/problem.cuh"
+
+namespace flce {
+
+/// What backward knows of a row besides its coefficients. lse = +inf makes every p of an ignored row 0.
+struct RowTarget {
+    float lse;
+    int target;
+};
+
+/// Fields of RowSums that a Problem needs in memory, in this order: max, exp_sum, exp_z_sum, weighted_sum.
+template <class Problem>
+struct PartialFields {
+    static constexpr int kExpZ = 2;
+    static constexpr int kWeighted = 2 + (Problem::entropy ? 1 : 0);
+    static constexpr int kCount = kWeighted + (Problem::label_smoothing ? 1 : 0);
+
+    /// `stride` elements lie between two fields.
+    static __device__ __forceinline__ RowSums load(const float* at, long long stride) {
+        RowSums r;
+        r.max = at[0];
+        r.exp_sum = at[stride];
+        r.exp_z_sum = Problem::entropy ? at[kExpZ * stride] : 0.f;
+        r.weighted_sum = Problem::label_smoothing ? at[kWeighted * stride] : 0.f;
+        r.target_logit = -infinity();
+        return r;
+    }
+    static __device__ __forceinline__ void store(float* at, long long stride, const RowSums& r) {
+        at[0] = r.max;
+        at[stride] = r.exp_sum;
+        if constexpr (Problem::entropy) at[kExpZ * stride] = r.exp_z_sum;
+        if constexpr (Problem::label_smoothing) at[kWeighted * stride] = r.weighted_sum;
+    }
+};
+
+/// Sums of up to this many products are exact to fp32's last place in a framework, and have to be here.
+constexpr int kShortSum = 128;
+
+template <class Problem>
+using LogitOperands = Operands<typename Problem::Element, Major::k, Access::chunks, Problem::hidden_major ? Major::mn : Major::k,
+                               weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
+
+/// c becomes logits; columns past the vocabulary become kMaskedLogit. weighted += Σ c_j·z_j of the thread's columns, with label smoothing.
+template <class Problem, class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& place, int first_column, int columns,
+                                          float (&c)[kPieces][kColumnPieces][4], float (&weighted)[kPieces][2]) {
+    const bool ragged = first_column + columns > Problem::vocab_size;
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int column = first_column + place.column(j, e);
+            const bool exists = !ragged || column < Problem::vocab_size;
+            float bias = 0.f;
+            if constexpr (Problem::bias) bias = exists ? to_float(static_cast<const typename Problem::Element*>(p.bias)[column]) : 0.f;
+            float weight = exists ? 1.f : 0.f;
+            if constexpr (Problem::class_weight && Problem::label_smoothing) weight = exists ? p.class_weight[column] : 0.f;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float& z = c[i][j][2 * h + e];
+                    z = Problem::transform(z + bias, p.transform).value;
+                    if (!exists) z = kMaskedLogit;
+                    if constexpr (Problem::label_smoothing) weighted[i][h] += exists ? weight * z : 0.f;
+                }
+            }
+        }
+    }
+}
+
+/// Whether a thread has the column that lies `within` columns from its first one.
+template <int kColumnPieces>
+__device__ __forceinline__ bool has_column(int within) {
+    return within >= 0 && within < 8 * kColumnPieces && (within & 7) < 2;
+}
+
+/// The row's accumulator of that column.
+template <int kColumnPieces>
+__device__ __forceinline__ float pick_column(const float (&c)[kColumnPieces][4], int h, int within) {
+    float value = 0.f;
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+        int candidate = within;
+        asm volatile("" : "+r"(candidate));  // a chain of selects would become an indexed load, and c an array in local memory
+        if (candidate == 8 * j) value = c[j][2 * h];
+        if (candidate == 8 * j + 1) value = c[j][2 * h + 1];
+    }
+    return value;
+}
+template <int kColumnPieces>
+__device__ __forceinline__ void replace_column(float (&c)[kColumnPieces][4], int h, int within, float value) {
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+        int candidate = within;
+        asm volatile("" : "+r"(candidate));
+        if (candidate == 8 * j) c[j][2 * h] = value;
+        if (candidate == 8 * j + 1) c[j][2 * h + 1] = value;
+    }
+}
+
+/// Adds the columns' bias.
+template <class Problem, class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void add_bias(const DlogitsParams& p, const Place& place, int first_column,
+                                         float (&c)[kPieces][kColumnPieces][4]) {
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int column = first_column + place.column(j, e);
+            const float bias = column < p.columns ? to_float(static_cast<const typename Problem::Element*>(p.bias)[column]) : 0.f;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+                c[i][j][e] += bias;
+                c[i][j][2 + e] += bias;
+            }
+        }
+    }
+}
+
+/// The coefficients of a row that the Problem has: those of terms that do not exist are 0.
+template <class Problem>
+struct GradientRow {
+    float a;
+    float b;
+    float t;
+    float s;
+    float lse;
+
+    /// The gradient for hidden · weightᵀ + bias = x at `column` of the chunk.
+    __device__ __forceinline__ float operator()(const DlogitsParams& p, float x, int column, bool is_target) const {
+        const Logit z = Problem::transform(x, p.transform);
+        float dz = Problem::Math::exp(z.value - lse) * (Problem::entropy ? a + b * z.value : a);
+        if (is_target) dz -= t;
+        if constexpr (Problem::label_smoothing) {
+            float weight = 1.f;
+            // Read again for every row: kept, the columns' weights would not fit beside the accumulators.
+            if constexpr (Problem::class_weight) weight = ptx::ld_global_f32(p.class_weight + min(column, p.columns - 1));
+            dz -= s * weight;
+        }
+        return dz * z.derivative;
+    }
+};
+
+/// One row of hidden · weightᵀ + bias becomes its gradient, scaled. `first_column` is the tile's in the chunk.
+template <class Problem, class Place, int kColumnPieces>
+__device__ __forceinline__ void row_gradient(const DlogitsParams& p, const Place& place, int first_column, int row, float scale,
+                                             float (&c)[kColumnPieces][4], int h) {
+    float4 k = make_float4(0.f, 0.f, 0.f, 0.f);
+    RowTarget target{infinity(), kIgnored};
+    if (row < p.rows) {
+        k = static_cast<const float4*>(p.coefficients)[row];
+        target = static_cast<const RowTarget*>(p.row_targets)[row];
+    }
+    const GradientRow<Problem> gradient{k.x * scale, k.y * scale, k.z * scale, k.w * scale, target.lse};
+    // The target's column counted from this thread's first one; outside where another tile or nobody has it. Few threads have one: a branch of
+    // their own costs less than a comparison for every element.
+    const int within = target.target - static_cast<int>(p.first_column) - first_column - place.column(0, 0);
+    const bool has_target = target.target >= 0 && has_column<kColumnPieces>(within);
+    float at_target = 0.f;
+    if (has_target) at_target = gradient(p, pick_column(c, h, within), first_column + place.column(0, 0) + within, true);
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float& value = c[j][2 * h + e];
+            value = gradient(p, value, first_column + place.column(j, e), false);
+        }
+    }
+    if (has_target) replace_column(c, h, within, at_target);
+}
+
+}  // namespace flce

@@ -1,0 +1,286 @@
+// The mainloop of sm_90a, C[m, n] = Σ_k A[m, k]·B[n, k]: one producer warp has the tensor copy engine bring slices of both operands through a ring of
+// stages, two consumer warpgroups multiply them with wgmma. Blocks are persistent and stand in clusters of kCluster along M, which share B by multicast.
+//
+// Two schedules. Together: each consumer has half of a tile's rows. By turns (ping-pong): each consumer has whole tiles of its own, and one's epilogue
+// runs while the other multiplies.
+#pragma once
+
+#include "flce/problem.cuh"
+#include "flce/ptx_wgmma.cuh"
+
+namespace flce {
+
+template <int kBlockM_, int kBlockN_, int kStages_, int kCluster_, bool kTurns_>
+struct TileSm90 {
+    static constexpr int kBlockM = kBlockM_;
+    static constexpr int kBlockN = kBlockN_;
+    static constexpr int kBlockK = 64;  // 128 bytes: one row of the 128-byte swizzle
+    static constexpr int kStages = kStages_;
+    static constexpr int kCluster = kCluster_;
+    static constexpr bool kTurns = kTurns_;
+    static constexpr int kConsumers = 2;
+    static constexpr int kThreads = 128 * (1 + kConsumers);
+    static constexpr int kConsumerM = kTurns ? kBlockM : kBlockM / kConsumers;  ///< rows of a tile that one consumer has
+    static_assert(kConsumerM % 64 == 0 && kBlockN % 64 == 0, "wgmma multiplies 64 rows; panels are 64 wide");
+};
+
+/// One slice of an operand in shared memory: 64 deep, kExtent of the result's dimension, in rows of 128 bytes swizzled as the copy engine and wgmma
+/// agree. Contiguous along k: kExtent rows. Contiguous along mn: blocks of 64 rows, a block for every 64 of mn.
+template <Major kMajor, int kExtent>
+struct SliceSm90 {
+    static constexpr int kBytes = kExtent * 128;
+    static constexpr int kBlockBytes = 64 * 128;
+
+    /// wgmma's matrix descriptor of the 16 of k number `step` from row `first` (a multiple of 64) on, the slice being at `base`.
+    static __device__ __forceinline__ unsigned long long descriptor(unsigned base, int first, int step) {
+        constexpr unsigned long long kSwizzle128 = 1ull << 62;
+        constexpr unsigned long long kEightRows = static_cast<unsigned long long>(1024 >> 4) << 32;
+        constexpr unsigned long long kNextBlock = static_cast<unsigned long long>((kMajor == Major::k ? 16 : kBlockBytes) >> 4) << 16;
+        const unsigned at = base + static_cast<unsigned>(first * 128 + step * (kMajor == Major::k ? 32 : 16 * 128));
+        return kSwizzle128 | kEightRows | kNextBlock | ((at & 0x3ffffu) >> 4);
+    }
+
+    /// Copies part `part` of kParts of the slice at (mn, k); with several parts, to every block of the cluster.
+    template <int kParts>
+    static __device__ __forceinline__ void load(unsigned base, const TensorMap& map, int mn, int k, int part, unsigned barrier) {
+        if constexpr (kMajor == Major::k) {
+            constexpr int kRows = kExtent / kParts;
+            copy<kParts>(base + static_cast<unsigned>(part * kRows * 128), map, k, mn + part * kRows, barrier);
+        } else {
+            constexpr int kRows = 64 / kParts;
+#pragma unroll
+            for (int block = 0; block < kExtent / 64; ++block) {
+                copy<kParts>(base + static_cast<unsigned>(block * kBlockBytes + part * kRows * 128), map, mn + block * 64, k + part * kRows,
+                             barrier);
+            }
+        }
+    }
+
+private:
+    template <int kParts>
+    static __device__ __forceinline__ void copy(unsigned to, const TensorMap& map, int x, int y, unsigned barrier) {
+        if constexpr (kParts == 1) {
+            ptx::cp_async_bulk_tensor_2d_load(to, &map, x, y, barrier);
+        } else {
+            ptx::cp_async_bulk_tensor_2d_load_multicast(to, &map, x, y, barrier, static_cast<unsigned short>((1 << kParts) - 1));
+        }
+    }
+};
+
+/// Where a thread stands: which warpgroup, and in a consumer which accumulators. Accumulator [i][j][2·h + e] is row(i, h), column(j, e) of the tile.
+template <class TileT>
+struct PlaceSm90 {
+    int lane;
+    int warp;      // in the warpgroup
+    int consumer;  // −1: producer
+    __device__ __forceinline__ PlaceSm90() {
+        lane = static_cast<int>(threadIdx.x) % 32;
+        // The same in all lanes of a warp, and the compiler is to know it.
+        const int warp_of_block = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+        warp = warp_of_block % 4;
+        consumer = warp_of_block / 4 - 1;
+    }
+    /// Of the consumer, in the tile.
+    __device__ __forceinline__ int first_row() const { return TileT::kTurns ? 0 : consumer * TileT::kConsumerM; }
+    __device__ __forceinline__ int row(int i, int h) const { return first_row() + i * 64 + warp * 16 + h * 8 + lane / 4; }
+    __device__ __forceinline__ int column(int j, int e) const { return j * 8 + lane % 4 * 2 + e; }
+};
+
+/// A position in the ring of stages and how often it has gone round.
+template <int kStages>
+struct RingPosition {
+    int stage = 0;
+    unsigned parity = 0;
+    __device__ __forceinline__ void advance(int slices = 1) {
+        stage += slices;
+        if (slices == 1) {
+            if (stage == kStages) {
+                stage = 0;
+                parity ^= 1u;
+            }
+        } else {
+            parity ^= static_cast<unsigned>(stage / kStages) & 1u;
+            stage %= kStages;
+        }
+    }
+};
+
+template <class OperandsT, class TileT>
+struct MainloopSm90 {
+    using T = typename OperandsT::Element;
+    using SliceA = SliceSm90<OperandsT::kMajorA, TileT::kBlockM>;
+    using SliceB = SliceSm90<OperandsT::kMajorB, TileT::kBlockN>;
+    static constexpr int kPiecesA = TileT::kConsumerM / 64;
+    static constexpr int kPieceRows = 64;
+    static constexpr int kColumnPieces = TileT::kBlockN / 8;
+    static constexpr unsigned kStageBytes = SliceA::kBytes + SliceB::kBytes;
+    static constexpr unsigned kRingBytes = kStageBytes * TileT::kStages;
+    static constexpr unsigned kBarrierBytes = 8 * (2 * TileT::kStages + TileT::kConsumers);
+    using Accumulators = float[kPiecesA][kColumnPieces][4];
+
+    PlaceSm90<TileT> place;
+    unsigned smem;      // the ring
+    unsigned barriers;  // full[kStages], empty[kStages], turn[kConsumers]
+    unsigned rank;      // in the cluster
+    RingPosition<TileT::kStages> position;
+    unsigned turn_parity;
+
+    /// `barriers_at` is where in shared memory kBarrierBytes are free. All threads of the block; ends with the cluster in step and the kernel before this one done.
+    __device__ __forceinline__ MainloopSm90(const void* ring, unsigned barriers_at)
+        : smem(ptx::shared_address(ring)), barriers(smem + barriers_at), rank(TileT::kCluster > 1 ? ptx::cluster_ctarank() : 0u) {
+        turn_parity = place.consumer == 0 ? 1u : 0u;  // the first turn needs no one to give it
+        if (threadIdx.x == 0) {
+            constexpr unsigned kReaders = TileT::kCluster * 4 * (TileT::kTurns ? 1 : TileT::kConsumers);  // warps
+            for (int stage = 0; stage < TileT::kStages; ++stage) {
+                ptx::mbarrier_init(full(stage), 1);
+                ptx::mbarrier_init(empty(stage), kReaders);
+            }
+            for (int consumer = 0; consumer < TileT::kConsumers; ++consumer) ptx::mbarrier_init(turn(consumer), 4);
+            ptx::fence_mbarrier_init();
+        }
+        meet();
+        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_wait();
+    }
+
+    /// Nobody leaves before the other blocks are done with its shared memory.
+    __device__ __forceinline__ void meet() const {
+        if constexpr (TileT::kCluster > 1) {
+            __syncwarp();
+            ptx::barrier_cluster_arrive();
+            ptx::barrier_cluster_wait();
+        } else {
+            __syncthreads();
+        }
+    }
+
+    /// One thread: brings all slices of the tile at (m, n).
+    __device__ __forceinline__ void produce(const TensorMap& a, const TensorMap& b, int m, int n, int slices) {
+#pragma unroll 1
+        for (int slice = 0; slice < slices; ++slice) {
+            ptx::mbarrier_wait_parity(empty(position.stage), position.parity ^ 1u);
+            const unsigned barrier = full(position.stage);
+            ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
+            const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
+            SliceA::template load<1>(stage, a, m, slice * TileT::kBlockK, 0, barrier);
+            SliceB::template load<TileT::kCluster>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK, static_cast<int>(rank), barrier);
+            position.advance();
+        }
+    }
+
+    /// A consumer: c += all slices of its next tile.
+    __device__ __forceinline__ void consume(Accumulators& c, int slices) {
+        if constexpr (TileT::kTurns) {
+            ptx::mbarrier_wait_parity(turn(place.consumer), turn_parity);
+            turn_parity ^= 1u;
+        }
+        int previous = 0;
+        int slice = 0;
+        // There is a slice. The compiler must see that too, or it keeps wgmma from overlapping.
+#pragma unroll 1
+        do {
+            ptx::mbarrier_wait_parity(full(position.stage), position.parity);
+            ptx::wgmma_fence();
+            multiply(c);
+            ptx::wgmma_commit_group();
+            // Every slice before the other consumer's has arrived now, so the parity that it waits for is that of its own.
+            if (TileT::kTurns && slice + 1 == slices && place.lane == 0) ptx::mbarrier_arrive(turn(place.consumer ^ 1));
+            ptx::wgmma_wait_group<1>();
+            if (slice > 0) release(previous);
+            previous = position.stage;
+            position.advance();
+        } while (++slice < slices);
+        ptx::wgmma_wait_group<0>();
+        release(previous);
+    }
+
+    /// Before every tile, even where the first multiplication could ignore what c holds: the compiler would keep the last tile's values for it.
+    static __device__ __forceinline__ void clear(Accumulators& c) {
+#pragma unroll
+        for (int i = 0; i < kPiecesA; ++i)
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) c[i][j][e] = 0.f;
+    }
+
+    /// By turns: the slices of a tile that the other consumer has.
+    __device__ __forceinline__ void skip(int slices) { position.advance(slices); }
+
+private:
+    __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8u * static_cast<unsigned>(stage); }
+    __device__ __forceinline__ unsigned empty(int stage) const { return full(TileT::kStages + stage); }
+    __device__ __forceinline__ unsigned turn(int consumer) const { return full(2 * TileT::kStages + consumer); }
+
+    /// This warp has read the stage; every block that writes into it hears of it.
+    __device__ __forceinline__ void release(int stage) const {
+        if constexpr (TileT::kCluster > 1) {
+            if (place.lane < TileT::kCluster) ptx::mbarrier_arrive_cluster(empty(stage), static_cast<unsigned>(place.lane));
+        } else {
+            if (place.lane == 0) ptx::mbarrier_arrive(empty(stage));
+        }
+    }
+
+    __device__ __forceinline__ void multiply(Accumulators& c) const {
+        const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
+        const int first_row = place.first_row();
+#pragma unroll
+        for (int step = 0; step < TileT::kBlockK / 16; ++step) {
+            const unsigned long long b = SliceB::descriptor(stage + SliceA::kBytes, 0, step);
+#pragma unroll
+            for (int i = 0; i < kPiecesA; ++i) {
+                multiply_piece(c[i], SliceA::descriptor(stage, first_row + i * 64, step), b);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void multiply_piece(float (&d)[kColumnPieces][4], unsigned long long a, unsigned long long b) {
+        constexpr int kA = OperandsT::kMajorA == Major::mn ? 1 : 0;
+        constexpr int kB = OperandsT::kMajorB == Major::mn ? 1 : 0;
+        if constexpr (kSame<T, Bf16>) {
+            if constexpr (TileT::kBlockN == 64) ptx::wgmma_m64n64k16_bf16<kA, kB>(d, a, b);
+            if constexpr (TileT::kBlockN == 128) ptx::wgmma_m64n128k16_bf16<kA, kB>(d, a, b);
+            if constexpr (TileT::kBlockN == 192) ptx::wgmma_m64n192k16_bf16<kA, kB>(d, a, b);
+            if constexpr (TileT::kBlockN == 256) ptx::wgmma_m64n256k16_bf16<kA, kB>(d, a, b);
+        } else {
+            if constexpr (TileT::kBlockN == 64) ptx::wgmma_m64n64k16_f16<kA, kB>(d, a, b);
+            if constexpr (TileT::kBlockN == 128) ptx::wgmma_m64n128k16_f16<kA, kB>(d, a, b);
+            if constexpr (TileT::kBlockN == 192) ptx::wgmma_m64n192k16_f16<kA, kB>(d, a, b);
+            if constexpr (TileT::kBlockN == 256) ptx::wgmma_m64n256k16_f16<kA, kB>(d, a, b);
+        }
+    }
+};
+
+/// Registers of a thread after reallocation: 128 · 40 + 256 · 232 ≤ 65536.
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+
+/// Tiles of a persistent GEMM: clusters take them in turn, in the order of tile_of_block over clusters of tiles.
+template <class TileT, int kRaster>
+struct TileWalk {
+    int clusters_m;  // of tiles
+    int tiles_n;
+    long long next_tile;
+    long long count;
+    int m = 0;  // first row of this block's tile
+    int n = 0;
+
+    __device__ __forceinline__ TileWalk(int extent_m, int extent_n)
+        : clusters_m(ceil_div(extent_m, TileT::kBlockM * TileT::kCluster)),
+          tiles_n(ceil_div(extent_n, TileT::kBlockN)),
+          next_tile(blockIdx.x / TileT::kCluster),
+          count(static_cast<long long>(clusters_m) * tiles_n) {}
+
+    __device__ __forceinline__ bool next(unsigned rank) {
+        if (next_tile >= count) return false;
+        int tile_m;
+        int tile_n;
+        tile_of_block<kRaster>(next_tile, clusters_m, tiles_n, tile_m, tile_n);
+        m = (tile_m * TileT::kCluster + static_cast<int>(rank)) * TileT::kBlockM;
+        n = tile_n * TileT::kBlockN;
+        next_tile += gridDim.x / TileT::kCluster;
+        return true;
+    }
+};
+
+}  // namespace flce
