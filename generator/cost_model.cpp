@@ -2,12 +2,14 @@
 // candidates and to say roughly how long a pass takes; measured times are the tuner's.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "flce/plan.hpp"
 #include "generator/blocks_cpu.hpp"
+#include "generator/cuda/chunk_time.hpp"
 #include "generator/cuda/tile_rules.hpp"
 #include "generator/host/cpu_layout.hpp"
-#include "generator/tiles_sm80.hpp"
+#include "generator/tiles_sm90.hpp"
 
 namespace flce {
 namespace {
@@ -19,8 +21,8 @@ struct GemmSize {
 };
 
 /// Share of the tensor cores' rate that a tile reaches: measured where the table has the tile, else what its warps' operand reuse suggests.
-double tile_efficiency(const Spec& spec, const GemmTile& tile) {
-    for (const TileCandidate& candidate : tile_candidates_sm80(spec.dtype)) {
+double tile_efficiency(const Spec& spec, PlanPath path, const GemmTile& tile) {
+    for (const TileCandidate& candidate : path == PlanPath::cuda_sm90a ? tile_candidates_sm90() : tile_candidates_sm80(spec.dtype)) {
         if (candidate.tile == tile) return candidate.efficiency;
     }
     const double warp_m = static_cast<double>(tile.block_m) / tile.warps_m;
@@ -32,20 +34,21 @@ double tile_efficiency(const Spec& spec, const GemmTile& tile) {
 class GpuCost {
 public:
     GpuCost(const Spec& spec, const Device& device, const Plan& plan) : spec_(spec), device_(device), plan_(plan) {
-        const double share = mma_sync_share(device.gpu.compute_capability);
+        const double share = plan.path == PlanPath::cuda_sm90a ? kWgmmaShare : mma_sync_share(device.gpu.compute_capability);
         // fp32: TF32 has half of bf16's rate, and three products make one.
         rate_ = device.gpu.bf16_flops * share / (spec.dtype == DType::fp32 ? 6.0 : 1.0);
     }
 
     [[nodiscard]] double gemm_seconds(GemmRole role, const GemmTile& tile, const GemmSize& size, double bytes) const {
-        const double blocks_per_sm = tile_blocks_per_sm(spec_, device_, role, tile);
+        const double blocks_per_sm = tile_blocks_per_sm(spec_, device_, plan_.path, role, tile);
         const double slots = device_.gpu.sm_count * blocks_per_sm;
         const double tiles = ceil_div(size.m, tile.block_m) * ceil_div(size.n, tile.block_n);
-        // Filling the pipeline and the epilogue as extra depth; another block on the SM hides most of it.
+        // Filling the pipeline and the epilogue as extra depth; another block on the SM, or the other warpgroup's turn, hides most of it.
         const bool exponentials = role == GemmRole::forward || role == GemmRole::dlogits;
-        const double hidden_by_others = blocks_per_sm > 1 ? 0.4 : 1.0;
+        const bool turns = plan_.path == PlanPath::cuda_sm90a && takes_turns(tile);
+        const double hidden_by_others = turns ? 0.1 : blocks_per_sm > 1 ? 0.4 : 1.0;
         const double depth = ceil_div(size.k, tile.block_k) * tile.block_k + (exponentials ? 300.0 : 120.0) * hidden_by_others;
-        const double tile_seconds = 2.0 * tile.block_m * tile.block_n * depth * slots / (rate_ * tile_efficiency(spec_, tile));
+        const double tile_seconds = 2.0 * tile.block_m * tile.block_n * depth * slots / (rate_ * tile_efficiency(spec_, plan_.path, tile));
         return std::max(ceil_div(tiles, slots) * tile_seconds, bytes / device_.gpu.bandwidth_bytes_per_s) + kLaunchSeconds;
     }
 
@@ -67,7 +70,7 @@ private:
 
 /// Vocabulary rows of a chunk with this many tokens, as scratch allows.
 double chunk_rows(const Spec& spec, const Plan& plan, double n) {
-    const double unit = plan.path == PlanPath::cpu ? plan.cpu.block_n : std::max(plan.cuda.dlogits.block_n, plan.cuda.grad_weight.block_m);
+    const double unit = plan.path == PlanPath::cpu ? plan.cpu.block_n : std::lcm(plan.cuda.dlogits.block_n, 128);
     const double fits =
         std::floor(static_cast<double>(plan.scratch_bytes) / (n * static_cast<double>(element_bytes(spec.dtype))) / unit) * unit;
     return std::min({std::max(fits, unit), static_cast<double>(plan.vocab_chunk), static_cast<double>(spec.vocab_size)});
@@ -95,7 +98,31 @@ Cost gpu_forward(const Spec& spec, const Device& device, const Plan& plan, doubl
     return cost;
 }
 
+/// cuda_sm90a takes chunks that make whole waves, and the waves are what takes the time.
+Cost sm90_backward(const Spec& spec, const Device& device, const Plan& plan, double n) {
+    const GpuCost gpu(spec, device, plan);
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = static_cast<double>(spec.vocab_size);
+    const ChunkTime time(spec, device, plan);
+    const auto quantum = static_cast<std::int64_t>(std::lcm(plan.cuda.dlogits.block_n, std::lcm(plan.cuda.grad_weight.block_m, 128)));
+    const auto tokens = static_cast<std::int64_t>(n);
+    const std::int64_t widest = std::max(static_cast<std::int64_t>(chunk_rows(spec, plan, n)) / quantum * quantum, quantum);
+    std::int64_t chunk = widest;
+    for (int narrower = 1; narrower < kChunkCandidates; ++narrower) {
+        const std::int64_t candidate = std::max(widest - narrower * quantum, quantum);
+        if (time.all(tokens, candidate) < time.all(tokens, chunk)) chunk = candidate;
+    }
+    Cost cost{.flops = 6.0 * n * v * d,
+              .bytes = gpu.logits_bytes(plan.cuda.dlogits, n, v) + backward_bytes(spec, n, ceil_div(v, static_cast<double>(chunk)))};
+    // A unit is a column of 64 multiply-adds in every SM.
+    const double arithmetic =
+        static_cast<double>(time.all(tokens, chunk)) * 128.0 * device.gpu.sm_count / (device.gpu.bf16_flops * kWgmmaShare);
+    cost.seconds = std::max(arithmetic, cost.bytes / device.gpu.bandwidth_bytes_per_s);
+    return cost;
+}
+
 Cost gpu_backward(const Spec& spec, const Device& device, const Plan& plan, double n) {
+    if (plan.path == PlanPath::cuda_sm90a) return sm90_backward(spec, device, plan, n);
     const GpuCost gpu(spec, device, plan);
     const double d = static_cast<double>(spec.hidden_size);
     const double v = static_cast<double>(spec.vocab_size);

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 
 #include "flce/error.hpp"
@@ -153,18 +154,19 @@ private:
     [[nodiscard]] std::int64_t value(const Expr& e) const { return evaluate(e, slots_, variables_); }
 
     void execute(const Launch& launch) {
-        InterpretedLaunch result{launch.kernel, {}, std::vector<std::byte>(launch.param_bytes)};
+        InterpretedLaunch result{launch.kernel, {}, std::vector<std::byte>(launch.param_bytes), {}};
         for (std::size_t i = 0; i < 3; ++i) {
             result.grid[i] = value(launch.grid[i]);
             if (result.grid[i] <= 0) return;
         }
+        check_fields(launch);
         for (const ParamField& field : launch.params) {
-            if ((field.bytes != 4 && field.bytes != 8) || std::size_t{field.offset} + field.bytes > launch.param_bytes) {
-                throw InternalError("launch program: parameter field at " + std::to_string(field.offset) + " of " +
-                                    std::to_string(field.bytes) + " bytes is outside a block of " + std::to_string(launch.param_bytes));
-            }
             const std::int64_t v = value(field.value);  // little endian: the first four bytes are the low half
             std::memcpy(result.params.data() + field.offset, &v, field.bytes);
+        }
+        for (const TensorMapField& map : launch.maps) {
+            result.maps.push_back({map.offset, map.box_rows, map.element_bytes, value(map.address), value(map.columns), value(map.rows),
+                                   value(map.row_bytes)});
         }
         on_launch_(result);
     }
@@ -222,24 +224,65 @@ Expr select(const Expr& condition, const Expr& then, const Expr& otherwise) {
 
 Expr float_bits(float value) { return Expr(std::int64_t{std::bit_cast<std::uint32_t>(value)}); }
 
-std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<std::int64_t>& variables) {
-    const Expr::Node& n = e.node();
-    switch (n.op) {
-        case Op::constant: return n.value;
-        case Op::slot: return slots.at(static_cast<std::size_t>(n.value));
-        case Op::variable: return variables.at(static_cast<std::size_t>(n.value));
-        case Op::select: return evaluate(evaluate(n.args[0], slots, variables) != 0 ? n.args[1] : n.args[2], slots, variables);
-        default: break;
+namespace {
+
+/// One evaluation: parts that occur several times are computed once.
+class Evaluation {
+public:
+    Evaluation(const CallSlots& slots, const std::vector<std::int64_t>& variables) : slots_(slots), variables_(variables) {}
+
+    std::int64_t value(const Expr& e) {
+        const Expr::Node& n = e.node();
+        switch (n.op) {
+            case Op::constant: return n.value;
+            case Op::slot: return slots_.at(static_cast<std::size_t>(n.value));
+            case Op::variable: return variables_.at(static_cast<std::size_t>(n.value));
+            default: break;
+        }
+        if (const auto known = known_.find(&n); known != known_.end()) return known->second;
+        std::int64_t result = 0;
+        if (n.op == Op::select) {
+            result = value(value(n.args[0]) != 0 ? n.args[1] : n.args[2]);
+        } else if (!apply(n.op, value(n.args[0]), value(n.args[1]), result)) {
+            no_value(e);
+        }
+        known_.emplace(&n, result);
+        return result;
     }
-    std::int64_t result = 0;
-    if (!apply(n.op, evaluate(n.args[0], slots, variables), evaluate(n.args[1], slots, variables), result)) no_value(e);
-    return result;
+
+private:
+    const CallSlots& slots_;
+    const std::vector<std::int64_t>& variables_;
+    std::unordered_map<const Expr::Node*, std::int64_t> known_;
+};
+
+}  // namespace
+
+std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<std::int64_t>& variables) {
+    return Evaluation(slots, variables).value(e);
 }
 
 std::string to_text(const Expr& e) {
     std::string out;
     append_text(e, 0, out);
     return out;
+}
+
+void check_fields(const Launch& launch) {
+    const auto outside = [&](std::uint32_t offset, std::uint32_t bytes) {
+        return InternalError("launch program: parameter field at " + std::to_string(offset) + " of " + std::to_string(bytes) +
+                             " bytes is outside a block of " + std::to_string(launch.param_bytes));
+    };
+    for (const ParamField& field : launch.params) {
+        if ((field.bytes != 4 && field.bytes != 8) || std::size_t{field.offset} + field.bytes > launch.param_bytes) {
+            throw outside(field.offset, field.bytes);
+        }
+    }
+    for (const TensorMapField& map : launch.maps) {
+        if (map.offset % 64 != 0 || std::size_t{map.offset} + TensorMapField::kBytes > launch.param_bytes) {
+            throw outside(map.offset, TensorMapField::kBytes);
+        }
+    }
 }
 
 void interpret(const LaunchProgram& program, const CallSlots& slots, const std::function<void(const InterpretedLaunch&)>& on_launch,

@@ -65,12 +65,27 @@ struct ParamField {
     Expr value;
 };
 
+/// A tensor map in a kernel's parameter block: how the copy engine sees a row-major matrix, copied in boxes of 128 bytes (swizzled) and box_rows
+/// rows. What lies outside the matrix reads as 0 and is not written.
+struct TensorMapField {
+    static constexpr std::uint32_t kBytes = 128;
+    static constexpr std::uint32_t kBoxBytes = 128;
+    std::uint32_t offset = 0;         ///< a multiple of 64
+    std::uint32_t box_rows = 0;       ///< 1 to 256
+    std::uint32_t element_bytes = 2;  ///< 2: any 16-bit type; 4: fp32
+    Expr address{0};                  ///< a multiple of 16
+    Expr columns{0};
+    Expr rows{0};
+    Expr row_bytes{0};  ///< from one row to the next, a multiple of 16
+};
+
 /// Launches kernel number `kernel` of the set. Grids with a zero dimension launch nothing.
 struct Launch {
     int kernel = 0;
     std::array<Expr, 3> grid{Expr(1), Expr(1), Expr(1)};
     std::uint32_t param_bytes = 0;
     std::vector<ParamField> params;  ///< fields not named are zero
+    std::vector<TensorMapField> maps;
 };
 
 struct Statement;
@@ -101,15 +116,31 @@ struct KernelEntry {
     std::string name;  ///< extern "C" symbol in the cubin
     std::uint32_t block_threads = 0;
     std::uint32_t dynamic_smem_bytes = 0;
+    /// Launched with programmatic stream serialization: it may come onto SMs that the kernel before it has left, and waits itself for that one's end.
+    bool overlaps_previous = false;
 };
 
 /// Calls `on_launch` for every launch (grid, parameter block) and `on_memset` for every memset, in order, leaving out empty ones: the reference
 /// meaning of a program.
+struct InterpretedMap {
+    std::uint32_t offset = 0;
+    std::uint32_t box_rows = 0;
+    std::uint32_t element_bytes = 0;
+    std::int64_t address = 0;
+    std::int64_t columns = 0;
+    std::int64_t rows = 0;
+    std::int64_t row_bytes = 0;
+    friend bool operator==(const InterpretedMap&, const InterpretedMap&) = default;
+};
 struct InterpretedLaunch {
     int kernel = 0;
     std::array<std::int64_t, 3> grid{};
-    std::vector<std::byte> params;
+    std::vector<std::byte> params;  ///< zeros where the maps go
+    std::vector<InterpretedMap> maps;
 };
+
+/// Throws InternalError where a field or a map reaches past the parameter block, or a map is not aligned.
+void check_fields(const Launch& launch);
 void interpret(const LaunchProgram& program, const CallSlots& slots, const std::function<void(const InterpretedLaunch&)>& on_launch,
                const std::function<void(std::int64_t address, std::int64_t bytes)>& on_memset);
 

@@ -15,10 +15,7 @@ namespace {
 using Reason = std::optional<std::string>;
 
 Reason cuda_reason(const Spec& spec, const Device& device, const Plan& plan) {
-    if (device.gpu.compute_capability < 80) {
-        return fmt::format("compute capability {}.{}: cuda_sm80 needs 8.0 or newer (mma.sync on bf16, cp.async)",
-                           device.gpu.compute_capability / 10, device.gpu.compute_capability % 10);
-    }
+    if (auto reason = path_problem(spec, device, plan.path)) return reason;
     const CudaPlan& cuda = plan.cuda;
     const std::array<std::tuple<const char*, GemmRole, const GemmTile*>, 4> tiles = {{
         {"forward", GemmRole::forward, &cuda.forward},
@@ -30,7 +27,7 @@ Reason cuda_reason(const Spec& spec, const Device& device, const Plan& plan) {
         for (const int part : {tile->block_m, tile->block_n, tile->block_k, tile->stages, tile->warps_m, tile->warps_n}) {
             if (part <= 0 || part > 4096) return fmt::format("{}: every number of a tile must be from 1 to 4096, not {}", name, part);
         }
-        if (auto reason = tile_problem(spec, device, role, *tile)) return fmt::format("{}: {}", name, *reason);
+        if (auto reason = tile_problem(spec, device, plan.path, role, *tile)) return fmt::format("{}: {}", name, *reason);
     }
     if (cuda.raster < 1 || cuda.raster > 1024) return fmt::format("raster={}: must be from 1 to 1024 tile rows", cuda.raster);
     for (const auto& [name, unit] : {std::pair{"dlogits' block_n", cuda.dlogits.block_n},

@@ -111,15 +111,15 @@ constexpr std::array kCpuKeys = {
 };
 
 std::span<const PlanKey> keys_of(PlanPath path) {
-    if (path == PlanPath::cuda_sm80) return kCudaKeys;
-    return kCpuKeys;
+    if (path == PlanPath::cpu) return kCpuKeys;
+    return kCudaKeys;
 }
 
 PlanPath read_path(std::string_view value) {
-    for (const PlanPath path : {PlanPath::cpu, PlanPath::cuda_sm80}) {
+    for (const PlanPath path : {PlanPath::cpu, PlanPath::cuda_sm80, PlanPath::cuda_sm90a}) {
         if (value == to_string(path)) return path;
     }
-    bad_value("path", value, "cpu or cuda_sm80");
+    bad_value("path", value, "cpu, cuda_sm80 or cuda_sm90a");
 }
 
 Strategy read_strategy(std::string_view value) {
@@ -182,6 +182,7 @@ std::string_view to_string(PlanPath path) noexcept {
     switch (path) {
         case PlanPath::cpu: return "cpu";
         case PlanPath::cuda_sm80: return "cuda_sm80";
+        case PlanPath::cuda_sm90a: return "cuda_sm90a";
     }
     return "?";
 }

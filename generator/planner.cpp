@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <numeric>
 
@@ -8,7 +9,7 @@
 #include "flce/plan.hpp"
 #include "generator/blocks_cpu.hpp"
 #include "generator/cuda/tile_rules.hpp"
-#include "generator/tiles_sm80.hpp"
+#include "generator/tiles_sm90.hpp"
 
 namespace flce {
 namespace {
@@ -48,17 +49,17 @@ constexpr const char* kRoleNames[] = {"forward", "dlogits", "grad_hidden", "grad
 constexpr GemmRole kRoles[] = {GemmRole::forward, GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight};
 
 Plan with_chunk(const Spec& spec, Plan plan, std::int64_t most) {
-    const int unit = std::max({plan.cuda.dlogits.block_n, plan.cuda.grad_weight.block_m, plan.cuda.grad_hidden.block_k});
+    const int unit = std::lcm(std::lcm(plan.cuda.dlogits.block_n, plan.cuda.grad_weight.block_m), plan.cuda.grad_hidden.block_k);
     plan.vocab_chunk = chunk_of(spec, most, unit);
     return plan;
 }
 
-/// Tiles of the table, of at most `widest` rows and columns, that `role` can run on the device, in the table's order.
-std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, GemmRole role, int widest, Search& search) {
+/// Tiles of the path's table, of at most `widest` rows and columns, that `role` can run on the device, in the table's order.
+std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, PlanPath path, GemmRole role, int widest, Search& search) {
     std::vector<GemmTile> tiles;
-    for (const TileCandidate& candidate : tile_candidates_sm80(spec.dtype)) {
+    for (const TileCandidate& candidate : path == PlanPath::cuda_sm90a ? tile_candidates_sm90() : tile_candidates_sm80(spec.dtype)) {
         if (std::max(candidate.tile.block_m, candidate.tile.block_n) > widest) continue;
-        if (auto reason = tile_problem(spec, device, role, candidate.tile)) {
+        if (auto reason = tile_problem(spec, device, path, role, candidate.tile)) {
             const GemmTile& t = candidate.tile;
             ++search.refusals[fmt::format("{}={}x{}x{}x{}/{}x{}: {}", kRoleNames[static_cast<std::size_t>(role)], t.block_m, t.block_n,
                                           t.block_k, t.stages, t.warps_m, t.warps_n, *reason)];
@@ -69,13 +70,18 @@ std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, GemmRo
     return tiles;
 }
 
-/// The four GEMMs do not influence each other's time, so the best plan has each role's best tile; the others differ from it in one place.
-std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const PlanRequest& request, int widest, Search& search) {
+/// The four GEMMs do not influence each other's time, so a path's best plan has each role's best tile; the others differ from it in one place.
+std::vector<Plan> path_candidates(const Spec& spec, const Device& device, PlanPath path, const PlanRequest& request, int widest,
+                                  Search& search) {
     constexpr std::int64_t kChunks[] = {16384, 8192, 32768};
-    Plan best{.path = PlanPath::cuda_sm80, .scratch_bytes = request.scratch_bytes};
+    if (auto reason = path_problem(spec, device, path)) {
+        ++search.refusals[*reason];
+        return {};
+    }
+    Plan best{.path = path, .scratch_bytes = request.scratch_bytes};
     std::vector<std::vector<GemmTile>> tiles;
     for (const GemmRole role : kRoles) {
-        tiles.push_back(legal_tiles(spec, device, role, widest, search));
+        tiles.push_back(legal_tiles(spec, device, path, role, widest, search));
         if (tiles.back().empty()) return {};
     }
     const Device rating = rating_device(device);
@@ -101,6 +107,14 @@ std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const 
         Plan plan = with_chunk(spec, best, kChunks[0]);
         plan.cuda.raster = raster;
         plans.push_back(plan);
+    }
+    return plans;
+}
+
+std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const PlanRequest& request, int widest, Search& search) {
+    std::vector<Plan> plans = path_candidates(spec, device, PlanPath::cuda_sm80, request, widest, search);
+    if (device.gpu.compute_capability == 90) {
+        std::ranges::copy(path_candidates(spec, device, PlanPath::cuda_sm90a, request, widest, search), std::back_inserter(plans));
     }
     return plans;
 }
@@ -185,9 +199,10 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     const Search search = search_plans(spec, device, request);
     std::vector<std::string> lines;
     if (device.kind == DeviceKind::cuda) {
-        lines.push_back(fmt::format("{}: {} SMs, {} KiB of shared memory a block; mma.sync reaches {:.0f} % of its dense rate",
-                                    device.gpu.arch, device.gpu.sm_count, device.gpu.smem_per_block_bytes / 1024,
-                                    100 * mma_sync_share(device.gpu.compute_capability)));
+        const bool sm90 = plan.path == PlanPath::cuda_sm90a;
+        lines.push_back(fmt::format("{}: {} SMs, {} KiB of shared memory a block; {} reaches {:.0f} % of its dense rate", device.gpu.arch,
+                                    device.gpu.sm_count, device.gpu.smem_per_block_bytes / 1024, sm90 ? "wgmma" : "mma.sync",
+                                    100 * (sm90 ? kWgmmaShare : mma_sync_share(device.gpu.compute_capability))));
     } else {
         lines.push_back(fmt::format("{}: vectors of {} bits{}{}, {} cores", device.cpu.cpu, device.cpu.vector_bits,
                                     device.cpu.fma ? ", FMA" : "", device.cpu.bf16_dot ? ", bf16 dot products" : "", device.cpu.cores));

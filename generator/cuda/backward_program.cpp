@@ -4,6 +4,7 @@
 
 #include "generator/cuda/launch_builder.hpp"
 #include "generator/cuda/programs.hpp"
+#include "generator/cuda/tile_rules.hpp"
 
 namespace flce {
 namespace {
@@ -18,8 +19,9 @@ Expr present(Slot which) { return equal(equal(slot(which), 0), 0); }
 /// Writes the launches of one backward pass.
 class BackwardWriter {
 public:
-    BackwardWriter(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout)
+    BackwardWriter(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const BackwardLayout& layout)
         : spec_(spec),
+          clusters_(device.gpu.sm_count / kClusterBlocks),
           plan_(plan),
           source_(source),
           layout_(layout),
@@ -63,6 +65,36 @@ private:
     }
     Expr hidden_at(const Expr& block) const { return slot(Slot::hidden) + first_row(block) * (spec_.hidden_size * element_); }
 
+    bool sm90() const { return plan_.path == PlanPath::cuda_sm90a; }
+    bool vocab_major() const { return spec_.layout == WeightLayout::vocab_major; }
+
+    /// Blocks for m × n results: one a tile, or persistent clusters.
+    Expr grid(const GemmTile& tile, const Expr& m, const Expr& n) const {
+        if (!sm90()) return ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n);
+        return min(ceil_div(m, kClusterBlocks * tile.block_m) * ceil_div(n, tile.block_n), clusters_) * kClusterBlocks;
+    }
+
+    // What tensor maps show, and how many rows one copy takes: of an operand that is contiguous along the sum, its part of the tile; of others 64
+    // elements of the sum. The second operand comes in as many parts as a cluster has blocks.
+    using Matrix = LaunchBuilder<DlogitsSm90Params>::Matrix;
+    static constexpr int kFirstRows = 64;
+    static constexpr int kSecondRows = 64 / kClusterBlocks;
+
+    template <class Params>
+    void map(LaunchBuilder<Params>& launch, TensorMap Params::* member, const Matrix& m, int box_rows, int element_bytes = 2) const {
+        launch.set_map(member, {m.address, m.columns, m.rows, m.row_elements}, box_rows, element_bytes);
+    }
+    Matrix hidden_matrix() const {
+        return {hidden_at(variable(kRowBlock)), spec_.hidden_size, row_count(variable(kRowBlock)), spec_.hidden_size};
+    }
+    Matrix dlogits_matrix() const { return {at(layout_.dlogits), column_count(), row_count(variable(kRowBlock)), layout_.chunk}; }
+    /// The chunk of the weight or of its gradient.
+    Matrix weight_matrix(Slot which) const {
+        const Expr address = weight_at(which, element_);
+        if (vocab_major()) return {address, spec_.hidden_size, column_count(), spec_.hidden_size};
+        return {address, column_count(), spec_.hidden_size, spec_.padded_vocab_size};
+    }
+
     Statement coefficients(const Expr& block) const {
         const Expr row = first_row(block);
         const Expr none = equal(slot(Slot::reduction), static_cast<std::int64_t>(ReductionCode::none));
@@ -102,11 +134,21 @@ private:
     }
 
     Statement dlogits() const {
+        if (!sm90()) return dlogits_launch<DlogitsParams>().build();
         const GemmTile& tile = plan_.cuda.dlogits;
+        auto launch = dlogits_launch<DlogitsSm90Params>();
+        map(launch, &DlogitsSm90Params::hidden_map, hidden_matrix(), tile.block_m);
+        map(launch, &DlogitsSm90Params::weight_map, weight_matrix(Slot::weight),
+            vocab_major() ? tile.block_n / kClusterBlocks : kSecondRows);
+        map(launch, &DlogitsSm90Params::dlogits_map, dlogits_matrix(), kFirstRows);
+        return launch.build();
+    }
+
+    template <class Params>
+    LaunchBuilder<Params> dlogits_launch() const {
         const Expr rows = row_count(variable(kRowBlock));
         const Expr bias_partials = spec_.bias ? select(present(Slot::grad_bias), at(layout_.bias_partials), 0) : Expr(0);
-        LaunchBuilder<DlogitsParams> launch(source_.kernel("dlogits"),
-                                            ceil_div(rows, tile.block_m) * ceil_div(column_count(), tile.block_n));
+        LaunchBuilder<Params> launch(source_.kernel("dlogits"), grid(plan_.cuda.dlogits, rows, column_count()));
         launch.set(&DlogitsParams::hidden, hidden_at(variable(kRowBlock)))
             .set(&DlogitsParams::weight, weight_at(Slot::weight, element_))
             .set(&DlogitsParams::bias, advanced(slot(Slot::bias), first_column(), element_))
@@ -120,19 +162,32 @@ private:
             .set(&DlogitsParams::first_column, first_column())
             .set(&DlogitsParams::rows, rows)
             .set(&DlogitsParams::columns, column_count())
-            .set_transform(&DlogitsParams::transform, spec_);
-        return launch.build();
+            .set_transform(&Params::transform, spec_);
+        return launch;
     }
 
     Statement grad_hidden() const {
+        if (!sm90()) return grad_hidden_launch<GradHiddenParams>().build();
         const GemmTile& tile = plan_.cuda.grad_hidden;
+        auto launch = grad_hidden_launch<GradHiddenSm90Params>();
+        map(launch, &GradHiddenSm90Params::dlogits_map, dlogits_matrix(), tile.block_m);
+        map(launch, &GradHiddenSm90Params::weight_map, weight_matrix(Slot::weight),
+            vocab_major() ? kSecondRows : tile.block_n / kClusterBlocks);
+        const Expr row = first_row(variable(kRowBlock));
+        const Matrix sum{at(layout_.hidden_accumulator) + row * (spec_.hidden_size * 4), spec_.hidden_size, row_count(variable(kRowBlock)),
+                         spec_.hidden_size};
+        map(launch, &GradHiddenSm90Params::accumulator_map, sum, kFirstRows, 4);
+        return launch.build();
+    }
+
+    template <class Params>
+    LaunchBuilder<Params> grad_hidden_launch() const {
         const Expr row = first_row(variable(kRowBlock));
         const Expr rows = row_count(variable(kRowBlock));
         const Expr result = slot(Slot::grad_hidden) + row * (spec_.hidden_size * element_);
         // fp32 sums in place.
         const Expr sum = spec_.dtype == DType::fp32 ? result : at(layout_.hidden_accumulator) + row * (spec_.hidden_size * 4);
-        LaunchBuilder<GradHiddenParams> launch(source_.kernel("grad_hidden"),
-                                               ceil_div(rows, tile.block_m) * ceil_div(spec_.hidden_size, tile.block_n));
+        LaunchBuilder<Params> launch(source_.kernel("grad_hidden"), grid(plan_.cuda.grad_hidden, rows, spec_.hidden_size));
         launch.set(&GradHiddenParams::dlogits, at(layout_.dlogits))
             .set(&GradHiddenParams::weight, weight_at(Slot::weight, element_))
             .set(&GradHiddenParams::scalars, at(layout_.scalars))
@@ -143,28 +198,36 @@ private:
             .set(&GradHiddenParams::columns, column_count())
             .set(&GradHiddenParams::first, equal(variable(kChunk), 0))
             .set(&GradHiddenParams::last, is_last(kChunk, layout_.chunks));
-        return launch.build();
+        return launch;
     }
 
     Statement grad_weight() const {
-        const GemmTile& tile = plan_.cuda.grad_weight;
-        const bool vocab_major = spec_.layout == WeightLayout::vocab_major;
-        const Expr m = vocab_major ? column_count() : Expr(spec_.hidden_size);
-        const Expr n = vocab_major ? Expr(spec_.hidden_size) : column_count();
+        if (!sm90()) return grad_weight_launch<GradWeightParams>().build();
+        auto launch = grad_weight_launch<GradWeightSm90Params>();
+        map(launch, &GradWeightSm90Params::dlogits_map, dlogits_matrix(), vocab_major() ? kFirstRows : kSecondRows);
+        map(launch, &GradWeightSm90Params::hidden_map, hidden_matrix(), vocab_major() ? kSecondRows : kFirstRows);
+        if (grad_element_ == 2) map(launch, &GradWeightSm90Params::grad_weight_map, weight_matrix(Slot::grad_weight), kFirstRows);
+        return launch.build();
+    }
+
+    template <class Params>
+    LaunchBuilder<Params> grad_weight_launch() const {
+        const Expr m = vocab_major() ? column_count() : Expr(spec_.hidden_size);
+        const Expr n = vocab_major() ? Expr(spec_.hidden_size) : column_count();
         const Expr accumulator = select(less(1, layout_.row_blocks), at(layout_.weight_accumulator), 0);
-        LaunchBuilder<GradWeightParams> launch(source_.kernel("grad_weight"), ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n));
+        LaunchBuilder<Params> launch(source_.kernel("grad_weight"), grid(plan_.cuda.grad_weight, m, n));
         launch.set(&GradWeightParams::dlogits, at(layout_.dlogits))
             .set(&GradWeightParams::hidden, hidden_at(variable(kRowBlock)))
             .set(&GradWeightParams::scalars, at(layout_.scalars))
             .set(&GradWeightParams::accumulator, accumulator)
             .set(&GradWeightParams::grad_weight, weight_at(Slot::grad_weight, grad_element_))
             .set(&GradWeightParams::ld, layout_.chunk)
-            .set(&GradWeightParams::accumulator_ld, vocab_major ? Expr(spec_.hidden_size) : layout_.chunk)
+            .set(&GradWeightParams::accumulator_ld, vocab_major() ? Expr(spec_.hidden_size) : layout_.chunk)
             .set(&GradWeightParams::rows, row_count(variable(kRowBlock)))
             .set(&GradWeightParams::columns, column_count())
             .set(&GradWeightParams::first, equal(variable(kRowBlock), 0))
             .set(&GradWeightParams::last, is_last(kRowBlock, layout_.row_blocks));
-        return launch.build();
+        return launch;
     }
 
     Statement grad_bias() const {
@@ -207,6 +270,7 @@ private:
     }
 
     const Spec& spec_;
+    std::int64_t clusters_;
     const Plan& plan_;
     const CudaSource& source_;
     const BackwardLayout& layout_;
@@ -216,8 +280,9 @@ private:
 
 }  // namespace
 
-LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout) {
-    return BackwardWriter(spec, plan, source, layout).program();
+LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                               const BackwardLayout& layout) {
+    return BackwardWriter(spec, device, plan, source, layout).program();
 }
 
 }  // namespace flce

@@ -2,6 +2,7 @@
 
 #include "generator/cuda/launch_builder.hpp"
 #include "generator/cuda/programs.hpp"
+#include "generator/cuda/tile_rules.hpp"
 
 namespace flce {
 namespace {
@@ -13,26 +14,54 @@ Expr is_none() { return equal(slot(Slot::reduction), static_cast<std::int64_t>(R
 /// Whether one block of row_outputs has every token, so that it can write the scalar loss itself: a launch less.
 Expr one_block() { return less(slot(Slot::num_tokens), kRowThreads + 1); }
 
-/// The tokens of one launch of forward.
+/// The tokens of one launch of forward and how it divides its work.
 struct Rows {
     Expr first;
     Expr count;
+    ForwardShare share;
 };
 
-Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout, const Rows& rows) {
-    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
-    LaunchBuilder<ForwardParams> launch(source.kernel("forward"), ceil_div(rows.count, plan.cuda.forward.block_m), layout.splits);
-    launch.set(&ForwardParams::hidden, slot(Slot::hidden) + rows.first * (spec.hidden_size * element))
+Expr hidden_at(const Spec& spec, const Expr& row) {
+    return slot(Slot::hidden) + row * (spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
+}
+
+/// The fields that every path's forward kernel has.
+template <class Params>
+LaunchBuilder<Params> forward_fields(const Spec& spec, LaunchBuilder<Params> launch, const ForwardLayout& layout, const Rows& rows) {
+    launch.set(&ForwardParams::hidden, hidden_at(spec, rows.first))
         .set(&ForwardParams::weight, slot(Slot::weight))
         .set(&ForwardParams::bias, slot(Slot::bias))
         .set(&ForwardParams::class_weight, slot(Slot::class_weight))
-        .set_targets(&ForwardParams::targets, rows.first)
+        .set_targets(&Params::targets, rows.first)
         .set(&ForwardParams::partials, at(layout.partials))
         .set(&ForwardParams::target_logits, at(layout.target_logits))
         .set(&ForwardParams::partial_rows, layout.partial_rows)
         .set(&ForwardParams::rows, rows.count)
-        .set(&ForwardParams::splits, layout.splits)
-        .set_transform(&ForwardParams::transform, spec);
+        .set(&ForwardParams::splits, rows.share.splits)
+        .set_transform(&Params::transform, spec);
+    return launch;
+}
+
+Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout, const Rows& rows) {
+    const GemmTile& tile = plan.cuda.forward;
+    const int kernel = source.kernel("forward");
+    if (plan.path != PlanPath::cuda_sm90a) {
+        const LaunchBuilder<ForwardParams> launch(kernel, ceil_div(rows.count, tile.block_m), rows.share.splits);
+        return forward_fields(spec, launch, layout, rows).build();
+    }
+    const bool vocab_major = spec.layout == WeightLayout::vocab_major;
+    const std::int64_t across = vocab_major ? spec.vocab_size : spec.hidden_size;
+    const std::int64_t along = vocab_major ? spec.hidden_size : spec.vocab_size;
+    const std::int64_t row_elements = vocab_major ? spec.hidden_size : spec.padded_vocab_size;
+    LaunchBuilder<ForwardSm90Params> launch =
+        forward_fields(spec, LaunchBuilder<ForwardSm90Params>(kernel, rows.share.clusters * kClusterBlocks), layout, rows);
+    launch
+        .set_map(&ForwardSm90Params::hidden_map, {hidden_at(spec, rows.first), spec.hidden_size, rows.count, spec.hidden_size},
+                 tile.block_m)
+        .set_map(&ForwardSm90Params::weight_map, {slot(Slot::weight), along, across, row_elements},
+                 (vocab_major ? tile.block_n : 64) / kClusterBlocks)
+        .set(&ForwardSm90Params::clusters, rows.share.clusters)
+        .set(&ForwardSm90Params::stride, rows.share.stride);
     return launch.build();
 }
 
@@ -58,7 +87,7 @@ Statement row_outputs_launch(const Spec& spec, const CudaSource& source, const F
         .set(&RowOutputsParams::first_row, rows.first)
         .set(&RowOutputsParams::partial_rows, layout.partial_rows)
         .set(&RowOutputsParams::rows, rows.count)
-        .set(&RowOutputsParams::splits, layout.splits)
+        .set(&RowOutputsParams::splits, rows.share.splits)
         .set_float(&RowOutputsParams::label_smoothing, static_cast<float>(spec.label_smoothing))
         .set_float(&RowOutputsParams::smoothing_per_class, static_cast<float>(spec.label_smoothing / static_cast<double>(spec.vocab_size)))
         .set_float(&RowOutputsParams::z_loss_weight, static_cast<float>(spec.z_loss));
@@ -90,12 +119,14 @@ Statement prepare_launch(const Spec& spec, const CudaSource& source, std::int64_
     return launch.build();
 }
 
-LaunchProgram forward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout) {
+LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                              const ForwardLayout& layout) {
     LaunchProgram program;
     program.variable_count = 1;
     if (spec.class_weight && spec.label_smoothing > 0) program.body.push_back(prepare_launch(spec, source, layout.scalars, 0));
-    const Expr first = variable(0) * layout.rows_limit;
-    const Rows rows{first, min(slot(Slot::num_tokens) - first, layout.rows_limit)};
+    const Expr first = variable(0) * layout.rows;
+    const Expr count = min(slot(Slot::num_tokens) - first, layout.rows);
+    const Rows rows{first, count, forward_share(spec, device, plan, count)};
     program.body.push_back(
         {Loop{0, layout.launches, {forward_launch(spec, plan, source, layout, rows), row_outputs_launch(spec, source, layout, rows)}}});
     program.body.push_back(reduce_loss_launch(source, layout));

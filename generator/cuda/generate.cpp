@@ -6,13 +6,13 @@ namespace flce {
 CudaProgram generate_cuda(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaSource source = cuda_source(spec, device, plan);
     const ForwardLayout forward = forward_layout(spec, device, plan);
-    const BackwardLayout backward = backward_layout(spec, plan);
+    const BackwardLayout backward = backward_layout(spec, device, plan);
     CudaProgram program;
     program.source = source.text;
     program.options = source.options;
     program.kernels = source.kernels;
-    program.forward = forward_program(spec, plan, source, forward);
-    program.backward = backward_program(spec, plan, source, backward);
+    program.forward = forward_program(spec, device, plan, source, forward);
+    program.backward = backward_program(spec, device, plan, source, backward);
     program.forward_workspace_bytes = forward.total;
     program.backward_workspace_bytes = backward.total;
     return program;

@@ -22,16 +22,31 @@ public:
         launch_.param_bytes = sizeof(Params);
     }
 
-    template <class Member>
-    LaunchBuilder& set(Member Params::* member, Expr value) {
+    /// `member` of Params or of a struct that it extends.
+    template <class Member, class Holder>
+    LaunchBuilder& set(Member Holder::* member, Expr value) {
         static_assert(sizeof(Member) == 4 || sizeof(Member) == 8, "a field of a launch program");
-        return field(offset_of(member), sizeof(Member), std::move(value));
+        return field(offset_of<Member>(member), sizeof(Member), std::move(value));
     }
     LaunchBuilder& set_float(float Params::* member, float value) { return field(offset_of(member), 4, float_bits(value)); }
 
+    /// The matrix that a tensor map shows; `box_rows` of its rows are copied at a time.
+    struct Matrix {
+        Expr address;
+        Expr columns;
+        Expr rows;
+        Expr row_elements;  ///< from one row to the next
+    };
+    LaunchBuilder& set_map(TensorMap Params::* member, const Matrix& matrix, int box_rows, int element_bytes = 2) {
+        launch_.maps.push_back({offset_of(member), static_cast<std::uint32_t>(box_rows), static_cast<std::uint32_t>(element_bytes),
+                                matrix.address, matrix.columns, matrix.rows, matrix.row_elements * element_bytes});
+        return *this;
+    }
+
     /// Labels from `first_row` on.
-    LaunchBuilder& set_targets(TargetParams Params::* member, const Expr& first_row) {
-        const std::uint32_t base = offset_of(member);
+    template <class Holder>
+    LaunchBuilder& set_targets(TargetParams Holder::* member, const Expr& first_row) {
+        const std::uint32_t base = offset_of<TargetParams>(member);
         field(base + offsetof(TargetParams, target), 8, slot(Slot::target) + first_row * floor_div(slot(Slot::target_bits), 8));
         field(base + offsetof(TargetParams, ignore_index), 8, slot(Slot::ignore_index));
         return field(base + offsetof(TargetParams, bits), 4, slot(Slot::target_bits));
@@ -42,9 +57,10 @@ public:
         field(base + offsetof(CountParams, code), 4, slot(Slot::num_valid_code));
         return field(base + offsetof(CountParams, reduction), 4, slot(Slot::reduction));
     }
-    LaunchBuilder& set_transform(float (Params::*member)[kMaxTransformParameters], const Spec& spec) {
+    template <class Holder>
+    LaunchBuilder& set_transform(float (Holder::*member)[kMaxTransformParameters], const Spec& spec) {
         static_assert(ScaleTransform::parameter_count + SoftcapTransform::parameter_count <= kMaxTransformParameters);
-        std::uint32_t at = offset_of(member);
+        std::uint32_t at = offset_of<float[kMaxTransformParameters]>(member);
         for (const double value : transform_parameters(spec)) {
             field(at, 4, float_bits(static_cast<float>(value)));
             at += 4;

@@ -46,25 +46,40 @@ class Kernels {
 public:
     explicit Kernels(CudaSource& source) : source_(source) {}
 
-    void gemm(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params) {
-        const int threads = 32 * tile.warps_m * tile.warps_n;
-        const std::string type = fmt::format("flce::Tile<{}, {}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.block_k, tile.stages,
-                                             tile.warps_m, tile.warps_n);
-        add(name, params, fmt::format("flce::{}<Problem, {}>(p)", name, type), threads, tile_blocks_per_sm(spec, device, role, tile),
-            tile_smem_bytes(spec, role, tile));
+    /// `params` is the name of the parameter block without "Params".
+    void gemm(const Spec& spec, const Device& device, PlanPath path, GemmRole role, const GemmTile& tile, std::string_view name,
+              std::string_view params) {
+        const bool sm90 = path == PlanPath::cuda_sm90a;
+        const std::string type = sm90 ? fmt::format("flce::TileSm90<{}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.stages,
+                                                    kClusterBlocks, takes_turns(tile))
+                                      : fmt::format("flce::Tile<{}, {}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.block_k,
+                                                    tile.stages, tile.warps_m, tile.warps_n);
+        const Block block{tile_threads(path, tile), tile_blocks_per_sm(spec, device, path, role, tile),
+                          tile_smem_bytes(spec, path, role, tile), sm90 ? kClusterBlocks : 1};
+        const std::string_view suffix = sm90 ? "_sm90" : "";
+        add(name, fmt::format("{}{}Params", params, sm90 ? "Sm90" : ""), fmt::format("flce::{}{}<Problem, {}>(p)", name, suffix, type),
+            block);
     }
 
     void simple(std::string_view name, std::string_view params, std::string_view function, int threads) {
-        add(name, params, fmt::format("flce::{}<Problem>(p)", function), threads, 1, 0);
+        add(name, params, fmt::format("flce::{}<Problem>(p)", function), {threads, 1, 0, 1});
     }
 
 private:
-    void add(std::string_view name, std::string_view params, const std::string& body, int threads, int blocks, std::int64_t smem_bytes) {
+    struct Block {
+        int threads;
+        int blocks_per_sm;
+        std::int64_t smem_bytes;
+        int cluster;  ///< blocks along x
+    };
+
+    void add(std::string_view name, std::string_view params, const std::string& body, const Block& block) {
+        const std::string cluster = block.cluster > 1 ? fmt::format(" __cluster_dims__({}, 1, 1)", block.cluster) : "";
         source_.text += fmt::format(
-            "extern \"C\" __global__ void __launch_bounds__({}, {}) flce_{}(const __grid_constant__ flce::{} p) {{\n    {};\n}}\n", threads,
-            blocks, name, params, body);
-        source_.kernels.push_back(
-            {fmt::format("flce_{}", name), static_cast<std::uint32_t>(threads), static_cast<std::uint32_t>(smem_bytes)});
+            "extern \"C\" __global__ void __launch_bounds__({}, {}){} flce_{}(const __grid_constant__ flce::{} p) {{\n    {};\n}}\n",
+            block.threads, block.blocks_per_sm, cluster, name, params, body);
+        source_.kernels.push_back({fmt::format("flce_{}", name), static_cast<std::uint32_t>(block.threads),
+                                   static_cast<std::uint32_t>(block.smem_bytes), block.cluster > 1});
     }
 
     CudaSource& source_;
@@ -86,17 +101,18 @@ int CudaSource::kernel(std::string_view name) const {
 
 CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan) {
     CudaSource source;
-    source.text = "#include \"flce/kernels.cuh\"\n\n" + problem_struct(spec, plan);
+    const std::string_view header = plan.path == PlanPath::cuda_sm90a ? "kernels_sm90.cuh" : "kernels.cuh";
+    source.text = fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan);
     source.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
     Kernels kernels(source);
-    kernels.gemm(spec, device, GemmRole::forward, plan.cuda.forward, "forward", "ForwardParams");
+    kernels.gemm(spec, device, plan.path, GemmRole::forward, plan.cuda.forward, "forward", "Forward");
     kernels.simple("row_outputs", "RowOutputsParams", "row_outputs_kernel", kRowThreads);
     kernels.simple("reduce_loss", "ReduceLossParams", "reduce_loss", kReduceThreads);
     kernels.simple("prepare", "PrepareParams", "prepare", kReduceThreads);
     kernels.simple("row_coefficients", "RowCoefficientsParams", "row_coefficients_kernel", kRowThreads);
-    kernels.gemm(spec, device, GemmRole::dlogits, plan.cuda.dlogits, "dlogits", "DlogitsParams");
-    kernels.gemm(spec, device, GemmRole::grad_hidden, plan.cuda.grad_hidden, "grad_hidden", "GradHiddenParams");
-    kernels.gemm(spec, device, GemmRole::grad_weight, plan.cuda.grad_weight, "grad_weight", "GradWeightParams");
+    kernels.gemm(spec, device, plan.path, GemmRole::dlogits, plan.cuda.dlogits, "dlogits", "Dlogits");
+    kernels.gemm(spec, device, plan.path, GemmRole::grad_hidden, plan.cuda.grad_hidden, "grad_hidden", "GradHidden");
+    kernels.gemm(spec, device, plan.path, GemmRole::grad_weight, plan.cuda.grad_weight, "grad_weight", "GradWeight");
     if (spec.bias) kernels.simple("grad_bias", "GradBiasParams", "grad_bias", kRowThreads);
     if (zeroes_columns(spec)) kernels.simple("zero_columns", "ZeroColumnsParams", "zero_columns", kRowThreads);
     return source;

@@ -16,24 +16,66 @@ bool power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
 /// Accumulator registers a thread may hold: fp32 keeps a second set for the slice in flight.
 int accumulator_limit(DType dtype) { return dtype == DType::fp32 ? 64 : 128; }
 
-}  // namespace
+int partial_fields(const Spec& spec) { return 2 + (spec.outputs.entropy ? 1 : 0) + (spec.label_smoothing > 0 ? 1 : 0); }
 
-std::int64_t tile_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
+std::int64_t sm80_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
     const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
     const std::int64_t operands = (tile.block_m + tile.block_n) * tile.block_k * element * tile.stages;
     // 16-bit results pass through shared memory (over the operands, which are spent by then) in rows padded by one access.
     const std::int64_t staged = tile.block_m * (tile.block_n * std::int64_t{2} + 16);
     std::int64_t beside = 0;
     if (role == GemmRole::forward) {
-        const int fields = 2 + (spec.outputs.entropy ? 1 : 0) + (spec.label_smoothing > 0 ? 1 : 0);
-        beside = std::int64_t{4} * tile.block_m * (fields * tile.warps_n + 1);
+        beside = std::int64_t{4} * tile.block_m * (partial_fields(spec) * tile.warps_n + 1);
     } else if (role == GemmRole::dlogits && spec.bias) {
         beside = std::int64_t{4} * tile.block_n * tile.warps_m;
     }
     return (role == GemmRole::forward ? operands : std::max(operands, staged)) + beside;
 }
 
-std::optional<std::string> tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
+/// The ring of stages, what an epilogue keeps or hands over, and the barriers.
+std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
+    constexpr std::int64_t kPanelBytes = 64 * 128;
+    const std::int64_t ring = std::int64_t{128} * (tile.block_m + tile.block_n) * tile.stages;
+    const int consumer_rows = takes_turns(tile) ? tile.block_m : tile.block_m / 2;
+    std::int64_t beside = 0;
+    if (role == GemmRole::forward) {
+        beside = std::int64_t{2} * 256 * (consumer_rows / 64 * 2) * partial_fields(spec) * 4;  // two parts' sums of every thread
+    } else if (role == GemmRole::dlogits) {
+        beside = 2 * kPanelBytes * (tile.block_n / 64);
+    } else if (role == GemmRole::grad_hidden) {
+        beside = 2 * kPanelBytes * 2;
+    } else if (role == GemmRole::grad_weight && element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::write) {
+        beside = 2 * kPanelBytes * 2;
+    }
+    return ring + beside + std::int64_t{8} * (2 * tile.stages + 2);
+}
+
+std::optional<std::string> sm90_tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
+    if (tile.warps_n != 1 || (tile.warps_m != 4 && tile.warps_m != 8)) {
+        return fmt::format("warps {}x{}: 4x1, warpgroups take turns, or 8x1, they share a tile", tile.warps_m, tile.warps_n);
+    }
+    const int consumer_rows = takes_turns(tile) ? tile.block_m : tile.block_m / 2;
+    if (consumer_rows < 64 || tile.block_m % (takes_turns(tile) ? 64 : 128) != 0 || tile.block_m > 256) {
+        return fmt::format("block_m {}: a multiple of 64 a warpgroup, at most 256", tile.block_m);
+    }
+    if (tile.block_n != 64 && tile.block_n != 128 && tile.block_n != 192 && tile.block_n != 256) {
+        return fmt::format("block_n {}: 64, 128, 192 or 256", tile.block_n);
+    }
+    const int accumulators = consumer_rows * tile.block_n / 128;
+    if (accumulators > 192) {
+        return fmt::format("block {}x{}: needs {} accumulator registers a thread, 192 fit", tile.block_m, tile.block_n, accumulators);
+    }
+    if (role == GemmRole::forward && tile.block_m % 128 != 0) return fmt::format("block_m {}: forward needs 128 or 256", tile.block_m);
+    if (tile.block_k != 64) return fmt::format("block_k {}: 64, a row of the 128-byte swizzle", tile.block_k);
+    if (tile.stages < 2 || tile.stages > 8) return fmt::format("stages {}: 2 to 8", tile.stages);
+    const std::int64_t smem = sm90_smem_bytes(spec, role, tile);
+    if (smem > device.gpu.smem_per_block_bytes) {
+        return fmt::format("needs {} bytes of shared memory a block, {} offers {}", smem, device.gpu.arch, device.gpu.smem_per_block_bytes);
+    }
+    return std::nullopt;
+}
+
+std::optional<std::string> sm80_tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
     const int element = static_cast<int>(element_bytes(spec.dtype));
     if (!power_of_two(tile.warps_m) || !power_of_two(tile.warps_n) || tile.warps_m * tile.warps_n > 16) {
         return fmt::format("warps {}x{}: powers of two, at most 16 warps in all", tile.warps_m, tile.warps_n);
@@ -61,18 +103,56 @@ std::optional<std::string> tile_problem(const Spec& spec, const Device& device, 
                                threads);
         }
     }
-    const std::int64_t smem = tile_smem_bytes(spec, role, tile);
+    const std::int64_t smem = sm80_smem_bytes(spec, role, tile);
     if (smem > device.gpu.smem_per_block_bytes) {
         return fmt::format("needs {} bytes of shared memory a block, {} offers {}", smem, device.gpu.arch, device.gpu.smem_per_block_bytes);
     }
     return std::nullopt;
 }
 
+std::string capability(const Device& device) {
+    return fmt::format("compute capability {}.{}", device.gpu.compute_capability / 10, device.gpu.compute_capability % 10);
+}
+
+/// The copy engine reads rows that start on 16 bytes, and the epilogues have no sums of columns.
+std::optional<std::string> sm90_problem(const Spec& spec, const Device& device) {
+    if (device.gpu.arch != "sm_90a") return fmt::format("{}: cuda_sm90a needs sm_90a (wgmma)", device.gpu.arch);
+    if (device.gpu.sm_count < kClusterBlocks)
+        return fmt::format("{} SMs: cuda_sm90a needs a cluster of {}", device.gpu.sm_count, kClusterBlocks);
+    if (spec.dtype == DType::fp32) return std::string("dtype=fp32: cuda_sm90a multiplies 16-bit operands; fp32 runs on cuda_sm80");
+    if (spec.bias) return std::string("bias: cuda_sm90a has no gradient of it; it runs on cuda_sm80");
+    if (spec.layout == WeightLayout::hidden_major && spec.padded_vocab_size % 8 != 0) {
+        return fmt::format("layout=hidden_major with rows of {}: cuda_sm90a needs rows of a multiple of 8; others run on cuda_sm80",
+                           spec.padded_vocab_size);
+    }
+    return std::nullopt;
+}
+
+}  // namespace
+
+std::int64_t tile_smem_bytes(const Spec& spec, PlanPath path, GemmRole role, const GemmTile& tile) {
+    return path == PlanPath::cuda_sm90a ? sm90_smem_bytes(spec, role, tile) : sm80_smem_bytes(spec, role, tile);
+}
+
+int tile_threads(PlanPath path, const GemmTile& tile) { return path == PlanPath::cuda_sm90a ? 384 : 32 * tile.warps_m * tile.warps_n; }
+
+std::optional<std::string> path_problem(const Spec& spec, const Device& device, PlanPath path) {
+    if (device.gpu.compute_capability < 80) {
+        return fmt::format("{}: cuda_sm80 needs 8.0 or newer (mma.sync on bf16, cp.async)", capability(device));
+    }
+    return path == PlanPath::cuda_sm90a ? sm90_problem(spec, device) : std::nullopt;
+}
+
+std::optional<std::string> tile_problem(const Spec& spec, const Device& device, PlanPath path, GemmRole role, const GemmTile& tile) {
+    return path == PlanPath::cuda_sm90a ? sm90_tile_problem(spec, device, role, tile) : sm80_tile_problem(spec, device, role, tile);
+}
+
 std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan) { return workspace_minimum(spec, plan); }
 
-int tile_blocks_per_sm(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
-    const std::int64_t reserved = 1024;  // of each block, by the driver
-    const std::int64_t by_smem = device.gpu.smem_per_sm_bytes / (tile_smem_bytes(spec, role, tile) + reserved);
+int tile_blocks_per_sm(const Spec& spec, const Device& device, PlanPath path, GemmRole role, const GemmTile& tile) {
+    if (path == PlanPath::cuda_sm90a) return 1;  // persistent, with most of the shared memory
+    const std::int64_t reserved = 1024;          // of each block, by the driver
+    const std::int64_t by_smem = device.gpu.smem_per_sm_bytes / (sm80_smem_bytes(spec, role, tile) + reserved);
     const int threads = 32 * tile.warps_m * tile.warps_n;
     const int accumulators = tile.block_m * tile.block_n / threads;
     const int registers = accumulators > 64 || spec.dtype == DType::fp32 ? 255 : 168;

@@ -16,15 +16,26 @@ namespace flce {
 enum class GemmRole : std::uint8_t { forward, dlogits, grad_hidden, grad_weight };
 
 /// Dynamic shared memory of one block, bytes.
-[[nodiscard]] std::int64_t tile_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile);
+[[nodiscard]] std::int64_t tile_smem_bytes(const Spec& spec, PlanPath path, GemmRole role, const GemmTile& tile);
+
+/// Threads of one block.
+[[nodiscard]] int tile_threads(PlanPath path, const GemmTile& tile);
+
+/// Why `path` cannot express `spec` or run on `device`, whatever the tiles.
+[[nodiscard]] std::optional<std::string> path_problem(const Spec& spec, const Device& device, PlanPath path);
 
 /// Why the kernel templates cannot be instantiated with `tile`, or cannot run on `device`; std::nullopt when they can.
-[[nodiscard]] std::optional<std::string> tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
+[[nodiscard]] std::optional<std::string> tile_problem(const Spec& spec, const Device& device, PlanPath path, GemmRole role,
+                                                      const GemmTile& tile);
 
 /// Least Plan::scratch_bytes with which backward can walk any number of tokens.
 [[nodiscard]] std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan);
 
 /// Blocks of this tile that an SM holds at a time, by shared memory and registers; at least 1 for a legal tile.
-[[nodiscard]] int tile_blocks_per_sm(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
+[[nodiscard]] int tile_blocks_per_sm(const Spec& spec, const Device& device, PlanPath path, GemmRole role, const GemmTile& tile);
+
+/// Blocks of a cluster on cuda_sm90a, and whether its warpgroups take turns with tiles of their own.
+inline constexpr int kClusterBlocks = 2;
+[[nodiscard]] inline bool takes_turns(const GemmTile& tile) { return tile.warps_m == 4; }
 
 }  // namespace flce

@@ -1,7 +1,9 @@
 #include "generator/cuda/workspace.hpp"
 
 #include <algorithm>
+#include <numeric>
 
+#include "generator/cuda/chunk_time.hpp"
 #include "generator/cuda/tile_rules.hpp"
 #include "templates/params.cuh"
 
@@ -58,9 +60,11 @@ struct BackwardSizes {
     std::int64_t rows_limit;   ///< up to this many tokens take part at once
 };
 
-std::int64_t chunk_quantum(const Plan& plan) {
+std::int64_t chunk_quantum(const Spec& spec, const Plan& plan) {
     const CudaPlan& c = plan.cuda;
-    return std::max({c.dlogits.block_n, c.grad_weight.block_m, c.grad_weight.block_n, 128});
+    const bool vocab_major = spec.layout == WeightLayout::vocab_major;
+    // Whole tiles, whichever GEMM the chunk is cut for.
+    return std::lcm(std::lcm(c.dlogits.block_n, 128), vocab_major ? c.grad_weight.block_m : c.grad_weight.block_n);
 }
 
 /// Bytes that a token costs where a chunk has `chunk` columns.
@@ -72,7 +76,7 @@ std::int64_t token_bytes(const Spec& spec, const Plan& plan, std::int64_t chunk)
 BackwardSizes backward_sizes(const Spec& spec, const Plan& plan) {
     BackwardSizes s{};
     s.budget = plan.scratch_bytes - kReserveBytes;
-    s.quantum = chunk_quantum(plan);
+    s.quantum = chunk_quantum(spec, plan);
     s.chunk_limit = std::min(std::max(down(plan.vocab_chunk, s.quantum), s.quantum), up(spec.vocab_size, s.quantum));
     const std::int64_t weight_row = 4 * spec.hidden_size + (spec.bias ? 12 : 0);
     s.chunk = std::clamp(down(s.budget / 2 / weight_row, s.quantum), s.quantum, s.chunk_limit);
@@ -84,37 +88,104 @@ BackwardSizes backward_sizes(const Spec& spec, const Plan& plan) {
     return s;
 }
 
+/// cuda_sm90a: clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where there
+/// are fewer tiles than clusters, each tile has its own.
+struct ClusterShare {
+    std::int64_t cluster_rows;  ///< tokens of a cluster of rows
+    std::int64_t writers;       ///< partial results of a cluster
+    std::int64_t tiles;
+    std::int64_t clusters;
+    std::int64_t row_clusters;  ///< most of a launch
+
+    ClusterShare(const Spec& spec, const Device& device, const Plan& plan, std::int64_t field_bytes) {
+        const GemmTile& tile = plan.cuda.forward;
+        cluster_rows = std::int64_t{kClusterBlocks} * tile.block_m;
+        writers = takes_turns(tile) ? 2 : 1;
+        tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
+        // Row clusters × splits is at most clusters + 2·row clusters.
+        const std::int64_t bytes = std::min(kForwardPartialBytes, (plan.scratch_bytes - kReserveBytes) / 2);
+        const std::int64_t most = bytes / (field_bytes * writers * cluster_rows);
+        clusters = std::clamp<std::int64_t>(most - 2, 1, device.gpu.sm_count / kClusterBlocks);
+        // All rows of a launch are read again for every tile of the vocabulary: they have to stay in L2.
+        const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
+        const std::int64_t cached = std::max<std::int64_t>(device.gpu.l2_bytes / 5 * 4 / (row_bytes * cluster_rows), 2);
+        row_clusters = std::clamp<std::int64_t>(std::min((most - clusters) / 2, cached), 1, clusters);
+    }
+};
+
 }  // namespace
 
 std::int64_t workspace_minimum(const Spec& spec, const Plan& plan) {
-    const std::int64_t quantum = chunk_quantum(plan);
+    const std::int64_t quantum = chunk_quantum(spec, plan);
     return kReserveBytes + 2 * quantum * (4 * spec.hidden_size + (spec.bias ? 12 : 0)) + 2 * kRowQuantum * token_bytes(spec, plan, quantum);
+}
+
+ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
+    const GemmTile& tile = plan.cuda.forward;
+    const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
+    if (plan.path != PlanPath::cuda_sm90a) {
+        const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, plan.path, GemmRole::forward, tile);
+        const std::int64_t tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
+        const std::int64_t most_blocks = std::max<std::int64_t>(kForwardPartialBytes / field_bytes / tile.block_m, 1);
+        return {choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity, tiles, most_blocks), 0, 0};
+    }
+    const ClusterShare share(spec, device, plan, field_bytes);
+    std::int64_t stride = std::max<std::int64_t>(share.clusters * 618 / 1000, 1);  // near the golden ratio: neighbours lie far apart
+    while (std::gcd(stride, share.clusters) != 1) ++stride;
+    const Expr row_clusters = max(ceil_div(rows, share.cluster_rows), 1);
+    const Expr few = less(row_clusters * share.tiles, share.clusters);
+    return {select(few, share.tiles, ceil_div(share.clusters, row_clusters) + 1) * share.writers,
+            select(few, row_clusters * share.tiles, share.clusters), select(few, row_clusters, stride)};
 }
 
 ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan) {
     const GemmTile& tile = plan.cuda.forward;
     const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
-    const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, GemmRole::forward, tile);
-    const std::int64_t tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
-    const std::int64_t wave_rows = capacity * tile.block_m;
-    ForwardLayout f;
-    const std::int64_t most_rows = kForwardPartialBytes / field_bytes;
-    f.rows_limit = up(most_rows > wave_rows ? down(most_rows, wave_rows) : most_rows, std::max(kRowThreads, tile.block_m));
     const Expr n = slot(Slot::num_tokens);
-    const Expr rows = min(n, f.rows_limit);
-    f.launches = ceil_div(n, f.rows_limit);
-    f.splits = choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity, tiles, std::max<std::int64_t>(most_rows / tile.block_m, 1));
+    ForwardLayout f;
+    Expr partials(0);  // of the fields of all rows, by split
+    if (plan.path == PlanPath::cuda_sm90a) {
+        const ClusterShare share(spec, device, plan, field_bytes);
+        const std::int64_t limit = up(share.row_clusters * share.cluster_rows, kRowThreads);
+        f.rows = round_up(ceil_div(n, max(ceil_div(n, limit), 1)), std::max<std::int64_t>(share.cluster_rows, kRowThreads));
+        partials = (ceil_div(min(n, f.rows), share.cluster_rows) * 2 + share.clusters) * (share.writers * share.cluster_rows);
+    } else {
+        const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, plan.path, GemmRole::forward, tile);
+        const std::int64_t wave_rows = capacity * tile.block_m;
+        const std::int64_t most_rows = kForwardPartialBytes / field_bytes;
+        f.rows = up(most_rows > wave_rows ? down(most_rows, wave_rows) : most_rows, std::max(kRowThreads, tile.block_m));
+        partials = forward_share(spec, device, plan, min(n, f.rows)).splits * round_up(min(n, f.rows), 32);
+    }
+    const Expr rows = min(n, f.rows);
+    f.launches = ceil_div(n, max(f.rows, 1));
     f.partial_rows = round_up(rows, 32);
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
     f.target_logits = pieces.take(rows * 4);
     f.loss_partials = pieces.take(ceil_div(n, kRowThreads) * static_cast<std::int64_t>(sizeof(LossPartial)));
-    f.partials = pieces.take(f.splits * f.partial_rows * field_bytes);
+    f.partials = pieces.take(partials * field_bytes);
     f.total = pieces.end();
     return f;
 }
 
-BackwardLayout backward_layout(const Spec& spec, const Plan& plan) {
+/// Vocabulary rows of a chunk for all tokens at once: what fits, on cuda_sm90a a little less where that makes whole waves.
+static Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const BackwardSizes& s, const Expr& fitting) {
+    const Expr widest = min(max(round_down(fitting, s.quantum), s.quantum), s.chunk_limit);
+    if (plan.path != PlanPath::cuda_sm90a) return widest;
+    const ChunkTime time(spec, device, plan);
+    const Expr n = slot(Slot::num_tokens);
+    Expr best = widest;
+    Expr best_time = time.all(n, widest);
+    for (int narrower = 1; narrower < kChunkCandidates; ++narrower) {
+        const Expr chunk = max(widest - narrower * s.quantum, s.quantum);
+        const Expr chunk_time = time.all(n, chunk);
+        best = select(less(chunk_time, best_time), chunk, best);
+        best_time = min(chunk_time, best_time);
+    }
+    return best;
+}
+
+BackwardLayout backward_layout(const Spec& spec, const Device& device, const Plan& plan) {
     const BackwardSizes s = backward_sizes(spec, plan);
     const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
     const Expr n = slot(Slot::num_tokens);
@@ -125,7 +196,7 @@ BackwardLayout backward_layout(const Spec& spec, const Plan& plan) {
     BackwardLayout b;
     b.rows = select(cut, round_up(ceil_div(n, max(ceil_div(n, s.rows), 1)), kRowQuantum), max(n, 1));
     b.row_blocks = ceil_div(n, b.rows);
-    b.chunk = select(cut, s.chunk, min(max(round_down(fitting, s.quantum), s.quantum), s.chunk_limit));
+    b.chunk = select(cut, s.chunk, whole_chunk(spec, device, plan, s, fitting));
     b.chunks = ceil_div(spec.vocab_size, b.chunk);
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));

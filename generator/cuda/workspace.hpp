@@ -12,11 +12,17 @@ namespace flce {
 
 inline constexpr std::int64_t kWorkspaceAlignment = 256;
 
-/// Forward runs over at most `rows_limit` tokens at a time, so that its partial sums stay small for any number of tokens.
+/// How a launch of forward divides its work.
+struct ForwardShare {
+    Expr splits{0};    ///< parts of the vocabulary that are reduced apart
+    Expr clusters{0};  ///< cuda_sm90a: clusters in the grid
+    Expr stride{0};    ///< cuda_sm90a: consecutive tiles of the vocabulary go to units that lie so far apart
+};
+
+/// Forward runs over `rows` tokens at a time, so that its partial sums stay small for any number of tokens.
 struct ForwardLayout {
-    std::int64_t rows_limit = 0;
+    Expr rows{0};  ///< of a launch; the last may have fewer
     Expr launches{0};
-    Expr splits{0};        ///< parts of the vocabulary that are reduced apart
     Expr partial_rows{0};  ///< leading dimension of the partial sums
     // Offsets in the workspace, bytes.
     std::int64_t scalars = 0;
@@ -45,7 +51,9 @@ struct BackwardLayout {
 };
 
 [[nodiscard]] ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan);
-[[nodiscard]] BackwardLayout backward_layout(const Spec& spec, const Plan& plan);
+/// The share of a launch over `rows` tokens.
+[[nodiscard]] ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
+[[nodiscard]] BackwardLayout backward_layout(const Spec& spec, const Device& device, const Plan& plan);
 
 /// Least scratch_bytes for which backward_layout holds its bound.
 [[nodiscard]] std::int64_t workspace_minimum(const Spec& spec, const Plan& plan);

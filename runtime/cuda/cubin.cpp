@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <limits>
 
 namespace flce {
 namespace {
@@ -23,19 +24,26 @@ int sm_of(const CubinFile& file) {
     return static_cast<int>((header.e_ident[llvm::ELF::EI_ABIVERSION] >= kAbiVersionCuda13 ? flags >> 8 : flags) & 0xffU);
 }
 
-/// Size of the parameter block from .nv.info.<kernel>: a sequence of (format u8, attribute u8, value u16), followed by value bytes where the
-/// format is 4.
+/// Size of the one parameter from .nv.info.<kernel>: a sequence of (format u8, attribute u8, value u16), followed by value bytes where the
+/// format is 4. The size of the parameter space, less what lies before a parameter that is aligned to more than the space is.
 std::optional<std::uint32_t> param_bytes_of(llvm::StringRef info) {
     constexpr std::uint8_t kFormatSized = 4;
+    constexpr std::uint8_t kAttributeParam = 0x17;  // index u32, ordinal u16, offset u16, …
     constexpr std::uint8_t kAttributeParamSize = 0x19;
+    std::optional<std::uint32_t> size;
+    std::uint32_t first = std::numeric_limits<std::uint32_t>::max();
     while (info.size() >= 4) {
         const auto format = static_cast<std::uint8_t>(info[0]);
         const auto attribute = static_cast<std::uint8_t>(info[1]);
         const std::uint16_t value = llvm::support::endian::read16le(info.data() + 2);
-        if (attribute == kAttributeParamSize && format != kFormatSized) return value;
+        if (attribute == kAttributeParamSize && format != kFormatSized) size = value;
+        if (attribute == kAttributeParam && format == kFormatSized && value >= 8 && info.size() >= 12) {
+            first = std::min<std::uint32_t>(first, llvm::support::endian::read16le(info.data() + 4 + 6));
+        }
         info = info.drop_front(std::min<std::size_t>(info.size(), 4 + (format == kFormatSized ? value : 0)));
     }
-    return std::nullopt;
+    if (size && first <= *size) return *size - first;
+    return size;
 }
 
 /// The value, or a default where LLVM found the file malformed.

@@ -142,6 +142,10 @@ public:
         backward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
         launcher_context_.launch_kernel = reinterpret_cast<void*>(context_->functions().cuLaunchKernel);
         launcher_context_.memset_async = reinterpret_cast<void*>(context_->functions().cuMemsetD8Async);
+        launcher_context_.launch_overlapping = reinterpret_cast<void*>(&launch_overlapping);
+        launcher_context_.launch_kernel_ex = reinterpret_cast<void*>(context_->functions().cuLaunchKernelEx);
+        launcher_context_.encode_map = reinterpret_cast<void*>(&encode_map);
+        launcher_context_.tensor_map_encode = reinterpret_cast<void*>(context_->functions().cuTensorMapEncodeTiled);
         launcher_context_.functions = reinterpret_cast<void* const*>(functions_.data());
     }
 
@@ -157,10 +161,12 @@ private:
     }
 
     [[noreturn]] void fail(bool backward, std::int64_t result) const {
-        const auto status = static_cast<CUresult>(result & 0xffffffff);
+        const auto status = static_cast<CUresult>(result & 0x7fffffff);
         const std::string& statement = (backward ? backward_texts_ : forward_texts_).at(static_cast<std::size_t>(result >> 32));
         const std::size_t text = statement.find_first_not_of(' ');
-        const char* call = statement.compare(text, 6, "memset") == 0 ? "cuMemsetD8Async" : "cuLaunchKernel";
+        const bool map = (static_cast<std::uint64_t>(result) & kMapFailed) != 0;
+        const bool memset = statement.compare(text, 6, "memset") == 0;
+        const char* call = map ? "cuTensorMapEncodeTiled" : memset ? "cuMemsetD8Async" : "cuLaunchKernel";
         throw DeviceError(fmt::format("{} failed: {} in the {} pass at `{}`", call, context_->driver().describe(status),
                                       backward ? "backward" : "forward", statement.substr(text)),
                           call, static_cast<int>(status));
@@ -199,7 +205,8 @@ std::shared_ptr<const Artifact> cuda_launchers(const BuildRequest& request, cons
     KeyBuilder key("object");
     key.add("llvm", llvm_version()).add("triple", target.triple).add("cpu", target.cpu).add("features", target.features);
     for (const KernelEntry& kernel : program.kernels) {
-        key.add("kernel", fmt::format("{} {} {}", kernel.name, kernel.block_threads, kernel.dynamic_smem_bytes));
+        key.add("kernel",
+                fmt::format("{} {} {} {}", kernel.name, kernel.block_threads, kernel.dynamic_smem_bytes, kernel.overlaps_previous));
     }
     for (const std::string& line : statement_texts(program.forward, program.kernels)) key.add("forward", line);
     for (const std::string& line : statement_texts(program.backward, program.kernels)) key.add("backward", line);

@@ -48,6 +48,7 @@ namespace flce {
     X(cuMemcpyDtoH)                                \
     X(cuMemsetD8)                                  \
     X(cuMemsetD8Async)                             \
+    X(cuTensorMapEncodeTiled)                      \
     X(cuStreamCreate)                              \
     X(cuStreamDestroy)                             \
     X(cuStreamSynchronize)                         \

@@ -1,5 +1,6 @@
 #include "runtime/cuda/launcher.hpp"
 
+#include <cuda.h>
 #include <fmt/format.h>
 #include <llvm/IR/IRBuilder.h>
 #include <llvm/IR/Intrinsics.h>
@@ -19,12 +20,7 @@ using llvm::BasicBlock;
 using llvm::Value;
 using Op = Expr::Op;
 
-// Keys of cuLaunchKernel's `extra`: the parameter block as one buffer. The driver does not compare its size with the kernel's; that is done where
-// the cubin is compiled.
-constexpr std::uint64_t kParamBufferPointer = 1;
-constexpr std::uint64_t kParamBufferSize = 2;
-constexpr std::uint64_t kParamEnd = 0;
-constexpr std::uint64_t kParamAlignment = 16;
+constexpr std::uint64_t kParamAlignment = 64;  // of a CUtensorMap
 
 std::uint32_t largest_param_block(const std::vector<Statement>& body) {
     std::uint32_t largest = 0;
@@ -68,14 +64,12 @@ private:
         launch_kernel_ = load_field(offsetof(LauncherContext, launch_kernel));
         memset_async_ = load_field(offsetof(LauncherContext, memset_async));
         functions_ = load_field(offsetof(LauncherContext, functions));
+        launch_overlapping_ = load_field(offsetof(LauncherContext, launch_overlapping));
+        encode_map_ = load_field(offsetof(LauncherContext, encode_map));
         params_ = builder_.CreateAlloca(llvm::ArrayType::get(builder_.getInt8Ty(), std::max<std::uint32_t>(param_bytes, 1)));
         params_->setAlignment(llvm::Align(kParamAlignment));
-        param_size_ = builder_.CreateAlloca(i64_);
-        auto* extra_type = llvm::ArrayType::get(pointer_, 5);
-        extra_ = builder_.CreateAlloca(extra_type);
-        const auto key = [&](std::uint64_t value) { return builder_.CreateIntToPtr(builder_.getInt64(value), pointer_); };
-        Value* const entries[] = {key(kParamBufferPointer), params_, key(kParamBufferSize), param_size_, key(kParamEnd)};
-        for (unsigned i = 0; i < 5; ++i) builder_.CreateStore(entries[i], builder_.CreateConstInBoundsGEP2_64(extra_type, extra_, 0, i));
+        kernel_params_ = builder_.CreateAlloca(pointer_);  // of every kernel: one parameter
+        builder_.CreateStore(params_, kernel_params_);
         scopes_.emplace_back();
     }
 
@@ -198,18 +192,29 @@ private:
         }
         emit_guarded(any, [&] {
             emit_params(launch);
+            for (const TensorMapField& map : launch.maps) emit_map(map, index);
             Value* callee = builder_.CreateLoad(pointer_, builder_.CreateConstInBoundsGEP1_64(pointer_, functions_, kernel));
-            std::vector<Value*> arguments{callee};
-            for (Value* dimension : grid) arguments.push_back(narrow(dimension));
-            const KernelEntry& entry = kernels_[kernel];
-            for (const std::uint32_t value : {entry.block_threads, 1U, 1U, entry.dynamic_smem_bytes})
-                arguments.push_back(builder_.getInt32(value));
-            Value* null = llvm::ConstantPointerNull::get(pointer_);
-            arguments.insert(arguments.end(), {stream_, null, extra_});
-            auto* type =
-                llvm::FunctionType::get(i32_, {pointer_, i32_, i32_, i32_, i32_, i32_, i32_, i32_, pointer_, pointer_, pointer_}, false);
-            emit_check(builder_.CreateCall(type, launch_kernel_, arguments), index);
+            emit_check(emit_launch(kernels_[kernel], callee, grid), index);
         });
+    }
+
+    Value* emit_launch(const KernelEntry& entry, Value* function, const std::array<Value*, 3>& grid) {
+        std::vector<Value*> arguments{function};
+        for (Value* dimension : grid) arguments.push_back(narrow(dimension));
+        if (entry.overlaps_previous) {
+            arguments.insert(arguments.begin(), context_);
+            for (const std::uint32_t value : {entry.block_threads, entry.dynamic_smem_bytes}) arguments.push_back(builder_.getInt32(value));
+            arguments.insert(arguments.end(), {stream_, kernel_params_});
+            auto* type = llvm::FunctionType::get(i32_, {pointer_, pointer_, i32_, i32_, i32_, i32_, i32_, pointer_, pointer_}, false);
+            return builder_.CreateCall(type, launch_overlapping_, arguments);
+        }
+        for (const std::uint32_t value : {entry.block_threads, 1U, 1U, entry.dynamic_smem_bytes})
+            arguments.push_back(builder_.getInt32(value));
+        Value* null = llvm::ConstantPointerNull::get(pointer_);
+        arguments.insert(arguments.end(), {stream_, kernel_params_, null});
+        auto* type =
+            llvm::FunctionType::get(i32_, {pointer_, i32_, i32_, i32_, i32_, i32_, i32_, i32_, pointer_, pointer_, pointer_}, false);
+        return builder_.CreateCall(type, launch_kernel_, arguments);
     }
 
     /// A grid dimension as unsigned; one that does not fit becomes the largest unsigned, which the driver refuses, instead of wrapping.
@@ -224,27 +229,32 @@ private:
         if (named < launch.param_bytes) {
             builder_.CreateMemSet(params_, builder_.getInt8(0), launch.param_bytes, llvm::Align(kParamAlignment));
         }
+        check_fields(launch);
         for (const ParamField& field : launch.params) {
-            if ((field.bytes != 4 && field.bytes != 8) || std::uint64_t{field.offset} + field.bytes > launch.param_bytes) {
-                throw InternalError(fmt::format("parameter field of {} bytes at {} is outside a block of {}", field.bytes, field.offset,
-                                                launch.param_bytes));
-            }
             Value* value = emit(field.value);
             if (field.bytes == 4) value = builder_.CreateTrunc(value, i32_);
             Value* address = builder_.CreateConstInBoundsGEP1_64(builder_.getInt8Ty(), params_, field.offset);
             builder_.CreateAlignedStore(value, address, llvm::Align(1));
         }
-        builder_.CreateStore(builder_.getInt64(launch.param_bytes), param_size_);
+    }
+
+    void emit_map(const TensorMapField& map, std::int64_t index) {
+        Value* at = builder_.CreateConstInBoundsGEP1_64(builder_.getInt8Ty(), params_, map.offset);
+        auto* type = llvm::FunctionType::get(i32_, {pointer_, pointer_, i64_, i64_, i64_, i64_, i32_, i32_}, false);
+        emit_check(builder_.CreateCall(type, encode_map_,
+                                       {context_, at, emit(map.address), emit(map.columns), emit(map.rows), emit(map.row_bytes),
+                                        builder_.getInt32(map.box_rows), builder_.getInt32(map.element_bytes)}),
+                   index, kMapFailed);
     }
 
     /// Returns from the pass where `result` is an error.
-    void emit_check(Value* result, std::int64_t index) {
+    void emit_check(Value* result, std::int64_t index, std::uint64_t flags = 0) {
         BasicBlock* failed = block("failed");
         BasicBlock* ok = block("ok");
         builder_.CreateCondBr(builder_.CreateICmpEQ(result, builder_.getInt32(0)), ok, failed);
         builder_.SetInsertPoint(failed);
         builder_.CreateRet(
-            builder_.CreateOr(builder_.CreateZExt(result, i64_), builder_.getInt64(static_cast<std::uint64_t>(index) << 32)));
+            builder_.CreateOr(builder_.CreateZExt(result, i64_), builder_.getInt64(static_cast<std::uint64_t>(index) << 32 | flags)));
         builder_.SetInsertPoint(ok);
     }
 
@@ -262,8 +272,9 @@ private:
     Value* memset_async_ = nullptr;
     Value* functions_ = nullptr;
     llvm::AllocaInst* params_ = nullptr;
-    llvm::AllocaInst* param_size_ = nullptr;
-    llvm::AllocaInst* extra_ = nullptr;
+    Value* encode_map_ = nullptr;
+    Value* launch_overlapping_ = nullptr;
+    llvm::AllocaInst* kernel_params_ = nullptr;
     std::vector<Value*> variables_;
     std::vector<std::map<const Expr::Node*, Value*>> scopes_;
     std::int64_t next_statement_ = 0;
@@ -280,6 +291,10 @@ void append_text(const std::vector<Statement>& body, const std::vector<KernelEnt
                             to_text(launch->grid[0]), to_text(launch->grid[1]), to_text(launch->grid[2]), launch->param_bytes);
             for (const ParamField& field : launch->params)
                 text += fmt::format(" {}+{}: {};", field.offset, field.bytes, to_text(field.value));
+            for (const TensorMapField& map : launch->maps) {
+                text += fmt::format(" {}: map {} x {} of {} bytes every {} from {} by {};", map.offset, to_text(map.rows),
+                                    to_text(map.columns), map.element_bytes, to_text(map.row_bytes), to_text(map.address), map.box_rows);
+            }
             lines[at] = std::move(text);
         } else if (const auto* loop = std::get_if<Loop>(&statement.value)) {
             lines[at] = fmt::format("{}for i{} < {}", indent, loop->variable, to_text(loop->count));
@@ -300,6 +315,29 @@ std::vector<std::string> statement_texts(const LaunchProgram& program, const std
     std::vector<std::string> lines;
     append_text(program.body, kernels, "", lines);
     return lines;
+}
+
+int launch_overlapping(const LauncherContext* context, void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                       unsigned smem_bytes, void* stream, void** params) {
+    CUlaunchAttribute attribute{};
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+    const CUlaunchConfig config{grid_x, grid_y, grid_z, block_x, 1, 1, smem_bytes, static_cast<CUstream>(stream), &attribute, 1};
+    return reinterpret_cast<decltype(&cuLaunchKernelEx)>(context->launch_kernel_ex)(&config, static_cast<CUfunction>(function), params,
+                                                                                    nullptr);
+}
+
+int encode_map(const LauncherContext* context, void* map, std::int64_t address, std::int64_t columns, std::int64_t rows,
+               std::int64_t row_bytes, unsigned box_rows, unsigned element_bytes) {
+    const cuuint64_t extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_bytes)};
+    const cuuint32_t box[2] = {TensorMapField::kBoxBytes / element_bytes, box_rows};
+    const cuuint32_t steps[2] = {1, 1};
+    // 16-bit elements are only moved, fp32 may be added.
+    const CUtensorMapDataType type = element_bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(context->tensor_map_encode)(
+        static_cast<CUtensorMap*>(map), type, 2, reinterpret_cast<void*>(address), extents, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 CpuProperties launcher_target(const CpuProperties& host) {

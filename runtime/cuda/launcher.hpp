@@ -15,14 +15,30 @@ namespace flce {
 struct LauncherContext {
     void* launch_kernel =
         nullptr;  ///< CUresult cuLaunchKernel(CUfunction, 6 × unsigned, unsigned smem, CUstream, void** params, void** extra);
-                  ///< the parameter block goes through `extra`
+                  ///< the parameter block is the kernel's one parameter
+    /// CUresult (const LauncherContext*, CUfunction, grid x, y, z, block x, smem: unsigned, CUstream, void** params): launches with programmatic
+    /// stream serialization; launch_overlapping below, or a stand-in.
+    void* launch_overlapping = nullptr;
+    void* launch_kernel_ex = nullptr;  ///< cuLaunchKernelEx
     void* memset_async = nullptr;      ///< CUresult cuMemsetD8Async(CUdeviceptr, unsigned char, size_t, CUstream)
     void* const* functions = nullptr;  ///< CUfunction of each KernelEntry
+    /// CUresult (const LauncherContext*, void* map, int64 address, columns, rows, row_bytes, unsigned box_rows, element_bytes): writes the
+    /// CUtensorMap that a TensorMapField describes; encode_map below, or a stand-in.
+    void* encode_map = nullptr;
+    void* tensor_map_encode = nullptr;  ///< cuTensorMapEncodeTiled
 };
 
-/// Returns 0, or (CUresult | statement index << 32) of the first call that failed; nothing after it is launched. Statements are numbered in
+/// Returns 0, or (CUresult | statement index << 32) of the first call that failed, kMapFailed where that was writing a tensor map; nothing after
+/// it is launched. Statements are numbered in
 /// the order of their text, a Loop or If before its body.
+inline constexpr std::uint64_t kMapFailed = 1ULL << 31;
 using LauncherFunction = std::int64_t (*)(const LauncherContext* context, const std::int64_t* slots, void* stream);
+
+// The context's functions over the driver's.
+int launch_overlapping(const LauncherContext* context, void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                       unsigned smem_bytes, void* stream, void** params);
+int encode_map(const LauncherContext* context, void* map, std::int64_t address, std::int64_t columns, std::int64_t rows,
+               std::int64_t row_bytes, unsigned box_rows, unsigned element_bytes);
 
 inline constexpr const char* kForwardLauncherSymbol = "flce_launch_forward";
 inline constexpr const char* kBackwardLauncherSymbol = "flce_launch_backward";

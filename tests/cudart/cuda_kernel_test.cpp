@@ -110,7 +110,14 @@ void expect_as_interpreted(const FakeGpu& gpu, const CudaProgram& program, bool 
             EXPECT_EQ(launch.block_threads, kernel.block_threads);
             EXPECT_EQ(launch.dynamic_smem_bytes, kernel.dynamic_smem_bytes);
             EXPECT_EQ(launch.stream, stream);
-            EXPECT_EQ(launch.params, expected.params);
+            std::vector<std::byte> params = expected.params;
+            for (const InterpretedMap& map : expected.maps) {
+                const cuuint64_t extents[] = {static_cast<cuuint64_t>(map.columns), static_cast<cuuint64_t>(map.rows)};
+                const cuuint64_t stride = static_cast<cuuint64_t>(map.row_bytes);
+                const cuuint32_t box[] = {TensorMapField::kBoxBytes / map.element_bytes, map.box_rows};
+                test::fake::write_map(params.data() + map.offset, map.address, extents, &stride, box);
+            }
+            EXPECT_EQ(launch.params, params);
             EXPECT_EQ(launch.current, FakeGpu::primary());
         },
         [&](std::int64_t address, std::int64_t bytes) {
@@ -123,6 +130,16 @@ void expect_as_interpreted(const FakeGpu& gpu, const CudaProgram& program, bool 
     EXPECT_EQ(memsets, gpu.memsets.size());
 }
 
+/// Tells the fake GPU what a real one reads from the cubin.
+void learn_param_bytes(FakeGpu& gpu, const CudaProgram& program, const LaunchProgram& pass, const CallSlots& slots) {
+    interpret(
+        pass, slots,
+        [&](const InterpretedLaunch& launch) {
+            gpu.param_bytes[program.kernels.at(static_cast<std::size_t>(launch.kernel)).name] = launch.params.size();
+        },
+        [](std::int64_t, std::int64_t) {});
+}
+
 TEST(CudaKernel, Passes_LaunchWhatTheProgramSays) {
     FLCE_REQUIRE_NVRTC();
     FakeGpu gpu;
@@ -133,6 +150,8 @@ TEST(CudaKernel, Passes_LaunchWhatTheProgramSays) {
     const auto stream = reinterpret_cast<CUstream>(0x77);
     for (const std::int64_t num_tokens : {0, 1, 127, 5000, 1 << 20}) {
         const Addresses call{num_tokens};
+        learn_param_bytes(gpu, program, program.forward, call.slots(false));
+        learn_param_bytes(gpu, program, program.backward, call.slots(true));
         gpu.launches.clear();
         gpu.memsets.clear();
         kernel->forward(call.forward(), call.workspace, {stream});

@@ -57,6 +57,9 @@ struct FakeGpu {
     std::map<std::string, std::string> functions;  // names that handles point to
     int forbidden_calls = 0;                       // synchronisation or allocation
 
+    /// Sizes of the kernels' parameter blocks, as a real driver would know them from the cubin.
+    std::map<std::string, std::size_t> param_bytes;
+
     /// The GPU that the functions below act on.
     static inline FakeGpu* current = nullptr;
     FakeGpu() { current = this; }
@@ -139,16 +142,37 @@ inline CUresult set_attribute(CUfunction function, CUfunction_attribute attribut
 }
 inline CUresult occupancy(int* blocks, CUfunction, int, std::size_t) { return *blocks = gpu().blocks_per_sm, CUDA_SUCCESS; }
 inline CUresult launch_kernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned, unsigned, unsigned smem,
-                              CUstream stream, void**, void** extra) {
-    const auto* bytes = static_cast<const std::byte*>(extra[1]);
+                              CUstream stream, void** params, void**) {
+    const auto* bytes = static_cast<const std::byte*>(params[0]);
     FakeGpu::Launch launch{name_of(function), {gx, gy, gz}, bx, smem, stream, {}, nullptr};
-    launch.params.assign(bytes, bytes + *static_cast<const std::size_t*>(extra[3]));
+    launch.params.assign(bytes, bytes + gpu().param_bytes[launch.kernel]);
     get_current(&launch.current);
     gpu().launches.push_back(std::move(launch));
     return gpu().fail_launch && *gpu().fail_launch + 1 == gpu().launches.size() ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
 }
+inline CUresult launch_kernel_ex(const CUlaunchConfig* c, CUfunction function, void** params, void** extra) {
+    return launch_kernel(function, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ, c->sharedMemBytes,
+                         c->hStream, params, extra);
+}
 inline CUresult memset_async(CUdeviceptr address, unsigned char, std::size_t bytes, CUstream stream) {
     return gpu().memsets.push_back({address, bytes, stream}), CUDA_SUCCESS;
+}
+/// Stands in for a CUtensorMap.
+inline void write_map(std::byte* at, std::int64_t address, const cuuint64_t* extents, const cuuint64_t* strides, const cuuint32_t* box) {
+    const std::int64_t words[] = {address,
+                                  static_cast<std::int64_t>(extents[0]),
+                                  static_cast<std::int64_t>(extents[1]),
+                                  static_cast<std::int64_t>(strides[0]),
+                                  std::int64_t{box[0]},
+                                  std::int64_t{box[1]}};
+    std::memcpy(at, words, sizeof words);
+}
+inline CUresult tensor_map_encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address, const cuuint64_t* extents,
+                                  const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
+                                  CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    if (rank != 2 || swizzle != CU_TENSOR_MAP_SWIZZLE_128B) return CUDA_ERROR_INVALID_VALUE;
+    write_map(reinterpret_cast<std::byte*>(map), reinterpret_cast<std::int64_t>(address), extents, strides, box);
+    return CUDA_SUCCESS;
 }
 /// Everything that a kernel must never call while it runs.
 inline CUresult forbidden() { return ++gpu().forbidden_calls, CUDA_ERROR_NOT_SUPPORTED; }
@@ -176,7 +200,9 @@ inline const std::map<std::string, void*>& table() {
         {"cuFuncSetAttribute", reinterpret_cast<void*>(&set_attribute)},
         {"cuOccupancyMaxActiveBlocksPerMultiprocessor", reinterpret_cast<void*>(&occupancy)},
         {"cuLaunchKernel", reinterpret_cast<void*>(&launch_kernel)},
+        {"cuLaunchKernelEx", reinterpret_cast<void*>(&launch_kernel_ex)},
         {"cuMemsetD8Async", reinterpret_cast<void*>(&memset_async)},
+        {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(&tensor_map_encode)},
     };
     return functions;
 }

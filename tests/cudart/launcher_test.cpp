@@ -16,7 +16,7 @@ namespace {
 struct Call {
     int kernel = -1;  // -1: a memset
     std::array<std::int64_t, 3> grid{};
-    std::vector<std::byte> params;
+    std::vector<std::byte> params;  // maps as write_map writes them
     std::int64_t address = 0;
     std::int64_t bytes = 0;
     friend bool operator==(const Call&, const Call&) = default;
@@ -28,6 +28,9 @@ struct Recorder {
     std::vector<std::array<unsigned, 4>> blocks;  // block dimensions and shared memory of each launch
     void* stream = nullptr;
     std::optional<std::size_t> fail_at;
+    std::optional<std::size_t> fail_map_at;  // which map cannot be written
+    std::size_t maps = 0;
+    std::vector<std::size_t> param_bytes;  // of each call to come: the driver knows it from the kernel
 };
 Recorder* recorder = nullptr;
 constexpr int kFailure = 719;
@@ -36,18 +39,21 @@ int outcome() { return recorder->fail_at && recorder->calls.size() - 1 == *recor
 
 int record_launch(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned smem, void* stream,
                   void** params, void** extra) {
-    EXPECT_EQ(params, nullptr);
-    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(extra[0]), 1U);  // CU_LAUNCH_PARAM_BUFFER_POINTER
-    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(extra[2]), 2U);  // CU_LAUNCH_PARAM_BUFFER_SIZE
-    EXPECT_EQ(extra[4], nullptr);                               // CU_LAUNCH_PARAM_END
-    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(extra[1]) % 16, 0U);
-    const auto* bytes = static_cast<const std::byte*>(extra[1]);
+    EXPECT_EQ(extra, nullptr);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(params[0]) % 64, 0U);
+    const auto* bytes = static_cast<const std::byte*>(params[0]);
     Call call{static_cast<int>(reinterpret_cast<std::uintptr_t>(function)), {gx, gy, gz}, {}, 0, 0};
-    call.params.assign(bytes, bytes + *static_cast<const std::size_t*>(extra[3]));
+    call.params.assign(bytes, bytes + recorder->param_bytes.at(recorder->calls.size()));
     recorder->calls.push_back(std::move(call));
     recorder->blocks.push_back({bx, by, bz, smem});
     recorder->stream = stream;
     return outcome();
+}
+
+int record_overlapping(const LauncherContext* context, void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned smem,
+                       void* stream, void** params) {
+    EXPECT_EQ(context->tensor_map_encode, recorder);
+    return record_launch(function, gx, gy, gz, bx, 1, 1, smem, stream, params, nullptr);
 }
 
 int record_memset(std::uint64_t address, unsigned char value, std::size_t bytes, void* stream) {
@@ -55,6 +61,20 @@ int record_memset(std::uint64_t address, unsigned char value, std::size_t bytes,
     recorder->calls.push_back({-1, {}, {}, static_cast<std::int64_t>(address), static_cast<std::int64_t>(bytes)});
     recorder->stream = stream;
     return outcome();
+}
+
+/// Stands in for a CUtensorMap.
+void write_map(std::byte* at, const InterpretedMap& map) {
+    const std::int64_t words[] = {map.address, map.columns, map.rows, map.row_bytes, map.box_rows, map.element_bytes};
+    std::memcpy(at, words, sizeof words);
+}
+
+int record_map(const LauncherContext* context, void* map, std::int64_t address, std::int64_t columns, std::int64_t rows,
+               std::int64_t row_bytes, unsigned box_rows, unsigned element_bytes) {
+    EXPECT_EQ(context->tensor_map_encode, recorder);
+    if (recorder->fail_map_at == recorder->maps++) return kFailure;
+    write_map(static_cast<std::byte*>(map), {0, box_rows, element_bytes, address, columns, rows, row_bytes});
+    return 0;
 }
 
 CpuProperties host() {
@@ -67,27 +87,47 @@ CpuProperties host() {
     return launcher_target(cpu);
 }
 
+std::vector<Call> interpreted(const LaunchProgram& program, const CallSlots& slots) {
+    std::vector<Call> calls;
+    interpret(
+        program, slots,
+        [&](const InterpretedLaunch& launch) {
+            calls.push_back({launch.kernel, launch.grid, launch.params, 0, 0});
+            for (const InterpretedMap& map : launch.maps) write_map(calls.back().params.data() + map.offset, map);
+        },
+        [&](std::int64_t address, std::int64_t bytes) { calls.push_back({-1, {}, {}, address, bytes}); });
+    return calls;
+}
+
 /// A program's launchers, loaded.
 class Loaded {
 public:
     explicit Loaded(const CudaProgram& program)
-        : code_(HostCode::load(compile_launchers(program, host()), "test")),
+        : program_(program),
+          code_(HostCode::load(compile_launchers(program, host()), "test")),
           forward_(reinterpret_cast<LauncherFunction>(code_->symbol(kForwardLauncherSymbol))),
           backward_(reinterpret_cast<LauncherFunction>(code_->symbol(kBackwardLauncherSymbol))) {
         for (std::size_t i = 0; i < program.kernels.size(); ++i) functions_.push_back(reinterpret_cast<void*>(i));
         context_.launch_kernel = reinterpret_cast<void*>(&record_launch);
         context_.memset_async = reinterpret_cast<void*>(&record_memset);
         context_.functions = functions_.data();
+        context_.encode_map = reinterpret_cast<void*>(&record_map);
+        context_.launch_overlapping = reinterpret_cast<void*>(&record_overlapping);
     }
 
     std::int64_t run(bool backward, const CallSlots& slots, Recorder& into, void* stream = nullptr) const {
         recorder = &into;
-        const std::int64_t result = (backward ? backward_ : forward_)(&context_, slots.data(), stream);
+        LauncherContext context = context_;
+        context.tensor_map_encode = &into;
+        for (const Call& call : interpreted(backward ? program_.backward : program_.forward, slots))
+            into.param_bytes.push_back(call.params.size());
+        const std::int64_t result = (backward ? backward_ : forward_)(&context, slots.data(), stream);
         recorder = nullptr;
         return result;
     }
 
 private:
+    CudaProgram program_;
     std::shared_ptr<const HostCode> code_;
     LauncherFunction forward_;
     LauncherFunction backward_;
@@ -95,15 +135,7 @@ private:
     LauncherContext context_;
 };
 
-std::vector<Call> interpreted(const LaunchProgram& program, const CallSlots& slots) {
-    std::vector<Call> calls;
-    interpret(
-        program, slots, [&](const InterpretedLaunch& launch) { calls.push_back({launch.kernel, launch.grid, launch.params, 0, 0}); },
-        [&](std::int64_t address, std::int64_t bytes) { calls.push_back({-1, {}, {}, address, bytes}); });
-    return calls;
-}
-
-std::vector<KernelEntry> three_kernels() { return {{"first", 128, 0}, {"second", 256, 98304}, {"third", 32, 1024}}; }
+std::vector<KernelEntry> three_kernels() { return {{"first", 128, 0}, {"second", 256, 98304, true}, {"third", 32, 1024}}; }
 
 CudaProgram program_of(LaunchProgram forward) {
     CudaProgram program;
@@ -177,6 +209,12 @@ private:
             } else {
                 launch.params.push_back({offset, 8, expression(3)});
             }
+        }
+        for (int maps = pick(3); maps > 0; --maps) {
+            launch.param_bytes = (launch.param_bytes + 63) / 64 * 64;
+            launch.maps.push_back({launch.param_bytes, static_cast<std::uint32_t>(pick(256)), pick(2) == 0 ? 2U : 4U, expression(2),
+                                   expression(2), expression(1), expression(2)});
+            launch.param_bytes += TensorMapField::kBytes;
         }
         return launch;
     }
@@ -274,8 +312,17 @@ TEST(Launcher, FailedCall_ReturnsItsResultAndStatementAndStops) {
     EXPECT_NE(texts[5].find("launch first"), std::string::npos);
 }
 
+TEST(Launcher, MapThatCannotBeWritten_LaunchesNothing) {
+    Launch launch{1, {Expr(1), Expr(1), Expr(1)}, 256, {}, {{0, 64, 2, 0, 1, 1, 128}, {128, 64, 2, 0, 1, 1, 128}}};
+    const Loaded launchers(program_of({{{launch}}, 0}));
+    Recorder recorded;
+    recorded.fail_map_at = 1;
+    EXPECT_EQ(launchers.run(false, CallSlots{}, recorded), static_cast<std::int64_t>(kFailure | kMapFailed));
+    EXPECT_TRUE(recorded.calls.empty());
+}
+
 TEST(Launcher, GridPast32Bits_IsHandedOnAsOneTheDriverRefuses) {
-    Launch launch{0, {slot(Slot::num_tokens), Expr(1), Expr(1)}, 0, {}};
+    Launch launch{0, {slot(Slot::num_tokens), Expr(1), Expr(1)}, 0, {}, {}};
     const Loaded launchers(program_of({{{launch}}, 0}));
     Recorder recorded;
     ASSERT_EQ(launchers.run(false, slots_with(Slot::num_tokens, (1LL << 32) + 1), recorded), 0);
@@ -285,7 +332,7 @@ TEST(Launcher, GridPast32Bits_IsHandedOnAsOneTheDriverRefuses) {
 
 TEST(Launcher, DivisionByZeroInTheBranchNotTaken_DoesNotTrap) {
     const Expr n = slot(Slot::num_tokens);
-    Launch launch{0, {Expr(1), Expr(1), Expr(1)}, 8, {{0, 8, select(equal(n, 0), 7, floor_div(100, n))}}};
+    Launch launch{0, {Expr(1), Expr(1), Expr(1)}, 8, {{0, 8, select(equal(n, 0), 7, floor_div(100, n))}}, {}};
     const Loaded launchers(program_of({{{launch}}, 0}));
     Recorder recorded;
     ASSERT_EQ(launchers.run(false, slots_with(Slot::num_tokens, 0), recorded), 0);
@@ -295,11 +342,13 @@ TEST(Launcher, DivisionByZeroInTheBranchNotTaken_DoesNotTrap) {
 }
 
 TEST(Launcher, MalformedProgram_IsAnInternalError) {
-    Launch unknown{3, {Expr(1), Expr(1), Expr(1)}, 0, {}};
+    Launch unknown{3, {Expr(1), Expr(1), Expr(1)}, 0, {}, {}};
     EXPECT_THROW(compile_launchers(program_of({{{unknown}}, 0}), host()), InternalError);
-    Launch outside{0, {Expr(1), Expr(1), Expr(1)}, 8, {{4, 8, 1}}};
+    Launch outside{0, {Expr(1), Expr(1), Expr(1)}, 8, {{4, 8, 1}}, {}};
     EXPECT_THROW(compile_launchers(program_of({{{outside}}, 0}), host()), InternalError);
-    Launch stray{0, {variable(0), Expr(1), Expr(1)}, 0, {}};
+    Launch crooked{0, {Expr(1), Expr(1), Expr(1)}, 256, {}, {{32, 64, 2, 0, 1, 1, 128}}};
+    EXPECT_THROW(compile_launchers(program_of({{{crooked}}, 0}), host()), InternalError);
+    Launch stray{0, {variable(0), Expr(1), Expr(1)}, 0, {}, {}};
     EXPECT_THROW(compile_launchers(program_of({{{stray}}, 1}), host()), InternalError);
 }
 

@@ -79,7 +79,7 @@ TEST(PlanText, BadText_NamesKeyAndValue) {
     const std::pair<std::string, std::vector<const char*>> cases[] = {
         {"", {"path and a strategy"}},
         {"cuda_sm80", {"path and a strategy"}},
-        {"tpu:recompute", {"path=tpu", "cpu or cuda_sm80"}},
+        {"tpu:recompute", {"path=tpu", "cpu, cuda_sm80 or cuda_sm90a"}},
         {"cpu:retain", {"strategy=retain", "recompute"}},
         {"cpu:recompute", {"'vector' is missing", "bf16_dot"}},
         {cpu + ",raster=8", {"unknown key 'raster'", "cpu has"}},

@@ -12,14 +12,16 @@
 
 namespace flce {
 
-/// Which family of kernels runs the plan. cuda_sm80 is the generic tensor-core path (mma.sync, cp.async) of sm_80 and everything newer.
-enum class PlanPath : std::uint8_t { cpu, cuda_sm80 };
+/// Which family of kernels runs the plan. cuda_sm80 is the generic tensor-core path (mma.sync, cp.async) of sm_80 and everything newer, cuda_sm90a
+/// Hopper's own (wgmma, tensor copies, clusters) for 16-bit dtypes.
+enum class PlanPath : std::uint8_t { cpu, cuda_sm80, cuda_sm90a };
 
 /// recompute keeps nothing of size [N, V]: backward computes the logits again, a vocabulary chunk at a time (8·N·V·D operations).
 enum class Strategy : std::uint8_t { recompute };
 
 /// One tensor-core GEMM's tiling: a block computes block_m × block_n, its warps stand in a warps_m × warps_n grid, and `stages` slices of
-/// block_k are in flight through shared memory.
+/// block_k are in flight through shared memory. On cuda_sm90a a block has two warpgroups that multiply: 8×1 warps share a tile, 4×1 warps have
+/// one of their own and the warpgroups take turns; blocks stand in clusters of two along M.
 struct GemmTile {
     int block_m = 0;
     int block_n = 0;
@@ -56,8 +58,8 @@ struct Plan {
     Strategy strategy = Strategy::recompute;
     std::int64_t vocab_chunk = 0;  ///< most vocabulary rows whose logit gradients exist at once; fewer where N is large (see scratch_bytes)
     std::int64_t scratch_bytes = 0;  ///< bound of everything but dH's fp32 accumulator: workspace ≤ scratch_bytes + 4·N·D
-    CudaPlan cuda;  ///< meaningful for path == cuda_*
-    CpuPlan cpu;    ///< meaningful for path == cpu
+    CudaPlan cuda;                   ///< meaningful for path == cuda_*
+    CpuPlan cpu;                     ///< meaningful for path == cpu
     friend bool operator==(const Plan&, const Plan&) = default;
 
     /// Canonical text: path, strategy and every key of that path, for example
@@ -96,7 +98,8 @@ struct PlanRequest {
 
 /// Why `plan`, which is in use on `device`, is what it is: a line each for what the device decides, how the plan ranks among the candidates, and what
 /// was refused with the reason.
-[[nodiscard]] std::vector<std::string> plan_reasons(const Spec& spec, const Device& device, const Plan& plan, const PlanRequest& request = {});
+[[nodiscard]] std::vector<std::string> plan_reasons(const Spec& spec, const Device& device, const Plan& plan,
+                                                    const PlanRequest& request = {});
 
 /// Expected cost of a pass over num_tokens tokens, by the cost model.
 struct Cost {

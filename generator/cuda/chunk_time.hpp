@@ -1,0 +1,78 @@
+// How long cuda_sm90a takes for backward with chunks of so many columns: whole waves of clusters of tiles, which make widths that are nearly alike
+// differ by a tenth. Generic over the number: the cost model computes with integers, workspaces with expressions over the number of tokens.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "flce/device.hpp"
+#include "flce/plan.hpp"
+#include "flce/spec.hpp"
+#include "generator/cuda/tile_rules.hpp"
+#include "generator/launch_program.hpp"
+#include "generator/tiles_sm90.hpp"
+
+namespace flce {
+
+/// In units of one multiply-add of one thread block's tile: rows × columns for every slice of 64.
+class ChunkTime {
+public:
+    ChunkTime(const Spec& spec, const Device& device, const Plan& plan)
+        : spec_(spec), tiles_(plan.cuda), clusters_(std::max(device.gpu.sm_count / kClusterBlocks, 1)) {}
+
+    /// All chunks of the vocabulary.
+    template <class Number>
+    [[nodiscard]] Number all(const Number& tokens, const Number& columns) const {
+        const Number chunks = up_div(Number(spec_.vocab_size), columns);
+        const Number last = Number(spec_.vocab_size) - (chunks - Number(1)) * columns;
+        return (chunks - Number(1)) * one(tokens, columns) + one(tokens, last);
+    }
+
+private:
+    static constexpr std::int64_t kDepth = 64;
+    // Measured on an H100: starting and ending three kernels costs 9 µs, a tile's way through grad_hidden's sum 4 µs.
+    static constexpr std::int64_t kLaunches = 430'000;
+    static constexpr std::int64_t kSumPass = 200'000;
+
+    static std::int64_t up_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+    static Expr up_div(const Expr& a, const Expr& b) { return ceil_div(a, b); }
+
+    /// One slice of a tile. Where warpgroups share a tile, its epilogue is in nobody's shade: about two slices.
+    static std::int64_t slice(const GemmTile& tile) {
+        double efficiency = 0.7;
+        for (const TileCandidate& candidate : tile_candidates_sm90()) {
+            if (candidate.tile == tile) efficiency = candidate.efficiency;
+        }
+        return static_cast<std::int64_t>(tile.block_m * tile.block_n / efficiency);
+    }
+    static std::int64_t tail(const GemmTile& tile) { return takes_turns(tile) ? 0 : 2 * slice(tile); }
+
+    /// Waves of m × n results times what each takes.
+    template <class Number>
+    [[nodiscard]] Number waves(const GemmTile& tile, const Number& m, const Number& n) const {
+        const Number tiles = up_div(m, Number(std::int64_t{kClusterBlocks} * tile.block_m)) * up_div(n, Number(std::int64_t{tile.block_n}));
+        return up_div(tiles, Number(clusters_));
+    }
+
+    template <class Number>
+    [[nodiscard]] Number one(const Number& tokens, const Number& columns) const {
+        const bool vocab_major = spec_.layout == WeightLayout::vocab_major;
+        const Number hidden(spec_.hidden_size);
+        const Number depth(kDepth);
+        const Number dlogits = waves(tiles_.dlogits, tokens, columns) * (Number(up_div(spec_.hidden_size, kDepth) * slice(tiles_.dlogits)));
+        const Number weight = waves(tiles_.grad_weight, vocab_major ? columns : hidden, vocab_major ? hidden : columns) *
+                              (up_div(tokens, depth) * Number(slice(tiles_.grad_weight)) + Number(tail(tiles_.grad_weight)));
+        const Number sum = waves(tiles_.grad_hidden, tokens, hidden) *
+                           (up_div(columns, depth) * Number(slice(tiles_.grad_hidden)) + Number(tail(tiles_.grad_hidden) + kSumPass));
+        return dlogits + weight + sum + Number(kLaunches);
+    }
+
+    const Spec& spec_;
+    const CudaPlan& tiles_;
+    std::int64_t clusters_;
+};
+
+/// How many widths are compared: the widest that fits and the next narrower ones.
+inline constexpr int kChunkCandidates = 6;
+
+}  // namespace flce
