@@ -67,8 +67,18 @@ struct FastMath {
         const float missing = fminf(__fmaf_rn(power, -kLn2, x), 1.f);  // NaN where x is −∞ (ignored tokens): fminf drops it
         return __fmaf_rn(e, missing, e);
     }
-    /// 1 − 2/(1 + e^2x) would be quicker and absolutely as exact; but small logits need their relative precision.
-    static __device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
+    /// Within 2.5 units in the last place of every x, small ones too, and without a branch: one among a hundred accumulators costs registers that are
+    /// not there. x·(1 + x²·p(x²)) near 0 (p is minimax in relative error), 1 − 2/(1 + e^2x) beyond.
+    static __device__ __forceinline__ float tanh(float x) {
+        const float square = x * x;
+        float p = __fmaf_rn(-0.00551516f, square, 0.02046942f);
+        p = __fmaf_rn(p, square, -0.05368802f);
+        p = __fmaf_rn(p, square, 0.1333083f);
+        p = __fmaf_rn(p, square, -0.3333326f);
+        const float near = __fmaf_rn(p * square, x, x);
+        const float far = __fmaf_rn(-2.f, ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(fabsf(x) * (2.f * kLog2E))), 1.f);
+        return fabsf(x) < 0.65f ? near : copysignf(far, x);
+    }
 };
 
 /// For fp32.

@@ -111,4 +111,11 @@ __device__ __forceinline__ float ex2_approx_ftz(float value) {
     asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(value));
     return r;
 }
+
+/// 9.7.3.13 rcp: 1/value, to one unit in the last place; subnormal results are kept out by .ftz.
+__device__ __forceinline__ float rcp_approx_ftz(float value) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(value));
+    return r;
+}
 }  // namespace flce::ptx

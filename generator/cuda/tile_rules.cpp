@@ -50,6 +50,12 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
     return ring + beside + std::int64_t{8} * (2 * tile.stages + 2);
 }
 
+/// Of a thread's 232 registers. A capped logit's gradient keeps its value, derivative and the terms of a row that depend on either at once.
+int sm90_accumulator_limit(const Spec& spec, GemmRole role) {
+    const bool crowded = spec.softcap != 0.0 && (spec.outputs.entropy || spec.label_smoothing > 0);
+    return role == GemmRole::dlogits && crowded ? 128 : 192;
+}
+
 std::optional<std::string> sm90_tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
     if (tile.warps_n != 1 || (tile.warps_m != 4 && tile.warps_m != 8)) {
         return fmt::format("warps {}x{}: 4x1, warpgroups take turns, or 8x1, they share a tile", tile.warps_m, tile.warps_n);
@@ -62,8 +68,8 @@ std::optional<std::string> sm90_tile_problem(const Spec& spec, const Device& dev
         return fmt::format("block_n {}: 64, 128, 192 or 256", tile.block_n);
     }
     const int accumulators = consumer_rows * tile.block_n / 128;
-    if (accumulators > 192) {
-        return fmt::format("block {}x{}: needs {} accumulator registers a thread, 192 fit", tile.block_m, tile.block_n, accumulators);
+    if (const int most = sm90_accumulator_limit(spec, role); accumulators > most) {
+        return fmt::format("block {}x{}: needs {} accumulator registers a thread, {} fit", tile.block_m, tile.block_n, accumulators, most);
     }
     if (role == GemmRole::forward && tile.block_m % 128 != 0) return fmt::format("block_m {}: forward needs 128 or 256", tile.block_m);
     if (tile.block_k != 64) return fmt::format("block_k {}: 64, a row of the 128-byte swizzle", tile.block_k);

@@ -75,14 +75,15 @@ INSTANTIATE_TEST_SUITE_P(
         testing::Values(Variant{"Bf16HiddenMajorUnaligned", "D=200,V=1001,layout=hidden_major,grad_weight_dtype=fp32"},
                         Variant{"Bf16HiddenMajorAligned", "D=200,V=1000,layout=hidden_major,bias"},
                         Variant{"Bf16TiedFp32Gradient", "D=2560,V=50257,tied,grad_weight_dtype=fp32,softcap=30"},
-                        Variant{"Bf16Smoothing", "D=200,V=1001,label_smoothing=0.1,outputs=loss+entropy"},
+                        Variant{"Bf16Smoothing", "D=2048,V=50257,label_smoothing=0.1,outputs=loss+entropy"},
+                        Variant{"Bf16SmoothedClasses", "D=2048,V=50257,class_weight,label_smoothing=0.1,outputs=loss+entropy"},
                         Variant{"Bf16HiddenMajorSums",
                                 "D=200,V=1001,padded_vocab_size=1008,layout=hidden_major,grad_weight_mode=accumulate"},
                         Variant{"Bf16AllButBias",
-                                "D=200,V=1001,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
+                                "D=2048,V=50257,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
                                 "grad_weight_mode=accumulate,outputs=loss+lse+logprob+entropy"},
                         Variant{"Fp16AllButBias",
-                                "D=200,V=1001,dtype=fp16,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
+                                "D=2048,V=50257,dtype=fp16,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
                                 "outputs=loss+lse+logprob+entropy"},
                         Variant{"Fp16", "D=2048,V=151936,dtype=fp16,z_loss=0.0001"},
                         Variant{"Fp16Everything",
