@@ -50,10 +50,14 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
     return ring + beside + std::int64_t{8} * (2 * tile.stages + 2);
 }
 
-/// Of a thread's 232 registers. A capped logit's gradient keeps its value, derivative and the terms of a row that depend on either at once.
+/// Of a thread's 232 registers. A gradient's terms are alive beside the accumulators: the capped logit and its derivative, what multiplies the logit,
+/// the columns' weights and where they are.
 int sm90_accumulator_limit(const Spec& spec, GemmRole role) {
-    const bool crowded = spec.softcap != 0.0 && (spec.outputs.entropy || spec.label_smoothing > 0);
-    return role == GemmRole::dlogits && crowded ? 128 : 192;
+    if (role != GemmRole::dlogits) return 192;
+    const bool capped = spec.softcap != 0.0;
+    const int smoothed = spec.label_smoothing <= 0 ? 0 : spec.class_weight ? 3 : capped ? 1 : 0;
+    const int terms = smoothed + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0);
+    return terms <= 1 ? 192 : terms == 2 ? 128 : 64;
 }
 
 std::optional<std::string> sm90_tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
