@@ -249,7 +249,7 @@ private:
 
 TEST(Launcher, RandomPrograms_CallTheDriverAsInterpreted) {
     std::size_t calls = 0;
-    for (unsigned seed = 0; seed < 25; ++seed) {
+    for (unsigned seed = 0; seed < 40; ++seed) {
         RandomProgram random(seed);
         CudaProgram program = program_of(random.program());
         program.backward = random.program();
