@@ -22,22 +22,18 @@ std::uint16_t to_fp16(float value) {
     if (magnitude < 0x1p-14) {                                                    // subnormal: multiples of 2^-24; nearbyint rounds to even
         return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(std::nearbyint(magnitude * 0x1p24)));
     }
-    int exponent = std::ilogb(magnitude);
-    auto mantissa = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));  // in [1024, 2048]
-    if (mantissa == 2048) {
-        mantissa = 1024;
-        ++exponent;
-    }
-    return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(((exponent + 15) << 10) | (mantissa - 1024)));
+    // Ties to even among the 13 bits that go; a carry out of the mantissa is the next exponent. The exponents' biases differ by 112.
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value) & 0x7fffffffU;
+    return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(((bits + 0xfffU + ((bits >> 13) & 1U)) >> 13) - (112U << 10)));
 }
 
 float from_fp16(std::uint16_t bits) {
-    const float sign = (bits & 0x8000U) != 0 ? -1.0F : 1.0F;
-    const int exponent = (bits >> 10) & 0x1f;
-    const int mantissa = bits & 0x3ff;
-    if (exponent == 31) return mantissa != 0 ? std::nanf("") : sign * INFINITY;
-    if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), -24);
-    return sign * std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25);
+    const std::uint32_t sign = (bits & 0x8000U) << 16;
+    const std::uint32_t exponent = (bits >> 10) & 0x1fU;
+    const std::uint32_t mantissa = bits & 0x3ffU;
+    if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000U | (mantissa != 0 ? 0x400000U : 0U));
+    if (exponent == 0) return (sign != 0 ? -0x1p-24F : 0x1p-24F) * static_cast<float>(mantissa);
+    return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
 }
 
 float rounded(float value, DType dtype) {
