@@ -10,6 +10,8 @@
 #include "tests/support/dense.hpp"
 #include "tests/support/number_formats.hpp"
 #include "tests/support/random.hpp"
+#include "tests/support/reference.hpp"
+#include "tests/support/tensor_core.hpp"
 
 namespace flce::test {
 namespace {
@@ -199,6 +201,35 @@ TEST_P(Judged, LossOffByTenTimesTheCap_Fails) {
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, Judged, testing::Values(DType::bf16, DType::fp16, DType::fp32),
                          [](const auto& info) { return std::string(to_string(info.param)); });
+
+// The floor's formula against the model that agrees with a GPU.
+TEST(ErrorModel, TruncatedProducts_AreAsFarOffAsTensorCoresLeaveThem) {
+    constexpr std::int64_t kRows = 32;
+    for (const std::int64_t depth : {64, 1024, 2560}) {
+        std::vector<float> a(kRows * depth), b(kRows * depth), c(kRows * kRows);
+        for (std::size_t i = 0; i < a.size(); ++i) {
+            a[i] = rounded(Stream{1}.normal(i), DType::bf16);
+            b[i] = rounded(Stream{2}.normal(i), DType::bf16);
+        }
+        tensor_core_transposed(a.data(), b.data(), c.data(), kRows, kRows, depth);
+        double towards_zero = 0;
+        for (std::int64_t i = 0; i < kRows; ++i) {
+            for (std::int64_t j = 0; j < kRows; ++j) {
+                double exact = 0, aa = 0, bb = 0;
+                for (std::int64_t d = 0; d < depth; ++d) {
+                    const double x = a[i * depth + d], y = b[j * depth + d];
+                    exact += x * y;
+                    aa += x * x;
+                    bb += y * y;
+                }
+                towards_zero += std::copysign(1.0, exact) * (exact - c[i * kRows + j]) / std::sqrt(aa * bb);
+            }
+        }
+        const double expected = ErrorModel{true, Summation::truncating}.truncated(depth);
+        EXPECT_NEAR(towards_zero / (kRows * kRows) / expected, 1.0, 0.3) << depth;
+        EXPECT_EQ((ErrorModel{true, Summation::rounding}.truncated(depth)), 0);
+    }
+}
 
 TEST(Problem, IsDeterministicAndCoversEnds) {
     Spec spec;

@@ -42,6 +42,12 @@ struct ErrorModel {
         if (expected) return rounding(kU32) * std::sqrt(0.5);
         return kU32 * (8 + (summation == Summation::rounding ? 3 * std::sqrt(n) : 4 * std::ceil(n / kTensorCoreStep)));
     }
+    /// What truncation takes from a sum of `length` products of random factors on average, towards 0, relative to the product of their norms. A step
+    /// cuts half a unit of 25 bits off a partial sum that has grown to √(t/length) of the whole, and both mostly have one sign.
+    [[nodiscard]] double truncated(std::int64_t length) const {
+        if (!expected || summation != Summation::truncating) return 0;
+        return kU32 * 0.19 / kTensorCoreStep * std::sqrt(static_cast<double>(length));
+    }
     /// Largest error of `length` terms added to an fp32 accumulator one after the other, relative to the sum of their sizes: terms may all
     /// be alike (a smoothing term in a row with one label), so that their roundings are too.
     [[nodiscard]] static double accumulating(std::int64_t length) { return kU32 * (8 + static_cast<double>(length)); }
@@ -98,6 +104,7 @@ struct LogitSizes {
     const double roundings = (spec.softcap > 0 ? 4 : 0) + (spec.logit_scale != 1 ? 1 : 0) + (spec.bias ? 1 : 0) + 1;
     return ErrorSum(model)
         .add(model.products(spec.hidden_size) * e.gain * e.product)
+        .add(model.truncated(spec.hidden_size) * e.gain * e.product)
         .add(roundings * model.rounding(kU32) * std::fabs(e.z))
         .value();
 }

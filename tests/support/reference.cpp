@@ -252,15 +252,17 @@ void Evaluation::token_budgets(std::int64_t at, Token& token, const float* z, co
         const double summing = model.sum(spec_.vocab_size);
         ErrorSum log_sum(model), entropy(model), smooth(model);
         double label = 0;
+        double cut = 0;  // from every logit, towards 0: unlike roundings it does not average out
         for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
             const LogitSizes e = logit_sizes(token, j, z[j], gain[j], 0);
             const double dz = logit_error(spec_, e, model);
             log_sum.add(e.p * dz);
+            cut += std::copysign(e.p * model.truncated(spec_.hidden_size) * e.gain * e.product, e.z);
             entropy.add(e.p * (1 + std::fabs(e.z - s.lse) + s.entropy) * (dz + u));
             smooth.add(e.class_weight * (dz + u * std::fabs(e.z)));
             if (e.is_label) label = dz;
         }
-        log_sum.add(summing).add(u * std::fabs(token.log_sum));
+        log_sum.add(cut).add(summing).add(u * std::fabs(token.log_sum));
         // lse is rounded to its own size; a log-probability is a difference of differences and is not.
         const double lse = ErrorSum(model).add(log_sum.value()).add(u * std::fabs(s.lse)).value();
         const double logprob = ErrorSum(model).add(log_sum.value()).add(label).add(u * (to_label + std::fabs(token.log_sum))).value();
