@@ -40,8 +40,8 @@ demo-pipeline: setup-python ## train two pipeline stages on real text, the last 
 	cmake --build --preset $(PRESET) -j $(JOBS) --target flce
 	@tools/python.sh examples/pipeline_last_stage.py
 
-test: setup-python test-release test-install ## every test: release build, an installed tree, the Python package
-	@tools/test_summary.sh build
+test: setup-python test-release test-install test-sanitize ## every test: release build, an installed tree, the Python package, sanitizers
+	@tools/test_summary.sh build build-sanitize
 
 test-release: build
 	@cd build && $(CTEST) 2>&1 | tee ctest.log

@@ -34,7 +34,7 @@ endif()
 # The sanitizers' run-time options live in code, so that a binary behaves the same under ctest and by hand.
 set(FLCE_EXECUTABLE_SOURCES "")
 if(FLCE_SANITIZE)
-  set(flce_sanitize_flags -fsanitize=${FLCE_SANITIZE} -fno-omit-frame-pointer -g)
+  set(flce_sanitize_flags -fsanitize=${FLCE_SANITIZE} -fno-omit-frame-pointer -g1)
   if(FLCE_SANITIZE MATCHES "undefined")
     # vptr needs RTTI of every class that is cast, and LLVM may come without.
     list(APPEND flce_sanitize_flags -fno-sanitize=vptr -fno-sanitize-recover=undefined)
