@@ -74,7 +74,7 @@ dist-tests: setup ## the same with the test binaries in it
 
 wheel: dist ## dist/*.whl: the Python package with a libflce that needs only glibc
 	@tools/setup.sh --python
-	tools/python.sh -m pip wheel --quiet --no-deps --no-build-isolation -C cmake.define.FLCE_WHEEL_LIBRARIES=$(CURDIR)/dist/flce/lib -w dist .
+	tools/python.sh -m pip wheel --quiet --no-deps --no-build-isolation --config-settings cmake.define.FLCE_WHEEL_LIBRARIES=$(CURDIR)/dist/flce/lib -w dist .
 
 clean: ## remove every build tree (what setup installed stays)
 	rm -rf build build-dev build-sanitize build-asan build-ubsan build-tsan build-dist build-wheel dist

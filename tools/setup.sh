@@ -118,9 +118,19 @@ wanted = {"torch": "torch==2.13.0", "numpy": "numpy", "pytest": "pytest", "trans
 print("\n".join(requirement for module, requirement in wanted.items() if importlib.util.find_spec(module) is None))
 PY
 }
+# torch.compile builds C++ against the interpreter's headers; those of the distribution's interpreter are a package of their own.
+lacks_headers() {
+    tools/python.sh -c 'import os, sys, sysconfig
+headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+sys.exit(sys.base_prefix != "/usr" or os.path.exists(headers))' 2>/dev/null
+}
 python_packages=()
 if $with_python; then
-    command -v "${FLCE_PYTHON:-python3}" >/dev/null || packages+=(python3 python3-pip)
+    if ! command -v "${FLCE_PYTHON:-python3}" >/dev/null; then
+        packages+=(python3 python3-pip python3-dev)
+    elif lacks_headers; then
+        packages+=(python3-dev)
+    fi
     if missing=$(missing_python); then
         mapfile -t python_packages < <(grep . <<<"$missing" || true)
     elif ((${#packages[@]} == 0)); then

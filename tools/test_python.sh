@@ -34,7 +34,7 @@ case $check in
         mkdir -p "$work/libraries"
         ln -s "$library" "$work/libraries/libflce.so"
         (cd "$root" && "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$work/wheels" \
-            -C build-dir="$work/build" -C cmake.define.FLCE_WHEEL_LIBRARIES="$work/libraries" .)
+            --config-settings build-dir="$work/build" --config-settings cmake.define.FLCE_WHEEL_LIBRARIES="$work/libraries" .)
         wheel=$(echo "$work"/wheels/flce-*.whl)
         [[ $wheel == *-py3-none-linux_*.whl ]] || { echo "unexpected wheel: $wheel" >&2 && exit 1; }
         "$python" -m pip install --quiet --no-deps --no-index --target "$work/site" "$wheel"
