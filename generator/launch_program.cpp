@@ -79,7 +79,10 @@ Expr binary(Op op, const Expr& a, const Expr& b) {
 }
 
 [[noreturn]] void no_value(const Expr& e) {
-    throw ArgumentError("num_tokens: the value of " + to_text(e) + " does not fit in 64 bits; pass fewer tokens");
+    constexpr std::size_t kMost = 200;
+    std::string text = to_text(e);
+    if (text.size() > kMost) text = text.substr(0, kMost) + " …";
+    throw ArgumentError("num_tokens: the value of " + text + " does not fit in 64 bits; pass fewer tokens");
 }
 
 /// How tightly an operator binds, as in C; calls and names bind tightest.
@@ -108,10 +111,9 @@ std::string_view symbol(Op op) {
     }
 }
 
-void append_text(const Expr& e, int least_precedence, std::string& out) {
-    const Expr::Node& n = e.node();
-    const bool parentheses = precedence(n.op) < least_precedence;
-    if (parentheses) out += '(';
+/// Writes one operation; `part(e, least, out)` writes an operand, in parentheses if it binds less tightly than `least`.
+template <class Part>
+void append_operation(const Expr::Node& n, const Part& part, std::string& out) {
     switch (n.op) {
         case Op::constant: out += std::to_string(n.value); break;
         case Op::slot: out += kSlotNames.at(static_cast<std::size_t>(n.value)); break;
@@ -119,24 +121,30 @@ void append_text(const Expr& e, int least_precedence, std::string& out) {
         case Op::min:
         case Op::max:
             out += n.op == Op::min ? "min(" : "max(";
-            append_text(n.args[0], 0, out);
+            part(n.args[0], 0, out);
             out += ", ";
-            append_text(n.args[1], 0, out);
+            part(n.args[1], 0, out);
             out += ')';
             break;
         case Op::select:
-            append_text(n.args[0], 1, out);
+            part(n.args[0], 1, out);
             out += " ? ";
-            append_text(n.args[1], 1, out);
+            part(n.args[1], 1, out);
             out += " : ";
-            append_text(n.args[2], 0, out);
+            part(n.args[2], 0, out);
             break;
         default:  // left associative
-            append_text(n.args[0], precedence(n.op), out);
+            part(n.args[0], precedence(n.op), out);
             out += symbol(n.op);
-            append_text(n.args[1], precedence(n.op) + 1, out);
+            part(n.args[1], precedence(n.op) + 1, out);
             break;
     }
+}
+
+void append_text(const Expr& e, int least_precedence, std::string& out) {
+    const bool parentheses = precedence(e.node().op) < least_precedence;
+    if (parentheses) out += '(';
+    append_operation(e.node(), append_text, out);
     if (parentheses) out += ')';
 }
 
@@ -266,6 +274,32 @@ std::string to_text(const Expr& e) {
     std::string out;
     append_text(e, 0, out);
     return out;
+}
+
+std::string SharedTexts::of(const Expr& e) {
+    std::string out;
+    append(e, 0, out);
+    return out;
+}
+
+void SharedTexts::append(const Expr& e, int least_precedence, std::string& out) {
+    const Expr::Node& n = e.node();
+    auto known = parts_.find(&n);
+    if (known == parts_.end()) {
+        Part part{e, {}, precedence(n.op)};
+        append_operation(n, [this](const Expr& operand, int least, std::string& to) { append(operand, least, to); }, part.text);
+        if (part.text.size() > kLongest) {
+            // Parts that were built twice are one, too.
+            const auto [name, is_new] = names_.try_emplace(part.text, "t" + std::to_string(names_.size() + 1));
+            if (is_new) definitions_.push_back(name->second + " = " + part.text);
+            part = {e, name->second, precedence(Op::constant)};
+        }
+        known = parts_.emplace(&n, std::move(part)).first;
+    }
+    const bool parentheses = known->second.precedence < least_precedence;
+    if (parentheses) out += '(';
+    out += known->second.text;
+    if (parentheses) out += ')';
 }
 
 void check_fields(const Launch& launch) {

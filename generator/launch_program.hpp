@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <variant>
 #include <vector>
 
@@ -57,6 +58,29 @@ private:
 [[nodiscard]] std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<std::int64_t>& variables = {});
 /// C-like text for logs and golden tests.
 [[nodiscard]] std::string to_text(const Expr& e);
+
+/// Texts of many expressions that share parts, which written out in full would grow with every use: a part longer than kLongest gets a name
+/// (t1, t2, …).
+class SharedTexts {
+public:
+    static constexpr std::size_t kLongest = 100;
+
+    [[nodiscard]] std::string of(const Expr& e);
+    /// "t1 = num_tokens * …" in the order of the names, of what has been asked for so far.
+    [[nodiscard]] const std::vector<std::string>& definitions() const { return definitions_; }
+
+private:
+    struct Part {
+        Expr expr;  ///< kept, so that its address stays its own
+        std::string text;
+        int precedence = 0;
+    };
+    void append(const Expr& e, int least_precedence, std::string& out);
+
+    std::unordered_map<const Expr::Node*, Part> parts_;
+    std::unordered_map<std::string, std::string> names_;
+    std::vector<std::string> definitions_;
+};
 
 /// One field of a kernel's parameter block.
 struct ParamField {

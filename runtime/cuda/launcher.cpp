@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <array>
 #include <map>
 
 #include "flce/error.hpp"
@@ -280,31 +281,36 @@ private:
     std::int64_t next_statement_ = 0;
 };
 
-void append_text(const std::vector<Statement>& body, const std::vector<KernelEntry>& kernels, const std::string& indent,
+void append_text(const std::vector<Statement>& body, const std::vector<KernelEntry>& kernels, const std::string& indent, SharedTexts& texts,
                  std::vector<std::string>& lines) {
     for (const Statement& statement : body) {
         const std::size_t at = lines.size();
         lines.emplace_back();
         if (const auto* launch = std::get_if<Launch>(&statement.value)) {
+            // Braces: names are given in this order, whatever the compiler.
+            const std::array<std::string, 3> grid = {texts.of(launch->grid[0]), texts.of(launch->grid[1]), texts.of(launch->grid[2])};
             std::string text =
                 fmt::format("{}launch {} grid({}, {}, {}) params[{}]", indent, kernels.at(static_cast<std::size_t>(launch->kernel)).name,
-                            to_text(launch->grid[0]), to_text(launch->grid[1]), to_text(launch->grid[2]), launch->param_bytes);
+                            grid[0], grid[1], grid[2], launch->param_bytes);
             for (const ParamField& field : launch->params)
-                text += fmt::format(" {}+{}: {};", field.offset, field.bytes, to_text(field.value));
+                text += fmt::format(" {}+{}: {};", field.offset, field.bytes, texts.of(field.value));
             for (const TensorMapField& map : launch->maps) {
-                text += fmt::format(" {}: map {} x {} of {} bytes every {} from {} by {};", map.offset, to_text(map.rows),
-                                    to_text(map.columns), map.element_bytes, to_text(map.row_bytes), to_text(map.address), map.box_rows);
+                const std::array<std::string, 4> of = {texts.of(map.rows), texts.of(map.columns), texts.of(map.row_bytes),
+                                                       texts.of(map.address)};
+                text += fmt::format(" {}: map {} x {} of {} bytes every {} from {} by {};", map.offset, of[0], of[1], map.element_bytes,
+                                    of[2], of[3], map.box_rows);
             }
             lines[at] = std::move(text);
         } else if (const auto* loop = std::get_if<Loop>(&statement.value)) {
-            lines[at] = fmt::format("{}for i{} < {}", indent, loop->variable, to_text(loop->count));
-            append_text(loop->body, kernels, indent + "  ", lines);
+            lines[at] = fmt::format("{}for i{} < {}", indent, loop->variable, texts.of(loop->count));
+            append_text(loop->body, kernels, indent + "  ", texts, lines);
         } else if (const auto* branch = std::get_if<If>(&statement.value)) {
-            lines[at] = fmt::format("{}if {}", indent, to_text(branch->condition));
-            append_text(branch->then, kernels, indent + "  ", lines);
+            lines[at] = fmt::format("{}if {}", indent, texts.of(branch->condition));
+            append_text(branch->then, kernels, indent + "  ", texts, lines);
         } else {
             const auto& memset = std::get<MemsetZero>(statement.value);
-            lines[at] = fmt::format("{}memset {}, {} bytes", indent, to_text(memset.address), to_text(memset.bytes));
+            const std::array<std::string, 2> of = {texts.of(memset.address), texts.of(memset.bytes)};
+            lines[at] = fmt::format("{}memset {}, {} bytes", indent, of[0], of[1]);
         }
     }
 }
@@ -313,7 +319,9 @@ void append_text(const std::vector<Statement>& body, const std::vector<KernelEnt
 
 std::vector<std::string> statement_texts(const LaunchProgram& program, const std::vector<KernelEntry>& kernels) {
     std::vector<std::string> lines;
-    append_text(program.body, kernels, "", lines);
+    SharedTexts texts;
+    append_text(program.body, kernels, "", texts, lines);
+    lines.insert(lines.end(), texts.definitions().begin(), texts.definitions().end());
     return lines;
 }
 

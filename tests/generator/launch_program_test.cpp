@@ -55,7 +55,31 @@ TEST(Expr, ToText_IsCLikeWithTheParenthesesThatAreNeeded) {
     EXPECT_EQ(to_text(n * (n * 2)), "num_tokens * (num_tokens * 2)");
     EXPECT_EQ(to_text(select(equal(slot(Slot::grad_bias), 0), min(n, 7), variable(2) + 1)), "grad_bias == 0 ? min(num_tokens, 7) : i2 + 1");
     EXPECT_EQ(to_text(select(less(n, 4), n, 4) + 1), "(num_tokens < 4 ? num_tokens : 4) + 1");
+    SharedTexts texts;
+    EXPECT_EQ(texts.of(n - (n - 3)), "num_tokens - (num_tokens - 3)");
+    EXPECT_EQ(texts.of((n - 3) * 2), "(num_tokens - 3) * 2");
+    EXPECT_TRUE(texts.definitions().empty());
     EXPECT_EQ(to_text(slot(Slot::workspace)), "workspace");
+}
+
+TEST(SharedTexts, PartsUsedAgain_AreWrittenOnce) {
+    const auto grown = [] {
+        Expr e = slot(Slot::num_tokens) + 1;
+        for (int i = 0; i < 40; ++i) e = max(e * e, e + 1);  // 2⁴⁰ parts and more, written out
+        return e;
+    };
+    const Expr one = grown();
+    const Expr two = grown();
+    SharedTexts texts;
+    const std::string name = texts.of(one);
+    EXPECT_LE(name.size(), SharedTexts::kLongest);
+    EXPECT_EQ(texts.of(one * 2), name + " * 2");
+    EXPECT_EQ(texts.of(two), name) << "the same, built again";
+    EXPECT_LE(texts.definitions().size(), 80U);
+    for (const std::string& line : texts.definitions()) EXPECT_LE(line.size(), 3 * SharedTexts::kLongest);
+    SharedTexts again;
+    (void)again.of(two);
+    EXPECT_EQ(again.definitions(), texts.definitions());
 }
 
 TEST(Expr, Evaluate_AgreesWithTheOperators) {
