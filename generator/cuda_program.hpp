@@ -20,13 +20,13 @@ struct EmbeddedHeader {
 [[nodiscard]] std::span<const EmbeddedHeader> embedded_templates();
 
 struct CudaProgram {
-    std::string source;                     ///< a configuration and instantiations; the logic is in templates/. Depends on the structure of
-                                            ///< the Spec only: option values (logit_scale, softcap, …) are parameters set by the launch programs
-    std::vector<std::string> options;       ///< for NVRTC: architecture, language level; no paths
+    std::string source;                ///< a configuration and instantiations; the logic is in templates/. Depends on the structure of
+                                       ///< the Spec only: option values (logit_scale, softcap, …) are parameters set by the launch programs
+    std::vector<std::string> options;  ///< for NVRTC: architecture, language level; no paths
     std::vector<KernelEntry> kernels;
     LaunchProgram forward;
-    LaunchProgram backward;                 ///< skips what Slot::grad_hidden, grad_weight and grad_bias leave out
-    Expr forward_workspace_bytes{0};        ///< over Slot::num_tokens
+    LaunchProgram backward;           ///< skips what Slot::grad_hidden, grad_weight and grad_bias leave out
+    Expr forward_workspace_bytes{0};  ///< over Slot::num_tokens
     Expr backward_workspace_bytes{0};
 };
 

@@ -9,11 +9,11 @@
 namespace flce {
 
 struct BuildRequest {
-    Spec spec;      ///< normalized
+    Spec spec;  ///< normalized
     Device device;
-    Plan plan;      ///< legal for spec and device
+    Plan plan;  ///< legal for spec and device
     DeviceRef device_ref;
-    int threads = 0;  ///< CPU backend; 0: every core
+    int threads = 0;                   ///< CPU backend; 0: every core
     std::vector<std::string> reasons;  ///< for Explanation
 };
 

@@ -7,8 +7,8 @@
 #include <llvm/IR/Module.h>
 
 #include <algorithm>
-#include <limits>
 #include <array>
+#include <limits>
 #include <map>
 
 #include "flce/error.hpp"

@@ -76,9 +76,9 @@ std::unique_ptr<llvm::TargetMachine> make_target_machine(const CpuProperties& ta
         throw CompileError(fmt::format("LLVM {} has no target '{}': {}", llvm_version(), target.triple, error), error, {});
     }
     // Position-independent, so that the loader may put an object anywhere relative to the process's own symbols.
-    std::unique_ptr<llvm::TargetMachine> machine(llvm_target->createTargetMachine(
-        target.triple, target.cpu, target.features, llvm::TargetOptions{}, llvm::Reloc::PIC_, llvm::CodeModel::Small,
-        llvm::CodeGenOptLevel::Default));
+    std::unique_ptr<llvm::TargetMachine> machine(llvm_target->createTargetMachine(target.triple, target.cpu, target.features,
+                                                                                  llvm::TargetOptions{}, llvm::Reloc::PIC_,
+                                                                                  llvm::CodeModel::Small, llvm::CodeGenOptLevel::Default));
     if (machine == nullptr) {
         throw CompileError(fmt::format("LLVM cannot generate code for '{}', cpu '{}'", target.triple, target.cpu), {}, {});
     }
@@ -154,13 +154,12 @@ private:
 
     /// Links everything now, so that a missing symbol shows here and symbol() is a plain look-up afterwards.
     void link(std::span<const std::byte> object) {
-        auto buffer = llvm::MemoryBuffer::getMemBufferCopy(
-            llvm::StringRef(reinterpret_cast<const char*>(object.data()), object.size()), name_);
+        auto buffer =
+            llvm::MemoryBuffer::getMemBufferCopy(llvm::StringRef(reinterpret_cast<const char*>(object.data()), object.size()), name_);
         check_architecture(*buffer);
         auto interface = llvm::orc::getObjectFileInterface(*session_, buffer->getMemBufferRef());
         if (!interface) fail(to_message(interface.takeError()));
-        layer_ = std::make_unique<llvm::orc::ObjectLinkingLayer>(
-            *session_, session_->getExecutorProcessControl().getMemMgr());
+        layer_ = std::make_unique<llvm::orc::ObjectLinkingLayer>(*session_, session_->getExecutorProcessControl().getMemMgr());
         auto& library = session_->createBareJITDylib("flce");
         // The C library's memset and memcpy, which the code generator may have called.
         auto process_symbols = llvm::orc::DynamicLibrarySearchGenerator::GetForCurrentProcess(/*GlobalPrefix=*/'\0');

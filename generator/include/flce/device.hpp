@@ -13,15 +13,15 @@ enum class DeviceKind : std::uint8_t { cpu, cuda };
 
 /// What the planner and the generator know of a GPU. Everything but arch is a default of that architecture when described by name.
 struct GpuProperties {
-    std::string arch;                   ///< exact target: "sm_80", "sm_90a", "sm_100a", "sm_120", …
-    int compute_capability = 0;         ///< major · 10 + minor
+    std::string arch;            ///< exact target: "sm_80", "sm_90a", "sm_100a", "sm_120", …
+    int compute_capability = 0;  ///< major · 10 + minor
     int sm_count = 0;
     std::int64_t smem_per_block_bytes = 0;  ///< opt-in limit of one block
     std::int64_t smem_per_sm_bytes = 0;
     std::int64_t l2_bytes = 0;
     std::int64_t memory_bytes = 0;
-    double bandwidth_bytes_per_s = 0;   ///< device memory, for the cost model
-    double bf16_flops = 0;              ///< dense tensor-core rate, for the cost model
+    double bandwidth_bytes_per_s = 0;  ///< device memory, for the cost model
+    double bf16_flops = 0;             ///< dense tensor-core rate, for the cost model
     friend bool operator==(const GpuProperties&, const GpuProperties&) = default;
 };
 
@@ -42,7 +42,7 @@ struct CpuProperties {
 
 struct Device {
     DeviceKind kind = DeviceKind::cpu;
-    std::string name;  ///< marketing or described name, for people: never part of a cache key
+    std::string name;   ///< marketing or described name, for people: never part of a cache key
     GpuProperties gpu;  ///< meaningful for kind == cuda
     CpuProperties cpu;  ///< meaningful for kind == cpu
     friend bool operator==(const Device&, const Device&) = default;

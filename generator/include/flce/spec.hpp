@@ -36,7 +36,7 @@ struct Spec {
                                          ///< What lies past V is never predicted and its gradient is 0 (untouched when accumulating)
     DType dtype = DType::bf16;
     WeightLayout layout = WeightLayout::vocab_major;
-    DType grad_weight_dtype = DType::bf16;  ///< the dtype above, or fp32; also that of grad_bias
+    DType grad_weight_dtype = DType::bf16;        ///< the dtype above, or fp32; also that of grad_bias
     GradMode grad_weight_mode = GradMode::write;  ///< also that of grad_bias
     bool tied = false;             ///< the weight is the embedding table: vocab_major, gradient accumulated unless said otherwise
     bool bias = false;             ///< a bias [V] of the spec's dtype is added to hidden · weightᵀ
