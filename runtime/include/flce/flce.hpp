@@ -35,7 +35,7 @@ struct Workspace {
 
 /// Caller-owned memory on the kernel's device, 16-byte aligned, in which forward leaves to backward what spares it computing logits again: as much
 /// as fits. Both passes are given the same bytes, unchanged in between; none (the default) means that backward computes all of them again.
-/// The gradients' bits do not depend on it on a CPU; on a GPU retained logits are rounded.
+/// CPU kernels use it, and their gradients' bits do not depend on it; GPU kernels retain nothing yet.
 struct Retained {
     void* data = nullptr;
     std::size_t bytes = 0;
