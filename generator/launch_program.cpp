@@ -79,9 +79,9 @@ Expr binary(Op op, const Expr& a, const Expr& b) {
 }
 
 [[noreturn]] void no_value(const Expr& e) {
-    constexpr std::size_t kMost = 200;
-    std::string text = to_text(e);
-    if (text.size() > kMost) text = text.substr(0, kMost) + " …";
+    SharedTexts texts;  // written out in full it may be endless
+    std::string text = texts.of(e);
+    if (!texts.definitions().empty()) text = texts.definitions().back();
     throw ArgumentError("num_tokens: the value of " + text + " does not fit in 64 bits; pass fewer tokens");
 }
 

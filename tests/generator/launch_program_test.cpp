@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <string_view>
 
 #include "flce/error.hpp"
 
@@ -77,6 +78,12 @@ TEST(SharedTexts, PartsUsedAgain_AreWrittenOnce) {
     EXPECT_EQ(texts.of(two), name) << "the same, built again";
     EXPECT_LE(texts.definitions().size(), 80U);
     for (const std::string& line : texts.definitions()) EXPECT_LE(line.size(), 3 * SharedTexts::kLongest);
+    try {
+        (void)evaluate(one, CallSlots{1000});
+        ADD_FAILURE() << "a value of 2^400 was accepted";
+    } catch (const ArgumentError& error) {
+        EXPECT_LE(std::string_view(error.what()).size(), 5 * SharedTexts::kLongest);
+    }
     SharedTexts again;
     (void)again.of(two);
     EXPECT_EQ(again.definitions(), texts.definitions());
