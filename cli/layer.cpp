@@ -75,7 +75,8 @@ std::vector<std::int64_t> weight_shape(const Spec& spec) {
 
 LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_tokens, Reduction reduction) {
     const std::vector<std::int64_t> tokens{num_tokens};
-    const std::vector<std::int64_t> loss_shape = reduction == Reduction::none ? tokens : std::vector<std::int64_t>{};
+    std::vector<std::int64_t> loss_shape;
+    if (reduction == Reduction::none) loss_shape.push_back(num_tokens);
     LayerOutputs outputs;
     if (spec.outputs.loss) outputs.loss = make_tensor(device, ScalarType::fp32, loss_shape);
     if (spec.outputs.loss && spec.z_loss != 0) outputs.z_loss = make_tensor(device, ScalarType::fp32, loss_shape);
