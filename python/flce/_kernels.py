@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,15 +25,16 @@ DTYPE_CODES = {
     torch.int32: _native.INT32,
     torch.int64: _native.INT64,
 }
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _FP32_BYTES = 4
-_ROW_ALIGNMENT = 16  # bytes; of hidden, weight and their gradients
+ROW_ALIGNMENT = 16  # bytes; of hidden, weight and their gradients
 _WORKSPACE_ALIGNMENT = 256  # torch's CUDA allocator gives 512, its CPU allocator 64
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _raw_delete: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
 # What torch.cuda.caching_allocator_alloc calls, on the current device.
-_raw_alloc: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None) if _current_device and _raw_delete else None
+_raw_alloc: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None) if _current_device and _raw_delete and _raw_stream else None
 
 
 EXTRA_OUTPUTS = ("lse", "logprob", "entropy")
@@ -88,40 +90,36 @@ class KernelKey(NamedTuple):
         return ",".join(parts)
 
 
-class _Frame:
-    """The ABI's argument structs of one kernel on one thread, kept between calls: most of their fields never change."""
+class Frame:
+    """The ABI's argument structs of one kernel, kept between calls of one thread: most of their fields never change."""
 
     PER_TOKEN = ("target", "loss", "lse", "logprob", "entropy", "grad_lse", "grad_logprob", "grad_entropy")
+    VIEWS = ("hidden", "weight", "bias", "class_weight", "num_valid", "invalid_label", "grad_hidden", "grad_weight", "grad_bias", *PER_TOKEN)
+    # Where a view's address lies in `words`.
+    WORD: ClassVar = {name: i * (ctypes.sizeof(_native.TensorView) // 8) for i, name in enumerate(VIEWS)}
+    hidden: _native.TensorView
+    weight: _native.TensorView
+    bias: _native.TensorView
+    class_weight: _native.TensorView
+    num_valid: _native.TensorView
+    invalid_label: _native.TensorView
+    grad_hidden: _native.TensorView
+    grad_weight: _native.TensorView
+    grad_bias: _native.TensorView
+    target: _native.TensorView
+    loss: _native.TensorView  # grad_loss has its shape and uses it too: no call has both
+    lse: _native.TensorView
+    logprob: _native.TensorView
+    entropy: _native.TensorView
 
     def __init__(self, kernel: Kernel) -> None:
         key = kernel.key
-        dtype, wide = DTYPE_CODES[key.dtype], DTYPE_CODES[key.grad_weight_dtype]
-        hidden_size, vocab_size = key.hidden_size, key.vocab_size
-        weight_shape = (hidden_size, vocab_size) if key.hidden_major else (vocab_size, hidden_size)
-
-        def view(code: int, *shape: int) -> _native.TensorView:
-            rows, columns = (*shape, 0, 0)[:2]
-            row_stride = columns if len(shape) == 2 else 1
-            device_type = _native.CUDA if key.device.type == "cuda" else _native.CPU
-            return _native.TensorView(0, code, len(shape), rows, columns, row_stride, 1, device_type, key.device.index or 0)
-
         self.kernel = kernel
         self.dtype, self.hidden_major = key.dtype, key.hidden_major
         self.target_dtype = torch.int64
         self.rule: tuple[int, int] | None = None  # ignore_index and reduction, as the structs have them
-        self.hidden, self.grad_hidden = view(dtype, 0, hidden_size), view(dtype, 0, hidden_size)
-        self.weight, self.grad_weight = view(dtype, *weight_shape), view(wide, *weight_shape)
-        self.bias, self.grad_bias = view(dtype, vocab_size), view(wide, vocab_size)
-        self.class_weight = view(_native.FP32, vocab_size)
-        self.num_valid = view(_native.FP32)
-        self.target = view(_native.INT64, 0)
-        self.loss = view(_native.FP32, 0)  # grad_loss has its shape and uses it too: no call has both
-        self.lse, self.grad_lse = view(_native.FP32, 0), view(_native.FP32, 0)
-        self.logprob, self.grad_logprob = view(_native.FP32, 0), view(_native.FP32, 0)
-        self.entropy, self.grad_entropy = view(_native.FP32, 0), view(_native.FP32, 0)
-        self.invalid_label = view(_native.UINT64)
+        self._make_views(key)
         self.invalid_label.data = kernel.invalid_label.data_ptr()
-        self.address = {name: ctypes.addressof(value) for name, value in vars(self).items() if isinstance(value, _native.TensorView)}
         self.forward, self.backward = _native.ForwardArgs(), _native.BackwardArgs()
         for args in (self.forward, self.backward):
             args.struct_size = ctypes.sizeof(args)
@@ -141,6 +139,36 @@ class _Frame:
         self.forward_address, self.backward_address = ctypes.addressof(self.forward), ctypes.addressof(self.backward)
         self.resize(0)
 
+    def _make_views(self, key: KernelKey) -> None:
+        dtype, wide = DTYPE_CODES[key.dtype], DTYPE_CODES[key.grad_weight_dtype]
+        hidden_shape = (0, key.hidden_size)
+        weight_shape = (key.hidden_size, key.vocab_size) if key.hidden_major else (key.vocab_size, key.hidden_size)
+        forms: dict[str, tuple[int, tuple[int, ...]]] = {
+            "hidden": (dtype, hidden_shape),
+            "weight": (dtype, weight_shape),
+            "bias": (dtype, (key.vocab_size,)),
+            "class_weight": (_native.FP32, (key.vocab_size,)),
+            "num_valid": (_native.FP32, ()),
+            "invalid_label": (_native.UINT64, ()),
+            "grad_hidden": (dtype, hidden_shape),
+            "grad_weight": (wide, weight_shape),
+            "grad_bias": (wide, (key.vocab_size,)),
+            "target": (_native.INT64, (0,)),
+        }
+        device_type = _native.CUDA if key.device.type == "cuda" else _native.CPU
+        memory = bytearray(len(self.VIEWS) * ctypes.sizeof(_native.TensorView))
+        self.words = memoryview(memory).cast("Q")
+        self.address = {}
+        for i, name in enumerate(self.VIEWS):
+            code, shape = forms.get(name, (_native.FP32, (0,)))
+            view = _native.TensorView.from_buffer(memory, i * ctypes.sizeof(_native.TensorView))
+            view.dtype, view.ndim = code, len(shape)
+            view.rows, view.columns = (*shape, 0, 0)[:2]
+            view.row_stride, view.column_stride = (view.columns if len(shape) == 2 else 1), 1
+            view.device_type, view.device_index = device_type, key.device.index or 0
+            setattr(self, name, view)
+            self.address[name] = ctypes.addressof(view)
+
     def resize(self, num_tokens: int) -> None:
         self.forward_bytes = self.kernel.workspace_bytes(num_tokens, backward=False)
         self.backward_bytes = self.kernel.workspace_bytes(num_tokens, backward=True)
@@ -149,6 +177,16 @@ class _Frame:
             getattr(self, name).rows = num_tokens
         self.num_tokens = num_tokens
 
+    def set_rule(self, ignore_index: int, reduction: int) -> None:
+        self.rule = (ignore_index, reduction)
+        for args in (self.forward, self.backward):
+            args.ignore_index, args.reduction = ignore_index, reduction
+        self.loss.ndim = 1 if reduction == _native.REDUCTION_NONE else 0
+
+    def set_target_dtype(self, dtype: torch.dtype) -> None:
+        self.target_dtype = dtype
+        self.target.dtype = DTYPE_CODES[dtype]
+
     def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
         """What forward and backward have in common, contiguous and in the kernel's dtypes. The result has to live until the call is made."""
         hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, _ = given
@@ -156,7 +194,7 @@ class _Frame:
         if num_tokens != self.num_tokens:
             self.resize(num_tokens)
         address = hidden.data_ptr()
-        if address % _ROW_ALIGNMENT or not hidden.is_contiguous():
+        if address % ROW_ALIGNMENT or not hidden.is_contiguous():
             hidden = _aligned(hidden.contiguous())
             address = hidden.data_ptr()
         self.hidden.data = address
@@ -164,7 +202,7 @@ class _Frame:
         if weight.dtype is not self.dtype:
             weight = weight.to(self.dtype)
         address = weight.data_ptr()
-        if address % _ROW_ALIGNMENT or not (is_hidden_major(weight) if self.hidden_major else weight.is_contiguous()):
+        if address % ROW_ALIGNMENT or not (is_hidden_major(weight) if self.hidden_major else weight.is_contiguous()):
             weight = _aligned(weight.t().contiguous().t() if self.hidden_major else weight.contiguous())
             address = weight.data_ptr()
         self.weight.data = address
@@ -172,8 +210,7 @@ class _Frame:
             target = target.contiguous()
         self.target.data = target.data_ptr()
         if target.dtype is not self.target_dtype:
-            self.target_dtype = target.dtype
-            self.target.dtype = DTYPE_CODES[target.dtype]
+            self.set_target_dtype(target.dtype)
         if bias is not None:
             bias = bias.to(self.dtype).contiguous()
             self.bias.data = bias.data_ptr()
@@ -187,10 +224,7 @@ class _Frame:
             self.num_valid.dtype = DTYPE_CODES[num_valid.dtype]
             args.num_valid = self.address["num_valid"]
         if (ignore_index, reduction) != self.rule:
-            self.rule = (ignore_index, reduction)
-            for each in (self.forward, self.backward):
-                each.ignore_index, each.reduction = ignore_index, reduction
-            self.loss.ndim = 1 if reduction == _native.REDUCTION_NONE else 0
+            self.set_rule(ignore_index, reduction)
         return hidden, weight, target, bias, class_weight
 
 
@@ -207,10 +241,13 @@ class Kernel:
         if key.device.type == "cuda":
             torch.cuda.current_stream(key.device).synchronize()
         self.extra_outputs = extra_outputs(key.options)
-        self._is_cuda = key.device.type == "cuda"
+        self.forward_function, self.backward_function = self._library.flce_kernel_forward, self._library.flce_kernel_backward
+        self._index = key.device.index if key.device.type == "cuda" else None
+        self._allocates_raw = self._index is not None and _raw_alloc is not None
         # What outputs and workspace are made after: quicker than naming dtype and device each time.
         with torch.inference_mode(False):
-            self._float = torch.empty((), dtype=torch.float32, device=key.device)
+            self.float_like = torch.empty((), dtype=torch.float32, device=key.device)
+            self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
             self._byte = torch.empty((), dtype=torch.uint8, device=key.device)
         self._local = threading.local()
 
@@ -243,31 +280,30 @@ class Kernel:
     def _text(self, which: int) -> str:
         return _native.text(self._library.flce_kernel_text, self._handle, which)
 
-    def _frame(self) -> _Frame:
+    def _frame(self) -> Frame:
         try:
-            frame: _Frame = self._local.frame
+            frame: Frame = self._local.frame
         except AttributeError:
-            frame = self._local.frame = _Frame(self)
+            frame = self._local.frame = Frame(self)
         return frame
 
-    def _run(self, function: Any, args_address: int, size: int) -> None:
+    def run(self, function: Any, args_address: int, size: int) -> None:
         """One call, with `size` bytes of workspace: freed when this returns, handed out again by the allocator only behind this stream's work."""
-        if not self._is_cuda:
+        index = self._index
+        if self._allocates_raw and _current_device() == index:  # less than half the time of making a tensor
+            stream = _raw_stream(index)
+            pointer = _raw_alloc(size, stream)
+            try:
+                status = function(self._handle, args_address, pointer, size, stream)
+            finally:
+                _raw_delete(pointer)
+        elif index is not None:
+            workspace = self._byte.new_empty(size)
+            status = function(self._handle, args_address, workspace.data_ptr(), size, torch.cuda.current_stream(index).cuda_stream)
+        else:
             workspace = self._byte.new_empty(size + _WORKSPACE_ALIGNMENT)
             pointer = -(-workspace.data_ptr() // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
             status = function(self._handle, args_address, pointer, size, None)
-        else:
-            index = self.device.index
-            stream = _raw_stream(index) if _raw_stream is not None else torch.cuda.current_stream(index).cuda_stream
-            if _raw_alloc is not None and _current_device() == index:  # less than half the time of making a tensor
-                pointer = _raw_alloc(size, stream)
-                try:
-                    status = function(self._handle, args_address, pointer, size, stream)
-                finally:
-                    _raw_delete(pointer)
-            else:
-                workspace = self._byte.new_empty(size)
-                status = function(self._handle, args_address, workspace.data_ptr(), size, stream)
         if status:
             _native.raise_status(status)
 
@@ -278,19 +314,19 @@ class Kernel:
         kept = frame.inputs(frame.forward, given)
         if self.extra_outputs:
             return self._forward_with_extra_outputs(frame, given, kept)
-        saved = self._float.new_empty(frame.num_tokens)
-        values = torch.empty_like(saved if given.reduction == _native.REDUCTION_NONE else self._float)
+        saved = self.new_floats(frame.num_tokens)
+        values = torch.empty_like(saved if given.reduction == _native.REDUCTION_NONE else self.float_like)
         frame.lse.data = saved.data_ptr()
         frame.loss.data = values.data_ptr()
-        self._run(self._library.flce_kernel_forward, frame.forward_address, frame.forward_bytes)
+        self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
         return values, saved
 
-    def _forward_with_extra_outputs(self, frame: _Frame, given: Inputs, kept: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+    def _forward_with_extra_outputs(self, frame: Frame, given: Inputs, kept: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
         num_tokens, names = frame.num_tokens, self.extra_outputs
         with_entropy = "entropy" in names
-        saved = self._float.new_empty(2 * num_tokens if with_entropy else num_tokens)
+        saved = self.new_floats(2 * num_tokens if with_entropy else num_tokens)
         first = num_tokens if given.reduction == _native.REDUCTION_NONE else 1
-        values = self._float.new_empty(first + len(names) * num_tokens)
+        values = self.new_floats(first + len(names) * num_tokens)
         parts = dict(zip(names, values[first:].view(len(names), num_tokens), strict=True))
         frame.lse.data = saved.data_ptr()
         frame.loss.data = values.data_ptr()
@@ -298,7 +334,7 @@ class Kernel:
             frame.logprob.data = parts["logprob"].data_ptr()
         if with_entropy:
             frame.entropy.data = saved.data_ptr() + _FP32_BYTES * num_tokens
-        self._run(self._library.flce_kernel_forward, frame.forward_address, frame.forward_bytes)
+        self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
         # Copies, so that the caller may change what it got in place.
         if "lse" in parts:
             parts["lse"].copy_(saved[:num_tokens])
@@ -343,7 +379,7 @@ class Kernel:
         else:
             frame.grad_bias.data = grad_bias.data_ptr()
             args.grad_bias = address["grad_bias"]
-        self._run(self._library.flce_kernel_backward, frame.backward_address, frame.backward_bytes)
+        self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
 
     def take_invalid_label(self) -> None:
         """Waits for the device, raises LabelError if a label was out of range since the last time, and forgets it."""
@@ -418,4 +454,4 @@ def is_hidden_major(weight: Tensor) -> bool:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.data_ptr() % _ROW_ALIGNMENT else tensor
+    return tensor.clone() if tensor.data_ptr() % ROW_ALIGNMENT else tensor

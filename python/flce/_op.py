@@ -48,7 +48,7 @@ def run_backward(
         grad_bias = make(bias.shape, dtype=wide, device=hidden.device)
     if grad_hidden is None and grad_weight is None and grad_bias is None:
         return NO_GRADIENTS
-    kernel.backward(given, saved, grad_values.contiguous(), grad_hidden, grad_weight, grad_bias)
+    kernel.backward(given, saved.contiguous(), grad_values.contiguous(), grad_hidden, grad_weight, grad_bias)
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
     return grad_hidden, None if grad_weight_out is not None else grad_weight, grad_bias
@@ -68,7 +68,7 @@ class NoSecondDerivative(torch.autograd.Function):
         )
 
 
-def _refuse_second_derivative(gradients: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> list[Tensor | None]:
+def refuse_second_derivative(gradients: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> list[Tensor | None]:
     tracked = [source for source in sources if source is not None and source.requires_grad]
     if not tracked:
         return list(gradients)
@@ -77,11 +77,11 @@ def _refuse_second_derivative(gradients: Sequence[Tensor | None], sources: Seque
 
 # Multiply-adds up to which gradients are made unasked: asking the engine takes some microseconds, in which small ones are long made. (Not where one
 # would be added to a buffer unasked, nor while tracing: no choice may hang on the number of tokens there.)
-_SMALL = 1 << 16
+SMALL = 1 << 16
 _engine_will_run = getattr(torch._C, "_will_engine_execute_node", None)
 
 
-def _wanted(ctx: Any) -> list[bool]:
+def wanted_gradients(ctx: Any) -> list[bool]:
     """Whether this run of the engine uses the gradients of hidden, weight and bias. needs_input_grad says what forward's inputs required; a schedule
     that runs backward for activations first and for weights later asks for less each time."""
     wanted = list(ctx.needs_input_grad[:3])
@@ -97,8 +97,12 @@ def _wanted(ctx: Any) -> list[bool]:
     return wanted
 
 
+def refuse_forward_mode() -> None:
+    raise errors.UnsupportedTransformError("flce.linear_cross_entropy has no forward-mode derivatives: use reverse mode (backward, autograd.grad)")
+
+
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The node. The differentiable inputs come first (`_wanted` counts on it), and again in `given`. Without a kernel it goes through the
+    """The node. The differentiable inputs come first (`wanted_gradients` counts on it), and again in `given`. Without a kernel it goes through the
     operators."""
 
     @staticmethod
@@ -128,8 +132,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         kernel, grad_weight_out, rest = ctx.call
         given = Inputs(*tensors, *rest)
         hidden, weight = given.hidden, given.weight
-        may_ask = kernel is None or grad_weight_out is not None or hidden.shape[0] * weight.numel() >= _SMALL
-        wanted = _wanted(ctx) if may_ask else ctx.needs_input_grad[:3]
+        may_ask = kernel is None or grad_weight_out is not None or hidden.shape[0] * weight.numel() >= SMALL
+        wanted = wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
         gradients: Sequence[Tensor | None]
         if kernel is None:
             made = _backward_op(grad_values, *given[:3], saved, *given[3:], wanted)
@@ -138,14 +142,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             kernel = _kernels.find_for(given, grad_weight_out)
         gradients = run_backward(kernel, given, saved, grad_values, wanted, grad_weight_out)
         if torch.is_grad_enabled():
-            gradients = _refuse_second_derivative(gradients, (grad_values, hidden, weight, given.bias))
+            gradients = refuse_second_derivative(gradients, (grad_values, hidden, weight, given.bias))
         return *gradients, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise errors.UnsupportedTransformError(
-            "flce.linear_cross_entropy has no forward-mode derivatives: use reverse mode (backward, autograd.grad)"
-        )
+        refuse_forward_mode()
 
 
 # Function.apply without its layer in Python, for calls that have looked for torch.func's transforms themselves.
@@ -219,7 +221,7 @@ def _backward_autograd(grad_values: Tensor, *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return gradients
     given, _, _ = _backward_arguments(*args)
-    return tuple(_refuse_second_derivative(gradients, (grad_values, given.hidden, given.weight, given.bias)))
+    return tuple(refuse_second_derivative(gradients, (grad_values, given.hidden, given.weight, given.bias)))
 
 
 def _refuse_transform(*args: Any, **kwargs: Any) -> Any:

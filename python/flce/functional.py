@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flce import _kernels, _op, errors
-from flce._kernels import Inputs
+from flce._direct import DirectCall
+from flce._kernels import PLAIN_TYPES, Inputs
 from flce._targets import shift_labels
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
@@ -19,12 +21,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TARGET_DTYPES = (torch.int64, torch.int32)
 _COUNT_DTYPES = (torch.float32, torch.int32, torch.int64)
 _DEVICE_TYPES = ("cpu", "cuda", "meta")
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _HIDDEN_MULTIPLE = 8
 
-_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+_transforms: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 
 
 def linear_cross_entropy(
@@ -83,21 +84,30 @@ def linear_cross_entropy(
     if shift or cu_seqlens is not None:
         _check_shift(target, shift, cu_seqlens)
         target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
-    plain = _is_plain(hidden, weight, bias, target)
-    signature = passed = None
-    if plain and bias is None and class_weight is None and num_valid_tokens is None and grad_weight_out is None and not _any_autocast():
-        # Everything that the checks below look at: what has passed them passes again.
-        signature = (
-            *(hidden.shape, hidden.dtype, hidden.device, target.shape, target.dtype, target.device),
-            *(weight.shape, weight.dtype, weight.device, weight.stride(), ignore_index, reduction),
-            *(logit_scale, softcap, label_smoothing, z_loss, return_lse, return_logprobs, return_entropy, workspace_limit_bytes),
+    options = None
+    if bias is None and class_weight is None and num_valid_tokens is None and grad_weight_out is None and not torch.compiler.is_compiling():
+        options = (
+            *(ignore_index, reduction, logit_scale, softcap, label_smoothing, z_loss),
+            *(return_lse, return_logprobs, return_entropy, workspace_limit_bytes),
         )
         try:
-            passed = _passed.get(signature)
+            call = _latest.get(options)
         except TypeError:  # an argument that cannot be hashed is refused by the checks
-            signature = None
-    if passed is not None and passed.as_given and hidden.is_contiguous():
-        return _eager(Inputs(hidden, weight, target, None, None, None, *passed.call), passed, None)
+            options = call = None
+        if call is not None and not _dispatch_modes() and _transforms() is None and (loss := call(hidden, weight, target)) is not None:
+            return loss
+    plain = _is_plain(hidden, weight, bias, target)
+    signature = passed = None
+    if plain and options is not None and not _any_autocast():
+        # Everything that the checks below look at: what has passed them passes again.
+        signature = (
+            *(hidden.shape, hidden.dtype, hidden.device, hidden.requires_grad, hidden.is_inference()),
+            *(weight.shape, weight.dtype, weight.device, weight.requires_grad, weight.stride()),
+            *(target.shape, target.dtype, target.device, options),
+        )
+        passed = _passed.get(signature)
+        if passed is not None and (loss := passed.call_directly(options, hidden, weight, target)) is not None:
+            return loss
     num_valid = None
     if passed is None:
         hidden, weight = _autocast(hidden, weight)
@@ -110,10 +120,9 @@ def linear_cross_entropy(
         if code is None:
             raise errors.ArgumentError(f"reduction is {reduction!r}; allowed are 'none', 'sum', 'mean'")
         extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
-        options = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
-        passed = _Passed((options, int(ignore_index), code, _workspace_limit(workspace_limit_bytes)), len(extra))
+        text = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
+        passed = _Passed((text, int(ignore_index), code, _workspace_limit(workspace_limit_bytes)), len(extra))
         if signature is not None:
-            passed.as_given = not extra and target.dim() == 1 and hidden.shape[1] % _HIDDEN_MULTIPLE == 0
             _remember(signature, passed)
 
     token_shape = target.shape
@@ -139,23 +148,42 @@ def linear_cross_entropy(
 class _Passed:
     """What the checks of a call's arguments came to."""
 
-    __slots__ = ("as_given", "call", "kernel", "num_extra")
+    __slots__ = ("call", "direct", "kernel", "num_extra")
 
     def __init__(self, call: tuple[str, int, int, int], num_extra: int) -> None:
         self.call = call  # the last fields of Inputs
         self.num_extra = num_extra
-        self.as_given = False  # tensors (if hidden is contiguous) and result need no other form
         self.kernel: _kernels.Kernel | None = None  # once it is looked up, of calls that are remembered
+        self.direct: DirectCall | None = None
+
+    def call_directly(self, options: tuple[Any, ...], hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
+        """The loss by a DirectCall, made at the second such call; None where there can be none."""
+        call = self.direct
+        if call is None:
+            if self.kernel is None or self.num_extra or not DirectCall.accepts(self.kernel, hidden, weight, target):
+                return None
+            call = self.direct = DirectCall(self.kernel, hidden, weight, target, self.call)
+        loss = call(hidden, weight, target)
+        if loss is not None:
+            _latest[options] = call
+        return loss
 
 
 _passed: dict[tuple[Any, ...], _Passed] = {}
+_latest: dict[tuple[Any, ...], DirectCall] = {}  # by the options of the call
 _MOST_REMEMBERED = 1024
 
 
 def _remember(signature: tuple[Any, ...], passed: _Passed) -> None:
     if len(_passed) >= _MOST_REMEMBERED:
-        _passed.clear()
+        forget()
     _passed[signature] = passed
+
+
+def forget() -> None:
+    """Forgets what has passed the checks: the next calls are looked at anew."""
+    _passed.clear()
+    _latest.clear()
 
 
 def options_text(
@@ -167,23 +195,19 @@ def options_text(
 ) -> str:
     """The options as keys of a Spec's text; what is at its default is left out."""
     parts = []
-    if logit_scale is not None and logit_scale != 1.0:
-        parts.append(f"logit_scale={_number('logit_scale', logit_scale)}")
-    if softcap:
-        parts.append(f"softcap={_number('softcap', softcap)}")
-    if label_smoothing:
-        parts.append(f"label_smoothing={_number('label_smoothing', label_smoothing)}")
-    if z_loss:
-        parts.append(f"z_loss={_number('z_loss', z_loss)}")
+    values = {"logit_scale": (logit_scale, 1.0), "softcap": (softcap, 0.0), "label_smoothing": (label_smoothing, 0.0), "z_loss": (z_loss, 0.0)}
+    for name, (value, default) in values.items():
+        if value is not None and (number := _number(name, value)) != default:
+            parts.append(f"{name}={number!r}")
     if extra_outputs:
         parts.append("outputs=loss+" + "+".join(extra_outputs))
     return ",".join(parts)
 
 
-def _number(name: str, value: Any) -> str:
+def _number(name: str, value: Any) -> float:
     if not isinstance(value, (int, float)):
         raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant of the kernel, not a tensor)")
-    return repr(float(value))
+    return float(value)
 
 
 def _through_operator(given: Inputs, grad_weight_out: Tensor | None) -> Tensor:
@@ -199,7 +223,8 @@ def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None) -> Te
         kernel = passed.kernel = _kernels.find_for(given, grad_weight_out)
     hidden, weight, bias = given.hidden, given.weight, given.bias
     needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if needs_gradient and torch.is_grad_enabled():
+    # Where there are tangents, the node refuses them.
+    if (needs_gradient and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
         return _op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out)
     return kernel.forward(given)[0]
 
@@ -212,10 +237,10 @@ def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tenso
         _op._refuse_transform()
     return (
         not _dispatch_modes()
-        and type(hidden) in _PLAIN_TYPES
-        and type(weight) in _PLAIN_TYPES
-        and type(target) in _PLAIN_TYPES
-        and (bias is None or type(bias) in _PLAIN_TYPES)
+        and type(hidden) in PLAIN_TYPES
+        and type(weight) in PLAIN_TYPES
+        and type(target) in PLAIN_TYPES
+        and (bias is None or type(bias) in PLAIN_TYPES)
         and not hidden.is_meta
     )
 
@@ -253,7 +278,7 @@ def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
         raise errors.ShapeError(f"hidden has shape {list(shape)}; its last dimension must be weight's hidden_size, {weight_shape[1]}")
     if shape[:-1] != target.shape:
         raise errors.ShapeError(f"target has shape {list(target.shape)}; it must be hidden's without the last dimension, {list(shape[:-1])}")
-    if type(hidden) not in _PLAIN_TYPES or type(weight) not in _PLAIN_TYPES or type(target) not in _PLAIN_TYPES:
+    if type(hidden) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES or type(target) not in PLAIN_TYPES:
         for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
             _refuse_dtensor(name, tensor)
     if device.type not in _DEVICE_TYPES:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+
+import flce
+from flce import functional
 
 
 def _devices() -> list[object]:
@@ -15,13 +20,32 @@ def _devices() -> list[object]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", _devices())
+    if metafunc.definition.get_closest_marker("first_and_direct") is not None:
+        metafunc.parametrize("calls", ["first", "direct"], indirect=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "first_and_direct: also with every call a direct one, as from the third of its kind")
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    functional.forget()
+
+
+@pytest.fixture(autouse=True)
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if getattr(request, "param", "first") == "first":
+        return
+    original = flce.linear_cross_entropy
+
+    def third(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            original(*args, **kwargs)
+            original(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(flce, "linear_cross_entropy", third)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+import flce
+from flce._direct import DirectCall
 
 # Largest error allowed, relative to the largest element of what is expected: a few roundings of the dtype.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 3e-3}
@@ -112,3 +116,22 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, dtype: torch.dt
     error = (actual.detach().double() - expected.detach().double()).abs().max().item()
     scale = max(expected.detach().double().abs().max().item(), 1e-6)
     assert error <= factor * TOLERANCE[dtype] * scale, f"{what}: error {error:.3g} of {scale:.3g}"
+
+
+def spy_on_backward(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Will hold, for each run of a kernel's backward, whether it makes hidden's and weight's gradients."""
+    computed: list[tuple[bool, bool]] = []
+    by_kernel, directly = flce.Kernel.backward, DirectCall.backward
+
+    def kernel_backward(self: Any, given: Any, saved: Any, grad: Any, grad_hidden: Any, grad_weight: Any, grad_bias: Any) -> None:
+        computed.append((grad_hidden is not None, grad_weight is not None))
+        by_kernel(self, given, saved, grad, grad_hidden, grad_weight, grad_bias)
+
+    def direct_backward(self: Any, *tensors: Any) -> Any:
+        gradients = directly(self, *tensors)
+        computed.append((gradients[0] is not None, gradients[1] is not None))
+        return gradients
+
+    monkeypatch.setattr(flce.Kernel, "backward", kernel_backward)
+    monkeypatch.setattr(DirectCall, "backward", direct_backward)
+    return computed

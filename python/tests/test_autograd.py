@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import Problem, assert_close, make_problem, reference
+from support import Problem, assert_close, make_problem, reference, spy_on_backward
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flce
+
+pytestmark = pytest.mark.first_and_direct
 
 
 def loss_of(problem: Problem, **options: Any) -> Any:
@@ -80,14 +82,7 @@ def test_two_backwards_with_retain_graph(device: str) -> None:
 
 
 def test_only_what_is_asked_for_is_computed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[tuple[bool, bool]] = []
-    original = flce.Kernel.backward
-
-    def spy(self: Any, call: Any, saved: Any, grad: Any, grad_hidden: Any, grad_weight: Any, grad_bias: Any) -> None:
-        computed.append((grad_hidden is not None, grad_weight is not None))
-        original(self, call, saved, grad, grad_hidden, grad_weight, grad_bias)
-
-    monkeypatch.setattr(flce.Kernel, "backward", spy)
+    computed = spy_on_backward(monkeypatch)
     problem = make_problem(device)
     # As in a model: the hidden states come from a layer, the weight is a parameter.
     loss = flce.linear_cross_entropy(problem.hidden * 1.0, problem.weight, problem.target)

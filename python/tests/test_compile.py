@@ -117,7 +117,8 @@ def test_compile_with_inductor(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestCudaGraph:
-    def test_forward_and_backward_are_captured(self) -> None:
+    @pytest.mark.parametrize("calls_before", [1, 3])  # after three, the captured one is direct
+    def test_forward_and_backward_are_captured(self, calls_before: int) -> None:
         problem = make_problem("cuda", torch.bfloat16, num_tokens=64, hidden_size=64, vocab_size=1000)
         hidden, weight, target = problem.hidden, problem.weight, problem.target
 
@@ -127,7 +128,8 @@ class TestCudaGraph:
 
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            both()
+            for _ in range(calls_before):
+                both()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

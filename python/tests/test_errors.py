@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
 
+pytestmark = pytest.mark.first_and_direct
+
 
 def call(device: str = "cpu", **changes: Any) -> Any:
     problem = make_problem(device)

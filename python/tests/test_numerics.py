@@ -11,6 +11,8 @@ from torch import Tensor
 
 import flce
 
+pytestmark = pytest.mark.first_and_direct
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

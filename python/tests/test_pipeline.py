@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import spy_on_backward
 from torch import Tensor, nn
 
 import flce
@@ -67,14 +68,7 @@ def node_outlives_its_output() -> bool:
 def test_split_backward_computes_each_gradient_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero-bubble schedules ask for the stage's input first and for the weights later, with these two functions."""
     split = pytest.importorskip("torch.distributed.pipelining._backward")
-    computed: list[tuple[bool, bool]] = []
-    original = flce.Kernel.backward
-
-    def spy(self: Any, call: Any, saved: Any, grad: Any, grad_hidden: Any, grad_weight: Any, grad_bias: Any) -> None:
-        computed.append((grad_hidden is not None, grad_weight is not None))
-        original(self, call, saved, grad, grad_hidden, grad_weight, grad_bias)
-
-    monkeypatch.setattr(flce.Kernel, "backward", spy)
+    computed = spy_on_backward(monkeypatch)
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(device)
     head = nn.Linear(64, 500, bias=False, device=device)
