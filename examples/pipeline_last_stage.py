@@ -1,8 +1,7 @@
 """A pipeline's last stage with the loss fused into it: two stages, 1F1B, tied embeddings, real text.
 
 Without arguments it trains twice, with materialised logits and with flce, and prints losses and the last stage's peak memory. With --measure, on a
-GPU,
-it has four microbatches of 4096 x 2048 x 151936 in flight and compares flce with eager torch and torch.compile.
+GPU, it has four microbatches of 4096 x 2048 x 151936 in flight and compares flce with eager torch and torch.compile.
 
 Two processes, one a stage, on the CPU (gloo) or, where there are two, on GPUs (nccl). The text is this repository's own documentation, a token a
 word.

@@ -36,8 +36,7 @@ class _HiddenStatesForward:
 def return_hidden_states(model: Any) -> Any:
     """Makes `model`, a causal LM of transformers, return its decoder's output (with last_hidden_state) in training mode; in evaluation mode it
     returns logits as before. In place; parameters and state_dict stay as they are. Returns the model. Raises ArgumentError where there is no decoder
-    apart
-    from the head."""
+    apart from the head."""
     decoder = getattr(model, "base_model", None)
     if decoder is None or decoder is model or model.get_output_embeddings() is None:
         raise errors.ArgumentError(f"model is a {type(model).__name__}; it must be a causal language model with a base_model and output embeddings")

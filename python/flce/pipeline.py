@@ -78,8 +78,7 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
                     weight.grad = torch.zeros_like(weight)
                 grad_weight_out = weight.grad
             # A view between the node and the parameter: the engine tells a node whether a view's gradient is wanted, but not a leaf's, and schedules
-            # that
-            # split backward want one gradient at a time.
+            # that split backward want one gradient at a time.
             weight = weight.view_as(weight)
         count = self.num_valid_tokens if num_valid_tokens is None else num_valid_tokens
         return super().__call__(hidden_states, labels, num_valid_tokens=count, cu_seqlens=cu_seqlens, grad_weight_out=grad_weight_out)
