@@ -19,11 +19,17 @@ struct EmbeddedHeader {
 };
 [[nodiscard]] std::span<const EmbeddedHeader> embedded_templates();
 
-struct CudaProgram {
-    std::string source;                ///< a configuration and instantiations; the logic is in templates/. Depends on the structure of
-                                       ///< the Spec only: option values (logit_scale, softcap, …) are parameters set by the launch programs
-    std::vector<std::string> options;  ///< for NVRTC: architecture, language level; no paths
+/// What NVRTC compiles at once. Each GEMM kernel is a unit of its own, so that a set takes no longer than its slowest kernel.
+struct CudaUnit {
+    std::string source;  ///< a configuration and instantiations; the logic is in templates/. Depends on the structure of the Spec only:
+                         ///< option values (logit_scale, softcap, …) are parameters set by the launch programs
     std::vector<KernelEntry> kernels;
+};
+
+struct CudaProgram {
+    std::vector<CudaUnit> units;
+    std::vector<std::string> options;  ///< for NVRTC: architecture, language level; no paths
+    std::vector<KernelEntry> kernels;  ///< of all units, as launches number them
     LaunchProgram forward;
     LaunchProgram backward;           ///< skips what Slot::grad_hidden, grad_weight and grad_bias leave out
     Expr forward_workspace_bytes{0};  ///< over Slot::num_tokens

@@ -8,7 +8,7 @@ CudaProgram generate_cuda(const Spec& spec, const Device& device, const Plan& pl
     const ForwardLayout forward = forward_layout(spec, device, plan);
     const BackwardLayout backward = backward_layout(spec, device, plan);
     CudaProgram program;
-    program.source = source.text;
+    program.units = source.units;
     program.options = source.options;
     program.kernels = source.kernels;
     program.forward = forward_program(spec, device, plan, source, forward);

@@ -41,10 +41,12 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     return text;
 }
 
-/// Collects kernels, and for each the extern "C" function that instantiates it.
+/// Collects kernels, and for each the extern "C" function that instantiates it: GEMM kernels in units of their own, the small ones in the first.
 class Kernels {
 public:
-    explicit Kernels(CudaSource& source) : source_(source) {}
+    Kernels(CudaSource& source, std::string configuration) : source_(source), configuration_(std::move(configuration)) {
+        source_.units = {{configuration_, {}}};
+    }
 
     /// `params` is the name of the parameter block without "Params".
     void gemm(const Spec& spec, const Device& device, PlanPath path, GemmRole role, const GemmTile& tile, std::string_view name,
@@ -57,12 +59,13 @@ public:
         const Block block{tile_threads(path, tile), tile_blocks_per_sm(spec, device, path, role, tile),
                           tile_smem_bytes(spec, path, role, tile), sm90 ? kClusterBlocks : 1};
         const std::string_view suffix = sm90 ? "_sm90" : "";
-        add(name, fmt::format("{}{}Params", params, sm90 ? "Sm90" : ""), fmt::format("flce::{}{}<Problem, {}>(p)", name, suffix, type),
-            block);
+        source_.units.push_back({configuration_, {}});
+        add(source_.units.back(), name, fmt::format("{}{}Params", params, sm90 ? "Sm90" : ""),
+            fmt::format("flce::{}{}<Problem, {}>(p)", name, suffix, type), block);
     }
 
     void simple(std::string_view name, std::string_view params, std::string_view function, int threads) {
-        add(name, params, fmt::format("flce::{}<Problem>(p)", function), {threads, 1, 0, 1});
+        add(source_.units.front(), name, params, fmt::format("flce::{}<Problem>(p)", function), {threads, 1, 0, 1});
     }
 
 private:
@@ -73,16 +76,18 @@ private:
         int cluster;  ///< blocks along x
     };
 
-    void add(std::string_view name, std::string_view params, const std::string& body, const Block& block) {
+    void add(CudaUnit& unit, std::string_view name, std::string_view params, const std::string& body, const Block& block) {
         const std::string cluster = block.cluster > 1 ? fmt::format(" __cluster_dims__({}, 1, 1)", block.cluster) : "";
-        source_.text += fmt::format(
+        unit.source += fmt::format(
             "extern \"C\" __global__ void __launch_bounds__({}, {}){} flce_{}(const __grid_constant__ flce::{} p) {{\n    {};\n}}\n",
             block.threads, block.blocks_per_sm, cluster, name, params, body);
-        source_.kernels.push_back({fmt::format("flce_{}", name), static_cast<std::uint32_t>(block.threads),
-                                   static_cast<std::uint32_t>(block.smem_bytes), block.cluster > 1});
+        unit.kernels.push_back({fmt::format("flce_{}", name), static_cast<std::uint32_t>(block.threads),
+                                static_cast<std::uint32_t>(block.smem_bytes), block.cluster > 1});
+        source_.kernels.push_back(unit.kernels.back());
     }
 
     CudaSource& source_;
+    std::string configuration_;
 };
 
 }  // namespace
@@ -102,9 +107,8 @@ int CudaSource::kernel(std::string_view name) const {
 CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan) {
     CudaSource source;
     const std::string_view header = plan.path == PlanPath::cuda_sm90a ? "kernels_sm90.cuh" : "kernels.cuh";
-    source.text = fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan);
     source.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
-    Kernels kernels(source);
+    Kernels kernels(source, fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan));
     kernels.gemm(spec, device, plan.path, GemmRole::forward, plan.cuda.forward, "forward", "Forward");
     kernels.simple("row_outputs", "RowOutputsParams", "row_outputs_kernel", kRowThreads);
     kernels.simple("reduce_loss", "ReduceLossParams", "reduce_loss", kReduceThreads);

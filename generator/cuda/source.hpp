@@ -1,4 +1,4 @@
-// The text of a CUDA program: one configuration and an instantiation of every kernel it needs.
+// The text of a CUDA program: one configuration and an instantiation of every kernel it needs, in units that are compiled side by side.
 #pragma once
 
 #include <string>
@@ -8,12 +8,12 @@
 #include "flce/device.hpp"
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
-#include "generator/launch_program.hpp"
+#include "generator/cuda_program.hpp"
 
 namespace flce {
 
 struct CudaSource {
-    std::string text;
+    std::vector<CudaUnit> units;
     std::vector<std::string> options;
     std::vector<KernelEntry> kernels;
 

@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <future>
+#include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 
@@ -24,7 +26,7 @@ constexpr const char* kReportOption = "--ptxas-options=-v";
 
 struct KernelSet {
     CudaProgram program;
-    std::shared_ptr<const Artifact> cubin;
+    std::vector<std::shared_ptr<const Artifact>> cubins;  // in the order of the program's units
     std::shared_ptr<const Artifact> launchers;
 };
 
@@ -51,7 +53,7 @@ void check_param_blocks(const std::vector<Statement>& body, const CudaProgram& p
     }
 }
 
-Json resources_json(const CudaProgram& program, const std::string& log) {
+Json resources_json(const CudaUnit& unit, const std::string& log) {
     Json kernels = Json::array();
     for (const KernelResources& used : parse_ptxas_report(log)) {
         Json entry = {{"name", used.name},
@@ -60,7 +62,7 @@ Json resources_json(const CudaProgram& program, const std::string& log) {
                       {"stack_bytes", used.stack_bytes},
                       {"spill_store_bytes", used.spill_store_bytes},
                       {"spill_load_bytes", used.spill_load_bytes}};
-        for (const KernelEntry& kernel : program.kernels) {
+        for (const KernelEntry& kernel : unit.kernels) {
             if (kernel.name != used.name) continue;
             entry["block_threads"] = kernel.block_threads;
             entry["dynamic_smem_bytes"] = kernel.dynamic_smem_bytes;
@@ -70,9 +72,9 @@ Json resources_json(const CudaProgram& program, const std::string& log) {
     return kernels;
 }
 
-Artifact compile_cubin(const BuildRequest& request, const CudaProgram& program, const Nvrtc& nvrtc,
+Artifact compile_cubin(const BuildRequest& request, const CudaProgram& program, const CudaUnit& unit, const Nvrtc& nvrtc,
                        const std::vector<std::string>& options) {
-    Nvrtc::Result result = nvrtc.compile(program.source, embedded_templates(), options, program.kernels);
+    Nvrtc::Result result = nvrtc.compile(unit.source, embedded_templates(), options, unit.kernels);
     if (const auto contents = read_cubin(result.cubin, nullptr)) {
         check_param_blocks(program.forward.body, program, *contents);
         check_param_blocks(program.backward.body, program, *contents);
@@ -82,13 +84,26 @@ Artifact compile_cubin(const BuildRequest& request, const CudaProgram& program, 
     metadata["compiler"] = fmt::format("NVRTC {}.{}", major, minor);
     metadata["compiler_build_id"] = nvrtc.build_id();
     metadata["options"] = options;
-    metadata["kernels"] = resources_json(program, result.log);
+    metadata["kernels"] = resources_json(unit, result.log);
     return {metadata.dump(), std::move(result.cubin)};
 }
 
+std::shared_ptr<const Artifact> cuda_cubin(const BuildRequest& request, const CudaProgram& program, const CudaUnit& unit,
+                                           const Nvrtc& nvrtc, ArtifactCache& cache) {
+    std::vector<std::string> options = program.options;
+    options.emplace_back(kReportOption);
+    KeyBuilder key("cubin");
+    key.add("arch", request.device.gpu.arch).add("source", unit.source).add("nvrtc", nvrtc.build_id());
+    for (const EmbeddedHeader& header : embedded_templates()) key.add("header name", header.name).add("header", header.text);
+    for (const std::string& option : options) key.add("option", option);
+    // What the entry is checked for before it is published.
+    for (const KernelEntry& kernel : unit.kernels) key.add("kernel", kernel.name);
+    return cache.get_or_create(key.finish(), [&] { return compile_cubin(request, program, unit, nvrtc, options); });
+}
+
 KernelSet compile(const BuildRequest& request, ArtifactCache& cache) {
-    KernelSet set{generate_cuda(request.spec, request.device, request.plan), nullptr, nullptr};
-    set.cubin = cuda_cubin(request, set.program, cache);
+    KernelSet set{generate_cuda(request.spec, request.device, request.plan), {}, nullptr};
+    set.cubins = cuda_cubins(request, set.program, cache);
     set.launchers = cuda_launchers(request, set.program, cache);
     return set;
 }
@@ -122,22 +137,17 @@ public:
     CudaKernel(const BuildRequest& request, const KernelSet& set, std::shared_ptr<const CudaContext> context)
         : Kernel(request.spec, request.device, request.plan, request.device_ref, request.reasons),
           context_(std::move(context)),
-          module_(context_, set.cubin->payload),
           launchers_(HostCode::load(set.launchers->payload, "flce launchers")),
           forward_workspace_(set.program.forward_workspace_bytes),
           backward_workspace_(set.program.backward_workspace_bytes),
           forward_texts_(statement_texts(set.program.forward, set.program.kernels)),
           backward_texts_(statement_texts(set.program.backward, set.program.kernels)) {
-        for (const KernelEntry& kernel : set.program.kernels) {
-            CUfunction function = module_.function(kernel.name, kernel.dynamic_smem_bytes);
-            const FunctionUse use = module_.use(function, kernel.block_threads, kernel.dynamic_smem_bytes);
-            if (use.blocks_per_sm < 1) {
-                throw InternalError(fmt::format(
-                    "kernel {} cannot run on {}: {} threads with {} registers each and {} + {} bytes of shared memory", kernel.name,
-                    request.device.name, kernel.block_threads, use.registers, use.static_smem_bytes, kernel.dynamic_smem_bytes));
-            }
-            functions_.push_back(function);
+        std::map<std::string, CUfunction> functions;
+        for (std::size_t i = 0; i < set.cubins.size(); ++i) {
+            modules_.push_back(std::make_unique<CudaModule>(context_, set.cubins[i]->payload));
+            for (const KernelEntry& kernel : set.program.units[i].kernels) functions[kernel.name] = load(*modules_.back(), kernel);
         }
+        for (const KernelEntry& kernel : set.program.kernels) functions_.push_back(functions.at(kernel.name));
         forward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kForwardLauncherSymbol));
         backward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
         launcher_context_.launch_kernel = reinterpret_cast<void*>(context_->functions().cuLaunchKernel);
@@ -150,6 +160,17 @@ public:
     }
 
 private:
+    [[nodiscard]] CUfunction load(const CudaModule& module, const KernelEntry& kernel) const {
+        CUfunction function = module.function(kernel.name, kernel.dynamic_smem_bytes);
+        const FunctionUse use = module.use(function, kernel.block_threads, kernel.dynamic_smem_bytes);
+        if (use.blocks_per_sm < 1) {
+            throw InternalError(
+                fmt::format("kernel {} cannot run on {}: {} threads with {} registers each and {} + {} bytes of shared memory", kernel.name,
+                            device().name, kernel.block_threads, use.registers, use.static_smem_bytes, kernel.dynamic_smem_bytes));
+        }
+        return function;
+    }
+
     void run(bool backward, const std::int64_t* slots, Stream stream) const override {
         const ContextScope scope(*context_);
         const std::int64_t result = (backward ? backward_ : forward_)(&launcher_context_, slots, stream.handle);
@@ -173,7 +194,7 @@ private:
     }
 
     std::shared_ptr<const CudaContext> context_;
-    CudaModule module_;
+    std::vector<std::unique_ptr<CudaModule>> modules_;
     std::vector<CUfunction> functions_;
     std::shared_ptr<const HostCode> launchers_;
     LauncherContext launcher_context_;
@@ -187,17 +208,16 @@ private:
 
 }  // namespace
 
-std::shared_ptr<const Artifact> cuda_cubin(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+std::vector<std::shared_ptr<const Artifact>> cuda_cubins(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
     const auto nvrtc = Nvrtc::load();
-    std::vector<std::string> options = program.options;
-    options.emplace_back(kReportOption);
-    KeyBuilder key("cubin");
-    key.add("arch", request.device.gpu.arch).add("source", program.source).add("nvrtc", nvrtc->build_id());
-    for (const EmbeddedHeader& header : embedded_templates()) key.add("header name", header.name).add("header", header.text);
-    for (const std::string& option : options) key.add("option", option);
-    // What the entry is checked for before it is published.
-    for (const KernelEntry& kernel : program.kernels) key.add("kernel", kernel.name);
-    return cache.get_or_create(key.finish(), [&] { return compile_cubin(request, program, *nvrtc, options); });
+    std::vector<std::future<std::shared_ptr<const Artifact>>> pending;
+    for (const CudaUnit& unit : program.units) {
+        pending.push_back(std::async(std::launch::async, [&] { return cuda_cubin(request, program, unit, *nvrtc, cache); }));
+    }
+    // The first error is thrown when all have ended: a future's destructor waits.
+    std::vector<std::shared_ptr<const Artifact>> cubins;
+    for (auto& cubin : pending) cubins.push_back(cubin.get());
+    return cubins;
 }
 
 std::shared_ptr<const Artifact> cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {

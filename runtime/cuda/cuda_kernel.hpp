@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "generator/cuda_program.hpp"
 #include "runtime/cuda/driver.hpp"
@@ -9,11 +10,12 @@
 
 namespace flce {
 
-/// The cubin of `program` from the cache, or compiled. Its metadata holds the spec, plan, compiler and each kernel's registers, shared memory and
-/// spills. Needs NVRTC, no GPU.
-[[nodiscard]] std::shared_ptr<const Artifact> cuda_cubin(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache);
+/// The cubin of each of `program`'s units from the cache, or compiled, several at a time. Their metadata holds the spec, plan, compiler and each
+/// kernel's registers, shared memory and spills. Needs NVRTC, no GPU.
+[[nodiscard]] std::vector<std::shared_ptr<const Artifact>> cuda_cubins(const BuildRequest& request, const CudaProgram& program,
+                                                                       ArtifactCache& cache);
 
-/// The same for its launchers. Needs neither NVRTC nor a GPU.
+/// Its launchers from the cache, or compiled. Needs neither NVRTC nor a GPU.
 [[nodiscard]] std::shared_ptr<const Artifact> cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache);
 
 /// make_cuda_kernel on a given driver.

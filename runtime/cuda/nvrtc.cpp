@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <fstream>
 #include <mutex>
+#include <semaphore>
+#include <thread>
 
 #include "flce/error.hpp"
 #include "runtime/cuda/cubin.hpp"
@@ -176,7 +178,7 @@ public:
         const std::string arch = architecture_of(options);
         check_architecture(arch);
         Program program(f, source, headers);
-        const NvrtcResult status = program.compile(options);
+        const NvrtcResult status = compile_in_turn(program, options);
         Result result;
         result.log = program.log();
         std::string fault;
@@ -193,6 +195,18 @@ public:
     }
 
 private:
+    NvrtcResult compile_in_turn(Program& program, const std::vector<std::string>& options) const {
+        struct Turn {
+            std::counting_semaphore<>& turns;
+            explicit Turn(std::counting_semaphore<>& all) : turns(all) { turns.acquire(); }
+            ~Turn() { turns.release(); }
+            Turn(const Turn&) = delete;
+            Turn& operator=(const Turn&) = delete;
+        };
+        const Turn turn(turns_);
+        return program.compile(options);
+    }
+
     /// Loaded at the first use: a key needs the build-id only, and a kernel from the cache should not wait for a 100 MB library.
     const Functions& functions() const {
         const std::scoped_lock lock(mutex_);
@@ -229,6 +243,8 @@ private:
     }
 
     NvrtcLocation location_;
+    /// No more compiles at a time than cores: each takes 100 MB and more.
+    mutable std::counting_semaphore<> turns_{std::max(1, static_cast<int>(std::thread::hardware_concurrency()))};
     mutable std::mutex mutex_;
     mutable bool loaded_ = false;
     mutable Functions functions_;

@@ -36,6 +36,15 @@ bool has_main_loop(const std::string& kernel) {
     return kernel == "flce_forward" || kernel == "flce_dlogits" || kernel == "flce_grad_hidden" || kernel == "flce_grad_weight";
 }
 
+void expect_sound(const KernelResources& used, const Plan& plan) {
+    EXPECT_GT(used.registers, 0) << used.name;
+    EXPECT_LE(used.registers, 255) << used.name;
+    if (!has_main_loop(used.name)) return;
+    EXPECT_EQ(used.stack_bytes, 0) << used.name << " with " << plan.text();
+    EXPECT_EQ(used.spill_store_bytes, 0) << used.name << " with " << plan.text();
+    EXPECT_EQ(used.spill_load_bytes, 0) << used.name << " with " << plan.text();
+}
+
 TEST_P(CudaSourceCompile, Variant_CompilesWithoutSpills) {
     FLCE_REQUIRE_NVRTC();
     const auto& [arch, variant] = GetParam();
@@ -45,18 +54,16 @@ TEST_P(CudaSourceCompile, Variant_CompilesWithoutSpills) {
     const CudaProgram program = generate_cuda(spec, device, plan);
     std::vector<std::string> options = program.options;
     options.emplace_back("--ptxas-options=-v");
-    const auto result = Nvrtc::load()->compile(program.source, embedded_templates(), options, program.kernels);
-    EXPECT_EQ(result.log.find("warning"), std::string::npos) << result.log;
-    const auto report = parse_ptxas_report(result.log);
-    ASSERT_EQ(report.size(), program.kernels.size()) << result.log;
-    for (const KernelResources& used : report) {
-        EXPECT_GT(used.registers, 0) << used.name;
-        EXPECT_LE(used.registers, 255) << used.name;
-        if (!has_main_loop(used.name)) continue;
-        EXPECT_EQ(used.stack_bytes, 0) << used.name << " with " << plan.text();
-        EXPECT_EQ(used.spill_store_bytes, 0) << used.name << " with " << plan.text();
-        EXPECT_EQ(used.spill_load_bytes, 0) << used.name << " with " << plan.text();
+    std::size_t kernels = 0;
+    for (const CudaUnit& unit : program.units) {
+        const auto result = Nvrtc::load()->compile(unit.source, embedded_templates(), options, unit.kernels);
+        EXPECT_EQ(result.log.find("warning"), std::string::npos) << result.log;
+        const auto report = parse_ptxas_report(result.log);
+        ASSERT_EQ(report.size(), unit.kernels.size()) << result.log;
+        kernels += report.size();
+        for (const KernelResources& used : report) expect_sound(used, plan);
     }
+    EXPECT_EQ(kernels, program.kernels.size());
 }
 
 std::string test_name(const testing::TestParamInfo<CudaSourceCompile::ParamType>& info) {

@@ -227,11 +227,38 @@ TEST(BackwardProgram, Scalars_AreSetOnceBeforeAnyRow) {
     EXPECT_EQ(run(program, program.backward, call(kRowThreads + 1)).launches.size(), 5U);
 }
 
+std::string source_of(const char* spec) {
+    std::string text;
+    for (const CudaUnit& unit : program_of(spec).units) text += unit.source;
+    return text;
+}
+
+TEST(CudaSource, Units_HoldEveryKernelOnceAndGemmsAlone) {
+    for (const char* spec : {"D=64,V=1000", "D=64,V=1000,bias,layout=hidden_major,padded_vocab_size=1008"}) {
+        const CudaProgram program = program_of(spec);
+        std::vector<std::string> names;
+        for (const CudaUnit& unit : program.units) {
+            for (const KernelEntry& kernel : unit.kernels) {
+                names.push_back(kernel.name);
+                EXPECT_NE(unit.source.find(" " + kernel.name + "("), std::string::npos);
+                const bool small = kernel.dynamic_smem_bytes == 0;
+                EXPECT_EQ(small, &unit == program.units.data()) << kernel.name;
+                EXPECT_TRUE(small || unit.kernels.size() == 1) << kernel.name;
+            }
+        }
+        std::vector<std::string> expected;
+        for (const KernelEntry& kernel : program.kernels) expected.push_back(kernel.name);
+        std::sort(names.begin(), names.end());
+        std::sort(expected.begin(), expected.end());
+        EXPECT_EQ(names, expected);
+    }
+}
+
 TEST(CudaSource, OptionValues_DoNotChangeTheSource) {
     const char* a = "D=64,V=1000,softcap=30,logit_scale=0.5,label_smoothing=0.1,z_loss=0.001";
     const char* b = "D=64,V=1000,softcap=50,logit_scale=0.25,label_smoothing=0.2,z_loss=0.1";
-    EXPECT_EQ(program_of(a).source, program_of(b).source);
-    EXPECT_NE(program_of(a).source, program_of("D=64,V=1000,softcap=30").source);
+    EXPECT_EQ(source_of(a), source_of(b));
+    EXPECT_NE(source_of(a), source_of("D=64,V=1000,softcap=30"));
     const CudaProgram program = program_of(b);
     const Launched forward = run(program, program.forward, call(10));
     for (const Recorded& r : forward.launches) {

@@ -4,8 +4,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "flce/error.hpp"
 #include "generator/cuda_program.hpp"
@@ -21,6 +23,8 @@ using testing::HasSubstr;
 
 constexpr std::int64_t kHidden = 64;
 constexpr std::int64_t kVocab = 1000;
+constexpr std::int64_t kSmallSetUnits = 5;                       // four GEMM kernels, and the small ones together
+constexpr std::int64_t kSmallSetArtifacts = kSmallSetUnits + 1;  // and the launchers
 constexpr DeviceRef kGpu{DeviceKind::cuda, 0};
 
 BuildRequest request_for(const std::string& spec_text, const Device& device) {
@@ -201,7 +205,7 @@ TEST(CudaKernel, FailedLaunch_NamesTheKernelAndTheResult) {
     EXPECT_TRUE(gpu.context_stack.empty());
 }
 
-TEST(CudaKernel, LastOwner_UnloadsModuleAndReleasesContext) {
+TEST(CudaKernel, LastOwner_UnloadsModulesAndReleasesContext) {
     FLCE_REQUIRE_NVRTC();
     FakeGpu gpu;
     std::shared_ptr<const Kernel> kernel;
@@ -210,7 +214,7 @@ TEST(CudaKernel, LastOwner_UnloadsModuleAndReleasesContext) {
         ArtifactCache cache({.directory = folder.path()});
         kernel = make_cuda_kernel(small_request(), cache, *FakeGpu::driver());
     }
-    EXPECT_EQ(gpu.modules, 1);
+    EXPECT_EQ(gpu.modules, kSmallSetUnits);
     EXPECT_EQ(gpu.retained, 1);
     const Addresses call{10};
     kernel->forward(call.forward(), call.workspace);
@@ -234,7 +238,7 @@ TEST(CudaKernel, Prewarmed_IsTakenFromTheCache) {
         // No driver: a build machine.
         ArtifactCache cache({.directory = folder.path()});
         compile_cuda_kernel(small_request(), cache);
-        EXPECT_EQ(cache.statistics().created, 2);  // cubin and launchers
+        EXPECT_EQ(cache.statistics().created, kSmallSetArtifacts);
     }
     FakeGpu gpu;
     const auto driver = FakeGpu::driver();
@@ -244,7 +248,7 @@ TEST(CudaKernel, Prewarmed_IsTakenFromTheCache) {
     request.plan = choose_plan(request.spec, request.device);
     const auto kernel = make_cuda_kernel(request, cache, *driver);
     EXPECT_EQ(cache.statistics().created, 0);
-    EXPECT_EQ(cache.statistics().disk_hits, 2);
+    EXPECT_EQ(cache.statistics().disk_hits, kSmallSetArtifacts);
 }
 
 TEST(CudaKernel, OptionValues_ShareACubin) {
@@ -253,9 +257,9 @@ TEST(CudaKernel, OptionValues_ShareACubin) {
     ArtifactCache cache({.directory = folder.path()});
     const Device device = describe_device("sm_80");
     compile_cuda_kernel(request_for("D=64,V=1000,dtype=bf16,softcap=30", device), cache);
-    EXPECT_EQ(cache.statistics().created, 2);
+    EXPECT_EQ(cache.statistics().created, kSmallSetArtifacts);
     compile_cuda_kernel(request_for("D=64,V=1000,dtype=bf16,softcap=50", device), cache);
-    EXPECT_EQ(cache.statistics().created, 3);  // launchers alone: the value is a parameter
+    EXPECT_EQ(cache.statistics().created, kSmallSetArtifacts + 1);  // launchers alone: the value is a parameter
 }
 
 TEST(CudaKernel, WithoutADevice_IsAnEnvironmentErrorBeforeAnyCompile) {
@@ -264,6 +268,46 @@ TEST(CudaKernel, WithoutADevice_IsAnEnvironmentErrorBeforeAnyCompile) {
     ArtifactCache cache({});
     EXPECT_THROW((void)make_cuda_kernel(small_request(), cache, *FakeGpu::driver()), EnvironmentError);
     EXPECT_EQ(cache.statistics().created, 0);
+}
+
+TEST(CudaCubins, CompiledAgain_GiveTheSameBytes) {
+    FLCE_REQUIRE_NVRTC_FOR("sm_90a");
+    const BuildRequest request = request_for("D=2048,V=151936,softcap=30", describe_device("sm_90a"));
+    const CudaProgram program = generate_cuda(request.spec, request.device, request.plan);
+    // Side by side, so that whatever NVRTC's compiles share is used in another order.
+    std::array<std::vector<std::shared_ptr<const Artifact>>, 2> cubins;
+    {
+        std::vector<std::jthread> threads;
+        for (auto& set : cubins) {
+            threads.emplace_back([&] {
+                ArtifactCache cache({});
+                set = cuda_cubins(request, program, cache);
+            });
+        }
+    }
+    ASSERT_EQ(cubins[0].size(), program.units.size());
+    ASSERT_EQ(cubins[1].size(), program.units.size());
+    for (std::size_t i = 0; i < program.units.size(); ++i) {
+        EXPECT_EQ(cubins[0][i]->payload, cubins[1][i]->payload);
+        EXPECT_EQ(cubins[0][i]->metadata, cubins[1][i]->metadata);
+    }
+}
+
+TEST(CudaCubins, UnitThatDoesNotCompile_IsTheErrorOfTheSet) {
+    FLCE_REQUIRE_NVRTC_FOR("sm_80");
+    const BuildRequest request = request_for("D=64,V=1000", describe_device("sm_80"));
+    CudaProgram program = generate_cuda(request.spec, request.device, request.plan);
+    program.units.back().source += "int broken = no_such_name;\n";
+    ArtifactCache cache({});
+    try {
+        (void)cuda_cubins(request, program, cache);
+        FAIL() << "compiled";
+    } catch (const CompileError& error) {
+        EXPECT_THAT(error.log(), HasSubstr("no_such_name"));
+        fs::remove_all(error.source_path().parent_path());
+    }
+    // The others are there for the next attempt.
+    EXPECT_EQ(cache.statistics().created, static_cast<std::int64_t>(program.units.size()) - 1);
 }
 
 // ---- Generated source for every family of GPUs.
@@ -281,14 +325,17 @@ TEST_P(GeneratedCuda, Compiles_WithoutSpillsInMainLoops) {
     const BuildRequest request = request_for(GetParam().spec, describe_device(GetParam().arch));
     const CudaProgram program = generate_cuda(request.spec, request.device, request.plan);
     ArtifactCache cache({});
-    const auto cubin = cuda_cubin(request, program, cache);
-    const auto metadata = nlohmann::json::parse(cubin->metadata);
-    EXPECT_EQ(metadata.at("arch"), GetParam().arch);
-    EXPECT_EQ(parse_spec_json(metadata.at("spec").dump()), request.spec);
-    EXPECT_THAT(metadata.at("compiler").get<std::string>(), HasSubstr("NVRTC"));
-    ASSERT_EQ(metadata.at("kernels").size(), program.kernels.size());
+    std::vector<nlohmann::json> kernels;
+    for (const auto& cubin : cuda_cubins(request, program, cache)) {
+        const auto metadata = nlohmann::json::parse(cubin->metadata);
+        EXPECT_EQ(metadata.at("arch"), GetParam().arch);
+        EXPECT_EQ(parse_spec_json(metadata.at("spec").dump()), request.spec);
+        EXPECT_THAT(metadata.at("compiler").get<std::string>(), HasSubstr("NVRTC"));
+        for (const auto& kernel : metadata.at("kernels")) kernels.push_back(kernel);
+    }
+    ASSERT_EQ(kernels.size(), program.kernels.size());
     int gemms = 0;
-    for (const auto& kernel : metadata.at("kernels")) {
+    for (const nlohmann::json& kernel : kernels) {
         const std::string name = kernel.at("name");
         EXPECT_GT(kernel.at("registers"), 0) << name;
         const bool gemm = name == "flce_forward" || name == "flce_dlogits" || name == "flce_grad_hidden" || name == "flce_grad_weight";
