@@ -47,5 +47,24 @@ archive=dist/flce-$(sed -nE 's/^project\(flce VERSION ([0-9.]+).*/\1/p' CMakeLis
 tar -C dist --owner=0 --group=0 -cf - flce | gzip -9 >"$archive"
 bytes=$(stat -c %s "$archive")
 ((bytes < max_bytes)) || { echo "$archive has $bytes bytes, more than $max_bytes" >&2 && exit 1; }
-env -i "$tree/bin/flce" --version
-echo "$archive: $((bytes >> 20)) MiB, $(du -sm "$tree" | cut -f1) MiB unpacked; needs glibc $glibc or newer and nothing else"
+
+env -i "$tree/bin/flce" --version >/dev/null
+# Where it is allowed, the command at work in a root that holds glibc and nothing else: no shell, no /tmp, no home. $ORIGIN takes /proc, which is not
+# there either.
+root=$(mktemp -d)
+trap 'rm -rf "$root"' EXIT
+cp -a "$tree" "$root/flce"
+while read -r path; do
+    if is_glibc "$(basename "$path")"; then install -D "$(readlink -f "$path")" "$root$path"; fi
+done < <(ldd "${binaries[@]}" | grep -oE '/[^ :]+' | sort -u)
+enter=(chroot "$root")
+((EUID == 0)) || enter=(unshare --user --map-root-user chroot "$root")
+in_root() { env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LD_LIBRARY_PATH=/flce/lib "${enter[@]}" /flce/bin/flce "$@" >/dev/null; }
+if ((EUID == 0)) || in_root --version 2>/dev/null; then
+    in_root info
+    in_root check --spec D=64,V=500,dtype=bf16,bias,softcap=30 --device cpu --num-tokens 33
+    where="; ran in a root with glibc alone"
+else
+    where="; not tried in another root, which this user may not enter"
+fi
+echo "$archive: $((bytes >> 20)) MiB, $(du -sm "$tree" | cut -f1) MiB unpacked; needs glibc $glibc or newer and nothing else$where"
