@@ -44,6 +44,8 @@ public:
 private:
     [[nodiscard]] LayerInputs inputs(std::int64_t num_tokens) const;
     [[nodiscard]] LayerOutputs outputs(std::int64_t num_tokens) const;
+    /// Room for a pass over so many tokens. Fewer tokens may need more than max_tokens do.
+    [[nodiscard]] Workspace workspace(std::int64_t num_tokens);
     void put(Tensor& tensor, std::span<const float> values) const;
     void get(const Tensor& tensor, DType dtype, std::span<float> values) const;
     void forward(std::span<const float> hidden, std::span<const std::int32_t> targets);

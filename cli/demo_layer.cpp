@@ -21,8 +21,15 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 class PrivateFolder {
 public:
     PrivateFolder() {
-        std::string pattern = (std::filesystem::temp_directory_path() / "flce-demo-XXXXXX").string();
-        if (::mkdtemp(pattern.data()) == nullptr) throw EnvironmentError(fmt::format("{}: cannot be created", pattern));
+        std::error_code error;
+        const std::filesystem::path temporary = std::filesystem::temp_directory_path(error);
+        if (error) {
+            throw EnvironmentError(fmt::format("no folder for temporary files ({}): set TMPDIR to one that exists", error.message()));
+        }
+        std::string pattern = (temporary / "flce-demo-XXXXXX").string();
+        if (::mkdtemp(pattern.data()) == nullptr) {
+            throw EnvironmentError(fmt::format("{}: cannot be created; set TMPDIR to a folder that can be written", pattern));
+        }
         path_ = pattern;
     }
     ~PrivateFolder() {
@@ -73,6 +80,15 @@ OutputLayer::OutputLayer(std::shared_ptr<const Kernel> kernel, std::int64_t max_
     }
 }
 
+Workspace OutputLayer::workspace(std::int64_t num_tokens) {
+    const std::size_t bytes = kernel_->workspace_bytes(num_tokens);
+    if (bytes > workspace_bytes_) {
+        scratch_ = Scratch(device_, bytes);
+        workspace_bytes_ = bytes;
+    }
+    return scratch_.workspace();
+}
+
 void OutputLayer::put(Tensor& tensor, std::span<const float> values) const {
     std::vector<std::byte> bytes(values.size() * element_bytes(kernel_->spec().dtype));
     from_float(values.data(), kernel_->spec().dtype, bytes.data(), values.size());
@@ -111,7 +127,7 @@ void OutputLayer::forward(std::span<const float> hidden, std::span<const std::in
     put(hidden_, hidden);
     target_.buffer.upload(targets.data(), targets.size_bytes());
     const auto n = static_cast<std::int64_t>(targets.size());
-    kernel_->forward(forward_args(inputs(n), outputs(n), {}), scratch_.workspace());
+    kernel_->forward(forward_args(inputs(n), outputs(n), {}), workspace(n));
 }
 
 double OutputLayer::read_loss() const { return loss_.to_host<float>().front(); }
@@ -126,7 +142,7 @@ double OutputLayer::loss_and_gradients(std::span<const float> hidden, std::span<
     forward(hidden, targets);
     const auto n = static_cast<std::int64_t>(targets.size());
     if (!direct_) grad_weight_.buffer.upload(grad_embedding_.data(), grad_embedding_.size_bytes());
-    kernel_->backward(backward_args(inputs(n), outputs(n), {}), scratch_.workspace());
+    kernel_->backward(backward_args(inputs(n), outputs(n), {}), workspace(n));
     synchronize(device_);
     if (!direct_) grad_weight_.buffer.download(grad_embedding_.data(), grad_embedding_.size_bytes());
     get(grad_hidden_, kernel_->spec().dtype, grad_hidden);

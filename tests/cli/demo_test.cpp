@@ -70,6 +70,13 @@ TEST(FlceDemo_OtherDtypesAndSgd, LearnToo) {
     }
 }
 
+TEST(FlceDemo_TemporaryFolderMissing, ExitsWith3AndSaysWhatToSet) {
+    const TemporaryFolder folder;
+    const ProcessResult result = run_flce(demo_command(folder, {}, "2"), {.environment = {{"TMPDIR", "/nonexistent"}}});
+    EXPECT_EQ(result.exit_code, 3);
+    EXPECT_THAT(result.err, HasSubstr("set TMPDIR"));
+}
+
 TEST(FlceDemo_BadText, ExitsWith2) {
     const TemporaryFolder folder;
     std::ofstream(folder / "short.txt") << "too short";

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <limits>
 
 #include "cli/command.hpp"
+#include "cli/demo.hpp"
 #include "cli/demo_model.hpp"
 #include "cli/demo_text.hpp"
 #include "cli/layer.hpp"
@@ -241,6 +243,32 @@ TEST(Reference_Gradients, MatchCentralDifferencesOfItsOwnLoss) {
         EXPECT_NEAR(bias, numeric(layer.bias, j), 1e-5);
         for (std::size_t k = 0; k < 8; ++k) EXPECT_NEAR(row[k], numeric(layer.weight, j * 8 + k), 1e-5);
     }
+}
+
+TEST(DemoLayer_FewerTokens, MayNeedMoreWorkspaceThanTheMost) {
+    SessionOptions options;
+    options.device = "cpu";
+    options.cache_dir = test::shared_cache();
+    options.scratch_bytes = 1 << 20;
+    Session session(options);
+    const auto kernel = session.get_kernel(parse_spec("D=16,V=1068,dtype=fp32,tied"));
+    std::int64_t fewer = 0;
+    std::int64_t most = 0;
+    for (std::int64_t n = 64; n < 2048 && most == 0; n += 16) {
+        if (kernel->workspace_bytes(n + 16) >= kernel->workspace_bytes(n)) continue;
+        fewer = n;
+        most = n + 16;
+    }
+    ASSERT_GT(most, 0) << "workspace grows with the number of tokens: another shape is needed here";
+    OutputLayer layer(kernel, most);
+    std::fill(layer.embedding().begin(), layer.embedding().end(), 0.0F);
+    std::fill(layer.grad_embedding().begin(), layer.grad_embedding().end(), 0.0F);
+    layer.embedding_changed();
+    const std::vector<float> hidden(static_cast<std::size_t>(fewer) * 16, 0.5F);
+    const std::vector<std::int32_t> targets(static_cast<std::size_t>(fewer), 3);
+    std::vector<float> grad_hidden(hidden.size());
+    // Every word is as likely as any other.
+    EXPECT_NEAR(layer.loss_and_gradients(hidden, targets, grad_hidden), std::log(1068.0), 1e-5);
 }
 
 TEST(ErrorNorm_Extremes, AreReported) {

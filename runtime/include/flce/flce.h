@@ -163,7 +163,8 @@ FLCE_API flce_status flce_prewarm(flce_session* session, const char* spec, const
                                   flce_prewarm_result* result);
 
 enum { FLCE_FORWARD = 0, FLCE_BACKWARD = 1, FLCE_FORWARD_BACKWARD = 2 };
-/* Scratch bytes of a pass over num_tokens tokens (FLCE_FORWARD_BACKWARD: enough for either). */
+/* Scratch bytes of a pass over num_tokens tokens (FLCE_FORWARD_BACKWARD: enough for either). More tokens may need less: ask for each number of
+ * tokens. */
 FLCE_API flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t pass, size_t* bytes);
 
 enum { FLCE_RETAINED_OWN = 0, FLCE_RETAINED_GRAD_WEIGHT = 1 };

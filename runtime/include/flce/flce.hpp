@@ -114,7 +114,7 @@ public:
     [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
     [[nodiscard]] DeviceRef device_ref() const noexcept { return device_ref_; }
 
-    /// Scratch bytes that a pass over num_tokens tokens needs. Throws ArgumentError for num_tokens < 0 and on overflow.
+    /// Scratch bytes that a pass over num_tokens tokens needs. More tokens may need less: ask for each number of tokens. Throws ArgumentError for num_tokens < 0 and on overflow.
     [[nodiscard]] std::size_t workspace_bytes(std::int64_t num_tokens, Pass pass = Pass::forward_backward) const;
 
     /// Most bytes of Retained that passes over num_tokens tokens have a use for; any smaller number does for a part. 0: this kernel retains
