@@ -79,7 +79,10 @@ int prewarm(const PrewarmOptions& options) {
         if (!outcome.error.empty()) {
             ++failed;
             environment = environment || outcome.environment;
-            progress.print(fmt::format("flce: error: {} for {}: {}", item.spec.text(), item.device_name, first_line(outcome.error)));
+            // What is long is said once.
+            const bool repeated = outcomes.size() > 1 && outcomes[outcomes.size() - 2].error == outcome.error;
+            progress.print(fmt::format("flce: error: {} for {}: {}", item.spec.text(), item.device_name,
+                                       repeated ? first_line(outcome.error) : outcome.error));
         }
         progress.update(static_cast<std::int64_t>(outcomes.size()),
                         fmt::format("{} compiled, {} hits, {} failed", total.compiled, total.hits, failed));

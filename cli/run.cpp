@@ -186,7 +186,17 @@ void report(const RunOptions& options, const Kernel& kernel, std::int64_t num_to
     if (!options.out.empty()) fmt::print("written           {}\n", options.out.string());
 }
 
+void refuse_to_overwrite_inputs(const RunOptions& options) {
+    for (const std::filesystem::path& input : options.inputs) {
+        std::error_code error;
+        if (!options.out.empty() && std::filesystem::equivalent(options.out, input, error)) {
+            throw UsageError(fmt::format("--out {} is the input {}, which it would overwrite", options.out.string(), input.string()));
+        }
+    }
+}
+
 int run(const RunOptions& options) {
+    refuse_to_overwrite_inputs(options);
     const Spec spec = read_spec(options.spec);
     const Reduction reduction = parse_reduction(options.reduction);
     const InputReader reader(options.inputs, spec);

@@ -254,6 +254,19 @@ TEST(FlceRun_NoTokens, GivesZeroGradients) {
     for (const double value : layer.output("grad_weight")) ASSERT_EQ(value, 0);
 }
 
+TEST(FlceRun_OutputThatIsAnInput, IsRefusedAndTheInputKept) {
+    const Layer layer("D=32,V=99,dtype=fp32", 5, true);
+    std::filesystem::create_symlink(layer.folder_ / "in", layer.folder_ / "link");
+    const auto size = std::filesystem::file_size(layer.folder_ / "in");
+    for (const char* name : {"in", "link"}) {
+        const ProcessResult result = run_flce({"run", "--device", "cpu", "--spec", layer.spec_.text(), "--ignore-index", "-7", "--input",
+                                               layer.folder_ / "in", "--out", layer.folder_ / name});
+        EXPECT_EQ(result.exit_code, 2);
+        EXPECT_THAT(result.err, HasSubstr("would overwrite"));
+        EXPECT_EQ(std::filesystem::file_size(layer.folder_ / "in"), size);
+    }
+}
+
 TEST(FlceRun_UnwritableOutput, ExitsWith3) {
     const Layer layer("D=32,V=99,dtype=fp32", 5, true);
     const ProcessResult result = run_flce({"run", "--device", "cpu", "--spec", layer.spec_.text(), "--ignore-index", "-7", "--input",
