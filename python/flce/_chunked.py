@@ -88,7 +88,8 @@ def chunked_linear_cross_entropy(
     if reduction == "sum":
         return cross_entropy + z_part
     if num_valid_tokens is not None:
-        return (cross_entropy + z_part) / num_valid_tokens
+        count = torch.as_tensor(num_valid_tokens, device=hidden.device)
+        return torch.where(count > 0, (cross_entropy + z_part) / torch.where(count > 0, count, 1), 0.0)
     valid = target != ignore_index
     count = valid.sum()
     total = count if class_weight is None else torch.where(valid, class_weight.float()[torch.where(valid, target, 0)], 0.0).sum()

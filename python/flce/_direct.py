@@ -7,6 +7,7 @@ what can be settled once is, and little code and few objects are touched.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,23 +19,24 @@ from flce import _kernels, _native, _op
 from flce._kernels import Frame, Inputs
 
 try:
-    # One call in place of twenty: types, dtypes, devices, sizes, strides, requires_grad, and every mode and transform that goes by dispatch keys.
-    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
-except ImportError:
-    _TensorGuards = None  # type: ignore[assignment, misc, unused-ignore]
+    # One question in place of twenty: types, dispatch keys (device type, negation, inference), dtypes, device indices, sizes, strides, requires_grad.
+    _TensorGuards: Any = importlib.import_module("torch._C._dynamo.guards").TensorGuards
+except (ImportError, AttributeError):
+    _TensorGuards = None
 
 _HIDDEN, _WEIGHT, _TARGET, _LSE, _LOSS = (Frame.WORD[name] for name in ("hidden", "weight", "target", "lse", "loss"))
 _GRAD_HIDDEN, _GRAD_WEIGHT = Frame.WORD["grad_hidden"], Frame.WORD["grad_weight"]
 _MISALIGNED = _kernels.ROW_ALIGNMENT - 1
+_STRIDED = torch.strided
 _NO_GRADIENTS = (None, None, None, None)
 
+# Short names for what is asked at every call.
+_any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 
 
-def _guard(*tensors: Tensor) -> Callable[..., bool]:
-    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
+Addresses = tuple[int, int, int, int]
 
 
 class DirectCall:
@@ -44,27 +46,30 @@ class DirectCall:
     __slots__ = (
         "asks_engine",
         "backward_frames",
+        "dtype",
         "forward_frames",
+        "guard",
+        "hidden_shape",
         "kernel",
         "make_value",
-        "matches",
-        "matches_backward",
-        "needs_gradient",
         "num_tokens",
+        "requires_grad",
         "rest",
         "target_dtype",
         "value_form",
+        "weight_shape",
+        "weight_stride",
     )
 
     def __init__(self, kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor, rest: tuple[str, int, int, int]) -> None:
         self.kernel = kernel
+        self.guard: Callable[..., bool] = _TensorGuards(hidden, weight, target, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self.requires_grad = hidden.requires_grad or weight.requires_grad
+        self.dtype, self.target_dtype = kernel.key.dtype, target.dtype
+        self.hidden_shape, self.weight_shape, self.weight_stride = hidden.shape, weight.shape, weight.stride()
         self.rest = rest  # the fields of Inputs that are no tensors
         self.num_tokens = target.numel()
-        self.target_dtype = target.dtype
-        self.needs_gradient = hidden.requires_grad or weight.requires_grad
         self.asks_engine = self.num_tokens * weight.numel() >= _op.SMALL
-        self.matches = _guard(hidden, weight, target)
-        self.matches_backward: Callable[..., bool] | None = None  # of grad_values, saved, hidden, weight, target
         # The loss is make_value(value_form).
         self.make_value: Callable[..., Tensor] = _empty_like
         self.value_form: Any = kernel.float_like
@@ -74,11 +79,53 @@ class DirectCall:
         self.forward_frames: list[tuple[memoryview, int, int, Frame]] = []
         self.backward_frames: tuple[list[tuple[memoryview, int, int, Frame]], ...] = ([], [], [], [])
 
-    def __call__(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
+    @staticmethod
+    def fits(kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
+        """Whether there can be a direct call for tensors like these, which have passed all checks and found that kernel."""
+        key = kernel.key
+        return (
+            _TensorGuards is not None
+            and hidden.dtype is weight.dtype
+            and weight.shape == (key.vocab_size, key.hidden_size)
+            and hidden.shape == (*target.shape, key.hidden_size)
+            and (_kernels.is_hidden_major(weight) if key.hidden_major else weight.is_contiguous())
+            and hidden.is_contiguous()
+            and target.is_contiguous()
+        )
+
+    def matches(self, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
+        """Whether the tensors are of this form, outside autocast. Modes and transforms are the caller's to rule out."""
+        try:
+            return (
+                # The guard would end the process at a tensor without strides.
+                hidden.layout is weight.layout is target.layout is _STRIDED
+                and not (hidden.is_nested or weight.is_nested or target.is_nested)
+                and self.guard(hidden, weight, target)
+                and not (hidden.data_ptr() | weight.data_ptr()) & _MISALIGNED
+                and not _any_autocast()
+            )
+        except (AttributeError, RuntimeError):  # no tensor, or one without memory
+            return False
+
+    def matches_backward(self, addresses: Addresses, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
+        """Whether `backward` can take these: autograd may give back others than it saved, by a hook or because somebody swapped a tensor's memory.
+        What lies where forward had it, in the same form, is the same."""
+        return (
+            (hidden.data_ptr(), weight.data_ptr(), target.data_ptr(), saved.data_ptr()) == addresses
+            and hidden.shape == self.hidden_shape
+            and weight.shape == self.weight_shape
+            and weight.stride() == self.weight_stride
+            and hidden.is_contiguous()
+            and hidden.dtype is weight.dtype is self.dtype
+            and grad_values.is_contiguous()
+            and not grad_values.is_neg()
+        )
+
+    def loss(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
         """The loss; None where the arguments are unlike those that this was made for."""
         if not self.matches(hidden, weight, target):
             return None
-        if self.needs_gradient and _is_grad_enabled():
+        if self.requires_grad and _is_grad_enabled():
             return _apply(hidden, weight, target, self)
         if forward_ad._current_level >= 0:
             return None
@@ -88,6 +135,7 @@ class DirectCall:
         return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), None, None, None, *self.rest)
 
     def _new_frame(self, *, backward: bool, wanted: int = 0) -> tuple[memoryview, int, int, Frame]:
+        """(words of its views, address of its argument struct, workspace bytes, the frame)."""
         frame = Frame(self.kernel)
         frame.resize(self.num_tokens)
         frame.set_rule(self.rest[1], self.rest[2])
@@ -98,12 +146,8 @@ class DirectCall:
         frame.backward.grad_weight = frame.address["grad_weight"] if wanted & 2 else None
         return frame.words, frame.backward_address, frame.backward_bytes, frame
 
-    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss, lse)."""
-        hidden_address, weight_address = hidden.data_ptr(), weight.data_ptr()
-        if (hidden_address | weight_address) & _MISALIGNED:
-            values, saved = self.kernel.forward(self.inputs(hidden, weight, target))
-            return (values.reshape(target.shape).clone() if values.dim() else values), saved
+    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Addresses]:
+        """(loss, lse, where hidden, weight, target and lse lie)."""
         kernel, frames = self.kernel, self.forward_frames
         try:
             frame = frames.pop()
@@ -112,27 +156,24 @@ class DirectCall:
         words, args, size, _ = frame
         saved = kernel.new_floats(self.num_tokens)
         values = self.make_value(self.value_form)
-        words[_HIDDEN] = hidden_address
-        words[_WEIGHT] = weight_address
-        words[_TARGET] = target.data_ptr()
-        words[_LSE] = saved.data_ptr()
+        addresses = (hidden.data_ptr(), weight.data_ptr(), target.data_ptr(), saved.data_ptr())
+        words[_HIDDEN], words[_WEIGHT], words[_TARGET], words[_LSE] = addresses
         words[_LOSS] = values.data_ptr()
         kernel.run(kernel.forward_function, args, size)
         frames.append(frame)
-        return values, saved
+        return values, saved, addresses
 
-    def backward(self, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, wanted: int) -> Any:
-        """The node's gradients, for tensors that `matches_backward`."""
+    def backward(
+        self, addresses: Addresses, grad_values: Tensor, hidden: Tensor, weight: Tensor, wanted: int
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """The node's gradients: hidden's if `wanted` is odd, weight's if it is 2 or more."""
         kernel, frames = self.kernel, self.backward_frames[wanted]
         try:
             frame = frames.pop()
         except IndexError:
             frame = self._new_frame(backward=True, wanted=wanted)
         words, args, size, _ = frame
-        words[_HIDDEN] = hidden.data_ptr()
-        words[_WEIGHT] = weight.data_ptr()
-        words[_TARGET] = target.data_ptr()
-        words[_LSE] = saved.data_ptr()
+        words[_HIDDEN], words[_WEIGHT], words[_TARGET], words[_LSE] = addresses
         words[_LOSS] = grad_values.data_ptr()
         grad_hidden = grad_weight = None
         if wanted & 1:
@@ -145,41 +186,14 @@ class DirectCall:
         frames.append(frame)
         return grad_hidden, grad_weight, None, None
 
-    @staticmethod
-    def accepts(kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
-        """Whether there can be a direct call for tensors of this form, which have passed all checks and found that kernel."""
-        key = kernel.key
-        return (
-            _TensorGuards is not None
-            and all(type(tensor) in _kernels.PLAIN_TYPES and tensor.device == key.device for tensor in (hidden, weight, target))
-            and (hidden.dtype, weight.dtype) == (key.dtype, key.dtype)
-            and weight.shape == (key.vocab_size, key.hidden_size)
-            and hidden.shape == (*target.shape, key.hidden_size)
-            and (_kernels.is_hidden_major(weight) if key.hidden_major else weight.is_contiguous())
-            and hidden.is_contiguous()
-            and target.is_contiguous()
-        )
-
-    def accepts_backward(self, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
-        """Whether `backward` may be given tensors of this form: as forward had them, and a contiguous upstream gradient."""
-        return (
-            self.accepts(self.kernel, hidden, weight, target)
-            and (target.numel(), target.dtype) == (self.num_tokens, self.target_dtype)
-            and all(
-                type(tensor) is Tensor and tensor.device == hidden.device and tensor.dtype is torch.float32 and tensor.is_contiguous()
-                for tensor in (grad_values, saved)
-            )
-            and saved.numel() == self.num_tokens
-        )
-
 
 class LinearCrossEntropyDirect(torch.autograd.Function):
     """The node of direct calls: `_op.LinearCrossEntropyFunction` with nothing left to decide."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, call: DirectCall) -> Tensor:
-        values, saved = call.forward(hidden, weight, target)
-        ctx.call = call
+        values, saved, addresses = call.forward(hidden, weight, target)
+        ctx.call = call, addresses
         ctx.save_for_backward(saved, hidden, weight, target)
         return values
 
@@ -187,18 +201,13 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         grad_values = grad_outputs[0]
         saved, hidden, weight, target = ctx.saved_tensors
-        call: DirectCall = ctx.call
-        matches = call.matches_backward
-        if (
-            matches is None
-            or not matches(grad_values, saved, hidden, weight, target)
-            or (hidden.data_ptr() | weight.data_ptr()) & _MISALIGNED
-            or _is_grad_enabled()
-        ):
+        call: DirectCall
+        call, addresses = ctx.call
+        if not call.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
             return _backward_of_any_form(ctx, grad_values, saved, hidden, weight, target)
         wants = _op.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad
         wanted = wants[0] + 2 * wants[1]
-        return call.backward(grad_values, saved, hidden, weight, target, wanted) if wanted else _NO_GRADIENTS
+        return call.backward(addresses, grad_values, hidden, weight, wanted) if wanted else _NO_GRADIENTS
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -209,16 +218,15 @@ _apply: Callable[..., Tensor] = super(torch.autograd.Function, LinearCrossEntrop
 
 
 def _backward_of_any_form(ctx: Any, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
-    """For gradients that are to be differentiated, a first time, and what hooks on saved tensors gave back in another form."""
-    call: DirectCall = ctx.call
+    """For gradients that are to be differentiated, and for tensors in another form."""
+    call: DirectCall = ctx.call[0]
     given = call.inputs(hidden, weight, target)
     kernel = call.kernel
     if hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:
         kernel = _kernels.find_for(given)
-    elif not torch.is_grad_enabled() and call.accepts_backward(grad_values, saved, hidden, weight, target):
-        call.matches_backward = _guard(grad_values, saved, hidden, weight, target)
     wanted = _op.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:3]
-    grad_hidden, grad_weight, _ = _op.run_backward(kernel, given, saved, grad_values.reshape(-1) if grad_values.dim() else grad_values, wanted)
+    upstream = grad_values.reshape(-1) if grad_values.dim() else grad_values
+    grad_hidden, grad_weight, _ = _op.run_backward(kernel, given, saved, upstream, wanted)
     if grad_hidden is not None:
         grad_hidden = grad_hidden.view(hidden.shape)
     if torch.is_grad_enabled():

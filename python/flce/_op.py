@@ -48,7 +48,7 @@ def run_backward(
         grad_bias = make(bias.shape, dtype=wide, device=hidden.device)
     if grad_hidden is None and grad_weight is None and grad_bias is None:
         return NO_GRADIENTS
-    kernel.backward(given, saved.contiguous(), grad_values.contiguous(), grad_hidden, grad_weight, grad_bias)
+    kernel.backward(given, saved.contiguous(), grad_values.resolve_neg().contiguous(), grad_hidden, grad_weight, grad_bias)
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
     return grad_hidden, None if grad_weight_out is not None else grad_weight, grad_bias

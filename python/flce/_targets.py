@@ -2,8 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from flce import errors
+
+_REQUIRED = ("hidden", "weight", "target")
+
+
+def check_tensors(**given: Any) -> None:
+    """Raises, naming the argument, for what is no dense tensor; optional ones may be None."""
+    for name, value in given.items():
+        if value is None and name not in _REQUIRED:
+            continue
+        if not isinstance(value, Tensor):
+            raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
+        if value.layout != torch.strided or value.is_nested:
+            kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+            raise errors.ArgumentError(f"{name} is {kind}; it must be dense (torch.strided)")
+
+
+def _check_shift(target: Tensor, shift: int, cu_seqlens: Tensor | None) -> None:
+    if not isinstance(shift, int) or shift < 0:
+        raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
+    if target.dim() < 1:
+        raise errors.ShapeError("target is a scalar; shift needs a dimension to shift along")
+    if cu_seqlens is None:
+        return
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise errors.ArgumentError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; it must be [num_sequences + 1], int32 or int64"
+        )
+    if cu_seqlens.device != target.device:
+        raise errors.PlacementError(f"cu_seqlens is on {cu_seqlens.device}; it must be on target's device, {target.device}")
 
 
 def shift_labels(labels: Tensor, shift: int = 1, *, ignore_index: int = -100, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -11,8 +44,10 @@ def shift_labels(labels: Tensor, shift: int = 1, *, ignore_index: int = -100, cu
 
     labels [..., S] are sequences along the last dimension. With cu_seqlens [num_sequences + 1] (non-decreasing, from 0) labels are one row of
     packed sequences, sequence i at cu_seqlens[i] to cu_seqlens[i + 1]; what lies past the last is ignored. Returns a new tensor of labels' shape
-    and dtype.
+    and dtype. Raises ArgumentError, ShapeError, DTypeError, PlacementError.
     """
+    check_tensors(target=labels, cu_seqlens=cu_seqlens)
+    _check_shift(labels, shift, cu_seqlens)
     if cu_seqlens is None:
         target = torch.full_like(labels, ignore_index, memory_format=torch.contiguous_format)
         length = labels.shape[-1]

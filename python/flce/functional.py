@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +16,7 @@ from torch.autograd import forward_ad
 from flce import _kernels, _op, errors
 from flce._direct import DirectCall
 from flce._kernels import PLAIN_TYPES, Inputs
-from flce._targets import shift_labels
+from flce._targets import check_tensors, shift_labels
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,6 +24,7 @@ _TARGET_DTYPES = (torch.int64, torch.int32)
 _COUNT_DTYPES = (torch.float32, torch.int32, torch.int64)
 _DEVICE_TYPES = ("cpu", "cuda", "meta")
 _HIDDEN_MULTIPLE = 8
+_LONG = 1 << 63
 
 _dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -82,27 +85,25 @@ def linear_cross_entropy(
         UnavailableError, CompileError, DeviceError: the kernel cannot be had or run.
     """
     if shift or cu_seqlens is not None:
-        _check_shift(target, shift, cu_seqlens)
         target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     options = None
     if bias is None and class_weight is None and num_valid_tokens is None and grad_weight_out is None and not torch.compiler.is_compiling():
-        options = (
-            *(ignore_index, reduction, logit_scale, softcap, label_smoothing, z_loss),
-            *(return_lse, return_logprobs, return_entropy, workspace_limit_bytes),
-        )
+        extra_outputs = (return_lse, return_logprobs, return_entropy)
+        options = (ignore_index, reduction, logit_scale, softcap, label_smoothing, z_loss, workspace_limit_bytes, extra_outputs)
         try:
             call = _latest.get(options)
         except TypeError:  # an argument that cannot be hashed is refused by the checks
             options = call = None
-        if call is not None and not _dispatch_modes() and _transforms() is None and (loss := call(hidden, weight, target)) is not None:
+        if call is not None and not _dispatch_modes() and _transforms() is None and (loss := call.loss(hidden, weight, target)) is not None:
             return loss
-    plain = _is_plain(hidden, weight, bias, target)
+    check_tensors(hidden=hidden, weight=weight, target=target, bias=bias, class_weight=class_weight, grad_weight_out=grad_weight_out)
+    plain = _is_plain(hidden, weight, bias, class_weight, target)
     signature = passed = None
     if plain and options is not None and not _any_autocast():
         # Everything that the checks below look at: what has passed them passes again.
         signature = (
-            *(hidden.shape, hidden.dtype, hidden.device, hidden.requires_grad, hidden.is_inference()),
-            *(weight.shape, weight.dtype, weight.device, weight.requires_grad, weight.stride()),
+            *(type(hidden), hidden.shape, hidden.dtype, hidden.device, hidden.requires_grad, hidden.is_inference()),
+            *(type(weight), weight.shape, weight.dtype, weight.device, weight.requires_grad, weight.stride()),
             *(target.shape, target.dtype, target.device, options),
         )
         passed = _passed.get(signature)
@@ -116,12 +117,12 @@ def linear_cross_entropy(
             num_valid = _num_valid(num_valid_tokens, reduction, hidden)
         if grad_weight_out is not None:
             _check_grad_weight_out(grad_weight_out, hidden, weight)
-        code = REDUCTIONS.get(reduction)
+        code = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
         if code is None:
             raise errors.ArgumentError(f"reduction is {reduction!r}; allowed are 'none', 'sum', 'mean'")
         extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
         text = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
-        passed = _Passed((text, int(ignore_index), code, _workspace_limit(workspace_limit_bytes)), len(extra))
+        passed = _Passed((text, _label(ignore_index), code, _workspace_limit(workspace_limit_bytes)), len(extra))
         if signature is not None:
             _remember(signature, passed)
 
@@ -160,10 +161,10 @@ class _Passed:
         """The loss by a DirectCall, made at the second such call; None where there can be none."""
         call = self.direct
         if call is None:
-            if self.kernel is None or self.num_extra or not DirectCall.accepts(self.kernel, hidden, weight, target):
+            if self.kernel is None or self.num_extra or not DirectCall.fits(self.kernel, hidden, weight, target):
                 return None
             call = self.direct = DirectCall(self.kernel, hidden, weight, target, self.call)
-        loss = call(hidden, weight, target)
+        loss = call.loss(hidden, weight, target)
         if loss is not None:
             _latest[options] = call
         return loss
@@ -205,8 +206,8 @@ def options_text(
 
 
 def _number(name: str, value: Any) -> float:
-    if not isinstance(value, (int, float)):
-        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant of the kernel, not a tensor)")
+    if not isinstance(value, (int, float)) and not isinstance(value, numbers.Real):
+        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant, not a tensor)")
     return float(value)
 
 
@@ -229,7 +230,7 @@ def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None) -> Te
     return kernel.forward(given)[0]
 
 
-def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
+def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, target: Tensor) -> bool:
     """Whether the call may go to the kernels directly: eager, ordinary tensors, nobody watching the dispatcher."""
     if torch.compiler.is_compiling() or _transforms is None or _dispatch_modes is None:
         return False
@@ -241,7 +242,9 @@ def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tenso
         and type(weight) in PLAIN_TYPES
         and type(target) in PLAIN_TYPES
         and (bias is None or type(bias) in PLAIN_TYPES)
+        and (class_weight is None or type(class_weight) in PLAIN_TYPES)
         and not hidden.is_meta
+        and not any(tensor is not None and tensor.is_neg() for tensor in (hidden, weight, bias, class_weight))  # the dispatcher resolves it
     )
 
 
@@ -263,21 +266,23 @@ def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, weight
 
 
+def _label(ignore_index: Any) -> int:
+    if isinstance(ignore_index, Tensor) or not hasattr(ignore_index, "__index__"):
+        raise errors.DTypeError(f"ignore_index is a {type(ignore_index).__name__}; it must be an integer")
+    number = int(ignore_index)
+    if not -_LONG <= number < _LONG:
+        raise errors.ArgumentError(f"ignore_index is {number}; it must fit 64 bits")
+    return number
+
+
 def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
-    dtype, shape, device = hidden.dtype, hidden.shape, hidden.device
+    dtype, device = hidden.dtype, hidden.device
     if dtype not in _DTYPES:
         raise errors.DTypeError(f"hidden has dtype {dtype}; allowed are float32, bfloat16, float16")
     if weight.dtype is not dtype and weight.dtype is not torch.float32:
         raise errors.DTypeError(f"weight has dtype {weight.dtype}; with hidden in {dtype} it must be that or float32")
-    if target.dtype not in _TARGET_DTYPES:
-        raise errors.DTypeError(f"target has dtype {target.dtype}; allowed are int64 and int32 (class probabilities are not supported)")
+    check_shapes(hidden, weight, target)
     weight_shape = weight.shape
-    if len(weight_shape) != 2:
-        raise errors.ShapeError(f"weight has shape {list(weight_shape)}; it must be [vocab_size, hidden_size]")
-    if len(shape) < 1 or shape[-1] != weight_shape[1]:
-        raise errors.ShapeError(f"hidden has shape {list(shape)}; its last dimension must be weight's hidden_size, {weight_shape[1]}")
-    if shape[:-1] != target.shape:
-        raise errors.ShapeError(f"target has shape {list(target.shape)}; it must be hidden's without the last dimension, {list(shape[:-1])}")
     if type(hidden) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES or type(target) not in PLAIN_TYPES:
         for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
             _refuse_dtensor(name, tensor)
@@ -286,14 +291,27 @@ def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
     _check_place("weight", weight, device)
     _check_place("target", target, device)
     if bias is not None:
-        _check_classes("bias", bias, weight_shape[0], device)
+        check_classes("bias", bias, weight_shape[0], device)
     if class_weight is not None:
-        _check_classes("class_weight", class_weight, weight_shape[0], device)
+        check_classes("class_weight", class_weight, weight_shape[0], device)
         if class_weight.requires_grad:
             raise errors.ArgumentError("class_weight requires a gradient; it has none here, detach it")
 
 
-def _check_classes(name: str, tensor: Tensor, vocab_size: int, device: torch.device) -> None:
+def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
+    """What every way of computing the loss asks of its tensors."""
+    if target.dtype not in _TARGET_DTYPES:
+        raise errors.DTypeError(f"target has dtype {target.dtype}; allowed are int64 and int32 (class probabilities are not supported)")
+    shape, weight_shape = hidden.shape, weight.shape
+    if len(weight_shape) != 2:
+        raise errors.ShapeError(f"weight has shape {list(weight_shape)}; it must be [vocab_size, hidden_size]")
+    if len(shape) < 1 or shape[-1] != weight_shape[1]:
+        raise errors.ShapeError(f"hidden has shape {list(shape)}; its last dimension must be weight's hidden_size, {weight_shape[1]}")
+    if shape[:-1] != target.shape:
+        raise errors.ShapeError(f"target has shape {list(target.shape)}; it must be hidden's without the last dimension, {list(shape[:-1])}")
+
+
+def check_classes(name: str, tensor: Tensor, vocab_size: int, device: torch.device) -> None:
     if tensor.dtype not in _DTYPES:
         raise errors.DTypeError(f"{name} has dtype {tensor.dtype}; allowed are float32, bfloat16, float16")
     if tensor.dim() != 1 or tensor.shape[0] != vocab_size:
@@ -322,21 +340,6 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _check_shift(target: Tensor, shift: int, cu_seqlens: Tensor | None) -> None:
-    if not isinstance(shift, int) or shift < 0:
-        raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
-    if target.dim() < 1:
-        raise errors.ShapeError("target is a scalar; shift needs a dimension to shift along")
-    if cu_seqlens is None:
-        return
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
-        raise errors.ArgumentError(
-            f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; it must be [num_sequences + 1], int32 or int64"
-        )
-    if cu_seqlens.device != target.device:
-        raise errors.PlacementError(f"cu_seqlens is on {cu_seqlens.device}; it must be on target's device, {target.device}")
-
-
 def _check_grad_weight_out(buffer: Tensor, hidden: Tensor, weight: Tensor) -> None:
     if buffer.shape != weight.shape:
         raise errors.ShapeError(f"grad_weight_out has shape {list(buffer.shape)}; it must be weight's, {list(weight.shape)}")
@@ -354,7 +357,15 @@ def _num_valid(given: Tensor | float, reduction: str, hidden: Tensor) -> Tensor:
     if reduction != "mean":
         raise errors.ArgumentError(f"num_valid_tokens is given with reduction {reduction!r}; only 'mean' divides by it")
     if not isinstance(given, Tensor):
+        if not isinstance(given, numbers.Real):
+            raise errors.DTypeError(f"num_valid_tokens is a {type(given).__name__}; it must be a number or a tensor of one element")
+        number = float(given)
+        if not 0 <= number < math.inf:
+            raise errors.ArgumentError(f"num_valid_tokens is {number}; it must be a finite number of 0 or more")
         return torch.full((), float(given), dtype=torch.float32, device=hidden.device)
+    check_tensors(num_valid_tokens=given)
+    if given.dtype.is_complex:
+        raise errors.DTypeError(f"num_valid_tokens has dtype {given.dtype}; it must be real (float32, int32 and int64 are taken as they are)")
     if given.numel() != 1:
         raise errors.ShapeError(f"num_valid_tokens has shape {list(given.shape)}; it must have one element")
     if given.device != hidden.device:
@@ -366,6 +377,6 @@ def _num_valid(given: Tensor | float, reduction: str, hidden: Tensor) -> Tensor:
 def _workspace_limit(given: int | None) -> int:
     if given is None:
         return 0
-    if not isinstance(given, int) or given <= 0:
-        raise errors.ArgumentError(f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, or None for 64 MiB")
+    if not isinstance(given, int) or not 0 < given < _LONG:
+        raise errors.ArgumentError(f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, or None for 64 MiB")
     return given

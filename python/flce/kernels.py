@@ -62,6 +62,9 @@ def get_kernel(
     wide = kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
     extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
     options = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
+    for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+        if not isinstance(size, int):
+            raise errors.DTypeError(f"{name} is a {type(size).__name__}; it must be an integer")
     padded = -(-hidden_size // 8) * 8
     limit = _workspace_limit(workspace_limit_bytes)
     return _kernels.find(_device(device), padded, vocab_size, kind, hidden_major, wide, accumulate, bias, class_weight, options, limit)

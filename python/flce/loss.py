@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+import numbers
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,12 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce import _chunked, _native, errors
-from flce._targets import shift_labels
-from flce.functional import REDUCTIONS, linear_cross_entropy
+from flce._targets import check_tensors, shift_labels
+from flce.functional import REDUCTIONS, check_classes, check_shapes, linear_cross_entropy
 
 IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
 _OPTIONS = frozenset({"reduction", "logit_scale", "softcap", "label_smoothing", "z_loss", "class_weight", "workspace_limit_bytes"})
 _OLDEST_GPU = (8, 0)
+# Options that are numbers: what they may be, for every impl.
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "logit_scale": (lambda x: math.isfinite(x) and x != 0, "finite and not 0"),
+    "softcap": (lambda x: 0 <= x < math.inf, "finite and 0 (off) or above"),
+    "label_smoothing": (lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "z_loss": (lambda x: 0 <= x < math.inf, "finite and 0 or above"),
+}
 
 _log = logging.getLogger("flce")
 _said: set[str] = set()
@@ -69,7 +78,8 @@ class LinearCrossEntropyLoss:
             `flce.linear_cross_entropy`.
 
     Raises:
-        ArgumentError: for an unknown impl or option. UnavailableError (an ImportError): for an impl asked for by name that is not there.
+        ArgumentError, SpecError: for an unknown impl or option, or a value out of its range. UnavailableError (an ImportError): for an impl asked
+        for by name that is not there.
     """
 
     def __init__(
@@ -88,10 +98,21 @@ class LinearCrossEntropyLoss:
         unknown = sorted(options.keys() - _OPTIONS)
         if unknown:
             raise errors.ArgumentError(f"{unknown[0]} is not an option of the loss; allowed are {', '.join(sorted(_OPTIONS))}")
-        if options.get("reduction", "mean") not in REDUCTIONS:
+        if options.get("reduction", "mean") not in tuple(REDUCTIONS):
             raise errors.ArgumentError(f"reduction is {options['reduction']!r}; allowed are 'none', 'sum', 'mean'")
-        if chunk_size < 1:
-            raise errors.ArgumentError(f"chunk_size is {chunk_size}; it must be 1 or more")
+        for name, (allows, what) in _RANGES.items():
+            value = options.get(name)
+            if value is not None and not (isinstance(value, numbers.Real) and allows(float(value))):
+                raise errors.SpecError(f"{name} is {value!r}; it must be a number, {what}")
+        if not isinstance(chunk_size, int) or chunk_size < 1:
+            raise errors.ArgumentError(f"chunk_size is {chunk_size!r}; it must be an integer of 1 or more")
+        if not isinstance(shift, int) or shift < 0:
+            raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
+        if not isinstance(getattr(output_embeddings, "weight", None), Tensor):
+            raise errors.ArgumentError(
+                f"output_embeddings is a {type(output_embeddings).__name__} without a weight; it must be a module with .weight [V, D], such as "
+                "model.get_output_embeddings()"
+            )
         self.output_embeddings = output_embeddings
         self.requested_impl = impl
         self.chunk_size = chunk_size
@@ -156,6 +177,10 @@ class LinearCrossEntropyLoss:
         if grad_weight_out is not None:
             raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {self.actual_impl!r}")
         common.pop("workspace_limit_bytes", None)
+        check_tensors(hidden=hidden_states, weight=self.weight, target=labels, bias=self.bias, class_weight=self.options.get("class_weight"))
+        check_shapes(hidden_states, self.weight, labels)
+        if self.options.get("class_weight") is not None:
+            check_classes("class_weight", self.options["class_weight"], self.weight.shape[0], hidden_states.device)
         if self.shift or cu_seqlens is not None:
             labels = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
         return _chunked.chunked_linear_cross_entropy(
@@ -178,7 +203,7 @@ class LinearCrossEntropyLoss:
     def num_valid(self, labels: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """How many labels the loss counts, after the shift: an int64 scalar on labels' device, not waited for."""
         targets = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
-        return (targets != self.ignore_index).sum()
+        return ((targets != self.ignore_index) & (targets >= 0) & (targets < self.weight.shape[0])).sum()
 
     def __repr__(self) -> str:
         vocab_size, hidden_size = self.weight.shape

@@ -56,6 +56,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         """Sets what the losses from now on are divided by: labels [..., S] of the whole batch (their valid ones are counted on the device), a scalar
         that is the count already, or None for each microbatch's own. Returns the count, so that data-parallel ranks can add theirs up in place
         before the step."""
+        if labels_or_count is not None and not isinstance(labels_or_count, Tensor):
+            raise errors.DTypeError(f"labels_or_count is a {type(labels_or_count).__name__}; it must be a tensor or None")
         if labels_or_count is None or labels_or_count.dim() == 0:
             self.num_valid_tokens = labels_or_count
         else:

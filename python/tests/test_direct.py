@@ -13,20 +13,9 @@ from support import assert_close, make_problem, reference
 from torch import Tensor
 
 import flce
-from flce import functional
 from flce._direct import DirectCall
 
 DIRECT = "LinearCrossEntropyDirectBackward"
-
-
-@pytest.fixture(autouse=True)
-def _possible() -> None:
-    problem = make_problem("cpu")
-    for _ in range(2):
-        loss = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
-    if loss.grad_fn.name() != DIRECT:
-        pytest.skip("this torch has no TensorGuards, which direct calls need")
-    functional.forget()
 
 
 def make_direct(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -102,6 +91,11 @@ def test_another_number_of_tokens_and_other_options(device: str) -> None:
         (lambda h, w, t: (h, w, t.float()), flce.DTypeError),
         (lambda h, w, t: (h, w.to("meta"), t), flce.PlacementError),
         (lambda h, w, t: (h, w, t.to("meta")), flce.PlacementError),
+        (lambda h, w, t: (h.detach().to_sparse(), w, t), flce.ArgumentError),
+        (lambda h, w, t: (h, w.detach().to_sparse_csr(), t), flce.ArgumentError),
+        (lambda h, w, t: (torch.nested.nested_tensor([h.detach()[:3], h.detach()[3:]]), w, t), flce.ArgumentError),
+        (lambda h, w, t: (h.tolist(), w, t), flce.DTypeError),
+        (lambda h, w, t: (h, w, None), flce.DTypeError),
     ],
 )
 def test_arguments_are_still_checked(device: str, replace: Callable[..., Any], error: type[Exception]) -> None:
@@ -129,7 +123,6 @@ def test_hidden_of_another_layout(device: str) -> None:
     memory = torch.cat([problem.hidden.new_zeros(1), problem.hidden.reshape(-1)])
     misaligned = memory[1:].view(problem.hidden.shape)
     loss = flce.linear_cross_entropy(misaligned, problem.weight, problem.target)
-    assert is_direct(loss)
     assert torch.equal(loss, expected)
     wanted = torch.autograd.grad(expected, (problem.hidden, problem.weight))
     for actual, value in zip(torch.autograd.grad(loss, (misaligned, problem.weight)), wanted, strict=True):
@@ -155,6 +148,25 @@ def test_weight_data_that_is_swapped_between_the_passes(device: str) -> None:
     expected = torch.autograd.grad(loss, (problem.hidden, problem.weight), retain_graph=True)
     problem.weight.data = memory[:, :24]  # the same numbers, elsewhere and strided
     for actual, wanted in zip(torch.autograd.grad(loss, (problem.hidden, problem.weight)), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_negated_views(device: str) -> None:
+    """Tensors whose memory holds their negative, as the imaginary part of a conjugate does."""
+    problem = make_problem(device)
+
+    made = make_direct(problem.hidden, problem.weight, problem.target)
+    expected = torch.autograd.grad(made, (problem.hidden, problem.weight), retain_graph=True)
+    for name in ("hidden", "weight"):
+        view = torch._neg_view(-getattr(problem, name).detach())
+        assert view.is_neg()
+        arguments = {"hidden": problem.hidden, "weight": problem.weight, "target": problem.target} | {name: view}
+        assert torch.equal(flce.linear_cross_entropy(**arguments), made)
+    bias = torch.randn(101, device=device)
+    with_bias = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, bias=bias)
+    assert torch.equal(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, bias=torch._neg_view(-bias)), with_bias)
+    upstream = torch._neg_view(torch.tensor(-1.0, device=device))
+    for actual, wanted in zip(torch.autograd.grad(made, (problem.hidden, problem.weight), upstream), expected, strict=True):
         assert torch.equal(actual, wanted)
 
 

@@ -219,6 +219,66 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         flce.LinearCrossEntropyLoss(nn.Linear(D, V), **arguments)
 
 
+@pytest.mark.parametrize("impl", ["flce", "pytorch"])
+@pytest.mark.parametrize(
+    ("option", "value", "kind"),
+    [
+        ("softcap", -1.0, flce.SpecError),
+        ("softcap", "30", flce.SpecError),
+        ("label_smoothing", 1.5, flce.SpecError),
+        ("z_loss", float("nan"), flce.SpecError),
+        ("logit_scale", 0.0, flce.SpecError),
+        ("shift", -1, flce.ArgumentError),
+        ("shift", 1.0, flce.ArgumentError),
+        ("chunk_size", "4096", flce.ArgumentError),
+        ("reduction", ["mean"], flce.ArgumentError),
+    ],
+)
+def test_values_that_no_impl_takes(impl: str, option: str, value: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=f"{option} is "):
+        flce.LinearCrossEntropyLoss(nn.Linear(8, 11), impl=impl, **{option: value})
+
+
+@pytest.mark.parametrize("impl", ["flce", "pytorch"])
+def test_tensors_that_no_impl_takes(device: str, impl: str) -> None:
+    loss = flce.LinearCrossEntropyLoss(nn.Linear(16, 32, device=device), impl=impl, class_weight=torch.ones(3, device=device))
+    plain = flce.LinearCrossEntropyLoss(loss.output_embeddings, impl=impl)
+    hidden, labels = torch.randn(2, 5, 16, device=device), torch.zeros(2, 5, dtype=torch.long, device=device)
+    for arguments, kind, name in (
+        ((hidden[..., :8], labels), flce.ShapeError, "hidden"),
+        ((hidden, labels[:1]), flce.ShapeError, "target"),
+        ((hidden, labels.float()), flce.DTypeError, "target"),
+        ((hidden, None), flce.DTypeError, "target"),
+    ):
+        with pytest.raises(kind, match=f"{name} (has|is)"):
+            plain(*arguments)
+    with pytest.raises(flce.ShapeError, match=r"class_weight has shape \[3\]"):
+        loss(hidden, labels)
+
+
+@pytest.mark.parametrize("impl", ["flce", "pytorch"])
+def test_a_count_of_zero_gives_zero(device: str, impl: str) -> None:
+    loss = flce.LinearCrossEntropyLoss(nn.Linear(16, 32, device=device), impl=impl)
+    hidden = torch.randn(2, 5, 16, device=device, requires_grad=True)
+    labels = torch.full((2, 5), -100, device=device)
+    value = loss(hidden, labels, num_valid_tokens=torch.tensor(0, device=device))
+    value.backward()
+    assert value.item() == 0
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+
+
+def test_labels_that_are_counted(device: str) -> None:
+    """As the kernels count: not ignored, and in the vocabulary."""
+    loss = flce.LinearCrossEntropyLoss(nn.Linear(16, 32, device=device), impl="pytorch", shift=0)
+    assert loss.num_valid(torch.tensor([0, 31, -100, 32, -7], device=device)).item() == 2
+
+
+def test_output_embeddings_without_a_weight() -> None:
+    with pytest.raises(flce.ArgumentError, match=r"output_embeddings is a ReLU without a weight.*get_output_embeddings"):
+        flce.LinearCrossEntropyLoss(nn.ReLU())
+
+
 def test_repr() -> None:
     loss_fn = flce.LinearCrossEntropyLoss(nn.Linear(128, 500), impl="pytorch", chunk_size=2048)
     assert repr(loss_fn) == "LinearCrossEntropyLoss(impl='pytorch', vocab_size=500, hidden_dim=128, chunk_size=2048, compile=False)"
