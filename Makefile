@@ -13,8 +13,9 @@ PRESET ?= $(if $(CI),ci,release)
 # One compiler cache serves every build tree and every checkout: paths in it are relative.
 export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR ?= 1
-# Precompiled headers are cached by their contents.
+# Precompiled headers are cached by their contents, comments included: the compiler recognises a header in one by its bytes.
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros,include_file_mtime,include_file_ctime
+export CCACHE_COMMENTS ?= 1
 CTEST = ctest --output-on-failure --no-tests=error -j $(JOBS)
 
 help: ## this list
