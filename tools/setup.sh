@@ -107,6 +107,7 @@ has_cuda_headers || wheels+=("$runtime_wheel")
 
 # ── Python packages: reused where the interpreter of tools/python.sh has them. ──────────────────────────────────────────────────────────────
 python_folder=.tools/python
+all_python_packages=(torch==2.13.0 numpy pytest transformers accelerate mypy ruff scikit-build-core)
 # One line for each that is missing: `requirement` as pip reads it.
 missing_python() {
     tools/python.sh - <<'PY'
@@ -128,18 +129,21 @@ python_packages=()
 if $with_python; then
     if ! command -v "${FLCE_PYTHON:-python3}" >/dev/null; then
         packages+=(python3 python3-pip python3-dev)
-    elif lacks_headers; then
-        packages+=(python3-dev)
-    fi
-    if missing=$(missing_python); then
-        mapfile -t python_packages < <(grep . <<<"$missing" || true)
-    elif ((${#packages[@]} == 0)); then
-        exit 3
+        python_packages=("${all_python_packages[@]}")
     else
-        python_packages=(torch==2.13.0 numpy pytest transformers accelerate mypy ruff scikit-build-core)
+        if lacks_headers; then packages+=(python3-dev); fi
+        if missing=$(missing_python); then
+            mapfile -t python_packages < <(grep . <<<"$missing" || true)
+        elif ((${#packages[@]} == 0)); then
+            exit 3
+        else
+            python_packages=("${all_python_packages[@]}")
+        fi
     fi
 fi
-if ((${#wheels[@]} + ${#python_packages[@]})) && ! python3 -m pip --version >/dev/null 2>&1 && ! command -v uv >/dev/null; then packages+=(python3-pip); fi
+if ((${#wheels[@]} + ${#python_packages[@]})) && ! python3 -m pip --version >/dev/null 2>&1 && ! command -v uv >/dev/null; then
+    if [[ " ${packages[*]} " != *" python3-pip "* ]]; then packages+=(python3-pip); fi
+fi
 
 if ((${#packages[@]} == 0 && ${#wheels[@]} == 0 && ${#python_packages[@]} == 0)) && [[ $llvm_missing == false ]]; then exit 0; fi
 
