@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "llvm/ADT/StringMap.h"
+#include "llvm/Config/llvm-config.h"
 #include "llvm/TargetParser/Host.h"
 #include "runtime/kernel_factory.hpp"
 
@@ -47,11 +48,21 @@ int usable_cores() {
     return cores;
 }
 
+llvm::StringMap<bool> host_features() {
+#if LLVM_VERSION_MAJOR >= 19
+    return llvm::sys::getHostCPUFeatures();
+#else
+    llvm::StringMap<bool> features;
+    llvm::sys::getHostCPUFeatures(features);
+    return features;
+#endif
+}
+
 }  // namespace
 
 Device native_cpu() {
     std::map<std::string, bool> features;  // sorted, so that the text is canonical
-    for (const auto& feature : llvm::sys::getHostCPUFeatures()) features.emplace(feature.first().str(), feature.second);
+    for (const auto& feature : host_features()) features.emplace(feature.first().str(), feature.second);
     // LLVM reports a feature only if the operating system saves the registers it needs.
     const auto has = [&](const char* name) { return features.contains(name) && features[name]; };
 
