@@ -146,7 +146,10 @@ void DiskStore::put(const CacheKey& key, const Artifact& artifact) try {
     int error = make_private_directories(path.parent_path());
     if (error == 0 && publish(path, entry, error)) return;
     // Somebody cleared the cache between the two steps.
-    if (means_absent(error) && (error = make_private_directories(path.parent_path())) == 0 && publish(path, entry, error)) return;
+    if (means_absent(error)) {
+        error = make_private_directories(path.parent_path());
+        if (error == 0 && publish(path, entry, error)) return;
+    }
     fault(warned_write_, fmt::format("{} cannot be written: {}", path.string(), std::strerror(error)));
 } catch (const std::exception& error) {
     fault(warned_write_, fmt::format("{}: {}", directory_.string(), error.what()));
