@@ -35,6 +35,11 @@ def test_schedules_equal_the_unpipelined_model(stages: int) -> None:
     assert cases == {1: 14, 2: 13, 4: 12}[stages]
 
 
+def test_hooks_of_data_parallel_wrappers_see_the_head() -> None:
+    output = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "data_parallel_worker.py"))
+    assert "6 cases passed" in output
+
+
 def test_example_trains_and_needs_less_memory() -> None:
     output = launch(str(ROOT / "examples" / "pipeline_last_stage.py"), "--tiny")
     memory = {name: float(mib) for name, mib in re.findall(r"^ +(materialised logits|flce): +([\d.]+) MiB", output, re.MULTILINE)}
