@@ -211,11 +211,13 @@ private:
 std::vector<std::shared_ptr<const Artifact>> cuda_cubins(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
     const auto nvrtc = Nvrtc::load();
     std::vector<std::future<std::shared_ptr<const Artifact>>> pending;
+    pending.reserve(program.units.size());
     for (const CudaUnit& unit : program.units) {
         pending.push_back(std::async(std::launch::async, [&] { return cuda_cubin(request, program, unit, *nvrtc, cache); }));
     }
     // The first error is thrown when all have ended: a future's destructor waits.
     std::vector<std::shared_ptr<const Artifact>> cubins;
+    cubins.reserve(pending.size());
     for (auto& cubin : pending) cubins.push_back(cubin.get());
     return cubins;
 }
