@@ -174,7 +174,10 @@ class DirectCall:
             frame = self._new_frame(backward=True, wanted=wanted)
         words, args, size, _ = frame
         words[_HIDDEN], words[_WEIGHT], words[_TARGET], words[_LSE] = addresses
-        words[_LOSS] = grad_values.data_ptr()
+        try:
+            words[_LOSS] = grad_values.data_ptr()
+        except RuntimeError:
+            _kernels.refuse_batched(grad_values)
         grad_hidden = grad_weight = None
         if wanted & 1:
             grad_hidden = _empty_like(hidden)

@@ -10,7 +10,7 @@ import ctypes
 import json
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -356,7 +356,10 @@ class Kernel:
         args, address = frame.backward, frame.address
         kept = frame.inputs(args, given)  # noqa: F841  # alive until the call is made
         frame.lse.data = saved.data_ptr()
-        frame.loss.data = grad_values.data_ptr()
+        try:
+            frame.loss.data = grad_values.data_ptr()
+        except RuntimeError:
+            refuse_batched(grad_values)
         if self.extra_outputs:
             num_tokens = frame.num_tokens
             if "entropy" in self.extra_outputs:
@@ -451,6 +454,13 @@ def all_kernels() -> list[Kernel]:
 def is_hidden_major(weight: Tensor) -> bool:
     """Whether [V, D] is the view of a contiguous [D, V]."""
     return weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
+
+
+def refuse_batched(gradient: Tensor) -> NoReturn:
+    raise errors.UnsupportedTransformError(
+        f"the upstream gradient is a {type(gradient).__name__} without memory of its own: backward of flce.linear_cross_entropy cannot be "
+        "batched (vmap, is_grads_batched=True); call it once for each gradient"
+    )
 
 
 def _aligned(tensor: Tensor) -> Tensor:

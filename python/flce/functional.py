@@ -27,6 +27,7 @@ _HIDDEN_MULTIPLE = 8
 _LONG = 1 << 63
 
 _dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_tracing_state: Any = getattr(torch._C, "_get_tracing_state", lambda: None)  # of torch.jit.trace
 _any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _transforms: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 
@@ -94,8 +95,10 @@ def linear_cross_entropy(
             call = _latest.get(options)
         except TypeError:  # an argument that cannot be hashed is refused by the checks
             options = call = None
-        if call is not None and not _dispatch_modes() and _transforms() is None and (loss := call.loss(hidden, weight, target)) is not None:
-            return loss
+        if call is not None and not _dispatch_modes() and _transforms() is None and _tracing_state() is None:
+            loss = call.loss(hidden, weight, target)
+            if loss is not None:
+                return loss
     check_tensors(hidden=hidden, weight=weight, target=target, bias=bias, class_weight=class_weight, grad_weight_out=grad_weight_out)
     plain = _is_plain(hidden, weight, bias, class_weight, target)
     signature = passed = None
@@ -232,7 +235,7 @@ def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None) -> Te
 
 def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, target: Tensor) -> bool:
     """Whether the call may go to the kernels directly: eager, ordinary tensors, nobody watching the dispatcher."""
-    if torch.compiler.is_compiling() or _transforms is None or _dispatch_modes is None:
+    if torch.compiler.is_compiling() or _transforms is None or _dispatch_modes is None or _tracing_state() is not None:
         return False
     if _transforms() is not None:
         _op._refuse_transform()

@@ -107,6 +107,17 @@ def test_compile_with_autocast_and_packed_sequences(device: str) -> None:
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("calls_before", [0, 3])
+def test_traced_by_jit(device: str, calls_before: int) -> None:
+    """Deprecated in torch, but a trace that does not hold the call would be wrong without a word."""
+    problem = make_problem(device)
+    hidden, weight, target = problem.hidden.detach(), problem.weight.detach(), problem.target
+    for _ in range(calls_before):
+        flce.linear_cross_entropy(hidden, weight, target)
+    traced = torch.jit.trace(lambda h: flce.linear_cross_entropy(h, weight, target), (hidden,), check_trace=False)
+    assert torch.equal(traced(2 * hidden), flce.linear_cross_entropy(2 * hidden, weight, target))
+
+
 def test_compile_with_inductor(device: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True)

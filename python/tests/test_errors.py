@@ -132,6 +132,13 @@ def test_vmap_of_the_operator(device: str) -> None:
         torch.func.vmap(operator)(hidden)
 
 
+def test_batched_upstream_gradients(device: str) -> None:
+    problem = make_problem(device, num_tokens=8)
+    loss = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, reduction="none")
+    with pytest.raises(flce.UnsupportedTransformError, match="cannot be batched"):
+        torch.autograd.grad(loss, problem.hidden, torch.eye(8, device=device), is_grads_batched=True)
+
+
 def test_forward_mode(device: str) -> None:
     problem = make_problem(device)
     with torch.autograd.forward_ad.dual_level():
