@@ -257,11 +257,12 @@ def test_tensors_that_no_impl_takes(device: str, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["flce", "pytorch"])
-def test_a_count_of_zero_gives_zero(device: str, impl: str) -> None:
+@pytest.mark.parametrize("count", [0, -3, -0.5])
+def test_a_count_of_zero_or_less_gives_zero(device: str, impl: str, count: float) -> None:
     loss = flce.LinearCrossEntropyLoss(nn.Linear(16, 32, device=device), impl=impl)
     hidden = torch.randn(2, 5, 16, device=device, requires_grad=True)
-    labels = torch.full((2, 5), -100, device=device)
-    value = loss(hidden, labels, num_valid_tokens=torch.tensor(0, device=device))
+    labels = torch.arange(10, device=device).view(2, 5)
+    value = loss(hidden, labels, num_valid_tokens=torch.tensor(count, device=device))
     value.backward()
     assert value.item() == 0
     assert hidden.grad is not None

@@ -25,7 +25,9 @@ MeanDivisors CpuCall::mean_divisors() const {
             case CountCode::int32: given = *pointer<const std::int32_t>(Slot::num_valid); break;
             case CountCode::int64: given = static_cast<double>(*pointer<const std::int64_t>(Slot::num_valid)); break;
         }
-        return {given, given};
+        // As on the GPU: nothing to divide by gives 0, and so does a number that is no count.
+        const double divisor = given > 0 ? given : 0;
+        return {divisor, divisor};
     }
     MeanDivisors sums{0, 0};
     for (std::int64_t i = 0; i < num_tokens(); ++i) {

@@ -199,7 +199,7 @@ typedef struct flce_forward_args {
     int64_t ignore_index;
     int32_t reduction;
     int32_t reserved;                 /* 0 */
-    const flce_tensor* num_valid;     /* scalar int32, int64 or fp32 that mean divides by; NULL: the valid tokens are counted */
+    const flce_tensor* num_valid;     /* scalar int32, int64 or fp32 that mean divides by (<= 0: it is 0); NULL: valid tokens are counted */
     const flce_tensor* loss;          /* fp32: [N] for FLCE_REDUCTION_NONE, scalar otherwise */
     const flce_tensor* z_loss;        /* fp32, like loss: its z-loss part alone */
     const flce_tensor* lse;           /* [N] fp32; required: backward reads it */
