@@ -82,7 +82,7 @@ def linear_cross_entropy(
     Raises:
         ShapeError, DTypeError, PlacementError, ArgumentError: naming the argument and what is allowed, before anything runs.
         SpecError, PlanError: an option out of its range; a limit that is too small.
-        UnsupportedTransformError: under vmap and other torch.func transforms; on a second or forward-mode derivative.
+        UnsupportedTransformError: under vmap and other torch.func transforms; on a second, forward-mode or batched derivative.
         UnavailableError, CompileError, DeviceError: the kernel cannot be had or run.
     """
     if shift or cu_seqlens is not None:
