@@ -40,7 +40,7 @@ mapfile -t binaries < <(binaries)
 glibc=$(objdump -T "${binaries[@]}" 2>/dev/null | grep -oE 'GLIBC_[0-9]+\.[0-9.]+' | sort -Vu | tail -n1)
 glibc=${glibc#GLIBC_}
 if [[ $(printf '%s\n' "$glibc" "$max_glibc" | sort -V | tail -n1) != "$max_glibc" ]]; then
-    echo "the tree needs glibc $glibc, newer than $max_glibc" >&2
+    echo "the tree needs glibc $glibc, newer than $max_glibc: make releases on an older distribution (Debian 12)" >&2
     exit 1
 fi
 archive=dist/flce-$(sed -nE 's/^project\(flce VERSION ([0-9.]+).*/\1/p' CMakeLists.txt)-$(uname -m)$([[ $tests == ON ]] && echo -tests || true).tar.gz
