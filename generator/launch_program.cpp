@@ -174,7 +174,7 @@ private:
         }
         for (const TensorMapField& map : launch.maps) {
             result.maps.push_back({map.offset, map.box_rows, map.element_bytes, value(map.address), value(map.columns), value(map.rows),
-                                   value(map.row_bytes)});
+                                   value(map.row_bytes), value(map.blocks), value(map.block_bytes)});
         }
         on_launch_(result);
     }

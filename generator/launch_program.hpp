@@ -90,7 +90,7 @@ struct ParamField {
 };
 
 /// A tensor map in a kernel's parameter block: how the copy engine sees a row-major matrix, copied in boxes of 128 bytes (swizzled) and box_rows
-/// rows. What lies outside the matrix reads as 0 and is not written.
+/// rows. What lies outside the matrix reads as 0 and is not written. With `blocks` it is three-dimensional: that many such matrices of the same size.
 struct TensorMapField {
     static constexpr std::uint32_t kBytes = 128;
     static constexpr std::uint32_t kBoxBytes = 128;
@@ -100,7 +100,9 @@ struct TensorMapField {
     Expr address{0};                  ///< a multiple of 16
     Expr columns{0};
     Expr rows{0};
-    Expr row_bytes{0};  ///< from one row to the next, a multiple of 16
+    Expr row_bytes{0};    ///< from one row to the next, a multiple of 16
+    Expr blocks{0};       ///< 0: two dimensions
+    Expr block_bytes{0};  ///< from one block to the next, a multiple of 16
 };
 
 /// Launches kernel number `kernel` of the set. Grids with a zero dimension launch nothing.
@@ -154,6 +156,8 @@ struct InterpretedMap {
     std::int64_t columns = 0;
     std::int64_t rows = 0;
     std::int64_t row_bytes = 0;
+    std::int64_t blocks = 0;
+    std::int64_t block_bytes = 0;
     friend bool operator==(const InterpretedMap&, const InterpretedMap&) = default;
 };
 struct InterpretedLaunch {

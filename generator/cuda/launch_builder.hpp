@@ -35,11 +35,14 @@ public:
         Expr address;
         Expr columns;
         Expr rows;
-        Expr row_elements;  ///< from one row to the next
+        Expr row_elements;    ///< from one row to the next
+        Expr blocks{0};       ///< TensorMapField's
+        Expr block_bytes{0};  ///< likewise
     };
     LaunchBuilder& set_map(TensorMap Params::* member, const Matrix& matrix, int box_rows, int element_bytes = 2) {
         launch_.maps.push_back({offset_of(member), static_cast<std::uint32_t>(box_rows), static_cast<std::uint32_t>(element_bytes),
-                                matrix.address, matrix.columns, matrix.rows, matrix.row_elements * element_bytes});
+                                matrix.address, matrix.columns, matrix.rows, matrix.row_elements * element_bytes, matrix.blocks,
+                                matrix.block_bytes});
         return *this;
     }
 

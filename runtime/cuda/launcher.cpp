@@ -241,11 +241,12 @@ private:
 
     void emit_map(const TensorMapField& map, std::int64_t index) {
         Value* at = builder_.CreateConstInBoundsGEP1_64(builder_.getInt8Ty(), params_, map.offset);
-        auto* type = llvm::FunctionType::get(i32_, {pointer_, pointer_, i64_, i64_, i64_, i64_, i32_, i32_}, false);
-        emit_check(builder_.CreateCall(type, encode_map_,
-                                       {context_, at, emit(map.address), emit(map.columns), emit(map.rows), emit(map.row_bytes),
-                                        builder_.getInt32(map.box_rows), builder_.getInt32(map.element_bytes)}),
-                   index, kMapFailed);
+        auto* type = llvm::FunctionType::get(i32_, {pointer_, pointer_, i64_, i64_, i64_, i64_, i64_, i64_, i32_, i32_}, false);
+        emit_check(
+            builder_.CreateCall(type, encode_map_,
+                                {context_, at, emit(map.address), emit(map.columns), emit(map.rows), emit(map.row_bytes), emit(map.blocks),
+                                 emit(map.block_bytes), builder_.getInt32(map.box_rows), builder_.getInt32(map.element_bytes)}),
+            index, kMapFailed);
     }
 
     /// Returns from the pass where `result` is an error.
@@ -295,10 +296,11 @@ void append_text(const std::vector<Statement>& body, const std::vector<KernelEnt
             for (const ParamField& field : launch->params)
                 text += fmt::format(" {}+{}: {};", field.offset, field.bytes, texts.of(field.value));
             for (const TensorMapField& map : launch->maps) {
-                const std::array<std::string, 4> of = {texts.of(map.rows), texts.of(map.columns), texts.of(map.row_bytes),
-                                                       texts.of(map.address)};
-                text += fmt::format(" {}: map {} x {} of {} bytes every {} from {} by {};", map.offset, of[0], of[1], map.element_bytes,
+                const std::array<std::string, 6> of = {texts.of(map.rows),    texts.of(map.columns), texts.of(map.row_bytes),
+                                                       texts.of(map.address), texts.of(map.blocks),  texts.of(map.block_bytes)};
+                text += fmt::format(" {}: map {} x {} of {} bytes every {} from {} by {}", map.offset, of[0], of[1], map.element_bytes,
                                     of[2], of[3], map.box_rows);
+                text += of[4] == "0" ? ";" : fmt::format(", {} blocks every {};", of[4], of[5]);
             }
             lines[at] = std::move(text);
         } else if (const auto* loop = std::get_if<Loop>(&statement.value)) {
@@ -336,15 +338,15 @@ int launch_overlapping(const LauncherContext* context, void* function, unsigned 
 }
 
 int encode_map(const LauncherContext* context, void* map, std::int64_t address, std::int64_t columns, std::int64_t rows,
-               std::int64_t row_bytes, unsigned box_rows, unsigned element_bytes) {
-    const cuuint64_t extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_bytes)};
-    const cuuint32_t box[2] = {TensorMapField::kBoxBytes / element_bytes, box_rows};
-    const cuuint32_t steps[2] = {1, 1};
+               std::int64_t row_bytes, std::int64_t blocks, std::int64_t block_bytes, unsigned box_rows, unsigned element_bytes) {
+    const cuuint64_t extents[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(blocks)};
+    const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(block_bytes)};
+    const cuuint32_t box[3] = {TensorMapField::kBoxBytes / element_bytes, box_rows, 1};
+    const cuuint32_t steps[3] = {1, 1, 1};
     // 16-bit elements are only moved, fp32 may be added.
     const CUtensorMapDataType type = element_bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(context->tensor_map_encode)(
-        static_cast<CUtensorMap*>(map), type, 2, reinterpret_cast<void*>(address), extents, strides, box, steps,
+        static_cast<CUtensorMap*>(map), type, blocks == 0 ? 2 : 3, reinterpret_cast<void*>(address), extents, strides, box, steps,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 

@@ -22,7 +22,7 @@ struct LauncherContext {
     void* launch_kernel_ex = nullptr;  ///< cuLaunchKernelEx
     void* memset_async = nullptr;      ///< CUresult cuMemsetD8Async(CUdeviceptr, unsigned char, size_t, CUstream)
     void* const* functions = nullptr;  ///< CUfunction of each KernelEntry
-    /// CUresult (const LauncherContext*, void* map, int64 address, columns, rows, row_bytes, unsigned box_rows, element_bytes): writes the
+    /// CUresult (const LauncherContext*, void* map, int64 address, columns, rows, row_bytes, blocks, block_bytes, unsigned box_rows, element_bytes): writes the
     /// CUtensorMap that a TensorMapField describes; encode_map below, or a stand-in.
     void* encode_map = nullptr;
     void* tensor_map_encode = nullptr;  ///< cuTensorMapEncodeTiled
@@ -38,7 +38,7 @@ using LauncherFunction = std::int64_t (*)(const LauncherContext* context, const 
 int launch_overlapping(const LauncherContext* context, void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                        unsigned smem_bytes, void* stream, void** params);
 int encode_map(const LauncherContext* context, void* map, std::int64_t address, std::int64_t columns, std::int64_t rows,
-               std::int64_t row_bytes, unsigned box_rows, unsigned element_bytes);
+               std::int64_t row_bytes, std::int64_t blocks, std::int64_t block_bytes, unsigned box_rows, unsigned element_bytes);
 
 inline constexpr const char* kForwardLauncherSymbol = "flce_launch_forward";
 inline constexpr const char* kBackwardLauncherSymbol = "flce_launch_backward";

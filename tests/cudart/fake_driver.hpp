@@ -45,6 +45,7 @@ struct FakeGpu {
     std::string lacks;  // a function that this driver is too old to have
     std::optional<std::size_t> fail_launch;
     int blocks_per_sm = 2;
+    int clusters = 66;
 
     // What happened.
     int retained = 0;
@@ -140,6 +141,7 @@ inline CUresult set_attribute(CUfunction function, CUfunction_attribute attribut
     if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) gpu().dynamic_smem[name_of(function)] = value;
     return CUDA_SUCCESS;
 }
+inline CUresult clusters(int* clusters, CUfunction, const CUlaunchConfig*) { return *clusters = gpu().clusters, CUDA_SUCCESS; }
 inline CUresult occupancy(int* blocks, CUfunction, int, std::size_t) { return *blocks = gpu().blocks_per_sm, CUDA_SUCCESS; }
 inline CUresult launch_kernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned, unsigned, unsigned smem,
                               CUstream stream, void** params, void**) {
@@ -158,20 +160,28 @@ inline CUresult memset_async(CUdeviceptr address, unsigned char, std::size_t byt
     return gpu().memsets.push_back({address, bytes, stream}), CUDA_SUCCESS;
 }
 /// Stands in for a CUtensorMap.
-inline void write_map(std::byte* at, std::int64_t address, const cuuint64_t* extents, const cuuint64_t* strides, const cuuint32_t* box) {
-    const std::int64_t words[] = {address,
-                                  static_cast<std::int64_t>(extents[0]),
-                                  static_cast<std::int64_t>(extents[1]),
-                                  static_cast<std::int64_t>(strides[0]),
-                                  std::int64_t{box[0]},
-                                  std::int64_t{box[1]}};
+inline void write_map(std::byte* at, cuuint32_t rank, std::int64_t address, const cuuint64_t* extents, const cuuint64_t* strides,
+                      const cuuint32_t* box) {
+    std::int64_t words[] = {address,
+                            static_cast<std::int64_t>(extents[0]),
+                            static_cast<std::int64_t>(extents[1]),
+                            static_cast<std::int64_t>(strides[0]),
+                            std::int64_t{box[0]},
+                            std::int64_t{box[1]},
+                            0,
+                            0};
+    if (rank == 3) {
+        words[6] = static_cast<std::int64_t>(extents[2]);
+        words[7] = static_cast<std::int64_t>(strides[1]);
+    }
     std::memcpy(at, words, sizeof words);
 }
 inline CUresult tensor_map_encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* address, const cuuint64_t* extents,
                                   const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
                                   CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    if (rank != 2 || swizzle != CU_TENSOR_MAP_SWIZZLE_128B) return CUDA_ERROR_INVALID_VALUE;
-    write_map(reinterpret_cast<std::byte*>(map), reinterpret_cast<std::int64_t>(address), extents, strides, box);
+    if ((rank != 2 && rank != 3) || swizzle != CU_TENSOR_MAP_SWIZZLE_128B) return CUDA_ERROR_INVALID_VALUE;
+    if (rank == 3 && (extents[2] == 0 || box[2] != 1)) return CUDA_ERROR_INVALID_VALUE;
+    write_map(reinterpret_cast<std::byte*>(map), rank, reinterpret_cast<std::int64_t>(address), extents, strides, box);
     return CUDA_SUCCESS;
 }
 /// Everything that a kernel must never call while it runs.
@@ -198,6 +208,7 @@ inline const std::map<std::string, void*>& table() {
         {"cuModuleGetFunction", reinterpret_cast<void*>(&module_function)},
         {"cuFuncGetAttribute", reinterpret_cast<void*>(&get_attribute)},
         {"cuFuncSetAttribute", reinterpret_cast<void*>(&set_attribute)},
+        {"cuOccupancyMaxActiveClusters", reinterpret_cast<void*>(&clusters)},
         {"cuOccupancyMaxActiveBlocksPerMultiprocessor", reinterpret_cast<void*>(&occupancy)},
         {"cuLaunchKernel", reinterpret_cast<void*>(&launch_kernel)},
         {"cuLaunchKernelEx", reinterpret_cast<void*>(&launch_kernel_ex)},

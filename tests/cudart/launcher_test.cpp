@@ -65,15 +65,16 @@ int record_memset(std::uint64_t address, unsigned char value, std::size_t bytes,
 
 /// Stands in for a CUtensorMap.
 void write_map(std::byte* at, const InterpretedMap& map) {
-    const std::int64_t words[] = {map.address, map.columns, map.rows, map.row_bytes, map.box_rows, map.element_bytes};
+    const std::int64_t words[] = {map.address, map.columns,     map.rows,     map.row_bytes,
+                                  map.blocks,  map.block_bytes, map.box_rows, map.element_bytes};
     std::memcpy(at, words, sizeof words);
 }
 
 int record_map(const LauncherContext* context, void* map, std::int64_t address, std::int64_t columns, std::int64_t rows,
-               std::int64_t row_bytes, unsigned box_rows, unsigned element_bytes) {
+               std::int64_t row_bytes, std::int64_t blocks, std::int64_t block_bytes, unsigned box_rows, unsigned element_bytes) {
     EXPECT_EQ(context->tensor_map_encode, recorder);
     if (recorder->fail_map_at == recorder->maps++) return kFailure;
-    write_map(static_cast<std::byte*>(map), {0, box_rows, element_bytes, address, columns, rows, row_bytes});
+    write_map(static_cast<std::byte*>(map), {0, box_rows, element_bytes, address, columns, rows, row_bytes, blocks, block_bytes});
     return 0;
 }
 
@@ -213,7 +214,7 @@ private:
         for (int maps = pick(3); maps > 0; --maps) {
             launch.param_bytes = (launch.param_bytes + 63) / 64 * 64;
             launch.maps.push_back({launch.param_bytes, static_cast<std::uint32_t>(pick(256)), pick(2) == 0 ? 2U : 4U, expression(2),
-                                   expression(2), expression(1), expression(2)});
+                                   expression(2), expression(1), expression(2), pick(2) == 0 ? Expr(0) : expression(1), expression(1)});
             launch.param_bytes += TensorMapField::kBytes;
         }
         return launch;
