@@ -44,7 +44,7 @@ public:
         const double slots = device_.gpu.sm_count * blocks_per_sm;
         const double tiles = ceil_div(size.m, tile.block_m) * ceil_div(size.n, tile.block_n);
         // Filling the pipeline and the epilogue as extra depth; another block on the SM, or the other warpgroup's turn, hides most of it.
-        const bool exponentials = role == GemmRole::forward || role == GemmRole::dlogits;
+        const bool exponentials = role != GemmRole::grad_hidden && role != GemmRole::grad_weight;
         const bool turns = plan_.path == PlanPath::cuda_sm90a && takes_turns(tile);
         const double hidden_by_others = turns ? 0.1 : blocks_per_sm > 1 ? 0.4 : 1.0;
         const double depth = ceil_div(size.k, tile.block_k) * tile.block_k + (exponentials ? 300.0 : 120.0) * hidden_by_others;
@@ -89,12 +89,13 @@ double backward_bytes(const Spec& spec, double n, double chunks) {
            + v * d * grad_element * grad_passes;
 }
 
-Cost gpu_forward(const Spec& spec, const Device& device, const Plan& plan, double n) {
+Cost gpu_forward(const Spec& spec, const Device& device, const Plan& plan, double n, double retained) {
     const GpuCost gpu(spec, device, plan);
     const double d = static_cast<double>(spec.hidden_size);
     const double v = static_cast<double>(spec.vocab_size);
-    Cost cost{.flops = 2.0 * n * v * d, .bytes = gpu.logits_bytes(plan.cuda.forward, n, v)};
-    cost.seconds = gpu.gemm_seconds(GemmRole::forward, plan.cuda.forward, {n, v, d}, cost.bytes) + GpuCost::kLaunchSeconds;
+    Cost cost{.flops = 2.0 * n * v * d,
+              .bytes = gpu.logits_bytes(plan.cuda.forward, n, v) + retained * n * v * static_cast<double>(element_bytes(spec.dtype))};
+    cost.seconds = gpu.gemm_seconds(forward_role(plan), plan.cuda.forward, {n, v, d}, cost.bytes) + GpuCost::kLaunchSeconds;
     return cost;
 }
 
@@ -121,8 +122,30 @@ Cost sm90_backward(const Spec& spec, const Device& device, const Plan& plan, dou
     return cost;
 }
 
-Cost gpu_backward(const Spec& spec, const Device& device, const Plan& plan, double n) {
-    if (plan.path == PlanPath::cuda_sm90a) return sm90_backward(spec, device, plan, n);
+/// Two plain GEMMs over the retained part of the vocabulary.
+Cost retained_backward(const Spec& spec, const Device& device, const Plan& plan, double n, double retained) {
+    const GpuCost gpu(spec, device, plan);
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = retained * static_cast<double>(spec.vocab_size);
+    const double element = static_cast<double>(element_bytes(spec.dtype));
+    const double exponentials = n * v * element;
+    const double weight = v * d * element;
+    const double gradient =
+        v * d * static_cast<double>(element_bytes(spec.grad_weight_dtype)) * (spec.grad_weight_mode == GradMode::accumulate ? 2 : 1);
+    return {.flops = 4.0 * n * v * d,
+            .bytes = 2 * exponentials + weight + gradient,
+            .seconds = gpu.gemm_seconds(GemmRole::grad_hidden, plan.cuda.grad_hidden, {n, d, v}, exponentials + weight) +
+                       gpu.gemm_seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {v, d, n}, exponentials + gradient)};
+}
+
+Cost gpu_backward(const Spec& spec, const Device& device, const Plan& plan, double n, double retained) {
+    if (plan.path == PlanPath::cuda_sm90a) {
+        const Cost again = sm90_backward(spec, device, plan, n);
+        if (retained == 0) return again;
+        const Cost kept = retained_backward(spec, device, plan, n, retained);
+        const double rest = 1 - retained;
+        return {again.flops * rest + kept.flops, again.bytes * rest + kept.bytes, again.seconds * rest + kept.seconds};
+    }
     const GpuCost gpu(spec, device, plan);
     const double d = static_cast<double>(spec.hidden_size);
     const double v = static_cast<double>(spec.vocab_size);
@@ -185,16 +208,18 @@ Cost cpu_backward(const Spec& spec, const Device& device, const Plan& plan, doub
 
 }  // namespace
 
-Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens) {
+Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, double retained) {
     if (num_tokens <= 0) return {};
     const auto n = static_cast<double>(num_tokens);
-    return plan.path == PlanPath::cpu ? cpu_forward(spec, device, plan, n) : gpu_forward(spec, device, plan, n);
+    if (plan.strategy != Strategy::retain) retained = 0;
+    return plan.path == PlanPath::cpu ? cpu_forward(spec, device, plan, n) : gpu_forward(spec, device, plan, n, retained);
 }
 
-Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens) {
+Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, double retained) {
     if (num_tokens <= 0) return {};
     const auto n = static_cast<double>(num_tokens);
-    return plan.path == PlanPath::cpu ? cpu_backward(spec, device, plan, n) : gpu_backward(spec, device, plan, n);
+    if (plan.strategy != Strategy::retain) retained = 0;
+    return plan.path == PlanPath::cpu ? cpu_backward(spec, device, plan, n) : gpu_backward(spec, device, plan, n, retained);
 }
 
 }  // namespace flce

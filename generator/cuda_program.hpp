@@ -34,6 +34,8 @@ struct CudaProgram {
     LaunchProgram backward;           ///< skips what Slot::grad_hidden, grad_weight and grad_bias leave out
     Expr forward_workspace_bytes{0};  ///< over Slot::num_tokens
     Expr backward_workspace_bytes{0};
+    Expr retained_bytes{0};  ///< what forward may leave for backward in Slot::retained; so much of grad_weight may be lent for it:
+    Expr lendable_bytes{0};
 };
 
 /// Precondition: illegal_reason(spec, device, plan) is empty and spec is normalized.

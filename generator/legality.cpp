@@ -16,9 +16,12 @@ using Reason = std::optional<std::string>;
 
 Reason cuda_reason(const Spec& spec, const Device& device, const Plan& plan) {
     if (auto reason = path_problem(spec, device, plan.path)) return reason;
+    if (plan.strategy == Strategy::retain) {
+        if (auto reason = retain_problem(spec, plan.path)) return reason;
+    }
     const CudaPlan& cuda = plan.cuda;
     const std::array<std::tuple<const char*, GemmRole, const GemmTile*>, 4> tiles = {{
-        {"forward", GemmRole::forward, &cuda.forward},
+        {"forward", forward_role(plan), &cuda.forward},
         {"dlogits", GemmRole::dlogits, &cuda.dlogits},
         {"grad_hidden", GemmRole::grad_hidden, &cuda.grad_hidden},
         {"grad_weight", GemmRole::grad_weight, &cuda.grad_weight},
@@ -47,6 +50,7 @@ std::optional<std::string> illegal_reason(const Spec& any_spec, const Device& de
         return fmt::format("path {} does not run on {}, a {}", to_string(plan.path), device.name,
                            device.kind == DeviceKind::cuda ? "GPU" : "CPU");
     }
+    if (!on_gpu && plan.strategy == Strategy::retain) return std::string("strategy retain: the CPU's plans retain under recompute");
     // Effective chunks are cut to the vocabulary anyway; the bound keeps every size in a plan meaningful and small.
     constexpr std::int64_t kMostChunk = 1 << 20;
     if (plan.vocab_chunk < 1 || plan.vocab_chunk > kMostChunk)

@@ -123,8 +123,10 @@ PlanPath read_path(std::string_view value) {
 }
 
 Strategy read_strategy(std::string_view value) {
-    if (value == to_string(Strategy::recompute)) return Strategy::recompute;
-    bad_value("strategy", value, "recompute");
+    for (const Strategy strategy : {Strategy::recompute, Strategy::retain}) {
+        if (value == to_string(strategy)) return strategy;
+    }
+    bad_value("strategy", value, "recompute or retain");
 }
 
 /// Reads keys in any order and knows which are still missing.
@@ -190,6 +192,7 @@ std::string_view to_string(PlanPath path) noexcept {
 std::string_view to_string(Strategy strategy) noexcept {
     switch (strategy) {
         case Strategy::recompute: return "recompute";
+        case Strategy::retain: return "retain";
     }
     return "?";
 }

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <numeric>
@@ -45,8 +46,7 @@ std::int64_t chunk_of(const Spec& spec, std::int64_t most, std::int64_t unit) {
 }
 
 constexpr GemmTile CudaPlan::* kRoleTiles[] = {&CudaPlan::forward, &CudaPlan::dlogits, &CudaPlan::grad_hidden, &CudaPlan::grad_weight};
-constexpr const char* kRoleNames[] = {"forward", "dlogits", "grad_hidden", "grad_weight"};
-constexpr GemmRole kRoles[] = {GemmRole::forward, GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight};
+constexpr const char* kRoleNames[] = {"forward", "forward", "dlogits", "grad_hidden", "grad_weight"};
 
 Plan with_chunk(const Spec& spec, Plan plan, std::int64_t most) {
     const int unit = std::lcm(std::lcm(plan.cuda.dlogits.block_n, plan.cuda.grad_weight.block_m), plan.cuda.grad_hidden.block_k);
@@ -71,17 +71,24 @@ std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, PlanPa
 }
 
 /// The four GEMMs do not influence each other's time, so a path's best plan has each role's best tile; the others differ from it in one place.
-std::vector<Plan> path_candidates(const Spec& spec, const Device& device, PlanPath path, const PlanRequest& request, int widest,
-                                  Search& search) {
+std::vector<Plan> path_candidates(const Spec& spec, const Device& device, PlanPath path, Strategy strategy, const PlanRequest& request,
+                                  int widest, Search& search) {
     constexpr std::int64_t kChunks[] = {16384, 8192, 32768};
-    if (auto reason = path_problem(spec, device, path)) {
+    auto reason = path_problem(spec, device, path);
+    if (!reason && strategy == Strategy::retain) reason = retain_problem(spec, path);
+    if (reason) {
         ++search.refusals[*reason];
         return {};
     }
-    Plan best{.path = path, .scratch_bytes = request.scratch_bytes};
+    Plan best{.path = path, .strategy = strategy, .scratch_bytes = request.scratch_bytes};
     std::vector<std::vector<GemmTile>> tiles;
-    for (const GemmRole role : kRoles) {
+    for (const GemmRole role : {forward_role(best), GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight}) {
         tiles.push_back(legal_tiles(spec, device, path, role, widest, search));
+        // A tile with which grad_weight's memory may be lent, where there is one: that is worth more than what tiles differ by.
+        if (strategy == Strategy::retain && role == GemmRole::grad_weight) {
+            const auto lends = [&](const GemmTile& tile) { return lends_grad_weight(spec, tile); };
+            if (std::ranges::any_of(tiles.back(), lends)) std::erase_if(tiles.back(), std::not_fn(lends));
+        }
         if (tiles.back().empty()) return {};
     }
     const Device rating = rating_device(device);
@@ -112,9 +119,12 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, PlanPa
 }
 
 std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const PlanRequest& request, int widest, Search& search) {
-    std::vector<Plan> plans = path_candidates(spec, device, PlanPath::cuda_sm80, request, widest, search);
+    std::vector<Plan> plans = path_candidates(spec, device, PlanPath::cuda_sm80, Strategy::recompute, request, widest, search);
     if (device.gpu.compute_capability == 90) {
-        std::ranges::copy(path_candidates(spec, device, PlanPath::cuda_sm90a, request, widest, search), std::back_inserter(plans));
+        for (const Strategy strategy : {Strategy::retain, Strategy::recompute}) {
+            std::ranges::copy(path_candidates(spec, device, PlanPath::cuda_sm90a, strategy, request, widest, search),
+                              std::back_inserter(plans));
+        }
     }
     return plans;
 }

@@ -205,7 +205,7 @@ BackwardArgs backward_args_of(const flce_backward_args& args) {
             .grad_hidden = view_of(args.grad_hidden, "grad_hidden"),
             .grad_weight = view_of(args.grad_weight, "grad_weight"),
             .grad_bias = view_of(args.grad_bias, "grad_bias"),
-            .retained = {const_cast<void*>(args.retained), args.retained_bytes}};
+            .retained = {args.retained, args.retained_bytes}};
 }
 
 std::string explanation_text(const Explanation& explanation) {

@@ -214,7 +214,7 @@ void Kernel::backward(const BackwardArgs& args, Workspace workspace, Stream stre
     call.saved_and_upstream(args);
     call.gradients(args);
     const bool may_be_lent = args.retained.data != nullptr && args.grad_weight.present;
-    call.retained(args.retained, Access::read, args.grad_weight,
+    call.retained(args.retained, Access::write, args.grad_weight,
                   may_be_lent ? retained_bytes(call.num_tokens(), RetainedPlace::grad_weight) : 0);
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::backward));
     run(true, call.slots(), stream);

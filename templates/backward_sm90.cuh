@@ -27,6 +27,23 @@ __device__ __forceinline__ void run_tiles(MainloopT& mainloop, Walk& walk, int s
     }
 }
 
+/// The operand of a gradient's GEMM that is as wide as the vocabulary: a chunk of dlogits, or retained exponentials in their blocks.
+template <class Problem, class Params>
+__device__ __forceinline__ decltype(auto) vocabulary_operand(const Params& p) {
+    if constexpr (Problem::retain) {
+        return BlockedMap{p.dlogits_map, p.column_shift};
+    } else {
+        return (p.dlogits_map);
+    }
+}
+
+/// The counters of a launch's Pace, for the block that brings what its cluster shares.
+template <class Problem, class Params>
+__device__ __forceinline__ unsigned* pace_of(const Params& p, unsigned rank) {
+    if constexpr (Problem::retain) return rank == 0 ? p.pace : nullptr;
+    return nullptr;
+}
+
 /// dz_j = (p_j·(a + b·z_j) − t·[j = y] − s·c_j) · dz_j/d(hidden · weightᵀ)_j of a chunk, in the Problem's dtype.
 template <class Problem, class TileT>
 struct DlogitsSm90 {
@@ -102,18 +119,21 @@ struct GradHiddenSm90 {
     TileWalk<TileT, Problem::raster> walk;
     PanelsT panels;
     int slices;
+    Pace pace;
 
     __device__ __forceinline__ explicit GradHiddenSm90(const GradHiddenSm90Params& params)
         : p(params),
           mainloop(dynamic_smem, MainloopT::kRingBytes + PanelsT::kBytes),
           walk(params.rows, kHidden),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
-          slices(ceil_div(params.columns, TileT::kBlockK)) {}
+          slices(ceil_div(params.columns, TileT::kBlockK)),
+          pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
+               slices) {}
 
     __device__ __forceinline__ void run() {
         run_tiles(
-            mainloop, walk, slices, TileT::kTurns, [&] { mainloop.produce(p.dlogits_map, p.weight_map, walk.m, walk.n, slices); },
-            [&] { compute(); });
+            mainloop, walk, slices, TileT::kTurns,
+            [&] { mainloop.produce(vocabulary_operand<Problem>(p), p.weight_map, walk.m, walk.n, slices, pace); }, [&] { compute(); });
         if (mainloop.place.consumer >= 0) panels.finish();
         mainloop.meet();
     }
@@ -125,6 +145,9 @@ struct GradHiddenSm90 {
         MainloopT::clear(c);
         if (p.last != 0 && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
         mainloop.consume(c, slices);
+        if constexpr (Problem::retain) {
+            if (p.row_scales != nullptr) scale_rows(c);
+        }
         if (p.last == 0) {
 #pragma unroll
             for (int i = 0; i < MainloopT::kPiecesA; ++i) {
@@ -142,6 +165,23 @@ struct GradHiddenSm90 {
             store_tile_sm90<true, false>(mainloop, c, result, dlogits_scale<Problem>(p.scalars, true));
         }
     }
+
+    /// A scale of 0 is an ignored row's, whatever its products are.
+    __device__ __forceinline__ void scale_rows(typename MainloopT::Accumulators& c) const {
+#pragma unroll
+        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = walk.m + mainloop.place.row(i, h);
+                const float scale = row < p.rows ? p.row_scales[row] : 0.f;
+#pragma unroll
+                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) c[i][j][2 * h + e] = scale == 0.f ? 0.f : c[i][j][2 * h + e] * scale;
+                }
+            }
+        }
+    }
 };
 
 template <class Problem, class TileT>
@@ -150,6 +190,9 @@ __device__ __forceinline__ void grad_hidden_sm90(const GradHiddenSm90Params& p) 
 }
 
 /// grad_weight as it lies in memory: [m: vocabulary, n: hidden] = Σ_k: tokens, or [m: hidden, n: vocabulary] for a hidden_major weight.
+///
+/// Exponentials may lie in grad_weight's own memory, a block one place behind its gradient's or more. Blocks are then gone through in order, and a tile
+/// is written when every tile whose operand lies there has been multiplied. All blocks of the grid run at once and a tile waits only for earlier ones.
 template <class Problem, class TileT>
 struct GradWeightSm90 {
     using Element = typename Problem::Element;
@@ -158,29 +201,36 @@ struct GradWeightSm90 {
     static constexpr int kHidden = Problem::hidden_size;
     using PanelsT = PanelStore<Out, TileT, 1, 2>;
     static constexpr bool kPanelled = sizeof(Out) == 2 && !Problem::accumulate;
+    static constexpr bool kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major;
     static constexpr int kStaging = kPanelled ? PanelsT::kBytes : 0;
 
     const GradWeightSm90Params& p;
     MainloopT mainloop;
-    TileWalk<TileT, Problem::raster> walk;
+    TileWalk<TileT, Problem::raster, kRetainedColumns> walk;
     PanelsT panels;
     int slices;
+    Pace pace;
+    int free_blocks = 0;  ///< of exponentials in grad_weight's memory: nobody reads them any more
 
     __device__ __forceinline__ explicit GradWeightSm90(const GradWeightSm90Params& params)
         : p(params),
           mainloop(dynamic_smem, MainloopT::kRingBytes + kStaging),
           walk(Problem::hidden_major ? kHidden : params.columns, Problem::hidden_major ? params.columns : kHidden),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
-          slices(ceil_div(params.rows, TileT::kBlockK)) {}
+          slices(ceil_div(params.rows, TileT::kBlockK)),
+          pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
+               slices) {
+        if constexpr (kLends) walk.in_blocks = p.readers != nullptr;
+    }
 
     __device__ __forceinline__ void run() {
         run_tiles(
             mainloop, walk, slices, TileT::kTurns,
             [&] {
                 if constexpr (Problem::hidden_major) {
-                    mainloop.produce(p.hidden_map, p.dlogits_map, walk.m, walk.n, slices);
+                    mainloop.produce(p.hidden_map, vocabulary_operand<Problem>(p), walk.m, walk.n, slices, pace);
                 } else {
-                    mainloop.produce(p.dlogits_map, p.hidden_map, walk.m, walk.n, slices);
+                    mainloop.produce(vocabulary_operand<Problem>(p), p.hidden_map, walk.m, walk.n, slices, pace);
                 }
             },
             [&] { compute(); });
@@ -199,11 +249,28 @@ struct GradWeightSm90 {
         MainloopT::clear(c);
         if (p.accumulator != nullptr && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
         mainloop.consume(c, slices);
+        if constexpr (kLends) {
+            if (p.readers != nullptr) make_room(min(walk.m + TileT::kBlockM, extent_m));
+        }
         if (p.accumulator != nullptr && p.last == 0) {
             store_tile_sm90<true, false>(mainloop, c, sum, 1.f);
             return;
         }
         write(c, extent_m, extent_n);
+    }
+
+    /// Tells that this warp has multiplied its tile, and waits until rows up to `end` of grad_weight are free.
+    __device__ __forceinline__ void make_room(int end) {
+        __syncwarp();
+        if (mainloop.place.lane == 0) ptx::red_release_gpu_add(p.readers + walk.m / kRetainedColumns, 1u);
+        const long long bytes = static_cast<long long>(end) * kHidden * static_cast<long long>(sizeof(Out));
+        // Block i begins i + 1 places behind the beginning.
+        const int taken = static_cast<int>((bytes - 1) / p.block_bytes);
+        for (; free_blocks < taken; ++free_blocks) {
+            while (ptx::ld_acquire_gpu(p.readers + free_blocks) < p.readers_of_block) {
+            }
+        }
+        ptx::fence_proxy_async_all();
     }
 
     __device__ __forceinline__ void write(typename MainloopT::Accumulators& c, int extent_m, int extent_n) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flce/logit_epilogue.cuh"
-#include "flce/mainloop_sm90.cuh"
+#include "flce/store_sm90.cuh"
 
 namespace flce {
 
@@ -63,27 +63,35 @@ struct ForwardSm90 {
     static constexpr int kWriters = TileT::kTurns ? TileT::kConsumers : 1;                       ///< consumers that have the same rows
     static constexpr int kStateBytes = 2 * kPieces * 2 * Fields::kCount * kConsumerThreads * 4;  ///< both parts' states of every thread
 
+    using PanelsT = PanelStore<typename Problem::Element, TileT, TileT::kBlockN / 64, 1>;
+    static constexpr int kPanelBytes = Problem::retain ? PanelsT::kBytes : 0;
+
     const ForwardSm90Params& p;
     MainloopT mainloop;
     VocabularyWalk walk;
+    PanelsT panels;
     float* const stash;
     RowSums sums[kPieces][2];  // of the part at hand, this thread's columns only
 
     __device__ __forceinline__ explicit ForwardSm90(const ForwardSm90Params& params)
         : p(params),
-          mainloop(dynamic_smem, MainloopT::kRingBytes + kStateBytes),
+          mainloop(dynamic_smem, MainloopT::kRingBytes + kPanelBytes + kStateBytes),
           walk(static_cast<int>(blockIdx.x) / TileT::kCluster, params.clusters, ceil_div(params.rows, kClusterRows), params.stride),
-          stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes) + static_cast<int>(threadIdx.x) - 128) {}
+          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
+          stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
 
     __device__ __forceinline__ int first_row(int part) const {
         return walk.row_cluster_of(part) * kClusterRows + static_cast<int>(mainloop.rank) * TileT::kBlockM;
     }
 
     __device__ __forceinline__ void run() {
+        if constexpr (Problem::retain) {
+            if (p.again != 0 && !any_stale(0, p.rows)) return mainloop.meet();
+        }
         if (mainloop.place.consumer < 0) {
             ptx::setmaxnreg_dec<kProducerRegisters>();
             if (threadIdx.x == 0) {
-                while (walk.next(kTiles)) {
+                while (next()) {
                     mainloop.produce(p.hidden_map, p.weight_map, first_row(walk.part), walk.tile * TileT::kBlockN, kSlices);
                 }
             }
@@ -91,7 +99,29 @@ struct ForwardSm90 {
             ptx::setmaxnreg_inc<kConsumerRegisters>();
             consume();
         }
+        if constexpr (Problem::retain) {
+            if (mainloop.place.consumer >= 0) panels.finish();
+        }
         mainloop.meet();
+    }
+
+    /// On to the cluster's next tile: every thread of its blocks comes to the same ones.
+    __device__ __forceinline__ bool next() {
+        if constexpr (Problem::retain) {
+            if (p.again != 0) {
+                while (walk.next(ceil_div(p.retained_columns, TileT::kBlockN))) {
+                    const int row = walk.row_cluster_of(walk.part) * kClusterRows;
+                    if (any_stale(row, min(row + kClusterRows, p.rows))) return true;
+                }
+                return false;
+            }
+        }
+        return walk.next(kTiles);
+    }
+    __device__ __forceinline__ bool any_stale(int begin, int end) const {
+        bool any = false;
+        for (int row = begin; row < end; row += kRowThreads) any = any || p.stale[row / kRowThreads] != 0u;
+        return any;
     }
 
     __device__ __forceinline__ void consume() {
@@ -99,7 +129,7 @@ struct ForwardSm90 {
         stash_part(0);
         stash_part(1);
         int part = 0;
-        for (int turn = 0; walk.next(kTiles); ++turn) {
+        for (int turn = 0; next(); ++turn) {
             if (TileT::kTurns && turn % TileT::kConsumers != mainloop.place.consumer) {
                 mainloop.skip(kSlices);
                 continue;
@@ -113,6 +143,12 @@ struct ForwardSm90 {
             MainloopT::clear(c);
             mainloop.consume(c, kSlices);
             reduce(c, walk.tile * TileT::kBlockN);
+            if constexpr (Problem::retain) {
+                if (walk.tile * TileT::kBlockN < p.retained_columns) retain(c, walk.tile * TileT::kBlockN);
+            }
+        }
+        if constexpr (Problem::retain) {
+            if (p.again != 0) return;
         }
         finish(part);
         if (walk.has_second()) {
@@ -159,6 +195,32 @@ struct ForwardSm90 {
                 if (target >= 0 && has_column<kColumnPieces>(within)) p.target_logits[row] = pick_column(c[i], h, within);
                 reduce_row(c[i], h, weighted[i][h], sums[i][h]);
             }
+        }
+    }
+
+    /// Logits become exponentials of what they are above the row's reference, cut off where that is out of range (so that a row that is ignored,
+    /// whatever it holds, multiplies a finite number by 0), and leave for memory.
+    __device__ __forceinline__ void retain(Accumulators& c, int first_column) {
+        constexpr float kMostPower = 100.f;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            panels.open();
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = first_row(walk.part) + mainloop.place.row(i, h);
+                const float reference = row < p.rows ? p.references[row] : 0.f;
+#pragma unroll
+                for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& z = c[i][j][2 * h + e];
+                        z = ptx::ex2_approx_ftz(fminf((z - reference) * kLog2E, kMostPower));
+                    }
+                }
+                panels.put(c[i], h, 0, 1.f);
+            }
+            panels.close(BlockedMap{p.retained_map, kRetainedShift}, first_column,
+                         first_row(walk.part) + mainloop.place.first_row() + i * 64);
         }
     }
 

@@ -3,4 +3,5 @@
 
 #include "flce/backward_sm90.cuh"
 #include "flce/forward_sm90.cuh"
+#include "flce/retain_kernels.cuh"
 #include "flce/row_kernels.cuh"

@@ -24,6 +24,14 @@ struct TileSm90 {
     static_assert(kConsumerM % 64 == 0 && kBlockN % 64 == 0, "wgmma multiplies 64 rows; panels are 64 wide");
 };
 
+/// A matrix that lies in memory as blocks of 2^shift columns; its map has the blocks as third dimension.
+struct BlockedMap {
+    const TensorMap& map;
+    int shift;
+    __device__ __forceinline__ int column(int x) const { return static_cast<int>(static_cast<unsigned>(x) & ((1u << shift) - 1u)); }
+    __device__ __forceinline__ int block(int x) const { return x >> shift; }
+};
+
 /// One slice of an operand in shared memory: 64 deep, kExtent of the result's dimension, in rows of 128 bytes swizzled as the copy engine and wgmma
 /// agree. Contiguous along k: kExtent rows. Contiguous along mn: blocks of 64 rows, a block for every 64 of mn.
 template <Major kMajor, int kExtent>
@@ -41,8 +49,8 @@ struct SliceSm90 {
     }
 
     /// Copies part `part` of kParts of the slice at (mn, k); with several parts, to every block of the cluster.
-    template <int kParts>
-    static __device__ __forceinline__ void load(unsigned base, const TensorMap& map, int mn, int k, int part, unsigned barrier) {
+    template <int kParts, class Map>
+    static __device__ __forceinline__ void load(unsigned base, const Map& map, int mn, int k, int part, unsigned barrier) {
         if constexpr (kMajor == Major::k) {
             constexpr int kRows = kExtent / kParts;
             copy<kParts>(base + static_cast<unsigned>(part * kRows * 128), map, k, mn + part * kRows, barrier);
@@ -65,6 +73,15 @@ private:
             ptx::cp_async_bulk_tensor_2d_load_multicast(to, &map, x, y, barrier, static_cast<unsigned short>((1 << kParts) - 1));
         }
     }
+    template <int kParts>
+    static __device__ __forceinline__ void copy(unsigned to, const BlockedMap& m, int x, int y, unsigned barrier) {
+        if constexpr (kParts == 1) {
+            ptx::cp_async_bulk_tensor_3d_load(to, &m.map, m.column(x), y, m.block(x), barrier);
+        } else {
+            ptx::cp_async_bulk_tensor_3d_load_multicast(to, &m.map, m.column(x), y, m.block(x), barrier,
+                                                        static_cast<unsigned short>((1 << kParts) - 1));
+        }
+    }
 };
 
 /// Where a thread stands: which warpgroup, and in a consumer which accumulators. Accumulator [i][j][2·h + e] is row(i, h), column(j, e) of the tile.
@@ -84,6 +101,46 @@ struct PlaceSm90 {
     __device__ __forceinline__ int first_row() const { return TileT::kTurns ? 0 : consumer * TileT::kConsumerM; }
     __device__ __forceinline__ int row(int i, int h) const { return first_row() + i * 64 + warp * 16 + h * 8 + lane / 4; }
     __device__ __forceinline__ int column(int j, int e) const { return j * 8 + lane % 4 * 2 + e; }
+};
+
+/// Keeps the clusters of a grid at nearly the same depth of their tiles while they go through sums that are thousands of slices long: what one reads
+/// from memory the others then find in L2. Whoever is ahead of the slowest by two steps waits, and it is the slowest that ends a wave of tiles anyhow.
+/// Steps of all waves are numbered through; counter i has those with number ≡ i, and is never set back.
+struct Pace {
+    static constexpr int kSlices = 8;  ///< of a step
+
+    unsigned* counters;  // null: no pace
+    int clusters;
+    int full_steps;  // of waves in which every cluster has a tile
+    int rest;        // clusters that have one in the wave after them
+    int step = 0;    // this cluster's next
+
+    __device__ __forceinline__ Pace(unsigned* counters_, int clusters_, int tiles, int slices) : counters(counters_), clusters(clusters_) {
+        full_steps = tiles / clusters * ceil_div(slices, kSlices);
+        rest = tiles % clusters;
+    }
+    /// One thread of a cluster, before it brings a slice of a tile.
+    __device__ __forceinline__ void before(int slice) {
+        if (slice % kSlices == 0 && counters != nullptr) next();
+    }
+
+private:
+    __device__ __forceinline__ void next() {
+        ptx::red_relaxed_gpu_add(counters + step % kPaceCounters, 1u);
+        if (const int before = step - 1; before >= 0) {
+            const int slot = before % kPaceCounters;
+            const int times = before / kPaceCounters + 1;
+            const int full = min(times, (full_steps - slot + kPaceCounters - 1) / kPaceCounters);
+            const unsigned all = static_cast<unsigned>(full * clusters + (times - full) * rest);
+            // Not forever: the pace is only worth some time.
+            for (int patience = 1000; patience > 0 && ptx::ld_relaxed_gpu(counters + slot) < all; --patience) {
+            }
+        }
+        ++step;
+    }
+};
+struct NoPace {
+    __device__ __forceinline__ void before(int /*slice*/) {}
 };
 
 /// A position in the ring of stages and how often it has gone round.
@@ -155,9 +212,11 @@ struct MainloopSm90 {
     }
 
     /// One thread: brings all slices of the tile at (m, n).
-    __device__ __forceinline__ void produce(const TensorMap& a, const TensorMap& b, int m, int n, int slices) {
+    template <class MapA, class MapB, class PaceT = NoPace>
+    __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}) {
 #pragma unroll 1
         for (int slice = 0; slice < slices; ++slice) {
+            pace.before(slice);
             ptx::mbarrier_wait_parity(empty(position.stage), position.parity ^ 1u);
             const unsigned barrier = full(position.stage);
             ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
@@ -255,13 +314,18 @@ private:
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 
-/// Tiles of a persistent GEMM: clusters take them in turn, in the order of tile_of_block over clusters of tiles.
-template <class TileT, int kRaster>
+/// Tiles of a persistent GEMM: clusters take them in turn, in the order of tile_of_block over clusters of tiles; `in_blocks`: with kBlockRows rows after
+/// each other instead of kRaster clusters of tiles.
+template <class TileT, int kRaster, int kBlockRows = 0>
 struct TileWalk {
+    static constexpr int kClusterRows = TileT::kBlockM * TileT::kCluster;
+    static constexpr int kBlockClusters = kBlockRows < kClusterRows ? 1 : kBlockRows / kClusterRows;
+
     int clusters_m;  // of tiles
     int tiles_n;
     long long next_tile;
     long long count;
+    bool in_blocks = false;
     int m = 0;  // first row of this block's tile
     int n = 0;
 
@@ -275,7 +339,11 @@ struct TileWalk {
         if (next_tile >= count) return false;
         int tile_m;
         int tile_n;
-        tile_of_block<kRaster>(next_tile, clusters_m, tiles_n, tile_m, tile_n);
+        if (in_blocks) {
+            tile_of_block<kBlockClusters>(next_tile, clusters_m, tiles_n, tile_m, tile_n);
+        } else {
+            tile_of_block<kRaster>(next_tile, clusters_m, tiles_n, tile_m, tile_n);
+        }
         m = (tile_m * TileT::kCluster + static_cast<int>(rank)) * TileT::kBlockM;
         n = tile_n * TileT::kBlockN;
         next_tile += gridDim.x / TileT::kCluster;

@@ -5,6 +5,9 @@
 namespace flce {
 
 constexpr int kMaxTransformParameters = 4;
+constexpr int kRetainedShift = 9;  // retained exponentials lie in blocks of this many columns of the vocabulary
+constexpr int kRetainedColumns = 1 << kRetainedShift;
+constexpr int kPaceCounters = 64;    // of a Pace
 constexpr int kRowThreads = 256;     ///< block of the kernels that give a thread one row
 constexpr int kReduceThreads = 512;  ///< block of the kernels that reduce everything in one block
 
@@ -71,10 +74,13 @@ struct RowOutputsParams {
     float* lse;
     float* logprob;
     float* entropy;
-    LossPartial* loss_partials;  ///< one for each block; null: no scalar loss, or this block writes it
-    float* scalar_loss;          ///< where this launch is one block and has every row; else null
-    float* scalar_z_loss;        ///< likewise
-    CountParams count;           ///< what they are divided by
+    LossPartial* loss_partials;     ///< one for each block; null: no scalar loss, or this block writes it
+    float* scalar_loss;             ///< where this launch is one block and has every row; else null
+    float* scalar_z_loss;           ///< likewise
+    CountParams count;              ///< what they are divided by
+    float* references;              ///< of retained exponentials; null: none are retained. Likewise the next two
+    float* retained_target_logits;  ///< [rows]
+    unsigned* stale;                ///< one for each block: a row's exponentials are out of range, its reference has been corrected
     unsigned long long* invalid_label;
     long long first_row;  ///< index of row 0 in the whole call, for invalid_label
     long long partial_rows;
@@ -127,6 +133,35 @@ struct RowCoefficientsParams {
     float absent_grad_loss;  ///< 1; 0 where the spec has no loss among its outputs
     float derivative_bound;  ///< largest |d logit / d (hidden · weightᵀ)|
     int unused;
+};
+
+/// Before forward retains exponentials: a number near each row's logits.
+struct ReferencesParams {
+    const void* hidden;  ///< [rows, D]
+    const void* weight;
+    TargetParams targets;
+    float* references;  ///< [rows]
+    float transform[kMaxTransformParameters];
+    int rows;
+};
+
+/// Before the GEMMs over retained exponentials E: p_j = exp(reference − lse)·E_j. All rows are those of the launch.
+struct RetainedRowsParams {
+    const void* hidden;  ///< [rows, D]
+    const void* coefficients;
+    const void* row_targets;
+    const PassScalars* scalars;
+    const float* references;
+    const float* target_logits;
+    void* exponentials;   ///< blocks of [rows, kRetainedColumns]; the target's column receives what its dz is made of
+    void* scaled_hidden;  ///< [rows, D]
+    float* row_scales;    ///< [rows]: dz = row scale · E
+    unsigned* counters;   ///< set to 0: those of two Paces and the readers of each block
+    long long block_bytes;
+    int counter_count;
+    int rows;
+    int columns;       ///< retained
+    float derivative;  ///< d logit / d (hidden · weightᵀ)
 };
 
 struct DlogitsParams {
@@ -199,8 +234,13 @@ struct ZeroColumnsParams {
 struct ForwardSm90Params : ForwardParams {
     TensorMap hidden_map;
     TensorMap weight_map;
-    int clusters;  ///< of blocks in the grid
-    int stride;    ///< VocabularyWalk's
+    TensorMap retained_map;   ///< to store exponentials, where the Problem retains them
+    const float* references;  ///< [rows]
+    const unsigned* stale;    ///< the second time: which rows (as RowOutputsParams has it)
+    int clusters;             ///< of blocks in the grid
+    int stride;               ///< VocabularyWalk's
+    int retained_columns;     ///< of the vocabulary, from its start
+    int again;                ///< only rows that are stale, only their exponentials
 };
 
 struct DlogitsSm90Params : DlogitsParams {
@@ -213,12 +253,21 @@ struct GradHiddenSm90Params : GradHiddenParams {
     TensorMap dlogits_map;
     TensorMap weight_map;
     TensorMap accumulator_map;  ///< fp32, to store and add
+    const float* row_scales;    ///< [rows], of the first launch: what its products are multiplied with; null: 1
+    unsigned* pace;             ///< [kPaceCounters], 0 before; null: no pace
+    int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
+    int unused;
 };
 
 struct GradWeightSm90Params : GradWeightParams {
     TensorMap dlogits_map;
     TensorMap hidden_map;
     TensorMap grad_weight_map;  ///< to store 16-bit gradients that are overwritten
+    unsigned* readers;          ///< of exponentials in grad_weight's memory, warps that are done with each block; null: they lie elsewhere
+    unsigned* pace;             ///< GradHiddenSm90Params'
+    long long block_bytes;      ///< from one block to the next
+    unsigned readers_of_block;  ///< warps that multiply a whole block
+    int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
 };
 
 }  // namespace flce

@@ -5,7 +5,7 @@
 //         using GradWeight = flce::Bf16;              grad_weight, grad_bias
 //         using Math = flce::FastMath;
 //         static constexpr int hidden_size, vocab_size; static constexpr long long padded_vocab_size;
-//         static constexpr bool hidden_major, bias, class_weight, label_smoothing, entropy, accumulate;
+//         static constexpr bool hidden_major, bias, class_weight, label_smoothing, entropy, accumulate, retain;
 //         static constexpr int raster;
 //         static flce::Logit transform(float x, const float* p);
 //     };

@@ -60,6 +60,26 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d_store(const void* map, i
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n" ::"l"(map), "r"(x), "r"(y), "r"(source)
                  : "memory");
 }
+// The same in three dimensions.
+__device__ __forceinline__ void cp_async_bulk_tensor_3d_load(unsigned destination, const void* map, int x, int y, int z, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];\n" ::"r"(destination),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_tensor_3d_load_multicast(unsigned destination, const void* map, int x, int y, int z,
+                                                                       unsigned barrier, unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], "
+        "%6;\n" ::"r"(destination),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks)
+        : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_tensor_3d_store(const void* map, int x, int y, int z, unsigned source) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n" ::"l"(map), "r"(x), "r"(y), "r"(z),
+                 "r"(source)
+                 : "memory");
+}
 /// Adds to what is there. Which of several additions to an element comes first is not defined; where there is one, the bits are.
 __device__ __forceinline__ void cp_reduce_async_bulk_tensor_2d_add(const void* map, int x, int y, unsigned source) {
     asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];\n" ::"l"(map), "r"(x), "r"(y),
@@ -77,6 +97,8 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 __device__ __forceinline__ void prefetch_tensormap(const void* map) { asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory"); }
+/// Orders this thread's ordinary accesses and the copy engine's, in all memory.
+__device__ __forceinline__ void fence_proxy_async_all() { asm volatile("fence.proxy.async;\n" ::: "memory"); }
 /// Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
@@ -95,6 +117,24 @@ __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
 // ---- 9.7.13.13 griddepcontrol: the kernel behind this one in the stream may be brought onto free SMs; what the one before wrote is there after the wait.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+
+// ---- 9.7.13.1 and 9.7.9.8: counters in global memory that order what other blocks do
+__device__ __forceinline__ void red_release_gpu_add(unsigned* counter, unsigned value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(value) : "memory");
+}
+__device__ __forceinline__ void red_relaxed_gpu_add(unsigned* counter, unsigned value) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(value));
+}
+__device__ __forceinline__ unsigned ld_relaxed_gpu(const unsigned* counter) {
+    unsigned r;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(r) : "l"(counter));
+    return r;
+}
+__device__ __forceinline__ unsigned ld_acquire_gpu(const unsigned* counter) {
+    unsigned r;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(r) : "l"(counter) : "memory");
+    return r;
+}
 
 // ---- 9.7.20.5 setmaxnreg: every warp of a warpgroup
 template <int kRegisters>

@@ -65,6 +65,9 @@ __device__ __forceinline__ float class_weight_total(const PassScalars* scalars) 
     return static_cast<float>(Problem::vocab_size);
 }
 
+/// Above this, in nats, forward's exponentials are not to be relied on: they are cut off at 2^100.
+constexpr float kMostAboveReference = 60.f;
+
 /// Divides the sums over all rows and writes the scalars that are wanted. For one thread.
 template <class Problem>
 __device__ __forceinline__ void write_loss(const CountParams& p, const LossPartial& sums, unsigned long long count, float* loss,
@@ -84,6 +87,7 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     const int target = row < p.rows ? load_target<Problem>(p.targets, row) : kIgnored;
     LossPartial mine{0.f, 0.f, 0.f, 0u};
     RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f};
+    bool stale = false;
     if (target >= 0) {
         RowSums sums = Fields::load(p.partials + row, p.partial_rows);
         for (int split = 1; split < p.splits; ++split) {
@@ -93,6 +97,12 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
         const float c_y = class_weight_of<Problem>(p.class_weight, target);
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
         out = row_outputs(sums, c_y, options);
+        if (p.references != nullptr) {
+            // Exponentials are within ±87 of the reference, in nats; what is 60 below the largest does not count any more.
+            stale = !(sums.max - p.references[row] <= kMostAboveReference);
+            if (stale) p.references[row] = out.lse;
+            p.retained_target_logits[row] = sums.target_logit;
+        }
         mine = {out.cross_entropy, out.z_loss, c_y, 1u};
     } else if (target == kOutOfRange && p.invalid_label != nullptr) {
         atomicMin(p.invalid_label, static_cast<unsigned long long>(p.first_row + row));
@@ -103,6 +113,10 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
         if (p.z_loss != nullptr) p.z_loss[row] = out.z_loss;
         if (p.logprob != nullptr) p.logprob[row] = out.logprob;
         if (p.entropy != nullptr) p.entropy[row] = out.entropy;
+    }
+    if (p.references != nullptr) {
+        stale = __syncthreads_or(stale) != 0;
+        if (threadIdx.x == 0) p.stale[blockIdx.x] = stale ? 1u : 0u;
     }
     if (p.loss_partials == nullptr && p.scalar_loss == nullptr && p.scalar_z_loss == nullptr) return;
     mine.cross_entropy = block_reduce<kRowThreads>(mine.cross_entropy, scratch, SumOp{});

@@ -54,18 +54,14 @@ struct PanelStore {
     }
 
     /// Hands the group over, to be written from (x, y) of `map` on, or added to what is there; what lies outside the map is not.
-    __device__ __forceinline__ void close(const TensorMap& map, int x, int y, bool add = false) {
+    template <class Map>
+    __device__ __forceinline__ void close(const Map& map, int x, int y, bool add = false) {
         ptx::fence_proxy_async();
         ptx::barrier_sync(1 + place.consumer, 128);
         if (issues) {
 #pragma unroll
             for (int panel = 0; panel < kWidth; ++panel) {
-                const unsigned from = group + static_cast<unsigned>(panel * kPanelBytes);
-                if (add) {
-                    ptx::cp_reduce_async_bulk_tensor_2d_add(&map, x + panel * kPanelColumns, y, from);
-                } else {
-                    ptx::cp_async_bulk_tensor_2d_store(&map, x + panel * kPanelColumns, y, from);
-                }
+                copy(map, x + panel * kPanelColumns, y, group + static_cast<unsigned>(panel * kPanelBytes), add);
             }
             ptx::cp_async_bulk_commit_group();
         }
@@ -76,6 +72,18 @@ struct PanelStore {
     /// Shared memory may go away after this.
     __device__ __forceinline__ void finish() const {
         if (issues) ptx::cp_async_bulk_wait_group<0>();
+    }
+
+private:
+    static __device__ __forceinline__ void copy(const TensorMap& map, int x, int y, unsigned from, bool add) {
+        if (add) {
+            ptx::cp_reduce_async_bulk_tensor_2d_add(&map, x, y, from);
+        } else {
+            ptx::cp_async_bulk_tensor_2d_store(&map, x, y, from);
+        }
+    }
+    static __device__ __forceinline__ void copy(const BlockedMap& m, int x, int y, unsigned from, bool /*add*/) {
+        ptx::cp_async_bulk_tensor_3d_store(&m.map, m.column(x), y, m.block(x), from);
     }
 };
 

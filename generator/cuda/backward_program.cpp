@@ -25,6 +25,8 @@ public:
           plan_(plan),
           source_(source),
           layout_(layout),
+          retained_(retained_layout(spec, plan)),
+          kept_(retained_.columns),
           element_(static_cast<std::int64_t>(element_bytes(spec.dtype))),
           grad_element_(static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype))) {}
 
@@ -34,8 +36,13 @@ public:
         program.body.push_back({If{equal(prepared_with_rows(), 0), {prepare_launch(spec_, source_, layout_.scalars, counted())}}});
         program.body.push_back({Loop{kFirstPass, layout_.row_blocks, {coefficients(variable(kFirstPass))}}});
         const Expr wanted = max(present(Slot::grad_hidden), max(present(Slot::grad_weight), present(Slot::grad_bias)));
-        program.body.push_back(
-            {If{wanted, {Statement{Loop{kChunk, layout_.chunks, {Statement{Loop{kRowBlock, layout_.row_blocks, chunk_steps()}}}}}}}});
+        if (retains()) program.body.push_back({If{min(less(0, kept_), less(0, slot(Slot::num_tokens))), retained_steps()}});
+        std::vector<Statement> chunks;
+        const Stretch wide{kept_, layout_.wide_chunk, layout_.wide_chunks, slot(Slot::grad_weight) + layout_.wide_dlogits};
+        if (wide.chunks.constant() == nullptr) add_chunks(wide, chunks);
+        const Expr rest = kept_ + wide.chunks * wide.width;
+        add_chunks({rest, layout_.chunk, ceil_div(Expr(spec_.vocab_size) - rest, layout_.chunk), at(layout_.dlogits)}, chunks);
+        program.body.push_back({If{wanted, std::move(chunks)}});
         if (spec_.grad_weight_mode == GradMode::write) zero_the_rest(program);
         return program;
     }
@@ -44,8 +51,19 @@ private:
     Expr at(const Expr& offset) const { return slot(Slot::workspace) + offset; }
     Expr first_row(const Expr& block) const { return block * layout_.rows; }
     Expr row_count(const Expr& block) const { return min(slot(Slot::num_tokens) - first_row(block), layout_.rows); }
-    Expr first_column() const { return variable(kChunk) * layout_.chunk; }
-    Expr column_count() const { return min(Expr(spec_.vocab_size) - first_column(), layout_.chunk); }
+    /// Chunks of one width, from a column of the vocabulary on.
+    struct Stretch {
+        Expr begin{0};
+        Expr width{0};
+        Expr chunks{0};
+        Expr dlogits{0};  ///< address
+    };
+    void add_chunks(const Stretch& stretch, std::vector<Statement>& to) {
+        stretch_ = stretch;
+        to.push_back({Loop{kChunk, stretch.chunks, {Statement{Loop{kRowBlock, layout_.row_blocks, chunk_steps()}}}}});
+    }
+    Expr first_column() const { return stretch_.begin + variable(kChunk) * stretch_.width; }
+    Expr column_count() const { return min(Expr(spec_.vocab_size) - first_column(), stretch_.width); }
     /// Whether the divisor of a mean has to be counted.
     static Expr counted() {
         const Expr mean = equal(slot(Slot::reduction), static_cast<std::int64_t>(ReductionCode::mean));
@@ -65,6 +83,7 @@ private:
     }
     Expr hidden_at(const Expr& block) const { return slot(Slot::hidden) + first_row(block) * (spec_.hidden_size * element_); }
 
+    bool retains() const { return plan_.strategy == Strategy::retain; }
     bool sm90() const { return plan_.path == PlanPath::cuda_sm90a; }
     bool vocab_major() const { return spec_.layout == WeightLayout::vocab_major; }
 
@@ -82,12 +101,22 @@ private:
 
     template <class Params>
     void map(LaunchBuilder<Params>& launch, TensorMap Params::* member, const Matrix& m, int box_rows, int element_bytes = 2) const {
-        launch.set_map(member, {m.address, m.columns, m.rows, m.row_elements}, box_rows, element_bytes);
+        launch.set_map(member, {m.address, m.columns, m.rows, m.row_elements, m.blocks, m.block_bytes}, box_rows, element_bytes);
     }
     Matrix hidden_matrix() const {
         return {hidden_at(variable(kRowBlock)), spec_.hidden_size, row_count(variable(kRowBlock)), spec_.hidden_size};
     }
-    Matrix dlogits_matrix() const { return {at(layout_.dlogits), column_count(), row_count(variable(kRowBlock)), layout_.chunk}; }
+    Matrix dlogits_matrix() const { return {stretch_.dlogits, column_count(), row_count(variable(kRowBlock)), stretch_.width}; }
+    /// Dlogits as an operand: where exponentials may be in its place, one block, which is as they lie.
+    Matrix dlogits_operand() const {
+        Matrix m = dlogits_matrix();
+        if (retains()) {
+            m.blocks = 1;
+            m.block_bytes = kWorkspaceAlignment;
+        }
+        return m;
+    }
+    static constexpr int kOneBlock = 31;  ///< BlockedMap's shift
     /// The chunk of the weight or of its gradient.
     Matrix weight_matrix(Slot which) const {
         const Expr address = weight_at(which, element_);
@@ -156,9 +185,9 @@ private:
             .set(&DlogitsParams::scalars, at(layout_.scalars))
             .set(&DlogitsParams::coefficients, at(layout_.coefficients))
             .set(&DlogitsParams::row_targets, at(layout_.row_targets))
-            .set(&DlogitsParams::dlogits, at(layout_.dlogits))
+            .set(&DlogitsParams::dlogits, stretch_.dlogits)
             .set(&DlogitsParams::bias_partials, bias_partials)
-            .set(&DlogitsParams::ld, layout_.chunk)
+            .set(&DlogitsParams::ld, stretch_.width)
             .set(&DlogitsParams::first_column, first_column())
             .set(&DlogitsParams::rows, rows)
             .set(&DlogitsParams::columns, column_count())
@@ -170,7 +199,8 @@ private:
         if (!sm90()) return grad_hidden_launch<GradHiddenParams>().build();
         const GemmTile& tile = plan_.cuda.grad_hidden;
         auto launch = grad_hidden_launch<GradHiddenSm90Params>();
-        map(launch, &GradHiddenSm90Params::dlogits_map, dlogits_matrix(), tile.block_m);
+        launch.set(&GradHiddenSm90Params::column_shift, kOneBlock);
+        map(launch, &GradHiddenSm90Params::dlogits_map, dlogits_operand(), tile.block_m);
         map(launch, &GradHiddenSm90Params::weight_map, weight_matrix(Slot::weight),
             vocab_major() ? kSecondRows : tile.block_n / kClusterBlocks);
         const Expr row = first_row(variable(kRowBlock));
@@ -188,23 +218,24 @@ private:
         // fp32 sums in place.
         const Expr sum = spec_.dtype == DType::fp32 ? result : at(layout_.hidden_accumulator) + row * (spec_.hidden_size * 4);
         LaunchBuilder<Params> launch(source_.kernel("grad_hidden"), grid(plan_.cuda.grad_hidden, rows, spec_.hidden_size));
-        launch.set(&GradHiddenParams::dlogits, at(layout_.dlogits))
+        launch.set(&GradHiddenParams::dlogits, stretch_.dlogits)
             .set(&GradHiddenParams::weight, weight_at(Slot::weight, element_))
             .set(&GradHiddenParams::scalars, at(layout_.scalars))
             .set(&GradHiddenParams::accumulator, sum)
             .set(&GradHiddenParams::grad_hidden, result)
-            .set(&GradHiddenParams::ld, layout_.chunk)
+            .set(&GradHiddenParams::ld, stretch_.width)
             .set(&GradHiddenParams::rows, rows)
             .set(&GradHiddenParams::columns, column_count())
-            .set(&GradHiddenParams::first, equal(variable(kChunk), 0))
-            .set(&GradHiddenParams::last, is_last(kChunk, layout_.chunks));
+            .set(&GradHiddenParams::first, equal(first_column(), 0))
+            .set(&GradHiddenParams::last, equal(first_column() + column_count(), spec_.vocab_size));
         return launch;
     }
 
     Statement grad_weight() const {
         if (!sm90()) return grad_weight_launch<GradWeightParams>().build();
         auto launch = grad_weight_launch<GradWeightSm90Params>();
-        map(launch, &GradWeightSm90Params::dlogits_map, dlogits_matrix(), vocab_major() ? kFirstRows : kSecondRows);
+        launch.set(&GradWeightSm90Params::column_shift, kOneBlock);
+        map(launch, &GradWeightSm90Params::dlogits_map, dlogits_operand(), vocab_major() ? kFirstRows : kSecondRows);
         map(launch, &GradWeightSm90Params::hidden_map, hidden_matrix(), vocab_major() ? kSecondRows : kFirstRows);
         if (grad_element_ == 2) map(launch, &GradWeightSm90Params::grad_weight_map, weight_matrix(Slot::grad_weight), kFirstRows);
         return launch.build();
@@ -216,18 +247,123 @@ private:
         const Expr n = vocab_major() ? Expr(spec_.hidden_size) : column_count();
         const Expr accumulator = select(less(1, layout_.row_blocks), at(layout_.weight_accumulator), 0);
         LaunchBuilder<Params> launch(source_.kernel("grad_weight"), grid(plan_.cuda.grad_weight, m, n));
-        launch.set(&GradWeightParams::dlogits, at(layout_.dlogits))
+        launch.set(&GradWeightParams::dlogits, stretch_.dlogits)
             .set(&GradWeightParams::hidden, hidden_at(variable(kRowBlock)))
             .set(&GradWeightParams::scalars, at(layout_.scalars))
             .set(&GradWeightParams::accumulator, accumulator)
             .set(&GradWeightParams::grad_weight, weight_at(Slot::grad_weight, grad_element_))
-            .set(&GradWeightParams::ld, layout_.chunk)
-            .set(&GradWeightParams::accumulator_ld, vocab_major() ? Expr(spec_.hidden_size) : layout_.chunk)
+            .set(&GradWeightParams::ld, stretch_.width)
+            .set(&GradWeightParams::accumulator_ld, vocab_major() ? Expr(spec_.hidden_size) : stretch_.width)
             .set(&GradWeightParams::rows, row_count(variable(kRowBlock)))
             .set(&GradWeightParams::columns, column_count())
             .set(&GradWeightParams::first, equal(variable(kRowBlock), 0))
             .set(&GradWeightParams::last, is_last(kRowBlock, layout_.row_blocks));
         return launch;
+    }
+
+    // The part of the vocabulary that forward retained, all tokens at once: plain GEMMs, with the rows' scales in hidden and in grad_hidden's epilogue.
+
+    Expr retained_at(const Expr& offset) const { return slot(Slot::retained) + offset; }
+    Matrix exponentials() const {
+        return {retained_at(retained_.exponentials),
+                kRetainedColumns,
+                slot(Slot::num_tokens),
+                kRetainedColumns,
+                retained_.blocks,
+                retained_.block_bytes};
+    }
+    Matrix kept_weight(Slot which) const {
+        if (vocab_major()) return {slot(which), spec_.hidden_size, kept_, spec_.hidden_size};
+        return {slot(which), kept_, spec_.hidden_size, spec_.padded_vocab_size};
+    }
+    /// Hidden states with the rows' scales in them: in the place of grad_hidden's sum, or in grad_hidden itself while the sum is needed.
+    Expr scaled_hidden() const {
+        const Expr summed = min(present(Slot::grad_hidden), less(kept_, spec_.vocab_size));
+        return select(summed, slot(Slot::grad_hidden), at(layout_.hidden_accumulator));
+    }
+
+    std::vector<Statement> retained_steps() const {
+        std::vector<Statement> rows;
+        rows.push_back({If{less(1, layout_.row_blocks), {coefficients(variable(kRowBlock))}}});
+        rows.push_back(retained_rows());
+        std::vector<Statement> steps;
+        steps.push_back({Loop{kRowBlock, layout_.row_blocks, std::move(rows)}});
+        // grad_hidden first: grad_weight may take the place of what it reads.
+        steps.push_back({If{present(Slot::grad_hidden), {retained_grad_hidden()}}});
+        steps.push_back({If{present(Slot::grad_weight), {retained_grad_weight()}}});
+        return steps;
+    }
+
+    Statement retained_rows() const {
+        const Expr row = first_row(variable(kRowBlock));
+        const Expr rows = row_count(variable(kRowBlock));
+        LaunchBuilder<RetainedRowsParams> launch(source_.kernel("retained_rows"), ceil_div(rows, kRowThreads / 32));
+        launch.set(&RetainedRowsParams::hidden, hidden_at(variable(kRowBlock)))
+            .set(&RetainedRowsParams::coefficients, at(layout_.coefficients))
+            .set(&RetainedRowsParams::row_targets, at(layout_.row_targets))
+            .set(&RetainedRowsParams::scalars, at(layout_.scalars))
+            .set(&RetainedRowsParams::references, retained_at(retained_.references) + row * 4)
+            .set(&RetainedRowsParams::target_logits, retained_at(retained_.target_logits) + row * 4)
+            .set(&RetainedRowsParams::exponentials, retained_at(retained_.exponentials) + row * (kRetainedColumns * element_))
+            .set(&RetainedRowsParams::scaled_hidden, scaled_hidden() + row * (spec_.hidden_size * element_))
+            .set(&RetainedRowsParams::row_scales, retained_at(retained_.row_scales) + row * 4)
+            .set(&RetainedRowsParams::counters, at(layout_.counters))
+            .set(&RetainedRowsParams::counter_count, layout_.counter_count)
+            .set(&RetainedRowsParams::block_bytes, retained_.block_bytes)
+            .set(&RetainedRowsParams::rows, rows)
+            .set(&RetainedRowsParams::columns, kept_)
+            .set_float(&RetainedRowsParams::derivative, static_cast<float>(spec_.logit_scale));
+        return launch.build();
+    }
+
+    Statement retained_grad_hidden() const {
+        const GemmTile& tile = plan_.cuda.grad_hidden;
+        const Expr n = slot(Slot::num_tokens);
+        const Matrix sum{at(layout_.hidden_accumulator), spec_.hidden_size, n, spec_.hidden_size};
+        LaunchBuilder<GradHiddenSm90Params> launch(source_.kernel("grad_hidden"), grid(tile, n, spec_.hidden_size));
+        launch.set(&GradHiddenParams::scalars, at(layout_.scalars))
+            .set(&GradHiddenParams::accumulator, sum.address)
+            .set(&GradHiddenParams::grad_hidden, slot(Slot::grad_hidden))
+            .set(&GradHiddenParams::rows, n)
+            .set(&GradHiddenParams::columns, kept_)
+            .set(&GradHiddenParams::first, 1)
+            .set(&GradHiddenParams::last, equal(kept_, spec_.vocab_size))
+            .set(&GradHiddenSm90Params::row_scales, retained_at(retained_.row_scales))
+            .set(&GradHiddenSm90Params::pace, at(layout_.counters))
+            .set(&GradHiddenSm90Params::column_shift, kRetainedShift);
+        map(launch, &GradHiddenSm90Params::dlogits_map, exponentials(), tile.block_m);
+        map(launch, &GradHiddenSm90Params::weight_map, kept_weight(Slot::weight),
+            vocab_major() ? kSecondRows : tile.block_n / kClusterBlocks);
+        map(launch, &GradHiddenSm90Params::accumulator_map, sum, kFirstRows, 4);
+        return launch.build();
+    }
+
+    Statement retained_grad_weight() const {
+        const GemmTile& tile = plan_.cuda.grad_weight;
+        const Expr n = slot(Slot::num_tokens);
+        const Matrix hidden{scaled_hidden(), spec_.hidden_size, n, spec_.hidden_size};
+        LaunchBuilder<GradWeightSm90Params> launch(
+            source_.kernel("grad_weight"),
+            grid(tile, vocab_major() ? kept_ : Expr(spec_.hidden_size), vocab_major() ? Expr(spec_.hidden_size) : kept_));
+        // Two consumers have half of each tile, or each has half of the tiles.
+        const std::int64_t warps = takes_turns(tile) ? 4 : 8;
+        const std::int64_t readers = kRetainedColumns / tile.block_m * ((spec_.hidden_size + tile.block_n - 1) / tile.block_n) * warps;
+        launch.set(&GradWeightParams::scalars, at(layout_.scalars))
+            .set(&GradWeightParams::grad_weight, slot(Slot::grad_weight))
+            .set(&GradWeightParams::rows, n)
+            .set(&GradWeightParams::columns, kept_)
+            .set(&GradWeightParams::first, 1)
+            .set(&GradWeightParams::last, 1)
+            .set(&GradWeightSm90Params::readers,
+                 select(equal(slot(Slot::retained), slot(Slot::grad_weight)), at(layout_.counters) + 2 * kPaceCounters * 4, 0))
+            .set(&GradWeightSm90Params::pace, at(layout_.counters) + kPaceCounters * 4)
+            .set(&GradWeightSm90Params::block_bytes, retained_.block_bytes)
+            .set(&GradWeightSm90Params::readers_of_block, readers)
+            .set(&GradWeightSm90Params::column_shift, kRetainedShift);
+        map(launch, &GradWeightSm90Params::dlogits_map, exponentials(), vocab_major() ? kFirstRows : kSecondRows);
+        map(launch, &GradWeightSm90Params::hidden_map, hidden, vocab_major() ? kSecondRows : kFirstRows);
+        if (grad_element_ == 2) map(launch, &GradWeightSm90Params::grad_weight_map, kept_weight(Slot::grad_weight), kFirstRows);
+        return launch.build();
     }
 
     Statement grad_bias() const {
@@ -236,7 +372,7 @@ private:
             .set(&GradBiasParams::scalars, at(layout_.scalars))
             .set(&GradBiasParams::accumulator, at(layout_.bias_accumulator))
             .set(&GradBiasParams::grad_bias, slot(Slot::grad_bias) + first_column() * grad_element_)
-            .set(&GradBiasParams::ld, layout_.chunk)
+            .set(&GradBiasParams::ld, stretch_.width)
             .set(&GradBiasParams::row_blocks, ceil_div(row_count(variable(kRowBlock)), plan_.cuda.dlogits.block_m))
             .set(&GradBiasParams::columns, column_count())
             .set(&GradBiasParams::first, equal(variable(kRowBlock), 0))
@@ -274,6 +410,9 @@ private:
     const Plan& plan_;
     const CudaSource& source_;
     const BackwardLayout& layout_;
+    RetainedLayout retained_;
+    Expr kept_;        ///< columns of the vocabulary whose exponentials there are
+    Stretch stretch_;  ///< that is being written
     std::int64_t element_;
     std::int64_t grad_element_;
 };

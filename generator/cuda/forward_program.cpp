@@ -42,7 +42,18 @@ LaunchBuilder<Params> forward_fields(const Spec& spec, LaunchBuilder<Params> lau
     return launch;
 }
 
-Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout, const Rows& rows) {
+/// `retained`: what is kept of this call, nothing where the caller has no place for it. `again`: see ForwardSm90Params.
+struct Retained {
+    RetainedLayout layout;
+    Expr columns;
+
+    [[nodiscard]] Expr at(const Expr& offset) const { return slot(Slot::retained) + offset; }
+    /// An address, or null where nothing is retained.
+    [[nodiscard]] Expr if_any(const Expr& address) const { return select(less(0, columns), address, 0); }
+};
+
+Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout, const Rows& rows,
+                         const Retained& retained, bool again) {
     const GemmTile& tile = plan.cuda.forward;
     const int kernel = source.kernel("forward");
     if (plan.path != PlanPath::cuda_sm90a) {
@@ -62,10 +73,37 @@ Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& s
                  (vocab_major ? tile.block_n : 64) / kClusterBlocks)
         .set(&ForwardSm90Params::clusters, rows.share.clusters)
         .set(&ForwardSm90Params::stride, rows.share.stride);
+    if (plan.strategy == Strategy::retain) {
+        // There is always something to map; where nothing is retained it is not used.
+        const Expr any = less(0, retained.columns);
+        const Expr exponentials = retained.at(retained.layout.exponentials) + rows.first * (kRetainedColumns * 2);
+        launch
+            .set_map(&ForwardSm90Params::retained_map,
+                     {select(any, exponentials, hidden_at(spec, rows.first)), select(any, kRetainedColumns, spec.hidden_size), rows.count,
+                      select(any, kRetainedColumns, spec.hidden_size), max(retained.layout.blocks, 1),
+                      select(any, retained.layout.block_bytes, kWorkspaceAlignment)},
+                     64)
+            .set(&ForwardSm90Params::references, retained.if_any(retained.at(retained.layout.references) + rows.first * 4))
+            .set(&ForwardSm90Params::stale, retained.if_any(retained.at(retained.layout.stale) + floor_div(rows.first, kRowThreads) * 4))
+            .set(&ForwardSm90Params::retained_columns, retained.columns)
+            .set(&ForwardSm90Params::again, again ? 1 : 0);
+    }
     return launch.build();
 }
 
-Statement row_outputs_launch(const Spec& spec, const CudaSource& source, const ForwardLayout& layout, const Rows& rows) {
+Statement references_launch(const Spec& spec, const CudaSource& source, const Rows& rows, const Retained& retained) {
+    LaunchBuilder<ReferencesParams> launch(source.kernel("references"), ceil_div(rows.count, kRowThreads / 32));
+    launch.set(&ReferencesParams::hidden, hidden_at(spec, rows.first))
+        .set(&ReferencesParams::weight, slot(Slot::weight))
+        .set_targets(&ReferencesParams::targets, rows.first)
+        .set(&ReferencesParams::references, retained.at(retained.layout.references) + rows.first * 4)
+        .set_transform(&ReferencesParams::transform, spec)
+        .set(&ReferencesParams::rows, rows.count);
+    return launch.build();
+}
+
+Statement row_outputs_launch(const Spec& spec, const CudaSource& source, const ForwardLayout& layout, const Rows& rows,
+                             const Retained& retained) {
     const Expr partials = at(layout.loss_partials) + floor_div(rows.first, kRowThreads) * static_cast<std::int64_t>(sizeof(LossPartial));
     const Expr scalar_here = less(is_none(), one_block());
     LaunchBuilder<RowOutputsParams> launch(source.kernel("row_outputs"), ceil_div(rows.count, kRowThreads));
@@ -83,6 +121,9 @@ Statement row_outputs_launch(const Spec& spec, const CudaSource& source, const F
         .set(&RowOutputsParams::scalar_loss, select(scalar_here, slot(Slot::loss), 0))
         .set(&RowOutputsParams::scalar_z_loss, select(scalar_here, slot(Slot::z_loss), 0))
         .set_count(&RowOutputsParams::count)
+        .set(&RowOutputsParams::references, retained.if_any(retained.at(retained.layout.references) + rows.first * 4))
+        .set(&RowOutputsParams::retained_target_logits, retained.if_any(retained.at(retained.layout.target_logits) + rows.first * 4))
+        .set(&RowOutputsParams::stale, retained.if_any(retained.at(retained.layout.stale) + floor_div(rows.first, kRowThreads) * 4))
         .set(&RowOutputsParams::invalid_label, slot(Slot::invalid_label))
         .set(&RowOutputsParams::first_row, rows.first)
         .set(&RowOutputsParams::partial_rows, layout.partial_rows)
@@ -127,8 +168,17 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const Expr first = variable(0) * layout.rows;
     const Expr count = min(slot(Slot::num_tokens) - first, layout.rows);
     const Rows rows{first, count, forward_share(spec, device, plan, count)};
-    program.body.push_back(
-        {Loop{0, layout.launches, {forward_launch(spec, plan, source, layout, rows), row_outputs_launch(spec, source, layout, rows)}}});
+    const RetainedLayout retained_parts = retained_layout(spec, plan);
+    const Retained retained{retained_parts, retained_parts.columns};
+    std::vector<Statement> steps;
+    const auto if_retained = [&](Statement statement) { steps.push_back({If{less(0, retained.columns), {std::move(statement)}}}); };
+    const bool retains = plan.strategy == Strategy::retain;
+    if (retains) if_retained(references_launch(spec, source, rows, retained));
+    steps.push_back(forward_launch(spec, plan, source, layout, rows, retained, false));
+    steps.push_back(row_outputs_launch(spec, source, layout, rows, retained));
+    // Rows whose logits turned out to be far above their reference; hardly ever any, and then this launch ends at once.
+    if (retains) if_retained(forward_launch(spec, plan, source, layout, rows, retained, true));
+    program.body.push_back({Loop{0, layout.launches, std::move(steps)}});
     program.body.push_back(reduce_loss_launch(source, layout));
     return program;
 }

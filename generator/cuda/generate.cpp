@@ -15,6 +15,9 @@ CudaProgram generate_cuda(const Spec& spec, const Device& device, const Plan& pl
     program.backward = backward_program(spec, device, plan, source, backward);
     program.forward_workspace_bytes = forward.total;
     program.backward_workspace_bytes = backward.total;
+    const RetainedLayout retained = retained_layout(spec, plan);
+    program.retained_bytes = retained.most;
+    program.lendable_bytes = retained.lendable;
     return program;
 }
 

@@ -34,6 +34,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     text += fmt::format("    static constexpr bool label_smoothing = {};\n", spec.label_smoothing > 0);
     text += fmt::format("    static constexpr bool entropy = {};\n", spec.outputs.entropy);
     text += fmt::format("    static constexpr bool accumulate = {};\n", spec.grad_weight_mode == GradMode::accumulate);
+    text += fmt::format("    static constexpr bool retain = {};\n", plan.strategy == Strategy::retain);
     text += fmt::format("    static constexpr int raster = {};\n", plan.cuda.raster);
     text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
     text += transform_source(spec, math, "        ");
@@ -109,7 +110,7 @@ CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan)
     const std::string_view header = plan.path == PlanPath::cuda_sm90a ? "kernels_sm90.cuh" : "kernels.cuh";
     source.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
     Kernels kernels(source, fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan));
-    kernels.gemm(spec, device, plan.path, GemmRole::forward, plan.cuda.forward, "forward", "Forward");
+    kernels.gemm(spec, device, plan.path, forward_role(plan), plan.cuda.forward, "forward", "Forward");
     kernels.simple("row_outputs", "RowOutputsParams", "row_outputs_kernel", kRowThreads);
     kernels.simple("reduce_loss", "ReduceLossParams", "reduce_loss", kReduceThreads);
     kernels.simple("prepare", "PrepareParams", "prepare", kReduceThreads);
@@ -117,6 +118,10 @@ CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan)
     kernels.gemm(spec, device, plan.path, GemmRole::dlogits, plan.cuda.dlogits, "dlogits", "Dlogits");
     kernels.gemm(spec, device, plan.path, GemmRole::grad_hidden, plan.cuda.grad_hidden, "grad_hidden", "GradHidden");
     kernels.gemm(spec, device, plan.path, GemmRole::grad_weight, plan.cuda.grad_weight, "grad_weight", "GradWeight");
+    if (plan.strategy == Strategy::retain) {
+        kernels.simple("references", "ReferencesParams", "references", kRowThreads);
+        kernels.simple("retained_rows", "RetainedRowsParams", "retained_rows", kRowThreads);
+    }
     if (spec.bias) kernels.simple("grad_bias", "GradBiasParams", "grad_bias", kRowThreads);
     if (zeroes_columns(spec)) kernels.simple("zero_columns", "ZeroColumnsParams", "zero_columns", kRowThreads);
     return source;

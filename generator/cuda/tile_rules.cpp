@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "generator/cuda/workspace.hpp"
+#include "templates/params.cuh"
 
 namespace flce {
 namespace {
@@ -38,8 +39,9 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
     const std::int64_t ring = std::int64_t{128} * (tile.block_m + tile.block_n) * tile.stages;
     const int consumer_rows = takes_turns(tile) ? tile.block_m : tile.block_m / 2;
     std::int64_t beside = 0;
-    if (role == GemmRole::forward) {
+    if (role == GemmRole::forward || role == GemmRole::forward_retain) {
         beside = std::int64_t{2} * 256 * (consumer_rows / 64 * 2) * partial_fields(spec) * 4;  // two parts' sums of every thread
+        if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n / 64);
     } else if (role == GemmRole::dlogits) {
         beside = 2 * kPanelBytes * (tile.block_n / 64);
     } else if (role == GemmRole::grad_hidden) {
@@ -75,7 +77,8 @@ std::optional<std::string> sm90_tile_problem(const Spec& spec, const Device& dev
     if (const int most = sm90_accumulator_limit(spec, role); accumulators > most) {
         return fmt::format("block {}x{}: needs {} accumulator registers a thread, {} fit", tile.block_m, tile.block_n, accumulators, most);
     }
-    if (role == GemmRole::forward && tile.block_m % 128 != 0) return fmt::format("block_m {}: forward needs 128 or 256", tile.block_m);
+    if ((role == GemmRole::forward || role == GemmRole::forward_retain) && tile.block_m % 128 != 0)
+        return fmt::format("block_m {}: forward needs 128 or 256", tile.block_m);
     if (tile.block_k != 64) return fmt::format("block_k {}: 64, a row of the 128-byte swizzle", tile.block_k);
     if (tile.stages < 2 || tile.stages > 8) return fmt::format("stages {}: 2 to 8", tile.stages);
     const std::int64_t smem = sm90_smem_bytes(spec, role, tile);
@@ -155,6 +158,21 @@ std::optional<std::string> path_problem(const Spec& spec, const Device& device, 
 
 std::optional<std::string> tile_problem(const Spec& spec, const Device& device, PlanPath path, GemmRole role, const GemmTile& tile) {
     return path == PlanPath::cuda_sm90a ? sm90_tile_problem(spec, device, role, tile) : sm80_tile_problem(spec, device, role, tile);
+}
+
+std::optional<std::string> retain_problem(const Spec& spec, PlanPath path) {
+    if (path != PlanPath::cuda_sm90a) return fmt::format("retain: {} keeps nothing", to_string(path));
+    if (spec.dtype != DType::bf16) return fmt::format("retain: exponentials have bf16's range, not {}'s", to_string(spec.dtype));
+    if (spec.softcap != 0.0) return std::string("retain: softcap's derivative needs the logits again");
+    if (spec.outputs.entropy) return std::string("retain: entropy's gradient needs the logits again");
+    if (spec.bias) return std::string("retain: a bias's gradient is a sum over tokens of the exponentials, in a pass of its own");
+    if (spec.label_smoothing > 0) return std::string("retain: label smoothing's gradient is not a multiple of the exponentials");
+    return std::nullopt;
+}
+
+bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) {
+    return spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major &&
+           kRetainedColumns % (kClusterBlocks * grad_weight.block_m) == 0;
 }
 
 std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan) { return workspace_minimum(spec, plan); }

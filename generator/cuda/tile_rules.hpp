@@ -13,7 +13,12 @@
 namespace flce {
 
 /// Which of a plan's four GEMMs a tile belongs to: it decides what lies in shared memory beside the operands.
-enum class GemmRole : std::uint8_t { forward, dlogits, grad_hidden, grad_weight };
+enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidden, grad_weight };
+
+/// What the plan's forward tile does.
+[[nodiscard]] inline GemmRole forward_role(const Plan& plan) {
+    return plan.strategy == Strategy::retain ? GemmRole::forward_retain : GemmRole::forward;
+}
 
 /// Dynamic shared memory of one block, bytes.
 [[nodiscard]] std::int64_t tile_smem_bytes(const Spec& spec, PlanPath path, GemmRole role, const GemmTile& tile);
@@ -23,6 +28,13 @@ enum class GemmRole : std::uint8_t { forward, dlogits, grad_hidden, grad_weight 
 
 /// Why `path` cannot express `spec` or run on `device`, whatever the tiles.
 [[nodiscard]] std::optional<std::string> path_problem(const Spec& spec, const Device& device, PlanPath path);
+
+/// Why nothing of `spec` can be retained from forward to backward.
+[[nodiscard]] std::optional<std::string> retain_problem(const Spec& spec, PlanPath path);
+
+/// Whether retained exponentials may lie in grad_weight's memory: it has to be written, vocabulary by vocabulary, and blocks of exponentials have to be
+/// whole clusters of the GEMM's tiles.
+[[nodiscard]] bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight);
 
 /// Why the kernel templates cannot be instantiated with `tile`, or cannot run on `device`; std::nullopt when they can.
 [[nodiscard]] std::optional<std::string> tile_problem(const Spec& spec, const Device& device, PlanPath path, GemmRole role,

@@ -34,6 +34,14 @@ private:
 
 int partial_fields(const Spec& spec) { return 2 + (spec.outputs.entropy ? 1 : 0) + (spec.label_smoothing > 0 ? 1 : 0); }
 
+std::int64_t retained_blocks(const Spec& spec) { return up(spec.vocab_size, kRetainedColumns) / kRetainedColumns; }
+
+/// Bytes that backward needs whatever the number of tokens.
+std::int64_t reserve_bytes(const Spec& spec, const Plan& plan) {
+    return kReserveBytes +
+           (plan.strategy == Strategy::retain ? up((2 * kPaceCounters + retained_blocks(spec)) * 4, kWorkspaceAlignment) : 0);
+}
+
 /// The number of splits that finishes first: whole waves of blocks, and splits of nearly the same number of tiles.
 Expr choose_splits(const Expr& row_blocks, std::int64_t capacity, std::int64_t tiles, std::int64_t most_blocks) {
     Expr best = Expr(1);
@@ -75,7 +83,7 @@ std::int64_t token_bytes(const Spec& spec, const Plan& plan, std::int64_t chunk)
 
 BackwardSizes backward_sizes(const Spec& spec, const Plan& plan) {
     BackwardSizes s{};
-    s.budget = plan.scratch_bytes - kReserveBytes;
+    s.budget = plan.scratch_bytes - reserve_bytes(spec, plan);
     s.quantum = chunk_quantum(spec, plan);
     s.chunk_limit = std::min(std::max(down(plan.vocab_chunk, s.quantum), s.quantum), up(spec.vocab_size, s.quantum));
     const std::int64_t weight_row = 4 * spec.hidden_size + (spec.bias ? 12 : 0);
@@ -108,7 +116,7 @@ struct ClusterShare {
         clusters = std::clamp<std::int64_t>(most - 2, 1, device.gpu.sm_count / kClusterBlocks);
         // All rows of a launch are read again for every tile of the vocabulary: they have to stay in L2.
         const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
-        const std::int64_t cached = std::max<std::int64_t>(device.gpu.l2_bytes / 5 * 4 / (row_bytes * cluster_rows), 2);
+        const std::int64_t cached = std::max<std::int64_t>(device.gpu.l2_bytes / 3 * 2 / (row_bytes * cluster_rows), 2);
         row_clusters = std::clamp<std::int64_t>(std::min((most - clusters) / 2, cached), 1, clusters);
     }
 };
@@ -117,7 +125,8 @@ struct ClusterShare {
 
 std::int64_t workspace_minimum(const Spec& spec, const Plan& plan) {
     const std::int64_t quantum = chunk_quantum(spec, plan);
-    return kReserveBytes + 2 * quantum * (4 * spec.hidden_size + (spec.bias ? 12 : 0)) + 2 * kRowQuantum * token_bytes(spec, plan, quantum);
+    return reserve_bytes(spec, plan) + 2 * quantum * (4 * spec.hidden_size + (spec.bias ? 12 : 0)) +
+           2 * kRowQuantum * token_bytes(spec, plan, quantum);
 }
 
 ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
@@ -185,6 +194,49 @@ static Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan
     return best;
 }
 
+RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
+    RetainedLayout r;
+    if (plan.strategy != Strategy::retain) return r;
+    const Expr n = slot(Slot::num_tokens);
+    const std::int64_t all_blocks = retained_blocks(spec);
+    const Expr block = max(n, 1) * (kRetainedColumns * static_cast<std::int64_t>(element_bytes(spec.dtype)));
+    const std::int64_t gradient_row = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
+    Pieces pieces;
+    r.references = pieces.take(n * 4);
+    r.target_logits = pieces.take(n * 4);
+    r.row_scales = pieces.take(n * 4);
+    r.stale = pieces.take(ceil_div(n, kRowThreads) * 4);
+    r.most = select(less(0, n), pieces.end() + block * all_blocks, 0);
+    if (lends_grad_weight(spec, plan.cuda.grad_weight)) r.lendable = select(less(0, n), Expr(spec.vocab_size * gradient_row), 0);
+
+    const Expr bytes = slot(Slot::retained_bytes);
+    r.lent = min(equal(bytes, r.lendable), less(0, bytes));
+    const Expr places = floor_div(bytes, max(block, kRetainedColumns * gradient_row));  // of lent memory, the first of them for the rest
+    const Expr lent_stride = floor_div(floor_div(bytes, max(places, 1)), kWorkspaceAlignment) * kWorkspaceAlignment;
+    const Expr own_blocks = floor_div(max(bytes - pieces.end(), 0), block);
+    r.blocks = min(select(r.lent, max(places - 1, 0), own_blocks), all_blocks);
+    r.columns = select(less(0, n), min(r.blocks * kRetainedColumns, spec.vocab_size), 0);
+    r.block_bytes = select(r.lent, lent_stride, block);
+    r.exponentials = select(r.lent, lent_stride, pieces.end());
+    return r;
+}
+
+/// The memory of a grad_weight that will be written is free until then: with many tokens, chunks in it can be wider than the workspace allows, and
+/// grad_hidden's sum is gone through less often. Wider than this they gain nothing.
+static void place_wide_chunks(const Spec& spec, const Device& device, const Plan& plan, const BackwardSizes& s, BackwardLayout& b) {
+    // A bias's partial sums have room for a chunk of the workspace's.
+    if (spec.grad_weight_mode != GradMode::write || spec.layout != WeightLayout::vocab_major || spec.bias) return;
+    constexpr std::int64_t kMostDlogits = 256 << 20;
+    const Expr row = max(slot(Slot::num_tokens), 1) * static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const std::int64_t gradient_row = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
+    b.wide_chunk = whole_chunk(spec, device, plan, s, floor_div(kMostDlogits, row));
+    const Expr end = Expr(spec.padded_vocab_size * gradient_row) - row * b.wide_chunk;
+    b.wide_dlogits = floor_div(max(end, 0), kWorkspaceAlignment) * kWorkspaceAlignment;
+    const Expr before = min(floor_div(b.wide_dlogits, gradient_row), spec.vocab_size) - retained_layout(spec, plan).columns;
+    const Expr use = min(min(equal(b.row_blocks, 1), less(b.chunk, b.wide_chunk)), less(0, slot(Slot::grad_weight)));
+    b.wide_chunks = select(use, max(floor_div(before, b.wide_chunk), 0), 0);
+}
+
 BackwardLayout backward_layout(const Spec& spec, const Device& device, const Plan& plan) {
     const BackwardSizes s = backward_sizes(spec, plan);
     const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
@@ -198,6 +250,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.row_blocks = ceil_div(n, b.rows);
     b.chunk = select(cut, s.chunk, whole_chunk(spec, device, plan, s, fitting));
     b.chunks = ceil_div(spec.vocab_size, b.chunk);
+    place_wide_chunks(spec, device, plan, s, b);
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
     b.coefficients = pieces.take(b.rows * 16);
@@ -208,8 +261,13 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     }
     b.dlogits = pieces.take(b.rows * b.chunk * element);
     b.weight_accumulator = pieces.take(select(less(1, b.row_blocks), b.chunk * (4 * spec.hidden_size), 0));
+    if (plan.strategy == Strategy::retain) {
+        b.counter_count = 2 * kPaceCounters + retained_blocks(spec);
+        b.counters = pieces.take(b.counter_count * 4);
+    }
     // In fp32 grad_hidden accumulates in place.
-    const Expr accumulated = spec.dtype == DType::fp32 ? Expr(0) : less(1, b.chunks);
+    // Beside retained exponentials the place is used for scaled hidden states too.
+    const Expr accumulated = spec.dtype == DType::fp32 ? Expr(0) : plan.strategy == Strategy::retain ? Expr(1) : less(1, b.chunks);
     b.hidden_accumulator = pieces.take(select(accumulated, n * (4 * spec.hidden_size), 0));
     b.total = pieces.end();
     return b;

@@ -47,8 +47,34 @@ struct BackwardLayout {
     Expr dlogits{0};
     Expr weight_accumulator{0};
     Expr hidden_accumulator{0};
+    /// Wide chunks, the first of the vocabulary: their dlogits lie at the end of grad_weight's memory, while that is not written yet.
+    Expr wide_chunk{0};
+    Expr wide_chunks{0};   ///< 0 where there is no such memory: grad_weight is accumulated into or is not vocab_major
+    Expr wide_dlogits{0};  ///< offset in grad_weight, bytes
+    Expr counters{0};      ///< of two Paces, and of the readers of each block of retained exponentials
+    std::int64_t counter_count = 0;
     Expr total{0};  ///< at most plan.scratch_bytes + 4·N·D
 };
+
+/// What forward leaves for backward in Slot::retained where the plan retains: exponentials of the first columns of the vocabulary in blocks of
+/// [N, kRetainedColumns], and what they are relative to. A function of Slot::retained_bytes, so that both passes agree. Where those are exactly
+/// `lendable`, memory is taken to be grad_weight's: block i then lies i + 1 places from its beginning, places as large as a block's gradient at least,
+/// so that a block of the gradient meets only blocks before its own.
+struct RetainedLayout {
+    Expr columns{0};
+    Expr blocks{0};
+    Expr lent{0};  ///< 1: in grad_weight's memory
+    // Offsets, bytes.
+    Expr references{0};     ///< [N] fp32
+    Expr target_logits{0};  ///< [N] fp32
+    Expr row_scales{0};     ///< [N] fp32, backward's own
+    Expr stale{0};          ///< [⌈N / kRowThreads⌉]
+    Expr exponentials{0};
+    Expr block_bytes{0};  ///< from one block to the next
+    Expr most{0};         ///< bytes that there is a use for
+    Expr lendable{0};     ///< bytes of grad_weight that may be lent; 0 where its memory will not do
+};
+[[nodiscard]] RetainedLayout retained_layout(const Spec& spec, const Plan& plan);
 
 [[nodiscard]] ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan);
 /// The share of a launch over `rows` tokens.

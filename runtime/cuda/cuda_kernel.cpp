@@ -3,12 +3,14 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <future>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 
 #include "flce/error.hpp"
+#include "generator/cuda/tile_rules.hpp"
 #include "runtime/cuda/cubin.hpp"
 #include "runtime/cuda/driver.hpp"
 #include "runtime/cuda/launcher.hpp"
@@ -140,6 +142,8 @@ public:
           launchers_(HostCode::load(set.launchers->payload, "flce launchers")),
           forward_workspace_(set.program.forward_workspace_bytes),
           backward_workspace_(set.program.backward_workspace_bytes),
+          retained_bytes_(set.program.retained_bytes),
+          lendable_bytes_(set.program.lendable_bytes),
           forward_texts_(statement_texts(set.program.forward, set.program.kernels)),
           backward_texts_(statement_texts(set.program.backward, set.program.kernels)) {
         std::map<std::string, CUfunction> functions;
@@ -148,6 +152,7 @@ public:
             for (const KernelEntry& kernel : set.program.units[i].kernels) functions[kernel.name] = load(*modules_.back(), kernel);
         }
         for (const KernelEntry& kernel : set.program.kernels) functions_.push_back(functions.at(kernel.name));
+        lends_ = all_clusters_run_at_once(set.program, functions);
         forward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kForwardLauncherSymbol));
         backward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
         launcher_context_.launch_kernel = reinterpret_cast<void*>(context_->functions().cuLaunchKernel);
@@ -171,6 +176,15 @@ private:
         return function;
     }
 
+    /// Tiles of grad_weight that wait for others, where exponentials lie in its memory, need every cluster of the grid on the device.
+    [[nodiscard]] bool all_clusters_run_at_once(const CudaProgram& program, const std::map<std::string, CUfunction>& functions) const {
+        const auto waits = [](const KernelEntry& kernel) { return kernel.name == "flce_grad_weight" && kernel.overlaps_previous; };
+        const auto kernel = std::ranges::find_if(program.kernels, waits);
+        if (kernel == program.kernels.end()) return false;
+        return modules_.front()->clusters(functions.at(kernel->name), kernel->block_threads, kernel->dynamic_smem_bytes, kClusterBlocks) >=
+               device().gpu.sm_count / kClusterBlocks;
+    }
+
     void run(bool backward, const std::int64_t* slots, Stream stream) const override {
         const ContextScope scope(*context_);
         const std::int64_t result = (backward ? backward_ : forward_)(&launcher_context_, slots, stream.handle);
@@ -179,6 +193,11 @@ private:
 
     std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const override {
         return (backward ? backward_workspace_ : forward_workspace_).of(num_tokens);
+    }
+
+    std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace place) const override {
+        if (place == RetainedPlace::grad_weight && !lends_) return 0;
+        return (place == RetainedPlace::own ? retained_bytes_ : lendable_bytes_).of(num_tokens);
     }
 
     [[noreturn]] void fail(bool backward, std::int64_t result) const {
@@ -202,6 +221,9 @@ private:
     LauncherFunction backward_ = nullptr;
     WorkspaceSize forward_workspace_;
     WorkspaceSize backward_workspace_;
+    WorkspaceSize retained_bytes_;
+    WorkspaceSize lendable_bytes_;
+    bool lends_ = false;
     std::vector<std::string> forward_texts_;
     std::vector<std::string> backward_texts_;
 };

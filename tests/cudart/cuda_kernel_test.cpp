@@ -116,10 +116,11 @@ void expect_as_interpreted(const FakeGpu& gpu, const CudaProgram& program, bool 
             EXPECT_EQ(launch.stream, stream);
             std::vector<std::byte> params = expected.params;
             for (const InterpretedMap& map : expected.maps) {
-                const cuuint64_t extents[] = {static_cast<cuuint64_t>(map.columns), static_cast<cuuint64_t>(map.rows)};
-                const cuuint64_t stride = static_cast<cuuint64_t>(map.row_bytes);
+                const cuuint64_t extents[] = {static_cast<cuuint64_t>(map.columns), static_cast<cuuint64_t>(map.rows),
+                                              static_cast<cuuint64_t>(map.blocks)};
+                const cuuint64_t strides[] = {static_cast<cuuint64_t>(map.row_bytes), static_cast<cuuint64_t>(map.block_bytes)};
                 const cuuint32_t box[] = {TensorMapField::kBoxBytes / map.element_bytes, map.box_rows};
-                test::fake::write_map(params.data() + map.offset, map.address, extents, &stride, box);
+                test::fake::write_map(params.data() + map.offset, map.blocks == 0 ? 2 : 3, map.address, extents, strides, box);
             }
             EXPECT_EQ(launch.params, params);
             EXPECT_EQ(launch.current, FakeGpu::primary());
@@ -183,6 +184,54 @@ TEST(CudaKernel, Workspace_IsWhatThePlanMayUse) {
         EXPECT_LE(bytes, request.plan.scratch_bytes + 4 * num_tokens * kHidden);
     }
     EXPECT_THROW((void)kernel->workspace_bytes(-1), ArgumentError);
+}
+
+TEST(CudaKernel, RetainedMemory_LaunchesWhatTheProgramSays) {
+    FLCE_REQUIRE_NVRTC();
+    FakeGpu gpu;
+    const BuildRequest request = small_request();
+    const auto kernel = make_cuda_kernel(request, shared_cache(), *FakeGpu::driver());
+    const CudaProgram program = generate_cuda(request.spec, request.device, request.plan);
+    const auto stream = reinterpret_cast<CUstream>(0x77);
+    for (const std::int64_t num_tokens : {1, 50, 127, 5000}) {
+        const std::size_t whole = kernel->retained_bytes(num_tokens);
+        const std::size_t lent = kernel->retained_bytes(num_tokens, RetainedPlace::grad_weight);
+        EXPECT_GE(whole, static_cast<std::size_t>(2 * num_tokens * kVocab));
+        EXPECT_EQ(lent, static_cast<std::size_t>(2 * kVocab * kHidden));
+        const Addresses call{num_tokens};
+        for (const Retained& retained :
+             {Retained{Addresses::at(20), whole}, Retained{Addresses::at(20), whole / 2}, Retained{call.grad_weight.data, lent}}) {
+            CallSlots slots[2] = {call.slots(false), call.slots(true)};
+            for (CallSlots& s : slots) {
+                s[static_cast<std::size_t>(Slot::retained)] = reinterpret_cast<std::int64_t>(retained.data);
+                s[static_cast<std::size_t>(Slot::retained_bytes)] = static_cast<std::int64_t>(retained.bytes);
+            }
+            learn_param_bytes(gpu, program, program.forward, slots[0]);
+            learn_param_bytes(gpu, program, program.backward, slots[1]);
+            ForwardArgs forward = call.forward();
+            BackwardArgs backward = call.backward();
+            forward.retained = backward.retained = retained;
+            gpu.launches.clear();
+            gpu.memsets.clear();
+            kernel->forward(forward, call.workspace, {stream});
+            expect_as_interpreted(gpu, program, false, slots[0], stream);
+            gpu.launches.clear();
+            gpu.memsets.clear();
+            kernel->backward(backward, call.workspace, {stream});
+            expect_as_interpreted(gpu, program, true, slots[1], stream);
+        }
+    }
+}
+
+TEST(CudaKernel, MemoryOfGradWeight_IsLentWhereAllClustersRunAtOnce) {
+    FLCE_REQUIRE_NVRTC();
+    for (const int clusters : {66, 65}) {
+        FakeGpu gpu;
+        gpu.clusters = clusters;
+        const auto kernel = make_cuda_kernel(small_request(), shared_cache(), *FakeGpu::driver());
+        EXPECT_EQ(kernel->retained_bytes(100, RetainedPlace::grad_weight) != 0, clusters == 66);
+        EXPECT_NE(kernel->retained_bytes(100), 0U);
+    }
 }
 
 TEST(CudaKernel, FailedLaunch_NamesTheKernelAndTheResult) {

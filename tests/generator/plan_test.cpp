@@ -80,7 +80,7 @@ TEST(PlanText, BadText_NamesKeyAndValue) {
         {"", {"path and a strategy"}},
         {"cuda_sm80", {"path and a strategy"}},
         {"tpu:recompute", {"path=tpu", "cpu, cuda_sm80 or cuda_sm90a"}},
-        {"cpu:retain", {"strategy=retain", "recompute"}},
+        {"cpu:remember", {"strategy=remember", "recompute or retain"}},
         {"cpu:recompute", {"'vector' is missing", "bf16_dot"}},
         {cpu + ",raster=8", {"unknown key 'raster'", "cpu has"}},
         {cpu + ",chunk=1", {"'chunk' is given twice"}},

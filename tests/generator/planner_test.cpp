@@ -132,7 +132,7 @@ TEST(CostModel, CountsOperations) {
         const Plan plan = choose_plan(spec, device);
         const double nvd = 4096.0 * 2048 * 151936;
         EXPECT_DOUBLE_EQ(estimate_forward(spec, device, plan, 4096).flops, 2 * nvd);
-        EXPECT_DOUBLE_EQ(estimate_backward(spec, device, plan, 4096).flops, 6 * nvd);
+        EXPECT_DOUBLE_EQ(estimate_backward(spec, device, plan, 4096, 0).flops, 6 * nvd);
         EXPECT_EQ(estimate_forward(spec, device, plan, 0).seconds, 0);
         EXPECT_EQ(estimate_backward(spec, device, plan, 0).flops, 0);
         EXPECT_GT(estimate_backward(spec, device, plan, 4096).seconds, estimate_forward(spec, device, plan, 4096).seconds);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <numbers>
 
 namespace flce::test {
 namespace {
@@ -19,9 +20,9 @@ double distance(const double* a, const double* b, std::int64_t count) {
     return std::sqrt(square);
 }
 
-// Rows of `width` numbers, each with a budget. `independent` errors make up the whole.
+// Rows of `width` numbers, each with a budget. `independent` errors make up the whole; they are `roundings` times the yardstick's where there are more.
 Judgement judge_rows(std::string name, std::vector<double> got, std::vector<double> truth, std::vector<double> yardstick,
-                     const std::vector<Budget>& budgets, std::int64_t width, double cap, std::int64_t independent) {
+                     const std::vector<Budget>& budgets, std::int64_t width, double cap, std::int64_t independent, double roundings = 1) {
     Judgement j{std::move(name)};
     if (got.size() != truth.size()) {
         j.failure = fmt::format("{} numbers where {} are expected", got.size(), truth.size());
@@ -44,7 +45,7 @@ Judgement judge_rows(std::string name, std::vector<double> got, std::vector<doub
     const auto count = static_cast<std::int64_t>(got.size());
     j.error = distance(got.data(), truth.data(), count) / unit;
     j.reference_error = distance(yardstick.data(), truth.data(), count) / unit;
-    j.bound = error_bound(j.reference_error, floor / unit, cap);
+    j.bound = error_bound(j.reference_error * roundings, floor / unit, cap * roundings);
     if (j.error > j.bound) {
         j.failure = fmt::format("error {:.3e} over bound {:.3e} (reference {:.3e}, floor {:.3e}, norm {:.3e})", j.error, j.bound,
                                 j.reference_error, floor / unit, size);
@@ -86,7 +87,7 @@ std::vector<double> accumulated(const Problem& p, const Selection& selection, st
 }  // namespace
 
 std::vector<Judgement> judge(const Problem& p, const Selection& selection, const KernelOutputs& got, const Result& truth,
-                             const Reference& yardstick) {
+                             const Reference& yardstick, bool exponentials) {
     const Result& ref = yardstick.result;
     const Budgets& budgets = yardstick.budgets;
     const double output_cap = output_error_cap(p.spec.dtype);
@@ -121,8 +122,12 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
             judge_rows("grad_hidden", got.grad_hidden, truth.grad_hidden, ref.grad_hidden, budgets.grad_hidden, d, gradient_cap, valid));
     }
     if (!got.grad_weight.empty()) {
+        std::vector<Budget> of_weight = budgets.grad_weight;
+        if (exponentials) {
+            for (Budget& b : of_weight) b = {b.floor * std::numbers::sqrt2, b.limit * 2};
+        }
         out.push_back(judge_rows("grad_weight", got.grad_weight, accumulated(p, selection, truth.grad_weight, p.old_grad_weight, d),
-                                 ref.grad_weight, budgets.grad_weight, d, gradient_cap, valid));
+                                 ref.grad_weight, of_weight, d, gradient_cap, valid, exponentials ? std::numbers::sqrt2 : 1));
     }
     if (!got.grad_bias.empty()) {
         out.push_back(judge_rows("grad_bias", got.grad_bias, accumulated(p, selection, truth.grad_bias, p.old_grad_bias, 1), ref.grad_bias,

@@ -16,8 +16,9 @@ namespace flce {
 /// Hopper's own (wgmma, tensor copies, clusters) for 16-bit dtypes.
 enum class PlanPath : std::uint8_t { cpu, cuda_sm80, cuda_sm90a };
 
-/// recompute keeps nothing of size [N, V]: backward computes the logits again, a vocabulary chunk at a time (8·N·V·D operations).
-enum class Strategy : std::uint8_t { recompute };
+/// recompute keeps nothing of size [N, V]: backward computes the logits again, a vocabulary chunk at a time (8·N·V·D operations). retain leaves
+/// exponentials of the first part of the vocabulary, as much as the call's Retained holds, to backward: (8 − 2f)·N·V·D where that part is f of it.
+enum class Strategy : std::uint8_t { recompute, retain };
 
 /// One tensor-core GEMM's tiling: a block computes block_m × block_n, its warps stand in a warps_m × warps_n grid, and `stages` slices of
 /// block_k are in flight through shared memory. On cuda_sm90a a block has two warpgroups that multiply: 8×1 warps share a tile, 4×1 warps have
@@ -107,7 +108,9 @@ struct Cost {
     double bytes = 0;  ///< moved to and from memory
     double seconds = 0;
 };
-[[nodiscard]] Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens);
-[[nodiscard]] Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens);
+/// `retained`: the part of the vocabulary, 0 to 1, whose exponentials a plan with strategy retain keeps between the passes.
+[[nodiscard]] Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, double retained = 1);
+[[nodiscard]] Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens,
+                                     double retained = 1);
 
 }  // namespace flce

@@ -249,7 +249,7 @@ typedef struct flce_backward_args {
     const flce_tensor* grad_hidden; /* [N, D], the spec's dtype; NULL: not computed */
     const flce_tensor* grad_weight; /* like weight, the spec's grad_weight_dtype; NULL: not computed */
     const flce_tensor* grad_bias;   /* [V], the spec's grad_weight_dtype; NULL: not computed */
-    const void* retained;           /* as forward left it, with the same retained_bytes; NULL: every logit is computed again */
+    void* retained; /* as forward left it, with the same retained_bytes (written to as well); NULL: every logit is computed again */
     size_t retained_bytes;
 } flce_backward_args;
 #define FLCE_BACKWARD_ARGS_INIT  \

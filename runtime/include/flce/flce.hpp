@@ -35,7 +35,8 @@ struct Workspace {
 
 /// Caller-owned memory on the kernel's device, 16-byte aligned, in which forward leaves to backward what spares it computing logits again: as much
 /// as fits. Both passes are given the same bytes, unchanged in between; none (the default) means that backward computes all of them again.
-/// CPU kernels use it, and their gradients' bits do not depend on it; GPU kernels retain nothing yet.
+/// Backward may write there too: calls over the same bytes follow one another. CPU kernels retain logits, and their gradients' bits do not depend
+/// on it; GPU kernels whose plan's strategy is retain keep exponentials in bf16 (grad_weight is then off by two roundings of its factors, not one).
 struct Retained {
     void* data = nullptr;
     std::size_t bytes = 0;

@@ -1,0 +1,211 @@
+// GPU kernels that keep exponentials between the passes: whatever part of them, wherever they lie, and however far a row's logits are from what they
+// are relative to.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <tuple>
+
+#include "flce/buffer.hpp"
+#include "tests/support/kernel_run.hpp"
+#include "tests/support/number_formats.hpp"
+#include "tests/support/option_sets.hpp"
+#include "tests/support/targets.hpp"
+
+namespace flce::test {
+namespace {
+
+using Bytes = std::map<std::string, std::vector<std::byte>>;
+using Parameters = std::tuple<WeightLayout, OptionSet>;
+
+constexpr std::int64_t kHidden = 136;
+constexpr std::int64_t kVocab = 2571;  // five blocks of exponentials and a little
+
+class RetainedExponentials : public testing::TestWithParam<Parameters> {
+protected:
+    void SetUp() override {
+        FLCE_REQUIRE_TARGET(Target::gpu);
+        if (kernel()->plan().strategy != Strategy::retain) GTEST_SKIP() << "this GPU's kernels retain nothing: " << kernel()->plan().text();
+    }
+    static std::shared_ptr<const Kernel> kernel() {
+        const auto& [layout, options] = GetParam();
+        Spec spec = make_spec(kHidden, kVocab, DType::bf16, layout, options);
+        if (layout == WeightLayout::hidden_major) spec.padded_vocab_size = (kVocab + 15) / 8 * 8;  // rows of whole 16 bytes
+        return kernel_on(Target::gpu, spec);
+    }
+    static Bytes gradients(const KernelRun& run) {
+        Bytes all = run.bytes();
+        Bytes kept;
+        for (const char* name : {"grad_hidden", "grad_weight"}) kept[name] = all.at(name);
+        return kept;
+    }
+    /// `row` of the weight becomes `factor` times hidden state `token`: that token's logit there is factor · |hidden|².
+    static void point_at(Problem& p, std::int64_t row, std::int64_t token, float factor) {
+        for (std::int64_t k = 0; k < kHidden; ++k) {
+            p.weight[static_cast<std::size_t>(row * kHidden + k)] =
+                rounded(factor * p.hidden[static_cast<std::size_t>(token * kHidden + k)], DType::bf16);
+        }
+    }
+};
+
+TEST_P(RetainedExponentials, AnyNumberOfBytes_WithinBounds) {
+    const auto k = kernel();
+    for (const std::int64_t n : {0, 1, 3, 127, 300, 700}) {
+        const Problem problem = make_problem(k->spec(), {.num_tokens = n, .seed = 5});
+        EXPECT_TRUE(run_and_judge(k, problem)) << n;
+        const std::size_t whole = k->retained_bytes(n);
+        EXPECT_EQ(whole == 0, n == 0);
+        Bytes all;
+        for (const std::size_t bytes : {whole, whole + 1000, whole / 2, std::size_t{4096}, std::size_t{16}, std::size_t{1}}) {
+            KernelRun run(k, problem);
+            run.retain(RetainedPlace::own, bytes);
+            run.forward();
+            run.backward();
+            const Bytes first = gradients(run);
+            run.backward();  // it is still there for the second
+            EXPECT_EQ(gradients(run) == first, true) << n << " tokens, " << bytes << " bytes";
+            EXPECT_EQ(run.violations(), "") << n << " tokens, " << bytes << " bytes";
+            if (bytes == whole) all = first;
+            if (bytes > whole) {
+                EXPECT_EQ(first == all, true) << "more than there is a use for";
+            }
+        }
+    }
+}
+
+// Without exponentials backward would need the weight for grad_weight: a wrong one shows that they are really what it reads.
+TEST_P(RetainedExponentials, Whole_BackwardComputesNoLogit) {
+    const auto k = kernel();
+    const Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 6});
+    KernelRun run(k, problem);
+    run.retain(RetainedPlace::own, k->retained_bytes(300));
+    run.forward();
+    run.backward();
+    const Bytes expected = gradients(run);
+    Buffer zeros(k->device_ref(), run.all_bytes().at("weight").size());
+    zeros.fill(std::byte{0});
+    run.backward({.grad_hidden = false});  // leaves what it accumulates into as it was before
+    BackwardArgs args = run.backward_args({.grad_hidden = false});
+    if (k->spec().grad_weight_mode == GradMode::accumulate) return;  // another call would add
+    args.weight.data = zeros.data();
+    k->backward(args, run.backward_workspace());
+    synchronize(k->device_ref());
+    EXPECT_EQ(run.all_bytes().at("grad_weight") == expected.at("grad_weight"), true);
+}
+
+TEST_P(RetainedExponentials, OneGradientAtATime_SameBitsAsTogether) {
+    const auto k = kernel();
+    for (const std::int64_t n : {60, 136, 300, 700}) {  // up to hidden_size tokens and beyond
+        const Problem problem = make_problem(k->spec(), {.num_tokens = n, .seed = 7});
+        for (const RetainedPlace place : {RetainedPlace::own, RetainedPlace::grad_weight}) {
+            const std::size_t bytes = k->retained_bytes(n, place);
+            if (bytes == 0) continue;
+            KernelRun together(k, problem);
+            together.retain(place, bytes);
+            together.forward();
+            together.backward();
+            const Bytes expected = gradients(together);
+            KernelRun apart(k, problem);
+            apart.retain(place, bytes);
+            apart.forward();
+            apart.backward({.grad_weight = false});
+            apart.backward({.grad_hidden = false});
+            EXPECT_EQ(gradients(apart) == expected, true) << n << " tokens";
+            EXPECT_EQ(apart.violations(), "");
+        }
+    }
+}
+
+TEST_P(RetainedExponentials, HundredTimes_SameBits) {
+    const auto k = kernel();
+    const Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 8});
+    const Problem other = make_problem(k->spec(), {.num_tokens = 700, .seed = 9});
+    KernelRun beside(k, other);
+    for (const RetainedPlace place : {RetainedPlace::own, RetainedPlace::grad_weight}) {
+        const std::size_t bytes = k->retained_bytes(300, place);
+        if (bytes == 0) continue;
+        KernelRun run(k, problem);
+        run.retain(place, bytes);
+        Bytes expected;
+        for (int i = 0; i < 100; ++i) {
+            beside.forward();
+            run.forward();
+            run.backward();
+            if (i == 0) expected = gradients(run);
+            ASSERT_EQ(gradients(run) == expected, true) << i;
+            run.retain(place, 0);
+            run.retain(place, bytes);
+        }
+    }
+}
+
+TEST_P(RetainedExponentials, OneHugeColumnLast_WithinBounds) {
+    const auto k = kernel();
+    for (const float factor : {2.F, 20.F, 300.F}) {
+        Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 10});
+        point_at(problem, kVocab - 1, 17, factor);
+        point_at(problem, kVocab - 2, 290, factor);
+        EXPECT_TRUE(run_and_judge(k, problem)) << factor;
+    }
+}
+
+TEST_P(RetainedExponentials, LogitsAllEqual_WithinBounds) {
+    const auto k = kernel();
+    // Every token's exponentials are then rounded alike, which the bounds of what is stored in fp32 do not foresee.
+    if (k->spec().grad_weight_dtype == DType::fp32) GTEST_SKIP() << "gradients in fp32";
+    Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 11});
+    // Rows of the weight differ only where hidden states are 0.
+    constexpr std::int64_t kZeros = kHidden / 2;
+    for (std::int64_t token = 0; token < 300; ++token) std::fill_n(problem.hidden.begin() + token * kHidden, kZeros, 0.F);
+    for (std::int64_t row = 1; row < kVocab; ++row) {
+        std::copy(problem.weight.begin() + kZeros, problem.weight.begin() + kHidden, problem.weight.begin() + row * kHidden + kZeros);
+    }
+    EXPECT_TRUE(run_and_judge(k, problem));
+}
+
+TEST_P(RetainedExponentials, OneTokenCertain_WithinBounds) {
+    const auto k = kernel();
+    Problem problem = make_problem(k->spec(), {.num_tokens = 300, .ignored = Ignored::none, .seed = 12});
+    for (const std::int64_t token : {0, 127, 128, 299}) point_at(problem, problem.target[static_cast<std::size_t>(token)], token, 30.F);
+    EXPECT_TRUE(run_and_judge(k, problem));
+}
+
+TEST_P(RetainedExponentials, IgnoredTokensWithEndlessLogits_ContributeNothing) {
+    const auto k = kernel();
+    Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 13});
+    for (std::int64_t token = 0; token < 300; ++token) {
+        if (problem.target[static_cast<std::size_t>(token)] != problem.options.ignore_index) continue;
+        for (std::int64_t h = 0; h < kHidden; ++h)
+            problem.hidden[static_cast<std::size_t>(token * kHidden + h)] = rounded(3e18F, DType::bf16);
+    }
+    EXPECT_TRUE(run_and_judge(k, problem));
+}
+
+TEST_P(RetainedExponentials, MemoryOfGradWeight_OnlyWhereItWillDo) {
+    const auto k = kernel();
+    const bool will_do = k->spec().grad_weight_mode == GradMode::write && k->spec().layout == WeightLayout::vocab_major;
+    EXPECT_EQ(k->retained_bytes(300, RetainedPlace::grad_weight) != 0, will_do);
+    EXPECT_EQ(k->retained_bytes(0, RetainedPlace::grad_weight), 0U);
+    EXPECT_GE(k->retained_bytes(300), static_cast<std::size_t>(2 * 300 * kVocab));
+    EXPECT_LE(k->retained_bytes(300), static_cast<std::size_t>(2 * 300 * (kVocab + 512) + 16 * 300 + 4096));
+}
+
+std::vector<OptionSet> options() {
+    std::vector<OptionSet> sets;
+    for (const OptionSet& set : all_options()) {
+        for (const char* name : {"plain", "logit_scale", "z_loss", "class_weight", "lse", "padded", "grad_fp32", "tied"}) {
+            if (std::string_view(set.name) == name) sets.push_back(set);
+        }
+    }
+    return sets;
+}
+
+std::string name_of(const testing::TestParamInfo<Parameters>& info) {
+    return std::string(to_string(std::get<0>(info.param))) + "_" + std::get<1>(info.param).name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Gpu, RetainedExponentials, testing::Combine(testing::ValuesIn(kLayouts), testing::ValuesIn(options())), name_of);
+
+}  // namespace
+}  // namespace flce::test
