@@ -19,6 +19,7 @@ struct BenchOptions {
     std::string spec;
     SessionFlags session;
     std::string plan;
+    std::string retain = "none";
     std::int64_t num_tokens = 1024;
     int rounds = 0;
     double seconds = 10;
@@ -114,7 +115,8 @@ public:
           kernel_(session_.get_kernel(spec_, {.plan = options.plan})),
           device_(kernel_->device_ref()),
           workspace_bytes_(kernel_->workspace_bytes(options.num_tokens)),
-          scratch_(device_, workspace_bytes_) {}
+          scratch_(device_, workspace_bytes_),
+          retained_(*kernel_, options.num_tokens, options.retain) {}
 
     int run() {
         make_sets();
@@ -161,19 +163,24 @@ private:
         }
     }
 
-    void forward(std::int64_t i) const {
+    /// `keep`: for a backward that follows.
+    void forward(std::int64_t i, bool keep) const {
         const BufferSet& set = sets_[static_cast<std::size_t>(i) % sets_.size()];
-        kernel_->forward(forward_args(set.inputs, set.outputs, {}), scratch_.workspace());
+        ForwardArgs args = forward_args(set.inputs, set.outputs, {});
+        if (keep) args.retained = retained_.of(set.outputs);
+        kernel_->forward(args, scratch_.workspace());
     }
     void backward(std::int64_t i) const {
         const BufferSet& set = sets_[static_cast<std::size_t>(i) % sets_.size()];
-        kernel_->backward(backward_args(set.inputs, set.outputs, {}), scratch_.workspace());
+        BackwardArgs args = backward_args(set.inputs, set.outputs, {});
+        args.retained = retained_.of(set.outputs);
+        kernel_->backward(args, scratch_.workspace());
     }
 
     void make_subjects() {
-        subjects_.push_back({"forward_ms", [this](std::int64_t i) { forward(i); }});
+        subjects_.push_back({"forward_ms", [this](std::int64_t i) { forward(i, false); }});
         subjects_.push_back({"forward_backward_ms", [this](std::int64_t i) {
-                                 forward(i);
+                                 forward(i, true);
                                  backward(i);
                              }});
         if (!floor_) return;
@@ -258,6 +265,7 @@ private:
         json["rounds"] = subjects_.front().samples_ms.size();
         json["buffer_sets"] = sets_.size();
         json["workspace_bytes"] = workspace_bytes_;
+        json["retained_bytes"] = retained_.own_bytes();
         json["logits_bytes"] = logits_bytes();
         print_json(json);
     }
@@ -293,6 +301,10 @@ private:
         fmt::print("\n  floor       {}{}\n", floor_ ? "the bare GEMMs by " : "none: ", floor_text());
         fmt::print("  workspace   {} (the logits alone: {})\n", human_bytes(static_cast<double>(workspace_bytes_)),
                    human_bytes(logits_bytes()));
+        if (retained_.bytes() > 0) {
+            fmt::print("  retained    {}{}\n", human_bytes(static_cast<double>(retained_.bytes())),
+                       retained_.own_bytes() == 0 ? " of grad_weight's memory" : "");
+        }
         fmt::print("  {} rounds, interleaved; {} set{} of buffers in turn\n", subjects_.front().samples_ms.size(), sets_.size(),
                    sets_.size() == 1 ? "" : "s");
     }
@@ -304,6 +316,7 @@ private:
     DeviceRef device_;
     std::size_t workspace_bytes_;
     Scratch scratch_;
+    RetainedMemory retained_;
     std::vector<BufferSet> sets_;
     std::optional<Floor> floor_;
     std::string floor_why_;
@@ -328,6 +341,7 @@ void add_bench(CLI::App& app, Action& action) {
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
     options->session.add_to(*command);
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
+    command->add_option("--retain", options->retain, RetainedMemory::kHelp)->capture_default_str();
     command->add_option("--rounds", options->rounds, "measured rounds (default: what --seconds allows, 5 to 50)")
         ->check(CLI::Range(1, 100000));
     command->add_option("--seconds", options->seconds, "time to spend measuring, about")

@@ -19,6 +19,7 @@ struct CheckOptions {
     std::string spec;
     SessionFlags session;
     std::string plan;
+    std::string retain = "none";
     std::int64_t num_tokens = 128;
     std::uint64_t seed = 1;
     std::string reduction = "mean";
@@ -103,8 +104,12 @@ public:
         const Scratch scratch(device, kernel_->workspace_bytes(options_.num_tokens));
         const CallOptions call{.reduction = reduction_};
         run_per_token(inputs, scratch);
-        kernel_->forward(forward_args(inputs, outputs_, call), scratch.workspace());
-        kernel_->backward(backward_args(inputs, outputs_, call), scratch.workspace());
+        const RetainedMemory retained(*kernel_, options_.num_tokens, options_.retain);
+        ForwardArgs forward = forward_args(inputs, outputs_, call);
+        BackwardArgs backward = backward_args(inputs, outputs_, call);
+        forward.retained = backward.retained = retained.of(outputs_);
+        kernel_->forward(forward, scratch.workspace());
+        kernel_->backward(backward, scratch.workspace());
         synchronize(device);
         stop_if_interrupted();
         compare();
@@ -364,6 +369,7 @@ void add_check(CLI::App& app, Action& action) {
     command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
     options->session.add_to(*command);
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
+    command->add_option("--retain", options->retain, RetainedMemory::kHelp)->capture_default_str();
     command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")
         ->capture_default_str()
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));

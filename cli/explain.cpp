@@ -1,7 +1,10 @@
 // flce explain: the plan for a spec on a device (here or not), why, and what it costs. Compiles nothing.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "cli/command.hpp"
+#include "cli/layer.hpp"
 
 namespace flce::cli {
 namespace {
@@ -11,50 +14,94 @@ struct ExplainOptions {
     std::string device;
     std::string workspace;
     std::string plan;
+    std::string retain = "none";
     std::int64_t num_tokens = 4096;
     bool json = false;
+};
+
+/// What forward leaves to backward, where the plan can.
+struct Kept {
+    double part = 0;         ///< of the vocabulary
+    std::int64_t bytes = 0;  ///< beside grad_weight's memory
 };
 
 /// A plan and what the cost model expects of it.
 struct Point {
     Plan plan;
-    std::int64_t workspace_bytes = 0;  ///< bound: scratch plus the fp32 accumulator of grad_hidden
+    std::int64_t workspace_bytes = 0;  ///< bound: scratch plus the fp32 accumulator of grad_hidden, plus what is kept
+    Kept kept;
     Cost forward;
     Cost backward;
+    [[nodiscard]] double seconds() const { return forward.seconds + backward.seconds; }
 };
 
-Point make_point(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens) {
+Point make_point(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, const Kept& kept = {}) {
     std::int64_t accumulator = 0;
     std::int64_t workspace = 0;
     if (__builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &accumulator) ||
-        __builtin_add_overflow(plan.scratch_bytes, accumulator, &workspace)) {
+        __builtin_add_overflow(plan.scratch_bytes, accumulator, &workspace) || __builtin_add_overflow(workspace, kept.bytes, &workspace)) {
         throw UsageError(fmt::format("--num-tokens: {} tokens overflow 64-bit sizes", num_tokens));
     }
-    return {plan, workspace, estimate_forward(spec, device, plan, num_tokens), estimate_backward(spec, device, plan, num_tokens)};
+    return {plan, workspace, kept, estimate_forward(spec, device, plan, num_tokens, kept.part),
+            estimate_backward(spec, device, plan, num_tokens, kept.part)};
 }
 
-/// The plan for every power of two of scratch from 1 MiB on, as far as more makes it faster.
+/// Bytes of the exponentials of `part` of the vocabulary.
+std::int64_t exponential_bytes(const Spec& spec, std::int64_t num_tokens, double part) {
+    return static_cast<std::int64_t>(part * static_cast<double>(num_tokens) * static_cast<double>(spec.vocab_size) *
+                                     static_cast<double>(element_bytes(spec.dtype)));
+}
+
+/// The part of the exponentials that fits in grad_weight's memory; 0 where they may not lie there.
+double lent_part(const Spec& spec, std::int64_t num_tokens) {
+    if (spec.grad_weight_mode != GradMode::write || spec.layout != WeightLayout::vocab_major || num_tokens == 0) return 0;
+    return std::min(1.0, static_cast<double>(spec.hidden_size) * static_cast<double>(element_bytes(spec.grad_weight_dtype)) /
+                             (static_cast<double>(num_tokens) * static_cast<double>(element_bytes(spec.dtype))));
+}
+
+/// The plan for every power of two of scratch from 1 MiB on, as far as more makes it faster; where it keeps exponentials, first nothing, then what
+/// grad_weight's memory holds, then eighths of them.
 std::vector<Point> make_curve(const Spec& spec, const Device& device, std::int64_t num_tokens) {
     std::vector<Point> curve;
     for (std::int64_t scratch = 1 << 20; scratch <= std::int64_t{4} << 30; scratch *= 2) {
         try {
             const Point point = make_point(spec, device, choose_plan(spec, device, {.scratch_bytes = scratch}), num_tokens);
-            const auto seconds = [](const Point& p) { return p.forward.seconds + p.backward.seconds; };
-            if (curve.empty() || seconds(point) < 0.999 * seconds(curve.back())) curve.push_back(point);
+            if (curve.empty() || point.seconds() < 0.999 * curve.back().seconds()) curve.push_back(point);
+            // Beyond the default, memory does more for exponentials.
+            if (scratch >= kDefaultScratchBytes && point.plan.strategy == Strategy::retain) break;
         } catch (const PlanError&) {
             continue;  // too little for any plan
         }
     }
+    if (curve.empty() || curve.back().plan.strategy != Strategy::retain) return curve;
+    const Plan plan = curve.back().plan;
+    const double lent = lent_part(spec, num_tokens);
+    if (lent > 0) curve.push_back(make_point(spec, device, plan, num_tokens, {lent, 0}));
+    for (int eighths = 1; eighths <= 8; ++eighths) {
+        const double part = eighths / 8.0;
+        curve.push_back(make_point(spec, device, plan, num_tokens, {part, exponential_bytes(spec, num_tokens, part)}));
+    }
     return curve;
+}
+
+/// --retain, as the other commands have it.
+Kept read_kept(const Spec& spec, const Plan& plan, std::int64_t num_tokens, const std::string& choice) {
+    if (choice == "none" || plan.strategy != Strategy::retain) return {};
+    if (choice == "grad_weight") return {lent_part(spec, num_tokens), 0};
+    const std::int64_t whole = exponential_bytes(spec, num_tokens, 1);
+    const std::int64_t bytes = choice == "all" ? whole : std::min(whole, parse_bytes("--retain", choice));
+    return {whole == 0 ? 0.0 : static_cast<double>(bytes) / static_cast<double>(whole), bytes};
 }
 
 Json to_json(const Point& point) {
     return {{"workspace_bytes", point.workspace_bytes},
             {"strategy", to_string(point.plan.strategy)},
+            {"retained_part", point.kept.part},
+            {"retained_bytes", point.kept.bytes},
             {"plan", point.plan.text()},
             {"flops", point.forward.flops + point.backward.flops},
             {"forward_ms", point.forward.seconds * 1e3},
-            {"forward_backward_ms", (point.forward.seconds + point.backward.seconds) * 1e3}};
+            {"forward_backward_ms", point.seconds() * 1e3}};
 }
 
 int explain(const ExplainOptions& options) {
@@ -69,7 +116,7 @@ int explain(const ExplainOptions& options) {
         plan = parse_plan(options.plan);
         if (const auto reason = illegal_reason(spec, device, plan)) throw PlanError(fmt::format("plan \"{}\": {}", options.plan, *reason));
     }
-    const Point point = make_point(spec, device, plan, options.num_tokens);
+    const Point point = make_point(spec, device, plan, options.num_tokens, read_kept(spec, plan, options.num_tokens, options.retain));
     const auto curve = make_curve(spec, device, options.num_tokens);
     const auto reasons = plan_reasons(spec, device, plan, request);
     if (options.json) {
@@ -88,13 +135,15 @@ int explain(const ExplainOptions& options) {
     fmt::print("workspace   at most {}\n", human_bytes(static_cast<double>(point.workspace_bytes)));
     fmt::print("operations  {:.3g}\n", point.forward.flops + point.backward.flops);
     fmt::print("expected    forward {}, forward + backward {}\n\nwhy\n", human_seconds(point.forward.seconds),
-               human_seconds(point.forward.seconds + point.backward.seconds));
+               human_seconds(point.seconds()));
     for (const std::string& reason : reasons) fmt::print("  {}\n", reason);
-    fmt::print("\nwhat more or less workspace would do\n  {:>12}  {:>10}  {:>18}  {}\n", "workspace", "strategy", "forward + backward",
-               "vocabulary chunk");
+    fmt::print("\nwhat more or less memory would do (*: this plan)\n    {:>12}  {:>10}  {:>8}  {:>18}  {}\n", "workspace", "strategy",
+               "kept", "forward + backward", "vocabulary chunk");
     for (const Point& p : curve) {
-        fmt::print("  {:>12}  {:>10}  {:>18}  {}\n", human_bytes(static_cast<double>(p.workspace_bytes)), to_string(p.plan.strategy),
-                   human_seconds(p.forward.seconds + p.backward.seconds), p.plan.vocab_chunk);
+        const bool here = p.plan == point.plan && p.kept.bytes == point.kept.bytes && p.kept.part == point.kept.part;
+        fmt::print("  {} {:>12}  {:>10}  {:>6.1f} %  {:>18}  {}{}\n", here ? '*' : ' ', human_bytes(static_cast<double>(p.workspace_bytes)),
+                   to_string(p.plan.strategy), 100 * p.kept.part, human_seconds(p.seconds()), p.plan.vocab_chunk,
+                   p.kept.part > 0 && p.kept.bytes == 0 ? "  in grad_weight's memory" : "");
     }
     return kDone;
 }
@@ -115,6 +164,7 @@ void add_explain(CLI::App& app, Action& action) {
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 60));
     command->add_option("--workspace", options->workspace, "most scratch bytes beyond the accumulator of grad_hidden, e.g. 64M");
     command->add_option("--plan", options->plan, "explain this plan instead of the planner's choice");
+    command->add_option("--retain", options->retain, RetainedMemory::kHelp)->capture_default_str();
     command->add_flag("--json", options->json, "one JSON object on stdout");
     command->callback([options, &action] { action = [options] { return explain(*options); }; });
 }

@@ -1,8 +1,12 @@
 #include "cli/layer.hpp"
 
+#include <fmt/format.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "cli/command.hpp"
 #include "cli/number_formats.hpp"
 #include "cli/parallel.hpp"
 
@@ -133,6 +137,27 @@ Workspace Scratch::workspace() const {
     const auto address = reinterpret_cast<std::uintptr_t>(buffer_.data());
     const std::uintptr_t aligned = (address + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
     return {static_cast<std::byte*>(buffer_.data()) + (aligned - address), bytes_};
+}
+
+RetainedMemory::RetainedMemory(const Kernel& kernel, std::int64_t num_tokens, const std::string& choice) {
+    if (choice.empty() || choice == "none") return;
+    if (choice == "grad_weight") {
+        bytes_ = kernel.retained_bytes(num_tokens, RetainedPlace::grad_weight);
+        if (bytes_ == 0 && num_tokens > 0) {
+            throw UsageError(
+                fmt::format("--retain grad_weight: {} cannot use that memory (it has to be written, not accumulated into, vocab_major)",
+                            kernel.plan().text()));
+        }
+        return;
+    }
+    const std::size_t most = kernel.retained_bytes(num_tokens);
+    bytes_ = choice == "all" ? most : std::min(most, static_cast<std::size_t>(parse_bytes("--retain", choice)));
+    if (bytes_ > 0) memory_.emplace(kernel.device_ref(), bytes_);
+}
+
+Retained RetainedMemory::of(const LayerOutputs& outputs) const {
+    if (bytes_ == 0) return {};
+    return {memory_ ? memory_->workspace().data : outputs.grad_weight.view.data, bytes_};
 }
 
 void fill_random(std::byte* to, DType dtype, std::size_t count, double deviation, std::uint64_t seed) {

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "flce/buffer.hpp"
@@ -65,6 +67,27 @@ public:
 private:
     Buffer buffer_;
     std::size_t bytes_;
+};
+
+/// Memory in which a command lets forward leave to backward what spares it computing logits again: its option --retain.
+class RetainedMemory {
+public:
+    static constexpr const char* kHelp =
+        "memory that forward may leave to backward, sparing it logits: none, all (as much as there is a use for), a number of bytes "
+        "(256M), or "
+        "grad_weight (that gradient's own memory, before it is written)";
+
+    /// Throws UsageError where `choice` is none of these, or the kernel cannot use grad_weight's memory.
+    RetainedMemory(const Kernel& kernel, std::int64_t num_tokens, const std::string& choice);
+    /// For both passes over `outputs`.
+    [[nodiscard]] Retained of(const LayerOutputs& outputs) const;
+    /// Beside the gradients.
+    [[nodiscard]] std::size_t own_bytes() const { return memory_ ? bytes_ : 0; }
+    [[nodiscard]] std::size_t bytes() const { return bytes_; }
+
+private:
+    std::size_t bytes_ = 0;
+    std::optional<Scratch> memory_;  ///< none: grad_weight's
 };
 
 /// Standard deviation of random logits, before a softcap.
