@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import inspect
 import json
 import os
 import re
@@ -35,6 +36,8 @@ import flce
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
+# Before torch 2.7 schedules do not scale gradients.
+UNSCALED: dict[str, Any] = {"scale_grads": False} if "scale_grads" in inspect.signature(Schedule1F1B.__init__).parameters else {}
 
 
 @dataclass
@@ -179,7 +182,7 @@ def stage_main(rank: int, store: str, fused: bool, config: Config, results: Any)
         # flce by name: "auto" takes it only where there is a GPU.
         loss_fn = flce.PipelineFusedLoss(module.head, impl="flce", workspace_limit_bytes=4 * MIB) if fused else MaterialisedLoss(module.head)
     stage = PipelineStage(module, rank, 2, device)
-    schedule = Schedule1F1B(stage, config.microbatches, loss_fn=loss_fn or (lambda *_: None), scale_grads=False)
+    schedule = Schedule1F1B(stage, config.microbatches, loss_fn=loss_fn or (lambda *_: None), **UNSCALED)
     optimizer = torch.optim.AdamW(module.parameters(), lr=config.learning_rate)
     batch = batches(config)
     history: list[float] = []

@@ -56,7 +56,9 @@ def run(kind: str, impl: str) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    cases = [(kind, impl) for kind in ("ddp", "fsdp", "fsdp bf16") for impl in ("flce", "pytorch")]
+    # torch 2.6 has FSDP2 on GPUs only.
+    kinds = ("ddp", "fsdp", "fsdp bf16") if hasattr(torch.cpu.Stream(), "record_event") else ("ddp",)
+    cases = [(kind, impl) for kind in kinds for impl in ("flce", "pytorch")]
     for case in cases:
         run(*case)
     dist.barrier()

@@ -6,6 +6,7 @@ Each rank builds the whole model from one seed and keeps its own stage's copy, s
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,6 +21,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import flce
 
 D, V, S, ROWS = 16, 43, 10, 8
+# Before torch 2.7 schedules do not scale gradients.
+UNSCALED: dict[str, Any] = {"scale_grads": False} if "scale_grads" in inspect.signature(ScheduleGPipe.__init__).parameters else {}
 
 
 class Layer(nn.Module):
@@ -96,7 +99,7 @@ def run(schedule_type: Any, microbatches: int, tied: bool, options: dict[str, An
     loss_fn: Any = flce.PipelineFusedLoss(module.head, impl="flce", **options) if last else lambda *_: None
     keys = list(module.state_dict())
     stage = PipelineStage(module, rank, world, torch.device("cpu"))
-    schedule = schedule_type(stage, microbatches, loss_fn=loss_fn, scale_grads=False)
+    schedule = schedule_type(stage, microbatches, loss_fn=loss_fn, **UNSCALED)
     losses: list[Tensor] = []
     if last:
         loss_fn.normalize_by(labels)
