@@ -41,8 +41,9 @@ demo-pipeline: setup-python ## train two pipeline stages on real text, the last 
 	cmake --build --preset $(PRESET) -j $(JOBS) --target flce
 	@tools/python.sh examples/pipeline_last_stage.py
 
-test: setup-python test-release test-install test-sanitize ## every test: release build, an installed tree, the Python package, sanitizers
-	@tools/test_summary.sh build build-sanitize
+# Sanitizers take as long again as everything else: CI runs them, and whoever asks for them.
+test: setup-python test-release test-install $(if $(CI),test-sanitize) ## every test: release build, an installed tree, the Python package; where CI is set, sanitizers
+	@tools/test_summary.sh build $(if $(CI),build-sanitize)
 
 test-release: build
 	@cd build && $(CTEST) 2>&1 | tee ctest.log
