@@ -84,11 +84,21 @@ std::vector<Point> make_curve(const Spec& spec, const Device& device, std::int64
     return curve;
 }
 
-/// --retain, as the other commands have it.
+/// --retain, as the other commands have it. Throws UsageError where it is none of the choices, or that memory will not do.
 Kept read_kept(const Spec& spec, const Plan& plan, std::int64_t num_tokens, const std::string& choice) {
-    if (choice == "none" || plan.strategy != Strategy::retain) return {};
-    if (choice == "grad_weight") return {lent_part(spec, num_tokens), 0};
-    const std::int64_t whole = exponential_bytes(spec, num_tokens, 1);
+    if (choice == "none") return {};
+    const bool retains = plan.strategy == Strategy::retain;
+    if (choice == "grad_weight") {
+        const double part = retains ? lent_part(spec, num_tokens) : 0;
+        if (part == 0 && num_tokens > 0) {
+            throw UsageError(
+                fmt::format("--retain grad_weight: {} cannot use that memory (the plan has to retain, the gradient to be written, not "
+                            "accumulated into, vocab_major)",
+                            plan.text()));
+        }
+        return {part, 0};
+    }
+    const std::int64_t whole = retains ? exponential_bytes(spec, num_tokens, 1) : 0;
     const std::int64_t bytes = choice == "all" ? whole : std::min(whole, parse_bytes("--retain", choice));
     return {whole == 0 ? 0.0 : static_cast<double>(bytes) / static_cast<double>(whole), bytes};
 }

@@ -104,6 +104,34 @@ TEST(FlceExplain_AnyDevice, HasEveryKey) {
     EXPECT_THAT(run_flce({"explain", "--spec", kSmall, "--device", "h100"}).out, AllOf(HasSubstr("why"), HasSubstr("recompute")));
 }
 
+TEST(FlceExplain_Retain, MoreIsFasterAndCostsWhatItSays) {
+    const auto at = [](const std::string& spec, const char* retain) {
+        return expect_json({"explain", "--spec", spec, "--device", "sm_90a", "--retain", retain, "--json"});
+    };
+    const std::string spec = "D=2048,V=151936,dtype=bf16";
+    const auto none = at(spec, "none"), lent = at(spec, "grad_weight"), all = at(spec, "all");
+    EXPECT_EQ(none["strategy"], "retain");
+    EXPECT_LT(all["forward_backward_ms"].get<double>(), lent["forward_backward_ms"].get<double>());
+    EXPECT_LT(lent["forward_backward_ms"].get<double>(), none["forward_backward_ms"].get<double>());
+    EXPECT_EQ(lent["workspace_bytes"], none["workspace_bytes"]);
+    EXPECT_EQ(lent["retained_part"], 0.5) << "4096 tokens, 2048 wide";
+    EXPECT_EQ(all["workspace_bytes"].get<std::int64_t>() - none["workspace_bytes"].get<std::int64_t>(), std::int64_t{2} * 4096 * 151936);
+    double last = 1e9;
+    for (const auto& point : all["curve"]) {
+        if (point["retained_bytes"].get<std::int64_t>() == 0) continue;
+        EXPECT_LT(point["forward_backward_ms"].get<double>(), last);
+        last = point["forward_backward_ms"].get<double>();
+    }
+    EXPECT_DOUBLE_EQ(last, all["forward_backward_ms"].get<double>()) << "the curve ends with everything";
+    EXPECT_EQ(at(spec + ",softcap=30", "all")["retained_bytes"], 0) << "recomputes";
+    for (const char* other : {",softcap=30", ",grad_weight_mode=accumulate", ",layout=hidden_major"}) {
+        expect_refused({"explain", "--spec", spec + other, "--device", "sm_90a", "--retain", "grad_weight"}, 2, "grad_weight");
+    }
+    for (const char* command : {"explain", "bench", "check"}) {
+        expect_refused({command, "--spec", kSmall, "--device", "cpu", "--retain", "lots"}, 2, "--retain");
+    }
+}
+
 TEST(FlceExplain_ItsOwnPlan, CanBeReplayed) {
     const auto json = expect_json({"explain", "--spec", kSmall, "--device", "cpu", "--json"});
     const std::string plan = json["plan"];
