@@ -127,8 +127,12 @@ Spec spec_of(const char* text) {
 
 KernelOptions options_of(const flce_kernel_options* given) {
     if (given == nullptr) return {};
-    const flce_kernel_options options = versioned(given, "options");
-    return {.plan = text_or_empty(options.plan), .scratch_bytes = options.scratch_bytes};
+    const flce_kernel_options options =
+        versioned<flce_kernel_options, offsetof(flce_kernel_options, workspace_limit_bytes)>(given, "options");
+    return {.plan = text_or_empty(options.plan),
+            .scratch_bytes = options.scratch_bytes,
+            .workspace_limit_bytes = options.workspace_limit_bytes,
+            .num_tokens = options.num_tokens};
 }
 
 ScalarType scalar_type_of(std::int32_t dtype, const char* name) {
@@ -253,12 +257,14 @@ flce_status flce_session_create(const flce_session_options* options, flce_sessio
         *not_null(session, "session") = nullptr;
         SessionOptions wanted;
         if (options != nullptr) {
-            const flce_session_options given = versioned(options, "options");
+            const flce_session_options given =
+                versioned<flce_session_options, offsetof(flce_session_options, workspace_limit_bytes)>(options, "options");
             wanted.device = text_or_empty(given.device);
             wanted.cache_dir = text_or_empty(given.cache_dir);
             wanted.disk_cache = given.no_disk_cache == 0;
             if (given.scratch_bytes != 0) wanted.scratch_bytes = given.scratch_bytes;
             wanted.threads = given.threads;
+            wanted.workspace_limit_bytes = given.workspace_limit_bytes;
         }
         *session = new flce_session{std::make_shared<Session>(std::move(wanted))};
     });

@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <future>
 #include <mutex>
 #include <shared_mutex>
@@ -76,6 +78,29 @@ PlanChoice plan_for(const Spec& spec, const Device& device, const std::string& t
     return choice;
 }
 
+constexpr std::int64_t kMostUsefulScratch = 256LL << 20;  // chunks that are wider gain nothing
+
+/// The largest of 1, 1½, 2, 3, 4, 6, … that is no more than `bytes`, which is positive: limits that differ a little share kernels.
+std::int64_t round_down_to_step(std::int64_t bytes) {
+    const auto power = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(bytes)));
+    return bytes - power >= power / 2 ? power + power / 2 : power;
+}
+
+/// What a limit on everything beyond inputs and gradients leaves for scratch: backward's sum of grad_hidden in 16-bit dtypes takes 4·N·D of it.
+std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64_t num_tokens) {
+    if (limit_bytes < 0) throw PlanError(fmt::format("workspace_limit_bytes is {}; it must be positive, or 0 for none", limit_bytes));
+    if (num_tokens < 0) throw ArgumentError(fmt::format("num_tokens is {}; it must be 0 or more", num_tokens));
+    std::int64_t sum = 0;
+    if (spec.dtype != DType::fp32 && __builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &sum)) {
+        throw ArgumentError(fmt::format("num_tokens is {}; {} of them overflow 64-bit sizes", num_tokens, spec.hidden_size));
+    }
+    if (limit_bytes <= sum) {
+        throw PlanError(fmt::format("workspace_limit_bytes is {}; {} tokens take {} bytes for the sum of grad_hidden alone, and scratch",
+                                    limit_bytes, num_tokens, sum));
+    }
+    return limit_bytes - sum;
+}
+
 std::filesystem::path cache_directory(const SessionOptions& options, const Environment& environment) {
     if (!options.disk_cache || environment.no_disk_cache) return {};
     const std::filesystem::path& directory = options.cache_dir.empty() ? environment.cache_dir : options.cache_dir;
@@ -93,6 +118,9 @@ struct Session::State {
           cache({.directory = cache_directory(options, environment)}) {
         if (options.scratch_bytes <= 0) {
             throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", options.scratch_bytes));
+        }
+        if (options.workspace_limit_bytes < 0) {
+            throw PlanError(fmt::format("workspace_limit_bytes is {}; it must be positive, or 0 for none", options.workspace_limit_bytes));
         }
         if (options.threads < 0) throw ArgumentError(fmt::format("threads is {}; allowed are 0 (every core) and more", options.threads));
         if (options.threads == 0) options.threads = environment.num_threads;
@@ -113,6 +141,25 @@ struct Session::State {
     std::atomic<std::int64_t> prewarm_compiled{0};
     std::atomic<std::int64_t> prewarm_faults{0};
 
+    [[nodiscard]] std::int64_t limit_of(const KernelOptions& given) const {
+        return given.workspace_limit_bytes == 0 ? options.workspace_limit_bytes : given.workspace_limit_bytes;
+    }
+
+    /// Scratch of a call's kernel, within its limit.
+    [[nodiscard]] std::int64_t scratch_of(const Spec& spec, const KernelOptions& given) const {
+        const std::int64_t scratch = given.scratch_bytes == 0 ? options.scratch_bytes : given.scratch_bytes;
+        if (limit_of(given) == 0 || !given.plan.empty()) return scratch;
+        const std::int64_t room = scratch_room(spec, limit_of(given), given.num_tokens);
+        return room >= scratch ? scratch : round_down_to_step(room);
+    }
+
+    /// The same for a kernel that can use what the limit leaves for scratch alone.
+    [[nodiscard]] std::int64_t wide_scratch_of(const Spec& spec, const KernelOptions& given) const {
+        const std::int64_t scratch = scratch_of(spec, given);
+        if (limit_of(given) == 0 || !given.plan.empty() || given.scratch_bytes != 0) return scratch;
+        return std::max(scratch, std::min(round_down_to_step(scratch_room(spec, limit_of(given), given.num_tokens)), kMostUsefulScratch));
+    }
+
     KernelPointer find(const RequestView& request) {
         const std::shared_lock lock(mutex);
         const auto found = kernels.find(request);
@@ -130,6 +177,18 @@ struct Session::State {
         const BuildRequest wanted = build_request(request, local.device, local.ref);
         const Backends::Make& make = local.device.kind == DeviceKind::cuda ? backends.make_cuda : backends.make_cpu;
         return make(wanted, cache);
+    }
+
+    KernelPointer get(const Spec& spec, const std::string& plan, std::int64_t scratch_bytes) {
+        if (auto kernel = find({spec, plan, scratch_bytes})) return kernel;
+        Request request{spec.normalized(), plan, scratch_bytes};
+        auto kernel = get_or_build(request);
+        if (!(request.spec == spec)) {
+            request.spec = spec;
+            const std::unique_lock lock(mutex);
+            kernels.emplace(std::move(request), kernel);
+        }
+        return kernel;
     }
 
     // One build for all who ask while it runs. `request` is normalized.
@@ -184,22 +243,16 @@ DeviceRef SessionAccess::device_ref(const Session& session) { return session.sta
 
 std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const KernelOptions& options) {
     State& state = *state_;
-    const std::int64_t scratch_bytes = options.scratch_bytes == 0 ? state.options.scratch_bytes : options.scratch_bytes;
-    if (auto kernel = state.find({spec, options.plan, scratch_bytes})) return kernel;
-    Request request{spec.normalized(), options.plan, scratch_bytes};
-    auto kernel = state.get_or_build(request);
-    if (!(request.spec == spec)) {
-        request.spec = spec;
-        const std::unique_lock lock(state.mutex);
-        state.kernels.emplace(std::move(request), kernel);
-    }
-    return kernel;
+    auto kernel = state.get(spec, options.plan, state.scratch_of(spec, options));
+    const std::int64_t wide = state.wide_scratch_of(spec, options);
+    if (wide <= kernel->plan().scratch_bytes || kernel->retained_bytes(std::max<std::int64_t>(options.num_tokens, 1)) > 0) return kernel;
+    return state.get(spec, options.plan, wide);
 }
 
 PrewarmResult Session::prewarm(const Spec& spec, const Device& device, const KernelOptions& options) {
     State& state = *state_;
-    const std::int64_t scratch_bytes = options.scratch_bytes == 0 ? state.options.scratch_bytes : options.scratch_bytes;
-    const BuildRequest wanted = state.build_request({spec.normalized(), options.plan, scratch_bytes}, device, {device.kind, 0});
+    const BuildRequest wanted =
+        state.build_request({spec.normalized(), options.plan, state.scratch_of(spec, options)}, device, {device.kind, 0});
     // A cache of its own over the same directory, so that the counts are this call's alone.
     ArtifactCache cache({.directory = state.cache.directory()});
     const auto count = [&] {

@@ -53,6 +53,40 @@ TEST_F(SessionTest, OtherSpecPlanOrScratch_OtherKernel) {
     EXPECT_EQ(session.get_kernel(small_spec(), {.scratch_bytes = kDefaultScratchBytes}), base);
 }
 
+TEST_F(SessionTest, Limit_ScratchKeepsToItInSteps) {
+    Session session = this->session();
+    const Spec spec = parse_spec("D=64,V=5000");
+    const auto scratch = [&](std::int64_t limit, std::int64_t num_tokens, std::int64_t given = 0) {
+        return session.get_kernel(spec, {.scratch_bytes = given, .workspace_limit_bytes = limit, .num_tokens = num_tokens})
+            ->plan()
+            .scratch_bytes;
+    };
+    constexpr std::int64_t kSum = 4 * 1000 * 64;  // grad_hidden's, in fp32
+    EXPECT_EQ(scratch(kSum + kDefaultScratchBytes, 1000), kDefaultScratchBytes);
+    EXPECT_EQ(scratch(kSum + kDefaultScratchBytes - 1, 1000), 48 << 20);
+    EXPECT_EQ(scratch(kSum + (33 << 20), 1000), 32 << 20);
+    EXPECT_EQ(scratch(33 << 20, 0), 32 << 20);
+    EXPECT_EQ(scratch(kSum + (33 << 20), 1000, 8 << 20), 8 << 20);
+    // These kernels retain nothing, so that more memory is of use to scratch alone.
+    EXPECT_EQ(scratch(kSum + (129 << 20), 1000), 128 << 20);
+    EXPECT_EQ(scratch(std::int64_t{1} << 40, 1000), 256 << 20);
+    EXPECT_EQ(session.get_kernel(spec, {.workspace_limit_bytes = kSum + (33 << 20), .num_tokens = 1000}),
+              session.get_kernel(spec, {.workspace_limit_bytes = kSum + (34 << 20), .num_tokens = 1000}));
+    EXPECT_THAT([&] { scratch(kSum, 1000); },
+                ThrowsMessage<PlanError>(HasSubstr("workspace_limit_bytes is 256000; 1000 tokens take 256000 bytes for the sum")));
+    EXPECT_THROW(scratch(-1, 0), PlanError);
+    EXPECT_THROW(scratch(1 << 20, -1), ArgumentError);
+    EXPECT_THROW(scratch(1 << 20, std::int64_t{1} << 62), ArgumentError);
+}
+
+TEST_F(SessionTest, LimitOfTheSession_HoldsForCallsWithoutOne) {
+    Session session = this->session({.workspace_limit_bytes = 33 << 20});
+    const Spec fp32 = parse_spec("D=64,V=5000,dtype=fp32");  // has no sum beside grad_hidden itself
+    EXPECT_EQ(session.get_kernel(fp32, {.num_tokens = 1 << 20})->plan().scratch_bytes, 32 << 20);
+    EXPECT_EQ(session.get_kernel(fp32, {.workspace_limit_bytes = 17 << 20})->plan().scratch_bytes, 16 << 20);
+    EXPECT_THROW(this->session({.workspace_limit_bytes = -1}), PlanError);
+}
+
 TEST_F(SessionTest, SixteenThreads_OneBuild) {
     machine_.build_ms = 50;
     Session session = this->session();

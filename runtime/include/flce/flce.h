@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; what is there keeps its meaning. */
-#define FLCE_ABI_VERSION 2
+#define FLCE_ABI_VERSION 3
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -93,13 +93,14 @@ typedef struct flce_session flce_session;
 /* All zero but struct_size: every default. Strings are copied. */
 typedef struct flce_session_options {
     size_t struct_size;
-    const char* device;    /* "cpu", "cuda", "cuda:1", …; NULL or "": FLCE_DEVICE, else the first CUDA device, else the CPU */
-    const char* cache_dir; /* NULL or "": FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce */
-    int64_t scratch_bytes; /* workspace beyond 4·N·D bytes that plans may use; 0: 64 MiB */
-    int32_t threads;       /* of CPU kernels; 0: FLCE_NUM_THREADS, else every core */
-    int32_t no_disk_cache; /* not 0: nothing is kept on disk */
+    const char* device;            /* "cpu", "cuda", "cuda:1", …; NULL or "": FLCE_DEVICE, else the first CUDA device, else the CPU */
+    const char* cache_dir;         /* NULL or "": FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce */
+    int64_t scratch_bytes;         /* workspace beyond 4·N·D bytes that plans may use; 0: 64 MiB */
+    int32_t threads;               /* of CPU kernels; 0: FLCE_NUM_THREADS, else every core */
+    int32_t no_disk_cache;         /* not 0: nothing is kept on disk */
+    int64_t workspace_limit_bytes; /* of calls that give none of their own, see flce_kernel_options; 0: none */
 } flce_session_options;
-#define FLCE_SESSION_OPTIONS_INIT {sizeof(flce_session_options), NULL, NULL, 0, 0, 0}
+#define FLCE_SESSION_OPTIONS_INIT {sizeof(flce_session_options), NULL, NULL, 0, 0, 0, 0}
 
 /* `options` may be NULL. */
 FLCE_API flce_status flce_session_create(const flce_session_options* options, flce_session** session);
@@ -141,8 +142,12 @@ typedef struct flce_kernel_options {
     size_t struct_size;
     const char* plan;      /* canonical plan text instead of the planner's choice; NULL or "": the planner's */
     int64_t scratch_bytes; /* instead of the session's; 0: the session's */
+    /* Most bytes beyond inputs and gradients that a call over num_tokens tokens may take, workspace and `retained` together; 0: the session's
+     * limit. The kernel's workspace keeps to it; what it leaves is the most that `retained` in memory of its own may have. */
+    int64_t workspace_limit_bytes;
+    int64_t num_tokens; /* that the limit is for; 0: it is for what does not grow with tokens */
 } flce_kernel_options;
-#define FLCE_KERNEL_OPTIONS_INIT {sizeof(flce_kernel_options), NULL, 0}
+#define FLCE_KERNEL_OPTIONS_INIT {sizeof(flce_kernel_options), NULL, 0, 0, 0}
 
 /* From memory, from disk, or compiled: once, whatever the number of concurrent callers; a failure is not remembered. `options` may be NULL.
  * *kernel is a new reference, or NULL on failure. */

@@ -167,11 +167,17 @@ struct SessionOptions {
     bool disk_cache = true;
     std::int64_t scratch_bytes = kDefaultScratchBytes;  ///< workspace beyond 4·N·D that plans may use
     int threads = 0;                                    ///< CPU backend: 0 means FLCE_NUM_THREADS, else every core
+    std::int64_t workspace_limit_bytes = 0;             ///< of calls that give none of their own; see KernelOptions. 0: none
 };
 
 struct KernelOptions {
     std::string plan;                ///< canonical plan text to use instead of the planner's choice; empty: the planner's
     std::int64_t scratch_bytes = 0;  ///< for the planner, instead of the session's; 0: the session's
+    /// Most bytes beyond inputs and gradients that a call over num_tokens tokens may take, workspace and Retained together; 0: the session's limit.
+    /// The kernel's workspace keeps to it (scratch gets smaller, in steps, so that different limits share kernels); what it leaves is the most that
+    /// Retained of its own memory may have. A kernel that retains nothing gets more scratch than the default instead, where that is of use.
+    std::int64_t workspace_limit_bytes = 0;
+    std::int64_t num_tokens = 0;  ///< that the limit is for; 0: it is for what does not grow with tokens
 };
 
 /// One kernel set compiled for a device that need not be here.
