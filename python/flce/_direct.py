@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce import _kernels, _native, _op
-from flce._kernels import Frame, Inputs
+from flce import _frame, _kernels, _native, _op, _retain
+from flce._frame import Frame, Inputs
 
 try:
     # One question in place of twenty: types, dispatch keys (device type, negation, inference), dtypes, device indices, sizes, strides, requires_grad.
@@ -26,7 +26,7 @@ except (ImportError, AttributeError):
 
 _HIDDEN, _WEIGHT, _TARGET, _LSE, _LOSS = (Frame.WORD[name] for name in ("hidden", "weight", "target", "lse", "loss"))
 _GRAD_HIDDEN, _GRAD_WEIGHT = Frame.WORD["grad_hidden"], Frame.WORD["grad_weight"]
-_MISALIGNED = _kernels.ROW_ALIGNMENT - 1
+_MISALIGNED = _frame.ROW_ALIGNMENT - 1
 _STRIDED = torch.strided
 _NO_GRADIENTS = (None, None, None, None)
 
@@ -55,13 +55,14 @@ class DirectCall:
         "num_tokens",
         "requires_grad",
         "rest",
+        "retain",
         "target_dtype",
         "value_form",
         "weight_shape",
         "weight_stride",
     )
 
-    def __init__(self, kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor, rest: tuple[str, int, int, int]) -> None:
+    def __init__(self, kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor, rest: tuple[str, int, int, int, int]) -> None:
         self.kernel = kernel
         self.guard: Callable[..., bool] = _TensorGuards(hidden, weight, target, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self.requires_grad = hidden.requires_grad or weight.requires_grad
@@ -69,6 +70,8 @@ class DirectCall:
         self.hidden_shape, self.weight_shape, self.weight_stride = hidden.shape, weight.shape, weight.stride()
         self.rest = rest  # the fields of Inputs that are no tensors
         self.num_tokens = target.numel()
+        # Where logits may be retained, host time is small beside the kernels': such calls go the general way from here.
+        self.retain = _retain.wanted(rest[4], weight=weight.requires_grad) if self.requires_grad and kernel.sizes(self.num_tokens).most else 0
         self.asks_engine = self.num_tokens * weight.numel() >= _op.SMALL
         # The loss is make_value(value_form).
         self.make_value: Callable[..., Tensor] = _empty_like
@@ -88,7 +91,7 @@ class DirectCall:
             and hidden.dtype is weight.dtype
             and weight.shape == (key.vocab_size, key.hidden_size)
             and hidden.shape == (*target.shape, key.hidden_size)
-            and (_kernels.is_hidden_major(weight) if key.hidden_major else weight.is_contiguous())
+            and (_frame.is_hidden_major(weight) if key.hidden_major else weight.is_contiguous())
             and hidden.is_contiguous()
             and target.is_contiguous()
         )
@@ -147,7 +150,7 @@ class DirectCall:
         return frame.words, frame.backward_address, frame.backward_bytes, frame
 
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Addresses]:
-        """(loss, lse, where hidden, weight, target and lse lie)."""
+        """(loss, lse, where hidden, weight, target and lse lie). Leaves nothing to backward."""
         kernel, frames = self.kernel, self.forward_frames
         try:
             frame = frames.pop()
@@ -162,6 +165,11 @@ class DirectCall:
         kernel.run(kernel.forward_function, args, size)
         frames.append(frame)
         return values, saved, addresses
+
+    def forward_retaining(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, None]:
+        """The same for a loss whose gradients will be asked for, by the general way."""
+        values, saved = self.kernel.forward(self.inputs(hidden, weight, target)._replace(retain=self.retain))
+        return values.view(target.shape) if values.dim() else values, saved, None
 
     def backward(
         self, addresses: Addresses, grad_values: Tensor, hidden: Tensor, weight: Tensor, wanted: int
@@ -195,7 +203,7 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, call: DirectCall) -> Tensor:
-        values, saved, addresses = call.forward(hidden, weight, target)
+        values, saved, addresses = call.forward_retaining(hidden, weight, target) if call.retain else call.forward(hidden, weight, target)
         ctx.call = call, addresses
         ctx.save_for_backward(saved, hidden, weight, target)
         return values
@@ -206,7 +214,7 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
         saved, hidden, weight, target = ctx.saved_tensors
         call: DirectCall
         call, addresses = ctx.call
-        if not call.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
+        if addresses is None or not call.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
             return _backward_of_any_form(ctx, grad_values, saved, hidden, weight, target)
         wants = _op.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad
         wanted = wants[0] + 2 * wants[1]

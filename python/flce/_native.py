@@ -12,13 +12,14 @@ from typing import Any
 
 from flce import errors
 
-ABI_VERSION = 1
+ABI_VERSION = 3
 
 CPU, CUDA = 1, 2
 INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140
 FP16, FP32, BF16 = 0x0210, 0x0220, 0x0410
 REDUCTION_NONE, REDUCTION_SUM, REDUCTION_MEAN = 0, 1, 2
 FORWARD, BACKWARD = 0, 1
+RETAINED_OWN, RETAINED_GRAD_WEIGHT = 0, 1
 TEXT_SPEC, TEXT_PLAN, TEXT_PLAN_JSON, TEXT_EXPLAIN, TEXT_EXPLAIN_JSON = 0, 2, 3, 5, 6
 NO_INVALID_LABEL = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -52,6 +53,8 @@ _COMMON_ARGS: tuple[tuple[str, Any], ...] = (
     ("num_valid", c_void_p),
 )
 
+_RETAINED_ARGS = (("retained", c_void_p), ("retained_bytes", c_size_t))
+
 
 class ForwardArgs(Structure):
     """flce_forward_args"""
@@ -64,6 +67,7 @@ class ForwardArgs(Structure):
         ("logprob", c_void_p),
         ("entropy", c_void_p),
         ("invalid_label", c_void_p),
+        *_RETAINED_ARGS,
     )
 
 
@@ -81,6 +85,7 @@ class BackwardArgs(Structure):
         ("grad_hidden", c_void_p),
         ("grad_weight", c_void_p),
         ("grad_bias", c_void_p),
+        *_RETAINED_ARGS,
     )
 
 
@@ -94,13 +99,20 @@ class SessionOptions(Structure):
         ("scratch_bytes", c_int64),
         ("threads", c_int32),
         ("no_disk_cache", c_int32),
+        ("workspace_limit_bytes", c_int64),
     )
 
 
 class KernelOptions(Structure):
     """flce_kernel_options"""
 
-    _fields_ = (("struct_size", c_size_t), ("plan", c_char_p), ("scratch_bytes", c_int64))
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("plan", c_char_p),
+        ("scratch_bytes", c_int64),
+        ("workspace_limit_bytes", c_int64),
+        ("num_tokens", c_int64),
+    )
 
 
 class Statistics(Structure):
@@ -136,6 +148,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_get_kernel": (c_int32, (c_void_p, c_char_p, POINTER(KernelOptions), POINTER(c_void_p))),
     "flce_spec_text": (c_int32, (c_char_p, c_char_p, c_size_t, POINTER(c_size_t))),
     "flce_kernel_workspace_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
+    "flce_kernel_retained_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
+    "flce_kernel_release": (None, (c_void_p,)),
     "flce_kernel_text": (c_int32, (c_void_p, c_int32, c_char_p, c_size_t, POINTER(c_size_t))),
     "flce_kernel_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
     "flce_kernel_backward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
@@ -224,8 +238,8 @@ def create_session(device: str, threads: int) -> c_void_p:
     return handle
 
 
-def get_kernel(session: c_void_p, spec: str, plan: str, scratch_bytes: int) -> c_void_p:
-    options = KernelOptions(struct_size=ctypes.sizeof(KernelOptions), plan=plan.encode() or None, scratch_bytes=scratch_bytes)
+def get_kernel(session: c_void_p, spec: str, workspace_limit_bytes: int, num_tokens: int) -> c_void_p:
+    options = KernelOptions(struct_size=ctypes.sizeof(KernelOptions), workspace_limit_bytes=workspace_limit_bytes, num_tokens=num_tokens)
     handle = c_void_p()
     check(library().flce_get_kernel(session, spec.encode(), byref(options), byref(handle)))
     return handle
@@ -234,4 +248,10 @@ def get_kernel(session: c_void_p, spec: str, plan: str, scratch_bytes: int) -> c
 def workspace_bytes(kernel: c_void_p, num_tokens: int, backward: bool) -> int:
     result = c_size_t()
     check(library().flce_kernel_workspace_bytes(kernel, num_tokens, BACKWARD if backward else FORWARD, byref(result)))
+    return result.value
+
+
+def retained_bytes(kernel: c_void_p, num_tokens: int, place: int) -> int:
+    result = c_size_t()
+    check(library().flce_kernel_retained_bytes(kernel, num_tokens, place, byref(result)))
     return result.value

@@ -1,6 +1,6 @@
 """The operators flce::linear_cross_entropy and flce::linear_cross_entropy_backward, and the autograd node that both eager code and compilers record.
 
-Operators take the fields of `_kernels.Inputs`; `functional` brings arguments into that form. No copy is made where hidden is contiguous and weight or
+Operators take the fields of `_frame.Inputs`; `functional` brings arguments into that form. No copy is made where hidden is contiguous and weight or
 its transpose is.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _kernels, _native, errors
-from flce._kernels import Inputs
+from flce import _frame, _kernels, _native, _retain, errors
+from flce._frame import Inputs
 
 NO_GRADIENTS = (None, None, None)
 
@@ -29,26 +29,28 @@ def run_backward(
     """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here."""
     hidden, weight, bias = given.hidden, given.weight, given.bias
     want_hidden, want_weight, want_bias = wanted
-    wide = kernel.key.grad_weight_dtype
-    grad_hidden = grad_weight = grad_bias = None
+    grad_hidden = grad_bias = None
     if want_hidden:
         grad_hidden = torch.empty_like(hidden) if hidden.is_contiguous() else hidden.new_empty(hidden.shape)
-    if want_weight:
-        if grad_weight_out is not None:
-            grad_weight = grad_weight_out
-        elif kernel.key.hidden_major:
-            grad_weight = weight.new_empty(weight.shape[::-1], dtype=wide).t()
-        elif weight.dtype is wide and weight.is_contiguous():
-            grad_weight = torch.empty_like(weight)
-        else:
-            grad_weight = weight.new_empty(weight.shape, dtype=wide)
     if want_bias and bias is not None:
         # An accumulating kernel adds to the bias gradient too; autograd wants this call's alone.
         make = torch.zeros if kernel.key.accumulate else torch.empty
-        grad_bias = make(bias.shape, dtype=wide, device=hidden.device)
-    if grad_hidden is None and grad_weight is None and grad_bias is None:
+        grad_bias = make(bias.shape, dtype=kernel.key.grad_weight_dtype, device=hidden.device)
+    if grad_hidden is None and grad_bias is None and not want_weight:
         return NO_GRADIENTS
-    kernel.backward(given, saved.contiguous(), grad_values.resolve_neg().contiguous(), grad_hidden, grad_weight, grad_bias)
+    upstream = grad_values.resolve_neg().contiguous()
+    grad_weight = grad_weight_out if want_weight else None
+    retained = _retain.of(saved)
+    if retained is None:
+        if want_weight and grad_weight is None:
+            grad_weight = kernel.new_grad_weight(weight)
+        kernel.backward(given, saved.contiguous(), upstream, grad_hidden, grad_weight, grad_bias)
+    else:
+        with retained.taken(kernel, given, weight=want_weight) as (memory, overwrite):
+            if want_weight and grad_weight is None:
+                grad_weight = memory if overwrite else kernel.new_grad_weight(weight)
+            kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory)
+            del memory
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
     return grad_hidden, None if grad_weight_out is not None else grad_weight, grad_bias
@@ -136,7 +138,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         wanted = wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
         gradients: Sequence[Tensor | None]
         if kernel is None:
-            made = _backward_op(grad_values, *given[:3], saved, *given[3:], wanted)
+            made = _backward_op(grad_values, *given[:3], saved, *given[3:10], wanted)
             return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None
         if hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:  # hooks on saved tensors may give back others
             kernel = _kernels.find_for(given, grad_weight_out)
@@ -158,10 +160,11 @@ apply_directly: Callable[..., Tensor] = super(torch.autograd.Function, LinearCro
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target"
 _REST = "Tensor? bias, Tensor? class_weight, Tensor? num_valid, str options, int ignore_index, int reduction, int workspace_limit_bytes"  # of Inputs
+_CHOICE = "int retain=0"  # of Inputs; a schema's fields keep their places, since caches of compiled graphs do not look at schemas
 
 _library = torch.library.Library("flce", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_library.define(f"linear_cross_entropy({_INPUTS}, {_REST}) -> (Tensor values, Tensor saved)", tags=_tags)
+_library.define(f"linear_cross_entropy({_INPUTS}, {_REST}, {_CHOICE}) -> (Tensor values, Tensor saved)", tags=_tags)
 _library.define(
     f"linear_cross_entropy_backward(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted)"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
@@ -172,7 +175,10 @@ _backward_op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.flce.line
 
 
 def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor]:
-    return run_forward(Inputs(*args))
+    given = Inputs(*args)
+    if given.retain and _retain.under_cudagraph_trees(given.hidden):
+        given = given._replace(retain=_retain.NEVER)
+    return run_forward(given)
 
 
 def _backward_arguments(hidden: Tensor, weight: Tensor, target: Tensor, saved: Tensor, *rest: Any) -> tuple[Inputs, Tensor, Sequence[bool]]:
@@ -183,6 +189,8 @@ def _backward_arguments(hidden: Tensor, weight: Tensor, target: Tensor, saved: T
 def _backward_kernel(grad_values: Tensor, *args: Any) -> tuple[Tensor, ...]:
     given, saved, wanted = _backward_arguments(*args)
     gradients = run_backward(_kernels.find_for(given), given, saved, grad_values, wanted)
+    if wanted[1] and (retained := _retain.of(saved)) is not None:
+        retained.close()  # a compiler may use the memory of `saved` for something else, and that tensor as long as it likes
     return tuple(grad_values.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -190,7 +198,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     given = Inputs(*args)
     hidden = given.hidden
     num_tokens = hidden.shape[0]
-    extra = _kernels.extra_outputs(given.options)
+    extra = _frame.extra_outputs(given.options)
     saved = hidden.new_empty(2 * num_tokens if "entropy" in extra else num_tokens, dtype=torch.float32)
     per_token = given.reduction == _native.REDUCTION_NONE
     if not extra:
@@ -205,13 +213,16 @@ def _backward_fake(grad_values: Tensor, *args: Any) -> tuple[Tensor, Tensor, Ten
     grad_hidden = given.hidden.new_empty(given.hidden.shape) if wanted[0] else grad_values.new_empty(0)
     grad_weight = grad_values.new_empty(0)
     if wanted[1]:
-        grad_weight = weight.new_empty(weight.shape[::-1]).t() if _kernels.is_hidden_major(weight) else weight.new_empty(weight.shape)
+        grad_weight = weight.new_empty(weight.shape[::-1]).t() if _frame.is_hidden_major(weight) else weight.new_empty(weight.shape)
     grad_bias = bias.new_empty(bias.shape) if wanted[2] and bias is not None else grad_values.new_empty(0)
     return grad_hidden, grad_weight, grad_bias
 
 
 def _forward_autograd(*args: Any) -> Any:
     given = Inputs(*args)
+    asked = given.hidden.requires_grad or given.weight.requires_grad or (given.bias is not None and given.bias.requires_grad)
+    if asked and torch.is_grad_enabled():
+        given = given._replace(retain=_retain.wanted(given.retain, weight=given.weight.requires_grad))
     return LinearCrossEntropyFunction.apply(given.hidden, given.weight, given.bias, given, None, None)
 
 

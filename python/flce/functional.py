@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce import _kernels, _op, errors
+from flce import _kernels, _op, _retain, errors
 from flce._direct import DirectCall
-from flce._kernels import PLAIN_TYPES, Inputs
+from flce._frame import PLAIN_TYPES, Inputs
 from flce._targets import check_tensors, shift_labels
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
@@ -52,6 +52,7 @@ def linear_cross_entropy(
     return_entropy: bool = False,
     class_weight: Tensor | None = None,
     workspace_limit_bytes: int | None = None,
+    retain_in_grad_weight: bool | None = None,
     grad_weight_out: Tensor | None = None,
 ) -> Any:
     """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) against target, plus z_loss · lse² a token, without the logits in memory.
@@ -72,7 +73,13 @@ def linear_cross_entropy(
             weights.
         return_lse, return_logprobs, return_entropy: also return lse, the target's log-probability, the softmax's entropy (nats): [...] fp32, 0 for
             ignored rows, differentiable.
-        workspace_limit_bytes: scratch beyond 4·N·D bytes that this layer's kernels may use; None: 64 MiB.
+        workspace_limit_bytes: the most memory that this call takes beyond its inputs, outputs and their gradients, in forward and backward: scratch,
+            backward's fp32 sum of hidden's gradient (4·N·D bytes) and what forward leaves to backward so that logits need not be computed again.
+            None: 64 MiB + 4·N·D, with nothing left. Every loss that waits for its backward holds its own. Any number is allowed: what is of no use
+            is not taken.
+        retain_in_grad_weight: whether forward may already allocate weight's gradient and leave there what spares backward logits. None: where one
+            loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. The gradients of one loss are
+            the same within their error bounds either way, not to the bit (on a CPU to the bit).
         grad_weight_out: [V, D] of weight's dtype or fp32, contiguous: backward adds weight's gradient to it, and autograd gets none for weight
             (`weight.grad` itself, or a trainer's main_grad). Eager mode only; hooks on the weight's gradient do not run.
 
@@ -90,7 +97,8 @@ def linear_cross_entropy(
     options = None
     if bias is None and class_weight is None and num_valid_tokens is None and grad_weight_out is None and not torch.compiler.is_compiling():
         extra_outputs = (return_lse, return_logprobs, return_entropy)
-        options = (ignore_index, reduction, logit_scale, softcap, label_smoothing, z_loss, workspace_limit_bytes, extra_outputs)
+        memory = (workspace_limit_bytes, retain_in_grad_weight)
+        options = (ignore_index, reduction, logit_scale, softcap, label_smoothing, z_loss, memory, extra_outputs)
         try:
             call = _latest.get(options)
         except TypeError:  # an argument that cannot be hashed is refused by the checks
@@ -125,7 +133,8 @@ def linear_cross_entropy(
             raise errors.ArgumentError(f"reduction is {reduction!r}; allowed are 'none', 'sum', 'mean'")
         extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
         text = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
-        passed = _Passed((text, _label(ignore_index), code, _workspace_limit(workspace_limit_bytes)), len(extra))
+        limit, choice = _workspace_limit(workspace_limit_bytes), _retain_choice(retain_in_grad_weight)
+        passed = _Passed((text, _label(ignore_index), code, limit, choice), len(extra))
         if signature is not None:
             _remember(signature, passed)
 
@@ -154,7 +163,7 @@ class _Passed:
 
     __slots__ = ("call", "direct", "kernel", "num_extra")
 
-    def __init__(self, call: tuple[str, int, int, int], num_extra: int) -> None:
+    def __init__(self, call: tuple[str, int, int, int, int], num_extra: int) -> None:
         self.call = call  # the last fields of Inputs
         self.num_extra = num_extra
         self.kernel: _kernels.Kernel | None = None  # once it is looked up, of calls that are remembered
@@ -229,6 +238,8 @@ def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None) -> Te
     needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     # Where there are tangents, the node refuses them.
     if (needs_gradient and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+        if kernel.retains:
+            given = given._replace(retain=_retain.wanted(given.retain, weight=weight.requires_grad and grad_weight_out is None))
         return _op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out)
     return kernel.forward(given)[0]
 
@@ -381,5 +392,11 @@ def _workspace_limit(given: int | None) -> int:
     if given is None:
         return 0
     if not isinstance(given, int) or not 0 < given < _LONG:
-        raise errors.ArgumentError(f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, or None for 64 MiB")
+        raise errors.ArgumentError(f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, or None")
     return given
+
+
+def _retain_choice(given: bool | None) -> int:
+    if given is not None and not isinstance(given, bool):
+        raise errors.ArgumentError(f"retain_in_grad_weight is {given!r}; allowed are True, False and None (automatic)")
+    return _retain.CHOICES[given]

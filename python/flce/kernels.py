@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from flce import _kernels, errors
+from flce import _frame, _kernels, errors
 from flce._kernels import Kernel
 from flce.functional import _workspace_limit, options_text
 
-_NAMED_DTYPES = {name: dtype for dtype, name in _kernels.DTYPE_NAMES.items()}
+_NAMED_DTYPES = {name: dtype for dtype, name in _frame.DTYPE_NAMES.items()}
 
 
 def _device(given: torch.device | str | int | None) -> torch.device:
@@ -27,7 +27,7 @@ def _device(given: torch.device | str | int | None) -> torch.device:
 
 def _dtype(name: str, given: torch.dtype | str) -> torch.dtype:
     dtype = _NAMED_DTYPES.get(given) if isinstance(given, str) else given
-    if dtype not in _kernels.DTYPE_NAMES:
+    if dtype not in _frame.DTYPE_NAMES:
         raise errors.DTypeError(f"{name} is {given}; allowed are torch.bfloat16, torch.float16, torch.float32 and 'bf16', 'fp16', 'fp32'")
     return dtype
 
@@ -51,12 +51,14 @@ def get_kernel(
     return_logprobs: bool = False,
     return_entropy: bool = False,
     workspace_limit_bytes: int | None = None,
+    num_tokens: int | None = None,
 ) -> Kernel:
     """The kernel that `linear_cross_entropy` uses for such a layer: compiled now unless memory or the disk cache has it.
 
     dtype is hidden's, grad_weight_dtype the weight's (or grad_weight_out's) where it differs; hidden_major: the weight is the view `w.t()` of a [D,
-    V]; accumulate: with grad_weight_out. device: None means the current CUDA device, or the CPU where there is none. Raises SpecError, PlanError,
-    UnavailableError, CompileError, DeviceError.
+    V]; accumulate: with grad_weight_out. A call's workspace_limit_bytes goes with its num_tokens, since what it leaves for scratch chooses the
+    kernel. device: None means the current CUDA device, or the CPU where there is none. Raises SpecError, PlanError, UnavailableError, CompileError,
+    DeviceError.
     """
     kind = _dtype("dtype", dtype)
     wide = kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
@@ -67,7 +69,8 @@ def get_kernel(
             raise errors.DTypeError(f"{name} is a {type(size).__name__}; it must be an integer")
     padded = -(-hidden_size // 8) * 8
     limit = _workspace_limit(workspace_limit_bytes)
-    return _kernels.find(_device(device), padded, vocab_size, kind, hidden_major, wide, accumulate, bias, class_weight, options, limit)
+    tokens = num_tokens or 0 if limit else 0
+    return _kernels.find(_device(device), padded, vocab_size, kind, hidden_major, wide, accumulate, bias, class_weight, options, limit, tokens)
 
 
 def warmup(layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | int | None = None) -> list[Kernel]:
@@ -79,12 +82,18 @@ def warmup(layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | 
 
 def explain(hidden_size: int, vocab_size: int, dtype: torch.dtype | str = torch.bfloat16, *, num_tokens: int | None = None, **layer: Any) -> str:
     """Why `linear_cross_entropy` does what it does for this layer: spec, plan, device and reasons, as lines. Arguments as for `get_kernel`; with
-    num_tokens also the scratch that a step of so many tokens takes."""
-    kernel = get_kernel(hidden_size, vocab_size, dtype, **layer)
+    num_tokens also the memory that a step of so many tokens takes."""
+    kernel = get_kernel(hidden_size, vocab_size, dtype, num_tokens=num_tokens, **layer)
     text = kernel.explain()
     if num_tokens is not None:
         forward, backward = (kernel.workspace_bytes(num_tokens, backward=which) for which in (False, True))
         text += f"workspace at {num_tokens} tokens: forward {forward} bytes, backward {backward} bytes\n"
+        sizes, limit = kernel.sizes(num_tokens), layer.get("workspace_limit_bytes") or 0
+        if sizes.most:
+            text += (
+                f"retained at {num_tokens} tokens: up to {sizes.most} bytes of which this limit allows {sizes.own(limit)}, or what fits in "
+                f"{sizes.lendable} bytes of the weight's gradient\n"
+            )
     return text
 
 

@@ -17,7 +17,8 @@ from flce._targets import check_tensors, shift_labels
 from flce.functional import REDUCTIONS, check_classes, check_shapes, linear_cross_entropy
 
 IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
-_OPTIONS = frozenset({"reduction", "logit_scale", "softcap", "label_smoothing", "z_loss", "class_weight", "workspace_limit_bytes"})
+_OF_FLCE = frozenset({"workspace_limit_bytes", "retain_in_grad_weight"})  # the others compute in chunks of chunk_size
+_OPTIONS = frozenset({"reduction", "logit_scale", "softcap", "label_smoothing", "z_loss", "class_weight"} | _OF_FLCE)
 _OLDEST_GPU = (8, 0)
 # Options that are numbers: what they may be, for every impl.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -74,8 +75,8 @@ class LinearCrossEntropyLoss:
         chunk_size: tokens whose logits "pytorch" and "torch_compile" hold at a time.
         compile: compile the chunk of "pytorch" too.
         shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
-        options: softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction ("mean"), workspace_limit_bytes, as in
-            `flce.linear_cross_entropy`.
+        options: softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction ("mean"), workspace_limit_bytes, retain_in_grad_weight, as
+            in `flce.linear_cross_entropy`.
 
     Raises:
         ArgumentError, SpecError: for an unknown impl or option, or a value out of its range. UnavailableError (an ImportError): for an impl asked
@@ -176,7 +177,7 @@ class LinearCrossEntropyLoss:
                 self.actual_impl = "pytorch"
         if grad_weight_out is not None:
             raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {self.actual_impl!r}")
-        common.pop("workspace_limit_bytes", None)
+        common = {name: value for name, value in common.items() if name not in _OF_FLCE}
         check_tensors(hidden=hidden_states, weight=self.weight, target=labels, bias=self.bias, class_weight=self.options.get("class_weight"))
         check_shapes(hidden_states, self.weight, labels)
         if self.options.get("class_weight") is not None:

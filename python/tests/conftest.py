@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from retain_support import watched, way  # noqa: F401  # fixtures
 
 import flce
 from flce import functional
@@ -19,7 +20,8 @@ def _devices() -> list[object]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", _devices())
+        devices = _devices()
+        metafunc.parametrize("device", devices[1:] if metafunc.definition.get_closest_marker("gpu") else devices)
     if metafunc.definition.get_closest_marker("first_and_direct") is not None:
         metafunc.parametrize("calls", ["first", "direct"], indirect=True)
 

@@ -123,9 +123,9 @@ def spy_on_backward(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     computed: list[tuple[bool, bool]] = []
     by_kernel, directly = flce.Kernel.backward, DirectCall.backward
 
-    def kernel_backward(self: Any, given: Any, saved: Any, grad: Any, grad_hidden: Any, grad_weight: Any, grad_bias: Any) -> None:
+    def kernel_backward(self: Any, given: Any, saved: Any, grad: Any, grad_hidden: Any, grad_weight: Any, *others: Any) -> None:
         computed.append((grad_hidden is not None, grad_weight is not None))
-        by_kernel(self, given, saved, grad, grad_hidden, grad_weight, grad_bias)
+        by_kernel(self, given, saved, grad, grad_hidden, grad_weight, *others)
 
     def direct_backward(self: Any, *tensors: Any) -> Any:
         gradients = directly(self, *tensors)

@@ -1,0 +1,238 @@
+"""One call's arguments as the C ABI has them: what a call is given, what its kernel is found by, and the structs that are filled from it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce import _native, _retain
+
+if TYPE_CHECKING:
+    from flce._kernels import Kernel
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPE_CODES = {
+    torch.bfloat16: _native.BF16,
+    torch.float16: _native.FP16,
+    torch.float32: _native.FP32,
+    torch.int32: _native.INT32,
+    torch.int64: _native.INT64,
+}
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+ROW_ALIGNMENT = 16  # bytes; of hidden, weight and their gradients
+
+EXTRA_OUTPUTS = ("lse", "logprob", "entropy")
+
+
+def extra_outputs(options: str) -> tuple[str, ...]:
+    """Which outputs beside the loss a Spec's options ask for, in the order in which they lie behind it."""
+    chosen = next((part for part in options.split(",") if part.startswith("outputs=")), "").removeprefix("outputs=").split("+")
+    return tuple(name for name in EXTRA_OUTPUTS if name in chosen)
+
+
+class Inputs(NamedTuple):
+    """What forward and backward of one call share: the operators' arguments, in their order."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D] of hidden's dtype or fp32
+    target: Tensor  # [N] int64 or int32
+    bias: Tensor | None  # [V]
+    class_weight: Tensor | None  # [V]
+    num_valid: Tensor | None  # one element
+    options: str  # the part of a Spec's canonical text that is neither a size nor a dtype: "softcap=30,outputs=loss+lse"
+    ignore_index: int
+    reduction: int
+    workspace_limit_bytes: int  # on everything beyond inputs and gradients; 0: the default
+    retain: int = _retain.NEVER  # what forward may leave to backward, and whether there will be one: see _retain
+
+
+class KernelKey(NamedTuple):
+    """What a kernel is found by: the device, what a Spec says, and the limit on memory with the number of tokens that it is for."""
+
+    device: torch.device
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    hidden_major: bool
+    grad_weight_dtype: torch.dtype
+    accumulate: bool
+    bias: bool
+    class_weight: bool
+    options: str
+    workspace_limit_bytes: int  # 0: the default, for any number of tokens
+    num_tokens: int  # 0 where there is no limit
+
+    def spec(self) -> str:
+        parts = [f"D={self.hidden_size}", f"V={self.vocab_size}", f"dtype={DTYPE_NAMES[self.dtype]}"]
+        if self.hidden_major:
+            parts.append("layout=hidden_major")
+        if self.grad_weight_dtype != self.dtype:
+            parts.append(f"grad_weight_dtype={DTYPE_NAMES[self.grad_weight_dtype]}")
+        if self.accumulate:
+            parts.append("grad_weight_mode=accumulate")
+        parts += [name for name, present in (("bias", self.bias), ("class_weight", self.class_weight)) if present]
+        if self.options:
+            parts.append(self.options)
+        return ",".join(parts)
+
+
+class Frame:
+    """The ABI's argument structs of one kernel, kept between calls of one thread: most of their fields never change."""
+
+    PER_TOKEN = ("target", "loss", "lse", "logprob", "entropy", "grad_lse", "grad_logprob", "grad_entropy")
+    VIEWS = ("hidden", "weight", "bias", "class_weight", "num_valid", "invalid_label", "grad_hidden", "grad_weight", "grad_bias", *PER_TOKEN)
+    # Where a view's address lies in `words`.
+    WORD: ClassVar = {name: i * (ctypes.sizeof(_native.TensorView) // 8) for i, name in enumerate(VIEWS)}
+    hidden: _native.TensorView
+    weight: _native.TensorView
+    bias: _native.TensorView
+    class_weight: _native.TensorView
+    num_valid: _native.TensorView
+    invalid_label: _native.TensorView
+    grad_hidden: _native.TensorView
+    grad_weight: _native.TensorView
+    grad_bias: _native.TensorView
+    target: _native.TensorView
+    loss: _native.TensorView  # grad_loss has its shape and uses it too: no call has both
+    lse: _native.TensorView
+    logprob: _native.TensorView
+    entropy: _native.TensorView
+
+    def __init__(self, kernel: Kernel) -> None:
+        key = kernel.key
+        self.kernel = kernel
+        self.dtype, self.hidden_major = key.dtype, key.hidden_major
+        self.target_dtype = torch.int64
+        self.rule: tuple[int, int] | None = None  # ignore_index and reduction, as the structs have them
+        self._make_views(key)
+        self.invalid_label.data = kernel.invalid_label.data_ptr()
+        self.forward, self.backward = _native.ForwardArgs(), _native.BackwardArgs()
+        for args in (self.forward, self.backward):
+            args.struct_size = ctypes.sizeof(args)
+            for name in ("hidden", "weight", "target", "lse"):
+                setattr(args, name, self.address[name])
+            for name, present in (("bias", key.bias), ("class_weight", key.class_weight)):
+                setattr(args, name, self.address[name] if present else None)
+        outputs = kernel.extra_outputs
+        self.forward.invalid_label = self.address["invalid_label"]
+        self.forward.loss = self.address["loss"]
+        for name in ("logprob", "entropy"):
+            setattr(self.forward, name, self.address[name] if name in outputs else None)
+        self.backward.grad_loss = self.address["loss"]
+        self.backward.entropy = self.address["entropy"] if "entropy" in outputs else None
+        for name in EXTRA_OUTPUTS:
+            setattr(self.backward, f"grad_{name}", self.address[f"grad_{name}"] if name in outputs else None)
+        self.forward_address, self.backward_address = ctypes.addressof(self.forward), ctypes.addressof(self.backward)
+        self.resize(0)
+
+    def _make_views(self, key: KernelKey) -> None:
+        dtype, wide = DTYPE_CODES[key.dtype], DTYPE_CODES[key.grad_weight_dtype]
+        hidden_shape = (0, key.hidden_size)
+        weight_shape = (key.hidden_size, key.vocab_size) if key.hidden_major else (key.vocab_size, key.hidden_size)
+        forms: dict[str, tuple[int, tuple[int, ...]]] = {
+            "hidden": (dtype, hidden_shape),
+            "weight": (dtype, weight_shape),
+            "bias": (dtype, (key.vocab_size,)),
+            "class_weight": (_native.FP32, (key.vocab_size,)),
+            "num_valid": (_native.FP32, ()),
+            "invalid_label": (_native.UINT64, ()),
+            "grad_hidden": (dtype, hidden_shape),
+            "grad_weight": (wide, weight_shape),
+            "grad_bias": (wide, (key.vocab_size,)),
+            "target": (_native.INT64, (0,)),
+        }
+        device_type = _native.CUDA if key.device.type == "cuda" else _native.CPU
+        memory = bytearray(len(self.VIEWS) * ctypes.sizeof(_native.TensorView))
+        self.words = memoryview(memory).cast("Q")
+        self.address = {}
+        for i, name in enumerate(self.VIEWS):
+            code, shape = forms.get(name, (_native.FP32, (0,)))
+            view = _native.TensorView.from_buffer(memory, i * ctypes.sizeof(_native.TensorView))
+            view.dtype, view.ndim = code, len(shape)
+            view.rows, view.columns = (*shape, 0, 0)[:2]
+            view.row_stride, view.column_stride = (view.columns if len(shape) == 2 else 1), 1
+            view.device_type, view.device_index = device_type, key.device.index or 0
+            setattr(self, name, view)
+            self.address[name] = ctypes.addressof(view)
+
+    def resize(self, num_tokens: int) -> None:
+        self.sizes: _retain.Sizes | None = None
+        self.forward_bytes = self.kernel.workspace_bytes(num_tokens, backward=False)
+        self.backward_bytes = self.kernel.workspace_bytes(num_tokens, backward=True)
+        self.hidden.rows = self.grad_hidden.rows = num_tokens
+        for name in self.PER_TOKEN:
+            getattr(self, name).rows = num_tokens
+        self.num_tokens = num_tokens
+
+    @contextmanager
+    def retaining(self, args: Any, memory: Tensor) -> Iterator[None]:
+        """For one call."""
+        args.retained, args.retained_bytes = memory.data_ptr(), memory.nbytes
+        try:
+            yield
+        finally:
+            args.retained, args.retained_bytes = None, 0
+
+    def set_rule(self, ignore_index: int, reduction: int) -> None:
+        self.rule = (ignore_index, reduction)
+        for args in (self.forward, self.backward):
+            args.ignore_index, args.reduction = ignore_index, reduction
+        self.loss.ndim = 1 if reduction == _native.REDUCTION_NONE else 0
+
+    def set_target_dtype(self, dtype: torch.dtype) -> None:
+        self.target_dtype = dtype
+        self.target.dtype = DTYPE_CODES[dtype]
+
+    def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
+        """What forward and backward have in common, contiguous and in the kernel's dtypes. The result has to live until the call is made."""
+        hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, *_ = given
+        num_tokens = hidden.shape[0]
+        if num_tokens != self.num_tokens:
+            self.resize(num_tokens)
+        address = hidden.data_ptr()
+        if address % ROW_ALIGNMENT or not hidden.is_contiguous():
+            hidden = _aligned(hidden.contiguous())
+            address = hidden.data_ptr()
+        self.hidden.data = address
+        # An fp32 weight of 16-bit hidden states is rounded for this pass alone: what autograd saved is the weight itself.
+        if weight.dtype is not self.dtype:
+            weight = weight.to(self.dtype)
+        address = weight.data_ptr()
+        if address % ROW_ALIGNMENT or not (is_hidden_major(weight) if self.hidden_major else weight.is_contiguous()):
+            weight = _aligned(weight.t().contiguous().t() if self.hidden_major else weight.contiguous())
+            address = weight.data_ptr()
+        self.weight.data = address
+        if not target.is_contiguous():
+            target = target.contiguous()
+        self.target.data = target.data_ptr()
+        if target.dtype is not self.target_dtype:
+            self.set_target_dtype(target.dtype)
+        if bias is not None:
+            bias = bias.to(self.dtype).contiguous()
+            self.bias.data = bias.data_ptr()
+        if class_weight is not None:
+            class_weight = class_weight.to(torch.float32).contiguous()
+            self.class_weight.data = class_weight.data_ptr()
+        if num_valid is None:
+            args.num_valid = None
+        else:
+            self.num_valid.data = num_valid.data_ptr()
+            self.num_valid.dtype = DTYPE_CODES[num_valid.dtype]
+            args.num_valid = self.address["num_valid"]
+        if (ignore_index, reduction) != self.rule:
+            self.set_rule(ignore_index, reduction)
+        return hidden, weight, target, bias, class_weight
+
+
+def is_hidden_major(weight: Tensor) -> bool:
+    """Whether [V, D] is the view of a contiguous [D, V]."""
+    return weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.data_ptr() % ROW_ALIGNMENT else tensor

@@ -1,0 +1,193 @@
+"""What forward leaves to backward so that it need not compute the logits again: where it lies, who has it, and how long.
+
+It rides on the tensor that autograd saves anyway, the statistics of forward (lse), as an attribute. So it lives as long as that tensor, whoever holds
+it: an eager node, a compiled graph, a checkpoint's second forward. Whoever puts another tensor in its place (a hook that offloads or drops what is
+saved) leaves it behind, and backward computes the logits again: what it does not find is never wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from flce._frame import Inputs
+    from flce._kernels import Kernel
+
+# Inputs.retain: the caller's choice whether the weight's gradient may lend its memory ...
+NEVER, AUTOMATIC, ALWAYS = 0, 1, 2
+_CHOICE = 3
+# ... and, where gradients will be asked for, of what.
+_GRADIENT, _WEIGHT = 4, 8
+CHOICES = {None: AUTOMATIC, False: NEVER, True: ALWAYS}
+
+# Multiply-adds of a GEMM of the layer up to which nothing is retained: the launches or passes that it takes cost more than they spare.
+LEAST_WORK = {"cuda": 1 << 32, "cpu": 1 << 24}
+_LEAST_PART = 0.02  # of the logits: less is not worth memory
+_ALIGNMENT = 16
+_ATTRIBUTE = "_flce_retained"
+
+
+def wanted(choice: int, *, weight: bool) -> int:
+    """Inputs.retain of a forward whose gradients will be asked for, `weight`: the weight's too, as a tensor of autograd's."""
+    return (choice & _CHOICE) | _GRADIENT | (_WEIGHT if weight else 0)
+
+
+class Sizes(NamedTuple):
+    """Bytes for one kernel and number of tokens."""
+
+    most: int  # that there is a use for, in memory of its own; 0: nothing is retained
+    lendable: int  # of the weight's gradient; 0: its memory will not do
+    workspace: int
+
+    def own(self, limit: int) -> int:
+        """What a limit on everything leaves."""
+        size = min(self.most, max(limit - self.workspace, 0)) // _ALIGNMENT * _ALIGNMENT
+        # With exactly as many bytes as may be lent the kernel takes memory for the gradient's.
+        return size - _ALIGNMENT if size == self.lendable > 0 else size
+
+    def prefers_own(self, limit: int) -> bool:
+        """Whether memory of its own holds so much more than the gradient's that it is worth having."""
+        return self.own(limit) > min(self.most, self.lendable) + _LEAST_PART * self.most
+
+
+NOTHING = Sizes(0, 0, 0)
+
+
+class Alive:
+    """The losses of layers of one size on one device whose weight gradient is still to come. Memory is lent where there is one at a time: the first
+    of several would hold its gradient's memory through the forwards and backwards of the others. Whether there will be several nobody says, so
+    it is taken to be as it was before: since there was none alive the last time.
+
+    Without a lock, because the garbage collector may end a loss's life anywhere: only single operations on `losses` count.
+    """
+
+    __slots__ = ("losses", "most", "several")
+
+    def __init__(self) -> None:
+        self.losses: set[int] = set()
+        self.most = 0
+        self.several = False
+
+    def enter(self, key: int) -> None:
+        self.losses.add(key)
+        self.most = max(self.most, len(self.losses))
+
+    def leave(self, key: int) -> None:
+        self.losses.discard(key)
+        if not self.losses and self.most:
+            self.several, self.most = self.most > 1, 0
+
+    def alone(self) -> bool:
+        return len(self.losses) == 1 and not self.several
+
+
+class Retained:
+    """What one forward left, or only that it is alive."""
+
+    __slots__ = ("_addresses", "_alive", "_captured", "_kernel", "_memory", "lent")
+
+    def __init__(self, kernel: Kernel, given: Inputs, alive: Alive | None) -> None:
+        self._kernel = kernel
+        self._addresses = _addresses(given)
+        self._alive = alive
+        self._captured = False
+        self.lent = False
+        self._memory: list[Tensor] = []  # at most one; popped and put back, so that of several backwards at once one has it
+        if alive is not None:
+            alive.enter(id(self))
+
+    def keep(self, memory: Tensor, *, lent: bool) -> None:
+        self._memory.append(memory)
+        self.lent = lent
+        self._captured = memory.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def taken(self, kernel: Kernel, given: Inputs, *, weight: bool) -> Iterator[tuple[Tensor | None, bool]]:
+        """For one backward: (the memory or None, whether the weight's gradient is to be written over it). Lent memory that has been written over is
+        gone, and what was in it; whatever fails meanwhile, it counts as gone too."""
+        memory = None
+        if kernel is self._kernel and _addresses(given) == self._addresses:
+            try:
+                memory = self._memory.pop()
+            except IndexError:
+                pass
+        overwrite = self.lent and weight
+        again = memory
+        if memory is not None and memory.is_cuda and (capturing := torch.cuda.is_current_stream_capturing()) != self._captured:
+            # A captured forward writes to it at every replay: it cannot be a gradient of this backward. A captured backward would read it at every
+            # replay, when it is gone.
+            overwrite = False
+            if capturing:
+                memory = None
+        yield memory, overwrite and memory is not None
+        if weight:
+            self.leave()
+        if again is not None and not overwrite:
+            self._memory.append(again)
+
+    def close(self) -> None:
+        self._memory.clear()
+
+    def leave(self) -> None:
+        if self._alive is not None:
+            self._alive.leave(id(self))
+
+    def __del__(self) -> None:
+        self.leave()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the tensor has none of it."""
+
+
+def _addresses(given: Inputs) -> tuple[int, int, int]:
+    return given.hidden.data_ptr(), given.weight.data_ptr(), given.target.data_ptr()
+
+
+def prepare(kernel: Kernel, given: Inputs, sizes: Sizes) -> tuple[Retained | None, Tensor | None]:
+    """For one forward: what has to be attached to its statistics, and the memory that it is to fill, either None."""
+    choice, limit = given.retain & _CHOICE, given.workspace_limit_bytes
+    if not given.retain & _GRADIENT or not sizes.most:
+        return None, None
+    may_lend = bool(given.retain & _WEIGHT and sizes.lendable)
+    own = sizes.own(limit) if limit else 0
+    if own < _LEAST_PART * sizes.most:
+        own = 0
+    if not may_lend and not own:
+        return None, None
+    retained = Retained(kernel, given, kernel.alive if may_lend else None)
+    lend = may_lend and (choice == ALWAYS or (choice == AUTOMATIC and kernel.alive.alone() and not _capturing(given.hidden)))
+    memory = None
+    if lend and not (own and sizes.prefers_own(limit)):
+        memory = kernel.new_grad_weight(given.weight)
+        retained.keep(memory, lent=True)
+    elif own:
+        memory = kernel.new_bytes(own)
+        retained.keep(memory, lent=False)
+    return retained, memory
+
+
+def attach(retained: Retained, saved: Tensor) -> None:
+    setattr(saved, _ATTRIBUTE, retained)
+
+
+def of(saved: Tensor) -> Retained | None:
+    return getattr(saved, _ATTRIBUTE, None)
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def under_cudagraph_trees(tensor: Tensor) -> bool:
+    """Whether torch.compile's CUDA graphs are being warmed up or recorded: they account for every byte in their pool, and know outputs alone."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not tensor.is_cuda:
+        return False
+    manager = trees.get_manager(tensor.device.index, create_if_none_exists=False)
+    return manager is not None and torch.cuda.current_stream(tensor.device) == manager.stream

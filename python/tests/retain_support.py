@@ -1,0 +1,102 @@
+"""What the tests of retained memory share: problems, ways to the loss, and a watch on what is kept and used."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from support import assert_close, make_problem, reference
+from torch import Tensor
+
+import flce
+from flce import _kernels, _retain
+
+NONE, OWN, LENT = "none", "own", "lent"
+ALL = 1 << 40
+Loss = Callable[..., Tensor]
+
+
+@dataclass
+class Watched:
+    """What was retained of each forward and used by each backward, and the memory that forwards allocated."""
+
+    backward: list[str] = field(default_factory=list)
+    memory: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+    def take(self) -> list[str]:
+        used, self.backward[:] = list(self.backward), []
+        return used
+
+    def alive(self) -> int:
+        return sum(reference() is not None for reference in self.memory)
+
+
+@pytest.fixture
+def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    """Layers of any size retain, and nothing that went before counts."""
+    if not flce.get_kernel(64, 600, torch.bfloat16, device=device).retains:
+        pytest.skip("this device's kernels retain nothing")
+    seen = Watched()
+    monkeypatch.setattr(_retain, "LEAST_WORK", {"cpu": 0, "cuda": 0})
+    for kernel in _kernels.all_kernels():
+        kernel.alive.several = False
+        kernel.alive.losses.clear()
+        kernel._local = threading.local()  # frames remember sizes
+    backward, keep = flce.Kernel.backward, _retain.Retained.keep
+
+    def watch_backward(self: Any, *args: Any) -> None:
+        grad_weight, retained = args[4], args[6] if len(args) > 6 else None
+        seen.backward.append(NONE if retained is None else LENT if retained is grad_weight else OWN)
+        backward(self, *args)
+
+    def watch_keep(self: Any, memory: Tensor, *, lent: bool) -> None:
+        seen.memory.append(weakref.ref(memory))
+        keep(self, memory, lent=lent)
+
+    monkeypatch.setattr(flce.Kernel, "backward", watch_backward)
+    monkeypatch.setattr(_retain.Retained, "keep", watch_keep)
+    yield seen
+    monkeypatch.undo()
+    for kernel in _kernels.all_kernels():
+        kernel._local = threading.local()
+
+
+def make(device: str, num_tokens: int = 40, **options: Any) -> Any:
+    return make_problem(device, torch.bfloat16, num_tokens=num_tokens, hidden_size=64, vocab_size=3000, **options)
+
+
+def loss_of(problem: Any, **options: Any) -> Tensor:
+    loss: Tensor = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **(problem.options | options))
+    return loss
+
+
+def compiled_loss(backend: str) -> Loss:
+    torch._dynamo.reset()
+    compiled = torch.compile(flce.linear_cross_entropy, fullgraph=True, backend=backend)
+    return lambda problem, **options: compiled(problem.hidden, problem.weight, problem.target, **options)
+
+
+def gradients_of(problem: Any, loss: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, (problem.hidden, problem.weight), **keywords)
+
+
+def check(problem: Any, actual: tuple[Tensor | None, ...], plain: tuple[Tensor, ...] | None = None) -> None:
+    """Within the bounds of the reference; on a CPU the bits of a call that retains nothing."""
+    if plain is None:
+        plain = gradients_of(problem, loss_of(problem, retain_in_grad_weight=False))
+    expected = gradients_of(problem, reference(problem.hidden, problem.weight, problem.target, **problem.options)["loss"])
+    for name, got, bits, right in zip(("hidden", "weight"), actual, plain, expected, strict=True):
+        assert_close(got, right, torch.bfloat16, name)
+        assert got is not None
+        if got.device.type == "cpu":
+            assert torch.equal(got, bits), name
+
+
+@pytest.fixture(params=["eager", "aot_eager"])
+def way(request: pytest.FixtureRequest) -> Loss:
+    return loss_of if request.param == "eager" else compiled_loss(request.param)
