@@ -139,9 +139,9 @@ def measure(layer: Layer, chosen: dict[str, Loss], schedule: str, rounds: int) -
     floor = layer.floor(schedule)
     floor()
     floors: list[float] = []
-    for _ in range(rounds):
+    for i in range(rounds):
         floors.append(milliseconds(floor))
-        for row in rows:
+        for row in rows if i % 2 else reversed(rows):  # what goes before leaves the chip hot or cool
             loss = chosen[row["loss"]]
             layer.run(loss, schedule)  # as it is in a run of its own: lending looks one schedule back
             row["ms"].append(milliseconds(lambda loss=loss: layer.run(loss, schedule)))  # type: ignore[misc]

@@ -71,7 +71,8 @@ class DirectCall:
         self.rest = rest  # the fields of Inputs that are no tensors
         self.num_tokens = target.numel()
         # Where logits may be retained, host time is small beside the kernels': such calls go the general way from here.
-        self.retain = _retain.wanted(rest[4], weight=weight.requires_grad) if self.requires_grad and kernel.sizes(self.num_tokens).most else 0
+        sizes, retain = kernel.sizes(self.num_tokens), _retain.wanted(rest[4], weight=weight.requires_grad)
+        self.retain = retain if self.requires_grad and sizes.most and (rest[3] or sizes.may_lend(retain)) else 0
         self.asks_engine = self.num_tokens * weight.numel() >= _op.SMALL
         # The loss is make_value(value_form).
         self.make_value: Callable[..., Tensor] = _empty_like

@@ -26,8 +26,9 @@ _CHOICE = 3
 _GRADIENT, _WEIGHT = 4, 8
 CHOICES = {None: AUTOMATIC, False: NEVER, True: ALWAYS}
 
-# Multiply-adds of a GEMM of the layer up to which nothing is retained: the launches or passes that it takes cost more than they spare.
-LEAST_WORK = {"cuda": 1 << 32, "cpu": 1 << 24}
+# Multiply-adds of a GEMM of the layer up to which nothing is retained: the launches that it takes, and this module, cost more than they spare (on an
+# H100 up to 2^34 or 2^35).
+LEAST_WORK = {"cuda": 1 << 35, "cpu": 1 << 24}
 _LEAST_PART = 0.02  # of the logits: less is not worth memory
 _ALIGNMENT = 16
 _ATTRIBUTE = "_flce_retained"
@@ -54,6 +55,10 @@ class Sizes(NamedTuple):
     def prefers_own(self, limit: int) -> bool:
         """Whether memory of its own holds so much more than the gradient's that it is worth having."""
         return self.own(limit) > min(self.most, self.lendable) + _LEAST_PART * self.most
+
+    def may_lend(self, retain: int) -> bool:
+        """Whether a forward with that Inputs.retain may ever lend; if so its loss is counted among those alive."""
+        return bool(self.lendable and retain & _WEIGHT and retain & _CHOICE != NEVER)
 
 
 NOTHING = Sizes(0, 0, 0)
@@ -154,14 +159,14 @@ def prepare(kernel: Kernel, given: Inputs, sizes: Sizes) -> tuple[Retained | Non
     choice, limit = given.retain & _CHOICE, given.workspace_limit_bytes
     if not given.retain & _GRADIENT or not sizes.most:
         return None, None
-    may_lend = bool(given.retain & _WEIGHT and sizes.lendable)
+    may_lend = sizes.may_lend(given.retain)
     own = sizes.own(limit) if limit else 0
     if own < _LEAST_PART * sizes.most:
         own = 0
     if not may_lend and not own:
         return None, None
     retained = Retained(kernel, given, kernel.alive if may_lend else None)
-    lend = may_lend and (choice == ALWAYS or (choice == AUTOMATIC and kernel.alive.alone() and not _capturing(given.hidden)))
+    lend = may_lend and (choice == ALWAYS or (kernel.alive.alone() and not _capturing(given.hidden)))
     memory = None
     if lend and not (own and sizes.prefers_own(limit)):
         memory = kernel.new_grad_weight(given.weight)

@@ -28,7 +28,7 @@ def test_the_limit_holds_for_everything(device: str) -> None:
     num_tokens, hidden_size, vocab_size = 4096, 512, 40000
     problem = make_problem(device, torch.bfloat16, num_tokens=num_tokens, hidden_size=hidden_size, vocab_size=vocab_size)
     least = (64 << 20) + 4 * num_tokens * hidden_size
-    small = 1 << 20  # lse, loss, and what the allocator rounds up
+    small = 3 << 20  # lse, loss, and what the allocator adds: up to 1 MiB a block
     for choice in (None, False):
         measured_step(problem, retain_in_grad_weight=choice)
         assert measured_step(problem, retain_in_grad_weight=choice) <= least + small
@@ -103,10 +103,14 @@ class TestCuda:
         for gradients, copies in kept:
             assert all(torch.equal(a, b) for a, b in zip(gradients, copies, strict=True))
 
-        loss = loss_of(problem, **options)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # where backward will run too
+            loss = loss_of(problem, **options)
+        torch.cuda.synchronize()
         backward = torch.cuda.CUDAGraph()
         watched.take()
-        with torch.cuda.graph(backward):
+        with torch.cuda.graph(backward, stream=stream):
             captured = gradients_of(problem, loss, retain_graph=True)
         assert watched.take() == [NONE]
         for _ in range(2):
