@@ -78,8 +78,8 @@ def linear_cross_entropy(
             None: 64 MiB + 4·N·D, with nothing left. Every loss that waits for its backward holds its own. Any number is allowed: what is of no use
             is not taken.
         retain_in_grad_weight: whether forward may already allocate weight's gradient and leave there what spares backward logits. None: where one
-            loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. The gradients of one loss are
-            the same within their error bounds either way, not to the bit (on a CPU to the bit).
+            loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. On a GPU gradients are
+            rounded once more where they come from what was left; on a CPU their bits are the same.
         grad_weight_out: [V, D] of weight's dtype or fp32, contiguous: backward adds weight's gradient to it, and autograd gets none for weight
             (`weight.grad` itself, or a trainer's main_grad). Eager mode only; hooks on the weight's gradient do not run.
 

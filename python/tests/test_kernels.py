@@ -31,6 +31,18 @@ def test_explain_says_what_a_step_takes(device: str) -> None:
     assert f"workspace at 100 tokens: forward {kernel.workspace_bytes(100, backward=False)} bytes, backward {kernel.workspace_bytes(100)}" in text
 
 
+def test_explain_says_what_is_retained(device: str) -> None:
+    kernel = flce.get_kernel(64, 3000, torch.bfloat16, device=device)
+    layer = {"device": device, "num_tokens": 1 << 20}
+    most, lendable, workspace = kernel.sizes(1 << 20)
+    for limit in (None, 1 << 40, workspace + most // 2):
+        text = flce.explain(64, 3000, torch.bfloat16, workspace_limit_bytes=limit, **layer)
+        allowed = 0 if limit is None else min(most, limit - workspace)
+        expected = f"retained at 1048576 tokens: up to {most} bytes of which this limit allows {allowed}, or what fits in {lendable} bytes"
+        assert (expected in text) == kernel.retains
+    assert "retained" not in flce.explain(64, 3000, torch.bfloat16, device=device, num_tokens=8)
+
+
 CALLS: list[tuple[dict[str, Any], dict[str, Any], torch.dtype]] = [
     ({}, {}, torch.float32),
     ({"softcap": 7.0, "return_lse": True}, {"softcap": 7.0, "return_lse": True}, torch.bfloat16),

@@ -16,6 +16,7 @@ from support import spy_on_backward
 from torch import Tensor, nn
 
 import flce
+from flce import _retain
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -75,10 +76,12 @@ def node_outlives_its_output() -> bool:
 
 
 @pytest.mark.skipif(not node_outlives_its_output(), reason="this torch's split backward loses the node of any custom Function at the loss")
-def test_split_backward_computes_each_gradient_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least_work", [0, 1 << 40], ids=["retaining", "computing again"])
+def test_split_backward_computes_each_gradient_once(device: str, monkeypatch: pytest.MonkeyPatch, least_work: int) -> None:
     """Zero-bubble schedules ask for the stage's input first and for the weights later, with these two functions."""
     split = pytest.importorskip("torch.distributed.pipelining._backward")
     computed = spy_on_backward(monkeypatch)
+    monkeypatch.setattr(_retain, "LEAST_WORK", {"cpu": least_work, "cuda": least_work})
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(device)
     head = nn.Linear(64, 500, bias=False, device=device)

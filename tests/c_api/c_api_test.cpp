@@ -111,6 +111,20 @@ TEST_F(CApi, KernelTexts_SameAsTheCppApi) {
     flce_kernel_release(handle);
 }
 
+TEST_F(CApi, Limit_OfACallWithItsTokens) {
+    flce_kernel_options options = FLCE_KERNEL_OPTIONS_INIT;
+    options.workspace_limit_bytes = 4 * 1000 * 8 + (33 << 20);
+    options.num_tokens = 1000;
+    flce_kernel* limited = kernel("D=8,V=11,dtype=bf16", &options);
+    EXPECT_THAT(kernel_text(limited, FLCE_TEXT_PLAN), HasSubstr("scratch=33554432"));
+    flce_kernel_release(limited);
+    // A caller of version 2, whose struct ends before the limit.
+    options.struct_size = offsetof(flce_kernel_options, workspace_limit_bytes);
+    flce_kernel* other = kernel("D=8,V=11,dtype=bf16", &options);
+    EXPECT_THAT(kernel_text(other, FLCE_TEXT_PLAN), HasSubstr("scratch=67108864"));
+    flce_kernel_release(other);
+}
+
 TEST_F(CApi, Session_DeviceCacheAndStatistics) {
     flce_kernel_release(kernel());
     flce_kernel_release(kernel());
