@@ -348,6 +348,14 @@ def test_compiled_with_changing_tokens_and_two_losses(device: str, watched: Watc
     assert LENT in watched.take()
 
 
+@pytest.mark.parametrize(("limit", "choice", "used"), [(0, _retain.ALWAYS, LENT), (ALL, _retain.NEVER, OWN)])
+def test_opcheck(device: str, watched: Watched, limit: int, choice: int, used: str) -> None:
+    problem = make(device)
+    arguments = (problem.hidden, problem.weight, problem.target, None, None, None, "outputs=loss+lse", -100, 0, limit, choice)
+    torch.library.opcheck(torch.ops.flce.linear_cross_entropy.default, arguments)
+    assert used in watched.take()
+
+
 def test_a_weight_that_lies_hidden_major_does_not_lend(device: str, watched: Watched) -> None:
     problem = make(device)
     problem.weight = problem.weight.detach().t().contiguous().t().requires_grad_()
