@@ -1,6 +1,7 @@
 // flce bench: time and memory of a kernel, and the floor (the bare GEMMs by the vendor's library) in the same run.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cmath>

@@ -1,6 +1,7 @@
 // flce check: every output and gradient of a kernel on random inputs, against fp64.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <set>

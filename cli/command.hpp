@@ -1,7 +1,6 @@
 // What every subcommand shares: exit codes, the way errors and results leave the program, and the options they have in common.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -11,6 +10,11 @@
 #include <string_view>
 
 #include "flce/flce.hpp"
+
+// CLI11 takes every file that includes it seconds to compile: only those that declare arguments do.
+namespace CLI {
+class App;
+}
 
 namespace flce::cli {
 

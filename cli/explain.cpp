@@ -1,6 +1,7 @@
 // flce explain: the plan for a spec on a device (here or not), why, and what it costs. Compiles nothing.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 
 #include "cli/command.hpp"

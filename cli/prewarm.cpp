@@ -1,6 +1,7 @@
 // flce prewarm: compiles kernels into the cache for devices that need not be here.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <chrono>
 
 #include "cli/command.hpp"

@@ -1,6 +1,7 @@
 // flce run: loss and gradients of real tensors from safetensors files.
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstring>
 #include <limits>

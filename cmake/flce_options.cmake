@@ -53,15 +53,21 @@ if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
 endif()
 
 # Headers of others that most of a target's sources read: half of a build's time otherwise. Sources still include what they use; the portable
-# build compiles without this, so that an include which only this header brought does not stay hidden.
+# build compiles without this, so that an include which only this header brought does not stay hidden. REUSE_FROM takes the header of a target
+# that is compiled with the same options, in place of one more of its own.
 function(flce_precompile target)
   if(NOT FLCE_PRECOMPILE_HEADERS)
     return()
   endif()
-  foreach(header IN ITEMS algorithm filesystem fstream functional map memory optional span string unordered_map vector
-                          fmt/format.h spdlog/spdlog.h nlohmann/json.hpp ${ARGN})
-    target_precompile_headers(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:<${header}$<ANGLE-R>>")
-  endforeach()
+  cmake_parse_arguments(PARSE_ARGV 1 precompile "" "REUSE_FROM" "")
+  if(precompile_REUSE_FROM)
+    target_precompile_headers(${target} REUSE_FROM ${precompile_REUSE_FROM})
+  else()
+    foreach(header IN ITEMS algorithm filesystem fstream functional map memory optional span string unordered_map vector
+                            fmt/format.h spdlog/spdlog.h nlohmann/json.hpp ${precompile_UNPARSED_ARGUMENTS})
+      target_precompile_headers(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:<${header}$<ANGLE-R>>")
+    endforeach()
+  endif()
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)  # lets ccache see what the header holds
     if(CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
