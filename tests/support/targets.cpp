@@ -26,7 +26,8 @@ Session& session_on(Target target) {
         const std::string_view chosen = variable("FLCE_TEST_DEVICE");
         SessionOptions options;
         options.device = which == Target::cpu ? "cpu" : chosen.empty() ? "cuda" : std::string(chosen);
-        options.disk_cache = false;
+        options.cache_dir = variable("FLCE_TEST_CACHE");
+        options.disk_cache = !options.cache_dir.empty();
         return Session(options);
     };
     if (target == Target::cpu) {

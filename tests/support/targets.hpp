@@ -18,7 +18,8 @@ inline std::ostream& operator<<(std::ostream& out, Target target) { return out <
 /// Why there are no tests on `target` here: no such device, or FLCE_TEST_DEVICE ("cpu", "cuda", "cuda:1") names the other. Empty: there are.
 [[nodiscard]] const std::string& skip_reason(Target target);
 
-/// A kernel of the target's session (no disk cache). `plan` or, without it, FLCE_TEST_PLAN replaces the planner's choice where it is legal.
+/// A kernel of the target's session, whose disk cache is in the folder FLCE_TEST_CACHE; without it there is none. `plan` or, without it,
+/// FLCE_TEST_PLAN replaces the planner's choice where it is legal.
 [[nodiscard]] std::shared_ptr<const Kernel> kernel_on(Target target, const Spec& spec, const std::string& plan = {});
 
 /// The device of a target's session.
