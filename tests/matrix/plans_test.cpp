@@ -20,7 +20,7 @@ protected:
     static void expect_good(const Spec& spec, const Plan& plan, std::int64_t num_tokens) {
         const auto kernel = kernel_on(std::get<0>(GetParam()), spec, plan.text());
         ASSERT_EQ(kernel->plan().text(), plan.text());
-        EXPECT_TRUE(run_and_judge(kernel, make_problem(spec, {.num_tokens = num_tokens, .seed = 31})));
+        EXPECT_TRUE(run_and_judge(kernel, make_problem(spec, {.num_tokens = num_tokens, .seed = 31}), 5e7));
     }
 };
 

@@ -1,7 +1,11 @@
 // Every dtype, layout and option at every small shape, with every number of tokens.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <iterator>
+#include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "tests/support/kernel_run.hpp"
 #include "tests/support/option_sets.hpp"
@@ -15,6 +19,15 @@ using Parameters = std::tuple<Target, DType, WeightLayout, OptionSet>;
 class SmallShapes : public testing::TestWithParam<Parameters> {
 protected:
     void SetUp() override { FLCE_REQUIRE_TARGET(std::get<0>(GetParam())); }
+
+    // Takes each value of a remainder of 6 once for an option, over dtypes and layouts, and once for these, over six options.
+    static int combination() {
+        const auto& [target, dtype, layout, options] = GetParam();
+        const std::vector<OptionSet> sets = all_options();
+        const auto option = std::ranges::find_if(sets, [&](const OptionSet& set) { return std::string_view(set.name) == options.name; });
+        const auto kind = std::ranges::find(kDtypes, dtype) - std::begin(kDtypes);
+        return static_cast<int>(option - sets.begin()) + 2 * static_cast<int>(kind) + static_cast<int>(layout);
+    }
 
     // Every number of tokens, and how many of them are ignored; target width and reduction take turns.
     static void all_tokens(std::int64_t d, std::int64_t v) {
@@ -48,11 +61,13 @@ TEST_P(SmallShapes, DeepAndMany_WithinBounds) {
     const auto& [target, dtype, layout, options] = GetParam();
     struct Shape {
         std::int64_t n, d, v;
+        int turn_of_cpu = -1;  ///< too dear on a CPU for every combination: every option meets it in one dtype and layout
     };
     int turn = 0;
-    for (const Shape& s : {Shape{127, 200, 50}, {4096, 200, 127}, {3, 2560, 127}, {128, 2560, 50}, {4096, 2560, 2}, {4096, 64, 50}}) {
+    for (const Shape& s : {Shape{127, 200, 50}, {4096, 200, 127, 0}, {3, 2560, 127}, {128, 2560, 50}, {4096, 2560, 2, 3}, {4096, 64, 50}}) {
         ++turn;
         if (kSanitized && s.n * s.d * s.v > (4 << 20)) continue;
+        if (target == Target::cpu && s.turn_of_cpu >= 0 && (combination() + s.turn_of_cpu) % 6 != 0) continue;
         const auto kernel = kernel_on(target, make_spec(s.d, s.v, dtype, layout, options));
         ProblemOptions o;
         o.num_tokens = s.n;

@@ -138,9 +138,14 @@ std::int64_t weight_index(const Spec& spec, std::int64_t vocab, std::int64_t hid
 
 std::vector<float> laid_out(const Spec& spec, const std::vector<float>& values, float padding) {
     std::vector<float> out(static_cast<std::size_t>(spec.padded_vocab_size * spec.hidden_size), padding);
-    tbb::parallel_for(tbb::blocked_range<std::int64_t>(0, spec.vocab_size), [&](const auto& range) {
-        for (std::int64_t j = range.begin(); j < range.end(); ++j) {
-            for (std::int64_t k = 0; k < spec.hidden_size; ++k) out[weight_index(spec, j, k)] = values[j * spec.hidden_size + k];
+    // A line of memory's worth of vocabulary rows at a time: hidden_major transposes gigabytes here.
+    constexpr std::int64_t kRows = 16;
+    tbb::parallel_for(tbb::blocked_range<std::int64_t>(0, (spec.vocab_size + kRows - 1) / kRows), [&](const auto& range) {
+        for (std::int64_t block = range.begin(); block < range.end(); ++block) {
+            const std::int64_t last = std::min((block + 1) * kRows, spec.vocab_size);
+            for (std::int64_t k = 0; k < spec.hidden_size; ++k) {
+                for (std::int64_t j = block * kRows; j < last; ++j) out[weight_index(spec, j, k)] = values[j * spec.hidden_size + k];
+            }
         }
     });
     return out;
