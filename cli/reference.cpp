@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <type_traits>
 
 #include "cli/interrupt.hpp"
@@ -85,21 +86,52 @@ float stored_value(float value, DType dtype) {
     return rounded_mantissa(value, dtype);
 }
 
+namespace {
+
+/// A cap holds where the inputs allow it: not where the error to expect of them is larger. No bound lets everything pass, if 2 · yardstick does not.
+Verdict without_cap(Verdict verdict, double expected, double cap) {
+    if (expected > cap) verdict.bound = std::max({verdict.bound, 2 * verdict.yardstick, std::min(expected, 0.5)});
+    return verdict;
+}
+
+}  // namespace
+
 Judge::Judge(DType dtype, double product_norm)
     // A rounding's root mean square is 0.4 units; partial sums are √½ of the whole on average.
     : dtype_(dtype), logit_error_(0.4 * unit_roundoff(DType::fp32) * std::sqrt(0.5) * product_norm) {}
 
-Verdict Judge::output(const NormPair& norms) const {
+Verdict Judge::output(const NormPair& norms, const LogitGradientSizes* sizes) const {
     const double size = std::sqrt(norms.kernel.reference2 / static_cast<double>(std::max<std::size_t>(norms.count, 1)));
-    return judged(norms, 8 * unit_roundoff(DType::fp32) + (size > 0 ? 2 * logit_error_ / size : 0), output_error_cap(dtype_));
+    const double cap = output_error_cap(dtype_);
+    const Verdict verdict = judged(norms, 8 * unit_roundoff(DType::fp32) + (size > 0 ? 2 * logit_error_ / size : 0), cap);
+    return sizes == nullptr || size == 0 ? verdict : without_cap(verdict, probability_error(*sizes) / size, cap);
 }
 
-Verdict Judge::gradient(const NormPair& norms) const {
+Verdict Judge::gradient(const NormPair& norms, const LogitGradientSizes* sizes) const {
     // The logits' gradient and the result are rounded; a logit's error reaches a probability through the logit and through lse.
     const double rounding = 0.4 * unit_roundoff(dtype_);
     const double logits = 2 * std::sqrt(2.0) * logit_error_;
-    return judged(norms, std::sqrt(2 * rounding * rounding + 2 * logits * logits) + 8 * unit_roundoff(DType::fp32),
-                  gradient_error_cap(dtype_));
+    const double cap = gradient_error_cap(dtype_);
+    const Verdict verdict = judged(norms, std::sqrt(2 * rounding * rounding + 2 * logits * logits) + 8 * unit_roundoff(DType::fp32), cap);
+    if (sizes == nullptr || sizes->gradients == 0) return verdict;
+    return without_cap(verdict, probability_error(*sizes) * sizes->probabilities / sizes->gradients, cap);
+}
+
+Verdict Judge::grad_weight(const NormPair& norms, const LogitGradientSizes& sizes) const {
+    constexpr std::int64_t kLongestSum = 384;  // of terms added one after the other, in any plan
+    const Verdict verdict = gradient(norms, &sizes);
+    if (sizes.grad_weight_terms == 0) return verdict;
+    // 1 for terms all alike, 1/N for independent ones. Alike terms are rounded alike while the sum stays in a binade: u/√3 of it in root mean square,
+    // half the terms at three quarters of the sum.
+    const double alike =
+        norms.kernel.reference2 / (sizes.grad_weight_terms * sizes.grad_weight_terms * static_cast<double>(sizes.num_terms));
+    const auto length = static_cast<double>(std::min(sizes.num_terms, kLongestSum));
+    return without_cap(verdict, 0.2 * unit_roundoff(DType::fp32) * length * alike, gradient_error_cap(dtype_));
+}
+
+double Judge::probability_error(const LogitGradientSizes& sizes) const {
+    // Tokens may be alike, and then their errors are: none averages out.
+    return 4 * logit_error_ + unit_roundoff(DType::fp32) * (sizes.largest_lse + 3);
 }
 
 Verdict Judge::judged(const NormPair& norms, double floor, double cap) {
@@ -144,6 +176,8 @@ BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vecto
     }
     results_.resize(tokens_.size());
     grad_hidden_.resize(tokens_.size() * d);
+    probabilities2_.resize(tokens_.size());
+    gradients2_.resize(tokens_.size());
     lse_.resize(n);
     entropy_.resize(n);
     const auto count = static_cast<std::int64_t>(tokens_.size());
@@ -163,6 +197,22 @@ template <class Real>
 bool BasicReference<Real>::ignored(std::int64_t token) const {
     const std::int64_t target = problem_.target[static_cast<std::size_t>(token)];
     return target == problem_.ignore_index || target < 0 || target >= problem_.spec.vocab_size;
+}
+
+template <class Real>
+LogitGradientSizes BasicReference<Real>::logit_gradient_sizes() const {
+    LogitGradientSizes sizes;
+    for (const ReferenceToken& token : results_) sizes.largest_lse = std::max(sizes.largest_lse, std::fabs(token.lse));
+    sizes.probabilities = std::sqrt(std::accumulate(probabilities2_.begin(), probabilities2_.end(), 0.0));
+    sizes.gradients = std::sqrt(std::accumulate(gradients2_.begin(), gradients2_.end(), 0.0));
+    const std::int64_t d = problem_.spec.hidden_size;
+    for (std::size_t r = 0; r < tokens_.size(); ++r) {
+        const Real* hidden = hidden_.data() + tokens_[r] * d;
+        sizes.grad_weight_terms += gradients2_[r] * static_cast<double>(dot<Real>(hidden, hidden, d));
+        sizes.num_terms += ignored(tokens_[r]) ? 0 : 1;
+    }
+    sizes.grad_weight_terms = std::sqrt(sizes.grad_weight_terms);
+    return sizes;
 }
 
 template <class Real>
@@ -222,6 +272,21 @@ Real BasicReference<Real>::grad_logit(std::int64_t token, std::int64_t row, cons
     if (!problem_.grad_logprob.empty()) gradient += problem_.grad_logprob[i] * (hit - p);
     if (!problem_.grad_entropy.empty()) gradient += problem_.grad_entropy[i] * -p * (z.value - lse + entropy_[i]);
     return rounded(gradient * z.derivative, spec.dtype);
+}
+
+template <class Real>
+double BasicReference<Real>::slope(std::int64_t token) const {
+    const Spec& spec = problem_.spec;
+    const auto i = static_cast<std::size_t>(token);
+    const double upstream = problem_.grad_loss.empty() ? (spec.outputs.loss ? 1 : 0) : problem_.grad_loss[i];
+    const double smoothing = spec.label_smoothing;
+    const double weights = (1 - smoothing) * static_cast<double>(class_weight(problem_.target[i])) +
+                           smoothing / static_cast<double>(spec.vocab_size) * class_weight_total_;
+    double size = std::fabs(upstream / loss_divisor_) * weights +
+                  std::fabs(upstream / z_loss_divisor_ * 2 * spec.z_loss * static_cast<double>(lse_[i]));
+    if (!problem_.grad_lse.empty()) size += std::fabs(problem_.grad_lse[i]);
+    if (!problem_.grad_logprob.empty()) size += std::fabs(problem_.grad_logprob[i]);
+    return size;
 }
 
 template <class Real>
@@ -305,9 +370,15 @@ void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, c
             const std::int64_t token = tokens_[r];
             if (ignored(token)) continue;
             std::fill(slice.begin(), slice.end(), Real(0));
+            const double multiplier = slope(token);
             for (std::int64_t j = j0; j < j1; ++j) {
-                const std::size_t at = (r - begin) * static_cast<std::size_t>(v) + static_cast<std::size_t>(j);
-                add_scaled<Real>(slice.data(), grad_logit(token, j, logits[at]), weight.data() + (j - j0) * d, d);
+                const Logit& z = logits[(r - begin) * static_cast<std::size_t>(v) + static_cast<std::size_t>(j)];
+                const Real gradient = grad_logit(token, j, z);
+                const double part =
+                    multiplier * static_cast<double>(std::exp(z.value - lse_[static_cast<std::size_t>(token)]) * z.derivative);
+                probabilities2_[r] += part * part;
+                gradients2_[r] += static_cast<double>(gradient) * static_cast<double>(gradient);
+                add_scaled<Real>(slice.data(), gradient, weight.data() + (j - j0) * d, d);
             }
             add_scaled<Real>(grad_hidden_.data() + static_cast<std::int64_t>(r) * d, Real(1), slice.data(), d);
         }
@@ -325,7 +396,8 @@ Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out
     std::fill(out.begin(), out.end(), Real(0));
     Real bias = 0;
     std::vector<Real> slice(static_cast<std::size_t>(d));
-    constexpr std::int64_t kSlice = 64;
+    // As long as a framework's: tokens that are alike make terms that are alike, and a slice's error grows with its length.
+    constexpr std::int64_t kSlice = 256;
     for (std::int64_t begin = 0; begin < problem_.num_tokens; begin += kSlice) {
         std::fill(slice.begin(), slice.end(), Real(0));
         for (std::int64_t i = begin; i < std::min(problem_.num_tokens, begin + kSlice); ++i) {

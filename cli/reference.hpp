@@ -37,6 +37,15 @@ struct ReferenceToken {
     double entropy = 0;
 };
 
+/// Sizes of what the gradients of all logits are made of, as Euclidean norms. A confident token's are differences, p_y − 1, far smaller than p.
+struct LogitGradientSizes {
+    double probabilities = 0;  ///< each times what multiplies it
+    double gradients = 0;
+    double largest_lse = 0;
+    double grad_weight_terms = 0;  ///< each token's gradients times its hidden state: what grad_weight is the sum of
+    std::int64_t num_terms = 0;
+};
+
 /// Real = double: exact for our purposes. Real = float: what a framework computes in the spec's dtype with fp32 logits: fp32 sums and softmax,
 /// the logits' gradient rounded to the dtype, gradients of hidden rounded to it.
 template <class Real>
@@ -54,6 +63,8 @@ public:
     [[nodiscard]] double loss_divisor() const { return loss_divisor_; }
     [[nodiscard]] double z_loss_divisor() const { return z_loss_divisor_; }
     [[nodiscard]] bool ignored(std::int64_t token) const;
+    /// Of tokens().
+    [[nodiscard]] LogitGradientSizes logit_gradient_sizes() const;
 
     /// lse and entropy ([N], entropy may be empty) for the tokens that were not computed here.
     void set_other(std::span<const float> lse, std::span<const float> entropy);
@@ -72,6 +83,8 @@ private:
     [[nodiscard]] Real class_weight(std::int64_t row) const;
     /// dL/d(hidden · weightᵀ + bias), rounded as the backward products read it.
     [[nodiscard]] Real grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const;
+    /// The sizes of what multiplies a token's probabilities in it, added up; entropy's part, which cancels in its own way, is left out.
+    [[nodiscard]] double slope(std::int64_t token) const;
     void load_weight_rows(std::int64_t begin, std::int64_t end, Real* out) const;
     void compute_tokens(std::size_t begin, std::size_t end);
     void reduce_token(std::size_t index, std::span<const Logit> logits);
@@ -85,8 +98,9 @@ private:
     double loss_divisor_ = 1;
     double z_loss_divisor_ = 1;
     std::vector<ReferenceToken> results_;
-    std::vector<Real> grad_hidden_;    // [tokens, D]
-    std::vector<Real> lse_, entropy_;  // [N]
+    std::vector<Real> grad_hidden_;                    // [tokens, D]
+    std::vector<double> probabilities2_, gradients2_;  // [tokens], squares added up
+    std::vector<Real> lse_, entropy_;                  // [N]
 };
 
 using Reference = BasicReference<double>;
@@ -140,11 +154,16 @@ class Judge {
 public:
     /// `product_norm`: ‖hidden row‖ · ‖weight row‖, typically; it decides how exact an fp32 sum of hidden_size products can be.
     Judge(DType dtype, double product_norm);
-    [[nodiscard]] Verdict output(const NormPair& norms) const;
-    [[nodiscard]] Verdict gradient(const NormPair& norms) const;
+    /// `sizes`, where they are given, tell tokens so confident that rounding lse shows: a loss near 0, gradients in which p_y is cancelled.
+    [[nodiscard]] Verdict output(const NormPair& norms, const LogitGradientSizes* sizes = nullptr) const;
+    [[nodiscard]] Verdict gradient(const NormPair& norms, const LogitGradientSizes* sizes = nullptr) const;
+    /// A gradient that sums over tokens, and these may be alike.
+    [[nodiscard]] Verdict grad_weight(const NormPair& norms, const LogitGradientSizes& sizes) const;
 
 private:
     [[nodiscard]] static Verdict judged(const NormPair& norms, double floor, double cap);
+    /// Relative error of a probability, and the absolute one of its logarithm, in any arithmetic that stores lse in fp32.
+    [[nodiscard]] double probability_error(const LogitGradientSizes& sizes) const;
 
     DType dtype_;
     double logit_error_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <string_view>
 
 #include "tests/cli/process.hpp"
 
@@ -67,6 +68,20 @@ TEST(FlceDemo_OtherDtypesAndSgd, LearnToo) {
         const ProcessResult result = run_flce(demo_command(folder, more));
         ASSERT_EQ(result.exit_code, 0) << more.back() << result.err;
         EXPECT_LT(result.json()["held_out_loss"].get<double>(), 0.8 * result.json()["first_held_out_loss"].get<double>()) << more.back();
+    }
+}
+
+// Tokens that are all alike: sums of equal terms, and after some steps probabilities so near 1 that little of their gradient is left in fp32.
+TEST(FlceDemo_OneWordOverAndOver, IsHeldAgainstWhatItsArithmeticCanGive) {
+    const TemporaryFolder folder;
+    std::string text;
+    for (int i = 0; i < 20000; ++i) text += "the ";
+    std::ofstream(folder / "word.txt") << text;
+    for (const char* steps : {"6", "9", "18"}) {
+        const ProcessResult result = run_flce({"demo", "--device", "cpu", "--text", folder / "word.txt", "--steps", steps,
+                                               "--no-architectures", "--cache-dir", folder / "cache", "--json"});
+        ASSERT_EQ(result.exit_code, 0) << steps << " steps" << result.err;
+        EXPECT_LT(result.json()["gradient_error"].get<double>(), std::string_view(steps) == "6" ? 1e-5 : 0.1) << steps << " steps";
     }
 }
 
