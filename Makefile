@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
-.PHONY: help setup setup-python build demo demo-pipeline test test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
+.PHONY: help setup setup-python setup-tests build demo demo-pipeline test test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
@@ -27,6 +27,9 @@ setup: ## install what is missing (says what, before it does it)
 setup-python: ## setup, and torch with what else the Python tests need, where they are missing
 	@tools/setup.sh --python
 
+setup-tests:
+	@tools/setup.sh --python --servers
+
 build: setup ## build/bin/flce, and everything beside it
 	@tools/configure.sh $(PRESET)
 	cmake --build --preset $(PRESET) -j $(JOBS)
@@ -42,7 +45,7 @@ demo-pipeline: setup-python ## train two pipeline stages on real text, the last 
 	@tools/python.sh examples/pipeline_last_stage.py
 
 # Sanitizers take as long again as everything else: CI runs them, and whoever asks for them.
-test: setup-python test-release test-install $(if $(CI),test-sanitize) ## every test: release build, an installed tree, the Python package; where CI is set, sanitizers
+test: setup-tests test-release test-install $(if $(CI),test-sanitize) ## every test: release build, an installed tree, the Python package; where CI is set, sanitizers
 	@tools/test_summary.sh build $(if $(CI),build-sanitize)
 
 test-release: build

@@ -2,11 +2,19 @@
 # Makes the machine ready to build and test flce. Looks at what is there; says what it will install and how, then installs it; quick when nothing
 # is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers, where no toolkit has them,
 # come as PyPI wheels into .tools/nvidia. With --python also what the Python package's tests need (torch and the rest, unless tools/python.sh finds them):
-# from PyPI into .tools/python. Exit code 3 and a list of what to install by hand where it cannot.
+# from PyPI into .tools/python. With --servers also the servers that tests of remote caches start: redis and nginx unpacked into .tools/servers, where the
+# system has none (a package that is installed would run, and run after the next boot too), and moto's S3 from PyPI into .tools/moto; without them
+# those tests are skipped. Exit code 3 and a list of what to install by hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-with_python=false
-[[ ${1:-} == --python ]] && with_python=true
+with_python=false with_servers=false
+for flag in "$@"; do
+    case $flag in
+        --python) with_python=true ;;
+        --servers) with_servers=true ;;
+        *) echo "usage: setup.sh [--python] [--servers]" >&2 && exit 2 ;;
+    esac
+done
 
 fail() {
     printf '%s\n' "" "$@" >&2
@@ -57,6 +65,8 @@ need_header libtbb-dev tbb/version.h oneapi/tbb/version.h
 need_header libzstd-dev zstd.h
 need_header libxxhash-dev xxhash.h
 need_header libssl-dev openssl/evp.h
+need_header libcurl4-openssl-dev curl/curl.h
+need_header libhiredis-dev hiredis/hiredis.h
 need_header zlib1g-dev zlib.h # LLVM's CMake package asks for it
 need_header libgtest-dev gtest/gtest.h
 need_header libgmock-dev gmock/gmock.h
@@ -145,7 +155,48 @@ if ((${#wheels[@]} + ${#python_packages[@]})) && ! python3 -m pip --version >/de
     if [[ " ${packages[*]} " != *" python3-pip "* ]]; then packages+=(python3-pip); fi
 fi
 
-if ((${#packages[@]} == 0 && ${#wheels[@]} == 0 && ${#python_packages[@]} == 0)) && [[ $llvm_missing == false ]]; then exit 0; fi
+# ── Servers for tests: none of them is installed in the system. ─────────────────────────────────────────────────────────────────────────────
+servers=.tools/servers moto=.tools/moto
+server_packages=()
+need_server() { # package, program
+    local folder
+    for folder in "$servers/usr/bin" "$servers/usr/sbin" /usr/bin /usr/sbin /usr/local/bin /usr/local/sbin; do
+        if [[ -x $folder/$2 ]]; then return; fi
+    done
+    server_packages+=("$1")
+}
+moto_missing=false
+if $with_servers; then
+    need_server redis-server redis-server
+    need_server nginx-light nginx
+    PYTHONPATH=$moto python3 -c 'import importlib.util, sys; sys.exit(any(importlib.util.find_spec(m) is None for m in ("moto", "flask", "boto3")))' \
+        2>/dev/null || moto_missing=true
+fi
+
+# Without them tests are skipped, so that nothing here is fatal.
+unpack_servers() {
+    local into=$PWD/$servers.tmp name
+    echo "flce: unpacking into $servers, for tests of remote caches: ${server_packages[*]}, and libraries that they need"
+    rm -rf "$into" && mkdir -p "$into/packages" || return
+    # With what they depend on, as far as the system lacks it.
+    mapfile -t names < <(LC_ALL=C apt-get -s --no-install-recommends install "${server_packages[@]}" | sed -nE 's/^Inst ([^ ]+) .*/\1/p')
+    ((${#names[@]})) || return
+    (cd "$into/packages" && apt-get -qq -o APT::Sandbox::User=root download "${names[@]}") || return
+    for name in "$into"/packages/*.deb; do dpkg -x "$name" "$into/root" || return; done
+    mkdir -p "$servers" && cp -a "$into/root/." "$servers/" && rm -rf "$into"
+}
+
+get_servers() {
+    if ((${#server_packages[@]})); then
+        command -v apt-get >/dev/null && unpack_servers || echo "flce: could not get ${server_packages[*]}: tests that need them are skipped"
+    fi
+    if $moto_missing; then
+        echo "flce: fetching moto from PyPI into $moto, for tests of remote caches"
+        fetch python3 --upgrade --target "$moto" 'moto[s3]' flask flask-cors || echo "flce: could not fetch moto: tests that need it are skipped"
+    fi
+}
+
+if ((${#packages[@]} + ${#wheels[@]} + ${#python_packages[@]} + ${#server_packages[@]} == 0)) && ! $llvm_missing && ! $moto_missing; then exit 0; fi
 
 # ── Distribution packages. ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 by_hand() {
@@ -240,4 +291,5 @@ if ((${#python_packages[@]})); then
     still=$(missing_python)
     [[ -z $still ]] || fail "still missing for $python: ${still//$'\n'/ }"
 fi
+get_servers
 echo "flce: the machine is ready"
