@@ -8,8 +8,11 @@
 #include <unordered_map>
 #include <utility>
 
+#include "cache/artifact_format.hpp"
 #include "cache/disk_store.hpp"
 #include "cache/key_lock.hpp"
+#include "cache/log.hpp"
+#include "cache/statistics_file.hpp"
 
 namespace flce {
 namespace {
@@ -28,12 +31,40 @@ struct Result {
     bool created = false;
 };
 
+// What one tier did, counted by the threads that asked it.
+struct Tier {
+    explicit Tier(std::shared_ptr<Store> asked) : store(std::move(asked)) {}
+
+    std::shared_ptr<Store> store;
+    std::atomic<std::int64_t> hits{0};
+    std::atomic<std::int64_t> misses{0};
+    std::atomic<std::int64_t> faults{0};
+    std::atomic<std::int64_t> stored{0};
+
+    [[nodiscard]] Lookup get(const CacheKey& key) {
+        Lookup found = store->get(key);
+        if (found.fault) faults.fetch_add(1, std::memory_order_relaxed);
+        return found;
+    }
+    void put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) {
+        const Kept kept = store->put(key, entry, durability);
+        if (kept == Kept::yes) stored.fetch_add(1, std::memory_order_relaxed);
+        if (kept == Kept::fault) faults.fetch_add(1, std::memory_order_relaxed);
+    }
+    [[nodiscard]] TierStatistics statistics() const {
+        return {std::string(store->name()), hits.load(std::memory_order_relaxed), misses.load(std::memory_order_relaxed),
+                faults.load(std::memory_order_relaxed), stored.load(std::memory_order_relaxed)};
+    }
+};
+
+using Accept = std::function<bool(const Artifact&)>;
+
 }  // namespace
 
 struct ArtifactCache::State {
     Options options;
     std::shared_ptr<DiskStore> disk;
-    std::vector<std::shared_ptr<Store>> tiers;
+    std::vector<std::unique_ptr<Tier>> tiers;  // the directory, if there is one, is the first
 
     std::mutex mutex;
     std::unordered_map<CacheKey, std::weak_ptr<const Artifact>, KeyHash> memory;
@@ -41,18 +72,38 @@ struct ArtifactCache::State {
     std::size_t sweep_at = 64;
 
     std::atomic<std::int64_t> memory_hits{0};
-    std::atomic<std::int64_t> disk_hits{0};
+    std::atomic<std::int64_t> memory_misses{0};
     std::atomic<std::int64_t> created{0};
 
-    std::shared_ptr<const Artifact> find(const CacheKey& key) {
-        for (std::size_t i = 0; i < tiers.size(); ++i) {
-            std::optional<Artifact> found = tiers[i]->get(key);
-            if (!found) continue;
-            disk_hits.fetch_add(1, std::memory_order_relaxed);
-            for (std::size_t nearer = 0; nearer < i; ++nearer) tiers[nearer]->put(key, *found);
-            return std::make_shared<const Artifact>(std::move(*found));
+    std::mutex telling;
+    CacheStatistics told;  // under `telling`
+
+    // Asks tiers [first, last); what a farther one has, nearer ones are given.
+    std::shared_ptr<const Artifact> find(const CacheKey& key, std::size_t first, std::size_t last, const Accept& accept = {}) {
+        for (std::size_t i = first; i < last; ++i) {
+            Lookup found = tiers[i]->get(key);
+            if (!found.artifact || (accept && !accept(*found.artifact))) {
+                tiers[i]->misses.fetch_add(1, std::memory_order_relaxed);
+                continue;
+            }
+            tiers[i]->hits.fetch_add(1, std::memory_order_relaxed);
+            for (std::size_t nearer = 0; nearer < i; ++nearer) tiers[nearer]->put(key, found.entry, Durability::whenever);
+            if (options.on_use) options.on_use(key, found.entry);
+            return std::make_shared<const Artifact>(std::move(*found.artifact));
         }
         return nullptr;
+    }
+
+    // To every tier (unless the tiers have it), and to whoever collects.
+    void publish(const CacheKey& key, const Artifact& artifact, bool present = false) try {
+        if (tiers.empty() && !options.on_use) return;
+        const std::vector<std::byte> entry = encode_artifact(key, artifact, options.signer.get());
+        if (!present) {
+            for (const auto& tier : tiers) tier->put(key, entry, Durability::now);
+        }
+        if (options.on_use) options.on_use(key, entry);
+    } catch (const std::exception& error) {
+        logger().warn("cache: {} is not kept: {}", key.hex(), error.what());
     }
 
     // Under the mutex. Forgets artifacts that nobody holds any more, at a cost spread over the insertions.
@@ -61,6 +112,14 @@ struct ArtifactCache::State {
         if (memory.size() < sweep_at) return;
         std::erase_if(memory, [](const auto& entry) { return entry.second.expired(); });
         sweep_at = 2 * memory.size() + 64;
+    }
+
+    // Under the mutex.
+    std::shared_ptr<const Artifact> remembered(const CacheKey& key) {
+        const auto known = memory.find(key);
+        auto artifact = known == memory.end() ? nullptr : known->second.lock();
+        (artifact ? memory_hits : memory_misses).fetch_add(1, std::memory_order_relaxed);
+        return artifact;
     }
 
     void finish(const CacheKey& key, std::promise<Result>& promise, Result result) {
@@ -73,49 +132,72 @@ struct ArtifactCache::State {
     }
 
     Result lead(const CacheKey& key, const std::function<Artifact()>& create, std::promise<Result>& promise) {
-        Result result{find(key), false};
-        if (result.artifact) {
-            finish(key, promise, result);
-            return result;
-        }
+        // The directory first, then the lock, then the rest: one process of a machine asks a remote store for what all of them want.
+        const std::size_t local = disk ? 1 : 0;
+        Result result{find(key, 0, local), false};
         std::optional<KeyLock> lock;
-        if (disk && options.lock_wait.count() > 0 && disk->usable(true)) lock.emplace(options.directory, key, options.lock_wait);
-        if (lock && lock->waited()) result.artifact = find(key);
+        if (!result.artifact && disk && options.lock_wait.count() > 0 && disk->usable(true)) {
+            lock.emplace(options.directory, key, options.lock_wait);
+            if (lock->waited()) result.artifact = find(key, 0, local);
+        }
+        if (!result.artifact) result.artifact = find(key, local, tiers.size());
         if (!result.artifact) {
             result = {std::make_shared<const Artifact>(create()), true};
             created.fetch_add(1, std::memory_order_relaxed);
         }
-        // Those who wait get the bytes before the disk does.
+        // Those who wait get the bytes before the tiers do.
         finish(key, promise, result);
-        if (result.created) {
-            for (const auto& tier : tiers) tier->put(key, *result.artifact);
-        }
+        if (result.created) publish(key, *result.artifact);
+        tell_statistics();
         return result;
+    }
+
+    [[nodiscard]] CacheStatistics statistics() const {
+        CacheStatistics now;
+        now.memory_hits = memory_hits.load(std::memory_order_relaxed);
+        now.created = created.load(std::memory_order_relaxed);
+        now.tiers.push_back({"memory", now.memory_hits, memory_misses.load(std::memory_order_relaxed), 0, 0});
+        for (const auto& tier : tiers) now.tiers.push_back(tier->statistics());
+        return now;
+    }
+
+    // To the file that all processes share. What cannot be told now is told with the next.
+    void tell_statistics() {
+        if (!disk || !disk->usable(false)) return;
+        const std::unique_lock lock(telling, std::try_to_lock);
+        if (!lock) return;
+        const CacheStatistics now = statistics();
+        CacheStatistics news = now;
+        news.created -= told.created;
+        for (std::size_t i = 0; i < told.tiers.size(); ++i) {
+            news.tiers[i].hits -= told.tiers[i].hits;
+            news.tiers[i].misses -= told.tiers[i].misses;
+            news.tiers[i].faults -= told.tiers[i].faults;
+            news.tiers[i].stored -= told.tiers[i].stored;
+        }
+        if (add_statistics(options.directory, news)) told = now;
     }
 };
 
 ArtifactCache::ArtifactCache(Options options) : state_(std::make_unique<State>()) {
     state_->options = std::move(options);
     if (!state_->options.directory.empty()) {
-        state_->disk = std::make_shared<DiskStore>(state_->options.directory);
-        state_->tiers.push_back(state_->disk);
+        state_->disk = std::make_shared<DiskStore>(state_->options.directory, state_->options.max_bytes);
+        state_->tiers.push_back(std::make_unique<Tier>(state_->disk));
     }
-    for (const auto& store : state_->options.further) state_->tiers.push_back(store);
+    for (const auto& store : state_->options.further) state_->tiers.push_back(std::make_unique<Tier>(store));
 }
 
-ArtifactCache::~ArtifactCache() = default;
+ArtifactCache::~ArtifactCache() { state_->tell_statistics(); }
 
 std::shared_ptr<const Artifact> ArtifactCache::get_or_create(const CacheKey& key, const std::function<Artifact()>& create, bool* created) {
     std::promise<Result> promise;
     std::shared_future<Result> other;
     {
         const std::lock_guard lock(state_->mutex);
-        if (const auto known = state_->memory.find(key); known != state_->memory.end()) {
-            if (auto artifact = known->second.lock()) {
-                state_->memory_hits.fetch_add(1, std::memory_order_relaxed);
-                if (created != nullptr) *created = false;
-                return artifact;
-            }
+        if (auto artifact = state_->remembered(key)) {
+            if (created != nullptr) *created = false;
+            return artifact;
         }
         if (const auto leader = state_->in_flight.find(key); leader != state_->in_flight.end()) {
             other = leader->second;
@@ -143,15 +225,36 @@ std::shared_ptr<const Artifact> ArtifactCache::get_or_create(const CacheKey& key
     return result.artifact;
 }
 
+std::shared_ptr<const Artifact> ArtifactCache::find(const CacheKey& key, const Accept& accept) {
+    if (!accept) {
+        const std::lock_guard lock(state_->mutex);
+        if (auto artifact = state_->remembered(key)) return artifact;
+    }
+    auto artifact = state_->find(key, 0, state_->tiers.size(), accept);
+    if (artifact) {
+        const std::lock_guard lock(state_->mutex);
+        state_->remember(key, artifact);
+    }
+    return artifact;
+}
+
+void ArtifactCache::keep(const CacheKey& key, const Artifact& artifact, Replace replace) {
+    const bool present = replace == Replace::if_absent && (!state_->disk || state_->disk->contains(key));
+    if (!present || state_->options.on_use) state_->publish(key, artifact, present);
+}
+
 CacheStatistics ArtifactCache::statistics() const {
-    CacheStatistics statistics;
-    statistics.memory_hits = state_->memory_hits.load(std::memory_order_relaxed);
-    statistics.disk_hits = state_->disk_hits.load(std::memory_order_relaxed);
-    statistics.created = state_->created.load(std::memory_order_relaxed);
-    for (const auto& tier : state_->tiers) statistics.disk_faults += tier->faults();
+    CacheStatistics statistics = state_->statistics();
+    for (const TierStatistics& did : statistics.tiers) {
+        if (did.name == "local") statistics.disk_hits += did.hits, statistics.disk_faults += did.faults;
+        if (did.name == "packs") statistics.pack_hits += did.hits, statistics.pack_faults += did.faults;
+        if (did.name == "remote") statistics.remote_hits += did.hits, statistics.remote_faults += did.faults;
+    }
     return statistics;
 }
 
 const std::filesystem::path& ArtifactCache::directory() const noexcept { return state_->options.directory; }
+
+const ArtifactCache::Options& ArtifactCache::options() const noexcept { return state_->options; }
 
 }  // namespace flce

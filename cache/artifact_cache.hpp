@@ -1,13 +1,17 @@
-// Compiled artifacts by content key: memory (of this process, while somebody holds it), then disk. Bytes and digests only.
+// Compiled artifacts by content key: memory (of this process, while somebody holds it), the local directory, packs, a remote store. Bytes and
+// digests only.
 #pragma once
 
 #include <array>
 #include <chrono>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -18,7 +22,9 @@ namespace flce {
 struct CacheKey {
     std::array<std::uint8_t, 32> digest{};
     [[nodiscard]] std::string hex() const;
-    friend bool operator==(const CacheKey&, const CacheKey&) = default;
+    /// The inverse of hex().
+    [[nodiscard]] static std::optional<CacheKey> parse(std::string_view hex);
+    friend auto operator<=>(const CacheKey&, const CacheKey&) = default;
 };
 
 class KeyBuilder {
@@ -42,35 +48,63 @@ struct Artifact {
     std::vector<std::byte> payload;
 };
 
+class SigningKey;
 class Store;
+
+struct TierStatistics {
+    std::string name;         ///< "memory", "local", "packs", "remote"
+    std::int64_t hits = 0;    ///< lookups that it answered
+    std::int64_t misses = 0;  ///< lookups that it did not
+    std::int64_t faults = 0;  ///< entries or media that were harmed, refused or out of reach
+    std::int64_t stored = 0;  ///< entries that it took
+};
 
 struct CacheStatistics {
     std::int64_t memory_hits = 0;
-    std::int64_t disk_hits = 0;
+    std::int64_t disk_hits = 0;  ///< of the local directory
+    std::int64_t pack_hits = 0;
+    std::int64_t remote_hits = 0;
     std::int64_t created = 0;
-    std::int64_t disk_faults = 0;
+    std::int64_t disk_faults = 0;  ///< of the local directory
+    std::int64_t pack_faults = 0;
+    std::int64_t remote_faults = 0;
+    std::vector<TierStatistics> tiers;  ///< in the order in which they are asked
 };
 
-/// Thread-safe. A fault of the disk layer costs a compile at most and is reported once, never thrown.
+/// Thread-safe. A fault of a tier costs a compile at most and is reported once, never thrown.
 class ArtifactCache {
 public:
     struct Options {
-        std::filesystem::path directory;              ///< empty: no disk layer
+        std::filesystem::path directory;              ///< the local directory; empty: none
         std::vector<std::shared_ptr<Store>> further;  ///< asked in order after the directory, which keeps what they have
         std::chrono::milliseconds lock_wait{30'000};  ///< longest wait for another process that compiles the same key; 0: no locks
+        std::uint64_t max_bytes = 0;                  ///< of the directory: entries used longest ago go first; 0: no limit
+        std::shared_ptr<const SigningKey> signer;     ///< signs what this cache creates; none: unsigned
+        /// Hears of every entry that this cache found, created or kept, as it is stored: what a pack for the same requests has to hold.
+        std::function<void(const CacheKey&, std::span<const std::byte> entry)> on_use;
     };
     explicit ArtifactCache(Options options);
     ~ArtifactCache();
     ArtifactCache(const ArtifactCache&) = delete;
     ArtifactCache& operator=(const ArtifactCache&) = delete;
 
-    /// The artifact under `key`; `create` makes it if no layer has it. One `create` per key at a time in this process: concurrent callers
+    /// The artifact under `key`; `create` makes it if no tier has it. One `create` per key at a time in this process: concurrent callers
     /// wait for it and share its result; an exception goes to all of them and is not remembered. `created`, if given, says whether this
     /// call or the one it waited for ran `create`. `create` may ask for other keys, not for its own.
     [[nodiscard]] std::shared_ptr<const Artifact> get_or_create(const CacheKey& key, const std::function<Artifact()>& create,
                                                                 bool* created = nullptr);
+    /// The artifact under `key` if a tier has it, null otherwise. With `accept`, the first that it says yes to: tiers may hold different ones
+    /// where a key names something that changes. `accept` may ask for other keys.
+    [[nodiscard]] std::shared_ptr<const Artifact> find(const CacheKey& key, const std::function<bool(const Artifact&)>& accept = {});
+
+    enum class Replace { always, if_absent };
+    /// Stores an artifact in every tier that takes it; `if_absent`: unless the local directory has one already.
+    void keep(const CacheKey& key, const Artifact& artifact, Replace replace);
+
     [[nodiscard]] CacheStatistics statistics() const;
     [[nodiscard]] const std::filesystem::path& directory() const noexcept;
+    /// For another cache over the same tiers, whose statistics are its own.
+    [[nodiscard]] const Options& options() const noexcept;
 
 private:
     struct State;

@@ -1,14 +1,18 @@
 #include <openssl/evp.h>
 
+#include <charconv>
 #include <stdexcept>
 
 #include "cache/artifact_cache.hpp"
+#include "cache/artifact_format.hpp"
+#include "cache/sha256.hpp"
 
 namespace flce {
 namespace {
 
-// Changes when the meaning of keys does, so that old entries are simply never asked for again.
-constexpr std::string_view kKeySchema = "flce key 1";
+// Changes when the meaning of keys or the format of entries does, so that old entries are simply never asked for again.
+constexpr std::string_view kKeySchema = "flce key 2";
+static_assert(kArtifactSchema == 2, "an entry of another schema needs keys of its own: change kKeySchema too");
 
 }  // namespace
 
@@ -53,13 +57,37 @@ CacheKey KeyBuilder::finish() {
     return key;
 }
 
-std::string CacheKey::hex() const {
+std::string CacheKey::hex() const { return hex_of(std::as_bytes(std::span(digest))); }
+
+std::optional<CacheKey> CacheKey::parse(std::string_view hex) {
+    CacheKey key;
+    if (hex.size() != 2 * key.digest.size()) return std::nullopt;
+    for (std::size_t i = 0; i < key.digest.size(); ++i) {
+        const char* const digits = hex.data() + 2 * i;
+        const auto [end, error] = std::from_chars(digits, digits + 2, key.digest[i], 16);
+        if (error != std::errc() || end != digits + 2) return std::nullopt;
+    }
+    // One text for each key.
+    return key.hex() == hex ? std::optional(key) : std::nullopt;
+}
+
+Sha256 sha256_of(std::span<const std::byte> bytes) {
+    Sha256 digest;
+    unsigned size = 0;
+    if (EVP_Digest(bytes.data(), bytes.size(), reinterpret_cast<unsigned char*>(digest.data()), &size, EVP_sha256(), nullptr) != 1 ||
+        size != digest.size()) {
+        throw std::runtime_error("SHA-256 is not available from OpenSSL");
+    }
+    return digest;
+}
+
+std::string hex_of(std::span<const std::byte> bytes) {
     static constexpr char kDigits[] = "0123456789abcdef";
     std::string text;
-    text.reserve(2 * digest.size());
-    for (const std::uint8_t byte : digest) {
-        text += kDigits[byte >> 4];
-        text += kDigits[byte & 15];
+    text.reserve(2 * bytes.size());
+    for (const std::byte byte : bytes) {
+        text += kDigits[std::to_integer<unsigned>(byte) >> 4];
+        text += kDigits[std::to_integer<unsigned>(byte) & 15];
     }
     return text;
 }

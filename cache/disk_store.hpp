@@ -4,8 +4,10 @@
 //     <directory>/artifacts/<first two hex digits>/<key>.art.corrupt   an entry that failed its checks, renamed aside
 //     <directory>/artifacts/<first two hex digits>/.<key>.XXXXXX    an entry being written
 //     <directory>/locks/<key>                                       cache/key_lock.hpp
+//     <directory>/statistics                                        cache/statistics_file.hpp
 //
-// An entry appears by rename, complete or not at all. ENOENT, ESTALE and EBUSY mean "not there".
+// An entry appears by rename, complete or not at all. ENOENT, ESTALE and EBUSY mean "not there". An entry's access time says when it was last used,
+// to the hour: reading one sets it, since file systems are mounted without access times.
 #pragma once
 
 #include <atomic>
@@ -20,13 +22,16 @@ namespace flce {
 class DiskStore final : public Store {
 public:
     /// Touches nothing yet. The directory is made, private to the user, when the first artifact is kept. One that another user owns, or
-    /// that group or others may write, is not used: whoever can write it could have this process load code of theirs.
-    explicit DiskStore(std::filesystem::path directory);
+    /// that group or others may write, is not used, and neither is such a file in it: whoever can write it could have this process load code of
+    /// theirs. `max_bytes`: cache/cleanup.hpp, asked now and then when entries are kept; 0: no limit.
+    explicit DiskStore(std::filesystem::path directory, std::uint64_t max_bytes = 0);
 
-    [[nodiscard]] std::optional<Artifact> get(const CacheKey& key) override;
-    void put(const CacheKey& key, const Artifact& artifact) override;
-    [[nodiscard]] std::int64_t faults() const override { return faults_.load(std::memory_order_relaxed); }
+    [[nodiscard]] std::string_view name() const noexcept override { return "local"; }
+    [[nodiscard]] Lookup get(const CacheKey& key) override;
+    [[nodiscard]] Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) override;
 
+    /// Whether there is a file for it; whether that is sound shows when it is read.
+    [[nodiscard]] bool contains(const CacheKey& key);
     [[nodiscard]] std::filesystem::path path_of(const CacheKey& key) const;
     /// Whether the directory exists and may be trusted. With `make`, creates it first.
     [[nodiscard]] bool usable(bool make);
@@ -34,14 +39,16 @@ public:
 private:
     enum class Verdict { unknown, usable, refused };
 
+    [[nodiscard]] Lookup read(const std::filesystem::path& path, const CacheKey& key);
     void quarantine(const std::filesystem::path& path, int file, const std::string& why);
-    bool publish(const std::filesystem::path& path, const std::vector<std::byte>& entry, int& error);
-    void fault(std::atomic<bool>& warned, const std::string& message);
+    void warn_once(std::atomic<bool>& warned, const std::string& message);
+    void clean_up_now_and_then();
 
     std::filesystem::path directory_;
+    std::uint64_t max_bytes_;
     std::mutex mutex_;
     Verdict verdict_ = Verdict::unknown;
-    std::atomic<std::int64_t> faults_{0};
+    std::atomic<std::uint64_t> puts_{0};
     std::atomic<bool> warned_directory_{false};
     std::atomic<bool> warned_read_{false};
     std::atomic<bool> warned_write_{false};

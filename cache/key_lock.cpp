@@ -19,7 +19,9 @@ namespace {
 constexpr std::uint64_t kXfsMagic = 0x58465342;
 constexpr std::uint64_t kZfsMagic = 0x2fc12fc1;
 
-bool is_local(int file) {
+}  // namespace
+
+bool is_local_file(int file) {
     struct statfs status{};
     if (::fstatfs(file, &status) != 0) return false;
     switch (static_cast<std::uint64_t>(static_cast<std::uint32_t>(status.f_type))) {
@@ -34,22 +36,44 @@ bool is_local(int file) {
     }
 }
 
-}  // namespace
+bool KeyLock::open(const std::filesystem::path& path) {
+    file_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+    return file_ && is_local_file(file_.get());
+}
+
+bool KeyLock::still_named(const std::filesystem::path& path) const {
+    struct stat opened{};
+    struct stat named{};
+    return ::fstat(file_.get(), &opened) == 0 && ::lstat(path.c_str(), &named) == 0 && opened.st_ino == named.st_ino &&
+           opened.st_dev == named.st_dev;
+}
+
+void KeyLock::remove_unheld(const std::filesystem::path& path) {
+    const FileDescriptor file(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    if (!file || !is_local_file(file.get()) || ::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return;
+    ::unlink(path.c_str());
+}
 
 KeyLock::KeyLock(const std::filesystem::path& directory, const CacheKey& key, std::chrono::milliseconds wait) {
     const std::filesystem::path folder = directory / "locks";
     if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) return;
-    file_ = FileDescriptor(::open((folder / key.hex()).c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
-    if (!file_ || !is_local(file_.get())) return;
+    const std::filesystem::path path = folder / key.hex();
+    if (!open(path)) return;
     const auto deadline = std::chrono::steady_clock::now() + wait;
     auto pause = std::chrono::milliseconds(1);
     while (true) {
         if (::flock(file_.get(), LOCK_EX | LOCK_NB) == 0) {
-            held_ = true;
+            if (still_named(path)) {
+                held_ = true;
+                return;
+            }
+            // Removed since it was opened: another process may hold a new one of that name.
+            if (!open(path)) return;
+        } else if (errno != EWOULDBLOCK && errno != EINTR) {
             return;
+        } else {
+            waited_ = true;
         }
-        if (errno != EWOULDBLOCK && errno != EINTR) return;
-        waited_ = true;
         const auto now = std::chrono::steady_clock::now();
         if (now >= deadline) {
             logger().info("cache: another process has held {} for {} ms; compiling here too", key.hex(), wait.count());

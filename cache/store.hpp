@@ -1,14 +1,29 @@
-// One tier of the artifact cache. The disk store is the first; read-only packs and remote stores fit behind the same two calls.
+// One tier of the artifact cache behind the memory of the process: the local directory, packs, a remote store.
 #pragma once
 
-#include <cstdint>
+#include <cstddef>
 #include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
 
 #include "cache/artifact_cache.hpp"
 
 namespace flce {
 
-/// Thread-safe. Nothing here throws for a fault of the medium: a fault is a miss (or an artifact not kept), counted, and reported once.
+/// What asking a tier came to.
+struct Lookup {
+    std::optional<Artifact> artifact;  ///< verified; absent: not there, or not usable
+    std::vector<std::byte> entry;      ///< the artifact as it was stored (cache/artifact_format.hpp)
+    bool fault = false;                ///< something is wrong with the tier or the entry
+};
+
+enum class Kept { yes, no, fault };
+
+/// Whether what is put must survive a power cut. Copies of what another tier holds need not.
+enum class Durability { now, whenever };
+
+/// Thread-safe. Nothing here throws for a fault of the medium: it is a miss, or an entry not kept, reported once.
 class Store {
 public:
     Store() = default;
@@ -16,10 +31,11 @@ public:
     Store(const Store&) = delete;
     Store& operator=(const Store&) = delete;
 
-    [[nodiscard]] virtual std::optional<Artifact> get(const CacheKey& key) = 0;
-    /// Keeps `artifact` if it can. A tier that is read-only ignores it.
-    virtual void put(const CacheKey& key, const Artifact& artifact) = 0;
-    [[nodiscard]] virtual std::int64_t faults() const = 0;
+    /// What statistics and messages call it: "local", "packs", "remote".
+    [[nodiscard]] virtual std::string_view name() const noexcept = 0;
+    [[nodiscard]] virtual Lookup get(const CacheKey& key) = 0;
+    /// Keeps an entry that encode_artifact made, or that another tier's get returned. A tier that is read-only says no.
+    [[nodiscard]] virtual Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) = 0;
 };
 
 }  // namespace flce

@@ -54,6 +54,25 @@ endif()
 target_link_libraries(flce_third_party INTERFACE flce::fmt flce::spdlog nlohmann_json::nlohmann_json OpenSSL::Crypto TBB::tbb
   Threads::Threads ${CMAKE_DL_LIBS})
 
+# Remote caches. libcurl is loaded at run time (cache/http_transport.cpp) and gives its header only; hiredis is small and needs nothing but libc.
+# Without one of them flce builds all the same, and a URL that needs it is an error that says so.
+find_path(FLCE_CURL_INCLUDE_DIR curl/curl.h)
+if(FLCE_PORTABLE)
+  find_library(FLCE_HIREDIS NAMES libhiredis.a)
+else()
+  find_library(FLCE_HIREDIS NAMES hiredis)
+endif()
+find_path(FLCE_HIREDIS_INCLUDE_DIR hiredis/hiredis.h)
+if(FLCE_HIREDIS AND FLCE_HIREDIS_INCLUDE_DIR)
+  target_link_libraries(flce_third_party INTERFACE ${FLCE_HIREDIS})
+  set_source_files_properties(${CMAKE_SOURCE_DIR}/cache/redis_transport.cpp PROPERTIES COMPILE_DEFINITIONS FLCE_HAVE_HIREDIS)
+else()
+  message(STATUS "hiredis is not installed: no redis:// caches")
+endif()
+if(NOT FLCE_CURL_INCLUDE_DIR)
+  message(STATUS "libcurl's headers are not installed: no http:// and s3:// caches")
+endif()
+
 if(FLCE_STATIC_LLVM)
   llvm_map_components_to_libnames(FLCE_LLVM_LIBS core orcjit native passes)
   target_link_libraries(flce_third_party INTERFACE ${FLCE_LLVM_LIBS})

@@ -5,6 +5,7 @@
 #include <spdlog/common.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cstdlib>
@@ -19,11 +20,24 @@ struct Entry {
     const char* name;
     const char* meaning;
     const char* default_value;
+    bool secret = false;
 };
 
 constexpr std::array kTable{
     Entry{"FLCE_CACHE_DIR", "where compiled kernels are kept", "$XDG_CACHE_HOME/flce or ~/.cache/flce"},
-    Entry{"FLCE_NO_DISK_CACHE", "1: keep nothing on disk and read nothing from it", "0"},
+    Entry{"FLCE_NO_DISK_CACHE", "1: keep nothing on disk and read nothing from the cache directory", "0"},
+    Entry{"FLCE_CACHE_MAX_BYTES", "most bytes of the cache directory, e.g. 512M; 0: no limit", "2G"},
+    Entry{"FLCE_CACHE_PACKS", "packs of compiled kernels to read, ':' between them", "none"},
+    Entry{"FLCE_CACHE_REMOTE", "cache shared by machines: http://…, https://…, s3://bucket/prefix, redis://host:port", "none"},
+    Entry{"FLCE_CACHE_REMOTE_TIMEOUT_MS", "longest wait for one entry of it", "5000"},
+    Entry{"FLCE_CACHE_REMOTE_READ_ONLY", "1: store nothing there", "0"},
+    Entry{"AWS_ACCESS_KEY_ID", "of s3:// caches; not set: requests are not signed", "none"},
+    Entry{"AWS_SECRET_ACCESS_KEY", "of s3:// caches", "none", true},
+    Entry{"AWS_SESSION_TOKEN", "of s3:// caches", "none", true},
+    Entry{"AWS_REGION", "of s3:// caches; also AWS_DEFAULT_REGION", "us-east-1"},
+    Entry{"AWS_ENDPOINT_URL_S3", "S3 service that is not Amazon's, http://host:port; also AWS_ENDPOINT_URL", "Amazon's"},
+    Entry{"FLCE_TRUSTED_KEYS", "public keys (PEM), ':' between them: packs and remote entries must be signed with one", "none"},
+    Entry{"FLCE_SIGNING_KEY", "private Ed25519 key (PEM) that signs what is compiled here", "none"},
     Entry{"FLCE_DEVICE", "device of sessions that name none: cpu, cuda, cuda:1, …", "the first CUDA device, else cpu"},
     Entry{"FLCE_NUM_THREADS", "threads of CPU kernels", "every core"},
     Entry{"FLCE_NVRTC", "libnvrtc.so to load, or the folder it is in", "the toolkit, the system, the Python wheel"},
@@ -32,6 +46,8 @@ constexpr std::array kTable{
 };
 
 constexpr int kMostThreads = 4096;
+constexpr int kDefaultRemoteTimeoutMs = 5000;
+constexpr int kMostTimeoutMs = 600'000;
 
 std::filesystem::path default_cache_dir(const std::function<std::string(const char*)>& get) {
     // The XDG specification has relative paths ignored.
@@ -53,14 +69,53 @@ bool parse_flag(const char* name, const std::string& text) {
     throw EnvironmentError(fmt::format("{} is \"{}\"; allowed are 0 and 1", name, text));
 }
 
-int parse_threads(const std::string& text) {
-    if (text.empty()) return 0;
+int parse_number(const char* name, const std::string& text, int most, int absent) {
+    if (text.empty()) return absent;
     int value = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (error != std::errc() || end != text.data() + text.size() || value < 1 || value > kMostThreads) {
-        throw EnvironmentError(fmt::format("FLCE_NUM_THREADS is \"{}\"; allowed are 1 to {}", text, kMostThreads));
+    if (error != std::errc() || end != text.data() + text.size() || value < 1 || value > most) {
+        throw EnvironmentError(fmt::format("{} is \"{}\"; allowed are 1 to {}", name, text, most));
     }
     return value;
+}
+
+std::uint64_t parse_size(const char* name, const std::string& text, std::uint64_t absent) {
+    if (text.empty()) return absent;
+    std::uint64_t value = 0;
+    const char* const last = text.data() + text.size();
+    const auto [end, error] = std::from_chars(text.data(), last, value);
+    const std::string_view unit(end, static_cast<std::size_t>(last - end));
+    const std::size_t power = unit.empty() ? 0 : std::string_view(".KMGT").find(unit, 1);
+    if (error != std::errc() || unit.size() > 1 || power > 4 || value > (~0ULL >> (10 * power))) {
+        throw EnvironmentError(fmt::format("{} is \"{}\"; allowed are numbers of bytes like 1048576, 512M and 2G", name, text));
+    }
+    return value << (10 * power);
+}
+
+std::vector<std::filesystem::path> parse_paths(std::string_view text) {
+    std::vector<std::filesystem::path> paths;
+    while (!text.empty()) {
+        const std::size_t length = std::min(text.find(':'), text.size());
+        if (length > 0) paths.emplace_back(text.substr(0, length));
+        text.remove_prefix(std::min(length + 1, text.size()));
+    }
+    return paths;
+}
+
+S3Access parse_s3(const std::function<std::string(const char*)>& get) {
+    const auto first = [&](const char* name, const char* other, std::string value) {
+        for (const char* candidate : {other, name}) {
+            if (std::string text = get(candidate); !text.empty()) value = std::move(text);
+        }
+        return value;
+    };
+    S3Access s3;
+    s3.access_key = get("AWS_ACCESS_KEY_ID");
+    s3.secret_key = get("AWS_SECRET_ACCESS_KEY");
+    s3.session_token = get("AWS_SESSION_TOKEN");
+    s3.region = first("AWS_REGION", "AWS_DEFAULT_REGION", s3.region);
+    s3.endpoint = first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "");
+    return s3;
 }
 
 std::string parse_log_level(const std::string& text) {
@@ -82,8 +137,17 @@ Environment parse_environment(const std::function<const char*(const char*)>& get
     environment.cache_dir = get("FLCE_CACHE_DIR");
     if (environment.cache_dir.empty()) environment.cache_dir = default_cache_dir(get);
     environment.no_disk_cache = parse_flag("FLCE_NO_DISK_CACHE", get("FLCE_NO_DISK_CACHE"));
+    environment.cache_max_bytes = parse_size("FLCE_CACHE_MAX_BYTES", get("FLCE_CACHE_MAX_BYTES"), kDefaultCacheMaxBytes);
+    environment.cache_packs = parse_paths(get("FLCE_CACHE_PACKS"));
+    environment.cache_remote = get("FLCE_CACHE_REMOTE");
+    environment.cache_remote_timeout = std::chrono::milliseconds(
+        parse_number("FLCE_CACHE_REMOTE_TIMEOUT_MS", get("FLCE_CACHE_REMOTE_TIMEOUT_MS"), kMostTimeoutMs, kDefaultRemoteTimeoutMs));
+    environment.cache_remote_read_only = parse_flag("FLCE_CACHE_REMOTE_READ_ONLY", get("FLCE_CACHE_REMOTE_READ_ONLY"));
+    environment.s3 = parse_s3(get);
+    environment.trusted_keys = parse_paths(get("FLCE_TRUSTED_KEYS"));
+    environment.signing_key = get("FLCE_SIGNING_KEY");
     environment.device = get("FLCE_DEVICE");
-    environment.num_threads = parse_threads(get("FLCE_NUM_THREADS"));
+    environment.num_threads = parse_number("FLCE_NUM_THREADS", get("FLCE_NUM_THREADS"), kMostThreads, 0);
     environment.nvrtc = get("FLCE_NVRTC");
     environment.libcuda = get("FLCE_LIBCUDA");
     environment.log = parse_log_level(get("FLCE_LOG"));
@@ -105,8 +169,10 @@ std::vector<EnvironmentVariable> environment_variables() {
     std::vector<EnvironmentVariable> variables;
     for (const Entry& entry : kTable) {
         const char* value = std::getenv(entry.name);
-        variables.push_back({entry.name, entry.meaning, entry.default_value,
-                             value == nullptr || *value == '\0' ? std::nullopt : std::optional<std::string>(value)});
+        std::optional<std::string> shown;
+        // What is printed ends up in bug reports.
+        if (value != nullptr && *value != '\0') shown = entry.secret ? "(set)" : without_credentials(value);
+        variables.push_back({entry.name, entry.meaning, entry.default_value, std::move(shown)});
     }
     return variables;
 }

@@ -1,23 +1,38 @@
 // Every environment variable that flce reads, parsed once, here. The table is printed by `flce info`.
 #pragma once
 
+#include <chrono>
+#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "cache/remote_store.hpp"
 #include "flce/flce.hpp"
 
 namespace flce {
 
+/// Thousands of kernels; a layer's set takes some 100 KiB.
+inline constexpr std::uint64_t kDefaultCacheMaxBytes = 2ULL << 30;
+
 struct Environment {
     std::filesystem::path cache_dir;  ///< FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce; empty: no home, so no disk cache
     bool no_disk_cache = false;       ///< FLCE_NO_DISK_CACHE
-    std::string device;               ///< FLCE_DEVICE; empty: not set
-    int num_threads = 0;              ///< FLCE_NUM_THREADS; 0: every core
-    std::filesystem::path nvrtc;      ///< FLCE_NVRTC: the library or the folder it is in; empty: search
-    std::filesystem::path libcuda;    ///< FLCE_LIBCUDA; empty: libcuda.so.1
-    std::string log = "warn";         ///< FLCE_LOG
+    std::uint64_t cache_max_bytes = kDefaultCacheMaxBytes;  ///< FLCE_CACHE_MAX_BYTES; 0: no limit
+    std::vector<std::filesystem::path> cache_packs;         ///< FLCE_CACHE_PACKS
+    std::string cache_remote;                               ///< FLCE_CACHE_REMOTE; empty: none
+    std::chrono::milliseconds cache_remote_timeout{5000};   ///< FLCE_CACHE_REMOTE_TIMEOUT_MS
+    bool cache_remote_read_only = false;                    ///< FLCE_CACHE_REMOTE_READ_ONLY
+    S3Access s3;                                            ///< AWS_…
+    std::vector<std::filesystem::path> trusted_keys;        ///< FLCE_TRUSTED_KEYS
+    std::filesystem::path signing_key;                      ///< FLCE_SIGNING_KEY; empty: nothing is signed
+    std::string device;                                     ///< FLCE_DEVICE; empty: not set
+    int num_threads = 0;                                    ///< FLCE_NUM_THREADS; 0: every core
+    std::filesystem::path nvrtc;                            ///< FLCE_NVRTC: the library or the folder it is in; empty: search
+    std::filesystem::path libcuda;                          ///< FLCE_LIBCUDA; empty: libcuda.so.1
+    std::string log = "warn";                               ///< FLCE_LOG
 };
 
 /// Throws EnvironmentError naming a variable whose value it does not understand. A variable set to "" counts as not set.

@@ -39,11 +39,11 @@ LocalDevice cuda_device(const std::string& name, const Backends& backends) {
     return {std::move(devices[static_cast<std::size_t>(index)]), {DeviceKind::cuda, index}};
 }
 
-LocalDevice best_device(const Backends& backends) {
+LocalDevice best_device(const Backends& backends, bool has_compiled_kernels) {
     std::string why;
     std::vector<Device> devices = backends.cuda_devices(&why);
     if (!devices.empty()) {
-        if (backends.has_nvrtc(&why)) return {std::move(devices[0]), {DeviceKind::cuda, 0}};
+        if (has_compiled_kernels || backends.has_nvrtc(&why)) return {std::move(devices[0]), {DeviceKind::cuda, 0}};
         static std::once_flag warned;
         std::call_once(warned, [&] { logger().warn("{} is not used, kernels run on the CPU: {}", devices[0].name, why); });
     }
@@ -86,8 +86,8 @@ const Backends& real_backends() {
     return backends;
 }
 
-LocalDevice resolve_local_device(const std::string& name, const Backends& backends) {
-    if (name.empty()) return best_device(backends);
+LocalDevice resolve_local_device(const std::string& name, const Backends& backends, bool has_compiled_kernels) {
+    if (name.empty()) return best_device(backends, has_compiled_kernels);
     if (name == "cpu" || name == "native") return {backends.native_cpu(), {}};
     if (name == "cuda" || name.starts_with("cuda:")) return cuda_device(name, backends);
     return described_cpu(name, backends);

@@ -11,6 +11,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "runtime/cache_options.hpp"
+
 namespace flce {
 namespace {
 
@@ -54,6 +56,28 @@ struct PlanChoice {
     Plan plan;
     std::vector<std::string> reasons;
 };
+
+SessionStatistics session_statistics(const CacheStatistics& cache) {
+    return {.memory_hits = cache.memory_hits,
+            .disk_hits = cache.disk_hits,
+            .compiled = cache.created,
+            .disk_faults = cache.disk_faults,
+            .pack_hits = cache.pack_hits,
+            .pack_faults = cache.pack_faults,
+            .remote_hits = cache.remote_hits,
+            .remote_faults = cache.remote_faults};
+}
+
+SessionStatistics sum(const SessionStatistics& a, const SessionStatistics& b) {
+    return {.memory_hits = a.memory_hits + b.memory_hits,
+            .disk_hits = a.disk_hits + b.disk_hits,
+            .compiled = a.compiled + b.compiled,
+            .disk_faults = a.disk_faults + b.disk_faults,
+            .pack_hits = a.pack_hits + b.pack_hits,
+            .pack_faults = a.pack_faults + b.pack_faults,
+            .remote_hits = a.remote_hits + b.remote_hits,
+            .remote_faults = a.remote_faults + b.remote_faults};
+}
 
 constexpr std::int64_t kTypicalTokens = 4096;  // for the estimates in an explanation
 
@@ -101,21 +125,15 @@ std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64
     return limit_bytes - sum;
 }
 
-std::filesystem::path cache_directory(const SessionOptions& options, const Environment& environment) {
-    if (!options.disk_cache || environment.no_disk_cache) return {};
-    const std::filesystem::path& directory = options.cache_dir.empty() ? environment.cache_dir : options.cache_dir;
-    // Absolute, so that a process that changes its directory keeps its cache.
-    return directory.empty() ? directory : std::filesystem::absolute(directory);
-}
-
 }  // namespace
 
 struct Session::State {
     State(SessionOptions session_options, const Environment& environment, Backends session_backends)
         : options(std::move(session_options)),
           backends(std::move(session_backends)),
-          local(resolve_local_device(options.device.empty() ? environment.device : options.device, backends)),
-          cache({.directory = cache_directory(options, environment)}) {
+          local(resolve_local_device(options.device.empty() ? environment.device : options.device, backends,
+                                     holds_kernels_of_others(options, environment))),
+          cache(cache_options(options, environment)) {
         if (options.scratch_bytes <= 0) {
             throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", options.scratch_bytes));
         }
@@ -137,9 +155,8 @@ struct Session::State {
 
     std::atomic<std::int64_t> memory_hits{0};
     // What prewarm did in caches of its own.
-    std::atomic<std::int64_t> prewarm_hits{0};
-    std::atomic<std::int64_t> prewarm_compiled{0};
-    std::atomic<std::int64_t> prewarm_faults{0};
+    std::mutex prewarm_mutex;
+    SessionStatistics prewarmed;
 
     [[nodiscard]] std::int64_t limit_of(const KernelOptions& given) const {
         return given.workspace_limit_bytes == 0 ? options.workspace_limit_bytes : given.workspace_limit_bytes;
@@ -253,14 +270,13 @@ PrewarmResult Session::prewarm(const Spec& spec, const Device& device, const Ker
     State& state = *state_;
     const BuildRequest wanted =
         state.build_request({spec.normalized(), options.plan, state.scratch_of(spec, options)}, device, {device.kind, 0});
-    // A cache of its own over the same directory, so that the counts are this call's alone.
-    ArtifactCache cache({.directory = state.cache.directory()});
+    // A cache of its own over the same tiers, so that the counts are this call's alone.
+    ArtifactCache cache(state.cache.options());
     const auto count = [&] {
-        const CacheStatistics done = cache.statistics();
-        state.prewarm_hits += done.disk_hits;
-        state.prewarm_compiled += done.created;
-        state.prewarm_faults += done.disk_faults;
-        return PrewarmResult{done.created, done.disk_hits + done.memory_hits};
+        const SessionStatistics done = session_statistics(cache.statistics());
+        const std::lock_guard lock(state.prewarm_mutex);
+        state.prewarmed = sum(state.prewarmed, done);
+        return PrewarmResult{done.compiled, done.memory_hits + done.disk_hits + done.pack_hits + done.remote_hits};
     };
     try {
         (device.kind == DeviceKind::cuda ? state.backends.compile_cuda : state.backends.compile_cpu)(wanted, cache);
@@ -274,11 +290,13 @@ PrewarmResult Session::prewarm(const Spec& spec, const Device& device, const Ker
 const Device& Session::device() const noexcept { return state_->local.device; }
 
 SessionStatistics Session::statistics() const {
-    const CacheStatistics cache = state_->cache.statistics();
-    return {.memory_hits = state_->memory_hits + cache.memory_hits,
-            .disk_hits = state_->prewarm_hits + cache.disk_hits,
-            .compiled = state_->prewarm_compiled + cache.created,
-            .disk_faults = state_->prewarm_faults + cache.disk_faults};
+    SessionStatistics statistics = session_statistics(state_->cache.statistics());
+    statistics.memory_hits += state_->memory_hits;
+    const std::lock_guard lock(state_->prewarm_mutex);
+    const std::int64_t memory_hits = statistics.memory_hits;  // of get_kernel alone
+    statistics = sum(statistics, state_->prewarmed);
+    statistics.memory_hits = memory_hits;
+    return statistics;
 }
 
 const std::filesystem::path& Session::cache_dir() const noexcept { return state_->cache.directory(); }

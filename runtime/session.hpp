@@ -32,8 +32,9 @@ struct LocalDevice {
     Device device;
     DeviceRef ref;
 };
-/// `name` as in SessionOptions::device, already completed from the environment; empty: the best there is.
-[[nodiscard]] LocalDevice resolve_local_device(const std::string& name, const Backends& backends);
+/// `name` as in SessionOptions::device, already completed from the environment; empty: the best there is. A GPU is only that if its kernels can be
+/// had: there is an NVRTC, or the caller has compiled ones from elsewhere.
+[[nodiscard]] LocalDevice resolve_local_device(const std::string& name, const Backends& backends, bool has_compiled_kernels = false);
 
 struct SessionAccess {
     [[nodiscard]] static Session make(SessionOptions options, const Environment& environment, Backends backends);

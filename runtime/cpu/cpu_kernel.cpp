@@ -21,11 +21,15 @@ std::shared_ptr<const Artifact> object_of(const BuildRequest& request, ArtifactC
         Artifact artifact;
         artifact.payload =
             compile_host_object(cpu, "flce_cpu", [&](llvm::Module& module) { emit_cpu_code(module, request.spec, cpu, plan); });
-        artifact.metadata =
-            nlohmann::ordered_json{
-                {"kind", "object"}, {"spec", request.spec.text()}, {"plan", request.plan.text()},         {"triple", cpu.triple},
-                {"cpu", cpu.cpu},   {"features", cpu.features},    {"compiler", "LLVM " + llvm_version()}}
-                .dump();
+        artifact.metadata = nlohmann::ordered_json{{"kind", "object"},
+                                                   {"spec", request.spec.text()},
+                                                   {"plan", request.plan.text()},
+                                                   {"triple", cpu.triple},
+                                                   {"cpu", cpu.cpu},
+                                                   {"features", cpu.features},
+                                                   {"compiler", "LLVM " + llvm_version()},
+                                                   {"created_by", "flce " FLCE_VERSION}}
+                                .dump();
         return artifact;
     });
 }

@@ -12,6 +12,7 @@
 #include "flce/error.hpp"
 #include "generator/cuda/tile_rules.hpp"
 #include "runtime/cuda/cubin.hpp"
+#include "runtime/cuda/cubin_cache.hpp"
 #include "runtime/cuda/driver.hpp"
 #include "runtime/cuda/launcher.hpp"
 #include "runtime/cuda/nvrtc.hpp"
@@ -36,7 +37,8 @@ Json describe_request(const BuildRequest& request, const char* kind) {
     return {{"kind", kind},
             {"spec", Json::parse(request.spec.json())},
             {"plan", Json::parse(request.plan.json())},
-            {"arch", request.device.gpu.arch}};
+            {"arch", request.device.gpu.arch},
+            {"created_by", "flce " FLCE_VERSION}};
 }
 
 /// The generator's parameter blocks must be the kernels' own, or a launch would read past them.
@@ -90,17 +92,28 @@ Artifact compile_cubin(const BuildRequest& request, const CudaProgram& program, 
     return {metadata.dump(), std::move(result.cubin)};
 }
 
+/// `nvrtc` is null on a machine without one, and `why_none` says why.
 std::shared_ptr<const Artifact> cuda_cubin(const BuildRequest& request, const CudaProgram& program, const CudaUnit& unit,
-                                           const Nvrtc& nvrtc, ArtifactCache& cache) {
+                                           const Nvrtc* nvrtc, const std::string& why_none, ArtifactCache& cache) {
     std::vector<std::string> options = program.options;
     options.emplace_back(kReportOption);
-    KeyBuilder key("cubin");
-    key.add("arch", request.device.gpu.arch).add("source", unit.source).add("nvrtc", nvrtc.build_id());
-    for (const EmbeddedHeader& header : embedded_templates()) key.add("header name", header.name).add("header", header.text);
-    for (const std::string& option : options) key.add("option", option);
+    KeyBuilder builder("cubin recipe");
+    builder.add("arch", request.device.gpu.arch).add("source", unit.source);
+    for (const EmbeddedHeader& header : embedded_templates()) builder.add("header name", header.name).add("header", header.text);
+    for (const std::string& option : options) builder.add("option", option);
     // What the entry is checked for before it is published.
-    for (const KernelEntry& kernel : unit.kernels) key.add("kernel", kernel.name);
-    return cache.get_or_create(key.finish(), [&] { return compile_cubin(request, program, unit, nvrtc, options); });
+    for (const KernelEntry& kernel : unit.kernels) builder.add("kernel", kernel.name);
+    const CacheKey recipe = builder.finish();
+    if (nvrtc != nullptr) {
+        return cubin_by(nvrtc->build_id(), recipe, request.device.gpu.arch, cache,
+                        [&] { return compile_cubin(request, program, unit, *nvrtc, options); });
+    }
+    auto cubin = cubin_by_any_compiler(recipe, cache);
+    if (cubin == nullptr) {
+        throw EnvironmentError(fmt::format("no cache or pack holds the kernels of {} for {}, and they cannot be compiled here: {}",
+                                           request.spec.text(), request.device.gpu.arch, why_none));
+    }
+    return cubin;
 }
 
 KernelSet compile(const BuildRequest& request, ArtifactCache& cache) {
@@ -231,11 +244,17 @@ private:
 }  // namespace
 
 std::vector<std::shared_ptr<const Artifact>> cuda_cubins(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
-    const auto nvrtc = Nvrtc::load();
+    std::shared_ptr<const Nvrtc> nvrtc;
+    std::string why_none;
+    try {
+        nvrtc = Nvrtc::load();
+    } catch (const EnvironmentError& error) {
+        why_none = error.what();
+    }
     std::vector<std::future<std::shared_ptr<const Artifact>>> pending;
     pending.reserve(program.units.size());
     for (const CudaUnit& unit : program.units) {
-        pending.push_back(std::async(std::launch::async, [&] { return cuda_cubin(request, program, unit, *nvrtc, cache); }));
+        pending.push_back(std::async(std::launch::async, [&] { return cuda_cubin(request, program, unit, nvrtc.get(), why_none, cache); }));
     }
     // The first error is thrown when all have ended: a future's destructor waits.
     std::vector<std::shared_ptr<const Artifact>> cubins;

@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "cache/dynamic_library.hpp"
 #include "flce/error.hpp"
-#include "runtime/cuda/dynamic_library.hpp"
 #include "runtime/environment.hpp"
 
 namespace flce {

@@ -10,9 +10,9 @@
 #include <semaphore>
 #include <thread>
 
+#include "cache/dynamic_library.hpp"
 #include "flce/error.hpp"
 #include "runtime/cuda/cubin.hpp"
-#include "runtime/cuda/dynamic_library.hpp"
 #include "runtime/cuda/nvrtc_search.hpp"
 #include "runtime/environment.hpp"
 

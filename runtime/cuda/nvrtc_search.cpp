@@ -14,8 +14,8 @@
 #include <optional>
 #include <span>
 
+#include "cache/dynamic_library.hpp"
 #include "flce/error.hpp"
-#include "runtime/cuda/dynamic_library.hpp"
 
 namespace flce {
 namespace {

@@ -1,7 +1,6 @@
 #include "cache/artifact_cache.hpp"
 
 #include <gmock/gmock.h>
-#include <spdlog/sinks/ostream_sink.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -9,48 +8,21 @@
 #include <atomic>
 #include <barrier>
 #include <csignal>
-#include <sstream>
 #include <thread>
 
 #include "cache/artifact_format.hpp"
 #include "cache/disk_store.hpp"
-#include "cache/log.hpp"
-#include "tests/cache/cache_test_support.hpp"
+#include "tests/cache/cache_fixture.hpp"
 
 namespace flce {
 namespace {
 
 namespace fs = std::filesystem;
 using test::artifact_of;
+using test::ArtifactCacheTest;
 using test::key_of;
 using test::payload_text;
-using test::TemporaryDirectory;
 using testing::HasSubstr;
-
-class ArtifactCacheTest : public testing::Test {
-protected:
-    ArtifactCacheTest() { logger().sinks().push_back(sink_); }
-    ~ArtifactCacheTest() override { logger().sinks().pop_back(); }
-
-    [[nodiscard]] int warnings() const {
-        const std::string text = log_.str();
-        int count = 0;
-        for (std::size_t at = text.find("warning"); at != std::string::npos; at = text.find("warning", at + 1)) ++count;
-        return count;
-    }
-    [[nodiscard]] fs::path entry_path(const CacheKey& key) const { return DiskStore(directory_.path()).path_of(key); }
-
-    /// What a process that starts now gets for `key`; counts whether it had to create it.
-    std::string fresh_get(const CacheKey& key, int& created) {
-        ArtifactCache cache({.directory = directory_.path()});
-        const auto artifact = cache.get_or_create(key, [&] { return ++created, artifact_of("made again"); });
-        return payload_text(*artifact);
-    }
-
-    TemporaryDirectory directory_;
-    std::ostringstream log_;
-    std::shared_ptr<spdlog::sinks::ostream_sink_mt> sink_ = std::make_shared<spdlog::sinks::ostream_sink_mt>(log_);
-};
 
 TEST_F(ArtifactCacheTest, FirstCall_CreatesThenMemoryThenDisk) {
     bool created = false;
@@ -203,7 +175,7 @@ TEST_F(ArtifactCacheTest, EntryOfAnotherKeyUnderThisName_NeverUsed) {
     EXPECT_EQ(payload_text(*cache.get_or_create(key_of("b"), [&] { return ++created, artifact_of("b"); })), "b");
     EXPECT_EQ(created, 1);
     EXPECT_EQ(cache.statistics().disk_faults, 1);
-    EXPECT_THAT(log_.str(), HasSubstr("another key"));
+    EXPECT_THAT(log_.text(), HasSubstr("another key"));
 }
 
 TEST_F(ArtifactCacheTest, EntryIsAHugeSparseFileFifoOrDirectory_MadeAgain) {
@@ -261,13 +233,13 @@ TEST_F(ArtifactCacheTest, DirectoryOthersMayWrite_RefusedWithOneWarning) {
     (void)fresh_get(key_of("k"), created);
     for (const auto loose : {fs::perms::group_write, fs::perms::others_write}) {
         fs::permissions(directory_.path(), fs::perms::owner_all | loose);
-        log_.str("");
+        log_.clear();
         ArtifactCache cache({.directory = directory_.path()});
         EXPECT_EQ(payload_text(*cache.get_or_create(key_of("k"), [] { return artifact_of("mine"); })), "mine");
         (void)cache.get_or_create(key_of("l"), [] { return artifact_of("mine"); });
         EXPECT_FALSE(fs::exists(entry_path(key_of("l"))));
         EXPECT_EQ(warnings(), 1);
-        EXPECT_THAT(log_.str(), HasSubstr("chmod go-w"));
+        EXPECT_THAT(log_.text(), HasSubstr("chmod go-w"));
     }
 }
 
@@ -277,7 +249,7 @@ TEST_F(ArtifactCacheTest, DirectoryOfAnotherUser_RefusedWithOneWarning) {
     ArtifactCache cache({.directory = directory_.path()});
     (void)cache.get_or_create(key_of("k"), [] { return artifact_of("p"); });
     EXPECT_EQ(warnings(), 1);
-    EXPECT_THAT(log_.str(), HasSubstr("owned by user 12345"));
+    EXPECT_THAT(log_.text(), HasSubstr("owned by user 12345"));
     EXPECT_FALSE(fs::exists(entry_path(key_of("k"))));
 }
 
@@ -381,26 +353,25 @@ TEST_F(ArtifactCacheTest, OtherProcessHoldsTheLockTooLong_CompilesPrivately) {
     ::close(ready[1]);
 }
 
-class MapStore final : public Store {
-public:
-    std::optional<Artifact> get(const CacheKey& key) override {
-        return key == key_of("shared") ? std::optional(artifact_of("from afar")) : std::nullopt;
+TEST_F(ArtifactCacheTest, EntryThatOthersMayWriteOrOwn_NotUsed) {
+    const CacheKey key = key_of("k");
+    const auto expect_made_again = [&] {
+        int created = 0;
+        EXPECT_EQ(fresh_get(key, created), "made again");
+        EXPECT_EQ(created, 1);
+        created = 0;
+        (void)fresh_get(key, created);
+        EXPECT_EQ(created, 0);
+    };
+    expect_made_again();
+    fs::permissions(entry_path(key), fs::perms::group_write, fs::perm_options::add);
+    expect_made_again();
+    if (::geteuid() == 0) {
+        ASSERT_EQ(::chown(entry_path(key).c_str(), 12345, 12345), 0);
+        expect_made_again();
+        EXPECT_THAT(log_.text(), HasSubstr("owned by user 12345"));
     }
-    void put(const CacheKey&, const Artifact&) override { ++puts; }
-    std::int64_t faults() const override { return 0; }
-    int puts = 0;
-};
-
-TEST_F(ArtifactCacheTest, FurtherTier_AskedAfterDiskAndKeptThere) {
-    const auto remote = std::make_shared<MapStore>();
-    ArtifactCache cache({.directory = directory_.path(), .further = {remote}});
-    EXPECT_EQ(payload_text(*cache.get_or_create(key_of("shared"), [] { return artifact_of("made"); })), "from afar");
-    EXPECT_EQ(remote->puts, 0);
-    int created = 0;
-    EXPECT_EQ(fresh_get(key_of("shared"), created), "from afar");
-    EXPECT_EQ(created, 0);
-    (void)cache.get_or_create(key_of("new"), [] { return artifact_of("made"); });
-    EXPECT_EQ(remote->puts, 1);
+    EXPECT_THAT(log_.text(), HasSubstr("lets group or others write"));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include <cstdlib>
 #include <map>
 
 namespace flce {
@@ -51,6 +52,48 @@ TEST(Environment, Values_Read) {
     EXPECT_EQ(environment.log, "debug");
 }
 
+TEST(Environment, CacheValues_Read) {
+    const Environment environment = parse({{"FLCE_CACHE_MAX_BYTES", "512M"},
+                                           {"FLCE_CACHE_PACKS", "/a:b::/c"},
+                                           {"FLCE_CACHE_REMOTE", "redis://h"},
+                                           {"FLCE_CACHE_REMOTE_TIMEOUT_MS", "250"},
+                                           {"FLCE_CACHE_REMOTE_READ_ONLY", "1"},
+                                           {"FLCE_TRUSTED_KEYS", "/k"},
+                                           {"FLCE_SIGNING_KEY", "/s"},
+                                           {"AWS_ACCESS_KEY_ID", "id"},
+                                           {"AWS_SECRET_ACCESS_KEY", "secret"},
+                                           {"AWS_DEFAULT_REGION", "eu"},
+                                           {"AWS_ENDPOINT_URL", "http://e"}});
+    EXPECT_EQ(environment.cache_max_bytes, 512u << 20);
+    EXPECT_THAT(environment.cache_packs, testing::ElementsAre("/a", "b", "/c"));
+    EXPECT_EQ(environment.cache_remote, "redis://h");
+    EXPECT_EQ(environment.cache_remote_timeout.count(), 250);
+    EXPECT_TRUE(environment.cache_remote_read_only);
+    EXPECT_THAT(environment.trusted_keys, testing::ElementsAre("/k"));
+    EXPECT_EQ(environment.signing_key, "/s");
+    EXPECT_EQ(environment.s3.access_key, "id");
+    EXPECT_EQ(environment.s3.secret_key, "secret");
+    EXPECT_EQ(environment.s3.region, "eu");
+    EXPECT_EQ(environment.s3.endpoint, "http://e");
+    EXPECT_EQ(parse({{"AWS_DEFAULT_REGION", "eu"}, {"AWS_REGION", "us"}}).s3.region, "us");
+    EXPECT_EQ(parse({}).cache_max_bytes, 2ULL << 30);
+    EXPECT_EQ(parse({{"FLCE_CACHE_MAX_BYTES", "0"}}).cache_max_bytes, 0u);
+    for (const char* size : {"-1", "1X", "1.5G", "G", "1GB", "99999999999T", "99999999999999999999999"}) {
+        EXPECT_THAT([&] { (void)parse({{"FLCE_CACHE_MAX_BYTES", size}}); },
+                    ThrowsMessage<EnvironmentError>(AllOf(HasSubstr("FLCE_CACHE_MAX_BYTES"), HasSubstr(size))));
+    }
+}
+
+TEST(Environment, Secrets_NotShown) {
+    ::setenv("AWS_SECRET_ACCESS_KEY", "geheim", 1);
+    ::setenv("FLCE_CACHE_REMOTE", "redis://u:geheim@h:1", 1);
+    for (const EnvironmentVariable& variable : environment_variables()) {
+        EXPECT_THAT(variable.value.value_or(""), testing::Not(HasSubstr("geheim"))) << variable.name;
+    }
+    ::unsetenv("AWS_SECRET_ACCESS_KEY");
+    ::unsetenv("FLCE_CACHE_REMOTE");
+}
+
 TEST(Environment, BadValue_NamesVariableValueAndChoices) {
     for (const char* threads : {"0", "-1", "x", "3x", "1e3", "99999999999999"}) {
         EXPECT_THAT([&] { (void)parse({{"FLCE_NUM_THREADS", threads}}); },
@@ -68,7 +111,10 @@ TEST(Environment, Table_NamesEveryVariableOnce) {
         EXPECT_FALSE(variable.default_value.empty());
     }
     EXPECT_THAT(names, testing::UnorderedElementsAre("FLCE_CACHE_DIR", "FLCE_NO_DISK_CACHE", "FLCE_DEVICE", "FLCE_NUM_THREADS",
-                                                     "FLCE_NVRTC", "FLCE_LIBCUDA", "FLCE_LOG"));
+                                                     "FLCE_NVRTC", "FLCE_LIBCUDA", "FLCE_LOG", "FLCE_CACHE_MAX_BYTES", "FLCE_CACHE_PACKS",
+                                                     "FLCE_CACHE_REMOTE", "FLCE_CACHE_REMOTE_TIMEOUT_MS", "FLCE_CACHE_REMOTE_READ_ONLY",
+                                                     "FLCE_TRUSTED_KEYS", "FLCE_SIGNING_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
+                                                     "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"));
 }
 
 }  // namespace

@@ -2,6 +2,9 @@
 
 #include <barrier>
 
+#include "cache/cleanup.hpp"
+#include "cache/disk_store.hpp"
+#include "cache/pack_store.hpp"
 #include "tests/cache/cache_test_support.hpp"
 #include "tests/session/fake_backend.hpp"
 
@@ -233,6 +236,48 @@ TEST_F(SessionTest, Prewarm_CountsAndServesLaterSessions) {
     EXPECT_EQ(on_gpu.get_kernel(spec)->device_ref(), (DeviceRef{DeviceKind::cuda, 0}));
     EXPECT_EQ(on_gpu.statistics().compiled, 0);
     EXPECT_EQ(on_gpu.statistics().disk_hits, 1);
+}
+
+TEST_F(SessionTest, PackFromElsewhere_UsedWithoutACompilerAndPreferredToTheCpu) {
+    machine_.gpus = {describe_device("sm_80")};
+    const Spec spec = parse_spec("D=128,V=1000,dtype=bf16");
+    const std::filesystem::path pack = directory_.path() / "kernels.flcepack";
+    PackContents contents;
+    {
+        Session builder = session();
+        (void)builder.get_kernel(spec);
+        DiskStore store(directory_.path());
+        for (const StoredFile& file : list_entries(directory_.path())) contents[file.key] = store.get(file.key).entry;
+        ASSERT_EQ(contents.size(), 1u);
+    }
+    write_pack(pack, contents);
+    machine_.nvrtc = false;
+    for (const bool by_environment : {false, true}) {
+        environment_.no_disk_cache = by_environment;
+        environment_.cache_dir = directory_.path() / "container";
+        environment_.cache_packs = by_environment ? std::vector{pack} : std::vector<std::filesystem::path>();
+        Session container({SessionAccess::make({.cache_packs = by_environment ? std::vector<std::filesystem::path>() : std::vector{pack}},
+                                               environment_, machine_.backends())});
+        EXPECT_EQ(container.device().kind, DeviceKind::cuda);
+        EXPECT_NE(container.get_kernel(spec), nullptr);
+        EXPECT_EQ(container.statistics().pack_hits, 1);
+        EXPECT_EQ(container.statistics().compiled, 0);
+    }
+    EXPECT_EQ(machine_.made, 1);
+}
+
+TEST_F(SessionTest, KeyThatCannotBeRead_Error) {
+    EXPECT_THAT([&] { (void)session({.trusted_keys = {directory_.path() / "no.pem"}}); },
+                ThrowsMessage<EnvironmentError>(HasSubstr("no.pem")));
+    environment_.signing_key = directory_.path() / "none.pem";
+    EXPECT_THAT([&] { (void)session(); }, ThrowsMessage<EnvironmentError>(HasSubstr("none.pem")));
+}
+
+TEST_F(SessionTest, RemoteCacheIsDown_KernelAllTheSame) {
+    Session without = session({.cache_remote = "redis://127.0.0.1:1"});
+    EXPECT_NE(without.get_kernel(small_spec()), nullptr);
+    EXPECT_EQ(without.statistics().remote_faults, 1);
+    EXPECT_THAT([&] { (void)session({.cache_remote = "gopher://h"}); }, ThrowsMessage<EnvironmentError>(HasSubstr("gopher")));
 }
 
 TEST_F(SessionTest, DeviceChoice_FollowsOptionThenEnvironmentThenMachine) {

@@ -154,17 +154,26 @@ private:
 /// What a Session did so far.
 struct SessionStatistics {
     std::int64_t memory_hits = 0;  ///< get_kernel calls and artifacts answered from memory
-    std::int64_t disk_hits = 0;    ///< artifacts read from disk
+    std::int64_t disk_hits = 0;    ///< artifacts read from the cache directory
     std::int64_t compiled = 0;     ///< artifacts compiled (cubins and host objects)
     std::int64_t disk_faults = 0;  ///< corrupt, unreadable or unwritable entries: each cost a compile at most
+    std::int64_t pack_hits = 0;    ///< artifacts read from packs
+    std::int64_t pack_faults = 0;
+    std::int64_t remote_hits = 0;  ///< artifacts read from the remote cache
+    std::int64_t remote_faults = 0;
 };
 
 struct SessionOptions {
     /// "cpu" ("native"), "cuda", "cuda:1", or a named CPU that this machine can stand in for ("x86-64-v3"). Empty: FLCE_DEVICE, else the
     /// first CUDA device, else the CPU.
     std::string device;
-    std::filesystem::path cache_dir;  ///< empty: FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce
-    bool disk_cache = true;
+    std::filesystem::path cache_dir;                 ///< empty: FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce
+    bool disk_cache = true;                          ///< the directory; packs and the remote cache are used where they are named
+    std::vector<std::filesystem::path> cache_packs;  ///< read after the directory, in this order; empty: FLCE_CACHE_PACKS
+    std::string cache_remote;                        ///< URL of a cache that machines share; empty: FLCE_CACHE_REMOTE
+    /// Ed25519 public keys (PEM), one of which must have signed packs and remote entries. Empty: FLCE_TRUSTED_KEYS; none there either: signatures
+    /// are not asked for.
+    std::vector<std::filesystem::path> trusted_keys;
     std::int64_t scratch_bytes = kDefaultScratchBytes;  ///< workspace beyond 4·N·D that plans may use
     int threads = 0;                                    ///< CPU backend: 0 means FLCE_NUM_THREADS, else every core
     std::int64_t workspace_limit_bytes = 0;             ///< of calls that give none of their own; see KernelOptions. 0: none

@@ -1,4 +1,4 @@
-#include "runtime/cuda/dynamic_library.hpp"
+#include "cache/dynamic_library.hpp"
 
 #include <dlfcn.h>
 #include <link.h>

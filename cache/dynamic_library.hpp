@@ -1,4 +1,4 @@
-// A shared library opened at run time. It stays loaded for the life of the process: neither libcuda nor libnvrtc survives being unloaded.
+// A shared library opened at run time. It stays loaded for the life of the process: libcuda, libnvrtc and libcurl do not survive being unloaded.
 #pragma once
 
 #include <filesystem>

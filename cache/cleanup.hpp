@@ -1,0 +1,38 @@
+// Keeps a cache directory under a size: entries used longest ago go first. Safe beside processes that read and write: an open file stays readable
+// when its name is removed, and whoever comes too late compiles once more.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <vector>
+
+#include "cache/artifact_cache.hpp"
+
+namespace flce {
+
+struct CleanupResult {
+    std::int64_t removed_entries = 0;
+    std::uint64_t removed_bytes = 0;  ///< with what is no entry: temporaries and locks of dead processes, quarantined entries
+    std::int64_t kept_entries = 0;
+    std::uint64_t kept_bytes = 0;
+    bool busy = false;  ///< another process is at it: nothing was done
+};
+
+/// Removes entries until the rest takes at most `max_bytes`. Entries of at most 1 KiB go when nothing else is left: they say which compilers' cubins there
+/// are, and take no room. What dead processes left goes too, a day after it was written; quarantined entries and
+/// unheld locks at once with max_bytes 0. The directory has passed
+/// DiskStore::usable. Errors skip a file.
+[[nodiscard]] CleanupResult clean_up(const std::filesystem::path& directory, std::uint64_t max_bytes);
+
+/// An entry's file.
+struct StoredFile {
+    std::filesystem::path path;
+    CacheKey key;
+    std::uint64_t bytes = 0;
+    std::int64_t used = 0;  ///< seconds since the epoch, to the hour
+};
+
+/// Every entry of the directory, by key; sound or not.
+[[nodiscard]] std::vector<StoredFile> list_entries(const std::filesystem::path& directory);
+
+}  // namespace flce

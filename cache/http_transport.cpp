@@ -1,0 +1,231 @@
+// HTTP and S3 by libcurl, which is loaded when it is first needed: linked, it would bring some thirty libraries into every process that computes a
+// loss, and into every release tree. Its interface has been the same since 2006 (libcurl.so.4).
+#include <fmt/format.h>
+
+#include "cache/remote_store.hpp"
+#include "flce/error.hpp"
+
+#if __has_include(<curl/curl.h>)
+#define CURL_DISABLE_TYPECHECK
+#define CURL_DISABLE_DEPRECATION
+#include <curl/curl.h>
+
+#include <cctype>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include "cache/connection_pool.hpp"
+#include "cache/dynamic_library.hpp"
+#include "cache/sha256.hpp"
+
+namespace flce {
+namespace {
+
+struct Curl {
+    decltype(&curl_global_init) global_init = nullptr;
+    decltype(&curl_easy_init) easy_init = nullptr;
+    decltype(&curl_easy_setopt) easy_setopt = nullptr;
+    decltype(&curl_easy_perform) easy_perform = nullptr;
+    decltype(&curl_easy_getinfo) easy_getinfo = nullptr;
+    decltype(&curl_easy_reset) easy_reset = nullptr;
+    decltype(&curl_easy_cleanup) easy_cleanup = nullptr;
+    decltype(&curl_easy_strerror) easy_strerror = nullptr;
+    decltype(&curl_slist_append) slist_append = nullptr;
+    decltype(&curl_slist_free_all) slist_free_all = nullptr;
+    std::string why_not;  // empty: loaded
+};
+
+Curl load_curl() {
+    Curl curl;
+    for (const char* name : {"libcurl.so.4", "libcurl-gnutls.so.4"}) {
+        const DynamicLibrary library = DynamicLibrary::open(name, &curl.why_not);
+        if (!library) continue;
+        const bool complete =
+            library.bind(curl.global_init, "curl_global_init") && library.bind(curl.easy_init, "curl_easy_init") &&
+            library.bind(curl.easy_setopt, "curl_easy_setopt") && library.bind(curl.easy_perform, "curl_easy_perform") &&
+            library.bind(curl.easy_getinfo, "curl_easy_getinfo") && library.bind(curl.easy_reset, "curl_easy_reset") &&
+            library.bind(curl.easy_cleanup, "curl_easy_cleanup") && library.bind(curl.easy_strerror, "curl_easy_strerror") &&
+            library.bind(curl.slist_append, "curl_slist_append") && library.bind(curl.slist_free_all, "curl_slist_free_all");
+        curl.why_not = complete && curl.global_init(CURL_GLOBAL_DEFAULT) == CURLE_OK ? "" : library.path().string() + " cannot be used";
+        if (curl.why_not.empty()) return curl;
+    }
+    curl.why_not = fmt::format("libcurl is not there ({}); install libcurl4 or use a redis:// URL", curl.why_not);
+    return curl;
+}
+
+const Curl& curl() {
+    static const Curl& loaded = *new Curl(load_curl());
+    return loaded;
+}
+
+struct CloseHandle {
+    void operator()(CURL* handle) const { curl().easy_cleanup(handle); }
+};
+using Handle = std::unique_ptr<CURL, CloseHandle>;
+
+struct FreeList {
+    void operator()(curl_slist* list) const { curl().slist_free_all(list); }
+};
+
+struct Body {
+    std::vector<std::byte> bytes;
+    std::size_t max_bytes;
+    bool too_long = false;
+};
+
+std::size_t receive(char* data, std::size_t, std::size_t size, void* into) {
+    Body& body = *static_cast<Body*>(into);
+    if (size > body.max_bytes - body.bytes.size()) {
+        body.too_long = true;
+        return 0;  // ends the transfer
+    }
+    const auto* bytes = reinterpret_cast<const std::byte*>(data);
+    body.bytes.insert(body.bytes.end(), bytes, bytes + size);
+    return size;
+}
+
+// An answer that says no in many words is not kept.
+constexpr std::size_t kMostBytesOfAnAnswer = 64 << 10;
+
+class HttpTransport final : public RemoteTransport {
+public:
+    HttpTransport(std::string base, std::chrono::milliseconds timeout, std::optional<S3Access> s3)
+        : base_(std::move(base)), timeout_(timeout), s3_(std::move(s3)) {}
+
+    [[nodiscard]] Reply get(const CacheKey& key, std::size_t max_bytes) override {
+        Answer answer = request(key, nullptr, max_bytes);
+        if (!answer.failure.empty()) return {.failure = std::move(answer.failure)};
+        if (answer.status == 404 || answer.status == 410) return {};
+        if (answer.status != 200) return {.failure = fmt::format("HTTP status {}", answer.status)};
+        return {.found = true, .bytes = std::move(answer.body)};
+    }
+
+    [[nodiscard]] std::string put(const CacheKey& key, std::span<const std::byte> entry) override {
+        Answer answer = request(key, &entry, kMostBytesOfAnAnswer);
+        if (!answer.failure.empty()) return std::move(answer.failure);
+        return answer.status >= 200 && answer.status < 300 ? "" : fmt::format("HTTP status {}", answer.status);
+    }
+
+private:
+    struct Answer {
+        long status = 0;
+        std::vector<std::byte> body;
+        std::string failure;
+    };
+
+    [[nodiscard]] std::string url_of(const CacheKey& key) const {
+        const std::string hex = key.hex();
+        return fmt::format("{}/{}/{}.art", base_, hex.substr(0, 2), hex);
+    }
+
+    Answer request(const CacheKey& key, const std::span<const std::byte>* upload, std::size_t max_bytes) {
+        const Curl& api = curl();
+        if (!api.why_not.empty()) return {.failure = api.why_not};
+        Handle handle = pool_.take();
+        if (!handle) handle.reset(api.easy_init());
+        if (!handle) return {.failure = "curl_easy_init failed"};
+        api.easy_reset(handle.get());  // keeps the connection
+        const auto set = [&](CURLoption option, auto value) { (void)api.easy_setopt(handle.get(), option, value); };
+        const std::string url = url_of(key);
+        Body body{{}, max_bytes};
+        set(CURLOPT_URL, url.c_str());
+        set(CURLOPT_NOSIGNAL, 1L);  // in somebody else's process
+        set(CURLOPT_PROTOCOLS, static_cast<long>(CURLPROTO_HTTP | CURLPROTO_HTTPS));
+        set(CURLOPT_REDIR_PROTOCOLS, static_cast<long>(CURLPROTO_HTTP | CURLPROTO_HTTPS));
+        set(CURLOPT_FOLLOWLOCATION, 1L);
+        set(CURLOPT_MAXREDIRS, 3L);
+        set(CURLOPT_TIMEOUT_MS, static_cast<long>(timeout_.count()));
+        set(CURLOPT_CONNECTTIMEOUT_MS, static_cast<long>(timeout_.count()));
+        set(CURLOPT_WRITEFUNCTION, &receive);
+        set(CURLOPT_WRITEDATA, static_cast<void*>(&body));
+        if (upload != nullptr) {
+            // A body in memory, not a stream: libcurl can send it again after a redirect, and sign it.
+            set(CURLOPT_CUSTOMREQUEST, "PUT");
+            set(CURLOPT_EXPECT_100_TIMEOUT_MS, 20L);  // no long wait for leave to send
+            set(CURLOPT_POSTFIELDSIZE_LARGE, static_cast<curl_off_t>(upload->size()));
+            set(CURLOPT_POSTFIELDS, reinterpret_cast<const char*>(upload->data()));
+        }
+        const std::unique_ptr<curl_slist, FreeList> headers = headers_for(upload);
+        set(CURLOPT_HTTPHEADER, headers.get());
+        std::string user;
+        std::string signing;
+        if (s3_ && !s3_->access_key.empty()) {
+            user = s3_->access_key + ":" + s3_->secret_key;
+            signing = "aws:amz:" + s3_->region + ":s3";
+            set(CURLOPT_USERPWD, user.c_str());
+            set(CURLOPT_AWS_SIGV4, signing.c_str());
+        }
+        Answer answer;
+        const CURLcode result = api.easy_perform(handle.get());
+        if (result != CURLE_OK) {
+            answer.failure = body.too_long ? fmt::format("more than {} bytes", max_bytes) : api.easy_strerror(result);
+            return answer;
+        }
+        (void)api.easy_getinfo(handle.get(), CURLINFO_RESPONSE_CODE, &answer.status);
+        answer.body = std::move(body.bytes);
+        pool_.give_back(std::move(handle));
+        return answer;
+    }
+
+    [[nodiscard]] std::unique_ptr<curl_slist, FreeList> headers_for(const std::span<const std::byte>* upload) const {
+        std::unique_ptr<curl_slist, FreeList> headers;
+        const auto add = [&](const std::string& line) {
+            if (curl_slist* longer = curl().slist_append(headers.get(), line.c_str())) (void)headers.release(), headers.reset(longer);
+        };
+        if (upload != nullptr) add("Content-Type: application/octet-stream");
+        if (s3_ && !s3_->access_key.empty()) {
+            add("x-amz-content-sha256: " + hex_of(sha256_of(upload == nullptr ? std::span<const std::byte>() : *upload)));
+            if (!s3_->session_token.empty()) add("x-amz-security-token: " + s3_->session_token);
+        }
+        return headers;
+    }
+
+    std::string base_;
+    std::chrono::milliseconds timeout_;
+    std::optional<S3Access> s3_;
+    ConnectionPool<Handle> pool_;
+};
+
+std::string s3_base(const std::string& url, const S3Access& s3) {
+    std::string path = url.substr(std::string_view("s3://").size());
+    const auto allowed = [](char c) {
+        return std::isalnum(static_cast<unsigned char>(c)) != 0 || std::string_view("-._~/").find(c) != std::string_view::npos;
+    };
+    for (const char c : path) {
+        if (!allowed(c)) throw EnvironmentError(fmt::format("the remote cache is \"{}\"; '{}' cannot be in it", url, c));
+    }
+    const std::size_t slash = std::min(path.find('/'), path.size());
+    const std::string bucket = path.substr(0, slash);
+    const std::string prefix = path.substr(slash);
+    if (bucket.empty()) throw EnvironmentError(fmt::format("the remote cache is \"{}\"; it names no bucket", url));
+    if (s3.endpoint.empty()) return fmt::format("https://{}.s3.{}.amazonaws.com{}", bucket, s3.region, prefix);
+    std::string endpoint = s3.endpoint;
+    while (endpoint.ends_with('/')) endpoint.pop_back();
+    return fmt::format("{}/{}{}", endpoint, bucket, prefix);
+}
+
+}  // namespace
+
+std::unique_ptr<RemoteTransport> make_http_transport(const RemoteOptions& options) {
+    const bool s3 = options.url.starts_with("s3://");
+    std::string base = s3 ? s3_base(options.url, options.s3) : options.url;
+    while (base.ends_with('/')) base.pop_back();
+    return std::make_unique<HttpTransport>(std::move(base), options.timeout, s3 ? std::optional(options.s3) : std::nullopt);
+}
+
+}  // namespace flce
+
+#else
+
+namespace flce {
+
+std::unique_ptr<RemoteTransport> make_http_transport(const RemoteOptions& options) {
+    throw EnvironmentError(
+        fmt::format("the remote cache is \"{}\", but this libflce was built without libcurl's headers", without_credentials(options.url)));
+}
+
+}  // namespace flce
+
+#endif

@@ -1,0 +1,86 @@
+// A cache that several machines share, behind a network: HTTP, S3 or redis. Whatever it does wrong costs time and nothing else.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "cache/signature.hpp"
+#include "cache/store.hpp"
+
+namespace flce {
+
+/// Credentials and place of an S3 service, as its other clients take them from AWS_… variables.
+struct S3Access {
+    std::string access_key;  ///< empty: requests are not signed
+    std::string secret_key;
+    std::string session_token;
+    std::string region = "us-east-1";
+    std::string endpoint;  ///< "http://host:port" of another service than Amazon's; empty: Amazon's
+};
+
+struct RemoteOptions {
+    /// http://… or https://… (GET and PUT of <url>/<first two hex digits>/<key>.art), s3://bucket/prefix, redis://[user:password@]host[:port][/database].
+    std::string url;
+    std::chrono::milliseconds timeout{5000};  ///< for one lookup or one entry stored, connecting included
+    bool read_only = false;
+    TrustedKeys trusted;  ///< with any, entries must be signed by one of them
+    bool signs = false;   ///< what this process stores is signed
+    S3Access s3;
+};
+
+/// How entries travel. Thread-safe; a process that forks does not share connections with its child.
+class RemoteTransport {
+public:
+    RemoteTransport() = default;
+    virtual ~RemoteTransport() = default;
+    RemoteTransport(const RemoteTransport&) = delete;
+    RemoteTransport& operator=(const RemoteTransport&) = delete;
+
+    struct Reply {
+        bool found = false;
+        std::vector<std::byte> bytes;
+        std::string failure;  ///< what went wrong; empty: nothing, the entry is there or it is not
+    };
+    /// No more than `max_bytes` are taken into memory.
+    [[nodiscard]] virtual Reply get(const CacheKey& key, std::size_t max_bytes) = 0;
+    /// What went wrong; empty: nothing.
+    [[nodiscard]] virtual std::string put(const CacheKey& key, std::span<const std::byte> entry) = 0;
+};
+
+/// Throw EnvironmentError for a URL that is not understood.
+[[nodiscard]] std::unique_ptr<RemoteTransport> make_http_transport(const RemoteOptions& options);   ///< http, https, s3
+[[nodiscard]] std::unique_ptr<RemoteTransport> make_redis_transport(const RemoteOptions& options);  ///< redis
+
+class RemoteStore final : public Store {
+public:
+    /// Throws EnvironmentError for a URL that is not understood. Connects to nothing yet.
+    explicit RemoteStore(const RemoteOptions& options);
+    RemoteStore(std::unique_ptr<RemoteTransport> transport, const RemoteOptions& options);
+
+    [[nodiscard]] std::string_view name() const noexcept override { return "remote"; }
+    [[nodiscard]] Lookup get(const CacheKey& key) override;
+    /// Not in a cache whose readers ask for signatures, by a process that has no key to sign with.
+    [[nodiscard]] Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) override;
+
+    /// After a failure the network is left alone for this long, so that a server that is down costs one timeout, not one a kernel.
+    static constexpr std::chrono::seconds kRest{30};
+
+private:
+    void fail(const std::string& what, const std::string& why);
+    [[nodiscard]] bool resting() const;
+
+    std::string shown_url_;
+    std::unique_ptr<RemoteTransport> transport_;
+    TrustedKeys trusted_;
+    bool writes_;
+    std::atomic<std::int64_t> rests_until_ns_{0};  // of the steady clock, which does not jump
+    std::atomic<bool> warned_{false};
+};
+
+/// A URL without its user and password, for messages.
+[[nodiscard]] std::string without_credentials(const std::string& url);
+
+}  // namespace flce

@@ -1,0 +1,48 @@
+#include "runtime/cuda/cubin_cache.hpp"
+
+#include <nlohmann/json.hpp>
+
+#include "cache/byte_io.hpp"
+
+namespace flce {
+namespace {
+
+Artifact compiler_entry(const std::string& build_id, const std::string& arch) {
+    const auto bytes = as_byte_span(build_id);
+    return {
+        nlohmann::ordered_json{{"kind", "compiler"}, {"arch", arch}, {"compiler_build_id", build_id}, {"created_by", "flce " FLCE_VERSION}}
+            .dump(),
+        {bytes.begin(), bytes.end()}};
+}
+
+}  // namespace
+
+CacheKey cubin_key(const CacheKey& recipe, const std::string& compiler_build_id) {
+    return KeyBuilder("cubin").add("recipe", as_text(std::as_bytes(std::span(recipe.digest)))).add("nvrtc", compiler_build_id).finish();
+}
+
+std::shared_ptr<const Artifact> cubin_by(const std::string& build_id, const CacheKey& recipe, const std::string& arch, ArtifactCache& cache,
+                                         const std::function<Artifact()>& compile) {
+    bool created = false;
+    const auto compile_and_tell = [&] {
+        Artifact cubin = compile();
+        // Before the cubin is there: killed in between, this leads to a miss, and the next that compiles writes both.
+        cache.keep(recipe, compiler_entry(build_id, arch), ArtifactCache::Replace::always);
+        return cubin;
+    };
+    auto cubin = cache.get_or_create(cubin_key(recipe, build_id), compile_and_tell, &created);
+    if (!created) cache.keep(recipe, compiler_entry(build_id, arch), ArtifactCache::Replace::if_absent);
+    return cubin;
+}
+
+std::shared_ptr<const Artifact> cubin_by_any_compiler(const CacheKey& recipe, ArtifactCache& cache) {
+    std::shared_ptr<const Artifact> cubin;
+    // One tier's compiler may be one whose cubin is gone, another's not.
+    (void)cache.find(recipe, [&](const Artifact& compiler) {
+        cubin = cache.find(cubin_key(recipe, std::string(as_text(compiler.payload))));
+        return cubin != nullptr;
+    });
+    return cubin;
+}
+
+}  // namespace flce

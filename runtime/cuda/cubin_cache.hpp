@@ -1,0 +1,26 @@
+// Cubins in the artifact cache, with and without a compiler on this machine.
+//
+// A cubin's key is its recipe (sources, headers, options, architecture, kernels) and the compiler's build. A machine without NVRTC, a container with
+// a pack say, cannot know that build; so beside every cubin a "compiler" entry is kept under the recipe alone, which says whose cubin there is: the
+// newest that a cache heard of. With NVRTC it is never read: a session compiles with what it has rather than take another compiler's code.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "cache/artifact_cache.hpp"
+
+namespace flce {
+
+/// The recipe's digest, and the key of its cubin by one compiler.
+[[nodiscard]] CacheKey cubin_key(const CacheKey& recipe, const std::string& compiler_build_id);
+
+/// The cubin of `recipe` by the NVRTC of this build: from the cache, or compiled.
+[[nodiscard]] std::shared_ptr<const Artifact> cubin_by(const std::string& build_id, const CacheKey& recipe, const std::string& arch,
+                                                       ArtifactCache& cache, const std::function<Artifact()>& compile);
+
+/// The cubin of `recipe` by whichever compiler a tier has one of; null if none has.
+[[nodiscard]] std::shared_ptr<const Artifact> cubin_by_any_compiler(const CacheKey& recipe, ArtifactCache& cache);
+
+}  // namespace flce

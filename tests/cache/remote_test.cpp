@@ -1,0 +1,327 @@
+// The remote tier against real servers, and against servers that misbehave.
+#include <gmock/gmock.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "cache/artifact_format.hpp"
+#include "cache/byte_io.hpp"
+#include "cache/remote_store.hpp"
+#include "flce/error.hpp"
+#include "tests/cache/keys.hpp"
+#include "tests/cache/log_capture.hpp"
+#include "tests/cache/servers.hpp"
+
+namespace flce {
+namespace {
+
+using test::artifact_of;
+using test::key_of;
+using test::payload_text;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+constexpr std::chrono::milliseconds kPatience{20'000};  // no test waits for it
+constexpr std::chrono::milliseconds kImpatience{200};
+
+std::string payload_of(const Lookup& found) { return found.artifact ? payload_text(*found.artifact) : found.fault ? "fault" : "absent"; }
+
+std::string big_payload() {
+    std::string payload(300'000, '\0');  // in several packets
+    for (std::size_t i = 0; i < payload.size(); ++i) payload[i] = static_cast<char>((i * i * 2654435761u) >> 13);
+    return payload;
+}
+
+/// What must hold of every server.
+void expect_a_cache(const RemoteOptions& options) {
+    const auto entry = [](const char* name, std::string_view payload) { return encode_artifact(key_of(name), artifact_of(payload)); };
+    RemoteStore store(options);
+    EXPECT_EQ(payload_of(store.get(key_of("small"))), "absent");
+    EXPECT_EQ(store.put(key_of("small"), entry("small", "p"), Durability::now), Kept::yes);
+    EXPECT_EQ(store.put(key_of("big"), entry("big", big_payload()), Durability::now), Kept::yes);
+    EXPECT_EQ(store.put(key_of("empty"), entry("empty", ""), Durability::now), Kept::yes);
+    EXPECT_EQ(payload_of(store.get(key_of("small"))), "p");
+    EXPECT_EQ(payload_of(store.get(key_of("big"))), big_payload());
+    EXPECT_EQ(payload_of(store.get(key_of("empty"))), "");
+    EXPECT_EQ(store.put(key_of("small"), entry("small", "another"), Durability::now), Kept::yes);
+    EXPECT_EQ(payload_of(RemoteStore(options).get(key_of("small"))), "another");
+
+    RemoteOptions reader = options;
+    reader.read_only = true;
+    RemoteStore read_only(reader);
+    EXPECT_EQ(read_only.put(key_of("new"), entry("new", "p"), Durability::now), Kept::no);
+    EXPECT_EQ(payload_of(read_only.get(key_of("new"))), "absent");
+    EXPECT_EQ(payload_of(read_only.get(key_of("small"))), "another");
+
+    // Eight threads on one store.
+    std::atomic<int> wrong{0};
+    {
+        std::vector<std::jthread> threads;
+        for (int i = 0; i < 8; ++i) {
+            threads.emplace_back([&] {
+                for (int repeat = 0; repeat < 5; ++repeat) wrong += payload_of(store.get(key_of("big"))) == big_payload() ? 0 : 1;
+            });
+        }
+    }
+    EXPECT_EQ(wrong, 0);
+
+    // An entry that somebody else put under the name of another.
+    EXPECT_EQ(store.put(key_of("victim"), entry("small", "p"), Durability::now), Kept::yes);
+    EXPECT_EQ(payload_of(store.get(key_of("victim"))), "fault");
+    EXPECT_EQ(payload_of(store.get(key_of("small"))), "another");  // wrong bytes do not stop the rest
+}
+
+TEST(RemoteCache, Redis_KeepsAndGives) {
+    std::string why;
+    for (const char* password : {"", "p@ss:word/1"}) {
+        const auto server = test::start_redis(why, password);
+        if (!server) GTEST_SKIP() << why;
+        if (*password != '\0') server->url = fmt::format("redis://:p%40ss%3Aword%2F1@127.0.0.1:{}/2", server->port);
+        expect_a_cache({.url = server->url, .timeout = kPatience});
+    }
+}
+
+TEST(RemoteCache, RedisStopsAndComesBack_AskedAgainOnANewConnection) {
+    std::string why;
+    auto server = test::start_redis(why);
+    if (!server) GTEST_SKIP() << why;
+    const auto transport = make_redis_transport({.url = server->url, .timeout = kPatience});
+    EXPECT_EQ(transport->put(key_of("a"), as_byte_span("x")), "");
+    server->stop();
+    EXPECT_NE(transport->get(key_of("a"), 100).failure, "");
+    server->start();
+    const auto reply = transport->get(key_of("a"), 100);
+    EXPECT_EQ(reply.failure, "");
+    EXPECT_FALSE(reply.found);
+}
+
+TEST(RemoteCache, RedisWantsAPassword_FaultNamesIt) {
+    std::string why;
+    const auto server = test::start_redis(why, "secret");
+    if (!server) GTEST_SKIP() << why;
+    const auto transport = make_redis_transport({.url = fmt::format("redis://127.0.0.1:{}", server->port), .timeout = kPatience});
+    EXPECT_THAT(transport->get(key_of("a"), 100).failure, HasSubstr("NOAUTH"));
+}
+
+TEST(RemoteCache, NginxWithDav_KeepsAndGives) {
+    std::string why;
+    const auto server = test::start_nginx(why);
+    if (!server) GTEST_SKIP() << why;
+    expect_a_cache({.url = server->url, .timeout = kPatience});
+    // As plain files, which other tools read.
+    const std::string hex = key_of("small").hex();
+    EXPECT_TRUE(std::filesystem::exists(server->folder.path() / "data/cache" / hex.substr(0, 2) / (hex + ".art")));
+}
+
+TEST(RemoteCache, S3_KeepsAndGivesWithTheRightKeyOnly) {
+    std::string why;
+    const auto server = test::start_s3(why);
+    if (!server) GTEST_SKIP() << why;
+    RemoteOptions options{.url = server->url, .timeout = kPatience};
+    options.s3 = {
+        .access_key = server->access_key, .secret_key = server->secret_key, .endpoint = fmt::format("http://127.0.0.1:{}/", server->port)};
+    expect_a_cache(options);
+    RemoteOptions wrong = options;
+    wrong.s3.secret_key += "x";
+    EXPECT_THAT(make_http_transport(wrong)->get(key_of("small"), 1000).failure, HasSubstr("403"));
+    EXPECT_THAT(make_http_transport(wrong)->put(key_of("small"), as_byte_span("x")), HasSubstr("403"));
+    wrong.s3 = {.endpoint = options.s3.endpoint};
+    EXPECT_THAT(make_http_transport(wrong)->get(key_of("small"), 1000).failure, HasSubstr("403"));
+}
+
+TEST(RemoteCache, Url_UnderstoodOrRefusedWithoutShowingTheLogin) {
+    for (const char* url : {"ftp://u:geheim@h/x", "h:1", "redis://u:geheim@", "redis://u:geheim@h:x", "redis://geheim@h", "redis://h:70000",
+                            "redis://h/x", "redis://[::1", "s3://", "s3:///x", "s3://b/a b", "s3://b/%41"}) {
+        EXPECT_THAT([&] { RemoteStore(RemoteOptions{.url = url}); },
+                    ThrowsMessage<EnvironmentError>(AllOf(HasSubstr("the remote cache is"), Not(HasSubstr("geheim")))))
+            << url;
+    }
+    for (const char* url : {"redis://h", "redis://u:p@h:1/2", "redis://[::1]:1", "http://h", "https://u:p@h/x/", "s3://bucket"}) {
+        EXPECT_NO_THROW(RemoteStore(RemoteOptions{.url = url})) << url;
+    }
+    EXPECT_EQ(without_credentials("https://u:p@h/x@y"), "https://h/x@y");
+    EXPECT_EQ(without_credentials("redis://h:1/2"), "redis://h:1/2");
+}
+
+// ── Servers that misbehave ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+void send_text(int socket, std::string_view text) { (void)!::send(socket, text.data(), text.size(), MSG_NOSIGNAL); }
+
+void read_some(int socket) {
+    char buffer[4096];
+    (void)!::recv(socket, buffer, sizeof buffer, 0);
+}
+
+void read_until_closed(int socket) {
+    char buffer[4096];
+    while (::recv(socket, buffer, sizeof buffer, 0) > 0) {
+    }
+}
+
+struct Misbehaviour {
+    const char* name;
+    const char* scheme;
+    std::function<void(int)> serve;
+};
+
+std::string whole_entry() {
+    const auto entry = encode_artifact(key_of("k"), artifact_of("from afar"));
+    return std::string(as_text(entry));
+}
+
+std::vector<Misbehaviour> misbehaviours() {
+    const auto answer = [](std::string text) {
+        return [text = std::move(text)](int socket) { read_some(socket), send_text(socket, text); };
+    };
+    const auto http = [](std::size_t length, std::string_view body) {
+        return fmt::format("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}", length, body);
+    };
+    const std::string entry = whole_entry();
+    const auto drip = [](std::string first) {
+        return [first = std::move(first)](int socket) {
+            read_some(socket);
+            send_text(socket, first);
+            for (int i = 0; i < 100; ++i) {
+                if (::send(socket, "x", 1, MSG_NOSIGNAL) != 1) return;
+                std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            }
+        };
+    };
+    return {
+        {"never answers", "http", [](int socket) { read_until_closed(socket); }},
+        {"closes at once", "http", [](int) {}},
+        {"closes after the request", "http", [](int socket) { read_some(socket); }},
+        {"drops in the middle", "http", answer(http(entry.size(), std::string_view(entry).substr(0, entry.size() / 2)))},
+        {"half an entry, said to be whole", "http", answer(http(entry.size() / 2, std::string_view(entry).substr(0, entry.size() / 2)))},
+        {"a page that says sorry", "http", answer(http(13, "<html>sorry<"))},
+        {"an entry of another key", "http", answer(http(entry.size(), entry.substr(0, 20) + "XX" + entry.substr(22)))},
+        {"status 500", "http", answer("HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n")},
+        {"status 403", "http", answer("HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n")},
+        {"redirects for ever", "http", answer("HTTP/1.1 302 Found\r\nLocation: /again\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")},
+        {"redirects to a file", "http", answer("HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\nContent-Length: 0\r\n\r\n")},
+        {"declares a terabyte", "http", answer(http(1ULL << 40, "x"))},
+        {"no HTTP", "http", answer("What?\r\n\r\n")},
+        {"a byte now and then", "http", drip(http(entry.size(), ""))},
+        {"never answers", "redis", [](int socket) { read_until_closed(socket); }},
+        {"closes at once", "redis", [](int) {}},
+        {"closes after the request", "redis", [](int socket) { read_some(socket); }},
+        {"drops in the middle", "redis", answer(fmt::format("${}\r\n{}", entry.size(), entry.substr(0, entry.size() / 2)))},
+        {"half an entry, said to be whole", "redis",
+         answer(fmt::format("${}\r\n{}\r\n", entry.size() / 2, entry.substr(0, entry.size() / 2)))},
+        {"an error", "redis", answer("-LOADING the data set\r\n")},
+        {"a number", "redis", answer(":7\r\n")},
+        {"a list", "redis", answer("*2\r\n:1\r\n:2\r\n")},
+        {"declares a terabyte", "redis", answer("$1099511627776\r\nx")},
+        {"no redis", "redis", answer("HTTP/1.1 200 OK\r\n\r\n")},
+        {"a byte now and then", "redis", drip(fmt::format("${}\r\n", entry.size()))},
+    };
+}
+
+TEST(RemoteCache, ServerMisbehaves_OneCompileOneWarningAndNoMoreQuestions) {
+    for (const Misbehaviour& misbehaviour : misbehaviours()) {
+        SCOPED_TRACE(fmt::format("{}: {}", misbehaviour.scheme, misbehaviour.name));
+        const test::ScriptedServer server(misbehaviour.serve);
+        test::LogCapture log;
+        const auto store = std::make_shared<RemoteStore>(
+            RemoteOptions{.url = fmt::format("{}://127.0.0.1:{}", misbehaviour.scheme, server.port()), .timeout = kImpatience});
+        ArtifactCache cache({.further = {store}});
+        int created = 0;
+        for (int i = 0; i < 3; ++i) {
+            EXPECT_EQ(payload_text(*cache.get_or_create(key_of("k"), [&] { return ++created, artifact_of("made here"); })), "made here");
+        }
+        EXPECT_EQ(created, 3);  // one for each call: nobody holds the artifact
+        EXPECT_EQ(log.warnings(), 1) << log.text();
+        EXPECT_GE(cache.statistics().remote_faults, 1);
+        EXPECT_EQ(cache.statistics().remote_hits, 0);
+    }
+}
+
+TEST(RemoteCache, ServerIsDown_AskedOnceThenLeftAlone) {
+    const int nobody = test::free_port();
+    for (const char* scheme : {"http", "redis"}) {
+        test::LogCapture log;
+        const auto store =
+            std::make_shared<RemoteStore>(RemoteOptions{.url = fmt::format("{}://127.0.0.1:{}", scheme, nobody), .timeout = kPatience});
+        ArtifactCache cache({.further = {store}});
+        for (const char* name : {"a", "b", "c"}) (void)cache.get_or_create(key_of(name), [&] { return artifact_of("p"); });
+        EXPECT_EQ(cache.statistics().remote_faults, 1) << scheme;
+        EXPECT_EQ(cache.statistics().tiers.back().misses, 3) << scheme;
+        EXPECT_EQ(log.warnings(), 1) << log.text();
+    }
+}
+
+TEST(RemoteCache, WrongEntry_ReplacedByTheRightOne) {
+    std::string why;
+    const auto server = test::start_redis(why);
+    if (!server) GTEST_SKIP() << why;
+    const RemoteOptions options{.url = server->url, .timeout = kPatience};
+    EXPECT_EQ(make_redis_transport(options)->put(key_of("k"), as_byte_span("junk")), "");
+    test::LogCapture log;
+    {
+        ArtifactCache cache({.further = {std::make_shared<RemoteStore>(options)}});
+        EXPECT_EQ(payload_text(*cache.get_or_create(key_of("k"), [] { return artifact_of("right"); })), "right");
+    }
+    EXPECT_EQ(log.warnings(), 1);
+    EXPECT_EQ(payload_of(RemoteStore(options).get(key_of("k"))), "right");
+}
+
+TEST(RemoteCache, SignaturesAskedFor_OnlySignedEntriesAreTaken) {
+    std::string why;
+    const auto server = test::start_redis(why);
+    if (!server) GTEST_SKIP() << why;
+    const test::TemporaryDirectory folder;
+    const auto ours = test::make_key_pair(folder.path(), "ours");
+    const auto theirs = test::make_key_pair(folder.path(), "theirs");
+    const auto cache_with = [&](const test::KeyPair* signs, const test::KeyPair* trusts) {
+        ArtifactCache::Options options;
+        RemoteOptions remote{.url = server->url, .timeout = kPatience};
+        if (trusts != nullptr) remote.trusted = TrustedKeys::read({trusts->public_key});
+        if (signs != nullptr) options.signer = SigningKey::read(signs->private_key);
+        remote.signs = signs != nullptr;
+        options.further.push_back(std::make_shared<RemoteStore>(remote));
+        return std::make_unique<ArtifactCache>(std::move(options));
+    };
+    const auto get = [](ArtifactCache& cache, const char* name, const char* made) {
+        return payload_text(*cache.get_or_create(key_of(name), [&] { return artifact_of(made); }));
+    };
+    test::LogCapture log;
+    EXPECT_EQ(get(*cache_with(nullptr, nullptr), "unsigned", "by anybody"), "by anybody");
+    EXPECT_EQ(get(*cache_with(&theirs, nullptr), "theirs", "by them"), "by them");
+    EXPECT_EQ(get(*cache_with(&ours, nullptr), "ours", "by us"), "by us");
+    // A process that trusts us only, and has no key itself: it takes ours, and leaves the rest as it is.
+    EXPECT_EQ(get(*cache_with(nullptr, &ours), "ours", "made"), "by us");
+    EXPECT_EQ(get(*cache_with(nullptr, &ours), "unsigned", "made"), "made");
+    EXPECT_EQ(get(*cache_with(nullptr, &ours), "theirs", "made"), "made");
+    EXPECT_EQ(get(*cache_with(nullptr, nullptr), "unsigned", "no"), "by anybody");
+    // One that has our key mends them.
+    EXPECT_EQ(get(*cache_with(&ours, &ours), "theirs", "made again"), "made again");
+    EXPECT_EQ(get(*cache_with(nullptr, &ours), "theirs", "no"), "made again");
+    EXPECT_THAT(log.text(), HasSubstr("not signed"));
+    EXPECT_THAT(log.text(), HasSubstr("not trusted"));
+}
+
+TEST(RemoteCache, ForkedChild_DoesNotShareTheParentsConnection) {
+    std::string why;
+    const auto server = test::start_redis(why);
+    if (!server) GTEST_SKIP() << why;
+    RemoteStore store(RemoteOptions{.url = server->url, .timeout = kPatience});
+    const auto entry = encode_artifact(key_of("big"), artifact_of(big_payload()));
+    ASSERT_EQ(store.put(key_of("big"), entry, Durability::now), Kept::yes);
+    const auto all_right = [&] {
+        for (int i = 0; i < 20; ++i) {
+            if (payload_of(store.get(key_of("big"))) != big_payload()) return false;
+        }
+        return true;
+    };
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(all_right() ? 0 : 1);
+    EXPECT_TRUE(all_right());
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+}  // namespace
+}  // namespace flce
