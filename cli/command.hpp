@@ -42,6 +42,7 @@ void add_check(CLI::App& app, Action& action);
 void add_bench(CLI::App& app, Action& action);
 void add_explain(CLI::App& app, Action& action);
 void add_prewarm(CLI::App& app, Action& action);
+void add_cache(CLI::App& app, Action& action);
 void add_info(CLI::App& app, Action& action);
 
 /// Runs the command line; returns the process's exit code. Errors are one line on stderr.

@@ -1,0 +1,164 @@
+// flce cache, and a pack's way from a build machine to one without compilers.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "tests/cli/process.hpp"
+#include "tests/support/gpu.hpp"
+
+namespace flce::test {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+
+constexpr const char* kSpec = "D=64,V=500,dtype=fp32";
+
+class CacheCommand : public testing::Test {
+protected:
+    TemporaryFolder folder_;
+
+    [[nodiscard]] ProcessResult run(const std::vector<std::string>& arguments, std::map<std::string, std::string> environment = {}) const {
+        environment.try_emplace("FLCE_CACHE_DIR", folder_ / "cache");
+        return run_flce(arguments, {.environment = std::move(environment)});
+    }
+    void fill() const { ASSERT_EQ(run({"prewarm", "--spec", kSpec, "--device", "x86-64-v3"}).exit_code, 0); }
+};
+
+TEST_F(CacheCommand, NothingThere_EmptyAnswers) {
+    EXPECT_EQ(run({"cache", "ls", "--json"}).json().at("entries").size(), 0u);
+    EXPECT_EQ(run({"cache", "stats", "--json"}).json().at("tiers").at("local").at("hits"), 0);
+    EXPECT_EQ(run({"cache", "verify", "--json"}).json().at("checked"), 0);
+    EXPECT_EQ(run({"cache", "gc", "--max-bytes", "0", "--json"}).json().at("removed_entries"), 0);
+    EXPECT_FALSE(fs::exists(folder_ / "cache"));
+}
+
+TEST_F(CacheCommand, Ls_SaysWhatEntriesAre) {
+    fill();
+    const auto entries = run({"cache", "ls", "--json"}).json().at("entries");
+    ASSERT_EQ(entries.size(), 1u);
+    EXPECT_EQ(entries[0].at("metadata").at("kind"), "object");
+    EXPECT_THAT(entries[0].at("metadata").at("created_by").get<std::string>(), HasSubstr("flce "));
+    EXPECT_GT(entries[0].at("bytes"), 100);
+    EXPECT_THAT(run({"cache", "ls"}).out, HasSubstr(kSpec));
+}
+
+TEST_F(CacheCommand, Stats_CountsByTierOverProcesses) {
+    fill();
+    fill();
+    const auto stats = run({"cache", "stats", "--json"}).json();
+    EXPECT_EQ(stats.at("compiled"), 1);
+    EXPECT_EQ(stats.at("entries"), 1);
+    for (const char* tier : {"memory", "local", "packs", "remote"}) {
+        for (const char* counter : {"hits", "misses", "faults"}) EXPECT_TRUE(stats.at("tiers").at(tier).contains(counter));
+    }
+    EXPECT_EQ(stats.at("tiers").at("local").at("hits"), 1);
+    EXPECT_EQ(stats.at("tiers").at("local").at("misses"), 1);
+}
+
+TEST_F(CacheCommand, Verify_FindsAHarmedEntryAndLeavesIt) {
+    fill();
+    EXPECT_EQ(run({"cache", "verify"}).exit_code, 0);
+    for (const auto& file : fs::recursive_directory_iterator(folder_.path() / "cache" / "artifacts")) {
+        if (file.path().extension() == ".art") fs::resize_file(file.path(), fs::file_size(file.path()) - 1);
+    }
+    const ProcessResult harmed = run({"cache", "verify", "--json"});
+    EXPECT_EQ(harmed.exit_code, 1);
+    ASSERT_EQ(harmed.json().at("bad").size(), 1u);
+    EXPECT_THAT(harmed.json().at("bad")[0].at("why").get<std::string>(), HasSubstr("bytes long"));
+    EXPECT_EQ(run({"cache", "verify"}).exit_code, 1);
+    EXPECT_THAT(run({"cache", "ls"}).out, HasSubstr("HARMED"));
+}
+
+TEST_F(CacheCommand, Gc_ShrinksToTheLimit) {
+    fill();
+    EXPECT_EQ(run({"cache", "gc", "--max-bytes", "1G", "--json"}).json().at("kept_entries"), 1);
+    const auto emptied = run({"cache", "gc", "--max-bytes", "0", "--json"}).json();
+    EXPECT_EQ(emptied.at("removed_entries"), 1);
+    EXPECT_EQ(emptied.at("kept_bytes"), 0);
+    EXPECT_EQ(run({"cache", "gc", "--max-bytes", "much"}).exit_code, 2);
+}
+
+TEST_F(CacheCommand, Export_PayloadsBesideTheirMetadata) {
+    fill();
+    ASSERT_EQ(run({"cache", "export", folder_ / "out"}).exit_code, 0);
+    int objects = 0;
+    for (const auto& file : fs::directory_iterator(folder_.path() / "out")) {
+        if (file.path().extension() != ".o") continue;
+        ++objects;
+        std::ifstream object(file.path(), std::ios::binary);
+        std::string magic(4, '\0');
+        object.read(magic.data(), 4);
+        EXPECT_EQ(magic, "\177ELF");
+        fs::path description = file.path();
+        std::ifstream metadata(description.replace_extension(".json"));
+        EXPECT_EQ(nlohmann::json::parse(metadata).at("kind"), "object");
+    }
+    EXPECT_EQ(objects, 1);
+}
+
+TEST_F(CacheCommand, PackAndImport_SameEntriesElsewhere) {
+    fill();
+    for (const char* name : {"a.flcepack", "b.flcepack"}) ASSERT_EQ(run({"cache", "export", "--pack", folder_ / name}).exit_code, 0);
+    const auto bytes = [&](const char* name) {
+        std::ifstream file(folder_ / name, std::ios::binary);
+        return std::string(std::istreambuf_iterator<char>(file), {});
+    };
+    EXPECT_EQ(bytes("a.flcepack"), bytes("b.flcepack"));
+    EXPECT_EQ(run({"cache", "ls", "--pack", folder_ / "a.flcepack", "--json"}).json().at("entries").size(), 1u);
+    const std::map<std::string, std::string> elsewhere{{"FLCE_CACHE_DIR", folder_ / "elsewhere"}};
+    const auto imported = run({"cache", "import", folder_ / "a.flcepack", folder_ / "cache", "--json"}, elsewhere).json();
+    EXPECT_EQ(imported.at("imported"), 1);
+    EXPECT_EQ(imported.at("present"), 1);
+    const auto warm = run({"prewarm", "--spec", kSpec, "--device", "x86-64-v3", "--json"}, elsewhere).json();
+    EXPECT_EQ(warm.at("compiled"), 0);
+    EXPECT_EQ(run({"cache", "import", folder_ / "nothing"}, elsewhere).exit_code, 3);
+}
+
+TEST_F(CacheCommand, SignedPack_TakenWithTheKeyAndRefusedWithAnother) {
+    fill();
+    for (const char* name : {"ours", "theirs"}) ASSERT_EQ(run({"cache", "keygen", folder_ / name}).exit_code, 0);
+    EXPECT_EQ(run({"cache", "keygen", folder_ / "ours"}).exit_code, 3);  // never over a key
+    const std::string pack = folder_ / "kernels.flcepack";
+    ASSERT_EQ(run({"cache", "export", "--pack", pack}, {{"FLCE_SIGNING_KEY", folder_ / "ours.pem"}}).exit_code, 0);
+    const auto warm = [&](const std::string& trusted) {
+        return run({"prewarm", "--spec", kSpec, "--device", "x86-64-v3", "--json"},
+                   {{"FLCE_CACHE_PACKS", pack}, {"FLCE_TRUSTED_KEYS", folder_ / trusted}, {"FLCE_NO_DISK_CACHE", "1"}});
+    };
+    EXPECT_EQ(warm("ours.pub.pem").json().at("hits"), 1);
+    EXPECT_EQ(warm("theirs.pub.pem").json().at("compiled"), 1);
+    EXPECT_THAT(warm("theirs.pub.pem").err, HasSubstr("not trusted"));
+    EXPECT_EQ(run({"cache", "verify"}, {{"FLCE_CACHE_PACKS", pack}, {"FLCE_TRUSTED_KEYS", folder_ / "theirs.pub.pem"}}).exit_code, 1);
+}
+
+TEST_F(CacheCommand, DirectoryOthersMayWrite_Refused) {
+    fill();
+    fs::permissions(folder_.path() / "cache", fs::perms::others_write, fs::perm_options::add);
+    const ProcessResult refused = run({"cache", "ls"});
+    EXPECT_EQ(refused.exit_code, 3);
+    EXPECT_THAT(refused.err, HasSubstr("chmod go-w"));
+}
+
+TEST_F(CacheCommand, PackOnAMachineWithoutNvrtc_HoldsTheCubins) {
+    FLCE_REQUIRE_NVRTC();
+    const std::vector<std::string> prewarm{"prewarm", "--spec", "D=64,V=500,dtype=fp32", "--device", "sm_80", "--json"};
+    const ProcessResult built = run(prewarm);
+    ASSERT_EQ(built.exit_code, 0) << built.err;
+    const std::string pack = folder_ / "kernels.flcepack";
+    ASSERT_EQ(run({"cache", "export", "--pack", pack}).exit_code, 0);
+
+    const std::map<std::string, std::string> container{
+        {"FLCE_CACHE_DIR", folder_ / "container"}, {"FLCE_CACHE_PACKS", pack}, {"FLCE_NVRTC", folder_ / "none"}};
+    const ProcessResult used = run(prewarm, container);
+    ASSERT_EQ(used.exit_code, 0) << used.err;
+    EXPECT_EQ(used.json().at("compiled"), 0);
+    // What no pack holds is an error that says so, and why it cannot be made here.
+    const ProcessResult missing = run({"prewarm", "--spec", "D=128,V=500,dtype=fp32,bias", "--device", "sm_80"}, container);
+    EXPECT_EQ(missing.exit_code, 3);
+    EXPECT_THAT(missing.err, AllOf(HasSubstr("no cache or pack holds"), HasSubstr("cannot be compiled here"), HasSubstr("FLCE_NVRTC")));
+}
+
+}  // namespace
+}  // namespace flce::test
