@@ -52,16 +52,22 @@ struct DlogitsSm90 {
     using PanelsT = PanelStore<Element, TileT, TileT::kBlockN / 64, 1>;
     static constexpr int kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK);
 
+    static constexpr int kSumBytes = Problem::bias ? 4 * 4 * TileT::kConsumers * TileT::kBlockN : 0;
+
     const DlogitsSm90Params& p;
     MainloopT mainloop;
+    const int rows;
     TileWalk<TileT, Problem::raster> walk;
     PanelsT panels;
+    float* const column_sums;
 
     __device__ __forceinline__ explicit DlogitsSm90(const DlogitsSm90Params& params)
         : p(params),
-          mainloop(dynamic_smem, MainloopT::kRingBytes + PanelsT::kBytes),
-          walk(params.rows, params.columns),
-          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place) {}
+          mainloop(dynamic_smem, MainloopT::kRingBytes + PanelsT::kBytes + kSumBytes),
+          rows(listed_rows<Problem>(params.list, params.rows, 1)),
+          walk(rows, params.columns),
+          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
+          column_sums(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + PanelsT::kBytes)) {}
 
     __device__ __forceinline__ void run() {
         run_tiles(
@@ -87,7 +93,42 @@ struct DlogitsSm90 {
                 if constexpr (kSame<Element, Fp16>) clamp(c[i], h);
                 panels.put(c[i], h, 0, 1.f);
             }
-            panels.close(p.dlogits_map, walk.n, walk.m + mainloop.place.first_row() + i * 64);
+            const int first_row = walk.m + mainloop.place.first_row() + i * 64;
+            const bool sums = Problem::bias && p.bias_partials != nullptr && first_row < rows;
+            if constexpr (Problem::bias) {
+                if (sums) sum_columns(c[i]);
+            }
+            panels.close(p.dlogits_map, walk.n, first_row);
+            if constexpr (Problem::bias) {
+                if (sums) write_sums(first_row);
+            }
+        }
+    }
+
+    // A partial sum of grad_bias: the columns of 64 rows, a warp's in its own row of shared memory (before close), then all four warps' (after it).
+    __device__ __forceinline__ float* warp_sums(int warp) const {
+        return column_sums + (mainloop.place.consumer * 4 + warp) * TileT::kBlockN;
+    }
+    __device__ __forceinline__ void sum_columns(const float (&c)[MainloopT::kColumnPieces][4]) const {
+        float* const sums = warp_sums(mainloop.place.warp) + mainloop.place.column(0, 0);
+#pragma unroll
+        for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float sum = c[j][e] + c[j][2 + e];
+#pragma unroll
+                for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+                if (mainloop.place.lane < 4) sums[j * 8 + e] = sum;
+            }
+        }
+    }
+    __device__ __forceinline__ void write_sums(int first_row) const {
+        float* const to = p.bias_partials + first_row / 64 * p.ld + walk.n;
+        for (int column = static_cast<int>(threadIdx.x) % 128; column < min(TileT::kBlockN, p.columns - walk.n); column += 128) {
+            float sum = warp_sums(0)[column];
+#pragma unroll
+            for (int warp = 1; warp < 4; ++warp) sum += warp_sums(warp)[column];
+            to[column] = sum;
         }
     }
 
@@ -116,6 +157,7 @@ struct GradHiddenSm90 {
 
     const GradHiddenSm90Params& p;
     MainloopT mainloop;
+    const int rows;
     TileWalk<TileT, Problem::raster> walk;
     PanelsT panels;
     int slices;
@@ -124,7 +166,8 @@ struct GradHiddenSm90 {
     __device__ __forceinline__ explicit GradHiddenSm90(const GradHiddenSm90Params& params)
         : p(params),
           mainloop(dynamic_smem, MainloopT::kRingBytes + PanelsT::kBytes),
-          walk(params.rows, kHidden),
+          rows(listed_rows<Problem>(params.list, params.rows, 1)),
+          walk(rows, kHidden),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           slices(ceil_div(params.columns, TileT::kBlockK)),
           pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
@@ -140,7 +183,7 @@ struct GradHiddenSm90 {
 
     __device__ __forceinline__ void compute() {
         const long long origin = static_cast<long long>(walk.m) * kHidden + walk.n;
-        const TileTarget<float> sum{p.accumulator + origin, kHidden, p.rows - walk.m, kHidden - walk.n};
+        const TileTarget<float> sum{p.accumulator + origin, kHidden, rows - walk.m, kHidden - walk.n};
         typename MainloopT::Accumulators c;
         MainloopT::clear(c);
         if (p.last != 0 && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
@@ -161,8 +204,14 @@ struct GradHiddenSm90 {
                 }
             }
         } else {
-            const TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + origin, kHidden, p.rows - walk.m, kHidden - walk.n};
-            store_tile_sm90<true, false>(mainloop, c, result, dlogits_scale<Problem>(p.scalars, true));
+            const float factor = dlogits_scale<Problem>(p.scalars, true);
+            TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + walk.n, kHidden, rows - walk.m, kHidden - walk.n};
+            if (p.list.rows != nullptr) {
+                const ListedRow* const listed = p.list.rows + p.list.first + walk.m;
+                store_rows_sm90(mainloop, c, result, factor, [&](int row) { return listed[row].row; });
+            } else {
+                store_rows_sm90(mainloop, c, result, factor, [&](int row) { return walk.m + row; });
+            }
         }
     }
 
@@ -173,7 +222,7 @@ struct GradHiddenSm90 {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = walk.m + mainloop.place.row(i, h);
-                const float scale = row < p.rows ? p.row_scales[row] : 0.f;
+                const float scale = row < rows ? p.row_scales[row] : 0.f;
 #pragma unroll
                 for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
 #pragma unroll
@@ -217,7 +266,7 @@ struct GradWeightSm90 {
           mainloop(dynamic_smem, MainloopT::kRingBytes + kStaging),
           walk(Problem::hidden_major ? kHidden : params.columns, Problem::hidden_major ? params.columns : kHidden),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
-          slices(ceil_div(params.rows, TileT::kBlockK)),
+          slices(ceil_div(listed_rows<Problem>(params.list, params.rows, 1), TileT::kBlockK)),
           pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
                slices) {
         if constexpr (kLends) walk.in_blocks = p.readers != nullptr;

@@ -49,25 +49,48 @@ struct VocabularyWalk {
     __device__ __forceinline__ bool has_second() const { return end_of_second > 0; }
 };
 
+/// How the clusters of a launch share its work: the host's `forward_share` for the rows that there turn out to be.
+template <class TileT>
+struct ForwardShare {
+    static constexpr int kClusterRows = TileT::kBlockM * TileT::kCluster;
+    static constexpr int kWriters = TileT::kTurns ? TileT::kConsumers : 1;  ///< consumers that have the same rows
+
+    int rows;
+    int row_clusters;
+    int clusters;
+    int stride;
+    int splits;
+
+    __device__ __forceinline__ ForwardShare(int rows_, int tiles, int most_clusters, int stride_)
+        : rows(rows_), row_clusters(max(ceil_div(rows_, kClusterRows), 1)) {
+        const bool few = static_cast<long long>(row_clusters) * tiles < most_clusters;  // each tile has a cluster of its own
+        clusters = few ? row_clusters * tiles : most_clusters;
+        stride = few ? row_clusters : stride_;
+        splits = (few ? tiles : ceil_div(clusters, row_clusters) + 1) * kWriters;
+    }
+};
+
 template <class Problem, class TileT>
 struct ForwardSm90 {
-    using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT>;
+    using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT, Problem::lists_rows>;
     using Accumulators = typename MainloopT::Accumulators;
     using Fields = PartialFields<Problem>;
     static constexpr int kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK);
     static constexpr int kTiles = ceil_div(Problem::vocab_size, TileT::kBlockN);
     static constexpr int kPieces = MainloopT::kPiecesA;
     static constexpr int kColumnPieces = MainloopT::kColumnPieces;
-    static constexpr int kClusterRows = TileT::kBlockM * TileT::kCluster;
+    using Share = ForwardShare<TileT>;
+    static constexpr int kClusterRows = Share::kClusterRows;
     static constexpr int kConsumerThreads = 128 * TileT::kConsumers;
-    static constexpr int kWriters = TileT::kTurns ? TileT::kConsumers : 1;                       ///< consumers that have the same rows
     static constexpr int kStateBytes = 2 * kPieces * 2 * Fields::kCount * kConsumerThreads * 4;  ///< both parts' states of every thread
 
-    using PanelsT = PanelStore<typename Problem::Element, TileT, TileT::kBlockN / 64, 1>;
+    static constexpr int kPanelWidth = TileT::kBlockN % 192 == 0 ? 3 : TileT::kBlockN % 128 == 0 ? 2 : 1;  // panels that leave together
+    using PanelsT = PanelStore<typename Problem::Element, TileT, kPanelWidth, 1>;
     static constexpr int kPanelBytes = Problem::retain ? PanelsT::kBytes : 0;
 
     const ForwardSm90Params& p;
     MainloopT mainloop;
+    const Share share;
     VocabularyWalk walk;
     PanelsT panels;
     float* const stash;
@@ -76,7 +99,8 @@ struct ForwardSm90 {
     __device__ __forceinline__ explicit ForwardSm90(const ForwardSm90Params& params)
         : p(params),
           mainloop(dynamic_smem, MainloopT::kRingBytes + kPanelBytes + kStateBytes),
-          walk(static_cast<int>(blockIdx.x) / TileT::kCluster, params.clusters, ceil_div(params.rows, kClusterRows), params.stride),
+          share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), kTiles, params.clusters, params.stride),
+          walk(static_cast<int>(blockIdx.x) / TileT::kCluster, share.clusters, share.row_clusters, share.stride),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
 
@@ -85,16 +109,14 @@ struct ForwardSm90 {
     }
 
     __device__ __forceinline__ void run() {
+        if (blockIdx.x == 0 && threadIdx.x == 0) p.scalars->splits = share.splits;
+        if (share.rows == 0 || static_cast<int>(blockIdx.x) / TileT::kCluster >= share.clusters) return mainloop.meet();
         if constexpr (Problem::retain) {
-            if (p.again != 0 && !any_stale(0, p.rows)) return mainloop.meet();
+            if (p.again != 0 && !any_stale(0, share.rows)) return mainloop.meet();
         }
         if (mainloop.place.consumer < 0) {
             ptx::setmaxnreg_dec<kProducerRegisters>();
-            if (threadIdx.x == 0) {
-                while (next()) {
-                    mainloop.produce(p.hidden_map, p.weight_map, first_row(walk.part), walk.tile * TileT::kBlockN, kSlices);
-                }
-            }
+            while (next()) bring();
         } else {
             ptx::setmaxnreg_inc<kConsumerRegisters>();
             consume();
@@ -105,13 +127,45 @@ struct ForwardSm90 {
         mainloop.meet();
     }
 
+    /// This block's rows of a part of the vocabulary, as they lie in hidden.
+    struct TileRows {
+        const ListedRow* listed;  ///< null: they are the rows from `first` on
+        int first;
+        int last;  ///< of the tile, that is listed; −1: none is
+
+        __device__ __forceinline__ bool neighbours() const {
+            return listed == nullptr || last < 0 || listed[last].row - listed[0].row == last;
+        }
+        __device__ __forceinline__ int begin() const { return listed == nullptr || last < 0 ? first : listed[0].row; }
+    };
+    __device__ __forceinline__ TileRows listed_rows_of(int part) const {
+        const int first = first_row(part);
+        const int last = min(TileT::kBlockM, share.rows - first) - 1;
+        return {p.list.rows != nullptr ? p.list.rows + p.list.first + first : nullptr, first, last};
+    }
+
+    /// The producer's warpgroup: rows that are neighbours in hidden are the copy engine's, for one thread.
+    __device__ __forceinline__ void bring() {
+        const TileRows rows = listed_rows_of(walk.part);
+        const int n = walk.tile * TileT::kBlockN;
+        if (!rows.neighbours()) {
+            const auto row_of = [&](int row) { return row <= rows.last ? rows.listed[row].row : -1; };
+            mainloop.produce_rows(static_cast<const typename Problem::Element*>(p.hidden), Problem::hidden_size, row_of, p.weight_map, n,
+                                  kSlices);
+        } else if (threadIdx.x == 0) {
+            mainloop.produce(p.hidden_map, p.weight_map, rows.begin(), n, kSlices);
+        } else {
+            mainloop.skip(kSlices);
+        }
+    }
+
     /// On to the cluster's next tile: every thread of its blocks comes to the same ones.
     __device__ __forceinline__ bool next() {
         if constexpr (Problem::retain) {
             if (p.again != 0) {
                 while (walk.next(ceil_div(p.retained_columns, TileT::kBlockN))) {
                     const int row = walk.row_cluster_of(walk.part) * kClusterRows;
-                    if (any_stale(row, min(row + kClusterRows, p.rows))) return true;
+                    if (any_stale(row, min(row + kClusterRows, share.rows))) return true;
                 }
                 return false;
             }
@@ -120,7 +174,7 @@ struct ForwardSm90 {
     }
     __device__ __forceinline__ bool any_stale(int begin, int end) const {
         bool any = false;
-        for (int row = begin; row < end; row += kRowThreads) any = any || p.stale[row / kRowThreads] != 0u;
+        for (int row = begin; row < end; row += kOutputRows) any = any || p.stale[row / kOutputRows] != 0u;
         return any;
     }
 
@@ -141,7 +195,7 @@ struct ForwardSm90 {
             }
             Accumulators c;
             MainloopT::clear(c);
-            mainloop.consume(c, kSlices);
+            mainloop.consume(c, kSlices, !listed_rows_of(walk.part).neighbours());
             reduce(c, walk.tile * TileT::kBlockN);
             if constexpr (Problem::retain) {
                 if (walk.tile * TileT::kBlockN < p.retained_columns) retain(c, walk.tile * TileT::kBlockN);
@@ -190,7 +244,7 @@ struct ForwardSm90 {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = row0 + mainloop.place.row(i, h);
-                const int target = row < p.rows ? load_target<Problem>(p.targets, row) : kIgnored;
+                const int target = row < share.rows ? listed_row<Problem>(p.list, p.targets, row).target : kIgnored;
                 const int within = target - first_column - mainloop.place.column(0, 0);
                 if (target >= 0 && has_column<kColumnPieces>(within)) p.target_logits[row] = pick_column(c[i], h, within);
                 reduce_row(c[i], h, weighted[i][h], sums[i][h]);
@@ -202,25 +256,29 @@ struct ForwardSm90 {
     /// whatever it holds, multiplies a finite number by 0), and leave for memory.
     __device__ __forceinline__ void retain(Accumulators& c, int first_column) {
         constexpr float kMostPower = 100.f;
+        constexpr int kGroup = kPanelWidth * 8;  // column pieces
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
-            panels.open();
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = first_row(walk.part) + mainloop.place.row(i, h);
-                const float reference = row < p.rows ? p.references[row] : 0.f;
+            for (int first = 0; first < kColumnPieces; first += kGroup) {
+                panels.open();
 #pragma unroll
-                for (int j = 0; j < kColumnPieces; ++j) {
+                for (int h = 0; h < 2; ++h) {
+                    const int row = first_row(walk.part) + mainloop.place.row(i, h);
+                    const float reference = row < share.rows ? p.references[row] : 0.f;
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float& z = c[i][j][2 * h + e];
-                        z = ptx::ex2_approx_ftz(fminf((z - reference) * kLog2E, kMostPower));
+                    for (int j = first; j < first + kGroup; ++j) {
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            float& z = c[i][j][2 * h + e];
+                            z = ptx::ex2_approx_ftz(fminf((z - reference) * kLog2E, kMostPower));
+                        }
                     }
+                    panels.put(c[i], h, first, 1.f);
                 }
-                panels.put(c[i], h, 0, 1.f);
+                panels.close(BlockedMap{p.retained_map, kRetainedShift}, first_column + first * 8,
+                             first_row(walk.part) + mainloop.place.first_row() + i * 64);
             }
-            panels.close(BlockedMap{p.retained_map, kRetainedShift}, first_column,
-                         first_row(walk.part) + mainloop.place.first_row() + i * 64);
         }
     }
 
@@ -251,22 +309,21 @@ struct ForwardSm90 {
 
     /// Merges the four lanes that share a row and writes a partial result: one for each cluster that has a part of the rows, by turns one a consumer.
     __device__ __forceinline__ void finish(int part) {
-        const int row_clusters = ceil_div(p.rows, kClusterRows);
         const int row_cluster = walk.row_cluster_of(part);
         const int cluster = static_cast<int>(blockIdx.x) / TileT::kCluster;
-        const int first_cluster = row_cluster * p.clusters / row_clusters;
-        const int last_cluster = ((row_cluster + 1) * p.clusters - 1) / row_clusters;
-        const int split = (cluster - first_cluster) * kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
+        const int first_cluster = row_cluster * share.clusters / share.row_clusters;
+        const int last_cluster = ((row_cluster + 1) * share.clusters - 1) / share.row_clusters;
+        const int split = (cluster - first_cluster) * Share::kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const RowSums all = merge_quad(sums[i][h]);
                 const int row = first_row(part) + mainloop.place.row(i, h);
-                if (mainloop.place.lane % 4 != 0 || row >= p.rows) continue;
+                if (mainloop.place.lane % 4 != 0 || row >= share.rows) continue;
                 write_partial(split, row, all);
                 if (cluster == last_cluster) {
-                    for (int rest = split + kWriters; rest < p.splits; rest += kWriters) {
+                    for (int rest = split + Share::kWriters; rest < share.splits; rest += Share::kWriters) {
                         write_partial(rest, row, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
                     }
                 }
@@ -274,7 +331,8 @@ struct ForwardSm90 {
         }
     }
     __device__ __forceinline__ void write_partial(int split, int row, const RowSums& sums) const {
-        Fields::store(p.partials + split * Fields::kCount * p.partial_rows + row, p.partial_rows, sums);
+        const long long ld = partial_rows_of(share.rows);
+        Fields::store(p.partials + split * Fields::kCount * ld + row, ld, sums);
     }
 
     static __device__ __forceinline__ RowSums merge_quad(RowSums mine) {

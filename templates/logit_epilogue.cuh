@@ -36,6 +36,9 @@ struct PartialFields {
     }
 };
 
+/// Leading dimension of the partial sums of so many rows, where forward has a list.
+__device__ __forceinline__ long long partial_rows_of(int rows) { return ceil_div(rows, 32) * 32ll; }
+
 /// Sums of up to this many products are exact to fp32's last place in a framework, and have to be here.
 constexpr int kShortSum = 128;
 

@@ -162,7 +162,8 @@ struct RingPosition {
     }
 };
 
-template <class OperandsT, class TileT>
+/// kGathers: threads may bring A's rows in place of the copy engine.
+template <class OperandsT, class TileT, bool kGathers = false>
 struct MainloopSm90 {
     using T = typename OperandsT::Element;
     using SliceA = SliceSm90<OperandsT::kMajorA, TileT::kBlockM>;
@@ -189,7 +190,7 @@ struct MainloopSm90 {
         if (threadIdx.x == 0) {
             constexpr unsigned kReaders = TileT::kCluster * 4 * (TileT::kTurns ? 1 : TileT::kConsumers);  // warps
             for (int stage = 0; stage < TileT::kStages; ++stage) {
-                ptx::mbarrier_init(full(stage), 1);
+                ptx::mbarrier_init(full(stage), kGathers ? 1 + 128 : 1);
                 ptx::mbarrier_init(empty(stage), kReaders);
             }
             for (int consumer = 0; consumer < TileT::kConsumers; ++consumer) ptx::mbarrier_init(turn(consumer), 4);
@@ -220,6 +221,7 @@ struct MainloopSm90 {
             ptx::mbarrier_wait_parity(empty(position.stage), position.parity ^ 1u);
             const unsigned barrier = full(position.stage);
             ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
+            if constexpr (kGathers) ptx::mbarrier_arrive(barrier, 128);  // for all the threads that copy nothing
             const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
             SliceA::template load<1>(stage, a, m, slice * TileT::kBlockK, 0, barrier);
             SliceB::template load<TileT::kCluster>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK, static_cast<int>(rank), barrier);
@@ -227,8 +229,50 @@ struct MainloopSm90 {
         }
     }
 
-    /// A consumer: c += all slices of its next tile.
-    __device__ __forceinline__ void consume(Accumulators& c, int slices) {
+    /// The producer's warpgroup: the same with A's rows from wherever `row_of` says, a row of the tile → its row in `a`, or −1: zeros. Threads copy them, 16
+    /// bytes each time. Consumers have to say that they are `gathered`.
+    template <class RowOf, class MapB>
+    __device__ __forceinline__ void produce_rows(const T* a, int depth, const RowOf& row_of, const MapB& b, int n, int slices) {
+        static_assert(kGathers);
+        constexpr int kRowsAtOnce = 128 / 8;
+        constexpr int kRows = TileT::kBlockM / kRowsAtOnce;
+        const int thread = static_cast<int>(threadIdx.x);
+        const int chunk = thread % 8;
+        const unsigned offset = static_cast<unsigned>(thread / 8 * 128 + (chunk ^ (thread / 8 & 7)) * 16);
+        constexpr int kGroup = 4;  // rows whose places are looked up together: all of them would not fit into the producer's registers
+        // Whoever had nothing to do for tiles that the copy engine brought has run ahead.
+        __syncwarp();
+        ptx::barrier_sync(1 + TileT::kConsumers, 128);
+#pragma unroll 1
+        for (int slice = 0; slice < slices; ++slice) {
+            ptx::mbarrier_wait_parity(empty(position.stage), position.parity ^ 1u);
+            const unsigned barrier = full(position.stage);
+            const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
+            if (thread == 0) {
+                ptx::mbarrier_arrive_expect_tx(barrier, SliceB::kBytes);
+                SliceB::template load<TileT::kCluster>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK, static_cast<int>(rank),
+                                                       barrier);
+            }
+            const int k = slice * TileT::kBlockK + chunk * 8;
+#pragma unroll 1
+            for (int first = 0; first < kRows; first += kGroup) {
+                int rows[kGroup];
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i) rows[i] = row_of(thread / 8 + (first + i) * kRowsAtOnce);
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i) {
+                    ptx::cp_async_cg_16_if(rows[i] >= 0 && k < depth,
+                                           stage + offset + static_cast<unsigned>((first + i) * kRowsAtOnce * 128),
+                                           a + static_cast<long long>(rows[i]) * depth + k);
+                }
+            }
+            ptx::cp_async_mbarrier_arrive_noinc(barrier);
+            position.advance();
+        }
+    }
+
+    /// A consumer: c += all slices of its next tile. `gathered`: produce_rows brings them.
+    __device__ __forceinline__ void consume(Accumulators& c, int slices, bool gathered = false) {
         if constexpr (TileT::kTurns) {
             ptx::mbarrier_wait_parity(turn(place.consumer), turn_parity);
             turn_parity ^= 1u;
@@ -239,6 +283,7 @@ struct MainloopSm90 {
 #pragma unroll 1
         do {
             ptx::mbarrier_wait_parity(full(position.stage), position.parity);
+            if (kGathers && gathered) ptx::fence_proxy_async();  // threads wrote it, and wgmma reads as the copy engine does
             ptx::wgmma_fence();
             multiply(c);
             ptx::wgmma_commit_group();

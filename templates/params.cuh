@@ -8,7 +8,9 @@ constexpr int kMaxTransformParameters = 4;
 constexpr int kRetainedShift = 9;  // retained exponentials lie in blocks of this many columns of the vocabulary
 constexpr int kRetainedColumns = 1 << kRetainedShift;
 constexpr int kPaceCounters = 64;    // of a Pace
-constexpr int kRowThreads = 256;     ///< block of the kernels that give a thread one row
+constexpr int kRowThreads = 256;     ///< block of the kernels over rows
+constexpr int kOutputRows = 64;      ///< rows of a block of row_outputs: several threads merge what forward has found for one
+constexpr int kRowOutputs = 5;       ///< loss, z_loss, lse, logprob, entropy
 constexpr int kReduceThreads = 512;  ///< block of the kernels that reduce everything in one block
 
 /// A CUtensorMap: how the copy engine sees a matrix in global memory.
@@ -24,6 +26,23 @@ struct PassScalars {
     float z_loss_scale;           ///< the same for its z-loss
     unsigned dlogits_bound_bits;  ///< bits of the largest bound on |dz| of any row; non-negative floats compare as integers
     unsigned target_bits;         ///< the same for |t|, what the target's dz has and others do not
+    int valid_rows;               ///< of a RowList
+    int splits;                   ///< cuda_sm90a: ForwardParams' of the last launch of forward
+};
+
+/// A token and its label, as load_target has it.
+struct ListedRow {
+    int row;
+    int target;
+};
+
+/// Where ignored tokens are left out: row i of a launch is entry first + i of a list of the call's tokens, and a launch has as many rows as there are, of
+/// those that it has room for.
+struct RowList {
+    const ListedRow* rows;  ///< [num_tokens], valid ones in order, then the others; null: nothing is left out
+    const int* valid;       ///< how many are
+    int first;
+    int unused;
 };
 
 /// What one block of the row kernel adds to the loss.
@@ -80,8 +99,9 @@ struct RowOutputsParams {
     CountParams count;              ///< what they are divided by
     float* references;              ///< of retained exponentials; null: none are retained. Likewise the next two
     float* retained_target_logits;  ///< [rows]
-    unsigned* stale;                ///< one for each block: a row's exponentials are out of range, its reference has been corrected
+    unsigned* stale;  ///< one for each block of kOutputRows: a row's exponentials are out of range, its reference has been corrected
     unsigned long long* invalid_label;
+    RowList list;         ///< outputs and targets then begin with the call's first row
     long long first_row;  ///< index of row 0 in the whole call, for invalid_label
     long long partial_rows;
     int rows;
@@ -100,15 +120,37 @@ struct ReduceLossParams {
     long long blocks;
 };
 
-/// Class-weight totals and, for a mean's backward, the divisors.
+/// Class-weight totals, for a mean's backward the divisors, and the list of rows.
 struct PrepareParams {
     const float* class_weight;
     PassScalars* scalars;
     TargetParams targets;
     CountParams count;
+    ListedRow* list;  ///< [num_tokens], or null. With it forward's outputs of ignored rows, where they are wanted: 0
+    float* outputs[kRowOutputs];
+    unsigned long long* invalid_label;
     long long num_tokens;
     int want_class_weights;
     int want_count;
+};
+
+/// Copies the listed rows of hidden to the front of `compact` and zeroes the rest.
+struct GatherRowsParams {
+    const void* hidden;  ///< [rows, D]
+    void* compact;       ///< [rows, D]
+    RowList list;
+    int rows;
+    int unused;
+};
+
+/// Finishes grad_hidden: the rows that are not listed become 0, and the others what `accumulator` holds in the list's order, where there is one.
+struct ScatterRowsParams {
+    const float* accumulator;  ///< [rows, D] fp32, or null
+    void* grad_hidden;         ///< [rows, D]
+    const PassScalars* scalars;
+    RowList list;
+    int rows;
+    int unused;
 };
 
 struct RowCoefficientsParams {
@@ -124,6 +166,7 @@ struct RowCoefficientsParams {
     const float* grad_entropy;
     void* coefficients;  ///< [rows] of float4 (a, b, t, s)
     void* row_targets;   ///< [rows] of {float lse, int target}; lse = +inf where the row is ignored
+    RowList list;        ///< what is read of rows then begins with the call's first one
     int rows;
     int prepares;    ///< not 0: this launch is one block, has every row, and does what `prepare` would have done before it
     int want_count;  ///< PrepareParams'
@@ -141,6 +184,7 @@ struct ReferencesParams {
     const void* weight;
     TargetParams targets;
     float* references;  ///< [rows]
+    RowList list;
     float transform[kMaxTransformParameters];
     int rows;
 };
@@ -157,6 +201,7 @@ struct RetainedRowsParams {
     void* scaled_hidden;  ///< [rows, D]
     float* row_scales;    ///< [rows]: dz = row scale · E
     unsigned* counters;   ///< set to 0: those of two Paces and the readers of each block
+    RowList list;
     long long block_bytes;
     int counter_count;
     int rows;
@@ -173,7 +218,7 @@ struct DlogitsParams {
     const void* coefficients;
     const void* row_targets;
     void* dlogits;         ///< [rows, ld]
-    float* bias_partials;  ///< [row blocks][ld] fp32, or null
+    float* bias_partials;  ///< [GradBiasParams' row blocks][ld] fp32, or null
     long long ld;
     long long first_column;  ///< of the chunk in the vocabulary
     int rows;
@@ -209,12 +254,14 @@ struct GradWeightParams {
 };
 
 struct GradBiasParams {
-    const float* bias_partials;  ///< [row_blocks][ld]
+    const float* bias_partials;  ///< [⌈rows / block_rows⌉][ld]
     const PassScalars* scalars;
     float* accumulator;  ///< [columns] fp32, over row blocks of the call
     void* grad_bias;     ///< at the chunk's first column
+    RowList list;
     long long ld;
-    int row_blocks;
+    int rows;
+    int block_rows;
     int columns;
     int first;
     int last;
@@ -237,16 +284,19 @@ struct ForwardSm90Params : ForwardParams {
     TensorMap retained_map;   ///< to store exponentials, where the Problem retains them
     const float* references;  ///< [rows]
     const unsigned* stale;    ///< the second time: which rows (as RowOutputsParams has it)
-    int clusters;             ///< of blocks in the grid
-    int stride;               ///< VocabularyWalk's
-    int retained_columns;     ///< of the vocabulary, from its start
-    int again;                ///< only rows that are stale, only their exponentials
+    PassScalars* scalars;
+    RowList list;          ///< `hidden`, its map and the targets then begin with the call's first row
+    int clusters;          ///< most that share the work
+    int stride;            ///< VocabularyWalk's, where there are so many
+    int retained_columns;  ///< of the vocabulary, from its start
+    int again;             ///< only rows that are stale, only their exponentials
 };
 
 struct DlogitsSm90Params : DlogitsParams {
     TensorMap hidden_map;
     TensorMap weight_map;
     TensorMap dlogits_map;  ///< to store
+    RowList list;
 };
 
 struct GradHiddenSm90Params : GradHiddenParams {
@@ -255,6 +305,7 @@ struct GradHiddenSm90Params : GradHiddenParams {
     TensorMap accumulator_map;  ///< fp32, to store and add
     const float* row_scales;    ///< [rows], of the first launch: what its products are multiplied with; null: 1
     unsigned* pace;             ///< [kPaceCounters], 0 before; null: no pace
+    RowList list;               ///< grad_hidden then begins with the call's first row
     int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
     int unused;
 };
@@ -265,6 +316,7 @@ struct GradWeightSm90Params : GradWeightParams {
     TensorMap grad_weight_map;  ///< to store 16-bit gradients that are overwritten
     unsigned* readers;          ///< of exponentials in grad_weight's memory, warps that are done with each block; null: they lie elsewhere
     unsigned* pace;             ///< GradHiddenSm90Params'
+    RowList list;
     long long block_bytes;      ///< from one block to the next
     unsigned readers_of_block;  ///< warps that multiply a whole block
     int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains

@@ -6,6 +6,7 @@
 //         using Math = flce::FastMath;
 //         static constexpr int hidden_size, vocab_size; static constexpr long long padded_vocab_size;
 //         static constexpr bool hidden_major, bias, class_weight, label_smoothing, entropy, accumulate, retain;
+//         static constexpr bool lists_rows;           kernels may have a RowList
 //         static constexpr int raster;
 //         static flce::Logit transform(float x, const float* p);
 //     };
@@ -57,6 +58,22 @@ __device__ __forceinline__ int load_target(const TargetParams& p, long long row)
     const long long label = p.bits == 64 ? static_cast<const long long*>(p.target)[row] : static_cast<const int*>(p.target)[row];
     if (label == p.ignore_index) return kIgnored;
     return label >= 0 && label < Problem::vocab_size ? static_cast<int>(label) : kOutOfRange;
+}
+
+/// Rows of a launch that has a list and room for `rows`: at least `least`, of which the last is then an ignored one.
+template <class Problem>
+__device__ __forceinline__ int listed_rows(const RowList& list, int rows, int least) {
+    if constexpr (!Problem::lists_rows) return rows;
+    if (list.rows == nullptr) return rows;
+    return min(max(*list.valid - list.first, least), rows);
+}
+/// Row `row` of a launch.
+template <class Problem>
+__device__ __forceinline__ ListedRow listed_row(const RowList& list, const TargetParams& targets, int row) {
+    if constexpr (Problem::lists_rows) {
+        if (list.rows != nullptr) return list.rows[list.first + row];
+    }
+    return {row, load_target<Problem>(targets, row)};
 }
 
 /// What dz is multiplied with before it is rounded to 16 bits. Dividing by t makes the targets' entries, p − 1, round near −1, where p is small:

@@ -14,6 +14,14 @@ __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbar
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
+/// For `arrivals` threads.
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier, unsigned arrivals) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+/// Arrives when this thread's cp.async so far have.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }

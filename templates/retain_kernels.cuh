@@ -11,9 +11,10 @@ __device__ __forceinline__ void references(const ReferencesParams& p) {
     using Element = typename Problem::Element;
     const int row = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if (row >= p.rows) return;
-    const int target = max(load_target<Problem>(p.targets, row), 0);
-    const Element* const h = static_cast<const Element*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size;
+    if (row >= listed_rows<Problem>(p.list, p.rows, 1)) return;
+    const ListedRow listed = listed_row<Problem>(p.list, p.targets, row);
+    const int target = max(listed.target, 0);
+    const Element* const h = static_cast<const Element*>(p.hidden) + static_cast<long long>(listed.row) * Problem::hidden_size;
     const Element* const w = weight_at<Problem>(static_cast<const Element*>(p.weight), target, 0);
     constexpr long long kStep = Problem::hidden_major ? Problem::padded_vocab_size : 1;
     float sum = 0.f;
@@ -50,9 +51,10 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
         }
     }
     if (lane == 0) p.row_scales[row] = scale;
-    const long long first = static_cast<long long>(row) * Problem::hidden_size;
-    const unsigned* const from = reinterpret_cast<const unsigned*>(static_cast<const Element*>(p.hidden) + first);
-    unsigned* const to = reinterpret_cast<unsigned*>(static_cast<Element*>(p.scaled_hidden) + first);
+    const long long source = p.list.rows != nullptr ? p.list.rows[p.list.first + row].row : row;
+    const unsigned* const from = reinterpret_cast<const unsigned*>(static_cast<const Element*>(p.hidden) + source * Problem::hidden_size);
+    unsigned* const to =
+        reinterpret_cast<unsigned*>(static_cast<Element*>(p.scaled_hidden) + static_cast<long long>(row) * Problem::hidden_size);
     for (int pair = lane; pair < Problem::hidden_size / 2; pair += 32) {
         const unsigned h = from[pair];
         to[pair] = scale == 0.f ? 0u : Numeric<Element>::pack(Numeric<Element>::first(h) * scale, Numeric<Element>::second(h) * scale);

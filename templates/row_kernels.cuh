@@ -77,22 +77,52 @@ __device__ __forceinline__ void write_loss(const CountParams& p, const LossParti
     if (z_loss != nullptr) *z_loss = sums.z_loss * factors.z_loss;
 }
 
+/// The sums of a row whose `splits` parts lie `split_stride` elements apart; kLanes neighbouring threads share the work and all get them. The largest logit
+/// first, so that no part waits for the exponential of the one before.
+template <class Problem, int kLanes>
+__device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int lane, int splits) {
+    using Fields = PartialFields<Problem>;
+    RowSums all{-infinity(), 0.f, 0.f, 0.f, -infinity()};
+#pragma unroll 8
+    for (int split = lane; split < splits; split += kLanes) all.max = fmaxf(all.max, at[split * split_stride]);
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) all.max = fmaxf(all.max, __shfl_xor_sync(0xffffffffu, all.max, lanes));
+#pragma unroll 8
+    for (int split = lane; split < splits; split += kLanes) {
+        const RowSums part = Fields::load(at + split * split_stride, field_stride);
+        const float difference = part.exp_sum > 0.f ? part.max - all.max : 0.f;
+        const float factor = ::expf(difference);
+        all.exp_sum += factor * part.exp_sum;
+        if constexpr (Problem::entropy) all.exp_z_sum += factor * (part.exp_z_sum + difference * part.exp_sum);
+        if constexpr (Problem::label_smoothing) all.weighted_sum += part.weighted_sum;
+    }
+    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+        all.exp_sum += __shfl_xor_sync(0xffffffffu, all.exp_sum, lanes);
+        if constexpr (Problem::entropy) all.exp_z_sum += __shfl_xor_sync(0xffffffffu, all.exp_z_sum, lanes);
+        if constexpr (Problem::label_smoothing) all.weighted_sum += __shfl_xor_sync(0xffffffffu, all.weighted_sum, lanes);
+    }
+    return all;
+}
+
 /// Merges the splits of each row and writes its outputs; one LossPartial a block, or the scalar loss.
 template <class Problem>
 __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     using Fields = PartialFields<Problem>;
     __shared__ float scratch[kRowThreads / 32];
     __shared__ unsigned counts[kRowThreads / 32];
-    const int row = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
-    const int target = row < p.rows ? load_target<Problem>(p.targets, row) : kIgnored;
+    constexpr int kLanes = kRowThreads / kOutputRows;  // of a row
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const int row = static_cast<int>(blockIdx.x) * kOutputRows + static_cast<int>(threadIdx.x) / kLanes;
+    const int rows = listed_rows<Problem>(p.list, p.rows, 0);
+    const ListedRow listed = row < rows ? listed_row<Problem>(p.list, p.targets, row) : ListedRow{0, kIgnored};
+    const int target = listed.target;
     LossPartial mine{0.f, 0.f, 0.f, 0u};
     RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f};
     bool stale = false;
-    if (target >= 0) {
-        RowSums sums = Fields::load(p.partials + row, p.partial_rows);
-        for (int split = 1; split < p.splits; ++split) {
-            sums = merge(sums, Fields::load(p.partials + split * Fields::kCount * p.partial_rows + row, p.partial_rows));
-        }
+    // Where forward has a list, it alone knows how it has divided its work.
+    const int splits = target < 0 ? 0 : Problem::lists_rows ? p.scalars->splits : p.splits;
+    const long long partial_rows = Problem::lists_rows ? partial_rows_of(rows) : p.partial_rows;
+    RowSums sums = merge_splits<Problem, kLanes>(p.partials + row, Fields::kCount * partial_rows, partial_rows, lane, splits);
+    if (lane == 0 && target >= 0) {
         sums.target_logit = p.target_logits[row];
         const float c_y = class_weight_of<Problem>(p.class_weight, target);
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
@@ -104,15 +134,15 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
             p.retained_target_logits[row] = sums.target_logit;
         }
         mine = {out.cross_entropy, out.z_loss, c_y, 1u};
-    } else if (target == kOutOfRange && p.invalid_label != nullptr) {
+    } else if (lane == 0 && target == kOutOfRange && p.invalid_label != nullptr) {
         atomicMin(p.invalid_label, static_cast<unsigned long long>(p.first_row + row));
     }
-    if (row < p.rows) {
-        p.lse[row] = out.lse;
-        if (p.loss != nullptr) p.loss[row] = out.cross_entropy + out.z_loss;
-        if (p.z_loss != nullptr) p.z_loss[row] = out.z_loss;
-        if (p.logprob != nullptr) p.logprob[row] = out.logprob;
-        if (p.entropy != nullptr) p.entropy[row] = out.entropy;
+    if (lane == 0 && row < rows) {
+        p.lse[listed.row] = out.lse;
+        if (p.loss != nullptr) p.loss[listed.row] = out.cross_entropy + out.z_loss;
+        if (p.z_loss != nullptr) p.z_loss[listed.row] = out.z_loss;
+        if (p.logprob != nullptr) p.logprob[listed.row] = out.logprob;
+        if (p.entropy != nullptr) p.entropy[listed.row] = out.entropy;
     }
     if (p.references != nullptr) {
         stale = __syncthreads_or(stale) != 0;
@@ -179,7 +209,57 @@ __device__ __forceinline__ void start_scalars(const TargetParams& targets, const
     scalars->target_bits = 0u;
 }
 
-/// Totals that backward (and forward with smoothed class weights) needs before any row is looked at, in one block.
+/// Lists valid rows in order and then the others, from the last to the first; their outputs become 0. One block: it goes through the labels from the
+/// front, each thread has the same number of neighbours, and places are counted.
+template <class Problem>
+__device__ __forceinline__ void list_rows(const PrepareParams& p) {
+    constexpr int kOfThread = 8;
+    __shared__ int valid_of_warp[kReduceThreads / 32];
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    int before = 0;  // valid rows of the rounds before
+    for (long long begin = 0; begin < p.num_tokens; begin += kReduceThreads * kOfThread) {
+        const long long first = begin + static_cast<long long>(threadIdx.x) * kOfThread;
+        int targets[kOfThread];
+        int mine = 0;
+#pragma unroll
+        for (int i = 0; i < kOfThread; ++i) {
+            targets[i] = first + i < p.num_tokens ? load_target<Problem>(p.targets, first + i) : kIgnored;
+            mine += targets[i] >= 0 ? 1 : 0;
+        }
+        int up_to = mine;  // of this warp, up to this thread
+        for (int lanes = 1; lanes < 32; lanes *= 2) {
+            const int other = __shfl_up_sync(0xffffffffu, up_to, lanes);
+            if (lane >= lanes) up_to += other;
+        }
+        if (lane == 31) valid_of_warp[warp] = up_to;
+        __syncthreads();
+        int place = before + up_to - mine;
+        for (int w = 0; w < kReduceThreads / 32; ++w) {
+            if (w < warp) place += valid_of_warp[w];
+            before += valid_of_warp[w];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kOfThread; ++i) {
+            const long long row = first + i;
+            if (row >= p.num_tokens) break;
+            const bool valid = targets[i] >= 0;
+            // `row − place` rows before this one are not valid.
+            p.list[valid ? place : p.num_tokens - 1 - (row - place)] = {static_cast<int>(row), targets[i]};
+            place += valid ? 1 : 0;
+            if (valid) continue;
+            if (targets[i] == kOutOfRange && p.invalid_label != nullptr) atomicMin(p.invalid_label, static_cast<unsigned long long>(row));
+#pragma unroll
+            for (float* output : p.outputs) {
+                if (output != nullptr) output[row] = 0.f;
+            }
+        }
+    }
+    if (threadIdx.x == 0) p.scalars->valid_rows = before;
+}
+
+/// What a pass needs before any row is looked at, in one block.
 template <class Problem>
 __device__ __forceinline__ void prepare(const PrepareParams& p) {
     if (p.want_class_weights != 0) {
@@ -198,6 +278,9 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
         }
     }
     start_scalars<Problem, kReduceThreads>(p.targets, p.count, p.class_weight, p.num_tokens, p.want_count, p.scalars);
+    if constexpr (Problem::lists_rows) {
+        if (p.list != nullptr) list_rows<Problem>(p);
+    }
 }
 
 __device__ __forceinline__ float value_or_zero(const float* values, long long row) { return values != nullptr ? values[row] : 0.f; }
@@ -211,15 +294,16 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     const int row = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
     if (row >= p.rows) return;
     float4 packed = make_float4(0.f, 0.f, 0.f, 0.f);
-    const int target = load_target<Problem>(p.targets, row);
+    const ListedRow listed = listed_row<Problem>(p.list, p.targets, row);
+    const int target = listed.target;
     RowTarget row_target{infinity(), kIgnored};
     if (target >= 0) {
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
-        const float g = p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? row : 0];
-        const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or_zero(p.grad_lse, row),
-                                   value_or_zero(p.grad_logprob, row), value_or_zero(p.grad_entropy, row)};
-        const float entropy = value_or_zero(p.entropy, row);
-        row_target = {p.lse[row], target};
+        const float g = p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? listed.row : 0];
+        const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or_zero(p.grad_lse, listed.row),
+                                   value_or_zero(p.grad_logprob, listed.row), value_or_zero(p.grad_entropy, listed.row)};
+        const float entropy = value_or_zero(p.entropy, listed.row);
+        row_target = {p.lse[listed.row], target};
         const RowCoefficients k =
             row_coefficients(upstream, row_target.lse, entropy, class_weight_of<Problem>(p.class_weight, target), options);
         packed = make_float4(k.a, k.b, k.t, k.s);
@@ -236,14 +320,15 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     static_cast<RowTarget*>(p.row_targets)[row] = row_target;
 }
 
-/// Adds the row blocks' column sums, in order, to grad_bias.
+/// Adds the partial sums of columns, in order, to grad_bias.
 template <class Problem>
 __device__ __forceinline__ void grad_bias(const GradBiasParams& p) {
     using Out = typename Problem::GradWeight;
     const int column = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
     if (column >= p.columns) return;
     float sum = p.first != 0 ? 0.f : p.accumulator[column];
-    for (int block = 0; block < p.row_blocks; ++block) sum += p.bias_partials[block * p.ld + column];
+    const int partials = ceil_div(listed_rows<Problem>(p.list, p.rows, 1), p.block_rows);
+    for (int partial = 0; partial < partials; ++partial) sum += p.bias_partials[partial * p.ld + column];
     if (p.last == 0) {
         p.accumulator[column] = sum;
         return;
@@ -252,6 +337,41 @@ __device__ __forceinline__ void grad_bias(const GradBiasParams& p) {
     Out* const out = static_cast<Out*>(p.grad_bias) + column;
     if constexpr (Problem::accumulate) sum += to_float(*out);
     *out = Numeric<Out>::from_float(sum);
+}
+
+/// A warp copies a row, or zeroes it where the list has none.
+template <class Problem>
+__device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
+    using Element = typename Problem::Element;
+    const int row = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
+    if (row >= p.rows) return;
+    const bool listed = p.list.first + row < *p.list.valid;
+    const long long from = listed ? p.list.rows[p.list.first + row].row : 0;
+    const Element* const hidden = static_cast<const Element*>(p.hidden) + from * Problem::hidden_size;
+    Element* const compact = static_cast<Element*>(p.compact) + static_cast<long long>(row) * Problem::hidden_size;
+    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 32 * 8) {
+        unsigned words[4] = {0u, 0u, 0u, 0u};
+        if (listed) ptx::ld_global_v4(words, hidden + k);
+        ptx::st_global_v4(compact + k, words);
+    }
+}
+
+/// A warp finishes a row of grad_hidden.
+template <class Problem>
+__device__ __forceinline__ void scatter_rows(const ScatterRowsParams& p) {
+    using Element = typename Problem::Element;
+    const int entry = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
+    if (entry >= p.rows) return;
+    const bool listed = entry < *p.list.valid;
+    if (listed && p.accumulator == nullptr) return;
+    const float factor = dlogits_scale<Problem>(p.scalars, true);
+    const float* const sum = p.accumulator + static_cast<long long>(entry) * Problem::hidden_size;
+    Element* const to = static_cast<Element*>(p.grad_hidden) + static_cast<long long>(p.list.rows[entry].row) * Problem::hidden_size;
+    for (int k = static_cast<int>(threadIdx.x) % 32 * 2; k < Problem::hidden_size; k += 64) {
+        float2 pair = make_float2(0.f, 0.f);
+        if (listed) pair = *reinterpret_cast<const float2*>(sum + k);
+        *reinterpret_cast<unsigned*>(to + k) = Numeric<Element>::pack(pair.x * factor, pair.y * factor);
+    }
 }
 
 /// Zeroes the gradient of a hidden_major weight's columns past V.

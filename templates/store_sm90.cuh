@@ -132,6 +132,27 @@ __device__ __forceinline__ void for_each_pair_sm90(const MainloopT& mainloop, ty
     }
 }
 
+/// Writes factor · c to rows of a matrix with an even number of columns, each where `row_of` says.
+template <class T, class MainloopT, class RowOf>
+__device__ __forceinline__ void store_rows_sm90(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<T>& to,
+                                                float factor, const RowOf& row_of) {
+    const int column0 = mainloop.place.column(0, 0);
+#pragma unroll
+    for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = mainloop.place.row(i, h);
+            if (row >= to.rows) continue;
+            T* const at = to.origin + row_of(row) * to.ld + column0;
+#pragma unroll
+            for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+                if (j * 8 + column0 < to.columns)
+                    Pair<T, true>::store(at + j * 8, true, c[i][j][2 * h] * factor, c[i][j][2 * h + 1] * factor);
+            }
+        }
+    }
+}
+
 /// c = what a row-major matrix holds; 0 outside.
 template <bool kAligned, class T, class MainloopT>
 __device__ __forceinline__ void load_tile_sm90(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<T>& from) {

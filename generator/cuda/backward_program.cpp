@@ -27,22 +27,27 @@ public:
           layout_(layout),
           retained_(retained_layout(spec, plan)),
           kept_(retained_.columns),
+          listing_(lists_rows(plan)),
+          list_(select(listing_, slot(Slot::workspace) + layout.list, 0)),
           element_(static_cast<std::int64_t>(element_bytes(spec.dtype))),
           grad_element_(static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype))) {}
 
     LaunchProgram program() {
         LaunchProgram program;
         program.variable_count = 3;
-        program.body.push_back({If{equal(prepared_with_rows(), 0), {prepare_launch(spec_, source_, layout_.scalars, counted())}}});
+        program.body.push_back({If{equal(prepared_with_rows(), 0), {prepare_launch(spec_, source_, {layout_.scalars, counted(), list_})}}});
         program.body.push_back({Loop{kFirstPass, layout_.row_blocks, {coefficients(variable(kFirstPass))}}});
         const Expr wanted = max(present(Slot::grad_hidden), max(present(Slot::grad_weight), present(Slot::grad_bias)));
         if (retains()) program.body.push_back({If{min(less(0, kept_), less(0, slot(Slot::num_tokens))), retained_steps()}});
         std::vector<Statement> chunks;
+        // What the retained part has left where listed hidden states are to lie is not needed any more.
+        if (sm90()) chunks.push_back({If{min(listing_, less(kept_, spec_.vocab_size)), {gather_hidden()}}});
         const Stretch wide{kept_, layout_.wide_chunk, layout_.wide_chunks, slot(Slot::grad_weight) + layout_.wide_dlogits};
         if (wide.chunks.constant() == nullptr) add_chunks(wide, chunks);
         const Expr rest = kept_ + wide.chunks * wide.width;
         add_chunks({rest, layout_.chunk, ceil_div(Expr(spec_.vocab_size) - rest, layout_.chunk), at(layout_.dlogits)}, chunks);
         program.body.push_back({If{wanted, std::move(chunks)}});
+        if (sm90()) program.body.push_back({If{min(listing_, present(Slot::grad_hidden)), {scatter_grad_hidden()}}});
         if (spec_.grad_weight_mode == GradMode::write) zero_the_rest(program);
         return program;
     }
@@ -104,7 +109,41 @@ private:
         launch.set_map(member, {m.address, m.columns, m.rows, m.row_elements, m.blocks, m.block_bytes}, box_rows, element_bytes);
     }
     Matrix hidden_matrix() const {
-        return {hidden_at(variable(kRowBlock)), spec_.hidden_size, row_count(variable(kRowBlock)), spec_.hidden_size};
+        const Expr address = select(listing_, compact_hidden(), slot(Slot::hidden));
+        const Expr row = first_row(variable(kRowBlock));
+        return {address + row * (spec_.hidden_size * element_), spec_.hidden_size, row_count(variable(kRowBlock)), spec_.hidden_size};
+    }
+    /// Hidden states of listed rows, or scaled ones beside retained exponentials: where grad_hidden's sum would be, or in grad_hidden itself, which is
+    /// written after they have been used.
+    Expr compact_hidden() const {
+        const Expr summed = min(present(Slot::grad_hidden), less(kept_, spec_.vocab_size));
+        return select(summed, slot(Slot::grad_hidden), at(layout_.hidden_accumulator));
+    }
+    /// Row `row` of a caller's tensor, or its first where rows are listed.
+    Expr from_row(const Expr& row) const { return select(listing_, 0, row); }
+    /// Whether grad_hidden's last part writes it: of a row block it would write over hidden states of the others.
+    Expr scatters_sum() const { return min(listing_, min(less(1, layout_.row_blocks), less(kept_, spec_.vocab_size))); }
+
+    template <class Params>
+    void list(LaunchBuilder<Params>& launch, const Expr& first) const {
+        launch.set_list(&Params::list, list_, at(layout_.scalars), first);
+    }
+    Statement gather_hidden() const {
+        LaunchBuilder<GatherRowsParams> launch(source_.kernel("gather_rows"), ceil_div(slot(Slot::num_tokens), kRowThreads / 32));
+        launch.set(&GatherRowsParams::hidden, slot(Slot::hidden))
+            .set(&GatherRowsParams::compact, compact_hidden())
+            .set(&GatherRowsParams::rows, slot(Slot::num_tokens));
+        list(launch, 0);
+        return launch.build();
+    }
+    Statement scatter_grad_hidden() const {
+        LaunchBuilder<ScatterRowsParams> launch(source_.kernel("scatter_rows"), ceil_div(slot(Slot::num_tokens), kRowThreads / 32));
+        launch.set(&ScatterRowsParams::accumulator, select(scatters_sum(), at(layout_.hidden_accumulator), 0))
+            .set(&ScatterRowsParams::grad_hidden, slot(Slot::grad_hidden))
+            .set(&ScatterRowsParams::scalars, at(layout_.scalars))
+            .set(&ScatterRowsParams::rows, slot(Slot::num_tokens));
+        list(launch, 0);
+        return launch.build();
     }
     Matrix dlogits_matrix() const { return {stretch_.dlogits, column_count(), row_count(variable(kRowBlock)), stretch_.width}; }
     /// Dlogits as an operand: where exponentials may be in its place, one block, which is as they lie.
@@ -125,12 +164,13 @@ private:
     }
 
     Statement coefficients(const Expr& block) const {
-        const Expr row = first_row(block);
+        const Expr row = from_row(first_row(block));
         const Expr none = equal(slot(Slot::reduction), static_cast<std::int64_t>(ReductionCode::none));
         LaunchBuilder<RowCoefficientsParams> launch(source_.kernel("row_coefficients"), ceil_div(row_count(block), kRowThreads));
         launch.set(&RowCoefficientsParams::class_weight, slot(Slot::class_weight))
             .set(&RowCoefficientsParams::scalars, at(layout_.scalars))
             .set_targets(&RowCoefficientsParams::targets, row)
+            .set_list(&RowCoefficientsParams::list, list_, at(layout_.scalars), first_row(block))
             .set_count(&RowCoefficientsParams::count)
             .set(&RowCoefficientsParams::lse, slot(Slot::lse) + row * 4)
             .set(&RowCoefficientsParams::entropy, advanced(slot(Slot::entropy), row, 4))
@@ -156,8 +196,9 @@ private:
         std::vector<Statement> steps;
         steps.push_back({If{less(1, layout_.row_blocks), {coefficients(variable(kRowBlock))}}});
         steps.push_back(dlogits());
-        steps.push_back({If{present(Slot::grad_hidden), {grad_hidden()}}});
+        // grad_weight first: hidden states may lie in grad_hidden.
         steps.push_back({If{present(Slot::grad_weight), {grad_weight()}}});
+        steps.push_back({If{present(Slot::grad_hidden), {grad_hidden()}}});
         if (spec_.bias) steps.push_back({If{present(Slot::grad_bias), {grad_bias()}}});
         return steps;
     }
@@ -170,6 +211,7 @@ private:
         map(launch, &DlogitsSm90Params::weight_map, weight_matrix(Slot::weight),
             vocab_major() ? tile.block_n / kClusterBlocks : kSecondRows);
         map(launch, &DlogitsSm90Params::dlogits_map, dlogits_matrix(), kFirstRows);
+        list(launch, first_row(variable(kRowBlock)));
         return launch.build();
     }
 
@@ -207,6 +249,7 @@ private:
         const Matrix sum{at(layout_.hidden_accumulator) + row * (spec_.hidden_size * 4), spec_.hidden_size, row_count(variable(kRowBlock)),
                          spec_.hidden_size};
         map(launch, &GradHiddenSm90Params::accumulator_map, sum, kFirstRows, 4);
+        list(launch, row);
         return launch.build();
     }
 
@@ -214,7 +257,7 @@ private:
     LaunchBuilder<Params> grad_hidden_launch() const {
         const Expr row = first_row(variable(kRowBlock));
         const Expr rows = row_count(variable(kRowBlock));
-        const Expr result = slot(Slot::grad_hidden) + row * (spec_.hidden_size * element_);
+        const Expr result = slot(Slot::grad_hidden) + from_row(row) * (spec_.hidden_size * element_);
         // fp32 sums in place.
         const Expr sum = spec_.dtype == DType::fp32 ? result : at(layout_.hidden_accumulator) + row * (spec_.hidden_size * 4);
         LaunchBuilder<Params> launch(source_.kernel("grad_hidden"), grid(plan_.cuda.grad_hidden, rows, spec_.hidden_size));
@@ -227,7 +270,7 @@ private:
             .set(&GradHiddenParams::rows, rows)
             .set(&GradHiddenParams::columns, column_count())
             .set(&GradHiddenParams::first, equal(first_column(), 0))
-            .set(&GradHiddenParams::last, equal(first_column() + column_count(), spec_.vocab_size));
+            .set(&GradHiddenParams::last, min(equal(first_column() + column_count(), spec_.vocab_size), equal(scatters_sum(), 0)));
         return launch;
     }
 
@@ -238,6 +281,7 @@ private:
         map(launch, &GradWeightSm90Params::dlogits_map, dlogits_operand(), vocab_major() ? kFirstRows : kSecondRows);
         map(launch, &GradWeightSm90Params::hidden_map, hidden_matrix(), vocab_major() ? kSecondRows : kFirstRows);
         if (grad_element_ == 2) map(launch, &GradWeightSm90Params::grad_weight_map, weight_matrix(Slot::grad_weight), kFirstRows);
+        list(launch, first_row(variable(kRowBlock)));
         return launch.build();
     }
 
@@ -276,12 +320,6 @@ private:
         if (vocab_major()) return {slot(which), spec_.hidden_size, kept_, spec_.hidden_size};
         return {slot(which), kept_, spec_.hidden_size, spec_.padded_vocab_size};
     }
-    /// Hidden states with the rows' scales in them: in the place of grad_hidden's sum, or in grad_hidden itself while the sum is needed.
-    Expr scaled_hidden() const {
-        const Expr summed = min(present(Slot::grad_hidden), less(kept_, spec_.vocab_size));
-        return select(summed, slot(Slot::grad_hidden), at(layout_.hidden_accumulator));
-    }
-
     std::vector<Statement> retained_steps() const {
         std::vector<Statement> rows;
         rows.push_back({If{less(1, layout_.row_blocks), {coefficients(variable(kRowBlock))}}});
@@ -298,14 +336,15 @@ private:
         const Expr row = first_row(variable(kRowBlock));
         const Expr rows = row_count(variable(kRowBlock));
         LaunchBuilder<RetainedRowsParams> launch(source_.kernel("retained_rows"), ceil_div(rows, kRowThreads / 32));
-        launch.set(&RetainedRowsParams::hidden, hidden_at(variable(kRowBlock)))
+        launch.set(&RetainedRowsParams::hidden, slot(Slot::hidden) + from_row(row) * (spec_.hidden_size * element_))
+            .set_list(&RetainedRowsParams::list, list_, at(layout_.scalars), row)
             .set(&RetainedRowsParams::coefficients, at(layout_.coefficients))
             .set(&RetainedRowsParams::row_targets, at(layout_.row_targets))
             .set(&RetainedRowsParams::scalars, at(layout_.scalars))
             .set(&RetainedRowsParams::references, retained_at(retained_.references) + row * 4)
             .set(&RetainedRowsParams::target_logits, retained_at(retained_.target_logits) + row * 4)
             .set(&RetainedRowsParams::exponentials, retained_at(retained_.exponentials) + row * (kRetainedColumns * element_))
-            .set(&RetainedRowsParams::scaled_hidden, scaled_hidden() + row * (spec_.hidden_size * element_))
+            .set(&RetainedRowsParams::scaled_hidden, compact_hidden() + row * (spec_.hidden_size * element_))
             .set(&RetainedRowsParams::row_scales, retained_at(retained_.row_scales) + row * 4)
             .set(&RetainedRowsParams::counters, at(layout_.counters))
             .set(&RetainedRowsParams::counter_count, layout_.counter_count)
@@ -335,13 +374,14 @@ private:
         map(launch, &GradHiddenSm90Params::weight_map, kept_weight(Slot::weight),
             vocab_major() ? kSecondRows : tile.block_n / kClusterBlocks);
         map(launch, &GradHiddenSm90Params::accumulator_map, sum, kFirstRows, 4);
+        list(launch, 0);
         return launch.build();
     }
 
     Statement retained_grad_weight() const {
         const GemmTile& tile = plan_.cuda.grad_weight;
         const Expr n = slot(Slot::num_tokens);
-        const Matrix hidden{scaled_hidden(), spec_.hidden_size, n, spec_.hidden_size};
+        const Matrix hidden{compact_hidden(), spec_.hidden_size, n, spec_.hidden_size};
         LaunchBuilder<GradWeightSm90Params> launch(
             source_.kernel("grad_weight"),
             grid(tile, vocab_major() ? kept_ : Expr(spec_.hidden_size), vocab_major() ? Expr(spec_.hidden_size) : kept_));
@@ -363,6 +403,7 @@ private:
         map(launch, &GradWeightSm90Params::dlogits_map, exponentials(), vocab_major() ? kFirstRows : kSecondRows);
         map(launch, &GradWeightSm90Params::hidden_map, hidden, vocab_major() ? kSecondRows : kFirstRows);
         if (grad_element_ == 2) map(launch, &GradWeightSm90Params::grad_weight_map, kept_weight(Slot::grad_weight), kFirstRows);
+        list(launch, 0);
         return launch.build();
     }
 
@@ -373,7 +414,9 @@ private:
             .set(&GradBiasParams::accumulator, at(layout_.bias_accumulator))
             .set(&GradBiasParams::grad_bias, slot(Slot::grad_bias) + first_column() * grad_element_)
             .set(&GradBiasParams::ld, stretch_.width)
-            .set(&GradBiasParams::row_blocks, ceil_div(row_count(variable(kRowBlock)), plan_.cuda.dlogits.block_m))
+            .set_list(&GradBiasParams::list, list_, at(layout_.scalars), first_row(variable(kRowBlock)))
+            .set(&GradBiasParams::rows, row_count(variable(kRowBlock)))
+            .set(&GradBiasParams::block_rows, rows_of_bias_partial(plan_))
             .set(&GradBiasParams::columns, column_count())
             .set(&GradBiasParams::first, equal(variable(kRowBlock), 0))
             .set(&GradBiasParams::last, is_last(kRowBlock, layout_.row_blocks));
@@ -412,6 +455,8 @@ private:
     const BackwardLayout& layout_;
     RetainedLayout retained_;
     Expr kept_;        ///< columns of the vocabulary whose exponentials there are
+    Expr listing_;     ///< whether ignored tokens are left out
+    Expr list_;        ///< address, or 0
     Stretch stretch_;  ///< that is being written
     std::int64_t element_;
     std::int64_t grad_element_;

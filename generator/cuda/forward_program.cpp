@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "generator/cuda/launch_builder.hpp"
@@ -12,13 +14,18 @@ Expr at(const Expr& offset) { return slot(Slot::workspace) + offset; }
 Expr is_none() { return equal(slot(Slot::reduction), static_cast<std::int64_t>(ReductionCode::none)); }
 
 /// Whether one block of row_outputs has every token, so that it can write the scalar loss itself: a launch less.
-Expr one_block() { return less(slot(Slot::num_tokens), kRowThreads + 1); }
+Expr one_block() { return less(slot(Slot::num_tokens), kOutputRows + 1); }
 
-/// The tokens of one launch of forward and how it divides its work.
+/// The tokens of one launch of forward, the kernel for them, and how it divides its work.
 struct Rows {
-    Expr first;
+    Expr first;  ///< in the list, where there is one
     Expr count;
+    Expr list;  ///< address, or 0
+    Expr base;  ///< the row at which the caller's tensors are taken to begin: the call's first where there is a list
     ForwardShare share;
+    GemmTile tile;
+    const char* kernel;
+    int cluster_blocks;
 };
 
 Expr hidden_at(const Spec& spec, const Expr& row) {
@@ -28,11 +35,11 @@ Expr hidden_at(const Spec& spec, const Expr& row) {
 /// The fields that every path's forward kernel has.
 template <class Params>
 LaunchBuilder<Params> forward_fields(const Spec& spec, LaunchBuilder<Params> launch, const ForwardLayout& layout, const Rows& rows) {
-    launch.set(&ForwardParams::hidden, hidden_at(spec, rows.first))
+    launch.set(&ForwardParams::hidden, hidden_at(spec, rows.base))
         .set(&ForwardParams::weight, slot(Slot::weight))
         .set(&ForwardParams::bias, slot(Slot::bias))
         .set(&ForwardParams::class_weight, slot(Slot::class_weight))
-        .set_targets(&Params::targets, rows.first)
+        .set_targets(&Params::targets, rows.base)
         .set(&ForwardParams::partials, at(layout.partials))
         .set(&ForwardParams::target_logits, at(layout.target_logits))
         .set(&ForwardParams::partial_rows, layout.partial_rows)
@@ -54,8 +61,8 @@ struct Retained {
 
 Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout, const Rows& rows,
                          const Retained& retained, bool again) {
-    const GemmTile& tile = plan.cuda.forward;
-    const int kernel = source.kernel("forward");
+    const GemmTile& tile = rows.tile;
+    const int kernel = source.kernel(rows.kernel);
     if (plan.path != PlanPath::cuda_sm90a) {
         const LaunchBuilder<ForwardParams> launch(kernel, ceil_div(rows.count, tile.block_m), rows.share.splits);
         return forward_fields(spec, launch, layout, rows).build();
@@ -65,13 +72,17 @@ Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& s
     const std::int64_t along = vocab_major ? spec.hidden_size : spec.vocab_size;
     const std::int64_t row_elements = vocab_major ? spec.hidden_size : spec.padded_vocab_size;
     LaunchBuilder<ForwardSm90Params> launch =
-        forward_fields(spec, LaunchBuilder<ForwardSm90Params>(kernel, rows.share.clusters * kClusterBlocks), layout, rows);
+        forward_fields(spec, LaunchBuilder<ForwardSm90Params>(kernel, rows.share.clusters * rows.cluster_blocks), layout, rows);
     launch
-        .set_map(&ForwardSm90Params::hidden_map, {hidden_at(spec, rows.first), spec.hidden_size, rows.count, spec.hidden_size},
+        .set_map(&ForwardSm90Params::hidden_map,
+                 {hidden_at(spec, rows.base), spec.hidden_size, select(equal(rows.list, 0), rows.count, slot(Slot::num_tokens)),
+                  spec.hidden_size},
                  tile.block_m)
         .set_map(&ForwardSm90Params::weight_map, {slot(Slot::weight), along, across, row_elements},
-                 (vocab_major ? tile.block_n : 64) / kClusterBlocks)
-        .set(&ForwardSm90Params::clusters, rows.share.clusters)
+                 (vocab_major ? tile.block_n : 64) / rows.cluster_blocks)
+        .set(&ForwardSm90Params::scalars, at(layout.scalars))
+        .set_list(&ForwardSm90Params::list, rows.list, at(layout.scalars), rows.first)
+        .set(&ForwardSm90Params::clusters, rows.share.most_clusters)
         .set(&ForwardSm90Params::stride, rows.share.stride);
     if (plan.strategy == Strategy::retain) {
         // There is always something to map; where nothing is retained it is not used.
@@ -84,18 +95,20 @@ Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& s
                       select(any, retained.layout.block_bytes, kWorkspaceAlignment)},
                      64)
             .set(&ForwardSm90Params::references, retained.if_any(retained.at(retained.layout.references) + rows.first * 4))
-            .set(&ForwardSm90Params::stale, retained.if_any(retained.at(retained.layout.stale) + floor_div(rows.first, kRowThreads) * 4))
+            .set(&ForwardSm90Params::stale, retained.if_any(retained.at(retained.layout.stale) + floor_div(rows.first, kOutputRows) * 4))
             .set(&ForwardSm90Params::retained_columns, retained.columns)
             .set(&ForwardSm90Params::again, again ? 1 : 0);
     }
     return launch.build();
 }
 
-Statement references_launch(const Spec& spec, const CudaSource& source, const Rows& rows, const Retained& retained) {
+Statement references_launch(const Spec& spec, const CudaSource& source, const ForwardLayout& layout, const Rows& rows,
+                            const Retained& retained) {
     LaunchBuilder<ReferencesParams> launch(source.kernel("references"), ceil_div(rows.count, kRowThreads / 32));
-    launch.set(&ReferencesParams::hidden, hidden_at(spec, rows.first))
+    launch.set(&ReferencesParams::hidden, hidden_at(spec, rows.base))
         .set(&ReferencesParams::weight, slot(Slot::weight))
-        .set_targets(&ReferencesParams::targets, rows.first)
+        .set_targets(&ReferencesParams::targets, rows.base)
+        .set_list(&ReferencesParams::list, rows.list, at(layout.scalars), rows.first)
         .set(&ReferencesParams::references, retained.at(retained.layout.references) + rows.first * 4)
         .set_transform(&ReferencesParams::transform, spec)
         .set(&ReferencesParams::rows, rows.count);
@@ -104,28 +117,29 @@ Statement references_launch(const Spec& spec, const CudaSource& source, const Ro
 
 Statement row_outputs_launch(const Spec& spec, const CudaSource& source, const ForwardLayout& layout, const Rows& rows,
                              const Retained& retained) {
-    const Expr partials = at(layout.loss_partials) + floor_div(rows.first, kRowThreads) * static_cast<std::int64_t>(sizeof(LossPartial));
+    const Expr partials = at(layout.loss_partials) + floor_div(rows.first, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial));
     const Expr scalar_here = less(is_none(), one_block());
-    LaunchBuilder<RowOutputsParams> launch(source.kernel("row_outputs"), ceil_div(rows.count, kRowThreads));
+    LaunchBuilder<RowOutputsParams> launch(source.kernel("row_outputs"), ceil_div(rows.count, kOutputRows));
     launch.set(&RowOutputsParams::partials, at(layout.partials))
         .set(&RowOutputsParams::target_logits, at(layout.target_logits))
         .set(&RowOutputsParams::class_weight, slot(Slot::class_weight))
         .set(&RowOutputsParams::scalars, at(layout.scalars))
-        .set_targets(&RowOutputsParams::targets, rows.first)
-        .set(&RowOutputsParams::loss, select(is_none(), advanced(slot(Slot::loss), rows.first, 4), 0))
-        .set(&RowOutputsParams::z_loss, select(is_none(), advanced(slot(Slot::z_loss), rows.first, 4), 0))
-        .set(&RowOutputsParams::lse, slot(Slot::lse) + rows.first * 4)
-        .set(&RowOutputsParams::logprob, advanced(slot(Slot::logprob), rows.first, 4))
-        .set(&RowOutputsParams::entropy, advanced(slot(Slot::entropy), rows.first, 4))
+        .set_targets(&RowOutputsParams::targets, rows.base)
+        .set_list(&RowOutputsParams::list, rows.list, at(layout.scalars), rows.first)
+        .set(&RowOutputsParams::loss, select(is_none(), advanced(slot(Slot::loss), rows.base, 4), 0))
+        .set(&RowOutputsParams::z_loss, select(is_none(), advanced(slot(Slot::z_loss), rows.base, 4), 0))
+        .set(&RowOutputsParams::lse, slot(Slot::lse) + rows.base * 4)
+        .set(&RowOutputsParams::logprob, advanced(slot(Slot::logprob), rows.base, 4))
+        .set(&RowOutputsParams::entropy, advanced(slot(Slot::entropy), rows.base, 4))
         .set(&RowOutputsParams::loss_partials, select(max(is_none(), one_block()), 0, partials))
         .set(&RowOutputsParams::scalar_loss, select(scalar_here, slot(Slot::loss), 0))
         .set(&RowOutputsParams::scalar_z_loss, select(scalar_here, slot(Slot::z_loss), 0))
         .set_count(&RowOutputsParams::count)
         .set(&RowOutputsParams::references, retained.if_any(retained.at(retained.layout.references) + rows.first * 4))
         .set(&RowOutputsParams::retained_target_logits, retained.if_any(retained.at(retained.layout.target_logits) + rows.first * 4))
-        .set(&RowOutputsParams::stale, retained.if_any(retained.at(retained.layout.stale) + floor_div(rows.first, kRowThreads) * 4))
+        .set(&RowOutputsParams::stale, retained.if_any(retained.at(retained.layout.stale) + floor_div(rows.first, kOutputRows) * 4))
         .set(&RowOutputsParams::invalid_label, slot(Slot::invalid_label))
-        .set(&RowOutputsParams::first_row, rows.first)
+        .set(&RowOutputsParams::first_row, rows.base)
         .set(&RowOutputsParams::partial_rows, layout.partial_rows)
         .set(&RowOutputsParams::rows, rows.count)
         .set(&RowOutputsParams::splits, rows.share.splits)
@@ -141,22 +155,29 @@ Statement reduce_loss_launch(const CudaSource& source, const ForwardLayout& layo
         .set(&ReduceLossParams::loss, slot(Slot::loss))
         .set(&ReduceLossParams::z_loss, slot(Slot::z_loss))
         .set_count(&ReduceLossParams::count)
-        .set(&ReduceLossParams::blocks, ceil_div(slot(Slot::num_tokens), kRowThreads));
+        .set(&ReduceLossParams::blocks, ceil_div(slot(Slot::num_tokens), kOutputRows));
     // With no token there is no block of row_outputs either.
     return {If{less(is_none(), max(equal(slot(Slot::num_tokens), 0), equal(one_block(), 0))), {launch.build()}}};
 }
 
 }  // namespace
 
-Statement prepare_launch(const Spec& spec, const CudaSource& source, std::int64_t scalars, const Expr& want_count) {
+Statement prepare_launch(const Spec& spec, const CudaSource& source, const Preparation& preparation) {
     LaunchBuilder<PrepareParams> launch(source.kernel("prepare"), Expr(1));
     launch.set(&PrepareParams::class_weight, slot(Slot::class_weight))
-        .set(&PrepareParams::scalars, at(scalars))
+        .set(&PrepareParams::scalars, at(preparation.scalars))
         .set_targets(&PrepareParams::targets, 0)
         .set_count(&PrepareParams::count)
+        .set(&PrepareParams::list, preparation.list)
         .set(&PrepareParams::num_tokens, slot(Slot::num_tokens))
         .set(&PrepareParams::want_class_weights, spec.class_weight && spec.label_smoothing > 0 ? 1 : 0)
-        .set(&PrepareParams::want_count, want_count);
+        .set(&PrepareParams::want_count, preparation.want_count);
+    if (preparation.outputs) {
+        const Expr outputs[kRowOutputs] = {select(is_none(), slot(Slot::loss), 0), select(is_none(), slot(Slot::z_loss), 0),
+                                           slot(Slot::lse), slot(Slot::logprob), slot(Slot::entropy)};
+        for (std::size_t i = 0; i < kRowOutputs; ++i) launch.set_element(&PrepareParams::outputs, i, outputs[i]);
+        launch.set(&PrepareParams::invalid_label, slot(Slot::invalid_label));
+    }
     return launch.build();
 }
 
@@ -164,20 +185,34 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
                               const ForwardLayout& layout) {
     LaunchProgram program;
     program.variable_count = 1;
-    if (spec.class_weight && spec.label_smoothing > 0) program.body.push_back(prepare_launch(spec, source, layout.scalars, 0));
+    const Expr list = select(lists_rows(plan), at(layout.list), 0);
+    const Expr prepares = spec.class_weight && spec.label_smoothing > 0 ? Expr(1) : lists_rows(plan);
+    program.body.push_back({If{prepares, {prepare_launch(spec, source, {.scalars = layout.scalars, .list = list, .outputs = true})}}});
     const Expr first = variable(0) * layout.rows;
     const Expr count = min(slot(Slot::num_tokens) - first, layout.rows);
-    const Rows rows{first, count, forward_share(spec, device, plan, count)};
+    const Expr base = select(lists_rows(plan), 0, first);
+    const Rows rows{first, count, list, base, forward_share(spec, device, plan, count), plan.cuda.forward, "forward", kClusterBlocks};
+    const Rows few_rows{first, count, list, base, few_tokens_share(spec, device, plan, count), few_tokens_tile(spec), "forward_few", 1};
+    const bool sm90 = plan.path == PlanPath::cuda_sm90a;
+    const Expr few = sm90 ? less(slot(Slot::num_tokens), kFewTokens + 1) : Expr(0);
     const RetainedLayout retained_parts = retained_layout(spec, plan);
     const Retained retained{retained_parts, retained_parts.columns};
     std::vector<Statement> steps;
     const auto if_retained = [&](Statement statement) { steps.push_back({If{less(0, retained.columns), {std::move(statement)}}}); };
     const bool retains = plan.strategy == Strategy::retain;
-    if (retains) if_retained(references_launch(spec, source, rows, retained));
-    steps.push_back(forward_launch(spec, plan, source, layout, rows, retained, false));
+    if (retains) if_retained(references_launch(spec, source, layout, rows, retained));
+    const auto add_forward = [&](bool again) {
+        std::vector<Statement> either;
+        if (sm90) either.push_back({If{few, {forward_launch(spec, plan, source, layout, few_rows, retained, again)}}});
+        either.push_back({If{equal(few, 0), {forward_launch(spec, plan, source, layout, rows, retained, again)}}});
+        return either;
+    };
+    std::ranges::move(add_forward(false), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(spec, source, layout, rows, retained));
     // Rows whose logits turned out to be far above their reference; hardly ever any, and then this launch ends at once.
-    if (retains) if_retained(forward_launch(spec, plan, source, layout, rows, retained, true));
+    if (retains) {
+        for (Statement& launch : add_forward(true)) if_retained(std::move(launch));
+    }
     program.body.push_back({Loop{0, layout.launches, std::move(steps)}});
     program.body.push_back(reduce_loss_launch(source, layout));
     return program;

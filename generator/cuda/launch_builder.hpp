@@ -28,6 +28,11 @@ public:
         static_assert(sizeof(Member) == 4 || sizeof(Member) == 8, "a field of a launch program");
         return field(offset_of<Member>(member), sizeof(Member), std::move(value));
     }
+    template <class Member, std::size_t kCount, class Holder>
+    LaunchBuilder& set_element(Member* (Holder::*member)[kCount], std::size_t index, Expr value) {
+        return field(offset_of<Member* [kCount]>(member) + static_cast<std::uint32_t>(index * sizeof(Member*)), sizeof(Member*),
+                     std::move(value));
+    }
     LaunchBuilder& set_float(float Params::* member, float value) { return field(offset_of(member), 4, float_bits(value)); }
 
     /// The matrix that a tensor map shows; `box_rows` of its rows are copied at a time.
@@ -53,6 +58,14 @@ public:
         field(base + offsetof(TargetParams, target), 8, slot(Slot::target) + first_row * floor_div(slot(Slot::target_bits), 8));
         field(base + offsetof(TargetParams, ignore_index), 8, slot(Slot::ignore_index));
         return field(base + offsetof(TargetParams, bits), 4, slot(Slot::target_bits));
+    }
+    /// `list` is an address in the workspace, or 0.
+    template <class Holder>
+    LaunchBuilder& set_list(RowList Holder::* member, const Expr& list, const Expr& scalars, const Expr& first) {
+        const std::uint32_t base = offset_of<RowList>(member);
+        field(base + offsetof(RowList, rows), 8, list);
+        field(base + offsetof(RowList, valid), 8, scalars + static_cast<std::int64_t>(offsetof(PassScalars, valid_rows)));
+        return field(base + offsetof(RowList, first), 4, first);
     }
     LaunchBuilder& set_count(CountParams Params::* member) {
         const std::uint32_t base = offset_of(member);

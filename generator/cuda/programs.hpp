@@ -14,7 +14,13 @@ namespace flce {
 [[nodiscard]] LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                              const BackwardLayout& layout);
 
-/// Class-weight totals, and the divisors of a mean where `want_count` says so, into the scalars at the start of the workspace.
-[[nodiscard]] Statement prepare_launch(const Spec& spec, const CudaSource& source, std::int64_t scalars, const Expr& want_count);
+/// What a pass starts with, into the workspace.
+struct Preparation {
+    std::int64_t scalars = 0;  ///< offset; class-weight totals, and the divisors of a mean where `want_count` says so
+    Expr want_count{0};
+    Expr list{0};          ///< address, or 0
+    bool outputs = false;  ///< forward's, of rows that are not listed
+};
+[[nodiscard]] Statement prepare_launch(const Spec& spec, const CudaSource& source, const Preparation& preparation);
 
 }  // namespace flce

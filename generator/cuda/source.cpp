@@ -35,6 +35,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     text += fmt::format("    static constexpr bool entropy = {};\n", spec.outputs.entropy);
     text += fmt::format("    static constexpr bool accumulate = {};\n", spec.grad_weight_mode == GradMode::accumulate);
     text += fmt::format("    static constexpr bool retain = {};\n", plan.strategy == Strategy::retain);
+    text += fmt::format("    static constexpr bool lists_rows = {};\n", plan.path == PlanPath::cuda_sm90a);
     text += fmt::format("    static constexpr int raster = {};\n", plan.cuda.raster);
     text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
     text += transform_source(spec, math, "        ");
@@ -49,20 +50,20 @@ public:
         source_.units = {{configuration_, {}}};
     }
 
-    /// `params` is the name of the parameter block without "Params".
+    /// `params` is the name of the parameter block without "Params", `function` the template's where the kernel has another name.
     void gemm(const Spec& spec, const Device& device, PlanPath path, GemmRole role, const GemmTile& tile, std::string_view name,
-              std::string_view params) {
+              std::string_view params, int cluster_blocks = kClusterBlocks, std::string_view function = {}) {
         const bool sm90 = path == PlanPath::cuda_sm90a;
         const std::string type = sm90 ? fmt::format("flce::TileSm90<{}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.stages,
-                                                    kClusterBlocks, takes_turns(tile))
+                                                    cluster_blocks, takes_turns(tile))
                                       : fmt::format("flce::Tile<{}, {}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.block_k,
                                                     tile.stages, tile.warps_m, tile.warps_n);
         const Block block{tile_threads(path, tile), tile_blocks_per_sm(spec, device, path, role, tile),
-                          tile_smem_bytes(spec, path, role, tile), sm90 ? kClusterBlocks : 1};
+                          tile_smem_bytes(spec, path, role, tile), sm90 ? cluster_blocks : 1};
         const std::string_view suffix = sm90 ? "_sm90" : "";
         source_.units.push_back({configuration_, {}});
         add(source_.units.back(), name, fmt::format("{}{}Params", params, sm90 ? "Sm90" : ""),
-            fmt::format("flce::{}{}<Problem, {}>(p)", name, suffix, type), block);
+            fmt::format("flce::{}{}<Problem, {}>(p)", function.empty() ? name : function, suffix, type), block);
     }
 
     void simple(std::string_view name, std::string_view params, std::string_view function, int threads) {
@@ -111,6 +112,9 @@ CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan)
     source.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
     Kernels kernels(source, fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan));
     kernels.gemm(spec, device, plan.path, forward_role(plan), plan.cuda.forward, "forward", "Forward");
+    if (plan.path == PlanPath::cuda_sm90a) {
+        kernels.gemm(spec, device, plan.path, forward_role(plan), few_tokens_tile(spec), "forward_few", "Forward", 1, "forward");
+    }
     kernels.simple("row_outputs", "RowOutputsParams", "row_outputs_kernel", kRowThreads);
     kernels.simple("reduce_loss", "ReduceLossParams", "reduce_loss", kReduceThreads);
     kernels.simple("prepare", "PrepareParams", "prepare", kReduceThreads);
@@ -118,6 +122,10 @@ CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan)
     kernels.gemm(spec, device, plan.path, GemmRole::dlogits, plan.cuda.dlogits, "dlogits", "Dlogits");
     kernels.gemm(spec, device, plan.path, GemmRole::grad_hidden, plan.cuda.grad_hidden, "grad_hidden", "GradHidden");
     kernels.gemm(spec, device, plan.path, GemmRole::grad_weight, plan.cuda.grad_weight, "grad_weight", "GradWeight");
+    if (plan.path == PlanPath::cuda_sm90a) {
+        kernels.simple("gather_rows", "GatherRowsParams", "gather_rows", kRowThreads);
+        kernels.simple("scatter_rows", "ScatterRowsParams", "scatter_rows", kRowThreads);
+    }
     if (plan.strategy == Strategy::retain) {
         kernels.simple("references", "ReferencesParams", "references", kRowThreads);
         kernels.simple("retained_rows", "RetainedRowsParams", "retained_rows", kRowThreads);

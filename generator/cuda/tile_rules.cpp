@@ -41,9 +41,9 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
     std::int64_t beside = 0;
     if (role == GemmRole::forward || role == GemmRole::forward_retain) {
         beside = std::int64_t{2} * 256 * (consumer_rows / 64 * 2) * partial_fields(spec) * 4;  // two parts' sums of every thread
-        if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n / 64);
+        if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n % 192 == 0 ? 3 : tile.block_n % 128 == 0 ? 2 : 1);
     } else if (role == GemmRole::dlogits) {
-        beside = 2 * kPanelBytes * (tile.block_n / 64);
+        beside = 2 * kPanelBytes * (tile.block_n / 64) + (spec.bias ? 4 * 4 * 2 * tile.block_n : 0);
     } else if (role == GemmRole::grad_hidden) {
         beside = 2 * kPanelBytes * 2;
     } else if (role == GemmRole::grad_weight && element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::write) {
@@ -55,10 +55,12 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
 /// Of a thread's 232 registers. A gradient's terms are alive beside the accumulators: the capped logit and its derivative, what multiplies the logit,
 /// the columns' weights and where they are.
 int sm90_accumulator_limit(const Spec& spec, GemmRole role) {
-    if (role != GemmRole::dlogits) return 192;
+    const bool smoothed_bias = spec.bias && spec.label_smoothing > 0;
+    if (role == GemmRole::grad_hidden || role == GemmRole::grad_weight) return 192;
+    if (role != GemmRole::dlogits) return smoothed_bias ? 64 : 192;
     const bool capped = spec.softcap != 0.0;
-    const int smoothed = spec.label_smoothing <= 0 ? 0 : spec.class_weight ? 3 : capped ? 1 : 0;
-    const int terms = smoothed + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0);
+    const int smoothed = spec.label_smoothing <= 0 ? 0 : spec.class_weight ? 3 : capped || smoothed_bias ? 1 : 0;
+    const int terms = smoothed + (smoothed_bias ? 1 : 0) + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0);
     return terms <= 1 ? 192 : terms == 2 ? 128 : 64;
 }
 
@@ -127,13 +129,12 @@ std::string capability(const Device& device) {
     return fmt::format("compute capability {}.{}", device.gpu.compute_capability / 10, device.gpu.compute_capability % 10);
 }
 
-/// The copy engine reads rows that start on 16 bytes, and the epilogues have no sums of columns.
+/// The copy engine reads rows that start on 16 bytes.
 std::optional<std::string> sm90_problem(const Spec& spec, const Device& device) {
     if (device.gpu.arch != "sm_90a") return fmt::format("{}: cuda_sm90a needs sm_90a (wgmma)", device.gpu.arch);
     if (device.gpu.sm_count < kClusterBlocks)
         return fmt::format("{} SMs: cuda_sm90a needs a cluster of {}", device.gpu.sm_count, kClusterBlocks);
     if (spec.dtype == DType::fp32) return std::string("dtype=fp32: cuda_sm90a multiplies 16-bit operands; fp32 runs on cuda_sm80");
-    if (spec.bias) return std::string("bias: cuda_sm90a has no gradient of it; it runs on cuda_sm80");
     if (spec.layout == WeightLayout::hidden_major && spec.padded_vocab_size % 8 != 0) {
         return fmt::format("layout=hidden_major with rows of {}: cuda_sm90a needs rows of a multiple of 8; others run on cuda_sm80",
                            spec.padded_vocab_size);
@@ -174,6 +175,13 @@ bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) {
     return spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major &&
            kRetainedColumns % (kClusterBlocks * grad_weight.block_m) == 0;
 }
+
+GemmTile few_tokens_tile(const Spec& spec) {
+    const bool narrow = sm90_accumulator_limit(spec, GemmRole::forward) < 128;
+    return {.block_m = 64, .block_n = narrow ? 128 : 256, .block_k = 64, .stages = narrow ? 7 : 4, .warps_m = 4, .warps_n = 1};
+}
+
+int rows_of_bias_partial(const Plan& plan) { return plan.path == PlanPath::cuda_sm90a ? 64 : plan.cuda.dlogits.block_m; }
 
 std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan) { return workspace_minimum(spec, plan); }
 

@@ -12,6 +12,10 @@
 
 namespace flce {
 
+/// cuda_sm90a's forward of so few tokens that reading the weight is all it takes: one block a tile, every SM reads its own part of the vocabulary.
+inline constexpr std::int64_t kFewTokens = 64;
+[[nodiscard]] GemmTile few_tokens_tile(const Spec& spec);
+
 /// Which of a plan's four GEMMs a tile belongs to: it decides what lies in shared memory beside the operands.
 enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidden, grad_weight };
 
@@ -39,6 +43,9 @@ enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidd
 /// Why the kernel templates cannot be instantiated with `tile`, or cannot run on `device`; std::nullopt when they can.
 [[nodiscard]] std::optional<std::string> tile_problem(const Spec& spec, const Device& device, PlanPath path, GemmRole role,
                                                       const GemmTile& tile);
+
+/// Rows whose gradients dlogits adds up to one partial sum of a bias's.
+[[nodiscard]] int rows_of_bias_partial(const Plan& plan);
 
 /// Least Plan::scratch_bytes with which backward can walk any number of tokens.
 [[nodiscard]] std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan);

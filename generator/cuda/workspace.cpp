@@ -14,6 +14,9 @@ constexpr std::int64_t kReserveBytes = 8192;              // scalars and what al
 constexpr std::int64_t kForwardPartialBytes = 768 << 10;  // most that forward's partial sums take
 constexpr std::int64_t kRowBytes = 24;                    // coefficients, lse and target of a token
 constexpr std::int64_t kRowQuantum = 128;
+constexpr std::int64_t kListedRowBytes = sizeof(ListedRow);
+constexpr std::int64_t kMostListedRows = 1 << 18;  // of a call; where there are more, ignored ones are worked on like the others
+constexpr std::int64_t kLeastScratch = 16 << 20;   // with less there are no lists
 
 std::int64_t down(std::int64_t value, std::int64_t multiple) { return value / multiple * multiple; }
 std::int64_t up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -36,9 +39,11 @@ int partial_fields(const Spec& spec) { return 2 + (spec.outputs.entropy ? 1 : 0)
 
 std::int64_t retained_blocks(const Spec& spec) { return up(spec.vocab_size, kRetainedColumns) / kRetainedColumns; }
 
+bool has_lists(const Plan& plan) { return plan.path == PlanPath::cuda_sm90a && plan.scratch_bytes >= kLeastScratch; }
+
 /// Bytes that backward needs whatever the number of tokens.
 std::int64_t reserve_bytes(const Spec& spec, const Plan& plan) {
-    return kReserveBytes +
+    return kReserveBytes + (has_lists(plan) ? kMostListedRows * kListedRowBytes : 0) +
            (plan.strategy == Strategy::retain ? up((2 * kPaceCounters + retained_blocks(spec)) * 4, kWorkspaceAlignment) : 0);
 }
 
@@ -77,7 +82,7 @@ std::int64_t chunk_quantum(const Spec& spec, const Plan& plan) {
 
 /// Bytes that a token costs where a chunk has `chunk` columns.
 std::int64_t token_bytes(const Spec& spec, const Plan& plan, std::int64_t chunk) {
-    const std::int64_t bias = spec.bias ? chunk * 4 / plan.cuda.dlogits.block_m + 1 : 0;
+    const std::int64_t bias = spec.bias ? chunk * 4 / rows_of_bias_partial(plan) + 1 : 0;
     return chunk * static_cast<std::int64_t>(element_bytes(spec.dtype)) + kRowBytes + bias;
 }
 
@@ -121,7 +126,19 @@ struct ClusterShare {
     }
 };
 
+/// Near the golden ratio of `count`, prime to it: neighbours lie far apart.
+std::int64_t spreading_stride(std::int64_t count) {
+    std::int64_t stride = std::max<std::int64_t>(count * 618 / 1000, 1);
+    while (std::gcd(stride, count) != 1) ++stride;
+    return stride;
+}
+
 }  // namespace
+
+Expr lists_rows(const Plan& plan) {
+    if (!has_lists(plan)) return 0;
+    return min(less(kRowThreads, slot(Slot::num_tokens)), less(slot(Slot::num_tokens), kMostListedRows + 1));
+}
 
 std::int64_t workspace_minimum(const Spec& spec, const Plan& plan) {
     const std::int64_t quantum = chunk_quantum(spec, plan);
@@ -136,15 +153,21 @@ ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& p
         const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, plan.path, GemmRole::forward, tile);
         const std::int64_t tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
         const std::int64_t most_blocks = std::max<std::int64_t>(kForwardPartialBytes / field_bytes / tile.block_m, 1);
-        return {choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity, tiles, most_blocks), 0, 0};
+        return {choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity, tiles, most_blocks)};
     }
     const ClusterShare share(spec, device, plan, field_bytes);
-    std::int64_t stride = std::max<std::int64_t>(share.clusters * 618 / 1000, 1);  // near the golden ratio: neighbours lie far apart
-    while (std::gcd(stride, share.clusters) != 1) ++stride;
     const Expr row_clusters = max(ceil_div(rows, share.cluster_rows), 1);
-    const Expr few = less(row_clusters * share.tiles, share.clusters);
-    return {select(few, share.tiles, ceil_div(share.clusters, row_clusters) + 1) * share.writers,
-            select(few, row_clusters * share.tiles, share.clusters), select(few, row_clusters, stride)};
+    return {0, min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(share.clusters)};
+}
+
+ForwardShare few_tokens_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
+    if (plan.path != PlanPath::cuda_sm90a) return {};
+    const ClusterShare share(spec, device, plan, std::int64_t{4} * partial_fields(spec));
+    // Half as many rows each, at most: with twice as many the partial sums fit where the others' would lie.
+    const std::int64_t blocks = std::min<std::int64_t>(device.gpu.sm_count, 2 * share.clusters);
+    const GemmTile tile = few_tokens_tile(spec);
+    const std::int64_t tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
+    return {0, min(max(ceil_div(rows, tile.block_m), 1) * tiles, blocks), blocks, spreading_stride(blocks)};
 }
 
 ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan) {
@@ -170,8 +193,9 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
     f.partial_rows = round_up(rows, 32);
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
+    f.list = pieces.take(lists_rows(plan) * n * kListedRowBytes);
     f.target_logits = pieces.take(rows * 4);
-    f.loss_partials = pieces.take(ceil_div(n, kRowThreads) * static_cast<std::int64_t>(sizeof(LossPartial)));
+    f.loss_partials = pieces.take(ceil_div(n, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial)));
     f.partials = pieces.take(partials * field_bytes);
     f.total = pieces.end();
     return f;
@@ -205,7 +229,7 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     r.references = pieces.take(n * 4);
     r.target_logits = pieces.take(n * 4);
     r.row_scales = pieces.take(n * 4);
-    r.stale = pieces.take(ceil_div(n, kRowThreads) * 4);
+    r.stale = pieces.take(ceil_div(n, kOutputRows) * 4);
     r.most = select(less(0, n), pieces.end() + block * all_blocks, 0);
     if (lends_grad_weight(spec, plan.cuda.grad_weight)) r.lendable = select(less(0, n), Expr(spec.vocab_size * gradient_row), 0);
 
@@ -242,8 +266,11 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
     const Expr n = slot(Slot::num_tokens);
     const Expr cut = less(s.rows_limit, n);
-    const Expr bias_row = spec.bias ? (ceil_div(n, plan.cuda.dlogits.block_m) + 2) * 4 : Expr(0);
-    const Expr fitting = floor_div(max(Expr(s.budget) - n * kRowBytes, 0), max(n * element + bias_row, 1));
+    const Expr bias_row = spec.bias ? (ceil_div(n, rows_of_bias_partial(plan)) + 2) * 4 : Expr(0);
+    // All tokens at once have no use for more of the list's place than they are.
+    const Expr list_bytes = lists_rows(plan) * n * kListedRowBytes;
+    const std::int64_t list_place = has_lists(plan) ? kMostListedRows * kListedRowBytes : 0;
+    const Expr fitting = floor_div(max(Expr(s.budget + list_place) - n * kRowBytes - list_bytes, 0), max(n * element + bias_row, 1));
 
     BackwardLayout b;
     b.rows = select(cut, round_up(ceil_div(n, max(ceil_div(n, s.rows), 1)), kRowQuantum), max(n, 1));
@@ -253,10 +280,11 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     place_wide_chunks(spec, device, plan, s, b);
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
+    b.list = pieces.take(list_bytes);
     b.coefficients = pieces.take(b.rows * 16);
     b.row_targets = pieces.take(b.rows * 8);
     if (spec.bias) {
-        b.bias_partials = pieces.take(ceil_div(b.rows, plan.cuda.dlogits.block_m) * b.chunk * 4);
+        b.bias_partials = pieces.take(ceil_div(b.rows, rows_of_bias_partial(plan)) * b.chunk * 4);
         b.bias_accumulator = pieces.take(b.chunk * 4);
     }
     b.dlogits = pieces.take(b.rows * b.chunk * element);
@@ -265,9 +293,10 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
         b.counter_count = 2 * kPaceCounters + retained_blocks(spec);
         b.counters = pieces.take(b.counter_count * 4);
     }
-    // In fp32 grad_hidden accumulates in place.
-    // Beside retained exponentials the place is used for scaled hidden states too.
-    const Expr accumulated = spec.dtype == DType::fp32 ? Expr(0) : plan.strategy == Strategy::retain ? Expr(1) : less(1, b.chunks);
+    // In fp32 grad_hidden accumulates in place. The place is used for hidden states too: scaled ones beside retained exponentials, listed ones.
+    const Expr accumulated = spec.dtype == DType::fp32           ? Expr(0)
+                             : plan.strategy == Strategy::retain ? Expr(1)
+                                                                 : max(less(1, b.chunks), lists_rows(plan));
     b.hidden_accumulator = pieces.take(select(accumulated, n * (4 * spec.hidden_size), 0));
     b.total = pieces.end();
     return b;

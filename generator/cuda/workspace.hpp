@@ -14,10 +14,15 @@ inline constexpr std::int64_t kWorkspaceAlignment = 256;
 
 /// How a launch of forward divides its work.
 struct ForwardShare {
-    Expr splits{0};    ///< parts of the vocabulary that are reduced apart
+    Expr splits{0};    ///< cuda_sm80: parts of the vocabulary that are reduced apart
     Expr clusters{0};  ///< cuda_sm90a: clusters in the grid
-    Expr stride{0};    ///< cuda_sm90a: consecutive tiles of the vocabulary go to units that lie so far apart
+    std::int64_t most_clusters = 0;
+    std::int64_t stride = 0;  ///< cuda_sm90a: consecutive tiles of the vocabulary go to units that lie so far apart
 };
+
+/// Whether ignored tokens are left out of a pass: where there are so many tokens that it matters, and the list has a place in the workspace. An
+/// expression that is constant where the path has no lists.
+[[nodiscard]] Expr lists_rows(const Plan& plan);
 
 /// Forward runs over `rows` tokens at a time, so that its partial sums stay small for any number of tokens.
 struct ForwardLayout {
@@ -26,6 +31,7 @@ struct ForwardLayout {
     Expr partial_rows{0};  ///< leading dimension of the partial sums
     // Offsets in the workspace, bytes.
     std::int64_t scalars = 0;
+    Expr list{0};
     Expr target_logits{0};
     Expr loss_partials{0};
     Expr partials{0};
@@ -40,6 +46,7 @@ struct BackwardLayout {
     Expr chunk{0};  ///< vocabulary rows of a chunk; the leading dimension of dz
     Expr chunks{0};
     std::int64_t scalars = 0;
+    Expr list{0};
     Expr coefficients{0};
     Expr row_targets{0};
     Expr bias_partials{0};
@@ -68,7 +75,7 @@ struct RetainedLayout {
     Expr references{0};     ///< [N] fp32
     Expr target_logits{0};  ///< [N] fp32
     Expr row_scales{0};     ///< [N] fp32, backward's own
-    Expr stale{0};          ///< [⌈N / kRowThreads⌉]
+    Expr stale{0};          ///< [⌈N / kOutputRows⌉]
     Expr exponentials{0};
     Expr block_bytes{0};  ///< from one block to the next
     Expr most{0};         ///< bytes that there is a use for
@@ -79,6 +86,8 @@ struct RetainedLayout {
 [[nodiscard]] ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan);
 /// The share of a launch over `rows` tokens.
 [[nodiscard]] ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
+/// The same for few_tokens_tile.
+[[nodiscard]] ForwardShare few_tokens_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
 [[nodiscard]] BackwardLayout backward_layout(const Spec& spec, const Device& device, const Plan& plan);
 
 /// Least scratch_bytes for which backward_layout holds its bound.

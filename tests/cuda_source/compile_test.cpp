@@ -94,6 +94,7 @@ INSTANTIATE_TEST_SUITE_P(
                         Variant{"Bf16SmoothedClassesEntropy", "D=2048,V=50257,class_weight,label_smoothing=0.1,outputs=loss+entropy", true},
                         Variant{"Bf16CappedEntropy", "D=2048,V=50257,softcap=30,outputs=loss+entropy", true},
                         Variant{"Bf16CappedSmoothing", "D=2048,V=50257,softcap=30,label_smoothing=0.1", true},
+                        Variant{"Bf16BiasSmoothing", "D=2048,V=50257,bias,label_smoothing=0.1", true},
                         Variant{"Bf16HiddenMajorSums",
                                 "D=200,V=1001,padded_vocab_size=1008,layout=hidden_major,grad_weight_mode=accumulate"},
                         Variant{"Bf16AllButBias",

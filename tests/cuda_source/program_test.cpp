@@ -180,7 +180,7 @@ TEST(ForwardProgram, ScalarLoss_IsWrittenOnce) {
         slots[static_cast<std::size_t>(Slot::reduction)] = static_cast<std::int64_t>(reduction);
         return run(program, program.forward, slots);
     };
-    for (const std::int64_t n : {0, 1, kRowThreads, kRowThreads + 1, 100000}) {
+    for (const std::int64_t n : {0, 1, kOutputRows, kOutputRows + 1, kRowThreads + 1, 100000}) {
         for (const ReductionCode reduction : {ReductionCode::none, ReductionCode::sum, ReductionCode::mean}) {
             const Launched forward = run_with(n, reduction);
             int writers = forward.count("reduce_loss");
@@ -198,8 +198,9 @@ TEST(ForwardProgram, ScalarLoss_IsWrittenOnce) {
             EXPECT_EQ(writers, reduction == ReductionCode::none ? 0 : 1) << n;
         }
     }
-    EXPECT_EQ(run_with(kRowThreads, ReductionCode::mean).launches.size(), 2U);
-    EXPECT_EQ(run_with(kRowThreads + 1, ReductionCode::mean).launches.size(), 3U);
+    EXPECT_EQ(run_with(kOutputRows, ReductionCode::mean).launches.size(), 2U);
+    EXPECT_EQ(run_with(kRowThreads, ReductionCode::mean).launches.size(), 3U);
+    EXPECT_EQ(run_with(kRowThreads + 1, ReductionCode::mean).launches.size(), 4U);  // and prepare, for the list of rows
 }
 
 TEST(BackwardProgram, Scalars_AreSetOnceBeforeAnyRow) {
@@ -224,7 +225,7 @@ TEST(BackwardProgram, Scalars_AreSetOnceBeforeAnyRow) {
     }
     const CudaProgram program = program_of("D=64,V=1000");
     EXPECT_EQ(run(program, program.backward, call(kRowThreads)).launches.size(), 4U);
-    EXPECT_EQ(run(program, program.backward, call(kRowThreads + 1)).launches.size(), 5U);
+    EXPECT_EQ(run(program, program.backward, call(kRowThreads + 1)).launches.size(), 7U);  // rows are gathered and scattered
 }
 
 std::string source_of(const char* spec) {
