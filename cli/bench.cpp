@@ -24,10 +24,12 @@ struct BenchOptions {
     std::int64_t num_tokens = 1024;
     int rounds = 0;
     double seconds = 10;
+    double ignored = 0;
     bool no_floor = false;
     bool json = false;
 };
 
+constexpr std::int64_t kFewTokens = 256;
 constexpr int kMinRounds = 5;
 constexpr int kMaxRounds = 50;
 constexpr double kShortestSampleMs = 2;  // shorter work is repeated, so that launch and clock overheads do not decide
@@ -75,6 +77,7 @@ public:
         logits_ = make_tensor(device, result, {num_tokens, vocab});
         grad_hidden_ = make_tensor(device, result, {num_tokens, spec.hidden_size});
         grad_weight_ = make_tensor(device, result, weight_shape(own));
+        weight_bytes_ = static_cast<std::size_t>(vocab * spec.hidden_size) * element_bytes(own.dtype);
         operands_ = {num_tokens,
                      spec.hidden_size,
                      vocab,
@@ -88,6 +91,7 @@ public:
     }
     void forward() const { floor_forward(*library_, operands_); }
     void backward() const { floor_backward(*library_, operands_); }
+    void copy_weight() const { library_->copy(operands_.grad_weight, operands_.weight, weight_bytes_); }
     [[nodiscard]] std::string description() const { return library_->description(); }
     [[nodiscard]] std::int64_t vocab_size() const { return operands_.vocab_size; }
 
@@ -96,6 +100,7 @@ private:
     LayerInputs inputs_;
     Tensor logits_, grad_hidden_, grad_weight_;
     FloorOperands operands_;
+    std::size_t weight_bytes_ = 0;
 };
 
 struct BufferSet {
@@ -130,13 +135,17 @@ public:
 
 private:
     void make_sets() {
-        const RandomLayer layer = make_random_layer(spec_, options_.num_tokens, {.seed = 1});
+        const RandomLayer layer = make_random_layer(spec_, options_.num_tokens, {.seed = 1, .ignored = options_.ignored});
         const double bytes = 2 * static_cast<double>(layer.hidden.size() + layer.weight.size());
         const double wanted = 2.0 * static_cast<double>(last_level_cache_bytes(kernel_->device())) / std::max(bytes, 1.0);
         const auto sets = static_cast<std::size_t>(std::clamp(std::ceil(wanted), 1.0, 8.0));
         for (std::size_t i = 0; i < sets; ++i) {
             sets_.push_back({upload(spec_, layer, device_), make_outputs(spec_, device_, options_.num_tokens, Reduction::mean)});
         }
+        if (options_.ignored == 0) return;
+        std::vector<std::int64_t> targets(static_cast<std::size_t>(options_.num_tokens));
+        for (std::size_t i = 0; i < targets.size(); ++i) targets[i] = static_cast<std::int64_t>(i * 7919) % spec_.vocab_size;
+        none_ignored_ = make_tensor(device_, ScalarType::int64, {options_.num_tokens}, targets.data());
     }
 
     void make_floor() {
@@ -164,16 +173,18 @@ private:
         }
     }
 
-    /// `keep`: for a backward that follows.
-    void forward(std::int64_t i, bool keep) const {
+    /// `keep`: for a backward that follows. `every_token`: none is ignored.
+    void forward(std::int64_t i, bool keep, bool every_token = false) const {
         const BufferSet& set = sets_[static_cast<std::size_t>(i) % sets_.size()];
         ForwardArgs args = forward_args(set.inputs, set.outputs, {});
+        if (every_token) args.target = none_ignored_.view;
         if (keep) args.retained = retained_.of(set.outputs);
         kernel_->forward(args, scratch_.workspace());
     }
-    void backward(std::int64_t i) const {
+    void backward(std::int64_t i, bool every_token = false) const {
         const BufferSet& set = sets_[static_cast<std::size_t>(i) % sets_.size()];
         BackwardArgs args = backward_args(set.inputs, set.outputs, {});
+        if (every_token) args.target = none_ignored_.view;
         args.retained = retained_.of(set.outputs);
         kernel_->backward(args, scratch_.workspace());
     }
@@ -184,12 +195,21 @@ private:
                                  forward(i, true);
                                  backward(i);
                              }});
+        if (options_.ignored > 0) {
+            subjects_.push_back({"every_token_forward_ms", [this](std::int64_t i) { forward(i, false, true); }});
+            subjects_.push_back({"every_token_forward_backward_ms", [this](std::int64_t i) {
+                                     forward(i, true, true);
+                                     backward(i, true);
+                                 }});
+        }
         if (!floor_) return;
         subjects_.push_back({"floor_forward_ms", [this](std::int64_t) { floor_->forward(); }});
         subjects_.push_back({"floor_forward_backward_ms", [this](std::int64_t) {
                                  floor_->forward();
                                  floor_->backward();
                              }});
+        // With few tokens reading the weight is what takes time; a copy reads it and writes as much.
+        if (options_.num_tokens <= kFewTokens) subjects_.push_back({"floor_copy_ms", [this](std::int64_t) { floor_->copy_weight(); }});
     }
 
     double time_ms(const Subject& subject) {
@@ -248,9 +268,12 @@ private:
                   {"device", kernel_->device().name},
                   {"plan", kernel_->plan().text()},
                   {"num_tokens", options_.num_tokens}};
-        for (const char* key : {"forward_ms", "forward_backward_ms", "floor_forward_ms", "floor_forward_backward_ms"}) {
+        for (const char* key : {"forward_ms", "forward_backward_ms", "every_token_forward_ms", "every_token_forward_backward_ms",
+                                "floor_forward_ms", "floor_forward_backward_ms", "floor_copy_ms"}) {
             const Subject* subject = find(key);
             if (subject == nullptr) {
+                if (!std::string_view(key).ends_with("forward_ms") && !std::string_view(key).ends_with("forward_backward_ms")) continue;
+                if (std::string_view(key).starts_with("every_token")) continue;
                 json[key] = nullptr;
                 continue;
             }
@@ -261,6 +284,12 @@ private:
         }
         json["ratio_forward"] = ratio("forward_ms", "floor_forward_ms");
         json["ratio_forward_backward"] = ratio("forward_backward_ms", "floor_forward_backward_ms");
+        if (options_.ignored > 0) {
+            json["ignored"] = options_.ignored;
+            json["ratio_ignored_forward"] = ratio("forward_ms", "every_token_forward_ms");
+            json["ratio_ignored_forward_backward"] = ratio("forward_backward_ms", "every_token_forward_backward_ms");
+        }
+        if (find("floor_copy_ms") != nullptr) json["share_of_copy_bandwidth"] = share_of_copy_bandwidth();
         json["floor"] = floor_ ? Json(floor_text()) : Json(nullptr);
         json["floor_missing"] = floor_ ? Json(nullptr) : Json(floor_why_);
         json["rounds"] = subjects_.front().samples_ms.size();
@@ -278,6 +307,9 @@ private:
         return summarize(subject->samples_ms).median / summarize(floor->samples_ms).median;
     }
 
+    /// Of the bytes a second that a copy of the weight moves, how many forward reads of it.
+    [[nodiscard]] double share_of_copy_bandwidth() const { return ratio("floor_copy_ms", "forward_ms").get<double>() / 2; }
+
     /// What the logits alone would take in the spec's dtype.
     [[nodiscard]] double logits_bytes() const {
         return static_cast<double>(options_.num_tokens) * static_cast<double>(spec_.vocab_size) *
@@ -286,18 +318,34 @@ private:
 
     void report_text() const {
         fmt::print("{} on {}, {} tokens\n{}\n\n", spec_.text(), kernel_->device().name, options_.num_tokens, kernel_->plan().text());
-        fmt::print("  {:<26} {:>11} {:>11} {:>8} {:>10} {:>9}\n", "", "median", "min", "spread", "TFLOP/s", "to floor");
+        fmt::print("  {:<32} {:>11} {:>11} {:>8} {:>10} {:>9}\n", "", "median", "min", "spread", "TFLOP/s", "to floor");
         const double gemm = 2e-9 * static_cast<double>(options_.num_tokens) * static_cast<double>(spec_.hidden_size) *
                             static_cast<double>(spec_.vocab_size);
         for (const Subject& subject : subjects_) {
+            if (subject.key == "floor_copy_ms") continue;
             const Summary summary = summarize(subject.samples_ms);
             const bool both = subject.key.find("backward") != std::string::npos;
             const bool is_floor = subject.key.starts_with("floor");
-            const Json to_floor = is_floor ? Json(nullptr) : ratio(subject.key.c_str(), ("floor_" + subject.key).c_str());
-            fmt::print("  {:<26} {:>8.3f} ms {:>8.3f} ms {:>6.1f} % {:>10.3f} {:>9}\n",
-                       fmt::format("{}{}", is_floor ? "floor, " : "", both ? "forward + backward" : "forward"), summary.median, summary.min,
-                       summary.spread * 100, (both ? 3 : 1) * gemm / summary.median * 1e-3,
+            const bool every_token = subject.key.starts_with("every_token");
+            const Json to_floor =
+                is_floor ? Json(nullptr) : ratio(subject.key.c_str(), both ? "floor_forward_backward_ms" : "floor_forward_ms");
+            fmt::print("  {:<32} {:>8.3f} ms {:>8.3f} ms {:>6.1f} % {:>10.3f} {:>9}\n",
+                       fmt::format("{}{}",
+                                   is_floor      ? "floor, "
+                                   : every_token ? "none ignored, "
+                                                 : "",
+                                   both ? "forward + backward" : "forward"),
+                       summary.median, summary.min, summary.spread * 100, (both ? 3 : 1) * gemm / summary.median * 1e-3,
                        to_floor.is_null() ? "" : fmt::format("{:.2f}×", to_floor.get<double>()));
+        }
+        if (options_.ignored > 0) {
+            fmt::print("\n  {:.0f} % of the tokens ignored: {:.3f} × the time of forward, {:.3f} × that of both\n", options_.ignored * 100,
+                       ratio("forward_ms", "every_token_forward_ms").get<double>(),
+                       ratio("forward_backward_ms", "every_token_forward_backward_ms").get<double>());
+        }
+        if (find("floor_copy_ms") != nullptr) {
+            fmt::print("\n  forward reads the weight at {:.0f} % of the rate at which it is copied ({:.3f} ms)\n",
+                       share_of_copy_bandwidth() * 100, summarize(find("floor_copy_ms")->samples_ms).median);
         }
         fmt::print("\n  floor       {}{}\n", floor_ ? "the bare GEMMs by " : "none: ", floor_text());
         fmt::print("  workspace   {} (the logits alone: {})\n", human_bytes(static_cast<double>(workspace_bytes_)),
@@ -319,6 +367,7 @@ private:
     Scratch scratch_;
     RetainedMemory retained_;
     std::vector<BufferSet> sets_;
+    Tensor none_ignored_;  ///< labels, where the sets' have ignored ones
     std::optional<Floor> floor_;
     std::string floor_why_;
     std::vector<Subject> subjects_;
@@ -343,6 +392,9 @@ void add_bench(CLI::App& app, Action& action) {
     options->session.add_to(*command);
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
     command->add_option("--retain", options->retain, RetainedMemory::kHelp)->capture_default_str();
+    command->add_option("--ignored", options->ignored, "fraction of the tokens that are ignored, timed beside the same with none")
+        ->check(CLI::Range(0.0, 1.0))
+        ->capture_default_str();
     command->add_option("--rounds", options->rounds, "measured rounds (default: what --seconds allows, 5 to 50)")
         ->check(CLI::Range(1, 100000));
     command->add_option("--seconds", options->seconds, "time to spend measuring, about")

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <vector>
 
@@ -91,6 +92,15 @@ public:
         const int status = gemm_(handle_, transpose_a ? 1 : 0, transpose_b ? 1 : 0, narrow(m), narrow(n), narrow(k), &one, a, type,
                                  narrow(lda), b, type, narrow(ldb), &zero, c, type, narrow(ldc), compute, kDefaultAlgorithm);
         if (status != 0) throw DeviceError(fmt::format("cublasGemmEx failed with status {}", status), "cublasGemmEx", status);
+    }
+    void copy(void* to, const void* from, std::size_t bytes) const override {
+        constexpr const char* kName = "cuMemcpyDtoDAsync_v2";
+        using Copy = int (*)(unsigned long long, unsigned long long, std::size_t, void*);
+        const auto function = Library::first_of({"libcuda.so.1"}).symbol<Copy>(kName);
+        const int status = function == nullptr
+                               ? -1
+                               : function(reinterpret_cast<std::uintptr_t>(to), reinterpret_cast<std::uintptr_t>(from), bytes, nullptr);
+        if (status != 0) throw DeviceError(fmt::format("{} failed with status {}", kName, status), kName, status);
     }
 
 private:
@@ -206,6 +216,7 @@ public:
         sgemm_(kColumnMajor, op(transpose_a), op(transpose_b), narrow(m), narrow(n), narrow(k), 1.0F, static_cast<const float*>(a),
                narrow(lda), static_cast<const float*>(b), narrow(ldb), 0.0F, static_cast<float*>(c), narrow(ldc));
     }
+    void copy(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
 
 private:
     using Sgemm = void (*)(int, int, int, int, int, int, float, const float*, int, const float*, int, float, float*, int);
