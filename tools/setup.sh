@@ -245,7 +245,8 @@ fetch() { # PYTHON, then what pip install takes
     local python=$1
     shift
     if "$python" -m pip --version >/dev/null 2>&1; then
-        PIP_ROOT_USER_ACTION=ignore "$python" -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location "$@" </dev/null
+        # Not compiled: most modules of these packages are never imported, and the rest are compiled when they are.
+        PIP_ROOT_USER_ACTION=ignore "$python" -m pip install --no-compile --quiet --no-input --disable-pip-version-check --no-warn-script-location "$@" </dev/null
     else
         uv pip install --quiet --python "$python" "$@" </dev/null
     fi
