@@ -74,14 +74,15 @@ constexpr auto kSm80 = PlanPath::cuda_sm80;
 constexpr const char* kHidden = "flce_grad_hidden";
 constexpr const char* kWeight = "flce_grad_weight";
 constexpr const char* kHalf = "D=2048,V=50257";
-constexpr const char* kHopperSums = "D=2048,V=50256,dtype=fp16,layout=hidden_major,grad_weight_mode=accumulate";
 constexpr const char* kFloat = "D=2048,V=50257,dtype=fp32";
 
-// On Hopper's path every tile in every role, half of them in both strategies where their kernels differ. The path of all other GPUs has four times as many: there
+// On Hopper's path every tile in every role, in both strategies where their kernels differ. The path of all other GPUs has four times as many: there
 // every tile in two roles or more, which the architectures share.
 const Tiles kTiles[] = {
-    {.name = "Hopper", .arch = "sm_90a", .spec = kHopperSums, .kernels = {"flce_forward", kHidden, kWeight}, .every = 2},
-    {.name = "HopperDlogits", .arch = "sm_90a", .spec = kHopperSums, .kernels = {"flce_dlogits"}},
+    {.name = "Hopper",
+     .arch = "sm_90a",
+     .spec = "D=2048,V=50256,dtype=fp16,layout=hidden_major,grad_weight_mode=accumulate",
+     .kernels = {"flce_forward", "flce_dlogits", kHidden, kWeight}},
     {.name = "HopperRetain", .arch = "sm_90a", .spec = kHalf, .strategy = Strategy::retain, .kernels = {"flce_forward", kHidden, kWeight}},
     {.name = "HalfForward", .arch = "sm_80", .spec = kHalf, .path = kSm80, .kernels = {"flce_forward"}, .every = 2},
     {.name = "HalfDlogits", .arch = "sm_100a", .spec = kHalf, .path = kSm80, .kernels = {"flce_dlogits"}, .every = 2, .first = 1},

@@ -25,7 +25,7 @@ bool affordable(Target target, std::int64_t n, std::int64_t d, std::int64_t v) {
     if (target == Target::gpu) return products <= 1.7e12;
     if (kSanitized) return products <= 3e7 && double(d) * double(v) <= 2e7;
     // The widest weights cost more to make than to use: once is enough.
-    if (d * v > 1e8) return n == 3;
+    if (d * v > 2e8) return n == 3;
     return products <= 1.7e9 || (n == 4096 && d == 8);
 }
 
