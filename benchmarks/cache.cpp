@@ -2,7 +2,6 @@
 // The goals are 5 ms from the directory and from a pack, 10 ms from redis on this machine. Remote tiers run with the URL of a server to use in
 // FLCE_BENCH_REMOTE, e.g. redis://127.0.0.1:6379.
 #include <benchmark/benchmark.h>
-#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -13,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "benchmarks/temporary_folder.hpp"
 #include "cache/artifact_cache.hpp"
 #include "cache/artifact_format.hpp"
 #include "cache/pack_store.hpp"
@@ -25,24 +25,7 @@ namespace fs = std::filesystem;
 constexpr std::size_t kPayloadBytes = 100 << 10;
 constexpr int kPackEntries = 1000;
 
-class Folder {
-public:
-    Folder() {
-        std::string name = (fs::temp_directory_path() / "flce-bench-XXXXXX").string();
-        if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-        path_ = name;
-    }
-    ~Folder() {
-        std::error_code ignored;
-        fs::remove_all(path_, ignored);
-    }
-    Folder(const Folder&) = delete;
-    Folder& operator=(const Folder&) = delete;
-    [[nodiscard]] const fs::path& path() const { return path_; }
-
-private:
-    fs::path path_;
-};
+using Folder = flce::bench::TemporaryFolder;
 
 flce::CacheKey key_of(int i) { return flce::KeyBuilder("benchmark").add("i", std::to_string(i)).finish(); }
 

@@ -1,7 +1,6 @@
 // What get_kernel costs: a kernel that is known (target: under 1 µs), one that is on disk (under 10 ms), one that must be compiled; and what the
 // checks before a launch cost. On the CPU, so that it runs anywhere.
 #include <benchmark/benchmark.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -10,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "benchmarks/temporary_folder.hpp"
 #include "flce/flce.h"
 #include "flce/flce.hpp"
 
@@ -19,25 +19,7 @@ namespace fs = std::filesystem;
 
 constexpr char kSpecText[] = "D=2048,V=151936,dtype=bf16,tied";
 
-/// A cache directory that goes away with its owner.
-class CacheDirectory {
-public:
-    CacheDirectory() {
-        std::string name = (fs::temp_directory_path() / "flce-bench-XXXXXX").string();
-        if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-        path_ = name;
-    }
-    ~CacheDirectory() {
-        std::error_code ignored;
-        fs::remove_all(path_, ignored);
-    }
-    CacheDirectory(const CacheDirectory&) = delete;
-    CacheDirectory& operator=(const CacheDirectory&) = delete;
-    [[nodiscard]] const fs::path& path() const { return path_; }
-
-private:
-    fs::path path_;
-};
+using CacheDirectory = flce::bench::TemporaryFolder;
 
 flce::SessionOptions options_in(const CacheDirectory& directory) { return {.device = "cpu", .cache_dir = directory.path(), .threads = 1}; }
 

@@ -29,7 +29,7 @@ struct BenchOptions {
     bool json = false;
 };
 
-constexpr std::int64_t kFewTokens = 256;
+constexpr std::int64_t kWeightBoundTokens = 256;
 constexpr int kMinRounds = 5;
 constexpr int kMaxRounds = 50;
 constexpr double kShortestSampleMs = 2;  // shorter work is repeated, so that launch and clock overheads do not decide
@@ -209,7 +209,8 @@ private:
                                  floor_->backward();
                              }});
         // With few tokens reading the weight is what takes time; a copy reads it and writes as much.
-        if (options_.num_tokens <= kFewTokens) subjects_.push_back({"floor_copy_ms", [this](std::int64_t) { floor_->copy_weight(); }});
+        if (options_.num_tokens <= kWeightBoundTokens)
+            subjects_.push_back({"floor_copy_ms", [this](std::int64_t) { floor_->copy_weight(); }});
     }
 
     double time_ms(const Subject& subject) {
@@ -268,19 +269,14 @@ private:
                   {"device", kernel_->device().name},
                   {"plan", kernel_->plan().text()},
                   {"num_tokens", options_.num_tokens}};
-        for (const char* key : {"forward_ms", "forward_backward_ms", "every_token_forward_ms", "every_token_forward_backward_ms",
-                                "floor_forward_ms", "floor_forward_backward_ms", "floor_copy_ms"}) {
-            const Subject* subject = find(key);
-            if (subject == nullptr) {
-                if (!std::string_view(key).ends_with("forward_ms") && !std::string_view(key).ends_with("forward_backward_ms")) continue;
-                if (std::string_view(key).starts_with("every_token")) continue;
-                json[key] = nullptr;
-                continue;
-            }
-            const Summary summary = summarize(subject->samples_ms);
+        // These are there in any case.
+        for (const char* key : {"forward_ms", "forward_backward_ms", "floor_forward_ms", "floor_forward_backward_ms"}) json[key] = nullptr;
+        for (const Subject& subject : subjects_) {
+            const std::string& key = subject.key;
+            const Summary summary = summarize(subject.samples_ms);
             json[key] = summary.median;
-            json[std::string(key) + "_min"] = summary.min;
-            json[std::string(key) + "_spread"] = summary.spread;
+            json[key + "_min"] = summary.min;
+            json[key + "_spread"] = summary.spread;
         }
         json["ratio_forward"] = ratio("forward_ms", "floor_forward_ms");
         json["ratio_forward_backward"] = ratio("forward_backward_ms", "floor_forward_backward_ms");
