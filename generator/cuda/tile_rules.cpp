@@ -41,6 +41,7 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
     std::int64_t beside = 0;
     if (role == GemmRole::forward || role == GemmRole::forward_retain) {
         beside = std::int64_t{2} * 256 * (consumer_rows / 64 * 2) * partial_fields(spec) * 4;  // two parts' sums of every thread
+        // Panels that leave together: ForwardSm90::kPanelWidth.
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n % 192 == 0 ? 3 : tile.block_n % 128 == 0 ? 2 : 1);
     } else if (role == GemmRole::dlogits) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + (spec.bias ? 4 * 4 * 2 * tile.block_n : 0);

@@ -2,6 +2,7 @@
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -201,6 +202,39 @@ TEST(ForwardProgram, ScalarLoss_IsWrittenOnce) {
     EXPECT_EQ(run_with(kOutputRows, ReductionCode::mean).launches.size(), 2U);
     EXPECT_EQ(run_with(kRowThreads, ReductionCode::mean).launches.size(), 3U);
     EXPECT_EQ(run_with(kRowThreads + 1, ReductionCode::mean).launches.size(), 4U);  // and prepare, for the list of rows
+}
+
+TEST(ForwardProgram, FewTokens_HaveAKernelWithoutClusters) {
+    const CudaProgram program = program_of("D=64,V=200000");
+    for (const std::int64_t n : {1, 64, 65, 5000}) {
+        const Launched forward = run(program, program.forward, call(n));
+        EXPECT_EQ(forward.count("forward_few"), n <= 64 ? 1 : 0) << n;
+        EXPECT_EQ(forward.count("forward") > 0, n > 64) << n;
+    }
+}
+
+// Ignored tokens are left out where every kernel over rows is told the list, and prepare makes it.
+TEST(Programs, ManyTokens_AreListed) {
+    const CudaProgram program = program_of("D=64,V=1000");
+    for (const std::int64_t n : {kRowThreads, kRowThreads + 1, 1 << 18, (1 << 18) + 1}) {
+        const bool listed = n > kRowThreads && n <= 1 << 18;
+        for (const LaunchProgram* pass : {&program.forward, &program.backward}) {
+            const Launched launched = run(program, *pass, call(n));
+            int lists = 0;
+            std::vector<bool> told;
+            for (const Recorded& r : launched.launches) {
+                if (r.kernel == "flce_prepare") lists += r.params<PrepareParams>().list != nullptr ? 1 : 0;
+                if (r.kernel == "flce_forward") told.push_back(r.params<ForwardSm90Params>().list.rows != nullptr);
+                if (r.kernel == "flce_row_outputs") told.push_back(r.params<RowOutputsParams>().list.rows != nullptr);
+                if (r.kernel == "flce_dlogits") told.push_back(r.params<DlogitsSm90Params>().list.rows != nullptr);
+                if (r.kernel == "flce_grad_hidden") told.push_back(r.params<GradHiddenSm90Params>().list.rows != nullptr);
+                if (r.kernel == "flce_grad_weight") told.push_back(r.params<GradWeightSm90Params>().list.rows != nullptr);
+            }
+            EXPECT_EQ(lists, listed ? 1 : 0) << n;
+            EXPECT_GE(told.size(), 2U) << n;
+            EXPECT_EQ(std::ranges::count(told, listed), std::ssize(told)) << n;
+        }
+    }
 }
 
 TEST(BackwardProgram, Scalars_AreSetOnceBeforeAnyRow) {
