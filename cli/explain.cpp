@@ -120,16 +120,13 @@ int explain(const ExplainOptions& options) {
     const Device device = resolve_device(options.device);
     PlanRequest request;
     if (!options.workspace.empty()) request.scratch_bytes = parse_bytes("--workspace", options.workspace);
-    Plan plan;
-    if (options.plan.empty()) {
-        plan = choose_plan(spec, device, request);
-    } else {
-        plan = parse_plan(options.plan);
-        if (const auto reason = illegal_reason(spec, device, plan)) throw PlanError(fmt::format("plan \"{}\": {}", options.plan, *reason));
-    }
+    // What runs here does not matter to it; what it has measured does.
+    SessionOptions session_options{.device = "cpu", .scratch_bytes = request.scratch_bytes};
+    const PlanChoice choice = Session(session_options).choose_plan(spec, device, {.plan = options.plan, .num_tokens = options.num_tokens});
+    const Plan& plan = choice.plan;
     const Point point = make_point(spec, device, plan, options.num_tokens, read_kept(spec, plan, options.num_tokens, options.retain));
     const auto curve = make_curve(spec, device, options.num_tokens);
-    const auto reasons = plan_reasons(spec, device, plan, request);
+    const auto& reasons = choice.reasons;
     if (options.json) {
         Json json{{"spec", spec.text()}, {"device", device.name}, {"num_tokens", options.num_tokens}};
         json.update(to_json(point));
@@ -137,6 +134,7 @@ int explain(const ExplainOptions& options) {
             static_cast<double>(options.num_tokens) * static_cast<double>(spec.vocab_size) * static_cast<double>(element_bytes(spec.dtype));
         json["curve"] = Json::array();
         for (const Point& p : curve) json["curve"].push_back(to_json(p));
+        json["plan_source"] = choice.source;
         json["reasons"] = reasons;
         print_json(json);
         return kDone;

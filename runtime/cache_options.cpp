@@ -45,6 +45,18 @@ ArtifactCache::Options cache_options(const SessionOptions& options, const Enviro
     return result;
 }
 
+RecordPlaces record_places(const SessionOptions& options, const Environment& environment) {
+    if (!options.use_records || environment.no_records) return {.shipped = false};
+    RecordPlaces places;
+    for (const auto& path : options.records) places.extra.push_back(absolute_path(path));
+    places.directory = absolute_path(environment.records_dir);
+    if (places.directory.empty()) {
+        const auto cache = absolute_path(options.cache_dir.empty() ? environment.cache_dir : options.cache_dir);
+        if (!cache.empty() && options.disk_cache && !environment.no_disk_cache) places.directory = cache / "records";
+    }
+    return places;
+}
+
 bool holds_kernels_of_others(const SessionOptions& options, const Environment& environment) {
     return !packs_of(options, environment).empty() || !remote_of(options, environment).empty();
 }

@@ -38,6 +38,8 @@ constexpr std::array kTable{
     Entry{"AWS_ENDPOINT_URL_S3", "S3 service that is not Amazon's, http://host:port; also AWS_ENDPOINT_URL", "Amazon's"},
     Entry{"FLCE_TRUSTED_KEYS", "public keys (PEM), ':' between them: packs and remote entries must be signed with one", "none"},
     Entry{"FLCE_SIGNING_KEY", "private Ed25519 key (PEM) that signs what is compiled here", "none"},
+    Entry{"FLCE_RECORDS_DIR", "where tuning records are kept", "\"records\" in the cache directory"},
+    Entry{"FLCE_NO_RECORDS", "1: plans are the cost model's, whatever has been measured", "0"},
     Entry{"FLCE_DEVICE", "device of sessions that name none: cpu, cuda, cuda:1, …", "the first CUDA device, else cpu"},
     Entry{"FLCE_NUM_THREADS", "threads of CPU kernels", "every core"},
     Entry{"FLCE_NVRTC", "libnvrtc.so to load, or the folder it is in", "the toolkit, the system, the Python wheel"},
@@ -146,6 +148,8 @@ Environment parse_environment(const std::function<const char*(const char*)>& get
     environment.s3 = parse_s3(get);
     environment.trusted_keys = parse_paths(get("FLCE_TRUSTED_KEYS"));
     environment.signing_key = get("FLCE_SIGNING_KEY");
+    environment.records_dir = get("FLCE_RECORDS_DIR");
+    environment.no_records = parse_flag("FLCE_NO_RECORDS", get("FLCE_NO_RECORDS"));
     environment.device = get("FLCE_DEVICE");
     environment.num_threads = parse_number("FLCE_NUM_THREADS", get("FLCE_NUM_THREADS"), kMostThreads, 0);
     environment.nvrtc = get("FLCE_NVRTC");

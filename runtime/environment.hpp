@@ -28,6 +28,8 @@ struct Environment {
     S3Access s3;                                            ///< AWS_…
     std::vector<std::filesystem::path> trusted_keys;        ///< FLCE_TRUSTED_KEYS
     std::filesystem::path signing_key;                      ///< FLCE_SIGNING_KEY; empty: nothing is signed
+    std::filesystem::path records_dir;                      ///< FLCE_RECORDS_DIR; empty: "records" in the cache directory
+    bool no_records = false;                                ///< FLCE_NO_RECORDS
     std::string device;                                     ///< FLCE_DEVICE; empty: not set
     int num_threads = 0;                                    ///< FLCE_NUM_THREADS; 0: every core
     std::filesystem::path nvrtc;                            ///< FLCE_NVRTC: the library or the folder it is in; empty: search

@@ -12,29 +12,41 @@
 #include <utility>
 
 #include "runtime/cache_options.hpp"
+#include "runtime/plan_choice.hpp"
 
 namespace flce {
 namespace {
+
+// What of a call's memory and size its plan depends on.
+struct Situation {
+    std::int64_t scratch_bytes = 0;
+    std::int64_t limit_bytes = 0;  // 0: none
+    std::int64_t num_tokens = 0;   // a token bucket
+    friend bool operator==(const Situation&, const Situation&) = default;
+};
 
 // A kernel as it is asked for. Specs that differ only in implied fields are one kernel under several of these.
 struct Request {
     Spec spec;
     std::string plan;
-    std::int64_t scratch_bytes = 0;
+    Situation at;
 };
 
 // The same without copies, for the hot lookup.
 struct RequestView {
     const Spec& spec;
     std::string_view plan;
-    std::int64_t scratch_bytes;
+    Situation at;
 };
 
 struct RequestHash {
     using is_transparent = void;
     template <class R>
     std::size_t operator()(const R& request) const noexcept {
-        std::size_t hash = SpecHash{}(request.spec) + static_cast<std::size_t>(request.scratch_bytes) * 0x9E3779B97F4A7C15ULL;
+        const Situation& at = request.at;
+        std::size_t hash =
+            SpecHash{}(request.spec) + static_cast<std::size_t>(at.scratch_bytes + 31 * at.limit_bytes) * 0x9E3779B97F4A7C15ULL;
+        hash += static_cast<std::size_t>(at.num_tokens) * 0xC2B2AE3D27D4EB4FULL;
         if (!request.plan.empty()) hash ^= std::hash<std::string_view>{}(request.plan);
         return hash;
     }
@@ -44,18 +56,13 @@ struct RequestEqual {
     using is_transparent = void;
     template <class A, class B>
     bool operator()(const A& a, const B& b) const noexcept {
-        return a.scratch_bytes == b.scratch_bytes && std::string_view(a.plan) == std::string_view(b.plan) && a.spec == b.spec;
+        return a.at == b.at && std::string_view(a.plan) == std::string_view(b.plan) && a.spec == b.spec;
     }
 };
 
 using KernelPointer = std::shared_ptr<const Kernel>;
 template <class Value>
 using RequestMap = std::unordered_map<Request, Value, RequestHash, RequestEqual>;
-
-struct PlanChoice {
-    Plan plan;
-    std::vector<std::string> reasons;
-};
 
 SessionStatistics session_statistics(const CacheStatistics& cache) {
     return {.memory_hits = cache.memory_hits,
@@ -77,29 +84,6 @@ SessionStatistics sum(const SessionStatistics& a, const SessionStatistics& b) {
             .pack_faults = a.pack_faults + b.pack_faults,
             .remote_hits = a.remote_hits + b.remote_hits,
             .remote_faults = a.remote_faults + b.remote_faults};
-}
-
-constexpr std::int64_t kTypicalTokens = 4096;  // for the estimates in an explanation
-
-PlanChoice plan_for(const Spec& spec, const Device& device, const std::string& text, std::int64_t scratch_bytes) {
-    if (scratch_bytes <= 0) throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", scratch_bytes));
-    PlanChoice choice;
-    if (!text.empty()) {
-        choice.plan = parse_plan(text);
-        if (const auto reason = illegal_reason(spec, device, choice.plan)) {
-            throw PlanError(fmt::format("plan \"{}\" is not legal for {} on {}: {}", text, spec.text(), device.name, *reason));
-        }
-    } else {
-        choice.plan = choose_plan(spec, device, {.scratch_bytes = scratch_bytes});
-    }
-    choice.reasons = plan_reasons(spec, device, choice.plan, {.scratch_bytes = scratch_bytes});
-    if (!text.empty()) choice.reasons.insert(choice.reasons.begin(), "plan: given by the caller, not chosen");
-    const Cost forward = estimate_forward(spec, device, choice.plan, kTypicalTokens);
-    const Cost backward = estimate_backward(spec, device, choice.plan, kTypicalTokens);
-    choice.reasons.push_back(fmt::format("expected at {} tokens: forward {:.3g} ms, backward {:.3g} ms ({:.3g} and {:.3g} Gflop)",
-                                         kTypicalTokens, 1e3 * forward.seconds, 1e3 * backward.seconds, 1e-9 * forward.flops,
-                                         1e-9 * backward.flops));
-    return choice;
 }
 
 constexpr std::int64_t kMostUsefulScratch = 256LL << 20;  // chunks that are wider gain nothing
@@ -133,7 +117,8 @@ struct Session::State {
           backends(std::move(session_backends)),
           local(resolve_local_device(options.device.empty() ? environment.device : options.device, backends,
                                      holds_kernels_of_others(options, environment))),
-          cache(cache_options(options, environment)) {
+          cache(cache_options(options, environment)),
+          records(record_places(options, environment)) {
         if (options.scratch_bytes <= 0) {
             throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", options.scratch_bytes));
         }
@@ -148,6 +133,7 @@ struct Session::State {
     Backends backends;
     LocalDevice local;
     ArtifactCache cache;
+    RecordStore records;
 
     mutable std::shared_mutex mutex;
     RequestMap<KernelPointer> kernels;
@@ -185,20 +171,46 @@ struct Session::State {
         return found->second;
     }
 
-    [[nodiscard]] BuildRequest build_request(const Request& request, const Device& device, DeviceRef ref) const {
-        PlanChoice choice = plan_for(request.spec, device, request.plan, request.scratch_bytes);
-        return {request.spec, device, std::move(choice.plan), ref, options.threads, std::move(choice.reasons)};
+    /// Limits in steps and tokens in buckets: what differs a little is one request.
+    [[nodiscard]] Situation situation(std::int64_t scratch_bytes, const KernelOptions& given) const {
+        const std::int64_t limit = limit_of(given);
+        return {scratch_bytes, limit > 0 ? round_down_to_step(limit) : 0, token_bucket(given.num_tokens)};
+    }
+
+    [[nodiscard]] PlanAnswer choose(const Request& request, const Device& device) {
+        return plan_for({.spec = request.spec,
+                         .device = device,
+                         .plan = request.plan,
+                         .scratch_bytes = request.at.scratch_bytes,
+                         .limit_bytes = request.at.limit_bytes,
+                         .num_tokens = request.at.num_tokens},
+                        records);
+    }
+
+    [[nodiscard]] BuildRequest build_request(const Request& request, const Device& device, DeviceRef ref) {
+        PlanAnswer answer = choose(request, device);
+        return {request.spec, device, std::move(answer.plan), ref, options.threads, std::move(answer.reasons)};
+    }
+
+    /// A kernel that is there already, of a request for another number of tokens or limit which came to the same plan.
+    KernelPointer of_same_plan(const Request& request, const Plan& plan) const {
+        const std::shared_lock lock(mutex);
+        for (const auto& [other, kernel] : kernels) {
+            if (other.plan == request.plan && other.spec == request.spec && kernel->plan() == plan) return kernel;
+        }
+        return nullptr;
     }
 
     KernelPointer build(const Request& request) {
         const BuildRequest wanted = build_request(request, local.device, local.ref);
+        if (auto kernel = of_same_plan(request, wanted.plan)) return kernel;
         const Backends::Make& make = local.device.kind == DeviceKind::cuda ? backends.make_cuda : backends.make_cpu;
         return make(wanted, cache);
     }
 
-    KernelPointer get(const Spec& spec, const std::string& plan, std::int64_t scratch_bytes) {
-        if (auto kernel = find({spec, plan, scratch_bytes})) return kernel;
-        Request request{spec.normalized(), plan, scratch_bytes};
+    KernelPointer get(const Spec& spec, const std::string& plan, const Situation& at) {
+        if (auto kernel = find({spec, plan, at})) return kernel;
+        Request request{spec.normalized(), plan, at};
         auto kernel = get_or_build(request);
         if (!(request.spec == spec)) {
             request.spec = spec;
@@ -260,16 +272,22 @@ DeviceRef SessionAccess::device_ref(const Session& session) { return session.sta
 
 std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const KernelOptions& options) {
     State& state = *state_;
-    auto kernel = state.get(spec, options.plan, state.scratch_of(spec, options));
+    auto kernel = state.get(spec, options.plan, state.situation(state.scratch_of(spec, options), options));
     const std::int64_t wide = state.wide_scratch_of(spec, options);
     if (wide <= kernel->plan().scratch_bytes || kernel->retained_bytes(std::max<std::int64_t>(options.num_tokens, 1)) > 0) return kernel;
-    return state.get(spec, options.plan, wide);
+    return state.get(spec, options.plan, state.situation(wide, options));
+}
+
+PlanChoice Session::choose_plan(const Spec& spec, const Device& device, const KernelOptions& options) {
+    State& state = *state_;
+    PlanAnswer answer = state.choose({spec.normalized(), options.plan, state.situation(state.scratch_of(spec, options), options)}, device);
+    return {std::move(answer.plan), std::move(answer.source), std::move(answer.reasons)};
 }
 
 PrewarmResult Session::prewarm(const Spec& spec, const Device& device, const KernelOptions& options) {
     State& state = *state_;
-    const BuildRequest wanted =
-        state.build_request({spec.normalized(), options.plan, state.scratch_of(spec, options)}, device, {device.kind, 0});
+    const BuildRequest wanted = state.build_request(
+        {spec.normalized(), options.plan, state.situation(state.scratch_of(spec, options), options)}, device, {device.kind, 0});
     // A cache of its own over the same tiers, so that the counts are this call's alone.
     ArtifactCache cache(state.cache.options());
     const auto count = [&] {
@@ -300,6 +318,7 @@ SessionStatistics Session::statistics() const {
 }
 
 const std::filesystem::path& Session::cache_dir() const noexcept { return state_->cache.directory(); }
+const std::filesystem::path& Session::records_dir() const noexcept { return state_->records.places().directory; }
 
 Session& default_session() {
     static Session* const session = new Session();

@@ -10,6 +10,7 @@ set(max_lines 500)
 set(forbidden_templates "^llvm/|^cuda\\.h$|^fstream$|^filesystem$|^chrono$|^thread$")
 set(forbidden_generator "^cuda\\.h$|^nvrtc\\.h$|^fstream$|^chrono$|^thread$|^dlfcn\\.h$")
 set(forbidden_cache "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
+set(forbidden_autotune "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 set(forbidden_cli "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 
 set(faults "")

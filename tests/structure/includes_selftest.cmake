@@ -29,5 +29,7 @@ expect_refusal(generator/emit.cpp "  #  include <flce/flce.hpp>\n" "generator ma
 expect_refusal(templates/tile.cuh "#include \"generator/plan.hpp\"\n" "templates may not depend on generator")
 expect_refusal(runtime/launch.cpp "#include \"tests/support/oracle.hpp\"\n" "runtime may not depend on tests")
 expect_refusal(cache/store.cpp "#include <llvm/IR/Module.h>\n" "not in cache")
+expect_refusal(autotune/search.cpp "#include <cuda.h>\n" "not in autotune")
+expect_refusal(autotune/search.cpp "#include \"runtime/session.hpp\"\n" "autotune may not depend on runtime")
 string(REPEAT "int x;\n" 501 long)
 expect_refusal(cli/long.cpp "${long}" "has 501 lines")

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -84,6 +85,13 @@ struct Plan {
 
 /// Scratch that every plan may use beyond 4·N·D bytes, and the default of a session.
 inline constexpr std::int64_t kDefaultScratchBytes = 64LL << 20;
+
+/// What a kernel is planned for where the number of tokens is not known.
+inline constexpr std::int64_t kTypicalTokens = 4096;
+/// Numbers of tokens at which plans are tuned, ascending. A number between them takes the plan of the nearest.
+[[nodiscard]] std::span<const std::int64_t> token_buckets() noexcept;
+/// The nearest of them by ratio, the smaller of two that are equally near; kTypicalTokens for 0 and less, which stand for a number not known.
+[[nodiscard]] std::int64_t token_bucket(std::int64_t num_tokens) noexcept;
 
 struct PlanRequest {
     /// Most bytes beyond dH's accumulator; below the smallest legal amount is a PlanError.

@@ -1,0 +1,13 @@
+// Which kernels a measurement is of.
+#pragma once
+
+#include <string_view>
+
+#include "flce/device.hpp"
+
+namespace flce {
+
+/// A digest of the templates and of the generator for that kind of device, 16 hexadecimal digits: made when the library is built.
+[[nodiscard]] std::string_view kernel_version(DeviceKind kind) noexcept;
+
+}  // namespace flce

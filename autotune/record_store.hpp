@@ -1,0 +1,69 @@
+// Where tuning records are kept and how a session finds the one that a call is nearest to.
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "autotune/record.hpp"
+
+namespace flce {
+
+/// Places in the order in which they are asked: at equal distance the first wins.
+struct RecordPlaces {
+    std::vector<std::filesystem::path> extra;  ///< directories of records, or single files; read only
+    std::filesystem::path directory;           ///< the user's own; empty: none
+    bool shipped = true;                       ///< those that the library brings
+};
+
+/// A record's plan for a call.
+struct RecordedPlan {
+    std::string plan;
+    std::string origin;  ///< the file, or "shipped with flce: NAME"
+    RecordKey key;
+    double median_ms = 0;
+    std::size_t candidates = 0;
+    bool other_kernels = false;  ///< measured with other kernels than this library's
+};
+
+/// Thread-safe. What it has read of a layer it keeps, so that a session's answers do not change while it lives. A record that cannot be read or
+/// does not belong where it lies is said once, and ignored.
+class RecordStore {
+public:
+    explicit RecordStore(RecordPlaces places);
+
+    /// Best plans of the records of that device and spec, nearest first: kernels of this version before others; then the nearest token bucket (of
+    /// two the smaller); then the nearest memory; then by place, and the record's digest. `wanted` is that of record_key().
+    [[nodiscard]] std::vector<RecordedPlan> plans(const RecordKey& wanted);
+
+    /// The user's record of exactly this key, where there is one.
+    [[nodiscard]] std::optional<Record> find(const RecordKey& key) const;
+    /// Merges the record into the user's directory; returns the file. Throws EnvironmentError where it cannot be written or there is no directory.
+    std::filesystem::path save(const Record& record);
+
+    [[nodiscard]] const RecordPlaces& places() const noexcept { return places_; }
+
+private:
+    struct Found {
+        RecordedPlan plan;
+        int place = 0;
+    };
+    [[nodiscard]] std::vector<Found> read_subject(const std::string& subject);
+    void read_file(const std::filesystem::path& file, const std::string& subject, int place, bool owned, std::vector<Found>& found);
+    void read_directory(const std::filesystem::path& directory, const std::string& subject, int place, bool owned,
+                        std::vector<Found>& found);
+
+    RecordPlaces places_;
+    std::mutex mutex_;
+    std::map<std::string, std::shared_ptr<const std::vector<Found>>> known_;  ///< by subject
+};
+
+/// A file's record. std::nullopt, and the reason in `why`, where it cannot be read or is none; `why` is empty where there is no such file.
+[[nodiscard]] std::optional<Record> read_record_file(const std::filesystem::path& file, std::string& why);
+/// Complete or not at all. Throws EnvironmentError.
+void write_record_file(const std::filesystem::path& file, const Record& record);
+
+}  // namespace flce

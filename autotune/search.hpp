@@ -1,0 +1,64 @@
+// The search for the best plan. It knows nothing of devices and clocks: measuring is a callback, which may be a process of its own.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "autotune/record.hpp"
+
+namespace flce {
+
+/// What a measurement came to.
+struct Measured {
+    Outcome outcome = Outcome::ok;
+    std::string why;                   ///< it is not ok
+    double ms = 0;                     ///< of time()
+    std::int64_t workspace_bytes = 0;  ///< of check()
+    std::int64_t retained_bytes = 0;
+};
+
+class Measure {
+public:
+    virtual ~Measure() = default;
+    /// Told of plans before they are asked for, so that they may be compiled side by side.
+    virtual void prepare(std::span<const Plan> /*plans*/) {}
+    /// Runs the plan once and compares every output. Nothing is timed that has not passed.
+    [[nodiscard]] virtual Measured check(const Plan& plan) = 0;
+    /// Forward and backward, once (or as often as makes one reliable sample), warm.
+    [[nodiscard]] virtual Measured time(const Plan& plan) = 0;
+    /// The budget is spent, or the user has had enough: the search ends with what it has.
+    [[nodiscard]] virtual bool stop() = 0;
+    /// Only so much time is left that the last rounds should begin.
+    [[nodiscard]] virtual bool nearly_over() { return stop(); }
+    /// Before every measurement: what the search is at.
+    virtual void progress(const std::string& /*stage*/, std::size_t /*candidates*/, std::size_t /*measurements*/, double /*best_ms*/) {}
+};
+
+struct SearchOptions {
+    std::string run;  ///< id of this run, under which its times are kept
+    PlanRequest request;
+    std::vector<Plan> extra;        ///< candidates of the user's, measured before all others
+    std::size_t seeds_of_each = 3;  ///< first candidates of each path and strategy
+    std::vector<std::string> only;  ///< names of the coordinates to vary; empty: all
+    std::size_t finalists = 4;
+    std::size_t exhaustive = 0;  ///< > 0: at most so many combinations of everything, in place of the descent
+};
+
+struct SearchResult {
+    std::string best_plan;     ///< of the record; empty: no candidate is left
+    std::string default_plan;  ///< the cost model's first choice
+    std::size_t measured = 0;  ///< candidates that this search has timed
+    bool complete = false;     ///< it was not stopped
+};
+
+/// Adds to `record` (its key says what of) all that is measured. Candidates which it holds times of already are not measured again: they take part
+/// with these; and where an earlier search has been through the same space, this one goes on from a new candidate alone, if that is the best. The cost model's first plans of every path race each other; from the best of them the search goes on a coordinate at a time (each
+/// GEMM's tile, chunk, order of tiles) until nothing gains; then the best few and the cost model's first choice are timed in turns once more.
+/// A race is successive halving: every candidate still in it is timed once a round, then the slower half leaves (and at
+/// once what is far behind).
+[[nodiscard]] SearchResult search(const Spec& spec, const Device& device, const SearchOptions& options, Measure& measure, Record& record);
+
+}  // namespace flce

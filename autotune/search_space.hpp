@@ -1,0 +1,38 @@
+// The plans that a search can reach: legal ones that differ from another in one place.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "flce/plan.hpp"
+
+namespace flce {
+
+/// A place in which plans differ: a GEMM's tile, the vocabulary chunk, the order of tiles; the CPU's blocks.
+struct Coordinate {
+    std::string name;
+    std::vector<Plan> plans;  ///< legal, the given one first, the others as the cost model expects them
+};
+
+/// Every coordinate of `plan`, or those of the names in `only`, those that matter most first. Precondition: plan is legal.
+[[nodiscard]] std::vector<Coordinate> coordinates(const Spec& spec, const Device& device, const Plan& plan,
+                                                  const std::vector<std::string>& only = {});
+
+/// Every combination of them, at most `most` (those nearest to `plan`), in the cost model's order; `plan` first.
+[[nodiscard]] std::vector<Plan> all_combinations(const Spec& spec, const Device& device, const Plan& plan,
+                                                 const std::vector<std::string>& only, std::size_t most);
+
+/// The first few candidates of each path and strategy, in the cost model's order: where a search begins.
+[[nodiscard]] std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t of_each);
+
+/// Places in the fixed order that decides between equals: the planner's candidates, then everything else.
+class PlanOrder {
+public:
+    PlanOrder(const Spec& spec, const Device& device, const PlanRequest& request);
+    [[nodiscard]] int rank(const Plan& plan) const;
+
+private:
+    std::vector<Plan> candidates_;
+};
+
+}  // namespace flce

@@ -1,0 +1,208 @@
+#include "autotune/search.hpp"
+
+#include <gmock/gmock.h>
+
+#include <cmath>
+#include <functional>
+#include <map>
+
+#include "autotune/search_space.hpp"
+#include "tests/autotune/record_support.hpp"
+
+namespace flce {
+namespace {
+
+using test::h100;
+using test::key_at;
+using test::tuned_spec;
+
+/// A device in which a plan takes what a function says, with noise that repeats.
+class FakeDevice : public Measure {
+public:
+    std::function<double(const Plan&)> ms = [](const Plan&) { return 10.0; };
+    std::function<Measured(const Plan&)> checked = [](const Plan&) { return Measured{}; };
+    std::function<Measured(const Plan&, double)> timed = [](const Plan&, double value) { return Measured{.ms = value}; };
+    std::size_t budget = 1'000'000;
+    double noise = 0;
+    std::map<std::string, int> checks, times;
+    std::size_t prepared = 0;
+    std::vector<std::string> order;
+
+    void prepare(std::span<const Plan> plans) override { prepared += plans.size(); }
+    Measured check(const Plan& plan) override {
+        ++checks[plan.text()];
+        return checked(plan);
+    }
+    Measured time(const Plan& plan) override {
+        order.push_back(plan.text());
+        const int count = ++times[plan.text()];
+        return timed(plan, ms(plan) * (1 + noise * std::sin(count * 12.9898 + static_cast<double>(order.size()))));
+    }
+    bool stop() override { return order.size() >= budget; }
+};
+
+/// Times that depend on every coordinate; the best tiles are none of the cost model's favourites.
+double rugged(const Plan& plan) {
+    double ms = 10;
+    const auto prefer = [&](bool is_best, double gain) { ms -= is_best ? gain : 0; };
+    prefer(plan.cuda.grad_weight == GemmTile{128, 256, 64, 4, 8, 1}, 0.4);
+    prefer(plan.cuda.grad_hidden == GemmTile{256, 128, 64, 4, 8, 1}, 0.5);
+    prefer(plan.cuda.forward == GemmTile{128, 128, 64, 4, 8, 1}, 0.3);
+    prefer(plan.vocab_chunk < 10'000, 0.3);
+    prefer(plan.cuda.raster == 16, 0.3);
+    prefer(plan.path == PlanPath::cuda_sm90a, 4);
+    return ms;
+}
+
+class SearchTest : public testing::Test {
+protected:
+    SearchResult run() { return search(tuned_spec(), h100(), options_, device_, record_); }
+    [[nodiscard]] double best_ms() const { return device_.ms(parse_plan(record_.best_plan())); }
+
+    FakeDevice device_;
+    SearchOptions options_{.run = "run"};
+    Record record_{.key = key_at(4096)};
+};
+
+TEST_F(SearchTest, Descent_FindsTheBestOfEveryCoordinate) {
+    device_.ms = rugged;
+    const SearchResult result = run();
+    EXPECT_TRUE(result.complete);
+    EXPECT_EQ(result.best_plan, record_.best_plan());
+    EXPECT_NEAR(best_ms(), 10 - 0.4 - 0.5 - 0.3 - 0.3 - 0.3 - 4, 1e-9) << result.best_plan;
+    EXPECT_GE(device_.prepared, device_.checks.size() - 1);
+}
+
+TEST_F(SearchTest, Descent_WithinTwoPercentOfEveryCombination) {
+    device_.ms = rugged;
+    device_.noise = 0.004;
+    options_.only = {"grad_weight", "grad_hidden", "forward"};
+    (void)run();
+    const double found = best_ms();
+    Record all{.key = key_at(4096)};
+    options_.exhaustive = 1000;
+    FakeDevice other;
+    other.ms = rugged;
+    (void)search(tuned_spec(), h100(), options_, other, all);
+    EXPECT_GT(all.candidates.size(), 150U);
+    EXPECT_LE(found, 1.02 * rugged(parse_plan(all.best_plan())));
+    EXPECT_LT(device_.order.size(), other.order.size() / 2);
+}
+
+TEST_F(SearchTest, Noise_DefaultStaysWhereNothingIsBetter) {
+    device_.noise = 0.008;
+    const SearchResult result = run();
+    EXPECT_EQ(result.best_plan, result.default_plan);
+}
+
+TEST_F(SearchTest, WrongFaultingAndHangingCandidates_RecordedAndNeverBest) {
+    // Whatever is quicker than the default is broken in one of four ways.
+    device_.ms = rugged;
+    const auto broken = [](const Plan& plan) {
+        const bool by_check = plan.cuda.raster == 16 || plan.vocab_chunk < 10'000;
+        const bool by_time = plan.cuda.grad_weight == GemmTile{128, 256, 64, 4, 8, 1};
+        return std::pair(by_check, by_time);
+    };
+    device_.checked = [&](const Plan& plan) {
+        if (!broken(plan).first) return Measured{};
+        return Measured{.outcome = plan.cuda.raster == 16 ? Outcome::wrong : Outcome::hung, .why = "broken"};
+    };
+    device_.timed = [&](const Plan& plan, double ms) {
+        return broken(plan).second ? Measured{.outcome = Outcome::faulted, .why = "SIGSEGV"} : Measured{.ms = ms};
+    };
+    (void)run();
+    std::map<Outcome, int> outcomes;
+    for (const auto& [text, candidate] : record_.candidates) {
+        ++outcomes[candidate.outcome];
+        const Plan plan = parse_plan(text);
+        EXPECT_EQ(candidate.outcome != Outcome::ok, broken(plan).first || broken(plan).second) << text;
+        EXPECT_EQ(candidate.outcome != Outcome::ok, !candidate.why.empty());
+        const auto [by_check, by_time] = broken(plan);
+        EXPECT_TRUE(!by_check || device_.times[text] == 0) << "timed without having passed";
+        EXPECT_TRUE(!by_time || device_.times[text] <= 1) << "asked again after its fault";
+    }
+    EXPECT_GT(outcomes[Outcome::wrong], 0);
+    EXPECT_GT(outcomes[Outcome::hung], 0);
+    EXPECT_GT(outcomes[Outcome::faulted], 0);
+    const Plan best = parse_plan(record_.best_plan());
+    EXPECT_FALSE(broken(best).first || broken(best).second);
+    EXPECT_EQ(best.cuda.grad_hidden, (GemmTile{256, 128, 64, 4, 8, 1}));
+}
+
+TEST_F(SearchTest, BudgetSpent_BestSoFar) {
+    for (const std::size_t budget : {1U, 7U, 30U}) {
+        record_.candidates.clear();
+        device_ = {};
+        device_.ms = rugged;
+        device_.budget = budget;
+        const SearchResult result = run();
+        EXPECT_FALSE(result.complete);
+        EXPECT_EQ(device_.order.size(), budget);
+        EXPECT_NE(result.best_plan, "");
+    }
+    device_ = {};
+    record_.candidates.clear();
+    device_.budget = 0;
+    EXPECT_EQ(run().best_plan, "");
+}
+
+TEST_F(SearchTest, Again_MeasuresNothing) {
+    device_.ms = rugged;
+    device_.noise = 0.01;
+    const std::string best = run().best_plan;
+    device_.checks.clear();
+    device_.order.clear();
+    options_.run = "second";
+    const SearchResult again = run();
+    EXPECT_EQ(again.best_plan, best);
+    EXPECT_EQ(again.measured, 0U);
+    EXPECT_TRUE(device_.order.empty());
+    EXPECT_TRUE(device_.checks.empty());
+}
+
+TEST_F(SearchTest, NewCandidate_MeasuresOnlyItself) {
+    device_.ms = rugged;
+    (void)run();
+    Plan own = parse_plan(record_.best_plan());
+    own.scratch_bytes = 65 << 20;
+    device_.ms = [&](const Plan& plan) { return rugged(plan) + (plan == own ? 1 : 0); };  // slower than the record's best
+    device_.checks.clear();
+    device_.times.clear();
+    options_.extra = {own};
+    options_.run = "second";
+    const SearchResult result = run();
+    EXPECT_EQ(result.measured, 1U);
+    ASSERT_EQ(device_.times.size(), 1U);
+    EXPECT_EQ(device_.times.begin()->first, own.text());
+    EXPECT_EQ(device_.checks.size(), 1U);
+    EXPECT_NE(record_.best_plan(), own.text());
+}
+
+TEST_F(SearchTest, Race_CandidatesTakeTurns) {
+    (void)run();
+    int repeated = 0;
+    for (std::size_t i = 1; i < device_.order.size(); ++i) repeated += device_.order[i] == device_.order[i - 1] ? 1 : 0;
+    EXPECT_LT(repeated, static_cast<int>(device_.order.size() / 10));
+}
+
+TEST(SearchSpace, Coordinates_OnlyLegalPlansOneOfThemTheGiven) {
+    for (const auto& [spec_text, device_name] : {std::pair{"D=2048,V=151936,dtype=bf16", "h100"},
+                                                 {"D=768,V=50257,dtype=fp32", "a100"},
+                                                 {"D=2304,V=256000,dtype=bf16,softcap=30", "h200"},
+                                                 {"D=768,V=50257,dtype=bf16", "znver4"}}) {
+        const Spec spec = parse_spec(spec_text).normalized();
+        const Device device = describe_device(device_name);
+        const Plan plan = choose_plan(spec, device);
+        const auto all = coordinates(spec, device, plan);
+        EXPECT_GE(all.size(), 4U) << device_name;
+        for (const Coordinate& coordinate : all) {
+            EXPECT_EQ(coordinate.plans.front(), plan);
+            EXPECT_GE(coordinate.plans.size(), 2U);
+            for (const Plan& other : coordinate.plans) EXPECT_EQ(illegal_reason(spec, device, other), std::nullopt) << other.text();
+        }
+        EXPECT_EQ(coordinates(spec, device, plan, {"chunk"}).size(), 1U);
+    }
+}
+
+}  // namespace
+}  // namespace flce

@@ -1,0 +1,151 @@
+// Which plan a session takes: the caller's, a record's, the cost model's.
+#include <gmock/gmock.h>
+
+#include "autotune/record_store.hpp"
+#include "tests/cache/cache_test_support.hpp"
+#include "tests/cache/log_capture.hpp"
+#include "tests/session/fake_backend.hpp"
+
+namespace flce {
+namespace {
+
+using test::FakeMachine;
+using test::LogCapture;
+using test::TemporaryDirectory;
+using testing::Contains;
+using testing::HasSubstr;
+
+const Spec& layer() {
+    static const Spec spec = parse_spec("D=256,V=5000,dtype=fp32").normalized();
+    return spec;
+}
+const Device& cpu() {
+    static const Device device = describe_device("x86-64-v3");
+    return device;
+}
+
+class SessionRecordsTest : public testing::Test {
+protected:
+    Session session(SessionOptions options = {}) {
+        options.cache_dir = directory_.path();
+        return SessionAccess::make(std::move(options), environment_, machine_.backends());
+    }
+    /// A candidate that is not the first choice.
+    static Plan plan(std::size_t which) { return candidate_plans(layer(), cpu()).at(which); }
+    void record(std::int64_t num_tokens, const std::string& plan, TunedMemory memory = {}) {
+        Record record{.key = record_key(layer(), cpu(), num_tokens, memory)};
+        record.candidates[plan].times_ms["run"] = {3.5};
+        (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(record);
+    }
+    TemporaryDirectory directory_;
+    FakeMachine machine_;
+    Environment environment_;
+};
+
+TEST_F(SessionRecordsTest, Record_BeforeTheCostModel) {
+    record(4096, plan(2).text());
+    const auto kernel = session().get_kernel(layer());
+    EXPECT_EQ(kernel->plan(), plan(2));
+    EXPECT_THAT(kernel->explain().reasons, Contains(HasSubstr("plan: measured: best of 1 at 4096 tokens, 3.5 ms")));
+    EXPECT_THAT(session({.use_records = false}).get_kernel(layer())->explain().reasons,
+                Contains(HasSubstr("plan: the cost model's first choice")));
+    EXPECT_EQ(session({.use_records = false}).get_kernel(layer())->plan(), plan(0));
+    environment_.no_records = true;
+    EXPECT_EQ(session().get_kernel(layer())->plan(), plan(0));
+}
+
+TEST_F(SessionRecordsTest, ExplicitPlan_BeforeTheRecord) {
+    record(4096, plan(2).text());
+    const auto kernel = session().get_kernel(layer(), {.plan = plan(1).text()});
+    EXPECT_EQ(kernel->plan(), plan(1));
+    EXPECT_THAT(kernel->explain().reasons, Contains(HasSubstr("given by the caller")));
+}
+
+TEST_F(SessionRecordsTest, NumTokens_NearestBucketsPlan) {
+    record(64, plan(1).text());
+    record(8192, plan(2).text());
+    Session session = this->session();
+    EXPECT_EQ(session.get_kernel(layer(), {.num_tokens = 1})->plan(), plan(1));
+    EXPECT_EQ(session.get_kernel(layer(), {.num_tokens = 200})->plan(), plan(1));
+    EXPECT_EQ(session.get_kernel(layer(), {.num_tokens = 100'000})->plan(), plan(2));
+    EXPECT_EQ(session.get_kernel(layer())->plan(), plan(2));  // not known: 4096
+    EXPECT_EQ(machine_.made, 2);
+}
+
+TEST_F(SessionRecordsTest, NoRecord_OneKernelForEveryNumberOfTokens) {
+    Session session = this->session();
+    const auto kernel = session.get_kernel(layer());
+    for (const std::int64_t tokens : {1, 500, 5000, 50'000}) EXPECT_EQ(session.get_kernel(layer(), {.num_tokens = tokens}), kernel);
+    EXPECT_EQ(machine_.made, 1);
+}
+
+TEST_F(SessionRecordsTest, IllegalPlan_OneWarningAndTheNextChoice) {
+    Plan bad = plan(1);
+    bad.cpu.micro_m = 1000;
+    record(4096, bad.text());
+    const LogCapture log;
+    Session session = this->session();
+    EXPECT_EQ(session.get_kernel(layer())->plan(), plan(0));
+    EXPECT_EQ(session.get_kernel(layer(), {.num_tokens = 64})->plan(), plan(0));
+    EXPECT_EQ(log.warnings(), 1);
+    EXPECT_THAT(log.text(), HasSubstr("is not legal"));
+    record(64, "no plan at all");
+    EXPECT_EQ(this->session().get_kernel(layer())->plan(), plan(0));
+    EXPECT_EQ(log.warnings(), 2);
+}
+
+TEST_F(SessionRecordsTest, OtherScratch_TilesOfTheRecordBytesOfTheCall) {
+    record(4096, plan(2).text());
+    const auto kernel = session().get_kernel(layer(), {.scratch_bytes = 32 << 20});
+    Plan expected = plan(2);
+    expected.scratch_bytes = 32 << 20;
+    EXPECT_EQ(kernel->plan(), expected);
+}
+
+TEST_F(SessionRecordsTest, Prewarm_CompilesWhatTheSessionAsksFor) {
+    record(64, plan(1).text());
+    record(4096, plan(2).text());
+    Session session = this->session();
+    for (const std::int64_t tokens : {64, 4096}) {
+        EXPECT_EQ(session.prewarm(layer(), cpu(), {.num_tokens = tokens}).compiled, 1);
+        (void)session.get_kernel(layer(), {.num_tokens = tokens});
+    }
+    EXPECT_EQ(machine_.made, 0);
+    EXPECT_EQ(machine_.requests.at(0).plan, plan(1));
+    EXPECT_EQ(machine_.requests.at(1).plan, plan(2));
+}
+
+TEST_F(SessionRecordsTest, RecordWrittenMeanwhile_SessionStaysWithItsAnswer) {
+    Session session = this->session();
+    EXPECT_EQ(session.choose_plan(layer(), cpu()).plan, plan(0));
+    record(4096, plan(2).text());
+    EXPECT_EQ(session.choose_plan(layer(), cpu()).plan, plan(0));
+    EXPECT_EQ(this->session().choose_plan(layer(), cpu()).plan, plan(2));
+}
+
+TEST_F(SessionRecordsTest, RecordsDirectory_EnvironmentThenBesideTheCache) {
+    EXPECT_EQ(session().records_dir(), directory_.path() / "records");
+    environment_.records_dir = "/elsewhere";
+    EXPECT_EQ(session().records_dir(), "/elsewhere");
+    environment_.no_records = true;
+    EXPECT_EQ(session().records_dir(), "");
+}
+
+TEST_F(SessionRecordsTest, PlanDigest_OfSpecsAndPlansInAnyOrder) {
+    Session session = this->session();
+    const auto a = session.get_kernel(layer());
+    const auto b = session.get_kernel(parse_spec("D=64,V=100,dtype=fp32"));
+    const auto other = session.get_kernel(layer(), {.plan = plan(1).text()});
+    using Kernels = std::vector<std::shared_ptr<const Kernel>>;
+    EXPECT_EQ(plan_digest(Kernels{a, b}), plan_digest(Kernels{b, a}));
+    EXPECT_EQ(plan_digest(Kernels{a, b}), plan_digest(Kernels{b, a, a}));
+    EXPECT_NE(plan_digest(Kernels{a, b}), plan_digest(Kernels{a}));
+    EXPECT_NE(plan_digest(Kernels{a}), plan_digest(Kernels{other}));
+    EXPECT_EQ(plan_digest(Kernels{a}).size(), 64U);
+    // The same in another process, or on another rank.
+    EXPECT_EQ(plan_digest(Kernels{this->session().get_kernel(layer())}), plan_digest(Kernels{a}));
+    EXPECT_THROW((void)plan_digest(Kernels{nullptr}), ArgumentError);
+}
+
+}  // namespace
+}  // namespace flce
