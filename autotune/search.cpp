@@ -27,8 +27,23 @@ public:
 
     SearchResult run() {
         SearchResult result;
-        const std::vector<Plan> seeds = seed_plans(spec_, device_, options_.request, options_.seeds_of_each);
+        const std::vector<Plan> seeds = seed_plans(spec_, device_, options_.request, options_.seeds);
         result.default_plan = seeds.front().text();
+        try {
+            explore(seeds);
+            finish(seeds.front());
+        } catch (const MeasureStopped&) {
+            stopped_ = true;
+        }
+        if (!stopped_ && searched_through_ && !timed_.empty()) record_.runs[options_.run].searched = space_digest(seeds.front());
+        result.best_plan = record_.best_plan();
+        result.measured = timed_.size();
+        result.complete = !stopped_ && searched_through_;
+        return result;
+    }
+
+private:
+    void explore(const std::vector<Plan>& seeds) {
         // Whatever else there is time for: without the default there is nothing to compare with.
         std::vector<Plan> first{seeds.front()};
         std::ranges::copy(options_.extra, std::back_inserter(first));
@@ -46,15 +61,9 @@ public:
         } else {
             best = descend(best);
         }
-        finish(seeds.front());
-        result.best_plan = record_.best_plan();
-        result.measured = timed_.size();
-        result.complete = !stopped_;
-        if (!stopped_ && !measure_.nearly_over()) record_.runs[options_.run].searched = space;
-        return result;
+        searched_through_ = !measure_.nearly_over();
     }
 
-private:
     [[nodiscard]] bool stop() {
         stopped_ = stopped_ || measure_.stop();
         return stopped_;
@@ -236,6 +245,7 @@ private:
     std::size_t measurements_ = 0;
     std::size_t rounds_ = 0;
     bool stopped_ = false;
+    bool searched_through_ = false;
 };
 
 }  // namespace

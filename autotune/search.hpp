@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
+#include <exception>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,6 +18,12 @@ struct Measured {
     double ms = 0;                     ///< of time()
     std::int64_t workspace_bytes = 0;  ///< of check()
     std::int64_t retained_bytes = 0;
+};
+
+/// Thrown by a measurement that was given up, with no result: the search ends with what it has.
+class MeasureStopped : public std::exception {
+public:
+    [[nodiscard]] const char* what() const noexcept override { return "measuring was stopped"; }
 };
 
 class Measure {
@@ -41,7 +47,7 @@ struct SearchOptions {
     std::string run;  ///< id of this run, under which its times are kept
     PlanRequest request;
     std::vector<Plan> extra;        ///< candidates of the user's, measured before all others
-    std::size_t seeds_of_each = 3;  ///< first candidates of each path and strategy
+    std::size_t seeds = 3;          ///< first candidates of the favourite path and strategy, beside one of each other
     std::vector<std::string> only;  ///< names of the coordinates to vary; empty: all
     std::size_t finalists = 4;
     std::size_t exhaustive = 0;  ///< > 0: at most so many combinations of everything, in place of the descent
@@ -51,7 +57,7 @@ struct SearchResult {
     std::string best_plan;     ///< of the record; empty: no candidate is left
     std::string default_plan;  ///< the cost model's first choice
     std::size_t measured = 0;  ///< candidates that this search has timed
-    bool complete = false;     ///< it was not stopped
+    bool complete = false;     ///< it was neither stopped nor cut short
 };
 
 /// Adds to `record` (its key says what of) all that is measured. Candidates which it holds times of already are not measured again: they take part

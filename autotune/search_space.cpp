@@ -146,11 +146,12 @@ std::vector<Plan> all_combinations(const Spec& spec, const Device& device, const
     return reached;
 }
 
-std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t of_each) {
+std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t count) {
     std::map<std::pair<PlanPath, Strategy>, std::size_t> taken;
     std::vector<Plan> seeds;
     for (const Plan& plan : candidate_plans(spec, device, request)) {
-        if (taken[{plan.path, plan.strategy}]++ < of_each) seeds.push_back(plan);
+        const bool favourite = seeds.empty() || (plan.path == seeds.front().path && plan.strategy == seeds.front().strategy);
+        if (taken[{plan.path, plan.strategy}]++ < (favourite ? count : 1)) seeds.push_back(plan);
     }
     return seeds;
 }

@@ -22,8 +22,8 @@ struct Coordinate {
 [[nodiscard]] std::vector<Plan> all_combinations(const Spec& spec, const Device& device, const Plan& plan,
                                                  const std::vector<std::string>& only, std::size_t most);
 
-/// The first few candidates of each path and strategy, in the cost model's order: where a search begins.
-[[nodiscard]] std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t of_each);
+/// The first candidates in the cost model's order, where a search begins: `count` of the favourite's path and strategy, one of each other.
+[[nodiscard]] std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t count);
 
 /// Places in the fixed order that decides between equals: the planner's candidates, then everything else.
 class PlanOrder {

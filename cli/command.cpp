@@ -72,6 +72,7 @@ Examples:
   flce bench --spec D=2048,V=151936,dtype=bf16 --num-tokens 4096 --json
   flce explain --spec D=4096,V=128256,dtype=bf16 --device h100
   flce prewarm --hf-config config.json --device sm_90a         compile for a GPU that is not here
+  flce tune --spec D=4096,V=128256,dtype=bf16 --num-tokens 8192    measure plans on this device, keep the best
   flce cache stats                                             what the kernel cache holds and did
   flce info
 
@@ -95,6 +96,8 @@ int main(int argc, char** argv) {
     add_bench(app, action);
     add_explain(app, action);
     add_prewarm(app, action);
+    add_tune(app, action);
+    add_tune_worker(app, action);
     add_cache(app, action);
     add_info(app, action);
     const std::string command = argc > 1 ? argv[1] : "-";

@@ -1,0 +1,428 @@
+// flce tune: measures plans on this device and keeps the best; shows, compares and merges what has been measured.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <array>
+#include <cstdio>
+#include <ctime>
+#include <fstream>
+#include <random>
+#include <sstream>
+
+#include "autotune/record_store.hpp"
+#include "autotune/search.hpp"
+#include "autotune/search_space.hpp"
+#include "cli/command.hpp"
+#include "cli/interrupt.hpp"
+#include "cli/tune_measure.hpp"
+#include "cli/tune_report.hpp"
+
+namespace flce::cli {
+namespace {
+
+struct TuneOptions {
+    std::vector<std::string> specs;
+    std::vector<std::filesystem::path> hf_configs;
+    std::vector<std::int64_t> num_tokens;
+    SessionFlags session;
+    std::string limit;
+    std::string retain = "auto";
+    std::vector<std::string> plans;
+    std::filesystem::path candidates_file;
+    double budget_s = 60;
+    double candidate_timeout_s = 30;
+    std::vector<std::string> coordinates;
+    std::size_t exhaustive = 0;
+    std::filesystem::path records_dir;
+    std::string commit;
+    bool fresh = false;
+    bool compile_only = false;
+    bool json = false;
+    std::vector<std::filesystem::path> show, diff, merge;
+    std::filesystem::path out, html;
+    std::vector<std::string> inject;
+};
+
+struct Tuned {
+    NamedRecord named;
+    SearchResult result;
+    double seconds = 0;
+};
+
+/// The first line that a command prints; empty where there is no such command.
+std::string first_output_line(const char* command) {
+    std::string line;
+    std::FILE* pipe = ::popen(command, "r");
+    if (pipe == nullptr) return line;
+    std::array<char, 512> buffer{};
+    if (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) line = first_line(buffer.data());
+    ::pclose(pipe);
+    return line;
+}
+
+TuningRun provenance(const Device& device, const std::string& commit) {
+    std::array<char, 32> date{};
+    const std::time_t now = std::time(nullptr);
+    std::tm utc{};
+    static_cast<void>(std::strftime(date.data(), date.size(), "%Y-%m-%dT%H:%M:%SZ", ::gmtime_r(&now, &utc)));
+    TuningRun run{.date = date.data(), .version = std::string(version()), .commit = commit, .device = device.name};
+    if (device.kind == DeviceKind::cuda) {
+        run.driver = first_output_line("nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null");
+        run.clocks = first_output_line("nvidia-smi --query-gpu=clocks.max.sm,clocks.max.mem,power.limit --format=csv,noheader 2>/dev/null");
+    }
+    return run;
+}
+
+/// Names a run: when, and which of those that began then.
+std::string run_id(const TuningRun& run) { return fmt::format("{} {:08x}", run.date, std::random_device{}()); }
+
+std::vector<Plan> extra_plans(const TuneOptions& options) {
+    std::vector<Plan> plans;
+    for (const std::string& text : options.plans) plans.push_back(parse_plan(text));
+    if (options.candidates_file.empty()) return plans;
+    std::istringstream lines(read_text_file(options.candidates_file));
+    for (std::string line; std::getline(lines, line);) {
+        line.erase(line.find_last_not_of(" \t\r") + 1);
+        if (!line.empty() && !line.starts_with('#')) plans.push_back(parse_plan(line));
+    }
+    return plans;
+}
+
+std::vector<Spec> specs_of(const TuneOptions& options) {
+    std::vector<Spec> specs;
+    for (const std::string& text : options.specs) specs.push_back(read_spec(text).normalized());
+    for (const auto& path : options.hf_configs) specs.push_back(spec_from_hf_config(read_text_file(path)).normalized());
+    if (specs.empty()) throw UsageError("tune needs at least one --spec or --hf-config (or --show, --diff, --merge)");
+    return specs;
+}
+
+class Tuner {
+public:
+    explicit Tuner(const TuneOptions& options)
+        : options_(options),
+          session_options_(options.session.options()),
+          session_(measuring_options()),
+          store_({.directory = options.records_dir.empty() ? session_.records_dir() : options.records_dir, .shipped = false}),
+          extra_(extra_plans(options)) {
+        if (store_.places().directory.empty())
+            throw UsageError("there is no directory for records: give --records-dir or set FLCE_RECORDS_DIR");
+        if (!options.limit.empty()) limit_bytes_ = parse_bytes("--workspace-limit", options.limit);
+    }
+
+    int run() {
+        const auto specs = specs_of(options_);
+        std::vector<std::int64_t> tokens;
+        for (const std::int64_t n : options_.num_tokens) {
+            if (std::ranges::find(tokens, token_bucket(n)) == tokens.end()) tokens.push_back(token_bucket(n));
+        }
+        if (tokens.empty()) tokens.push_back(kTypicalTokens);
+        bool failed = false;
+        for (const Spec& spec : specs) {
+            for (const std::int64_t n : tokens) {
+                if (interrupted()) break;
+                tuned_.push_back(tune(spec, n));
+                failed = failed || tuned_.back().result.best_plan.empty();
+                if (!options_.json) report(tuned_.back());
+            }
+        }
+        if (options_.json) report_json();
+        write_html();
+        if (interrupted()) throw Interrupted();
+        return failed ? kFailedCheck : kDone;
+    }
+
+private:
+    /// Of the session that says what there is; plans in use do not matter to it.
+    [[nodiscard]] SessionOptions measuring_options() const {
+        SessionOptions options = session_options_;
+        options.use_records = true;  // for the directory's name
+        return options;
+    }
+
+    /// Scratch that a session would give such a call.
+    [[nodiscard]] std::int64_t scratch_bytes(const Spec& spec, std::int64_t num_tokens) {
+        if (limit_bytes_ == 0) return session_options_.scratch_bytes;
+        return session_.choose_plan(spec, session_.device(), {.workspace_limit_bytes = limit_bytes_, .num_tokens = num_tokens})
+            .plan.scratch_bytes;
+    }
+
+    /// What is known of it, and this run's place in it.
+    Record begin_record(const RecordKey& key, const TuningRun& run, const std::string& id) {
+        Record record{.key = key};
+        if (!options_.fresh) record = store_.find(key).value_or(record);
+        if (!record.runs.empty()) {
+            const std::string change = provenance_change(record.runs.rbegin()->second, run);
+            if (!change.empty())
+                fmt::print(stderr, "flce: warning: earlier times may not compare ({}); --fresh measures all again\n", change);
+        }
+        record.runs[id] = run;
+        return record;
+    }
+
+    Tuned tune(const Spec& spec, std::int64_t num_tokens) {
+        const Device& device = session_.device();
+        SearchOptions search_options{.request = {.scratch_bytes = scratch_bytes(spec, num_tokens)},
+                                     .extra = extra_,
+                                     .only = options_.coordinates,
+                                     .exhaustive = options_.exhaustive};
+        for (const Plan& plan : extra_) {
+            if (const auto reason = illegal_reason(spec, device, plan))
+                throw PlanError(fmt::format("plan \"{}\": {}", plan.text(), *reason));
+        }
+        const TunedMemory memory{
+            .scratch_bytes = search_options.request.scratch_bytes, .limit_bytes = limit_bytes_, .retained = options_.retain};
+        const RecordKey key = record_key(spec, device, num_tokens, memory);
+        const TuningRun run = provenance(device, options_.commit);
+        search_options.run = run_id(run);
+        Record record = begin_record(key, run, search_options.run);
+
+        TuneTarget target{.spec = spec,
+                          .device = device,
+                          .session = session_options_,
+                          .num_tokens = key.num_tokens,
+                          .limit_bytes = limit_bytes_,
+                          .retain = options_.retain == "auto",
+                          .budget_s = options_.budget_s,
+                          .candidate_timeout_s = options_.candidate_timeout_s,
+                          .warm_up_s = device.kind == DeviceKind::cuda ? 1.0 : 0.0,
+                          .inject = options_.inject};
+        target.session.scratch_bytes = memory.scratch_bytes;
+        Tuned tuned;
+        {
+            ProcessMeasure measure(target);
+            tuned.result = search(spec, device, search_options, measure, record);
+            tuned.seconds = measure.elapsed_s();
+        }
+        keep(record, search_options.run, tuned);
+        return tuned;
+    }
+
+    void keep(Record& record, const std::string& run, Tuned& tuned) {
+        // A run that measured nothing leaves no trace.
+        const auto measured = [&](const auto& entry) { return entry.second.times_ms.contains(run); };
+        if (std::ranges::none_of(record.candidates, measured)) record.runs.erase(run);
+        std::filesystem::path file = store_.places().directory / record.key.file();
+        if (options_.fresh && !record.candidates.empty()) {
+            write_record_file(file, record);
+        } else if (!record.candidates.empty()) {
+            file = store_.save(record);
+        }
+        tuned.named = {file.string(), std::move(record)};
+    }
+
+    void report(const Tuned& tuned) const {
+        constexpr std::size_t kShown = 12;
+        fmt::print("{}", record_table(tuned.named, kShown));
+        const Record& record = tuned.named.record;
+        fmt::print("\n  {} candidates, {} measured now, {}{}\n", record.candidates.size(), tuned.result.measured,
+                   human_seconds(tuned.seconds), tuned.result.complete ? "" : "; stopped before the search's end");
+        const auto first = record.candidates.find(tuned.result.default_plan);
+        if (!tuned.result.best_plan.empty() && first != record.candidates.end()) {
+            fmt::print("  the cost model's first choice takes {:.3f} times the best\n",
+                       first->second.median_ms() / record.candidates.at(tuned.result.best_plan).median_ms());
+        }
+        std::fflush(stdout);
+    }
+
+    void report_json() const {
+        Json items = Json::array();
+        std::size_t candidates = 0;
+        std::size_t measured = 0;
+        for (const Tuned& tuned : tuned_) {
+            Json item = record_summary(tuned.named);
+            const auto& all = tuned.named.record.candidates;
+            item["measured"] = tuned.result.measured;
+            item["complete"] = tuned.result.complete;
+            item["seconds"] = tuned.seconds;
+            item["default_plan"] = tuned.result.default_plan;
+            const auto first = all.find(tuned.result.default_plan);
+            const bool timed = first != all.end() && first->second.sample_count() > 0;
+            item["default_ms"] = timed ? Json(first->second.median_ms()) : Json(nullptr);
+            std::map<std::string, int> outcomes;
+            for (const auto& [plan, candidate] : all) ++outcomes[std::string(to_string(candidate.outcome))];
+            item["outcomes"] = outcomes;
+            candidates += all.size();
+            measured += tuned.result.measured;
+            items.push_back(std::move(item));
+        }
+        Json json = Json::object();
+        if (items.size() == 1) {
+            json = items.front();
+        } else {
+            json = {{"candidates", candidates}, {"measured", measured}, {"best_plan", nullptr}, {"best_ms", nullptr}, {"record", nullptr}};
+        }
+        json["items"] = std::move(items);
+        print_json(json);
+    }
+
+    void write_html() const {
+        if (options_.html.empty()) return;
+        std::vector<NamedRecord> records;
+        for (const Tuned& tuned : tuned_) records.push_back(tuned.named);
+        std::ofstream file(options_.html, std::ios::binary | std::ios::trunc);
+        file << html_report(records);
+        if (!file.flush()) throw EnvironmentError(fmt::format("{} cannot be written", options_.html.string()));
+    }
+
+    const TuneOptions& options_;
+    SessionOptions session_options_;
+    Session session_;
+    RecordStore store_;
+    std::vector<Plan> extra_;
+    std::int64_t limit_bytes_ = 0;
+    std::vector<Tuned> tuned_;
+};
+
+int show(const TuneOptions& options) {
+    const auto records = read_records(options.show);
+    if (!options.html.empty()) {
+        std::ofstream file(options.html, std::ios::binary | std::ios::trunc);
+        file << html_report(records);
+        if (!file.flush()) throw EnvironmentError(fmt::format("{} cannot be written", options.html.string()));
+    }
+    if (options.json) {
+        Json list = Json::array();
+        for (const NamedRecord& record : records) list.push_back(record_summary(record));
+        print_json({{"records", list}});
+        return kDone;
+    }
+    for (const NamedRecord& record : records) fmt::print("{}\n", record_table(record, 0));
+    return kDone;
+}
+
+int diff(const TuneOptions& options) {
+    const auto records = read_records(options.diff);
+    if (records.size() != 2) throw UsageError("--diff compares two records, each a file");
+    if (options.json) {
+        print_json(record_difference_json(records[0], records[1]));
+    } else {
+        fmt::print("{}", record_difference(records[0], records[1]));
+    }
+    return kDone;
+}
+
+/// Records of one key become one; with --out they are written there (a directory where there are several keys), else into the user's directory.
+int merge(const TuneOptions& options) {
+    std::map<std::string, Record> by_key;
+    for (const NamedRecord& named : read_records(options.merge)) {
+        const auto [known, added] = by_key.emplace(named.record.key.digest(), named.record);
+        if (!added) known->second = merged(known->second, named.record);
+    }
+    const bool to_file = options.out.extension() == ".json";
+    if (to_file && by_key.size() != 1)
+        throw UsageError(fmt::format("--out {}: there are records of {} keys; name a directory", options.out.string(), by_key.size()));
+    const auto directory = !options.out.empty()          ? options.out
+                           : options.records_dir.empty() ? Session({.device = "cpu"}).records_dir()
+                                                         : options.records_dir;
+    RecordStore store({.directory = directory, .shipped = false});
+    Json files = Json::array();
+    for (const auto& [digest, record] : by_key) {
+        if (to_file) write_record_file(options.out, record);
+        files.push_back((to_file ? options.out : store.save(record)).string());
+    }
+    if (options.json) {
+        print_json({{"records", files}});
+    } else {
+        for (const Json& file : files) fmt::print("{}\n", file.get<std::string>());
+    }
+    return kDone;
+}
+
+/// What a search asks for first, and every single change of the cost model's choice. The device need not be here.
+int compile_only(const TuneOptions& options) {
+    const Device device = resolve_device(options.session.device);
+    const SessionOptions session = options.session.options();
+    std::vector<CompileJob> jobs;
+    for (const Spec& spec : specs_of(options)) {
+        const PlanRequest request{.scratch_bytes = session.scratch_bytes};
+        std::vector<Plan> plans = seed_plans(spec, device, request, SearchOptions{}.seeds);
+        for (const Coordinate& coordinate : coordinates(spec, device, plans.front(), options.coordinates)) {
+            std::ranges::copy(coordinate.plans, std::back_inserter(plans));
+        }
+        for (const Plan& plan : plans) jobs.push_back({spec, device.json(), plan.text()});
+    }
+    CompilePool pool(session.cache_dir.string(), default_compile_processes());
+    Progress progress("compile", static_cast<std::int64_t>(jobs.size()));
+    std::size_t failed = 0;
+    const bool complete = pool.compile(
+        jobs, [] { return interrupted(); }, [] { return 600.0; },
+        [&](std::size_t done, bool failure) {
+            failed += failure ? 1 : 0;
+            progress.update(static_cast<std::int64_t>(done));
+        });
+    progress.finish();
+    if (!complete) throw Interrupted();
+    if (options.json) {
+        print_json({{"candidates", jobs.size()}, {"failed", failed}});
+    } else {
+        fmt::print("{} candidates compiled or found, {} failed\n", jobs.size() - failed, failed);
+    }
+    return failed == 0 ? kDone : kFailedCheck;
+}
+
+int tune(const TuneOptions& options) {
+    if (options.compile_only) return compile_only(options);
+    if (!options.diff.empty()) return diff(options);
+    if (!options.merge.empty()) return merge(options);
+    if (!options.show.empty()) return show(options);
+    return Tuner(options).run();
+}
+
+}  // namespace
+
+void add_tune(CLI::App& app, Action& action) {
+    auto options = std::make_shared<TuneOptions>();
+    CLI::App* command = app.add_subcommand("tune", "Measure plans on this device and keep the best; show, compare and merge records");
+    command->footer(
+        "\nEvery candidate is checked before it is timed, in a process of its own: one that hangs or crashes is recorded as such. What has "
+        "been "
+        "measured is kept,\nso a second run measures only what is new. Sessions take the best plan of the record whose number of tokens is "
+        "nearest.\n\n"
+        "Examples:\n  flce tune --spec D=4096,V=128256,dtype=bf16 --num-tokens 4096 --num-tokens 8192\n"
+        "  flce tune --hf-config Qwen3-1.7B/config.json --budget-s 30 --html report.html\n"
+        "  flce tune --show ~/.cache/flce/records\n  flce tune --diff before.json after.json\n  flce tune --merge node1/ node2/ --out "
+        "team/");
+    command->add_option("--spec", options->specs, "what is computed: key=value,flag,… or @file.json; may be repeated")->take_all();
+    command->add_option("--hf-config", options->hf_configs, "a model's config.json; may be repeated")->take_all();
+    command
+        ->add_option("--num-tokens,-N", options->num_tokens,
+                     "rows of hidden, rounded to the nearest of 64, 256, 1024, 2048, … 65536; may be repeated (default: 4096)")
+        ->take_all()
+        ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40));
+    options->session.add_to(*command);
+    command->add_option("--workspace-limit", options->limit, "tune for a limit on workspace and what forward retains together, e.g. 2G");
+    command
+        ->add_option("--retain", options->retain,
+                     "auto: forward leaves to backward what grad_weight's memory or the limit has room for; none")
+        ->capture_default_str()
+        ->check(CLI::IsMember({"auto", "none"}));
+    command->add_option("--plan", options->plans, "a further candidate; may be repeated")->take_all();
+    command->add_option("--candidates-file", options->candidates_file, "further candidates, a plan a line; # begins a comment");
+    command->add_option("--budget-s", options->budget_s, "seconds for each spec and number of tokens")
+        ->capture_default_str()
+        ->check(CLI::Range(0.1, 86400.0));
+    command->add_option("--candidate-timeout-s", options->candidate_timeout_s, "a candidate that gives no answer for so long hangs")
+        ->capture_default_str()
+        ->check(CLI::Range(0.1, 86400.0));
+    command
+        ->add_option("--coordinates", options->coordinates,
+                     "what to vary: grad_weight, grad_hidden, forward, dlogits, chunk, raster; blocks, block_m, … (default: all)")
+        ->delimiter(',');
+    command->add_option("--exhaustive", options->exhaustive, "instead of descending, measure that many combinations");
+    command->add_option("--records-dir", options->records_dir,
+                        "where records are kept (default: FLCE_RECORDS_DIR, else \"records\" in the cache directory)");
+    command->add_option("--commit", options->commit, "kept with the measurements, to tell later what was measured");
+    command->add_flag("--compile-only", options->compile_only,
+                      "compile the first candidates into the cache and stop; --device may be one that is not here");
+    command->add_flag("--fresh", options->fresh, "measure everything again and replace the record");
+    command->add_option("--show", options->show, "print records: files, or directories of them")->expected(1, -1);
+    command->add_option("--diff", options->diff, "compare two records")->expected(2);
+    command->add_option("--merge", options->merge, "merge records: files, or directories of them")->expected(1, -1);
+    command->add_option("--out", options->out, "where --merge writes: a .json file or a directory");
+    command->add_option("--html", options->html, "write a report of what was tuned, or of --show's records, to this file");
+    command->add_flag("--json", options->json, "one JSON object on stdout");
+    command->add_option("--inject", options->inject, "")->take_all()->group("");
+    command->callback([options, &action] { action = [options] { return tune(*options); }; });
+}
+
+}  // namespace flce::cli

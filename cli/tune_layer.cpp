@@ -1,0 +1,265 @@
+#include "cli/tune_layer.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cli/number_formats.hpp"
+
+namespace flce::cli {
+namespace {
+
+constexpr std::int64_t kSampledTokens = 4;
+constexpr std::int64_t kSampledRows = 6;
+constexpr std::int64_t kSpread = 127;  ///< every so many-th row is compared between plans: one of each tile, each time elsewhere in it
+constexpr std::int64_t kEdge = 8;      ///< and so many at both ends
+/// Two right results differ by the errors of both; a wrong one by far more.
+constexpr double kDifferenceToCap = 3;
+constexpr double kWrongRow = 0.25;
+
+std::vector<std::int64_t> spread(std::int64_t count, std::int64_t wanted) {
+    wanted = std::min(count, wanted);
+    std::vector<std::int64_t> indices;
+    for (std::int64_t i = 0; i < wanted; ++i) indices.push_back((2 * i + 1) * count / (2 * wanted));
+    return indices;
+}
+
+/// Rows of a matrix in memory as they are compared between plans.
+std::vector<double> sampled_rows(const Tensor& tensor, DType dtype) {
+    const std::int64_t rows = tensor.view.shape[0];
+    const std::int64_t columns = tensor.view.shape[1];
+    const std::size_t row_bytes = static_cast<std::size_t>(columns) * element_bytes(dtype);
+    std::vector<double> values;
+    std::vector<std::byte> bytes(row_bytes);
+    for (std::int64_t row = 0; row < rows; ++row) {
+        if (row >= kEdge && row < rows - kEdge && row % kSpread != 0) continue;
+        tensor.buffer.download(bytes.data(), row_bytes, static_cast<std::size_t>(row) * row_bytes);
+        values.resize(values.size() + static_cast<std::size_t>(columns));
+        to_real(bytes.data(), dtype, values.data() + values.size() - columns, static_cast<std::size_t>(columns));
+    }
+    return values;
+}
+
+/// Why two gradients are not the same one; empty: they are. Rows have `columns` elements.
+std::string difference(const std::string& name, const std::vector<double>& values, const std::vector<double>& others, std::size_t columns,
+                       DType dtype) {
+    ErrorNorm all;
+    std::vector<ErrorNorm> rows(values.size() / std::max<std::size_t>(columns, 1));
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        all.add(values[i], others[i]);
+        rows[i / columns].add(values[i], others[i]);
+    }
+    const double most = kDifferenceToCap * gradient_error_cap(dtype);
+    if (!(all.relative() <= most))
+        return fmt::format("{} differs from another plan's by {:.2e}, more than {:.2e}", name, all.relative(), most);
+    if (dtype == DType::fp16) return "";  // a mean over many tokens makes subnormal rows, of which little is left
+    const double typical = all.reference2 / static_cast<double>(std::max<std::size_t>(rows.size(), 1));
+    for (std::size_t row = 0; row < rows.size(); ++row) {
+        if (rows[row].difference2 > kWrongRow * kWrongRow * std::max(rows[row].reference2, 0.01 * typical)) {
+            return fmt::format("{}: row {} of {} compared differs from another plan's", name, row, rows.size());
+        }
+    }
+    return "";
+}
+
+}  // namespace
+
+TuneLayer::TuneLayer(TuneLayerOptions options) : options_(std::move(options)), session_(options_.session) {
+    const Spec& spec = options_.spec;
+    device_ = session_.get_kernel(spec)->device_ref();
+    layer_ = make_random_layer(spec, options_.num_tokens, {.seed = 7, .upstream = true});
+    const Device& device = session_.device();
+    const double cache =
+        static_cast<double>(device.kind == DeviceKind::cuda ? device.gpu.l2_bytes : std::max(device.cpu.l3_bytes, device.cpu.l2_bytes));
+    const double bytes = 2 * static_cast<double>(layer_.hidden.size() + layer_.weight.size());
+    const auto sets = static_cast<std::size_t>(std::clamp(std::ceil(3 * cache / std::max(bytes, 1.0)), 1.0, 8.0));
+    for (std::size_t i = 0; i < sets; ++i) {
+        sets_.push_back({upload(spec, layer_, device_), make_outputs(spec, device_, options_.num_tokens, Reduction::mean)});
+    }
+    rows_ = spread(spec.vocab_size, kSampledRows);
+    rows_.front() = 0;
+    rows_.back() = spec.vocab_size - 1;
+}
+
+TuneLayer::Runnable& TuneLayer::runnable(const std::string& plan) {
+    if (const auto found = kernels_.find(plan); found != kernels_.end()) return found->second;
+    const std::int64_t n = options_.num_tokens;
+    Runnable made{.kernel = session_.get_kernel(options_.spec, {.plan = plan})};
+    made.workspace_bytes = made.kernel->workspace_bytes(n);
+    if (options_.retain) {
+        made.lent_bytes = made.kernel->retained_bytes(n, RetainedPlace::grad_weight);
+        const auto limit = static_cast<std::size_t>(options_.limit_bytes);
+        if (limit > 0 && made.workspace_bytes > limit) {
+            throw PlanError(fmt::format("its workspace of {} bytes is over the limit of {}", made.workspace_bytes, limit));
+        }
+        const std::size_t room = limit > 0 ? limit - made.workspace_bytes : 0;
+        made.own_bytes = std::min(made.kernel->retained_bytes(n), room / 256 * 256);
+        (made.own_bytes > made.lent_bytes ? made.lent_bytes : made.own_bytes) = 0;
+    }
+    const auto grow = [&](std::optional<Scratch>& memory, std::size_t& have, std::size_t wanted) {
+        if (wanted <= have && memory) return;
+        memory.reset();
+        memory.emplace(device_, wanted);
+        have = wanted;
+    };
+    grow(scratch_, scratch_bytes_, made.workspace_bytes);
+    if (made.own_bytes > 0) grow(retained_, retained_bytes_, made.own_bytes);
+    return kernels_.emplace(plan, std::move(made)).first->second;
+}
+
+void TuneLayer::run(const Runnable& runnable, std::size_t which) const {
+    const BufferSet& set = sets_[which % sets_.size()];
+    ForwardArgs forward = forward_args(set.inputs, set.outputs, {});
+    BackwardArgs backward = backward_args(set.inputs, set.outputs, {});
+    if (runnable.own_bytes > 0) forward.retained = backward.retained = {retained_->workspace().data, runnable.own_bytes};
+    if (runnable.lent_bytes > 0) forward.retained = backward.retained = {set.outputs.grad_weight.view.data, runnable.lent_bytes};
+    const Workspace workspace{scratch_->workspace().data, runnable.workspace_bytes};
+    runnable.kernel->forward(forward, workspace);
+    runnable.kernel->backward(backward, workspace);
+}
+
+/// Bytes that are NaN in every dtype: what is not written shows.
+void TuneLayer::poison() {
+    LayerOutputs& out = sets_.front().outputs;
+    const std::byte bytes = std::byte{0xff};
+    for (Tensor* tensor : {&out.loss, &out.lse, &out.entropy, &out.grad_hidden}) {
+        if (tensor->view.present) tensor->buffer.fill(bytes);
+    }
+    const bool accumulates = options_.spec.grad_weight_mode == GradMode::accumulate;
+    out.grad_weight.buffer.fill(accumulates ? std::byte{0} : bytes);
+    if (out.grad_bias.view.present) out.grad_bias.buffer.fill(accumulates ? std::byte{0} : bytes);
+}
+
+TuneLayer::Sample TuneLayer::sample() const {
+    const LayerOutputs& out = sets_.front().outputs;
+    Sample sample{.lse = out.lse.to_host<float>()};
+    if (options_.spec.outputs.entropy) sample.entropy = out.entropy.to_host<float>();
+    sample.grad_hidden = sampled_rows(out.grad_hidden, options_.spec.dtype);
+    sample.grad_weight = sampled_rows(out.grad_weight, options_.spec.grad_weight_dtype);
+    return sample;
+}
+
+void TuneLayer::compare_rows(const Reference& reference, const Yardstick& yardstick, NormPair& norms) const {
+    const Spec& spec = options_.spec;
+    const Tensor& tensor = sets_.front().outputs.grad_weight;
+    const std::size_t element = element_bytes(spec.grad_weight_dtype);
+    const auto d = static_cast<std::size_t>(spec.hidden_size);
+    std::vector<double> expected(d);
+    std::vector<float> other(d);
+    std::vector<std::byte> bytes(d * element);
+    for (const std::int64_t row : rows_) {
+        static_cast<void>(reference.grad_weight_row(row, expected));
+        static_cast<void>(yardstick.grad_weight_row(row, other));
+        if (spec.layout == WeightLayout::vocab_major) {
+            tensor.buffer.download(bytes.data(), bytes.size(), static_cast<std::size_t>(row) * bytes.size());
+        } else {
+            for (std::size_t k = 0; k < d; ++k) {
+                const std::size_t at = k * static_cast<std::size_t>(spec.padded_vocab_size) + static_cast<std::size_t>(row);
+                tensor.buffer.download(bytes.data() + k * element, element, at * element);
+            }
+        }
+        std::vector<double> values(d);
+        to_real(bytes.data(), spec.grad_weight_dtype, values.data(), d);
+        for (std::size_t k = 0; k < d; ++k) norms.add(values[k], stored_value(other[k], spec.grad_weight_dtype), expected[k]);
+    }
+}
+
+std::string TuneLayer::against_reference(const Sample& sample) {
+    const Spec& spec = options_.spec;
+    if (!reference_) {
+        const ReferenceProblem problem{.spec = spec,
+                                       .num_tokens = options_.num_tokens,
+                                       .hidden = layer_.hidden.data(),
+                                       .weight = layer_.weight.data(),
+                                       .bias = layer_.bias.data(),
+                                       .class_weight = layer_.class_weight,
+                                       .target = layer_.target,
+                                       .grad_lse = layer_.grad_lse,
+                                       .grad_logprob = layer_.grad_logprob,
+                                       .grad_entropy = layer_.grad_entropy,
+                                       .summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda)};
+        const auto tokens = spread(options_.num_tokens, kSampledTokens);
+        reference_.emplace(problem, tokens);
+        yardstick_.emplace(problem, tokens);
+    }
+    reference_->set_other(sample.lse, sample.entropy);
+    yardstick_->set_other(sample.lse, sample.entropy);
+    NormPair lse;
+    NormPair grad_hidden;
+    const Tensor& rows = sets_.front().outputs.grad_hidden;
+    const auto d = static_cast<std::size_t>(spec.hidden_size);
+    std::vector<double> row(d);
+    std::vector<std::byte> bytes(d * element_bytes(spec.dtype));
+    for (std::size_t i = 0; i < reference_->tokens().size(); ++i) {
+        const auto token = static_cast<std::size_t>(reference_->tokens()[i]);
+        lse.add(sample.lse[token], yardstick_->token(i).lse, reference_->token(i).lse);
+        rows.buffer.download(bytes.data(), bytes.size(), token * bytes.size());
+        to_real(bytes.data(), spec.dtype, row.data(), d);
+        for (std::size_t k = 0; k < d; ++k) grad_hidden.add(row[k], yardstick_->grad_hidden(i)[k], reference_->grad_hidden(i)[k]);
+    }
+    // Later plans' gradients are compared with the first right one's, row for row of a wider spread.
+    NormPair grad_weight;
+    if (!first_) compare_rows(*reference_, *yardstick_, grad_weight);
+    const Judge judge(spec.dtype, kRandomLogitDeviation / std::abs(spec.logit_scale) * std::sqrt(static_cast<double>(spec.hidden_size)));
+    const auto verdict = [&](const char* name, const Verdict& v) {
+        // Of a few rows' worth of numbers: what chance does to so small a sample is not what is looked for.
+        constexpr double kSmallSample = 2;
+        return v.error <= kSmallSample * v.bound
+                   ? ""
+                   : fmt::format("{} is off by {:.2e}, allowed are {:.2e}", name, v.error, kSmallSample * v.bound);
+    };
+    const LogitGradientSizes sizes = reference_->logit_gradient_sizes();
+    for (const std::string& why : {verdict("lse", judge.output(lse)), verdict("grad_hidden", judge.gradient(grad_hidden, &sizes)),
+                                   verdict("grad_weight", judge.gradient(grad_weight, &sizes))}) {
+        if (!why.empty()) return why;
+    }
+    return "";
+}
+
+std::string TuneLayer::against_first(const Sample& sample) const {
+    ErrorNorm lse;
+    for (std::size_t i = 0; i < sample.lse.size(); ++i) lse.add(sample.lse[i], first_->lse[i]);
+    const double most = 10 * output_error_cap(options_.spec.dtype);
+    if (!(lse.relative() <= most)) return fmt::format("lse differs from another plan's by {:.2e}, more than {:.2e}", lse.relative(), most);
+    const LayerOutputs& out = sets_.front().outputs;
+    std::string why = difference("grad_hidden", sample.grad_hidden, first_->grad_hidden,
+                                 static_cast<std::size_t>(out.grad_hidden.view.shape[1]), options_.spec.dtype);
+    if (!why.empty()) return why;
+    return difference("grad_weight", sample.grad_weight, first_->grad_weight, static_cast<std::size_t>(out.grad_weight.view.shape[1]),
+                      options_.spec.dtype);
+}
+
+TuneLayer::Checked TuneLayer::check(const std::string& plan) {
+    const Runnable& candidate = runnable(plan);
+    Checked checked{.workspace_bytes = static_cast<std::int64_t>(candidate.workspace_bytes),
+                    .retained_bytes = static_cast<std::int64_t>(candidate.own_bytes)};
+    if (options_.num_tokens == 0) return checked;
+    poison();
+    run(candidate, 0);
+    synchronize(device_);
+    if (std::exchange(spoil_, false)) sets_.front().outputs.grad_hidden.buffer.fill(std::byte{0});
+    Sample results = sample();
+    checked.wrong = against_reference(results);
+    if (checked.wrong.empty() && first_) checked.wrong = against_first(results);
+    if (checked.wrong.empty() && !first_) first_ = std::move(results);
+    return checked;
+}
+
+double TuneLayer::time_ms(const std::string& plan) {
+    Runnable& candidate = runnable(plan);
+    const auto once = [&](int repetitions) {
+        Timer timer(device_);
+        timer.start();
+        for (int i = 0; i < repetitions; ++i) run(candidate, calls_++);
+        return timer.stop_ms() / repetitions;
+    };
+    if (candidate.repetitions == 0) {
+        constexpr double kMostRepetitions = 1000;
+        const double ms = once(1);
+        candidate.repetitions = static_cast<int>(std::clamp(std::ceil(options_.sample_ms / std::max(ms, 1e-6)), 1.0, kMostRepetitions));
+    }
+    return once(candidate.repetitions);
+}
+
+}  // namespace flce::cli

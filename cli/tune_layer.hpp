@@ -1,0 +1,86 @@
+// What a tuning worker measures: one layer on one device, run with any plan, checked and timed.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/command.hpp"
+#include "cli/layer.hpp"
+#include "cli/reference.hpp"
+
+namespace flce::cli {
+
+struct TuneLayerOptions {
+    Spec spec;
+    SessionOptions session;
+    std::int64_t num_tokens = kTypicalTokens;
+    std::int64_t limit_bytes = 0;  ///< workspace and retained together; 0: none
+    bool retain = true;            ///< forward leaves to backward what grad_weight's memory or the limit has room for
+    double sample_ms = 5;          ///< shorter work is repeated
+};
+
+class TuneLayer {
+public:
+    explicit TuneLayer(TuneLayerOptions options);
+
+    struct Checked {
+        std::string wrong;  ///< empty: every output is right
+        std::int64_t workspace_bytes = 0;
+        std::int64_t retained_bytes = 0;
+    };
+    /// Runs the plan into poisoned outputs. Samples of tokens and vocabulary rows are held against fp64, and a spread of all rows against the first
+    /// plan that was right. Throws what get_kernel does.
+    [[nodiscard]] Checked check(const std::string& plan);
+    /// Milliseconds of forward and backward, on buffers in turn so that the inputs come from memory.
+    [[nodiscard]] double time_ms(const std::string& plan);
+
+    /// For tests of whoever asks: the next run's results are off.
+    void spoil_results() { spoil_ = true; }
+
+private:
+    struct Runnable {
+        std::shared_ptr<const Kernel> kernel;
+        std::size_t workspace_bytes = 0;
+        std::size_t own_bytes = 0;   ///< retained in memory of its own
+        std::size_t lent_bytes = 0;  ///< retained in grad_weight's
+        int repetitions = 0;         ///< not known yet
+    };
+    struct BufferSet {
+        LayerInputs inputs;
+        LayerOutputs outputs;
+    };
+    /// What is compared between plans: every lse, and of the gradients the rows of a spread.
+    struct Sample {
+        std::vector<float> lse, entropy;
+        std::vector<double> grad_hidden, grad_weight;
+    };
+
+    Runnable& runnable(const std::string& plan);
+    void run(const Runnable& runnable, std::size_t set) const;
+    void poison();
+    [[nodiscard]] Sample sample() const;
+    [[nodiscard]] std::string against_reference(const Sample& sample);
+    [[nodiscard]] std::string against_first(const Sample& sample) const;
+    void compare_rows(const Reference& reference, const Yardstick& yardstick, NormPair& norms) const;
+
+    TuneLayerOptions options_;
+    Session session_;
+    DeviceRef device_;
+    RandomLayer layer_;
+    std::vector<BufferSet> sets_;
+    std::optional<Scratch> scratch_, retained_;
+    std::size_t scratch_bytes_ = 0;
+    std::size_t retained_bytes_ = 0;
+    std::map<std::string, Runnable> kernels_;
+    std::vector<std::int64_t> rows_;  ///< of the vocabulary that the reference has
+    std::optional<Reference> reference_;
+    std::optional<Yardstick> yardstick_;
+    std::optional<Sample> first_;
+    std::size_t calls_ = 0;
+    bool spoil_ = false;
+};
+
+}  // namespace flce::cli

@@ -1,0 +1,131 @@
+#include "cli/tune_measure.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "cli/interrupt.hpp"
+
+namespace flce::cli {
+namespace {
+
+constexpr double kFinalShare = 0.85;  // of the budget: then the last rounds begin
+constexpr int kProgressSteps = 1000;
+
+std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1e3)); }
+
+}  // namespace
+
+ProcessMeasure::ProcessMeasure(const TuneTarget& target)
+    : target_(target),
+      compilers_(target.session.cache_dir.string(), default_compile_processes()),
+      progress_(fmt::format("tune {} at {}", target.spec.text(), target.num_tokens), kProgressSteps) {}
+
+ProcessMeasure::~ProcessMeasure() { progress_.finish(); }
+
+double ProcessMeasure::elapsed_s() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+
+bool ProcessMeasure::stop() {
+    interrupted_ = interrupted_ || interrupted();
+    return interrupted_ || elapsed_s() >= target_.budget_s;
+}
+
+bool ProcessMeasure::nearly_over() { return stop() || elapsed_s() >= kFinalShare * target_.budget_s; }
+
+void ProcessMeasure::progress(const std::string& stage, std::size_t candidates, std::size_t measurements, double best_ms) {
+    const double share = std::min(1.0, elapsed_s() / target_.budget_s);
+    progress_.update(static_cast<std::int64_t>(share * kProgressSteps),
+                     fmt::format("{}: {} candidates, {} measurements{}", stage, candidates, measurements,
+                                 best_ms > 0 ? fmt::format(", best {:.4g} ms", best_ms) : ""));
+}
+
+Json ProcessMeasure::open_request() const {
+    return {{"op", "open"},
+            {"spec", target_.spec.text()},
+            {"device", target_.session.device},
+            {"cache_dir", target_.session.cache_dir.string()},
+            {"threads", target_.session.threads},
+            {"scratch_bytes", target_.session.scratch_bytes},
+            {"num_tokens", target_.num_tokens},
+            {"limit_bytes", target_.limit_bytes},
+            {"retain", target_.retain}};
+}
+
+void ProcessMeasure::start() {
+    std::vector<std::string> arguments{kTuneWorker};
+    for (const std::string& fault : target_.inject) {
+        arguments.emplace_back("--inject");
+        arguments.push_back(fault);
+    }
+    worker_ = std::make_unique<WorkerProcess>(arguments);
+    // Tensors of gigabytes are made here; that is no candidate's fault.
+    const Reply reply = worker_->ask(open_request(), milliseconds(std::max(target_.candidate_timeout_s, target_.budget_s)));
+    if (reply.kind == Reply::Kind::interrupted) throw MeasureStopped();
+    if (reply.kind != Reply::Kind::answer) throw EnvironmentError(fmt::format("the tuning worker does not start: {}", reply.why));
+    if (reply.answer.contains("error")) {
+        throw EnvironmentError(fmt::format("the tuning worker does not start: {}", reply.answer["error"].get<std::string>()));
+    }
+}
+
+Measured ProcessMeasure::ask(const Json& request, Json& answer) {
+    if (worker_ == nullptr || !worker_->alive()) start();
+    const double left = std::max(0.0, target_.budget_s - elapsed_s());
+    Reply reply = worker_->ask(request, milliseconds(std::min(left, target_.candidate_timeout_s)));
+    switch (reply.kind) {
+        case Reply::Kind::interrupted: interrupted_ = true; throw MeasureStopped();
+        case Reply::Kind::timed_out:
+            if (left < target_.candidate_timeout_s) throw MeasureStopped();
+            return {.outcome = Outcome::hung, .why = reply.why};
+        case Reply::Kind::died: return {.outcome = Outcome::faulted, .why = reply.why};
+        case Reply::Kind::answer: break;
+    }
+    answer = std::move(reply.answer);
+    if (!answer.is_object()) {
+        worker_->kill();
+        return {.outcome = Outcome::faulted, .why = "the worker's answer cannot be read"};
+    }
+    if (!answer.contains("error")) return {};
+    const auto kind = static_cast<ErrorKind>(answer["kind"].get<int>());
+    const std::string why = answer["error"].get<std::string>();
+    if (kind != ErrorKind::device) return {.outcome = Outcome::failed, .why = why};
+    // An illegal access or the like: nothing else can run in that process any more.
+    worker_->kill();
+    return {.outcome = Outcome::faulted, .why = why};
+}
+
+Measured ProcessMeasure::check(const Plan& plan) {
+    Json answer;
+    Measured measured = ask({{"op", "check"}, {"plan", plan.text()}}, answer);
+    if (measured.outcome != Outcome::ok) return measured;
+    measured.workspace_bytes = answer["workspace_bytes"].get<std::int64_t>();
+    measured.retained_bytes = answer["retained_bytes"].get<std::int64_t>();
+    measured.why = answer["wrong"].get<std::string>();
+    if (measured.why.empty()) return measured;
+    measured.outcome = Outcome::wrong;
+    worker_->kill();  // whoever writes wrong results may have written over others' memory
+    return measured;
+}
+
+Measured ProcessMeasure::time(const Plan& plan) {
+    Json answer;
+    if (!warm_ && target_.warm_up_s > 0) {
+        if (Measured warm = ask({{"op", "warm"}, {"plan", plan.text()}, {"seconds", target_.warm_up_s}}, answer);
+            warm.outcome != Outcome::ok) {
+            return warm;
+        }
+    }
+    warm_ = true;
+    Measured measured = ask({{"op", "time"}, {"plan", plan.text()}}, answer);
+    if (measured.outcome == Outcome::ok) measured.ms = answer["ms"].get<double>();
+    return measured;
+}
+
+/// A kernel that several plans share is compiled by whoever is first.
+void ProcessMeasure::prepare(std::span<const Plan> plans) {
+    std::vector<CompileJob> jobs;
+    for (const Plan& plan : plans) jobs.push_back({target_.spec, target_.device.json(), plan.text()});
+    const auto left = [this] { return target_.budget_s - elapsed_s(); };
+    if (!compilers_.compile(jobs, [this] { return stop(); }, left)) throw MeasureStopped();
+}
+
+}  // namespace flce::cli

@@ -1,0 +1,63 @@
+// The autotuner's callback: candidates are compiled, checked and timed in child processes.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "autotune/search.hpp"
+#include "cli/compile_pool.hpp"
+#include "cli/progress.hpp"
+#include "cli/worker_process.hpp"
+
+namespace flce::cli {
+
+struct TuneTarget {
+    Spec spec;
+    Device device;
+    SessionOptions session;
+    std::int64_t num_tokens = kTypicalTokens;
+    std::int64_t limit_bytes = 0;
+    bool retain = true;
+    double budget_s = 60;
+    double candidate_timeout_s = 30;  ///< of one check or one sample
+    double warm_up_s = 0;
+    std::vector<std::string> inject;  ///< for tests: KIND@TEXT makes the worker misbehave with plans that hold TEXT
+};
+
+/// Name of the hidden subcommand that the children run.
+inline constexpr const char* kTuneWorker = "tune-worker";
+
+class ProcessMeasure : public Measure {
+public:
+    explicit ProcessMeasure(const TuneTarget& target);
+    ~ProcessMeasure() override;
+
+    void prepare(std::span<const Plan> plans) override;
+    [[nodiscard]] Measured check(const Plan& plan) override;
+    [[nodiscard]] Measured time(const Plan& plan) override;
+    [[nodiscard]] bool stop() override;
+    [[nodiscard]] bool nearly_over() override;
+    void progress(const std::string& stage, std::size_t candidates, std::size_t measurements, double best_ms) override;
+
+    [[nodiscard]] double elapsed_s() const;
+    [[nodiscard]] bool was_interrupted() const { return interrupted_; }
+
+private:
+    [[nodiscard]] Json open_request() const;
+    void start();
+    /// What a request comes to; throws MeasureStopped where the budget or the user ended it.
+    [[nodiscard]] Measured ask(const Json& request, Json& answer);
+
+    const TuneTarget& target_;
+    std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+    std::unique_ptr<WorkerProcess> worker_;
+    CompilePool compilers_;
+    Progress progress_;
+    bool warm_ = false;
+    bool interrupted_ = false;
+};
+
+}  // namespace flce::cli

@@ -1,0 +1,30 @@
+// Tuning records for people: tables, differences, and one self-contained page.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "autotune/record.hpp"
+#include "cli/command.hpp"
+
+namespace flce::cli {
+
+struct NamedRecord {
+    std::string name;  ///< its file
+    Record record;
+};
+
+/// Records of files and of all *.json below directories. Throws UsageError for a path that is neither, or a file that is no record.
+[[nodiscard]] std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths);
+
+/// What it is of, its runs, and its candidates, the quickest first (at most `most`; 0: all).
+[[nodiscard]] std::string record_table(const NamedRecord& named, std::size_t most);
+[[nodiscard]] Json record_summary(const NamedRecord& named);
+/// Candidates of both side by side, those of one alone, and what else differs.
+[[nodiscard]] std::string record_difference(const NamedRecord& a, const NamedRecord& b);
+[[nodiscard]] Json record_difference_json(const NamedRecord& a, const NamedRecord& b);
+/// One HTML page without anything from elsewhere: a section a record with candidates, times, the winner, and memory against time.
+[[nodiscard]] std::string html_report(const std::vector<NamedRecord>& records);
+
+}  // namespace flce::cli

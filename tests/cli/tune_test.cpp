@@ -1,0 +1,239 @@
+// flce tune on the CPU: the same code that tunes a GPU, with real kernels of a tiny layer.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+#include "autotune/record_store.hpp"
+#include "tests/cli/process.hpp"
+
+namespace flce::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+namespace fs = std::filesystem;
+
+constexpr const char* kSpec = "D=32,V=300,dtype=fp32";
+/// Of the cost model's first candidates on every x86-64: another chunk than the default's.
+std::string another_plan() {
+    const auto explained = run_flce({"explain", "--spec", kSpec, "--device", "cpu", "--json"}).json();
+    std::string plan = explained.at("plan").get<std::string>();
+    const auto at = plan.find("scratch=");
+    return plan.substr(0, at) + "scratch=" + std::to_string(63 << 20);
+}
+
+std::string read_text(const fs::path& path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class FlceTune : public testing::Test {
+protected:
+    [[nodiscard]] ProcessResult run(std::vector<std::string> arguments, int interrupt_after_ms = 0) const {
+        arguments.insert(arguments.begin(), "tune");
+        return run_flce(arguments, {.environment = {{"FLCE_RECORDS_DIR", records_.path().string()}, {"FLCE_NUM_THREADS", "1"}},
+                                    .interrupt_after_ms = interrupt_after_ms});
+    }
+    [[nodiscard]] nlohmann::json tune(const std::vector<std::string>& more = {}) const {
+        std::vector<std::string> arguments{"--spec", kSpec, "--num-tokens", "64", "--device", "cpu", "--budget-s", "30", "--json"};
+        arguments.insert(arguments.end(), more.begin(), more.end());
+        const ProcessResult result = run(arguments);
+        EXPECT_EQ(result.exit_code, 0) << result.err;
+        return result.json();
+    }
+    [[nodiscard]] static Record read(const nlohmann::json& result) {
+        std::string why;
+        const auto record = read_record_file(result.at("record").get<std::string>(), why);
+        EXPECT_TRUE(record) << why;
+        return record.value_or(Record{});
+    }
+    TemporaryFolder records_;
+};
+
+TEST_F(FlceTune, Record_SessionsPlanByIt) {
+    const auto result = tune({"--commit", "abc123"});
+    EXPECT_GT(result.at("candidates"), 10);
+    EXPECT_EQ(result.at("measured"), result.at("candidates"));
+    EXPECT_TRUE(result.at("complete"));
+    EXPECT_GT(result.at("best_ms"), 0);
+    const Record record = read(result);
+    EXPECT_EQ(record.best_plan(), result.at("best_plan"));
+    EXPECT_EQ(record.key.num_tokens, 64);
+    EXPECT_EQ(record.runs.begin()->second.commit, "abc123");
+    // Blocks and panels of the register block are among what was varied.
+    std::set<std::tuple<int, int, int, int>> blocks;
+    for (const auto& [text, candidate] : record.candidates) {
+        EXPECT_EQ(candidate.outcome, Outcome::ok) << text << ": " << candidate.why;
+        const CpuPlan cpu = parse_plan(text).cpu;
+        blocks.insert({cpu.micro_m, cpu.block_m, cpu.block_n, cpu.block_k});
+    }
+    EXPECT_GE(blocks.size(), 6U);
+
+    const ProcessOptions with_records{.environment = {{"FLCE_RECORDS_DIR", records_.path().string()}}};
+    const auto explained = run_flce({"explain", "--spec", kSpec, "--device", "cpu", "--json"}, with_records).json();
+    EXPECT_EQ(explained.at("plan"), result.at("best_plan"));
+    EXPECT_THAT(explained.at("plan_source").get<std::string>(), HasSubstr("measured"));
+    const auto bench =
+        run_flce({"bench", "--spec", kSpec, "--device", "cpu", "--num-tokens", "8", "--rounds", "1", "--no-floor", "--json"}, with_records)
+            .json();
+    EXPECT_EQ(bench.at("plan"), result.at("best_plan"));
+}
+
+TEST_F(FlceTune, Again_MeasuresOnlyWhatIsNew) {
+    const auto first = tune();
+    const auto again = tune();
+    EXPECT_EQ(again.at("measured"), 0);
+    EXPECT_EQ(again.at("best_plan"), first.at("best_plan"));
+    EXPECT_EQ(read(again), read(first));
+    const std::string own = another_plan();
+    const auto more = tune({"--plan", own});
+    const Record record = read(more);
+    ASSERT_TRUE(record.candidates.contains(own));
+    EXPECT_GT(record.candidates.at(own).sample_count(), 0U);
+    // Of the others nothing was measured again.
+    for (const auto& [plan, candidate] : read(first).candidates) EXPECT_EQ(record.candidates.at(plan), candidate) << plan;
+    EXPECT_EQ(tune({"--fresh"}).at("measured").get<int>() > 10, true);
+}
+
+TEST_F(FlceTune, CandidatesThatHangFaultOrLie_RecordedAndNeverBest) {
+    // A chunk each of its own makes the victims known beforehand, whatever else is tried; scratch tells them apart.
+    const std::string plan = another_plan();
+    const auto with_scratch = [&](int mib) { return plan.substr(0, plan.find("scratch=")) + "scratch=" + std::to_string(mib << 20); };
+    std::vector<std::string> arguments{"--candidate-timeout-s", "2"};
+    const std::vector<std::tuple<std::string, int, Outcome, std::string>> faults = {{"hang", 61, Outcome::hung, "no answer"},
+                                                                                    {"fault", 60, Outcome::faulted, "signal 11"},
+                                                                                    {"wrong", 59, Outcome::wrong, "grad_hidden"},
+                                                                                    {"fault-timing", 58, Outcome::faulted, "signal 9"}};
+    for (const auto& [kind, mib, outcome, why] : faults) {
+        arguments.insert(arguments.end(), {"--plan", with_scratch(mib), "--inject", kind + "@scratch=" + std::to_string(mib << 20)});
+    }
+    const auto result = tune(arguments);
+    const Record record = read(result);
+    for (const auto& [kind, mib, outcome, why] : faults) {
+        const Candidate& candidate = record.candidates.at(with_scratch(mib));
+        EXPECT_EQ(candidate.outcome, outcome) << kind << ": " << to_string(candidate.outcome) << " " << candidate.why;
+        EXPECT_THAT(candidate.why, HasSubstr(why)) << kind;
+        EXPECT_NE(record.best_plan(), with_scratch(mib));
+    }
+    EXPECT_EQ(result.at("outcomes").at("faulted"), 2);
+    EXPECT_GT(result.at("outcomes").at("ok"), 10);
+    EXPECT_TRUE(result.at("complete"));
+}
+
+TEST_F(FlceTune, BudgetSpentOrCtrlC_BestSoFarIsKept) {
+    const std::vector<std::string> large{"--spec", "D=256,V=20000,dtype=fp32", "--num-tokens", "256", "--device", "cpu", "--json"};
+    std::vector<std::string> arguments = large;
+    arguments.insert(arguments.end(), {"--budget-s", "2.5"});
+    const ProcessResult spent = run(arguments);
+    ASSERT_TRUE(spent.json().is_object()) << spent.err;
+    EXPECT_FALSE(spent.json().at("complete"));
+    arguments = large;
+    arguments.insert(arguments.end(), {"--budget-s", "600", "--fresh"});
+    const ProcessResult interrupted = run(arguments, 2500);
+    EXPECT_EQ(interrupted.exit_code, 130);
+    EXPECT_THAT(interrupted.err, HasSubstr("interrupted"));
+    ASSERT_TRUE(interrupted.json().is_object()) << interrupted.out;
+    EXPECT_FALSE(interrupted.json().at("complete"));
+    if (interrupted.json().at("candidates") > 0) {
+        for (const auto& [plan, candidate] : read(interrupted.json()).candidates) EXPECT_EQ(candidate.outcome, Outcome::ok) << plan;
+    }
+}
+
+TEST_F(FlceTune, CandidatesFile_ReadWithComments) {
+    const std::string own = another_plan();
+    std::ofstream(records_ / "plans.txt") << "# two of ours\n\n" << own << "  \n";
+    const auto result = tune({"--candidates-file", records_ / "plans.txt", "--coordinates", "chunk"});
+    EXPECT_TRUE(read(result).candidates.contains(own));
+    EXPECT_LT(result.at("candidates"), 10);
+}
+
+class FlceTuneRecords : public FlceTune {
+protected:
+    void SetUp() override {
+        write("a.json", "run1", 2.0, 1.0);
+        write("b.json", "run2", 2.2, 3.0);
+    }
+    void write(const std::string& name, const std::string& run, double first, double second) const {
+        const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16");
+        Record record{.key = record_key(spec, describe_device("h100"), 4096, {})};
+        record.runs[run] = {.date = "2026-11-21T00:00:00Z", .version = "0.1.0", .device = "NVIDIA H100 80GB HBM3", .driver = run};
+        const auto plans = candidate_plans(spec, describe_device("h100"));
+        record.candidates[plans[0].text()] = {.rank = 0, .workspace_bytes = 1 << 20, .times_ms = {{run, std::vector<double>(5, first)}}};
+        record.candidates[plans[1].text()] = {.rank = 1, .workspace_bytes = 2 << 20, .times_ms = {{run, std::vector<double>(5, second)}}};
+        record.candidates["<b>&\"hung\""] = {.rank = 2, .outcome = Outcome::hung, .why = "no answer in 3 s"};
+        write_record_file(records_ / name, record);
+    }
+};
+
+TEST_F(FlceTuneRecords, Show_TableAndJson) {
+    const ProcessResult table = run({"--show", records_ / "a.json"});
+    EXPECT_EQ(table.exit_code, 0) << table.err;
+    EXPECT_THAT(table.out, AllOf(HasSubstr("D=2048,V=151936,dtype=bf16"), HasSubstr("NVIDIA H100, 4096 tokens"), HasSubstr("* "),
+                                 HasSubstr("hung: no answer in 3 s"), HasSubstr("driver run1")));
+    const auto json = run({"--show", records_.path().string(), "--json"}).json();
+    ASSERT_EQ(json.at("records").size(), 2U);
+    EXPECT_EQ(json.at("records")[0].at("best_ms"), 1.0);
+    EXPECT_EQ(json.at("records")[1].at("best_ms"), 2.2);
+}
+
+TEST_F(FlceTuneRecords, Diff_TimesAndProvenance) {
+    const ProcessResult text = run({"--diff", records_ / "a.json", records_ / "b.json"});
+    EXPECT_EQ(text.exit_code, 0) << text.err;
+    EXPECT_THAT(text.out, AllOf(HasSubstr("driver \"run1\", then \"run2\""), HasSubstr("1.100"), HasSubstr("3 candidates in both")));
+    const auto json = run({"--diff", records_ / "a.json", records_ / "b.json", "--json"}).json();
+    EXPECT_TRUE(json.at("same_key"));
+    EXPECT_EQ(json.at("both").size(), 3U);
+}
+
+TEST_F(FlceTuneRecords, Merge_OfBothInAnyOrderTheSameFile) {
+    EXPECT_EQ(run({"--merge", records_ / "a.json", records_ / "b.json", "--out", records_ / "ab.json"}).exit_code, 0);
+    EXPECT_EQ(run({"--merge", records_ / "b.json", records_ / "a.json", records_ / "ab.json", "--out", records_ / "ba.json"}).exit_code, 0);
+    EXPECT_EQ(read_text(records_ / "ab.json"), read_text(records_ / "ba.json"));
+    const auto merged = run({"--merge", records_ / "a.json", records_ / "b.json", "--out", records_ / "team", "--json"}).json();
+    const fs::path file = merged.at("records")[0].get<std::string>();
+    EXPECT_EQ(read_text(file), read_text(records_ / "ab.json"));
+    EXPECT_EQ(file,
+              records_.path() / "team" / record_key(parse_spec("D=2048,V=151936,dtype=bf16"), describe_device("h100"), 4096, {}).file());
+}
+
+TEST_F(FlceTuneRecords, Html_OnePageWithNothingFromElsewhere) {
+    EXPECT_EQ(run({"--show", records_.path().string(), "--html", records_ / "report.html"}).exit_code, 0);
+    const std::string html = read_text(records_ / "report.html");
+    EXPECT_THAT(html, AllOf(HasSubstr("<svg"), HasSubstr("memory beyond inputs"), HasSubstr("class=\"best\""),
+                            HasSubstr("no answer in 3 s"), HasSubstr("&lt;b&gt;&amp;&quot;hung&quot;"), HasSubstr("</html>")));
+    EXPECT_THAT(html, AllOf(Not(HasSubstr("http:")), Not(HasSubstr("https:")), Not(HasSubstr("src=")), Not(HasSubstr("<script")),
+                            Not(HasSubstr("@import")), Not(HasSubstr("<b>&"))));
+    EXPECT_THAT(read_text(records_ / "report.html"), HasSubstr("<h2>D=2048,V=151936,dtype=bf16</h2>"));
+}
+
+TEST_F(FlceTune, BadUsage_ExitsWith2) {
+    const auto expect_refused = [&](const std::vector<std::string>& arguments, const char* reason) {
+        const ProcessResult result = run(arguments);
+        EXPECT_EQ(result.exit_code, 2) << reason;
+        EXPECT_THAT(result.err, HasSubstr(reason));
+    };
+    expect_refused({}, "--spec");
+    expect_refused({"--spec", kSpec, "--device", "cpu", "--plan", "fast"}, "plan");
+    expect_refused({"--spec", kSpec, "--device", "cpu", "--num-tokens", "0"}, "num-tokens");
+    expect_refused({"--show", "/nonexistent.json"}, "/nonexistent.json");
+    expect_refused({"--diff", "/nonexistent.json"}, "diff");
+    std::ofstream(records_ / "bad.json") << "{}";
+    expect_refused({"--show", records_ / "bad.json"}, "schema");
+    EXPECT_THAT(run_flce({"--help"}).out, AllOf(HasSubstr("tune"), Not(HasSubstr("tune-worker"))));
+    EXPECT_THAT(run_flce({"tune", "--help"}).out, AllOf(HasSubstr("Examples:"), HasSubstr("--budget-s"), Not(HasSubstr("--inject"))));
+}
+
+TEST_F(FlceTune, CompileOnly_ForADeviceThatIsNotHere) {
+    const ProcessResult result = run({"--compile-only", "--spec", kSpec, "--device", "x86-64-v3", "--json"});
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_GT(result.json().at("candidates"), 5);
+    EXPECT_EQ(result.json().at("failed"), 0);
+}
+
+}  // namespace
+}  // namespace flce::test
