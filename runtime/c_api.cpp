@@ -359,6 +359,15 @@ flce_status flce_kernel_device(const flce_kernel* kernel, int32_t* device_type, 
     return guarded([&] { return_device(kernel_of(kernel).device_ref(), device_type, device_index); });
 }
 
+flce_status flce_plan_digest(const flce_kernel* const* kernels, size_t count, char* buffer, size_t capacity, size_t* needed) {
+    return guarded([&] {
+        if (count > 0) (void)not_null(kernels, "kernels");
+        std::vector<std::shared_ptr<const Kernel>> all;
+        for (size_t i = 0; i < count; ++i) all.push_back(not_null(kernels[i], "kernels[i]")->kernel);
+        return_text(plan_digest(all), buffer, capacity, needed);
+    });
+}
+
 flce_status flce_kernel_forward(const flce_kernel* kernel, const flce_forward_args* args, void* workspace, size_t workspace_bytes,
                                 void* stream) {
     return guarded([&] {

@@ -15,6 +15,7 @@ from flce.errors import (
     LabelError,
     PlacementError,
     PlanError,
+    PlanMismatchError,
     ShapeError,
     SpecError,
     UnavailableError,
@@ -24,6 +25,7 @@ from flce.functional import linear_cross_entropy
 from flce.kernels import check_labels, explain, get_kernel, warmup
 from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
 from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
+from flce.plans import check_same_plans, plan_digest
 
 __version__ = "0.1.0"
 
@@ -41,15 +43,18 @@ __all__ = [
     "PipelineFusedLoss",
     "PlacementError",
     "PlanError",
+    "PlanMismatchError",
     "ShapeError",
     "SpecError",
     "UnavailableError",
     "UnsupportedTransformError",
     "check_labels",
+    "check_same_plans",
     "explain",
     "extract_hidden_states",
     "get_kernel",
     "linear_cross_entropy",
+    "plan_digest",
     "shift_labels",
     "sum_tied_gradient",
     "warmup",

@@ -12,7 +12,7 @@ from typing import Any
 
 from flce import errors
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 CPU, CUDA = 1, 2
 INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140
@@ -151,6 +151,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_kernel_retained_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
     "flce_kernel_release": (None, (c_void_p,)),
     "flce_kernel_text": (c_int32, (c_void_p, c_int32, c_char_p, c_size_t, POINTER(c_size_t))),
+    "flce_plan_digest": (c_int32, (POINTER(c_void_p), c_size_t, c_char_p, c_size_t, POINTER(c_size_t))),
     "flce_kernel_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
     "flce_kernel_backward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
     "flce_kernel_check_invalid_label": (c_int32, (c_void_p, c_uint64)),

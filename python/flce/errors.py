@@ -15,6 +15,7 @@ __all__ = [
     "LabelError",
     "PlacementError",
     "PlanError",
+    "PlanMismatchError",
     "ShapeError",
     "SpecError",
     "UnavailableError",
@@ -32,6 +33,14 @@ class SpecError(FlceError, ValueError):
 
 class PlanError(FlceError, ValueError):
     """A plan or a workspace limit is malformed or not legal for this layer and device."""
+
+
+class PlanMismatchError(FlceError):
+    """`check_same_plans` found ranks that would compute with different plans. `ranks` maps each digest to the ranks that have it."""
+
+    def __init__(self, message: str, ranks: dict[str, list[int]]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class ArgumentError(FlceError, ValueError):

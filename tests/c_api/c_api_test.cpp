@@ -54,6 +54,27 @@ protected:
     flce_session* session_ = nullptr;
 };
 
+TEST_F(CApi, PlanDigest_OfSpecsAndPlansAsInCpp) {
+    const auto digest = [](std::vector<const flce_kernel*> kernels) {
+        return text([&](char* buffer, std::size_t size, std::size_t* needed) {
+            return flce_plan_digest(kernels.data(), kernels.size(), buffer, size, needed);
+        });
+    };
+    flce_kernel* first = kernel();
+    flce_kernel* second = kernel("D=8,V=12,dtype=fp32");
+    EXPECT_EQ(digest({first, second}), digest({second, first}));
+    EXPECT_NE(digest({first}), digest({second}));
+    EXPECT_EQ(digest({first}).size(), 64U);
+    Session session({.device = "cpu", .cache_dir = directory_.path()});
+    EXPECT_EQ(plan_digest(std::vector{session.get_kernel(parse_spec("D=8,V=11,dtype=fp32"))}), digest({first}));
+    std::size_t needed = 0;
+    EXPECT_EQ(flce_plan_digest(nullptr, 1, nullptr, 0, &needed), FLCE_ERROR_ARGUMENT);
+    const flce_kernel* none = nullptr;
+    EXPECT_EQ(flce_plan_digest(&none, 1, nullptr, 0, &needed), FLCE_ERROR_ARGUMENT);
+    flce_kernel_release(first);
+    flce_kernel_release(second);
+}
+
 TEST_F(CApi, FromC_ForwardAndBackward) { EXPECT_EQ(c_client_trains_on_cpu(directory_.path().c_str()), 0); }
 TEST_F(CApi, FromC_NullPointers) { EXPECT_EQ(c_client_null_pointers_are_errors(directory_.path().c_str()), 0); }
 TEST_F(CApi, FromC_TextSizes) { EXPECT_EQ(c_client_text_sizes(), 0); }

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; what is there keeps its meaning. */
-#define FLCE_ABI_VERSION 3
+#define FLCE_ABI_VERSION 4
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -189,6 +189,10 @@ enum {
 };
 FLCE_API flce_status flce_kernel_text(const flce_kernel* kernel, int32_t which, char* buffer, size_t capacity, size_t* needed);
 FLCE_API flce_status flce_kernel_device(const flce_kernel* kernel, int32_t* device_type, int32_t* device_index);
+
+/* SHA-256, as 64 hexadecimal digits, of the specs and plans of `count` kernels in any order, and of the version of the code that they were generated
+ * by. Ranks of one training run compare it before the first step: those with the same one compute alike. */
+FLCE_API flce_status flce_plan_digest(const flce_kernel* const* kernels, size_t count, char* buffer, size_t capacity, size_t* needed);
 
 enum { FLCE_REDUCTION_NONE = 0, FLCE_REDUCTION_SUM = 1, FLCE_REDUCTION_MEAN = 2 };
 
