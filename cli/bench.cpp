@@ -118,7 +118,7 @@ public:
         : options_(options),
           spec_(read_spec(options.spec)),
           session_(options.session.options()),
-          kernel_(session_.get_kernel(spec_, {.plan = options.plan})),
+          kernel_(session_.get_kernel(spec_, {.plan = options.plan, .num_tokens = options.num_tokens})),
           device_(kernel_->device_ref()),
           workspace_bytes_(kernel_->workspace_bytes(options.num_tokens)),
           scratch_(device_, workspace_bytes_),

@@ -91,7 +91,7 @@ public:
           spec_(read_spec(options.spec)),
           reduction_(parse_reduction(options.reduction)),
           session_(options.session.options()),
-          kernel_(session_.get_kernel(spec_, {.plan = options.plan})),
+          kernel_(session_.get_kernel(spec_, {.plan = options.plan, .num_tokens = options.num_tokens})),
           judge_(spec_.dtype, kRandomLogitDeviation / std::abs(spec_.logit_scale) * std::sqrt(static_cast<double>(spec_.hidden_size))) {}
 
     int run() {

@@ -123,7 +123,7 @@ void TuneLayer::run(const Runnable& runnable, std::size_t which) const {
 void TuneLayer::poison() {
     LayerOutputs& out = sets_.front().outputs;
     const std::byte bytes = std::byte{0xff};
-    for (Tensor* tensor : {&out.loss, &out.lse, &out.entropy, &out.grad_hidden}) {
+    for (Tensor* tensor : {&out.loss, &out.z_loss, &out.lse, &out.logprob, &out.entropy, &out.grad_hidden}) {
         if (tensor->view.present) tensor->buffer.fill(bytes);
     }
     const bool accumulates = options_.spec.grad_weight_mode == GradMode::accumulate;
@@ -135,6 +135,15 @@ TuneLayer::Sample TuneLayer::sample() const {
     const LayerOutputs& out = sets_.front().outputs;
     Sample sample{.lse = out.lse.to_host<float>()};
     if (options_.spec.outputs.entropy) sample.entropy = out.entropy.to_host<float>();
+    for (const auto& [name, tensor] :
+         {std::pair{"loss", &out.loss}, {"z_loss", &out.z_loss}, {"lse", &out.lse}, {"logprob", &out.logprob}, {"entropy", &out.entropy}}) {
+        if (tensor->view.present) sample.outputs.emplace_back(name, tensor->to_host<float>());
+    }
+    if (out.grad_bias.view.present) {
+        const auto bytes = out.grad_bias.to_host<std::byte>();
+        sample.grad_bias.resize(bytes.size() / element_bytes(options_.spec.grad_weight_dtype));
+        to_real(bytes.data(), options_.spec.grad_weight_dtype, sample.grad_bias.data(), sample.grad_bias.size());
+    }
     sample.grad_hidden = sampled_rows(out.grad_hidden, options_.spec.dtype);
     sample.grad_weight = sampled_rows(out.grad_weight, options_.spec.grad_weight_dtype);
     return sample;
@@ -218,13 +227,21 @@ std::string TuneLayer::against_reference(const Sample& sample) {
 }
 
 std::string TuneLayer::against_first(const Sample& sample) const {
-    ErrorNorm lse;
-    for (std::size_t i = 0; i < sample.lse.size(); ++i) lse.add(sample.lse[i], first_->lse[i]);
     const double most = 10 * output_error_cap(options_.spec.dtype);
-    if (!(lse.relative() <= most)) return fmt::format("lse differs from another plan's by {:.2e}, more than {:.2e}", lse.relative(), most);
+    for (std::size_t which = 0; which < sample.outputs.size(); ++which) {
+        const auto& [name, values] = sample.outputs[which];
+        ErrorNorm norm;
+        for (std::size_t i = 0; i < values.size(); ++i) norm.add(values[i], first_->outputs[which].second[i]);
+        if (!(norm.relative() <= most)) {
+            return fmt::format("{} differs from another plan's by {:.2e}, more than {:.2e}", name, norm.relative(), most);
+        }
+    }
     const LayerOutputs& out = sets_.front().outputs;
     std::string why = difference("grad_hidden", sample.grad_hidden, first_->grad_hidden,
                                  static_cast<std::size_t>(out.grad_hidden.view.shape[1]), options_.spec.dtype);
+    if (!why.empty()) return why;
+    why = difference("grad_bias", sample.grad_bias, first_->grad_bias, std::max<std::size_t>(sample.grad_bias.size(), 1),
+                     options_.spec.dtype);
     if (!why.empty()) return why;
     return difference("grad_weight", sample.grad_weight, first_->grad_weight, static_cast<std::size_t>(out.grad_weight.view.shape[1]),
                       options_.spec.dtype);

@@ -52,10 +52,11 @@ private:
         LayerInputs inputs;
         LayerOutputs outputs;
     };
-    /// What is compared between plans: every lse, and of the gradients the rows of a spread.
+    /// What is compared between plans: every output of a token and of the whole, and of the gradients the rows of a spread.
     struct Sample {
         std::vector<float> lse, entropy;
-        std::vector<double> grad_hidden, grad_weight;
+        std::vector<std::pair<std::string, std::vector<float>>> outputs;
+        std::vector<double> grad_hidden, grad_weight, grad_bias;
     };
 
     Runnable& runnable(const std::string& plan);

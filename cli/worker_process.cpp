@@ -12,6 +12,7 @@
 #include <csignal>
 #include <cstring>
 #include <iostream>
+#include <thread>
 
 #include "cli/interrupt.hpp"
 
@@ -80,10 +81,17 @@ void WorkerProcess::kill() {
 }
 
 std::string WorkerProcess::how_it_ended() {
+    // A driver may keep a killed process for a while; one that it keeps for ever must not keep us.
+    constexpr std::chrono::seconds kPatience{20};
+    const auto deadline = Clock::now() + kPatience;
     int status = 0;
-    while (::waitpid(pid_, &status, 0) < 0 && errno == EINTR) {
+    pid_t ended = 0;
+    while ((ended = ::waitpid(pid_, &status, WNOHANG)) == 0 || (ended < 0 && errno == EINTR)) {
+        if (Clock::now() >= deadline) break;
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     pid_ = -1;
+    if (ended <= 0) return "does not end when it is killed";
     if (WIFSIGNALED(status)) return fmt::format("ended by signal {} ({})", WTERMSIG(status), ::strsignal(WTERMSIG(status)));
     return fmt::format("ended with exit code {}", WEXITSTATUS(status));
 }

@@ -138,6 +138,8 @@ TEST(Record, BadText_ReasonAndNoRecord) {
     expect_bad("", "JSON");
     expect_bad("[]", "object");
     expect_bad("{}", "schema");
+    expect_bad(std::string(1 << 20, '['), "JSON");
+    expect_bad("{\"schema\":" + std::string(1 << 19, '[') + std::string(1 << 19, ']') + "}", "schema");
     expect_bad(replaced("\"schema\": 1", "\"schema\": 2"), "schema");
     expect_bad(replaced("V=151936", "V=151937"), "subject");
     expect_bad(replaced("\"outcome\":\"ok\"", "\"outcome\":\"good\""), "outcome");

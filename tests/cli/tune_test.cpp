@@ -152,6 +152,29 @@ TEST_F(FlceTune, CandidatesFile_ReadWithComments) {
     EXPECT_LT(result.at("candidates"), 10);
 }
 
+TEST_F(FlceTune, WorkspaceLimit_WhatIsRetainedKeepsToIt) {
+    // Accumulated gradients cannot be lent, so what is retained lies in what the limit leaves.
+    const std::vector<std::string> spec{"--spec", "D=32,V=300,dtype=fp32,grad_weight_mode=accumulate", "--num-tokens", "64", "--device",
+                                        "cpu"};
+    std::vector<std::string> arguments = spec;
+    arguments.insert(arguments.end(), {"--workspace-limit", "3M", "--coordinates", "chunk,blocks", "--json"});
+    const ProcessResult result = run(arguments);
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    const Record record = read(result.json());
+    EXPECT_EQ(record.key.memory.limit_bytes, 3 << 20);
+    EXPECT_LE(record.key.memory.scratch_bytes, 3 << 20);
+    bool retained = false;
+    for (const auto& [plan, candidate] : record.candidates) {
+        EXPECT_EQ(candidate.outcome, Outcome::ok) << candidate.why;
+        EXPECT_LE(candidate.workspace_bytes + candidate.retained_bytes, 3 << 20);
+        retained = retained || candidate.retained_bytes > 0;
+    }
+    EXPECT_TRUE(retained);
+    arguments = spec;
+    arguments.insert(arguments.end(), {"--retain", "none", "--coordinates", "chunk", "--json"});
+    EXPECT_EQ(read(run(arguments).json()).key.memory.retained, "none");
+}
+
 class FlceTuneRecords : public FlceTune {
 protected:
     void SetUp() override {
