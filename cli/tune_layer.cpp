@@ -97,10 +97,10 @@ TuneLayer::Runnable& TuneLayer::runnable(const std::string& plan) {
         made.own_bytes = std::min(made.kernel->retained_bytes(n), room / 256 * 256);
         (made.own_bytes > made.lent_bytes ? made.lent_bytes : made.own_bytes) = 0;
     }
-    const auto grow = [&](std::optional<Scratch>& memory, std::size_t& have, std::size_t wanted) {
-        if (wanted <= have && memory) return;
-        memory.reset();
-        memory.emplace(device_, wanted);
+    const auto grow = [&](std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted) {
+        if (wanted <= have && memory != nullptr) return;
+        memory.reset();  // before there is more of it
+        memory = std::make_unique<Scratch>(device_, wanted);
         have = wanted;
     };
     grow(scratch_, scratch_bytes_, made.workspace_bytes);
@@ -176,7 +176,7 @@ void TuneLayer::compare_rows(const Reference& reference, const Yardstick& yardst
 
 std::string TuneLayer::against_reference(const Sample& sample) {
     const Spec& spec = options_.spec;
-    if (!reference_) {
+    if (reference_ == nullptr) {
         const ReferenceProblem problem{.spec = spec,
                                        .num_tokens = options_.num_tokens,
                                        .hidden = layer_.hidden.data(),
@@ -189,8 +189,8 @@ std::string TuneLayer::against_reference(const Sample& sample) {
                                        .grad_entropy = layer_.grad_entropy,
                                        .summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda)};
         const auto tokens = spread(options_.num_tokens, kSampledTokens);
-        reference_.emplace(problem, tokens);
-        yardstick_.emplace(problem, tokens);
+        reference_ = std::make_unique<Reference>(problem, tokens);
+        yardstick_ = std::make_unique<Yardstick>(problem, tokens);
     }
     reference_->set_other(sample.lse, sample.entropy);
     yardstick_->set_other(sample.lse, sample.entropy);
@@ -209,7 +209,7 @@ std::string TuneLayer::against_reference(const Sample& sample) {
     }
     // Later plans' gradients are compared with the first right one's, row for row of a wider spread.
     NormPair grad_weight;
-    if (!first_) compare_rows(*reference_, *yardstick_, grad_weight);
+    if (first_ == nullptr) compare_rows(*reference_, *yardstick_, grad_weight);
     const Judge judge(spec.dtype, kRandomLogitDeviation / std::abs(spec.logit_scale) * std::sqrt(static_cast<double>(spec.hidden_size)));
     const auto verdict = [&](const char* name, const Verdict& v) {
         // Of a few rows' worth of numbers: what chance does to so small a sample is not what is looked for.
@@ -258,8 +258,8 @@ TuneLayer::Checked TuneLayer::check(const std::string& plan) {
     if (std::exchange(spoil_, false)) sets_.front().outputs.grad_hidden.buffer.fill(std::byte{0});
     Sample results = sample();
     checked.wrong = against_reference(results);
-    if (checked.wrong.empty() && first_) checked.wrong = against_first(results);
-    if (checked.wrong.empty() && !first_) first_ = std::move(results);
+    if (checked.wrong.empty() && first_ != nullptr) checked.wrong = against_first(results);
+    if (checked.wrong.empty() && first_ == nullptr) first_ = std::make_unique<Sample>(std::move(results));
     return checked;
 }
 

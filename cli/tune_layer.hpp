@@ -3,7 +3,6 @@
 
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -72,14 +71,14 @@ private:
     DeviceRef device_;
     RandomLayer layer_;
     std::vector<BufferSet> sets_;
-    std::optional<Scratch> scratch_, retained_;
+    std::unique_ptr<Scratch> scratch_, retained_;
     std::size_t scratch_bytes_ = 0;
     std::size_t retained_bytes_ = 0;
     std::map<std::string, Runnable> kernels_;
     std::vector<std::int64_t> rows_;  ///< of the vocabulary that the reference has
-    std::optional<Reference> reference_;
-    std::optional<Yardstick> yardstick_;
-    std::optional<Sample> first_;
+    std::unique_ptr<Reference> reference_;
+    std::unique_ptr<Yardstick> yardstick_;
+    std::unique_ptr<Sample> first_;  ///< of the first plan that was right
     std::size_t calls_ = 0;
     bool spoil_ = false;
 };

@@ -4,7 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <csignal>
-#include <optional>
+#include <memory>
 #include <thread>
 
 #include "cli/command.hpp"
@@ -34,7 +34,7 @@ public:
         if (op == "open") return open(request);
         const auto plan = request.at("plan").get<std::string>();
         if (op == "compile") return compile(request, plan);
-        if (!layer_) throw InternalError("no layer has been opened");
+        if (layer_ == nullptr) throw InternalError("no layer has been opened");
         misbehave(op, plan);
         if (op == "check") {
             const TuneLayer::Checked checked = layer_->check(plan);
@@ -56,13 +56,13 @@ private:
         options.session.threads = request.at("threads").get<int>();
         options.session.scratch_bytes = request.at("scratch_bytes").get<std::int64_t>();
         options.session.use_records = false;
-        layer_.emplace(std::move(options));
+        layer_ = std::make_unique<TuneLayer>(std::move(options));
         return Json::object();
     }
 
     Json compile(const Json& request, const std::string& plan) {
-        if (!compiler_) {
-            compiler_.emplace(
+        if (compiler_ == nullptr) {
+            compiler_ = std::make_unique<Session>(
                 SessionOptions{.device = "cpu", .cache_dir = request.at("cache_dir").get<std::string>(), .use_records = false});
         }
         const PrewarmResult result = compiler_->prewarm(parse_spec(request.at("spec").get<std::string>()),
@@ -89,8 +89,8 @@ private:
     }
 
     std::vector<Fault> faults_;
-    std::optional<TuneLayer> layer_;
-    std::optional<Session> compiler_;
+    std::unique_ptr<TuneLayer> layer_;
+    std::unique_ptr<Session> compiler_;
 };
 
 }  // namespace
