@@ -1,5 +1,7 @@
 #include "cache/artifact_cache.hpp"
 
+#include <fmt/format.h>
+
 #include <atomic>
 #include <cstring>
 #include <exception>
@@ -13,6 +15,7 @@
 #include "cache/key_lock.hpp"
 #include "cache/log.hpp"
 #include "cache/statistics_file.hpp"
+#include "flce/error.hpp"
 
 namespace flce {
 namespace {
@@ -122,6 +125,17 @@ struct ArtifactCache::State {
         return artifact;
     }
 
+    // Where nobody reads warnings, a tier that helps nobody is found out by its cost.
+    void refuse_idle_tiers() const {
+        if (!options.strict) return;
+        for (const auto& tier : tiers) {
+            const std::string why = tier->store->out_of_use();
+            if (why.empty()) continue;
+            throw EnvironmentError(
+                fmt::format("strict mode: the {} tier of the kernel cache cannot be used: {}", tier->store->name(), why));
+        }
+    }
+
     void finish(const CacheKey& key, std::promise<Result>& promise, Result result) {
         {
             const std::lock_guard lock(mutex);
@@ -136,11 +150,14 @@ struct ArtifactCache::State {
         const std::size_t local = disk ? 1 : 0;
         Result result{find(key, 0, local), false};
         std::optional<KeyLock> lock;
-        if (!result.artifact && disk && options.lock_wait.count() > 0 && disk->usable(true)) {
+        const bool worth_a_lock = options.creates || !options.further.empty();
+        if (!result.artifact && disk && worth_a_lock && options.lock_wait.count() > 0 && disk->usable(true)) {
             lock.emplace(options.directory, key, options.lock_wait);
             if (lock->waited()) result.artifact = find(key, 0, local);
         }
         if (!result.artifact) result.artifact = find(key, local, tiers.size());
+        refuse_idle_tiers();
+        if (!result.artifact && !options.creates) throw CacheMissError(fmt::format("no cache has the artifact {}", key.hex()));
         if (!result.artifact) {
             result = {std::make_shared<const Artifact>(create()), true};
             created.fetch_add(1, std::memory_order_relaxed);
@@ -186,6 +203,7 @@ ArtifactCache::ArtifactCache(Options options) : state_(std::make_unique<State>()
         state_->tiers.push_back(std::make_unique<Tier>(state_->disk));
     }
     for (const auto& store : state_->options.further) state_->tiers.push_back(std::make_unique<Tier>(store));
+    state_->refuse_idle_tiers();
 }
 
 ArtifactCache::~ArtifactCache() { state_->tell_statistics(); }
@@ -231,6 +249,7 @@ std::shared_ptr<const Artifact> ArtifactCache::find(const CacheKey& key, const A
         if (auto artifact = state_->remembered(key)) return artifact;
     }
     auto artifact = state_->find(key, 0, state_->tiers.size(), accept);
+    state_->refuse_idle_tiers();
     if (artifact) {
         const std::lock_guard lock(state_->mutex);
         state_->remember(key, artifact);

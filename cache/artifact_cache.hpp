@@ -80,9 +80,12 @@ public:
         std::chrono::milliseconds lock_wait{30'000};  ///< longest wait for another process that compiles the same key; 0: no locks
         std::uint64_t max_bytes = 0;                  ///< of the directory: entries used longest ago go first; 0: no limit
         std::shared_ptr<const SigningKey> signer;     ///< signs what this cache creates; none: unsigned
+        bool creates = true;  ///< false: get_or_create of what no tier has throws CacheMissError, and nothing is compiled
+        bool strict = false;  ///< a tier that is out of use as a whole (Store::out_of_use) is an EnvironmentError, not a warning
         /// Hears of every entry that this cache found, created or kept, as it is stored: what a pack for the same requests has to hold.
         std::function<void(const CacheKey&, std::span<const std::byte> entry)> on_use;
     };
+    /// Throws only where options.strict says so, as get_or_create and find do.
     explicit ArtifactCache(Options options);
     ~ArtifactCache();
     ArtifactCache(const ArtifactCache&) = delete;

@@ -70,8 +70,22 @@ bool DiskStore::usable(bool make) {
         refusal = ownership_fault(status, Owner::user);
     }
     verdict_ = refusal.empty() ? Verdict::usable : Verdict::refused;
-    if (!refusal.empty()) warn_once(warned_directory_, fmt::format("{} is not used: {}", directory_.string(), refusal));
-    return refusal.empty();
+    if (refusal.empty()) return true;
+    out_of_use_ = fmt::format("{} is not used: {}", directory_.string(), refusal);
+    warn_once(warned_directory_, out_of_use_);
+    return false;
+}
+
+std::string DiskStore::out_of_use() {
+    (void)usable(false);
+    const std::lock_guard lock(mutex_);
+    return out_of_use_;
+}
+
+void DiskStore::cannot_write(const std::string& message) {
+    warn_once(warned_write_, message);
+    const std::lock_guard lock(mutex_);
+    out_of_use_ = message;
 }
 
 Lookup DiskStore::get(const CacheKey& key) try {
@@ -144,10 +158,10 @@ Kept DiskStore::put(const CacheKey& key, std::span<const std::byte> entry, Durab
         clean_up_now_and_then();
         return Kept::yes;
     }
-    warn_once(warned_write_, fmt::format("{} cannot be written: {}", path.string(), std::strerror(error)));
+    cannot_write(fmt::format("{} cannot be written: {}", path.string(), std::strerror(error)));
     return Kept::fault;
 } catch (const std::exception& error) {
-    warn_once(warned_write_, fmt::format("{}: {}", directory_.string(), error.what()));
+    cannot_write(fmt::format("{}: {}", directory_.string(), error.what()));
     return Kept::fault;
 }
 

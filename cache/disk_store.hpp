@@ -30,6 +30,9 @@ public:
     [[nodiscard]] Lookup get(const CacheKey& key) override;
     [[nodiscard]] Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) override;
 
+    /// The directory is refused, or could not be written.
+    [[nodiscard]] std::string out_of_use() override;
+
     /// Whether there is a file for it; whether that is sound shows when it is read.
     [[nodiscard]] bool contains(const CacheKey& key);
     [[nodiscard]] std::filesystem::path path_of(const CacheKey& key) const;
@@ -42,12 +45,14 @@ private:
     [[nodiscard]] Lookup read(const std::filesystem::path& path, const CacheKey& key);
     void quarantine(const std::filesystem::path& path, int file, const std::string& why);
     void warn_once(std::atomic<bool>& warned, const std::string& message);
+    void cannot_write(const std::string& message);
     void clean_up_now_and_then();
 
     std::filesystem::path directory_;
     std::uint64_t max_bytes_;
     std::mutex mutex_;
     Verdict verdict_ = Verdict::unknown;
+    std::string out_of_use_;  // under mutex_, like the verdict
     std::atomic<std::uint64_t> puts_{0};
     std::atomic<bool> warned_directory_{false};
     std::atomic<bool> warned_read_{false};

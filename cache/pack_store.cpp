@@ -93,11 +93,17 @@ bool PackStore::open_all() {
                 packs_.push_back(PackFile::open(path, trusted_));
             } catch (const std::exception& error) {
                 complete = false;
+                if (left_out_.empty()) left_out_ = error.what();
                 logger().warn("cache: {}; it is not used", error.what());
             }
         }
     });
     return complete;
+}
+
+std::string PackStore::out_of_use() {
+    (void)open_all();
+    return left_out_;
 }
 
 Lookup PackStore::get(const CacheKey& key) try {

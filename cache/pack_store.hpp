@@ -44,6 +44,8 @@ public:
     [[nodiscard]] std::string_view name() const noexcept override { return "packs"; }
     [[nodiscard]] Lookup get(const CacheKey& key) override;
     [[nodiscard]] Kept put(const CacheKey&, std::span<const std::byte>, Durability) override { return Kept::no; }
+    /// A pack that had to be left out.
+    [[nodiscard]] std::string out_of_use() override;
 
 private:
     /// Whether a pack had to be left out, the first time that is known.
@@ -53,6 +55,7 @@ private:
     TrustedKeys trusted_;
     std::once_flag opened_;
     std::vector<std::unique_ptr<PackFile>> packs_;
+    std::string left_out_;  // why, of the first that was
 };
 
 }  // namespace flce

@@ -47,11 +47,21 @@ bool RemoteStore::resting() const { return steady_ns() < rests_until_ns_.load(st
 
 void RemoteStore::fail(const std::string& what, const std::string& why) {
     const std::string message = fmt::format("cache: remote {}: {}: {}", shown_url_, what, why);
+    {
+        const std::lock_guard lock(mutex_);
+        last_failure_ = fmt::format("{}: {}: {}", shown_url_, what, why);
+    }
     if (!warned_.exchange(true, std::memory_order_relaxed)) {
         logger().warn("{}; it is tried again now and then, without another warning", message);
     } else {
         logger().debug("{}", message);
     }
+}
+
+std::string RemoteStore::out_of_use() {
+    if (!resting()) return {};
+    const std::lock_guard lock(mutex_);
+    return last_failure_;
 }
 
 Lookup RemoteStore::get(const CacheKey& key) try {

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "cache/signature.hpp"
@@ -64,6 +65,8 @@ public:
     [[nodiscard]] Lookup get(const CacheKey& key) override;
     /// Not in a cache whose readers ask for signatures, by a process that has no key to sign with.
     [[nodiscard]] Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) override;
+    /// It is being left alone after a failure.
+    [[nodiscard]] std::string out_of_use() override;
 
     /// After a failure the network is left alone for this long, so that a server that is down costs one timeout, not one a kernel.
     static constexpr std::chrono::seconds kRest{30};
@@ -78,6 +81,8 @@ private:
     bool writes_;
     std::atomic<std::int64_t> rests_until_ns_{0};  // of the steady clock, which does not jump
     std::atomic<bool> warned_{false};
+    std::mutex mutex_;
+    std::string last_failure_;  // under mutex_
 };
 
 /// A URL without its user and password, for messages.

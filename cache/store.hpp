@@ -36,6 +36,9 @@ public:
     [[nodiscard]] virtual Lookup get(const CacheKey& key) = 0;
     /// Keeps an entry that encode_artifact made, or that another tier's get returned. A tier that is read-only says no.
     [[nodiscard]] virtual Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) = 0;
+    /// Why this tier as a whole is of no use, or of less than it should be, as far as is known by now; empty: it is not. Opens what has to be
+    /// opened for that, and asks no network.
+    [[nodiscard]] virtual std::string out_of_use() { return {}; }
 };
 
 }  // namespace flce

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -29,7 +30,8 @@ static_assert(FLCE_ERROR_SPEC == static_cast<int>(ErrorKind::spec) && FLCE_ERROR
               FLCE_ERROR_ARGUMENT == static_cast<int>(ErrorKind::argument) && FLCE_ERROR_COMPILE == static_cast<int>(ErrorKind::compile) &&
               FLCE_ERROR_DEVICE == static_cast<int>(ErrorKind::device) &&
               FLCE_ERROR_ENVIRONMENT == static_cast<int>(ErrorKind::environment) &&
-              FLCE_ERROR_INTERNAL == static_cast<int>(ErrorKind::internal));
+              FLCE_ERROR_INTERNAL == static_cast<int>(ErrorKind::internal) &&
+              FLCE_ERROR_CACHE_MISS == static_cast<int>(ErrorKind::cache_miss));
 static_assert(FLCE_REDUCTION_NONE == static_cast<int>(Reduction::none) && FLCE_REDUCTION_SUM == static_cast<int>(Reduction::sum) &&
               FLCE_REDUCTION_MEAN == static_cast<int>(Reduction::mean));
 static_assert(FLCE_FORWARD == static_cast<int>(Pass::forward) && FLCE_BACKWARD == static_cast<int>(Pass::backward) &&
@@ -239,6 +241,23 @@ void return_device(DeviceRef ref, std::int32_t* device_type, std::int32_t* devic
     *not_null(device_index, "device_index") = ref.index;
 }
 
+bool strictness(std::int32_t strict) {
+    if (strict != 1 && strict != -1) throw ArgumentError(fmt::format("options.strict is {}; allowed are 1, -1 and 0", strict));
+    return strict == 1;
+}
+
+TierStatistics tier_statistics(const Session& session, std::int32_t tier) {
+    constexpr std::array kNames{"memory", "local", "packs", "remote"};
+    if (tier < FLCE_TIER_MEMORY || tier > FLCE_TIER_REMOTE) {
+        throw ArgumentError(fmt::format("tier is {}; allowed are memory (0), local (1), packs (2), remote (3)", tier));
+    }
+    TierStatistics found;
+    for (TierStatistics& did : SessionAccess::tiers(session)) {
+        if (did.name == kNames[static_cast<std::size_t>(tier)]) found = std::move(did);
+    }
+    return found;
+}
+
 Session& session_of(const flce_session* handle) { return *not_null(handle, "session")->session; }
 const Kernel& kernel_of(const flce_kernel* handle) { return *not_null(handle, "kernel")->kernel; }
 
@@ -265,6 +284,7 @@ flce_status flce_session_create(const flce_session_options* options, flce_sessio
             if (given.scratch_bytes != 0) wanted.scratch_bytes = given.scratch_bytes;
             wanted.threads = given.threads;
             wanted.workspace_limit_bytes = given.workspace_limit_bytes;
+            if (given.strict != 0) wanted.strict = strictness(given.strict);
         }
         *session = new flce_session{std::make_shared<Session>(std::move(wanted))};
     });
@@ -295,6 +315,13 @@ flce_status flce_session_statistics(const flce_session* session, flce_statistics
     return guarded([&] {
         const SessionStatistics now = session_of(session).statistics();
         return_struct({sizeof(flce_statistics), now.memory_hits, now.disk_hits, now.compiled, now.disk_faults}, statistics, "statistics");
+    });
+}
+
+flce_status flce_session_tier_statistics(const flce_session* session, int32_t tier, flce_tier_statistics* statistics) {
+    return guarded([&] {
+        const TierStatistics did = tier_statistics(session_of(session), tier);
+        return_struct({sizeof(flce_tier_statistics), did.hits, did.misses, did.faults, did.stored}, statistics, "statistics");
     });
 }
 

@@ -28,6 +28,8 @@ ArtifactCache::Options cache_options(const SessionOptions& options, const Enviro
     if (options.disk_cache && !environment.no_disk_cache) {
         result.directory = absolute_path(options.cache_dir.empty() ? environment.cache_dir : options.cache_dir);
     }
+    result.strict = options.strict.value_or(environment.strict);
+    result.creates = !result.strict;
     result.max_bytes = environment.cache_max_bytes;
     if (!environment.signing_key.empty()) result.signer = SigningKey::read(environment.signing_key);
     const TrustedKeys trusted = TrustedKeys::read(options.trusted_keys.empty() ? environment.trusted_keys : options.trusted_keys);

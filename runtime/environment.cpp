@@ -40,6 +40,7 @@ constexpr std::array kTable{
     Entry{"FLCE_SIGNING_KEY", "private Ed25519 key (PEM) that signs what is compiled here", "none"},
     Entry{"FLCE_RECORDS_DIR", "where tuning records are kept", "\"records\" in the cache directory"},
     Entry{"FLCE_NO_RECORDS", "1: plans are the cost model's, whatever has been measured", "0"},
+    Entry{"FLCE_STRICT", "1: compile nothing; a kernel that no cache has, and a cache that cannot be used, are errors", "0"},
     Entry{"FLCE_DEVICE", "device of sessions that name none: cpu, cuda, cuda:1, …", "the first CUDA device, else cpu"},
     Entry{"FLCE_NUM_THREADS", "threads of CPU kernels", "every core"},
     Entry{"FLCE_NVRTC", "libnvrtc.so to load, or the folder it is in", "the toolkit, the system, the Python wheel"},
@@ -154,6 +155,7 @@ Environment parse_environment(const std::function<const char*(const char*)>& get
     environment.num_threads = parse_number("FLCE_NUM_THREADS", get("FLCE_NUM_THREADS"), kMostThreads, 0);
     environment.nvrtc = get("FLCE_NVRTC");
     environment.libcuda = get("FLCE_LIBCUDA");
+    environment.strict = parse_flag("FLCE_STRICT", get("FLCE_STRICT"));
     environment.log = parse_log_level(get("FLCE_LOG"));
     return environment;
 }

@@ -34,6 +34,7 @@ struct Environment {
     int num_threads = 0;                                    ///< FLCE_NUM_THREADS; 0: every core
     std::filesystem::path nvrtc;                            ///< FLCE_NVRTC: the library or the folder it is in; empty: search
     std::filesystem::path libcuda;                          ///< FLCE_LIBCUDA; empty: libcuda.so.1
+    bool strict = false;                                    ///< FLCE_STRICT
     std::string log = "warn";                               ///< FLCE_LOG
 };
 

@@ -25,6 +25,9 @@ struct BuildRequest {
 void compile_cpu_kernel(const BuildRequest& request, ArtifactCache& cache);
 void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache);
 
+/// Kernel::retained_bytes of a GPU's kernel without making it.
+[[nodiscard]] std::int64_t cuda_retained_bytes(const BuildRequest& request, std::int64_t num_tokens);
+
 /// The machine's devices. cuda_devices() is empty, with the reason in `why`, where there is no driver or no GPU.
 [[nodiscard]] Device native_cpu();
 [[nodiscard]] std::vector<Device> cuda_devices(std::string* why = nullptr);

@@ -4,15 +4,19 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
+#include <exception>
 #include <future>
 #include <mutex>
+#include <set>
 #include <shared_mutex>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
 #include "runtime/cache_options.hpp"
 #include "runtime/plan_choice.hpp"
+#include "runtime/prewarm_command.hpp"
+#include "runtime/scratch_steps.hpp"
 
 namespace flce {
 namespace {
@@ -86,29 +90,6 @@ SessionStatistics sum(const SessionStatistics& a, const SessionStatistics& b) {
             .remote_faults = a.remote_faults + b.remote_faults};
 }
 
-constexpr std::int64_t kMostUsefulScratch = 256LL << 20;  // chunks that are wider gain nothing
-
-/// The largest of 1, 1½, 2, 3, 4, 6, … that is no more than `bytes`, which is positive: limits that differ a little share kernels.
-std::int64_t round_down_to_step(std::int64_t bytes) {
-    const auto power = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(bytes)));
-    return bytes - power >= power / 2 ? power + power / 2 : power;
-}
-
-/// What a limit on everything beyond inputs and gradients leaves for scratch: backward's sum of grad_hidden in 16-bit dtypes takes 4·N·D of it.
-std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64_t num_tokens) {
-    if (limit_bytes < 0) throw PlanError(fmt::format("workspace_limit_bytes is {}; it must be positive, or 0 for none", limit_bytes));
-    if (num_tokens < 0) throw ArgumentError(fmt::format("num_tokens is {}; it must be 0 or more", num_tokens));
-    std::int64_t sum = 0;
-    if (spec.dtype != DType::fp32 && __builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &sum)) {
-        throw ArgumentError(fmt::format("num_tokens is {}; {} of them overflow 64-bit sizes", num_tokens, spec.hidden_size));
-    }
-    if (limit_bytes <= sum) {
-        throw PlanError(fmt::format("workspace_limit_bytes is {}; {} tokens take {} bytes for the sum of grad_hidden alone, and scratch",
-                                    limit_bytes, num_tokens, sum));
-    }
-    return limit_bytes - sum;
-}
-
 }  // namespace
 
 struct Session::State {
@@ -146,6 +127,13 @@ struct Session::State {
 
     [[nodiscard]] std::int64_t limit_of(const KernelOptions& given) const {
         return given.workspace_limit_bytes == 0 ? options.workspace_limit_bytes : given.workspace_limit_bytes;
+    }
+
+    /// A call's options with what the session has for those that it does not give.
+    [[nodiscard]] KernelOptions effective(KernelOptions given) const {
+        if (given.scratch_bytes == 0) given.scratch_bytes = options.scratch_bytes;
+        given.workspace_limit_bytes = limit_of(given);
+        return given;
     }
 
     /// Scratch of a call's kernel, within its limit.
@@ -207,6 +195,24 @@ struct Session::State {
         const Backends::Make& make = local.device.kind == DeviceKind::cuda ? backends.make_cuda : backends.make_cpu;
         return make(wanted, cache);
     }
+
+    void compile(const BuildRequest& request, ArtifactCache& into) const {
+        (request.device.kind == DeviceKind::cuda ? backends.compile_cuda : backends.compile_cpu)(request, into);
+    }
+
+    /// All that get_kernel would build on `device`, in its order.
+    [[nodiscard]] std::vector<BuildRequest> requests(const Spec& spec, const Device& device, const KernelOptions& given) {
+        const Spec normalized = spec.normalized();
+        const auto request = [&](std::int64_t scratch) {
+            return build_request({normalized, given.plan, situation(scratch, given)}, device, {device.kind, 0});
+        };
+        std::vector<BuildRequest> all{request(scratch_of(spec, given))};
+        const std::int64_t wide = wide_scratch_of(spec, given);
+        if (wide > all[0].plan.scratch_bytes && backends.retained_bytes(all[0], tokens_of(given)) == 0) all.push_back(request(wide));
+        return all;
+    }
+
+    [[nodiscard]] static std::int64_t tokens_of(const KernelOptions& given) { return std::max<std::int64_t>(given.num_tokens, 1); }
 
     KernelPointer get(const Spec& spec, const std::string& plan, const Situation& at) {
         if (auto kernel = find({spec, plan, at})) return kernel;
@@ -272,10 +278,15 @@ DeviceRef SessionAccess::device_ref(const Session& session) { return session.sta
 
 std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const KernelOptions& options) {
     State& state = *state_;
-    auto kernel = state.get(spec, options.plan, state.situation(state.scratch_of(spec, options), options));
-    const std::int64_t wide = state.wide_scratch_of(spec, options);
-    if (wide <= kernel->plan().scratch_bytes || kernel->retained_bytes(std::max<std::int64_t>(options.num_tokens, 1)) > 0) return kernel;
-    return state.get(spec, options.plan, state.situation(wide, options));
+    try {
+        auto kernel = state.get(spec, options.plan, state.situation(state.scratch_of(spec, options), options));
+        const std::int64_t wide = state.wide_scratch_of(spec, options);
+        if (wide <= kernel->plan().scratch_bytes || kernel->retained_bytes(State::tokens_of(options)) > 0) return kernel;
+        return state.get(spec, options.plan, state.situation(wide, options));
+    } catch (const CacheMissError& miss) {
+        throw CacheMissError(fmt::format("strict mode compiles nothing, and {}; compile with: {}", miss.what(),
+                                         prewarm_command(spec, state.local.device, state.effective(options))));
+    }
 }
 
 PlanChoice Session::choose_plan(const Spec& spec, const Device& device, const KernelOptions& options) {
@@ -284,12 +295,51 @@ PlanChoice Session::choose_plan(const Spec& spec, const Device& device, const Ke
     return {std::move(answer.plan), std::move(answer.source), std::move(answer.reasons)};
 }
 
-PrewarmResult Session::prewarm(const Spec& spec, const Device& device, const KernelOptions& options) {
-    State& state = *state_;
-    const BuildRequest wanted = state.build_request(
-        {spec.normalized(), options.plan, state.situation(state.scratch_of(spec, options), options)}, device, {device.kind, 0});
+std::vector<TierStatistics> SessionAccess::tiers(const Session& session) {
+    std::vector<TierStatistics> tiers = session.state_->cache.statistics().tiers;
+    for (TierStatistics& tier : tiers) {
+        if (tier.name == "memory") tier.hits += session.state_->memory_hits;
+    }
+    return tiers;
+}
+
+std::vector<Plan> SessionAccess::plans(Session& session, const Spec& spec, const Device& device, const KernelOptions& options) {
+    std::vector<Plan> plans;
+    for (BuildRequest& request : session.state_->requests(spec, device, options)) plans.push_back(std::move(request.plan));
+    return plans;
+}
+
+std::vector<Plan> SessionAccess::plans_for_any_tokens(Session& session, const Spec& spec, const Device& device, KernelOptions options) {
+    Session::State& state = *session.state_;
+    std::vector<Plan> plans;
+    std::set<std::tuple<std::int64_t, std::int64_t, std::int64_t>> seen;
+    std::exception_ptr refusal;
+    const KernelOptions given = state.effective(options);
+    for (const std::int64_t num_tokens : representative_tokens(spec, given.workspace_limit_bytes, given.scratch_bytes)) {
+        options.num_tokens = num_tokens;
+        try {
+            if (!seen.emplace(state.scratch_of(spec, options), state.wide_scratch_of(spec, options), token_bucket(num_tokens)).second)
+                continue;
+            for (Plan& plan : SessionAccess::plans(session, spec, device, options)) {
+                if (std::ranges::find(plans, plan) == plans.end()) plans.push_back(std::move(plan));
+            }
+        } catch (const PlanError&) {  // so many tokens do not fit the limit: no session will have them
+            if (!refusal) refusal = std::current_exception();
+        }
+    }
+    if (plans.empty()) std::rethrow_exception(refusal);
+    return plans;
+}
+
+PrewarmResult SessionAccess::prewarm(Session& session, const Spec& spec, const Device& device, const KernelOptions& options,
+                                     const OnUse& on_use) {
+    Session::State& state = *session.state_;
     // A cache of its own over the same tiers, so that the counts are this call's alone.
-    ArtifactCache cache(state.cache.options());
+    ArtifactCache::Options cache_options = state.cache.options();
+    cache_options.creates = true;
+    cache_options.strict = false;
+    cache_options.on_use = on_use;
+    ArtifactCache cache(std::move(cache_options));
     const auto count = [&] {
         const SessionStatistics done = session_statistics(cache.statistics());
         const std::lock_guard lock(state.prewarm_mutex);
@@ -297,12 +347,31 @@ PrewarmResult Session::prewarm(const Spec& spec, const Device& device, const Ker
         return PrewarmResult{done.compiled, done.memory_hits + done.disk_hits + done.pack_hits + done.remote_hits};
     };
     try {
-        (device.kind == DeviceKind::cuda ? state.backends.compile_cuda : state.backends.compile_cpu)(wanted, cache);
+        for (const BuildRequest& request : state.requests(spec, device, options)) state.compile(request, cache);
     } catch (...) {
         (void)count();
         throw;
     }
     return count();
+}
+
+PrewarmResult Session::prewarm(const Spec& spec, const Device& device, const KernelOptions& options) {
+    return SessionAccess::prewarm(*this, spec, device, options, {});
+}
+
+std::vector<std::string> Session::missing(const Spec& spec, const Device& device, const KernelOptions& options) {
+    ArtifactCache::Options looked_in = state_->cache.options();
+    looked_in.creates = false;
+    std::vector<std::string> missing;
+    for (const BuildRequest& request : state_->requests(spec, device, options)) {
+        ArtifactCache cache(looked_in);
+        try {
+            state_->compile(request, cache);
+        } catch (const CacheMissError&) {
+            missing.push_back(request.plan.text());
+        }
+    }
+    return missing;
 }
 
 const Device& Session::device() const noexcept { return state_->local.device; }

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,8 @@ struct Backends {
     Make make_cuda;
     Compile compile_cpu;
     Compile compile_cuda;
+    std::function<std::int64_t(const BuildRequest&, std::int64_t num_tokens)>
+        retained_bytes;  ///< Kernel::retained_bytes without the kernel
     std::function<Device()> native_cpu;
     std::function<std::vector<Device>(std::string* why)> cuda_devices;
     std::function<bool(std::string* why)> has_nvrtc;
@@ -39,6 +42,17 @@ struct LocalDevice {
 struct SessionAccess {
     [[nodiscard]] static Session make(SessionOptions options, const Environment& environment, Backends backends);
     [[nodiscard]] static DeviceRef device_ref(const Session& session);
+    /// What each tier did for get_kernel; kernels found in the session's own memory are hits of "memory" too.
+    [[nodiscard]] static std::vector<TierStatistics> tiers(const Session& session);
+    /// The plans whose kernels a session like this one on `device` would ask for, in that order. Compiles nothing.
+    [[nodiscard]] static std::vector<Plan> plans(Session& session, const Spec& spec, const Device& device, const KernelOptions& options);
+    /// The same over every number of tokens that the limit has room for, whatever options.num_tokens is.
+    [[nodiscard]] static std::vector<Plan> plans_for_any_tokens(Session& session, const Spec& spec, const Device& device,
+                                                                KernelOptions options);
+    /// Session::prewarm, with each cache entry that was used told to `on_use`.
+    using OnUse = std::function<void(const CacheKey&, std::span<const std::byte> entry)>;
+    static PrewarmResult prewarm(Session& session, const Spec& spec, const Device& device, const KernelOptions& options,
+                                 const OnUse& on_use);
 };
 
 /// The process's, made at the first call. Never destroyed: kernels and the CUDA driver may be in use while the process exits.

@@ -23,6 +23,10 @@ CacheKey cubin_key(const CacheKey& recipe, const std::string& compiler_build_id)
 
 std::shared_ptr<const Artifact> cubin_by(const std::string& build_id, const CacheKey& recipe, const std::string& arch, ArtifactCache& cache,
                                          const std::function<Artifact()>& compile) {
+    if (cache.options().strict) {
+        auto cubin = cache.find(cubin_key(recipe, build_id));
+        return cubin ? cubin : cubin_by_any_compiler(recipe, cache);
+    }
     bool created = false;
     const auto compile_and_tell = [&] {
         Artifact cubin = compile();

@@ -16,7 +16,7 @@ namespace flce {
 /// The recipe's digest, and the key of its cubin by one compiler.
 [[nodiscard]] CacheKey cubin_key(const CacheKey& recipe, const std::string& compiler_build_id);
 
-/// The cubin of `recipe` by the NVRTC of this build: from the cache, or compiled.
+/// The cubin of `recipe` by the NVRTC of this build: from the cache, or compiled. Where the cache is strict, nothing can be compiled and anybody's will do.
 [[nodiscard]] std::shared_ptr<const Artifact> cubin_by(const std::string& build_id, const CacheKey& recipe, const std::string& arch,
                                                        ArtifactCache& cache, const std::function<Artifact()>& compile);
 

@@ -105,10 +105,14 @@ std::shared_ptr<const Artifact> cuda_cubin(const BuildRequest& request, const Cu
     for (const KernelEntry& kernel : unit.kernels) builder.add("kernel", kernel.name);
     const CacheKey recipe = builder.finish();
     if (nvrtc != nullptr) {
-        return cubin_by(nvrtc->build_id(), recipe, request.device.gpu.arch, cache,
-                        [&] { return compile_cubin(request, program, unit, *nvrtc, options); });
+        auto cubin = cubin_by(nvrtc->build_id(), recipe, request.device.gpu.arch, cache,
+                              [&] { return compile_cubin(request, program, unit, *nvrtc, options); });
+        if (cubin != nullptr) return cubin;
     }
-    auto cubin = cubin_by_any_compiler(recipe, cache);
+    auto cubin = nvrtc == nullptr ? cubin_by_any_compiler(recipe, cache) : nullptr;
+    if (cubin == nullptr && !cache.options().creates) {
+        throw CacheMissError(fmt::format("no cache has the cubin of {} for {}", unit.kernels.front().name, request.device.gpu.arch));
+    }
     if (cubin == nullptr) {
         throw EnvironmentError(fmt::format("no cache or pack holds the kernels of {} for {}, and they cannot be compiled here: {}",
                                            request.spec.text(), request.device.gpu.arch, why_none));
@@ -293,5 +297,9 @@ std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, Arti
 }
 
 void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache) { compile(request, cache); }
+
+std::int64_t cuda_retained_bytes(const BuildRequest& request, std::int64_t num_tokens) {
+    return WorkspaceSize(generate_cuda(request.spec, request.device, request.plan).retained_bytes).of(num_tokens);
+}
 
 }  // namespace flce

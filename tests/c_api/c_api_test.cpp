@@ -173,6 +173,46 @@ TEST_F(CApi, Prewarm_ThenNothingIsCompiled) {
     EXPECT_GE(result.hits, 1);
 }
 
+TEST_F(CApi, TierStatistics_CountWhatEachTierDid) {
+    flce_kernel* first = kernel();
+    flce_kernel* again = kernel();
+    flce_tier_statistics memory = FLCE_TIER_STATISTICS_INIT;
+    flce_tier_statistics local = FLCE_TIER_STATISTICS_INIT;
+    flce_tier_statistics remote = FLCE_TIER_STATISTICS_INIT;
+    ASSERT_EQ(flce_session_tier_statistics(session_, FLCE_TIER_MEMORY, &memory), FLCE_OK);
+    ASSERT_EQ(flce_session_tier_statistics(session_, FLCE_TIER_LOCAL, &local), FLCE_OK);
+    ASSERT_EQ(flce_session_tier_statistics(session_, FLCE_TIER_REMOTE, &remote), FLCE_OK);
+    EXPECT_EQ(memory.hits, 1);
+    EXPECT_EQ(local.hits + local.misses, 1);
+    EXPECT_EQ(local.stored, local.misses);
+    EXPECT_EQ(local.faults, 0);
+    EXPECT_EQ(remote.hits + remote.misses + remote.faults + remote.stored, 0);
+    EXPECT_EQ(flce_session_tier_statistics(session_, 4, &remote), FLCE_ERROR_ARGUMENT);
+    EXPECT_THAT(flce_last_error(), HasSubstr("tier is 4"));
+    flce_kernel_release(first);
+    flce_kernel_release(again);
+}
+
+TEST_F(CApi, StrictSession_MissHasAStatusOfItsOwn) {
+    flce_session_options options = FLCE_SESSION_OPTIONS_INIT;
+    options.device = "cpu";
+    const std::string cache = directory_.path().string() + "/strict";
+    options.cache_dir = cache.c_str();
+    options.strict = 1;
+    flce_session* strict = nullptr;
+    ASSERT_EQ(flce_session_create(&options, &strict), FLCE_OK) << flce_last_error();
+    flce_kernel* handle = nullptr;
+    EXPECT_EQ(flce_get_kernel(strict, "D=16,V=11,dtype=fp32", nullptr, &handle), FLCE_ERROR_CACHE_MISS);
+    EXPECT_THAT(flce_last_error(), HasSubstr("flce prewarm --spec 'D=16,V=11,dtype=fp32'"));
+    EXPECT_EQ(handle, nullptr);
+    ASSERT_EQ(flce_prewarm(strict, "D=16,V=11,dtype=fp32", "cpu", nullptr, nullptr), FLCE_OK) << flce_last_error();
+    EXPECT_EQ(flce_get_kernel(strict, "D=16,V=11,dtype=fp32", nullptr, &handle), FLCE_OK) << flce_last_error();
+    flce_kernel_release(handle);
+    flce_session_release(strict);
+    options.strict = 2;
+    EXPECT_EQ(flce_session_create(&options, &strict), FLCE_ERROR_ARGUMENT);
+}
+
 TEST_F(CApi, BadTensorCodes_NamedArguments) {
     flce_kernel* handle = kernel();
     flce_tensor hidden{};

@@ -96,6 +96,19 @@ TEST_F(CubinCacheTest, CompilerEntryLost_WrittenAgainByTheNextThatHasTheCompiler
     EXPECT_EQ(by_any(next), "cubin by builder");
 }
 
+TEST_F(CubinCacheTest, Strict_TakesAnotherCompilersRatherThanNone) {
+    {
+        ArtifactCache cache(here());
+        (void)by("builder", cache);
+    }
+    ArtifactCache::Options options = here();
+    options.creates = false;
+    options.strict = true;
+    ArtifactCache strict(options);
+    EXPECT_EQ(by("mine", strict), "cubin by builder");
+    EXPECT_EQ(strict.statistics().created, 0);
+}
+
 TEST_F(CubinCacheTest, CompileFails_NothingIsPromised) {
     ArtifactCache cache(here());
     EXPECT_THROW((void)cubin_by("ill", recipe_, "sm_90a", cache, []() -> Artifact { throw std::runtime_error("ill"); }),

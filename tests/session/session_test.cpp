@@ -238,6 +238,98 @@ TEST_F(SessionTest, Prewarm_CountsAndServesLaterSessions) {
     EXPECT_EQ(on_gpu.statistics().disk_hits, 1);
 }
 
+TEST_F(SessionTest, Prewarm_ServesEveryLimitItWasAskedForToAStrictSession) {
+    machine_.gpus = {describe_device("sm_90a")};
+    const Spec spec = parse_spec("D=128,V=1000,dtype=bf16");
+    Session builder = session({.device = "cpu"});
+    Session strict = session({.device = "cuda", .strict = true});
+    std::int64_t sets = 0;
+    for (const std::int64_t limit : {std::int64_t{0}, std::int64_t{20} << 20, std::int64_t{40} << 20, std::int64_t{1} << 34}) {
+        for (const std::int64_t num_tokens : {0, 1, 4096}) {
+            const KernelOptions options{.workspace_limit_bytes = limit, .num_tokens = num_tokens};
+            sets += builder.prewarm(spec, machine_.gpus[0], options).compiled;
+            EXPECT_NE(strict.get_kernel(spec, options), nullptr) << limit << ", " << num_tokens;
+        }
+    }
+    EXPECT_EQ(machine_.made, 0);
+    EXPECT_GE(sets, 4);  // scratch of a session, of either limit, and as much as is of use
+    // Of another limit nothing is there.
+    EXPECT_THROW((void)strict.get_kernel(spec, {.workspace_limit_bytes = 10 << 20}), CacheMissError);
+}
+
+TEST_F(SessionTest, PlansForAnyTokens_HoldThatOfEveryNumber) {
+    Session session = this->session();
+    const Device device = describe_device("sm_90a");
+    for (const char* text : {"D=128,V=1000,dtype=bf16", "D=4096,V=128256,dtype=bf16", "D=128,V=1000,dtype=fp32"}) {
+        const Spec spec = parse_spec(text);
+        for (const std::int64_t limit : {std::int64_t{0}, std::int64_t{50} << 20, std::int64_t{100} << 20, std::int64_t{3} << 30}) {
+            const KernelOptions options{.workspace_limit_bytes = limit};
+            const std::vector<Plan> all = SessionAccess::plans_for_any_tokens(session, spec, device, options);
+            EXPECT_GE(all.size(), limit == 0 || spec.dtype == DType::fp32 ? 1u : 3u);
+            for (std::int64_t num_tokens = 1; num_tokens < 200'000; num_tokens += 1 + num_tokens / 4) {
+                if (limit > 0 && spec.dtype != DType::fp32 && limit <= 4 * spec.hidden_size * num_tokens) break;
+                std::vector<Plan> wanted;
+                try {
+                    wanted = SessionAccess::plans(session, spec, device, {.workspace_limit_bytes = limit, .num_tokens = num_tokens});
+                } catch (const PlanError&) {
+                    break;  // no plan has so little scratch
+                }
+                for (const Plan& plan : wanted) EXPECT_THAT(all, testing::Contains(plan)) << text << " " << limit << " " << num_tokens;
+            }
+        }
+    }
+    EXPECT_THROW((void)SessionAccess::plans_for_any_tokens(session, small_spec(), device, {.workspace_limit_bytes = 1}), PlanError);
+}
+
+TEST_F(SessionTest, Missing_NamesPlansUntilTheyAreCompiled) {
+    const Device device = describe_device("sm_90a");
+    const Spec spec = parse_spec("D=128,V=1000,dtype=bf16");
+    Session session = this->session();
+    const KernelOptions wide{.workspace_limit_bytes = std::int64_t{1} << 34};
+    EXPECT_EQ(session.missing(spec, device, wide).size(), 2u);
+    EXPECT_THAT(session.missing(spec, device), testing::ElementsAre(HasSubstr("scratch=67108864")));
+    EXPECT_EQ(machine_.compiled, 0);
+    (void)session.prewarm(spec, device);
+    EXPECT_TRUE(session.missing(spec, device).empty());
+    EXPECT_EQ(session.missing(spec, device, wide).size(), 1u);
+}
+
+TEST_F(SessionTest, Strict_MissIsAnErrorThatNamesTheCommand) {
+    machine_.gpus = {describe_device("NVIDIA H100")};
+    machine_.gpus[0].name = "NVIDIA H100 80GB HBM3";
+    const Spec spec = parse_spec("D=128,V=1000,dtype=bf16,tied");
+    for (const bool by_environment : {false, true}) {
+        environment_.strict = by_environment;
+        Session strict = session({.strict = by_environment ? std::nullopt : std::optional(true)});
+        EXPECT_THAT([&] { (void)strict.get_kernel(spec); },
+                    ThrowsMessage<CacheMissError>(AllOf(HasSubstr("strict mode"), HasSubstr("flce prewarm --spec '" + spec.text() +
+                                                                                            "' --device 'NVIDIA H100 80GB HBM3'"))));
+        EXPECT_THAT([&] { (void)strict.get_kernel(spec, {.workspace_limit_bytes = 40 << 20, .num_tokens = 512}); },
+                    ThrowsMessage<CacheMissError>(testing::EndsWith("--workspace-limit 41943040 --num-tokens 512")));
+        EXPECT_THAT([&] { (void)strict.get_kernel(spec, {.scratch_bytes = 32 << 20}); },
+                    ThrowsMessage<CacheMissError>(testing::EndsWith("--workspace 33554432")));
+    }
+    Session lenient = session({.strict = false});
+    EXPECT_NE(lenient.get_kernel(spec), nullptr);
+    EXPECT_EQ(machine_.made, 1);
+    Session strict = session();
+    EXPECT_NE(strict.get_kernel(spec), nullptr);
+    EXPECT_EQ(strict.statistics().disk_hits, 1);
+}
+
+TEST_F(SessionTest, Strict_TierOutOfUseIsAnErrorNotAWarning) {
+    environment_.strict = true;
+    EXPECT_THAT([&] { (void)session({.cache_packs = {directory_.path() / "none.flcepack"}}); },
+                ThrowsMessage<EnvironmentError>(AllOf(HasSubstr("packs tier"), HasSubstr("none.flcepack"))));
+    std::filesystem::permissions(directory_.path(), std::filesystem::perms::others_write, std::filesystem::perm_options::add);
+    EXPECT_THAT([&] { (void)session(); }, ThrowsMessage<EnvironmentError>(HasSubstr("local tier")));
+    std::filesystem::permissions(directory_.path(), std::filesystem::perms::others_write, std::filesystem::perm_options::remove);
+    Session remote = session({.cache_remote = "redis://127.0.0.1:1"});
+    EXPECT_THAT([&] { (void)remote.get_kernel(small_spec()); },
+                ThrowsMessage<EnvironmentError>(AllOf(HasSubstr("remote tier"), HasSubstr("redis://127.0.0.1:1"))));
+    EXPECT_EQ(machine_.made, 0);
+}
+
 TEST_F(SessionTest, PackFromElsewhere_UsedWithoutACompilerAndPreferredToTheCpu) {
     machine_.gpus = {describe_device("sm_80")};
     const Spec spec = parse_spec("D=128,V=1000,dtype=bf16");

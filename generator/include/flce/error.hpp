@@ -17,6 +17,7 @@ enum class ErrorKind : int {
     device = 5,       ///< a CUDA driver call failed
     environment = 6,  ///< a library, device or file this call needs is not there
     internal = 7,     ///< a bug in flce
+    cache_miss = 8,   ///< a kernel that no cache has, where none may be compiled
 };
 
 class Error : public std::runtime_error {
@@ -72,6 +73,12 @@ private:
 class EnvironmentError : public Error {
 public:
     explicit EnvironmentError(const std::string& message) : Error(ErrorKind::environment, message) {}
+};
+
+/// Nothing may be compiled (strict mode), and no tier of the cache has the kernel. The message names the command that compiles it.
+class CacheMissError : public Error {
+public:
+    explicit CacheMissError(const std::string& message) : Error(ErrorKind::cache_miss, message) {}
 };
 
 class InternalError : public Error {

@@ -45,7 +45,8 @@ typedef enum flce_status {
     FLCE_ERROR_COMPILE = 4,     /* a compiler refused generated source; flce_last_error_log() has its log */
     FLCE_ERROR_DEVICE = 5,      /* a CUDA driver call failed */
     FLCE_ERROR_ENVIRONMENT = 6, /* a library, device, file or memory that the call needs is not there */
-    FLCE_ERROR_INTERNAL = 7     /* a bug in flce */
+    FLCE_ERROR_INTERNAL = 7,    /* a bug in flce */
+    FLCE_ERROR_CACHE_MISS = 8   /* strict session: no cache has the kernel; the message names the command that compiles it */
 } flce_status;
 
 /* Message of the last call on this thread that failed, "" if none did. Valid until this thread's next call that fails. Never NULL. */
@@ -99,8 +100,12 @@ typedef struct flce_session_options {
     int32_t threads;               /* of CPU kernels; 0: FLCE_NUM_THREADS, else every core */
     int32_t no_disk_cache;         /* not 0: nothing is kept on disk */
     int64_t workspace_limit_bytes; /* of calls that give none of their own, see flce_kernel_options; 0: none */
+    /* 1: flce_get_kernel compiles nothing: FLCE_ERROR_CACHE_MISS for a kernel that no cache has, FLCE_ERROR_ENVIRONMENT (at once or then) for a part
+     * of the cache that cannot be used. -1: it compiles. 0: FLCE_STRICT decides. */
+    int32_t strict;
+    int32_t reserved; /* 0 */
 } flce_session_options;
-#define FLCE_SESSION_OPTIONS_INIT {sizeof(flce_session_options), NULL, NULL, 0, 0, 0, 0}
+#define FLCE_SESSION_OPTIONS_INIT {sizeof(flce_session_options), NULL, NULL, 0, 0, 0, 0, 0, 0}
 
 /* `options` may be NULL. */
 FLCE_API flce_status flce_session_create(const flce_session_options* options, flce_session** session);
@@ -124,6 +129,19 @@ typedef struct flce_statistics {
 } flce_statistics;
 #define FLCE_STATISTICS_INIT {sizeof(flce_statistics), 0, 0, 0, 0}
 FLCE_API flce_status flce_session_statistics(const flce_session* session, flce_statistics* statistics);
+
+/* Where kernels are looked for, in this order. */
+enum { FLCE_TIER_MEMORY = 0, FLCE_TIER_LOCAL = 1, FLCE_TIER_PACKS = 2, FLCE_TIER_REMOTE = 3 };
+typedef struct flce_tier_statistics {
+    size_t struct_size; /* set by the caller */
+    int64_t hits;       /* lookups that it answered */
+    int64_t misses;     /* lookups that it did not */
+    int64_t faults;     /* entries or media that were harmed, refused or out of reach: each cost time, and a compile at most */
+    int64_t stored;     /* entries that it took */
+} flce_tier_statistics;
+#define FLCE_TIER_STATISTICS_INIT {sizeof(flce_tier_statistics), 0, 0, 0, 0}
+/* What one tier did for flce_get_kernel; all 0 where the session has no such tier. */
+FLCE_API flce_status flce_session_tier_statistics(const flce_session* session, int32_t tier, flce_tier_statistics* statistics);
 
 /* --- Specs -------------------------------------------------------------------------------------------------------------------- */
 

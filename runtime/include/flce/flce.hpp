@@ -182,6 +182,9 @@ struct SessionOptions {
     /// or files, first ones first.
     std::vector<std::filesystem::path> records;
     bool use_records = true;  ///< false: every plan is the caller's or the cost model's, as with FLCE_NO_RECORDS
+    /// Strict: get_kernel compiles nothing. A kernel that no cache has is a CacheMissError that names the command to compile it with, and a tier
+    /// of the cache that cannot be used is an EnvironmentError, here or in get_kernel, instead of a warning. Absent: FLCE_STRICT.
+    std::optional<bool> strict;
 };
 
 struct KernelOptions {
@@ -218,11 +221,17 @@ public:
     Session& operator=(Session&&) noexcept;
 
     /// The kernel for `spec` on this session's device: from memory, from disk, or compiled (once, whatever the number of concurrent
-    /// callers; a failure is not remembered). Throws SpecError, PlanError, CompileError, DeviceError, EnvironmentError.
+    /// callers; a failure is not remembered). Throws SpecError, PlanError, CompileError, DeviceError, EnvironmentError; strict sessions also
+    /// CacheMissError.
     [[nodiscard]] std::shared_ptr<const Kernel> get_kernel(const Spec& spec, const KernelOptions& options = {});
 
-    /// Compiles what a session on `device` would ask for into the cache, without needing the device.
+    /// Compiles all that get_kernel(spec, options) of a session like this one on `device` would ask for into the cache, without needing the device.
+    /// Strict sessions do it too.
     PrewarmResult prewarm(const Spec& spec, const Device& device, const KernelOptions& options = {});
+
+    /// Of those, what no tier of the cache has: the text of each plan whose kernels are not complete. Empty: such a session would compile nothing.
+    /// Compiles nothing.
+    [[nodiscard]] std::vector<std::string> missing(const Spec& spec, const Device& device, const KernelOptions& options = {});
 
     /// The plan that a session on `device`, which need not be here, takes for such a call; compiles nothing. An explicit plan comes first, then that of
     /// the nearest record of measurements, then the cost model's. Throws SpecError, PlanError.

@@ -1,0 +1,38 @@
+#include "runtime/prewarm_command.hpp"
+
+#include <fmt/format.h>
+
+#include <optional>
+
+namespace flce {
+namespace {
+
+std::optional<Device> described(const std::string& name) {
+    try {
+        return describe_device(name);
+    } catch (const EnvironmentError&) {
+        return std::nullopt;
+    }
+}
+
+/// The name by which a machine without this device knows it. A CPU that was not asked for by name is compiled for as it is: on its like.
+std::string name_elsewhere(const Device& device) {
+    const std::optional<Device> known = described(device.name);
+    if (device.kind == DeviceKind::cpu) return known && known->cpu.features == device.cpu.features ? device.name : "cpu";
+    return known && known->gpu.arch == device.gpu.arch ? device.name : device.gpu.arch;
+}
+
+}  // namespace
+
+std::string prewarm_command(const Spec& spec, const Device& device, const KernelOptions& options) {
+    std::string command = fmt::format("flce prewarm --spec '{}' --device '{}'", spec.normalized().text(), name_elsewhere(device));
+    if (!options.plan.empty()) command += fmt::format(" --plan '{}'", options.plan);
+    if (options.scratch_bytes != 0 && options.scratch_bytes != kDefaultScratchBytes) {
+        command += fmt::format(" --workspace {}", options.scratch_bytes);
+    }
+    if (options.workspace_limit_bytes != 0) command += fmt::format(" --workspace-limit {}", options.workspace_limit_bytes);
+    if (options.num_tokens != 0) command += fmt::format(" --num-tokens {}", options.num_tokens);
+    return command;
+}
+
+}  // namespace flce

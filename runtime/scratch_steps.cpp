@@ -1,0 +1,60 @@
+#include "runtime/scratch_steps.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "flce/error.hpp"
+#include "flce/plan.hpp"
+
+namespace flce {
+
+std::int64_t round_down_to_step(std::int64_t bytes) {
+    const auto power = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(bytes)));
+    return bytes - power >= power / 2 ? power + power / 2 : power;
+}
+
+std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64_t num_tokens) {
+    if (limit_bytes < 0) throw PlanError(fmt::format("workspace_limit_bytes is {}; it must be positive, or 0 for none", limit_bytes));
+    if (num_tokens < 0) throw ArgumentError(fmt::format("num_tokens is {}; it must be 0 or more", num_tokens));
+    std::int64_t sum = 0;
+    if (spec.dtype != DType::fp32 && __builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &sum)) {
+        throw ArgumentError(fmt::format("num_tokens is {}; {} of them overflow 64-bit sizes", num_tokens, spec.hidden_size));
+    }
+    if (limit_bytes <= sum) {
+        throw PlanError(fmt::format("workspace_limit_bytes is {}; {} tokens take {} bytes for the sum of grad_hidden alone, and scratch",
+                                    limit_bytes, num_tokens, sum));
+    }
+    return limit_bytes - sum;
+}
+
+std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t limit_bytes, std::int64_t scratch_bytes) {
+    std::vector<std::int64_t> tokens{0, 1};
+    const auto buckets = token_buckets();
+    for (std::size_t i = 0; i < buckets.size(); ++i) {
+        tokens.push_back(buckets[i]);
+        if (i + 1 == buckets.size()) break;
+        // Where one bucket ends and the next begins.
+        const auto boundary = static_cast<std::int64_t>(std::sqrt(static_cast<double>(buckets[i]) * static_cast<double>(buckets[i + 1])));
+        for (const std::int64_t near : {boundary - 1, boundary, boundary + 1}) tokens.push_back(near);
+    }
+    if (limit_bytes > 0 && spec.dtype != DType::fp32) {
+        // Room shrinks by 4·D a token; the last number of tokens that leaves a step whole, and the first that does not.
+        const auto add = [&](std::int64_t step) {
+            if (step > limit_bytes) return;
+            const std::int64_t last = (limit_bytes - step) / (4 * spec.hidden_size);
+            tokens.push_back(last);
+            tokens.push_back(last + 1);
+        };
+        const std::int64_t most = std::max(scratch_bytes, kMostUsefulScratch);
+        for (std::int64_t step = round_down_to_step(std::min(most, limit_bytes)); step > 1; step = round_down_to_step(step - 1)) add(step);
+        add(scratch_bytes);
+    }
+    std::ranges::sort(tokens);
+    tokens.erase(std::ranges::unique(tokens).begin(), tokens.end());
+    return tokens;
+}
+
+}  // namespace flce

@@ -1,0 +1,24 @@
+// Limits on memory in steps, so that limits that differ a little share kernels.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "flce/spec.hpp"
+
+namespace flce {
+
+inline constexpr std::int64_t kMostUsefulScratch = 256LL << 20;  ///< chunks that are wider gain nothing
+
+/// The largest of 1, 1½, 2, 3, 4, 6, … that is no more than `bytes`, which is positive.
+[[nodiscard]] std::int64_t round_down_to_step(std::int64_t bytes);
+
+/// What a limit on everything beyond inputs and gradients leaves for scratch: backward's sum of grad_hidden in 16-bit dtypes takes 4·N·D of it. Throws
+/// PlanError where it leaves nothing, ArgumentError for a bad num_tokens.
+[[nodiscard]] std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64_t num_tokens);
+
+/// Numbers of tokens that stand for all: every other has the token bucket of one of them, and with a limit (0: none) the step of its room too, where
+/// that is not beyond both `scratch_bytes` and kMostUsefulScratch. Ascending, from 0, which stands for "not known".
+[[nodiscard]] std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t limit_bytes, std::int64_t scratch_bytes);
+
+}  // namespace flce
