@@ -39,7 +39,8 @@ int exit_code(ErrorKind kind) {
         case ErrorKind::compile:
         case ErrorKind::device:
         case ErrorKind::environment:
-        case ErrorKind::internal: break;
+        case ErrorKind::internal:
+        case ErrorKind::cache_miss: break;
     }
     return kEnvironment;
 }
@@ -72,6 +73,7 @@ Examples:
   flce bench --spec D=2048,V=151936,dtype=bf16 --num-tokens 4096 --json
   flce explain --spec D=4096,V=128256,dtype=bf16 --device h100
   flce prewarm --hf-config config.json --device sm_90a         compile for a GPU that is not here
+  flce prewarm --manifest kernels.json --out kernels.flcepack  … into one file to ship; --check says what a run would miss
   flce tune --spec D=4096,V=128256,dtype=bf16 --num-tokens 8192    measure plans on this device, keep the best
   flce cache stats                                             what the kernel cache holds and did
   flce info
@@ -96,6 +98,7 @@ int main(int argc, char** argv) {
     add_bench(app, action);
     add_explain(app, action);
     add_prewarm(app, action);
+    add_prewarm_worker(app, action);
     add_tune(app, action);
     add_tune_worker(app, action);
     add_cache(app, action);

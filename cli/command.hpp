@@ -42,6 +42,7 @@ void add_check(CLI::App& app, Action& action);
 void add_bench(CLI::App& app, Action& action);
 void add_explain(CLI::App& app, Action& action);
 void add_prewarm(CLI::App& app, Action& action);
+void add_prewarm_worker(CLI::App& app, Action& action);
 void add_tune(CLI::App& app, Action& action);
 void add_tune_worker(CLI::App& app, Action& action);
 void add_cache(CLI::App& app, Action& action);

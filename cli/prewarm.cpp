@@ -1,140 +1,249 @@
-// flce prewarm: compiles kernels into the cache for devices that need not be here.
+// flce prewarm: compiles kernels into the cache, or into a pack, for devices that need not be here.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
+#include <algorithm>
+#include <optional>
 
 #include "cli/command.hpp"
-#include "cli/interrupt.hpp"
+#include "cli/jobs.hpp"
+#include "cli/prewarm_pack.hpp"
+#include "cli/prewarm_requests.hpp"
 #include "cli/progress.hpp"
+#include "cli/worker_pool.hpp"
 
 namespace flce::cli {
 namespace {
 
 struct PrewarmOptions {
-    std::vector<std::string> specs;
-    std::vector<std::filesystem::path> hf_configs;
-    std::vector<std::string> devices;
-    SessionFlags session;
+    PrewarmFlags what;
+    std::filesystem::path cache_dir;
+    std::filesystem::path out;
+    int jobs = 0;  // 0: as many as there is room for
+    bool check = false;
     bool json = false;
 };
 
-struct Item {
-    Spec spec;
-    std::string device_name;
-    Device device;
-};
-
 struct Outcome {
-    PrewarmResult result;
-    double seconds = 0;
+    std::int64_t compiled = 0;
+    std::int64_t hits = 0;
+    std::vector<std::string> used;  // keys
     std::string error;
-    bool environment = false;  ///< the failure is the environment's
+    bool environment = false;  // the failure is the environment's
 };
 
-/// Every spec for every device; all of them are read before anything is compiled.
-std::vector<Item> make_items(const PrewarmOptions& options) {
-    std::vector<Spec> specs;
-    for (const std::string& text : options.specs) specs.push_back(read_spec(text));
-    for (const auto& path : options.hf_configs) specs.push_back(spec_from_hf_config(read_text_file(path)));
-    if (specs.empty()) throw UsageError("prewarm needs at least one --spec or --hf-config");
-    std::vector<Item> items;
-    for (const std::string& name : options.devices) {
-        const Device device = resolve_device(name);
-        for (const Spec& spec : specs) items.push_back({spec, name, device});
-    }
-    return items;
-}
-
-Outcome prewarm_one(Session& session, const Item& item) {
-    Outcome outcome;
-    const auto start = std::chrono::steady_clock::now();
-    try {
-        outcome.result = session.prewarm(item.spec, item.device);
-    } catch (const Error& e) {
-        if (e.kind() == ErrorKind::spec || e.kind() == ErrorKind::plan) throw;
-        outcome.error = e.what();
-        outcome.environment = e.kind() == ErrorKind::environment;
-    }
-    outcome.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    return outcome;
-}
-
-int prewarm(const PrewarmOptions& options) {
-    const auto items = make_items(options);
-    SessionOptions session_options = options.session.options();
-    if (session_options.device.empty()) session_options.device = "cpu";  // what this session itself would run on does not matter
-    Session session(session_options);
-    std::vector<Outcome> outcomes;
-    Progress progress("prewarm", static_cast<std::int64_t>(items.size()));
-    PrewarmResult total;
+struct Totals {
+    std::int64_t compiled = 0;
+    std::int64_t hits = 0;
     std::int64_t failed = 0;
     bool environment = false;
-    progress.update(0, items.front().device_name);
-    for (const Item& item : items) {
-        stop_if_interrupted();
-        outcomes.push_back(prewarm_one(session, item));
-        const Outcome& outcome = outcomes.back();
-        total.compiled += outcome.result.compiled;
-        total.hits += outcome.result.hits;
-        if (!outcome.error.empty()) {
-            ++failed;
-            environment = environment || outcome.environment;
-            // What is long is said once.
-            const bool repeated = outcomes.size() > 1 && outcomes[outcomes.size() - 2].error == outcome.error;
-            progress.print(fmt::format("flce: error: {} for {}: {}", item.spec.text(), item.device_name,
-                                       repeated ? first_line(outcome.error) : outcome.error));
-        }
-        progress.update(static_cast<std::int64_t>(outcomes.size()),
-                        fmt::format("{} compiled, {} hits, {} failed", total.compiled, total.hits, failed));
+};
+
+std::string piece_of(const PrewarmItem& item) {
+    return Json{{"spec", item.spec.text()}, {"device", Json::parse(item.device.json())}, {"plan", item.plan}}.dump();
+}
+
+Outcome read_answer(const std::string& answer, const std::string& death) {
+    if (!death.empty()) return {.error = death, .environment = true};
+    const Json json = Json::parse(answer, nullptr, false);
+    if (json.contains("error")) return {.error = json["error"].get<std::string>(), .environment = json.value("environment", false)};
+    return {json.value("compiled", std::int64_t{0}), json.value("hits", std::int64_t{0}), json.value("used", std::vector<std::string>()),
+            "", false};
+}
+
+/// Compiles every item in workers, and says how far it is.
+class Compilation {
+public:
+    Compilation(const PrewarmOptions& options, const std::vector<PrewarmItem>& items)
+        : options_(options), items_(items), outcomes_(items.size()), progress_("prewarm", static_cast<std::int64_t>(items.size())) {
+        if (!options.out.empty()) entries_.emplace();
     }
-    progress.finish();
+
+    void run() {
+        std::vector<std::string> pieces;
+        for (const PrewarmItem& item : items_) pieces.push_back(piece_of(item));
+        WorkerPool pool;
+        pool.arguments = {"prewarm-worker", "--cache-dir", options_.cache_dir.string()};
+        if (options_.cache_dir.empty()) pool.arguments.resize(1);
+        if (entries_) pool.arguments.insert(pool.arguments.end(), {"--entries", entries_->path().string()});
+        pool.workers = workers();
+        pool.on_done = [this](std::size_t i, const std::string& answer, const std::string& death) { done(i, read_answer(answer, death)); };
+        pool.on_tick = [this] { show(); };
+        show();
+        pool.run(pieces);
+        progress_.finish();
+        for (std::size_t i = 0; i < items_.size(); ++i) report_failure(i);
+    }
+
+    /// Where the pack is, if one was asked for and everything is in it.
+    [[nodiscard]] std::optional<std::filesystem::path> write_pack() const {
+        if (!entries_ || totals_.failed > 0) return std::nullopt;
+        std::vector<std::vector<std::string>> used;
+        for (const Outcome& outcome : outcomes_) used.push_back(outcome.used);
+        (void)write_prewarm_pack(options_.out, entries_->path(), items_, used);
+        return options_.out;
+    }
+
+    [[nodiscard]] const Totals& totals() const { return totals_; }
+    [[nodiscard]] const Outcome& outcome(std::size_t item) const { return outcomes_[item]; }
+
+private:
+    [[nodiscard]] int workers() {
+        const int cores = resolve_device("cpu").cpu.cores;
+        const std::int64_t memory = available_memory_bytes();
+        const int room = worker_count(cores, memory, items_.size());
+        const int chosen =
+            options_.jobs > 0 ? static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(options_.jobs), items_.size())) : room;
+        progress_.print(fmt::format("prewarm: {} kernel sets, {} at a time ({} cores, {} of memory available, about {} a worker)",
+                                    items_.size(), chosen, cores, human_bytes(static_cast<double>(memory)),
+                                    human_bytes(static_cast<double>(kWorkerBytes))));
+        return chosen;
+    }
+
+    void done(std::size_t item, Outcome outcome) {
+        totals_.compiled += outcome.compiled;
+        totals_.hits += outcome.hits;
+        if (!outcome.error.empty()) {
+            ++totals_.failed;
+            totals_.environment = totals_.environment || outcome.environment;
+            progress_.print(fmt::format("prewarm: {} for {} failed", items_[item].spec.text(), items_[item].device_name));
+        }
+        outcomes_[item] = std::move(outcome);
+        ++done_;
+        show();
+    }
+
+    void show() { progress_.update(done_, fmt::format("{} compiled, {} hits, {} failed", totals_.compiled, totals_.hits, totals_.failed)); }
+
+    /// What is long is said once.
+    void report_failure(std::size_t item) const {
+        const std::string& error = outcomes_[item].error;
+        if (error.empty()) return;
+        const auto same = [&](const Outcome& other) { return other.error == error; };
+        const auto here = outcomes_.begin() + static_cast<std::ptrdiff_t>(item);
+        const bool repeated = std::any_of(outcomes_.begin(), here, same);
+        fmt::print(stderr, "flce: error: {} for {} with plan {}: {}\n", items_[item].spec.text(), items_[item].device_name,
+                   items_[item].plan, repeated ? first_line(error) : error);
+    }
+
+    const PrewarmOptions& options_;
+    const std::vector<PrewarmItem>& items_;
+    std::vector<Outcome> outcomes_;
+    std::optional<EntryFolder> entries_;
+    Progress progress_;
+    Totals totals_;
+    std::int64_t done_ = 0;
+};
+
+int compile(const PrewarmOptions& options, const Session& session, const std::vector<PrewarmItem>& items) {
+    Compilation compilation(options, items);
+    compilation.run();
+    const auto pack = compilation.write_pack();
+    const Totals& total = compilation.totals();
     if (options.json) {
         Json list = Json::array();
         for (std::size_t i = 0; i < items.size(); ++i) {
-            const Outcome& o = outcomes[i];
+            const Outcome& o = compilation.outcome(i);
             list.push_back({{"spec", items[i].spec.text()},
                             {"device", items[i].device_name},
-                            {"compiled", o.result.compiled},
-                            {"hits", o.result.hits},
-                            {"seconds", o.seconds},
+                            {"plan", items[i].plan},
+                            {"compiled", o.compiled},
+                            {"hits", o.hits},
                             {"error", o.error.empty() ? Json(nullptr) : Json(o.error)}});
         }
         print_json({{"compiled", total.compiled},
                     {"hits", total.hits},
-                    {"failed", failed},
-                    {"pack", nullptr},
+                    {"failed", total.failed},
+                    {"pack", pack ? Json(pack->string()) : Json(nullptr)},
                     {"cache_dir", session.cache_dir().string()},
                     {"items", list}});
     } else {
         for (std::size_t i = 0; i < items.size(); ++i) {
-            const Outcome& o = outcomes[i];
+            const Outcome& o = compilation.outcome(i);
             fmt::print("{:<12} {:<60} {}\n", items[i].device_name, items[i].spec.text(),
-                       o.error.empty() ? fmt::format("{} compiled, {} hits, {}", o.result.compiled, o.result.hits, human_seconds(o.seconds))
-                                       : "FAILED");
+                       o.error.empty() ? fmt::format("{} compiled, {} hits", o.compiled, o.hits) : "FAILED");
         }
-        fmt::print("{} compiled, {} hits, {} failed; cache: {}\n", total.compiled, total.hits, failed, session.cache_dir().string());
+        fmt::print("{} compiled, {} hits, {} failed; {}: {}\n", total.compiled, total.hits, total.failed, pack ? "pack" : "cache",
+                   pack ? pack->string() : session.cache_dir().string());
     }
-    return failed == 0 ? kDone : environment ? kEnvironment : kFailedCheck;
+    if (total.failed > 0 && !options.out.empty()) fmt::print(stderr, "flce: {} is not written: kernels failed\n", options.out.string());
+    return total.failed == 0 ? kDone : total.environment ? kEnvironment : kFailedCheck;
 }
+
+int check(const PrewarmOptions& options, Session& session, const std::vector<PrewarmItem>& items) {
+    Json missing = Json::array();
+    for (const PrewarmItem& item : items) {
+        if (session.missing(item.spec, item.device, {.plan = item.plan}).empty()) continue;
+        missing.push_back({{"spec", item.spec.text()}, {"device", item.device_name}, {"plan", item.plan}});
+    }
+    const std::size_t hits = items.size() - missing.size();
+    if (options.json) {
+        print_json({{"compiled", 0}, {"hits", hits}, {"failed", 0}, {"pack", nullptr}, {"missing", missing}});
+    } else {
+        for (const Json& item : missing) {
+            fmt::print("missing: {} for {}, plan {}\n", item.at("spec").get<std::string>(), item.at("device").get<std::string>(),
+                       item.at("plan").get<std::string>());
+        }
+        fmt::print("{} of {} kernel sets are there\n", hits, items.size());
+    }
+    return missing.empty() ? kDone : kFailedCheck;
+}
+
+int prewarm(const PrewarmOptions& options) {
+    if (options.check && !options.out.empty()) throw UsageError("--check compiles nothing, so that --out has nothing to write");
+    if (!options.out.empty() && std::filesystem::is_directory(options.out)) {
+        throw UsageError(fmt::format("--out: {} is a directory", options.out.string()));
+    }
+    // What this session itself would run on does not matter.
+    Session session({.device = "cpu", .cache_dir = options.cache_dir, .strict = false});
+    const auto items = prewarm_items(session, prewarm_requests(options.what));
+    return options.check ? check(options, session, items) : compile(options, session, items);
+}
+
+constexpr const char* kFooter = R"(
+Compiles every spec for every device, with every limit and every number of tokens: all that get_kernel of a session there asks for with these. CUDA
+devices need NVRTC (flce info says whether it is found), not a GPU.
+
+A manifest is a JSON object with lists; relative paths begin at its folder; what it leaves out is taken from the options above:
+  {"specs": ["D=2048,V=151936,dtype=bf16,tied"], "hf_configs": ["qwen3/config.json"], "devices": ["sm_90a", "sm_80"],
+   "num_tokens": [4096, 8192], "workspace_limits": ["2G", 0]}
+
+Examples:
+  flce prewarm --spec D=2048,V=151936,dtype=bf16,tied --device sm_80 --device sm_90a
+  flce prewarm --hf-config Qwen3-1.7B/config.json --device h100 --num-tokens 8192 --workspace-limit 2G --workspace-limit 0
+  flce prewarm --manifest kernels.json --out kernels.flcepack
+  FLCE_NO_DISK_CACHE=1 FLCE_CACHE_PACKS=kernels.flcepack flce prewarm --manifest kernels.json --check
+
+Exit codes: 0 done; 1 kernels failed, or with --check are missing; 2 usage or bad input; 3 no compiler, or a worker died; 130 interrupted.)";
 
 }  // namespace
 
 void add_prewarm(CLI::App& app, Action& action) {
     auto options = std::make_shared<PrewarmOptions>();
-    CLI::App* command = app.add_subcommand("prewarm", "Compile kernels into the cache, for devices that need not be here");
-    command->footer(
-        "\nCompiles every spec for every device. CUDA devices need NVRTC (flce info says whether it is found), not a GPU.\n\n"
-        "Examples:\n  flce prewarm --spec D=2048,V=151936,dtype=bf16,tied --device sm_80 --device sm_90a\n"
-        "  flce prewarm --hf-config Qwen3-1.7B/config.json --device h100 --json");
-    command->add_option("--spec", options->specs, "what is computed: key=value,flag,… or @file.json; may be repeated")->take_all();
-    command->add_option("--hf-config", options->hf_configs, "a model's config.json (hidden_size, vocab_size, dtype, …); may be repeated")
+    PrewarmFlags& what = options->what;
+    CLI::App* command = app.add_subcommand("prewarm", "Compile kernels into the cache or a pack, for devices that need not be here");
+    command->footer(kFooter);
+    command->add_option("--spec", what.specs, "what is computed: key=value,flag,… or @file.json; may be repeated")->take_all();
+    command->add_option("--hf-config", what.hf_configs, "a model's config.json (hidden_size, vocab_size, dtype, …); may be repeated")
         ->take_all();
-    command->add_option("--device", options->devices, "sm_80, sm_90a, sm_100a, sm_120, h100, x86-64-v4, cpu, …; may be repeated")
-        ->required()
+    command->add_option("--manifest", what.manifests, "a JSON file that lists specs, configs, devices, limits (below); may be repeated")
         ->take_all();
-    command->add_option("--cache-dir", options->session.cache_dir,
-                        "kernel cache (default: FLCE_CACHE_DIR, else the user's cache directory)");
+    command->add_option("--device", what.devices, "sm_80, sm_90a, sm_100a, sm_120, h100, x86-64-v4, cpu, …; may be repeated")->take_all();
+    command->add_option("--num-tokens", what.num_tokens, "tokens of a call; may be repeated (default: any number)")->take_all();
+    command
+        ->add_option("--workspace-limit", what.workspace_limits,
+                     "most bytes beyond inputs and gradients that a call may take, e.g. 2G; 0: none; may be repeated (default: 0)")
+        ->take_all();
+    command
+        ->add_option("--workspace", what.scratch,
+                     "most scratch bytes beyond the accumulator of grad_hidden, e.g. 64M; may be repeated (default: a session's)")
+        ->take_all();
+    command->add_option("--plan", what.plan, "this plan instead of the planner's choice");
+    command->add_option("--cache-dir", options->cache_dir, "kernel cache (default: FLCE_CACHE_DIR, else the user's cache directory)");
+    command->add_option("--out", options->out, "also write what these kernels use, and nothing else, as one pack");
+    command->add_flag("--check", options->check, "compile nothing; exit code 1 if a run would miss one of these, which is named");
+    command->add_option("--jobs", options->jobs, "worker processes (default: as many as cores and memory have room for)")
+        ->check(CLI::Range(1, 1024));
     command->add_flag("--json", options->json, "one JSON object on stdout");
     command->callback([options, &action] { action = [options] { return prewarm(*options); }; });
 }

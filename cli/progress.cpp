@@ -29,6 +29,15 @@ std::string clipped(std::string_view text, std::size_t width) {
 
 }  // namespace
 
+std::string render_pace(std::int64_t done, std::int64_t total, double seconds) {
+    if (done <= 0 || done >= total || seconds <= 0) return {};
+    const double rate = static_cast<double>(done) / seconds;
+    const auto left = static_cast<std::int64_t>(static_cast<double>(total - done) / rate + 0.5);
+    const std::string time =
+        left < 3600 ? fmt::format("{}:{:02}", left / 60, left % 60) : fmt::format("{}:{:02}:{:02}", left / 3600, left / 60 % 60, left % 60);
+    return fmt::format("{:.3g}/s, {} left", rate, time);
+}
+
 std::string render_progress(std::string_view title, std::int64_t done, std::int64_t total, std::string_view note, int width) {
     const double fraction = total > 0 ? std::clamp(static_cast<double>(done) / static_cast<double>(total), 0.0, 1.0) : 1.0;
     const auto filled = static_cast<int>(fraction * kBarColumns);
@@ -84,7 +93,11 @@ void Progress::finish() {
 
 void Progress::draw() {
     // One column is left free: a character in the last one makes some terminals wrap.
-    const std::string line = render_progress(title_, done_, total_, note_, terminal_columns(options_.stream) - 1);
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    std::string note = render_pace(done_, total_, seconds);
+    if (!note.empty() && !note_.empty()) note += "  ";
+    note += note_;
+    const std::string line = render_progress(title_, done_, total_, note, terminal_columns(options_.stream) - 1);
     fmt::print(options_.stream, "\r{}\x1b[K", line);
     std::fflush(options_.stream);
     drawn_ = true;

@@ -1,4 +1,4 @@
-// Progress of long work on stderr: a bar on a terminal, a plain line every now and then elsewhere.
+// Progress of long work on stderr: a bar with rate and time left on a terminal, a plain line every now and then elsewhere.
 #pragma once
 
 #include <chrono>
@@ -8,6 +8,9 @@
 #include <string_view>
 
 namespace flce::cli {
+
+/// "12.5/s, 0:08 left" for what was done in so many seconds; "" while nothing was, or nothing is left.
+[[nodiscard]] std::string render_pace(std::int64_t done, std::int64_t total, double seconds);
 
 /// One line of at most `width` columns: "training  ━━━━━━━━────  61 %  183/300  loss 5.12".
 [[nodiscard]] std::string render_progress(std::string_view title, std::int64_t done, std::int64_t total, std::string_view note, int width);
@@ -45,6 +48,7 @@ private:
     std::int64_t done_ = 0;
     std::int64_t lines_printed_ = 0;
     std::string note_;
+    std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
     std::chrono::steady_clock::time_point last_draw_{};
 };
 

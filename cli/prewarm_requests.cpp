@@ -1,0 +1,162 @@
+#include "cli/prewarm_requests.hpp"
+
+#include <fmt/format.h>
+
+#include <set>
+#include <tuple>
+
+#include "runtime/session.hpp"
+
+namespace flce::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+// One product: all specs for all devices, with all limits and numbers of tokens.
+struct Product {
+    std::vector<Spec> specs;
+    std::vector<std::string> devices;
+    std::vector<std::int64_t> num_tokens;
+    std::vector<std::int64_t> limits;
+};
+
+Spec read_hf_config(const fs::path& path) {
+    try {
+        return spec_from_hf_config(read_text_file(path));
+    } catch (const SpecError& error) {
+        throw UsageError(fmt::format("{}: {}", path.string(), error.what()));
+    }
+}
+
+class Manifest {
+public:
+    explicit Manifest(const fs::path& path) : path_(path), root_(Json::parse(read_text_file(path), nullptr, false)) {
+        if (root_.is_discarded()) bad("is not JSON");
+        if (!root_.is_object()) bad("is not a JSON object");
+        for (const auto& [key, value] : root_.items()) {
+            if (key != "specs" && key != "hf_configs" && key != "devices" && key != "num_tokens" && key != "workspace_limits") {
+                bad(fmt::format("has the key \"{}\"; allowed are specs, hf_configs, devices, num_tokens, workspace_limits", key));
+            }
+            if (!value.is_array()) bad(fmt::format("\"{}\" is not a list", key));
+        }
+    }
+
+    [[nodiscard]] Product product(const Product& flags) const {
+        Product product;
+        for (const Json& spec : list("specs")) product.specs.push_back(this->spec(spec));
+        for (const Json& config : list("hf_configs")) product.specs.push_back(read_hf_config(beside(text("hf_configs", config))));
+        for (const Json& device : list("devices")) product.devices.push_back(text("devices", device));
+        for (const Json& tokens : list("num_tokens")) product.num_tokens.push_back(number("num_tokens", tokens));
+        for (const Json& limit : list("workspace_limits")) {
+            product.limits.push_back(limit.is_string()
+                                         ? parse_bytes(fmt::format("{}: workspace_limits", path_.string()), limit.get<std::string>())
+                                         : number("workspace_limits", limit));
+        }
+        if (!root_.contains("devices")) product.devices = flags.devices;
+        if (!root_.contains("num_tokens")) product.num_tokens = flags.num_tokens;
+        if (!root_.contains("workspace_limits")) product.limits = flags.limits;
+        if (product.specs.empty()) bad("names no spec: it needs \"specs\" or \"hf_configs\"");
+        if (product.devices.empty()) bad("names no device: it needs \"devices\", or the command line --device");
+        return product;
+    }
+
+private:
+    [[noreturn]] void bad(const std::string& what) const { throw UsageError(fmt::format("{}: {}", path_.string(), what)); }
+    [[nodiscard]] Json list(const char* key) const { return root_.value(key, Json::array()); }
+    [[nodiscard]] fs::path beside(const fs::path& path) const { return path_.parent_path() / path; }
+
+    [[nodiscard]] std::string text(const char* key, const Json& value) const {
+        if (!value.is_string()) bad(fmt::format("{} in \"{}\" is not text", value.dump(), key));
+        return value.get<std::string>();
+    }
+    [[nodiscard]] std::int64_t number(const char* key, const Json& value) const {
+        if (!value.is_number_integer() || value.get<double>() < 0 || value.get<double>() >= 0x1p63) {
+            bad(fmt::format("{} in \"{}\" is not a whole number of 0 or more", value.dump(), key));
+        }
+        return value.get<std::int64_t>();
+    }
+    [[nodiscard]] Spec spec(const Json& value) const {
+        try {
+            if (value.is_object()) return parse_spec_json(value.dump());
+            const std::string given = text("specs", value);
+            return given.starts_with('@') ? read_spec("@" + beside(given.substr(1)).string()) : read_spec(given);
+        } catch (const SpecError& error) {
+            throw SpecError(fmt::format("{}: {}", path_.string(), error.what()));
+        }
+    }
+
+    fs::path path_;
+    Json root_;
+};
+
+Product product_of(const PrewarmFlags& flags) {
+    Product product;
+    for (const std::string& text : flags.specs) product.specs.push_back(read_spec(text));
+    for (const auto& path : flags.hf_configs) product.specs.push_back(read_hf_config(path));
+    product.devices = flags.devices;
+    for (const std::int64_t tokens : flags.num_tokens) {
+        if (tokens < 0) throw UsageError(fmt::format("--num-tokens is {}; allowed are 0 and more", tokens));
+        product.num_tokens.push_back(tokens);
+    }
+    for (const std::string& limit : flags.workspace_limits) product.limits.push_back(parse_bytes("--workspace-limit", limit));
+    return product;
+}
+
+template <class T>
+std::vector<T> or_default(std::vector<T> values) {
+    if (values.empty()) values.emplace_back();
+    return values;
+}
+
+void add_requests(const Product& product, const PrewarmFlags& flags, std::vector<PrewarmRequest>& requests) {
+    std::vector<std::int64_t> scratch;
+    for (const std::string& bytes : flags.scratch) scratch.push_back(parse_bytes("--workspace", bytes));
+    for (const std::string& name : product.devices) {
+        const Device device = resolve_device(name);
+        for (const Spec& spec : product.specs) {
+            for (const std::int64_t scratch_bytes : or_default(scratch)) {
+                for (const std::int64_t limit : or_default(product.limits)) {
+                    for (const std::int64_t tokens : or_default(product.num_tokens)) {
+                        requests.push_back(
+                            {spec,
+                             name,
+                             device,
+                             {.plan = flags.plan, .scratch_bytes = scratch_bytes, .workspace_limit_bytes = limit, .num_tokens = tokens},
+                             product.num_tokens.empty()});
+                    }
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+std::vector<PrewarmRequest> prewarm_requests(const PrewarmFlags& flags) {
+    const Product own = product_of(flags);
+    std::vector<PrewarmRequest> requests;
+    if (!own.specs.empty()) {
+        if (own.devices.empty()) throw UsageError("prewarm needs at least one --device");
+        add_requests(own, flags, requests);
+    }
+    for (const fs::path& path : flags.manifests) add_requests(Manifest(path).product(own), flags, requests);
+    if (requests.empty()) throw UsageError("prewarm needs at least one --spec, --hf-config or --manifest");
+    return requests;
+}
+
+std::vector<PrewarmItem> prewarm_items(Session& session, const std::vector<PrewarmRequest>& requests) {
+    std::vector<PrewarmItem> items;
+    std::set<std::tuple<std::string, std::string, std::string>> seen;
+    for (const PrewarmRequest& request : requests) {
+        const Spec spec = request.spec.normalized();
+        const auto plans = request.any_tokens ? SessionAccess::plans_for_any_tokens(session, spec, request.device, request.options)
+                                              : SessionAccess::plans(session, spec, request.device, request.options);
+        for (const Plan& plan : plans) {
+            if (!seen.emplace(spec.text(), request.device.json(), plan.text()).second) continue;
+            items.push_back({spec, request.device_name, request.device, plan.text()});
+        }
+    }
+    return items;
+}
+
+}  // namespace flce::cli

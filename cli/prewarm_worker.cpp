@@ -1,0 +1,62 @@
+// The process that compiles for flce prewarm: one kernel set a line, cli/worker_pool.hpp.
+#include <CLI/CLI.hpp>
+#include <mutex>
+#include <set>
+
+#include "cli/command.hpp"
+#include "cli/prewarm_pack.hpp"
+#include "cli/worker_pool.hpp"
+#include "runtime/session.hpp"
+
+namespace flce::cli {
+namespace {
+
+struct WorkerFlags {
+    std::filesystem::path cache_dir;
+    std::filesystem::path entries;  // where used entries are left; empty: nowhere
+};
+
+Json compile(Session& session, const std::filesystem::path& entries, const Json& piece) {
+    std::mutex mutex;
+    std::set<std::string> used;  // several threads compile a set
+    const auto on_use = [&](const CacheKey& key, std::span<const std::byte> entry) {
+        leave_entry(entries, key, entry);
+        const std::lock_guard lock(mutex);
+        used.insert(key.hex());
+    };
+    const Device device = parse_device_json(piece.at("device").dump());
+    const PrewarmResult done =
+        SessionAccess::prewarm(session, parse_spec(piece.at("spec").get<std::string>()), device,
+                               {.plan = piece.at("plan").get<std::string>()}, entries.empty() ? SessionAccess::OnUse() : on_use);
+    return {{"compiled", done.compiled}, {"hits", done.hits}, {"used", used}};
+}
+
+std::string answer(Session& session, const std::filesystem::path& entries, const std::string& piece) {
+    Json result;
+    try {
+        result = compile(session, entries, Json::parse(piece));
+    } catch (const Error& error) {
+        result = {{"error", error.what()}, {"environment", error.kind() == ErrorKind::environment}};
+    } catch (const std::exception& error) {
+        result = {{"error", error.what()}, {"environment", true}};
+    }
+    return result.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+int work(const WorkerFlags& flags) {
+    Session session({.device = "cpu", .cache_dir = flags.cache_dir, .strict = false});
+    return serve_as_worker([&](const std::string& piece) { return answer(session, flags.entries, piece); });
+}
+
+}  // namespace
+
+void add_prewarm_worker(CLI::App& app, Action& action) {
+    auto flags = std::make_shared<WorkerFlags>();
+    CLI::App* command = app.add_subcommand("prewarm-worker", "a worker of flce prewarm");
+    command->group("");  // not for people
+    command->add_option("--cache-dir", flags->cache_dir);
+    command->add_option("--entries", flags->entries);
+    command->callback([flags, &action] { action = [flags] { return work(*flags); }; });
+}
+
+}  // namespace flce::cli
