@@ -7,6 +7,7 @@ from flce._kernels import Kernel
 from flce._targets import shift_labels
 from flce.errors import (
     ArgumentError,
+    CacheMissError,
     CompileError,
     DeviceError,
     DTypeError,
@@ -22,7 +23,7 @@ from flce.errors import (
     UnsupportedTransformError,
 )
 from flce.functional import linear_cross_entropy
-from flce.kernels import check_labels, explain, get_kernel, warmup
+from flce.kernels import cache_statistics, check_labels, explain, get_kernel, warmup
 from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
 from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
 from flce.plans import check_same_plans, plan_digest
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "CacheMissError",
     "CompileError",
     "DTypeError",
     "DeviceError",
@@ -48,6 +50,7 @@ __all__ = [
     "SpecError",
     "UnavailableError",
     "UnsupportedTransformError",
+    "cache_statistics",
     "check_labels",
     "check_same_plans",
     "explain",

@@ -254,21 +254,21 @@ class Kernel:
 
 
 _lock = threading.Lock()
-_sessions: dict[torch.device, ctypes.c_void_p] = {}
+_sessions: dict[tuple[torch.device, bool | None], ctypes.c_void_p] = {}  # by device, and strict
 _kernels: dict[tuple[KernelKey, str], Kernel] = {}  # by key without a limit, and plan
 _found: dict[KernelKey, Kernel] = {}
 _MOST_FOUND = 4096  # limits with numbers of tokens
 _alive: dict[tuple[torch.device, int, int], _retain.Alive] = {}
 
 
-def _session(device: torch.device) -> ctypes.c_void_p:
+def _session(device: torch.device, strict: bool | None) -> ctypes.c_void_p:
     """The device's session; _lock is not held, the library compiles once for concurrent callers."""
     with _lock:
-        session = _sessions.get(device)
+        session = _sessions.get((device, strict))
         if session is None:
             name = f"cuda:{device.index}" if device.type == "cuda" else "cpu"
             threads = 0 if device.type == "cuda" else torch.get_num_threads()
-            session = _sessions[device] = _native.create_session(name, threads)
+            session = _sessions[device, strict] = _native.create_session(name, threads, strict)
         return session
 
 
@@ -292,8 +292,8 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
     )
 
 
-def find(*fields: Any) -> Kernel:
-    """The kernel for a KernelKey of these fields: from memory, from the disk cache, or compiled."""
+def find(*fields: Any, strict: bool | None = None) -> Kernel:
+    """The kernel for a KernelKey of these fields: from memory, from the caches, or compiled (unless `strict`; None: unless FLCE_STRICT=1)."""
     kernel = _found.get(fields)  # type: ignore[call-overload]  # a named tuple hashes as a plain one, which is made faster
     if kernel is not None:
         return kernel  # type: ignore[no-any-return]
@@ -303,7 +303,7 @@ def find(*fields: Any) -> Kernel:
             f"the kernel for {key.spec()} is not loaded yet, and a CUDA graph is being captured: "
             "call flce.warmup with it, or run it once, before the capture"
         )
-    handle = _native.get_kernel(_session(key.device), key.spec(), key.workspace_limit_bytes, key.num_tokens)
+    handle = _native.get_kernel(_session(key.device, strict), key.spec(), key.workspace_limit_bytes, key.num_tokens)
     # Limits that come to the same plan share its kernel.
     shared = key._replace(workspace_limit_bytes=0, num_tokens=0)
     name = shared, _native.text(_native.library().flce_kernel_text, handle, _native.TEXT_PLAN)
@@ -317,6 +317,21 @@ def find(*fields: Any) -> Kernel:
     if len(_found) >= _MOST_FOUND:
         _found.clear()
     return _found.setdefault(key, kernel)
+
+
+def statistics() -> dict[str, Any]:
+    """Over all sessions: artifacts compiled, and what each tier did."""
+    with _lock:
+        sessions = list(_sessions.values())
+    tiers = {name: dict.fromkeys(("hits", "misses", "faults", "stored"), 0) for name in _native.TIERS}
+    compiled = 0
+    for session in sessions:
+        made, did = _native.session_statistics(session)
+        compiled += made
+        for name, counts in did.items():
+            for what, count in counts.items():
+                tiers[name][what] += count
+    return {"compiled": compiled, "tiers": tiers}
 
 
 def all_kernels() -> list[Kernel]:

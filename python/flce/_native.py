@@ -20,6 +20,7 @@ FP16, FP32, BF16 = 0x0210, 0x0220, 0x0410
 REDUCTION_NONE, REDUCTION_SUM, REDUCTION_MEAN = 0, 1, 2
 FORWARD, BACKWARD = 0, 1
 RETAINED_OWN, RETAINED_GRAD_WEIGHT = 0, 1
+TIERS = ("memory", "local", "packs", "remote")
 TEXT_SPEC, TEXT_PLAN, TEXT_PLAN_JSON, TEXT_EXPLAIN, TEXT_EXPLAIN_JSON = 0, 2, 3, 5, 6
 NO_INVALID_LABEL = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -100,6 +101,8 @@ class SessionOptions(Structure):
         ("threads", c_int32),
         ("no_disk_cache", c_int32),
         ("workspace_limit_bytes", c_int64),
+        ("strict", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -127,6 +130,18 @@ class Statistics(Structure):
     )
 
 
+class TierStatistics(Structure):
+    """flce_tier_statistics"""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("hits", c_int64),
+        ("misses", c_int64),
+        ("faults", c_int64),
+        ("stored", c_int64),
+    )
+
+
 _ERRORS: dict[int, type[errors.FlceError]] = {
     1: errors.SpecError,
     2: errors.PlanError,
@@ -135,6 +150,7 @@ _ERRORS: dict[int, type[errors.FlceError]] = {
     5: errors.DeviceError,
     6: errors.UnavailableError,
     7: errors.InternalError,
+    8: errors.CacheMissError,
 }
 
 # name: (result, arguments). Functions that return a status are checked by `check`.
@@ -145,6 +161,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_last_error_log": (c_char_p, ()),
     "flce_session_create": (c_int32, (POINTER(SessionOptions), POINTER(c_void_p))),
     "flce_session_statistics": (c_int32, (c_void_p, POINTER(Statistics))),
+    "flce_session_tier_statistics": (c_int32, (c_void_p, c_int32, POINTER(TierStatistics))),
     "flce_get_kernel": (c_int32, (c_void_p, c_char_p, POINTER(KernelOptions), POINTER(c_void_p))),
     "flce_spec_text": (c_int32, (c_char_p, c_char_p, c_size_t, POINTER(c_size_t))),
     "flce_kernel_workspace_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
@@ -232,8 +249,9 @@ def text(call: Callable[..., int], *leading: Any) -> str:
     return buffer.value.decode()
 
 
-def create_session(device: str, threads: int) -> c_void_p:
-    options = SessionOptions(struct_size=ctypes.sizeof(SessionOptions), device=device.encode(), threads=threads)
+def create_session(device: str, threads: int, strict: bool | None) -> c_void_p:
+    strictness = 0 if strict is None else 1 if strict else -1
+    options = SessionOptions(struct_size=ctypes.sizeof(SessionOptions), device=device.encode(), threads=threads, strict=strictness)
     handle = c_void_p()
     check(library().flce_session_create(byref(options), byref(handle)))
     return handle
@@ -244,6 +262,18 @@ def get_kernel(session: c_void_p, spec: str, workspace_limit_bytes: int, num_tok
     handle = c_void_p()
     check(library().flce_get_kernel(session, spec.encode(), byref(options), byref(handle)))
     return handle
+
+
+def session_statistics(session: c_void_p) -> tuple[int, dict[str, dict[str, int]]]:
+    """How many artifacts it compiled, and hits, misses, faults and entries stored of each tier."""
+    total = Statistics(struct_size=ctypes.sizeof(Statistics))
+    check(library().flce_session_statistics(session, byref(total)))
+    tiers = {}
+    for number, name in enumerate(TIERS):
+        tier = TierStatistics(struct_size=ctypes.sizeof(TierStatistics))
+        check(library().flce_session_tier_statistics(session, number, byref(tier)))
+        tiers[name] = {"hits": tier.hits, "misses": tier.misses, "faults": tier.faults, "stored": tier.stored}
+    return total.compiled, tiers
 
 
 def workspace_bytes(kernel: c_void_p, num_tokens: int, backward: bool) -> int:

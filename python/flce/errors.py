@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArgumentError",
+    "CacheMissError",
     "CompileError",
     "DTypeError",
     "DeviceError",
@@ -81,6 +82,10 @@ class DeviceError(FlceError):
 
 class UnavailableError(FlceError, ImportError):
     """Something that the call needs is not on this machine: libflce, a device, NVRTC, memory."""
+
+
+class CacheMissError(FlceError, LookupError):
+    """Strict mode: no cache has the kernel, and nothing is compiled. The message names the `flce prewarm` that compiles it."""
 
 
 class InternalError(FlceError):

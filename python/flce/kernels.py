@@ -1,4 +1,4 @@
-"""Kernels by name: `get_kernel`, `warmup`, `explain`, `check_labels`."""
+"""Kernels by name: `get_kernel`, `warmup`, `explain`, `check_labels`, `cache_statistics`."""
 
 from __future__ import annotations
 
@@ -52,13 +52,15 @@ def get_kernel(
     return_entropy: bool = False,
     workspace_limit_bytes: int | None = None,
     num_tokens: int | None = None,
+    strict: bool | None = None,
 ) -> Kernel:
     """The kernel that `linear_cross_entropy` uses for such a layer: compiled now unless memory or the disk cache has it.
 
     dtype is hidden's, grad_weight_dtype the weight's (or grad_weight_out's) where it differs; hidden_major: the weight is the view `w.t()` of a [D,
     V]; accumulate: with grad_weight_out. A call's workspace_limit_bytes goes with its num_tokens, since what it leaves for scratch chooses the
-    kernel. device: None means the current CUDA device, or the CPU where there is none. Raises SpecError, PlanError, UnavailableError, CompileError,
-    DeviceError.
+    kernel. device: None means the current CUDA device, or the CPU where there is none. strict: a kernel that no cache has is a CacheMissError that
+    names the `flce prewarm` to run, and a cache that cannot be used an UnavailableError; None means that FLCE_STRICT decides. Raises SpecError,
+    PlanError, UnavailableError, CompileError, DeviceError, CacheMissError.
     """
     kind = _dtype("dtype", dtype)
     wide = kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
@@ -70,14 +72,16 @@ def get_kernel(
     padded = -(-hidden_size // 8) * 8
     limit = _workspace_limit(workspace_limit_bytes)
     tokens = num_tokens or 0 if limit else 0
-    return _kernels.find(_device(device), padded, vocab_size, kind, hidden_major, wide, accumulate, bias, class_weight, options, limit, tokens)
+    device = _device(device)
+    return _kernels.find(device, padded, vocab_size, kind, hidden_major, wide, accumulate, bias, class_weight, options, limit, tokens, strict=strict)
 
 
-def warmup(layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | int | None = None) -> list[Kernel]:
+def warmup(layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | int | None = None, strict: bool | None = None) -> list[Kernel]:
     """Compiles and loads the kernels of `layers`, each the arguments of `get_kernel`: warmup([{"hidden_size": 2048, "vocab_size": 151936}]).
 
-    Do it before a CUDA graph is captured and where the first step should not pay for compilers. Any number of tokens is served by one kernel."""
-    return [get_kernel(**{"device": device, **layer}) for layer in layers]
+    Do it before a CUDA graph is captured and where the first step should not pay for compilers. Any number of tokens is served by one kernel.
+    strict: as for `get_kernel`; afterwards, what was warmed up is found whatever FLCE_STRICT says."""
+    return [get_kernel(**{"device": device, "strict": strict, **layer}) for layer in layers]
 
 
 def explain(hidden_size: int, vocab_size: int, dtype: torch.dtype | str = torch.bfloat16, *, num_tokens: int | None = None, **layer: Any) -> str:
@@ -95,6 +99,12 @@ def explain(hidden_size: int, vocab_size: int, dtype: torch.dtype | str = torch.
                 f"{sizes.lendable} bytes of the weight's gradient\n"
             )
     return text
+
+
+def cache_statistics() -> dict[str, Any]:
+    """What this process's kernel caches did: {"compiled": artifacts compiled, "tiers": {tier: {"hits", "misses", "faults", "stored"}}} with the tiers
+    memory, local (the directory), packs and remote."""
+    return _kernels.statistics()
 
 
 def check_labels() -> None:

@@ -1,0 +1,62 @@
+"""Strict mode and counters: what a run on prewarmed kernels may rely on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import flce
+
+# Processes of their own with an empty cache: sessions read the environment once.
+FIRST = """
+import torch, flce
+try:
+    flce.get_kernel(72, 91, "fp32", device="cpu", workspace_limit_bytes=1 << 30, num_tokens=7, strict=True)
+except flce.CacheMissError as error:
+    print(error)
+flce.warmup([{"hidden_size": 72, "vocab_size": 91, "dtype": torch.float32}], device="cpu", strict=False)
+print(flce.get_kernel(72, 91, "fp32", device="cpu", strict=True).spec)
+"""
+SECOND = """
+import torch, flce
+h, w, t = torch.randn(4, 72, requires_grad=True), torch.randn(91, 72), torch.tensor([1, 2, 3, 4])
+print(flce.linear_cross_entropy(h, w, t).item() > 0)
+try:
+    flce.linear_cross_entropy(h, w, t, softcap=30.0)
+except flce.CacheMissError as error:
+    print(error)
+"""
+
+
+def lines(script: str, **environment: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | environment, check=True, capture_output=True, text=True)
+    return done.stdout.strip().split("\n")
+
+
+def test_strict_never_compiles_and_names_the_command(tmp_path: Path) -> None:
+    miss, spec = lines(FIRST, FLCE_CACHE_DIR=str(tmp_path))
+    assert "flce prewarm --spec 'D=72,V=91,dtype=fp32' --device " in miss
+    assert miss.endswith("--workspace-limit 1073741824 --num-tokens 7")
+    assert spec == "D=72,V=91,dtype=fp32"
+    computed, miss = lines(SECOND, FLCE_CACHE_DIR=str(tmp_path), FLCE_STRICT="1")
+    assert computed == "True"
+    assert "flce prewarm --spec 'D=72,V=91,dtype=fp32,softcap=30' --device " in miss
+
+
+def test_statistics_count_by_tier() -> None:
+    flce.get_kernel(8, 4801, torch.float32, device="cpu")
+    before = flce.cache_statistics()
+    assert set(before["tiers"]) == {"memory", "local", "packs", "remote"}
+    flce.get_kernel(8, 4802, torch.bfloat16, device="cpu", hidden_major=True, grad_weight_dtype=torch.float32)
+    after = flce.cache_statistics()
+
+    def asked(counts: dict[str, dict[str, dict[str, int]]], tier: str) -> int:
+        return counts["tiers"][tier]["hits"] + counts["tiers"][tier]["misses"]
+
+    assert asked(after, "memory") > asked(before, "memory")
+    assert after["tiers"]["local"]["faults"] == 0
+    assert asked(after, "remote") == 0
