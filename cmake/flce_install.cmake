@@ -9,13 +9,15 @@ install(TARGETS flce EXPORT flce_targets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 if(TARGET flce_cli)
-  install(TARGETS flce_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  # flce::cli is the command, for flce_prewarm.
+  set_target_properties(flce_cli PROPERTIES EXPORT_NAME cli)
+  install(TARGETS flce_cli EXPORT flce_targets RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 install(DIRECTORY generator/include/ runtime/include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(EXPORT flce_targets NAMESPACE flce:: FILE flce-targets.cmake DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/flce)
 configure_package_config_file(cmake/flce-config.cmake.in ${CMAKE_BINARY_DIR}/flce-config.cmake
   INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/flce)
 write_basic_package_version_file(${CMAKE_BINARY_DIR}/flce-config-version.cmake COMPATIBILITY SameMinorVersion)
-install(FILES ${CMAKE_BINARY_DIR}/flce-config.cmake ${CMAKE_BINARY_DIR}/flce-config-version.cmake
+install(FILES ${CMAKE_BINARY_DIR}/flce-config.cmake ${CMAKE_BINARY_DIR}/flce-config-version.cmake cmake/flce_prewarm.cmake
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/flce)
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Installs a build tree into <tree>/prefix, then builds and runs examples/minimal on nothing but that prefix.
+# Installs a build tree into <tree>/prefix, then builds and runs the examples that are projects of their own on nothing but that prefix.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tree=${1:?usage: test_install.sh BUILD_TREE}
-prefix=$PWD/$tree/prefix example=$tree/example-minimal
+prefix=$PWD/$tree/prefix
 rm -rf "$prefix"
 cmake --install "$tree" --prefix "$prefix" >"$tree/install.log"
-cmake -G Ninja -S examples/minimal -B "$example" -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_FIND_USE_PACKAGE_REGISTRY=OFF >"$tree/example.log"
-cmake --build "$example" >>"$tree/example.log" || { cat "$tree/example.log" && exit 1; }
-(cd "$example" && ctest --output-on-failure --no-tests=error --verbose)
+for name in minimal prewarm; do
+    example=$tree/example-$name
+    cmake -G Ninja -S "examples/$name" -B "$example" -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_FIND_USE_PACKAGE_REGISTRY=OFF >"$tree/example.log"
+    # Kernels that an example compiles stay in the build tree.
+    FLCE_CACHE_DIR=$PWD/$example/cache cmake --build "$example" >>"$tree/example.log" || { cat "$tree/example.log" && exit 1; }
+    (cd "$example" && ctest --output-on-failure --no-tests=error --verbose)
+done
 # The installed command runs in place, from anywhere, and names no folder of this machine.
 (cd / && "$prefix/bin/flce" info >/dev/null)
 library=$(readlink -f "$(find "$prefix" -name libflce.so -print -quit)")
