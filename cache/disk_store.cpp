@@ -43,8 +43,9 @@ fs::path DiskStore::path_of(const CacheKey& key) const {
     return directory_ / "artifacts" / hex.substr(0, 2) / (hex + ".art");
 }
 
-void DiskStore::warn_once(std::atomic<bool>& warned, const std::string& message) {
-    if (!warned.exchange(true, std::memory_order_relaxed)) {
+// A medium that is broken in one way is broken in others: the first is said, the rest are for debugging.
+void DiskStore::warn_once(const std::string& message) {
+    if (!warned_.exchange(true, std::memory_order_relaxed)) {
         logger().warn("cache: {}", message);
     } else {
         logger().debug("cache: {}", message);
@@ -72,7 +73,7 @@ bool DiskStore::usable(bool make) {
     verdict_ = refusal.empty() ? Verdict::usable : Verdict::refused;
     if (refusal.empty()) return true;
     out_of_use_ = fmt::format("{} is not used: {}", directory_.string(), refusal);
-    warn_once(warned_directory_, out_of_use_);
+    warn_once(out_of_use_);
     return false;
 }
 
@@ -83,7 +84,7 @@ std::string DiskStore::out_of_use() {
 }
 
 void DiskStore::cannot_write(const std::string& message) {
-    warn_once(warned_write_, message);
+    warn_once(message);
     const std::lock_guard lock(mutex_);
     out_of_use_ = message;
 }
@@ -95,14 +96,14 @@ Lookup DiskStore::get(const CacheKey& key) try {
     }
     return read(path_of(key), key);
 } catch (const std::exception& error) {
-    warn_once(warned_read_, fmt::format("{}: {}", directory_.string(), error.what()));
+    warn_once(fmt::format("{}: {}", directory_.string(), error.what()));
     return {.fault = true};
 }
 
 Lookup DiskStore::read(const fs::path& path, const CacheKey& key) {
     const auto unreadable = [&](int error) {
         if (means_absent(error)) return Lookup{};
-        warn_once(warned_read_, fmt::format("{} cannot be read: {}", path.string(), std::strerror(error)));
+        warn_once(fmt::format("{} cannot be read: {}", path.string(), std::strerror(error)));
         return Lookup{.fault = true};
     };
     // O_NONBLOCK: a FIFO of that name must not hang us.

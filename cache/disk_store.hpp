@@ -44,7 +44,7 @@ private:
 
     [[nodiscard]] Lookup read(const std::filesystem::path& path, const CacheKey& key);
     void quarantine(const std::filesystem::path& path, int file, const std::string& why);
-    void warn_once(std::atomic<bool>& warned, const std::string& message);
+    void warn_once(const std::string& message);
     void cannot_write(const std::string& message);
     void clean_up_now_and_then();
 
@@ -54,9 +54,7 @@ private:
     Verdict verdict_ = Verdict::unknown;
     std::string out_of_use_;  // under mutex_, like the verdict
     std::atomic<std::uint64_t> puts_{0};
-    std::atomic<bool> warned_directory_{false};
-    std::atomic<bool> warned_read_{false};
-    std::atomic<bool> warned_write_{false};
+    std::atomic<bool> warned_{false};
 };
 
 }  // namespace flce

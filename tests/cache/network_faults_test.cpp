@@ -1,0 +1,152 @@
+// A file system that fails at any one of a lookup's or a publication's system calls, or from one of them on: tests/support/fault_shim.c, preloaded.
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <functional>
+
+#include "cache/artifact_format.hpp"
+#include "cache/pack_store.hpp"
+#include "tests/cache/cache_fixture.hpp"
+
+namespace flce {
+namespace {
+
+namespace fs = std::filesystem;
+using test::artifact_of;
+using test::key_of;
+using test::payload_text;
+
+/// ESTALE and EBUSY are NFS's, ENOENT is what another client's rename looks like, ENOSPC a full disk, EIO a broken one.
+constexpr std::array kErrors{ESTALE, EBUSY, ENOENT, ENOSPC, EIO};
+
+class NetworkFaults : public test::ArtifactCacheTest {
+protected:
+    void SetUp() override {
+        arm_ = reinterpret_cast<void (*)(int, int, int)>(::dlsym(RTLD_DEFAULT, "flce_fault_arm"));
+        disarm_ = reinterpret_cast<int (*)()>(::dlsym(RTLD_DEFAULT, "flce_fault_disarm"));
+        if (arm_ == nullptr && !fs::exists(FLCE_FAULT_SHIM)) GTEST_SKIP() << "there is no " << FLCE_FAULT_SHIM;
+    }
+
+    /// Whether this is the process with the shim. Elsewhere: runs the same test in one, and its result is this one's.
+    bool here() {
+        if (arm_ != nullptr && disarm_ != nullptr) return true;
+        const auto* const test = testing::UnitTest::GetInstance()->current_test_info();
+        const std::string filter = fmt::format("--gtest_filter={}.{}", test->test_suite_name(), test->name());
+        const pid_t child = ::fork();
+        if (child == 0) {
+            ::setenv("LD_PRELOAD", FLCE_FAULT_SHIM, 1);
+            if (::access("/dev/shm", W_OK) == 0) ::setenv("TMPDIR", "/dev/shm", 1);  // where syncing thousands of times takes no time
+            ::setenv("ASAN_OPTIONS", "verify_asan_link_order=0:detect_leaks=0", 1);
+            ::execl("/proc/self/exe", "test_cache", filter.c_str(), nullptr);
+            ::_exit(127);
+        }
+        int status = 0;
+        ::waitpid(child, &status, 0);
+        EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "the test failed with the shim; what it says is above";
+        return false;
+    }
+
+    /// Calls `attempt` with a failure at its first, second, … and last system call, for every error, once and for good; `after` each time.
+    void at_every_call(const std::function<void()>& before, const std::function<void()>& attempt, const std::function<void()>& after) {
+        before();
+        arm_(-1, 0, 0);
+        attempt();
+        const int calls = disarm_();
+        ASSERT_GT(calls, 3);  // the shim is between
+        after();
+        for (const int error : kErrors) {
+            for (const bool sticky : {false, true}) {
+                for (int nth = 0; nth < calls; ++nth) {
+                    SCOPED_TRACE(fmt::format("{} at call {}{}", ::strerrorname_np(error), nth, sticky ? " and later" : ""));
+                    before();
+                    log_.clear();
+                    arm_(nth, error, sticky ? 1 : 0);
+                    attempt();
+                    (void)disarm_();
+                    EXPECT_LE(warnings(), 1) << log_.text();
+                    after();
+                }
+            }
+        }
+    }
+
+    void (*arm_)(int, int, int) = nullptr;
+    int (*disarm_)() = nullptr;
+};
+
+TEST_F(NetworkFaults, Publication_RightKernelAndNothingEarlierIsLost) {
+    if (!here()) return;
+    int created = 0;
+    (void)fresh_get(key_of("earlier"), created);
+    at_every_call(
+        [&] {
+            std::error_code ignored;
+            fs::remove(entry_path(key_of("k")), ignored);
+            created = 0;
+        },
+        [&] { EXPECT_EQ(fresh_get(key_of("k"), created), "made again"); },
+        [&] {
+            EXPECT_EQ(created, 1);
+            EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
+            EXPECT_LE(created, 2);
+            created = 0;
+            EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
+            EXPECT_EQ(fresh_get(key_of("earlier"), created), "made again");
+            EXPECT_EQ(created, 0);
+        });
+}
+
+TEST_F(NetworkFaults, FirstPublicationOfADirectory_RightKernel) {
+    if (!here()) return;
+    int created = 0;
+    at_every_call(
+        [&] {
+            fs::remove_all(directory_.path());
+            created = 0;
+        },
+        [&] { EXPECT_EQ(fresh_get(key_of("k"), created), "made again"); },
+        [&] {
+            EXPECT_EQ(created, 1);
+            EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
+            EXPECT_LE(created, 2);
+        });
+}
+
+TEST_F(NetworkFaults, Hit_RightKernelWhichStaysPublished) {
+    if (!here()) return;
+    int created = 0;
+    (void)fresh_get(key_of("k"), created);
+    at_every_call([&] { created = 0; }, [&] { EXPECT_EQ(fresh_get(key_of("k"), created), "made again"); },
+                  [&] {
+                      EXPECT_LE(created, 1);
+                      created = 0;
+                      EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
+                      EXPECT_EQ(created, 0);
+                  });
+}
+
+TEST_F(NetworkFaults, PackHit_RightKernel) {
+    if (!here()) return;
+    const fs::path pack = directory_.path() / "kernels.flcepack";
+    write_pack(pack, {{key_of("k"), encode_artifact(key_of("k"), artifact_of("packed"))}});
+    std::string payload;
+    int created = 0;
+    at_every_call([&] { created = 0; },
+                  [&] {
+                      ArtifactCache cache({.further = {std::make_shared<PackStore>(std::vector{pack}, TrustedKeys())}});
+                      payload = payload_text(*cache.get_or_create(key_of("k"), [&] { return ++created, artifact_of("packed"); }));
+                  },
+                  [&] {
+                      EXPECT_EQ(payload, "packed");
+                      EXPECT_LE(created, 1);
+                      EXPECT_EQ(PackFile::open(pack, {})->index().size(), 1u);
+                  });
+}
+
+}  // namespace
+}  // namespace flce

@@ -1,0 +1,74 @@
+/* System calls that fail when told to, for LD_PRELOAD: a network file system that has a bad day at a chosen moment.
+ *
+ * flce_fault_arm(n, error, sticky) makes the calling thread's nth call from then on (0 is the next) fail with errno = error, and all later ones too if
+ * sticky; flce_fault_disarm() ends that and says how many calls there were. Calls of other threads and of the C library itself are left alone. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static __thread int armed, calls, at, failure, stays;
+
+__attribute__((visibility("default"))) void flce_fault_arm(int nth, int error, int sticky) {
+    armed = 1;
+    calls = 0;
+    at = nth;
+    failure = error;
+    stays = sticky;
+}
+
+__attribute__((visibility("default"))) int flce_fault_disarm(void) {
+    armed = 0;
+    return calls;
+}
+
+static int fails(void) {
+    if (!armed) return 0;
+    const int number = calls++;
+    if (number != at && !(stays && number > at)) return 0;
+    errno = failure;
+    return 1;
+}
+
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+#define SHIM(result, name, parameters, arguments)                   \
+    __attribute__((visibility("default"))) result name parameters { \
+        if (fails()) return (result) - 1;                           \
+        return REAL(name) arguments;                                \
+    }
+
+SHIM(ssize_t, read, (int file, void* to, size_t size), (file, to, size))
+SHIM(ssize_t, pread, (int file, void* to, size_t size, off_t offset), (file, to, size, offset))
+SHIM(ssize_t, write, (int file, const void* from, size_t size), (file, from, size))
+SHIM(ssize_t, pwrite, (int file, const void* from, size_t size, off_t offset), (file, from, size, offset))
+SHIM(int, rename, (const char* from, const char* to), (from, to))
+SHIM(int, link, (const char* from, const char* to), (from, to))
+SHIM(int, unlink, (const char* path), (path))
+SHIM(int, fsync, (int file), (file))
+SHIM(int, flock, (int file, int operation), (file, operation))
+SHIM(int, mkdir, (const char* path, mode_t mode), (path, mode))
+SHIM(int, mkostemp, (char* pattern, int flags), (pattern, flags))
+SHIM(int, stat, (const char* path, struct stat* status), (path, status))
+SHIM(int, lstat, (const char* path, struct stat* status), (path, status))
+SHIM(int, fstat, (int file, struct stat* status), (file, status))
+SHIM(int, access, (const char* path, int mode), (path, mode))
+
+__attribute__((visibility("default"))) int open(const char* path, int flags, ...) {
+    va_list arguments;
+    va_start(arguments, flags);
+    const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(arguments, mode_t) : 0;
+    va_end(arguments);
+    if (fails()) return -1;
+    return REAL(open)(path, flags, mode);
+}
+
+/* The file is closed all the same: that is what Linux does, and NFS reports failed writes here. */
+__attribute__((visibility("default"))) int close(int file) {
+    const int result = REAL(close)(file);
+    return fails() ? -1 : result;
+}
