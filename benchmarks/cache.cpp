@@ -1,6 +1,6 @@
 // What finding an artifact of a cubin's size costs in each tier: with a new cache for each lookup, as in a process that starts, everything verified.
-// The goals are 5 ms from the directory and from a pack, 10 ms from redis on this machine. Remote tiers run with the URL of a server to use in
-// FLCE_BENCH_REMOTE, e.g. redis://127.0.0.1:6379.
+// The goals are 5 ms from the directory and from a pack, 10 ms from redis on this machine. The servers that tests start (redis, nginx with dav,
+// moto's S3: tools/setup.sh --servers) are started here too; FLCE_BENCH_REMOTE names the URL of another, e.g. redis://10.0.0.1:6379.
 #include <benchmark/benchmark.h>
 
 #include <cstdlib>
@@ -17,6 +17,10 @@
 #include "cache/artifact_format.hpp"
 #include "cache/pack_store.hpp"
 #include "cache/remote_store.hpp"
+#include "runtime/environment.hpp"
+#ifdef FLCE_HAVE_TEST_SERVERS
+#include "tests/cache/servers.hpp"
+#endif
 
 namespace {
 
@@ -67,18 +71,52 @@ void Hit_PackOf1000(benchmark::State& state) {
 BENCHMARK(Hit_PackOf1000)->Unit(benchmark::kMicrosecond);
 
 /// Connecting included, as the first lookup of a process.
-void Hit_Remote(benchmark::State& state) {
-    const char* url = std::getenv("FLCE_BENCH_REMOTE");
-    if (url == nullptr) return state.SkipWithError("FLCE_BENCH_REMOTE is not set");
+void look_up_remote(benchmark::State& state, const flce::RemoteOptions& remote) {
     const auto options = [&] {
         flce::ArtifactCache::Options made;
-        made.further.push_back(std::make_shared<flce::RemoteStore>(flce::RemoteOptions{.url = url}));
+        made.further.push_back(std::make_shared<flce::RemoteStore>(remote));
         return made;
     };
     flce::ArtifactCache(options()).keep(key_of(0), artifact(), flce::ArtifactCache::Replace::always);
     look_up(state, options);
 }
+
+void Hit_Remote(benchmark::State& state) {
+    const char* url = std::getenv("FLCE_BENCH_REMOTE");
+    if (url == nullptr) return state.SkipWithError("FLCE_BENCH_REMOTE is not set");
+    look_up_remote(state, {.url = url, .s3 = flce::environment().s3});
+}
 BENCHMARK(Hit_Remote)->Unit(benchmark::kMicrosecond);
+
+#ifdef FLCE_HAVE_TEST_SERVERS
+void Hit_Redis(benchmark::State& state) {
+    std::string why;
+    const auto server = flce::test::start_redis(why);
+    if (server == nullptr) return state.SkipWithError(why.c_str());
+    look_up_remote(state, {.url = server->url});
+}
+BENCHMARK(Hit_Redis)->Unit(benchmark::kMicrosecond);
+
+void Hit_NginxDav(benchmark::State& state) {
+    std::string why;
+    const auto server = flce::test::start_nginx(why);
+    if (server == nullptr) return state.SkipWithError(why.c_str());
+    look_up_remote(state, {.url = server->url});
+}
+BENCHMARK(Hit_NginxDav)->Unit(benchmark::kMicrosecond);
+
+/// Most of it is the server's time: moto is a mock in Python.
+void Hit_S3Moto(benchmark::State& state) {
+    std::string why;
+    const auto server = flce::test::start_s3(why);
+    if (server == nullptr) return state.SkipWithError(why.c_str());
+    look_up_remote(state, {.url = server->url,
+                           .s3 = {.access_key = server->access_key,
+                                  .secret_key = server->secret_key,
+                                  .endpoint = "http://127.0.0.1:" + std::to_string(server->port)}});
+}
+BENCHMARK(Hit_S3Moto)->Unit(benchmark::kMicrosecond);
+#endif
 
 /// Written, synced and told to the statistics: what a compile pays beside itself.
 void Keep_Local(benchmark::State& state) {
