@@ -5,6 +5,7 @@ option(FLCE_INSTALL_TESTS "Install the test binaries beside flce" OFF)
 option(FLCE_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
 option(FLCE_BUILD_BENCHMARKS "Build the benchmarks where Google Benchmark is installed" ${PROJECT_IS_TOP_LEVEL})
 option(FLCE_PRECOMPILE_HEADERS "Precompile the headers that most sources include" ${PROJECT_IS_TOP_LEVEL})
+option(FLCE_FUZZ "libFuzzer targets of the readers (needs clang++): tools/fuzz.sh" OFF)
 option(FLCE_WERROR "Treat warnings as errors" OFF)
 set(FLCE_SANITIZE "" CACHE STRING "Sanitizers, comma separated: address, undefined, thread")
 
