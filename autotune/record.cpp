@@ -30,10 +30,11 @@ std::string product_name(const Device& device) {
     try {
         const Device product = describe_device(device.name);
         // A part of a product (MIG) is none.
-        if (product.kind == DeviceKind::cuda && product.gpu.sm_count == device.gpu.sm_count) return product.name;
+        const bool whole = product.kind == DeviceKind::cuda && product.gpu.sm_count == device.gpu.sm_count;
+        return whole ? product.name : device.name;
     } catch (const EnvironmentError&) {  // not in the tables
+        return device.name;
     }
-    return device.name;
 }
 
 double median(std::vector<double> values) {

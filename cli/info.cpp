@@ -65,12 +65,14 @@ struct Info {
     std::optional<int> driver = driver_version();
     NvrtcReport nvrtc = find_nvrtc();
     std::filesystem::path cache_dir;
+    std::filesystem::path records_dir;
     bool disk_cache = false;
     DiskUse disk;
 
     Info() {
         const Session session({.device = "cpu"});
         cache_dir = session.cache_dir();
+        records_dir = session.records_dir();
         disk_cache = !cache_dir.empty();
         if (disk_cache) disk = disk_use(cache_dir);
     }
@@ -125,6 +127,7 @@ void report_json(const Info& info) {
                   {"disk_dir", info.disk_cache ? Json(info.cache_dir.string()) : Json(nullptr)},
                   {"disk_files", info.disk.files},
                   {"disk_bytes", info.disk.bytes}}},
+                {"records_dir", info.records_dir.empty() ? Json(nullptr) : Json(info.records_dir.string())},
                 {"environment", environment}});
 }
 
@@ -155,6 +158,7 @@ void report_text(const Info& info) {
     fmt::print("              disk, {}\n", info.disk_cache ? fmt::format("{}: {} files, {}", info.cache_dir.string(), info.disk.files,
                                                                          human_bytes(static_cast<double>(info.disk.bytes)))
                                                            : std::string("switched off"));
+    fmt::print("records       {}\n", info.records_dir.empty() ? "none of the user's" : info.records_dir.string());
     fmt::print("\nenvironment variables\n");
     for (const EnvironmentVariable& variable : environment_variables()) {
         fmt::print("  {:<20} {:<22} {}\n", variable.name, variable.value ? *variable.value : "(not set)", variable.meaning);

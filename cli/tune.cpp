@@ -38,6 +38,7 @@ struct TuneOptions {
     bool fresh = false;
     bool compile_only = false;
     bool json = false;
+    bool shows = false;
     std::vector<std::filesystem::path> show, diff, merge;
     std::filesystem::path out, html;
     std::vector<std::string> inject;
@@ -273,8 +274,12 @@ private:
     std::vector<Tuned> tuned_;
 };
 
+std::filesystem::path user_directory(const TuneOptions& options) {
+    return options.records_dir.empty() ? Session({.device = "cpu"}).records_dir() : options.records_dir;
+}
+
 int show(const TuneOptions& options) {
-    const auto records = read_records(options.show);
+    const auto records = read_records(options.show.empty() ? std::vector{user_directory(options)} : options.show);
     if (!options.html.empty()) {
         std::ofstream file(options.html, std::ios::binary | std::ios::trunc);
         file << html_report(records);
@@ -311,9 +316,7 @@ int merge(const TuneOptions& options) {
     const bool to_file = options.out.extension() == ".json";
     if (to_file && by_key.size() != 1)
         throw UsageError(fmt::format("--out {}: there are records of {} keys; name a directory", options.out.string(), by_key.size()));
-    const auto directory = !options.out.empty()          ? options.out
-                           : options.records_dir.empty() ? Session({.device = "cpu"}).records_dir()
-                                                         : options.records_dir;
+    const auto directory = options.out.empty() ? user_directory(options) : options.out;
     RecordStore store({.directory = directory, .shipped = false});
     Json files = Json::array();
     for (const auto& [digest, record] : by_key) {
@@ -364,7 +367,7 @@ int tune(const TuneOptions& options) {
     if (options.compile_only) return compile_only(options);
     if (!options.diff.empty()) return diff(options);
     if (!options.merge.empty()) return merge(options);
-    if (!options.show.empty()) return show(options);
+    if (options.shows) return show(options);
     return Tuner(options).run();
 }
 
@@ -415,14 +418,19 @@ void add_tune(CLI::App& app, Action& action) {
     command->add_flag("--compile-only", options->compile_only,
                       "compile the first candidates into the cache and stop; --device may be one that is not here");
     command->add_flag("--fresh", options->fresh, "measure everything again and replace the record");
-    command->add_option("--show", options->show, "print records: files, or directories of them")->expected(1, -1);
+    const CLI::Option* show =
+        command->add_option("--show", options->show, "print records: files, or directories of them (default: the user's)")->expected(0, -1);
     command->add_option("--diff", options->diff, "compare two records")->expected(2);
     command->add_option("--merge", options->merge, "merge records: files, or directories of them")->expected(1, -1);
     command->add_option("--out", options->out, "where --merge writes: a .json file or a directory");
     command->add_option("--html", options->html, "write a report of what was tuned, or of --show's records, to this file");
     command->add_flag("--json", options->json, "one JSON object on stdout");
     command->add_option("--inject", options->inject, "")->take_all()->group("");
-    command->callback([options, &action] { action = [options] { return tune(*options); }; });
+    command->callback([options, show, &action] {
+        options->shows = show->count() > 0;
+        std::erase(options->show, std::filesystem::path());  // what an option without values leaves
+        action = [options] { return tune(*options); };
+    });
 }
 
 }  // namespace flce::cli

@@ -50,7 +50,7 @@ ArtifactCache::Options cache_options(const SessionOptions& options, const Enviro
 RecordPlaces record_places(const SessionOptions& options, const Environment& environment) {
     if (!options.use_records || environment.no_records) return {.shipped = false};
     RecordPlaces places;
-    for (const auto& path : options.records) places.extra.push_back(absolute_path(path));
+    for (const auto& path : options.records.empty() ? environment.records : options.records) places.extra.push_back(absolute_path(path));
     places.directory = absolute_path(environment.records_dir);
     if (places.directory.empty()) {
         const auto cache = absolute_path(options.cache_dir.empty() ? environment.cache_dir : options.cache_dir);

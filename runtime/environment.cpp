@@ -39,6 +39,7 @@ constexpr std::array kTable{
     Entry{"FLCE_TRUSTED_KEYS", "public keys (PEM), ':' between them: packs and remote entries must be signed with one", "none"},
     Entry{"FLCE_SIGNING_KEY", "private Ed25519 key (PEM) that signs what is compiled here", "none"},
     Entry{"FLCE_RECORDS_DIR", "where tuning records are kept", "\"records\" in the cache directory"},
+    Entry{"FLCE_RECORDS", "further tuning records, files or directories, ':' between them; read before the user's own", "none"},
     Entry{"FLCE_NO_RECORDS", "1: plans are the cost model's, whatever has been measured", "0"},
     Entry{"FLCE_STRICT", "1: compile nothing; a kernel that no cache has, and a cache that cannot be used, are errors", "0"},
     Entry{"FLCE_DEVICE", "device of sessions that name none: cpu, cuda, cuda:1, …", "the first CUDA device, else cpu"},
@@ -150,6 +151,7 @@ Environment parse_environment(const std::function<const char*(const char*)>& get
     environment.trusted_keys = parse_paths(get("FLCE_TRUSTED_KEYS"));
     environment.signing_key = get("FLCE_SIGNING_KEY");
     environment.records_dir = get("FLCE_RECORDS_DIR");
+    environment.records = parse_paths(get("FLCE_RECORDS"));
     environment.no_records = parse_flag("FLCE_NO_RECORDS", get("FLCE_NO_RECORDS"));
     environment.device = get("FLCE_DEVICE");
     environment.num_threads = parse_number("FLCE_NUM_THREADS", get("FLCE_NUM_THREADS"), kMostThreads, 0);

@@ -29,6 +29,7 @@ struct Environment {
     std::vector<std::filesystem::path> trusted_keys;        ///< FLCE_TRUSTED_KEYS
     std::filesystem::path signing_key;                      ///< FLCE_SIGNING_KEY; empty: nothing is signed
     std::filesystem::path records_dir;                      ///< FLCE_RECORDS_DIR; empty: "records" in the cache directory
+    std::vector<std::filesystem::path> records;             ///< FLCE_RECORDS
     bool no_records = false;                                ///< FLCE_NO_RECORDS
     std::string device;                                     ///< FLCE_DEVICE; empty: not set
     int num_threads = 0;                                    ///< FLCE_NUM_THREADS; 0: every core

@@ -202,6 +202,7 @@ TEST_F(FlceTuneRecords, Show_TableAndJson) {
     ASSERT_EQ(json.at("records").size(), 2U);
     EXPECT_EQ(json.at("records")[0].at("best_ms"), 1.0);
     EXPECT_EQ(json.at("records")[1].at("best_ms"), 2.2);
+    EXPECT_EQ(run({"--show", "--json"}).json(), json);
 }
 
 TEST_F(FlceTuneRecords, Diff_TimesAndProvenance) {

@@ -110,12 +110,12 @@ TEST(Environment, Table_NamesEveryVariableOnce) {
         EXPECT_FALSE(variable.meaning.empty());
         EXPECT_FALSE(variable.default_value.empty());
     }
-    EXPECT_THAT(
-        names, testing::UnorderedElementsAre("FLCE_CACHE_DIR", "FLCE_NO_DISK_CACHE", "FLCE_DEVICE", "FLCE_NUM_THREADS", "FLCE_NVRTC",
-                                             "FLCE_LIBCUDA", "FLCE_LOG", "FLCE_CACHE_MAX_BYTES", "FLCE_CACHE_PACKS", "FLCE_CACHE_REMOTE",
-                                             "FLCE_CACHE_REMOTE_TIMEOUT_MS", "FLCE_CACHE_REMOTE_READ_ONLY", "FLCE_RECORDS_DIR",
-                                             "FLCE_NO_RECORDS", "FLCE_STRICT", "FLCE_TRUSTED_KEYS", "FLCE_SIGNING_KEY", "AWS_ACCESS_KEY_ID",
-                                             "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"));
+    EXPECT_THAT(names, testing::UnorderedElementsAre("FLCE_CACHE_DIR", "FLCE_NO_DISK_CACHE", "FLCE_DEVICE", "FLCE_NUM_THREADS",
+                                                     "FLCE_NVRTC", "FLCE_LIBCUDA", "FLCE_LOG", "FLCE_CACHE_MAX_BYTES", "FLCE_CACHE_PACKS",
+                                                     "FLCE_CACHE_REMOTE", "FLCE_CACHE_REMOTE_TIMEOUT_MS", "FLCE_CACHE_REMOTE_READ_ONLY",
+                                                     "FLCE_RECORDS_DIR", "FLCE_RECORDS", "FLCE_NO_RECORDS", "FLCE_STRICT",
+                                                     "FLCE_TRUSTED_KEYS", "FLCE_SIGNING_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
+                                                     "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"));
 }
 
 }  // namespace

@@ -131,6 +131,18 @@ TEST_F(SessionRecordsTest, RecordsDirectory_EnvironmentThenBesideTheCache) {
     EXPECT_EQ(session().records_dir(), "");
 }
 
+TEST_F(SessionRecordsTest, FurtherRecords_OptionThenEnvironmentBeforeTheUsers) {
+    record(4096, plan(1).text());
+    const TemporaryDirectory team;
+    Record other{.key = record_key(layer(), cpu(), 4096, {})};
+    other.candidates[plan(2).text()].times_ms["run"] = {9};
+    (void)RecordStore({.directory = team.path(), .shipped = false}).save(other);
+    EXPECT_EQ(session({.records = {team.path()}}).choose_plan(layer(), cpu()).plan, plan(2));
+    environment_.records = {team.path()};
+    EXPECT_EQ(session().choose_plan(layer(), cpu()).plan, plan(2));
+    EXPECT_EQ(session({.records = {directory_.path() / "records"}}).choose_plan(layer(), cpu()).plan, plan(1));
+}
+
 TEST_F(SessionRecordsTest, PlanDigest_OfSpecsAndPlansInAnyOrder) {
     Session session = this->session();
     const auto a = session.get_kernel(layer());
