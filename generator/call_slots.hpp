@@ -43,6 +43,7 @@ enum class Slot : std::uint32_t {
     workspace,
     retained,  // forward writes, backward reads; 0: nothing is retained. May be grad_weight's own memory
     retained_bytes,
+    workspace_bytes,  // that the caller has given
     count
 };
 

@@ -97,7 +97,7 @@ std::int64_t ArgumentChecks::workspace(const Workspace& workspace, std::size_t n
     if (needed != 0 && address % kWorkspaceAlignment != 0) {
         fail(fmt::format("workspace.data is {:#x}; it must be aligned to {} bytes", address, kWorkspaceAlignment));
     }
-    add_range(workspace.data, static_cast<std::int64_t>(needed), "workspace", Access::write);
+    add_range(workspace.data, static_cast<std::int64_t>(workspace.bytes), "workspace", Access::write);
     return static_cast<std::int64_t>(address);
 }
 

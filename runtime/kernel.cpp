@@ -106,6 +106,7 @@ public:
 
     void workspace(const Workspace& workspace, std::size_t needed) {
         set(Slot::workspace, checks_.workspace(workspace, needed, num_tokens_));
+        set(Slot::workspace_bytes, static_cast<std::int64_t>(workspace.bytes));
         checks_.overlaps();
     }
 

@@ -6,9 +6,9 @@
 
 namespace flce {
 
-/// For every tile of the block: `bring` in the producer, `compute` in the consumers, or in the one whose turn it is.
-template <class MainloopT, class Walk, class Bring, class Compute>
-__device__ __forceinline__ void run_tiles(MainloopT& mainloop, Walk& walk, int slices, bool by_turns, const Bring& bring,
+/// For every tile of the block, which has slices(): `bring` in the producer, `compute` in the consumers, or in the one whose turn it is.
+template <class MainloopT, class Walk, class Slices, class Bring, class Compute>
+__device__ __forceinline__ void run_tiles(MainloopT& mainloop, Walk& walk, const Slices& slices, bool by_turns, const Bring& bring,
                                           const Compute& compute) {
     if (mainloop.place.consumer < 0) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -19,7 +19,7 @@ __device__ __forceinline__ void run_tiles(MainloopT& mainloop, Walk& walk, int s
         ptx::setmaxnreg_inc<kConsumerRegisters>();
         for (int turn = 0; walk.next(mainloop.rank); ++turn) {
             if (by_turns && turn % 2 != mainloop.place.consumer) {
-                mainloop.skip(slices);
+                mainloop.skip(slices());
                 continue;
             }
             compute();
@@ -71,8 +71,8 @@ struct DlogitsSm90 {
 
     __device__ __forceinline__ void run() {
         run_tiles(
-            mainloop, walk, kSlices, TileT::kTurns, [&] { mainloop.produce(p.hidden_map, p.weight_map, walk.m, walk.n, kSlices); },
-            [&] { compute(); });
+            mainloop, walk, [] { return kSlices; }, TileT::kTurns,
+            [&] { mainloop.produce(p.hidden_map, p.weight_map, walk.m, walk.n, kSlices); }, [&] { compute(); });
         if (mainloop.place.consumer >= 0) panels.finish();
         mainloop.meet();
     }
@@ -146,7 +146,7 @@ __device__ __forceinline__ void dlogits_sm90(const DlogitsSm90Params& p) {
 }
 
 /// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary, summed over chunks in fp32. The copy engine adds a chunk's part to the sum, once for every
-/// element, while the next tile is computed; in the last chunk the accumulators start from the sum.
+/// element, while the next tile is computed; in the last chunk the accumulators start from the sum. Several parts of the sum are added up afterwards.
 template <class Problem, class TileT>
 struct GradHiddenSm90 {
     using Element = typename Problem::Element;
@@ -158,9 +158,10 @@ struct GradHiddenSm90 {
     const GradHiddenSm90Params& p;
     MainloopT mainloop;
     const int rows;
-    TileWalk<TileT, Problem::raster> walk;
+    TileWalk<TileT, Problem::raster> walk;  ///< of all parts, one below the other as their sums lie
+    int slices;                             ///< of a part, but for the last
+    bool divided;
     PanelsT panels;
-    int slices;
     Pace pace;
 
     __device__ __forceinline__ explicit GradHiddenSm90(const GradHiddenSm90Params& params)
@@ -169,29 +170,50 @@ struct GradHiddenSm90 {
           rows(listed_rows<Problem>(params.list, params.rows, 1)),
           walk(rows, kHidden),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
-          slices(ceil_div(params.columns, TileT::kBlockK)),
           pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
-               slices) {}
+               all_slices()) {
+        const SumParts parts(p.share, rows);
+        const PartSlices here(all_slices(), parts.count);
+        slices = here.of_part;
+        divided = parts.count > 1;
+        if (here.count == 1) return;
+        walk.clusters_m *= here.count;
+        walk.count *= here.count;
+        pace.counters = nullptr;
+    }
 
     __device__ __forceinline__ void run() {
         run_tiles(
-            mainloop, walk, slices, TileT::kTurns,
-            [&] { mainloop.produce(vocabulary_operand<Problem>(p), p.weight_map, walk.m, walk.n, slices, pace); }, [&] { compute(); });
+            mainloop, walk, [&] { return slices_of_part(); }, TileT::kTurns,
+            [&] {
+                mainloop.produce(vocabulary_operand<Problem>(p), p.weight_map, row_of_part(), walk.n, slices_of_part(), pace,
+                                 part() * slices);
+            },
+            [&] { compute(); });
         if (mainloop.place.consumer >= 0) panels.finish();
         mainloop.meet();
     }
 
+    /// Which the tile at hand belongs to.
+    __device__ __forceinline__ int part() const { return walk.m / rows_of_part(); }
+    __device__ __forceinline__ int rows_of_part() const { return ceil_div(rows, walk.kClusterRows) * walk.kClusterRows; }
+    __device__ __forceinline__ int row_of_part() const { return walk.m - part() * rows_of_part(); }
+    __device__ __forceinline__ int all_slices() const { return ceil_div(p.columns, TileT::kBlockK); }
+    __device__ __forceinline__ int slices_of_part() const { return min(slices, all_slices() - part() * slices); }
+
     __device__ __forceinline__ void compute() {
         const long long origin = static_cast<long long>(walk.m) * kHidden + walk.n;
         const TileTarget<float> sum{p.accumulator + origin, kHidden, rows - walk.m, kHidden - walk.n};
+        const bool writes = p.last != 0 && !divided;
         typename MainloopT::Accumulators c;
         MainloopT::clear(c);
-        if (p.last != 0 && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
-        mainloop.consume(c, slices);
+        if (writes && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
+        mainloop.consume(c, slices_of_part());
         if constexpr (Problem::retain) {
             if (p.row_scales != nullptr) scale_rows(c);
         }
-        if (p.last == 0) {
+        if (!writes) {
+            const int first_row = walk.m + mainloop.place.first_row();
 #pragma unroll
             for (int i = 0; i < MainloopT::kPiecesA; ++i) {
 #pragma unroll
@@ -199,8 +221,7 @@ struct GradHiddenSm90 {
                     panels.open();
 #pragma unroll
                     for (int h = 0; h < 2; ++h) panels.put(c[i], h, panel * PanelsT::kPanelColumns / 8, 1.f);
-                    panels.close(p.accumulator_map, walk.n + panel * PanelsT::kPanelColumns, walk.m + mainloop.place.first_row() + i * 64,
-                                 p.first == 0);
+                    panels.close(p.accumulator_map, walk.n + panel * PanelsT::kPanelColumns, first_row + i * 64, p.first == 0);
                 }
             }
         } else {
@@ -221,7 +242,7 @@ struct GradHiddenSm90 {
         for (int i = 0; i < MainloopT::kPiecesA; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int row = walk.m + mainloop.place.row(i, h);
+                const int row = row_of_part() + mainloop.place.row(i, h);
                 const float scale = row < rows ? p.row_scales[row] : 0.f;
 #pragma unroll
                 for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
@@ -248,10 +269,13 @@ struct GradWeightSm90 {
     using Out = typename Problem::GradWeight;
     using MainloopT = MainloopSm90<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>, TileT>;
     static constexpr int kHidden = Problem::hidden_size;
-    using PanelsT = PanelStore<Out, TileT, 1, 2>;
-    static constexpr bool kPanelled = sizeof(Out) == 2 && !Problem::accumulate;
+    // The copy engine writes whole 16 bytes of a row, so where rows of the vocabulary end within them, threads add up to the end.
+    static constexpr bool kPanelled = !(Problem::accumulate && Problem::hidden_major) || rows_aligned<Out>(Problem::vocab_size);
+    static constexpr bool kUpdates = kPanelled && sizeof(Out) == 2 && Problem::accumulate;  // sums in fp32 are the copy engine's
+    using PanelsT = Select<kUpdates, PanelUpdate<Out, TileT>, PanelStore<Out, TileT, 1, 2>>;
+    static constexpr int kPanelsOfRow = TileT::kBlockN / PanelsT::kPanelColumns;
+    static constexpr int kPanels = MainloopT::kPiecesA * kPanelsOfRow;
     static constexpr bool kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major;
-    static constexpr int kStaging = kPanelled ? PanelsT::kBytes : 0;
 
     const GradWeightSm90Params& p;
     MainloopT mainloop;
@@ -263,7 +287,7 @@ struct GradWeightSm90 {
 
     __device__ __forceinline__ explicit GradWeightSm90(const GradWeightSm90Params& params)
         : p(params),
-          mainloop(dynamic_smem, MainloopT::kRingBytes + kStaging),
+          mainloop(dynamic_smem, MainloopT::kRingBytes + PanelsT::kBytes),
           walk(Problem::hidden_major ? kHidden : params.columns, Problem::hidden_major ? params.columns : kHidden),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           slices(ceil_div(listed_rows<Problem>(params.list, params.rows, 1), TileT::kBlockK)),
@@ -274,7 +298,7 @@ struct GradWeightSm90 {
 
     __device__ __forceinline__ void run() {
         run_tiles(
-            mainloop, walk, slices, TileT::kTurns,
+            mainloop, walk, [&] { return slices; }, TileT::kTurns,
             [&] {
                 if constexpr (Problem::hidden_major) {
                     mainloop.produce(p.hidden_map, vocabulary_operand<Problem>(p), walk.m, walk.n, slices, pace);
@@ -283,13 +307,21 @@ struct GradWeightSm90 {
                 }
             },
             [&] { compute(); });
-        if constexpr (kPanelled) {
-            if (mainloop.place.consumer >= 0) panels.finish();
-        }
+        if (mainloop.place.consumer >= 0) panels.finish();
         mainloop.meet();
     }
 
+    __device__ __forceinline__ int panel_x(int panel) const { return walk.n + panel % kPanelsOfRow * PanelsT::kPanelColumns; }
+    __device__ __forceinline__ int panel_y(int panel) const { return walk.m + mainloop.place.first_row() + panel / kPanelsOfRow * 64; }
+
     __device__ __forceinline__ void compute() {
+        const bool writes = p.accumulator == nullptr || p.last != 0;
+        if constexpr (kUpdates) {
+            if (writes) {
+                panels.fetch(p.grad_weight_map, 0, panel_x(0), panel_y(0));
+                if constexpr (kPanels > 1) panels.fetch(p.grad_weight_map, 1, panel_x(1), panel_y(1));
+            }
+        }
         const int extent_m = Problem::hidden_major ? kHidden : p.columns;
         const int extent_n = Problem::hidden_major ? p.columns : kHidden;
         const TileTarget<float> sum{p.accumulator + walk.m * p.accumulator_ld + walk.n, p.accumulator_ld, extent_m - walk.m,
@@ -301,11 +333,17 @@ struct GradWeightSm90 {
         if constexpr (kLends) {
             if (p.readers != nullptr) make_room(min(walk.m + TileT::kBlockM, extent_m));
         }
-        if (p.accumulator != nullptr && p.last == 0) {
+        if (!writes) {
             store_tile_sm90<true, false>(mainloop, c, sum, 1.f);
-            return;
+        } else if constexpr (kPanelled) {
+            write(c);
+        } else {
+            constexpr long long kLd = kWeightLd<Problem>;
+            const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + walk.m * kLd + walk.n, kLd, extent_m - walk.m,
+                                         extent_n - walk.n};
+            // Pairs across the end of the vocabulary: the second one is not there.
+            store_tile_sm90<Problem::vocab_size % 2 == 0, true>(mainloop, c, result, dlogits_scale<Problem>(p.scalars, true));
         }
-        write(c, extent_m, extent_n);
     }
 
     /// Tells that this warp has multiplied its tile, and waits until rows up to `end` of grad_weight are free.
@@ -322,26 +360,23 @@ struct GradWeightSm90 {
         ptx::fence_proxy_async_all();
     }
 
-    __device__ __forceinline__ void write(typename MainloopT::Accumulators& c, int extent_m, int extent_n) {
+    __device__ __forceinline__ void write(const typename MainloopT::Accumulators& c) {
         const float factor = dlogits_scale<Problem>(p.scalars, true);
-        if constexpr (kPanelled) {
 #pragma unroll
-            for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const auto& piece = c[panel / kPanelsOfRow];
+            const int first = panel % kPanelsOfRow * PanelsT::kPanelColumns / 8;
+            if constexpr (kUpdates) {
+                panels.add(piece, panel, first, factor);
+            } else {
+                panels.open();
 #pragma unroll
-                for (int panel = 0; panel < TileT::kBlockN / 64; ++panel) {
-                    panels.open();
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) panels.put(c[i], h, panel * 8, factor);
-                    panels.close(p.grad_weight_map, walk.n + panel * 64, walk.m + mainloop.place.first_row() + i * 64);
-                }
+                for (int h = 0; h < 2; ++h) panels.put(piece, h, first, factor);
             }
-        } else {
-            constexpr long long kLd = kWeightLd<Problem>;
-            // Pairs across the end of the vocabulary: the second one is not there.
-            constexpr bool kPairs = !Problem::hidden_major || Problem::vocab_size % 2 == 0;
-            const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + walk.m * kLd + walk.n, kLd, extent_m - walk.m,
-                                         extent_n - walk.n};
-            store_tile_sm90<kPairs, Problem::accumulate>(mainloop, c, result, factor);
+            panels.close(p.grad_weight_map, panel_x(panel), panel_y(panel), Problem::accumulate && !kUpdates);
+            if constexpr (kUpdates) {
+                if (panel + 2 < kPanels) panels.fetch(p.grad_weight_map, panel + 2, panel_x(panel + 2), panel_y(panel + 2));
+            }
         }
     }
 };

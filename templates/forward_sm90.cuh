@@ -91,6 +91,7 @@ struct ForwardSm90 {
     const ForwardSm90Params& p;
     MainloopT mainloop;
     const Share share;
+    const bool compact;  ///< listed rows have been brought together
     VocabularyWalk walk;
     PanelsT panels;
     float* const stash;
@@ -100,6 +101,7 @@ struct ForwardSm90 {
         : p(params),
           mainloop(dynamic_smem, MainloopT::kRingBytes + kPanelBytes + kStateBytes),
           share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), kTiles, params.clusters, params.stride),
+          compact(Problem::lists_rows && params.compact_rows != 0 && *params.list.valid < params.compact_rows),
           walk(static_cast<int>(blockIdx.x) / TileT::kCluster, share.clusters, share.row_clusters, share.stride),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
@@ -127,7 +129,7 @@ struct ForwardSm90 {
         mainloop.meet();
     }
 
-    /// This block's rows of a part of the vocabulary, as they lie in hidden.
+    /// This block's rows of a part of the vocabulary, as they lie in hidden, or where it has been brought together.
     struct TileRows {
         const ListedRow* listed;  ///< null: they are the rows from `first` on
         int first;
@@ -141,6 +143,7 @@ struct ForwardSm90 {
     __device__ __forceinline__ TileRows listed_rows_of(int part) const {
         const int first = first_row(part);
         const int last = min(TileT::kBlockM, share.rows - first) - 1;
+        if (compact) return {nullptr, p.list.first + first, last};
         return {p.list.rows != nullptr ? p.list.rows + p.list.first + first : nullptr, first, last};
     }
 
@@ -153,7 +156,7 @@ struct ForwardSm90 {
             mainloop.produce_rows(static_cast<const typename Problem::Element*>(p.hidden), Problem::hidden_size, row_of, p.weight_map, n,
                                   kSlices);
         } else if (threadIdx.x == 0) {
-            mainloop.produce(p.hidden_map, p.weight_map, rows.begin(), n, kSlices);
+            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, rows.begin(), n, kSlices);
         } else {
             mainloop.skip(kSlices);
         }

@@ -212,12 +212,12 @@ struct MainloopSm90 {
         }
     }
 
-    /// One thread: brings all slices of the tile at (m, n).
+    /// One thread: brings `slices` slices of the tile at (m, n), from number `first` on.
     template <class MapA, class MapB, class PaceT = NoPace>
-    __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}) {
+    __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}, int first = 0) {
 #pragma unroll 1
-        for (int slice = 0; slice < slices; ++slice) {
-            pace.before(slice);
+        for (int slice = first; slice < first + slices; ++slice) {
+            pace.before(slice - first);
             ptx::mbarrier_wait_parity(empty(position.stage), position.parity ^ 1u);
             const unsigned barrier = full(position.stage);
             ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);

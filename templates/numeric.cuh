@@ -55,6 +55,17 @@ constexpr bool kSame = false;
 template <class A>
 constexpr bool kSame<A, A> = true;
 
+template <bool kFirst, class A, class B>
+struct SelectOf {
+    using Type = A;
+};
+template <class A, class B>
+struct SelectOf<false, A, B> {
+    using Type = B;
+};
+template <bool kFirst, class A, class B>
+using Select = typename SelectOf<kFirst, A, B>::Type;
+
 constexpr float kLn2 = 0.69314718055994530942f;
 
 /// For 16-bit element types.

@@ -10,6 +10,7 @@ constexpr int kRetainedColumns = 1 << kRetainedShift;
 constexpr int kPaceCounters = 64;    // of a Pace
 constexpr int kRowThreads = 256;     ///< block of the kernels over rows
 constexpr int kOutputRows = 64;      ///< rows of a block of row_outputs: several threads merge what forward has found for one
+constexpr int kOutputThreads = 512;  ///< of a block of row_outputs
 constexpr int kRowOutputs = 5;       ///< loss, z_loss, lse, logprob, entropy
 constexpr int kReduceThreads = 512;  ///< block of the kernels that reduce everything in one block
 
@@ -140,15 +141,27 @@ struct GatherRowsParams {
     void* compact;       ///< [rows, D]
     RowList list;
     int rows;
+    int unless_all;  ///< not 0: nothing is done where no row is ignored
+};
+
+/// What SumParts follows from, beside the number of rows.
+struct SumShare {
+    int room;          ///< rows that there is memory for, of all parts together; 0: the sum stays in one part
+    int cluster_rows;  ///< of a cluster of tiles
+    int column_tiles;
+    int clusters;  ///< that run at once
+    int slices;    ///< of the vocabulary in the first launch
     int unused;
 };
 
-/// Finishes grad_hidden: the rows that are not listed become 0, and the others what `accumulator` holds in the list's order, where there is one.
+/// Finishes grad_hidden: the rows that are not listed become 0, and the others what is in `accumulator` in the list's order, where there is one: row blocks'
+/// sum, or the sum of several parts.
 struct ScatterRowsParams {
     const float* accumulator;  ///< [rows, D] fp32, or null
     void* grad_hidden;         ///< [rows, D]
     const PassScalars* scalars;
     RowList list;
+    SumShare share;
     int rows;
     int unused;
 };
@@ -281,6 +294,7 @@ struct ZeroColumnsParams {
 struct ForwardSm90Params : ForwardParams {
     TensorMap hidden_map;
     TensorMap weight_map;
+    TensorMap compact_map;    ///< of listed rows in order
     TensorMap retained_map;   ///< to store exponentials, where the Problem retains them
     const float* references;  ///< [rows]
     const unsigned* stale;    ///< the second time: which rows (as RowOutputsParams has it)
@@ -290,6 +304,8 @@ struct ForwardSm90Params : ForwardParams {
     int stride;            ///< VocabularyWalk's, where there are so many
     int retained_columns;  ///< of the vocabulary, from its start
     int again;             ///< only rows that are stale, only their exponentials
+    int compact_rows;      ///< tokens of the call, whose listed rows gather_rows has brought together if any is ignored; 0: it has not
+    int unused;
 };
 
 struct DlogitsSm90Params : DlogitsParams {
@@ -306,14 +322,15 @@ struct GradHiddenSm90Params : GradHiddenParams {
     const float* row_scales;    ///< [rows], of the first launch: what its products are multiplied with; null: 1
     unsigned* pace;             ///< [kPaceCounters], 0 before; null: no pace
     RowList list;               ///< grad_hidden then begins with the call's first row
-    int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
+    SumShare share;
+    int column_shift;  ///< BlockedMap's, of dlogits_map where the Problem retains
     int unused;
 };
 
 struct GradWeightSm90Params : GradWeightParams {
     TensorMap dlogits_map;
     TensorMap hidden_map;
-    TensorMap grad_weight_map;  ///< to store 16-bit gradients that are overwritten
+    TensorMap grad_weight_map;  ///< to store, or to add to
     unsigned* readers;          ///< of exponentials in grad_weight's memory, warps that are done with each block; null: they lie elsewhere
     unsigned* pace;             ///< GradHiddenSm90Params'
     RowList list;

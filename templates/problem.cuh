@@ -15,6 +15,7 @@
 #include "flce/numeric.cuh"
 #include "flce/params.cuh"
 #include "flce/row_math.cuh"
+#include "flce/sum_parts.cuh"
 #include "flce/tile_store.cuh"
 
 namespace flce {

@@ -83,10 +83,10 @@ template <class Problem, int kLanes>
 __device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int lane, int splits) {
     using Fields = PartialFields<Problem>;
     RowSums all{-infinity(), 0.f, 0.f, 0.f, -infinity()};
-#pragma unroll 8
+#pragma unroll 16
     for (int split = lane; split < splits; split += kLanes) all.max = fmaxf(all.max, at[split * split_stride]);
     for (int lanes = 1; lanes < kLanes; lanes *= 2) all.max = fmaxf(all.max, __shfl_xor_sync(0xffffffffu, all.max, lanes));
-#pragma unroll 8
+#pragma unroll 16
     for (int split = lane; split < splits; split += kLanes) {
         const RowSums part = Fields::load(at + split * split_stride, field_stride);
         const float difference = part.exp_sum > 0.f ? part.max - all.max : 0.f;
@@ -107,9 +107,9 @@ __device__ __forceinline__ RowSums merge_splits(const float* at, long long split
 template <class Problem>
 __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     using Fields = PartialFields<Problem>;
-    __shared__ float scratch[kRowThreads / 32];
-    __shared__ unsigned counts[kRowThreads / 32];
-    constexpr int kLanes = kRowThreads / kOutputRows;  // of a row
+    __shared__ float scratch[kOutputThreads / 32];
+    __shared__ unsigned counts[kOutputThreads / 32];
+    constexpr int kLanes = kOutputThreads / kOutputRows;  // of a row
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
     const int row = static_cast<int>(blockIdx.x) * kOutputRows + static_cast<int>(threadIdx.x) / kLanes;
     const int rows = listed_rows<Problem>(p.list, p.rows, 0);
@@ -149,10 +149,10 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
         if (threadIdx.x == 0) p.stale[blockIdx.x] = stale ? 1u : 0u;
     }
     if (p.loss_partials == nullptr && p.scalar_loss == nullptr && p.scalar_z_loss == nullptr) return;
-    mine.cross_entropy = block_reduce<kRowThreads>(mine.cross_entropy, scratch, SumOp{});
-    mine.z_loss = block_reduce<kRowThreads>(mine.z_loss, scratch, SumOp{});
-    mine.class_weight = block_reduce<kRowThreads>(mine.class_weight, scratch, SumOp{});
-    mine.count = block_reduce<kRowThreads>(mine.count, counts, SumOp{});
+    mine.cross_entropy = block_reduce<kOutputThreads>(mine.cross_entropy, scratch, SumOp{});
+    mine.z_loss = block_reduce<kOutputThreads>(mine.z_loss, scratch, SumOp{});
+    mine.class_weight = block_reduce<kOutputThreads>(mine.class_weight, scratch, SumOp{});
+    mine.count = block_reduce<kOutputThreads>(mine.count, counts, SumOp{});
     if (threadIdx.x != 0) return;
     if (p.loss_partials != nullptr) {
         p.loss_partials[blockIdx.x] = mine;
@@ -344,8 +344,9 @@ template <class Problem>
 __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
     using Element = typename Problem::Element;
     const int row = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
-    if (row >= p.rows) return;
-    const bool listed = p.list.first + row < *p.list.valid;
+    const int valid = *p.list.valid;
+    if (row >= p.rows || (p.unless_all != 0 && valid == p.rows)) return;
+    const bool listed = p.list.first + row < valid;
     const long long from = listed ? p.list.rows[p.list.first + row].row : 0;
     const Element* const hidden = static_cast<const Element*>(p.hidden) + from * Problem::hidden_size;
     Element* const compact = static_cast<Element*>(p.compact) + static_cast<long long>(row) * Problem::hidden_size;
@@ -362,14 +363,24 @@ __device__ __forceinline__ void scatter_rows(const ScatterRowsParams& p) {
     using Element = typename Problem::Element;
     const int entry = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
     if (entry >= p.rows) return;
-    const bool listed = entry < *p.list.valid;
-    if (listed && p.accumulator == nullptr) return;
+    const int rows = listed_rows<Problem>(p.list, p.rows, 1);
+    const bool listed = p.list.rows == nullptr || entry < *p.list.valid;
+    const SumParts parts(p.share, rows);
+    const bool summed = p.accumulator != nullptr && (p.share.room == 0 || parts.count > 1);
+    if (listed && !summed) return;
     const float factor = dlogits_scale<Problem>(p.scalars, true);
     const float* const sum = p.accumulator + static_cast<long long>(entry) * Problem::hidden_size;
-    Element* const to = static_cast<Element*>(p.grad_hidden) + static_cast<long long>(p.list.rows[entry].row) * Problem::hidden_size;
+    const long long part = static_cast<long long>(parts.stride) * Problem::hidden_size;
+    const long long row = p.list.rows == nullptr ? entry : p.list.rows[entry].row;
+    Element* const to = static_cast<Element*>(p.grad_hidden) + row * Problem::hidden_size;
     for (int k = static_cast<int>(threadIdx.x) % 32 * 2; k < Problem::hidden_size; k += 64) {
         float2 pair = make_float2(0.f, 0.f);
         if (listed) pair = *reinterpret_cast<const float2*>(sum + k);
+        for (int i = 1; listed && i < parts.count; ++i) {
+            const float2 more = *reinterpret_cast<const float2*>(sum + i * part + k);
+            pair.x += more.x;
+            pair.y += more.y;
+        }
         *reinterpret_cast<unsigned*>(to + k) = Numeric<Element>::pack(pair.x * factor, pair.y * factor);
     }
 }

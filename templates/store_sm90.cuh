@@ -34,10 +34,7 @@ struct PanelStore {
     /// Writes factor · accumulators [first, …) of a row into the group, rounded to T.
     template <int kColumnPieces>
     __device__ __forceinline__ void put(const float (&c)[kColumnPieces][4], int h, int first, float factor) const {
-        const int row = place.warp * 16 + h * 8 + place.lane / 4;
-        // Eight rows, eight different chunks of 16 bytes: no bank twice.
-        unsigned base = group + static_cast<unsigned>(row * 128 + ((row & 7) * 16 ^ place.lane % 4 * 2 * static_cast<int>(sizeof(T))));
-        asm volatile("" : "+r"(base));  // eight addresses kept from tile to tile would not fit beside the accumulators
+        const unsigned base = row_address(group, h);
 #pragma unroll
         for (int j = 0; j < kPanelColumns / 8 * kWidth; ++j) {
             const unsigned panel = static_cast<unsigned>(j * 8 / kPanelColumns * kPanelBytes);
@@ -74,6 +71,15 @@ struct PanelStore {
         if (issues) ptx::cp_async_bulk_wait_group<0>();
     }
 
+protected:
+    /// Where this thread's first elements of a row lie. Eight rows, eight different chunks of 16 bytes: no bank twice.
+    __device__ __forceinline__ unsigned row_address(unsigned panels, int h) const {
+        const int row = place.warp * 16 + h * 8 + place.lane / 4;
+        unsigned base = panels + static_cast<unsigned>(row * 128 + ((row & 7) * 16 ^ place.lane % 4 * 2 * static_cast<int>(sizeof(T))));
+        asm volatile("" : "+r"(base));  // eight addresses kept from tile to tile would not fit beside the accumulators
+        return base;
+    }
+
 private:
     static __device__ __forceinline__ void copy(const TensorMap& map, int x, int y, unsigned from, bool add) {
         if (add) {
@@ -85,6 +91,61 @@ private:
     static __device__ __forceinline__ void copy(const BlockedMap& m, int x, int y, unsigned from, bool /*add*/) {
         ptx::cp_async_bulk_tensor_3d_store(&m.map, m.column(x), y, m.block(x), from);
     }
+};
+
+/// Panels of a 16-bit matrix that is added to: the copy engine brings what is there, the first two panels of a tile while it is multiplied.
+template <class T, class TileT>
+struct PanelUpdate : PanelStore<T, TileT, 1, 2> {
+    using Store = PanelStore<T, TileT, 1, 2>;
+    static constexpr int kBuffers = 2;
+    static constexpr int kBytes = Store::kBytes + 8 * kBuffers * TileT::kConsumers;
+
+    unsigned barriers;
+    unsigned parities = 0;  ///< a bit each
+
+    /// All threads of a consumer.
+    __device__ __forceinline__ PanelUpdate(unsigned all_staging, const PlaceSm90<TileT>& place) : Store(all_staging, place) {
+        barriers = all_staging + static_cast<unsigned>(Store::kBytes + 8 * kBuffers * max(place.consumer, 0));
+        if (place.consumer < 0) return;
+        if (this->issues) {
+            for (int buffer = 0; buffer < kBuffers; ++buffer) ptx::mbarrier_init(barrier(buffer), 1);
+            ptx::fence_mbarrier_init();
+        }
+        ptx::barrier_sync(1 + place.consumer, 128);
+    }
+
+    /// Brings a tile's panel number `panel`, from (x, y) of `map`, when its buffer's last contents have left.
+    __device__ __forceinline__ void fetch(const TensorMap& map, int panel, int x, int y) const {
+        if (!this->issues) return;
+        const int buffer = panel % kBuffers;
+        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::mbarrier_arrive_expect_tx(barrier(buffer), Store::kPanelBytes);
+        ptx::cp_async_bulk_tensor_2d_load(this->staging + static_cast<unsigned>(buffer * Store::kPanelBytes), &map, x, y, barrier(buffer));
+    }
+
+    /// Adds factor · accumulators [first, …) to the panel, rounded once.
+    template <int kColumnPieces>
+    __device__ __forceinline__ void add(const float (&c)[kColumnPieces][4], int panel, int first, float factor) {
+        const int buffer = panel % kBuffers;
+        ptx::mbarrier_wait_parity(barrier(buffer), parities >> buffer & 1u);
+        parities ^= 1u << buffer;
+        this->group = this->staging + static_cast<unsigned>(buffer * Store::kPanelBytes);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const unsigned base = this->row_address(this->group, h);
+#pragma unroll
+            for (int j = 0; j < Store::kPanelColumns / 8; ++j) {
+                const unsigned at = base ^ static_cast<unsigned>(j * 8 * static_cast<int>(sizeof(T)));
+                const unsigned old = ptx::ld_shared_b32(at);
+                const float low = c[first + j][2 * h] * factor + Numeric<T>::first(old);
+                const float high = c[first + j][2 * h + 1] * factor + Numeric<T>::second(old);
+                ptx::st_shared_b32(at, Numeric<T>::pack(low, high));
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ unsigned barrier(int buffer) const { return barriers + 8u * static_cast<unsigned>(buffer); }
 };
 
 /// Reads or writes two neighbouring elements of a row-major matrix, the second only where it exists. kAligned: it always does.

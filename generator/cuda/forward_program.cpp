@@ -73,7 +73,9 @@ Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& s
     const std::int64_t row_elements = vocab_major ? spec.hidden_size : spec.padded_vocab_size;
     LaunchBuilder<ForwardSm90Params> launch =
         forward_fields(spec, LaunchBuilder<ForwardSm90Params>(kernel, rows.share.clusters * rows.cluster_blocks), layout, rows);
-    launch
+    const Expr compact = select(layout.compacts, at(layout.compact), slot(Slot::hidden));
+    launch.set_map(&ForwardSm90Params::compact_map, {compact, spec.hidden_size, slot(Slot::num_tokens), spec.hidden_size}, tile.block_m)
+        .set(&ForwardSm90Params::compact_rows, layout.compacts * slot(Slot::num_tokens))
         .set_map(&ForwardSm90Params::hidden_map,
                  {hidden_at(spec, rows.base), spec.hidden_size, select(equal(rows.list, 0), rows.count, slot(Slot::num_tokens)),
                   spec.hidden_size},
@@ -112,6 +114,16 @@ Statement references_launch(const Spec& spec, const CudaSource& source, const Fo
         .set(&ReferencesParams::references, retained.at(retained.layout.references) + rows.first * 4)
         .set_transform(&ReferencesParams::transform, spec)
         .set(&ReferencesParams::rows, rows.count);
+    return launch.build();
+}
+
+Statement gather_launch(const CudaSource& source, const ForwardLayout& layout, const Expr& list) {
+    LaunchBuilder<GatherRowsParams> launch(source.kernel("gather_rows"), ceil_div(slot(Slot::num_tokens), kRowThreads / 32));
+    launch.set(&GatherRowsParams::hidden, slot(Slot::hidden))
+        .set(&GatherRowsParams::compact, at(layout.compact))
+        .set_list(&GatherRowsParams::list, list, at(layout.scalars), 0)
+        .set(&GatherRowsParams::rows, slot(Slot::num_tokens))
+        .set(&GatherRowsParams::unless_all, 1);
     return launch.build();
 }
 
@@ -188,6 +200,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const Expr list = select(lists_rows(plan), at(layout.list), 0);
     const Expr prepares = spec.class_weight && spec.label_smoothing > 0 ? Expr(1) : lists_rows(plan);
     program.body.push_back({If{prepares, {prepare_launch(spec, source, {.scalars = layout.scalars, .list = list, .outputs = true})}}});
+    if (plan.path == PlanPath::cuda_sm90a) program.body.push_back({If{layout.compacts, {gather_launch(source, layout, list)}}});
     const Expr first = variable(0) * layout.rows;
     const Expr count = min(slot(Slot::num_tokens) - first, layout.rows);
     const Expr base = select(lists_rows(plan), 0, first);

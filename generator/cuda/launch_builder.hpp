@@ -28,6 +28,13 @@ public:
         static_assert(sizeof(Member) == 4 || sizeof(Member) == 8, "a field of a launch program");
         return field(offset_of<Member>(member), sizeof(Member), std::move(value));
     }
+    /// A field of a struct that is a field.
+    template <class Part, class Member, class Holder>
+    LaunchBuilder& set(Part Holder::* part, Member Part::* member, Expr value) {
+        static const Part object{};
+        const auto within = reinterpret_cast<const std::byte*>(&(object.*member)) - reinterpret_cast<const std::byte*>(&object);
+        return field(offset_of<Part>(part) + static_cast<std::uint32_t>(within), sizeof(Member), std::move(value));
+    }
     template <class Member, std::size_t kCount, class Holder>
     LaunchBuilder& set_element(Member* (Holder::*member)[kCount], std::size_t index, Expr value) {
         return field(offset_of<Member* [kCount]>(member) + static_cast<std::uint32_t>(index * sizeof(Member*)), sizeof(Member*),

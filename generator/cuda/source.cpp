@@ -115,7 +115,7 @@ CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan)
     if (plan.path == PlanPath::cuda_sm90a) {
         kernels.gemm(spec, device, plan.path, forward_role(plan), few_tokens_tile(spec), "forward_few", "Forward", 1, "forward");
     }
-    kernels.simple("row_outputs", "RowOutputsParams", "row_outputs_kernel", kRowThreads);
+    kernels.simple("row_outputs", "RowOutputsParams", "row_outputs_kernel", kOutputThreads);
     kernels.simple("reduce_loss", "ReduceLossParams", "reduce_loss", kReduceThreads);
     kernels.simple("prepare", "PrepareParams", "prepare", kReduceThreads);
     kernels.simple("row_coefficients", "RowCoefficientsParams", "row_coefficients_kernel", kRowThreads);

@@ -47,8 +47,9 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
         beside = 2 * kPanelBytes * (tile.block_n / 64) + (spec.bias ? 4 * 4 * 2 * tile.block_n : 0);
     } else if (role == GemmRole::grad_hidden) {
         beside = 2 * kPanelBytes * 2;
-    } else if (role == GemmRole::grad_weight && element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::write) {
-        beside = 2 * kPanelBytes * 2;
+    } else if (role == GemmRole::grad_weight) {
+        const bool updates = element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::accumulate;
+        beside = 2 * kPanelBytes * 2 + (updates ? 8 * 2 * 2 : 0);
     }
     return ring + beside + std::int64_t{8} * (2 * tile.stages + 2);
 }

@@ -6,6 +6,7 @@
 #include "generator/cuda/chunk_time.hpp"
 #include "generator/cuda/tile_rules.hpp"
 #include "templates/params.cuh"
+#include "templates/sum_parts.cuh"
 
 namespace flce {
 namespace {
@@ -198,6 +199,8 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
     f.loss_partials = pieces.take(ceil_div(n, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial)));
     f.partials = pieces.take(partials * field_bytes);
     f.total = pieces.end();
+    f.compact = pieces.take(n * spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
+    f.compacts = min(lists_rows(plan), less(pieces.end(), slot(Slot::workspace_bytes) + 1));
     return f;
 }
 
@@ -261,6 +264,21 @@ static void place_wide_chunks(const Spec& spec, const Device& device, const Plan
     b.wide_chunks = select(use, max(floor_div(before, b.wide_chunk), 0), 0);
 }
 
+/// Rows of grad_hidden's sum: more than there are tokens where these have so few tiles that parts of the vocabulary are summed beside each other.
+static Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan) {
+    const Expr n = slot(Slot::num_tokens);
+    // Adding parts up is a launch more: not for a sum that is soon done.
+    constexpr std::int64_t kLeastVocabulary = 8192;
+    if (!has_lists(plan) || spec.vocab_size < kLeastVocabulary) return n;
+    constexpr std::int64_t kMostBytes = 16 << 20;
+    const std::int64_t most = std::min(kMostBytes, plan.scratch_bytes / 4) / (4 * spec.hidden_size);
+    const std::int64_t cluster_rows = std::int64_t{kClusterBlocks} * plan.cuda.grad_hidden.block_m;
+    const std::int64_t column_tiles = up(spec.hidden_size, plan.cuda.grad_hidden.block_n) / plan.cuda.grad_hidden.block_n;
+    const std::int64_t most_row_clusters = device.gpu.sm_count / kClusterBlocks / (2 * column_tiles);  // with half of the clusters idle
+    const Expr some = min(n, 1) * min(round_up(n, cluster_rows) * SumParts::kMost, most);
+    return select(less(n, most_row_clusters * cluster_rows + 1), max(n, some), n);
+}
+
 BackwardLayout backward_layout(const Spec& spec, const Device& device, const Plan& plan) {
     const BackwardSizes s = backward_sizes(spec, plan);
     const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
@@ -270,9 +288,12 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     // All tokens at once have no use for more of the list's place than they are.
     const Expr list_bytes = lists_rows(plan) * n * kListedRowBytes;
     const std::int64_t list_place = has_lists(plan) ? kMostListedRows * kListedRowBytes : 0;
-    const Expr fitting = floor_div(max(Expr(s.budget + list_place) - n * kRowBytes - list_bytes, 0), max(n * element + bias_row, 1));
-
     BackwardLayout b;
+    b.sum_rows = sum_rows(spec, device, plan);
+    const Expr more_rows = (b.sum_rows - n) * (4 * spec.hidden_size);
+    const Expr fitting =
+        floor_div(max(Expr(s.budget + list_place) - n * kRowBytes - list_bytes - more_rows, 0), max(n * element + bias_row, 1));
+
     b.rows = select(cut, round_up(ceil_div(n, max(ceil_div(n, s.rows), 1)), kRowQuantum), max(n, 1));
     b.row_blocks = ceil_div(n, b.rows);
     b.chunk = select(cut, s.chunk, whole_chunk(spec, device, plan, s, fitting));
@@ -296,8 +317,8 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     // In fp32 grad_hidden accumulates in place. The place is used for hidden states too: scaled ones beside retained exponentials, listed ones.
     const Expr accumulated = spec.dtype == DType::fp32           ? Expr(0)
                              : plan.strategy == Strategy::retain ? Expr(1)
-                                                                 : max(less(1, b.chunks), lists_rows(plan));
-    b.hidden_accumulator = pieces.take(select(accumulated, n * (4 * spec.hidden_size), 0));
+                                                                 : max(max(less(1, b.chunks), lists_rows(plan)), less(n, b.sum_rows));
+    b.hidden_accumulator = pieces.take(select(accumulated, b.sum_rows * (4 * spec.hidden_size), 0));
     b.total = pieces.end();
     return b;
 }

@@ -35,6 +35,8 @@ struct ForwardLayout {
     Expr target_logits{0};
     Expr loss_partials{0};
     Expr partials{0};
+    Expr compact{0};   ///< hidden states of listed tokens, where the caller's workspace goes further than `total`
+    Expr compacts{0};  ///< whether it does, and tokens are listed
     Expr total{0};
 };
 
@@ -54,6 +56,7 @@ struct BackwardLayout {
     Expr dlogits{0};
     Expr weight_accumulator{0};
     Expr hidden_accumulator{0};
+    Expr sum_rows{0};  ///< that hidden_accumulator has room for: N, or more where so few tokens need several parts (SumShare)
     /// Wide chunks, the first of the vocabulary: their dlogits lie at the end of grad_weight's memory, while that is not written yet.
     Expr wide_chunk{0};
     Expr wide_chunks{0};   ///< 0 where there is no such memory: grad_weight is accumulated into or is not vocab_major

@@ -67,6 +67,9 @@ class KernelKey(NamedTuple):
     workspace_limit_bytes: int  # 0: the default, for any number of tokens
     num_tokens: int  # 0 where there is no limit
 
+    def hidden_bytes(self, num_tokens: int) -> int:
+        return num_tokens * self.hidden_size * self.dtype.itemsize
+
     def spec(self) -> str:
         parts = [f"D={self.hidden_size}", f"V={self.vocab_size}", f"dtype={DTYPE_NAMES[self.dtype]}"]
         if self.hidden_major:
@@ -162,8 +165,11 @@ class Frame:
 
     def resize(self, num_tokens: int) -> None:
         self.sizes: _retain.Sizes | None = None
-        self.forward_bytes = self.kernel.workspace_bytes(num_tokens, backward=False)
+        least = self.kernel.workspace_bytes(num_tokens, backward=False)
         self.backward_bytes = self.kernel.workspace_bytes(num_tokens, backward=True)
+        # Forward has a use for room in which to bring the hidden states of tokens that are not ignored together; backward will take as much.
+        together = self.kernel.key.hidden_bytes(num_tokens) + 256 if self.kernel.key.device.type == "cuda" else 0
+        self.forward_bytes = max(least, min(least + together, self.backward_bytes))
         self.hidden.rows = self.grad_hidden.rows = num_tokens
         for name in self.PER_TOKEN:
             getattr(self, name).rows = num_tokens

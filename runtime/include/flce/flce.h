@@ -302,7 +302,8 @@ typedef struct flce_backward_args {
      NULL,                       \
      0}
 
-/* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is 0.
+/* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is 0. Forward is
+ * quicker with ignored tokens where it has more than it needs (backward's amount will do).
  * `stream`: a CUstream (cudaStream_t) of the kernel's device, NULL for the legacy default stream; ignored by CPU kernels, which have finished
  * when the call returns. Everything is checked before anything is launched. */
 FLCE_API flce_status flce_kernel_forward(const flce_kernel* kernel, const flce_forward_args* args, void* workspace, size_t workspace_bytes,

@@ -28,7 +28,8 @@ namespace flce {
 enum class Reduction : std::uint8_t { none, sum, mean };
 enum class Pass : std::uint8_t { forward, backward, forward_backward };
 
-/// Caller-owned scratch, 256-byte aligned, on the kernel's device; may be used again as soon as the pass has run on its stream.
+/// Caller-owned scratch, 256-byte aligned, on the kernel's device; may be used again as soon as the pass has run on its stream. Forward is quicker
+/// with ignored tokens where it has more than it needs (backward's amount will do); its results are the same.
 struct Workspace {
     void* data = nullptr;
     std::size_t bytes = 0;
