@@ -191,6 +191,10 @@ TEST_F(Prewarm, CudaPack_ServesEveryBudgetItWasMadeFor) {
     EXPECT_EQ(run(check, elsewhere).exit_code, 0);
     elsewhere["FLCE_NVRTC"] = "none";
     EXPECT_EQ(run(check, elsewhere).exit_code, 0);
+    std::vector<std::string> other = check;
+    other[3] = "sm_87";  // the same limits, plans and sources: the architecture alone is another
+    const ProcessResult elsewhere_too = run(other, elsewhere);
+    EXPECT_EQ(elsewhere_too.json().at("missing").size(), built.json().at("items").size()) << elsewhere_too.out;
     check[7] = "24M";
     const ProcessResult smaller = run(check, elsewhere);
     EXPECT_EQ(smaller.exit_code, 1) << smaller.out;

@@ -10,9 +10,11 @@
 #include <stdlib.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 static __thread int armed, calls, at, failure, stays;
+static __thread int remote, locks;
 
 __attribute__((visibility("default"))) void flce_fault_arm(int nth, int error, int sticky) {
     armed = 1;
@@ -25,6 +27,14 @@ __attribute__((visibility("default"))) void flce_fault_arm(int nth, int error, i
 __attribute__((visibility("default"))) int flce_fault_disarm(void) {
     armed = 0;
     return calls;
+}
+
+/* While `on`, every file lies on NFS. Says how many locks were asked for since the last call. */
+__attribute__((visibility("default"))) int flce_fault_nfs(int on) {
+    const int asked = locks;
+    remote = on;
+    locks = 0;
+    return asked;
 }
 
 static int fails(void) {
@@ -50,7 +60,6 @@ SHIM(int, rename, (const char* from, const char* to), (from, to))
 SHIM(int, link, (const char* from, const char* to), (from, to))
 SHIM(int, unlink, (const char* path), (path))
 SHIM(int, fsync, (int file), (file))
-SHIM(int, flock, (int file, int operation), (file, operation))
 SHIM(int, mkdir, (const char* path, mode_t mode), (path, mode))
 SHIM(int, mkostemp, (char* pattern, int flags), (pattern, flags))
 SHIM(int, stat, (const char* path, struct stat* status), (path, status))
@@ -71,4 +80,15 @@ __attribute__((visibility("default"))) int open(const char* path, int flags, ...
 __attribute__((visibility("default"))) int close(int file) {
     const int result = REAL(close)(file);
     return fails() ? -1 : result;
+}
+
+__attribute__((visibility("default"))) int flock(int file, int operation) {
+    ++locks;
+    return fails() ? -1 : REAL(flock)(file, operation);
+}
+
+__attribute__((visibility("default"))) int fstatfs(int file, struct statfs* status) {
+    const int result = REAL(fstatfs)(file, status);
+    if (result == 0 && remote) status->f_type = 0x6969; /* NFS_SUPER_MAGIC */
+    return result;
 }
