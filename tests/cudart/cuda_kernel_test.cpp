@@ -94,6 +94,7 @@ struct Addresses {
         set(Slot::target, target.data);
         set(Slot::lse, lse.data);
         set(Slot::workspace, workspace.data);
+        slots[static_cast<std::size_t>(Slot::workspace_bytes)] = static_cast<std::int64_t>(workspace.bytes);
         if (!backward) set(Slot::loss, loss.data);
         if (backward) set(Slot::grad_hidden, grad_hidden.data);
         if (backward) set(Slot::grad_weight, grad_weight.data);
