@@ -58,7 +58,7 @@ TEST(WorkerPool, WorkerIsKilled_ItsPieceFailsAndTheOthersDoNot) {
 }
 
 TEST(WorkerPool, WorkersEndAtOnceOrCloseTheirOutput_EveryPieceFails) {
-    for (const char* script : {"exit 3", "exec 1>&-; sleep 60", "read x; exit 3"}) {
+    for (const char* script : {"exit 3", "exec 1>&-; exec sleep 60", "read x; exit 3"}) {
         const Answers result = run(script, 2, {"a", "b", "c"});
         EXPECT_EQ(result.deaths.size(), 3u) << script;
     }
