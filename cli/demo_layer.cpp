@@ -9,6 +9,7 @@
 #include "cli/demo.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/number_formats.hpp"
+#include "cli/private_folder.hpp"
 
 namespace flce::cli {
 namespace {
@@ -16,33 +17,6 @@ namespace {
 double seconds_since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
-
-/// A folder that exists for a measurement.
-class PrivateFolder {
-public:
-    PrivateFolder() {
-        std::error_code error;
-        const std::filesystem::path temporary = std::filesystem::temp_directory_path(error);
-        if (error) {
-            throw EnvironmentError(fmt::format("no folder for temporary files ({}): set TMPDIR to one that exists", error.message()));
-        }
-        std::string pattern = (temporary / "flce-demo-XXXXXX").string();
-        if (::mkdtemp(pattern.data()) == nullptr) {
-            throw EnvironmentError(fmt::format("{}: cannot be created; set TMPDIR to a folder that can be written", pattern));
-        }
-        path_ = pattern;
-    }
-    ~PrivateFolder() {
-        std::error_code error;
-        std::filesystem::remove_all(path_, error);
-    }
-    PrivateFolder(const PrivateFolder&) = delete;
-    PrivateFolder& operator=(const PrivateFolder&) = delete;
-    [[nodiscard]] const std::filesystem::path& path() const { return path_; }
-
-private:
-    std::filesystem::path path_;
-};
 
 /// The first elements of a tensor as a smaller tensor of the same memory.
 Tensor front(const Tensor& tensor, std::int64_t count) {
@@ -208,7 +182,7 @@ GetKernelTimes measure_get_kernel(const SessionOptions& options, const Spec& spe
         const auto kernel = session.get_kernel(spec);
         return seconds_since(start);
     };
-    const PrivateFolder folder;
+    const PrivateFolder folder("demo");
     SessionOptions own = options;
     own.cache_dir = folder.path();
     own.disk_cache = true;

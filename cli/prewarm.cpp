@@ -9,6 +9,7 @@
 #include "cli/jobs.hpp"
 #include "cli/prewarm_pack.hpp"
 #include "cli/prewarm_requests.hpp"
+#include "cli/private_folder.hpp"
 #include "cli/progress.hpp"
 #include "cli/worker_pool.hpp"
 
@@ -56,7 +57,7 @@ class Compilation {
 public:
     Compilation(const PrewarmOptions& options, const std::vector<PrewarmItem>& items)
         : options_(options), items_(items), outcomes_(items.size()), progress_("prewarm", static_cast<std::int64_t>(items.size())) {
-        if (!options.out.empty()) entries_.emplace();
+        if (!options.out.empty()) entries_.emplace("prewarm");
     }
 
     void run() {
@@ -129,7 +130,7 @@ private:
     const PrewarmOptions& options_;
     const std::vector<PrewarmItem>& items_;
     std::vector<Outcome> outcomes_;
-    std::optional<EntryFolder> entries_;
+    std::optional<PrivateFolder> entries_;  // in which workers leave those that they used
     Progress progress_;
     Totals totals_;
     std::int64_t done_ = 0;

@@ -3,9 +3,8 @@
 #include <fmt/format.h>
 
 #include <array>
-#include <cerrno>
-#include <cstdlib>
 #include <cstring>
+#include <system_error>
 
 #include "cache/artifact_format.hpp"
 #include "cache/file_io.hpp"
@@ -43,17 +42,6 @@ Artifact read_entry(const fs::path& folder, const CacheKey& key) {
 }
 
 }  // namespace
-
-EntryFolder::EntryFolder() {
-    std::string name = (fs::temp_directory_path() / "flce-prewarm-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw EnvironmentError(fmt::format("{} cannot be made: {}", name, std::strerror(errno)));
-    path_ = name;
-}
-
-EntryFolder::~EntryFolder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-}
 
 void leave_entry(const fs::path& folder, const CacheKey& key, std::span<const std::byte> entry) {
     const fs::path path = entry_path(folder, key);

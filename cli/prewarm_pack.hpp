@@ -12,20 +12,7 @@
 
 namespace flce::cli {
 
-/// A private folder in which workers leave the entries that they used. Removed with this object.
-class EntryFolder {
-public:
-    EntryFolder();
-    ~EntryFolder();
-    EntryFolder(const EntryFolder&) = delete;
-    EntryFolder& operator=(const EntryFolder&) = delete;
-    [[nodiscard]] const std::filesystem::path& path() const { return path_; }
-
-private:
-    std::filesystem::path path_;
-};
-
-/// Leaves an entry there, unless it is there already. Throws EnvironmentError when it cannot.
+/// Leaves an entry in a folder of a prewarm's own, unless it is there already. Throws EnvironmentError when it cannot.
 void leave_entry(const std::filesystem::path& folder, const CacheKey& key, std::span<const std::byte> entry);
 
 /// Writes the pack of entries in `folder`. `used`: for each of `items`, the keys in hexadecimal of what it used. Entries that several items share are
