@@ -237,6 +237,29 @@ TEST(Programs, ManyTokens_AreListed) {
     }
 }
 
+TEST(ForwardProgram, RoomInTheWorkspace_BringsListedRowsTogether) {
+    const CudaProgram program = program_of("D=64,V=1000");
+    for (const std::int64_t n : {kRowThreads, kRowThreads + 1, 5000}) {
+        CallSlots slots = call(n);
+        const std::int64_t least = evaluate(program.forward_workspace_bytes, slots);
+        for (const bool room : {false, true}) {
+            slots[static_cast<std::size_t>(Slot::workspace_bytes)] = least + (room ? n * 64 * 2 + 256 : 0);
+            const bool together = room && n > kRowThreads;
+            const Launched forward = run(program, program.forward, slots);
+            EXPECT_EQ(forward.count("gather_rows"), together ? 1 : 0) << n;
+            for (const Recorded& r : forward.launches) {
+                if (r.kernel == "flce_forward") {
+                    EXPECT_EQ(r.params<ForwardSm90Params>().compact_rows, together ? n : 0);
+                }
+                if (r.kernel != "flce_gather_rows") continue;
+                const std::int64_t compact = as_address(r.params<GatherRowsParams>().compact);
+                EXPECT_GE(compact, address(Slot::workspace) + least);
+                EXPECT_LE(compact + n * 64 * 2, address(Slot::workspace) + slots[static_cast<std::size_t>(Slot::workspace_bytes)]);
+            }
+        }
+    }
+}
+
 TEST(BackwardProgram, Scalars_AreSetOnceBeforeAnyRow) {
     for (const char* spec : {"D=64,V=1000", "D=64,V=1000,class_weight,label_smoothing=0.1"}) {
         const CudaProgram program = program_of(spec, std::int64_t{1} << 20);

@@ -180,7 +180,7 @@ struct SessionOptions {
     int threads = 0;                                    ///< CPU backend: 0 means FLCE_NUM_THREADS, else every core
     std::int64_t workspace_limit_bytes = 0;             ///< of calls that give none of their own; see KernelOptions. 0: none
     /// Tuning records to read before the user's own (FLCE_RECORDS_DIR, else "records" in the cache directory) and those that flce brings: directories
-    /// or files, first ones first.
+    /// or files, first ones first. Empty: FLCE_RECORDS.
     std::vector<std::filesystem::path> records;
     bool use_records = true;  ///< false: every plan is the caller's or the cost model's, as with FLCE_NO_RECORDS
     /// Strict: get_kernel compiles nothing. A kernel that no cache has is a CacheMissError that names the command to compile it with, and a tier
