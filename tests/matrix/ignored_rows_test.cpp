@@ -91,6 +91,21 @@ TEST_P(IgnoredRows, SameTokensAmongOthers_SameLosses) {
     }
 }
 
+// Where the workspace has room, forward brings the hidden states of valid tokens together first.
+TEST_P(IgnoredRows, MoreWorkspaceThanNeeded_SameBits) {
+    const auto k = kernel();
+    Problem problem = make_problem(k->spec(), {.num_tokens = 700, .ignored = Ignored::none, .seed = 8});
+    ignore(problem, 60, Pattern::scattered);
+    KernelRun exact(k, problem);
+    exact.forward();
+    KernelRun roomy(k, problem);
+    ASSERT_GT(roomy.backward_workspace().bytes, roomy.forward_workspace().bytes);
+    k->forward(roomy.forward_args(), roomy.backward_workspace());
+    const auto expected = exact.all_bytes();
+    const auto found = roomy.all_bytes();
+    for (const char* output : {"loss", "lse"}) EXPECT_EQ(found.at(output) == expected.at(output), true) << output;
+}
+
 TEST_P(IgnoredRows, OneGradientAtATime_WithinBoundsAndSameBits) {
     const auto k = kernel();
     Problem problem = make_problem(k->spec(), {.num_tokens = 700, .ignored = Ignored::none, .seed = 6});
