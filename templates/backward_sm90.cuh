@@ -142,6 +142,7 @@ struct DlogitsSm90 {
 
 template <class Problem, class TileT>
 __device__ __forceinline__ void dlogits_sm90(const DlogitsSm90Params& p) {
+    prefetch_maps(p.hidden_map, p.weight_map, p.dlogits_map);
     DlogitsSm90<Problem, TileT>(p).run();
 }
 
@@ -256,6 +257,7 @@ struct GradHiddenSm90 {
 
 template <class Problem, class TileT>
 __device__ __forceinline__ void grad_hidden_sm90(const GradHiddenSm90Params& p) {
+    prefetch_maps(p.dlogits_map, p.weight_map, p.accumulator_map);
     GradHiddenSm90<Problem, TileT>(p).run();
 }
 
@@ -383,6 +385,7 @@ struct GradWeightSm90 {
 
 template <class Problem, class TileT>
 __device__ __forceinline__ void grad_weight_sm90(const GradWeightSm90Params& p) {
+    prefetch_maps(p.dlogits_map, p.hidden_map, p.grad_weight_map);
     GradWeightSm90<Problem, TileT>(p).run();
 }
 

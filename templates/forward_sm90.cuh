@@ -356,6 +356,7 @@ struct ForwardSm90 {
 
 template <class Problem, class TileT>
 __device__ __forceinline__ void forward_sm90(const ForwardSm90Params& p) {
+    prefetch_maps(p.hidden_map, p.weight_map);
     ForwardSm90<Problem, TileT>(p).run();
 }
 

@@ -143,6 +143,12 @@ struct NoPace {
     __device__ __forceinline__ void before(int /*slice*/) {}
 };
 
+/// Has the copy engine fetch the descriptions of what it will copy while the kernel before this one still runs.
+template <class... Maps>
+__device__ __forceinline__ void prefetch_maps(const Maps&... maps) {
+    if (threadIdx.x == 0) (ptx::prefetch_tensormap(&maps), ...);
+}
+
 /// A position in the ring of stages and how often it has gone round.
 template <int kStages>
 struct RingPosition {

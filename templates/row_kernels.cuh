@@ -213,7 +213,7 @@ __device__ __forceinline__ void start_scalars(const TargetParams& targets, const
 /// front, each thread has the same number of neighbours, and places are counted.
 template <class Problem>
 __device__ __forceinline__ void list_rows(const PrepareParams& p) {
-    constexpr int kOfThread = 8;
+    constexpr int kOfThread = 4;
     __shared__ int valid_of_warp[kReduceThreads / 32];
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
