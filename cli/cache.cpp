@@ -68,7 +68,7 @@ private:
 
 TrustedKeys trusted_keys() { return TrustedKeys::read(environment().trusted_keys); }
 
-Json metadata_of(const Artifact& artifact) { return Json::parse(artifact.metadata, nullptr, false); }
+Json metadata_of(const Artifact& artifact) { return parse_json(artifact.metadata); }
 
 std::string text_at(const Json& metadata, const char* key) {
     const auto found = metadata.is_object() ? metadata.find(key) : metadata.end();

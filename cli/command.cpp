@@ -198,6 +198,11 @@ Reduction parse_reduction(std::string_view text) {
 
 std::string first_line(std::string_view text) { return std::string(text.substr(0, text.find('\n'))); }
 
+Json parse_json(std::string_view text) {
+    constexpr int kMostLevels = 32;
+    return Json::parse(text, [](int depth, Json::parse_event_t, Json&) { return depth <= kMostLevels; }, false);
+}
+
 std::string read_text_file(const std::filesystem::path& path) {
     std::error_code error;
     if (std::filesystem::is_directory(path, error)) throw UsageError(fmt::format("{}: is a directory", path.string()));

@@ -83,6 +83,9 @@ void print_json(const Json& object);
 /// A file's text. Throws UsageError naming it when it cannot be read.
 [[nodiscard]] std::string read_text_file(const std::filesystem::path& path);
 
+/// JSON of any origin, without what is nested more than 32 levels deep: values are copied and printed by recursion. A discarded value where it is none.
+[[nodiscard]] Json parse_json(std::string_view text);
+
 /// Where the running program lies; empty where the system does not say.
 [[nodiscard]] std::filesystem::path executable_path();
 

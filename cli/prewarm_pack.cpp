@@ -20,7 +20,7 @@ fs::path entry_path(const fs::path& folder, const CacheKey& key) { return folder
 
 /// The metadata as it is when `item` is the one that has the artifact made, by this version.
 std::string described_by(const std::string& metadata, const PrewarmItem& item) {
-    Json object = Json::parse(metadata, nullptr, false);
+    Json object = parse_json(metadata);
     if (!object.is_object()) return metadata;
     const Plan plan = parse_plan(item.plan);
     if (const auto spec = object.find("spec"); spec != object.end()) {

@@ -30,7 +30,7 @@ Spec read_hf_config(const fs::path& path) {
 
 class Manifest {
 public:
-    explicit Manifest(const fs::path& path) : path_(path), root_(Json::parse(read_text_file(path), nullptr, false)) {
+    explicit Manifest(const fs::path& path) : path_(path), root_(parse_json(read_text_file(path))) {
         if (root_.is_discarded()) bad("is not JSON");
         if (!root_.is_object()) bad("is not a JSON object");
         for (const auto& [key, value] : root_.items()) {

@@ -25,6 +25,16 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
+TEST(ParseJson, NestedDeeply_CutWhereItIsDeepSoThatItCanBePrinted) {
+    constexpr std::size_t kLevels = 200'000;
+    EXPECT_EQ(parse_json(R"({"a":[[1]],"b":[2,3]})").dump(), R"({"a":[[1]],"b":[2,3]})");
+    const Json json = parse_json("{\"a\":" + std::string(kLevels, '[') + std::string(kLevels, ']') + ",\"b\":1}");
+    const Json copy = json;
+    EXPECT_LT(copy.dump().size(), 100u);
+    EXPECT_EQ(copy.at("b"), 1);
+    EXPECT_TRUE(parse_json(std::string(kLevels, '[')).is_discarded());
+}
+
 std::string progress_output(bool terminal, int steps, int lines) {
     char* data = nullptr;
     std::size_t size = 0;

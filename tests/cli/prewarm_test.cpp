@@ -62,6 +62,7 @@ TEST_F(Prewarm, ManifestThatIsWrong_UsageErrorNamesFileAndKey) {
              {R"({"spec": []})", "\"spec\"; allowed are specs"},
              {R"({"specs": "D=8,V=9"})", "\"specs\" is not a list"},
              {R"({"specs": [7]})", "7 in \"specs\" is not text"},
+             {R"({"specs": [)" + std::string(200'000, '[') + std::string(200'000, ']') + "]}", "in \"specs\" is not text"},
              {R"({"specs": ["D=7,V=9"]})", "hidden_size"},
              {R"({"devices": ["x86-64-v3"]})", "names no spec"},
              {R"({"specs": ["D=8,V=9"]})", "names no device"},

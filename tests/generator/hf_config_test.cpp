@@ -57,6 +57,8 @@ TEST(HfConfig, NestedTextConfig_ComesBeforeTheTop) {
 }
 
 TEST(HfConfig, BadConfig_NamesTheKey) {
+    // Copied for text_config, by recursion.
+    const std::string deep = R"({"text_config":{"x":)" + std::string(200'000, '[') + std::string(200'000, ']') + "}}";
     const std::pair<const char*, const char*> cases[] = {
         {"nonsense", "not valid JSON"},
         {R"({"vocab_size":50})", "hidden_size is missing"},
@@ -70,6 +72,7 @@ TEST(HfConfig, BadConfig_NamesTheKey) {
         {R"({"hidden_size":64,"vocab_size":50,"tie_word_embeddings":"yes"})", "tie_word_embeddings"},
         {R"({"hidden_size":64,"vocab_size":50,"final_logit_softcapping":"30"})", "final_logit_softcapping"},
         {R"({"hidden_size":64,"vocab_size":50,"logits_scaling":0})", "logits_scaling"},
+        {deep.c_str(), "deep"},
     };
     for (const auto& [config, part] : cases) {
         try {

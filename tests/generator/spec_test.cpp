@@ -210,6 +210,18 @@ TEST(SpecJson, BadJson_NamesWhatIsWrong) {
     EXPECT_EQ(parse_spec_json(R"({"D":64,"V":50,"outputs":"lse+loss"})"), parse_spec("D=64,V=50,outputs=loss+lse"));
 }
 
+/// A text of that many brackets, one in another.
+std::string nested(int levels) {
+    return std::string(static_cast<std::size_t>(levels), '[') + std::string(static_cast<std::size_t>(levels), ']');
+}
+
+TEST(SpecJson, NestedDeeply_RefusedBeforeItTakesTheStack) {
+    EXPECT_THAT(message_of([] { return parse_spec_json("{\"D\":" + nested(200'000) + "}"); }), HasSubstr("deep"));
+    EXPECT_THAT(message_of([] { return parse_spec_json(nested(200'000)); }), HasSubstr("deep"));
+    // A little of it is an ordinary mistake.
+    EXPECT_THAT(message_of([] { return parse_spec_json("{\"D\":" + nested(8) + "}"); }), HasSubstr("[[[[[[[[]]]]]]]]: must be an integer"));
+}
+
 TEST(Spec, Normalized_FillsInPaddingAndDropsNegativeZero) {
     EXPECT_EQ(small().normalized().padded_vocab_size, 50);
     Spec spec = small();
