@@ -123,7 +123,8 @@ std::vector<std::string> record_seeds() {
 }
 
 void read_spec(std::string_view input) {
-    if (input.starts_with('@')) return;  // names a file
+    const std::size_t first = input.find_first_not_of(" \t\r\n");
+    if (first != std::string_view::npos && input[first] == '@') return;  // names a file
     const auto check = [](const Spec& spec) {
         require(parse_spec(spec.text()) == spec, "a spec's text reads back");
         require(parse_spec_json(spec.json()) == spec, "a spec's JSON reads back");
