@@ -72,9 +72,9 @@ std::int64_t available_memory_bytes(const fs::path& root) {
     return available;
 }
 
-int worker_count(int cores, std::int64_t memory_bytes, std::size_t pieces) {
+std::size_t worker_count(int cores, std::int64_t memory_bytes, std::size_t pieces) {
     const std::int64_t room = std::min<std::int64_t>(memory_bytes / kWorkerBytes, cores);
-    return static_cast<int>(std::clamp<std::int64_t>(std::min<std::int64_t>(room, static_cast<std::int64_t>(pieces)), 1, 1024));
+    return static_cast<std::size_t>(std::clamp<std::int64_t>(std::min<std::int64_t>(room, static_cast<std::int64_t>(pieces)), 1, 1024));
 }
 
 }  // namespace flce::cli

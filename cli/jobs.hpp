@@ -16,6 +16,6 @@ inline constexpr std::int64_t kWorkerBytes = 512LL << 20;
 [[nodiscard]] std::int64_t available_memory_bytes(const std::filesystem::path& root = "/");
 
 /// Workers for `pieces` of work: one a core, as many as memory has room for, at least one.
-[[nodiscard]] int worker_count(int cores, std::int64_t memory_bytes, std::size_t pieces);
+[[nodiscard]] std::size_t worker_count(int cores, std::int64_t memory_bytes, std::size_t pieces);
 
 }  // namespace flce::cli

@@ -3,9 +3,11 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <csignal>
 #include <optional>
 
 #include "cli/command.hpp"
+#include "cli/interrupt.hpp"
 #include "cli/jobs.hpp"
 #include "cli/prewarm_pack.hpp"
 #include "cli/prewarm_requests.hpp"
@@ -40,14 +42,21 @@ struct Totals {
     bool environment = false;
 };
 
-std::string piece_of(const PrewarmItem& item) {
-    return Json{{"spec", item.spec.text()}, {"device", Json::parse(item.device.json())}, {"plan", item.plan}}.dump();
+Json request_of(const PrewarmItem& item) {
+    return {{"spec", item.spec.text()}, {"device", Json::parse(item.device.json())}, {"plan", item.plan}};
 }
 
-Outcome read_answer(const std::string& answer, const std::string& death) {
-    if (!death.empty()) return {.error = death, .environment = true};
-    const Json json = Json::parse(answer, nullptr, false);
-    if (json.contains("error")) return {.error = json["error"].get<std::string>(), .environment = json.value("environment", false)};
+Outcome outcome_of(const Reply& reply) {
+    if (reply.kind != Reply::Kind::answer) {
+        const char* const hint = reply.signal == SIGKILL ? ": out of memory? --jobs makes fewer at a time" : "";
+        return {.error = fmt::format("its worker {}{}", reply.why, hint), .environment = true};
+    }
+    const Json& json = reply.answer;
+    if (!json.is_object()) return {.error = "its worker's answer cannot be read", .environment = true};
+    if (json.contains("error")) {
+        const bool environment = static_cast<ErrorKind>(json.value("kind", 0)) == ErrorKind::environment;
+        return {.error = json["error"].get<std::string>(), .environment = environment};
+    }
     return {json.value("compiled", std::int64_t{0}), json.value("hits", std::int64_t{0}), json.value("used", std::vector<std::string>()),
             "", false};
 }
@@ -61,17 +70,17 @@ public:
     }
 
     void run() {
-        std::vector<std::string> pieces;
-        for (const PrewarmItem& item : items_) pieces.push_back(piece_of(item));
-        WorkerPool pool;
-        pool.arguments = {"prewarm-worker", "--cache-dir", options_.cache_dir.string()};
-        if (options_.cache_dir.empty()) pool.arguments.resize(1);
-        if (entries_) pool.arguments.insert(pool.arguments.end(), {"--entries", entries_->path().string()});
-        pool.workers = workers();
-        pool.on_done = [this](std::size_t i, const std::string& answer, const std::string& death) { done(i, read_answer(answer, death)); };
-        pool.on_tick = [this] { show(); };
+        std::vector<Json> requests;
+        for (const PrewarmItem& item : items_) requests.push_back(request_of(item));
+        std::vector<std::string> arguments{"prewarm-worker"};
+        if (!options_.cache_dir.empty()) arguments.insert(arguments.end(), {"--cache-dir", options_.cache_dir.string()});
+        if (entries_) arguments.insert(arguments.end(), {"--entries", entries_->path().string()});
+        WorkerPool pool({.arguments = std::move(arguments), .workers = workers()});
         show();
-        pool.run(pieces);
+        const bool complete = pool.run(requests, {.done = [this](std::size_t i, const Reply& reply) { done(i, outcome_of(reply)); },
+                                                  .tick = [this] { show(); },
+                                                  .stop = interrupted});
+        if (!complete) throw Interrupted();
         progress_.finish();
         for (std::size_t i = 0; i < items_.size(); ++i) report_failure(i);
     }
@@ -89,12 +98,11 @@ public:
     [[nodiscard]] const Outcome& outcome(std::size_t item) const { return outcomes_[item]; }
 
 private:
-    [[nodiscard]] int workers() {
+    [[nodiscard]] std::size_t workers() {
         const int cores = resolve_device("cpu").cpu.cores;
         const std::int64_t memory = available_memory_bytes();
-        const int room = worker_count(cores, memory, items_.size());
-        const int chosen =
-            options_.jobs > 0 ? static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(options_.jobs), items_.size())) : room;
+        const std::size_t room = worker_count(cores, memory, items_.size());
+        const std::size_t chosen = options_.jobs > 0 ? std::min(static_cast<std::size_t>(options_.jobs), items_.size()) : room;
         progress_.print(fmt::format("prewarm: {} kernel sets, {} at a time ({} cores, {} of memory available, about {} a worker)",
                                     items_.size(), chosen, cores, human_bytes(static_cast<double>(memory)),
                                     human_bytes(static_cast<double>(kWorkerBytes))));

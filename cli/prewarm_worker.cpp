@@ -1,11 +1,11 @@
-// The process that compiles for flce prewarm: one kernel set a line, cli/worker_pool.hpp.
+// The process that compiles for flce prewarm: one kernel set a request, cli/worker_pool.hpp.
 #include <CLI/CLI.hpp>
 #include <mutex>
 #include <set>
 
 #include "cli/command.hpp"
 #include "cli/prewarm_pack.hpp"
-#include "cli/worker_pool.hpp"
+#include "cli/worker_process.hpp"
 #include "runtime/session.hpp"
 
 namespace flce::cli {
@@ -16,7 +16,7 @@ struct WorkerFlags {
     std::filesystem::path entries;  // where used entries are left; empty: nowhere
 };
 
-Json compile(Session& session, const std::filesystem::path& entries, const Json& piece) {
+Json compile(Session& session, const std::filesystem::path& entries, const Json& item) {
     std::mutex mutex;
     std::set<std::string> used;  // several threads compile a set
     const auto on_use = [&](const CacheKey& key, std::span<const std::byte> entry) {
@@ -24,28 +24,16 @@ Json compile(Session& session, const std::filesystem::path& entries, const Json&
         const std::lock_guard lock(mutex);
         used.insert(key.hex());
     };
-    const Device device = parse_device_json(piece.at("device").dump());
+    const Device device = parse_device_json(item.at("device").dump());
     const PrewarmResult done =
-        SessionAccess::prewarm(session, parse_spec(piece.at("spec").get<std::string>()), device,
-                               {.plan = piece.at("plan").get<std::string>()}, entries.empty() ? SessionAccess::OnUse() : on_use);
+        SessionAccess::prewarm(session, parse_spec(item.at("spec").get<std::string>()), device,
+                               {.plan = item.at("plan").get<std::string>()}, entries.empty() ? SessionAccess::OnUse() : on_use);
     return {{"compiled", done.compiled}, {"hits", done.hits}, {"used", used}};
-}
-
-std::string answer(Session& session, const std::filesystem::path& entries, const std::string& piece) {
-    Json result;
-    try {
-        result = compile(session, entries, Json::parse(piece));
-    } catch (const Error& error) {
-        result = {{"error", error.what()}, {"environment", error.kind() == ErrorKind::environment}};
-    } catch (const std::exception& error) {
-        result = {{"error", error.what()}, {"environment", true}};
-    }
-    return result.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
 int work(const WorkerFlags& flags) {
     Session session({.device = "cpu", .cache_dir = flags.cache_dir, .strict = false});
-    return serve_as_worker([&](const std::string& piece) { return answer(session, flags.entries, piece); });
+    return serve_requests([&](const Json& item) { return compile(session, flags.entries, item); });
 }
 
 }  // namespace

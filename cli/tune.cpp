@@ -335,30 +335,29 @@ int merge(const TuneOptions& options) {
 int compile_only(const TuneOptions& options) {
     const Device device = resolve_device(options.session.device);
     const SessionOptions session = options.session.options();
-    std::vector<CompileJob> jobs;
+    std::vector<Json> requests;
     for (const Spec& spec : specs_of(options)) {
         const PlanRequest request{.scratch_bytes = session.scratch_bytes};
         std::vector<Plan> plans = seed_plans(spec, device, request, SearchOptions{}.seeds);
         for (const Coordinate& coordinate : coordinates(spec, device, plans.front(), options.coordinates)) {
             std::ranges::copy(coordinate.plans, std::back_inserter(plans));
         }
-        for (const Plan& plan : plans) jobs.push_back({spec, device.json(), plan.text()});
+        for (const Plan& plan : plans) requests.push_back(compile_request(spec, device, plan, session.cache_dir));
     }
-    CompilePool pool(session.cache_dir.string(), default_compile_processes());
-    Progress progress("compile", static_cast<std::int64_t>(jobs.size()));
+    Progress progress("compile", static_cast<std::int64_t>(requests.size()));
+    std::int64_t done = 0;
     std::size_t failed = 0;
-    const bool complete = pool.compile(
-        jobs, [] { return interrupted(); }, [] { return 600.0; },
-        [&](std::size_t done, bool failure) {
-            failed += failure ? 1 : 0;
-            progress.update(static_cast<std::int64_t>(done));
-        });
+    const auto on_done = [&](std::size_t, const Reply& reply) {
+        failed += reply.kind != Reply::Kind::answer || reply.answer.contains("error") ? 1 : 0;
+        progress.update(++done);
+    };
+    const bool complete = make_compile_pool().run(requests, {.done = on_done, .stop = interrupted});
     progress.finish();
     if (!complete) throw Interrupted();
     if (options.json) {
-        print_json({{"candidates", jobs.size()}, {"failed", failed}});
+        print_json({{"candidates", requests.size()}, {"failed", failed}});
     } else {
-        fmt::print("{} candidates compiled or found, {} failed\n", jobs.size() - failed, failed);
+        fmt::print("{} candidates compiled or found, {} failed\n", requests.size() - failed, failed);
     }
     return failed == 0 ? kDone : kFailedCheck;
 }

@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <thread>
 
 #include "cli/interrupt.hpp"
+#include "cli/jobs.hpp"
 
 namespace flce::cli {
 namespace {
@@ -16,9 +18,20 @@ std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::mil
 
 }  // namespace
 
+Json compile_request(const Spec& spec, const Device& device, const Plan& plan, const std::filesystem::path& cache_dir) {
+    return {{"op", "compile"}, {"spec", spec.text()}, {"device", device.json()}, {"cache_dir", cache_dir.string()}, {"plan", plan.text()}};
+}
+
+WorkerPool make_compile_pool() {
+    constexpr std::size_t kMost = 8;
+    constexpr std::chrono::minutes kPatience{10};
+    const int half = static_cast<int>(std::thread::hardware_concurrency() / 2);
+    return WorkerPool({.arguments = {kTuneWorker}, .workers = worker_count(half, available_memory_bytes(), kMost), .timeout = kPatience});
+}
+
 ProcessMeasure::ProcessMeasure(const TuneTarget& target)
     : target_(target),
-      compilers_(target.session.cache_dir.string(), default_compile_processes()),
+      compilers_(make_compile_pool()),
       progress_(fmt::format("tune {} at {}", target.spec.text(), target.num_tokens), kProgressSteps) {}
 
 ProcessMeasure::~ProcessMeasure() { progress_.finish(); }
@@ -63,7 +76,7 @@ void ProcessMeasure::start() {
     if (reply.kind == Reply::Kind::interrupted) throw MeasureStopped();
     if (reply.kind != Reply::Kind::answer) throw EnvironmentError(fmt::format("the tuning worker does not start: {}", reply.why));
     if (reply.answer.contains("error")) {
-        throw EnvironmentError(fmt::format("the tuning worker does not start: {}", reply.answer["error"].get<std::string>()));
+        throw EnvironmentError(fmt::format("the tuning worker does not start: {}", first_line(reply.answer["error"].get<std::string>())));
     }
 }
 
@@ -86,7 +99,7 @@ Measured ProcessMeasure::ask(const Json& request, Json& answer) {
     }
     if (!answer.contains("error")) return {};
     const auto kind = static_cast<ErrorKind>(answer["kind"].get<int>());
-    const std::string why = answer["error"].get<std::string>();
+    const std::string why = first_line(answer["error"].get<std::string>());
     if (kind != ErrorKind::device) return {.outcome = Outcome::failed, .why = why};
     // An illegal access or the like: nothing else can run in that process any more.
     worker_->kill();
@@ -122,10 +135,9 @@ Measured ProcessMeasure::time(const Plan& plan) {
 
 /// A kernel that several plans share is compiled by whoever is first.
 void ProcessMeasure::prepare(std::span<const Plan> plans) {
-    std::vector<CompileJob> jobs;
-    for (const Plan& plan : plans) jobs.push_back({target_.spec, target_.device.json(), plan.text()});
-    const auto left = [this] { return target_.budget_s - elapsed_s(); };
-    if (!compilers_.compile(jobs, [this] { return stop(); }, left)) throw MeasureStopped();
+    std::vector<Json> requests;
+    for (const Plan& plan : plans) requests.push_back(compile_request(target_.spec, target_.device, plan, target_.session.cache_dir));
+    if (!compilers_.run(requests, {.stop = [this] { return stop(); }})) throw MeasureStopped();
 }
 
 }  // namespace flce::cli

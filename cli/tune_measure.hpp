@@ -8,9 +8,8 @@
 #include <vector>
 
 #include "autotune/search.hpp"
-#include "cli/compile_pool.hpp"
 #include "cli/progress.hpp"
-#include "cli/worker_process.hpp"
+#include "cli/worker_pool.hpp"
 
 namespace flce::cli {
 
@@ -29,6 +28,12 @@ struct TuneTarget {
 
 /// Name of the hidden subcommand that the children run.
 inline constexpr const char* kTuneWorker = "tune-worker";
+
+/// Asks a tuning worker to compile a plan's kernels into the cache. What does not compile is left for whoever needs it to say why.
+[[nodiscard]] Json compile_request(const Spec& spec, const Device& device, const Plan& plan, const std::filesystem::path& cache_dir);
+
+/// Processes that compile: half as many as there are cores, since a set of kernels is compiled by several threads, while memory lasts.
+[[nodiscard]] WorkerPool make_compile_pool();
 
 class ProcessMeasure : public Measure {
 public:
@@ -54,7 +59,7 @@ private:
     const TuneTarget& target_;
     std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
     std::unique_ptr<WorkerProcess> worker_;
-    CompilePool compilers_;
+    WorkerPool compilers_;
     Progress progress_;
     bool warm_ = false;
     bool interrupted_ = false;

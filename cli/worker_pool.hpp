@@ -1,30 +1,53 @@
-// Work in processes of this program: for compilers that take a lock of their process, and so that one that crashes, hangs up or is killed for its memory
-// costs its piece of work and nothing else.
-//
-// A worker reads one line from its standard input, answers with one line on standard output, and ends with its input. What it prints otherwise goes to
-// standard error.
+// Requests answered side by side in processes of this program: for compilers that take a lock of their process, and so that one that crashes, hangs or is
+// killed for its memory costs its request and nothing else.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "cli/worker_process.hpp"
+
 namespace flce::cli {
 
-struct WorkerPool {
-    std::string program = "/proc/self/exe";
-    std::vector<std::string> arguments;  ///< that make it a worker
-    int workers = 1;
-    /// Hears of each piece of work once: its answer, or how its worker ended without one.
-    std::function<void(std::size_t piece, const std::string& answer, const std::string& death)> on_done;
-    std::function<void()> on_tick;  ///< several times a second
-
-    /// Returns when every piece is done. Throws Interrupted at Ctrl-C, EnvironmentError when no process can be started; no worker is left in either case.
-    void run(const std::vector<std::string>& pieces) const;
+/// What a pool tells of its work and asks about it, in the thread that runs it.
+struct PoolListener {
+    std::function<void(std::size_t request, const Reply& reply)> done = {};  ///< hears of each request once
+    std::function<void()> tick = {};                                         ///< several times a second
+    std::function<bool()> stop = {};                                         ///< whether to end before every request is answered
 };
 
-/// Runs `work` on each line of standard input until that ends. The first thing a worker does: from here on it dies with its parent, and leaves Ctrl-C to it.
-int serve_as_worker(const std::function<std::string(const std::string& piece)>& work);
+class WorkerPool {
+public:
+    struct Options {
+        std::vector<std::string> arguments;                                    ///< that make it a worker: one that calls serve_requests
+        std::size_t workers = 1;                                               ///< at most so many at a time
+        std::chrono::milliseconds timeout = std::chrono::milliseconds::max();  ///< of a request
+        const char* program = kThisProgram;
+    };
+    explicit WorkerPool(Options options) : options_(std::move(options)) {}
+
+    /// Returns true when every request is done. A worker that dies is replaced while there is work; the others stay for the next run. Where `stop` says
+    /// so those at work are killed, what they were at is not heard of, and it returns false. Throws EnvironmentError when no process can be started.
+    [[nodiscard]] bool run(const std::vector<Json>& requests, const PoolListener& listener);
+
+private:
+    struct Worker {
+        std::unique_ptr<WorkerProcess> process;
+        std::optional<std::size_t> request;
+        std::chrono::steady_clock::time_point begin;
+    };
+    /// Gives requests from `next` on to those without one. Whether anybody is at work.
+    bool hand_out(const std::vector<Json>& requests, std::size_t& next);
+    void wait() const;
+    [[nodiscard]] std::optional<Reply> reply_of(Worker& worker) const;
+
+    Options options_;
+    std::vector<Worker> workers_;
+};
 
 }  // namespace flce::cli

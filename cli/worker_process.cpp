@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
+#include <spawn.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,71 +17,108 @@
 
 #include "cli/interrupt.hpp"
 
+extern char** environ;
+
 namespace flce::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-void close_fd(int& file) {
-    if (file >= 0) ::close(file);
-    file = -1;
+[[noreturn]] void fail(const char* call, int error) {
+    throw EnvironmentError(fmt::format("no worker process: {}: {}", call, std::strerror(error)));
 }
 
-/// Between fork and exec: only what is safe there.
-[[noreturn]] void become_child(char* const* arguments, int in, int out, pid_t parent) {
-    ::setpgid(0, 0);
-    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (::getppid() != parent) ::_exit(127);  // it died before that was set
-    ::dup2(in, STDIN_FILENO);
-    ::dup2(out, STDOUT_FILENO);
-    for (const int signal : {SIGINT, SIGTERM, SIGPIPE}) ::signal(signal, SIG_DFL);
-    ::execv("/proc/self/exe", arguments);
-    ::_exit(127);
+/// Both ends are closed by an exec: a worker that held another's input would keep it from ending.
+std::pair<FileDescriptor, FileDescriptor> make_pipe() {
+    std::array<int, 2> ends{};
+    if (::pipe2(ends.data(), O_CLOEXEC) != 0) fail("pipe2", errno);
+    return {FileDescriptor(ends[0]), FileDescriptor(ends[1])};
+}
+
+/// What a child is started with: pipes, a process group, and signals as they were before anybody handled them.
+class SpawnSettings {
+public:
+    SpawnSettings(int in, int out) {
+        ::posix_spawn_file_actions_init(&actions);
+        ::posix_spawn_file_actions_adddup2(&actions, in, STDIN_FILENO);
+        ::posix_spawn_file_actions_adddup2(&actions, out, STDOUT_FILENO);
+        ::posix_spawnattr_init(&attributes);
+        ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGDEF);
+        sigset_t defaults;
+        sigemptyset(&defaults);
+        for (const int signal : {SIGINT, SIGTERM, SIGPIPE}) sigaddset(&defaults, signal);
+        ::posix_spawnattr_setsigdefault(&attributes, &defaults);
+    }
+    ~SpawnSettings() {
+        ::posix_spawnattr_destroy(&attributes);
+        ::posix_spawn_file_actions_destroy(&actions);
+    }
+    SpawnSettings(const SpawnSettings&) = delete;
+    SpawnSettings& operator=(const SpawnSettings&) = delete;
+
+    posix_spawn_file_actions_t actions{};
+    posix_spawnattr_t attributes{};
+};
+
+/// A write to a dead child is an error of the write, not a signal.
+class IgnoredBrokenPipes {
+public:
+    IgnoredBrokenPipes() : before_(::signal(SIGPIPE, SIG_IGN)) {}
+    ~IgnoredBrokenPipes() { ::signal(SIGPIPE, before_); }
+    IgnoredBrokenPipes(const IgnoredBrokenPipes&) = delete;
+    IgnoredBrokenPipes& operator=(const IgnoredBrokenPipes&) = delete;
+
+private:
+    void (*before_)(int);
+};
+
+/// Whether all of it could be written.
+bool write_line(int file, std::string line) {
+    line += '\n';
+    for (std::size_t done = 0; done < line.size();) {
+        const ssize_t count = ::write(file, line.data() + done, line.size() - done);
+        if (count < 0 && errno != EINTR) return false;
+        if (count > 0) done += static_cast<std::size_t>(count);
+    }
+    return true;
+}
+
+/// Waits until `file` can be read, or a signal or the time ends that.
+bool readable(int file, int timeout_ms) {
+    pollfd waiting{.fd = file, .events = POLLIN};
+    return ::poll(&waiting, 1, timeout_ms) > 0;
 }
 
 }  // namespace
 
-WorkerProcess::WorkerProcess(const std::vector<std::string>& arguments) {
-    std::array<int, 2> requests{-1, -1};
-    std::array<int, 2> answers{-1, -1};
-    if (::pipe2(requests.data(), O_CLOEXEC) != 0 || ::pipe2(answers.data(), O_CLOEXEC) != 0) {
-        throw EnvironmentError(fmt::format("no pipe to a worker process: {}", std::strerror(errno)));
-    }
+WorkerProcess::WorkerProcess(const std::vector<std::string>& arguments, const char* program) {
+    auto [their_input, my_output] = make_pipe();
+    auto [my_input, their_output] = make_pipe();
     std::vector<std::string> words{"flce"};
     words.insert(words.end(), arguments.begin(), arguments.end());
     std::vector<char*> pointers;
     for (std::string& word : words) pointers.push_back(word.data());
     pointers.push_back(nullptr);
-    ::signal(SIGPIPE, SIG_IGN);  // a dead child is an answer, not the end of us
-    const pid_t parent = ::getpid();
-    pid_ = ::fork();
-    if (pid_ == 0) become_child(pointers.data(), requests[0], answers[1], parent);
-    const int error = errno;
-    close_fd(requests[0]);
-    close_fd(answers[1]);
-    to_child_ = requests[1];
-    from_child_ = answers[0];
-    if (pid_ < 0) {
-        close_fd(to_child_);
-        close_fd(from_child_);
-        throw EnvironmentError(fmt::format("no worker process: {}", std::strerror(error)));
+    const SpawnSettings settings(their_input.get(), their_output.get());
+    const int error = ::posix_spawn(&pid_, program, &settings.actions, &settings.attributes, pointers.data(), environ);
+    if (error != 0) {
+        pid_ = -1;
+        fail("posix_spawn", error);
     }
-    ::setpgid(pid_, pid_);
+    to_child_ = std::move(my_output);
+    from_child_ = std::move(my_input);
 }
 
 WorkerProcess::~WorkerProcess() { kill(); }
 
 void WorkerProcess::kill() {
-    if (pid_ > 0) {
-        ::kill(-pid_, SIGKILL);
-        ::kill(pid_, SIGKILL);
-        (void)how_it_ended();
-    }
-    close_fd(to_child_);
-    close_fd(from_child_);
+    if (alive()) (void)end(Reply::Kind::died);
 }
 
-std::string WorkerProcess::how_it_ended() {
+Reply WorkerProcess::end(Reply::Kind kind) {
+    Reply reply{.kind = kind, .answer = {}, .why = "does not end when it is killed"};
+    ::kill(-pid_, SIGKILL);
+    ::kill(pid_, SIGKILL);
     // A driver may keep a killed process for a while; one that it keeps for ever must not keep us.
     constexpr std::chrono::seconds kPatience{20};
     const auto deadline = Clock::now() + kPatience;
@@ -91,82 +129,79 @@ std::string WorkerProcess::how_it_ended() {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     pid_ = -1;
-    if (ended <= 0) return "does not end when it is killed";
-    if (WIFSIGNALED(status)) return fmt::format("ended by signal {} ({})", WTERMSIG(status), ::strsignal(WTERMSIG(status)));
-    return fmt::format("ended with exit code {}", WEXITSTATUS(status));
+    to_child_ = {};
+    from_child_ = {};
+    buffer_.clear();
+    if (ended <= 0) return reply;
+    reply.signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+    reply.why = reply.signal != 0 ? fmt::format("ended by signal {} ({})", reply.signal, ::strsignal(reply.signal))
+                                  : fmt::format("ended with exit code {}", WEXITSTATUS(status));
+    return reply;
 }
 
-Reply WorkerProcess::ended(Reply::Kind kind, std::string why) {
-    if (kind == Reply::Kind::died && pid_ > 0) {
-        // It has closed its end; whatever is left of it must not outlive this.
-        ::kill(-pid_, SIGKILL);
-        why = how_it_ended();
-    }
-    kill();
-    return {.kind = kind, .why = std::move(why)};
+Reply WorkerProcess::give_up(std::chrono::milliseconds waited) {
+    Reply reply = end(Reply::Kind::timed_out);
+    reply.why = fmt::format("no answer in {:.3g} s", std::chrono::duration<double>(waited).count());
+    return reply;
 }
 
 void WorkerProcess::send(const Json& request) {
-    const std::string line = request.dump() + "\n";
-    std::size_t sent = 0;
-    while (alive() && sent < line.size()) {
-        const ssize_t count = ::write(to_child_, line.data() + sent, line.size() - sent);
-        if (count < 0 && errno == EINTR) continue;
-        if (count < 0) return;  // receive() says how it ended
-        sent += static_cast<std::size_t>(count);
-    }
+    const IgnoredBrokenPipes ignored;
+    if (alive()) (void)write_line(to_child_.get(), request.dump());  // read() says how one ended that does not take it
 }
 
-Reply WorkerProcess::receive(std::chrono::milliseconds timeout) {
-    const auto deadline = Clock::now() + timeout;
-    while (true) {
-        if (const std::size_t end = buffer_.find('\n'); end != std::string::npos) {
-            Json answer = Json::parse(buffer_.substr(0, end), nullptr, false);
-            buffer_.erase(0, end + 1);
-            return {.answer = std::move(answer)};
-        }
-        if (interrupted()) return ended(Reply::Kind::interrupted, "interrupted");
-        const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-        if (left.count() <= 0) {
-            return ended(Reply::Kind::timed_out, fmt::format("no answer in {:.3g} s", std::chrono::duration<double>(timeout).count()));
-        }
-        if (!alive()) return {.kind = Reply::Kind::died, .why = "there is no process"};
-        pollfd waiting{.fd = from_child_, .events = POLLIN};
-        constexpr int kLongestMs = 100;  // a signal may arrive between the question above and poll
-        if (::poll(&waiting, 1, static_cast<int>(std::min<std::int64_t>(left.count(), kLongestMs))) <= 0) continue;
-        std::array<char, 1 << 16> bytes;
-        const ssize_t count = ::read(from_child_, bytes.data(), bytes.size());
-        if (count < 0 && errno == EINTR) continue;
-        if (count <= 0) return ended(Reply::Kind::died, "");
-        buffer_.append(bytes.data(), static_cast<std::size_t>(count));
-    }
+std::optional<Reply> WorkerProcess::take_answer() {
+    const std::size_t end = buffer_.find('\n');
+    if (end == std::string::npos) return std::nullopt;
+    Reply reply{.answer = Json::parse(buffer_.substr(0, end), nullptr, false)};
+    buffer_.erase(0, end + 1);
+    return reply;
+}
+
+std::optional<Reply> WorkerProcess::read() {
+    if (auto answer = take_answer()) return answer;
+    if (!alive()) return Reply{.kind = Reply::Kind::died, .answer = {}, .why = "there is no process"};
+    if (!readable(from_child_.get(), 0)) return std::nullopt;
+    std::array<char, 1 << 16> bytes;
+    const ssize_t count = ::read(from_child_.get(), bytes.data(), bytes.size());
+    if (count < 0 && errno == EINTR) return std::nullopt;
+    if (count <= 0) return end(Reply::Kind::died);
+    buffer_.append(bytes.data(), static_cast<std::size_t>(count));
+    return take_answer();
 }
 
 Reply WorkerProcess::ask(const Json& request, std::chrono::milliseconds timeout) {
+    const auto deadline = Clock::now() + timeout;
     send(request);
-    return receive(timeout);
+    while (true) {
+        if (interrupted()) {
+            kill();
+            return {.kind = Reply::Kind::interrupted, .answer = {}, .why = "interrupted"};
+        }
+        if (auto reply = read()) return *std::move(reply);
+        const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+        if (left.count() <= 0) return give_up(timeout);
+        constexpr std::int64_t kLongestMs = 100;  // a signal may arrive between the question above and this
+        (void)readable(from_child_.get(), static_cast<int>(std::min(left.count(), kLongestMs)));
+    }
 }
 
 int serve_requests(const std::function<Json(const Json&)>& serve) {
-    const int out = ::dup(STDOUT_FILENO);
-    ::dup2(STDERR_FILENO, STDOUT_FILENO);
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // a parent that is dead already has closed the input
+    // Answers have the pipe for themselves: whatever a library prints goes elsewhere.
+    const FileDescriptor answers(::fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3));
+    if (!answers || ::dup2(STDERR_FILENO, STDOUT_FILENO) < 0) return kEnvironment;
     std::string line;
     while (std::getline(std::cin, line)) {
         Json answer;
         try {
             answer = serve(Json::parse(line));
         } catch (const Error& error) {
-            answer = {{"error", first_line(error.what())}, {"kind", static_cast<int>(error.kind())}};
+            answer = {{"error", error.what()}, {"kind", static_cast<int>(error.kind())}};
         } catch (const std::exception& error) {
             answer = {{"error", error.what()}, {"kind", static_cast<int>(ErrorKind::environment)}};
         }
-        const std::string text = answer.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
-        for (std::size_t sent = 0; sent < text.size();) {
-            const ssize_t count = ::write(out, text.data() + sent, text.size() - sent);
-            if (count < 0 && errno == EINTR) continue;
-            if (count < 0) return kEnvironment;  // nobody listens
-            sent += static_cast<std::size_t>(count);
-        }
+        if (!write_line(answers.get(), answer.dump(-1, ' ', false, Json::error_handler_t::replace))) return kEnvironment;  // nobody listens
     }
     return kDone;
 }

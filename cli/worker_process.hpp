@@ -1,30 +1,35 @@
-// A child process that answers requests, one JSON object a line each way over pipes: work that may hang or crash is done there.
+// A child process that answers requests, one JSON object a line each way over pipes: work that may hang, crash or be killed for its memory is done there.
 #pragma once
 
 #include <sys/types.h>
 
 #include <chrono>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "cache/file_descriptor.hpp"
 #include "cli/command.hpp"
 
 namespace flce::cli {
+
+inline constexpr const char* kThisProgram = "/proc/self/exe";
 
 /// What became of a request.
 struct Reply {
     enum class Kind : std::uint8_t { answer, died, timed_out, interrupted };
     Kind kind = Kind::answer;
-    Json answer;
+    Json answer;      ///< discarded where it is no JSON
     std::string why;  ///< not an answer: "ended by signal 11 (Segmentation fault)", "no answer in 3 s"
+    int signal = 0;   ///< that ended it, if one did
 };
 
 class WorkerProcess {
 public:
-    /// Starts this program again with `arguments`. The child leads a process group of its own, so that Ctrl-C reaches it through us alone, and the
-    /// kernel ends it when we are gone. Throws EnvironmentError.
-    explicit WorkerProcess(const std::vector<std::string>& arguments);
+    /// Starts `program` with `arguments`. The child leads a process group of its own, so that Ctrl-C reaches it through us alone. Throws
+    /// EnvironmentError.
+    explicit WorkerProcess(const std::vector<std::string>& arguments, const char* program = kThisProgram);
     /// Kills it.
     ~WorkerProcess();
     WorkerProcess(const WorkerProcess&) = delete;
@@ -32,25 +37,31 @@ public:
 
     /// Sends a request and waits for its answer. A child that dies, or gives none in time, is killed with its group: it is not alive() then.
     [[nodiscard]] Reply ask(const Json& request, std::chrono::milliseconds timeout);
-    /// The two halves of it, for several children at a time.
+
+    /// The parts of it, for who has several children: a request; what has come of it, if anything has, without waiting; a descriptor that is
+    /// readable when something has. A child that is given up is killed.
     void send(const Json& request);
-    [[nodiscard]] Reply receive(std::chrono::milliseconds timeout);
+    [[nodiscard]] std::optional<Reply> read();
+    [[nodiscard]] int input() const noexcept { return from_child_.get(); }
+    [[nodiscard]] Reply give_up(std::chrono::milliseconds waited);
+
     [[nodiscard]] bool alive() const noexcept { return pid_ > 0; }
     /// Ends it now; waits for its end.
     void kill();
 
 private:
-    [[nodiscard]] Reply ended(Reply::Kind kind, std::string why);
-    [[nodiscard]] std::string how_it_ended();
+    [[nodiscard]] std::optional<Reply> take_answer();
+    /// Kills what is left of it, which must not outlive this, and says how it ended.
+    [[nodiscard]] Reply end(Reply::Kind kind);
 
     pid_t pid_ = -1;
-    int to_child_ = -1;
-    int from_child_ = -1;
+    FileDescriptor to_child_;
+    FileDescriptor from_child_;
     std::string buffer_;
 };
 
 /// The child's side: reads requests from standard input until it ends, and writes what `serve` returns to what was standard output; output of other
-/// code goes to standard error meanwhile. An exception of flce's is answered with {"error", "kind"}.
+/// code goes to standard error meanwhile. An exception is answered with {"error", "kind"}. From here on the child dies with its parent.
 int serve_requests(const std::function<Json(const Json&)>& serve);
 
 }  // namespace flce::cli
