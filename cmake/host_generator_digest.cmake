@@ -1,14 +1,22 @@
-# FLCE_HOST_GENERATOR_DIGEST: what the host code generator is made of, as one digest. It is part of the key of every host object, so that an object
-# in a cache is never mistaken for what a changed generator would emit. A change of these files configures again.
-file(GLOB digest_sources CONFIGURE_DEPENDS generator/host/*.cpp generator/host/*.hpp)
-list(APPEND digest_sources ${CMAKE_SOURCE_DIR}/generator/logit_transforms.hpp ${CMAKE_SOURCE_DIR}/templates/row_math.cuh)
-set(digest_text "")
-foreach(source IN LISTS digest_sources)
-  file(SHA256 ${source} digest)
-  string(APPEND digest_text "${digest}")
-endforeach()
-string(SHA256 FLCE_HOST_GENERATOR_DIGEST "${digest_text}")
-string(SUBSTRING ${FLCE_HOST_GENERATOR_DIGEST} 0 16 FLCE_HOST_GENERATOR_DIGEST)
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${digest_sources})
-set_source_files_properties(generator/host/cpu_code.cpp PROPERTIES
-  COMPILE_DEFINITIONS "FLCE_HOST_GENERATOR_DIGEST=\"${FLCE_HOST_GENERATOR_DIGEST}\"")
+# What host objects are made by, as digests that are part of their keys: an object in a cache is never mistaken for what changed code would emit, nor called
+# by code that passes something else. A change of these files configures again.
+#   FLCE_HOST_GENERATOR_DIGEST  the CPU backend's code generator
+#   FLCE_LAUNCHER_DIGEST        the lowering of launch programs, and the layouts that compiled launchers read
+function(flce_digest name user)
+  set(text "")
+  foreach(source IN LISTS ARGN)
+    file(SHA256 ${source} digest)
+    string(APPEND text "${digest}")
+  endforeach()
+  string(SHA256 digest "${text}")
+  string(SUBSTRING ${digest} 0 16 digest)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${ARGN})
+  set_source_files_properties(${user} DIRECTORY ${CMAKE_SOURCE_DIR} PROPERTIES COMPILE_DEFINITIONS "${name}=\"${digest}\"")
+endfunction()
+
+file(GLOB generator_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/generator/host/*.cpp ${CMAKE_SOURCE_DIR}/generator/host/*.hpp)
+file(GLOB compiler_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/host/host_code.*)
+flce_digest(FLCE_HOST_GENERATOR_DIGEST generator/host/cpu_code.cpp ${generator_sources} ${compiler_sources}
+  ${CMAKE_SOURCE_DIR}/generator/logit_transforms.hpp ${CMAKE_SOURCE_DIR}/templates/row_math.cuh)
+file(GLOB launcher_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/cuda/launcher.* ${CMAKE_SOURCE_DIR}/generator/launch_program.*)
+flce_digest(FLCE_LAUNCHER_DIGEST runtime/cuda/launcher.cpp ${launcher_sources} ${compiler_sources} ${CMAKE_SOURCE_DIR}/generator/call_slots.hpp)

@@ -17,6 +17,15 @@ Artifact compiler_entry(const std::string& build_id, const std::string& arch) {
 
 }  // namespace
 
+CacheKey recipe_key(const CubinRecipe& recipe) {
+    KeyBuilder key("cubin recipe");
+    key.add("arch", recipe.arch).add("source", recipe.source);
+    for (const EmbeddedHeader& header : recipe.headers) key.add("header name", header.name).add("header", header.text);
+    for (const std::string& option : recipe.options) key.add("option", option);
+    for (const KernelEntry& kernel : recipe.kernels) key.add("kernel", kernel.name);
+    return key.finish();
+}
+
 CacheKey cubin_key(const CacheKey& recipe, const std::string& compiler_build_id) {
     return KeyBuilder("cubin").add("recipe", as_text(std::as_bytes(std::span(recipe.digest)))).add("nvrtc", compiler_build_id).finish();
 }

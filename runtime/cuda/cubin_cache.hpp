@@ -7,11 +7,24 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
 
 #include "cache/artifact_cache.hpp"
+#include "generator/cuda_program.hpp"
 
 namespace flce {
+
+/// All that a cubin follows from but the compiler. No path, driver version, time or name of a machine is among it.
+struct CubinRecipe {
+    std::string_view arch;  ///< exact: "sm_90a"
+    std::string_view source;
+    std::span<const EmbeddedHeader> headers;
+    std::span<const std::string> options;
+    std::span<const KernelEntry> kernels;  ///< what the cubin is checked for before it is published
+};
+[[nodiscard]] CacheKey recipe_key(const CubinRecipe& recipe);
 
 /// The recipe's digest, and the key of its cubin by one compiler.
 [[nodiscard]] CacheKey cubin_key(const CacheKey& recipe, const std::string& compiler_build_id);

@@ -97,13 +97,7 @@ std::shared_ptr<const Artifact> cuda_cubin(const BuildRequest& request, const Cu
                                            const Nvrtc* nvrtc, const std::string& why_none, ArtifactCache& cache) {
     std::vector<std::string> options = program.options;
     options.emplace_back(kReportOption);
-    KeyBuilder builder("cubin recipe");
-    builder.add("arch", request.device.gpu.arch).add("source", unit.source);
-    for (const EmbeddedHeader& header : embedded_templates()) builder.add("header name", header.name).add("header", header.text);
-    for (const std::string& option : options) builder.add("option", option);
-    // What the entry is checked for before it is published.
-    for (const KernelEntry& kernel : unit.kernels) builder.add("kernel", kernel.name);
-    const CacheKey recipe = builder.finish();
+    const CacheKey recipe = recipe_key({request.device.gpu.arch, unit.source, embedded_templates(), options, unit.kernels});
     if (nvrtc != nullptr) {
         auto cubin = cubin_by(nvrtc->build_id(), recipe, request.device.gpu.arch, cache,
                               [&] { return compile_cubin(request, program, unit, *nvrtc, options); });
@@ -269,15 +263,7 @@ std::vector<std::shared_ptr<const Artifact>> cuda_cubins(const BuildRequest& req
 
 std::shared_ptr<const Artifact> cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
     const CpuProperties target = launcher_target(native_cpu().cpu);
-    KeyBuilder key("object");
-    key.add("llvm", llvm_version()).add("triple", target.triple).add("cpu", target.cpu).add("features", target.features);
-    for (const KernelEntry& kernel : program.kernels) {
-        key.add("kernel",
-                fmt::format("{} {} {} {}", kernel.name, kernel.block_threads, kernel.dynamic_smem_bytes, kernel.overlaps_previous));
-    }
-    for (const std::string& line : statement_texts(program.forward, program.kernels)) key.add("forward", line);
-    for (const std::string& line : statement_texts(program.backward, program.kernels)) key.add("backward", line);
-    return cache.get_or_create(key.finish(), [&] {
+    return cache.get_or_create(launchers_key(program, target, launcher_generator()), [&] {
         Json metadata = describe_request(request, "object");
         metadata["holds"] = "CUDA launchers";
         metadata["compiler"] = "LLVM " + llvm_version();

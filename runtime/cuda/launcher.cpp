@@ -364,4 +364,19 @@ std::vector<std::byte> compile_launchers(const CudaProgram& program, const CpuPr
     });
 }
 
+std::string_view launcher_generator() noexcept { return FLCE_LAUNCHER_DIGEST; }
+
+CacheKey launchers_key(const CudaProgram& program, const CpuProperties& target, std::string_view generator) {
+    KeyBuilder key("object");
+    key.add("generator", generator).add("llvm", llvm_version());
+    key.add("triple", target.triple).add("cpu", target.cpu).add("features", target.features);
+    for (const KernelEntry& kernel : program.kernels) {
+        key.add("kernel",
+                fmt::format("{} {} {} {}", kernel.name, kernel.block_threads, kernel.dynamic_smem_bytes, kernel.overlaps_previous));
+    }
+    for (const std::string& line : statement_texts(program.forward, program.kernels)) key.add("forward", line);
+    for (const std::string& line : statement_texts(program.backward, program.kernels)) key.add("backward", line);
+    return key.finish();
+}
+
 }  // namespace flce

@@ -4,8 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "cache/artifact_cache.hpp"
 #include "flce/device.hpp"
 #include "generator/cuda_program.hpp"
 
@@ -49,6 +51,13 @@ inline constexpr const char* kBackwardLauncherSymbol = "flce_launch_backward";
 
 /// The baseline of the host's architecture: launchers are a few integer instructions, so one object serves every host of a cluster.
 [[nodiscard]] CpuProperties launcher_target(const CpuProperties& host);
+
+/// A digest of the code that lowers launch programs and of what compiled launchers read (LauncherContext, Slot), 16 hexadecimal digits: made when the
+/// library is built.
+[[nodiscard]] std::string_view launcher_generator() noexcept;
+
+/// The key of what compile_launchers makes of these.
+[[nodiscard]] CacheKey launchers_key(const CudaProgram& program, const CpuProperties& target, std::string_view generator);
 
 /// Object file with the two symbols above, for the machine described by `host`.
 [[nodiscard]] std::vector<std::byte> compile_launchers(const CudaProgram& program, const CpuProperties& host);

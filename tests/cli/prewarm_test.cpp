@@ -1,4 +1,5 @@
 // flce prewarm: manifests, workers, packs, --check, and strict runs on what it made.
+#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -192,6 +193,24 @@ TEST_F(Prewarm, CudaPack_ServesEveryBudgetItWasMadeFor) {
     EXPECT_EQ(run(check, elsewhere).exit_code, 0);
     elsewhere["FLCE_NVRTC"] = "none";
     EXPECT_EQ(run(check, elsewhere).exit_code, 0);
+    // Keys hold no path: installed elsewhere, in another folder, by another user, without a driver, the program asks for the same.
+    const TemporaryFolder container;
+    std::error_code linked;
+    fs::create_hard_link(flce_program(), container / "flce", linked);
+    if (linked) fs::copy_file(flce_program(), container / "flce");
+    Dl_info library{};
+    ASSERT_NE(::dladdr(reinterpret_cast<const void*>(&version), &library), 0);
+    const Environment of_container{{"LD_LIBRARY_PATH", fs::absolute(library.dli_fname).parent_path().string()},
+                                   {"HOME", container / "home"},
+                                   {"TMPDIR", container.path().string()},
+                                   {"FLCE_LIBCUDA", "/none"},
+                                   {"FLCE_NO_DISK_CACHE", "1"},
+                                   {"TZ", "Pacific/Kiritimati"},
+                                   {"FLCE_CACHE_PACKS", folder_ / "k.flcepack"}};
+    std::vector<std::string> installed = check;
+    installed.insert(installed.begin(), "prewarm");
+    const auto there = run_flce(installed, {.environment = of_container, .program = container / "flce", .directory = container.path()});
+    EXPECT_EQ(there.exit_code, 0) << there.out << there.err;
     std::vector<std::string> other = check;
     other[3] = "sm_87";  // the same limits, plans and sources: the architecture alone is another
     const ProcessResult elsewhere_too = run(other, elsewhere);

@@ -16,15 +16,6 @@ extern char** environ;
 namespace flce::test {
 namespace {
 
-/// The program beside the test binary, where both were moved or installed together; else the build tree's.
-std::filesystem::path program() {
-    std::error_code error;
-    const auto self = std::filesystem::read_symlink("/proc/self/exe", error);
-    const auto beside = self.parent_path() / "flce";
-    if (!error && std::filesystem::exists(beside, error)) return beside;
-    return FLCE_CLI_PATH;
-}
-
 std::vector<std::string> child_environment(const ProcessOptions& options) {
     std::map<std::string, std::string> variables;
     for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -76,10 +67,19 @@ void drain(int out, int err, ProcessResult& result, pid_t child, const ProcessOp
 
 }  // namespace
 
+/// The flce beside the test binary, where both were moved or installed together; else the build tree's.
+std::filesystem::path flce_program() {
+    std::error_code error;
+    const auto self = std::filesystem::read_symlink("/proc/self/exe", error);
+    const auto beside = self.parent_path() / "flce";
+    if (!error && std::filesystem::exists(beside, error)) return beside;
+    return FLCE_CLI_PATH;
+}
+
 nlohmann::json ProcessResult::json() const { return nlohmann::json::parse(out, nullptr, false); }
 
 ProcessResult run_flce(const std::vector<std::string>& arguments, const ProcessOptions& options) {
-    std::vector<std::string> command{program().string()};
+    std::vector<std::string> command{options.program.empty() ? flce_program().string() : options.program.string()};
     command.insert(command.end(), arguments.begin(), arguments.end());
     std::vector<std::string> environment = child_environment(options);
     const auto argv = pointers(command);
@@ -92,6 +92,7 @@ ProcessResult run_flce(const std::vector<std::string>& arguments, const ProcessO
     if (child == 0) {
         ::dup2(out[1], 1);
         ::dup2(err[1], 2);
+        if (!options.directory.empty() && ::chdir(options.directory.c_str()) != 0) ::_exit(127);
         ::execve(argv[0], argv.data(), envp.data());
         ::_exit(127);
     }

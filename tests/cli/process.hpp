@@ -19,7 +19,12 @@ struct ProcessResult {
 struct ProcessOptions {
     std::map<std::string, std::string> environment;  ///< added to or replacing the parent's
     int interrupt_after_ms = 0;                      ///< > 0: sends SIGINT then
+    std::filesystem::path program;                   ///< empty: the flce that was built
+    std::filesystem::path directory;                 ///< where it runs; empty: here
 };
+
+/// The program that run_flce runs.
+[[nodiscard]] std::filesystem::path flce_program();
 
 /// Runs `flce arguments…`. FLCE_* variables of the parent are not handed on, the cache is the test's own.
 [[nodiscard]] ProcessResult run_flce(const std::vector<std::string>& arguments, const ProcessOptions& options = {});

@@ -2,8 +2,12 @@
 
 #include <gmock/gmock.h>
 
+#include <cstdlib>
+#include <set>
+
 #include "cache/disk_store.hpp"
 #include "cache/pack_store.hpp"
+#include "runtime/cuda/launcher.hpp"
 #include "tests/cache/cache_test_support.hpp"
 
 namespace flce {
@@ -115,6 +119,87 @@ TEST_F(CubinCacheTest, CompileFails_NothingIsPromised) {
                  std::runtime_error);
     EXPECT_EQ(by_any(cache), "none");
     EXPECT_FALSE(std::filesystem::exists(DiskStore(folder_.path() / "cache").path_of(recipe_)));
+}
+
+/// Two of the headers as they are.
+std::vector<EmbeddedHeader> two_headers() {
+    const auto all = embedded_templates();
+    return {all[0], all[1]};
+}
+
+TEST(CubinRecipe, AnyPartChanged_AnotherKey) {
+    const auto headers = two_headers();
+    const std::vector<std::string> options{"--gpu-architecture=sm_90a", "-std=c++20"};
+    const std::vector<KernelEntry> kernels{{.name = "forward"}};
+    const CubinRecipe recipe{"sm_90a", "source", headers, options, kernels};
+    std::set<CacheKey> keys{recipe_key(recipe)};
+    EXPECT_EQ(recipe_key(recipe), *keys.begin());
+    const auto expect_another = [&](const char* what, const CubinRecipe& other) {
+        EXPECT_TRUE(keys.insert(recipe_key(other)).second) << what;
+    };
+    // A template that is edited: one byte of it, one less, one that goes over to the next, another name.
+    for (const char* edit : {"byte", "shorter", "moved", "renamed"}) {
+        auto edited = headers;
+        std::string first(headers[0].text);
+        std::string second(headers[1].text);
+        if (edit == std::string_view("byte")) first[first.size() / 2] = static_cast<char>(first[first.size() / 2] ^ 1);
+        if (edit == std::string_view("shorter")) first.pop_back();
+        if (edit == std::string_view("moved")) second.insert(second.begin(), first.back()), first.pop_back();
+        if (edit == std::string_view("renamed")) edited[0].name = "flce/other.cuh";
+        edited[0].text = first;
+        edited[1].text = second;
+        expect_another(edit, {"sm_90a", "source", edited, options, kernels});
+    }
+    expect_another("one header fewer", {"sm_90a", "source", std::span(headers).first(1), options, kernels});
+    expect_another("architecture", {"sm_90", "source", headers, options, kernels});
+    expect_another("source", {"sm_90a", "sources", headers, options, kernels});
+    expect_another("options", {"sm_90a", "source", headers, std::span(options).first(1), kernels});
+    const std::vector<KernelEntry> others{{.name = "backward"}};
+    expect_another("kernels", {"sm_90a", "source", headers, options, others});
+    EXPECT_NE(cubin_key(recipe_key(recipe), "build 1"), cubin_key(recipe_key(recipe), "build 2"));
+}
+
+/// That a text says nothing of where or when it was made.
+void expect_placeless(std::string_view text) {
+    const std::string home = std::getenv("HOME") == nullptr ? FLCE_SOURCE_DIR : std::getenv("HOME");
+    const std::string folders[] = {FLCE_SOURCE_DIR, std::filesystem::current_path().string(),
+                                   home.size() > 1 ? home + "/" : FLCE_SOURCE_DIR};
+    for (const std::string& folder : folders) EXPECT_THAT(std::string(text), testing::Not(testing::HasSubstr(folder)));
+    for (const char* macro : {"__DATE__", "__TIME__", "__TIMESTAMP__", "__FILE__"}) {
+        EXPECT_THAT(std::string(text), testing::Not(testing::HasSubstr(macro)));
+    }
+}
+
+TEST(CubinRecipe, OfRealKernels_NoPathAndNoTime) {
+    for (const EmbeddedHeader& header : embedded_templates()) expect_placeless(header.text);
+    for (const auto& [spec_text, device_name] :
+         {std::pair{"D=64,V=500,dtype=fp32,bias", "sm_80"}, {"D=2048,V=151936,dtype=bf16", "h100"}}) {
+        const Spec spec = parse_spec(spec_text).normalized();
+        const Device device = describe_device(device_name);
+        const CudaProgram program = generate_cuda(spec, device, candidate_plans(spec, device).front());
+        for (const CudaUnit& unit : program.units) expect_placeless(unit.source);
+        for (const std::string& option : program.options) {
+            EXPECT_THAT(option, testing::Not(testing::HasSubstr("/"))) << "includes lie in memory";
+        }
+    }
+}
+
+TEST(LaunchersKey, AnyPartChanged_AnotherKey) {
+    const Spec spec = parse_spec("D=64,V=500,dtype=fp32").normalized();
+    const Device device = describe_device("sm_80");
+    const CudaProgram program = generate_cuda(spec, device, candidate_plans(spec, device).front());
+    const CpuProperties target = describe_device("x86-64-v3").cpu;
+    EXPECT_EQ(launcher_generator().size(), 16U);
+    std::set<CacheKey> keys{launchers_key(program, target, launcher_generator())};
+    EXPECT_TRUE(keys.insert(launchers_key(program, target, "another digest")).second);
+    for (std::string CpuProperties::* field : {&CpuProperties::triple, &CpuProperties::cpu, &CpuProperties::features}) {
+        CpuProperties other = target;
+        (other.*field) += "x";
+        EXPECT_TRUE(keys.insert(launchers_key(program, other, launcher_generator())).second);
+    }
+    const CudaProgram other =
+        generate_cuda(parse_spec("D=72,V=500,dtype=fp32").normalized(), device, candidate_plans(spec, device).front());
+    EXPECT_TRUE(keys.insert(launchers_key(other, target, launcher_generator())).second);
 }
 
 }  // namespace
