@@ -99,9 +99,11 @@ std::filesystem::path RecordKey::file() const {
 }
 
 RecordKey record_key(const Spec& spec, const Device& device, std::int64_t num_tokens, const TunedMemory& memory) {
+    Spec measured = spec.normalized();
+    measured.tied = false;  // says whose the weight is; what is computed, grad_weight_mode says
     return {.device = tuned_device(device),
             .kernel_version = std::string(kernel_version(device.kind)),
-            .spec = spec.normalized().text(),
+            .spec = measured.text(),
             .num_tokens = token_bucket(num_tokens),
             .memory = memory};
 }

@@ -61,6 +61,14 @@ TEST(Record, DeviceHereAndByName_SameKey) {
     EXPECT_NE(tuned_device(here), tuned_device(describe_device("h100")));
 }
 
+TEST(Record, TiedLayer_KeyOfOneThatAccumulates) {
+    const auto key = [](const char* spec) { return record_key(parse_spec(spec), describe_device("h200"), 4096, {}); };
+    EXPECT_EQ(key("D=2048,V=151936,tied"), key("D=2048,V=151936,grad_weight_mode=accumulate"));
+    EXPECT_EQ(key("D=2048,V=151936,tied,grad_weight_mode=write"), key("D=2048,V=151936"));
+    EXPECT_NE(key("D=2048,V=151936,tied"), key("D=2048,V=151936"));
+    EXPECT_EQ(key("D=2048,V=151936,tied").spec, "D=2048,V=151936,dtype=bf16,grad_weight_mode=accumulate");
+}
+
 TEST(Record, WithinTwoPercent_FirstByRankWins) {
     const auto times = [](double ms) { return std::vector<double>(5, ms); };
     EXPECT_EQ(record_of(key_at(64), {{"z", times(101)}, {"a", times(100)}}).best_plan(), "z");
@@ -139,7 +147,7 @@ TEST(Record, BadText_ReasonAndNoRecord) {
     expect_bad("[]", "object");
     expect_bad("{}", "schema");
     expect_bad(std::string(1 << 20, '['), "JSON");
-    expect_bad("{\"schema\":" + std::string(1 << 19, '[') + std::string(1 << 19, ']') + "}", "schema");
+    expect_bad("{\"schema\":" + std::string(1 << 19, '[') + std::string(1 << 19, ']') + "}", "deep");
     expect_bad(replaced("\"schema\": 1", "\"schema\": 2"), "schema");
     expect_bad(replaced("V=151936", "V=151937"), "subject");
     expect_bad(replaced("\"outcome\":\"ok\"", "\"outcome\":\"good\""), "outcome");

@@ -175,6 +175,23 @@ TEST_F(FlceTune, WorkspaceLimit_WhatIsRetainedKeepsToIt) {
     EXPECT_EQ(read(run(arguments).json()).key.memory.retained, "none");
 }
 
+TEST_F(FlceTune, TiedLayer_ItsRecordServesEveryLayerThatAccumulates) {
+    const ProcessResult tuned =
+        run({"--spec", "D=32,V=300,dtype=fp32,tied", "--num-tokens", "64", "--device", "cpu", "--coordinates", "chunk,blocks", "--json"});
+    ASSERT_EQ(tuned.exit_code, 0) << tuned.err;
+    const std::string best = tuned.json().at("best_plan").get<std::string>();
+    for (const auto& [spec, found] : {std::pair{"D=32,V=300,dtype=fp32,tied", true},
+                                      {"D=32,V=300,dtype=fp32,grad_weight_mode=accumulate", true},
+                                      {"D=32,V=300,dtype=fp32", false}}) {
+        const auto explained =
+            run_flce({"explain", "--spec", spec, "--device", "cpu", "--json"},
+                     {.environment = {{"FLCE_RECORDS", tuned.json().at("record").get<std::string>()}, {"FLCE_NUM_THREADS", "1"}}})
+                .json();
+        EXPECT_EQ(explained.at("plan_source").get<std::string>().find("measured") != std::string::npos, found) << explained;
+        EXPECT_TRUE(!found || explained.at("plan") == best) << spec;
+    }
+}
+
 class FlceTuneRecords : public FlceTune {
 protected:
     void SetUp() override {
