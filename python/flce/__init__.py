@@ -3,7 +3,7 @@
 loss = flce.linear_cross_entropy(hidden, head.weight, labels, shift=1)
 """
 
-from flce._kernels import Kernel
+from flce._kernels import Kernel, set_strict
 from flce._targets import shift_labels
 from flce.errors import (
     ArgumentError,
@@ -58,6 +58,7 @@ __all__ = [
     "get_kernel",
     "linear_cross_entropy",
     "plan_digest",
+    "set_strict",
     "shift_labels",
     "sum_tied_gradient",
     "warmup",

@@ -257,6 +257,7 @@ _lock = threading.Lock()
 _sessions: dict[tuple[torch.device, bool | None], ctypes.c_void_p] = {}  # by device, and strict
 _kernels: dict[tuple[KernelKey, str], Kernel] = {}  # by key without a limit, and plan
 _found: dict[KernelKey, Kernel] = {}
+_strict: bool | None = None  # of lookups that do not say; None: what FLCE_STRICT says
 _MOST_FOUND = 4096  # limits with numbers of tokens
 _alive: dict[tuple[torch.device, int, int], _retain.Alive] = {}
 
@@ -270,6 +271,15 @@ def _session(device: torch.device, strict: bool | None) -> ctypes.c_void_p:
             threads = 0 if device.type == "cuda" else torch.get_num_threads()
             session = _sessions[device, strict] = _native.create_session(name, threads, strict)
         return session
+
+
+def set_strict(strict: bool | None) -> None:
+    """Whether from now on a kernel that no cache has is a CacheMissError, in every thread of this process; None, as it begins: as FLCE_STRICT says.
+
+    For a trainer that cannot set its ranks' environment: once `warmup` has what the run needs, `set_strict(True)` makes sure that no step
+    compiles. What this process already has is found in any case, and `get_kernel` and `warmup` go by their own `strict` where it is given."""
+    global _strict
+    _strict = strict
 
 
 def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
@@ -293,7 +303,7 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
 
 
 def find(*fields: Any, strict: bool | None = None) -> Kernel:
-    """The kernel for a KernelKey of these fields: from memory, from the caches, or compiled (unless `strict`; None: unless FLCE_STRICT=1)."""
+    """The kernel for a KernelKey of these fields: from memory, from the caches, or compiled (unless `strict`; None: as `set_strict` says)."""
     kernel = _found.get(fields)  # type: ignore[call-overload]  # a named tuple hashes as a plain one, which is made faster
     if kernel is not None:
         return kernel  # type: ignore[no-any-return]
@@ -303,7 +313,7 @@ def find(*fields: Any, strict: bool | None = None) -> Kernel:
             f"the kernel for {key.spec()} is not loaded yet, and a CUDA graph is being captured: "
             "call flce.warmup with it, or run it once, before the capture"
         )
-    handle = _native.get_kernel(_session(key.device, strict), key.spec(), key.workspace_limit_bytes, key.num_tokens)
+    handle = _native.get_kernel(_session(key.device, _strict if strict is None else strict), key.spec(), key.workspace_limit_bytes, key.num_tokens)
     # Limits that come to the same plan share its kernel.
     shared = key._replace(workspace_limit_bytes=0, num_tokens=0)
     name = shared, _native.text(_native.library().flce_kernel_text, handle, _native.TEXT_PLAN)

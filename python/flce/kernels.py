@@ -59,7 +59,7 @@ def get_kernel(
     dtype is hidden's, grad_weight_dtype the weight's (or grad_weight_out's) where it differs; hidden_major: the weight is the view `w.t()` of a [D,
     V]; accumulate: with grad_weight_out. A call's workspace_limit_bytes goes with its num_tokens, since what it leaves for scratch chooses the
     kernel. device: None means the current CUDA device, or the CPU where there is none. strict: a kernel that no cache has is a CacheMissError that
-    names the `flce prewarm` to run, and a cache that cannot be used an UnavailableError; None means that FLCE_STRICT decides. Raises SpecError,
+    names the `flce prewarm` to run, and a cache that cannot be used an UnavailableError; None: as `set_strict` or FLCE_STRICT says. Raises SpecError,
     PlanError, UnavailableError, CompileError, DeviceError, CacheMissError.
     """
     kind = _dtype("dtype", dtype)
@@ -80,7 +80,7 @@ def warmup(layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | 
     """Compiles and loads the kernels of `layers`, each the arguments of `get_kernel`: warmup([{"hidden_size": 2048, "vocab_size": 151936}]).
 
     Do it before a CUDA graph is captured and where the first step should not pay for compilers. Any number of tokens is served by one kernel.
-    strict: as for `get_kernel`; afterwards, what was warmed up is found whatever FLCE_STRICT says."""
+    strict: as for `get_kernel`; afterwards, what was warmed up is found whatever `set_strict` or FLCE_STRICT say."""
     return [get_kernel(**{"device": device, "strict": strict, **layer}) for layer in layers]
 
 

@@ -32,6 +32,29 @@ except flce.CacheMissError as error:
 """
 
 
+SWITCH = """
+import threading, torch, flce
+def step(**options):
+    h, w, t = torch.randn(4, 72, requires_grad=True), torch.randn(91, 72), torch.tensor([1, 2, 3, 4])
+    try:
+        flce.linear_cross_entropy(h, w, t, **options).backward()
+        print("computed")
+    except flce.CacheMissError as error:
+        print(error)
+flce.warmup([{"hidden_size": 72, "vocab_size": 91, "dtype": torch.float32}], device="cpu", strict=False)
+flce.set_strict(True)
+step()
+other = threading.Thread(target=step, kwargs={"softcap": 30.0})
+other.start()
+other.join()
+print(flce.get_kernel(72, 91, "fp32", device="cpu", softcap=30.0, strict=False).spec)  # a call's own word
+flce.set_strict(False)
+step(softcap=20.0, z_loss=1e-4)
+flce.set_strict(None)
+step(label_smoothing=0.1)
+"""
+
+
 def lines(script: str, **environment: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", script], env=os.environ | environment, check=True, capture_output=True, text=True)
     return done.stdout.strip().split("\n")
@@ -45,6 +68,15 @@ def test_strict_never_compiles_and_names_the_command(tmp_path: Path) -> None:
     computed, miss = lines(SECOND, FLCE_CACHE_DIR=str(tmp_path), FLCE_STRICT="1")
     assert computed == "True"
     assert "flce prewarm --spec 'D=72,V=91,dtype=fp32,softcap=30' --device " in miss
+
+
+def test_switch_for_the_whole_process(tmp_path: Path) -> None:
+    warm, miss, spec, compiled, as_before = lines(SWITCH, FLCE_CACHE_DIR=str(tmp_path), FLCE_STRICT="0")
+    assert warm == compiled == as_before == "computed"
+    assert "flce prewarm --spec 'D=72,V=91,dtype=fp32,softcap=30' --device " in miss
+    assert spec == "D=72,V=91,dtype=fp32,softcap=30"
+    *_, as_before = lines(SWITCH, FLCE_CACHE_DIR=str(tmp_path / "another"), FLCE_STRICT="1")
+    assert "flce prewarm --spec 'D=72,V=91,dtype=fp32,label_smoothing=0.1' --device " in as_before
 
 
 def test_statistics_count_by_tier() -> None:
