@@ -145,6 +145,37 @@ TEST_F(FaultsTest, ProcessesOnManyKeysWhileOthersCleanUp_AlwaysTheRightKernel) {
     }
 }
 
+TEST_F(FaultsTest, PublishedAtOnceWithoutLocks_LosersOfTheRaceAreRightToo) {
+    constexpr int kProcesses = 16;
+    int gate[2];
+    ASSERT_EQ(::pipe(gate), 0);
+    std::vector<pid_t> children;
+    for (int i = 0; i < kProcesses; ++i) {
+        const pid_t child = ::fork();
+        if (child == 0) {
+            char byte = 0;
+            ::close(gate[1]);
+            ArtifactCache cache({.directory = directory_.path(), .lock_wait = std::chrono::milliseconds(0)});
+            const auto artifact = cache.get_or_create(key_of("k"), [&] {
+                (void)!::read(gate[0], &byte, 1);  // every one is here before the first is published
+                return artifact_of("p");
+            });
+            ::_exit(payload_text(*artifact) == "p" && cache.statistics().disk_faults == 0 && cache.statistics().created == 1 ? 0 : 1);
+        }
+        children.push_back(child);
+    }
+    ::close(gate[0]);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    ::close(gate[1]);
+    for (const pid_t child : children) {
+        int status = 0;
+        ::waitpid(child, &status, 0);
+        EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    ArtifactCache next({.directory = directory_.path()});
+    EXPECT_EQ(payload_text(*next.get_or_create(key_of("k"), []() -> Artifact { throw std::runtime_error("it is there"); })), "p");
+}
+
 TEST_F(FaultsTest, LockFileOfADeadProcess_IsNobodys) {
     const fs::path lock = directory_.path() / "locks" / key_of("k").hex();
     fs::create_directories(lock.parent_path());

@@ -128,6 +128,19 @@ TEST_F(Prewarm, Check_NamesWhatIsMissingAndCompilesNothing) {
     EXPECT_EQ(run({"--spec", kSpec, "--device", kCpu, "--check", "--out", folder_ / "x"}).exit_code, 2);
 }
 
+TEST_F(Prewarm, AnotherCpuWithTheSamePlan_AnotherObject) {
+    const auto explained = run_flce({"explain", "--spec", kSpec, "--device", kCpu, "--json"}).json();
+    const auto with = [&](const char* device) {
+        return std::vector<std::string>{"--spec", kSpec, "--plan", explained.at("plan").get<std::string>(), "--device", device};
+    };
+    ASSERT_EQ(run(with(kCpu)).json().at("compiled"), 1);
+    for (const auto& [device, exit_code] : {std::pair{kCpu, 0}, {"haswell", 1}, {"znver3", 1}}) {
+        std::vector<std::string> check = with(device);
+        check.emplace_back("--check");
+        EXPECT_EQ(run(check).exit_code, exit_code) << device;
+    }
+}
+
 TEST_F(Prewarm, Strict_MissNamesTheCommandThatThenServesIt) {
     const std::vector<std::string> check{"check",        "--device", kCpu,          "--spec",          kSpec,
                                          "--num-tokens", "4",        "--cache-dir", folder_ / "cache", "--json"};
