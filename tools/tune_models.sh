@@ -2,7 +2,8 @@
 # Measures the records that ship with the library, on the GPU of this machine: the output layers of eight well-known models.
 #   tools/tune_models.sh PREFIX OUT COMMIT
 # writes OUT/PREFIX-MODEL-TOKENS.json, for autotune/records. FLCE is the program (build/bin/flce), BUDGET_S the seconds for each of them, SECONDS_LEFT when to
-# begin no more, TOKENS the numbers of tokens. Compiling goes on beside the measuring, in as many processes as the machine has cores for.
+# begin no more, TOKENS the numbers of tokens; ACCUMULATE=1 measures gradients that are added to, as those of tied layers are (…-accumulate-TOKENS.json).
+# Compiling goes on beside the measuring, in as many processes as the machine has cores for.
 set -euo pipefail
 prefix=${1:?usage: tune_models.sh PREFIX OUT COMMIT} out=${2:?usage: tune_models.sh PREFIX OUT COMMIT} commit=${3:?usage: tune_models.sh PREFIX OUT COMMIT}
 flce=${FLCE:-$(dirname "$0")/../build/bin/flce} budget=${BUDGET_S:-18} left=${SECONDS_LEFT:-3600} tokens=${TOKENS:-4096 8192}
@@ -16,6 +17,7 @@ mistral-7b D=4096,V=32000,dtype=bf16
 deepseek-v3 D=7168,V=129280,dtype=bf16
 gpt-2 D=768,V=50257,dtype=bf16
 "
+if [[ ${ACCUMULATE:-} ]]; then models=$(sed -E 's/^([^ ]+) (.+)$/\1-accumulate \2,grad_weight_mode=accumulate/' <<<"$models"); fi
 mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
