@@ -13,12 +13,12 @@
 namespace flce {
 namespace {
 
-constexpr std::string_view kMagic{"FLCEPAK\x1a", 8};
+constexpr std::string_view kPackMagic{"FLCEPAK\x1a", 8};
 constexpr std::size_t kIndexEntryBytes = 32 + 8 + 8 + kSha256Bytes;
 
 std::uint64_t aligned(std::uint64_t offset) { return (offset + kPackAlignment - 1) / kPackAlignment * kPackAlignment; }
 
-struct Header {
+struct PackHeader {
     std::string_view magic;
     std::uint32_t schema = 0;
     std::uint32_t entry_count = 0;
@@ -26,9 +26,9 @@ struct Header {
     std::uint64_t signature_bytes = 0;
 };
 
-Header take_header(ByteReader& in) {
-    Header header;
-    header.magic = as_text(in.bytes(kMagic.size()));
+PackHeader take_header(ByteReader& in) {
+    PackHeader header;
+    header.magic = as_text(in.bytes(kPackMagic.size()));
     header.schema = in.integer<std::uint32_t>();
     header.entry_count = in.integer<std::uint32_t>();
     header.file_bytes = in.integer<std::uint64_t>();
@@ -79,7 +79,7 @@ PackHead encode_pack_head(const PackContents& contents, const SigningKey* signer
         head.file_bytes = head.index.back().offset + bytes.size();
     }
     ByteWriter writer{head.bytes.data()};
-    writer.bytes(kMagic.data(), kMagic.size());
+    writer.bytes(kPackMagic.data(), kPackMagic.size());
     writer.integer<std::uint32_t>(kPackSchema);
     writer.integer<std::uint32_t>(static_cast<std::uint32_t>(contents.size()));
     writer.integer<std::uint64_t>(head.file_bytes);
@@ -107,8 +107,8 @@ std::optional<std::uint64_t> pack_head_bytes(std::span<const std::byte> header, 
         return std::nullopt;
     }
     ByteReader in{header};
-    const Header declared = take_header(in);
-    if (declared.magic != kMagic) {
+    const PackHeader declared = take_header(in);
+    if (declared.magic != kPackMagic) {
         why = "not an flce pack";
     } else if (declared.schema != kPackSchema) {
         why = fmt::format("schema {}, this build reads {}", declared.schema, kPackSchema);
@@ -136,7 +136,7 @@ std::optional<std::vector<PackedEntry>> decode_pack_head(std::span<const std::by
         return std::nullopt;
     }
     ByteReader in{body};
-    const Header header = take_header(in);
+    const PackHeader header = take_header(in);
     const auto signed_part = body.first(body.size() - header.signature_bytes);
     if (!trusted.empty()) {
         why = trusted.fault_of(signed_part, body.subspan(signed_part.size()));

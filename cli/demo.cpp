@@ -40,7 +40,6 @@ constexpr std::int64_t kHoldOutEvery = 10;
 constexpr std::int64_t kHeldOutTokens = 2048;
 
 using Clock = std::chrono::steady_clock;
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 /// Tokens and the positions to predict: trained on, and held out.
 struct Data {

@@ -1,6 +1,7 @@
 // flce demo: the output layer of the demo's model, run by kernels from get_kernel, and what the demo reports in the end.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -13,6 +14,8 @@
 #include "flce/flce.hpp"
 
 namespace flce::cli {
+
+[[nodiscard]] double seconds_since(std::chrono::steady_clock::time_point start);
 
 /// The tied output layer: embedding table and its gradient in fp32 on the host, as the model below and the optimizer want them; on a GPU, or in
 /// a narrower dtype, mirrored for the kernels. Loss, dL/dhidden and dL/dweight come from the kernel alone.

@@ -14,10 +14,6 @@
 namespace flce::cli {
 namespace {
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
 /// The first elements of a tensor as a smaller tensor of the same memory.
 Tensor front(const Tensor& tensor, std::int64_t count) {
     Tensor part = tensor;
@@ -26,6 +22,10 @@ Tensor front(const Tensor& tensor, std::int64_t count) {
 }
 
 }  // namespace
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
 
 OutputLayer::OutputLayer(std::shared_ptr<const Kernel> kernel, std::int64_t max_tokens)
     : kernel_(std::move(kernel)),

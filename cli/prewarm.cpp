@@ -27,7 +27,7 @@ struct PrewarmOptions {
     bool json = false;
 };
 
-struct Outcome {
+struct CompiledItem {
     std::int64_t compiled = 0;
     std::int64_t hits = 0;
     std::vector<std::string> used;  // keys
@@ -46,7 +46,7 @@ Json request_of(const PrewarmItem& item) {
     return {{"spec", item.spec.text()}, {"device", Json::parse(item.device.json())}, {"plan", item.plan}};
 }
 
-Outcome outcome_of(const Reply& reply) {
+CompiledItem outcome_of(const Reply& reply) {
     if (reply.kind != Reply::Kind::answer) {
         const char* const hint = reply.signal == SIGKILL ? ": out of memory? --jobs makes fewer at a time" : "";
         return {.error = fmt::format("its worker {}{}", reply.why, hint), .environment = true};
@@ -89,13 +89,13 @@ public:
     [[nodiscard]] std::optional<std::filesystem::path> write_pack() const {
         if (!entries_ || totals_.failed > 0) return std::nullopt;
         std::vector<std::vector<std::string>> used;
-        for (const Outcome& outcome : outcomes_) used.push_back(outcome.used);
+        for (const CompiledItem& outcome : outcomes_) used.push_back(outcome.used);
         (void)write_prewarm_pack(options_.out, entries_->path(), items_, used);
         return options_.out;
     }
 
     [[nodiscard]] const Totals& totals() const { return totals_; }
-    [[nodiscard]] const Outcome& outcome(std::size_t item) const { return outcomes_[item]; }
+    [[nodiscard]] const CompiledItem& outcome(std::size_t item) const { return outcomes_[item]; }
 
 private:
     [[nodiscard]] std::size_t workers() {
@@ -109,7 +109,7 @@ private:
         return chosen;
     }
 
-    void done(std::size_t item, Outcome outcome) {
+    void done(std::size_t item, CompiledItem outcome) {
         totals_.compiled += outcome.compiled;
         totals_.hits += outcome.hits;
         if (!outcome.error.empty()) {
@@ -128,7 +128,7 @@ private:
     void report_failure(std::size_t item) const {
         const std::string& error = outcomes_[item].error;
         if (error.empty()) return;
-        const auto same = [&](const Outcome& other) { return other.error == error; };
+        const auto same = [&](const CompiledItem& other) { return other.error == error; };
         const auto here = outcomes_.begin() + static_cast<std::ptrdiff_t>(item);
         const bool repeated = std::any_of(outcomes_.begin(), here, same);
         fmt::print(stderr, "flce: error: {} for {} with plan {}: {}\n", items_[item].spec.text(), items_[item].device_name,
@@ -137,7 +137,7 @@ private:
 
     const PrewarmOptions& options_;
     const std::vector<PrewarmItem>& items_;
-    std::vector<Outcome> outcomes_;
+    std::vector<CompiledItem> outcomes_;
     std::optional<PrivateFolder> entries_;  // in which workers leave those that they used
     Progress progress_;
     Totals totals_;
@@ -152,7 +152,7 @@ int compile(const PrewarmOptions& options, const Session& session, const std::ve
     if (options.json) {
         Json list = Json::array();
         for (std::size_t i = 0; i < items.size(); ++i) {
-            const Outcome& o = compilation.outcome(i);
+            const CompiledItem& o = compilation.outcome(i);
             list.push_back({{"spec", items[i].spec.text()},
                             {"device", items[i].device_name},
                             {"plan", items[i].plan},
@@ -168,7 +168,7 @@ int compile(const PrewarmOptions& options, const Session& session, const std::ve
                     {"items", list}});
     } else {
         for (std::size_t i = 0; i < items.size(); ++i) {
-            const Outcome& o = compilation.outcome(i);
+            const CompiledItem& o = compilation.outcome(i);
             fmt::print("{:<12} {:<60} {}\n", items[i].device_name, items[i].spec.text(),
                        o.error.empty() ? fmt::format("{} compiled, {} hits", o.compiled, o.hits) : "FAILED");
         }

@@ -18,7 +18,7 @@ constexpr std::int64_t kEdge = 8;      ///< and so many at both ends
 constexpr double kDifferenceToCap = 3;
 constexpr double kWrongRow = 0.25;
 
-std::vector<std::int64_t> spread(std::int64_t count, std::int64_t wanted) {
+std::vector<std::int64_t> sampled(std::int64_t count, std::int64_t wanted) {
     wanted = std::min(count, wanted);
     std::vector<std::int64_t> indices;
     for (std::int64_t i = 0; i < wanted; ++i) indices.push_back((2 * i + 1) * count / (2 * wanted));
@@ -77,7 +77,7 @@ TuneLayer::TuneLayer(TuneLayerOptions options) : options_(std::move(options)), s
     for (std::size_t i = 0; i < sets; ++i) {
         sets_.push_back({upload(spec, layer_, device_), make_outputs(spec, device_, options_.num_tokens, Reduction::mean)});
     }
-    rows_ = spread(spec.vocab_size, kSampledRows);
+    rows_ = sampled(spec.vocab_size, kSampledRows);
     rows_.front() = 0;
     rows_.back() = spec.vocab_size - 1;
 }
@@ -188,7 +188,7 @@ std::string TuneLayer::against_reference(const Sample& sample) {
                                        .grad_logprob = layer_.grad_logprob,
                                        .grad_entropy = layer_.grad_entropy,
                                        .summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda)};
-        const auto tokens = spread(options_.num_tokens, kSampledTokens);
+        const auto tokens = sampled(options_.num_tokens, kSampledTokens);
         reference_ = std::make_unique<Reference>(problem, tokens);
         yardstick_ = std::make_unique<Yardstick>(problem, tokens);
     }

@@ -19,9 +19,9 @@ struct Fault {
     std::string text;
 };
 
-class Worker {
+class TuneWorker {
 public:
-    explicit Worker(const std::vector<std::string>& inject) {
+    explicit TuneWorker(const std::vector<std::string>& inject) {
         for (const std::string& fault : inject) {
             const std::size_t at = fault.find('@');
             if (at == std::string::npos) throw UsageError(fmt::format("--inject: \"{}\" is not KIND@TEXT", fault));
@@ -101,7 +101,7 @@ void add_tune_worker(CLI::App& app, Action& action) {
     command->add_option("--inject", *inject)->take_all();
     command->callback([inject, &action] {
         action = [inject] {
-            Worker worker(*inject);
+            TuneWorker worker(*inject);
             return serve_requests([&](const Json& request) { return worker.serve(request); });
         };
     });

@@ -11,28 +11,28 @@
 namespace flce {
 namespace {
 
-[[noreturn]] void bad_value(std::string_view key, std::string_view value, std::string_view allowed) {
+[[noreturn]] void bad_spec_value(std::string_view key, std::string_view value, std::string_view allowed) {
     throw SpecError(fmt::format("spec: {}={}: must be {}", key, value, allowed));
 }
 
 std::int64_t read_integer(std::string_view key, std::string_view value) {
     std::int64_t result = 0;
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
-    if (error != std::errc() || end != value.data() + value.size()) bad_value(key, value, "an integer that fits in 64 bits");
+    if (error != std::errc() || end != value.data() + value.size()) bad_spec_value(key, value, "an integer that fits in 64 bits");
     return result;
 }
 
 double read_real(std::string_view key, std::string_view value) {
     double result = 0;
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
-    if (error != std::errc() || end != value.data() + value.size()) bad_value(key, value, "a finite number");
+    if (error != std::errc() || end != value.data() + value.size()) bad_spec_value(key, value, "a finite number");
     return result;
 }
 
 bool read_flag(std::string_view key, std::string_view value) {
     if (value == "true" || value == "1") return true;
     if (value == "false" || value == "0") return false;
-    bad_value(key, value, "true or false (or the bare key)");
+    bad_spec_value(key, value, "true or false (or the bare key)");
 }
 
 template <class Enum>
@@ -42,7 +42,7 @@ Enum read_enum(std::string_view key, std::string_view value, std::initializer_li
         if (to_string(e) == value) return e;
         allowed += (allowed.empty() ? "" : " or ") + std::string(to_string(e));
     }
-    bad_value(key, value, allowed);
+    bad_spec_value(key, value, allowed);
 }
 
 DType read_dtype(std::string_view key, std::string_view value) { return read_enum(key, value, {DType::bf16, DType::fp16, DType::fp32}); }
@@ -61,8 +61,8 @@ Outputs read_outputs(std::string_view key, std::string_view value) {
         const std::size_t plus = rest.find('+');
         const std::string_view name = rest.substr(0, plus);
         const auto* known = std::ranges::find(kOutputNames, name, &OutputName::name);
-        if (known == kOutputNames.end()) bad_value(key, value, "names out of loss, lse, logprob and entropy joined by '+'");
-        if (outputs.*known->member) bad_value(key, value, "names joined by '+', each of them once");
+        if (known == kOutputNames.end()) bad_spec_value(key, value, "names out of loss, lse, logprob and entropy joined by '+'");
+        if (outputs.*known->member) bad_spec_value(key, value, "names joined by '+', each of them once");
         outputs.*known->member = true;
         if (plus == std::string_view::npos) return outputs;
         rest.remove_prefix(plus + 1);
@@ -163,7 +163,7 @@ Spec SpecBuilder::finish() {
         if (!given(key)) throw SpecError(fmt::format("spec: {} is missing; D=<hidden size> and V=<vocabulary size> are required", key));
     }
     if (given("padded_vocab_size") && spec_.padded_vocab_size <= 0) {
-        bad_value("padded_vocab_size", std::to_string(spec_.padded_vocab_size), "at least V");
+        bad_spec_value("padded_vocab_size", std::to_string(spec_.padded_vocab_size), "at least V");
     }
     if (!given("grad_weight_dtype")) spec_.grad_weight_dtype = spec_.dtype;
     if (!given("grad_weight_mode")) spec_.grad_weight_mode = default_grad_mode(spec_);

@@ -17,8 +17,6 @@ bool power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
 /// Accumulator registers a thread may hold: fp32 keeps a second set for the slice in flight.
 int accumulator_limit(DType dtype) { return dtype == DType::fp32 ? 64 : 128; }
 
-int partial_fields(const Spec& spec) { return 2 + (spec.outputs.entropy ? 1 : 0) + (spec.label_smoothing > 0 ? 1 : 0); }
-
 std::int64_t sm80_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
     const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
     const std::int64_t operands = (tile.block_m + tile.block_n) * tile.block_k * element * tile.stages;
@@ -145,6 +143,8 @@ std::optional<std::string> sm90_problem(const Spec& spec, const Device& device) 
 }
 
 }  // namespace
+
+int partial_fields(const Spec& spec) { return 2 + (spec.outputs.entropy ? 1 : 0) + (spec.label_smoothing > 0 ? 1 : 0); }
 
 std::int64_t tile_smem_bytes(const Spec& spec, PlanPath path, GemmRole role, const GemmTile& tile) {
     return path == PlanPath::cuda_sm90a ? sm90_smem_bytes(spec, role, tile) : sm80_smem_bytes(spec, role, tile);

@@ -36,8 +36,6 @@ private:
     Expr end_{0};
 };
 
-int partial_fields(const Spec& spec) { return 2 + (spec.outputs.entropy ? 1 : 0) + (spec.label_smoothing > 0 ? 1 : 0); }
-
 std::int64_t retained_blocks(const Spec& spec) { return up(spec.vocab_size, kRetainedColumns) / kRetainedColumns; }
 
 bool has_lists(const Plan& plan) { return plan.path == PlanPath::cuda_sm90a && plan.scratch_bytes >= kLeastScratch; }

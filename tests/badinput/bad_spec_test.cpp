@@ -58,8 +58,8 @@ TEST_P(BadSpec, Text_NamesTheField) {
     }
 }
 
-std::string name_of(const testing::TestParamInfo<BadText>& info) { return info.param.name; }
-INSTANTIATE_TEST_SUITE_P(Texts, BadSpec, testing::ValuesIn(kBadTexts), name_of);
+std::string text_name_of(const testing::TestParamInfo<BadText>& info) { return info.param.name; }
+INSTANTIATE_TEST_SUITE_P(Texts, BadSpec, testing::ValuesIn(kBadTexts), text_name_of);
 
 struct BadField {
     const char* name;

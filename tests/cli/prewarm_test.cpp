@@ -17,7 +17,7 @@ namespace fs = std::filesystem;
 using testing::AllOf;
 using testing::HasSubstr;
 
-constexpr const char* kSpec = "D=64,V=500,dtype=fp32";
+constexpr const char* kPrewarmedSpec = "D=64,V=500,dtype=fp32";
 constexpr const char* kCpu = "x86-64-v3";
 using Environment = std::map<std::string, std::string>;
 
@@ -84,15 +84,16 @@ TEST_F(Prewarm, ManifestWithoutDevices_TakesTheCommandLines) {
 }
 
 TEST_F(Prewarm, RequestsThatComeToOneKernelSet_OneItem) {
-    const auto json = run({"--spec", kSpec, "--spec", kSpec, "--device", kCpu, "--num-tokens", "16", "--num-tokens", "4096",
-                           "--workspace-limit", "40M", "--workspace-limit", "41M"})
+    const auto json = run({"--spec", kPrewarmedSpec, "--spec", kPrewarmedSpec, "--device", kCpu, "--num-tokens", "16", "--num-tokens",
+                           "4096", "--workspace-limit", "40M", "--workspace-limit", "41M"})
                           .json();
     EXPECT_EQ(json.at("items").size(), 1u);
 }
 
 TEST_F(Prewarm, Pack_HoldsWhatTheseSpecsUseAndHasOneForm) {
     const std::vector<std::string> what{
-        "--spec", "D=64,V=500,dtype=fp32,softcap=30", "--spec", "D=64,V=500,dtype=fp32,softcap=40", "--spec", kSpec, "--device", kCpu};
+        "--spec", "D=64,V=500,dtype=fp32,softcap=30", "--spec", "D=64,V=500,dtype=fp32,softcap=40", "--spec", kPrewarmedSpec, "--device",
+        kCpu};
     const auto pack = [&](const std::string& name, const std::string& jobs, const std::string& cache) {
         std::vector<std::string> arguments = what;
         arguments.insert(arguments.end(), {"--out", folder_ / name, "--jobs", jobs});
@@ -118,14 +119,14 @@ TEST_F(Prewarm, Pack_HoldsWhatTheseSpecsUseAndHasOneForm) {
 }
 
 TEST_F(Prewarm, Check_NamesWhatIsMissingAndCompilesNothing) {
-    ASSERT_EQ(run({"--spec", kSpec, "--device", kCpu}).exit_code, 0);
-    const ProcessResult result = run({"--spec", kSpec, "--spec", "D=64,V=500,dtype=fp32,bias", "--device", kCpu, "--check"});
+    ASSERT_EQ(run({"--spec", kPrewarmedSpec, "--device", kCpu}).exit_code, 0);
+    const ProcessResult result = run({"--spec", kPrewarmedSpec, "--spec", "D=64,V=500,dtype=fp32,bias", "--device", kCpu, "--check"});
     EXPECT_EQ(result.exit_code, 1);
     ASSERT_EQ(result.json().at("missing").size(), 1u);
     EXPECT_EQ(result.json().at("missing")[0].at("spec"), "D=64,V=500,dtype=fp32,bias");
     EXPECT_EQ(result.json().at("hits"), 1);
     EXPECT_EQ(run_flce({"cache", "ls", "--cache-dir", folder_ / "cache", "--json"}).json().at("entries").size(), 1u);
-    EXPECT_EQ(run({"--spec", kSpec, "--device", kCpu, "--check", "--out", folder_ / "x"}).exit_code, 2);
+    EXPECT_EQ(run({"--spec", kPrewarmedSpec, "--device", kCpu, "--check", "--out", folder_ / "x"}).exit_code, 2);
 }
 
 TEST_F(Prewarm, AnotherCpuWithTheSamePlan_AnotherObject) {
@@ -142,17 +143,17 @@ TEST_F(Prewarm, AnotherCpuWithTheSamePlan_AnotherObject) {
 }
 
 TEST_F(Prewarm, Strict_MissNamesTheCommandThatThenServesIt) {
-    const std::vector<std::string> check{"check",        "--device", kCpu,          "--spec",          kSpec,
+    const std::vector<std::string> check{"check",        "--device", kCpu,          "--spec",          kPrewarmedSpec,
                                          "--num-tokens", "4",        "--cache-dir", folder_ / "cache", "--json"};
     const ProcessResult miss = run_flce(check, {.environment = {{"FLCE_STRICT", "1"}}});
     EXPECT_EQ(miss.exit_code, 3);
     EXPECT_THAT(miss.err, HasSubstr("flce prewarm --spec 'D=64,V=500,dtype=fp32' --device 'x86-64-v3'"));
-    ASSERT_EQ(run({"--spec", kSpec, "--device", kCpu}, {{"FLCE_STRICT", "1"}}).exit_code, 0);
+    ASSERT_EQ(run({"--spec", kPrewarmedSpec, "--device", kCpu}, {{"FLCE_STRICT", "1"}}).exit_code, 0);
     EXPECT_EQ(run_flce(check, {.environment = {{"FLCE_STRICT", "1"}}}).exit_code, 0);
 }
 
 TEST_F(Prewarm, KernelThatFails_ListedAtTheEndWithoutAPack) {
-    const ProcessResult result = run({"--spec", kSpec, "--device", "sm_80", "--device", kCpu, "--out", folder_ / "x.flcepack"},
+    const ProcessResult result = run({"--spec", kPrewarmedSpec, "--device", "sm_80", "--device", kCpu, "--out", folder_ / "x.flcepack"},
                                      {{"FLCE_NVRTC", "/nonexistent/libnvrtc.so"}});
     EXPECT_EQ(result.exit_code, 3) << result.err;
     EXPECT_EQ(result.json().at("failed"), 1);

@@ -18,10 +18,10 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 namespace fs = std::filesystem;
 
-constexpr const char* kSpec = "D=32,V=300,dtype=fp32";
+constexpr const char* kTunedSpec = "D=32,V=300,dtype=fp32";
 /// Of the cost model's first candidates on every x86-64: another chunk than the default's.
 std::string another_plan() {
-    const auto explained = run_flce({"explain", "--spec", kSpec, "--device", "cpu", "--json"}).json();
+    const auto explained = run_flce({"explain", "--spec", kTunedSpec, "--device", "cpu", "--json"}).json();
     std::string plan = explained.at("plan").get<std::string>();
     const auto at = plan.find("scratch=");
     return plan.substr(0, at) + "scratch=" + std::to_string(63 << 20);
@@ -40,7 +40,7 @@ protected:
                                     .interrupt_after_ms = interrupt_after_ms});
     }
     [[nodiscard]] nlohmann::json tune(const std::vector<std::string>& more = {}) const {
-        std::vector<std::string> arguments{"--spec", kSpec, "--num-tokens", "64", "--device", "cpu", "--budget-s", "30", "--json"};
+        std::vector<std::string> arguments{"--spec", kTunedSpec, "--num-tokens", "64", "--device", "cpu", "--budget-s", "30", "--json"};
         arguments.insert(arguments.end(), more.begin(), more.end());
         const ProcessResult result = run(arguments);
         EXPECT_EQ(result.exit_code, 0) << result.err;
@@ -75,11 +75,12 @@ TEST_F(FlceTune, Record_SessionsPlanByIt) {
     EXPECT_GE(blocks.size(), 6U);
 
     const ProcessOptions with_records{.environment = {{"FLCE_RECORDS_DIR", records_.path().string()}}};
-    const auto explained = run_flce({"explain", "--spec", kSpec, "--device", "cpu", "--json"}, with_records).json();
+    const auto explained = run_flce({"explain", "--spec", kTunedSpec, "--device", "cpu", "--json"}, with_records).json();
     EXPECT_EQ(explained.at("plan"), result.at("best_plan"));
     EXPECT_THAT(explained.at("plan_source").get<std::string>(), HasSubstr("measured"));
     const auto bench =
-        run_flce({"bench", "--spec", kSpec, "--device", "cpu", "--num-tokens", "8", "--rounds", "1", "--no-floor", "--json"}, with_records)
+        run_flce({"bench", "--spec", kTunedSpec, "--device", "cpu", "--num-tokens", "8", "--rounds", "1", "--no-floor", "--json"},
+                 with_records)
             .json();
     EXPECT_EQ(bench.at("plan"), result.at("best_plan"));
 }
@@ -259,8 +260,8 @@ TEST_F(FlceTune, BadUsage_ExitsWith2) {
         EXPECT_THAT(result.err, HasSubstr(reason));
     };
     expect_refused({}, "--spec");
-    expect_refused({"--spec", kSpec, "--device", "cpu", "--plan", "fast"}, "plan");
-    expect_refused({"--spec", kSpec, "--device", "cpu", "--num-tokens", "0"}, "num-tokens");
+    expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--plan", "fast"}, "plan");
+    expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--num-tokens", "0"}, "num-tokens");
     expect_refused({"--show", "/nonexistent.json"}, "/nonexistent.json");
     expect_refused({"--diff", "/nonexistent.json"}, "diff");
     std::ofstream(records_ / "bad.json") << "{}";
@@ -270,7 +271,7 @@ TEST_F(FlceTune, BadUsage_ExitsWith2) {
 }
 
 TEST_F(FlceTune, CompileOnly_ForADeviceThatIsNotHere) {
-    const ProcessResult result = run({"--compile-only", "--spec", kSpec, "--device", "x86-64-v3", "--json"});
+    const ProcessResult result = run({"--compile-only", "--spec", kTunedSpec, "--device", "x86-64-v3", "--json"});
     EXPECT_EQ(result.exit_code, 0) << result.err;
     EXPECT_GT(result.json().at("candidates"), 5);
     EXPECT_EQ(result.json().at("failed"), 0);

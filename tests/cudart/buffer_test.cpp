@@ -12,7 +12,7 @@ namespace flce {
 namespace {
 
 constexpr DeviceRef kCpu{DeviceKind::cpu, 0};
-constexpr DeviceRef kGpu{DeviceKind::cuda, 0};
+constexpr DeviceRef kGpuMemory{DeviceKind::cuda, 0};
 
 void expect_round_trip(DeviceRef device) {
     std::vector<std::uint8_t> sent(1000);
@@ -78,14 +78,14 @@ TEST(Timer, Host_MeasuresTime) {
 
 TEST(GpuBuffer, Device_KeepsWhatIsUploaded) {
     FLCE_REQUIRE_GPU();
-    expect_round_trip(kGpu);
-    expect_ranges_checked(kGpu);
+    expect_round_trip(kGpuMemory);
+    expect_ranges_checked(kGpuMemory);
 }
 
 TEST(GpuBuffer, TooLarge_IsADeviceErrorWithTheSize) {
     FLCE_REQUIRE_GPU();
     try {
-        const Buffer buffer(kGpu, std::size_t{1} << 50);
+        const Buffer buffer(kGpuMemory, std::size_t{1} << 50);
         FAIL() << "allocated";
     } catch (const DeviceError& error) {
         EXPECT_NE(std::string(error.what()).find("CUDA_ERROR_OUT_OF_MEMORY"), std::string::npos) << error.what();
@@ -95,14 +95,14 @@ TEST(GpuBuffer, TooLarge_IsADeviceErrorWithTheSize) {
 
 TEST(GpuBuffer, TimerAndMemory_AreTheDevices) {
     FLCE_REQUIRE_GPU();
-    Buffer buffer(kGpu, 256 << 20);
-    const MemoryInfo info = memory_info(kGpu);
+    Buffer buffer(kGpuMemory, 256 << 20);
+    const MemoryInfo info = memory_info(kGpuMemory);
     EXPECT_GT(info.total_bytes, info.free_bytes);
-    Timer timer(kGpu);
+    Timer timer(kGpuMemory);
     timer.start();
     buffer.fill(std::byte{0});
     EXPECT_GT(timer.stop_ms(), 0.0);
-    synchronize(kGpu);
+    synchronize(kGpuMemory);
 }
 
 }  // namespace

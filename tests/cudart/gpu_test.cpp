@@ -16,8 +16,8 @@ namespace {
 
 using testing::HasSubstr;
 
-constexpr DeviceRef kGpu{DeviceKind::cuda, 0};
-constexpr const char* kSource = R"(
+constexpr DeviceRef kFirstGpu{DeviceKind::cuda, 0};
+constexpr const char* kScaleSource = R"(
 struct Params { float* data; long long count; float factor; };
 extern "C" __global__ void scale(const __grid_constant__ Params p) {
     extern __shared__ float staged[];
@@ -36,7 +36,7 @@ struct ScaleParams {
 
 std::vector<std::byte> compile_scale(const std::string& arch) {
     const std::vector<KernelEntry> kernels = {{"scale", 128, 0}};
-    return Nvrtc::load()->compile(kSource, {}, {"--gpu-architecture=" + arch, "--std=c++17"}, kernels).cubin;
+    return Nvrtc::load()->compile(kScaleSource, {}, {"--gpu-architecture=" + arch, "--std=c++17"}, kernels).cubin;
 }
 
 /// A stream that does not wait for the default stream.
@@ -112,7 +112,7 @@ TEST(GpuModule, Kernel_RunsOnItsStreamWithItsAttributes) {
     EXPECT_GE(use.blocks_per_sm, 1);
     const TestStream stream(context);
     std::vector<float> numbers(1000, 1.5F);
-    Buffer buffer(kGpu, numbers.size() * sizeof(float));
+    Buffer buffer(kFirstGpu, numbers.size() * sizeof(float));
     buffer.upload(numbers.data(), buffer.bytes());
     const ScaleParams params{buffer.data(), 1000, 2.0F};
     const auto bytes = std::as_bytes(std::span(&params, 1));
@@ -172,7 +172,7 @@ struct Layer {
     }
     template <typename T>
     static Buffer uploaded(const std::vector<T>& values) {
-        Buffer buffer(kGpu, values.size() * sizeof(T));
+        Buffer buffer(kFirstGpu, values.size() * sizeof(T));
         buffer.upload(values.data(), buffer.bytes());
         return buffer;
     }
@@ -185,32 +185,32 @@ struct Layer {
     Buffer hidden = uploaded(random_bf16(kTokens * kHidden, 1));
     Buffer weight = uploaded(random_bf16(kVocab * kHidden, 2));
     Buffer target = uploaded(targets());
-    Buffer loss{kGpu, 4};
-    Buffer lse{kGpu, kTokens * 4};
-    Buffer grad_hidden{kGpu, kTokens* kHidden * 2};
-    Buffer grad_weight{kGpu, kVocab* kHidden * 2};
+    Buffer loss{kFirstGpu, 4};
+    Buffer lse{kFirstGpu, kTokens * 4};
+    Buffer grad_hidden{kFirstGpu, kTokens* kHidden * 2};
+    Buffer grad_weight{kFirstGpu, kVocab* kHidden * 2};
     Buffer scratch;
 
-    explicit Layer(const Kernel& kernel) : scratch(kGpu, kernel.workspace_bytes(kTokens)) {}
+    explicit Layer(const Kernel& kernel) : scratch(kFirstGpu, kernel.workspace_bytes(kTokens)) {}
 
     void run(const Kernel& kernel, Stream stream) const {
-        const auto hidden_view = TensorView::matrix(hidden.data(), ScalarType::bf16, kTokens, kHidden, kGpu);
-        const auto weight_view = TensorView::matrix(weight.data(), ScalarType::bf16, kVocab, kHidden, kGpu);
-        const auto target_view = TensorView::vector(target.data(), ScalarType::int64, kTokens, kGpu);
-        const auto lse_view = TensorView::vector(lse.data(), ScalarType::fp32, kTokens, kGpu);
+        const auto hidden_view = TensorView::matrix(hidden.data(), ScalarType::bf16, kTokens, kHidden, kFirstGpu);
+        const auto weight_view = TensorView::matrix(weight.data(), ScalarType::bf16, kVocab, kHidden, kFirstGpu);
+        const auto target_view = TensorView::vector(target.data(), ScalarType::int64, kTokens, kFirstGpu);
+        const auto lse_view = TensorView::vector(lse.data(), ScalarType::fp32, kTokens, kFirstGpu);
         const Workspace workspace{scratch.data(), scratch.bytes()};
         kernel.forward({.hidden = hidden_view,
                         .weight = weight_view,
                         .target = target_view,
-                        .loss = TensorView::scalar(loss.data(), ScalarType::fp32, kGpu),
+                        .loss = TensorView::scalar(loss.data(), ScalarType::fp32, kFirstGpu),
                         .lse = lse_view},
                        workspace, stream);
         kernel.backward({.hidden = hidden_view,
                          .weight = weight_view,
                          .target = target_view,
                          .lse = lse_view,
-                         .grad_hidden = TensorView::matrix(grad_hidden.data(), ScalarType::bf16, kTokens, kHidden, kGpu),
-                         .grad_weight = TensorView::matrix(grad_weight.data(), ScalarType::bf16, kVocab, kHidden, kGpu)},
+                         .grad_hidden = TensorView::matrix(grad_hidden.data(), ScalarType::bf16, kTokens, kHidden, kFirstGpu),
+                         .grad_weight = TensorView::matrix(grad_weight.data(), ScalarType::bf16, kVocab, kHidden, kFirstGpu)},
                         workspace, stream);
     }
 
@@ -234,7 +234,7 @@ std::shared_ptr<const Kernel> layer_kernel() {
     request.spec = parse_spec("D=64,V=1000,dtype=bf16");
     request.device = cuda_devices().at(0);
     request.plan = choose_plan(request.spec, request.device);
-    request.device_ref = kGpu;
+    request.device_ref = kFirstGpu;
     ArtifactCache cache({});
     return make_cuda_kernel(request, cache);
 }
@@ -248,7 +248,7 @@ TEST(GpuKernel, AnyStreamAndGraph_GiveTheSameBits) {
 
     layer.spoil();
     layer.run(*kernel, {});
-    synchronize(kGpu);
+    synchronize(kFirstGpu);
     const auto expected = layer.results();
     float loss = 0;
     layer.loss.download(&loss, sizeof(loss));
@@ -300,7 +300,7 @@ TEST(GpuKernel, AnotherContextCurrent_IsLeftAsItWas) {
     CUcontext before = nullptr;
     context->functions().cuCtxGetCurrent(&before);
     layer.run(*kernel, {});
-    synchronize(kGpu);
+    synchronize(kFirstGpu);
     CUcontext after = nullptr;
     context->functions().cuCtxGetCurrent(&after);
     EXPECT_EQ(before, after);

@@ -13,7 +13,7 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
-Plan cuda_plan() {
+Plan legal_cuda_plan() {
     const GemmTile tile{128, 128, 32, 3, 2, 2};
     return {.path = PlanPath::cuda_sm80,
             .vocab_chunk = 8192,
@@ -21,7 +21,7 @@ Plan cuda_plan() {
             .cuda = {.forward = tile, .dlogits = tile, .grad_hidden = tile, .grad_weight = tile, .raster = 8}};
 }
 
-Plan cpu_plan() {
+Plan legal_cpu_plan() {
     return {.path = PlanPath::cpu, .vocab_chunk = 4032, .scratch_bytes = kDefaultScratchBytes, .cpu = {512, false, 14, 32, 112, 448, 256}};
 }
 
@@ -47,7 +47,7 @@ void expect_reasons(const char* spec_text, const char* device_name, const Plan& 
 }
 
 TEST(Legality, CudaTiles_AreRefusedWithTheirReason) {
-    expect_reasons("D=2048,V=151936", "h100", cuda_plan(),
+    expect_reasons("D=2048,V=151936", "h100", legal_cuda_plan(),
                    {
                        {"wide tile", [](Plan& p) { p.cuda.forward = {128, 256, 64, 3, 2, 4}; }, {}},
                        {"no warps", [](Plan& p) { p.cuda.forward.warps_m = 0; }, {"forward", "from 1"}},
@@ -66,7 +66,7 @@ TEST(Legality, CudaTiles_AreRefusedWithTheirReason) {
 }
 
 TEST(Legality, CudaSizes_AreRefusedWithTheirReason) {
-    expect_reasons("D=2048,V=151936", "h100", cuda_plan(),
+    expect_reasons("D=2048,V=151936", "h100", legal_cuda_plan(),
                    {
                        {"raster 1", [](Plan& p) { p.cuda.raster = 1; }, {}},
                        {"raster 0", [](Plan& p) { p.cuda.raster = 0; }, {"raster=0"}},
@@ -82,7 +82,7 @@ TEST(Legality, CudaSizes_AreRefusedWithTheirReason) {
 }
 
 TEST(Legality, Fp32Tiles_HaveTheirOwnLimits) {
-    Plan plan = cuda_plan();
+    Plan plan = legal_cuda_plan();
     const GemmTile tile{128, 128, 16, 3, 2, 4};
     plan.cuda = {tile, tile, tile, tile, 8};
     expect_reasons("D=2048,V=151936,dtype=fp32", "h100", plan,
@@ -94,7 +94,7 @@ TEST(Legality, Fp32Tiles_HaveTheirOwnLimits) {
 
 TEST(Legality, SharedMemory_IsTheDevices) {
     const Spec spec = parse_spec("D=2048,V=151936");
-    Plan plan = cuda_plan();
+    Plan plan = legal_cuda_plan();
     plan.cuda.forward = {128, 256, 64, 3, 2, 4};
     EXPECT_EQ(illegal_reason(spec, describe_device("sm_80"), plan), std::nullopt);
     EXPECT_THAT(illegal_reason(spec, describe_device("sm_86"), plan).value_or(""), AllOf(HasSubstr("sm_86"), HasSubstr("101376")));
@@ -104,11 +104,11 @@ TEST(Legality, SharedMemory_IsTheDevices) {
 TEST(Legality, OldGpu_IsRefused) {
     Device device = describe_device("sm_80");
     device.gpu.compute_capability = 75;
-    EXPECT_THAT(illegal_reason(parse_spec("D=64,V=50"), device, cuda_plan()).value_or(""), AllOf(HasSubstr("7.5"), HasSubstr("8.0")));
+    EXPECT_THAT(illegal_reason(parse_spec("D=64,V=50"), device, legal_cuda_plan()).value_or(""), AllOf(HasSubstr("7.5"), HasSubstr("8.0")));
 }
 
 TEST(Legality, CpuPlans_AreRefusedWithTheirReason) {
-    expect_reasons("D=2048,V=151936", "znver4", cpu_plan(),
+    expect_reasons("D=2048,V=151936", "znver4", legal_cpu_plan(),
                    {
                        {"bf16 pairs", [](Plan& p) { p.cpu.bf16_dot = true; }, {}},
                        {"narrow vectors", [](Plan& p) { p.cpu = {256, false, 6, 16, 96, 192, 256}; }, {}},
@@ -132,20 +132,20 @@ TEST(Legality, CpuPlans_AreRefusedWithTheirReason) {
                        {"no scratch", [](Plan& p) { p.scratch_bytes = 1; }, {"scratch=1", "at least"}},
                        {"gpu path", [](Plan& p) { p.path = PlanPath::cuda_sm80; }, {"path cuda_sm80", "CPU"}},
                    });
-    expect_reasons("D=2048,V=151936", "icelake-server", cpu_plan(),
+    expect_reasons("D=2048,V=151936", "icelake-server", legal_cpu_plan(),
                    {{"bf16 pairs", [](Plan& p) { p.cpu.bf16_dot = true; }, {"bf16_dot=1", "icelake-server", "VDPBF16PS"}}});
-    expect_reasons("D=2048,V=151936,dtype=fp16", "znver4", cpu_plan(),
+    expect_reasons("D=2048,V=151936,dtype=fp16", "znver4", legal_cpu_plan(),
                    {{"bf16 pairs", [](Plan& p) { p.cpu.bf16_dot = true; }, {"bf16_dot=1", "dtype bf16", "fp16"}}});
 }
 
 TEST(Legality, VectorsWiderThanTheCpus_AreRefused) {
-    const std::string reason = illegal_reason(parse_spec("D=64,V=50"), describe_device("haswell"), cpu_plan()).value_or("");
+    const std::string reason = illegal_reason(parse_spec("D=64,V=50"), describe_device("haswell"), legal_cpu_plan()).value_or("");
     EXPECT_THAT(reason, AllOf(HasSubstr("vector=512"), HasSubstr("haswell"), HasSubstr("256")));
 }
 
 TEST(Legality, IllegalSpec_IsASpecErrorNotAReason) {
     Spec spec{.hidden_size = 12, .vocab_size = 50};
-    EXPECT_THROW((void)illegal_reason(spec, describe_device("h100"), cuda_plan()), SpecError);
+    EXPECT_THROW((void)illegal_reason(spec, describe_device("h100"), legal_cuda_plan()), SpecError);
 }
 
 }  // namespace
