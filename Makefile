@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
-.PHONY: help setup setup-python setup-tests build demo demo-pipeline test test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
+.PHONY: help setup setup-python build build-and-fetch demo demo-pipeline test test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
@@ -16,6 +16,8 @@ export CCACHE_NOHASHDIR ?= 1
 # Precompiled headers are cached by their contents, comments included: the compiler recognises a header in one by its bytes.
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_COMMENTS ?= 1
+# What a source includes is taken from what the compiler says of it, not from preprocessing it once more before it is compiled.
+export CCACHE_DEPEND ?= 1
 CTEST = ctest --output-on-failure --no-tests=error -j $(JOBS)
 
 help: ## this list
@@ -27,12 +29,20 @@ setup: ## install what is missing (says what, before it does it)
 setup-python: ## setup, and torch with what else the Python tests need, where they are missing
 	@tools/setup.sh --python
 
-setup-tests:
-	@tools/setup.sh --python --servers
-
 build: setup ## build/bin/flce, and everything beside it
 	@tools/configure.sh $(PRESET)
 	cmake --build --preset $(PRESET) -j $(JOBS)
+
+# What only the tests need is fetched while the compilers run; what goes wrong with it is told when they are done.
+build-and-fetch: setup
+	@errors=$$(mktemp) status=0
+	tools/setup.sh --python --servers 2>"$$errors" & fetching=$$!
+	trap 'rm -f "$$errors"' EXIT
+	trap 'kill $$fetching; exit 130' INT TERM
+	{ tools/configure.sh $(PRESET) && cmake --build --preset $(PRESET) -j $(JOBS); } || status=$$?
+	wait $$fetching || status=$$?
+	cat "$$errors" >&2
+	exit $$status
 
 demo: setup ## build, then train the last stage of a small language model with flce's kernels
 	@tools/configure.sh $(PRESET)
@@ -45,7 +55,7 @@ demo-pipeline: setup-python ## train two pipeline stages on real text, the last 
 	@tools/python.sh examples/pipeline_last_stage.py
 
 # Sanitizers take as long again as everything else: CI runs them, and whoever asks for them.
-test: setup-tests test-release test-install $(if $(CI),test-sanitize) ## every test: release build, an installed tree, the Python package; where CI is set, sanitizers
+test: build-and-fetch test-release test-install $(if $(CI),test-sanitize) ## every test: release build, an installed tree, the Python package; where CI is set, sanitizers
 	@tools/test_summary.sh build $(if $(CI),build-sanitize)
 
 test-release: build
