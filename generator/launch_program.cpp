@@ -162,7 +162,7 @@ private:
     [[nodiscard]] std::int64_t value(const Expr& e) const { return evaluate(e, slots_, variables_); }
 
     void execute(const Launch& launch) {
-        InterpretedLaunch result{launch.kernel, {}, std::vector<std::byte>(launch.param_bytes), {}};
+        InterpretedLaunch result{launch.kernel, {}, std::vector<std::byte>(launch.param_bytes), {}, value(launch.all_at_once) != 0};
         for (std::size_t i = 0; i < 3; ++i) {
             result.grid[i] = value(launch.grid[i]);
             if (result.grid[i] <= 0) return;

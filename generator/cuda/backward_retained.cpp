@@ -72,6 +72,7 @@ Statement BackwardWriter::retained_grad_weight() const {
     const Matrix hidden{compact_hidden(), spec_.hidden_size, n, spec_.hidden_size};
     LaunchBuilder<GradWeightSm90Params> launch(source_.kernel("grad_weight"), grid(tile, vocab_major() ? kept_ : Expr(spec_.hidden_size),
                                                                                    vocab_major() ? Expr(spec_.hidden_size) : kept_));
+    const Expr lent = equal(slot(Slot::retained), slot(Slot::grad_weight));  // tiles wait for those that read what they write over
     // Two consumers have half of each tile, or each has half of the tiles.
     const std::int64_t warps = takes_turns(tile) ? 4 : 8;
     const std::int64_t readers = kRetainedColumns / tile.block_m * ((spec_.hidden_size + tile.block_n - 1) / tile.block_n) * warps;
@@ -81,8 +82,7 @@ Statement BackwardWriter::retained_grad_weight() const {
         .set(&GradWeightParams::columns, kept_)
         .set(&GradWeightParams::first, 1)
         .set(&GradWeightParams::last, 1)
-        .set(&GradWeightSm90Params::readers,
-             select(equal(slot(Slot::retained), slot(Slot::grad_weight)), at(layout_.counters) + 2 * kPaceCounters * 4, 0))
+        .set(&GradWeightSm90Params::readers, select(lent, at(layout_.counters) + 2 * kPaceCounters * 4, 0))
         .set(&GradWeightSm90Params::pace, at(layout_.counters) + kPaceCounters * 4)
         .set(&GradWeightSm90Params::block_bytes, retained_.block_bytes)
         .set(&GradWeightSm90Params::readers_of_block, readers)
@@ -92,6 +92,7 @@ Statement BackwardWriter::retained_grad_weight() const {
     map(launch, &GradWeightSm90Params::grad_weight_map, weight_matrix(slot(Slot::grad_weight), kept_), kFirstRows,
         static_cast<int>(grad_element_));
     list(launch, 0);
+    launch.all_at_once(lent);
     return launch.build();
 }
 
