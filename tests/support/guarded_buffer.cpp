@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 namespace flce::test {
 namespace {
@@ -19,7 +20,12 @@ GuardedBuffer::GuardedBuffer(DeviceRef device, std::size_t bytes, std::size_t re
     memory_.fill(guard);
 }
 
+// Where the host can reach the memory, nothing is copied for this: a workspace is tens of megabytes, filled before every call.
 void GuardedBuffer::fill(std::byte value) {
+    if (memory_.device().kind == DeviceKind::cpu) {
+        if (bytes_ != 0) std::memset(data(), static_cast<int>(value), bytes_);
+        return;
+    }
     const std::vector<std::byte> content(bytes_, value);
     upload(content.data());
 }
@@ -28,6 +34,11 @@ std::vector<std::byte> GuardedBuffer::download() const {
     std::vector<std::byte> content(bytes_);
     memory_.download(content.data(), bytes_, offset_);
     return content;
+}
+
+bool GuardedBuffer::holds(const std::vector<std::byte>& content) const {
+    if (memory_.device().kind != DeviceKind::cpu) return download() == content;
+    return content.size() == bytes_ && (bytes_ == 0 || std::memcmp(data(), content.data(), bytes_) == 0);
 }
 
 std::string GuardedBuffer::overrun() const {

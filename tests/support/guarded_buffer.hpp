@@ -24,6 +24,7 @@ public:
     void upload(const void* host) { memory_.upload(host, bytes_, offset_); }
     void fill(std::byte value);
     [[nodiscard]] std::vector<std::byte> download() const;
+    [[nodiscard]] bool holds(const std::vector<std::byte>& content) const;
     /// Empty, or where a guard byte was written.
     [[nodiscard]] std::string overrun() const;
 

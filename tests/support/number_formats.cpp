@@ -73,12 +73,19 @@ std::vector<float> decode(const std::byte* bytes, std::int64_t count, DType dtyp
         if (count > 0) std::memcpy(values.data(), bytes, values.size() * sizeof(float));
         return values;
     }
-    for (std::size_t i = 0; i < values.size(); ++i) {
-        std::uint16_t half = 0;
-        std::memcpy(&half, bytes + 2 * i, 2);
-        values[i] = dtype == DType::bf16 ? from_bf16(half) : from_fp16(half);
-    }
+    for (std::int64_t i = 0; i < count; ++i) values[static_cast<std::size_t>(i)] = decoded(bytes, i, dtype);
     return values;
+}
+
+float decoded(const std::byte* bytes, std::int64_t index, DType dtype) {
+    if (dtype == DType::fp32) {
+        float value = 0;
+        std::memcpy(&value, bytes + 4 * index, 4);
+        return value;
+    }
+    std::uint16_t half = 0;
+    std::memcpy(&half, bytes + 2 * index, 2);
+    return dtype == DType::bf16 ? from_bf16(half) : from_fp16(half);
 }
 
 }  // namespace flce::test

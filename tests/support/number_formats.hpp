@@ -24,5 +24,7 @@ namespace flce::test {
 [[nodiscard]] std::vector<std::byte> encode(const std::vector<float>& values, DType dtype);
 /// `count` elements of `dtype` as floats.
 [[nodiscard]] std::vector<float> decode(const std::byte* bytes, std::int64_t count, DType dtype);
+/// One of them.
+[[nodiscard]] float decoded(const std::byte* bytes, std::int64_t index, DType dtype);
 
 }  // namespace flce::test

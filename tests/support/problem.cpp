@@ -138,7 +138,11 @@ std::int64_t weight_index(const Spec& spec, std::int64_t vocab, std::int64_t hid
 
 std::vector<float> laid_out(const Spec& spec, const std::vector<float>& values, float padding) {
     std::vector<float> out(static_cast<std::size_t>(spec.padded_vocab_size * spec.hidden_size), padding);
-    // A line of memory's worth of vocabulary rows at a time: hidden_major transposes gigabytes here.
+    if (spec.layout == WeightLayout::vocab_major) {
+        std::ranges::copy(values, out.begin());
+        return out;
+    }
+    // A line of memory's worth of vocabulary rows at a time: this transposes gigabytes.
     constexpr std::int64_t kRows = 16;
     tbb::parallel_for(tbb::blocked_range<std::int64_t>(0, (spec.vocab_size + kRows - 1) / kRows), [&](const auto& range) {
         for (std::int64_t block = range.begin(); block < range.end(); ++block) {
