@@ -117,7 +117,7 @@ def errors(flce, case, limit):
     return {name: {"error": o["error"], "bound": o["bound"]} for name, o in found["outputs"].items()}
 
 
-def context(flce):
+def context(flce, commit):
     gpu = (output("nvidia-smi", "--query-gpu=name,driver_version,power.limit,clocks.max.sm", "--format=csv,noheader") or "").splitlines()
     name, driver, power, clock = (part.strip() for part in gpu[0].split(",")) if gpu else ("unknown", "", "", "")
     return {
@@ -130,7 +130,7 @@ def context(flce):
         "driver": driver,
         "power_limit": power,
         "max_sm_clock": clock,
-        "commit": output("git", "-C", ROOT, "describe", "--always", "--dirty"),
+        "commit": commit or output("git", "-C", ROOT, "describe", "--always", "--dirty"),
         "how": "benchmarks/budget_table.py " + " ".join(sys.argv[1:]),
     }
 
@@ -147,11 +147,12 @@ def main():
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--seconds", type=float, default=2.0, help="of measuring, a case")
     parser.add_argument("--no-errors", action="store_true", help="times only")
+    parser.add_argument("--commit", help="what it is of, where this is no clone (default: git describe)")
     parser.add_argument("--out")
     args = parser.parse_args()
 
     end = time.monotonic() + 60 * args.minutes
-    about = context(args.flce)
+    about = context(args.flce, args.commit)
     rows, late = [], []
     print(f"{'shape':>18} {'case':<26} {'MiB beyond':>10} {'fwd ms':>8} {'ratio':>6} {'both ms':>8} {'ratio':>6}  errors (grad_hidden, grad_weight)")
     for case in cases(args.shape or SHAPES):
