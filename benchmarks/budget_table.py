@@ -117,12 +117,12 @@ def errors(flce, case, limit):
     return {name: {"error": o["error"], "bound": o["bound"]} for name, o in found["outputs"].items()}
 
 
-def context(flce, commit):
+def context(args):
     gpu = (output("nvidia-smi", "--query-gpu=name,driver_version,power.limit,clocks.max.sm", "--format=csv,noheader") or "").splitlines()
     name, driver, power, clock = (part.strip() for part in gpu[0].split(",")) if gpu else ("unknown", "", "", "")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "executable": os.path.basename(flce),
+        "executable": os.path.basename(args.flce),
         "num_cpus": os.cpu_count(),
         "host": platform.machine(),
         "library_build_type": "release",
@@ -130,8 +130,11 @@ def context(flce, commit):
         "driver": driver,
         "power_limit": power,
         "max_sm_clock": clock,
-        "commit": commit or output("git", "-C", ROOT, "describe", "--always", "--dirty"),
-        "how": "benchmarks/budget_table.py " + " ".join(sys.argv[1:]),
+        "commit": args.commit or output("git", "-C", ROOT, "describe", "--always", "--dirty"),
+        "how": " ".join(
+            ["benchmarks/budget_table.py --flce build/bin/flce", f"--minutes {args.minutes:g} --seconds {args.seconds:g}"]
+            + [f"--shape {shape}" for shape in args.shape or []]
+        ),
     }
 
 
@@ -152,7 +155,7 @@ def main():
     args = parser.parse_args()
 
     end = time.monotonic() + 60 * args.minutes
-    about = context(args.flce, args.commit)
+    about = context(args)
     rows, late = [], []
     print(f"{'shape':>18} {'case':<26} {'MiB beyond':>10} {'fwd ms':>8} {'ratio':>6} {'both ms':>8} {'ratio':>6}  errors (grad_hidden, grad_weight)")
     for case in cases(args.shape or SHAPES):
