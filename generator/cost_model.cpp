@@ -44,10 +44,9 @@ public:
         const double slots = device_.gpu.sm_count * blocks_per_sm;
         const double tiles = ceil_div(size.m, tile.block_m) * ceil_div(size.n, tile.block_n);
         // Filling the pipeline and the epilogue as extra depth; another block on the SM, or the other warpgroup's turn, hides most of it.
-        const bool exponentials = role != GemmRole::grad_hidden && role != GemmRole::grad_weight;
         const bool turns = plan_.path == PlanPath::cuda_sm90a && takes_turns(tile);
         const double hidden_by_others = turns ? 0.1 : blocks_per_sm > 1 ? 0.4 : 1.0;
-        const double depth = ceil_div(size.k, tile.block_k) * tile.block_k + (exponentials ? 300.0 : 120.0) * hidden_by_others;
+        const double depth = ceil_div(size.k, tile.block_k) * tile.block_k + epilogue_depth(role) * hidden_by_others;
         const double tile_seconds = 2.0 * tile.block_m * tile.block_n * depth * slots / (rate_ * tile_efficiency(spec_, plan_.path, tile));
         return std::max(ceil_div(tiles, slots) * tile_seconds, bytes / device_.gpu.bandwidth_bytes_per_s) + kLaunchSeconds;
     }
@@ -62,6 +61,12 @@ public:
     static constexpr double kLaunchSeconds = 4e-6;
 
 private:
+    /// How much deeper a tile's sum would be if it took as long as filling the pipeline and the epilogue.
+    [[nodiscard]] double epilogue_depth(GemmRole role) const {
+        if (role == GemmRole::grad_weight && plan_.path == PlanPath::cuda_sm90a) return 64.0 * grad_weight_epilogue_slices(spec_);
+        return role == GemmRole::grad_hidden || role == GemmRole::grad_weight ? 120.0 : 300.0;
+    }
+
     const Spec& spec_;
     const Device& device_;
     const Plan& plan_;

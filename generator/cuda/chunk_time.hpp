@@ -14,6 +14,11 @@
 
 namespace flce {
 
+/// Slices of 64 that grad_weight's epilogue takes on cuda_sm90a: rounding and storing, or a way through old values panel by panel.
+[[nodiscard]] inline int grad_weight_epilogue_slices(const Spec& spec) {
+    return spec.grad_weight_mode == GradMode::accumulate && element_bytes(spec.grad_weight_dtype) == 2 ? 40 : 4;
+}
+
 /// In units of one multiply-add of one thread block's tile: rows × columns for every slice of 64.
 class ChunkTime {
 public:
@@ -45,7 +50,8 @@ private:
         }
         return static_cast<std::int64_t>(tile.block_m * tile.block_n / efficiency);
     }
-    static std::int64_t tail(const GemmTile& tile) { return takes_turns(tile) ? 0 : 2 * slice(tile); }
+    static std::int64_t tail(const GemmTile& tile, int slices = 2) { return takes_turns(tile) ? 0 : slices * slice(tile); }
+    static constexpr int kExponentials = 4;  ///< slices that an epilogue with exponentials takes
 
     /// Waves of m × n results times what each takes.
     template <class Number>
@@ -59,9 +65,11 @@ private:
         const bool vocab_major = spec_.layout == WeightLayout::vocab_major;
         const Number hidden(spec_.hidden_size);
         const Number depth(kDepth);
-        const Number dlogits = waves(tiles_.dlogits, tokens, columns) * (Number(up_div(spec_.hidden_size, kDepth) * slice(tiles_.dlogits)));
+        const Number dlogits = waves(tiles_.dlogits, tokens, columns) *
+                               Number(up_div(spec_.hidden_size, kDepth) * slice(tiles_.dlogits) + tail(tiles_.dlogits, kExponentials));
         const Number weight = waves(tiles_.grad_weight, vocab_major ? columns : hidden, vocab_major ? hidden : columns) *
-                              (up_div(tokens, depth) * Number(slice(tiles_.grad_weight)) + Number(tail(tiles_.grad_weight)));
+                              (up_div(tokens, depth) * Number(slice(tiles_.grad_weight)) +
+                               Number(tail(tiles_.grad_weight, grad_weight_epilogue_slices(spec_))));
         const Number sum = waves(tiles_.grad_hidden, tokens, hidden) *
                            (up_div(columns, depth) * Number(slice(tiles_.grad_hidden)) + Number(tail(tiles_.grad_hidden) + kSumPass));
         return dlogits + weight + sum + Number(kLaunches);

@@ -1,4 +1,5 @@
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -52,10 +53,31 @@ TEST(Planner, Candidates_AreOrderedByExpectedTime) {
         const Device device = describe_device(name);
         double last = 0;
         for (const Plan& plan : candidate_plans(spec, device)) {
-            const double seconds = estimate_forward(spec, device, plan, 4096).seconds + estimate_backward(spec, device, plan, 4096).seconds;
+            double seconds = 0;  // for a token, at two numbers of them
+            for (const std::int64_t tokens : {4096, 8192}) {
+                const Cost forward = estimate_forward(spec, device, plan, tokens);
+                seconds += (forward.seconds + estimate_backward(spec, device, plan, tokens).seconds) / static_cast<double>(tokens) / 2;
+            }
             EXPECT_GE(seconds, last);
             last = seconds;
         }
+    }
+}
+
+TEST(Planner, GradHiddensTileOnHopper_IsTheOneThatWasMeasuredToBeQuicker) {
+    // hidden_size in tiles of 192 and of 256 columns: H100 and H200 records, and 3000 tokens at 2560.
+    const std::pair<int, int> quicker[] = {{768, 192}, {2048, 256}, {2304, 192}, {2560, 256}, {4096, 256}, {7168, 256}};
+    for (const auto& [hidden_size, columns] : quicker) {
+        const Plan plan = choose_plan(parse_spec(fmt::format("D={},V=128256", hidden_size)), describe_device("h200"));
+        EXPECT_EQ(plan.cuda.grad_hidden.block_n, columns) << hidden_size;
+    }
+}
+
+TEST(Planner, TilesThatLieOpen_AreNotTakenWhereOldValuesAreAddedTo) {
+    for (const char* hidden_size : {"768", "2048", "2304", "2560", "4096"}) {
+        const Spec spec = parse_spec(fmt::format("D={},V=128256,grad_weight_mode=accumulate", hidden_size));
+        const GemmTile tile = choose_plan(spec, describe_device("h100")).cuda.grad_weight;
+        EXPECT_EQ(tile.warps_m, 4) << hidden_size;  // warpgroups take turns
     }
 }
 
