@@ -42,7 +42,7 @@ private:
     static std::int64_t up_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
     static Expr up_div(const Expr& a, const Expr& b) { return ceil_div(a, b); }
 
-    /// One slice of a tile. Where warpgroups share a tile, its epilogue is in nobody's shade: about two slices.
+    /// One slice of a tile.
     static std::int64_t slice(const GemmTile& tile) {
         double efficiency = 0.7;
         for (const TileCandidate& candidate : tile_candidates_sm90()) {
@@ -50,6 +50,7 @@ private:
         }
         return static_cast<std::int64_t>(tile.block_m * tile.block_n / efficiency);
     }
+    /// Where warpgroups share a tile, its epilogue is in nobody's shade and takes as long as so many slices.
     static std::int64_t tail(const GemmTile& tile, int slices = 2) { return takes_turns(tile) ? 0 : slices * slice(tile); }
     static constexpr int kExponentials = 4;  ///< slices that an epilogue with exponentials takes
 

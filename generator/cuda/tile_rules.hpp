@@ -24,7 +24,7 @@ enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidd
     return plan.strategy == Strategy::retain ? GemmRole::forward_retain : GemmRole::forward;
 }
 
-/// Numbers that a token\'s forward needs of each part of the vocabulary: the maximum, the sum of exponentials, and what outputs and options add.
+/// Numbers that a token's forward needs of each part of the vocabulary: the maximum, the sum of exponentials, and what outputs and options add.
 [[nodiscard]] int partial_fields(const Spec& spec);
 
 /// Dynamic shared memory of one block, bytes.
