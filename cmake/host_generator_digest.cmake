@@ -2,14 +2,10 @@
 # by code that passes something else. A change of these files configures again.
 #   FLCE_HOST_GENERATOR_DIGEST  the CPU backend's code generator
 #   FLCE_LAUNCHER_DIGEST        the lowering of launch programs, and the layouts that compiled launchers read
+include(source_digest)
+
 function(flce_digest name user)
-  set(text "")
-  foreach(source IN LISTS ARGN)
-    file(SHA256 ${source} digest)
-    string(APPEND text "${digest}")
-  endforeach()
-  string(SHA256 digest "${text}")
-  string(SUBSTRING ${digest} 0 16 digest)
+  source_digest(digest ${ARGN})
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${ARGN})
   set_source_files_properties(${user} DIRECTORY ${CMAKE_SOURCE_DIR} PROPERTIES COMPILE_DEFINITIONS "${name}=\"${digest}\"")
 endfunction()

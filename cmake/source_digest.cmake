@@ -1,0 +1,11 @@
+# source_digest(OUT FILE…): sixteen digits that change with the contents of any of the files, in this order.
+function(source_digest out)
+  set(text "")
+  foreach(file IN LISTS ARGN)
+    file(SHA256 ${file} digest)
+    string(APPEND text "${digest}")
+  endforeach()
+  string(SHA256 digest "${text}")
+  string(SUBSTRING ${digest} 0 16 digest)
+  set(${out} ${digest} PARENT_SCOPE)
+endfunction()
