@@ -20,6 +20,9 @@ export CCACHE_COMMENTS ?= 1
 export CCACHE_DEPEND ?= 1
 CTEST = ctest --output-on-failure --no-tests=error -j $(JOBS)
 
+# ctest in a tree, with further arguments. Where tests failed, the end of the log says which and why.
+run_tests = (cd $(1) && $(CTEST) $(2) 2>&1 | tee ctest.log) || { status=$$?; tools/test_summary.sh $(1); exit $$status; }
+
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 18
 
@@ -59,7 +62,7 @@ test: build-and-fetch test-release test-install $(if $(CI),test-sanitize) ## eve
 	@tools/test_summary.sh build $(if $(CI),build-sanitize)
 
 test-release: build
-	@cd build && $(CTEST) 2>&1 | tee ctest.log
+	@$(call run_tests,build,)
 
 test-install: build
 	@tools/test_install.sh build
@@ -69,7 +72,7 @@ SANITIZED := badinput c_api cache cpu matrix properties session
 test-sanitize: setup ## the CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/configure.sh sanitize
 	cmake --build --preset sanitize -j $(JOBS) --target $(addprefix test_,$(SANITIZED))
-	cd build-sanitize && $(CTEST) -L '^($(shell echo $(SANITIZED) | tr ' ' '|'))$$' 2>&1 | tee ctest.log
+	$(call run_tests,build-sanitize,-L '^($(shell echo $(SANITIZED) | tr ' ' '|'))$$')
 
 bench: build ## every benchmark (build/bin/bench_*)
 	@shopt -s nullglob
