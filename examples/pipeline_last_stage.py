@@ -351,7 +351,7 @@ def main() -> int:
     if arguments.measure:
         num_tokens, hidden_size, vocab_size = map(int, arguments.shape.split("x"))
         return measure(arguments.out, num_tokens, hidden_size, vocab_size, arguments.rounds, arguments.only)
-    config = Config(hidden_size=64, vocab_size=4096, sequence=64, sequences=2, steps=6) if arguments.tiny else Config()
+    config = Config(hidden_size=64, vocab_size=16384, sequence=64, sequences=2, steps=6) if arguments.tiny else Config()
     config.steps = arguments.steps or config.steps
     return demo(config)
 
