@@ -315,6 +315,7 @@ private:
     void report_text() const {
         fmt::print("{} on {}, {} tokens\n{}\n\n", spec_.text(), kernel_->device().name, options_.num_tokens, kernel_->plan().text());
         fmt::print("  {:<32} {:>11} {:>11} {:>8} {:>10} {:>9}\n", "", "median", "min", "spread", "TFLOP/s", "to floor");
+        // 10^9 operations: divided by milliseconds, 10^12 a second.
         const double gemm = 2e-9 * static_cast<double>(options_.num_tokens) * static_cast<double>(spec_.hidden_size) *
                             static_cast<double>(spec_.vocab_size);
         for (const Subject& subject : subjects_) {
@@ -325,13 +326,13 @@ private:
             const bool every_token = subject.key.starts_with("every_token");
             const Json to_floor =
                 is_floor ? Json(nullptr) : ratio(subject.key.c_str(), both ? "floor_forward_backward_ms" : "floor_forward_ms");
-            fmt::print("  {:<32} {:>8.3f} ms {:>8.3f} ms {:>6.1f} % {:>10.3f} {:>9}\n",
+            fmt::print("  {:<32} {:>8.3f} ms {:>8.3f} ms {:>6.1f} % {:>10.4g} {:>9}\n",
                        fmt::format("{}{}",
                                    is_floor      ? "floor, "
                                    : every_token ? "none ignored, "
                                                  : "",
                                    both ? "forward + backward" : "forward"),
-                       summary.median, summary.min, summary.spread * 100, (both ? 3 : 1) * gemm / summary.median * 1e-3,
+                       summary.median, summary.min, summary.spread * 100, (both ? 3 : 1) * gemm / summary.median,
                        to_floor.is_null() ? "" : fmt::format("{:.2f}×", to_floor.get<double>()));
         }
         if (options_.ignored > 0) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <fstream>
 
 #include "tests/cli/process.hpp"
@@ -222,6 +223,18 @@ TEST(FlceInfo_WithoutNvrtc, SaysWhy) {
     EXPECT_EQ(result.exit_code, 0) << result.err;
     EXPECT_EQ(result.json()["nvrtc"]["found"], false);
     EXPECT_THAT(result.json()["nvrtc"]["why"].get<std::string>(), HasSubstr("/nonexistent"));
+}
+
+TEST(FlceBench_Text, OperationsASecondFollowFromTheTime) {
+    const ProcessResult result =
+        run_flce({"bench", "--spec", "D=256,V=4000,dtype=fp32", "--device", "cpu", "-N", "256", "--rounds", "1", "--no-floor"});
+    double median = 0;
+    double rate = 0;
+    const std::string text = result.out;
+    const auto row = text.find("\n  forward ");
+    ASSERT_NE(row, std::string::npos) << text;
+    ASSERT_EQ(std::sscanf(text.c_str() + row, " forward %lf ms %*f ms %*f %% %lf", &median, &rate), 2) << text;
+    EXPECT_NEAR(rate, 2.0 * 256 * 4000 * 256 / (median * 1e-3) / 1e12, 0.01 * rate);
 }
 
 TEST(FlcePrewarm_ForThisCpu, CompilesOnceThenHits) {
