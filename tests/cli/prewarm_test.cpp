@@ -130,9 +130,9 @@ TEST_F(Prewarm, Check_NamesWhatIsMissingAndCompilesNothing) {
 }
 
 TEST_F(Prewarm, AnotherCpuWithTheSamePlan_AnotherObject) {
-    const auto explained = run_flce({"explain", "--spec", kSpec, "--device", kCpu, "--json"}).json();
+    const auto explained = run_flce({"explain", "--spec", kPrewarmedSpec, "--device", kCpu, "--json"}).json();
     const auto with = [&](const char* device) {
-        return std::vector<std::string>{"--spec", kSpec, "--plan", explained.at("plan").get<std::string>(), "--device", device};
+        return std::vector<std::string>{"--spec", kPrewarmedSpec, "--plan", explained.at("plan").get<std::string>(), "--device", device};
     };
     ASSERT_EQ(run(with(kCpu)).json().at("compiled"), 1);
     for (const auto& [device, exit_code] : {std::pair{kCpu, 0}, {"haswell", 1}, {"znver3", 1}}) {
