@@ -189,6 +189,19 @@ Spec read_spec(const std::string& text) {
     }
 }
 
+std::vector<Spec> read_hf_config(const std::filesystem::path& path) {
+    try {
+        const Spec spec = spec_from_hf_config(read_text_file(path));
+        if (!spec.tied) return {spec};
+        Spec written = spec;
+        written.tied = false;
+        written.grad_weight_mode = GradMode::write;
+        return {spec, written};
+    } catch (const SpecError& error) {
+        throw UsageError(fmt::format("{}: {}", path.string(), error.what()));
+    }
+}
+
 Reduction parse_reduction(std::string_view text) {
     if (text == "none") return Reduction::none;
     if (text == "sum") return Reduction::sum;

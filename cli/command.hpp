@@ -74,6 +74,9 @@ void print_json(const Json& object);
 
 /// parse_spec for --spec: a file that cannot be read is the user's mistake too. Throws SpecError, UsageError.
 [[nodiscard]] Spec read_spec(const std::string& text);
+/// The layers that a trainer of a config.json's model may ask for. Of tied weights there are two: the gradient added to the embedding table's by the
+/// kernel, and written by itself, which is what a plain autograd step asks for (autograd adds the two). Throws UsageError naming the file.
+[[nodiscard]] std::vector<Spec> read_hf_config(const std::filesystem::path& path);
 
 [[nodiscard]] Reduction parse_reduction(std::string_view text);
 

@@ -233,7 +233,11 @@ void add_prewarm(CLI::App& app, Action& action) {
     CLI::App* command = app.add_subcommand("prewarm", "Compile kernels into the cache or a pack, for devices that need not be here");
     command->footer(kFooter);
     command->add_option("--spec", what.specs, "what is computed: key=value,flag,… or @file.json; may be repeated")->take_all();
-    command->add_option("--hf-config", what.hf_configs, "a model's config.json (hidden_size, vocab_size, dtype, …); may be repeated")
+    command
+        ->add_option(
+            "--hf-config", what.hf_configs,
+            "a model's config.json (hidden_size, vocab_size, dtype, …); of tied weights the kernels that add to a gradient and those that "
+            "write one; may be repeated")
         ->take_all();
     command->add_option("--manifest", what.manifests, "a JSON file that lists specs, configs, devices, limits (below); may be repeated")
         ->take_all();

@@ -20,12 +20,8 @@ struct Product {
     std::vector<std::int64_t> limits;
 };
 
-Spec read_hf_config(const fs::path& path) {
-    try {
-        return spec_from_hf_config(read_text_file(path));
-    } catch (const SpecError& error) {
-        throw UsageError(fmt::format("{}: {}", path.string(), error.what()));
-    }
+void add_hf_config(const fs::path& path, std::vector<Spec>& specs) {
+    for (Spec& spec : read_hf_config(path)) specs.push_back(std::move(spec));
 }
 
 class Manifest {
@@ -44,7 +40,7 @@ public:
     [[nodiscard]] Product product(const Product& flags) const {
         Product product;
         for (const Json& spec : list("specs")) product.specs.push_back(this->spec(spec));
-        for (const Json& config : list("hf_configs")) product.specs.push_back(read_hf_config(beside(text("hf_configs", config))));
+        for (const Json& config : list("hf_configs")) add_hf_config(beside(text("hf_configs", config)), product.specs);
         for (const Json& device : list("devices")) product.devices.push_back(text("devices", device));
         for (const Json& tokens : list("num_tokens")) product.num_tokens.push_back(number("num_tokens", tokens));
         for (const Json& limit : list("workspace_limits")) {
@@ -92,7 +88,7 @@ private:
 Product product_of(const PrewarmFlags& flags) {
     Product product;
     for (const std::string& text : flags.specs) product.specs.push_back(read_spec(text));
-    for (const auto& path : flags.hf_configs) product.specs.push_back(read_hf_config(path));
+    for (const auto& path : flags.hf_configs) add_hf_config(path, product.specs);
     product.devices = flags.devices;
     for (const std::int64_t tokens : flags.num_tokens) {
         if (tokens < 0) throw UsageError(fmt::format("--num-tokens is {}; allowed are 0 and more", tokens));

@@ -92,7 +92,9 @@ std::vector<Plan> extra_plans(const TuneOptions& options) {
 std::vector<Spec> specs_of(const TuneOptions& options) {
     std::vector<Spec> specs;
     for (const std::string& text : options.specs) specs.push_back(read_spec(text).normalized());
-    for (const auto& path : options.hf_configs) specs.push_back(spec_from_hf_config(read_text_file(path)).normalized());
+    for (const auto& path : options.hf_configs) {
+        for (const Spec& spec : read_hf_config(path)) specs.push_back(spec.normalized());
+    }
     if (specs.empty()) throw UsageError("tune needs at least one --spec or --hf-config (or --show, --diff, --merge)");
     return specs;
 }
@@ -385,7 +387,10 @@ void add_tune(CLI::App& app, Action& action) {
         "  flce tune --show ~/.cache/flce/records\n  flce tune --diff before.json after.json\n  flce tune --merge node1/ node2/ --out "
         "team/");
     command->add_option("--spec", options->specs, "what is computed: key=value,flag,… or @file.json; may be repeated")->take_all();
-    command->add_option("--hf-config", options->hf_configs, "a model's config.json; may be repeated")->take_all();
+    command
+        ->add_option("--hf-config", options->hf_configs,
+                     "a model's config.json; tied weights are two layers, gradient added and written; may be repeated")
+        ->take_all();
     command
         ->add_option("--num-tokens,-N", options->num_tokens,
                      "rows of hidden, rounded to the nearest of 64, 256, 1024, 2048, … 65536; may be repeated (default: 4096)")

@@ -48,10 +48,11 @@ TEST_F(Prewarm, Manifest_SpecsConfigsDevicesAndLimits) {
     const auto json = run({"--manifest", manifest}).json();
     ASSERT_EQ(json.at("failed"), 0);
     // Each with a session's scratch, and with what the limit leaves.
-    ASSERT_EQ(json.at("items").size(), 6u);
+    ASSERT_EQ(json.at("items").size(), 8u);
     EXPECT_THAT(json.at("items")[0].at("plan").get<std::string>(), HasSubstr("scratch=67108864"));
     EXPECT_THAT(json.at("items")[1].at("plan").get<std::string>(), HasSubstr("scratch=33554432"));
-    EXPECT_THAT(json.at("items")[4].at("spec").get<std::string>(), HasSubstr("D=16,V=50"));
+    EXPECT_THAT(json.at("items")[4].at("spec").get<std::string>(), HasSubstr("D=16,V=50,dtype=fp32,tied"));
+    EXPECT_EQ(json.at("items")[6].at("spec"), "D=16,V=50,dtype=fp32");
     EXPECT_EQ(run({"--manifest", manifest, "--check"}).exit_code, 0);
     EXPECT_EQ(run({"--manifest", manifest}).json().at("compiled"), 0);
 }
