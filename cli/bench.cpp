@@ -20,7 +20,7 @@ struct BenchOptions {
     std::string spec;
     SessionFlags session;
     std::string plan;
-    std::string retain = "none";
+    MemoryFlags memory;
     std::int64_t num_tokens = 1024;
     int rounds = 0;
     double seconds = 10;
@@ -118,11 +118,12 @@ public:
         : options_(options),
           spec_(read_spec(options.spec)),
           session_(options.session.options()),
-          kernel_(session_.get_kernel(spec_, {.plan = options.plan, .num_tokens = options.num_tokens})),
+          kernel_(session_.get_kernel(
+              spec_, {.plan = options.plan, .workspace_limit_bytes = options.memory.limit_bytes(), .num_tokens = options.num_tokens})),
           device_(kernel_->device_ref()),
           workspace_bytes_(kernel_->workspace_bytes(options.num_tokens)),
           scratch_(device_, workspace_bytes_),
-          retained_(*kernel_, options.num_tokens, options.retain) {}
+          retained_(*kernel_, options.num_tokens, options.memory) {}
 
     int run() {
         make_sets();
@@ -388,7 +389,7 @@ void add_bench(CLI::App& app, Action& action) {
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
     options->session.add_to(*command);
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
-    command->add_option("--retain", options->retain, RetainedMemory::kHelp)->capture_default_str();
+    options->memory.add_to(*command);
     command->add_option("--ignored", options->ignored, "fraction of the tokens that are ignored, timed beside the same with none")
         ->check(CLI::Range(0.0, 1.0))
         ->capture_default_str();

@@ -20,7 +20,7 @@ struct CheckOptions {
     std::string spec;
     SessionFlags session;
     std::string plan;
-    std::string retain = "none";
+    MemoryFlags memory;
     std::int64_t num_tokens = 128;
     std::uint64_t seed = 1;
     std::string reduction = "mean";
@@ -91,7 +91,8 @@ public:
           spec_(read_spec(options.spec)),
           reduction_(parse_reduction(options.reduction)),
           session_(options.session.options()),
-          kernel_(session_.get_kernel(spec_, {.plan = options.plan, .num_tokens = options.num_tokens})),
+          kernel_(session_.get_kernel(
+              spec_, {.plan = options.plan, .workspace_limit_bytes = options.memory.limit_bytes(), .num_tokens = options.num_tokens})),
           judge_(spec_.dtype, kRandomLogitDeviation / std::abs(spec_.logit_scale) * std::sqrt(static_cast<double>(spec_.hidden_size))) {}
 
     int run() {
@@ -105,7 +106,7 @@ public:
         const Scratch scratch(device, kernel_->workspace_bytes(options_.num_tokens));
         const CallOptions call{.reduction = reduction_};
         run_per_token(inputs, scratch);
-        const RetainedMemory retained(*kernel_, options_.num_tokens, options_.retain);
+        const RetainedMemory retained(*kernel_, options_.num_tokens, options_.memory);
         ForwardArgs forward = forward_args(inputs, outputs_, call);
         BackwardArgs backward = backward_args(inputs, outputs_, call);
         forward.retained = backward.retained = retained.of(outputs_);
@@ -370,7 +371,7 @@ void add_check(CLI::App& app, Action& action) {
     command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
     options->session.add_to(*command);
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
-    command->add_option("--retain", options->retain, RetainedMemory::kHelp)->capture_default_str();
+    options->memory.add_to(*command);
     command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")
         ->capture_default_str()
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));

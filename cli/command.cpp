@@ -126,6 +126,37 @@ void SessionFlags::add_to(CLI::App& app) {
     app.add_option("--workspace", workspace, "most scratch bytes beyond the accumulator of grad_hidden, e.g. 64M");
 }
 
+void MemoryFlags::add_to(CLI::App& app) {
+    app.add_option(
+        "--workspace-limit", limit,
+        "all bytes of a call beyond inputs and gradients, e.g. 2G: the plan is chosen for it, and what it leaves is --retain auto's");
+    app.add_option(
+        "--retain", retain,
+        "memory that forward may leave to backward, sparing it logits: none, all (as much as there is a use for), a number of bytes "
+        "(256M), grad_weight (that gradient's own memory, before it is written), or auto (what the limit leaves, or grad_weight's "
+        "where that is as much) (default: auto with a limit, none without)");
+}
+
+std::int64_t MemoryFlags::limit_bytes() const {
+    if (limit.empty()) return 0;
+    const std::int64_t bytes = parse_bytes("--workspace-limit", limit);
+    if (bytes < 1) throw UsageError(fmt::format("--workspace-limit is {}; it must be positive", limit));
+    return bytes;
+}
+
+std::string MemoryFlags::choice() const {
+    if (!retain.empty()) return retain;
+    return limit.empty() ? "none" : "auto";
+}
+
+void MemoryFlags::check_limit(std::int64_t bytes) const {
+    if (const std::int64_t most = limit_bytes(); most > 0 && bytes > most) {
+        throw UsageError(
+            fmt::format("--retain {}: with the workspace {} bytes, over the --workspace-limit of {}; auto takes what it leaves", choice(),
+                        bytes, most));
+    }
+}
+
 SessionOptions SessionFlags::options() const {
     SessionOptions options;
     options.device = device;

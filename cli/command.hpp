@@ -51,6 +51,20 @@ void add_info(CLI::App& app, Action& action);
 /// Runs the command line; returns the process's exit code. Errors are one line on stderr.
 int main(int argc, char** argv);
 
+/// --workspace-limit and --retain: the memory of a call beyond inputs and gradients, and what forward may leave to backward.
+struct MemoryFlags {
+    std::string limit;
+    std::string retain;
+
+    void add_to(CLI::App& app);
+    /// 0: none.
+    [[nodiscard]] std::int64_t limit_bytes() const;
+    /// none, auto, all, grad_weight, or a number of bytes.
+    [[nodiscard]] std::string choice() const;
+    /// Throws UsageError where there is a limit and `bytes`, workspace and retained together, are over it.
+    void check_limit(std::int64_t bytes) const;
+};
+
 /// --device, --cache-dir, --threads and --workspace of the subcommands that own a session.
 struct SessionFlags {
     std::string device;

@@ -15,7 +15,7 @@ struct ExplainOptions {
     std::string device;
     std::string workspace;
     std::string plan;
-    std::string retain = "none";
+    MemoryFlags memory;
     std::int64_t num_tokens = 4096;
     bool json = false;
 };
@@ -36,14 +36,23 @@ struct Point {
     [[nodiscard]] double seconds() const { return forward.seconds + backward.seconds; }
 };
 
-Point make_point(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, const Kept& kept = {}) {
+/// Scratch and the fp32 sum of grad_hidden.
+std::int64_t workspace_bound(const Spec& spec, const Plan& plan, std::int64_t num_tokens) {
     std::int64_t accumulator = 0;
     std::int64_t workspace = 0;
     if (__builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &accumulator) ||
-        __builtin_add_overflow(plan.scratch_bytes, accumulator, &workspace) || __builtin_add_overflow(workspace, kept.bytes, &workspace)) {
+        __builtin_add_overflow(plan.scratch_bytes, accumulator, &workspace)) {
         throw UsageError(fmt::format("--num-tokens: {} tokens overflow 64-bit sizes", num_tokens));
     }
-    return {plan, workspace, kept, estimate_forward(spec, device, plan, num_tokens, kept.part),
+    return workspace;
+}
+
+Point make_point(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, const Kept& kept = {}) {
+    std::int64_t bytes = 0;
+    if (__builtin_add_overflow(workspace_bound(spec, plan, num_tokens), kept.bytes, &bytes)) {
+        throw UsageError(fmt::format("--num-tokens: {} tokens overflow 64-bit sizes", num_tokens));
+    }
+    return {plan, bytes, kept, estimate_forward(spec, device, plan, num_tokens, kept.part),
             estimate_backward(spec, device, plan, num_tokens, kept.part)};
 }
 
@@ -86,22 +95,41 @@ std::vector<Point> make_curve(const Spec& spec, const Device& device, std::int64
 }
 
 /// --retain, as the other commands have it. Throws UsageError where it is none of the choices, or that memory will not do.
-Kept read_kept(const Spec& spec, const Plan& plan, std::int64_t num_tokens, const std::string& choice) {
-    if (choice == "none") return {};
+Kept read_kept(const Spec& spec, const Plan& plan, std::int64_t num_tokens, const MemoryFlags& flags) {
+    const std::string choice = flags.choice();
     const bool retains = plan.strategy == Strategy::retain;
+    const std::int64_t whole = retains ? exponential_bytes(spec, num_tokens, 1) : 0;
+    const double lent = retains ? lent_part(spec, num_tokens) : 0;
+    const auto own = [&](std::int64_t bytes) {
+        return Kept{whole == 0 ? 0.0 : static_cast<double>(bytes) / static_cast<double>(whole), bytes};
+    };
+    if (choice == "none") return {};
+    if (choice == "auto") {
+        const std::int64_t used = workspace_bound(spec, plan, num_tokens);
+        const Kept rest = own(std::clamp<std::int64_t>(flags.limit_bytes() - used, 0, whole));
+        return rest.part > lent ? rest : Kept{lent, 0};
+    }
     if (choice == "grad_weight") {
-        const double part = retains ? lent_part(spec, num_tokens) : 0;
-        if (part == 0 && num_tokens > 0) {
+        if (lent == 0 && num_tokens > 0) {
             throw UsageError(
                 fmt::format("--retain grad_weight: {} cannot use that memory (the plan has to retain, the gradient to be written, not "
                             "accumulated into, vocab_major)",
                             plan.text()));
         }
-        return {part, 0};
+        return {lent, 0};
     }
-    const std::int64_t whole = retains ? exponential_bytes(spec, num_tokens, 1) : 0;
-    const std::int64_t bytes = choice == "all" ? whole : std::min(whole, parse_bytes("--retain", choice));
-    return {whole == 0 ? 0.0 : static_cast<double>(bytes) / static_cast<double>(whole), bytes};
+    const Kept kept = own(choice == "all" ? whole : std::min(whole, parse_bytes("--retain", choice)));
+    flags.check_limit(workspace_bound(spec, plan, num_tokens) + kept.bytes);
+    return kept;
+}
+
+bool same(const Point& a, const Point& b) { return a.plan == b.plan && a.kept.bytes == b.kept.bytes && a.kept.part == b.kept.part; }
+
+/// Where a plan lies on a curve that does not go through it.
+void add_point(std::vector<Point>& curve, const Point& point) {
+    if (std::ranges::any_of(curve, [&](const Point& p) { return same(p, point); })) return;
+    const auto after = std::ranges::find_if(curve, [&](const Point& p) { return p.workspace_bytes > point.workspace_bytes; });
+    curve.insert(after, point);
 }
 
 Json to_json(const Point& point) {
@@ -122,14 +150,19 @@ int explain(const ExplainOptions& options) {
     if (!options.workspace.empty()) request.scratch_bytes = parse_bytes("--workspace", options.workspace);
     // What runs here does not matter to it; what it has measured does.
     SessionOptions session_options{.device = "cpu", .scratch_bytes = request.scratch_bytes};
-    const PlanChoice choice = Session(session_options).choose_plan(spec, device, {.plan = options.plan, .num_tokens = options.num_tokens});
+    const std::int64_t limit = options.memory.limit_bytes();
+    const PlanChoice choice =
+        Session(session_options)
+            .choose_plan(spec, device, {.plan = options.plan, .workspace_limit_bytes = limit, .num_tokens = options.num_tokens});
     const Plan& plan = choice.plan;
-    const Point point = make_point(spec, device, plan, options.num_tokens, read_kept(spec, plan, options.num_tokens, options.retain));
-    const auto curve = make_curve(spec, device, options.num_tokens);
+    const Point point = make_point(spec, device, plan, options.num_tokens, read_kept(spec, plan, options.num_tokens, options.memory));
+    std::vector<Point> curve = make_curve(spec, device, options.num_tokens);
+    add_point(curve, point);
     const auto& reasons = choice.reasons;
     if (options.json) {
         Json json{{"spec", spec.text()}, {"device", device.name}, {"num_tokens", options.num_tokens}};
         json.update(to_json(point));
+        json["workspace_limit_bytes"] = limit;
         json["logits_bytes"] =
             static_cast<double>(options.num_tokens) * static_cast<double>(spec.vocab_size) * static_cast<double>(element_bytes(spec.dtype));
         json["curve"] = Json::array();
@@ -141,7 +174,8 @@ int explain(const ExplainOptions& options) {
     }
     fmt::print("spec        {}\ndevice      {}\nplan        {}\ntokens      {}\n", spec.text(), device.name, plan.text(),
                options.num_tokens);
-    fmt::print("workspace   at most {}\n", human_bytes(static_cast<double>(point.workspace_bytes)));
+    fmt::print("workspace   at most {}{}\n", human_bytes(static_cast<double>(point.workspace_bytes)),
+               limit > 0 ? fmt::format(" of {}", human_bytes(static_cast<double>(limit))) : "");
     fmt::print("operations  {:.3g}\n", point.forward.flops + point.backward.flops);
     fmt::print("expected    forward {}, forward + backward {}\n\nwhy\n", human_seconds(point.forward.seconds),
                human_seconds(point.seconds()));
@@ -149,10 +183,9 @@ int explain(const ExplainOptions& options) {
     fmt::print("\nwhat more or less memory would do (*: this plan)\n    {:>12}  {:>10}  {:>8}  {:>18}  {}\n", "workspace", "strategy",
                "kept", "forward + backward", "vocabulary chunk");
     for (const Point& p : curve) {
-        const bool here = p.plan == point.plan && p.kept.bytes == point.kept.bytes && p.kept.part == point.kept.part;
-        fmt::print("  {} {:>12}  {:>10}  {:>6.1f} %  {:>18}  {}{}\n", here ? '*' : ' ', human_bytes(static_cast<double>(p.workspace_bytes)),
-                   to_string(p.plan.strategy), 100 * p.kept.part, human_seconds(p.seconds()), p.plan.vocab_chunk,
-                   p.kept.part > 0 && p.kept.bytes == 0 ? "  in grad_weight's memory" : "");
+        fmt::print("  {} {:>12}  {:>10}  {:>6.1f} %  {:>18}  {}{}\n", same(p, point) ? '*' : ' ',
+                   human_bytes(static_cast<double>(p.workspace_bytes)), to_string(p.plan.strategy), 100 * p.kept.part,
+                   human_seconds(p.seconds()), p.plan.vocab_chunk, p.kept.part > 0 && p.kept.bytes == 0 ? "  in grad_weight's memory" : "");
     }
     return kDone;
 }
@@ -164,7 +197,8 @@ void add_explain(CLI::App& app, Action& action) {
     CLI::App* command = app.add_subcommand("explain", "The plan and why, bytes, operations, expected time; for a device here or elsewhere");
     command->footer(
         "\nExamples:\n  flce explain --spec D=2048,V=151936,dtype=bf16,tied\n"
-        "  flce explain --spec D=4096,V=128256,dtype=bf16 --device \"NVIDIA H200\" --num-tokens 8192 --workspace 128M --json");
+        "  flce explain --spec D=4096,V=128256,dtype=bf16 --device \"NVIDIA H200\" --num-tokens 8192 --workspace 128M --json\n"
+        "  flce explain --spec D=4096,V=128256,dtype=bf16 --device h100 --workspace-limit 1G");
     command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
     command->add_option("--device", options->device,
                         "cpu, cuda[:I], or a name: sm_80, sm_90a, h100, \"NVIDIA H200\", x86-64-v4, … (default: this machine's best)");
@@ -173,7 +207,7 @@ void add_explain(CLI::App& app, Action& action) {
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 60));
     command->add_option("--workspace", options->workspace, "most scratch bytes beyond the accumulator of grad_hidden, e.g. 64M");
     command->add_option("--plan", options->plan, "explain this plan instead of the planner's choice");
-    command->add_option("--retain", options->retain, RetainedMemory::kHelp)->capture_default_str();
+    options->memory.add_to(*command);
     command->add_flag("--json", options->json, "one JSON object on stdout");
     command->callback([options, &action] { action = [options] { return explain(*options); }; });
 }

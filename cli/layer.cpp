@@ -139,20 +139,43 @@ Workspace Scratch::workspace() const {
     return {static_cast<std::byte*>(buffer_.data()) + (aligned - address), bytes_};
 }
 
-RetainedMemory::RetainedMemory(const Kernel& kernel, std::int64_t num_tokens, const std::string& choice) {
-    if (choice.empty() || choice == "none") return;
-    if (choice == "grad_weight") {
-        bytes_ = kernel.retained_bytes(num_tokens, RetainedPlace::grad_weight);
-        if (bytes_ == 0 && num_tokens > 0) {
+RetainedSizes automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes) {
+    constexpr std::size_t kAlignment = 256;
+    const std::size_t workspace = kernel.workspace_bytes(num_tokens);
+    const auto limit = static_cast<std::size_t>(limit_bytes);
+    if (limit > 0 && workspace > limit) {
+        throw PlanError(fmt::format("its workspace of {} bytes is over the limit of {}", workspace, limit));
+    }
+    const std::size_t room = limit > 0 ? (limit - workspace) / kAlignment * kAlignment : 0;
+    RetainedSizes sizes{.own = std::min(kernel.retained_bytes(num_tokens), room),
+                        .lent = kernel.retained_bytes(num_tokens, RetainedPlace::grad_weight)};
+    (sizes.own > sizes.lent ? sizes.lent : sizes.own) = 0;
+    return sizes;
+}
+
+RetainedMemory::RetainedMemory(const Kernel& kernel, std::int64_t num_tokens, const MemoryFlags& flags) {
+    const std::string choice = flags.choice();
+    const std::size_t lent = kernel.retained_bytes(num_tokens, RetainedPlace::grad_weight);
+    std::size_t own = 0;
+    if (choice == "auto") {
+        const RetainedSizes sizes = automatic_retained(kernel, num_tokens, flags.limit_bytes());
+        own = sizes.own;
+        bytes_ = sizes.lent;
+    } else if (choice == "grad_weight") {
+        bytes_ = lent;
+        if (lent == 0 && num_tokens > 0) {
             throw UsageError(
                 fmt::format("--retain grad_weight: {} cannot use that memory (it has to be written, not accumulated into, vocab_major)",
                             kernel.plan().text()));
         }
-        return;
+    } else if (choice != "none") {
+        own = kernel.retained_bytes(num_tokens);
+        if (choice != "all") own = std::min(own, static_cast<std::size_t>(parse_bytes("--retain", choice)));
+        flags.check_limit(static_cast<std::int64_t>(own + kernel.workspace_bytes(num_tokens)));
     }
-    const std::size_t most = kernel.retained_bytes(num_tokens);
-    bytes_ = choice == "all" ? most : std::min(most, static_cast<std::size_t>(parse_bytes("--retain", choice)));
-    if (bytes_ > 0) memory_.emplace(kernel.device_ref(), bytes_);
+    if (own == 0) return;
+    bytes_ = own;
+    memory_.emplace(kernel.device_ref(), own);
 }
 
 Retained RetainedMemory::of(const LayerOutputs& outputs) const {

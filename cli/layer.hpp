@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/command.hpp"
 #include "flce/buffer.hpp"
 #include "flce/flce.hpp"
 
@@ -69,16 +70,19 @@ private:
     std::size_t bytes_;
 };
 
-/// Memory in which a command lets forward leave to backward what spares it computing logits again: its option --retain.
+/// What forward may leave to backward without more being said: in the memory that a limit (0: none) leaves beside the workspace, or in grad_weight's,
+/// where that holds as much; bytes, one of them 0. Throws PlanError where the workspace alone is over the limit.
+struct RetainedSizes {
+    std::size_t own = 0;
+    std::size_t lent = 0;
+};
+[[nodiscard]] RetainedSizes automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes);
+
+/// Memory in which a command lets forward leave to backward what spares it computing logits again.
 class RetainedMemory {
 public:
-    static constexpr const char* kHelp =
-        "memory that forward may leave to backward, sparing it logits: none, all (as much as there is a use for), a number of bytes "
-        "(256M), or "
-        "grad_weight (that gradient's own memory, before it is written)";
-
-    /// Throws UsageError where `choice` is none of these, or the kernel cannot use grad_weight's memory.
-    RetainedMemory(const Kernel& kernel, std::int64_t num_tokens, const std::string& choice);
+    /// Throws UsageError where the flags' choice is none that there is, is over their limit, or the kernel cannot use grad_weight's memory.
+    RetainedMemory(const Kernel& kernel, std::int64_t num_tokens, const MemoryFlags& flags);
     /// For both passes over `outputs`.
     [[nodiscard]] Retained of(const LayerOutputs& outputs) const;
     /// Beside the gradients.

@@ -133,6 +133,50 @@ TEST(FlceExplain_Retain, MoreIsFasterAndCostsWhatItSays) {
     }
 }
 
+TEST(FlceExplain_WorkspaceLimit, IsKeptAndUsed) {
+    const std::string spec = "D=2048,V=151936,dtype=bf16";
+    const auto at = [&](const std::string& limit, const std::string& more = "") {
+        return expect_json({"explain", "--spec", spec + more, "--device", "sm_90a", "--workspace-limit", limit, "--json"});
+    };
+    double last = 1e9;
+    for (const auto& [limit, bytes] : {std::pair{"700M", 700 << 20}, {"1G", 1 << 30}, {"1200M", 1200 << 20}}) {
+        const auto json = at(limit);
+        EXPECT_LE(json["workspace_bytes"].get<std::int64_t>(), bytes);
+        EXPECT_GT(json["workspace_bytes"].get<std::int64_t>(), bytes / 10 * 9) << "what is allowed is used";
+        EXPECT_LT(json["forward_backward_ms"].get<double>(), last) << limit;
+        last = json["forward_backward_ms"].get<double>();
+        bool on_the_curve = false;
+        for (const auto& point : json["curve"]) on_the_curve = on_the_curve || point["retained_bytes"] == json["retained_bytes"];
+        EXPECT_TRUE(on_the_curve);
+    }
+    const auto little = at("100M");
+    EXPECT_LE(little["workspace_bytes"].get<std::int64_t>(), 100 << 20);
+    EXPECT_EQ(little["retained_part"], 0.5) << "in grad_weight's memory";
+    EXPECT_EQ(at("100M", ",grad_weight_mode=accumulate")["retained_part"].get<double>() > 0.1, false);
+    EXPECT_THAT(run_flce({"explain", "--spec", spec, "--device", "h100", "--workspace-limit", "1G"}).out,
+                AllOf(HasSubstr("of 1.0 GiB"), HasSubstr("\n  * ")));
+    expect_refused({"explain", "--spec", spec, "--device", "sm_90a", "--workspace-limit", "1M"}, 2, "workspace_limit_bytes");
+    expect_refused({"explain", "--spec", spec, "--device", "sm_90a", "--workspace-limit", "100M", "--retain", "all"}, 2,
+                   "--workspace-limit");
+}
+
+TEST(Flce_WorkspaceLimit, HoldsForWhatBenchAndCheckUse) {
+    const std::vector<std::string> layer{"--spec", "D=64,V=5000,dtype=fp32,grad_weight_mode=accumulate", "--device", "cpu", "-N", "64"};
+    const auto with = [&](std::vector<std::string> command, const std::vector<std::string>& more) {
+        command.insert(command.end(), layer.begin(), layer.end());
+        command.insert(command.end(), more.begin(), more.end());
+        return command;
+    };
+    const auto json = expect_json(with({"bench"}, {"--rounds", "1", "--workspace-limit", "2M", "--json"}));
+    EXPECT_GT(json["retained_bytes"].get<std::int64_t>(), 0);
+    EXPECT_LE(json["retained_bytes"].get<std::int64_t>() + json["workspace_bytes"].get<std::int64_t>(), 2 << 20);
+    EXPECT_EQ(expect_json(with({"bench"}, {"--rounds", "1", "--json"}))["retained_bytes"], 0);
+    EXPECT_EQ(run_flce(with({"check"}, {"--workspace-limit", "2M"})).exit_code, 0);
+    expect_refused(with({"check"}, {"--workspace-limit", "1K"}), 2, "1024 bytes of scratch");
+    expect_refused(with({"check"}, {"--workspace-limit", "none"}), 2, "--workspace-limit");
+    expect_refused(with({"bench"}, {"--workspace-limit", "1200K", "--retain", "all"}), 2, "auto takes what it leaves");
+}
+
 TEST(FlceExplain_ItsOwnPlan, CanBeReplayed) {
     const auto json = expect_json({"explain", "--spec", kSmall, "--device", "cpu", "--json"});
     const std::string plan = json["plan"];
