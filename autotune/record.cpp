@@ -105,7 +105,8 @@ RecordKey record_key(const Spec& spec, const Device& device, std::int64_t num_to
             .kernel_version = std::string(kernel_version(device.kind)),
             .spec = measured.text(),
             .num_tokens = token_bucket(num_tokens),
-            .memory = memory};
+            .memory = memory,
+            .policy = std::string(device.kind == DeviceKind::cuda ? kGpuMeasurementPolicy : kCpuMeasurementPolicy)};
 }
 
 std::string_view to_string(Outcome outcome) noexcept {

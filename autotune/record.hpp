@@ -8,7 +8,7 @@
 //   spec            canonical text, normalized, without tied: kernels are those of its grad_weight_mode
 //   num_tokens      one of token_buckets()
 //   memory          scratch_bytes, limit_bytes (0: none), retained ("auto", "none")
-//   policy          how it was measured: kMeasurementPolicy
+//   policy          how it was measured: kGpuMeasurementPolicy, kCpuMeasurementPolicy
 //   runs            {id: {date, version, commit, device, driver, clocks, searched}}: each call of the tuner that measured something
 //   candidates      [{plan, rank, outcome, why, workspace_bytes, retained_bytes, times_ms: {run id: [milliseconds, …]}}]
 //   best            {plan, median_ms}, or null: for people, readers decide again
@@ -32,8 +32,10 @@ namespace flce {
 inline constexpr std::size_t kMaxRecordBytes = 4U << 20;
 inline constexpr std::size_t kMaxRecordCandidates = 4096;
 
-/// Forward and backward together, candidates in turns, buffers beyond the last cache, medians; changes when times stop being comparable.
-inline constexpr std::string_view kMeasurementPolicy = "forward+backward, interleaved, median 1";
+/// Forward and backward together, candidates in turns, buffers beyond the last cache, medians, on a GPU in a CUDA graph; changes when times stop
+/// being comparable. GPUs' before graphs: that of CPUs.
+inline constexpr std::string_view kCpuMeasurementPolicy = "forward+backward, interleaved, median 1";
+inline constexpr std::string_view kGpuMeasurementPolicy = "forward+backward, interleaved, graph, median 2";
 
 /// Candidates so close to the best are as good as it: the first of them in a fixed order wins, so that noise does not choose.
 inline constexpr double kTieMargin = 0.02;
@@ -66,7 +68,7 @@ struct RecordKey {
     std::string spec;
     std::int64_t num_tokens = kTypicalTokens;
     TunedMemory memory;
-    std::string policy{kMeasurementPolicy};
+    std::string policy{kGpuMeasurementPolicy};
     friend bool operator==(const RecordKey&, const RecordKey&) = default;
 
     /// 64 hexadecimal digits: of device and spec, and of everything.

@@ -72,7 +72,7 @@ double ratio_distance(std::int64_t a, std::int64_t b) {
 auto distance(const RecordKey& key, const RecordKey& wanted) {
     return std::tuple(key.kernel_version != wanted.kernel_version, ratio_distance(key.num_tokens, wanted.num_tokens), key.num_tokens,
                       key.memory.retained != wanted.memory.retained, ratio_distance(key.memory.limit_bytes, wanted.memory.limit_bytes),
-                      ratio_distance(key.memory.scratch_bytes, wanted.memory.scratch_bytes));
+                      ratio_distance(key.memory.scratch_bytes, wanted.memory.scratch_bytes), key.policy != wanted.policy);
 }
 
 }  // namespace

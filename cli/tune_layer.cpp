@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cache/log.hpp"
 #include "cli/number_formats.hpp"
 
 namespace flce::cli {
@@ -88,35 +89,32 @@ TuneLayer::Runnable& TuneLayer::runnable(const std::string& plan) {
     Runnable made{.kernel = session_.get_kernel(options_.spec, {.plan = plan})};
     made.workspace_bytes = made.kernel->workspace_bytes(n);
     if (options_.retain) {
-        made.lent_bytes = made.kernel->retained_bytes(n, RetainedPlace::grad_weight);
-        const auto limit = static_cast<std::size_t>(options_.limit_bytes);
-        if (limit > 0 && made.workspace_bytes > limit) {
-            throw PlanError(fmt::format("its workspace of {} bytes is over the limit of {}", made.workspace_bytes, limit));
-        }
-        const std::size_t room = limit > 0 ? limit - made.workspace_bytes : 0;
-        made.own_bytes = std::min(made.kernel->retained_bytes(n), room / 256 * 256);
-        (made.own_bytes > made.lent_bytes ? made.lent_bytes : made.own_bytes) = 0;
+        const RetainedSizes sizes = automatic_retained(*made.kernel, n, options_.limit_bytes);
+        made.own_bytes = sizes.own;
+        made.lent_bytes = sizes.lent;
     }
-    const auto grow = [&](std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted) {
-        if (wanted <= have && memory != nullptr) return;
-        memory.reset();  // before there is more of it
-        memory = std::make_unique<Scratch>(device_, wanted);
-        have = wanted;
-    };
-    grow(scratch_, scratch_bytes_, made.workspace_bytes);
-    if (made.own_bytes > 0) grow(retained_, retained_bytes_, made.own_bytes);
+    reserve(scratch_, scratch_bytes_, made.workspace_bytes);
+    if (made.own_bytes > 0) reserve(retained_, retained_bytes_, made.own_bytes);
     return kernels_.emplace(plan, std::move(made)).first->second;
 }
 
-void TuneLayer::run(const Runnable& runnable, std::size_t which) const {
+void TuneLayer::reserve(std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted) {
+    if (wanted <= have && memory != nullptr) return;
+    for (auto& [plan, other] : kernels_) other.sample = {};  // which know the memory by its address
+    memory.reset();                                          // before there is more of it
+    memory = std::make_unique<Scratch>(device_, wanted);
+    have = wanted;
+}
+
+void TuneLayer::run(const Runnable& runnable, std::size_t which, Stream stream) const {
     const BufferSet& set = sets_[which % sets_.size()];
     ForwardArgs forward = forward_args(set.inputs, set.outputs, {});
     BackwardArgs backward = backward_args(set.inputs, set.outputs, {});
     if (runnable.own_bytes > 0) forward.retained = backward.retained = {retained_->workspace().data, runnable.own_bytes};
     if (runnable.lent_bytes > 0) forward.retained = backward.retained = {set.outputs.grad_weight.view.data, runnable.lent_bytes};
     const Workspace workspace{scratch_->workspace().data, runnable.workspace_bytes};
-    runnable.kernel->forward(forward, workspace);
-    runnable.kernel->backward(backward, workspace);
+    runnable.kernel->forward(forward, workspace, stream);
+    runnable.kernel->backward(backward, workspace, stream);
 }
 
 /// Bytes that are NaN in every dtype: what is not written shows.
@@ -263,20 +261,39 @@ TuneLayer::Checked TuneLayer::check(const std::string& plan) {
     return checked;
 }
 
+Recording TuneLayer::recorded(const Runnable& candidate) {
+    const auto work = [this, &candidate](Stream stream) {
+        for (int i = 0; i < candidate.repetitions; ++i) run(candidate, static_cast<std::size_t>(i), stream);
+    };
+    const DeviceRef host;
+    if (device_.kind == DeviceKind::cpu || !graphs_) return {host, work};
+    try {
+        Recording graph(device_, work);
+        graph.submit();  // the first submission sends the graph to the device
+        return graph;
+    } catch (const DeviceError& error) {
+        // A kernel that is at fault fails again below; a driver that cannot have these launches in a graph gets them one by one.
+        logger().warn("samples are timed without CUDA graphs: {}", error.what());
+        graphs_ = false;
+        return {host, work};
+    }
+}
+
 double TuneLayer::time_ms(const std::string& plan) {
     Runnable& candidate = runnable(plan);
-    const auto once = [&](int repetitions) {
-        Timer timer(device_);
-        timer.start();
-        for (int i = 0; i < repetitions; ++i) run(candidate, calls_++);
-        return timer.stop_ms() / repetitions;
-    };
+    Timer timer(device_);
     if (candidate.repetitions == 0) {
         constexpr double kMostRepetitions = 1000;
-        const double ms = once(1);
-        candidate.repetitions = static_cast<int>(std::clamp(std::ceil(options_.sample_ms / std::max(ms, 1e-6)), 1.0, kMostRepetitions));
+        timer.start();
+        run(candidate, 0);
+        const double ms = timer.stop_ms();
+        const double enough = std::clamp(std::ceil(options_.sample_ms / std::max(ms, 1e-6)), 1.0, kMostRepetitions);
+        candidate.repetitions = std::max(static_cast<int>(enough), static_cast<int>(sets_.size()));
     }
-    return once(candidate.repetitions);
+    if (!candidate.sample) candidate.sample = recorded(candidate);
+    timer.start(candidate.sample.stream());
+    candidate.sample.submit();
+    return timer.stop_ms(candidate.sample.stream()) / candidate.repetitions;
 }
 
 }  // namespace flce::cli

@@ -9,6 +9,7 @@
 #include "cli/command.hpp"
 #include "cli/layer.hpp"
 #include "cli/reference.hpp"
+#include "flce/recording.hpp"
 
 namespace flce::cli {
 
@@ -33,7 +34,7 @@ public:
     /// Runs the plan into poisoned outputs. Samples of tokens and vocabulary rows are held against fp64, and a spread of all rows against the first
     /// plan that was right. Throws what get_kernel does.
     [[nodiscard]] Checked check(const std::string& plan);
-    /// Milliseconds of forward and backward, on buffers in turn so that the inputs come from memory.
+    /// Milliseconds of forward and backward, on buffers in turn so that the inputs come from memory; on a GPU in a graph, without the host's share.
     [[nodiscard]] double time_ms(const std::string& plan);
 
     /// For tests of whoever asks: the next run's results are off.
@@ -45,7 +46,8 @@ private:
         std::size_t workspace_bytes = 0;
         std::size_t own_bytes = 0;   ///< retained in memory of its own
         std::size_t lent_bytes = 0;  ///< retained in grad_weight's
-        int repetitions = 0;         ///< not known yet
+        int repetitions = 0;         ///< of a sample; 0: not known yet
+        Recording sample;            ///< of so many; made when it is first timed
     };
     struct BufferSet {
         LayerInputs inputs;
@@ -59,7 +61,9 @@ private:
     };
 
     Runnable& runnable(const std::string& plan);
-    void run(const Runnable& runnable, std::size_t set) const;
+    void run(const Runnable& runnable, std::size_t set, Stream stream = {}) const;
+    [[nodiscard]] Recording recorded(const Runnable& candidate);
+    void reserve(std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted);
     void poison();
     [[nodiscard]] Sample sample() const;
     [[nodiscard]] std::string against_reference(const Sample& sample);
@@ -79,8 +83,8 @@ private:
     std::unique_ptr<Reference> reference_;
     std::unique_ptr<Yardstick> yardstick_;
     std::unique_ptr<Sample> first_;  ///< of the first plan that was right
-    std::size_t calls_ = 0;
     bool spoil_ = false;
+    bool graphs_ = true;
 };
 
 }  // namespace flce::cli

@@ -53,6 +53,12 @@ namespace flce {
     X(cuStreamCreate)                              \
     X(cuStreamDestroy)                             \
     X(cuStreamSynchronize)                         \
+    X(cuStreamBeginCapture)                        \
+    X(cuStreamEndCapture)                          \
+    X(cuGraphInstantiateWithFlags)                 \
+    X(cuGraphDestroy)                              \
+    X(cuGraphExecDestroy)                          \
+    X(cuGraphLaunch)                               \
     X(cuEventCreate)                               \
     X(cuEventDestroy)                              \
     X(cuEventRecord)                               \

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "flce/recording.hpp"
 #include "tests/support/gpu.hpp"
 
 namespace flce {
@@ -74,6 +75,22 @@ TEST(Timer, Host_MeasuresTime) {
     for (int i = 0; i < 200000; ++i) sum = sum + i;
     EXPECT_GT(timer.stop_ms(), 0.0);
     synchronize(kCpu);
+}
+
+TEST(Recording, Host_RunsTheWorkEachTime) {
+    int runs = 0;
+    const Recording recording(kCpu, [&](Stream stream) {
+        EXPECT_EQ(stream.handle, nullptr);
+        if (++runs == 3) throw ArgumentError("of the work");
+    });
+    EXPECT_EQ(runs, 0);
+    recording.submit();
+    recording.submit();
+    EXPECT_EQ(runs, 2);
+    EXPECT_THROW(recording.submit(), ArgumentError);
+    EXPECT_TRUE(recording);
+    EXPECT_FALSE(Recording());
+    EXPECT_THROW(Recording({DeviceKind::cuda, 1000}, [](Stream) {}), EnvironmentError);
 }
 
 TEST(GpuBuffer, Device_KeepsWhatIsUploaded) {

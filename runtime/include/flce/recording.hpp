@@ -1,0 +1,30 @@
+// Passes recorded once and submitted as often as wanted, for programs that measure them: what a launch costs on the host is left out.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "flce/flce.hpp"
+
+namespace flce {
+
+/// On a GPU a CUDA graph on a stream of its own; on a CPU the calls themselves. Movable.
+class Recording {
+public:
+    Recording() = default;
+    /// Calls `work` with the stream to submit to: once, now, on a GPU (nothing runs yet), each time on a CPU. What the work uses must outlive the
+    /// recording and stay where it is. Throws what `work` does, and DeviceError where the driver refuses the graph.
+    Recording(DeviceRef device, std::function<void(Stream)> work);
+
+    [[nodiscard]] explicit operator bool() const noexcept { return state_ != nullptr; }
+    /// The stream that submit() submits to, for a Timer.
+    [[nodiscard]] Stream stream() const noexcept;
+    /// Returns when the work is under way (on a CPU: done).
+    void submit() const;
+
+private:
+    struct State;
+    std::shared_ptr<const State> state_;
+};
+
+}  // namespace flce
