@@ -16,8 +16,11 @@ void handle_interrupts() {
     action.sa_handler = on_signal;
     action.sa_flags = SA_RESETHAND;  // the second one has its default meaning
     sigemptyset(&action.sa_mask);
-    sigaction(SIGINT, &action, nullptr);
-    sigaction(SIGTERM, &action, nullptr);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+        struct sigaction before{};
+        sigaction(signal, nullptr, &before);
+        if (before.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);  // what nohup has turned off stays off
+    }
 }
 
 bool interrupted() noexcept { return g_interrupted != 0; }

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <csignal>
+#include <fstream>
 #include <optional>
 
 #include "cli/command.hpp"
@@ -22,6 +23,7 @@ struct PrewarmOptions {
     PrewarmFlags what;
     std::filesystem::path cache_dir;
     std::filesystem::path out;
+    std::filesystem::path depfile;
     int jobs = 0;  // 0: as many as there is room for
     bool check = false;
     bool json = false;
@@ -144,11 +146,40 @@ private:
     std::int64_t done_ = 0;
 };
 
-int compile(const PrewarmOptions& options, const Session& session, const std::vector<PrewarmItem>& items) {
+/// Kernel sets that were compiled and that a run would miss after all: the directory is refused, full, off, or smaller than they are.
+std::size_t count_not_kept(Session& session, const std::vector<PrewarmItem>& items, const Compilation& compilation) {
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+        if (!compilation.outcome(i).error.empty()) continue;
+        if (!session.missing(items[i].spec, items[i].device, {.plan = items[i].plan}).empty()) ++count;
+    }
+    return count;
+}
+
+/// For the build that a pack is a part of: the files that it is made from, as Make and Ninja read it.
+void write_depfile(const PrewarmOptions& options) {
+    const auto escaped = [](const std::filesystem::path& path) {
+        std::string text;
+        for (const char c : std::filesystem::absolute(path).lexically_normal().string()) {
+            if (c == ' ' || c == '#' || c == '\\') text += '\\';
+            if (c == '$') text += '$';
+            text += c;
+        }
+        return text;
+    };
+    std::string text = escaped(options.out) + ":";
+    for (const auto& file : prewarm_files(options.what)) text += fmt::format(" \\\n  {}", escaped(file));
+    std::ofstream file(options.depfile);
+    if (!(file << text << '\n').flush()) throw EnvironmentError(fmt::format("{} cannot be written", options.depfile.string()));
+}
+
+int compile(const PrewarmOptions& options, Session& session, const std::vector<PrewarmItem>& items) {
     Compilation compilation(options, items);
     compilation.run();
     const auto pack = compilation.write_pack();
+    if (!options.depfile.empty()) write_depfile(options);
     const Totals& total = compilation.totals();
+    const std::size_t not_kept = options.out.empty() ? count_not_kept(session, items, compilation) : 0;
     if (options.json) {
         Json list = Json::array();
         for (std::size_t i = 0; i < items.size(); ++i) {
@@ -163,6 +194,7 @@ int compile(const PrewarmOptions& options, const Session& session, const std::ve
         print_json({{"compiled", total.compiled},
                     {"hits", total.hits},
                     {"failed", total.failed},
+                    {"not_kept", not_kept},
                     {"pack", pack ? Json(pack->string()) : Json(nullptr)},
                     {"cache_dir", session.cache_dir().string()},
                     {"items", list}});
@@ -176,7 +208,14 @@ int compile(const PrewarmOptions& options, const Session& session, const std::ve
                    pack ? pack->string() : session.cache_dir().string());
     }
     if (total.failed > 0 && !options.out.empty()) fmt::print(stderr, "flce: {} is not written: kernels failed\n", options.out.string());
-    return total.failed == 0 ? kDone : total.environment ? kEnvironment : kFailedCheck;
+    if (not_kept > 0) {
+        const std::string where = session.cache_dir().empty() ? "the local cache is off" : session.cache_dir().string();
+        fmt::print(stderr,
+                   "flce: error: {} of {} kernel sets have been compiled, but no cache keeps them ({}); a run would compile them again\n",
+                   not_kept, items.size(), where);
+    }
+    if (total.failed == 0) return not_kept == 0 ? kDone : kEnvironment;
+    return total.environment ? kEnvironment : kFailedCheck;
 }
 
 int check(const PrewarmOptions& options, Session& session, const std::vector<PrewarmItem>& items) {
@@ -203,8 +242,12 @@ int prewarm(const PrewarmOptions& options) {
     if (!options.out.empty() && std::filesystem::is_directory(options.out)) {
         throw UsageError(fmt::format("--out: {} is a directory", options.out.string()));
     }
-    // What this session itself would run on does not matter.
-    Session session({.device = "cpu", .cache_dir = options.cache_dir, .strict = false});
+    if (!options.out.empty() && !std::filesystem::is_directory(std::filesystem::absolute(options.out).parent_path())) {
+        throw UsageError(fmt::format("--out: there is no folder for {}", options.out.string()));
+    }
+    if (!options.depfile.empty() && options.out.empty()) throw UsageError("--depfile says what --out is made from, which is not there");
+    // What this session itself would run on does not matter. A check answers for a run in this environment, strict where that is.
+    Session session({.device = "cpu", .cache_dir = options.cache_dir, .strict = options.check ? std::optional<bool>() : false});
     const auto items = prewarm_items(session, prewarm_requests(options.what));
     return options.check ? check(options, session, items) : compile(options, session, items);
 }
@@ -223,7 +266,8 @@ Examples:
   flce prewarm --manifest kernels.json --out kernels.flcepack
   FLCE_NO_DISK_CACHE=1 FLCE_CACHE_PACKS=kernels.flcepack flce prewarm --manifest kernels.json --check
 
-Exit codes: 0 done; 1 kernels failed, or with --check are missing; 2 usage or bad input; 3 no compiler, or a worker died; 130 interrupted.)";
+Exit codes: 0 done; 1 kernels failed, or with --check are missing; 2 usage or bad input; 3 no compiler, a worker died,
+or no cache keeps what was compiled; 130 interrupted.)";
 
 }  // namespace
 
@@ -254,6 +298,7 @@ void add_prewarm(CLI::App& app, Action& action) {
     command->add_option("--plan", what.plan, "this plan instead of the planner's choice");
     command->add_option("--cache-dir", options->cache_dir, "kernel cache (default: FLCE_CACHE_DIR, else the user's cache directory)");
     command->add_option("--out", options->out, "also write what these kernels use, and nothing else, as one pack");
+    command->add_option("--depfile", options->depfile, "also write the files that --out is made from, as Make and Ninja read them");
     command->add_flag("--check", options->check, "compile nothing; exit code 1 if a run would miss one of these, which is named");
     command->add_option("--jobs", options->jobs, "worker processes (default: as many as cores and memory have room for)")
         ->check(CLI::Range(1, 1024));

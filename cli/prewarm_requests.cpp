@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <iterator>
 #include <set>
 #include <tuple>
 
@@ -35,6 +37,15 @@ public:
             }
             if (!value.is_array()) bad(fmt::format("\"{}\" is not a list", key));
         }
+    }
+
+    [[nodiscard]] std::vector<fs::path> files() const {
+        std::vector<fs::path> files{path_};
+        for (const Json& config : list("hf_configs")) files.push_back(beside(text("hf_configs", config)));
+        for (const Json& spec : list("specs")) {
+            if (spec.is_string() && spec.get<std::string>().starts_with('@')) files.push_back(beside(spec.get<std::string>().substr(1)));
+        }
+        return files;
     }
 
     [[nodiscard]] Product product(const Product& flags) const {
@@ -104,6 +115,13 @@ std::vector<T> or_default(std::vector<T> values) {
     return values;
 }
 
+/// Calls without a limit need not say how many tokens they have, and from Python they do not.
+std::vector<std::int64_t> tokens_of(const Product& product, std::int64_t limit) {
+    std::vector<std::int64_t> tokens = or_default(product.num_tokens);
+    if (limit == 0 && std::ranges::find(tokens, 0) == tokens.end()) tokens.push_back(0);
+    return tokens;
+}
+
 void add_requests(const Product& product, const PrewarmFlags& flags, std::vector<PrewarmRequest>& requests) {
     std::vector<std::int64_t> scratch;
     for (const std::string& bytes : flags.scratch) scratch.push_back(parse_bytes("--workspace", bytes));
@@ -112,7 +130,7 @@ void add_requests(const Product& product, const PrewarmFlags& flags, std::vector
         for (const Spec& spec : product.specs) {
             for (const std::int64_t scratch_bytes : or_default(scratch)) {
                 for (const std::int64_t limit : or_default(product.limits)) {
-                    for (const std::int64_t tokens : or_default(product.num_tokens)) {
+                    for (const std::int64_t tokens : tokens_of(product, limit)) {
                         requests.push_back(
                             {spec,
                              name,
@@ -138,6 +156,15 @@ std::vector<PrewarmRequest> prewarm_requests(const PrewarmFlags& flags) {
     for (const fs::path& path : flags.manifests) add_requests(Manifest(path).product(own), flags, requests);
     if (requests.empty()) throw UsageError("prewarm needs at least one --spec, --hf-config or --manifest");
     return requests;
+}
+
+std::vector<fs::path> prewarm_files(const PrewarmFlags& flags) {
+    std::vector<fs::path> files = flags.hf_configs;
+    for (const std::string& spec : flags.specs) {
+        if (spec.starts_with('@')) files.emplace_back(spec.substr(1));
+    }
+    for (const fs::path& path : flags.manifests) std::ranges::copy(Manifest(path).files(), std::back_inserter(files));
+    return files;
 }
 
 std::vector<PrewarmItem> prewarm_items(Session& session, const std::vector<PrewarmRequest>& requests) {

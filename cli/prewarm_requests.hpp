@@ -13,7 +13,8 @@
 //     specs             each as --spec takes it, or an object with the spec's keys
 //     hf_configs        config.json files
 //     devices           names as --device takes them
-//     num_tokens        tokens that a call may have: whole numbers, 0 (not known) or more; without the list, any number of them
+//     num_tokens        tokens that a call may have: whole numbers, 0 (not known) or more; without the list, any number of them. Without a limit a
+//                       call need not say how many it has, so 0 is always among them
 //     workspace_limits  KernelOptions::workspace_limit_bytes of the calls: bytes, or text like "2G"; 0: none
 //
 // Relative paths begin at the manifest's folder. All specs and configs are compiled for all devices, with every limit and every number of tokens. What
@@ -52,6 +53,9 @@ struct PrewarmRequest {
 /// Everything that flags and manifests name, in their order. Throws UsageError, SpecError and EnvironmentError (an unknown device) before anything is
 /// compiled.
 [[nodiscard]] std::vector<PrewarmRequest> prewarm_requests(const PrewarmFlags& flags);
+
+/// The files that flags and manifests name, manifests included: what they come to changes with these.
+[[nodiscard]] std::vector<std::filesystem::path> prewarm_files(const PrewarmFlags& flags);
 
 /// A kernel set to compile: requests that come to the same one are one.
 struct PrewarmItem {

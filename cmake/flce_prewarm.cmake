@@ -15,7 +15,8 @@
 #     DEVICES     what sessions will run on: sm_90a, "NVIDIA H200", x86-64-v3, ...; needed unless the manifest names some
 #     NUM_TOKENS  tokens of the calls; BUDGETS: their workspace limits, like 2G; 0 is none
 #
-# No GPU is needed; GPUs' kernels need NVRTC. The pack is made again when a file that it is made from, or flce itself, changes. Its path is the
+# No GPU is needed; GPUs' kernels need NVRTC. The pack is made again when a file that it is made from (those that a
+# manifest names too), or flce itself, changes; tuning records are not watched. Its path is the
 # target's property FLCE_PACK. Compiled kernels are kept in flce's cache too, so that another build tree finds them there.
 #
 # At run time a session has to be told where the pack lies: SessionOptions::cache_packs or FLCE_CACHE_PACKS.
@@ -67,8 +68,9 @@ function(flce_prewarm target)
   endforeach()
 
   add_custom_command(OUTPUT ${arg_OUTPUT}
-    COMMAND flce::cli prewarm ${arguments} --out ${arg_OUTPUT}
+    COMMAND flce::cli prewarm ${arguments} --out ${arg_OUTPUT} --depfile ${arg_OUTPUT}.d
     DEPENDS ${files} flce::cli $<TARGET_FILE:flce::flce>
+    DEPFILE ${arg_OUTPUT}.d
     COMMENT "Compiling kernels into ${arg_OUTPUT}"
     VERBATIM)
   add_custom_target(${target} ALL DEPENDS ${arg_OUTPUT})

@@ -130,6 +130,65 @@ TEST_F(Prewarm, Check_NamesWhatIsMissingAndCompilesNothing) {
     EXPECT_EQ(run({"--spec", kPrewarmedSpec, "--device", kCpu, "--check", "--out", folder_ / "x"}).exit_code, 2);
 }
 
+TEST_F(Prewarm, WhatNoCacheKeeps_IsAnError) {
+    const std::vector<std::string> command{"--spec", kPrewarmedSpec, "--device", kCpu};
+    const auto expect_lost = [&](const ProcessResult& result) {
+        EXPECT_EQ(result.exit_code, 3) << result.err;
+        EXPECT_THAT(result.err, HasSubstr("no cache keeps them"));
+        EXPECT_EQ(result.json().at("not_kept"), 1);
+    };
+    (void)write("cache", "a file in the place of the directory");
+    expect_lost(run(command));
+    fs::remove(folder_ / "cache");
+    expect_lost(run(command, {{"FLCE_NO_DISK_CACHE", "1"}}));
+    expect_lost(run(command, {{"FLCE_CACHE_MAX_BYTES", "1"}}));
+    // A pack keeps them.
+    std::vector<std::string> packed = command;
+    packed.insert(packed.end(), {"--out", folder_ / "kernels.flcepack"});
+    EXPECT_EQ(run(packed, {{"FLCE_NO_DISK_CACHE", "1"}}).exit_code, 0);
+    const ProcessResult kept = run(command);
+    EXPECT_EQ(kept.exit_code, 0);
+    EXPECT_EQ(kept.json().at("not_kept"), 0);
+}
+
+TEST_F(Prewarm, TokensWithoutALimit_CallsThatDoNotSayHowManyToo) {
+    const std::string spec = "D=2048,V=151936,dtype=bf16";
+    const auto plan_at = [&](const char* tokens) {
+        return run_flce({"explain", "--spec", spec, "--device", "h100", "-N", tokens, "--json"}).json().at("plan").get<std::string>();
+    };
+    ASSERT_NE(plan_at("8192"), plan_at("0")) << "the shipped records no longer show it";
+    const auto missing_with = [&](const char* limit) {
+        std::set<std::string> plans;
+        const ProcessResult result =
+            run({"--spec", spec, "--device", "h100", "--num-tokens", "8192", "--workspace-limit", limit, "--check"});
+        for (const auto& item : result.json().at("missing")) plans.insert(item.at("plan").get<std::string>());
+        return plans;
+    };
+    EXPECT_THAT(missing_with("0"), testing::UnorderedElementsAre(plan_at("8192"), plan_at("0")));
+    EXPECT_EQ(missing_with("2G").size(), 1u) << "a limit goes with a number of tokens";
+}
+
+TEST_F(Prewarm, Depfile_NamesWhatThePackIsMadeFrom) {
+    const std::string layer = write("a layer.json", R"({"D": 64, "V": 500, "dtype": "fp32"})");
+    const std::string manifest = write("kernels.json", R"({"specs": ["@a layer.json"], "devices": ["x86-64-v3"]})");
+    const std::string pack = folder_ / "kernels.flcepack";
+    ASSERT_EQ(run({"--manifest", manifest, "--out", pack, "--depfile", pack + ".d"}).exit_code, 0);
+    std::string escaped = layer;
+    escaped.insert(escaped.find(' '), "\\");
+    EXPECT_THAT(read(pack + ".d"), AllOf(testing::StartsWith(pack + ":"), HasSubstr(manifest), HasSubstr(escaped)));
+    EXPECT_EQ(run({"--manifest", manifest, "--depfile", pack + ".d"}).exit_code, 2);
+    EXPECT_EQ(run({"--manifest", manifest, "--out", folder_ / "absent/kernels.flcepack"}).exit_code, 2);
+}
+
+TEST_F(Prewarm, CheckInAStrictEnvironment_AnswersForAStrictRun) {
+    const std::vector<std::string> command{"--spec", kPrewarmedSpec, "--device", kCpu, "--check"};
+    ASSERT_EQ(run({"--spec", kPrewarmedSpec, "--device", kCpu}).exit_code, 0);
+    EXPECT_EQ(run(command, {{"FLCE_STRICT", "1"}}).exit_code, 0);
+    const std::string absent = folder_ / "absent.flcepack";
+    EXPECT_EQ(run(command, {{"FLCE_CACHE_PACKS", absent}}).exit_code, 0);
+    EXPECT_EQ(run(command, {{"FLCE_CACHE_PACKS", absent}, {"FLCE_STRICT", "1"}}).exit_code, 3) << "such a run would not start";
+}
+
 TEST_F(Prewarm, AnotherCpuWithTheSamePlan_AnotherObject) {
     const auto explained = run_flce({"explain", "--spec", kPrewarmedSpec, "--device", kCpu, "--json"}).json();
     const auto with = [&](const char* device) {
