@@ -220,6 +220,17 @@ Spec read_spec(const std::string& text) {
     }
 }
 
+std::filesystem::path output_file(std::string_view option, const std::filesystem::path& path) {
+    std::error_code error;
+    const bool linked = std::filesystem::is_symlink(path, error);
+    const std::filesystem::path real = linked ? std::filesystem::weakly_canonical(path, error) : path;
+    const std::filesystem::file_status status = std::filesystem::status(real, error);
+    if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status)) {
+        throw UsageError(fmt::format("{}: {} is there and is not a regular file", option, path.string()));
+    }
+    return real;
+}
+
 std::vector<Spec> read_hf_config(const std::filesystem::path& path) {
     try {
         const Spec spec = spec_from_hf_config(read_text_file(path));

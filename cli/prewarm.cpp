@@ -237,11 +237,9 @@ int check(const PrewarmOptions& options, Session& session, const std::vector<Pre
     return missing.empty() ? kDone : kFailedCheck;
 }
 
-int prewarm(const PrewarmOptions& options) {
+int prewarm(PrewarmOptions options) {
     if (options.check && !options.out.empty()) throw UsageError("--check compiles nothing, so that --out has nothing to write");
-    if (!options.out.empty() && std::filesystem::is_directory(options.out)) {
-        throw UsageError(fmt::format("--out: {} is a directory", options.out.string()));
-    }
+    if (!options.out.empty()) options.out = output_file("--out", options.out);
     if (!options.out.empty() && !std::filesystem::is_directory(std::filesystem::absolute(options.out).parent_path())) {
         throw UsageError(fmt::format("--out: there is no folder for {}", options.out.string()));
     }

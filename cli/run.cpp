@@ -196,8 +196,9 @@ void refuse_to_overwrite_inputs(const RunOptions& options) {
     }
 }
 
-int run(const RunOptions& options) {
+int run(RunOptions options) {
     refuse_to_overwrite_inputs(options);
+    if (!options.out.empty()) options.out = output_file("--out", options.out);
     const Spec spec = read_spec(options.spec);
     const Reduction reduction = parse_reduction(options.reduction);
     const InputReader reader(options.inputs, spec);

@@ -1,6 +1,7 @@
 // flce run on files: its numbers against fp64, every refusal of a bad file.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cmath>
@@ -265,6 +266,27 @@ TEST(FlceRun_OutputThatIsAnInput, IsRefusedAndTheInputKept) {
         EXPECT_THAT(result.err, HasSubstr("would overwrite"));
         EXPECT_EQ(std::filesystem::file_size(layer.folder_ / "in"), size);
     }
+}
+
+TEST(FlceRun_OutputThatIsNoFile, IsRefusedAndLeftAsItIs) {
+    const Layer layer("D=32,V=99,dtype=fp32", 5, true);
+    const auto run_into = [&](const std::filesystem::path& out) {
+        return run_flce({"run", "--device", "cpu", "--spec", layer.spec_.text(), "--ignore-index", "-7", "--input", layer.folder_ / "in",
+                         "--out", out});
+    };
+    ASSERT_EQ(::mkfifo(std::string(layer.folder_ / "fifo").c_str(), 0600), 0);
+    for (const std::filesystem::path& out : {std::filesystem::path(layer.folder_ / "fifo"), layer.folder_.path()}) {
+        const ProcessResult result = run_into(out);
+        EXPECT_EQ(result.exit_code, 2);
+        EXPECT_THAT(result.err, HasSubstr("is not a regular file"));
+    }
+    EXPECT_TRUE(std::filesystem::is_fifo(layer.folder_ / "fifo"));
+    // A link stays one: what it points to is written.
+    std::ofstream(layer.folder_ / "real") << "before";
+    std::filesystem::create_symlink("real", layer.folder_ / "out link");
+    ASSERT_EQ(run_into(layer.folder_ / "out link").exit_code, 0);
+    EXPECT_TRUE(std::filesystem::is_symlink(layer.folder_ / "out link"));
+    EXPECT_GT(std::filesystem::file_size(layer.folder_ / "real"), 100u);
 }
 
 TEST(FlceRun_UnwritableOutput, ExitsWith3) {
