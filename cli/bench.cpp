@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "cli/command.hpp"
+#include "cli/finite_number.hpp"
 #include "cli/gemm_floor.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/layer.hpp"
@@ -391,12 +392,14 @@ void add_bench(CLI::App& app, Action& action) {
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
     options->memory.add_to(*command);
     command->add_option("--ignored", options->ignored, "fraction of the tokens that are ignored, timed beside the same with none")
+        ->check(finite_number())
         ->check(CLI::Range(0.0, 1.0))
         ->capture_default_str();
     command->add_option("--rounds", options->rounds, "measured rounds (default: what --seconds allows, 5 to 50)")
         ->check(CLI::Range(1, 100000));
     command->add_option("--seconds", options->seconds, "time to spend measuring, about")
         ->capture_default_str()
+        ->check(finite_number())
         ->check(CLI::Range(0.0, 86400.0));
     command->add_flag("--no-floor", options->no_floor, "do not measure the floor");
     command->add_flag("--json", options->json, "one JSON object on stdout");

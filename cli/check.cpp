@@ -7,6 +7,7 @@
 #include <set>
 
 #include "cli/command.hpp"
+#include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/layer.hpp"
 #include "cli/number_formats.hpp"
@@ -381,6 +382,7 @@ void add_check(CLI::App& app, Action& action) {
         ->check(CLI::IsMember({"none", "sum", "mean"}));
     command->add_option("--ignored", options->ignored, "fraction of the tokens that are ignored")
         ->capture_default_str()
+        ->check(finite_number())
         ->check(CLI::Range(0.0, 1.0));
     command->add_flag("--json", options->json, "one JSON object on stdout");
     command->callback([options, &action] { action = [options] { return Checker(*options).run(); }; });

@@ -12,6 +12,7 @@
 #include "cli/command.hpp"
 #include "cli/demo_model.hpp"
 #include "cli/demo_text.hpp"
+#include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/progress.hpp"
 
@@ -336,7 +337,9 @@ void add_demo(CLI::App& app, Action& action) {
     command->add_option("--dtype", options->dtype, "of hidden and weight: fp32, bf16 or fp16 (default: bf16 on a GPU, fp32 on the CPU)")
         ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
     command->add_option("--optimizer", options->optimizer, "adamw or sgd")->capture_default_str()->check(CLI::IsMember({"adamw", "sgd"}));
-    command->add_option("--lr", options->learning_rate, "learning rate (default: 0.01 for adamw, 1 for sgd)")->check(CLI::PositiveNumber);
+    command->add_option("--lr", options->learning_rate, "learning rate (default: 0.01 for adamw, 1 for sgd)")
+        ->check(finite_number())
+        ->check(CLI::PositiveNumber);
     command->add_option("--seed", options->seed, "of initial weights and batches")->capture_default_str();
     options->session.add_to(*command);
     command->add_flag("--no-architectures", options->skip_architectures, "do not compile for GPU architectures");

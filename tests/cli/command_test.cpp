@@ -269,6 +269,18 @@ TEST(FlceInfo_WithoutNvrtc, SaysWhy) {
     EXPECT_THAT(result.json()["nvrtc"]["why"].get<std::string>(), HasSubstr("/nonexistent"));
 }
 
+TEST(Flce_NumbersThatAreNone, UsageErrorNamesTheOption) {
+    const std::vector<std::string> layer{"--spec", kSmall, "--device", "cpu"};
+    for (const auto& [command, option] :
+         {std::pair{"check", "--ignored"}, {"bench", "--ignored"}, {"bench", "--seconds"}, {"demo", "--lr"}}) {
+        for (const char* value : {"nan", "inf", "-nan"}) {
+            std::vector<std::string> arguments{command, std::string(option) + "=" + value};
+            if (std::string_view(command) != "demo") arguments.insert(arguments.end(), layer.begin(), layer.end());
+            expect_refused(arguments, 2, option);
+        }
+    }
+}
+
 TEST(FlceBench_Text, OperationsASecondFollowFromTheTime) {
     const ProcessResult result =
         run_flce({"bench", "--spec", "D=256,V=4000,dtype=fp32", "--device", "cpu", "-N", "256", "--rounds", "1", "--no-floor"});
