@@ -172,7 +172,7 @@ OutputLayer::Check OutputLayer::check(std::span<const float> hidden, std::span<c
     };
     const Judge judge(spec.dtype, norm(hidden, n) * norm(embedding_, spec.vocab_size));
     const LogitGradientSizes sizes = reference.logit_gradient_sizes();
-    return {judge.output(loss_norms, &sizes), judge.gradient(hidden_norms, &sizes), judge.grad_weight(weight_norms, sizes)};
+    return {judge.output(loss_norms, &sizes), judge.grad_hidden(hidden_norms, sizes), judge.grad_weight(weight_norms, sizes)};
 }
 
 GetKernelTimes measure_get_kernel(const SessionOptions& options, const Spec& spec, double first_s, bool first_compiled) {

@@ -88,9 +88,10 @@ float stored_value(float value, DType dtype) {
 
 namespace {
 
-/// A cap holds where the inputs allow it: not where the error to expect of them is larger. No bound lets everything pass, if 2 · yardstick does not.
+/// A bound holds where the inputs allow it: not where the error to expect of them is larger. No bound lets everything pass, if 2 · yardstick does not.
 Verdict without_cap(Verdict verdict, double expected, double cap) {
-    if (expected > cap) verdict.bound = std::max({verdict.bound, 2 * verdict.yardstick, std::min(expected, 0.5)});
+    verdict.bound = std::max(verdict.bound, std::min(expected, 0.5));
+    if (expected > cap) verdict.bound = std::max(verdict.bound, 2 * verdict.yardstick);
     return verdict;
 }
 
@@ -120,13 +121,24 @@ Verdict Judge::gradient(const NormPair& norms, const LogitGradientSizes* sizes) 
 Verdict Judge::grad_weight(const NormPair& norms, const LogitGradientSizes& sizes) const {
     constexpr std::int64_t kLongestSum = 384;  // of terms added one after the other, in any plan
     const Verdict verdict = gradient(norms, &sizes);
-    if (sizes.grad_weight_terms == 0) return verdict;
+    if (sizes.grad_weight_terms == 0 || norms.kernel.reference2 == 0 || sizes.gradients == 0) return verdict;
+    // Where terms cancel, as those of a calibrated model do, what tokens' errors have in common does not.
+    const double cancelled = std::sqrt(static_cast<double>(sizes.num_terms) / norms.kernel.reference2) * sizes.grad_weight_terms;
+    const double common = probability_error(sizes) * sizes.probabilities / sizes.gradients * std::max(1.0, cancelled);
     // 1 for terms all alike, 1/N for independent ones. Alike terms are rounded alike while the sum stays in a binade: u/√3 of it in root mean square,
     // half the terms at three quarters of the sum.
     const double alike =
         norms.kernel.reference2 / (sizes.grad_weight_terms * sizes.grad_weight_terms * static_cast<double>(sizes.num_terms));
     const auto length = static_cast<double>(std::min(sizes.num_terms, kLongestSum));
-    return without_cap(verdict, 0.2 * unit_roundoff(DType::fp32) * length * alike, gradient_error_cap(dtype_));
+    return without_cap(verdict, std::max(common, 0.2 * unit_roundoff(DType::fp32) * length * alike), gradient_error_cap(dtype_));
+}
+
+Verdict Judge::grad_hidden(const NormPair& norms, const LogitGradientSizes& sizes) const {
+    const Verdict verdict = gradient(norms, &sizes);
+    if (norms.kernel.reference2 == 0) return verdict;
+    // An error of lse is common to a row of logits: it adds up over the vocabulary.
+    return without_cap(verdict, probability_error(sizes) * sizes.hidden_terms / std::sqrt(norms.kernel.reference2),
+                       gradient_error_cap(dtype_));
 }
 
 double Judge::probability_error(const LogitGradientSizes& sizes) const {
@@ -178,6 +190,7 @@ BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vecto
     grad_hidden_.resize(tokens_.size() * d);
     probabilities2_.resize(tokens_.size());
     gradients2_.resize(tokens_.size());
+    hidden_terms_.resize(tokens_.size());
     lse_.resize(n);
     entropy_.resize(n);
     const auto count = static_cast<std::int64_t>(tokens_.size());
@@ -205,6 +218,7 @@ LogitGradientSizes BasicReference<Real>::logit_gradient_sizes() const {
     for (const ReferenceToken& token : results_) sizes.largest_lse = std::max(sizes.largest_lse, std::fabs(token.lse));
     sizes.probabilities = std::sqrt(std::accumulate(probabilities2_.begin(), probabilities2_.end(), 0.0));
     sizes.gradients = std::sqrt(std::accumulate(gradients2_.begin(), gradients2_.end(), 0.0));
+    sizes.hidden_terms = std::sqrt(std::inner_product(hidden_terms_.begin(), hidden_terms_.end(), hidden_terms_.begin(), 0.0));
     const std::int64_t d = problem_.spec.hidden_size;
     for (std::size_t r = 0; r < tokens_.size(); ++r) {
         const Real* hidden = hidden_.data() + tokens_[r] * d;
@@ -362,10 +376,15 @@ void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, c
     const std::int64_t d = problem_.spec.hidden_size;
     std::vector<Real> weight(static_cast<std::size_t>(kWeightBlock * d));
     std::vector<Real> slice(static_cast<std::size_t>(d));
+    std::vector<double> lengths(static_cast<std::size_t>(kWeightBlock));
     for (std::int64_t j0 = 0; j0 < v; j0 += kWeightBlock) {
         stop_if_interrupted();
         const std::int64_t j1 = std::min(v, j0 + kWeightBlock);
         load_weight_rows(j0, j1, weight.data());
+        for (std::int64_t j = 0; j < j1 - j0; ++j) {
+            const Real* row = weight.data() + j * d;
+            lengths[static_cast<std::size_t>(j)] = std::sqrt(static_cast<double>(dot<Real>(row, row, d)));
+        }
         for (std::size_t r = begin; r < end; ++r) {
             const std::int64_t token = tokens_[r];
             if (ignored(token)) continue;
@@ -377,6 +396,7 @@ void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, c
                 const double part =
                     multiplier * static_cast<double>(std::exp(z.value - lse_[static_cast<std::size_t>(token)]) * z.derivative);
                 probabilities2_[r] += part * part;
+                hidden_terms_[r] += part * lengths[static_cast<std::size_t>(j - j0)];
                 gradients2_[r] += static_cast<double>(gradient) * static_cast<double>(gradient);
                 add_scaled<Real>(slice.data(), gradient, weight.data() + (j - j0) * d, d);
             }

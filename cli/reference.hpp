@@ -42,6 +42,7 @@ struct LogitGradientSizes {
     double probabilities = 0;  ///< each times what multiplies it
     double gradients = 0;
     double largest_lse = 0;
+    double hidden_terms = 0;  ///< each probability times what multiplies it and its row of the weight: what an error of lse adds up over
     double grad_weight_terms = 0;  ///< each token's gradients times its hidden state: what grad_weight is the sum of
     std::int64_t num_terms = 0;
 };
@@ -100,6 +101,7 @@ private:
     std::vector<ReferenceToken> results_;
     std::vector<Real> grad_hidden_;                    // [tokens, D]
     std::vector<double> probabilities2_, gradients2_;  // [tokens], squares added up
+    std::vector<double> hidden_terms_;                 // [tokens], of LogitGradientSizes
     std::vector<Real> lse_, entropy_;                  // [N]
 };
 
@@ -157,6 +159,8 @@ public:
     /// `sizes`, where they are given, tell tokens so confident that rounding lse shows: a loss near 0, gradients in which p_y is cancelled.
     [[nodiscard]] Verdict output(const NormPair& norms, const LogitGradientSizes* sizes = nullptr) const;
     [[nodiscard]] Verdict gradient(const NormPair& norms, const LogitGradientSizes* sizes = nullptr) const;
+    /// A gradient that sums over the vocabulary, and rows of the weight may have a direction in common.
+    [[nodiscard]] Verdict grad_hidden(const NormPair& norms, const LogitGradientSizes& sizes) const;
     /// A gradient that sums over tokens, and these may be alike.
     [[nodiscard]] Verdict grad_weight(const NormPair& norms, const LogitGradientSizes& sizes) const;
 
