@@ -64,7 +64,11 @@ std::string shape_text(const TensorView& view) {
     return dimensions_text(view.ndim, view.shape[0], view.shape[1]);
 }
 
-std::string to_string(DeviceRef device) { return device.kind == DeviceKind::cpu ? "cpu" : fmt::format("cuda:{}", device.index); }
+std::string to_string(DeviceRef device) {
+    return device.kind == DeviceKind::cpu && device.index == 0
+               ? "cpu"
+               : fmt::format("{}:{}", device.kind == DeviceKind::cpu ? "cpu" : "cuda", device.index);
+}
 
 std::int64_t ArgumentChecks::tensor(const TensorView& view, Presence presence, const Expected& expected) {
     if (!view.present) {
@@ -96,6 +100,9 @@ std::int64_t ArgumentChecks::workspace(const Workspace& workspace, std::size_t n
     if (needed != 0 && address == 0) fail(fmt::format("workspace.data is null with {} bytes; {} are needed", workspace.bytes, needed));
     if (needed != 0 && address % kWorkspaceAlignment != 0) {
         fail(fmt::format("workspace.data is {:#x}; it must be aligned to {} bytes", address, kWorkspaceAlignment));
+    }
+    if (workspace.bytes > static_cast<std::size_t>(std::numeric_limits<std::int64_t>::max())) {
+        fail(fmt::format("workspace has {} bytes; allowed are 0 to 2^63 - 1", workspace.bytes));
     }
     add_range(workspace.data, static_cast<std::int64_t>(workspace.bytes), "workspace", Access::write);
     return static_cast<std::int64_t>(address);

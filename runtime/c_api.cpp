@@ -175,7 +175,13 @@ Reduction reduction_of(std::int32_t reduction) {
     return static_cast<Reduction>(reduction);
 }
 
+/// Fields without a meaning yet: whoever sets one means something that this library does not do.
+void check_reserved(std::int32_t reserved, const char* name) {
+    if (reserved != 0) throw ArgumentError(fmt::format("{}.reserved is {}; it must be 0", name, reserved));
+}
+
 ForwardArgs forward_args_of(const flce_forward_args& args) {
+    check_reserved(args.reserved, "args");
     return {.hidden = view_of(args.hidden, "hidden"),
             .weight = view_of(args.weight, "weight"),
             .bias = view_of(args.bias, "bias"),
@@ -194,6 +200,7 @@ ForwardArgs forward_args_of(const flce_forward_args& args) {
 }
 
 BackwardArgs backward_args_of(const flce_backward_args& args) {
+    check_reserved(args.reserved, "args");
     return {.hidden = view_of(args.hidden, "hidden"),
             .weight = view_of(args.weight, "weight"),
             .bias = view_of(args.bias, "bias"),
@@ -278,6 +285,7 @@ flce_status flce_session_create(const flce_session_options* options, flce_sessio
         if (options != nullptr) {
             const flce_session_options given =
                 versioned<flce_session_options, offsetof(flce_session_options, workspace_limit_bytes)>(options, "options");
+            check_reserved(given.reserved, "options");
             wanted.device = text_or_empty(given.device);
             wanted.cache_dir = text_or_empty(given.cache_dir);
             wanted.disk_cache = given.no_disk_cache == 0;

@@ -92,10 +92,12 @@ const BadCall kBadCalls[] = {
     {"signed_flag", kForward, [](Call& c) { c.forward.invalid_label.dtype = ScalarType::int64; }, "invalid_label"},
     // devices
     {"hidden_elsewhere", kForward, [](Call& c) { c.forward.hidden.device = other_device(c.forward.hidden.device); }, "hidden"},
+    {"hidden_on_a_device_of_another_number", kForward, [](Call& c) { c.forward.hidden.device.index += 3; }, ":3"},
     {"lse_elsewhere", kForward, [](Call& c) { c.forward.lse.device = other_device(c.forward.lse.device); }, "lse"},
     {"grad_hidden_elsewhere", kBackward, [](Call& c) { c.backward.grad_hidden.device = other_device(c.backward.grad_hidden.device); },
      "grad_hidden"},
     // sizes
+    {"workspace_of_more_than_memory", kForward, [](Call& c) { c.workspace.bytes = SIZE_MAX; }, "2^63"},
     {"workspace_one_byte_short", kForward, [](Call& c) { c.workspace.bytes -= 1; }, "workspace"},
     {"backward_workspace_one_byte_short", kBackward, [](Call& c) { c.workspace.bytes -= 1; }, "workspace"},
     // memory used twice

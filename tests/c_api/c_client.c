@@ -249,6 +249,10 @@ int c_client_struct_sizes(const char* cache_dir) {
     options.future = 1; /* a field that this library cannot honour */
     CHECK(flce_session_create(&options.known, &session) == FLCE_ERROR_ARGUMENT);
     options.future = 0;
+    options.known.reserved = 1;
+    CHECK(flce_session_create(&options.known, &session) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "options.reserved is 1") != NULL);
+    options.known.reserved = 0;
     CHECK(flce_session_create(&options.known, &session) == FLCE_OK);
 
     flce_statistics statistics = FLCE_STATISTICS_INIT;
