@@ -57,6 +57,6 @@ def shift_labels(labels: Tensor, shift: int = 1, *, ignore_index: int = -100, cu
     flat = labels.reshape(-1)
     positions = torch.arange(flat.shape[0], device=flat.device, dtype=cu_seqlens.dtype)
     # The end of the sequence that a position is in: the first boundary beyond it; past the last boundary, a place it is already behind.
-    ends = cu_seqlens[torch.bucketize(positions, cu_seqlens, right=True).clamp(max=cu_seqlens.shape[0] - 1)]
+    ends = cu_seqlens[torch.bucketize(positions, cu_seqlens, right=True).clamp(max=cu_seqlens.shape[0] - 1)].clamp(max=flat.shape[0])
     moved = torch.roll(flat, -shift)
     return torch.where(positions + shift < ends, moved, ignore_index).view(labels.shape)

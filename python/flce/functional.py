@@ -354,6 +354,22 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether bytes between the first and the last element of both are the same ones. Tensors without memory, as while compiling, share none."""
+    if torch.compiler.is_compiling() or a.numel() == 0 or b.numel() == 0:
+        return False
+
+    def extent(tensor: Tensor) -> tuple[int, int]:
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+    try:
+        (a_begin, a_end), (b_begin, b_end) = extent(a), extent(b)
+    except RuntimeError:  # a tensor of torch's that stands for another
+        return False
+    return a.device == b.device and a_begin < b_end and b_begin < a_end
+
+
 def _check_grad_weight_out(buffer: Tensor, hidden: Tensor, weight: Tensor) -> None:
     if buffer.shape != weight.shape:
         raise errors.ShapeError(f"grad_weight_out has shape {list(buffer.shape)}; it must be weight's, {list(weight.shape)}")
@@ -361,6 +377,9 @@ def _check_grad_weight_out(buffer: Tensor, hidden: Tensor, weight: Tensor) -> No
         raise errors.DTypeError(f"grad_weight_out has dtype {buffer.dtype}; allowed are {hidden.dtype} (hidden's) and float32")
     if buffer.device != hidden.device:
         raise errors.PlacementError(f"grad_weight_out is on {buffer.device}; it must be on hidden's device, {hidden.device}")
+    for name, other in (("hidden", hidden), ("weight", weight)):
+        if _share_memory(buffer, other):
+            raise errors.ArgumentError(f"grad_weight_out shares memory with {name}; the gradient is added to memory of its own")
     if buffer.stride() != weight.stride() or buffer.requires_grad or hidden.shape[-1] % _HIDDEN_MULTIPLE:
         raise errors.ArgumentError(
             "grad_weight_out must lie in memory as weight does, require no gradient, and have a hidden_size that is a multiple of 8"

@@ -206,3 +206,15 @@ def test_missing_library_is_said_where_it_is_needed() -> None:
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "/nonexistent/libflce.so" in result.stdout
     assert "FLCE_LIBRARY" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight"])
+def test_gradient_buffer_in_an_inputs_memory(device: str, name: str) -> None:
+    whole = torch.zeros(101 + 37, 24, device=device)
+    hidden, weight = whole[:37], whole[37:]
+    buffer = whole[: weight.shape[0]] if name == "hidden" else weight.detach()
+    target = torch.zeros(37, dtype=torch.long, device=device)
+    if name == "hidden":
+        weight = weight.clone()
+    with pytest.raises(flce.ArgumentError, match=rf"grad_weight_out shares memory with {name}"):
+        flce.linear_cross_entropy(hidden, weight.requires_grad_(), target, grad_weight_out=buffer)

@@ -29,6 +29,7 @@ def test_packed_example(device: str) -> None:
         ([0, 5], 9, [-1] * 5),
         ([0, 2, 5], 0, [10, 11, 12, 13, 14]),
         ([0, 2, 2], 0, [10, 11, -1, -1, -1]),
+        ([0, 2, 9], 1, [11, -1, 13, 14, -1]),  # a boundary past the labels
     ],
 )
 def test_packed_boundaries(device: str, bounds: list[int], shift: int, expected: list[int]) -> None:
