@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
+#include <span>
 #include <tuple>
 
 #include "autotune/kernel_version.hpp"
@@ -58,6 +59,44 @@ Candidate merged_candidates(const Candidate& a, const Candidate& b) {
     return result;
 }
 
+/// Samples that a winner must have.
+std::size_t enough_samples(const Record& record) {
+    std::size_t most = 0;
+    for (const auto& [plan, candidate] : record.candidates) {
+        if (candidate.outcome == Outcome::ok) most = std::max(most, candidate.sample_count());
+    }
+    return std::max<std::size_t>(1, std::min(most, kEnoughSamples));
+}
+
+/// Ids of the runs that times are of, the oldest first; those of which nothing else is known before all.
+std::vector<std::string> runs_by_age(const Record& record) {
+    std::map<std::string, std::string> dates;
+    for (const auto& [id, run] : record.runs) dates[id] = run.date;
+    for (const auto& [plan, candidate] : record.candidates) {
+        for (const auto& [id, times] : candidate.times_ms) dates.emplace(id, "");
+    }
+    std::vector<std::pair<std::string, std::string>> order;
+    for (const auto& [id, date] : dates) order.emplace_back(date, id);
+    std::ranges::sort(order);
+    std::vector<std::string> ids;
+    for (auto& [date, id] : order) ids.push_back(std::move(id));
+    return ids;
+}
+
+Record without_runs(Record record, std::span<const std::string> ids) {
+    for (const std::string& id : ids) {
+        record.runs.erase(id);
+        for (auto& [plan, candidate] : record.candidates) candidate.times_ms.erase(id);
+    }
+    std::erase_if(record.candidates,
+                  [](const auto& entry) { return entry.second.outcome == Outcome::ok && entry.second.times_ms.empty(); });
+    return record;
+}
+
+bool fits(const Record& record) {
+    return record.candidates.size() <= kMaxRecordCandidates && record_text(record).size() <= kMaxRecordBytes;
+}
+
 }  // namespace
 
 TunedDevice tuned_device(const Device& device) {
@@ -98,10 +137,13 @@ std::filesystem::path RecordKey::file() const {
     return std::filesystem::path(subject().substr(0, 16)) / fmt::format("{}-{}.json", num_tokens, digest().substr(0, 16));
 }
 
-RecordKey record_key(const Spec& spec, const Device& device, std::int64_t num_tokens, const TunedMemory& memory) {
+RecordKey record_key(const Spec& spec, const Device& device, std::int64_t num_tokens, const TunedMemory& memory, int threads) {
+    TunedDevice tuned = tuned_device(device);
+    // More threads than cores would only take turns: there are never more.
+    if (device.kind == DeviceKind::cpu && threads > 0) tuned.units = std::min(threads, tuned.units);
     Spec measured = spec.normalized();
     measured.tied = false;  // says whose the weight is; what is computed, grad_weight_mode says
-    return {.device = tuned_device(device),
+    return {.device = std::move(tuned),
             .kernel_version = std::string(kernel_version(device.kind)),
             .spec = measured.text(),
             .num_tokens = token_bucket(num_tokens),
@@ -133,11 +175,7 @@ double Candidate::median_ms() const {
 }
 
 std::string Record::best_plan() const {
-    std::size_t most = 0;
-    for (const auto& [plan, candidate] : candidates) {
-        if (candidate.outcome == Outcome::ok) most = std::max(most, candidate.sample_count());
-    }
-    const std::size_t enough = std::max<std::size_t>(1, std::min(most, kEnoughSamples));
+    const std::size_t enough = enough_samples(*this);
     const auto eligible = [&](const Candidate& c) { return c.outcome == Outcome::ok && c.sample_count() >= enough; };
     double quickest = std::numeric_limits<double>::infinity();
     for (const auto& [plan, candidate] : candidates) {
@@ -151,6 +189,21 @@ std::string Record::best_plan() const {
         best_rank = candidate.rank;
     }
     return best;
+}
+
+std::vector<std::string> Record::ranked_plans() const {
+    const std::string best = best_plan();
+    const std::size_t enough = enough_samples(*this);
+    std::vector<std::tuple<bool, bool, double, int, std::string>> order;
+    for (const auto& [plan, candidate] : candidates) {
+        const std::size_t samples = candidate.sample_count();
+        if (candidate.outcome != Outcome::ok || samples == 0) continue;
+        order.emplace_back(plan != best, samples < enough, candidate.median_ms(), candidate.rank, plan);
+    }
+    std::ranges::sort(order);
+    std::vector<std::string> plans;
+    for (auto& [other, seldom, ms, rank, plan] : order) plans.push_back(std::move(plan));
+    return plans;
 }
 
 Record merged(const Record& a, const Record& b) {
@@ -167,6 +220,21 @@ Record merged(const Record& a, const Record& b) {
         if (!added) mine->second = merged_candidates(mine->second, candidate);
     }
     return result;
+}
+
+Record fitted(Record record, std::size_t& dropped_runs) {
+    dropped_runs = 0;
+    if (fits(record)) return record;
+    const std::vector<std::string> ids = runs_by_age(record);
+    // The fewest runs that have to go: without more of them a record is only smaller.
+    std::size_t few = 0;
+    std::size_t most = ids.size();
+    while (few + 1 < most) {
+        const std::size_t half = few + (most - few) / 2;
+        (fits(without_runs(record, std::span(ids).first(half))) ? most : few) = half;
+    }
+    dropped_runs = most;
+    return without_runs(std::move(record), std::span(ids).first(most));
 }
 
 std::string provenance_change(const TuningRun& before, const TuningRun& now) {

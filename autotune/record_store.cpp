@@ -54,13 +54,10 @@ std::optional<std::string> read_text(const fs::path& path, bool owned, std::stri
 }
 
 std::optional<RecordedPlan> recorded_plan(const Record& record, std::string origin) {
-    const std::string best = record.best_plan();
-    if (best.empty()) return std::nullopt;
-    return RecordedPlan{.plan = best,
-                        .origin = std::move(origin),
-                        .key = record.key,
-                        .median_ms = record.candidates.at(best).median_ms(),
-                        .candidates = record.candidates.size()};
+    RecordedPlan recorded{.origin = std::move(origin), .key = record.key, .candidates = record.candidates.size()};
+    for (const std::string& plan : record.ranked_plans()) recorded.plans.push_back({plan, record.candidates.at(plan).median_ms()});
+    if (recorded.plans.empty()) return std::nullopt;
+    return recorded;
 }
 
 double ratio_distance(std::int64_t a, std::int64_t b) {
@@ -84,9 +81,18 @@ std::optional<Record> read_record_file(const fs::path& file, std::string& why) {
 }
 
 void write_record_file(const fs::path& file, const Record& record) {
-    const std::string text = record_text(record);
-    if (text.size() > kMaxRecordBytes) {
-        throw EnvironmentError(fmt::format("{} would have {} bytes; at most {} are read", file.string(), text.size(), kMaxRecordBytes));
+    std::size_t dropped = 0;
+    const Record kept = fitted(record, dropped);
+    const std::string text = record_text(kept);
+    // Nothing takes a good file's place that nobody could read.
+    std::string why;
+    if (!parse_record(text, why)) {
+        throw EnvironmentError(fmt::format("{} is not written, it could not be read again: {}", file.string(), why));
+    }
+    if (dropped > 0) {
+        logger().warn(
+            "tuning record {}: times of its {} oldest runs are left out, with them it would have more than {} bytes or {} candidates",
+            file.string(), dropped, kMaxRecordBytes, kMaxRecordCandidates);
     }
     int error = file.has_parent_path() ? make_private_directories(file.parent_path()) : 0;
     const std::array pieces{std::as_bytes(std::span(text))};
@@ -169,7 +175,7 @@ std::vector<RecordedPlan> RecordStore::plans(const RecordKey& wanted) {
     for (const Found& found : *all) nearest.push_back(&found);
     std::ranges::sort(nearest, [&](const Found* a, const Found* b) {
         const auto order = [&](const Found& f) {
-            return std::tuple(distance(f.plan.key, wanted), f.place, f.plan.key.digest(), f.plan.plan);
+            return std::tuple(distance(f.plan.key, wanted), f.place, f.plan.key.digest(), f.plan.best());
         };
         return order(*a) < order(*b);
     });
@@ -184,8 +190,10 @@ std::vector<RecordedPlan> RecordStore::plans(const RecordKey& wanted) {
 std::optional<Record> RecordStore::find(const RecordKey& key) const {
     if (places_.directory.empty()) return std::nullopt;
     const fs::path file = places_.directory / key.file();
+    // As sessions read it: what they refuse is not built upon.
     std::string why;
-    auto record = read_record_file(file, why);
+    const auto text = read_text(file, true, why);
+    auto record = text ? parse_record(*text, why) : std::nullopt;
     if (record && !(record->key == key)) why = "it is a record of something else";
     if (!why.empty()) warn(file.string(), why);
     return why.empty() ? std::move(record) : std::nullopt;

@@ -19,14 +19,19 @@ struct RecordPlaces {
     bool shipped = true;                       ///< those that the library brings
 };
 
-/// A record's plan for a call.
+/// A record's plans for a call, the best first: a file may say anything, and the first of them that is legal is taken.
 struct RecordedPlan {
-    std::string plan;
-    std::string origin;  ///< the file, or "shipped with flce: NAME"
+    struct Timed {
+        std::string plan;
+        double median_ms = 0;
+    };
+    std::vector<Timed> plans;  ///< at least one
+    std::string origin;        ///< the file, or "shipped with flce: NAME"
     RecordKey key;
-    double median_ms = 0;
     std::size_t candidates = 0;
     bool other_kernels = false;  ///< measured with other kernels than this library's
+
+    [[nodiscard]] const std::string& best() const { return plans.front().plan; }
 };
 
 /// Thread-safe. What it has read of a layer it keeps, so that a session's answers do not change while it lives. A record that cannot be read or
@@ -39,7 +44,7 @@ public:
     /// two the smaller); then the nearest memory; then by place, and the record's digest. `wanted` is that of record_key().
     [[nodiscard]] std::vector<RecordedPlan> plans(const RecordKey& wanted);
 
-    /// The user's record of exactly this key, where there is one.
+    /// The user's record of exactly this key, where there is one that a session would read: nobody else can have written it.
     [[nodiscard]] std::optional<Record> find(const RecordKey& key) const;
     /// Merges the record into the user's directory; returns the file. Throws EnvironmentError where it cannot be written or there is no directory.
     std::filesystem::path save(const Record& record);
@@ -63,7 +68,8 @@ private:
 
 /// A file's record. std::nullopt, and the reason in `why`, where it cannot be read or is none; `why` is empty where there is no such file.
 [[nodiscard]] std::optional<Record> read_record_file(const std::filesystem::path& file, std::string& why);
-/// Complete or not at all. Throws EnvironmentError.
+/// Complete or not at all, and read back before it replaces anything; what has no room in a file (fitted) is left out with a warning. Throws
+/// EnvironmentError naming the file, which is then what it was.
 void write_record_file(const std::filesystem::path& file, const Record& record);
 
 }  // namespace flce

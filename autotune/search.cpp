@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "autotune/search_space.hpp"
 #include "cache/artifact_cache.hpp"
+#include "flce/error.hpp"
 
 namespace flce {
 namespace {
@@ -20,7 +22,8 @@ class Search {
 public:
     Search(const Spec& spec, const Device& device, const SearchOptions& options, Measure& measure, Record& record)
         : spec_(spec), device_(device), options_(options), measure_(measure), record_(record), order_(spec, device, options.request) {
-        for (const auto& [plan, candidate] : record.candidates) {
+        for (auto& [plan, candidate] : record.candidates) {
+            distrust(plan, candidate);
             if (candidate.outcome != Outcome::ok || candidate.sample_count() > 0) known_.push_back(plan);
         }
     }
@@ -98,10 +101,23 @@ private:
     }
 
     /// Outcomes only get worse.
-    void note(Candidate& candidate, const Measured& measured) {
+    static void note(Candidate& candidate, const Measured& measured) {
         if (measured.outcome <= candidate.outcome) return;
         candidate.outcome = measured.outcome;
-        candidate.why = measured.why;
+        candidate.why = measured.why.substr(0, kMaxGivenTextBytes);
+    }
+
+    /// What a file says of a plan that cannot run here was never measured: its times count for nothing.
+    void distrust(const std::string& text, Candidate& candidate) const {
+        if (candidate.outcome != Outcome::ok) return;
+        std::optional<std::string> why;
+        try {
+            const Plan plan = parse_plan(text);
+            why = plan.text() == text ? illegal_reason(spec_, device_, plan) : "not a plan's canonical text";
+        } catch (const PlanError& error) {
+            why = error.what();
+        }
+        if (why) note(candidate, {.outcome = Outcome::failed, .why = *why});
     }
 
     /// Whether the plan is in the record and correct, checking it where it is new.

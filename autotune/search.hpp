@@ -61,7 +61,7 @@ struct SearchResult {
 };
 
 /// Adds to `record` (its key says what of) all that is measured. Candidates which it holds times of already are not measured again: they take part
-/// with these; and where an earlier search has been through the same space, this one goes on from a new candidate alone, if that is the best. The cost model's first plans of every path race each other; from the best of them the search goes on a coordinate at a time (each
+/// with these (one that is no plan, or not legal here, becomes `failed`); and where an earlier search has been through the same space, this one goes on from a new candidate alone, if that is the best. The cost model's first plans of every path race each other; from the best of them the search goes on a coordinate at a time (each
 /// GEMM's tile, chunk, order of tiles) until nothing gains; then the best few and the cost model's first choice are timed in turns once more.
 /// A race is successive halving: every candidate still in it is timed once a round, then the slower half leaves (and at
 /// once what is far behind).

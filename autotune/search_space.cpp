@@ -122,6 +122,11 @@ std::vector<Coordinate> cpu_coordinates(const Spec& spec, const Device& device, 
 
 }  // namespace
 
+std::vector<std::string> coordinate_names(DeviceKind kind) {
+    if (kind == DeviceKind::cuda) return {"grad_weight", "grad_hidden", "forward", "dlogits", "chunk", "raster"};
+    return {"blocks", "block_m", "block_n", "block_k", "chunk", "bf16_dot"};
+}
+
 std::vector<Coordinate> coordinates(const Spec& spec, const Device& device, const Plan& plan, const std::vector<std::string>& only) {
     std::vector<Coordinate> all = plan.path == PlanPath::cpu ? cpu_coordinates(spec, device, plan) : cuda_coordinates(spec, device, plan);
     std::erase_if(

@@ -12,12 +12,12 @@ namespace flce {
 namespace {
 
 /// A record's plan may have been measured with other scratch than the call's: its tiles hold, the bytes are the call's.
-std::optional<Plan> usable_plan(const PlanQuery& query, const RecordedPlan& recorded, std::string& why) {
+std::optional<Plan> usable_plan(const PlanQuery& query, const std::string& text, std::string& why) {
     try {
-        Plan plan = parse_plan(recorded.plan);
+        Plan plan = parse_plan(text);
         plan.scratch_bytes = query.scratch_bytes;
         if (auto reason = illegal_reason(query.spec, query.device, plan)) {
-            why = fmt::format("its plan \"{}\" is not legal: {}", recorded.plan, *reason);
+            why = fmt::format("its plan \"{}\" is not legal: {}", text, *reason);
             return std::nullopt;
         }
         return plan;
@@ -31,25 +31,28 @@ std::optional<Plan> usable_plan(const PlanQuery& query, const RecordedPlan& reco
 void warn_once(const std::string& origin, const std::string& why) {
     static std::mutex mutex;
     static auto& said = *new std::set<std::string>();
-    const std::string message = fmt::format("tuning record {} is not used: {}", origin, why);
+    const std::string message = fmt::format("the best of tuning record {} is not used: {}", origin, why);
     const std::lock_guard lock(mutex);
     constexpr std::size_t kMost = 1024;
     if (said.size() < kMost && said.insert(message).second) logger().warn("{}", message);
 }
 
-std::string record_source(const RecordedPlan& recorded) {
+std::string record_source(const RecordedPlan& recorded, double median_ms) {
     return fmt::format("measured: best of {} at {} tokens, {:.4g} ms forward and backward{} ({})", recorded.candidates,
-                       recorded.key.num_tokens, recorded.median_ms, recorded.other_kernels ? ", with kernels of another version" : "",
+                       recorded.key.num_tokens, median_ms, recorded.other_kernels ? ", with kernels of another version" : "",
                        recorded.origin);
 }
 
 std::optional<PlanAnswer> recorded_answer(const PlanQuery& query, RecordStore& records) {
-    const RecordKey wanted =
-        record_key(query.spec, query.device, query.num_tokens, {.scratch_bytes = query.scratch_bytes, .limit_bytes = query.limit_bytes});
+    const RecordKey wanted = record_key(query.spec, query.device, query.num_tokens,
+                                        {.scratch_bytes = query.scratch_bytes, .limit_bytes = query.limit_bytes}, query.threads);
     for (const RecordedPlan& recorded : records.plans(wanted)) {
-        std::string why;
-        if (auto plan = usable_plan(query, recorded, why)) return PlanAnswer{.plan = *plan, .source = record_source(recorded)};
-        warn_once(recorded.origin, why);
+        for (const RecordedPlan::Timed& timed : recorded.plans) {
+            std::string why;
+            auto plan = usable_plan(query, timed.plan, why);
+            if (plan) return PlanAnswer{.plan = *plan, .source = record_source(recorded, timed.median_ms)};
+            if (timed.plan == recorded.best()) warn_once(recorded.origin, why);
+        }
     }
     return std::nullopt;
 }

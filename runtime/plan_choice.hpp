@@ -17,6 +17,7 @@ struct PlanQuery {
     std::int64_t scratch_bytes = kDefaultScratchBytes;
     std::int64_t limit_bytes = 0;  ///< on workspace and retained together; 0: none
     std::int64_t num_tokens = 0;   ///< 0: not known
+    int threads = 0;               ///< of CPU kernels; 0: one on each core
 };
 
 struct PlanAnswer {
@@ -25,7 +26,7 @@ struct PlanAnswer {
     std::vector<std::string> reasons;  ///< for Explanation
 };
 
-/// An explicit plan; else that of the nearest record which is legal within the scratch asked for; else the cost model's. Throws PlanError where the
+/// An explicit plan; else the best legal one of the nearest record that has any; else the cost model's. Throws PlanError where the
 /// explicit plan is not legal or there is none.
 [[nodiscard]] PlanAnswer plan_for(const PlanQuery& query, RecordStore& records);
 

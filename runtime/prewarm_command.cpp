@@ -24,8 +24,10 @@ std::string name_elsewhere(const Device& device) {
 
 }  // namespace
 
-std::string prewarm_command(const Spec& spec, const Device& device, const KernelOptions& options) {
-    std::string command = fmt::format("flce prewarm --spec '{}' --device '{}'", spec.normalized().text(), name_elsewhere(device));
+std::string prewarm_command(const Spec& spec, const Device& device, const KernelOptions& options, int threads) {
+    std::string command;
+    if (device.kind == DeviceKind::cpu && threads > 0) command = fmt::format("FLCE_NUM_THREADS={} ", threads);
+    command += fmt::format("flce prewarm --spec '{}' --device '{}'", spec.normalized().text(), name_elsewhere(device));
     if (!options.plan.empty()) command += fmt::format(" --plan '{}'", options.plan);
     if (options.scratch_bytes != 0 && options.scratch_bytes != kDefaultScratchBytes) {
         command += fmt::format(" --workspace {}", options.scratch_bytes);

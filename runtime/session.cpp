@@ -171,7 +171,8 @@ struct Session::State {
                          .plan = request.plan,
                          .scratch_bytes = request.at.scratch_bytes,
                          .limit_bytes = request.at.limit_bytes,
-                         .num_tokens = request.at.num_tokens},
+                         .num_tokens = request.at.num_tokens,
+                         .threads = options.threads},
                         records);
     }
 
@@ -285,7 +286,7 @@ std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const Kernel
         return state.get(spec, options.plan, state.situation(wide, options));
     } catch (const CacheMissError& miss) {
         throw CacheMissError(fmt::format("strict mode compiles nothing, and {}; compile with: {}", miss.what(),
-                                         prewarm_command(spec, state.local.device, state.effective(options))));
+                                         prewarm_command(spec, state.local.device, state.effective(options), state.options.threads)));
     }
 }
 

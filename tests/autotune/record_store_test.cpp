@@ -32,7 +32,7 @@ TEST_F(RecordStoreTest, Saved_Found) {
     const auto file = records.save(record_of(key_at(4096), {{"a", {1}}}));
     EXPECT_TRUE(std::filesystem::exists(file));
     ASSERT_EQ(records.plans(key_at(4096)).size(), 1U);
-    EXPECT_EQ(store().plans(key_at(4096)).front().plan, "a");
+    EXPECT_EQ(store().plans(key_at(4096)).front().best(), "a");
     EXPECT_EQ(store().plans(key_at(4096)).front().origin, file.string());
 }
 
@@ -59,7 +59,7 @@ TEST_F(RecordStoreTest, ManyWriters_NothingLost) {
 TEST_F(RecordStoreTest, NearestBucket_SmallerOfTwoEquallyNear) {
     RecordStore records = store();
     for (const std::int64_t tokens : {64, 1024, 4096}) (void)records.save(record_of(key_at(tokens), {{fmt::format("at{}", tokens), {1}}}));
-    const auto plan_at = [&](std::int64_t tokens) { return records.plans(key_at(tokens)).front().plan; };
+    const auto plan_at = [&](std::int64_t tokens) { return records.plans(key_at(tokens)).front().best(); };
     EXPECT_EQ(plan_at(64), "at64");
     EXPECT_EQ(plan_at(256), "at64");  // four times either
     EXPECT_EQ(plan_at(2048), "at1024");
@@ -74,11 +74,11 @@ TEST_F(RecordStoreTest, OtherKernelsOrMemory_FartherThanOwn) {
     ASSERT_EQ(records.plans(key_at(4096)).size(), 1U);
     EXPECT_TRUE(records.plans(key_at(4096)).front().other_kernels);
     (void)records.save(record_of(key_at(64), {{"few", {1}}}));
-    EXPECT_EQ(records.plans(key_at(4096)).front().plan, "few");
+    EXPECT_EQ(records.plans(key_at(4096)).front().best(), "few");
     (void)records.save(record_of(key_at(4096, {.scratch_bytes = 1 << 20}), {{"narrow", {1}}}));
     (void)records.save(record_of(key_at(4096, {.limit_bytes = 1 << 30}), {{"limited", {1}}}));
-    EXPECT_EQ(records.plans(key_at(4096)).front().plan, "narrow");
-    EXPECT_EQ(records.plans(key_at(4096, {.limit_bytes = 2LL << 30})).front().plan, "limited");
+    EXPECT_EQ(records.plans(key_at(4096)).front().best(), "narrow");
+    EXPECT_EQ(records.plans(key_at(4096, {.limit_bytes = 2LL << 30})).front().best(), "limited");
     EXPECT_FALSE(records.plans(key_at(4096)).front().other_kernels);
 }
 
@@ -94,8 +94,8 @@ TEST_F(RecordStoreTest, ExtraPlaces_BeforeTheUsers) {
     const TemporaryDirectory team;
     RecordStore teams({.directory = team.path(), .shipped = false});
     const auto file = teams.save(record_of(key_at(4096), {{"team", {1}}}));
-    EXPECT_EQ(store({team.path()}).plans(key_at(4096)).front().plan, "team");
-    EXPECT_EQ(store({file}).plans(key_at(4096)).front().plan, "team");
+    EXPECT_EQ(store({team.path()}).plans(key_at(4096)).front().best(), "team");
+    EXPECT_EQ(store({file}).plans(key_at(4096)).front().best(), "team");
     EXPECT_EQ(store({file}).plans(key_at(4096)).size(), 2U);
 }
 
@@ -132,6 +132,42 @@ TEST_F(RecordStoreTest, FileThatOthersCanWrite_Refused) {
     EXPECT_THAT(log.text(), HasSubstr("chmod"));
 }
 
+TEST_F(RecordStoreTest, FileThatOthersCanWrite_NotBuiltUpon) {
+    const auto file = store().save(record_of(key_at(4096), {{"theirs", {1}}}, "theirs"));
+    std::filesystem::permissions(file, std::filesystem::perms::others_write, std::filesystem::perm_options::add);
+    EXPECT_FALSE(store().find(key_at(4096)));
+    (void)store().save(record_of(key_at(4096), {{"own", {2}}}, "own"));
+    EXPECT_FALSE(store().find(key_at(4096))->candidates.contains("theirs"));
+}
+
+TEST_F(RecordStoreTest, TextThatNobodyCouldRead_ErrorNamesTheFileAndItStays) {
+    const auto file = store().save(record_of(key_at(4096), {{"a", {1}}}));
+    const std::string before = test::read_file(file);
+    Record bad = record_of(key_at(4096), {{"b", {1}}}, "second");
+    bad.runs["second"].commit = std::string(5000, 'c');
+    EXPECT_THAT([&] { (void)store().save(bad); }, testing::ThrowsMessage<EnvironmentError>(HasSubstr(file.string())));
+    EXPECT_THAT([&] { write_record_file(file, bad); }, testing::ThrowsMessage<EnvironmentError>(HasSubstr("commit")));
+    EXPECT_EQ(test::read_file(file), before);
+}
+
+TEST_F(RecordStoreTest, MoreThanAFileHolds_OldestRunLeftOutWithAWarning) {
+    const auto many = [](const std::string& id) {
+        Record record = record_of(key_at(4096), {{"all", {2}}}, id);
+        record.runs[id].date = id;
+        for (int i = 0; i < 2500; ++i) record.candidates[fmt::format("{} {}", id, i)].times_ms[id] = {1};
+        return record;
+    };
+    (void)store().save(many("2026-01-01"));
+    const LogCapture log;
+    const auto file = store().save(many("2026-01-02"));
+    EXPECT_EQ(log.warnings(), 1);
+    EXPECT_THAT(log.text(), HasSubstr(file.string()));
+    const auto read = store().find(key_at(4096));
+    ASSERT_TRUE(read);
+    EXPECT_EQ(read->candidates.size(), 2501U);
+    EXPECT_TRUE(read->runs.contains("2026-01-02"));
+}
+
 TEST_F(RecordStoreTest, DirectoryInPlaceOfAFile_Ignored) {
     const auto file = store().save(record_of(key_at(4096), {{"a", {1}}}));
     std::filesystem::remove(file);
@@ -158,7 +194,7 @@ TEST(ShippedRecords, Each_ReadsHasAWinnerAndIsFoundByItsDevice) {
         EXPECT_EQ(tuned_device(device), record->key.device) << file.name;
         const Spec spec = parse_spec(record->key.spec);
         EXPECT_EQ(illegal_reason(spec, device, parse_plan(best)), std::nullopt) << file.name;
-        EXPECT_EQ(shipped.plans(record_key(spec, device, record->key.num_tokens, record->key.memory)).front().plan, best) << file.name;
+        EXPECT_EQ(shipped.plans(record_key(spec, device, record->key.num_tokens, record->key.memory)).front().best(), best) << file.name;
         for (const auto& [id, run] : record->runs) {
             EXPECT_FALSE(run.date.empty() || run.driver.empty() || run.commit.empty()) << file.name << " does not say where it comes from";
         }

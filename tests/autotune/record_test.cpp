@@ -11,6 +11,7 @@ namespace {
 
 using test::key_at;
 using test::record_of;
+using test::run_of;
 using testing::HasSubstr;
 
 const std::vector<double> kFive{5, 5, 5, 5, 5};
@@ -128,6 +129,85 @@ TEST(Record, Merge_KeepsEveryTimeAndTheWorstOutcome) {
     EXPECT_EQ(both.candidates.at("y").sample_count(), 1U);
     EXPECT_EQ(both.runs.size(), 2U);
     EXPECT_EQ(both.best_plan(), "y");
+}
+
+TEST(Record, RunsOfManyRanks_ReadBack) {
+    Record all{.key = key_at(64)};
+    for (int i = 0; i < 1500; ++i) {
+        const std::string run = fmt::format("run{:04}", i);
+        all.runs[run] = run_of();
+        all.candidates["x"].times_ms[run] = {1.0 + i};
+    }
+    std::string why;
+    const auto read = parse_record(record_text(all), why);
+    ASSERT_TRUE(read) << why;
+    EXPECT_EQ(*read, all);
+    std::size_t dropped = 7;
+    EXPECT_EQ(fitted(all, dropped), all);
+    EXPECT_EQ(dropped, 0U);
+}
+
+/// A run with times of so many plans that nobody else has, and of one that all have.
+Record run_of_many(const std::string& id, const std::string& date, int plans) {
+    Record record = record_of(key_at(64), {{"all", {2}}}, id);
+    record.runs[id].date = date;
+    for (int i = 0; i < plans; ++i) record.candidates[fmt::format("{} plan {}", id, i)].times_ms[id] = {1};
+    return record;
+}
+
+TEST(Record, MoreThanAFileHolds_TheOldestRunsGiveWayInWhateverOrderTheyWereMerged) {
+    Record oldest = run_of_many("c", "2026-01-01", 1500);
+    oldest.candidates["hangs"] = {.outcome = Outcome::hung, .why = "no answer"};
+    const Record older = run_of_many("a", "2026-01-02", 1500);
+    const Record newest = run_of_many("b", "2026-01-03", 2000);
+    std::size_t dropped = 0;
+    const Record kept = fitted(merged(merged(oldest, older), newest), dropped);
+    EXPECT_EQ(dropped, 1U);
+    EXPECT_EQ(kept, fitted(merged(newest, merged(older, oldest)), dropped));
+    EXPECT_EQ(kept.candidates.size(), 3502U);
+    EXPECT_FALSE(kept.runs.contains("c"));
+    EXPECT_EQ(kept.candidates.at("all").sample_count(), 2U);
+    EXPECT_EQ(kept.candidates.at("hangs").outcome, Outcome::hung);
+}
+
+TEST(Record, MoreBytesThanAFileHolds_OnlyAsManyRunsGiveWayAsItTakes) {
+    Record record{.key = key_at(64)};
+    for (const std::string run : {"1", "2", "3"}) {
+        record.runs[run] = run_of();
+        for (int i = 0; i < 1300; ++i) record.candidates[fmt::format("{}{:01000}", run, i)].times_ms[run] = {1};
+    }
+    ASSERT_GT(record_text(record).size(), kMaxRecordBytes);
+    std::size_t dropped = 0;
+    const Record kept = fitted(record, dropped);
+    std::string why;
+    EXPECT_TRUE(parse_record(record_text(kept), why)) << why;
+    EXPECT_EQ(dropped, 1U);
+    EXPECT_FALSE(kept.runs.contains("1"));
+    EXPECT_EQ(kept.candidates.size(), 2600U);
+}
+
+TEST(Record, RankedPlans_TheBestThenTheOthersByTime) {
+    Record record = record_of(key_at(64), {{"default", {1.01, 1.01, 1.01, 1.01, 1.01}},
+                                           {"quicker", {1, 1, 1, 1, 1}},
+                                           {"slow", {3, 3, 3, 3, 3}},
+                                           {"once", {0.5}},
+                                           {"wrong", {0.1, 0.1, 0.1, 0.1, 0.1}}});
+    record.candidates["wrong"].outcome = Outcome::wrong;
+    record.candidates["untimed"] = {};
+    EXPECT_THAT(record.ranked_plans(), testing::ElementsAre("default", "quicker", "slow", "once"));
+}
+
+TEST(Record, ThreadsOfACpu_AreAnotherDevice) {
+    const auto key = [](const char* device, int threads) {
+        return record_key(parse_spec("D=64,V=512,dtype=fp32"), describe_device(device), 64, {}, threads);
+    };
+    const int cores = describe_device("znver4").cpu.cores;
+    ASSERT_GT(cores, 1);
+    EXPECT_EQ(key("znver4", 1).device.units, 1);
+    EXPECT_NE(key("znver4", 1).file(), key("znver4", 0).file());
+    EXPECT_EQ(key("znver4", cores), key("znver4", 0));
+    EXPECT_EQ(key("znver4", cores + 5), key("znver4", 0));
+    EXPECT_EQ(key("h100", 1), key("h100", 0));
 }
 
 TEST(Record, BadText_ReasonAndNoRecord) {

@@ -178,6 +178,32 @@ TEST_F(SearchTest, NewCandidate_MeasuresOnlyItself) {
     EXPECT_NE(record_.best_plan(), own.text());
 }
 
+TEST_F(SearchTest, RecordThatLies_ItsPlansFailAndTheSearchGoesOn) {
+    device_.ms = rugged;
+    const std::string best = run().best_plan;
+    Plan illegal = parse_plan(best);
+    illegal.cuda.forward.block_m = 1000;
+    const std::string untidy = " " + best;
+    for (const std::string& plan : {std::string("garbage"), illegal.text(), untidy}) {
+        record_.candidates[plan].times_ms["run"] = std::vector<double>(kEnoughSamples, 0.0001);
+    }
+    ASSERT_NE(record_.best_plan(), best);
+    options_.run = "second";
+    EXPECT_EQ(run().best_plan, best);
+    for (const std::string& plan : {std::string("garbage"), illegal.text(), untidy}) {
+        EXPECT_EQ(record_.candidates.at(plan).outcome, Outcome::failed) << plan;
+        EXPECT_NE(record_.candidates.at(plan).why, "") << plan;
+        EXPECT_EQ(device_.times[plan], 0) << plan;
+    }
+}
+
+TEST_F(SearchTest, LongReason_ClippedToWhatReadersTake) {
+    device_.checked = [](const Plan&) { return Measured{.outcome = Outcome::failed, .why = std::string(100'000, '\xff')}; };
+    (void)run();
+    std::string why;
+    EXPECT_TRUE(parse_record(record_text(record_), why)) << why;
+}
+
 TEST_F(SearchTest, Race_CandidatesTakeTurns) {
     (void)run();
     int repeated = 0;

@@ -94,6 +94,31 @@ TEST_F(SessionRecordsTest, IllegalPlan_OneWarningAndTheNextChoice) {
     EXPECT_EQ(log.warnings(), 2);
 }
 
+TEST_F(SessionRecordsTest, RecordThatLies_ItsBestLegalPlan) {
+    Plan bad = plan(1);
+    bad.cpu.micro_m = 1000;
+    Record lies{.key = record_key(layer(), cpu(), 4096, {})};
+    for (const auto& [text, ms] : {std::pair{bad.text(), 0.0001}, {"garbage", 0.0002}, {plan(2).text(), 3.5}, {plan(1).text(), 4.0}}) {
+        lies.candidates[text].times_ms["run"] = {ms};
+    }
+    (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(lies);
+    const LogCapture log;
+    const auto kernel = session().get_kernel(layer());
+    EXPECT_EQ(kernel->plan(), plan(2));
+    EXPECT_THAT(kernel->explain().reasons, Contains(HasSubstr("at 4096 tokens, 3.5 ms")));
+    EXPECT_EQ(log.warnings(), 1);
+}
+
+TEST_F(SessionRecordsTest, RecordOfOtherThreads_NotTaken) {
+    record(4096, plan(2).text());
+    ASSERT_GT(cpu().cpu.cores, 1);
+    EXPECT_EQ(session().choose_plan(layer(), cpu()).plan, plan(2));
+    EXPECT_EQ(session({.threads = cpu().cpu.cores}).choose_plan(layer(), cpu()).plan, plan(2));
+    EXPECT_EQ(session({.threads = 1}).choose_plan(layer(), cpu()).plan, plan(0));
+    environment_.num_threads = 1;
+    EXPECT_EQ(session().choose_plan(layer(), cpu()).plan, plan(0));
+}
+
 TEST_F(SessionRecordsTest, OtherScratch_TilesOfTheRecordBytesOfTheCall) {
     record(4096, plan(2).text());
     const auto kernel = session().get_kernel(layer(), {.scratch_bytes = 32 << 20});
