@@ -31,20 +31,6 @@ int fail(int code, std::string_view message) {
     return code;
 }
 
-int exit_code(ErrorKind kind) {
-    switch (kind) {
-        case ErrorKind::spec:
-        case ErrorKind::plan:
-        case ErrorKind::argument: return kUsage;
-        case ErrorKind::compile:
-        case ErrorKind::device:
-        case ErrorKind::environment:
-        case ErrorKind::internal:
-        case ErrorKind::cache_miss: break;
-    }
-    return kEnvironment;
-}
-
 int run_action(const Action& action) {
     try {
         return action();
@@ -85,6 +71,20 @@ logit_scale, softcap, label_smoothing, z_loss, class_weight, outputs (loss+lse+l
 Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (device, library, compiler, disk).)";
 
 }  // namespace
+
+int exit_code(ErrorKind kind) {
+    switch (kind) {
+        case ErrorKind::spec:
+        case ErrorKind::plan:
+        case ErrorKind::argument: return kUsage;
+        case ErrorKind::compile:
+        case ErrorKind::device:
+        case ErrorKind::environment:
+        case ErrorKind::internal:
+        case ErrorKind::cache_miss: break;
+    }
+    return kEnvironment;
+}
 
 int main(int argc, char** argv) {
     CLI::App app{"flce: fused linear + cross-entropy kernels, generated for one concrete output layer", "flce"};

@@ -34,6 +34,9 @@ public:
     using std::runtime_error::runtime_error;
 };
 
+/// What an error of that kind ends the program with.
+[[nodiscard]] int exit_code(ErrorKind kind);
+
 /// A subcommand registers itself on `app`; when it is the one asked for, it stores what has to run in `action`.
 using Action = std::function<int()>;
 void add_demo(CLI::App& app, Action& action);

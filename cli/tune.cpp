@@ -2,11 +2,9 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <array>
+#include <chrono>
 #include <cstdio>
-#include <ctime>
 #include <fstream>
-#include <random>
 #include <sstream>
 
 #include "autotune/record_store.hpp"
@@ -16,6 +14,8 @@
 #include "cli/interrupt.hpp"
 #include "cli/tune_measure.hpp"
 #include "cli/tune_report.hpp"
+#include "cli/tuning_run.hpp"
+#include "runtime/environment.hpp"
 
 namespace flce::cli {
 namespace {
@@ -32,7 +32,7 @@ struct TuneOptions {
     double budget_s = 60;
     double candidate_timeout_s = 30;
     std::vector<std::string> coordinates;
-    std::size_t exhaustive = 0;
+    std::int64_t exhaustive = 0;
     std::filesystem::path records_dir;
     std::string commit;
     bool fresh = false;
@@ -50,32 +50,13 @@ struct Tuned {
     double seconds = 0;
 };
 
-/// The first line that a command prints; empty where there is no such command.
-std::string first_output_line(const char* command) {
-    std::string line;
-    std::FILE* pipe = ::popen(command, "r");
-    if (pipe == nullptr) return line;
-    std::array<char, 512> buffer{};
-    if (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) line = first_line(buffer.data());
-    ::pclose(pipe);
-    return line;
-}
-
-TuningRun provenance(const Device& device, const std::string& commit) {
-    std::array<char, 32> date{};
-    const std::time_t now = std::time(nullptr);
-    std::tm utc{};
-    static_cast<void>(std::strftime(date.data(), date.size(), "%Y-%m-%dT%H:%M:%SZ", ::gmtime_r(&now, &utc)));
-    TuningRun run{.date = date.data(), .version = std::string(version()), .commit = commit, .device = device.name};
-    if (device.kind == DeviceKind::cuda) {
-        run.driver = first_output_line("nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null");
-        run.clocks = first_output_line("nvidia-smi --query-gpu=clocks.max.sm,clocks.max.mem,power.limit --format=csv,noheader 2>/dev/null");
-    }
-    return run;
-}
-
-/// Names a run: when, and which of those that began then.
-std::string run_id(const TuningRun& run) { return fmt::format("{} {:08x}", run.date, std::random_device{}()); }
+/// A spec and number of tokens that could not be tuned.
+struct Untuned {
+    Spec spec;
+    std::int64_t num_tokens = 0;
+    std::string why;
+    int exit_code = kDone;
+};
 
 std::vector<Plan> extra_plans(const TuneOptions& options) {
     std::vector<Plan> plans;
@@ -99,6 +80,15 @@ std::vector<Spec> specs_of(const TuneOptions& options) {
     return specs;
 }
 
+void check_coordinates(const TuneOptions& options, DeviceKind kind) {
+    const auto names = coordinate_names(kind);
+    for (const std::string& name : options.coordinates) {
+        if (std::ranges::find(names, name) != names.end()) continue;
+        throw UsageError(
+            fmt::format("--coordinates: there is no \"{}\"; plans for this device differ in {}", name, fmt::join(names, ", ")));
+    }
+}
+
 class Tuner {
 public:
     explicit Tuner(const TuneOptions& options)
@@ -110,6 +100,9 @@ public:
         if (store_.places().directory.empty())
             throw UsageError("there is no directory for records: give --records-dir or set FLCE_RECORDS_DIR");
         if (!options.limit.empty()) limit_bytes_ = parse_bytes("--workspace-limit", options.limit);
+        check_coordinates(options, session_.device().kind);
+        if (options.commit.size() > kMaxGivenTextBytes)
+            throw UsageError(fmt::format("--commit has {} bytes; at most {} are kept", options.commit.size(), kMaxGivenTextBytes));
     }
 
     int run() {
@@ -123,24 +116,44 @@ public:
         for (const Spec& spec : specs) {
             for (const std::int64_t n : tokens) {
                 if (interrupted()) break;
-                tuned_.push_back(tune(spec, n));
+                if (!tune_or_note(spec, n)) continue;
                 failed = failed || tuned_.back().result.best_plan.empty();
                 if (!options_.json) report(tuned_.back());
             }
         }
         if (options_.json) report_json();
         write_html();
+        for (const Untuned& item : untuned_) {
+            fmt::print(stderr, "flce: error: {} at {} tokens is not tuned: {}\n", item.spec.text(), item.num_tokens, item.why);
+        }
         if (interrupted()) throw Interrupted();
+        if (!untuned_.empty()) return untuned_.front().exit_code;
         return failed ? kFailedCheck : kDone;
     }
 
 private:
+    /// What is wrong with one layer is no reason not to tune the others.
+    bool tune_or_note(const Spec& spec, std::int64_t num_tokens) {
+        try {
+            tuned_.push_back(tune(spec, num_tokens));
+            return true;
+        } catch (const Error& error) {
+            untuned_.push_back({spec, num_tokens, first_line(error.what()), exit_code(error.kind())});
+        } catch (const std::bad_alloc&) {
+            untuned_.push_back({spec, num_tokens, "out of memory", kEnvironment});
+        }
+        return false;
+    }
+
     /// Of the session that says what there is; plans in use do not matter to it.
     [[nodiscard]] SessionOptions measuring_options() const {
         SessionOptions options = session_options_;
         options.use_records = true;  // for the directory's name
         return options;
     }
+
+    /// As a session counts them: those asked for, or FLCE_NUM_THREADS.
+    [[nodiscard]] int threads() const { return session_options_.threads > 0 ? session_options_.threads : environment().num_threads; }
 
     /// Scratch that a session would give such a call.
     [[nodiscard]] std::int64_t scratch_bytes(const Spec& spec, std::int64_t num_tokens) {
@@ -167,14 +180,14 @@ private:
         SearchOptions search_options{.request = {.scratch_bytes = scratch_bytes(spec, num_tokens)},
                                      .extra = extra_,
                                      .only = options_.coordinates,
-                                     .exhaustive = options_.exhaustive};
+                                     .exhaustive = static_cast<std::size_t>(options_.exhaustive)};
         for (const Plan& plan : extra_) {
             if (const auto reason = illegal_reason(spec, device, plan))
                 throw PlanError(fmt::format("plan \"{}\": {}", plan.text(), *reason));
         }
         const TunedMemory memory{
             .scratch_bytes = search_options.request.scratch_bytes, .limit_bytes = limit_bytes_, .retained = options_.retain};
-        const RecordKey key = record_key(spec, device, num_tokens, memory);
+        const RecordKey key = record_key(spec, device, num_tokens, memory, threads());
         const TuningRun run = provenance(device, options_.commit);
         search_options.run = run_id(run);
         Record record = begin_record(key, run, search_options.run);
@@ -255,6 +268,12 @@ private:
             json = {{"candidates", candidates}, {"measured", measured}, {"best_plan", nullptr}, {"best_ms", nullptr}, {"record", nullptr}};
         }
         json["items"] = std::move(items);
+        if (!untuned_.empty()) {
+            Json& list = json["errors"] = Json::array();
+            for (const Untuned& item : untuned_) {
+                list.push_back({{"spec", item.spec.text()}, {"num_tokens", item.num_tokens}, {"error", item.why}});
+            }
+        }
         print_json(json);
     }
 
@@ -274,6 +293,7 @@ private:
     std::vector<Plan> extra_;
     std::int64_t limit_bytes_ = 0;
     std::vector<Tuned> tuned_;
+    std::vector<Untuned> untuned_;
 };
 
 std::filesystem::path user_directory(const TuneOptions& options) {
@@ -281,7 +301,11 @@ std::filesystem::path user_directory(const TuneOptions& options) {
 }
 
 int show(const TuneOptions& options) {
-    const auto records = read_records(options.show.empty() ? std::vector{user_directory(options)} : options.show);
+    std::vector<std::filesystem::path> paths = options.show;
+    const auto directory = paths.empty() ? user_directory(options) : std::filesystem::path();
+    std::error_code error;
+    if (paths.empty() && std::filesystem::exists(directory, error)) paths.push_back(directory);  // it is made when something is measured
+    const auto records = read_records(paths);
     if (!options.html.empty()) {
         std::ofstream file(options.html, std::ios::binary | std::ios::trunc);
         file << html_report(records);
@@ -294,6 +318,7 @@ int show(const TuneOptions& options) {
         return kDone;
     }
     for (const NamedRecord& record : records) fmt::print("{}\n", record_table(record, 0));
+    if (records.empty()) fmt::print("no tuning records in {}\n", options.show.empty() ? directory.string() : options.show.front().string());
     return kDone;
 }
 
@@ -322,8 +347,15 @@ int merge(const TuneOptions& options) {
     RecordStore store({.directory = directory, .shipped = false});
     Json files = Json::array();
     for (const auto& [digest, record] : by_key) {
-        if (to_file) write_record_file(options.out, record);
-        files.push_back((to_file ? options.out : store.save(record)).string());
+        if (to_file) {
+            write_record_file(options.out, record);
+            files.push_back(options.out.string());
+            continue;
+        }
+        // A directory that is named may be a team's: what is there counts whoever has written it.
+        std::string why;
+        const auto there = options.out.empty() ? std::nullopt : read_record_file(directory / record.key.file(), why);
+        files.push_back(store.save(there && there->key == record.key ? merged(*there, record) : record).string());
     }
     if (options.json) {
         print_json({{"records", files}});
@@ -336,6 +368,7 @@ int merge(const TuneOptions& options) {
 /// What a search asks for first, and every single change of the cost model's choice. The device need not be here.
 int compile_only(const TuneOptions& options) {
     const Device device = resolve_device(options.session.device);
+    check_coordinates(options, device.kind);
     const SessionOptions session = options.session.options();
     std::vector<Json> requests;
     for (const Spec& spec : specs_of(options)) {
@@ -353,7 +386,8 @@ int compile_only(const TuneOptions& options) {
         failed += reply.kind != Reply::Kind::answer || reply.answer.contains("error") ? 1 : 0;
         progress.update(++done);
     };
-    const bool complete = make_compile_pool().run(requests, {.done = on_done, .stop = interrupted});
+    constexpr std::chrono::minutes kPatience{10};
+    const bool complete = make_compile_pool(kPatience).run(requests, {.done = on_done, .stop = interrupted});
     progress.finish();
     if (!complete) throw Interrupted();
     if (options.json) {
@@ -408,14 +442,17 @@ void add_tune(CLI::App& app, Action& action) {
     command->add_option("--budget-s", options->budget_s, "seconds for each spec and number of tokens")
         ->capture_default_str()
         ->check(CLI::Range(0.1, 86400.0));
-    command->add_option("--candidate-timeout-s", options->candidate_timeout_s, "a candidate that gives no answer for so long hangs")
+    command
+        ->add_option("--candidate-timeout-s", options->candidate_timeout_s,
+                     "a candidate that gives no answer for so long, or for a quarter of the budget, hangs")
         ->capture_default_str()
         ->check(CLI::Range(0.1, 86400.0));
     command
         ->add_option("--coordinates", options->coordinates,
                      "what to vary: grad_weight, grad_hidden, forward, dlogits, chunk, raster; blocks, block_m, … (default: all)")
         ->delimiter(',');
-    command->add_option("--exhaustive", options->exhaustive, "instead of descending, measure that many combinations");
+    command->add_option("--exhaustive", options->exhaustive, "instead of descending, measure that many combinations")
+        ->check(CLI::Range(std::int64_t{1}, static_cast<std::int64_t>(kMaxRecordCandidates)));
     command->add_option("--records-dir", options->records_dir,
                         "where records are kept (default: FLCE_RECORDS_DIR, else \"records\" in the cache directory)");
     command->add_option("--commit", options->commit, "kept with the measurements, to tell later what was measured");

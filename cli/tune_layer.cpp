@@ -7,6 +7,7 @@
 
 #include "cache/log.hpp"
 #include "cli/number_formats.hpp"
+#include "runtime/session.hpp"
 
 namespace flce::cli {
 namespace {
@@ -68,7 +69,7 @@ std::string difference(const std::string& name, const std::vector<double>& value
 
 TuneLayer::TuneLayer(TuneLayerOptions options) : options_(std::move(options)), session_(options_.session) {
     const Spec& spec = options_.spec;
-    device_ = session_.get_kernel(spec)->device_ref();
+    device_ = SessionAccess::device_ref(session_);
     layer_ = make_random_layer(spec, options_.num_tokens, {.seed = 7, .upstream = true});
     const Device& device = session_.device();
     const double cache =
@@ -81,6 +82,26 @@ TuneLayer::TuneLayer(TuneLayerOptions options) : options_(std::move(options)), s
     rows_ = sampled(spec.vocab_size, kSampledRows);
     rows_.front() = 0;
     rows_.back() = spec.vocab_size - 1;
+    if (options_.num_tokens > 0) make_reference();
+}
+
+/// Long work for a large layer, and no plan's fault.
+void TuneLayer::make_reference() {
+    const Spec& spec = options_.spec;
+    const ReferenceProblem problem{.spec = spec,
+                                   .num_tokens = options_.num_tokens,
+                                   .hidden = layer_.hidden.data(),
+                                   .weight = layer_.weight.data(),
+                                   .bias = layer_.bias.data(),
+                                   .class_weight = layer_.class_weight,
+                                   .target = layer_.target,
+                                   .grad_lse = layer_.grad_lse,
+                                   .grad_logprob = layer_.grad_logprob,
+                                   .grad_entropy = layer_.grad_entropy,
+                                   .summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda)};
+    const auto tokens = sampled(options_.num_tokens, kSampledTokens);
+    reference_ = std::make_unique<Reference>(problem, tokens);
+    yardstick_ = std::make_unique<Yardstick>(problem, tokens);
 }
 
 TuneLayer::Runnable& TuneLayer::runnable(const std::string& plan) {
@@ -174,22 +195,6 @@ void TuneLayer::compare_rows(const Reference& reference, const Yardstick& yardst
 
 std::string TuneLayer::against_reference(const Sample& sample) {
     const Spec& spec = options_.spec;
-    if (reference_ == nullptr) {
-        const ReferenceProblem problem{.spec = spec,
-                                       .num_tokens = options_.num_tokens,
-                                       .hidden = layer_.hidden.data(),
-                                       .weight = layer_.weight.data(),
-                                       .bias = layer_.bias.data(),
-                                       .class_weight = layer_.class_weight,
-                                       .target = layer_.target,
-                                       .grad_lse = layer_.grad_lse,
-                                       .grad_logprob = layer_.grad_logprob,
-                                       .grad_entropy = layer_.grad_entropy,
-                                       .summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda)};
-        const auto tokens = sampled(options_.num_tokens, kSampledTokens);
-        reference_ = std::make_unique<Reference>(problem, tokens);
-        yardstick_ = std::make_unique<Yardstick>(problem, tokens);
-    }
     reference_->set_other(sample.lse, sample.entropy);
     yardstick_->set_other(sample.lse, sample.entropy);
     NormPair lse;

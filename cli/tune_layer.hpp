@@ -63,6 +63,7 @@ private:
     Runnable& runnable(const std::string& plan);
     void run(const Runnable& runnable, std::size_t set, Stream stream = {}) const;
     [[nodiscard]] Recording recorded(const Runnable& candidate);
+    void make_reference();
     void reserve(std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted);
     void poison();
     [[nodiscard]] Sample sample() const;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <thread>
 
 #include "cli/interrupt.hpp"
@@ -13,8 +14,28 @@ namespace {
 
 constexpr double kFinalShare = 0.85;  // of the budget: then the last rounds begin
 constexpr int kProgressSteps = 1000;
+/// Of the budget: what one candidate may take of it, compiled or run, before it hangs.
+constexpr double kCompileShare = 0.5;
+constexpr double kRunShare = 0.25;
+constexpr double kLeastPatience_s = 0.1;
+constexpr double kLeastStart_s = 5;
+/// Compiling a plan's kernels takes longer than running them.
+constexpr double kCompileToRun = 4;
 
 std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1e3)); }
+
+std::chrono::milliseconds compile_patience(const TuneTarget& target) {
+    return milliseconds(std::max(kLeastPatience_s, std::min(kCompileToRun * target.candidate_timeout_s, kCompileShare * target.budget_s)));
+}
+
+std::vector<std::string> worker_arguments(const std::vector<std::string>& inject) {
+    std::vector<std::string> arguments{kTuneWorker};
+    for (const std::string& fault : inject) {
+        arguments.emplace_back("--inject");
+        arguments.push_back(fault);
+    }
+    return arguments;
+}
 
 }  // namespace
 
@@ -22,16 +43,16 @@ Json compile_request(const Spec& spec, const Device& device, const Plan& plan, c
     return {{"op", "compile"}, {"spec", spec.text()}, {"device", device.json()}, {"cache_dir", cache_dir.string()}, {"plan", plan.text()}};
 }
 
-WorkerPool make_compile_pool() {
+WorkerPool make_compile_pool(std::chrono::milliseconds patience, const std::vector<std::string>& inject) {
     constexpr std::size_t kMost = 8;
-    constexpr std::chrono::minutes kPatience{10};
     const int half = static_cast<int>(std::thread::hardware_concurrency() / 2);
-    return WorkerPool({.arguments = {kTuneWorker}, .workers = worker_count(half, available_memory_bytes(), kMost), .timeout = kPatience});
+    return WorkerPool(
+        {.arguments = worker_arguments(inject), .workers = worker_count(half, available_memory_bytes(), kMost), .timeout = patience});
 }
 
 ProcessMeasure::ProcessMeasure(const TuneTarget& target)
     : target_(target),
-      compilers_(make_compile_pool()),
+      compilers_(make_compile_pool(compile_patience(target), target.inject)),
       progress_(fmt::format("tune {} at {}", target.spec.text(), target.num_tokens), kProgressSteps) {}
 
 ProcessMeasure::~ProcessMeasure() { progress_.finish(); }
@@ -64,30 +85,40 @@ Json ProcessMeasure::open_request() const {
             {"retain", target_.retain}};
 }
 
+double ProcessMeasure::patience_s() const {
+    return std::min(target_.candidate_timeout_s, std::max(kLeastPatience_s, kRunShare * target_.budget_s));
+}
+
 void ProcessMeasure::start() {
-    std::vector<std::string> arguments{kTuneWorker};
-    for (const std::string& fault : target_.inject) {
-        arguments.emplace_back("--inject");
-        arguments.push_back(fault);
-    }
-    worker_ = std::make_unique<WorkerProcess>(arguments);
+    worker_ = std::make_unique<WorkerProcess>(worker_arguments(target_.inject));
     // Tensors of gigabytes are made here; that is no candidate's fault.
-    const Reply reply = worker_->ask(open_request(), milliseconds(std::max(target_.candidate_timeout_s, target_.budget_s)));
-    if (reply.kind == Reply::Kind::interrupted) throw MeasureStopped();
-    if (reply.kind != Reply::Kind::answer) throw EnvironmentError(fmt::format("the tuning worker does not start: {}", reply.why));
-    if (reply.answer.contains("error")) {
-        throw EnvironmentError(fmt::format("the tuning worker does not start: {}", first_line(reply.answer["error"].get<std::string>())));
+    const Reply reply = worker_->ask(open_request(), milliseconds(std::max(kLeastStart_s, target_.budget_s - elapsed_s())));
+    if (reply.kind == Reply::Kind::interrupted) {
+        interrupted_ = true;
+        throw MeasureStopped();
     }
+    std::string why = reply.why;
+    if (reply.kind == Reply::Kind::answer) {
+        if (!reply.answer.contains("error")) {
+            started_ = true;
+            return;
+        }
+        why = first_line(reply.answer["error"].get<std::string>());
+    }
+    worker_->kill();
+    if (!started_) throw EnvironmentError(fmt::format("the tuning worker does not start: {}", why));
+    if (!stop()) fmt::print(stderr, "flce: warning: the tuning worker does not start again: {}\n", why);
+    throw MeasureStopped();
 }
 
 Measured ProcessMeasure::ask(const Json& request, Json& answer) {
     if (worker_ == nullptr || !worker_->alive()) start();
     const double left = std::max(0.0, target_.budget_s - elapsed_s());
-    Reply reply = worker_->ask(request, milliseconds(std::min(left, target_.candidate_timeout_s)));
+    Reply reply = worker_->ask(request, milliseconds(std::min(left, patience_s())));
     switch (reply.kind) {
         case Reply::Kind::interrupted: interrupted_ = true; throw MeasureStopped();
         case Reply::Kind::timed_out:
-            if (left < target_.candidate_timeout_s) throw MeasureStopped();
+            if (left < patience_s()) throw MeasureStopped();
             return {.outcome = Outcome::hung, .why = reply.why};
         case Reply::Kind::died: return {.outcome = Outcome::faulted, .why = reply.why};
         case Reply::Kind::answer: break;
@@ -107,6 +138,7 @@ Measured ProcessMeasure::ask(const Json& request, Json& answer) {
 }
 
 Measured ProcessMeasure::check(const Plan& plan) {
+    if (const auto found = uncompiled_.find(plan.text()); found != uncompiled_.end()) return found->second;
     Json answer;
     Measured measured = ask({{"op", "check"}, {"plan", plan.text()}}, answer);
     if (measured.outcome != Outcome::ok) return measured;
@@ -122,7 +154,8 @@ Measured ProcessMeasure::check(const Plan& plan) {
 Measured ProcessMeasure::time(const Plan& plan) {
     Json answer;
     if (!warm_ && target_.warm_up_s > 0) {
-        if (Measured warm = ask({{"op", "warm"}, {"plan", plan.text()}, {"seconds", target_.warm_up_s}}, answer);
+        if (Measured warm =
+                ask({{"op", "warm"}, {"plan", plan.text()}, {"seconds", std::min(target_.warm_up_s, patience_s() / 2)}}, answer);
             warm.outcome != Outcome::ok) {
             return warm;
         }
@@ -137,7 +170,13 @@ Measured ProcessMeasure::time(const Plan& plan) {
 void ProcessMeasure::prepare(std::span<const Plan> plans) {
     std::vector<Json> requests;
     for (const Plan& plan : plans) requests.push_back(compile_request(target_.spec, target_.device, plan, target_.session.cache_dir));
-    if (!compilers_.run(requests, {.stop = [this] { return stop(); }})) throw MeasureStopped();
+    // One that cannot be compiled says so itself when it is run; one whose compiler gives no answer must not be run at all.
+    const auto done = [&](std::size_t request, const Reply& reply) {
+        if (reply.kind != Reply::Kind::timed_out && reply.kind != Reply::Kind::died) return;
+        const Outcome outcome = reply.kind == Reply::Kind::timed_out ? Outcome::hung : Outcome::faulted;
+        uncompiled_[plans[request].text()] = {.outcome = outcome, .why = fmt::format("its compiler: {}", reply.why)};
+    };
+    if (!compilers_.run(requests, {.done = done, .stop = [this] { return stop(); }})) throw MeasureStopped();
 }
 
 }  // namespace flce::cli

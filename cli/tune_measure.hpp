@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,9 +22,9 @@ struct TuneTarget {
     std::int64_t limit_bytes = 0;
     bool retain = true;
     double budget_s = 60;
-    double candidate_timeout_s = 30;  ///< of one check or one sample
+    double candidate_timeout_s = 30;  ///< of one check or one sample, within a share of the budget
     double warm_up_s = 0;
-    std::vector<std::string> inject;  ///< for tests: KIND@TEXT makes the worker misbehave with plans that hold TEXT
+    std::vector<std::string> inject;  ///< for tests: KIND@TEXT makes workers misbehave with plans that hold TEXT
 };
 
 /// Name of the hidden subcommand that the children run.
@@ -33,7 +34,7 @@ inline constexpr const char* kTuneWorker = "tune-worker";
 [[nodiscard]] Json compile_request(const Spec& spec, const Device& device, const Plan& plan, const std::filesystem::path& cache_dir);
 
 /// Processes that compile: half as many as there are cores, since a set of kernels is compiled by several threads, while memory lasts.
-[[nodiscard]] WorkerPool make_compile_pool();
+[[nodiscard]] WorkerPool make_compile_pool(std::chrono::milliseconds patience, const std::vector<std::string>& inject = {});
 
 class ProcessMeasure : public Measure {
 public:
@@ -52,7 +53,10 @@ public:
 
 private:
     [[nodiscard]] Json open_request() const;
+    /// A worker with the layer. Throws EnvironmentError where there was none before, else MeasureStopped: what has been measured stays.
     void start();
+    /// Until a check or a sample hangs: one that does must leave time for others.
+    [[nodiscard]] double patience_s() const;
     /// What a request comes to; throws MeasureStopped where the budget or the user ended it.
     [[nodiscard]] Measured ask(const Json& request, Json& answer);
 
@@ -60,7 +64,9 @@ private:
     std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
     std::unique_ptr<WorkerProcess> worker_;
     WorkerPool compilers_;
+    std::map<std::string, Measured> uncompiled_;  ///< plans whose compiler hung or died
     Progress progress_;
+    bool started_ = false;
     bool warm_ = false;
     bool interrupted_ = false;
 };

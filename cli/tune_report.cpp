@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 
 #include "autotune/record_store.hpp"
@@ -154,11 +155,14 @@ tr.wrong,tr.hung,tr.faulted,tr.failed{color:#a00}section{margin-bottom:3em})";
 
 std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths) {
     namespace fs = std::filesystem;
-    std::vector<fs::path> files;
+    std::vector<NamedRecord> records;
+    std::string why;
     for (const fs::path& path : paths) {
         std::error_code error;
         if (!fs::is_directory(path, error)) {
-            files.push_back(path);
+            auto record = read_record_file(path, why);
+            if (!record) throw UsageError(fmt::format("{}: {}", path.string(), why.empty() ? "there is no such file" : why));
+            records.push_back({path.string(), std::move(*record)});
             continue;
         }
         std::vector<fs::path> inside;
@@ -166,14 +170,13 @@ std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& 
             if (it->path().extension() == ".json" && it->is_regular_file(error)) inside.push_back(it->path());
         }
         std::ranges::sort(inside);
-        files.insert(files.end(), inside.begin(), inside.end());
-    }
-    std::vector<NamedRecord> records;
-    for (const fs::path& file : files) {
-        std::string why;
-        auto record = read_record_file(file, why);
-        if (!record) throw UsageError(fmt::format("{}: {}", file.string(), why.empty() ? "there is no such file" : why));
-        records.push_back({file.string(), std::move(*record)});
+        for (const fs::path& file : inside) {
+            if (auto record = read_record_file(file, why)) {
+                records.push_back({file.string(), std::move(*record)});
+            } else if (!why.empty()) {  // one bad file among many is no reason to show none
+                fmt::print(stderr, "flce: warning: {} is left out: {}\n", file.string(), why);
+            }
+        }
     }
     return records;
 }

@@ -15,7 +15,8 @@ struct NamedRecord {
     Record record;
 };
 
-/// Records of files and of all *.json below directories. Throws UsageError for a path that is neither, or a file that is no record.
+/// Records of files and of all *.json below directories. Throws UsageError for a path that is neither, or a named file that is no record; one found
+/// in a directory is left out with a warning.
 [[nodiscard]] std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths);
 
 /// What it is of, its runs, and its candidates, the quickest first (at most `most`; 0: all).

@@ -31,11 +31,14 @@ public:
 
     Json serve(const Json& request) {
         const auto op = request.at("op").get<std::string>();
-        if (op == "open") return open(request);
+        if (op == "open") {
+            misbehave(op, request.at("spec").get<std::string>());
+            return open(request);
+        }
         const auto plan = request.at("plan").get<std::string>();
+        misbehave(op, plan);
         if (op == "compile") return compile(request, plan);
         if (layer_ == nullptr) throw InternalError("no layer has been opened");
-        misbehave(op, plan);
         if (op == "check") {
             const TuneLayer::Checked checked = layer_->check(plan);
             return {{"wrong", checked.wrong}, {"workspace_bytes", checked.workspace_bytes}, {"retained_bytes", checked.retained_bytes}};
@@ -78,13 +81,16 @@ private:
         return Json::object();
     }
 
-    void misbehave(const std::string& op, const std::string& plan) {
+    /// `text`: the plan; of "open" the spec.
+    void misbehave(const std::string& op, const std::string& text) {
+        const bool runs = op == "check" || op == "time" || op == "warm";
         for (const Fault& fault : faults_) {
-            if (plan.find(fault.text) == std::string::npos) continue;
-            if (fault.kind == "hang") std::this_thread::sleep_for(std::chrono::hours(1));
-            if (fault.kind == "fault") static_cast<void>(std::raise(SIGSEGV));
+            if (text.find(fault.text) == std::string::npos) continue;
+            const bool hangs = (fault.kind == "hang" && runs) || fault.kind == "hang-" + op;
+            if (hangs) std::this_thread::sleep_for(std::chrono::hours(1));
+            if ((fault.kind == "fault" && runs) || fault.kind == "fault-" + op) static_cast<void>(std::raise(SIGSEGV));
             if (fault.kind == "fault-timing" && op == "time") static_cast<void>(std::raise(SIGKILL));
-            if (fault.kind == "wrong" && op == "check") layer_->spoil_results();
+            if (fault.kind == "wrong" && op == "check" && layer_ != nullptr) layer_->spoil_results();
         }
     }
 

@@ -74,7 +74,8 @@ TEST_F(FlceTune, Record_SessionsPlanByIt) {
     }
     EXPECT_GE(blocks.size(), 6U);
 
-    const ProcessOptions with_records{.environment = {{"FLCE_RECORDS_DIR", records_.path().string()}}};
+    EXPECT_EQ(record.key.device.units, 1);
+    const ProcessOptions with_records{.environment = {{"FLCE_RECORDS_DIR", records_.path().string()}, {"FLCE_NUM_THREADS", "1"}}};
     const auto explained = run_flce({"explain", "--spec", kTunedSpec, "--device", "cpu", "--json"}, with_records).json();
     EXPECT_EQ(explained.at("plan"), result.at("best_plan"));
     EXPECT_THAT(explained.at("plan_source").get<std::string>(), HasSubstr("measured"));
@@ -124,6 +125,67 @@ TEST_F(FlceTune, CandidatesThatHangFaultOrLie_RecordedAndNeverBest) {
     EXPECT_EQ(result.at("outcomes").at("faulted"), 2);
     EXPECT_GT(result.at("outcomes").at("ok"), 10);
     EXPECT_TRUE(result.at("complete"));
+}
+
+TEST_F(FlceTune, CompilerThatHangsOrDies_RecordedAndTheSearchGoesOn) {
+    const std::string plan = another_plan();
+    const auto with_scratch = [&](int mib) { return plan.substr(0, plan.find("scratch=")) + "scratch=" + std::to_string(mib << 20); };
+    const auto result =
+        tune({"--candidate-timeout-s", "1.5", "--coordinates", "chunk", "--plan", with_scratch(61), "--plan", with_scratch(60), "--inject",
+              "hang-compile@scratch=" + std::to_string(61 << 20), "--inject", "fault-compile@scratch=" + std::to_string(60 << 20)});
+    const Record record = read(result);
+    const Candidate& hung = record.candidates.at(with_scratch(61));
+    EXPECT_EQ(hung.outcome, Outcome::hung);
+    EXPECT_THAT(hung.why, AllOf(HasSubstr("compiler"), HasSubstr("no answer")));
+    const Candidate& died = record.candidates.at(with_scratch(60));
+    EXPECT_EQ(died.outcome, Outcome::faulted);
+    EXPECT_THAT(died.why, AllOf(HasSubstr("compiler"), HasSubstr("signal 11")));
+    EXPECT_GT(result.at("outcomes").at("ok"), 1);
+}
+
+TEST_F(FlceTune, HangInASmallBudget_KilledAndRecorded) {
+    const std::vector<std::string> arguments{"--spec",     kTunedSpec, "--num-tokens", "64",       "--device", "cpu",
+                                             "--budget-s", "3",        "--inject",     "hang@cpu", "--json"};
+    const auto first = run(arguments).json();
+    ASSERT_TRUE(first.is_object());
+    const Record record = read(first);
+    ASSERT_FALSE(record.candidates.empty());
+    for (const auto& [plan, candidate] : record.candidates) EXPECT_EQ(candidate.outcome, Outcome::hung) << plan;
+}
+
+TEST_F(FlceTune, LayerThatDoesNotStart_TheOthersAreTuned) {
+    const ProcessResult result =
+        run({"--spec", "D=32,V=300,dtype=fp32", "--spec", "D=48,V=300,dtype=fp32", "--spec", "D=40,V=300,dtype=fp32", "--num-tokens", "64",
+             "--device", "cpu", "--coordinates", "chunk", "--budget-s", "3", "--inject", "hang-open@D=48", "--json"});
+    EXPECT_EQ(result.exit_code, 3) << result.err;
+    EXPECT_THAT(result.err, HasSubstr("D=48,V=300"));
+    const auto json = result.json();
+    ASSERT_TRUE(json.is_object()) << result.err;
+    ASSERT_EQ(json.at("items").size(), 2U);
+    EXPECT_THAT(json.at("items")[1].at("spec").get<std::string>(), HasSubstr("D=40"));
+    ASSERT_EQ(json.at("errors").size(), 1U);
+    EXPECT_THAT(json.at("errors")[0].at("spec").get<std::string>(), HasSubstr("D=48"));
+    EXPECT_THAT(json.at("errors")[0].at("error").get<std::string>(), HasSubstr("no answer in 5 s"));
+}
+
+TEST_F(FlceTune, RecordThatLies_TuningGoesOn) {
+    const auto first = tune({"--coordinates", "chunk"});
+    Record record = read(first);
+    const std::string run = record.runs.begin()->first;
+    record.candidates["garbage"].times_ms[run] = std::vector<double>(kEnoughSamples, 0.0001);
+    write_record_file(first.at("record").get<std::string>(), record);
+    const auto again = tune({"--coordinates", "chunk"});
+    EXPECT_EQ(again.at("best_plan"), first.at("best_plan"));
+    EXPECT_EQ(read(again).candidates.at("garbage").outcome, Outcome::failed);
+}
+
+TEST_F(FlceTune, NothingTunedYet_ShowSaysSo) {
+    const ProcessResult empty = run({"--show"});
+    EXPECT_EQ(empty.exit_code, 0) << empty.err;
+    EXPECT_THAT(empty.out, AllOf(HasSubstr("no tuning records"), HasSubstr(records_.path().string())));
+    const ProcessResult fresh = run({"--show", "--json", "--records-dir", records_ / "none"});
+    EXPECT_EQ(fresh.exit_code, 0) << fresh.err;
+    EXPECT_TRUE(fresh.json().at("records").empty());
 }
 
 TEST_F(FlceTune, BudgetSpentOrCtrlC_BestSoFarIsKept) {
@@ -243,6 +305,39 @@ TEST_F(FlceTuneRecords, Merge_OfBothInAnyOrderTheSameFile) {
               records_.path() / "team" / record_key(parse_spec("D=2048,V=151936,dtype=bf16"), describe_device("h100"), 4096, {}).file());
 }
 
+TEST_F(FlceTuneRecords, BadFileInADirectory_TheOthersAreReadWithAWarning) {
+    std::ofstream(records_ / "bad.json") << "{}";
+    const ProcessResult shown = run({"--show", records_.path().string(), "--json"});
+    EXPECT_EQ(shown.exit_code, 0) << shown.err;
+    EXPECT_EQ(shown.json().at("records").size(), 2U);
+    EXPECT_THAT(shown.err, HasSubstr("bad.json"));
+    const ProcessResult merged = run({"--merge", records_.path().string(), "--out", records_ / "ab.json"});
+    EXPECT_EQ(merged.exit_code, 0) << merged.err;
+    EXPECT_THAT(merged.err, HasSubstr("bad.json"));
+    EXPECT_EQ(run({"--merge", records_ / "bad.json", "--out", records_ / "no.json"}).exit_code, 2);
+}
+
+TEST_F(FlceTuneRecords, Merge_OfManyRanksCanBeRead) {
+    std::string why;
+    const auto one = read_record_file(records_ / "a.json", why);
+    ASSERT_TRUE(one) << why;
+    fs::create_directory(records_.path() / "ranks");
+    for (int i = 0; i < 1100; ++i) {
+        Record rank{.key = one->key};
+        const std::string run = "rank " + std::to_string(i);
+        rank.runs[run] = one->runs.begin()->second;
+        rank.candidates["plan"].times_ms[run] = {1.0 + i};
+        std::ofstream(records_.path() / "ranks" / (std::to_string(i) + ".json")) << record_text(rank);
+    }
+    EXPECT_EQ(run({"--merge", records_ / "ranks", "--out", records_ / "all"}).exit_code, 0);
+    const ProcessResult shown = run({"--show", records_ / "all", "--json"});
+    EXPECT_EQ(shown.exit_code, 0) << shown.err;
+    ASSERT_EQ(shown.json().at("records").size(), 1U) << shown.err;
+    const auto all = read_record_file(shown.json().at("records")[0].at("record").get<std::string>(), why);
+    ASSERT_TRUE(all) << why;
+    EXPECT_EQ(all->runs.size(), 1100U);
+}
+
 TEST_F(FlceTuneRecords, Html_OnePageWithNothingFromElsewhere) {
     EXPECT_EQ(run({"--show", records_.path().string(), "--html", records_ / "report.html"}).exit_code, 0);
     const std::string html = read_text(records_ / "report.html");
@@ -262,6 +357,12 @@ TEST_F(FlceTune, BadUsage_ExitsWith2) {
     expect_refused({}, "--spec");
     expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--plan", "fast"}, "plan");
     expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--num-tokens", "0"}, "num-tokens");
+    expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--coordinates", "blcoks"},
+                   "blocks, block_m, block_n, block_k, chunk, bf16_dot");
+    expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--coordinates", "raster"}, "raster");
+    expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--exhaustive", "-1"}, "exhaustive");
+    expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--exhaustive", "0"}, "exhaustive");
+    expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--commit", std::string(5000, 'c')}, "--commit");
     expect_refused({"--show", "/nonexistent.json"}, "/nonexistent.json");
     expect_refused({"--diff", "/nonexistent.json"}, "diff");
     std::ofstream(records_ / "bad.json") << "{}";
