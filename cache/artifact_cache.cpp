@@ -81,12 +81,15 @@ struct ArtifactCache::State {
     std::mutex telling;
     CacheStatistics told;  // under `telling`
 
+    enum class Ask { first, again };  // again: the same lookup, whose miss is counted
+
     // Asks tiers [first, last); what a farther one has, nearer ones are given.
-    std::shared_ptr<const Artifact> find(const CacheKey& key, std::size_t first, std::size_t last, const Accept& accept = {}) {
+    std::shared_ptr<const Artifact> find(const CacheKey& key, std::size_t first, std::size_t last, const Accept& accept = {},
+                                         Ask ask = Ask::first) {
         for (std::size_t i = first; i < last; ++i) {
             Lookup found = tiers[i]->get(key);
             if (!found.artifact || (accept && !accept(*found.artifact))) {
-                tiers[i]->misses.fetch_add(1, std::memory_order_relaxed);
+                if (ask == Ask::first) tiers[i]->misses.fetch_add(1, std::memory_order_relaxed);
                 continue;
             }
             tiers[i]->hits.fetch_add(1, std::memory_order_relaxed);
@@ -153,7 +156,8 @@ struct ArtifactCache::State {
         const bool worth_a_lock = options.creates || !options.further.empty();
         if (!result.artifact && disk && worth_a_lock && options.lock_wait.count() > 0 && disk->usable(true)) {
             lock.emplace(options.directory, key, options.lock_wait);
-            if (lock->waited()) result.artifact = find(key, 0, local);
+            // Whoever held it may have published and gone since this process looked, even if nobody had to be waited for.
+            if (lock->held() || lock->waited()) result.artifact = find(key, 0, local, {}, Ask::again);
         }
         if (!result.artifact) result.artifact = find(key, local, tiers.size());
         refuse_idle_tiers();

@@ -34,6 +34,74 @@ void mark_used(int file, const struct stat& status) {
     (void)::futimens(file, times.data());  // on a read-only file system nobody evicts by it either
 }
 
+struct Opened {
+    FileDescriptor file;
+    struct stat status{};
+    Lookup found;
+    int error = 0;    // of the medium; means_absent: there is none
+    std::string why;  // there is no artifact
+};
+
+Opened open_entry(const fs::path& path, const CacheKey& key) {
+    Opened opened;
+    const auto unreadable = [&](int error) {
+        opened.error = error;
+        opened.why = fmt::format("cannot be read: {}", std::strerror(error));
+    };
+    // O_NONBLOCK: a FIFO of that name must not hang us.
+    opened.file = FileDescriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+    if (!opened.file || ::fstat(opened.file.get(), &opened.status) != 0) {
+        unreadable(errno);
+        return opened;
+    }
+    const auto size = static_cast<std::uint64_t>(opened.status.st_size);
+    opened.why = ownership_fault(opened.status, Owner::user);
+    if (!S_ISREG(opened.status.st_mode)) {
+        opened.why = "not a regular file";
+    } else if (size > kMaxEntryBytes) {
+        opened.why = fmt::format("{} bytes long", size);
+    }
+    if (!opened.why.empty()) return opened;
+    opened.found.entry.resize(size);
+    if (const int error = read_at(opened.file.get(), 0, opened.found.entry)) {
+        unreadable(error);
+    } else {
+        opened.found.artifact = decode_artifact(key, opened.found.entry, opened.why);
+    }
+    return opened;
+}
+
+bool is_same_file(const struct stat& one, const struct stat& other) { return one.st_ino == other.st_ino && one.st_dev == other.st_dev; }
+
+// Over nothing: another may have been published since.
+void put_back(const std::string& from, const fs::path& path) {
+    if (::link(from.c_str(), path.c_str()) == 0 || errno == EEXIST) {
+        ::unlink(from.c_str());
+    } else {
+        (void)::rename(from.c_str(), path.c_str());  // where there are no links
+    }
+}
+
+// Renamed aside, not removed, so that it can be looked at; a second one of the same key replaces the first, so they cannot pile up. `read` is of the
+// file that was found wanting: between two system calls another process may publish a good one in its place. What is moved is therefore looked at
+// where nobody else has a name for it, and goes back if it is another.
+bool quarantine(const fs::path& path, const struct stat& read) {
+    struct stat present{};
+    if (::stat(path.c_str(), &present) != 0 || !is_same_file(read, present)) return false;
+    std::string aside = (path.parent_path() / ("." + path.stem().string() + ".XXXXXX")).string();
+    if (::mkdtemp(aside.data()) == nullptr) return false;
+    const std::string moved = aside + "/entry";
+    bool kept = false;
+    if (::rename(path.c_str(), moved.c_str()) == 0) {
+        // A link is not what anybody publishes.
+        const bool same = ::lstat(moved.c_str(), &present) != 0 || S_ISLNK(present.st_mode) || is_same_file(read, present);
+        kept = same && ::rename(moved.c_str(), (path.string() + ".corrupt").c_str()) == 0;
+        if (!same) put_back(moved, path);
+    }
+    ::rmdir(aside.c_str());  // what could not be renamed stays in it, and goes with what dead processes leave
+    return kept;
+}
+
 }  // namespace
 
 DiskStore::DiskStore(fs::path directory, std::uint64_t max_bytes) : directory_(std::move(directory)), max_bytes_(max_bytes) {}
@@ -55,26 +123,36 @@ void DiskStore::warn_once(const std::string& message) {
 bool DiskStore::usable(bool make) {
     const std::lock_guard lock(mutex_);
     if (verdict_ != Verdict::unknown) return verdict_ == Verdict::usable;
-    struct stat status{};
-    int error = ::stat(directory_.c_str(), &status) == 0 ? 0 : errno;
+    int error = 0;
+    std::string refusal = directory_fault(directory_, error);
     if (means_absent(error) && !make) return false;
     if (means_absent(error)) {
         error = make_private_directories(directory_);
-        if (error == 0 && ::stat(directory_.c_str(), &status) != 0) error = errno;
-    }
-    std::string refusal;
-    if (error != 0) {
-        refusal = std::strerror(error);
-    } else if (!S_ISDIR(status.st_mode)) {
-        refusal = "not a directory";
-    } else {
-        refusal = ownership_fault(status, Owner::user);
+        refusal = error != 0 ? std::strerror(error) : directory_fault(directory_, error);
     }
     verdict_ = refusal.empty() ? Verdict::usable : Verdict::refused;
     if (refusal.empty()) return true;
     out_of_use_ = fmt::format("{} is not used: {}", directory_.string(), refusal);
-    warn_once(out_of_use_);
+    warned_ = true;
+    warn_once_in_process("cache: " + out_of_use_);  // every set of kernels that is prewarmed opens the directory anew
     return false;
+}
+
+bool DiskStore::shard_usable(const CacheKey& key, std::string& why) {
+    // Looked at once, so that a hit costs no more system calls than it must.
+    std::atomic<Verdict>& verdict = shards_[key.digest[0]];
+    if (verdict.load(std::memory_order_relaxed) == Verdict::usable) return true;
+    const fs::path shard = path_of(key).parent_path();
+    for (const fs::path& folder : {shard.parent_path(), shard}) {
+        int error = 0;
+        const std::string fault = directory_fault(folder, error);
+        if (means_absent(error)) return true;  // nothing is in it; whoever makes it makes it private
+        if (fault.empty()) continue;
+        why = fmt::format("{} is not used: {}", folder.string(), fault);
+        return false;
+    }
+    verdict.store(Verdict::usable, std::memory_order_relaxed);
+    return true;
 }
 
 std::string DiskStore::out_of_use() {
@@ -94,6 +172,11 @@ Lookup DiskStore::get(const CacheKey& key) try {
         const std::lock_guard lock(mutex_);
         return {.fault = verdict_ == Verdict::refused};
     }
+    std::string why;
+    if (!shard_usable(key, why)) {
+        warn_once(why);
+        return {.fault = true};
+    }
     return read(path_of(key), key);
 } catch (const std::exception& error) {
     warn_once(fmt::format("{}: {}", directory_.string(), error.what()));
@@ -101,51 +184,41 @@ Lookup DiskStore::get(const CacheKey& key) try {
 }
 
 Lookup DiskStore::read(const fs::path& path, const CacheKey& key) {
-    const auto unreadable = [&](int error) {
-        if (means_absent(error)) return Lookup{};
-        warn_once(fmt::format("{} cannot be read: {}", path.string(), std::strerror(error)));
-        return Lookup{.fault = true};
-    };
-    // O_NONBLOCK: a FIFO of that name must not hang us.
-    const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-    struct stat status{};
-    if (!file || ::fstat(file.get(), &status) != 0) return unreadable(errno);
-    const auto size = static_cast<std::uint64_t>(status.st_size);
-    std::string why = ownership_fault(status, Owner::user);
-    if (!S_ISREG(status.st_mode)) {
-        why = "not a regular file";
-    } else if (size > kMaxEntryBytes) {
-        why = fmt::format("{} bytes long", size);
+    Opened opened = open_entry(path, key);
+    if (opened.error != 0) {
+        if (means_absent(opened.error)) return {};
+        warn_once(fmt::format("{} {}", path.string(), opened.why));
+        return {.fault = true};
     }
-    Lookup found;
-    if (why.empty()) {
-        found.entry.resize(size);
-        if (const int error = read_at(file.get(), 0, found.entry)) return unreadable(error);
-        found.artifact = decode_artifact(key, found.entry, why);
+    if (opened.found.artifact) {
+        mark_used(opened.file.get(), opened.status);
+        return std::move(opened.found);
     }
-    if (found.artifact) {
-        mark_used(file.get(), status);
-        return found;
-    }
-    quarantine(path, file.get(), why);
+    const bool moved = quarantine(path, opened.status);
+    logger().warn("cache: {} is not used: {}{}", path.string(), opened.why, moved ? "; renamed to *.corrupt" : "");
     return {.fault = true};
 }
 
-// Renamed aside, not removed, so that it can be looked at; a second one of the same key replaces the first, so they cannot pile up.
-void DiskStore::quarantine(const fs::path& path, int file, const std::string& why) {
-    struct stat opened{};
-    struct stat present{};
-    // Another process may have replaced the entry by a good one since.
-    const bool same = ::fstat(file, &opened) == 0 && ::stat(path.c_str(), &present) == 0 && opened.st_ino == present.st_ino &&
-                      opened.st_dev == present.st_dev;
-    const bool moved = same && ::rename(path.c_str(), (path.string() + ".corrupt").c_str()) == 0;
-    logger().warn("cache: {} is not used: {}{}", path.string(), why, moved ? "; renamed to *.corrupt" : "");
+Lookup DiskStore::inspect(const CacheKey& key, std::string& why) {
+    if (!usable(false) || !shard_usable(key, why)) return {.fault = !why.empty()};
+    Opened opened = open_entry(path_of(key), key);
+    if (means_absent(opened.error)) return {};
+    why = std::move(opened.why);
+    opened.found.fault = !opened.found.artifact;
+    return std::move(opened.found);
 }
 
-bool DiskStore::contains(const CacheKey& key) { return usable(false) && ::access(path_of(key).c_str(), F_OK) == 0; }
+bool DiskStore::contains(const CacheKey& key) {
+    std::string why;
+    return usable(false) && shard_usable(key, why) && ::access(path_of(key).c_str(), F_OK) == 0;
+}
 
 Kept DiskStore::put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) try {
     if (!usable(true)) return Kept::fault;
+    if (std::string why; !shard_usable(key, why)) {
+        cannot_write(why);
+        return Kept::fault;
+    }
     const fs::path path = path_of(key);
     const std::array pieces{entry};
     int error = 0;

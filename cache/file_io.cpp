@@ -6,6 +6,7 @@
 
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 
 #include "cache/file_descriptor.hpp"
 
@@ -80,6 +81,13 @@ std::string ownership_fault(const struct stat& status, Owner owner) {
     if (!owned) return fmt::format("owned by user {}, not by user {}", status.st_uid, ::geteuid());
     if ((status.st_mode & (S_IWGRP | S_IWOTH)) == 0) return {};
     return fmt::format("mode {:04o} lets group or others write; chmod go-w to use it", status.st_mode & 07777);
+}
+
+std::string directory_fault(const fs::path& path, int& error) {
+    struct stat status{};
+    error = ::stat(path.c_str(), &status) == 0 ? 0 : errno;
+    if (error != 0) return std::strerror(error);
+    return S_ISDIR(status.st_mode) ? ownership_fault(status, Owner::user) : "not a directory";
 }
 
 }  // namespace flce

@@ -31,4 +31,7 @@ namespace flce {
 enum class Owner { user, user_or_root };
 [[nodiscard]] std::string ownership_fault(const struct stat& status, Owner owner);
 
+/// The same of a directory that the user must own; also when it is none. `error`: why it cannot be looked at, 0 otherwise.
+[[nodiscard]] std::string directory_fault(const std::filesystem::path& path, int& error);
+
 }  // namespace flce

@@ -1,6 +1,7 @@
 #include "cache/key_lock.hpp"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <linux/magic.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -10,6 +11,7 @@
 #include <cerrno>
 #include <thread>
 
+#include "cache/file_io.hpp"
 #include "cache/log.hpp"
 
 namespace flce {
@@ -57,6 +59,12 @@ void KeyLock::remove_unheld(const std::filesystem::path& path) {
 KeyLock::KeyLock(const std::filesystem::path& directory, const CacheKey& key, std::chrono::milliseconds wait) {
     const std::filesystem::path folder = directory / "locks";
     if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) return;
+    int error = 0;
+    if (const std::string fault = directory_fault(folder, error); !fault.empty()) {
+        // Whoever can write it could take every lock and keep it.
+        if (error == 0) warn_once_in_process(fmt::format("cache: no locks are taken in {}: {}", folder.string(), fault));
+        return;
+    }
     const std::filesystem::path path = folder / key.hex();
     if (!open(path)) return;
     const auto deadline = std::chrono::steady_clock::now() + wait;

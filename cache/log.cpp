@@ -4,6 +4,8 @@
 #include <spdlog/spdlog.h>
 
 #include <memory>
+#include <mutex>
+#include <unordered_set>
 
 namespace flce {
 
@@ -16,6 +18,16 @@ spdlog::logger& logger() {
         return made;
     }());
     return **kept;
+}
+
+void warn_once_in_process(const std::string& message) {
+    static auto& mutex = *new std::mutex;
+    static auto& said = *new std::unordered_set<std::string>;
+    const auto first = [&] {
+        const std::lock_guard lock(mutex);
+        return said.insert(message).second;
+    }();
+    logger().log(first ? spdlog::level::warn : spdlog::level::debug, "{}", message);
 }
 
 }  // namespace flce

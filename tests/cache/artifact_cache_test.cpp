@@ -12,6 +12,7 @@
 
 #include "cache/artifact_format.hpp"
 #include "cache/disk_store.hpp"
+#include "cache/key_lock.hpp"
 #include "tests/cache/cache_fixture.hpp"
 
 namespace flce {
@@ -241,6 +242,53 @@ TEST_F(ArtifactCacheTest, DirectoryOthersMayWrite_RefusedWithOneWarning) {
         EXPECT_EQ(warnings(), 1);
         EXPECT_THAT(log_.text(), HasSubstr("chmod go-w"));
     }
+}
+
+TEST_F(ArtifactCacheTest, DirectoryInItThatOthersMayWrite_NotUsedWithOneWarning) {
+    int created = 0;
+    (void)fresh_get(key_of("k"), created);
+    const fs::path shard = entry_path(key_of("k")).parent_path();
+    for (const fs::path& folder : {shard, shard.parent_path()}) {
+        fs::permissions(folder, fs::perms::others_write, fs::perm_options::add);
+        log_.clear();
+        ArtifactCache cache({.directory = directory_.path()});
+        for (int i = 0; i < 2; ++i) {
+            EXPECT_EQ(payload_text(*cache.get_or_create(key_of("k"), [] { return artifact_of("mine"); })), "mine");
+        }
+        EXPECT_EQ(warnings(), 1) << log_.text();
+        EXPECT_THAT(log_.text(), AllOf(HasSubstr(folder.string() + " is not used"), HasSubstr("chmod go-w")));
+        std::string why;
+        EXPECT_TRUE(DiskStore(directory_.path()).inspect(key_of("k"), why).fault);
+        EXPECT_THAT(why, HasSubstr("chmod go-w"));
+        fs::permissions(folder, fs::perms::owner_all);
+        created = 0;
+        EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
+        EXPECT_EQ(created, 0) << "what was there has been touched";
+    }
+}
+
+TEST_F(ArtifactCacheTest, LocksThatOthersMayWrite_NoneIsTakenWithOneWarning) {
+    // Somebody who has taken one for good, as anybody may who can write there.
+    const KeyLock theirs(directory_.path(), key_of("k"), std::chrono::hours(1));
+    ASSERT_TRUE(theirs.held());
+    fs::permissions(directory_.path() / "locks", fs::perms::others_write, fs::perm_options::add);
+    for (const char* name : {"k", "l"}) {
+        ArtifactCache cache({.directory = directory_.path(), .lock_wait = std::chrono::hours(1)});
+        EXPECT_EQ(payload_text(*cache.get_or_create(key_of(name), [] { return artifact_of("mine"); })), "mine");
+        EXPECT_FALSE(KeyLock(directory_.path(), key_of(name), std::chrono::hours(1)).held());
+    }
+    EXPECT_EQ(warnings(), 1) << log_.text();
+    EXPECT_THAT(log_.text(), HasSubstr("no locks are taken"));
+    int created = 0;
+    EXPECT_EQ(fresh_get(key_of("l"), created), "mine");
+}
+
+TEST_F(ArtifactCacheTest, RefusedDirectoryOpenedManyTimes_OneWarning) {
+    fs::permissions(directory_.path(), fs::perms::all);
+    int created = 0;
+    for (int i = 0; i < 3; ++i) (void)fresh_get(key_of("k"), created);
+    EXPECT_EQ(created, 3);
+    EXPECT_EQ(warnings(), 1) << log_.text();
 }
 
 TEST_F(ArtifactCacheTest, DirectoryOfAnotherUser_RefusedWithOneWarning) {

@@ -11,6 +11,7 @@
 
 #include "cache/artifact_format.hpp"
 #include "cache/pack_store.hpp"
+#include "cache/statistics_file.hpp"
 #include "tests/cache/cache_fixture.hpp"
 
 namespace flce {
@@ -30,6 +31,7 @@ protected:
         if (*FLCE_SANITIZE != '\0') GTEST_SKIP() << "sanitizers stand between the same calls";
         arm_ = reinterpret_cast<void (*)(int, int, int)>(::dlsym(RTLD_DEFAULT, "flce_fault_arm"));
         disarm_ = reinterpret_cast<int (*)()>(::dlsym(RTLD_DEFAULT, "flce_fault_disarm"));
+        before_ = reinterpret_cast<void (*)(const char*, void (*)())>(::dlsym(RTLD_DEFAULT, "flce_fault_before"));
         nfs_ = reinterpret_cast<int (*)(int)>(::dlsym(RTLD_DEFAULT, "flce_fault_nfs"));
         if (arm_ == nullptr && !fs::exists(FLCE_FAULT_SHIM)) GTEST_SKIP() << "there is no " << FLCE_FAULT_SHIM;
     }
@@ -76,6 +78,21 @@ protected:
         }
     }
 
+    /// Does `then` in this thread right before its next mkdir, rename or link of a path that ends so.
+    void before_call(const char* end_of_path, std::function<void()> then) {
+        then_ = std::move(then);
+        before_(end_of_path, [] {
+            const auto now = std::move(then_);  // which may name what is to be done before a later call
+            now();
+        });
+    }
+    void publish(const char* name, std::string_view payload) const {
+        const auto entry = encode_artifact(key_of(name), artifact_of(payload));
+        EXPECT_EQ(DiskStore(directory_.path()).put(key_of(name), entry, Durability::whenever), Kept::yes);
+    }
+
+    static inline std::function<void()> then_;
+    void (*before_)(const char*, void (*)()) = nullptr;
     void (*arm_)(int, int, int) = nullptr;
     int (*disarm_)() = nullptr;
     int (*nfs_)(int) = nullptr;
@@ -130,6 +147,42 @@ TEST_F(NetworkFaults, Hit_RightKernelWhichStaysPublished) {
                       EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
                       EXPECT_EQ(created, 0);
                   });
+}
+
+TEST_F(NetworkFaults, PublishedBetweenLookingAndLocking_NotMadeAgain) {
+    if (!here()) return;
+    before_call("/locks", [&] { publish("k", "theirs"); });
+    int created = 0;
+    EXPECT_EQ(fresh_get(key_of("k"), created), "theirs");
+    EXPECT_EQ(created, 0);
+    const TierStatistics local = read_statistics(directory_.path()).tiers.at(1);
+    EXPECT_EQ(local.misses, 1);
+    EXPECT_EQ(local.hits, 1);
+}
+
+TEST_F(NetworkFaults, PublishedWhileAHarmedEntryIsMovedAside_Stays) {
+    if (!here()) return;
+    const fs::path path = entry_path(key_of("k"));
+    const auto get = [&] {
+        const Lookup found = DiskStore(directory_.path()).get(key_of("k"));
+        return found.artifact ? payload_text(*found.artifact) : "none";
+    };
+    publish("k", "harmed");
+    fs::resize_file(path, fs::file_size(path) - 1);
+    before_call(".art", [&] { publish("k", "theirs"); });
+    EXPECT_EQ(get(), "none");
+    EXPECT_FALSE(fs::exists(path.string() + ".corrupt"));
+    EXPECT_EQ(get(), "theirs");
+
+    // And again while that one is on its way back.
+    fs::resize_file(path, fs::file_size(path) - 1);
+    before_call(".art", [&] {
+        publish("k", "theirs");
+        before_call("/entry", [&] { publish("k", "the newest"); });
+    });
+    EXPECT_EQ(get(), "none");
+    EXPECT_EQ(get(), "the newest");
+    for (const auto& file : fs::directory_iterator(path.parent_path())) EXPECT_EQ(file.path(), path);
 }
 
 TEST_F(NetworkFaults, DirectoryOnNfs_NoLockIsAskedForSoThatNoneHangs) {

@@ -1,13 +1,17 @@
 /* System calls that fail when told to, for LD_PRELOAD: a network file system that has a bad day at a chosen moment.
  *
  * flce_fault_arm(n, error, sticky) makes the calling thread's nth call from then on (0 is the next) fail with errno = error, and all later ones too if
- * sticky; flce_fault_disarm() ends that and says how many calls there were. Calls of other threads and of the C library itself are left alone. */
+ * sticky; flce_fault_disarm() ends that and says how many calls there were. Calls of other threads and of the C library itself are left alone.
+ *
+ * flce_fault_before(end, act) has the calling thread do something else before its next mkdir, rename or link of a path that ends so: what another
+ * process does at the worst moment. Of a program that is only run, files whose path ends in $FLCE_FAULT_VANISH are gone once lstat has seen them. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
@@ -37,6 +41,25 @@ __attribute__((visibility("default"))) int flce_fault_nfs(int on) {
     return asked;
 }
 
+static __thread const char* awaited;
+static __thread void (*act)(void);
+
+__attribute__((visibility("default"))) void flce_fault_before(const char* end, void (*then)(void)) {
+    awaited = end;
+    act = then;
+}
+
+static int ends_with(const char* path, const char* end) {
+    const size_t size = strlen(path), last = strlen(end);
+    return size >= last && strcmp(path + size - last, end) == 0;
+}
+
+static void about_to(const char* path) {
+    if (awaited == NULL || !ends_with(path, awaited)) return;
+    awaited = NULL;
+    act();
+}
+
 static int fails(void) {
     if (!armed) return 0;
     const int number = calls++;
@@ -46,24 +69,25 @@ static int fails(void) {
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
-#define SHIM(result, name, parameters, arguments)                   \
+#define SHIM_AFTER(before, result, name, parameters, arguments)     \
     __attribute__((visibility("default"))) result name parameters { \
+        before;                                                     \
         if (fails()) return (result) - 1;                           \
         return REAL(name) arguments;                                \
     }
+#define SHIM(result, name, parameters, arguments) SHIM_AFTER((void)0, result, name, parameters, arguments)
 
 SHIM(ssize_t, read, (int file, void* to, size_t size), (file, to, size))
 SHIM(ssize_t, pread, (int file, void* to, size_t size, off_t offset), (file, to, size, offset))
 SHIM(ssize_t, write, (int file, const void* from, size_t size), (file, from, size))
 SHIM(ssize_t, pwrite, (int file, const void* from, size_t size, off_t offset), (file, from, size, offset))
-SHIM(int, rename, (const char* from, const char* to), (from, to))
-SHIM(int, link, (const char* from, const char* to), (from, to))
+SHIM_AFTER(about_to(from), int, rename, (const char* from, const char* to), (from, to))
+SHIM_AFTER(about_to(from), int, link, (const char* from, const char* to), (from, to))
 SHIM(int, unlink, (const char* path), (path))
 SHIM(int, fsync, (int file), (file))
-SHIM(int, mkdir, (const char* path, mode_t mode), (path, mode))
+SHIM_AFTER(about_to(path), int, mkdir, (const char* path, mode_t mode), (path, mode))
 SHIM(int, mkostemp, (char* pattern, int flags), (pattern, flags))
 SHIM(int, stat, (const char* path, struct stat* status), (path, status))
-SHIM(int, lstat, (const char* path, struct stat* status), (path, status))
 SHIM(int, fstat, (int file, struct stat* status), (file, status))
 SHIM(int, access, (const char* path, int mode), (path, mode))
 
@@ -74,6 +98,14 @@ __attribute__((visibility("default"))) int open(const char* path, int flags, ...
     va_end(arguments);
     if (fails()) return -1;
     return REAL(open)(path, flags, mode);
+}
+
+__attribute__((visibility("default"))) int lstat(const char* path, struct stat* status) {
+    if (fails()) return -1;
+    const int result = REAL(lstat)(path, status);
+    const char* const vanishes = getenv("FLCE_FAULT_VANISH");
+    if (result == 0 && vanishes != NULL && ends_with(path, vanishes)) REAL(unlink)(path);
+    return result;
 }
 
 /* The file is closed all the same: that is what Linux does, and NFS reports failed writes here. */
