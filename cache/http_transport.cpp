@@ -16,6 +16,7 @@
 #include <string_view>
 #include <utility>
 
+#include "cache/byte_io.hpp"
 #include "cache/connection_pool.hpp"
 #include "cache/dynamic_library.hpp"
 #include "cache/sha256.hpp"
@@ -98,7 +99,8 @@ public:
         Answer answer = request(key, nullptr, max_bytes);
         if (!answer.failure.empty()) return {.failure = std::move(answer.failure)};
         if (answer.status == 404 || answer.status == 410) return {};
-        if (answer.status != 200) return {.failure = fmt::format("HTTP status {}", answer.status)};
+        if (answer.status == 403 && s3_) return s3_refusal(as_text(answer.body));
+        if (answer.status != 200) return {.failure = fmt::format("HTTP status {}", answer.status), .refused = true};
         return {.found = true, .bytes = std::move(answer.body)};
     }
 
@@ -114,6 +116,18 @@ private:
         std::vector<std::byte> body;
         std::string failure;
     };
+
+    // S3 says 403 of an object that does not exist to whoever may not list the bucket. A key or signature that is wrong has a code of its own.
+    static Reply s3_refusal(std::string_view body) {
+        const std::string_view tag = "<Code>";
+        const std::size_t start = body.find(tag);
+        const std::string_view code =
+            start == std::string_view::npos ? "" : body.substr(start + tag.size(), body.find('<', start + tag.size()) - start - tag.size());
+        if (!code.empty() && code != "AccessDenied") return {.failure = fmt::format("HTTP status 403, {:.64}", code), .refused = true};
+        return {.doubt =
+                    "GET is answered with HTTP status 403, which is taken as \"not there\": S3 says so of objects that do not exist unless "
+                    "s3:ListBucket is allowed on the bucket (and of all objects unless s3:GetObject is allowed on them)"};
+    }
 
     [[nodiscard]] std::string url_of(const CacheKey& key) const {
         const std::string hex = key.hex();
@@ -190,16 +204,23 @@ private:
 
 std::string s3_base(const std::string& url, const S3Access& s3) {
     std::string path = url.substr(std::string_view("s3://").size());
+    const std::string shown = without_credentials(url);
+    if (path.find('@') != std::string::npos) {
+        throw EnvironmentError(
+            fmt::format("the remote cache is \"{}\" after a login, which S3 takes from AWS_ACCESS_KEY_ID and "
+                        "AWS_SECRET_ACCESS_KEY instead (s3://bucket/prefix)",
+                        shown));
+    }
     const auto allowed = [](char c) {
         return std::isalnum(static_cast<unsigned char>(c)) != 0 || std::string_view("-._~/").find(c) != std::string_view::npos;
     };
     for (const char c : path) {
-        if (!allowed(c)) throw EnvironmentError(fmt::format("the remote cache is \"{}\"; '{}' cannot be in it", url, c));
+        if (!allowed(c)) throw EnvironmentError(fmt::format("the remote cache is \"{}\"; '{}' cannot be in it", shown, c));
     }
     const std::size_t slash = std::min(path.find('/'), path.size());
     const std::string bucket = path.substr(0, slash);
     const std::string prefix = path.substr(slash);
-    if (bucket.empty()) throw EnvironmentError(fmt::format("the remote cache is \"{}\"; it names no bucket", url));
+    if (bucket.empty()) throw EnvironmentError(fmt::format("the remote cache is \"{}\"; it names no bucket", shown));
     if (s3.endpoint.empty()) return fmt::format("https://{}.s3.{}.amazonaws.com{}", bucket, s3.region, prefix);
     std::string endpoint = s3.endpoint;
     while (endpoint.ends_with('/')) endpoint.pop_back();

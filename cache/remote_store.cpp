@@ -24,15 +24,19 @@ std::int64_t steady_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+bool is_resting(const std::atomic<std::int64_t>& until) { return steady_ns() < until.load(std::memory_order_relaxed); }
+
+void rest(std::atomic<std::int64_t>& until) { until = steady_ns() + std::chrono::nanoseconds(RemoteStore::kRest).count(); }
+
 }  // namespace
 
 std::string without_credentials(const std::string& url) {
-    const std::size_t start = url.find("://");
-    if (start == std::string::npos) return url;
-    const std::size_t end = std::min(url.find_first_of("/?#", start + 3), url.size());
-    const std::size_t at = url.rfind('@', end);
+    const std::size_t scheme = url.find("://");
+    const std::size_t start = scheme == std::string::npos ? 0 : scheme + 3;
+    // Not only up to the first '/', '?' or '#': they are in passwords that somebody forgot to encode.
+    const std::size_t at = url.rfind('@');
     if (at == std::string::npos || at < start) return url;
-    return url.substr(0, start + 3) + url.substr(at + 1);
+    return url.substr(0, start) + url.substr(at + 1);
 }
 
 RemoteStore::RemoteStore(const RemoteOptions& options) : RemoteStore(make_transport(options), options) {}
@@ -42,8 +46,6 @@ RemoteStore::RemoteStore(std::unique_ptr<RemoteTransport> transport, const Remot
       transport_(std::move(transport)),
       trusted_(options.trusted),
       writes_(!options.read_only && (options.trusted.empty() || options.signs)) {}
-
-bool RemoteStore::resting() const { return steady_ns() < rests_until_ns_.load(std::memory_order_relaxed); }
 
 void RemoteStore::fail(const std::string& what, const std::string& why) {
     const std::string message = fmt::format("cache: remote {}: {}: {}", shown_url_, what, why);
@@ -59,18 +61,22 @@ void RemoteStore::fail(const std::string& what, const std::string& why) {
 }
 
 std::string RemoteStore::out_of_use() {
-    if (!resting()) return {};
+    if (!is_resting(reads_rest_until_ns_) && !is_resting(writes_rest_until_ns_)) return {};
     const std::lock_guard lock(mutex_);
     return last_failure_;
 }
 
 Lookup RemoteStore::get(const CacheKey& key) try {
-    if (resting()) return {};
+    if (is_resting(reads_rest_until_ns_)) return {};
     RemoteTransport::Reply reply = transport_->get(key, kMaxEntryBytes);
     if (!reply.failure.empty()) {
-        rests_until_ns_ = steady_ns() + std::chrono::nanoseconds(kRest).count();
+        rest(reads_rest_until_ns_);
+        if (!reply.refused) rest(writes_rest_until_ns_);
         fail("not read", reply.failure);
         return {.fault = true};
+    }
+    if (!reply.doubt.empty() && !doubted_.exchange(true, std::memory_order_relaxed)) {
+        logger().warn("cache: remote {}: {}", shown_url_, reply.doubt);
     }
     if (!reply.found) return {};
     Lookup found;
@@ -86,10 +92,10 @@ Lookup RemoteStore::get(const CacheKey& key) try {
 }
 
 Kept RemoteStore::put(const CacheKey& key, std::span<const std::byte> entry, Durability) try {
-    if (!writes_ || resting()) return Kept::no;
+    if (!writes_ || is_resting(writes_rest_until_ns_)) return Kept::no;
     const std::string failure = transport_->put(key, entry);
     if (failure.empty()) return Kept::yes;
-    rests_until_ns_ = steady_ns() + std::chrono::nanoseconds(kRest).count();
+    rest(writes_rest_until_ns_);
     fail("not written", failure);
     return Kept::fault;
 } catch (const std::exception& error) {

@@ -43,7 +43,9 @@ public:
     struct Reply {
         bool found = false;
         std::vector<std::byte> bytes;
-        std::string failure;  ///< what went wrong; empty: nothing, the entry is there or it is not
+        std::string failure;   ///< what went wrong; empty: nothing, the entry is there or it is not
+        bool refused = false;  ///< with a failure: the server is up and says no
+        std::string doubt;     ///< why "not there" may be something else; said once
     };
     /// No more than `max_bytes` are taken into memory.
     [[nodiscard]] virtual Reply get(const CacheKey& key, std::size_t max_bytes) = 0;
@@ -68,24 +70,28 @@ public:
     /// It is being left alone after a failure.
     [[nodiscard]] std::string out_of_use() override;
 
-    /// After a failure the network is left alone for this long, so that a server that is down costs one timeout, not one a kernel.
+    /// After a failure the network is left alone for this long, so that a server that is down costs one timeout, not one a kernel. One that takes
+    /// no entries is read meanwhile, and one that gives none is written: only a server that cannot be reached when it is read rests as a whole.
     static constexpr std::chrono::seconds kRest{30};
 
 private:
+    using Rest = std::atomic<std::int64_t>;  // until when, of the steady clock, which does not jump
+
     void fail(const std::string& what, const std::string& why);
-    [[nodiscard]] bool resting() const;
 
     std::string shown_url_;
     std::unique_ptr<RemoteTransport> transport_;
     TrustedKeys trusted_;
     bool writes_;
-    std::atomic<std::int64_t> rests_until_ns_{0};  // of the steady clock, which does not jump
+    Rest reads_rest_until_ns_{0};
+    Rest writes_rest_until_ns_{0};
     std::atomic<bool> warned_{false};
+    std::atomic<bool> doubted_{false};
     std::mutex mutex_;
     std::string last_failure_;  // under mutex_
 };
 
-/// A URL without its user and password, for messages.
+/// A URL for messages: without what stands before its last '@', in which somebody may have written a password, rightly or not.
 [[nodiscard]] std::string without_credentials(const std::string& url);
 
 }  // namespace flce

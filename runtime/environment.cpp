@@ -16,11 +16,14 @@
 namespace flce {
 namespace {
 
+// What of a value may be printed: what is printed ends up in bug reports.
+enum class Show { value, url_without_login, that_it_is_set };
+
 struct Entry {
     const char* name;
     const char* meaning;
     const char* default_value;
-    bool secret = false;
+    Show show = Show::value;
 };
 
 constexpr std::array kTable{
@@ -28,14 +31,16 @@ constexpr std::array kTable{
     Entry{"FLCE_NO_DISK_CACHE", "1: keep nothing on disk and read nothing from the cache directory", "0"},
     Entry{"FLCE_CACHE_MAX_BYTES", "most bytes of the cache directory, e.g. 512M; 0: no limit", "2G"},
     Entry{"FLCE_CACHE_PACKS", "packs of compiled kernels to read, ':' between them", "none"},
-    Entry{"FLCE_CACHE_REMOTE", "cache shared by machines: http://…, https://…, s3://bucket/prefix, redis://host:port", "none"},
+    Entry{"FLCE_CACHE_REMOTE", "cache shared by machines: http://…, https://…, s3://bucket/prefix, redis://host:port", "none",
+          Show::url_without_login},
     Entry{"FLCE_CACHE_REMOTE_TIMEOUT_MS", "longest wait for one entry of it", "5000"},
     Entry{"FLCE_CACHE_REMOTE_READ_ONLY", "1: store nothing there", "0"},
     Entry{"AWS_ACCESS_KEY_ID", "of s3:// caches; not set: requests are not signed", "none"},
-    Entry{"AWS_SECRET_ACCESS_KEY", "of s3:// caches", "none", true},
-    Entry{"AWS_SESSION_TOKEN", "of s3:// caches", "none", true},
+    Entry{"AWS_SECRET_ACCESS_KEY", "of s3:// caches", "none", Show::that_it_is_set},
+    Entry{"AWS_SESSION_TOKEN", "of s3:// caches", "none", Show::that_it_is_set},
     Entry{"AWS_REGION", "of s3:// caches; also AWS_DEFAULT_REGION", "us-east-1"},
-    Entry{"AWS_ENDPOINT_URL_S3", "S3 service that is not Amazon's, http://host:port; also AWS_ENDPOINT_URL", "Amazon's"},
+    Entry{"AWS_ENDPOINT_URL_S3", "S3 service that is not Amazon's, http://host:port; also AWS_ENDPOINT_URL", "Amazon's",
+          Show::url_without_login},
     Entry{"FLCE_TRUSTED_KEYS", "public keys (PEM), ':' between them: packs and remote entries must be signed with one", "none"},
     Entry{"FLCE_SIGNING_KEY", "private Ed25519 key (PEM) that signs what is compiled here", "none"},
     Entry{"FLCE_RECORDS_DIR", "where tuning records are kept", "\"records\" in the cache directory"},
@@ -178,8 +183,11 @@ std::vector<EnvironmentVariable> environment_variables() {
     for (const Entry& entry : kTable) {
         const char* value = std::getenv(entry.name);
         std::optional<std::string> shown;
-        // What is printed ends up in bug reports.
-        if (value != nullptr && *value != '\0') shown = entry.secret ? "(set)" : without_credentials(value);
+        if (value != nullptr && *value != '\0') {
+            shown = entry.show == Show::that_it_is_set      ? "(set)"
+                    : entry.show == Show::url_without_login ? without_credentials(value)
+                                                            : value;
+        }
         variables.push_back({entry.name, entry.meaning, entry.default_value, std::move(shown)});
     }
     return variables;

@@ -128,12 +128,32 @@ TEST(RemoteCache, S3_KeepsAndGivesWithTheRightKeyOnly) {
     EXPECT_THAT(make_http_transport(wrong)->get(key_of("small"), 1000).failure, HasSubstr("403"));
     EXPECT_THAT(make_http_transport(wrong)->put(key_of("small"), as_byte_span("x")), HasSubstr("403"));
     wrong.s3 = {.endpoint = options.s3.endpoint};
-    EXPECT_THAT(make_http_transport(wrong)->get(key_of("small"), 1000).failure, HasSubstr("403"));
+    const auto unsigned_reply = make_http_transport(wrong)->get(key_of("small"), 1000);
+    EXPECT_THAT(unsigned_reply.failure + unsigned_reply.doubt, HasSubstr("403"));
 }
 
 TEST(RemoteCache, Url_UnderstoodOrRefusedWithoutShowingTheLogin) {
-    for (const char* url : {"ftp://u:geheim@h/x", "h:1", "redis://u:geheim@", "redis://u:geheim@h:x", "redis://geheim@h", "redis://h:70000",
-                            "redis://h/x", "redis://[::1", "s3://", "s3:///x", "s3://b/a b", "s3://b/%41"}) {
+    for (const char* url : {"ftp://u:geheim@h/x",
+                            "h:1",
+                            "redis://u:geheim@",
+                            "redis://u:geheim@h:x",
+                            "redis://geheim@h",
+                            "redis://h:70000",
+                            "redis://h/x",
+                            "redis://[::1",
+                            "s3://",
+                            "s3:///x",
+                            "s3://b/a b",
+                            "s3://b/%41",
+                            "redis://:x/geheim@localhost:6379",
+                            "redis://:geheim/x@h",
+                            "redis://u:x?geheim/@h:x",
+                            "s3://AKIA:geheim@bucket/x",
+                            "s3://AKIA:x/geheim@bucket",
+                            "s3://AKIA:geheim/x@",
+                            "ftp://u:x/geheim#y@h",
+                            "u:geheim@h:1",
+                            "u:x/geheim@h"}) {
         EXPECT_THAT([&] { RemoteStore(RemoteOptions{.url = url}); },
                     ThrowsMessage<EnvironmentError>(AllOf(HasSubstr("the remote cache is"), Not(HasSubstr("geheim")))))
             << url;
@@ -141,8 +161,22 @@ TEST(RemoteCache, Url_UnderstoodOrRefusedWithoutShowingTheLogin) {
     for (const char* url : {"redis://h", "redis://u:p@h:1/2", "redis://[::1]:1", "http://h", "https://u:p@h/x/", "s3://bucket"}) {
         EXPECT_NO_THROW(RemoteStore(RemoteOptions{.url = url})) << url;
     }
-    EXPECT_EQ(without_credentials("https://u:p@h/x@y"), "https://h/x@y");
+    EXPECT_EQ(without_credentials("https://u:p@h/x"), "https://h/x");
+    EXPECT_EQ(without_credentials("https://u:p/q?r#s@h/x"), "https://h/x");
+    EXPECT_EQ(without_credentials("https://u:p@q@h"), "https://h");
+    EXPECT_EQ(without_credentials("u:p@h"), "h");
     EXPECT_EQ(without_credentials("redis://h:1/2"), "redis://h:1/2");
+}
+
+TEST(RemoteCache, NobodyAnswers_WarningDoesNotShowTheLogin) {
+    for (const char* url : {"http://u:geheim@127.0.0.1:1/x", "http://u:geheim/x@127.0.0.1:1", "https://u:x?geheim@127.0.0.1:1",
+                            "redis://u:geheim@127.0.0.1:1"}) {
+        test::LogCapture log;
+        RemoteStore store(RemoteOptions{.url = url, .timeout = kPatience});
+        EXPECT_EQ(payload_of(store.get(key_of("k"))), "fault") << url;
+        EXPECT_EQ(log.warnings(), 1);
+        EXPECT_THAT(log.text() + store.out_of_use(), AllOf(HasSubstr("127.0.0.1:1"), Not(HasSubstr("geheim")))) << url;
+    }
 }
 
 // ── Servers that misbehave ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -236,6 +270,93 @@ TEST(RemoteCache, ServerMisbehaves_OneCompileOneWarningAndNoMoreQuestions) {
         EXPECT_GE(cache.statistics().remote_faults, 1);
         EXPECT_EQ(cache.statistics().remote_hits, 0);
     }
+}
+
+/// A request's first line, once all of it is here.
+std::string whole_request(int socket) {
+    std::string request;
+    char buffer[4096];
+    while (true) {
+        const ssize_t count = ::recv(socket, buffer, sizeof buffer, 0);
+        if (count <= 0) return "";
+        request.append(buffer, static_cast<std::size_t>(count));
+        const std::size_t head = request.find("\r\n\r\n");
+        const std::size_t length = request.find("Content-Length: ");
+        const std::size_t body = length == std::string::npos ? 0 : std::stoul(request.substr(length + 16));
+        if (head != std::string::npos && request.size() >= head + 4 + body) return request.substr(0, request.find("\r\n"));
+    }
+}
+
+/// An HTTP server that answers GET and PUT with these statuses and bodies.
+struct Verbs {
+    std::atomic<int> gets{0};
+    std::atomic<int> puts{0};
+    std::function<std::pair<int, std::string>()> get;
+    std::function<int()> put;
+    test::ScriptedServer server{[this](int socket) {
+        const std::string request = whole_request(socket);
+        const bool reads = request.starts_with("GET");
+        ++(reads ? gets : puts);
+        const auto [status, body] = reads ? get() : std::pair(put(), std::string());
+        send_text(socket, fmt::format("HTTP/1.1 {} X\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{}", status, body.size(), body));
+    }};
+};
+
+TEST(RemoteCache, ServerTakesNothing_IsReadAllTheSame) {
+    Verbs verbs{.get = [] { return std::pair(200, whole_entry()); }, .put = [] { return 403; }};
+    test::LogCapture log;
+    RemoteStore store(RemoteOptions{.url = fmt::format("http://127.0.0.1:{}", verbs.server.port()), .timeout = kPatience});
+    const auto entry = encode_artifact(key_of("k"), artifact_of("p"));
+    EXPECT_EQ(store.put(key_of("k"), entry, Durability::now), Kept::fault);
+    EXPECT_EQ(payload_of(store.get(key_of("k"))), "from afar");
+    EXPECT_EQ(store.put(key_of("k"), entry, Durability::now), Kept::no);  // it rests
+    EXPECT_EQ(payload_of(store.get(key_of("k"))), "from afar");
+    EXPECT_EQ(verbs.puts, 1);
+    EXPECT_EQ(log.warnings(), 1) << log.text();
+}
+
+TEST(RemoteCache, ServerGivesNothing_IsWrittenAllTheSame) {
+    Verbs verbs{.get = [] { return std::pair(500, std::string()); }, .put = [] { return 201; }};
+    test::LogCapture log;
+    RemoteStore store(RemoteOptions{.url = fmt::format("http://127.0.0.1:{}", verbs.server.port()), .timeout = kPatience});
+    EXPECT_EQ(payload_of(store.get(key_of("k"))), "fault");
+    EXPECT_EQ(payload_of(store.get(key_of("k"))), "absent");  // it rests
+    EXPECT_EQ(store.put(key_of("k"), encode_artifact(key_of("k"), artifact_of("p")), Durability::now), Kept::yes);
+    EXPECT_EQ(verbs.gets, 1);
+    EXPECT_EQ(log.warnings(), 1) << log.text();
+}
+
+TEST(RemoteCache, S3WithoutListBucket_FillsWithOneWarning) {
+    std::atomic<bool> filled{false};
+    const std::string denied = "<?xml version=\"1.0\"?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>";
+    for (const std::string& body : {denied, std::string()}) {
+        filled = false;
+        Verbs verbs{.get = [&] { return filled ? std::pair(200, whole_entry()) : std::pair(403, body); },
+                    .put = [&] { return filled = true, 200; }};
+        test::LogCapture log;
+        RemoteOptions options{.url = "s3://bucket/prefix", .timeout = kPatience};
+        options.s3 = {.access_key = "a", .secret_key = "s", .endpoint = fmt::format("http://127.0.0.1:{}", verbs.server.port())};
+        RemoteStore store(options);
+        for (int i = 0; i < 3; ++i) EXPECT_EQ(payload_of(store.get(key_of("k"))), "absent");
+        EXPECT_EQ(verbs.gets, 3);
+        EXPECT_EQ(store.put(key_of("k"), encode_artifact(key_of("k"), artifact_of("from afar")), Durability::now), Kept::yes);
+        EXPECT_EQ(payload_of(store.get(key_of("k"))), "from afar");
+        EXPECT_EQ(log.warnings(), 1) << log.text();
+        EXPECT_THAT(log.text(), HasSubstr("s3:ListBucket"));
+        EXPECT_EQ(store.out_of_use(), "");
+    }
+}
+
+TEST(RemoteCache, S3WithAWrongKey_IsAFaultThatNamesIt) {
+    Verbs verbs{.get = [] { return std::pair(403, std::string("<Error><Code>SignatureDoesNotMatch</Code></Error>")); },
+                .put = [] { return 403; }};
+    test::LogCapture log;
+    RemoteOptions options{.url = "s3://bucket", .timeout = kPatience};
+    options.s3 = {.access_key = "a", .secret_key = "s", .endpoint = fmt::format("http://127.0.0.1:{}", verbs.server.port())};
+    RemoteStore store(options);
+    EXPECT_EQ(payload_of(store.get(key_of("k"))), "fault");
+    EXPECT_EQ(log.warnings(), 1) << log.text();
+    EXPECT_THAT(log.text(), HasSubstr("SignatureDoesNotMatch"));
 }
 
 TEST(RemoteCache, ServerIsDown_AskedOnceThenLeftAlone) {

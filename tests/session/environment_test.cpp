@@ -86,10 +86,19 @@ TEST(Environment, CacheValues_Read) {
 
 TEST(Environment, Secrets_NotShown) {
     ::setenv("AWS_SECRET_ACCESS_KEY", "geheim", 1);
-    ::setenv("FLCE_CACHE_REMOTE", "redis://u:geheim@h:1", 1);
-    for (const EnvironmentVariable& variable : environment_variables()) {
-        EXPECT_THAT(variable.value.value_or(""), testing::Not(HasSubstr("geheim"))) << variable.name;
+    ::setenv("AWS_ENDPOINT_URL_S3", "http://u:geheim@h:1", 1);
+    ::setenv("FLCE_RECORDS", "/shared/a@b/records", 1);
+    for (const char* remote : {"redis://u:geheim@h:1", "redis://:ge/geheim@localhost:6379", "s3://AKIA:geheim@bucket/x", "u:geheim@h"}) {
+        ::setenv("FLCE_CACHE_REMOTE", remote, 1);
+        for (const EnvironmentVariable& variable : environment_variables()) {
+            EXPECT_THAT(variable.value.value_or(""), testing::Not(HasSubstr("geheim"))) << variable.name;
+            if (variable.name == std::string_view("FLCE_RECORDS")) {
+                EXPECT_EQ(variable.value, "/shared/a@b/records");
+            }
+        }
     }
+    ::unsetenv("AWS_ENDPOINT_URL_S3");
+    ::unsetenv("FLCE_RECORDS");
     ::unsetenv("AWS_SECRET_ACCESS_KEY");
     ::unsetenv("FLCE_CACHE_REMOTE");
 }
