@@ -6,9 +6,8 @@
 #include <algorithm>
 #include <ctime>
 #include <fstream>
-#include <optional>
 
-#include "cache/artifact_format.hpp"
+#include "cache/byte_io.hpp"
 #include "cache/cleanup.hpp"
 #include "cache/disk_store.hpp"
 #include "cache/file_io.hpp"
@@ -50,21 +49,14 @@ public:
     [[nodiscard]] const fs::path& directory() const { return directory_; }
     [[nodiscard]] DiskStore& store() { return store_; }
 
-    /// Without moving a harmed entry aside, as a session would.
-    [[nodiscard]] static std::optional<Artifact> read(const StoredFile& file, std::vector<std::byte>& entry, std::string& why) {
-        std::ifstream stream(file.path, std::ios::binary);
-        if (file.bytes > kMaxEntryBytes) return why = fmt::format("{} bytes long", file.bytes), std::nullopt;
-        entry.resize(file.bytes);
-        stream.read(reinterpret_cast<char*>(entry.data()), static_cast<std::streamsize>(entry.size()));
-        if (!stream) return why = "cannot be read", std::nullopt;
-        return decode_artifact(file.key, entry, why);
-    }
-
 private:
     fs::path directory_;
     DiskStore store_;
     bool exists_ = false;
 };
+
+/// Another process, cleaning up perhaps, has removed the entry since it was listed.
+bool gone(const Lookup& found) { return !found.artifact && !found.fault; }
 
 TrustedKeys trusted_keys() { return TrustedKeys::read(environment().trusted_keys); }
 
@@ -105,10 +97,13 @@ struct Listed {
 std::vector<Listed> list(const CacheFlags& flags) {
     std::vector<Listed> listed;
     if (flags.packs.empty()) {
-        for (const StoredFile& file : LocalCache(flags.directory()).entries()) {
-            Listed& row = listed.emplace_back(Listed{file.key, file.bytes, file.used, "", nullptr, ""});
-            std::vector<std::byte> entry;
-            if (const auto artifact = LocalCache::read(file, entry, row.fault)) row.metadata = metadata_of(*artifact);
+        LocalCache local(flags.directory());
+        for (const StoredFile& file : local.entries()) {
+            Listed row{file.key, file.bytes, file.used, "", nullptr, ""};
+            const Lookup found = local.store().inspect(file.key, row.fault);
+            if (gone(found)) continue;
+            if (found.artifact) row.metadata = metadata_of(*found.artifact);
+            listed.push_back(std::move(row));
         }
     }
     for (const fs::path& path : flags.packs) {
@@ -182,11 +177,10 @@ int verify(const CacheFlags& flags) {
         ++checked;
         if (!fault.empty()) bad.push_back({{"entry", place}, {"why", fault}});
     };
-    for (const StoredFile& file : LocalCache(flags.directory()).entries()) {
-        std::vector<std::byte> entry;
+    LocalCache local(flags.directory());
+    for (const StoredFile& file : local.entries()) {
         std::string why;
-        (void)LocalCache::read(file, entry, why);
-        check(file.path.string(), why);
+        if (!gone(local.store().inspect(file.key, why))) check(file.path.string(), why);
     }
     for (const fs::path& path : flags.packs.empty() ? environment().cache_packs : flags.packs) {
         try {
@@ -248,25 +242,25 @@ void export_entry(const fs::path& folder, const CacheKey& key, const Artifact& a
 }
 
 int export_all(const CacheFlags& flags) {
-    const LocalCache local(flags.directory());
+    LocalCache local(flags.directory());
     PackContents contents;
     std::int64_t exported = 0;
     std::int64_t refused = 0;
     if (!flags.pack) fs::create_directories(flags.target);
     for (const StoredFile& file : local.entries()) {
-        std::vector<std::byte> entry;
         std::string why;
-        const auto artifact = LocalCache::read(file, entry, why);
-        if (!artifact) {
+        Lookup found = local.store().inspect(file.key, why);
+        if (gone(found)) continue;
+        if (!found.artifact) {
             ++refused;
             fmt::print(stderr, "flce: {}: {}\n", file.path.string(), why);
             continue;
         }
         ++exported;
         if (flags.pack) {
-            contents[file.key] = std::move(entry);
+            contents[file.key] = std::move(found.entry);
         } else {
-            export_entry(flags.target, file.key, *artifact);
+            export_entry(flags.target, file.key, *found.artifact);
         }
     }
     if (flags.pack) {
@@ -306,11 +300,11 @@ int import_all(const CacheFlags& flags) {
     for (const fs::path& source : flags.sources) {
         std::error_code error;
         if (fs::is_directory(source, error)) {
-            for (const StoredFile& file : LocalCache(fs::absolute(source)).entries()) {
-                std::vector<std::byte> entry;
+            LocalCache other(fs::absolute(source));
+            for (const StoredFile& file : other.entries()) {
                 std::string why;
-                (void)LocalCache::read(file, entry, why);
-                import_one(local.store(), file.key, entry, why, counts);
+                const Lookup found = other.store().inspect(file.key, why);
+                if (!gone(found)) import_one(local.store(), file.key, found.entry, why, counts);
             }
             continue;
         }

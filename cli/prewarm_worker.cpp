@@ -3,6 +3,8 @@
 #include <mutex>
 #include <set>
 
+#include "cache/disk_store.hpp"
+#include "cache/log.hpp"
 #include "cli/command.hpp"
 #include "cli/prewarm_pack.hpp"
 #include "cli/worker_process.hpp"
@@ -31,8 +33,18 @@ Json compile(Session& session, const std::filesystem::path& entries, const Json&
     return {{"compiled", done.compiled}, {"hits", done.hits}, {"used", used}};
 }
 
+// The parent's session opens the same directory and says what is wrong with it: once, and not once a worker.
+void leave_the_directory_to_the_parent(const Session& session) {
+    if (session.cache_dir().empty()) return;
+    const auto level = logger().level();
+    logger().set_level(spdlog::level::off);
+    (void)DiskStore(session.cache_dir()).usable(false);
+    logger().set_level(level);
+}
+
 int work(const WorkerFlags& flags) {
     Session session({.device = "cpu", .cache_dir = flags.cache_dir, .strict = false});
+    leave_the_directory_to_the_parent(session);
     return serve_requests([&](const Json& item) { return compile(session, flags.entries, item); });
 }
 

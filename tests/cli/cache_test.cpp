@@ -72,6 +72,43 @@ TEST_F(CacheCommand, Verify_FindsAHarmedEntryAndLeavesIt) {
     EXPECT_THAT(run({"cache", "ls"}).out, HasSubstr("HARMED"));
 }
 
+TEST_F(CacheCommand, EntryThatOthersMayWrite_BadAndNeitherExportedNorImported) {
+    fill();
+    for (const auto& file : fs::recursive_directory_iterator(folder_.path() / "cache" / "artifacts")) {
+        if (file.is_regular_file()) fs::permissions(file.path(), fs::perms::others_write | fs::perms::group_write, fs::perm_options::add);
+    }
+    const ProcessResult verified = run({"cache", "verify", "--json"});
+    EXPECT_EQ(verified.exit_code, 1);
+    EXPECT_THAT(verified.json().at("bad").at(0).at("why").get<std::string>(), HasSubstr("chmod go-w"));
+    const ProcessResult packed = run({"cache", "export", "--pack", folder_ / "a.flcepack", "--json"});
+    EXPECT_EQ(packed.exit_code, 1);
+    EXPECT_EQ(packed.json().at("exported"), 0);
+    EXPECT_EQ(packed.json().at("refused"), 1);
+    const ProcessResult imported = run({"cache", "import", folder_ / "cache", "--json"}, {{"FLCE_CACHE_DIR", folder_ / "elsewhere"}});
+    EXPECT_EQ(imported.exit_code, 1);
+    EXPECT_EQ(imported.json().at("imported"), 0);
+    EXPECT_EQ(imported.json().at("refused"), 1);
+}
+
+TEST_F(CacheCommand, EntryVanishesAfterItWasListed_IsNotBad) {
+    if (*FLCE_SANITIZE != '\0') GTEST_SKIP() << "sanitizers want to be loaded first";
+    if (!fs::exists(FLCE_FAULT_SHIM)) GTEST_SKIP() << "there is no " << FLCE_FAULT_SHIM;
+    const auto vanishing = [&](const std::vector<std::string>& arguments, std::map<std::string, std::string> environment = {}) {
+        fill();
+        environment.insert({{"LD_PRELOAD", FLCE_FAULT_SHIM}, {"FLCE_FAULT_VANISH", ".art"}});
+        const ProcessResult result = run(arguments, std::move(environment));
+        EXPECT_EQ(result.exit_code, 0) << result.out << result.err;
+        EXPECT_EQ(run({"cache", "ls", "--json"}).json().at("entries").size(), 0u) << "it has not vanished";
+        return result.json();
+    };
+    EXPECT_EQ(vanishing({"cache", "verify", "--json"}).at("checked"), 0);
+    EXPECT_EQ(vanishing({"cache", "ls", "--json"}).at("entries").size(), 0u);
+    EXPECT_EQ(vanishing({"cache", "export", "--pack", folder_ / "a.flcepack", "--json"}).at("refused"), 0);
+    const auto imported = vanishing({"cache", "import", folder_ / "cache", "--json"}, {{"FLCE_CACHE_DIR", folder_ / "elsewhere"}});
+    EXPECT_EQ(imported.at("refused"), 0);
+    EXPECT_EQ(imported.at("imported"), 0);
+}
+
 TEST_F(CacheCommand, Gc_ShrinksToTheLimit) {
     fill();
     EXPECT_EQ(run({"cache", "gc", "--max-bytes", "1G", "--json"}).json().at("kept_entries"), 1);
@@ -139,6 +176,16 @@ TEST_F(CacheCommand, DirectoryOthersMayWrite_Refused) {
     const ProcessResult refused = run({"cache", "ls"});
     EXPECT_EQ(refused.exit_code, 3);
     EXPECT_THAT(refused.err, HasSubstr("chmod go-w"));
+}
+
+TEST_F(CacheCommand, RefusedDirectory_PrewarmWarnsOnceForAllSpecs) {
+    fs::create_directory(folder_ / "cache");
+    fs::permissions(folder_ / "cache", fs::perms::all);
+    const ProcessResult warmed = run({"prewarm", "--spec", kSpec, "--spec", "D=64,V=600,dtype=fp32,bias", "--spec", "D=64,V=700,dtype=bf16",
+                                      "--device", "x86-64-v3", "--jobs", "1"});
+    std::size_t warnings = 0;
+    for (std::size_t at = 0; (at = warmed.err.find("is not used", at)) != std::string::npos; ++at) ++warnings;
+    EXPECT_EQ(warnings, 1u) << warmed.err;
 }
 
 TEST_F(CacheCommand, PackOnAMachineWithoutNvrtc_HoldsTheCubins) {
