@@ -269,13 +269,13 @@ TEST_F(ArtifactCacheTest, DirectoryInItThatOthersMayWrite_NotUsedWithOneWarning)
 
 TEST_F(ArtifactCacheTest, LocksThatOthersMayWrite_NoneIsTakenWithOneWarning) {
     // Somebody who has taken one for good, as anybody may who can write there.
-    const KeyLock theirs(directory_.path(), key_of("k"), std::chrono::hours(1));
+    const KeyLock theirs(directory_.path(), key_of("k"), std::chrono::milliseconds(200));
     ASSERT_TRUE(theirs.held());
     fs::permissions(directory_.path() / "locks", fs::perms::others_write, fs::perm_options::add);
     for (const char* name : {"k", "l"}) {
-        ArtifactCache cache({.directory = directory_.path(), .lock_wait = std::chrono::hours(1)});
+        ArtifactCache cache({.directory = directory_.path(), .lock_wait = std::chrono::milliseconds(200)});
         EXPECT_EQ(payload_text(*cache.get_or_create(key_of(name), [] { return artifact_of("mine"); })), "mine");
-        EXPECT_FALSE(KeyLock(directory_.path(), key_of(name), std::chrono::hours(1)).held());
+        EXPECT_FALSE(KeyLock(directory_.path(), key_of(name), std::chrono::milliseconds(200)).held());
     }
     EXPECT_EQ(warnings(), 1) << log_.text();
     EXPECT_THAT(log_.text(), HasSubstr("no locks are taken"));

@@ -54,7 +54,8 @@ TEST_F(CacheCommand, Stats_CountsByTierOverProcesses) {
     for (const char* tier : {"memory", "local", "packs", "remote"}) {
         for (const char* counter : {"hits", "misses", "faults"}) EXPECT_TRUE(stats.at("tiers").at(tier).contains(counter));
     }
-    EXPECT_EQ(stats.at("tiers").at("local").at("hits"), 1);
+    // The second prewarm's, and one of each when it makes sure that what it compiled is kept.
+    EXPECT_EQ(stats.at("tiers").at("local").at("hits"), 3);
     EXPECT_EQ(stats.at("tiers").at("local").at("misses"), 1);
 }
 
