@@ -11,6 +11,7 @@
 #include "autotune/search.hpp"
 #include "autotune/search_space.hpp"
 #include "cli/command.hpp"
+#include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/tune_measure.hpp"
 #include "cli/tune_report.hpp"
@@ -441,11 +442,13 @@ void add_tune(CLI::App& app, Action& action) {
     command->add_option("--candidates-file", options->candidates_file, "further candidates, a plan a line; # begins a comment");
     command->add_option("--budget-s", options->budget_s, "seconds for each spec and number of tokens")
         ->capture_default_str()
+        ->check(finite_number())
         ->check(CLI::Range(0.1, 86400.0));
     command
         ->add_option("--candidate-timeout-s", options->candidate_timeout_s,
                      "a candidate that gives no answer for so long, or for a quarter of the budget, hangs")
         ->capture_default_str()
+        ->check(finite_number())
         ->check(CLI::Range(0.1, 86400.0));
     command
         ->add_option("--coordinates", options->coordinates,

@@ -272,7 +272,7 @@ TEST(FlceInfo_WithoutNvrtc, SaysWhy) {
 TEST(Flce_NumbersThatAreNone, UsageErrorNamesTheOption) {
     const std::vector<std::string> layer{"--spec", kSmall, "--device", "cpu"};
     for (const auto& [command, option] :
-         {std::pair{"check", "--ignored"}, {"bench", "--ignored"}, {"bench", "--seconds"}, {"demo", "--lr"}}) {
+         {std::pair{"check", "--ignored"}, {"bench", "--ignored"}, {"bench", "--seconds"}, {"tune", "--budget-s"}, {"demo", "--lr"}}) {
         for (const char* value : {"nan", "inf", "-nan"}) {
             std::vector<std::string> arguments{command, std::string(option) + "=" + value};
             if (std::string_view(command) != "demo") arguments.insert(arguments.end(), layer.begin(), layer.end());
