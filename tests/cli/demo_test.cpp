@@ -126,8 +126,9 @@ TEST(FlceDemo_WithoutNvrtc, SaysWhyNothingIsCompiledForGpus) {
     command.erase(std::find(command.begin(), command.end(), "--no-architectures"));
     const ProcessResult result = run_flce(command, {.environment = {{"FLCE_NVRTC", "/nonexistent/libnvrtc.so"}}});
     ASSERT_EQ(result.exit_code, 0) << result.err;
-    ASSERT_EQ(result.json()["architectures"].size(), 4U);
-    for (const auto& architecture : result.json()["architectures"])
+    const auto architectures = result.json()["architectures"];
+    ASSERT_EQ(architectures.size(), 4U);
+    for (const auto& architecture : architectures)
         EXPECT_THAT(architecture["error"].get<std::string>(), HasSubstr("/nonexistent"));
 }
 
