@@ -15,7 +15,8 @@ DynamicLibrary DynamicLibrary::open(const std::filesystem::path& file, std::stri
         return library;
     }
     const link_map* map = nullptr;
-    if (::dlinfo(library.handle_, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr && map->l_name != nullptr && *map->l_name != '\0') {
+    if (::dlinfo(library.handle_, RTLD_DI_LINKMAP, static_cast<void*>(&map)) == 0 && map != nullptr && map->l_name != nullptr &&
+        *map->l_name != '\0') {
         library.path_ = map->l_name;
     }
     return library;

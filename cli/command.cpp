@@ -189,7 +189,7 @@ std::int64_t parse_bytes(std::string_view option, std::string_view text) {
             factor = std::ldexp(1.0, 10 * (static_cast<int>(unit) + 1));
             suffix.remove_prefix(1);
         }
-        if (suffix != "" && suffix != "B" && suffix != "iB") throw bad();
+        if (!suffix.empty() && suffix != "B" && suffix != "iB") throw bad();
     }
     if (value * factor >= 0x1p63) throw bad();
     return static_cast<std::int64_t>(value * factor);

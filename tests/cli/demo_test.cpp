@@ -128,8 +128,7 @@ TEST(FlceDemo_WithoutNvrtc, SaysWhyNothingIsCompiledForGpus) {
     ASSERT_EQ(result.exit_code, 0) << result.err;
     const auto architectures = result.json()["architectures"];
     ASSERT_EQ(architectures.size(), 4U);
-    for (const auto& architecture : architectures)
-        EXPECT_THAT(architecture["error"].get<std::string>(), HasSubstr("/nonexistent"));
+    for (const auto& architecture : architectures) EXPECT_THAT(architecture["error"].get<std::string>(), HasSubstr("/nonexistent"));
 }
 
 TEST(FlceDemo_Interrupted, EndsCleanly) {

@@ -159,8 +159,7 @@ TEST_F(Prewarm, TokensWithoutALimit_CallsThatDoNotSayHowManyToo) {
     ASSERT_NE(plan_at("8192"), plan_at("0")) << "the shipped records no longer show it";
     const auto missing_with = [&](const char* limit) {
         std::set<std::string> plans;
-        const auto json =
-            run({"--spec", spec, "--device", "h100", "--num-tokens", "8192", "--workspace-limit", limit, "--check"}).json();
+        const auto json = run({"--spec", spec, "--device", "h100", "--num-tokens", "8192", "--workspace-limit", limit, "--check"}).json();
         for (const auto& item : json.at("missing")) plans.insert(item.at("plan").get<std::string>());
         return plans;
     };
