@@ -151,19 +151,9 @@ private:
     void add_gradient(const std::string& name, const NormPair& norms) { verdicts_.emplace_back(name, judge_.gradient(norms)); }
 
     void compare() {
-        ReferenceProblem problem{.spec = spec_,
-                                 .num_tokens = options_.num_tokens,
-                                 .hidden = layer_.hidden.data(),
-                                 .weight = layer_.weight.data(),
-                                 .bias = layer_.bias.data(),
-                                 .class_weight = layer_.class_weight,
-                                 .target = layer_.target,
-                                 .reduction = reduction_,
-                                 .grad_loss = layer_.grad_loss,
-                                 .grad_lse = layer_.grad_lse,
-                                 .grad_logprob = layer_.grad_logprob,
-                                 .grad_entropy = layer_.grad_entropy,
-                                 .summation = summation_of(spec_.dtype, kernel_->device_ref().kind == DeviceKind::cuda)};
+        ReferenceProblem problem = reference_problem(spec_, layer_);
+        problem.reduction = reduction_;
+        problem.summation = summation_of(spec_.dtype, kernel_->device_ref().kind == DeviceKind::cuda);
         Reference reference(problem, coverage_.tokens);
         Yardstick yardstick(problem, coverage_.tokens);
         const auto lse = outputs_.lse.to_host<float>();

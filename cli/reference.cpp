@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cli/interrupt.hpp"
+#include "cli/layer.hpp"
 #include "cli/number_formats.hpp"
 #include "cli/parallel.hpp"
 
@@ -96,6 +97,20 @@ Verdict without_cap(Verdict verdict, double expected, double cap) {
 }
 
 }  // namespace
+
+ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
+    return {.spec = spec,
+            .num_tokens = layer.num_tokens,
+            .hidden = layer.hidden.data(),
+            .weight = layer.weight.data(),
+            .bias = layer.bias.data(),
+            .class_weight = layer.class_weight,
+            .target = layer.target,
+            .grad_loss = layer.grad_loss,
+            .grad_lse = layer.grad_lse,
+            .grad_logprob = layer.grad_logprob,
+            .grad_entropy = layer.grad_entropy};
+}
 
 Judge::Judge(DType dtype, double product_norm)
     // A rounding's root mean square is 0.4 units; partial sums are √½ of the whole on average.

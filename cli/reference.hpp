@@ -28,6 +28,10 @@ struct ReferenceProblem {
     Summation summation = Summation::rounding;  ///< of the yardstick's logits
 };
 
+struct RandomLayer;
+/// Of a layer's tensors, which must outlive it; a mean over tokens.
+[[nodiscard]] ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer);
+
 /// Per-token results of one token.
 struct ReferenceToken {
     double loss = 0;  ///< z_loss included, not divided by anything

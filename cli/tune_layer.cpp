@@ -88,17 +88,8 @@ TuneLayer::TuneLayer(TuneLayerOptions options) : options_(std::move(options)), s
 /// Long work for a large layer, and no plan's fault.
 void TuneLayer::make_reference() {
     const Spec& spec = options_.spec;
-    const ReferenceProblem problem{.spec = spec,
-                                   .num_tokens = options_.num_tokens,
-                                   .hidden = layer_.hidden.data(),
-                                   .weight = layer_.weight.data(),
-                                   .bias = layer_.bias.data(),
-                                   .class_weight = layer_.class_weight,
-                                   .target = layer_.target,
-                                   .grad_lse = layer_.grad_lse,
-                                   .grad_logprob = layer_.grad_logprob,
-                                   .grad_entropy = layer_.grad_entropy,
-                                   .summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda)};
+    ReferenceProblem problem = reference_problem(spec, layer_);
+    problem.summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda);
     const auto tokens = sampled(options_.num_tokens, kSampledTokens);
     reference_ = std::make_unique<Reference>(problem, tokens);
     yardstick_ = std::make_unique<Yardstick>(problem, tokens);

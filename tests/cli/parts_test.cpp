@@ -212,16 +212,7 @@ TEST(Reference_Gradients, MatchCentralDifferencesOfItsOwnLoss) {
         "D=8,V=5,dtype=fp32,bias,logit_scale=1.5,softcap=3,label_smoothing=0.1,z_loss=0.01,class_weight,outputs=loss+lse+logprob+entropy");
     RandomLayer layer = make_random_layer(spec, 6, {.seed = 4, .upstream = true});
     layer.target = {0, 4, -100, 2, 3, 1};
-    const ReferenceProblem problem{.spec = spec,
-                                   .num_tokens = 6,
-                                   .hidden = layer.hidden.data(),
-                                   .weight = layer.weight.data(),
-                                   .bias = layer.bias.data(),
-                                   .class_weight = layer.class_weight,
-                                   .target = layer.target,
-                                   .grad_lse = layer.grad_lse,
-                                   .grad_logprob = layer.grad_logprob,
-                                   .grad_entropy = layer.grad_entropy};
+    const ReferenceProblem problem = reference_problem(spec, layer);
     const std::vector<std::int64_t> tokens{0, 1, 2, 3, 4, 5};
     const auto objective = [&] {
         const Reference reference(problem, tokens);
