@@ -4,50 +4,9 @@
 
 #include "flce/logit_epilogue.cuh"
 #include "flce/store_sm90.cuh"
+#include "flce/vocabulary_walk.cuh"
 
 namespace flce {
-
-/// Which tiles of logits a cluster computes. Clusters of rows × the vocabulary are divided evenly: on an axis where every cluster of rows has
-/// `clusters` units, a cluster owns `row_clusters` units in a row, which belong to one cluster of rows or to two. A tile of the vocabulary belongs
-/// to unit tile · stride mod clusters; so whoever shares rows works at the same part of the vocabulary at the same time, and the weight is read from
-/// memory once. Needs row_clusters ≤ clusters, and a stride that gives consecutive tiles different units.
-struct VocabularyWalk {
-    int clusters;
-    int stride;
-    int row_cluster;    // of part 0
-    int first, end;     // units of part 0
-    int end_of_second;  // units [0, …) of part 1
-    int tile = -1;
-    int part = 1;
-    int unit;
-
-    __device__ __forceinline__ VocabularyWalk(int cluster, int clusters_, int row_clusters, int stride_)
-        : clusters(clusters_), stride(stride_) {
-        const int begin = cluster * row_clusters;
-        row_cluster = begin / clusters;
-        first = begin - row_cluster * clusters;
-        end = min(first + row_clusters, clusters);
-        end_of_second = first + row_clusters - clusters;
-        unit = clusters - stride;
-    }
-    /// On to the next tile; false past the last of `tiles`.
-    __device__ __forceinline__ bool next(int tiles) {
-        while (true) {
-            if (part == 0) {
-                part = 1;
-                if (unit < end_of_second) return true;
-            } else {
-                if (++tile == tiles) return false;
-                part = 0;
-                unit += stride;
-                if (unit >= clusters) unit -= clusters;
-                if (unit >= first && unit < end) return true;
-            }
-        }
-    }
-    __device__ __forceinline__ int row_cluster_of(int which) const { return row_cluster + which; }
-    __device__ __forceinline__ bool has_second() const { return end_of_second > 0; }
-};
 
 /// How the clusters of a launch share its work: the host's `forward_share` for the rows that there turn out to be.
 template <class TileT>
