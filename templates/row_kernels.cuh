@@ -77,28 +77,22 @@ __device__ __forceinline__ void write_loss(const CountParams& p, const LossParti
     if (z_loss != nullptr) *z_loss = sums.z_loss * factors.z_loss;
 }
 
-/// The sums of a row whose `splits` parts lie `split_stride` elements apart; kLanes neighbouring threads share the work and all get them. The largest logit
-/// first, so that no part waits for the exponential of the one before.
-template <class Problem, int kLanes>
-__device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int lane, int splits) {
+/// What every kStep-th of a row's `splits` parts from number `first` on comes to; they lie `split_stride` elements apart. The largest logit first, so that no
+/// part waits for the exponential of the one before.
+template <class Problem, int kStep>
+__device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int first, int splits) {
     using Fields = PartialFields<Problem>;
     RowSums all{-infinity(), 0.f, 0.f, 0.f, -infinity()};
 #pragma unroll 16
-    for (int split = lane; split < splits; split += kLanes) all.max = fmaxf(all.max, at[split * split_stride]);
-    for (int lanes = 1; lanes < kLanes; lanes *= 2) all.max = fmaxf(all.max, __shfl_xor_sync(0xffffffffu, all.max, lanes));
+    for (int split = first; split < splits; split += kStep) all.max = fmaxf(all.max, at[split * split_stride]);
 #pragma unroll 16
-    for (int split = lane; split < splits; split += kLanes) {
+    for (int split = first; split < splits; split += kStep) {
         const RowSums part = Fields::load(at + split * split_stride, field_stride);
         const float difference = part.exp_sum > 0.f ? part.max - all.max : 0.f;
         const float factor = ::expf(difference);
         all.exp_sum += factor * part.exp_sum;
         if constexpr (Problem::entropy) all.exp_z_sum += factor * (part.exp_z_sum + difference * part.exp_sum);
         if constexpr (Problem::label_smoothing) all.weighted_sum += part.weighted_sum;
-    }
-    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-        all.exp_sum += __shfl_xor_sync(0xffffffffu, all.exp_sum, lanes);
-        if constexpr (Problem::entropy) all.exp_z_sum += __shfl_xor_sync(0xffffffffu, all.exp_z_sum, lanes);
-        if constexpr (Problem::label_smoothing) all.weighted_sum += __shfl_xor_sync(0xffffffffu, all.weighted_sum, lanes);
     }
     return all;
 }
@@ -109,20 +103,27 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     using Fields = PartialFields<Problem>;
     __shared__ float scratch[kOutputThreads / 32];
     __shared__ unsigned counts[kOutputThreads / 32];
-    constexpr int kLanes = kOutputThreads / kOutputRows;  // of a row
-    const int lane = static_cast<int>(threadIdx.x) % kLanes;
-    const int row = static_cast<int>(blockIdx.x) * kOutputRows + static_cast<int>(threadIdx.x) / kLanes;
+    // A warp reads neighbouring rows of a split; a row's threads are in different warps.
+    constexpr int kParts = kOutputThreads / kOutputRows;
+    __shared__ float parts[kParts][Fields::kCount][kOutputRows];
+    const int row_of_block = static_cast<int>(threadIdx.x) % kOutputRows;
+    const int part = static_cast<int>(threadIdx.x) / kOutputRows;
+    const int row = static_cast<int>(blockIdx.x) * kOutputRows + row_of_block;
     const int rows = listed_rows<Problem>(p.list, p.rows, 0);
+    // Where forward has a list, it alone knows how it has divided its work.
+    const int all_splits = Problem::lists_rows ? p.scalars->splits : p.splits;
     const ListedRow listed = row < rows ? listed_row<Problem>(p.list, p.targets, row) : ListedRow{0, kIgnored};
     const int target = listed.target;
     LossPartial mine{0.f, 0.f, 0.f, 0u};
     RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f};
     bool stale = false;
-    // Where forward has a list, it alone knows how it has divided its work.
-    const int splits = target < 0 ? 0 : Problem::lists_rows ? p.scalars->splits : p.splits;
+    const int splits = target < 0 ? 0 : all_splits;
     const long long partial_rows = Problem::lists_rows ? partial_rows_of(rows) : p.partial_rows;
-    RowSums sums = merge_splits<Problem, kLanes>(p.partials + row, Fields::kCount * partial_rows, partial_rows, lane, splits);
-    if (lane == 0 && target >= 0) {
+    Fields::store(&parts[part][0][row_of_block], kOutputRows,
+                  merge_splits<Problem, kParts>(p.partials + row, Fields::kCount * partial_rows, partial_rows, part, splits));
+    __syncthreads();
+    if (part == 0 && target >= 0) {
+        RowSums sums = merge_splits<Problem, 1>(&parts[0][0][row_of_block], Fields::kCount * kOutputRows, kOutputRows, 0, kParts);
         sums.target_logit = p.target_logits[row];
         const float c_y = class_weight_of<Problem>(p.class_weight, target);
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
@@ -134,10 +135,10 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
             p.retained_target_logits[row] = sums.target_logit;
         }
         mine = {out.cross_entropy, out.z_loss, c_y, 1u};
-    } else if (lane == 0 && target == kOutOfRange && p.invalid_label != nullptr) {
+    } else if (part == 0 && target == kOutOfRange && p.invalid_label != nullptr) {
         atomicMin(p.invalid_label, static_cast<unsigned long long>(p.first_row + row));
     }
-    if (lane == 0 && row < rows) {
+    if (part == 0 && row < rows) {
         p.lse[listed.row] = out.lse;
         if (p.loss != nullptr) p.loss[listed.row] = out.cross_entropy + out.z_loss;
         if (p.z_loss != nullptr) p.z_loss[listed.row] = out.z_loss;
