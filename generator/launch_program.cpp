@@ -173,8 +173,8 @@ private:
             std::memcpy(result.params.data() + field.offset, &v, field.bytes);
         }
         for (const TensorMapField& map : launch.maps) {
-            result.maps.push_back({map.offset, map.box_rows, map.element_bytes, value(map.address), value(map.columns), value(map.rows),
-                                   value(map.row_bytes), value(map.blocks), value(map.block_bytes)});
+            result.maps.push_back({map.offset, static_cast<std::uint32_t>(value(map.box_rows)), map.element_bytes, value(map.address),
+                                   value(map.columns), value(map.rows), value(map.row_bytes), value(map.blocks), value(map.block_bytes)});
         }
         on_launch_(result);
     }

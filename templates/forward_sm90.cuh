@@ -31,7 +31,9 @@ struct ForwardShare {
 
 template <class Problem, class TileT>
 struct ForwardSm90 {
-    using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT, Problem::lists_rows>;
+    static constexpr bool kFew = TileT::kCluster == 1;  ///< tokens: a tile has all of them, and they are not listed
+    static constexpr bool kLists = Problem::lists_rows && !kFew;
+    using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT, kLists>;
     using Accumulators = typename MainloopT::Accumulators;
     using Fields = PartialFields<Problem>;
     static constexpr int kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK);
@@ -60,7 +62,7 @@ struct ForwardSm90 {
         : p(params),
           mainloop(dynamic_smem, MainloopT::kRingBytes + kPanelBytes + kStateBytes),
           share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), kTiles, params.clusters, params.stride),
-          compact(Problem::lists_rows && params.compact_rows != 0 && *params.list.valid < params.compact_rows),
+          compact(kLists && params.compact_rows != 0 && *params.list.valid < params.compact_rows),
           walk(static_cast<int>(blockIdx.x) / TileT::kCluster, share.clusters, share.row_clusters, share.stride),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
@@ -102,6 +104,7 @@ struct ForwardSm90 {
     __device__ __forceinline__ TileRows listed_rows_of(int part) const {
         const int first = first_row(part);
         const int last = min(TileT::kBlockM, share.rows - first) - 1;
+        if constexpr (!kLists) return {nullptr, first, last};
         if (compact) return {nullptr, p.list.first + first, last};
         return {p.list.rows != nullptr ? p.list.rows + p.list.first + first : nullptr, first, last};
     }
@@ -110,12 +113,16 @@ struct ForwardSm90 {
     __device__ __forceinline__ void bring() {
         const TileRows rows = listed_rows_of(walk.part);
         const int n = walk.tile * TileT::kBlockN;
-        if (!rows.neighbours()) {
-            const auto row_of = [&](int row) { return row <= rows.last ? rows.listed[row].row : -1; };
-            mainloop.produce_rows(static_cast<const typename Problem::Element*>(p.hidden), Problem::hidden_size, row_of, p.weight_map, n,
-                                  kSlices);
-        } else if (threadIdx.x == 0) {
-            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, rows.begin(), n, kSlices);
+        if constexpr (kLists) {
+            if (!rows.neighbours()) {
+                const auto row_of = [&](int row) { return row <= rows.last ? rows.listed[row].row : -1; };
+                return mainloop.produce_rows(static_cast<const typename Problem::Element*>(p.hidden), Problem::hidden_size, row_of,
+                                             p.weight_map, n, kSlices);
+            }
+        }
+        if (threadIdx.x == 0) {
+            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, rows.begin(), n, kSlices, NoPace{}, 0,
+                             kFew ? share.rows : TileT::kBlockM);
         } else {
             mainloop.skip(kSlices);
         }
@@ -157,7 +164,7 @@ struct ForwardSm90 {
             }
             Accumulators c;
             MainloopT::clear(c);
-            mainloop.consume(c, kSlices, !listed_rows_of(walk.part).neighbours());
+            mainloop.consume(c, kSlices, kLists && !listed_rows_of(walk.part).neighbours());
             reduce(c, walk.tile * TileT::kBlockN);
             if constexpr (Problem::retain) {
                 if (walk.tile * TileT::kBlockN < p.retained_columns) retain(c, walk.tile * TileT::kBlockN);

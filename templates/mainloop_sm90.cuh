@@ -18,6 +18,7 @@ struct TileSm90 {
     static constexpr int kStages = kStages_;
     static constexpr int kCluster = kCluster_;
     static constexpr bool kTurns = kTurns_;
+    static constexpr bool kStreamsB = kCluster == 1;  ///< no other block reads this one's part of B
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kConsumerM = kTurns ? kBlockM : kBlockM / kConsumers;  ///< rows of a tile that one consumer has
@@ -48,32 +49,34 @@ struct SliceSm90 {
         return kSwizzle128 | kEightRows | kNextBlock | ((at & 0x3ffffu) >> 4);
     }
 
-    /// Copies part `part` of kParts of the slice at (mn, k); with several parts, to every block of the cluster.
-    template <int kParts, class Map>
+    /// Copies part `part` of kParts of the slice at (mn, k); with several parts, to every block of the cluster. kOnce: nobody reads it again.
+    template <int kParts, bool kOnce = false, class Map>
     static __device__ __forceinline__ void load(unsigned base, const Map& map, int mn, int k, int part, unsigned barrier) {
         if constexpr (kMajor == Major::k) {
             constexpr int kRows = kExtent / kParts;
-            copy<kParts>(base + static_cast<unsigned>(part * kRows * 128), map, k, mn + part * kRows, barrier);
+            copy<kParts, kOnce>(base + static_cast<unsigned>(part * kRows * 128), map, k, mn + part * kRows, barrier);
         } else {
             constexpr int kRows = 64 / kParts;
 #pragma unroll
             for (int block = 0; block < kExtent / 64; ++block) {
-                copy<kParts>(base + static_cast<unsigned>(block * kBlockBytes + part * kRows * 128), map, mn + block * 64, k + part * kRows,
-                             barrier);
+                copy<kParts, kOnce>(base + static_cast<unsigned>(block * kBlockBytes + part * kRows * 128), map, mn + block * 64,
+                                    k + part * kRows, barrier);
             }
         }
     }
 
 private:
-    template <int kParts>
+    template <int kParts, bool kOnce>
     static __device__ __forceinline__ void copy(unsigned to, const TensorMap& map, int x, int y, unsigned barrier) {
-        if constexpr (kParts == 1) {
+        if constexpr (kParts == 1 && kOnce) {
+            ptx::cp_async_bulk_tensor_2d_load(to, &map, x, y, barrier, ptx::createpolicy_evict_first());
+        } else if constexpr (kParts == 1) {
             ptx::cp_async_bulk_tensor_2d_load(to, &map, x, y, barrier);
         } else {
             ptx::cp_async_bulk_tensor_2d_load_multicast(to, &map, x, y, barrier, static_cast<unsigned short>((1 << kParts) - 1));
         }
     }
-    template <int kParts>
+    template <int kParts, bool>
     static __device__ __forceinline__ void copy(unsigned to, const BlockedMap& m, int x, int y, unsigned barrier) {
         if constexpr (kParts == 1) {
             ptx::cp_async_bulk_tensor_3d_load(to, &m.map, m.column(x), y, m.block(x), barrier);
@@ -218,19 +221,21 @@ struct MainloopSm90 {
         }
     }
 
-    /// One thread: brings `slices` slices of the tile at (m, n), from number `first` on.
+    /// One thread: brings `slices` slices of the tile at (m, n), from number `first` on. `a_rows`: that a's map has in a box, where those are not the tile's.
     template <class MapA, class MapB, class PaceT = NoPace>
-    __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}, int first = 0) {
+    __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}, int first = 0,
+                                            int a_rows = TileT::kBlockM) {
 #pragma unroll 1
         for (int slice = first; slice < first + slices; ++slice) {
             pace.before(slice - first);
             ptx::mbarrier_wait_parity(empty(position.stage), position.parity ^ 1u);
             const unsigned barrier = full(position.stage);
-            ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
+            ptx::mbarrier_arrive_expect_tx(barrier, static_cast<unsigned>(a_rows * 128) + SliceB::kBytes);
             if constexpr (kGathers) ptx::mbarrier_arrive(barrier, 128);  // for all the threads that copy nothing
             const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
             SliceA::template load<1>(stage, a, m, slice * TileT::kBlockK, 0, barrier);
-            SliceB::template load<TileT::kCluster>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK, static_cast<int>(rank), barrier);
+            SliceB::template load<TileT::kCluster, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK,
+                                                                     static_cast<int>(rank), barrier);
             position.advance();
         }
     }
@@ -256,8 +261,8 @@ struct MainloopSm90 {
             const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
             if (thread == 0) {
                 ptx::mbarrier_arrive_expect_tx(barrier, SliceB::kBytes);
-                SliceB::template load<TileT::kCluster>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK, static_cast<int>(rank),
-                                                       barrier);
+                SliceB::template load<TileT::kCluster, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK,
+                                                                         static_cast<int>(rank), barrier);
             }
             const int k = slice * TileT::kBlockK + chunk * 8;
 #pragma unroll 1

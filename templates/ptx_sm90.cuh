@@ -64,6 +64,21 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d_load_multicast(unsigned 
         "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
         : "memory");
 }
+/// Into this block; L2 keeps what is read as `policy` says.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d_load(unsigned destination, const void* map, int x, int y, unsigned barrier,
+                                                             unsigned long long policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], "
+        "%5;\n" ::"r"(destination),
+        "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+        : "memory");
+}
+// 9.7.9.18: what is read with it is the first that L2 gives up.
+__device__ __forceinline__ unsigned long long createpolicy_evict_first() {
+    unsigned long long r;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(r));
+    return r;
+}
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_store(const void* map, int x, int y, unsigned source) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n" ::"l"(map), "r"(x), "r"(y), "r"(source)
                  : "memory");

@@ -73,13 +73,15 @@ Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& s
     const std::int64_t row_elements = vocab_major ? spec.hidden_size : spec.padded_vocab_size;
     LaunchBuilder<ForwardSm90Params> launch =
         forward_fields(spec, LaunchBuilder<ForwardSm90Params>(kernel, rows.share.clusters * rows.cluster_blocks), layout, rows);
+    // Few tokens are copied as many as there are: the copy engine takes long to fill in rows that do not exist.
+    const Expr hidden_rows = rows.cluster_blocks == 1 ? rows.count : Expr(tile.block_m);
     const Expr compact = select(layout.compacts, at(layout.compact), slot(Slot::hidden));
     launch.set_map(&ForwardSm90Params::compact_map, {compact, spec.hidden_size, slot(Slot::num_tokens), spec.hidden_size}, tile.block_m)
         .set(&ForwardSm90Params::compact_rows, layout.compacts * slot(Slot::num_tokens))
         .set_map(&ForwardSm90Params::hidden_map,
                  {hidden_at(spec, rows.base), spec.hidden_size, select(equal(rows.list, 0), rows.count, slot(Slot::num_tokens)),
                   spec.hidden_size},
-                 tile.block_m)
+                 hidden_rows)
         .set_map(&ForwardSm90Params::weight_map, {slot(Slot::weight), along, across, row_elements},
                  (vocab_major ? tile.block_n : 64) / rows.cluster_blocks)
         .set(&ForwardSm90Params::scalars, at(layout.scalars))

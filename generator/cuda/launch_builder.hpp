@@ -51,10 +51,9 @@ public:
         Expr blocks{0};       ///< TensorMapField's
         Expr block_bytes{0};  ///< likewise
     };
-    LaunchBuilder& set_map(TensorMap Params::* member, const Matrix& matrix, int box_rows, int element_bytes = 2) {
-        launch_.maps.push_back({offset_of(member), static_cast<std::uint32_t>(box_rows), static_cast<std::uint32_t>(element_bytes),
-                                matrix.address, matrix.columns, matrix.rows, matrix.row_elements * element_bytes, matrix.blocks,
-                                matrix.block_bytes});
+    LaunchBuilder& set_map(TensorMap Params::* member, const Matrix& matrix, const Expr& box_rows, int element_bytes = 2) {
+        launch_.maps.push_back({offset_of(member), static_cast<std::uint32_t>(element_bytes), box_rows, matrix.address, matrix.columns,
+                                matrix.rows, matrix.row_elements * element_bytes, matrix.blocks, matrix.block_bytes});
         return *this;
     }
 

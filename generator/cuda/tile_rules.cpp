@@ -180,7 +180,7 @@ bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) {
 
 GemmTile few_tokens_tile(const Spec& spec) {
     const bool narrow = sm90_accumulator_limit(spec, GemmRole::forward) < 128;
-    return {.block_m = 64, .block_n = narrow ? 128 : 256, .block_k = 64, .stages = narrow ? 7 : 4, .warps_m = 4, .warps_n = 1};
+    return {.block_m = kFewTokens, .block_n = narrow ? 64 : 128, .block_k = 64, .stages = narrow ? 7 : 5, .warps_m = 4, .warps_n = 1};
 }
 
 int rows_of_bias_partial(const Plan& plan) { return plan.path == PlanPath::cuda_sm90a ? 64 : plan.cuda.dlogits.block_m; }

@@ -12,8 +12,9 @@
 
 namespace flce {
 
-/// cuda_sm90a's forward of so few tokens that reading the weight is all it takes: one block a tile, every SM reads its own part of the vocabulary.
-inline constexpr std::int64_t kFewTokens = 64;
+/// cuda_sm90a's forward of so few tokens that reading the weight is all it takes: one block a tile that has them all, every SM reads its own part of the
+/// vocabulary.
+inline constexpr int kFewTokens = 128;
 [[nodiscard]] GemmTile few_tokens_tile(const Spec& spec);
 
 /// Which of a plan's four GEMMs a tile belongs to: it decides what lies in shared memory beside the operands.

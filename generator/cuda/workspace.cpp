@@ -100,6 +100,9 @@ BackwardSizes backward_sizes(const Spec& spec, const Plan& plan) {
     return s;
 }
 
+/// Bytes that forward's partial sums may take.
+std::int64_t partial_bytes(const Plan& plan) { return std::min(kForwardPartialBytes, (plan.scratch_bytes - kReserveBytes) / 2); }
+
 /// cuda_sm90a: clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where there
 /// are fewer tiles than clusters, each tile has its own.
 struct ClusterShare {
@@ -115,8 +118,7 @@ struct ClusterShare {
         writers = takes_turns(tile) ? 2 : 1;
         tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
         // Row clusters × splits is at most clusters + 2·row clusters.
-        const std::int64_t bytes = std::min(kForwardPartialBytes, (plan.scratch_bytes - kReserveBytes) / 2);
-        const std::int64_t most = bytes / (field_bytes * writers * cluster_rows);
+        const std::int64_t most = partial_bytes(plan) / (field_bytes * writers * cluster_rows);
         clusters = std::clamp<std::int64_t>(most - 2, 1, device.gpu.sm_count / kClusterBlocks);
         // All rows of a launch are read again for every tile of the vocabulary: they have to stay in L2.
         const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
@@ -124,6 +126,12 @@ struct ClusterShare {
         row_clusters = std::clamp<std::int64_t>(std::min((most - clusters) / 2, cached), 1, clusters);
     }
 };
+
+/// Blocks of few_tokens_tile in a launch, each of which writes two partial results of its rows.
+std::int64_t few_tokens_blocks(const Spec& spec, const Device& device, const Plan& plan) {
+    const std::int64_t of_block = std::int64_t{4} * partial_fields(spec) * 2 * few_tokens_tile(spec).block_m;
+    return std::clamp<std::int64_t>(partial_bytes(plan) / of_block, 1, device.gpu.sm_count);
+}
 
 /// Near the golden ratio of `count`, prime to it: neighbours lie far apart.
 std::int64_t spreading_stride(std::int64_t count) {
@@ -161,9 +169,7 @@ ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& p
 
 ForwardShare few_tokens_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     if (plan.path != PlanPath::cuda_sm90a) return {};
-    const ClusterShare share(spec, device, plan, std::int64_t{4} * partial_fields(spec));
-    // Half as many rows each, at most: with twice as many the partial sums fit where the others' would lie.
-    const std::int64_t blocks = std::min<std::int64_t>(device.gpu.sm_count, 2 * share.clusters);
+    const std::int64_t blocks = few_tokens_blocks(spec, device, plan);
     const GemmTile tile = few_tokens_tile(spec);
     const std::int64_t tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
     return {0, min(max(ceil_div(rows, tile.block_m), 1) * tiles, blocks), blocks, spreading_stride(blocks)};
@@ -180,6 +186,7 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
         const std::int64_t limit = up(share.row_clusters * share.cluster_rows, kRowThreads);
         f.rows = round_up(ceil_div(n, max(ceil_div(n, limit), 1)), std::max<std::int64_t>(share.cluster_rows, kRowThreads));
         partials = (ceil_div(min(n, f.rows), share.cluster_rows) * 2 + share.clusters) * (share.writers * share.cluster_rows);
+        partials = select(less(n, kFewTokens + 1), 2 * few_tokens_blocks(spec, device, plan) * round_up(n, 32), partials);
     } else {
         const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, plan.path, GemmRole::forward, tile);
         const std::int64_t wave_rows = capacity * tile.block_m;

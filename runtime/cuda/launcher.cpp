@@ -244,11 +244,11 @@ private:
     void emit_map(const TensorMapField& map, std::int64_t index) {
         Value* at = builder_.CreateConstInBoundsGEP1_64(builder_.getInt8Ty(), params_, map.offset);
         auto* type = llvm::FunctionType::get(i32_, {pointer_, pointer_, i64_, i64_, i64_, i64_, i64_, i64_, i32_, i32_}, false);
-        emit_check(
-            builder_.CreateCall(type, encode_map_,
-                                {context_, at, emit(map.address), emit(map.columns), emit(map.rows), emit(map.row_bytes), emit(map.blocks),
-                                 emit(map.block_bytes), builder_.getInt32(map.box_rows), builder_.getInt32(map.element_bytes)}),
-            index, kMapFailed);
+        emit_check(builder_.CreateCall(
+                       type, encode_map_,
+                       {context_, at, emit(map.address), emit(map.columns), emit(map.rows), emit(map.row_bytes), emit(map.blocks),
+                        emit(map.block_bytes), builder_.CreateTrunc(emit(map.box_rows), i32_), builder_.getInt32(map.element_bytes)}),
+                   index, kMapFailed);
     }
 
     /// Returns from the pass where `result` is an error.
@@ -298,10 +298,11 @@ void append_text(const std::vector<Statement>& body, const std::vector<KernelEnt
             for (const ParamField& field : launch->params)
                 text += fmt::format(" {}+{}: {};", field.offset, field.bytes, texts.of(field.value));
             for (const TensorMapField& map : launch->maps) {
-                const std::array<std::string, 6> of = {texts.of(map.rows),    texts.of(map.columns), texts.of(map.row_bytes),
-                                                       texts.of(map.address), texts.of(map.blocks),  texts.of(map.block_bytes)};
+                const std::array<std::string, 7> of = {texts.of(map.rows),    texts.of(map.columns), texts.of(map.row_bytes),
+                                                       texts.of(map.address), texts.of(map.blocks),  texts.of(map.block_bytes),
+                                                       texts.of(map.box_rows)};
                 text += fmt::format(" {}: map {} x {} of {} bytes every {} from {} by {}", map.offset, of[0], of[1], map.element_bytes,
-                                    of[2], of[3], map.box_rows);
+                                    of[2], of[3], of[6]);
                 text += of[4] == "0" ? ";" : fmt::format(", {} blocks every {};", of[4], of[5]);
             }
             if (const std::string together = texts.of(launch->all_at_once); together != "0")

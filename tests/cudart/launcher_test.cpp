@@ -217,8 +217,8 @@ private:
         }
         for (int maps = pick(3); maps > 0; --maps) {
             launch.param_bytes = (launch.param_bytes + 63) / 64 * 64;
-            launch.maps.push_back({launch.param_bytes, static_cast<std::uint32_t>(pick(256)), pick(2) == 0 ? 2U : 4U, expression(2),
-                                   expression(2), expression(1), expression(2), pick(2) == 0 ? Expr(0) : expression(1), expression(1)});
+            launch.maps.push_back({launch.param_bytes, pick(2) == 0 ? 2U : 4U, expression(1), expression(2), expression(2), expression(1),
+                                   expression(2), pick(2) == 0 ? Expr(0) : expression(1), expression(1)});
             launch.param_bytes += TensorMapField::kBytes;
         }
         return launch;
