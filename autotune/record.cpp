@@ -148,7 +148,7 @@ RecordKey record_key(const Spec& spec, const Device& device, std::int64_t num_to
             .spec = measured.text(),
             .num_tokens = token_bucket(num_tokens),
             .memory = memory,
-            .policy = std::string(device.kind == DeviceKind::cuda ? kGpuMeasurementPolicy : kCpuMeasurementPolicy)};
+            .policy = std::string(device.kind == DeviceKind::cuda ? kGraphMeasurementPolicy : kLaunchMeasurementPolicy)};
 }
 
 std::string_view to_string(Outcome outcome) noexcept {

@@ -8,7 +8,7 @@
 //   spec            canonical text, normalized, without tied: kernels are those of its grad_weight_mode
 //   num_tokens      one of token_buckets()
 //   memory          scratch_bytes, limit_bytes (0: none), retained ("auto", "none")
-//   policy          how it was measured: kGpuMeasurementPolicy, kCpuMeasurementPolicy
+//   policy          how it was measured: kGraphMeasurementPolicy, kLaunchMeasurementPolicy
 //   runs            {id: {date, version, commit, device, driver, clocks, searched}}: each call of the tuner that measured something
 //   candidates      [{plan, rank, outcome, why, workspace_bytes, retained_bytes, times_ms: {run id: [milliseconds, …]}}]
 //   best            {plan, median_ms}, or null: for people, readers decide again
@@ -35,10 +35,10 @@ inline constexpr std::size_t kMaxRecordTextBytes = 4096;  ///< of a plan, a spec
 /// What a writer keeps such a text to where others make it: bytes that are not UTF-8 take three each in the file.
 inline constexpr std::size_t kMaxGivenTextBytes = 1024;
 
-/// Forward and backward together, candidates in turns, buffers beyond the last cache, medians, on a GPU in a CUDA graph; changes when times stop
-/// being comparable. GPUs' before graphs: that of CPUs.
-inline constexpr std::string_view kCpuMeasurementPolicy = "forward+backward, interleaved, median 1";
-inline constexpr std::string_view kGpuMeasurementPolicy = "forward+backward, interleaved, graph, median 2";
+/// Forward and backward together, candidates in turns, buffers beyond the last cache, medians; changes when times stop being comparable. A sample is
+/// one CUDA graph, or launches one after another: of CPUs, and of GPUs whose driver refuses graphs (or that were measured before there were any here).
+inline constexpr std::string_view kGraphMeasurementPolicy = "forward+backward, interleaved, graph, median 2";
+inline constexpr std::string_view kLaunchMeasurementPolicy = "forward+backward, interleaved, median 1";
 
 /// Candidates so close to the best are as good as it: the first of them in a fixed order wins, so that noise does not choose.
 inline constexpr double kTieMargin = 0.02;
@@ -71,7 +71,7 @@ struct RecordKey {
     std::string spec;
     std::int64_t num_tokens = kTypicalTokens;
     TunedMemory memory;
-    std::string policy{kGpuMeasurementPolicy};
+    std::string policy{kGraphMeasurementPolicy};
     friend bool operator==(const RecordKey&, const RecordKey&) = default;
 
     /// 64 hexadecimal digits: of device and spec, and of everything.
@@ -80,7 +80,7 @@ struct RecordKey {
     /// "<subject's first 16>/<num_tokens>-<digest's first 16>.json", below a directory of records.
     [[nodiscard]] std::filesystem::path file() const;
 };
-/// `threads`: those that kernels of a CPU run on, 0: one on each core.
+/// `threads`: those that kernels of a CPU run on, 0: one on each core. The policy is what measurements on such a device have where nothing hinders them.
 [[nodiscard]] RecordKey record_key(const Spec& spec, const Device& device, std::int64_t num_tokens, const TunedMemory& memory,
                                    int threads = 0);
 

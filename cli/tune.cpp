@@ -156,6 +156,11 @@ private:
     /// As a session counts them: those asked for, or FLCE_NUM_THREADS.
     [[nodiscard]] int threads() const { return session_options_.threads > 0 ? session_options_.threads : environment().num_threads; }
 
+    /// A test's, of a CPU too: whoever refuses graphs has been asked for one.
+    [[nodiscard]] bool refuses_graphs() const {
+        return std::ranges::any_of(options_.inject, [](const std::string& fault) { return fault.starts_with("refuse-graph@"); });
+    }
+
     /// Scratch that a session would give such a call.
     [[nodiscard]] std::int64_t scratch_bytes(const Spec& spec, std::int64_t num_tokens) {
         if (limit_bytes_ == 0) return session_options_.scratch_bytes;
@@ -188,29 +193,27 @@ private:
         }
         const TunedMemory memory{
             .scratch_bytes = search_options.request.scratch_bytes, .limit_bytes = limit_bytes_, .retained = options_.retain};
-        const RecordKey key = record_key(spec, device, num_tokens, memory, threads());
+        RecordKey key = record_key(spec, device, num_tokens, memory, threads());
         const TuningRun run = provenance(device, options_.commit);
         search_options.run = run_id(run);
-        Record record = begin_record(key, run, search_options.run);
-
         TuneTarget target{.spec = spec,
                           .device = device,
                           .session = session_options_,
                           .num_tokens = key.num_tokens,
                           .limit_bytes = limit_bytes_,
                           .retain = options_.retain == "auto",
+                          .graphs = device.kind == DeviceKind::cuda || refuses_graphs(),
                           .budget_s = options_.budget_s,
                           .candidate_timeout_s = options_.candidate_timeout_s,
                           .warm_up_s = device.kind == DeviceKind::cuda ? 1.0 : 0.0,
                           .inject = options_.inject};
         target.session.scratch_bytes = memory.scratch_bytes;
-        Tuned tuned;
-        {
-            ProcessMeasure measure(target);
-            tuned.result = search(spec, device, search_options, measure, record);
-            tuned.seconds = measure.elapsed_s();
-        }
-        keep(record, search_options.run, tuned);
+        MeasuredSearch searched = measured_search(target, search_options, [&](std::string_view policy) {
+            key.policy = policy;
+            return begin_record(key, run, search_options.run);
+        });
+        Tuned tuned{.result = std::move(searched.result), .seconds = searched.seconds};
+        keep(searched.record, search_options.run, tuned);
         return tuned;
     }
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cache/log.hpp"
 #include "cli/number_formats.hpp"
 #include "runtime/session.hpp"
 
@@ -262,15 +261,15 @@ Recording TuneLayer::recorded(const Runnable& candidate) {
         for (int i = 0; i < candidate.repetitions; ++i) run(candidate, static_cast<std::size_t>(i), stream);
     };
     const DeviceRef host;
-    if (device_.kind == DeviceKind::cpu || !graphs_) return {host, work};
+    if (!options_.graphs || !graphs_refused_.empty()) return {host, work};
     try {
+        if (std::exchange(refuse_, false)) throw DeviceError("a test refuses it", "cuGraphLaunch", 0);
         Recording graph(device_, work);
         graph.submit();  // the first submission sends the graph to the device
         return graph;
     } catch (const DeviceError& error) {
         // A kernel that is at fault fails again below; a driver that cannot have these launches in a graph gets them one by one.
-        logger().warn("samples are timed without CUDA graphs: {}", error.what());
-        graphs_ = false;
+        graphs_refused_ = error.what();
         return {host, work};
     }
 }

@@ -19,6 +19,7 @@ struct TuneLayerOptions {
     std::int64_t num_tokens = kTypicalTokens;
     std::int64_t limit_bytes = 0;  ///< workspace and retained together; 0: none
     bool retain = true;            ///< forward leaves to backward what grad_weight's memory or the limit has room for
+    bool graphs = false;           ///< a sample is one CUDA graph
     double sample_ms = 5;          ///< shorter work is repeated
 };
 
@@ -34,11 +35,15 @@ public:
     /// Runs the plan into poisoned outputs. Samples of tokens and vocabulary rows are held against fp64, and a spread of all rows against the first
     /// plan that was right. Throws what get_kernel does.
     [[nodiscard]] Checked check(const std::string& plan);
-    /// Milliseconds of forward and backward, on buffers in turn so that the inputs come from memory; on a GPU in a graph, without the host's share.
+    /// Milliseconds of forward and backward, on buffers in turn so that the inputs come from memory; in a graph without the host's share.
     [[nodiscard]] double time_ms(const std::string& plan);
+    /// Why there are no graphs, though they were asked for: times since then are of launches one by one. Empty: nothing was refused.
+    [[nodiscard]] const std::string& graphs_refused() const { return graphs_refused_; }
 
     /// For tests of whoever asks: the next run's results are off.
     void spoil_results() { spoil_ = true; }
+    /// The same: as if the driver could not have the next sample in a graph.
+    void refuse_graph() { refuse_ = true; }
 
 private:
     struct Runnable {
@@ -85,7 +90,8 @@ private:
     std::unique_ptr<Yardstick> yardstick_;
     std::unique_ptr<Sample> first_;  ///< of the first plan that was right
     bool spoil_ = false;
-    bool graphs_ = true;
+    bool refuse_ = false;
+    std::string graphs_refused_;
 };
 
 }  // namespace flce::cli

@@ -82,7 +82,8 @@ Json ProcessMeasure::open_request() const {
             {"scratch_bytes", target_.session.scratch_bytes},
             {"num_tokens", target_.num_tokens},
             {"limit_bytes", target_.limit_bytes},
-            {"retain", target_.retain}};
+            {"retain", target_.retain},
+            {"graphs", target_.graphs}};
 }
 
 double ProcessMeasure::patience_s() const {
@@ -151,6 +152,11 @@ Measured ProcessMeasure::check(const Plan& plan) {
     return measured;
 }
 
+void ProcessMeasure::expect_graphs(const Json& answer) const {
+    auto why = answer.at("graphs_refused").get<std::string>();
+    if (target_.graphs && !why.empty()) throw GraphsRefused(first_line(why));
+}
+
 Measured ProcessMeasure::time(const Plan& plan) {
     Json answer;
     if (!warm_ && target_.warm_up_s > 0) {
@@ -159,10 +165,13 @@ Measured ProcessMeasure::time(const Plan& plan) {
             warm.outcome != Outcome::ok) {
             return warm;
         }
+        expect_graphs(answer);
     }
     warm_ = true;
     Measured measured = ask({{"op", "time"}, {"plan", plan.text()}}, answer);
-    if (measured.outcome == Outcome::ok) measured.ms = answer["ms"].get<double>();
+    if (measured.outcome != Outcome::ok) return measured;
+    expect_graphs(answer);
+    measured.ms = answer["ms"].get<double>();
     return measured;
 }
 
@@ -177,6 +186,26 @@ void ProcessMeasure::prepare(std::span<const Plan> plans) {
         uncompiled_[plans[request].text()] = {.outcome = outcome, .why = fmt::format("its compiler: {}", reply.why)};
     };
     if (!compilers_.run(requests, {.done = done, .stop = [this] { return stop(); }})) throw MeasureStopped();
+}
+
+MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options,
+                               const std::function<Record(std::string_view policy)>& begin) {
+    double before_s = 0;
+    for (;;) {
+        MeasuredSearch searched{.record = begin(target.graphs ? kGraphMeasurementPolicy : kLaunchMeasurementPolicy)};
+        ProcessMeasure measure(target);
+        try {
+            searched.result = search(target.spec, target.device, options, measure, searched.record);
+            searched.seconds = before_s + measure.elapsed_s();
+            return searched;
+        } catch (const GraphsRefused& refused) {
+            fmt::print(stderr, "flce: warning: samples are timed without CUDA graphs, all of them, for a record of their own: {}\n",
+                       refused.what());
+        }
+        before_s += measure.elapsed_s();
+        target.graphs = false;
+        target.budget_s = std::max(0.0, target.budget_s - measure.elapsed_s());
+    }
 }
 
 }  // namespace flce::cli

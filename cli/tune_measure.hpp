@@ -2,6 +2,8 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -21,6 +23,7 @@ struct TuneTarget {
     std::int64_t num_tokens = kTypicalTokens;
     std::int64_t limit_bytes = 0;
     bool retain = true;
+    bool graphs = false;  ///< a sample is one CUDA graph
     double budget_s = 60;
     double candidate_timeout_s = 30;  ///< of one check or one sample, within a share of the budget
     double warm_up_s = 0;
@@ -36,6 +39,16 @@ inline constexpr const char* kTuneWorker = "tune-worker";
 /// Processes that compile: half as many as there are cores, since a set of kernels is compiled by several threads, while memory lasts.
 [[nodiscard]] WorkerPool make_compile_pool(std::chrono::milliseconds patience, const std::vector<std::string>& inject = {});
 
+/// Thrown by a measurement whose sample should have been a graph, and is not: it does not belong to the others.
+class GraphsRefused : public std::exception {
+public:
+    explicit GraphsRefused(std::string why) : why_(std::move(why)) {}
+    [[nodiscard]] const char* what() const noexcept override { return why_.c_str(); }
+
+private:
+    std::string why_;
+};
+
 class ProcessMeasure : public Measure {
 public:
     explicit ProcessMeasure(const TuneTarget& target);
@@ -43,6 +56,7 @@ public:
 
     void prepare(std::span<const Plan> plans) override;
     [[nodiscard]] Measured check(const Plan& plan) override;
+    /// Throws GraphsRefused where the target's samples are to be graphs and the driver cannot have one.
     [[nodiscard]] Measured time(const Plan& plan) override;
     [[nodiscard]] bool stop() override;
     [[nodiscard]] bool nearly_over() override;
@@ -59,6 +73,7 @@ private:
     [[nodiscard]] double patience_s() const;
     /// What a request comes to; throws MeasureStopped where the budget or the user ended it.
     [[nodiscard]] Measured ask(const Json& request, Json& answer);
+    void expect_graphs(const Json& answer) const;
 
     const TuneTarget& target_;
     std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
@@ -70,5 +85,15 @@ private:
     bool warm_ = false;
     bool interrupted_ = false;
 };
+
+struct MeasuredSearch {
+    Record record;
+    SearchResult result;
+    double seconds = 0;
+};
+/// search() of one record, whose times are all measured in one way: as graphs where the target's samples are to be graphs; where the driver refuses
+/// one, from the beginning without, in what is left of the budget. `begin` gives what is known with a policy.
+[[nodiscard]] MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options,
+                                             const std::function<Record(std::string_view policy)>& begin);
 
 }  // namespace flce::cli

@@ -185,8 +185,9 @@ std::string record_table(const NamedRecord& named, std::size_t most) {
     const Record& record = named.record;
     const std::string best = record.best_plan();
     const double best_ms = best_ms_of(record);
-    std::string text = fmt::format("{}\n  {}, {} tokens; {}; kernels {}\n  {}\n", record.key.spec, record.key.device.name,
-                                   record.key.num_tokens, memory_text(record.key.memory), record.key.kernel_version, named.name);
+    std::string text =
+        fmt::format("{}\n  {}, {} tokens; {}; kernels {}\n  {}\n  {}\n", record.key.spec, record.key.device.name, record.key.num_tokens,
+                    memory_text(record.key.memory), record.key.kernel_version, record.key.policy, named.name);
     for (const auto& [id, run] : record.runs) text += fmt::format("  run {}\n", run_text(id, run));
     text += fmt::format("\n    {:>11} {:>8} {:>11}  {}\n", "median", "samples", "memory", "plan");
     std::size_t shown = 0;
@@ -211,6 +212,7 @@ Json record_summary(const NamedRecord& named) {
             {"spec", record.key.spec},
             {"device", record.key.device.name},
             {"num_tokens", record.key.num_tokens},
+            {"policy", record.key.policy},
             {"candidates", record.candidates.size()},
             {"best_plan", best.empty() ? Json(nullptr) : Json(best)},
             {"best_ms", best.empty() ? Json(nullptr) : Json(record.candidates.at(best).median_ms())}};

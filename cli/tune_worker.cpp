@@ -43,7 +43,10 @@ public:
             const TuneLayer::Checked checked = layer_->check(plan);
             return {{"wrong", checked.wrong}, {"workspace_bytes", checked.workspace_bytes}, {"retained_bytes", checked.retained_bytes}};
         }
-        if (op == "time") return {{"ms", layer_->time_ms(plan)}};
+        if (op == "time") {
+            const double ms = layer_->time_ms(plan);
+            return {{"ms", ms}, {"graphs_refused", layer_->graphs_refused()}};
+        }
         if (op == "warm") return warm(plan, request.at("seconds").get<double>());
         throw InternalError(fmt::format("no such request: {}", op));
     }
@@ -53,7 +56,8 @@ private:
         TuneLayerOptions options{.spec = parse_spec(request.at("spec").get<std::string>()).normalized(),
                                  .num_tokens = request.at("num_tokens").get<std::int64_t>(),
                                  .limit_bytes = request.at("limit_bytes").get<std::int64_t>(),
-                                 .retain = request.at("retain").get<bool>()};
+                                 .retain = request.at("retain").get<bool>(),
+                                 .graphs = request.at("graphs").get<bool>()};
         options.session.device = request.at("device").get<std::string>();
         options.session.cache_dir = request.at("cache_dir").get<std::string>();
         options.session.threads = request.at("threads").get<int>();
@@ -78,7 +82,7 @@ private:
         while (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() < seconds) {
             static_cast<void>(layer_->time_ms(plan));
         }
-        return Json::object();
+        return {{"graphs_refused", layer_->graphs_refused()}};
     }
 
     /// `text`: the plan; of "open" the spec.
@@ -90,6 +94,7 @@ private:
             if (hangs) std::this_thread::sleep_for(std::chrono::hours(1));
             if ((fault.kind == "fault" && runs) || fault.kind == "fault-" + op) static_cast<void>(std::raise(SIGSEGV));
             if (fault.kind == "fault-timing" && op == "time") static_cast<void>(std::raise(SIGKILL));
+            if (fault.kind == "refuse-graph" && (op == "time" || op == "warm") && layer_ != nullptr) layer_->refuse_graph();
             if (fault.kind == "wrong" && op == "check" && layer_ != nullptr) layer_->spoil_results();
         }
     }

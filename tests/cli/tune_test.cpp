@@ -143,6 +143,50 @@ TEST_F(FlceTune, CompilerThatHangsOrDies_RecordedAndTheSearchGoesOn) {
     EXPECT_GT(result.at("outcomes").at("ok"), 1);
 }
 
+TEST_F(FlceTune, GraphRefused_AllIsMeasuredAgainForARecordThatSaysSo) {
+    // The default is timed as a graph before the other plan's is refused.
+    const std::string plan = another_plan();
+    const std::string own = plan.substr(0, plan.find("scratch=")) + "scratch=" + std::to_string(61 << 20);
+    std::vector<std::string> arguments{"--spec", kTunedSpec, "--num-tokens",  "64",    "--device", "cpu", "--budget-s",
+                                       "30",     "--json",   "--coordinates", "chunk", "--plan",   own,   "--inject"};
+    arguments.push_back("refuse-graph@scratch=" + std::to_string(61 << 20));
+    const ProcessResult result = run(arguments);
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_THAT(result.err, AllOf(HasSubstr("without CUDA graphs"), HasSubstr("a test refuses it")));
+    const auto json = result.json();
+    EXPECT_EQ(json.at("policy"), kLaunchMeasurementPolicy);
+    const Record record = read(json);
+    EXPECT_EQ(record.key.policy, kLaunchMeasurementPolicy);
+    EXPECT_EQ(record.runs.size(), 1U);
+    EXPECT_GT(record.candidates.at(own).sample_count(), 0U);
+    EXPECT_GT(record.candidates.at(json.at("default_plan").get<std::string>()).sample_count(), 0U);
+    // What was timed otherwise before is in no record.
+    const auto shown = run({"--show", "--json"}).json();
+    EXPECT_EQ(shown.at("records").size(), 1U);
+    // A second run is refused again, and finds all of it there.
+    EXPECT_EQ(run(arguments).json().at("measured"), 0);
+}
+
+TEST_F(FlceTune, GraphRefused_RecordMeasuredWithGraphsStaysAsItIs) {
+    const auto graphs = tune({"--coordinates", "chunk"});  // of a CPU: of launches, unless it is said to be of graphs
+    Record other = read(graphs);
+    fs::remove(graphs.at("record").get<std::string>());
+    other.key.policy = kGraphMeasurementPolicy;
+    const fs::path file = records_.path() / other.key.file();
+    write_record_file(file, other);
+    const std::string plan = another_plan();
+    const std::string own = plan.substr(0, plan.find("scratch=")) + "scratch=" + std::to_string(61 << 20);
+    const Record record =
+        read(tune({"--coordinates", "chunk", "--plan", own, "--inject", "refuse-graph@scratch=" + std::to_string(61 << 20)}));
+    EXPECT_EQ(record.key.policy, kLaunchMeasurementPolicy);
+    ASSERT_EQ(record.runs.size(), 1U);
+    for (const auto& [text, candidate] : record.candidates) {
+        EXPECT_FALSE(candidate.times_ms.contains(other.runs.begin()->first)) << text;
+    }
+    std::string why;
+    EXPECT_EQ(read_record_file(file, why), other) << why;
+}
+
 TEST_F(FlceTune, HangInASmallBudget_KilledAndRecorded) {
     const std::vector<std::string> arguments{"--spec",     kTunedSpec, "--num-tokens", "64",       "--device", "cpu",
                                              "--budget-s", "3",        "--inject",     "hang@cpu", "--json"};
