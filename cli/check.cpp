@@ -366,7 +366,7 @@ void add_check(CLI::App& app, Action& action) {
     command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")
         ->capture_default_str()
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
-    command->add_option("--seed", options->seed, "of the random inputs")->capture_default_str();
+    command->add_option("--seed", options->seed, "of the random inputs")->capture_default_str()->check(unsigned_number());
     command->add_option("--reduction", options->reduction, "none, sum or mean")
         ->capture_default_str()
         ->check(CLI::IsMember({"none", "sum", "mean"}));

@@ -340,7 +340,7 @@ void add_demo(CLI::App& app, Action& action) {
     command->add_option("--lr", options->learning_rate, "learning rate (default: 0.01 for adamw, 1 for sgd)")
         ->check(finite_number())
         ->check(CLI::PositiveNumber);
-    command->add_option("--seed", options->seed, "of initial weights and batches")->capture_default_str();
+    command->add_option("--seed", options->seed, "of initial weights and batches")->capture_default_str()->check(unsigned_number());
     options->session.add_to(*command);
     command->add_flag("--no-architectures", options->skip_architectures, "do not compile for GPU architectures");
     command->add_flag("--json", options->json, "one JSON object on stdout");

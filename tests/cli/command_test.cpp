@@ -281,6 +281,16 @@ TEST(Flce_NumbersThatAreNone, UsageErrorNamesTheOption) {
     }
 }
 
+TEST(Flce_Seed, UsageErrorWhereItIsNoUnsignedNumber) {
+    for (const char* seed : {"-1", "-9223372036854775808", "18446744073709551616", "1.5", "nan", ""}) {
+        const std::string option = std::string("--seed=") + seed;
+        expect_refused({"check", "--spec", kSmall, "--device", "cpu", option}, 2, "--seed");
+        expect_refused({"demo", option}, 2, "--seed");
+    }
+    const auto largest = expect_json({"check", "--spec", kSmall, "--device", "cpu", "--seed", "18446744073709551615", "--json"});
+    EXPECT_EQ(largest.at("seed"), 18446744073709551615U);
+}
+
 TEST(FlceBench_Text, OperationsASecondFollowFromTheTime) {
     const ProcessResult result =
         run_flce({"bench", "--spec", "D=256,V=4000,dtype=fp32", "--device", "cpu", "-N", "256", "--rounds", "1", "--no-floor"});
