@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <random>
+#include <stdexcept>
 
 #include "cli/command.hpp"
 #include "cli/demo_model.hpp"
@@ -33,6 +34,12 @@ struct DemoOptions {
     std::uint64_t seed = 1;
     bool skip_architectures = false;
     bool json = false;
+};
+
+/// The loss is no finite number any more, and will be none: exit code 1.
+class Diverged : public std::runtime_error {
+public:
+    using std::runtime_error::runtime_error;
 };
 
 constexpr std::size_t kMaxTextBytes = std::size_t{8} << 20;
@@ -107,7 +114,12 @@ public:
         first_get_s_ = seconds_since(start);
         results_.compiled_here = session_.statistics().compiled;
         OutputLayer layer(kernel_, std::max<std::int64_t>(options_.num_tokens, std::ssize(data_.held_out)));
-        train(layer);
+        try {
+            train(layer);
+        } catch (const Diverged& diverged) {
+            fmt::print(stderr, "flce: error: {}\n", diverged.what());
+            return kFailedCheck;
+        }
         workspace_bytes_ = kernel_->workspace_bytes(options_.num_tokens);
         note("checking the gradients of the last batch against fp64");
         results_.check = layer.check(hidden_, targets_);
@@ -169,11 +181,21 @@ private:
         return layer.loss(hidden, targets);
     }
 
+    [[nodiscard]] double peak_learning_rate() const {
+        return options_.learning_rate > 0 ? options_.learning_rate : options_.optimizer == "sgd" ? 1.0 : 0.01;
+    }
     double learning_rate(std::int64_t step) const {
         constexpr double kPi = 3.14159265358979323846;
-        const double peak = options_.learning_rate > 0 ? options_.learning_rate : options_.optimizer == "sgd" ? 1.0 : 0.01;
         const double warm = std::min(1.0, static_cast<double>(step + 1) / 20);
-        return peak * warm * (0.55 + 0.45 * std::cos(kPi * static_cast<double>(step) / static_cast<double>(options_.steps)));
+        return peak_learning_rate() * warm *
+               (0.55 + 0.45 * std::cos(kPi * static_cast<double>(step) / static_cast<double>(options_.steps)));
+    }
+
+    /// `done`: steps before this loss.
+    std::string divergence(const char* what, double loss, std::int64_t done) const {
+        const char* const range = spec_.dtype == DType::fp16 ? ", or take --dtype bf16 or fp32, whose range is wider" : "";
+        return fmt::format("training diverged: the loss of {} is {} after {} of {} steps; lower --lr (it is {}){}", what,
+                           std::isnan(loss) ? "not a number" : "infinite", done, options_.steps, peak_learning_rate(), range);
     }
 
     void train(OutputLayer& layer) {
@@ -193,6 +215,11 @@ private:
         const std::int64_t evaluate_every = std::max<std::int64_t>(1, options_.steps / 10);
         const auto start = Clock::now();
         Progress progress("training", options_.steps);
+        const auto expect_finite = [&](const char* what, double loss, std::int64_t done) {
+            if (std::isfinite(loss)) return;
+            progress.finish();
+            throw Diverged(divergence(what, loss, done));
+        };
         for (std::int64_t step = 0; step < options_.steps; ++step) {
             stop_if_interrupted();
             for (std::int64_t& position : positions) position = data_.train[random() % data_.train.size()];
@@ -201,6 +228,7 @@ private:
             // One gradient buffer for both uses of the table: the kernel adds the output layer's part, backward() the input's.
             std::fill(layer.grad_embedding().begin(), layer.grad_embedding().end(), 0.0F);
             results_.last_loss = layer.loss_and_gradients(hidden_, targets_, grad_hidden);
+            expect_finite("a batch", results_.last_loss, step);
             model.backward(grad_hidden, layer.grad_embedding());
             embedding_optimizer.step(layer.embedding(), layer.grad_embedding(), learning_rate(step));
             model_optimizer.step(model.parameters(), model.gradients(), learning_rate(step));
@@ -209,7 +237,10 @@ private:
                 results_.first_loss = results_.last_loss;
                 results_.first_step_s = seconds_since(begin_);
             }
-            if ((step + 1) % evaluate_every == 0 || step + 1 == options_.steps) results_.held_out = held_out_loss(layer, model);
+            if ((step + 1) % evaluate_every == 0 || step + 1 == options_.steps) {
+                results_.held_out = held_out_loss(layer, model);
+                expect_finite("the held-out text", results_.held_out, step + 1);
+            }
             progress.update(step + 1, fmt::format("loss {:.3f}  held out {:.3f}", results_.last_loss, results_.held_out));
         }
         progress.finish();

@@ -11,7 +11,9 @@
 namespace flce::test {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 /// Text with something to learn: which word follows which.
 std::string small_text() {
@@ -68,6 +70,17 @@ TEST(FlceDemo_OtherDtypesAndSgd, LearnToo) {
         const ProcessResult result = run_flce(demo_command(folder, more));
         ASSERT_EQ(result.exit_code, 0) << more.back() << result.err;
         EXPECT_LT(result.json()["held_out_loss"].get<double>(), 0.8 * result.json()["first_held_out_loss"].get<double>()) << more.back();
+    }
+}
+
+TEST(FlceDemo_LossDiverges, StopsAndSaysWhatToLower) {
+    for (const char* optimizer : {"adamw", "sgd"}) {
+        const TemporaryFolder folder;
+        const ProcessResult result = run_flce(demo_command(folder, {"--lr", "1e38", "--optimizer", optimizer}));
+        EXPECT_EQ(result.exit_code, 1) << optimizer << result.err;
+        EXPECT_EQ(result.out, "") << optimizer;
+        EXPECT_THAT(result.err, AllOf(HasSubstr("training diverged: the loss of"), HasSubstr("of 30 steps; lower --lr (it is 1e+38)")));
+        EXPECT_THAT(result.err, Not(HasSubstr("training: 30/30"))) << optimizer;
     }
 }
 
