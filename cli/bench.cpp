@@ -75,9 +75,9 @@ public:
         own.bias = own.class_weight = false;
         inputs_ = upload(own, make_random_layer(own, num_tokens, {.seed = 3}), device);
         const ScalarType result = cuda ? library_->dtype() : ScalarType::fp32;
-        logits_ = make_tensor(device, result, {num_tokens, vocab});
-        grad_hidden_ = make_tensor(device, result, {num_tokens, spec.hidden_size});
-        grad_weight_ = make_tensor(device, result, weight_shape(own));
+        logits_ = make_tensor("logits", device, result, {num_tokens, vocab});
+        grad_hidden_ = make_tensor("grad_hidden", device, result, {num_tokens, spec.hidden_size});
+        grad_weight_ = make_tensor("grad_weight", device, result, weight_shape(own));
         weight_bytes_ = static_cast<std::size_t>(vocab * spec.hidden_size) * element_bytes(own.dtype);
         operands_ = {num_tokens,
                      spec.hidden_size,
@@ -123,7 +123,7 @@ public:
               spec_, {.plan = options.plan, .workspace_limit_bytes = options.memory.limit_bytes(), .num_tokens = options.num_tokens})),
           device_(kernel_->device_ref()),
           workspace_bytes_(kernel_->workspace_bytes(options.num_tokens)),
-          scratch_(device_, workspace_bytes_),
+          scratch_("workspace", device_, workspace_bytes_),
           retained_(*kernel_, options.num_tokens, options.memory) {}
 
     int run() {
@@ -147,7 +147,7 @@ private:
         if (options_.ignored == 0) return;
         std::vector<std::int64_t> targets(static_cast<std::size_t>(options_.num_tokens));
         for (std::size_t i = 0; i < targets.size(); ++i) targets[i] = static_cast<std::int64_t>(i * 7919) % spec_.vocab_size;
-        none_ignored_ = make_tensor(device_, ScalarType::int64, {options_.num_tokens}, targets.data());
+        none_ignored_ = make_tensor("target", device_, ScalarType::int64, {options_.num_tokens}, targets.data());
     }
 
     void make_floor() {
@@ -169,9 +169,9 @@ private:
         try {
             floor_.emplace(std::move(library), spec_, device_, options_.num_tokens);
         } catch (const DeviceError& e) {
-            floor_why_ = fmt::format("no memory for the logits that the floor needs: {}", e.what());
-        } catch (const std::bad_alloc&) {
-            floor_why_ = "no memory for the logits that the floor needs";
+            floor_why_ = fmt::format("the floor's library cannot be set up: {}", e.what());
+        } catch (const OutOfMemory& e) {
+            floor_why_ = fmt::format("no memory for what the floor needs: {}", e.what());
         }
     }
 

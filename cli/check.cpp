@@ -80,7 +80,9 @@ Coverage plan_coverage(const Spec& spec, const RandomLayer& layer) {
 /// Outputs as doubles, whatever their dtype.
 std::vector<double> download(const Tensor& tensor, DType dtype) {
     const auto bytes = tensor.to_host<std::byte>();
-    std::vector<double> values(bytes.size() / element_bytes(dtype));
+    const std::size_t count = bytes.size() / element_bytes(dtype);
+    auto values =
+        allocated(tensor.name, sizeof(double) * static_cast<double>(count), DeviceRef{}, [&] { return std::vector<double>(count); });
     to_real(bytes.data(), dtype, values.data(), values.size());
     return values;
 }
@@ -104,7 +106,7 @@ public:
         const LayerInputs inputs = upload(spec_, layer_, device);
         outputs_ = make_outputs(spec_, device, options_.num_tokens, reduction_);
         fill_initial_gradients();
-        const Scratch scratch(device, kernel_->workspace_bytes(options_.num_tokens));
+        const Scratch scratch("workspace", device, kernel_->workspace_bytes(options_.num_tokens));
         const CallOptions call{.reduction = reduction_};
         run_per_token(inputs, scratch);
         const RetainedMemory retained(*kernel_, options_.num_tokens, options_.memory);
@@ -139,8 +141,8 @@ private:
     void run_per_token(const LayerInputs& inputs, const Scratch& scratch) {
         if (!spec_.outputs.loss) return;
         LayerOutputs outputs = outputs_;  // shares the memory; only the losses are its own
-        outputs.loss = make_tensor(kernel_->device_ref(), ScalarType::fp32, {options_.num_tokens});
-        if (spec_.z_loss != 0) outputs.z_loss = make_tensor(kernel_->device_ref(), ScalarType::fp32, {options_.num_tokens});
+        outputs.loss = make_tensor("loss", kernel_->device_ref(), ScalarType::fp32, {options_.num_tokens});
+        if (spec_.z_loss != 0) outputs.z_loss = make_tensor("z_loss", kernel_->device_ref(), ScalarType::fp32, {options_.num_tokens});
         kernel_->forward(forward_args(inputs, outputs, {.reduction = Reduction::none}), scratch.workspace());
         synchronize(kernel_->device_ref());
         token_loss_ = outputs.loss.to_host<float>();

@@ -45,7 +45,7 @@ int run_action(const Action& action) {
         return fail(exit_code(e.kind()),
                     e.kind() == ErrorKind::internal ? fmt::format("internal error (please report it): {}", e.what()) : e.what());
     } catch (const std::bad_alloc&) {
-        return fail(kEnvironment, "out of memory");
+        return fail(kEnvironment, "out of memory: fewer tokens (--num-tokens) or a smaller layer need less");
     } catch (const std::exception& e) {
         return fail(kEnvironment, e.what());
     }

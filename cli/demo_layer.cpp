@@ -32,16 +32,16 @@ OutputLayer::OutputLayer(std::shared_ptr<const Kernel> kernel, std::int64_t max_
       device_(kernel_->device_ref()),
       direct_(device_.kind == DeviceKind::cpu && kernel_->spec().dtype == DType::fp32),
       workspace_bytes_(kernel_->workspace_bytes(max_tokens)),
-      scratch_(device_, workspace_bytes_) {
+      scratch_("workspace", device_, workspace_bytes_) {
     const Spec& spec = kernel_->spec();
     const ScalarType dtype = scalar_type(spec.dtype);
-    hidden_ = make_tensor(device_, dtype, {max_tokens, spec.hidden_size});
-    weight_ = make_tensor(device_, dtype, weight_shape(spec));
-    target_ = make_tensor(device_, ScalarType::int32, {max_tokens});
-    loss_ = make_tensor(device_, ScalarType::fp32, {});
-    lse_ = make_tensor(device_, ScalarType::fp32, {max_tokens});
-    grad_hidden_ = make_tensor(device_, dtype, {max_tokens, spec.hidden_size});
-    grad_weight_ = make_tensor(device_, ScalarType::fp32, weight_shape(spec));
+    hidden_ = make_tensor("hidden", device_, dtype, {max_tokens, spec.hidden_size});
+    weight_ = make_tensor("weight", device_, dtype, weight_shape(spec));
+    target_ = make_tensor("target", device_, ScalarType::int32, {max_tokens});
+    loss_ = make_tensor("loss", device_, ScalarType::fp32, {});
+    lse_ = make_tensor("lse", device_, ScalarType::fp32, {max_tokens});
+    grad_hidden_ = make_tensor("grad_hidden", device_, dtype, {max_tokens, spec.hidden_size});
+    grad_weight_ = make_tensor("grad_weight", device_, ScalarType::fp32, weight_shape(spec));
     const auto count = static_cast<std::size_t>(spec.vocab_size * spec.hidden_size);
     if (direct_) {
         embedding_ = {static_cast<float*>(weight_.view.data), count};
@@ -57,7 +57,7 @@ OutputLayer::OutputLayer(std::shared_ptr<const Kernel> kernel, std::int64_t max_
 Workspace OutputLayer::workspace(std::int64_t num_tokens) {
     const std::size_t bytes = kernel_->workspace_bytes(num_tokens);
     if (bytes > workspace_bytes_) {
-        scratch_ = Scratch(device_, bytes);
+        scratch_ = Scratch("workspace", device_, bytes);
         workspace_bytes_ = bytes;
     }
     return scratch_.workspace();

@@ -30,9 +30,35 @@ float near_normal(std::uint64_t bits) {
     return static_cast<float>(static_cast<double>(sum - 2 * 65535) / kDeviation);
 }
 
-std::vector<float> random_floats(std::size_t count, double deviation, std::uint64_t seed) {
-    std::vector<float> values(count);
-    fill_random(reinterpret_cast<std::byte*>(values.data()), DType::fp32, count, deviation, seed);
+/// "hidden [4096, 128]".
+std::string described(std::string_view name, const std::vector<std::int64_t>& shape) {
+    return shape.empty() ? std::string(name) : fmt::format("{} [{}]", name, fmt::join(shape, ", "));
+}
+
+double total_bytes(const std::vector<std::int64_t>& shape, std::size_t element) {
+    double bytes = static_cast<double>(element);
+    for (const std::int64_t size : shape) bytes *= static_cast<double>(size);
+    return bytes;
+}
+
+/// Memory of the host for a tensor's elements, zeros.
+template <class T>
+std::vector<T> host_memory(std::string_view name, const std::vector<std::int64_t>& shape, std::size_t element = sizeof(T)) {
+    const double bytes = total_bytes(shape, element);
+    return allocated(described(name, shape), bytes, DeviceRef{},
+                     [&] { return std::vector<T>(static_cast<std::size_t>(bytes) / sizeof(T)); });
+}
+
+std::vector<std::byte> random_elements(std::string_view name, const std::vector<std::int64_t>& shape, DType dtype, double deviation,
+                                       std::uint64_t seed) {
+    auto bytes = host_memory<std::byte>(name, shape, element_bytes(dtype));
+    fill_random(bytes.data(), dtype, bytes.size() / element_bytes(dtype), deviation, seed);
+    return bytes;
+}
+
+std::vector<float> random_floats(std::string_view name, std::int64_t count, double deviation, std::uint64_t seed) {
+    auto values = host_memory<float>(name, {count});
+    fill_random(reinterpret_cast<std::byte*>(values.data()), DType::fp32, values.size(), deviation, seed);
     return values;
 }
 
@@ -54,20 +80,22 @@ ScalarType scalar_type(DType dtype) {
     return ScalarType::fp32;
 }
 
-Tensor make_tensor(DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape) {
+Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape) {
     Tensor tensor;
+    tensor.name = name;
     switch (shape.size()) {
         case 0: tensor.view = TensorView::scalar(nullptr, dtype, device); break;
         case 1: tensor.view = TensorView::vector(nullptr, dtype, shape[0], device); break;
         default: tensor.view = TensorView::matrix(nullptr, dtype, shape[0], shape[1], device); break;
     }
-    tensor.buffer = Buffer(device, tensor.bytes());
+    tensor.buffer = allocated(described(name, shape), total_bytes(shape, static_cast<std::size_t>(scalar_bytes(dtype))), device,
+                              [&] { return Buffer(device, tensor.bytes()); });
     tensor.view.data = tensor.buffer.data();
     return tensor;
 }
 
-Tensor make_tensor(DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape, const void* host) {
-    Tensor tensor = make_tensor(device, dtype, shape);
+Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape, const void* host) {
+    Tensor tensor = make_tensor(name, device, dtype, shape);
     tensor.buffer.upload(host, tensor.bytes());
     return tensor;
 }
@@ -82,14 +110,14 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
     std::vector<std::int64_t> loss_shape;
     if (reduction == Reduction::none) loss_shape.push_back(num_tokens);
     LayerOutputs outputs;
-    if (spec.outputs.loss) outputs.loss = make_tensor(device, ScalarType::fp32, loss_shape);
-    if (spec.outputs.loss && spec.z_loss != 0) outputs.z_loss = make_tensor(device, ScalarType::fp32, loss_shape);
-    outputs.lse = make_tensor(device, ScalarType::fp32, tokens);
-    if (spec.outputs.logprob) outputs.logprob = make_tensor(device, ScalarType::fp32, tokens);
-    if (spec.outputs.entropy) outputs.entropy = make_tensor(device, ScalarType::fp32, tokens);
-    outputs.grad_hidden = make_tensor(device, scalar_type(spec.dtype), {num_tokens, spec.hidden_size});
-    outputs.grad_weight = make_tensor(device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));
-    if (spec.bias) outputs.grad_bias = make_tensor(device, scalar_type(spec.grad_weight_dtype), {spec.vocab_size});
+    if (spec.outputs.loss) outputs.loss = make_tensor("loss", device, ScalarType::fp32, loss_shape);
+    if (spec.outputs.loss && spec.z_loss != 0) outputs.z_loss = make_tensor("z_loss", device, ScalarType::fp32, loss_shape);
+    outputs.lse = make_tensor("lse", device, ScalarType::fp32, tokens);
+    if (spec.outputs.logprob) outputs.logprob = make_tensor("logprob", device, ScalarType::fp32, tokens);
+    if (spec.outputs.entropy) outputs.entropy = make_tensor("entropy", device, ScalarType::fp32, tokens);
+    outputs.grad_hidden = make_tensor("grad_hidden", device, scalar_type(spec.dtype), {num_tokens, spec.hidden_size});
+    outputs.grad_weight = make_tensor("grad_weight", device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));
+    if (spec.bias) outputs.grad_bias = make_tensor("grad_bias", device, scalar_type(spec.grad_weight_dtype), {spec.vocab_size});
     if (spec.grad_weight_mode == GradMode::accumulate) {
         outputs.grad_weight.buffer.fill(std::byte{0});
         if (spec.bias) outputs.grad_bias.buffer.fill(std::byte{0});
@@ -131,7 +159,9 @@ BackwardArgs backward_args(const LayerInputs& inputs, const LayerOutputs& output
             .grad_bias = outputs.grad_bias.view};
 }
 
-Scratch::Scratch(DeviceRef device, std::size_t bytes) : buffer_(device, bytes + kWorkspaceAlignment), bytes_(bytes) {}
+Scratch::Scratch(std::string_view name, DeviceRef device, std::size_t bytes)
+    : buffer_(allocated(name, static_cast<double>(bytes), device, [&] { return Buffer(device, bytes + kWorkspaceAlignment); })),
+      bytes_(bytes) {}
 
 Workspace Scratch::workspace() const {
     const auto address = reinterpret_cast<std::uintptr_t>(buffer_.data());
@@ -175,7 +205,7 @@ RetainedMemory::RetainedMemory(const Kernel& kernel, std::int64_t num_tokens, co
     }
     if (own == 0) return;
     bytes_ = own;
-    memory_.emplace(kernel.device_ref(), own);
+    memory_.emplace("retained", kernel.device_ref(), own);
 }
 
 Retained RetainedMemory::of(const LayerOutputs& outputs) const {
@@ -202,25 +232,17 @@ void fill_random(std::byte* to, DType dtype, std::size_t count, double deviation
 RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const RandomOptions& options) {
     RandomLayer layer;
     layer.num_tokens = num_tokens;
-    const auto n = static_cast<std::size_t>(num_tokens);
-    const auto hidden_count = n * static_cast<std::size_t>(spec.hidden_size);
-    const auto weight_count = static_cast<std::size_t>(spec.padded_vocab_size) * static_cast<std::size_t>(spec.hidden_size);
     const std::uint64_t seed = hash(options.seed) << 4;
-    layer.hidden.resize(hidden_count * element_bytes(spec.dtype));
-    fill_random(layer.hidden.data(), spec.dtype, hidden_count, 1.0, seed + 1);
-    layer.weight.resize(weight_count * element_bytes(spec.dtype));
+    layer.hidden = random_elements("hidden", {num_tokens, spec.hidden_size}, spec.dtype, 1.0, seed + 1);
     const double scale = std::abs(spec.logit_scale) * std::sqrt(static_cast<double>(spec.hidden_size));
-    fill_random(layer.weight.data(), spec.dtype, weight_count, kRandomLogitDeviation / scale, seed + 2);
-    if (spec.bias) {
-        layer.bias.resize(static_cast<std::size_t>(spec.vocab_size) * element_bytes(spec.dtype));
-        fill_random(layer.bias.data(), spec.dtype, static_cast<std::size_t>(spec.vocab_size), 0.5 / std::abs(spec.logit_scale), seed + 3);
-    }
+    layer.weight = random_elements("weight", weight_shape(spec), spec.dtype, kRandomLogitDeviation / scale, seed + 2);
+    if (spec.bias) layer.bias = random_elements("bias", {spec.vocab_size}, spec.dtype, 0.5 / std::abs(spec.logit_scale), seed + 3);
     if (spec.class_weight) {
-        layer.class_weight = random_floats(static_cast<std::size_t>(spec.vocab_size), 0.2, seed + 4);
+        layer.class_weight = random_floats("class_weight", spec.vocab_size, 0.2, seed + 4);
         for (float& weight : layer.class_weight) weight = std::abs(1.0F + weight);
     }
-    layer.target.resize(n);
-    for (std::size_t i = 0; i < n; ++i) {
+    layer.target = host_memory<std::int64_t>("target", {num_tokens});
+    for (std::size_t i = 0; i < layer.target.size(); ++i) {
         const std::uint64_t bits = hash(hash(seed + 5) + i);
         const bool ignored = static_cast<double>(bits >> 40) < options.ignored * 0x1p24;
         layer.target[i] =
@@ -229,10 +251,11 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
     if (options.upstream) {
         // Of the size that the loss's own gradient has, so that every term is seen in the result.
         const double share = options.reduction == Reduction::mean ? 1.0 / std::max(1.0, static_cast<double>(num_tokens)) : 1.0;
-        if (spec.outputs.loss && options.reduction == Reduction::none) layer.grad_loss = random_floats(n, share, seed + 6);
-        if (spec.outputs.lse) layer.grad_lse = random_floats(n, 0.5 * share, seed + 7);
-        if (spec.outputs.logprob) layer.grad_logprob = random_floats(n, 0.5 * share, seed + 8);
-        if (spec.outputs.entropy) layer.grad_entropy = random_floats(n, 0.5 * share, seed + 9);
+        if (spec.outputs.loss && options.reduction == Reduction::none)
+            layer.grad_loss = random_floats("grad_loss", num_tokens, share, seed + 6);
+        if (spec.outputs.lse) layer.grad_lse = random_floats("grad_lse", num_tokens, 0.5 * share, seed + 7);
+        if (spec.outputs.logprob) layer.grad_logprob = random_floats("grad_logprob", num_tokens, 0.5 * share, seed + 8);
+        if (spec.outputs.entropy) layer.grad_entropy = random_floats("grad_entropy", num_tokens, 0.5 * share, seed + 9);
     }
     return layer;
 }
@@ -242,18 +265,19 @@ LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device)
     const std::int64_t n = layer.num_tokens;
     const ScalarType dtype = scalar_type(spec.dtype);
     inputs.num_tokens = n;
-    inputs.hidden = make_tensor(device, dtype, {n, spec.hidden_size}, layer.hidden.data());
-    inputs.weight = make_tensor(device, dtype, weight_shape(spec), layer.weight.data());
-    if (spec.bias) inputs.bias = make_tensor(device, dtype, {spec.vocab_size}, layer.bias.data());
-    if (spec.class_weight) inputs.class_weight = make_tensor(device, ScalarType::fp32, {spec.vocab_size}, layer.class_weight.data());
-    inputs.target = make_tensor(device, ScalarType::int64, {n}, layer.target.data());
-    const auto upstream = [&](Tensor& tensor, const std::vector<float>& values) {
-        if (!values.empty()) tensor = make_tensor(device, ScalarType::fp32, {n}, values.data());
+    inputs.hidden = make_tensor("hidden", device, dtype, {n, spec.hidden_size}, layer.hidden.data());
+    inputs.weight = make_tensor("weight", device, dtype, weight_shape(spec), layer.weight.data());
+    if (spec.bias) inputs.bias = make_tensor("bias", device, dtype, {spec.vocab_size}, layer.bias.data());
+    if (spec.class_weight)
+        inputs.class_weight = make_tensor("class_weight", device, ScalarType::fp32, {spec.vocab_size}, layer.class_weight.data());
+    inputs.target = make_tensor("target", device, ScalarType::int64, {n}, layer.target.data());
+    const auto upstream = [&](const char* name, Tensor& tensor, const std::vector<float>& values) {
+        if (!values.empty()) tensor = make_tensor(name, device, ScalarType::fp32, {n}, values.data());
     };
-    upstream(inputs.grad_loss, layer.grad_loss);
-    upstream(inputs.grad_lse, layer.grad_lse);
-    upstream(inputs.grad_logprob, layer.grad_logprob);
-    upstream(inputs.grad_entropy, layer.grad_entropy);
+    upstream("grad_loss", inputs.grad_loss, layer.grad_loss);
+    upstream("grad_lse", inputs.grad_lse, layer.grad_lse);
+    upstream("grad_logprob", inputs.grad_logprob, layer.grad_logprob);
+    upstream("grad_entropy", inputs.grad_entropy, layer.grad_entropy);
     return inputs;
 }
 

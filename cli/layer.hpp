@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cli/command.hpp"
+#include "cli/out_of_memory.hpp"
 #include "flce/buffer.hpp"
 #include "flce/flce.hpp"
 
@@ -15,13 +17,14 @@ namespace flce::cli {
 
 /// Memory and its view. An absent tensor has an absent view.
 struct Tensor {
+    std::string name;  ///< for messages
     Buffer buffer;
     TensorView view{};
 
     [[nodiscard]] std::size_t bytes() const;
     template <class T>
     [[nodiscard]] std::vector<T> to_host() const {
-        std::vector<T> host(bytes() / sizeof(T));
+        auto host = allocated(name, static_cast<double>(bytes()), DeviceRef{}, [&] { return std::vector<T>(bytes() / sizeof(T)); });
         buffer.download(host.data(), bytes());
         return host;
     }
@@ -29,10 +32,11 @@ struct Tensor {
 
 [[nodiscard]] ScalarType scalar_type(DType dtype);
 
-/// Uninitialised. An empty shape is a scalar.
-[[nodiscard]] Tensor make_tensor(DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape);
+/// Uninitialised. An empty shape is a scalar. Throws OutOfMemory naming it.
+[[nodiscard]] Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape);
 /// With contents, `host` holding exactly the tensor's bytes.
-[[nodiscard]] Tensor make_tensor(DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape, const void* host);
+[[nodiscard]] Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape,
+                                 const void* host);
 
 /// Shape of the weight and of its gradient in memory.
 [[nodiscard]] std::vector<std::int64_t> weight_shape(const Spec& spec);
@@ -62,7 +66,8 @@ struct CallOptions {
 /// Scratch memory, aligned as kernels want it.
 class Scratch {
 public:
-    Scratch(DeviceRef device, std::size_t bytes);
+    /// `name`: "workspace", "retained". Throws OutOfMemory naming it.
+    Scratch(std::string_view name, DeviceRef device, std::size_t bytes);
     [[nodiscard]] Workspace workspace() const;
 
 private:
@@ -114,6 +119,7 @@ struct RandomOptions {
     Reduction reduction = Reduction::mean;
 };
 
+/// Throws OutOfMemory naming the tensor.
 [[nodiscard]] RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const RandomOptions& options);
 [[nodiscard]] LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device);
 

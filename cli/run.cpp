@@ -64,11 +64,11 @@ public:
         const ScalarType dtype = scalar_type(spec_.dtype);
         LayerInputs inputs;
         inputs.num_tokens = hidden_.entry->shape[0];
-        inputs.hidden = load(device, hidden_, dtype);
-        inputs.weight = load(device, weight_, dtype);
-        inputs.target = load(device, target_, target_dtype());
-        if (bias_) inputs.bias = load(device, bias_, dtype);
-        if (class_weight_) inputs.class_weight = load(device, class_weight_, ScalarType::fp32);
+        inputs.hidden = load("hidden", device, hidden_, dtype);
+        inputs.weight = load("weight", device, weight_, dtype);
+        inputs.target = load("target", device, target_, target_dtype());
+        if (bias_) inputs.bias = load("bias", device, bias_, dtype);
+        if (class_weight_) inputs.class_weight = load("class_weight", device, class_weight_, ScalarType::fp32);
         return inputs;
     }
 
@@ -119,8 +119,8 @@ private:
         check(name, found, dtype, shape);
         return found;
     }
-    static Tensor load(DeviceRef device, const SafetensorsSet::Found& found, ScalarType dtype) {
-        return make_tensor(device, dtype, found.entry->shape, found.bytes.data());
+    static Tensor load(const char* name, DeviceRef device, const SafetensorsSet::Found& found, ScalarType dtype) {
+        return make_tensor(name, device, dtype, found.entry->shape, found.bytes.data());
     }
 
     [[nodiscard]] ScalarType target_dtype() const { return target_.entry->dtype == "I64" ? ScalarType::int64 : ScalarType::int32; }
@@ -213,7 +213,7 @@ int run(RunOptions options) {
     const LayerInputs inputs = reader.load(device);
     LayerOutputs outputs = make_outputs(spec, device, inputs.num_tokens, reduction);
     reader.load_initial(outputs);
-    const Scratch scratch(device, kernel->workspace_bytes(inputs.num_tokens));
+    const Scratch scratch("workspace", device, kernel->workspace_bytes(inputs.num_tokens));
     const CallOptions call{.reduction = reduction, .ignore_index = options.ignore_index};
     stop_if_interrupted();
     kernel->forward(forward_args(inputs, outputs, call), scratch.workspace());

@@ -95,7 +95,15 @@ void TuneLayer::make_reference() {
 }
 
 TuneLayer::Runnable& TuneLayer::runnable(const std::string& plan) {
-    if (const auto found = kernels_.find(plan); found != kernels_.end()) return found->second;
+    auto found = kernels_.find(plan);
+    if (found == kernels_.end()) found = kernels_.emplace(plan, make_runnable(plan)).first;
+    // Also for one that has had it: whoever wanted more and got none may have cost it.
+    reserve("workspace", scratch_, scratch_bytes_, found->second.workspace_bytes);
+    if (found->second.own_bytes > 0) reserve("retained", retained_, retained_bytes_, found->second.own_bytes);
+    return found->second;
+}
+
+TuneLayer::Runnable TuneLayer::make_runnable(const std::string& plan) {
     const std::int64_t n = options_.num_tokens;
     Runnable made{.kernel = session_.get_kernel(options_.spec, {.plan = plan})};
     made.workspace_bytes = made.kernel->workspace_bytes(n);
@@ -104,16 +112,14 @@ TuneLayer::Runnable& TuneLayer::runnable(const std::string& plan) {
         made.own_bytes = sizes.own;
         made.lent_bytes = sizes.lent;
     }
-    reserve(scratch_, scratch_bytes_, made.workspace_bytes);
-    if (made.own_bytes > 0) reserve(retained_, retained_bytes_, made.own_bytes);
-    return kernels_.emplace(plan, std::move(made)).first->second;
+    return made;
 }
 
-void TuneLayer::reserve(std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted) {
+void TuneLayer::reserve(const char* name, std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted) {
     if (wanted <= have && memory != nullptr) return;
     for (auto& [plan, other] : kernels_) other.sample = {};  // which know the memory by its address
     memory.reset();                                          // before there is more of it
-    memory = std::make_unique<Scratch>(device_, wanted);
+    memory = std::make_unique<Scratch>(name, device_, wanted);
     have = wanted;
 }
 

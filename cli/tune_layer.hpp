@@ -66,10 +66,11 @@ private:
     };
 
     Runnable& runnable(const std::string& plan);
+    Runnable make_runnable(const std::string& plan);
     void run(const Runnable& runnable, std::size_t set, Stream stream = {}) const;
     [[nodiscard]] Recording recorded(const Runnable& candidate);
     void make_reference();
-    void reserve(std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted);
+    void reserve(const char* name, std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted);
     void poison();
     [[nodiscard]] Sample sample() const;
     [[nodiscard]] std::string against_reference(const Sample& sample);

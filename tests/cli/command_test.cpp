@@ -281,6 +281,18 @@ TEST(Flce_NumbersThatAreNone, UsageErrorNamesTheOption) {
     }
 }
 
+TEST(Flce_TooManyTokens, NamesTheBufferItsBytesAndWhatToChange) {
+    // More than any machine has: nothing is asked for.
+    for (const char* command : {"check", "bench"}) {
+        expect_refused({command, "--spec", "D=4096,V=50,dtype=fp32", "--device", "cpu", "-N", "1099511627776"}, 3,
+                       "out of memory on cpu: hidden [1099511627776, 4096] takes 16384.0 TiB (18014398509481984 bytes); fewer tokens (");
+    }
+    if (*FLCE_SANITIZE != '\0') GTEST_SKIP() << "sanitizers end a process that asks for so much";
+    // More than a process can address: the system is asked and refuses.
+    expect_refused({"check", "--spec", "D=64,V=50,dtype=fp32", "--device", "cpu", "-N", "1099511627776"}, 3,
+                   "hidden [1099511627776, 64] takes 256.0 TiB (281474976710656 bytes)");
+}
+
 TEST(Flce_Seed, UsageErrorWhereItIsNoUnsignedNumber) {
     for (const char* seed : {"-1", "-9223372036854775808", "18446744073709551616", "1.5", "nan", ""}) {
         const std::string option = std::string("--seed=") + seed;

@@ -7,7 +7,10 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <limits>
+#include <new>
+#include <stdexcept>
 
 #include "cli/command.hpp"
 #include "cli/demo.hpp"
@@ -15,6 +18,7 @@
 #include "cli/demo_text.hpp"
 #include "cli/layer.hpp"
 #include "cli/number_formats.hpp"
+#include "cli/out_of_memory.hpp"
 #include "cli/progress.hpp"
 #include "cli/reference.hpp"
 #include "tests/cli/process.hpp"
@@ -270,6 +274,29 @@ TEST(DemoLayer_FewerTokens, MayNeedMoreWorkspaceThanTheMost) {
     std::vector<float> grad_hidden(hidden.size());
     // Every word is as likely as any other.
     EXPECT_NEAR(layer.loss_and_gradients(hidden, targets, grad_hidden), std::log(1068.0), 1e-5);
+}
+
+std::string allocation_error(const char* buffer, double bytes, const std::function<int()>& make) {
+    try {
+        static_cast<void>(allocated(buffer, bytes, {DeviceKind::cuda, 1}, make));
+    } catch (const OutOfMemory& error) {
+        return error.what();
+    }
+    return "";
+}
+
+TEST(Allocated_NoMemory, NamesTheBufferAndWhatNeedsLess) {
+    constexpr int kOutOfMemory = 2;
+    const auto on_device = []() -> int { throw DeviceError("cuMemAlloc of 2048 bytes failed", "cuMemAlloc", kOutOfMemory); };
+    EXPECT_EQ(allocation_error("grad_weight [4, 128]", 2048, on_device),
+              "out of memory on cuda:1: grad_weight [4, 128] takes 2.0 KiB (2048 bytes); a smaller vocab_size or hidden_size needs less");
+    EXPECT_THAT(allocation_error("workspace", 1, []() -> int { throw std::bad_alloc(); }), HasSubstr("--workspace need less"));
+    EXPECT_THAT(allocation_error("retained", 1, []() -> int { throw std::length_error(""); }), HasSubstr("--retain needs less"));
+    EXPECT_THAT(allocation_error("lse [8]", 1e30, []() -> int { return 0; }), HasSubstr("fewer tokens (--num-tokens"));
+    EXPECT_EQ(allocation_error("lse [8]", 32, []() -> int { return 0; }), "");
+    constexpr int kIllegalAddress = 700;  // is no lack of memory
+    const auto at_fault = []() -> int { throw DeviceError("", "cuMemAlloc", kIllegalAddress); };
+    EXPECT_THROW(static_cast<void>(allocated("lse", 32, {}, at_fault)), DeviceError);
 }
 
 TEST(ErrorNorm_Extremes, AreReported) {

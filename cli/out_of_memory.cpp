@@ -1,0 +1,28 @@
+#include "cli/out_of_memory.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "cli/command.hpp"
+
+namespace flce::cli {
+namespace {
+
+std::string_view what_needs_less(std::string_view buffer) {
+    constexpr std::array kOfTheVocabulary{"weight", "grad_weight", "bias", "grad_bias", "class_weight"};
+    const std::string_view name = buffer.substr(0, buffer.find(' '));
+    if (std::ranges::find(kOfTheVocabulary, name) != kOfTheVocabulary.end()) return "a smaller vocab_size or hidden_size needs less";
+    if (name == "workspace") return "fewer tokens (--num-tokens, or rows of run's input) or a smaller --workspace need less";
+    if (name == "retained") return "a smaller --retain needs less";
+    return "fewer tokens (--num-tokens, or rows of run's input) need less";
+}
+
+}  // namespace
+
+OutOfMemory::OutOfMemory(std::string_view buffer, double bytes, DeviceRef device)
+    : EnvironmentError(fmt::format("out of memory on {}: {} takes {} ({:.0f} bytes); {}", to_string(device), buffer, human_bytes(bytes),
+                                   bytes, what_needs_less(buffer))) {}
+
+}  // namespace flce::cli
