@@ -127,10 +127,10 @@ struct ClusterShare {
     }
 };
 
-/// Blocks of few_tokens_tile in a launch, each of which writes two partial results of its rows.
+/// Blocks of few_tokens_tile in a launch, each of which writes two partial results of its rows; two more are kept empty.
 std::int64_t few_tokens_blocks(const Spec& spec, const Device& device, const Plan& plan) {
     const std::int64_t of_block = std::int64_t{4} * partial_fields(spec) * 2 * few_tokens_tile(spec).block_m;
-    return std::clamp<std::int64_t>(partial_bytes(plan) / of_block, 1, device.gpu.sm_count);
+    return std::clamp<std::int64_t>(partial_bytes(plan) / of_block - 1, 1, device.gpu.sm_count);
 }
 
 /// Near the golden ratio of `count`, prime to it: neighbours lie far apart.
@@ -186,7 +186,7 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
         const std::int64_t limit = up(share.row_clusters * share.cluster_rows, kRowThreads);
         f.rows = round_up(ceil_div(n, max(ceil_div(n, limit), 1)), std::max<std::int64_t>(share.cluster_rows, kRowThreads));
         partials = (ceil_div(min(n, f.rows), share.cluster_rows) * 2 + share.clusters) * (share.writers * share.cluster_rows);
-        partials = select(less(n, kFewTokens + 1), 2 * few_tokens_blocks(spec, device, plan) * round_up(n, 32), partials);
+        partials = select(less(n, kFewTokens + 1), 2 * (few_tokens_blocks(spec, device, plan) + 1) * round_up(n, 32), partials);
     } else {
         const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, plan.path, GemmRole::forward, tile);
         const std::int64_t wave_rows = capacity * tile.block_m;
