@@ -147,6 +147,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flce", required=True, help="the flce command")
     parser.add_argument("--shape", action="append", help="num_tokens x hidden_size x vocab_size; may be repeated")
+    parser.add_argument("--case", action="append", help="begins the names of what is measured; may be repeated (default: everything)")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--seconds", type=float, default=2.0, help="of measuring, a case")
     parser.add_argument("--no-errors", action="store_true", help="times only")
@@ -159,6 +160,8 @@ def main():
     rows, late = [], []
     print(f"{'shape':>18} {'case':<26} {'MiB beyond':>10} {'fwd ms':>8} {'ratio':>6} {'both ms':>8} {'ratio':>6}  errors (grad_hidden, grad_weight)")
     for case in cases(args.shape or SHAPES):
+        if args.case and not case.name.startswith(tuple(args.case)):
+            continue
         try:
             forward, both = measured(args.flce, case, args.seconds, max(end - time.monotonic(), 0.1))
             found = errors(args.flce, case, max(end - time.monotonic(), 0.1)) if case.checked and not args.no_errors else {}

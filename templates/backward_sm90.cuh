@@ -44,6 +44,19 @@ __device__ __forceinline__ unsigned* pace_of(const Params& p, unsigned rank) {
     return nullptr;
 }
 
+/// row_gradient within the Problem's dtype.
+template <class Problem, class Place, int kColumnPieces>
+__device__ __forceinline__ void dlogits_of_row(const DlogitsParams& p, const Place& place, int first_column, int row, float scale,
+                                               float (&c)[kColumnPieces][4], int h) {
+    row_gradient<Problem>(p, place, first_column, row, scale, c, h);
+    if constexpr (kSame<typename Problem::Element, Fp16>) {
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = fminf(fmaxf(c[j][2 * h + e], -65504.f), 65504.f);
+    }
+}
+
 /// dz_j = (p_j·(a + b·z_j) − t·[j = y] − s·c_j) · dz_j/d(hidden · weightᵀ)_j of a chunk, in the Problem's dtype.
 template <class Problem, class TileT>
 struct DlogitsSm90 {
@@ -89,8 +102,7 @@ struct DlogitsSm90 {
             // Each row leaves its registers before the next one is begun: there are few besides the accumulators.
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                row_gradient<Problem>(p, mainloop.place, walk.n, walk.m + mainloop.place.row(i, h), scale, c[i], h);
-                if constexpr (kSame<Element, Fp16>) clamp(c[i], h);
+                dlogits_of_row<Problem>(p, mainloop.place, walk.n, walk.m + mainloop.place.row(i, h), scale, c[i], h);
                 panels.put(c[i], h, 0, 1.f);
             }
             const int first_row = walk.m + mainloop.place.first_row() + i * 64;
@@ -131,19 +143,45 @@ struct DlogitsSm90 {
             to[column] = sum;
         }
     }
-
-    static __device__ __forceinline__ void clamp(float (&c)[MainloopT::kColumnPieces][4], int h) {
-#pragma unroll
-        for (int j = 0; j < MainloopT::kColumnPieces; ++j)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = fminf(fmaxf(c[j][2 * h + e], -65504.f), 65504.f);
-    }
 };
 
 template <class Problem, class TileT>
 __device__ __forceinline__ void dlogits_sm90(const DlogitsSm90Params& p) {
     prefetch_maps(p.hidden_map, p.weight_map, p.dlogits_map);
     DlogitsSm90<Problem, TileT>(p).run();
+}
+
+/// A tile's sums, from (first_row, n) of `map` on, which has kExtent columns; `adds`: to what is there.
+template <int kExtent, class PanelsT, int kPiecesA, int kColumnPieces>
+__device__ __forceinline__ void add_to_sum(PanelsT& panels, const TensorMap& map, const float (&c)[kPiecesA][kColumnPieces][4], int n,
+                                           int first_row, bool adds) {
+#pragma unroll
+    for (int i = 0; i < kPiecesA; ++i) {
+#pragma unroll
+        for (int column = 0; column < kColumnPieces * 8; column += PanelsT::kPanelColumns) {
+            if (kExtent % (kColumnPieces * 8) != 0 && n + column >= kExtent) continue;
+            panels.open();
+#pragma unroll
+            for (int h = 0; h < 2; ++h) panels.put(c[i], h, column / 8, 1.f);
+            panels.close(map, n + column, first_row + i * 64, adds);
+        }
+    }
+}
+
+/// A tile of grad_hidden, where its rows lie among the caller's.
+template <class Problem, class MainloopT, class Params>
+__device__ __forceinline__ void write_grad_hidden(const MainloopT& mainloop, const Params& p, typename MainloopT::Accumulators& c, int rows,
+                                                  int m, int n) {
+    using Element = typename Problem::Element;
+    constexpr int kHidden = Problem::hidden_size;
+    const float factor = dlogits_scale<Problem>(p.scalars, true);
+    const TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + n, kHidden, rows - m, kHidden - n};
+    if (p.list.rows != nullptr) {
+        const ListedRow* const listed = p.list.rows + p.list.first + m;
+        store_rows_sm90(mainloop, c, result, factor, [&](int row) { return listed[row].row; });
+    } else {
+        store_rows_sm90(mainloop, c, result, factor, [&](int row) { return m + row; });
+    }
 }
 
 /// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary, summed over chunks in fp32. The copy engine adds a chunk's part to the sum, once for every
@@ -187,8 +225,8 @@ struct GradHiddenSm90 {
         run_tiles(
             mainloop, walk, [&] { return slices_of_part(); }, TileT::kTurns,
             [&] {
-                mainloop.produce(vocabulary_operand<Problem>(p), p.weight_map, row_of_part(), walk.n, slices_of_part(), pace,
-                                 part() * slices);
+                const int depth = part() * slices * TileT::kBlockK;
+                mainloop.produce(vocabulary_operand<Problem>(p), p.weight_map, row_of_part(), walk.n, slices_of_part(), pace, depth, depth);
             },
             [&] { compute(); });
         if (mainloop.place.consumer >= 0) panels.finish();
@@ -209,31 +247,14 @@ struct GradHiddenSm90 {
         typename MainloopT::Accumulators c;
         MainloopT::clear(c);
         if (writes && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
-        mainloop.consume(c, slices_of_part());
+        mainloop.template consume_at<kHidden>(c, walk.n, slices_of_part());
         if constexpr (Problem::retain) {
             if (p.row_scales != nullptr) scale_rows(c);
         }
-        if (!writes) {
-            const int first_row = walk.m + mainloop.place.first_row();
-#pragma unroll
-            for (int i = 0; i < MainloopT::kPiecesA; ++i) {
-#pragma unroll
-                for (int panel = 0; panel < TileT::kBlockN / PanelsT::kPanelColumns; ++panel) {
-                    panels.open();
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) panels.put(c[i], h, panel * PanelsT::kPanelColumns / 8, 1.f);
-                    panels.close(p.accumulator_map, walk.n + panel * PanelsT::kPanelColumns, first_row + i * 64, p.first == 0);
-                }
-            }
+        if (writes) {
+            write_grad_hidden<Problem>(mainloop, p, c, rows, walk.m, walk.n);
         } else {
-            const float factor = dlogits_scale<Problem>(p.scalars, true);
-            TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + walk.n, kHidden, rows - walk.m, kHidden - walk.n};
-            if (p.list.rows != nullptr) {
-                const ListedRow* const listed = p.list.rows + p.list.first + walk.m;
-                store_rows_sm90(mainloop, c, result, factor, [&](int row) { return listed[row].row; });
-            } else {
-                store_rows_sm90(mainloop, c, result, factor, [&](int row) { return walk.m + row; });
-            }
+            add_to_sum<kHidden>(panels, p.accumulator_map, c, walk.n, walk.m + mainloop.place.first_row(), p.first == 0);
         }
     }
 
@@ -261,6 +282,67 @@ __device__ __forceinline__ void grad_hidden_sm90(const GradHiddenSm90Params& p) 
     GradHiddenSm90<Problem, TileT>(p).run();
 }
 
+/// How tiles of grad_weight leave: panel by panel through the copy engine. 16-bit gradients that are added to are brought to the SM first; sums in fp32 are
+/// the copy engine's.
+template <class Problem>
+constexpr bool kUpdatesGradWeight = sizeof(typename Problem::GradWeight) == 2 && Problem::accumulate;
+template <class Problem, class TileT>
+using GradWeightPanels = Select<kUpdatesGradWeight<Problem>, PanelUpdate<typename Problem::GradWeight, TileT>,
+                                PanelStore<typename Problem::GradWeight, TileT, 1, 2>>;
+
+/// Where in the gradient the panels of a tile lie.
+template <class Problem, class TileT>
+struct GradWeightTile {
+    using PanelsT = GradWeightPanels<Problem, TileT>;
+    static constexpr int kPanelsOfRow = TileT::kBlockN / PanelsT::kPanelColumns;
+    static constexpr int kPanels = TileT::kConsumerM / 64 * kPanelsOfRow;
+    static constexpr bool kHasTail = !Problem::hidden_major && Problem::hidden_size % TileT::kBlockN != 0;
+
+    const TensorMap& map;
+    int n;
+    int first_row;  ///< of the consumer's
+
+    __device__ __forceinline__ int x(int panel) const { return n + panel % kPanelsOfRow * PanelsT::kPanelColumns; }
+    __device__ __forceinline__ int y(int panel) const { return first_row + panel / kPanelsOfRow * 64; }
+    /// Whether the gradient goes so far.
+    __device__ __forceinline__ bool exists(int panel) const { return !kHasTail || x(panel) < Problem::hidden_size; }
+
+    /// Before the tile is multiplied.
+    __device__ __forceinline__ void fetch(PanelsT& panels) const {
+        if constexpr (kUpdatesGradWeight<Problem>) {
+            fetch(panels, 0);
+            if constexpr (kPanels > 1) fetch(panels, 1);
+        }
+    }
+    template <int kPiecesA, int kColumnPieces>
+    __device__ __forceinline__ void write(PanelsT& panels, const float (&c)[kPiecesA][kColumnPieces][4], float factor) const {
+        constexpr bool kUpdates = kUpdatesGradWeight<Problem>;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const auto& piece = c[panel / kPanelsOfRow];
+            const int first = panel % kPanelsOfRow * PanelsT::kPanelColumns / 8;
+            if (exists(panel)) {
+                if constexpr (kUpdates) {
+                    panels.add(piece, panel, first, factor);
+                } else {
+                    panels.open();
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) panels.put(piece, h, first, factor);
+                }
+                panels.close(map, x(panel), y(panel), Problem::accumulate && !kUpdates);
+            }
+            if constexpr (kUpdates) {
+                if (panel + 2 < kPanels) fetch(panels, panel + 2);
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ void fetch(PanelsT& panels, int panel) const {
+        if (exists(panel)) panels.fetch(map, panel, x(panel), y(panel));
+    }
+};
+
 /// grad_weight as it lies in memory: [m: vocabulary, n: hidden] = Σ_k: tokens, or [m: hidden, n: vocabulary] for a hidden_major weight.
 ///
 /// Exponentials may lie in grad_weight's own memory, a block one place behind its gradient's or more. Blocks are then gone through in order, and a tile
@@ -273,10 +355,7 @@ struct GradWeightSm90 {
     static constexpr int kHidden = Problem::hidden_size;
     // The copy engine writes whole 16 bytes of a row, so where rows of the vocabulary end within them, threads add up to the end.
     static constexpr bool kPanelled = !(Problem::accumulate && Problem::hidden_major) || rows_aligned<Out>(Problem::vocab_size);
-    static constexpr bool kUpdates = kPanelled && sizeof(Out) == 2 && Problem::accumulate;  // sums in fp32 are the copy engine's
-    using PanelsT = Select<kUpdates, PanelUpdate<Out, TileT>, PanelStore<Out, TileT, 1, 2>>;
-    static constexpr int kPanelsOfRow = TileT::kBlockN / PanelsT::kPanelColumns;
-    static constexpr int kPanels = MainloopT::kPiecesA * kPanelsOfRow;
+    using PanelsT = GradWeightPanels<Problem, TileT>;
     static constexpr bool kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major;
 
     const GradWeightSm90Params& p;
@@ -313,16 +392,11 @@ struct GradWeightSm90 {
         mainloop.meet();
     }
 
-    __device__ __forceinline__ int panel_x(int panel) const { return walk.n + panel % kPanelsOfRow * PanelsT::kPanelColumns; }
-    __device__ __forceinline__ int panel_y(int panel) const { return walk.m + mainloop.place.first_row() + panel / kPanelsOfRow * 64; }
-
     __device__ __forceinline__ void compute() {
         const bool writes = p.accumulator == nullptr || p.last != 0;
-        if constexpr (kUpdates) {
-            if (writes) {
-                panels.fetch(p.grad_weight_map, 0, panel_x(0), panel_y(0));
-                if constexpr (kPanels > 1) panels.fetch(p.grad_weight_map, 1, panel_x(1), panel_y(1));
-            }
+        const GradWeightTile<Problem, TileT> tile{p.grad_weight_map, walk.n, walk.m + mainloop.place.first_row()};
+        if constexpr (kPanelled) {
+            if (writes) tile.fetch(panels);
         }
         const int extent_m = Problem::hidden_major ? kHidden : p.columns;
         const int extent_n = Problem::hidden_major ? p.columns : kHidden;
@@ -331,14 +405,18 @@ struct GradWeightSm90 {
         typename MainloopT::Accumulators c;
         MainloopT::clear(c);
         if (p.accumulator != nullptr && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
-        mainloop.consume(c, slices);
+        if constexpr (Problem::hidden_major) {
+            mainloop.consume(c, slices);
+        } else {
+            mainloop.template consume_at<kHidden>(c, walk.n, slices);
+        }
         if constexpr (kLends) {
             if (p.readers != nullptr) make_room(min(walk.m + TileT::kBlockM, extent_m));
         }
         if (!writes) {
             store_tile_sm90<true, false>(mainloop, c, sum, 1.f);
         } else if constexpr (kPanelled) {
-            write(c);
+            tile.write(panels, c, dlogits_scale<Problem>(p.scalars, true));
         } else {
             constexpr long long kLd = kWeightLd<Problem>;
             const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + walk.m * kLd + walk.n, kLd, extent_m - walk.m,
@@ -360,26 +438,6 @@ struct GradWeightSm90 {
             }
         }
         ptx::fence_proxy_async_all();
-    }
-
-    __device__ __forceinline__ void write(const typename MainloopT::Accumulators& c) {
-        const float factor = dlogits_scale<Problem>(p.scalars, true);
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) {
-            const auto& piece = c[panel / kPanelsOfRow];
-            const int first = panel % kPanelsOfRow * PanelsT::kPanelColumns / 8;
-            if constexpr (kUpdates) {
-                panels.add(piece, panel, first, factor);
-            } else {
-                panels.open();
-#pragma unroll
-                for (int h = 0; h < 2; ++h) panels.put(piece, h, first, factor);
-            }
-            panels.close(p.grad_weight_map, panel_x(panel), panel_y(panel), Problem::accumulate && !kUpdates);
-            if constexpr (kUpdates) {
-                if (panel + 2 < kPanels) panels.fetch(p.grad_weight_map, panel + 2, panel_x(panel + 2), panel_y(panel + 2));
-            }
-        }
     }
 };
 

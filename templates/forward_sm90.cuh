@@ -121,7 +121,7 @@ struct ForwardSm90 {
             }
         }
         if (threadIdx.x == 0) {
-            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, rows.begin(), n, kSlices, NoPace{}, 0,
+            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, rows.begin(), n, kSlices, NoPace{}, 0, 0,
                              kFew ? share.rows : TileT::kBlockM);
         } else {
             mainloop.skip(kSlices);

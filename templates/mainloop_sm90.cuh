@@ -171,19 +171,13 @@ struct RingPosition {
     }
 };
 
+/// The ring of stages and where this thread stands in it, whatever the operands are: slices of a tile have the same size for all of them.
 /// kGathers: threads may bring A's rows in place of the copy engine.
-template <class OperandsT, class TileT, bool kGathers = false>
-struct MainloopSm90 {
-    using T = typename OperandsT::Element;
-    using SliceA = SliceSm90<OperandsT::kMajorA, TileT::kBlockM>;
-    using SliceB = SliceSm90<OperandsT::kMajorB, TileT::kBlockN>;
-    static constexpr int kPiecesA = TileT::kConsumerM / 64;
-    static constexpr int kPieceRows = 64;
-    static constexpr int kColumnPieces = TileT::kBlockN / 8;
-    static constexpr unsigned kStageBytes = SliceA::kBytes + SliceB::kBytes;
+template <class TileT, bool kGathers = false>
+struct RingSm90 {
+    static constexpr unsigned kStageBytes = (TileT::kBlockM + TileT::kBlockN) * 128;
     static constexpr unsigned kRingBytes = kStageBytes * TileT::kStages;
     static constexpr unsigned kBarrierBytes = 8 * (2 * TileT::kStages + TileT::kConsumers);
-    using Accumulators = float[kPiecesA][kColumnPieces][4];
 
     PlaceSm90<TileT> place;
     unsigned smem;      // the ring
@@ -193,7 +187,7 @@ struct MainloopSm90 {
     unsigned turn_parity;
 
     /// `barriers_at` is where in shared memory kBarrierBytes are free. All threads of the block; ends with the cluster in step and the kernel before this one done.
-    __device__ __forceinline__ MainloopSm90(const void* ring, unsigned barriers_at)
+    __device__ __forceinline__ RingSm90(const void* ring, unsigned barriers_at)
         : smem(ptx::shared_address(ring)), barriers(smem + barriers_at), rank(TileT::kCluster > 1 ? ptx::cluster_ctarank() : 0u) {
         turn_parity = place.consumer == 0 ? 1u : 0u;  // the first turn needs no one to give it
         if (threadIdx.x == 0) {
@@ -221,21 +215,58 @@ struct MainloopSm90 {
         }
     }
 
-    /// One thread: brings `slices` slices of the tile at (m, n), from number `first` on. `a_rows`: that a's map has in a box, where those are not the tile's.
+    /// By turns: the slices of a tile that the other consumer has.
+    __device__ __forceinline__ void skip(int slices) { position.advance(slices); }
+
+protected:
+    __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8u * static_cast<unsigned>(stage); }
+    __device__ __forceinline__ unsigned empty(int stage) const { return full(TileT::kStages + stage); }
+    __device__ __forceinline__ unsigned turn(int consumer) const { return full(2 * TileT::kStages + consumer); }
+};
+
+template <class OperandsT, class TileT, bool kGathers = false>
+struct MainloopSm90 : RingSm90<TileT, kGathers> {
+    using Ring = RingSm90<TileT, kGathers>;
+    using T = typename OperandsT::Element;
+    using SliceA = SliceSm90<OperandsT::kMajorA, TileT::kBlockM>;
+    using SliceB = SliceSm90<OperandsT::kMajorB, TileT::kBlockN>;
+    static constexpr int kPiecesA = TileT::kConsumerM / 64;
+    static constexpr int kPieceRows = 64;
+    static constexpr int kColumnPieces = TileT::kBlockN / 8;
+    using Ring::kStageBytes;
+    static_assert(kStageBytes == SliceA::kBytes + SliceB::kBytes, "the ring's stages hold a slice of each operand");
+    using Accumulators = float[kPiecesA][kColumnPieces][4];
+    using Ring::barriers;
+    using Ring::empty;
+    using Ring::full;
+    using Ring::place;
+    using Ring::position;
+    using Ring::rank;
+    using Ring::smem;
+    using Ring::turn;
+    using Ring::turn_parity;
+
+    using Ring::Ring;
+    /// Goes on where a mainloop over other operands has stopped.
+    __device__ __forceinline__ explicit MainloopSm90(const Ring& ring) : Ring(ring) {}
+
+    /// One thread: brings `slices` slices of the tile at (m, n), from those depths of the operands on. `a_rows`: that a's map has in a box, where those are
+    /// not the tile's.
     template <class MapA, class MapB, class PaceT = NoPace>
-    __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}, int first = 0,
-                                            int a_rows = TileT::kBlockM) {
+    __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}, int depth_a = 0,
+                                            int depth_b = 0, int a_rows = TileT::kBlockM) {
 #pragma unroll 1
-        for (int slice = first; slice < first + slices; ++slice) {
-            pace.before(slice - first);
+        for (int slice = 0; slice < slices; ++slice) {
+            pace.before(slice);
             ptx::mbarrier_wait_parity(empty(position.stage), position.parity ^ 1u);
             const unsigned barrier = full(position.stage);
             ptx::mbarrier_arrive_expect_tx(barrier, static_cast<unsigned>(a_rows * 128) + SliceB::kBytes);
             if constexpr (kGathers) ptx::mbarrier_arrive(barrier, 128);  // for all the threads that copy nothing
             const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
-            SliceA::template load<1>(stage, a, m, slice * TileT::kBlockK, 0, barrier);
-            SliceB::template load<TileT::kCluster, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK,
-                                                                     static_cast<int>(rank), barrier);
+            const int k = slice * TileT::kBlockK;
+            SliceA::template load<1>(stage, a, m, depth_a + k, 0, barrier);
+            SliceB::template load<TileT::kCluster, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, depth_b + k, static_cast<int>(rank),
+                                                                     barrier);
             position.advance();
         }
     }
@@ -282,7 +313,22 @@ struct MainloopSm90 {
         }
     }
 
-    /// A consumer: c += all slices of its next tile. `gathered`: produce_rows brings them.
+    /// A consumer: c += all slices of its next tile, of which the result has kExtent columns and the tile those from `n` on. Where few are left of them,
+    /// fewer are multiplied.
+    template <int kExtent>
+    __device__ __forceinline__ void consume_at(Accumulators& c, int n, int slices) {
+        constexpr int kTail = ceil_div(kExtent % TileT::kBlockN, 64) * 64;
+        if constexpr (kTail > 0 && kTail < TileT::kBlockN) {
+            if (n + TileT::kBlockN > kExtent) {
+                consume<kTail>(c, slices);
+                return;
+            }
+        }
+        consume(c, slices);
+    }
+
+    /// c += all slices of a consumer's next tile, the first kColumns of it. `gathered`: produce_rows brings them.
+    template <int kColumns = TileT::kBlockN>
     __device__ __forceinline__ void consume(Accumulators& c, int slices, bool gathered = false) {
         if constexpr (TileT::kTurns) {
             ptx::mbarrier_wait_parity(turn(place.consumer), turn_parity);
@@ -296,7 +342,7 @@ struct MainloopSm90 {
             ptx::mbarrier_wait_parity(full(position.stage), position.parity);
             if (kGathers && gathered) ptx::fence_proxy_async();  // threads wrote it, and wgmma reads as the copy engine does
             ptx::wgmma_fence();
-            multiply(c);
+            multiply<kColumns>(c);
             ptx::wgmma_commit_group();
             // Every slice before the other consumer's has arrived now, so the parity that it waits for is that of its own.
             if (TileT::kTurns && slice + 1 == slices && place.lane == 0) ptx::mbarrier_arrive(turn(place.consumer ^ 1));
@@ -319,14 +365,7 @@ struct MainloopSm90 {
                 for (int e = 0; e < 4; ++e) c[i][j][e] = 0.f;
     }
 
-    /// By turns: the slices of a tile that the other consumer has.
-    __device__ __forceinline__ void skip(int slices) { position.advance(slices); }
-
 private:
-    __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8u * static_cast<unsigned>(stage); }
-    __device__ __forceinline__ unsigned empty(int stage) const { return full(TileT::kStages + stage); }
-    __device__ __forceinline__ unsigned turn(int consumer) const { return full(2 * TileT::kStages + consumer); }
-
     /// This warp has read the stage; every block that writes into it hears of it.
     __device__ __forceinline__ void release(int stage) const {
         if constexpr (TileT::kCluster > 1) {
@@ -336,6 +375,7 @@ private:
         }
     }
 
+    template <int kColumns>
     __device__ __forceinline__ void multiply(Accumulators& c) const {
         const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
         const int first_row = place.first_row();
@@ -344,24 +384,25 @@ private:
             const unsigned long long b = SliceB::descriptor(stage + SliceA::kBytes, 0, step);
 #pragma unroll
             for (int i = 0; i < kPiecesA; ++i) {
-                multiply_piece(c[i], SliceA::descriptor(stage, first_row + i * 64, step), b);
+                multiply_piece(reinterpret_cast<float(&)[kColumns / 8][4]>(c[i]), SliceA::descriptor(stage, first_row + i * 64, step), b);
             }
         }
     }
 
-    static __device__ __forceinline__ void multiply_piece(float (&d)[kColumnPieces][4], unsigned long long a, unsigned long long b) {
+    template <int kPieces>
+    static __device__ __forceinline__ void multiply_piece(float (&d)[kPieces][4], unsigned long long a, unsigned long long b) {
         constexpr int kA = OperandsT::kMajorA == Major::mn ? 1 : 0;
         constexpr int kB = OperandsT::kMajorB == Major::mn ? 1 : 0;
         if constexpr (kSame<T, Bf16>) {
-            if constexpr (TileT::kBlockN == 64) ptx::wgmma_m64n64k16_bf16<kA, kB>(d, a, b);
-            if constexpr (TileT::kBlockN == 128) ptx::wgmma_m64n128k16_bf16<kA, kB>(d, a, b);
-            if constexpr (TileT::kBlockN == 192) ptx::wgmma_m64n192k16_bf16<kA, kB>(d, a, b);
-            if constexpr (TileT::kBlockN == 256) ptx::wgmma_m64n256k16_bf16<kA, kB>(d, a, b);
+            if constexpr (kPieces == 8) ptx::wgmma_m64n64k16_bf16<kA, kB>(d, a, b);
+            if constexpr (kPieces == 16) ptx::wgmma_m64n128k16_bf16<kA, kB>(d, a, b);
+            if constexpr (kPieces == 24) ptx::wgmma_m64n192k16_bf16<kA, kB>(d, a, b);
+            if constexpr (kPieces == 32) ptx::wgmma_m64n256k16_bf16<kA, kB>(d, a, b);
         } else {
-            if constexpr (TileT::kBlockN == 64) ptx::wgmma_m64n64k16_f16<kA, kB>(d, a, b);
-            if constexpr (TileT::kBlockN == 128) ptx::wgmma_m64n128k16_f16<kA, kB>(d, a, b);
-            if constexpr (TileT::kBlockN == 192) ptx::wgmma_m64n192k16_f16<kA, kB>(d, a, b);
-            if constexpr (TileT::kBlockN == 256) ptx::wgmma_m64n256k16_f16<kA, kB>(d, a, b);
+            if constexpr (kPieces == 8) ptx::wgmma_m64n64k16_f16<kA, kB>(d, a, b);
+            if constexpr (kPieces == 16) ptx::wgmma_m64n128k16_f16<kA, kB>(d, a, b);
+            if constexpr (kPieces == 24) ptx::wgmma_m64n192k16_f16<kA, kB>(d, a, b);
+            if constexpr (kPieces == 32) ptx::wgmma_m64n256k16_f16<kA, kB>(d, a, b);
         }
     }
 };

@@ -8,6 +8,7 @@ constexpr int kMaxTransformParameters = 4;
 constexpr int kRetainedShift = 9;  // retained exponentials lie in blocks of this many columns of the vocabulary
 constexpr int kRetainedColumns = 1 << kRetainedShift;
 constexpr int kPaceCounters = 64;     // of a Pace
+constexpr int kChunkKinds = 3;        ///< of tiles of a chunk: dlogits, grad_hidden, grad_weight
 constexpr int kRowThreads = 256;      ///< block of the kernels over rows
 constexpr int kOutputRows = 64;       ///< rows of a block of row_outputs: several threads merge what forward has found for one
 constexpr int kOutputThreads = 512;   ///< of a block of row_outputs
@@ -337,6 +338,29 @@ struct GradWeightSm90Params : GradWeightParams {
     long long block_bytes;      ///< from one block to the next
     unsigned readers_of_block;  ///< warps that multiply a whole block
     int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
+};
+
+/// Several chunks of the vocabulary in one launch. Everything begins with the first of them: the base's columns are those of all. Chunks take turns with two
+/// places for dlogits that lie side by side, so that [rows, pair_width] holds one chunk of each kind.
+struct BackwardChunksSm90Params : DlogitsParams {
+    TensorMap hidden_map;            // operands of the logits
+    TensorMap weight_map;            //
+    TensorMap dlogits_map;           ///< to store, and grad_weight's first operand; its second one:
+    TensorMap hidden_sum_map;        //
+    TensorMap dlogits_sum_map;       // operands of grad_hidden
+    TensorMap last_dlogits_sum_map;  ///< of the last chunk: what lies behind it has nothing to do with this pass
+    TensorMap weight_sum_map;        //
+    TensorMap accumulator_map;       ///< fp32, to store and add
+    TensorMap grad_weight_map;       ///< to store, or to add to
+    float* accumulator;              ///< [rows, D] fp32
+    void* grad_hidden;               ///< [rows, D]; begins with the call's first row where there is a list
+    unsigned* taken;                 ///< how many tiles are, 0 before; likewise
+    unsigned* progress;              ///< [chunks][kChunkKinds]: tiles that are done, of each block
+    RowList list;
+    int even_width;  ///< columns of chunks 0, 2, …
+    int pair_width;  ///< of a chunk and the next one
+    int first;       ///< nothing accumulated yet
+    int last;        ///< the last chunk writes grad_hidden
 };
 
 }  // namespace flce

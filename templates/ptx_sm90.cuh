@@ -36,6 +36,18 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, unsign
         "r"(rank)
         : "memory");
 }
+// 9.7.9.12: writes to what lies at the same offset in block `rank` of the cluster; the barrier there counts the 4 bytes.
+__device__ __forceinline__ void st_async_b32(unsigned address, unsigned value, unsigned barrier, unsigned rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote, done;\n"
+        "mapa.shared::cluster.u32 remote, %0, %3;\n"
+        "mapa.shared::cluster.u32 done, %2, %3;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [remote], %1, [done];\n"
+        "}\n" ::"r"(address),
+        "r"(value), "r"(barrier), "r"(rank)
+        : "memory");
+}
 __device__ __forceinline__ void mbarrier_wait_parity(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -147,6 +159,11 @@ __device__ __forceinline__ void red_release_gpu_add(unsigned* counter, unsigned 
 }
 __device__ __forceinline__ void red_relaxed_gpu_add(unsigned* counter, unsigned value) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(value));
+}
+__device__ __forceinline__ unsigned atom_relaxed_gpu_add(unsigned* counter, unsigned value) {
+    unsigned r;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(r) : "l"(counter), "r"(value));
+    return r;
 }
 __device__ __forceinline__ unsigned ld_relaxed_gpu(const unsigned* counter) {
     unsigned r;

@@ -12,6 +12,7 @@ struct PanelStore {
     static constexpr int kPanelBytes = 64 * 128;
     static constexpr int kPanelColumns = 128 / static_cast<int>(sizeof(T));
     static constexpr int kConsumerBytes = kPanelBytes * kWidth * kBuffers;
+    static constexpr int kBarrierBytes = 0;
     static constexpr int kBytes = kConsumerBytes * TileT::kConsumers;
 
     PlaceSm90<TileT> place;
@@ -19,9 +20,10 @@ struct PanelStore {
     unsigned group;    ///< the group at hand
     bool issues;       ///< one thread hands panels over
 
-    __device__ __forceinline__ PanelStore(unsigned all_staging, const PlaceSm90<TileT>& place_)
+    /// `consumer_bytes`: from one consumer's panels to the other's, where they share the place with others.
+    __device__ __forceinline__ PanelStore(unsigned all_staging, const PlaceSm90<TileT>& place_, int consumer_bytes = kConsumerBytes)
         : place(place_),
-          staging(all_staging + static_cast<unsigned>(max(place.consumer, 0) * kConsumerBytes)),
+          staging(all_staging + static_cast<unsigned>(max(place.consumer, 0) * consumer_bytes)),
           group(staging),
           issues(threadIdx.x % 128 == 0) {}
 
@@ -98,14 +100,16 @@ template <class T, class TileT>
 struct PanelUpdate : PanelStore<T, TileT, 1, 2> {
     using Store = PanelStore<T, TileT, 1, 2>;
     static constexpr int kBuffers = 2;
-    static constexpr int kBytes = Store::kBytes + 8 * kBuffers * TileT::kConsumers;
+    static constexpr int kBarrierBytes = 8 * kBuffers * TileT::kConsumers;
+    static constexpr int kBytes = Store::kBytes + kBarrierBytes;
 
     unsigned barriers;
     unsigned parities = 0;  ///< a bit each
 
     /// All threads of a consumer.
-    __device__ __forceinline__ PanelUpdate(unsigned all_staging, const PlaceSm90<TileT>& place) : Store(all_staging, place) {
-        barriers = all_staging + static_cast<unsigned>(Store::kBytes + 8 * kBuffers * max(place.consumer, 0));
+    __device__ __forceinline__ PanelUpdate(unsigned all_staging, const PlaceSm90<TileT>& place, int consumer_bytes = Store::kConsumerBytes)
+        : Store(all_staging, place, consumer_bytes) {
+        barriers = all_staging + static_cast<unsigned>(consumer_bytes * TileT::kConsumers + 8 * kBuffers * max(place.consumer, 0));
         if (place.consumer < 0) return;
         if (this->issues) {
             for (int buffer = 0; buffer < kBuffers; ++buffer) ptx::mbarrier_init(barrier(buffer), 1);

@@ -17,10 +17,12 @@ LaunchProgram BackwardWriter::program() {
     std::vector<Statement> chunks;
     // What the retained part has left where listed hidden states are to lie is not needed any more.
     if (sm90()) chunks.push_back({If{min(listing_, less(kept_, spec_.vocab_size)), {gather_hidden()}}});
-    const Stretch wide{kept_, layout_.wide_chunk, layout_.wide_chunks, slot(Slot::grad_weight) + layout_.wide_dlogits};
+    const Stretch wide{kept_, layout_.wide_chunk, layout_.wide_chunks, slot(Slot::grad_weight) + layout_.wide_dlogits,
+                       layout_.even_wide_chunk};
     if (wide.chunks.constant() == nullptr) add_chunks(wide, chunks);
     const Expr rest = kept_ + wide.chunks * wide.width;
-    add_chunks({rest, layout_.chunk, ceil_div(Expr(spec_.vocab_size) - rest, layout_.chunk), at(layout_.dlogits)}, chunks);
+    add_chunks({rest, layout_.chunk, ceil_div(Expr(spec_.vocab_size) - rest, layout_.chunk), at(layout_.dlogits), layout_.even_chunk},
+               chunks);
     program.body.push_back({If{wanted, std::move(chunks)}});
     if (sm90()) {
         const Expr finishes = max(listing_, less(slot(Slot::num_tokens), layout_.sum_rows));
@@ -28,6 +30,17 @@ LaunchProgram BackwardWriter::program() {
     }
     if (spec_.grad_weight_mode == GradMode::write) zero_the_rest(program);
     return program;
+}
+
+void BackwardWriter::add_chunks(const Stretch& stretch, std::vector<Statement>& to) {
+    stretch_ = stretch;
+    std::vector<Statement> one_by_one = {{Loop{kChunk, stretch.chunks, {Statement{Loop{kRowBlock, layout_.row_blocks, chunk_steps()}}}}}};
+    if (layout_.joined.constant() != nullptr) {  // they never are
+        to.push_back(std::move(one_by_one.front()));
+        return;
+    }
+    to.push_back({If{equal(joined_, 0), std::move(one_by_one)}});
+    to.push_back({If{min(joined_, less(0, stretch.chunks)), joined_steps()}});
 }
 
 Statement BackwardWriter::gather_hidden() const {
@@ -42,7 +55,9 @@ Statement BackwardWriter::gather_hidden() const {
 Statement BackwardWriter::scatter_grad_hidden() const {
     LaunchBuilder<ScatterRowsParams> launch(source_.kernel("scatter_rows"), ceil_div(slot(Slot::num_tokens), kRowThreads / 32));
     share(launch, &ScatterRowsParams::share);
-    launch.set(&ScatterRowsParams::accumulator, select(min(less(1, layout_.row_blocks), equal(scatters_sum(), 0)), 0, sum_at()))
+    launch
+        .set(&ScatterRowsParams::accumulator,
+             select(max(layout_.joined, min(less(1, layout_.row_blocks), equal(scatters_sum(), 0))), 0, sum_at()))
         .set(&ScatterRowsParams::grad_hidden, slot(Slot::grad_hidden))
         .set(&ScatterRowsParams::scalars, at(layout_.scalars))
         .set(&ScatterRowsParams::rows, slot(Slot::num_tokens));

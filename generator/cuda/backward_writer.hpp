@@ -27,6 +27,7 @@ public:
           first_columns_(
               select(less(0, kept_), kept_, select(less(0, layout.wide_chunks), layout.wide_chunk, min(layout.chunk, spec.vocab_size)))),
           element_(static_cast<std::int64_t>(element_bytes(spec.dtype))),
+          joined_(min(min(layout.joined, slot(Slot::clusters_at_once)), min(present(Slot::grad_hidden), present(Slot::grad_weight)))),
           grad_element_(static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype))) {}
 
     [[nodiscard]] LaunchProgram program();
@@ -47,11 +48,10 @@ private:
         Expr width{0};
         Expr chunks{0};
         Expr dlogits{0};  ///< address
+        Expr even{0};     ///< width of every other chunk, where joined ones are halves of these
     };
-    void add_chunks(const Stretch& stretch, std::vector<Statement>& to) {
-        stretch_ = stretch;
-        to.push_back({Loop{kChunk, stretch.chunks, {Statement{Loop{kRowBlock, layout_.row_blocks, chunk_steps()}}}}});
-    }
+    /// Chunk by chunk, or joined.
+    void add_chunks(const Stretch& stretch, std::vector<Statement>& to);
     Expr first_column() const { return stretch_.begin + variable(kChunk) * stretch_.width; }
     Expr column_count() const { return min(Expr(spec_.vocab_size) - first_column(), stretch_.width); }
     /// Whether the divisor of a mean has to be counted.
@@ -124,11 +124,12 @@ private:
         return floor_div(layout_.sum_rows * row_bytes - all_kept_ * round_up(hidden_bytes(), kWorkspaceAlignment), row_bytes);
     }
 
-    /// How the sum over the vocabulary may be divided. Row blocks have tiles enough.
+    /// How the sum over the vocabulary may be divided. Row blocks have tiles enough, and so have joined chunks; where chunks may be joined, calls for one
+    /// gradient alone have the same bits.
     template <class Params, class Holder>
     void share(LaunchBuilder<Params>& launch, SumShare Holder::* member) const {
         const GemmTile& tile = plan_.cuda.grad_hidden;
-        launch.set(member, &SumShare::room, select(less(1, layout_.row_blocks), 0, room()))
+        launch.set(member, &SumShare::room, select(max(less(1, layout_.row_blocks), layout_.joined), 0, room()))
             .set(member, &SumShare::cluster_rows, std::int64_t{kClusterBlocks} * tile.block_m)
             .set(member, &SumShare::column_tiles, (spec_.hidden_size + tile.block_n - 1) / tile.block_n)
             .set(member, &SumShare::clusters, clusters_)
@@ -174,6 +175,9 @@ private:
     template <class Params>
     LaunchBuilder<Params> grad_weight_launch() const;
 
+    // All chunks of a stretch in one launch.
+    std::vector<Statement> joined_steps() const;
+
     // The part of the vocabulary that forward retained, all tokens at once: plain GEMMs, with the rows' scales in hidden and in grad_hidden's epilogue.
 
     Expr retained_at(const Expr& offset) const { return slot(Slot::retained) + offset; }
@@ -208,6 +212,7 @@ private:
     Expr first_columns_;  ///< of the vocabulary, in the first launch of grad_hidden
     Stretch stretch_;     ///< that is being written
     std::int64_t element_;
+    Expr joined_;  ///< whether a stretch's chunks are one launch
     std::int64_t grad_element_;
 };
 

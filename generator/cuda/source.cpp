@@ -122,6 +122,9 @@ CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan)
     kernels.gemm(spec, device, plan.path, GemmRole::dlogits, plan.cuda.dlogits, "dlogits", "Dlogits");
     kernels.gemm(spec, device, plan.path, GemmRole::grad_hidden, plan.cuda.grad_hidden, "grad_hidden", "GradHidden");
     kernels.gemm(spec, device, plan.path, GemmRole::grad_weight, plan.cuda.grad_weight, "grad_weight", "GradWeight");
+    if (joins_chunks(spec, device, plan)) {
+        kernels.gemm(spec, device, plan.path, GemmRole::chunks, plan.cuda.dlogits, "backward_chunks", "BackwardChunks");
+    }
     if (plan.path == PlanPath::cuda_sm90a) {
         kernels.simple("gather_rows", "GatherRowsParams", "gather_rows", kRowThreads);
         kernels.simple("scatter_rows", "ScatterRowsParams", "scatter_rows", kRowThreads);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "generator/cuda/workspace.hpp"
 #include "templates/params.cuh"
@@ -41,6 +42,9 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
         beside = std::int64_t{2} * 256 * (consumer_rows / 64 * 2) * partial_fields(spec) * 4;  // two parts' sums of every thread
         // Panels that leave together: ForwardSm90::kPanelWidth.
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n % 192 == 0 ? 3 : tile.block_n % 128 == 0 ? 2 : 1);
+    } else if (role == GemmRole::chunks) {
+        beside =
+            2 * kPanelBytes * (tile.block_n / 64) + 8 * 2 * 2 + 16 * 12 + 4;  // panels, an update's barriers, numbers of tiles and of rows
     } else if (role == GemmRole::dlogits) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + (spec.bias ? 4 * 4 * 2 * tile.block_n : 0);
     } else if (role == GemmRole::grad_hidden) {
@@ -181,6 +185,16 @@ bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) {
 GemmTile few_tokens_tile(const Spec& spec) {
     const bool narrow = sm90_accumulator_limit(spec, GemmRole::forward) < 128;
     return {.block_m = kFewTokens, .block_n = narrow ? 64 : 128, .block_k = 64, .stages = narrow ? 7 : 5, .warps_m = 4, .warps_n = 1};
+}
+
+bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
+    const GemmTile& tile = plan.cuda.dlogits;
+    return plan.path == PlanPath::cuda_sm90a && spec.layout == WeightLayout::vocab_major && !spec.bias && takes_turns(tile) &&
+           tile.block_n >= 128 && sm90_smem_bytes(spec, GemmRole::chunks, tile) <= device.gpu.smem_per_block_bytes;
+}
+
+std::int64_t joined_quantum(const Plan& plan) {
+    return std::lcm(std::int64_t{plan.cuda.dlogits.block_n}, std::int64_t{kClusterBlocks} * plan.cuda.dlogits.block_m);
 }
 
 int rows_of_bias_partial(const Plan& plan) { return plan.path == PlanPath::cuda_sm90a ? 64 : plan.cuda.dlogits.block_m; }

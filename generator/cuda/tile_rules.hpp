@@ -17,8 +17,8 @@ namespace flce {
 inline constexpr int kFewTokens = 128;
 [[nodiscard]] GemmTile few_tokens_tile(const Spec& spec);
 
-/// Which of a plan's four GEMMs a tile belongs to: it decides what lies in shared memory beside the operands.
-enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidden, grad_weight };
+/// Which of a plan's four GEMMs a tile belongs to, or all of backward's: it decides what lies in shared memory beside the operands.
+enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidden, grad_weight, chunks };
 
 /// What the plan's forward tile does.
 [[nodiscard]] inline GemmRole forward_role(const Plan& plan) {
@@ -47,6 +47,11 @@ enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidd
 /// Why the kernel templates cannot be instantiated with `tile`, or cannot run on `device`; std::nullopt when they can.
 [[nodiscard]] std::optional<std::string> tile_problem(const Spec& spec, const Device& device, PlanPath path, GemmRole role,
                                                       const GemmTile& tile);
+
+/// Whether the three GEMMs of all chunks may be one launch, with dlogits' tile: warpgroups take turns with it.
+[[nodiscard]] bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan);
+/// Columns that the chunks of such a launch are multiples of: whole tiles of dlogits, whole clusters of grad_weight's.
+[[nodiscard]] std::int64_t joined_quantum(const Plan& plan);
 
 /// Rows whose gradients dlogits adds up to one partial sum of a bias's.
 [[nodiscard]] int rows_of_bias_partial(const Plan& plan);

@@ -40,9 +40,16 @@ std::int64_t retained_blocks(const Spec& spec) { return up(spec.vocab_size, kRet
 
 bool has_lists(const Plan& plan) { return plan.path == PlanPath::cuda_sm90a && plan.scratch_bytes >= kLeastScratch; }
 
+/// Counters of the tiles of joined chunks: every pair has at least twice the quantum, and both stretches of the vocabulary may end in the middle of one.
+std::int64_t progress_bytes(const Spec& spec, const Plan& plan) {
+    const std::int64_t pairs = spec.vocab_size / (2 * joined_quantum(plan)) + 2;
+    return up((1 + 2 * pairs * kChunkKinds) * 4, kWorkspaceAlignment);
+}
+
 /// Bytes that backward needs whatever the number of tokens.
 std::int64_t reserve_bytes(const Spec& spec, const Plan& plan) {
-    return kReserveBytes + (has_lists(plan) ? kMostListedRows * kListedRowBytes : 0) +
+    return kReserveBytes + (plan.path == PlanPath::cuda_sm90a ? progress_bytes(spec, plan) : 0) +
+           (has_lists(plan) ? kMostListedRows * kListedRowBytes : 0) +
            (plan.strategy == Strategy::retain ? up((2 * kPaceCounters + retained_blocks(spec)) * 4, kWorkspaceAlignment) : 0);
 }
 
@@ -209,7 +216,7 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
     return f;
 }
 
-/// Vocabulary rows of a chunk for all tokens at once: what fits, on cuda_sm90a a little less where that makes whole waves.
+/// Vocabulary rows of a chunk for all tokens at once: what fits, on cuda_sm90a a little less where that makes whole waves, or pairs of chunks that are joined.
 static Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const BackwardSizes& s, const Expr& fitting) {
     const Expr widest = min(max(round_down(fitting, s.quantum), s.quantum), s.chunk_limit);
     if (plan.path != PlanPath::cuda_sm90a) return widest;
@@ -223,8 +230,14 @@ static Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan
         best = select(less(chunk_time, best_time), chunk, best);
         best_time = min(chunk_time, best_time);
     }
-    return best;
+    if (!joins_chunks(spec, device, plan)) return best;
+    const std::int64_t quantum = std::lcm(joined_quantum(plan), s.quantum);
+    const Expr pair = round_down(widest, quantum);
+    return select(less(pair, 2 * quantum), best, pair);
 }
+
+/// Columns of the first chunk of a pair: the wider one, where they cannot be alike.
+static Expr first_of_pair(const Plan& plan, const Expr& pair) { return round_up(ceil_div(pair, 2), joined_quantum(plan)); }
 
 RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     RetainedLayout r;
@@ -304,6 +317,14 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.chunk = select(cut, s.chunk, whole_chunk(spec, device, plan, s, fitting));
     b.chunks = ceil_div(spec.vocab_size, b.chunk);
     place_wide_chunks(spec, device, plan, s, b);
+    if (joins_chunks(spec, device, plan)) {
+        // Few tokens' grad_hidden is summed in parts beside each other.
+        const Expr pairs = min(less(2 * joined_quantum(plan) - 1, b.chunk), equal(round_down(b.chunk, joined_quantum(plan)), b.chunk));
+        b.joined = min(min(equal(b.row_blocks, 1), equal(b.sum_rows, n)), pairs);
+        b.even_chunk = first_of_pair(plan, b.chunk);
+        b.even_wide_chunk = first_of_pair(plan, b.wide_chunk);
+        b.progress_bytes = progress_bytes(spec, plan);
+    }
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
     b.list = pieces.take(list_bytes);
@@ -315,14 +336,16 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     }
     b.dlogits = pieces.take(b.rows * b.chunk * element);
     b.weight_accumulator = pieces.take(select(less(1, b.row_blocks), b.chunk * (4 * spec.hidden_size), 0));
+    b.progress = pieces.take(b.progress_bytes);
     if (plan.strategy == Strategy::retain) {
         b.counter_count = 2 * kPaceCounters + retained_blocks(spec);
         b.counters = pieces.take(b.counter_count * 4);
     }
     // In fp32 grad_hidden accumulates in place. The place is used for hidden states too: scaled ones beside retained exponentials, listed ones.
-    const Expr accumulated = spec.dtype == DType::fp32           ? Expr(0)
-                             : plan.strategy == Strategy::retain ? Expr(1)
-                                                                 : max(max(less(1, b.chunks), lists_rows(plan)), less(n, b.sum_rows));
+    const Expr accumulated = spec.dtype == DType::fp32 ? Expr(0)
+                             : plan.strategy == Strategy::retain
+                                 ? Expr(1)
+                                 : max(max(max(less(1, b.chunks), b.joined), lists_rows(plan)), less(n, b.sum_rows));
     b.hidden_accumulator = pieces.take(select(accumulated, b.sum_rows * (4 * spec.hidden_size), 0));
     b.total = pieces.end();
     return b;

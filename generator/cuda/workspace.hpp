@@ -61,7 +61,13 @@ struct BackwardLayout {
     Expr wide_chunk{0};
     Expr wide_chunks{0};   ///< 0 where there is no such memory: grad_weight is accumulated into or is not vocab_major
     Expr wide_dlogits{0};  ///< offset in grad_weight, bytes
-    Expr counters{0};      ///< of two Paces, and of the readers of each block of retained exponentials
+    /// Where several chunks are one launch: those with even numbers have so many columns, chunk and wide_chunk are a pair's. 0: they never are.
+    Expr even_chunk{0};
+    Expr even_wide_chunk{0};
+    Expr joined{0};  ///< whether they are, for so many tokens, where the call wants both gradients
+    Expr progress{0};
+    std::int64_t progress_bytes = 0;
+    Expr counters{0};  ///< of two Paces, and of the readers of each block of retained exponentials
     std::int64_t counter_count = 0;
     Expr total{0};  ///< at most plan.scratch_bytes + 4·N·D
 };

@@ -163,7 +163,8 @@ public:
             for (const KernelEntry& kernel : set.program.units[i].kernels) functions[kernel.name] = load(*modules_.back(), kernel);
         }
         for (const KernelEntry& kernel : set.program.kernels) functions_.push_back(functions.at(kernel.name));
-        lends_ = all_clusters_run_at_once(set.program, functions);
+        lends_ = all_clusters_run_at_once("flce_grad_weight", set.program, functions);
+        joins_ = all_clusters_run_at_once("flce_backward_chunks", set.program, functions);
         forward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kForwardLauncherSymbol));
         backward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
         launcher_context_.launch_kernel = reinterpret_cast<void*>(context_->functions().cuLaunchKernel);
@@ -187,18 +188,22 @@ private:
         return function;
     }
 
-    /// Tiles of grad_weight that wait for others, where exponentials lie in its memory, need every cluster of the grid on the device.
-    [[nodiscard]] bool all_clusters_run_at_once(const CudaProgram& program, const std::map<std::string, CUfunction>& functions) const {
-        const auto waits = [](const KernelEntry& kernel) { return kernel.name == "flce_grad_weight" && kernel.overlaps_previous; };
+    /// Tiles that wait for others, of grad_weight where exponentials lie in its memory and of joined chunks, need every cluster of the grid on the device.
+    [[nodiscard]] bool all_clusters_run_at_once(std::string_view name, const CudaProgram& program,
+                                                const std::map<std::string, CUfunction>& functions) const {
+        const auto waits = [&](const KernelEntry& kernel) { return kernel.name == name && kernel.overlaps_previous; };
         const auto kernel = std::ranges::find_if(program.kernels, waits);
         if (kernel == program.kernels.end()) return false;
         return modules_.front()->clusters(functions.at(kernel->name), kernel->block_threads, kernel->dynamic_smem_bytes, kClusterBlocks) >=
                device().gpu.sm_count / kClusterBlocks;
     }
 
-    void run(bool backward, const std::int64_t* slots, Stream stream) const override {
+    void run(bool backward, const std::int64_t* call, Stream stream) const override {
         const ContextScope scope(*context_);
-        const std::int64_t result = (backward ? backward_ : forward_)(&launcher_context_, slots, stream.handle);
+        CallSlots slots{};
+        std::copy_n(call, slots.size(), slots.begin());
+        slots[static_cast<std::size_t>(Slot::clusters_at_once)] = joins_ ? 1 : 0;
+        const std::int64_t result = (backward ? backward_ : forward_)(&launcher_context_, slots.data(), stream.handle);
         if (result != 0) fail(backward, result);
     }
 
@@ -235,6 +240,7 @@ private:
     WorkspaceSize retained_bytes_;
     WorkspaceSize lendable_bytes_;
     bool lends_ = false;
+    bool joins_ = false;
     std::vector<std::string> forward_texts_;
     std::vector<std::string> backward_texts_;
 };

@@ -1,0 +1,290 @@
+// Backward of many chunks of the vocabulary in one launch. Clusters take the tiles of all phases (chunk_phases.cuh) from one counter, in order: no phase
+// ends with clusters that have nothing to do, and those that are slower have fewer tiles. All blocks run at once, and a tile waits only for earlier phases.
+#pragma once
+
+#include "flce/backward_sm90.cuh"
+#include "flce/chunk_phases.cuh"
+
+namespace flce {
+
+/// The phases' shape: the number of rows is read again and again, from shared memory, where registers are few.
+struct ChunkShape {
+    const BackwardChunksSm90Params& p;
+    unsigned rows_at;
+    __device__ __forceinline__ int rows() const { return static_cast<int>(ptx::ld_shared_b32(rows_at)); }
+    __device__ __forceinline__ int columns() const { return p.columns; }
+    __device__ __forceinline__ int even_width() const { return p.even_width; }
+    __device__ __forceinline__ int pair_width() const { return p.pair_width; }
+};
+
+/// Numbers of tiles, counted through all phases, that the first block of a cluster takes and hands to all: each to a slot in their shared memory. Nobody is
+/// further ahead of the slowest reader than the ring of slices lets the producer be, which is less than there are slots.
+template <class TileT>
+struct TileNumbers {
+    static constexpr unsigned kSlots = 16;
+    static constexpr unsigned kBytes = kSlots * (8 + 4);
+    static_assert(kSlots >= TileT::kStages + 4,
+                  "a tile is a slice at least: those in the ring, the one at hand, and what each consumer looks at");
+
+    unsigned smem;  ///< barriers, then numbers
+    unsigned turn = 0;
+
+    /// All threads, before the cluster is in step.
+    __device__ __forceinline__ explicit TileNumbers(unsigned smem_) : smem(smem_) {
+        if (threadIdx.x == 0) {
+            for (unsigned slot = 0; slot < kSlots; ++slot) ptx::mbarrier_init(smem + 8 * slot, 1);
+            ptx::fence_mbarrier_init();
+        }
+    }
+    /// One thread of each block: that the next number is on its way; of the first block also the number itself.
+    __device__ __forceinline__ void hand_out(unsigned number, unsigned rank) const {
+        const unsigned slot = turn % kSlots;
+        ptx::mbarrier_arrive_expect_tx(smem + 8 * slot, 4);
+        if (rank != 0) return;
+        for (unsigned block = 0; block < TileT::kCluster; ++block) {
+            ptx::st_async_b32(smem + 8 * kSlots + 4 * slot, number, smem + 8 * slot, block);
+        }
+    }
+    /// Any thread: the next number.
+    __device__ __forceinline__ unsigned take() {
+        const unsigned slot = turn % kSlots;
+        ptx::mbarrier_wait_parity(smem + 8 * slot, turn / kSlots & 1u);
+        ++turn;
+        return ptx::ld_shared_b32(smem + 8 * kSlots + 4 * slot);
+    }
+};
+
+/// This block's tiles.
+template <class TileT, int kHidden, int kRaster>
+struct ChunkWalk : ChunkPhases<ChunkShape, kHidden, TileT::kBlockM * TileT::kCluster, TileT::kBlockN> {
+    using Phases = ChunkPhases<ChunkShape, kHidden, TileT::kBlockM * TileT::kCluster, TileT::kBlockN>;
+    using Phases::chunk;
+    using Phases::kind;
+
+    TileNumbers<TileT> numbers;
+    unsigned before = 0;  ///< tiles of earlier phases
+    int m = 0;            ///< first row and column of the tile, counted from the chunk's
+    int n = 0;
+
+    __device__ __forceinline__ ChunkWalk(const BackwardChunksSm90Params& p, unsigned rows_at, unsigned numbers_at)
+        : Phases(ChunkShape{p, rows_at}), numbers(numbers_at) {}
+
+    __device__ __forceinline__ bool next(unsigned rank) {
+        const unsigned number = numbers.take();
+        for (unsigned tiles; number - before >= (tiles = this->tiles_of(kind, chunk)); before += tiles) {
+            if (!this->advance()) return false;
+        }
+        int tile_m;
+        int tile_n;
+        tile_of_block<kRaster>(number - before, this->clusters_of(kind, chunk), this->columns_of(kind, chunk), tile_m, tile_n);
+        m = (tile_m * TileT::kCluster + static_cast<int>(rank)) * TileT::kBlockM;
+        n = tile_n * TileT::kBlockN;
+        return true;
+    }
+
+    __device__ __forceinline__ bool is_turn_of(int consumer) const { return (numbers.turn - 1) % 2 == static_cast<unsigned>(consumer); }
+    __device__ __forceinline__ int slices() const {
+        const int depth = kind == ChunkKind::dlogits       ? kHidden
+                          : kind == ChunkKind::grad_hidden ? this->width_of(kind, chunk)
+                                                           : this->shape.rows();
+        return ceil_div(depth, TileT::kBlockK);
+    }
+};
+
+template <class Problem, class TileT>
+struct BackwardChunksSm90 {
+    using Element = typename Problem::Element;
+    using Out = typename Problem::GradWeight;
+    template <class OperandsT>
+    using Mainloop = MainloopSm90<OperandsT, TileT>;
+    using LogitMainloop = Mainloop<LogitOperands<Problem>>;
+    using HiddenMainloop = Mainloop<Operands<Element, Major::k, Access::chunks, Major::mn, Access::chunks>>;
+    using WeightMainloop = Mainloop<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>>;
+    using Accumulators = typename LogitMainloop::Accumulators;
+    using LogitPanels = PanelStore<Element, TileT, TileT::kBlockN / 64, 1>;
+    using HiddenPanels = PanelStore<float, TileT, 1, 2>;
+    using WeightPanels = GradWeightPanels<Problem, TileT>;
+    static constexpr int kConsumerBytes = LogitPanels::kConsumerBytes;
+    static_assert(kConsumerBytes >= HiddenPanels::kConsumerBytes, "all kinds of tiles leave through the same shared memory");
+    static_assert(TileT::kTurns && !Problem::hidden_major && !Problem::bias, "the generator has asked for it nowhere else");
+    static constexpr int kBarriersAt = LogitMainloop::kRingBytes + kConsumerBytes * TileT::kConsumers + WeightPanels::kBarrierBytes;
+    static constexpr int kNumbersAt = kBarriersAt + RingSm90<TileT>::kBarrierBytes;
+    static constexpr int kRowsAt = kNumbersAt + TileNumbers<TileT>::kBytes;
+    static constexpr int kHidden = Problem::hidden_size;
+
+    const BackwardChunksSm90Params& p;
+    RingSm90<TileT> ring;
+    ChunkWalk<TileT, kHidden, Problem::raster> walk;
+    WeightPanels weight_panels;
+
+    __device__ __forceinline__ explicit BackwardChunksSm90(const BackwardChunksSm90Params& params)
+        : p(params),
+          ring(dynamic_smem, kBarriersAt),
+          walk(params, ring.smem + kRowsAt, ring.smem + kNumbersAt),
+          weight_panels(staging(), ring.place, kConsumerBytes) {
+        if (threadIdx.x == 0) ptx::st_shared_b32(ring.smem + kRowsAt, static_cast<unsigned>(listed_rows<Problem>(p.list, p.rows, 1)));
+        ring.meet();
+    }
+
+    __device__ __forceinline__ unsigned staging() const { return ring.smem + LogitMainloop::kRingBytes; }
+
+    __device__ __forceinline__ void run() {
+        if (ring.place.consumer < 0) {
+            ptx::setmaxnreg_dec<kProducerRegisters>();
+            if (threadIdx.x == 0) produce_all();
+        } else {
+            ptx::setmaxnreg_inc<kConsumerRegisters>();
+            while (walk.next(ring.rank)) {
+                if (walk.is_turn_of(ring.place.consumer)) {
+                    compute();
+                } else {
+                    ring.skip(walk.slices());
+                }
+            }
+        }
+        ring.meet();
+    }
+
+    // ---- the producer
+
+    __device__ __forceinline__ void produce_all() {
+        const unsigned clusters = gridDim.x / TileT::kCluster;
+        unsigned number = blockIdx.x / TileT::kCluster;
+        int phase = -1;
+        while (true) {
+            walk.numbers.hand_out(number, ring.rank);
+            if (!walk.next(ring.rank)) break;
+            // It comes while this tile is brought.
+            if (ring.rank == 0) number = clusters + ptx::atom_relaxed_gpu_add(p.taken, 1u);
+            const int now = walk.chunk * kChunkKinds + static_cast<int>(walk.kind);
+            if (now != phase) wait_for_phases();
+            phase = now;
+            bring();
+        }
+    }
+
+    __device__ __forceinline__ void bring() {
+        const int slices = walk.slices();
+        if (walk.kind == ChunkKind::dlogits) {
+            produce<LogitMainloop>(p.hidden_map, p.weight_map, walk.m, walk.begin_of(walk.chunk) + walk.n, 0, 0, slices);
+        } else if (walk.kind == ChunkKind::grad_hidden) {
+            produce<HiddenMainloop>(walk.is_last(walk.chunk) ? p.last_dlogits_sum_map : p.dlogits_sum_map, p.weight_sum_map, walk.m, walk.n,
+                                    walk.place_of(walk.chunk), walk.begin_of(walk.chunk), slices);
+        } else {
+            produce<WeightMainloop>(p.dlogits_map, p.hidden_sum_map, walk.place_of(walk.chunk) + walk.m, walk.n, 0, 0, slices);
+        }
+    }
+
+    template <class MainloopT, class MapA, class MapB>
+    __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int depth_a, int depth_b, int slices) {
+        MainloopT mainloop(ring);
+        mainloop.produce(a, b, m, n, slices, NoPace{}, depth_a, depth_b);
+        ring.position = mainloop.position;
+    }
+
+    __device__ __forceinline__ void wait_for_phases() const {
+        walk.for_each_needed([&](ChunkKind kind, int chunk) { wait(kind, chunk); });
+        ptx::fence_proxy_async_all();
+    }
+
+    __device__ __forceinline__ void wait(ChunkKind kind, int chunk) const {
+        const unsigned tiles = walk.tiles_of(kind, chunk) * TileT::kCluster;
+        while (ptx::ld_acquire_gpu(p.progress + chunk * kChunkKinds + static_cast<int>(kind)) < tiles) {
+        }
+    }
+
+    // ---- a consumer
+
+    __device__ __forceinline__ void compute() {
+        if (walk.kind == ChunkKind::dlogits) {
+            dlogits();
+        } else if (walk.kind == ChunkKind::grad_hidden) {
+            grad_hidden();
+        } else {
+            grad_weight();
+        }
+    }
+
+    template <class MainloopT, int kExtent>
+    __device__ __forceinline__ void consume(Accumulators& c) {
+        MainloopT mainloop(ring);
+        mainloop.template consume_at<kExtent>(c, walk.n, walk.slices());
+        ring.position = mainloop.position;
+        ring.turn_parity = mainloop.turn_parity;
+    }
+
+    /// One thread, which has handed over this consumer's tile, when that has arrived.
+    template <class Panels>
+    __device__ __forceinline__ void done(const Panels& panels) const {
+        panels.finish();
+        if (panels.issues) ptx::red_release_gpu_add(p.progress + walk.chunk * kChunkKinds + static_cast<int>(walk.kind), 1u);
+    }
+
+    __device__ __forceinline__ void dlogits() {
+        Accumulators c;
+        LogitMainloop::clear(c);
+        consume<LogitMainloop, TileT::kBlockN>(c);
+        LogitPanels panels(staging(), ring.place);
+        const float scale = dlogits_scale<Problem>(p.scalars, false);
+        const int column = walk.begin_of(walk.chunk) + walk.n;
+#pragma unroll
+        for (int i = 0; i < LogitMainloop::kPiecesA; ++i) {
+            panels.open();
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                dlogits_of_row<Problem>(p, ring.place, column, walk.m + ring.place.row(i, h), scale, c[i], h);
+                panels.put(c[i], h, 0, 1.f);
+            }
+            panels.close(p.dlogits_map, walk.place_of(walk.chunk) + walk.n, walk.m + i * 64);
+        }
+        done(panels);
+    }
+
+    __device__ __forceinline__ void grad_hidden() {
+        const bool writes = p.last != 0 && walk.is_last(walk.chunk);
+        const bool adds = p.first == 0 || walk.chunk > 0;
+        Accumulators c;
+        HiddenMainloop::clear(c);
+        if (writes && adds) {
+            if (walk.chunk > 0) wait_in_warp(ChunkKind::grad_hidden, walk.chunk - 2);
+            const long long origin = static_cast<long long>(walk.m) * kHidden + walk.n;
+            load_tile_sm90<true>(HiddenMainloop(ring), c,
+                                 TileTarget<float>{p.accumulator + origin, kHidden, walk.shape.rows() - walk.m, kHidden - walk.n});
+        }
+        consume<HiddenMainloop, kHidden>(c);
+        if (!writes) {
+            HiddenPanels panels(staging(), ring.place, kConsumerBytes);
+            add_to_sum<kHidden>(panels, p.accumulator_map, c, walk.n, walk.m, adds);
+            done(panels);
+            return;
+        }
+        // Listed hidden states lie where this is written.
+        walk.for_each_reader_of_hidden([&](ChunkKind kind, int chunk) { wait_in_warp(kind, chunk); });
+        write_grad_hidden<Problem>(HiddenMainloop(ring), p, c, walk.shape.rows(), walk.m, walk.n);
+    }
+
+    __device__ __forceinline__ void wait_in_warp(ChunkKind kind, int chunk) const {
+        if (ring.place.lane == 0) wait(kind, chunk);
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void grad_weight() {
+        const GradWeightTile<Problem, TileT> tile{p.grad_weight_map, walk.n, walk.begin_of(walk.chunk) + walk.m};
+        weight_panels.group = weight_panels.staging;  // all of them have left: nothing to remember from tile to tile
+        tile.fetch(weight_panels);
+        Accumulators c;
+        WeightMainloop::clear(c);
+        consume<WeightMainloop, kHidden>(c);
+        tile.write(weight_panels, c, dlogits_scale<Problem>(p.scalars, true));
+        done(weight_panels);
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void backward_chunks_sm90(const BackwardChunksSm90Params& p) {
+    prefetch_maps(p.hidden_map, p.weight_map, p.dlogits_map, p.hidden_sum_map, p.dlogits_sum_map, p.weight_sum_map, p.accumulator_map,
+                  p.grad_weight_map);
+    BackwardChunksSm90<Problem, TileT>(p).run();
+}
+
+}  // namespace flce

@@ -1,0 +1,269 @@
+// Backward of many chunks of the vocabulary in one launch: the order of its phases, and what the host passes to it.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "flce/plan.hpp"
+#include "generator/cuda/tile_rules.hpp"
+#include "generator/cuda_program.hpp"
+#include "templates/chunk_phases.cuh"
+#include "templates/params.cuh"
+
+namespace flce::joined_chunks {
+namespace {
+
+struct Shape {
+    int row_count;
+    int all_columns;
+    int even;
+    int pair;
+    [[nodiscard]] int rows() const { return row_count; }
+    [[nodiscard]] int columns() const { return all_columns; }
+    [[nodiscard]] int even_width() const { return even; }
+    [[nodiscard]] int pair_width() const { return pair; }
+};
+using Phases = ChunkPhases<Shape, 2048, 256, 192>;
+using Phase = std::pair<ChunkKind, int>;
+
+constexpr Shape kShapes[] = {
+    {4096, 151936, 3840, 7680}, {300, 1536, 768, 1536}, {300, 1537, 768, 1536}, {300, 500, 768, 1536},  {300, 768, 768, 1536},
+    {300, 769, 768, 1536},      {64, 3500, 1536, 2304}, {64, 4608, 1536, 2304}, {64, 6144, 1536, 2304}, {8192, 128256, 2304, 3840},
+};
+
+std::vector<Phase> order_of(const Shape& shape) {
+    std::vector<Phase> order;
+    Phases phases(shape);
+    do {
+        order.emplace_back(phases.kind, phases.chunk);
+    } while (phases.advance());
+    return order;
+}
+
+TEST(ChunkPhases, AnyShape_CoverTheVocabularyOnce) {
+    for (const Shape& shape : kShapes) {
+        const Phases phases(shape);
+        std::map<ChunkKind, std::map<int, int>> widths;  // by kind: where a chunk begins, its columns
+        for (const auto& [kind, chunk] : order_of(shape)) {
+            EXPECT_TRUE(widths[kind].emplace(phases.begin_of(chunk), phases.width_of(kind, chunk)).second) << "a phase comes once";
+            EXPECT_GE(phases.place_of(chunk), 0);
+            EXPECT_LE(phases.place_of(chunk) + phases.width_of(kind, chunk), shape.pair);
+        }
+        for (const ChunkKind kind : {ChunkKind::dlogits, ChunkKind::grad_hidden, ChunkKind::grad_weight}) {
+            int next = 0;
+            for (const auto& [begin, width] : widths[kind]) {
+                EXPECT_EQ(begin, next);
+                EXPECT_GT(width, 0);
+                next += width;
+            }
+            EXPECT_EQ(next, shape.all_columns);
+        }
+    }
+}
+
+/// Whether `before` is among what `phase` waits for, directly or by what that waits for.
+bool follows(const Shape& shape, const Phase& phase, const Phase& before) {
+    Phases phases(shape);
+    phases.kind = phase.first;
+    phases.chunk = phase.second;
+    bool found = false;
+    phases.for_each_needed([&](ChunkKind kind, int chunk) {
+        const Phase needed{kind, chunk};
+        found = found || needed == before || follows(shape, needed, before);
+    });
+    return found;
+}
+
+TEST(ChunkPhases, AnyShape_NothingIsReadOrWrittenTooEarly) {
+    for (Shape shape : kShapes) {
+        shape.all_columns = std::min(shape.all_columns, 5 * shape.pair + shape.even / 2);
+        const Phases phases(shape);
+        const std::vector<Phase> order = order_of(shape);
+        for (const Phase& phase : order) {
+            const auto& [kind, chunk] = phase;
+            if (kind != ChunkKind::dlogits) {
+                EXPECT_TRUE(follows(shape, phase, {ChunkKind::dlogits, chunk})) << "reads it";
+            } else if (chunk >= 2) {
+                EXPECT_TRUE(follows(shape, phase, {ChunkKind::grad_weight, chunk - 2})) << "writes over what that reads";
+                EXPECT_TRUE(follows(shape, phase, {ChunkKind::grad_hidden, chunk / 2 * 2 - 2})) << "likewise";
+            }
+            if (kind == ChunkKind::grad_hidden) {
+                if (!phases.is_alone(chunk)) {
+                    EXPECT_TRUE(follows(shape, phase, {ChunkKind::dlogits, chunk + 1}));
+                }
+                if (chunk > 0) {
+                    EXPECT_TRUE(follows(shape, phase, {ChunkKind::grad_hidden, chunk - 2})) << "sums are added in order";
+                }
+            }
+        }
+        // Where grad_hidden is written, no tile of grad_weight may still read hidden states.
+        std::vector<Phase> waited;
+        Phases last(shape);
+        last.kind = order.back().first;
+        last.chunk = order.back().second;
+        ASSERT_EQ(last.kind, ChunkKind::grad_hidden);
+        last.for_each_reader_of_hidden([&](ChunkKind kind, int chunk) { waited.emplace_back(kind, chunk); });
+        for (const Phase& phase : order) {
+            if (phase.first != ChunkKind::grad_weight) continue;
+            const bool is_waited = std::ranges::any_of(waited, [&](const Phase& w) { return w == phase || follows(shape, w, phase); });
+            EXPECT_TRUE(is_waited || follows(shape, order.back(), phase)) << "grad_weight of chunk " << phase.second;
+        }
+    }
+}
+
+// A tile waits only for earlier ones, so that blocks which take them in order cannot wait for each other for ever; and in the middle of a long vocabulary
+// for those of a phase that is not the one just before.
+TEST(ChunkPhases, WhatIsWaitedFor_IsEarlierByMoreThanAPhase) {
+    for (const Shape& shape : kShapes) {
+        const std::vector<Phase> order = order_of(shape);
+        const auto number = [&](const Phase& phase) { return std::ranges::find(order, phase) - order.begin(); };
+        for (std::ptrdiff_t i = 0; i < std::ssize(order); ++i) {
+            Phases phases(shape);
+            phases.kind = order[static_cast<std::size_t>(i)].first;
+            phases.chunk = order[static_cast<std::size_t>(i)].second;
+            const bool ends = phases.is_last(phases.chunk) || phases.is_alone(phases.chunk / 2 * 2);
+            phases.for_each_needed([&](ChunkKind kind, int chunk) {
+                EXPECT_LT(number({kind, chunk}), i);
+                if (!ends) {
+                    EXPECT_LT(number({kind, chunk}), i - 1);
+                }
+            });
+        }
+    }
+}
+
+constexpr std::int64_t address(Slot slot) { return (static_cast<std::int64_t>(slot) + 1) << 44; }
+
+struct Launched {
+    std::string kernel;
+    InterpretedLaunch launch;
+};
+struct Pass {
+    std::vector<Launched> launches;
+    std::vector<std::pair<std::int64_t, std::int64_t>> memsets;
+    std::int64_t workspace_bytes = 0;
+
+    [[nodiscard]] std::int64_t count(const std::string& kernel) const { return std::ranges::count(launches, kernel, &Launched::kernel); }
+    [[nodiscard]] std::vector<BackwardChunksSm90Params> joined() const {
+        std::vector<BackwardChunksSm90Params> all;
+        for (const Launched& l : launches) {
+            if (l.kernel != "flce_backward_chunks") continue;
+            std::memcpy(static_cast<void*>(&all.emplace_back()), l.launch.params.data(), sizeof(BackwardChunksSm90Params));
+        }
+        return all;
+    }
+};
+
+Pass backward_of(const std::string& spec_text, std::int64_t num_tokens, const std::map<Slot, std::int64_t>& others = {}) {
+    const Spec spec = parse_spec(spec_text);
+    const Device device = describe_device("h200");
+    const CudaProgram program = generate_cuda(spec, device, choose_plan(spec, device));
+    CallSlots slots{};
+    for (std::size_t i = 0; i < slots.size(); ++i) slots[i] = static_cast<std::int64_t>(i + 1) << 44;
+    const auto set = [&](Slot slot, std::int64_t value) { slots[static_cast<std::size_t>(slot)] = value; };
+    set(Slot::num_tokens, num_tokens);
+    set(Slot::target_bits, 64);
+    set(Slot::reduction, 0);
+    set(Slot::num_valid_code, 0);
+    set(Slot::ignore_index, -100);
+    set(Slot::retained_bytes, 0);
+    set(Slot::clusters_at_once, 1);
+    for (const auto& [slot, value] : others) set(slot, value);
+    Pass pass;
+    pass.workspace_bytes = evaluate(program.backward_workspace_bytes, slots);
+    interpret(
+        program.backward, slots,
+        [&](const InterpretedLaunch& launch) {
+            pass.launches.push_back({program.kernels[static_cast<std::size_t>(launch.kernel)].name, launch});
+        },
+        [&](std::int64_t at, std::int64_t bytes) { pass.memsets.emplace_back(at, bytes); });
+    return pass;
+}
+
+TEST(JoinedChunks, BothGradients_AreOneLaunchForAllOfTheVocabulary) {
+    for (const char* mode : {"", ",grad_weight_mode=accumulate", ",softcap=30"}) {
+        for (const std::int64_t n : {1536, 4096, 8192}) {
+            const Pass pass = backward_of(std::string("D=2048,V=151936") + mode, n);
+            EXPECT_EQ(pass.count("flce_dlogits") + pass.count("flce_grad_hidden") + pass.count("flce_grad_weight"), 0);
+            std::int64_t next = 0;
+            const std::vector<BackwardChunksSm90Params> joined = pass.joined();
+            ASSERT_FALSE(joined.empty());
+            for (const BackwardChunksSm90Params& p : joined) {
+                EXPECT_EQ(p.first_column, next);
+                EXPECT_EQ(p.first, next == 0);
+                next += p.columns;
+                EXPECT_EQ(p.last, next == 151936);
+                EXPECT_EQ(p.rows, n);
+                EXPECT_EQ(p.even_width % 768, 0);
+                EXPECT_EQ((p.pair_width - p.even_width) % 768, 0);
+                EXPECT_GE(p.even_width, p.pair_width - p.even_width);
+                EXPECT_LT(p.even_width, p.pair_width);
+            }
+            EXPECT_EQ(next, 151936);
+        }
+    }
+}
+
+TEST(JoinedChunks, CountersAndSums_HaveTheirPlaceInTheWorkspace) {
+    for (const std::int64_t n : {1536, 4096, 8192}) {
+        const Pass pass = backward_of("D=2048,V=151936,grad_weight_mode=accumulate", n);
+        ASSERT_EQ(pass.joined().size(), 1U);
+        const BackwardChunksSm90Params p = pass.joined().front();
+        const auto taken = reinterpret_cast<std::int64_t>(p.taken);
+        const auto progress = reinterpret_cast<std::int64_t>(p.progress);
+        const auto sum = reinterpret_cast<std::int64_t>(p.accumulator);
+        const std::int64_t chunks = 2 * ((p.columns + p.pair_width - 1) / p.pair_width);
+        ASSERT_EQ(pass.memsets.size(), 1U);
+        const auto [zeroed, bytes] = pass.memsets.front();
+        EXPECT_EQ(zeroed, taken);
+        EXPECT_LE(progress + chunks * kChunkKinds * 4, zeroed + bytes);
+        EXPECT_LE(zeroed + bytes, sum);
+        EXPECT_LE(sum + n * 2048 * 4, address(Slot::workspace) + pass.workspace_bytes);
+        const auto launch = std::ranges::find(pass.launches, "flce_backward_chunks", &Launched::kernel);
+        EXPECT_TRUE(launch->launch.all_at_once);
+        std::vector<std::int64_t> dlogits_columns;
+        for (const InterpretedMap& map : launch->launch.maps) {
+            if (map.row_bytes != p.pair_width * 2) continue;
+            dlogits_columns.push_back(map.columns);
+            EXPECT_LE(map.address + n * map.row_bytes, taken) << "dlogits' places end before";
+        }
+        const std::int64_t last = p.columns - (chunks / 2 - 1) * p.pair_width;
+        EXPECT_THAT(dlogits_columns, testing::UnorderedElementsAre(p.pair_width, p.pair_width, last));
+    }
+}
+
+TEST(JoinedChunks, WhatIsRetained_ComesBefore) {
+    const Pass pass = backward_of("D=2048,V=151936", 4096, {{Slot::retained_bytes, std::int64_t{256} << 20}});
+    EXPECT_EQ(pass.count("flce_grad_hidden"), 1);
+    EXPECT_EQ(pass.count("flce_grad_weight"), 1);
+    const std::vector<BackwardChunksSm90Params> joined = pass.joined();
+    ASSERT_FALSE(joined.empty());
+    EXPECT_GT(joined.front().first_column, 0);
+    for (const BackwardChunksSm90Params& p : joined) EXPECT_EQ(p.first, 0) << "the sum has been begun";
+    EXPECT_EQ(joined.back().last, 1);
+    EXPECT_EQ(joined.back().first_column + joined.back().columns, 151936);
+    const Pass all = backward_of("D=2048,V=151936", 4096, {{Slot::retained_bytes, std::int64_t{1} << 40}});
+    EXPECT_TRUE(all.joined().empty());
+}
+
+TEST(JoinedChunks, OneGradientOrNoRoomOnTheDevice_ChunkByChunk) {
+    for (const Slot slot : {Slot::grad_hidden, Slot::grad_weight, Slot::clusters_at_once}) {
+        const Pass pass = backward_of("D=2048,V=151936", 4096, {{slot, 0}});
+        EXPECT_TRUE(pass.joined().empty());
+        EXPECT_GT(pass.count("flce_dlogits"), 1);
+        EXPECT_EQ(pass.count("flce_grad_hidden") > 0, slot != Slot::grad_hidden);
+        EXPECT_EQ(pass.count("flce_grad_weight") > 0, slot != Slot::grad_weight);
+    }
+    EXPECT_TRUE(backward_of("D=2048,V=151936,bias", 4096).joined().empty());
+    EXPECT_TRUE(backward_of("D=2048,V=151936,layout=hidden_major", 4096).joined().empty());
+    EXPECT_TRUE(backward_of("D=2048,V=151936", 64).joined().empty()) << "few tokens' sum has parts beside each other";
+    EXPECT_TRUE(backward_of("D=2048,V=151936", 300000).joined().empty()) << "tokens in blocks";
+}
+
+}  // namespace
+}  // namespace flce::joined_chunks
