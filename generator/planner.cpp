@@ -235,7 +235,8 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     lines.push_back(fmt::format("chunk of at most {} vocabulary rows; scratch of {} bytes decides how many at a time", plan.vocab_chunk,
                                 plan.scratch_bytes));
     if (device.kind == DeviceKind::cuda && joins_chunks(spec, device, plan)) {
-        lines.emplace_back("chunks that are computed again are one launch, where a call wants both gradients and has more than a few tokens");
+        lines.emplace_back(
+            "chunks that are computed again are one launch, where a call wants both gradients and has more than a few tokens");
     }
     for (const auto& [reason, count] : search.refusals) lines.push_back("refused " + reason);
     return lines;

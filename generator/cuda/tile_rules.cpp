@@ -190,7 +190,7 @@ GemmTile few_tokens_tile(const Spec& spec) {
 bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
     const GemmTile& tile = plan.cuda.dlogits;
     return plan.path == PlanPath::cuda_sm90a && spec.layout == WeightLayout::vocab_major && !spec.bias && takes_turns(tile) &&
-           tile.block_n >= 128 && sm90_smem_bytes(spec, GemmRole::chunks, tile) <= device.gpu.smem_per_block_bytes;
+           tile.block_m == 128 && tile.block_n >= 128 && sm90_smem_bytes(spec, GemmRole::chunks, tile) <= device.gpu.smem_per_block_bytes;
 }
 
 std::int64_t joined_quantum(const Plan& plan) {

@@ -48,7 +48,8 @@ enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidd
 [[nodiscard]] std::optional<std::string> tile_problem(const Spec& spec, const Device& device, PlanPath path, GemmRole role,
                                                       const GemmTile& tile);
 
-/// Whether the three GEMMs of all chunks may be one launch, with dlogits' tile: warpgroups take turns with it.
+/// Whether the three GEMMs of all chunks may be one launch, with dlogits' tile: warpgroups take turns with it, and it leaves
+/// registers for what five main loops need beside it.
 [[nodiscard]] bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan);
 /// Columns that the chunks of such a launch are multiples of: whole tiles of dlogits, whole clusters of grad_weight's.
 [[nodiscard]] std::int64_t joined_quantum(const Plan& plan);

@@ -24,7 +24,7 @@ using testing::HasSubstr;
 
 constexpr std::int64_t kHidden = 64;
 constexpr std::int64_t kVocab = 1000;
-constexpr std::int64_t kSmallSetUnits = 6;                       // five GEMM kernels, and the small ones together
+constexpr std::int64_t kSmallSetUnits = 7;                       // six GEMM kernels, and the small ones together
 constexpr std::int64_t kSmallSetArtifacts = kSmallSetUnits + 1;  // and the launchers
 constexpr DeviceRef kGpu{DeviceKind::cuda, 0};
 
@@ -67,13 +67,14 @@ struct Addresses {
     static void* at(std::int64_t region) { return reinterpret_cast<void*>((region + 1) << 42); }
 
     std::int64_t num_tokens;
+    std::int64_t vocab_size = kVocab;
     TensorView hidden = TensorView::matrix(at(0), ScalarType::bf16, num_tokens, kHidden, kGpu);
-    TensorView weight = TensorView::matrix(at(1), ScalarType::bf16, kVocab, kHidden, kGpu);
+    TensorView weight = TensorView::matrix(at(1), ScalarType::bf16, vocab_size, kHidden, kGpu);
     TensorView target = TensorView::vector(at(2), ScalarType::int64, num_tokens, kGpu);
     TensorView loss = TensorView::scalar(at(3), ScalarType::fp32, kGpu);
     TensorView lse = TensorView::vector(at(4), ScalarType::fp32, num_tokens, kGpu);
     TensorView grad_hidden = TensorView::matrix(at(5), ScalarType::bf16, num_tokens, kHidden, kGpu);
-    TensorView grad_weight = TensorView::matrix(at(6), ScalarType::bf16, kVocab, kHidden, kGpu);
+    TensorView grad_weight = TensorView::matrix(at(6), ScalarType::bf16, vocab_size, kHidden, kGpu);
     Workspace workspace{at(16), std::size_t{1} << 40};
 
     [[nodiscard]] ForwardArgs forward() const { return {.hidden = hidden, .weight = weight, .target = target, .loss = loss, .lse = lse}; }
@@ -234,6 +235,24 @@ TEST(CudaKernel, MemoryOfGradWeight_IsLentWhereAllClustersRunAtOnce) {
         const auto kernel = make_cuda_kernel(small_request(), shared_cache(), *FakeGpu::driver());
         EXPECT_EQ(kernel->retained_bytes(100, RetainedPlace::grad_weight) != 0, clusters == 66);
         EXPECT_NE(kernel->retained_bytes(100), 0U);
+    }
+}
+
+TEST(CudaKernel, Chunks_AreJoinedWhereAllClustersRunAtOnce) {
+    FLCE_REQUIRE_NVRTC();
+    const BuildRequest request = request_for("D=64,V=5000,dtype=bf16,outputs=loss+lse", describe_device("NVIDIA H200"));
+    const CudaProgram program = generate_cuda(request.spec, request.device, request.plan);
+    for (const int clusters : {66, 65}) {
+        FakeGpu gpu;
+        gpu.clusters = clusters;
+        const auto kernel = make_cuda_kernel(request, shared_cache(), *FakeGpu::driver());
+        const Addresses call{1000, 5000};
+        CallSlots slots = call.slots(true);
+        slots[static_cast<std::size_t>(Slot::clusters_at_once)] = clusters == 66 ? 1 : 0;
+        learn_param_bytes(gpu, program, program.backward, slots);
+        kernel->backward(call.backward(), call.workspace);
+        EXPECT_EQ(std::ranges::count(gpu.launches, "flce_backward_chunks", &FakeGpu::Launch::kernel), clusters == 66 ? 1 : 0);
+        EXPECT_EQ(std::ranges::count(gpu.launches, "flce_dlogits", &FakeGpu::Launch::kernel), clusters == 66 ? 0 : 1);
     }
 }
 
