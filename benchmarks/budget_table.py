@@ -134,6 +134,8 @@ def context(args):
         "how": " ".join(
             ["benchmarks/budget_table.py --flce build/bin/flce", f"--minutes {args.minutes:g} --seconds {args.seconds:g}"]
             + [f"--shape {shape}" for shape in args.shape or []]
+            + [f"--case '{case}'" for case in args.case or []]
+            + ["--no-errors"] * args.no_errors
         ),
     }
 
