@@ -20,16 +20,18 @@ template <class Make>
 auto allocated(std::string_view buffer, double bytes, DeviceRef device, Make&& make) {
     constexpr double kNobodyHas = 0x1p53;  // and bytes are not exact beyond
     constexpr int kDeviceOutOfMemory = 2;  // CUDA_ERROR_OUT_OF_MEMORY
-    if (bytes < kNobodyHas) {
-        try {
-            return make();
-        } catch (const std::bad_alloc&) {
-        } catch (const std::length_error&) {  // of a vector
-        } catch (const DeviceError& error) {
-            if (error.result() != kDeviceOutOfMemory) throw;
-        }
+    const auto none = [&] { return OutOfMemory(buffer, bytes, device); };
+    if (bytes >= kNobodyHas) throw none();
+    try {
+        return make();
+    } catch (const std::bad_alloc&) {
+        throw none();
+    } catch (const std::length_error&) {  // of a vector
+        throw none();
+    } catch (const DeviceError& error) {
+        if (error.result() != kDeviceOutOfMemory) throw;
+        throw none();
     }
-    throw OutOfMemory(buffer, bytes, device);
 }
 
 }  // namespace flce::cli
