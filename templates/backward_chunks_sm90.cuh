@@ -196,6 +196,9 @@ struct BackwardChunksSm90 {
     // ---- a consumer
 
     __device__ __forceinline__ void compute() {
+        // What follows from where a thread stands is worked out anew for every tile: for all kinds of them, kept beside the accumulators, it would not fit.
+        asm volatile("" : "+r"(ring.place.lane), "+r"(ring.place.warp));
+        weight_panels.place = ring.place;
         if (walk.kind == ChunkKind::dlogits) {
             dlogits();
         } else if (walk.kind == ChunkKind::grad_hidden) {

@@ -33,10 +33,9 @@ class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, 
 void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) {
     for (const KernelResources& used : report) {
         if (!test::has_main_loop(used.name)) continue;
-        const int most = test::most_spilled_bytes(used.name);
-        EXPECT_LE(used.stack_bytes, most) << used.name << " with " << plan.text();
-        EXPECT_LE(used.spill_store_bytes, most) << used.name << " with " << plan.text();
-        EXPECT_LE(used.spill_load_bytes, most) << used.name << " with " << plan.text();
+        EXPECT_EQ(used.stack_bytes, 0) << used.name << " with " << plan.text();
+        EXPECT_EQ(used.spill_store_bytes, 0) << used.name << " with " << plan.text();
+        EXPECT_EQ(used.spill_load_bytes, 0) << used.name << " with " << plan.text();
     }
 }
 

@@ -19,10 +19,6 @@ namespace flce::test {
            kernel.starts_with("flce_grad_weight") || kernel.starts_with("flce_backward_chunks");
 }
 
-/// Bytes of local memory that a kernel may have. Joined chunks have five main loops: what is only needed beside one of them may be put by meanwhile, a few
-/// words, never within a loop.
-[[nodiscard]] inline int most_spilled_bytes(const std::string& kernel) { return kernel.starts_with("flce_backward_chunks") ? 48 : 0; }
-
 /// Units of one configuration as one, which NVRTC is quicker with. The second of a name gets a number: flce_forward, flce_forward_1.
 [[nodiscard]] inline CudaUnit together(const std::vector<CudaUnit>& units) {
     CudaUnit all;
