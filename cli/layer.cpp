@@ -27,7 +27,7 @@ std::uint64_t hash(std::uint64_t x) {
 float near_normal(std::uint64_t bits) {
     const auto sum = static_cast<std::int64_t>((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
     constexpr double kDeviation = 37837.2;  // of the sum: 65536 · sqrt(4 / 12)
-    return static_cast<float>(static_cast<double>(sum - 2 * 65535) / kDeviation);
+    return static_cast<float>(static_cast<double>(sum - std::int64_t{2} * 65535) / kDeviation);
 }
 
 /// "hidden [4096, 128]".

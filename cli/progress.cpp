@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace flce::cli {
 namespace {
@@ -32,7 +33,7 @@ std::string clipped(std::string_view text, std::size_t width) {
 std::string render_pace(std::int64_t done, std::int64_t total, double seconds) {
     if (done <= 0 || done >= total || seconds <= 0) return {};
     const double rate = static_cast<double>(done) / seconds;
-    const auto left = static_cast<std::int64_t>(static_cast<double>(total - done) / rate + 0.5);
+    const std::int64_t left = std::lround(static_cast<double>(total - done) / rate);
     const std::string time =
         left < 3600 ? fmt::format("{}:{:02}", left / 60, left % 60) : fmt::format("{}:{:02}:{:02}", left / 3600, left / 60 % 60, left % 60);
     return fmt::format("{:.3g}/s, {} left", rate, time);
