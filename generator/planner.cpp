@@ -137,13 +137,16 @@ std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const 
     return plans;
 }
 
+/// In a layer that is not deeper a dot product of bf16 pairs saves little, and costs grad_hidden accuracy: dz is rounded to bf16 for it.
+constexpr std::int64_t kShallow = 128;
+
 /// The scratch decides how much of the chunk exists at once, so the widest comes first.
 std::vector<Plan> cpu_candidates(const Spec& spec, const Device& device, const PlanRequest& request) {
     std::vector<Plan> plans;
     for (const auto& [blocks, efficiency] : block_candidates_cpu()) {
         if (blocks.vector_bits != device.cpu.vector_bits) continue;
         for (const bool bf16_dot : {true, false}) {
-            if (bf16_dot && !(device.cpu.bf16_dot && spec.dtype == DType::bf16)) continue;
+            if (bf16_dot && !(device.cpu.bf16_dot && spec.dtype == DType::bf16 && spec.hidden_size > kShallow)) continue;
             for (const std::int64_t chunk : {1 << 20, 8192, 2048}) {
                 Plan plan{.path = PlanPath::cpu, .scratch_bytes = request.scratch_bytes, .cpu = blocks};
                 plan.cpu.bf16_dot = bf16_dot;

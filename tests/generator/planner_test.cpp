@@ -171,5 +171,11 @@ TEST(CostModel, Fp32CostsMoreThanBf16) {
               4 * estimate_forward(half, device, choose_plan(half, device), 4096).seconds);
 }
 
+TEST(Planner, ShallowLayersOnACpu_KeepDlogitsInFp32) {
+    const Device device = describe_device("znver4");
+    EXPECT_FALSE(choose_plan(parse_spec("D=128,V=5000,dtype=bf16"), device).cpu.bf16_dot);
+    EXPECT_TRUE(choose_plan(parse_spec("D=256,V=5000,dtype=bf16"), device).cpu.bf16_dot);
+}
+
 }  // namespace
 }  // namespace flce
