@@ -318,9 +318,10 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.chunks = ceil_div(spec.vocab_size, b.chunk);
     place_wide_chunks(spec, device, plan, s, b);
     if (joins_chunks(spec, device, plan)) {
-        // Few tokens' grad_hidden is summed in parts beside each other.
-        const Expr pairs = min(less(2 * joined_quantum(plan) - 1, b.chunk), equal(round_down(b.chunk, joined_quantum(plan)), b.chunk));
-        b.joined = min(min(equal(b.row_blocks, 1), equal(b.sum_rows, n)), pairs);
+        // Whole tiles, of wide chunks too; and few tokens' grad_hidden is summed in parts beside each other.
+        const std::int64_t quantum = joined_quantum(plan);
+        const Expr whole = min(equal(round_down(b.chunk, quantum), b.chunk), equal(round_down(b.wide_chunk, quantum), b.wide_chunk));
+        b.joined = min(min(equal(b.row_blocks, 1), equal(b.sum_rows, n)), min(less(2 * quantum - 1, b.chunk), whole));
         b.even_chunk = first_of_pair(plan, b.chunk);
         b.even_wide_chunk = first_of_pair(plan, b.wide_chunk);
         b.progress_bytes = progress_bytes(spec, plan);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "flce/plan.hpp"
-#include "generator/cuda/tile_rules.hpp"
+#include "generator/cuda/workspace.hpp"
 #include "generator/cuda_program.hpp"
 #include "templates/chunk_phases.cuh"
 #include "templates/params.cuh"
@@ -183,6 +183,33 @@ Pass backward_of(const std::string& spec_text, std::int64_t num_tokens, const st
         },
         [&](std::int64_t at, std::int64_t bytes) { pass.memsets.emplace_back(at, bytes); });
     return pass;
+}
+
+// A chunk that ended within a cluster's tiles of grad_weight would have them written over the next one's.
+TEST(JoinedChunks, TilesOfOtherSizes_EveryChunkIsWholeTiles) {
+    const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16").normalized();
+    const Device device = describe_device("h200");
+    Plan plan = choose_plan(spec, device);
+    plan.cuda.dlogits = {.block_m = 128, .block_n = 128, .block_k = 64, .stages = 6, .warps_m = 4, .warps_n = 1};
+    plan.cuda.grad_weight = {.block_m = 192, .block_n = 128, .block_k = 64, .stages = 4, .warps_m = 4, .warps_n = 1};
+    std::size_t joined = 0;
+    for (const std::int64_t scratch : {64, 100, 160, 200, 240, 280, 2048, 4096}) {
+        plan.scratch_bytes = scratch << 20;
+        ASSERT_EQ(illegal_reason(spec, device, plan), std::nullopt);
+        const BackwardLayout layout = backward_layout(spec, device, plan);
+        CallSlots slots{};
+        slots[static_cast<std::size_t>(Slot::grad_weight)] = std::int64_t{1} << 44;
+        for (std::int64_t n = 4000; n < 200'000; n += 1000) {
+            slots[static_cast<std::size_t>(Slot::num_tokens)] = n;
+            if (evaluate(layout.joined, slots) == 0) continue;
+            ++joined;
+            EXPECT_EQ(evaluate(layout.chunk, slots) % 256, 0) << n;
+            EXPECT_EQ(evaluate(layout.even_chunk, slots) % 256, 0) << n;
+            EXPECT_EQ(evaluate(layout.wide_chunk, slots) % 256, 0) << n;
+            EXPECT_EQ(evaluate(layout.even_wide_chunk, slots) % 256, 0) << n;
+        }
+    }
+    EXPECT_GT(joined, 10U);
 }
 
 TEST(JoinedChunks, BothGradients_AreOneLaunchForAllOfTheVocabulary) {
