@@ -217,7 +217,7 @@ struct GradHiddenSm90 {
         divided = parts.count > 1;
         if (here.count == 1) return;
         walk.clusters_m *= here.count;
-        walk.count *= here.count;
+        walk.count *= static_cast<unsigned>(here.count);
         pace.counters = nullptr;
     }
 

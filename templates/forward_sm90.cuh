@@ -79,7 +79,7 @@ struct ForwardSm90 {
         }
         if (mainloop.place.consumer < 0) {
             ptx::setmaxnreg_dec<kProducerRegisters>();
-            while (next()) bring();
+            bring_all();
         } else {
             ptx::setmaxnreg_inc<kConsumerRegisters>();
             consume();
@@ -109,19 +109,37 @@ struct ForwardSm90 {
         return {p.list.rows != nullptr ? p.list.rows + p.list.first + first : nullptr, first, last};
     }
 
-    /// The producer's warpgroup: rows that are neighbours in hidden are the copy engine's, for one thread.
-    __device__ __forceinline__ void bring() {
-        const TileRows rows = listed_rows_of(walk.part);
+    /// The producer's warpgroup. Where rows lie is looked up once for a part: a tile would wait as long for it as the ring holds out.
+    __device__ __forceinline__ void bring_all() {
+        const Place first = place_of(0);
+        const Place second = place_of(1);
+        while (next()) {
+            const bool is_second = walk.part != 0;
+            bring({is_second ? second.neighbours : first.neighbours, is_second ? second.begin : first.begin});
+        }
+    }
+    struct Place {
+        bool neighbours;
+        int begin;
+    };
+    __device__ __forceinline__ Place place_of(int part) const {
+        const TileRows rows = listed_rows_of(part);
+        return {rows.neighbours(), rows.begin()};
+    }
+
+    /// Rows that are neighbours in hidden are the copy engine's, for one thread.
+    __device__ __forceinline__ void bring(const Place& place) {
         const int n = walk.tile * TileT::kBlockN;
         if constexpr (kLists) {
-            if (!rows.neighbours()) {
+            if (!place.neighbours) {
+                const TileRows rows = listed_rows_of(walk.part);
                 const auto row_of = [&](int row) { return row <= rows.last ? rows.listed[row].row : -1; };
                 return mainloop.produce_rows(static_cast<const typename Problem::Element*>(p.hidden), Problem::hidden_size, row_of,
                                              p.weight_map, n, kSlices);
             }
         }
         if (threadIdx.x == 0) {
-            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, rows.begin(), n, kSlices, NoPace{}, 0, 0,
+            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, place.begin, n, kSlices, NoPace{}, 0, 0,
                              kFew ? share.rows : TileT::kBlockM);
         } else {
             mainloop.skip(kSlices);

@@ -420,8 +420,8 @@ struct TileWalk {
 
     int clusters_m;  // of tiles
     int tiles_n;
-    long long next_tile;
-    long long count;
+    unsigned next_tile;
+    unsigned count;  // tiles of what has room in memory: far below 2^32
     bool in_blocks = false;
     int m = 0;  // first row of this block's tile
     int n = 0;
@@ -430,7 +430,7 @@ struct TileWalk {
         : clusters_m(ceil_div(extent_m, TileT::kBlockM * TileT::kCluster)),
           tiles_n(ceil_div(extent_n, TileT::kBlockN)),
           next_tile(blockIdx.x / TileT::kCluster),
-          count(static_cast<long long>(clusters_m) * tiles_n) {}
+          count(static_cast<unsigned>(clusters_m) * static_cast<unsigned>(tiles_n)) {}
 
     __device__ __forceinline__ bool next(unsigned rank) {
         if (next_tile >= count) return false;

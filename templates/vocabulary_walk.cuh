@@ -16,48 +16,70 @@ namespace flce {
 /// to unit tile · stride mod clusters; so whoever shares rows works at the same part of the vocabulary at the same time, and the weight is read from
 /// memory once. Needs row_clusters ≤ clusters, and a stride that gives consecutive tiles different units.
 ///
-/// Where there is one cluster of rows, tiles are dealt out in order, and the next one is found without a search: with few tokens a search would take as
-/// long as the weight's way through the ring.
+/// Tiles are found without a search, which would take as long as the weight's way through the ring where few clusters share rows: tiles step round the
+/// circle of units, and whatever comes back to an arc of it does so after one of three numbers of steps (the three-gap theorem).
 struct VocabularyWalk {
-    int clusters;
-    int stride;
-    int row_cluster;    // of part 0
-    int first, end;     // units of part 0
-    int end_of_second;  // units [0, …) of part 1
-    int step;           // tiles from one that is looked at to the next
+    int row_cluster;  // of part 0
+    int arc;          // units
+    int second;       // of them, the first that belongs to part 1
+    int place;        // in the arc, of the tile at hand
+    int up;           // places: the shortest way forward that keeps inside
+    int up_tiles;     // and in how many tiles
+    int down;         // the same back
+    int down_tiles;
     int tile;
-    int part = 1;
-    int unit;
+    int part = -1;  // before the first tile
 
-    FLCE_HOST_DEVICE VocabularyWalk(int cluster, int clusters_, int row_clusters, int stride_) : clusters(clusters_), stride(stride_) {
+    FLCE_HOST_DEVICE VocabularyWalk(int cluster, int clusters, int row_clusters, int stride) : arc(row_clusters) {
         const int begin = cluster * row_clusters;
         row_cluster = begin / clusters;
-        first = begin - row_cluster * clusters;
-        end = first + row_clusters < clusters ? first + row_clusters : clusters;
-        end_of_second = first + row_clusters - clusters;
-        const bool one = row_clusters == 1;
-        step = one ? clusters : 1;
-        tile = one ? first - clusters : -1;
-        if (one) stride = 0;
-        unit = one ? first : clusters - stride;
+        const int first = begin - row_cluster * clusters;
+        second = clusters - first;
+        up = down = arc;
+        up_tiles = down_tiles = clusters;
+        if (row_clusters == 1) {  // dealt out in order
+            place = up = 0;
+            tile = first;
+            return;
+        }
+        // From unit 0, where tile 0 is, into the arc.
+        tile = 0;
+        place = first == 0 ? 0 : second;
+        for (; place >= arc && tile < clusters; ++tile) place = stepped(place, stride, clusters);
+        // Back into it from any place: `up` and `down` are never both possible, and where neither is, one after the other is.
+        int gone = 0;
+        for (int tiles = 1; tiles <= clusters && (up == arc || down == arc); ++tiles) {
+            gone = stepped(gone, stride, clusters);
+            if (up == arc && gone < arc) {
+                up = gone;
+                up_tiles = tiles;
+            }
+            if (down == arc && clusters - gone < arc) {
+                down = clusters - gone;
+                down_tiles = tiles;
+            }
+            if (gone == 0) break;
+        }
     }
     /// On to the next tile; false past the last of `tiles`.
     FLCE_HOST_DEVICE bool next(int tiles) {
-        if (part == 0) {
-            part = 1;
-            if (unit < end_of_second) return true;
+        if (part >= 0) {
+            const bool goes_up = place + up < arc;
+            const bool goes_down = place >= down;
+            tile += goes_up ? up_tiles : goes_down ? down_tiles : up_tiles + down_tiles;
+            place += goes_up ? up : goes_down ? -down : up - down;
         }
-        do {
-            tile += step;
-            if (tile >= tiles) return false;
-            unit += stride;
-            if (unit >= clusters) unit -= clusters;
-            part = unit >= first && unit < end ? 0 : 1;
-        } while (part == 1 && unit >= end_of_second);
-        return true;
+        part = place < second ? 0 : 1;
+        return tile < tiles;
     }
     FLCE_HOST_DEVICE int row_cluster_of(int which) const { return row_cluster + which; }
-    FLCE_HOST_DEVICE bool has_second() const { return end_of_second > 0; }
+    FLCE_HOST_DEVICE bool has_second() const { return second < arc; }
+
+private:
+    static FLCE_HOST_DEVICE int stepped(int unit, int stride, int clusters) {
+        unit += stride;
+        return unit >= clusters ? unit - clusters : unit;
+    }
 };
 
 }  // namespace flce

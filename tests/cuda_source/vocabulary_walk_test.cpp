@@ -25,8 +25,8 @@ std::vector<Visit> visits_of(int cluster, int clusters, int row_clusters, int st
 }
 
 TEST(VocabularyWalk, AnyShare_HasEveryTileOnce) {
-    for (int clusters : {1, 2, 3, 16, 66, 132}) {
-        for (int row_clusters : {1, 2, 3, 15, 65, 66}) {
+    for (int clusters : {1, 2, 3, 16, 57, 66, 132}) {
+        for (int row_clusters : {1, 2, 3, 4, 7, 15, 32, 65, 66}) {
             if (row_clusters > clusters) continue;
             int stride = std::max(clusters * 618 / 1000, 1);
             while (std::gcd(stride, clusters) != 1) ++stride;
@@ -50,11 +50,25 @@ TEST(VocabularyWalk, AnyShare_HasEveryTileOnce) {
     }
 }
 
-// The next tile is `clusters` further on: nothing is looked at in between.
+// Where there are fewer tiles than clusters, each has its own.
+TEST(VocabularyWalk, FewTiles_HaveAClusterEach) {
+    for (int row_clusters : {1, 2, 5}) {
+        for (int tiles : {1, 2, 7}) {
+            std::map<std::pair<int, int>, int> times;
+            for (int cluster = 0; cluster < row_clusters * tiles; ++cluster) {
+                const std::vector<Visit> visits = visits_of(cluster, row_clusters * tiles, row_clusters, row_clusters, tiles);
+                ASSERT_EQ(visits.size(), 1U) << cluster;
+                ++times[{visits[0].row_cluster, visits[0].tile}];
+            }
+            EXPECT_EQ(std::ssize(times), static_cast<std::ptrdiff_t>(row_clusters) * tiles);
+        }
+    }
+}
+
+// The next tile is `clusters` further on.
 TEST(VocabularyWalk, OneClusterOfRows_DealsTilesOutInOrder) {
     for (int cluster : {0, 1, 131}) {
         VocabularyWalk walk(cluster, 132, 1, 83);
-        EXPECT_EQ(walk.step, 132);
         EXPECT_FALSE(walk.has_second());
         int expected = cluster;
         for (; walk.next(501); expected += 132) {
