@@ -91,6 +91,8 @@ struct DlogitsSm90 {
     }
 
     __device__ __forceinline__ void compute() {
+        // Worked out anew for every tile: kept beside the accumulators, what follows from it would not fit.
+        asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
         typename MainloopT::Accumulators c;
         MainloopT::clear(c);
         mainloop.consume(c, kSlices);

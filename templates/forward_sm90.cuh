@@ -184,9 +184,6 @@ struct ForwardSm90 {
             MainloopT::clear(c);
             mainloop.consume(c, kSlices, kLists && !listed_rows_of(walk.part).neighbours());
             reduce(c, walk.tile * TileT::kBlockN);
-            if constexpr (Problem::retain) {
-                if (walk.tile * TileT::kBlockN < p.retained_columns) retain(c, walk.tile * TileT::kBlockN);
-            }
         }
         if constexpr (Problem::retain) {
             if (p.again != 0) return;
@@ -221,7 +218,7 @@ struct ForwardSm90 {
             for (int h = 0; h < 2; ++h) sums[i][h] = Fields::load(stashed(part, i, h), kConsumerThreads);
     }
 
-    /// Adds a tile of logits to this thread's sums.
+    /// Adds a tile of logits to this thread's sums; what is retained of it leaves for memory.
     __device__ __forceinline__ void reduce(Accumulators& c, int first_column) {
         float weighted[kPieces][2] = {};
         to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c, weighted);
@@ -234,64 +231,121 @@ struct ForwardSm90 {
                 const int target = row < share.rows ? listed_row<Problem>(p.list, p.targets, row).target : kIgnored;
                 const int within = target - first_column - mainloop.place.column(0, 0);
                 if (target >= 0 && has_column<kColumnPieces>(within)) p.target_logits[row] = pick_column(c[i], h, within);
-                reduce_row(c[i], h, weighted[i][h], sums[i][h]);
+                if constexpr (Problem::label_smoothing) {
+                    sums[i][h].weighted_sum += weighted[i][h];
+                    asm volatile("" : "+f"(sums[i][h].weighted_sum));  // here: put off, it would need a second copy of the accumulators
+                }
             }
         }
+        if constexpr (Problem::retain) {
+            if (p.retained_columns > 0) return retain(c, first_column);
+        }
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) reduce_row(c[i], h, sums[i][h]);
     }
 
-    /// Logits become exponentials of what they are above the row's reference, cut off where that is out of range (so that a row that is ignored,
-    /// whatever it holds, multiplies a finite number by 0), and leave for memory.
+    /// Logits become exponentials of what they are above the row's reference, which are added up. Those that are retained leave for memory.
     __device__ __forceinline__ void retain(Accumulators& c, int first_column) {
-        constexpr float kMostPower = 100.f;
         constexpr int kGroup = kPanelWidth * 8;  // column pieces
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
+            for (int h = 0; h < 2; ++h)
+                exponentials_of_row(c[i], h, reference_of(first_row(walk.part) + mainloop.place.row(i, h)), sums[i][h]);
+            if (first_column >= p.retained_columns) continue;
+#pragma unroll
             for (int first = 0; first < kColumnPieces; first += kGroup) {
                 panels.open();
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int row = first_row(walk.part) + mainloop.place.row(i, h);
-                    const float reference = row < share.rows ? p.references[row] : 0.f;
-#pragma unroll
-                    for (int j = first; j < first + kGroup; ++j) {
-#pragma unroll
-                        for (int e = 0; e < 2; ++e) {
-                            float& z = c[i][j][2 * h + e];
-                            z = ptx::ex2_approx_ftz(fminf((z - reference) * kLog2E, kMostPower));
-                        }
-                    }
-                    panels.put(c[i], h, first, 1.f);
-                }
+                for (int h = 0; h < 2; ++h) panels.put(c[i], h, first, 1.f);
                 panels.close(BlockedMap{p.retained_map, kRetainedShift}, first_column + first * 8,
                              first_row(walk.part) + mainloop.place.first_row() + i * 64);
             }
         }
     }
+    __device__ __forceinline__ float reference_of(int row) const { return row < share.rows ? p.references[row] : 0.f; }
 
-    static __device__ __forceinline__ void reduce_row(const float (&c)[kColumnPieces][4], int h, float weighted, RowSums& sums) {
+    /// Whether a row's sums are of what is retained, relative to its reference, which spares them exponentials of their own: where the largest logit so far
+    /// is near it. Others are relative to that logit.
+    static __device__ __forceinline__ bool shares(float max, float reference) {
+        return kPowers<Problem> && !Problem::entropy && PowersAbove::takes(reference) && fabsf(max - reference) <= kMostAboveReference;
+    }
+
+    /// Where they are far from the reference, exponentials are cut off: a row that is ignored, whatever it holds, has to multiply a finite number by 0.
+    static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference, RowSums& sums) {
+        constexpr float kMostPower = 100.f;
+        const PowersAbove above(reference);
         const float old_max = sums.max;
-        float now_max = old_max;
+        const float now_max = fmaxf(old_max, row_max(c, h));
+        const bool shared = shares(old_max, reference);
+        if (shares(now_max, reference)) {
+            if (!shared) sums.exp_sum = sums.exp_sum > 0.f ? sums.exp_sum * above.exp(old_max) : 0.f;
+            sums.max = now_max;
+            float exp_sum[2] = {0.f, 0.f};
 #pragma unroll
-        for (int j = 0; j < kColumnPieces; ++j) now_max = fmaxf(now_max, fmaxf(c[j][2 * h], c[j][2 * h + 1]));
+            for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) exp_sum[e] += c[j][2 * h + e] = above.exp(c[j][2 * h + e]);
+            }
+            sums.exp_sum += exp_sum[0] + exp_sum[1];
+            return;
+        }
+        if (shared) to_own_max(sums, reference);
+        reference -= reduce_row(c, h, sums);
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = ptx::ex2_approx_ftz(fminf((c[j][2 * h + e] - reference) * kLog2E, kMostPower));
+        }
+    }
+    /// The largest logit's own exponential becomes exactly 1, so that confident tokens keep their small losses.
+    static __device__ __forceinline__ void to_own_max(RowSums& sums, float reference) {
+        sums.exp_sum /= PowersAbove(reference).exp(sums.max);
+    }
+
+    static __device__ __forceinline__ float row_max(const float (&c)[kColumnPieces][4], int h) {
+        float max = fmaxf(c[0][2 * h], c[0][2 * h + 1]);
+#pragma unroll
+        for (int j = 1; j < kColumnPieces; ++j) max = fmaxf(max, fmaxf(c[j][2 * h], c[j][2 * h + 1]));
+        return max;
+    }
+
+    /// Adds a row of logits to its sums, and returns what it has taken from each of them: nothing, or their maximum where that is huge.
+    static __device__ __forceinline__ float reduce_row(float (&c)[kColumnPieces][4], int h, RowSums& sums) {
+        const float old_max = sums.max;
+        const float now_max = fmaxf(old_max, row_max(c, h));
         const float shift = sums.exp_sum > 0.f ? old_max - now_max : 0.f;
-        const float factor = Problem::Math::exp(shift);
-        if constexpr (Problem::entropy) sums.exp_z_sum = factor * (sums.exp_z_sum + shift * sums.exp_sum);
-        sums.exp_sum *= factor;
+        const float shrunk = Problem::Math::exp(shift);
+        if constexpr (Problem::entropy) sums.exp_z_sum = shrunk * (sums.exp_z_sum + shift * sums.exp_sum);
+        sums.exp_sum *= shrunk;
         sums.max = now_max;
+        float taken = 0.f;
+        if (!SummedAbove<Problem>::takes(now_max)) {  // a column's that does not exist, too
+            taken = now_max;
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) c[j][2 * h + e] -= now_max;
+        }
+        const float reference = now_max - taken;
+        const SummedAbove<Problem> above(reference);
         float exp_sum[2] = {0.f, 0.f};
+        float exp_z_sum = 0.f;
 #pragma unroll
         for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const float difference = c[j][2 * h + e] - now_max;
-                const float exponential = Problem::Math::exp(difference);
+                const float exponential = above.exp(c[j][2 * h + e]);
                 exp_sum[e] += exponential;
-                if constexpr (Problem::entropy) sums.exp_z_sum += exponential * difference;
+                if constexpr (Problem::entropy) exp_z_sum += exponential * (c[j][2 * h + e] - reference);
             }
         }
-        sums.exp_sum += exp_sum[0] + exp_sum[1];
-        if constexpr (Problem::label_smoothing) sums.weighted_sum += weighted;
+        const float factor = above.factor(reference);
+        sums.exp_sum = __fmaf_rn(factor, exp_sum[0] + exp_sum[1], sums.exp_sum);
+        if constexpr (Problem::entropy) sums.exp_z_sum = __fmaf_rn(factor, exp_z_sum, sums.exp_z_sum);
+        return taken;
     }
 
     /// Merges the four lanes that share a row and writes a partial result: one for each cluster that has a part of the rows, by turns one a consumer.
@@ -305,8 +359,11 @@ struct ForwardSm90 {
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const RowSums all = merge_quad(sums[i][h]);
                 const int row = first_row(part) + mainloop.place.row(i, h);
+                if constexpr (Problem::retain) {
+                    if (p.retained_columns > 0 && shares(sums[i][h].max, reference_of(row))) to_own_max(sums[i][h], reference_of(row));
+                }
+                const RowSums all = merge_quad(sums[i][h]);
                 if (mainloop.place.lane % 4 != 0 || row >= share.rows) continue;
                 write_partial(split, row, all);
                 if (cluster == last_cluster) {

@@ -42,9 +42,57 @@ __device__ __forceinline__ long long partial_rows_of(int rows) { return ceil_div
 /// Sums of up to this many products are exact to fp32's last place in a framework, and have to be here.
 constexpr int kShortSum = 128;
 
+/// Above this, in nats, forward's exponentials are not to be relied on: they are cut off at 2^100.
+constexpr float kMostAboveReference = 60.f;
+
+/// Logits that are sums of so many products are off by several times what rounded powers of two add (docs/numerics.md).
+constexpr int kLongSum = 512;
+template <class Problem>
+constexpr bool kPowers = Numeric<typename Problem::Element>::kHalf && Problem::hidden_size >= kLongSum;
+/// Exponentials that are summed, and those that will be rounded to the Problem's dtype.
+template <class Problem>
+using SummedAbove = Select<kPowers<Problem>, PowersAbove, DifferencesAbove<typename Problem::Math>>;
+template <class Problem>
+using RoundedAbove = Select<Numeric<typename Problem::Element>::kHalf, PowersAbove, DifferencesAbove<typename Problem::Math>>;
+
 template <class Problem>
 using LogitOperands = Operands<typename Problem::Element, Major::k, Access::chunks, Problem::hidden_major ? Major::mn : Major::k,
                                weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
+
+/// Columns past the vocabulary become kMaskedLogit: in the last tile, at a comparison for every element, which the others are spared.
+template <class Problem, class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void mask_columns(const Place& place, int first_column, float (&c)[kPieces][kColumnPieces][4]) {
+    asm volatile("" : "+r"(first_column));  // what is known of each column already would not fit beside the accumulators until here
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            if (first_column + place.column(j, e) < Problem::vocab_size) continue;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) c[i][j][e] = c[i][j][2 + e] = kMaskedLogit;
+        }
+    }
+}
+
+/// weighted += Σ c_j·z_j of the thread's columns. kRagged: some of them may not exist.
+template <class Problem, bool kRagged, class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place& place, int first_column,
+                                             const float (&c)[kPieces][kColumnPieces][4], float (&weighted)[kPieces][2]) {
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int column = first_column + place.column(j, e);
+            float weight = 1.f;
+            if constexpr (Problem::class_weight) weight = p.class_weight[kRagged ? min(column, Problem::vocab_size - 1) : column];
+            if (kRagged && column >= Problem::vocab_size) weight = 0.f;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) weighted[i][h] += weight * c[i][j][2 * h + e];
+        }
+    }
+}
 
 /// c becomes logits; columns past the vocabulary become kMaskedLogit. weighted += Σ c_j·z_j of the thread's columns, with label smoothing.
 template <class Problem, class Place, int kPieces, int kColumnPieces>
@@ -55,23 +103,27 @@ __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& p
     for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const int column = first_column + place.column(j, e);
-            const bool exists = !ragged || column < Problem::vocab_size;
             float bias = 0.f;
-            if constexpr (Problem::bias) bias = exists ? to_float(static_cast<const typename Problem::Element*>(p.bias)[column]) : 0.f;
-            float weight = exists ? 1.f : 0.f;
-            if constexpr (Problem::class_weight && Problem::label_smoothing) weight = exists ? p.class_weight[column] : 0.f;
+            if constexpr (Problem::bias) {
+                const int column = first_column + place.column(j, e);
+                if (!ragged || column < Problem::vocab_size) bias = to_float(static_cast<const typename Problem::Element*>(p.bias)[column]);
+            }
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     float& z = c[i][j][2 * h + e];
-                    z = Problem::transform(z + bias, p.transform).value;
-                    if (!exists) z = kMaskedLogit;
-                    if constexpr (Problem::label_smoothing) weighted[i][h] += exists ? weight * z : 0.f;
+                    if constexpr (Problem::bias) z += bias;
+                    z = Problem::transform(z, p.transform).value;
                 }
             }
         }
+    }
+    if (ragged) {
+        if constexpr (Problem::label_smoothing) add_weighted<Problem, true>(p, place, first_column, c, weighted);
+        mask_columns<Problem>(place, first_column, c);
+    } else {
+        if constexpr (Problem::label_smoothing) add_weighted<Problem, false>(p, place, first_column, c, weighted);
     }
 }
 
@@ -125,18 +177,24 @@ __device__ __forceinline__ void add_bias(const DlogitsParams& p, const Place& pl
 }
 
 /// The coefficients of a row that the Problem has: those of terms that do not exist are 0.
-template <class Problem>
+template <class Problem, class Above>
 struct GradientRow {
     float a;
     float b;
     float t;
     float s;
-    float lse;
+    Above above_lse;
+
+    __device__ __forceinline__ GradientRow(const float4& k, float scale, float lse) : t(k.z * scale), s(k.w * scale), above_lse(lse) {
+        const float factor = scale * above_lse.factor(lse);
+        a = k.x * factor;
+        b = k.y * factor;
+    }
 
     /// The gradient for hidden · weightᵀ + bias = x at `column` of the chunk.
     __device__ __forceinline__ float operator()(const DlogitsParams& p, float x, int column, bool is_target) const {
         const Logit z = Problem::transform(x, p.transform);
-        float dz = Problem::Math::exp(z.value - lse) * (Problem::entropy ? a + b * z.value : a);
+        float dz = above_lse.exp(z.value) * (Problem::entropy ? a + b * z.value : a);
         if (is_target) dz -= t;
         if constexpr (Problem::label_smoothing) {
             float weight = 1.f;
@@ -148,6 +206,17 @@ struct GradientRow {
     }
 };
 
+/// A thread's columns of a row, from `column` on, none of them the target's.
+template <class GradientT, int kColumnPieces>
+__device__ __forceinline__ void replace_by_gradients(const GradientT& gradient, const DlogitsParams& p, int column,
+                                                     float (&c)[kColumnPieces][4], int h) {
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) c[j][2 * h + e] = gradient(p, c[j][2 * h + e], column + j * 8 + e, false);
+    }
+}
+
 /// One row of hidden · weightᵀ + bias becomes its gradient, scaled. `first_column` is the tile's in the chunk.
 template <class Problem, class Place, int kColumnPieces>
 __device__ __forceinline__ void row_gradient(const DlogitsParams& p, const Place& place, int first_column, int row, float scale,
@@ -158,20 +227,20 @@ __device__ __forceinline__ void row_gradient(const DlogitsParams& p, const Place
         k = static_cast<const float4*>(p.coefficients)[row];
         target = static_cast<const RowTarget*>(p.row_targets)[row];
     }
-    const GradientRow<Problem> gradient{k.x * scale, k.y * scale, k.z * scale, k.w * scale, target.lse};
+    using Above = RoundedAbove<Problem>;
+    using Precise = DifferencesAbove<typename Problem::Math>;
+    const GradientRow<Problem, Precise> precise(k, scale, target.lse);
     // The target's column counted from this thread's first one; outside where another tile or nobody has it. Few threads have one: a branch of
     // their own costs less than a comparison for every element.
-    const int within = target.target - static_cast<int>(p.first_column) - first_column - place.column(0, 0);
+    const int column = first_column + place.column(0, 0);
+    const int within = target.target - static_cast<int>(p.first_column) - column;
     const bool has_target = target.target >= 0 && has_column<kColumnPieces>(within);
     float at_target = 0.f;
-    if (has_target) at_target = gradient(p, pick_column(c, h, within), first_column + place.column(0, 0) + within, true);
-#pragma unroll
-    for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            float& value = c[j][2 * h + e];
-            value = gradient(p, value, first_column + place.column(j, e), false);
-        }
+    if (has_target) at_target = precise(p, pick_column(c, h, within), column + within, true);
+    if (kSame<Above, Precise> || !Above::takes(target.lse)) {
+        replace_by_gradients(precise, p, column, c, h);
+    } else {
+        replace_by_gradients(GradientRow<Problem, Above>(k, scale, target.lse), p, column, c, h);
     }
     if (has_target) replace_column(c, h, within, at_target);
 }

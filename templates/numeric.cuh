@@ -92,6 +92,31 @@ struct FastMath {
     }
 };
 
+/// e^(z − reference) for many z of a row, up to a factor that they share: powers of two at one multiply-add each.
+struct PowersAbove {
+    /// Beyond this the factor is far from 1, and in the end out of range.
+    static constexpr float kMostReference = 65536.f;
+    static __device__ __forceinline__ bool takes(float reference) { return fabsf(reference) <= kMostReference; }
+
+    float shift;
+    __device__ __forceinline__ explicit PowersAbove(float reference) : shift(reference * kLog2E) {}
+    /// The power is rounded: relative error |z − reference|·2^-24.
+    __device__ __forceinline__ float exp(float z) const { return ptx::ex2_approx_ftz(__fmaf_rn(z, kLog2E, -shift)); }
+    /// What the rounding of `shift` has to be made up for with.
+    __device__ __forceinline__ float factor(float reference) const { return ptx::ex2_approx_ftz(-__fmaf_rn(reference, kLog2E, -shift)); }
+};
+
+/// The same from rounded differences, with Math's own exp.
+template <class Math>
+struct DifferencesAbove {
+    static __device__ __forceinline__ bool takes(float /*reference*/) { return true; }
+
+    float reference;
+    __device__ __forceinline__ explicit DifferencesAbove(float reference_) : reference(reference_) {}
+    __device__ __forceinline__ float exp(float z) const { return Math::exp(z - reference); }
+    __device__ __forceinline__ float factor(float /*reference*/) const { return 1.f; }
+};
+
 /// For fp32.
 struct PreciseMath {
     static __device__ __forceinline__ float exp(float x) { return ::expf(x); }

@@ -65,9 +65,6 @@ __device__ __forceinline__ float class_weight_total(const PassScalars* scalars) 
     return static_cast<float>(Problem::vocab_size);
 }
 
-/// Above this, in nats, forward's exponentials are not to be relied on: they are cut off at 2^100.
-constexpr float kMostAboveReference = 60.f;
-
 /// Divides the sums over all rows and writes the scalars that are wanted. For one thread.
 template <class Problem>
 __device__ __forceinline__ void write_loss(const CountParams& p, const LossPartial& sums, unsigned long long count, float* loss,

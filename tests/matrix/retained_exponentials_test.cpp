@@ -17,9 +17,10 @@ namespace flce::test {
 namespace {
 
 using Bytes = std::map<std::string, std::vector<std::byte>>;
-using Parameters = std::tuple<WeightLayout, OptionSet>;
+using Parameters = std::tuple<WeightLayout, OptionSet, std::int64_t>;  // the last is hidden_size
 
-constexpr std::int64_t kHidden = 136;
+// In a deep layer, what is stored is also what is summed.
+constexpr std::int64_t kDepths[] = {136, 520};
 constexpr std::int64_t kVocab = 2571;  // five blocks of exponentials and a little
 
 class RetainedExponentials : public testing::TestWithParam<Parameters> {
@@ -29,11 +30,12 @@ protected:
         if (kernel()->plan().strategy != Strategy::retain) GTEST_SKIP() << "this GPU's kernels retain nothing: " << kernel()->plan().text();
     }
     static std::shared_ptr<const Kernel> kernel() {
-        const auto& [layout, options] = GetParam();
-        Spec spec = make_spec(kHidden, kVocab, DType::bf16, layout, options);
+        const auto& [layout, options, depth] = GetParam();
+        Spec spec = make_spec(depth, kVocab, DType::bf16, layout, options);
         if (layout == WeightLayout::hidden_major) spec.padded_vocab_size = (kVocab + 15) / 8 * 8;  // rows of whole 16 bytes
         return kernel_on(Target::gpu, spec);
     }
+    static std::int64_t hidden_size() { return std::get<2>(GetParam()); }
     static Bytes gradients(const KernelRun& run) {
         Bytes all = run.bytes();
         Bytes kept;
@@ -42,9 +44,10 @@ protected:
     }
     /// `row` of the weight becomes `factor` times hidden state `token`: that token's logit there is factor · |hidden|².
     static void point_at(Problem& p, std::int64_t row, std::int64_t token, float factor) {
-        for (std::int64_t k = 0; k < kHidden; ++k) {
-            p.weight[static_cast<std::size_t>(row * kHidden + k)] =
-                rounded(factor * p.hidden[static_cast<std::size_t>(token * kHidden + k)], DType::bf16);
+        const std::int64_t depth = hidden_size();
+        for (std::int64_t k = 0; k < depth; ++k) {
+            p.weight[static_cast<std::size_t>(row * depth + k)] =
+                rounded(factor * p.hidden[static_cast<std::size_t>(token * depth + k)], DType::bf16);
         }
     }
 };
@@ -152,16 +155,24 @@ TEST_P(RetainedExponentials, OneHugeColumnLast_WithinBounds) {
 
 TEST_P(RetainedExponentials, LogitsAllEqual_WithinBounds) {
     const auto k = kernel();
+    const std::int64_t depth = hidden_size();
     // Every token's exponentials are then rounded alike, which the bounds of what is stored in fp32 do not foresee.
     if (k->spec().grad_weight_dtype == DType::fp32) GTEST_SKIP() << "gradients in fp32";
     Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 11});
     // Rows of the weight differ only where hidden states are 0.
-    constexpr std::int64_t kZeros = kHidden / 2;
-    for (std::int64_t token = 0; token < 300; ++token) std::fill_n(problem.hidden.begin() + token * kHidden, kZeros, 0.F);
+    const std::int64_t zeros = depth / 2;
+    for (std::int64_t token = 0; token < 300; ++token) std::fill_n(problem.hidden.begin() + token * depth, zeros, 0.F);
     for (std::int64_t row = 1; row < kVocab; ++row) {
-        std::copy(problem.weight.begin() + kZeros, problem.weight.begin() + kHidden, problem.weight.begin() + row * kHidden + kZeros);
+        std::copy(problem.weight.begin() + zeros, problem.weight.begin() + depth, problem.weight.begin() + row * depth + zeros);
     }
     EXPECT_TRUE(run_and_judge(k, problem));
+}
+
+TEST_P(RetainedExponentials, HugeLogits_WithinBounds) {
+    const auto k = kernel();
+    for (const Logits logits : {Logits::saturated, Logits::huge}) {
+        EXPECT_TRUE(run_and_judge(k, make_problem(k->spec(), {.num_tokens = 300, .logits = logits, .seed = 14})));
+    }
 }
 
 TEST_P(RetainedExponentials, OneTokenCertain_WithinBounds) {
@@ -176,8 +187,8 @@ TEST_P(RetainedExponentials, IgnoredTokensWithEndlessLogits_ContributeNothing) {
     Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 13});
     for (std::int64_t token = 0; token < 300; ++token) {
         if (problem.target[static_cast<std::size_t>(token)] != problem.options.ignore_index) continue;
-        for (std::int64_t h = 0; h < kHidden; ++h)
-            problem.hidden[static_cast<std::size_t>(token * kHidden + h)] = rounded(3e18F, DType::bf16);
+        for (std::int64_t h = 0; h < hidden_size(); ++h)
+            problem.hidden[static_cast<std::size_t>(token * hidden_size() + h)] = rounded(3e18F, DType::bf16);
     }
     EXPECT_TRUE(run_and_judge(k, problem));
 }
@@ -202,10 +213,12 @@ std::vector<OptionSet> options() {
 }
 
 std::string name_of(const testing::TestParamInfo<Parameters>& info) {
-    return std::string(to_string(std::get<0>(info.param))) + "_" + std::get<1>(info.param).name;
+    return std::string(to_string(std::get<0>(info.param))) + "_" + std::get<1>(info.param).name + "_" +
+           std::to_string(std::get<2>(info.param));
 }
 
-INSTANTIATE_TEST_SUITE_P(Gpu, RetainedExponentials, testing::Combine(testing::ValuesIn(kLayouts), testing::ValuesIn(options())), name_of);
+INSTANTIATE_TEST_SUITE_P(Gpu, RetainedExponentials,
+                         testing::Combine(testing::ValuesIn(kLayouts), testing::ValuesIn(options()), testing::ValuesIn(kDepths)), name_of);
 
 }  // namespace
 }  // namespace flce::test

@@ -52,6 +52,16 @@ TEST_P(Scenarios, SoftcapWithLargeLogits_WithinBounds) {
     expect_good("everything_padded_accumulate", {.num_tokens = 65, .logits = Logits::saturated, .reduction = Reduction::sum});
 }
 
+// So deep that exponentials are powers of two from one multiply-add, and logits to which that cannot be applied; the last tile of columns is one of few.
+TEST_P(Scenarios, DeepLayerWithHugeLogits_WithinBounds) {
+    for (const char* options : {"plain", "label_smoothing", "entropy"}) {
+        const auto k = kernel_on(target(), make_spec(520, kVocab, dtype(), layout(), option(options)));
+        for (const Logits logits : {Logits::moderate, Logits::saturated, Logits::huge}) {
+            EXPECT_TRUE(run_and_judge(k, make_problem(k->spec(), {.num_tokens = 300, .logits = logits})));
+        }
+    }
+}
+
 TEST_P(Scenarios, IgnoreIndexIsAClass_ThatClassIsIgnored) {
     for (std::int64_t index : {std::int64_t{0}, kVocab - 1, std::int64_t{13}}) {
         expect_good("plain", {.num_tokens = 129, .ignore_index = index});

@@ -46,11 +46,14 @@ std::vector<std::int64_t> make_targets(const Spec& spec, const ProblemOptions& o
     return target;
 }
 
+/// Of the logits that are not moderate.
+float root(Logits logits) { return logits == Logits::huge ? 1000.0F : 100.0F; }
+
 std::vector<float> make_weight(const Spec& spec, const ProblemOptions& o) {
     const Stream random{o.seed * 16 + 2};
     const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(spec.hidden_size)));
     return filled(spec.vocab_size * spec.hidden_size, [&](std::int64_t i) {
-        if (o.logits == Logits::saturated && i % spec.hidden_size == 0) return (random.bits(i) & 1U) != 0 ? 100.0F : -100.0F;
+        if (o.logits != Logits::moderate && i % spec.hidden_size == 0) return (random.bits(i) & 1U) != 0 ? root(o.logits) : -root(o.logits);
         return rounded(random.normal(i) * scale, spec.dtype);
     });
 }
@@ -71,7 +74,7 @@ std::vector<float> make_hidden(const Problem& problem) {
         for (std::int64_t k = 0; k < d; ++k) {
             float& h = hidden[i * d + k];
             if (known && k > 0) h += static_cast<float>(lift / norm * problem.weight[label * d + k]);
-            if (o.logits == Logits::saturated && k == 0) h = 100.0F;
+            if (o.logits != Logits::moderate && k == 0) h = root(o.logits);
             h = rounded(h, spec.dtype);
         }
     }
@@ -104,11 +107,11 @@ void make_upstream(Problem& p) {
 std::string to_string(const ProblemOptions& o) {
     static constexpr const char* kIgnored[] = {"none", "some", "all"};
     static constexpr const char* kReduction[] = {"none", "sum", "mean"};
+    static constexpr const char* kLogits[] = {"moderate", "saturated", "huge"};
     return fmt::format("N={} ignored={} logits={} target=int{} ignore_index={} reduction={}{}{}{} seed={}", o.num_tokens,
-                       kIgnored[static_cast<int>(o.ignored)], o.logits == Logits::saturated ? "saturated" : "moderate", o.target_bits,
-                       o.ignore_index, kReduction[static_cast<int>(o.reduction)],
-                       o.num_valid ? fmt::format(" num_valid={}", *o.num_valid) : std::string(), o.invalid_labels ? " invalid_labels" : "",
-                       o.upstream ? "" : " no_upstream", o.seed);
+                       kIgnored[static_cast<int>(o.ignored)], kLogits[static_cast<int>(o.logits)], o.target_bits, o.ignore_index,
+                       kReduction[static_cast<int>(o.reduction)], o.num_valid ? fmt::format(" num_valid={}", *o.num_valid) : std::string(),
+                       o.invalid_labels ? " invalid_labels" : "", o.upstream ? "" : " no_upstream", o.seed);
 }
 
 Problem make_problem(const Spec& spec, const ProblemOptions& options) {

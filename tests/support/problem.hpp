@@ -13,8 +13,9 @@ namespace flce::test {
 
 enum class Ignored : std::uint8_t { none, some, all };
 
-/// moderate: logits of standard deviation 2, half of the tokens confident of their label to a random degree. saturated: ±1e4 besides that.
-enum class Logits : std::uint8_t { moderate, saturated };
+/// moderate: logits of standard deviation 2, half of the tokens confident of their label to a random degree. saturated: ±1e4 besides
+/// that. huge: ±1e6.
+enum class Logits : std::uint8_t { moderate, saturated, huge };
 
 struct ProblemOptions {
     std::int64_t num_tokens = 3;
