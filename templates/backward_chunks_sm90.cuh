@@ -7,11 +7,18 @@
 
 namespace flce {
 
-/// The phases' shape: the number of rows is read again and again, from shared memory, where registers are few.
+/// The phases' shape: what follows from the number of rows is read again and again, from shared memory, where registers are few.
 struct ChunkShape {
+    static constexpr unsigned kBytes = 8;
     const BackwardChunksSm90Params& p;
     unsigned rows_at;
     __device__ __forceinline__ int rows() const { return static_cast<int>(ptx::ld_shared_b32(rows_at)); }
+    __device__ __forceinline__ int parts() const { return static_cast<int>(ptx::ld_shared_b32(rows_at + 4)); }
+    /// One thread, before the block is in step.
+    __device__ __forceinline__ void set(int rows) const {
+        ptx::st_shared_b32(rows_at, static_cast<unsigned>(rows));
+        ptx::st_shared_b32(rows_at + 4, static_cast<unsigned>(SumParts(p.share, rows).count));
+    }
     __device__ __forceinline__ int columns() const { return p.columns; }
     __device__ __forceinline__ int even_width() const { return p.even_width; }
     __device__ __forceinline__ int pair_width() const { return p.pair_width; }
@@ -65,6 +72,9 @@ struct ChunkWalk : ChunkPhases<ChunkShape, kHidden, TileT::kBlockM * TileT::kClu
     unsigned before = 0;  ///< tiles of earlier phases
     int m = 0;            ///< first row and column of the tile, counted from the chunk's
     int n = 0;
+    int slices = 0;
+    int part_row = 0;  ///< of a sum in parts: the first row of the tile's part, and how deep in the pair it begins
+    int part_depth = 0;
 
     __device__ __forceinline__ ChunkWalk(const BackwardChunksSm90Params& p, unsigned rows_at, unsigned numbers_at)
         : Phases(ChunkShape{p, rows_at}), numbers(numbers_at) {}
@@ -79,15 +89,26 @@ struct ChunkWalk : ChunkPhases<ChunkShape, kHidden, TileT::kBlockM * TileT::kClu
         tile_of_block<kRaster>(number - before, this->clusters_of(kind, chunk), this->columns_of(kind, chunk), tile_m, tile_n);
         m = (tile_m * TileT::kCluster + static_cast<int>(rank)) * TileT::kBlockM;
         n = tile_n * TileT::kBlockN;
+        find_slices();
         return true;
     }
 
     __device__ __forceinline__ bool is_turn_of(int consumer) const { return (numbers.turn - 1) % 2 == static_cast<unsigned>(consumer); }
-    __device__ __forceinline__ int slices() const {
-        const int depth = kind == ChunkKind::dlogits       ? kHidden
-                          : kind == ChunkKind::grad_hidden ? this->width_of(kind, chunk)
-                                                           : this->shape.rows();
-        return ceil_div(depth, TileT::kBlockK);
+
+private:
+    __device__ __forceinline__ void find_slices() {
+        part_row = part_depth = 0;
+        if (kind != ChunkKind::grad_hidden) {
+            slices = ceil_div(kind == ChunkKind::dlogits ? kHidden : this->shape.rows(), TileT::kBlockK);
+            return;
+        }
+        slices = this->sum_slices(chunk);
+        if (this->shape.parts() == 1) return;
+        const PartSlices parts = this->parts_of(chunk);
+        const int part = m / this->rows_of_part();
+        part_row = part * this->rows_of_part();
+        part_depth = part * parts.of_part * kSumSlice;
+        slices = min(parts.of_part, slices - part * parts.of_part);
     }
 };
 
@@ -122,7 +143,7 @@ struct BackwardChunksSm90 {
           ring(dynamic_smem, kBarriersAt),
           walk(params, ring.smem + kRowsAt, ring.smem + kNumbersAt),
           weight_panels(staging(), ring.place, kConsumerBytes) {
-        if (threadIdx.x == 0) ptx::st_shared_b32(ring.smem + kRowsAt, static_cast<unsigned>(listed_rows<Problem>(p.list, p.rows, 1)));
+        if (threadIdx.x == 0) walk.shape.set(listed_rows<Problem>(p.list, p.rows, 1));
         ring.meet();
     }
 
@@ -138,7 +159,7 @@ struct BackwardChunksSm90 {
                 if (walk.is_turn_of(ring.place.consumer)) {
                     compute();
                 } else {
-                    ring.skip(walk.slices());
+                    ring.skip(walk.slices);
                 }
             }
         }
@@ -164,12 +185,13 @@ struct BackwardChunksSm90 {
     }
 
     __device__ __forceinline__ void bring() {
-        const int slices = walk.slices();
+        const int slices = walk.slices;
         if (walk.kind == ChunkKind::dlogits) {
             produce<LogitMainloop>(p.hidden_map, p.weight_map, walk.m, walk.begin_of(walk.chunk) + walk.n, 0, 0, slices);
         } else if (walk.kind == ChunkKind::grad_hidden) {
-            produce<HiddenMainloop>(walk.is_last(walk.chunk) ? p.last_dlogits_sum_map : p.dlogits_sum_map, p.weight_sum_map, walk.m, walk.n,
-                                    walk.place_of(walk.chunk), walk.begin_of(walk.chunk), slices);
+            produce<HiddenMainloop>(walk.is_last(walk.chunk) ? p.last_dlogits_sum_map : p.dlogits_sum_map, p.weight_sum_map,
+                                    walk.m - walk.part_row, walk.n, walk.place_of(walk.chunk) + walk.part_depth,
+                                    walk.begin_of(walk.chunk) + walk.part_depth, slices);
         } else {
             produce<WeightMainloop>(p.dlogits_map, p.hidden_sum_map, walk.place_of(walk.chunk) + walk.m, walk.n, 0, 0, slices);
         }
@@ -211,7 +233,7 @@ struct BackwardChunksSm90 {
     template <class MainloopT, int kExtent>
     __device__ __forceinline__ void consume(Accumulators& c) {
         MainloopT mainloop(ring);
-        mainloop.template consume_at<kExtent>(c, walk.n, walk.slices());
+        mainloop.template consume_at<kExtent>(c, walk.n, walk.slices);
         ring.position = mainloop.position;
         ring.turn_parity = mainloop.turn_parity;
     }
@@ -244,7 +266,7 @@ struct BackwardChunksSm90 {
     }
 
     __device__ __forceinline__ void grad_hidden() {
-        const bool writes = p.last != 0 && walk.is_last(walk.chunk);
+        const bool writes = p.last != 0 && walk.is_last(walk.chunk) && walk.shape.parts() == 1;
         const bool adds = p.first == 0 || walk.chunk > 0;
         Accumulators c;
         HiddenMainloop::clear(c);

@@ -1,15 +1,15 @@
 // The order in which many chunks of the vocabulary are worked on in one launch. Plain C++: the host tests it.
 #pragma once
 
-#if !defined(FLCE_HOST_DEVICE)
 #if defined(__CUDACC__)
-#define FLCE_HOST_DEVICE __host__ __device__ __forceinline__
+#include "flce/sum_parts.cuh"
 #else
-#define FLCE_HOST_DEVICE inline
-#endif
+#include "templates/sum_parts.cuh"
 #endif
 
 namespace flce {
+
+constexpr int kSumSlice = 64;  ///< columns of the vocabulary; parts of a sum are multiples
 
 /// Tiles of a chunk, in the order of their counters: dlogits (D), grad_hidden (H), grad_weight (W).
 enum class ChunkKind : int { dlogits, grad_hidden, grad_weight };
@@ -22,7 +22,9 @@ enum class ChunkKind : int { dlogits, grad_hidden, grad_weight };
 /// writes over it there is another phase, so that counters which order them are rarely waited for. The last sum becomes grad_hidden, where hidden states may
 /// lie that grad_weight needs: it comes last.
 ///
-/// Shape has rows(), columns(), even_width() and pair_width(), as BackwardChunksSm90Params has them. A tile is of a cluster.
+/// Where there are few rows, grad_hidden's sum has parts as SumParts says, whose tiles lie below each other; whoever adds them up comes later.
+///
+/// Shape has rows(), columns(), even_width() and pair_width(), as BackwardChunksSm90Params has them, and parts(). A tile is of a cluster.
 template <class Shape, int kHidden, int kClusterRows, int kBlockColumns>
 struct ChunkPhases {
     Shape shape;
@@ -47,8 +49,14 @@ struct ChunkPhases {
     FLCE_HOST_DEVICE bool is_alone(int c) const { return begin_of(c) + shape.even_width() >= shape.columns(); }
 
     FLCE_HOST_DEVICE int clusters_of(ChunkKind k, int c) const {
-        return up_div(k == ChunkKind::grad_weight ? width_of(k, c) : shape.rows(), kClusterRows);
+        const int clusters = up_div(k == ChunkKind::grad_weight ? width_of(k, c) : shape.rows(), kClusterRows);
+        return k == ChunkKind::grad_hidden && shape.parts() > 1 ? clusters * parts_of(c).count : clusters;
     }
+    /// Of the sum over a pair.
+    FLCE_HOST_DEVICE PartSlices parts_of(int c) const { return {sum_slices(c), shape.parts()}; }
+    FLCE_HOST_DEVICE int sum_slices(int c) const { return up_div(width_of(ChunkKind::grad_hidden, c), kSumSlice); }
+    /// From one part to the next.
+    FLCE_HOST_DEVICE int rows_of_part() const { return up_div(shape.rows(), kClusterRows) * kClusterRows; }
     FLCE_HOST_DEVICE int columns_of(ChunkKind k, int c) const {
         return up_div(k == ChunkKind::dlogits ? width_of(k, c) : kHidden, kBlockColumns);
     }

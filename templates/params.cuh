@@ -352,15 +352,16 @@ struct BackwardChunksSm90Params : DlogitsParams {
     TensorMap weight_sum_map;        //
     TensorMap accumulator_map;       ///< fp32, to store and add
     TensorMap grad_weight_map;       ///< to store, or to add to
-    float* accumulator;              ///< [rows, D] fp32
+    float* accumulator;              ///< [rows, D] fp32, of all parts below each other
     void* grad_hidden;               ///< [rows, D]; begins with the call's first row where there is a list
     unsigned* taken;                 ///< how many tiles are, 0 before; likewise
     unsigned* progress;              ///< [chunks][kChunkKinds]: tiles that are done, of each block
     RowList list;
+    SumShare share;
     int even_width;  ///< columns of chunks 0, 2, …
     int pair_width;  ///< of a chunk and the next one
     int first;       ///< nothing accumulated yet
-    int last;        ///< the last chunk writes grad_hidden
+    int last;        ///< the last chunk writes grad_hidden, where its sum is in one part
 };
 
 }  // namespace flce

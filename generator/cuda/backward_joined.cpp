@@ -16,8 +16,9 @@ std::vector<Statement> BackwardWriter::joined_steps() const {
     const Matrix dlogits{stretch_.dlogits, stretch_.width, n, stretch_.width};
     // Of the last pair of chunks, or half of one.
     const Expr last = columns - (ceil_div(columns, stretch_.width) - 1) * stretch_.width;
-    const Matrix sum{sum_at(), spec_.hidden_size, n, spec_.hidden_size};
+    const Matrix sum{sum_at(), spec_.hidden_size, room(), spec_.hidden_size};
     LaunchBuilder<Params> launch(source_.kernel("backward_chunks"), clusters_ * kClusterBlocks);
+    share(launch, &Params::share);
     launch.set(&Params::class_weight, advanced(slot(Slot::class_weight), stretch_.begin, 4))
         .set(&Params::scalars, at(layout_.scalars))
         .set(&Params::coefficients, at(layout_.coefficients))

@@ -55,9 +55,7 @@ Statement BackwardWriter::gather_hidden() const {
 Statement BackwardWriter::scatter_grad_hidden() const {
     LaunchBuilder<ScatterRowsParams> launch(source_.kernel("scatter_rows"), ceil_div(slot(Slot::num_tokens), kRowThreads / 32));
     share(launch, &ScatterRowsParams::share);
-    launch
-        .set(&ScatterRowsParams::accumulator,
-             select(max(layout_.joined, min(less(1, layout_.row_blocks), equal(scatters_sum(), 0))), 0, sum_at()))
+    launch.set(&ScatterRowsParams::accumulator, select(min(less(1, layout_.row_blocks), equal(scatters_sum(), 0)), 0, sum_at()))
         .set(&ScatterRowsParams::grad_hidden, slot(Slot::grad_hidden))
         .set(&ScatterRowsParams::scalars, at(layout_.scalars))
         .set(&ScatterRowsParams::rows, slot(Slot::num_tokens));

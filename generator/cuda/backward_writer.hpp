@@ -124,14 +124,17 @@ private:
         return floor_div(layout_.sum_rows * row_bytes - all_kept_ * round_up(hidden_bytes(), kWorkspaceAlignment), row_bytes);
     }
 
-    /// How the sum over the vocabulary may be divided. Row blocks have tiles enough, and so have joined chunks; where chunks may be joined, calls for one
-    /// gradient alone have the same bits.
+    /// How the sum over the vocabulary may be divided; the same where chunks are joined, so that calls for one gradient alone have the same bits. Row blocks
+    /// have tiles enough.
     template <class Params, class Holder>
     void share(LaunchBuilder<Params>& launch, SumShare Holder::* member) const {
         const GemmTile& tile = plan_.cuda.grad_hidden;
-        launch.set(member, &SumShare::room, select(max(less(1, layout_.row_blocks), layout_.joined), 0, room()))
+        const GemmTile& joined = plan_.cuda.dlogits;
+        const auto tiles_across = [&](const GemmTile& t) { return (spec_.hidden_size + t.block_n - 1) / t.block_n; };
+        const Expr none = max(less(1, layout_.row_blocks), tile.block_m == joined.block_m ? Expr(0) : layout_.joined);
+        launch.set(member, &SumShare::room, select(none, 0, room()))
             .set(member, &SumShare::cluster_rows, std::int64_t{kClusterBlocks} * tile.block_m)
-            .set(member, &SumShare::column_tiles, (spec_.hidden_size + tile.block_n - 1) / tile.block_n)
+            .set(member, &SumShare::column_tiles, select(min(layout_.joined, equal(kept_, 0)), tiles_across(joined), tiles_across(tile)))
             .set(member, &SumShare::clusters, clusters_)
             .set(member, &SumShare::slices, ceil_div(first_columns_, 64));
     }

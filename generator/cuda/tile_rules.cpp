@@ -43,8 +43,8 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
         // Panels that leave together: ForwardSm90::kPanelWidth.
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n % 192 == 0 ? 3 : tile.block_n % 128 == 0 ? 2 : 1);
     } else if (role == GemmRole::chunks) {
-        beside =
-            2 * kPanelBytes * (tile.block_n / 64) + 8 * 2 * 2 + 16 * 12 + 4;  // panels, an update's barriers, numbers of tiles and of rows
+        beside = 2 * kPanelBytes * (tile.block_n / 64) + 8 * 2 * 2 + 16 * 12 +
+                 8;  // panels, an update's barriers, numbers of tiles, rows and parts
     } else if (role == GemmRole::dlogits) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + (spec.bias ? 4 * 4 * 2 * tile.block_n : 0);
     } else if (role == GemmRole::grad_hidden) {

@@ -18,6 +18,7 @@ constexpr std::int64_t kRowQuantum = 128;
 constexpr std::int64_t kListedRowBytes = sizeof(ListedRow);
 constexpr std::int64_t kMostListedRows = 1 << 18;  // of a call; where there are more, ignored ones are worked on like the others
 constexpr std::int64_t kLeastScratch = 16 << 20;   // with less there are no lists
+constexpr std::int64_t kFewestJoinedTokens = 512;  // where there are no more, chunk by chunk is as quick or quicker
 
 std::int64_t down(std::int64_t value, std::int64_t multiple) { return value / multiple * multiple; }
 std::int64_t up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -288,11 +289,14 @@ static Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan) {
     // Adding parts up is a launch more: not for a sum that is soon done.
     constexpr std::int64_t kLeastVocabulary = 8192;
     if (!has_lists(plan) || spec.vocab_size < kLeastVocabulary) return n;
-    constexpr std::int64_t kMostBytes = 16 << 20;
-    const std::int64_t most = std::min(kMostBytes, plan.scratch_bytes / 4) / (4 * spec.hidden_size);
+    constexpr std::int64_t kMostBytes = 24 << 20;
+    const std::int64_t most = std::min(kMostBytes, plan.scratch_bytes / 8 * 3) / (4 * spec.hidden_size);
     const std::int64_t cluster_rows = std::int64_t{kClusterBlocks} * plan.cuda.grad_hidden.block_m;
-    const std::int64_t column_tiles = up(spec.hidden_size, plan.cuda.grad_hidden.block_n) / plan.cuda.grad_hidden.block_n;
-    const std::int64_t most_row_clusters = device.gpu.sm_count / kClusterBlocks / (2 * column_tiles);  // with half of the clusters idle
+    const std::int64_t clusters = device.gpu.sm_count / kClusterBlocks;
+    const auto tiles_across = [&](const GemmTile& tile) { return up(spec.hidden_size, tile.block_n) / tile.block_n; };
+    // Half of the clusters would be idle; joined chunks have other tiles for them, but not for long.
+    std::int64_t most_row_clusters = clusters / (2 * tiles_across(plan.cuda.grad_hidden));
+    if (joins_chunks(spec, device, plan)) most_row_clusters = std::max(most_row_clusters, clusters / tiles_across(plan.cuda.dlogits));
     const Expr some = min(n, 1) * min(round_up(n, cluster_rows) * SumParts::kMost, most);
     return select(less(n, most_row_clusters * cluster_rows + 1), max(n, some), n);
 }
@@ -318,10 +322,10 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.chunks = ceil_div(spec.vocab_size, b.chunk);
     place_wide_chunks(spec, device, plan, s, b);
     if (joins_chunks(spec, device, plan)) {
-        // Whole tiles, of wide chunks too; and few tokens' grad_hidden is summed in parts beside each other.
+        // Whole tiles, of wide chunks too.
         const std::int64_t quantum = joined_quantum(plan);
         const Expr whole = min(equal(round_down(b.chunk, quantum), b.chunk), equal(round_down(b.wide_chunk, quantum), b.wide_chunk));
-        b.joined = min(min(equal(b.row_blocks, 1), equal(b.sum_rows, n)), min(less(2 * quantum - 1, b.chunk), whole));
+        b.joined = min(min(equal(b.row_blocks, 1), less(kFewestJoinedTokens, n)), min(less(2 * quantum - 1, b.chunk), whole));
         b.even_chunk = first_of_pair(plan, b.chunk);
         b.even_wide_chunk = first_of_pair(plan, b.wide_chunk);
         b.progress_bytes = progress_bytes(spec, plan);

@@ -23,10 +23,12 @@ struct Shape {
     int all_columns;
     int even;
     int pair;
+    int sum_parts = 1;
     [[nodiscard]] int rows() const { return row_count; }
     [[nodiscard]] int columns() const { return all_columns; }
     [[nodiscard]] int even_width() const { return even; }
     [[nodiscard]] int pair_width() const { return pair; }
+    [[nodiscard]] int parts() const { return sum_parts; }
 };
 using Phases = ChunkPhases<Shape, 2048, 256, 192>;
 using Phase = std::pair<ChunkKind, int>;
@@ -137,6 +139,25 @@ TEST(ChunkPhases, WhatIsWaitedFor_IsEarlierByMoreThanAPhase) {
     }
 }
 
+TEST(ChunkPhases, SumInParts_CoversEveryPairOnce) {
+    for (Shape shape : kShapes) {
+        for (const int parts : {2, 3, 8}) {
+            shape.sum_parts = parts;
+            const Phases phases(shape);
+            for (const auto& [kind, chunk] : order_of(shape)) {
+                if (kind != ChunkKind::grad_hidden) continue;
+                const PartSlices divided = phases.parts_of(chunk);
+                EXPECT_LE(divided.count, parts);
+                EXPECT_GE(divided.count * divided.of_part * kSumSlice, phases.width_of(kind, chunk));
+                EXPECT_LT((divided.count - 1) * divided.of_part * kSumSlice, phases.width_of(kind, chunk)) << "a part without a slice";
+                const int clusters = phases.rows_of_part() / 256;
+                EXPECT_GE(clusters * 256, shape.row_count);
+                EXPECT_EQ(phases.tiles_of(kind, chunk), static_cast<unsigned>(divided.count * clusters * phases.columns_of(kind, chunk)));
+            }
+        }
+    }
+}
+
 constexpr std::int64_t address(Slot slot) { return (static_cast<std::int64_t>(slot) + 1) << 44; }
 
 struct Launched {
@@ -214,7 +235,7 @@ TEST(JoinedChunks, TilesOfOtherSizes_EveryChunkIsWholeTiles) {
 
 TEST(JoinedChunks, BothGradients_AreOneLaunchForAllOfTheVocabulary) {
     for (const char* mode : {"", ",grad_weight_mode=accumulate", ",softcap=30"}) {
-        for (const std::int64_t n : {1536, 4096, 8192}) {
+        for (const std::int64_t n : {600, 1536, 4096, 8192}) {
             const Pass pass = backward_of(std::string("D=2048,V=151936") + mode, n);
             EXPECT_EQ(pass.count("flce_dlogits") + pass.count("flce_grad_hidden") + pass.count("flce_grad_weight"), 0);
             std::int64_t next = 0;
@@ -237,7 +258,7 @@ TEST(JoinedChunks, BothGradients_AreOneLaunchForAllOfTheVocabulary) {
 }
 
 TEST(JoinedChunks, CountersAndSums_HaveTheirPlaceInTheWorkspace) {
-    for (const std::int64_t n : {1536, 4096, 8192}) {
+    for (const std::int64_t n : {600, 1000, 1536, 4096, 8192}) {
         const Pass pass = backward_of("D=2048,V=151936,grad_weight_mode=accumulate", n);
         ASSERT_EQ(pass.joined().size(), 1U);
         const BackwardChunksSm90Params p = pass.joined().front();
@@ -250,7 +271,8 @@ TEST(JoinedChunks, CountersAndSums_HaveTheirPlaceInTheWorkspace) {
         EXPECT_EQ(zeroed, taken);
         EXPECT_LE(progress + chunks * kChunkKinds * 4, zeroed + bytes);
         EXPECT_LE(zeroed + bytes, sum);
-        EXPECT_LE(sum + n * 2048 * 4, address(Slot::workspace) + pass.workspace_bytes);
+        const SumParts parts(p.share, static_cast<int>(n));
+        EXPECT_LE(sum + std::max(n, std::int64_t{parts.count} * parts.stride) * 2048 * 4, address(Slot::workspace) + pass.workspace_bytes);
         const auto launch = std::ranges::find(pass.launches, "flce_backward_chunks", &Launched::kernel);
         EXPECT_TRUE(launch->launch.all_at_once);
         std::vector<std::int64_t> dlogits_columns;
@@ -262,6 +284,30 @@ TEST(JoinedChunks, CountersAndSums_HaveTheirPlaceInTheWorkspace) {
         const std::int64_t last = p.columns - (chunks / 2 - 1) * p.pair_width;
         EXPECT_THAT(dlogits_columns, testing::UnorderedElementsAre(p.pair_width, p.pair_width, last));
     }
+}
+
+// Clusters that take a second tile of a sum keep all others waiting, which have nothing else to do. Tokens that are left of many are few as well.
+TEST(JoinedChunks, SumOfFewTokens_HasPartsThatTheLastLaunchAddsUp) {
+    for (const auto& [n, listed] : {std::pair{1000, 1000}, {600, 600}, {4096, 1024}}) {
+        const Pass pass = backward_of("D=2048,V=151936", n);
+        ASSERT_FALSE(pass.joined().empty());
+        const BackwardChunksSm90Params joined = pass.joined().front();
+        const SumShare& share = joined.share;
+        EXPECT_GT(SumParts(share, listed).count, 1) << n;
+        ASSERT_EQ(pass.count("flce_scatter_rows"), 1);
+        ScatterRowsParams scatter;
+        std::memcpy(static_cast<void*>(&scatter), pass.launches.back().launch.params.data(), sizeof(scatter));
+        EXPECT_EQ(std::memcmp(&scatter.share, &share, sizeof(share)), 0);
+        EXPECT_EQ(scatter.accumulator, joined.accumulator);
+        // A call for this gradient alone sums the same parts.
+        const Pass alone = backward_of("D=2048,V=151936", n, {{Slot::grad_weight, 0}});
+        const auto launch = std::ranges::find(alone.launches, "flce_grad_hidden", &Launched::kernel);
+        ASSERT_NE(launch, alone.launches.end());
+        GradHiddenSm90Params params;
+        std::memcpy(static_cast<void*>(&params), launch->launch.params.data(), sizeof(params));
+        EXPECT_EQ(SumParts(params.share, listed).count, SumParts(share, listed).count) << n;
+    }
+    EXPECT_EQ(SumParts(backward_of("D=2048,V=151936", 4096).joined().front().share, 4096).count, 1) << "tiles enough";
 }
 
 TEST(JoinedChunks, WhatIsRetained_ComesBefore) {
@@ -288,7 +334,7 @@ TEST(JoinedChunks, OneGradientOrNoRoomOnTheDevice_ChunkByChunk) {
     }
     EXPECT_TRUE(backward_of("D=2048,V=151936,bias", 4096).joined().empty());
     EXPECT_TRUE(backward_of("D=2048,V=151936,layout=hidden_major", 4096).joined().empty());
-    EXPECT_TRUE(backward_of("D=2048,V=151936", 64).joined().empty()) << "few tokens' sum has parts beside each other";
+    EXPECT_TRUE(backward_of("D=2048,V=151936", 64).joined().empty()) << "few tokens";
     EXPECT_TRUE(backward_of("D=2048,V=151936", 300000).joined().empty()) << "tokens in blocks";
 }
 

@@ -211,9 +211,11 @@ private:
     Retained retained_;
 };
 
-// Of 500 tokens; on a GPU with cuda_sm90a all chunks of the second one's backward are one launch, whose blocks wait for each other.
+// Of some hundred tokens; on a GPU with cuda_sm90a all chunks of the others' backward are one launch, whose blocks wait for each other.
 constexpr const char* kLayer = "D=512,V=33001,dtype=bf16";
 constexpr const char* kJoinedLayer = "D=512,V=7001,dtype=bf16";
+constexpr const char* kJoinedLayerInParts = "D=512,V=9001,dtype=bf16";  // grad_hidden's sum
+constexpr int kJoinedTokens = 600;
 
 std::shared_ptr<const Kernel> layer_kernel(const char* spec = "D=64,V=1000,dtype=bf16") {
     BuildRequest request;
@@ -296,9 +298,9 @@ TEST(GpuKernel, HundredRunsBesideOtherWork_GiveTheSameBits) {
     FLCE_REQUIRE_GPU();
     const auto other_kernel = layer_kernel("D=264,V=9001,dtype=bf16");
     const auto context = CudaDriver::load()->context(0);
-    for (const auto& [spec, lends] : {std::pair{kLayer, false}, {kLayer, true}, {kJoinedLayer, false}}) {
+    for (const auto& [spec, lends] : {std::pair{kLayer, false}, {kLayer, true}, {kJoinedLayer, false}, {kJoinedLayerInParts, false}}) {
         const auto kernel = layer_kernel(spec);
-        Layer layer(*kernel, 500, lends);
+        Layer layer(*kernel, kJoinedTokens, lends);
         Layer other(*other_kernel, 700);
         if (lends && !layer.lends()) continue;
         layer.spoil();
@@ -321,8 +323,8 @@ TEST(GpuKernel, HundredRunsBesideOtherWork_GiveTheSameBits) {
 
 void expect_that_two_streams_end(const char* spec, bool lends) {
     const auto kernel = layer_kernel(spec);
-    Layer one(*kernel, 500, lends);
-    Layer two(*kernel, 500, lends);
+    Layer one(*kernel, kJoinedTokens, lends);
+    Layer two(*kernel, kJoinedTokens, lends);
     if (lends && !one.lends()) GTEST_SKIP() << "this GPU's path retains nothing";
     one.run({});
     synchronize(kFirstGpu);
@@ -355,7 +357,7 @@ TEST(GpuKernel, JoinedChunksOnTwoStreams_NeitherWaitsForEver) {
 TEST(GpuKernel, JoinedChunks_AGraphGivesTheSameBits) {
     FLCE_REQUIRE_GPU();
     const auto kernel = layer_kernel(kJoinedLayer);
-    Layer layer(*kernel, 500);
+    Layer layer(*kernel, kJoinedTokens);
     layer.run({});
     synchronize(kFirstGpu);
     const auto expected = layer.results();
