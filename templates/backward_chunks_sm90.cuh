@@ -307,8 +307,8 @@ struct BackwardChunksSm90 {
 
 template <class Problem, class TileT>
 __device__ __forceinline__ void backward_chunks_sm90(const BackwardChunksSm90Params& p) {
-    prefetch_maps(p.hidden_map, p.weight_map, p.dlogits_map, p.hidden_sum_map, p.dlogits_sum_map, p.weight_sum_map, p.accumulator_map,
-                  p.grad_weight_map);
+    prefetch_maps(p.hidden_map, p.weight_map, p.dlogits_map, p.hidden_sum_map, p.dlogits_sum_map, p.last_dlogits_sum_map, p.weight_sum_map,
+                  p.accumulator_map, p.grad_weight_map);
     BackwardChunksSm90<Problem, TileT>(p).run();
 }
 
