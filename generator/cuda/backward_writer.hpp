@@ -131,12 +131,13 @@ private:
         const GemmTile& tile = plan_.cuda.grad_hidden;
         const GemmTile& joined = plan_.cuda.dlogits;
         const auto tiles_across = [&](const GemmTile& t) { return (spec_.hidden_size + t.block_n - 1) / t.block_n; };
-        const Expr none = max(less(1, layout_.row_blocks), tile.block_m == joined.block_m ? Expr(0) : layout_.joined);
-        launch.set(member, &SumShare::room, select(none, 0, room()))
+        // Parts lie where either kernel's clusters of rows begin.
+        const Expr undivided = tile.block_m == joined.block_m ? Expr(0) : layout_.joined;
+        launch.set(member, &SumShare::room, select(less(1, layout_.row_blocks), 0, room()))
             .set(member, &SumShare::cluster_rows, std::int64_t{kClusterBlocks} * tile.block_m)
             .set(member, &SumShare::column_tiles, select(min(layout_.joined, equal(kept_, 0)), tiles_across(joined), tiles_across(tile)))
             .set(member, &SumShare::clusters, clusters_)
-            .set(member, &SumShare::slices, ceil_div(first_columns_, 64));
+            .set(member, &SumShare::slices, select(undivided, 0, ceil_div(first_columns_, 64)));
     }
 
     template <class Params>

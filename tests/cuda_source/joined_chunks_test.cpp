@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -180,10 +181,14 @@ struct Pass {
     }
 };
 
-Pass backward_of(const std::string& spec_text, std::int64_t num_tokens, const std::map<Slot, std::int64_t>& others = {}) {
+Pass backward_of(const std::string& spec_text, std::int64_t num_tokens, const std::map<Slot, std::int64_t>& others = {},
+                 const std::optional<GemmTile>& grad_hidden = {}) {
     const Spec spec = parse_spec(spec_text);
     const Device device = describe_device("h200");
-    const CudaProgram program = generate_cuda(spec, device, choose_plan(spec, device));
+    Plan plan = choose_plan(spec, device);
+    if (grad_hidden) plan.cuda.grad_hidden = *grad_hidden;
+    EXPECT_EQ(illegal_reason(spec, device, plan), std::nullopt);
+    const CudaProgram program = generate_cuda(spec, device, plan);
     CallSlots slots{};
     for (std::size_t i = 0; i < slots.size(); ++i) slots[i] = static_cast<std::int64_t>(i + 1) << 44;
     const auto set = [&](Slot slot, std::int64_t value) { slots[static_cast<std::size_t>(slot)] = value; };
@@ -286,6 +291,36 @@ TEST(JoinedChunks, CountersAndSums_HaveTheirPlaceInTheWorkspace) {
     }
 }
 
+/// What the last launch does to rows of grad_hidden.
+ScatterRowsParams scattered(const Pass& pass) {
+    ScatterRowsParams params{};
+    EXPECT_EQ(pass.count("flce_scatter_rows"), 1);
+    std::memcpy(static_cast<void*>(&params), pass.launches.back().launch.params.data(), sizeof(params));
+    return params;
+}
+
+// The joined launch writes grad_hidden where it has the sum in one part; whoever comes after it has to leave it alone then.
+TEST(JoinedChunks, OneWritesGradHidden_ItOrTheLastLaunch) {
+    const GemmTile tall{.block_m = 256, .block_n = 128, .block_k = 64, .stages = 4, .warps_m = 8, .warps_n = 1};
+    for (const std::optional<GemmTile>& grad_hidden : {std::optional<GemmTile>(), std::optional(tall)}) {
+        for (const std::int64_t n : {600, 1000, 1536, 4096, 8192}) {
+            const Pass pass = backward_of("D=2048,V=151936,grad_weight_mode=accumulate", n, {}, grad_hidden);
+            ASSERT_EQ(pass.joined().size(), 1U);
+            const SumShare share = pass.joined().front().share;
+            const ScatterRowsParams scatter = scattered(pass);
+            EXPECT_EQ(std::memcmp(&scatter.share, &share, sizeof(share)), 0);
+            for (const int listed : {static_cast<int>(n), static_cast<int>(n) / 4, 1}) {
+                const int parts = SumParts(share, listed).count;
+                const bool sums = scatter.accumulator != nullptr && (scatter.share.room == 0 || parts > 1);
+                EXPECT_EQ(sums, parts > 1) << n << ' ' << listed;
+                if (grad_hidden) {
+                    EXPECT_EQ(parts, 1) << "the two kernels' clusters of rows are not alike";
+                }
+            }
+        }
+    }
+}
+
 // Clusters that take a second tile of a sum keep all others waiting, which have nothing else to do. Tokens that are left of many are few as well.
 TEST(JoinedChunks, SumOfFewTokens_HasPartsThatTheLastLaunchAddsUp) {
     for (const auto& [n, listed] : {std::pair{1000, 1000}, {600, 600}, {4096, 1024}}) {
@@ -294,9 +329,7 @@ TEST(JoinedChunks, SumOfFewTokens_HasPartsThatTheLastLaunchAddsUp) {
         const BackwardChunksSm90Params joined = pass.joined().front();
         const SumShare& share = joined.share;
         EXPECT_GT(SumParts(share, listed).count, 1) << n;
-        ASSERT_EQ(pass.count("flce_scatter_rows"), 1);
-        ScatterRowsParams scatter;
-        std::memcpy(static_cast<void*>(&scatter), pass.launches.back().launch.params.data(), sizeof(scatter));
+        const ScatterRowsParams scatter = scattered(pass);
         EXPECT_EQ(std::memcmp(&scatter.share, &share, sizeof(share)), 0);
         EXPECT_EQ(scatter.accumulator, joined.accumulator);
         // A call for this gradient alone sums the same parts.
