@@ -29,7 +29,7 @@ nice "$flce" tune --compile-only --device cuda "${specs[@]}" >"$work/compile.log
 compiling=$!
 for n in $tokens; do
     while read -r name spec; do
-        if [[ -z $name ]] || ((SECONDS + budget + 5 > left)); then continue; fi
+        if [[ -z $name ]] || ((SECONDS + ${budget%.*} + 5 > left)); then continue; fi
         rm -rf "$work/records"
         "$flce" tune --spec "$spec" --num-tokens "$n" --device cuda --budget-s "$budget" --records-dir "$work/records" --commit "$commit" 2>/dev/null |
             grep -E "candidates,|times the best" || true

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "tests/support/kernel_run.hpp"
 #include "tests/support/option_sets.hpp"
@@ -67,6 +68,27 @@ TEST_P(Plans, LittleScratch_WithinBounds) {
         expect_good(s, plan, n);
         const auto kernel = kernel_on(std::get<0>(GetParam()), s, plan.text());
         EXPECT_LE(kernel->workspace_bytes(n), static_cast<std::size_t>(bytes + 4 * n * s.hidden_size)) << plan.text();
+    }
+}
+
+// Many tokens' chunks are one launch in tiles of dlogits, grad_hidden's sum is in parts with few that are not ignored, and calls for one gradient go chunk by
+// chunk in tiles of their own: whatever those are, all have to mean the same parts.
+TEST_P(Plans, TilesBesideJoinedChunks_WithinBounds) {
+    const auto& [target, dtype, layout] = GetParam();
+    if (target != Target::gpu || dtype == DType::fp32 || layout != WeightLayout::vocab_major) GTEST_SKIP() << "chunks are never joined";
+    const Device& device = device_of(target);
+    for (const OptionSet& options : {loss_options().front(), memory_options().back()}) {
+        const Spec s = make_spec(136, 9001, dtype, layout, options);
+        Plan plan = choose_plan(s, device);
+        if (plan.path != PlanPath::cuda_sm90a) GTEST_SKIP() << "chunks are never joined on " << device.name;
+        int tried = 0;
+        for (const auto& [m, n, warps] : {std::tuple{128, 256, 8}, {128, 192, 4}, {256, 128, 8}}) {
+            plan.cuda.grad_hidden = {.block_m = m, .block_n = n, .block_k = 64, .stages = 4, .warps_m = warps, .warps_n = 1};
+            if (illegal_reason(s, device, plan)) continue;
+            ++tried;
+            for (const std::int64_t tokens : {700, 2100}) expect_good(s, plan, tokens);
+        }
+        EXPECT_GE(tried, 2);
     }
 }
 
