@@ -3,7 +3,7 @@ set(body "// Generated from autotune/records/. Do not edit.\n#include \"autotune
 set(table "")
 set(index 0)
 foreach(file IN LISTS FILES)
-  get_filename_component(name ${file} NAME_WE)
+  get_filename_component(name ${file} NAME_WLE)
   file(READ ${file} text)
   string(FIND "${text}" ")FLCE_TEXT\"" clash)
   if(NOT clash EQUAL -1)
