@@ -6,6 +6,8 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
+#include <unistd.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -20,6 +22,18 @@ namespace {
 // Not in <linux/magic.h> of every distribution.
 constexpr std::uint64_t kXfsMagic = 0x58465342;
 constexpr std::uint64_t kZfsMagic = 0x2fc12fc1;
+
+bool is_local_folder(const std::filesystem::path& folder) {
+    const FileDescriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    return opened && is_local_file(opened.get());
+}
+
+/// For locks on what lies elsewhere; empty: there is none.
+std::filesystem::path folder_of_this_machine() {
+    std::error_code error;
+    const std::filesystem::path temporary = std::filesystem::temp_directory_path(error);
+    return error ? std::filesystem::path() : temporary / fmt::format("flce-locks-{}", ::geteuid());
+}
 
 }  // namespace
 
@@ -56,16 +70,35 @@ void KeyLock::remove_unheld(const std::filesystem::path& path) {
     ::unlink(path.c_str());
 }
 
+bool KeyLock::usable(const std::filesystem::path& folder) {
+    if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) return false;
+    int error = 0;
+    const std::string fault = directory_fault(folder, error);
+    // Whoever can write it could take every lock and keep it.
+    if (!fault.empty() && error == 0) warn_once_in_process(fmt::format("cache: no locks are taken in {}: {}", folder.string(), fault));
+    return fault.empty();
+}
+
 KeyLock::KeyLock(const std::filesystem::path& directory, const CacheKey& key, std::chrono::milliseconds wait) {
     const std::filesystem::path folder = directory / "locks";
-    if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) return;
-    int error = 0;
-    if (const std::string fault = directory_fault(folder, error); !fault.empty()) {
-        // Whoever can write it could take every lock and keep it.
-        if (error == 0) warn_once_in_process(fmt::format("cache: no locks are taken in {}: {}", folder.string(), fault));
+    if (!usable(folder)) return;
+    if (is_local_folder(folder)) {
+        take(folder / key.hex(), key, wait);
         return;
     }
-    const std::filesystem::path path = folder / key.hex();
+    const std::filesystem::path own = folder_of_this_machine();
+    if (own.empty() || !usable(own)) return;
+    const std::string place = std::filesystem::absolute(directory).string();
+    const std::filesystem::path path = own / fmt::format("{}-{:016x}", key.hex(), XXH3_64bits(place.data(), place.size()));
+    take(path, key, wait);
+    if (held_) unlinked_ = path;
+}
+
+KeyLock::~KeyLock() {
+    if (!unlinked_.empty()) ::unlink(unlinked_.c_str());
+}
+
+void KeyLock::take(const std::filesystem::path& path, const CacheKey& key, std::chrono::milliseconds wait) {
     if (!open(path)) return;
     const auto deadline = std::chrono::steady_clock::now() + wait;
     auto pause = std::chrono::milliseconds(1);

@@ -1,4 +1,5 @@
-// One builder per key on a machine: an flock on <directory>/locks/<key>, so that sixteen ranks starting together compile once.
+// One builder per key on a machine: an flock on <directory>/locks/<key>, so that sixteen ranks starting together compile once. Where the directory lies on a
+// network file system, on a file of this machine.
 #pragma once
 
 #include <chrono>
@@ -10,11 +11,17 @@
 namespace flce {
 
 /// Held until destroyed, or by the kernel until the process dies: a killed builder leaves nothing behind but an empty file, which anyone may
-/// lock. Not taken (which is no error: the caller compiles for itself) on file systems that are not known to be local, where locks hang or lie;
-/// in a directory that cannot be written; and after `wait`.
+/// lock. File systems that are not known to be local are not asked for locks, which hang or lie there: <temporary directory>/flce-locks-<user> has those.
+/// Not taken (which is no error: the caller compiles for itself) where neither will do, in a directory that cannot be written, and after `wait`.
 class KeyLock {
 public:
     KeyLock(const std::filesystem::path& directory, const CacheKey& key, std::chrono::milliseconds wait);
+    ~KeyLock();
+    KeyLock(const KeyLock&) = delete;
+    KeyLock& operator=(const KeyLock&) = delete;
+    KeyLock(KeyLock&&) = delete;
+    KeyLock& operator=(KeyLock&&) = delete;
+
     [[nodiscard]] bool held() const noexcept { return held_; }
     /// Whether somebody else had it first: what the caller looked for may be there now.
     [[nodiscard]] bool waited() const noexcept { return waited_; }
@@ -23,10 +30,14 @@ public:
     static void remove_unheld(const std::filesystem::path& file);
 
 private:
+    /// Makes the folder where there is none; false where no locks are to be taken in it.
+    [[nodiscard]] static bool usable(const std::filesystem::path& folder);
+    void take(const std::filesystem::path& path, const CacheKey& key, std::chrono::milliseconds wait);
     [[nodiscard]] bool open(const std::filesystem::path& path);
     [[nodiscard]] bool still_named(const std::filesystem::path& path) const;
 
     FileDescriptor file_;
+    std::filesystem::path unlinked_;  ///< at the end: of this machine, where nobody else cleans up
     bool held_ = false;
     bool waited_ = false;
 };

@@ -6,10 +6,12 @@
 
 #include <array>
 #include <cerrno>
+#include <csignal>
 #include <cstdlib>
 #include <functional>
 
 #include "cache/artifact_format.hpp"
+#include "cache/key_lock.hpp"
 #include "cache/pack_store.hpp"
 #include "cache/statistics_file.hpp"
 #include "tests/cache/cache_fixture.hpp"
@@ -32,7 +34,7 @@ protected:
         arm_ = reinterpret_cast<void (*)(int, int, int)>(::dlsym(RTLD_DEFAULT, "flce_fault_arm"));
         disarm_ = reinterpret_cast<int (*)()>(::dlsym(RTLD_DEFAULT, "flce_fault_disarm"));
         before_ = reinterpret_cast<void (*)(const char*, void (*)())>(::dlsym(RTLD_DEFAULT, "flce_fault_before"));
-        nfs_ = reinterpret_cast<int (*)(int)>(::dlsym(RTLD_DEFAULT, "flce_fault_nfs"));
+        nfs_ = reinterpret_cast<int (*)(const char*)>(::dlsym(RTLD_DEFAULT, "flce_fault_nfs"));
         if (arm_ == nullptr && !fs::exists(FLCE_FAULT_SHIM)) GTEST_SKIP() << "there is no " << FLCE_FAULT_SHIM;
     }
 
@@ -95,7 +97,7 @@ protected:
     void (*before_)(const char*, void (*)()) = nullptr;
     void (*arm_)(int, int, int) = nullptr;
     int (*disarm_)() = nullptr;
-    int (*nfs_)(int) = nullptr;
+    int (*nfs_)(const char*) = nullptr;
 };
 
 TEST_F(NetworkFaults, Publication_RightKernelAndNothingEarlierIsLost) {
@@ -185,17 +187,52 @@ TEST_F(NetworkFaults, PublishedWhileAHarmedEntryIsMovedAside_Stays) {
     for (const auto& file : fs::directory_iterator(path.parent_path())) EXPECT_EQ(file.path(), path);
 }
 
-TEST_F(NetworkFaults, DirectoryOnNfs_NoLockIsAskedForSoThatNoneHangs) {
+TEST_F(NetworkFaults, DirectoryOnNfs_NoLockIsAskedForThereSoThatNoneHangs) {
     if (!here()) return;
+    const std::string shared = fs::canonical(directory_.path());
     int created = 0;
     (void)fresh_get(key_of("local"), created);
-    EXPECT_GT(nfs_(1), 0);
+    EXPECT_GT(nfs_(shared.c_str()), 0);
     EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
-    EXPECT_EQ(nfs_(0), 0);
+    EXPECT_EQ(nfs_(nullptr), 0);
     EXPECT_EQ(created, 2);
     EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
     EXPECT_EQ(created, 2);
     EXPECT_EQ(warnings(), 0);
+}
+
+// Ranks of one machine compile once, wherever their cache lies.
+TEST_F(NetworkFaults, DirectoryOnNfs_OneBuilderOnThisMachine) {
+    if (!here()) return;
+    const std::string shared = fs::canonical(directory_.path());
+    nfs_(shared.c_str());
+    const auto lock = [&](const char* name, int wait) { return KeyLock(directory_.path(), key_of(name), std::chrono::milliseconds(wait)); };
+    {
+        const KeyLock theirs = lock("k", 1000);
+        EXPECT_TRUE(theirs.held());
+        const KeyLock mine = lock("k", 50);
+        EXPECT_FALSE(mine.held());
+        EXPECT_TRUE(mine.waited());
+        EXPECT_TRUE(lock("another", 50).held());
+    }
+    EXPECT_TRUE(lock("k", 50).held());
+    // A process that has died holds nothing, and nothing is left lying about.
+    const pid_t child = ::fork();
+    if (child == 0) {
+        const KeyLock killed = lock("k", 1000);
+        ::kill(::getpid(), SIGKILL);
+    }
+    ::waitpid(child, nullptr, 0);
+    EXPECT_TRUE(lock("k", 50).held());
+    for (const auto& file : fs::directory_iterator(fs::temp_directory_path() / fmt::format("flce-locks-{}", ::geteuid()))) {
+        EXPECT_FALSE(file.path().filename().string().starts_with(key_of("k").hex())) << file.path();
+    }
+    // Nor is anything locked where others could hold it for ever.
+    const fs::path locks = fs::temp_directory_path() / fmt::format("flce-locks-{}", ::geteuid());
+    fs::permissions(locks, fs::perms::all);
+    EXPECT_FALSE(lock("k", 50).held());
+    fs::permissions(locks, fs::perms::owner_all);
+    EXPECT_EQ(nfs_(nullptr), 0);
 }
 
 TEST_F(NetworkFaults, PackHit_RightKernel) {

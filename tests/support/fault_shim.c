@@ -10,6 +10,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
@@ -18,7 +19,8 @@
 #include <unistd.h>
 
 static __thread int armed, calls, at, failure, stays;
-static __thread int remote, locks;
+static __thread const char* remote;
+static __thread int locks;
 
 __attribute__((visibility("default"))) void flce_fault_arm(int nth, int error, int sticky) {
     armed = 1;
@@ -33,12 +35,23 @@ __attribute__((visibility("default"))) int flce_fault_disarm(void) {
     return calls;
 }
 
-/* While `on`, every file lies on NFS. Says how many locks were asked for since the last call. */
-__attribute__((visibility("default"))) int flce_fault_nfs(int on) {
+/* From now on what lies below the directory `below` lies on NFS; null: nothing does. Says how many locks were asked for since the last call: of files on NFS
+ * where there were any, else of all. */
+__attribute__((visibility("default"))) int flce_fault_nfs(const char* below) {
     const int asked = locks;
-    remote = on;
+    remote = below;
     locks = 0;
     return asked;
+}
+
+static int is_remote(int file) {
+    if (remote == NULL) return 0;
+    char link[64], path[4096];
+    snprintf(link, sizeof(link), "/proc/self/fd/%d", file);
+    const ssize_t size = readlink(link, path, sizeof(path) - 1);
+    if (size < 0) return 0;
+    path[size] = 0;
+    return strncmp(path, remote, strlen(remote)) == 0;
 }
 
 static __thread const char* awaited;
@@ -115,12 +128,12 @@ __attribute__((visibility("default"))) int close(int file) {
 }
 
 __attribute__((visibility("default"))) int flock(int file, int operation) {
-    ++locks;
+    if (remote == NULL || is_remote(file)) ++locks;
     return fails() ? -1 : REAL(flock)(file, operation);
 }
 
 __attribute__((visibility("default"))) int fstatfs(int file, struct statfs* status) {
     const int result = REAL(fstatfs)(file, status);
-    if (result == 0 && remote) status->f_type = 0x6969; /* NFS_SUPER_MAGIC */
+    if (result == 0 && is_remote(file)) status->f_type = 0x6969; /* NFS_SUPER_MAGIC */
     return result;
 }
