@@ -120,7 +120,7 @@ public:
           spec_(read_spec(options.spec)),
           session_(options.session.options()),
           kernel_(session_.get_kernel(
-              spec_, {.plan = options.plan, .workspace_limit_bytes = options.memory.limit_bytes(), .num_tokens = options.num_tokens})),
+              spec_, {.plan = options.plan, .workspace_limit_bytes = options.memory.plan_limit_bytes(), .num_tokens = options.num_tokens})),
           device_(kernel_->device_ref()),
           workspace_bytes_(kernel_->workspace_bytes(options.num_tokens)),
           scratch_("workspace", device_, workspace_bytes_),

@@ -95,7 +95,7 @@ public:
           reduction_(parse_reduction(options.reduction)),
           session_(options.session.options()),
           kernel_(session_.get_kernel(
-              spec_, {.plan = options.plan, .workspace_limit_bytes = options.memory.limit_bytes(), .num_tokens = options.num_tokens})),
+              spec_, {.plan = options.plan, .workspace_limit_bytes = options.memory.plan_limit_bytes(), .num_tokens = options.num_tokens})),
           judge_(spec_.dtype, kRandomLogitDeviation / std::abs(spec_.logit_scale) * std::sqrt(static_cast<double>(spec_.hidden_size))) {}
 
     int run() {

@@ -144,6 +144,8 @@ std::int64_t MemoryFlags::limit_bytes() const {
     return bytes;
 }
 
+std::int64_t MemoryFlags::plan_limit_bytes() const { return limit.empty() && retain == "all" ? kAllMemory : limit_bytes(); }
+
 std::string MemoryFlags::choice() const {
     if (!retain.empty()) return retain;
     return limit.empty() ? "none" : "auto";

@@ -57,6 +57,9 @@ int main(int argc, char** argv);
 /// Where --out's contents go: through symbolic links. Throws UsageError where something is there that is no file, which a file must not replace.
 [[nodiscard]] std::filesystem::path output_file(std::string_view option, const std::filesystem::path& path);
 
+/// A limit for as much as there is a use for.
+inline constexpr std::int64_t kAllMemory = std::int64_t{1} << 40;
+
 /// --workspace-limit and --retain: the memory of a call beyond inputs and gradients, and what forward may leave to backward.
 struct MemoryFlags {
     std::string limit;
@@ -65,6 +68,8 @@ struct MemoryFlags {
     void add_to(CLI::App& app);
     /// 0: none.
     [[nodiscard]] std::int64_t limit_bytes() const;
+    /// That the plan is chosen for: --retain all by itself has all the memory there is a use for.
+    [[nodiscard]] std::int64_t plan_limit_bytes() const;
     /// none, auto, all, grad_weight, or a number of bytes.
     [[nodiscard]] std::string choice() const;
     /// Throws UsageError where there is a limit and `bytes`, workspace and retained together, are over it.

@@ -87,10 +87,13 @@ std::vector<Point> make_curve(const Spec& spec, const Device& device, std::int64
     const Plan plan = curve.back().plan;
     const double lent = lent_part(spec, num_tokens);
     if (lent > 0) curve.push_back(make_point(spec, device, plan, num_tokens, {lent, 0}));
-    for (int eighths = 1; eighths <= 8; ++eighths) {
+    for (int eighths = 1; eighths < 8; ++eighths) {
         const double part = eighths / 8.0;
         curve.push_back(make_point(spec, device, plan, num_tokens, {part, exponential_bytes(spec, num_tokens, part)}));
     }
+    const Plan whole =
+        choose_plan(spec, device, {.scratch_bytes = plan.scratch_bytes, .limit_bytes = kAllMemory, .num_tokens = num_tokens});
+    curve.push_back(make_point(spec, device, whole, num_tokens, {1, exponential_bytes(spec, num_tokens, 1)}));
     return curve;
 }
 
@@ -153,7 +156,9 @@ int explain(const ExplainOptions& options) {
     const std::int64_t limit = options.memory.limit_bytes();
     const PlanChoice choice =
         Session(session_options)
-            .choose_plan(spec, device, {.plan = options.plan, .workspace_limit_bytes = limit, .num_tokens = options.num_tokens});
+            .choose_plan(
+                spec, device,
+                {.plan = options.plan, .workspace_limit_bytes = options.memory.plan_limit_bytes(), .num_tokens = options.num_tokens});
     const Plan& plan = choice.plan;
     const Point point = make_point(spec, device, plan, options.num_tokens, read_kept(spec, plan, options.num_tokens, options.memory));
     std::vector<Point> curve = make_curve(spec, device, options.num_tokens);

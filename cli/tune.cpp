@@ -168,6 +168,12 @@ private:
             .plan.scratch_bytes;
     }
 
+    [[nodiscard]] PlanRequest plan_request(const Spec& spec, std::int64_t num_tokens) {
+        return {.scratch_bytes = scratch_bytes(spec, num_tokens),
+                .limit_bytes = options_.retain == "auto" ? limit_bytes_ : 0,
+                .num_tokens = num_tokens};
+    }
+
     /// What is known of it, and this run's place in it.
     Record begin_record(const RecordKey& key, const TuningRun& run, const std::string& id) {
         Record record{.key = key};
@@ -183,7 +189,7 @@ private:
 
     Tuned tune(const Spec& spec, std::int64_t num_tokens) {
         const Device& device = session_.device();
-        SearchOptions search_options{.request = {.scratch_bytes = scratch_bytes(spec, num_tokens)},
+        SearchOptions search_options{.request = plan_request(spec, num_tokens),
                                      .extra = extra_,
                                      .only = options_.coordinates,
                                      .exhaustive = static_cast<std::size_t>(options_.exhaustive)};

@@ -21,9 +21,10 @@ struct GemmSize {
 };
 
 /// Share of the tensor cores' rate that a tile reaches: measured where the table has the tile, else what its warps' operand reuse suggests.
-double tile_efficiency(const Spec& spec, PlanPath path, const GemmTile& tile) {
+double tile_efficiency(const Spec& spec, PlanPath path, GemmRole role, const GemmTile& tile) {
     for (const TileCandidate& candidate : path == PlanPath::cuda_sm90a ? tile_candidates_sm90() : tile_candidates_sm80(spec.dtype)) {
-        if (candidate.tile == tile) return candidate.efficiency;
+        if (candidate.tile != tile) continue;
+        return role == GemmRole::grad_weight && candidate.grad_weight > 0 ? candidate.grad_weight : candidate.efficiency;
     }
     const double warp_m = static_cast<double>(tile.block_m) / tile.warps_m;
     const double warp_n = static_cast<double>(tile.block_n) / tile.warps_n;
@@ -47,7 +48,8 @@ public:
         const bool turns = plan_.path == PlanPath::cuda_sm90a && takes_turns(tile);
         const double hidden_by_others = turns ? 0.1 : blocks_per_sm > 1 ? 0.4 : 1.0;
         const double depth = ceil_div(size.k, tile.block_k) * tile.block_k + epilogue_depth(role) * hidden_by_others;
-        const double tile_seconds = 2.0 * tile.block_m * tile.block_n * depth * slots / (rate_ * tile_efficiency(spec_, plan_.path, tile));
+        const double tile_seconds =
+            2.0 * tile.block_m * tile.block_n * depth * slots / (rate_ * tile_efficiency(spec_, plan_.path, role, tile));
         return std::max(ceil_div(tiles, slots) * tile_seconds, bytes / device_.gpu.bandwidth_bytes_per_s) + kLaunchSeconds;
     }
 

@@ -31,7 +31,7 @@ Device rating_device(const Device& device) {
     }
 }
 
-/// For a token, on average.
+/// For a token, on average, where everything is retained that the plan can.
 double expected_seconds(const Spec& spec, const Device& device, const Plan& plan) {
     double sum = 0;
     for (const std::int64_t tokens : kReferenceTokens) {
@@ -93,7 +93,7 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, PlanPa
     for (const GemmRole role : {forward_role(best), GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight}) {
         tiles.push_back(legal_tiles(spec, device, path, role, widest, search));
         // A tile with which grad_weight's memory may be lent, where there is one: that is worth more than what tiles differ by.
-        if (strategy == Strategy::retain && role == GemmRole::grad_weight) {
+        if (strategy == Strategy::retain && role == GemmRole::grad_weight && !retains_apart(spec, device, request)) {
             const auto lends = [&](const GemmTile& tile) { return lends_grad_weight(spec, tile); };
             if (std::ranges::any_of(tiles.back(), lends)) std::erase_if(tiles.back(), std::not_fn(lends));
         }
@@ -201,6 +201,20 @@ std::string refusals_text(const Search& search) {
 
 }  // namespace
 
+bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request) {
+    if (request.limit_bytes <= 0 || device.kind != DeviceKind::cuda) return false;
+    if (path_problem(spec, device, PlanPath::cuda_sm90a) || retain_problem(spec, PlanPath::cuda_sm90a)) return false;
+    const auto tokens = static_cast<double>(token_bucket(request.num_tokens));
+    const auto element = static_cast<double>(element_bytes(spec.dtype));
+    const auto hidden_size = static_cast<double>(spec.hidden_size);
+    constexpr double kOfRow = 1536;  // references and scales, and the end of the last block of exponentials
+    const double exponentials = tokens * (static_cast<double>(spec.vocab_size) * element + kOfRow);
+    const double workspace = static_cast<double>(request.scratch_bytes) + 4 * tokens * hidden_size;
+    if (static_cast<double>(request.limit_bytes) < workspace + exponentials) return false;
+    const bool lends = spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major;
+    return !lends || tokens * element > hidden_size * static_cast<double>(element_bytes(spec.grad_weight_dtype));
+}
+
 std::vector<Plan> candidate_plans(const Spec& any_spec, const Device& device, const PlanRequest& request) {
     const Spec spec = any_spec.normalized();
     Search search = search_plans(spec, device, request);
@@ -237,6 +251,10 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     }
     lines.push_back(fmt::format("chunk of at most {} vocabulary rows; scratch of {} bytes decides how many at a time", plan.vocab_chunk,
                                 plan.scratch_bytes));
+    if (plan.strategy == Strategy::retain && retains_apart(spec, device, request)) {
+        lines.emplace_back(
+            "the limit has room for every exponential beside grad_weight, whose tile need not be one with which that memory is lent");
+    }
     if (device.kind == DeviceKind::cuda && joins_chunks(spec, device, plan)) {
         lines.emplace_back(
             "chunks that are computed again are one launch, where a call wants both gradients and has more than a few tokens");

@@ -9,7 +9,8 @@ namespace flce {
 
 struct TileCandidate {
     GemmTile tile;
-    double efficiency;  ///< share of the mma.sync peak that the main loop reaches with whole waves and a long K; orders the candidates
+    double efficiency;       ///< share of the mma.sync peak that the main loop reaches with whole waves and a long K; orders the candidates
+    double grad_weight = 0;  ///< the same of grad_weight, where exponentials are retained; 0: as the others
 };
 
 /// Candidates for a dtype, not yet checked against any device.

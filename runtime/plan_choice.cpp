@@ -43,10 +43,18 @@ std::string record_source(const RecordedPlan& recorded, double median_ms) {
                        recorded.origin);
 }
 
+/// What plans were compared for.
+PlanRequest request_of(const RecordKey& key) {
+    const bool retains = key.memory.retained != "none";
+    return {.scratch_bytes = key.memory.scratch_bytes, .limit_bytes = retains ? key.memory.limit_bytes : 0, .num_tokens = key.num_tokens};
+}
+
 std::optional<PlanAnswer> recorded_answer(const PlanQuery& query, RecordStore& records) {
     const RecordKey wanted = record_key(query.spec, query.device, query.num_tokens,
                                         {.scratch_bytes = query.scratch_bytes, .limit_bytes = query.limit_bytes}, query.threads);
+    const bool apart = retains_apart(query.spec, query.device, request_of(wanted));
     for (const RecordedPlan& recorded : records.plans(wanted)) {
+        if (retains_apart(query.spec, query.device, request_of(recorded.key)) != apart) continue;  // it has measured something else
         for (const RecordedPlan::Timed& timed : recorded.plans) {
             std::string why;
             auto plan = usable_plan(query, timed.plan, why);
@@ -70,7 +78,7 @@ PlanAnswer explicit_answer(const PlanQuery& query) {
 
 PlanAnswer plan_for(const PlanQuery& query, RecordStore& records) {
     if (query.scratch_bytes <= 0) throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", query.scratch_bytes));
-    const PlanRequest request{.scratch_bytes = query.scratch_bytes};
+    const PlanRequest request{.scratch_bytes = query.scratch_bytes, .limit_bytes = query.limit_bytes, .num_tokens = query.num_tokens};
     PlanAnswer answer;
     if (!query.plan.empty()) {
         answer = explicit_answer(query);

@@ -73,6 +73,42 @@ TEST(Planner, GradHiddensTileOnHopper_IsTheOneThatWasMeasuredToBeQuicker) {
     }
 }
 
+TEST(Planner, RetainsApart_WhereTheLimitHasRoomThatGradWeightHasNot) {
+    const Device h200 = describe_device("h200");
+    constexpr std::int64_t kMiB = 1 << 20;
+    constexpr std::int64_t kLlama = 128LL * kMiB + 2LL * 8192 * 128256;  // the sum, and exponentials of 8192 tokens
+    const auto apart = [&](const char* spec, std::int64_t limit, std::int64_t tokens, const Device& device) {
+        return retains_apart(parse_spec(spec), device, {.limit_bytes = limit, .num_tokens = tokens});
+    };
+    EXPECT_FALSE(apart("D=4096,V=128256,dtype=bf16", 0, 8192, h200)) << "no limit says nothing";
+    EXPECT_FALSE(apart("D=4096,V=128256,dtype=bf16", kLlama + 60 * kMiB, 8192, h200)) << "no room for scratch";
+    EXPECT_TRUE(apart("D=4096,V=128256,dtype=bf16", kLlama + 80 * kMiB, 8192, h200));
+    EXPECT_FALSE(apart("D=4096,V=128256,dtype=bf16", kLlama, 4096, h200)) << "grad_weight's memory holds as much";
+    EXPECT_TRUE(apart("D=4096,V=128256,dtype=bf16,grad_weight_mode=accumulate", kLlama, 4096, h200));
+    EXPECT_TRUE(apart("D=4096,V=128256,dtype=bf16,layout=hidden_major", kLlama, 4096, h200));
+    EXPECT_FALSE(apart("D=4096,V=128256,dtype=fp16", 2 * kLlama, 8192, h200)) << "retains nothing";
+    EXPECT_FALSE(apart("D=4096,V=128256,dtype=bf16", 2 * kLlama, 8192, describe_device("a100")));
+    EXPECT_FALSE(apart("D=4096,V=128256,dtype=bf16", 2 * kLlama, 8192, describe_device("x86-64-v4")));
+}
+
+TEST(Planner, GradWeightsTile_LendsUnlessAllExponentialsLieElsewhere) {
+    // Measured on two H200s: 8192 tokens with everything retained, grad_weight in 192x128 takes 0.3 to 3 % less of the step than in 128x192, of which 4096 is
+    // no multiple; 2304 is one.
+    const Device h200 = describe_device("h200");
+    const auto rows = [&](int hidden_size, std::int64_t limit, std::int64_t tokens) {
+        return choose_plan(parse_spec(fmt::format("D={},V=128256,dtype=bf16", hidden_size)), h200,
+                           {.limit_bytes = limit, .num_tokens = tokens})
+            .cuda.grad_weight.block_m;
+    };
+    constexpr std::int64_t kAll = std::int64_t{1} << 40;
+    for (const int hidden_size : {2048, 2304, 4096}) EXPECT_EQ(rows(hidden_size, 0, 8192), 128) << hidden_size;
+    EXPECT_EQ(rows(2048, kAll, 8192), 192);
+    EXPECT_EQ(rows(2048, kAll, 4096), 192);
+    EXPECT_EQ(rows(4096, kAll, 8192), 192);
+    EXPECT_EQ(rows(4096, kAll, 4096), 128) << "grad_weight's memory is enough";
+    EXPECT_EQ(rows(2304, kAll, 8192), 128);
+}
+
 TEST(Planner, TilesThatLieOpen_AreNotTakenWhereOldValuesAreAddedTo) {
     for (const char* hidden_size : {"768", "2048", "2304", "2560", "4096"}) {
         const Spec spec = parse_spec(fmt::format("D={},V=128256,grad_weight_mode=accumulate", hidden_size));

@@ -127,6 +127,30 @@ TEST_F(SessionRecordsTest, OtherScratch_TilesOfTheRecordBytesOfTheCall) {
     EXPECT_EQ(kernel->plan(), expected);
 }
 
+TEST_F(SessionRecordsTest, AllExponentialsInTheirOwnMemory_RecordsOfThatAlone) {
+    const Spec spec = parse_spec("D=1024,V=65536,dtype=bf16").normalized();
+    const Device h200 = describe_device("h200");
+    constexpr std::int64_t kLimit = std::int64_t{4} << 30;
+    const auto candidates = candidate_plans(spec, h200);
+    const auto save = [&](std::int64_t limit, const Plan& plan) {
+        Record record{.key = record_key(spec, h200, 4096, {.limit_bytes = limit})};
+        record.candidates[plan.text()].times_ms["run"] = {3.5};
+        (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(record);
+    };
+    const auto chosen = [&](std::int64_t limit) {
+        return session().choose_plan(spec, h200, {.workspace_limit_bytes = limit, .num_tokens = 4096}).plan;
+    };
+    const Plan apart = choose_plan(spec, h200, {.limit_bytes = kLimit, .num_tokens = 4096});
+    save(0, candidates.at(3));
+    EXPECT_EQ(chosen(0), candidates.at(3));
+    EXPECT_EQ(chosen(128 << 20), candidates.at(3)) << "a limit that grad_weight's memory is lent under";
+    EXPECT_EQ(chosen(kLimit), apart) << "the record says nothing of that";
+    save(kLimit, candidates.at(5));
+    EXPECT_EQ(chosen(0), candidates.at(3));
+    EXPECT_EQ(chosen(kLimit), candidates.at(5));
+    EXPECT_EQ(chosen(2 * kLimit), candidates.at(5));
+}
+
 TEST_F(SessionRecordsTest, Prewarm_CompilesWhatTheSessionAsksFor) {
     record(64, plan(1).text());
     record(4096, plan(2).text());

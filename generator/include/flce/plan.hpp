@@ -96,7 +96,13 @@ inline constexpr std::int64_t kTypicalTokens = 4096;
 struct PlanRequest {
     /// Most bytes beyond dH's accumulator; below the smallest legal amount is a PlanError.
     std::int64_t scratch_bytes = kDefaultScratchBytes;
+    std::int64_t limit_bytes = 0;  ///< on workspace and retained exponentials together; 0: not known
+    std::int64_t num_tokens = 0;   ///< the limit's; 0: not known
 };
+
+/// Whether a plan may retain exponentials and the limit has room for all of a call's in memory of their own, where grad_weight's cannot hold (nearly) all of
+/// them. grad_weight's tiles need not be such as memory is lent with then.
+[[nodiscard]] bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request);
 
 /// All legal candidate plans, best expected first (the cost model's order, which is that of the architecture: all its products share a choice and so
 /// their kernels); never empty. Throws SpecError, and PlanError as choose_plan does.
