@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <iterator>
 #include <ostream>
 #include <string>
 #include <tuple>
@@ -33,7 +35,9 @@ std::vector<CudaUnit> candidates(const Tiles& tiles, const std::string& kernel, 
     const Device device = describe_device(tiles.arch);
     std::vector<CudaUnit> units;
     int raster = 0;
-    for (const Plan& plan : candidate_plans(spec, device)) {
+    std::vector<Plan> plans = candidate_plans(spec, device);
+    std::ranges::copy(candidate_plans(spec, device, {.limit_bytes = std::int64_t{1} << 40, .num_tokens = 8192}), std::back_inserter(plans));
+    for (const Plan& plan : plans) {
         if (plan.path != tiles.path || plan.strategy != tiles.strategy) continue;
         if (raster == 0) raster = plan.cuda.raster;
         if (plan.cuda.raster != raster) continue;  // the same kernels in another order of tiles

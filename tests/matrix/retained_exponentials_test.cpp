@@ -202,6 +202,18 @@ TEST_P(RetainedExponentials, MemoryOfGradWeight_OnlyWhereItWillDo) {
     EXPECT_LE(k->retained_bytes(300), static_cast<std::size_t>(2 * 300 * (kVocab + 512) + 16 * 300 + 4096));
 }
 
+// Where there is memory for all of them, grad_weight's tiles may be such as its own memory cannot be lent with.
+TEST_P(RetainedExponentials, TilesThatLendNothing_WithinBounds) {
+    const Spec spec = kernel()->spec();
+    const auto plans = candidate_plans(spec, device_of(Target::gpu), {.limit_bytes = std::int64_t{1} << 40, .num_tokens = 8192});
+    const auto plan =
+        std::ranges::find_if(plans, [](const Plan& p) { return p.strategy == Strategy::retain && p.cuda.grad_weight.block_m == 192; });
+    ASSERT_NE(plan, plans.end());
+    const auto k = kernel_on(Target::gpu, spec, plan->text());
+    EXPECT_EQ(k->retained_bytes(300, RetainedPlace::grad_weight), 0U);
+    for (const std::int64_t n : {3, 300, 700}) EXPECT_TRUE(run_and_judge(k, make_problem(spec, {.num_tokens = n, .seed = 15}))) << n;
+}
+
 std::vector<OptionSet> options() {
     std::vector<OptionSet> sets;
     for (const OptionSet& set : all_options()) {
