@@ -1,5 +1,5 @@
 // What get_kernel costs: a kernel that is known (target: under 1 µs), one that is on disk (under 10 ms), one that must be compiled; and what the
-// checks before a launch cost. On the CPU, so that it runs anywhere.
+// checks before a launch cost. On the CPU, so that it runs anywhere; FLCE_DEVICE=cuda asks for a GPU's kernels (--benchmark_filter='GetKernel').
 #include <benchmark/benchmark.h>
 
 #include <atomic>
@@ -21,7 +21,14 @@ constexpr char kSpecText[] = "D=2048,V=151936,dtype=bf16,tied";
 
 using CacheDirectory = flce::bench::TemporaryFolder;
 
-flce::SessionOptions options_in(const CacheDirectory& directory) { return {.device = "cpu", .cache_dir = directory.path(), .threads = 1}; }
+const char* device() {
+    const char* asked = std::getenv("FLCE_DEVICE");
+    return asked != nullptr && *asked != '\0' ? asked : "cpu";
+}
+
+flce::SessionOptions options_in(const CacheDirectory& directory) {
+    return {.device = device(), .cache_dir = directory.path(), .threads = 1};
+}
 
 /// One session with the kernel known, shared by the threads of a benchmark.
 struct WarmSession {
@@ -57,7 +64,7 @@ void GetKernel_HotFromTextThroughC(benchmark::State& state) {
     CacheDirectory directory;
     const std::string path = directory.path().string();
     flce_session_options options = FLCE_SESSION_OPTIONS_INIT;
-    options.device = "cpu";
+    options.device = device();
     options.cache_dir = path.c_str();
     flce_session* session = nullptr;
     if (flce_session_create(&options, &session) != FLCE_OK) return state.SkipWithError(flce_last_error());
