@@ -4,46 +4,20 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
 #include <sstream>
 
 #include "autotune/record_store.hpp"
 #include "autotune/search.hpp"
 #include "autotune/search_space.hpp"
-#include "cli/command.hpp"
 #include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/tune_measure.hpp"
-#include "cli/tune_report.hpp"
+#include "cli/tune_options.hpp"
 #include "cli/tuning_run.hpp"
 #include "runtime/environment.hpp"
 
 namespace flce::cli {
 namespace {
-
-struct TuneOptions {
-    std::vector<std::string> specs;
-    std::vector<std::filesystem::path> hf_configs;
-    std::vector<std::int64_t> num_tokens;
-    SessionFlags session;
-    std::string limit;
-    std::string retain = "auto";
-    std::vector<std::string> plans;
-    std::filesystem::path candidates_file;
-    double budget_s = 60;
-    double candidate_timeout_s = 30;
-    std::vector<std::string> coordinates;
-    std::int64_t exhaustive = 0;
-    std::filesystem::path records_dir;
-    std::string commit;
-    bool fresh = false;
-    bool compile_only = false;
-    bool json = false;
-    bool shows = false;
-    std::vector<std::filesystem::path> show, diff, merge;
-    std::filesystem::path out, html;
-    std::vector<std::string> inject;
-};
 
 struct Tuned {
     NamedRecord named;
@@ -69,25 +43,6 @@ std::vector<Plan> extra_plans(const TuneOptions& options) {
         if (!line.empty() && !line.starts_with('#')) plans.push_back(parse_plan(line));
     }
     return plans;
-}
-
-std::vector<Spec> specs_of(const TuneOptions& options) {
-    std::vector<Spec> specs;
-    for (const std::string& text : options.specs) specs.push_back(read_spec(text).normalized());
-    for (const auto& path : options.hf_configs) {
-        for (const Spec& spec : read_hf_config(path)) specs.push_back(spec.normalized());
-    }
-    if (specs.empty()) throw UsageError("tune needs at least one --spec or --hf-config (or --show, --diff, --merge)");
-    return specs;
-}
-
-void check_coordinates(const TuneOptions& options, DeviceKind kind) {
-    const auto names = coordinate_names(kind);
-    for (const std::string& name : options.coordinates) {
-        if (std::ranges::find(names, name) != names.end()) continue;
-        throw UsageError(
-            fmt::format("--coordinates: there is no \"{}\"; plans for this device differ in {}", name, fmt::join(names, ", ")));
-    }
 }
 
 class Tuner {
@@ -288,12 +243,9 @@ private:
     }
 
     void write_html() const {
-        if (options_.html.empty()) return;
         std::vector<NamedRecord> records;
         for (const Tuned& tuned : tuned_) records.push_back(tuned.named);
-        std::ofstream file(options_.html, std::ios::binary | std::ios::trunc);
-        file << html_report(records);
-        if (!file.flush()) throw EnvironmentError(fmt::format("{} cannot be written", options_.html.string()));
+        cli::write_html(options_, records);
     }
 
     const TuneOptions& options_;
@@ -306,114 +258,72 @@ private:
     std::vector<Untuned> untuned_;
 };
 
-std::filesystem::path user_directory(const TuneOptions& options) {
-    return options.records_dir.empty() ? Session({.device = "cpu"}).records_dir() : options.records_dir;
-}
-
-int show(const TuneOptions& options) {
-    std::vector<std::filesystem::path> paths = options.show;
-    const auto directory = paths.empty() ? user_directory(options) : std::filesystem::path();
-    std::error_code error;
-    if (paths.empty() && std::filesystem::exists(directory, error)) paths.push_back(directory);  // it is made when something is measured
-    const auto records = read_records(paths);
-    if (!options.html.empty()) {
-        std::ofstream file(options.html, std::ios::binary | std::ios::trunc);
-        file << html_report(records);
-        if (!file.flush()) throw EnvironmentError(fmt::format("{} cannot be written", options.html.string()));
-    }
-    if (options.json) {
-        Json list = Json::array();
-        for (const NamedRecord& record : records) list.push_back(record_summary(record));
-        print_json({{"records", list}});
-        return kDone;
-    }
-    for (const NamedRecord& record : records) fmt::print("{}\n", record_table(record, 0));
-    if (records.empty()) fmt::print("no tuning records in {}\n", options.show.empty() ? directory.string() : options.show.front().string());
-    return kDone;
-}
-
-int diff(const TuneOptions& options) {
-    const auto records = read_records(options.diff);
-    if (records.size() != 2) throw UsageError("--diff compares two records, each a file");
-    if (options.json) {
-        print_json(record_difference_json(records[0], records[1]));
-    } else {
-        fmt::print("{}", record_difference(records[0], records[1]));
-    }
-    return kDone;
-}
-
-/// Records of one key become one; with --out they are written there (a directory where there are several keys), else into the user's directory.
-int merge(const TuneOptions& options) {
-    std::map<std::string, Record> by_key;
-    for (const NamedRecord& named : read_records(options.merge)) {
-        const auto [known, added] = by_key.emplace(named.record.key.digest(), named.record);
-        if (!added) known->second = merged(known->second, named.record);
-    }
-    const bool to_file = options.out.extension() == ".json";
-    if (to_file && by_key.size() != 1)
-        throw UsageError(fmt::format("--out {}: there are records of {} keys; name a directory", options.out.string(), by_key.size()));
-    const auto directory = options.out.empty() ? user_directory(options) : options.out;
-    RecordStore store({.directory = directory, .shipped = false});
-    Json files = Json::array();
-    for (const auto& [digest, record] : by_key) {
-        if (to_file) {
-            write_record_file(options.out, record);
-            files.push_back(options.out.string());
-            continue;
-        }
-        // A directory that is named may be a team's: what is there counts whoever has written it.
-        std::string why;
-        const auto there = options.out.empty() ? std::nullopt : read_record_file(directory / record.key.file(), why);
-        files.push_back(store.save(there && there->key == record.key ? merged(*there, record) : record).string());
-    }
-    if (options.json) {
-        print_json({{"records", files}});
-    } else {
-        for (const Json& file : files) fmt::print("{}\n", file.get<std::string>());
-    }
-    return kDone;
-}
-
-/// What a search asks for first, and every single change of the cost model's choice. The device need not be here.
-int compile_only(const TuneOptions& options) {
-    const Device device = resolve_device(options.session.device);
-    check_coordinates(options, device.kind);
-    const SessionOptions session = options.session.options();
-    std::vector<Json> requests;
-    for (const Spec& spec : specs_of(options)) {
-        const PlanRequest request{.scratch_bytes = session.scratch_bytes};
-        std::vector<Plan> plans = seed_plans(spec, device, request, SearchOptions{}.seeds);
-        for (const Coordinate& coordinate : coordinates(spec, device, plans.front(), options.coordinates)) {
-            std::ranges::copy(coordinate.plans, std::back_inserter(plans));
-        }
-        for (const Plan& plan : plans) requests.push_back(compile_request(spec, device, plan, session.cache_dir));
-    }
-    Progress progress("compile", static_cast<std::int64_t>(requests.size()));
-    std::int64_t done = 0;
-    std::size_t failed = 0;
-    const auto on_done = [&](std::size_t, const Reply& reply) {
-        failed += reply.kind != Reply::Kind::answer || reply.answer.contains("error") ? 1 : 0;
-        progress.update(++done);
-    };
-    constexpr std::chrono::minutes kPatience{10};
-    const bool complete = make_compile_pool(kPatience).run(requests, {.done = on_done, .stop = interrupted});
-    progress.finish();
-    if (!complete) throw Interrupted();
-    if (options.json) {
-        print_json({{"candidates", requests.size()}, {"failed", failed}});
-    } else {
-        fmt::print("{} candidates compiled or found, {} failed\n", requests.size() - failed, failed);
-    }
-    return failed == 0 ? kDone : kFailedCheck;
-}
-
 int tune(const TuneOptions& options) {
-    if (options.compile_only) return compile_only(options);
-    if (!options.diff.empty()) return diff(options);
-    if (!options.merge.empty()) return merge(options);
-    if (options.shows) return show(options);
+    if (options.compile_only) return compile_candidates(options);
+    if (!options.diff.empty()) return diff_records(options);
+    if (!options.merge.empty()) return merge_records(options);
+    if (options.shows) return show_records(options);
     return Tuner(options).run();
+}
+
+void add_layer_options(CLI::App& command, TuneOptions& options) {
+    command.add_option("--spec", options.specs, "what is computed: key=value,flag,… or @file.json; may be repeated")->take_all();
+    command
+        .add_option("--hf-config", options.hf_configs,
+                    "a model's config.json; tied weights are two layers, gradient added and written; may be repeated")
+        ->take_all();
+    command
+        .add_option("--num-tokens,-N", options.num_tokens,
+                    "rows of hidden, rounded to the nearest of 64, 256, 1024, 2048, … 65536; may be repeated (default: 4096)")
+        ->take_all()
+        ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40));
+    options.session.add_to(command);
+    command.add_option("--workspace-limit", options.limit, "tune for a limit on workspace and what forward retains together, e.g. 2G");
+    command
+        .add_option("--retain", options.retain,
+                    "auto: forward leaves to backward what grad_weight's memory or the limit has room for; none")
+        ->capture_default_str()
+        ->check(CLI::IsMember({"auto", "none"}));
+}
+
+void add_search_options(CLI::App& command, TuneOptions& options) {
+    command.add_option("--plan", options.plans, "a further candidate; may be repeated")->take_all();
+    command.add_option("--candidates-file", options.candidates_file, "further candidates, a plan a line; # begins a comment");
+    command.add_option("--budget-s", options.budget_s, "seconds for each spec and number of tokens")
+        ->capture_default_str()
+        ->check(finite_number())
+        ->check(CLI::Range(0.1, 86400.0));
+    command
+        .add_option("--candidate-timeout-s", options.candidate_timeout_s,
+                    "a candidate that gives no answer for so long, or for a quarter of the budget, hangs")
+        ->capture_default_str()
+        ->check(finite_number())
+        ->check(CLI::Range(0.1, 86400.0));
+    command
+        .add_option("--coordinates", options.coordinates,
+                    "what to vary: grad_weight, grad_hidden, forward, dlogits, chunk, raster; blocks, block_m, … (default: all)")
+        ->delimiter(',');
+    command.add_option("--exhaustive", options.exhaustive, "instead of descending, measure that many combinations")
+        ->check(CLI::Range(std::int64_t{1}, static_cast<std::int64_t>(kMaxRecordCandidates)));
+    command.add_flag("--compile-only", options.compile_only,
+                     "compile the first candidates into the cache and stop; --device may be one that is not here");
+    command.add_option("--inject", options.inject, "")->take_all()->group("");
+}
+
+/// Returns --show, which is there without values too.
+const CLI::Option* add_record_options(CLI::App& command, TuneOptions& options) {
+    command.add_option("--records-dir", options.records_dir,
+                       "where records are kept (default: FLCE_RECORDS_DIR, else \"records\" in the cache directory)");
+    command.add_option("--commit", options.commit, "kept with the measurements, to tell later what was measured");
+    command.add_flag("--fresh", options.fresh, "measure everything again and replace the record");
+    CLI::Option* show = command.add_option("--show", options.show, "print records: files, or directories of them (default: the user's)");
+    show->expected(0, -1);
+    command.add_option("--diff", options.diff, "compare two records")->expected(2);
+    command.add_option("--merge", options.merge, "merge records: files, or directories of them")->expected(1, -1);
+    command.add_option("--out", options.out, "where --merge writes: a .json file or a directory");
+    command.add_option("--html", options.html, "write a report of what was tuned, or of --show's records, to this file");
+    command.add_flag("--json", options.json, "one JSON object on stdout");
+    return show;
 }
 
 }  // namespace
@@ -430,55 +340,9 @@ void add_tune(CLI::App& app, Action& action) {
         "  flce tune --hf-config Qwen3-1.7B/config.json --budget-s 30 --html report.html\n"
         "  flce tune --show ~/.cache/flce/records\n  flce tune --diff before.json after.json\n  flce tune --merge node1/ node2/ --out "
         "team/");
-    command->add_option("--spec", options->specs, "what is computed: key=value,flag,… or @file.json; may be repeated")->take_all();
-    command
-        ->add_option("--hf-config", options->hf_configs,
-                     "a model's config.json; tied weights are two layers, gradient added and written; may be repeated")
-        ->take_all();
-    command
-        ->add_option("--num-tokens,-N", options->num_tokens,
-                     "rows of hidden, rounded to the nearest of 64, 256, 1024, 2048, … 65536; may be repeated (default: 4096)")
-        ->take_all()
-        ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40));
-    options->session.add_to(*command);
-    command->add_option("--workspace-limit", options->limit, "tune for a limit on workspace and what forward retains together, e.g. 2G");
-    command
-        ->add_option("--retain", options->retain,
-                     "auto: forward leaves to backward what grad_weight's memory or the limit has room for; none")
-        ->capture_default_str()
-        ->check(CLI::IsMember({"auto", "none"}));
-    command->add_option("--plan", options->plans, "a further candidate; may be repeated")->take_all();
-    command->add_option("--candidates-file", options->candidates_file, "further candidates, a plan a line; # begins a comment");
-    command->add_option("--budget-s", options->budget_s, "seconds for each spec and number of tokens")
-        ->capture_default_str()
-        ->check(finite_number())
-        ->check(CLI::Range(0.1, 86400.0));
-    command
-        ->add_option("--candidate-timeout-s", options->candidate_timeout_s,
-                     "a candidate that gives no answer for so long, or for a quarter of the budget, hangs")
-        ->capture_default_str()
-        ->check(finite_number())
-        ->check(CLI::Range(0.1, 86400.0));
-    command
-        ->add_option("--coordinates", options->coordinates,
-                     "what to vary: grad_weight, grad_hidden, forward, dlogits, chunk, raster; blocks, block_m, … (default: all)")
-        ->delimiter(',');
-    command->add_option("--exhaustive", options->exhaustive, "instead of descending, measure that many combinations")
-        ->check(CLI::Range(std::int64_t{1}, static_cast<std::int64_t>(kMaxRecordCandidates)));
-    command->add_option("--records-dir", options->records_dir,
-                        "where records are kept (default: FLCE_RECORDS_DIR, else \"records\" in the cache directory)");
-    command->add_option("--commit", options->commit, "kept with the measurements, to tell later what was measured");
-    command->add_flag("--compile-only", options->compile_only,
-                      "compile the first candidates into the cache and stop; --device may be one that is not here");
-    command->add_flag("--fresh", options->fresh, "measure everything again and replace the record");
-    const CLI::Option* show =
-        command->add_option("--show", options->show, "print records: files, or directories of them (default: the user's)")->expected(0, -1);
-    command->add_option("--diff", options->diff, "compare two records")->expected(2);
-    command->add_option("--merge", options->merge, "merge records: files, or directories of them")->expected(1, -1);
-    command->add_option("--out", options->out, "where --merge writes: a .json file or a directory");
-    command->add_option("--html", options->html, "write a report of what was tuned, or of --show's records, to this file");
-    command->add_flag("--json", options->json, "one JSON object on stdout");
-    command->add_option("--inject", options->inject, "")->take_all()->group("");
+    add_layer_options(*command, *options);
+    add_search_options(*command, *options);
+    const CLI::Option* show = add_record_options(*command, *options);
     command->callback([options, show, &action] {
         options->shows = show->count() > 0;
         std::erase(options->show, std::filesystem::path());  // what an option without values leaves
