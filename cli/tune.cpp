@@ -23,6 +23,7 @@ struct Tuned {
     NamedRecord named;
     SearchResult result;
     double seconds = 0;
+    std::size_t processes = 0;  ///< that candidates ran in
 };
 
 /// A spec and number of tokens that could not be tuned.
@@ -173,7 +174,7 @@ private:
             key.policy = policy;
             return begin_record(key, run, search_options.run);
         });
-        Tuned tuned{.result = std::move(searched.result), .seconds = searched.seconds};
+        Tuned tuned{.result = std::move(searched.result), .seconds = searched.seconds, .processes = searched.processes};
         keep(searched.record, search_options.run, tuned);
         return tuned;
     }
@@ -215,6 +216,7 @@ private:
             item["measured"] = tuned.result.measured;
             item["complete"] = tuned.result.complete;
             item["seconds"] = tuned.seconds;
+            item["processes"] = tuned.processes;
             item["default_plan"] = tuned.result.default_plan;
             const auto first = all.find(tuned.result.default_plan);
             const bool timed = first != all.end() && first->second.sample_count() > 0;

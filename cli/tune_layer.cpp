@@ -117,10 +117,19 @@ TuneLayer::Runnable TuneLayer::make_runnable(const std::string& plan) {
 
 void TuneLayer::reserve(const char* name, std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted) {
     if (wanted <= have && memory != nullptr) return;
-    for (auto& [plan, other] : kernels_) other.sample = {};  // which know the memory by its address
-    memory.reset();                                          // before there is more of it
+    drop_samples();  // which know the memory by its address
+    memory.reset();  // before there is more of it
     memory = std::make_unique<Scratch>(name, device_, wanted);
     have = wanted;
+}
+
+void TuneLayer::drop_samples() {
+    for (auto& [plan, made] : kernels_) made.sample = {};
+}
+
+void TuneLayer::break_runs(KernelFault fault) {
+    broken_ = std::make_unique<BrokenKernel>(device_, fault);
+    drop_samples();  // which are of runs without it
 }
 
 void TuneLayer::run(const Runnable& runnable, std::size_t which, Stream stream) const {
@@ -132,6 +141,7 @@ void TuneLayer::run(const Runnable& runnable, std::size_t which, Stream stream) 
     const Workspace workspace{scratch_->workspace().data, runnable.workspace_bytes};
     runnable.kernel->forward(forward, workspace, stream);
     runnable.kernel->backward(backward, workspace, stream);
+    if (broken_ != nullptr) broken_->launch(stream);
 }
 
 /// Bytes that are NaN in every dtype: what is not written shows.

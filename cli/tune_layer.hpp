@@ -10,6 +10,7 @@
 #include "cli/layer.hpp"
 #include "cli/reference.hpp"
 #include "flce/recording.hpp"
+#include "runtime/cuda/broken_kernel.hpp"
 
 namespace flce::cli {
 
@@ -42,6 +43,9 @@ public:
 
     /// For tests of whoever asks: the next run's results are off.
     void spoil_results() { spoil_ = true; }
+    /// The same, on a GPU: from now on every run launches a kernel with this fault behind its own.
+    void break_runs(KernelFault fault);
+    [[nodiscard]] bool on_gpu() const { return device_.kind == DeviceKind::cuda; }
     /// The same: as if the driver could not have the next sample in a graph.
     void refuse_graph() { refuse_ = true; }
 
@@ -69,6 +73,7 @@ private:
     Runnable make_runnable(const std::string& plan);
     void run(const Runnable& runnable, std::size_t set, Stream stream = {}) const;
     [[nodiscard]] Recording recorded(const Runnable& candidate);
+    void drop_samples();
     void make_reference();
     void reserve(const char* name, std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted);
     void poison();
@@ -91,6 +96,7 @@ private:
     std::unique_ptr<Yardstick> yardstick_;
     std::unique_ptr<Sample> first_;  ///< of the first plan that was right
     bool spoil_ = false;
+    std::unique_ptr<BrokenKernel> broken_;
     bool refuse_ = false;
     std::string graphs_refused_;
 };

@@ -92,6 +92,7 @@ double ProcessMeasure::patience_s() const {
 
 void ProcessMeasure::start() {
     worker_ = std::make_unique<WorkerProcess>(worker_arguments(target_.inject));
+    ++processes_;
     // Tensors of gigabytes are made here; that is no candidate's fault.
     const Reply reply = worker_->ask(open_request(), milliseconds(std::max(kLeastStart_s, target_.budget_s - elapsed_s())));
     if (reply.kind == Reply::Kind::interrupted) {
@@ -191,18 +192,21 @@ void ProcessMeasure::prepare(std::span<const Plan> plans) {
 MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options,
                                const std::function<Record(std::string_view policy)>& begin) {
     double before_s = 0;
+    std::size_t processes = 0;
     for (;;) {
         MeasuredSearch searched{.record = begin(target.graphs ? kGraphMeasurementPolicy : kLaunchMeasurementPolicy)};
         ProcessMeasure measure(target);
         try {
             searched.result = search(target.spec, target.device, options, measure, searched.record);
             searched.seconds = before_s + measure.elapsed_s();
+            searched.processes = processes + measure.processes();
             return searched;
         } catch (const GraphsRefused& refused) {
             fmt::print(stderr, "flce: warning: samples are timed without CUDA graphs, all of them, for a record of their own: {}\n",
                        refused.what());
         }
         before_s += measure.elapsed_s();
+        processes += measure.processes();
         target.graphs = false;
         target.budget_s = std::max(0.0, target.budget_s - measure.elapsed_s());
     }

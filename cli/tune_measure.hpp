@@ -63,7 +63,8 @@ public:
     void progress(const std::string& stage, std::size_t candidates, std::size_t measurements, double best_ms) override;
 
     [[nodiscard]] double elapsed_s() const;
-    [[nodiscard]] bool was_interrupted() const { return interrupted_; }
+    /// How many processes candidates have run in so far: one, and one more for each that took its own with it.
+    [[nodiscard]] std::size_t processes() const { return processes_; }
 
 private:
     [[nodiscard]] Json open_request() const;
@@ -81,6 +82,7 @@ private:
     WorkerPool compilers_;
     std::map<std::string, Measured> uncompiled_;  ///< plans whose compiler hung or died
     Progress progress_;
+    std::size_t processes_ = 0;
     bool started_ = false;
     bool warm_ = false;
     bool interrupted_ = false;
@@ -90,6 +92,7 @@ struct MeasuredSearch {
     Record record;
     SearchResult result;
     double seconds = 0;
+    std::size_t processes = 0;  ///< that candidates ran in
 };
 /// search() of one record, whose times are all measured in one way: as graphs where the target's samples are to be graphs; where the driver refuses
 /// one, from the beginning without, in what is left of the budget. `begin` gives what is known with a policy.

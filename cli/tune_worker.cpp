@@ -85,14 +85,27 @@ private:
         return {{"graphs_refused", layer_->graphs_refused()}};
     }
 
+    [[nodiscard]] bool on_gpu() const { return layer_ != nullptr && layer_->on_gpu(); }
+
+    /// For ever: on a GPU in the candidate's own work, which the driver waits for.
+    void hang() const {
+        if (on_gpu()) return layer_->break_runs(KernelFault::endless);
+        std::this_thread::sleep_for(std::chrono::hours(1));
+    }
+
+    /// On a GPU by a kernel, of which the driver tells; elsewhere by a signal.
+    void crash() const {
+        if (on_gpu()) return layer_->break_runs(KernelFault::illegal_write);
+        static_cast<void>(std::raise(SIGSEGV));
+    }
+
     /// `text`: the plan; of "open" the spec.
     void misbehave(const std::string& op, const std::string& text) {
         const bool runs = op == "check" || op == "time" || op == "warm";
         for (const Fault& fault : faults_) {
             if (text.find(fault.text) == std::string::npos) continue;
-            const bool hangs = (fault.kind == "hang" && runs) || fault.kind == "hang-" + op;
-            if (hangs) std::this_thread::sleep_for(std::chrono::hours(1));
-            if ((fault.kind == "fault" && runs) || fault.kind == "fault-" + op) static_cast<void>(std::raise(SIGSEGV));
+            if ((fault.kind == "hang" && runs) || fault.kind == "hang-" + op) hang();
+            if ((fault.kind == "fault" && runs) || fault.kind == "fault-" + op) crash();
             if (fault.kind == "fault-timing" && op == "time") static_cast<void>(std::raise(SIGKILL));
             if (fault.kind == "refuse-graph" && (op == "time" || op == "warm") && layer_ != nullptr) layer_->refuse_graph();
             if (fault.kind == "wrong" && op == "check" && layer_ != nullptr) layer_->spoil_results();

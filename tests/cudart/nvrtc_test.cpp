@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "flce/error.hpp"
+#include "runtime/cuda/broken_kernel.hpp"
 #include "runtime/cuda/cubin.hpp"
 #include "runtime/cuda/nvrtc_search.hpp"
 #include "tests/support/gpu.hpp"
@@ -73,6 +74,17 @@ TEST_P(NvrtcCompile, SmallKernel_GivesACubinForTheArchitecture) {
     EXPECT_EQ(used[0].name, "scale");
     EXPECT_GT(used[0].registers, 0);
     EXPECT_EQ(used[0].spill_store_bytes, 0);
+}
+
+/// What tests of the tuner launch where there is a GPU.
+TEST_P(NvrtcCompile, KernelThatIsAtFault_Compiles) {
+    const std::string arch = GetParam();
+    FLCE_REQUIRE_NVRTC_FOR(arch);
+    const std::vector<KernelEntry> kernels = {{"flce_broken", 256, 0}};
+    const auto result = Nvrtc::load()->compile(std::string(broken_kernel_source()), {}, options_for(arch), kernels);
+    const auto contents = read_cubin(result.cubin, nullptr);
+    ASSERT_TRUE(contents);
+    EXPECT_EQ(contents->kernels.at(0).param_bytes, 16U);
 }
 
 INSTANTIATE_TEST_SUITE_P(Architectures, NvrtcCompile, testing::Values("sm_80", "sm_90a", "sm_100a", "sm_120"));
