@@ -7,6 +7,7 @@
 #include <cmath>
 #include <optional>
 
+#include "cli/buffer_sets.hpp"
 #include "cli/command.hpp"
 #include "cli/finite_number.hpp"
 #include "cli/gemm_floor.hpp"
@@ -104,15 +105,6 @@ private:
     std::size_t weight_bytes_ = 0;
 };
 
-struct BufferSet {
-    LayerInputs inputs;
-    LayerOutputs outputs;
-};
-
-std::int64_t last_level_cache_bytes(const Device& device) {
-    return device.kind == DeviceKind::cuda ? device.gpu.l2_bytes : std::max(device.cpu.l3_bytes, device.cpu.l2_bytes);
-}
-
 class Bench {
 public:
     explicit Bench(const BenchOptions& options)
@@ -138,12 +130,7 @@ public:
 private:
     void make_sets() {
         const RandomLayer layer = make_random_layer(spec_, options_.num_tokens, {.seed = 1, .ignored = options_.ignored});
-        const double bytes = 2 * static_cast<double>(layer.hidden.size() + layer.weight.size());
-        const double wanted = 2.0 * static_cast<double>(last_level_cache_bytes(kernel_->device())) / std::max(bytes, 1.0);
-        const auto sets = static_cast<std::size_t>(std::clamp(std::ceil(wanted), 1.0, 8.0));
-        for (std::size_t i = 0; i < sets; ++i) {
-            sets_.push_back({upload(spec_, layer, device_), make_outputs(spec_, device_, options_.num_tokens, Reduction::mean)});
-        }
+        sets_ = make_buffer_sets(spec_, layer, kernel_->device(), device_, Turn::forward_or_both);
         if (options_.ignored == 0) return;
         std::vector<std::int64_t> targets(static_cast<std::size_t>(options_.num_tokens));
         for (std::size_t i = 0; i < targets.size(); ++i) targets[i] = static_cast<std::int64_t>(i * 7919) % spec_.vocab_size;

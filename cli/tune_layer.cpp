@@ -70,14 +70,7 @@ TuneLayer::TuneLayer(TuneLayerOptions options) : options_(std::move(options)), s
     const Spec& spec = options_.spec;
     device_ = SessionAccess::device_ref(session_);
     layer_ = make_random_layer(spec, options_.num_tokens, {.seed = 7, .upstream = true});
-    const Device& device = session_.device();
-    const double cache =
-        static_cast<double>(device.kind == DeviceKind::cuda ? device.gpu.l2_bytes : std::max(device.cpu.l3_bytes, device.cpu.l2_bytes));
-    const double bytes = 2 * static_cast<double>(layer_.hidden.size() + layer_.weight.size());
-    const auto sets = static_cast<std::size_t>(std::clamp(std::ceil(3 * cache / std::max(bytes, 1.0)), 1.0, 8.0));
-    for (std::size_t i = 0; i < sets; ++i) {
-        sets_.push_back({upload(spec, layer_, device_), make_outputs(spec, device_, options_.num_tokens, Reduction::mean)});
-    }
+    sets_ = make_buffer_sets(spec, layer_, session_.device(), device_, Turn::both);
     rows_ = sampled(spec.vocab_size, kSampledRows);
     rows_.front() = 0;
     rows_.back() = spec.vocab_size - 1;
@@ -274,7 +267,7 @@ TuneLayer::Checked TuneLayer::check(const std::string& plan) {
 
 Recording TuneLayer::recorded(const Runnable& candidate) {
     const auto work = [this, &candidate](Stream stream) {
-        for (int i = 0; i < candidate.repetitions; ++i) run(candidate, static_cast<std::size_t>(i), stream);
+        for (int i = 0; i < candidate.repetitions; ++i) run(candidate, next_set_++, stream);
     };
     const DeviceRef host;
     if (!options_.graphs || !graphs_refused_.empty()) return {host, work};
@@ -299,7 +292,9 @@ double TuneLayer::time_ms(const std::string& plan) {
         run(candidate, 0);
         const double ms = timer.stop_ms();
         const double enough = std::clamp(std::ceil(options_.sample_ms / std::max(ms, 1e-6)), 1.0, kMostRepetitions);
-        candidate.repetitions = std::max(static_cast<int>(enough), static_cast<int>(sets_.size()));
+        // A graph goes through the same sets each time; launches one by one go on where the last ones were.
+        const std::size_t least = options_.graphs && graphs_refused_.empty() ? sets_.size() : 1;
+        candidate.repetitions = std::max(static_cast<int>(enough), static_cast<int>(least));
     }
     if (!candidate.sample) candidate.sample = recorded(candidate);
     timer.start(candidate.sample.stream());

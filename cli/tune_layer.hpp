@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/buffer_sets.hpp"
 #include "cli/command.hpp"
 #include "cli/layer.hpp"
 #include "cli/reference.hpp"
@@ -58,10 +59,6 @@ private:
         int repetitions = 0;         ///< of a sample; 0: not known yet
         Recording sample;            ///< of so many; made when it is first timed
     };
-    struct BufferSet {
-        LayerInputs inputs;
-        LayerOutputs outputs;
-    };
     /// What is compared between plans: every output of a token and of the whole, and of the gradients the rows of a spread.
     struct Sample {
         std::vector<float> lse, entropy;
@@ -87,6 +84,7 @@ private:
     DeviceRef device_;
     RandomLayer layer_;
     std::vector<BufferSet> sets_;
+    std::size_t next_set_ = 0;
     std::unique_ptr<Scratch> scratch_, retained_;
     std::size_t scratch_bytes_ = 0;
     std::size_t retained_bytes_ = 0;

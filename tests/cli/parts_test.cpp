@@ -12,6 +12,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "cli/buffer_sets.hpp"
 #include "cli/command.hpp"
 #include "cli/demo.hpp"
 #include "cli/demo_model.hpp"
@@ -309,6 +310,45 @@ TEST(ErrorNorm_Extremes, AreReported) {
     ErrorNorm broken;
     broken.add(std::nan(""), 1);
     EXPECT_TRUE(std::isnan(broken.relative()));
+}
+
+constexpr std::int64_t kMiB = 1 << 20;
+
+TEST(BufferSets, Count_TurnsTouchThreeTimesTheCache) {
+    const auto count = [](std::int64_t cache_mib, std::int64_t set_bytes) {
+        return static_cast<std::int64_t>(buffer_set_count(cache_mib * kMiB, set_bytes, set_bytes));
+    };
+    for (const std::int64_t cache_mib : {2, 32, 50, 60}) {
+        for (const std::int64_t set_bytes : {kMiB / 2, kMiB, 5 * kMiB, 19 * kMiB, 100 * kMiB, 1000 * kMiB}) {
+            const std::int64_t sets = count(cache_mib, set_bytes);
+            EXPECT_GE(sets * set_bytes, 3 * cache_mib * kMiB) << cache_mib << " " << set_bytes;
+            EXPECT_TRUE(sets == 1 || (sets - 1) * set_bytes < 3 * cache_mib * kMiB) << "no more than that takes";
+        }
+    }
+    EXPECT_EQ(count(60, 5 * kMiB), 36);
+}
+
+TEST(BufferSets, Count_BoundedByBytes) {
+    EXPECT_EQ(buffer_set_count(60 * kMiB, 1, 1), 512U);
+    EXPECT_EQ(buffer_set_count(4096 * kMiB, 100 * kMiB, 200 * kMiB), 10U);
+    EXPECT_EQ(buffer_set_count(4096 * kMiB, 100 * kMiB, 5000 * kMiB), 1U);
+    EXPECT_EQ(buffer_set_count(60 * kMiB, 0, 0), 512U);
+    EXPECT_EQ(buffer_set_count(0, kMiB, kMiB), 1U);
+}
+
+TEST(BufferSets, Made_ForwardAloneNeedsMoreOfThem) {
+    Device device = describe_device("znver4");
+    device.cpu.l3_bytes = kMiB;
+    device.cpu.l2_bytes = 0;
+    const Spec spec = parse_spec("D=64,V=1000,dtype=fp32").normalized();
+    const RandomLayer layer = make_random_layer(spec, 24, {.seed = 1});
+    constexpr std::int64_t kInputBytes = 4 * 64 * (1000 + 24);  // 256 KiB
+    const auto both = make_buffer_sets(spec, layer, device, {}, Turn::both);
+    EXPECT_EQ(both.size(), 3 * kMiB / (2 * kInputBytes));
+    const auto forward = make_buffer_sets(spec, layer, device, {}, Turn::forward_or_both);
+    EXPECT_EQ(forward.size(), 3 * kMiB / kInputBytes);
+    EXPECT_NE(forward[0].inputs.weight.view.data, forward[11].inputs.weight.view.data);
+    EXPECT_EQ(forward[11].inputs.weight.to_host<float>(), forward[0].inputs.weight.to_host<float>());
 }
 
 }  // namespace
