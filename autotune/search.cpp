@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <optional>
+#include <set>
 
 #include "autotune/search_space.hpp"
 #include "cache/artifact_cache.hpp"
@@ -17,6 +19,7 @@ constexpr double kStepMargin = 0.005;
 constexpr int kRaceRounds = 2;  ///< before the first half leaves, and between halves
 constexpr int kMostSweeps = 3;
 constexpr double kFarBehind = 1.25;
+constexpr int kMostLastRounds = 8;  ///< where noise goes on making others the winner
 
 class Search {
 public:
@@ -64,13 +67,15 @@ private:
         } else {
             best = descend(best);
         }
-        searched_through_ = !measure_.nearly_over();
+        searched_through_ = !over();
     }
 
     [[nodiscard]] bool stop() {
         stopped_ = stopped_ || measure_.stop();
         return stopped_;
     }
+    /// Whether the search for others has to end. Until something is timed there is nothing to leave time for.
+    [[nodiscard]] bool over() { return stop() || (!finishing_ && !timed_.empty() && measure_.nearly_over()); }
     /// What a search with these options can reach.
     [[nodiscard]] std::string space_digest(const Plan& from) const {
         KeyBuilder key("tuning space");
@@ -127,6 +132,7 @@ private:
         if (found != record_.candidates.end()) return found->second.outcome == Outcome::ok;
         if (record_.candidates.size() >= kMaxRecordCandidates) return false;
         const Measured measured = measure_.check(plan);
+        paused_ = true;
         ++measurements_;
         Candidate& candidate = record_.candidates[text];
         candidate.rank = order_.rank(plan);
@@ -138,18 +144,23 @@ private:
 
     void time(const Plan& plan) {
         const std::string text = plan.text();
-        const Measured measured = measure_.time(plan);
+        // Whoever comes first after a pause would pay for it.
+        Measured measured = paused_ ? measure_.resume(plan) : Measured{};
+        if (measured.outcome == Outcome::ok) measured = measure_.time(plan);
+        paused_ = measured.outcome != Outcome::ok;
         ++measurements_;
         Candidate& candidate = record_.candidates.at(text);
         note(candidate, measured);
-        if (measured.outcome != Outcome::ok) return;
+        if (paused_) return;
         candidate.times_ms[options_.run].push_back(recorded_ms(measured.ms));
-        if (std::ranges::find(timed_, text) == timed_.end()) timed_.push_back(text);
+        if (std::ranges::find(timed_, text) != timed_.end()) return;
+        timed_.push_back(text);
+        measure_.reserve(last_samples());
     }
 
     /// One sample of each that is new, beginning elsewhere each round so that none always follows the same one.
     void round(const std::string& stage, const std::vector<Plan>& plans) {
-        for (std::size_t i = 0; i < plans.size() && !stop(); ++i) {
+        for (std::size_t i = 0; i < plans.size() && !over(); ++i) {
             const Plan& plan = plans[(i + rounds_) % plans.size()];
             report(stage);
             if (!known(plan.text())) time(plan);
@@ -176,15 +187,15 @@ private:
         for (const Plan& plan : plans) {
             if (!record_.candidates.contains(plan.text())) fresh.push_back(plan);
         }
-        if (!stop() && !fresh.empty()) measure_.prepare(fresh);
+        if (!over() && !fresh.empty()) measure_.prepare(fresh);
         std::vector<Plan> alive;
         for (const Plan& plan : plans) {
-            if (stop()) break;
+            if (over()) break;
             report(stage);
             if (admit(plan)) alive.push_back(plan);
         }
-        while (alive.size() > 1 && !stop()) {
-            for (int i = 0; i < kRaceRounds && !stop(); ++i) {
+        while (alive.size() > 1 && !over()) {
+            for (int i = 0; i < kRaceRounds && !over(); ++i) {
                 round(stage, alive);
                 drop_failed(alive);
                 drop_slow(alive);
@@ -193,19 +204,19 @@ private:
             alive.resize((alive.size() + 1) / 2);
         }
         drop_failed(alive);
-        if (alive.size() == 1 && !stop() && std::isinf(median(alive.front()))) round(stage, alive);
+        if (alive.size() == 1 && !over() && std::isinf(median(alive.front()))) round(stage, alive);
         if (alive.empty()) return current;
         const Plan& quickest = *std::ranges::min_element(alive, {}, [&](const Plan& plan) { return median(plan); });
         return median(quickest) < median(current) * (1 - kStepMargin) ? quickest : current;
     }
 
     Plan descend(Plan best) {
-        for (int sweep = 0; sweep < kMostSweeps && !measure_.nearly_over(); ++sweep) {
+        for (int sweep = 0; sweep < kMostSweeps && !over(); ++sweep) {
             const Plan before = best;
             std::vector<std::string> names;
             for (const Coordinate& coordinate : coordinates(spec_, device_, best, options_.only)) names.push_back(coordinate.name);
             for (const std::string& name : names) {
-                if (measure_.nearly_over()) break;
+                if (over()) break;
                 for (const Coordinate& coordinate : coordinates(spec_, device_, best, options_.only)) {
                     if (coordinate.name != name) continue;
                     best = race(name, coordinate.plans, best);
@@ -217,37 +228,112 @@ private:
         return best;
     }
 
-    /// The quickest few, and the default.
+    /// The user's candidates that are timed as reliably as the quickest are.
+    [[nodiscard]] std::vector<Plan> steady_extras() const {
+        return options_.extra.size() <= options_.finalists ? options_.extra : std::vector<Plan>();
+    }
+    /// That the last rounds take, were they to begin soon.
+    [[nodiscard]] std::size_t last_samples() const {
+        constexpr std::size_t kBeside = 2;  // the default, and whoever wins by the fixed order
+        return kEnoughSamples * std::min(timed_.size() + 1, options_.finalists + kBeside + steady_extras().size());
+    }
+    [[nodiscard]] bool timed(const Plan& plan) const { return !std::isinf(median(plan)); }
+
+    /// The quickest few, whoever would win now, the default and the user's.
     [[nodiscard]] std::vector<Plan> finalists(const Plan& default_plan) const {
+        std::vector<Plan> plans = quickest_plans({}, std::numeric_limits<double>::infinity());
+        for (const Plan& plan : beside(steady_extras(), default_plan)) {
+            if (std::ranges::find(plans, plan) == plans.end()) plans.push_back(plan);
+        }
+        return plans;
+    }
+    /// `more`, those of them that have been timed, with whoever would win now and the default.
+    [[nodiscard]] std::vector<Plan> beside(std::vector<Plan> more, const Plan& default_plan) const {
+        more.push_back(default_plan);
+        if (const std::string best = record_.best_plan(); !best.empty()) more = joined(parse_plan(best), more);
+        std::erase_if(more, [&](const Plan& plan) { return !timed(plan); });
+        return more;
+    }
+    /// No more than the finalists, without those in `done`, the quickest first; of those that are below `ms`.
+    [[nodiscard]] std::vector<Plan> quickest_plans(const std::set<std::string>& done, double ms) const {
         std::vector<std::pair<double, std::string>> ranking;
         for (const auto& [plan, candidate] : record_.candidates) {
-            if (candidate.outcome == Outcome::ok && candidate.sample_count() > 0) ranking.emplace_back(candidate.median_ms(), plan);
+            const bool counts = candidate.outcome == Outcome::ok && candidate.sample_count() > 0 && !done.contains(plan);
+            if (counts && candidate.median_ms() < ms) ranking.emplace_back(candidate.median_ms(), plan);
         }
         std::ranges::sort(ranking);
         if (ranking.size() > options_.finalists) ranking.resize(options_.finalists);
         std::vector<Plan> plans;
-        for (const auto& [ms, text] : ranking) plans.push_back(parse_plan(text));
-        if (!std::isinf(median(default_plan)) && std::ranges::find(plans, default_plan) == plans.end()) plans.push_back(default_plan);
+        for (const auto& [median_ms, text] : ranking) plans.push_back(parse_plan(text));
         return plans;
     }
 
-    /// Finalists are timed in turns until each has been as often as a winner must have been; that may make others the quickest.
+    /// What is quicker than the winner by more than noise. Without what is as good, or noise would go on choosing new ones.
+    [[nodiscard]] double challenging_ms() const {
+        const std::string best = record_.best_plan();
+        return best.empty() ? 0 : record_.candidates.at(best).median_ms() * (1 - kTieMargin);
+    }
+
+    /// Finalists are timed in turns as often as a winner must have been. That may make others the quickest, or the winner, who then have to stand it too.
     void finish(const Plan& default_plan) {
-        std::vector<std::string> done = known_;
-        std::erase_if(done, [&](const std::string& plan) { return record_.candidates.at(plan).sample_count() < kEnoughSamples; });
-        while (!stop()) {
-            std::vector<Plan> plans = finalists(default_plan);
-            std::erase_if(plans, [&](const Plan& plan) { return std::ranges::find(done, plan.text()) != done.end(); });
-            if (plans.empty()) return;
-            for (const Plan& plan : plans) {
-                done.push_back(plan.text());
-                std::erase(known_, plan.text());
-            }
+        finishing_ = true;
+        std::set<std::string> settled;  // before this search
+        for (const std::string& plan : known_) {
+            if (record_.candidates.at(plan).sample_count() >= kEnoughSamples) settled.insert(plan);
+        }
+        std::vector<Plan> plans = finalists(default_plan);
+        if (settled.contains(record_.best_plan())) {
+            const auto came_second = [&](const Plan& plan) { return known(plan.text()) && median(plan) >= challenging_ms(); };
+            std::erase_if(plans, [&](const Plan& plan) { return plan != default_plan && came_second(plan); });
+        }
+        std::set<std::string> done = settled;
+        for (int i = 0; i < kMostLastRounds; ++i) {
+            const auto stands = [&](const Plan& plan) { return done.contains(plan.text()); };
+            if (std::ranges::all_of(plans, stands)) return;
+            std::erase_if(plans, [&](const Plan& plan) { return settled.contains(plan.text()); });
+            for (const Plan& plan : plans) std::erase(known_, plan.text());
+            if (!last_rounds(plans, done)) return;
+            for (const Plan& plan : plans) done.insert(plan.text());
+            // Whom others' times have made the winner since it was timed last has to be timed beside them.
+            const std::string best = record_.best_plan();
+            const bool was_there =
+                settled.contains(best) || std::ranges::any_of(plans, [&](const Plan& plan) { return plan.text() == best; });
+            if (!was_there) done.erase(best);
+            plans = beside(quickest_plans(done, challenging_ms()), default_plan);
+        }
+    }
+
+    /// The times of these rounds take the place of all others that this run has of the plans. Returns false where the rounds were stopped: then earlier ones
+    /// of those `done` stay, and of the others all that there is.
+    bool last_rounds(std::vector<Plan> plans, const std::set<std::string>& done) {
+        std::map<std::string, std::size_t> before;
+        for (const Plan& plan : plans) before[plan.text()] = times(plan.text()).size();
+        try {
             for (std::size_t i = 0; i < kEnoughSamples && !stop(); ++i) {
                 round("final", plans);
                 drop_failed(plans);
             }
+        } catch (const MeasureStopped&) {
+            stopped_ = true;
         }
+        for (const auto& [plan, count] : before) {
+            std::vector<double> all = times(plan);
+            const auto middle = all.begin() + static_cast<std::ptrdiff_t>(count);
+            if (!stopped_ && all.size() > count) {
+                all.erase(all.begin(), middle);
+            } else if (stopped_ && done.contains(plan)) {
+                all.erase(middle, all.end());
+            }
+            if (!all.empty()) record_.candidates.at(plan).times_ms[options_.run] = all;
+        }
+        return !stopped_;
+    }
+
+    /// Of this run.
+    [[nodiscard]] std::vector<double> times(const std::string& plan) const {
+        const auto& all = record_.candidates.at(plan).times_ms;
+        const auto found = all.find(options_.run);
+        return found == all.end() ? std::vector<double>() : found->second;
     }
 
     const Spec& spec_;
@@ -260,6 +346,8 @@ private:
     std::vector<std::string> timed_;
     std::size_t measurements_ = 0;
     std::size_t rounds_ = 0;
+    bool paused_ = true;  ///< the device has done something else than samples
+    bool finishing_ = false;
     bool stopped_ = false;
     bool searched_through_ = false;
 };

@@ -31,13 +31,17 @@ public:
     virtual ~Measure() = default;
     /// Told of plans before they are asked for, so that they may be compiled side by side.
     virtual void prepare(std::span<const Plan> /*plans*/) {}
+    /// So many samples the last rounds take: nearly_over() leaves time for them.
+    virtual void reserve(std::size_t /*samples*/) {}
     /// Runs the plan once and compares every output. Nothing is timed that has not passed.
     [[nodiscard]] virtual Measured check(const Plan& plan) = 0;
+    /// Before the first sample after anything else: brings the device to the state that it has between samples, by running this plan.
+    [[nodiscard]] virtual Measured resume(const Plan& /*plan*/) { return {}; }
     /// Forward and backward, once (or as often as makes one reliable sample), warm.
     [[nodiscard]] virtual Measured time(const Plan& plan) = 0;
     /// The budget is spent, or the user has had enough: the search ends with what it has.
     [[nodiscard]] virtual bool stop() = 0;
-    /// Only so much time is left that the last rounds should begin.
+    /// Only so much time is left that the last rounds should begin. What prepare() has begun it gives up then.
     [[nodiscard]] virtual bool nearly_over() { return stop(); }
     /// Before every measurement: what the search is at.
     virtual void progress(const std::string& /*stage*/, std::size_t /*candidates*/, std::size_t /*measurements*/, double /*best_ms*/) {}
@@ -49,7 +53,7 @@ struct SearchOptions {
     std::vector<Plan> extra;        ///< candidates of the user's, measured before all others
     std::size_t seeds = 3;          ///< first candidates of the favourite path and strategy, beside one of each other
     std::vector<std::string> only;  ///< names of the coordinates to vary; empty: all
-    std::size_t finalists = 4;
+    std::size_t finalists = 4;   ///< the quickest few; the cost model's choice, and no more than so many of the user's, are timed with them
     std::size_t exhaustive = 0;  ///< > 0: at most so many combinations of everything, in place of the descent
 };
 
@@ -62,7 +66,8 @@ struct SearchResult {
 
 /// Adds to `record` (its key says what of) all that is measured. Candidates which it holds times of already are not measured again: they take part
 /// with these (one that is no plan, or not legal here, becomes `failed`); and where an earlier search has been through the same space, this one goes on from a new candidate alone, if that is the best. The cost model's first plans of every path race each other; from the best of them the search goes on a coordinate at a time (each
-/// GEMM's tile, chunk, order of tiles) until nothing gains; then the best few and the cost model's first choice are timed in turns once more.
+/// GEMM's tile, chunk, order of tiles) until nothing gains; then the best few and the cost model's first choice are timed in turns once more, and of these only the times of the same rounds are
+/// kept, so that what is said of one against the other is not of the machine's state when it was timed first. Who wins has been in such rounds.
 /// A race is successive halving: every candidate still in it is timed once a round, then the slower half leaves (and at
 /// once what is far behind).
 [[nodiscard]] SearchResult search(const Spec& spec, const Device& device, const SearchOptions& options, Measure& measure, Record& record);

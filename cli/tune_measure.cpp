@@ -12,7 +12,12 @@
 namespace flce::cli {
 namespace {
 
-constexpr double kFinalShare = 0.85;  // of the budget: then the last rounds begin
+// Of the budget, what is left for the last rounds: at least, and where they need more at most.
+constexpr double kLeastFinalShare = 0.15;
+constexpr double kMostFinalShare = 0.5;
+constexpr double kFinalMargin = 1.25;
+/// A device that has waited for a check or a compiler is soon as it was.
+constexpr double kResume_s = 0.05;
 constexpr int kProgressSteps = 1000;
 /// Of the budget: what one candidate may take of it, compiled or run, before it hangs.
 constexpr double kCompileShare = 0.5;
@@ -64,7 +69,11 @@ bool ProcessMeasure::stop() {
     return interrupted_ || elapsed_s() >= target_.budget_s;
 }
 
-bool ProcessMeasure::nearly_over() { return stop() || elapsed_s() >= kFinalShare * target_.budget_s; }
+bool ProcessMeasure::nearly_over() {
+    const double sample_s = samples_ == 0 ? 0 : sampling_s_ / static_cast<double>(samples_);
+    const double share = kFinalMargin * sample_s * static_cast<double>(last_samples_) / target_.budget_s;
+    return stop() || elapsed_s() >= (1 - std::clamp(share, kLeastFinalShare, kMostFinalShare)) * target_.budget_s;
+}
 
 void ProcessMeasure::progress(const std::string& stage, std::size_t candidates, std::size_t measurements, double best_ms) {
     const double share = std::min(1.0, elapsed_s() / target_.budget_s);
@@ -93,6 +102,7 @@ double ProcessMeasure::patience_s() const {
 void ProcessMeasure::start() {
     worker_ = std::make_unique<WorkerProcess>(worker_arguments(target_.inject));
     ++processes_;
+    warm_ = false;
     // Tensors of gigabytes are made here; that is no candidate's fault.
     const Reply reply = worker_->ask(open_request(), milliseconds(std::max(kLeastStart_s, target_.budget_s - elapsed_s())));
     if (reply.kind == Reply::Kind::interrupted) {
@@ -158,20 +168,26 @@ void ProcessMeasure::expect_graphs(const Json& answer) const {
     if (target_.graphs && !why.empty()) throw GraphsRefused(first_line(why));
 }
 
+Measured ProcessMeasure::resume(const Plan& plan) {
+    if (target_.warm_up_s <= 0) return {};
+    if (worker_ == nullptr || !worker_->alive()) start();
+    Json answer;
+    const double seconds = std::min(warm_ ? kResume_s : target_.warm_up_s, patience_s() / 2);
+    Measured measured = ask({{"op", "warm"}, {"plan", plan.text()}, {"seconds", seconds}}, answer);
+    if (measured.outcome != Outcome::ok) return measured;
+    expect_graphs(answer);
+    warm_ = true;
+    return measured;
+}
+
 Measured ProcessMeasure::time(const Plan& plan) {
     Json answer;
-    if (!warm_ && target_.warm_up_s > 0) {
-        if (Measured warm =
-                ask({{"op", "warm"}, {"plan", plan.text()}, {"seconds", std::min(target_.warm_up_s, patience_s() / 2)}}, answer);
-            warm.outcome != Outcome::ok) {
-            return warm;
-        }
-        expect_graphs(answer);
-    }
-    warm_ = true;
+    const double begin_s = elapsed_s();
     Measured measured = ask({{"op", "time"}, {"plan", plan.text()}}, answer);
     if (measured.outcome != Outcome::ok) return measured;
     expect_graphs(answer);
+    sampling_s_ += elapsed_s() - begin_s;
+    ++samples_;
     measured.ms = answer["ms"].get<double>();
     return measured;
 }
@@ -186,7 +202,9 @@ void ProcessMeasure::prepare(std::span<const Plan> plans) {
         const Outcome outcome = reply.kind == Reply::Kind::timed_out ? Outcome::hung : Outcome::faulted;
         uncompiled_[plans[request].text()] = {.outcome = outcome, .why = fmt::format("its compiler: {}", reply.why)};
     };
-    if (!compilers_.run(requests, {.done = done, .stop = [this] { return stop(); }})) throw MeasureStopped();
+    // What is not compiled when the last rounds have to begin is not asked for; the first of all is.
+    const auto give_up = [this] { return started_ ? nearly_over() : stop(); };
+    if (!compilers_.run(requests, {.done = done, .stop = give_up}) && stop()) throw MeasureStopped();
 }
 
 MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options,

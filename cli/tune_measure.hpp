@@ -26,7 +26,7 @@ struct TuneTarget {
     bool graphs = false;  ///< a sample is one CUDA graph
     double budget_s = 60;
     double candidate_timeout_s = 30;  ///< of one check or one sample, within a share of the budget
-    double warm_up_s = 0;
+    double warm_up_s = 0;             ///< of a GPU
     std::vector<std::string> inject;  ///< for tests: KIND@TEXT makes workers misbehave with plans that hold TEXT
 };
 
@@ -55,8 +55,10 @@ public:
     ~ProcessMeasure() override;
 
     void prepare(std::span<const Plan> plans) override;
+    void reserve(std::size_t samples) override { last_samples_ = samples; }
     [[nodiscard]] Measured check(const Plan& plan) override;
-    /// Throws GraphsRefused where the target's samples are to be graphs and the driver cannot have one.
+    /// Throws GraphsRefused where the target's samples are to be graphs and the driver cannot have one; so does time().
+    [[nodiscard]] Measured resume(const Plan& plan) override;
     [[nodiscard]] Measured time(const Plan& plan) override;
     [[nodiscard]] bool stop() override;
     [[nodiscard]] bool nearly_over() override;
@@ -83,8 +85,11 @@ private:
     std::map<std::string, Measured> uncompiled_;  ///< plans whose compiler hung or died
     Progress progress_;
     std::size_t processes_ = 0;
+    std::size_t last_samples_ = 0;  ///< that the last rounds take
+    std::size_t samples_ = 0;
+    double sampling_s_ = 0;  ///< what they took
     bool started_ = false;
-    bool warm_ = false;
+    bool warm_ = false;  ///< the worker's device has been warmed up
     bool interrupted_ = false;
 };
 

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <functional>
 #include <map>
+#include <set>
+#include <utility>
 
 #include "autotune/search_space.hpp"
 #include "tests/autotune/record_support.hpp"
@@ -209,6 +211,122 @@ TEST_F(SearchTest, Race_CandidatesTakeTurns) {
     int repeated = 0;
     for (std::size_t i = 1; i < device_.order.size(); ++i) repeated += device_.order[i] == device_.order[i - 1] ? 1 : 0;
     EXPECT_LT(repeated, static_cast<int>(device_.order.size() / 10));
+}
+
+/// One whose work takes time, and that is slow for a moment after everything that is no sample.
+class SlowDevice : public FakeDevice {
+public:
+    static constexpr double kEarly_s = 30;
+    double budget_s = 12;
+    double sample_s = 0.1;
+    double check_s = 0.3;
+    double cold = 0;   ///< what a sample takes longer after a pause
+    double early = 0;  ///< what a sample takes longer in the first kEarly_s seconds
+    double clock_s = 0;
+    std::size_t reserved = 0;
+
+    void prepare(std::span<const Plan> plans) override {
+        for (std::size_t i = 0; i < plans.size() && !nearly_over(); ++i) clock_s += 0.2;
+        paused_ = true;
+    }
+    void reserve(std::size_t samples) override { reserved = samples; }
+    Measured check(const Plan& plan) override {
+        clock_s += check_s;
+        paused_ = true;
+        return FakeDevice::check(plan);
+    }
+    Measured resume(const Plan&) override {
+        clock_s += sample_s;
+        paused_ = false;
+        return {};
+    }
+    Measured time(const Plan& plan) override {
+        clock_s += sample_s;
+        Measured measured = FakeDevice::time(plan);
+        if (clock_s < kEarly_s) measured.ms *= 1 + early;
+        if (std::exchange(paused_, false)) measured.ms *= 1 + cold;
+        return measured;
+    }
+    bool stop() override { return clock_s >= budget_s; }
+    bool nearly_over() override { return clock_s + check_s + static_cast<double>(reserved + 1) * sample_s >= budget_s; }
+
+private:
+    bool paused_ = true;
+};
+
+class SlowSearchTest : public testing::Test {
+protected:
+    SearchResult run() { return search(tuned_spec(), h100(), options_, device_, record_); }
+    [[nodiscard]] const std::vector<double>& times(const std::string& plan) const { return record_.candidates.at(plan).times_ms.at("run"); }
+    /// Plans of the last `kEnoughSamples` rounds of the run.
+    [[nodiscard]] std::map<std::string, std::size_t> last_rounds() const {
+        std::map<std::string, std::size_t> count;
+        const auto& order = device_.order;
+        // Going back, a round ends where its first plan is met again.
+        std::set<std::string> round;
+        for (std::size_t i = order.size(); i > 0 && round.insert(order[i - 1]).second;) --i;
+        const std::size_t size = round.size();
+        for (std::size_t i = order.size() - std::min(order.size(), kEnoughSamples * size); i < order.size(); ++i) ++count[order[i]];
+        return count;
+    }
+
+    SlowDevice device_;
+    SearchOptions options_{.run = "run"};
+    Record record_{.key = key_at(4096)};
+};
+
+TEST_F(SlowSearchTest, BudgetOfALargeLayer_WinnerAndDefaultTimedInTheSameRounds) {
+    device_.ms = rugged;
+    device_.noise = 0.05;
+    for (const double budget_s : {8.0, 9.0, 10.0, 12.0, 15.0, 20.0, 40.0, 1000.0}) {
+        record_.candidates.clear();
+        device_.order.clear();
+        device_.clock_s = 0;
+        device_.budget_s = budget_s;
+        const SearchResult result = run();
+        EXPECT_LE(device_.clock_s, budget_s);
+        EXPECT_EQ(times(result.default_plan).size(), kEnoughSamples) << budget_s;
+        EXPECT_EQ(times(result.best_plan).size(), kEnoughSamples) << budget_s;
+        const auto last = last_rounds();
+        EXPECT_GE(last.size(), 2U);
+        for (const auto& [plan, count] : last) EXPECT_EQ(count, kEnoughSamples) << plan;
+        EXPECT_TRUE(last.contains(result.default_plan)) << budget_s;
+        EXPECT_TRUE(last.contains(result.best_plan)) << budget_s;
+        EXPECT_EQ(result.complete, budget_s > 100) << budget_s;
+    }
+}
+
+TEST_F(SlowSearchTest, DeviceThatIsColdAfterAPause_NobodyPaysForIt) {
+    device_.cold = 0.3;
+    device_.budget_s = 1e9;
+    const SearchResult result = run();
+    for (const auto& [plan, candidate] : record_.candidates) {
+        for (const double ms : candidate.times_ms.at("run")) EXPECT_EQ(ms, 10.0) << plan;
+    }
+    EXPECT_EQ(result.best_plan, result.default_plan);
+}
+
+TEST_F(SlowSearchTest, SlowAtFirst_RatioIsThatOfTheLastRounds) {
+    // The order of tiles is varied last: what is best is not there yet when the cost model's choice is timed first and most often.
+    device_.ms = [](const Plan& plan) { return plan.cuda.raster == 16 ? 9.5 : 10.0; };
+    device_.early = 0.1;
+    device_.budget_s = 1e9;
+    const SearchResult result = run();
+    ASSERT_GT(device_.clock_s, 1.5 * SlowDevice::kEarly_s);
+    EXPECT_EQ(parse_plan(result.best_plan).cuda.raster, 16);
+    EXPECT_EQ(record_.candidates.at(result.default_plan).median_ms() / record_.candidates.at(result.best_plan).median_ms(), 10.0 / 9.5);
+}
+
+TEST_F(SlowSearchTest, CandidateOfTheUsers_TimedAsOftenAsTheBest) {
+    device_.ms = rugged;
+    device_.budget_s = 1e9;
+    Plan own = choose_plan(tuned_spec(), h100());
+    own.scratch_bytes = 65 << 20;
+    device_.ms = [&](const Plan& plan) { return rugged(plan) + (plan == own ? 5 : 0); };
+    options_.extra = {own};
+    const SearchResult result = run();
+    EXPECT_EQ(times(own.text()).size(), kEnoughSamples);
+    EXPECT_TRUE(last_rounds().contains(own.text()));
 }
 
 TEST(SearchSpace, Coordinates_OnlyLegalPlansOneOfThemTheGiven) {
