@@ -1,5 +1,7 @@
 #include "autotune/search_space.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <functional>
@@ -8,6 +10,7 @@
 #include <set>
 
 #include "generator/blocks_cpu.hpp"
+#include "generator/cuda_program.hpp"
 #include "generator/tiles_sm80.hpp"
 #include "generator/tiles_sm90.hpp"
 
@@ -120,6 +123,18 @@ std::vector<Coordinate> cpu_coordinates(const Spec& spec, const Device& device, 
     return result;
 }
 
+/// What is compiled for a plan: of a GPU sources, of a CPU what its code depends on.
+std::vector<std::string> kernels_of(const Spec& spec, const Device& device, const Plan& plan) {
+    std::vector<std::string> kernels;
+    if (plan.path == PlanPath::cpu) {
+        const CpuPlan& cpu = plan.cpu;
+        kernels.push_back(fmt::format("{} {} {}x{}", cpu.vector_bits, cpu.bf16_dot, cpu.micro_m, cpu.micro_n));
+        return kernels;
+    }
+    for (CudaUnit& unit : generate_cuda(spec, device, plan).units) kernels.push_back(std::move(unit.source));
+    return kernels;
+}
+
 }  // namespace
 
 std::vector<std::string> coordinate_names(DeviceKind kind) {
@@ -159,6 +174,24 @@ std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanR
         if (taken[{plan.path, plan.strategy}]++ < (favourite ? count : 1)) seeds.push_back(plan);
     }
     return seeds;
+}
+
+std::vector<Plan> covering_plans(const Spec& spec, const Device& device, const Plan& plan, const std::vector<std::string>& only) {
+    std::vector<Plan> covering;
+    std::set<std::string> kernels;
+    std::set<std::string> known;
+    const auto add = [&](const Plan& next) {
+        if (!known.insert(next.text()).second) return;
+        bool brings_new = false;
+        for (std::string& kernel : kernels_of(spec, device, next)) brings_new = kernels.insert(std::move(kernel)).second || brings_new;
+        if (brings_new) covering.push_back(next);
+    };
+    add(plan);
+    for (std::size_t i = 0; i < covering.size(); ++i) {
+        const Plan from = covering[i];
+        for (const Coordinate& coordinate : coordinates(spec, device, from, only)) std::ranges::for_each(coordinate.plans, add);
+    }
+    return covering;
 }
 
 PlanOrder::PlanOrder(const Spec& spec, const Device& device, const PlanRequest& request)

@@ -24,6 +24,7 @@ struct Tuned {
     SearchResult result;
     double seconds = 0;
     std::size_t processes = 0;  ///< that candidates ran in
+    std::int64_t compiled = 0;  ///< kernels and launchers that no cache had
 };
 
 /// A spec and number of tokens that could not be tuned.
@@ -174,7 +175,10 @@ private:
             key.policy = policy;
             return begin_record(key, run, search_options.run);
         });
-        Tuned tuned{.result = std::move(searched.result), .seconds = searched.seconds, .processes = searched.processes};
+        Tuned tuned{.result = std::move(searched.result),
+                    .seconds = searched.seconds,
+                    .processes = searched.processes,
+                    .compiled = searched.compiled};
         keep(searched.record, search_options.run, tuned);
         return tuned;
     }
@@ -196,8 +200,8 @@ private:
         constexpr std::size_t kShown = 12;
         fmt::print("{}", record_table(tuned.named, kShown));
         const Record& record = tuned.named.record;
-        fmt::print("\n  {} candidates, {} measured now, {}{}\n", record.candidates.size(), tuned.result.measured,
-                   human_seconds(tuned.seconds), tuned.result.complete ? "" : "; stopped before the search's end");
+        fmt::print("\n  {} candidates, {} measured now, {} compiled, {}{}\n", record.candidates.size(), tuned.result.measured,
+                   tuned.compiled, human_seconds(tuned.seconds), tuned.result.complete ? "" : "; stopped before the search's end");
         const auto first = record.candidates.find(tuned.result.default_plan);
         if (!tuned.result.best_plan.empty() && first != record.candidates.end()) {
             fmt::print("  the cost model's first choice takes {:.3f} times the best\n",
@@ -217,6 +221,7 @@ private:
             item["complete"] = tuned.result.complete;
             item["seconds"] = tuned.seconds;
             item["processes"] = tuned.processes;
+            item["compiled"] = tuned.compiled;
             item["default_plan"] = tuned.result.default_plan;
             const auto first = all.find(tuned.result.default_plan);
             const bool timed = first != all.end() && first->second.sample_count() > 0;
@@ -308,7 +313,7 @@ void add_search_options(CLI::App& command, TuneOptions& options) {
     command.add_option("--exhaustive", options.exhaustive, "instead of descending, measure that many combinations")
         ->check(CLI::Range(std::int64_t{1}, static_cast<std::int64_t>(kMaxRecordCandidates)));
     command.add_flag("--compile-only", options.compile_only,
-                     "compile the first candidates into the cache and stop; --device may be one that is not here");
+                     "compile what a search can ask for into the cache and stop; --device may be one that is not here");
     command.add_option("--inject", options.inject, "")->take_all()->group("");
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <set>
 
 #include "autotune/search.hpp"
 #include "autotune/search_space.hpp"
@@ -19,17 +20,26 @@ int compile_candidates(const TuneOptions& options) {
     std::vector<Json> requests;
     for (const Spec& spec : specs_of(options)) {
         const PlanRequest request{.scratch_bytes = session.scratch_bytes};
-        std::vector<Plan> plans = seed_plans(spec, device, request, SearchOptions{}.seeds);
-        for (const Coordinate& coordinate : coordinates(spec, device, plans.front(), options.coordinates)) {
+        const std::vector<Plan> seeds = seed_plans(spec, device, request, SearchOptions{}.seeds);
+        std::vector<Plan> plans = seeds;
+        // What a search asks for first, with launchers; then what has the other kernels.
+        for (const Coordinate& coordinate : coordinates(spec, device, seeds.front(), options.coordinates)) {
             std::ranges::copy(coordinate.plans, std::back_inserter(plans));
         }
-        for (const Plan& plan : plans) requests.push_back(compile_request(spec, device, plan, session.cache_dir));
+        std::ranges::copy(covering_plans(spec, device, seeds.front(), options.coordinates), std::back_inserter(plans));
+        std::set<std::string> asked;
+        for (const Plan& plan : plans) {
+            if (asked.insert(plan.text()).second) requests.push_back(compile_request(spec, device, plan, session.cache_dir));
+        }
     }
     Progress progress("compile", static_cast<std::int64_t>(requests.size()));
     std::int64_t done = 0;
+    std::int64_t compiled = 0;
     std::size_t failed = 0;
     const auto on_done = [&](std::size_t, const Reply& reply) {
-        failed += reply.kind != Reply::Kind::answer || reply.answer.contains("error") ? 1 : 0;
+        const bool good = reply.kind == Reply::Kind::answer && reply.answer.contains("compiled");
+        failed += good ? 0 : 1;
+        compiled += good ? reply.answer["compiled"].get<std::int64_t>() : 0;
         progress.update(++done);
     };
     constexpr std::chrono::minutes kPatience{10};
@@ -37,9 +47,9 @@ int compile_candidates(const TuneOptions& options) {
     progress.finish();
     if (!complete) throw Interrupted();
     if (options.json) {
-        print_json({{"candidates", requests.size()}, {"failed", failed}});
+        print_json({{"candidates", requests.size()}, {"compiled", compiled}, {"failed", failed}});
     } else {
-        fmt::print("{} candidates compiled or found, {} failed\n", requests.size() - failed, failed);
+        fmt::print("{} candidates compiled or found, {} failed; {} compiled\n", requests.size() - failed, failed, compiled);
     }
     return failed == 0 ? kDone : kFailedCheck;
 }

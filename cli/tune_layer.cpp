@@ -250,9 +250,11 @@ std::string TuneLayer::against_first(const Sample& sample) const {
 }
 
 TuneLayer::Checked TuneLayer::check(const std::string& plan) {
+    const std::int64_t compiled_before = session_.statistics().compiled;
     const Runnable& candidate = runnable(plan);
     Checked checked{.workspace_bytes = static_cast<std::int64_t>(candidate.workspace_bytes),
-                    .retained_bytes = static_cast<std::int64_t>(candidate.own_bytes)};
+                    .retained_bytes = static_cast<std::int64_t>(candidate.own_bytes),
+                    .compiled = session_.statistics().compiled - compiled_before};
     if (options_.num_tokens == 0) return checked;
     poison();
     run(candidate, 0);

@@ -33,6 +33,7 @@ public:
         std::string wrong;  ///< empty: every output is right
         std::int64_t workspace_bytes = 0;
         std::int64_t retained_bytes = 0;
+        std::int64_t compiled = 0;  ///< that no cache had
     };
     /// Runs the plan into poisoned outputs. Samples of tokens and vocabulary rows are held against fp64, and a spread of all rows against the first
     /// plan that was right. Throws what get_kernel does.

@@ -154,6 +154,7 @@ Measured ProcessMeasure::check(const Plan& plan) {
     Json answer;
     Measured measured = ask({{"op", "check"}, {"plan", plan.text()}}, answer);
     if (measured.outcome != Outcome::ok) return measured;
+    compiled_ += answer["compiled"].get<std::int64_t>();
     measured.workspace_bytes = answer["workspace_bytes"].get<std::int64_t>();
     measured.retained_bytes = answer["retained_bytes"].get<std::int64_t>();
     measured.why = answer["wrong"].get<std::string>();
@@ -198,6 +199,8 @@ void ProcessMeasure::prepare(std::span<const Plan> plans) {
     for (const Plan& plan : plans) requests.push_back(compile_request(target_.spec, target_.device, plan, target_.session.cache_dir));
     // One that cannot be compiled says so itself when it is run; one whose compiler gives no answer must not be run at all.
     const auto done = [&](std::size_t request, const Reply& reply) {
+        if (reply.kind == Reply::Kind::answer && reply.answer.contains("compiled"))
+            compiled_ += reply.answer["compiled"].get<std::int64_t>();
         if (reply.kind != Reply::Kind::timed_out && reply.kind != Reply::Kind::died) return;
         const Outcome outcome = reply.kind == Reply::Kind::timed_out ? Outcome::hung : Outcome::faulted;
         uncompiled_[plans[request].text()] = {.outcome = outcome, .why = fmt::format("its compiler: {}", reply.why)};
@@ -209,22 +212,23 @@ void ProcessMeasure::prepare(std::span<const Plan> plans) {
 
 MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options,
                                const std::function<Record(std::string_view policy)>& begin) {
-    double before_s = 0;
-    std::size_t processes = 0;
+    MeasuredSearch before;
     for (;;) {
         MeasuredSearch searched{.record = begin(target.graphs ? kGraphMeasurementPolicy : kLaunchMeasurementPolicy)};
         ProcessMeasure measure(target);
         try {
             searched.result = search(target.spec, target.device, options, measure, searched.record);
-            searched.seconds = before_s + measure.elapsed_s();
-            searched.processes = processes + measure.processes();
+            searched.seconds = before.seconds + measure.elapsed_s();
+            searched.processes = before.processes + measure.processes();
+            searched.compiled = before.compiled + measure.compiled();
             return searched;
         } catch (const GraphsRefused& refused) {
             fmt::print(stderr, "flce: warning: samples are timed without CUDA graphs, all of them, for a record of their own: {}\n",
                        refused.what());
         }
-        before_s += measure.elapsed_s();
-        processes += measure.processes();
+        before.seconds += measure.elapsed_s();
+        before.processes += measure.processes();
+        before.compiled += measure.compiled();
         target.graphs = false;
         target.budget_s = std::max(0.0, target.budget_s - measure.elapsed_s());
     }

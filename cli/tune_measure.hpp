@@ -67,6 +67,8 @@ public:
     [[nodiscard]] double elapsed_s() const;
     /// How many processes candidates have run in so far: one, and one more for each that took its own with it.
     [[nodiscard]] std::size_t processes() const { return processes_; }
+    /// Kernels and launchers that no cache had.
+    [[nodiscard]] std::int64_t compiled() const { return compiled_; }
 
 private:
     [[nodiscard]] Json open_request() const;
@@ -85,6 +87,7 @@ private:
     std::map<std::string, Measured> uncompiled_;  ///< plans whose compiler hung or died
     Progress progress_;
     std::size_t processes_ = 0;
+    std::int64_t compiled_ = 0;
     std::size_t last_samples_ = 0;  ///< that the last rounds take
     std::size_t samples_ = 0;
     double sampling_s_ = 0;  ///< what they took
@@ -98,6 +101,7 @@ struct MeasuredSearch {
     SearchResult result;
     double seconds = 0;
     std::size_t processes = 0;  ///< that candidates ran in
+    std::int64_t compiled = 0;  ///< kernels and launchers that no cache had
 };
 /// search() of one record, whose times are all measured in one way: as graphs where the target's samples are to be graphs; where the driver refuses
 /// one, from the beginning without, in what is left of the budget. `begin` gives what is known with a policy.

@@ -48,7 +48,8 @@ void write_html(const TuneOptions& options, const std::vector<NamedRecord>& reco
 [[nodiscard]] int diff_records(const TuneOptions& options);
 /// Records of one key become one; with --out they are written there (a directory where there are several keys), else into the user's directory.
 [[nodiscard]] int merge_records(const TuneOptions& options);
-/// What a search asks for first, and every single change of the cost model's choice. The device need not be here.
+/// What a search asks for first, every single change of the cost model's choice, and every kernel that it can come to from there: tuning compiles no
+/// kernel then, unless another path or strategy than the cost model's wins. (What launches a GPU's kernels is a plan's own.) The device need not be here.
 [[nodiscard]] int compile_candidates(const TuneOptions& options);
 
 }  // namespace flce::cli

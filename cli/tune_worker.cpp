@@ -41,7 +41,10 @@ public:
         if (layer_ == nullptr) throw InternalError("no layer has been opened");
         if (op == "check") {
             const TuneLayer::Checked checked = layer_->check(plan);
-            return {{"wrong", checked.wrong}, {"workspace_bytes", checked.workspace_bytes}, {"retained_bytes", checked.retained_bytes}};
+            return {{"wrong", checked.wrong},
+                    {"workspace_bytes", checked.workspace_bytes},
+                    {"retained_bytes", checked.retained_bytes},
+                    {"compiled", checked.compiled}};
         }
         if (op == "time") {
             const double ms = layer_->time_ms(plan);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "autotune/search_space.hpp"
+#include "generator/cuda_program.hpp"
 #include "tests/autotune/record_support.hpp"
 
 namespace flce {
@@ -345,6 +346,27 @@ TEST(SearchSpace, Coordinates_OnlyLegalPlansOneOfThemTheGiven) {
             for (const Plan& other : coordinate.plans) EXPECT_EQ(illegal_reason(spec, device, other), std::nullopt) << other.text();
         }
         EXPECT_EQ(coordinates(spec, device, plan, {"chunk"}).size(), 1U);
+    }
+}
+
+TEST(SearchSpace, Covering_EveryKernelThatCombinationsHave) {
+    const Spec spec = tuned_spec();
+    const Device device = h100();
+    const Plan plan = choose_plan(spec, device);
+    std::set<std::string> kernels;
+    const auto covering = covering_plans(spec, device, plan, {});
+    EXPECT_EQ(covering.front(), plan);
+    for (const Plan& each : covering) {
+        EXPECT_EQ(illegal_reason(spec, device, each), std::nullopt) << each.text();
+        const std::size_t before = kernels.size();
+        for (const CudaUnit& unit : generate_cuda(spec, device, each).units) kernels.insert(unit.source);
+        EXPECT_GT(kernels.size(), before) << each.text();
+    }
+    constexpr std::size_t kMany = 400;
+    const auto all = all_combinations(spec, device, plan, {}, kMany);
+    ASSERT_EQ(all.size(), kMany);
+    for (const Plan& each : all) {
+        for (const CudaUnit& unit : generate_cuda(spec, device, each).units) EXPECT_TRUE(kernels.contains(unit.source)) << each.text();
     }
 }
 
