@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 
 #include "autotune/search_space.hpp"
 #include "cache/artifact_cache.hpp"
@@ -18,6 +19,7 @@ namespace {
 constexpr double kStepMargin = 0.005;
 constexpr int kRaceRounds = 2;  ///< before the first half leaves, and between halves
 constexpr int kMostSweeps = 3;
+constexpr std::size_t kCompiledAtOnce = 64;
 constexpr double kFarBehind = 1.25;
 constexpr int kMostLastRounds = 8;  ///< where noise goes on making others the winner
 
@@ -44,6 +46,7 @@ public:
         if (!stopped_ && searched_through_ && !timed_.empty()) record_.runs[options_.run].searched = space_digest(seeds.front());
         result.best_plan = record_.best_plan();
         result.measured = timed_.size();
+        result.combinations = combinations_;
         result.complete = !stopped_ && searched_through_;
         return result;
     }
@@ -63,11 +66,13 @@ private:
         if (searched && known(best.text())) {
             // Nothing new is the best.
         } else if (options_.exhaustive > 0) {
-            best = race("every combination", all_combinations(spec_, device_, best, options_.only, options_.exhaustive), best);
+            const std::vector<Plan> all = all_combinations(spec_, device_, best, options_.only, options_.exhaustive);
+            combinations_ = all.size();
+            best = race("every combination", all, best);
         } else {
             best = descend(best);
         }
-        searched_through_ = !over();
+        searched_through_ = !cut_short_;
     }
 
     [[nodiscard]] bool stop() {
@@ -75,7 +80,11 @@ private:
         return stopped_;
     }
     /// Whether the search for others has to end. Until something is timed there is nothing to leave time for.
-    [[nodiscard]] bool over() { return stop() || (!finishing_ && !timed_.empty() && measure_.nearly_over()); }
+    [[nodiscard]] bool over() {
+        const bool is_over = stop() || (!finishing_ && !timed_.empty() && measure_.nearly_over());
+        cut_short_ = cut_short_ || is_over;
+        return is_over;
+    }
     /// What a search with these options can reach.
     [[nodiscard]] std::string space_digest(const Plan& from) const {
         KeyBuilder key("tuning space");
@@ -181,19 +190,29 @@ private:
         std::erase_if(plans, [&](const Plan& plan) { return median(plan) > quickest * kFarBehind; });
     }
 
+    /// Those of the plans that are correct, as many as there is time to check and to time a first time.
+    std::vector<Plan> admitted(const std::string& stage, std::span<const Plan> plans) {
+        std::vector<Plan> alive;
+        for (std::size_t begin = 0; begin < plans.size() && !over(); begin += kCompiledAtOnce) {
+            const auto batch = plans.subspan(begin, std::min(kCompiledAtOnce, plans.size() - begin));
+            std::vector<Plan> fresh;
+            std::ranges::copy_if(batch, std::back_inserter(fresh),
+                                 [&](const Plan& plan) { return !record_.candidates.contains(plan.text()); });
+            if (!fresh.empty()) measure_.prepare(fresh);
+            for (const Plan& plan : batch) {
+                if (over()) break;
+                report(stage);
+                if (admit(plan)) alive.push_back(plan);
+                measure_.reserve(last_samples() + kRaceRounds * alive.size());
+            }
+        }
+        measure_.reserve(last_samples());
+        return alive;
+    }
+
     /// The quickest of `plans` by successive halving; `current`, if nothing else gains.
     Plan race(const std::string& stage, const std::vector<Plan>& plans, const Plan& current) {
-        std::vector<Plan> fresh;
-        for (const Plan& plan : plans) {
-            if (!record_.candidates.contains(plan.text())) fresh.push_back(plan);
-        }
-        if (!over() && !fresh.empty()) measure_.prepare(fresh);
-        std::vector<Plan> alive;
-        for (const Plan& plan : plans) {
-            if (over()) break;
-            report(stage);
-            if (admit(plan)) alive.push_back(plan);
-        }
+        std::vector<Plan> alive = admitted(stage, plans);
         while (alive.size() > 1 && !over()) {
             for (int i = 0; i < kRaceRounds && !over(); ++i) {
                 round(stage, alive);
@@ -344,10 +363,12 @@ private:
     PlanOrder order_;
     std::vector<std::string> known_;  ///< before this search
     std::vector<std::string> timed_;
+    std::size_t combinations_ = 0;
     std::size_t measurements_ = 0;
     std::size_t rounds_ = 0;
     bool paused_ = true;  ///< the device has done something else than samples
     bool finishing_ = false;
+    bool cut_short_ = false;  ///< something was left out for want of time
     bool stopped_ = false;
     bool searched_through_ = false;
 };

@@ -31,7 +31,7 @@ public:
     virtual ~Measure() = default;
     /// Told of plans before they are asked for, so that they may be compiled side by side.
     virtual void prepare(std::span<const Plan> /*plans*/) {}
-    /// So many samples the last rounds take: nearly_over() leaves time for them.
+    /// So many samples have to be taken in any case: nearly_over() leaves time for them.
     virtual void reserve(std::size_t /*samples*/) {}
     /// Runs the plan once and compares every output. Nothing is timed that has not passed.
     [[nodiscard]] virtual Measured check(const Plan& plan) = 0;
@@ -58,10 +58,11 @@ struct SearchOptions {
 };
 
 struct SearchResult {
-    std::string best_plan;     ///< of the record; empty: no candidate is left
-    std::string default_plan;  ///< the cost model's first choice
-    std::size_t measured = 0;  ///< candidates that this search has timed
-    bool complete = false;     ///< it was neither stopped nor cut short
+    std::string best_plan;         ///< of the record; empty: no candidate is left
+    std::string default_plan;      ///< the cost model's first choice
+    std::size_t measured = 0;      ///< candidates that this search has timed
+    std::size_t combinations = 0;  ///< of an exhaustive search: how many there are, or options.exhaustive of more
+    bool complete = false;         ///< it was neither stopped nor cut short
 };
 
 /// Adds to `record` (its key says what of) all that is measured. Candidates which it holds times of already are not measured again: they take part

@@ -219,6 +219,7 @@ private:
             const auto& all = tuned.named.record.candidates;
             item["measured"] = tuned.result.measured;
             item["complete"] = tuned.result.complete;
+            item["combinations"] = tuned.result.combinations;
             item["seconds"] = tuned.seconds;
             item["processes"] = tuned.processes;
             item["compiled"] = tuned.compiled;

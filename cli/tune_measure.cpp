@@ -71,7 +71,7 @@ bool ProcessMeasure::stop() {
 
 bool ProcessMeasure::nearly_over() {
     const double sample_s = samples_ == 0 ? 0 : sampling_s_ / static_cast<double>(samples_);
-    const double share = kFinalMargin * sample_s * static_cast<double>(last_samples_) / target_.budget_s;
+    const double share = kFinalMargin * sample_s * static_cast<double>(reserved_samples_) / target_.budget_s;
     return stop() || elapsed_s() >= (1 - std::clamp(share, kLeastFinalShare, kMostFinalShare)) * target_.budget_s;
 }
 

@@ -55,7 +55,7 @@ public:
     ~ProcessMeasure() override;
 
     void prepare(std::span<const Plan> plans) override;
-    void reserve(std::size_t samples) override { last_samples_ = samples; }
+    void reserve(std::size_t samples) override { reserved_samples_ = samples; }
     [[nodiscard]] Measured check(const Plan& plan) override;
     /// Throws GraphsRefused where the target's samples are to be graphs and the driver cannot have one; so does time().
     [[nodiscard]] Measured resume(const Plan& plan) override;
@@ -88,7 +88,7 @@ private:
     Progress progress_;
     std::size_t processes_ = 0;
     std::int64_t compiled_ = 0;
-    std::size_t last_samples_ = 0;  ///< that the last rounds take
+    std::size_t reserved_samples_ = 0;  ///< for which time is left
     std::size_t samples_ = 0;
     double sampling_s_ = 0;  ///< what they took
     bool started_ = false;

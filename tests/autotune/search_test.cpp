@@ -318,6 +318,28 @@ TEST_F(SlowSearchTest, SlowAtFirst_RatioIsThatOfTheLastRounds) {
     EXPECT_EQ(record_.candidates.at(result.default_plan).median_ms() / record_.candidates.at(result.best_plan).median_ms(), 10.0 / 9.5);
 }
 
+TEST_F(SlowSearchTest, EveryCombinationInTooLittleTime_WhatIsCheckedIsTimedToo) {
+    device_.ms = rugged;
+    device_.sample_s = 0.02;
+    device_.check_s = 0.05;
+    options_.only = {"grad_weight", "grad_hidden", "forward"};
+    options_.exhaustive = 4000;
+    std::size_t all = 0;
+    for (const double budget_s : {1e9, 60.0, 30.0}) {
+        record_.candidates.clear();
+        device_.clock_s = 0;
+        device_.budget_s = budget_s;
+        const SearchResult result = run();
+        if (all == 0) all = result.combinations;
+        EXPECT_GT(all, 200U);
+        EXPECT_EQ(result.combinations, all);
+        EXPECT_EQ(result.complete, budget_s > 60);
+        EXPECT_LE(device_.clock_s, budget_s);
+        EXPECT_GE(record_.candidates.size(), result.complete ? all : 60U);
+        for (const auto& [plan, candidate] : record_.candidates) EXPECT_GT(candidate.sample_count(), 0U) << plan;
+    }
+}
+
 TEST_F(SlowSearchTest, CandidateOfTheUsers_TimedAsOftenAsTheBest) {
     device_.ms = rugged;
     device_.budget_s = 1e9;

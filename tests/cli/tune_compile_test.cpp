@@ -1,8 +1,9 @@
-// What flce tune finds compiled: --compile-only, and the script that measures the shipped records.
+// What flce tune finds compiled, and the scripts that measure with it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <fstream>
 
 #include "autotune/record_store.hpp"
 #include "tests/cli/process.hpp"
@@ -63,6 +64,30 @@ TEST_F(FlceTuneCompiled, TuneModels_MeasuresWhatIsCompiled) {
         ASSERT_TRUE(record) << name << why;
         EXPECT_EQ(record->runs.begin()->second.commit, "abc123");
     }
+}
+
+TEST_F(FlceTuneCompiled, ExhaustiveTune_MeasuresEveryCombinationBesideTheTunersChoice) {
+    const std::filesystem::path script = std::filesystem::path(FLCE_SOURCE_DIR) / "benchmarks/exhaustive_tune.py";
+    const ProcessOptions with_python{.environment = environment("exhaustive"), .program = "/usr/bin/env"};
+    if (!std::filesystem::exists(script)) GTEST_SKIP() << script << " is not here";
+    if (run_flce({"python3", "--version"}, with_python).exit_code != 0) GTEST_SKIP() << "no python3";
+    const std::string out = folder_ / "exhaustive.json";
+    const ProcessResult result =
+        run_flce({"python3", script, "--flce", flce_program(), "--device", "cpu", "--shape", "64xD=32,V=300,dtype=fp32", "--coordinates",
+                  "block_m,block_k", "--tune-budget-s", "30", "--limit-s", "120", "--commit", "abc123", "--out", out},
+                 with_python);
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_THAT(result.out, HasSubstr("tuned ms"));
+    const auto json = nlohmann::json::parse(std::ifstream(out));
+    EXPECT_EQ(json.at("commit"), "abc123");
+    const auto& row = json.at("rows").at(0);
+    EXPECT_TRUE(row.at("complete"));
+    EXPECT_GT(row.at("combinations"), 10);
+    EXPECT_GE(row.at("timed"), row.at("combinations"));  // and the cost model's first choices
+    EXPECT_EQ(row.at("timed"), row.at("candidates"));
+    EXPECT_GT(row.at("quickest_ms"), 0);
+    EXPECT_GE(row.at("tuned_to_quickest"), 1.0);
+    EXPECT_GT(row.at("cost_model_ms"), 0);
 }
 
 }  // namespace
