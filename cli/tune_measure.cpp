@@ -70,8 +70,7 @@ bool ProcessMeasure::stop() {
 }
 
 bool ProcessMeasure::nearly_over() {
-    const double sample_s = samples_ == 0 ? 0 : sampling_s_ / static_cast<double>(samples_);
-    const double share = kFinalMargin * sample_s * static_cast<double>(reserved_samples_) / target_.budget_s;
+    const double share = kFinalMargin * sample_s() * static_cast<double>(reserved_samples_) / target_.budget_s;
     return stop() || elapsed_s() >= (1 - std::clamp(share, kLeastFinalShare, kMostFinalShare)) * target_.budget_s;
 }
 
@@ -187,8 +186,12 @@ Measured ProcessMeasure::time(const Plan& plan) {
     Measured measured = ask({{"op", "time"}, {"plan", plan.text()}}, answer);
     if (measured.outcome != Outcome::ok) return measured;
     expect_graphs(answer);
-    sampling_s_ += elapsed_s() - begin_s;
-    ++samples_;
+    if (sampled_.insert(plan.text()).second) {
+        first_sample_s_ = elapsed_s() - begin_s;
+    } else {
+        sampling_s_ += elapsed_s() - begin_s;
+        ++samples_;
+    }
     measured.ms = answer["ms"].get<double>();
     return measured;
 }

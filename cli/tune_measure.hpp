@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -76,6 +77,7 @@ private:
     void start();
     /// Until a check or a sample hangs: one that does must leave time for others.
     [[nodiscard]] double patience_s() const;
+    [[nodiscard]] double sample_s() const { return samples_ == 0 ? first_sample_s_ : sampling_s_ / static_cast<double>(samples_); }
     /// What a request comes to; throws MeasureStopped where the budget or the user ended it.
     [[nodiscard]] Measured ask(const Json& request, Json& answer);
     void expect_graphs(const Json& answer) const;
@@ -89,8 +91,10 @@ private:
     std::size_t processes_ = 0;
     std::int64_t compiled_ = 0;
     std::size_t reserved_samples_ = 0;  ///< for which time is left
-    std::size_t samples_ = 0;
-    double sampling_s_ = 0;  ///< what they took
+    std::set<std::string> sampled_;     ///< plans; the first sample of each takes longer than the others
+    std::size_t samples_ = 0;           ///< others
+    double sampling_s_ = 0;             ///< what they took
+    double first_sample_s_ = 0;         ///< what one of a new plan took
     bool started_ = false;
     bool warm_ = false;  ///< the worker's device has been warmed up
     bool interrupted_ = false;
