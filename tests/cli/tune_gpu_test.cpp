@@ -20,7 +20,8 @@ protected:
     [[nodiscard]] static std::string with_scratch(int mib) {
         static const std::string plan =
             run_flce({"explain", "--spec", kGpuSpec, "--device", "cuda", "--json"}).json().at("plan").get<std::string>();
-        return plan.substr(0, plan.find("scratch=")) + "scratch=" + std::to_string(mib << 20);
+        const std::size_t begin = plan.find("scratch=");
+        return plan.substr(0, begin) + "scratch=" + std::to_string(mib << 20) + plan.substr(plan.find(',', begin));
     }
     /// Tunes with each of `kinds` injected into a candidate of its own.
     [[nodiscard]] nlohmann::json tune(const std::vector<std::pair<std::string, int>>& kinds) const {
