@@ -182,21 +182,30 @@ struct ArtifactCache::State {
         return now;
     }
 
-    // To the file that all processes share. What cannot be told now is told with the next.
-    void tell_statistics() {
-        if (!disk || !disk->usable(false)) return;
+    // To the file that all processes share. What cannot be told now is told with the next; no fault of it is the caller's.
+    void tell_statistics() noexcept try {
         const std::unique_lock lock(telling, std::try_to_lock);
         if (!lock) return;
         const CacheStatistics now = statistics();
         CacheStatistics news = now;
         news.created -= told.created;
-        for (std::size_t i = 0; i < told.tiers.size(); ++i) {
-            news.tiers[i].hits -= told.tiers[i].hits;
-            news.tiers[i].misses -= told.tiers[i].misses;
-            news.tiers[i].faults -= told.tiers[i].faults;
-            news.tiers[i].stored -= told.tiers[i].stored;
+        bool anything = news.created != 0;
+        for (std::size_t i = 0; i < now.tiers.size(); ++i) {
+            TierStatistics& tier = news.tiers[i];
+            if (i < told.tiers.size()) {
+                tier.hits -= told.tiers[i].hits;
+                tier.misses -= told.tiers[i].misses;
+                tier.faults -= told.tiers[i].faults;
+                tier.stored -= told.tiers[i].stored;
+            }
+            anything = anything || tier.hits != 0 || tier.misses != 0 || tier.faults != 0 || tier.stored != 0;
         }
-        if (add_statistics(options.directory, news)) told = now;
+        if (!anything) return;
+        Counted counted = disk && disk->usable(false) ? add_statistics(options.directory, news) : Counted::no;
+        if (counted == Counted::no && options.counts_on_machine) counted = add_machine_statistics(news);
+        if (counted == Counted::yes) told = now;
+    } catch (const std::exception& error) {
+        logger().debug("cache: nothing is counted: {}", error.what());
     }
 };
 

@@ -82,6 +82,8 @@ public:
         std::shared_ptr<const SigningKey> signer;     ///< signs what this cache creates; none: unsigned
         bool creates = true;  ///< false: get_or_create of what no tier has throws CacheMissError, and nothing is compiled
         bool strict = false;  ///< a tier that is out of use as a whole (Store::out_of_use) is an EnvironmentError, not a warning
+        bool counts_on_machine =
+            false;  ///< statistics that the directory cannot take go elsewhere (cache/statistics_file.hpp), not nowhere
         /// Hears of every entry that this cache found, created or kept, as it is stored: what a pack for the same requests has to hold.
         std::function<void(const CacheKey&, std::span<const std::byte> entry)> on_use;
     };

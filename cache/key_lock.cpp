@@ -15,6 +15,7 @@
 
 #include "cache/file_io.hpp"
 #include "cache/log.hpp"
+#include "cache/machine_folder.hpp"
 
 namespace flce {
 namespace {
@@ -28,12 +29,8 @@ bool is_local_folder(const std::filesystem::path& folder) {
     return opened && is_local_file(opened.get());
 }
 
-/// For locks on what lies elsewhere; empty: there is none.
-std::filesystem::path folder_of_this_machine() {
-    std::error_code error;
-    const std::filesystem::path temporary = std::filesystem::temp_directory_path(error);
-    return error ? std::filesystem::path() : temporary / fmt::format("flce-locks-{}", ::geteuid());
-}
+// Whoever can write it could take every lock and keep it.
+void warn_of(const std::string& folder_and_fault) { warn_once_in_process("cache: no locks are taken in " + folder_and_fault); }
 
 }  // namespace
 
@@ -74,8 +71,7 @@ bool KeyLock::usable(const std::filesystem::path& folder) {
     if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) return false;
     int error = 0;
     const std::string fault = directory_fault(folder, error);
-    // Whoever can write it could take every lock and keep it.
-    if (!fault.empty() && error == 0) warn_once_in_process(fmt::format("cache: no locks are taken in {}: {}", folder.string(), fault));
+    if (!fault.empty() && error == 0) warn_of(fmt::format("{}: {}", folder.string(), fault));
     return fault.empty();
 }
 
@@ -86,8 +82,10 @@ KeyLock::KeyLock(const std::filesystem::path& directory, const CacheKey& key, st
         take(folder / key.hex(), key, wait);
         return;
     }
-    const std::filesystem::path own = folder_of_this_machine();
-    if (own.empty() || !usable(own)) return;
+    std::string why;
+    const std::filesystem::path own = machine_folder("locks", true, why);
+    if (!why.empty()) warn_of(why);
+    if (own.empty()) return;
     const std::string place = std::filesystem::absolute(directory).string();
     const std::filesystem::path path = own / fmt::format("{}-{:016x}", key.hex(), XXH3_64bits(place.data(), place.size()));
     take(path, key, wait);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
 #include <chrono>
 #include <iterator>
@@ -17,10 +18,13 @@
 
 #include "cache/file_descriptor.hpp"
 #include "cache/key_lock.hpp"
+#include "cache/log.hpp"
+#include "cache/machine_folder.hpp"
 
 namespace flce {
 namespace {
 
+constexpr const char* kPurpose = "statistics";
 constexpr std::size_t kMaxFileBytes = 4096;
 constexpr int kAttempts = 20;
 constexpr std::chrono::microseconds kPause{200};
@@ -46,7 +50,7 @@ std::string read_text(int file) {
     std::string text(kMaxFileBytes, '\0');
     const ssize_t size = ::pread(file, text.data(), text.size(), 0);
     text.resize(size < 0 ? 0 : static_cast<std::size_t>(size));
-    return "\n" + text;
+    return text;
 }
 
 CacheStatistics parse(const std::string& text) {
@@ -74,18 +78,21 @@ std::filesystem::path file_of(const std::filesystem::path& directory) { return d
 }  // namespace
 
 CacheStatistics read_statistics(const std::filesystem::path& directory) {
+    if (directory.empty()) return parse("");
     const FileDescriptor file(::open(file_of(directory).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
-    return parse(file ? read_text(file.get()) : "");
+    return parse(file ? "\n" + read_text(file.get()) : "");
 }
 
-bool add_statistics(const std::filesystem::path& directory, const CacheStatistics& news) {
+Counted add_statistics(const std::filesystem::path& directory, const CacheStatistics& news) {
     const FileDescriptor file(::open(file_of(directory).c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
-    if (!file || !is_local_file(file.get())) return false;
+    if (!file || !is_local_file(file.get())) return Counted::no;
     for (int attempt = 1; ::flock(file.get(), LOCK_EX | LOCK_NB) != 0; ++attempt) {
-        if (attempt == kAttempts) return false;
+        if (errno != EWOULDBLOCK && errno != EINTR) return Counted::no;
+        if (attempt == kAttempts) return Counted::busy;
         std::this_thread::sleep_for(kPause);
     }
-    CacheStatistics sums = parse(read_text(file.get()));
+    const std::string before = read_text(file.get());
+    CacheStatistics sums = parse("\n" + before);
     sums.created += news.created;
     for (TierStatistics& sum : sums.tiers) {
         const auto added = std::ranges::find(news.tiers, sum.name, &TierStatistics::name);
@@ -93,7 +100,24 @@ bool add_statistics(const std::filesystem::path& directory, const CacheStatistic
         for (const auto& [name, counter] : kCounters) sum.*counter += (*added).*counter;
     }
     const std::string text = print(sums);
-    return ::pwrite(file.get(), text.data(), text.size(), 0) == static_cast<ssize_t>(text.size());
+    if (::pwrite(file.get(), text.data(), text.size(), 0) == static_cast<ssize_t>(text.size())) return Counted::yes;
+    // Of a disk that is full only a new file can be cut short: what is counted elsewhere must not be half counted here.
+    if (before.size() < text.size()) (void)!::ftruncate(file.get(), static_cast<off_t>(before.size()));
+    return Counted::no;
+}
+
+Counted add_machine_statistics(const CacheStatistics& news) {
+    std::string why;
+    const std::filesystem::path folder = machine_folder(kPurpose, true, why);
+    if (!why.empty()) logger().debug("cache: nothing is counted in {}", why);
+    return folder.empty() ? Counted::no : add_statistics(folder, news);
+}
+
+MachineStatistics read_machine_statistics() {
+    MachineStatistics statistics;
+    statistics.folder = machine_folder(kPurpose, false, statistics.why);
+    statistics.sums = read_statistics(statistics.folder);
+    return statistics;
 }
 
 }  // namespace flce

@@ -1,21 +1,38 @@
-// <directory>/statistics: what all processes together did with a cache directory and the tiers behind it, for `flce cache stats`. Numbers for people;
-// nothing is decided by them, and a process that is killed or finds the file busy for long may go uncounted.
+// <directory>/statistics: what all processes together did with a cache directory and the tiers behind it, for `flce cache stats`. Where that cannot be
+// kept, for want of a directory that may be used and written, or of locks that work there, a file of the user's own on this machine has it, of all
+// such processes together: the faults that one wants to see are not in the directory that is at fault. Numbers for people; nothing is decided by them,
+// and a process that is killed or finds the file busy for long may go uncounted.
 //
 //     file = lines of "<tier>.<counter> <20 digits>", and "created <20 digits>": written in place, under an flock
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <string>
 
 #include "cache/artifact_cache.hpp"
 
 namespace flce {
 
-/// Sums over all processes, `tiers` and `created` only. Zeros where there is no such file, or none that can be understood.
+/// Sums over all processes, `tiers` and `created` only. Zeros where there is no such file, none that can be understood, or no directory.
 [[nodiscard]] CacheStatistics read_statistics(const std::filesystem::path& directory);
 
-/// Adds what is new. Says no where that would take long or cannot be done: the caller tries again with more. Only on local file systems, whose locks
-/// work.
-[[nodiscard]] bool add_statistics(const std::filesystem::path& directory, const CacheStatistics& news);
+enum class Counted {
+    yes,
+    busy,  ///< that would take long: the caller tries again with more
+    no,    ///< the file cannot be written, or lies where locks do not work
+};
+/// Adds what is new to the directory's file, which has passed DiskStore::usable.
+[[nodiscard]] Counted add_statistics(const std::filesystem::path& directory, const CacheStatistics& news);
+
+/// The same in machine_folder("statistics").
+[[nodiscard]] Counted add_machine_statistics(const CacheStatistics& news);
+
+struct MachineStatistics {
+    CacheStatistics sums;
+    std::filesystem::path folder;  ///< empty: there is none that can be used, so that nothing is counted
+    std::string why;               ///< it is not used
+};
+[[nodiscard]] MachineStatistics read_machine_statistics();
 
 }  // namespace flce

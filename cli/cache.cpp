@@ -143,29 +143,83 @@ int ls(const CacheFlags& flags) {
     return kDone;
 }
 
-int stats(const CacheFlags& flags) {
-    LocalCache local(flags.directory());
-    const CacheStatistics sums = read_statistics(local.directory());
-    std::uint64_t bytes = 0;
-    const auto entries = local.entries();
-    for (const StoredFile& file : entries) bytes += file.bytes;
-    if (flags.json) {
-        Json tiers = Json::object();
-        for (const TierStatistics& tier : sums.tiers) {
-            tiers[tier.name] = {{"hits", tier.hits}, {"misses", tier.misses}, {"faults", tier.faults}, {"stored", tier.stored}};
-        }
-        print_json({{"cache_dir", local.directory().string()},
-                    {"entries", entries.size()},
-                    {"bytes", bytes},
-                    {"max_bytes", environment().cache_max_bytes},
-                    {"compiled", sums.created},
-                    {"tiers", tiers}});
-        return kDone;
+Json counted(const CacheStatistics& sums) {
+    Json tiers = Json::object();
+    for (const TierStatistics& tier : sums.tiers) {
+        tiers[tier.name] = {{"hits", tier.hits}, {"misses", tier.misses}, {"faults", tier.faults}, {"stored", tier.stored}};
     }
-    fmt::print("{}: {} entries, {}\n{} compiled\n\n{:<8} {:>10} {:>10} {:>10} {:>10}\n", local.directory().string(), entries.size(),
-               human_bytes(static_cast<double>(bytes)), sums.created, "tier", "hits", "misses", "faults", "stored");
+    return {{"compiled", sums.created}, {"tiers", tiers}};
+}
+
+void print_counted(const CacheStatistics& sums) {
+    fmt::print("{} compiled\n\n{:<8} {:>10} {:>10} {:>10} {:>10}\n", sums.created, "tier", "hits", "misses", "faults", "stored");
     for (const TierStatistics& tier : sums.tiers) {
         fmt::print("{:<8} {:>10} {:>10} {:>10} {:>10}\n", tier.name, tier.hits, tier.misses, tier.faults, tier.stored);
+    }
+}
+
+bool counts_anything(const CacheStatistics& sums) {
+    return sums.created != 0 || std::ranges::any_of(sums.tiers, [](const TierStatistics& tier) {
+               return tier.hits != 0 || tier.misses != 0 || tier.faults != 0 || tier.stored != 0;
+           });
+}
+
+/// What the directory holds and counted; one that is refused nothing, and why.
+struct DirectoryStatistics {
+    fs::path directory;
+    std::string refusal;
+    std::size_t entries = 0;
+    std::uint64_t bytes = 0;
+    CacheStatistics sums;
+};
+
+DirectoryStatistics directory_statistics(const CacheFlags& flags) {
+    (void)environment();                                     // a variable that is not understood is another error
+    DirectoryStatistics found{.sums = read_statistics({})};  // zeros
+    try {
+        found.directory = flags.directory();
+        const LocalCache local(found.directory);
+        const auto entries = local.entries();
+        found.entries = entries.size();
+        for (const StoredFile& file : entries) found.bytes += file.bytes;
+        found.sums = read_statistics(found.directory);
+    } catch (const std::exception& error) {
+        // Processes that meet it count elsewhere: that is what is asked for then.
+        found.refusal = found.directory.empty() ? "" : DiskStore(found.directory).out_of_use();
+        if (found.refusal.empty()) found.refusal = error.what();
+    }
+    return found;
+}
+
+int stats(const CacheFlags& flags) {
+    const DirectoryStatistics local = directory_statistics(flags);
+    const MachineStatistics elsewhere = read_machine_statistics();
+    if (flags.json) {
+        Json object{{"cache_dir", local.directory.empty() ? Json(nullptr) : Json(local.directory.string())},
+                    {"refusal", local.refusal.empty() ? Json(nullptr) : Json(local.refusal)},
+                    {"entries", local.entries},
+                    {"bytes", local.bytes},
+                    {"max_bytes", environment().cache_max_bytes}};
+        object.update(counted(local.sums));
+        object["elsewhere"] = counted(elsewhere.sums);
+        object["elsewhere"]["dir"] = elsewhere.folder.empty() ? Json(nullptr) : Json(elsewhere.folder.string());
+        object["elsewhere"]["refusal"] = elsewhere.why.empty() ? Json(nullptr) : Json(elsewhere.why);
+        print_json(object);
+        return kDone;
+    }
+    if (local.refusal.empty()) {
+        fmt::print("{}: {} entries, {}\n", local.directory.string(), local.entries, human_bytes(static_cast<double>(local.bytes)));
+        print_counted(local.sums);
+    } else {
+        fmt::print("{}\n", local.refusal);
+    }
+    if (counts_anything(elsewhere.sums)) {
+        fmt::print(
+            "\n{}: counted on this machine by processes that could not count in a cache directory (none, refused, not writable, on NFS)\n",
+            elsewhere.folder.string());
+        print_counted(elsewhere.sums);
+    } else if (!elsewhere.why.empty()) {
+        fmt::print("\nprocesses that cannot count in the cache directory are not counted: {}\n", elsewhere.why);
     }
     return kDone;
 }

@@ -30,6 +30,7 @@ ArtifactCache::Options cache_options(const SessionOptions& options, const Enviro
     }
     result.strict = options.strict.value_or(environment.strict);
     result.creates = !result.strict;
+    result.counts_on_machine = true;
     result.max_bytes = environment.cache_max_bytes;
     if (!environment.signing_key.empty()) result.signer = SigningKey::read(environment.signing_key);
     const TrustedKeys trusted = TrustedKeys::read(options.trusted_keys.empty() ? environment.trusted_keys : options.trusted_keys);

@@ -235,6 +235,34 @@ TEST_F(NetworkFaults, DirectoryOnNfs_OneBuilderOnThisMachine) {
     EXPECT_EQ(nfs_(nullptr), 0);
 }
 
+TEST_F(NetworkFaults, DirectoryOnNfs_CountedOnThisMachine) {
+    if (!here()) return;
+    const test::TemporaryDirectory machine;
+    ::setenv("TMPDIR", machine.path().c_str(), 1);
+    const std::string shared = fs::canonical(directory_.path());
+    (void)nfs_(shared.c_str());
+    int created = 0;
+    const auto get = [&] {
+        ArtifactCache cache({.directory = directory_.path(), .counts_on_machine = true});
+        return payload_text(*cache.get_or_create(key_of("k"), [&] { return ++created, artifact_of("p"); }));
+    };
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(get(), "p");
+    EXPECT_EQ(nfs_(nullptr), 0);
+    EXPECT_EQ(created, 1);
+    EXPECT_EQ(read_machine_statistics().sums.created, 1);
+    EXPECT_EQ(read_machine_statistics().sums.tiers.at(1).hits, 1);
+    // Whatever fails there, nobody notices, and nothing is counted twice.
+    at_every_call([&] { fs::remove_all(read_machine_statistics().folder); },
+                  [&] {
+                      ArtifactCache cache({.counts_on_machine = true});
+                      EXPECT_EQ(payload_text(*cache.get_or_create(key_of("k"), [] { return artifact_of("p"); })), "p");
+                  },
+                  [&] {
+                      EXPECT_LE(read_machine_statistics().sums.created, 1);
+                      EXPECT_EQ(warnings(), 0) << log_.text();
+                  });
+}
+
 TEST_F(NetworkFaults, PackHit_RightKernel) {
     if (!here()) return;
     const fs::path pack = directory_.path() / "kernels.flcepack";

@@ -59,6 +59,34 @@ TEST_F(CacheCommand, Stats_CountsByTierOverProcesses) {
     EXPECT_EQ(stats.at("tiers").at("local").at("misses"), 1);
 }
 
+TEST_F(CacheCommand, Stats_WithoutADirectoryThatCanBeUsed_AreThisMachines) {
+    const std::map<std::string, std::string> here{{"TMPDIR", folder_.path()}};
+    const auto stats = [&] { return run({"cache", "stats", "--json"}, here).json(); };
+    EXPECT_EQ(stats().at("elsewhere").at("dir"), nullptr);
+    EXPECT_THAT(run({"cache", "stats"}, here).out, testing::Not(HasSubstr("on this machine")));
+    const std::map<std::string, std::string> diskless{{"TMPDIR", folder_.path()}, {"FLCE_NO_DISK_CACHE", "1"}};
+    const std::vector<std::string> used{"check", "--spec", kSpec, "--device", "cpu", "--num-tokens", "4"};
+    ASSERT_EQ(run(used, diskless).exit_code, 0);
+    const auto without = stats();
+    EXPECT_EQ(without.at("compiled"), 0);
+    EXPECT_EQ(without.at("refusal"), nullptr);
+    EXPECT_EQ(without.at("elsewhere").at("compiled"), 1);
+    EXPECT_GE(without.at("elsewhere").at("tiers").at("memory").at("misses"), 1);
+
+    // A refused directory is what these are wanted for.
+    fs::create_directory(folder_ / "cache");
+    fs::permissions(folder_ / "cache", fs::perms::all);
+    ASSERT_EQ(run(used, here).exit_code, 0);
+    const auto refused = stats();
+    EXPECT_THAT(refused.at("refusal").get<std::string>(), HasSubstr("chmod go-w"));
+    EXPECT_EQ(refused.at("elsewhere").at("compiled"), 2);
+    EXPECT_GE(refused.at("elsewhere").at("tiers").at("local").at("faults"), 1);
+    const std::string dir = refused.at("elsewhere").at("dir").get<std::string>();
+    const ProcessResult text = run({"cache", "stats"}, here);
+    EXPECT_EQ(text.exit_code, 0);
+    EXPECT_THAT(text.out, AllOf(HasSubstr("chmod go-w"), HasSubstr(dir), HasSubstr("2 compiled")));
+}
+
 TEST_F(CacheCommand, Verify_FindsAHarmedEntryAndLeavesIt) {
     fill();
     EXPECT_EQ(run({"cache", "verify"}).exit_code, 0);
