@@ -10,7 +10,9 @@
 #define CURL_DISABLE_DEPRECATION
 #include <curl/curl.h>
 
+#include <array>
 #include <cctype>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -92,22 +94,24 @@ constexpr std::size_t kMostBytesOfAnAnswer = 64 << 10;
 
 class HttpTransport final : public RemoteTransport {
 public:
-    HttpTransport(std::string base, std::chrono::milliseconds timeout, std::optional<S3Access> s3)
-        : base_(std::move(base)), timeout_(timeout), s3_(std::move(s3)) {}
+    HttpTransport(std::string base, const RemoteOptions& options, std::optional<S3Access> s3)
+        : base_(std::move(base)), timeout_(options.timeout), authorities_(options.authorities), s3_(std::move(s3)) {
+        if (s3_ && !s3_->authorities.empty()) authorities_ = s3_->authorities;
+    }
 
     [[nodiscard]] Reply get(const CacheKey& key, std::size_t max_bytes) override {
         Answer answer = request(key, nullptr, max_bytes);
         if (!answer.failure.empty()) return {.failure = std::move(answer.failure)};
         if (answer.status == 404 || answer.status == 410) return {};
         if (answer.status == 403 && s3_) return s3_refusal(as_text(answer.body));
-        if (answer.status != 200) return {.failure = fmt::format("HTTP status {}", answer.status), .refused = true};
+        if (answer.status != 200) return {.failure = refusal(answer.status), .refused = true};
         return {.found = true, .bytes = std::move(answer.body)};
     }
 
     [[nodiscard]] std::string put(const CacheKey& key, std::span<const std::byte> entry) override {
         Answer answer = request(key, &entry, kMostBytesOfAnAnswer);
         if (!answer.failure.empty()) return std::move(answer.failure);
-        return answer.status >= 200 && answer.status < 300 ? "" : fmt::format("HTTP status {}", answer.status);
+        return answer.status >= 200 && answer.status < 300 ? "" : refusal(answer.status);
     }
 
 private:
@@ -129,6 +133,49 @@ private:
                     "s3:ListBucket is allowed on the bucket (and of all objects unless s3:GetObject is allowed on them)"};
     }
 
+    [[nodiscard]] bool signs() const { return s3_ && !s3_->access_key.empty(); }
+
+    [[nodiscard]] std::string refusal(long status) const {
+        const bool redirect = signs() && status >= 300 && status < 400;
+        return fmt::format("HTTP status {}{}", status,
+                           redirect ? ", a redirect, which signed requests do not follow (is AWS_REGION the bucket's?)" : "");
+    }
+
+    // What went wrong, without what the URL holds: of certificates libcurl says which check failed, of other things it quotes.
+    [[nodiscard]] static std::string failure_of(CURL* handle, CURLcode result, const char* details) {
+        const bool tls =
+            result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CONNECT_ERROR || result == CURLE_SSL_CACERT_BADFILE;
+        std::string failure = curl().easy_strerror(result);
+        if (tls && *details != '\0') failure += fmt::format(" ({})", details);
+        long redirects = 0;
+        (void)curl().easy_getinfo(handle, CURLINFO_REDIRECT_COUNT, &redirects);
+        if (result == CURLE_UNSUPPORTED_PROTOCOL && redirects > 0) failure += " (of a redirect: https leads to https only, http to either)";
+        return failure;
+    }
+
+    // A redirect is followed as far as it takes nothing along that was meant for the first server: libcurl leaves a login behind where host, port or
+    // scheme change, but no header of ours, so that signed requests follow none; and nothing that was asked for by https comes by http.
+    template <class Set>
+    void allow_redirects(const Set& set) const {
+        const long http = CURLPROTO_HTTP;
+        const long https = CURLPROTO_HTTPS;
+        set(CURLOPT_PROTOCOLS, http | https);
+        set(CURLOPT_REDIR_PROTOCOLS, base_.starts_with("https:") ? https : http | https);
+        set(CURLOPT_FOLLOWLOCATION, signs() ? 0L : 1L);
+        set(CURLOPT_MAXREDIRS, 3L);
+        set(CURLOPT_POSTREDIR, static_cast<long>(CURL_REDIR_POST_ALL));  // else what follows is a PUT of nothing
+    }
+
+    template <class Set>
+    void trust_authorities(const Set& set) const {
+        if (authorities_.empty()) return;
+        std::error_code error;
+        const bool folder = std::filesystem::is_directory(authorities_, error);
+        // These and no others: the system's would still count as the other of the two.
+        set(CURLOPT_CAINFO, folder ? nullptr : authorities_.c_str());
+        set(CURLOPT_CAPATH, folder ? authorities_.c_str() : nullptr);
+    }
+
     [[nodiscard]] std::string url_of(const CacheKey& key) const {
         const std::string hex = key.hex();
         return fmt::format("{}/{}/{}.art", base_, hex.substr(0, 2), hex);
@@ -137,6 +184,7 @@ private:
     Answer request(const CacheKey& key, const std::span<const std::byte>* upload, std::size_t max_bytes) {
         const Curl& api = curl();
         if (!api.why_not.empty()) return {.failure = api.why_not};
+        std::array<char, CURL_ERROR_SIZE> details{};  // outlives the handle, which may write to it when it is closed
         Handle handle = pool_.take();
         if (!handle) handle.reset(api.easy_init());
         if (!handle) return {.failure = "curl_easy_init failed"};
@@ -146,10 +194,9 @@ private:
         Body body{{}, max_bytes};
         set(CURLOPT_URL, url.c_str());
         set(CURLOPT_NOSIGNAL, 1L);  // in somebody else's process
-        set(CURLOPT_PROTOCOLS, static_cast<long>(CURLPROTO_HTTP | CURLPROTO_HTTPS));
-        set(CURLOPT_REDIR_PROTOCOLS, static_cast<long>(CURLPROTO_HTTP | CURLPROTO_HTTPS));
-        set(CURLOPT_FOLLOWLOCATION, 1L);
-        set(CURLOPT_MAXREDIRS, 3L);
+        set(CURLOPT_ERRORBUFFER, details.data());
+        allow_redirects(set);
+        trust_authorities(set);
         set(CURLOPT_TIMEOUT_MS, static_cast<long>(timeout_.count()));
         set(CURLOPT_CONNECTTIMEOUT_MS, static_cast<long>(timeout_.count()));
         set(CURLOPT_WRITEFUNCTION, &receive);
@@ -165,7 +212,7 @@ private:
         set(CURLOPT_HTTPHEADER, headers.get());
         std::string user;
         std::string signing;
-        if (s3_ && !s3_->access_key.empty()) {
+        if (signs()) {
             user = s3_->access_key + ":" + s3_->secret_key;
             signing = "aws:amz:" + s3_->region + ":s3";
             set(CURLOPT_USERPWD, user.c_str());
@@ -174,11 +221,13 @@ private:
         Answer answer;
         const CURLcode result = api.easy_perform(handle.get());
         if (result != CURLE_OK) {
-            answer.failure = body.too_long ? fmt::format("more than {} bytes", max_bytes) : api.easy_strerror(result);
+            answer.failure =
+                body.too_long ? fmt::format("more than {} bytes", max_bytes) : failure_of(handle.get(), result, details.data());
             return answer;
         }
         (void)api.easy_getinfo(handle.get(), CURLINFO_RESPONSE_CODE, &answer.status);
         answer.body = std::move(body.bytes);
+        set(CURLOPT_ERRORBUFFER, static_cast<char*>(nullptr));
         pool_.give_back(std::move(handle));
         return answer;
     }
@@ -189,7 +238,7 @@ private:
             if (curl_slist* longer = curl().slist_append(headers.get(), line.c_str())) (void)headers.release(), headers.reset(longer);
         };
         if (upload != nullptr) add("Content-Type: application/octet-stream");
-        if (s3_ && !s3_->access_key.empty()) {
+        if (signs()) {
             add("x-amz-content-sha256: " + hex_of(sha256_of(upload == nullptr ? std::span<const std::byte>() : *upload)));
             if (!s3_->session_token.empty()) add("x-amz-security-token: " + s3_->session_token);
         }
@@ -198,6 +247,7 @@ private:
 
     std::string base_;
     std::chrono::milliseconds timeout_;
+    std::filesystem::path authorities_;
     std::optional<S3Access> s3_;
     ConnectionPool<Handle> pool_;
 };
@@ -233,7 +283,7 @@ std::unique_ptr<RemoteTransport> make_http_transport(const RemoteOptions& option
     const bool s3 = options.url.starts_with("s3://");
     std::string base = s3 ? s3_base(options.url, options.s3) : options.url;
     while (base.ends_with('/')) base.pop_back();
-    return std::make_unique<HttpTransport>(std::move(base), options.timeout, s3 ? std::optional(options.s3) : std::nullopt);
+    return std::make_unique<HttpTransport>(std::move(base), options, s3 ? std::optional(options.s3) : std::nullopt);
 }
 
 }  // namespace flce

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -19,7 +20,8 @@ struct S3Access {
     std::string secret_key;
     std::string session_token;
     std::string region = "us-east-1";
-    std::string endpoint;  ///< "http://host:port" of another service than Amazon's; empty: Amazon's
+    std::string endpoint;               ///< "http://host:port" of another service than Amazon's; empty: Amazon's
+    std::filesystem::path authorities;  ///< as of RemoteOptions; empty: those
 };
 
 struct RemoteOptions {
@@ -29,6 +31,9 @@ struct RemoteOptions {
     bool read_only = false;
     TrustedKeys trusted;  ///< with any, entries must be signed by one of them
     bool signs = false;   ///< what this process stores is signed
+    /// Certificates (PEM), a file or a folder as `openssl rehash` makes it, one of which an https server must show to be vouched for by; empty: those
+    /// that libcurl takes, which are the system's.
+    std::filesystem::path authorities;
     S3Access s3;
 };
 

@@ -43,6 +43,7 @@ ArtifactCache::Options cache_options(const SessionOptions& options, const Enviro
                                                                              .read_only = environment.cache_remote_read_only,
                                                                              .trusted = trusted,
                                                                              .signs = result.signer != nullptr,
+                                                                             .authorities = environment.cache_remote_ca,
                                                                              .s3 = environment.s3}));
     }
     return result;

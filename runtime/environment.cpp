@@ -9,6 +9,7 @@
 #include <array>
 #include <charconv>
 #include <cstdlib>
+#include <initializer_list>
 #include <string_view>
 
 #include "cache/log.hpp"
@@ -35,6 +36,10 @@ constexpr std::array kTable{
           Show::url_without_login},
     Entry{"FLCE_CACHE_REMOTE_TIMEOUT_MS", "longest wait for one entry of it", "5000"},
     Entry{"FLCE_CACHE_REMOTE_READ_ONLY", "1: store nothing there", "0"},
+    Entry{"FLCE_CACHE_REMOTE_CA",
+          "certificates (PEM file or folder) that vouch for its https; also AWS_CA_BUNDLE (s3://), CURL_CA_BUNDLE, SSL_CERT_FILE, "
+          "SSL_CERT_DIR",
+          "the system's"},
     Entry{"AWS_ACCESS_KEY_ID", "of s3:// caches; not set: requests are not signed", "none"},
     Entry{"AWS_SECRET_ACCESS_KEY", "of s3:// caches", "none", Show::that_it_is_set},
     Entry{"AWS_SESSION_TOKEN", "of s3:// caches", "none", Show::that_it_is_set},
@@ -111,6 +116,14 @@ std::vector<std::filesystem::path> parse_paths(std::string_view text) {
     return paths;
 }
 
+/// The first that is set. What curl reads (as of libcurl only its command does) counts here too.
+std::filesystem::path first_of(const std::function<std::string(const char*)>& get, std::initializer_list<const char*> names) {
+    for (const char* name : names) {
+        if (std::string text = get(name); !text.empty()) return text;
+    }
+    return {};
+}
+
 S3Access parse_s3(const std::function<std::string(const char*)>& get) {
     const auto first = [&](const char* name, const char* other, std::string value) {
         for (const char* candidate : {other, name}) {
@@ -124,6 +137,7 @@ S3Access parse_s3(const std::function<std::string(const char*)>& get) {
     s3.session_token = get("AWS_SESSION_TOKEN");
     s3.region = first("AWS_REGION", "AWS_DEFAULT_REGION", s3.region);
     s3.endpoint = first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "");
+    s3.authorities = first_of(get, {"FLCE_CACHE_REMOTE_CA", "AWS_CA_BUNDLE"});
     return s3;
 }
 
@@ -152,6 +166,7 @@ Environment parse_environment(const std::function<const char*(const char*)>& get
     environment.cache_remote_timeout = std::chrono::milliseconds(
         parse_number("FLCE_CACHE_REMOTE_TIMEOUT_MS", get("FLCE_CACHE_REMOTE_TIMEOUT_MS"), kMostTimeoutMs, kDefaultRemoteTimeoutMs));
     environment.cache_remote_read_only = parse_flag("FLCE_CACHE_REMOTE_READ_ONLY", get("FLCE_CACHE_REMOTE_READ_ONLY"));
+    environment.cache_remote_ca = first_of(get, {"FLCE_CACHE_REMOTE_CA", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"});
     environment.s3 = parse_s3(get);
     environment.trusted_keys = parse_paths(get("FLCE_TRUSTED_KEYS"));
     environment.signing_key = get("FLCE_SIGNING_KEY");

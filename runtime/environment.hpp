@@ -25,6 +25,7 @@ struct Environment {
     std::string cache_remote;                               ///< FLCE_CACHE_REMOTE; empty: none
     std::chrono::milliseconds cache_remote_timeout{5000};   ///< FLCE_CACHE_REMOTE_TIMEOUT_MS
     bool cache_remote_read_only = false;                    ///< FLCE_CACHE_REMOTE_READ_ONLY
+    std::filesystem::path cache_remote_ca;                  ///< FLCE_CACHE_REMOTE_CA, else CURL_CA_BUNDLE, SSL_CERT_FILE, SSL_CERT_DIR
     S3Access s3;                                            ///< AWS_…
     std::vector<std::filesystem::path> trusted_keys;        ///< FLCE_TRUSTED_KEYS
     std::filesystem::path signing_key;                      ///< FLCE_SIGNING_KEY; empty: nothing is signed

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
+#include <utility>
 
 namespace flce::test {
 namespace {
@@ -107,6 +108,12 @@ ServerProcess::~ServerProcess() {
     ::waitpid(child_, nullptr, 0);
 }
 
+void ServerProcess::finish() {
+    if (child_ < 0) return;
+    ::kill(child_, SIGTERM);
+    ::waitpid(std::exchange(child_, -1), nullptr, 0);
+}
+
 std::unique_ptr<Server> start_redis(std::string& why, const std::string& password) {
     const fs::path program = find_program("redis-server");
     if (program.empty()) return why = fmt::format("redis-server is not installed; {}", kHowToInstall), nullptr;
@@ -120,23 +127,30 @@ std::unique_ptr<Server> start_redis(std::string& why, const std::string& passwor
     return server;
 }
 
-std::unique_ptr<Server> start_nginx(std::string& why) {
+std::unique_ptr<Server> start_nginx(std::string& why, const NginxOptions& options) {
     const fs::path program = find_program("nginx");
     if (program.empty()) return why = fmt::format("nginx is not installed; {}", kHowToInstall), nullptr;
     auto server = std::make_unique<Server>();
     const fs::path& folder = server->folder.path();
     fs::create_directory(folder / "data");
+    const bool tls = !options.tls.certificate.empty();
+    const std::string certificate =
+        tls ? fmt::format("ssl_certificate {}; ssl_certificate_key {};", options.tls.certificate.string(), options.tls.key.string()) : "";
+    const std::string answer = options.redirect_to.empty() ? "dav_methods PUT; create_full_put_path on;"
+                                                           : fmt::format("return 302 {}$request_uri;", options.redirect_to);
     // One process, as the user who runs the tests.
     write_file(folder / "nginx.conf",
                fmt::format("daemon off; master_process off; pid {0}/pid; error_log {0}/log; events {{}}\n"
-                           "http {{ access_log off; client_body_temp_path {0}/body; proxy_temp_path {0}/p; fastcgi_temp_path {0}/f;\n"
+                           "http {{ log_format credentials '$request_method $http_authorization $http_x_amz_security_token';\n"
+                           "  access_log {0}/requests credentials;\n"
+                           "  client_body_temp_path {0}/body; proxy_temp_path {0}/p; fastcgi_temp_path {0}/f;\n"
                            "  uwsgi_temp_path {0}/u; scgi_temp_path {0}/s;\n"
-                           "  server {{ listen 127.0.0.1:{1}; root {0}/data; client_max_body_size 512m;\n"
-                           "    location / {{ dav_methods PUT; create_full_put_path on; }} }} }}\n",
-                           folder.string(), server->port));
+                           "  server {{ listen 127.0.0.1:{1}{2}; {3} root {0}/data; client_max_body_size 512m;\n"
+                           "    location / {{ {4} }} }} }}\n",
+                           folder.string(), server->port, tls ? " ssl" : "", certificate, answer));
     server->command = {program, "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "log"};
     server->start();
-    server->url = fmt::format("http://127.0.0.1:{}/cache", server->port);
+    server->url = fmt::format("{}://127.0.0.1:{}/cache", tls ? "https" : "http", server->port);
     return server;
 }
 

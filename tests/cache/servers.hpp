@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "tests/cache/cache_test_support.hpp"
+#include "tests/cache/certificates.hpp"
 
 namespace flce::test {
 
@@ -25,6 +26,8 @@ public:
     ServerProcess(const std::vector<std::string>& command, const std::filesystem::path& folder, int port,
                   const std::vector<std::string>& environment = {});
     ~ServerProcess();
+    /// Asks it to end and waits until it has: what it has to write about requests that it has answered is written then.
+    void finish();
     ServerProcess(const ServerProcess&) = delete;
     ServerProcess& operator=(const ServerProcess&) = delete;
 
@@ -42,11 +45,18 @@ struct Server {
 
     void start() { process = std::make_unique<ServerProcess>(command, folder.path(), port); }
     void stop() { process.reset(); }
+    void finish() { process->finish(); }
 };
 
 /// Null, and the reason in `why`, where the program is not installed.
 [[nodiscard]] std::unique_ptr<Server> start_redis(std::string& why, const std::string& password = "");
-[[nodiscard]] std::unique_ptr<Server> start_nginx(std::string& why);  ///< with dav, plain PUT and GET
+
+struct NginxOptions {
+    Certificate tls;          ///< https with this; none: http
+    std::string redirect_to;  ///< "http://host:port": where all requests are sent; empty: nowhere
+};
+/// With dav, plain PUT and GET. folder/requests has a line for each: method, login and S3's token as they came ("-": none).
+[[nodiscard]] std::unique_ptr<Server> start_nginx(std::string& why, const NginxOptions& options = {});
 /// moto's S3, with an empty bucket "kernels". It checks signatures: only the access key in `server.access_key` may do anything.
 struct S3Server : Server {
     std::string access_key;

@@ -76,6 +76,12 @@ TEST(Environment, CacheValues_Read) {
     EXPECT_EQ(environment.s3.region, "eu");
     EXPECT_EQ(environment.s3.endpoint, "http://e");
     EXPECT_EQ(parse({{"AWS_DEFAULT_REGION", "eu"}, {"AWS_REGION", "us"}}).s3.region, "us");
+    for (const char* name : {"SSL_CERT_DIR", "SSL_CERT_FILE", "CURL_CA_BUNDLE", "FLCE_CACHE_REMOTE_CA"}) {
+        EXPECT_EQ(parse({{name, "/ca"}}).cache_remote_ca, "/ca") << name;
+    }
+    EXPECT_EQ(parse({{"FLCE_CACHE_REMOTE_CA", "/ours"}, {"SSL_CERT_FILE", "/all"}, {"AWS_CA_BUNDLE", "/s3"}}).cache_remote_ca, "/ours");
+    EXPECT_EQ(parse({{"FLCE_CACHE_REMOTE_CA", "/ours"}, {"AWS_CA_BUNDLE", "/s3"}}).s3.authorities, "/ours");
+    EXPECT_EQ(parse({{"SSL_CERT_FILE", "/all"}, {"AWS_CA_BUNDLE", "/s3"}}).s3.authorities, "/s3");
     EXPECT_EQ(parse({}).cache_max_bytes, 2ULL << 30);
     EXPECT_EQ(parse({{"FLCE_CACHE_MAX_BYTES", "0"}}).cache_max_bytes, 0u);
     for (const char* size : {"-1", "1X", "1.5G", "G", "1GB", "99999999999T", "99999999999999999999999"}) {
@@ -122,9 +128,9 @@ TEST(Environment, Table_NamesEveryVariableOnce) {
     EXPECT_THAT(names, testing::UnorderedElementsAre("FLCE_CACHE_DIR", "FLCE_NO_DISK_CACHE", "FLCE_DEVICE", "FLCE_NUM_THREADS",
                                                      "FLCE_NVRTC", "FLCE_LIBCUDA", "FLCE_LOG", "FLCE_CACHE_MAX_BYTES", "FLCE_CACHE_PACKS",
                                                      "FLCE_CACHE_REMOTE", "FLCE_CACHE_REMOTE_TIMEOUT_MS", "FLCE_CACHE_REMOTE_READ_ONLY",
-                                                     "FLCE_RECORDS_DIR", "FLCE_RECORDS", "FLCE_NO_RECORDS", "FLCE_STRICT",
-                                                     "FLCE_TRUSTED_KEYS", "FLCE_SIGNING_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
-                                                     "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"));
+                                                     "FLCE_CACHE_REMOTE_CA", "FLCE_RECORDS_DIR", "FLCE_RECORDS", "FLCE_NO_RECORDS",
+                                                     "FLCE_STRICT", "FLCE_TRUSTED_KEYS", "FLCE_SIGNING_KEY", "AWS_ACCESS_KEY_ID",
+                                                     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"));
 }
 
 }  // namespace
