@@ -1,14 +1,18 @@
 #include "cache/cleanup.hpp"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <ctime>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "cache/file_descriptor.hpp"
 #include "cache/key_lock.hpp"
@@ -21,17 +25,41 @@ namespace fs = std::filesystem;
 
 constexpr std::uint64_t kReferenceBytes = 1024;
 constexpr std::int64_t kLeftoverSeconds = 24LL * 3600;
+constexpr int kListings = 3;
+
+void note(std::string& fault, const fs::path& path, const char* what, const std::string& why) {
+    if (fault.empty()) fault = fmt::format("{} cannot be {}: {}", path.string(), what, why);
+}
+
+// What is in a folder; nothing where there is none. A directory that another machine changes may be stale for a moment.
+std::vector<fs::path> names_in(const fs::path& folder, std::string& fault) {
+    std::vector<fs::path> names;
+    std::error_code error;
+    for (int attempt = 0; attempt < kListings; ++attempt) {
+        names.clear();
+        for (fs::directory_iterator file(folder, error); !error && file != fs::directory_iterator(); file.increment(error)) {
+            names.push_back(file->path());
+        }
+        if (error.value() != ESTALE && error.value() != EBUSY) break;
+    }
+    if (error && error.value() != ENOENT && error.value() != ENOTDIR) note(fault, folder, "listed", error.message());
+    return names;
+}
 
 struct Found {
     std::vector<StoredFile> entries;
     std::vector<StoredFile> leftovers;  // temporaries, quarantined entries; no keys
+    std::string fault;
 };
 
-void look_at(const fs::directory_entry& file, Found& found) {
+void look_at(const fs::path& file, Found& found) {
     struct stat status{};
-    if (::lstat(file.path().c_str(), &status) != 0) return;
-    StoredFile stored{file.path(), {}, static_cast<std::uint64_t>(status.st_size), status.st_atim.tv_sec};
-    const std::string name = file.path().filename().string();
+    if (::lstat(file.c_str(), &status) != 0) {
+        if (errno != ENOENT) note(found.fault, file, "looked at", std::strerror(errno));
+        return;
+    }
+    StoredFile stored{file, {}, static_cast<std::uint64_t>(status.st_size), status.st_atim.tv_sec};
+    const std::string name = file.filename().string();
     const auto key = name.ends_with(".art") ? CacheKey::parse(std::string_view(name).substr(0, name.size() - 4)) : std::nullopt;
     if (key && S_ISREG(status.st_mode)) {
         stored.key = *key;
@@ -44,13 +72,9 @@ void look_at(const fs::directory_entry& file, Found& found) {
 
 Found look_through(const fs::path& directory) {
     Found found;
-    std::error_code error;
-    const fs::directory_iterator end;
-    auto shard = fs::directory_iterator(directory / "artifacts", error);
-    for (; !error && shard != end; shard.increment(error)) {
-        std::error_code inner;
-        auto file = fs::directory_iterator(shard->path(), inner);
-        for (; !inner && file != end; file.increment(inner)) look_at(*file, found);
+    for (const fs::path& shard : names_in(directory / "artifacts", found.fault)) {
+        if (shard.filename().native().size() != 2) continue;
+        for (const fs::path& file : names_in(shard, found.fault)) look_at(file, found);
     }
     return found;
 }
@@ -69,19 +93,19 @@ void remove_leftovers(const Found& found, bool all, std::int64_t now, CleanupRes
 }
 
 void remove_locks(const fs::path& directory, bool all, std::int64_t now) {
-    std::error_code error;
-    auto file = fs::directory_iterator(directory / "locks", error);
-    for (; !error && file != fs::directory_iterator(); file.increment(error)) {
+    std::string ignored;
+    for (const fs::path& file : names_in(directory / "locks", ignored)) {
         struct stat status{};
-        if (::lstat(file->path().c_str(), &status) != 0) continue;
-        if (all || left_behind(status.st_mtim.tv_sec, now)) KeyLock::remove_unheld(file->path());
+        if (::lstat(file.c_str(), &status) != 0) continue;
+        if (all || left_behind(status.st_mtim.tv_sec, now)) KeyLock::remove_unheld(file);
     }
 }
 
 }  // namespace
 
-std::vector<StoredFile> list_entries(const fs::path& directory) {
+std::vector<StoredFile> list_entries(const fs::path& directory, std::string& fault) {
     Found found = look_through(directory);
+    fault = std::move(found.fault);
     std::ranges::sort(found.entries, {}, &StoredFile::key);
     return std::move(found.entries);
 }
@@ -89,11 +113,12 @@ std::vector<StoredFile> list_entries(const fs::path& directory) {
 CleanupResult clean_up(const fs::path& directory, std::uint64_t max_bytes) {
     CleanupResult result;
     const FileDescriptor turn(::open((directory / "cleanup.lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
-    if (turn && is_local_file(turn.get()) && ::flock(turn.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (turn && is_local_file(turn.get()) && ::flock(turn.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
         result.busy = true;
         return result;
     }
     Found found = look_through(directory);
+    result.fault = std::move(found.fault);
     const std::int64_t now = std::time(nullptr);
     remove_leftovers(found, max_bytes == 0, now, result);
     remove_locks(directory, max_bytes == 0, now);
@@ -104,9 +129,15 @@ CleanupResult clean_up(const fs::path& directory, std::uint64_t max_bytes) {
     std::ranges::sort(found.entries, {}, order);
     for (const StoredFile& entry : found.entries) result.kept_bytes += entry.bytes;
     result.kept_entries = static_cast<std::int64_t>(found.entries.size());
+    // One that cannot be removed just now counts as gone here: or else one would go that is within the limit.
+    std::uint64_t rest = result.kept_bytes;
     for (const StoredFile& entry : found.entries) {
-        if (result.kept_bytes <= max_bytes) break;
-        if (::unlink(entry.path.c_str()) != 0 && errno != ENOENT) continue;
+        if (rest <= max_bytes) break;
+        rest -= entry.bytes;
+        if (::unlink(entry.path.c_str()) != 0 && errno != ENOENT) {
+            note(result.fault, entry.path, "removed", std::strerror(errno));
+            continue;
+        }
         result.kept_bytes -= entry.bytes;
         result.removed_bytes += entry.bytes;
         --result.kept_entries;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <string>
 #include <vector>
 
 #include "cache/artifact_cache.hpp"
@@ -16,12 +17,13 @@ struct CleanupResult {
     std::int64_t kept_entries = 0;
     std::uint64_t kept_bytes = 0;
     bool busy = false;  ///< another process is at it: nothing was done
+    std::string fault;  ///< the first thing that could not be listed or removed, and why; empty: all could
 };
 
 /// Removes entries until the rest takes at most `max_bytes`. Entries of at most 1 KiB go when nothing else is left: they say which compilers' cubins there
 /// are, and take no room. What dead processes left goes too, a day after it was written; quarantined entries and
 /// unheld locks at once with max_bytes 0. The directory has passed
-/// DiskStore::usable. Errors skip a file.
+/// DiskStore::usable. What cannot be listed or removed stays, and no other entry goes in its place: the next cleanup mends that.
 [[nodiscard]] CleanupResult clean_up(const std::filesystem::path& directory, std::uint64_t max_bytes);
 
 /// An entry's file.
@@ -32,7 +34,7 @@ struct StoredFile {
     std::int64_t used = 0;  ///< seconds since the epoch, to the hour
 };
 
-/// Every entry of the directory, by key; sound or not.
-[[nodiscard]] std::vector<StoredFile> list_entries(const std::filesystem::path& directory);
+/// Every entry of the directory, by key; sound or not. `fault`: why these may not be all; empty: they are.
+[[nodiscard]] std::vector<StoredFile> list_entries(const std::filesystem::path& directory, std::string& fault);
 
 }  // namespace flce

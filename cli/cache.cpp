@@ -42,10 +42,20 @@ class LocalCache {
 public:
     explicit LocalCache(fs::path directory) : directory_(std::move(directory)), store_(directory_) {
         std::error_code error;
-        exists_ = fs::exists(fs::symlink_status(directory_, error));
+        const fs::file_status status = fs::symlink_status(directory_, error);
+        if (status.type() == fs::file_type::none)
+            throw EnvironmentError(fmt::format("{} cannot be looked at: {}", directory_.string(), error.message()));
+        exists_ = fs::exists(status);
         if (exists_ && !store_.usable(false)) throw EnvironmentError(fmt::format("{} is not used as a cache", directory_.string()));
     }
-    [[nodiscard]] std::vector<StoredFile> entries() const { return exists_ ? list_entries(directory_) : std::vector<StoredFile>(); }
+    /// Throws where it cannot tell whether these are all.
+    [[nodiscard]] std::vector<StoredFile> entries() const {
+        std::string fault;
+        auto found = exists_ ? list_entries(directory_, fault) : std::vector<StoredFile>();
+        if (!fault.empty()) throw EnvironmentError(fault);
+        return found;
+    }
+    [[nodiscard]] bool exists() const { return exists_; }
     [[nodiscard]] const fs::path& directory() const { return directory_; }
     [[nodiscard]] DiskStore& store() { return store_; }
 
@@ -264,19 +274,20 @@ int gc(const CacheFlags& flags) {
         flags.max_bytes.empty() ? environment().cache_max_bytes : static_cast<std::uint64_t>(parse_bytes("--max-bytes", flags.max_bytes));
     const LocalCache local(flags.directory());
     CleanupResult result;
-    std::error_code error;
-    if (fs::exists(local.directory(), error)) result = clean_up(local.directory(), limit == 0 && flags.max_bytes.empty() ? ~0ULL : limit);
+    if (local.exists()) result = clean_up(local.directory(), limit == 0 && flags.max_bytes.empty() ? ~0ULL : limit);
     if (result.busy) throw EnvironmentError(fmt::format("another process is cleaning {} up", local.directory().string()));
     if (flags.json) {
         print_json({{"removed_entries", result.removed_entries},
                     {"removed_bytes", result.removed_bytes},
                     {"kept_entries", result.kept_entries},
-                    {"kept_bytes", result.kept_bytes}});
+                    {"kept_bytes", result.kept_bytes},
+                    {"fault", result.fault.empty() ? Json(nullptr) : Json(result.fault)}});
     } else {
         fmt::print("removed {} entries, {}; {} entries, {} stay\n", result.removed_entries,
                    human_bytes(static_cast<double>(result.removed_bytes)), result.kept_entries,
                    human_bytes(static_cast<double>(result.kept_bytes)));
     }
+    if (!result.fault.empty()) throw EnvironmentError(result.fault + "; what could not be listed or removed stays");
     return kDone;
 }
 

@@ -1,20 +1,21 @@
-// A file system that fails at any one of a lookup's or a publication's system calls, or from one of them on: tests/support/fault_shim.c, preloaded.
-#include <dlfcn.h>
+// A file system that fails at any one of a lookup's or a publication's system calls, or from one of them on.
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
-#include <cerrno>
 #include <csignal>
 #include <cstdlib>
-#include <functional>
+#include <ctime>
 
 #include "cache/artifact_format.hpp"
 #include "cache/key_lock.hpp"
 #include "cache/pack_store.hpp"
 #include "cache/statistics_file.hpp"
-#include "tests/cache/cache_fixture.hpp"
+#include "tests/cache/fault_fixture.hpp"
 
 namespace flce {
 namespace {
@@ -24,80 +25,12 @@ using test::artifact_of;
 using test::key_of;
 using test::payload_text;
 
-/// ESTALE and EBUSY are NFS's, ENOENT is what another client's rename looks like, ENOSPC a full disk, EIO a broken one.
-constexpr std::array kErrors{ESTALE, EBUSY, ENOENT, ENOSPC, EIO};
-
-class NetworkFaults : public test::ArtifactCacheTest {
+class NetworkFaults : public test::FaultFixture {
 protected:
-    void SetUp() override {
-        if (*FLCE_SANITIZE != '\0') GTEST_SKIP() << "sanitizers stand between the same calls";
-        arm_ = reinterpret_cast<void (*)(int, int, int)>(::dlsym(RTLD_DEFAULT, "flce_fault_arm"));
-        disarm_ = reinterpret_cast<int (*)()>(::dlsym(RTLD_DEFAULT, "flce_fault_disarm"));
-        before_ = reinterpret_cast<void (*)(const char*, void (*)())>(::dlsym(RTLD_DEFAULT, "flce_fault_before"));
-        nfs_ = reinterpret_cast<int (*)(const char*)>(::dlsym(RTLD_DEFAULT, "flce_fault_nfs"));
-        if (arm_ == nullptr && !fs::exists(FLCE_FAULT_SHIM)) GTEST_SKIP() << "there is no " << FLCE_FAULT_SHIM;
-    }
-
-    /// Whether this is the process with the shim. Elsewhere: runs the same test in one, and its result is this one's.
-    bool here() {
-        if (arm_ != nullptr && disarm_ != nullptr) return true;
-        const auto* const test = testing::UnitTest::GetInstance()->current_test_info();
-        const std::string filter = fmt::format("--gtest_filter={}.{}", test->test_suite_name(), test->name());
-        const pid_t child = ::fork();
-        if (child == 0) {
-            ::setenv("LD_PRELOAD", FLCE_FAULT_SHIM, 1);
-            if (::access("/dev/shm", W_OK) == 0) ::setenv("TMPDIR", "/dev/shm", 1);  // where syncing thousands of times takes no time
-            ::execl("/proc/self/exe", "test_cache", filter.c_str(), nullptr);
-            ::_exit(127);
-        }
-        int status = 0;
-        ::waitpid(child, &status, 0);
-        EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "the test failed with the shim; what it says is above";
-        return false;
-    }
-
-    /// Calls `attempt` with a failure at its first, second, … and last system call, for every error, once and for good; `after` each time.
-    void at_every_call(const std::function<void()>& before, const std::function<void()>& attempt, const std::function<void()>& after) {
-        before();
-        arm_(-1, 0, 0);
-        attempt();
-        const int calls = disarm_();
-        ASSERT_GT(calls, 3);  // the shim is between
-        after();
-        for (const int error : kErrors) {
-            for (const bool sticky : {false, true}) {
-                for (int nth = 0; nth < calls; ++nth) {
-                    SCOPED_TRACE(fmt::format("{} at call {}{}", ::strerrorname_np(error), nth, sticky ? " and later" : ""));
-                    before();
-                    log_.clear();
-                    arm_(nth, error, sticky ? 1 : 0);
-                    attempt();
-                    (void)disarm_();
-                    EXPECT_LE(warnings(), 1) << log_.text();
-                    after();
-                }
-            }
-        }
-    }
-
-    /// Does `then` in this thread right before its next mkdir, rename or link of a path that ends so.
-    void before_call(const char* end_of_path, std::function<void()> then) {
-        then_ = std::move(then);
-        before_(end_of_path, [] {
-            const auto now = std::move(then_);  // which may name what is to be done before a later call
-            now();
-        });
-    }
     void publish(const char* name, std::string_view payload) const {
         const auto entry = encode_artifact(key_of(name), artifact_of(payload));
         EXPECT_EQ(DiskStore(directory_.path()).put(key_of(name), entry, Durability::whenever), Kept::yes);
     }
-
-    static inline std::function<void()> then_;
-    void (*before_)(const char*, void (*)()) = nullptr;
-    void (*arm_)(int, int, int) = nullptr;
-    int (*disarm_)() = nullptr;
-    int (*nfs_)(const char*) = nullptr;
 };
 
 TEST_F(NetworkFaults, Publication_RightKernelAndNothingEarlierIsLost) {
@@ -149,6 +82,45 @@ TEST_F(NetworkFaults, Hit_RightKernelWhichStaysPublished) {
                       EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
                       EXPECT_EQ(created, 0);
                   });
+}
+
+TEST_F(NetworkFaults, HitThatCountsAsUse_RightKernelWhichStaysPublished) {
+    if (!here()) return;
+    publish("k", "p");
+    std::string got;
+    at_every_call(
+        [&] {
+            const timespec time{std::time(nullptr) - 3 * 3600, 0};
+            EXPECT_EQ(::utimensat(AT_FDCWD, entry_path(key_of("k")).c_str(), std::array{time, time}.data(), 0), 0);
+        },
+        [&] {
+            const Lookup found = DiskStore(directory_.path()).get(key_of("k"));
+            got = found.artifact ? payload_text(*found.artifact) : "none";
+        },
+        [&] {
+            EXPECT_THAT(got, testing::AnyOf("p", "none"));
+            EXPECT_TRUE(DiskStore(directory_.path()).get(key_of("k")).artifact);
+        });
+}
+
+TEST_F(NetworkFaults, HarmedEntryMovedAside_RightKernelAndNoOtherIsLost) {
+    if (!here()) return;
+    publish("other", "p");
+    most_warnings_ = 3;  // of the harmed entry, which may be looked at twice, and of the file system
+    int created = 0;
+    at_every_call(
+        [&] {
+            publish("k", "harmed");
+            fs::resize_file(entry_path(key_of("k")), fs::file_size(entry_path(key_of("k"))) - 1);
+        },
+        [&] { EXPECT_EQ(fresh_get(key_of("k"), created), "made again"); },
+        [&] {
+            EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
+            created = 0;
+            EXPECT_EQ(fresh_get(key_of("k"), created), "made again");
+            EXPECT_EQ(fresh_get(key_of("other"), created), "p");
+            EXPECT_EQ(created, 0);
+        });
 }
 
 TEST_F(NetworkFaults, PublishedBetweenLookingAndLocking_NotMadeAgain) {

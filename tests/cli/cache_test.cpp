@@ -147,6 +147,30 @@ TEST_F(CacheCommand, Gc_ShrinksToTheLimit) {
     EXPECT_EQ(run({"cache", "gc", "--max-bytes", "much"}).exit_code, 2);
 }
 
+TEST_F(CacheCommand, StaleDirectory_SaysSoInsteadOfNothingIsThere) {
+    if (*FLCE_SANITIZE != '\0') GTEST_SKIP() << "sanitizers want to be loaded first";
+    if (!fs::exists(FLCE_FAULT_SHIM)) GTEST_SKIP() << "there is no " << FLCE_FAULT_SHIM;
+    fill();
+    const auto stale = [&](const char* function, const std::vector<std::string>& arguments) {
+        return run(arguments, {{"LD_PRELOAD", FLCE_FAULT_SHIM}, {"FLCE_FAULT_STALE", function}});
+    };
+    for (const std::vector<std::string>& arguments :
+         {std::vector<std::string>{"cache", "gc", "--max-bytes", "0"}, {"cache", "verify"}, {"cache", "ls"}}) {
+        for (const char* function : {"readdir", "lstat"}) {
+            const ProcessResult said = stale(function, arguments);
+            EXPECT_EQ(said.exit_code, 3) << arguments[1] << " " << function << ": " << said.out;
+            EXPECT_THAT(said.err, HasSubstr("Stale file handle"));
+        }
+    }
+    const ProcessResult kept = stale("unlink", {"cache", "gc", "--max-bytes", "0", "--json"});
+    EXPECT_EQ(kept.exit_code, 3);
+    EXPECT_EQ(kept.json().at("removed_entries"), 0);
+    EXPECT_EQ(kept.json().at("kept_entries"), 1);
+    EXPECT_THAT(kept.json().at("fault").get<std::string>(), HasSubstr("cannot be removed: Stale file handle"));
+    EXPECT_EQ(run({"cache", "verify", "--json"}).json().at("checked"), 1);
+    EXPECT_EQ(run({"cache", "gc", "--max-bytes", "0", "--json"}).json().at("removed_entries"), 1);
+}
+
 TEST_F(CacheCommand, Export_PayloadsBesideTheirMetadata) {
     fill();
     ASSERT_EQ(run({"cache", "export", folder_ / "out"}).exit_code, 0);

@@ -339,7 +339,8 @@ TEST_F(SessionTest, PackFromElsewhere_UsedWithoutACompilerAndPreferredToTheCpu) 
         Session builder = session();
         (void)builder.get_kernel(spec);
         DiskStore store(directory_.path());
-        for (const StoredFile& file : list_entries(directory_.path())) contents[file.key] = store.get(file.key).entry;
+        std::string fault;
+        for (const StoredFile& file : list_entries(directory_.path(), fault)) contents[file.key] = store.get(file.key).entry;
         ASSERT_EQ(contents.size(), 1u);
     }
     write_pack(pack, contents);

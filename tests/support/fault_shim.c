@@ -1,11 +1,14 @@
 /* System calls that fail when told to, for LD_PRELOAD: a network file system that has a bad day at a chosen moment.
  *
  * flce_fault_arm(n, error, sticky) makes the calling thread's nth call from then on (0 is the next) fail with errno = error, and all later ones too if
- * sticky; flce_fault_disarm() ends that and says how many calls there were. Calls of other threads and of the C library itself are left alone.
+ * sticky; flce_fault_disarm() ends that and says how many calls there were. Calls of other threads and of the C library itself are left alone; those of
+ * the C++ library (std::filesystem) are not.
  *
  * flce_fault_before(end, act) has the calling thread do something else before its next mkdir, rename or link of a path that ends so: what another
- * process does at the worst moment. Of a program that is only run, files whose path ends in $FLCE_FAULT_VANISH are gone once lstat has seen them. */
+ * process does at the worst moment. Of a program that is only run, files whose path ends in $FLCE_FAULT_VANISH are gone once lstat has seen them, and all calls
+ * of the function $FLCE_FAULT_STALE are answered with ESTALE. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -73,7 +76,12 @@ static void about_to(const char* path) {
     act();
 }
 
-static int fails(void) {
+static int fails(const char* function) {
+    const char* const stale = getenv("FLCE_FAULT_STALE");
+    if (stale != NULL && strcmp(stale, function) == 0) {
+        errno = ESTALE;
+        return 1;
+    }
     if (!armed) return 0;
     const int number = calls++;
     if (number != at && !(stays && number > at)) return 0;
@@ -82,13 +90,15 @@ static int fails(void) {
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
-#define SHIM_AFTER(before, result, name, parameters, arguments)     \
-    __attribute__((visibility("default"))) result name parameters { \
-        before;                                                     \
-        if (fails()) return (result) - 1;                           \
-        return REAL(name) arguments;                                \
+#define SHIM_ALL(before, failed, result, name, parameters, arguments) \
+    __attribute__((visibility("default"))) result name parameters {   \
+        before;                                                       \
+        if (fails(#name)) return failed;                              \
+        return REAL(name) arguments;                                  \
     }
-#define SHIM(result, name, parameters, arguments) SHIM_AFTER((void)0, result, name, parameters, arguments)
+#define SHIM_AFTER(before, result, name, parameters, arguments) SHIM_ALL(before, -1, result, name, parameters, arguments)
+#define SHIM(result, name, parameters, arguments) SHIM_ALL((void)0, -1, result, name, parameters, arguments)
+#define SHIM_POINTER(result, name, parameters, arguments) SHIM_ALL((void)0, NULL, result, name, parameters, arguments)
 
 SHIM(ssize_t, read, (int file, void* to, size_t size), (file, to, size))
 SHIM(ssize_t, pread, (int file, void* to, size_t size, off_t offset), (file, to, size, offset))
@@ -100,6 +110,15 @@ SHIM(int, unlink, (const char* path), (path))
 SHIM(int, fsync, (int file), (file))
 SHIM_AFTER(about_to(path), int, mkdir, (const char* path, mode_t mode), (path, mode))
 SHIM(int, mkostemp, (char* pattern, int flags), (pattern, flags))
+SHIM_POINTER(char*, mkdtemp, (char* pattern), (pattern))
+SHIM(int, rmdir, (const char* path), (path))
+SHIM(int, remove, (const char* path), (path))
+SHIM(int, unlinkat, (int folder, const char* path, int flags), (folder, path, flags))
+SHIM(int, futimens, (int file, const struct timespec times[2]), (file, times))
+SHIM(int, utimensat, (int folder, const char* path, const struct timespec times[2], int flags), (folder, path, times, flags))
+SHIM_POINTER(DIR*, opendir, (const char* path), (path))
+SHIM_POINTER(DIR*, fdopendir, (int folder), (folder))
+SHIM_POINTER(struct dirent*, readdir, (DIR * folder), (folder))
 SHIM(int, stat, (const char* path, struct stat* status), (path, status))
 SHIM(int, fstat, (int file, struct stat* status), (file, status))
 SHIM(int, access, (const char* path, int mode), (path, mode))
@@ -109,12 +128,21 @@ __attribute__((visibility("default"))) int open(const char* path, int flags, ...
     va_start(arguments, flags);
     const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(arguments, mode_t) : 0;
     va_end(arguments);
-    if (fails()) return -1;
+    if (fails("open")) return -1;
     return REAL(open)(path, flags, mode);
 }
 
+__attribute__((visibility("default"))) int openat(int folder, const char* path, int flags, ...) {
+    va_list arguments;
+    va_start(arguments, flags);
+    const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(arguments, mode_t) : 0;
+    va_end(arguments);
+    if (fails("openat")) return -1;
+    return REAL(openat)(folder, path, flags, mode);
+}
+
 __attribute__((visibility("default"))) int lstat(const char* path, struct stat* status) {
-    if (fails()) return -1;
+    if (fails("lstat")) return -1;
     const int result = REAL(lstat)(path, status);
     const char* const vanishes = getenv("FLCE_FAULT_VANISH");
     if (result == 0 && vanishes != NULL && ends_with(path, vanishes)) REAL(unlink)(path);
@@ -124,15 +152,16 @@ __attribute__((visibility("default"))) int lstat(const char* path, struct stat* 
 /* The file is closed all the same: that is what Linux does, and NFS reports failed writes here. */
 __attribute__((visibility("default"))) int close(int file) {
     const int result = REAL(close)(file);
-    return fails() ? -1 : result;
+    return fails("close") ? -1 : result;
 }
 
 __attribute__((visibility("default"))) int flock(int file, int operation) {
     if (remote == NULL || is_remote(file)) ++locks;
-    return fails() ? -1 : REAL(flock)(file, operation);
+    return fails("flock") ? -1 : REAL(flock)(file, operation);
 }
 
 __attribute__((visibility("default"))) int fstatfs(int file, struct statfs* status) {
+    if (fails("fstatfs")) return -1;
     const int result = REAL(fstatfs)(file, status);
     if (result == 0 && is_remote(file)) status->f_type = 0x6969; /* NFS_SUPER_MAGIC */
     return result;
