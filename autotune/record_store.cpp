@@ -1,19 +1,19 @@
 #include "autotune/record_store.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <span>
+#include <string_view>
 #include <tuple>
+#include <utility>
 
 #include "autotune/shipped_records.hpp"
 #include "cache/artifact_cache.hpp"
-#include "cache/file_descriptor.hpp"
 #include "cache/file_io.hpp"
 #include "cache/key_lock.hpp"
 #include "cache/log.hpp"
@@ -24,33 +24,15 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kMostFilesOfASubject = 512;
 constexpr std::chrono::seconds kLockWait{5};
 
-void warn(const std::string& origin, const std::string& why) { logger().warn("tuning record {} is not used: {}", origin, why); }
+CacheKey lock_key(const RecordKey& key) { return KeyBuilder("tuning record's file").add("digest", key.digest()).finish(); }
 
-/// The bytes of a regular file of sensible size. `owned`: others must not have been able to write it.
-std::optional<std::string> read_text(const fs::path& path, bool owned, std::string& why) {
-    const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-    struct stat status{};
-    if (!file || ::fstat(file.get(), &status) != 0) {
-        why = means_absent(errno) ? "" : std::strerror(errno);
-        return std::nullopt;
-    }
-    if (!S_ISREG(status.st_mode)) {
-        why = "not a regular file";
-    } else if (static_cast<std::uint64_t>(status.st_size) > kMaxRecordBytes) {
-        why = fmt::format("{} bytes long; at most {} are read", status.st_size, kMaxRecordBytes);
-    } else if (owned) {
-        why = ownership_fault(status, Owner::user_or_root);
-    }
-    if (!why.empty()) return std::nullopt;
-    std::string text(static_cast<std::size_t>(status.st_size), '\0');
-    if (const int error = read_at(file.get(), 0, std::as_writable_bytes(std::span(text)))) {
-        why = std::strerror(error);
-        return std::nullopt;
-    }
-    return text;
+/// "4096-0123456789abcdef.<32 digits of the text's digest>.json"
+fs::path file_by_contents(const fs::path& file, std::string_view text) {
+    constexpr std::size_t kDigits = 32;
+    const std::string digest = KeyBuilder("tuning record's text").add("text", text).finish().hex();
+    return file.parent_path() / fmt::format("{}.{}.json", file.stem().string(), digest.substr(0, kDigits));
 }
 
 std::optional<RecordedPlan> recorded_plan(const Record& record, std::string origin) {
@@ -75,16 +57,18 @@ auto distance(const RecordKey& key, const RecordKey& wanted) {
 }  // namespace
 
 std::optional<Record> read_record_file(const fs::path& file, std::string& why) {
-    why.clear();
-    const auto text = read_text(file, false, why);
+    bool unreadable = false;
+    const auto text = read_record_text(file, Writers::all, why, unreadable);
     return text ? parse_record(*text, why) : std::nullopt;
 }
 
-void write_record_file(const fs::path& file, const Record& record) {
+namespace {
+
+/// What a file of the record holds, which can be read again: nothing takes a good file's place that nobody could read.
+std::string file_text(const fs::path& file, const Record& record) {
     std::size_t dropped = 0;
     const Record kept = fitted(record, dropped);
-    const std::string text = record_text(kept);
-    // Nothing takes a good file's place that nobody could read.
+    std::string text = record_text(kept);
     std::string why;
     if (!parse_record(text, why)) {
         throw EnvironmentError(fmt::format("{} is not written, it could not be read again: {}", file.string(), why));
@@ -94,40 +78,45 @@ void write_record_file(const fs::path& file, const Record& record) {
             "tuning record {}: times of its {} oldest runs are left out, with them it would have more than {} bytes or {} candidates",
             file.string(), dropped, kMaxRecordBytes, kMaxRecordCandidates);
     }
+    return text;
+}
+
+void write_text(const fs::path& file, const std::string& text) {
     int error = file.has_parent_path() ? make_private_directories(file.parent_path()) : 0;
     const std::array pieces{std::as_bytes(std::span(text))};
     if (error == 0) error = write_atomically(file, pieces, Durability::now);
     if (error != 0) throw EnvironmentError(fmt::format("{} cannot be written: {}", file.string(), std::strerror(error)));
 }
 
+}  // namespace
+
+void write_record_file(const fs::path& file, const Record& record) { write_text(file, file_text(file, record)); }
+
 RecordStore::RecordStore(RecordPlaces places) : places_(std::move(places)) {}
 
-void RecordStore::read_file(const fs::path& file, const std::string& subject, int place, bool owned, std::vector<Found>& found) {
+void RecordStore::read_file(const fs::path& file, const std::string& subject, int place, std::vector<Found>& found) {
     std::string why;
-    const auto text = read_text(file, owned, why);
-    if (!text) {
-        if (!why.empty()) warn(file.string(), why);
+    const auto record = read_record_file(file, why);
+    if (!record) {
+        if (!why.empty()) say_unused(file.string(), why);
         return;
     }
-    const auto record = parse_record(*text, why);
-    if (!record) return warn(file.string(), why);
     if (record->key.subject() != subject) return;
     if (auto plan = recorded_plan(*record, file.string())) found.push_back({std::move(*plan), place});
 }
 
-void RecordStore::read_directory(const fs::path& directory, const std::string& subject, int place, bool owned, std::vector<Found>& found) {
-    const fs::path folder = directory / subject.substr(0, 16);
-    std::error_code error;
-    std::vector<fs::path> files;
-    for (fs::directory_iterator it(folder, error); !error && it != fs::directory_iterator(); it.increment(error)) {
-        if (it->path().extension() == ".json" && !it->path().filename().string().starts_with('.')) files.push_back(it->path());
+void RecordStore::read_directory(const fs::path& directory, const std::string& subject, int place, Writers writers,
+                                 std::vector<Found>& found) {
+    RecordFolder folder = read_record_folder(directory / subject.substr(0, 16), "", writers);
+    std::map<std::string, RecordFile> by_key;  // under the name of its first file
+    for (RecordFile& file : folder.files) {
+        if (file.record.key.subject() != subject) continue;
+        const auto [known, first] = by_key.try_emplace(file.record.key.digest(), std::move(file));
+        if (!first) known->second.record = merged(known->second.record, file.record);
     }
-    std::ranges::sort(files);
-    if (files.size() > kMostFilesOfASubject) {
-        warn(folder.string(), fmt::format("{} files; the first {} are read", files.size(), kMostFilesOfASubject));
-        files.resize(kMostFilesOfASubject);
+    for (const auto& [digest, file] : by_key) {
+        if (auto plan = recorded_plan(file.record, file.path.string())) found.push_back({std::move(*plan), place});
     }
-    for (const fs::path& file : files) read_file(file, subject, place, owned, found);
 }
 
 std::vector<RecordStore::Found> RecordStore::read_subject(const std::string& subject) {
@@ -137,15 +126,15 @@ std::vector<RecordStore::Found> RecordStore::read_subject(const std::string& sub
         std::error_code error;
         const auto type = fs::status(extra, error).type();
         if (type == fs::file_type::directory) {
-            read_directory(extra, subject, place, false, found);
+            read_directory(extra, subject, place, Writers::all, found);
         } else if (type == fs::file_type::not_found) {
-            warn(extra.string(), "there is no such file or directory");
+            say_unused(extra.string(), "there is no such file or directory");
         } else {
-            read_file(extra, subject, place, false, found);
+            read_file(extra, subject, place, found);
         }
         ++place;
     }
-    if (!places_.directory.empty()) read_directory(places_.directory, subject, place, true, found);
+    if (!places_.directory.empty()) read_directory(places_.directory, subject, place, Writers::own, found);
     ++place;
     if (!places_.shipped) return found;
     for (const ShippedRecord& shipped : shipped_records()) {
@@ -154,7 +143,7 @@ std::vector<RecordStore::Found> RecordStore::read_subject(const std::string& sub
         const std::string origin = fmt::format("shipped with flce: {}", shipped.name);
         const auto record = parse_record(shipped.text, why);
         if (!record) {
-            warn(origin, why);
+            say_unused(origin, why);
         } else if (auto plan = recorded_plan(*record, origin)) {
             found.push_back({std::move(*plan), place});
         }
@@ -188,29 +177,55 @@ std::vector<RecordedPlan> RecordStore::plans(const RecordKey& wanted) {
 }
 
 std::optional<Record> RecordStore::find(const RecordKey& key) const {
-    if (places_.directory.empty()) return std::nullopt;
-    const fs::path file = places_.directory / key.file();
     // As sessions read it: what they refuse is not built upon.
-    std::string why;
-    const auto text = read_text(file, true, why);
-    auto record = text ? parse_record(*text, why) : std::nullopt;
-    if (record && !(record->key == key)) why = "it is a record of something else";
-    if (!why.empty()) warn(file.string(), why);
-    return why.empty() ? std::move(record) : std::nullopt;
+    return places_.directory.empty() ? std::nullopt : find_record(places_.directory, key, Writers::own);
 }
 
-fs::path RecordStore::save(const Record& record) {
+std::optional<Record> find_record(const fs::path& directory, const RecordKey& key, Writers writers) {
+    const fs::path file = directory / key.file();
+    return merged_record(read_record_folder(file.parent_path(), file.stem().native(), writers), key);
+}
+
+fs::path RecordStore::begin_writing(const RecordKey& key) const {
     if (places_.directory.empty()) throw EnvironmentError("there is no directory for tuning records: set FLCE_RECORDS_DIR");
-    const fs::path file = places_.directory / record.key.file();
+    fs::path file = places_.directory / key.file();
     if (const int error = make_private_directories(file.parent_path())) {
         throw EnvironmentError(fmt::format("{} cannot be made: {}", file.parent_path().string(), std::strerror(error)));
     }
-    // Two tuners of one layer: neither loses what the other measured.
-    const KeyLock lock(places_.directory, KeyBuilder("tuning record's file").add("digest", record.key.digest()).finish(), kLockWait);
-    const auto before = find(record.key);
-    write_record_file(file, before ? merged(*before, record) : record);
-    const std::lock_guard forget(mutex_);
-    known_.erase(record.key.subject());
+    return file;
+}
+
+void RecordStore::forget(const RecordKey& key) {
+    const std::lock_guard lock(mutex_);
+    known_.erase(key.subject());
+}
+
+// autotune/record_files.hpp says why this loses nothing, whatever other publishers do meanwhile.
+fs::path RecordStore::save(const Record& record) {
+    const fs::path file = begin_writing(record.key);
+    const KeyLock lock(places_.directory, lock_key(record.key), kLockWait);
+    const RecordFolder there = read_record_folder(file.parent_path(), file.stem().native(), Writers::own);
+    const auto before = merged_record(there, record.key);
+    const std::string text = file_text(file, before ? merged(*before, record) : record);
+    const bool alone = lock.excludes_all() && is_local_folder(file.parent_path()) && there.complete;
+    const fs::path written = alone ? file : file_by_contents(file, text);
+    write_text(written, text);
+    for (const RecordFile& merged_one : there.files) {
+        if (merged_one.record.key == record.key && merged_one.path != written && merged_one.path != file) ::unlink(merged_one.path.c_str());
+    }
+    forget(record.key);
+    return written;
+}
+
+fs::path RecordStore::replace(const Record& record) {
+    const fs::path file = begin_writing(record.key);
+    const KeyLock lock(places_.directory, lock_key(record.key), kLockWait);
+    const RecordFolder there = read_record_folder(file.parent_path(), file.stem().native(), Writers::own);
+    write_record_file(file, record);
+    for (const RecordFile& old : there.files) {
+        if (old.record.key == record.key && old.path != file) ::unlink(old.path.c_str());
+    }
+    forget(record.key);
     return file;
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "autotune/record.hpp"
+#include "autotune/record_files.hpp"
 
 namespace flce {
 
@@ -46,8 +47,11 @@ public:
 
     /// The user's record of exactly this key, where there is one that a session would read: nobody else can have written it.
     [[nodiscard]] std::optional<Record> find(const RecordKey& key) const;
-    /// Merges the record into the user's directory; returns the file. Throws EnvironmentError where it cannot be written or there is no directory.
+    /// Merges the record into the user's directory, safely beside other publishers of whatever machine (autotune/record_files.hpp); returns the
+    /// file, which holds what is known by now. Throws EnvironmentError where it cannot be written or there is no directory.
     std::filesystem::path save(const Record& record);
+    /// Puts it in the place of what was there before; what others publish meanwhile stays. As save() otherwise.
+    std::filesystem::path replace(const Record& record);
 
     [[nodiscard]] const RecordPlaces& places() const noexcept { return places_; }
 
@@ -57,14 +61,19 @@ private:
         int place = 0;
     };
     [[nodiscard]] std::vector<Found> read_subject(const std::string& subject);
-    void read_file(const std::filesystem::path& file, const std::string& subject, int place, bool owned, std::vector<Found>& found);
-    void read_directory(const std::filesystem::path& directory, const std::string& subject, int place, bool owned,
-                        std::vector<Found>& found);
+    static void read_file(const std::filesystem::path& file, const std::string& subject, int place, std::vector<Found>& found);
+    static void read_directory(const std::filesystem::path& directory, const std::string& subject, int place, Writers writers,
+                               std::vector<Found>& found);
+    [[nodiscard]] std::filesystem::path begin_writing(const RecordKey& key) const;
+    void forget(const RecordKey& key);
 
     RecordPlaces places_;
     std::mutex mutex_;
     std::map<std::string, std::shared_ptr<const std::vector<Found>>> known_;  ///< by subject
 };
+
+/// What a directory's files know of exactly this key.
+[[nodiscard]] std::optional<Record> find_record(const std::filesystem::path& directory, const RecordKey& key, Writers writers);
 
 /// A file's record. std::nullopt, and the reason in `why`, where it cannot be read or is none; `why` is empty where there is no such file.
 [[nodiscard]] std::optional<Record> read_record_file(const std::filesystem::path& file, std::string& why);

@@ -24,11 +24,6 @@ namespace {
 constexpr std::uint64_t kXfsMagic = 0x58465342;
 constexpr std::uint64_t kZfsMagic = 0x2fc12fc1;
 
-bool is_local_folder(const std::filesystem::path& folder) {
-    const FileDescriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    return opened && is_local_file(opened.get());
-}
-
 // Whoever can write it could take every lock and keep it.
 void warn_of(const std::string& folder_and_fault) { warn_once_in_process("cache: no locks are taken in " + folder_and_fault); }
 
@@ -47,6 +42,11 @@ bool is_local_file(int file) {
         case kZfsMagic: return true;
         default: return false;
     }
+}
+
+bool is_local_folder(const std::filesystem::path& folder) {
+    const FileDescriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    return opened && is_local_file(opened.get());
 }
 
 bool KeyLock::open(const std::filesystem::path& path) {

@@ -23,6 +23,8 @@ public:
     KeyLock& operator=(KeyLock&&) = delete;
 
     [[nodiscard]] bool held() const noexcept { return held_; }
+    /// Whether the file that is held lies in the directory itself: then it keeps everybody out to whom that directory is local.
+    [[nodiscard]] bool excludes_all() const noexcept { return held_ && unlinked_.empty(); }
     /// Whether somebody else had it first: what the caller looked for may be there now.
     [[nodiscard]] bool waited() const noexcept { return waited_; }
 
@@ -44,5 +46,6 @@ private:
 
 /// Whether the file lies on a file system whose locks work: a local one. Unknown ones count as remote.
 [[nodiscard]] bool is_local_file(int file);
+[[nodiscard]] bool is_local_folder(const std::filesystem::path& folder);
 
 }  // namespace flce

@@ -189,7 +189,7 @@ private:
         if (std::ranges::none_of(record.candidates, measured)) record.runs.erase(run);
         std::filesystem::path file = store_.places().directory / record.key.file();
         if (options_.fresh && !record.candidates.empty()) {
-            write_record_file(file, record);
+            file = store_.replace(record);
         } else if (!record.candidates.empty()) {
             file = store_.save(record);
         }

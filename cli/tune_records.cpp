@@ -70,9 +70,8 @@ int merge_records(const TuneOptions& options) {
             continue;
         }
         // A directory that is named may be a team's: what is there counts whoever has written it.
-        std::string why;
-        const auto there = options.out.empty() ? std::nullopt : read_record_file(directory / record.key.file(), why);
-        files.push_back(store.save(there && there->key == record.key ? merged(*there, record) : record).string());
+        const auto there = options.out.empty() ? std::nullopt : find_record(directory, record.key, Writers::all);
+        files.push_back(store.save(there ? merged(*there, record) : record).string());
     }
     if (options.json) {
         print_json({{"records", files}});

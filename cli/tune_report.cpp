@@ -153,6 +153,25 @@ tr.wrong,tr.hung,tr.faulted,tr.failed{color:#a00}section{margin-bottom:3em})";
 
 }  // namespace
 
+namespace {
+
+/// Files that several nodes have published one record as are one, under the first one's name.
+void add_file(std::vector<NamedRecord>& records, const std::filesystem::path& file, Record record) {
+    const std::string stem = record.key.file().stem().string();
+    const auto is_part = [&](const std::filesystem::path& path) { return is_file_of(path, stem); };
+    const auto other = std::ranges::find_if(records, [&](const NamedRecord& known) {
+        const std::filesystem::path path = known.name;
+        return is_part(path) && path.parent_path() == file.parent_path() && known.record.key == record.key;
+    });
+    if (other != records.end() && is_part(file)) {
+        other->record = merged(other->record, record);
+    } else {
+        records.push_back({file.string(), std::move(record)});
+    }
+}
+
+}  // namespace
+
 std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths) {
     namespace fs = std::filesystem;
     std::vector<NamedRecord> records;
@@ -172,7 +191,7 @@ std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& 
         std::ranges::sort(inside);
         for (const fs::path& file : inside) {
             if (auto record = read_record_file(file, why)) {
-                records.push_back({file.string(), std::move(*record)});
+                add_file(records, file, std::move(*record));
             } else if (!why.empty()) {  // one bad file among many is no reason to show none
                 fmt::print(stderr, "flce: warning: {} is left out: {}\n", file.string(), why);
             }

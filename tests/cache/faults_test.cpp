@@ -2,7 +2,6 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
-#include <sys/ptrace.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,6 +17,7 @@
 #include "cache/cleanup.hpp"
 #include "cache/statistics_file.hpp"
 #include "tests/cache/cache_fixture.hpp"
+#include "tests/cache/kill_at.hpp"
 
 namespace flce {
 namespace {
@@ -37,37 +37,12 @@ int publish_one(const fs::path& directory, const char* name) {
     return payload_text(*cache.get_or_create(key_of(name), [&] { return artifact_of(name); })) == name ? 0 : 1;
 }
 
-enum class Traced { ended, killed, not_allowed };
-
-/// Runs publish_one in a child and kills it at the `stop`th stop: before or after a system call.
-Traced publish_and_kill_at(const fs::path& directory, const char* name, int stop) {
-    const pid_t child = ::fork();
-    if (child == 0) {
-        if (::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) ::_exit(99);
-        ::raise(SIGSTOP);
-        ::_exit(publish_one(directory, name));
-    }
-    int status = 0;
-    if (::waitpid(child, &status, 0) != child) return Traced::not_allowed;
-    if (WIFEXITED(status)) return WEXITSTATUS(status) == 99 ? Traced::not_allowed : Traced::ended;
-    for (int stops = 0;; ++stops) {
-        if (stops == stop) {
-            ::kill(child, SIGKILL);
-            ::waitpid(child, &status, 0);
-            return Traced::killed;
-        }
-        if (::ptrace(PTRACE_SYSCALL, child, nullptr, nullptr) != 0 || ::waitpid(child, &status, 0) != child) return Traced::not_allowed;
-        if (WIFEXITED(status)) return Traced::ended;
-        if (WIFSIGNALED(status)) return Traced::killed;
-    }
-}
-
 TEST_F(FaultsTest, KilledAtEverySystemCallOfAPublication_NothingIsHarmed) {
     ASSERT_EQ(publish_one(directory_.path(), "earlier"), 0);
     int stop = 0;
-    for (Traced result = Traced::killed; result == Traced::killed; ++stop) {
-        result = publish_and_kill_at(directory_.path(), "k", stop);
-        if (result == Traced::not_allowed) GTEST_SKIP() << "this machine allows no ptrace";
+    for (test::Traced result = test::Traced::killed; result == test::Traced::killed; ++stop) {
+        result = test::run_and_kill_at(stop, [&] { return publish_one(directory_.path(), "k"); });
+        if (result == test::Traced::not_allowed) GTEST_SKIP() << "this machine allows no ptrace";
         SCOPED_TRACE(fmt::format("killed at stop {}", stop));
         // Whoever comes next has the right kernel after one compile at most, waits for nobody, and what was there is there.
         int created = 0;

@@ -383,6 +383,26 @@ TEST_F(FlceTuneRecords, Merge_OfManyRanksCanBeRead) {
     EXPECT_EQ(all->runs.size(), 1100U);
 }
 
+// What several nodes have published of one key, in files of their own, is one record for whoever looks at it or adds to it.
+TEST_F(FlceTuneRecords, FilesOfSeveralNodes_AreOneRecord) {
+    std::string why;
+    const auto one = read_record_file(records_ / "a.json", why);
+    const auto other = read_record_file(records_ / "b.json", why);
+    ASSERT_TRUE(one && other) << why;
+    const fs::path team = records_.path() / "team";
+    const std::string stem = (team / one->key.file()).replace_extension().string();
+    write_record_file(stem + ".0123456789abcdef0123456789abcdef.json", *one);
+    write_record_file(stem + ".fedcba9876543210fedcba9876543210.json", *other);
+    const auto shown = run({"--show", team, "--json"}).json();
+    ASSERT_EQ(shown.at("records").size(), 1U);
+    EXPECT_EQ(run({"--merge", team, "--out", records_ / "ab.json"}).exit_code, 0);
+    EXPECT_EQ(read_record_file(records_ / "ab.json", why), merged(*one, *other)) << why;
+    // Merged into, also where others own them.
+    fs::permissions(stem + ".0123456789abcdef0123456789abcdef.json", fs::perms::others_write, fs::perm_options::add);
+    EXPECT_EQ(run({"--merge", records_ / "b.json", "--out", team}).exit_code, 0);
+    EXPECT_EQ(read_record_file(stem + ".json", why), merged(*one, *other)) << why;
+}
+
 TEST_F(FlceTuneRecords, Html_OnePageWithNothingFromElsewhere) {
     EXPECT_EQ(run({"--show", records_.path().string(), "--html", records_ / "report.html"}).exit_code, 0);
     const std::string html = read_text(records_ / "report.html");

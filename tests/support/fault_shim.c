@@ -4,8 +4,8 @@
  * sticky; flce_fault_disarm() ends that and says how many calls there were. Calls of other threads and of the C library itself are left alone; those of
  * the C++ library (std::filesystem) are not.
  *
- * flce_fault_before(end, act) has the calling thread do something else before its next mkdir, rename or link of a path that ends so: what another
- * process does at the worst moment. Of a program that is only run, files whose path ends in $FLCE_FAULT_VANISH are gone once lstat has seen them, and all calls
+ * flce_fault_before(end, act) has the calling thread do something else before its next mkdir, rename or link of a path that ends so ("to:" before the
+ * end: rename to such a path; "open:": open of one): what another process does at the worst moment. Of a program that is only run, files whose path ends in $FLCE_FAULT_VANISH are gone once lstat has seen them, and all calls
  * of the function $FLCE_FAULT_STALE are answered with ESTALE. */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -70,8 +70,8 @@ static int ends_with(const char* path, const char* end) {
     return size >= last && strcmp(path + size - last, end) == 0;
 }
 
-static void about_to(const char* path) {
-    if (awaited == NULL || !ends_with(path, awaited)) return;
+static void about_to(const char* how, const char* path) {
+    if (awaited == NULL || strncmp(awaited, how, strlen(how)) != 0 || !ends_with(path, awaited + strlen(how))) return;
     awaited = NULL;
     act();
 }
@@ -104,11 +104,11 @@ SHIM(ssize_t, read, (int file, void* to, size_t size), (file, to, size))
 SHIM(ssize_t, pread, (int file, void* to, size_t size, off_t offset), (file, to, size, offset))
 SHIM(ssize_t, write, (int file, const void* from, size_t size), (file, from, size))
 SHIM(ssize_t, pwrite, (int file, const void* from, size_t size, off_t offset), (file, from, size, offset))
-SHIM_AFTER(about_to(from), int, rename, (const char* from, const char* to), (from, to))
-SHIM_AFTER(about_to(from), int, link, (const char* from, const char* to), (from, to))
+SHIM_AFTER((about_to("", from), about_to("to:", to)), int, rename, (const char* from, const char* to), (from, to))
+SHIM_AFTER(about_to("", from), int, link, (const char* from, const char* to), (from, to))
 SHIM(int, unlink, (const char* path), (path))
 SHIM(int, fsync, (int file), (file))
-SHIM_AFTER(about_to(path), int, mkdir, (const char* path, mode_t mode), (path, mode))
+SHIM_AFTER(about_to("", path), int, mkdir, (const char* path, mode_t mode), (path, mode))
 SHIM(int, mkostemp, (char* pattern, int flags), (pattern, flags))
 SHIM_POINTER(char*, mkdtemp, (char* pattern), (pattern))
 SHIM(int, rmdir, (const char* path), (path))
@@ -128,6 +128,7 @@ __attribute__((visibility("default"))) int open(const char* path, int flags, ...
     va_start(arguments, flags);
     const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(arguments, mode_t) : 0;
     va_end(arguments);
+    about_to("open:", path);
     if (fails("open")) return -1;
     return REAL(open)(path, flags, mode);
 }
