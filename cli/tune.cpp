@@ -57,7 +57,7 @@ public:
           extra_(extra_plans(options)) {
         if (store_.places().directory.empty())
             throw UsageError("there is no directory for records: give --records-dir or set FLCE_RECORDS_DIR");
-        if (!options.limit.empty()) limit_bytes_ = parse_bytes("--workspace-limit", options.limit);
+        limit_bytes_ = limit_bytes_of(options);
         check_coordinates(options, session_.device().kind);
         if (options.commit.size() > kMaxGivenTextBytes)
             throw UsageError(fmt::format("--commit has {} bytes; at most {} are kept", options.commit.size(), kMaxGivenTextBytes));
@@ -65,11 +65,7 @@ public:
 
     int run() {
         const auto specs = specs_of(options_);
-        std::vector<std::int64_t> tokens;
-        for (const std::int64_t n : options_.num_tokens) {
-            if (std::ranges::find(tokens, token_bucket(n)) == tokens.end()) tokens.push_back(token_bucket(n));
-        }
-        if (tokens.empty()) tokens.push_back(kTypicalTokens);
+        const auto tokens = tokens_of(options_);
         bool failed = false;
         for (const Spec& spec : specs) {
             for (const std::int64_t n : tokens) {
@@ -118,19 +114,6 @@ private:
         return std::ranges::any_of(options_.inject, [](const std::string& fault) { return fault.starts_with("refuse-graph@"); });
     }
 
-    /// Scratch that a session would give such a call.
-    [[nodiscard]] std::int64_t scratch_bytes(const Spec& spec, std::int64_t num_tokens) {
-        if (limit_bytes_ == 0) return session_options_.scratch_bytes;
-        return session_.choose_plan(spec, session_.device(), {.workspace_limit_bytes = limit_bytes_, .num_tokens = num_tokens})
-            .plan.scratch_bytes;
-    }
-
-    [[nodiscard]] PlanRequest plan_request(const Spec& spec, std::int64_t num_tokens) {
-        return {.scratch_bytes = scratch_bytes(spec, num_tokens),
-                .limit_bytes = options_.retain == "auto" ? limit_bytes_ : 0,
-                .num_tokens = num_tokens};
-    }
-
     /// What is known of it, and this run's place in it.
     Record begin_record(const RecordKey& key, const TuningRun& run, const std::string& id) {
         Record record{.key = key};
@@ -146,7 +129,7 @@ private:
 
     Tuned tune(const Spec& spec, std::int64_t num_tokens) {
         const Device& device = session_.device();
-        SearchOptions search_options{.request = plan_request(spec, num_tokens),
+        SearchOptions search_options{.request = plan_request(options_, session_, spec, device, num_tokens),
                                      .extra = extra_,
                                      .only = options_.coordinates,
                                      .exhaustive = static_cast<std::size_t>(options_.exhaustive)};

@@ -13,25 +13,41 @@
 
 namespace flce::cli {
 
+namespace {
+
+/// Plans that a search for such a call asks for first, with launchers; then plans that have the other kernels.
+std::vector<Plan> plans_of_search(const TuneOptions& options, const Spec& spec, const Device& device, const PlanRequest& request) {
+    std::vector<Plan> plans = seed_plans(spec, device, request, SearchOptions{}.seeds);
+    const Plan first = plans.front();
+    for (const Coordinate& coordinate : coordinates(spec, device, first, options.coordinates)) {
+        std::ranges::copy(coordinate.plans, std::back_inserter(plans));
+    }
+    std::ranges::copy(covering_plans(spec, device, first, options.coordinates), std::back_inserter(plans));
+    return plans;
+}
+
+std::vector<Json> requests_of(const TuneOptions& options, const Device& device) {
+    const SessionOptions given = options.session.options();
+    Session session({.device = "cpu", .scratch_bytes = given.scratch_bytes});  // what it chooses for need not be here
+    std::vector<Json> requests;
+    for (const Spec& spec : specs_of(options)) {
+        std::set<std::string> asked;
+        for (const std::int64_t num_tokens : tokens_of(options)) {
+            const PlanRequest request = plan_request(options, session, spec, device, num_tokens);
+            for (const Plan& plan : plans_of_search(options, spec, device, request)) {
+                if (asked.insert(plan.text()).second) requests.push_back(compile_request(spec, device, plan, given.cache_dir));
+            }
+        }
+    }
+    return requests;
+}
+
+}  // namespace
+
 int compile_candidates(const TuneOptions& options) {
     const Device device = resolve_device(options.session.device);
     check_coordinates(options, device.kind);
-    const SessionOptions session = options.session.options();
-    std::vector<Json> requests;
-    for (const Spec& spec : specs_of(options)) {
-        const PlanRequest request{.scratch_bytes = session.scratch_bytes};
-        const std::vector<Plan> seeds = seed_plans(spec, device, request, SearchOptions{}.seeds);
-        std::vector<Plan> plans = seeds;
-        // What a search asks for first, with launchers; then what has the other kernels.
-        for (const Coordinate& coordinate : coordinates(spec, device, seeds.front(), options.coordinates)) {
-            std::ranges::copy(coordinate.plans, std::back_inserter(plans));
-        }
-        std::ranges::copy(covering_plans(spec, device, seeds.front(), options.coordinates), std::back_inserter(plans));
-        std::set<std::string> asked;
-        for (const Plan& plan : plans) {
-            if (asked.insert(plan.text()).second) requests.push_back(compile_request(spec, device, plan, session.cache_dir));
-        }
-    }
+    const std::vector<Json> requests = requests_of(options, device);
     Progress progress("compile", static_cast<std::int64_t>(requests.size()));
     std::int64_t done = 0;
     std::int64_t compiled = 0;

@@ -37,6 +37,13 @@ struct TuneOptions {
 
 /// Of --spec and --hf-config, normalized. Throws UsageError where there is none.
 [[nodiscard]] std::vector<Spec> specs_of(const TuneOptions& options);
+/// The buckets of --num-tokens, each once.
+[[nodiscard]] std::vector<std::int64_t> tokens_of(const TuneOptions& options);
+/// --workspace-limit; 0: none.
+[[nodiscard]] std::int64_t limit_bytes_of(const TuneOptions& options);
+/// What plans are compared for: such a call, with the scratch that a session would give it.
+[[nodiscard]] PlanRequest plan_request(const TuneOptions& options, Session& session, const Spec& spec, const Device& device,
+                                       std::int64_t num_tokens);
 /// Throws UsageError for a name that plans for such a device know nothing of.
 void check_coordinates(const TuneOptions& options, DeviceKind kind);
 

@@ -203,7 +203,6 @@ std::string refusals_text(const Search& search) {
 
 bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request) {
     if (request.limit_bytes <= 0 || device.kind != DeviceKind::cuda) return false;
-    if (path_problem(spec, device, PlanPath::cuda_sm90a) || retain_problem(spec, PlanPath::cuda_sm90a)) return false;
     const auto tokens = static_cast<double>(token_bucket(request.num_tokens));
     const auto element = static_cast<double>(element_bytes(spec.dtype));
     const auto hidden_size = static_cast<double>(spec.hidden_size);
@@ -212,7 +211,8 @@ bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& re
     const double workspace = static_cast<double>(request.scratch_bytes) + 4 * tokens * hidden_size;
     if (static_cast<double>(request.limit_bytes) < workspace + exponentials) return false;
     const bool lends = spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major;
-    return !lends || tokens * element > hidden_size * static_cast<double>(element_bytes(spec.grad_weight_dtype));
+    if (lends && tokens * element <= hidden_size * static_cast<double>(element_bytes(spec.grad_weight_dtype))) return false;
+    return !path_problem(spec, device, PlanPath::cuda_sm90a) && !retain_problem(spec, PlanPath::cuda_sm90a);
 }
 
 std::vector<Plan> candidate_plans(const Spec& any_spec, const Device& device, const PlanRequest& request) {

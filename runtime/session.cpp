@@ -159,10 +159,16 @@ struct Session::State {
         return found->second;
     }
 
-    /// Limits in steps and tokens in buckets: what differs a little is one request.
-    [[nodiscard]] Situation situation(std::int64_t scratch_bytes, const KernelOptions& given) const {
-        const std::int64_t limit = limit_of(given);
-        return {scratch_bytes, limit > 0 ? round_down_to_step(limit) : 0, token_bucket(given.num_tokens)};
+    /// Limits in steps and tokens in buckets: what differs a little is one request. Limits with room for everything are one, too.
+    [[nodiscard]] Situation situation(const Spec& spec, const Device& device, std::int64_t scratch_bytes,
+                                      const KernelOptions& given) const {
+        constexpr std::int64_t kRoomForAll = std::int64_t{1} << 60;
+        std::int64_t limit = limit_of(given);
+        if (limit > 0) {
+            const PlanRequest request{.scratch_bytes = scratch_bytes, .limit_bytes = limit, .num_tokens = given.num_tokens};
+            limit = retains_apart(spec, device, request) ? kRoomForAll : round_down_to_step(limit);
+        }
+        return {scratch_bytes, limit, token_bucket(given.num_tokens)};
     }
 
     [[nodiscard]] PlanAnswer choose(const Request& request, const Device& device) {
@@ -205,7 +211,7 @@ struct Session::State {
     [[nodiscard]] std::vector<BuildRequest> requests(const Spec& spec, const Device& device, const KernelOptions& given) {
         const Spec normalized = spec.normalized();
         const auto request = [&](std::int64_t scratch) {
-            return build_request({normalized, given.plan, situation(scratch, given)}, device, {device.kind, 0});
+            return build_request({normalized, given.plan, situation(normalized, device, scratch, given)}, device, {device.kind, 0});
         };
         std::vector<BuildRequest> all{request(scratch_of(spec, given))};
         const std::int64_t wide = wide_scratch_of(spec, given);
@@ -280,10 +286,10 @@ DeviceRef SessionAccess::device_ref(const Session& session) { return session.sta
 std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const KernelOptions& options) {
     State& state = *state_;
     try {
-        auto kernel = state.get(spec, options.plan, state.situation(state.scratch_of(spec, options), options));
+        auto kernel = state.get(spec, options.plan, state.situation(spec, state.local.device, state.scratch_of(spec, options), options));
         const std::int64_t wide = state.wide_scratch_of(spec, options);
         if (wide <= kernel->plan().scratch_bytes || kernel->retained_bytes(State::tokens_of(options)) > 0) return kernel;
-        return state.get(spec, options.plan, state.situation(wide, options));
+        return state.get(spec, options.plan, state.situation(spec, state.local.device, wide, options));
     } catch (const CacheMissError& miss) {
         throw CacheMissError(fmt::format("strict mode compiles nothing, and {}; compile with: {}", miss.what(),
                                          prewarm_command(spec, state.local.device, state.effective(options), state.options.threads)));
@@ -292,7 +298,9 @@ std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const Kernel
 
 PlanChoice Session::choose_plan(const Spec& spec, const Device& device, const KernelOptions& options) {
     State& state = *state_;
-    PlanAnswer answer = state.choose({spec.normalized(), options.plan, state.situation(state.scratch_of(spec, options), options)}, device);
+    const Spec normalized = spec.normalized();
+    const Situation at = state.situation(normalized, device, state.scratch_of(spec, options), options);
+    PlanAnswer answer = state.choose({normalized, options.plan, at}, device);
     return {std::move(answer.plan), std::move(answer.source), std::move(answer.reasons)};
 }
 

@@ -22,6 +22,7 @@
 #include "cli/out_of_memory.hpp"
 #include "cli/progress.hpp"
 #include "cli/reference.hpp"
+#include "cli/tune_options.hpp"
 #include "tests/cli/process.hpp"
 
 namespace flce::cli {
@@ -349,6 +350,34 @@ TEST(BufferSets, Made_ForwardAloneNeedsMoreOfThem) {
     EXPECT_EQ(forward.size(), 3 * kMiB / kInputBytes);
     EXPECT_NE(forward[0].inputs.weight.view.data, forward[11].inputs.weight.view.data);
     EXPECT_EQ(forward[11].inputs.weight.to_host<float>(), forward[0].inputs.weight.to_host<float>());
+}
+
+TEST(TunePlanRequest, IsThatOfACallWithTheLimit) {
+    const Spec spec = parse_spec("D=4096,V=128256,dtype=bf16").normalized();
+    const Device h200 = describe_device("h200");
+    Session session({.device = "cpu", .use_records = false});
+    const auto request = [&](const char* limit, const char* retain) {
+        TuneOptions options;
+        options.limit = limit;
+        options.retain = retain;
+        return plan_request(options, session, spec, h200, 8192);
+    };
+    const PlanRequest none = request("", "auto");
+    EXPECT_EQ(none.limit_bytes, 0);
+    EXPECT_EQ(none.scratch_bytes, kDefaultScratchBytes);
+    const PlanRequest large = request("4G", "auto");
+    EXPECT_EQ(large.limit_bytes, std::int64_t{4} << 30);
+    EXPECT_EQ(large.num_tokens, 8192);
+    EXPECT_TRUE(retains_apart(spec, h200, large));
+    EXPECT_FALSE(retains_apart(spec, h200, request("4G", "none")));
+    EXPECT_EQ(request("160M", "auto").scratch_bytes, 32 << 20) << "what grad_hidden's sum leaves";
+}
+
+TEST(TuneTokens, BucketsOnce) {
+    TuneOptions options;
+    EXPECT_EQ(tokens_of(options), std::vector<std::int64_t>{4096});
+    options.num_tokens = {8192, 60, 64, 8000};
+    EXPECT_EQ(tokens_of(options), (std::vector<std::int64_t>{8192, 64}));
 }
 
 }  // namespace

@@ -151,6 +151,20 @@ TEST_F(SessionRecordsTest, AllExponentialsInTheirOwnMemory_RecordsOfThatAlone) {
     EXPECT_EQ(chosen(2 * kLimit), candidates.at(5));
 }
 
+TEST_F(SessionRecordsTest, LimitWithJustRoomForAllExponentials_IsNotRoundedBelowThem) {
+    const Spec spec = parse_spec("D=4096,V=128256,dtype=bf16").normalized();
+    constexpr std::int64_t kNeeded = 2LL * 8192 * 128256 + 4LL * 8192 * 4096 + kDefaultScratchBytes;
+    constexpr std::int64_t kSlack = 32 << 20;  // ends of blocks, and what is kept of each row
+    Session session = this->session({.use_records = false});
+    const auto rows = [&](std::int64_t limit) {
+        return session.choose_plan(spec, describe_device("h200"), {.workspace_limit_bytes = limit, .num_tokens = 8192})
+            .plan.cuda.grad_weight.block_m;
+    };
+    EXPECT_EQ(rows(kNeeded - kSlack), 128);
+    EXPECT_EQ(rows(kNeeded + kSlack), 192);
+    EXPECT_EQ(rows(std::int64_t{1} << 40), 192);
+}
+
 TEST_F(SessionRecordsTest, Prewarm_CompilesWhatTheSessionAsksFor) {
     record(64, plan(1).text());
     record(4096, plan(2).text());
