@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 
 #include "flce/error.hpp"
 #include "flce/plan.hpp"
@@ -46,7 +47,8 @@ std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t l
             if (step > limit_bytes) return;
             const std::int64_t last = (limit_bytes - step) / (4 * spec.hidden_size);
             tokens.push_back(last);
-            tokens.push_back(last + 1);
+            if (last < std::numeric_limits<std::int64_t>::max() / (4 * spec.hidden_size))
+                tokens.push_back(last + 1);  // so many there can be
         };
         const std::int64_t most = std::max(scratch_bytes, kMostUsefulScratch);
         for (std::int64_t step = round_down_to_step(std::min(most, limit_bytes)); step > 1; step = round_down_to_step(step - 1)) add(step);

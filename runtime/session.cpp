@@ -49,7 +49,8 @@ struct RequestHash {
     std::size_t operator()(const R& request) const noexcept {
         const Situation& at = request.at;
         std::size_t hash =
-            SpecHash{}(request.spec) + static_cast<std::size_t>(at.scratch_bytes + 31 * at.limit_bytes) * 0x9E3779B97F4A7C15ULL;
+            SpecHash{}(request.spec) +
+            (static_cast<std::size_t>(at.scratch_bytes) + 31 * static_cast<std::size_t>(at.limit_bytes)) * 0x9E3779B97F4A7C15ULL;
         hash += static_cast<std::size_t>(at.num_tokens) * 0xC2B2AE3D27D4EB4FULL;
         if (!request.plan.empty()) hash ^= std::hash<std::string_view>{}(request.plan);
         return hash;

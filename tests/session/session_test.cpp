@@ -294,6 +294,19 @@ TEST_F(SessionTest, Missing_NamesPlansUntilTheyAreCompiled) {
     EXPECT_EQ(session.missing(spec, device, wide).size(), 1u);
 }
 
+TEST_F(SessionTest, HugeLimits_AreLimitsLikeOthers) {
+    Session session = this->session();
+    const Spec spec = parse_spec("D=128,V=1000,dtype=bf16");
+    for (const std::int64_t limit : {std::int64_t{1} << 40, std::int64_t{1} << 61, INT64_MAX}) {
+        const KernelOptions options{.workspace_limit_bytes = limit, .num_tokens = 4096};
+        EXPECT_EQ(session.get_kernel(small_spec(), options),
+                  session.get_kernel(small_spec(), {.workspace_limit_bytes = limit, .num_tokens = 4000}));
+        EXPECT_EQ(session.choose_plan(spec, describe_device("sm_90a"), options).plan.strategy, Strategy::retain);
+        EXPECT_FALSE(
+            SessionAccess::plans_for_any_tokens(session, spec, describe_device("sm_90a"), {.workspace_limit_bytes = limit}).empty());
+    }
+}
+
 TEST_F(SessionTest, Strict_MissIsAnErrorThatNamesTheCommand) {
     machine_.gpus = {describe_device("NVIDIA H100")};
     machine_.gpus[0].name = "NVIDIA H100 80GB HBM3";
