@@ -167,7 +167,7 @@ struct Session::State {
         std::int64_t limit = limit_of(given);
         if (limit > 0) {
             const PlanRequest request{.scratch_bytes = scratch_bytes, .limit_bytes = limit, .num_tokens = given.num_tokens};
-            limit = retains_apart(spec, device, request) ? kRoomForAll : round_down_to_step(limit);
+            limit = retains_apart(spec.normalized(), device, request) ? kRoomForAll : round_down_to_step(limit);
         }
         return {scratch_bytes, limit, token_bucket(given.num_tokens)};
     }

@@ -165,6 +165,25 @@ TEST_F(SessionRecordsTest, LimitWithJustRoomForAllExponentials_IsNotRoundedBelow
     EXPECT_EQ(rows(std::int64_t{1} << 40), 192);
 }
 
+TEST_F(SessionRecordsTest, LimitOfASpecWithImpliedFields_SamePlanInSessionAndPrewarming) {
+    machine_.gpus = {describe_device("NVIDIA H200")};
+    const Spec spec =
+        parse_spec("D=128,V=1001,dtype=bf16,layout=hidden_major");  // rows that the copy engine cannot read: nothing is retained
+    Spec implied = spec;
+    implied.padded_vocab_size = 0;
+    const auto candidates = candidate_plans(spec.normalized(), machine_.gpus[0]);
+    ASSERT_EQ(candidates.front().path, PlanPath::cuda_sm80);
+    for (const auto& [limit, which] : {std::pair{std::int64_t{1} << 30, 1}, {std::int64_t{1} << 40, 2}}) {
+        Record record{.key = record_key(spec.normalized(), machine_.gpus[0], 4096, {.limit_bytes = limit})};
+        record.candidates[candidates.at(static_cast<std::size_t>(which)).text()].times_ms["run"] = {3.5};
+        (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(record);
+    }
+    const KernelOptions options{.scratch_bytes = kDefaultScratchBytes, .workspace_limit_bytes = std::int64_t{1} << 30, .num_tokens = 4096};
+    Session session = this->session();
+    EXPECT_EQ(session.get_kernel(implied, options)->plan(), candidates.at(1));
+    EXPECT_EQ(SessionAccess::plans(session, implied, machine_.gpus[0], options).front(), candidates.at(1));
+}
+
 TEST_F(SessionRecordsTest, Prewarm_CompilesWhatTheSessionAsksFor) {
     record(64, plan(1).text());
     record(4096, plan(2).text());
