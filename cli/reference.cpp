@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <type_traits>
 
@@ -15,7 +14,9 @@
 namespace flce::cli {
 namespace {
 
-constexpr std::int64_t kWeightBlock = 32;  // vocabulary rows converted to fp64 at a time
+constexpr std::int64_t kWeightBlock = 32;                   // vocabulary rows converted to fp64 at a time
+constexpr std::size_t kMostLogits = 1 << 22;                // of tokens that are computed together
+constexpr std::size_t kLeastLogits = std::size_t{1} << 14;  // that are worth a thread
 
 /// Eight partial sums let the compiler use vectors without reordering anything behind our back.
 template <class Real>
@@ -87,17 +88,6 @@ float stored_value(float value, DType dtype) {
     return rounded_mantissa(value, dtype);
 }
 
-namespace {
-
-/// A bound holds where the inputs allow it: not where the error to expect of them is larger. No bound lets everything pass, if 2 · yardstick does not.
-Verdict without_cap(Verdict verdict, double expected, double cap) {
-    verdict.bound = std::max(verdict.bound, std::min(expected, 0.5));
-    if (expected > cap) verdict.bound = std::max(verdict.bound, 2 * verdict.yardstick);
-    return verdict;
-}
-
-}  // namespace
-
 ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
     return {.spec = spec,
             .num_tokens = layer.num_tokens,
@@ -110,67 +100,6 @@ ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
             .grad_lse = layer.grad_lse,
             .grad_logprob = layer.grad_logprob,
             .grad_entropy = layer.grad_entropy};
-}
-
-Judge::Judge(DType dtype, double product_norm)
-    // A rounding's root mean square is 0.4 units; partial sums are √½ of the whole on average.
-    : dtype_(dtype), logit_error_(0.4 * unit_roundoff(DType::fp32) * std::sqrt(0.5) * product_norm) {}
-
-Verdict Judge::output(const NormPair& norms, const LogitGradientSizes* sizes) const {
-    const double size = std::sqrt(norms.kernel.reference2 / static_cast<double>(std::max<std::size_t>(norms.count, 1)));
-    const double cap = output_error_cap(dtype_);
-    const Verdict verdict = judged(norms, 8 * unit_roundoff(DType::fp32) + (size > 0 ? 2 * logit_error_ / size : 0), cap);
-    return sizes == nullptr || size == 0 ? verdict : without_cap(verdict, probability_error(*sizes) / size, cap);
-}
-
-Verdict Judge::gradient(const NormPair& norms, const LogitGradientSizes* sizes) const {
-    // The logits' gradient and the result are rounded; a logit's error reaches a probability through the logit and through lse.
-    const double rounding = 0.4 * unit_roundoff(dtype_);
-    const double logits = 2 * std::sqrt(2.0) * logit_error_;
-    const double cap = gradient_error_cap(dtype_);
-    const Verdict verdict = judged(norms, std::sqrt(2 * rounding * rounding + 2 * logits * logits) + 8 * unit_roundoff(DType::fp32), cap);
-    if (sizes == nullptr || sizes->gradients == 0) return verdict;
-    return without_cap(verdict, probability_error(*sizes) * sizes->probabilities / sizes->gradients, cap);
-}
-
-Verdict Judge::grad_weight(const NormPair& norms, const LogitGradientSizes& sizes) const {
-    constexpr std::int64_t kLongestSum = 384;  // of terms added one after the other, in any plan
-    const Verdict verdict = gradient(norms, &sizes);
-    if (sizes.grad_weight_terms == 0 || norms.kernel.reference2 == 0 || sizes.gradients == 0) return verdict;
-    // Where terms cancel, as those of a calibrated model do, what tokens' errors have in common does not.
-    const double cancelled = std::sqrt(static_cast<double>(sizes.num_terms) / norms.kernel.reference2) * sizes.grad_weight_terms;
-    const double common = probability_error(sizes) * sizes.probabilities / sizes.gradients * std::max(1.0, cancelled);
-    // 1 for terms all alike, 1/N for independent ones. Alike terms are rounded alike while the sum stays in a binade: u/√3 of it in root mean square,
-    // half the terms at three quarters of the sum.
-    const double alike =
-        norms.kernel.reference2 / (sizes.grad_weight_terms * sizes.grad_weight_terms * static_cast<double>(sizes.num_terms));
-    const auto length = static_cast<double>(std::min(sizes.num_terms, kLongestSum));
-    return without_cap(verdict, std::max(common, 0.2 * unit_roundoff(DType::fp32) * length * alike), gradient_error_cap(dtype_));
-}
-
-Verdict Judge::grad_hidden(const NormPair& norms, const LogitGradientSizes& sizes) const {
-    const Verdict verdict = gradient(norms, &sizes);
-    if (norms.kernel.reference2 == 0) return verdict;
-    // An error of lse is common to a row of logits: it adds up over the vocabulary.
-    return without_cap(verdict, probability_error(sizes) * sizes.hidden_terms / std::sqrt(norms.kernel.reference2),
-                       gradient_error_cap(dtype_));
-}
-
-double Judge::probability_error(const LogitGradientSizes& sizes) const {
-    // Tokens may be alike, and then their errors are: none averages out.
-    return 4 * logit_error_ + unit_roundoff(DType::fp32) * (sizes.largest_lse + 3);
-}
-
-Verdict Judge::judged(const NormPair& norms, double floor, double cap) {
-    const double yardstick = norms.yardstick.relative();
-    return {norms.kernel.relative(), yardstick, error_bound(yardstick, std::min(floor, cap), cap)};
-}
-
-double ErrorNorm::relative() const {
-    if (std::isnan(difference2)) return difference2;
-    if (difference2 == 0) return 0;
-    if (reference2 == 0) return std::numeric_limits<double>::infinity();
-    return std::sqrt(difference2 / reference2);
 }
 
 template <class Real>
@@ -208,11 +137,8 @@ BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vecto
     hidden_terms_.resize(tokens_.size());
     lse_.resize(n);
     entropy_.resize(n);
-    const auto count = static_cast<std::int64_t>(tokens_.size());
-    const std::int64_t block = std::clamp<std::int64_t>((count + hardware_threads() - 1) / hardware_threads(), 1, 16);
-    parallel_blocks(count, block, [&](std::int64_t begin, std::int64_t end) {
-        compute_tokens(static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
-    });
+    const std::size_t block = std::max<std::size_t>(kMostLogits / static_cast<std::size_t>(spec.vocab_size), 1);
+    for (std::size_t begin = 0; begin < tokens_.size(); begin += block) compute_tokens(begin, std::min(tokens_.size(), begin + block));
 }
 
 template <class Real>
@@ -319,45 +245,69 @@ double BasicReference<Real>::slope(std::int64_t token) const {
 }
 
 template <class Real>
-void BasicReference<Real>::load_weight_rows(std::int64_t begin, std::int64_t end, Real* out) const {
+void BasicReference<Real>::load_weight(Range rows, Range columns, Real* out) const {
     const Spec& spec = problem_.spec;
-    const auto d = static_cast<std::size_t>(spec.hidden_size);
     const std::size_t element = element_bytes(spec.dtype);
-    const auto rows = static_cast<std::size_t>(end - begin);
-    if (spec.layout == WeightLayout::vocab_major) {
-        to_real(problem_.weight + static_cast<std::size_t>(begin) * d * element, spec.dtype, out, rows * d);
+    const bool by_rows = spec.layout == WeightLayout::vocab_major;
+    const std::int64_t stride = by_rows ? spec.hidden_size : spec.padded_vocab_size;
+    const auto at = [&](std::int64_t row, std::int64_t column) {
+        return problem_.weight + static_cast<std::size_t>(by_rows ? row * stride + column : column * stride + row) * element;
+    };
+    const auto width = static_cast<std::size_t>(columns.end - columns.begin);
+    if (by_rows) {
+        for (std::int64_t row = rows.begin; row < rows.end; ++row, out += width) to_real(at(row, columns.begin), spec.dtype, out, width);
         return;
     }
     Real column[kWeightBlock];
-    const auto stride = static_cast<std::size_t>(spec.padded_vocab_size);
-    for (std::size_t k = 0; k < d; ++k) {
-        to_real(problem_.weight + (k * stride + static_cast<std::size_t>(begin)) * element, spec.dtype, column, rows);
-        for (std::size_t r = 0; r < rows; ++r) out[r * d + k] = column[r];
+    const auto height = static_cast<std::size_t>(rows.end - rows.begin);
+    for (std::size_t k = 0; k < width; ++k) {
+        to_real(at(rows.begin, columns.begin + static_cast<std::int64_t>(k)), spec.dtype, column, height);
+        for (std::size_t r = 0; r < height; ++r) out[r * width + k] = column[r];
     }
 }
 
+/// Every core works on the same few tokens: that is all there is of a large layer, and each block of the weight is converted once for all of them.
 template <class Real>
 void BasicReference<Real>::compute_tokens(std::size_t begin, std::size_t end) {
+    const auto v = static_cast<std::size_t>(problem_.spec.vocab_size);
+    std::vector<Logit> logits((end - begin) * v);
+    std::vector<double> lengths(v);  // of the weight's rows
+    compute_logits(begin, end, logits, lengths);
+    std::vector<Real> gradients(logits.size());
+    const auto at_once = static_cast<std::int64_t>(kLeastLogits / v + 1);
+    parallel_blocks(static_cast<std::int64_t>(end - begin), at_once, [&](std::int64_t first, std::int64_t last) {
+        for (auto r = static_cast<std::size_t>(first); r < static_cast<std::size_t>(last); ++r) {
+            if (ignored(tokens_[begin + r])) continue;
+            const std::span<const Logit> row{logits.data() + r * v, v};
+            reduce_token(begin + r, row);
+            compute_gradients(begin + r, row, lengths, {gradients.data() + r * v, v});
+        }
+    });
+    add_grad_hidden(begin, end, gradients);
+}
+
+template <class Real>
+void BasicReference<Real>::compute_logits(std::size_t begin, std::size_t end, std::span<Logit> logits, std::span<double> lengths) const {
     const std::int64_t v = problem_.spec.vocab_size;
     const std::int64_t d = problem_.spec.hidden_size;
-    const auto row_length = static_cast<std::size_t>(v);
-    std::vector<Real> weight(static_cast<std::size_t>(kWeightBlock * d));
-    std::vector<Logit> logits((end - begin) * row_length);
-    for (std::int64_t j0 = 0; j0 < v; j0 += kWeightBlock) {
-        stop_if_interrupted();
-        const std::int64_t j1 = std::min(v, j0 + kWeightBlock);
-        load_weight_rows(j0, j1, weight.data());
-        for (std::size_t r = begin; r < end; ++r) {
-            const Real* hidden = hidden_.data() + tokens_[r] * d;
+    constexpr std::int64_t kShares = 8;  // of a thread: some are slower than others
+    const std::int64_t share = (v / (kShares * hardware_threads()) / kWeightBlock + 1) * kWeightBlock;
+    parallel_blocks(v, share, [&](std::int64_t first, std::int64_t last) {
+        std::vector<Real> weight(static_cast<std::size_t>(kWeightBlock * d));
+        for (std::int64_t j0 = first; j0 < last; j0 += kWeightBlock) {
+            stop_if_interrupted();
+            const std::int64_t j1 = std::min(last, j0 + kWeightBlock);
+            load_weight({j0, j1}, {0, d}, weight.data());
             for (std::int64_t j = j0; j < j1; ++j) {
-                logits[(r - begin) * row_length + static_cast<std::size_t>(j)] = logit(hidden, weight.data() + (j - j0) * d, j);
+                const Real* row = weight.data() + (j - j0) * d;
+                lengths[static_cast<std::size_t>(j)] = std::sqrt(static_cast<double>(dot<Real>(row, row, d)));
+                for (std::size_t r = begin; r < end; ++r) {
+                    logits[(r - begin) * static_cast<std::size_t>(v) + static_cast<std::size_t>(j)] =
+                        logit(hidden_.data() + tokens_[r] * d, row, j);
+                }
             }
         }
-    }
-    for (std::size_t r = begin; r < end; ++r) {
-        if (!ignored(tokens_[r])) reduce_token(r, {logits.data() + (r - begin) * row_length, row_length});
-    }
-    add_grad_hidden(begin, end, logits);
+    });
 }
 
 template <class Real>
@@ -386,40 +336,46 @@ void BasicReference<Real>::reduce_token(std::size_t index, std::span<const Logit
 }
 
 template <class Real>
-void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, const std::vector<Logit>& logits) {
+void BasicReference<Real>::compute_gradients(std::size_t index, std::span<const Logit> logits, std::span<const double> lengths,
+                                             std::span<Real> gradients) {
+    const std::int64_t token = tokens_[index];
+    const double multiplier = slope(token);
+    for (std::size_t j = 0; j < logits.size(); ++j) {
+        const Logit& z = logits[j];
+        gradients[j] = grad_logit(token, static_cast<std::int64_t>(j), z);
+        const double part = multiplier * static_cast<double>(std::exp(z.value - lse_[static_cast<std::size_t>(token)]) * z.derivative);
+        probabilities2_[index] += part * part;
+        hidden_terms_[index] += part * lengths[j];
+        gradients2_[index] += static_cast<double>(gradients[j]) * static_cast<double>(gradients[j]);
+    }
+}
+
+template <class Real>
+void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, std::span<const Real> gradients) {
     const std::int64_t v = problem_.spec.vocab_size;
     const std::int64_t d = problem_.spec.hidden_size;
-    std::vector<Real> weight(static_cast<std::size_t>(kWeightBlock * d));
-    std::vector<Real> slice(static_cast<std::size_t>(d));
-    std::vector<double> lengths(static_cast<std::size_t>(kWeightBlock));
-    for (std::int64_t j0 = 0; j0 < v; j0 += kWeightBlock) {
-        stop_if_interrupted();
-        const std::int64_t j1 = std::min(v, j0 + kWeightBlock);
-        load_weight_rows(j0, j1, weight.data());
-        for (std::int64_t j = 0; j < j1 - j0; ++j) {
-            const Real* row = weight.data() + j * d;
-            lengths[static_cast<std::size_t>(j)] = std::sqrt(static_cast<double>(dot<Real>(row, row, d)));
-        }
-        for (std::size_t r = begin; r < end; ++r) {
-            const std::int64_t token = tokens_[r];
-            if (ignored(token)) continue;
-            std::fill(slice.begin(), slice.end(), Real(0));
-            const double multiplier = slope(token);
-            for (std::int64_t j = j0; j < j1; ++j) {
-                const Logit& z = logits[(r - begin) * static_cast<std::size_t>(v) + static_cast<std::size_t>(j)];
-                const Real gradient = grad_logit(token, j, z);
-                const double part =
-                    multiplier * static_cast<double>(std::exp(z.value - lse_[static_cast<std::size_t>(token)]) * z.derivative);
-                probabilities2_[r] += part * part;
-                hidden_terms_[r] += part * lengths[static_cast<std::size_t>(j - j0)];
-                gradients2_[r] += static_cast<double>(gradient) * static_cast<double>(gradient);
-                add_scaled<Real>(slice.data(), gradient, weight.data() + (j - j0) * d, d);
+    constexpr std::int64_t kFewestColumns = 16;
+    // Columns know nothing of each other: how many are taken together changes no sum.
+    const std::int64_t together = std::max(kFewestColumns, (d + hardware_threads() - 1) / hardware_threads());
+    parallel_blocks(d, together, [&](std::int64_t first, std::int64_t last) {
+        const std::int64_t width = last - first;
+        std::vector<Real> weight(static_cast<std::size_t>(kWeightBlock * width));
+        std::vector<Real> slice(static_cast<std::size_t>(width));
+        for (std::int64_t j0 = 0; j0 < v; j0 += kWeightBlock) {
+            stop_if_interrupted();
+            const std::int64_t j1 = std::min(v, j0 + kWeightBlock);
+            load_weight({j0, j1}, {first, last}, weight.data());
+            for (std::size_t r = begin; r < end; ++r) {
+                if (ignored(tokens_[r])) continue;
+                const Real* of_token = gradients.data() + (r - begin) * static_cast<std::size_t>(v);
+                std::fill(slice.begin(), slice.end(), Real(0));
+                for (std::int64_t j = j0; j < j1; ++j) add_scaled<Real>(slice.data(), of_token[j], weight.data() + (j - j0) * width, width);
+                add_scaled<Real>(grad_hidden_.data() + static_cast<std::int64_t>(r) * d + first, Real(1), slice.data(), width);
             }
-            add_scaled<Real>(grad_hidden_.data() + static_cast<std::int64_t>(r) * d, Real(1), slice.data(), d);
         }
-    }
-    const auto first = grad_hidden_.begin() + static_cast<std::ptrdiff_t>(begin) * d;
-    std::transform(first, first + static_cast<std::ptrdiff_t>(end - begin) * d, first,
+    });
+    const auto rows = grad_hidden_.begin() + static_cast<std::ptrdiff_t>(begin) * d;
+    std::transform(rows, rows + static_cast<std::ptrdiff_t>(end - begin) * d, rows,
                    [&](Real value) { return stored(value, problem_.spec.dtype); });
 }
 
@@ -427,7 +383,7 @@ template <class Real>
 Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out) const {
     const std::int64_t d = problem_.spec.hidden_size;
     std::vector<Real> weight(static_cast<std::size_t>(d));
-    load_weight_rows(row, row + 1, weight.data());
+    load_weight({row, row + 1}, {0, d}, weight.data());
     std::fill(out.begin(), out.end(), Real(0));
     Real bias = 0;
     std::vector<Real> slice(static_cast<std::size_t>(d));

@@ -90,10 +90,18 @@ private:
     [[nodiscard]] Real grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const;
     /// The sizes of what multiplies a token's probabilities in it, added up; entropy's part, which cancels in its own way, is left out.
     [[nodiscard]] double slope(std::int64_t token) const;
-    void load_weight_rows(std::int64_t begin, std::int64_t end, Real* out) const;
+    struct Range {
+        std::int64_t begin;
+        std::int64_t end;
+    };
+    /// At most kWeightBlock rows of the vocabulary, of each these columns, one after the other.
+    void load_weight(Range rows, Range columns, Real* out) const;
     void compute_tokens(std::size_t begin, std::size_t end);
+    void compute_logits(std::size_t begin, std::size_t end, std::span<Logit> logits, std::span<double> lengths) const;
     void reduce_token(std::size_t index, std::span<const Logit> logits);
-    void add_grad_hidden(std::size_t begin, std::size_t end, const std::vector<Logit>& logits);
+    /// Of one token: gradients of its logits, and their sizes.
+    void compute_gradients(std::size_t index, std::span<const Logit> logits, std::span<const double> lengths, std::span<Real> gradients);
+    void add_grad_hidden(std::size_t begin, std::size_t end, std::span<const Real> gradients);
 
     ReferenceProblem problem_;
     std::vector<std::int64_t> tokens_;

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "cli/number_formats.hpp"
+#include "cli/parallel.hpp"
 #include "runtime/session.hpp"
 
 namespace flce::cli {
@@ -172,12 +173,19 @@ void TuneLayer::compare_rows(const Reference& reference, const Yardstick& yardst
     const Tensor& tensor = sets_.front().outputs.grad_weight;
     const std::size_t element = element_bytes(spec.grad_weight_dtype);
     const auto d = static_cast<std::size_t>(spec.hidden_size);
-    std::vector<double> expected(d);
-    std::vector<float> other(d);
+    std::vector<std::vector<double>> expected(rows_.size(), std::vector<double>(d));
+    std::vector<std::vector<float>> others(rows_.size(), std::vector<float>(d));
+    parallel_blocks(static_cast<std::int64_t>(2 * rows_.size()), 1, [&](std::int64_t task, std::int64_t) {
+        const auto which = static_cast<std::size_t>(task / 2);
+        if (task % 2 == 0) {
+            static_cast<void>(reference.grad_weight_row(rows_[which], expected[which]));
+        } else {
+            static_cast<void>(yardstick.grad_weight_row(rows_[which], others[which]));
+        }
+    });
     std::vector<std::byte> bytes(d * element);
-    for (const std::int64_t row : rows_) {
-        static_cast<void>(reference.grad_weight_row(row, expected));
-        static_cast<void>(yardstick.grad_weight_row(row, other));
+    for (std::size_t which = 0; which < rows_.size(); ++which) {
+        const std::int64_t row = rows_[which];
         if (spec.layout == WeightLayout::vocab_major) {
             tensor.buffer.download(bytes.data(), bytes.size(), static_cast<std::size_t>(row) * bytes.size());
         } else {
@@ -188,7 +196,8 @@ void TuneLayer::compare_rows(const Reference& reference, const Yardstick& yardst
         }
         std::vector<double> values(d);
         to_real(bytes.data(), spec.grad_weight_dtype, values.data(), d);
-        for (std::size_t k = 0; k < d; ++k) norms.add(values[k], stored_value(other[k], spec.grad_weight_dtype), expected[k]);
+        for (std::size_t k = 0; k < d; ++k)
+            norms.add(values[k], stored_value(others[which][k], spec.grad_weight_dtype), expected[which][k]);
     }
 }
 

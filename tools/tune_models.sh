@@ -24,13 +24,15 @@ work=$(mktemp -d)
 
 compile_all() {
     trap 'kill "${pid:-}" 2>/dev/null; exit 0' TERM
-    while read -r name spec; do
-        if [[ -z $name ]]; then continue; fi
-        nice "$flce" tune --compile-only --spec "$spec" --device "$device" >"$work/$name.log" 2>&1 &
-        pid=$!
-        wait "$pid" || true  # what does not compile says so when it is measured
-        touch "$work/$name.compiled"
-    done <<<"$models"
+    for n in $tokens; do
+        while read -r name spec; do
+            if [[ -z $name ]]; then continue; fi
+            nice "$flce" tune --compile-only --spec "$spec" --num-tokens "$n" --device "$device" >"$work/$name-$n.log" 2>&1 &
+            pid=$!
+            wait "$pid" || true  # what does not compile says so when it is measured
+            touch "$work/$name-$n.compiled"
+        done <<<"$models"
+    done
 }
 compile_all &
 compiling=$!
@@ -50,7 +52,7 @@ await_kernels() {
 for n in $tokens; do
     while read -r name spec; do
         if [[ -z $name ]]; then continue; fi
-        await_kernels "$name"
+        await_kernels "$name-$n"
         if too_late; then continue; fi
         rm -rf "$work/records"
         "$flce" tune --spec "$spec" --num-tokens "$n" --device "$device" --budget-s "$budget" --records-dir "$work/records" --commit "$commit" 2>/dev/null |
