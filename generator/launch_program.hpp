@@ -139,6 +139,10 @@ struct LaunchProgram {
     int variable_count = 0;
 };
 
+/// The program as bytes, for cache keys: the same for programs of the same statements, and for no others. Parts that are alike are one, however they
+/// were built.
+[[nodiscard]] std::string program_identity(const LaunchProgram& program);
+
 /// What a kernel of the set needs besides its parameters.
 struct KernelEntry {
     std::string name;  ///< extern "C" symbol in the cubin

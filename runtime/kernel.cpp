@@ -225,7 +225,7 @@ Explanation Kernel::explain() const {
     std::string device = device_.name;
     if (device_.kind == DeviceKind::cuda) device += fmt::format(" ({}, cuda:{})", device_.gpu.arch, device_ref_.index);
     if (device_.kind == DeviceKind::cpu) device += fmt::format(" ({}, {}-bit vectors)", device_.cpu.cpu, device_.cpu.vector_bits);
-    return {spec_.text(), plan_.text(), std::move(device), reasons_};
+    return {spec_.text(), plan_.text(), std::move(device), reasons_ ? reasons_() : std::vector<std::string>()};
 }
 
 }  // namespace flce

@@ -13,8 +13,8 @@ struct BuildRequest {
     Device device;
     Plan plan;  ///< legal for spec and device
     DeviceRef device_ref;
-    int threads = 0;                   ///< CPU backend; 0: every core
-    std::vector<std::string> reasons;  ///< for Explanation
+    int threads = 0;  ///< CPU backend; 0: every core
+    Kernel::Reasons reasons;
 };
 
 /// Compiles (or takes from the cache) and loads. Throws CompileError, DeviceError, EnvironmentError.
@@ -30,6 +30,8 @@ void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache);
 
 /// The machine's devices. cuda_devices() is empty, with the reason in `why`, where there is no driver or no GPU.
 [[nodiscard]] Device native_cpu();
+/// CpuProperties::triple of native_cpu(), without asking the CPU what it can.
+[[nodiscard]] std::string native_triple();
 [[nodiscard]] std::vector<Device> cuda_devices(std::string* why = nullptr);
 
 }  // namespace flce

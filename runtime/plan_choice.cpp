@@ -43,6 +43,10 @@ std::string record_source(const RecordedPlan& recorded, double median_ms) {
                        recorded.origin);
 }
 
+PlanRequest request_of(const PlanQuery& query) {
+    return {.scratch_bytes = query.scratch_bytes, .limit_bytes = query.limit_bytes, .num_tokens = query.num_tokens};
+}
+
 /// What plans were compared for.
 PlanRequest request_of(const RecordKey& key) {
     const bool retains = key.memory.retained != "none";
@@ -78,24 +82,21 @@ PlanAnswer explicit_answer(const PlanQuery& query) {
 
 PlanAnswer plan_for(const PlanQuery& query, RecordStore& records) {
     if (query.scratch_bytes <= 0) throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", query.scratch_bytes));
-    const PlanRequest request{.scratch_bytes = query.scratch_bytes, .limit_bytes = query.limit_bytes, .num_tokens = query.num_tokens};
-    PlanAnswer answer;
-    if (!query.plan.empty()) {
-        answer = explicit_answer(query);
-    } else if (auto recorded = recorded_answer(query, records)) {
-        answer = std::move(*recorded);
-    } else {
-        answer = {.plan = choose_plan(query.spec, query.device, request),
-                  .source = "the cost model's first choice: there is no record of measurements"};
-    }
+    if (!query.plan.empty()) return explicit_answer(query);
+    if (auto recorded = recorded_answer(query, records)) return std::move(*recorded);
+    return {.plan = choose_plan(query.spec, query.device, request_of(query)),
+            .source = "the cost model's first choice: there is no record of measurements"};
+}
+
+std::vector<std::string> answer_reasons(const PlanQuery& query, const PlanAnswer& answer) {
+    std::vector<std::string> reasons = plan_reasons(query.spec, query.device, answer.plan, request_of(query));
+    reasons.insert(reasons.begin(), "plan: " + answer.source);
     const std::int64_t tokens = token_bucket(query.num_tokens);
-    answer.reasons = plan_reasons(query.spec, query.device, answer.plan, request);
-    answer.reasons.insert(answer.reasons.begin(), "plan: " + answer.source);
     const Cost forward = estimate_forward(query.spec, query.device, answer.plan, tokens);
     const Cost backward = estimate_backward(query.spec, query.device, answer.plan, tokens);
-    answer.reasons.push_back(fmt::format("expected at {} tokens: forward {:.3g} ms, backward {:.3g} ms ({:.3g} and {:.3g} Gflop)", tokens,
-                                         1e3 * forward.seconds, 1e3 * backward.seconds, 1e-9 * forward.flops, 1e-9 * backward.flops));
-    return answer;
+    reasons.push_back(fmt::format("expected at {} tokens: forward {:.3g} ms, backward {:.3g} ms ({:.3g} and {:.3g} Gflop)", tokens,
+                                  1e3 * forward.seconds, 1e3 * backward.seconds, 1e-9 * forward.flops, 1e-9 * backward.flops));
+    return reasons;
 }
 
 }  // namespace flce

@@ -22,12 +22,13 @@ struct PlanQuery {
 
 struct PlanAnswer {
     Plan plan;
-    std::string source;                ///< in a few words, for people
-    std::vector<std::string> reasons;  ///< for Explanation
+    std::string source;  ///< in a few words, for people
 };
 
 /// An explicit plan; else the best legal one of the nearest record that has any; else the cost model's. Throws PlanError where the
 /// explicit plan is not legal or there is none.
 [[nodiscard]] PlanAnswer plan_for(const PlanQuery& query, RecordStore& records);
+/// Why it is that plan, for Explanation. It goes through all candidates again: for whoever asks, not for each kernel.
+[[nodiscard]] std::vector<std::string> answer_reasons(const PlanQuery& query, const PlanAnswer& answer);
 
 }  // namespace flce

@@ -65,6 +65,17 @@ struct RequestEqual {
     }
 };
 
+/// Refers to both.
+PlanQuery plan_query(const Request& request, const Device& device, int threads) {
+    return {.spec = request.spec,
+            .device = device,
+            .plan = request.plan,
+            .scratch_bytes = request.at.scratch_bytes,
+            .limit_bytes = request.at.limit_bytes,
+            .num_tokens = request.at.num_tokens,
+            .threads = threads};
+}
+
 using KernelPointer = std::shared_ptr<const Kernel>;
 template <class Value>
 using RequestMap = std::unordered_map<Request, Value, RequestHash, RequestEqual>;
@@ -172,20 +183,13 @@ struct Session::State {
         return {scratch_bytes, limit, token_bucket(given.num_tokens)};
     }
 
-    [[nodiscard]] PlanAnswer choose(const Request& request, const Device& device) {
-        return plan_for({.spec = request.spec,
-                         .device = device,
-                         .plan = request.plan,
-                         .scratch_bytes = request.at.scratch_bytes,
-                         .limit_bytes = request.at.limit_bytes,
-                         .num_tokens = request.at.num_tokens,
-                         .threads = options.threads},
-                        records);
-    }
-
     [[nodiscard]] BuildRequest build_request(const Request& request, const Device& device, DeviceRef ref) {
-        PlanAnswer answer = choose(request, device);
-        return {request.spec, device, std::move(answer.plan), ref, options.threads, std::move(answer.reasons)};
+        const PlanAnswer answer = plan_for(plan_query(request, device, options.threads), records);
+        // With copies: kernels outlive sessions.
+        const auto reasons = [request, device, answer, threads = options.threads] {
+            return answer_reasons(plan_query(request, device, threads), answer);
+        };
+        return {request.spec, device, answer.plan, ref, options.threads, reasons};
     }
 
     /// A kernel that is there already, of a request for another number of tokens or limit which came to the same plan.
@@ -300,9 +304,11 @@ std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const Kernel
 PlanChoice Session::choose_plan(const Spec& spec, const Device& device, const KernelOptions& options) {
     State& state = *state_;
     const Spec normalized = spec.normalized();
-    const Situation at = state.situation(normalized, device, state.scratch_of(spec, options), options);
-    PlanAnswer answer = state.choose({normalized, options.plan, at}, device);
-    return {std::move(answer.plan), std::move(answer.source), std::move(answer.reasons)};
+    const Request request{normalized, options.plan, state.situation(normalized, device, state.scratch_of(spec, options), options)};
+    const PlanQuery query = plan_query(request, device, state.options.threads);
+    PlanAnswer answer = plan_for(query, state.records);
+    std::vector<std::string> reasons = answer_reasons(query, answer);
+    return {std::move(answer.plan), std::move(answer.source), std::move(reasons)};
 }
 
 std::vector<TierStatistics> SessionAccess::tiers(const Session& session) {

@@ -60,6 +60,8 @@ llvm::StringMap<bool> host_features() {
 
 }  // namespace
 
+std::string native_triple() { return llvm::sys::getDefaultTargetTriple(); }
+
 Device native_cpu() {
     std::map<std::string, bool> features;  // sorted, so that the text is canonical
     for (const auto& feature : host_features()) features.emplace(feature.first().str(), feature.second);
@@ -68,7 +70,7 @@ Device native_cpu() {
 
     Device device{.kind = DeviceKind::cpu, .name = llvm::sys::getHostCPUName().str()};
     CpuProperties& cpu = device.cpu;
-    cpu.triple = llvm::sys::getDefaultTargetTriple();
+    cpu.triple = native_triple();
     cpu.cpu = device.name;
     for (const auto& [name, present] : features) {
         if (!cpu.features.empty()) cpu.features += ',';

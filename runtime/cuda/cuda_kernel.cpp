@@ -116,8 +116,9 @@ std::shared_ptr<const Artifact> cuda_cubin(const BuildRequest& request, const Cu
 
 KernelSet compile(const BuildRequest& request, ArtifactCache& cache) {
     KernelSet set{generate_cuda(request.spec, request.device, request.plan), {}, nullptr};
+    auto launchers = std::async(std::launch::async, [&] { return cuda_launchers(request, set.program, cache); });
     set.cubins = cuda_cubins(request, set.program, cache);
-    set.launchers = cuda_launchers(request, set.program, cache);
+    set.launchers = launchers.get();
     return set;
 }
 
@@ -147,7 +148,7 @@ private:
 
 class CudaKernel final : public Kernel {
 public:
-    CudaKernel(const BuildRequest& request, const KernelSet& set, std::shared_ptr<const CudaContext> context)
+    CudaKernel(const BuildRequest& request, KernelSet set, std::shared_ptr<const CudaContext> context)
         : Kernel(request.spec, request.device, request.plan, request.device_ref, request.reasons),
           context_(std::move(context)),
           launchers_(HostCode::load(set.launchers->payload, "flce launchers")),
@@ -155,16 +156,17 @@ public:
           backward_workspace_(set.program.backward_workspace_bytes),
           retained_bytes_(set.program.retained_bytes),
           lendable_bytes_(set.program.lendable_bytes),
-          forward_texts_(statement_texts(set.program.forward, set.program.kernels)),
-          backward_texts_(statement_texts(set.program.backward, set.program.kernels)) {
+          forward_program_(std::move(set.program.forward)),
+          backward_program_(std::move(set.program.backward)),
+          kernels_(std::move(set.program.kernels)) {
         std::map<std::string, CUfunction> functions;
         for (std::size_t i = 0; i < set.cubins.size(); ++i) {
             modules_.push_back(std::make_unique<CudaModule>(context_, set.cubins[i]->payload));
             for (const KernelEntry& kernel : set.program.units[i].kernels) functions[kernel.name] = load(*modules_.back(), kernel);
         }
-        for (const KernelEntry& kernel : set.program.kernels) functions_.push_back(functions.at(kernel.name));
-        lends_ = all_clusters_run_at_once("flce_grad_weight", set.program, functions);
-        joins_ = all_clusters_run_at_once("flce_backward_chunks", set.program, functions);
+        for (const KernelEntry& kernel : kernels_) functions_.push_back(functions.at(kernel.name));
+        lends_ = all_clusters_run_at_once("flce_grad_weight", functions);
+        joins_ = all_clusters_run_at_once("flce_backward_chunks", functions);
         forward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kForwardLauncherSymbol));
         backward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
         launcher_context_.launch_kernel = reinterpret_cast<void*>(context_->functions().cuLaunchKernel);
@@ -189,11 +191,10 @@ private:
     }
 
     /// Tiles that wait for others, of grad_weight where exponentials lie in its memory and of joined chunks, need every cluster of the grid on the device.
-    [[nodiscard]] bool all_clusters_run_at_once(std::string_view name, const CudaProgram& program,
-                                                const std::map<std::string, CUfunction>& functions) const {
+    [[nodiscard]] bool all_clusters_run_at_once(std::string_view name, const std::map<std::string, CUfunction>& functions) const {
         const auto waits = [&](const KernelEntry& kernel) { return kernel.name == name && kernel.overlaps_previous; };
-        const auto kernel = std::ranges::find_if(program.kernels, waits);
-        if (kernel == program.kernels.end()) return false;
+        const auto kernel = std::ranges::find_if(kernels_, waits);
+        if (kernel == kernels_.end()) return false;
         return modules_.front()->clusters(functions.at(kernel->name), kernel->block_threads, kernel->dynamic_smem_bytes, kClusterBlocks) >=
                device().gpu.sm_count / kClusterBlocks;
     }
@@ -218,7 +219,8 @@ private:
 
     [[noreturn]] void fail(bool backward, std::int64_t result) const {
         const auto status = static_cast<CUresult>(result & 0x7fffffff);
-        const std::string& statement = (backward ? backward_texts_ : forward_texts_).at(static_cast<std::size_t>(result >> 32));
+        const auto texts = statement_texts(backward ? backward_program_ : forward_program_, kernels_);
+        const std::string& statement = texts.at(static_cast<std::size_t>(result >> 32));
         const std::size_t text = statement.find_first_not_of(' ');
         const bool map = (static_cast<std::uint64_t>(result) & kMapFailed) != 0;
         const bool memset = statement.compare(text, 6, "memset") == 0;
@@ -241,8 +243,10 @@ private:
     WorkspaceSize lendable_bytes_;
     bool lends_ = false;
     bool joins_ = false;
-    std::vector<std::string> forward_texts_;
-    std::vector<std::string> backward_texts_;
+    // Of which errors speak.
+    LaunchProgram forward_program_;
+    LaunchProgram backward_program_;
+    std::vector<KernelEntry> kernels_;
 };
 
 }  // namespace
@@ -268,7 +272,7 @@ std::vector<std::shared_ptr<const Artifact>> cuda_cubins(const BuildRequest& req
 }
 
 std::shared_ptr<const Artifact> cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
-    const CpuProperties target = launcher_target(native_cpu().cpu);
+    const CpuProperties target = launcher_target(native_triple());
     return cache.get_or_create(launchers_key(program, target, launcher_generator()), [&] {
         Json metadata = describe_request(request, "object");
         metadata["holds"] = "CUDA launchers";

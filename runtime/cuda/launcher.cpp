@@ -358,10 +358,10 @@ int encode_map(const LauncherContext* context, void* map, std::int64_t address, 
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-CpuProperties launcher_target(const CpuProperties& host) {
+CpuProperties launcher_target(const std::string& host_triple) {
     CpuProperties target;
-    target.triple = host.triple;
-    target.cpu = host.triple.starts_with("x86_64") ? "x86-64" : "generic";
+    target.triple = host_triple;
+    target.cpu = host_triple.starts_with("x86_64") ? "x86-64" : "generic";
     return target;
 }
 
@@ -382,8 +382,7 @@ CacheKey launchers_key(const CudaProgram& program, const CpuProperties& target, 
         key.add("kernel",
                 fmt::format("{} {} {} {}", kernel.name, kernel.block_threads, kernel.dynamic_smem_bytes, kernel.overlaps_previous));
     }
-    for (const std::string& line : statement_texts(program.forward, program.kernels)) key.add("forward", line);
-    for (const std::string& line : statement_texts(program.backward, program.kernels)) key.add("backward", line);
+    key.add("forward", program_identity(program.forward)).add("backward", program_identity(program.backward));
     return key.finish();
 }
 

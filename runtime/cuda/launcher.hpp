@@ -45,12 +45,11 @@ int encode_map(const LauncherContext* context, void* map, std::int64_t address, 
 inline constexpr const char* kForwardLauncherSymbol = "flce_launch_forward";
 inline constexpr const char* kBackwardLauncherSymbol = "flce_launch_backward";
 
-/// One line for each statement, at its index, and then one for each part of an expression that has a name in them: for error messages, logs and
-/// the key of the compiled launchers.
+/// One line for each statement, at its index, and then one for each part of an expression that has a name in them: for error messages and logs.
 [[nodiscard]] std::vector<std::string> statement_texts(const LaunchProgram& program, const std::vector<KernelEntry>& kernels);
 
 /// The baseline of the host's architecture: launchers are a few integer instructions, so one object serves every host of a cluster.
-[[nodiscard]] CpuProperties launcher_target(const CpuProperties& host);
+[[nodiscard]] CpuProperties launcher_target(const std::string& host_triple);
 
 /// A digest of the code that lowers launch programs and of what compiled launchers read (LauncherContext, Slot), 16 hexadecimal digits: made when the
 /// library is built.

@@ -34,7 +34,7 @@ BuildRequest request_for(const std::string& spec_text, const Device& device) {
     request.device = device;
     request.plan = choose_plan(request.spec, device);
     request.device_ref = kGpu;
-    request.reasons = {"because"};
+    request.reasons = [] { return std::vector<std::string>{"because"}; };
     return request;
 }
 
@@ -174,7 +174,7 @@ TEST(CudaKernel, Passes_LaunchWhatTheProgramSays) {
     EXPECT_EQ(gpu.last_module, (std::vector<std::byte>{std::byte{0x7f}, std::byte{'E'}, std::byte{'L'}, std::byte{'F'}}));
     EXPECT_TRUE(gpu.context_stack.empty());
     EXPECT_EQ(gpu.forbidden_calls, 0);
-    EXPECT_EQ(kernel->explain().reasons, request.reasons);
+    EXPECT_EQ(kernel->explain().reasons, std::vector<std::string>{"because"});
 }
 
 TEST(CudaKernel, Workspace_IsWhatThePlanMayUse) {

@@ -82,13 +82,11 @@ int record_map(const LauncherContext* context, void* map, std::int64_t address, 
 }
 
 CpuProperties host() {
-    CpuProperties cpu;
 #if defined(__aarch64__)
-    cpu.triple = "aarch64-unknown-linux-gnu";
+    return launcher_target("aarch64-unknown-linux-gnu");
 #else
-    cpu.triple = "x86_64-unknown-linux-gnu";
+    return launcher_target("x86_64-unknown-linux-gnu");
 #endif
-    return launcher_target(cpu);
 }
 
 std::vector<Call> interpreted(const LaunchProgram& program, const CallSlots& slots) {

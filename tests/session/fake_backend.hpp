@@ -16,7 +16,7 @@ namespace flce::test {
 
 class RecordingKernel final : public Kernel {
 public:
-    RecordingKernel(Spec spec, Device device = {}, Plan plan = {}, DeviceRef ref = {}, std::vector<std::string> reasons = {})
+    RecordingKernel(Spec spec, Device device = {}, Plan plan = {}, DeviceRef ref = {}, Reasons reasons = {})
         : Kernel(std::move(spec), std::move(device), std::move(plan), ref, std::move(reasons)) {}
 
     /// Slots of the last call that passed the checks.

@@ -377,7 +377,8 @@ TEST_F(KernelArguments, WorkspaceBytes_PassesAndLimits) {
 }
 
 TEST_F(KernelArguments, Explain_NamesEverything) {
-    const RecordingKernel kernel(parse_spec(kSpec), describe_device("sm_90a"), {}, {DeviceKind::cuda, 3}, {"because"});
+    const RecordingKernel kernel(parse_spec(kSpec), describe_device("sm_90a"), {}, {DeviceKind::cuda, 3},
+                                 [] { return std::vector<std::string>{"because"}; });
     const Explanation why = kernel.explain();
     EXPECT_EQ(why.spec, kernel.spec().text());
     EXPECT_EQ(why.plan, kernel.plan().text());

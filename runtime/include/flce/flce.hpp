@@ -132,8 +132,11 @@ public:
 
     [[nodiscard]] Explanation explain() const;
 
+    /// Explanation's lines, worked out when somebody asks. Thread-safe; needs nothing of the session.
+    using Reasons = std::function<std::vector<std::string>()>;
+
 protected:
-    Kernel(Spec spec, Device device, Plan plan, DeviceRef device_ref, std::vector<std::string> reasons = {})
+    Kernel(Spec spec, Device device, Plan plan, DeviceRef device_ref, Reasons reasons = {})
         : spec_(std::move(spec)),
           device_(std::move(device)),
           plan_(std::move(plan)),
@@ -150,7 +153,7 @@ private:
     Device device_;
     Plan plan_;
     DeviceRef device_ref_;
-    std::vector<std::string> reasons_;
+    Reasons reasons_;
 };
 
 /// What a Session did so far.
