@@ -27,11 +27,7 @@ using Json = nlohmann::ordered_json;
 // For the report of registers and spills in the metadata; it changes no code.
 constexpr const char* kReportOption = "--ptxas-options=-v";
 
-struct KernelSet {
-    CudaProgram program;
-    std::vector<std::shared_ptr<const Artifact>> cubins;  // in the order of the program's units
-    std::shared_ptr<const Artifact> launchers;
-};
+using ArtifactPointer = std::shared_ptr<const Artifact>;
 
 Json describe_request(const BuildRequest& request, const char* kind) {
     return {{"kind", kind},
@@ -93,8 +89,8 @@ Artifact compile_cubin(const BuildRequest& request, const CudaProgram& program, 
 }
 
 /// `nvrtc` is null on a machine without one, and `why_none` says why.
-std::shared_ptr<const Artifact> cuda_cubin(const BuildRequest& request, const CudaProgram& program, const CudaUnit& unit,
-                                           const Nvrtc* nvrtc, const std::string& why_none, ArtifactCache& cache) {
+ArtifactPointer cuda_cubin(const BuildRequest& request, const CudaProgram& program, const CudaUnit& unit, const Nvrtc* nvrtc,
+                           const std::string& why_none, ArtifactCache& cache) {
     std::vector<std::string> options = program.options;
     options.emplace_back(kReportOption);
     const CacheKey recipe = recipe_key({request.device.gpu.arch, unit.source, embedded_templates(), options, unit.kernels});
@@ -114,13 +110,40 @@ std::shared_ptr<const Artifact> cuda_cubin(const BuildRequest& request, const Cu
     return cubin;
 }
 
-KernelSet compile(const BuildRequest& request, ArtifactCache& cache) {
-    KernelSet set{generate_cuda(request.spec, request.device, request.plan), {}, nullptr};
-    auto launchers = std::async(std::launch::async, [&] { return cuda_launchers(request, set.program, cache); });
-    set.cubins = cuda_cubins(request, set.program, cache);
-    set.launchers = launchers.get();
-    return set;
+/// In the order of the program's units. Refers to all three.
+std::vector<std::future<ArtifactPointer>> begin_cubins(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+    std::shared_ptr<const Nvrtc> nvrtc;
+    std::string why_none;
+    try {
+        nvrtc = Nvrtc::load();
+    } catch (const EnvironmentError& error) {
+        why_none = error.what();
+    }
+    std::vector<std::future<ArtifactPointer>> cubins;
+    cubins.reserve(program.units.size());
+    for (const CudaUnit& unit : program.units) {
+        cubins.push_back(std::async(std::launch::async, [&request, &program, &unit, &cache, nvrtc, why_none] {
+            return cuda_cubin(request, program, unit, nvrtc.get(), why_none, cache);
+        }));
+    }
+    return cubins;
 }
+
+/// A kernel set on its way from the cache or the compilers, each artifact on a thread of its own: what is there can be loaded while the rest is
+/// coming. Where one fails, that is thrown when all have ended, since a future's destructor waits.
+struct KernelSet {
+    KernelSet(const BuildRequest& request, ArtifactCache& cache)
+        : program(generate_cuda(request.spec, request.device, request.plan)), cubins(begin_cubins(request, program, cache)) {
+        launchers = std::async(std::launch::async, [&] { return cuda_launchers(request, program, cache); });
+    }
+    KernelSet(const KernelSet&) = delete;
+    KernelSet& operator=(const KernelSet&) = delete;
+    ~KernelSet() = default;
+
+    CudaProgram program;  // before those who read it
+    std::vector<std::future<ArtifactPointer>> cubins;
+    std::future<ArtifactPointer> launchers;
+};
 
 /// An expression over the number of tokens, with its last value kept: evaluating it takes longer than all else that the host does for a small call, and
 /// calls of one size follow each other. Thread-safe.
@@ -148,25 +171,26 @@ private:
 
 class CudaKernel final : public Kernel {
 public:
-    CudaKernel(const BuildRequest& request, KernelSet set, std::shared_ptr<const CudaContext> context)
+    CudaKernel(const BuildRequest& request, KernelSet& set, std::shared_ptr<const CudaContext> context)
         : Kernel(request.spec, request.device, request.plan, request.device_ref, request.reasons),
           context_(std::move(context)),
-          launchers_(HostCode::load(set.launchers->payload, "flce launchers")),
           forward_workspace_(set.program.forward_workspace_bytes),
           backward_workspace_(set.program.backward_workspace_bytes),
           retained_bytes_(set.program.retained_bytes),
           lendable_bytes_(set.program.lendable_bytes),
-          forward_program_(std::move(set.program.forward)),
-          backward_program_(std::move(set.program.backward)),
-          kernels_(std::move(set.program.kernels)) {
+          forward_program_(set.program.forward),
+          backward_program_(set.program.backward),
+          kernels_(set.program.kernels) {
+        auto launchers = std::async(std::launch::async, [&] { return HostCode::load(set.launchers.get()->payload, "flce launchers"); });
         std::map<std::string, CUfunction> functions;
         for (std::size_t i = 0; i < set.cubins.size(); ++i) {
-            modules_.push_back(std::make_unique<CudaModule>(context_, set.cubins[i]->payload));
+            modules_.push_back(std::make_unique<CudaModule>(context_, set.cubins[i].get()->payload));
             for (const KernelEntry& kernel : set.program.units[i].kernels) functions[kernel.name] = load(*modules_.back(), kernel);
         }
         for (const KernelEntry& kernel : kernels_) functions_.push_back(functions.at(kernel.name));
         lends_ = all_clusters_run_at_once("flce_grad_weight", functions);
         joins_ = all_clusters_run_at_once("flce_backward_chunks", functions);
+        launchers_ = launchers.get();
         forward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kForwardLauncherSymbol));
         backward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
         launcher_context_.launch_kernel = reinterpret_cast<void*>(context_->functions().cuLaunchKernel);
@@ -251,27 +275,15 @@ private:
 
 }  // namespace
 
-std::vector<std::shared_ptr<const Artifact>> cuda_cubins(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
-    std::shared_ptr<const Nvrtc> nvrtc;
-    std::string why_none;
-    try {
-        nvrtc = Nvrtc::load();
-    } catch (const EnvironmentError& error) {
-        why_none = error.what();
-    }
-    std::vector<std::future<std::shared_ptr<const Artifact>>> pending;
-    pending.reserve(program.units.size());
-    for (const CudaUnit& unit : program.units) {
-        pending.push_back(std::async(std::launch::async, [&] { return cuda_cubin(request, program, unit, nvrtc.get(), why_none, cache); }));
-    }
-    // The first error is thrown when all have ended: a future's destructor waits.
-    std::vector<std::shared_ptr<const Artifact>> cubins;
+std::vector<ArtifactPointer> cuda_cubins(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+    auto pending = begin_cubins(request, program, cache);
+    std::vector<ArtifactPointer> cubins;
     cubins.reserve(pending.size());
     for (auto& cubin : pending) cubins.push_back(cubin.get());
     return cubins;
 }
 
-std::shared_ptr<const Artifact> cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+ArtifactPointer cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
     const CpuProperties target = launcher_target(native_triple());
     return cache.get_or_create(launchers_key(program, target, launcher_generator()), [&] {
         Json metadata = describe_request(request, "object");
@@ -289,10 +301,15 @@ std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, Arti
 std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, ArtifactCache& cache, const CudaDriver& driver) {
     // The device first: without one there is no point in compiling.
     auto context = driver.context(request.device_ref.index);
-    return std::make_shared<CudaKernel>(request, compile(request, cache), std::move(context));
+    KernelSet set(request, cache);
+    return std::make_shared<CudaKernel>(request, set, std::move(context));
 }
 
-void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache) { compile(request, cache); }
+void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache) {
+    KernelSet set(request, cache);
+    for (auto& cubin : set.cubins) (void)cubin.get();
+    (void)set.launchers.get();
+}
 
 std::int64_t cuda_retained_bytes(const BuildRequest& request, std::int64_t num_tokens) {
     return WorkspaceSize(generate_cuda(request.spec, request.device, request.plan).retained_bytes).of(num_tokens);

@@ -42,6 +42,12 @@ void complete(Device& device) {
 }  // namespace
 
 Device CudaDriver::device(int ordinal) const {
+    const std::scoped_lock lock(mutex_);
+    const auto known = devices_.find(ordinal);
+    return known != devices_.end() ? known->second : devices_.emplace(ordinal, ask_for_device(ordinal)).first->second;
+}
+
+Device CudaDriver::ask_for_device(int ordinal) const {
     const CUdevice handle = handle_of(ordinal);
     const auto attribute = [&](CUdevice_attribute which) {
         int value = 0;

@@ -103,7 +103,7 @@ public:
 
     [[nodiscard]] int device_count() const;
     /// What the machine says of device `ordinal`, completed by describe_device for rates that the driver does not know.
-    /// Throws EnvironmentError for an ordinal that does not exist.
+    /// Throws EnvironmentError for an ordinal that does not exist. Asked once: some of it takes the driver tenths of a millisecond.
     [[nodiscard]] Device device(int ordinal) const;
 
     /// The primary context of a device, shared by everyone who holds it (and with the CUDA runtime of a framework).
@@ -113,12 +113,14 @@ private:
     CudaDriver() = default;
     void bind_functions();
     [[nodiscard]] CUdevice handle_of(int ordinal) const;
+    [[nodiscard]] Device ask_for_device(int ordinal) const;
 
     CudaFunctions functions_;
     GetProcAddress get_proc_address_ = nullptr;
     std::filesystem::path path_;
     mutable std::mutex mutex_;
     mutable std::map<int, std::weak_ptr<const CudaContext>> contexts_;
+    mutable std::map<int, Device> devices_;
 };
 
 /// A retained primary context. Released with its last owner.
