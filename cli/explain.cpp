@@ -62,13 +62,6 @@ std::int64_t exponential_bytes(const Spec& spec, std::int64_t num_tokens, double
                                      static_cast<double>(element_bytes(spec.dtype)));
 }
 
-/// The part of the exponentials that fits in grad_weight's memory; 0 where they may not lie there.
-double lent_part(const Spec& spec, std::int64_t num_tokens) {
-    if (spec.grad_weight_mode != GradMode::write || spec.layout != WeightLayout::vocab_major || num_tokens == 0) return 0;
-    return std::min(1.0, static_cast<double>(spec.hidden_size) * static_cast<double>(element_bytes(spec.grad_weight_dtype)) /
-                             (static_cast<double>(num_tokens) * static_cast<double>(element_bytes(spec.dtype))));
-}
-
 /// The plan for every power of two of scratch from 1 MiB on, as far as more makes it faster; where it keeps exponentials, first nothing, then what
 /// grad_weight's memory holds, then eighths of them.
 std::vector<Point> make_curve(const Spec& spec, const Device& device, std::int64_t num_tokens) {
@@ -85,7 +78,7 @@ std::vector<Point> make_curve(const Spec& spec, const Device& device, std::int64
     }
     if (curve.empty() || curve.back().plan.strategy != Strategy::retain) return curve;
     const Plan plan = curve.back().plan;
-    const double lent = lent_part(spec, num_tokens);
+    const double lent = lendable_part(spec, num_tokens);
     if (lent > 0) curve.push_back(make_point(spec, device, plan, num_tokens, {lent, 0}));
     for (int eighths = 1; eighths < 8; ++eighths) {
         const double part = eighths / 8.0;
@@ -102,7 +95,7 @@ Kept read_kept(const Spec& spec, const Plan& plan, std::int64_t num_tokens, cons
     const std::string choice = flags.choice();
     const bool retains = plan.strategy == Strategy::retain;
     const std::int64_t whole = retains ? exponential_bytes(spec, num_tokens, 1) : 0;
-    const double lent = retains ? lent_part(spec, num_tokens) : 0;
+    const double lent = retains ? lendable_part(spec, num_tokens) : 0;
     const auto own = [&](std::int64_t bytes) {
         return Kept{whole == 0 ? 0.0 : static_cast<double>(bytes) / static_cast<double>(whole), bytes};
     };

@@ -201,6 +201,16 @@ std::string refusals_text(const Search& search) {
 
 }  // namespace
 
+bool may_lend_grad_weight(const Spec& spec) noexcept {
+    return spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major;
+}
+
+double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept {
+    if (!may_lend_grad_weight(spec) || num_tokens <= 0) return 0;
+    const double bytes = static_cast<double>(spec.hidden_size) * static_cast<double>(element_bytes(spec.grad_weight_dtype));
+    return std::min(1.0, bytes / (static_cast<double>(num_tokens) * static_cast<double>(element_bytes(spec.dtype))));
+}
+
 bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request) {
     if (request.limit_bytes <= 0 || device.kind != DeviceKind::cuda) return false;
     const auto tokens = static_cast<double>(token_bucket(request.num_tokens));
@@ -210,8 +220,7 @@ bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& re
     const double exponentials = tokens * (static_cast<double>(spec.vocab_size) * element + kOfRow);
     const double workspace = static_cast<double>(request.scratch_bytes) + 4 * tokens * hidden_size;
     if (static_cast<double>(request.limit_bytes) < workspace + exponentials) return false;
-    const bool lends = spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major;
-    if (lends && tokens * element <= hidden_size * static_cast<double>(element_bytes(spec.grad_weight_dtype))) return false;
+    if (lendable_part(spec, token_bucket(request.num_tokens)) >= 1) return false;
     return !path_problem(spec, device, PlanPath::cuda_sm90a) && !retain_problem(spec, PlanPath::cuda_sm90a);
 }
 

@@ -178,8 +178,7 @@ std::optional<std::string> retain_problem(const Spec& spec, PlanPath path) {
 }
 
 bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) {
-    return spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major &&
-           kRetainedColumns % (kClusterBlocks * grad_weight.block_m) == 0;
+    return may_lend_grad_weight(spec) && kRetainedColumns % (kClusterBlocks * grad_weight.block_m) == 0;
 }
 
 GemmTile few_tokens_tile(const Spec& spec) {

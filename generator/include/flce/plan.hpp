@@ -100,6 +100,11 @@ struct PlanRequest {
     std::int64_t num_tokens = 0;   ///< the limit's; 0: not known
 };
 
+/// Whether exponentials may lie in grad_weight's memory until it is written: it is not added to, and its rows are the vocabulary's.
+[[nodiscard]] bool may_lend_grad_weight(const Spec& spec) noexcept;
+/// The part of those of so many tokens that it holds, 0 (none, or no tokens) to 1.
+[[nodiscard]] double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept;
+
 /// Whether a plan may retain exponentials and the limit has room for all of a call's in memory of their own, where grad_weight's cannot hold (nearly) all of
 /// them. grad_weight's tiles need not be such as memory is lent with then.
 [[nodiscard]] bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request);
