@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <optional>
 
+#include "autotune/kernel_version.hpp"
 #include "cli/command.hpp"
 #include "runtime/cuda/nvrtc.hpp"
 #include "runtime/host/host_code.hpp"
@@ -122,6 +123,7 @@ void report_json(const Info& info) {
                 {"why_no_gpu", info.gpus.empty() ? Json(info.why_no_gpu) : Json(nullptr)},
                 {"nvrtc", nvrtc},
                 {"llvm", llvm_version()},
+                {"kernel_versions", {{"cuda", kernel_version(DeviceKind::cuda)}, {"cpu", kernel_version(DeviceKind::cpu)}}},
                 {"cache",
                  {{"layers", info.disk_cache ? Json{"memory", "disk"} : Json{"memory"}},
                   {"disk_dir", info.disk_cache ? Json(info.cache_dir.string()) : Json(nullptr)},
@@ -154,6 +156,7 @@ void report_text(const Info& info) {
         fmt::print("NVRTC         none: {}\n", info.nvrtc.why);
     }
     fmt::print("LLVM          {}\n", llvm_version());
+    fmt::print("kernels       {} (CUDA), {} (CPU)\n", kernel_version(DeviceKind::cuda), kernel_version(DeviceKind::cpu));
     fmt::print("cache         memory, of each process\n");
     fmt::print("              disk, {}\n", info.disk_cache ? fmt::format("{}: {} files, {}", info.cache_dir.string(), info.disk.files,
                                                                          human_bytes(static_cast<double>(info.disk.bytes)))

@@ -9,7 +9,6 @@ namespace flce {
 
 /// The phases' shape: what follows from the number of rows is read again and again, from shared memory, where registers are few.
 struct ChunkShape {
-    static constexpr unsigned kBytes = 8;
     const BackwardChunksSm90Params& p;
     unsigned rows_at;
     __device__ __forceinline__ int rows() const { return static_cast<int>(ptx::ld_shared_b32(rows_at)); }
@@ -28,8 +27,8 @@ struct ChunkShape {
 /// further ahead of the slowest reader than the ring of slices lets the producer be, which is less than there are slots.
 template <class TileT>
 struct TileNumbers {
-    static constexpr unsigned kSlots = 16;
-    static constexpr unsigned kBytes = kSlots * (8 + 4);
+    enum : unsigned { kSlots = 16 };
+    enum : unsigned { kBytes = kSlots * (8 + 4) };
     static_assert(kSlots >= TileT::kStages + 4,
                   "a tile is a slice at least: those in the ring, the one at hand, and what each consumer looks at");
 
@@ -125,13 +124,13 @@ struct BackwardChunksSm90 {
     using LogitPanels = PanelStore<Element, TileT, TileT::kBlockN / 64, 1>;
     using HiddenPanels = PanelStore<float, TileT, 1, 2>;
     using WeightPanels = GradWeightPanels<Problem, TileT>;
-    static constexpr int kConsumerBytes = LogitPanels::kConsumerBytes;
+    enum : int { kConsumerBytes = LogitPanels::kConsumerBytes };
     static_assert(kConsumerBytes >= HiddenPanels::kConsumerBytes, "all kinds of tiles leave through the same shared memory");
     static_assert(TileT::kTurns && !Problem::hidden_major && !Problem::bias, "the generator has asked for it nowhere else");
-    static constexpr int kBarriersAt = LogitMainloop::kRingBytes + kConsumerBytes * TileT::kConsumers + WeightPanels::kBarrierBytes;
-    static constexpr int kNumbersAt = kBarriersAt + RingSm90<TileT>::kBarrierBytes;
-    static constexpr int kRowsAt = kNumbersAt + TileNumbers<TileT>::kBytes;
-    static constexpr int kHidden = Problem::hidden_size;
+    enum : int { kBarriersAt = LogitMainloop::kRingBytes + kConsumerBytes * TileT::kConsumers + WeightPanels::kBarrierBytes };
+    enum : int { kNumbersAt = kBarriersAt + RingSm90<TileT>::kBarrierBytes };
+    enum : int { kRowsAt = kNumbersAt + TileNumbers<TileT>::kBytes };
+    enum : int { kHidden = Problem::hidden_size };
 
     const BackwardChunksSm90Params& p;
     RingSm90<TileT> ring;

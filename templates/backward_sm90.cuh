@@ -63,9 +63,9 @@ struct DlogitsSm90 {
     using Element = typename Problem::Element;
     using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT>;
     using PanelsT = PanelStore<Element, TileT, TileT::kBlockN / 64, 1>;
-    static constexpr int kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK);
+    enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
 
-    static constexpr int kSumBytes = Problem::bias ? 4 * 4 * TileT::kConsumers * TileT::kBlockN : 0;
+    enum : int { kSumBytes = Problem::bias ? 4 * 4 * TileT::kConsumers * TileT::kBlockN : 0 };
 
     const DlogitsSm90Params& p;
     MainloopT mainloop;
@@ -194,7 +194,7 @@ struct GradHiddenSm90 {
     using OperandsT = Operands<Element, Major::k, Access::chunks, Problem::hidden_major ? Major::k : Major::mn, Access::chunks>;
     using MainloopT = MainloopSm90<OperandsT, TileT>;
     using PanelsT = PanelStore<float, TileT, 1, 2>;
-    static constexpr int kHidden = Problem::hidden_size;
+    enum : int { kHidden = Problem::hidden_size };
 
     const GradHiddenSm90Params& p;
     MainloopT mainloop;
@@ -296,9 +296,9 @@ using GradWeightPanels = Select<kUpdatesGradWeight<Problem>, PanelUpdate<typenam
 template <class Problem, class TileT>
 struct GradWeightTile {
     using PanelsT = GradWeightPanels<Problem, TileT>;
-    static constexpr int kPanelsOfRow = TileT::kBlockN / PanelsT::kPanelColumns;
-    static constexpr int kPanels = TileT::kConsumerM / 64 * kPanelsOfRow;
-    static constexpr bool kHasTail = !Problem::hidden_major && Problem::hidden_size % TileT::kBlockN != 0;
+    enum : int { kPanelsOfRow = TileT::kBlockN / PanelsT::kPanelColumns };
+    enum : int { kPanels = TileT::kConsumerM / 64 * kPanelsOfRow };
+    enum : bool { kHasTail = !Problem::hidden_major && Problem::hidden_size % TileT::kBlockN != 0 };
 
     const TensorMap& map;
     int n;
@@ -354,11 +354,11 @@ struct GradWeightSm90 {
     using Element = typename Problem::Element;
     using Out = typename Problem::GradWeight;
     using MainloopT = MainloopSm90<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>, TileT>;
-    static constexpr int kHidden = Problem::hidden_size;
+    enum : int { kHidden = Problem::hidden_size };
     // The copy engine writes whole 16 bytes of a row, so where rows of the vocabulary end within them, threads add up to the end.
-    static constexpr bool kPanelled = !(Problem::accumulate && Problem::hidden_major) || rows_aligned<Out>(Problem::vocab_size);
+    enum : bool { kPanelled = !(Problem::accumulate && Problem::hidden_major) || rows_aligned<Out>(Problem::vocab_size) };
     using PanelsT = GradWeightPanels<Problem, TileT>;
-    static constexpr bool kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major;
+    enum : bool { kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major };
 
     const GradWeightSm90Params& p;
     MainloopT mainloop;

@@ -9,7 +9,7 @@
 
 namespace flce {
 
-constexpr int kSumSlice = 64;  ///< columns of the vocabulary; parts of a sum are multiples
+enum : int { kSumSlice = 64 };  ///< columns of the vocabulary; parts of a sum are multiples
 
 /// Tiles of a chunk, in the order of their counters: dlogits (D), grad_hidden (H), grad_weight (W).
 enum class ChunkKind : int { dlogits, grad_hidden, grad_weight };

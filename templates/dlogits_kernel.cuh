@@ -12,11 +12,11 @@ struct DlogitsBlock {
     using Element = typename Problem::Element;
     using MainloopT = Mainloop<LogitOperands<Problem>, TileT>;
     using Accumulators = typename MainloopT::Accumulators;
-    static constexpr int kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK);
-    static constexpr int kRowPieces = MainloopT::kPiecesA;
-    static constexpr int kColumnPieces = MainloopT::kColumnPieces;
-    static constexpr int kStagedBytes = sizeof(Element) == 2 ? StagedTile<Element, TileT, true>::kBytes : 0;
-    static constexpr int kColumnSumOffset = MainloopT::kSmemBytes > kStagedBytes ? MainloopT::kSmemBytes : kStagedBytes;
+    enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
+    enum : int { kRowPieces = MainloopT::kPiecesA };
+    enum : int { kColumnPieces = MainloopT::kColumnPieces };
+    enum : int { kStagedBytes = sizeof(Element) == 2 ? StagedTile<Element, TileT, true>::kBytes : 0 };
+    enum : int { kColumnSumOffset = MainloopT::kSmemBytes > kStagedBytes ? MainloopT::kSmemBytes : kStagedBytes };
 
     const DlogitsParams& p;
     MainloopT mainloop;

@@ -12,11 +12,11 @@ struct ForwardBlock {
     using MainloopT = Mainloop<LogitOperands<Problem>, TileT>;
     using Accumulators = typename MainloopT::Accumulators;
     using Fields = PartialFields<Problem>;
-    static constexpr int kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK);
-    static constexpr int kTiles = ceil_div(Problem::vocab_size, TileT::kBlockN);
-    static constexpr int kStates = TileT::kWarpsN * TileT::kBlockM;
-    static constexpr int kRowPieces = MainloopT::kPiecesA;
-    static constexpr int kColumnPieces = MainloopT::kColumnPieces;
+    enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
+    enum : int { kTiles = ceil_div(Problem::vocab_size, TileT::kBlockN) };
+    enum : int { kStates = TileT::kWarpsN * TileT::kBlockM };
+    enum : int { kRowPieces = MainloopT::kPiecesA };
+    enum : int { kColumnPieces = MainloopT::kColumnPieces };
 
     /// Walks all slices of all tiles of the block, so that the next tile's first slices arrive during this tile's epilogue.
     struct Feed {

@@ -11,8 +11,8 @@ namespace flce {
 /// How the clusters of a launch share its work: the host's `forward_share` for the rows that there turn out to be.
 template <class TileT>
 struct ForwardShare {
-    static constexpr int kClusterRows = TileT::kBlockM * TileT::kCluster;
-    static constexpr int kWriters = TileT::kTurns ? TileT::kConsumers : 1;  ///< consumers that have the same rows
+    enum : int { kClusterRows = TileT::kBlockM * TileT::kCluster };
+    enum : int { kWriters = TileT::kTurns ? TileT::kConsumers : 1 };  ///< consumers that have the same rows
 
     int rows;
     int row_clusters;
@@ -31,23 +31,23 @@ struct ForwardShare {
 
 template <class Problem, class TileT>
 struct ForwardSm90 {
-    static constexpr bool kFew = TileT::kCluster == 1;  ///< tokens: a tile has all of them, and they are not listed
-    static constexpr bool kLists = Problem::lists_rows && !kFew;
+    enum : bool { kFew = TileT::kCluster == 1 };  ///< tokens: a tile has all of them, and they are not listed
+    enum : bool { kLists = Problem::lists_rows && !kFew };
     using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT, kLists>;
     using Accumulators = typename MainloopT::Accumulators;
     using Fields = PartialFields<Problem>;
-    static constexpr int kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK);
-    static constexpr int kTiles = ceil_div(Problem::vocab_size, TileT::kBlockN);
-    static constexpr int kPieces = MainloopT::kPiecesA;
-    static constexpr int kColumnPieces = MainloopT::kColumnPieces;
+    enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
+    enum : int { kTiles = ceil_div(Problem::vocab_size, TileT::kBlockN) };
+    enum : int { kPieces = MainloopT::kPiecesA };
+    enum : int { kColumnPieces = MainloopT::kColumnPieces };
     using Share = ForwardShare<TileT>;
-    static constexpr int kClusterRows = Share::kClusterRows;
-    static constexpr int kConsumerThreads = 128 * TileT::kConsumers;
-    static constexpr int kStateBytes = 2 * kPieces * 2 * Fields::kCount * kConsumerThreads * 4;  ///< both parts' states of every thread
+    enum : int { kClusterRows = Share::kClusterRows };
+    enum : int { kConsumerThreads = 128 * TileT::kConsumers };
+    enum : int { kStateBytes = 2 * kPieces * 2 * Fields::kCount * kConsumerThreads * 4 };  ///< both parts' states of every thread
 
-    static constexpr int kPanelWidth = TileT::kBlockN % 192 == 0 ? 3 : TileT::kBlockN % 128 == 0 ? 2 : 1;  // panels that leave together
+    enum : int { kPanelWidth = TileT::kBlockN % 192 == 0 ? 3 : TileT::kBlockN % 128 == 0 ? 2 : 1 };  // panels that leave together
     using PanelsT = PanelStore<typename Problem::Element, TileT, kPanelWidth, 1>;
-    static constexpr int kPanelBytes = Problem::retain ? PanelsT::kBytes : 0;
+    enum : int { kPanelBytes = Problem::retain ? PanelsT::kBytes : 0 };
 
     const ForwardSm90Params& p;
     MainloopT mainloop;
@@ -297,7 +297,7 @@ struct ForwardSm90 {
 #pragma unroll
         for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = ptx::ex2_approx_ftz(fminf((c[j][2 * h + e] - reference) * kLog2E, kMostPower));
+            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = ptx::ex2_approx_ftz(fminf((c[j][2 * h + e] - reference) * log2_e(), kMostPower));
         }
     }
     /// The largest logit's own exponential becomes exactly 1, so that confident tokens keep their small losses.

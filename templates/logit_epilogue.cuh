@@ -14,9 +14,9 @@ struct RowTarget {
 /// Fields of RowSums that a Problem needs in memory, in this order: max, exp_sum, exp_z_sum, weighted_sum.
 template <class Problem>
 struct PartialFields {
-    static constexpr int kExpZ = 2;
-    static constexpr int kWeighted = 2 + (Problem::entropy ? 1 : 0);
-    static constexpr int kCount = kWeighted + (Problem::label_smoothing ? 1 : 0);
+    enum : int { kExpZ = 2 };
+    enum : int { kWeighted = 2 + (Problem::entropy ? 1 : 0) };
+    enum : int { kCount = kWeighted + (Problem::label_smoothing ? 1 : 0) };
 
     /// `stride` elements lie between two fields.
     static __device__ __forceinline__ RowSums load(const float* at, long long stride) {
@@ -40,13 +40,13 @@ struct PartialFields {
 __device__ __forceinline__ long long partial_rows_of(int rows) { return ceil_div(rows, 32) * 32ll; }
 
 /// Sums of up to this many products are exact to fp32's last place in a framework, and have to be here.
-constexpr int kShortSum = 128;
+enum : int { kShortSum = 128 };
 
 /// Above this, in nats, forward's exponentials are not to be relied on: they are cut off at 2^100.
-constexpr float kMostAboveReference = 60.f;
+enum : int { kMostAboveReference = 60 };
 
 /// Logits that are sums of so many products are off by several times what rounded powers of two add (docs/numerics.md).
-constexpr int kLongSum = 512;
+enum : int { kLongSum = 512 };
 template <class Problem>
 constexpr bool kPowers = Numeric<typename Problem::Element>::kHalf && Problem::hidden_size >= kLongSum;
 /// Exponentials that are summed, and those that will be rounded to the Problem's dtype.
@@ -59,7 +59,7 @@ template <class Problem>
 using LogitOperands = Operands<typename Problem::Element, Major::k, Access::chunks, Problem::hidden_major ? Major::mn : Major::k,
                                weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
 
-/// Columns past the vocabulary become kMaskedLogit: in the last tile, at a comparison for every element, which the others are spared.
+/// Columns past the vocabulary become masked_logit(): in the last tile, at a comparison for every element, which the others are spared.
 template <class Problem, class Place, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void mask_columns(const Place& place, int first_column, float (&c)[kPieces][kColumnPieces][4]) {
     asm volatile("" : "+r"(first_column));  // what is known of each column already would not fit beside the accumulators until here
@@ -69,7 +69,7 @@ __device__ __forceinline__ void mask_columns(const Place& place, int first_colum
         for (int e = 0; e < 2; ++e) {
             if (first_column + place.column(j, e) < Problem::vocab_size) continue;
 #pragma unroll
-            for (int i = 0; i < kPieces; ++i) c[i][j][e] = c[i][j][2 + e] = kMaskedLogit;
+            for (int i = 0; i < kPieces; ++i) c[i][j][e] = c[i][j][2 + e] = masked_logit();
         }
     }
 }
@@ -94,7 +94,7 @@ __device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place
     }
 }
 
-/// c becomes logits; columns past the vocabulary become kMaskedLogit. weighted += Σ c_j·z_j of the thread's columns, with label smoothing.
+/// c becomes logits; columns past the vocabulary become masked_logit(). weighted += Σ c_j·z_j of the thread's columns, with label smoothing.
 template <class Problem, class Place, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& place, int first_column, int columns,
                                           float (&c)[kPieces][kColumnPieces][4], float (&weighted)[kPieces][2]) {

@@ -12,11 +12,11 @@ namespace flce {
 template <class Element_, Major kMajorA_, Access kAccessA_, Major kMajorB_, Access kAccessB_, bool kExactProducts_ = false>
 struct Operands {
     using Element = Element_;
-    static constexpr Major kMajorA = kMajorA_;
-    static constexpr Major kMajorB = kMajorB_;
-    static constexpr Access kAccessA = kAccessA_;
-    static constexpr Access kAccessB = kAccessB_;
-    static constexpr bool kExactProducts = kExactProducts_;
+    static __device__ constexpr Major major_a() { return kMajorA_; }
+    static __device__ constexpr Major major_b() { return kMajorB_; }
+    static __device__ constexpr Access access_a() { return kAccessA_; }
+    static __device__ constexpr Access access_b() { return kAccessB_; }
+    enum : bool { kExactProducts = kExactProducts_ };
 };
 
 /// This thread's place in its warp's part of the tile. Accumulator [i][j][2·h + e] is row(i, h), column(j, e).
@@ -90,16 +90,16 @@ private:
 template <class OperandsT, class TileT>
 struct Mainloop {
     using T = typename OperandsT::Element;
-    using LayoutA = SliceLayout<T, OperandsT::kMajorA, TileT::kBlockM, TileT::kBlockK>;
-    using LayoutB = SliceLayout<T, OperandsT::kMajorB, TileT::kBlockN, TileT::kBlockK>;
-    using LoaderA = OperandLoader<T, OperandsT::kMajorA, TileT::kBlockM, TileT::kBlockK, TileT::kThreads, OperandsT::kAccessA>;
-    using LoaderB = OperandLoader<T, OperandsT::kMajorB, TileT::kBlockN, TileT::kBlockK, TileT::kThreads, OperandsT::kAccessB>;
-    static constexpr int kPiecesA = TileT::kWarpM / 16;
-    static constexpr int kPiecesB = TileT::kWarpN / 16;
-    static constexpr int kSteps = TileT::kBlockK * static_cast<int>(sizeof(T)) / 32;
-    static constexpr int kStageBytes = LayoutA::kBytes + LayoutB::kBytes;
-    static constexpr int kSmemBytes = kStageBytes * TileT::kStages;
-    static constexpr int kColumnPieces = 2 * kPiecesB;
+    using LayoutA = SliceLayout<T, OperandsT::major_a(), TileT::kBlockM, TileT::kBlockK>;
+    using LayoutB = SliceLayout<T, OperandsT::major_b(), TileT::kBlockN, TileT::kBlockK>;
+    using LoaderA = OperandLoader<T, OperandsT::major_a(), TileT::kBlockM, TileT::kBlockK, TileT::kThreads, OperandsT::access_a()>;
+    using LoaderB = OperandLoader<T, OperandsT::major_b(), TileT::kBlockN, TileT::kBlockK, TileT::kThreads, OperandsT::access_b()>;
+    enum : int { kPiecesA = TileT::kWarpM / 16 };
+    enum : int { kPiecesB = TileT::kWarpN / 16 };
+    enum : int { kSteps = TileT::kBlockK * static_cast<int>(sizeof(T)) / 32 };
+    enum : int { kStageBytes = LayoutA::kBytes + LayoutB::kBytes };
+    enum : int { kSmemBytes = kStageBytes * TileT::kStages };
+    enum : int { kColumnPieces = 2 * kPiecesB };
     static_assert(TileT::kStages >= 2, "one slice is read while another arrives");
 
     using Accumulators = float[kPiecesA][kColumnPieces][4];
@@ -107,8 +107,8 @@ struct Mainloop {
     using FragmentB = unsigned[kPiecesB][4];
 
     ThreadPlace<TileT> place;
-    FragmentReader<T, OperandsT::kMajorA, true, TileT::kBlockM, TileT::kBlockK, kPiecesA> reader_a;
-    FragmentReader<T, OperandsT::kMajorB, false, TileT::kBlockN, TileT::kBlockK, kPiecesB> reader_b;
+    FragmentReader<T, OperandsT::major_a(), true, TileT::kBlockM, TileT::kBlockK, kPiecesA> reader_a;
+    FragmentReader<T, OperandsT::major_b(), false, TileT::kBlockN, TileT::kBlockK, kPiecesB> reader_b;
     unsigned smem;
     unsigned read_stage = 0;  // byte offsets in the ring
     unsigned write_stage = 0;
@@ -259,7 +259,7 @@ private:
 
     /// fp32 as a sum of TF32 numbers, the largest first. Two parts of 11 bits each: the product of two low ones is below fp32's own rounding. Three
     /// of 8 bits: products of the high ones have 16 bits, so that little is cut off where tensor cores align them to the largest of a step.
-    static constexpr int kParts = OperandsT::kExactProducts ? 3 : 2;
+    enum : int { kParts = OperandsT::kExactProducts ? 3 : 2 };
     using Parts = unsigned[kParts][4];
 
     static __device__ __forceinline__ void split(const unsigned (&x)[4], Parts& parts) {

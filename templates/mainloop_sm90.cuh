@@ -12,16 +12,16 @@ namespace flce {
 
 template <int kBlockM_, int kBlockN_, int kStages_, int kCluster_, bool kTurns_>
 struct TileSm90 {
-    static constexpr int kBlockM = kBlockM_;
-    static constexpr int kBlockN = kBlockN_;
-    static constexpr int kBlockK = 64;  // 128 bytes: one row of the 128-byte swizzle
-    static constexpr int kStages = kStages_;
-    static constexpr int kCluster = kCluster_;
-    static constexpr bool kTurns = kTurns_;
-    static constexpr bool kStreamsB = kCluster == 1;  ///< no other block reads this one's part of B
-    static constexpr int kConsumers = 2;
-    static constexpr int kThreads = 128 * (1 + kConsumers);
-    static constexpr int kConsumerM = kTurns ? kBlockM : kBlockM / kConsumers;  ///< rows of a tile that one consumer has
+    enum : int { kBlockM = kBlockM_ };
+    enum : int { kBlockN = kBlockN_ };
+    enum : int { kBlockK = 64 };  // 128 bytes: one row of the 128-byte swizzle
+    enum : int { kStages = kStages_ };
+    enum : int { kCluster = kCluster_ };
+    enum : bool { kTurns = kTurns_ };
+    enum : bool { kStreamsB = kCluster == 1 };  ///< no other block reads this one's part of B
+    enum : int { kConsumers = 2 };
+    enum : int { kThreads = 128 * (1 + kConsumers) };
+    enum : int { kConsumerM = kTurns ? kBlockM : kBlockM / kConsumers };  ///< rows of a tile that one consumer has
     static_assert(kConsumerM % 64 == 0 && kBlockN % 64 == 0, "wgmma multiplies 64 rows; panels are 64 wide");
 };
 
@@ -37,8 +37,8 @@ struct BlockedMap {
 /// agree. Contiguous along k: kExtent rows. Contiguous along mn: blocks of 64 rows, a block for every 64 of mn.
 template <Major kMajor, int kExtent>
 struct SliceSm90 {
-    static constexpr int kBytes = kExtent * 128;
-    static constexpr int kBlockBytes = 64 * 128;
+    enum : int { kBytes = kExtent * 128 };
+    enum : int { kBlockBytes = 64 * 128 };
 
     /// wgmma's matrix descriptor of the 16 of k number `step` from row `first` (a multiple of 64) on, the slice being at `base`.
     static __device__ __forceinline__ unsigned long long descriptor(unsigned base, int first, int step) {
@@ -110,7 +110,7 @@ struct PlaceSm90 {
 /// from memory the others then find in L2. Whoever is ahead of the slowest by two steps waits, and it is the slowest that ends a wave of tiles anyhow.
 /// Steps of all waves are numbered through; counter i has those with number ≡ i, and is never set back.
 struct Pace {
-    static constexpr int kSlices = 8;  ///< of a step
+    enum : int { kSlices = 8 };  ///< of a step
 
     unsigned* counters;  // null: no pace
     int clusters;
@@ -175,9 +175,9 @@ struct RingPosition {
 /// kGathers: threads may bring A's rows in place of the copy engine.
 template <class TileT, bool kGathers = false>
 struct RingSm90 {
-    static constexpr unsigned kStageBytes = (TileT::kBlockM + TileT::kBlockN) * 128;
-    static constexpr unsigned kRingBytes = kStageBytes * TileT::kStages;
-    static constexpr unsigned kBarrierBytes = 8 * (2 * TileT::kStages + TileT::kConsumers);
+    enum : unsigned { kStageBytes = (TileT::kBlockM + TileT::kBlockN) * 128 };
+    enum : unsigned { kRingBytes = kStageBytes * TileT::kStages };
+    enum : unsigned { kBarrierBytes = 8 * (2 * TileT::kStages + TileT::kConsumers) };
 
     PlaceSm90<TileT> place;
     unsigned smem;      // the ring
@@ -228,11 +228,11 @@ template <class OperandsT, class TileT, bool kGathers = false>
 struct MainloopSm90 : RingSm90<TileT, kGathers> {
     using Ring = RingSm90<TileT, kGathers>;
     using T = typename OperandsT::Element;
-    using SliceA = SliceSm90<OperandsT::kMajorA, TileT::kBlockM>;
-    using SliceB = SliceSm90<OperandsT::kMajorB, TileT::kBlockN>;
-    static constexpr int kPiecesA = TileT::kConsumerM / 64;
-    static constexpr int kPieceRows = 64;
-    static constexpr int kColumnPieces = TileT::kBlockN / 8;
+    using SliceA = SliceSm90<OperandsT::major_a(), TileT::kBlockM>;
+    using SliceB = SliceSm90<OperandsT::major_b(), TileT::kBlockN>;
+    enum : int { kPiecesA = TileT::kConsumerM / 64 };
+    enum : int { kPieceRows = 64 };
+    enum : int { kColumnPieces = TileT::kBlockN / 8 };
     using Ring::kStageBytes;
     static_assert(kStageBytes == SliceA::kBytes + SliceB::kBytes, "the ring's stages hold a slice of each operand");
     using Accumulators = float[kPiecesA][kColumnPieces][4];
@@ -391,8 +391,8 @@ private:
 
     template <int kPieces>
     static __device__ __forceinline__ void multiply_piece(float (&d)[kPieces][4], unsigned long long a, unsigned long long b) {
-        constexpr int kA = OperandsT::kMajorA == Major::mn ? 1 : 0;
-        constexpr int kB = OperandsT::kMajorB == Major::mn ? 1 : 0;
+        constexpr int kA = OperandsT::major_a() == Major::mn ? 1 : 0;
+        constexpr int kB = OperandsT::major_b() == Major::mn ? 1 : 0;
         if constexpr (kSame<T, Bf16>) {
             if constexpr (kPieces == 8) ptx::wgmma_m64n64k16_bf16<kA, kB>(d, a, b);
             if constexpr (kPieces == 16) ptx::wgmma_m64n128k16_bf16<kA, kB>(d, a, b);
@@ -408,15 +408,15 @@ private:
 };
 
 /// Registers of a thread after reallocation: 128 · 40 + 256 · 232 ≤ 65536.
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+enum : int { kProducerRegisters = 40 };
+enum : int { kConsumerRegisters = 232 };
 
 /// Tiles of a persistent GEMM: clusters take them in turn, in the order of tile_of_block over clusters of tiles; `in_blocks`: with kBlockRows rows after
 /// each other instead of kRaster clusters of tiles.
 template <class TileT, int kRaster, int kBlockRows = 0>
 struct TileWalk {
-    static constexpr int kClusterRows = TileT::kBlockM * TileT::kCluster;
-    static constexpr int kBlockClusters = kBlockRows < kClusterRows ? 1 : kBlockRows / kClusterRows;
+    enum : int { kClusterRows = TileT::kBlockM * TileT::kCluster };
+    enum : int { kBlockClusters = kBlockRows < kClusterRows ? 1 : kBlockRows / kClusterRows };
 
     int clusters_m;  // of tiles
     int tiles_n;

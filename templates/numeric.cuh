@@ -5,11 +5,11 @@
 
 namespace flce {
 
-constexpr float kLog2E = 1.44269504088896340736f;
+__device__ constexpr float log2_e() { return 1.44269504088896340736f; }
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 /// Stands for "no logit here" (a column past V): finite, so that differences to it stay finite.
-constexpr float kMaskedLogit = -1.0e30f;
+__device__ constexpr float masked_logit() { return -1.0e30f; }
 
 struct Bf16 {
     unsigned short bits;
@@ -28,7 +28,7 @@ struct Numeric;
 
 template <>
 struct Numeric<Bf16> {
-    static constexpr bool kHalf = true;
+    enum : bool { kHalf = true };
     static __device__ __forceinline__ unsigned pack(float first, float second) { return ptx::cvt_rn_bf16x2_f32(second, first); }
     static __device__ __forceinline__ float first(unsigned pair) { return __uint_as_float(pair << 16); }
     static __device__ __forceinline__ float second(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -37,7 +37,7 @@ struct Numeric<Bf16> {
 
 template <>
 struct Numeric<Fp16> {
-    static constexpr bool kHalf = true;
+    enum : bool { kHalf = true };
     static __device__ __forceinline__ unsigned pack(float first, float second) { return ptx::cvt_rn_f16x2_f32(second, first); }
     static __device__ __forceinline__ float first(unsigned pair) { return ptx::cvt_f32_f16(static_cast<unsigned short>(pair)); }
     static __device__ __forceinline__ float second(unsigned pair) { return ptx::cvt_f32_f16(static_cast<unsigned short>(pair >> 16)); }
@@ -46,7 +46,7 @@ struct Numeric<Fp16> {
 
 template <>
 struct Numeric<float> {
-    static constexpr bool kHalf = false;
+    enum : bool { kHalf = false };
     static __device__ __forceinline__ float from_float(float value) { return value; }
 };
 
@@ -66,16 +66,16 @@ struct SelectOf<false, A, B> {
 template <bool kFirst, class A, class B>
 using Select = typename SelectOf<kFirst, A, B>::Type;
 
-constexpr float kLn2 = 0.69314718055994530942f;
+__device__ constexpr float ln_2() { return 0.69314718055994530942f; }
 
 /// For 16-bit element types.
 struct FastMath {
     /// The argument's rounding is made up for, which matters where few logits decide a sum; ex2.approx itself, which cuts its argument off, makes
     /// e^x 0.8·2^-24 too small on average.
     static __device__ __forceinline__ float exp(float x) {
-        const float power = x * kLog2E;
+        const float power = x * log2_e();
         const float e = ptx::ex2_approx_ftz(power);
-        const float missing = fminf(__fmaf_rn(power, -kLn2, x), 1.f);  // NaN where x is −∞ (ignored tokens): fminf drops it
+        const float missing = fminf(__fmaf_rn(power, -ln_2(), x), 1.f);  // NaN where x is −∞ (ignored tokens): fminf drops it
         return __fmaf_rn(e, missing, e);
     }
     /// Within 2.5 units in the last place of every x, small ones too, and without a branch: one among a hundred accumulators costs registers that are
@@ -87,7 +87,7 @@ struct FastMath {
         p = __fmaf_rn(p, square, 0.1333083f);
         p = __fmaf_rn(p, square, -0.3333326f);
         const float near = __fmaf_rn(p * square, x, x);
-        const float far = __fmaf_rn(-2.f, ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(fabsf(x) * (2.f * kLog2E))), 1.f);
+        const float far = __fmaf_rn(-2.f, ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(fabsf(x) * (2.f * log2_e()))), 1.f);
         return fabsf(x) < 0.65f ? near : copysignf(far, x);
     }
 };
@@ -95,15 +95,15 @@ struct FastMath {
 /// e^(z − reference) for many z of a row, up to a factor that they share: powers of two at one multiply-add each.
 struct PowersAbove {
     /// Beyond this the factor is far from 1, and in the end out of range.
-    static constexpr float kMostReference = 65536.f;
+    enum : int { kMostReference = 1 << 16 };
     static __device__ __forceinline__ bool takes(float reference) { return fabsf(reference) <= kMostReference; }
 
     float shift;
-    __device__ __forceinline__ explicit PowersAbove(float reference) : shift(reference * kLog2E) {}
+    __device__ __forceinline__ explicit PowersAbove(float reference) : shift(reference * log2_e()) {}
     /// The power is rounded: relative error |z − reference|·2^-24.
-    __device__ __forceinline__ float exp(float z) const { return ptx::ex2_approx_ftz(__fmaf_rn(z, kLog2E, -shift)); }
+    __device__ __forceinline__ float exp(float z) const { return ptx::ex2_approx_ftz(__fmaf_rn(z, log2_e(), -shift)); }
     /// What the rounding of `shift` has to be made up for with.
-    __device__ __forceinline__ float factor(float reference) const { return ptx::ex2_approx_ftz(-__fmaf_rn(reference, kLog2E, -shift)); }
+    __device__ __forceinline__ float factor(float reference) const { return ptx::ex2_approx_ftz(-__fmaf_rn(reference, log2_e(), -shift)); }
 };
 
 /// The same from rounded differences, with Math's own exp.

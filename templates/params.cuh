@@ -4,16 +4,18 @@
 
 namespace flce {
 
-constexpr int kMaxTransformParameters = 4;
-constexpr int kRetainedShift = 9;  // retained exponentials lie in blocks of this many columns of the vocabulary
-constexpr int kRetainedColumns = 1 << kRetainedShift;
-constexpr int kPaceCounters = 64;     // of a Pace
-constexpr int kChunkKinds = 3;        ///< of tiles of a chunk: dlogits, grad_hidden, grad_weight
-constexpr int kRowThreads = 256;      ///< block of the kernels over rows
-constexpr int kOutputRows = 64;       ///< rows of a block of row_outputs: several threads merge what forward has found for one
-constexpr int kOutputThreads = 512;   ///< of a block of row_outputs
-constexpr int kRowOutputs = 5;        ///< loss, z_loss, lse, logprob, entropy
-constexpr int kReduceThreads = 1024;  ///< block of the kernels that reduce everything in one block
+enum : int {
+    kMaxTransformParameters = 4,
+    kRetainedShift = 9,  // retained exponentials lie in blocks of this many columns of the vocabulary
+    kRetainedColumns = 1 << kRetainedShift,
+    kPaceCounters = 64,     // of a Pace
+    kChunkKinds = 3,        ///< of tiles of a chunk: dlogits, grad_hidden, grad_weight
+    kRowThreads = 256,      ///< block of the kernels over rows
+    kOutputRows = 64,       ///< rows of a block of row_outputs: several threads merge what forward has found for one
+    kOutputThreads = 512,   ///< of a block of row_outputs
+    kRowOutputs = 5,        ///< loss, z_loss, lse, logprob, entropy
+    kReduceThreads = 1024,  ///< block of the kernels that reduce everything in one block
+};
 
 /// A CUtensorMap: how the copy engine sees a matrix in global memory.
 struct alignas(64) TensorMap {

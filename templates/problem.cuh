@@ -4,12 +4,14 @@
 //         using Element = flce::Bf16;                 hidden, weight, bias, grad_hidden
 //         using GradWeight = flce::Bf16;              grad_weight, grad_bias
 //         using Math = flce::FastMath;
-//         static constexpr int hidden_size, vocab_size; static constexpr long long padded_vocab_size;
-//         static constexpr bool hidden_major, bias, class_weight, label_smoothing, entropy, accumulate, retain;
-//         static constexpr bool lists_rows;           kernels may have a RowList
-//         static constexpr int raster;
+//         enum : int { hidden_size, vocab_size, raster }; enum : long long { padded_vocab_size };
+//         enum : bool { hidden_major, bias, class_weight, label_smoothing, entropy, accumulate, retain };
+//         enum : bool { lists_rows };                 kernels may have a RowList
 //         static flce::Logit transform(float x, const float* p);
 //     };
+//
+// Constants of kernels are enumerators, or functions where they are no integers: NVRTC gives every constexpr variable, used or not, memory in each
+// module, and the driver takes longer to set up ninety of them than to load the code.
 #pragma once
 
 #include "flce/numeric.cuh"
@@ -52,8 +54,8 @@ __host__ __device__ constexpr Access weight_access() {
 }
 
 /// A row's label: its index, kIgnored, or kOutOfRange, which counts as ignored.
-constexpr int kIgnored = -1;
-constexpr int kOutOfRange = -2;
+enum : int { kIgnored = -1 };
+enum : int { kOutOfRange = -2 };
 template <class Problem>
 __device__ __forceinline__ int load_target(const TargetParams& p, long long row) {
     const long long label = p.bits == 64 ? static_cast<const long long*>(p.target)[row] : static_cast<const int*>(p.target)[row];

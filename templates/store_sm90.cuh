@@ -9,11 +9,11 @@ namespace flce {
 /// out at once, kBuffers such groups are used in turn.
 template <class T, class TileT, int kWidth, int kBuffers>
 struct PanelStore {
-    static constexpr int kPanelBytes = 64 * 128;
-    static constexpr int kPanelColumns = 128 / static_cast<int>(sizeof(T));
-    static constexpr int kConsumerBytes = kPanelBytes * kWidth * kBuffers;
-    static constexpr int kBarrierBytes = 0;
-    static constexpr int kBytes = kConsumerBytes * TileT::kConsumers;
+    enum : int { kPanelBytes = 64 * 128 };
+    enum : int { kPanelColumns = 128 / static_cast<int>(sizeof(T)) };
+    enum : int { kConsumerBytes = kPanelBytes * kWidth * kBuffers };
+    enum : int { kBarrierBytes = 0 };
+    enum : int { kBytes = kConsumerBytes * TileT::kConsumers };
 
     PlaceSm90<TileT> place;
     unsigned staging;  ///< this consumer's panels
@@ -99,9 +99,9 @@ private:
 template <class T, class TileT>
 struct PanelUpdate : PanelStore<T, TileT, 1, 2> {
     using Store = PanelStore<T, TileT, 1, 2>;
-    static constexpr int kBuffers = 2;
-    static constexpr int kBarrierBytes = 8 * kBuffers * TileT::kConsumers;
-    static constexpr int kBytes = Store::kBytes + kBarrierBytes;
+    enum : int { kBuffers = 2 };
+    enum : int { kBarrierBytes = 8 * kBuffers * TileT::kConsumers };
+    enum : int { kBytes = Store::kBytes + kBarrierBytes };
 
     unsigned barriers;
     unsigned parities = 0;  ///< a bit each

@@ -11,26 +11,26 @@ enum class Major { k, mn };
 /// Tile of a GEMM: GemmTile of the plan.
 template <int kBlockM_, int kBlockN_, int kBlockK_, int kStages_, int kWarpsM_, int kWarpsN_>
 struct Tile {
-    static constexpr int kBlockM = kBlockM_;
-    static constexpr int kBlockN = kBlockN_;
-    static constexpr int kBlockK = kBlockK_;
-    static constexpr int kStages = kStages_;
-    static constexpr int kWarpsM = kWarpsM_;
-    static constexpr int kWarpsN = kWarpsN_;
-    static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
-    static constexpr int kWarpM = kBlockM / kWarpsM;
-    static constexpr int kWarpN = kBlockN / kWarpsN;
+    enum : int { kBlockM = kBlockM_ };
+    enum : int { kBlockN = kBlockN_ };
+    enum : int { kBlockK = kBlockK_ };
+    enum : int { kStages = kStages_ };
+    enum : int { kWarpsM = kWarpsM_ };
+    enum : int { kWarpsN = kWarpsN_ };
+    enum : int { kThreads = 32 * kWarpsM * kWarpsN };
+    enum : int { kWarpM = kBlockM / kWarpsM };
+    enum : int { kWarpN = kBlockN / kWarpsN };
 };
 
 /// Shared memory of one slice of an operand: `kRows` rows of `kColumns` contiguous elements. The 16-byte chunks of a row are permuted by an
 /// XOR with a function of the row, so that the eight rows (or four rows and two chunks) that one access touches lie in different banks.
 template <class T, Major kMajor, int kExtent, int kBlockK>
 struct SliceLayout {
-    static constexpr int kRows = kMajor == Major::k ? kExtent : kBlockK;
-    static constexpr int kColumns = kMajor == Major::k ? kBlockK : kExtent;
-    static constexpr int kPitch = kColumns * static_cast<int>(sizeof(T));  // bytes
-    static constexpr int kChunksPerRow = kPitch / 16;
-    static constexpr int kBytes = kRows * kPitch;
+    enum : int { kRows = kMajor == Major::k ? kExtent : kBlockK };
+    enum : int { kColumns = kMajor == Major::k ? kBlockK : kExtent };
+    enum : int { kPitch = kColumns * static_cast<int>(sizeof(T)) };  // bytes
+    enum : int { kChunksPerRow = kPitch / 16 };
+    enum : int { kBytes = kRows * kPitch };
     static_assert(kPitch == 64 || kPitch % 128 == 0, "a row fills half the banks or all of them");
 
     static __device__ __forceinline__ int swizzle(int row) {
@@ -54,9 +54,9 @@ enum class Access {
 template <class T, Major kMajor, int kExtent, int kBlockK, int kThreads, Access kAccess>
 struct OperandLoader {
     using Layout = SliceLayout<T, kMajor, kExtent, kBlockK>;
-    static constexpr int kElements = 16 / static_cast<int>(sizeof(T));  // of a chunk
-    static constexpr int kRowStep = kThreads / Layout::kChunksPerRow;
-    static constexpr int kCopies = Layout::kRows / kRowStep;
+    enum : int { kElements = 16 / static_cast<int>(sizeof(T)) };  // of a chunk
+    enum : int { kRowStep = kThreads / Layout::kChunksPerRow };
+    enum : int { kCopies = Layout::kRows / kRowStep };
     static_assert(kThreads % Layout::kChunksPerRow == 0 && Layout::kRows % kRowStep == 0, "threads divide a slice evenly");
 
     const T* source;  // this thread's first chunk of the next slice

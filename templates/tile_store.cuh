@@ -17,9 +17,9 @@ struct TileTarget {
 /// Passes a tile of 16-bit values between memory and staging rows in shared memory, padded by one access against bank conflicts.
 template <class T, class TileT, bool kAligned>
 struct StagedTile {
-    static constexpr int kPitch = TileT::kBlockN * 2 + 16;
-    static constexpr int kChunks = TileT::kBlockN / 8;
-    static constexpr int kBytes = TileT::kBlockM * kPitch;
+    enum : int { kPitch = TileT::kBlockN * 2 + 16 };
+    enum : int { kChunks = TileT::kBlockN / 8 };
+    enum : int { kBytes = TileT::kBlockM * kPitch };
 
     static __device__ __forceinline__ unsigned pair(int row, int column) { return static_cast<unsigned>(row * kPitch + column * 2); }
 

@@ -18,7 +18,7 @@ constexpr std::int64_t kRowQuantum = 128;
 constexpr std::int64_t kListedRowBytes = sizeof(ListedRow);
 constexpr std::int64_t kMostListedRows = 1 << 18;  // of a call; where there are more, ignored ones are worked on like the others
 constexpr std::int64_t kLeastScratch = 16 << 20;   // with less there are no lists
-constexpr std::int64_t kFewestJoinedTokens = 512;  // where there are no more, chunk by chunk is as quick or quicker
+constexpr std::int64_t kMostTokensApart = 512;     // where there are no more, chunk by chunk is as quick or quicker
 
 std::int64_t down(std::int64_t value, std::int64_t multiple) { return value / multiple * multiple; }
 std::int64_t up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -199,7 +199,7 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
         const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, plan.path, GemmRole::forward, tile);
         const std::int64_t wave_rows = capacity * tile.block_m;
         const std::int64_t most_rows = kForwardPartialBytes / field_bytes;
-        f.rows = up(most_rows > wave_rows ? down(most_rows, wave_rows) : most_rows, std::max(kRowThreads, tile.block_m));
+        f.rows = up(most_rows > wave_rows ? down(most_rows, wave_rows) : most_rows, std::max<int>(kRowThreads, tile.block_m));
         partials = forward_share(spec, device, plan, min(n, f.rows)).splits * round_up(min(n, f.rows), 32);
     }
     const Expr rows = min(n, f.rows);
@@ -325,7 +325,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
         // Whole tiles, of wide chunks too.
         const std::int64_t quantum = joined_quantum(plan);
         const Expr whole = min(equal(round_down(b.chunk, quantum), b.chunk), equal(round_down(b.wide_chunk, quantum), b.wide_chunk));
-        b.joined = min(min(equal(b.row_blocks, 1), less(kFewestJoinedTokens, n)), min(less(2 * quantum - 1, b.chunk), whole));
+        b.joined = min(min(equal(b.row_blocks, 1), less(kMostTokensApart, n)), min(less(2 * quantum - 1, b.chunk), whole));
         b.even_chunk = first_of_pair(plan, b.chunk);
         b.even_wide_chunk = first_of_pair(plan, b.wide_chunk);
         b.progress_bytes = progress_bytes(spec, plan);

@@ -255,6 +255,8 @@ TEST(FlceBench_Json, HasEveryKey) {
 
 TEST(FlceInfo_Json, HasEveryKey) {
     const auto json = expect_json({"info", "--json"});
+    EXPECT_EQ(json.at("kernel_versions").at("cuda").get<std::string>().size(), 16U);
+    EXPECT_NE(json.at("kernel_versions").at("cuda"), json.at("kernel_versions").at("cpu"));
     expect_keys(json, {"version", "devices", "cuda_driver", "nvrtc", "llvm", "cache", "environment"});
     EXPECT_EQ(json["devices"].back()["device"], "cpu");
     EXPECT_GE(json["devices"].back()["cores"].get<int>(), 1);

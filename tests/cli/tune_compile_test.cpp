@@ -55,7 +55,7 @@ TEST_F(FlceTuneCompiled, TuneModels_MeasuresWhatIsCompiled) {
                       {"MODELS", "first D=32,V=300,dtype=fp32\nsecond D=40,V=300,dtype=bf16"}});
     const ProcessResult result = run_flce({"test", folder_ / "out", "abc123"}, {.environment = variables, .program = script});
     ASSERT_EQ(result.exit_code, 0) << result.err;
-    EXPECT_THAT(result.out, ContainsRegex("first: compiled at .*compiled or found, 0 failed"));
+    EXPECT_THAT(result.out, ContainsRegex("first-64: compiled at .*compiled or found, 0 failed"));
     EXPECT_THAT(result.out, HasSubstr(" measured now, 0 compiled"));
     EXPECT_THAT(result.out, testing::Not(ContainsRegex("measured now, [1-9][0-9]* compiled")));
     std::string why;

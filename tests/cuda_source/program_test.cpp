@@ -181,7 +181,7 @@ TEST(ForwardProgram, ScalarLoss_IsWrittenOnce) {
         slots[static_cast<std::size_t>(Slot::reduction)] = static_cast<std::int64_t>(reduction);
         return run(program, program.forward, slots);
     };
-    for (const std::int64_t n : {0, 1, kOutputRows, kOutputRows + 1, kRowThreads + 1, 100000}) {
+    for (const std::int64_t n : std::initializer_list<std::int64_t>{0, 1, kOutputRows, kOutputRows + 1, kRowThreads + 1, 100000}) {
         for (const ReductionCode reduction : {ReductionCode::none, ReductionCode::sum, ReductionCode::mean}) {
             const Launched forward = run_with(n, reduction);
             int writers = forward.count("reduce_loss");
@@ -242,7 +242,7 @@ TEST(ForwardProgram, FewTokens_AreCopiedAndReducedAsTheyAre) {
 // Ignored tokens are left out where every kernel over rows is told the list, and prepare makes it.
 TEST(Programs, ManyTokens_AreListed) {
     const CudaProgram program = program_of("D=64,V=1000");
-    for (const std::int64_t n : {kRowThreads, kRowThreads + 1, 1 << 18, (1 << 18) + 1}) {
+    for (const std::int64_t n : std::initializer_list<std::int64_t>{kRowThreads, kRowThreads + 1, 1 << 18, (1 << 18) + 1}) {
         const bool listed = n > kRowThreads && n <= 1 << 18;
         for (const LaunchProgram* pass : {&program.forward, &program.backward}) {
             const Launched launched = run(program, *pass, call(n));
@@ -265,7 +265,7 @@ TEST(Programs, ManyTokens_AreListed) {
 
 TEST(ForwardProgram, RoomInTheWorkspace_BringsListedRowsTogether) {
     const CudaProgram program = program_of("D=64,V=1000");
-    for (const std::int64_t n : {kRowThreads, kRowThreads + 1, 5000}) {
+    for (const std::int64_t n : std::initializer_list<std::int64_t>{kRowThreads, kRowThreads + 1, 5000}) {
         CallSlots slots = call(n);
         const std::int64_t least = evaluate(program.forward_workspace_bytes, slots);
         for (const bool room : {false, true}) {
@@ -289,7 +289,7 @@ TEST(ForwardProgram, RoomInTheWorkspace_BringsListedRowsTogether) {
 TEST(BackwardProgram, Scalars_AreSetOnceBeforeAnyRow) {
     for (const char* spec : {"D=64,V=1000", "D=64,V=1000,class_weight,label_smoothing=0.1"}) {
         const CudaProgram program = program_of(spec, std::int64_t{1} << 20);
-        for (const std::int64_t n : {1, kRowThreads, kRowThreads + 1, 100000}) {
+        for (const std::int64_t n : std::initializer_list<std::int64_t>{1, kRowThreads, kRowThreads + 1, 100000}) {
             const Launched backward = run(program, program.backward, call(n));
             int set = 0;
             for (const Recorded& r : backward.launches) {

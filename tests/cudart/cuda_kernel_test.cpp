@@ -402,5 +402,21 @@ TEST(CudaCubins, Metadata_SaysWhatItIsAndWhatItUses) {
     }
 }
 
+/// A constexpr variable of the templates would have some in every module, and the driver would take longer to set that up than to load the code.
+TEST(CudaCubins, ConstantsOfKernels_HaveNoMemory) {
+    for (const auto& [spec, arch] : {std::pair{"D=64,V=1000,dtype=bf16,outputs=loss+lse", "sm_90a"},
+                                     {"D=64,V=1000,dtype=bf16,layout=hidden_major", "sm_80"},
+                                     {"D=64,V=1000,dtype=fp32,bias,outputs=loss+lse+logprob+entropy", "sm_80"},
+                                     {"D=1024,V=1000,dtype=fp16,softcap=20,label_smoothing=0.1,grad_weight_mode=accumulate", "sm_90a"}}) {
+        FLCE_REQUIRE_NVRTC_FOR(arch);
+        const BuildRequest request = request_for(spec, describe_device(arch));
+        const CudaProgram program = generate_cuda(request.spec, request.device, request.plan);
+        for (const auto& cubin : cuda_cubins(request, program, shared_cache())) {
+            const std::string_view bytes(reinterpret_cast<const char*>(cubin->payload.data()), cubin->payload.size());
+            EXPECT_THAT(bytes, testing::Not(HasSubstr(".nv.global"))) << cubin->metadata;
+        }
+    }
+}
+
 }  // namespace
 }  // namespace flce

@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Gives tuning records the version of today's kernels, if those are the kernels that were measured.
+
+    python3 tools/carry_records.py --measured OLD/bin/flce --today build/bin/flce autotune/records/*.json
+
+The version is a digest of the templates and of the generator: a comment or another name makes a new one, and records of the old one then stand
+behind (`flce explain` says "with kernels of another version"). Measuring takes a GPU and hours; this takes two builds and NVRTC. It compiles every
+candidate of the records that has times with both, once for each layer and set of tiles, and compares the kernels: the machine code and everything
+else in the cubin that the device or a launch goes by (registers, shared memory, parameters, constants). Records of a layer whose kernels are the same
+get the version that `flce info` of --today names; the others are listed, stay as they are, and the exit code is 1. Nothing is run on a device.
+
+--work keeps the kernels, so that a second run goes on where the first one was stopped.
+"""
+
+import argparse
+import concurrent.futures
+import hashlib
+import json
+import os
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+
+ARCHITECTURE = "h100"  # records of sm_90a devices differ in no kernel
+# What may differ: names, notes about the compiler's command, and what debuggers read.
+NOT_COMPARED = {"", ".shstrtab", ".strtab", ".symtab", ".debug_frame", ".rel.debug_frame", ".rela.debug_frame", ".nv.callgraph"}
+NOT_COMPARED |= {".note.nv.tkinfo", ".note.nv.cuinfo"}
+# Constants have no memory that an instruction reads: they are part of the instructions.
+NOT_COMPARED |= {".nv.global", ".nv.global.init", ".nv.constant4", ".rel.nv.constant4", ".rela.nv.constant4"}
+# Attributes: place of the parameters, frame, least and most stack, registers.
+BEGIN_WITH_A_SYMBOL = (0x0A, 0x11, 0x12, 0x23, 0x2F)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", required=True, help="flce of the version that the records have")
+    parser.add_argument("--today", required=True, help="flce of the version that they are to get")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--work", help="a folder for the kernels (default: a temporary one)")
+    parser.add_argument("records", nargs="+", type=pathlib.Path)
+    return parser.parse_args()
+
+
+def run(*command):
+    environment = {**os.environ, "FLCE_NO_RECORDS": "1", "FLCE_CACHE_MAX_BYTES": "0", "FLCE_CACHE_PACKS": "", "FLCE_CACHE_REMOTE": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stderr}")
+    return done.stdout
+
+
+def sections(cubin):
+    """Names and bytes of an ELF file's sections; of those without bytes (shared memory) the size."""
+    table = struct.unpack_from("<Q", cubin, 0x28)[0]
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
+    names = headers[names_at][4]
+    for name_at, kind, _, _, offset, length, *_ in headers:
+        name = cubin[names + name_at : cubin.index(b"\0", names + name_at)].decode()
+        nothing = kind == 8
+        yield name, str(length).encode() if nothing else cubin[offset : offset + length]
+
+
+def fingerprint(path):
+    """Of a cubin's kernels: their names, and a digest of what they are."""
+    digest = hashlib.sha256()
+    kernels = []
+    for name, contents in sorted(sections(path.read_bytes()), key=lambda section: section[0]):
+        if name.startswith(".text."):
+            kernels.append(name[len(".text.") :])
+        if name in NOT_COMPARED:
+            continue
+        if name.startswith(".nv.info"):
+            contents = without_symbols(contents)
+        digest.update(f"{name} {len(contents)}\n".encode() + contents)
+    return tuple(sorted(kernels)), digest.hexdigest()
+
+
+def without_symbols(info):
+    """Attributes of kernels; a symbol's number counts the names before it."""
+    kept = b""
+    at = 0
+    while at + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        length = 4 + (size if form == 4 else 0)
+        value = info[at + 4 : at + length]
+        kept += info[at : at + 4] + (value[4:] if attribute in BEGIN_WITH_A_SYMBOL else value)
+        at += length
+    return kept
+
+
+def kernels_of(flce, spec, plans, cache, export, jobs):
+    def compile_one(plan):
+        run(flce, "prewarm", "--spec", spec, "--device", ARCHITECTURE, "--plan", plan, "--cache-dir", cache, "--jobs", "1")
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(compile_one, plans))
+    run(flce, "cache", "export", export, "--cache-dir", cache)
+    return {fingerprint(path) for path in pathlib.Path(export).glob("*.cubin")}
+
+
+def same_code(args, work, spec, plans):
+    found = []
+    for which, flce in (("measured", args.measured), ("today", args.today)):
+        folder = work / which / hashlib.sha256(spec.encode()).hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        found.append(kernels_of(flce, spec, plans, folder / "cache", folder / "kernels", args.jobs))
+    measured, today = found
+    different = sorted({name for kernels, _ in measured ^ today for name in kernels})
+    verdict = "other " + ", ".join(different) if different else "the same"
+    print(f"{spec}: {len(plans)} sets of tiles, {len(measured)} cubins, {verdict}", flush=True)
+    return not different
+
+
+def main():
+    args = parse_arguments()
+    version = json.loads(run(args.today, "info", "--json"))["kernel_versions"]["cuda"]
+    layers = {}
+    for path in args.records:
+        record = json.loads(path.read_text())
+        if record["device"]["kind"] != "cuda":
+            sys.exit(f"{path} is of a {record['device']['kind']}; machine code of GPUs is what can be compared here")
+        if record["kernel_version"] == version:
+            continue
+        layers.setdefault(record["spec"], []).append((path, record))
+    if len({record["kernel_version"] for records in layers.values() for _, record in records}) > 1:
+        sys.exit("the records are of several versions; carry those of one at a time, with its program")
+    carried = True
+    with tempfile.TemporaryDirectory() as temporary:
+        work = pathlib.Path(args.work or temporary)
+        for spec, records in sorted(layers.items()):
+            timed = {c["plan"] for _, record in records for c in record["candidates"] if any(c["times_ms"].values())}
+            # Neither is in a kernel.
+            tiles = {re.sub(r"chunk=\d+,scratch=\d+", "", plan): plan for plan in sorted(timed)}
+            if not same_code(args, work, spec, sorted(tiles.values())):
+                carried = False
+                continue
+            for path, record in records:
+                old = f'"kernel_version": "{record["kernel_version"]}"'
+                text = path.read_text()
+                if text.count(old) != 1:
+                    sys.exit(f"{path}: no single {old}")
+                path.write_text(text.replace(old, f'"kernel_version": "{version}"'))
+    sys.exit(0 if carried else 1)
+
+
+if __name__ == "__main__":
+    main()
