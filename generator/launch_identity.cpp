@@ -1,7 +1,11 @@
 // A launch program as bytes: what is computed, with every expression written once and named by its number from then on.
 #include <array>
-#include <string_view>
+#include <cstdint>
+#include <string>
 #include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
 
 #include "generator/launch_program.hpp"
 

@@ -301,6 +301,23 @@ TEST(CudaKernel, KernelThatDoesNotFitTheDevice_IsRefusedWhenLoaded) {
     EXPECT_EQ(gpu.modules, 0);
 }
 
+/// Modules are loaded while the rest is looked for: what is loaded when something turns out to be missing goes again.
+TEST(CudaKernel, LaunchersThatAreMissing_LeaveNoModuleLoaded) {
+    FLCE_REQUIRE_NVRTC();
+    const BuildRequest request = small_request();
+    const CacheFolder folder;
+    {
+        ArtifactCache cache({.directory = folder.path()});
+        (void)cuda_cubins(request, generate_cuda(request.spec, request.device, request.plan), cache);
+    }
+    FakeGpu gpu;
+    ArtifactCache cache({.directory = folder.path(), .creates = false});
+    EXPECT_THROW((void)make_cuda_kernel(request, cache, *FakeGpu::driver()), CacheMissError);
+    EXPECT_EQ(gpu.last_module.size(), 4U) << "none was loaded before";
+    EXPECT_EQ(gpu.modules, 0);
+    EXPECT_EQ(gpu.retained, 0);
+}
+
 TEST(CudaKernel, Prewarmed_IsTakenFromTheCache) {
     FLCE_REQUIRE_NVRTC();
     const CacheFolder folder;

@@ -88,6 +88,16 @@ TEST(Driver, KnownProduct_IsTheDeviceThatItsNameDescribes) {
     EXPECT_EQ(device.kind, DeviceKind::cuda);
 }
 
+TEST(Driver, Device_IsAskedForOnce) {
+    FakeGpu gpu;
+    const auto driver = FakeGpu::driver();
+    const Device device = driver->device(0);
+    gpu.attributes.clear();  // whoever asks again gets an error
+    EXPECT_EQ(driver->device(0), device);
+    EXPECT_THROW((void)FakeGpu::driver()->device(0), DeviceError);
+    EXPECT_THROW((void)driver->device(7), EnvironmentError);
+}
+
 TEST(Driver, PartOfAProduct_KeepsItsOwnSize) {
     FakeGpu gpu;
     gpu.name = "NVIDIA H200 MIG 1g.18gb";

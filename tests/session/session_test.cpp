@@ -182,6 +182,7 @@ TEST_F(SessionTest, KernelOutlivesItsSession) {
     }
     EXPECT_EQ(kernel->workspace_bytes(3), 3u * test::RecordingKernel::kBackwardBytesPerToken);
     EXPECT_EQ(kernel->spec(), small_spec());
+    EXPECT_THAT(kernel->explain().reasons, testing::Contains(HasSubstr("expected at 4096 tokens")));
 }
 
 TEST_F(SessionTest, MovedSession_KeepsItsKernels) {
