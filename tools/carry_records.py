@@ -46,7 +46,10 @@ def parse_arguments():
 
 def run(*command):
     environment = {**os.environ, "FLCE_NO_RECORDS": "1", "FLCE_CACHE_MAX_BYTES": "0", "FLCE_CACHE_PACKS": "", "FLCE_CACHE_REMOTE": ""}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    except OSError as error:
+        sys.exit(f"{command[0]} cannot be run: {error.strerror}")
     if done.returncode != 0:
         sys.exit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stderr}")
     return done.stdout
@@ -117,10 +120,16 @@ def same_code(args, work, spec, plans):
 
 def main():
     args = parse_arguments()
-    version = json.loads(run(args.today, "info", "--json"))["kernel_versions"]["cuda"]
+    version = json.loads(run(args.today, "info", "--json")).get("kernel_versions", {}).get("cuda")
+    if version is None:
+        sys.exit(f"{args.today} does not say the version of its kernels")
     layers = {}
     for path in args.records:
-        record = json.loads(path.read_text())
+        try:
+            record = json.loads(path.read_text())
+            record["device"]["kind"], record["kernel_version"], record["spec"], record["candidates"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            sys.exit(f"{path} is no tuning record: {error}")
         if record["device"]["kind"] != "cuda":
             sys.exit(f"{path} is of a {record['device']['kind']}; machine code of GPUs is what can be compared here")
         if record["kernel_version"] == version:
