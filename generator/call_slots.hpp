@@ -43,8 +43,7 @@ enum class Slot : std::uint32_t {
     workspace,
     retained,  // forward writes, backward reads; 0: nothing is retained. May be grad_weight's own memory
     retained_bytes,
-    workspace_bytes,   // that the caller has given
-    clusters_at_once,  // 1: the device holds all clusters of a persistent grid at once, so that their tiles may wait for each other
+    workspace_bytes,  // that the caller has given
     count
 };
 

@@ -83,7 +83,7 @@ private:
         tag(Tag::launch);
         number(launch.kernel);
         number(launch.param_bytes);
-        define_all(launch.grid[0], launch.grid[1], launch.grid[2], launch.all_at_once);
+        define_all(launch.grid[0], launch.grid[1], launch.grid[2]);
         number(launch.params.size());
         for (const ParamField& field : launch.params) {
             number(field.offset);

@@ -15,11 +15,10 @@ namespace {
 using Op = Expr::Op;
 
 constexpr std::array<std::string_view, kSlotCount> kSlotNames = {
-    "num_tokens",      "hidden",      "weight",        "bias",           "class_weight", "target",         "target_bits",
-    "ignore_index",    "reduction",   "num_valid",     "num_valid_code", "loss",         "z_loss",         "lse",
-    "logprob",         "entropy",     "invalid_label", "grad_loss",      "grad_lse",     "grad_logprob",   "grad_entropy",
-    "grad_hidden",     "grad_weight", "grad_bias",     "workspace",      "retained",     "retained_bytes", "workspace_bytes",
-    "clusters_at_once"};
+    "num_tokens",   "hidden",      "weight",        "bias",           "class_weight", "target",         "target_bits",
+    "ignore_index", "reduction",   "num_valid",     "num_valid_code", "loss",         "z_loss",         "lse",
+    "logprob",      "entropy",     "invalid_label", "grad_loss",      "grad_lse",     "grad_logprob",   "grad_entropy",
+    "grad_hidden",  "grad_weight", "grad_bias",     "workspace",      "retained",     "retained_bytes", "workspace_bytes"};
 static_assert(!kSlotNames.back().empty());
 
 Expr make_node(Op op, std::int64_t value, std::vector<Expr> args) {
@@ -163,7 +162,7 @@ private:
     [[nodiscard]] std::int64_t value(const Expr& e) const { return evaluate(e, slots_, variables_); }
 
     void execute(const Launch& launch) {
-        InterpretedLaunch result{launch.kernel, {}, std::vector<std::byte>(launch.param_bytes), {}, value(launch.all_at_once) != 0};
+        InterpretedLaunch result{launch.kernel, {}, std::vector<std::byte>(launch.param_bytes), {}};
         for (std::size_t i = 0; i < 3; ++i) {
             result.grid[i] = value(launch.grid[i]);
             if (result.grid[i] <= 0) return;

@@ -112,8 +112,6 @@ struct Launch {
     std::uint32_t param_bytes = 0;
     std::vector<ParamField> params;  ///< fields not named are zero
     std::vector<TensorMapField> maps;
-    /// 1: blocks wait for each other, so the device begins with none before there is room for all. Only for kernels that overlap the one before them.
-    Expr all_at_once{0};
 };
 
 struct Statement;
@@ -171,7 +169,6 @@ struct InterpretedLaunch {
     std::array<std::int64_t, 3> grid{};
     std::vector<std::byte> params;  ///< zeros where the maps go
     std::vector<InterpretedMap> maps;
-    bool all_at_once = false;
 };
 
 /// Throws InternalError where a field or a map reaches past the parameter block, or a map is not aligned.

@@ -1,5 +1,5 @@
 // Backward of many chunks of the vocabulary in one launch. Clusters take the tiles of all phases (chunk_phases.cuh) from one counter, in order: no phase
-// ends with clusters that have nothing to do, and those that are slower have fewer tiles. All blocks run at once, and a tile waits only for earlier phases.
+// ends with clusters that have nothing to do, and those that are slower have fewer tiles. A tile waits only for earlier phases (tickets_sm90.cuh).
 #pragma once
 
 #include "flce/backward_sm90.cuh"
@@ -21,43 +21,6 @@ struct ChunkShape {
     __device__ __forceinline__ int columns() const { return p.columns; }
     __device__ __forceinline__ int even_width() const { return p.even_width; }
     __device__ __forceinline__ int pair_width() const { return p.pair_width; }
-};
-
-/// Numbers of tiles, counted through all phases, that the first block of a cluster takes and hands to all: each to a slot in their shared memory. Nobody is
-/// further ahead of the slowest reader than the ring of slices lets the producer be, which is less than there are slots.
-template <class TileT>
-struct TileNumbers {
-    enum : unsigned { kSlots = 16 };
-    enum : unsigned { kBytes = kSlots * (8 + 4) };
-    static_assert(kSlots >= TileT::kStages + 4,
-                  "a tile is a slice at least: those in the ring, the one at hand, and what each consumer looks at");
-
-    unsigned smem;  ///< barriers, then numbers
-    unsigned turn = 0;
-
-    /// All threads, before the cluster is in step.
-    __device__ __forceinline__ explicit TileNumbers(unsigned smem_) : smem(smem_) {
-        if (threadIdx.x == 0) {
-            for (unsigned slot = 0; slot < kSlots; ++slot) ptx::mbarrier_init(smem + 8 * slot, 1);
-            ptx::fence_mbarrier_init();
-        }
-    }
-    /// One thread of each block: that the next number is on its way; of the first block also the number itself.
-    __device__ __forceinline__ void hand_out(unsigned number, unsigned rank) const {
-        const unsigned slot = turn % kSlots;
-        ptx::mbarrier_arrive_expect_tx(smem + 8 * slot, 4);
-        if (rank != 0) return;
-        for (unsigned block = 0; block < TileT::kCluster; ++block) {
-            ptx::st_async_b32(smem + 8 * kSlots + 4 * slot, number, smem + 8 * slot, block);
-        }
-    }
-    /// Any thread: the next number.
-    __device__ __forceinline__ unsigned take() {
-        const unsigned slot = turn % kSlots;
-        ptx::mbarrier_wait_parity(smem + 8 * slot, turn / kSlots & 1u);
-        ++turn;
-        return ptx::ld_shared_b32(smem + 8 * kSlots + 4 * slot);
-    }
 };
 
 /// This block's tiles.
@@ -168,20 +131,21 @@ struct BackwardChunksSm90 {
     // ---- the producer
 
     __device__ __forceinline__ void produce_all() {
-        const unsigned clusters = gridDim.x / TileT::kCluster;
-        unsigned number = blockIdx.x / TileT::kCluster;
+        unsigned number = ring.rank == 0 ? take() : 0u;
         int phase = -1;
         while (true) {
             walk.numbers.hand_out(number, ring.rank);
             if (!walk.next(ring.rank)) break;
             // It comes while this tile is brought.
-            if (ring.rank == 0) number = clusters + ptx::atom_relaxed_gpu_add(p.taken, 1u);
+            if (ring.rank == 0) number = take();
             const int now = walk.chunk * kChunkKinds + static_cast<int>(walk.kind);
             if (now != phase) wait_for_phases();
             phase = now;
             bring();
         }
     }
+
+    __device__ __forceinline__ unsigned take() const { return ptx::atom_relaxed_gpu_add(p.taken, 1u); }
 
     __device__ __forceinline__ void bring() {
         const int slices = walk.slices;

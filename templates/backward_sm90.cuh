@@ -3,21 +3,20 @@
 
 #include "flce/logit_epilogue.cuh"
 #include "flce/store_sm90.cuh"
+#include "flce/tickets_sm90.cuh"
 
 namespace flce {
 
-/// For every tile of the block, which has slices(): `bring` in the producer, `compute` in the consumers, or in the one whose turn it is.
-template <class MainloopT, class Walk, class Slices, class Bring, class Compute>
-__device__ __forceinline__ void run_tiles(MainloopT& mainloop, Walk& walk, const Slices& slices, bool by_turns, const Bring& bring,
-                                          const Compute& compute) {
+/// For every tile that the block's cluster takes, which has slices(): `bring` in the producer, `compute` in the consumers, or in the one whose turn it is.
+template <class MainloopT, class TileT, class Walk, class Slices, class Bring, class Compute>
+__device__ __forceinline__ void run_tiles(MainloopT& mainloop, Tickets* tickets, TileNumbers<TileT>& numbers, Walk& walk,
+                                          const Slices& slices, bool by_turns, const Bring& bring, const Compute& compute) {
     if (mainloop.place.consumer < 0) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) {
-            while (walk.next(mainloop.rank)) bring();
-        }
+        if (threadIdx.x == 0) bring_tiles(tickets, numbers, walk, mainloop.rank, bring);
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
-        for (int turn = 0; walk.next(mainloop.rank); ++turn) {
+        for (int turn = 0; walk.go_to(numbers.take(), mainloop.rank); ++turn) {
             if (by_turns && turn % 2 != mainloop.place.consumer) {
                 mainloop.skip(slices());
                 continue;
@@ -67,7 +66,10 @@ struct DlogitsSm90 {
 
     enum : int { kSumBytes = Problem::bias ? 4 * 4 * TileT::kConsumers * TileT::kBlockN : 0 };
 
+    enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes + kSumBytes };
+
     const DlogitsSm90Params& p;
+    TileNumbers<TileT> numbers;
     MainloopT mainloop;
     const int rows;
     TileWalk<TileT, Problem::raster> walk;
@@ -76,7 +78,8 @@ struct DlogitsSm90 {
 
     __device__ __forceinline__ explicit DlogitsSm90(const DlogitsSm90Params& params)
         : p(params),
-          mainloop(dynamic_smem, MainloopT::kRingBytes + PanelsT::kBytes + kSumBytes),
+          numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
+          mainloop(dynamic_smem, kBarriersAt),
           rows(listed_rows<Problem>(params.list, params.rows, 1)),
           walk(rows, params.columns),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
@@ -84,7 +87,7 @@ struct DlogitsSm90 {
 
     __device__ __forceinline__ void run() {
         run_tiles(
-            mainloop, walk, [] { return kSlices; }, TileT::kTurns,
+            mainloop, p.tickets, numbers, walk, [] { return kSlices; }, TileT::kTurns,
             [&] { mainloop.produce(p.hidden_map, p.weight_map, walk.m, walk.n, kSlices); }, [&] { compute(); });
         if (mainloop.place.consumer >= 0) panels.finish();
         mainloop.meet();
@@ -195,8 +198,10 @@ struct GradHiddenSm90 {
     using MainloopT = MainloopSm90<OperandsT, TileT>;
     using PanelsT = PanelStore<float, TileT, 1, 2>;
     enum : int { kHidden = Problem::hidden_size };
+    enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes };
 
     const GradHiddenSm90Params& p;
+    TileNumbers<TileT> numbers;
     MainloopT mainloop;
     const int rows;
     TileWalk<TileT, Problem::raster> walk;  ///< of all parts, one below the other as their sums lie
@@ -207,7 +212,8 @@ struct GradHiddenSm90 {
 
     __device__ __forceinline__ explicit GradHiddenSm90(const GradHiddenSm90Params& params)
         : p(params),
-          mainloop(dynamic_smem, MainloopT::kRingBytes + PanelsT::kBytes),
+          numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
+          mainloop(dynamic_smem, kBarriersAt),
           rows(listed_rows<Problem>(params.list, params.rows, 1)),
           walk(rows, kHidden),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
@@ -225,8 +231,9 @@ struct GradHiddenSm90 {
 
     __device__ __forceinline__ void run() {
         run_tiles(
-            mainloop, walk, [&] { return slices_of_part(); }, TileT::kTurns,
+            mainloop, p.tickets, numbers, walk, [&] { return slices_of_part(); }, TileT::kTurns,
             [&] {
+                pace.begin(walk.number);
                 const int depth = part() * slices * TileT::kBlockK;
                 mainloop.produce(vocabulary_operand<Problem>(p), p.weight_map, row_of_part(), walk.n, slices_of_part(), pace, depth, depth);
             },
@@ -348,7 +355,7 @@ private:
 /// grad_weight as it lies in memory: [m: vocabulary, n: hidden] = Σ_k: tokens, or [m: hidden, n: vocabulary] for a hidden_major weight.
 ///
 /// Exponentials may lie in grad_weight's own memory, a block one place behind its gradient's or more. Blocks are then gone through in order, and a tile
-/// is written when every tile whose operand lies there has been multiplied. All blocks of the grid run at once and a tile waits only for earlier ones.
+/// is written when every tile whose operand lies there has been multiplied: tiles of smaller numbers, which clusters that run have taken.
 template <class Problem, class TileT>
 struct GradWeightSm90 {
     using Element = typename Problem::Element;
@@ -359,8 +366,10 @@ struct GradWeightSm90 {
     enum : bool { kPanelled = !(Problem::accumulate && Problem::hidden_major) || rows_aligned<Out>(Problem::vocab_size) };
     using PanelsT = GradWeightPanels<Problem, TileT>;
     enum : bool { kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major };
+    enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes };
 
     const GradWeightSm90Params& p;
+    TileNumbers<TileT> numbers;
     MainloopT mainloop;
     TileWalk<TileT, Problem::raster, kRetainedColumns> walk;
     PanelsT panels;
@@ -370,7 +379,8 @@ struct GradWeightSm90 {
 
     __device__ __forceinline__ explicit GradWeightSm90(const GradWeightSm90Params& params)
         : p(params),
-          mainloop(dynamic_smem, MainloopT::kRingBytes + PanelsT::kBytes),
+          numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
+          mainloop(dynamic_smem, kBarriersAt),
           walk(Problem::hidden_major ? kHidden : params.columns, Problem::hidden_major ? params.columns : kHidden),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           slices(ceil_div(listed_rows<Problem>(params.list, params.rows, 1), TileT::kBlockK)),
@@ -381,8 +391,9 @@ struct GradWeightSm90 {
 
     __device__ __forceinline__ void run() {
         run_tiles(
-            mainloop, walk, [&] { return slices; }, TileT::kTurns,
+            mainloop, p.tickets, numbers, walk, [&] { return slices; }, TileT::kTurns,
             [&] {
+                pace.begin(walk.number);
                 if constexpr (Problem::hidden_major) {
                     mainloop.produce(p.hidden_map, vocabulary_operand<Problem>(p), walk.m, walk.n, slices, pace);
                 } else {

@@ -1,8 +1,9 @@
 // Forward on sm_90a: logits tile by tile, reduced on the fly to RowSums. Every consumer thread keeps its own maxima and sums of its rows; they meet
-// once, at the end of a block's part of the vocabulary.
+// at the end of a stretch of the vocabulary, of which a cluster's share has up to eight (share_jobs_sm90.cuh).
 #pragma once
 
 #include "flce/logit_epilogue.cuh"
+#include "flce/share_jobs_sm90.cuh"
 #include "flce/store_sm90.cuh"
 #include "flce/vocabulary_walk.cuh"
 
@@ -49,31 +50,38 @@ struct ForwardSm90 {
     using PanelsT = PanelStore<typename Problem::Element, TileT, kPanelWidth, 1>;
     enum : int { kPanelBytes = Problem::retain ? PanelsT::kBytes : 0 };
 
+    enum : int { kBarriersAt = MainloopT::kRingBytes + kPanelBytes + kStateBytes };
+    enum : int { kWordsAt = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
+    enum : int { kDirectorAt = kWordsAt + TileWords<TileT>::kBytes };
+    enum : unsigned { kWarps = TileT::kCluster * TileT::kConsumers * 4 };  ///< consumers' of a cluster
+
     const ForwardSm90Params& p;
+    TileNumbers<TileT> jobs;
+    TileWords<TileT> words;
     MainloopT mainloop;
     const Share share;
     const bool compact;  ///< listed rows have been brought together
-    VocabularyWalk walk;
     PanelsT panels;
-    float* const stash;
-    RowSums sums[kPieces][2];  // of the part at hand, this thread's columns only
+    float* const stash;  ///< this thread's sums of its rows of both parts: registers are few beside the accumulators
 
     __device__ __forceinline__ explicit ForwardSm90(const ForwardSm90Params& params)
         : p(params),
-          mainloop(dynamic_smem, MainloopT::kRingBytes + kPanelBytes + kStateBytes),
+          jobs(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
+          words(ptx::shared_address(dynamic_smem) + kWordsAt),
+          mainloop(dynamic_smem, kBarriersAt),
           share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), kTiles, params.clusters, params.stride),
           compact(kLists && params.compact_rows != 0 && *params.list.valid < params.compact_rows),
-          walk(static_cast<int>(blockIdx.x) / TileT::kCluster, share.clusters, share.row_clusters, share.stride),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
 
-    __device__ __forceinline__ int first_row(int part) const {
-        return walk.row_cluster_of(part) * kClusterRows + static_cast<int>(mainloop.rank) * TileT::kBlockM;
+    static __device__ __forceinline__ int cluster() { return static_cast<int>(blockIdx.x) / TileT::kCluster; }
+    __device__ __forceinline__ int first_row(int row_cluster) const {
+        return row_cluster * kClusterRows + static_cast<int>(mainloop.rank) * TileT::kBlockM;
     }
 
     __device__ __forceinline__ void run() {
         if (blockIdx.x == 0 && threadIdx.x == 0) p.scalars->splits = share.splits;
-        if (share.rows == 0 || static_cast<int>(blockIdx.x) / TileT::kCluster >= share.clusters) return mainloop.meet();
+        if (share.rows == 0 || cluster() >= share.clusters) return mainloop.meet();
         if constexpr (Problem::retain) {
             if (p.again != 0 && !any_stale(0, share.rows)) return mainloop.meet();
         }
@@ -101,53 +109,119 @@ struct ForwardSm90 {
         }
         __device__ __forceinline__ int begin() const { return listed == nullptr || last < 0 ? first : listed[0].row; }
     };
-    __device__ __forceinline__ TileRows listed_rows_of(int part) const {
-        const int first = first_row(part);
+    __device__ __forceinline__ TileRows listed_rows_of(int row_cluster) const {
+        const int first = first_row(row_cluster);
         const int last = min(TileT::kBlockM, share.rows - first) - 1;
         if constexpr (!kLists) return {nullptr, first, last};
         if (compact) return {nullptr, p.list.first + first, last};
         return {p.list.rows != nullptr ? p.list.rows + p.list.first + first : nullptr, first, last};
     }
 
-    /// The producer's warpgroup. Where rows lie is looked up once for a part: a tile would wait as long for it as the ring holds out.
+    /// The producer's warpgroup. Its first thread finds out what comes next, and the blocks of a cluster come to the same.
     __device__ __forceinline__ void bring_all() {
-        const Place first = place_of(0);
-        const Place second = place_of(1);
-        while (next()) {
-            const bool is_second = walk.part != 0;
-            bring({is_second ? second.neighbours : first.neighbours, is_second ? second.begin : first.begin});
+        if (threadIdx.x == 0) direct();
+        while (true) {
+            if (threadIdx.x == 0) words.tell(go_on());
+            const TileWord word = words.take();
+            if (word.kind() == TileWord::kStop) break;
+            if (word.kind() == TileWord::kTile) bring(word);
         }
     }
-    struct Place {
-        bool neighbours;
-        int begin;
+
+    /// Where the first thread stands in its job. It lies in shared memory: the producer's registers are few.
+    struct Director {
+        ShareJobs shared;
+        ShareJob job;  ///< kNone before the first one
+        VocabularyWalk walk;
+        int consumer;  ///< that has the tile: always the same one, whichever cluster has the job
+        int end;       ///< tile behind the stretch
+        int begin
+            [2];  ///< where a part's rows do, in hidden or where they have been brought together. Looked up once for a job: a tile would wait as long for it
+            ///< as the ring holds out
+        bool neighbours[2];  ///< whether they are
+        bool any;            ///< the walk is at a tile
     };
-    __device__ __forceinline__ Place place_of(int part) const {
-        const TileRows rows = listed_rows_of(part);
-        return {rows.neighbours(), rows.begin()};
+    static_assert(sizeof(Director) <= 128, "sm90_smem_bytes has as much for it");
+    __device__ __forceinline__ Director& director() const { return *reinterpret_cast<Director*>(dynamic_smem + kDirectorAt); }
+
+    __device__ __forceinline__ void direct() const {
+        Director& d = director();
+        // Rows that are gone through again are hardly ever any, and not worth sharing.
+        const bool alone = p.shares == nullptr || (Problem::retain && p.again != 0);
+        const int stretches =
+            alone ? 1 : VocabularyWalk(0, share.clusters, share.row_clusters, share.stride).stretches(share.clusters, kTiles);
+        d.shared = {stretches == 1 ? nullptr : p.shares, share.clusters, stretches};
+        d.job.number = ShareJob::kNone;
+        d.any = false;
+        d.end = kTiles;
+    }
+
+    /// The next tile, the end of the stretch that has no tile any more, or that nothing is left.
+    __device__ __forceinline__ TileWord go_on() {
+        Director& d = director();
+        int first_tile = 0;
+        if (!d.any || d.walk.tile >= d.end) {
+            if (d.end != kTiles && !d.job.is_others()) {
+                d.job.advance();
+                d.end = (d.job.stretch() + 1) * kTiles / d.shared.stretches;
+                return tile_or_end(d);
+            }
+            if (!start_job(d)) return TileWord::stop();
+            first_tile = d.job.stretch() * kTiles / d.shared.stretches;
+        }
+        do {
+            d.consumer ^= 1;
+            d.any = next(d.walk);
+        } while (d.any && d.walk.tile < first_tile);
+        return tile_or_end(d);
+    }
+    __device__ __forceinline__ bool start_job(Director& d) {
+        unsigned number = 0;
+        if (mainloop.rank == 0) number = d.job.number == ShareJob::kNone ? d.shared.first(cluster()) : d.shared.next();
+        jobs.hand_out(number, mainloop.rank);
+        d.job.number = jobs.take();
+        if (d.job.number == ShareJob::kNone) {
+            if (mainloop.rank == 0) d.shared.leave();
+            return false;
+        }
+        d.walk = VocabularyWalk(d.job.share(), share.clusters, share.row_clusters, share.stride);
+#pragma unroll 1
+        for (int part = 0; part < 2; ++part) {
+            const TileRows rows = listed_rows_of(d.walk.row_cluster_of(part));
+            d.neighbours[part] = rows.neighbours();
+            d.begin[part] = rows.begin();
+        }
+        d.consumer = 1;
+        d.end = (d.job.stretch() + 1) * kTiles / d.shared.stretches;
+        return true;
+    }
+    __device__ __forceinline__ TileWord tile_or_end(const Director& d) const {
+        const VocabularyWalk& walk = d.walk;
+        if (!d.any || walk.tile >= d.end) return TileWord::end(d.job, walk.row_cluster_of(0), walk.has_second(), d.end == kTiles);
+        return TileWord::tile(walk.tile, walk.row_cluster_of(walk.part), walk.part, d.consumer, d.neighbours[walk.part]);
     }
 
     /// Rows that are neighbours in hidden are the copy engine's, for one thread.
-    __device__ __forceinline__ void bring(const Place& place) {
-        const int n = walk.tile * TileT::kBlockN;
+    __device__ __forceinline__ void bring(const TileWord& tile) {
+        const int n = static_cast<int>(tile.number) * TileT::kBlockN;
         if constexpr (kLists) {
-            if (!place.neighbours) {
-                const TileRows rows = listed_rows_of(walk.part);
+            if (!tile.neighbours()) {
+                const TileRows rows = listed_rows_of(tile.row_cluster());
                 const auto row_of = [&](int row) { return row <= rows.last ? rows.listed[row].row : -1; };
                 return mainloop.produce_rows(static_cast<const typename Problem::Element*>(p.hidden), Problem::hidden_size, row_of,
                                              p.weight_map, n, kSlices);
             }
         }
         if (threadIdx.x == 0) {
-            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, place.begin, n, kSlices, NoPace{}, 0, 0,
-                             kFew ? share.rows : TileT::kBlockM);
+            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, director().begin[tile.part()], n, kSlices, NoPace{}, 0,
+                             0, kFew ? share.rows : TileT::kBlockM);
         } else {
             mainloop.skip(kSlices);
         }
     }
 
-    /// On to the cluster's next tile: every thread of its blocks comes to the same ones.
-    __device__ __forceinline__ bool next() {
+    /// On to the share's next tile.
+    __device__ __forceinline__ bool next(VocabularyWalk& walk) const {
         if constexpr (Problem::retain) {
             if (p.again != 0) {
                 while (walk.next(ceil_div(p.retained_columns, TileT::kBlockN))) {
@@ -161,68 +235,88 @@ struct ForwardSm90 {
     }
     __device__ __forceinline__ bool any_stale(int begin, int end) const {
         bool any = false;
+#pragma unroll 1
         for (int row = begin; row < end; row += kOutputRows) any = any || p.stale[row / kOutputRows] != 0u;
         return any;
     }
 
     __device__ __forceinline__ void consume() {
+        int holder = 0;  // the consumer whose turn it is
         forget();
-        stash_part(0);
-        stash_part(1);
-        int part = 0;
-        for (int turn = 0; next(); ++turn) {
-            if (TileT::kTurns && turn % TileT::kConsumers != mainloop.place.consumer) {
-                mainloop.skip(kSlices);
+#pragma unroll 1
+        for (TileWord word = words.take(); word.kind() != TileWord::kStop; word = words.take()) {
+            if (word.kind() == TileWord::kEnd) {
+                end_stretch(word);
                 continue;
             }
-            if (walk.part != part) {
-                stash_part(part);
-                part = walk.part;
-                fetch_part(part);
+            if constexpr (TileT::kTurns) {
+                const int consumer = word.consumer();
+                if (consumer != holder && consumer != mainloop.place.consumer) mainloop.pass_turn();
+                holder = consumer ^ 1;
+                if (consumer != mainloop.place.consumer) {
+                    mainloop.skip(kSlices);
+                    continue;
+                }
             }
+            // What follows from where a thread stands is worked out anew for every tile: kept beside the accumulators, it would not fit.
+            asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
             Accumulators c;
             MainloopT::clear(c);
-            mainloop.consume(c, kSlices, kLists && !listed_rows_of(walk.part).neighbours());
-            reduce(c, walk.tile * TileT::kBlockN);
-        }
-        if constexpr (Problem::retain) {
-            if (p.again != 0) return;
-        }
-        finish(part);
-        if (walk.has_second()) {
-            stash_part(part);
-            fetch_part(part ^ 1);
-            finish(part ^ 1);
+            mainloop.consume(c, kSlices, kLists && !word.neighbours());
+            reduce(c, words.again());  // not kept while the tile was multiplied
         }
     }
 
-    __device__ __forceinline__ void forget() {
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) sums[i][h] = {-infinity(), 0.f, 0.f, 0.f, -infinity()};
+    /// A share is summed up stretch by stretch, each added to what is there of the ones before: so the result does not depend on how many clusters worked on it.
+    __device__ __forceinline__ void end_stretch(const TileWord& word) {
+        const ShareJob job{word.number};
+        // Worked out here, and not kept from stretch to stretch: registers are few.
+        asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
+        if (!Problem::retain || p.again == 0) {
+            if (job.is_others() && job.stretch() > 0) wait_for_stretches(job);
+#pragma unroll 1
+            for (int part = 0; part < (word.has_second() ? 2 : 1); ++part) finish(job, part, word.row_cluster() + part);
+            if (job.is_others()) tell_stretch(job, word.is_last());
+        }
+        forget();
     }
+
+    __device__ __forceinline__ unsigned* done(const ShareJob& job) const { return ShareJobs::done(p.shares, share.clusters, job.share()); }
+    /// Until those before are written.
+    __device__ __forceinline__ void wait_for_stretches(const ShareJob& job) const {
+        if (mainloop.place.lane == 0) {
+            while (ptx::ld_acquire_gpu(done(job)) < static_cast<unsigned>(job.stretch()) * kWarps) {
+            }
+        }
+        __syncwarp();
+    }
+    __device__ __forceinline__ void tell_stretch(const ShareJob& job, bool is_last) const {
+        __syncwarp();
+        if (mainloop.place.lane != 0) return;
+        const unsigned before = ptx::atom_release_gpu_add(done(job), 1u);
+        if (is_last && before + 1 == static_cast<unsigned>(job.stretch() + 1) * kWarps) *done(job) = 0u;  // for the next launch
+    }
+
     __device__ __forceinline__ float* stashed(int part, int i, int h) const {
         return stash + ((part * kPieces + i) * 2 + h) * Fields::kCount * kConsumerThreads;
     }
-    __device__ __forceinline__ void stash_part(int part) const {
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) Fields::store(stashed(part, i, h), kConsumerThreads, sums[i][h]);
+    __device__ __forceinline__ RowSums sums_of(int part, int i, int h) const { return Fields::load(stashed(part, i, h), kConsumerThreads); }
+    __device__ __forceinline__ void keep(int part, int i, int h, const RowSums& sums) const {
+        Fields::store(stashed(part, i, h), kConsumerThreads, sums);
     }
-    __device__ __forceinline__ void fetch_part(int part) {
+    __device__ __forceinline__ void forget() const {
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i)
+        for (int i = 0; i < 2 * kPieces; ++i)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) sums[i][h] = Fields::load(stashed(part, i, h), kConsumerThreads);
+            for (int h = 0; h < 2; ++h) keep(0, i, h, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
     }
 
     /// Adds a tile of logits to this thread's sums; what is retained of it leaves for memory.
-    __device__ __forceinline__ void reduce(Accumulators& c, int first_column) {
+    __device__ __forceinline__ void reduce(Accumulators& c, const TileWord& tile) {
+        const int first_column = static_cast<int>(tile.number) * TileT::kBlockN;
+        const int row0 = first_row(tile.row_cluster());
         float weighted[kPieces][2] = {};
         to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c, weighted);
-        const int row0 = first_row(walk.part);
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
@@ -232,28 +326,36 @@ struct ForwardSm90 {
                 const int within = target - first_column - mainloop.place.column(0, 0);
                 if (target >= 0 && has_column<kColumnPieces>(within)) p.target_logits[row] = pick_column(c[i], h, within);
                 if constexpr (Problem::label_smoothing) {
-                    sums[i][h].weighted_sum += weighted[i][h];
-                    asm volatile("" : "+f"(sums[i][h].weighted_sum));  // here: put off, it would need a second copy of the accumulators
+                    float* const sum = stashed(tile.part(), i, h) + Fields::kWeighted * kConsumerThreads;
+                    *sum += weighted[i][h];
+                    asm volatile("" ::: "memory");  // here: put off, it would need a second copy of the accumulators
                 }
             }
         }
         if constexpr (Problem::retain) {
-            if (p.retained_columns > 0) return retain(c, first_column);
+            if (p.retained_columns > 0) return retain(c, first_column, row0, tile.part());
         }
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) reduce_row(c[i], h, sums[i][h]);
+            for (int h = 0; h < 2; ++h) {
+                RowSums sums = sums_of(tile.part(), i, h);
+                reduce_row(c[i], h, sums);
+                keep(tile.part(), i, h, sums);
+            }
     }
 
     /// Logits become exponentials of what they are above the row's reference, which are added up. Those that are retained leave for memory.
-    __device__ __forceinline__ void retain(Accumulators& c, int first_column) {
+    __device__ __forceinline__ void retain(Accumulators& c, int first_column, int row0, int part) {
         constexpr int kGroup = kPanelWidth * 8;  // column pieces
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
-                exponentials_of_row(c[i], h, reference_of(first_row(walk.part) + mainloop.place.row(i, h)), sums[i][h]);
+            for (int h = 0; h < 2; ++h) {
+                RowSums sums = sums_of(part, i, h);
+                exponentials_of_row(c[i], h, reference_of(row0 + mainloop.place.row(i, h)), sums);
+                keep(part, i, h, sums);
+            }
             if (first_column >= p.retained_columns) continue;
 #pragma unroll
             for (int first = 0; first < kColumnPieces; first += kGroup) {
@@ -261,7 +363,7 @@ struct ForwardSm90 {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) panels.put(c[i], h, first, 1.f);
                 panels.close(BlockedMap{p.retained_map, kRetainedShift}, first_column + first * 8,
-                             first_row(walk.part) + mainloop.place.first_row() + i * 64);
+                             row0 + mainloop.place.first_row() + i * 64);
             }
         }
     }
@@ -302,7 +404,11 @@ struct ForwardSm90 {
     }
     /// The largest logit's own exponential becomes exactly 1, so that confident tokens keep their small losses.
     static __device__ __forceinline__ void to_own_max(RowSums& sums, float reference) {
-        sums.exp_sum /= PowersAbove(reference).exp(sums.max);
+        // A division without a subroutine for subnormal numbers, which would cost registers: both are within 2^±118.
+        const float largest = PowersAbove(reference).exp(sums.max);
+        const float reciprocal = ptx::rcp_approx_ftz(largest);
+        const float quotient = sums.exp_sum * reciprocal;
+        sums.exp_sum = __fmaf_rn(__fmaf_rn(-quotient, largest, sums.exp_sum), reciprocal, quotient);
     }
 
     static __device__ __forceinline__ float row_max(const float (&c)[kColumnPieces][4], int h) {
@@ -348,35 +454,49 @@ struct ForwardSm90 {
         return taken;
     }
 
-    /// Merges the four lanes that share a row and writes a partial result: one for each cluster that has a part of the rows, by turns one a consumer.
-    __device__ __forceinline__ void finish(int part) {
-        const int row_cluster = walk.row_cluster_of(part);
-        const int cluster = static_cast<int>(blockIdx.x) / TileT::kCluster;
-        const int first_cluster = row_cluster * share.clusters / share.row_clusters;
-        const int last_cluster = ((row_cluster + 1) * share.clusters - 1) / share.row_clusters;
-        const int split = (cluster - first_cluster) * Share::kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
+    /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows, by turns one a
+    /// consumer.
+    __device__ __forceinline__ void finish(const ShareJob& job, int part, int row_cluster) {
+        Share of = share;
+        asm volatile(""
+                     : "+r"(of.rows), "+r"(of.row_clusters), "+r"(of.clusters),
+                       "+r"(of.splits));  // what follows from them is worked out here
+        const int first_share = row_cluster * of.clusters / of.row_clusters;
+        const int last_share = ((row_cluster + 1) * of.clusters - 1) / of.row_clusters;
+        const int split = (job.share() - first_share) * Share::kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
+        const long long ld = partial_rows_of(of.rows);
+        float* const partial = p.partials + split * Fields::kCount * ld + first_row(row_cluster) + mainloop.place.row(0, 0);
+        const int rows = of.rows - first_row(row_cluster) - mainloop.place.row(0, 0);  // from this thread's first one on
+        const bool writes = mainloop.place.lane % 4 == 0;
+        RowSums before[kPieces][2];  // all of them on their way before the first is needed
+        if (job.stretch() > 0 && writes) {
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    if (i * 64 + h * 8 < rows) before[i][h] = Fields::load(partial + i * 64 + h * 8, ld);
+        }
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int row = first_row(part) + mainloop.place.row(i, h);
+                RowSums sums = sums_of(part, i, h);
                 if constexpr (Problem::retain) {
-                    if (p.retained_columns > 0 && shares(sums[i][h].max, reference_of(row))) to_own_max(sums[i][h], reference_of(row));
-                }
-                const RowSums all = merge_quad(sums[i][h]);
-                if (mainloop.place.lane % 4 != 0 || row >= share.rows) continue;
-                write_partial(split, row, all);
-                if (cluster == last_cluster) {
-                    for (int rest = split + Share::kWriters; rest < share.splits; rest += Share::kWriters) {
-                        write_partial(rest, row, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
+                    if (p.retained_columns > 0) {
+                        const float reference = reference_of(first_row(row_cluster) + mainloop.place.row(i, h));
+                        if (shares(sums.max, reference)) to_own_max(sums, reference);
                     }
+                }
+                const RowSums all = merge_quad(sums);
+                if (!writes || i * 64 + h * 8 >= rows) continue;
+                float* const at = partial + i * 64 + h * 8;
+                Fields::store(at, ld, job.stretch() > 0 ? merge(before[i][h], all) : all);
+                if (job.stretch() > 0 || job.share() != last_share) continue;
+                for (int rest = Share::kWriters; rest < of.splits - split; rest += Share::kWriters) {
+                    Fields::store(at + rest * Fields::kCount * ld, ld, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
                 }
             }
         }
-    }
-    __device__ __forceinline__ void write_partial(int split, int row, const RowSums& sums) const {
-        const long long ld = partial_rows_of(share.rows);
-        Fields::store(p.partials + split * Fields::kCount * ld + row, ld, sums);
     }
 
     static __device__ __forceinline__ RowSums merge_quad(RowSums mine) {

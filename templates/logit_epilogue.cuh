@@ -105,8 +105,8 @@ __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& p
         for (int e = 0; e < 2; ++e) {
             float bias = 0.f;
             if constexpr (Problem::bias) {
-                const int column = first_column + place.column(j, e);
-                if (!ragged || column < Problem::vocab_size) bias = to_float(static_cast<const typename Problem::Element*>(p.bias)[column]);
+                const int column = min(first_column + place.column(j, e), Problem::vocab_size - 1);
+                bias = to_float(static_cast<const typename Problem::Element*>(p.bias)[column]);
             }
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {

@@ -107,39 +107,49 @@ struct PlaceSm90 {
 };
 
 /// Keeps the clusters of a grid at nearly the same depth of their tiles while they go through sums that are thousands of slices long: what one reads
-/// from memory the others then find in L2. Whoever is ahead of the slowest by two steps waits, and it is the slowest that ends a wave of tiles anyhow.
-/// Steps of all waves are numbered through; counter i has those with number ≡ i, and is never set back.
+/// from memory the others then find in L2. A cluster that is ahead of the slowest by two steps waits, and it is the slowest that ends a wave of tiles anyhow.
+/// Steps are numbered through all waves, a wave being as many tiles as the grid has clusters; counter i has the steps with number ≡ i, and is never set back.
+///
+/// The pace is worth a few microseconds. Where a cluster does not run, because another kernel has its SMs, its steps are not made in time: the others give up.
 struct Pace {
-    enum : int { kSlices = 8 };  ///< of a step
+    enum : int { kSlices = 8 };     ///< of a step
+    enum : int { kPatience = 32 };  ///< looks at a counter, each as long as an access to L2
 
     unsigned* counters;  // null: no pace
     int clusters;
-    int full_steps;  // of waves in which every cluster has a tile
-    int rest;        // clusters that have one in the wave after them
-    int step = 0;    // this cluster's next
+    int full_steps;  // of waves with a tile for every cluster
+    int rest;        // tiles of the wave after those
+    int tile_steps;
+    int first_step = 0;  // of the tile at hand
 
-    __device__ __forceinline__ Pace(unsigned* counters_, int clusters_, int tiles, int slices) : counters(counters_), clusters(clusters_) {
-        full_steps = tiles / clusters * ceil_div(slices, kSlices);
+    __device__ __forceinline__ Pace(unsigned* counters_, int clusters_, int tiles, int slices)
+        : counters(counters_), clusters(clusters_), tile_steps(ceil_div(slices, kSlices)) {
+        full_steps = tiles / clusters * tile_steps;
         rest = tiles % clusters;
     }
-    /// One thread of a cluster, before it brings a slice of a tile.
+    /// One thread of a cluster, before it brings a tile.
+    __device__ __forceinline__ void begin(unsigned number) {
+        if (counters != nullptr) first_step = static_cast<int>(number) / clusters * tile_steps;
+    }
+    /// One thread of a cluster, before it brings a slice of the tile.
     __device__ __forceinline__ void before(int slice) {
-        if (slice % kSlices == 0 && counters != nullptr) next();
+        if (slice % kSlices == 0 && counters != nullptr) go_to(first_step + slice / kSlices);
     }
 
 private:
-    __device__ __forceinline__ void next() {
+    __device__ __forceinline__ void go_to(int step) {
         ptx::red_relaxed_gpu_add(counters + step % kPaceCounters, 1u);
-        if (const int before = step - 1; before >= 0) {
-            const int slot = before % kPaceCounters;
-            const int times = before / kPaceCounters + 1;
-            const int full = min(times, (full_steps - slot + kPaceCounters - 1) / kPaceCounters);
-            const unsigned all = static_cast<unsigned>(full * clusters + (times - full) * rest);
-            // Not forever: the pace is only worth some time.
-            for (int patience = 1000; patience > 0 && ptx::ld_relaxed_gpu(counters + slot) < all; --patience) {
-            }
+        const int before = step - 1;
+        if (before < 0) return;
+        const int slot = before % kPaceCounters;
+        const int times = before / kPaceCounters + 1;
+        const int full = min(times, (full_steps - slot + kPaceCounters - 1) / kPaceCounters);
+        const unsigned all = static_cast<unsigned>(full * clusters + (times - full) * rest);
+        for (int patience = kPatience; ptx::ld_relaxed_gpu(counters + slot) < all; --patience) {
+            if (patience > 0) continue;
+            counters = nullptr;
+            return;
         }
-        ++step;
     }
 };
 struct NoPace {
@@ -217,6 +227,12 @@ struct RingSm90 {
 
     /// By turns: the slices of a tile that the other consumer has.
     __device__ __forceinline__ void skip(int slices) { position.advance(slices); }
+    /// By turns: the consumer whose turn it is leaves it to the other one.
+    __device__ __forceinline__ void pass_turn() {
+        ptx::mbarrier_wait_parity(turn(place.consumer), turn_parity);
+        turn_parity ^= 1u;
+        if (place.lane == 0) ptx::mbarrier_arrive(turn(place.consumer ^ 1));
+    }
 
 protected:
     __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8u * static_cast<unsigned>(stage); }
@@ -411,8 +427,8 @@ private:
 enum : int { kProducerRegisters = 40 };
 enum : int { kConsumerRegisters = 232 };
 
-/// Tiles of a persistent GEMM: clusters take them in turn, in the order of tile_of_block over clusters of tiles; `in_blocks`: with kBlockRows rows after
-/// each other instead of kRaster clusters of tiles.
+/// Tiles of a persistent GEMM by number, in the order of tile_of_block over clusters of tiles; `in_blocks`: with kBlockRows rows after each other instead of
+/// kRaster clusters of tiles.
 template <class TileT, int kRaster, int kBlockRows = 0>
 struct TileWalk {
     enum : int { kClusterRows = TileT::kBlockM * TileT::kCluster };
@@ -420,30 +436,30 @@ struct TileWalk {
 
     int clusters_m;  // of tiles
     int tiles_n;
-    unsigned next_tile;
     unsigned count;  // tiles of what has room in memory: far below 2^32
     bool in_blocks = false;
-    int m = 0;  // first row of this block's tile
+    unsigned number = 0;  // of the tile at hand
+    int m = 0;            // first row of this block's tile
     int n = 0;
 
     __device__ __forceinline__ TileWalk(int extent_m, int extent_n)
         : clusters_m(ceil_div(extent_m, TileT::kBlockM * TileT::kCluster)),
           tiles_n(ceil_div(extent_n, TileT::kBlockN)),
-          next_tile(blockIdx.x / TileT::kCluster),
           count(static_cast<unsigned>(clusters_m) * static_cast<unsigned>(tiles_n)) {}
 
-    __device__ __forceinline__ bool next(unsigned rank) {
-        if (next_tile >= count) return false;
+    /// False where there is no such tile.
+    __device__ __forceinline__ bool go_to(unsigned tile, unsigned rank) {
+        if (tile >= count) return false;
+        number = tile;
         int tile_m;
         int tile_n;
         if (in_blocks) {
-            tile_of_block<kBlockClusters>(next_tile, clusters_m, tiles_n, tile_m, tile_n);
+            tile_of_block<kBlockClusters>(tile, clusters_m, tiles_n, tile_m, tile_n);
         } else {
-            tile_of_block<kRaster>(next_tile, clusters_m, tiles_n, tile_m, tile_n);
+            tile_of_block<kRaster>(tile, clusters_m, tiles_n, tile_m, tile_n);
         }
         m = (tile_m * TileT::kCluster + static_cast<int>(rank)) * TileT::kBlockM;
         n = tile_n * TileT::kBlockN;
-        next_tile += gridDim.x / TileT::kCluster;
         return true;
     }
 };

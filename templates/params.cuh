@@ -22,6 +22,19 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
+/// How far the work of a launch has been taken: by whichever cluster runs, piece by piece. 0 before a launch, and again after it.
+struct Tickets {
+    unsigned taken;
+    unsigned left;  ///< clusters that have found nothing to take any more
+};
+
+/// The same for forward, whose clusters each have a share of the work; behind it lie two words for each share, `owner` and `done`.
+struct ShareTickets {
+    Tickets tickets;  ///< taken: stretches of shares whose own cluster does not run
+    unsigned owned;   ///< shares whose own cluster runs
+    unsigned unused;
+};
+
 /// Numbers of a pass that only the device knows, in the workspace.
 struct PassScalars {
     float class_weight_total;  ///< Σ c_j
@@ -32,6 +45,7 @@ struct PassScalars {
     unsigned target_bits;         ///< the same for |t|, what the target's dz has and others do not
     int valid_rows;               ///< of a RowList
     int splits;                   ///< cuda_sm90a: ForwardParams' of the last launch of forward
+    Tickets tickets;              ///< cuda_sm90a: of the launch at hand
 };
 
 /// A token and its label, as load_target has it.
@@ -133,9 +147,12 @@ struct PrepareParams {
     ListedRow* list;  ///< [num_tokens], or null. With it forward's outputs of ignored rows, where they are wanted: 0
     float* outputs[kRowOutputs];
     unsigned long long* invalid_label;
+    unsigned* counters;  ///< set to 0
     long long num_tokens;
+    int counter_count;
     int want_class_weights;
     int want_count;
+    int unused;
 };
 
 /// Copies the listed rows of hidden to the front of `compact` and zeroes the rest.
@@ -299,6 +316,7 @@ struct ForwardSm90Params : ForwardParams {
     TensorMap weight_map;
     TensorMap compact_map;    ///< of listed rows in order
     TensorMap retained_map;   ///< to store exponentials, where the Problem retains them
+    ShareTickets* shares;     ///< of this launch; null: each cluster has its own share, whenever it runs
     const float* references;  ///< [rows]
     const unsigned* stale;    ///< the second time: which rows (as RowOutputsParams has it)
     PassScalars* scalars;
@@ -315,6 +333,7 @@ struct DlogitsSm90Params : DlogitsParams {
     TensorMap hidden_map;
     TensorMap weight_map;
     TensorMap dlogits_map;  ///< to store
+    Tickets* tickets;
     RowList list;
 };
 
@@ -324,7 +343,8 @@ struct GradHiddenSm90Params : GradHiddenParams {
     TensorMap accumulator_map;  ///< fp32, to store and add
     const float* row_scales;    ///< [rows], of the first launch: what its products are multiplied with; null: 1
     unsigned* pace;             ///< [kPaceCounters], 0 before; null: no pace
-    RowList list;               ///< grad_hidden then begins with the call's first row
+    Tickets* tickets;
+    RowList list;  ///< grad_hidden then begins with the call's first row
     SumShare share;
     int column_shift;  ///< BlockedMap's, of dlogits_map where the Problem retains
     int unused;
@@ -336,6 +356,7 @@ struct GradWeightSm90Params : GradWeightParams {
     TensorMap grad_weight_map;  ///< to store, or to add to
     unsigned* readers;          ///< of exponentials in grad_weight's memory, warps that are done with each block; null: they lie elsewhere
     unsigned* pace;             ///< GradHiddenSm90Params'
+    Tickets* tickets;
     RowList list;
     long long block_bytes;      ///< from one block to the next
     unsigned readers_of_block;  ///< warps that multiply a whole block

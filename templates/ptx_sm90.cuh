@@ -165,6 +165,17 @@ __device__ __forceinline__ unsigned atom_relaxed_gpu_add(unsigned* counter, unsi
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(r) : "l"(counter), "r"(value));
     return r;
 }
+/// What was there; `value` is, where that was `expected`.
+__device__ __forceinline__ unsigned atom_relaxed_gpu_cas(unsigned* word, unsigned expected, unsigned value) {
+    unsigned r;
+    asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;\n" : "=r"(r) : "l"(word), "r"(expected), "r"(value));
+    return r;
+}
+__device__ __forceinline__ unsigned atom_release_gpu_add(unsigned* counter, unsigned value) {
+    unsigned r;
+    asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(r) : "l"(counter), "r"(value) : "memory");
+    return r;
+}
 __device__ __forceinline__ unsigned ld_relaxed_gpu(const unsigned* counter) {
     unsigned r;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(r) : "l"(counter));

@@ -205,6 +205,7 @@ __device__ __forceinline__ void start_scalars(const TargetParams& targets, const
     scalars->z_loss_scale = factors.z_loss;
     scalars->dlogits_bound_bits = 0u;
     scalars->target_bits = 0u;
+    scalars->tickets = {0u, 0u};
 }
 
 /// Lists valid rows in order and then the others, from the last to the first; their outputs become 0. One block: it goes through the labels from the
@@ -276,6 +277,7 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
         }
     }
     start_scalars<Problem, kReduceThreads>(p.targets, p.count, p.class_weight, p.num_tokens, p.want_count, p.scalars);
+    for (int i = static_cast<int>(threadIdx.x); i < p.counter_count; i += kReduceThreads) p.counters[i] = 0u;
     if constexpr (Problem::lists_rows) {
         if (p.list != nullptr) list_rows<Problem>(p);
     }

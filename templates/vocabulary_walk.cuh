@@ -19,6 +19,8 @@ namespace flce {
 /// Tiles are found without a search, which would take as long as the weight's way through the ring where few clusters share rows: tiles step round the
 /// circle of units, and whatever comes back to an arc of it does so after one of three numbers of steps (the three-gap theorem).
 struct VocabularyWalk {
+    enum : int { kMostStretches = 8 };
+
     int row_cluster;  // of part 0
     int arc;          // units
     int second;       // of them, the first that belongs to part 1
@@ -30,6 +32,7 @@ struct VocabularyWalk {
     int tile;
     int part = -1;  // before the first tile
 
+    VocabularyWalk() = default;
     FLCE_HOST_DEVICE VocabularyWalk(int cluster, int clusters, int row_clusters, int stride) : arc(row_clusters) {
         const int begin = cluster * row_clusters;
         row_cluster = begin / clusters;
@@ -71,6 +74,12 @@ struct VocabularyWalk {
         }
         part = place < second ? 0 : 1;
         return tile < tiles;
+    }
+    /// Stretches into which the vocabulary may be divided, at most kMostStretches, so that each has a tile of every cluster.
+    FLCE_HOST_DEVICE int stretches(int clusters, int tiles) const {
+        const int longest_way = arc == 1 ? clusters : up_tiles + down_tiles;
+        const int most = tiles / longest_way;
+        return most < 1 ? 1 : most < kMostStretches ? most : kMostStretches;
     }
     FLCE_HOST_DEVICE int row_cluster_of(int which) const { return row_cluster + which; }
     FLCE_HOST_DEVICE bool has_second() const { return second < arc; }

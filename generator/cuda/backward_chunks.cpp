@@ -25,6 +25,7 @@ Statement BackwardWriter::dlogits() const {
     map(launch, &DlogitsSm90Params::hidden_map, hidden_matrix(), tile.block_m);
     map(launch, &DlogitsSm90Params::weight_map, weight_chunk(), vocab_major() ? tile.block_n / kClusterBlocks : kSecondRows);
     map(launch, &DlogitsSm90Params::dlogits_map, dlogits_matrix(), kFirstRows);
+    launch.set(&DlogitsSm90Params::tickets, tickets());
     list(launch, first_row(variable(kRowBlock)));
     return launch.build();
 }
@@ -55,7 +56,7 @@ Statement BackwardWriter::grad_hidden() const {
     if (!sm90()) return grad_hidden_launch<GradHiddenParams>().build();
     const GemmTile& tile = plan_.cuda.grad_hidden;
     auto launch = grad_hidden_launch<GradHiddenSm90Params>();
-    launch.set(&GradHiddenSm90Params::column_shift, kOneBlock);
+    launch.set(&GradHiddenSm90Params::column_shift, kOneBlock).set(&GradHiddenSm90Params::tickets, tickets());
     map(launch, &GradHiddenSm90Params::dlogits_map, dlogits_operand(), tile.block_m);
     map(launch, &GradHiddenSm90Params::weight_map, weight_chunk(), vocab_major() ? kSecondRows : tile.block_n / kClusterBlocks);
     const Expr row = first_row(variable(kRowBlock));
@@ -91,7 +92,7 @@ LaunchBuilder<Params> BackwardWriter::grad_hidden_launch() const {
 Statement BackwardWriter::grad_weight() const {
     if (!sm90()) return grad_weight_launch<GradWeightParams>().build();
     auto launch = grad_weight_launch<GradWeightSm90Params>();
-    launch.set(&GradWeightSm90Params::column_shift, kOneBlock);
+    launch.set(&GradWeightSm90Params::column_shift, kOneBlock).set(&GradWeightSm90Params::tickets, tickets());
     map(launch, &GradWeightSm90Params::dlogits_map, dlogits_operand(), vocab_major() ? kFirstRows : kSecondRows);
     map(launch, &GradWeightSm90Params::hidden_map, hidden_matrix(), vocab_major() ? kSecondRows : kFirstRows);
     map(launch, &GradWeightSm90Params::grad_weight_map, weight_matrix(weight_at(Slot::grad_weight, grad_element_), column_count()),

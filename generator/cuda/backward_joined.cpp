@@ -46,7 +46,6 @@ std::vector<Statement> BackwardWriter::joined_steps() const {
     map(launch, &Params::grad_weight_map, weight_matrix(weight_of(Slot::grad_weight, grad_element_), columns), kFirstRows,
         static_cast<int>(grad_element_));
     list(launch, 0);
-    launch.all_at_once(1);
     return {Statement{MemsetZero{at(layout_.progress), layout_.progress_bytes}}, launch.build()};
 }
 

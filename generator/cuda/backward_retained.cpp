@@ -57,6 +57,7 @@ Statement BackwardWriter::retained_grad_hidden() const {
         .set(&GradHiddenParams::last, equal(kept_, spec_.vocab_size))
         .set(&GradHiddenSm90Params::row_scales, retained_at(retained_.row_scales))
         .set(&GradHiddenSm90Params::pace, at(layout_.counters))
+        .set(&GradHiddenSm90Params::tickets, tickets())
         .set(&GradHiddenSm90Params::column_shift, kRetainedShift);
     map(launch, &GradHiddenSm90Params::dlogits_map, exponentials(), tile.block_m);
     map(launch, &GradHiddenSm90Params::weight_map, weight_matrix(slot(Slot::weight), kept_),
@@ -84,6 +85,7 @@ Statement BackwardWriter::retained_grad_weight() const {
         .set(&GradWeightParams::last, 1)
         .set(&GradWeightSm90Params::readers, select(lent, at(layout_.counters) + 2 * kPaceCounters * 4, 0))
         .set(&GradWeightSm90Params::pace, at(layout_.counters) + kPaceCounters * 4)
+        .set(&GradWeightSm90Params::tickets, tickets())
         .set(&GradWeightSm90Params::block_bytes, retained_.block_bytes)
         .set(&GradWeightSm90Params::readers_of_block, readers)
         .set(&GradWeightSm90Params::column_shift, kRetainedShift);
@@ -92,7 +94,6 @@ Statement BackwardWriter::retained_grad_weight() const {
     map(launch, &GradWeightSm90Params::grad_weight_map, weight_matrix(slot(Slot::grad_weight), kept_), kFirstRows,
         static_cast<int>(grad_element_));
     list(launch, 0);
-    launch.all_at_once(lent);
     return launch.build();
 }
 

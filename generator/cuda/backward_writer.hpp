@@ -2,6 +2,7 @@
 // retained. What is sized where is BackwardLayout's.
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 #include "generator/cuda/launch_builder.hpp"
@@ -27,7 +28,7 @@ public:
           first_columns_(
               select(less(0, kept_), kept_, select(less(0, layout.wide_chunks), layout.wide_chunk, min(layout.chunk, spec.vocab_size)))),
           element_(static_cast<std::int64_t>(element_bytes(spec.dtype))),
-          joined_(min(min(layout.joined, slot(Slot::clusters_at_once)), min(present(Slot::grad_hidden), present(Slot::grad_weight)))),
+          joined_(min(layout.joined, min(present(Slot::grad_hidden), present(Slot::grad_weight)))),
           grad_element_(static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype))) {}
 
     [[nodiscard]] LaunchProgram program();
@@ -40,6 +41,7 @@ private:
 
     static Expr present(Slot which) { return equal(equal(slot(which), 0), 0); }
     Expr at(const Expr& offset) const { return slot(Slot::workspace) + offset; }
+    Expr tickets() const { return at(layout_.scalars + static_cast<std::int64_t>(offsetof(PassScalars, tickets))); }
     Expr first_row(const Expr& block) const { return block * layout_.rows; }
     Expr row_count(const Expr& block) const { return min(slot(Slot::num_tokens) - first_row(block), layout_.rows); }
     /// Chunks of one width, from a column of the vocabulary on.

@@ -16,6 +16,12 @@ Expr is_none() { return equal(slot(Slot::reduction), static_cast<std::int64_t>(R
 /// Whether one block of row_outputs has every token, so that it can write the scalar loss itself: a launch less.
 Expr one_block() { return less(slot(Slot::num_tokens), kOutputRows + 1); }
 
+/// Whether `prepare` runs before: for sums over the class weights, or where there are tokens enough for lists of rows and for sharing work out anew.
+Expr prepares(const Spec& spec, const Plan& plan) {
+    if (spec.class_weight && spec.label_smoothing > 0) return 1;
+    return plan.path == PlanPath::cuda_sm90a ? less(kRowThreads, slot(Slot::num_tokens)) : Expr(0);
+}
+
 /// The tokens of one launch of forward, the kernel for them, and how it divides its work.
 struct Rows {
     Expr first;  ///< in the list, where there is one
@@ -85,6 +91,7 @@ Statement forward_launch(const Spec& spec, const Plan& plan, const CudaSource& s
         .set_map(&ForwardSm90Params::weight_map, {slot(Slot::weight), along, across, row_elements},
                  (vocab_major ? tile.block_n : 64) / rows.cluster_blocks)
         .set(&ForwardSm90Params::scalars, at(layout.scalars))
+        .set(&ForwardSm90Params::shares, rows.cluster_blocks == 1 ? Expr(0) : select(prepares(spec, plan), at(layout.shares), 0))
         .set_list(&ForwardSm90Params::list, rows.list, at(layout.scalars), rows.first)
         .set(&ForwardSm90Params::clusters, rows.share.most_clusters)
         .set(&ForwardSm90Params::stride, rows.share.stride);
@@ -183,6 +190,8 @@ Statement prepare_launch(const Spec& spec, const CudaSource& source, const Prepa
         .set_targets(&PrepareParams::targets, 0)
         .set_count(&PrepareParams::count)
         .set(&PrepareParams::list, preparation.list)
+        .set(&PrepareParams::counters, at(preparation.counters))
+        .set(&PrepareParams::counter_count, preparation.counter_count)
         .set(&PrepareParams::num_tokens, slot(Slot::num_tokens))
         .set(&PrepareParams::want_class_weights, spec.class_weight && spec.label_smoothing > 0 ? 1 : 0)
         .set(&PrepareParams::want_count, preparation.want_count);
@@ -200,8 +209,9 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     LaunchProgram program;
     program.variable_count = 1;
     const Expr list = select(lists_rows(plan), at(layout.list), 0);
-    const Expr prepares = spec.class_weight && spec.label_smoothing > 0 ? Expr(1) : lists_rows(plan);
-    program.body.push_back({If{prepares, {prepare_launch(spec, source, {.scalars = layout.scalars, .list = list, .outputs = true})}}});
+    const Preparation preparation{
+        .scalars = layout.scalars, .list = list, .outputs = true, .counters = layout.shares, .counter_count = layout.share_words};
+    program.body.push_back({If{prepares(spec, plan), {prepare_launch(spec, source, preparation)}}});
     if (plan.path == PlanPath::cuda_sm90a) program.body.push_back({If{layout.compacts, {gather_launch(source, layout, list)}}});
     const Expr first = variable(0) * layout.rows;
     const Expr count = min(slot(Slot::num_tokens) - first, layout.rows);

@@ -90,11 +90,6 @@ public:
         return *this;
     }
 
-    LaunchBuilder& all_at_once(Expr condition) {
-        launch_.all_at_once = std::move(condition);
-        return *this;
-    }
-
     [[nodiscard]] Statement build() { return {std::move(launch_)}; }
 
 private:

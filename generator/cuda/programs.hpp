@@ -18,8 +18,10 @@ namespace flce {
 struct Preparation {
     std::int64_t scalars = 0;  ///< offset; class-weight totals, and the divisors of a mean where `want_count` says so
     Expr want_count{0};
-    Expr list{0};          ///< address, or 0
-    bool outputs = false;  ///< forward's, of rows that are not listed
+    Expr list{0};               ///< address, or 0
+    bool outputs = false;       ///< forward's, of rows that are not listed
+    std::int64_t counters = 0;  ///< offset of words that are set to 0
+    std::int64_t counter_count = 0;
 };
 [[nodiscard]] Statement prepare_launch(const Spec& spec, const CudaSource& source, const Preparation& preparation);
 

@@ -32,19 +32,19 @@ std::int64_t sm80_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
     return (role == GemmRole::forward ? operands : std::max(operands, staged)) + beside;
 }
 
-/// The ring of stages, what an epilogue keeps or hands over, and the barriers.
+/// The ring of stages, what an epilogue keeps or hands over, the barriers, and numbers of tiles.
 std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
     constexpr std::int64_t kPanelBytes = 64 * 128;
     const std::int64_t ring = std::int64_t{128} * (tile.block_m + tile.block_n) * tile.stages;
     const int consumer_rows = takes_turns(tile) ? tile.block_m : tile.block_m / 2;
     std::int64_t beside = 0;
     if (role == GemmRole::forward || role == GemmRole::forward_retain) {
-        beside = std::int64_t{2} * 256 * (consumer_rows / 64 * 2) * partial_fields(spec) * 4;  // two parts' sums of every thread
+        // Two parts' sums of every thread, words for the consumers, and where the first thread stands.
+        beside = std::int64_t{2} * 256 * (consumer_rows / 64 * 2) * partial_fields(spec) * 4 + 32 * (8 + 8) + 128;
         // Panels that leave together: ForwardSm90::kPanelWidth.
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n % 192 == 0 ? 3 : tile.block_n % 128 == 0 ? 2 : 1);
     } else if (role == GemmRole::chunks) {
-        beside = 2 * kPanelBytes * (tile.block_n / 64) + 8 * 2 * 2 + 16 * 12 +
-                 8;  // panels, an update's barriers, numbers of tiles, rows and parts
+        beside = 2 * kPanelBytes * (tile.block_n / 64) + 8 * 2 * 2 + 8;  // panels, an update's barriers, rows and parts
     } else if (role == GemmRole::dlogits) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + (spec.bias ? 4 * 4 * 2 * tile.block_n : 0);
     } else if (role == GemmRole::grad_hidden) {
@@ -53,7 +53,8 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
         const bool updates = element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::accumulate;
         beside = 2 * kPanelBytes * 2 + (updates ? 8 * 2 * 2 : 0);
     }
-    return ring + beside + std::int64_t{8} * (2 * tile.stages + 2);
+    constexpr std::int64_t kNumberBytes = 16 * (8 + 4);
+    return ring + beside + std::int64_t{8} * (2 * tile.stages + 2) + kNumberBytes;
 }
 
 /// Of a thread's 232 registers. A gradient's terms are alive beside the accumulators: the capped logit and its derivative, what multiplies the logit,

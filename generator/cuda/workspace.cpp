@@ -207,6 +207,11 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
     f.partial_rows = round_up(rows, 32);
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
+    f.shares = *pieces.end().constant();
+    if (plan.path == PlanPath::cuda_sm90a) {
+        f.share_words = static_cast<std::int64_t>(sizeof(ShareTickets)) / 4 + 2 * ClusterShare(spec, device, plan, field_bytes).clusters;
+        pieces.take(f.share_words * 4);
+    }
     f.list = pieces.take(lists_rows(plan) * n * kListedRowBytes);
     f.target_logits = pieces.take(rows * 4);
     f.loss_partials = pieces.take(ceil_div(n, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial)));

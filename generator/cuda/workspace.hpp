@@ -32,6 +32,8 @@ struct ForwardLayout {
     // Offsets in the workspace, bytes.
     std::int64_t scalars = 0;
     Expr list{0};
+    std::int64_t shares = 0;  ///< cuda_sm90a: ShareTickets, and two words for each share
+    std::int64_t share_words = 0;
     Expr target_logits{0};
     Expr loss_partials{0};
     Expr partials{0};

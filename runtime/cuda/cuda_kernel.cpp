@@ -188,8 +188,6 @@ public:
             for (const KernelEntry& kernel : set.program.units[i].kernels) functions[kernel.name] = load(*modules_.back(), kernel);
         }
         for (const KernelEntry& kernel : kernels_) functions_.push_back(functions.at(kernel.name));
-        lends_ = all_clusters_run_at_once("flce_grad_weight", functions);
-        joins_ = all_clusters_run_at_once("flce_backward_chunks", functions);
         launchers_ = launchers.get();
         forward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kForwardLauncherSymbol));
         backward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
@@ -214,20 +212,10 @@ private:
         return function;
     }
 
-    /// Tiles that wait for others, of grad_weight where exponentials lie in its memory and of joined chunks, need every cluster of the grid on the device.
-    [[nodiscard]] bool all_clusters_run_at_once(std::string_view name, const std::map<std::string, CUfunction>& functions) const {
-        const auto waits = [&](const KernelEntry& kernel) { return kernel.name == name && kernel.overlaps_previous; };
-        const auto kernel = std::ranges::find_if(kernels_, waits);
-        if (kernel == kernels_.end()) return false;
-        return modules_.front()->clusters(functions.at(kernel->name), kernel->block_threads, kernel->dynamic_smem_bytes, kClusterBlocks) >=
-               device().gpu.sm_count / kClusterBlocks;
-    }
-
     void run(bool backward, const std::int64_t* call, Stream stream) const override {
         const ContextScope scope(*context_);
         CallSlots slots{};
         std::copy_n(call, slots.size(), slots.begin());
-        slots[static_cast<std::size_t>(Slot::clusters_at_once)] = joins_ ? 1 : 0;
         const std::int64_t result = (backward ? backward_ : forward_)(&launcher_context_, slots.data(), stream.handle);
         if (result != 0) fail(backward, result);
     }
@@ -237,7 +225,6 @@ private:
     }
 
     std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace place) const override {
-        if (place == RetainedPlace::grad_weight && !lends_) return 0;
         return (place == RetainedPlace::own ? retained_bytes_ : lendable_bytes_).of(num_tokens);
     }
 
@@ -265,8 +252,6 @@ private:
     WorkspaceSize backward_workspace_;
     WorkspaceSize retained_bytes_;
     WorkspaceSize lendable_bytes_;
-    bool lends_ = false;
-    bool joins_ = false;
     // Of which errors speak.
     LaunchProgram forward_program_;
     LaunchProgram backward_program_;

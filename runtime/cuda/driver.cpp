@@ -179,20 +179,6 @@ FunctionUse CudaModule::use(CUfunction function, std::uint32_t block_threads, st
     return use;
 }
 
-int CudaModule::clusters(CUfunction function, std::uint32_t block_threads, std::uint32_t dynamic_smem_bytes,
-                         unsigned cluster_blocks) const {
-    const ContextScope scope(*context_);
-    CUlaunchAttribute attribute{};
-    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    attribute.value.clusterDim.x = cluster_blocks;
-    attribute.value.clusterDim.y = 1;
-    attribute.value.clusterDim.z = 1;
-    const CUlaunchConfig config{cluster_blocks, 1, 1, block_threads, 1, 1, dynamic_smem_bytes, nullptr, &attribute, 1};
-    int count = 0;
-    context_->driver().check(context_->functions().cuOccupancyMaxActiveClusters(&count, function, &config), "cuOccupancyMaxActiveClusters");
-    return count;
-}
-
 void launch(const CudaContext& context, CUfunction function, const LaunchConfig& config, std::span<const std::byte> params,
             CUstream stream) {
     CUlaunchAttribute attributes[2] = {};

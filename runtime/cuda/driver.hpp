@@ -41,7 +41,6 @@ namespace flce {
     X(cuLaunchKernel)                              \
     X(cuLaunchKernelEx)                            \
     X(cuOccupancyMaxActiveBlocksPerMultiprocessor) \
-    X(cuOccupancyMaxActiveClusters)                \
     X(cuMemAlloc)                                  \
     X(cuMemFree)                                   \
     X(cuMemGetInfo)                                \
@@ -176,9 +175,6 @@ public:
     /// The kernel `name`, loaded now (not at its first launch, which may be inside a graph capture) and allowed `dynamic_smem_bytes`.
     [[nodiscard]] CUfunction function(const std::string& name, std::uint32_t dynamic_smem_bytes) const;
     [[nodiscard]] FunctionUse use(CUfunction function, std::uint32_t block_threads, std::uint32_t dynamic_smem_bytes) const;
-    /// Clusters of `cluster_blocks` that the device can run at once.
-    [[nodiscard]] int clusters(CUfunction function, std::uint32_t block_threads, std::uint32_t dynamic_smem_bytes,
-                               unsigned cluster_blocks) const;
 
 private:
     std::shared_ptr<const CudaContext> context_;

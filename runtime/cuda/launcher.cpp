@@ -195,22 +195,20 @@ private:
             emit_params(launch);
             for (const TensorMapField& map : launch.maps) emit_map(map, index);
             Value* callee = builder_.CreateLoad(pointer_, builder_.CreateConstInBoundsGEP1_64(pointer_, functions_, kernel));
-            emit_check(emit_launch(kernels_[kernel], callee, grid, launch.all_at_once), index);
+            emit_check(emit_launch(kernels_[kernel], callee, grid), index);
         });
     }
 
-    Value* emit_launch(const KernelEntry& entry, Value* function, const std::array<Value*, 3>& grid, const Expr& all_at_once) {
+    Value* emit_launch(const KernelEntry& entry, Value* function, const std::array<Value*, 3>& grid) {
         std::vector<Value*> arguments{function};
         for (Value* dimension : grid) arguments.push_back(narrow(dimension));
         if (entry.overlaps_previous) {
             arguments.insert(arguments.begin(), context_);
             for (const std::uint32_t value : {entry.block_threads, entry.dynamic_smem_bytes}) arguments.push_back(builder_.getInt32(value));
-            arguments.insert(arguments.end(), {stream_, kernel_params_, builder_.CreateTrunc(emit(all_at_once), i32_)});
-            auto* type = llvm::FunctionType::get(i32_, {pointer_, pointer_, i32_, i32_, i32_, i32_, i32_, pointer_, pointer_, i32_}, false);
+            arguments.insert(arguments.end(), {stream_, kernel_params_});
+            auto* type = llvm::FunctionType::get(i32_, {pointer_, pointer_, i32_, i32_, i32_, i32_, i32_, pointer_, pointer_}, false);
             return builder_.CreateCall(type, launch_overlapping_, arguments);
         }
-        if (all_at_once.constant() == nullptr || *all_at_once.constant() != 0)
-            throw InternalError(fmt::format("{} is launched in the plain way, which does not bring all blocks at once", entry.name));
         for (const std::uint32_t value : {entry.block_threads, 1U, 1U, entry.dynamic_smem_bytes})
             arguments.push_back(builder_.getInt32(value));
         Value* null = llvm::ConstantPointerNull::get(pointer_);
@@ -305,8 +303,6 @@ void append_text(const std::vector<Statement>& body, const std::vector<KernelEnt
                                     of[2], of[3], of[6]);
                 text += of[4] == "0" ? ";" : fmt::format(", {} blocks every {};", of[4], of[5]);
             }
-            if (const std::string together = texts.of(launch->all_at_once); together != "0")
-                text += fmt::format(" all at once if {};", together);
             lines[at] = std::move(text);
         } else if (const auto* loop = std::get_if<Loop>(&statement.value)) {
             lines[at] = fmt::format("{}for i{} < {}", indent, loop->variable, texts.of(loop->count));
@@ -333,14 +329,11 @@ std::vector<std::string> statement_texts(const LaunchProgram& program, const std
 }
 
 int launch_overlapping(const LauncherContext* context, void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                       unsigned smem_bytes, void* stream, void** params, unsigned all_at_once) {
-    CUlaunchAttribute attributes[2]{};
-    attributes[0].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attributes[0].value.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-    attributes[1].value.cooperative = 1;
-    const unsigned count = all_at_once != 0 ? 2 : 1;
-    const CUlaunchConfig config{grid_x, grid_y, grid_z, block_x, 1, 1, smem_bytes, static_cast<CUstream>(stream), attributes, count};
+                       unsigned smem_bytes, void* stream, void** params) {
+    CUlaunchAttribute overlapping{};
+    overlapping.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    overlapping.value.programmaticStreamSerializationAllowed = 1;
+    const CUlaunchConfig config{grid_x, grid_y, grid_z, block_x, 1, 1, smem_bytes, static_cast<CUstream>(stream), &overlapping, 1};
     return reinterpret_cast<decltype(&cuLaunchKernelEx)>(context->launch_kernel_ex)(&config, static_cast<CUfunction>(function), params,
                                                                                     nullptr);
 }

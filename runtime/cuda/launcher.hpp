@@ -18,8 +18,8 @@ struct LauncherContext {
     void* launch_kernel =
         nullptr;  ///< CUresult cuLaunchKernel(CUfunction, 6 × unsigned, unsigned smem, CUstream, void** params, void** extra);
                   ///< the parameter block is the kernel's one parameter
-    /// CUresult (const LauncherContext*, CUfunction, grid x, y, z, block x, smem: unsigned, CUstream, void** params, unsigned all_at_once): launches
-    /// with programmatic stream serialization, and cooperatively where blocks wait for each other; launch_overlapping below, or a stand-in.
+    /// CUresult (const LauncherContext*, CUfunction, grid x, y, z, block x, smem: unsigned, CUstream, void** params): launches
+    /// with programmatic stream serialization; launch_overlapping below, or a stand-in.
     void* launch_overlapping = nullptr;
     void* launch_kernel_ex = nullptr;  ///< cuLaunchKernelEx
     void* memset_async = nullptr;      ///< CUresult cuMemsetD8Async(CUdeviceptr, unsigned char, size_t, CUstream)
@@ -38,7 +38,7 @@ using LauncherFunction = std::int64_t (*)(const LauncherContext* context, const 
 
 // The context's functions over the driver's.
 int launch_overlapping(const LauncherContext* context, void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                       unsigned smem_bytes, void* stream, void** params, unsigned all_at_once);
+                       unsigned smem_bytes, void* stream, void** params);
 int encode_map(const LauncherContext* context, void* map, std::int64_t address, std::int64_t columns, std::int64_t rows,
                std::int64_t row_bytes, std::int64_t blocks, std::int64_t block_bytes, unsigned box_rows, unsigned element_bytes);
 

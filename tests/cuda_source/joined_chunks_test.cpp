@@ -198,7 +198,6 @@ Pass backward_of(const std::string& spec_text, std::int64_t num_tokens, const st
     set(Slot::num_valid_code, 0);
     set(Slot::ignore_index, -100);
     set(Slot::retained_bytes, 0);
-    set(Slot::clusters_at_once, 1);
     for (const auto& [slot, value] : others) set(slot, value);
     Pass pass;
     pass.workspace_bytes = evaluate(program.backward_workspace_bytes, slots);
@@ -279,7 +278,6 @@ TEST(JoinedChunks, CountersAndSums_HaveTheirPlaceInTheWorkspace) {
         const SumParts parts(p.share, static_cast<int>(n));
         EXPECT_LE(sum + std::max(n, std::int64_t{parts.count} * parts.stride) * 2048 * 4, address(Slot::workspace) + pass.workspace_bytes);
         const auto launch = std::ranges::find(pass.launches, "flce_backward_chunks", &Launched::kernel);
-        EXPECT_TRUE(launch->launch.all_at_once);
         std::vector<std::int64_t> dlogits_columns;
         for (const InterpretedMap& map : launch->launch.maps) {
             if (map.row_bytes != p.pair_width * 2) continue;
@@ -357,8 +355,8 @@ TEST(JoinedChunks, WhatIsRetained_ComesBefore) {
     EXPECT_TRUE(all.joined().empty());
 }
 
-TEST(JoinedChunks, OneGradientOrNoRoomOnTheDevice_ChunkByChunk) {
-    for (const Slot slot : {Slot::grad_hidden, Slot::grad_weight, Slot::clusters_at_once}) {
+TEST(JoinedChunks, OneGradient_ChunkByChunk) {
+    for (const Slot slot : {Slot::grad_hidden, Slot::grad_weight}) {
         const Pass pass = backward_of("D=2048,V=151936", 4096, {{slot, 0}});
         EXPECT_TRUE(pass.joined().empty());
         EXPECT_GT(pass.count("flce_dlogits"), 1);

@@ -74,7 +74,7 @@ Pass backward_of(const char* spec_text, std::int64_t num_tokens, std::int64_t re
     set(Slot::num_valid_code, 0);
     set(Slot::ignore_index, -100);
     set(Slot::retained_bytes, retained);
-    set(Slot::clusters_at_once, 0);
+    set(Slot::grad_weight, 0);  // chunk by chunk
     Pass pass;
     interpret(
         program.backward, slots,

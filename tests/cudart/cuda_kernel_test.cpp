@@ -227,35 +227,6 @@ TEST(CudaKernel, RetainedMemory_LaunchesWhatTheProgramSays) {
     }
 }
 
-TEST(CudaKernel, MemoryOfGradWeight_IsLentWhereAllClustersRunAtOnce) {
-    FLCE_REQUIRE_NVRTC();
-    for (const int clusters : {66, 65}) {
-        FakeGpu gpu;
-        gpu.clusters = clusters;
-        const auto kernel = make_cuda_kernel(small_request(), shared_cache(), *FakeGpu::driver());
-        EXPECT_EQ(kernel->retained_bytes(100, RetainedPlace::grad_weight) != 0, clusters == 66);
-        EXPECT_NE(kernel->retained_bytes(100), 0U);
-    }
-}
-
-TEST(CudaKernel, Chunks_AreJoinedWhereAllClustersRunAtOnce) {
-    FLCE_REQUIRE_NVRTC();
-    const BuildRequest request = request_for("D=64,V=5000,dtype=bf16,outputs=loss+lse", describe_device("NVIDIA H200"));
-    const CudaProgram program = generate_cuda(request.spec, request.device, request.plan);
-    for (const int clusters : {66, 65}) {
-        FakeGpu gpu;
-        gpu.clusters = clusters;
-        const auto kernel = make_cuda_kernel(request, shared_cache(), *FakeGpu::driver());
-        const Addresses call{1000, 5000};
-        CallSlots slots = call.slots(true);
-        slots[static_cast<std::size_t>(Slot::clusters_at_once)] = clusters == 66 ? 1 : 0;
-        learn_param_bytes(gpu, program, program.backward, slots);
-        kernel->backward(call.backward(), call.workspace);
-        EXPECT_EQ(std::ranges::count(gpu.launches, "flce_backward_chunks", &FakeGpu::Launch::kernel), clusters == 66 ? 1 : 0);
-        EXPECT_EQ(std::ranges::count(gpu.launches, "flce_dlogits", &FakeGpu::Launch::kernel), clusters == 66 ? 0 : 1);
-    }
-}
-
 TEST(CudaKernel, FailedLaunch_NamesTheKernelAndTheResult) {
     FLCE_REQUIRE_NVRTC();
     FakeGpu gpu;

@@ -45,7 +45,6 @@ struct FakeGpu {
     std::string lacks;  // a function that this driver is too old to have
     std::optional<std::size_t> fail_launch;
     int blocks_per_sm = 2;
-    int clusters = 66;
 
     // What happened.
     int retained = 0;
@@ -141,7 +140,6 @@ inline CUresult set_attribute(CUfunction function, CUfunction_attribute attribut
     if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) gpu().dynamic_smem[name_of(function)] = value;
     return CUDA_SUCCESS;
 }
-inline CUresult clusters(int* clusters, CUfunction, const CUlaunchConfig*) { return *clusters = gpu().clusters, CUDA_SUCCESS; }
 inline CUresult occupancy(int* blocks, CUfunction, int, std::size_t) { return *blocks = gpu().blocks_per_sm, CUDA_SUCCESS; }
 inline CUresult launch_kernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned, unsigned, unsigned smem,
                               CUstream stream, void** params, void**) {
@@ -208,7 +206,6 @@ inline const std::map<std::string, void*>& table() {
         {"cuModuleGetFunction", reinterpret_cast<void*>(&module_function)},
         {"cuFuncGetAttribute", reinterpret_cast<void*>(&get_attribute)},
         {"cuFuncSetAttribute", reinterpret_cast<void*>(&set_attribute)},
-        {"cuOccupancyMaxActiveClusters", reinterpret_cast<void*>(&clusters)},
         {"cuOccupancyMaxActiveBlocksPerMultiprocessor", reinterpret_cast<void*>(&occupancy)},
         {"cuLaunchKernel", reinterpret_cast<void*>(&launch_kernel)},
         {"cuLaunchKernelEx", reinterpret_cast<void*>(&launch_kernel_ex)},

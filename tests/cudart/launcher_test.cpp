@@ -19,7 +19,6 @@ struct Call {
     std::vector<std::byte> params;  // maps as write_map writes them
     std::int64_t address = 0;
     std::int64_t bytes = 0;
-    bool all_at_once = false;
     friend bool operator==(const Call&, const Call&) = default;
 };
 
@@ -52,11 +51,9 @@ int record_launch(void* function, unsigned gx, unsigned gy, unsigned gz, unsigne
 }
 
 int record_overlapping(const LauncherContext* context, void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned smem,
-                       void* stream, void** params, unsigned all_at_once) {
+                       void* stream, void** params) {
     EXPECT_EQ(context->tensor_map_encode, recorder);
-    const int result = record_launch(function, gx, gy, gz, bx, 1, 1, smem, stream, params, nullptr);
-    recorder->calls.back().all_at_once = all_at_once != 0;
-    return result;
+    return record_launch(function, gx, gy, gz, bx, 1, 1, smem, stream, params, nullptr);
 }
 
 int record_memset(std::uint64_t address, unsigned char value, std::size_t bytes, void* stream) {
@@ -94,7 +91,7 @@ std::vector<Call> interpreted(const LaunchProgram& program, const CallSlots& slo
     interpret(
         program, slots,
         [&](const InterpretedLaunch& launch) {
-            calls.push_back({launch.kernel, launch.grid, launch.params, 0, 0, launch.all_at_once});
+            calls.push_back({launch.kernel, launch.grid, launch.params, 0, 0});
             for (const InterpretedMap& map : launch.maps) write_map(calls.back().params.data() + map.offset, map);
         },
         [&](std::int64_t address, std::int64_t bytes) { calls.push_back({-1, {}, {}, address, bytes}); });
@@ -202,7 +199,6 @@ private:
         Launch launch;
         launch.kernel = pick(3);
         for (Expr& dimension : launch.grid) dimension = min(expression(2), 65535);
-        if (three_kernels()[static_cast<std::size_t>(launch.kernel)].overlaps_previous) launch.all_at_once = equal(expression(1), pick(3));
         launch.param_bytes = static_cast<std::uint32_t>(pick(12)) * 8;
         for (std::uint32_t offset = 0; offset < launch.param_bytes; offset += 8) {
             if (pick(5) == 0) continue;  // a field left zero
@@ -280,12 +276,6 @@ TEST(Launcher, BlockSharedMemoryAndStream_AreTheKernelsAndTheCalls) {
     EXPECT_EQ(recorded.blocks[0], (std::array<unsigned, 4>{256, 1, 1, 98304}));
     EXPECT_EQ(recorded.stream, &stream);
     EXPECT_EQ(recorded.calls.size(), 2U);
-}
-
-TEST(Launcher, AllBlocksAtOnceOfAKernelThatIsLaunchedInThePlainWay_IsAnInternalError) {
-    Launch launch{0, {Expr(1), Expr(1), Expr(1)}, 0, {}};
-    launch.all_at_once = slot(Slot::num_tokens);
-    EXPECT_THROW((void)compile_launchers(program_of({{{launch}}}), host()), InternalError);
 }
 
 TEST(Launcher, EmptyGridOrMemset_CallsNothing) {

@@ -14,7 +14,7 @@ namespace {
 /// One statement of each kind, all fields set. Built anew each time: nothing is shared between two of them.
 LaunchProgram everything() {
     const auto n = [] { return slot(Slot::num_tokens); };
-    Launch launch{.kernel = 1, .grid = {n(), n() + 1, Expr(3)}, .param_bytes = 256, .all_at_once = slot(Slot::clusters_at_once)};
+    Launch launch{.kernel = 1, .grid = {n(), n() + 1, Expr(3)}, .param_bytes = 256};
     launch.params = {{0, 8, slot(Slot::hidden)}, {8, 4, n() * 2}};
     launch.maps = {{.offset = 128,
                     .element_bytes = 2,
@@ -50,7 +50,6 @@ TEST(ProgramIdentity, AnyFieldChanged_Another) {
         {"grid z", [&](LaunchProgram& p) { launch_of(p).grid[2] = other; }},
         {"grid exchanged", [&](LaunchProgram& p) { std::swap(launch_of(p).grid[0], launch_of(p).grid[1]); }},
         {"parameter bytes", [&](LaunchProgram& p) { launch_of(p).param_bytes = 512; }},
-        {"all at once", [&](LaunchProgram& p) { launch_of(p).all_at_once = Expr(0); }},
         {"no parameters", [&](LaunchProgram& p) { launch_of(p).params.clear(); }},
         {"parameter offset", [&](LaunchProgram& p) { launch_of(p).params[1].offset = 16; }},
         {"parameter size", [&](LaunchProgram& p) { launch_of(p).params[1].bytes = 8; }},
