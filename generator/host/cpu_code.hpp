@@ -15,11 +15,13 @@
 
 namespace flce {
 
-/// One token in backward. Ignored and padding rows have lse = +infinity and zeros, which makes their gradients 0.
+/// One token in backward.
 struct GradRow {
+    static constexpr std::int32_t kElsewhere = -1;
+    static constexpr std::int32_t kIgnored = -2;  ///< gradients of 0; rows that only fill up register blocks have it too
     float lse;
     RowCoefficients coefficients;
-    std::int32_t target;  ///< column of the label within the vocabulary chunk, −1 if it is elsewhere
+    std::int32_t target;  ///< column of the label within the vocabulary chunk, or one of the above
 };
 
 /// C[micro_m, micro_n] = A·B, or += A·B when `accumulate` is not 0, over `units` of depth. Meanwhile it asks for the cache lines from `prefetch`

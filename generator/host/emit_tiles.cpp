@@ -47,13 +47,15 @@ struct LogitTracer {
     }
 };
 
-/// First pass over a row: transformed logits in place; returns {largest, Σ c·z} by lane.
+/// First pass over a row: transformed logits in place; returns {largest, Σ c·z} by lane. The largest is never below the lowest finite number: differences to
+/// it are no NaN where every logit is −infinity.
 Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, Value* cols, Value* class_weight) {
     auto& ir = f.ir();
     const int lanes = f.target().lanes();
     const float infinity = std::numeric_limits<float>::infinity();
     Value* zero = f.float_splat(0.F, lanes);
-    return for_columns(f, cols, {f.float_splat(-infinity, lanes), zero}, [&](Value* column, Value* mask, const Values& carried) {
+    Value* lowest = f.float_splat(std::numeric_limits<float>::lowest(), lanes);
+    return for_columns(f, cols, {lowest, zero}, [&](Value* column, Value* mask, const Values& carried) {
         Value* z = tracer.at(row, column).logit.value(f, lanes);
         Value* weighted = carried[1];
         if (tracer.spec.label_smoothing > 0) {
@@ -68,19 +70,21 @@ Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, 
     });
 }
 
+/// What is −infinity, or nearly, as a number that times an exponential of 0 is 0. NaN stays.
+Value* not_below(FunctionBuilder& f, Value* x) {
+    Value* least = f.float_splat(farthest_below(), f.target().lanes());
+    return f.ir().CreateSelect(f.ir().CreateFCmpOLT(x, least), least, x);
+}
+
 /// Second pass: {Σ exp(z − m), Σ exp(z − m)·(z − m)} by lane.
 Values sum_row(FunctionBuilder& f, const Spec& spec, Value* row, Value* cols, Value* largest) {
     auto& ir = f.ir();
     const int lanes = f.target().lanes();
     Value* zero = f.float_splat(0.F, lanes);
-    return for_columns(f, cols, {zero, zero}, [&](Value* column, Value* mask, const Values& carried) {
+    return for_columns(f, cols, {zero, zero}, [&](Value* column, Value* /*mask*/, const Values& carried) {
         Value* d = ir.CreateFSub(f.load_float(f.at(row, column, 4), DType::fp32, lanes), largest);
-        Value* e = emit_exp(f, d, lanes);
-        if (mask != nullptr) {  // −infinity there: exp gives 0, but 0·−infinity would not
-            e = ir.CreateSelect(mask, e, zero);
-            d = ir.CreateSelect(mask, d, zero);
-        }
-        Value* entropy_sum = spec.outputs.entropy ? f.multiply_add(e, d, carried[1]) : carried[1];
+        Value* e = emit_exp(f, d, lanes);  // of −infinity, which columns that do not exist are: 0
+        Value* entropy_sum = spec.outputs.entropy ? f.multiply_add(e, not_below(f, d), carried[1]) : carried[1];
         return Values{ir.CreateFAdd(carried[0], e), entropy_sum};
     });
 }
@@ -136,6 +140,13 @@ struct GradRowValues {
     }
 };
 
+Value* is_ignored(FunctionBuilder& f, Value* rows, Value* r) {
+    auto& ir = f.ir();
+    Value* row = f.byte_offset(rows, ir.CreateMul(r, f.i64(sizeof(GradRow))));
+    Value* target = f.load_bits(f.byte_offset(row, f.i64(offsetof(GradRow, target))), 32, 0);
+    return ir.CreateICmpEQ(target, f.i32_splat(GradRow::kIgnored, 0));
+}
+
 /// dz_j = (p_j·(a + b·z_j) − s·c_j − t·[j = y]) · d logit / d (hidden · weightᵀ + bias)
 Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradRowValues& g, Value* row, Value* column) {
     auto& ir = f.ir();
@@ -143,7 +154,7 @@ Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradR
     const auto traced = tracer.at(row, column);
     Value* z = traced.logit.value(f, lanes);
     Value* p = emit_exp(f, ir.CreateFSub(z, g.lse), lanes);
-    Value* scale = tracer.spec.outputs.entropy ? f.multiply_add(g.b, z, g.a) : g.a;
+    Value* scale = tracer.spec.outputs.entropy ? f.multiply_add(g.b, not_below(f, z), g.a) : g.a;
     Value* dz = ir.CreateFMul(p, scale);
     if (tracer.spec.label_smoothing > 0) {
         Value* c = tracer.spec.class_weight ? f.load_float(f.at(f.arg(6), column, 4), DType::fp32, lanes) : f.float_splat(1.F, lanes);
@@ -170,14 +181,21 @@ void emit_backward_tile(llvm::Module& module, const VectorTarget& target, const 
     Value* covered = ir.CreateAnd(ir.CreateAdd(cols, f.i64(lanes - 1)), f.i64(~std::int64_t{lanes - 1}));
     f.loop(f.i64(0), f.arg(2), 1, [&](Value* r) {
         Value* row = f.at(f.arg(0), ir.CreateMul(r, f.arg(1)), 4);
-        const GradRowValues g(f, f.arg(8), r);
-        for_columns(f, cols, {}, [&](Value* column, Value* mask, const Values&) {
-            Value* dz = logit_gradient(f, tracer, g, row, column);
-            if (mask != nullptr) dz = ir.CreateSelect(mask, dz, zero);
-            f.store_float(dz, f.at(row, column, 4), DType::fp32, lanes);
-            return Values{};
-        });
-        f.loop(covered, f.arg(4), lanes, [&](Value* column) { f.store_float(zero, f.at(row, column, 4), DType::fp32, lanes); });
+        const auto zero_from = [&](Value* first) {
+            f.loop(first, f.arg(4), lanes, [&](Value* column) { f.store_float(zero, f.at(row, column, 4), DType::fp32, lanes); });
+        };
+        const auto differentiate = [&] {
+            const GradRowValues g(f, f.arg(8), r);
+            for_columns(f, cols, {}, [&](Value* column, Value* mask, const Values&) {
+                Value* dz = logit_gradient(f, tracer, g, row, column);
+                if (mask != nullptr) dz = ir.CreateSelect(mask, dz, zero);
+                f.store_float(dz, f.at(row, column, 4), DType::fp32, lanes);
+                return Values{};
+            });
+            zero_from(covered);
+        };
+        // Whatever an ignored row's logits are: 0·NaN is no 0.
+        f.branch(is_ignored(f, f.arg(8), r), [&] { zero_from(f.i64(0)); }, differentiate);
     });
     f.finish();
 }

@@ -3,7 +3,6 @@
 // grad_weight_c = dzᵀ·H. The tasks that multiply step s and those that compute the dz of step s + 1 run together, so that threads meet once a step.
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include "runtime/cpu/passes.hpp"
 
@@ -113,7 +112,7 @@ private:
         const std::int64_t column = y - first_column;
         const bool near = column >= 0 && column < layout_.chunks.size;
         return {lse, row_coefficients(upstream, lse, entropy, call_.class_weight(y), options_),
-                near ? static_cast<std::int32_t>(column) : -1};
+                near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere};
     }
 
     void run_tasks(const Step& done, const Step& next) const {
@@ -204,10 +203,21 @@ private:
         };
         if (in_place || !s.last_chunk) {
             apply(s.first_chunk ? code_.write_float : code_.add_float, slot.tile, plan_.block_n, accumulator + offset, d);
-            return;
+        } else {
+            if (!s.first_chunk) apply(code_.add_float, accumulator + offset, d, slot.tile, plan_.block_n);
+            apply(code_.store_hidden, slot.tile, plan_.block_n, call_.pointer(Slot::grad_hidden) + offset * element_, d);
         }
-        if (!s.first_chunk) apply(code_.add_float, accumulator + offset, d, slot.tile, plan_.block_n);
-        apply(code_.store_hidden, slot.tile, plan_.block_n, call_.pointer(Slot::grad_hidden) + offset * element_, d);
+        if (s.last_chunk) zero_ignored(s.token + range.row, range);
+    }
+
+    /// Where the weight holds infinities or NaN, a row of zeros times it is not 0.
+    void zero_ignored(std::int64_t first_token, const TileRange& range) const {
+        const std::int64_t d = spec_.hidden_size;
+        for (std::int64_t i = 0; i < range.rows; ++i) {
+            if (call_.valid_label(first_token + i) >= 0) continue;
+            std::byte* row = call_.pointer(Slot::grad_hidden) + ((first_token + i) * d + range.column) * element_;
+            std::memset(row, 0, static_cast<std::size_t>(range.columns * element_));
+        }
     }
 
     void multiply_weight(const WorkerSlot& slot, const Step& s, const TileRange& range) const {
@@ -216,7 +226,9 @@ private:
                                .ld = d,
                                .element_bytes = element_,
                                .depth_contiguous = false,
-                               .pack = code_.pack_hidden_grad};
+                               .pack = code_.pack_hidden_grad,
+                               .call = &call_,
+                               .first_token = s.token};
         multiply_tile(code_, plan_, dlogits_columns(s), hidden, range, s.rows, slot.b_block, slot.tile);
         float* accumulator = reinterpret_cast<float*>(workspace_ + layout_.weight_accumulator) + range.row * d + range.column;
         if (!s.last_block) {
@@ -262,7 +274,7 @@ private:
         }
     }
 
-    static constexpr GradRow kInertRow{std::numeric_limits<float>::infinity(), {0.F, 0.F, 0.F, 0.F}, -1};
+    static constexpr GradRow kInertRow{0.F, {0.F, 0.F, 0.F, 0.F}, GradRow::kIgnored};
 
     const CpuContext& context_;
     const CpuFunctions& code_;

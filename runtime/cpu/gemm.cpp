@@ -1,6 +1,7 @@
 #include "runtime/cpu/gemm.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 namespace flce {
 
@@ -30,6 +31,16 @@ CpuFunctions CpuFunctions::find(const HostCode& code) {
 
 namespace {
 
+/// Zeroes depth `depth` of a packed panel of B of `width` columns. Two depths share a unit where they are pairs.
+void zero_depth(const CpuPlan& plan, std::byte* panel, std::int64_t depth, std::int64_t width) {
+    if (!plan.bf16_dot) {
+        std::memset(panel + 4 * depth * width, 0, static_cast<std::size_t>(4 * width));
+        return;
+    }
+    std::byte* unit = panel + 4 * (depth / 2 * width) + 2 * (depth % 2);
+    for (std::int64_t n = 0; n < width; ++n) std::memset(unit + 4 * n, 0, 2);
+}
+
 /// Packs columns `range` of B over depth [k, k + depth). Where lines are contiguous a few depths at a time, so that their pages stay at hand
 /// while the panels pass.
 void pack_block(const CpuPlan& plan, const UnpackedB& b, const TileRange& range, std::int64_t k, std::int64_t depth, std::byte* b_block) {
@@ -40,6 +51,11 @@ void pack_block(const CpuPlan& plan, const UnpackedB& b, const TileRange& range,
         for (std::int64_t n = 0; n < range.columns; n += plan.micro_n) {
             b.pack(b.at(range.column + n, k + from), b.ld, b_block + 4 * (n * units + depth_units(plan, from) * plan.micro_n),
                    std::min<std::int64_t>(plan.micro_n, range.columns - n), std::min(slab, depth - from));
+        }
+        if (b.call == nullptr) continue;
+        for (std::int64_t at = from; at < std::min(from + slab, depth); ++at) {
+            if (b.call->valid_label(b.first_token + k + at) >= 0) continue;
+            for (std::int64_t n = 0; n < range.columns; n += plan.micro_n) zero_depth(plan, b_block + 4 * n * units, at, plan.micro_n);
         }
     }
 }

@@ -6,6 +6,7 @@
 
 #include "generator/host/cpu_code.hpp"
 #include "generator/host/cpu_layout.hpp"
+#include "runtime/cpu/cpu_call.hpp"
 #include "runtime/host/host_code.hpp"
 
 namespace flce {
@@ -41,6 +42,8 @@ struct UnpackedB {
     std::int64_t element_bytes = 0;
     bool depth_contiguous = false;
     PackPanel pack = nullptr;
+    const CpuCall* call = nullptr;  ///< where depth counts tokens, from first_token on: ignored ones are packed as 0
+    std::int64_t first_token = 0;
 
     [[nodiscard]] const std::byte* at(std::int64_t line, std::int64_t depth) const {
         return data + element_bytes * (depth_contiguous ? line * ld + depth : depth * ld + line);

@@ -20,23 +20,35 @@ double distance(const double* a, const double* b, std::int64_t count) {
     return std::sqrt(square);
 }
 
+// Takes out of the comparison what is rightly no finite number, and budgets of rows that are nothing else. Says what is wrong.
+std::string take_out_non_finite(std::vector<double>& got, std::vector<double>& truth, std::vector<double>& yardstick,
+                                std::vector<Budget>& budgets, std::int64_t width) {
+    std::vector<std::int64_t> finite(budgets.size(), width);
+    for (std::size_t i = 0; i < got.size(); ++i) {
+        // Beyond the range of what it is stored in an infinity is right, too.
+        const bool overflows = std::isinf(got[i]) && got[i] == yardstick[i];
+        const bool as_it_should = std::isnan(truth[i]) ? std::isnan(got[i]) : got[i] == truth[i];
+        if (std::isfinite(got[i]) && std::isfinite(truth[i])) continue;
+        if (!overflows && !as_it_should) return fmt::format("[{}, {}] is {}, should be {}", i / width, i % width, got[i], truth[i]);
+        got[i] = truth[i] = yardstick[i] = 0;
+        if (--finite[i / width] == 0) budgets[i / width] = {};
+    }
+    for (std::size_t row = 0; row < budgets.size(); ++row) {
+        if (!std::isfinite(budgets[row].floor) || !std::isfinite(budgets[row].limit)) return fmt::format("row {} has no budget", row);
+    }
+    return {};
+}
+
 // Rows of `width` numbers, each with a budget. `independent` errors make up the whole; they are `roundings` times the yardstick's where there are more.
 Judgement judge_rows(std::string name, std::vector<double> got, std::vector<double> truth, std::vector<double> yardstick,
-                     const std::vector<Budget>& budgets, std::int64_t width, double cap, std::int64_t independent, double roundings = 1) {
+                     std::vector<Budget> budgets, std::int64_t width, double cap, std::int64_t independent, double roundings = 1) {
     Judgement j{std::move(name)};
     if (got.size() != truth.size()) {
         j.failure = fmt::format("{} numbers where {} are expected", got.size(), truth.size());
         return j;
     }
-    for (std::size_t i = 0; i < got.size(); ++i) {
-        if (std::isfinite(got[i])) continue;
-        if (std::isinf(got[i]) && got[i] == yardstick[i]) {  // beyond the range of what it is stored in: an infinity is right
-            got[i] = truth[i] = yardstick[i] = 0;
-            continue;
-        }
-        j.failure = fmt::format("[{}, {}] is {}, should be {}", i / width, i % width, got[i], truth[i]);
-        return j;
-    }
+    j.failure = take_out_non_finite(got, truth, yardstick, budgets, width);
+    if (!j.failure.empty()) return j;
     double floor = 0;
     for (const Budget& b : budgets) floor += b.floor * b.floor;
     floor = std::sqrt(floor) * chance_factor(independent);

@@ -67,7 +67,7 @@ public:
         // log p_y
         sum += upstream(layer_.grad_logprob, token.index, 0) * (hit - p);
         // −Σ_k p_k log p_k: −p_j·(log p_j + entropy)
-        if (p > 0) sum += upstream(layer_.grad_entropy, token.index, 0) * -p * ((z - token.lse) + token.entropy);
+        if (p != 0) sum += upstream(layer_.grad_entropy, token.index, 0) * -p * ((z - token.lse) + token.entropy);
         return sum;
     }
 
@@ -90,13 +90,15 @@ void token_outputs(const Layer<T>& layer, Token& token, const double* z, std::in
     for (std::int64_t j = 0; j < v; ++j) exp_sum += std::exp(z[j] - top);
     const double log_sum = std::log(exp_sum);
     const auto log_p = [&](std::int64_t j) { return (z[j] - top) - log_sum; };
-    token.lse = top + log_sum;
+    // No class takes part: Σ exp is 0. A loss is NaN then.
+    token.lse = top == -std::numeric_limits<double>::infinity() ? top : top + log_sum;
+    const double eps = layer.spec.label_smoothing;
     double smooth = 0;
     for (std::int64_t j = 0; j < v; ++j) {
-        smooth -= layer.class_weight_of(j) * log_p(j);
-        token.entropy -= std::exp(log_p(j)) * log_p(j);
+        if (eps > 0) smooth -= layer.class_weight_of(j) * log_p(j);
+        const double p = std::exp(log_p(j));
+        if (p != 0) token.entropy -= p * log_p(j);
     }
-    const double eps = layer.spec.label_smoothing;
     const double hard = -layer.class_weight_of(token.label) * log_p(token.label);
     result.z_loss[at] = layer.spec.z_loss * token.lse * token.lse;
     result.loss[at] = (1 - eps) * hard + eps / double(v) * smooth + result.z_loss[at];
@@ -195,7 +197,10 @@ Divisors divisors(const Layer<T>& layer) {
 }
 
 template <class T>
-Result oracle(const Layer<T>& layer, const Selection& selection, const KnownTokens& known) {
+Result oracle(const Layer<T>& given, const Selection& selection, const KnownTokens& known) {
+    const std::vector<T> hidden = hidden_of_valid(given);
+    Layer<T> layer = given;
+    layer.hidden = hidden.data();
     const auto rows = static_cast<std::int64_t>(selection.tokens.size());
     const auto columns = static_cast<std::int64_t>(selection.vocab.size());
     const auto d = layer.spec.hidden_size;

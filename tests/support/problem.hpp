@@ -1,6 +1,7 @@
 // One concrete problem: a Spec, a number of tokens and every input of a forward and a backward call, deterministic in its options.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -88,6 +89,16 @@ struct Layer {
 };
 
 [[nodiscard]] Layer<float> layer_of(const Problem& problem);
+/// Hidden states with zeros for ignored tokens, whose own must not matter, NaN or not.
+template <class T>
+[[nodiscard]] std::vector<T> hidden_of_valid(const Layer<T>& layer) {
+    const std::int64_t d = layer.spec.hidden_size;
+    std::vector<T> hidden(static_cast<std::size_t>(layer.num_tokens * d));
+    for (std::int64_t i = 0; i < layer.num_tokens; ++i) {
+        if (layer.valid(i)) std::copy_n(layer.hidden + i * d, d, &hidden[static_cast<std::size_t>(i * d)]);
+    }
+    return hidden;
+}
 
 /// Which rows of grad_hidden (and per-token outputs) and which vocabulary rows of grad_weight are computed, ascending.
 struct Selection {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "tests/support/dense.hpp"
 #include "tests/support/number_formats.hpp"
@@ -78,8 +79,10 @@ public:
           selection_(selection),
           known_(known),
           layer_(layer_of(problem)),
+          hidden_(hidden_of_valid(layer_)),
           spec_(problem.spec),
           divide_(divisors(layer_)) {
+        layer_.hidden = hidden_.data();
         for (std::int64_t j = 0; j < spec_.vocab_size; ++j) class_sum_ += float(layer_.class_weight_of(j));
         weight_norm_.resize(static_cast<std::size_t>(spec_.vocab_size));
         for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
@@ -145,6 +148,7 @@ private:
     const Selection& selection_;
     KnownTokens known_;
     Layer<float> layer_;
+    std::vector<float> hidden_;
     const Spec& spec_;
     Divisors divide_;
     float class_sum_ = 0;
@@ -168,7 +172,7 @@ float Evaluation::logit_gradient(const Token& token, const Upstream& g, std::int
     float gradient = hard * (p - hit) + smooth * (class_sum_ * p - class_weight(j));
     gradient += g.logprob * (hit - p);
     gradient += (g.z_loss * 2.0F * omega * (token.top + token.log_sum) + g.lse) * p;
-    gradient -= g.entropy * p * (log_p + token.entropy);
+    if (p != 0) gradient -= g.entropy * p * (log_p + token.entropy);
     return gradient;
 }
 
@@ -187,10 +191,12 @@ void Evaluation::set_sizes(std::int64_t i, Token& token) const {
 
 LogitSizes Evaluation::logit_sizes(const Token& token, std::int64_t j, float z, float gain, float logit_gradient) const {
     LogitSizes e;
-    e.z = z;
+    const double bias = layer_.bias != nullptr ? std::fabs(layer_.bias[j]) : 0;
+    const bool absent = z == -std::numeric_limits<float>::infinity();  // exactly
+    e.z = absent ? 0 : z;
     e.p = std::exp(std::min(0.0, double((z - token.top) - token.log_sum)));
     e.gain = std::fabs(gain);
-    e.product = token.sizes.hidden_norm * weight_norm_[j] + (layer_.bias != nullptr ? std::fabs(layer_.bias[j]) : 0);
+    e.product = absent ? 0 : token.sizes.hidden_norm * weight_norm_[j] + (std::isinf(bias) ? 0 : bias);
     e.logit_gradient = std::fabs(logit_gradient);
     e.gradient = e.logit_gradient * e.gain;
     e.class_weight = class_weight(j);
@@ -218,19 +224,20 @@ float Evaluation::gradient_scale() const {
 
 void Evaluation::token_outputs(std::int64_t at, Token& token, const float* z) {
     const std::int64_t v = spec_.vocab_size;
-    token.top = *std::max_element(z, z + v);
+    token.top = std::max(*std::max_element(z, z + v), std::numeric_limits<float>::lowest());
     Sum exp_sum;
     for (std::int64_t j = 0; j < v; ++j) exp_sum.add(std::exp(z[j] - token.top));
     token.log_sum = std::log(exp_sum.total());
     Sum smooth;
     Sum entropy;
+    const auto eps = static_cast<float>(spec_.label_smoothing);
     for (std::int64_t j = 0; j < v; ++j) {
         const float log_p = (z[j] - token.top) - token.log_sum;
-        smooth.add(-class_weight(j) * log_p);
-        entropy.add(-std::exp(log_p) * log_p);
+        const float p = std::exp(log_p);
+        if (eps > 0) smooth.add(-class_weight(j) * log_p);
+        if (p != 0) entropy.add(-p * log_p);
     }
     token.entropy = entropy.total();
-    const auto eps = static_cast<float>(spec_.label_smoothing);
     const float lse = token.top + token.log_sum;
     const float logprob = (z[token.label] - token.top) - token.log_sum;
     const float z_loss = static_cast<float>(spec_.z_loss) * lse * lse;
