@@ -1,7 +1,10 @@
 // Whole kernels, made straight from plans whose blocks are small enough that every loop runs several times, against the fp64 oracle.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <filesystem>
 #include <numeric>
 #include <thread>
@@ -135,6 +138,45 @@ TEST_P(CpuKernelTest, OneKernelOnManyThreads_TheSameBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Isa, CpuKernelTest, testing::ValuesIn(isa_levels()), isa_name);
+
+/// What a child that was forked beside a call does: a call of its own. Its exit status: 0 where that had the `expected` bits.
+[[noreturn]] void compute_in_child(const std::shared_ptr<const Kernel>& kernel, const Problem& problem,
+                                   const std::map<std::string, std::vector<std::byte>>& expected) {
+    ::alarm(60);  // a child that hangs is ended by a signal
+    KernelRun run(kernel, problem);
+    run.forward();
+    run.backward();
+    ::_exit(run.bytes() == expected ? 0 : 1);
+}
+
+TEST(CpuFork, WhileAnotherThreadIsInACall_ChildComputesTheSameBits) {
+    const IsaLevel isa = isa_levels().back();
+    const auto kernel = kernel_of(isa, Spec{.hidden_size = 256, .vocab_size = 5000}, tiny_plan(isa));
+    const Problem problem = make_problem(kernel->spec(), {.num_tokens = 150});
+    KernelRun before(kernel, problem);
+    before.forward();
+    before.backward();
+    const auto expected = before.bytes();
+    std::atomic<bool> stop{false};
+    std::thread caller([&] {
+        KernelRun run(kernel, problem);
+        while (!stop) {
+            run.forward();
+            run.backward();
+        }
+    });
+    for (int i = 0; i < 6 && !testing::Test::HasFailure(); ++i) {
+        const pid_t child = ::fork();
+        ASSERT_GE(child, 0);
+        if (child == 0) compute_in_child(kernel, problem, expected);
+        int status = 0;
+        ASSERT_EQ(::waitpid(child, &status, 0), child);
+        EXPECT_TRUE(WIFEXITED(status)) << "ended by signal " << WTERMSIG(status);
+        EXPECT_EQ(WEXITSTATUS(status), 0);
+    }
+    stop = true;
+    caller.join();
+}
 
 class CpuCache : public testing::Test {
 protected:
