@@ -13,7 +13,7 @@ enum class DeviceKind : std::uint8_t { cpu, cuda };
 
 /// What the planner and the generator know of a GPU. Everything but arch is a default of that architecture when described by name.
 struct GpuProperties {
-    std::string arch;            ///< exact target: "sm_80", "sm_90a", "sm_100a", "sm_120", …
+    std::string arch{};          ///< exact target: "sm_80", "sm_90a", "sm_100a", "sm_120", …
     int compute_capability = 0;  ///< major · 10 + minor
     int sm_count = 0;
     std::int64_t smem_per_block_bytes = 0;  ///< opt-in limit of one block
@@ -27,9 +27,9 @@ struct GpuProperties {
 
 /// What the planner and the host code generator know of a CPU.
 struct CpuProperties {
-    std::string triple;    ///< LLVM target triple
-    std::string cpu;       ///< LLVM's name: "x86-64-v4", "cascadelake", "znver4", …
-    std::string features;  ///< LLVM's feature string, "+avx512f,-amx-tile,…"; empty means what the name implies
+    std::string triple{};    ///< LLVM target triple
+    std::string cpu{};       ///< LLVM's name: "x86-64-v4", "cascadelake", "znver4", …
+    std::string features{};  ///< LLVM's feature string, "+avx512f,-amx-tile,…"; empty means what the name implies
     int vector_bits = 128;
     bool fma = false;
     bool bf16_dot = false;  ///< VDPBF16PS
@@ -42,9 +42,9 @@ struct CpuProperties {
 
 struct Device {
     DeviceKind kind = DeviceKind::cpu;
-    std::string name;   ///< marketing or described name, for people: never part of a cache key
-    GpuProperties gpu;  ///< meaningful for kind == cuda
-    CpuProperties cpu;  ///< meaningful for kind == cpu
+    std::string name{};   ///< marketing or described name, for people: never part of a cache key
+    GpuProperties gpu{};  ///< meaningful for kind == cuda
+    CpuProperties cpu{};  ///< meaningful for kind == cpu
     friend bool operator==(const Device&, const Device&) = default;
 
     /// A JSON object as text: "kind", "name" and the fields of that kind; parse_device_json reads it back.

@@ -35,11 +35,11 @@ struct GemmTile {
 };
 
 struct CudaPlan {
-    GemmTile forward;      ///< logits tile of the forward pass: M tokens, N vocabulary, K hidden
-    GemmTile dlogits;      ///< recomputed logits and their gradient: M tokens, N vocabulary, K hidden
-    GemmTile grad_hidden;  ///< M tokens, N hidden, K vocabulary
-    GemmTile grad_weight;  ///< M vocabulary, N hidden, K tokens
-    int raster = 8;        ///< tile rows that walk together over the other dimension, so that one operand stays in L2
+    GemmTile forward{};      ///< logits tile of the forward pass: M tokens, N vocabulary, K hidden
+    GemmTile dlogits{};      ///< recomputed logits and their gradient: M tokens, N vocabulary, K hidden
+    GemmTile grad_hidden{};  ///< M tokens, N hidden, K vocabulary
+    GemmTile grad_weight{};  ///< M vocabulary, N hidden, K tokens
+    int raster = 8;          ///< tile rows that walk together over the other dimension, so that one operand stays in L2
     friend bool operator==(const CudaPlan&, const CudaPlan&) = default;
 };
 
@@ -60,8 +60,8 @@ struct Plan {
     Strategy strategy = Strategy::recompute;
     std::int64_t vocab_chunk = 0;  ///< most vocabulary rows whose logit gradients exist at once; fewer where N is large (see scratch_bytes)
     std::int64_t scratch_bytes = 0;  ///< bound of everything but dH's fp32 accumulator: workspace ≤ scratch_bytes + 4·N·D
-    CudaPlan cuda;                   ///< meaningful for path == cuda_*
-    CpuPlan cpu;                     ///< meaningful for path == cpu
+    CudaPlan cuda{};                 ///< meaningful for path == cuda_*
+    CpuPlan cpu{};                   ///< meaningful for path == cpu
     friend bool operator==(const Plan&, const Plan&) = default;
 
     /// Canonical text: path, strategy and every key of that path, for example

@@ -45,7 +45,7 @@ struct Spec {
     double softcap = 0.0;          ///< 0: off; else > 0
     double label_smoothing = 0.0;  ///< 0 ≤ ε ≤ 1
     double z_loss = 0.0;           ///< ω ≥ 0
-    Outputs outputs;
+    Outputs outputs{};
 
     friend bool operator==(const Spec&, const Spec&) = default;
 

@@ -55,11 +55,11 @@ struct Stream {
 // Shapes: N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All tensors contiguous, on the kernel's device; hidden, weight
 // and their gradients 16-byte aligned. Absent tensors are not read or written.
 struct ForwardArgs {
-    TensorView hidden;          ///< [N, D], spec dtype
-    TensorView weight;          ///< [P, D] (vocab_major) or [D, P] (hidden_major), spec dtype
+    TensorView hidden{};        ///< [N, D], spec dtype
+    TensorView weight{};        ///< [P, D] (vocab_major) or [D, P] (hidden_major), spec dtype
     TensorView bias{};          ///< [V], spec dtype; required iff spec.bias
     TensorView class_weight{};  ///< [V] fp32; required iff spec.class_weight
-    TensorView target;          ///< [N] int32 or int64
+    TensorView target{};        ///< [N] int32 or int64
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     /// Scalar int32, int64 or fp32 that mean divides by; absent: the valid tokens (or their class weights) are counted.
@@ -75,15 +75,15 @@ struct ForwardArgs {
 };
 
 struct BackwardArgs {
-    TensorView hidden;
-    TensorView weight;
+    TensorView hidden{};
+    TensorView weight{};
     TensorView bias{};
     TensorView class_weight{};
-    TensorView target;
+    TensorView target{};
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     TensorView num_valid{};
-    TensorView lse;          ///< [N] fp32, as forward wrote it
+    TensorView lse{};        ///< [N] fp32, as forward wrote it
     TensorView entropy{};    ///< [N] fp32, as forward wrote it; required with grad_entropy
     TensorView grad_loss{};  ///< fp32: [N] for none, scalar otherwise; absent: 1, or 0 without spec.outputs.loss
     TensorView grad_lse{};   ///< [N] fp32; absent: 0. Likewise the next two
@@ -98,10 +98,10 @@ struct BackwardArgs {
 
 /// Why this kernel is what it is, for people and for `flce explain`.
 struct Explanation {
-    std::string spec;
-    std::string plan;
-    std::string device;
-    std::vector<std::string> reasons;  ///< a line each: why this plan, what was refused and why
+    std::string spec{};
+    std::string plan{};
+    std::string device{};
+    std::vector<std::string> reasons{};  ///< a line each: why this plan, what was refused and why
 };
 
 /// A compiled kernel set for one Spec on one device. Immutable and thread-safe; usable on any stream of its device; never allocates device
@@ -171,28 +171,28 @@ struct SessionStatistics {
 struct SessionOptions {
     /// "cpu" ("native"), "cuda", "cuda:1", or a named CPU that this machine can stand in for ("x86-64-v3"). Empty: FLCE_DEVICE, else the
     /// first CUDA device, else the CPU.
-    std::string device;
-    std::filesystem::path cache_dir;                 ///< empty: FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce
-    bool disk_cache = true;                          ///< the directory; packs and the remote cache are used where they are named
-    std::vector<std::filesystem::path> cache_packs;  ///< read after the directory, in this order; empty: FLCE_CACHE_PACKS
-    std::string cache_remote;                        ///< URL of a cache that machines share; empty: FLCE_CACHE_REMOTE
+    std::string device{};
+    std::filesystem::path cache_dir{};                 ///< empty: FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce
+    bool disk_cache = true;                            ///< the directory; packs and the remote cache are used where they are named
+    std::vector<std::filesystem::path> cache_packs{};  ///< read after the directory, in this order; empty: FLCE_CACHE_PACKS
+    std::string cache_remote{};                        ///< URL of a cache that machines share; empty: FLCE_CACHE_REMOTE
     /// Ed25519 public keys (PEM), one of which must have signed packs and remote entries. Empty: FLCE_TRUSTED_KEYS; none there either: signatures
     /// are not asked for.
-    std::vector<std::filesystem::path> trusted_keys;
+    std::vector<std::filesystem::path> trusted_keys{};
     std::int64_t scratch_bytes = kDefaultScratchBytes;  ///< workspace beyond 4·N·D that plans may use
     int threads = 0;                                    ///< CPU backend: 0 means FLCE_NUM_THREADS, else every core
     std::int64_t workspace_limit_bytes = 0;             ///< of calls that give none of their own; see KernelOptions. 0: none
     /// Tuning records to read before the user's own (FLCE_RECORDS_DIR, else "records" in the cache directory) and those that flce brings: directories
     /// or files, first ones first. Empty: FLCE_RECORDS.
-    std::vector<std::filesystem::path> records;
+    std::vector<std::filesystem::path> records{};
     bool use_records = true;  ///< false: every plan is the caller's or the cost model's, as with FLCE_NO_RECORDS
     /// Strict: get_kernel compiles nothing. A kernel that no cache has is a CacheMissError that names the command to compile it with, and a tier
     /// of the cache that cannot be used is an EnvironmentError, here or in get_kernel, instead of a warning. Absent: FLCE_STRICT.
-    std::optional<bool> strict;
+    std::optional<bool> strict{};
 };
 
 struct KernelOptions {
-    std::string plan;                ///< canonical plan text to use instead of the planner's choice; empty: the planner's
+    std::string plan{};              ///< canonical plan text to use instead of the planner's choice; empty: the planner's
     std::int64_t scratch_bytes = 0;  ///< for the planner, instead of the session's; 0: the session's
     /// Most bytes beyond inputs and gradients that a call over num_tokens tokens may take, workspace and Retained together; 0: the session's limit.
     /// The kernel's workspace keeps to it (scratch gets smaller, in steps, so that different limits share kernels); what it leaves is the most that
@@ -205,9 +205,9 @@ struct KernelOptions {
 
 /// The plan of a kernel and where it comes from.
 struct PlanChoice {
-    Plan plan;
-    std::string source;                ///< the caller, a record of measurements (which, and how good), or the cost model
-    std::vector<std::string> reasons;  ///< as Kernel::explain has them
+    Plan plan{};
+    std::string source{};                ///< the caller, a record of measurements (which, and how good), or the cost model
+    std::vector<std::string> reasons{};  ///< as Kernel::explain has them
 };
 
 /// One kernel set compiled for a device that need not be here.
@@ -269,10 +269,10 @@ private:
 
 /// An environment variable that flce reads. They are read once, when first needed.
 struct EnvironmentVariable {
-    std::string name;
-    std::string meaning;
-    std::string default_value;         ///< for people
-    std::optional<std::string> value;  ///< what it is set to now; absent: not set or empty
+    std::string name{};
+    std::string meaning{};
+    std::string default_value{};         ///< for people
+    std::optional<std::string> value{};  ///< what it is set to now; absent: not set or empty
 };
 /// All of them.
 [[nodiscard]] std::vector<EnvironmentVariable> environment_variables();

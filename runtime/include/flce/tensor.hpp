@@ -24,7 +24,7 @@ struct TensorView {
     int ndim = 0;  ///< 0 (scalar), 1 or 2
     std::array<std::int64_t, 2> shape{0, 0};
     std::array<std::int64_t, 2> strides{0, 0};
-    DeviceRef device;
+    DeviceRef device{};
     bool present = false;  ///< set by the makers below, so that an empty tensor (N = 0, null data) is still a tensor
 
     [[nodiscard]] static TensorView scalar(void* data, ScalarType dtype, DeviceRef device = {}) {
