@@ -80,6 +80,7 @@ TEST_P(RetainedExponentials, AnyNumberOfBytes_WithinBounds) {
 // Without exponentials backward would need the weight for grad_weight: a wrong one shows that they are really what it reads.
 TEST_P(RetainedExponentials, Whole_BackwardComputesNoLogit) {
     const auto k = kernel();
+    if (k->spec().grad_weight_mode == GradMode::accumulate) GTEST_SKIP() << "another call would add";
     const Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 6});
     KernelRun run(k, problem);
     run.retain(RetainedPlace::own, k->retained_bytes(300));
@@ -88,9 +89,7 @@ TEST_P(RetainedExponentials, Whole_BackwardComputesNoLogit) {
     const Bytes expected = gradients(run);
     Buffer zeros(k->device_ref(), run.all_bytes().at("weight").size());
     zeros.fill(std::byte{0});
-    run.backward({.grad_hidden = false});  // leaves what it accumulates into as it was before
     BackwardArgs args = run.backward_args({.grad_hidden = false});
-    if (k->spec().grad_weight_mode == GradMode::accumulate) return;  // another call would add
     args.weight.data = zeros.data();
     k->backward(args, run.backward_workspace());
     synchronize(k->device_ref());
