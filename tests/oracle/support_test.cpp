@@ -187,6 +187,15 @@ TEST_P(Judged, OneWrongRow_Fails) {
     }
 }
 
+TEST_P(Judged, FiniteWhereNoNumberIsRight_Fails) {
+    const KernelOutputs got = outputs_of(yardstick.result);
+    for (const double right : {double(NAN), double(INFINITY)}) {
+        Result expected = truth;
+        expected.grad_weight[5] = right;
+        EXPECT_NE(failures(judge(problem, selection, got, expected, yardstick)).find("grad_weight: [0, 5]"), std::string::npos);
+    }
+}
+
 TEST_P(Judged, NotANumber_Fails) {
     KernelOutputs got = outputs_of(yardstick.result);
     got.grad_weight[5] = NAN;
