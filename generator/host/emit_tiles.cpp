@@ -47,8 +47,8 @@ struct LogitTracer {
     }
 };
 
-/// First pass over a row: transformed logits in place; returns {largest, Σ c·z} by lane. The largest is never below the lowest finite number: differences to
-/// it are no NaN where every logit is −infinity.
+/// First pass over a row: transformed logits in place; returns {largest, Σ c·z} by lane. The largest is never below the lowest finite
+/// number: differences to it are no NaN where every logit is −infinity.
 Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, Value* cols, Value* class_weight) {
     auto& ir = f.ir();
     const int lanes = f.target().lanes();

@@ -41,8 +41,8 @@ public:
     DenormalsAreZero& operator=(const DenormalsAreZero&) = delete;
 };
 
-/// oneTBB's threads and locks are of the process that first used them. A child has its memory as it was at the fork, without the threads: where one of them
-/// was at work, or another of the parent's, waiting for them never ends.
+/// oneTBB's threads and locks are of the process that first used them. A child has its memory as it was at the fork, without the threads:
+/// where one of them was at work, or another of the parent's, waiting for them never ends.
 class PoolOwner {
 public:
     /// Whether this process may use the pool. The first that asks may.
@@ -68,8 +68,8 @@ public:
     Workers(const Workers&) = delete;
     Workers& operator=(const Workers&) = delete;
 
-    /// Runs body(task, worker) for every task in [0, tasks), on at most `workers` workers at a time; no two tasks at a time have the same worker. In a child of
-    /// the process that first did so the workers are threads of this call.
+    /// Runs body(task, worker) for every task in [0, tasks), on at most `workers` workers at a time; no two tasks at a time have the same
+    /// worker. In a child of the process that first did so the workers are threads of this call.
     template <class Body>
     void run(std::int64_t tasks, std::int64_t workers, const Body& body) const {
         std::atomic<std::int64_t> next{0};

@@ -1,5 +1,5 @@
-// Infinities and NaN among the inputs: classes that a bias of −∞ takes out, and what torch does with numbers that are none. Of ignored tokens none of it
-// matters.
+// Infinities and NaN among the inputs: classes that a bias of −∞ takes out, and what torch does with numbers that are none. Of ignored
+// tokens none of it matters.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -165,7 +165,8 @@ TEST_P(NonFinite, OneClass_SpoilsEverything) {
     }
 }
 
-// Logits of −∞ without a bias: also where exponentials are retained. A weight of −∞ times no probability is NaN in grad_hidden, with torch as well.
+// Logits of −∞ without a bias: also where exponentials are retained. A weight of −∞ times no probability is NaN in grad_hidden, with
+// torch as well.
 TEST_P(NonFinite, ClassesMaskedByTheWeight_LossAndWeightGradientWithinBounds) {
     if (target() == Target::gpu && dtype() == DType::fp32) GTEST_SKIP() << "an infinity has no TF32 parts: NaN (docs/numerics.md)";
     const auto k = kernel([](Spec&) {});

@@ -1,5 +1,5 @@
-// Every option struct of the public headers, initialised as documentation and examples do: some members by name, the others left out. Compiled with
-// -Wall -Wextra -Werror by documented_idioms.cmake, which is where a member without an initialiser is a warning.
+// Every option struct of the public headers, initialised as documentation and examples do: some members by name, the others left out.
+// Compiled with -Wall -Wextra -Werror by documented_idioms.cmake, which is where a member without an initialiser is a warning.
 #include <flce/flce.hpp>
 
 namespace {
