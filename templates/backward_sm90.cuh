@@ -52,7 +52,7 @@ __device__ __forceinline__ void dlogits_of_row(const DlogitsParams& p, const Pla
 #pragma unroll
         for (int j = 0; j < kColumnPieces; ++j)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = fminf(fmaxf(c[j][2 * h + e], -65504.f), 65504.f);
+            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = ptx::clamp_nan(c[j][2 * h + e], 65504.f);
     }
 }
 

@@ -106,7 +106,7 @@ struct DlogitsBlock {
 #pragma unroll
                 for (int j = 0; j < kColumnPieces; ++j)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) c[i][j][e] = fminf(fmaxf(c[i][j][e], -65504.f), 65504.f);
+                    for (int e = 0; e < 4; ++e) c[i][j][e] = ptx::clamp_nan(c[i][j][e], 65504.f);
         }
         // Whole tiles are written: columns past the chunk's end are zeros that the GEMMs may read. The leading dimension has room for them.
         TileTarget<Element> target;

@@ -76,7 +76,7 @@ struct ForwardBlock {
     }
 
     __device__ __forceinline__ void initialise() {
-        const RowSums nothing{-infinity(), 0.f, 0.f, 0.f, -infinity()};
+        const RowSums nothing{lowest_logit(), 0.f, 0.f, 0.f, -infinity()};
         for (int i = static_cast<int>(threadIdx.x); i < kStates; i += TileT::kThreads) Fields::store(states + i, kStates, nothing);
         const long long row0 = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
         for (int i = static_cast<int>(threadIdx.x); i < TileT::kBlockM; i += TileT::kThreads) {
@@ -125,11 +125,11 @@ struct ForwardBlock {
                 const float difference = c[j][2 * h + e] - now.max;
                 const float exponential = Problem::Math::exp(difference);
                 now.exp_sum += exponential;
-                if constexpr (Problem::entropy) now.exp_z_sum += exponential * difference;
+                if constexpr (Problem::entropy) now.exp_z_sum += exponential * fmaxf(difference, farthest_below());
             }
         }
         now.exp_sum = quad_sum(now.exp_sum);
-        const float shift = old.exp_sum > 0.f ? old.max - now.max : 0.f;
+        const float shift = old.exp_sum > 0.f ? fmaxf(old.max - now.max, farthest_below()) : 0.f;
         const float factor = Problem::Math::exp(shift);
         if constexpr (Problem::entropy) {
             now.exp_z_sum = quad_sum(now.exp_z_sum) + factor * (old.exp_z_sum + shift * old.exp_sum);

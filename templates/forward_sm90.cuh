@@ -308,7 +308,7 @@ struct ForwardSm90 {
 #pragma unroll
         for (int i = 0; i < 2 * kPieces; ++i)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) keep(0, i, h, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
+            for (int h = 0; h < 2; ++h) keep(0, i, h, {lowest_logit(), 0.f, 0.f, 0.f, -infinity()});
     }
 
     /// Adds a tile of logits to this thread's sums; what is retained of it leaves for memory.
@@ -383,7 +383,7 @@ struct ForwardSm90 {
         const float now_max = fmaxf(old_max, row_max(c, h));
         const bool shared = shares(old_max, reference);
         if (shares(now_max, reference)) {
-            if (!shared) sums.exp_sum = sums.exp_sum > 0.f ? sums.exp_sum * above.exp(old_max) : 0.f;
+            if (!shared) sums.exp_sum *= above.exp(old_max);
             sums.max = now_max;
             float exp_sum[2] = {0.f, 0.f};
 #pragma unroll
@@ -422,7 +422,8 @@ struct ForwardSm90 {
     static __device__ __forceinline__ float reduce_row(float (&c)[kColumnPieces][4], int h, RowSums& sums) {
         const float old_max = sums.max;
         const float now_max = fmaxf(old_max, row_max(c, h));
-        const float shift = sums.exp_sum > 0.f ? old_max - now_max : 0.f;
+        float shift = sums.exp_sum > 0.f ? old_max - now_max : 0.f;
+        if constexpr (Problem::entropy) shift = fmaxf(shift, farthest_below());
         const float shrunk = Problem::Math::exp(shift);
         if constexpr (Problem::entropy) sums.exp_z_sum = shrunk * (sums.exp_z_sum + shift * sums.exp_sum);
         sums.exp_sum *= shrunk;
@@ -445,7 +446,7 @@ struct ForwardSm90 {
             for (int e = 0; e < 2; ++e) {
                 const float exponential = above.exp(c[j][2 * h + e]);
                 exp_sum[e] += exponential;
-                if constexpr (Problem::entropy) exp_z_sum += exponential * (c[j][2 * h + e] - reference);
+                if constexpr (Problem::entropy) exp_z_sum += exponential * fmaxf(c[j][2 * h + e] - reference, farthest_below());
             }
         }
         const float factor = above.factor(reference);

@@ -8,8 +8,11 @@ namespace flce {
 __device__ constexpr float log2_e() { return 1.44269504088896340736f; }
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-/// Stands for "no logit here" (a column past V): finite, so that differences to it stay finite.
-__device__ constexpr float masked_logit() { return -1.0e30f; }
+/// Stands for "no logit here" (a column past V): its exponential is 0.
+__device__ __forceinline__ float masked_logit() { return -infinity(); }
+
+/// The largest logit of none: finite, so that differences to it are no NaN where every logit so far is −∞.
+__device__ constexpr float lowest_logit() { return -3.402823466e38f; }
 
 struct Bf16 {
     unsigned short bits;

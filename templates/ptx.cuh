@@ -105,6 +105,19 @@ __device__ __forceinline__ unsigned cvt_rna_tf32_f32(float value) {
     return r;
 }
 
+/// 9.7.3.11 min and 9.7.3.12 max with .NaN: a number within ±most, NaN where it is that (fminf and fmaxf drop it).
+__device__ __forceinline__ float clamp_nan(float value, float most) {
+    float r;
+    asm("{\n"
+        ".reg .f32 above;\n"
+        "max.NaN.f32 above, %1, %2;\n"
+        "min.NaN.f32 %0, above, %3;\n"
+        "}\n"
+        : "=f"(r)
+        : "f"(value), "f"(-most), "f"(most));
+    return r;
+}
+
 /// 9.7.3.21 ex2: 2^value, relative error about 2^-22; subnormal results are kept out by .ftz.
 __device__ __forceinline__ float ex2_approx_ftz(float value) {
     float r;

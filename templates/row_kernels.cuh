@@ -85,7 +85,7 @@ __device__ __forceinline__ RowSums merge_splits(const float* at, long long split
 #pragma unroll 16
     for (int split = first; split < splits; split += kStep) {
         const RowSums part = Fields::load(at + split * split_stride, field_stride);
-        const float difference = part.exp_sum > 0.f ? part.max - all.max : 0.f;
+        const float difference = part.exp_sum > 0.f ? fmaxf(part.max - all.max, farthest_below()) : 0.f;
         const float factor = ::expf(difference);
         all.exp_sum += factor * part.exp_sum;
         if constexpr (Problem::entropy) all.exp_z_sum += factor * (part.exp_z_sum + difference * part.exp_sum);
@@ -313,7 +313,8 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
             const float without_entropy = k.a - upstream.entropy * (row_target.lse - entropy);
             const float largest_weight = Problem::class_weight && Problem::label_smoothing ? p.scalars->class_weight_max : 1.f;
             const float bound = fabsf(without_entropy) + fabsf(k.t) + fabsf(k.s) * largest_weight + fabsf(k.b) * (fabsf(entropy) + 1.f);
-            atomicMax(&p.scalars->dlogits_bound_bits, __float_as_uint(bound * p.derivative_bound));
+            // A row that is NaN or infinite must not take other rows' precision.
+            if (bound < infinity()) atomicMax(&p.scalars->dlogits_bound_bits, __float_as_uint(bound * p.derivative_bound));
         }
     }
     static_cast<float4*>(p.coefficients)[row] = packed;

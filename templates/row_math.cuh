@@ -11,13 +11,13 @@
 
 namespace flce {
 
-/// As far below the largest logit as a difference is taken to be: finite, so that times an exponential of 0 it is 0, and so it is times a sum of them. Logits
-/// of −inf and of a float's lowest number stand for classes that do not take part, and there are whole tiles of them.
+/// As far below the largest logit as a difference is taken to be: finite, so that times an exponential of 0 it is 0, and so it is times a
+/// sum of them. Logits of −inf and of a float's lowest number stand for classes that do not take part, and there are whole tiles of them.
 FLCE_HOST_DEVICE float farthest_below() { return -1e30f; }
 
 /// Per-token reductions over the vocabulary. With m the largest logit z_j:
 struct RowSums {
-    float max;           ///< m, finite or +inf where a logit is; what nothing is below where there are none but −inf
+    float max;           ///< m; the lowest finite number, or −inf, where every logit is −inf
     float exp_sum;       ///< Σ exp(z_j − m)
     float exp_z_sum;     ///< Σ exp(z_j − m)·(z_j − m); only where entropy is asked for
     float weighted_sum;  ///< Σ c_j·z_j, c_j = 1 without class weights; only with label smoothing
@@ -25,7 +25,8 @@ struct RowSums {
 };
 
 /// Two disjoint parts of the vocabulary as one; exact in the order of its arguments, so a fixed order gives fixed bits.
-/// `a` and `b` hold exp_sum = 0 where nothing was seen, or nothing but −inf, whatever their max. target_logit: at most one part has it, the other holds −inf.
+/// `a` and `b` hold exp_sum = 0 where nothing was seen, or nothing but −inf, whatever their max. target_logit: at most one part has it,
+/// the other holds −inf.
 FLCE_HOST_DEVICE RowSums merge(const RowSums& a, const RowSums& b) {
     const float m = a.max > b.max ? a.max : b.max;
     const float da = a.exp_sum > 0.f ? fmaxf(a.max - m, farthest_below()) : 0.f;
