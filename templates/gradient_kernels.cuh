@@ -1,13 +1,59 @@
 // Backward, the two GEMMs of a vocabulary chunk: grad_hidden += dz · weight, grad_weight = dzᵀ · hidden.
 #pragma once
 
-#include "flce/problem.cuh"
+#include "flce/logit_epilogue.cuh"
 
 namespace flce {
 
+/// Feeds a sum over tokens. Hidden states of ignored ones are left out: their dlogits are 0, but 0 times NaN is not. Each lane knows of a
+/// token of the slice that is brought next whether it is valid; it has been asked a slice before.
+template <class MainloopT, class TileT, bool kHiddenIsA>
+struct TokenFeed : TileFeed<MainloopT> {
+    enum : int { kTokens = TileT::kBlockK };
+    enum : int { kWords = (kTokens + 31) / 32 };
+    const RowTarget* tokens;  // this lane's first of the slice
+    int left;                 // tokens from there on
+    bool valid[kWords];
+
+    __device__ __forceinline__ void start_tokens(const void* row_targets, int rows) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        tokens = static_cast<const RowTarget*>(row_targets) + lane;
+        left = lane < kTokens ? rows - lane : 0;
+        ask();
+    }
+    __device__ __forceinline__ void ask() {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) valid[w] = w * 32 < left && tokens[w * 32].target >= 0;
+        tokens += kTokens;
+        left -= kTokens;
+    }
+    template <class Loader>
+    __device__ __forceinline__ void load_valid(Loader& hidden, unsigned to) {
+        unsigned present[kWords];
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) present[w] = __ballot_sync(0xffffffffu, valid[w]);
+        ask();
+        hidden.load_some(to, present);
+    }
+    __device__ __forceinline__ void load_a(unsigned to) {
+        if constexpr (kHiddenIsA) {
+            load_valid(this->a, to);
+        } else {
+            this->a.load(to);
+        }
+    }
+    __device__ __forceinline__ void load_b(unsigned to) {
+        if constexpr (kHiddenIsA) {
+            this->b.load(to);
+        } else {
+            load_valid(this->b, to);
+        }
+    }
+};
+
 /// One tile of a GEMM over `k`, ready to be written: the ring is drained.
-template <class MainloopT, class TileT>
-__device__ __forceinline__ void multiply_tile(MainloopT& mainloop, TileFeed<MainloopT>& feed, int k, typename MainloopT::Accumulators& c) {
+template <class MainloopT, class TileT, class Feed>
+__device__ __forceinline__ void multiply_tile(MainloopT& mainloop, Feed& feed, int k, typename MainloopT::Accumulators& c) {
     const int slices = ceil_div(k, TileT::kBlockK);
     mainloop.prologue(feed);
     MainloopT::clear(c);
@@ -63,7 +109,8 @@ __device__ __forceinline__ void grad_weight(const GradWeightParams& p) {
     const int n0 = tile_n * TileT::kBlockN;
 
     MainloopT mainloop(dynamic_smem);
-    TileFeed<MainloopT> feed;
+    TokenFeed<MainloopT, TileT, Problem::hidden_major> feed;
+    feed.start_tokens(p.row_targets, p.rows);
     const Element* const dlogits = static_cast<const Element*>(p.dlogits);
     const Element* const hidden = static_cast<const Element*>(p.hidden);
     if constexpr (Problem::hidden_major) {

@@ -194,7 +194,7 @@ struct GradientRow {
     /// The gradient for hidden · weightᵀ + bias = x at `column` of the chunk.
     __device__ __forceinline__ float operator()(const DlogitsParams& p, float x, int column, bool is_target) const {
         const Logit z = Problem::transform(x, p.transform);
-        float dz = above_lse.exp(z.value) * (Problem::entropy ? a + b * z.value : a);
+        float dz = above_lse.exp(z.value) * (Problem::entropy ? a + b * fmaxf(z.value, farthest_below()) : a);
         if (is_target) dz -= t;
         if constexpr (Problem::label_smoothing) {
             float weight = 1.f;
@@ -226,6 +226,13 @@ __device__ __forceinline__ void row_gradient(const DlogitsParams& p, const Place
     if (row < p.rows) {
         k = static_cast<const float4*>(p.coefficients)[row];
         target = static_cast<const RowTarget*>(p.row_targets)[row];
+    }
+    if constexpr (!Problem::lists_rows) {
+        // An ignored row's gradient is 0 whatever its logits are: NaN times 0 is not. Where rows are listed there is none.
+        if (target.target < 0) {
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j) c[j][2 * h] = c[j][2 * h + 1] = 0.f;
+        }
     }
     using Above = RoundedAbove<Problem>;
     using Precise = DifferencesAbove<typename Problem::Math>;

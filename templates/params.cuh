@@ -282,8 +282,9 @@ struct GradWeightParams {
     long long accumulator_ld;
     int rows;
     int columns;
-    int first;  ///< first row block
-    int last;   ///< last row block
+    int first;                ///< first row block
+    int last;                 ///< last row block
+    const void* row_targets;  ///< [rows] as DlogitsParams'; for kernels without a list
 };
 
 struct GradBiasParams {

@@ -77,6 +77,21 @@ struct OperandLoader {
         depth = k;
     }
 
+    /// The same of an operand along whose rows is summed: of those only the ones that `present` has a bit for, counted from the slice's
+    /// first.
+    template <int kWords>
+    __device__ __forceinline__ void load_some(unsigned destination, const unsigned (&present)[kWords]) {
+        static_assert(kMajor == Major::mn && kAccess == Access::chunks && kBlockK <= 32 * kWords, "a bit for each row of a slice");
+        static_assert(kRowStep <= 32 || kCopies == 1, "the word of a copy is known");
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+            const unsigned word = kRowStep <= 32 ? present[i * kRowStep / 32] : row < 32 ? present[0] : present[kWords - 1];
+            const bool is_present = (word >> ((row + i * kRowStep) & 31) & 1u) != 0u;
+            ptx::cp_async_cg_16_if(is_present && column < extent, destination + offset(i), source + i * kRowStep * ld);
+        }
+        source += kBlockK * ld;
+    }
+
     /// Copies the next slice to `destination` (its base in the .shared window) and moves on to the one after. What does not exist becomes 0;
     /// past the sum's end nothing exists. Without branches, so that copies mix with the multiplications around them.
     __device__ __forceinline__ void load(unsigned destination) {

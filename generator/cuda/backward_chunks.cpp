@@ -117,7 +117,8 @@ LaunchBuilder<Params> BackwardWriter::grad_weight_launch() const {
         .set(&GradWeightParams::rows, row_count(variable(kRowBlock)))
         .set(&GradWeightParams::columns, column_count())
         .set(&GradWeightParams::first, equal(variable(kRowBlock), 0))
-        .set(&GradWeightParams::last, is_last(kRowBlock, layout_.row_blocks));
+        .set(&GradWeightParams::last, is_last(kRowBlock, layout_.row_blocks))
+        .set(&GradWeightParams::row_targets, at(layout_.row_targets));
     return launch;
 }
 
