@@ -155,13 +155,14 @@ struct PrepareParams {
     int unused;
 };
 
-/// Copies the listed rows of hidden to the front of `compact` and zeroes the rest.
+/// Copies the listed rows of hidden to the front of `compact` and zeroes the rest. Without a list valid rows stay where they are, and the others become 0.
 struct GatherRowsParams {
     const void* hidden;  ///< [rows, D]
     void* compact;       ///< [rows, D]
     RowList list;
     int rows;
     int unless_all;  ///< not 0: nothing is done where no row is ignored
+    TargetParams targets;
 };
 
 /// What SumParts follows from, beside the number of rows.

@@ -340,15 +340,22 @@ __device__ __forceinline__ void grad_bias(const GradBiasParams& p) {
     *out = Numeric<Out>::from_float(sum);
 }
 
-/// A warp copies a row, or zeroes it where the list has none.
+/// A warp copies a row, or zeroes it where the list has none, or its token is ignored.
 template <class Problem>
 __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
     using Element = typename Problem::Element;
     const int row = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
-    const int valid = *p.list.valid;
-    if (row >= p.rows || (p.unless_all != 0 && valid == p.rows)) return;
-    const bool listed = p.list.first + row < valid;
-    const long long from = listed ? p.list.rows[p.list.first + row].row : 0;
+    if (row >= p.rows) return;
+    bool listed;
+    long long from = row;
+    if (p.list.rows == nullptr) {
+        listed = load_target<Problem>(p.targets, row) >= 0;
+    } else {
+        const int valid = *p.list.valid;
+        if (p.unless_all != 0 && valid == p.rows) return;
+        listed = p.list.first + row < valid;
+        from = listed ? p.list.rows[p.list.first + row].row : 0;
+    }
     const Element* const hidden = static_cast<const Element*>(p.hidden) + from * Problem::hidden_size;
     Element* const compact = static_cast<Element*>(p.compact) + static_cast<long long>(row) * Problem::hidden_size;
     for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 32 * 8) {

@@ -11,7 +11,7 @@ std::vector<Statement> BackwardWriter::joined_steps() const {
     const Expr n = slot(Slot::num_tokens);
     const Expr columns = min(Expr(spec_.vocab_size) - stretch_.begin, stretch_.chunks * stretch_.width);
     const auto weight_of = [&](Slot which, std::int64_t element) { return slot(which) + stretch_.begin * (spec_.hidden_size * element); };
-    const Matrix hidden{select(listing_, compact_hidden(), slot(Slot::hidden)), spec_.hidden_size, n, spec_.hidden_size};
+    const Matrix hidden{compact_hidden(), spec_.hidden_size, n, spec_.hidden_size};
     const Matrix weight = weight_matrix(weight_of(Slot::weight, element_), columns);
     const Matrix dlogits{stretch_.dlogits, stretch_.width, n, stretch_.width};
     // Of the last pair of chunks, or half of one.

@@ -16,7 +16,7 @@ LaunchProgram BackwardWriter::program() {
     if (retains()) program.body.push_back({If{min(less(0, kept_), less(0, slot(Slot::num_tokens))), retained_steps()}});
     std::vector<Statement> chunks;
     // What the retained part has left where listed hidden states are to lie is not needed any more.
-    if (sm90()) chunks.push_back({If{min(listing_, less(kept_, spec_.vocab_size)), {gather_hidden()}}});
+    if (sm90()) chunks.push_back({If{min(less(0, slot(Slot::num_tokens)), less(kept_, spec_.vocab_size)), {gather_hidden()}}});
     const Stretch wide{kept_, layout_.wide_chunk, layout_.wide_chunks, slot(Slot::grad_weight) + layout_.wide_dlogits,
                        layout_.even_wide_chunk};
     if (wide.chunks.constant() == nullptr) add_chunks(wide, chunks);
@@ -47,7 +47,8 @@ Statement BackwardWriter::gather_hidden() const {
     LaunchBuilder<GatherRowsParams> launch(source_.kernel("gather_rows"), ceil_div(slot(Slot::num_tokens), kRowThreads / 32));
     launch.set(&GatherRowsParams::hidden, slot(Slot::hidden))
         .set(&GatherRowsParams::compact, compact_hidden())
-        .set(&GatherRowsParams::rows, slot(Slot::num_tokens));
+        .set(&GatherRowsParams::rows, slot(Slot::num_tokens))
+        .set_targets(&GatherRowsParams::targets, 0);
     list(launch, 0);
     return launch.build();
 }

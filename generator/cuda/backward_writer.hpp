@@ -102,12 +102,12 @@ private:
         launch.set_map(member, {m.address, m.columns, m.rows, m.row_elements, m.blocks, m.block_bytes}, box_rows, element_bytes);
     }
     Matrix hidden_matrix() const {
-        const Expr address = select(listing_, compact_hidden(), slot(Slot::hidden));
         const Expr row = first_row(variable(kRowBlock));
-        return {address + row * (spec_.hidden_size * element_), spec_.hidden_size, row_count(variable(kRowBlock)), spec_.hidden_size};
+        return {compact_hidden() + row * (spec_.hidden_size * element_), spec_.hidden_size, row_count(variable(kRowBlock)),
+                spec_.hidden_size};
     }
-    /// Hidden states of listed rows, or scaled ones beside retained exponentials: where grad_hidden's sum would be, or in grad_hidden itself, which is
-    /// written after they have been used.
+    /// Hidden states of listed rows, or of all with zeros for ignored ones, or scaled ones beside retained exponentials: where grad_hidden's
+    /// sum would be, or in grad_hidden itself, which is written after they have been used.
     Expr compact_hidden() const {
         const Expr summed = min(present(Slot::grad_hidden), less(kept_, spec_.vocab_size));
         return select(summed, slot(Slot::grad_hidden), at(layout_.hidden_accumulator));

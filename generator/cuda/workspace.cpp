@@ -351,11 +351,9 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
         b.counter_count = 2 * kPaceCounters + retained_blocks(spec);
         b.counters = pieces.take(b.counter_count * 4);
     }
-    // In fp32 grad_hidden accumulates in place. The place is used for hidden states too: scaled ones beside retained exponentials, listed ones.
-    const Expr accumulated = spec.dtype == DType::fp32 ? Expr(0)
-                             : plan.strategy == Strategy::retain
-                                 ? Expr(1)
-                                 : max(max(max(less(1, b.chunks), b.joined), lists_rows(plan)), less(n, b.sum_rows));
+    // In fp32 grad_hidden accumulates in place. On cuda_sm90a the place is used for hidden states too: scaled ones beside retained exponentials, those
+    // of valid tokens.
+    const Expr accumulated = spec.dtype == DType::fp32 ? Expr(0) : plan.path == PlanPath::cuda_sm90a ? Expr(1) : less(1, b.chunks);
     b.hidden_accumulator = pieces.take(select(accumulated, b.sum_rows * (4 * spec.hidden_size), 0));
     b.total = pieces.end();
     return b;

@@ -286,6 +286,25 @@ TEST(ForwardProgram, RoomInTheWorkspace_BringsListedRowsTogether) {
     }
 }
 
+// Where rows are listed and where they are not: what the GEMMs see of ignored tokens' hidden states are zeros.
+TEST(BackwardProgram, HiddenOfIgnoredTokens_IsLeftOutOfEveryCall) {
+    for (const std::int64_t scratch : {kDefaultScratchBytes, std::int64_t{1} << 20}) {
+        const CudaProgram program = program_of("D=64,V=1000", scratch);
+        for (const std::int64_t n : std::initializer_list<std::int64_t>{1, kRowThreads, kRowThreads + 1, (1 << 18) + 1}) {
+            const Launched backward = run(program, program.backward, call(n));
+            EXPECT_EQ(backward.count("gather_rows"), 1) << n;
+            for (const Recorded& r : backward.launches) {
+                if (r.kernel == "flce_dlogits") break;
+                if (r.kernel != "flce_gather_rows") continue;
+                const auto p = r.params<GatherRowsParams>();
+                EXPECT_EQ(p.rows, n);
+                EXPECT_EQ(as_address(p.targets.target), address(Slot::target));
+                EXPECT_EQ(p.list.rows != nullptr, scratch == kDefaultScratchBytes && n > kRowThreads && n <= 1 << 18);
+            }
+        }
+    }
+}
+
 TEST(BackwardProgram, Scalars_AreSetOnceBeforeAnyRow) {
     for (const char* spec : {"D=64,V=1000", "D=64,V=1000,class_weight,label_smoothing=0.1"}) {
         const CudaProgram program = program_of(spec, std::int64_t{1} << 20);
@@ -307,7 +326,8 @@ TEST(BackwardProgram, Scalars_AreSetOnceBeforeAnyRow) {
         }
     }
     const CudaProgram program = program_of("D=64,V=1000");
-    EXPECT_EQ(run(program, program.backward, call(kRowThreads)).launches.size(), 4U);
+    // Coefficients, hidden states of valid tokens, and the three GEMMs.
+    EXPECT_EQ(run(program, program.backward, call(kRowThreads)).launches.size(), 5U);
     EXPECT_EQ(run(program, program.backward, call(kRowThreads + 1)).launches.size(), 7U);  // rows are gathered and scattered
 }
 

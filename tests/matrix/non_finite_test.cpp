@@ -158,7 +158,9 @@ TEST_P(NonFinite, OneClass_SpoilsEverything) {
     const auto k = kernel(with_outputs);
     for (const float value : {kNan, kInfinity}) {
         for (const std::int64_t n : token_counts()) {
-            Problem p = make_problem(k->spec(), {.num_tokens = n});
+            // GPUs make ignored rows of grad_hidden of zeros times the weight, which NaN takes part in.
+            const Ignored ignored = target() == Target::gpu ? Ignored::none : Ignored::some;
+            Problem p = make_problem(k->spec(), {.num_tokens = n, .ignored = ignored});
             p.bias[900] = value;
             EXPECT_TRUE(run_and_judge(k, p)) << value;
         }
