@@ -21,4 +21,26 @@ inline constexpr std::int64_t kSlice = 256;
 void multiply_transposed(Summation summation, const float* a, const float* b, float* c, std::int64_t m, std::int64_t n, std::int64_t k);
 void multiply_add(Summation summation, const float* a, const float* b, float* c, std::int64_t m, std::int64_t n, std::int64_t k);
 
+/// A sum in slices, like the products'.
+class Sum {
+public:
+    void add(float value) {
+        slice_ += value;
+        if (++count_ % kSlice == 0) flush();
+    }
+    float total() {
+        flush();
+        return total_;
+    }
+
+private:
+    void flush() {
+        total_ += slice_;
+        slice_ = 0;
+    }
+    float total_ = 0;
+    float slice_ = 0;
+    std::int64_t count_ = 0;
+};
+
 }  // namespace flce::test

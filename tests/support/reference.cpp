@@ -36,28 +36,6 @@ struct Upstream {
     float entropy = 0;
 };
 
-// A sum in slices, like the products'.
-class Sum {
-public:
-    void add(float value) {
-        slice_ += value;
-        if (++count_ % kSlice == 0) flush();
-    }
-    float total() {
-        flush();
-        return total_;
-    }
-
-private:
-    void flush() {
-        total_ += slice_;
-        slice_ = 0;
-    }
-    float total_ = 0;
-    float slice_ = 0;
-    std::int64_t count_ = 0;
-};
-
 // Of a block of tokens: logits, and their derivatives with respect to h·w + b.
 struct Logits {
     std::vector<float> z;
