@@ -71,6 +71,7 @@ public:
         const std::int64_t vocab = cuda ? (spec.vocab_size + 63) / 64 * 64 : spec.vocab_size;
         Spec own = spec;
         own.dtype = library_->dtype() == ScalarType::fp32 ? DType::fp32 : library_->dtype() == ScalarType::bf16 ? DType::bf16 : DType::fp16;
+        own.weight_dtype.reset();
         own.vocab_size = vocab;
         own.padded_vocab_size = vocab;
         own.bias = own.class_weight = false;

@@ -65,8 +65,8 @@ Examples:
   flce info
 
 A spec is "key=value" pairs and bare flags joined by commas, or @file.json. Keys: D (hidden_size), V (vocab_size), padded_vocab_size,
-dtype (bf16, fp16, fp32), layout (vocab_major, hidden_major), tied, grad_weight_dtype, grad_weight_mode (write, accumulate), bias,
-logit_scale, softcap, label_smoothing, z_loss, class_weight, outputs (loss+lse+logprob+entropy).
+dtype (bf16, fp16, fp32), layout (vocab_major, hidden_major), tied, weight_dtype, grad_weight_dtype, grad_weight_mode (write, accumulate),
+bias, logit_scale, softcap, label_smoothing, z_loss, class_weight, outputs (loss+lse+logprob+entropy).
 
 Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (device, library, compiler, disk).)";
 

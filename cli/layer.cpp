@@ -235,7 +235,7 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
     const std::uint64_t seed = hash(options.seed) << 4;
     layer.hidden = random_elements("hidden", {num_tokens, spec.hidden_size}, spec.dtype, 1.0, seed + 1);
     const double scale = std::abs(spec.logit_scale) * std::sqrt(static_cast<double>(spec.hidden_size));
-    layer.weight = random_elements("weight", weight_shape(spec), spec.dtype, kRandomLogitDeviation / scale, seed + 2);
+    layer.weight = random_elements("weight", weight_shape(spec), weight_dtype(spec), kRandomLogitDeviation / scale, seed + 2);
     if (spec.bias) layer.bias = random_elements("bias", {spec.vocab_size}, spec.dtype, 0.5 / std::abs(spec.logit_scale), seed + 3);
     if (spec.class_weight) {
         layer.class_weight = random_floats("class_weight", spec.vocab_size, 0.2, seed + 4);
@@ -266,7 +266,7 @@ LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device)
     const ScalarType dtype = scalar_type(spec.dtype);
     inputs.num_tokens = n;
     inputs.hidden = make_tensor("hidden", device, dtype, {n, spec.hidden_size}, layer.hidden.data());
-    inputs.weight = make_tensor("weight", device, dtype, weight_shape(spec), layer.weight.data());
+    inputs.weight = make_tensor("weight", device, scalar_type(weight_dtype(spec)), weight_shape(spec), layer.weight.data());
     if (spec.bias) inputs.bias = make_tensor("bias", device, dtype, {spec.vocab_size}, layer.bias.data());
     if (spec.class_weight)
         inputs.class_weight = make_tensor("class_weight", device, ScalarType::fp32, {spec.vocab_size}, layer.class_weight.data());

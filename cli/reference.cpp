@@ -247,21 +247,27 @@ double BasicReference<Real>::slope(std::int64_t token) const {
 template <class Real>
 void BasicReference<Real>::load_weight(Range rows, Range columns, Real* out) const {
     const Spec& spec = problem_.spec;
-    const std::size_t element = element_bytes(spec.dtype);
+    const std::size_t element = element_bytes(weight_dtype(spec));
     const bool by_rows = spec.layout == WeightLayout::vocab_major;
     const std::int64_t stride = by_rows ? spec.hidden_size : spec.padded_vocab_size;
     const auto at = [&](std::int64_t row, std::int64_t column) {
         return problem_.weight + static_cast<std::size_t>(by_rows ? row * stride + column : column * stride + row) * element;
     };
+    const auto read = [&](const std::byte* from, Real* to, std::size_t count) {
+        to_real(from, weight_dtype(spec), to, count);
+        if (rounds_weight(spec)) {
+            std::transform(to, to + count, to, [&](Real value) { return Real{stored_value(static_cast<float>(value), spec.dtype)}; });
+        }
+    };
     const auto width = static_cast<std::size_t>(columns.end - columns.begin);
     if (by_rows) {
-        for (std::int64_t row = rows.begin; row < rows.end; ++row, out += width) to_real(at(row, columns.begin), spec.dtype, out, width);
+        for (std::int64_t row = rows.begin; row < rows.end; ++row, out += width) read(at(row, columns.begin), out, width);
         return;
     }
     Real column[kWeightBlock];
     const auto height = static_cast<std::size_t>(rows.end - rows.begin);
     for (std::size_t k = 0; k < width; ++k) {
-        to_real(at(rows.begin, columns.begin + static_cast<std::int64_t>(k)), spec.dtype, column, height);
+        read(at(rows.begin, columns.begin + static_cast<std::int64_t>(k)), column, height);
         for (std::size_t r = 0; r < height; ++r) out[r * width + k] = column[r];
     }
 }

@@ -46,7 +46,7 @@ public:
         if (hidden_.entry->shape.size() != 2) fail("hidden", hidden_, fmt::format("must be [num_tokens, {}]", spec.hidden_size));
         const std::int64_t n = hidden_.entry->shape[0];
         check("hidden", hidden_, dtype, {n, spec.hidden_size});
-        weight_ = checked("weight", dtype, weight_shape(spec));
+        weight_ = checked("weight", scalar_type(weight_dtype(spec)), weight_shape(spec));
         target_ = files_.get("target");
         if (target_.entry->dtype != "I64" && target_.entry->dtype != "I32") fail("target", target_, "must be I32 or I64");
         check("target", target_, target_dtype(), {n});
@@ -65,7 +65,7 @@ public:
         LayerInputs inputs;
         inputs.num_tokens = hidden_.entry->shape[0];
         inputs.hidden = load("hidden", device, hidden_, dtype);
-        inputs.weight = load("weight", device, weight_, dtype);
+        inputs.weight = load("weight", device, weight_, scalar_type(weight_dtype(spec_)));
         inputs.target = load("target", device, target_, target_dtype());
         if (bias_) inputs.bias = load("bias", device, bias_, dtype);
         if (class_weight_) inputs.class_weight = load("class_weight", device, class_weight_, ScalarType::fp32);

@@ -78,8 +78,10 @@ private:
 /// Vocabulary rows of a chunk with this many tokens, as scratch allows.
 double chunk_rows(const Spec& spec, const Plan& plan, double n) {
     const double unit = plan.path == PlanPath::cpu ? plan.cpu.block_n : std::lcm(plan.cuda.dlogits.block_n, 128);
+    // Gradients of a column's logits, and on a GPU its rounded weights.
+    const double rows = n + (rounds_weight(spec) && plan.path != PlanPath::cpu ? static_cast<double>(spec.hidden_size) : 0);
     const double fits =
-        std::floor(static_cast<double>(plan.scratch_bytes) / (n * static_cast<double>(element_bytes(spec.dtype))) / unit) * unit;
+        std::floor(static_cast<double>(plan.scratch_bytes) / (rows * static_cast<double>(element_bytes(spec.dtype))) / unit) * unit;
     return std::min({std::max(fits, unit), static_cast<double>(plan.vocab_chunk), static_cast<double>(spec.vocab_size)});
 }
 
@@ -96,6 +98,15 @@ double backward_bytes(const Spec& spec, double n, double chunks) {
            + v * d * grad_element * grad_passes;
 }
 
+/// Rounds the weight, chunk by chunk, before what else a pass on a GPU does.
+void add_rounding(const Spec& spec, const Device& device, Cost& cost) {
+    if (!rounds_weight(spec)) return;
+    const double elements = static_cast<double>(spec.vocab_size) * static_cast<double>(spec.hidden_size);
+    const double bytes = elements * static_cast<double>(element_bytes(weight_dtype(spec)) + element_bytes(spec.dtype));
+    cost.bytes += bytes;
+    cost.seconds += bytes / device.gpu.bandwidth_bytes_per_s;
+}
+
 Cost gpu_forward(const Spec& spec, const Device& device, const Plan& plan, double n, double retained) {
     const GpuCost gpu(spec, device, plan);
     const double d = static_cast<double>(spec.hidden_size);
@@ -103,6 +114,7 @@ Cost gpu_forward(const Spec& spec, const Device& device, const Plan& plan, doubl
     Cost cost{.flops = 2.0 * n * v * d,
               .bytes = gpu.logits_bytes(plan.cuda.forward, n, v) + retained * n * v * static_cast<double>(element_bytes(spec.dtype))};
     cost.seconds = gpu.gemm_seconds(forward_role(plan), plan.cuda.forward, {n, v, d}, cost.bytes) + GpuCost::kLaunchSeconds;
+    add_rounding(spec, device, cost);
     return cost;
 }
 
@@ -126,6 +138,7 @@ Cost sm90_backward(const Spec& spec, const Device& device, const Plan& plan, dou
     const double arithmetic =
         static_cast<double>(time.all(tokens, chunk)) * 128.0 * device.gpu.sm_count / (device.gpu.bf16_flops * kWgmmaShare);
     cost.seconds = std::max(arithmetic, cost.bytes / device.gpu.bandwidth_bytes_per_s);
+    add_rounding(spec, device, cost);
     return cost;
 }
 
@@ -164,6 +177,7 @@ Cost gpu_backward(const Spec& spec, const Device& device, const Plan& plan, doub
     cost.seconds = chunks * (gpu.gemm_seconds(GemmRole::dlogits, plan.cuda.dlogits, {n, chunk, d}, logits / chunks) +
                              gpu.gemm_seconds(GemmRole::grad_hidden, plan.cuda.grad_hidden, {n, d, chunk}, rest / 2 / chunks) +
                              gpu.gemm_seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {chunk, d, n}, rest / 2 / chunks));
+    add_rounding(spec, device, cost);
     return cost;
 }
 
@@ -200,7 +214,8 @@ Cost cpu_forward(const Spec& spec, const Device& device, const Plan& plan, doubl
     const double v = static_cast<double>(spec.vocab_size);
     const double element = static_cast<double>(element_bytes(spec.dtype));
     const double weight_passes = ceil_div(n, plan.cpu.block_m);  // each tile of rows packs the weight for itself
-    Cost cost{.flops = 2.0 * n * v * d, .bytes = (n * d + weight_passes * v * d) * element};
+    const double weight_element = static_cast<double>(element_bytes(weight_dtype(spec)));
+    Cost cost{.flops = 2.0 * n * v * d, .bytes = n * d * element + weight_passes * v * d * weight_element};
     cost.seconds = cpu_seconds(spec, device, plan, cost);
     return cost;
 }

@@ -264,6 +264,10 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
         lines.emplace_back(
             "the limit has room for every exponential beside grad_weight, whose tile need not be one with which that memory is lent");
     }
+    if (rounds_weight(spec)) {
+        lines.push_back(fmt::format("the weight is fp32 and rounded to {} as it is read{}", to_string(spec.dtype),
+                                    device.kind == DeviceKind::cuda ? ", a stretch of the vocabulary at a time, into scratch" : ""));
+    }
     if (device.kind == DeviceKind::cuda && joins_chunks(spec, device, plan)) {
         lines.emplace_back(
             "chunks that are computed again are one launch, where a call wants both gradients and has more than a few tokens");

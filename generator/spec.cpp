@@ -60,6 +60,9 @@ void check_kinds(const Spec& s) {
     if (s.grad_weight_dtype != s.dtype && s.grad_weight_dtype != DType::fp32) {
         refuse("grad_weight_dtype", to_string(s.grad_weight_dtype), fmt::format("the dtype ({}) or fp32", to_string(s.dtype)));
     }
+    if (weight_dtype(s) != s.dtype && weight_dtype(s) != DType::fp32) {
+        refuse("weight_dtype", to_string(weight_dtype(s)), fmt::format("the dtype ({}) or fp32", to_string(s.dtype)));
+    }
     if (s.tied && s.layout != WeightLayout::vocab_major) {
         refuse("layout", to_string(s.layout), "vocab_major where tied is set (an embedding table is [V, D])");
     }
@@ -91,6 +94,7 @@ Spec Spec::normalized() const {
     if (s.padded_vocab_size == 0) s.padded_vocab_size = s.vocab_size;
     check_sizes(s);
     check_kinds(s);
+    if (s.weight_dtype == s.dtype) s.weight_dtype.reset();
     check_options(s);
     for (double Spec::* value : {&Spec::softcap, &Spec::label_smoothing, &Spec::z_loss}) s.*value += 0.0;  // −0 becomes 0
     return s;
@@ -118,6 +122,10 @@ Spec parse_spec(std::string_view text) {
         rest.remove_prefix(comma + 1);
     }
 }
+
+DType weight_dtype(const Spec& spec) noexcept { return spec.weight_dtype.value_or(spec.dtype); }
+
+bool rounds_weight(const Spec& spec) noexcept { return weight_dtype(spec) != spec.dtype; }
 
 std::size_t element_bytes(DType dtype) noexcept { return dtype == DType::fp32 ? 4 : 2; }
 
@@ -148,8 +156,9 @@ std::string_view to_string(GradMode mode) noexcept {
 
 std::size_t SpecHash::operator()(const Spec& s) const noexcept {
     std::uint64_t bits = 0;
-    for (const auto field : {static_cast<std::uint64_t>(s.dtype), static_cast<std::uint64_t>(s.layout),
-                             static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
+    for (const auto field :
+         {static_cast<std::uint64_t>(s.dtype), static_cast<std::uint64_t>(weight_dtype(s)), static_cast<std::uint64_t>(s.layout),
+          static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
         bits = bits << 4 | field;
     }
     for (const bool flag : {s.tied, s.bias, s.class_weight, s.outputs.loss, s.outputs.lse, s.outputs.logprob, s.outputs.entropy}) {

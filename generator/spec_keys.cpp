@@ -99,6 +99,7 @@ constexpr std::array kKeys = {
     SpecKey{"layout", SpecKeyKind::word,
             [](Spec& s, Text k, Text v) { s.layout = read_enum(k, v, {WeightLayout::vocab_major, WeightLayout::hidden_major}); }},
     SpecKey{"tied", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.tied = read_flag(k, v); }},
+    SpecKey{"weight_dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.weight_dtype = read_dtype(k, v); }},
     SpecKey{"grad_weight_dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.grad_weight_dtype = read_dtype(k, v); }},
     SpecKey{"grad_weight_mode", SpecKeyKind::word,
             [](Spec& s, Text k, Text v) { s.grad_weight_mode = read_enum(k, v, {GradMode::write, GradMode::accumulate}); }},
@@ -137,7 +138,8 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("dtype", true, std::string(to_string(spec.dtype)));
     add("layout", spec.layout != WeightLayout::vocab_major, std::string(to_string(spec.layout)));
     add("tied", spec.tied, "true");
-    add("grad_weight_dtype", spec.grad_weight_dtype != spec.dtype, std::string(to_string(spec.grad_weight_dtype)));
+    add("weight_dtype", rounds_weight(spec), std::string(to_string(weight_dtype(spec))));
+    add("grad_weight_dtype", spec.grad_weight_dtype != weight_dtype(spec), std::string(to_string(spec.grad_weight_dtype)));
     add("grad_weight_mode", spec.grad_weight_mode != default_grad_mode(spec), std::string(to_string(spec.grad_weight_mode)));
     add("bias", spec.bias, "true");
     add("class_weight", spec.class_weight, "true");
@@ -165,7 +167,7 @@ Spec SpecBuilder::finish() {
     if (given("padded_vocab_size") && spec_.padded_vocab_size <= 0) {
         bad_spec_value("padded_vocab_size", std::to_string(spec_.padded_vocab_size), "at least V");
     }
-    if (!given("grad_weight_dtype")) spec_.grad_weight_dtype = spec_.dtype;
+    if (!given("grad_weight_dtype")) spec_.grad_weight_dtype = weight_dtype(spec_);
     if (!given("grad_weight_mode")) spec_.grad_weight_mode = default_grad_mode(spec_);
     return spec_.normalized();
 }

@@ -46,7 +46,8 @@ public:
         set(Slot::num_tokens, num_tokens_);
         take(Slot::hidden, hidden, Presence::required,
              {"hidden", TypeSet(dtype), {2, num_tokens_, spec_.hidden_size, "[num_tokens, hidden_size]"}, Access::read, kRowAlignment});
-        take(Slot::weight, args.weight, Presence::required, {"weight", TypeSet(dtype), weight_shape(), Access::read, kRowAlignment});
+        take(Slot::weight, args.weight, Presence::required,
+             {"weight", TypeSet(scalar_type(weight_dtype(spec_))), weight_shape(), Access::read, kRowAlignment});
         optional_of_spec(Slot::bias, args.bias, spec_.bias, {"bias", TypeSet(dtype), classes()}, "the spec has no bias");
         optional_of_spec(Slot::class_weight, args.class_weight, spec_.class_weight, {"class_weight", TypeSet(ScalarType::fp32), classes()},
                          "the spec has no class_weight");

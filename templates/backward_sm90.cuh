@@ -194,7 +194,8 @@ __device__ __forceinline__ void write_grad_hidden(const MainloopT& mainloop, con
 template <class Problem, class TileT>
 struct GradHiddenSm90 {
     using Element = typename Problem::Element;
-    using OperandsT = Operands<Element, Major::k, Access::chunks, Problem::hidden_major ? Major::k : Major::mn, Access::chunks>;
+    using OperandsT =
+        Operands<Element, Major::k, Access::chunks, WeightOperand<Problem>::hidden_major ? Major::k : Major::mn, Access::chunks>;
     using MainloopT = MainloopSm90<OperandsT, TileT>;
     using PanelsT = PanelStore<float, TileT, 1, 2>;
     enum : int { kHidden = Problem::hidden_size };

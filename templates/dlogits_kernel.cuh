@@ -36,7 +36,8 @@ struct DlogitsBlock {
         TileFeed<MainloopT> feed;
         feed.a.start(static_cast<const Element*>(p.hidden) + static_cast<long long>(row0) * Problem::hidden_size, Problem::hidden_size,
                      p.rows - row0, Problem::hidden_size);
-        feed.b.start(weight_at<Problem>(static_cast<const Element*>(p.weight), column0, 0), kWeightLd<Problem>, p.columns - column0,
+        using WeightT = WeightOperand<Problem>;
+        feed.b.start(weight_at<WeightT>(static_cast<const Element*>(p.weight), column0, 0), kWeightLd<WeightT>, p.columns - column0,
                      Problem::hidden_size);
         mainloop.prologue(feed);
         Accumulators c;

@@ -12,29 +12,30 @@ struct ForwardBlock {
     using MainloopT = Mainloop<LogitOperands<Problem>, TileT>;
     using Accumulators = typename MainloopT::Accumulators;
     using Fields = PartialFields<Problem>;
+    using Params = ForwardParamsOf<Problem>;
+    using WeightT = WeightOperand<Problem>;
     enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
-    enum : int { kTiles = ceil_div(Problem::vocab_size, TileT::kBlockN) };
     enum : int { kStates = TileT::kWarpsN * TileT::kBlockM };
     enum : int { kRowPieces = MainloopT::kPiecesA };
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
 
     /// Walks all slices of all tiles of the block, so that the next tile's first slices arrive during this tile's epilogue.
     struct Feed {
-        const ForwardParams& p;
+        const Params& p;
         typename MainloopT::LoaderA a;
         typename MainloopT::LoaderB b;
         int tile;
         int end;
         int slice = 0;
 
-        __device__ __forceinline__ Feed(const ForwardParams& params, int first, int last) : p(params), tile(first), end(last) { start(); }
+        __device__ __forceinline__ Feed(const Params& params, int first, int last) : p(params), tile(first), end(last) { start(); }
         __device__ __forceinline__ void start() {
             const long long row = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
             const long long column = static_cast<long long>(tile) * TileT::kBlockN;
             a.start(static_cast<const Element*>(p.hidden) + row * Problem::hidden_size, Problem::hidden_size,
                     static_cast<int>(p.rows - row), Problem::hidden_size);
-            b.start(weight_at<Problem>(static_cast<const Element*>(p.weight), column, 0), kWeightLd<Problem>,
-                    static_cast<int>(Problem::vocab_size - column), Problem::hidden_size);
+            b.start(weight_at<WeightT>(static_cast<const Element*>(p.weight), column, 0), kWeightLd<WeightT>,
+                    static_cast<int>(forward_columns<Problem>(p) - column), Problem::hidden_size);
         }
         __device__ __forceinline__ void load_a(unsigned to) { a.load(to); }
         __device__ __forceinline__ void load_b(unsigned to) { b.load(to); }
@@ -47,12 +48,12 @@ struct ForwardBlock {
         }
     };
 
-    const ForwardParams& p;
+    const Params& p;
     MainloopT mainloop;
     float* states;  // [fields][warps_n][kBlockM]
     int* targets;   // [kBlockM]
 
-    __device__ __forceinline__ explicit ForwardBlock(const ForwardParams& params)
+    __device__ __forceinline__ explicit ForwardBlock(const Params& params)
         : p(params),
           mainloop(dynamic_smem),
           states(reinterpret_cast<float*>(dynamic_smem + MainloopT::kSmemBytes)),
@@ -61,8 +62,9 @@ struct ForwardBlock {
     __device__ __forceinline__ void run() {
         initialise();
         const int split = static_cast<int>(blockIdx.y);
-        const int first = static_cast<int>(static_cast<long long>(kTiles) * split / p.splits);
-        const int end = static_cast<int>(static_cast<long long>(kTiles) * (split + 1) / p.splits);
+        const int tiles = ceil_div(forward_columns<Problem>(p), TileT::kBlockN);
+        const int first = static_cast<int>(static_cast<long long>(tiles) * split / p.splits);
+        const int end = static_cast<int>(static_cast<long long>(tiles) * (split + 1) / p.splits);
         Feed feed(p, first, end);
         mainloop.prologue(feed);
 #pragma unroll 1
@@ -70,7 +72,7 @@ struct ForwardBlock {
             Accumulators c;
             MainloopT::clear(c);
             mainloop.accumulate(feed, kSlices, c);
-            reduce(c, tile * TileT::kBlockN);
+            reduce(c, forward_first_column<Problem>(p) + tile * TileT::kBlockN);
         }
         finish(split);
     }
@@ -162,7 +164,7 @@ struct ForwardBlock {
 };
 
 template <class Problem, class TileT>
-__device__ __forceinline__ void forward(const ForwardParams& p) {
+__device__ __forceinline__ void forward(const ForwardParamsOf<Problem>& p) {
     ForwardBlock<Problem, TileT>(p).run();
 }
 

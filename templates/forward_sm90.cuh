@@ -38,7 +38,7 @@ struct ForwardSm90 {
     using Accumulators = typename MainloopT::Accumulators;
     using Fields = PartialFields<Problem>;
     enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
-    enum : int { kTiles = ceil_div(Problem::vocab_size, TileT::kBlockN) };
+    using Params = Select<Problem::rounds_weight, ForwardStretchSm90Params, ForwardSm90Params>;
     enum : int { kPieces = MainloopT::kPiecesA };
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
     using Share = ForwardShare<TileT>;
@@ -55,7 +55,7 @@ struct ForwardSm90 {
     enum : int { kDirectorAt = kWordsAt + TileWords<TileT>::kBytes };
     enum : unsigned { kWarps = TileT::kCluster * TileT::kConsumers * 4 };  ///< consumers' of a cluster
 
-    const ForwardSm90Params& p;
+    const Params& p;
     TileNumbers<TileT> jobs;
     TileWords<TileT> words;
     MainloopT mainloop;
@@ -64,15 +64,19 @@ struct ForwardSm90 {
     PanelsT panels;
     float* const stash;  ///< this thread's sums of its rows of both parts: registers are few beside the accumulators
 
-    __device__ __forceinline__ explicit ForwardSm90(const ForwardSm90Params& params)
+    __device__ __forceinline__ explicit ForwardSm90(const Params& params)
         : p(params),
           jobs(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
           words(ptx::shared_address(dynamic_smem) + kWordsAt),
           mainloop(dynamic_smem, kBarriersAt),
-          share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), kTiles, params.clusters, params.stride),
+          share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), tiles(params), params.clusters,
+                params.stride),
           compact(kLists && params.compact_rows != 0 && *params.list.valid < params.compact_rows),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
+
+    /// Of the vocabulary, in this launch.
+    static __device__ __forceinline__ int tiles(const Params& params) { return ceil_div(forward_columns<Problem>(params), TileT::kBlockN); }
 
     static __device__ __forceinline__ int cluster() { return static_cast<int>(blockIdx.x) / TileT::kCluster; }
     __device__ __forceinline__ int first_row(int row_cluster) const {
@@ -149,11 +153,11 @@ struct ForwardSm90 {
         // Rows that are gone through again are hardly ever any, and not worth sharing.
         const bool alone = p.shares == nullptr || (Problem::retain && p.again != 0);
         const int stretches =
-            alone ? 1 : VocabularyWalk(0, share.clusters, share.row_clusters, share.stride).stretches(share.clusters, kTiles);
+            alone ? 1 : VocabularyWalk(0, share.clusters, share.row_clusters, share.stride).stretches(share.clusters, tiles(p));
         d.shared = {stretches == 1 ? nullptr : p.shares, share.clusters, stretches};
         d.job.number = ShareJob::kNone;
         d.any = false;
-        d.end = kTiles;
+        d.end = tiles(p);
     }
 
     /// The next tile, the end of the stretch that has no tile any more, or that nothing is left.
@@ -161,13 +165,13 @@ struct ForwardSm90 {
         Director& d = director();
         int first_tile = 0;
         if (!d.any || d.walk.tile >= d.end) {
-            if (d.end != kTiles && !d.job.is_others()) {
+            if (d.end != tiles(p) && !d.job.is_others()) {
                 d.job.advance();
-                d.end = (d.job.stretch() + 1) * kTiles / d.shared.stretches;
+                d.end = (d.job.stretch() + 1) * tiles(p) / d.shared.stretches;
                 return tile_or_end(d);
             }
             if (!start_job(d)) return TileWord::stop();
-            first_tile = d.job.stretch() * kTiles / d.shared.stretches;
+            first_tile = d.job.stretch() * tiles(p) / d.shared.stretches;
         }
         do {
             d.consumer ^= 1;
@@ -192,12 +196,12 @@ struct ForwardSm90 {
             d.begin[part] = rows.begin();
         }
         d.consumer = 1;
-        d.end = (d.job.stretch() + 1) * kTiles / d.shared.stretches;
+        d.end = (d.job.stretch() + 1) * tiles(p) / d.shared.stretches;
         return true;
     }
     __device__ __forceinline__ TileWord tile_or_end(const Director& d) const {
         const VocabularyWalk& walk = d.walk;
-        if (!d.any || walk.tile >= d.end) return TileWord::end(d.job, walk.row_cluster_of(0), walk.has_second(), d.end == kTiles);
+        if (!d.any || walk.tile >= d.end) return TileWord::end(d.job, walk.row_cluster_of(0), walk.has_second(), d.end == tiles(p));
         return TileWord::tile(walk.tile, walk.row_cluster_of(walk.part), walk.part, d.consumer, d.neighbours[walk.part]);
     }
 
@@ -231,7 +235,7 @@ struct ForwardSm90 {
                 return false;
             }
         }
-        return walk.next(kTiles);
+        return walk.next(tiles(p));
     }
     __device__ __forceinline__ bool any_stale(int begin, int end) const {
         bool any = false;
@@ -313,7 +317,7 @@ struct ForwardSm90 {
 
     /// Adds a tile of logits to this thread's sums; what is retained of it leaves for memory.
     __device__ __forceinline__ void reduce(Accumulators& c, const TileWord& tile) {
-        const int first_column = static_cast<int>(tile.number) * TileT::kBlockN;
+        const int first_column = forward_first_column<Problem>(p) + static_cast<int>(tile.number) * TileT::kBlockN;
         const int row0 = first_row(tile.row_cluster());
         float weighted[kPieces][2] = {};
         to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c, weighted);
@@ -517,7 +521,7 @@ struct ForwardSm90 {
 };
 
 template <class Problem, class TileT>
-__device__ __forceinline__ void forward_sm90(const ForwardSm90Params& p) {
+__device__ __forceinline__ void forward_sm90(const typename ForwardSm90<Problem, TileT>::Params& p) {
     prefetch_maps(p.hidden_map, p.weight_map);
     ForwardSm90<Problem, TileT>(p).run();
 }

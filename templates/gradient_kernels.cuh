@@ -65,7 +65,8 @@ __device__ __forceinline__ void multiply_tile(MainloopT& mainloop, Feed& feed, i
 template <class Problem, class TileT>
 __device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
     using Element = typename Problem::Element;
-    using OperandsT = Operands<Element, Major::k, Access::chunks, Problem::hidden_major ? Major::k : Major::mn, weight_access<Problem>()>;
+    using WeightT = WeightOperand<Problem>;
+    using OperandsT = Operands<Element, Major::k, Access::chunks, WeightT::hidden_major ? Major::k : Major::mn, weight_access<Problem>()>;
     using MainloopT = Mainloop<OperandsT, TileT>;
     constexpr int kHidden = Problem::hidden_size;
     int tile_m;
@@ -77,7 +78,7 @@ __device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
     MainloopT mainloop(dynamic_smem);
     TileFeed<MainloopT> feed;
     feed.a.start(static_cast<const Element*>(p.dlogits) + row0 * p.ld, p.ld, p.rows - row0, p.columns);
-    feed.b.start(weight_at<Problem>(static_cast<const Element*>(p.weight), 0, column0), kWeightLd<Problem>, kHidden - column0, p.columns);
+    feed.b.start(weight_at<WeightT>(static_cast<const Element*>(p.weight), 0, column0), kWeightLd<WeightT>, kHidden - column0, p.columns);
     typename MainloopT::Accumulators c;
     multiply_tile<MainloopT, TileT>(mainloop, feed, p.columns, c);
 

@@ -5,4 +5,5 @@
 #include "flce/backward_sm90.cuh"
 #include "flce/forward_sm90.cuh"
 #include "flce/retain_kernels.cuh"
+#include "flce/round_weight.cuh"
 #include "flce/row_kernels.cuh"

@@ -56,8 +56,9 @@ template <class Problem>
 using RoundedAbove = Select<Numeric<typename Problem::Element>::kHalf, PowersAbove, DifferencesAbove<typename Problem::Math>>;
 
 template <class Problem>
-using LogitOperands = Operands<typename Problem::Element, Major::k, Access::chunks, Problem::hidden_major ? Major::mn : Major::k,
-                               weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
+using LogitOperands =
+    Operands<typename Problem::Element, Major::k, Access::chunks, WeightOperand<Problem>::hidden_major ? Major::mn : Major::k,
+             weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
 
 /// Columns past the vocabulary become masked_logit(): in the last tile, at a comparison for every element, which the others are spared.
 template <class Problem, class Place, int kPieces, int kColumnPieces>

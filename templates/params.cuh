@@ -389,4 +389,39 @@ struct BackwardChunksSm90Params : DlogitsParams {
     int last;        ///< the last chunk writes grad_hidden, where its sum is in one part
 };
 
+// Where the weight is fp32 under a 16-bit dtype: it is rounded a stretch of the vocabulary at a time, and forward computes one stretch a launch.
+
+enum : int { kRoundedTile = 32 };  ///< side of the squares that a hidden_major weight is transposed in
+
+/// `weight` and `weight_map` are the stretch's rounded rows.
+struct ForwardStretchParams : ForwardParams {
+    int first_column;  ///< of the stretch in the vocabulary, a multiple of the tile's columns
+    int columns;       ///< of the stretch
+};
+struct ForwardStretchSm90Params : ForwardSm90Params {
+    int first_column;
+    int columns;
+};
+
+struct RoundWeightParams {
+    const float* weight;  ///< at the stretch's first row (vocab_major) or column
+    void* rounded;        ///< [rows, D]
+    int rows;             ///< of the vocabulary
+    int unused;
+};
+
+/// Adds what forward has found in a stretch to what it found before.
+struct MergeStretchParams {
+    const float* partials;  ///< forward's, of this launch's rows
+    float* running;         ///< [fields][running_rows]
+    const PassScalars* scalars;
+    RowList list;
+    long long partial_rows;
+    long long running_rows;
+    int rows;
+    int splits;
+    int first;  ///< first stretch: nothing before it
+    int unused;
+};
+
 }  // namespace flce

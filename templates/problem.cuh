@@ -7,6 +7,7 @@
 //         enum : int { hidden_size, vocab_size, raster }; enum : long long { padded_vocab_size };
 //         enum : bool { hidden_major, bias, class_weight, label_smoothing, entropy, accumulate, retain };
 //         enum : bool { lists_rows };                 kernels may have a RowList
+//         enum : bool { rounds_weight };              what GEMMs read of the weight has been rounded into the workspace, vocab_major
 //         static flce::Logit transform(float x, const float* p);
 //     };
 //
@@ -46,11 +47,40 @@ __device__ __forceinline__ T* weight_at(T* weight, long long vocab, long long hi
 template <class Problem>
 constexpr long long kWeightLd = Problem::hidden_major ? Problem::padded_vocab_size : Problem::hidden_size;
 
+/// The weight as GEMMs read it.
+template <class Problem>
+struct WeightOperand {
+    enum : bool { hidden_major = Problem::hidden_major && !Problem::rounds_weight };
+    enum : int { hidden_size = Problem::hidden_size };
+    enum : long long { padded_vocab_size = Problem::padded_vocab_size };
+};
+
 /// How the weight's rows can be read. Whole vocab_major rows end on a chunk; hidden_major rows end where the vocabulary does.
 template <class Problem>
 __host__ __device__ constexpr Access weight_access() {
-    if (!rows_aligned<typename Problem::Element>(kWeightLd<Problem>)) return Access::elements;
-    return rows_aligned<typename Problem::Element>(Problem::vocab_size) || !Problem::hidden_major ? Access::chunks : Access::partial;
+    if (!rows_aligned<typename Problem::Element>(kWeightLd<WeightOperand<Problem>>)) return Access::elements;
+    return rows_aligned<typename Problem::Element>(Problem::vocab_size) || !WeightOperand<Problem>::hidden_major ? Access::chunks
+                                                                                                                 : Access::partial;
+}
+
+/// The columns of the vocabulary that a launch of forward computes, and the first of them.
+template <class Problem>
+using ForwardParamsOf = Select<Problem::rounds_weight, ForwardStretchParams, ForwardParams>;
+template <class Problem, class Params>
+__device__ __forceinline__ int forward_columns(const Params& p) {
+    if constexpr (Problem::rounds_weight) {
+        return p.columns;
+    } else {
+        return Problem::vocab_size;
+    }
+}
+template <class Problem, class Params>
+__device__ __forceinline__ int forward_first_column(const Params& p) {
+    if constexpr (Problem::rounds_weight) {
+        return p.first_column;
+    } else {
+        return 0;
+    }
 }
 
 /// A row's label: its index, kIgnored, or kOutOfRange, which counts as ignored.

@@ -107,15 +107,16 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     const int part = static_cast<int>(threadIdx.x) / kOutputRows;
     const int row = static_cast<int>(blockIdx.x) * kOutputRows + row_of_block;
     const int rows = listed_rows<Problem>(p.list, p.rows, 0);
-    // Where forward has a list, it alone knows how it has divided its work.
-    const int all_splits = Problem::lists_rows ? p.scalars->splits : p.splits;
+    // Where forward has a list, it alone knows how it has divided its work. Running sums of stretches are one part.
+    constexpr bool kDivided = Problem::lists_rows && !Problem::rounds_weight;
+    const int all_splits = kDivided ? p.scalars->splits : p.splits;
     const ListedRow listed = row < rows ? listed_row<Problem>(p.list, p.targets, row) : ListedRow{0, kIgnored};
     const int target = listed.target;
     LossPartial mine{0.f, 0.f, 0.f, 0u};
     RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f};
     bool stale = false;
     const int splits = target < 0 ? 0 : all_splits;
-    const long long partial_rows = Problem::lists_rows ? partial_rows_of(rows) : p.partial_rows;
+    const long long partial_rows = kDivided ? partial_rows_of(rows) : p.partial_rows;
     Fields::store(&parts[part][0][row_of_block], kOutputRows,
                   merge_splits<Problem, kParts>(p.partials + row, Fields::kCount * partial_rows, partial_rows, part, splits));
     __syncthreads();

@@ -23,7 +23,7 @@ Statement BackwardWriter::dlogits() const {
     const GemmTile& tile = plan_.cuda.dlogits;
     auto launch = dlogits_launch<DlogitsSm90Params>();
     map(launch, &DlogitsSm90Params::hidden_map, hidden_matrix(), tile.block_m);
-    map(launch, &DlogitsSm90Params::weight_map, weight_chunk(), vocab_major() ? tile.block_n / kClusterBlocks : kSecondRows);
+    map(launch, &DlogitsSm90Params::weight_map, weight_chunk(), reads_vocab_major() ? tile.block_n / kClusterBlocks : kSecondRows);
     map(launch, &DlogitsSm90Params::dlogits_map, dlogits_matrix(), kFirstRows);
     launch.set(&DlogitsSm90Params::tickets, tickets());
     list(launch, first_row(variable(kRowBlock)));
@@ -36,7 +36,7 @@ LaunchBuilder<Params> BackwardWriter::dlogits_launch() const {
     const Expr bias_partials = spec_.bias ? select(present(Slot::grad_bias), at(layout_.bias_partials), 0) : Expr(0);
     LaunchBuilder<Params> launch(source_.kernel("dlogits"), grid(plan_.cuda.dlogits, rows, column_count()));
     launch.set(&DlogitsParams::hidden, hidden_at(variable(kRowBlock)))
-        .set(&DlogitsParams::weight, weight_at(Slot::weight, element_))
+        .set(&DlogitsParams::weight, weight_operand())
         .set(&DlogitsParams::bias, advanced(slot(Slot::bias), first_column(), element_))
         .set(&DlogitsParams::class_weight, advanced(slot(Slot::class_weight), first_column(), 4))
         .set(&DlogitsParams::scalars, at(layout_.scalars))
@@ -58,7 +58,7 @@ Statement BackwardWriter::grad_hidden() const {
     auto launch = grad_hidden_launch<GradHiddenSm90Params>();
     launch.set(&GradHiddenSm90Params::column_shift, kOneBlock).set(&GradHiddenSm90Params::tickets, tickets());
     map(launch, &GradHiddenSm90Params::dlogits_map, dlogits_operand(), tile.block_m);
-    map(launch, &GradHiddenSm90Params::weight_map, weight_chunk(), vocab_major() ? kSecondRows : tile.block_n / kClusterBlocks);
+    map(launch, &GradHiddenSm90Params::weight_map, weight_chunk(), reads_vocab_major() ? kSecondRows : tile.block_n / kClusterBlocks);
     const Expr row = first_row(variable(kRowBlock));
     const Expr sum_rows = select(less(1, layout_.row_blocks), row_count(variable(kRowBlock)), room());
     const Matrix sum{sum_at() + row * (spec_.hidden_size * 4), spec_.hidden_size, sum_rows, spec_.hidden_size};
@@ -77,7 +77,7 @@ LaunchBuilder<Params> BackwardWriter::grad_hidden_launch() const {
     const Expr sum = spec_.dtype == DType::fp32 ? result : sum_at() + row * (spec_.hidden_size * 4);
     LaunchBuilder<Params> launch(source_.kernel("grad_hidden"), sum_grid(rows));
     launch.set(&GradHiddenParams::dlogits, stretch_.dlogits)
-        .set(&GradHiddenParams::weight, weight_at(Slot::weight, element_))
+        .set(&GradHiddenParams::weight, weight_operand())
         .set(&GradHiddenParams::scalars, at(layout_.scalars))
         .set(&GradHiddenParams::accumulator, sum)
         .set(&GradHiddenParams::grad_hidden, result)

@@ -34,7 +34,10 @@ LaunchProgram BackwardWriter::program() {
 
 void BackwardWriter::add_chunks(const Stretch& stretch, std::vector<Statement>& to) {
     stretch_ = stretch;
-    std::vector<Statement> one_by_one = {{Loop{kChunk, stretch.chunks, {Statement{Loop{kRowBlock, layout_.row_blocks, chunk_steps()}}}}}};
+    std::vector<Statement> chunk;
+    if (rounds_weight(spec_)) chunk.push_back(round_weight_launch(spec_, source_, first_column(), column_count(), weight_operand()));
+    chunk.push_back({Loop{kRowBlock, layout_.row_blocks, chunk_steps()}});
+    std::vector<Statement> one_by_one = {{Loop{kChunk, stretch.chunks, std::move(chunk)}}};
     if (layout_.joined.constant() != nullptr) {  // they never are
         to.push_back(std::move(one_by_one.front()));
         return;

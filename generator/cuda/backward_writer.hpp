@@ -164,7 +164,13 @@ private:
         if (vocab_major()) return {address, spec_.hidden_size, columns, spec_.hidden_size};
         return {address, columns, spec_.hidden_size, spec_.padded_vocab_size};
     }
-    Matrix weight_chunk() const { return weight_matrix(weight_at(Slot::weight, element_), column_count()); }
+    /// The chunk's weight as GEMMs read it: where it lies, or rounded, which is vocab_major.
+    bool reads_vocab_major() const { return vocab_major() || rounds_weight(spec_); }
+    Expr weight_operand() const { return rounds_weight(spec_) ? at(layout_.rounded_weight) : weight_at(Slot::weight, element_); }
+    Matrix weight_chunk() const {
+        if (rounds_weight(spec_)) return {weight_operand(), spec_.hidden_size, column_count(), spec_.hidden_size};
+        return weight_matrix(weight_operand(), column_count());
+    }
 
     Statement coefficients(const Expr& block) const;
 

@@ -23,6 +23,9 @@ struct Preparation {
     std::int64_t counters = 0;  ///< offset of words that are set to 0
     std::int64_t counter_count = 0;
 };
+/// Rounds weight rows (or columns, hidden_major) [first, first + rows) of the vocabulary to `rounded`, an address.
+[[nodiscard]] Statement round_weight_launch(const Spec& spec, const CudaSource& source, const Expr& first, const Expr& rows,
+                                            const Expr& rounded);
 [[nodiscard]] Statement prepare_launch(const Spec& spec, const CudaSource& source, const Preparation& preparation);
 
 }  // namespace flce

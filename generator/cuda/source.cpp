@@ -36,6 +36,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     text += fmt::format("    enum : bool {{ accumulate = {} }};\n", spec.grad_weight_mode == GradMode::accumulate);
     text += fmt::format("    enum : bool {{ retain = {} }};\n", plan.strategy == Strategy::retain);
     text += fmt::format("    enum : bool {{ lists_rows = {} }};\n", plan.path == PlanPath::cuda_sm90a);
+    text += fmt::format("    enum : bool {{ rounds_weight = {} }};\n", rounds_weight(spec));
     text += fmt::format("    enum : int {{ raster = {} }};\n", plan.cuda.raster);
     text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
     text += transform_source(spec, math, "        ");
@@ -111,9 +112,10 @@ CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan)
     const std::string_view header = plan.path == PlanPath::cuda_sm90a ? "kernels_sm90.cuh" : "kernels.cuh";
     source.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
     Kernels kernels(source, fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan));
-    kernels.gemm(spec, device, plan.path, forward_role(plan), plan.cuda.forward, "forward", "Forward");
+    const std::string_view forward_params = rounds_weight(spec) ? "ForwardStretch" : "Forward";
+    kernels.gemm(spec, device, plan.path, forward_role(plan), plan.cuda.forward, "forward", forward_params);
     if (plan.path == PlanPath::cuda_sm90a) {
-        kernels.gemm(spec, device, plan.path, forward_role(plan), few_tokens_tile(spec), "forward_few", "Forward", 1, "forward");
+        kernels.gemm(spec, device, plan.path, forward_role(plan), few_tokens_tile(spec), "forward_few", forward_params, 1, "forward");
     }
     kernels.simple("row_outputs", "RowOutputsParams", "row_outputs_kernel", kOutputThreads);
     kernels.simple("reduce_loss", "ReduceLossParams", "reduce_loss", kReduceThreads);
@@ -132,6 +134,10 @@ CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan)
     if (plan.strategy == Strategy::retain) {
         kernels.simple("references", "ReferencesParams", "references", kRowThreads);
         kernels.simple("retained_rows", "RetainedRowsParams", "retained_rows", kRowThreads);
+    }
+    if (rounds_weight(spec)) {
+        kernels.simple("round_weight", "RoundWeightParams", "round_weight", kRowThreads);
+        kernels.simple("merge_stretch", "MergeStretchParams", "merge_stretch", kRowThreads);
     }
     if (spec.bias) kernels.simple("grad_bias", "GradBiasParams", "grad_bias", kRowThreads);
     if (zeroes_columns(spec)) kernels.simple("zero_columns", "ZeroColumnsParams", "zero_columns", kRowThreads);

@@ -170,6 +170,7 @@ std::optional<std::string> tile_problem(const Spec& spec, const Device& device, 
 
 std::optional<std::string> retain_problem(const Spec& spec, PlanPath path) {
     if (path != PlanPath::cuda_sm90a) return fmt::format("retain: {} keeps nothing", to_string(path));
+    if (rounds_weight(spec)) return std::string("retain: references are single rows of the weight, which is rounded a stretch at a time");
     if (spec.dtype != DType::bf16) return fmt::format("retain: exponentials have bf16's range, not {}'s", to_string(spec.dtype));
     if (spec.softcap != 0.0) return std::string("retain: softcap's derivative needs the logits again");
     if (spec.outputs.entropy) return std::string("retain: entropy's gradient needs the logits again");
@@ -189,8 +190,9 @@ GemmTile few_tokens_tile(const Spec& spec) {
 
 bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
     const GemmTile& tile = plan.cuda.dlogits;
-    return plan.path == PlanPath::cuda_sm90a && spec.layout == WeightLayout::vocab_major && !spec.bias && takes_turns(tile) &&
-           tile.block_m == 128 && tile.block_n >= 128 && sm90_smem_bytes(spec, GemmRole::chunks, tile) <= device.gpu.smem_per_block_bytes;
+    return plan.path == PlanPath::cuda_sm90a && spec.layout == WeightLayout::vocab_major && !spec.bias && !rounds_weight(spec) &&
+           takes_turns(tile) && tile.block_m == 128 && tile.block_n >= 128 &&
+           sm90_smem_bytes(spec, GemmRole::chunks, tile) <= device.gpu.smem_per_block_bytes;
 }
 
 std::int64_t joined_quantum(const Plan& plan) {

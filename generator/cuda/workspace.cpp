@@ -87,6 +87,11 @@ std::int64_t chunk_quantum(const Spec& spec, const Plan& plan) {
     return std::lcm(std::lcm(c.dlogits.block_n, 128), vocab_major ? c.grad_weight.block_m : c.grad_weight.block_n);
 }
 
+/// Bytes that a column of a chunk costs where its weight is rounded.
+std::int64_t rounded_row_bytes(const Spec& spec) {
+    return rounds_weight(spec) ? spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)) : 0;
+}
+
 /// Bytes that a token costs where a chunk has `chunk` columns.
 std::int64_t token_bytes(const Spec& spec, const Plan& plan, std::int64_t chunk) {
     const std::int64_t bias = spec.bias ? chunk * 4 / rows_of_bias_partial(plan) + 1 : 0;
@@ -98,18 +103,39 @@ BackwardSizes backward_sizes(const Spec& spec, const Plan& plan) {
     s.budget = plan.scratch_bytes - reserve_bytes(spec, plan);
     s.quantum = chunk_quantum(spec, plan);
     s.chunk_limit = std::min(std::max(down(plan.vocab_chunk, s.quantum), s.quantum), up(spec.vocab_size, s.quantum));
-    const std::int64_t weight_row = 4 * spec.hidden_size + (spec.bias ? 12 : 0);
+    const std::int64_t weight_row = 4 * spec.hidden_size + (spec.bias ? 12 : 0) + rounded_row_bytes(spec);
     s.chunk = std::clamp(down(s.budget / 2 / weight_row, s.quantum), s.quantum, s.chunk_limit);
     s.rows = std::max(down((s.budget - s.chunk * weight_row) / token_bytes(spec, plan, s.chunk), kRowQuantum), kRowQuantum);
     // Each chunk passes over dH's accumulator and each row block over dW's: traffic goes with 1/chunk + 1/rows. Without row blocks it goes with
     // 1/chunk alone, so they start to pay when the chunk gets narrower than this.
     const std::int64_t narrowest = std::max(s.chunk * s.rows / (s.chunk + s.rows), s.quantum);
-    s.rows_limit = (s.budget - (spec.bias ? 12 * narrowest : 0)) / token_bytes(spec, plan, narrowest);
+    s.rows_limit = (s.budget - narrowest * ((spec.bias ? 12 : 0) + rounded_row_bytes(spec))) / token_bytes(spec, plan, narrowest);
     return s;
 }
 
 /// Bytes that forward's partial sums may take.
 std::int64_t partial_bytes(const Plan& plan) { return std::min(kForwardPartialBytes, (plan.scratch_bytes - kReserveBytes) / 2); }
+
+/// The same on cuda_sm80, where only a rounded weight needs room beside them.
+std::int64_t sm80_partial_bytes(const Spec& spec, const Plan& plan) {
+    return rounds_weight(spec) ? partial_bytes(plan) : kForwardPartialBytes;
+}
+
+/// Columns of the vocabulary that a launch of forward computes: all, or a stretch of whole tiles whose rounded weight fits in half of the scratch.
+/// Stretches are nearly alike.
+std::int64_t forward_stretch(const Spec& spec, const Plan& plan) {
+    if (!rounds_weight(spec)) return spec.vocab_size;
+    const int few_columns = plan.path == PlanPath::cuda_sm90a ? few_tokens_tile(spec).block_n : 1;
+    const std::int64_t quantum = std::lcm(plan.cuda.forward.block_n, few_columns);
+    const std::int64_t most = std::max(down(plan.scratch_bytes / 2 / rounded_row_bytes(spec), quantum), quantum);
+    const std::int64_t stretches = up(spec.vocab_size, most) / most;
+    return up(up(spec.vocab_size, stretches) / stretches, quantum);
+}
+
+/// Tiles of a whole stretch.
+std::int64_t forward_tiles(const Spec& spec, const Plan& plan, const GemmTile& tile) {
+    return up(forward_stretch(spec, plan), tile.block_n) / tile.block_n;
+}
 
 /// cuda_sm90a: clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where there
 /// are fewer tiles than clusters, each tile has its own.
@@ -124,7 +150,7 @@ struct ClusterShare {
         const GemmTile& tile = plan.cuda.forward;
         cluster_rows = std::int64_t{kClusterBlocks} * tile.block_m;
         writers = takes_turns(tile) ? 2 : 1;
-        tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
+        tiles = forward_tiles(spec, plan, tile);
         // Row clusters × splits is at most clusters + 2·row clusters.
         const std::int64_t most = partial_bytes(plan) / (field_bytes * writers * cluster_rows);
         clusters = std::clamp<std::int64_t>(most - 2, 1, device.gpu.sm_count / kClusterBlocks);
@@ -157,7 +183,7 @@ Expr lists_rows(const Plan& plan) {
 
 std::int64_t workspace_minimum(const Spec& spec, const Plan& plan) {
     const std::int64_t quantum = chunk_quantum(spec, plan);
-    return reserve_bytes(spec, plan) + 2 * quantum * (4 * spec.hidden_size + (spec.bias ? 12 : 0)) +
+    return reserve_bytes(spec, plan) + 2 * quantum * (4 * spec.hidden_size + (spec.bias ? 12 : 0) + rounded_row_bytes(spec)) +
            2 * kRowQuantum * token_bytes(spec, plan, quantum);
 }
 
@@ -166,8 +192,8 @@ ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& p
     const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
     if (plan.path != PlanPath::cuda_sm90a) {
         const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, plan.path, GemmRole::forward, tile);
-        const std::int64_t tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
-        const std::int64_t most_blocks = std::max<std::int64_t>(kForwardPartialBytes / field_bytes / tile.block_m, 1);
+        const std::int64_t tiles = forward_tiles(spec, plan, tile);
+        const std::int64_t most_blocks = std::max<std::int64_t>(sm80_partial_bytes(spec, plan) / field_bytes / tile.block_m, 1);
         return {choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity, tiles, most_blocks)};
     }
     const ClusterShare share(spec, device, plan, field_bytes);
@@ -179,7 +205,7 @@ ForwardShare few_tokens_share(const Spec& spec, const Device& device, const Plan
     if (plan.path != PlanPath::cuda_sm90a) return {};
     const std::int64_t blocks = few_tokens_blocks(spec, device, plan);
     const GemmTile tile = few_tokens_tile(spec);
-    const std::int64_t tiles = up(spec.vocab_size, tile.block_n) / tile.block_n;
+    const std::int64_t tiles = forward_tiles(spec, plan, tile);
     return {0, min(max(ceil_div(rows, tile.block_m), 1) * tiles, blocks), blocks, spreading_stride(blocks)};
 }
 
@@ -198,7 +224,7 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
     } else {
         const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, plan.path, GemmRole::forward, tile);
         const std::int64_t wave_rows = capacity * tile.block_m;
-        const std::int64_t most_rows = kForwardPartialBytes / field_bytes;
+        const std::int64_t most_rows = sm80_partial_bytes(spec, plan) / field_bytes;
         f.rows = up(most_rows > wave_rows ? down(most_rows, wave_rows) : most_rows, std::max<int>(kRowThreads, tile.block_m));
         partials = forward_share(spec, device, plan, min(n, f.rows)).splits * round_up(min(n, f.rows), 32);
     }
@@ -213,9 +239,16 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
         pieces.take(f.share_words * 4);
     }
     f.list = pieces.take(lists_rows(plan) * n * kListedRowBytes);
-    f.target_logits = pieces.take(rows * 4);
+    f.target_logits = pieces.take((rounds_weight(spec) ? n : rows) * 4);
     f.loss_partials = pieces.take(ceil_div(n, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial)));
     f.partials = pieces.take(partials * field_bytes);
+    if (rounds_weight(spec)) {
+        f.stretch = forward_stretch(spec, plan);
+        f.stretches = up(spec.vocab_size, f.stretch) / f.stretch;
+        f.rounded_weight = pieces.take(std::min(f.stretch, spec.vocab_size) * rounded_row_bytes(spec));
+        f.running_rows = round_up(n, 32);
+        f.running = pieces.take(f.running_rows * field_bytes);
+    }
     f.total = pieces.end();
     f.compact = pieces.take(n * spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
     f.compacts = min(lists_rows(plan), less(pieces.end(), slot(Slot::workspace_bytes) + 1));
@@ -276,7 +309,7 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
 /// grad_hidden's sum is gone through less often. Wider than this they gain nothing.
 static void place_wide_chunks(const Spec& spec, const Device& device, const Plan& plan, const BackwardSizes& s, BackwardLayout& b) {
     // A bias's partial sums have room for a chunk of the workspace's.
-    if (spec.grad_weight_mode != GradMode::write || spec.layout != WeightLayout::vocab_major || spec.bias) return;
+    if (spec.grad_weight_mode != GradMode::write || spec.layout != WeightLayout::vocab_major || spec.bias || rounds_weight(spec)) return;
     constexpr std::int64_t kMostDlogits = 256 << 20;
     const Expr row = max(slot(Slot::num_tokens), 1) * static_cast<std::int64_t>(element_bytes(spec.dtype));
     const std::int64_t gradient_row = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
@@ -318,8 +351,8 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     BackwardLayout b;
     b.sum_rows = sum_rows(spec, device, plan);
     const Expr more_rows = (b.sum_rows - n) * (4 * spec.hidden_size);
-    const Expr fitting =
-        floor_div(max(Expr(s.budget + list_place) - n * kRowBytes - list_bytes - more_rows, 0), max(n * element + bias_row, 1));
+    const Expr fitting = floor_div(max(Expr(s.budget + list_place) - n * kRowBytes - list_bytes - more_rows, 0),
+                                   max(n * element + bias_row + rounded_row_bytes(spec), 1));
 
     b.rows = select(cut, round_up(ceil_div(n, max(ceil_div(n, s.rows), 1)), kRowQuantum), max(n, 1));
     b.row_blocks = ceil_div(n, b.rows);
@@ -345,6 +378,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
         b.bias_accumulator = pieces.take(b.chunk * 4);
     }
     b.dlogits = pieces.take(b.rows * b.chunk * element);
+    b.rounded_weight = pieces.take(min(b.chunk, spec.vocab_size) * rounded_row_bytes(spec));
     b.weight_accumulator = pieces.take(select(less(1, b.row_blocks), b.chunk * (4 * spec.hidden_size), 0));
     b.progress = pieces.take(b.progress_bytes);
     if (plan.strategy == Strategy::retain) {

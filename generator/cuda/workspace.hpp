@@ -39,6 +39,12 @@ struct ForwardLayout {
     Expr partials{0};
     Expr compact{0};   ///< hidden states of listed tokens, where the caller's workspace goes further than `total`
     Expr compacts{0};  ///< whether it does, and tokens are listed
+    // Where the weight is rounded, a stretch of the vocabulary at a time: how the stretches are cut, and offsets.
+    std::int64_t stretch = 0;  ///< columns of each but the last
+    std::int64_t stretches = 0;
+    Expr rounded_weight{0};  ///< [stretch, D] in the spec's dtype
+    Expr running{0};         ///< [fields][running_rows] fp32: every token's sums over the stretches so far
+    Expr running_rows{0};
     Expr total{0};
 };
 
@@ -56,6 +62,7 @@ struct BackwardLayout {
     Expr bias_partials{0};
     Expr bias_accumulator{0};
     Expr dlogits{0};
+    Expr rounded_weight{0};  ///< [chunk, D] in the spec's dtype, where the weight is rounded
     Expr weight_accumulator{0};
     Expr hidden_accumulator{0};
     Expr sum_rows{0};  ///< that hidden_accumulator has room for: N, or more where so few tokens need several parts (SumShare)

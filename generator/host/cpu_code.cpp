@@ -11,6 +11,7 @@ Spec structure_of(const Spec& spec) {
     structure.hidden_size = 8;
     structure.vocab_size = structure.padded_vocab_size = 2;
     structure.dtype = spec.dtype;
+    structure.weight_dtype = spec.weight_dtype;
     structure.layout = spec.layout;
     structure.grad_weight_dtype = spec.grad_weight_dtype;
     structure.grad_weight_mode = spec.grad_weight_mode;
@@ -33,14 +34,18 @@ void emit_cpu_code(llvm::Module& module, const Spec& concrete, const CpuProperti
     const Spec spec = structure_of(concrete);
     const VectorTarget target = vector_target(cpu, plan);
     const bool vocab_major = spec.layout == WeightLayout::vocab_major;
-    const auto pack = [&](const char* symbol, DType source, bool depth_contiguous, int width) {
+    const DType rounded = rounds_weight(spec) ? spec.dtype : DType::fp32;
+    const auto pack_rounded = [&](const char* symbol, DType source, DType to, bool depth_contiguous, int width) {
         emit_pack(module, target, symbol,
-                  {.source = source, .depth_contiguous = depth_contiguous, .width = width, .bf16_pairs = plan.bf16_dot});
+                  {.source = source, .rounded = to, .depth_contiguous = depth_contiguous, .width = width, .bf16_pairs = plan.bf16_dot});
+    };
+    const auto pack = [&](const char* symbol, DType source, bool depth_contiguous, int width) {
+        pack_rounded(symbol, source, DType::fp32, depth_contiguous, width);
     };
     emit_micro_kernel(module, target, cpu_symbol::kMicroKernel, plan.micro_m, plan.micro_n, plan.bf16_dot);
     pack(cpu_symbol::kPackHidden, spec.dtype, true, plan.micro_m);
-    pack(cpu_symbol::kPackWeightLogits, spec.dtype, vocab_major, plan.micro_n);
-    pack(cpu_symbol::kPackWeightGrad, spec.dtype, !vocab_major, plan.micro_n);
+    pack_rounded(cpu_symbol::kPackWeightLogits, weight_dtype(spec), rounded, vocab_major, plan.micro_n);
+    pack_rounded(cpu_symbol::kPackWeightGrad, weight_dtype(spec), rounded, !vocab_major, plan.micro_n);
     pack(cpu_symbol::kPackHiddenGrad, spec.dtype, false, plan.micro_n);
     pack(cpu_symbol::kPackDlogitsRows, DType::fp32, true, plan.micro_m);
     pack(cpu_symbol::kPackDlogitsColumns, DType::fp32, false, plan.micro_m);

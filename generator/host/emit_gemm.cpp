@@ -111,6 +111,11 @@ struct UnitReader {
     [[nodiscard]] std::int64_t bytes() const { return static_cast<std::int64_t>(options.source == DType::fp32 ? 4 : 2); }
     [[nodiscard]] int depth_per_unit() const { return options.bf16_pairs ? 2 : 1; }
 
+    /// Elements as the GEMM is to see them.
+    [[nodiscard]] Value* value(Value* pointer, int lanes) const {
+        Value* read = f.load_float(pointer, options.source, lanes);
+        return options.rounded == DType::fp32 ? read : f.round_to(read, options.rounded, lanes);
+    }
     [[nodiscard]] Value* bf16(Value* pointer, int lanes) const {
         if (options.source == DType::bf16) return f.load_bits(pointer, 16, lanes);
         return f.bf16_bits(f.load_float(pointer, options.source, lanes), lanes);
@@ -126,12 +131,12 @@ struct UnitReader {
     }
     /// `lanes` consecutive units along a contiguous depth.
     [[nodiscard]] Value* along_depth(Value* pointer, int lanes) const {
-        if (!options.bf16_pairs) return f.load_float(pointer, options.source, lanes);
+        if (!options.bf16_pairs) return value(pointer, lanes);
         return f.ir().CreateBitCast(bf16(pointer, 2 * lanes), f.float_type(lanes));
     }
     /// One unit at depth `pointer` (element stride `ld` to the next depth) for `lanes` contiguous lines; `whole`: both halves of a pair exist.
     [[nodiscard]] Value* across(Value* pointer, Value* ld, int lanes, bool whole) const {
-        if (!options.bf16_pairs) return f.load_float(pointer, options.source, lanes);
+        if (!options.bf16_pairs) return value(pointer, lanes);
         Value* high = whole ? bf16(f.at(pointer, ld, bytes()), lanes) : nullptr;
         return pair(bf16(pointer, lanes), high, lanes);
     }

@@ -162,10 +162,18 @@ void FunctionBuilder::store_bits(Value* value, Value* pointer, int bits) {
 Value* FunctionBuilder::load_float(Value* pointer, DType dtype, int lanes) {
     auto& ir = state_->ir;
     if (dtype == DType::fp32) return ir.CreateAlignedLoad(float_type(lanes), pointer, llvm::Align(4));
-    Value* bits = load_bits(pointer, 16, lanes);
+    return bits_to_float(load_bits(pointer, 16, lanes), dtype, lanes);
+}
+
+Value* FunctionBuilder::bits_to_float(Value* bits, DType dtype, int lanes) {
     if (dtype == DType::fp16) return half_to_float(bits, lanes);
+    auto& ir = state_->ir;
     Value* wide = ir.CreateShl(ir.CreateZExt(bits, int_type(32, lanes)), i32_splat(16, lanes));
     return ir.CreateBitCast(wide, float_type(lanes));
+}
+
+Value* FunctionBuilder::round_to(Value* value, DType dtype, int lanes) {
+    return bits_to_float(dtype == DType::bf16 ? bf16_bits(value, lanes) : float_to_half_bits(value, lanes), dtype, lanes);
 }
 
 void FunctionBuilder::store_float(Value* value, Value* pointer, DType dtype, int lanes) {

@@ -82,6 +82,9 @@ public:
     /// fp32 to the bits of bf16, rounded to nearest even, NaN kept: i16 or a vector of i16.
     [[nodiscard]] llvm::Value* bf16_bits(llvm::Value* value, int lanes);
 
+    /// fp32 rounded to what a 16-bit dtype holds, to nearest even.
+    [[nodiscard]] llvm::Value* round_to(llvm::Value* value, DType dtype, int lanes);
+
     /// a·b + c, fused where the target fuses.
     [[nodiscard]] llvm::Value* multiply_add(llvm::Value* a, llvm::Value* b, llvm::Value* c);
     [[nodiscard]] llvm::Value* max(llvm::Value* a, llvm::Value* b);
@@ -93,6 +96,7 @@ public:
 
 private:
     struct State;
+    llvm::Value* bits_to_float(llvm::Value* bits, DType dtype, int lanes);
     llvm::Value* half_to_float(llvm::Value* bits, int lanes);
     llvm::Value* float_to_half_bits(llvm::Value* value, int lanes);
     llvm::Value* reduce(llvm::Value* vector, int lanes, const std::function<llvm::Value*(llvm::Value*, llvm::Value*)>& combine);

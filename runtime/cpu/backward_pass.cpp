@@ -187,9 +187,10 @@ private:
 
     void multiply_hidden(const WorkerSlot& slot, const Step& s, const TileRange& range) const {
         const bool vocab_major = spec_.layout == WeightLayout::vocab_major;
-        const UnpackedB weight{.data = call_.pointer(Slot::weight) + s.vocab * element_ * (vocab_major ? spec_.hidden_size : 1),
+        const auto weight_element = static_cast<std::int64_t>(element_bytes(weight_dtype(spec_)));
+        const UnpackedB weight{.data = call_.pointer(Slot::weight) + s.vocab * weight_element * (vocab_major ? spec_.hidden_size : 1),
                                .ld = vocab_major ? spec_.hidden_size : spec_.padded_vocab_size,
-                               .element_bytes = element_,
+                               .element_bytes = weight_element,
                                .depth_contiguous = !vocab_major,
                                .pack = code_.pack_weight_grad};
         multiply_tile(code_, plan_, dlogits_rows(s), weight, range, s.columns, slot.b_block, slot.tile);

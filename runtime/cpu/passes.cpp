@@ -21,7 +21,7 @@ void WorkerSlot::load_strip(const CpuContext& context, const CpuCall& call, std:
 
 UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, std::int64_t begin) {
     const Spec& spec = call.spec();
-    const auto bytes = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const auto bytes = static_cast<std::int64_t>(element_bytes(weight_dtype(spec)));
     const bool vocab_major = spec.layout == WeightLayout::vocab_major;
     return {.data = call.pointer(Slot::weight) + begin * bytes * (vocab_major ? spec.hidden_size : 1),
             .ld = vocab_major ? spec.hidden_size : spec.padded_vocab_size,

@@ -28,6 +28,8 @@ constexpr Variant kFp32Everything = {
     "D=200,V=1001,dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
     "outputs=loss+lse+logprob+entropy"};
 
+constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype=fp32"};
+
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
 void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) {
@@ -79,7 +81,7 @@ std::string test_name(const testing::TestParamInfo<CudaSourceCompile::ParamType>
 
 INSTANTIATE_TEST_SUITE_P(EveryArchitecture, CudaSourceCompile,
                          testing::Combine(testing::Values("sm_80", "sm_90a", "sm_100a", "sm_120"),
-                                          testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything)),
+                                          testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything, kFp32Weight)),
                          test_name);
 
 INSTANTIATE_TEST_SUITE_P(
@@ -107,6 +109,12 @@ INSTANTIATE_TEST_SUITE_P(
                         Variant{"Fp16Everything",
                                 "D=200,V=1001,dtype=fp16,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
                                 "logit_scale=0.5,outputs=loss+lse+logprob+entropy"},
+                        Variant{"Bf16Fp32WeightEverything",
+                                "D=200,V=1001,weight_dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
+                                "logit_scale=0.5,outputs=loss+lse+logprob+entropy"},
+                        Variant{"Fp16Fp32WeightHiddenMajor",
+                                "D=200,V=1001,padded_vocab_size=1008,dtype=fp16,weight_dtype=fp32,layout=hidden_major,softcap=30"},
+                        Variant{"Bf16Fp32WeightHiddenMajorUnaligned", "D=200,V=1001,weight_dtype=fp32,layout=hidden_major"},
                         Variant{"Fp32", "D=2048,V=151936,dtype=fp32"},
                         Variant{"Fp32HiddenMajorUnaligned", "D=200,V=1001,dtype=fp32,layout=hidden_major,class_weight"},
                         Variant{"Fp32HiddenMajorPartial",

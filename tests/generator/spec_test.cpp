@@ -43,6 +43,7 @@ Spec random_spec(std::mt19937_64& random) {
     s.dtype = static_cast<DType>(number(0, 2));
     s.tied = coin();
     s.layout = !s.tied && coin() ? WeightLayout::hidden_major : WeightLayout::vocab_major;
+    if (coin() && s.dtype != DType::fp32) s.weight_dtype = DType::fp32;
     s.grad_weight_dtype = coin() ? s.dtype : DType::fp32;
     s.grad_weight_mode = coin() ? GradMode::write : GradMode::accumulate;
     s.bias = coin();
@@ -154,6 +155,9 @@ TEST(SpecText, BadSizesAndOptions_NameFieldValueAndRule) {
         {"D=9223372036854775800,V=50", {"hidden_size", "9223372036854775800"}},
         {"D=1073741824,V=1073741824", {"padded_vocab_size", "64 bits"}},
         {"D=64,V=50,dtype=bf16,grad_weight_dtype=fp16", {"grad_weight_dtype", "fp16", "bf16", "fp32"}},
+        {"D=64,V=50,dtype=bf16,weight_dtype=fp16", {"weight_dtype", "fp16", "bf16", "fp32"}},
+        {"D=64,V=50,dtype=fp32,weight_dtype=bf16", {"weight_dtype", "bf16", "fp32"}},
+        {"D=64,V=50,weight_dtype=float", {"weight_dtype", "float", "bf16", "fp32"}},
         {"D=64,V=50,dtype=fp32,grad_weight_dtype=bf16", {"grad_weight_dtype", "bf16", "fp32"}},
         {"D=64,V=50,tied,layout=hidden_major", {"layout", "hidden_major", "vocab_major", "tied"}},
         {"D=64,V=50,logit_scale=0", {"logit_scale", "not 0"}},
@@ -237,9 +241,25 @@ TEST(Spec, Normalized_FillsInPaddingAndDropsNegativeZero) {
                 HasSubstr("dtype"));
 }
 
+// Keys of layers without the option stay what they were.
+TEST(Spec, WeightDtype_IsPrintedWhereItIsNotTheDtype) {
+    EXPECT_EQ(parse_spec("D=64,V=50,dtype=fp16,weight_dtype=fp16").text(), "D=64,V=50,dtype=fp16");
+    EXPECT_EQ(parse_spec("D=64,V=50,dtype=fp32,weight_dtype=fp32"), parse_spec("D=64,V=50,dtype=fp32"));
+    const Spec autocast = parse_spec("D=64,V=50,weight_dtype=fp32");
+    EXPECT_EQ(autocast.text(), "D=64,V=50,dtype=bf16,weight_dtype=fp32");
+    EXPECT_EQ(autocast.json(), R"({"D":64,"V":50,"dtype":"bf16","weight_dtype":"fp32"})");
+    EXPECT_EQ(autocast.grad_weight_dtype, DType::fp32);
+    EXPECT_EQ(weight_dtype(autocast), DType::fp32);
+    EXPECT_TRUE(rounds_weight(autocast));
+    const Spec narrow = parse_spec("D=64,V=50,weight_dtype=fp32,grad_weight_dtype=bf16");
+    EXPECT_EQ(narrow.text(), "D=64,V=50,dtype=bf16,weight_dtype=fp32,grad_weight_dtype=bf16");
+    EXPECT_EQ(parse_spec(narrow.text()), narrow);
+    EXPECT_FALSE(rounds_weight(parse_spec("D=64,V=50,dtype=fp32")));
+}
+
 TEST(SpecHash, EveryField_ChangesIt) {
     const Spec base = small().normalized();
-    std::vector<Spec> specs(15, base);
+    std::vector<Spec> specs(16, base);
     specs[1].hidden_size = 72;
     specs[2].vocab_size = 49;
     specs[3].padded_vocab_size = 51;
@@ -254,6 +274,7 @@ TEST(SpecHash, EveryField_ChangesIt) {
     specs[12].softcap = 30;
     specs[13].label_smoothing = 0.1;
     specs[14].z_loss = 0.1;
+    specs[15].weight_dtype = DType::fp32;
     for (bool Outputs::* output : {&Outputs::loss, &Outputs::lse, &Outputs::logprob, &Outputs::entropy}) {
         specs.push_back(base);
         specs.back().outputs.*output = !(specs.back().outputs.*output);

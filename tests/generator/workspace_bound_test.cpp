@@ -22,7 +22,8 @@ void expect_bound(const Spec& spec, const Device& device, const Plan& plan) {
         for (const Expr* bytes : {&program.forward_workspace_bytes, &program.backward_workspace_bytes}) {
             const std::int64_t value = evaluate(*bytes, slots);
             EXPECT_GE(value, 0);
-            EXPECT_LE(value, plan.scratch_bytes + accumulator) << n << " tokens, " << spec.text() << ", " << plan.text();
+            EXPECT_LE(value, plan.scratch_bytes + accumulator) << (bytes == &program.forward_workspace_bytes ? "forward, " : "backward, ")
+                                                               << n << " tokens, " << spec.text() << ", " << plan.text();
         }
     }
 }
@@ -33,7 +34,8 @@ TEST(WorkspaceBound, ChosenPlans_StayWithinScratch) {
         for (const char* text :
              {"D=2048,V=151936,tied", "D=8,V=2", "D=200,V=127,dtype=fp32,bias", "D=7168,V=129280,bias,outputs=loss+entropy",
               "D=2560,V=50257,dtype=fp32,label_smoothing=0.1,outputs=loss+lse+logprob+entropy,bias,class_weight",
-              "D=4096,V=128256,dtype=fp16,layout=hidden_major,grad_weight_dtype=fp32"}) {
+              "D=4096,V=128256,dtype=fp16,layout=hidden_major,grad_weight_dtype=fp32", "D=2048,V=151936,weight_dtype=fp32",
+              "D=8,V=2,weight_dtype=fp32,bias,label_smoothing=0.1,outputs=loss+entropy"}) {
             const Spec spec = parse_spec(text);
             expect_bound(spec, device, choose_plan(spec, device));
             expect_bound(spec, device, choose_plan(spec, device, {.scratch_bytes = 200LL << 20}));
@@ -42,8 +44,8 @@ TEST(WorkspaceBound, ChosenPlans_StayWithinScratch) {
 }
 
 TEST(WorkspaceBound, LeastLegalScratch_IsKept) {
-    const Device device = describe_device("h100");
-    for (const char* text : {"D=2048,V=151936", "D=8,V=2", "D=256,V=50257,dtype=fp32,bias,outputs=loss+entropy,label_smoothing=0.1"}) {
+    const auto check = [](const char* device_name, const char* text) {
+        const Device device = describe_device(device_name);
         const Spec spec = parse_spec(text);
         Plan plan = choose_plan(spec, device);
         plan.scratch_bytes = 0;
@@ -51,6 +53,16 @@ TEST(WorkspaceBound, LeastLegalScratch_IsKept) {
         plan.scratch_bytes = std::stoll(reason.substr(reason.find("at least ") + 9));
         ASSERT_EQ(illegal_reason(spec, device, plan), std::nullopt);
         expect_bound(spec, device, plan);
+    };
+    for (const char* text : {"D=2048,V=151936", "D=8,V=2", "D=256,V=50257,dtype=fp32,bias,outputs=loss+entropy,label_smoothing=0.1"}) {
+        check("h100", text);
+    }
+    for (const char* device : {"h100", "a100"}) {
+        for (const char* text :
+             {"D=2048,V=151936,weight_dtype=fp32", "D=8,V=2,weight_dtype=fp32", "D=64,V=300000,weight_dtype=fp32,bias",
+              "D=256,V=50257,dtype=fp16,weight_dtype=fp32,layout=hidden_major,outputs=loss+entropy,label_smoothing=0.1"}) {
+            check(device, text);
+        }
     }
 }
 

@@ -95,7 +95,8 @@ void KernelRun::add_inputs() {
     const Spec& spec = problem_.spec;
     const std::size_t element = element_bytes(spec.dtype);
     input("hidden", encode(problem_.hidden, spec.dtype), 16);
-    input("weight", encode(laid_out(spec, problem_.weight, kPadding), spec.dtype), 16);
+    const std::vector<float>& weight = rounds_weight(spec) ? problem_.unrounded_weight : problem_.weight;
+    input("weight", encode(laid_out(spec, weight, kPadding), weight_dtype(spec)), 16);
     if (spec.bias) input("bias", encode(problem_.bias, spec.dtype), element);
     if (spec.class_weight) input("class_weight", bytes_of(problem_.class_weight), 4);
     input("target", target_bytes(problem_), static_cast<std::size_t>(problem_.options.target_bits / 8));
@@ -153,7 +154,7 @@ ForwardArgs KernelRun::forward_args() const {
     const int loss_dims = o.reduction == Reduction::none ? 1 : 0;
     ForwardArgs args;
     args.hidden = view("hidden", scalar_type(spec.dtype), 2, n, spec.hidden_size);
-    args.weight = weight_view("weight", spec.dtype);
+    args.weight = weight_view("weight", weight_dtype(spec));
     args.bias = view("bias", scalar_type(spec.dtype), 1, spec.vocab_size);
     args.class_weight = view("class_weight", ScalarType::fp32, 1, spec.vocab_size);
     args.target = view("target", o.target_bits == 64 ? ScalarType::int64 : ScalarType::int32, 1, n);

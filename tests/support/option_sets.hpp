@@ -33,6 +33,9 @@ inline void apply_everything(Spec& s) {
     s.outputs = {true, true, true, true};
 }
 
+/// A parameter in fp32 under autocast.
+inline void apply_weight_fp32(Spec& s) { s.weight_dtype = s.grad_weight_dtype = DType::fp32; }
+
 inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) / 64 * 64 + 8; }
 
 /// Options that change what is computed.
@@ -58,6 +61,13 @@ inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) /
     static const std::vector<OptionSet> sets = {
         {"padded", apply_padding},
         {"grad_fp32", [](Spec& s) { s.grad_weight_dtype = DType::fp32; }},
+        {"weight_fp32", apply_weight_fp32},
+        {"everything_weight_fp32",
+         [](Spec& s) {
+             apply_everything(s);
+             apply_padding(s);
+             apply_weight_fp32(s);
+         }},
         {"accumulate",
          [](Spec& s) {
              s.grad_weight_mode = GradMode::accumulate;

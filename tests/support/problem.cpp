@@ -54,8 +54,13 @@ std::vector<float> make_weight(const Spec& spec, const ProblemOptions& o) {
     const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(spec.hidden_size)));
     return filled(spec.vocab_size * spec.hidden_size, [&](std::int64_t i) {
         if (o.logits != Logits::moderate && i % spec.hidden_size == 0) return (random.bits(i) & 1U) != 0 ? root(o.logits) : -root(o.logits);
-        return rounded(random.normal(i) * scale, spec.dtype);
+        return rounded(random.normal(i) * scale, weight_dtype(spec));
     });
+}
+
+/// What kernels are to make of it.
+std::vector<float> rounded_weight(const Spec& spec, const std::vector<float>& weight) {
+    return filled(std::ssize(weight), [&](std::int64_t i) { return rounded(weight[i], spec.dtype); });
 }
 
 std::vector<float> make_hidden(const Problem& problem) {
@@ -120,6 +125,10 @@ Problem make_problem(const Spec& spec, const ProblemOptions& options) {
     p.options = options;
     p.target = make_targets(p.spec, options);
     p.weight = make_weight(p.spec, options);
+    if (rounds_weight(p.spec)) {
+        p.unrounded_weight = std::move(p.weight);
+        p.weight = rounded_weight(p.spec, p.unrounded_weight);
+    }
     p.hidden = make_hidden(p);
     const std::int64_t v = p.spec.vocab_size;
     const Stream random{options.seed * 16 + 6};

@@ -41,8 +41,9 @@ struct Problem {
     // Values as the dtype holds them, weight without padding and always [V, D].
     std::vector<float> hidden;
     std::vector<float> weight;
-    std::vector<float> bias;          ///< empty without spec.bias
-    std::vector<float> class_weight;  ///< empty without spec.class_weight
+    std::vector<float> unrounded_weight;  ///< what memory holds where the Spec's weight_dtype is fp32 under a 16-bit dtype; else empty
+    std::vector<float> bias;              ///< empty without spec.bias
+    std::vector<float> class_weight;      ///< empty without spec.class_weight
     std::vector<std::int64_t> target;
     // Upstream gradients; empty: not given.
     std::vector<float> grad_loss;  ///< [N] for none, else one

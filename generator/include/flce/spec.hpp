@@ -3,12 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
 namespace flce {
 
-/// Element type of hidden, weight, bias and grad_hidden. Softmax, lse, loss and every accumulation are fp32.
+/// Element type of hidden, bias and grad_hidden, and of the weight unless Spec::weight_dtype says otherwise. Softmax, lse, loss and every
+/// accumulation are fp32.
 enum class DType : std::uint8_t { bf16, fp16, fp32 };
 
 /// vocab_major is [vocab_size, hidden_size] (nn.Linear, an embedding table); hidden_major is [hidden_size, vocab_size].
@@ -36,7 +38,9 @@ struct Spec {
                                          ///< What lies past V is never predicted and its gradient is 0 (untouched when accumulating)
     DType dtype = DType::bf16;
     WeightLayout layout = WeightLayout::vocab_major;
-    DType grad_weight_dtype = DType::bf16;        ///< the dtype above, or fp32; also that of grad_bias
+    std::optional<DType> weight_dtype =
+        std::nullopt;                       ///< fp32: the weight is that in memory and rounded to the dtype as it is read; none: the dtype
+    DType grad_weight_dtype = DType::bf16;  ///< the dtype above, or fp32; also that of grad_bias
     GradMode grad_weight_mode = GradMode::write;  ///< also that of grad_bias
     bool tied = false;             ///< the weight is the embedding table: vocab_major, gradient accumulated unless said otherwise
     bool bias = false;             ///< a bias [V] of the spec's dtype is added to hidden · weightᵀ
@@ -49,7 +53,7 @@ struct Spec {
 
     friend bool operator==(const Spec&, const Spec&) = default;
 
-    /// Returns a copy with implied fields filled in (padded_vocab_size) after checking every rule.
+    /// Returns a copy with implied fields filled in (padded_vocab_size, no weight_dtype where it is the dtype) after checking every rule.
     /// Throws SpecError naming the field, its value and what is allowed.
     [[nodiscard]] Spec normalized() const;
 
@@ -60,10 +64,10 @@ struct Spec {
 };
 
 /// Parses "key=value,flag,…" or "@file.json" (a file that holds what parse_spec_json reads). Keys: D, V, padded_vocab_size, dtype, layout, tied,
-/// grad_weight_dtype, grad_weight_mode, bias, class_weight, logit_scale, softcap, label_smoothing, z_loss, outputs (names joined by '+':
-/// loss+lse+logprob+entropy). D and V are required; dtype defaults to bf16, grad_weight_dtype to dtype, grad_weight_mode to write, or accumulate
-/// where tied is set. The result is normalized. Throws SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file
-/// that cannot be read.
+/// weight_dtype, grad_weight_dtype, grad_weight_mode, bias, class_weight, logit_scale, softcap, label_smoothing, z_loss, outputs (names joined by
+/// '+': loss+lse+logprob+entropy). D and V are required; dtype defaults to bf16, weight_dtype to dtype, grad_weight_dtype to weight_dtype,
+/// grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws SpecError for an unknown or repeated key and for a
+/// bad value, EnvironmentError for a file that cannot be read.
 [[nodiscard]] Spec parse_spec(std::string_view text);
 /// A JSON object with the same keys: numbers, booleans, strings, and an array of names for outputs.
 [[nodiscard]] Spec parse_spec_json(std::string_view json);
@@ -72,6 +76,11 @@ struct Spec {
 /// tie_word_embeddings (missing: true), final_logit_softcapping, logit_scale (Cohere), logits_scaling (Granite, a divisor), lm_head_multiplier
 /// (Falcon-H1). A nested text_config is looked into first. Throws SpecError naming a missing key or a bad value.
 [[nodiscard]] Spec spec_from_hf_config(std::string_view json);
+
+/// What the weight has in memory.
+[[nodiscard]] DType weight_dtype(const Spec& spec) noexcept;
+/// Whether that is fp32 under a 16-bit dtype, so that the weight is rounded as it is read.
+[[nodiscard]] bool rounds_weight(const Spec& spec) noexcept;
 
 [[nodiscard]] std::size_t element_bytes(DType dtype) noexcept;
 [[nodiscard]] std::string_view to_string(DType dtype) noexcept;

@@ -219,7 +219,7 @@ enum { FLCE_REDUCTION_NONE = 0, FLCE_REDUCTION_SUM = 1, FLCE_REDUCTION_MEAN = 2 
 typedef struct flce_forward_args {
     size_t struct_size;
     const flce_tensor* hidden;       /* [N, D], the spec's dtype */
-    const flce_tensor* weight;       /* [P, D] (vocab_major) or [D, P] (hidden_major), the spec's dtype */
+    const flce_tensor* weight;       /* [P, D] (vocab_major) or [D, P] (hidden_major), the spec's weight_dtype */
     const flce_tensor* bias;         /* [V], the spec's dtype; required iff the spec has bias */
     const flce_tensor* class_weight; /* [V] fp32; required iff the spec has class_weight */
     const flce_tensor* target;       /* [N] int32 or int64 */

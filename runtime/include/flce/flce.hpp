@@ -56,7 +56,7 @@ struct Stream {
 // and their gradients 16-byte aligned. Absent tensors are not read or written.
 struct ForwardArgs {
     TensorView hidden{};        ///< [N, D], spec dtype
-    TensorView weight{};        ///< [P, D] (vocab_major) or [D, P] (hidden_major), spec dtype
+    TensorView weight{};        ///< [P, D] (vocab_major) or [D, P] (hidden_major), weight_dtype(spec)
     TensorView bias{};          ///< [V], spec dtype; required iff spec.bias
     TensorView class_weight{};  ///< [V] fp32; required iff spec.class_weight
     TensorView target{};        ///< [N] int32 or int64

@@ -1,0 +1,20 @@
+// The weight in fp32 under a 16-bit dtype: what rounds it into the workspace.
+#include "generator/cuda/launch_builder.hpp"
+#include "generator/cuda/programs.hpp"
+
+namespace flce {
+
+Statement round_weight_launch(const Spec& spec, const CudaSource& source, const Expr& first, const Expr& rows, const Expr& rounded) {
+    const bool vocab_major = spec.layout == WeightLayout::vocab_major;
+    const auto element = static_cast<std::int64_t>(element_bytes(weight_dtype(spec)));
+    constexpr std::int64_t kElementsOfBlock = 8 * kRowThreads;
+    const Expr squares = ceil_div(rows, kRoundedTile) * ceil_div(spec.hidden_size, kRoundedTile);
+    const Expr blocks = vocab_major ? ceil_div(rows * spec.hidden_size, kElementsOfBlock) : squares;
+    LaunchBuilder<RoundWeightParams> launch(source.kernel("round_weight"), blocks);
+    launch.set(&RoundWeightParams::weight, slot(Slot::weight) + first * (element * (vocab_major ? spec.hidden_size : 1)))
+        .set(&RoundWeightParams::rounded, rounded)
+        .set(&RoundWeightParams::rows, rows);
+    return {If{less(0, slot(Slot::num_tokens)), {launch.build()}}};
+}
+
+}  // namespace flce
