@@ -185,10 +185,16 @@ Search search_plans(const Spec& spec, const Device& device, const PlanRequest& r
         rate(spec, device, cpu_candidates(spec, device, request), search);
         return search;
     }
-    // Wide tiles need wide chunks, for which a very large hidden_size or little scratch leaves no room.
+    // Wide tiles need wide chunks, for which a very large hidden_size or little scratch leaves no room. Hopper's own path with narrow ones is
+    // quicker than the other path with wide ones.
+    const bool own_path = device.gpu.compute_capability == 90 && !path_problem(spec, device, PlanPath::cuda_sm90a);
+    std::vector<Plan> candidates;
     for (const int widest : {256, 128, 64}) {
-        rate(spec, device, cuda_candidates(spec, device, request, widest, search), search);
-        if (!search.plans.empty()) break;
+        std::ranges::copy(cuda_candidates(spec, device, request, widest, search), std::back_inserter(candidates));
+        search.plans.clear();
+        rate(spec, device, candidates, search);
+        const auto on_own_path = [](const Plan& plan) { return plan.path == PlanPath::cuda_sm90a; };
+        if (own_path ? std::ranges::any_of(search.plans, on_own_path) : !search.plans.empty()) break;
     }
     return search;
 }

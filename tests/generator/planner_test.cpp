@@ -22,6 +22,7 @@ const std::vector<const char*>& specs() {
         "D=2560,V=50257,dtype=fp32,label_smoothing=0.1,outputs=loss+lse+logprob+entropy,bias,class_weight,softcap=30",
         "D=4096,V=128256,dtype=fp16,grad_weight_dtype=fp32,grad_weight_mode=accumulate",
         "D=200,V=127,padded_vocab_size=128,dtype=fp32",
+        "D=2048,V=151936,weight_dtype=fp32",
         "D=7168,V=129280,label_smoothing=0.1,outputs=loss+entropy,bias",
     };
     return all;
@@ -62,6 +63,13 @@ TEST(Planner, Candidates_AreOrderedByExpectedTime) {
             last = seconds;
         }
     }
+}
+
+// Where wide tiles have no room: narrow ones of the quicker path, and not the other path's wide ones.
+TEST(Planner, LittleScratchOnHopper_ItsOwnPathInNarrowTiles) {
+    const Device device = describe_device("h100");
+    const Spec spec = parse_spec("D=2048,V=151936,weight_dtype=fp32");
+    EXPECT_EQ(choose_plan(spec, device, {.scratch_bytes = 6 << 20}).path, PlanPath::cuda_sm90a);
 }
 
 TEST(Planner, GradHiddensTileOnHopper_IsTheOneThatWasMeasuredToBeQuicker) {
