@@ -261,6 +261,7 @@ A manifest is a JSON object with lists; relative paths begin at its folder; what
 Examples:
   flce prewarm --spec D=2048,V=151936,dtype=bf16,tied --device sm_80 --device sm_90a
   flce prewarm --hf-config Qwen3-1.7B/config.json --device h100 --num-tokens 8192 --workspace-limit 2G --workspace-limit 0
+  flce prewarm --hf-config Qwen3-1.7B/config.json --autocast bf16 --device h100
   flce prewarm --manifest kernels.json --out kernels.flcepack
   FLCE_NO_DISK_CACHE=1 FLCE_CACHE_PACKS=kernels.flcepack flce prewarm --manifest kernels.json --check
 
@@ -280,6 +281,12 @@ void add_prewarm(CLI::App& app, Action& action) {
             "--hf-config", what.hf_configs,
             "a model's config.json (hidden_size, vocab_size, dtype, …); of tied weights the kernels that add to a gradient and those that "
             "write one; may be repeated")
+        ->take_all();
+    command
+        ->add_option(
+            "--autocast", what.autocast,
+            "bf16 or fp16: runs of --hf-config's models with parameters in fp32 under autocast, as Trainer(bf16=True) has them, instead "
+            "of config.json's dtype; may be repeated")
         ->take_all();
     command->add_option("--manifest", what.manifests, "a JSON file that lists specs, configs, devices, limits (below); may be repeated")
         ->take_all();

@@ -14,16 +14,32 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr DType kAutocastDtypes[] = {DType::bf16, DType::fp16};
+
 // One product: all specs for all devices, with all limits and numbers of tokens.
 struct Product {
     std::vector<Spec> specs;
     std::vector<std::string> devices;
     std::vector<std::int64_t> num_tokens;
     std::vector<std::int64_t> limits;
+    std::vector<std::string> autocast;  ///< what hf_configs are computed in instead
 };
 
-void add_hf_config(const fs::path& path, std::vector<Spec>& specs) {
-    for (Spec& spec : read_hf_config(path)) specs.push_back(std::move(spec));
+/// The layer where parameters are fp32 and autocast multiplies in `name`, whatever dtype config.json was saved in.
+Spec under_autocast(Spec spec, std::string_view name) {
+    const auto* const dtype = std::ranges::find(kAutocastDtypes, name, [](DType known) { return to_string(known); });
+    if (dtype == std::end(kAutocastDtypes)) throw UsageError(fmt::format("autocast: \"{}\" is not bf16 or fp16", name));
+    spec.dtype = *dtype;
+    spec.weight_dtype = spec.grad_weight_dtype = DType::fp32;
+    return spec.normalized();
+}
+
+/// Without `autocast` as the file says.
+void add_hf_config(const fs::path& path, const std::vector<std::string>& autocast, std::vector<Spec>& specs) {
+    for (const Spec& spec : read_hf_config(path)) {
+        if (autocast.empty()) specs.push_back(spec);
+        for (const std::string& dtype : autocast) specs.push_back(under_autocast(spec, dtype));
+    }
 }
 
 class Manifest {
@@ -32,8 +48,9 @@ public:
         if (root_.is_discarded()) bad("is not JSON");
         if (!root_.is_object()) bad("is not a JSON object");
         for (const auto& [key, value] : root_.items()) {
-            if (key != "specs" && key != "hf_configs" && key != "devices" && key != "num_tokens" && key != "workspace_limits") {
-                bad(fmt::format("has the key \"{}\"; allowed are specs, hf_configs, devices, num_tokens, workspace_limits", key));
+            if (key != "specs" && key != "hf_configs" && key != "devices" && key != "num_tokens" && key != "workspace_limits" &&
+                key != "autocast") {
+                bad(fmt::format("has the key \"{}\"; allowed are specs, hf_configs, autocast, devices, num_tokens, workspace_limits", key));
             }
             if (!value.is_array()) bad(fmt::format("\"{}\" is not a list", key));
         }
@@ -51,7 +68,9 @@ public:
     [[nodiscard]] Product product(const Product& flags) const {
         Product product;
         for (const Json& spec : list("specs")) product.specs.push_back(this->spec(spec));
-        for (const Json& config : list("hf_configs")) add_hf_config(beside(text("hf_configs", config)), product.specs);
+        for (const Json& dtype : list("autocast")) product.autocast.push_back(text("autocast", dtype));
+        if (!root_.contains("autocast")) product.autocast = flags.autocast;
+        for (const Json& config : list("hf_configs")) add_hf_config(beside(text("hf_configs", config)), product.autocast, product.specs);
         for (const Json& device : list("devices")) product.devices.push_back(text("devices", device));
         for (const Json& tokens : list("num_tokens")) product.num_tokens.push_back(number("num_tokens", tokens));
         for (const Json& limit : list("workspace_limits")) {
@@ -99,7 +118,8 @@ private:
 Product product_of(const PrewarmFlags& flags) {
     Product product;
     for (const std::string& text : flags.specs) product.specs.push_back(read_spec(text));
-    for (const auto& path : flags.hf_configs) add_hf_config(path, product.specs);
+    product.autocast = flags.autocast;
+    for (const auto& path : flags.hf_configs) add_hf_config(path, product.autocast, product.specs);
     product.devices = flags.devices;
     for (const std::int64_t tokens : flags.num_tokens) {
         if (tokens < 0) throw UsageError(fmt::format("--num-tokens is {}; allowed are 0 and more", tokens));

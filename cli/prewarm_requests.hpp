@@ -5,6 +5,7 @@
 //     {
 //       "specs":            ["D=2048,V=151936,dtype=bf16,tied", {"D": 4096, "V": 128256}, "@layer.json"],
 //       "hf_configs":       ["models/qwen3/config.json"],
+//       "autocast":         ["bf16"],
 //       "devices":          ["sm_90a", "NVIDIA A100"],
 //       "num_tokens":       [4096, 8192],
 //       "workspace_limits": ["2G", 536870912, 0]
@@ -12,13 +13,15 @@
 //
 //     specs             each as --spec takes it, or an object with the spec's keys
 //     hf_configs        config.json files
+//     autocast          dtypes (bf16, fp16) that autocast computes these configs' models in, with parameters in fp32; without it, as the files
+//                       say
 //     devices           names as --device takes them
 //     num_tokens        tokens that a call may have: whole numbers, 0 (not known) or more; without the list, any number of them. Without a limit a
 //                       call need not say how many it has, so 0 is always among them
 //     workspace_limits  KernelOptions::workspace_limit_bytes of the calls: bytes, or text like "2G"; 0: none
 //
 // Relative paths begin at the manifest's folder. All specs and configs are compiled for all devices, with every limit and every number of tokens. What
-// a manifest does not say is taken from the command line: --device, --num-tokens, --workspace-limit.
+// a manifest does not say is taken from the command line: --autocast, --device, --num-tokens, --workspace-limit.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +36,7 @@ namespace flce::cli {
 struct PrewarmFlags {
     std::vector<std::string> specs;
     std::vector<std::filesystem::path> hf_configs;
+    std::vector<std::string> autocast;
     std::vector<std::filesystem::path> manifests;
     std::vector<std::string> devices;
     std::vector<std::int64_t> num_tokens;

@@ -58,6 +58,24 @@ TEST_F(Prewarm, Manifest_SpecsConfigsDevicesAndLimits) {
     EXPECT_EQ(run({"--manifest", manifest}).json().at("compiled"), 0);
 }
 
+// What Trainer(bf16=True) asks for of a model whose config.json says something else.
+TEST_F(Prewarm, HfConfigUnderAutocast_WeightStaysFp32) {
+    const std::string config = write("config.json", R"({"hidden_size": 16, "vocab_size": 50, "torch_dtype": "float16"})");
+    const auto specs = [&](const std::vector<std::string>& arguments) {
+        std::vector<std::string> texts;
+        const auto json = run(arguments).json();
+        for (const auto& item : json.at("items")) texts.push_back(item.at("spec").get<std::string>());
+        return texts;
+    };
+    const std::vector<std::string> autocast{"D=16,V=50,dtype=bf16,tied,weight_dtype=fp32", "D=16,V=50,dtype=bf16,weight_dtype=fp32"};
+    EXPECT_EQ(specs({"--hf-config", config, "--autocast", "bf16", "--device", kCpu}), autocast);
+    const std::string manifest = write("kernels.json", R"({"hf_configs": ["config.json"], "autocast": ["bf16"]})");
+    EXPECT_EQ(specs({"--manifest", manifest, "--device", kCpu}), autocast);
+    const ProcessResult bad = run({"--hf-config", config, "--autocast", "fp32", "--device", kCpu});
+    EXPECT_EQ(bad.exit_code, 2);
+    EXPECT_THAT(bad.err, HasSubstr("\"fp32\" is not bf16 or fp16"));
+}
+
 TEST_F(Prewarm, ManifestThatIsWrong_UsageErrorNamesFileAndKey) {
     for (const auto& [text, what] : std::vector<std::pair<std::string, std::string>>{
              {"{", "is not JSON"},
