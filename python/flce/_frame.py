@@ -59,6 +59,7 @@ class KernelKey(NamedTuple):
     vocab_size: int
     dtype: torch.dtype
     hidden_major: bool
+    weight_dtype: torch.dtype  # dtype, or fp32: the weight is rounded as kernels read it
     grad_weight_dtype: torch.dtype
     accumulate: bool
     bias: bool
@@ -74,7 +75,9 @@ class KernelKey(NamedTuple):
         parts = [f"D={self.hidden_size}", f"V={self.vocab_size}", f"dtype={DTYPE_NAMES[self.dtype]}"]
         if self.hidden_major:
             parts.append("layout=hidden_major")
-        if self.grad_weight_dtype != self.dtype:
+        if self.weight_dtype != self.dtype:
+            parts.append(f"weight_dtype={DTYPE_NAMES[self.weight_dtype]}")
+        if self.grad_weight_dtype != self.weight_dtype:
             parts.append(f"grad_weight_dtype={DTYPE_NAMES[self.grad_weight_dtype]}")
         if self.accumulate:
             parts.append("grad_weight_mode=accumulate")
@@ -109,7 +112,7 @@ class Frame:
     def __init__(self, kernel: Kernel) -> None:
         key = kernel.key
         self.kernel = kernel
-        self.dtype, self.hidden_major = key.dtype, key.hidden_major
+        self.dtype, self.weight_dtype, self.hidden_major = key.dtype, key.weight_dtype, key.hidden_major
         self.target_dtype = torch.int64
         self.rule: tuple[int, int] | None = None  # ignore_index and reduction, as the structs have them
         self._make_views(key)
@@ -139,7 +142,7 @@ class Frame:
         weight_shape = (key.hidden_size, key.vocab_size) if key.hidden_major else (key.vocab_size, key.hidden_size)
         forms: dict[str, tuple[int, tuple[int, ...]]] = {
             "hidden": (dtype, hidden_shape),
-            "weight": (dtype, weight_shape),
+            "weight": (DTYPE_CODES[key.weight_dtype], weight_shape),
             "bias": (dtype, (key.vocab_size,)),
             "class_weight": (_native.FP32, (key.vocab_size,)),
             "num_valid": (_native.FP32, ()),
@@ -205,9 +208,8 @@ class Frame:
             hidden = _aligned(hidden.contiguous())
             address = hidden.data_ptr()
         self.hidden.data = address
-        # An fp32 weight of 16-bit hidden states is rounded for this pass alone: what autograd saved is the weight itself.
-        if weight.dtype is not self.dtype:
-            weight = weight.to(self.dtype)
+        if weight.dtype is not self.weight_dtype:  # a hook on saved tensors gave back another
+            weight = weight.to(self.weight_dtype)
         address = weight.data_ptr()
         if address % ROW_ALIGNMENT or not (is_hidden_major(weight) if self.hidden_major else weight.is_contiguous()):
             weight = _aligned(weight.t().contiguous().t() if self.hidden_major else weight.contiguous())

@@ -292,6 +292,7 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
         weight.shape[0],
         hidden.dtype,
         is_hidden_major(weight),
+        weight.dtype,
         weight.dtype if grad_weight_out is None else grad_weight_out.dtype,
         grad_weight_out is not None,
         given.bias is not None,

@@ -60,8 +60,8 @@ def linear_cross_entropy(
     Args:
         hidden: [..., D] fp32, bf16 or fp16, on the CPU or a CUDA device. Made contiguous if it is not. D not a multiple of 8 is padded (a copy of
             hidden and weight).
-        weight: [V, D], of hidden's dtype, or fp32 beside 16-bit hidden states (rounded in each pass; its gradient is fp32). The view `w.t()` of a
-            contiguous [D, V] is taken as it lies.
+        weight: [V, D], of hidden's dtype, or fp32 beside 16-bit hidden states (kernels round it as they read it, within the limit; its gradient is
+            fp32). The view `w.t()` of a contiguous [D, V] is taken as it lies.
         target: [...] int64 or int32. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
         bias: [V].
         reduction: "none" gives [...], 0 for ignored rows; "sum" and "mean" a scalar. All fp32. With no valid row, loss and gradients are 0.
@@ -274,7 +274,7 @@ def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.get_autocast_dtype(device_type)
     if hidden.dtype in _DTYPES and hidden.dtype != dtype:
         hidden = hidden.to(dtype)
-    # An fp32 weight stays: it is rounded inside the operator, so that no rounded copy is kept for backward.
+    # An fp32 weight stays: kernels round it as they read it, so that there is no rounded copy.
     if weight.dtype in _DTYPES and weight.dtype not in (dtype, torch.float32):
         weight = weight.to(dtype)
     return hidden, weight

@@ -39,6 +39,7 @@ def get_kernel(
     *,
     device: torch.device | str | int | None = None,
     hidden_major: bool = False,
+    weight_dtype: torch.dtype | str | None = None,
     grad_weight_dtype: torch.dtype | str | None = None,
     accumulate: bool = False,
     bias: bool = False,
@@ -56,14 +57,16 @@ def get_kernel(
 ) -> Kernel:
     """The kernel that `linear_cross_entropy` uses for such a layer: compiled now unless memory or the disk cache has it.
 
-    dtype is hidden's, grad_weight_dtype the weight's (or grad_weight_out's) where it differs; hidden_major: the weight is the view `w.t()` of a [D,
-    V]; accumulate: with grad_weight_out. A call's workspace_limit_bytes goes with its num_tokens, since what it leaves for scratch chooses the
-    kernel. device: None means the current CUDA device, or the CPU where there is none. strict: a kernel that no cache has is a CacheMissError that
-    names the `flce prewarm` to run, and a cache that cannot be used an UnavailableError; None: as `set_strict` or FLCE_STRICT says. Raises SpecError,
+    dtype is hidden's, weight_dtype the weight's where it differs (fp32 under autocast), grad_weight_dtype grad_weight_out's where that differs from
+    the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out. A call's workspace_limit_bytes goes with
+    its num_tokens, since what it leaves for scratch chooses the kernel. device: None means the current CUDA device, or the CPU where there is none.
+    strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an UnavailableError;
+    None: as `set_strict` or FLCE_STRICT says. Raises SpecError,
     PlanError, UnavailableError, CompileError, DeviceError, CacheMissError.
     """
     kind = _dtype("dtype", dtype)
-    wide = kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
+    weight_kind = kind if weight_dtype is None else _dtype("weight_dtype", weight_dtype)
+    wide = weight_kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
     extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
     options = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
     for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
@@ -73,7 +76,8 @@ def get_kernel(
     limit = _workspace_limit(workspace_limit_bytes)
     tokens = num_tokens or 0 if limit else 0
     device = _device(device)
-    return _kernels.find(device, padded, vocab_size, kind, hidden_major, wide, accumulate, bias, class_weight, options, limit, tokens, strict=strict)
+    layer = (padded, vocab_size, kind, hidden_major, weight_kind, wide, accumulate, bias, class_weight, options)
+    return _kernels.find(device, *layer, limit, tokens, strict=strict)
 
 
 def warmup(layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | int | None = None, strict: bool | None = None) -> list[Kernel]:
