@@ -29,6 +29,7 @@ Spec random_spec(Draw& draw) {
     if (draw.coin(0.4)) s.padded_vocab_size = s.vocab_size + draw.below(70);
     s.dtype = kDtypes[draw.below(3)];
     s.grad_weight_dtype = draw.coin() ? s.dtype : DType::fp32;
+    if (s.dtype != DType::fp32 && draw.coin()) s.weight_dtype = DType::fp32;
     s.grad_weight_mode = draw.coin(0.3) ? GradMode::accumulate : GradMode::write;
     s.layout = kLayouts[draw.below(2)];
     s.tied = s.layout == WeightLayout::vocab_major && draw.coin(0.2);
