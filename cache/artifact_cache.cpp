@@ -54,13 +54,32 @@ struct Tier {
         if (kept == Kept::yes) stored.fetch_add(1, std::memory_order_relaxed);
         if (kept == Kept::fault) faults.fetch_add(1, std::memory_order_relaxed);
     }
+    /// Whether the tier may have another.
+    [[nodiscard]] bool reject(const CacheKey& key, std::span<const std::byte> entry, const std::string& why) {
+        faults.fetch_add(1, std::memory_order_relaxed);
+        return store->reject(key, entry, why);
+    }
     [[nodiscard]] TierStatistics statistics() const {
         return {std::string(store->name()), hits.load(std::memory_order_relaxed), misses.load(std::memory_order_relaxed),
                 faults.load(std::memory_order_relaxed), stored.load(std::memory_order_relaxed)};
     }
 };
 
-using Accept = std::function<bool(const Artifact&)>;
+// What a caller has to say to what tiers have, and what came of it.
+struct Judge {
+    const std::function<bool(const Artifact&)>& accept;
+    const ArtifactCache::PayloadFault& fault;
+    std::string rejected = {};  // why, of the last that was
+
+    [[nodiscard]] bool rejects(const Artifact& artifact) {
+        std::string why = fault ? fault(artifact) : "";
+        if (why.empty()) return false;
+        rejected = std::move(why);
+        return true;
+    }
+};
+
+const std::function<bool(const Artifact&)> kAcceptAll;
 
 }  // namespace
 
@@ -83,12 +102,20 @@ struct ArtifactCache::State {
 
     enum class Ask { first, again };  // again: the same lookup, whose miss is counted
 
+    // What a tier has that is of use.
+    static Lookup find_in(Tier& tier, const CacheKey& key, Judge& judge) {
+        for (;;) {
+            Lookup found = tier.get(key);
+            if (!found.artifact || !judge.rejects(*found.artifact)) return found;
+            if (!tier.reject(key, found.entry, judge.rejected)) return {.fault = true};
+        }
+    }
+
     // Asks tiers [first, last); what a farther one has, nearer ones are given.
-    std::shared_ptr<const Artifact> find(const CacheKey& key, std::size_t first, std::size_t last, const Accept& accept = {},
-                                         Ask ask = Ask::first) {
+    std::shared_ptr<const Artifact> find(const CacheKey& key, std::size_t first, std::size_t last, Judge& judge, Ask ask = Ask::first) {
         for (std::size_t i = first; i < last; ++i) {
-            Lookup found = tiers[i]->get(key);
-            if (!found.artifact || (accept && !accept(*found.artifact))) {
+            Lookup found = find_in(*tiers[i], key, judge);
+            if (!found.artifact || (judge.accept && !judge.accept(*found.artifact))) {
                 if (ask == Ask::first) tiers[i]->misses.fetch_add(1, std::memory_order_relaxed);
                 continue;
             }
@@ -128,6 +155,13 @@ struct ArtifactCache::State {
         return artifact;
     }
 
+    // Of what nothing is to be found any more, unless somebody has put another there.
+    void forget(const CacheKey& key, const std::shared_ptr<const Artifact>& artifact) {
+        const std::lock_guard lock(mutex);
+        const auto known = memory.find(key);
+        if (known != memory.end() && known->second.lock() == artifact) memory.erase(known);
+    }
+
     // Where nobody reads warnings, a tier that helps nobody is found out by its cost.
     void refuse_idle_tiers() const {
         if (!options.strict) return;
@@ -148,20 +182,24 @@ struct ArtifactCache::State {
         promise.set_value(std::move(result));
     }
 
-    Result lead(const CacheKey& key, const std::function<Artifact()>& create, std::promise<Result>& promise) {
+    Result lead(const CacheKey& key, const std::function<Artifact()>& create, Judge& judge, std::promise<Result>& promise) {
         // The directory first, then the lock, then the rest: one process of a machine asks a remote store for what all of them want.
         const std::size_t local = disk ? 1 : 0;
-        Result result{find(key, 0, local), false};
+        Result result{find(key, 0, local, judge), false};
         std::optional<KeyLock> lock;
         const bool worth_a_lock = options.creates || !options.further.empty();
         if (!result.artifact && disk && worth_a_lock && options.lock_wait.count() > 0 && disk->usable(true)) {
             lock.emplace(options.directory, key, options.lock_wait);
             // Whoever held it may have published and gone since this process looked, even if nobody had to be waited for.
-            if (lock->held() || lock->waited()) result.artifact = find(key, 0, local, {}, Ask::again);
+            if (lock->held() || lock->waited()) result.artifact = find(key, 0, local, judge, Ask::again);
         }
-        if (!result.artifact) result.artifact = find(key, local, tiers.size());
+        if (!result.artifact) result.artifact = find(key, local, tiers.size(), judge);
         refuse_idle_tiers();
-        if (!result.artifact && !options.creates) throw CacheMissError(fmt::format("no cache has the artifact {}", key.hex()));
+        if (!result.artifact && !options.creates) {
+            throw CacheMissError(judge.rejected.empty()
+                                     ? fmt::format("no cache has the artifact {}", key.hex())
+                                     : fmt::format("no cache has the artifact {} as it should be: {}", key.hex(), judge.rejected));
+        }
         if (!result.artifact) {
             result = {std::make_shared<const Artifact>(create()), true};
             created.fetch_add(1, std::memory_order_relaxed);
@@ -171,6 +209,42 @@ struct ArtifactCache::State {
         if (result.created) publish(key, *result.artifact);
         tell_statistics();
         return result;
+    }
+
+    // From memory, from another caller who is at it, or by this one. `rejected`: what the others have is of no use to this caller.
+    Result share_or_lead(const CacheKey& key, const std::function<Artifact()>& create, Judge& judge, bool& rejected) {
+        std::promise<Result> promise;
+        std::shared_future<Result> other;
+        Result result;
+        {
+            const std::lock_guard lock(mutex);
+            result.artifact = remembered(key);
+            if (!result.artifact) {
+                if (const auto leader = in_flight.find(key); leader != in_flight.end()) {
+                    other = leader->second;
+                } else {
+                    in_flight.emplace(key, promise.get_future().share());
+                }
+            }
+        }
+        if (other.valid()) {
+            result = other.get();
+            memory_hits.fetch_add(1, std::memory_order_relaxed);
+        }
+        if (result.artifact) {
+            rejected = !result.created && judge.rejects(*result.artifact);
+            return result;
+        }
+        try {
+            return lead(key, create, judge, promise);
+        } catch (...) {
+            {
+                const std::lock_guard lock(mutex);
+                in_flight.erase(key);
+            }
+            promise.set_exception(std::current_exception());
+            throw;
+        }
     }
 
     [[nodiscard]] CacheStatistics statistics() const {
@@ -221,47 +295,34 @@ ArtifactCache::ArtifactCache(Options options) : state_(std::make_unique<State>()
 
 ArtifactCache::~ArtifactCache() { state_->tell_statistics(); }
 
-std::shared_ptr<const Artifact> ArtifactCache::get_or_create(const CacheKey& key, const std::function<Artifact()>& create, bool* created) {
-    std::promise<Result> promise;
-    std::shared_future<Result> other;
-    {
-        const std::lock_guard lock(state_->mutex);
-        if (auto artifact = state_->remembered(key)) {
-            if (created != nullptr) *created = false;
-            return artifact;
+std::shared_ptr<const Artifact> ArtifactCache::get_or_create(const CacheKey& key, const std::function<Artifact()>& create, bool* created,
+                                                             const PayloadFault& fault) {
+    Judge judge{kAcceptAll, fault};
+    for (;;) {
+        bool rejected = false;
+        const Result result = state_->share_or_lead(key, create, judge, rejected);
+        if (rejected) {
+            state_->forget(key, result.artifact);
+            continue;
         }
-        if (const auto leader = state_->in_flight.find(key); leader != state_->in_flight.end()) {
-            other = leader->second;
-        } else {
-            state_->in_flight.emplace(key, promise.get_future().share());
-        }
+        if (created != nullptr) *created = result.created;
+        return result.artifact;
     }
-    Result result;
-    if (other.valid()) {
-        result = other.get();
-        state_->memory_hits.fetch_add(1, std::memory_order_relaxed);
-    } else {
-        try {
-            result = state_->lead(key, create, promise);
-        } catch (...) {
-            {
-                const std::lock_guard lock(state_->mutex);
-                state_->in_flight.erase(key);
-            }
-            promise.set_exception(std::current_exception());
-            throw;
-        }
-    }
-    if (created != nullptr) *created = result.created;
-    return result.artifact;
 }
 
-std::shared_ptr<const Artifact> ArtifactCache::find(const CacheKey& key, const Accept& accept) {
+std::shared_ptr<const Artifact> ArtifactCache::find(const CacheKey& key, const std::function<bool(const Artifact&)>& accept,
+                                                    const PayloadFault& fault) {
+    Judge judge{accept, fault};
     if (!accept) {
-        const std::lock_guard lock(state_->mutex);
-        if (auto artifact = state_->remembered(key)) return artifact;
+        std::shared_ptr<const Artifact> known;
+        {
+            const std::lock_guard lock(state_->mutex);
+            known = state_->remembered(key);
+        }
+        if (known && !judge.rejects(*known)) return known;
+        if (known) state_->forget(key, known);
     }
-    auto artifact = state_->find(key, 0, state_->tiers.size(), accept);
+    auto artifact = state_->find(key, 0, state_->tiers.size(), judge);
     state_->refuse_idle_tiers();
     if (artifact) {
         const std::lock_guard lock(state_->mutex);

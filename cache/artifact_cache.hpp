@@ -93,14 +93,21 @@ public:
     ArtifactCache(const ArtifactCache&) = delete;
     ArtifactCache& operator=(const ArtifactCache&) = delete;
 
+    /// Why the caller cannot use what a tier has (its payload does not load); empty: it can. The entry then counts as a fault of its tier, which
+    /// puts it aside, and the search goes on. Asked of every artifact that is returned but of one that this process creates meanwhile. It may
+    /// keep what it loaded: the last artifact that it was asked of and had nothing against is the one that is returned. What it throws goes to
+    /// the caller: a fault of the device says nothing about the entry.
+    using PayloadFault = std::function<std::string(const Artifact&)>;
+
     /// The artifact under `key`; `create` makes it if no tier has it. One `create` per key at a time in this process: concurrent callers
     /// wait for it and share its result; an exception goes to all of them and is not remembered. `created`, if given, says whether this
-    /// call or the one it waited for ran `create`. `create` may ask for other keys, not for its own.
+    /// call or the one it waited for ran `create`. `create` and `fault` may ask for other keys, not for their own.
     [[nodiscard]] std::shared_ptr<const Artifact> get_or_create(const CacheKey& key, const std::function<Artifact()>& create,
-                                                                bool* created = nullptr);
+                                                                bool* created = nullptr, const PayloadFault& fault = {});
     /// The artifact under `key` if a tier has it, null otherwise. With `accept`, the first that it says yes to: tiers may hold different ones
-    /// where a key names something that changes. `accept` may ask for other keys.
-    [[nodiscard]] std::shared_ptr<const Artifact> find(const CacheKey& key, const std::function<bool(const Artifact&)>& accept = {});
+    /// where a key names something that changes. `accept` and `fault` may ask for other keys.
+    [[nodiscard]] std::shared_ptr<const Artifact> find(const CacheKey& key, const std::function<bool(const Artifact&)>& accept = {},
+                                                       const PayloadFault& fault = {});
 
     enum class Replace { always, if_absent };
     /// Stores an artifact in every tier that takes it; `if_absent`: unless the local directory has one already.

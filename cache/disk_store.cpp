@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
@@ -197,6 +198,17 @@ Lookup DiskStore::read(const fs::path& path, const CacheKey& key) {
     const bool moved = quarantine(path, opened.status);
     logger().warn("cache: {} is not used: {}{}", path.string(), opened.why, moved ? "; renamed to *.corrupt" : "");
     return {.fault = true};
+}
+
+bool DiskStore::reject(const CacheKey& key, std::span<const std::byte> entry, const std::string& why) try {
+    const fs::path path = path_of(key);
+    const Opened present = open_entry(path, key);
+    const bool moved = std::ranges::equal(present.found.entry, entry) && quarantine(path, present.status);
+    logger().warn("cache: {} is not used: {}{}", path.string(), why, moved ? "; renamed to *.corrupt" : "");
+    return false;
+} catch (const std::exception& error) {
+    warn_once(fmt::format("{}: {}", directory_.string(), error.what()));
+    return false;
 }
 
 Lookup DiskStore::inspect(const CacheKey& key, std::string& why) {

@@ -1,7 +1,8 @@
 // Artifacts as files of one directory, shared by processes and, on network file systems, by machines.
 //
 //     <directory>/artifacts/<first two hex digits>/<key>.art        one entry each (cache/artifact_format.hpp)
-//     <directory>/artifacts/<first two hex digits>/<key>.art.corrupt   an entry that failed its checks, renamed aside
+//     <directory>/artifacts/<first two hex digits>/<key>.art.corrupt   an entry that failed its checks, or whose payload
+//                                                                   cannot be used, renamed aside
 //     <directory>/artifacts/<first two hex digits>/.<key>.XXXXXX    an entry being written, or a folder with one on its way aside
 //     <directory>/locks/<key>                                       cache/key_lock.hpp
 //     <directory>/statistics                                        cache/statistics_file.hpp
@@ -30,6 +31,8 @@ public:
     [[nodiscard]] std::string_view name() const noexcept override { return "local"; }
     [[nodiscard]] Lookup get(const CacheKey& key) override;
     [[nodiscard]] Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) override;
+    /// Renames the file aside, unless another entry has taken its place meanwhile.
+    [[nodiscard]] bool reject(const CacheKey& key, std::span<const std::byte> entry, const std::string& why) override;
 
     /// The directory is refused, or could not be written.
     [[nodiscard]] std::string out_of_use() override;

@@ -65,6 +65,11 @@ Lookup PackFile::get(const CacheKey& key, std::string& why) const {
     return {.fault = true};
 }
 
+bool PackFile::holds(const CacheKey& key, const Sha256& digest) const {
+    const auto at = std::ranges::lower_bound(index_, key, {}, &PackedEntry::key);
+    return at != index_.end() && at->key == key && at->digest == digest;
+}
+
 void write_pack(const fs::path& path, const PackContents& contents, const SigningKey* signer) {
     static constexpr std::array<std::byte, kPackAlignment> kZeros{};
     const PackHead head = encode_pack_head(contents, signer);
@@ -109,6 +114,7 @@ std::string PackStore::out_of_use() {
 Lookup PackStore::get(const CacheKey& key) try {
     bool fault = !open_all();
     for (const auto& pack : packs_) {
+        if (const std::lock_guard lock(mutex_); rejected_.contains({pack.get(), key})) continue;
         std::string why;
         Lookup found = pack->get(key, why);
         if (found.fault) {
@@ -123,6 +129,22 @@ Lookup PackStore::get(const CacheKey& key) try {
 } catch (const std::exception& error) {
     logger().warn("cache: packs: {}", error.what());
     return {.fault = true};
+}
+
+bool PackStore::reject(const CacheKey& key, std::span<const std::byte> entry, const std::string& why) try {
+    (void)open_all();
+    bool news = false;
+    const Sha256 digest = sha256_of(entry);
+    const std::lock_guard lock(mutex_);
+    for (const auto& pack : packs_) {
+        if (!pack->holds(key, digest) || !rejected_.emplace(pack.get(), key).second) continue;
+        news = true;
+        logger().warn("cache: the entry {} in pack {} is not used: {}", key.hex(), pack->path().string(), why);
+    }
+    return news;
+} catch (const std::exception& error) {
+    logger().warn("cache: packs: {}", error.what());
+    return false;
 }
 
 }  // namespace flce

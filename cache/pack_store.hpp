@@ -5,7 +5,9 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cache/file_descriptor.hpp"
@@ -23,6 +25,8 @@ public:
 
     /// The verified entry of `key`. fault with the reason in `why` if it is harmed.
     [[nodiscard]] Lookup get(const CacheKey& key, std::string& why) const;
+    /// Whether its entry of `key` is the one with that digest.
+    [[nodiscard]] bool holds(const CacheKey& key, const Sha256& digest) const;
     [[nodiscard]] const std::vector<PackedEntry>& index() const noexcept { return index_; }
     [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
 
@@ -44,6 +48,8 @@ public:
     [[nodiscard]] std::string_view name() const noexcept override { return "packs"; }
     [[nodiscard]] Lookup get(const CacheKey& key) override;
     [[nodiscard]] Kept put(const CacheKey&, std::span<const std::byte>, Durability) override { return Kept::no; }
+    /// Leaves the entry out from now on. Another pack may have one of the same key.
+    [[nodiscard]] bool reject(const CacheKey& key, std::span<const std::byte> entry, const std::string& why) override;
     /// A pack that had to be left out.
     [[nodiscard]] std::string out_of_use() override;
 
@@ -56,6 +62,8 @@ private:
     std::once_flag opened_;
     std::vector<std::unique_ptr<PackFile>> packs_;
     std::string left_out_;  // why, of the first that was
+    std::mutex mutex_;
+    std::set<std::pair<const PackFile*, CacheKey>> rejected_;  // under mutex_
 };
 
 }  // namespace flce

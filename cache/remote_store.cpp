@@ -91,6 +91,13 @@ Lookup RemoteStore::get(const CacheKey& key) try {
     return {.fault = true};
 }
 
+bool RemoteStore::reject(const CacheKey& key, std::span<const std::byte>, const std::string& why) try {
+    fail(fmt::format("entry {} is not used", key.hex()), why);
+    return false;
+} catch (const std::exception&) {
+    return false;  // no memory for a message
+}
+
 Kept RemoteStore::put(const CacheKey& key, std::span<const std::byte> entry, Durability) try {
     if (!writes_ || is_resting(writes_rest_until_ns_)) return Kept::no;
     const std::string failure = transport_->put(key, entry);

@@ -72,6 +72,8 @@ public:
     [[nodiscard]] Lookup get(const CacheKey& key) override;
     /// Not in a cache whose readers ask for signatures, by a process that has no key to sign with.
     [[nodiscard]] Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) override;
+    /// Leaves it where it is: whoever makes a good one stores that over it.
+    [[nodiscard]] bool reject(const CacheKey& key, std::span<const std::byte> entry, const std::string& why) override;
     /// It is being left alone after a failure.
     [[nodiscard]] std::string out_of_use() override;
 

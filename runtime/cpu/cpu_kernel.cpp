@@ -2,13 +2,14 @@
 
 #include "generator/logit_transforms.hpp"
 #include "runtime/cpu/passes.hpp"
+#include "runtime/host/object_file.hpp"
 #include "runtime/kernel_factory.hpp"
 
 namespace flce {
 namespace {
 
-/// The object for the request's structure: from the cache, or compiled.
-std::shared_ptr<const Artifact> object_of(const BuildRequest& request, ArtifactCache& cache) {
+/// The object for the request's structure: from the cache, where `fault` has nothing against it, or compiled.
+std::shared_ptr<const Artifact> object_of(const BuildRequest& request, ArtifactCache& cache, const ArtifactCache::PayloadFault& fault) {
     const CpuProperties& cpu = request.device.cpu;
     const CpuPlan& plan = request.plan.cpu;
     KeyBuilder key("object");
@@ -17,7 +18,7 @@ std::shared_ptr<const Artifact> object_of(const BuildRequest& request, ArtifactC
         .add("triple", cpu.triple)
         .add("cpu", cpu.cpu)
         .add("features", cpu.features);
-    return cache.get_or_create(key.finish(), [&] {
+    const auto compile = [&] {
         Artifact artifact;
         artifact.payload =
             compile_host_object(cpu, "flce_cpu", [&](llvm::Module& module) { emit_cpu_code(module, request.spec, cpu, plan); });
@@ -31,17 +32,45 @@ std::shared_ptr<const Artifact> object_of(const BuildRequest& request, ArtifactC
                                                    {"created_by", "flce " FLCE_VERSION}}
                                 .dump();
         return artifact;
-    });
+    };
+    return cache.get_or_create(key.finish(), compile, nullptr, fault);
 }
+
+/// A loaded object, and the artifact, held so that the cache answers the next kernel of this structure from memory.
+struct LoadedCpuCode {
+    std::shared_ptr<const Artifact> object;
+    std::shared_ptr<const HostCode> code;
+    CpuFunctions functions{};
+
+    void load(const Artifact& artifact) {
+        code = HostCode::load(artifact.payload, "flce_cpu");
+        functions = CpuFunctions::find(*code);
+    }
+
+    /// What a cache has and cannot be loaded is compiled again.
+    [[nodiscard]] static LoadedCpuCode of(const BuildRequest& request, ArtifactCache& cache) {
+        LoadedCpuCode loaded;
+        loaded.object = object_of(request, cache, [&loaded](const Artifact& artifact) -> std::string {
+            try {
+                loaded.load(artifact);
+                return {};
+            } catch (const Error& error) {
+                loaded.code = nullptr;
+                return error.what();
+            }
+        });
+        if (loaded.code == nullptr) loaded.load(*loaded.object);
+        return loaded;
+    }
+};
 
 class CpuKernel final : public Kernel {
 public:
-    CpuKernel(const BuildRequest& request, std::shared_ptr<const Artifact> object)
+    CpuKernel(const BuildRequest& request, LoadedCpuCode loaded)
         : Kernel(request.spec, request.device, request.plan, request.device_ref, request.reasons),
-          object_(std::move(object)),
-          code_(HostCode::load(object_->payload, "flce_cpu")),
+          loaded_(std::move(loaded)),
           workers_(thread_count(request)),
-          context_{.plan = request.plan, .threads = thread_count(request), .code = CpuFunctions::find(*code_), .workers = &workers_} {
+          context_{.plan = request.plan, .threads = thread_count(request), .code = loaded_.functions, .workers = &workers_} {
         for (const double parameter : transform_parameters(request.spec)) {
             context_.transform_parameters.push_back(static_cast<float>(parameter));
         }
@@ -70,8 +99,7 @@ private:
         return spec().vocab_size * spec().hidden_size * static_cast<std::int64_t>(element_bytes(spec().grad_weight_dtype));
     }
 
-    std::shared_ptr<const Artifact> object_;  // held, so that the cache answers the next kernel of this structure from memory
-    std::shared_ptr<const HostCode> code_;
+    LoadedCpuCode loaded_;
     Workers workers_;
     CpuContext context_;
 };
@@ -79,9 +107,12 @@ private:
 }  // namespace
 
 std::shared_ptr<const Kernel> make_cpu_kernel(const BuildRequest& request, ArtifactCache& cache) {
-    return std::make_shared<CpuKernel>(request, object_of(request, cache));
+    return std::make_shared<CpuKernel>(request, LoadedCpuCode::of(request, cache));
 }
 
-void compile_cpu_kernel(const BuildRequest& request, ArtifactCache& cache) { (void)object_of(request, cache); }
+void compile_cpu_kernel(const BuildRequest& request, ArtifactCache& cache) {
+    (void)object_of(request, cache,
+                    [&](const Artifact& artifact) { return host_object_fault(artifact.payload, request.device.cpu.triple, kCpuSymbols); });
+}
 
 }  // namespace flce

@@ -1,6 +1,7 @@
 // The packed-panel GEMM of the CPU backend: one tile of C at a time, from packed panels of A and blocks of B that it packs as it goes.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -10,6 +11,13 @@
 #include "runtime/host/host_code.hpp"
 
 namespace flce {
+
+/// The symbols that a loaded object has.
+inline constexpr std::array kCpuSymbols{
+    cpu_symbol::kMicroKernel,    cpu_symbol::kPackHidden,      cpu_symbol::kPackWeightLogits,   cpu_symbol::kPackWeightGrad,
+    cpu_symbol::kPackHiddenGrad, cpu_symbol::kPackDlogitsRows, cpu_symbol::kPackDlogitsColumns, cpu_symbol::kForwardTile,
+    cpu_symbol::kBackwardTile,   cpu_symbol::kColumnSums,      cpu_symbol::kWriteFloat,         cpu_symbol::kAddFloat,
+    cpu_symbol::kStoreHidden,    cpu_symbol::kStoreWeight,     cpu_symbol::kStoreBias,          cpu_symbol::kToFloat};
 
 /// The functions of a loaded object (generator/host/cpu_code.hpp).
 struct CpuFunctions {

@@ -10,6 +10,8 @@
 #include <charconv>
 #include <limits>
 
+#include "runtime/host/object_file.hpp"
+
 namespace flce {
 namespace {
 
@@ -104,9 +106,8 @@ std::optional<CubinContents> read_cubin(std::span<const std::byte> cubin, std::s
         if (why != nullptr) *why = std::move(message);
         return std::nullopt;
     };
-    if (cubin.empty()) return fail("it is empty");
+    if (std::string fault = elf_fault(cubin); !fault.empty()) return fail(std::move(fault));
     const llvm::StringRef bytes(reinterpret_cast<const char*>(cubin.data()), cubin.size());
-    if (!bytes.starts_with(llvm::StringRef(llvm::ELF::ElfMagic, 4))) return fail("it is not an ELF file");
     auto file = CubinFile::create(llvm::MemoryBufferRef(bytes, "cubin"), /*InitContent=*/true);
     if (!file) return fail("it is not a 64-bit ELF file: " + llvm::toString(file.takeError()));
     if (const unsigned machine = file->getELFFile().getHeader().e_machine; machine != llvm::ELF::EM_CUDA) {

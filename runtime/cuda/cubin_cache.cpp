@@ -1,5 +1,6 @@
 #include "runtime/cuda/cubin_cache.hpp"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "cache/byte_io.hpp"
@@ -31,10 +32,10 @@ CacheKey cubin_key(const CacheKey& recipe, const std::string& compiler_build_id)
 }
 
 std::shared_ptr<const Artifact> cubin_by(const std::string& build_id, const CacheKey& recipe, const std::string& arch, ArtifactCache& cache,
-                                         const std::function<Artifact()>& compile) {
+                                         const std::function<Artifact()>& compile, const ArtifactCache::PayloadFault& fault) {
     if (cache.options().strict) {
-        auto cubin = cache.find(cubin_key(recipe, build_id));
-        return cubin ? cubin : cubin_by_any_compiler(recipe, cache);
+        auto cubin = cache.find(cubin_key(recipe, build_id), {}, fault);
+        return cubin ? cubin : cubin_by_any_compiler(recipe, cache, fault);
     }
     bool created = false;
     const auto compile_and_tell = [&] {
@@ -43,19 +44,28 @@ std::shared_ptr<const Artifact> cubin_by(const std::string& build_id, const Cach
         cache.keep(recipe, compiler_entry(build_id, arch), ArtifactCache::Replace::always);
         return cubin;
     };
-    auto cubin = cache.get_or_create(cubin_key(recipe, build_id), compile_and_tell, &created);
+    auto cubin = cache.get_or_create(cubin_key(recipe, build_id), compile_and_tell, &created, fault);
     if (!created) cache.keep(recipe, compiler_entry(build_id, arch), ArtifactCache::Replace::if_absent);
     return cubin;
 }
 
-std::shared_ptr<const Artifact> cubin_by_any_compiler(const CacheKey& recipe, ArtifactCache& cache) {
+std::shared_ptr<const Artifact> cubin_by_any_compiler(const CacheKey& recipe, ArtifactCache& cache,
+                                                      const ArtifactCache::PayloadFault& fault) {
     std::shared_ptr<const Artifact> cubin;
     // One tier's compiler may be one whose cubin is gone, another's not.
-    (void)cache.find(recipe, [&](const Artifact& compiler) {
-        cubin = cache.find(cubin_key(recipe, std::string(as_text(compiler.payload))));
+    const auto has_its_cubin = [&](const Artifact& compiler) {
+        cubin = cache.find(cubin_key(recipe, std::string(as_text(compiler.payload))), {}, fault);
         return cubin != nullptr;
-    });
+    };
+    (void)cache.find(recipe, has_its_cubin, &compiler_fault);
     return cubin;
+}
+
+std::string compiler_fault(const Artifact& compiler) {
+    constexpr std::size_t kMostBytes = 4096;
+    const std::string_view build_id = as_text(compiler.payload);
+    const bool printable = std::ranges::all_of(build_id, [](char c) { return c >= ' ' && c <= '~'; });
+    return !build_id.empty() && build_id.size() <= kMostBytes && printable ? "" : "it names no compiler's build";
 }
 
 }  // namespace flce

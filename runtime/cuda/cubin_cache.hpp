@@ -29,11 +29,17 @@ struct CubinRecipe {
 /// The recipe's digest, and the key of its cubin by one compiler.
 [[nodiscard]] CacheKey cubin_key(const CacheKey& recipe, const std::string& compiler_build_id);
 
+/// Cubins that `fault` has something against are put aside, as ArtifactCache says.
 /// The cubin of `recipe` by the NVRTC of this build: from the cache, or compiled. Where the cache is strict, nothing can be compiled and anybody's will do.
 [[nodiscard]] std::shared_ptr<const Artifact> cubin_by(const std::string& build_id, const CacheKey& recipe, const std::string& arch,
-                                                       ArtifactCache& cache, const std::function<Artifact()>& compile);
+                                                       ArtifactCache& cache, const std::function<Artifact()>& compile,
+                                                       const ArtifactCache::PayloadFault& fault = {});
 
 /// The cubin of `recipe` by whichever compiler a tier has one of; null if none has.
-[[nodiscard]] std::shared_ptr<const Artifact> cubin_by_any_compiler(const CacheKey& recipe, ArtifactCache& cache);
+[[nodiscard]] std::shared_ptr<const Artifact> cubin_by_any_compiler(const CacheKey& recipe, ArtifactCache& cache,
+                                                                    const ArtifactCache::PayloadFault& fault = {});
+
+/// Why a "compiler" entry's payload is no compiler's build; empty: it is one.
+[[nodiscard]] std::string compiler_fault(const Artifact& compiler);
 
 }  // namespace flce

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <future>
 #include <map>
 #include <mutex>
@@ -13,10 +14,12 @@
 #include "generator/cuda/tile_rules.hpp"
 #include "runtime/cuda/cubin.hpp"
 #include "runtime/cuda/cubin_cache.hpp"
+#include "runtime/cuda/cubin_loader.hpp"
 #include "runtime/cuda/driver.hpp"
 #include "runtime/cuda/launcher.hpp"
 #include "runtime/cuda/nvrtc.hpp"
 #include "runtime/host/host_code.hpp"
+#include "runtime/host/object_file.hpp"
 #include "runtime/kernel_factory.hpp"
 
 namespace flce {
@@ -35,22 +38,6 @@ Json describe_request(const BuildRequest& request, const char* kind) {
             {"plan", Json::parse(request.plan.json())},
             {"arch", request.device.gpu.arch},
             {"created_by", "flce " FLCE_VERSION}};
-}
-
-/// The generator's parameter blocks must be the kernels' own, or a launch would read past them.
-void check_param_blocks(const std::vector<Statement>& body, const CudaProgram& program, const CubinContents& cubin) {
-    for (const Statement& statement : body) {
-        if (const auto* loop = std::get_if<Loop>(&statement.value)) check_param_blocks(loop->body, program, cubin);
-        if (const auto* branch = std::get_if<If>(&statement.value)) check_param_blocks(branch->then, program, cubin);
-        const auto* launch = std::get_if<Launch>(&statement.value);
-        if (launch == nullptr) continue;
-        const std::string& name = program.kernels.at(static_cast<std::size_t>(launch->kernel)).name;
-        for (const CubinKernel& kernel : cubin.kernels) {
-            if (kernel.name != name || !kernel.param_bytes || *kernel.param_bytes == launch->param_bytes) continue;
-            throw InternalError(fmt::format("kernel {} takes {} bytes of parameters, its launch passes {}", name, *kernel.param_bytes,
-                                            launch->param_bytes));
-        }
-    }
 }
 
 Json resources_json(const CudaUnit& unit, const std::string& log) {
@@ -75,10 +62,7 @@ Json resources_json(const CudaUnit& unit, const std::string& log) {
 Artifact compile_cubin(const BuildRequest& request, const CudaProgram& program, const CudaUnit& unit, const Nvrtc& nvrtc,
                        const std::vector<std::string>& options) {
     Nvrtc::Result result = nvrtc.compile(unit.source, embedded_templates(), options, unit.kernels);
-    if (const auto contents = read_cubin(result.cubin, nullptr)) {
-        check_param_blocks(program.forward.body, program, *contents);
-        check_param_blocks(program.backward.body, program, *contents);
-    }
+    if (const std::string fault = param_block_fault(program, result.cubin); !fault.empty()) throw InternalError(fault);
     const auto [major, minor] = nvrtc.version();
     Json metadata = describe_request(request, "cubin");
     metadata["compiler"] = fmt::format("NVRTC {}.{}", major, minor);
@@ -89,29 +73,39 @@ Artifact compile_cubin(const BuildRequest& request, const CudaProgram& program, 
 }
 
 /// `nvrtc` is null on a machine without one, and `why_none` says why.
-ArtifactPointer cuda_cubin(const BuildRequest& request, const CudaProgram& program, const CudaUnit& unit, const Nvrtc* nvrtc,
-                           const std::string& why_none, ArtifactCache& cache) {
+ArtifactPointer cuda_cubin(const BuildRequest& request, const CudaProgram& program, std::size_t unit_index, const Nvrtc* nvrtc,
+                           const std::string& why_none, ArtifactCache& cache, CubinLoader& loader) {
+    const CudaUnit& unit = program.units[unit_index];
+    std::string rejected;
+    const auto fault = [&](const Artifact& cubin) {
+        std::string why = loader.fault_of(unit_index, cubin);
+        if (!why.empty()) rejected = fmt::format(" (what was found cannot be used: {})", why);
+        return why;
+    };
     std::vector<std::string> options = program.options;
     options.emplace_back(kReportOption);
     const CacheKey recipe = recipe_key({request.device.gpu.arch, unit.source, embedded_templates(), options, unit.kernels});
     if (nvrtc != nullptr) {
-        auto cubin = cubin_by(nvrtc->build_id(), recipe, request.device.gpu.arch, cache,
-                              [&] { return compile_cubin(request, program, unit, *nvrtc, options); });
+        auto cubin = cubin_by(
+            nvrtc->build_id(), recipe, request.device.gpu.arch, cache,
+            [&] { return compile_cubin(request, program, unit, *nvrtc, options); }, fault);
         if (cubin != nullptr) return cubin;
     }
-    auto cubin = nvrtc == nullptr ? cubin_by_any_compiler(recipe, cache) : nullptr;
+    auto cubin = nvrtc == nullptr ? cubin_by_any_compiler(recipe, cache, fault) : nullptr;
     if (cubin == nullptr && !cache.options().creates) {
-        throw CacheMissError(fmt::format("no cache has the cubin of {} for {}", unit.kernels.front().name, request.device.gpu.arch));
+        throw CacheMissError(
+            fmt::format("no cache has the cubin of {} for {}{}", unit.kernels.front().name, request.device.gpu.arch, rejected));
     }
     if (cubin == nullptr) {
-        throw EnvironmentError(fmt::format("no cache or pack holds the kernels of {} for {}, and they cannot be compiled here: {}",
-                                           request.spec.text(), request.device.gpu.arch, why_none));
+        throw EnvironmentError(fmt::format("no cache or pack holds the kernels of {} for {}{}, and they cannot be compiled here: {}",
+                                           request.spec.text(), request.device.gpu.arch, rejected, why_none));
     }
     return cubin;
 }
 
-/// In the order of the program's units. Refers to all three.
-std::vector<std::future<ArtifactPointer>> begin_cubins(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+/// In the order of the program's units. Refers to all four.
+std::vector<std::future<ArtifactPointer>> begin_cubins(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache,
+                                                       CubinLoader& loader) {
     std::shared_ptr<const Nvrtc> nvrtc;
     std::string why_none;
     try {
@@ -121,28 +115,69 @@ std::vector<std::future<ArtifactPointer>> begin_cubins(const BuildRequest& reque
     }
     std::vector<std::future<ArtifactPointer>> cubins;
     cubins.reserve(program.units.size());
-    for (const CudaUnit& unit : program.units) {
-        cubins.push_back(std::async(std::launch::async, [&request, &program, &unit, &cache, nvrtc, why_none] {
-            return cuda_cubin(request, program, unit, nvrtc.get(), why_none, cache);
+    for (std::size_t unit = 0; unit < program.units.size(); ++unit) {
+        cubins.push_back(std::async(std::launch::async, [&request, &program, unit, &cache, nvrtc, why_none, &loader] {
+            return cuda_cubin(request, program, unit, nvrtc.get(), why_none, cache, loader);
         }));
     }
     return cubins;
 }
 
+ArtifactPointer launchers_of(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache,
+                             const ArtifactCache::PayloadFault& fault) {
+    const CpuProperties target = launcher_target(native_triple());
+    const auto compile = [&] {
+        Json metadata = describe_request(request, "object");
+        metadata["holds"] = "CUDA launchers";
+        metadata["compiler"] = "LLVM " + llvm_version();
+        metadata["target"] = {{"triple", target.triple}, {"cpu", target.cpu}, {"features", target.features}};
+        return Artifact{metadata.dump(), compile_launchers(program, target)};
+    };
+    return cache.get_or_create(launchers_key(program, target, launcher_generator()), compile, nullptr, fault);
+}
+
+std::shared_ptr<const HostCode> load_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+    std::shared_ptr<const HostCode> loaded;
+    const auto load = [&loaded](const Artifact& artifact) {
+        loaded = nullptr;
+        auto code = HostCode::load(artifact.payload, "flce launchers");
+        for (const char* symbol : kLauncherSymbols) (void)code->symbol(symbol);
+        loaded = std::move(code);
+    };
+    const auto fault = [&load](const Artifact& artifact) -> std::string {
+        try {
+            return load(artifact), std::string();
+        } catch (const Error& error) {
+            return error.what();
+        }
+    };
+    const ArtifactPointer launchers = launchers_of(request, program, cache, fault);
+    if (loaded == nullptr) load(*launchers);
+    return loaded;
+}
+
 /// A kernel set on its way from the cache or the compilers, each artifact on a thread of its own: what is there can be loaded while the rest is
 /// coming. Where one fails, that is thrown when all have ended, since a future's destructor waits.
 struct KernelSet {
-    KernelSet(const BuildRequest& request, ArtifactCache& cache)
-        : program(generate_cuda(request.spec, request.device, request.plan)), cubins(begin_cubins(request, program, cache)) {
-        launchers = std::async(std::launch::async, [&] { return cuda_launchers(request, program, cache); });
+    /// Loads, too, where there is a context.
+    KernelSet(const BuildRequest& request, ArtifactCache& cache, const std::shared_ptr<const CudaContext>& context = nullptr)
+        : program(generate_cuda(request.spec, request.device, request.plan)),
+          loader(program, request.device.gpu.arch, context),
+          cubins(begin_cubins(request, program, cache, loader)) {
+        launchers =
+            std::async(std::launch::async, [&request, &cache, this, loads = context != nullptr]() -> std::shared_ptr<const HostCode> {
+                if (loads) return load_launchers(request, program, cache);
+                return (void)cuda_launchers(request, program, cache), nullptr;
+            });
     }
     KernelSet(const KernelSet&) = delete;
     KernelSet& operator=(const KernelSet&) = delete;
     ~KernelSet() = default;
 
     CudaProgram program;  // before those who read it
+    CubinLoader loader;
     std::vector<std::future<ArtifactPointer>> cubins;
-    std::future<ArtifactPointer> launchers;
+    std::future<std::shared_ptr<const HostCode>> launchers;  // null where nothing is loaded
 };
 
 /// An expression over the number of tokens, with its last value kept: evaluating it takes longer than all else that the host does for a small call, and
@@ -181,14 +216,13 @@ public:
           forward_program_(set.program.forward),
           backward_program_(set.program.backward),
           kernels_(set.program.kernels) {
-        auto launchers = std::async(std::launch::async, [&] { return HostCode::load(set.launchers.get()->payload, "flce launchers"); });
         std::map<std::string, CUfunction> functions;
         for (std::size_t i = 0; i < set.cubins.size(); ++i) {
-            modules_.push_back(std::make_unique<CudaModule>(context_, set.cubins[i].get()->payload));
+            modules_.push_back(set.loader.take(i, *set.cubins[i].get()));
             for (const KernelEntry& kernel : set.program.units[i].kernels) functions[kernel.name] = load(*modules_.back(), kernel);
         }
         for (const KernelEntry& kernel : kernels_) functions_.push_back(functions.at(kernel.name));
-        launchers_ = launchers.get();
+        launchers_ = set.launchers.get();
         forward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kForwardLauncherSymbol));
         backward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
         launcher_context_.launch_kernel = reinterpret_cast<void*>(context_->functions().cuLaunchKernel);
@@ -261,7 +295,8 @@ private:
 }  // namespace
 
 std::vector<ArtifactPointer> cuda_cubins(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
-    auto pending = begin_cubins(request, program, cache);
+    CubinLoader reader(program, request.device.gpu.arch, nullptr);
+    auto pending = begin_cubins(request, program, cache, reader);
     std::vector<ArtifactPointer> cubins;
     cubins.reserve(pending.size());
     for (auto& cubin : pending) cubins.push_back(cubin.get());
@@ -269,14 +304,8 @@ std::vector<ArtifactPointer> cuda_cubins(const BuildRequest& request, const Cuda
 }
 
 ArtifactPointer cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
-    const CpuProperties target = launcher_target(native_triple());
-    return cache.get_or_create(launchers_key(program, target, launcher_generator()), [&] {
-        Json metadata = describe_request(request, "object");
-        metadata["holds"] = "CUDA launchers";
-        metadata["compiler"] = "LLVM " + llvm_version();
-        metadata["target"] = {{"triple", target.triple}, {"cpu", target.cpu}, {"features", target.features}};
-        return Artifact{metadata.dump(), compile_launchers(program, target)};
-    });
+    return launchers_of(request, program, cache,
+                        [](const Artifact& artifact) { return host_object_fault(artifact.payload, native_triple(), kLauncherSymbols); });
 }
 
 std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, ArtifactCache& cache) {
@@ -286,7 +315,7 @@ std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, Arti
 std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, ArtifactCache& cache, const CudaDriver& driver) {
     // The device first: without one there is no point in compiling.
     auto context = driver.context(request.device_ref.index);
-    KernelSet set(request, cache);
+    KernelSet set(request, cache, context);
     return std::make_shared<CudaKernel>(request, set, std::move(context));
 }
 

@@ -30,6 +30,7 @@
 #include "llvm/Support/raw_ostream.h"
 #include "llvm/Target/TargetMachine.h"
 #include "llvm/TargetParser/Host.h"
+#include "runtime/host/object_file.hpp"
 
 namespace flce {
 namespace {
@@ -141,22 +142,12 @@ private:
         log_ += line;
     }
 
-    void check_architecture(const llvm::MemoryBuffer& buffer) {
-        auto file = llvm::object::ObjectFile::createObjectFile(buffer.getMemBufferRef());
-        if (!file) fail(to_message(file.takeError()));
-        const auto arch = (*file)->makeTriple().getArch();
-        const auto here = session_->getTargetTriple().getArch();
-        if (arch != here) {
-            fail(fmt::format("it is for {}, this process is {}", llvm::Triple::getArchTypeName(arch).str(),
-                             llvm::Triple::getArchTypeName(here).str()));
-        }
-    }
-
     /// Links everything now, so that a missing symbol shows here and symbol() is a plain look-up afterwards.
     void link(std::span<const std::byte> object) {
+        // LLVM's linker takes more on trust than a cache's file deserves.
+        if (const std::string why = host_object_fault(object, session_->getTargetTriple().str(), {}); !why.empty()) fail(why);
         auto buffer =
             llvm::MemoryBuffer::getMemBufferCopy(llvm::StringRef(reinterpret_cast<const char*>(object.data()), object.size()), name_);
-        check_architecture(*buffer);
         auto interface = llvm::orc::getObjectFileInterface(*session_, buffer->getMemBufferRef());
         if (!interface) fail(to_message(interface.takeError()));
         layer_ = std::make_unique<llvm::orc::ObjectLinkingLayer>(*session_, session_->getExecutorProcessControl().getMemMgr());

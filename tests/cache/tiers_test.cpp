@@ -34,9 +34,14 @@ public:
         entries[key] = {entry.begin(), entry.end()};
         return Kept::yes;
     }
+    [[nodiscard]] bool reject(const CacheKey&, std::span<const std::byte>, const std::string& why) override {
+        rejections.push_back(why);
+        return false;
+    }
     void fill(const CacheKey& key, const Artifact& artifact) { entries[key] = encode_artifact(key, artifact); }
 
     std::map<CacheKey, std::vector<std::byte>> entries;
+    std::vector<std::string> rejections;
     int gets = 0;
     bool ill = false;
     bool read_only = false;
@@ -109,6 +114,20 @@ TEST_F(ArtifactCacheTest, FindThatAccepts_GoesOnToTheNextTier) {
     ASSERT_NE(found, nullptr);
     EXPECT_EQ(payload_text(*found), "new");
     EXPECT_EQ(cache.find(key_of("k"), [](const Artifact&) { return false; }), nullptr);
+}
+
+TEST_F(ArtifactCacheTest, RemotePayloadThatCannotBeUsed_IsOverwrittenByAGoodOne) {
+    const auto remote = std::make_shared<MapStore>("remote");
+    remote->fill(key_of("k"), artifact_of("bad"));
+    ArtifactCache cache({.directory = directory_.path(), .further = {remote}});
+    const auto fault = [](const Artifact& artifact) -> std::string { return payload_text(artifact) == "bad" ? "it is bad" : ""; };
+    EXPECT_EQ(payload_text(*cache.get_or_create(key_of("k"), [] { return artifact_of("good"); }, nullptr, fault)), "good");
+    EXPECT_THAT(remote->rejections, testing::ElementsAre("it is bad"));
+    EXPECT_EQ(cache.statistics().remote_faults, 1);
+    EXPECT_EQ(cache.statistics().disk_faults, 0);
+    // Another machine gets the good one.
+    ArtifactCache other({.further = {remote}});
+    EXPECT_EQ(payload_text(*other.get_or_create(key_of("k"), never, nullptr, fault)), "good");
 }
 
 TEST_F(ArtifactCacheTest, Keep_ReplacesOnlyWhenToldTo) {

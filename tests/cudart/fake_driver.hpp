@@ -44,6 +44,7 @@ struct FakeGpu {
                                      {CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, 6144}};
     std::string lacks;  // a function that this driver is too old to have
     std::optional<std::size_t> fail_launch;
+    std::vector<CUresult> load_results;  // of the next modules' loading; afterwards: success
     int blocks_per_sm = 2;
 
     // What happened.
@@ -122,6 +123,11 @@ inline CUresult module_load(CUmodule* module, const void* image) {
     if (gpu().context_stack.empty()) return CUDA_ERROR_INVALID_CONTEXT;
     const auto* bytes = static_cast<const std::byte*>(image);
     gpu().last_module.assign(bytes, bytes + 4);
+    if (!gpu().load_results.empty()) {
+        const CUresult result = gpu().load_results.front();
+        gpu().load_results.erase(gpu().load_results.begin());
+        if (result != CUDA_SUCCESS) return result;
+    }
     ++gpu().modules;
     *module = reinterpret_cast<CUmodule>(0x2000);
     return CUDA_SUCCESS;

@@ -1,0 +1,44 @@
+// From cubins to modules of a GPU, with what must hold of a cubin before a kernel of it is launched.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cache/artifact_cache.hpp"
+#include "generator/cuda_program.hpp"
+#include "runtime/cuda/driver.hpp"
+
+namespace flce {
+
+/// The generator's parameter blocks must be the kernels' own, or a launch would read past them. What is wrong with them; empty: nothing.
+[[nodiscard]] std::string param_block_fault(const CudaProgram& program, std::span<const std::byte> cubin);
+
+/// Loads `cubin` and each of `kernels`. Why the driver refuses the image; empty: it is in `module`. Throws DeviceError for a fault of the device,
+/// which says nothing about the image.
+[[nodiscard]] std::string load_fault(const std::shared_ptr<const CudaContext>& context, std::span<const std::byte> cubin,
+                                     std::span<const KernelEntry> kernels, std::unique_ptr<CudaModule>& module);
+
+/// Loads cubins into a GPU's context as they come, on whichever threads. Without a context it reads them only.
+class CubinLoader {
+public:
+    /// Refers to the program.
+    CubinLoader(const CudaProgram& program, std::string arch, std::shared_ptr<const CudaContext> context);
+
+    /// Why `cubin` cannot serve unit `unit`; if it can, it is loaded. Throws DeviceError for a fault of the device.
+    [[nodiscard]] std::string fault_of(std::size_t unit, const Artifact& cubin);
+    /// The unit's module, of `cubin` if none is loaded yet. Throws DeviceError.
+    [[nodiscard]] std::unique_ptr<CudaModule> take(std::size_t unit, const Artifact& cubin);
+
+private:
+    const CudaProgram& program_;
+    std::string arch_;
+    std::shared_ptr<const CudaContext> context_;
+    std::mutex mutex_;  // of loading: drivers do it one at a time anyway
+    std::vector<std::unique_ptr<CudaModule>> modules_;
+};
+
+}  // namespace flce
