@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <charconv>
 #include <cstdlib>
 #include <initializer_list>
@@ -151,46 +152,96 @@ std::string parse_log_level(const std::string& text) {
 
 }  // namespace
 
-Environment parse_environment(const std::function<const char*(const char*)>& getenv) {
+EnvironmentReading read_environment(const std::function<const char*(const char*)>& getenv) {
     const std::function<std::string(const char*)> get = [&getenv](const char* name) {
         const char* value = getenv(name);
         return std::string(value == nullptr ? "" : value);
     };
-    Environment environment;
+    EnvironmentReading reading;
+    // `parse` is given the variable's name and value; what it throws is a fault, and the field keeps its default.
+    const auto read = [&](auto& field, const char* name, auto parse) {
+        try {
+            field = parse(name, get(name));
+        } catch (const EnvironmentError& error) {
+            reading.faults.push_back({name, error.what()});
+        }
+    };
+    Environment& environment = reading.environment;
     environment.cache_dir = get("FLCE_CACHE_DIR");
     if (environment.cache_dir.empty()) environment.cache_dir = default_cache_dir(get);
-    environment.no_disk_cache = parse_flag("FLCE_NO_DISK_CACHE", get("FLCE_NO_DISK_CACHE"));
-    environment.cache_max_bytes = parse_size("FLCE_CACHE_MAX_BYTES", get("FLCE_CACHE_MAX_BYTES"), kDefaultCacheMaxBytes);
+    read(environment.no_disk_cache, "FLCE_NO_DISK_CACHE", parse_flag);
+    read(environment.cache_max_bytes, "FLCE_CACHE_MAX_BYTES",
+         [](const char* name, const std::string& text) { return parse_size(name, text, kDefaultCacheMaxBytes); });
     environment.cache_packs = parse_paths(get("FLCE_CACHE_PACKS"));
     environment.cache_remote = get("FLCE_CACHE_REMOTE");
-    environment.cache_remote_timeout = std::chrono::milliseconds(
-        parse_number("FLCE_CACHE_REMOTE_TIMEOUT_MS", get("FLCE_CACHE_REMOTE_TIMEOUT_MS"), kMostTimeoutMs, kDefaultRemoteTimeoutMs));
-    environment.cache_remote_read_only = parse_flag("FLCE_CACHE_REMOTE_READ_ONLY", get("FLCE_CACHE_REMOTE_READ_ONLY"));
+    read(environment.cache_remote_timeout, "FLCE_CACHE_REMOTE_TIMEOUT_MS", [](const char* name, const std::string& text) {
+        return std::chrono::milliseconds(parse_number(name, text, kMostTimeoutMs, kDefaultRemoteTimeoutMs));
+    });
+    read(environment.cache_remote_read_only, "FLCE_CACHE_REMOTE_READ_ONLY", parse_flag);
     environment.cache_remote_ca = first_of(get, {"FLCE_CACHE_REMOTE_CA", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"});
     environment.s3 = parse_s3(get);
     environment.trusted_keys = parse_paths(get("FLCE_TRUSTED_KEYS"));
     environment.signing_key = get("FLCE_SIGNING_KEY");
     environment.records_dir = get("FLCE_RECORDS_DIR");
     environment.records = parse_paths(get("FLCE_RECORDS"));
-    environment.no_records = parse_flag("FLCE_NO_RECORDS", get("FLCE_NO_RECORDS"));
+    read(environment.no_records, "FLCE_NO_RECORDS", parse_flag);
     environment.device = get("FLCE_DEVICE");
-    environment.num_threads = parse_number("FLCE_NUM_THREADS", get("FLCE_NUM_THREADS"), kMostThreads, 0);
+    read(environment.num_threads, "FLCE_NUM_THREADS",
+         [](const char* name, const std::string& text) { return parse_number(name, text, kMostThreads, 0); });
     environment.nvrtc = get("FLCE_NVRTC");
     environment.libcuda = get("FLCE_LIBCUDA");
-    environment.strict = parse_flag("FLCE_STRICT", get("FLCE_STRICT"));
-    environment.log = parse_log_level(get("FLCE_LOG"));
-    return environment;
+    read(environment.strict, "FLCE_STRICT", parse_flag);
+    read(environment.log, "FLCE_LOG", [](const char*, const std::string& text) { return parse_log_level(text); });
+    return reading;
 }
+
+Environment parse_environment(const std::function<const char*(const char*)>& getenv) {
+    EnvironmentReading reading = read_environment(getenv);
+    if (reading.faults.empty()) return std::move(reading.environment);
+    std::string message;
+    for (const EnvironmentFault& fault : reading.faults) message += (message.empty() ? "" : "; ") + fault.message;
+    throw EnvironmentError(message);
+}
+
+namespace {
+std::atomic<bool> faults_are_tolerated{false};
+}  // namespace
+
+void tolerate_environment_faults() noexcept { faults_are_tolerated = true; }
 
 const Environment& environment() {
     static const Environment parsed = [] {
-        Environment result = parse_environment([](const char* name) { return std::getenv(name); });
+        const auto get = [](const char* name) { return std::getenv(name); };
+        Environment result = faults_are_tolerated ? read_environment(get).environment : parse_environment(get);
         if (const char* level = std::getenv("FLCE_LOG"); level != nullptr && *level != '\0') {
             logger().set_level(spdlog::level::from_str(result.log));
+        }
+        for (const std::string& name : unknown_environment_variables()) {
+            logger().warn("{} is set, and flce reads no variable of that name (flce info lists those that it reads)", name);
         }
         return result;
     }();
     return parsed;
+}
+
+std::vector<std::string> unknown_environment_variables() {
+    // Of the Python package, and of the project's tests and tools.
+    constexpr std::array<std::string_view, 2> kReadElsewhere{"FLCE_LIBRARY", "FLCE_PYTHON"};
+    constexpr std::array<std::string_view, 2> kPrefixes{"FLCE_TEST_", "FLCE_FAULT_"};
+    std::vector<std::string> unknown;
+    for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+        const std::string_view text(*entry);
+        const std::string_view name = text.substr(0, text.find('='));
+        const auto starts_name = [name](std::string_view prefix) { return name.starts_with(prefix); };
+        if (!name.starts_with("FLCE_") || std::ranges::find(kReadElsewhere, name) != kReadElsewhere.end() ||
+            std::ranges::any_of(kPrefixes, starts_name) ||
+            std::ranges::any_of(kTable, [name](const Entry& known) { return name == known.name; })) {
+            continue;
+        }
+        unknown.emplace_back(name);
+    }
+    std::ranges::sort(unknown);
+    return unknown;
 }
 
 std::vector<EnvironmentVariable> environment_variables() {

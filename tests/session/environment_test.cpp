@@ -118,6 +118,40 @@ TEST(Environment, BadValue_NamesVariableValueAndChoices) {
     EXPECT_THAT([&] { (void)parse({{"FLCE_LOG", "loud"}}); }, ThrowsMessage<EnvironmentError>(HasSubstr("trace, debug")));
 }
 
+TEST(Environment, SeveralBadValues_AllToldAndTheRestRead) {
+    const std::map<std::string, std::string> values{{"FLCE_NUM_THREADS", "many"},
+                                                    {"FLCE_LOG", "loud"},
+                                                    {"FLCE_STRICT", "yes"},
+                                                    {"FLCE_CACHE_DIR", "/c"},
+                                                    {"FLCE_CACHE_MAX_BYTES", "1G"}};
+    const EnvironmentReading reading = read_environment([&](const char* name) {
+        const auto found = values.find(name);
+        return found == values.end() ? nullptr : found->second.c_str();
+    });
+    std::vector<std::string> bad;
+    for (const EnvironmentFault& fault : reading.faults) {
+        bad.push_back(fault.variable);
+        EXPECT_THAT(fault.message, AllOf(HasSubstr(fault.variable), HasSubstr(values.at(fault.variable))));
+    }
+    EXPECT_THAT(bad, testing::UnorderedElementsAre("FLCE_NUM_THREADS", "FLCE_LOG", "FLCE_STRICT"));
+    EXPECT_EQ(reading.environment.num_threads, 0);
+    EXPECT_EQ(reading.environment.log, "warn");
+    EXPECT_FALSE(reading.environment.strict);
+    EXPECT_EQ(reading.environment.cache_dir, "/c");
+    EXPECT_EQ(reading.environment.cache_max_bytes, 1ULL << 30);
+    EXPECT_THAT([&] { (void)parse(values); },
+                ThrowsMessage<EnvironmentError>(AllOf(HasSubstr("FLCE_NUM_THREADS"), HasSubstr("FLCE_LOG"), HasSubstr("FLCE_STRICT"))));
+}
+
+TEST(Environment, UnknownVariables_AreThoseThatNothingReads) {
+    ::setenv("FLCE_CACHE_DIRR", "/c", 1);
+    ::setenv("FLCE_NO_RECORDS", "0", 1);
+    ::setenv("FLCE_LIBRARY", "/lib", 1);
+    ::setenv("FLCE_TEST_ANYTHING", "1", 1);
+    EXPECT_THAT(unknown_environment_variables(), testing::ElementsAre("FLCE_CACHE_DIRR"));
+    for (const char* name : {"FLCE_CACHE_DIRR", "FLCE_NO_RECORDS", "FLCE_LIBRARY", "FLCE_TEST_ANYTHING"}) ::unsetenv(name);
+}
+
 TEST(Environment, Table_NamesEveryVariableOnce) {
     std::vector<std::string> names;
     for (const EnvironmentVariable& variable : environment_variables()) {
