@@ -13,6 +13,7 @@
 #include "flce/flce.h"
 #include "flce/flce.hpp"
 #include "runtime/session.hpp"
+#include "runtime/utf8.hpp"
 
 struct flce_session {
     std::shared_ptr<flce::Session> session;
@@ -48,8 +49,8 @@ LastError& last_error() {
 }
 
 flce_status failed(flce_status status, const char* message, const std::string& log = {}) noexcept try {
-    last_error().message = message;
-    last_error().log = log;
+    last_error().message = as_utf8(message);  // file names are bytes
+    last_error().log = as_utf8(log);
     return status;
 } catch (...) {
     last_error().message.clear();  // no memory even for the message: the status has to do
@@ -224,7 +225,7 @@ BackwardArgs backward_args_of(const flce_backward_args& args) {
 std::string explanation_text(const Explanation& explanation) {
     std::string text = fmt::format("spec: {}\nplan: {}\ndevice: {}\n", explanation.spec, explanation.plan, explanation.device);
     for (const std::string& reason : explanation.reasons) text += reason + "\n";
-    return text;
+    return as_utf8(text);
 }
 
 std::string kernel_text(const Kernel& kernel, std::int32_t which) {
@@ -236,7 +237,8 @@ std::string kernel_text(const Kernel& kernel, std::int32_t which) {
         case FLCE_TEXT_DEVICE_JSON: return kernel.device().json();
         case FLCE_TEXT_EXPLAIN: return explanation_text(kernel.explain());
         case FLCE_TEXT_EXPLAIN_JSON: {
-            const Explanation why = kernel.explain();
+            Explanation why = kernel.explain();
+            for (std::string& reason : why.reasons) reason = as_utf8(reason);  // it may name a record's file
             return nlohmann::json{{"spec", why.spec}, {"plan", why.plan}, {"device", why.device}, {"reasons", why.reasons}}.dump();
         }
         default: throw ArgumentError(fmt::format("which is {}; allowed are FLCE_TEXT_SPEC (0) to FLCE_TEXT_EXPLAIN_JSON (6)", which));

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 
 #include <barrier>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -106,6 +107,27 @@ TEST_F(CApi, LastError_IsTheThreadsOwn) {
     EXPECT_EQ(flce_last_error(), mine);
     EXPECT_EQ(flce_spec_text("D=8,V=11", nullptr, 0, &needed), FLCE_OK);
     EXPECT_EQ(flce_last_error(), mine);  // success leaves it
+}
+
+TEST_F(CApi, PathsThatAreNoUtf8_MessagesAreAndPathsAreTheirBytes) {
+    const std::string odd = (directory_.path() / "caf\xe9 \xff").string();
+    flce_session_options options = FLCE_SESSION_OPTIONS_INIT;
+    options.device = "cpu";
+    options.cache_dir = odd.c_str();
+    flce_session* session = nullptr;
+    ASSERT_EQ(flce_session_create(&options, &session), FLCE_OK) << flce_last_error();
+    const std::string returned =
+        text([&](char* buffer, std::size_t size, std::size_t* needed) { return flce_session_cache_dir(session, buffer, size, needed); });
+    EXPECT_EQ(returned, odd);
+    flce_kernel* kernel = nullptr;
+    EXPECT_EQ(flce_get_kernel(session, "D=8,V=11,dtype=fp32", nullptr, &kernel), FLCE_OK) << flce_last_error();
+    flce_kernel_release(kernel);
+    EXPECT_TRUE(std::filesystem::exists(odd));
+    EXPECT_EQ(flce_get_kernel(session, ("@" + odd).c_str(), nullptr, &kernel), FLCE_ERROR_ENVIRONMENT);
+    EXPECT_THAT(flce_last_error(), HasSubstr("caf\\xe9 \\xff"));
+    EXPECT_EQ(flce_get_kernel(session, "D=8,V=\xff", nullptr, &kernel), FLCE_ERROR_SPEC);
+    EXPECT_THAT(flce_last_error(), HasSubstr("\\xff"));
+    flce_session_release(session);
 }
 
 TEST_F(CApi, KernelTexts_SameAsTheCppApi) {

@@ -49,6 +49,9 @@ typedef enum flce_status {
     FLCE_ERROR_CACHE_MISS = 8   /* strict session: no cache has the kernel; the message names the command that compiles it */
 } flce_status;
 
+/* All text that this library returns is UTF-8, but for file names, which are returned as they are: bytes of any encoding (flce_session_cache_dir).
+ * In messages and explanations a byte of a file name that is no UTF-8 is written as \xNN. Texts that are given must be UTF-8, but for file names. */
+
 /* Message of the last call on this thread that failed, "" if none did. Valid until this thread's next call that fails. Never NULL. */
 FLCE_API const char* flce_last_error(void);
 /* The compiler's whole log, if that call failed with FLCE_ERROR_COMPILE; else "". Lives as long as the message. */
@@ -56,7 +59,7 @@ FLCE_API const char* flce_last_error_log(void);
 
 /* Functions that return text write it, NUL-terminated, to buffer[0 .. capacity) and the bytes it takes, NUL included, to *needed. With
  * buffer NULL and capacity 0 they only say how much is needed. If capacity is too small, nothing is written but *needed, and the status is
- * FLCE_ERROR_ARGUMENT. `needed` may be NULL where buffer is not. All text is UTF-8. */
+ * FLCE_ERROR_ARGUMENT. `needed` may be NULL where buffer is not. */
 
 /* --- Tensors ------------------------------------------------------------------------------------------------------------------ */
 
@@ -117,7 +120,7 @@ FLCE_API void flce_session_release(flce_session* session);
 FLCE_API flce_status flce_session_device_json(const flce_session* session, char* buffer, size_t capacity, size_t* needed);
 /* Where the session's device is, in DLPack's terms. */
 FLCE_API flce_status flce_session_device(const flce_session* session, int32_t* device_type, int32_t* device_index);
-/* Directory of the disk cache, "" if there is none. */
+/* Directory of the disk cache, "" if there is none: the file name's bytes. */
 FLCE_API flce_status flce_session_cache_dir(const flce_session* session, char* buffer, size_t capacity, size_t* needed);
 
 typedef struct flce_statistics {
