@@ -1,71 +1,45 @@
-// flce cache: what is in the kernel cache, what it did, and how it gets smaller, out and in.
+// flce cache: what is in the kernel cache, what it did, and how it gets smaller; its other parts are declared in cache.hpp.
+#include "cli/cache.hpp"
+
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <ctime>
-#include <fstream>
 
-#include "cache/byte_io.hpp"
-#include "cache/cleanup.hpp"
-#include "cache/disk_store.hpp"
-#include "cache/file_io.hpp"
 #include "cache/pack_store.hpp"
 #include "cache/statistics_file.hpp"
-#include "cli/command.hpp"
 #include "runtime/environment.hpp"
 
 namespace flce::cli {
-namespace {
 
 namespace fs = std::filesystem;
 
-struct CacheFlags {
-    fs::path cache_dir;
-    std::vector<fs::path> packs;
-    std::vector<fs::path> sources;
-    fs::path target;
-    std::string max_bytes;
-    bool pack = false;
-    bool json = false;
+fs::path CacheFlags::directory() const {
+    const fs::path& chosen = cache_dir.empty() ? environment().cache_dir : cache_dir;
+    if (chosen.empty()) throw UsageError("there is no cache directory: set FLCE_CACHE_DIR or HOME, or name it with --cache-dir");
+    return fs::absolute(chosen);
+}
 
-    [[nodiscard]] fs::path directory() const {
-        const fs::path& chosen = cache_dir.empty() ? environment().cache_dir : cache_dir;
-        if (chosen.empty()) throw UsageError("there is no cache directory: set FLCE_CACHE_DIR or HOME, or name it with --cache-dir");
-        return fs::absolute(chosen);
-    }
-};
+const std::vector<fs::path>& CacheFlags::packs_to_look_at() const { return packs.empty() ? environment().cache_packs : packs; }
 
-/// The local directory, opened as a session would; missing is empty. Throws EnvironmentError if a session would refuse it.
-class LocalCache {
-public:
-    explicit LocalCache(fs::path directory) : directory_(std::move(directory)), store_(directory_) {
-        std::error_code error;
-        const fs::file_status status = fs::symlink_status(directory_, error);
-        if (status.type() == fs::file_type::none)
-            throw EnvironmentError(fmt::format("{} cannot be looked at: {}", directory_.string(), error.message()));
-        exists_ = fs::exists(status);
-        if (exists_ && !store_.usable(false)) throw EnvironmentError(fmt::format("{} is not used as a cache", directory_.string()));
-    }
-    /// Throws where it cannot tell whether these are all.
-    [[nodiscard]] std::vector<StoredFile> entries() const {
-        std::string fault;
-        auto found = exists_ ? list_entries(directory_, fault) : std::vector<StoredFile>();
-        if (!fault.empty()) throw EnvironmentError(fault);
-        return found;
-    }
-    [[nodiscard]] bool exists() const { return exists_; }
-    [[nodiscard]] const fs::path& directory() const { return directory_; }
-    [[nodiscard]] DiskStore& store() { return store_; }
+LocalCache::LocalCache(fs::path directory) : directory_(std::move(directory)), store_(directory_) {
+    std::error_code error;
+    const fs::file_status status = fs::symlink_status(directory_, error);
+    if (status.type() == fs::file_type::none)
+        throw EnvironmentError(fmt::format("{} cannot be looked at: {}", directory_.string(), error.message()));
+    exists_ = fs::exists(status);
+    if (exists_ && !store_.usable(false)) throw EnvironmentError(fmt::format("{} is not used as a cache", directory_.string()));
+}
 
-private:
-    fs::path directory_;
-    DiskStore store_;
-    bool exists_ = false;
-};
+std::vector<StoredFile> LocalCache::entries() const {
+    std::string fault;
+    auto found = exists_ ? list_entries(directory_, fault) : std::vector<StoredFile>();
+    if (!fault.empty()) throw EnvironmentError(fault);
+    return found;
+}
 
-/// Another process, cleaning up perhaps, has removed the entry since it was listed.
 bool gone(const Lookup& found) { return !found.artifact && !found.fault; }
 
 TrustedKeys trusted_keys() { return TrustedKeys::read(environment().trusted_keys); }
@@ -77,6 +51,8 @@ std::string text_at(const Json& metadata, const char* key) {
     if (!metadata.is_object() || found == metadata.end()) return "";
     return found->is_string() ? found->get<std::string>() : found->dump();
 }
+
+namespace {
 
 /// "cubin sm_90a", "object x86-64-v3", "compiler sm_90a".
 std::string kind_of(const Json& metadata) {
@@ -99,57 +75,101 @@ struct Listed {
     CacheKey key;
     std::uint64_t bytes = 0;
     std::int64_t used = 0;
-    std::string pack;
-    Json metadata;
+    fs::path pack;  ///< empty: of the local directory
+    Json metadata = nullptr;
     std::string fault;
+
+    Listed(const CacheKey& of, std::uint64_t size) : key(of), bytes(size) {}
+    void describe(const Lookup& found) {
+        if (found.artifact) metadata = metadata_of(*found.artifact);
+    }
 };
 
-std::vector<Listed> list(const CacheFlags& flags) {
-    std::vector<Listed> listed;
-    if (flags.packs.empty()) {
+/// A pack that is looked at.
+struct ListedPack {
+    fs::path path;
+    std::string fault;  ///< why it is not used; empty: it is
+};
+
+struct Listing {
+    std::vector<Listed> rows;
+    std::vector<ListedPack> packs;
+
+    void add_directory(const CacheFlags& flags) {
         LocalCache local(flags.directory());
         for (const StoredFile& file : local.entries()) {
-            Listed row{file.key, file.bytes, file.used, "", nullptr, ""};
+            Listed row(file.key, file.bytes);
+            row.used = file.used;
             const Lookup found = local.store().inspect(file.key, row.fault);
             if (gone(found)) continue;
-            if (found.artifact) row.metadata = metadata_of(*found.artifact);
-            listed.push_back(std::move(row));
+            row.describe(found);
+            rows.push_back(std::move(row));
         }
     }
-    for (const fs::path& path : flags.packs) {
+
+    void add_pack(const fs::path& path) {
         const auto pack = PackFile::open(path, trusted_keys());
         for (const PackedEntry& entry : pack->index()) {
-            Listed& row = listed.emplace_back(Listed{entry.key, entry.bytes, 0, path.string(), nullptr, ""});
-            if (const Lookup found = pack->get(entry.key, row.fault); found.artifact) row.metadata = metadata_of(*found.artifact);
+            Listed row(entry.key, entry.bytes);
+            row.pack = path;
+            row.describe(pack->get(entry.key, row.fault));
+            rows.push_back(std::move(row));
         }
     }
-    return listed;
+
+    explicit Listing(const CacheFlags& flags) {
+        if (flags.looks_at_directory()) add_directory(flags);
+        for (const fs::path& path : flags.packs_to_look_at()) {
+            ListedPack& pack = packs.emplace_back(ListedPack{path, ""});
+            try {
+                add_pack(path);
+            } catch (const EnvironmentError& error) {
+                if (!flags.packs.empty()) throw;  // it was asked for by name
+                pack.fault = error.what();        // a session does without it
+            }
+        }
+    }
+};
+
+void print_listing_json(const CacheFlags& flags, const Listing& listing, std::uint64_t bytes) {
+    const auto or_null = [](const std::string& text) { return text.empty() ? Json(nullptr) : Json(text); };
+    Json entries = Json::array();
+    for (const Listed& row : listing.rows) {
+        entries.push_back({{"key", row.key.hex()},
+                           {"bytes", row.bytes},
+                           {"last_used", row.used == 0 ? Json(nullptr) : Json(row.used)},
+                           {"pack", or_null(row.pack.string())},
+                           {"fault", or_null(row.fault)},
+                           {"metadata", row.metadata}});
+    }
+    Json packs = Json::array();
+    for (const ListedPack& pack : listing.packs) packs.push_back({{"path", pack.path.string()}, {"fault", or_null(pack.fault)}});
+    print_json({{"cache_dir", flags.looks_at_directory() ? Json(flags.directory().string()) : Json(nullptr)},
+                {"bytes", bytes},
+                {"entries", entries},
+                {"packs", packs}});
 }
 
 int ls(const CacheFlags& flags) {
-    const std::vector<Listed> rows = list(flags);
+    const Listing listing(flags);
     std::uint64_t bytes = 0;
-    for (const Listed& row : rows) bytes += row.bytes;
+    for (const Listed& row : listing.rows) bytes += row.bytes;
     if (flags.json) {
-        Json entries = Json::array();
-        for (const Listed& row : rows) {
-            entries.push_back({{"key", row.key.hex()},
-                               {"bytes", row.bytes},
-                               {"last_used", row.used == 0 ? Json(nullptr) : Json(row.used)},
-                               {"pack", row.pack.empty() ? Json(nullptr) : Json(row.pack)},
-                               {"fault", row.fault.empty() ? Json(nullptr) : Json(row.fault)},
-                               {"metadata", row.metadata}});
-        }
-        print_json({{"cache_dir", flags.directory().string()}, {"bytes", bytes}, {"entries", entries}});
+        print_listing_json(flags, listing, bytes);
         return kDone;
     }
-    for (const Listed& row : rows) {
+    for (const Listed& row : listing.rows) {
         const std::string used =
-            row.used == 0 ? row.pack : fmt::format("{:%Y-%m-%d %H:%M}", fmt::localtime(static_cast<std::time_t>(row.used)));
+            row.used == 0 ? row.pack.string() : fmt::format("{:%Y-%m-%d %H:%M}", fmt::localtime(static_cast<std::time_t>(row.used)));
         fmt::print("{:.16}  {:>10}  {}  {:<20} {}\n", row.key.hex(), human_bytes(static_cast<double>(row.bytes)), used,
                    row.fault.empty() ? kind_of(row.metadata) : "HARMED", row.fault.empty() ? spec_of(row.metadata) : row.fault);
     }
-    fmt::print("{} entries, {}\n", rows.size(), human_bytes(static_cast<double>(bytes)));
+    const auto packed = std::ranges::count_if(listing.rows, [](const Listed& row) { return !row.pack.empty(); });
+    fmt::print("{} entries, {}{}\n", listing.rows.size(), human_bytes(static_cast<double>(bytes)),
+               packed == 0 ? "" : fmt::format("; {} of them in packs", packed));
+    for (const ListedPack& pack : listing.packs) {
+        if (!pack.fault.empty()) fmt::print("not used: {}\n", pack.fault);
+    }
     return kDone;
 }
 
@@ -234,41 +254,6 @@ int stats(const CacheFlags& flags) {
     return kDone;
 }
 
-int verify(const CacheFlags& flags) {
-    std::int64_t checked = 0;
-    Json bad = Json::array();
-    const auto check = [&](const std::string& place, const std::string& fault) {
-        ++checked;
-        if (!fault.empty()) bad.push_back({{"entry", place}, {"why", fault}});
-    };
-    LocalCache local(flags.directory());
-    for (const StoredFile& file : local.entries()) {
-        std::string why;
-        if (!gone(local.store().inspect(file.key, why))) check(file.path.string(), why);
-    }
-    for (const fs::path& path : flags.packs.empty() ? environment().cache_packs : flags.packs) {
-        try {
-            const auto pack = PackFile::open(path, trusted_keys());
-            for (const PackedEntry& entry : pack->index()) {
-                std::string why;
-                (void)pack->get(entry.key, why);
-                check(fmt::format("{}:{}", path.string(), entry.key.hex()), why);
-            }
-        } catch (const EnvironmentError& error) {
-            check(path.string(), error.what());
-        }
-    }
-    if (flags.json) {
-        print_json({{"checked", checked}, {"bad", bad}});
-    } else {
-        for (const Json& entry : bad) {
-            fmt::print("{}: {}\n", entry.at("entry").get<std::string>(), entry.at("why").get<std::string>());
-        }
-        fmt::print("{} checked, {} bad\n", checked, bad.size());
-    }
-    return bad.empty() ? kDone : kFailedCheck;
-}
-
 int gc(const CacheFlags& flags) {
     const std::uint64_t limit =
         flags.max_bytes.empty() ? environment().cache_max_bytes : static_cast<std::uint64_t>(parse_bytes("--max-bytes", flags.max_bytes));
@@ -291,116 +276,6 @@ int gc(const CacheFlags& flags) {
     return kDone;
 }
 
-void write_file(const fs::path& path, std::span<const std::byte> bytes) {
-    std::ofstream stream(path, std::ios::binary | std::ios::trunc);
-    stream.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
-    if (!stream.flush()) throw EnvironmentError(fmt::format("{} cannot be written", path.string()));
-}
-
-void export_entry(const fs::path& folder, const CacheKey& key, const Artifact& artifact) {
-    const Json metadata = metadata_of(artifact);
-    const std::string kind = text_at(metadata, "kind");
-    const char* const suffix = kind == "cubin" ? "cubin" : kind == "object" ? "o" : "bin";
-    write_file(folder / fmt::format("{}.{}", key.hex(), suffix), artifact.payload);
-    const std::string text = metadata.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
-    write_file(folder / fmt::format("{}.json", key.hex()), as_byte_span(text));
-}
-
-int export_all(const CacheFlags& flags) {
-    LocalCache local(flags.directory());
-    PackContents contents;
-    std::int64_t exported = 0;
-    std::int64_t refused = 0;
-    if (!flags.pack) fs::create_directories(flags.target);
-    for (const StoredFile& file : local.entries()) {
-        std::string why;
-        Lookup found = local.store().inspect(file.key, why);
-        if (gone(found)) continue;
-        if (!found.artifact) {
-            ++refused;
-            fmt::print(stderr, "flce: {}: {}\n", file.path.string(), why);
-            continue;
-        }
-        ++exported;
-        if (flags.pack) {
-            contents[file.key] = std::move(found.entry);
-        } else {
-            export_entry(flags.target, file.key, *found.artifact);
-        }
-    }
-    if (flags.pack) {
-        const fs::path& key = environment().signing_key;
-        write_pack(flags.target, contents, key.empty() ? nullptr : SigningKey::read(key).get());
-    }
-    if (flags.json) {
-        print_json({{"exported", exported}, {"refused", refused}, {flags.pack ? "pack" : "dir", flags.target.string()}});
-    } else {
-        fmt::print("{} entries to {}{}\n", exported, flags.target.string(), refused == 0 ? "" : fmt::format(", {} refused", refused));
-    }
-    return refused == 0 ? kDone : kFailedCheck;
-}
-
-struct ImportCounts {
-    std::int64_t imported = 0;
-    std::int64_t present = 0;
-    std::int64_t refused = 0;
-};
-
-void import_one(DiskStore& store, const CacheKey& key, std::span<const std::byte> entry, const std::string& fault, ImportCounts& counts) {
-    if (!fault.empty()) {
-        ++counts.refused;
-        fmt::print(stderr, "flce: {}: {}\n", key.hex(), fault);
-    } else if (store.contains(key)) {
-        ++counts.present;
-    } else if (store.put(key, entry, Durability::now) == Kept::yes) {
-        ++counts.imported;
-    } else {
-        throw EnvironmentError("the cache directory cannot be written");
-    }
-}
-
-int import_all(const CacheFlags& flags) {
-    LocalCache local(flags.directory());
-    ImportCounts counts;
-    for (const fs::path& source : flags.sources) {
-        std::error_code error;
-        if (fs::is_directory(source, error)) {
-            LocalCache other(fs::absolute(source));
-            for (const StoredFile& file : other.entries()) {
-                std::string why;
-                const Lookup found = other.store().inspect(file.key, why);
-                if (!gone(found)) import_one(local.store(), file.key, found.entry, why, counts);
-            }
-            continue;
-        }
-        const auto pack = PackFile::open(source, trusted_keys());
-        for (const PackedEntry& packed : pack->index()) {
-            std::string why;
-            const Lookup found = pack->get(packed.key, why);
-            import_one(local.store(), packed.key, found.entry, why, counts);
-        }
-    }
-    if (flags.json) {
-        print_json({{"imported", counts.imported}, {"present", counts.present}, {"refused", counts.refused}});
-    } else {
-        fmt::print("{} imported, {} were there, {} refused\n", counts.imported, counts.present, counts.refused);
-    }
-    return counts.refused == 0 ? kDone : kFailedCheck;
-}
-
-int keygen(const CacheFlags& flags) {
-    const fs::path private_key = flags.target.string() + ".pem";
-    const fs::path public_key = flags.target.string() + ".pub.pem";
-    write_key_pair(private_key, public_key);
-    if (flags.json) {
-        print_json({{"private_key", private_key.string()}, {"public_key", public_key.string()}});
-    } else {
-        fmt::print("FLCE_SIGNING_KEY={}    where kernels are compiled; keep it secret\nFLCE_TRUSTED_KEYS={}    where they are used\n",
-                   private_key.string(), public_key.string());
-    }
-    return kDone;
-}
-
 using Run = int (*)(const CacheFlags&);
 
 CLI::App* add_part(CLI::App& cache, Action& action, const std::shared_ptr<CacheFlags>& flags, const char* name, const char* what, Run run) {
@@ -417,7 +292,8 @@ void add_cache(CLI::App& app, Action& action) {
     CLI::App* cache = app.add_subcommand("cache", "What is in the kernel cache; verify, shrink, export and import it");
     cache->require_subcommand(1);
     cache->footer(
-        "\nExamples:\n  flce cache ls\n  flce cache stats --json\n  flce cache gc --max-bytes 500M\n  flce cache gc --max-bytes 0          "
+        "\nExamples:\n  flce cache ls\n  flce cache stats --json\n  flce cache verify --load\n  flce cache gc --max-bytes 500M\n  flce "
+        "cache gc --max-bytes 0          "
         "     empty it\n"
         "  flce cache export kernels/                each payload beside its metadata, for a disassembler\n"
         "  flce cache export --pack kernels.flcepack everything in one file, to ship (FLCE_CACHE_PACKS)\n"
@@ -427,20 +303,22 @@ void add_cache(CLI::App& app, Action& action) {
         return part;
     };
     with_directory(add_part(*cache, action, flags, "ls", "every entry: size, last use, what it is", &ls))
-        ->add_option("--pack", flags->packs, "the entries of this pack instead");
+        ->add_option("--pack", flags->packs, "this pack alone (default: the cache directory and FLCE_CACHE_PACKS)");
     with_directory(add_part(*cache, action, flags, "stats", "hits, misses and faults of each tier, over all processes", &stats));
-    with_directory(add_part(*cache, action, flags, "verify", "checks every entry, and packs; exit code 1 if one is harmed", &verify))
-        ->add_option("--pack", flags->packs, "packs to check (default: FLCE_CACHE_PACKS)");
+    CLI::App* check =
+        with_directory(add_part(*cache, action, flags, "verify", "checks every entry; exit code 1 if one is harmed", &verify_cache));
+    check->add_option("--pack", flags->packs, "this pack alone (default: the cache directory and FLCE_CACHE_PACKS)");
+    check->add_flag("--load", flags->load, "loads what the entries hold, too; what is for a GPU or CPU that is not here is read only");
     with_directory(add_part(*cache, action, flags, "gc", "removes the entries used longest ago", &gc))
         ->add_option("--max-bytes", flags->max_bytes, "how much may stay, e.g. 500M (default: FLCE_CACHE_MAX_BYTES)");
     CLI::App* out =
-        with_directory(add_part(*cache, action, flags, "export", "writes every payload beside its metadata, or one pack", &export_all));
-    out->add_option("target", flags->target, "folder, or the pack's file")->required();
-    out->add_flag("--pack", flags->pack, "one pack, signed with FLCE_SIGNING_KEY if that is set");
-    with_directory(add_part(*cache, action, flags, "import", "takes the entries of packs or of other cache directories", &import_all))
+        with_directory(add_part(*cache, action, flags, "export", "writes every payload beside its metadata, or one pack", &export_cache));
+    out->add_option("folder", flags->target, "where payloads and metadata go");
+    out->add_option("--pack", flags->pack_file, "this pack instead, signed with FLCE_SIGNING_KEY if that is set");
+    with_directory(add_part(*cache, action, flags, "import", "takes the entries of packs or of other cache directories", &import_cache))
         ->add_option("source", flags->sources, "packs, cache directories")
         ->required();
-    add_part(*cache, action, flags, "keygen", "makes a key pair to sign packs and remote entries with", &keygen)
+    add_part(*cache, action, flags, "keygen", "makes a key pair to sign packs and remote entries with", &make_keys)
         ->add_option("name", flags->target, "NAME.pem is the private key, NAME.pub.pem the public one")
         ->required();
 }

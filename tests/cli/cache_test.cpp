@@ -2,9 +2,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 
+#include "cache/artifact_format.hpp"
+#include "cache/cleanup.hpp"
+#include "cache/disk_store.hpp"
 #include "tests/cli/process.hpp"
 #include "tests/support/gpu.hpp"
 
@@ -99,6 +103,92 @@ TEST_F(CacheCommand, Verify_FindsAHarmedEntryAndLeavesIt) {
     EXPECT_THAT(harmed.json().at("bad")[0].at("why").get<std::string>(), HasSubstr("bytes long"));
     EXPECT_EQ(run({"cache", "verify"}).exit_code, 1);
     EXPECT_THAT(run({"cache", "ls"}).out, HasSubstr("HARMED"));
+}
+
+/// Every entry with a payload of zeros, as a sound entry.
+void spoil_payloads(const fs::path& directory) {
+    DiskStore store(directory);
+    std::string why;
+    for (const StoredFile& file : list_entries(directory, why)) {
+        Lookup found = store.inspect(file.key, why);
+        ASSERT_TRUE(found.artifact) << why;
+        std::ranges::fill(found.artifact->payload, std::byte{0});
+        ASSERT_EQ(store.put(file.key, encode_artifact(file.key, *found.artifact), Durability::whenever), Kept::yes);
+    }
+}
+
+TEST_F(CacheCommand, Verify_LoadsPayloadsWhenAsked) {
+    fill();
+    const auto sound = run({"cache", "verify", "--load", "--json"}).json();
+    EXPECT_EQ(sound.at("checked"), 1);
+    EXPECT_EQ(sound.at("loaded"), 1);
+    EXPECT_EQ(sound.at("bad").size(), 0u);
+    const std::string pack = folder_ / "a.flcepack";
+    ASSERT_EQ(run({"cache", "export", "--pack", pack}).exit_code, 0);
+    spoil_payloads(folder_ / "cache");
+    EXPECT_EQ(run({"cache", "verify"}).exit_code, 0);  // as entries they are sound
+    const ProcessResult harmed = run({"cache", "verify", "--load", "--json"});
+    EXPECT_EQ(harmed.exit_code, 1);
+    ASSERT_EQ(harmed.json().at("bad").size(), 1u);
+    EXPECT_THAT(harmed.json().at("bad")[0].at("why").get<std::string>(), HasSubstr("not an ELF file"));
+    // The pack alone is looked at, and has the good one.
+    const auto packed = run({"cache", "verify", "--load", "--pack", pack, "--json"});
+    EXPECT_EQ(packed.exit_code, 0);
+    EXPECT_EQ(packed.json().at("loaded"), 1);
+    EXPECT_EQ(packed.json().at("checked"), 1);
+}
+
+TEST_F(CacheCommand, PayloadThatDoesNotLoad_CostsACompileAndNoError) {
+    const std::vector<std::string> check{"check", "--spec", kSpec, "--device", "cpu", "--num-tokens", "4"};
+    ASSERT_EQ(run(check).exit_code, 0);
+    spoil_payloads(folder_ / "cache");
+    const ProcessResult healed = run(check);
+    EXPECT_EQ(healed.exit_code, 0) << healed.err;
+    EXPECT_THAT(healed.err, AllOf(HasSubstr("not an ELF file"), HasSubstr("*.corrupt")));
+    EXPECT_EQ(run({"cache", "verify", "--load"}).exit_code, 0);
+    EXPECT_EQ(run(check).err, "");
+}
+
+TEST_F(CacheCommand, Verify_LoadReadsCubinsWhereThereIsNoGpu) {
+    FLCE_REQUIRE_NVRTC();
+    ASSERT_EQ(run({"prewarm", "--spec", kSpec, "--device", "sm_80"}).exit_code, 0);
+    const auto sound = run({"cache", "verify", "--load", "--json"}).json();
+    EXPECT_EQ(sound.at("bad").size(), 0u) << sound.dump();
+    EXPECT_EQ(sound.at("loaded").get<int>() + sound.at("read").get<int>(), sound.at("checked").get<int>());
+    spoil_payloads(folder_ / "cache");
+    const auto spoilt = run({"cache", "verify", "--load", "--json"}).json();
+    EXPECT_EQ(spoilt.at("bad").size(), sound.at("checked").get<std::size_t>());
+}
+
+TEST_F(CacheCommand, Ls_ListsPacksThatASessionTakes) {
+    fill();
+    const std::string pack = folder_ / "a.flcepack";
+    ASSERT_EQ(run({"cache", "export", "--pack", pack}).exit_code, 0);
+    const std::map<std::string, std::string> both{{"FLCE_CACHE_PACKS", pack + ":" + (folder_ / "missing.flcepack")}};
+    const auto listed = run({"cache", "ls", "--json"}, both).json();
+    ASSERT_EQ(listed.at("entries").size(), 2u);
+    EXPECT_EQ(listed.at("entries")[0].at("pack"), nullptr);
+    EXPECT_EQ(listed.at("entries")[1].at("pack"), pack);
+    ASSERT_EQ(listed.at("packs").size(), 2u);
+    EXPECT_EQ(listed.at("packs")[0].at("fault"), nullptr);
+    EXPECT_THAT(listed.at("packs")[1].at("fault").get<std::string>(), HasSubstr("No such file"));
+    const ProcessResult text = run({"cache", "ls"}, both);
+    EXPECT_EQ(text.exit_code, 0);
+    EXPECT_THAT(text.out, AllOf(HasSubstr("2 entries"), HasSubstr("1 of them in packs"), HasSubstr("missing.flcepack")));
+    // Named, it is looked at alone, and has to be there.
+    EXPECT_EQ(run({"cache", "ls", "--pack", pack, "--json"}, both).json().at("entries").size(), 1u);
+    EXPECT_EQ(run({"cache", "ls", "--pack", folder_ / "missing.flcepack"}).exit_code, 3);
+}
+
+TEST_F(CacheCommand, Export_ToAFolderOrToAPack) {
+    fill();
+    for (const std::vector<std::string>& arguments :
+         {std::vector<std::string>{"cache", "export"}, {"cache", "export", folder_ / "out", "--pack", folder_ / "a.flcepack"}}) {
+        const ProcessResult refused = run(arguments);
+        EXPECT_EQ(refused.exit_code, 2);
+        EXPECT_THAT(refused.err, HasSubstr("--pack"));
+    }
+    EXPECT_FALSE(fs::exists(folder_ / "a.flcepack"));
 }
 
 TEST_F(CacheCommand, EntryThatOthersMayWrite_BadAndNeitherExportedNorImported) {

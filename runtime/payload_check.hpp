@@ -1,0 +1,31 @@
+// What cache entries hold, tried as far as this machine can: the question that `flce cache verify --load` asks of each.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "cache/artifact_cache.hpp"
+
+namespace flce {
+
+class PayloadCheck {
+public:
+    PayloadCheck();
+    ~PayloadCheck();
+    PayloadCheck(const PayloadCheck&) = delete;
+    PayloadCheck& operator=(const PayloadCheck&) = delete;
+
+    struct Result {
+        std::string fault;    ///< why the payload cannot be used; empty: nothing was found
+        bool loaded = false;  ///< it is loaded as a session would; false: it was read only, since it is for another machine
+    };
+    /// By what the metadata says of it: a cubin is read (architecture, kernels) and loaded where there is a GPU of its architecture, an object is linked
+    /// where this process is of its architecture and else read, a compiler's name is read. Throws DeviceError for a fault of a GPU.
+    [[nodiscard]] Result check(const Artifact& artifact);
+
+private:
+    struct Gpus;
+    std::unique_ptr<Gpus> gpus_;  // opened when the first cubin is met
+};
+
+}  // namespace flce
