@@ -3,15 +3,19 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <limits>
 #include <new>
+#include <span>
 #include <sstream>
+#include <system_error>
 
 #include "cli/interrupt.hpp"
+#include "cli/output.hpp"
 
 namespace flce::cli {
 namespace {
@@ -27,8 +31,7 @@ int fail(int code, std::string_view message) {
         while (i + 1 < message.size() && message[i + 1] == ' ') ++i;
         if (i + 1 < message.size()) line += "; ";
     }
-    fmt::print(stderr, "flce: error: {}\n", line);
-    return code;
+    return report_error(code, line);
 }
 
 int run_action(const Action& action) {
@@ -39,13 +42,15 @@ int run_action(const Action& action) {
     } catch (const UsageError& e) {
         return fail(kUsage, e.what());
     } catch (const CompileError& e) {  // the compiler's log is worth its lines
-        fmt::print(stderr, "flce: error: {}\n", e.what());
-        return exit_code(e.kind());
+        return report_error(exit_code(e.kind()), e.what());
     } catch (const Error& e) {
         return fail(exit_code(e.kind()),
                     e.kind() == ErrorKind::internal ? fmt::format("internal error (please report it): {}", e.what()) : e.what());
     } catch (const std::bad_alloc&) {
         return fail(kEnvironment, "out of memory: fewer tokens (--num-tokens) or a smaller layer need less");
+    } catch (const std::system_error& e) {
+        if (std::ferror(stdout) == 0) return fail(kEnvironment, e.what());
+        return fail(kEnvironment, fmt::format("standard output cannot be written: {}", e.code().message()));
     } catch (const std::exception& e) {
         return fail(kEnvironment, e.what());
     }
@@ -68,7 +73,10 @@ A spec is "key=value" pairs and bare flags joined by commas, or @file.json. Keys
 dtype (bf16, fp16, fp32), layout (vocab_major, hidden_major), tied, weight_dtype, grad_weight_dtype, grad_weight_mode (write, accumulate),
 bias, logit_scale, softcap, label_smoothing, z_loss, class_weight, outputs (loss+lse+logprob+entropy).
 
-Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (device, library, compiler, disk).)";
+Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (device, library, compiler, disk, standard output).
+With --json a command that fails prints {"error": {"exit_code", "message"}}.)";
+
+int run_command_line(int argc, char** argv);
 
 }  // namespace
 
@@ -87,6 +95,15 @@ int exit_code(ErrorKind kind) {
 }
 
 int main(int argc, char** argv) {
+    open_missing_streams();
+    const std::span<char*> arguments(argv, static_cast<std::size_t>(argc));
+    report_errors_as_json(std::ranges::any_of(arguments, [](const char* argument) { return std::string_view(argument) == "--json"; }));
+    return finish_output(run_command_line(argc, argv));
+}
+
+namespace {
+
+int run_command_line(int argc, char** argv) {
     CLI::App app{"flce: fused linear + cross-entropy kernels, generated for one concrete output layer", "flce"};
     app.footer(kExamples);
     app.require_subcommand(1);
@@ -111,13 +128,18 @@ int main(int argc, char** argv) {
     try {
         app.parse(argc, argv);
     } catch (const CLI::Success& e) {
-        return app.exit(e) == 0 ? kDone : kUsage;
+        std::ostringstream text;  // not to std::cout, which forgets why it cannot write
+        const int code = app.exit(e, text, text);
+        std::fputs(text.str().c_str(), stdout);
+        return code == 0 ? kDone : kUsage;
     } catch (const CLI::ParseError& e) {
         return fail(kUsage, fmt::format("{} (flce --help, flce COMMAND --help)", e.what()));
     }
     handle_interrupts();
     return run_action(action);
 }
+
+}  // namespace
 
 void SessionFlags::add_to(CLI::App& app) {
     app.add_option("--device", device, "cpu, cuda or cuda:I (default: FLCE_DEVICE, else the first CUDA device, else the CPU)");
@@ -171,8 +193,9 @@ SessionOptions SessionFlags::options() const {
 void print_json(const Json& object) {
     // Invalid UTF-8 can only come from file names; it must not cost the user the results.
     const std::string text = object.dump(2, ' ', false, Json::error_handler_t::replace);
+    note_json_object();
     fmt::print("{}\n", text);
-    std::fflush(stdout);
+    flush_output();
 }
 
 std::int64_t parse_bytes(std::string_view option, std::string_view text) {

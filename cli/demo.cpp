@@ -15,6 +15,7 @@
 #include "cli/demo_text.hpp"
 #include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
+#include "cli/output.hpp"
 #include "cli/progress.hpp"
 
 namespace flce::cli {
@@ -117,8 +118,7 @@ public:
         try {
             train(layer);
         } catch (const Diverged& diverged) {
-            fmt::print(stderr, "flce: error: {}\n", diverged.what());
-            return kFailedCheck;
+            return report_error(kFailedCheck, diverged.what());
         }
         workspace_bytes_ = kernel_->workspace_bytes(options_.num_tokens);
         note("checking the gradients of the last batch against fp64");

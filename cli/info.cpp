@@ -8,6 +8,7 @@
 
 #include "autotune/kernel_version.hpp"
 #include "cli/command.hpp"
+#include "cli/setup_report.hpp"
 #include "runtime/cuda/nvrtc.hpp"
 #include "runtime/host/host_code.hpp"
 #include "runtime/kernel_factory.hpp"
@@ -39,45 +40,31 @@ NvrtcReport find_nvrtc() {
     }
 }
 
-struct DiskUse {
-    std::int64_t files = 0;
-    std::int64_t bytes = 0;
-};
-
-DiskUse disk_use(const std::filesystem::path& folder) {
-    DiskUse use;
-    std::error_code error;
-    auto it = std::filesystem::recursive_directory_iterator(folder, std::filesystem::directory_options::skip_permission_denied, error);
-    for (; !error && it != std::filesystem::recursive_directory_iterator(); it.increment(error)) {
-        std::error_code ignored;
-        if (!it->is_regular_file(ignored)) continue;
-        const auto bytes = it->file_size(ignored);
-        if (ignored) continue;
-        ++use.files;
-        use.bytes += static_cast<std::int64_t>(bytes);
-    }
-    return use;
-}
-
 struct Info {
+    SetupReport setup = report_setup();  // first: the others read the environment, too
     Device cpu = native_cpu();
     std::string why_no_gpu;
     std::vector<Device> gpus = cuda_devices(&why_no_gpu);
     std::optional<int> driver = driver_version();
     NvrtcReport nvrtc = find_nvrtc();
-    std::filesystem::path cache_dir;
-    std::filesystem::path records_dir;
-    bool disk_cache = false;
-    DiskUse disk;
-
-    Info() {
-        const Session session({.device = "cpu"});
-        cache_dir = session.cache_dir();
-        records_dir = session.records_dir();
-        disk_cache = !cache_dir.empty();
-        if (disk_cache) disk = disk_use(cache_dir);
-    }
 };
+
+Json null_where_empty(const std::string& text) { return text.empty() ? Json(nullptr) : Json(text); }
+
+Json cache_json(const SetupReport& setup) {
+    Json packs = Json::array();
+    for (const PackReport& pack : setup.packs) {
+        packs.push_back(
+            {{"path", pack.path.string()}, {"entries", pack.entries}, {"bytes", pack.bytes}, {"fault", null_where_empty(pack.fault)}});
+    }
+    return {{"layers", setup.cache.path.empty() ? Json{"memory"} : Json{"memory", "disk"}},
+            {"disk_dir", null_where_empty(setup.cache.path.string())},
+            {"disk_fault", null_where_empty(setup.cache.fault)},
+            {"disk_files", setup.cache.files},
+            {"disk_bytes", setup.cache.bytes},
+            {"packs", packs},
+            {"remote", null_where_empty(setup.remote)}};
+}
 
 void report_json(const Info& info) {
     Json devices = Json::array();
@@ -117,6 +104,8 @@ void report_json(const Info& info) {
                                       {"default", variable.default_value},
                                       {"meaning", variable.meaning}};
     }
+    Json faults = Json::array();
+    for (const SettingFault& fault : info.setup.faults) faults.push_back({{"variable", fault.variable}, {"message", fault.message}});
     print_json({{"version", version()},
                 {"devices", devices},
                 {"cuda_driver", info.driver ? Json(fmt::format("{}.{}", *info.driver / 1000, *info.driver % 1000 / 10)) : Json(nullptr)},
@@ -124,13 +113,36 @@ void report_json(const Info& info) {
                 {"nvrtc", nvrtc},
                 {"llvm", llvm_version()},
                 {"kernel_versions", {{"cuda", kernel_version(DeviceKind::cuda)}, {"cpu", kernel_version(DeviceKind::cpu)}}},
-                {"cache",
-                 {{"layers", info.disk_cache ? Json{"memory", "disk"} : Json{"memory"}},
-                  {"disk_dir", info.disk_cache ? Json(info.cache_dir.string()) : Json(nullptr)},
-                  {"disk_files", info.disk.files},
-                  {"disk_bytes", info.disk.bytes}}},
-                {"records_dir", info.records_dir.empty() ? Json(nullptr) : Json(info.records_dir.string())},
+                {"cache", cache_json(info.setup)},
+                {"records_dir", null_where_empty(info.setup.records_dir.string())},
+                {"faults", faults},
+                {"unknown_variables", info.setup.unknown_variables},
                 {"environment", environment}});
+}
+
+void print_cache(const SetupReport& setup) {
+    const DirectoryReport& cache = setup.cache;
+    fmt::print("cache         memory, of each process\n");
+    if (cache.path.empty()) {
+        fmt::print("              disk, {}\n", cache.fault);
+    } else if (!cache.fault.empty()) {
+        // Some reasons begin with the path.
+        const std::string path = cache.path.string();
+        fmt::print("              disk, {}\n", cache.fault.starts_with(path) ? cache.fault : fmt::format("{} {}", path, cache.fault));
+    } else {
+        fmt::print("              disk, {}: {}\n", cache.path.string(),
+                   cache.exists ? fmt::format("{} files, {}", cache.files, human_bytes(static_cast<double>(cache.bytes)))
+                                : "made when the first kernel is kept");
+    }
+    for (const PackReport& pack : setup.packs) {
+        if (pack.fault.empty()) {
+            fmt::print("              pack, {}: {} entries, {}\n", pack.path.string(), pack.entries,
+                       human_bytes(static_cast<double>(pack.bytes)));
+        } else {
+            fmt::print("              pack, {}: not used\n", pack.path.string());
+        }
+    }
+    if (!setup.remote.empty()) fmt::print("              remote, {}\n", setup.remote);
 }
 
 void report_text(const Info& info) {
@@ -157,11 +169,12 @@ void report_text(const Info& info) {
     }
     fmt::print("LLVM          {}\n", llvm_version());
     fmt::print("kernels       {} (CUDA), {} (CPU)\n", kernel_version(DeviceKind::cuda), kernel_version(DeviceKind::cpu));
-    fmt::print("cache         memory, of each process\n");
-    fmt::print("              disk, {}\n", info.disk_cache ? fmt::format("{}: {} files, {}", info.cache_dir.string(), info.disk.files,
-                                                                         human_bytes(static_cast<double>(info.disk.bytes)))
-                                                           : std::string("switched off"));
-    fmt::print("records       {}\n", info.records_dir.empty() ? "none of the user's" : info.records_dir.string());
+    print_cache(info.setup);
+    fmt::print("records       {}\n", info.setup.records_dir.empty() ? "none of the user's" : info.setup.records_dir.string());
+    for (const SettingFault& fault : info.setup.faults) fmt::print("WRONG         {}: {}\n", fault.variable, first_line(fault.message));
+    for (const std::string& name : info.setup.unknown_variables) {
+        fmt::print("UNKNOWN       {} is set, and flce reads no variable of that name\n", name);
+    }
     fmt::print("\nenvironment variables\n");
     for (const EnvironmentVariable& variable : environment_variables()) {
         fmt::print("  {:<20} {:<22} {}\n", variable.name, variable.value ? *variable.value : "(not set)", variable.meaning);

@@ -11,6 +11,7 @@
 #include "autotune/search_space.hpp"
 #include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
+#include "cli/output.hpp"
 #include "cli/tune_measure.hpp"
 #include "cli/tune_options.hpp"
 #include "cli/tuning_run.hpp"
@@ -190,7 +191,7 @@ private:
             fmt::print("  the cost model's first choice takes {:.3f} times the best\n",
                        first->second.median_ms() / record.candidates.at(tuned.result.best_plan).median_ms());
         }
-        std::fflush(stdout);
+        flush_output();
     }
 
     void report_json() const {

@@ -45,7 +45,11 @@ std::vector<std::string> worker_arguments(const std::vector<std::string>& inject
 }  // namespace
 
 Json compile_request(const Spec& spec, const Device& device, const Plan& plan, const std::filesystem::path& cache_dir) {
-    return {{"op", "compile"}, {"spec", spec.text()}, {"device", device.json()}, {"cache_dir", cache_dir.string()}, {"plan", plan.text()}};
+    return {{"op", "compile"},
+            {"spec", spec.text()},
+            {"device", device.json()},
+            {"cache_dir", path_in_request(cache_dir)},
+            {"plan", plan.text()}};
 }
 
 WorkerPool make_compile_pool(std::chrono::milliseconds patience, const std::vector<std::string>& inject) {
@@ -85,7 +89,7 @@ Json ProcessMeasure::open_request() const {
     return {{"op", "open"},
             {"spec", target_.spec.text()},
             {"device", target_.session.device},
-            {"cache_dir", target_.session.cache_dir.string()},
+            {"cache_dir", path_in_request(target_.session.cache_dir)},
             {"threads", target_.session.threads},
             {"scratch_bytes", target_.session.scratch_bytes},
             {"num_tokens", target_.num_tokens},

@@ -10,6 +10,7 @@
 #include "cli/command.hpp"
 #include "cli/tune_layer.hpp"
 #include "cli/tune_measure.hpp"
+#include "cli/worker_process.hpp"
 
 namespace flce::cli {
 namespace {
@@ -62,7 +63,7 @@ private:
                                  .retain = request.at("retain").get<bool>(),
                                  .graphs = request.at("graphs").get<bool>()};
         options.session.device = request.at("device").get<std::string>();
-        options.session.cache_dir = request.at("cache_dir").get<std::string>();
+        options.session.cache_dir = path_of_request(request.at("cache_dir"));
         options.session.threads = request.at("threads").get<int>();
         options.session.scratch_bytes = request.at("scratch_bytes").get<std::int64_t>();
         options.session.use_records = false;
@@ -73,7 +74,7 @@ private:
     Json compile(const Json& request, const std::string& plan) {
         if (compiler_ == nullptr) {
             compiler_ = std::make_unique<Session>(
-                SessionOptions{.device = "cpu", .cache_dir = request.at("cache_dir").get<std::string>(), .use_records = false});
+                SessionOptions{.device = "cpu", .cache_dir = path_of_request(request.at("cache_dir")), .use_records = false});
         }
         const PrewarmResult result = compiler_->prewarm(parse_spec(request.at("spec").get<std::string>()),
                                                         parse_device_json(request.at("device").get<std::string>()), {.plan = plan});

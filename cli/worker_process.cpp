@@ -10,11 +10,14 @@
 
 #include <array>
 #include <cerrno>
+#include <charconv>
 #include <csignal>
 #include <cstring>
 #include <iostream>
+#include <span>
 #include <thread>
 
+#include "cache/sha256.hpp"
 #include "cli/interrupt.hpp"
 
 extern char** environ;
@@ -184,6 +187,19 @@ Reply WorkerProcess::ask(const Json& request, std::chrono::milliseconds timeout)
         constexpr std::int64_t kLongestMs = 100;  // a signal may arrive between the question above and this
         (void)readable(from_child_.get(), static_cast<int>(std::min(left.count(), kLongestMs)));
     }
+}
+
+Json path_in_request(const std::filesystem::path& path) { return hex_of(std::as_bytes(std::span(path.native()))); }
+
+std::filesystem::path path_of_request(const Json& given) {
+    const auto digits = given.get<std::string>();
+    std::string bytes(digits.size() / 2, '\0');
+    for (std::size_t i = 0; i < bytes.size(); ++i) {
+        unsigned char byte = 0;
+        std::from_chars(digits.data() + 2 * i, digits.data() + 2 * i + 2, byte, 16);
+        bytes[i] = static_cast<char>(byte);
+    }
+    return bytes;
 }
 
 int serve_requests(const std::function<Json(const Json&)>& serve) {

@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
@@ -59,6 +60,10 @@ private:
     FileDescriptor from_child_;
     std::string buffer_;
 };
+
+/// A path in a request, and back. JSON is UTF-8, which paths need not be: its bytes, as hexadecimal digits.
+[[nodiscard]] Json path_in_request(const std::filesystem::path& path);
+[[nodiscard]] std::filesystem::path path_of_request(const Json& given);
 
 /// The child's side: reads requests from standard input until it ends, and writes what `serve` returns to what was standard output; output of other
 /// code goes to standard error meanwhile. An exception is answered with {"error", "kind"}. From here on the child dies with its parent.

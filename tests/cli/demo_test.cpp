@@ -78,7 +78,7 @@ TEST(FlceDemo_LossDiverges, StopsAndSaysWhatToLower) {
         const TemporaryFolder folder;
         const ProcessResult result = run_flce(demo_command(folder, {"--lr", "1e38", "--optimizer", optimizer}));
         EXPECT_EQ(result.exit_code, 1) << optimizer << result.err;
-        EXPECT_EQ(result.out, "") << optimizer;
+        EXPECT_EQ(result.json()["error"]["exit_code"], 1) << optimizer << result.out;
         EXPECT_THAT(result.err, AllOf(HasSubstr("training diverged: the loss of"), HasSubstr("of 30 steps; lower --lr (it is 1e+38)")));
         EXPECT_THAT(result.err, Not(HasSubstr("training: 30/30"))) << optimizer;
     }
@@ -148,7 +148,7 @@ TEST(FlceDemo_Interrupted, EndsCleanly) {
     const TemporaryFolder folder;
     const ProcessResult result = run_flce(demo_command(folder, {}, "1000000"), {.interrupt_after_ms = 4000});
     EXPECT_EQ(result.exit_code, 130) << result.err;
-    EXPECT_EQ(result.out, "");
+    EXPECT_EQ(result.json()["error"]["message"], "interrupted") << result.out;
 }
 
 }  // namespace

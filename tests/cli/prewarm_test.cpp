@@ -275,7 +275,7 @@ TEST_F(Prewarm, Interrupted_ValidCacheAndNoWorkerLeft) {
     }
     const ProcessResult result = run(arguments, {}, 700);
     EXPECT_EQ(result.exit_code, 130) << result.err;
-    EXPECT_EQ(result.out, "");
+    EXPECT_EQ(result.json()["error"]["message"], "interrupted") << result.out;
     EXPECT_EQ(processes_with(folder_ / "cut short"), 0);
     const auto verified = run_flce({"cache", "verify", "--cache-dir", folder_ / "cut short", "--json"}).json();
     EXPECT_EQ(verified.at("bad").size(), 0u);

@@ -92,6 +92,8 @@ ProcessResult run_flce(const std::vector<std::string>& arguments, const ProcessO
     if (child == 0) {
         ::dup2(out[1], 1);
         ::dup2(err[1], 2);
+        if (!options.out.empty() && ::dup2(::open(options.out.c_str(), O_WRONLY | O_CLOEXEC), 1) != 1) ::_exit(127);
+        if (options.out_closed) ::close(1);
         if (!options.directory.empty() && ::chdir(options.directory.c_str()) != 0) ::_exit(127);
         ::execve(argv[0], argv.data(), envp.data());
         ::_exit(127);

@@ -21,6 +21,8 @@ struct ProcessOptions {
     int interrupt_after_ms = 0;                      ///< > 0: sends SIGINT then
     std::filesystem::path program;                   ///< empty: the flce that was built
     std::filesystem::path directory;                 ///< where it runs; empty: here
+    std::filesystem::path out;                       ///< what standard output is instead of ProcessResult::out
+    bool out_closed = false;                         ///< there is no standard output
 };
 
 /// The program that run_flce runs.

@@ -201,7 +201,7 @@ TEST(FlceRun_LabelOutOfRange, IsReportedAndNothingWritten) {
         const ProcessResult result = layer.run();
         EXPECT_EQ(result.exit_code, 2);
         EXPECT_THAT(result.err, AllOf(StartsWith("flce: error: target[13] is " + std::to_string(bad)), HasSubstr("[0, 99)")));
-        EXPECT_EQ(result.out, "");
+        EXPECT_EQ(result.json()["error"]["exit_code"], 2) << result.out;
         EXPECT_FALSE(std::filesystem::exists(layer.folder_ / "out"));
     }
 }
