@@ -93,10 +93,10 @@ public:
     ArtifactCache(const ArtifactCache&) = delete;
     ArtifactCache& operator=(const ArtifactCache&) = delete;
 
-    /// Why the caller cannot use what a tier has (its payload does not load); empty: it can. The entry then counts as a fault of its tier, which
-    /// puts it aside, and the search goes on. Asked of every artifact that is returned but of one that this process creates meanwhile. It may
-    /// keep what it loaded: the last artifact that it was asked of and had nothing against is the one that is returned. What it throws goes to
-    /// the caller: a fault of the device says nothing about the entry.
+    /// Why the caller cannot use what a tier has (its payload does not load); empty: it can. The entry then counts as a fault of its
+    /// tier, which puts it aside, and the search goes on. Asked of every artifact that is returned but of one that this process creates
+    /// meanwhile. It may keep what it loaded: the last artifact that it was asked of and had nothing against is the one that is returned.
+    /// What it throws goes to the caller: a fault of the device says nothing about the entry.
     using PayloadFault = std::function<std::string(const Artifact&)>;
 
     /// The artifact under `key`; `create` makes it if no tier has it. One `create` per key at a time in this process: concurrent callers

@@ -15,10 +15,12 @@ void flush_output();
 void report_errors_as_json(bool wanted);
 /// print_json has been called: stdout has the run's one object.
 void note_json_object();
-/// "flce: error: …" on stderr, and {"error": {"exit_code", "message"}} on stdout where that is wanted and there is no object yet. Never throws. Returns the code.
+/// "flce: error: …" on stderr, and {"error": {"exit_code", "message"}} on stdout where that is wanted and there is no object yet. Never
+/// throws. Returns the code.
 int report_error(int exit_code, std::string_view message) noexcept;
 
-/// What the process ends with after `exit_code`: kEnvironment, with a message, where a run that succeeded could not write to standard output.
+/// What the process ends with after `exit_code`: kEnvironment, with a message, where a run that succeeded could not write to standard
+/// output.
 [[nodiscard]] int finish_output(int exit_code) noexcept;
 
 }  // namespace flce::cli

@@ -38,7 +38,8 @@ struct SetupReport {
     std::vector<std::string> unknown_variables;  ///< FLCE_ variables that are set and that nothing reads
 };
 
-/// Reads the environment and looks at what it names. From now on this process takes defaults for variables that are not understood. Asks no network.
+/// Reads the environment and looks at what it names. From now on this process takes defaults for variables that are not understood. Asks
+/// no network.
 [[nodiscard]] SetupReport report_setup();
 
 }  // namespace flce::cli

@@ -17,8 +17,8 @@ namespace flce {
 /// The generator's parameter blocks must be the kernels' own, or a launch would read past them. What is wrong with them; empty: nothing.
 [[nodiscard]] std::string param_block_fault(const CudaProgram& program, std::span<const std::byte> cubin);
 
-/// Loads `cubin` and each of `kernels`. Why the driver refuses the image; empty: it is in `module`. Throws DeviceError for a fault of the device,
-/// which says nothing about the image.
+/// Loads `cubin` and each of `kernels`. Why the driver refuses the image; empty: it is in `module`. Throws DeviceError for a fault of the
+/// device, which says nothing about the image.
 [[nodiscard]] std::string load_fault(const std::shared_ptr<const CudaContext>& context, std::span<const std::byte> cubin,
                                      std::span<const KernelEntry> kernels, std::unique_ptr<CudaModule>& module);
 

@@ -7,7 +7,8 @@
 
 namespace flce {
 
-/// Why `bytes` are not one whole 64-bit little-endian ELF file: empty, another format, cut off, tables that point outside it; empty: they are.
+/// Why `bytes` are not one whole 64-bit little-endian ELF file: empty, another format, cut off, tables that point outside it; empty: they
+/// are.
 [[nodiscard]] std::string elf_fault(std::span<const std::byte> bytes);
 
 /// Why `object` cannot be linked on a machine of `triple`, or lacks one of `symbols`, as far as shows without linking it; empty: it can.

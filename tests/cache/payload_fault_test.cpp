@@ -1,4 +1,5 @@
-// Entries that are sound as entries and hold what nobody can use: every tier's costs a search in the next one and at last a compile, never more.
+// Entries that are sound as entries and hold what nobody can use: every tier's costs a search in the next one and at last a compile,
+// never more.
 #include <gmock/gmock.h>
 #include <sys/wait.h>
 #include <unistd.h>

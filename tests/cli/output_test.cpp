@@ -1,4 +1,5 @@
-// Where results go: a standard output that fails, errors as JSON, file names that are no UTF-8; and flce info, which has to outlive what it diagnoses.
+// Where results go: a standard output that fails, errors as JSON, file names that are no UTF-8; and flce info, which has to outlive what
+// it diagnoses.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>

@@ -49,8 +49,9 @@ typedef enum flce_status {
     FLCE_ERROR_CACHE_MISS = 8   /* strict session: no cache has the kernel; the message names the command that compiles it */
 } flce_status;
 
-/* All text that this library returns is UTF-8, but for file names, which are returned as they are: bytes of any encoding (flce_session_cache_dir).
- * In messages and explanations a byte of a file name that is no UTF-8 is written as \xNN. Texts that are given must be UTF-8, but for file names. */
+/* All text that this library returns is UTF-8, but for file names, which are returned as they are: bytes of any encoding
+ * (flce_session_cache_dir). In messages and explanations a byte of a file name that is no UTF-8 is written as \xNN. Texts that are given
+ * must be UTF-8, but for file names. */
 
 /* Message of the last call on this thread that failed, "" if none did. Valid until this thread's next call that fails. Never NULL. */
 FLCE_API const char* flce_last_error(void);
