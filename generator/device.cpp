@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "flce/error.hpp"
 #include "generator/device_tables.hpp"
 #include "generator/json_object.hpp"
+#include "generator/nearest_name.hpp"
 
 namespace flce {
 namespace {
@@ -99,10 +101,36 @@ Device cpu_device(const CpuModel& model) {
     return device;
 }
 
-std::string joined(const std::vector<std::string>& names) {
-    std::string result;
-    for (const std::string& name : names) result += (result.empty() ? "" : ", ") + name;
-    return result;
+/// The known name that `name` is most like, a product's with or without "NVIDIA GeForce"; empty where it is like none.
+std::string nearest_device(std::string_view name) {
+    const std::vector<std::string> known = known_device_names();
+    std::vector<std::string> spellings;
+    for (const std::string& device : known) {
+        std::string spelling;
+        for (const std::string& word : words(device)) spelling += word;
+        spellings.push_back(spelling);
+    }
+    const std::string nearest = nearest_name(name, spellings);
+    if (nearest.empty()) return nearest_name(name, known);
+    return known[static_cast<std::size_t>(std::ranges::find(spellings, nearest) - spellings.begin())];
+}
+
+std::string unknown_device(std::string_view name) {
+    const std::string key = lower(name);
+    if (key == "gpu" || key == "nvidia" || key == "hip" || key == "rocm") {
+        return fmt::format("device '{}' is not known; a GPU of this machine is cuda or cuda:0, others go by name, like h100 or sm_90a",
+                           name);
+    }
+    if (int number = 0;
+        key.starts_with("sm_") && std::from_chars(key.data() + 3, key.data() + key.size(), number).ec == std::errc() && number < 80) {
+        return fmt::format("device '{}' is too old: GPUs from sm_80 on are supported (A100, RTX 30 and newer)", name);
+    }
+    if (const std::string nearest = nearest_device(name); !nearest.empty()) {
+        return fmt::format("device '{}' is not known; did you mean '{}'?", name, nearest);
+    }
+    std::string all;
+    for (const std::string& known : known_device_names()) all += (all.empty() ? "" : ", ") + known;
+    return fmt::format("device '{}' is not known; known names are {}", name, all);
 }
 
 }  // namespace
@@ -116,7 +144,7 @@ Device describe_device(std::string_view name) {
     if (const GpuProduct* product = find_product(name); product != nullptr) {
         return gpu_device(product->name, *std::ranges::find(kGpuArchs, product->arch, &GpuArch::name), *product);
     }
-    throw EnvironmentError(fmt::format("device '{}' is not known; known names are {}", name, joined(known_device_names())));
+    throw EnvironmentError(unknown_device(name));
 }
 
 std::vector<std::string> known_device_names() {

@@ -113,6 +113,7 @@ std::string Spec::text() const {
 Spec parse_spec(std::string_view text) {
     text = trimmed(text);
     if (text.starts_with('@')) return parse_spec_json(read_spec_file(text.substr(1)));
+    if (text.starts_with('{')) return parse_spec_json(text);
     if (text.empty()) throw SpecError("spec: the text is empty; write for example D=2048,V=151936,dtype=bf16");
     SpecBuilder builder;
     for (std::string_view rest = text;;) {

@@ -99,11 +99,7 @@ private:
 DType hf_dtype(const HfConfig& config) {
     const json* value = config.find({"dtype", "torch_dtype"});
     if (value == nullptr) return DType::fp32;  // what Hugging Face means by no dtype
-    std::string name = value->is_string() ? value->get<std::string>() : value->dump();
-    if (name.starts_with("torch.")) name.erase(0, 6);
-    if (name == "bfloat16") return DType::bf16;
-    if (name == "float16" || name == "half") return DType::fp16;
-    if (name == "float32" || name == "float") return DType::fp32;
+    if (const auto dtype = parse_dtype(value->is_string() ? value->get<std::string>() : "")) return *dtype;
     throw SpecError(fmt::format("config: dtype = {}: must be bfloat16, float16 or float32", value->dump()));
 }
 

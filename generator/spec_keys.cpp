@@ -7,6 +7,7 @@
 #include <charconv>
 
 #include "flce/error.hpp"
+#include "generator/nearest_name.hpp"
 
 namespace flce {
 namespace {
@@ -45,7 +46,10 @@ Enum read_enum(std::string_view key, std::string_view value, std::initializer_li
     bad_spec_value(key, value, allowed);
 }
 
-DType read_dtype(std::string_view key, std::string_view value) { return read_enum(key, value, {DType::bf16, DType::fp16, DType::fp32}); }
+DType read_dtype(std::string_view key, std::string_view value) {
+    if (const auto dtype = parse_dtype(value)) return *dtype;
+    bad_spec_value(key, value, "bf16 (bfloat16), fp16 (float16) or fp32 (float32)");
+}
 
 struct OutputName {
     std::string_view name;
@@ -85,7 +89,7 @@ std::string real_text(double value) {
 }
 
 struct SpecKey {
-    std::string_view name;
+    std::string_view name;  ///< in canonical texts
     SpecKeyKind kind;
     void (*read)(Spec& spec, std::string_view key, std::string_view value);
 };
@@ -112,17 +116,37 @@ constexpr std::array kKeys = {
     SpecKey{"outputs", SpecKeyKind::words, [](Spec& s, Text k, Text v) { s.outputs = read_outputs(k, v); }},
 };
 
+/// What the field calls the two sizes; canonical texts have the letters.
+std::string_view canonical_key(std::string_view name) {
+    if (name == "hidden_size") return "D";
+    if (name == "vocab_size") return "V";
+    return name;
+}
+
 const SpecKey& find_key(std::string_view name) {
-    const auto* key = std::ranges::find(kKeys, name, &SpecKey::name);
+    const auto* key = std::ranges::find(kKeys, canonical_key(name), &SpecKey::name);
     if (key != kKeys.end()) return *key;
-    std::string known;
-    for (const SpecKey& k : kKeys) known += (known.empty() ? "" : ", ") + std::string(k.name);
+    std::vector<std::string> names{"hidden_size", "vocab_size"};
+    for (const SpecKey& k : kKeys) names.emplace_back(k.name);
+    if (const std::string near = suggestion(name, names); !near.empty()) {
+        throw SpecError(fmt::format("spec: unknown key '{}'{}", name, near));
+    }
+    std::string known = "D (hidden_size), V (vocab_size)";
+    for (const SpecKey& k : kKeys) known += k.name == "D" || k.name == "V" ? "" : ", " + std::string(k.name);
     throw SpecError(fmt::format("spec: unknown key '{}'; known keys are {}", name, known));
 }
 
 GradMode default_grad_mode(const Spec& spec) { return spec.tied ? GradMode::accumulate : GradMode::write; }
 
 }  // namespace
+
+std::optional<DType> parse_dtype(std::string_view name) {
+    if (name.starts_with("torch.")) name.remove_prefix(6);
+    if (name == "bf16" || name == "bfloat16") return DType::bf16;
+    if (name == "fp16" || name == "float16" || name == "half") return DType::fp16;
+    if (name == "fp32" || name == "float32" || name == "float") return DType::fp32;
+    return std::nullopt;
+}
 
 SpecKeyKind spec_key_kind(std::string_view key) { return find_key(key).kind; }
 
@@ -155,14 +179,15 @@ bool SpecBuilder::given(std::string_view key) const { return std::ranges::find(g
 
 void SpecBuilder::set(std::string_view key, std::string_view value) {
     const SpecKey& known = find_key(key);
-    if (given(key)) throw SpecError(fmt::format("spec: key '{}' is given twice (again as '{}'); each key may be given once", key, value));
+    if (given(known.name))
+        throw SpecError(fmt::format("spec: key '{}' is given twice (again as '{}'); each key may be given once", key, value));
     known.read(spec_, key, value);
-    given_.emplace_back(key);
+    given_.emplace_back(known.name);
 }
 
 Spec SpecBuilder::finish() {
     for (std::string_view key : {"D", "V"}) {
-        if (!given(key)) throw SpecError(fmt::format("spec: {} is missing; D=<hidden size> and V=<vocabulary size> are required", key));
+        if (!given(key)) throw SpecError(fmt::format("spec: {} is missing; D (hidden_size) and V (vocab_size) are required", key));
     }
     if (given("padded_vocab_size") && spec_.padded_vocab_size <= 0) {
         bad_spec_value("padded_vocab_size", std::to_string(spec_.padded_vocab_size), "at least V");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,10 +23,13 @@ struct SpecEntry {
 /// What the canonical forms print, in their order: D, V and dtype always, other keys where they differ from their default.
 [[nodiscard]] std::vector<SpecEntry> spec_entries(const Spec& spec);
 
+/// bf16, fp16, fp32 and torch's words for them ("bfloat16", "torch.float16", "half", …).
+[[nodiscard]] std::optional<DType> parse_dtype(std::string_view name);
+
 /// Kind of `key`. Throws SpecError listing the keys if there is none of that name.
 [[nodiscard]] SpecKeyKind spec_key_kind(std::string_view key);
 
-/// Collects keys in any order, then fills in the defaults that depend on other keys.
+/// Collects keys in any order, D also as hidden_size and V as vocab_size, then fills in the defaults that depend on other keys.
 class SpecBuilder {
 public:
     /// Throws SpecError for an unknown or repeated key and for a value that cannot be read.

@@ -86,6 +86,20 @@ TEST(SpecText, Defaults_DependOnOtherKeys) {
     EXPECT_EQ(parse_spec("D=64,V=50,bias=false,tied=0"), parse_spec(" D = 64 ,\tV=50 "));
 }
 
+TEST(SpecText, FieldsOwnWords_AreTheSameSpec) {
+    const Spec spec = parse_spec("D=64,V=50,dtype=fp16,grad_weight_dtype=fp32");
+    for (const char* text :
+         {"hidden_size=64,vocab_size=50,dtype=float16,grad_weight_dtype=float32", "D=64,vocab_size=50,dtype=half,grad_weight_dtype=float",
+          "hidden_size=64,V=50,dtype=torch.float16,grad_weight_dtype=torch.float32",
+          R"({"hidden_size": 64, "vocab_size": 50, "dtype": "float16", "grad_weight_dtype": "float32"})",
+          R"( {"D":64,"V":50,"dtype":"fp16","grad_weight_dtype":"fp32"} )"}) {
+        EXPECT_EQ(parse_spec(text), spec) << text;
+        EXPECT_EQ(parse_spec(text).text(), "D=64,V=50,dtype=fp16,grad_weight_dtype=fp32") << "one spelling comes out";
+    }
+    EXPECT_EQ(parse_spec("D=64,V=50,dtype=bfloat16").dtype, DType::bf16);
+    EXPECT_EQ(parse_spec("D=64,V=50,dtype=float32").text(), "D=64,V=50,dtype=fp32");
+}
+
 TEST(SpecText, RandomSpecs_RoundTripThroughTextAndJson) {
     std::mt19937_64 random(20240601);
     for (int i = 0; i < 5000; ++i) {
@@ -114,13 +128,16 @@ TEST(SpecText, BadText_NamesKeyAndValue) {
         {"", {"empty"}},
         {"V=50", {"D is missing"}},
         {"D=64", {"V is missing"}},
-        {"D=64,V=50,hidden=3", {"unknown key 'hidden'", "padded_vocab_size"}},
+        {"D=64,V=50,hidden=3", {"unknown key 'hidden'", "did you mean hidden_size?"}},
+        {"D=64,V=50,sofcap=3", {"unknown key 'sofcap'", "did you mean softcap?"}},
+        {"D=64,V=50,perplexity=3", {"unknown key 'perplexity'", "padded_vocab_size"}},
+        {"D=64,V=50,hidden_size=64", {"'hidden_size'", "twice"}},
         {"D=64,V=50,D=64", {"'D'", "twice"}},
         {"D=64,V=50,tied,tied", {"'tied'", "twice"}},
         {"D=64,V=50,", {"no key"}},
         {"D=64,V=50,=3", {"no key"}},
         {"D=64,V=50,dtype", {"dtype has no value"}},
-        {"D=64,V=50,dtype=fp8", {"dtype=fp8", "bf16 or fp16 or fp32"}},
+        {"D=64,V=50,dtype=fp8", {"dtype=fp8", "bf16", "fp16", "fp32"}},
         {"D=64,V=50,layout=row", {"layout=row", "vocab_major or hidden_major"}},
         {"D=64,V=50,grad_weight_mode=add", {"grad_weight_mode=add", "write or accumulate"}},
         {"D=64,V=50,bias=yes", {"bias=yes", "true or false"}},
