@@ -9,6 +9,7 @@
 #include "cli/command.hpp"
 #include "cli/number_formats.hpp"
 #include "cli/parallel.hpp"
+#include "runtime/scratch_steps.hpp"
 
 namespace flce::cli {
 namespace {
@@ -174,7 +175,8 @@ RetainedSizes automatic_retained(const Kernel& kernel, std::int64_t num_tokens, 
     const std::size_t workspace = kernel.workspace_bytes(num_tokens);
     const auto limit = static_cast<std::size_t>(limit_bytes);
     if (limit > 0 && workspace > limit) {
-        throw PlanError(fmt::format("its workspace of {} bytes is over the limit of {}", workspace, limit));
+        throw PlanError(
+            limit_too_small(limit_bytes, static_cast<std::int64_t>(workspace), fmt::format("{} tokens with this plan", num_tokens)));
     }
     const std::size_t room = limit > 0 ? (limit - workspace) / kAlignment * kAlignment : 0;
     RetainedSizes sizes{.own = std::min(kernel.retained_bytes(num_tokens), room),

@@ -209,39 +209,47 @@ double cpu_seconds(const Spec& spec, const Device& device, const Plan& plan, con
     return std::max(cost.flops / cpu_rate(spec, device, plan), cost.bytes / bandwidth);
 }
 
-Cost cpu_forward(const Spec& spec, const Device& device, const Plan& plan, double n) {
+/// `retained`: the part of the fp32 logits that forward writes and backward reads instead of computing it again.
+Cost cpu_forward(const Spec& spec, const Device& device, const Plan& plan, double n, double retained) {
     const double d = static_cast<double>(spec.hidden_size);
     const double v = static_cast<double>(spec.vocab_size);
     const double element = static_cast<double>(element_bytes(spec.dtype));
     const double weight_passes = ceil_div(n, plan.cpu.block_m);  // each tile of rows packs the weight for itself
     const double weight_element = static_cast<double>(element_bytes(weight_dtype(spec)));
-    Cost cost{.flops = 2.0 * n * v * d, .bytes = n * d * element + weight_passes * v * d * weight_element};
+    Cost cost{.flops = 2.0 * n * v * d, .bytes = n * d * element + weight_passes * v * d * weight_element + 4.0 * retained * n * v};
     cost.seconds = cpu_seconds(spec, device, plan, cost);
     return cost;
 }
 
-Cost cpu_backward(const Spec& spec, const Device& device, const Plan& plan, double n) {
-    Cost cost = cpu_forward(spec, device, plan, n);
-    cost.flops *= 3.0;
+Cost cpu_backward(const Spec& spec, const Device& device, const Plan& plan, double n, double retained) {
+    Cost cost = cpu_forward(spec, device, plan, n, 0);
+    cost.flops *= 3.0 - retained;
+    cost.bytes *= 1.0 - retained;
+    cost.bytes += 4.0 * retained * n * static_cast<double>(spec.vocab_size);
     cost.bytes += backward_bytes(spec, n, ceil_div(static_cast<double>(spec.vocab_size), chunk_rows(spec, plan, n)));
     cost.seconds = cpu_seconds(spec, device, plan, cost);
     return cost;
 }
 
-}  // namespace
-
-Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, double retained) {
-    if (num_tokens <= 0) return {};
-    const auto n = static_cast<double>(num_tokens);
-    if (plan.strategy != Strategy::retain) retained = 0;
-    return plan.path == PlanPath::cpu ? cpu_forward(spec, device, plan, n) : gpu_forward(spec, device, plan, n, retained);
+double retained_part(const Plan& plan, std::optional<double> asked) {
+    if (plan.path == PlanPath::cpu) return asked.value_or(0.0);
+    return plan.strategy == Strategy::retain ? asked.value_or(1.0) : 0.0;
 }
 
-Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, double retained) {
+}  // namespace
+
+Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, std::optional<double> retained) {
     if (num_tokens <= 0) return {};
     const auto n = static_cast<double>(num_tokens);
-    if (plan.strategy != Strategy::retain) retained = 0;
-    return plan.path == PlanPath::cpu ? cpu_backward(spec, device, plan, n) : gpu_backward(spec, device, plan, n, retained);
+    const double part = retained_part(plan, retained);
+    return plan.path == PlanPath::cpu ? cpu_forward(spec, device, plan, n, part) : gpu_forward(spec, device, plan, n, part);
+}
+
+Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, std::optional<double> retained) {
+    if (num_tokens <= 0) return {};
+    const auto n = static_cast<double>(num_tokens);
+    const double part = retained_part(plan, retained);
+    return plan.path == PlanPath::cpu ? cpu_backward(spec, device, plan, n, part) : gpu_backward(spec, device, plan, n, part);
 }
 
 }  // namespace flce

@@ -6,6 +6,7 @@
 #include <iterator>
 #include <map>
 #include <numeric>
+#include <optional>
 
 #include "flce/error.hpp"
 #include "flce/plan.hpp"
@@ -230,10 +231,32 @@ bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& re
     return !path_problem(spec, device, PlanPath::cuda_sm90a) && !retain_problem(spec, PlanPath::cuda_sm90a);
 }
 
+std::optional<std::int64_t> smallest_scratch_bytes(const Spec& any_spec, const Device& device) {
+    const Spec spec = any_spec.normalized();
+    constexpr std::int64_t kMost = std::int64_t{1} << 40;
+    const auto enough = [&](std::int64_t bytes) { return !search_plans(spec, device, {.scratch_bytes = bytes}).plans.empty(); };
+    if (!enough(kMost)) return std::nullopt;
+    std::int64_t low = 1;
+    std::int64_t high = kMost;
+    while (low < high) {  // a plan that is legal stays so with more
+        const std::int64_t middle = low + (high - low) / 2;
+        if (enough(middle)) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
 std::vector<Plan> candidate_plans(const Spec& any_spec, const Device& device, const PlanRequest& request) {
     const Spec spec = any_spec.normalized();
     Search search = search_plans(spec, device, request);
     if (search.plans.empty()) {
+        if (const auto least = smallest_scratch_bytes(spec, device); least && request.scratch_bytes < *least) {
+            throw PlanError(fmt::format("scratch={} bytes is too little for {} on {}: the smallest that works is {}", request.scratch_bytes,
+                                        spec.text(), device.name, *least));
+        }
         throw PlanError(fmt::format("no plan for {} on {} with {} bytes of scratch: {}", spec.text(), device.name, request.scratch_bytes,
                                     refusals_text(search)));
     }

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <optional>
 #include <set>
 
@@ -37,10 +38,17 @@ void warn_once(const std::string& origin, const std::string& why) {
     if (said.size() < kMost && said.insert(message).second) logger().warn("{}", message);
 }
 
-std::string record_source(const RecordedPlan& recorded, double median_ms) {
-    return fmt::format("measured: best of {} at {} tokens, {:.4g} ms forward and backward{} ({})", recorded.candidates,
-                       recorded.key.num_tokens, median_ms, recorded.other_kernels ? ", with kernels of another version" : "",
-                       recorded.origin);
+std::string record_source(const RecordedPlan& recorded) {
+    return fmt::format("measured: best of {} at {} tokens{} ({})", recorded.candidates, recorded.key.num_tokens,
+                       recorded.other_kernels ? ", with kernels of another version" : "", recorded.origin);
+}
+
+MeasuredTime time_of(const RecordedPlan& recorded, double ms) {
+    return {.ms = ms,
+            .num_tokens = recorded.key.num_tokens,
+            .candidates = recorded.candidates,
+            .origin = recorded.origin,
+            .other_kernels = recorded.other_kernels};
 }
 
 PlanRequest request_of(const PlanQuery& query) {
@@ -62,7 +70,12 @@ std::optional<PlanAnswer> recorded_answer(const PlanQuery& query, RecordStore& r
         for (const RecordedPlan::Timed& timed : recorded.plans) {
             std::string why;
             auto plan = usable_plan(query, timed.plan, why);
-            if (plan) return PlanAnswer{.plan = *plan, .source = record_source(recorded, timed.median_ms)};
+            if (plan) {
+                PlanAnswer answer{.plan = *plan, .source = record_source(recorded)};
+                const bool same_call = recorded.key.num_tokens == wanted.num_tokens && recorded.key.memory == wanted.memory;
+                if (same_call && plan->text() == timed.plan) answer.measured = time_of(recorded, timed.median_ms);
+                return answer;
+            }
             if (timed.plan == recorded.best()) warn_once(recorded.origin, why);
         }
     }
@@ -80,6 +93,22 @@ PlanAnswer explicit_answer(const PlanQuery& query) {
 
 }  // namespace
 
+Device with_threads(Device device, int threads) {
+    if (device.kind == DeviceKind::cpu && threads > 0) device.cpu.cores = std::min(device.cpu.cores, threads);
+    return device;
+}
+
+std::optional<MeasuredTime> measured_time(const PlanQuery& query, const Plan& plan, const TunedMemory& memory, RecordStore& records) {
+    const RecordKey wanted = record_key(query.spec, query.device, query.num_tokens, memory, query.threads);
+    const std::string text = plan.text();
+    for (const RecordedPlan& recorded : records.plans(wanted)) {  // those of this version's kernels come first
+        if (recorded.key.num_tokens != query.num_tokens || recorded.key.memory != memory) continue;
+        const auto timed = std::ranges::find(recorded.plans, text, &RecordedPlan::Timed::plan);
+        if (timed != recorded.plans.end()) return time_of(recorded, timed->median_ms);
+    }
+    return std::nullopt;
+}
+
 PlanAnswer plan_for(const PlanQuery& query, RecordStore& records) {
     if (query.scratch_bytes <= 0) throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", query.scratch_bytes));
     if (!query.plan.empty()) return explicit_answer(query);
@@ -91,12 +120,22 @@ PlanAnswer plan_for(const PlanQuery& query, RecordStore& records) {
 std::vector<std::string> answer_reasons(const PlanQuery& query, const PlanAnswer& answer) {
     std::vector<std::string> reasons = plan_reasons(query.spec, query.device, answer.plan, request_of(query));
     reasons.insert(reasons.begin(), "plan: " + answer.source);
-    const std::int64_t tokens = token_bucket(query.num_tokens);
-    const Cost forward = estimate_forward(query.spec, query.device, answer.plan, tokens);
-    const Cost backward = estimate_backward(query.spec, query.device, answer.plan, tokens);
-    reasons.push_back(fmt::format("expected at {} tokens: forward {:.3g} ms, backward {:.3g} ms ({:.3g} and {:.3g} Gflop)", tokens,
-                                  1e3 * forward.seconds, 1e3 * backward.seconds, 1e-9 * forward.flops, 1e-9 * backward.flops));
     return reasons;
+}
+
+std::string time_reason(const PlanQuery& query, const PlanAnswer& answer) {
+    const std::int64_t tokens = token_bucket(query.num_tokens);
+    if (answer.measured) {
+        return fmt::format("measured at {} tokens: forward + backward {:.4g} ms, best of {}", tokens, answer.measured->ms,
+                           answer.measured->candidates);
+    }
+    const Device device = with_threads(query.device, query.threads);
+    const Cost forward = estimate_forward(query.spec, device, answer.plan, tokens);
+    const Cost backward = estimate_backward(query.spec, device, answer.plan, tokens);
+    return fmt::format(
+        "modelled at {} tokens{}: forward {:.3g} ms, backward {:.3g} ms, forward + backward {:.3g} ms ({:.3g} and {:.3g} Gflop)", tokens,
+        answer.plan.strategy == Strategy::retain ? ", everything retained" : "", 1e3 * forward.seconds, 1e3 * backward.seconds,
+        1e3 * (forward.seconds + backward.seconds), 1e-9 * forward.flops, 1e-9 * backward.flops);
 }
 
 }  // namespace flce

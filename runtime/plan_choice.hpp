@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,15 +21,35 @@ struct PlanQuery {
     int threads = 0;               ///< of CPU kernels; 0: one on each core
 };
 
+/// Times that were measured, and of what.
+struct MeasuredTime {
+    double ms = 0;  ///< median of forward and backward together
+    std::int64_t num_tokens = 0;
+    std::size_t candidates = 0;  ///< that the record compares
+    std::string origin;          ///< the file, or "shipped with flce: NAME"
+    bool other_kernels = false;  ///< measured with kernels of another version than this library's
+};
+
 struct PlanAnswer {
     Plan plan;
-    std::string source;  ///< in a few words, for people
+    std::string source;                    ///< in a few words, for people
+    std::optional<MeasuredTime> measured;  ///< of the record that the plan is from, where it is one for the call's bucket of tokens
 };
+
+/// A device as calls on so many of its threads see it (0: all of its cores); what GPUs are is not changed.
+[[nodiscard]] Device with_threads(Device device, int threads);
+
+/// The median of records that have timed exactly this plan on this device, over exactly query.num_tokens tokens and with exactly that memory; of kernels of
+/// this version before others.
+[[nodiscard]] std::optional<MeasuredTime> measured_time(const PlanQuery& query, const Plan& plan, const TunedMemory& memory,
+                                                        RecordStore& records);
 
 /// An explicit plan; else the best legal one of the nearest record that has any; else the cost model's. Throws PlanError where the
 /// explicit plan is not legal or there is none.
 [[nodiscard]] PlanAnswer plan_for(const PlanQuery& query, RecordStore& records);
 /// Why it is that plan, for Explanation. It goes through all candidates again: for whoever asks, not for each kernel.
 [[nodiscard]] std::vector<std::string> answer_reasons(const PlanQuery& query, const PlanAnswer& answer);
+/// One line: what forward and backward take over the query's bucket of tokens, measured where the plan's record is of that bucket, else modelled.
+[[nodiscard]] std::string time_reason(const PlanQuery& query, const PlanAnswer& answer);
 
 }  // namespace flce

@@ -17,11 +17,43 @@ std::int64_t round_down_to_step(std::int64_t bytes) {
     return bytes - power >= power / 2 ? power + power / 2 : power;
 }
 
+std::int64_t round_up_to_step(std::int64_t bytes) {
+    const std::int64_t below = round_down_to_step(bytes);
+    if (below == bytes) return bytes;
+    const auto power = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(bytes)));
+    return below == power && power > 1 ? power + power / 2 : 2 * power;
+}
+
+namespace {
+
+/// Bytes of grad_hidden's sum in fp32, where that is not grad_hidden itself. False: they overflow.
+bool sum_bytes(const Spec& spec, std::int64_t num_tokens, std::int64_t& sum) {
+    sum = 0;
+    return spec.dtype == DType::fp32 || !__builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &sum);
+}
+
+}  // namespace
+
+std::optional<std::int64_t> smallest_limit_bytes(const Spec& spec, const Device& device, std::int64_t num_tokens) {
+    std::int64_t sum = 0;
+    std::int64_t limit = 0;
+    const auto scratch = smallest_scratch_bytes(spec, device);
+    if (!scratch || num_tokens < 0 || !sum_bytes(spec, num_tokens, sum)) return std::nullopt;
+    if (__builtin_add_overflow(sum, round_up_to_step(*scratch), &limit)) return std::nullopt;
+    return limit;
+}
+
+std::string limit_too_small(std::int64_t limit_bytes, std::int64_t smallest_bytes, std::string_view what) {
+    return fmt::format(
+        "the workspace limit of {} bytes (workspace_limit_bytes, --workspace-limit) is too small for {}: the smallest that works is {}",
+        limit_bytes, what, smallest_bytes);
+}
+
 std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64_t num_tokens) {
     if (limit_bytes < 0) throw PlanError(fmt::format("workspace_limit_bytes is {}; it must be positive, or 0 for none", limit_bytes));
     if (num_tokens < 0) throw ArgumentError(fmt::format("num_tokens is {}; it must be 0 or more", num_tokens));
     std::int64_t sum = 0;
-    if (spec.dtype != DType::fp32 && __builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &sum)) {
+    if (!sum_bytes(spec, num_tokens, sum)) {
         throw ArgumentError(fmt::format("num_tokens is {}; {} of them overflow 64-bit sizes", num_tokens, spec.hidden_size));
     }
     if (limit_bytes <= sum) {

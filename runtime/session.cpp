@@ -183,11 +183,35 @@ struct Session::State {
         return {scratch_bytes, limit, token_bucket(given.num_tokens)};
     }
 
+    /// In the place of an error: that the call's limit is too small, and how much is enough, where that is the reason.
+    void refuse_small_limit(const Spec& spec, const Device& device, const KernelOptions& given) const {
+        const std::int64_t limit = limit_of(given);
+        if (limit <= 0 || !given.plan.empty()) return;
+        const auto smallest = smallest_limit_bytes(spec, device, given.num_tokens);
+        if (!smallest || limit >= *smallest) return;
+        const std::string tokens = given.num_tokens > 0 ? fmt::format(" with {} tokens", given.num_tokens) : "";
+        throw PlanError(limit_too_small(limit, *smallest, fmt::format("{}{} on {}", spec.text(), tokens, device.name)));
+    }
+
+    /// The result of `plan_it`, which asks for such a call's plan or kernel.
+    template <class PlanIt>
+    auto within_limit(const Spec& spec, const Device& device, const KernelOptions& given, const PlanIt& plan_it) const {
+        try {
+            return plan_it();
+        } catch (const PlanError&) {
+            refuse_small_limit(spec.normalized(), device, given);
+            throw;
+        }
+    }
+
     [[nodiscard]] BuildRequest build_request(const Request& request, const Device& device, DeviceRef ref) {
         const PlanAnswer answer = plan_for(plan_query(request, device, options.threads), records);
         // With copies: kernels outlive sessions.
         const auto reasons = [request, device, answer, threads = options.threads] {
-            return answer_reasons(plan_query(request, device, threads), answer);
+            const PlanQuery query = plan_query(request, device, threads);
+            std::vector<std::string> reasons = answer_reasons(query, answer);
+            reasons.push_back(time_reason(query, answer));
+            return reasons;
         };
         return {request.spec, device, answer.plan, ref, options.threads, reasons};
     }
@@ -214,12 +238,15 @@ struct Session::State {
 
     /// All that get_kernel would build on `device`, in its order.
     [[nodiscard]] std::vector<BuildRequest> requests(const Spec& spec, const Device& device, const KernelOptions& given) {
-        const Spec normalized = spec.normalized();
+        return within_limit(spec, device, given, [&] { return requests_of(spec.normalized(), device, given); });
+    }
+
+    [[nodiscard]] std::vector<BuildRequest> requests_of(const Spec& normalized, const Device& device, const KernelOptions& given) {
         const auto request = [&](std::int64_t scratch) {
             return build_request({normalized, given.plan, situation(normalized, device, scratch, given)}, device, {device.kind, 0});
         };
-        std::vector<BuildRequest> all{request(scratch_of(spec, given))};
-        const std::int64_t wide = wide_scratch_of(spec, given);
+        std::vector<BuildRequest> all{request(scratch_of(normalized, given))};
+        const std::int64_t wide = wide_scratch_of(normalized, given);
         if (wide > all[0].plan.scratch_bytes && backends.retained_bytes(all[0], tokens_of(given)) == 0) all.push_back(request(wide));
         return all;
     }
@@ -291,10 +318,13 @@ DeviceRef SessionAccess::device_ref(const Session& session) { return session.sta
 std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const KernelOptions& options) {
     State& state = *state_;
     try {
-        auto kernel = state.get(spec, options.plan, state.situation(spec, state.local.device, state.scratch_of(spec, options), options));
-        const std::int64_t wide = state.wide_scratch_of(spec, options);
-        if (wide <= kernel->plan().scratch_bytes || kernel->retained_bytes(State::tokens_of(options)) > 0) return kernel;
-        return state.get(spec, options.plan, state.situation(spec, state.local.device, wide, options));
+        return state.within_limit(spec, state.local.device, options, [&] {
+            auto kernel =
+                state.get(spec, options.plan, state.situation(spec, state.local.device, state.scratch_of(spec, options), options));
+            const std::int64_t wide = state.wide_scratch_of(spec, options);
+            if (wide <= kernel->plan().scratch_bytes || kernel->retained_bytes(State::tokens_of(options)) > 0) return kernel;
+            return state.get(spec, options.plan, state.situation(spec, state.local.device, wide, options));
+        });
     } catch (const CacheMissError& miss) {
         throw CacheMissError(fmt::format("strict mode compiles nothing, and {}; compile with: {}", miss.what(),
                                          prewarm_command(spec, state.local.device, state.effective(options), state.options.threads)));
@@ -304,11 +334,28 @@ std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const Kernel
 PlanChoice Session::choose_plan(const Spec& spec, const Device& device, const KernelOptions& options) {
     State& state = *state_;
     const Spec normalized = spec.normalized();
-    const Request request{normalized, options.plan, state.situation(normalized, device, state.scratch_of(spec, options), options)};
-    const PlanQuery query = plan_query(request, device, state.options.threads);
-    PlanAnswer answer = plan_for(query, state.records);
-    std::vector<std::string> reasons = answer_reasons(query, answer);
-    return {std::move(answer.plan), std::move(answer.source), std::move(reasons)};
+    const auto choose = [&](std::int64_t scratch) {
+        const Request request{normalized, options.plan, state.situation(normalized, device, scratch, options)};
+        const PlanQuery query = plan_query(request, device, state.options.threads);
+        PlanAnswer answer = plan_for(query, state.records);
+        std::vector<std::string> reasons = answer_reasons(query, answer);
+        return PlanChoice{std::move(answer.plan), std::move(answer.source), std::move(reasons)};
+    };
+    return state.within_limit(normalized, device, options, [&] {
+        PlanChoice choice = choose(state.scratch_of(normalized, options));
+        const std::int64_t wide = state.wide_scratch_of(normalized, options);
+        if (wide <= choice.plan.scratch_bytes) return choice;
+        const bool retains = choice.plan.path == PlanPath::cpu || choice.plan.strategy == Strategy::retain;
+        return retains ? choice : choose(wide);
+    });
+}
+
+std::optional<MeasuredTime> SessionAccess::measured_time(Session& session, const Spec& spec, const Device& device, const Plan& plan,
+                                                         std::int64_t num_tokens, const TunedMemory& memory) {
+    Session::State& state = *session.state_;
+    const Spec normalized = spec.normalized();
+    const PlanQuery query{.spec = normalized, .device = device, .num_tokens = num_tokens, .threads = state.options.threads};
+    return flce::measured_time(query, plan, memory, state.records);
 }
 
 std::vector<TierStatistics> SessionAccess::tiers(const Session& session) {
@@ -329,21 +376,27 @@ std::vector<Plan> SessionAccess::plans_for_any_tokens(Session& session, const Sp
     Session::State& state = *session.state_;
     std::vector<Plan> plans;
     std::set<std::tuple<std::int64_t, std::int64_t, std::int64_t>> seen;
-    std::exception_ptr refusal;
     const KernelOptions given = state.effective(options);
+    // So many tokens may not fit the limit: no session will have them.
+    const bool limited = given.workspace_limit_bytes > 0 && given.plan.empty();
+    const std::int64_t least = limited ? smallest_scratch_bytes(spec, device).value_or(0) : 0;
+    const auto fits = [&] {
+        try {
+            return state.scratch_of(spec, options) >= least;
+        } catch (const PlanError&) {
+            return false;
+        }
+    };
     for (const std::int64_t num_tokens : representative_tokens(spec, given.workspace_limit_bytes, given.scratch_bytes)) {
         options.num_tokens = num_tokens;
-        try {
-            if (!seen.emplace(state.scratch_of(spec, options), state.wide_scratch_of(spec, options), token_bucket(num_tokens)).second)
-                continue;
-            for (Plan& plan : SessionAccess::plans(session, spec, device, options)) {
-                if (std::ranges::find(plans, plan) == plans.end()) plans.push_back(std::move(plan));
-            }
-        } catch (const PlanError&) {  // so many tokens do not fit the limit: no session will have them
-            if (!refusal) refusal = std::current_exception();
+        if (limited && !fits()) continue;
+        if (!seen.emplace(state.scratch_of(spec, options), state.wide_scratch_of(spec, options), token_bucket(num_tokens)).second) continue;
+        for (Plan& plan : SessionAccess::plans(session, spec, device, options)) {
+            if (std::ranges::find(plans, plan) == plans.end()) plans.push_back(std::move(plan));
         }
     }
-    if (plans.empty()) std::rethrow_exception(refusal);
+    options.num_tokens = 0;
+    if (plans.empty()) return SessionAccess::plans(session, spec, device, options);  // throws, saying why
     return plans;
 }
 

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "flce/flce.hpp"
 #include "runtime/environment.hpp"
 #include "runtime/kernel_factory.hpp"
+#include "runtime/plan_choice.hpp"
 
 namespace flce {
 
@@ -49,6 +51,9 @@ struct SessionAccess {
     /// The same over every number of tokens that the limit has room for, whatever options.num_tokens is.
     [[nodiscard]] static std::vector<Plan> plans_for_any_tokens(Session& session, const Spec& spec, const Device& device,
                                                                 KernelOptions options);
+    /// What records say of a call's time: of exactly that plan, number of tokens (of the call, not a bucket) and memory. Compiles nothing.
+    [[nodiscard]] static std::optional<MeasuredTime> measured_time(Session& session, const Spec& spec, const Device& device,
+                                                                   const Plan& plan, std::int64_t num_tokens, const TunedMemory& memory);
     /// Session::prewarm, with each cache entry that was used told to `on_use`.
     using OnUse = std::function<void(const CacheKey&, std::span<const std::byte> entry)>;
     static PrewarmResult prewarm(Session& session, const Spec& spec, const Device& device, const KernelOptions& options,

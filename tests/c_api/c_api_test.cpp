@@ -138,7 +138,7 @@ TEST_F(CApi, KernelTexts_SameAsTheCppApi) {
     EXPECT_EQ(parse_plan(plan).text(), plan);
     EXPECT_TRUE(nlohmann::json::accept(kernel_text(handle, FLCE_TEXT_PLAN_JSON)));
     EXPECT_TRUE(nlohmann::json::accept(kernel_text(handle, FLCE_TEXT_DEVICE_JSON)));
-    EXPECT_THAT(kernel_text(handle, FLCE_TEXT_EXPLAIN), testing::AllOf(HasSubstr("plan: " + plan), HasSubstr("expected at 4096 tokens")));
+    EXPECT_THAT(kernel_text(handle, FLCE_TEXT_EXPLAIN), testing::AllOf(HasSubstr("plan: " + plan), HasSubstr("modelled at 4096 tokens")));
     const auto why = nlohmann::json::parse(kernel_text(handle, FLCE_TEXT_EXPLAIN_JSON));
     EXPECT_EQ(why.at("plan"), plan);
     EXPECT_GE(why.at("reasons").size(), 1u);

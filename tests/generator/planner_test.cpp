@@ -149,7 +149,7 @@ TEST(Planner, HugeHiddenSize_StillHasAPlan) {
     }
 }
 
-TEST(Planner, TooLittleScratch_IsAPlanErrorWithReasons) {
+TEST(Planner, TooLittleScratch_OneSentenceWithTheSmallestThatWorks) {
     const Spec spec = parse_spec("D=2048,V=151936");
     for (const char* name : {"h100", "x86-64-v4"}) {
         const Device device = describe_device(name);
@@ -160,6 +160,12 @@ TEST(Planner, TooLittleScratch_IsAPlanErrorWithReasons) {
             } catch (const PlanError& error) {
                 EXPECT_THAT(error.what(),
                             testing::AllOf(testing::HasSubstr("scratch=" + std::to_string(scratch)), testing::HasSubstr(spec.text())));
+                const std::string message = error.what();
+                EXPECT_LT(message.size(), 160U) << message;
+                const std::int64_t least = std::stoll(message.substr(message.find("works is ") + 9));
+                EXPECT_EQ(least, smallest_scratch_bytes(spec, device));
+                EXPECT_NO_THROW((void)choose_plan(spec, device, {.scratch_bytes = least}));
+                EXPECT_THROW((void)choose_plan(spec, device, {.scratch_bytes = least - 1}), PlanError);
             }
         }
     }
@@ -205,6 +211,17 @@ TEST(CostModel, CountsOperations) {
         EXPECT_GT(estimate_forward(spec, device, plan, 65536).seconds, 10 * estimate_forward(spec, device, plan, 4096).seconds);
         EXPECT_GE(estimate_forward(spec, device, plan, 1).bytes, 2.0 * 2048 * 151936) << "the weight is read at least once";
     }
+}
+
+TEST(CostModel, RetainedLogitsOnACpu_SpareBackwardAGemm) {
+    const Spec spec = parse_spec("D=2048,V=151936");
+    const Device device = describe_device("x86-64-v4");
+    const Plan plan = choose_plan(spec, device);
+    const double nvd = 4096.0 * 2048 * 151936;
+    EXPECT_DOUBLE_EQ(estimate_backward(spec, device, plan, 4096, 1).flops, 4 * nvd);
+    EXPECT_DOUBLE_EQ(estimate_backward(spec, device, plan, 4096, 0.5).flops, 5 * nvd);
+    EXPECT_LT(estimate_backward(spec, device, plan, 4096, 1).seconds, estimate_backward(spec, device, plan, 4096, 0).seconds);
+    EXPECT_EQ(estimate_backward(spec, device, plan, 4096).seconds, estimate_backward(spec, device, plan, 4096, 0).seconds);
 }
 
 TEST(CostModel, Fp32CostsMoreThanBf16) {

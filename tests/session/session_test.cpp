@@ -14,6 +14,7 @@ namespace {
 using test::FakeMachine;
 using test::small_spec;
 using test::TemporaryDirectory;
+using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -76,7 +77,16 @@ TEST_F(SessionTest, Limit_ScratchKeepsToItInSteps) {
     EXPECT_EQ(session.get_kernel(spec, {.workspace_limit_bytes = kSum + (33 << 20), .num_tokens = 1000}),
               session.get_kernel(spec, {.workspace_limit_bytes = kSum + (34 << 20), .num_tokens = 1000}));
     EXPECT_THAT([&] { scratch(kSum, 1000); },
-                ThrowsMessage<PlanError>(HasSubstr("workspace_limit_bytes is 256000; 1000 tokens take 256000 bytes for the sum")));
+                ThrowsMessage<PlanError>(
+                    AllOf(HasSubstr("the workspace limit of 256000 bytes (workspace_limit_bytes"), HasSubstr("is too small"))));
+    try {
+        scratch(kSum, 1000);
+    } catch (const PlanError& error) {
+        const std::string message = error.what();
+        const std::int64_t smallest = std::stoll(message.substr(message.find("works is ") + 9));
+        EXPECT_GT(scratch(smallest, 1000), 0);
+        EXPECT_THROW(scratch(smallest - 1, 1000), PlanError);
+    }
     EXPECT_THROW(scratch(-1, 0), PlanError);
     EXPECT_THROW(scratch(1 << 20, -1), ArgumentError);
     EXPECT_THROW(scratch(1 << 20, std::int64_t{1} << 62), ArgumentError);
@@ -182,7 +192,7 @@ TEST_F(SessionTest, KernelOutlivesItsSession) {
     }
     EXPECT_EQ(kernel->workspace_bytes(3), 3u * test::RecordingKernel::kBackwardBytesPerToken);
     EXPECT_EQ(kernel->spec(), small_spec());
-    EXPECT_THAT(kernel->explain().reasons, testing::Contains(HasSubstr("expected at 4096 tokens")));
+    EXPECT_THAT(kernel->explain().reasons, testing::Contains(HasSubstr("modelled at 4096 tokens")));
 }
 
 TEST_F(SessionTest, MovedSession_KeepsItsKernels) {
@@ -204,7 +214,7 @@ TEST_F(SessionTest, PlanOverride_UsedOrRefusedWithTheReason) {
     const auto same = session.get_kernel(small_spec(), {.plan = chosen->plan().text()});
     EXPECT_EQ(same->plan(), chosen->plan());
     EXPECT_THAT(same->explain().reasons, testing::Contains(HasSubstr("given by the caller")));
-    EXPECT_THAT(chosen->explain().reasons, testing::Contains(HasSubstr("expected at 4096 tokens")));
+    EXPECT_THAT(chosen->explain().reasons, testing::Contains(HasSubstr("modelled at 4096 tokens")));
     EXPECT_THROW((void)session.get_kernel(small_spec(), {.plan = "no such plan"}), PlanError);
 
     Plan gpu_plan = choose_plan(small_spec(), describe_device("sm_90a"));

@@ -113,6 +113,9 @@ struct PlanRequest {
 /// their kernels); never empty. Throws SpecError, and PlanError as choose_plan does.
 [[nodiscard]] std::vector<Plan> candidate_plans(const Spec& spec, const Device& device, const PlanRequest& request = {});
 
+/// The least scratch with which candidate_plans has a plan; absent where no scratch is enough. Throws SpecError.
+[[nodiscard]] std::optional<std::int64_t> smallest_scratch_bytes(const Spec& spec, const Device& device);
+
 /// The first of candidate_plans. Throws PlanError with the reasons when there is none.
 [[nodiscard]] Plan choose_plan(const Spec& spec, const Device& device, const PlanRequest& request = {});
 
@@ -127,9 +130,12 @@ struct Cost {
     double bytes = 0;  ///< moved to and from memory
     double seconds = 0;
 };
-/// `retained`: the part of the vocabulary, 0 to 1, whose exponentials a plan with strategy retain keeps between the passes.
-[[nodiscard]] Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, double retained = 1);
+/// `retained`: the part of the vocabulary, 0 to 1, whose exponentials (a CPU's plan: logits) forward leaves to backward; a GPU's plan whose strategy is
+/// not retain leaves nothing. Absent: what candidates are compared with, everything where the strategy is retain and else nothing. A CPU's time is
+/// that of device.cpu.cores threads.
+[[nodiscard]] Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens,
+                                    std::optional<double> retained = std::nullopt);
 [[nodiscard]] Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens,
-                                     double retained = 1);
+                                     std::optional<double> retained = std::nullopt);
 
 }  // namespace flce

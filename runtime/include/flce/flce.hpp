@@ -207,7 +207,7 @@ struct KernelOptions {
 struct PlanChoice {
     Plan plan{};
     std::string source{};                ///< the caller, a record of measurements (which, and how good), or the cost model
-    std::vector<std::string> reasons{};  ///< as Kernel::explain has them
+    std::vector<std::string> reasons{};  ///< as Kernel::explain has them, without its line about times
 };
 
 /// One kernel set compiled for a device that need not be here.
