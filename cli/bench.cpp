@@ -372,7 +372,7 @@ void add_bench(CLI::App& app, Action& action) {
         "where one is found. TFLOP/s count 2·N·D·V for forward and 6·N·D·V for both, whatever is recomputed.\n\n"
         "Examples:\n  flce bench --spec D=2048,V=151936,dtype=bf16 --num-tokens 4096\n"
         "  flce bench --spec D=2048,V=50257,dtype=fp32 --device cpu --rounds 5 --json");
-    command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
+    command->add_option("--spec", options->spec, kSpecHelp)->required();
     command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")
         ->capture_default_str()
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));

@@ -361,7 +361,7 @@ void add_check(CLI::App& app, Action& action) {
         "\nExamples:\n  flce check --spec D=256,V=50257,dtype=bf16\n"
         "  flce check --spec D=64,V=1000,dtype=fp32,bias,softcap=30,outputs=loss+lse+entropy --num-tokens 300 --seed 7\n\n"
         "Exit code 1 when an output is further from fp64 than its bound (docs/numerics.md says where bounds come from).");
-    command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
+    command->add_option("--spec", options->spec, kSpecHelp)->required();
     options->session.add_to(*command);
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");
     options->memory.add_to(*command);

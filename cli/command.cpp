@@ -16,6 +16,7 @@
 
 #include "cli/interrupt.hpp"
 #include "cli/output.hpp"
+#include "cli/unknown_name.hpp"
 
 namespace flce::cli {
 namespace {
@@ -69,9 +70,10 @@ Examples:
   flce cache stats                                             what the kernel cache holds and did
   flce info
 
-A spec is "key=value" pairs and bare flags joined by commas, or @file.json. Keys: D (hidden_size), V (vocab_size), padded_vocab_size,
-dtype (bf16, fp16, fp32), layout (vocab_major, hidden_major), tied, weight_dtype, grad_weight_dtype, grad_weight_mode (write, accumulate),
-bias, logit_scale, softcap, label_smoothing, z_loss, class_weight, outputs (loss+lse+logprob+entropy).
+A spec is "key=value" pairs and bare flags joined by commas, a JSON object with the same keys, or @file.json. Keys: D or hidden_size,
+V or vocab_size, padded_vocab_size, dtype (bf16, fp16, fp32, or bfloat16, float16, float32), layout (vocab_major, hidden_major), tied,
+weight_dtype, grad_weight_dtype, grad_weight_mode (write, accumulate), bias, logit_scale, softcap, label_smoothing, z_loss, class_weight,
+outputs (loss+lse+logprob+entropy).
 
 Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (device, library, compiler, disk, standard output).
 With --json a command that fails prints {"error": {"exit_code", "message"}}.)";
@@ -120,11 +122,6 @@ int run_command_line(int argc, char** argv) {
     add_tune_worker(app, action);
     add_cache(app, action);
     add_info(app, action);
-    const std::string command = argc > 1 ? argv[1] : "-";
-    const auto is_it = [&](const CLI::App* subcommand) { return subcommand->get_name() == command; };
-    if (!command.starts_with('-') && app.get_subcommands(is_it).empty()) {
-        return fail(kUsage, fmt::format("\"{}\" is not a command (flce --help lists them)", command));
-    }
     try {
         app.parse(argc, argv);
     } catch (const CLI::Success& e) {
@@ -133,7 +130,8 @@ int run_command_line(int argc, char** argv) {
         std::fputs(text.str().c_str(), stdout);
         return code == 0 ? kDone : kUsage;
     } catch (const CLI::ParseError& e) {
-        return fail(kUsage, fmt::format("{} (flce --help, flce COMMAND --help)", e.what()));
+        const std::string unknown = unknown_name(app, {argv + 1, static_cast<std::size_t>(std::max(argc, 1) - 1)});
+        return fail(kUsage, unknown.empty() ? fmt::format("{} (flce --help, flce COMMAND --help)", e.what()) : unknown);
     }
     handle_interrupts();
     return run_action(action);
@@ -148,15 +146,17 @@ void SessionFlags::add_to(CLI::App& app) {
     app.add_option("--workspace", workspace, "most scratch bytes beyond the accumulator of grad_hidden, e.g. 64M");
 }
 
-void MemoryFlags::add_to(CLI::App& app) {
+void MemoryFlags::add_to(CLI::App& app, std::string_view default_choice) {
     app.add_option(
         "--workspace-limit", limit,
         "all bytes of a call beyond inputs and gradients, e.g. 2G: the plan is chosen for it, and what it leaves is --retain auto's");
     app.add_option(
         "--retain", retain,
-        "memory that forward may leave to backward, sparing it logits: none, all (as much as there is a use for), a number of bytes "
-        "(256M), grad_weight (that gradient's own memory, before it is written), or auto (what the limit leaves, or grad_weight's "
-        "where that is as much) (default: auto with a limit, none without)");
+        fmt::format(
+            "memory that forward may leave to backward, sparing it logits: none, all (as much as there is a use for), a number of bytes "
+            "(256M), grad_weight (that gradient's own memory, before it is written), or auto (what the limit leaves, or grad_weight's "
+            "where that is as much) (default: {})",
+            default_choice));
 }
 
 std::int64_t MemoryFlags::limit_bytes() const {

@@ -65,7 +65,8 @@ struct MemoryFlags {
     std::string limit;
     std::string retain;
 
-    void add_to(CLI::App& app);
+    /// `default_choice`: what --retain says of itself where it is not given.
+    void add_to(CLI::App& app, std::string_view default_choice = "auto with a limit, none without");
     /// 0: none.
     [[nodiscard]] std::int64_t limit_bytes() const;
     /// That the plan is chosen for: --retain all by itself has all the memory there is a use for.
@@ -96,6 +97,9 @@ void print_json(const Json& object);
 [[nodiscard]] std::string human_bytes(double bytes);
 /// "812 ns", "3.42 ms", "1.25 s".
 [[nodiscard]] std::string human_seconds(double seconds);
+
+/// --help of --spec.
+inline constexpr const char* kSpecHelp = "what is computed: key=value,flag,…, a JSON object, or @file.json";
 
 /// parse_spec for --spec: a file that cannot be read is the user's mistake too. Throws SpecError, UsageError.
 [[nodiscard]] Spec read_spec(const std::string& text);

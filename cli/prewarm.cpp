@@ -275,7 +275,7 @@ void add_prewarm(CLI::App& app, Action& action) {
     PrewarmFlags& what = options->what;
     CLI::App* command = app.add_subcommand("prewarm", "Compile kernels into the cache or a pack, for devices that need not be here");
     command->footer(kFooter);
-    command->add_option("--spec", what.specs, "what is computed: key=value,flag,… or @file.json; may be repeated")->take_all();
+    command->add_option("--spec", what.specs, std::string(kSpecHelp) + "; may be repeated")->take_all();
     command
         ->add_option(
             "--hf-config", what.hf_configs,

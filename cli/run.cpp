@@ -238,7 +238,7 @@ void add_run(CLI::App& app, Action& action) {
         "Writes loss, lse, grad_hidden, grad_weight and what else the spec asks for.\n\n"
         "Examples:\n  flce run --spec D=2048,V=151936,dtype=bf16 --input step.safetensors --out grads.safetensors\n"
         "  flce run --spec @layer.json --input model.safetensors --input batch.safetensors --reduction sum --json");
-    command->add_option("--spec", options->spec, "what is computed: key=value,flag,… or @file.json")->required();
+    command->add_option("--spec", options->spec, kSpecHelp)->required();
     command->add_option("--input,-i", options->inputs, "safetensors file; may be given several times")->required();
     command->add_option("--out,-o", options->out, "safetensors file for loss and gradients");
     command->add_option("--reduction", options->reduction, "none, sum or mean")
