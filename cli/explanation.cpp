@@ -1,0 +1,185 @@
+#include "cli/explanation.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "runtime/scratch_steps.hpp"
+
+namespace flce::cli {
+namespace {
+
+class Explainer {
+public:
+    explicit Explainer(const Question& question)
+        : q_(question),
+          session_({.device = "cpu", .scratch_bytes = question.scratch_bytes, .threads = question.threads}),
+          modelled_device_(with_threads(question.device, question.threads)) {}
+
+    ExplainedCall call() {
+        const std::int64_t plan_limit = q_.limit_bytes == 0 && q_.retain == "all" ? kAllMemory : q_.limit_bytes;
+        const KernelOptions options{.plan = q_.plan, .workspace_limit_bytes = plan_limit, .num_tokens = q_.num_tokens};
+        ExplainedCall call{.choice = session_.choose_plan(q_.spec, q_.device, options)};
+        const Plan& plan = call.choice.plan;
+        call.point = point(plan, asked(plan));
+        call.measured = measured(call.point);
+        call.curve = quickest_for_their_memory(points(plan));
+        call.place = placed(call.curve, call.point);
+        return call;
+    }
+
+private:
+    /// Scratch and the fp32 sum of grad_hidden, which in fp32 is grad_hidden itself.
+    [[nodiscard]] std::int64_t workspace_bound(const Plan& plan) const {
+        std::int64_t sum = 0;
+        std::int64_t workspace = 0;
+        const bool overflows = q_.spec.dtype != DType::fp32 && __builtin_mul_overflow(4 * q_.spec.hidden_size, q_.num_tokens, &sum);
+        if (overflows || __builtin_add_overflow(plan.scratch_bytes, sum, &workspace)) {
+            throw UsageError(fmt::format("--num-tokens: {} tokens overflow 64-bit sizes", q_.num_tokens));
+        }
+        return workspace;
+    }
+
+    [[nodiscard]] Point point(const Plan& plan, const Kept& kept) const {
+        std::int64_t bytes = 0;
+        if (__builtin_add_overflow(workspace_bound(plan), kept.bytes, &bytes)) {
+            throw UsageError(fmt::format("--num-tokens: {} tokens overflow 64-bit sizes", q_.num_tokens));
+        }
+        return {plan, bytes, kept, estimate_forward(q_.spec, modelled_device_, plan, q_.num_tokens, kept.part),
+                estimate_backward(q_.spec, modelled_device_, plan, q_.num_tokens, kept.part)};
+    }
+
+    [[nodiscard]] static bool retains(const Plan& plan) { return plan.path == PlanPath::cpu || plan.strategy == Strategy::retain; }
+
+    /// Bytes of what is kept of a whole vocabulary: fp32 logits on a CPU, exponentials of the spec's dtype on a GPU.
+    [[nodiscard]] double whole_bytes(const Plan& plan) const {
+        const double element = plan.path == PlanPath::cpu ? 4.0 : static_cast<double>(element_bytes(q_.spec.dtype));
+        return static_cast<double>(q_.num_tokens) * static_cast<double>(q_.spec.vocab_size) * element;
+    }
+
+    /// What grad_weight's memory holds.
+    [[nodiscard]] Kept lent(const Plan& plan) const {
+        if (!retains(plan)) return {};
+        const double part = lendable_part(q_.spec, q_.num_tokens);  // in elements of the spec's dtype
+        return {plan.path == PlanPath::cpu ? std::min(1.0, lendable_of_fp32()) : part, 0};
+    }
+
+    [[nodiscard]] double lendable_of_fp32() const {
+        if (!may_lend_grad_weight(q_.spec) || q_.num_tokens <= 0) return 0;
+        return static_cast<double>(q_.spec.hidden_size) * static_cast<double>(element_bytes(q_.spec.grad_weight_dtype)) /
+               (4.0 * static_cast<double>(q_.num_tokens));
+    }
+
+    /// At most `bytes` in memory of its own.
+    [[nodiscard]] Kept own(const Plan& plan, double bytes) const {
+        const double whole = retains(plan) ? whole_bytes(plan) : 0;
+        if (whole <= 0 || bytes <= 0) return {};
+        const double kept = std::min(bytes, whole);
+        return {kept / whole, static_cast<std::int64_t>(std::min(kept, 0x1p62))};
+    }
+
+    /// Where nothing more is said: what the limit leaves, or grad_weight's memory, where that holds as much.
+    [[nodiscard]] Kept automatic(const Plan& plan, std::int64_t limit_bytes) const {
+        const Kept rest = own(plan, static_cast<double>(limit_bytes - workspace_bound(plan)));
+        const Kept in_grad_weight = lent(plan);
+        return rest.part > in_grad_weight.part ? rest : in_grad_weight;
+    }
+
+    /// As the other commands read --retain.
+    [[nodiscard]] Kept asked(const Plan& plan) const {
+        const std::int64_t workspace = workspace_bound(plan);
+        if (q_.limit_bytes > 0 && workspace > q_.limit_bytes) {
+            throw PlanError(limit_too_small(q_.limit_bytes, workspace, fmt::format("{} tokens with this plan", q_.num_tokens)));
+        }
+        if (q_.retain == "none") return {};
+        if (q_.retain == "auto") return automatic(plan, q_.limit_bytes);
+        if (q_.retain == "grad_weight") {
+            if (lent(plan).part == 0 && q_.num_tokens > 0) {
+                throw UsageError(
+                    fmt::format("--retain grad_weight: {} cannot use that memory (the plan has to retain, the gradient to be written, not "
+                                "accumulated into, vocab_major)",
+                                plan.text()));
+            }
+            return lent(plan);
+        }
+        const Kept kept = own(plan, q_.retain == "all" ? 0x1p62 : static_cast<double>(parse_bytes("--retain", q_.retain)));
+        if (q_.limit_bytes > 0 && workspace + kept.bytes > q_.limit_bytes) {
+            throw UsageError(
+                fmt::format("--retain {}: with the workspace {} bytes, over the --workspace-limit of {}; auto takes what it leaves",
+                            q_.retain, workspace + kept.bytes, q_.limit_bytes));
+        }
+        return kept;
+    }
+
+    /// Records know two ways: nothing kept, and what is kept where nothing more is said.
+    [[nodiscard]] std::optional<MeasuredTime> measured(const Point& point) {
+        if (q_.retain != "none" && q_.retain != "auto") return std::nullopt;
+        const TunedMemory memory{.scratch_bytes = point.plan.scratch_bytes, .limit_bytes = q_.limit_bytes, .retained = q_.retain};
+        return SessionAccess::measured_time(session_, q_.spec, q_.device, point.plan, q_.num_tokens, memory);
+    }
+
+    /// The call's plan with so much scratch; where that is too little for it, the cost model's choice, unless the plan is the user's.
+    [[nodiscard]] std::optional<Plan> plan_with(Plan plan, std::int64_t scratch_bytes) const {
+        plan.scratch_bytes = scratch_bytes;
+        if (!illegal_reason(q_.spec, q_.device, plan)) return plan;
+        if (!q_.plan.empty()) return std::nullopt;
+        try {
+            return choose_plan(q_.spec, q_.device, {.scratch_bytes = scratch_bytes, .num_tokens = q_.num_tokens});
+        } catch (const PlanError&) {  // too little for any
+            return std::nullopt;
+        }
+    }
+
+    /// Powers of two of scratch, with what may be kept without more memory; then memory of its own for eighths of what can be kept.
+    [[nodiscard]] std::vector<Point> points(const Plan& call) {
+        std::vector<Point> all;
+        for (std::int64_t scratch = 1 << 20; scratch <= kMostUsefulScratch; scratch *= 2) {
+            if (const auto plan = plan_with(call, scratch)) all.push_back(point(*plan, q_.retain == "none" ? Kept{} : lent(*plan)));
+        }
+        if (q_.retain == "none" || q_.retain == "grad_weight") return all;
+        const auto plan = plan_with(call, q_.scratch_bytes);
+        if (!plan || !retains(*plan)) return all;
+        for (int eighths = 1; eighths < 8; ++eighths) all.push_back(point(*plan, own(*plan, eighths / 8.0 * whole_bytes(*plan))));
+        const KernelOptions roomy{.plan = q_.plan, .workspace_limit_bytes = kAllMemory, .num_tokens = q_.num_tokens};
+        const Plan most = session_.choose_plan(q_.spec, q_.device, roomy).plan;
+        all.push_back(point(most, own(most, whole_bytes(most))));
+        return all;
+    }
+
+    /// Without those that take as long with more memory.
+    static std::vector<Point> quickest_for_their_memory(std::vector<Point> points) {
+        std::ranges::stable_sort(points, {}, [](const Point& p) { return std::pair(p.workspace_bytes, p.seconds()); });
+        std::vector<Point> quickest;
+        for (Point& point : points) {
+            if (quickest.empty() || point.seconds() < 0.999 * quickest.back().seconds()) quickest.push_back(std::move(point));
+        }
+        return quickest;
+    }
+
+    /// Puts the call among them where no less memory is quicker; what then takes as long with more memory goes.
+    static std::optional<std::size_t> placed(std::vector<Point>& curve, const Point& call) {
+        const auto smaller = [&](const Point& p) {
+            return p.workspace_bytes < call.workspace_bytes || (p.workspace_bytes == call.workspace_bytes && p.seconds() < call.seconds());
+        };
+        for (const Point& p : curve) {
+            if (smaller(p) && p.seconds() < call.seconds()) return std::nullopt;
+        }
+        const auto after = std::ranges::find_if_not(curve, smaller);
+        const auto place = static_cast<std::size_t>(after - curve.begin());
+        curve.erase(after, std::ranges::find_if(after, curve.end(), [&](const Point& p) {
+                        return p.workspace_bytes > call.workspace_bytes && p.seconds() < call.seconds();
+                    }));
+        curve.insert(curve.begin() + static_cast<std::ptrdiff_t>(place), call);
+        return place;
+    }
+
+    const Question& q_;
+    Session session_;
+    Device modelled_device_;
+};
+
+}  // namespace
+
+ExplainedCall explained_call(const Question& question) { return Explainer(question).call(); }
+
+}  // namespace flce::cli
