@@ -4,7 +4,7 @@
 #                  SPECS <spec>... | MANIFEST <file>
 #                  [DEVICES <name>...]
 #                  [NUM_TOKENS <n>...]
-#                  [BUDGETS <bytes>...]
+#                  [WORKSPACE_LIMITS <bytes>...]
 #                  [OUTPUT <file>])
 #
 # Adds <target>, part of `all`, which compiles the kernels of SPECS for DEVICES into the pack OUTPUT (default: <target>.flcepack in the current binary
@@ -13,7 +13,8 @@
 #     SPECS       specs ("D=2048,V=151936,dtype=bf16,tied", "@layer.json") and Hugging Face configs (anything that ends in .json without an @)
 #     MANIFEST    a manifest in place of SPECS, or beside them
 #     DEVICES     what sessions will run on: sm_90a, "NVIDIA H200", x86-64-v3, ...; needed unless the manifest names some
-#     NUM_TOKENS  tokens of the calls; BUDGETS: their workspace limits, like 2G; 0 is none
+#     NUM_TOKENS  tokens of the calls
+#     WORKSPACE_LIMITS  limits that calls have (workspace_limit_bytes), like 2G; 0 is none
 #
 # No GPU is needed; GPUs' kernels need NVRTC. The pack is made again when a file that it is made from (those that a
 # manifest names too), or flce itself, changes; tuning records are not watched. Its path is the
@@ -21,7 +22,10 @@
 #
 # At run time a session has to be told where the pack lies: SessionOptions::cache_packs or FLCE_CACHE_PACKS.
 function(flce_prewarm target)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "MANIFEST;OUTPUT" "SPECS;DEVICES;NUM_TOKENS;BUDGETS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "MANIFEST;OUTPUT" "SPECS;DEVICES;NUM_TOKENS;WORKSPACE_LIMITS;BUDGETS")
+  if(DEFINED arg_BUDGETS)
+    message(FATAL_ERROR "flce_prewarm(${target}): BUDGETS is now called WORKSPACE_LIMITS")
+  endif()
   if(arg_UNPARSED_ARGUMENTS OR arg_KEYWORDS_MISSING_VALUES)
     message(FATAL_ERROR "flce_prewarm(${target}): not understood: ${arg_UNPARSED_ARGUMENTS} ${arg_KEYWORDS_MISSING_VALUES}")
   endif()
@@ -63,8 +67,8 @@ function(flce_prewarm target)
   foreach(tokens IN LISTS arg_NUM_TOKENS)
     list(APPEND arguments --num-tokens ${tokens})
   endforeach()
-  foreach(budget IN LISTS arg_BUDGETS)
-    list(APPEND arguments --workspace-limit ${budget})
+  foreach(limit IN LISTS arg_WORKSPACE_LIMITS)
+    list(APPEND arguments --workspace-limit ${limit})
   endforeach()
 
   add_custom_command(OUTPUT ${arg_OUTPUT}
