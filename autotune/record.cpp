@@ -59,15 +59,6 @@ Candidate merged_candidates(const Candidate& a, const Candidate& b) {
     return result;
 }
 
-/// Samples that a winner must have.
-std::size_t enough_samples(const Record& record) {
-    std::size_t most = 0;
-    for (const auto& [plan, candidate] : record.candidates) {
-        if (candidate.outcome == Outcome::ok) most = std::max(most, candidate.sample_count());
-    }
-    return std::max<std::size_t>(1, std::min(most, kEnoughSamples));
-}
-
 /// Ids of the runs that times are of, the oldest first; those of which nothing else is known before all.
 std::vector<std::string> runs_by_age(const Record& record) {
     std::map<std::string, std::string> dates;
@@ -174,8 +165,16 @@ double Candidate::median_ms() const {
     return median(std::move(all));
 }
 
+std::size_t Record::samples_to_win() const {
+    std::size_t most = 0;
+    for (const auto& [plan, candidate] : candidates) {
+        if (candidate.outcome == Outcome::ok) most = std::max(most, candidate.sample_count());
+    }
+    return std::max<std::size_t>(1, std::min(most, kEnoughSamples));
+}
+
 std::string Record::best_plan() const {
-    const std::size_t enough = enough_samples(*this);
+    const std::size_t enough = samples_to_win();
     const auto eligible = [&](const Candidate& c) { return c.outcome == Outcome::ok && c.sample_count() >= enough; };
     double quickest = std::numeric_limits<double>::infinity();
     for (const auto& [plan, candidate] : candidates) {
@@ -193,7 +192,7 @@ std::string Record::best_plan() const {
 
 std::vector<std::string> Record::ranked_plans() const {
     const std::string best = best_plan();
-    const std::size_t enough = enough_samples(*this);
+    const std::size_t enough = samples_to_win();
     std::vector<std::tuple<bool, bool, double, int, std::string>> order;
     for (const auto& [plan, candidate] : candidates) {
         const std::size_t samples = candidate.sample_count();

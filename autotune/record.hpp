@@ -123,6 +123,8 @@ struct Record {
     /// Of the correct candidates that have been timed as often as kEnoughSamples asks (or as often as any has been), those within kTieMargin of the
     /// quickest, and of these the first by rank and plan text. Empty where none is left.
     [[nodiscard]] std::string best_plan() const;
+    /// Samples without which a candidate is not the best: kEnoughSamples, or as many as any has.
+    [[nodiscard]] std::size_t samples_to_win() const;
     /// All correct candidates that have been timed: the best, then the others, those timed often enough first, the quickest of them first.
     [[nodiscard]] std::vector<std::string> ranked_plans() const;
 };

@@ -10,8 +10,6 @@
 namespace flce::cli {
 namespace {
 
-constexpr int kBarColumns = 30;
-
 int terminal_columns(std::FILE* stream) {
     winsize size{};
     if (::ioctl(::fileno(stream), TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
@@ -39,12 +37,13 @@ std::string render_pace(std::int64_t done, std::int64_t total, double seconds) {
     return fmt::format("{:.3g}/s, {} left", rate, time);
 }
 
-std::string render_progress(std::string_view title, std::int64_t done, std::int64_t total, std::string_view note, int width) {
+std::string render_progress(std::string_view title, std::int64_t done, std::int64_t total, std::string_view note, int width,
+                            std::string_view unit, int bar_columns) {
     const double fraction = total > 0 ? std::clamp(static_cast<double>(done) / static_cast<double>(total), 0.0, 1.0) : 1.0;
-    const auto filled = static_cast<int>(fraction * kBarColumns);
+    const auto filled = static_cast<int>(fraction * bar_columns);
     std::string bar;
-    for (int i = 0; i < kBarColumns; ++i) bar += i < filled ? "━" : "─";
-    std::string line = fmt::format("{}  {}  {:3.0f} %  {}/{}", title, bar, fraction * 100, done, total);
+    for (int i = 0; i < bar_columns; ++i) bar += i < filled ? "━" : "─";
+    std::string line = fmt::format("{}  {}  {:3.0f} %  {}/{}{}{}", title, bar, fraction * 100, done, total, unit.empty() ? "" : " ", unit);
     if (!note.empty()) line += fmt::format("  {}", note);
     return clipped(line, static_cast<std::size_t>(std::max(width, 1)));
 }
@@ -72,7 +71,8 @@ void Progress::update(std::int64_t done, std::string_view note) {
     const std::int64_t due = total_ > 0 ? done * options_.lines / total_ : options_.lines;
     if (due <= lines_printed_) return;
     lines_printed_ = due;
-    fmt::print(options_.stream, "{}: {}/{}{}{}\n", title_, done_, total_, note_.empty() ? "" : "  ", note_);
+    fmt::print(options_.stream, "{}: {}/{}{}{}{}{}\n", title_, done_, total_, options_.unit.empty() ? "" : " ", options_.unit,
+               note_.empty() ? "" : "  ", note_);
     std::fflush(options_.stream);
 }
 
@@ -95,10 +95,11 @@ void Progress::finish() {
 void Progress::draw() {
     // One column is left free: a character in the last one makes some terminals wrap.
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-    std::string note = render_pace(done_, total_, seconds);
+    std::string note = options_.unit == "s" ? "" : render_pace(done_, total_, seconds);
     if (!note.empty() && !note_.empty()) note += "  ";
     note += note_;
-    const std::string line = render_progress(title_, done_, total_, note, terminal_columns(options_.stream) - 1);
+    const std::string line =
+        render_progress(title_, done_, total_, note, terminal_columns(options_.stream) - 1, options_.unit, options_.bar_columns);
     fmt::print(options_.stream, "\r{}\x1b[K", line);
     std::fflush(options_.stream);
     drawn_ = true;

@@ -12,8 +12,12 @@ namespace flce::cli {
 /// "12.5/s, 0:08 left" for what was done in so many seconds; "" while nothing was, or nothing is left.
 [[nodiscard]] std::string render_pace(std::int64_t done, std::int64_t total, double seconds);
 
-/// One line of at most `width` columns: "training  ━━━━━━━━────  61 %  183/300  loss 5.12".
-[[nodiscard]] std::string render_progress(std::string_view title, std::int64_t done, std::int64_t total, std::string_view note, int width);
+/// Columns of a bar.
+inline constexpr int kBarColumns = 30;
+
+/// One line of at most `width` columns: "training  ━━━━━━━━────  61 %  183/300  loss 5.12"; with a unit "183/300 s".
+[[nodiscard]] std::string render_progress(std::string_view title, std::int64_t done, std::int64_t total, std::string_view note, int width,
+                                          std::string_view unit = {}, int bar_columns = kBarColumns);
 
 class Progress {
 public:
@@ -22,6 +26,8 @@ public:
         int terminal = -1;                      ///< 1 or 0 overrides what the stream says
         std::chrono::milliseconds redraw{100};  ///< between redraws of the bar
         int lines = 10;                         ///< plain lines over the whole work, the last included
+        std::string_view unit = {};             ///< of what is done, a literal; "s": seconds, whose pace and rest need no saying
+        int bar_columns = kBarColumns;
     };
     Progress(std::string title, std::int64_t total) : Progress(std::move(title), total, Options{}) {}
     Progress(std::string title, std::int64_t total, Options options);

@@ -163,11 +163,11 @@ private:
                     .seconds = searched.seconds,
                     .processes = searched.processes,
                     .compiled = searched.compiled};
-        keep(searched.record, search_options.run, tuned);
+        keep(spec, searched.record, search_options.run, tuned);
         return tuned;
     }
 
-    void keep(Record& record, const std::string& run, Tuned& tuned) {
+    void keep(const Spec& spec, Record& record, const std::string& run, Tuned& tuned) {
         // A run that measured nothing leaves no trace.
         const auto measured = [&](const auto& entry) { return entry.second.times_ms.contains(run); };
         if (std::ranges::none_of(record.candidates, measured)) record.runs.erase(run);
@@ -177,7 +177,7 @@ private:
         } else if (!record.candidates.empty()) {
             file = store_.save(record);
         }
-        tuned.named = {file.string(), std::move(record)};
+        tuned.named = {file.string(), std::move(record), spec.text()};
     }
 
     void report(const Tuned& tuned) const {
@@ -259,7 +259,7 @@ int tune(const TuneOptions& options) {
 }
 
 void add_layer_options(CLI::App& command, TuneOptions& options) {
-    command.add_option("--spec", options.specs, "what is computed: key=value,flag,… or @file.json; may be repeated")->take_all();
+    command.add_option("--spec", options.specs, std::string(kSpecHelp) + "; may be repeated")->take_all();
     command
         .add_option("--hf-config", options.hf_configs,
                     "a model's config.json; tied weights are two layers, gradient added and written; may be repeated")

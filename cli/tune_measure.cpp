@@ -18,7 +18,6 @@ constexpr double kMostFinalShare = 0.5;
 constexpr double kFinalMargin = 1.25;
 /// A device that has waited for a check or a compiler is soon as it was.
 constexpr double kResume_s = 0.05;
-constexpr int kProgressSteps = 1000;
 /// Of the budget: what one candidate may take of it, compiled or run, before it hangs.
 constexpr double kCompileShare = 0.5;
 constexpr double kRunShare = 0.25;
@@ -62,7 +61,13 @@ WorkerPool make_compile_pool(std::chrono::milliseconds patience, const std::vect
 ProcessMeasure::ProcessMeasure(const TuneTarget& target)
     : target_(target),
       compilers_(make_compile_pool(compile_patience(target), target.inject)),
-      progress_(fmt::format("tune {} at {}", target.spec.text(), target.num_tokens), kProgressSteps) {}
+      progress_("tune", std::llround(std::ceil(target.budget_s)), {.unit = "s", .bar_columns = 16}) {
+    progress_.print(fmt::format("tune: {}, {} tokens, at most {:.4g} s", target.spec.text(), target.num_tokens, target.budget_s));
+}
+
+std::string tuning_note(std::size_t candidates, double best_ms) {
+    return fmt::format("{} candidates{}", candidates, best_ms > 0 ? fmt::format(", best {:.4g} ms", best_ms) : "");
+}
 
 ProcessMeasure::~ProcessMeasure() { progress_.finish(); }
 
@@ -78,11 +83,8 @@ bool ProcessMeasure::nearly_over() {
     return stop() || elapsed_s() >= (1 - std::clamp(share, kLeastFinalShare, kMostFinalShare)) * target_.budget_s;
 }
 
-void ProcessMeasure::progress(const std::string& stage, std::size_t candidates, std::size_t measurements, double best_ms) {
-    const double share = std::min(1.0, elapsed_s() / target_.budget_s);
-    progress_.update(static_cast<std::int64_t>(share * kProgressSteps),
-                     fmt::format("{}: {} candidates, {} measurements{}", stage, candidates, measurements,
-                                 best_ms > 0 ? fmt::format(", best {:.4g} ms", best_ms) : ""));
+void ProcessMeasure::progress(const std::string& /*stage*/, std::size_t candidates, std::size_t /*measurements*/, double best_ms) {
+    progress_.update(std::llround(std::min(elapsed_s(), target_.budget_s)), tuning_note(candidates, best_ms));
 }
 
 Json ProcessMeasure::open_request() const {

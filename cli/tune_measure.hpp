@@ -50,6 +50,9 @@ private:
     std::string why_;
 };
 
+/// What the progress of a search says beside seconds: "34 candidates, best 3.42 ms".
+[[nodiscard]] std::string tuning_note(std::size_t candidates, double best_ms);
+
 class ProcessMeasure : public Measure {
 public:
     explicit ProcessMeasure(const TuneTarget& target);

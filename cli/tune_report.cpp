@@ -16,14 +16,18 @@ struct Row {
     std::string plan;
     const Candidate* candidate;
     double median_ms;
+    bool best;
+    bool default_choice;  ///< the cost model's first
 };
 
 /// The quickest first; what has no times or is not correct last.
 std::vector<Row> ranking(const Record& record) {
+    const std::string best = record.best_plan();
     std::vector<Row> rows;
     for (const auto& [plan, candidate] : record.candidates) {
         const bool counts = candidate.outcome == Outcome::ok;
-        rows.push_back({plan, &candidate, counts ? candidate.median_ms() : std::numeric_limits<double>::infinity()});
+        rows.push_back({plan, &candidate, counts ? candidate.median_ms() : std::numeric_limits<double>::infinity(), plan == best,
+                        candidate.rank == 0});
     }
     std::ranges::stable_sort(rows, {}, &Row::median_ms);
     return rows;
@@ -49,6 +53,23 @@ std::string result_text(const Row& row, double best_ms) {
     return best_ms > 0 ? fmt::format("{:+.1f} %", 100 * (row.median_ms / best_ms - 1)) : "";
 }
 
+/// Why the best is it though some have a smaller median; empty where none has.
+std::string why_not_the_least(const Record& record, const std::vector<Row>& rows, double best_ms) {
+    std::size_t ties = 0;
+    std::size_t seldom = 0;
+    const std::size_t enough = record.samples_to_win();
+    for (const Row& row : rows) {
+        if (row.best || std::isinf(row.median_ms) || row.median_ms >= best_ms) continue;
+        ++(row.candidate->sample_count() < enough ? seldom : ties);
+    }
+    std::string text;
+    if (ties > 0) {
+        text = fmt::format("Medians within {:.0f} % of the least are a tie: the cost model's order decides.", 100 * kTieMargin);
+    }
+    if (seldom > 0) text += fmt::format("{}A plan with fewer than {} samples does not win.", text.empty() ? "" : " ", enough);
+    return text;
+}
+
 double best_ms_of(const Record& record) {
     const std::string best = record.best_plan();
     return best.empty() ? 0 : record.candidates.at(best).median_ms();
@@ -68,8 +89,18 @@ std::string escaped(std::string_view text) {
     return result;
 }
 
+/// With a place to break a line behind every `separator`, and nowhere else: not in numbers, not in a tile.
+std::string breakable(std::string_view text, char separator = ',') {
+    std::string result;
+    for (const char c : text) {
+        result += escaped({&c, 1});
+        if (c == separator) result += "<wbr>";
+    }
+    return result;
+}
+
 /// A point for each candidate: bytes beyond inputs and gradients across, time up; the winner filled.
-std::string scatter_svg(const std::vector<Row>& rows, const std::string& best) {
+std::string scatter_svg(const std::vector<Row>& rows) {
     std::vector<const Row*> points;
     for (const Row& row : rows) {
         if (!std::isinf(row.median_ms)) points.push_back(&row);
@@ -109,8 +140,11 @@ std::string scatter_svg(const std::vector<Row>& rows, const std::string& best) {
         kLeft + kWidth / 2, kTop + kHeight / 2, kTop + kHeight / 2);
     for (const Row* row : points) {
         svg += fmt::format("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"4\" class=\"{}\"><title>{}\n{}, {}</title></circle>\n", x(bytes(*row)),
-                           y(row->median_ms), row->plan == best ? "best" : "other", escaped(row->plan), time_text(*row),
-                           human_bytes(bytes(*row)));
+                           y(row->median_ms),
+                           row->best             ? "best"
+                           : row->default_choice ? "other default"
+                                                 : "other",
+                           escaped(row->plan), time_text(*row), human_bytes(bytes(*row)));
     }
     return svg + "</svg>\n";
 }
@@ -123,33 +157,42 @@ std::string html_section(const NamedRecord& named) {
     const auto rows = ranking(record);
     double slowest = best_ms;
     for (const Row& row : rows) slowest = std::isinf(row.median_ms) ? slowest : std::max(slowest, row.median_ms);
-    std::string html =
-        fmt::format("<section><h2>{}</h2><p>{}, {} tokens; {}; kernels {}; {}</p>\n", escaped(key.spec), escaped(key.device.name),
-                    key.num_tokens, memory_text(key.memory), escaped(key.kernel_version), escaped(named.name));
+    std::string html = fmt::format("<section><h2>{}</h2><p>{}, {} tokens; {}; kernels {}; {}</p>\n", breakable(named.spec_text()),
+                                   escaped(key.device.name), key.num_tokens, memory_text(key.memory), escaped(key.kernel_version),
+                                   breakable(named.name, '/'));
     html += best.empty() ? "<p>No candidate is left.</p>\n"
-                         : fmt::format("<p>The best: <code>{}</code>, {:.4g} ms forward and backward.</p>\n", escaped(best), best_ms);
+                         : fmt::format("<p>The best: <code>{}</code>, {:.4g} ms forward and backward. {}</p>\n", breakable(best), best_ms,
+                                       escaped(why_not_the_least(record, rows, best_ms)));
     html += "<ul>\n";
     for (const auto& [id, run] : record.runs) html += fmt::format("<li>{}</li>\n", escaped(run_text(id, run)));
-    html += "</ul>\n" + scatter_svg(rows, best);
-    html += "<table><tr><th>plan</th><th>median</th><th></th><th>samples</th><th>memory</th><th>to the best</th></tr>\n";
+    html += "</ul>\n" + scatter_svg(rows);
+    html += "<table><tr><th></th><th>plan</th><th>median</th><th></th><th>samples</th><th>memory</th><th>to the best</th></tr>\n";
     for (const Row& row : rows) {
         const double share = std::isinf(row.median_ms) || slowest <= 0 ? 0 : row.median_ms / slowest;
+        const char* const mark = row.best && row.default_choice ? "the best, and the cost model's choice"
+                                 : row.best                     ? "the best"
+                                 : row.default_choice           ? "the cost model's choice"
+                                                                : "";
         html += fmt::format(
-            "<tr class=\"{}\"><td><code>{}</code></td><td>{}</td><td><svg class=\"bar\" viewBox=\"0 0 100 8\"><rect width=\"{:.1f}\" "
-            "height=\"8\"/></svg></td><td>{}</td><td>{}</td><td>{}</td></tr>\n",
-            row.plan == best ? "best" : to_string(row.candidate->outcome), escaped(row.plan), time_text(row), 100 * share,
-            row.candidate->sample_count(), human_bytes(static_cast<double>(row.candidate->workspace_bytes + row.candidate->retained_bytes)),
-            escaped(result_text(row, best_ms)));
+            "<tr class=\"{}{}\"><td class=\"mark\">{}</td><td class=\"plan\"><code>{}</code></td><td>{}</td><td><svg class=\"bar\" "
+            "viewBox=\"0 0 100 8\"><rect "
+            "width=\"{:.1f}\" height=\"8\"/></svg></td><td>{}</td><td>{}</td><td{}>{}</td></tr>\n",
+            row.best ? "best" : to_string(row.candidate->outcome), row.default_choice ? " default" : "", escaped(mark), breakable(row.plan),
+            time_text(row), 100 * share, row.candidate->sample_count(),
+            human_bytes(static_cast<double>(row.candidate->workspace_bytes + row.candidate->retained_bytes)),
+            row.candidate->outcome == Outcome::ok ? "" : " class=\"why\"", escaped(result_text(row, best_ms)));
     }
     return html + "</table></section>\n";
 }
 
+/// Numbers and their units stay on one line; plans break behind commas, reasons between words.
 constexpr const char* kStyle =
-    R"(body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;color:#222;background:#fff}
-code{font-size:12px;word-break:break-all}table{border-collapse:collapse;width:100%}td,th{padding:3px 8px;text-align:left;border-bottom:1px solid #ddd}
+    R"(body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222;background:#fff}
+code{font-size:12px}table{border-collapse:collapse;width:100%}td,th{padding:3px 8px;text-align:left;border-bottom:1px solid #ddd;white-space:nowrap}
+td.plan,td.why,td.mark{white-space:normal}td.mark{font-size:12px;min-width:6em}
 svg{max-width:44em;display:block}.bar{width:100px;height:8px}.bar rect{fill:#8ab}.grid{stroke:#ddd}.x{text-anchor:middle;font-size:11px}
-.y{text-anchor:end;font-size:11px}circle.other{fill:none;stroke:#467}circle.best{fill:#d33;stroke:#d33}tr.best{background:#fee}
-tr.wrong,tr.hung,tr.faulted,tr.failed{color:#a00}section{margin-bottom:3em})";
+.y{text-anchor:end;font-size:11px}circle.other{fill:none;stroke:#467}circle.default{fill:#467}circle.best{fill:#d33;stroke:#d33}
+tr.best{background:#fee}tr.default{font-weight:bold}tr.wrong,tr.hung,tr.faulted,tr.failed{color:#a00}section{margin-bottom:3em;overflow-x:auto})";
 
 }  // namespace
 
@@ -202,33 +245,34 @@ std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& 
 
 std::string record_table(const NamedRecord& named, std::size_t most) {
     const Record& record = named.record;
-    const std::string best = record.best_plan();
     const double best_ms = best_ms_of(record);
     std::string text =
-        fmt::format("{}\n  {}, {} tokens; {}; kernels {}\n  {}\n  {}\n", record.key.spec, record.key.device.name, record.key.num_tokens,
+        fmt::format("{}\n  {}, {} tokens; {}; kernels {}\n  {}\n  {}\n", named.spec_text(), record.key.device.name, record.key.num_tokens,
                     memory_text(record.key.memory), record.key.kernel_version, record.key.policy, named.name);
     for (const auto& [id, run] : record.runs) text += fmt::format("  run {}\n", run_text(id, run));
-    text += fmt::format("\n    {:>11} {:>8} {:>11}  {}\n", "median", "samples", "memory", "plan");
+    text += fmt::format("\n     {:>11} {:>8} {:>11}  {}\n", "median", "samples", "memory", "plan");
     std::size_t shown = 0;
     const auto rows = ranking(record);
     for (const Row& row : rows) {
         if (most > 0 && shown++ == most) {
-            text += fmt::format("    … and {} more\n", rows.size() - most);
+            text += fmt::format("     … and {} more\n", rows.size() - most);
             break;
         }
-        text +=
-            fmt::format("  {} {:>11} {:>8} {:>11}  {}  {}\n", row.plan == best ? '*' : ' ', time_text(row), row.candidate->sample_count(),
-                        human_bytes(static_cast<double>(row.candidate->workspace_bytes + row.candidate->retained_bytes)), row.plan,
-                        result_text(row, best_ms));
+        text += fmt::format("  {}{} {:>11} {:>8} {:>11}  {}  {}\n", row.best ? '*' : ' ', row.default_choice ? 'm' : ' ', time_text(row),
+                            row.candidate->sample_count(),
+                            human_bytes(static_cast<double>(row.candidate->workspace_bytes + row.candidate->retained_bytes)), row.plan,
+                            result_text(row, best_ms));
     }
-    return text;
+    const std::string why = why_not_the_least(record, rows, best_ms);
+    return text +
+           fmt::format("  *: the best, m: the cost model's first choice\n{}{}", why.empty() ? "" : "  " + why, why.empty() ? "" : "\n");
 }
 
 Json record_summary(const NamedRecord& named) {
     const Record& record = named.record;
     const std::string best = record.best_plan();
     return {{"record", named.name},
-            {"spec", record.key.spec},
+            {"spec", named.spec_text()},
             {"device", record.key.device.name},
             {"num_tokens", record.key.num_tokens},
             {"policy", record.key.policy},
@@ -273,8 +317,8 @@ Json record_difference_json(const NamedRecord& a, const NamedRecord& b) {
 std::string record_difference(const NamedRecord& a, const NamedRecord& b) {
     const Json json = record_difference_json(a, b);
     std::string text =
-        fmt::format("a  {}\n   {} on {}, {} tokens\nb  {}\n   {} on {}, {} tokens\n", a.name, a.record.key.spec, a.record.key.device.name,
-                    a.record.key.num_tokens, b.name, b.record.key.spec, b.record.key.device.name, b.record.key.num_tokens);
+        fmt::format("a  {}\n   {} on {}, {} tokens\nb  {}\n   {} on {}, {} tokens\n", a.name, a.spec_text(), a.record.key.device.name,
+                    a.record.key.num_tokens, b.name, b.spec_text(), b.record.key.device.name, b.record.key.num_tokens);
     if (!(a.record.key == b.record.key)) text += "they are not of the same thing: device, kernels, spec, tokens, memory or policy differ\n";
     const std::string provenance = json["provenance"].get<std::string>();
     if (!provenance.empty()) text += fmt::format("{}\n", provenance);

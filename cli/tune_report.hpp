@@ -13,13 +13,15 @@ namespace flce::cli {
 struct NamedRecord {
     std::string name;  ///< its file
     Record record;
+    std::string spec{};  ///< as it was asked for; empty: the record's, which is that of every layer with the same kernels
+    [[nodiscard]] const std::string& spec_text() const { return spec.empty() ? record.key.spec : spec; }
 };
 
 /// Records of files and of all *.json below directories. Throws UsageError for a path that is neither, or a named file that is no record; one found
 /// in a directory is left out with a warning.
 [[nodiscard]] std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths);
 
-/// What it is of, its runs, and its candidates, the quickest first (at most `most`; 0: all).
+/// What it is of, its runs, and its candidates, the quickest first (at most `most`; 0: all), with the reason where the best's is not the least median.
 [[nodiscard]] std::string record_table(const NamedRecord& named, std::size_t most);
 [[nodiscard]] Json record_summary(const NamedRecord& named);
 /// Candidates of both side by side, those of one alone, and what else differs.

@@ -1,4 +1,5 @@
 // The command's parts that need no process: progress, numbers, text, the demo's small model, the fp64 reference.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -22,6 +23,7 @@
 #include "cli/out_of_memory.hpp"
 #include "cli/progress.hpp"
 #include "cli/reference.hpp"
+#include "cli/tune_measure.hpp"
 #include "cli/tune_options.hpp"
 #include "tests/cli/process.hpp"
 
@@ -83,6 +85,48 @@ TEST(RenderProgress_AnyWidth, NeverExceedsIt) {
     }
     EXPECT_THAT(render_progress("t", 0, 0, "", 80), HasSubstr("100 %"));
     EXPECT_THAT(render_progress("t", 9, 3, "", 80), HasSubstr("100 %"));
+}
+
+TEST(RenderProgress_Tuning, CountsCandidatesAndSecondsWithin80Columns) {
+    for (const int budget : {60, 3600, 86400}) {
+        const std::string note = tuning_note(1234, 123.4);
+        const std::string line = render_progress("tune", budget, budget, note, 200, "s", 16);
+        EXPECT_THAT(line, HasSubstr(fmt::format("{}/{} s  1234 candidates, best 123.4 ms", budget, budget)));
+        EXPECT_EQ(line.find("measurements"), std::string::npos);
+        EXPECT_LE(std::count_if(line.begin(), line.end(), [](char c) { return (c & 0xc0) != 0x80; }), 79) << "nothing is cut off";
+    }
+    EXPECT_EQ(tuning_note(3, 0), "3 candidates");
+}
+
+Record record_of_ties() {
+    Record record{.key = record_key(parse_spec("D=64,V=500,dtype=fp32"), describe_device("x86-64-v3"), 4096, {})};
+    record.candidates["default,chunk=123456"] = {.rank = 0, .times_ms = {{"run", {1.01, 1.01, 1.01, 1.01, 1.01}}}};
+    record.candidates["tie"] = {.rank = 1, .times_ms = {{"run", {1.0, 1.0, 1.0, 1.0, 1.0}}}};
+    record.candidates["slow"] = {.rank = 2, .times_ms = {{"run", {2.0}}}};
+    return record;
+}
+
+TEST(RecordTable_BestThatIsNotTheLeastMedian, SaysWhy) {
+    Record record = record_of_ties();
+    ASSERT_EQ(record.best_plan(), "default,chunk=123456");
+    const std::string ties = record_table({"file", record}, 0);
+    EXPECT_THAT(ties, HasSubstr("Medians within 2 % of the least are a tie"));
+    EXPECT_THAT(ties, HasSubstr("*m     1.01 ms"));
+    record.candidates["seldom"] = {.rank = 3, .times_ms = {{"run", {0.5}}}};
+    EXPECT_THAT(record_table({"file", record}, 0), HasSubstr("A plan with fewer than 5 samples does not win"));
+    record.candidates.erase("seldom");
+    record.candidates.erase("tie");
+    EXPECT_EQ(record_table({"file", record}, 0).find("tie"), std::string::npos);
+}
+
+TEST(HtmlReport_Tables, BreakBetweenNumbersAndMarkTheCostModelsChoice) {
+    const std::string html = html_report({{"dir/file", record_of_ties(), "D=64,V=500,dtype=fp32,tied"}});
+    EXPECT_EQ(html.find("break-all"), std::string::npos);
+    EXPECT_THAT(html, HasSubstr("white-space:nowrap"));
+    EXPECT_THAT(html, HasSubstr("default,<wbr>chunk=123456"));
+    EXPECT_THAT(html, HasSubstr("the best, and the cost model's choice"));
+    EXPECT_THAT(html, HasSubstr("<h2>D=64,<wbr>V=500,<wbr>dtype=fp32,<wbr>tied</h2>"));
+    EXPECT_THAT(html, HasSubstr("are a tie"));
 }
 
 TEST(ParseBytes_Suffixes, AreBinary) {
