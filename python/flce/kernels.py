@@ -11,7 +11,7 @@ from flce import _frame, _kernels, errors
 from flce._kernels import Kernel
 from flce.functional import _workspace_limit, options_text
 
-_NAMED_DTYPES = {name: dtype for dtype, name in _frame.DTYPE_NAMES.items()}
+_NAMED_DTYPES = {name: dtype for dtype, short in _frame.DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
 
 
 def _device(given: torch.device | str | int | None) -> torch.device:
@@ -28,7 +28,8 @@ def _device(given: torch.device | str | int | None) -> torch.device:
 def _dtype(name: str, given: torch.dtype | str) -> torch.dtype:
     dtype = _NAMED_DTYPES.get(given) if isinstance(given, str) else given
     if dtype not in _frame.DTYPE_NAMES:
-        raise errors.DTypeError(f"{name} is {given}; allowed are torch.bfloat16, torch.float16, torch.float32 and 'bf16', 'fp16', 'fp32'")
+        names = "'bfloat16' ('bf16'), 'float16' ('fp16'), 'float32' ('fp32')"
+        raise errors.DTypeError(f"{name} is {given}; allowed are torch.bfloat16, torch.float16, torch.float32 and the names {names}")
     return dtype
 
 

@@ -22,7 +22,8 @@ def test_kernel_describes_itself(device: str) -> None:
     explanation = kernel.explanation()
     assert explanation["plan"] == kernel.plan
     assert explanation["reasons"]
-    assert flce.get_kernel(64, 1000, "fp32", device=device, softcap=30, bias=True, return_entropy=True) is kernel
+    for name in ("fp32", "float32"):
+        assert flce.get_kernel(64, 1000, name, device=device, softcap=30, bias=True, return_entropy=True) is kernel
 
 
 def test_explain_says_what_a_step_takes(device: str) -> None:
