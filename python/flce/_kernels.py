@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flce import _native, _retain, errors
+from flce import _memory, _native, _retain, errors
 from flce._frame import Frame, Inputs, KernelKey, extra_outputs, is_hidden_major
 
 _FP32_BYTES = 4
@@ -36,19 +36,17 @@ class Kernel:
         self.device = key.device
         self._library = _native.library()
         self._handle = handle
-        # -1 has the bits of UINT64_MAX, "none". Filled before any stream can use it.
-        self.invalid_label = torch.full((1,), -1, dtype=torch.int64, device=key.device)
-        if key.device.type == "cuda":
-            torch.cuda.current_stream(key.device).synchronize()
+        # -1 has the bits of UINT64_MAX, "none".
+        self.invalid_label = _memory.make_once(key.device, lambda: torch.full((1,), -1, dtype=torch.int64, device=key.device))
         self.extra_outputs = extra_outputs(key.options)
         self.forward_function, self.backward_function = self._library.flce_kernel_forward, self._library.flce_kernel_backward
         self._index = key.device.index if key.device.type == "cuda" else None
         self._allocates_raw = self._index is not None and _raw_alloc is not None
         # What outputs and workspace are made after: quicker than naming dtype and device each time.
         with torch.inference_mode(False):
-            self.float_like = torch.empty((), dtype=torch.float32, device=key.device)
+            self.float_like = self.invalid_label.detach().view(torch.float32)[0]
             self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
-            self._byte = torch.empty((), dtype=torch.uint8, device=key.device)
+            self._byte = self.invalid_label.detach().view(torch.uint8)[0]
         self._local = threading.local()
         self.retains = _native.retained_bytes(handle, 1, _native.RETAINED_OWN) > 0
         with _lock:

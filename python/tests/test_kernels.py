@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from support import make_problem
 
 import flce
-from flce import _kernels
+from flce import _kernels, _memory
 
 
 def test_kernel_describes_itself(device: str) -> None:
@@ -59,6 +60,44 @@ def test_nothing_is_left_to_compile_after_warmup(device: str, layer: dict[str, A
     (result[0] if isinstance(result, tuple) else result).backward()
     assert len(_kernels.all_kernels()) == known
     assert kernel in _kernels.all_kernels()
+
+
+def test_memory_that_a_kernel_keeps_is_made_in_nobodys_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools, modes and default devices are a thread's own, as far as a CPU can show it."""
+    waited_for = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited_for.append(device)))
+    seen: list[Any] = []
+
+    def make() -> torch.Tensor:
+        seen.append(threading.get_ident())
+        return torch.empty(3)
+
+    cuda = torch.device("cuda", 0)
+    with torch.inference_mode(), torch.device("meta"):
+        tensor = _memory.make_once(cuda, make)
+    assert seen[0] != threading.get_ident()
+    assert not tensor.is_inference()
+    assert tensor.device.type == "cpu"
+    assert waited_for == [cuda]
+
+    def fail() -> torch.Tensor:
+        raise torch.OutOfMemoryError("on purpose")
+
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        _memory.make_once(cuda, fail)
+
+
+def test_a_kernel_made_in_inference_mode_reports_labels(device: str) -> None:
+    problem = make_problem(device, hidden_size=40, vocab_size=79, ignored=0.0)
+    problem.target[5] = 79
+    with torch.inference_mode():
+        kernel = flce.get_kernel(40, 79, torch.float32, device=device)
+    assert not kernel.invalid_label.is_inference()
+    assert not kernel.float_like.is_inference()
+    flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target).backward()
+    with pytest.raises(flce.LabelError):
+        flce.check_labels()
+    flce.check_labels()
 
 
 def test_concurrent_first_use_gives_one_kernel(device: str) -> None:
