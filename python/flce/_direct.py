@@ -205,7 +205,7 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, call: DirectCall) -> Tensor:
         values, saved, addresses = call.forward_retaining(hidden, weight, target) if call.retain else call.forward(hidden, weight, target)
-        ctx.call = call, addresses
+        ctx.call = call, addresses, addresses is None and _retain.has_filled(saved)
         ctx.save_for_backward(saved, hidden, weight, target)
         return values
 
@@ -214,7 +214,7 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
         grad_values = grad_outputs[0]
         saved, hidden, weight, target = ctx.saved_tensors
         call: DirectCall
-        call, addresses = ctx.call
+        call, addresses, _ = ctx.call
         if addresses is None or not call.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
             return _backward_of_any_form(ctx, grad_values, saved, hidden, weight, target)
         wants = _op.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad
@@ -231,14 +231,15 @@ _apply: Callable[..., Tensor] = super(torch.autograd.Function, LinearCrossEntrop
 
 def _backward_of_any_form(ctx: Any, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
     """For gradients that are to be differentiated, and for tensors in another form."""
-    call: DirectCall = ctx.call[0]
+    call: DirectCall
+    call, _, filled = ctx.call
     given = call.inputs(hidden, weight, target)
     kernel = call.kernel
     if hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:
         kernel = _kernels.find_for(given)
     wanted = _op.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:3]
     upstream = grad_values.reshape(-1) if grad_values.dim() else grad_values
-    grad_hidden, grad_weight, _ = _op.run_backward(kernel, given, saved, upstream, wanted)
+    grad_hidden, grad_weight, _ = _op.run_backward(kernel, given, saved, upstream, wanted, filled=filled)
     if grad_hidden is not None:
         grad_hidden = grad_hidden.view(hidden.shape)
     if torch.is_grad_enabled():

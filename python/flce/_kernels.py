@@ -49,6 +49,8 @@ class Kernel:
             self._byte = self.invalid_label.detach().view(torch.uint8)[0]
         self._local = threading.local()
         self.retains = _native.retained_bytes(handle, 1, _native.RETAINED_OWN) > 0
+        # A GPU's forward that retains adds up the exponentials that it retains, relative to another number than a row's largest logit.
+        self.retaining_changes_saved = self.retains and key.device.type == "cuda"
         with _lock:
             self.alive = _alive.setdefault((key.device, key.vocab_size, key.hidden_size), _retain.Alive())
 
@@ -190,6 +192,10 @@ class Kernel:
         if with_entropy:
             parts["entropy"].copy_(saved[num_tokens:])
         return values, saved
+
+    def saved_anew(self, given: Inputs) -> Tensor:
+        """`saved` as a forward that retains nothing makes it: with it, backward has the bits of a call that retained nothing."""
+        return self.forward(given._replace(retain=_retain.NEVER))[1]
 
     def backward(
         self,

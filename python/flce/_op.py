@@ -24,9 +24,17 @@ def run_forward(given: Inputs, grad_weight_out: Tensor | None = None) -> tuple[T
 
 
 def run_backward(
-    kernel: _kernels.Kernel, given: Inputs, saved: Tensor, grad_values: Tensor, wanted: Sequence[bool], grad_weight_out: Tensor | None = None
+    kernel: _kernels.Kernel,
+    given: Inputs,
+    saved: Tensor,
+    grad_values: Tensor,
+    wanted: Sequence[bool],
+    grad_weight_out: Tensor | None = None,
+    *,
+    filled: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here."""
+    """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here.
+    `filled`: forward left something to backward, as far as the caller knows; `saved` tells too, unless a hook has put another tensor in its place."""
     hidden, weight, bias = given.hidden, given.weight, given.bias
     want_hidden, want_weight, want_bias = wanted
     grad_hidden = grad_bias = None
@@ -44,11 +52,14 @@ def run_backward(
     if retained is None:
         if want_weight and grad_weight is None:
             grad_weight = kernel.new_grad_weight(weight)
-        kernel.backward(given, saved.contiguous(), upstream, grad_hidden, grad_weight, grad_bias)
+        saved = kernel.saved_anew(given) if filled and kernel.retaining_changes_saved else saved.contiguous()
+        kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias)
     else:
         with retained.taken(kernel, given, weight=want_weight) as (memory, overwrite):
             if want_weight and grad_weight is None:
                 grad_weight = memory if overwrite else kernel.new_grad_weight(weight)
+            if memory is None and retained.filled and kernel.retaining_changes_saved:
+                saved = kernel.saved_anew(given)
             kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory)
             del memory
     if grad_bias is not None and bias is not None:
@@ -124,6 +135,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             ctx.mark_non_differentiable(saved)
         else:
             values, saved = kernel.forward(given)
+        ctx.filled = _retain.has_filled(saved)
         ctx.save_for_backward(saved, *given[:6])
         return (values, saved) if kernel is None else values
 
@@ -142,7 +154,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None
         if hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:  # hooks on saved tensors may give back others
             kernel = _kernels.find_for(given, grad_weight_out)
-        gradients = run_backward(kernel, given, saved, grad_values, wanted, grad_weight_out)
+        gradients = run_backward(kernel, given, saved, grad_values, wanted, grad_weight_out, filled=ctx.filled)
         if torch.is_grad_enabled():
             gradients = refuse_second_derivative(gradients, (grad_values, hidden, weight, given.bias))
         return *gradients, None, None, None

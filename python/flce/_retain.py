@@ -95,21 +95,21 @@ class Alive:
 class Retained:
     """What one forward left, or only that it is alive."""
 
-    __slots__ = ("_addresses", "_alive", "_captured", "_kernel", "_memory", "lent")
+    __slots__ = ("_addresses", "_alive", "_captured", "_kernel", "_memory", "filled", "lent")
 
     def __init__(self, kernel: Kernel, given: Inputs, alive: Alive | None) -> None:
         self._kernel = kernel
         self._addresses = _addresses(given)
         self._alive = alive
         self._captured = False
-        self.lent = False
+        self.filled = self.lent = False
         self._memory: list[Tensor] = []  # at most one; popped and put back, so that of several backwards at once one has it
         if alive is not None:
             alive.enter(id(self))
 
     def keep(self, memory: Tensor, *, lent: bool) -> None:
         self._memory.append(memory)
-        self.lent = lent
+        self.filled, self.lent = True, lent
         self._captured = memory.is_cuda and torch.cuda.is_current_stream_capturing()
 
     @contextmanager
@@ -140,8 +140,9 @@ class Retained:
         self._memory.clear()
 
     def leave(self) -> None:
-        if self._alive is not None:
-            self._alive.leave(id(self))
+        alive = getattr(self, "_alive", None)  # an interrupt may have ended __init__ before it was set
+        if alive is not None:
+            alive.leave(id(self))
 
     def __del__(self) -> None:
         self.leave()
@@ -183,6 +184,12 @@ def attach(retained: Retained, saved: Tensor) -> None:
 
 def of(saved: Tensor) -> Retained | None:
     return getattr(saved, _ATTRIBUTE, None)
+
+
+def has_filled(saved: Tensor) -> bool:
+    """Whether the forward that `saved` comes from left something to backward."""
+    retained = of(saved)
+    return retained is not None and retained.filled
 
 
 def _capturing(tensor: Tensor) -> bool:
