@@ -51,20 +51,30 @@ def run_backward(
     retained = _retain.of(saved)
     if retained is None:
         if want_weight and grad_weight is None:
-            grad_weight = kernel.new_grad_weight(weight)
+            grad_weight = _new_grad_weight(kernel, weight)
         saved = kernel.saved_anew(given) if filled and kernel.retaining_changes_saved else saved.contiguous()
         kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias)
     else:
         with retained.taken(kernel, given, weight=want_weight) as (memory, overwrite):
             if want_weight and grad_weight is None:
-                grad_weight = memory if overwrite else kernel.new_grad_weight(weight)
+                grad_weight = memory if overwrite else _new_grad_weight(kernel, weight)
             if memory is None and retained.filled and kernel.retaining_changes_saved:
                 saved = kernel.saved_anew(given)
             kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory)
             del memory
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
-    return grad_hidden, None if grad_weight_out is not None else grad_weight, grad_bias
+    if grad_weight_out is not None:
+        grad_weight = None
+    elif grad_weight is not None and kernel.key.accumulate:
+        grad_weight = grad_weight.to(weight.dtype)  # the kernel is for a buffer, whose dtype may be another
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _new_grad_weight(kernel: _kernels.Kernel, weight: Tensor) -> Tensor:
+    """Memory for weight's gradient, as the kernel has to find it."""
+    gradient = kernel.new_grad_weight(weight)
+    return gradient.zero_() if kernel.key.accumulate else gradient
 
 
 class NoSecondDerivative(torch.autograd.Function):
@@ -108,6 +118,22 @@ def wanted_gradients(ctx: Any) -> list[bool]:
             except RuntimeError:
                 pass  # what the engine refuses to say it of is a leaf that autograd.grad() was asked for
     return wanted
+
+
+def is_asked_for_by_grad(node: Any) -> bool:
+    """Whether autograd.grad() was asked for the gradient of the leaf at `node`, or of the leaf that the function at `node` takes, a view for one. Such
+    a gradient is a result, and not to be added to anything. Schedules that split backward ask for weights' gradients in this way."""
+    if node is None or _engine_will_run is None:
+        return False
+    if not hasattr(node, "variable") and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    if not hasattr(node, "variable"):
+        return False
+    try:
+        _engine_will_run(node)
+    except RuntimeError:
+        return True  # what the engine refuses to say it of
+    return False
 
 
 def refuse_forward_mode() -> None:
@@ -154,7 +180,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None
         if hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:  # hooks on saved tensors may give back others
             kernel = _kernels.find_for(given, grad_weight_out)
-        gradients = run_backward(kernel, given, saved, grad_values, wanted, grad_weight_out, filled=ctx.filled)
+        into = grad_weight_out
+        if into is not None and wanted[1] and is_asked_for_by_grad(ctx.next_functions[1][0]):
+            into = None
+        gradients = run_backward(kernel, given, saved, grad_values, wanted, into, filled=ctx.filled)
         if torch.is_grad_enabled():
             gradients = refuse_second_derivative(gradients, (grad_values, hidden, weight, given.bias))
         return *gradients, None, None, None

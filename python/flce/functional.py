@@ -81,7 +81,8 @@ def linear_cross_entropy(
             loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. On a GPU gradients are
             rounded once more where they come from what was left; on a CPU their bits are the same.
         grad_weight_out: [V, D] of weight's dtype or fp32, contiguous: backward adds weight's gradient to it, and autograd gets none for weight
-            (`weight.grad` itself, or a trainer's main_grad). Eager mode only; hooks on the weight's gradient do not run.
+            (`weight.grad` itself, or a trainer's main_grad). Eager mode only; hooks on the weight's gradient do not run. `torch.autograd.grad` of a
+            weight that is a leaf, or of the leaf that weight is a view of, returns the gradient and leaves this buffer alone.
 
     Returns:
         loss, or (loss, lse, logprobs, entropy) with those that were asked for.

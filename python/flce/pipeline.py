@@ -30,7 +30,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
 
     Args:
         accumulate_into_grad: backward adds the weight's gradient to `weight.grad` (made of zeros where it is None) in the kernel, which saves a
-            temporary of the weight's size and a pass over it. Hooks on the gradient (DDP, FSDP) do not run.
+            temporary of the weight's size and a pass over it. Hooks on the gradient (DDP, FSDP) do not run. Schedules that split backward (zero
+            bubble) ask for the weight's gradient with torch.autograd.grad, which takes that temporary, and add it themselves.
         The others: as for `LinearCrossEntropyLoss`.
     """
 
