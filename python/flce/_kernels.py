@@ -281,9 +281,16 @@ def set_strict(strict: bool | None) -> None:
     """Whether from now on a kernel that no cache has is a CacheMissError, in every thread of this process; None, as it begins: as FLCE_STRICT says.
 
     For a trainer that cannot set its ranks' environment: once `warmup` has what the run needs, `set_strict(True)` makes sure that no step
-    compiles. What this process already has is found in any case, and `get_kernel` and `warmup` go by their own `strict` where it is given."""
+    compiles. What this process already has is found in any case, and `get_kernel` and `warmup` go by their own `strict` where it is given. Raises
+    ArgumentError for anything but True, False and None."""
     global _strict
-    _strict = strict
+    _strict = checked_strict(strict)
+
+
+def checked_strict(strict: Any) -> bool | None:
+    if strict is not None and not isinstance(strict, bool):
+        raise errors.ArgumentError(f"strict is {strict!r}; allowed are True, False and None (as FLCE_STRICT says)")
+    return strict
 
 
 def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:

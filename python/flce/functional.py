@@ -16,11 +16,10 @@ from torch.autograd import forward_ad
 from flce import _kernels, _op, _retain, errors
 from flce._direct import DirectCall
 from flce._frame import PLAIN_TYPES, Inputs
-from flce._targets import check_tensors, shift_labels
+from flce._targets import check_ignore_index, check_target_dtype, check_tensors, shift_labels
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TARGET_DTYPES = (torch.int64, torch.int32)
 _COUNT_DTYPES = (torch.float32, torch.int32, torch.int64)
 _DEVICE_TYPES = ("cpu", "cuda", "meta")
 _HIDDEN_MULTIPLE = 8
@@ -68,7 +67,8 @@ def linear_cross_entropy(
         num_valid_tokens: what "mean" divides by: a number or a one-element tensor (fp32, int32, int64) on hidden's device, such as the count of all
             microbatches. None: this call's valid rows (with class_weight: their class weights), counted on the device.
         shift: position t predicts target[t + shift] of the same sequence; the last `shift` positions of each are ignored. Sequences lie along
-            target's last dimension, or, with cu_seqlens [num_sequences + 1], one behind the other in the flattened target.
+            target's last dimension, or, with cu_seqlens [num_sequences + 1], one behind the other in the flattened target; that dimension, or the
+            flattened target, is 0 or at least `shift` long.
         logit_scale, softcap, label_smoothing, z_loss, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing and
             weights.
         return_lse, return_logprobs, return_entropy: also return lse, the target's log-probability, the softmax's entropy (nats): [...] fp32, 0 for
@@ -99,7 +99,10 @@ def linear_cross_entropy(
     if bias is None and class_weight is None and num_valid_tokens is None and grad_weight_out is None and not torch.compiler.is_compiling():
         extra_outputs = (return_lse, return_logprobs, return_entropy)
         memory = (workspace_limit_bytes, retain_in_grad_weight)
-        options = (ignore_index, reduction, logit_scale, softcap, label_smoothing, z_loss, memory, extra_outputs)
+        numbers_given = (ignore_index, logit_scale, softcap, label_smoothing, z_loss)
+        # With their types: 1, 1.0 and True are equal, and not all of them are taken for every argument.
+        types = (type(ignore_index), type(logit_scale), type(softcap), type(label_smoothing), type(z_loss))
+        options = (reduction, numbers_given, types, memory, type(workspace_limit_bytes), type(retain_in_grad_weight), extra_outputs)
         try:
             call = _latest.get(options)
         except TypeError:  # an argument that cannot be hashed is refused by the checks
@@ -135,7 +138,7 @@ def linear_cross_entropy(
         extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
         text = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
         limit, choice = _workspace_limit(workspace_limit_bytes), _retain_choice(retain_in_grad_weight)
-        passed = _Passed((text, _label(ignore_index), code, limit, choice), len(extra))
+        passed = _Passed((text, check_ignore_index(ignore_index), code, limit, choice), len(extra))
         if signature is not None:
             _remember(signature, passed)
 
@@ -281,15 +284,6 @@ def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, weight
 
 
-def _label(ignore_index: Any) -> int:
-    if isinstance(ignore_index, Tensor) or not hasattr(ignore_index, "__index__"):
-        raise errors.DTypeError(f"ignore_index is a {type(ignore_index).__name__}; it must be an integer")
-    number = int(ignore_index)
-    if not -_LONG <= number < _LONG:
-        raise errors.ArgumentError(f"ignore_index is {number}; it must fit 64 bits")
-    return number
-
-
 def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
     dtype, device = hidden.dtype, hidden.device
     if dtype not in _DTYPES:
@@ -315,8 +309,7 @@ def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
 
 def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
     """What every way of computing the loss asks of its tensors."""
-    if target.dtype not in _TARGET_DTYPES:
-        raise errors.DTypeError(f"target has dtype {target.dtype}; allowed are int64 and int32 (class probabilities are not supported)")
+    check_target_dtype(target)
     shape, weight_shape = hidden.shape, weight.shape
     if len(weight_shape) != 2:
         raise errors.ShapeError(f"weight has shape {list(weight_shape)}; it must be [vocab_size, hidden_size]")
@@ -411,7 +404,7 @@ def _num_valid(given: Tensor | float, reduction: str, hidden: Tensor) -> Tensor:
 def _workspace_limit(given: int | None) -> int:
     if given is None:
         return 0
-    if not isinstance(given, int) or not 0 < given < _LONG:
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 < given < _LONG:
         raise errors.ArgumentError(f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, or None")
     return given
 

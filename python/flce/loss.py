@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce import _chunked, _native, errors
-from flce._targets import check_tensors, shift_labels
-from flce.functional import REDUCTIONS, check_classes, check_shapes, linear_cross_entropy
+from flce._targets import check_ignore_index, check_tensors, shift_labels
+from flce.functional import REDUCTIONS, _retain_choice, _workspace_limit, check_classes, check_shapes, linear_cross_entropy
 
 IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
 _OF_FLCE = frozenset({"workspace_limit_bytes", "retain_in_grad_weight"})  # the others compute in chunks of chunk_size
@@ -109,6 +109,10 @@ class LinearCrossEntropyLoss:
             raise errors.ArgumentError(f"chunk_size is {chunk_size!r}; it must be an integer of 1 or more")
         if not isinstance(shift, int) or shift < 0:
             raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
+        if not isinstance(compile, bool):
+            raise errors.DTypeError(f"compile is {compile!r}; it must be True or False")
+        _workspace_limit(options.get("workspace_limit_bytes"))
+        _retain_choice(options.get("retain_in_grad_weight"))
         if not isinstance(getattr(output_embeddings, "weight", None), Tensor):
             raise errors.ArgumentError(
                 f"output_embeddings is a {type(output_embeddings).__name__} without a weight; it must be a module with .weight [V, D], such as "
@@ -117,7 +121,7 @@ class LinearCrossEntropyLoss:
         self.output_embeddings = output_embeddings
         self.requested_impl = impl
         self.chunk_size = chunk_size
-        self.ignore_index = ignore_index
+        self.ignore_index = check_ignore_index(ignore_index)
         self.compile = compile
         self.shift = shift
         self.options = options

@@ -47,6 +47,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         accumulate_into_grad: bool = False,
         **options: Any,
     ) -> None:
+        if not isinstance(accumulate_into_grad, bool):
+            raise errors.DTypeError(f"accumulate_into_grad is {accumulate_into_grad!r}; it must be True or False")
         super().__init__(output_layer, impl, chunk_size, ignore_index, compile, shift=shift, **options)
         if accumulate_into_grad and self.actual_impl != "flce":
             raise errors.ArgumentError(f"accumulate_into_grad needs impl 'flce'; this loss uses {self.actual_impl!r}")

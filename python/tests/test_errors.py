@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def call(device: str = "cpu", **changes: Any) -> Any:
         ({"logit_scale": 0.0}, flce.SpecError, r"logit_scale"),
         ({"workspace_limit_bytes": 0}, flce.ArgumentError, r"workspace_limit_bytes is 0"),
         ({"workspace_limit_bytes": 16}, flce.PlanError, r"16"),
+        ({"workspace_limit_bytes": True}, flce.ArgumentError, r"workspace_limit_bytes is True"),
+        ({"retain_in_grad_weight": 1}, flce.ArgumentError, r"retain_in_grad_weight is 1; allowed are True, False and None"),
         ({"grad_weight_out": torch.zeros(3, 24)}, flce.ShapeError, r"grad_weight_out has shape"),
         ({"grad_weight_out": torch.zeros(101, 24, dtype=torch.bfloat16)}, flce.DTypeError, r"grad_weight_out has dtype"),
         ({"grad_weight_out": torch.zeros(24, 101).t()}, flce.ArgumentError, r"grad_weight_out must lie in memory as weight does"),
@@ -78,6 +81,33 @@ def test_bad_argument(changes: dict[str, Any], kind: type[Exception], message: s
     with pytest.raises(kind, match=message) as caught:
         call(**changes)
     assert isinstance(caught.value, flce.FlceError)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"ignore_index": 1}, {"ignore_index": 1.0}),
+        ({"ignore_index": True}, {"ignore_index": 1.0}),
+        ({"ignore_index": 1}, {"ignore_index": Decimal(1)}),
+        ({"retain_in_grad_weight": True}, {"retain_in_grad_weight": 1}),
+        ({"retain_in_grad_weight": False}, {"retain_in_grad_weight": 0.0}),
+        ({"workspace_limit_bytes": 1 << 30}, {"workspace_limit_bytes": 2.0**30}),
+        ({"softcap": 30.0}, {"softcap": Decimal(30)}),
+        ({"logit_scale": 2.0}, {"logit_scale": 2 + 0j}),
+        ({"label_smoothing": 0.5}, {"label_smoothing": Decimal("0.5")}),
+        ({"z_loss": 1.0}, {"z_loss": Decimal(1)}),
+    ],
+    ids=str,
+)
+def test_equal_values_of_other_types_stay_refused(good: dict[str, Any], bad: dict[str, Any]) -> None:
+    (name,) = bad
+    with pytest.raises(flce.ArgumentError, match=f"{name} is "):
+        call(**bad)
+    problem = make_problem("cpu", ignored=0.0)
+    for _ in range(4):  # remembered, then direct
+        flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **good)
+    with pytest.raises(flce.ArgumentError, match=f"{name} is "):
+        flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **bad)
 
 
 def test_documented_bases() -> None:

@@ -117,6 +117,18 @@ def test_concurrent_first_use_gives_one_kernel(device: str) -> None:
     assert len(set(map(id, found))) == 1
 
 
+@pytest.mark.parametrize("name", ["hidden_major", "accumulate", "bias", "class_weight"])
+def test_flags_that_are_no_flags(name: str) -> None:
+    with pytest.raises(flce.DTypeError, match=f"{name} is 'no'; it must be True or False"):
+        flce.get_kernel(64, 10, torch.float32, device="cpu", **{name: "no"})
+
+
+@pytest.mark.parametrize("num_tokens", [-1, "8", 8.0])
+def test_a_number_of_tokens_that_is_none(num_tokens: Any) -> None:
+    with pytest.raises(flce.ArgumentError, match=f"num_tokens is {num_tokens!r}; it must be an integer"):
+        flce.get_kernel(64, 10, torch.float32, device="cpu", workspace_limit_bytes=1 << 30, num_tokens=num_tokens)
+
+
 def test_bad_layers() -> None:
     with pytest.raises(flce.SpecError, match="V"):
         flce.get_kernel(64, 1, torch.float32, device="cpu")

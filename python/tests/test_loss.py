@@ -212,6 +212,7 @@ def test_an_explicit_impl_without_the_library_raises_at_once(monkeypatch: pytest
         ({"softcaps": 1.0}, r"softcaps is not an option"),
         ({"reduction": "average"}, r"reduction is 'average'"),
         ({"chunk_size": 0}, r"chunk_size is 0"),
+        ({"compile": "no"}, r"compile is 'no'; it must be True or False"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -232,6 +233,9 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         ("shift", 1.0, flce.ArgumentError),
         ("chunk_size", "4096", flce.ArgumentError),
         ("reduction", ["mean"], flce.ArgumentError),
+        ("ignore_index", 1.0, flce.DTypeError),
+        ("workspace_limit_bytes", True, flce.ArgumentError),
+        ("retain_in_grad_weight", 1, flce.ArgumentError),
     ],
 )
 def test_values_that_no_impl_takes(impl: str, option: str, value: Any, kind: type[Exception]) -> None:
