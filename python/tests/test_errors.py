@@ -238,6 +238,22 @@ def test_missing_library_is_said_where_it_is_needed() -> None:
     assert "FLCE_LIBRARY" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("FLCE_NUM_THREADS", b"\xff"),
+        ("FLCE_SIGNING_KEY", b"/nonexistent/\xff.pem"),
+        ("FLCE_CACHE_REMOTE", b"ftp://\xff"),
+        ("FLCE_LIBRARY", b"/nonexistent/\xff.so"),
+    ],
+)
+def test_a_name_that_is_no_utf8_is_shown(variable: str, value: bytes) -> None:
+    code = "import flce\ntry:\n    flce.get_kernel(8, 11, 'fp32', device='cpu')\nexcept flce.UnavailableError as error:\n    print(error)\n"
+    environment = os.environb | {variable.encode(): value, b"PYTHONIOENCODING": b"utf-8"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert value.decode(errors="backslashreplace") in result.stdout
+
+
 @pytest.mark.parametrize("name", ["hidden", "weight"])
 def test_gradient_buffer_in_an_inputs_memory(device: str, name: str) -> None:
     whole = torch.zeros(101 + 37, 24, device=device)
