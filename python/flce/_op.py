@@ -121,8 +121,8 @@ def wanted_gradients(ctx: Any) -> list[bool]:
 
 
 def is_asked_for_by_grad(node: Any) -> bool:
-    """Whether autograd.grad() was asked for the gradient of the leaf at `node`, or of the leaf that the function at `node` takes, a view for one. Such
-    a gradient is a result, and not to be added to anything. Schedules that split backward ask for weights' gradients in this way."""
+    """Whether autograd.grad() was asked for the gradient of the leaf at `node`, or of the leaf that the function at `node` takes (a view's, say).
+    Such a gradient is a result, and not to be added to anything. Schedules that split backward ask for weights' gradients in this way."""
     if node is None or _engine_will_run is None:
         return False
     if not hasattr(node, "variable") and len(node.next_functions) == 1:

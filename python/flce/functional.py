@@ -21,7 +21,7 @@ from flce._targets import check_ignore_index, check_target_dtype, check_tensors,
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COUNT_DTYPES = (torch.float32, torch.int32, torch.int64)
-_DEVICE_TYPES = ("cpu", "cuda", "meta")
+DEVICE_TYPES = ("cpu", "cuda", "meta")
 _HIDDEN_MULTIPLE = 8
 _LONG = 1 << 63
 
@@ -295,7 +295,7 @@ def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
     if type(hidden) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES or type(target) not in PLAIN_TYPES:
         for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
             _refuse_dtensor(name, tensor)
-    if device.type not in _DEVICE_TYPES:
+    if device.type not in DEVICE_TYPES:
         raise errors.PlacementError(f"hidden is on {device}; allowed are cpu and cuda")
     _check_place("weight", weight, device)
     _check_place("target", target, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,13 +169,60 @@ def test_nothing_is_registered() -> None:
     assert isinstance(trainer.loss, flce.FusedOutputLoss)
 
 
-def test_auto_says_once_what_it_falls_back_to(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_flce_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level(logging.WARNING, "flce"):
+        losses = [flce.LinearCrossEntropyLoss(nn.Linear(D, V)), flce.PipelineFusedLoss(nn.Linear(D, V))]
+        hidden, labels = batch("cpu")
+        losses[0](hidden, labels).backward()
+    assert [loss.actual_impl for loss in losses] == ["flce", "flce"]
+    assert not caplog.records
+
+
+def no_library() -> None:
+    raise flce.UnavailableError("libflce.so is not there")
+
+
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+
+
+@pytest.mark.parametrize(
+    ("arrange", "reason"),
+    [
+        (lambda monkeypatch: monkeypatch.setattr(loss_module._native, "library", no_library), "libflce.so is not there"),
+        (old_gpu, "Tesla T4 is older than sm_80"),
+    ],
+    ids=["no library", "old GPU"],
+)
+def test_auto_says_once_what_it_falls_back_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, arrange: Callable[[pytest.MonkeyPatch], None], reason: str
+) -> None:
     monkeypatch.setattr(loss_module, "_said", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arrange(monkeypatch)
     with caplog.at_level(logging.WARNING, "flce"):
         losses = [flce.LinearCrossEntropyLoss(nn.Linear(D, V)) for _ in range(2)]
     assert [loss.actual_impl for loss in losses] == ["pytorch", "pytorch"]
-    assert [record.message for record in caplog.records] == ["flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch': there is no CUDA device"]
+    assert [record.message for record in caplog.records] == [f"flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch': {reason}"]
+
+
+def test_auto_computes_what_flce_refuses_in_plain_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(loss_module, "_said", set())
+    head = nn.Linear(D, V, dtype=torch.float64)
+    hidden, labels = batch("cpu", torch.float64)
+    loss_fn = flce.LinearCrossEntropyLoss(head)
+    with caplog.at_level(logging.WARNING, "flce"):
+        losses = [loss_fn(hidden, labels) for _ in range(2)]
+    assert [record.message for record in caplog.records] == [
+        "flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch' for hidden states in torch.float64 on cpu"
+    ]
+    assert losses[0].item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=1e-6)
+    assert loss_fn.actual_impl == "flce"  # for the next hidden states
+    with pytest.raises(flce.DTypeError, match=r"hidden has dtype torch\.float64"):
+        flce.LinearCrossEntropyLoss(head, impl="flce")(hidden, labels)
 
 
 def test_auto_falls_back_at_the_first_call_and_an_explicit_choice_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -197,10 +245,7 @@ def test_auto_falls_back_at_the_first_call_and_an_explicit_choice_raises(monkeyp
 
 
 def test_an_explicit_impl_without_the_library_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise flce.UnavailableError("libflce.so is not there")
-
-    monkeypatch.setattr(loss_module._native, "library", missing)
+    monkeypatch.setattr(loss_module._native, "library", no_library)
     with pytest.raises(ImportError, match=r"libflce\.so is not there"):
         flce.LinearCrossEntropyLoss(nn.Linear(D, V), impl="flce")
 
