@@ -91,8 +91,9 @@ def check(problem: Any, actual: tuple[Tensor | None, ...], plain: tuple[Tensor, 
         plain = gradients_of(problem, loss_of(problem, retain_in_grad_weight=False))
     expected = gradients_of(problem, reference(problem.hidden, problem.weight, problem.target, **problem.options)["loss"])
     for name, got, bits, right in zip(("hidden", "weight"), actual, plain, expected, strict=True):
-        assert_close(got, right, torch.bfloat16, name)
         assert got is not None
+        # What a GPU retains is rounded once more than dz alone (docs/numerics.md, retained exponentials).
+        assert_close(got, right, torch.bfloat16, name, factor=2**0.5 if got.is_cuda else 1.0)
         if got.device.type == "cpu":
             assert torch.equal(got, bits), name
 

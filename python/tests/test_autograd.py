@@ -244,21 +244,32 @@ def test_an_extra_output_may_be_changed_in_place(device: str) -> None:
 
 
 def test_two_threads(device: str) -> None:
+    """Two options, each in two threads with hidden states of its own: the bits of each by itself."""
     problem = make_problem(device, num_tokens=64, vocab_size=700)
-    expected = [loss_of(problem, softcap=cap).item() for cap in (5.0, 9.0)]
+    cases = []
+    for cap, scale in ((5.0, 1.0), (5.0, 0.5), (9.0, 1.0), (9.0, 2.0)):
+        hidden = (problem.hidden.detach() * scale).requires_grad_()
+        loss = flce.linear_cross_entropy(hidden, problem.weight, problem.target, softcap=cap)
+        expected = (loss.detach(), *torch.autograd.grad(loss, (hidden, problem.weight)))
+        check_gradients(Problem(hidden, problem.weight, problem.target), *expected[1:], softcap=cap)
+        cases.append((cap, hidden.detach(), expected))
+    done: list[float] = []
     failures: list[str] = []
 
-    def work(cap: float, right: float) -> None:
+    def work(cap: float, given: Tensor, expected: tuple[Tensor, ...]) -> None:
         for _ in range(20):
-            hidden, weight = (t.detach().clone().requires_grad_() for t in (problem.hidden, problem.weight))
+            hidden, weight = (t.detach().clone().requires_grad_() for t in (given, problem.weight))
             loss = flce.linear_cross_entropy(hidden, weight, problem.target, softcap=cap)
             loss.backward()
-            if loss.item() != right or hidden.grad is None or not torch.isfinite(hidden.grad).all():
-                failures.append(f"softcap {cap}: {loss.item()} instead of {right}")
+            for name, actual, right in zip(("loss", "hidden", "weight"), (loss, hidden.grad, weight.grad), expected, strict=True):
+                if actual is None or not torch.equal(actual, right):
+                    failures.append(f"softcap {cap}: {name}")
+        done.append(cap)
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip((5.0, 9.0), expected, strict=True) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=case) for case in cases]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures
+    assert sorted(done) == [5.0, 5.0, 9.0, 9.0]

@@ -366,6 +366,7 @@ def test_threads(device: str, watched: Watched) -> None:
     plain = gradients_of(problem, loss_of(problem, retain_in_grad_weight=False))
     watched.take()
     failures: list[str] = []
+    finished: list[int] = []
 
     def work() -> None:
         for _ in range(10):
@@ -374,8 +375,10 @@ def test_threads(device: str, watched: Watched) -> None:
             for actual, expected in zip(torch.autograd.grad(loss, (hidden, weight)), plain, strict=True):
                 try:
                     assert_close(actual, expected, torch.bfloat16)
+                    assert device == "cuda" or torch.equal(actual, expected)
                 except AssertionError as error:
                     failures.append(str(error))
+        finished.append(threading.get_ident())
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -383,6 +386,7 @@ def test_threads(device: str, watched: Watched) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+    assert len(finished) == 4
     assert watched.alive() == 0
     assert not flce.get_kernel(64, 3000, torch.bfloat16, device=device).alive.losses
 
@@ -396,6 +400,7 @@ def test_backwards_of_one_loss_in_several_threads(device: str, watched: Watched)
         thread.start()
     for thread in threads:
         thread.join()
+    assert len(results) == 4
     assert sorted(watched.take()) == [LENT, NONE, NONE, NONE]
     for gradients in results:
         check(problem, gradients)
