@@ -56,6 +56,15 @@ def make_problem(
     return Problem(hidden, weight, target.to(device), options)
 
 
+def in_double(problem: Problem) -> Problem:
+    """The same numbers as fp64 leaves, whose reference gradients are not rounded to the problem's dtype."""
+
+    def leaf(value: Any) -> Any:
+        return value.detach().double().requires_grad_(value.requires_grad) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return Problem(leaf(problem.hidden), leaf(problem.weight), problem.target, {name: leaf(value) for name, value in problem.options.items()})
+
+
 def reference(
     hidden: Tensor,
     weight: Tensor,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Problem, assert_close, make_problem, reference, spy_on_backward
+from support import Problem, assert_close, in_double, make_problem, reference, spy_on_backward
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,8 +22,9 @@ def loss_of(problem: Problem, **options: Any) -> Any:
 
 
 def reference_gradients(problem: Problem, **options: Any) -> tuple[Tensor, ...]:
-    loss = reference(problem.hidden, problem.weight, problem.target, **(problem.options | options))["loss"]
-    return torch.autograd.grad(loss.sum(), (problem.hidden, problem.weight))
+    exact = in_double(problem)
+    loss = reference(exact.hidden, exact.weight, exact.target, **(exact.options | options))["loss"]
+    return torch.autograd.grad(loss.sum(), (exact.hidden, exact.weight))
 
 
 def check_gradients(problem: Problem, hidden: Tensor | None, weight: Tensor | None, dtype: torch.dtype = torch.float32, **options: Any) -> None:
@@ -160,8 +161,9 @@ def test_grad_weight_out_accumulates(device: str, wide: bool) -> None:
         flce.linear_cross_entropy(hidden, problem.weight, target, bias=bias, reduction="sum", grad_weight_out=buffer).backward()
     assert problem.weight.grad is None
     check_gradients(problem, problem.hidden.grad, buffer, torch.bfloat16, reduction="sum")
-    expected = reference(problem.hidden, problem.weight, problem.target, bias=bias, reduction="sum")["loss"]
-    assert_close(bias.grad, torch.autograd.grad(expected, bias)[0], torch.bfloat16, "bias")
+    exact = in_double(problem)
+    expected = reference(exact.hidden, exact.weight, exact.target, reduction="sum", **exact.options)["loss"]
+    assert_close(bias.grad, torch.autograd.grad(expected, exact.options["bias"])[0], torch.bfloat16, "bias")
 
 
 def test_grad_weight_out_is_left_alone_where_weight_is_not_asked_for(device: str) -> None:
@@ -220,7 +222,12 @@ def test_autocast_computes_in_its_dtype_and_returns_fp32_gradients(device: str, 
     assert loss.dtype == torch.float32
     assert problem.hidden.grad is not None
     assert problem.hidden.grad.dtype == torch.float32
-    check_gradients(problem, problem.hidden.grad, problem.weight.grad, dtype)
+    rounded = Problem(
+        *(tensor.detach().to(dtype).requires_grad_() for tensor in (problem.hidden, problem.weight)),
+        problem.target,
+        {"bias": problem.options["bias"].detach().to(dtype)},
+    )
+    check_gradients(rounded, problem.hidden.grad, problem.weight.grad, dtype)
     # The weight itself is saved, and no rounded copy of it beside.
     assert [t.data_ptr() for t in saved if t.shape == problem.weight.shape] == [problem.weight.data_ptr()]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Problem, assert_close, make_problem, reference
+from support import Problem, assert_close, in_double, make_problem, reference
 from torch import Tensor
 
 import flce
@@ -38,7 +38,8 @@ def check(problem: Problem, dtype: torch.dtype, **options: Any) -> None:
     """Forward and backward with an upstream gradient that differs from output to output and row to row."""
     options = problem.options | options
     actual = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **options)
-    expected = reference(problem.hidden, problem.weight, problem.target, **options)
+    exact = in_double(problem)
+    expected = reference(exact.hidden, exact.weight, exact.target, **(options | exact.options))
     outputs = ["loss"] + [name for name in ("lse", "logprobs", "entropy") if options.get(f"return_{name}")]
     actual = (actual,) if len(outputs) == 1 else actual
     assert len(actual) == len(outputs)
@@ -50,7 +51,7 @@ def check(problem: Problem, dtype: torch.dtype, **options: Any) -> None:
         upstream.append(torch.randn(value.shape, generator=generator).to(value.device))
     tensors = leaves(problem)
     gradients = torch.autograd.grad(actual, list(tensors.values()), upstream)
-    wanted = torch.autograd.grad([expected[name] for name in outputs], list(tensors.values()), [g.double() for g in upstream])
+    wanted = torch.autograd.grad([expected[name] for name in outputs], list(leaves(exact).values()), [g.double() for g in upstream])
     for (name, leaf), gradient, right in zip(tensors.items(), gradients, wanted, strict=True):
         assert gradient.dtype == leaf.dtype
         assert_close(gradient, right, dtype, f"gradient of {name}")
@@ -95,10 +96,10 @@ def test_fp32_weight_under_bf16_hidden_gets_fp32_gradient(device: str) -> None:
     weight = problem.weight.detach().float().requires_grad_()
     loss = flce.linear_cross_entropy(problem.hidden, weight, problem.target)
     gradients = torch.autograd.grad(loss, (problem.hidden, weight))
-    rounded = weight.detach().bfloat16().requires_grad_()
-    expected = reference(problem.hidden, rounded, problem.target)["loss"]
+    exact = in_double(Problem(problem.hidden, weight.detach().bfloat16().requires_grad_(), problem.target))
+    expected = reference(exact.hidden, exact.weight, exact.target)["loss"]
     assert_close(loss, expected, torch.bfloat16, "loss", output=True)
-    wanted = torch.autograd.grad(expected.float(), (problem.hidden, rounded))
+    wanted = torch.autograd.grad(expected, (exact.hidden, exact.weight))
     assert gradients[1].dtype == torch.float32
     assert_close(gradients[0], wanted[0], torch.bfloat16, "hidden")
     assert_close(gradients[1], wanted[1], torch.bfloat16, "weight")
