@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flce import _native, _retain, errors
 from flce._frame import Frame, Inputs, KernelKey, extra_outputs, is_hidden_major
@@ -36,19 +37,20 @@ class Kernel:
         self.device = key.device
         self._library = _native.library()
         self._handle = handle
-        # -1 has the bits of UINT64_MAX, "none". Filled before any stream can use it.
-        self.invalid_label = torch.full((1,), -1, dtype=torch.int64, device=key.device)
+        # Tensors that outlive this call are ordinary ones, also where the first call comes under inference mode or beside fake tensors.
+        with torch.inference_mode(False), _disable_current_modes():
+            # -1 has the bits of UINT64_MAX, "none". Filled before any stream can use it.
+            self.invalid_label = torch.full((1,), -1, dtype=torch.int64, device=key.device)
+            # What outputs and workspace are made after: quicker than naming dtype and device each time.
+            self.float_like = torch.empty((), dtype=torch.float32, device=key.device)
+            self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
+            self._byte = torch.empty((), dtype=torch.uint8, device=key.device)
         if key.device.type == "cuda":
             torch.cuda.current_stream(key.device).synchronize()
         self.extra_outputs = extra_outputs(key.options)
         self.forward_function, self.backward_function = self._library.flce_kernel_forward, self._library.flce_kernel_backward
         self._index = key.device.index if key.device.type == "cuda" else None
         self._allocates_raw = self._index is not None and _raw_alloc is not None
-        # What outputs and workspace are made after: quicker than naming dtype and device each time.
-        with torch.inference_mode(False):
-            self.float_like = torch.empty((), dtype=torch.float32, device=key.device)
-            self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
-            self._byte = torch.empty((), dtype=torch.uint8, device=key.device)
         self._local = threading.local()
         self.retains = _native.retained_bytes(handle, 1, _native.RETAINED_OWN) > 0
         with _lock:
@@ -242,11 +244,16 @@ class Kernel:
         self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
 
     def take_invalid_label(self) -> None:
-        """Waits for the device, raises LabelError if a label was out of range since the last time, and forgets it."""
+        """Waits for all streams of the device, raises LabelError if a label was out of range since the last time, and forgets it."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
         word = int(self.invalid_label.item()) & _native.NO_INVALID_LABEL
         if word == _native.NO_INVALID_LABEL:
             return
         self.invalid_label.fill_(-1)
+        if on_gpu:  # before a call on another stream can report the next one
+            torch.cuda.current_stream(self.device).synchronize()
         try:
             _native.check(self._library.flce_kernel_check_invalid_label(self._handle, word))
         except errors.ArgumentError as error:
