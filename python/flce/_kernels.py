@@ -51,7 +51,7 @@ class Kernel:
         self.forward_function, self.backward_function = self._library.flce_kernel_forward, self._library.flce_kernel_backward
         self._index = key.device.index if key.device.type == "cuda" else None
         self._allocates_raw = self._index is not None and _raw_alloc is not None
-        self._local = threading.local()
+        self.frames: list[Frame] = []  # that no call is using
         self.retains = _native.retained_bytes(handle, 1, _native.RETAINED_OWN) > 0
         with _lock:
             self.alive = _alive.setdefault((key.device, key.vocab_size, key.hidden_size), _retain.Alive())
@@ -114,12 +114,13 @@ class Kernel:
     def _text(self, which: int) -> str:
         return _native.text(self._library.flce_kernel_text, self._handle, which)
 
-    def _frame(self) -> Frame:
+    def _take_frame(self) -> Frame:
+        """A frame for one call, which appends it to `frames` when it ends well. After an exception, a KeyboardInterrupt at any line included, nobody
+        knows how far the frame was filled, so it is not used again."""
         try:
-            frame: Frame = self._local.frame
-        except AttributeError:
-            frame = self._local.frame = Frame(self)
-        return frame
+            return self.frames.pop()
+        except IndexError:
+            return Frame(self)
 
     def run(self, function: Any, args_address: int, size: int) -> None:
         """One call, with `size` bytes of workspace: freed when this returns, handed out again by the allocator only behind this stream's work."""
@@ -141,59 +142,47 @@ class Kernel:
         if status:
             _native.raise_status(status)
 
-    def forward(self, given: Inputs) -> tuple[Tensor, Tensor]:
-        """(values, saved): values is the loss ([] or [N] fp32), with the extra outputs ([N] each) behind it in one flat tensor if there are any;
-        saved is lse [N] fp32, followed by entropy [N] where that is among the outputs."""
-        frame = self._frame()
-        kept = frame.inputs(frame.forward, given)
-        if self.retains and given.retain:
-            return self._forward_retaining(frame, given, kept)
-        return self._forward(frame, given, kept)
-
-    def _forward_retaining(self, frame: Frame, given: Inputs, kept: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-        """The same, with what backward can use on `saved` (`_retain.of`)."""
-        if frame.sizes is None:
-            frame.sizes = self.sizes(frame.num_tokens)
-        retained, memory = _retain.prepare(self, given, frame.sizes)
-        if memory is None:
-            values, saved = self._forward(frame, given, kept)
-        else:
-            with frame.retaining(frame.forward, memory):
-                values, saved = self._forward(frame, given, kept)
-        if retained is not None:
-            _retain.attach(retained, saved)
-        return values, saved
-
-    def _forward(self, frame: Frame, given: Inputs, kept: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+    def new_values(self, given: Inputs, token_shape: torch.Size) -> Tensor:
+        """Memory for what forward writes, fp32: the loss, token_shape or []; with extra outputs one flat tensor, see `outputs_of`."""
         if self.extra_outputs:
-            return self._forward_with_extra_outputs(frame, given, kept)
-        saved = self.new_floats(frame.num_tokens)
-        values = torch.empty_like(saved if given.reduction == _native.REDUCTION_NONE else self.float_like)
-        frame.lse.data = saved.data_ptr()
-        frame.loss.data = values.data_ptr()
-        self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
-        return values, saved
+            num_tokens = given.target.shape[0]
+            return self.new_floats(len(self.extra_outputs) * num_tokens + (num_tokens if given.reduction == _native.REDUCTION_NONE else 1))
+        return self.new_floats(token_shape) if given.reduction == _native.REDUCTION_NONE else torch.empty_like(self.float_like)
 
-    def _forward_with_extra_outputs(self, frame: Frame, given: Inputs, kept: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+    def outputs_of(self, values: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
+        """The loss and the extra outputs in contiguous `values` (or their gradients in the gradient of values)."""
+        return split_values(values, num_tokens, len(self.extra_outputs)) if self.extra_outputs else (values,)
+
+    def forward(self, given: Inputs, values: Tensor) -> Tensor:
+        """Writes `values` (`new_values`). Returns what backward needs, `saved`: lse [N] fp32, followed by entropy [N] where that is an output, with
+        what else backward can use on it (`_retain.of`)."""
+        frame = self._take_frame()
+        kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the call is made
         num_tokens, names = frame.num_tokens, self.extra_outputs
-        with_entropy = "entropy" in names
-        saved = self.new_floats(2 * num_tokens if with_entropy else num_tokens)
-        first = num_tokens if given.reduction == _native.REDUCTION_NONE else 1
-        values = self.new_floats(first + len(names) * num_tokens)
-        parts = dict(zip(names, values[first:].view(len(names), num_tokens), strict=True))
+        retained = memory = None
+        if self.retains and given.retain:
+            if frame.sizes is None:
+                frame.sizes = self.sizes(num_tokens)
+            retained, memory = _retain.prepare(self, given, frame.sizes)
+        frame.retain(frame.forward, memory)
+        saved = self.new_floats(2 * num_tokens if "entropy" in names else num_tokens)
         frame.lse.data = saved.data_ptr()
         frame.loss.data = values.data_ptr()
-        if "logprob" in parts:
-            frame.logprob.data = parts["logprob"].data_ptr()
-        if with_entropy:
+        outputs = dict(zip(names, self.outputs_of(values, num_tokens)[1:], strict=True)) if names else {}
+        if "logprob" in outputs:
+            frame.logprob.data = outputs["logprob"].data_ptr()
+        if "entropy" in outputs:
             frame.entropy.data = saved.data_ptr() + _FP32_BYTES * num_tokens
         self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
         # Copies, so that the caller may change what it got in place.
-        if "lse" in parts:
-            parts["lse"].copy_(saved[:num_tokens])
-        if with_entropy:
-            parts["entropy"].copy_(saved[num_tokens:])
-        return values, saved
+        if "lse" in outputs:
+            outputs["lse"].copy_(saved[:num_tokens])
+        if "entropy" in outputs:
+            outputs["entropy"].copy_(saved[num_tokens:])
+        self.frames.append(frame)
+        if retained is not None:
+            _retain.attach(retained, saved)
+        return saved
 
     def backward(
         self,
@@ -205,23 +194,22 @@ class Kernel:
         grad_bias: Tensor | None,
         retained: Tensor | None = None,
     ) -> None:
-        """Writes (or, in an accumulating kernel, adds for weight and bias) the gradients that are not None. grad_values is like forward's values.
-        `retained`: the memory that forward filled; where it is grad_weight, that is all it is afterwards."""
-        frame = self._frame()
+        """Writes (or, in an accumulating kernel, adds for weight and bias) the gradients that are not None. grad_values is like forward's values,
+        contiguous. `retained`: the memory that forward filled; where it is grad_weight, that is all it is afterwards."""
+        frame = self._take_frame()
         args, address = frame.backward, frame.address
         kept = frame.inputs(args, given)  # noqa: F841  # alive until the call is made
+        frame.retain(args, retained)
         frame.lse.data = saved.data_ptr()
+        if "entropy" in self.extra_outputs:
+            frame.entropy.data = saved.data_ptr() + _FP32_BYTES * frame.num_tokens
         try:
             frame.loss.data = grad_values.data_ptr()
         except RuntimeError:
             refuse_batched(grad_values)
         if self.extra_outputs:
-            num_tokens = frame.num_tokens
-            if "entropy" in self.extra_outputs:
-                frame.entropy.data = saved.data_ptr() + _FP32_BYTES * num_tokens
-            first = num_tokens if given.reduction == _native.REDUCTION_NONE else 1
-            for i, extra in enumerate(self.extra_outputs):
-                getattr(frame, f"grad_{extra}").data = grad_values.data_ptr() + _FP32_BYTES * (first + i * num_tokens)
+            for name, gradient in zip(self.extra_outputs, self.outputs_of(grad_values, frame.num_tokens)[1:], strict=True):
+                getattr(frame, f"grad_{name}").data = gradient.data_ptr()
         if grad_hidden is None:
             args.grad_hidden = None
         else:
@@ -237,11 +225,8 @@ class Kernel:
         else:
             frame.grad_bias.data = grad_bias.data_ptr()
             args.grad_bias = address["grad_bias"]
-        if retained is not None:
-            with frame.retaining(args, retained):
-                self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
-            return
         self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
+        self.frames.append(frame)
 
     def take_invalid_label(self) -> None:
         """Waits for all streams of the device, raises LabelError if a label was out of range since the last time, and forgets it."""
@@ -354,6 +339,12 @@ def statistics() -> dict[str, Any]:
 def all_kernels() -> list[Kernel]:
     with _lock:
         return list(_kernels.values())
+
+
+def split_values(values: Tensor, num_tokens: int, num_extra: int) -> tuple[Tensor, ...]:
+    """Views of flat `values`: the loss ([N], or [1] where it is one number), and behind it num_extra extra outputs [N]."""
+    first = values.shape[0] - num_extra * num_tokens
+    return values[:first], *values[first:].view(num_extra, num_tokens).unbind(0)
 
 
 def refuse_batched(gradient: Tensor) -> NoReturn:
