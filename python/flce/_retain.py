@@ -1,13 +1,14 @@
 """What forward leaves to backward so that it need not compute the logits again: where it lies, who has it, and how long.
 
 It rides on the tensor that autograd saves anyway, the statistics of forward (lse), as an attribute. So it lives as long as that tensor, whoever holds
-it: an eager node, a compiled graph, a checkpoint's second forward. Whoever puts another tensor in its place (a hook that offloads or drops what is
-saved) leaves it behind, and backward computes the logits again: what it does not find is never wrong.
+it: an eager node, a compiled graph, a checkpoint's second forward. A hook that puts another tensor in its place (one that offloads or drops what is
+saved, or writes it to a file) leaves it behind, and backward computes the logits again: what it does not find is never wrong.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -150,6 +151,10 @@ class Retained:
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the tensor has none of it."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nor has what pickle or torch.save write of the tensor: an empty dictionary is there, which torch.load(weights_only=True) reads too."""
+        return OrderedDict, ()
+
 
 def _addresses(given: Inputs) -> tuple[int, int, int]:
     return given.hidden.data_ptr(), given.weight.data_ptr(), given.target.data_ptr()
@@ -183,7 +188,8 @@ def attach(retained: Retained, saved: Tensor) -> None:
 
 
 def of(saved: Tensor) -> Retained | None:
-    return getattr(saved, _ATTRIBUTE, None)
+    retained = getattr(saved, _ATTRIBUTE, None)
+    return retained if isinstance(retained, Retained) else None
 
 
 def has_filled(saved: Tensor) -> bool:

@@ -114,7 +114,8 @@ def cache_statistics() -> dict[str, Any]:
 
 
 def check_labels() -> None:
-    """Waits for the devices and raises LabelError if any call since the last check met a label that is neither ignore_index nor in the vocabulary.
+    """Waits for all work on all streams of the devices that flce has used, and raises LabelError if any call since the last check met a label that is
+    neither ignore_index nor in the vocabulary. Not while a CUDA graph is being captured: nothing can be waited for then.
 
     Such rows were computed as ignored ones. `LabelError.row` is the smallest row of the flattened (and, with shift, shifted) target that had one."""
     for kernel in _kernels.all_kernels():

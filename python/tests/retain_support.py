@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -46,7 +45,7 @@ def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     for kernel in _kernels.all_kernels():
         kernel.alive.several = False
         kernel.alive.losses.clear()
-        kernel._local = threading.local()  # frames remember sizes
+        kernel.frames.clear()  # they remember sizes
     backward, keep = flce.Kernel.backward, _retain.Retained.keep
 
     def watch_backward(self: Any, *args: Any) -> None:
@@ -63,7 +62,7 @@ def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     yield seen
     monkeypatch.undo()
     for kernel in _kernels.all_kernels():
-        kernel._local = threading.local()
+        kernel.frames.clear()
 
 
 def make(device: str, num_tokens: int = 40, **options: Any) -> Any:

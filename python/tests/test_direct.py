@@ -166,6 +166,12 @@ def test_negated_views(device: str) -> None:
     bias = torch.randn(101, device=device)
     with_bias = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, bias=bias)
     assert torch.equal(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, bias=torch._neg_view(-bias)), with_bias)
+    for _ in range(3):
+        target, count = torch._neg_view(-problem.target), torch._neg_view(torch.tensor(-28.0, device=device))
+        assert torch.equal(flce.linear_cross_entropy(problem.hidden, problem.weight, target), made)
+        with_count = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, num_valid_tokens=count)
+        assert torch.equal(with_count, flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, num_valid_tokens=28.0))
+        assert with_count > 0
     upstream = torch._neg_view(torch.tensor(-1.0, device=device))
     for actual, wanted in zip(torch.autograd.grad(made, (problem.hidden, problem.weight), upstream), expected, strict=True):
         assert torch.equal(actual, wanted)

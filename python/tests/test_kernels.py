@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support import make_problem
+from support import assert_close, make_problem, reference
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
 from flce import _kernels, _memory
@@ -43,6 +46,8 @@ def test_explain_says_what_is_retained(device: str) -> None:
         assert (expected in text) == kernel.retains
     assert "retained" not in flce.explain(64, 3000, torch.bfloat16, device=device, num_tokens=8)
 
+
+_sizes = itertools.count(211)
 
 CALLS: list[tuple[dict[str, Any], dict[str, Any], torch.dtype]] = [
     ({}, {}, torch.float32),
@@ -127,6 +132,58 @@ def test_flags_that_are_no_flags(name: str) -> None:
 def test_a_number_of_tokens_that_is_none(num_tokens: Any) -> None:
     with pytest.raises(flce.ArgumentError, match=f"num_tokens is {num_tokens!r}; it must be an integer"):
         flce.get_kernel(64, 10, torch.float32, device="cpu", workspace_limit_bytes=1 << 30, num_tokens=num_tokens)
+def no_mode() -> Any:
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("mode", [no_mode, torch.no_grad, torch.inference_mode, FakeTensorMode], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("calls", ["first", "direct"])
+def test_a_kernel_first_made_under_a_mode_is_like_any_other(device: str, mode: Any, calls: str) -> None:
+    flce.check_labels()
+    vocab_size = next(_sizes)  # of a kernel that nobody has made
+    problem = make_problem(device, vocab_size=vocab_size, ignored=0.0)
+    known = len(_kernels.all_kernels())
+    with mode():
+        flce.get_kernel(24, vocab_size, torch.float32, device=device)
+        assert len(_kernels.all_kernels()) == known + 1
+    wrong = problem.target.clone()
+    wrong[7] = vocab_size
+    for inside in (mode if mode is not FakeTensorMode else no_mode, no_mode):
+        with inside():
+            for _ in range(3 if calls == "direct" else 1):
+                flce.linear_cross_entropy(problem.hidden, problem.weight, wrong)
+        with pytest.raises(flce.LabelError, match=r"target\[7\]"):  # outside, and once
+            flce.check_labels()
+        flce.check_labels()
+    with torch.inference_mode():
+        flce.linear_cross_entropy(problem.hidden, problem.weight, wrong)
+        with pytest.raises(flce.LabelError):
+            flce.check_labels()
+    for _ in range(3):
+        gradients = torch.autograd.grad(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target), (problem.hidden, problem.weight))
+    expected = torch.autograd.grad(reference(problem.hidden, problem.weight, problem.target)["loss"], (problem.hidden, problem.weight))
+    for actual, right in zip(gradients, expected, strict=True):
+        assert_close(actual, right, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_check_labels_waits_for_every_stream(device: str) -> None:
+    problem = make_problem(device, ignored=0.0)
+    wrong = problem.target.clone()
+    wrong[7] = 101
+    flce.linear_cross_entropy(problem.hidden, problem.weight, wrong)
+    with pytest.raises(flce.LabelError):
+        flce.check_labels()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # cycles: the call behind it has not run when check_labels begins
+            flce.linear_cross_entropy(problem.hidden, problem.weight, wrong if stream is streams[1] else problem.target)
+    with pytest.raises(flce.LabelError, match=r"target\[7\]"):
+        flce.check_labels()
+    flce.check_labels()
 
 
 def test_bad_layers() -> None:
