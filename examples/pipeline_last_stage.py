@@ -179,7 +179,7 @@ def stage_main(rank: int, store: str, fused: bool, config: Config, results: Any)
 
     loss_fn: Any = None
     if rank == 1:
-        # flce by name: "auto" takes it only where there is a GPU.
+        # flce by name: "auto" would go on with plain torch where libflce is missing, and this is about flce.
         loss_fn = flce.PipelineFusedLoss(module.head, impl="flce", workspace_limit_bytes=4 * MIB) if fused else MaterialisedLoss(module.head)
     stage = PipelineStage(module, rank, 2, device)
     schedule = Schedule1F1B(stage, config.microbatches, loss_fn=loss_fn or (lambda *_: None), **UNSCALED)

@@ -56,7 +56,9 @@ class DirectCall:
         "requires_grad",
         "rest",
         "retain",
+        "saved_shape",
         "target_dtype",
+        "target_shape",
         "value_form",
         "weight_shape",
         "weight_stride",
@@ -70,6 +72,7 @@ class DirectCall:
         self.hidden_shape, self.weight_shape, self.weight_stride = hidden.shape, weight.shape, weight.stride()
         self.rest = rest  # the fields of Inputs that are no tensors
         self.num_tokens = target.numel()
+        self.target_shape, self.saved_shape = target.shape, torch.Size([self.num_tokens])
         # Where logits may be retained, host time is small beside the kernels': such calls go the general way from here.
         sizes, retain = kernel.sizes(self.num_tokens), _retain.wanted(rest[4], weight=weight.requires_grad)
         self.retain = retain if self.requires_grad and sizes.most and (rest[3] or sizes.may_lend(retain)) else 0
@@ -119,8 +122,12 @@ class DirectCall:
             and hidden.shape == self.hidden_shape
             and weight.shape == self.weight_shape
             and weight.stride() == self.weight_stride
+            and target.shape == self.target_shape
+            and saved.shape == self.saved_shape
             and hidden.is_contiguous()
+            and target.is_contiguous()
             and hidden.dtype is weight.dtype is self.dtype
+            and target.dtype is self.target_dtype
             and grad_values.is_contiguous()
             and not grad_values.is_neg()
         )
@@ -169,8 +176,8 @@ class DirectCall:
 
     def forward_retaining(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, None]:
         """The same for a loss whose gradients will be asked for, by the general way."""
-        values, saved = self.kernel.forward(self.inputs(hidden, weight, target)._replace(retain=self.retain))
-        return values.view(target.shape) if values.dim() else values, saved, None
+        values = self.make_value(self.value_form)
+        return values, self.kernel.forward(self.inputs(hidden, weight, target)._replace(retain=self.retain), values), None
 
     def backward(
         self, addresses: Addresses, grad_values: Tensor, hidden: Tensor, weight: Tensor, wanted: int
@@ -205,7 +212,7 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, call: DirectCall) -> Tensor:
         values, saved, addresses = call.forward_retaining(hidden, weight, target) if call.retain else call.forward(hidden, weight, target)
-        ctx.call = call, addresses
+        ctx.call = call, addresses, addresses is None and _retain.has_filled(saved)
         ctx.save_for_backward(saved, hidden, weight, target)
         return values
 
@@ -214,7 +221,7 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
         grad_values = grad_outputs[0]
         saved, hidden, weight, target = ctx.saved_tensors
         call: DirectCall
-        call, addresses = ctx.call
+        call, addresses, _ = ctx.call
         if addresses is None or not call.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
             return _backward_of_any_form(ctx, grad_values, saved, hidden, weight, target)
         wants = _op.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad
@@ -231,14 +238,11 @@ _apply: Callable[..., Tensor] = super(torch.autograd.Function, LinearCrossEntrop
 
 def _backward_of_any_form(ctx: Any, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
     """For gradients that are to be differentiated, and for tensors in another form."""
-    call: DirectCall = ctx.call[0]
+    call: DirectCall
+    call, _, filled = ctx.call
     given = call.inputs(hidden, weight, target)
-    kernel = call.kernel
-    if hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:
-        kernel = _kernels.find_for(given)
     wanted = _op.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:3]
-    upstream = grad_values.reshape(-1) if grad_values.dim() else grad_values
-    grad_hidden, grad_weight, _ = _op.run_backward(kernel, given, saved, upstream, wanted)
+    grad_hidden, grad_weight, _ = _op.run_backward(call.kernel, given, saved, grad_values, wanted, filled=filled)
     if grad_hidden is not None:
         grad_hidden = grad_hidden.view(hidden.shape)
     if torch.is_grad_enabled():

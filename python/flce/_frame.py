@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -88,7 +86,9 @@ class KernelKey(NamedTuple):
 
 
 class Frame:
-    """The ABI's argument structs of one kernel, kept between calls of one thread: most of their fields never change."""
+    """The ABI's argument structs of one kernel, for one call at a time and kept between calls: most of their fields never change.
+
+    What a frame remembers of the last call is emptied before the structs are changed and set after."""
 
     PER_TOKEN = ("target", "loss", "lse", "logprob", "entropy", "grad_lse", "grad_logprob", "grad_entropy")
     VIEWS = ("hidden", "weight", "bias", "class_weight", "num_valid", "invalid_label", "grad_hidden", "grad_weight", "grad_bias", *PER_TOKEN)
@@ -113,7 +113,7 @@ class Frame:
         key = kernel.key
         self.kernel = kernel
         self.dtype, self.weight_dtype, self.hidden_major = key.dtype, key.weight_dtype, key.hidden_major
-        self.target_dtype = torch.int64
+        self.target_dtype: torch.dtype | None = torch.int64
         self.rule: tuple[int, int] | None = None  # ignore_index and reduction, as the structs have them
         self._make_views(key)
         self.invalid_label.data = kernel.invalid_label.data_ptr()
@@ -167,6 +167,7 @@ class Frame:
             self.address[name] = ctypes.addressof(view)
 
     def resize(self, num_tokens: int) -> None:
+        self.num_tokens = -1
         self.sizes: _retain.Sizes | None = None
         least = self.kernel.workspace_bytes(num_tokens, backward=False)
         self.backward_bytes = self.kernel.workspace_bytes(num_tokens, backward=True)
@@ -178,24 +179,22 @@ class Frame:
             getattr(self, name).rows = num_tokens
         self.num_tokens = num_tokens
 
-    @contextmanager
-    def retaining(self, args: Any, memory: Tensor) -> Iterator[None]:
-        """For one call."""
-        args.retained, args.retained_bytes = memory.data_ptr(), memory.nbytes
-        try:
-            yield
-        finally:
-            args.retained, args.retained_bytes = None, 0
+    @staticmethod
+    def retain(args: Any, memory: Tensor | None) -> None:
+        """What the next call leaves in, or takes from, memory that forward and backward share."""
+        args.retained, args.retained_bytes = (None, 0) if memory is None else (memory.data_ptr(), memory.nbytes)
 
     def set_rule(self, ignore_index: int, reduction: int) -> None:
-        self.rule = (ignore_index, reduction)
+        self.rule = None
         for args in (self.forward, self.backward):
             args.ignore_index, args.reduction = ignore_index, reduction
         self.loss.ndim = 1 if reduction == _native.REDUCTION_NONE else 0
+        self.rule = (ignore_index, reduction)
 
     def set_target_dtype(self, dtype: torch.dtype) -> None:
-        self.target_dtype = dtype
+        self.target_dtype = None
         self.target.dtype = DTYPE_CODES[dtype]
+        self.target_dtype = dtype
 
     def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
         """What forward and backward have in common, contiguous and in the kernel's dtypes. The result has to live until the call is made."""

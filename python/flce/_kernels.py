@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from flce import _native, _retain, errors
+from flce import _memory, _native, _retain, errors
 from flce._frame import Frame, Inputs, KernelKey, extra_outputs, is_hidden_major
 
 _FP32_BYTES = 4
@@ -36,21 +37,22 @@ class Kernel:
         self.device = key.device
         self._library = _native.library()
         self._handle = handle
-        # -1 has the bits of UINT64_MAX, "none". Filled before any stream can use it.
-        self.invalid_label = torch.full((1,), -1, dtype=torch.int64, device=key.device)
-        if key.device.type == "cuda":
-            torch.cuda.current_stream(key.device).synchronize()
+        # Tensors that outlive this call are ordinary ones, also where the first call comes under inference mode or beside fake tensors.
+        with torch.inference_mode(False), _disable_current_modes():
+            # -1 has the bits of UINT64_MAX, "none".
+            self.invalid_label = _memory.make_once(key.device, lambda: torch.full((1,), -1, dtype=torch.int64, device=key.device))
+            # What outputs and workspace are made after: quicker than naming dtype and device each time.
+            self.float_like = self.invalid_label.detach().view(torch.float32)[0]
+            self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
+            self._byte = self.invalid_label.detach().view(torch.uint8)[0]
         self.extra_outputs = extra_outputs(key.options)
         self.forward_function, self.backward_function = self._library.flce_kernel_forward, self._library.flce_kernel_backward
         self._index = key.device.index if key.device.type == "cuda" else None
         self._allocates_raw = self._index is not None and _raw_alloc is not None
-        # What outputs and workspace are made after: quicker than naming dtype and device each time.
-        with torch.inference_mode(False):
-            self.float_like = torch.empty((), dtype=torch.float32, device=key.device)
-            self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
-            self._byte = torch.empty((), dtype=torch.uint8, device=key.device)
-        self._local = threading.local()
+        self.frames: list[Frame] = []  # that no call is using
         self.retains = _native.retained_bytes(handle, 1, _native.RETAINED_OWN) > 0
+        # A GPU's forward that retains adds up the exponentials that it retains, relative to another number than a row's largest logit.
+        self.retaining_changes_saved = self.retains and key.device.type == "cuda"
         with _lock:
             self.alive = _alive.setdefault((key.device, key.vocab_size, key.hidden_size), _retain.Alive())
 
@@ -112,12 +114,13 @@ class Kernel:
     def _text(self, which: int) -> str:
         return _native.text(self._library.flce_kernel_text, self._handle, which)
 
-    def _frame(self) -> Frame:
+    def _take_frame(self) -> Frame:
+        """A frame for one call, which appends it to `frames` when it ends well. After an exception, a KeyboardInterrupt at any line included, nobody
+        knows how far the frame was filled, so it is not used again."""
         try:
-            frame: Frame = self._local.frame
-        except AttributeError:
-            frame = self._local.frame = Frame(self)
-        return frame
+            return self.frames.pop()
+        except IndexError:
+            return Frame(self)
 
     def run(self, function: Any, args_address: int, size: int) -> None:
         """One call, with `size` bytes of workspace: freed when this returns, handed out again by the allocator only behind this stream's work."""
@@ -139,59 +142,51 @@ class Kernel:
         if status:
             _native.raise_status(status)
 
-    def forward(self, given: Inputs) -> tuple[Tensor, Tensor]:
-        """(values, saved): values is the loss ([] or [N] fp32), with the extra outputs ([N] each) behind it in one flat tensor if there are any;
-        saved is lse [N] fp32, followed by entropy [N] where that is among the outputs."""
-        frame = self._frame()
-        kept = frame.inputs(frame.forward, given)
-        if self.retains and given.retain:
-            return self._forward_retaining(frame, given, kept)
-        return self._forward(frame, given, kept)
-
-    def _forward_retaining(self, frame: Frame, given: Inputs, kept: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-        """The same, with what backward can use on `saved` (`_retain.of`)."""
-        if frame.sizes is None:
-            frame.sizes = self.sizes(frame.num_tokens)
-        retained, memory = _retain.prepare(self, given, frame.sizes)
-        if memory is None:
-            values, saved = self._forward(frame, given, kept)
-        else:
-            with frame.retaining(frame.forward, memory):
-                values, saved = self._forward(frame, given, kept)
-        if retained is not None:
-            _retain.attach(retained, saved)
-        return values, saved
-
-    def _forward(self, frame: Frame, given: Inputs, kept: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+    def new_values(self, given: Inputs, token_shape: torch.Size) -> Tensor:
+        """Memory for what forward writes, fp32: the loss, token_shape or []; with extra outputs one flat tensor, see `outputs_of`."""
         if self.extra_outputs:
-            return self._forward_with_extra_outputs(frame, given, kept)
-        saved = self.new_floats(frame.num_tokens)
-        values = torch.empty_like(saved if given.reduction == _native.REDUCTION_NONE else self.float_like)
-        frame.lse.data = saved.data_ptr()
-        frame.loss.data = values.data_ptr()
-        self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
-        return values, saved
+            num_tokens = given.target.shape[0]
+            return self.new_floats(len(self.extra_outputs) * num_tokens + (num_tokens if given.reduction == _native.REDUCTION_NONE else 1))
+        return self.new_floats(token_shape) if given.reduction == _native.REDUCTION_NONE else torch.empty_like(self.float_like)
 
-    def _forward_with_extra_outputs(self, frame: Frame, given: Inputs, kept: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+    def outputs_of(self, values: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
+        """The loss and the extra outputs in contiguous `values` (or their gradients in the gradient of values)."""
+        return split_values(values, num_tokens, len(self.extra_outputs)) if self.extra_outputs else (values,)
+
+    def forward(self, given: Inputs, values: Tensor) -> Tensor:
+        """Writes `values` (`new_values`). Returns what backward needs, `saved`: lse [N] fp32, followed by entropy [N] where that is an output, with
+        what else backward can use on it (`_retain.of`)."""
+        frame = self._take_frame()
+        kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the call is made
         num_tokens, names = frame.num_tokens, self.extra_outputs
-        with_entropy = "entropy" in names
-        saved = self.new_floats(2 * num_tokens if with_entropy else num_tokens)
-        first = num_tokens if given.reduction == _native.REDUCTION_NONE else 1
-        values = self.new_floats(first + len(names) * num_tokens)
-        parts = dict(zip(names, values[first:].view(len(names), num_tokens), strict=True))
+        retained = memory = None
+        if self.retains and given.retain:
+            if frame.sizes is None:
+                frame.sizes = self.sizes(num_tokens)
+            retained, memory = _retain.prepare(self, given, frame.sizes)
+        frame.retain(frame.forward, memory)
+        saved = self.new_floats(2 * num_tokens if "entropy" in names else num_tokens)
         frame.lse.data = saved.data_ptr()
         frame.loss.data = values.data_ptr()
-        if "logprob" in parts:
-            frame.logprob.data = parts["logprob"].data_ptr()
-        if with_entropy:
+        outputs = dict(zip(names, self.outputs_of(values, num_tokens)[1:], strict=True)) if names else {}
+        if "logprob" in outputs:
+            frame.logprob.data = outputs["logprob"].data_ptr()
+        if "entropy" in outputs:
             frame.entropy.data = saved.data_ptr() + _FP32_BYTES * num_tokens
         self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
         # Copies, so that the caller may change what it got in place.
-        if "lse" in parts:
-            parts["lse"].copy_(saved[:num_tokens])
-        if with_entropy:
-            parts["entropy"].copy_(saved[num_tokens:])
-        return values, saved
+        if "lse" in outputs:
+            outputs["lse"].copy_(saved[:num_tokens])
+        if "entropy" in outputs:
+            outputs["entropy"].copy_(saved[num_tokens:])
+        self.frames.append(frame)
+        if retained is not None:
+            _retain.attach(retained, saved)
+        return saved
+
+    def saved_anew(self, given: Inputs) -> Tensor:
+        """`saved` as a forward that retains nothing makes it: with it, backward has the bits of a call that retained nothing."""
+        return self.forward(given._replace(retain=_retain.NEVER), self.new_values(given, given.target.shape))
 
     def backward(
         self,
@@ -203,23 +198,22 @@ class Kernel:
         grad_bias: Tensor | None,
         retained: Tensor | None = None,
     ) -> None:
-        """Writes (or, in an accumulating kernel, adds for weight and bias) the gradients that are not None. grad_values is like forward's values.
-        `retained`: the memory that forward filled; where it is grad_weight, that is all it is afterwards."""
-        frame = self._frame()
+        """Writes (or, in an accumulating kernel, adds for weight and bias) the gradients that are not None. grad_values is like forward's values,
+        contiguous. `retained`: the memory that forward filled; where it is grad_weight, that is all it is afterwards."""
+        frame = self._take_frame()
         args, address = frame.backward, frame.address
         kept = frame.inputs(args, given)  # noqa: F841  # alive until the call is made
+        frame.retain(args, retained)
         frame.lse.data = saved.data_ptr()
+        if "entropy" in self.extra_outputs:
+            frame.entropy.data = saved.data_ptr() + _FP32_BYTES * frame.num_tokens
         try:
             frame.loss.data = grad_values.data_ptr()
         except RuntimeError:
             refuse_batched(grad_values)
         if self.extra_outputs:
-            num_tokens = frame.num_tokens
-            if "entropy" in self.extra_outputs:
-                frame.entropy.data = saved.data_ptr() + _FP32_BYTES * num_tokens
-            first = num_tokens if given.reduction == _native.REDUCTION_NONE else 1
-            for i, extra in enumerate(self.extra_outputs):
-                getattr(frame, f"grad_{extra}").data = grad_values.data_ptr() + _FP32_BYTES * (first + i * num_tokens)
+            for name, gradient in zip(self.extra_outputs, self.outputs_of(grad_values, frame.num_tokens)[1:], strict=True):
+                getattr(frame, f"grad_{name}").data = gradient.data_ptr()
         if grad_hidden is None:
             args.grad_hidden = None
         else:
@@ -235,18 +229,20 @@ class Kernel:
         else:
             frame.grad_bias.data = grad_bias.data_ptr()
             args.grad_bias = address["grad_bias"]
-        if retained is not None:
-            with frame.retaining(args, retained):
-                self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
-            return
         self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
+        self.frames.append(frame)
 
     def take_invalid_label(self) -> None:
-        """Waits for the device, raises LabelError if a label was out of range since the last time, and forgets it."""
+        """Waits for all streams of the device, raises LabelError if a label was out of range since the last time, and forgets it."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
         word = int(self.invalid_label.item()) & _native.NO_INVALID_LABEL
         if word == _native.NO_INVALID_LABEL:
             return
         self.invalid_label.fill_(-1)
+        if on_gpu:  # before a call on another stream can report the next one
+            torch.cuda.current_stream(self.device).synchronize()
         try:
             _native.check(self._library.flce_kernel_check_invalid_label(self._handle, word))
         except errors.ArgumentError as error:
@@ -277,9 +273,16 @@ def set_strict(strict: bool | None) -> None:
     """Whether from now on a kernel that no cache has is a CacheMissError, in every thread of this process; None, as it begins: as FLCE_STRICT says.
 
     For a trainer that cannot set its ranks' environment: once `warmup` has what the run needs, `set_strict(True)` makes sure that no step
-    compiles. What this process already has is found in any case, and `get_kernel` and `warmup` go by their own `strict` where it is given."""
+    compiles. What this process already has is found in any case, and `get_kernel` and `warmup` go by their own `strict` where it is given. Raises
+    ArgumentError for anything but True, False and None."""
     global _strict
-    _strict = strict
+    _strict = checked_strict(strict)
+
+
+def checked_strict(strict: Any) -> bool | None:
+    if strict is not None and not isinstance(strict, bool):
+        raise errors.ArgumentError(f"strict is {strict!r}; allowed are True, False and None (as FLCE_STRICT says)")
+    return strict
 
 
 def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
@@ -348,6 +351,12 @@ def statistics() -> dict[str, Any]:
 def all_kernels() -> list[Kernel]:
     with _lock:
         return list(_kernels.values())
+
+
+def split_values(values: Tensor, num_tokens: int, num_extra: int) -> tuple[Tensor, ...]:
+    """Views of flat `values`: the loss ([N], or [1] where it is one number), and behind it num_extra extra outputs [N]."""
+    first = values.shape[0] - num_extra * num_tokens
+    return values[:first], *values[first:].view(num_extra, num_tokens).unbind(0)
 
 
 def refuse_batched(gradient: Tensor) -> NoReturn:

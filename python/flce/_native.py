@@ -191,20 +191,20 @@ def _load() -> ctypes.CDLL:
     paths = _candidates()
     path = next((candidate for candidate in paths if candidate.exists()), None)
     if path is None:
-        raise errors.UnavailableError(
-            f"libflce.so is not at {' or '.join(map(str, paths))}: install flce with pip, or set FLCE_LIBRARY to a built libflce.so"
-        )
+        places = " or ".join(_shown(bytes(candidate)) for candidate in paths)
+        raise errors.UnavailableError(f"libflce.so is not at {places}: install flce with pip, or set FLCE_LIBRARY to a built libflce.so")
+    name = _shown(bytes(path))
     try:
         # The CUDA driver reports errors that torch should not see differently for it: symbols stay local (RTLD_LOCAL is the default).
         lib = ctypes.CDLL(str(path))
     except OSError as error:
-        raise errors.UnavailableError(f"{path} cannot be loaded: {error}") from error
+        raise errors.UnavailableError(f"{name} cannot be loaded: {_shown(os.fsencode(str(error)))}") from error
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
     if lib.flce_abi_version() < ABI_VERSION:
-        raise errors.UnavailableError(f"{path} has ABI version {lib.flce_abi_version()}; this package needs {ABI_VERSION} or newer")
+        raise errors.UnavailableError(f"{name} has ABI version {lib.flce_abi_version()}; this package needs {ABI_VERSION} or newer")
     return lib
 
 
@@ -225,13 +225,18 @@ def library() -> ctypes.CDLL:
         return _library
 
 
+def _shown(raw: bytes) -> str:
+    """Text of the library's. It may name paths, which are bytes; those that are no UTF-8 are shown as \\xff, so that whoever prints it can."""
+    return raw.decode(errors="backslashreplace")
+
+
 def raise_status(status: int) -> None:
     """Raises what the last call on this thread failed with."""
     lib = library()
-    message = lib.flce_last_error().decode()
+    message = _shown(lib.flce_last_error())
     kind = _ERRORS.get(status, errors.InternalError)
     if kind is errors.CompileError:
-        raise errors.CompileError(message, lib.flce_last_error_log().decode())
+        raise errors.CompileError(message, _shown(lib.flce_last_error_log()))
     raise kind(message)
 
 
@@ -246,7 +251,7 @@ def text(call: Callable[..., int], *leading: Any) -> str:
     check(call(*leading, None, 0, byref(needed)))
     buffer = create_string_buffer(needed.value)
     check(call(*leading, buffer, needed.value, None))
-    return buffer.value.decode()
+    return _shown(buffer.value)
 
 
 def create_session(device: str, threads: int, strict: bool | None) -> c_void_p:

@@ -12,21 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _frame, _kernels, _native, _retain, errors
+from flce import _checks, _frame, _kernels, _native, _retain, errors
 from flce._frame import Inputs
 
 NO_GRADIENTS = (None, None, None)
 
 
-def run_forward(given: Inputs, grad_weight_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(values, saved) as `_kernels.Kernel.forward` describes them."""
-    return _kernels.find_for(given, grad_weight_out).forward(given)
-
-
 def run_backward(
-    kernel: _kernels.Kernel, given: Inputs, saved: Tensor, grad_values: Tensor, wanted: Sequence[bool], grad_weight_out: Tensor | None = None
+    kernel: _kernels.Kernel | None,
+    given: Inputs,
+    saved: Tensor,
+    grad_values: Tensor,
+    wanted: Sequence[bool],
+    grad_weight_out: Tensor | None = None,
+    *,
+    filled: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here."""
+    """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here. All
+    tensors are looked at again: a hook on saved tensors, or `.data`, may have put others in the place of forward's. `filled`: forward left something
+    to backward, as far as the caller knows; `saved` tells too, unless a hook has put another tensor in its place."""
+    kernel = _checks.kernel_for_backward(kernel, given, saved, grad_values, grad_weight_out)
     hidden, weight, bias = given.hidden, given.weight, given.bias
     want_hidden, want_weight, want_bias = wanted
     grad_hidden = grad_bias = None
@@ -43,17 +48,30 @@ def run_backward(
     retained = _retain.of(saved)
     if retained is None:
         if want_weight and grad_weight is None:
-            grad_weight = kernel.new_grad_weight(weight)
-        kernel.backward(given, saved.contiguous(), upstream, grad_hidden, grad_weight, grad_bias)
+            grad_weight = _new_grad_weight(kernel, weight)
+        saved = kernel.saved_anew(given) if filled and kernel.retaining_changes_saved else saved.contiguous()
+        kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias)
     else:
         with retained.taken(kernel, given, weight=want_weight) as (memory, overwrite):
             if want_weight and grad_weight is None:
-                grad_weight = memory if overwrite else kernel.new_grad_weight(weight)
+                grad_weight = memory if overwrite else _new_grad_weight(kernel, weight)
+            if memory is None and retained.filled and kernel.retaining_changes_saved:
+                saved = kernel.saved_anew(given)
             kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory)
             del memory
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
-    return grad_hidden, None if grad_weight_out is not None else grad_weight, grad_bias
+    if grad_weight_out is not None:
+        grad_weight = None
+    elif grad_weight is not None and kernel.key.accumulate:
+        grad_weight = grad_weight.to(weight.dtype)  # the kernel is for a buffer, whose dtype may be another
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _new_grad_weight(kernel: _kernels.Kernel, weight: Tensor) -> Tensor:
+    """Memory for weight's gradient, as the kernel has to find it."""
+    gradient = kernel.new_grad_weight(weight)
+    return gradient.zero_() if kernel.key.accumulate else gradient
 
 
 class NoSecondDerivative(torch.autograd.Function):
@@ -99,13 +117,30 @@ def wanted_gradients(ctx: Any) -> list[bool]:
     return wanted
 
 
+def is_asked_for_by_grad(node: Any) -> bool:
+    """Whether autograd.grad() was asked for the gradient of the leaf at `node`, or of the leaf that the function at `node` takes (a view's, say).
+    Such a gradient is a result, and not to be added to anything. Schedules that split backward ask for weights' gradients in this way."""
+    if node is None or _engine_will_run is None:
+        return False
+    if not hasattr(node, "variable") and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    if not hasattr(node, "variable"):
+        return False
+    try:
+        _engine_will_run(node)
+    except RuntimeError:
+        return True  # what the engine refuses to say it of
+    return False
+
+
 def refuse_forward_mode() -> None:
     raise errors.UnsupportedTransformError("flce.linear_cross_entropy has no forward-mode derivatives: use reverse mode (backward, autograd.grad)")
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The node. The differentiable inputs come first (`wanted_gradients` counts on it), and again in `given`. Without a kernel it goes through the
-    operators."""
+    """The node. The differentiable inputs come first (`wanted_gradients` counts on it), and again in `given`. Its one
+    output is `Kernel.new_values` for token_shape (schedules that split backward add up the gradients of a node's outputs, or know the first alone).
+    Without a kernel it goes through the operators, and its outputs are theirs."""
 
     @staticmethod
     def forward(
@@ -116,6 +151,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         given: Inputs,
         kernel: _kernels.Kernel | None,
         grad_weight_out: Tensor | None,
+        token_shape: torch.Size,
     ) -> Any:
         ctx.call = kernel, grad_weight_out, given[6:]  # the fields that are no tensors
         if kernel is None:
@@ -123,7 +159,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 values, saved = _forward_op(*given)
             ctx.mark_non_differentiable(saved)
         else:
-            values, saved = kernel.forward(given)
+            values = kernel.new_values(given, token_shape)
+            saved = kernel.forward(given, values)
+        ctx.filled = _retain.has_filled(saved)
         ctx.save_for_backward(saved, *given[:6])
         return (values, saved) if kernel is None else values
 
@@ -139,13 +177,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         gradients: Sequence[Tensor | None]
         if kernel is None:
             made = _backward_op(grad_values, *given[:3], saved, *given[3:10], wanted)
-            return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None
-        if hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:  # hooks on saved tensors may give back others
-            kernel = _kernels.find_for(given, grad_weight_out)
-        gradients = run_backward(kernel, given, saved, grad_values, wanted, grad_weight_out)
+            return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None, None
+        into = grad_weight_out
+        if into is not None and wanted[1] and is_asked_for_by_grad(ctx.next_functions[1][0]):
+            into = None
+        gradients = run_backward(kernel, given, saved, grad_values, wanted, into, filled=ctx.filled)
         if torch.is_grad_enabled():
             gradients = refuse_second_derivative(gradients, (grad_values, hidden, weight, given.bias))
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -178,7 +217,10 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor]:
     given = Inputs(*args)
     if given.retain and _retain.under_cudagraph_trees(given.hidden):
         given = given._replace(retain=_retain.NEVER)
-    return run_forward(given)
+    _checks.check_inputs(given)
+    kernel = _kernels.find_for(given)
+    values = kernel.new_values(given, given.target.shape)
+    return values, kernel.forward(given, values)
 
 
 def _backward_arguments(hidden: Tensor, weight: Tensor, target: Tensor, saved: Tensor, *rest: Any) -> tuple[Inputs, Tensor, Sequence[bool]]:
@@ -188,7 +230,7 @@ def _backward_arguments(hidden: Tensor, weight: Tensor, target: Tensor, saved: T
 
 def _backward_kernel(grad_values: Tensor, *args: Any) -> tuple[Tensor, ...]:
     given, saved, wanted = _backward_arguments(*args)
-    gradients = run_backward(_kernels.find_for(given), given, saved, grad_values, wanted)
+    gradients = run_backward(None, given, saved, grad_values, wanted)
     if wanted[1] and (retained := _retain.of(saved)) is not None:
         retained.close()  # a compiler may use the memory of `saved` for something else, and that tensor as long as it likes
     return tuple(grad_values.new_empty(0) if gradient is None else gradient for gradient in gradients)
@@ -223,7 +265,7 @@ def _forward_autograd(*args: Any) -> Any:
     asked = given.hidden.requires_grad or given.weight.requires_grad or (given.bias is not None and given.bias.requires_grad)
     if asked and torch.is_grad_enabled():
         given = given._replace(retain=_retain.wanted(given.retain, weight=given.weight.requires_grad))
-    return LinearCrossEntropyFunction.apply(given.hidden, given.weight, given.bias, given, None, None)
+    return LinearCrossEntropyFunction.apply(given.hidden, given.weight, given.bias, given, None, None, given.target.shape)
 
 
 def _backward_autograd(grad_values: Tensor, *args: Any) -> Any:

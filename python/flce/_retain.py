@@ -1,13 +1,14 @@
 """What forward leaves to backward so that it need not compute the logits again: where it lies, who has it, and how long.
 
 It rides on the tensor that autograd saves anyway, the statistics of forward (lse), as an attribute. So it lives as long as that tensor, whoever holds
-it: an eager node, a compiled graph, a checkpoint's second forward. Whoever puts another tensor in its place (a hook that offloads or drops what is
-saved) leaves it behind, and backward computes the logits again: what it does not find is never wrong.
+it: an eager node, a compiled graph, a checkpoint's second forward. A hook that puts another tensor in its place (one that offloads or drops what is
+saved, or writes it to a file) leaves it behind, and backward computes the logits again: what it does not find is never wrong.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,21 +96,21 @@ class Alive:
 class Retained:
     """What one forward left, or only that it is alive."""
 
-    __slots__ = ("_addresses", "_alive", "_captured", "_kernel", "_memory", "lent")
+    __slots__ = ("_addresses", "_alive", "_captured", "_kernel", "_memory", "filled", "lent")
 
     def __init__(self, kernel: Kernel, given: Inputs, alive: Alive | None) -> None:
         self._kernel = kernel
         self._addresses = _addresses(given)
         self._alive = alive
         self._captured = False
-        self.lent = False
+        self.filled = self.lent = False
         self._memory: list[Tensor] = []  # at most one; popped and put back, so that of several backwards at once one has it
         if alive is not None:
             alive.enter(id(self))
 
     def keep(self, memory: Tensor, *, lent: bool) -> None:
         self._memory.append(memory)
-        self.lent = lent
+        self.filled, self.lent = True, lent
         self._captured = memory.is_cuda and torch.cuda.is_current_stream_capturing()
 
     @contextmanager
@@ -140,14 +141,19 @@ class Retained:
         self._memory.clear()
 
     def leave(self) -> None:
-        if self._alive is not None:
-            self._alive.leave(id(self))
+        alive = getattr(self, "_alive", None)  # an interrupt may have ended __init__ before it was set
+        if alive is not None:
+            alive.leave(id(self))
 
     def __del__(self) -> None:
         self.leave()
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the tensor has none of it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nor has what pickle or torch.save write of the tensor: an empty dictionary is there, which torch.load(weights_only=True) reads too."""
+        return OrderedDict, ()
 
 
 def _addresses(given: Inputs) -> tuple[int, int, int]:
@@ -182,7 +188,14 @@ def attach(retained: Retained, saved: Tensor) -> None:
 
 
 def of(saved: Tensor) -> Retained | None:
-    return getattr(saved, _ATTRIBUTE, None)
+    retained = getattr(saved, _ATTRIBUTE, None)
+    return retained if isinstance(retained, Retained) else None
+
+
+def has_filled(saved: Tensor) -> bool:
+    """Whether the forward that `saved` comes from left something to backward."""
+    retained = of(saved)
+    return retained is not None and retained.filled
 
 
 def _capturing(tensor: Tensor) -> bool:

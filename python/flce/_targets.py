@@ -10,6 +10,8 @@ from torch import Tensor
 from flce import errors
 
 _REQUIRED = ("hidden", "weight", "target")
+_DTYPES = (torch.int64, torch.int32)
+_INT, _LONG = 1 << 31, 1 << 63
 
 
 def check_tensors(**given: Any) -> None:
@@ -24,11 +26,26 @@ def check_tensors(**given: Any) -> None:
             raise errors.ArgumentError(f"{name} is {kind}; it must be dense (torch.strided)")
 
 
+def check_target_dtype(target: Tensor) -> None:
+    if target.dtype not in _DTYPES:
+        raise errors.DTypeError(f"target has dtype {target.dtype}; allowed are int64 and int32 (class probabilities are not supported)")
+
+
+def check_ignore_index(given: Any) -> int:
+    if isinstance(given, Tensor) or not hasattr(given, "__index__"):
+        raise errors.DTypeError(f"ignore_index is a {type(given).__name__}; it must be an integer")
+    number = int(given)
+    if not -_LONG <= number < _LONG:
+        raise errors.ArgumentError(f"ignore_index is {number}; it must fit 64 bits")
+    return number
+
+
 def _check_shift(target: Tensor, shift: int, cu_seqlens: Tensor | None) -> None:
     if not isinstance(shift, int) or shift < 0:
         raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
     if target.dim() < 1:
         raise errors.ShapeError("target is a scalar; shift needs a dimension to shift along")
+    _check_length(target, shift, packed=cu_seqlens is not None)
     if cu_seqlens is None:
         return
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
@@ -39,15 +56,28 @@ def _check_shift(target: Tensor, shift: int, cu_seqlens: Tensor | None) -> None:
         raise errors.PlacementError(f"cu_seqlens is on {cu_seqlens.device}; it must be on target's device, {target.device}")
 
 
+def _check_length(target: Tensor, shift: int, *, packed: bool) -> None:
+    """Refuses a shift that leaves no label whatever the labels are. Where packed sequences end only the device knows, and it is not waited for."""
+    length = target.numel() if packed else target.shape[-1]
+    if 0 < length < shift:
+        where = "all sequences of target together are" if packed else "target's sequences (its last dimension) are"
+        raise errors.ArgumentError(f"shift is {shift}; {where} {length} long, and shift must not be more")
+
+
 def shift_labels(labels: Tensor, shift: int = 1, *, ignore_index: int = -100, cu_seqlens: Tensor | None = None) -> Tensor:
     """What each position has to predict: the label `shift` positions later in the same sequence, ignore_index where there is none.
 
     labels [..., S] are sequences along the last dimension. With cu_seqlens [num_sequences + 1] (non-decreasing, from 0) labels are one row of
     packed sequences, sequence i at cu_seqlens[i] to cu_seqlens[i + 1]; what lies past the last is ignored. Returns a new tensor of labels' shape
-    and dtype. Raises ArgumentError, ShapeError, DTypeError, PlacementError.
+    and dtype (int64 for an ignore_index that labels' dtype cannot hold). Raises ArgumentError, also for a shift that is more than the length of
+    labels that are there, ShapeError, DTypeError, PlacementError.
     """
     check_tensors(target=labels, cu_seqlens=cu_seqlens)
+    check_target_dtype(labels)
+    ignore_index = check_ignore_index(ignore_index)
     _check_shift(labels, shift, cu_seqlens)
+    if labels.dtype == torch.int32 and not -_INT <= ignore_index < _INT:
+        labels = labels.long()
     if cu_seqlens is None:
         target = torch.full_like(labels, ignore_index, memory_format=torch.contiguous_format)
         length = labels.shape[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,16 +13,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flce import _kernels, _op, _retain, errors
+from flce._checks import COUNT_DTYPES, DTYPES, HIDDEN_MULTIPLE, check_grad_weight_out, is_dtensor
 from flce._direct import DirectCall
 from flce._frame import PLAIN_TYPES, Inputs
-from flce._targets import check_tensors, shift_labels
+from flce._targets import check_ignore_index, check_target_dtype, check_tensors, shift_labels
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TARGET_DTYPES = (torch.int64, torch.int32)
-_COUNT_DTYPES = (torch.float32, torch.int32, torch.int64)
-_DEVICE_TYPES = ("cpu", "cuda", "meta")
-_HIDDEN_MULTIPLE = 8
+DEVICE_TYPES = ("cpu", "cuda", "meta")
 _LONG = 1 << 63
 
 _dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
@@ -68,7 +64,8 @@ def linear_cross_entropy(
         num_valid_tokens: what "mean" divides by: a number or a one-element tensor (fp32, int32, int64) on hidden's device, such as the count of all
             microbatches. None: this call's valid rows (with class_weight: their class weights), counted on the device.
         shift: position t predicts target[t + shift] of the same sequence; the last `shift` positions of each are ignored. Sequences lie along
-            target's last dimension, or, with cu_seqlens [num_sequences + 1], one behind the other in the flattened target.
+            target's last dimension, or, with cu_seqlens [num_sequences + 1], one behind the other in the flattened target; that dimension, or the
+            flattened target, is 0 or at least `shift` long.
         logit_scale, softcap, label_smoothing, z_loss, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing and
             weights.
         return_lse, return_logprobs, return_entropy: also return lse, the target's log-probability, the softmax's entropy (nats): [...] fp32, 0 for
@@ -80,8 +77,11 @@ def linear_cross_entropy(
         retain_in_grad_weight: whether forward may already allocate weight's gradient and leave there what spares backward logits. None: where one
             loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. On a GPU gradients are
             rounded once more where they come from what was left; on a CPU their bits are the same.
-        grad_weight_out: [V, D] of weight's dtype or fp32, contiguous: backward adds weight's gradient to it, and autograd gets none for weight
-            (`weight.grad` itself, or a trainer's main_grad). Eager mode only; hooks on the weight's gradient do not run.
+        grad_weight_out: [V, D] of weight's dtype or fp32: backward adds weight's gradient to it, and autograd gets none for weight (`weight.grad`
+            itself, or a trainer's main_grad). Contiguous (where weight is the view `w.t()` of a contiguous [D, V]: such a view), at a multiple of
+            16 bytes, D a multiple of 8; a slice of a flat buffer will do, rows or columns of a larger tensor will not. Eager mode only; hooks on
+            the weight's gradient do not run. `torch.autograd.grad` of a weight that is a leaf, or of the leaf that weight is a view of, returns
+            the gradient and leaves this buffer alone.
 
     Returns:
         loss, or (loss, lse, logprobs, entropy) with those that were asked for.
@@ -98,7 +98,10 @@ def linear_cross_entropy(
     if bias is None and class_weight is None and num_valid_tokens is None and grad_weight_out is None and not torch.compiler.is_compiling():
         extra_outputs = (return_lse, return_logprobs, return_entropy)
         memory = (workspace_limit_bytes, retain_in_grad_weight)
-        options = (ignore_index, reduction, logit_scale, softcap, label_smoothing, z_loss, memory, extra_outputs)
+        numbers_given = (ignore_index, logit_scale, softcap, label_smoothing, z_loss)
+        # With their types: 1, 1.0 and True are equal, and not all of them are taken for every argument.
+        types = (type(ignore_index), type(logit_scale), type(softcap), type(label_smoothing), type(z_loss))
+        options = (reduction, numbers_given, types, memory, type(workspace_limit_bytes), type(retain_in_grad_weight), extra_outputs)
         try:
             call = _latest.get(options)
         except TypeError:  # an argument that cannot be hashed is refused by the checks
@@ -127,14 +130,14 @@ def linear_cross_entropy(
         if num_valid_tokens is not None:
             num_valid = _num_valid(num_valid_tokens, reduction, hidden)
         if grad_weight_out is not None:
-            _check_grad_weight_out(grad_weight_out, hidden, weight)
+            check_grad_weight_out(grad_weight_out, hidden, weight, target=target, bias=bias, class_weight=class_weight, num_valid_tokens=num_valid)
         code = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
         if code is None:
             raise errors.ArgumentError(f"reduction is {reduction!r}; allowed are 'none', 'sum', 'mean'")
         extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
         text = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
         limit, choice = _workspace_limit(workspace_limit_bytes), _retain_choice(retain_in_grad_weight)
-        passed = _Passed((text, _label(ignore_index), code, limit, choice), len(extra))
+        passed = _Passed((text, check_ignore_index(ignore_index), code, limit, choice), len(extra))
         if signature is not None:
             _remember(signature, passed)
 
@@ -142,20 +145,14 @@ def linear_cross_entropy(
     if len(token_shape) != 1:
         hidden = hidden.reshape(-1, hidden.shape[-1])
         target = target.reshape(-1)
-    if hidden.shape[1] % _HIDDEN_MULTIPLE:
-        padding = -hidden.shape[1] % _HIDDEN_MULTIPLE
+    if hidden.shape[1] % HIDDEN_MULTIPLE:
+        padding = -hidden.shape[1] % HIDDEN_MULTIPLE
         hidden, weight = F.pad(hidden, (0, padding)), F.pad(weight, (0, padding))
     if not hidden.is_contiguous():
         hidden = hidden.contiguous()
     given = Inputs(hidden, weight, target, bias, class_weight, num_valid, *passed.call)
-    values = _eager(given, passed, grad_weight_out) if plain else _through_operator(given, grad_weight_out)
-    per_row = given.reduction == REDUCTIONS["none"]
-    if not passed.num_extra:
-        return values.view(token_shape) if per_row and len(token_shape) != 1 else values
-    per_token = values.shape[0] // (passed.num_extra + 1) if per_row else (values.shape[0] - 1) // passed.num_extra
-    first = values[:per_token].view(token_shape) if per_row else values[0]
-    rest = values[values.shape[0] - passed.num_extra * per_token :].view(passed.num_extra, *token_shape)
-    return (first, *rest.unbind(0))
+    values = _eager(given, passed, grad_weight_out, token_shape) if plain else _through_operator(given, grad_weight_out)
+    return _own_outputs(values, given, token_shape, passed.num_extra)
 
 
 class _Passed:
@@ -230,7 +227,17 @@ def _through_operator(given: Inputs, grad_weight_out: Tensor | None) -> Tensor:
     return values
 
 
-def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None) -> Tensor:
+def _own_outputs(values: Tensor, given: Inputs, token_shape: torch.Size, num_extra: int) -> Any:
+    """The loss, and the extra outputs if any, as tensors of their own: copies, since autograd takes a change of one view for a change of all
+    views of that tensor, and refuses some changes."""
+    loss_shape = token_shape if given.reduction == REDUCTIONS["none"] else ()
+    if not num_extra:
+        return values if values.shape == loss_shape else values.view(loss_shape).clone()
+    loss, *extra = _kernels.split_values(values, given.target.shape[0], num_extra)
+    return loss.view(loss_shape).clone(), *(output.view(token_shape).clone() for output in extra)
+
+
+def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token_shape: torch.Size) -> Tensor:
     kernel = passed.kernel
     if kernel is None:
         kernel = passed.kernel = _kernels.find_for(given, grad_weight_out)
@@ -240,8 +247,10 @@ def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None) -> Te
     if (needs_gradient and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
         if kernel.retains:
             given = given._replace(retain=_retain.wanted(given.retain, weight=weight.requires_grad and grad_weight_out is None))
-        return _op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out)
-    return kernel.forward(given)[0]
+        return _op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out, token_shape)
+    values = kernel.new_values(given, token_shape)
+    kernel.forward(given, values)
+    return values
 
 
 def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, target: Tensor) -> bool:
@@ -258,7 +267,7 @@ def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight:
         and (bias is None or type(bias) in PLAIN_TYPES)
         and (class_weight is None or type(class_weight) in PLAIN_TYPES)
         and not hidden.is_meta
-        and not any(tensor is not None and tensor.is_neg() for tensor in (hidden, weight, bias, class_weight))  # the dispatcher resolves it
+        and not any(tensor is not None and tensor.is_neg() for tensor in (hidden, weight, bias, class_weight, target))  # the dispatcher resolves it
     )
 
 
@@ -272,26 +281,17 @@ def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, weight
     device_type = hidden.device.type
     dtype = torch.get_autocast_dtype(device_type)
-    if hidden.dtype in _DTYPES and hidden.dtype != dtype:
+    if hidden.dtype in DTYPES and hidden.dtype != dtype:
         hidden = hidden.to(dtype)
     # An fp32 weight stays: kernels round it as they read it, so that there is no rounded copy.
-    if weight.dtype in _DTYPES and weight.dtype not in (dtype, torch.float32):
+    if weight.dtype in DTYPES and weight.dtype not in (dtype, torch.float32):
         weight = weight.to(dtype)
     return hidden, weight
 
 
-def _label(ignore_index: Any) -> int:
-    if isinstance(ignore_index, Tensor) or not hasattr(ignore_index, "__index__"):
-        raise errors.DTypeError(f"ignore_index is a {type(ignore_index).__name__}; it must be an integer")
-    number = int(ignore_index)
-    if not -_LONG <= number < _LONG:
-        raise errors.ArgumentError(f"ignore_index is {number}; it must fit 64 bits")
-    return number
-
-
 def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
     dtype, device = hidden.dtype, hidden.device
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise errors.DTypeError(f"hidden has dtype {dtype}; allowed are float32, bfloat16, float16")
     if weight.dtype is not dtype and weight.dtype is not torch.float32:
         raise errors.DTypeError(f"weight has dtype {weight.dtype}; with hidden in {dtype} it must be that or float32")
@@ -300,7 +300,7 @@ def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
     if type(hidden) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES or type(target) not in PLAIN_TYPES:
         for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
             _refuse_dtensor(name, tensor)
-    if device.type not in _DEVICE_TYPES:
+    if device.type not in DEVICE_TYPES:
         raise errors.PlacementError(f"hidden is on {device}; allowed are cpu and cuda")
     _check_place("weight", weight, device)
     _check_place("target", target, device)
@@ -314,8 +314,7 @@ def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
 
 def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
     """What every way of computing the loss asks of its tensors."""
-    if target.dtype not in _TARGET_DTYPES:
-        raise errors.DTypeError(f"target has dtype {target.dtype}; allowed are int64 and int32 (class probabilities are not supported)")
+    check_target_dtype(target)
     shape, weight_shape = hidden.shape, weight.shape
     if len(weight_shape) != 2:
         raise errors.ShapeError(f"weight has shape {list(weight_shape)}; it must be [vocab_size, hidden_size]")
@@ -326,7 +325,7 @@ def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
 
 
 def check_classes(name: str, tensor: Tensor, vocab_size: int, device: torch.device) -> None:
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in DTYPES:
         raise errors.DTypeError(f"{name} has dtype {tensor.dtype}; allowed are float32, bfloat16, float16")
     if tensor.dim() != 1 or tensor.shape[0] != vocab_size:
         raise errors.ShapeError(f"{name} has shape {list(tensor.shape)}; it must be [vocab_size], [{vocab_size}]")
@@ -340,49 +339,10 @@ def _check_place(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def _refuse_dtensor(name: str, tensor: Any) -> None:
-    if _is_dtensor(tensor):
+    if is_dtensor(tensor):
         raise errors.PlacementError(
             f"{name} is a DTensor with placements {list(tensor.placements)}; it must be a whole, local tensor: "
             "gather it with full_tensor(), or run inside the module whose hooks unshard it"
-        )
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return type(tensor).__name__ == "DTensor"
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether bytes between the first and the last element of both are the same ones. Tensors without memory, as while compiling, share none."""
-    if torch.compiler.is_compiling() or a.numel() == 0 or b.numel() == 0:
-        return False
-
-    def extent(tensor: Tensor) -> tuple[int, int]:
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
-
-    try:
-        (a_begin, a_end), (b_begin, b_end) = extent(a), extent(b)
-    except RuntimeError:  # a tensor of torch's that stands for another
-        return False
-    return a.device == b.device and a_begin < b_end and b_begin < a_end
-
-
-def _check_grad_weight_out(buffer: Tensor, hidden: Tensor, weight: Tensor) -> None:
-    if buffer.shape != weight.shape:
-        raise errors.ShapeError(f"grad_weight_out has shape {list(buffer.shape)}; it must be weight's, {list(weight.shape)}")
-    if buffer.dtype not in (hidden.dtype, torch.float32):
-        raise errors.DTypeError(f"grad_weight_out has dtype {buffer.dtype}; allowed are {hidden.dtype} (hidden's) and float32")
-    if buffer.device != hidden.device:
-        raise errors.PlacementError(f"grad_weight_out is on {buffer.device}; it must be on hidden's device, {hidden.device}")
-    for name, other in (("hidden", hidden), ("weight", weight)):
-        if _share_memory(buffer, other):
-            raise errors.ArgumentError(f"grad_weight_out shares memory with {name}; the gradient is added to memory of its own")
-    if buffer.stride() != weight.stride() or buffer.requires_grad or hidden.shape[-1] % _HIDDEN_MULTIPLE:
-        raise errors.ArgumentError(
-            "grad_weight_out must lie in memory as weight does, require no gradient, and have a hidden_size that is a multiple of 8"
         )
 
 
@@ -403,14 +363,14 @@ def _num_valid(given: Tensor | float, reduction: str, hidden: Tensor) -> Tensor:
         raise errors.ShapeError(f"num_valid_tokens has shape {list(given.shape)}; it must have one element")
     if given.device != hidden.device:
         raise errors.PlacementError(f"num_valid_tokens is on {given.device}; it must be on hidden's device, {hidden.device}, or a Python number")
-    given = given.detach()
-    return given if given.dtype in _COUNT_DTYPES else given.to(torch.float32)
+    given = given.detach().resolve_neg()
+    return given if given.dtype in COUNT_DTYPES else given.to(torch.float32)
 
 
 def _workspace_limit(given: int | None) -> int:
     if given is None:
         return 0
-    if not isinstance(given, int) or not 0 < given < _LONG:
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 < given < _LONG:
         raise errors.ArgumentError(f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, or None")
     return given
 

@@ -62,8 +62,8 @@ def get_kernel(
     the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out. A call's workspace_limit_bytes goes with
     its num_tokens, since what it leaves for scratch chooses the kernel. device: None means the current CUDA device, or the CPU where there is none.
     strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an UnavailableError;
-    None: as `set_strict` or FLCE_STRICT says. Raises SpecError,
-    PlanError, UnavailableError, CompileError, DeviceError, CacheMissError.
+    None: as `set_strict` or FLCE_STRICT says. Raises ArgumentError, DTypeError, SpecError, PlanError, UnavailableError, CompileError, DeviceError,
+    CacheMissError.
     """
     kind = _dtype("dtype", dtype)
     weight_kind = kind if weight_dtype is None else _dtype("weight_dtype", weight_dtype)
@@ -73,10 +73,16 @@ def get_kernel(
     for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if not isinstance(size, int):
             raise errors.DTypeError(f"{name} is a {type(size).__name__}; it must be an integer")
+    flags = {"hidden_major": hidden_major, "accumulate": accumulate, "bias": bias, "class_weight": class_weight}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
+    if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 0):
+        raise errors.ArgumentError(f"num_tokens is {num_tokens!r}; it must be an integer of 0 or more, or None")
     padded = -(-hidden_size // 8) * 8
     limit = _workspace_limit(workspace_limit_bytes)
     tokens = num_tokens or 0 if limit else 0
-    device = _device(device)
+    device, strict = _device(device), _kernels.checked_strict(strict)
     layer = (padded, vocab_size, kind, hidden_major, weight_kind, wide, accumulate, bias, class_weight, options)
     return _kernels.find(device, *layer, limit, tokens, strict=strict)
 
@@ -113,7 +119,8 @@ def cache_statistics() -> dict[str, Any]:
 
 
 def check_labels() -> None:
-    """Waits for the devices and raises LabelError if any call since the last check met a label that is neither ignore_index nor in the vocabulary.
+    """Waits for all work on all streams of the devices that flce has used, and raises LabelError if any call since the last check met a label that is
+    neither ignore_index nor in the vocabulary. Not while a CUDA graph is being captured: nothing can be waited for then.
 
     Such rows were computed as ignored ones. `LabelError.row` is the smallest row of the flattened (and, with shift, shifted) target that had one."""
     for kernel in _kernels.all_kernels():

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce import _chunked, _native, errors
-from flce._targets import check_tensors, shift_labels
-from flce.functional import REDUCTIONS, check_classes, check_shapes, linear_cross_entropy
+from flce._targets import check_ignore_index, check_tensors, shift_labels
+from flce.functional import DEVICE_TYPES, REDUCTIONS, _retain_choice, _workspace_limit, check_classes, check_shapes, linear_cross_entropy
 
 IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
 _OF_FLCE = frozenset({"workspace_limit_bytes", "retain_in_grad_weight"})  # the others compute in chunks of chunk_size
@@ -52,10 +52,8 @@ def _say_once(message: str) -> None:
 
 
 def _why_not_flce() -> str | None:
-    """Why "auto" does not choose flce on this machine; None if it does."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    if torch.cuda.get_device_capability() < _OLDEST_GPU:
+    """Why "auto" does not choose flce on this machine; None if it does. On a CPU flce is the quicker one (docs/performance.md)."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _OLDEST_GPU:
         return f"{torch.cuda.get_device_name()} is older than sm_80"
     try:
         _native.library()
@@ -70,8 +68,9 @@ class LinearCrossEntropyLoss:
     Args:
         output_embeddings: a module with `.weight` [V, D] and perhaps `.bias` [V], such as `model.get_output_embeddings()`. Read at each call: an
             optimizer's step, a replaced parameter and `model.to(...)` are seen. It is not registered anywhere.
-        impl: "flce"; "pytorch" (chunks of chunk_size tokens, checkpointed); "torch_compile" (the same, a chunk compiled); "auto" takes flce where
-            there is a GPU that it runs on, else "pytorch", and logs which once. `actual_impl` says what was taken.
+        impl: "flce"; "pytorch" (chunks of chunk_size tokens, checkpointed); "torch_compile" (the same, a chunk compiled); "auto" takes flce, on a GPU
+            as on a CPU, and "pytorch" where the GPU is older than sm_80 or libflce cannot be had, and for hidden states on other devices or in
+            float64; it logs why, once. `actual_impl` says what was taken.
         chunk_size: tokens whose logits "pytorch" and "torch_compile" hold at a time.
         compile: compile the chunk of "pytorch" too.
         shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
@@ -109,6 +108,10 @@ class LinearCrossEntropyLoss:
             raise errors.ArgumentError(f"chunk_size is {chunk_size!r}; it must be an integer of 1 or more")
         if not isinstance(shift, int) or shift < 0:
             raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
+        if not isinstance(compile, bool):
+            raise errors.DTypeError(f"compile is {compile!r}; it must be True or False")
+        _workspace_limit(options.get("workspace_limit_bytes"))
+        _retain_choice(options.get("retain_in_grad_weight"))
         if not isinstance(getattr(output_embeddings, "weight", None), Tensor):
             raise errors.ArgumentError(
                 f"output_embeddings is a {type(output_embeddings).__name__} without a weight; it must be a module with .weight [V, D], such as "
@@ -117,7 +120,7 @@ class LinearCrossEntropyLoss:
         self.output_embeddings = output_embeddings
         self.requested_impl = impl
         self.chunk_size = chunk_size
-        self.ignore_index = ignore_index
+        self.ignore_index = check_ignore_index(ignore_index)
         self.compile = compile
         self.shift = shift
         self.options = options
@@ -164,7 +167,8 @@ class LinearCrossEntropyLoss:
             "ignore_index": self.ignore_index,
             "num_valid_tokens": num_valid_tokens,
         }
-        if self.actual_impl == "flce":
+        impl = self._impl_for(hidden_states)
+        if impl == "flce":
             try:
                 loss: Tensor = linear_cross_entropy(
                     hidden_states, self.weight, labels, shift=self.shift, cu_seqlens=cu_seqlens, grad_weight_out=grad_weight_out, **common
@@ -174,9 +178,9 @@ class LinearCrossEntropyLoss:
                 if self.requested_impl != "auto":
                     raise
                 _say_once(f"flce: LinearCrossEntropyLoss(impl='auto') falls back to 'pytorch': {error}")
-                self.actual_impl = "pytorch"
+                self.actual_impl = impl = "pytorch"
         if grad_weight_out is not None:
-            raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {self.actual_impl!r}")
+            raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {impl!r}")
         common = {name: value for name, value in common.items() if name not in _OF_FLCE}
         check_tensors(hidden=hidden_states, weight=self.weight, target=labels, bias=self.bias, class_weight=self.options.get("class_weight"))
         check_shapes(hidden_states, self.weight, labels)
@@ -187,6 +191,15 @@ class LinearCrossEntropyLoss:
         return _chunked.chunked_linear_cross_entropy(
             hidden_states, self.weight, labels, chunk_size=self.chunk_size, function=self._chunk_function(), **common
         )
+
+    def _impl_for(self, hidden_states: Any) -> str:
+        """What computes this call: "auto" does not take flce for hidden states that flce refuses and "pytorch" takes."""
+        if self.requested_impl == "auto" and self.actual_impl == "flce" and isinstance(hidden_states, Tensor):
+            device, dtype = hidden_states.device, hidden_states.dtype
+            if device.type not in DEVICE_TYPES or dtype == torch.float64:
+                _say_once(f"flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch' for hidden states in {dtype} on {device.type}")
+                return "pytorch"
+        return self.actual_impl
 
     def _chunk_function(self) -> _chunked.ChunkLoss:
         if not self.compile and self.actual_impl != "torch_compile":

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flce import errors
+from flce._checks import check_gradient_memory
+from flce._frame import is_hidden_major
 from flce.loss import LinearCrossEntropyLoss
 
 
@@ -30,7 +32,10 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
 
     Args:
         accumulate_into_grad: backward adds the weight's gradient to `weight.grad` (made of zeros where it is None) in the kernel, which saves a
-            temporary of the weight's size and a pass over it. Hooks on the gradient (DDP, FSDP) do not run.
+            temporary of the weight's size and a pass over it. Hooks on the gradient (DDP, FSDP) do not run. weight.grad must be a tensor without
+            gaps (a contiguous slice of a flat buffer is, columns or every other row of a larger tensor are not) and stay that tensor until
+            backward; else ArgumentError. Schedules that split backward (zero bubble) ask for the weight's gradient with torch.autograd.grad, which
+            takes that temporary, and add it themselves.
         The others: as for `LinearCrossEntropyLoss`.
     """
 
@@ -46,6 +51,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         accumulate_into_grad: bool = False,
         **options: Any,
     ) -> None:
+        if not isinstance(accumulate_into_grad, bool):
+            raise errors.DTypeError(f"accumulate_into_grad is {accumulate_into_grad!r}; it must be True or False")
         super().__init__(output_layer, impl, chunk_size, ignore_index, compile, shift=shift, **options)
         if accumulate_into_grad and self.actual_impl != "flce":
             raise errors.ArgumentError(f"accumulate_into_grad needs impl 'flce'; this loss uses {self.actual_impl!r}")
@@ -73,17 +80,36 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         cu_seqlens: Tensor | None = None,
         grad_weight_out: Tensor | None = None,
     ) -> Tensor:
-        weight = self.weight
+        weight, accumulates = self.weight, False
         if weight.requires_grad and torch.is_grad_enabled():
             if self.accumulate_into_grad:
-                if weight.grad is None:
-                    weight.grad = torch.zeros_like(weight)
-                grad_weight_out = weight.grad
+                grad_weight_out, accumulates = _gradient_of(weight), True
             # A view between the node and the parameter: the engine tells a node whether a view's gradient is wanted, but not a leaf's, and schedules
             # that split backward want one gradient at a time.
             weight = weight.view_as(weight)
         count = self.num_valid_tokens if num_valid_tokens is None else num_valid_tokens
-        return super().__call__(hidden_states, labels, num_valid_tokens=count, cu_seqlens=cu_seqlens, grad_weight_out=grad_weight_out)
+        loss = super().__call__(hidden_states, labels, num_valid_tokens=count, cu_seqlens=cu_seqlens, grad_weight_out=grad_weight_out)
+        if accumulates:
+            loss.register_hook(lambda _: _check_still_grad(self.weight, grad_weight_out))
+        return loss
+
+
+def _gradient_of(weight: Tensor) -> Tensor:
+    """weight.grad, of zeros where there is none, in which kernels can add."""
+    hidden_major = is_hidden_major(weight)
+    if weight.grad is None:  # torch.zeros_like(weight) would give that of a strided weight its order
+        weight.grad = torch.zeros_like(weight, memory_format=torch.preserve_format if hidden_major else torch.contiguous_format)
+    check_gradient_memory("weight.grad (accumulate_into_grad=True)", weight.grad, weight, hidden_major=hidden_major)
+    return weight.grad
+
+
+def _check_still_grad(weight: Tensor, grad: Tensor | None) -> None:
+    """Before backward adds to `grad`."""
+    if weight.grad is not grad:
+        raise errors.ArgumentError(
+            "weight.grad is not the tensor that it was in forward, so what accumulate_into_grad=True adds to that one would be lost: call "
+            "zero_grad() before the loss and not between the loss and its backward, or zero_grad(set_to_none=False)"
+        )
 
 
 def sum_tied_gradient(weight: Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, make_problem, reference
+from support import assert_close, in_double, make_problem, reference
 from torch import Tensor
 
 import flce
@@ -46,7 +45,7 @@ def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     for kernel in _kernels.all_kernels():
         kernel.alive.several = False
         kernel.alive.losses.clear()
-        kernel._local = threading.local()  # frames remember sizes
+        kernel.frames.clear()  # they remember sizes
     backward, keep = flce.Kernel.backward, _retain.Retained.keep
 
     def watch_backward(self: Any, *args: Any) -> None:
@@ -63,7 +62,7 @@ def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     yield seen
     monkeypatch.undo()
     for kernel in _kernels.all_kernels():
-        kernel._local = threading.local()
+        kernel.frames.clear()
 
 
 def make(device: str, num_tokens: int = 40, **options: Any) -> Any:
@@ -89,10 +88,12 @@ def check(problem: Any, actual: tuple[Tensor | None, ...], plain: tuple[Tensor, 
     """Within the bounds of the reference; on a CPU the bits of a call that retains nothing."""
     if plain is None:
         plain = gradients_of(problem, loss_of(problem, retain_in_grad_weight=False))
-    expected = gradients_of(problem, reference(problem.hidden, problem.weight, problem.target, **problem.options)["loss"])
+    exact = in_double(problem)
+    expected = gradients_of(exact, reference(exact.hidden, exact.weight, exact.target, **exact.options)["loss"])
     for name, got, bits, right in zip(("hidden", "weight"), actual, plain, expected, strict=True):
-        assert_close(got, right, torch.bfloat16, name)
         assert got is not None
+        # What a GPU retains is rounded once more than dz alone (docs/numerics.md, retained exponentials).
+        assert_close(got, right, torch.bfloat16, name, factor=2**0.5 if got.is_cuda else 1.0)
         if got.device.type == "cpu":
             assert torch.equal(got, bits), name
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Problem, assert_close, make_problem, reference, spy_on_backward
+from support import Problem, assert_close, in_double, make_problem, reference, spy_on_backward
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,8 +22,9 @@ def loss_of(problem: Problem, **options: Any) -> Any:
 
 
 def reference_gradients(problem: Problem, **options: Any) -> tuple[Tensor, ...]:
-    loss = reference(problem.hidden, problem.weight, problem.target, **(problem.options | options))["loss"]
-    return torch.autograd.grad(loss.sum(), (problem.hidden, problem.weight))
+    exact = in_double(problem)
+    loss = reference(exact.hidden, exact.weight, exact.target, **(exact.options | options))["loss"]
+    return torch.autograd.grad(loss.sum(), (exact.hidden, exact.weight))
 
 
 def check_gradients(problem: Problem, hidden: Tensor | None, weight: Tensor | None, dtype: torch.dtype = torch.float32, **options: Any) -> None:
@@ -160,8 +161,9 @@ def test_grad_weight_out_accumulates(device: str, wide: bool) -> None:
         flce.linear_cross_entropy(hidden, problem.weight, target, bias=bias, reduction="sum", grad_weight_out=buffer).backward()
     assert problem.weight.grad is None
     check_gradients(problem, problem.hidden.grad, buffer, torch.bfloat16, reduction="sum")
-    expected = reference(problem.hidden, problem.weight, problem.target, bias=bias, reduction="sum")["loss"]
-    assert_close(bias.grad, torch.autograd.grad(expected, bias)[0], torch.bfloat16, "bias")
+    exact = in_double(problem)
+    expected = reference(exact.hidden, exact.weight, exact.target, reduction="sum", **exact.options)["loss"]
+    assert_close(bias.grad, torch.autograd.grad(expected, exact.options["bias"])[0], torch.bfloat16, "bias")
 
 
 def test_grad_weight_out_is_left_alone_where_weight_is_not_asked_for(device: str) -> None:
@@ -220,7 +222,12 @@ def test_autocast_computes_in_its_dtype_and_returns_fp32_gradients(device: str, 
     assert loss.dtype == torch.float32
     assert problem.hidden.grad is not None
     assert problem.hidden.grad.dtype == torch.float32
-    check_gradients(problem, problem.hidden.grad, problem.weight.grad, dtype)
+    rounded = Problem(
+        *(tensor.detach().to(dtype).requires_grad_() for tensor in (problem.hidden, problem.weight)),
+        problem.target,
+        {"bias": problem.options["bias"].detach().to(dtype)},
+    )
+    check_gradients(rounded, problem.hidden.grad, problem.weight.grad, dtype)
     # The weight itself is saved, and no rounded copy of it beside.
     assert [t.data_ptr() for t in saved if t.shape == problem.weight.shape] == [problem.weight.data_ptr()]
 
@@ -244,21 +251,32 @@ def test_an_extra_output_may_be_changed_in_place(device: str) -> None:
 
 
 def test_two_threads(device: str) -> None:
+    """Two options, each in two threads with hidden states of its own: the bits of each by itself."""
     problem = make_problem(device, num_tokens=64, vocab_size=700)
-    expected = [loss_of(problem, softcap=cap).item() for cap in (5.0, 9.0)]
+    cases = []
+    for cap, scale in ((5.0, 1.0), (5.0, 0.5), (9.0, 1.0), (9.0, 2.0)):
+        hidden = (problem.hidden.detach() * scale).requires_grad_()
+        loss = flce.linear_cross_entropy(hidden, problem.weight, problem.target, softcap=cap)
+        expected = (loss.detach(), *torch.autograd.grad(loss, (hidden, problem.weight)))
+        check_gradients(Problem(hidden, problem.weight, problem.target), *expected[1:], softcap=cap)
+        cases.append((cap, hidden.detach(), expected))
+    done: list[float] = []
     failures: list[str] = []
 
-    def work(cap: float, right: float) -> None:
+    def work(cap: float, given: Tensor, expected: tuple[Tensor, ...]) -> None:
         for _ in range(20):
-            hidden, weight = (t.detach().clone().requires_grad_() for t in (problem.hidden, problem.weight))
+            hidden, weight = (t.detach().clone().requires_grad_() for t in (given, problem.weight))
             loss = flce.linear_cross_entropy(hidden, weight, problem.target, softcap=cap)
             loss.backward()
-            if loss.item() != right or hidden.grad is None or not torch.isfinite(hidden.grad).all():
-                failures.append(f"softcap {cap}: {loss.item()} instead of {right}")
+            for name, actual, right in zip(("loss", "hidden", "weight"), (loss, hidden.grad, weight.grad), expected, strict=True):
+                if actual is None or not torch.equal(actual, right):
+                    failures.append(f"softcap {cap}: {name}")
+        done.append(cap)
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip((5.0, 9.0), expected, strict=True) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=case) for case in cases]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures
+    assert sorted(done) == [5.0, 5.0, 9.0, 9.0]

@@ -159,6 +159,44 @@ class TestCudaGraph:
         with pytest.raises(flce.UnavailableError, match="warmup"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
 
+    def test_a_layer_is_first_used_by_a_graph_of_torch_compile(self) -> None:
+        """torch.compile's graphs account for all memory that is left in their pool: what a new kernel keeps has to be elsewhere."""
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda h, w, t: flce.linear_cross_entropy(h * 1.0, w, t), mode="reduce-overhead")
+        for vocab_size in (1237, 1239):  # layers that no other test has
+            problem = make_problem("cuda", torch.bfloat16, num_tokens=200, hidden_size=64, vocab_size=vocab_size, ignored=0.0)
+            results = []
+            for _ in range(4):  # a run before, a capture, replays
+                problem.hidden.grad = problem.weight.grad = None
+                torch.compiler.cudagraph_mark_step_begin()
+                loss = compiled(problem.hidden, problem.weight, problem.target)
+                loss.backward()
+                results.append([value.clone() for value in (loss, problem.hidden.grad, problem.weight.grad)])
+            eager = flce.linear_cross_entropy(problem.hidden * 1.0, problem.weight, problem.target, retain_in_grad_weight=False)
+            expected = [eager, *torch.autograd.grad(eager, (problem.hidden, problem.weight))]
+            for result in results:
+                assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+            flce.check_labels()
+            problem.target[7] = vocab_size
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(problem.hidden, problem.weight, problem.target)
+            with pytest.raises(flce.LabelError):
+                flce.check_labels()
+
+    @pytest.mark.skipif(
+        not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"), reason="this torch's use_mem_pool takes every thread's memory"
+    )
+    @pytest.mark.parametrize("inside", ["mem_pool", "side stream"])
+    def test_what_a_kernel_keeps_is_in_the_allocators_own_pool(self, inside: str) -> None:
+        pool, stream = torch.cuda.MemPool(), torch.cuda.Stream()
+        vocab_size = 1241 if inside == "mem_pool" else 1243
+        with torch.cuda.use_mem_pool(pool) if inside == "mem_pool" else torch.cuda.stream(stream):
+            kernel = flce.get_kernel(64, vocab_size, torch.bfloat16, device="cuda")
+        address = kernel.invalid_label.data_ptr()
+        segments = [s for s in torch.cuda.memory_snapshot() if s["address"] <= address < s["address"] + s["total_size"]]
+        assert [tuple(segment["segment_pool_id"]) for segment in segments] == [(0, 0)]
+        assert kernel.float_like.data_ptr() == address  # templates take no memory of their own
+
     def test_another_stream(self) -> None:
         problem = make_problem("cuda", torch.bfloat16, num_tokens=256, hidden_size=256, vocab_size=4000)
         expected = torch.autograd.grad(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target), problem.hidden)[0]

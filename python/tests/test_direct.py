@@ -78,7 +78,7 @@ def test_another_number_of_tokens_and_other_options(device: str) -> None:
             for softcap in (None, 2.0):
                 hidden, target = problem.hidden[:num_tokens], problem.target[:num_tokens]
                 loss = flce.linear_cross_entropy(hidden, problem.weight, target, softcap=softcap)
-                assert_close(loss, reference(hidden, problem.weight, target, softcap=softcap)["loss"], torch.float32)
+                assert_close(loss, reference(hidden, problem.weight, target, softcap=softcap)["loss"], torch.float32, output=True)
     assert is_direct(loss)
 
 
@@ -166,6 +166,12 @@ def test_negated_views(device: str) -> None:
     bias = torch.randn(101, device=device)
     with_bias = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, bias=bias)
     assert torch.equal(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, bias=torch._neg_view(-bias)), with_bias)
+    for _ in range(3):
+        target, count = torch._neg_view(-problem.target), torch._neg_view(torch.tensor(-28.0, device=device))
+        assert torch.equal(flce.linear_cross_entropy(problem.hidden, problem.weight, target), made)
+        with_count = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, num_valid_tokens=count)
+        assert torch.equal(with_count, flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, num_valid_tokens=28.0))
+        assert with_count > 0
     upstream = torch._neg_view(torch.tensor(-1.0, device=device))
     for actual, wanted in zip(torch.autograd.grad(made, (problem.hidden, problem.weight), upstream), expected, strict=True):
         assert torch.equal(actual, wanted)
@@ -178,7 +184,7 @@ def test_one_tensor_as_hidden_and_weight(device: str) -> None:
         loss = flce.linear_cross_entropy(both, both, problem.target)
         gradient = torch.autograd.grad(loss, both)[0]
         expected = reference(both, both, problem.target)["loss"]
-        assert_close(loss, expected, torch.float32)
+        assert_close(loss, expected, torch.float32, output=True)
         assert_close(gradient, torch.autograd.grad(expected, both)[0], torch.float32)
 
 
@@ -226,7 +232,8 @@ def test_modes_and_transforms_go_another_way(device: str) -> None:
         torch.func.vmap(lambda _: flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target))(torch.ones(2, device=device))
     with torch.autocast(device, dtype=torch.bfloat16):
         rounded = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
-    assert_close(rounded, reference(problem.hidden, problem.weight, problem.target)["loss"], torch.bfloat16)
+    hidden, weight = (tensor.detach().bfloat16() for tensor in (problem.hidden, problem.weight))
+    assert_close(rounded, reference(hidden, weight, problem.target)["loss"], torch.bfloat16, output=True)
     assert not torch.equal(rounded, flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target))
 
 
@@ -268,6 +275,7 @@ def test_threads_share_a_direct_call(device: str, monkeypatch: pytest.MonkeyPatc
         loss = flce.linear_cross_entropy(hidden, problem.weight, problem.target)
         expected.append((loss.item(), *torch.autograd.grad(loss, (hidden, problem.weight))))
     failures: list[float] = []
+    done: list[float] = []
 
     def work(scale: float, right: tuple[Any, ...]) -> None:
         hidden = (problem.hidden.detach() * scale).requires_grad_()
@@ -276,6 +284,7 @@ def test_threads_share_a_direct_call(device: str, monkeypatch: pytest.MonkeyPatc
             gradients = torch.autograd.grad(loss, (hidden, problem.weight))
             if loss.item() != right[0] or not all(torch.equal(a, b) for a, b in zip(gradients, right[1:], strict=True)):
                 failures.append(scale)
+        done.append(scale)
 
     threads = [threading.Thread(target=work, args=pair) for pair in zip(scales, expected, strict=True)]
     for thread in threads:
@@ -283,4 +292,5 @@ def test_threads_share_a_direct_call(device: str, monkeypatch: pytest.MonkeyPatc
     for thread in threads:
         thread.join()
     assert not failures
+    assert sorted(done) == scales
     assert len(made) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,44 @@ def call(device: str = "cpu", **changes: Any) -> Any:
         ({"logit_scale": 0.0}, flce.SpecError, r"logit_scale"),
         ({"workspace_limit_bytes": 0}, flce.ArgumentError, r"workspace_limit_bytes is 0"),
         ({"workspace_limit_bytes": 16}, flce.PlanError, r"16"),
+        ({"workspace_limit_bytes": True}, flce.ArgumentError, r"workspace_limit_bytes is True"),
+        ({"retain_in_grad_weight": 1}, flce.ArgumentError, r"retain_in_grad_weight is 1; allowed are True, False and None"),
         ({"grad_weight_out": torch.zeros(3, 24)}, flce.ShapeError, r"grad_weight_out has shape"),
         ({"grad_weight_out": torch.zeros(101, 24, dtype=torch.bfloat16)}, flce.DTypeError, r"grad_weight_out has dtype"),
-        ({"grad_weight_out": torch.zeros(24, 101).t()}, flce.ArgumentError, r"grad_weight_out must lie in memory as weight does"),
+        ({"grad_weight_out": torch.zeros(24, 101).t()}, flce.ArgumentError, r"grad_weight_out has strides \[1, 101\]; they must be \[24, 1\]"),
     ],
 )
 def test_bad_argument(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         call(**changes)
     assert isinstance(caught.value, flce.FlceError)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"ignore_index": 1}, {"ignore_index": 1.0}),
+        ({"ignore_index": True}, {"ignore_index": 1.0}),
+        ({"ignore_index": 1}, {"ignore_index": Decimal(1)}),
+        ({"retain_in_grad_weight": True}, {"retain_in_grad_weight": 1}),
+        ({"retain_in_grad_weight": False}, {"retain_in_grad_weight": 0.0}),
+        ({"workspace_limit_bytes": 1 << 30}, {"workspace_limit_bytes": 2.0**30}),
+        ({"softcap": 30.0}, {"softcap": Decimal(30)}),
+        ({"logit_scale": 2.0}, {"logit_scale": 2 + 0j}),
+        ({"label_smoothing": 0.5}, {"label_smoothing": Decimal("0.5")}),
+        ({"z_loss": 1.0}, {"z_loss": Decimal(1)}),
+    ],
+    ids=str,
+)
+def test_equal_values_of_other_types_stay_refused(good: dict[str, Any], bad: dict[str, Any]) -> None:
+    (name,) = bad
+    with pytest.raises(flce.ArgumentError, match=f"{name} is "):
+        call(**bad)
+    problem = make_problem("cpu", ignored=0.0)
+    for _ in range(4):  # remembered, then direct
+        flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **good)
+    with pytest.raises(flce.ArgumentError, match=f"{name} is "):
+        flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **bad)
 
 
 def test_documented_bases() -> None:
@@ -206,6 +236,22 @@ def test_missing_library_is_said_where_it_is_needed() -> None:
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "/nonexistent/libflce.so" in result.stdout
     assert "FLCE_LIBRARY" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("FLCE_NUM_THREADS", b"\xff"),
+        ("FLCE_SIGNING_KEY", b"/nonexistent/\xff.pem"),
+        ("FLCE_CACHE_REMOTE", b"ftp://\xff"),
+        ("FLCE_LIBRARY", b"/nonexistent/\xff.so"),
+    ],
+)
+def test_a_name_that_is_no_utf8_is_shown(variable: str, value: bytes) -> None:
+    code = "import flce\ntry:\n    flce.get_kernel(8, 11, 'fp32', device='cpu')\nexcept flce.UnavailableError as error:\n    print(error)\n"
+    environment = os.environb | {variable.encode(): value, b"PYTHONIOENCODING": b"utf-8"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert value.decode(errors="backslashreplace") in result.stdout
 
 
 @pytest.mark.parametrize("name", ["hidden", "weight"])

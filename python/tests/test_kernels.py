@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support import make_problem
+from support import assert_close, make_problem, reference
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
-from flce import _kernels
+from flce import _kernels, _memory
 
 
 def test_kernel_describes_itself(device: str) -> None:
@@ -44,6 +48,8 @@ def test_explain_says_what_is_retained(device: str) -> None:
     assert "retained" not in flce.explain(64, 3000, torch.bfloat16, device=device, num_tokens=8)
 
 
+_sizes = itertools.count(211)
+
 CALLS: list[tuple[dict[str, Any], dict[str, Any], torch.dtype]] = [
     ({}, {}, torch.float32),
     ({"softcap": 7.0, "return_lse": True}, {"softcap": 7.0, "return_lse": True}, torch.bfloat16),
@@ -62,6 +68,44 @@ def test_nothing_is_left_to_compile_after_warmup(device: str, layer: dict[str, A
     assert kernel in _kernels.all_kernels()
 
 
+def test_memory_that_a_kernel_keeps_is_made_in_nobodys_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools, modes and default devices are a thread's own, as far as a CPU can show it."""
+    waited_for = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited_for.append(device)))
+    seen: list[Any] = []
+
+    def make() -> torch.Tensor:
+        seen.append(threading.get_ident())
+        return torch.empty(3)
+
+    cuda = torch.device("cuda", 0)
+    with torch.inference_mode(), torch.device("meta"):
+        tensor = _memory.make_once(cuda, make)
+    assert seen[0] != threading.get_ident()
+    assert not tensor.is_inference()
+    assert tensor.device.type == "cpu"
+    assert waited_for == [cuda]
+
+    def fail() -> torch.Tensor:
+        raise torch.OutOfMemoryError("on purpose")
+
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        _memory.make_once(cuda, fail)
+
+
+def test_a_kernel_made_in_inference_mode_reports_labels(device: str) -> None:
+    problem = make_problem(device, hidden_size=40, vocab_size=79, ignored=0.0)
+    problem.target[5] = 79
+    with torch.inference_mode():
+        kernel = flce.get_kernel(40, 79, torch.float32, device=device)
+    assert not kernel.invalid_label.is_inference()
+    assert not kernel.float_like.is_inference()
+    flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target).backward()
+    with pytest.raises(flce.LabelError):
+        flce.check_labels()
+    flce.check_labels()
+
+
 def test_concurrent_first_use_gives_one_kernel(device: str) -> None:
     found: list[flce.Kernel] = []
     barrier = threading.Barrier(4)
@@ -77,6 +121,70 @@ def test_concurrent_first_use_gives_one_kernel(device: str) -> None:
         thread.join()
     assert len(found) == 4
     assert len(set(map(id, found))) == 1
+
+
+@pytest.mark.parametrize("name", ["hidden_major", "accumulate", "bias", "class_weight"])
+def test_flags_that_are_no_flags(name: str) -> None:
+    with pytest.raises(flce.DTypeError, match=f"{name} is 'no'; it must be True or False"):
+        flce.get_kernel(64, 10, torch.float32, device="cpu", **{name: "no"})
+
+
+@pytest.mark.parametrize("num_tokens", [-1, "8", 8.0])
+def test_a_number_of_tokens_that_is_none(num_tokens: Any) -> None:
+    with pytest.raises(flce.ArgumentError, match=f"num_tokens is {num_tokens!r}; it must be an integer"):
+        flce.get_kernel(64, 10, torch.float32, device="cpu", workspace_limit_bytes=1 << 30, num_tokens=num_tokens)
+def no_mode() -> Any:
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("mode", [no_mode, torch.no_grad, torch.inference_mode, FakeTensorMode], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("calls", ["first", "direct"])
+def test_a_kernel_first_made_under_a_mode_is_like_any_other(device: str, mode: Any, calls: str) -> None:
+    flce.check_labels()
+    vocab_size = next(_sizes)  # of a kernel that nobody has made
+    problem = make_problem(device, vocab_size=vocab_size, ignored=0.0)
+    known = len(_kernels.all_kernels())
+    with mode():
+        flce.get_kernel(24, vocab_size, torch.float32, device=device)
+        assert len(_kernels.all_kernels()) == known + 1
+    wrong = problem.target.clone()
+    wrong[7] = vocab_size
+    for inside in (mode if mode is not FakeTensorMode else no_mode, no_mode):
+        with inside():
+            for _ in range(3 if calls == "direct" else 1):
+                flce.linear_cross_entropy(problem.hidden, problem.weight, wrong)
+        with pytest.raises(flce.LabelError, match=r"target\[7\]"):  # outside, and once
+            flce.check_labels()
+        flce.check_labels()
+    with torch.inference_mode():
+        flce.linear_cross_entropy(problem.hidden, problem.weight, wrong)
+        with pytest.raises(flce.LabelError):
+            flce.check_labels()
+    for _ in range(3):
+        gradients = torch.autograd.grad(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target), (problem.hidden, problem.weight))
+    expected = torch.autograd.grad(reference(problem.hidden, problem.weight, problem.target)["loss"], (problem.hidden, problem.weight))
+    for actual, right in zip(gradients, expected, strict=True):
+        assert_close(actual, right, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_check_labels_waits_for_every_stream(device: str) -> None:
+    problem = make_problem(device, ignored=0.0)
+    wrong = problem.target.clone()
+    wrong[7] = 101
+    flce.linear_cross_entropy(problem.hidden, problem.weight, wrong)
+    with pytest.raises(flce.LabelError):
+        flce.check_labels()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # cycles: the call behind it has not run when check_labels begins
+            flce.linear_cross_entropy(problem.hidden, problem.weight, wrong if stream is streams[1] else problem.target)
+    with pytest.raises(flce.LabelError, match=r"target\[7\]"):
+        flce.check_labels()
+    flce.check_labels()
 
 
 def test_bad_layers() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,7 +43,7 @@ def test_value_and_gradients(device: str, impl: str, bias: bool) -> None:
     parameters = [hidden, *head.parameters()]
     gradients = torch.autograd.grad(loss, parameters)
     wanted = torch.autograd.grad(expected_loss(head, hidden, labels), parameters)
-    assert loss.item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=1e-6)
+    assert_close(loss, expected_loss(head, hidden, labels), torch.float32, output=True)
     for actual, right in zip(gradients, wanted, strict=True):
         assert_close(actual, right, torch.float32)
 
@@ -95,7 +97,7 @@ def test_weight_is_looked_up_at_each_call(device: str, impl: str) -> None:
     hidden, labels = batch(device)
 
     def check() -> None:
-        assert loss_fn(hidden, labels).item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=1e-5)
+        assert_close(loss_fn(hidden, labels), expected_loss(head, hidden, labels), torch.float32, output=True)
         torch.testing.assert_close(loss_fn.forward_logits(hidden), F.linear(hidden, head.weight))
 
     check()
@@ -105,9 +107,10 @@ def test_weight_is_looked_up_at_each_call(device: str, impl: str) -> None:
     head.weight = nn.Parameter(torch.randn(V, D, device=device))
     check()
     head.to(torch.bfloat16)
-    assert loss_fn(hidden.detach().bfloat16(), labels).item() == pytest.approx(
-        expected_loss(head, hidden.detach().bfloat16(), labels).item(), rel=2e-3
-    )
+    rounded = hidden.detach().bfloat16()
+    # Plain torch rounds logits to bf16.
+    factor = 1.0 if impl == "flce" else 200.0
+    assert_close(loss_fn(rounded, labels), expected_loss(head, rounded, labels), torch.bfloat16, output=True, factor=factor)
 
 
 def test_bf16_hidden_with_fp32_weight(device: str) -> None:
@@ -118,7 +121,11 @@ def test_bf16_hidden_with_fp32_weight(device: str) -> None:
         loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl)
         loss = loss_fn(hidden, labels)
         loss.backward()
-        assert loss.item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=5e-3)
+        rounded = copy.deepcopy(head).bfloat16()
+        assert_close(loss, expected_loss(rounded, hidden, labels), torch.bfloat16, output=True, factor=1.0 if impl == "flce" else 200.0)
+        if impl == "flce":
+            wanted = torch.autograd.grad(expected_loss(rounded, hidden, labels), rounded.weight)[0]
+            assert_close(head.weight.grad, wanted, torch.bfloat16)
         assert head.weight.grad is not None
         assert loss_fn.forward_logits(hidden).dtype == torch.bfloat16
 
@@ -168,13 +175,60 @@ def test_nothing_is_registered() -> None:
     assert isinstance(trainer.loss, flce.FusedOutputLoss)
 
 
-def test_auto_says_once_what_it_falls_back_to(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_flce_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level(logging.WARNING, "flce"):
+        losses = [flce.LinearCrossEntropyLoss(nn.Linear(D, V)), flce.PipelineFusedLoss(nn.Linear(D, V))]
+        hidden, labels = batch("cpu")
+        losses[0](hidden, labels).backward()
+    assert [loss.actual_impl for loss in losses] == ["flce", "flce"]
+    assert not caplog.records
+
+
+def no_library() -> None:
+    raise flce.UnavailableError("libflce.so is not there")
+
+
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+
+
+@pytest.mark.parametrize(
+    ("arrange", "reason"),
+    [
+        (lambda monkeypatch: monkeypatch.setattr(loss_module._native, "library", no_library), "libflce.so is not there"),
+        (old_gpu, "Tesla T4 is older than sm_80"),
+    ],
+    ids=["no library", "old GPU"],
+)
+def test_auto_says_once_what_it_falls_back_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, arrange: Callable[[pytest.MonkeyPatch], None], reason: str
+) -> None:
     monkeypatch.setattr(loss_module, "_said", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arrange(monkeypatch)
     with caplog.at_level(logging.WARNING, "flce"):
         losses = [flce.LinearCrossEntropyLoss(nn.Linear(D, V)) for _ in range(2)]
     assert [loss.actual_impl for loss in losses] == ["pytorch", "pytorch"]
-    assert [record.message for record in caplog.records] == ["flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch': there is no CUDA device"]
+    assert [record.message for record in caplog.records] == [f"flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch': {reason}"]
+
+
+def test_auto_computes_what_flce_refuses_in_plain_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(loss_module, "_said", set())
+    head = nn.Linear(D, V, dtype=torch.float64)
+    hidden, labels = batch("cpu", torch.float64)
+    loss_fn = flce.LinearCrossEntropyLoss(head)
+    with caplog.at_level(logging.WARNING, "flce"):
+        losses = [loss_fn(hidden, labels) for _ in range(2)]
+    assert [record.message for record in caplog.records] == [
+        "flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch' for hidden states in torch.float64 on cpu"
+    ]
+    assert losses[0].item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=1e-6)
+    assert loss_fn.actual_impl == "flce"  # for the next hidden states
+    with pytest.raises(flce.DTypeError, match=r"hidden has dtype torch\.float64"):
+        flce.LinearCrossEntropyLoss(head, impl="flce")(hidden, labels)
 
 
 def test_auto_falls_back_at_the_first_call_and_an_explicit_choice_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -197,10 +251,7 @@ def test_auto_falls_back_at_the_first_call_and_an_explicit_choice_raises(monkeyp
 
 
 def test_an_explicit_impl_without_the_library_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise flce.UnavailableError("libflce.so is not there")
-
-    monkeypatch.setattr(loss_module._native, "library", missing)
+    monkeypatch.setattr(loss_module._native, "library", no_library)
     with pytest.raises(ImportError, match=r"libflce\.so is not there"):
         flce.LinearCrossEntropyLoss(nn.Linear(D, V), impl="flce")
 
@@ -212,6 +263,7 @@ def test_an_explicit_impl_without_the_library_raises_at_once(monkeypatch: pytest
         ({"softcaps": 1.0}, r"softcaps is not an option"),
         ({"reduction": "average"}, r"reduction is 'average'"),
         ({"chunk_size": 0}, r"chunk_size is 0"),
+        ({"compile": "no"}, r"compile is 'no'; it must be True or False"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -232,6 +284,9 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         ("shift", 1.0, flce.ArgumentError),
         ("chunk_size", "4096", flce.ArgumentError),
         ("reduction", ["mean"], flce.ArgumentError),
+        ("ignore_index", 1.0, flce.DTypeError),
+        ("workspace_limit_bytes", True, flce.ArgumentError),
+        ("retain_in_grad_weight", 1, flce.ArgumentError),
     ],
 )
 def test_values_that_no_impl_takes(impl: str, option: str, value: Any, kind: type[Exception]) -> None:

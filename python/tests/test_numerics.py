@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import Problem, assert_close, make_problem, reference
+from support import Problem, assert_close, in_double, make_problem, reference
 from torch import Tensor
 
 import flce
+from flce import _retain
 
 pytestmark = pytest.mark.first_and_direct
 
@@ -37,7 +38,8 @@ def check(problem: Problem, dtype: torch.dtype, **options: Any) -> None:
     """Forward and backward with an upstream gradient that differs from output to output and row to row."""
     options = problem.options | options
     actual = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **options)
-    expected = reference(problem.hidden, problem.weight, problem.target, **options)
+    exact = in_double(problem)
+    expected = reference(exact.hidden, exact.weight, exact.target, **(options | exact.options))
     outputs = ["loss"] + [name for name in ("lse", "logprobs", "entropy") if options.get(f"return_{name}")]
     actual = (actual,) if len(outputs) == 1 else actual
     assert len(actual) == len(outputs)
@@ -45,11 +47,11 @@ def check(problem: Problem, dtype: torch.dtype, **options: Any) -> None:
     upstream = []
     for name, value in zip(outputs, actual, strict=True):
         assert value.dtype == torch.float32
-        assert_close(value, expected[name], torch.float32, name, factor=2.0)
+        assert_close(value, expected[name], dtype, name, output=True)
         upstream.append(torch.randn(value.shape, generator=generator).to(value.device))
     tensors = leaves(problem)
     gradients = torch.autograd.grad(actual, list(tensors.values()), upstream)
-    wanted = torch.autograd.grad([expected[name] for name in outputs], list(tensors.values()), [g.double() for g in upstream])
+    wanted = torch.autograd.grad([expected[name] for name in outputs], list(leaves(exact).values()), [g.double() for g in upstream])
     for (name, leaf), gradient, right in zip(tensors.items(), gradients, wanted, strict=True):
         assert gradient.dtype == leaf.dtype
         assert_close(gradient, right, dtype, f"gradient of {name}")
@@ -85,7 +87,7 @@ def test_batched_shapes_keep_their_form(device: str) -> None:
     loss, lse, entropy = flce.linear_cross_entropy(hidden, problem.weight, target, reduction="none", return_lse=True, return_entropy=True)
     expected = reference(hidden, problem.weight, target, reduction="none")
     for actual, name in ((loss, "loss"), (lse, "lse"), (entropy, "entropy")):
-        assert_close(actual, expected[name], torch.float32, name)
+        assert_close(actual, expected[name], torch.float32, name, output=True)
     assert torch.equal(loss == 0, target == -100)
 
 
@@ -94,12 +96,14 @@ def test_fp32_weight_under_bf16_hidden_gets_fp32_gradient(device: str) -> None:
     weight = problem.weight.detach().float().requires_grad_()
     loss = flce.linear_cross_entropy(problem.hidden, weight, problem.target)
     gradients = torch.autograd.grad(loss, (problem.hidden, weight))
-    expected = reference(problem.hidden, weight, problem.target)["loss"]
-    wanted = torch.autograd.grad(expected, (problem.hidden, weight))
+    exact = in_double(Problem(problem.hidden, weight.detach().bfloat16().requires_grad_(), problem.target))
+    expected = reference(exact.hidden, exact.weight, exact.target)["loss"]
+    assert_close(loss, expected, torch.bfloat16, "loss", output=True)
+    wanted = torch.autograd.grad(expected, (exact.hidden, exact.weight))
     assert gradients[1].dtype == torch.float32
     assert_close(gradients[0], wanted[0], torch.bfloat16, "hidden")
-    # Products of bf16 numbers summed in fp32: more exact than bf16 could be, where dz itself is not rounded.
-    assert_close(gradients[1], wanted[1], torch.bfloat16, "weight", factor=0.5)
+    assert_close(gradients[1], wanted[1], torch.bfloat16, "weight")
+    assert not torch.equal(gradients[1], gradients[1].bfloat16().float())  # not a rounded one, widened
 
 
 def test_hidden_major_weight_is_taken_as_it_lies(device: str) -> None:
@@ -153,10 +157,48 @@ def test_same_bits_every_time(device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
 
 
-def test_workspace_limit_is_kept(device: str) -> None:
-    problem = make_problem(device, torch.float32, num_tokens=512, hidden_size=64, vocab_size=20000)
+@pytest.mark.parametrize(("least_work", "num_tokens"), [(0, 512), (1 << 40, 504)], ids=["retaining", "computing again"])
+def test_workspace_limit_is_kept(device: str, monkeypatch: pytest.MonkeyPatch, least_work: int, num_tokens: int) -> None:
+    """Scratch of each pass, and what forward leaves to backward in memory of its own, together."""
+    problem = make_problem(device, torch.float32, num_tokens=num_tokens, hidden_size=64, vocab_size=20000)
     limit = 4 << 20
-    check(problem, torch.float32, workspace_limit_bytes=limit)
-    kernel = flce.get_kernel(64, 20000, torch.float32, device=device, workspace_limit_bytes=limit)
+    scratch, retained = [], []
+    run, keep = flce.Kernel.run, _retain.Retained.keep
+
+    def watch_run(self: Any, function: Any, address: int, size: int) -> None:
+        scratch.append(size)
+        run(self, function, address, size)
+
+    def watch_keep(self: Any, memory: Tensor, *, lent: bool) -> None:
+        retained.append(0 if lent else memory.nbytes)
+        keep(self, memory, lent=lent)
+
+    kernel = flce.get_kernel(64, 20000, torch.float32, device=device, workspace_limit_bytes=limit, num_tokens=num_tokens)
     default = flce.get_kernel(64, 20000, torch.float32, device=device)
-    assert kernel.workspace_bytes(512) <= limit + 4 * 512 * 64 < default.workspace_bytes(512)
+    monkeypatch.setattr(_retain, "LEAST_WORK", {"cpu": least_work, "cuda": least_work})
+    monkeypatch.setattr(flce.Kernel, "run", watch_run)
+    monkeypatch.setattr(_retain.Retained, "keep", watch_keep)
+    for choice in (None, False):
+        check(problem, torch.float32, workspace_limit_bytes=limit, retain_in_grad_weight=choice)
+    assert len(scratch) >= 4
+    assert bool(retained) == (kernel.retains and least_work == 0)
+    assert max(scratch) + max(retained, default=0) <= limit
+    assert kernel.workspace_bytes(num_tokens) <= limit < default.workspace_bytes(num_tokens)
+
+
+@pytest.mark.parametrize("change", ["a wrong row", "not 0", "nan", "rounded to bf16"])
+def test_what_the_comparison_of_these_tests_finds(change: str) -> None:
+    right = torch.randn(1000, 64, dtype=torch.float64)
+    right[3] = 0
+    got = right.float()
+    assert_close(got, right, torch.float32)
+    if change == "a wrong row":
+        got[7] *= 1 + 1e-5  # 3e-7 of the whole
+    elif change == "not 0":
+        got[3, 2] = 1e-12
+    elif change == "nan":
+        got[5, 5] = torch.nan
+    else:
+        got = got.bfloat16().float()
+    with pytest.raises(AssertionError, match="of a row" if change == "a wrong row" else "not 0" if change == "not 0" else "of the whole"):
+        assert_close(got, right, torch.float32)

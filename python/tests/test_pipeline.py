@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import spy_on_backward
+from support import assert_close, spy_on_backward
 from torch import Tensor, nn
 
 import flce
@@ -75,9 +75,23 @@ def node_outlives_its_output() -> bool:
         return False
 
 
-@pytest.mark.skipif(not node_outlives_its_output(), reason="this torch's split backward loses the node of any custom Function at the loss")
+SPLIT_BACKWARD = pytest.mark.skipif(
+    not node_outlives_its_output(), reason="this torch's split backward loses the node of any custom Function at the loss"
+)
+
+
+@SPLIT_BACKWARD
+def test_zero_bubble_schedules_equal_the_unpipelined_model() -> None:
+    output = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "zero_bubble_worker.py"))
+    assert "4 cases passed" in output
+
+
+@SPLIT_BACKWARD
 @pytest.mark.parametrize("least_work", [0, 1 << 40], ids=["retaining", "computing again"])
-def test_split_backward_computes_each_gradient_once(device: str, monkeypatch: pytest.MonkeyPatch, least_work: int) -> None:
+@pytest.mark.parametrize("accumulate_into_grad", [False, True])
+def test_split_backward_computes_each_gradient_once(
+    device: str, monkeypatch: pytest.MonkeyPatch, least_work: int, accumulate_into_grad: bool
+) -> None:
     """Zero-bubble schedules ask for the stage's input first and for the weights later, with these two functions."""
     split = pytest.importorskip("torch.distributed.pipelining._backward")
     computed = spy_on_backward(monkeypatch)
@@ -85,17 +99,44 @@ def test_split_backward_computes_each_gradient_once(device: str, monkeypatch: py
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(device)
     head = nn.Linear(64, 500, bias=False, device=device)
-    loss_fn = flce.PipelineFusedLoss(head, impl="flce", shift=0)
-    x = torch.randn(40, 64, device=device, requires_grad=True)
-    target = torch.randint(0, 500, (40,), device=device)
+    loss_fn = flce.PipelineFusedLoss(head, impl="flce", shift=0, accumulate_into_grad=accumulate_into_grad)
     parameters = [*layers.parameters(), *head.parameters()]
-    expected = torch.autograd.grad(loss_fn(layers(x), target), [x, *parameters])
-    computed.clear()
-    grad_input, groups = split.stage_backward_input([loss_fn(layers(x), target)], None, [x], iter(parameters))
-    split.stage_backward_weight(iter(parameters), groups)
-    assert computed == [(True, False), (False, True)]
-    for actual, right in zip([grad_input[0], *(parameter.grad for parameter in parameters)], expected, strict=True):
-        torch.testing.assert_close(actual, right)
+    totals: list[Tensor | None] = [None] * len(parameters)
+    for _ in range(2):  # the second microbatch adds to what the first has left
+        x = torch.randn(40, 64, device=device, requires_grad=True)
+        target = torch.randint(0, 500, (40,), device=device)
+        expected = torch.autograd.grad(nn.functional.cross_entropy(head(layers(x)), target), [x, *parameters])
+        totals = [right if total is None else total + right for total, right in zip(totals, expected[1:], strict=True)]
+        computed.clear()
+        grad_input, groups = split.stage_backward_input([loss_fn(layers(x), target)], None, [x], iter(parameters))
+        split.stage_backward_weight(iter(parameters), groups)
+        assert computed == [(True, False), (False, True)]
+        for actual, right in zip([grad_input[0], *(parameter.grad for parameter in parameters)], [expected[0], *totals], strict=True):
+            assert_close(actual, right, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_that_grad_asks_for_is_not_added(device: str, dtype: torch.dtype) -> None:
+    head = nn.Linear(32, 500, bias=False, device=device, dtype=dtype)
+    hidden, labels = microbatches(device, 1)[0]
+    hidden = hidden.detach().to(dtype).requires_grad_()
+    loss_fn = flce.PipelineFusedLoss(head, impl="flce", shift=0, accumulate_into_grad=True)
+    plain = torch.autograd.grad(flce.PipelineFusedLoss(head, impl="flce", shift=0)(hidden, labels), (hidden, head.weight))
+    for inputs, expected in (((hidden, head.weight), plain), ((head.weight,), plain[1:]), ((hidden,), plain[:1])):
+        for actual, right in zip(torch.autograd.grad(loss_fn(hidden, labels), inputs), expected, strict=True):
+            assert actual.dtype == right.dtype
+            assert_close(actual, right, dtype)
+        assert head.weight.grad is not None
+        assert not head.weight.grad.any()
+    for times in (1, 2):
+        loss_fn(hidden, labels).backward()
+        assert_close(head.weight.grad, times * plain[1], dtype)
+    wide = torch.zeros_like(head.weight, dtype=torch.float32)
+    loss = flce.linear_cross_entropy(hidden, head.weight, labels, grad_weight_out=wide)
+    (gradient,) = torch.autograd.grad(loss, head.weight)
+    assert gradient.dtype == dtype
+    assert_close(gradient, plain[1], dtype)
+    assert not wide.any()
 
 
 def microbatches(device: str, count: int, num_tokens: int = 64, hidden_size: int = 32) -> list[tuple[Tensor, Tensor]]:

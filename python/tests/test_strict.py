@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import flce
@@ -77,6 +79,17 @@ def test_switch_for_the_whole_process(tmp_path: Path) -> None:
     assert spec == "D=72,V=91,dtype=fp32,softcap=30"
     *_, as_before = lines(SWITCH, FLCE_CACHE_DIR=str(tmp_path / "another"), FLCE_STRICT="1")
     assert "flce prewarm --spec 'D=72,V=91,dtype=fp32,label_smoothing=0.1' --device " in as_before
+
+
+@pytest.mark.parametrize("strict", ["yes", "0", 1, 0.0])
+def test_strictness_is_true_false_or_none(strict: Any) -> None:
+    for call in (
+        lambda: flce.set_strict(strict),
+        lambda: flce.get_kernel(8, 11, "fp32", device="cpu", strict=strict),
+        lambda: flce.warmup([{"hidden_size": 8, "vocab_size": 11, "dtype": "fp32"}], device="cpu", strict=strict),
+    ):
+        with pytest.raises(flce.ArgumentError, match=f"strict is {strict!r}; allowed are True, False and None"):
+            call()
 
 
 def test_statistics_count_by_tier() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_packed_example(device: str) -> None:
         ([0], 1, [-1] * 5),
         ([0, 5], 2, [12, 13, 14, -1, -1]),
         ([0, 2, 5], 2, [-1, -1, 14, -1, -1]),
-        ([0, 5], 9, [-1] * 5),
+        ([0, 5], 5, [-1] * 5),
         ([0, 2, 5], 0, [10, 11, 12, 13, 14]),
         ([0, 2, 2], 0, [10, 11, -1, -1, -1]),
         ([0, 2, 9], 1, [11, -1, 13, 14, -1]),  # a boundary past the labels
@@ -40,11 +41,53 @@ def test_packed_boundaries(device: str, bounds: list[int], shift: int, expected:
     assert shifted.tolist() == expected
 
 
-@pytest.mark.parametrize("shift", [0, 1, 3, 6, 9])
+@pytest.mark.parametrize("shift", [0, 1, 3, 6])
 def test_padded_rows(device: str, shift: int) -> None:
     labels = torch.arange(12, device=device).view(2, 6)
     expected = [[row[t + shift] if t + shift < 6 else IGNORED for t in range(6)] for row in labels.tolist()]
     assert flce.shift_labels(labels, shift).tolist() == expected
+
+
+def test_a_shift_beyond_every_sequence_is_refused(device: str) -> None:
+    labels = torch.arange(12, device=device).view(2, 6)
+    hidden, weight = torch.randn(2, 6, 8, device=device), torch.randn(20, 8, device=device)
+    for loss in (
+        lambda: flce.shift_labels(labels, 7),
+        lambda: flce.linear_cross_entropy(hidden, weight, labels, shift=7),
+        lambda: flce.LinearCrossEntropyLoss(torch.nn.Linear(8, 20, device=device), "pytorch", shift=7)(hidden, labels),
+    ):
+        with pytest.raises(flce.ArgumentError, match=r"shift is 7; target's sequences \(its last dimension\) are 6 long"):
+            loss()
+    with pytest.raises(flce.ArgumentError, match="shift is 13; all sequences of target together are 12 long"):
+        flce.shift_labels(labels, 13, cu_seqlens=torch.tensor([0, 12], device=device))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ignore_index", [1 << 40, -(1 << 31) - 1, 1 << 31])
+def test_int32_labels_with_an_ignore_index_of_64_bits(device: str, packed: bool, ignore_index: int) -> None:
+    labels = torch.arange(6, device=device, dtype=torch.int32)
+    options = {"shift": 2, "cu_seqlens": torch.tensor([0, 6], device=device) if packed else None}
+    assert flce.shift_labels(labels, ignore_index=ignore_index, **options).tolist() == [2, 3, 4, 5, ignore_index, ignore_index]
+    for fits in (-(1 << 31), (1 << 31) - 1):
+        assert flce.shift_labels(labels, ignore_index=fits, **options).dtype == torch.int32
+    hidden, weight = torch.randn(6, 8, device=device), torch.randn(20, 8, device=device)
+    loss = flce.linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index, **options)
+    assert torch.equal(loss, flce.linear_cross_entropy(hidden, weight, labels, **options))
+
+
+@pytest.mark.parametrize(
+    ("labels", "ignore_index", "kind", "message"),
+    [
+        (torch.zeros(3), -100, flce.DTypeError, r"target has dtype torch\.float32; allowed are int64 and int32"),
+        (torch.zeros(3, dtype=torch.uint8), -100, flce.DTypeError, r"target has dtype torch\.uint8"),
+        (torch.zeros(3, dtype=torch.long), None, flce.DTypeError, "ignore_index is a NoneType; it must be an integer"),
+        (torch.zeros(3, dtype=torch.long), 1.5, flce.DTypeError, "ignore_index is a float"),
+        (torch.zeros(3, dtype=torch.long), 1 << 63, flce.ArgumentError, "ignore_index is 9223372036854775808; it must fit 64 bits"),
+    ],
+)
+def test_what_shift_labels_does_not_take(labels: torch.Tensor, ignore_index: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        flce.shift_labels(labels, ignore_index=ignore_index)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
@@ -60,7 +103,7 @@ def test_shifted_loss_equals_sliced_inputs(device: str) -> None:
     hidden, labels = problem.hidden.view(3, 12, -1), problem.target.view(3, 12)
     loss = flce.linear_cross_entropy(hidden, problem.weight, labels, shift=1)
     expected = reference(hidden[:, :-1], problem.weight, labels[:, 1:])["loss"]
-    assert_close(loss, expected, torch.float32)
+    assert_close(loss, expected, torch.float32, output=True)
     gradient = torch.autograd.grad(loss, problem.hidden)[0].view(3, 12, -1)
     assert_close(gradient, torch.autograd.grad(expected, problem.hidden)[0].view(3, 12, -1), torch.float32)
     assert not gradient[:, -1].any()
@@ -76,4 +119,4 @@ def test_packed_loss_equals_each_sequence_by_itself(device: str) -> None:
         for a, b in itertools.pairwise(bounds)
         if b - a > 1
     ]
-    assert_close(loss, torch.stack(parts).sum(), torch.float32)
+    assert_close(loss, torch.stack(parts).sum(), torch.float32, output=True)
