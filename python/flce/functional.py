@@ -299,7 +299,7 @@ def _check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
     weight_shape = weight.shape
     if type(hidden) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES or type(target) not in PLAIN_TYPES:
         for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
-            _refuse_dtensor(name, tensor)
+            refuse_dtensor(name, tensor)
     if device.type not in DEVICE_TYPES:
         raise errors.PlacementError(f"hidden is on {device}; allowed are cpu and cuda")
     _check_place("weight", weight, device)
@@ -329,7 +329,7 @@ def check_classes(name: str, tensor: Tensor, vocab_size: int, device: torch.devi
         raise errors.DTypeError(f"{name} has dtype {tensor.dtype}; allowed are float32, bfloat16, float16")
     if tensor.dim() != 1 or tensor.shape[0] != vocab_size:
         raise errors.ShapeError(f"{name} has shape {list(tensor.shape)}; it must be [vocab_size], [{vocab_size}]")
-    _refuse_dtensor(name, tensor)
+    refuse_dtensor(name, tensor)
     _check_place(name, tensor, device)
 
 
@@ -338,7 +338,7 @@ def _check_place(name: str, tensor: Tensor, device: torch.device) -> None:
         raise errors.PlacementError(f"{name} is on {tensor.device}; it must be on hidden's device, {device}")
 
 
-def _refuse_dtensor(name: str, tensor: Any) -> None:
+def refuse_dtensor(name: str, tensor: Any) -> None:
     if is_dtensor(tensor):
         raise errors.PlacementError(
             f"{name} is a DTensor with placements {list(tensor.placements)}; it must be a whole, local tensor: "

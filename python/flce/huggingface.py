@@ -1,64 +1,110 @@
-"""Hugging Face causal language models: hidden states for the loss while training, logits while evaluating. transformers itself is not imported."""
+"""Hugging Face causal language models: hidden states for the loss while training, logits otherwise. transformers itself is imported only with a model
+at hand."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from flce import errors
+from flce import _chunked, _head_tap, _heads, errors, functional
 from flce._targets import shift_labels
-from flce.loss import LinearCrossEntropyLoss, extract_hidden_states
+from flce.loss import LinearCrossEntropyLoss
 
-# What a causal LM's forward takes for its own logits and loss, and its decoder does not.
-_HEAD_ARGUMENTS = ("labels", "num_items_in_batch", "shift_labels", "logits_to_keep", "num_logits_to_keep")
+# Largest difference of logits, relative to the largest of a row: fp32 (products in TF32 included), 16 bits.
+_TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-6}
+_TOLERANCE_16 = 3e-2
+_BY_HAND = (
+    "state the head's maths by hand, CausalLMLoss(model, logit_scale=..., softcap=...) for softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / "
+    "softcap), or keep the model's own loss"
+)
 
 
-class _HiddenStatesForward:
-    """A model's forward: its decoder's while training, its own otherwise. Has the original's signature, which trainers inspect."""
-
-    def __init__(self, model: nn.Module, forward: Any) -> None:
-        self.model = model
-        functools.update_wrapper(self, forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.model.training:
-            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
-        for name in _HEAD_ARGUMENTS:
-            kwargs.pop(name, None)
-        decoder: Any = self.model.base_model
-        return decoder(*args, **kwargs)
+def causal_lm_of(model: Any) -> Any:
+    """The causal language model itself, without compiled, data-parallel and peft wrappers."""
+    while True:
+        inner = model.__dict__.get("_orig_mod") if hasattr(model, "__dict__") else None
+        if inner is None and hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+            inner = model.get_base_model()
+        if inner is None and not hasattr(model, "get_output_embeddings"):
+            inner = getattr(model, "module", None)
+        if inner is None or inner is model:
+            return model
+        model = inner
 
 
 def return_hidden_states(model: Any) -> Any:
-    """Makes `model`, a causal LM of transformers, return its decoder's output (with last_hidden_state) in training mode; in evaluation mode it
-    returns logits as before. In place; parameters and state_dict stay as they are. Returns the model. Raises ArgumentError where there is no decoder
-    apart from the head."""
-    decoder = getattr(model, "base_model", None)
-    if decoder is None or decoder is model or model.get_output_embeddings() is None:
-        raise errors.ArgumentError(f"model is a {type(model).__name__}; it must be a causal language model with a base_model and output embeddings")
-    if any(module is model.get_output_embeddings() for module in decoder.modules() if not isinstance(module, nn.Embedding)):
-        raise errors.ArgumentError(f"model is a {type(model).__name__}, whose base_model contains the output layer itself")
-    if not isinstance(model.forward, _HiddenStatesForward):
-        model.forward = _HiddenStatesForward(model, model.forward)
+    """Makes `model`, a causal LM of transformers, return the hidden states that reach its output layer, instead of logits, while it trains: in training
+    mode with gradients on. Otherwise (evaluation mode, no_grad, generate) it returns what it returned before.
+
+    In place; parameters and state_dict stay as they are. A model that is wrapped by peft, before or after, trains its adapters. Returns the model.
+
+    What it returns then is a mapping, whatever return_dict says: last_hidden_state [batch, sequence, hidden_size]; auxiliary_loss, a scalar, where the
+    model's own forward adds something to its loss (routers' balance losses); the model's own fields but for loss and logits; and what `CausalLMLoss`
+    needs besides. Labels that are passed are not used.
+
+    Raises:
+        ArgumentError: model has no output embeddings with a weight [V, D], or is tuned by virtual tokens, here; its forward does not call its output
+            layer once, at the first step.
+    """
+    inner = causal_lm_of(model)
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    weight = _heads.weight_of(head) if head is not None else None
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        what = "none" if head is None else f"a {type(head).__name__}"
+        raise errors.ArgumentError(
+            f"model is a {type(inner).__name__} whose output embeddings are {what}; it must be a causal language model of transformers with an output "
+            "layer that has a weight [vocab_size, hidden_size]"
+        )
+    peft_config = getattr(model, "peft_config", None) or {}
+    for name, config in peft_config.items() if isinstance(peft_config, Mapping) else ():
+        if getattr(config, "is_prompt_learning", False):
+            raise errors.ArgumentError(
+                f"adapter {name!r} of model is a {type(config).__name__}, which puts virtual tokens before the labels' positions; keep the model's own loss"
+            )
+    if _head_tap.of(inner) is None:
+        _head_tap.install(inner)
     return model
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Options of `flce.linear_cross_entropy` that a model's config implies: final_logit_softcapping (Gemma), logit_scale (Cohere), logits_scaling
-    (Granite, a divisor)."""
+    """Options of `flce.linear_cross_entropy` that a model's config implies: final_logit_softcapping (Gemma), logits_soft_cap (RecurrentGemma),
+    output_logit_soft_cap (xLSTM), logit_scale (Cohere), lm_head_multiplier (FalconH1), logits_scaling (Granite, a divisor). `CausalLMLoss` compares
+    them with the model."""
     config = getattr(config, "get_text_config", lambda: config)()
     options: dict[str, Any] = {}
-    if getattr(config, "final_logit_softcapping", None):
-        options["softcap"] = float(config.final_logit_softcapping)
-    if getattr(config, "logit_scale", None) is not None:
-        options["logit_scale"] = float(config.logit_scale)
-    elif getattr(config, "logits_scaling", None) is not None:
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        if getattr(config, name, None):
+            options["softcap"] = float(getattr(config, name))
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            options["logit_scale"] = float(getattr(config, name))
+            return options
+    if getattr(config, "logits_scaling", None) is not None:
         options["logit_scale"] = 1.0 / float(config.logits_scaling)
     return options
+
+
+def _alternatives(config: Any, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What else the config's numbers may mean, for options that are not given: the same name is a factor here, a divisor there, or applied to the
+    hidden states already."""
+    config = getattr(config, "get_text_config", lambda: config)()
+    guess = options_of(config)
+    scales, caps = [guess.get("logit_scale")], [guess.get("softcap")]
+    if getattr(config, "logits_scaling", None) is not None:
+        scales += [float(config.logits_scaling), None]
+    scales, caps = [*scales, None], [*caps, None]
+    if "logit_scale" in given:
+        scales = [given["logit_scale"]]
+    if "softcap" in given:
+        caps = [given["softcap"]]
+    pairs = dict.fromkeys(itertools.product(scales, caps))
+    return [{"logit_scale": scale, "softcap": cap} for scale, cap in pairs]
 
 
 class CausalLMLoss:
@@ -66,24 +112,197 @@ class CausalLMLoss:
 
         trainer = Trainer(model=return_hidden_states(model), compute_loss_func=CausalLMLoss(model), ...)
 
-    Divides by num_items_in_batch where the trainer gives it (gradient accumulation), else takes the mean. In evaluation, where outputs are logits,
-    it is the stock loss. Arguments after the model are those of `LinearCrossEntropyLoss`; `loss` is that object.
+    The model's own loss: its shift, its logits' scale and cap, what it adds for routers. At the first step, and where the output layer has changed since,
+    the logits of a few rows are compared with those of the model's own forward. The output layer is asked for at each call, so
+    `resize_token_embeddings` and adapters are seen.
+
+    Divides by num_items_in_batch where the trainer gives it (gradient accumulation), else takes the mean. Where outputs are logits (evaluation), it
+    computes the loss from them. Arguments after the model are those of `LinearCrossEntropyLoss`; `loss` is that object. Those that are given are not
+    looked for in the config: shift, logit_scale, softcap.
+
+    Raises:
+        ArgumentError: at the first step, that the model's own logits or loss are other ones, with the difference and its likely cause.
     """
 
     def __init__(self, model: Any, **keywords: Any) -> None:
-        self.loss = LinearCrossEntropyLoss(model.get_output_embeddings(), **(options_of(model.config) | keywords))
+        self._model = causal_lm_of(model)
+        self._given = dict(keywords)
+        self._shift_known = "shift" in keywords
+        self.loss = LinearCrossEntropyLoss(self._model.get_output_embeddings, **(options_of(self._model.config) | keywords))
+        self._compared_head: Any = None
+        tap = _head_tap.of(self._model)
+        if tap is not None:
+            tap.compared = False
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
-        if logits is not None:
-            return self._of_logits(logits, labels, num_items_in_batch)
-        hidden = extract_hidden_states(outputs)
-        labels = labels.to(hidden.device)
-        if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.to(hidden.device)
-        return self.loss(hidden, labels, num_valid_tokens=num_items_in_batch)
+        """The loss, an fp32 scalar, of outputs (what the model returned) against labels [batch, sequence], int64 or int32, not shifted."""
+        if isinstance(outputs, Mapping) and isinstance(outputs.get("last_hidden_state"), Tensor):
+            return self._of_hidden_states(outputs, labels, num_items_in_batch)
+        logits = self._logits(outputs)
+        loss = self._of_logits(logits, labels, num_items_in_batch)
+        return self._with_routers_loss(outputs, loss)
+
+    def _of_hidden_states(self, outputs: Mapping[str, Any], labels: Tensor, count: Tensor | int | None) -> Tensor:
+        hidden: Tensor = outputs["last_hidden_state"]
+        if isinstance(count, Tensor):
+            count = count.to(hidden.device)
+        dtype = outputs.get("autocast_dtype")
+        autocast = contextlib.nullcontext() if dtype is None else torch.autocast(hidden.device.type, dtype=dtype)
+        with autocast:  # as the output layer would have run: accelerate returns a forward's outputs in fp32
+            self._compare(outputs, hidden)
+            aligned = outputs.get("shift_labels") if self.loss.shift == 1 else None
+            loss_fn = self.loss if aligned is None else self.loss.with_shift(0)
+            loss = loss_fn(hidden, _on(hidden.device, labels if aligned is None else aligned), num_valid_tokens=count)
+        auxiliary = outputs.get("auxiliary_loss")
+        return loss if auxiliary is None else loss + auxiliary.to(loss.device)
+
+    def _compare(self, outputs: Mapping[str, Any], hidden: Tensor) -> None:
+        """Compares with the model's own forward, unless that is done for the output layer that the model has now."""
+        tap, head = _head_tap.of(self._model), self._model.get_output_embeddings()
+        if head is self._compared_head:
+            return
+        own = outputs.get("probe_logits")
+        if tap is None or own is None:
+            if tap is not None:
+                tap.compared = False
+            raise errors.ArgumentError(
+                "outputs has last_hidden_state, but not of a forward that this loss can be compared with: prepare the model with "
+                "flce.huggingface.return_hidden_states, and run it again where the loss was made after its forward; or give hidden states of your own to "
+                "flce.LinearCrossEntropyLoss"
+            )
+        self._find_shift()
+        rows = _head_tap.probe_rows(hidden)
+        if not bool(rows.isfinite().all()):
+            return  # the next step is compared
+        self._compare_logits(rows, own)
+        self._compared_head = head
+        tap.compared = True
+
+    def _find_shift(self) -> None:
+        if not self._shift_known:
+            self.loss = self.loss.with_shift(_own_shift(self._model))
+            self._shift_known = True
+
+    @torch.no_grad()
+    def _compare_logits(self, rows: Tensor, own: Tensor) -> None:
+        name = type(self._model).__name__
+        weight = self.loss.weight
+        functional.refuse_dtensor("the output layer's weight", weight)
+        if weight.dim() != 2 or rows.shape[-1] != weight.shape[1] or own.shape != (*rows.shape[:-1], weight.shape[0]):
+            raise errors.ArgumentError(
+                f"{name}'s own logits for hidden states {list(rows.shape)} have shape {list(own.shape)}, but its output layer's weight is "
+                f"{list(weight.shape)}: it does something else with them, such as cutting off a padded vocabulary; keep the model's own loss"
+            )
+        plain = self.loss.operands(rows, dropout=False).logits()
+        tolerance = _TOLERANCES.get(plain.dtype, _TOLERANCE_16)
+        own = own.to(plain.device).double()
+        differences = []
+        for options in _alternatives(self._model.config, self._given):
+            mine = _chunked.transform_logits(plain.double(), options["logit_scale"], options["softcap"])
+            largest = torch.maximum(own.abs(), mine.abs()).amax(dim=-1, keepdim=True).clamp(min=1e-30)
+            difference = ((own - mine).abs() / largest).amax().item()
+            if difference <= tolerance:  # not so for NaN
+                self.loss.options.update({key: value for key, value in options.items() if value is not None or key in self.loss.options})
+                return
+            differences.append(difference)
+        raise errors.ArgumentError(
+            f"{name}'s own logits differ from those of its output layer by {differences[0]:.2g} of the largest: {_likely_cause(own, plain.double())}; "
+            f"{_BY_HAND}"
+        )
+
+    def _logits(self, outputs: Any) -> Tensor:
+        """The logits in what a model returned without being stopped: its own mapping, or with return_dict=False its own tuple."""
+        if isinstance(outputs, Mapping):
+            found = [outputs.get("logits")]
+        elif isinstance(outputs, (tuple, list)):
+            found = [value for value in outputs if isinstance(value, Tensor) and value.dim() > 1][:1]
+        else:
+            found = []
+        vocab_size = self.loss.weight.shape[0]
+        if not found or not isinstance(found[0], Tensor):
+            raise errors.ArgumentError(
+                f"outputs is a {type(outputs).__name__} with neither last_hidden_state nor logits: give what a model returned that "
+                "flce.huggingface.return_hidden_states has prepared"
+            )
+        if found[0].shape[-1] != vocab_size:
+            raise errors.ArgumentError(f"outputs has logits of shape {list(found[0].shape)}; the last dimension must be vocab_size, {vocab_size}")
+        return found[0]
 
     def _of_logits(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-        targets = shift_labels(labels.to(logits.device), self.loss.shift, ignore_index=self.loss.ignore_index)
+        self._find_shift()
+        tap = _head_tap.of(self._model)
+        aligned = tap.aligned_labels if tap is not None and self.loss.shift == 1 else None
+        labels = _on(logits.device, labels if aligned is None else aligned)
+        targets = labels if aligned is not None else shift_labels(labels, self.loss.shift, ignore_index=self.loss.ignore_index)
         total = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=self.loss.ignore_index, reduction="sum")
         return total / ((targets != self.loss.ignore_index).sum().clamp(min=1) if count is None else count)
+
+    def _with_routers_loss(self, outputs: Any, loss: Tensor) -> Tensor:
+        """Adds what transformers' mixture-of-experts models add in evaluation."""
+        auxiliary = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
+        if not isinstance(auxiliary, Tensor):
+            return loss
+        text_config = getattr(self._model.config, "get_text_config", lambda: self._model.config)()
+        for place, name in itertools.product((self._model, text_config, self._model.config), ("router_aux_loss_coef", "aux_loss_coef")):
+            weight = getattr(place, name, None)
+            if weight is not None:
+                return loss + weight * auxiliary.to(loss.device)
+        raise errors.ArgumentError(
+            f"outputs has aux_loss, but {type(self._model).__name__} has no router_aux_loss_coef: switch it off in evaluation (output_router_logits=False)"
+        )
+
+
+def _on(device: torch.device, labels: Any) -> Tensor:
+    if not isinstance(labels, Tensor):
+        raise errors.DTypeError(f"labels is a {type(labels).__name__}; it must be a tensor [batch, sequence]")
+    return labels.to(device)
+
+
+@torch.no_grad()
+def _own_shift(model: Any) -> int:
+    """By how much the model's own loss shifts labels; found by running it on a few tokens where the name of its loss function does not say."""
+    shift = (_head_tap.of(model) or _head_tap.HeadTap(model)).shift
+    if shift is not None:
+        return shift
+    name, weight = type(model).__name__, _heads.weight_of(model.get_output_embeddings())
+    tokens = torch.arange(1, 9, device=weight.device).remainder(weight.shape[0])[None]
+    instead = "say by hand what it does, CausalLMLoss(model, shift=1) or shift=0, or keep the model's own loss"
+    try:
+        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+            outputs = model(input_ids=tokens, labels=tokens, return_dict=True)
+        logits, own = outputs["logits"], float(outputs["loss"])
+    except Exception as error:
+        raise errors.ArgumentError(
+            f"by how much {name}'s own loss shifts labels is not known, and a run on 8 tokens failed ({type(error).__name__}: {error}); {instead}"
+        ) from error
+    away = {}  # in the logits' own precision, as in many models, and in fp32
+    for shift in (1, 0):
+        losses = [F.cross_entropy(values[0, : 8 - shift], tokens[0, shift:]).item() for values in (logits, logits.float())]
+        away[shift] = min(abs(loss - own) for loss in losses) / max(abs(own), 1e-30)
+    nearer = min(away, key=lambda shift: away[shift])
+    if away[nearer] > 1e-5 or away[1 - nearer] < 10 * away[nearer] + 1e-6:
+        raise errors.ArgumentError(
+            f"{name}'s own loss for 8 tokens, {own:.6g}, is away from the cross entropy of its logits by {away[1]:.2g} of itself with labels shifted by 1, "
+            f"and by {away[0]:.2g} with none; {instead}"
+        )
+    return nearer
+
+
+def _likely_cause(own: Tensor, plain: Tensor) -> str:
+    """What the model may do with its output layer's logits, in words. Rows are pairs: as they come, and at a length that makes logits large."""
+    if own.isnan().any() or own.isinf().any():
+        return "some of its own are not finite, as where classes are masked"
+    low, high = (((own[..., row, :] * plain[..., row, :]).sum() / plain[..., row, :].square().sum()).item() for row in (0, 1))
+
+    def is_multiple(row: int, factor: float) -> bool:
+        difference = (own[..., row, :] - factor * plain[..., row, :]).abs().amax()
+        return bool(difference <= _TOLERANCE_16 * own[..., row, :].abs().amax())
+
+    if is_multiple(0, low) and is_multiple(1, high):
+        if abs(low - high) <= _TOLERANCE_16 * abs(low):
+            return f"they are {low:.6g} times as large, as with logit_scale={low:.6g}"
+        return "a layer norm or another function of the whole row comes after the output layer, or a cap"
+    largest = own[..., 1, :].abs().amax().item()
+    if largest < 0.9 * plain[..., 1, :].abs().amax().item():
+        return f"large ones are capped near {largest:.4g}, as with softcap={largest:.4g}"
+    return "its output layer is not hidden · weightᵀ + bias, or its forward changes logits in another way"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import math
 import numbers
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce import _chunked, _native, errors
+from flce import _chunked, _heads, _native, errors
 from flce._targets import check_ignore_index, check_tensors, shift_labels
 from flce.functional import DEVICE_TYPES, REDUCTIONS, _retain_choice, _workspace_limit, check_classes, check_shapes, linear_cross_entropy
 
@@ -67,7 +69,10 @@ class LinearCrossEntropyLoss:
 
     Args:
         output_embeddings: a module with `.weight` [V, D] and perhaps `.bias` [V], such as `model.get_output_embeddings()`. Read at each call: an
-            optimizer's step, a replaced parameter and `model.to(...)` are seen. It is not registered anywhere.
+            optimizer's step, a replaced parameter and `model.to(...)` are seen. A function that returns the module, such as
+            `model.get_output_embeddings` itself, is called each time: a replaced module (`resize_token_embeddings`) is seen, too. It is not registered
+            anywhere. It may carry peft's LoRA: adapters are computed with it and get their gradients (a copy of the weight is made for them); adapters
+            of another kind are refused.
         impl: "flce"; "pytorch" (chunks of chunk_size tokens, checkpointed); "torch_compile" (the same, a chunk compiled); "auto" takes flce, on a GPU
             as on a CPU, and "pytorch" where the GPU is older than sm_80 or libflce cannot be had, and for hidden states on other devices or in
             float64; it logs why, once. `actual_impl` says what was taken.
@@ -84,7 +89,7 @@ class LinearCrossEntropyLoss:
 
     def __init__(
         self,
-        output_embeddings: nn.Module,
+        output_embeddings: nn.Module | Callable[[], nn.Module],
         impl: str = "auto",
         chunk_size: int = 4096,
         ignore_index: int = -100,
@@ -112,12 +117,12 @@ class LinearCrossEntropyLoss:
             raise errors.DTypeError(f"compile is {compile!r}; it must be True or False")
         _workspace_limit(options.get("workspace_limit_bytes"))
         _retain_choice(options.get("retain_in_grad_weight"))
-        if not isinstance(getattr(output_embeddings, "weight", None), Tensor):
+        self._output_embeddings = output_embeddings
+        if not isinstance(_heads.weight_of(self.output_embeddings), Tensor):
             raise errors.ArgumentError(
-                f"output_embeddings is a {type(output_embeddings).__name__} without a weight; it must be a module with .weight [V, D], such as "
+                f"output_embeddings is a {type(self.output_embeddings).__name__} without a weight; it must be a module with .weight [V, D], such as "
                 "model.get_output_embeddings()"
             )
-        self.output_embeddings = output_embeddings
         self.requested_impl = impl
         self.chunk_size = chunk_size
         self.ignore_index = check_ignore_index(ignore_index)
@@ -142,13 +147,25 @@ class LinearCrossEntropyLoss:
         return impl
 
     @property
+    def output_embeddings(self) -> Any:
+        """The module that the loss reads, as it is now."""
+        given: Any = self._output_embeddings
+        return given() if isinstance(given, (types.FunctionType, types.MethodType, functools.partial)) else given
+
+    @property
     def weight(self) -> Tensor:
-        weight: Tensor = self.output_embeddings.weight  # type: ignore[assignment]
+        """[V, D]; without what an adapter adds."""
+        weight: Tensor = _heads.weight_of(self.output_embeddings)
         return weight
 
     @property
     def bias(self) -> Tensor | None:
-        return getattr(self.output_embeddings, "bias", None)
+        return _heads.bias_of(self.output_embeddings)
+
+    def operands(self, hidden_states: Tensor, *, dropout: bool = True) -> _heads.Operands:
+        """(hidden, weight, bias) whose product are the logits, before logit_scale and softcap, with the output layer as it is now. An adapter's
+        columns are appended to hidden and weight; dropout=False leaves the adapter's dropout out."""
+        return _heads.operands(self.output_embeddings, hidden_states, dropout=dropout)
 
     def __call__(
         self,
@@ -161,9 +178,10 @@ class LinearCrossEntropyLoss:
     ) -> Tensor:
         """hidden_states [..., S, D], labels [..., S]; the keywords are those of `flce.linear_cross_entropy`. bf16 or fp16 hidden states may meet an
         fp32 weight."""
+        hidden_states, weight, bias = self.operands(hidden_states)
         common: dict[str, Any] = {
             **self.options,
-            "bias": self.bias,
+            "bias": bias,
             "ignore_index": self.ignore_index,
             "num_valid_tokens": num_valid_tokens,
         }
@@ -171,7 +189,7 @@ class LinearCrossEntropyLoss:
         if impl == "flce":
             try:
                 loss: Tensor = linear_cross_entropy(
-                    hidden_states, self.weight, labels, shift=self.shift, cu_seqlens=cu_seqlens, grad_weight_out=grad_weight_out, **common
+                    hidden_states, weight, labels, shift=self.shift, cu_seqlens=cu_seqlens, grad_weight_out=grad_weight_out, **common
                 )
                 return loss
             except errors.UnavailableError as error:
@@ -182,14 +200,14 @@ class LinearCrossEntropyLoss:
         if grad_weight_out is not None:
             raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {impl!r}")
         common = {name: value for name, value in common.items() if name not in _OF_FLCE}
-        check_tensors(hidden=hidden_states, weight=self.weight, target=labels, bias=self.bias, class_weight=self.options.get("class_weight"))
-        check_shapes(hidden_states, self.weight, labels)
+        check_tensors(hidden=hidden_states, weight=weight, target=labels, bias=bias, class_weight=self.options.get("class_weight"))
+        check_shapes(hidden_states, weight, labels)
         if self.options.get("class_weight") is not None:
-            check_classes("class_weight", self.options["class_weight"], self.weight.shape[0], hidden_states.device)
+            check_classes("class_weight", self.options["class_weight"], weight.shape[0], hidden_states.device)
         if self.shift or cu_seqlens is not None:
             labels = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
         return _chunked.chunked_linear_cross_entropy(
-            hidden_states, self.weight, labels, chunk_size=self.chunk_size, function=self._chunk_function(), **common
+            hidden_states, weight, labels, chunk_size=self.chunk_size, function=self._chunk_function(), **common
         )
 
     def _impl_for(self, hidden_states: Any) -> str:
@@ -210,9 +228,16 @@ class LinearCrossEntropyLoss:
 
     def forward_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits [..., V] with the weight as it is now, logit_scale and softcap applied, in hidden's dtype."""
-        weight, bias = self.weight.to(hidden_states.dtype), self.bias
-        logits = F.linear(hidden_states, weight, None if bias is None else bias.to(hidden_states.dtype))
+        logits = self.operands(hidden_states).logits()
         return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
+
+    def with_shift(self, shift: int) -> LinearCrossEntropyLoss:
+        """The same loss for labels that are shifted by `shift`; options are shared."""
+        if shift == self.shift:
+            return self
+        other = copy.copy(self)
+        other.shift = shift
+        return other
 
     def num_valid(self, labels: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """How many labels the loss counts, after the shift: an int64 scalar on labels' device, not waited for."""

@@ -1,0 +1,189 @@
+"""A causal LM of transformers whose forward stops at the output layer while it trains.
+
+The model's own forward runs, so whatever it does before its output layer and beside it (norms, dense layers, divisors, routers' losses) is done. The
+output layer notes the hidden states that reach it. Until a loss has compared, it gives two rows a sequence, whose logits show what the forward does to
+them afterwards; then zeros. transformers is imported when a model is at hand, not before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flce import _heads, errors
+
+# What a causal LM's forward takes for its own logits and loss.
+_LOSS_ARGUMENTS = ("labels", "num_items_in_batch", "shift_labels", "logits_to_keep", "num_logits_to_keep", "return_dict")
+# The length of the second row that is compared. Its logits are large whatever the weight's scale, so a cap or an offset shows.
+_PROBE_NORM = 1024.0
+_AUXILIARY = ("aux_loss", "z_loss", "router_loss", "mtp_loss")
+# What loss functions of transformers shift labels by.
+_SHIFTS = {"ForCausalLMLoss": 1, "ForMaskedLMLoss": 0}
+_KEEP = "keep the model's own loss, or give hidden states of your own to flce.LinearCrossEntropyLoss"
+
+
+def probe_rows(hidden: Tensor) -> Tensor:
+    """[..., S, D] → [..., 2, D]: each sequence's last row (padded on the right or not, it attends to something), and the same at another length."""
+    last = hidden.detach()[..., -1:, :]
+    length = last.float().norm(dim=-1, keepdim=True).clamp(min=1e-6)
+    return torch.cat((last, (last * (_PROBE_NORM / length)).to(last.dtype)), dim=-2)
+
+
+class HeadTap:
+    """What a prepared model keeps in its __dict__; no parameter, buffer or submodule of it, copied with it."""
+
+    def __init__(self, model: Any) -> None:
+        self.own_loss: Any = getattr(model, "loss_function", None)
+        self.calls_loss_function = _calls_loss_function(model)
+        # By how much the model's own loss shifts labels; None where its name does not say so.
+        self.shift: int | None = _SHIFTS.get(getattr(self.own_loss, "__name__", "")) if self.calls_loss_function else None
+        self.head: Any = None
+        self.compared = False  # whether a loss knows what happens to the output layer's logits
+        self.active = False
+        self.hidden: list[Tensor] = []
+        self.losses_asked = 0
+        self.aligned_labels: Tensor | None = None  # shift_labels of the last forward in evaluation
+
+    def loss_function(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands for the model's loss function: 0 where forward stops at the output layer, so that what the model adds to its loss is left."""
+        if not self.active:
+            return self.own_loss(*args, **kwargs)
+        self.losses_asked += 1
+        logits, labels = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("logits", "labels")))
+        if logits.shape[-2] != 2 or labels.shape != self.hidden[0].shape[:-1]:
+            self.shift = None  # cut before the loss function, so its name does not say by how much labels are shifted
+        return torch.zeros((), device=logits.device)
+
+    def attach(self, model: Any) -> None:
+        """Taps the output layer that the model has now."""
+        head = model.get_output_embeddings()
+        if head is self.head:
+            return
+        self.head, self.compared = head, False
+        if "_flce_tap" not in head.__dict__:
+            head.__dict__["_flce_own_forward"] = head.__dict__.get("forward")
+        head.__dict__["_flce_tap"] = self
+        head.forward = _bound(_head_forward, head)
+
+    def to_hidden_states(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a training step, to the hidden states."""
+        if args:
+            bound = inspect.signature(type(model).forward).bind_partial(model, *args).arguments
+            kwargs.update(list(bound.items())[1:])
+        shift_labels = kwargs.get("shift_labels")
+        for name in _LOSS_ARGUMENTS:
+            kwargs.pop(name, None)
+        tokens = kwargs.get("input_ids")
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        asks = self.calls_loss_function and isinstance(tokens, Tensor)
+        if asks:
+            kwargs["labels"] = torch.full(tokens.shape[:2], -100, dtype=torch.int64, device=tokens.device)
+        self.attach(model)
+        dropouts = [module for module in self.head.modules() if isinstance(module, nn.Dropout) and module.training]
+        self.hidden, self.losses_asked, self.active = [], 0, True
+        for module in dropouts:
+            module.training = False
+        try:
+            outputs = _own_forward(model, return_dict=True, **kwargs)
+        finally:
+            hidden, self.hidden, self.active = self.hidden, [], False
+            for module in dropouts:
+                module.training = True
+        if len(hidden) != 1:
+            raise errors.ArgumentError(
+                f"the forward of {type(model).__name__} calls its output layer, a {type(self.head).__name__}, {len(hidden)} times; it must be once, "
+                f"with the hidden states of all positions: {_KEEP}"
+            )
+        if asks and self.losses_asked != 1:
+            raise errors.ArgumentError(
+                f"the forward of {type(model).__name__} calls model.loss_function {self.losses_asked} times and not once, so what it adds to its loss "
+                f"is not known (was loss_function set after return_hidden_states?): {_KEEP}"
+            )
+        return self._collect(model, outputs, hidden[0], asks, shift_labels)
+
+    def _collect(self, model: Any, outputs: Any, hidden: Tensor, asked: bool, shift_labels: Tensor | None) -> Any:
+        from transformers.utils import ModelOutput
+
+        fields = {name: value for name, value in outputs.items() if name not in ("loss", "logits") and value is not None}
+        if not asked and (found := [name for name in _AUXILIARY if name in fields]):
+            raise errors.ArgumentError(
+                f"{type(model).__name__} returns {found[0]}, but with what weight its loss contains that is not known: switch it off "
+                f"(output_router_logits=False), or {_KEEP}"
+            )
+        result: dict[str, Any] = {"last_hidden_state": hidden}
+        if not self.compared:
+            result["probe_logits"] = outputs["logits"].detach()
+        if asked:
+            result["auxiliary_loss"] = outputs["loss"]
+        device_type = hidden.device.type
+        if torch.is_autocast_enabled(device_type):
+            result["autocast_dtype"] = torch.get_autocast_dtype(device_type)
+        if shift_labels is not None:
+            result["shift_labels"] = shift_labels
+        return ModelOutput(**(result | {name: value for name, value in fields.items() if name not in result}))
+
+
+def _bound(function: Any, module: Any, signature: inspect.Signature | None = None) -> Any:
+    """`function` as a method "forward" of `module`. A method, because accelerate wraps and unwraps methods; its signature is what trainers inspect.
+    It has no __wrapped__, so whoever removes wrappers from a forward stops at this one."""
+    copy: Any = types.FunctionType(function.__code__, function.__globals__, "forward")
+    copy.__doc__ = type(module).forward.__doc__
+    copy.__signature__ = signature or inspect.signature(type(module).forward)
+    return types.MethodType(copy, module)
+
+
+def _own_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    own = module.__dict__["_flce_own_forward"]  # None: the class's
+    return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+def _model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    tap: HeadTap = model._flce_tap
+    if model.training and torch.is_grad_enabled():
+        return tap.to_hidden_states(model, *args, **kwargs)
+    tap.aligned_labels = kwargs.get("shift_labels")
+    return _own_forward(model, *args, **kwargs)
+
+
+def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
+    tap: HeadTap = head._flce_tap
+    if not tap.active or tap.head is not head:
+        return _own_forward(head, *args, **kwargs)
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2:
+        what = ", ".join([*(type(value).__name__ for value in args), *kwargs])
+        raise errors.ArgumentError(f"the output layer is called with ({what}); it must be with one tensor, hidden states [..., S, D]: {_KEEP}")
+    hidden = args[0]
+    tap.hidden.append(hidden)
+    if not tap.compared:
+        return _own_forward(head, probe_rows(hidden))
+    device_type = hidden.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+    return torch.zeros(*hidden.shape[:-2], 2, _heads.weight_of(head).shape[0], dtype=dtype, device=hidden.device)
+
+
+def _calls_loss_function(model: Any) -> bool:
+    """Whether the model's forward, or one that it inherits, asks model.loss_function for its loss."""
+    forwards = [c.__dict__["forward"] for c in type(model).__mro__ if "forward" in c.__dict__ and c is not nn.Module]
+    codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]
+    return any(code is not None and "loss_function" in code.co_names for code in codes)
+
+
+def install(model: Any) -> None:
+    """Sets the model's forward and loss function; once."""
+    tap = HeadTap(model)
+    tap.attach(model)
+    model.__dict__["_flce_own_forward"] = model.__dict__.get("forward")
+    model.__dict__["_flce_tap"] = tap
+    model.forward = _bound(_model_forward, model)
+    if tap.calls_loss_function:
+        model.loss_function = tap.loss_function
+
+
+def of(model: Any) -> HeadTap | None:
+    """The tap of a prepared model."""
+    tap = model.__dict__.get("_flce_tap")
+    return tap if isinstance(tap, HeadTap) else None

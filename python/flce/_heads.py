@@ -1,0 +1,91 @@
+"""Output layers: what a module that stands for one multiplies hidden states by. Layers that carry a LoRA adapter of peft are understood; peft itself
+is not imported."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flce import errors
+
+
+class Operands(NamedTuple):
+    """logits = hidden · weightᵀ + bias."""
+
+    hidden: Tensor  # [..., D + r], r the ranks of all adapters together
+    weight: Tensor  # [V, D + r]
+    bias: Tensor | None  # [V]
+
+    def logits(self) -> Tensor:
+        """[..., V] in hidden's dtype, before logit_scale and softcap."""
+        dtype = self.hidden.dtype
+        return F.linear(self.hidden, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+
+def operands(head: Any, hidden: Tensor, *, dropout: bool = True) -> Operands:
+    """The product that `head`, a module with .weight [V, D] and perhaps .bias [V], makes of hidden [..., D], read from it now.
+
+    A LoRA layer makes hidden · weightᵀ + scaling · dropout(hidden) · Aᵀ · Bᵀ, which is one product of [hidden, scaling · dropout(hidden) · Aᵀ] and
+    [weight, B]: nothing is merged, so a 16-bit weight does not swallow what the adapter adds. It takes a copy of the weight, V · (D + r) elements.
+    dropout=False leaves the adapter's dropout out. Raises ArgumentError for adapters of another kind.
+    """
+    _refuse_unknown_adapter(head)
+    base: Any = head.get_base_layer() if _is_adapter(head) else head
+    weight, bias = base.weight, getattr(base, "bias", None)
+    adapters = _active_adapters(head)
+    if not adapters:
+        return Operands(hidden, weight, bias)
+    hiddens, weights = [hidden], [weight]
+    for name in adapters:
+        a, b = head.lora_A[name], head.lora_B[name]
+        given = hidden.to(a.weight.dtype)
+        reduced = a(head.lora_dropout[name](given) if dropout else given) * head.scaling[name]
+        hiddens.append(reduced.to(hidden.dtype))
+        weights.append(b.weight.to(weight.dtype))
+        if b.bias is not None:
+            more = b.bias * head.scaling[name]
+            bias = more if bias is None else bias + more.to(bias.dtype)
+    return Operands(torch.cat(hiddens, dim=-1), torch.cat(weights, dim=1), bias)
+
+
+def weight_of(head: Any) -> Any:
+    """The head's weight [V, D], without adapters; None where it has none."""
+    return getattr(head.get_base_layer() if _is_adapter(head) else head, "weight", None)
+
+
+def bias_of(head: Any) -> Tensor | None:
+    bias: Tensor | None = getattr(head.get_base_layer() if _is_adapter(head) else head, "bias", None)
+    return bias
+
+
+def _is_adapter(head: Any) -> bool:
+    """Whether `head` is a layer that peft wraps round another (a BaseTunerLayer)."""
+    return any(c.__name__ == "BaseTunerLayer" and c.__module__.startswith("peft.") for c in type(head).__mro__)
+
+
+def _active_adapters(head: Any) -> list[str]:
+    if not _is_adapter(head) or head.disable_adapters or head.merged:
+        return []
+    return [name for name in head.active_adapters if name in head.lora_A]
+
+
+def _refuse_unknown_adapter(head: Any) -> None:
+    if not _is_adapter(head):
+        return
+    kind = f"{type(head).__module__}.{type(head).__qualname__}"
+    instead = (
+        "supported on an output layer are plain LoRA and modules_to_save. Leave the output layer out of target_modules, name it in modules_to_save, or "
+        "keep the model's own loss"
+    )
+    if not (kind.startswith("peft.tuners.lora.") and type(head).__name__ == "Linear" and isinstance(head.get_base_layer(), nn.Linear)):
+        raise errors.ArgumentError(f"the output layer is a {kind} over a {type(head.get_base_layer()).__qualname__}; {instead}")
+    variants = getattr(head, "lora_variant", {})
+    special = [name for name in head.active_adapters if name in variants or getattr(head, "use_dora", {}).get(name)]
+    if special and not head.disable_adapters and not head.merged:
+        variant = type(variants[special[0]]).__name__ if special[0] in variants else "DoRA"
+        raise errors.ArgumentError(f"the output layer's adapter {special[0]!r} is LoRA of a special kind ({variant}); {instead}")
+    if head.merged and head.disable_adapters:
+        raise errors.ArgumentError("the output layer's adapters are merged and disabled; unmerge them before they are disabled")

@@ -1,0 +1,106 @@
+"""Every class of transformers' causal-LM mapping, as a tiny random model: flce.huggingface gives the loss and the gradients of the model's own forward,
+or refuses by name. docs/python.md has the table."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import flce
+
+transformers = pytest.importorskip("transformers")
+from causal_lm_support import batch, class_names, tiny_causal_lm  # noqa: E402
+
+from flce.huggingface import CausalLMLoss, return_hidden_states  # noqa: E402
+
+REFUSED = {
+    "ProphetNetForCausalLM": "ProphetNetForCausalLM's own loss for 8 tokens.*CausalLMLoss.*shift=1",  # several future tokens at a time
+}
+NOT_SMALL = {
+    "BltForCausalLM": "has nested byte-level models",
+    "CohereCompassForCausalLM": "its text config alone builds no model",
+    "DbrxForCausalLM": "its default config builds no model",
+    "Gemma3nForConditionalGeneration": "its vision tower needs timm and pillow",
+    "Gemma4AssistantForCausalLM": "is a drafter that needs another model's states",
+    "Gemma4UnifiedAssistantForCausalLM": "is a drafter that needs another model's states",
+    "GitForCausalLM": "its own loss needs an image",
+    "MiMoV2FlashForCausalLM": "its sizes depend on each other",
+    "MossTranscribeDiarizeForConditionalGeneration": "has a speech encoder",
+    "MusicgenForCausalLM": "predicts several codebooks of audio",
+    "MusicgenMelodyForCausalLM": "predicts several codebooks of audio",
+    "ZambaForCausalLM": "needs its full depth",
+}
+# They cannot return their routers' logits at this size.
+WITHOUT_ROUTERS = ("DeepseekV4ForCausalLM", "FlintForCausalLM")
+_walked: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    transformers.logging.set_verbosity_error()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(threads)
+
+
+def seeded(model: Any, **inputs: Any) -> Any:
+    torch.manual_seed(4)
+    return model(**inputs)
+
+
+def check_gradients(fused: Any, stock: Any) -> None:
+    for (name, parameter), own in zip(fused.named_parameters(), stock.parameters(), strict=True):
+        actual = torch.zeros_like(own) if parameter.grad is None else parameter.grad
+        expected = torch.zeros_like(own) if own.grad is None else own.grad
+        scale = expected.abs().max().item()
+        assert (actual - expected).abs().max().item() <= 1e-3 * scale + 1e-6, name
+
+
+@pytest.mark.parametrize("name", class_names())
+def test_loss_is_the_models_own_or_refused(name: str) -> None:
+    if name in NOT_SMALL:
+        pytest.skip(f"{name} {NOT_SMALL[name]}")
+    stock = tiny_causal_lm(name, routers=name not in WITHOUT_ROUTERS)
+    fused = return_hidden_states(copy.deepcopy(stock))
+    loss_fn = CausalLMLoss(fused, impl="flce")
+    inputs = batch()
+    if name in REFUSED:
+        with pytest.raises(flce.ArgumentError, match=REFUSED[name]):
+            loss_fn(fused(**inputs), inputs["labels"])
+        return
+    expected = seeded(stock, **inputs).loss
+    expected.backward()
+    outputs = seeded(fused, **inputs)
+    assert "logits" not in outputs
+    loss = loss_fn(outputs, inputs["labels"])
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    check_gradients(fused, stock)
+    # The second step compares nothing and runs without the output layer.
+    again = seeded(fused, **inputs)
+    assert "probe_logits" not in again
+    assert loss_fn(again, inputs["labels"]).item() == pytest.approx(expected.item(), rel=1e-5)
+    with torch.no_grad():
+        expected = seeded(stock.eval(), **inputs).loss
+        tokens = {key: value for key, value in inputs.items() if key != "labels"}
+        assert loss_fn(seeded(fused.eval(), **tokens), inputs["labels"]).item() == pytest.approx(expected.item(), rel=1e-5)
+    _walked.add(name)
+
+
+def test_nearly_every_class_is_walked() -> None:
+    names = set(class_names())
+    if not _walked & set(list(names)[-5:]):
+        pytest.skip("single classes were chosen")
+    assert len(_walked) >= 0.9 * len(names)
+    assert "auxiliary_loss" in tiny_outputs("MixtralForCausalLM")
+
+
+def tiny_outputs(name: str) -> Any:
+    return return_hidden_states(tiny_causal_lm(name, routers=True))(**batch())
