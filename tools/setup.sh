@@ -117,14 +117,14 @@ has_cuda_headers || wheels+=("$runtime_wheel")
 
 # ── Python packages: reused where the interpreter of tools/python.sh has them. ──────────────────────────────────────────────────────────────
 python_folder=.tools/python
-all_python_packages=(torch==2.13.0 numpy pytest transformers accelerate mypy ruff scikit-build-core)
+all_python_packages=(torch==2.13.0 numpy pytest transformers accelerate peft mypy ruff scikit-build-core)
 # One line for each that is missing: `requirement` as pip reads it.
 missing_python() {
     tools/python.sh - <<'PY'
 import importlib.util, sys
 if sys.version_info < (3, 10):
     sys.exit(f"flce needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}: set FLCE_PYTHON to another")
-wanted = {"torch": "torch==2.13.0", "numpy": "numpy", "pytest": "pytest", "transformers": "transformers", "accelerate": "accelerate",
+wanted = {"torch": "torch==2.13.0", "numpy": "numpy", "pytest": "pytest", "transformers": "transformers", "accelerate": "accelerate", "peft": "peft",
           "mypy": "mypy", "ruff": "ruff", "scikit_build_core": "scikit-build-core"}
 print("\n".join(requirement for module, requirement in wanted.items() if importlib.util.find_spec(module) is None))
 PY

@@ -3,6 +3,9 @@
 loss = flce.linear_cross_entropy(hidden, head.weight, labels, shift=1)
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from flce._kernels import Kernel, set_strict
 from flce._targets import shift_labels
 from flce.errors import (
@@ -27,6 +30,9 @@ from flce.kernels import cache_statistics, check_labels, explain, get_kernel, wa
 from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
 from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
 from flce.plans import check_same_plans, plan_digest
+
+if TYPE_CHECKING:
+    from flce import huggingface
 
 __version__ = "0.1.0"
 
@@ -56,6 +62,7 @@ __all__ = [
     "explain",
     "extract_hidden_states",
     "get_kernel",
+    "huggingface",
     "linear_cross_entropy",
     "plan_digest",
     "set_strict",
@@ -63,3 +70,15 @@ __all__ = [
     "sum_tied_gradient",
     "warmup",
 ]
+
+_SUBMODULES = ("huggingface",)  # imported when they are first asked for
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"flce.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES})

@@ -18,19 +18,23 @@ from flce import _heads, errors
 
 # What a causal LM's forward takes for its own logits and loss.
 _LOSS_ARGUMENTS = ("labels", "num_items_in_batch", "shift_labels", "logits_to_keep", "num_logits_to_keep", "return_dict")
-# The length of the second row that is compared. Its logits are large whatever the weight's scale, so a cap or an offset shows.
-_PROBE_NORM = 1024.0
+# The largest logit of the second row that is compared: so large, whatever the weight's scale, that a cap shows.
+LARGE_LOGIT = 1000.0
 _AUXILIARY = ("aux_loss", "z_loss", "router_loss", "mtp_loss")
 # What loss functions of transformers shift labels by.
 _SHIFTS = {"ForCausalLMLoss": 1, "ForMaskedLMLoss": 0}
 _KEEP = "keep the model's own loss, or give hidden states of your own to flce.LinearCrossEntropyLoss"
 
 
-def probe_rows(hidden: Tensor) -> Tensor:
-    """[..., S, D] → [..., 2, D]: each sequence's last row (padded on the right or not, it attends to something), and the same at another length."""
+def probe_rows(head: Any, hidden: Tensor) -> Tensor:
+    """[..., S, D] → [..., 2, D]: each sequence's last row (padded on the right or not, it attends to something), and the same so long that its largest
+    logit is LARGE_LOGIT."""
     last = hidden.detach()[..., -1:, :]
-    length = last.float().norm(dim=-1, keepdim=True).clamp(min=1e-6)
-    return torch.cat((last, (last * (_PROBE_NORM / length)).to(last.dtype)), dim=-2)
+    wide = last.float()
+    largest = _own_forward(head, last).detach().float().abs().amax(dim=-1, keepdim=True)
+    longest = torch.finfo(last.dtype).max / 16 / wide.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
+    factor = torch.minimum(LARGE_LOGIT / largest.clamp(min=1e-12), longest)
+    return torch.cat((last, (wide * factor).to(last.dtype)), dim=-2)
 
 
 class HeadTap:
@@ -45,6 +49,8 @@ class HeadTap:
         self.compared = False  # whether a loss knows what happens to the output layer's logits
         self.active = False
         self.hidden: list[Tensor] = []
+        self.probe: Tensor | None = None  # the rows that the output layer was given instead
+        self.autocast_dtype: torch.dtype | None = None  # that the output layer was called under
         self.losses_asked = 0
         self.aligned_labels: Tensor | None = None  # shift_labels of the last forward in evaluation
 
@@ -77,7 +83,7 @@ class HeadTap:
         shift_labels = kwargs.get("shift_labels")
         for name in _LOSS_ARGUMENTS:
             kwargs.pop(name, None)
-        tokens = kwargs.get("input_ids")
+        tokens: Any = kwargs.get("input_ids")
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         asks = self.calls_loss_function and isinstance(tokens, Tensor)
         if asks:
@@ -106,7 +112,7 @@ class HeadTap:
         return self._collect(model, outputs, hidden[0], asks, shift_labels)
 
     def _collect(self, model: Any, outputs: Any, hidden: Tensor, asked: bool, shift_labels: Tensor | None) -> Any:
-        from transformers.utils import ModelOutput
+        from transformers.utils import ModelOutput  # type: ignore[attr-defined]
 
         fields = {name: value for name, value in outputs.items() if name not in ("loss", "logits") and value is not None}
         if not asked and (found := [name for name in _AUXILIARY if name in fields]):
@@ -116,24 +122,29 @@ class HeadTap:
             )
         result: dict[str, Any] = {"last_hidden_state": hidden}
         if not self.compared:
-            result["probe_logits"] = outputs["logits"].detach()
+            result |= {"probe_rows": self.probe, "probe_logits": outputs["logits"].detach()}
+            self.probe = None
         if asked:
             result["auxiliary_loss"] = outputs["loss"]
-        device_type = hidden.device.type
-        if torch.is_autocast_enabled(device_type):
-            result["autocast_dtype"] = torch.get_autocast_dtype(device_type)
+        if self.autocast_dtype is not None:
+            result["autocast_dtype"] = self.autocast_dtype
         if shift_labels is not None:
             result["shift_labels"] = shift_labels
         return ModelOutput(**(result | {name: value for name, value in fields.items() if name not in result}))
 
 
-def _bound(function: Any, module: Any, signature: inspect.Signature | None = None) -> Any:
-    """`function` as a method "forward" of `module`. A method, because accelerate wraps and unwraps methods; its signature is what trainers inspect.
-    It has no __wrapped__, so whoever removes wrappers from a forward stops at this one."""
-    copy: Any = types.FunctionType(function.__code__, function.__globals__, "forward")
-    copy.__doc__ = type(module).forward.__doc__
-    copy.__signature__ = signature or inspect.signature(type(module).forward)
-    return types.MethodType(copy, module)
+def _bound(function: Any, module: Any, unwrapped: Any = None) -> Any:
+    """`function` as a method "forward" of `module`, with the signature of the module's own, which trainers inspect. A method, because accelerate wraps and
+    unwraps methods; what it finds in __wrapped__ when it takes its wrappers off, it binds to the module: `unwrapped`."""
+    copies: list[Any] = []
+    for each in (function, unwrapped):
+        if each is not None:
+            copies.append(types.FunctionType(each.__code__, each.__globals__, "forward"))
+            copies[-1].__doc__ = type(module).forward.__doc__
+            copies[-1].__signature__ = inspect.signature(type(module).forward)
+    if unwrapped is not None:
+        copies[0].__wrapped__ = copies[1]
+    return types.MethodType(copies[0], module)
 
 
 def _own_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,6 +160,12 @@ def _model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     return _own_forward(model, *args, **kwargs)
 
 
+def _unwrapped_model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What is left when all wrappers of the model's forward are taken off: those under ours go, too."""
+    model.__dict__["_flce_own_forward"] = None
+    return _model_forward(model, *args, **kwargs)
+
+
 def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
     tap: HeadTap = head._flce_tap
     if not tap.active or tap.head is not head:
@@ -158,11 +175,13 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
         raise errors.ArgumentError(f"the output layer is called with ({what}); it must be with one tensor, hidden states [..., S, D]: {_KEEP}")
     hidden = args[0]
     tap.hidden.append(hidden)
-    if not tap.compared:
-        return _own_forward(head, probe_rows(hidden))
     device_type = hidden.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
-    return torch.zeros(*hidden.shape[:-2], 2, _heads.weight_of(head).shape[0], dtype=dtype, device=hidden.device)
+    tap.autocast_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if not tap.compared:
+        tap.probe = probe_rows(head, hidden)
+        return _own_forward(head, tap.probe)
+    shape = (*hidden.shape[:-2], 2, _heads.weight_of(head).shape[0])
+    return torch.zeros(shape, dtype=tap.autocast_dtype or hidden.dtype, device=hidden.device)
 
 
 def _calls_loss_function(model: Any) -> bool:
@@ -178,7 +197,7 @@ def install(model: Any) -> None:
     tap.attach(model)
     model.__dict__["_flce_own_forward"] = model.__dict__.get("forward")
     model.__dict__["_flce_tap"] = tap
-    model.forward = _bound(_model_forward, model)
+    model.forward = _bound(_model_forward, model, _unwrapped_model_forward)
     if tap.calls_loss_function:
         model.loss_function = tap.loss_function
 

@@ -28,7 +28,7 @@ _BY_HAND = (
 def causal_lm_of(model: Any) -> Any:
     """The causal language model itself, without compiled, data-parallel and peft wrappers."""
     while True:
-        inner = model.__dict__.get("_orig_mod") if hasattr(model, "__dict__") else None
+        inner = getattr(model, "_modules", {}).get("_orig_mod")
         if inner is None and hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
             inner = model.get_base_model()
         if inner is None and not hasattr(model, "get_output_embeddings"):
@@ -149,20 +149,20 @@ class CausalLMLoss:
         dtype = outputs.get("autocast_dtype")
         autocast = contextlib.nullcontext() if dtype is None else torch.autocast(hidden.device.type, dtype=dtype)
         with autocast:  # as the output layer would have run: accelerate returns a forward's outputs in fp32
-            self._compare(outputs, hidden)
+            self._compare(outputs)
             aligned = outputs.get("shift_labels") if self.loss.shift == 1 else None
             loss_fn = self.loss if aligned is None else self.loss.with_shift(0)
             loss = loss_fn(hidden, _on(hidden.device, labels if aligned is None else aligned), num_valid_tokens=count)
         auxiliary = outputs.get("auxiliary_loss")
         return loss if auxiliary is None else loss + auxiliary.to(loss.device)
 
-    def _compare(self, outputs: Mapping[str, Any], hidden: Tensor) -> None:
+    def _compare(self, outputs: Mapping[str, Any]) -> None:
         """Compares with the model's own forward, unless that is done for the output layer that the model has now."""
         tap, head = _head_tap.of(self._model), self._model.get_output_embeddings()
         if head is self._compared_head:
             return
-        own = outputs.get("probe_logits")
-        if tap is None or own is None:
+        rows, own = outputs.get("probe_rows"), outputs.get("probe_logits")
+        if tap is None or rows is None or own is None:
             if tap is not None:
                 tap.compared = False
             raise errors.ArgumentError(
@@ -171,12 +171,9 @@ class CausalLMLoss:
                 "flce.LinearCrossEntropyLoss"
             )
         self._find_shift()
-        rows = _head_tap.probe_rows(hidden)
-        if not bool(rows.isfinite().all()):
-            return  # the next step is compared
-        self._compare_logits(rows, own)
-        self._compared_head = head
-        tap.compared = True
+        if bool(rows.isfinite().all()) and self._compare_logits(rows, own):
+            self._compared_head = head
+            tap.compared = True
 
     def _find_shift(self) -> None:
         if not self._shift_known:
@@ -184,7 +181,8 @@ class CausalLMLoss:
             self._shift_known = True
 
     @torch.no_grad()
-    def _compare_logits(self, rows: Tensor, own: Tensor) -> None:
+    def _compare_logits(self, rows: Tensor, own: Tensor) -> bool:
+        """Whether that settles it: the next step is compared, too, where the weight is 0 and nothing would show."""
         name = type(self._model).__name__
         weight = self.loss.weight
         functional.refuse_dtensor("the output layer's weight", weight)
@@ -203,7 +201,7 @@ class CausalLMLoss:
             difference = ((own - mine).abs() / largest).amax().item()
             if difference <= tolerance:  # not so for NaN
                 self.loss.options.update({key: value for key, value in options.items() if value is not None or key in self.loss.options})
-                return
+                return bool(plain.abs().amax() > 0.5 * _head_tap.LARGE_LOGIT)
             differences.append(difference)
         raise errors.ArgumentError(
             f"{name}'s own logits differ from those of its output layer by {differences[0]:.2g} of the largest: {_likely_cause(own, plain.double())}; "
@@ -212,21 +210,21 @@ class CausalLMLoss:
 
     def _logits(self, outputs: Any) -> Tensor:
         """The logits in what a model returned without being stopped: its own mapping, or with return_dict=False its own tuple."""
+        found: list[Any] = []
         if isinstance(outputs, Mapping):
             found = [outputs.get("logits")]
         elif isinstance(outputs, (tuple, list)):
             found = [value for value in outputs if isinstance(value, Tensor) and value.dim() > 1][:1]
-        else:
-            found = []
         vocab_size = self.loss.weight.shape[0]
         if not found or not isinstance(found[0], Tensor):
             raise errors.ArgumentError(
                 f"outputs is a {type(outputs).__name__} with neither last_hidden_state nor logits: give what a model returned that "
                 "flce.huggingface.return_hidden_states has prepared"
             )
-        if found[0].shape[-1] != vocab_size:
-            raise errors.ArgumentError(f"outputs has logits of shape {list(found[0].shape)}; the last dimension must be vocab_size, {vocab_size}")
-        return found[0]
+        logits: Tensor = found[0]
+        if logits.shape[-1] != vocab_size:
+            raise errors.ArgumentError(f"outputs has logits of shape {list(logits.shape)}; the last dimension must be vocab_size, {vocab_size}")
+        return logits
 
     def _of_logits(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
         self._find_shift()
@@ -246,7 +244,7 @@ class CausalLMLoss:
         for place, name in itertools.product((self._model, text_config, self._model.config), ("router_aux_loss_coef", "aux_loss_coef")):
             weight = getattr(place, name, None)
             if weight is not None:
-                return loss + weight * auxiliary.to(loss.device)
+                return torch.add(loss, auxiliary.to(loss.device), alpha=weight)
         raise errors.ArgumentError(
             f"outputs has aux_loss, but {type(self._model).__name__} has no router_aux_loss_coef: switch it off in evaluation (output_router_logits=False)"
         )

@@ -23,11 +23,11 @@ _SIZES: dict[str, Any] = (
     | dict.fromkeys(("encoder_layers", "num_encoder_layers", "n_group", "topk_group", "mamba_n_groups", "n_groups", "first_k_dense_replace"), 1)
     | dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4)
     | dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads", "num_key_value_heads", "conv_kernel"), 4)
-    | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "linear_num_value_heads"), 4)
+    | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "linear_num_value_heads", "linear_num_heads"), 4)
     | dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "linear_num_key_heads"), 2)
     | dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank", "rotary_dim", "patch_size"), 8)
     | dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim", "state_size", "mamba_d_state", "ssm_state_size"), 8)
-    | dict.fromkeys(("hidden_size_per_layer_input", "linear_key_head_dim", "linear_value_head_dim"), 8)
+    | dict.fromkeys(("hidden_size_per_layer_input", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8)
     | dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 64)
     | dict.fromkeys(("attention_window_size", "sliding_window"), 16)
     | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dropout": 0.0, "use_cache": False, "is_decoder": True}
@@ -38,7 +38,16 @@ _WHERE_NONE = ("pad_token_id", "head_dim", "num_key_value_heads", "use_cache")
 
 def _part(model_type: str, **more: Any) -> dict[str, Any]:
     """A small text or vision config inside another."""
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "image_size", "patch_size", "vocab_size", "pad_token_id")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "image_size",
+        "patch_size",
+        "vocab_size",
+        "pad_token_id",
+    )
     return {"model_type": model_type, "num_hidden_layers": 2, **{name: _SIZES[name] for name in names}, **more}
 
 
