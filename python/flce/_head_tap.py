@@ -1,8 +1,8 @@
 """A causal LM of transformers whose forward stops at the output layer while it trains.
 
-The model's own forward runs, so whatever it does before its output layer and beside it (norms, dense layers, divisors, routers' losses) is done. The
-output layer notes the hidden states that reach it. Until a loss has compared, it gives two rows a sequence, whose logits show what the forward does to
-them afterwards; then zeros. transformers is imported when a model is at hand, not before.
+The model's own forward runs, so whatever it does before its output layer and beside it (norms, dense layers, divisors, routers' losses) is
+done. The output layer notes the hidden states that reach it. Until a loss has compared, it gives two rows a sequence, whose logits show
+what the forward does to them afterwards; then zeros. transformers is imported when a model is at hand, not before.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _KEEP = "keep the model's own loss, or give hidden states of your own to flce.Li
 
 
 def probe_rows(head: Any, hidden: Tensor) -> Tensor:
-    """[..., S, D] → [..., 2, D]: each sequence's last row (padded on the right or not, it attends to something), and the same so long that its largest
-    logit is LARGE_LOGIT."""
+    """[..., S, D] → [..., 2, D]: each sequence's last row (padded on the right or not, it attends to something), and the same so long that
+    its largest logit is LARGE_LOGIT."""
     last = hidden.detach()[..., -1:, :]
     wide = last.float()
     largest = _own_forward(head, last).detach().float().abs().amax(dim=-1, keepdim=True)
@@ -55,7 +55,8 @@ class HeadTap:
         self.aligned_labels: Tensor | None = None  # shift_labels of the last forward in evaluation
 
     def loss_function(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands for the model's loss function: 0 where forward stops at the output layer, so that what the model adds to its loss is left."""
+        """Stands for the model's loss function: 0 where forward stops at the output layer, so that what the model adds to its loss is
+        left."""
         if not self.active:
             return self.own_loss(*args, **kwargs)
         self.losses_asked += 1
@@ -101,12 +102,14 @@ class HeadTap:
                 module.training = True
         if len(hidden) != 1:
             raise errors.ArgumentError(
-                f"the forward of {type(model).__name__} calls its output layer, a {type(self.head).__name__}, {len(hidden)} times; it must be once, "
+                f"the forward of {type(model).__name__} calls its output layer, a {type(self.head).__name__}, {len(hidden)} times; it "
+                f"must be once, "
                 f"with the hidden states of all positions: {_KEEP}"
             )
         if asks and self.losses_asked != 1:
             raise errors.ArgumentError(
-                f"the forward of {type(model).__name__} calls model.loss_function {self.losses_asked} times and not once, so what it adds to its loss "
+                f"the forward of {type(model).__name__} calls model.loss_function {self.losses_asked} times and not once, so what it adds "
+                f"to its loss "
                 f"is not known (was loss_function set after return_hidden_states?): {_KEEP}"
             )
         return self._collect(model, outputs, hidden[0], asks, shift_labels)
@@ -134,8 +137,9 @@ class HeadTap:
 
 
 def _bound(function: Any, module: Any, unwrapped: Any = None) -> Any:
-    """`function` as a method "forward" of `module`, with the signature of the module's own, which trainers inspect. A method, because accelerate wraps and
-    unwraps methods; what it finds in __wrapped__ when it takes its wrappers off, it binds to the module: `unwrapped`."""
+    """`function` as a method "forward" of `module`, with the signature of the module's own, which trainers inspect. A method, because
+    accelerate wraps and unwraps methods; what it finds in __wrapped__ when it takes its wrappers off, it binds to the module:
+    `unwrapped`."""
     copies: list[Any] = []
     for each in (function, unwrapped):
         if each is not None:

@@ -1,5 +1,5 @@
-"""Output layers: what a module that stands for one multiplies hidden states by. Layers that carry a LoRA adapter of peft are understood; peft itself
-is not imported."""
+"""Output layers: what a module that stands for one multiplies hidden states by. Layers that carry a LoRA adapter of peft are understood;
+peft itself is not imported."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Operands(NamedTuple):
 def operands(head: Any, hidden: Tensor, *, dropout: bool = True) -> Operands:
     """The product that `head`, a module with .weight [V, D] and perhaps .bias [V], makes of hidden [..., D], read from it now.
 
-    A LoRA layer makes hidden · weightᵀ + scaling · dropout(hidden) · Aᵀ · Bᵀ, which is one product of [hidden, scaling · dropout(hidden) · Aᵀ] and
-    [weight, B]: nothing is merged, so a 16-bit weight does not swallow what the adapter adds. It takes a copy of the weight, V · (D + r) elements.
-    dropout=False leaves the adapter's dropout out. Raises ArgumentError for adapters of another kind.
+    A LoRA layer makes hidden · weightᵀ + scaling · dropout(hidden) · Aᵀ · Bᵀ, which is one product of [hidden, scaling · dropout(hidden) ·
+    Aᵀ] and [weight, B]: nothing is merged, so a 16-bit weight does not swallow what the adapter adds. It takes a copy of the weight, V · (D
+    + r) elements. dropout=False leaves the adapter's dropout out. Raises ArgumentError for adapters of another kind.
     """
     _refuse_unknown_adapter(head)
     base: Any = head.get_base_layer() if _is_adapter(head) else head
@@ -77,7 +77,8 @@ def _refuse_unknown_adapter(head: Any) -> None:
         return
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
     instead = (
-        "supported on an output layer are plain LoRA and modules_to_save. Leave the output layer out of target_modules, name it in modules_to_save, or "
+        "supported on an output layer are plain LoRA and modules_to_save. Leave the output layer out of target_modules, name it in "
+        "modules_to_save, or "
         "keep the model's own loss"
     )
     if not (kind.startswith("peft.tuners.lora.") and type(head).__name__ == "Linear" and isinstance(head.get_base_layer(), nn.Linear)):

@@ -1,5 +1,5 @@
-"""Hugging Face causal language models: hidden states for the loss while training, logits otherwise. transformers itself is imported only with a model
-at hand."""
+"""Hugging Face causal language models: hidden states for the loss while training, logits otherwise. transformers itself is imported only
+with a model at hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from flce.loss import LinearCrossEntropyLoss
 _TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-6}
 _TOLERANCE_16 = 3e-2
 _BY_HAND = (
-    "state the head's maths by hand, CausalLMLoss(model, logit_scale=..., softcap=...) for softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / "
+    "state the head's maths by hand, CausalLMLoss(model, logit_scale=..., softcap=...) for softcap · tanh(logit_scale · (hidden · weightᵀ "
+    "+ bias) / "
     "softcap), or keep the model's own loss"
 )
 
@@ -39,17 +40,19 @@ def causal_lm_of(model: Any) -> Any:
 
 
 def return_hidden_states(model: Any) -> Any:
-    """Makes `model`, a causal LM of transformers, return the hidden states that reach its output layer, instead of logits, while it trains: in training
-    mode with gradients on. Otherwise (evaluation mode, no_grad, generate) it returns what it returned before.
+    """Makes `model`, a causal LM of transformers, return the hidden states that reach its output layer, instead of logits, while it trains:
+    in training mode with gradients on. Otherwise (evaluation mode, no_grad, generate) it returns what it returned before.
 
-    In place; parameters and state_dict stay as they are. A model that is wrapped by peft, before or after, trains its adapters. Returns the model.
+    In place; parameters and state_dict stay as they are. A model that is wrapped by peft, before or after, trains its adapters. Returns the
+    model.
 
-    What it returns then is a mapping, whatever return_dict says: last_hidden_state [batch, sequence, hidden_size]; auxiliary_loss, a scalar, where the
-    model's own forward adds something to its loss (routers' balance losses); the model's own fields but for loss and logits; and what `CausalLMLoss`
-    needs besides. Labels that are passed are not used.
+    What it returns then is a mapping, whatever return_dict says: last_hidden_state [batch, sequence, hidden_size]; auxiliary_loss, a
+    scalar, where the model's own forward adds something to its loss (routers' balance losses); the model's own fields but for loss and
+    logits; and what `CausalLMLoss` needs besides. Labels that are passed are not used.
 
     Raises:
-        ArgumentError: model has no output embeddings with a weight [V, D], or is tuned by virtual tokens, here; its forward does not call its output
+        ArgumentError: model has no output embeddings with a weight [V, D], or is tuned by virtual tokens, here; its forward does not call
+        its output
             layer once, at the first step.
     """
     inner = causal_lm_of(model)
@@ -58,14 +61,16 @@ def return_hidden_states(model: Any) -> Any:
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         what = "none" if head is None else f"a {type(head).__name__}"
         raise errors.ArgumentError(
-            f"model is a {type(inner).__name__} whose output embeddings are {what}; it must be a causal language model of transformers with an output "
+            f"model is a {type(inner).__name__} whose output embeddings are {what}; it must be a causal language model of transformers "
+            f"with an output "
             "layer that has a weight [vocab_size, hidden_size]"
         )
     peft_config = getattr(model, "peft_config", None) or {}
     for name, config in peft_config.items() if isinstance(peft_config, Mapping) else ():
         if getattr(config, "is_prompt_learning", False):
             raise errors.ArgumentError(
-                f"adapter {name!r} of model is a {type(config).__name__}, which puts virtual tokens before the labels' positions; keep the model's own loss"
+                f"adapter {name!r} of model is a {type(config).__name__}, which puts virtual tokens before the labels' positions; keep "
+                f"the model's own loss"
             )
     if _head_tap.of(inner) is None:
         _head_tap.install(inner)
@@ -73,9 +78,9 @@ def return_hidden_states(model: Any) -> Any:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Options of `flce.linear_cross_entropy` that a model's config implies: final_logit_softcapping (Gemma), logits_soft_cap (RecurrentGemma),
-    output_logit_soft_cap (xLSTM), logit_scale (Cohere), lm_head_multiplier (FalconH1), logits_scaling (Granite, a divisor). `CausalLMLoss` compares
-    them with the model."""
+    """Options of `flce.linear_cross_entropy` that a model's config implies: final_logit_softcapping (Gemma), logits_soft_cap
+    (RecurrentGemma), output_logit_soft_cap (xLSTM), logit_scale (Cohere), lm_head_multiplier (FalconH1), logits_scaling (Granite, a
+    divisor). `CausalLMLoss` compares them with the model."""
     config = getattr(config, "get_text_config", lambda: config)()
     options: dict[str, Any] = {}
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
@@ -91,8 +96,8 @@ def options_of(config: Any) -> dict[str, Any]:
 
 
 def _alternatives(config: Any, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What else the config's numbers may mean, for options that are not given: the same name is a factor here, a divisor there, or applied to the
-    hidden states already."""
+    """What else the config's numbers may mean, for options that are not given: the same name is a factor here, a divisor there, or applied
+    to the hidden states already."""
     config = getattr(config, "get_text_config", lambda: config)()
     guess = options_of(config)
     scales, caps = [guess.get("logit_scale")], [guess.get("softcap")]
@@ -112,13 +117,13 @@ class CausalLMLoss:
 
         trainer = Trainer(model=return_hidden_states(model), compute_loss_func=CausalLMLoss(model), ...)
 
-    The model's own loss: its shift, its logits' scale and cap, what it adds for routers. At the first step, and where the output layer has changed since,
-    the logits of a few rows are compared with those of the model's own forward. The output layer is asked for at each call, so
-    `resize_token_embeddings` and adapters are seen.
+    The model's own loss: its shift, its logits' scale and cap, what it adds for routers. At the first step, and where the output layer has
+    changed since, the logits of a few rows are compared with those of the model's own forward. The output layer is asked for at each call,
+    so `resize_token_embeddings` and adapters are seen.
 
-    Divides by num_items_in_batch where the trainer gives it (gradient accumulation), else takes the mean. Where outputs are logits (evaluation), it
-    computes the loss from them. Arguments after the model are those of `LinearCrossEntropyLoss`; `loss` is that object. Those that are given are not
-    looked for in the config: shift, logit_scale, softcap.
+    Divides by num_items_in_batch where the trainer gives it (gradient accumulation), else takes the mean. Where outputs are logits
+    (evaluation), it computes the loss from them. Arguments after the model are those of `LinearCrossEntropyLoss`; `loss` is that object.
+    Those that are given are not looked for in the config: shift, logit_scale, softcap.
 
     Raises:
         ArgumentError: at the first step, that the model's own logits or loss are other ones, with the difference and its likely cause.
@@ -167,7 +172,8 @@ class CausalLMLoss:
                 tap.compared = False
             raise errors.ArgumentError(
                 "outputs has last_hidden_state, but not of a forward that this loss can be compared with: prepare the model with "
-                "flce.huggingface.return_hidden_states, and run it again where the loss was made after its forward; or give hidden states of your own to "
+                "flce.huggingface.return_hidden_states, and run it again where the loss was made after its forward; or give hidden states "
+                "of your own to "
                 "flce.LinearCrossEntropyLoss"
             )
         self._find_shift()
@@ -189,7 +195,8 @@ class CausalLMLoss:
         if weight.dim() != 2 or rows.shape[-1] != weight.shape[1] or own.shape != (*rows.shape[:-1], weight.shape[0]):
             raise errors.ArgumentError(
                 f"{name}'s own logits for hidden states {list(rows.shape)} have shape {list(own.shape)}, but its output layer's weight is "
-                f"{list(weight.shape)}: it does something else with them, such as cutting off a padded vocabulary; keep the model's own loss"
+                f"{list(weight.shape)}: it does something else with them, such as cutting off a padded vocabulary; keep the model's own "
+                f"loss"
             )
         plain = self.loss.operands(rows, dropout=False).logits()
         tolerance = _TOLERANCES.get(plain.dtype, _TOLERANCE_16)
@@ -204,7 +211,8 @@ class CausalLMLoss:
                 return bool(plain.abs().amax() > 0.5 * _head_tap.LARGE_LOGIT)
             differences.append(difference)
         raise errors.ArgumentError(
-            f"{name}'s own logits differ from those of its output layer by {differences[0]:.2g} of the largest: {_likely_cause(own, plain.double())}; "
+            f"{name}'s own logits differ from those of its output layer by {differences[0]:.2g} of the largest: "
+            f"{_likely_cause(own, plain.double())}; "
             f"{_BY_HAND}"
         )
 
@@ -246,7 +254,8 @@ class CausalLMLoss:
             if weight is not None:
                 return torch.add(loss, auxiliary.to(loss.device), alpha=weight)
         raise errors.ArgumentError(
-            f"outputs has aux_loss, but {type(self._model).__name__} has no router_aux_loss_coef: switch it off in evaluation (output_router_logits=False)"
+            f"outputs has aux_loss, but {type(self._model).__name__} has no router_aux_loss_coef: switch it off in evaluation "
+            f"(output_router_logits=False)"
         )
 
 
@@ -258,7 +267,8 @@ def _on(device: torch.device, labels: Any) -> Tensor:
 
 @torch.no_grad()
 def _own_shift(model: Any) -> int:
-    """By how much the model's own loss shifts labels; found by running it on a few tokens where the name of its loss function does not say."""
+    """By how much the model's own loss shifts labels; found by running it on a few tokens where the name of its loss function does not
+    say."""
     shift = (_head_tap.of(model) or _head_tap.HeadTap(model)).shift
     if shift is not None:
         return shift
@@ -280,14 +290,16 @@ def _own_shift(model: Any) -> int:
     nearer = min(away, key=lambda shift: away[shift])
     if away[nearer] > 1e-5 or away[1 - nearer] < 10 * away[nearer] + 1e-6:
         raise errors.ArgumentError(
-            f"{name}'s own loss for 8 tokens, {own:.6g}, is away from the cross entropy of its logits by {away[1]:.2g} of itself with labels shifted by 1, "
+            f"{name}'s own loss for 8 tokens, {own:.6g}, is away from the cross entropy of its logits by {away[1]:.2g} of itself with "
+            f"labels shifted by 1, "
             f"and by {away[0]:.2g} with none; {instead}"
         )
     return nearer
 
 
 def _likely_cause(own: Tensor, plain: Tensor) -> str:
-    """What the model may do with its output layer's logits, in words. Rows are pairs: as they come, and at a length that makes logits large."""
+    """What the model may do with its output layer's logits, in words. Rows are pairs: as they come, and at a length that makes logits
+    large."""
     if own.isnan().any() or own.isinf().any():
         return "some of its own are not finite, as where classes are masked"
     low, high = (((own[..., row, :] * plain[..., row, :]).sum() / plain[..., row, :].square().sum()).item() for row in (0, 1))

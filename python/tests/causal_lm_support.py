@@ -1,4 +1,5 @@
-"""Tiny random models of the classes in transformers' causal-LM mapping: configs whose sizes are made small by name, and what single ones need besides."""
+"""Tiny random models of the classes in transformers' causal-LM mapping: configs whose sizes are made small by name, and what single ones
+need besides."""
 
 from __future__ import annotations
 
@@ -113,8 +114,8 @@ def _sizes_of(config_class: Any, besides: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_causal_lm(class_name: str, *, routers: bool = False) -> Any:
-    """A random model of the class, in training mode; with `routers` it asks for its routers' losses. Raises whatever the class raises where its config
-    cannot be made small by name."""
+    """A random model of the class, in training mode; with `routers` it asks for its routers' losses. Raises whatever the class raises where
+    its config cannot be made small by name."""
     model_class = getattr(transformers, class_name)
     config = model_class.config_class(**_sizes_of(model_class.config_class, _BESIDES.get(class_names()[class_name], {})))
     if routers:

@@ -1,5 +1,5 @@
-"""Every class of transformers' causal-LM mapping, as a tiny random model: flce.huggingface gives the loss and the gradients of the model's own forward,
-or refuses by name. docs/python.md has the table."""
+"""Every class of transformers' causal-LM mapping, as a tiny random model: flce.huggingface gives the loss and the gradients of the model's
+own forward, or refuses by name. docs/python.md has the table."""
 
 from __future__ import annotations
 

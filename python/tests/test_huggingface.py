@@ -110,7 +110,8 @@ def labels_of(count: int) -> dict[str, Tensor]:
 
 
 def test_bf16_autocast_of_fp32_weights_reaches_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainer(bf16=True): the output layer would run in bf16, so the loss does, though accelerate returns fp32 and autocast is over by then."""
+    """Trainer(bf16=True): the output layer would run in bf16, so the loss does, though accelerate returns fp32 and autocast is over by
+    then."""
     called: list[tuple[torch.dtype, torch.dtype]] = []
     lookup = _kernels.find_for
 
@@ -237,7 +238,7 @@ def test_outputs_that_cannot_be_compared_are_refused() -> None:
     model = return_hidden_states(tiny_model().train())
     batch = labels_of(2)
     hidden = model.base_model(batch["input_ids"])
-    with pytest.raises(flce.ArgumentError, match="prepare the model with flce.huggingface.return_hidden_states"):
+    with pytest.raises(flce.ArgumentError, match=r"prepare the model with flce\.huggingface\.return_hidden_states"):
         CausalLMLoss(model)(hidden, batch["labels"])
     with pytest.raises(flce.ArgumentError, match="outputs is a Tensor with neither"):
         CausalLMLoss(model)(hidden.last_hidden_state, batch["labels"])
@@ -246,7 +247,8 @@ def test_outputs_that_cannot_be_compared_are_refused() -> None:
 
 
 def test_the_submodule_is_there_without_an_import_of_it() -> None:
-    code = "import sys, flce; assert 'transformers' not in sys.modules; flce.huggingface.CausalLMLoss; assert 'transformers' not in sys.modules"
+    absent = "assert 'transformers' not in sys.modules"
+    code = f"import sys, flce; {absent}; flce.huggingface.CausalLMLoss; {absent}"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert "huggingface" in dir(flce)
     with pytest.raises(AttributeError, match="has no attribute 'hugging'"):
