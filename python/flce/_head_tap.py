@@ -133,6 +133,9 @@ class HeadTap:
             result["autocast_dtype"] = self.autocast_dtype
         if shift_labels is not None:
             result["shift_labels"] = shift_labels
+        if uses := tuple(p[:0] for p in self.head.parameters() if p.requires_grad and type(p) is nn.Parameter and p.dim() > 0):
+            # DistributedDataParallel takes for unused what the outputs do not depend on; the loss uses these after the forward.
+            result["head_uses"] = uses
         return ModelOutput(**(result | {name: value for name, value in fields.items() if name not in result}))
 
 

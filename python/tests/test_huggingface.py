@@ -271,3 +271,41 @@ def test_evaluation_still_gives_logits() -> None:
 def test_a_model_without_a_separate_head_is_refused() -> None:
     with pytest.raises(flce.ArgumentError, match="model is a Linear"):
         return_hidden_states(nn.Linear(2, 2))
+
+
+@pytest.fixture
+def alone() -> Any:
+    """A process group of this process."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_ddp_that_looks_for_unused_parameters() -> None:
+    """As a Trainer sets it. The output layer's weight is used, but after the forward."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    model = return_hidden_states(transformers.LlamaForCausalLM(config).train())
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    loss_fn, batch = CausalLMLoss(model, impl="flce"), labels_of(2)
+    ready: list[Tensor] = []
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]
+        ready.append(bucket.buffer().clone())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    wrapped.register_comm_hook(None, hook)
+    for _ in range(3):
+        ready.clear()
+        model.zero_grad()
+        loss_fn(wrapped(**batch), batch["labels"]).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        # What is reduced over the ranks is every gradient as it is in the end.
+        sums = sum(buffer.abs().sum().item() for buffer in ready)
+        assert sums == pytest.approx(sum(g.abs().sum().item() for g in gradients if g is not None), rel=1e-4)
