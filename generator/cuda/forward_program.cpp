@@ -17,9 +17,9 @@ Expr is_none() { return equal(slot(Slot::reduction), static_cast<std::int64_t>(R
 Expr one_block() { return less(slot(Slot::num_tokens), kOutputRows + 1); }
 
 /// Whether `prepare` runs before: for sums over the class weights, or where there are tokens enough for lists of rows and for sharing work out anew.
-Expr prepares(const Spec& spec, const Plan& plan) {
+Expr prepares(const Spec& spec, PlanPath path) {
     if (spec.class_weight && spec.label_smoothing > 0) return 1;
-    return plan.path == PlanPath::cuda_sm90a ? less(kRowThreads, slot(Slot::num_tokens)) : Expr(0);
+    return path == PlanPath::cuda_sm90a ? less(kRowThreads, slot(Slot::num_tokens)) : Expr(0);
 }
 
 /// The tokens of one launch of forward, the kernel for them, and how it divides its work.
@@ -122,7 +122,7 @@ LaunchBuilder<Params> sm90_forward_fields(const Spec& spec, const CudaSource& so
                  hidden_rows)
         .set_map(&Params::weight_map, weight_matrix<Params>(spec, layout), (vocab_major ? tile.block_n : 64) / rows.cluster_blocks)
         .set(&ForwardSm90Params::scalars, at(layout.scalars))
-        .set(&ForwardSm90Params::shares, rows.cluster_blocks == 1 ? Expr(0) : select(prepares(spec, plan), at(layout.shares), 0))
+        .set(&ForwardSm90Params::shares, rows.cluster_blocks == 1 ? Expr(0) : select(prepares(spec, PlanPath::cuda_sm90a), at(layout.shares), 0))
         .set_list(&ForwardSm90Params::list, rows.list, at(layout.scalars), rows.first)
         .set(&ForwardSm90Params::clusters, rows.share.most_clusters)
         .set(&ForwardSm90Params::stride, rows.share.stride);
@@ -270,7 +270,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const Expr list = select(lists_rows(plan), at(layout.list), 0);
     const Preparation preparation{
         .scalars = layout.scalars, .list = list, .outputs = true, .counters = layout.shares, .counter_count = layout.share_words};
-    program.body.push_back({If{prepares(spec, plan), {prepare_launch(spec, source, preparation)}}});
+    program.body.push_back({If{prepares(spec, plan.path), {prepare_launch(spec, source, preparation)}}});
     if (plan.path == PlanPath::cuda_sm90a) program.body.push_back({If{layout.compacts, {gather_launch(source, layout, list)}}});
     const Expr first = variable(kRowsLoop) * layout.rows;
     const Expr count = min(slot(Slot::num_tokens) - first, layout.rows);
