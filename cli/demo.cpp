@@ -355,7 +355,7 @@ void add_demo(CLI::App& app, Action& action) {
         "\nThe model: hidden = tanh(embeddings of the last tokens · M + b); the embedding table is the output layer's weight too (tied).\n"
         "Loss and gradients of the output layer come from kernels by get_kernel on the best device there is.\n\n"
         "Examples:\n  flce demo\n  flce demo --text ~/books --steps 500 --optimizer sgd\n  flce demo --device cpu --dtype bf16 --json");
-    command->add_option("--text", options->text, "text file, or a folder of them (default: the source tree that this program lies in)");
+    command->add_option("--text", options->text, "text file, or a folder of them (default: flce's sources or documentation)");
     command->add_option("--steps", options->steps, "training steps")->capture_default_str()->check(CLI::Range(1, 10000000));
     command->add_option("--num-tokens,-N", options->num_tokens, "tokens a step")->capture_default_str()->check(CLI::Range(1, 1 << 20));
     command->add_option("--hidden-size", options->hidden_size, "a multiple of 8")->capture_default_str();

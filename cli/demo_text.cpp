@@ -41,10 +41,11 @@ std::vector<fs::path> text_files_below(const fs::path& folder) {
     return files;
 }
 
-bool is_source_tree(const fs::path& folder) {
+/// The source tree, a release tree, or an installation's folder of documentation.
+bool holds_documentation(const fs::path& folder) {
     std::error_code error;
-    return fs::is_regular_file(folder / "CMakeLists.txt", error) && fs::is_directory(folder / "templates", error) &&
-           fs::is_directory(folder / "generator", error);
+    return fs::is_regular_file(folder / "README.md", error) && fs::is_regular_file(folder / "docs" / "numerics.md", error) &&
+           fs::is_directory(folder / "examples" / "minimal", error);
 }
 
 bool is_letter(char c) { return std::isalpha(static_cast<unsigned char>(c)) != 0; }
@@ -93,11 +94,14 @@ fs::path default_corpus_path() {
     std::error_code error;
     for (fs::path folder : {executable_path().parent_path(), fs::current_path(error)}) {
         for (;; folder = folder.parent_path()) {
-            if (is_source_tree(folder)) return folder;
+            for (const fs::path& found : {folder, folder / "share" / "doc" / "flce"}) {
+                if (holds_documentation(found)) return found;
+            }
             if (folder == folder.parent_path()) break;
         }
     }
-    throw UsageError("this program does not lie in flce's source tree, so there is no default text: give a file or a folder with --text");
+    throw UsageError(
+        "flce's documentation, which is the default text, does not lie beside this program: give a file or a folder with --text");
 }
 
 std::vector<std::string_view> split_words(std::string_view text) {

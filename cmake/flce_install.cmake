@@ -20,4 +20,6 @@ configure_package_config_file(cmake/flce-config.cmake.in ${CMAKE_BINARY_DIR}/flc
 write_basic_package_version_file(${CMAKE_BINARY_DIR}/flce-config-version.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_BINARY_DIR}/flce-config.cmake ${CMAKE_BINARY_DIR}/flce-config-version.cmake cmake/flce_prewarm.cmake
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/flce)
-install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+# Documentation with its examples, which is also the text that `flce demo` learns from.
+install(FILES LICENSE README.md CONTRIBUTING.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(DIRECTORY docs examples DESTINATION ${CMAKE_INSTALL_DOCDIR} PATTERN __pycache__ EXCLUDE)

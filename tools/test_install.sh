@@ -15,6 +15,10 @@ for name in minimal prewarm; do
 done
 # The installed command runs in place, from anywhere, and names no folder of this machine.
 (cd / && "$prefix/bin/flce" info >/dev/null)
+# `flce demo` learns from the documentation that was installed.
+(cd / && FLCE_CACHE_DIR=$prefix/cache "$prefix/bin/flce" demo --device cpu --steps 2 --num-tokens 64 --hidden-size 32 --no-architectures \
+    2>"$prefix/demo.log" >/dev/null) || { cat "$prefix/demo.log" && exit 1; }
+grep -F "text        $prefix/" "$prefix/demo.log" >/dev/null || { echo "flce demo took another text:" && cat "$prefix/demo.log" && exit 1; }
 library=$(readlink -f "$(find "$prefix" -name libflce.so -print -quit)")
 for binary in "$library" "$prefix/bin/flce"; do
     if readelf -d "$binary" | grep -E 'RPATH|RUNPATH' | grep -F "$PWD"; then
