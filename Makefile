@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
-.PHONY: help setup setup-python build build-and-fetch demo demo-pipeline test test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
+.PHONY: help setup setup-python setup-dist build build-and-fetch demo demo-pipeline test test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
@@ -84,15 +84,20 @@ lint: setup-python ## clang-format as a check, clang-tidy, the structure tests, 
 format: ## clang-format in place
 	@tools/format.sh
 
-dist: setup ## dist/: a release tree that needs only glibc
+setup-dist:
+	@tools/setup.sh --dist
+
+dist: setup-dist ## dist/: a release tree that runs from glibc 2.28 on
 	@tools/dist.sh
 
-dist-tests: setup ## the same with the test binaries in it
+dist-tests: setup-dist ## the same with the test binaries in it
 	@tools/dist.sh --tests
 
-wheel: dist ## dist/*.whl: the Python package with a libflce that needs only glibc
+wheel: dist ## dist/*.whl: the Python package with the release tree's libflce, for every Linux that PyTorch's wheels are for
 	@tools/setup.sh --python
-	tools/python.sh -m pip wheel --quiet --no-deps --no-build-isolation --config-settings cmake.define.FLCE_WHEEL_LIBRARIES=$(CURDIR)/dist/flce/lib -w dist .
+	rm -f dist/*.whl
+	tools/python.sh -m pip wheel --quiet --no-deps --no-build-isolation --config-settings cmake.define.FLCE_WHEEL_LIBRARIES=$(CURDIR)/dist/flce/lib \
+	    --config-settings wheel.tags=py3-none-manylinux_2_28_x86_64 -w dist .
 
 clean: ## remove every build tree (what setup installed stays)
 	rm -rf build build-dev build-sanitize build-asan build-ubsan build-tsan build-dist build-wheel dist

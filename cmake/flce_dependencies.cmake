@@ -6,6 +6,7 @@ if(FLCE_PORTABLE)
   set(FLCE_STATIC_LLVM ON)
   set(ZLIB_USE_STATIC_LIBS ON)
   set(OPENSSL_USE_STATIC_LIBS ON)
+  include(flce_portable)
 endif()
 
 # LLVM: 19 first, then newer, then 18. Each is looked for in its own folder because a version request for "19" does not accept 19.1 (LLVM's
@@ -28,30 +29,37 @@ find_package(fmt REQUIRED)
 find_package(spdlog REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(CLI11 REQUIRED)
-find_package(TBB REQUIRED)
 find_package(PkgConfig REQUIRED)
 find_package(OpenSSL REQUIRED COMPONENTS Crypto)
 
 add_library(flce_third_party INTERFACE)
 add_library(flce_fmt INTERFACE)
 add_library(flce_spdlog INTERFACE)
+add_library(flce_tbb INTERFACE)
 add_library(flce::fmt ALIAS flce_fmt)
 add_library(flce::spdlog ALIAS flce_spdlog)
+add_library(flce::tbb ALIAS flce_tbb)
 
-target_link_libraries(flce_fmt INTERFACE fmt::fmt)
-target_link_libraries(flce_spdlog INTERFACE spdlog::spdlog fmt::fmt)
+target_link_libraries(flce_spdlog INTERFACE flce_fmt)
 if(FLCE_PORTABLE)
-  # What distributions offer as archives. The rest (oneTBB, fmt, spdlog, the C++ runtime) tools/dist.sh puts beside libflce.
+  # Distributions have zstd and xxHash as archives, fmt and spdlog as headers; oneTBB is compiled here.
   foreach(name zstd xxhash)
     find_library(FLCE_STATIC_${name} NAMES lib${name}.a REQUIRED)
     target_link_libraries(flce_third_party INTERFACE ${FLCE_STATIC_${name}})
   endforeach()
+  target_link_libraries(flce_fmt INTERFACE fmt::fmt-header-only)
+  target_compile_definitions(flce_spdlog INTERFACE SPDLOG_FMT_EXTERNAL)
+  target_link_libraries(flce_tbb INTERFACE flce_static_tbb)
 else()
+  target_link_libraries(flce_fmt INTERFACE fmt::fmt)
+  target_link_libraries(flce_spdlog INTERFACE spdlog::spdlog)
+  find_package(TBB REQUIRED)
+  target_link_libraries(flce_tbb INTERFACE TBB::tbb)
   pkg_check_modules(ZSTD REQUIRED IMPORTED_TARGET libzstd)
   pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
   target_link_libraries(flce_third_party INTERFACE PkgConfig::ZSTD PkgConfig::XXHASH)
 endif()
-target_link_libraries(flce_third_party INTERFACE flce::fmt flce::spdlog nlohmann_json::nlohmann_json OpenSSL::Crypto TBB::tbb
+target_link_libraries(flce_third_party INTERFACE flce::fmt flce::spdlog nlohmann_json::nlohmann_json OpenSSL::Crypto flce::tbb
   Threads::Threads ${CMAKE_DL_LIBS})
 
 # Remote caches. libcurl is loaded at run time (cache/http_transport.cpp) and gives its header only; hiredis is small and needs nothing but libc.

@@ -1,6 +1,6 @@
 # Options of the build and what they mean for the compiler and the linker: the interface target flce_build_flags.
 option(FLCE_STATIC_LLVM "Link LLVM statically into libflce" ON)
-option(FLCE_PORTABLE "Link third-party libraries statically where there are archives (tools/dist.sh bundles the rest)" OFF)
+option(FLCE_PORTABLE "For tools/dist.sh: other people's code inside libflce, and symbols of an old glibc and libstdc++ only" OFF)
 option(FLCE_INSTALL_TESTS "Install the test binaries beside flce" OFF)
 option(FLCE_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
 option(FLCE_BUILD_BENCHMARKS "Build the benchmarks where Google Benchmark is installed" ${PROJECT_IS_TOP_LEVEL})
@@ -21,8 +21,7 @@ set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/lib)
-# Relative to the binary, in the build tree as in an install: both run in place, wherever they are moved. Programs look in lib, libflce (below, in
-# the root CMakeLists.txt) beside itself.
+# Relative to the binary, in the build tree as in an install: both run in place, wherever they are moved.
 file(RELATIVE_PATH flce_bin_to_lib ${CMAKE_INSTALL_FULL_BINDIR} ${CMAKE_INSTALL_FULL_LIBDIR})
 set(CMAKE_BUILD_RPATH_USE_ORIGIN ON)
 set(CMAKE_INSTALL_RPATH "$ORIGIN/${flce_bin_to_lib}")

@@ -4,15 +4,16 @@
 # come as PyPI wheels into .tools/nvidia. With --python also what the Python package's tests need (torch and the rest, unless tools/python.sh finds them):
 # from PyPI into .tools/python. With --servers also the servers that tests of remote caches start: redis and nginx unpacked into .tools/servers, where the
 # system has none (a package that is installed would run, and run after the next boot too), and moto's S3 from PyPI into .tools/moto; without them
-# those tests are skipped. Exit code 3 and a list of what to install by hand where it cannot.
+# those tests are skipped. With --dist also what a release tree is linked with (tools/portable_inputs.sh, into .tools/portable). Exit code 3 and a list of what to install by hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-with_python=false with_servers=false
+with_python=false with_servers=false with_dist=false
 for flag in "$@"; do
     case $flag in
         --python) with_python=true ;;
         --servers) with_servers=true ;;
-        *) echo "usage: setup.sh [--python] [--servers]" >&2 && exit 2 ;;
+        --dist) with_dist=true ;;
+        *) echo "usage: setup.sh [--python] [--servers] [--dist]" >&2 && exit 2 ;;
     esac
 done
 
@@ -84,6 +85,19 @@ find_llvm() {
 }
 llvm_missing=false
 find_llvm || llvm_missing=true
+
+# A release: Debian's packages of an old glibc and their keys, and lld where LLVM is there without it.
+dist_missing=false
+if $with_dist; then
+    [[ $(uname -m) == x86_64 ]] || fail "releases are made for x86-64, on x86-64."
+    need_file debian-archive-keyring /usr/share/keyrings/debian-archive-keyring.gpg
+    if ! $llvm_missing && ! command -v ld.lld >/dev/null && ! compgen -G '/usr/lib/llvm-*/bin/ld.lld' >/dev/null; then
+        for prefix in "${llvm_prefixes[@]}"; do
+            if [[ -e $prefix/lib/cmake/llvm/LLVMConfig.cmake ]]; then packages+=("lld-${prefix##*llvm-}") && break; fi
+        done
+    fi
+    tools/portable_inputs.sh --check || dist_missing=true
+fi
 
 # ── NVRTC and cuda.h: a toolkit's, the system's, or ours. ───────────────────────────────────────────────────────────────────────────────────
 nvidia=.tools/nvidia
@@ -196,7 +210,7 @@ get_servers() {
     fi
 }
 
-if ((${#packages[@]} + ${#wheels[@]} + ${#python_packages[@]} + ${#server_packages[@]} == 0)) && ! $llvm_missing && ! $moto_missing; then exit 0; fi
+if ((${#packages[@]} + ${#wheels[@]} + ${#python_packages[@]} + ${#server_packages[@]} == 0)) && ! $llvm_missing && ! $moto_missing && ! $dist_missing; then exit 0; fi
 
 # ── Distribution packages. ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 by_hand() {
@@ -291,6 +305,10 @@ if ((${#python_packages[@]})); then
         fail "pip could not fetch ${rest[*]}." "By hand: install them for $python, or set FLCE_PYTHON to an interpreter that has them."
     still=$(missing_python)
     [[ -z $still ]] || fail "still missing for $python: ${still//$'\n'/ }"
+fi
+if $dist_missing; then
+    echo "flce: fetching Debian's libc6, libstdc++6 and libgcc-s1 of bullseye and the source of oneTBB into .tools/portable"
+    tools/portable_inputs.sh || fail "tools/portable_inputs.sh failed (see above)."
 fi
 get_servers
 echo "flce: the machine is ready"
