@@ -62,7 +62,7 @@ protected:
         for (const int error : kErrors) {
             for (const bool sticky : {false, true}) {
                 for (int nth = 0; nth < calls; ++nth) {
-                    SCOPED_TRACE(fmt::format("{} at call {}{}", ::strerrorname_np(error), nth, sticky ? " and later" : ""));
+                    SCOPED_TRACE(fmt::format("{} at call {}{}", std::strerror(error), nth, sticky ? " and later" : ""));
                     before();
                     log_.clear();
                     injected_ = error;
