@@ -1,0 +1,25 @@
+# Shows that pages.cmake takes a line of 300 bytes, and refuses one of 301 by the page's name, wherever the page lies.
+cmake_minimum_required(VERSION 3.25)
+
+function(expect page bytes refused)
+  file(REMOVE_RECURSE ${SELF_TEST_DIR})
+  string(REPEAT "[x" 150 line)
+  if(bytes EQUAL 301)
+    string(APPEND line "x")
+  endif()
+  file(WRITE ${SELF_TEST_DIR}/README.md "# sound\n")
+  file(WRITE ${SELF_TEST_DIR}/${page} "# title; and more\n\n${line}\nthe end · — “”\n")
+  execute_process(COMMAND ${CMAKE_COMMAND} -DSOURCE_DIR=${SELF_TEST_DIR} -P ${SOURCE_DIR}/tests/structure/pages.cmake
+    RESULT_VARIABLE result ERROR_VARIABLE error OUTPUT_QUIET)
+  string(FIND "${error}" "${page}: a line of more than 300 bytes" position)
+  if(refused AND (result EQUAL 0 OR position EQUAL -1))
+    message(FATAL_ERROR "a line of ${bytes} bytes in ${page} was not refused: ${error}")
+  elseif(NOT refused AND NOT result EQUAL 0)
+    message(FATAL_ERROR "a line of ${bytes} bytes in ${page} was refused: ${error}")
+  endif()
+endfunction()
+
+foreach(page README.md CONTRIBUTING.md docs/some.md)
+  expect(${page} 300 FALSE)
+  expect(${page} 301 TRUE)
+endforeach()
