@@ -2,7 +2,7 @@
 // at the end of a stretch of the vocabulary, of which a cluster's share has up to eight (share_jobs_sm90.cuh).
 #pragma once
 
-#include "flce/logit_epilogue.cuh"
+#include "flce/row_reduction_sm90.cuh"
 #include "flce/share_jobs_sm90.cuh"
 #include "flce/store_sm90.cuh"
 #include "flce/vocabulary_walk.cuh"
@@ -41,6 +41,7 @@ struct ForwardSm90 {
     using Params = Select<Problem::rounds_weight, ForwardStretchSm90Params, ForwardSm90Params>;
     enum : int { kPieces = MainloopT::kPiecesA };
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
+    using Rows = RowReduction<Problem, kColumnPieces>;
     using Share = ForwardShare<TileT>;
     enum : int { kClusterRows = Share::kClusterRows };
     enum : int { kConsumerThreads = 128 * TileT::kConsumers };
@@ -141,7 +142,7 @@ struct ForwardSm90 {
         int end;       ///< tile behind the stretch
         int begin
             [2];  ///< where a part's rows do, in hidden or where they have been brought together. Looked up once for a job: a tile would wait as long for it
-            ///< as the ring holds out
+        ///< as the ring holds out
         bool neighbours[2];  ///< whether they are
         bool any;            ///< the walk is at a tile
     };
@@ -344,7 +345,7 @@ struct ForwardSm90 {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 RowSums sums = sums_of(tile.part(), i, h);
-                reduce_row(c[i], h, sums);
+                Rows::reduce_row(c[i], h, sums);
                 keep(tile.part(), i, h, sums);
             }
     }
@@ -357,7 +358,7 @@ struct ForwardSm90 {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 RowSums sums = sums_of(part, i, h);
-                exponentials_of_row(c[i], h, reference_of(row0 + mainloop.place.row(i, h)), sums);
+                Rows::exponentials_of_row(c[i], h, reference_of(row0 + mainloop.place.row(i, h)), sums);
                 keep(part, i, h, sums);
             }
             if (first_column >= p.retained_columns) continue;
@@ -372,92 +373,6 @@ struct ForwardSm90 {
         }
     }
     __device__ __forceinline__ float reference_of(int row) const { return row < share.rows ? p.references[row] : 0.f; }
-
-    /// Whether a row's sums are of what is retained, relative to its reference, which spares them exponentials of their own: where the largest logit so far
-    /// is near it. Others are relative to that logit.
-    static __device__ __forceinline__ bool shares(float max, float reference) {
-        return kPowers<Problem> && !Problem::entropy && PowersAbove::takes(reference) && fabsf(max - reference) <= kMostAboveReference;
-    }
-
-    /// Where they are far from the reference, exponentials are cut off: a row that is ignored, whatever it holds, has to multiply a finite number by 0.
-    static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference, RowSums& sums) {
-        constexpr float kMostPower = 100.f;
-        const PowersAbove above(reference);
-        const float old_max = sums.max;
-        const float now_max = fmaxf(old_max, row_max(c, h));
-        const bool shared = shares(old_max, reference);
-        if (shares(now_max, reference)) {
-            if (!shared) sums.exp_sum *= above.exp(old_max);
-            sums.max = now_max;
-            float exp_sum[2] = {0.f, 0.f};
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) exp_sum[e] += c[j][2 * h + e] = above.exp(c[j][2 * h + e]);
-            }
-            sums.exp_sum += exp_sum[0] + exp_sum[1];
-            return;
-        }
-        if (shared) to_own_max(sums, reference);
-        reference -= reduce_row(c, h, sums);
-#pragma unroll
-        for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = ptx::ex2_approx_ftz(fminf((c[j][2 * h + e] - reference) * log2_e(), kMostPower));
-        }
-    }
-    /// The largest logit's own exponential becomes exactly 1, so that confident tokens keep their small losses.
-    static __device__ __forceinline__ void to_own_max(RowSums& sums, float reference) {
-        // A division without a subroutine for subnormal numbers, which would cost registers: both are within 2^±118.
-        const float largest = PowersAbove(reference).exp(sums.max);
-        const float reciprocal = ptx::rcp_approx_ftz(largest);
-        const float quotient = sums.exp_sum * reciprocal;
-        sums.exp_sum = __fmaf_rn(__fmaf_rn(-quotient, largest, sums.exp_sum), reciprocal, quotient);
-    }
-
-    static __device__ __forceinline__ float row_max(const float (&c)[kColumnPieces][4], int h) {
-        float max = fmaxf(c[0][2 * h], c[0][2 * h + 1]);
-#pragma unroll
-        for (int j = 1; j < kColumnPieces; ++j) max = fmaxf(max, fmaxf(c[j][2 * h], c[j][2 * h + 1]));
-        return max;
-    }
-
-    /// Adds a row of logits to its sums, and returns what it has taken from each of them: nothing, or their maximum where that is huge.
-    static __device__ __forceinline__ float reduce_row(float (&c)[kColumnPieces][4], int h, RowSums& sums) {
-        const float old_max = sums.max;
-        const float now_max = fmaxf(old_max, row_max(c, h));
-        float shift = sums.exp_sum > 0.f ? old_max - now_max : 0.f;
-        if constexpr (Problem::entropy) shift = fmaxf(shift, farthest_below());
-        const float shrunk = Problem::Math::exp(shift);
-        if constexpr (Problem::entropy) sums.exp_z_sum = shrunk * (sums.exp_z_sum + shift * sums.exp_sum);
-        sums.exp_sum *= shrunk;
-        sums.max = now_max;
-        float taken = 0.f;
-        if (!SummedAbove<Problem>::takes(now_max)) {  // a column's that does not exist, too
-            taken = now_max;
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) c[j][2 * h + e] -= now_max;
-        }
-        const float reference = now_max - taken;
-        const SummedAbove<Problem> above(reference);
-        float exp_sum[2] = {0.f, 0.f};
-        float exp_z_sum = 0.f;
-#pragma unroll
-        for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float exponential = above.exp(c[j][2 * h + e]);
-                exp_sum[e] += exponential;
-                if constexpr (Problem::entropy) exp_z_sum += exponential * fmaxf(c[j][2 * h + e] - reference, farthest_below());
-            }
-        }
-        const float factor = above.factor(reference);
-        sums.exp_sum = __fmaf_rn(factor, exp_sum[0] + exp_sum[1], sums.exp_sum);
-        if constexpr (Problem::entropy) sums.exp_z_sum = __fmaf_rn(factor, exp_z_sum, sums.exp_z_sum);
-        return taken;
-    }
 
     /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows, by turns one a
     /// consumer.
@@ -489,10 +404,10 @@ struct ForwardSm90 {
                 if constexpr (Problem::retain) {
                     if (p.retained_columns > 0) {
                         const float reference = reference_of(first_row(row_cluster) + mainloop.place.row(i, h));
-                        if (shares(sums.max, reference)) to_own_max(sums, reference);
+                        if (Rows::shares(sums.max, reference)) Rows::to_own_max(sums, reference);
                     }
                 }
-                const RowSums all = merge_quad(sums);
+                const RowSums all = Rows::merge_quad(sums);
                 if (!writes || i * 64 + h * 8 >= rows) continue;
                 float* const at = partial + i * 64 + h * 8;
                 Fields::store(at, ld, job.stretch() > 0 ? merge(before[i][h], all) : all);
@@ -502,21 +417,6 @@ struct ForwardSm90 {
                 }
             }
         }
-    }
-
-    static __device__ __forceinline__ RowSums merge_quad(RowSums mine) {
-#pragma unroll
-        for (int lanes = 1; lanes < 4; lanes *= 2) {
-            RowSums other;
-            other.max = __shfl_xor_sync(0xffffffffu, mine.max, lanes);
-            other.exp_sum = __shfl_xor_sync(0xffffffffu, mine.exp_sum, lanes);
-            other.exp_z_sum = Problem::entropy ? __shfl_xor_sync(0xffffffffu, mine.exp_z_sum, lanes) : 0.f;
-            other.weighted_sum = Problem::label_smoothing ? __shfl_xor_sync(0xffffffffu, mine.weighted_sum, lanes) : 0.f;
-            other.target_logit = -infinity();
-            // The lower lane first in both, so that all four get the same bits.
-            mine = (threadIdx.x & lanes) == 0 ? merge(mine, other) : merge(other, mine);
-        }
-        return mine;
     }
 };
 

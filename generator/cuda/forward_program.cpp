@@ -122,7 +122,8 @@ LaunchBuilder<Params> sm90_forward_fields(const Spec& spec, const CudaSource& so
                  hidden_rows)
         .set_map(&Params::weight_map, weight_matrix<Params>(spec, layout), (vocab_major ? tile.block_n : 64) / rows.cluster_blocks)
         .set(&ForwardSm90Params::scalars, at(layout.scalars))
-        .set(&ForwardSm90Params::shares, rows.cluster_blocks == 1 ? Expr(0) : select(prepares(spec, PlanPath::cuda_sm90a), at(layout.shares), 0))
+        .set(&ForwardSm90Params::shares,
+             rows.cluster_blocks == 1 ? Expr(0) : select(prepares(spec, PlanPath::cuda_sm90a), at(layout.shares), 0))
         .set_list(&ForwardSm90Params::list, rows.list, at(layout.scalars), rows.first)
         .set(&ForwardSm90Params::clusters, rows.share.most_clusters)
         .set(&ForwardSm90Params::stride, rows.share.stride);

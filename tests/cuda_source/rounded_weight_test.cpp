@@ -53,7 +53,6 @@ CallSlots call(std::int64_t num_tokens) {
     }
     slots[static_cast<std::size_t>(Slot::num_tokens)] = num_tokens;
     slots[static_cast<std::size_t>(Slot::target_bits)] = 64;
-    slots[static_cast<std::size_t>(Slot::clusters_at_once)] = 1;
     return slots;
 }
 
