@@ -251,6 +251,8 @@ struct GradHiddenSm90 {
     __device__ __forceinline__ int slices_of_part() const { return min(slices, all_slices() - part() * slices); }
 
     __device__ __forceinline__ void compute() {
+        // Worked out anew for every tile: kept beside the accumulators, what follows from it would not fit.
+        asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
         const long long origin = static_cast<long long>(walk.m) * kHidden + walk.n;
         const TileTarget<float> sum{p.accumulator + origin, kHidden, rows - walk.m, kHidden - walk.n};
         const bool writes = p.last != 0 && !divided;

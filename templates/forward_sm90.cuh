@@ -331,9 +331,10 @@ struct ForwardSm90 {
                 const int within = target - first_column - mainloop.place.column(0, 0);
                 if (target >= 0 && has_column<kColumnPieces>(within)) p.target_logits[row] = pick_column(c[i], h, within);
                 if constexpr (Problem::label_smoothing) {
-                    float* const sum = stashed(tile.part(), i, h) + Fields::kWeighted * kConsumerThreads;
-                    *sum += weighted[i][h];
-                    asm volatile("" ::: "memory");  // here: put off, it would need a second copy of the accumulators
+                    float* const at = stashed(tile.part(), i, h) + Fields::kWeighted * kConsumerThreads;
+                    float sum = *at + weighted[i][h];
+                    asm volatile("" : "+f"(sum));  // here: put off, it would need a second copy of the accumulators
+                    *at = sum;
                 }
             }
         }

@@ -19,7 +19,7 @@ namespace flce {
 /// Tiles are found without a search, which would take as long as the weight's way through the ring where few clusters share rows: tiles step round the
 /// circle of units, and whatever comes back to an arc of it does so after one of three numbers of steps (the three-gap theorem).
 struct VocabularyWalk {
-    enum : int { kMostStretches = 8 };
+    enum : int { kMostStretches = 4 };
 
     int row_cluster;  // of part 0
     int arc;          // units

@@ -62,7 +62,7 @@ std::int64_t sm90_smem_bytes(const Spec& spec, GemmRole role, const GemmTile& ti
 int sm90_accumulator_limit(const Spec& spec, GemmRole role) {
     const bool smoothed_bias = spec.bias && spec.label_smoothing > 0;
     if (role == GemmRole::grad_hidden || role == GemmRole::grad_weight) return 192;
-    if (role != GemmRole::dlogits) return smoothed_bias ? 64 : 192;
+    if (role != GemmRole::dlogits) return smoothed_bias ? 64 : spec.class_weight && spec.label_smoothing > 0 ? 128 : 192;
     const bool capped = spec.softcap != 0.0;
     const int smoothed = spec.label_smoothing <= 0 ? 0 : spec.class_weight ? 3 : capped || smoothed_bias ? 1 : 0;
     const int terms = smoothed + (smoothed_bias ? 1 : 0) + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0);

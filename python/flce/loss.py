@@ -70,9 +70,9 @@ class LinearCrossEntropyLoss:
     Args:
         output_embeddings: a module with `.weight` [V, D] and perhaps `.bias` [V], such as `model.get_output_embeddings()`. Read at each call: an
             optimizer's step, a replaced parameter and `model.to(...)` are seen. A function that returns the module, such as
-            `model.get_output_embeddings` itself, is called each time: a replaced module (`resize_token_embeddings`) is seen, too. It is not registered
-            anywhere. It may carry peft's LoRA: adapters are computed with it and get their gradients (a copy of the weight is made for them); adapters
-            of another kind are refused.
+            `model.get_output_embeddings` itself, is called each time: a replaced module (`resize_token_embeddings`) is seen, too. Nothing is
+            registered anywhere. The module may carry peft's LoRA: adapters are computed with it and get their gradients (a copy of the weight is
+            made for them); adapters of another kind are refused.
         impl: "flce"; "pytorch" (chunks of chunk_size tokens, checkpointed); "torch_compile" (the same, a chunk compiled); "auto" takes flce, on a GPU
             as on a CPU, and "pytorch" where the GPU is older than sm_80 or libflce cannot be had, and for hidden states on other devices or in
             float64; it logs why, once. `actual_impl` says what was taken.

@@ -45,7 +45,7 @@ def test_explain_says_what_is_retained(device: str) -> None:
         allowed = 0 if limit is None else min(most, limit - workspace)
         expected = f"retained at 1048576 tokens: up to {most} bytes of which this limit allows {allowed}, or what fits in {lendable} bytes"
         assert (expected in text) == kernel.retains
-    assert "retained" not in flce.explain(64, 3000, torch.bfloat16, device=device, num_tokens=8)
+    assert "retained at" not in flce.explain(64, 3000, torch.bfloat16, device=device, num_tokens=8)
 
 
 _sizes = itertools.count(211)
@@ -133,6 +133,8 @@ def test_flags_that_are_no_flags(name: str) -> None:
 def test_a_number_of_tokens_that_is_none(num_tokens: Any) -> None:
     with pytest.raises(flce.ArgumentError, match=f"num_tokens is {num_tokens!r}; it must be an integer"):
         flce.get_kernel(64, 10, torch.float32, device="cpu", workspace_limit_bytes=1 << 30, num_tokens=num_tokens)
+
+
 def no_mode() -> Any:
     return contextlib.nullcontext()
 

@@ -454,7 +454,7 @@ def test_an_fp32_weight_under_autocast(device: str, watched: Watched) -> None:
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = flce.linear_cross_entropy(hidden, weight, problem.target, retain_in_grad_weight=choice)
         results.append(torch.autograd.grad(loss, (hidden, weight)))
-    assert watched.take() == [LENT, NONE]
+    assert watched.take() == [NONE if device == "cuda" else LENT, NONE]  # a GPU rounds the weight in chunks, and retains nothing
     for lent, plain in zip(*results, strict=True):
         assert lent.dtype == torch.float32
         assert_close(lent, plain, torch.bfloat16)

@@ -90,7 +90,7 @@ TEST(Flce_JsonOfAFailedCommand, IsAnObjectWithTheError) {
         const char* reason;
     } cases[] = {
         {{"nonsense", "--json"}, 2, "nonsense"},
-        {{"--json"}, 2, "subcommand"},
+        {{"--json"}, 2, "--json is not an option"},
         {{"explain", "--json"}, 2, "--spec"},
         {{"explain", "--spec", "D=16", "--json"}, 2, "V"},
         {{"explain", "--spec", kLayer, "--device", "abacus", "--json"}, 3, "abacus"},

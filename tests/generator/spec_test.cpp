@@ -174,7 +174,7 @@ TEST(SpecText, BadSizesAndOptions_NameFieldValueAndRule) {
         {"D=64,V=50,dtype=bf16,grad_weight_dtype=fp16", {"grad_weight_dtype", "fp16", "bf16", "fp32"}},
         {"D=64,V=50,dtype=bf16,weight_dtype=fp16", {"weight_dtype", "fp16", "bf16", "fp32"}},
         {"D=64,V=50,dtype=fp32,weight_dtype=bf16", {"weight_dtype", "bf16", "fp32"}},
-        {"D=64,V=50,weight_dtype=float", {"weight_dtype", "float", "bf16", "fp32"}},
+        {"D=64,V=50,weight_dtype=float8", {"weight_dtype", "float8", "bf16", "fp32"}},
         {"D=64,V=50,dtype=fp32,grad_weight_dtype=bf16", {"grad_weight_dtype", "bf16", "fp32"}},
         {"D=64,V=50,tied,layout=hidden_major", {"layout", "hidden_major", "vocab_major", "tied"}},
         {"D=64,V=50,logit_scale=0", {"logit_scale", "not 0"}},
