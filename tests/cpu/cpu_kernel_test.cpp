@@ -150,6 +150,9 @@ INSTANTIATE_TEST_SUITE_P(Isa, CpuKernelTest, testing::ValuesIn(isa_levels()), is
 }
 
 TEST(CpuFork, WhileAnotherThreadIsInACall_ChildComputesTheSameBits) {
+#if defined(__SANITIZE_ADDRESS__)
+    GTEST_SKIP() << "AddressSanitizer's list of threads may be locked at the fork, and a child that starts threads then waits for ever";
+#endif
     const IsaLevel isa = isa_levels().back();
     const auto kernel = kernel_of(isa, Spec{.hidden_size = 256, .vocab_size = 5000}, tiny_plan(isa));
     const Problem problem = make_problem(kernel->spec(), {.num_tokens = 150});
