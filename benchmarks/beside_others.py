@@ -2,10 +2,10 @@
 
     python benchmarks/beside_others.py [--shape 4096x1024x32000] [--blocks 0,1,8,24,128] [--rounds 7] [--out FILE]
 
-bf16, on a GPU; needs CuPy for the foreign kernel: so many blocks of 32 threads, which spin for --hold-ms milliseconds on a stream of their own. A pass is
-timed by events on the device alone, the foreign kernel running since two milliseconds; medians in milliseconds, and in brackets the ratio to the same pass alone. "floor": the
-three bare GEMMs by cuBLAS. An SM that is held is lost to a cluster of two blocks, so a pass may cost as much more as SMs are missing, and at most 1.3 times as
-much besides ("bound").
+bf16, on a GPU; needs CuPy. The foreign kernel has --blocks blocks of 32 threads, which spin for --hold-ms milliseconds on another stream. A pass
+is timed by events on the device alone, when the foreign kernel has run for two milliseconds. The table has medians in milliseconds, and in
+brackets the ratio to the same pass alone. "floor": the three bare GEMMs by cuBLAS. "bound": a pass may take 1.3 times its time alone, times all
+SMs over the SMs that are not held.
 """
 
 from __future__ import annotations
