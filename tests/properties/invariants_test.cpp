@@ -2,8 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
-#include <cstring>
+#include <cstdint>
 #include <numeric>
 #include <utility>
 
@@ -55,11 +56,10 @@ void expect_close(const KernelOutputs& a, const KernelOutputs& b, DType dtype) {
     for (const auto& [name, member] : kGradients) EXPECT_LE(distance(a.*member, b.*member), 2 * gradient_error_cap(dtype)) << name;
 }
 
-// Numbers, of which −0 and 0 are different ones.
+// Every output of both has the same bits: −0 differs from 0.
 void expect_same_bits(const KernelOutputs& a, const KernelOutputs& b) {
-    const auto same = [](const std::vector<double>& x, const std::vector<double>& y) {
-        return x.size() == y.size() && std::memcmp(x.data(), y.data(), x.size() * sizeof(double)) == 0;
-    };
+    const auto bits = [](double x) { return std::bit_cast<std::uint64_t>(x); };
+    const auto same = [&](const std::vector<double>& x, const std::vector<double>& y) { return std::ranges::equal(x, y, {}, bits, bits); };
     EXPECT_FALSE(a.loss.empty() || a.grad_hidden.empty() || a.grad_weight.empty());
     for (const auto& [name, member] : kOutputs) EXPECT_TRUE(same(a.*member, b.*member)) << name;
     for (const auto& [name, member] : kGradients) EXPECT_TRUE(same(a.*member, b.*member)) << name;
