@@ -80,13 +80,9 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         cu_seqlens: Tensor | None = None,
         grad_weight_out: Tensor | None = None,
     ) -> Tensor:
-        weight, accumulates = self.weight, False
-        if weight.requires_grad and torch.is_grad_enabled():
-            if self.accumulate_into_grad:
-                grad_weight_out, accumulates = _gradient_of(weight), True
-            # A view between the node and the parameter: the engine tells a node whether a view's gradient is wanted, but not a leaf's, and schedules
-            # that split backward want one gradient at a time.
-            weight = weight.view_as(weight)
+        accumulates = self.accumulate_into_grad and self.weight.requires_grad and torch.is_grad_enabled()
+        if accumulates:
+            grad_weight_out = _gradient_of(self.weight)
         count = self.num_valid_tokens if num_valid_tokens is None else num_valid_tokens
         loss = super().__call__(hidden_states, labels, num_valid_tokens=count, cu_seqlens=cu_seqlens, grad_weight_out=grad_weight_out)
         if accumulates:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pipeline_worker import batch, build, unpipelined
+from rank_support import run_cases
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -55,20 +55,11 @@ def run(kind: str, impl: str) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
     # torch 2.6 has FSDP2 on GPUs only.
     kinds = ("ddp", "fsdp", "fsdp bf16") if hasattr(torch.cpu.Stream(), "record_event") else ("ddp",)
-    cases = [(kind, impl) for kind in kinds for impl in ("flce", "pytorch")]
-    for case in cases:
-        run(*case)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print(f"{len(cases)} cases passed")
-    dist.destroy_process_group()
-    sys.stdout.flush()
+    run_cases(run, [(kind, impl) for kind in kinds for impl in ("flce", "pytorch")])
     os._exit(0)  # with FSDP2 over gloo, the interpreter's exit ends now and then in std::terminate (torch 2.13)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_support import run_cases
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -159,18 +158,10 @@ def ends() -> Any:
     return _ends[0]
 
 
-def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    torch.set_num_threads(1)
+def prepare() -> None:
     watch_retained()
     _ends.append(dist.new_group(sorted({0, dist.get_world_size() - 1})))
-    for case in cases():
-        run(*case)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print(f"{len(list(cases()))} cases passed")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_cases(run, cases(), prepare=prepare)

@@ -20,7 +20,7 @@ import flce
 from flce import _kernels, _retain, functional
 
 PACKAGE = str(Path(flce.__file__).resolve().parent)
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what a finalizer was interrupted in, Python drops
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a finalizer
 
 
 class Interrupt:

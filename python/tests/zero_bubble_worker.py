@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pipeline_worker import UNSCALED, batch, build, unpipelined
+from rank_support import run_cases
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
@@ -44,17 +44,6 @@ def run(schedule_type: Any, accumulate_into_grad: bool) -> None:
         torch.testing.assert_close(torch.stack(losses).sum(), expected, msg=name)
 
 
-def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    torch.set_num_threads(1)
-    cases = [(schedule, accumulate) for schedule in (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble) for accumulate in (False, True)]
-    for case in cases:
-        run(*case)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print(f"{len(cases)} cases passed")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    schedules = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
+    run_cases(run, [(schedule, accumulate) for schedule in schedules for accumulate in (False, True)])

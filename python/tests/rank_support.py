@@ -1,0 +1,26 @@
+"""What a test's process under torchrun does round its cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, prepare: Callable[[], None] = lambda: None) -> None:
+    """Calls `prepare` once and `run` for each case, on every rank of a gloo group; rank 0 prints how many cases passed. A rank whose peer has failed
+    raises after 120 s."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.set_num_threads(1)
+    prepare()
+    passed = 0
+    for case in cases:
+        run(*case)
+        passed += 1
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"{passed} cases passed", flush=True)
+    dist.destroy_process_group()
