@@ -311,8 +311,9 @@ const CLI::Option* add_record_options(CLI::App& command, TuneOptions& options) {
     CLI::Option* show = command.add_option("--show", options.show, "print records: files, or directories of them (default: the user's)");
     show->expected(0, -1);
     command.add_option("--diff", options.diff, "compare two records")->expected(2);
-    command.add_option("--merge", options.merge, "merge records: files, or directories of them")->expected(1, -1);
-    command.add_option("--out", options.out, "where --merge writes: a .json file or a directory");
+    CLI::Option* merge = command.add_option("--merge", options.merge, "merge records: files, or directories of them")->expected(1, -1);
+    command.add_option("--out", options.out, "where --merge writes: a .json file or a directory (a measured record goes to --records-dir)")
+        ->needs(merge);
     command.add_option("--html", options.html, "write a report of what was tuned, or of --show's records, to this file");
     command.add_flag("--json", options.json, "one JSON object on stdout");
     return show;

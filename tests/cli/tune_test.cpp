@@ -360,6 +360,9 @@ TEST_F(FlceTuneRecords, BadFileInADirectory_TheOthersAreReadWithAWarning) {
     EXPECT_EQ(merged.exit_code, 0) << merged.err;
     EXPECT_THAT(merged.err, HasSubstr("bad.json"));
     EXPECT_EQ(run({"--merge", records_ / "bad.json", "--out", records_ / "no.json"}).exit_code, 2);
+    const ProcessResult unmerged = run({"--spec", "D=8,V=16", "--out", records_ / "no.json"});
+    EXPECT_EQ(unmerged.exit_code, 2);
+    EXPECT_THAT(unmerged.err, HasSubstr("--out requires --merge"));
 }
 
 TEST_F(FlceTuneRecords, Merge_OfManyRanksCanBeRead) {
