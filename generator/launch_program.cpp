@@ -225,6 +225,12 @@ Expr max(const Expr& a, const Expr& b) { return binary(Op::max, a, b); }
 Expr equal(const Expr& a, const Expr& b) { return binary(Op::equal, a, b); }
 Expr less(const Expr& a, const Expr& b) { return binary(Op::less, a, b); }
 
+// Conditions are 1 or 0, so that no operation of their own is needed.
+Expr operator!(const Expr& a) { return equal(a, 0); }
+Expr operator&&(const Expr& a, const Expr& b) { return min(a, b); }
+Expr operator||(const Expr& a, const Expr& b) { return max(a, b); }
+Expr and_not(const Expr& a, const Expr& b) { return less(b, a); }
+
 Expr select(const Expr& condition, const Expr& then, const Expr& otherwise) {
     if (const std::int64_t* c = condition.constant()) return *c != 0 ? then : otherwise;
     return make_node(Op::select, 0, {condition, then, otherwise});

@@ -49,6 +49,13 @@ private:
 [[nodiscard]] Expr max(const Expr& a, const Expr& b);
 [[nodiscard]] Expr equal(const Expr& a, const Expr& b);  ///< 1 or 0
 [[nodiscard]] Expr less(const Expr& a, const Expr& b);   ///< 1 or 0
+
+// Logic over conditions, which are 1 or 0. Both sides of && and || are evaluated; only select leaves a side out.
+[[nodiscard]] Expr operator!(const Expr& a);
+[[nodiscard]] Expr operator&&(const Expr& a, const Expr& b);
+[[nodiscard]] Expr operator||(const Expr& a, const Expr& b);
+[[nodiscard]] Expr and_not(const Expr& a, const Expr& b);  ///< a && !b, in one operation
+
 [[nodiscard]] Expr select(const Expr& condition, const Expr& then, const Expr& otherwise);
 /// The bits of a float as a constant, for 4-byte parameter fields.
 [[nodiscard]] Expr float_bits(float value);

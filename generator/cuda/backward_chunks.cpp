@@ -85,7 +85,7 @@ LaunchBuilder<Params> BackwardWriter::grad_hidden_launch() const {
         .set(&GradHiddenParams::rows, rows)
         .set(&GradHiddenParams::columns, column_count())
         .set(&GradHiddenParams::first, equal(first_column(), 0))
-        .set(&GradHiddenParams::last, min(equal(first_column() + column_count(), spec_.vocab_size), equal(scatters_sum(), 0)));
+        .set(&GradHiddenParams::last, equal(first_column() + column_count(), spec_.vocab_size) && !scatters_sum());
     return launch;
 }
 

@@ -10,13 +10,13 @@ namespace flce {
 LaunchProgram BackwardWriter::program() {
     LaunchProgram program;
     program.variable_count = 3;
-    program.body.push_back({If{equal(prepared_with_rows(), 0), {prepare_launch(spec_, source_, {layout_.scalars, counted(), list_})}}});
+    program.body.push_back({If{!prepared_with_rows(), {prepare_launch(spec_, source_, {layout_.scalars, counted(), list_})}}});
     program.body.push_back({Loop{kFirstPass, layout_.row_blocks, {coefficients(variable(kFirstPass))}}});
-    const Expr wanted = max(present(Slot::grad_hidden), max(present(Slot::grad_weight), present(Slot::grad_bias)));
-    if (retains()) program.body.push_back({If{min(less(0, kept_), less(0, slot(Slot::num_tokens))), retained_steps()}});
+    const Expr wanted = present(Slot::grad_hidden) || (present(Slot::grad_weight) || present(Slot::grad_bias));
+    if (retains()) program.body.push_back({If{less(0, kept_) && less(0, slot(Slot::num_tokens)), retained_steps()}});
     std::vector<Statement> chunks;
     // What the retained part has left where listed hidden states are to lie is not needed any more.
-    if (sm90()) chunks.push_back({If{min(less(0, slot(Slot::num_tokens)), less(kept_, spec_.vocab_size)), {gather_hidden()}}});
+    if (sm90()) chunks.push_back({If{less(0, slot(Slot::num_tokens)) && less(kept_, spec_.vocab_size), {gather_hidden()}}});
     const Stretch wide{kept_, layout_.wide_chunk, layout_.wide_chunks, slot(Slot::grad_weight) + layout_.wide_dlogits,
                        layout_.even_wide_chunk};
     if (wide.chunks.constant() == nullptr) add_chunks(wide, chunks);
@@ -25,8 +25,8 @@ LaunchProgram BackwardWriter::program() {
                chunks);
     program.body.push_back({If{wanted, std::move(chunks)}});
     if (sm90()) {
-        const Expr finishes = max(listing_, less(slot(Slot::num_tokens), layout_.sum_rows));
-        program.body.push_back({If{min(finishes, present(Slot::grad_hidden)), {scatter_grad_hidden()}}});
+        const Expr finishes = listing_ || less(slot(Slot::num_tokens), layout_.sum_rows);
+        program.body.push_back({If{finishes && present(Slot::grad_hidden), {scatter_grad_hidden()}}});
     }
     if (spec_.grad_weight_mode == GradMode::write) zero_the_rest(program);
     return program;
@@ -42,8 +42,8 @@ void BackwardWriter::add_chunks(const Stretch& stretch, std::vector<Statement>& 
         to.push_back(std::move(one_by_one.front()));
         return;
     }
-    to.push_back({If{equal(joined_, 0), std::move(one_by_one)}});
-    to.push_back({If{min(joined_, less(0, stretch.chunks)), joined_steps()}});
+    to.push_back({If{!joined_, std::move(one_by_one)}});
+    to.push_back({If{joined_ && less(0, stretch.chunks), joined_steps()}});
 }
 
 Statement BackwardWriter::gather_hidden() const {
@@ -59,7 +59,7 @@ Statement BackwardWriter::gather_hidden() const {
 Statement BackwardWriter::scatter_grad_hidden() const {
     LaunchBuilder<ScatterRowsParams> launch(source_.kernel("scatter_rows"), ceil_div(slot(Slot::num_tokens), kRowThreads / 32));
     share(launch, &ScatterRowsParams::share);
-    launch.set(&ScatterRowsParams::accumulator, select(min(less(1, layout_.row_blocks), equal(scatters_sum(), 0)), 0, sum_at()))
+    launch.set(&ScatterRowsParams::accumulator, select(less(1, layout_.row_blocks) && !scatters_sum(), 0, sum_at()))
         .set(&ScatterRowsParams::grad_hidden, slot(Slot::grad_hidden))
         .set(&ScatterRowsParams::scalars, at(layout_.scalars))
         .set(&ScatterRowsParams::rows, slot(Slot::num_tokens));
@@ -131,7 +131,7 @@ void BackwardWriter::zero_the_rest(LaunchProgram& program) const {
     }
     program.body.push_back({If{present(Slot::grad_weight), std::move(weight)}});
     if (spec_.bias) {
-        const Expr empty = min(no_token, present(Slot::grad_bias));
+        const Expr empty = no_token && present(Slot::grad_bias);
         program.body.push_back({If{empty, {Statement{MemsetZero{slot(Slot::grad_bias), spec_.vocab_size * grad_element_}}}}});
     }
 }

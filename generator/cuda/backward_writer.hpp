@@ -28,7 +28,7 @@ public:
           first_columns_(
               select(less(0, kept_), kept_, select(less(0, layout.wide_chunks), layout.wide_chunk, min(layout.chunk, spec.vocab_size)))),
           element_(static_cast<std::int64_t>(element_bytes(spec.dtype))),
-          joined_(min(layout.joined, min(present(Slot::grad_hidden), present(Slot::grad_weight)))),
+          joined_(layout.joined && (present(Slot::grad_hidden) && present(Slot::grad_weight))),
           grad_element_(static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype))) {}
 
     [[nodiscard]] LaunchProgram program();
@@ -39,7 +39,7 @@ private:
     static constexpr int kChunk = 1;
     static constexpr int kRowBlock = 2;
 
-    static Expr present(Slot which) { return equal(equal(slot(which), 0), 0); }
+    static Expr present(Slot which) { return !equal(slot(which), 0); }
     Expr at(const Expr& offset) const { return slot(Slot::workspace) + offset; }
     Expr tickets() const { return at(layout_.scalars + static_cast<std::int64_t>(offsetof(PassScalars, tickets))); }
     Expr first_row(const Expr& block) const { return block * layout_.rows; }
@@ -64,7 +64,7 @@ private:
     /// Whether one block of row_coefficients has every token, so that it does prepare's part as well: a launch less.
     Expr prepared_with_rows() const {
         if (spec_.class_weight && spec_.label_smoothing > 0) return 0;  // prepare sums over the vocabulary
-        return min(equal(layout_.row_blocks, 1), less(slot(Slot::num_tokens), kRowThreads + 1));
+        return equal(layout_.row_blocks, 1) && less(slot(Slot::num_tokens), kRowThreads + 1);
     }
     Expr is_last(int loop, const Expr& count) const { return equal(variable(loop) + 1, count); }
 
@@ -109,13 +109,13 @@ private:
     /// Hidden states of listed rows, or of all with zeros for ignored ones, or scaled ones beside retained exponentials: where grad_hidden's
     /// sum would be, or in grad_hidden itself, which is written after they have been used.
     Expr compact_hidden() const {
-        const Expr summed = min(present(Slot::grad_hidden), less(kept_, spec_.vocab_size));
+        const Expr summed = present(Slot::grad_hidden) && less(kept_, spec_.vocab_size);
         return select(summed, slot(Slot::grad_hidden), at(layout_.hidden_accumulator));
     }
     /// Row `row` of a caller's tensor, or its first where rows are listed.
     Expr from_row(const Expr& row) const { return select(listing_, 0, row); }
     /// Whether grad_hidden's last part writes it: of a row block it would write over hidden states of the others.
-    Expr scatters_sum() const { return min(listing_, min(less(1, layout_.row_blocks), equal(all_kept_, 0))); }
+    Expr scatters_sum() const { return listing_ && (less(1, layout_.row_blocks) && !all_kept_); }
     /// Address of grad_hidden's sum: behind hidden states where they lie in its place.
     Expr sum_at() const { return at(layout_.hidden_accumulator) + all_kept_ * round_up(hidden_bytes(), kWorkspaceAlignment); }
     Expr hidden_bytes() const { return slot(Slot::num_tokens) * (spec_.hidden_size * element_); }
@@ -137,7 +137,7 @@ private:
         const Expr undivided = tile.block_m == joined.block_m ? Expr(0) : layout_.joined;
         launch.set(member, &SumShare::room, select(less(1, layout_.row_blocks), 0, room()))
             .set(member, &SumShare::cluster_rows, std::int64_t{kClusterBlocks} * tile.block_m)
-            .set(member, &SumShare::column_tiles, select(min(layout_.joined, equal(kept_, 0)), tiles_across(joined), tiles_across(tile)))
+            .set(member, &SumShare::column_tiles, select(layout_.joined && equal(kept_, 0), tiles_across(joined), tiles_across(tile)))
             .set(member, &SumShare::clusters, clusters_)
             .set(member, &SumShare::slices, select(undivided, 0, ceil_div(first_columns_, 64)));
     }

@@ -184,7 +184,7 @@ Statement gather_launch(const CudaSource& source, const ForwardLayout& layout, c
 Statement row_outputs_launch(const Spec& spec, const CudaSource& source, const ForwardLayout& layout, const Rows& rows,
                              const Retained& retained) {
     const Expr partials = at(layout.loss_partials) + floor_div(rows.first, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial));
-    const Expr scalar_here = less(is_none(), one_block());
+    const Expr scalar_here = and_not(one_block(), is_none());
     LaunchBuilder<RowOutputsParams> launch(source.kernel("row_outputs"), ceil_div(rows.count, kOutputRows));
     const bool running = rounds_weight(spec);  // over the stretches of the vocabulary: one part
     launch.set(&RowOutputsParams::partials, running ? at(layout.running) + rows.first * 4 : at(layout.partials))
@@ -198,7 +198,7 @@ Statement row_outputs_launch(const Spec& spec, const CudaSource& source, const F
         .set(&RowOutputsParams::lse, slot(Slot::lse) + rows.base * 4)
         .set(&RowOutputsParams::logprob, advanced(slot(Slot::logprob), rows.base, 4))
         .set(&RowOutputsParams::entropy, advanced(slot(Slot::entropy), rows.base, 4))
-        .set(&RowOutputsParams::loss_partials, select(max(is_none(), one_block()), 0, partials))
+        .set(&RowOutputsParams::loss_partials, select(is_none() || one_block(), 0, partials))
         .set(&RowOutputsParams::scalar_loss, select(scalar_here, slot(Slot::loss), 0))
         .set(&RowOutputsParams::scalar_z_loss, select(scalar_here, slot(Slot::z_loss), 0))
         .set_count(&RowOutputsParams::count)
@@ -238,7 +238,7 @@ Statement reduce_loss_launch(const CudaSource& source, const ForwardLayout& layo
         .set_count(&ReduceLossParams::count)
         .set(&ReduceLossParams::blocks, ceil_div(slot(Slot::num_tokens), kOutputRows));
     // With no token there is no block of row_outputs either.
-    return {If{less(is_none(), max(equal(slot(Slot::num_tokens), 0), equal(one_block(), 0))), {launch.build()}}};
+    return {If{and_not(equal(slot(Slot::num_tokens), 0) || !one_block(), is_none()), {launch.build()}}};
 }
 
 }  // namespace
@@ -293,7 +293,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const auto add_forward = [&](bool again) {
         std::vector<Statement> either;
         if (sm90) either.push_back({If{few, {forward_launch(spec, plan, source, layout, few_rows, retained, again)}}});
-        either.push_back({If{equal(few, 0), {forward_launch(spec, plan, source, layout, rows, retained, again)}}});
+        either.push_back({If{!few, {forward_launch(spec, plan, source, layout, rows, retained, again)}}});
         return either;
     };
     if (rounds_weight(spec)) {

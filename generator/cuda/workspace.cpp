@@ -178,7 +178,7 @@ std::int64_t spreading_stride(std::int64_t count) {
 
 Expr lists_rows(const Plan& plan) {
     if (!has_lists(plan)) return 0;
-    return min(less(kRowThreads, slot(Slot::num_tokens)), less(slot(Slot::num_tokens), kMostListedRows + 1));
+    return less(kRowThreads, slot(Slot::num_tokens)) && less(slot(Slot::num_tokens), kMostListedRows + 1);
 }
 
 std::int64_t workspace_minimum(const Spec& spec, const Plan& plan) {
@@ -251,7 +251,7 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
     }
     f.total = pieces.end();
     f.compact = pieces.take(n * spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
-    f.compacts = min(lists_rows(plan), less(pieces.end(), slot(Slot::workspace_bytes) + 1));
+    f.compacts = lists_rows(plan) && less(pieces.end(), slot(Slot::workspace_bytes) + 1);
     return f;
 }
 
@@ -294,7 +294,7 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     if (lends_grad_weight(spec, plan.cuda.grad_weight)) r.lendable = select(less(0, n), Expr(spec.vocab_size * gradient_row), 0);
 
     const Expr bytes = slot(Slot::retained_bytes);
-    r.lent = min(equal(bytes, r.lendable), less(0, bytes));
+    r.lent = equal(bytes, r.lendable) && less(0, bytes);
     const Expr places = floor_div(bytes, max(block, kRetainedColumns * gradient_row));  // of lent memory, the first of them for the rest
     const Expr lent_stride = floor_div(floor_div(bytes, max(places, 1)), kWorkspaceAlignment) * kWorkspaceAlignment;
     const Expr own_blocks = floor_div(max(bytes - pieces.end(), 0), block);
@@ -317,7 +317,7 @@ static void place_wide_chunks(const Spec& spec, const Device& device, const Plan
     const Expr end = Expr(spec.padded_vocab_size * gradient_row) - row * b.wide_chunk;
     b.wide_dlogits = floor_div(max(end, 0), kWorkspaceAlignment) * kWorkspaceAlignment;
     const Expr before = min(floor_div(b.wide_dlogits, gradient_row), spec.vocab_size) - retained_layout(spec, plan).columns;
-    const Expr use = min(min(equal(b.row_blocks, 1), less(b.chunk, b.wide_chunk)), less(0, slot(Slot::grad_weight)));
+    const Expr use = equal(b.row_blocks, 1) && less(b.chunk, b.wide_chunk) && less(0, slot(Slot::grad_weight));
     b.wide_chunks = select(use, max(floor_div(before, b.wide_chunk), 0), 0);
 }
 
@@ -362,8 +362,8 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     if (joins_chunks(spec, device, plan)) {
         // Whole tiles, of wide chunks too.
         const std::int64_t quantum = joined_quantum(plan);
-        const Expr whole = min(equal(round_down(b.chunk, quantum), b.chunk), equal(round_down(b.wide_chunk, quantum), b.wide_chunk));
-        b.joined = min(min(equal(b.row_blocks, 1), less(kMostTokensApart, n)), min(less(2 * quantum - 1, b.chunk), whole));
+        const Expr whole = equal(round_down(b.chunk, quantum), b.chunk) && equal(round_down(b.wide_chunk, quantum), b.wide_chunk);
+        b.joined = (equal(b.row_blocks, 1) && less(kMostTokensApart, n)) && (less(2 * quantum - 1, b.chunk) && whole);
         b.even_chunk = first_of_pair(plan, b.chunk);
         b.even_wide_chunk = first_of_pair(plan, b.wide_chunk);
         b.progress_bytes = progress_bytes(spec, plan);

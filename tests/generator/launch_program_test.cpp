@@ -102,6 +102,24 @@ TEST(Expr, Evaluate_AgreesWithTheOperators) {
     }
 }
 
+TEST(Expr, LogicalForms_AreTheirTruthTables) {
+    const Expr a = slot(Slot::num_tokens);
+    const Expr b = slot(Slot::hidden);
+    for (const bool left : {false, true}) {
+        for (const bool right : {false, true}) {
+            const CallSlots slots{left, right};
+            EXPECT_EQ(evaluate(a && b, slots), left && right);
+            EXPECT_EQ(evaluate(a || b, slots), left || right);
+            EXPECT_EQ(evaluate(and_not(a, b), slots), left && !right);
+            EXPECT_EQ(evaluate(!a, slots), !left);
+            EXPECT_EQ(*(Expr(left) && Expr(right)).constant(), left && right) << "constants fold";
+            EXPECT_EQ(*(Expr(left) || Expr(right)).constant(), left || right);
+            EXPECT_EQ(*and_not(left, right).constant(), left && !right);
+            EXPECT_EQ(*(!Expr(left)).constant(), !left);
+        }
+    }
+}
+
 TEST(Expr, Evaluate_OutsideSixtyFourBits_Throws) {
     const Expr n = slot(Slot::num_tokens);
     EXPECT_EQ(evaluate(n * 8, slots_of(INT64_MAX / 8)), INT64_MAX / 8 * 8);
