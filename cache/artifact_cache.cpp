@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
-#include <future>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -14,6 +13,7 @@
 #include "cache/disk_store.hpp"
 #include "cache/key_lock.hpp"
 #include "cache/log.hpp"
+#include "cache/single_flight.hpp"
 #include "cache/statistics_file.hpp"
 #include "flce/error.hpp"
 
@@ -90,8 +90,8 @@ struct ArtifactCache::State {
 
     std::mutex mutex;
     std::unordered_map<CacheKey, std::weak_ptr<const Artifact>, KeyHash> memory;
-    std::unordered_map<CacheKey, std::shared_future<Result>, KeyHash> in_flight;
     std::size_t sweep_at = 64;
+    SingleFlight<CacheKey, Result, KeyHash> lookups;
 
     std::atomic<std::int64_t> memory_hits{0};
     std::atomic<std::int64_t> memory_misses{0};
@@ -139,18 +139,24 @@ struct ArtifactCache::State {
         logger().warn("cache: {} is not kept: {}", key.hex(), error.what());
     }
 
-    // Under the mutex. Forgets artifacts that nobody holds any more, at a cost spread over the insertions.
+    // Forgets artifacts that nobody holds any more, at a cost spread over the insertions.
     void remember(const CacheKey& key, const std::shared_ptr<const Artifact>& artifact) {
+        const std::lock_guard lock(mutex);
         memory[key] = artifact;
         if (memory.size() < sweep_at) return;
         std::erase_if(memory, [](const auto& entry) { return entry.second.expired(); });
         sweep_at = 2 * memory.size() + 64;
     }
 
-    // Under the mutex.
-    std::shared_ptr<const Artifact> remembered(const CacheKey& key) {
+    std::shared_ptr<const Artifact> in_memory(const CacheKey& key) {
+        const std::lock_guard lock(mutex);
         const auto known = memory.find(key);
-        auto artifact = known == memory.end() ? nullptr : known->second.lock();
+        return known == memory.end() ? nullptr : known->second.lock();
+    }
+
+    // The same, counted.
+    std::shared_ptr<const Artifact> remembered(const CacheKey& key) {
+        auto artifact = in_memory(key);
         (artifact ? memory_hits : memory_misses).fetch_add(1, std::memory_order_relaxed);
         return artifact;
     }
@@ -173,24 +179,15 @@ struct ArtifactCache::State {
         }
     }
 
-    void finish(const CacheKey& key, std::promise<Result>& promise, Result result) {
-        {
-            const std::lock_guard lock(mutex);
-            remember(key, result.artifact);
-            in_flight.erase(key);
-        }
-        promise.set_value(std::move(result));
-    }
-
-    Result lead(const CacheKey& key, const std::function<Artifact()>& create, Judge& judge, std::promise<Result>& promise) {
+    // From the tiers, or created. `lock` is taken where the artifact may have to be created; it is held until that is published.
+    Result look_up(const CacheKey& key, const std::function<Artifact()>& create, Judge& judge, std::optional<KeyLock>& lock) {
         // The directory first, then the lock, then the rest: one process of a machine asks a remote store for what all of them want.
         const std::size_t local = disk ? 1 : 0;
         Result result{find(key, 0, local, judge), false};
-        std::optional<KeyLock> lock;
         const bool worth_a_lock = options.creates || !options.further.empty();
         if (!result.artifact && disk && worth_a_lock && options.lock_wait.count() > 0 && disk->usable(true)) {
             lock.emplace(options.directory, key, options.lock_wait);
-            // Whoever held it may have published and gone since this process looked, even if nobody had to be waited for.
+            // The process that held it may have published and gone since this one looked, even if nobody had to be waited for.
             if (lock->held() || lock->waited()) result.artifact = find(key, 0, local, judge, Ask::again);
         }
         if (!result.artifact) result.artifact = find(key, local, tiers.size(), judge);
@@ -204,47 +201,31 @@ struct ArtifactCache::State {
             result = {std::make_shared<const Artifact>(create()), true};
             created.fetch_add(1, std::memory_order_relaxed);
         }
-        // Those who wait get the bytes before the tiers do.
-        finish(key, promise, result);
-        if (result.created) publish(key, *result.artifact);
-        tell_statistics();
+        remember(key, result.artifact);
         return result;
     }
 
     // From memory, from another caller who is at it, or by this one. `rejected`: what the others have is of no use to this caller.
-    Result share_or_lead(const CacheKey& key, const std::function<Artifact()>& create, Judge& judge, bool& rejected) {
-        std::promise<Result> promise;
-        std::shared_future<Result> other;
-        Result result;
-        {
-            const std::lock_guard lock(mutex);
-            result.artifact = remembered(key);
-            if (!result.artifact) {
-                if (const auto leader = in_flight.find(key); leader != in_flight.end()) {
-                    other = leader->second;
-                } else {
-                    in_flight.emplace(key, promise.get_future().share());
-                }
+    Result share_or_look_up(const CacheKey& key, const std::function<Artifact()>& create, Judge& judge, bool& rejected) {
+        Result result{remembered(key), false};
+        if (!result.artifact) {
+            std::optional<KeyLock> lock;
+            bool looked_up = false;
+            result = lookups.run(key, [&]() -> Result {
+                if (auto known = in_memory(key)) return {std::move(known), false};
+                looked_up = true;
+                return look_up(key, create, judge, lock);
+            });
+            if (looked_up) {
+                // Those who wait have the bytes before the tiers do.
+                if (result.created) publish(key, *result.artifact);
+                tell_statistics();
+                return result;
             }
-        }
-        if (other.valid()) {
-            result = other.get();
             memory_hits.fetch_add(1, std::memory_order_relaxed);
         }
-        if (result.artifact) {
-            rejected = !result.created && judge.rejects(*result.artifact);
-            return result;
-        }
-        try {
-            return lead(key, create, judge, promise);
-        } catch (...) {
-            {
-                const std::lock_guard lock(mutex);
-                in_flight.erase(key);
-            }
-            promise.set_exception(std::current_exception());
-            throw;
-        }
+        rejected = !result.created && judge.rejects(*result.artifact);
+        return result;
     }
 
     [[nodiscard]] CacheStatistics statistics() const {
@@ -300,7 +281,7 @@ std::shared_ptr<const Artifact> ArtifactCache::get_or_create(const CacheKey& key
     Judge judge{kAcceptAll, fault};
     for (;;) {
         bool rejected = false;
-        const Result result = state_->share_or_lead(key, create, judge, rejected);
+        const Result result = state_->share_or_look_up(key, create, judge, rejected);
         if (rejected) {
             state_->forget(key, result.artifact);
             continue;
@@ -314,20 +295,13 @@ std::shared_ptr<const Artifact> ArtifactCache::find(const CacheKey& key, const s
                                                     const PayloadFault& fault) {
     Judge judge{accept, fault};
     if (!accept) {
-        std::shared_ptr<const Artifact> known;
-        {
-            const std::lock_guard lock(state_->mutex);
-            known = state_->remembered(key);
-        }
+        const std::shared_ptr<const Artifact> known = state_->remembered(key);
         if (known && !judge.rejects(*known)) return known;
         if (known) state_->forget(key, known);
     }
     auto artifact = state_->find(key, 0, state_->tiers.size(), judge);
     state_->refuse_idle_tiers();
-    if (artifact) {
-        const std::lock_guard lock(state_->mutex);
-        state_->remember(key, artifact);
-    }
+    if (artifact) state_->remember(key, artifact);
     return artifact;
 }
 
