@@ -115,20 +115,20 @@ std::string RecordKey::digest() const {
     add_device(key, device);
     return key.add("kernels", kernel_version)
         .add("spec", spec)
-        .add("tokens", std::to_string(num_tokens))
-        .add("scratch", std::to_string(memory.scratch_bytes))
-        .add("limit", std::to_string(memory.limit_bytes))
-        .add("retained", memory.retained)
+        .add("tokens", std::to_string(request.num_tokens))
+        .add("scratch", std::to_string(request.scratch_bytes))
+        .add("limit", std::to_string(request.limit_bytes))
+        .add("retained", retained)
         .add("policy", policy)
         .finish()
         .hex();
 }
 
 std::filesystem::path RecordKey::file() const {
-    return std::filesystem::path(subject().substr(0, 16)) / fmt::format("{}-{}.json", num_tokens, digest().substr(0, 16));
+    return std::filesystem::path(subject().substr(0, 16)) / fmt::format("{}-{}.json", request.num_tokens, digest().substr(0, 16));
 }
 
-RecordKey record_key(const Spec& spec, const Device& device, std::int64_t num_tokens, const TunedMemory& memory, int threads) {
+RecordKey record_key(const Spec& spec, const Device& device, const PlanRequest& request, std::string_view retained, int threads) {
     TunedDevice tuned = tuned_device(device);
     // More threads than cores would only take turns: there are never more.
     if (device.kind == DeviceKind::cpu && threads > 0) tuned.units = std::min(threads, tuned.units);
@@ -137,8 +137,10 @@ RecordKey record_key(const Spec& spec, const Device& device, std::int64_t num_to
     return {.device = std::move(tuned),
             .kernel_version = std::string(kernel_version(device.kind)),
             .spec = measured.text(),
-            .num_tokens = token_bucket(num_tokens),
-            .memory = memory,
+            .request = {.scratch_bytes = request.scratch_bytes,
+                        .limit_bytes = request.limit_bytes,
+                        .num_tokens = token_bucket(request.num_tokens)},
+            .retained = std::string(retained),
             .policy = std::string(device.kind == DeviceKind::cuda ? kGraphMeasurementPolicy : kLaunchMeasurementPolicy)};
 }
 

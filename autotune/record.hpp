@@ -57,20 +57,16 @@ struct TunedDevice {
 /// The same for a device that is here and for one described by its product's name. An architecture's name stands for the product whose figures it has.
 [[nodiscard]] TunedDevice tuned_device(const Device& device);
 
-/// Memory beyond inputs and gradients, as far as it decides which plan is the best.
-struct TunedMemory {
-    std::int64_t scratch_bytes = kDefaultScratchBytes;
-    std::int64_t limit_bytes = 0;   ///< workspace and retained together; 0: none
-    std::string retained = "auto";  ///< what forward left to backward: "auto", in grad_weight's memory or in what the limit leaves; "none"
-    friend bool operator==(const TunedMemory&, const TunedMemory&) = default;
-};
+/// RecordKey::retained: what grad_weight's memory holds, or what the limit leaves; or nothing.
+inline constexpr std::string_view kRetainedAutomatically = "auto";
+inline constexpr std::string_view kNothingRetained = "none";
 
 struct RecordKey {
     TunedDevice device;
     std::string kernel_version;
     std::string spec;
-    std::int64_t num_tokens = kTypicalTokens;
-    TunedMemory memory;
+    PlanRequest request{};                         ///< num_tokens is one of token_buckets()
+    std::string retained{kRetainedAutomatically};  ///< what forward left to backward
     std::string policy{kGraphMeasurementPolicy};
     friend bool operator==(const RecordKey&, const RecordKey&) = default;
 
@@ -80,9 +76,10 @@ struct RecordKey {
     /// "<subject's first 16>/<num_tokens>-<digest's first 16>.json", below a directory of records.
     [[nodiscard]] std::filesystem::path file() const;
 };
-/// `threads`: those that kernels of a CPU run on, 0: one on each core. The policy is what measurements on such a device have where nothing hinders them.
-[[nodiscard]] RecordKey record_key(const Spec& spec, const Device& device, std::int64_t num_tokens, const TunedMemory& memory,
-                                   int threads = 0);
+/// The key of the request's token bucket. `threads`: those that kernels of a CPU run on, 0: one on each core. The policy is what measurements on such a
+/// device have where nothing hinders them.
+[[nodiscard]] RecordKey record_key(const Spec& spec, const Device& device, const PlanRequest& request,
+                                   std::string_view retained = kRetainedAutomatically, int threads = 0);
 
 /// What became of a candidate, better ones first. `failed`: it could not be compiled or launched; `faulted`: it took its process with it.
 enum class Outcome : std::uint8_t { ok, failed, faulted, hung, wrong };

@@ -80,10 +80,10 @@ RecordKey read_key(const nlohmann::json& object) {
                        .features = device.text("features")},
             .kernel_version = record.text("kernel_version"),
             .spec = record.text("spec"),
-            .num_tokens = record.number("num_tokens", kMostBytes),
-            .memory = {.scratch_bytes = memory.number("scratch_bytes", kMostBytes),
-                       .limit_bytes = memory.number("limit_bytes", kMostBytes),
-                       .retained = memory.text("retained")},
+            .request = {.scratch_bytes = memory.number("scratch_bytes", kMostBytes),
+                        .limit_bytes = memory.number("limit_bytes", kMostBytes),
+                        .num_tokens = record.number("num_tokens", kMostBytes)},
+            .retained = memory.text("retained"),
             .policy = record.text("policy")};
 }
 
@@ -167,13 +167,12 @@ std::string record_text(const Record& record) {
                       {"units", key.device.units},
                       {"l2_bytes", key.device.l2_bytes},
                       {"features", key.device.features}};
-    const Json memory{
-        {"scratch_bytes", key.memory.scratch_bytes}, {"limit_bytes", key.memory.limit_bytes}, {"retained", key.memory.retained}};
+    const Json memory{{"scratch_bytes", key.request.scratch_bytes}, {"limit_bytes", key.request.limit_bytes}, {"retained", key.retained}};
     const auto line = [](const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); };
     std::string text = "{\n";
     text += fmt::format("  \"schema\": {},\n  \"subject\": \"{}\",\n", kSchema, key.subject());
     text += fmt::format("  \"device\": {},\n  \"kernel_version\": {},\n", line(device), line(key.kernel_version));
-    text += fmt::format("  \"spec\": {},\n  \"num_tokens\": {},\n", line(key.spec), key.num_tokens);
+    text += fmt::format("  \"spec\": {},\n  \"num_tokens\": {},\n", line(key.spec), key.request.num_tokens);
     text += fmt::format("  \"memory\": {},\n  \"policy\": {},\n", line(memory), line(key.policy));
     text += fmt::format("  \"runs\": {},\n  \"best\": {},\n", line(runs), line(best_json));
     return text + fmt::format("  \"candidates\": [{}\n  ]\n}}\n", candidates);

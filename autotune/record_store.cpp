@@ -49,9 +49,11 @@ double ratio_distance(std::int64_t a, std::int64_t b) {
 
 /// How far what a record was measured with is from what is wanted; lexicographic. Equal tuples are decided by place and digest.
 auto distance(const RecordKey& key, const RecordKey& wanted) {
-    return std::tuple(key.kernel_version != wanted.kernel_version, ratio_distance(key.num_tokens, wanted.num_tokens), key.num_tokens,
-                      key.memory.retained != wanted.memory.retained, ratio_distance(key.memory.limit_bytes, wanted.memory.limit_bytes),
-                      ratio_distance(key.memory.scratch_bytes, wanted.memory.scratch_bytes), key.policy != wanted.policy);
+    const PlanRequest& has = key.request;
+    const PlanRequest& wants = wanted.request;
+    return std::tuple(key.kernel_version != wanted.kernel_version, ratio_distance(has.num_tokens, wants.num_tokens), has.num_tokens,
+                      key.retained != wanted.retained, ratio_distance(has.limit_bytes, wants.limit_bytes),
+                      ratio_distance(has.scratch_bytes, wants.scratch_bytes), key.policy != wanted.policy);
 }
 
 }  // namespace

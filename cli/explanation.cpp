@@ -49,8 +49,6 @@ private:
                 estimate_backward(q_.spec, modelled_device_, plan, q_.num_tokens, kept.part)};
     }
 
-    [[nodiscard]] static bool retains(const Plan& plan) { return plan.path == PlanPath::cpu || plan.strategy == Strategy::retain; }
-
     /// Bytes of what is kept of a whole vocabulary: fp32 logits on a CPU, exponentials of the spec's dtype on a GPU.
     [[nodiscard]] double whole_bytes(const Plan& plan) const {
         const double element = plan.path == PlanPath::cpu ? 4.0 : static_cast<double>(element_bytes(q_.spec.dtype));
@@ -114,8 +112,8 @@ private:
     /// Records know two ways: nothing kept, and what is kept where nothing more is said.
     [[nodiscard]] std::optional<MeasuredTime> measured(const Point& point) {
         if (q_.retain != "none" && q_.retain != "auto") return std::nullopt;
-        const TunedMemory memory{.scratch_bytes = point.plan.scratch_bytes, .limit_bytes = q_.limit_bytes, .retained = q_.retain};
-        return SessionAccess::measured_time(session_, q_.spec, q_.device, point.plan, q_.num_tokens, memory);
+        const PlanRequest call{.scratch_bytes = point.plan.scratch_bytes, .limit_bytes = q_.limit_bytes, .num_tokens = q_.num_tokens};
+        return SessionAccess::measured_time(session_, q_.spec, q_.device, point.plan, call, q_.retain);
     }
 
     /// The call's plan with so much scratch; where that is too little for it, the cost model's choice, unless the plan is the user's.

@@ -193,7 +193,7 @@ std::vector<PrewarmItem> prewarm_items(Session& session, const std::vector<Prewa
     for (const PrewarmRequest& request : requests) {
         const Spec spec = request.spec.normalized();
         const auto plans = request.any_tokens ? SessionAccess::plans_for_any_tokens(session, spec, request.device, request.options)
-                                              : SessionAccess::plans(session, spec, request.device, request.options);
+                                              : std::vector{SessionAccess::plan(session, spec, request.device, request.options)};
         for (const Plan& plan : plans) {
             if (!seen.emplace(spec.text(), request.device.json(), plan.text()).second) continue;
             items.push_back({spec, request.device_name, request.device, plan.text()});

@@ -138,15 +138,15 @@ private:
             if (const auto reason = illegal_reason(spec, device, plan))
                 throw PlanError(fmt::format("plan \"{}\": {}", plan.text(), *reason));
         }
-        const TunedMemory memory{
-            .scratch_bytes = search_options.request.scratch_bytes, .limit_bytes = limit_bytes_, .retained = options_.retain};
-        RecordKey key = record_key(spec, device, num_tokens, memory, threads());
+        const PlanRequest call{
+            .scratch_bytes = search_options.request.scratch_bytes, .limit_bytes = limit_bytes_, .num_tokens = num_tokens};
+        RecordKey key = record_key(spec, device, call, options_.retain, threads());
         const TuningRun run = provenance(device, options_.commit);
         search_options.run = run_id(run);
         TuneTarget target{.spec = spec,
                           .device = device,
                           .session = session_options_,
-                          .num_tokens = key.num_tokens,
+                          .num_tokens = key.request.num_tokens,
                           .limit_bytes = limit_bytes_,
                           .retain = options_.retain == "auto",
                           .graphs = device.kind == DeviceKind::cuda || refuses_graphs(),
@@ -154,7 +154,7 @@ private:
                           .candidate_timeout_s = options_.candidate_timeout_s,
                           .warm_up_s = device.kind == DeviceKind::cuda ? 1.0 : 0.0,
                           .inject = options_.inject};
-        target.session.scratch_bytes = memory.scratch_bytes;
+        target.session.scratch_bytes = call.scratch_bytes;
         MeasuredSearch searched = measured_search(target, search_options, [&](std::string_view policy) {
             key.policy = policy;
             return begin_record(key, run, search_options.run);

@@ -33,10 +33,10 @@ std::vector<Row> ranking(const Record& record) {
     return rows;
 }
 
-std::string memory_text(const TunedMemory& memory) {
-    std::string text = fmt::format("scratch {}", human_bytes(static_cast<double>(memory.scratch_bytes)));
-    if (memory.limit_bytes > 0) text += fmt::format(", limit {}", human_bytes(static_cast<double>(memory.limit_bytes)));
-    return text + (memory.retained == "none" ? ", nothing retained" : "");
+std::string memory_text(const RecordKey& key) {
+    std::string text = fmt::format("scratch {}", human_bytes(static_cast<double>(key.request.scratch_bytes)));
+    if (key.request.limit_bytes > 0) text += fmt::format(", limit {}", human_bytes(static_cast<double>(key.request.limit_bytes)));
+    return text + (key.retained == kNothingRetained ? ", nothing retained" : "");
 }
 
 std::string run_text(const std::string& id, const TuningRun& run) {
@@ -158,7 +158,7 @@ std::string html_section(const NamedRecord& named) {
     double slowest = best_ms;
     for (const Row& row : rows) slowest = std::isinf(row.median_ms) ? slowest : std::max(slowest, row.median_ms);
     std::string html = fmt::format("<section><h2>{}</h2><p>{}, {} tokens; {}; kernels {}; {}</p>\n", breakable(named.spec_text()),
-                                   escaped(key.device.name), key.num_tokens, memory_text(key.memory), escaped(key.kernel_version),
+                                   escaped(key.device.name), key.request.num_tokens, memory_text(key), escaped(key.kernel_version),
                                    breakable(named.name, '/'));
     html += best.empty() ? "<p>No candidate is left.</p>\n"
                          : fmt::format("<p>The best: <code>{}</code>, {:.4g} ms forward and backward. {}</p>\n", breakable(best), best_ms,
@@ -247,8 +247,8 @@ std::string record_table(const NamedRecord& named, std::size_t most) {
     const Record& record = named.record;
     const double best_ms = best_ms_of(record);
     std::string text =
-        fmt::format("{}\n  {}, {} tokens; {}; kernels {}\n  {}\n  {}\n", named.spec_text(), record.key.device.name, record.key.num_tokens,
-                    memory_text(record.key.memory), record.key.kernel_version, record.key.policy, named.name);
+        fmt::format("{}\n  {}, {} tokens; {}; kernels {}\n  {}\n  {}\n", named.spec_text(), record.key.device.name,
+                    record.key.request.num_tokens, memory_text(record.key), record.key.kernel_version, record.key.policy, named.name);
     for (const auto& [id, run] : record.runs) text += fmt::format("  run {}\n", run_text(id, run));
     text += fmt::format("\n     {:>11} {:>8} {:>11}  {}\n", "median", "samples", "memory", "plan");
     std::size_t shown = 0;
@@ -274,7 +274,7 @@ Json record_summary(const NamedRecord& named) {
     return {{"record", named.name},
             {"spec", named.spec_text()},
             {"device", record.key.device.name},
-            {"num_tokens", record.key.num_tokens},
+            {"num_tokens", record.key.request.num_tokens},
             {"policy", record.key.policy},
             {"candidates", record.candidates.size()},
             {"best_plan", best.empty() ? Json(nullptr) : Json(best)},
@@ -318,7 +318,7 @@ std::string record_difference(const NamedRecord& a, const NamedRecord& b) {
     const Json json = record_difference_json(a, b);
     std::string text =
         fmt::format("a  {}\n   {} on {}, {} tokens\nb  {}\n   {} on {}, {} tokens\n", a.name, a.spec_text(), a.record.key.device.name,
-                    a.record.key.num_tokens, b.name, b.spec_text(), b.record.key.device.name, b.record.key.num_tokens);
+                    a.record.key.request.num_tokens, b.name, b.spec_text(), b.record.key.device.name, b.record.key.request.num_tokens);
     if (!(a.record.key == b.record.key)) text += "they are not of the same thing: device, kernels, spec, tokens, memory or policy differ\n";
     const std::string provenance = json["provenance"].get<std::string>();
     if (!provenance.empty()) text += fmt::format("{}\n", provenance);

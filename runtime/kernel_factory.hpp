@@ -25,9 +25,6 @@ struct BuildRequest {
 void compile_cpu_kernel(const BuildRequest& request, ArtifactCache& cache);
 void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache);
 
-/// Kernel::retained_bytes of a GPU's kernel without making it.
-[[nodiscard]] std::int64_t cuda_retained_bytes(const BuildRequest& request, std::int64_t num_tokens);
-
 /// The machine's devices. cuda_devices() is empty, with the reason in `why`, where there is no driver or no GPU.
 [[nodiscard]] Device native_cpu();
 /// CpuProperties::triple of native_cpu(), without asking the CPU what it can.

@@ -79,11 +79,6 @@ const Backends& real_backends() {
         .make_cuda = [](const BuildRequest& request, ArtifactCache& cache) { return make_cuda_kernel(request, cache); },
         .compile_cpu = [](const BuildRequest& request, ArtifactCache& cache) { compile_cpu_kernel(request, cache); },
         .compile_cuda = [](const BuildRequest& request, ArtifactCache& cache) { compile_cuda_kernel(request, cache); },
-        .retained_bytes =
-            [](const BuildRequest& request, std::int64_t num_tokens) {
-                return request.device.kind == DeviceKind::cuda ? cuda_retained_bytes(request, num_tokens)
-                                                               : 4 * num_tokens * request.spec.vocab_size;
-            },
         .native_cpu = [] { return native_cpu(); },
         .cuda_devices = [](std::string* why) { return cuda_devices(why); },
         .has_nvrtc = nvrtc_is_here,

@@ -16,7 +16,7 @@ namespace {
 std::optional<Plan> usable_plan(const PlanQuery& query, const std::string& text, std::string& why) {
     try {
         Plan plan = parse_plan(text);
-        plan.scratch_bytes = query.scratch_bytes;
+        plan.scratch_bytes = query.request.scratch_bytes;
         if (auto reason = illegal_reason(query.spec, query.device, plan)) {
             why = fmt::format("its plan \"{}\" is not legal: {}", text, *reason);
             return std::nullopt;
@@ -28,7 +28,7 @@ std::optional<Plan> usable_plan(const PlanQuery& query, const std::string& text,
     }
 }
 
-/// Once for each record and reason of the process: a session asks for every number of tokens.
+/// Once in a process for each record and reason: a session asks for every number of tokens.
 void warn_once(const std::string& origin, const std::string& why) {
     static std::mutex mutex;
     static auto& said = *new std::set<std::string>();
@@ -39,40 +39,36 @@ void warn_once(const std::string& origin, const std::string& why) {
 }
 
 std::string record_source(const RecordedPlan& recorded) {
-    return fmt::format("measured: best of {} at {} tokens{} ({})", recorded.candidates, recorded.key.num_tokens,
+    return fmt::format("measured: best of {} at {} tokens{} ({})", recorded.candidates, recorded.key.request.num_tokens,
                        recorded.other_kernels ? ", with kernels of another version" : "", recorded.origin);
 }
 
 MeasuredTime time_of(const RecordedPlan& recorded, double ms) {
     return {.ms = ms,
-            .num_tokens = recorded.key.num_tokens,
+            .num_tokens = recorded.key.request.num_tokens,
             .candidates = recorded.candidates,
             .origin = recorded.origin,
             .other_kernels = recorded.other_kernels};
 }
 
-PlanRequest request_of(const PlanQuery& query) {
-    return {.scratch_bytes = query.scratch_bytes, .limit_bytes = query.limit_bytes, .num_tokens = query.num_tokens};
-}
-
-/// What plans were compared for.
-PlanRequest request_of(const RecordKey& key) {
-    const bool retains = key.memory.retained != "none";
-    return {.scratch_bytes = key.memory.scratch_bytes, .limit_bytes = retains ? key.memory.limit_bytes : 0, .num_tokens = key.num_tokens};
+/// What plans were compared for: nothing can be retained in memory of its own where nothing was retained.
+PlanRequest compared_for(const RecordKey& key) {
+    PlanRequest request = key.request;
+    if (key.retained == "none") request.limit_bytes = 0;
+    return request;
 }
 
 std::optional<PlanAnswer> recorded_answer(const PlanQuery& query, RecordStore& records) {
-    const RecordKey wanted = record_key(query.spec, query.device, query.num_tokens,
-                                        {.scratch_bytes = query.scratch_bytes, .limit_bytes = query.limit_bytes}, query.threads);
-    const bool apart = retains_apart(query.spec, query.device, request_of(wanted));
+    const RecordKey wanted = record_key(query.spec, query.device, query.request, kRetainedAutomatically, query.threads);
+    const bool apart = retains_apart(query.spec, query.device, compared_for(wanted));
     for (const RecordedPlan& recorded : records.plans(wanted)) {
-        if (retains_apart(query.spec, query.device, request_of(recorded.key)) != apart) continue;  // it has measured something else
+        if (retains_apart(query.spec, query.device, compared_for(recorded.key)) != apart) continue;  // it has measured something else
         for (const RecordedPlan::Timed& timed : recorded.plans) {
             std::string why;
             auto plan = usable_plan(query, timed.plan, why);
             if (plan) {
                 PlanAnswer answer{.plan = *plan, .source = record_source(recorded)};
-                const bool same_call = recorded.key.num_tokens == wanted.num_tokens && recorded.key.memory == wanted.memory;
+                const bool same_call = recorded.key.request == wanted.request && recorded.key.retained == wanted.retained;
                 if (same_call && plan->text() == timed.plan) answer.measured = time_of(recorded, timed.median_ms);
                 return answer;
             }
@@ -98,11 +94,11 @@ Device with_threads(Device device, int threads) {
     return device;
 }
 
-std::optional<MeasuredTime> measured_time(const PlanQuery& query, const Plan& plan, const TunedMemory& memory, RecordStore& records) {
-    const RecordKey wanted = record_key(query.spec, query.device, query.num_tokens, memory, query.threads);
+std::optional<MeasuredTime> measured_time(const PlanQuery& query, const Plan& plan, std::string_view retained, RecordStore& records) {
+    const RecordKey wanted = record_key(query.spec, query.device, query.request, retained, query.threads);
     const std::string text = plan.text();
     for (const RecordedPlan& recorded : records.plans(wanted)) {  // those of this version's kernels come first
-        if (recorded.key.num_tokens != query.num_tokens || recorded.key.memory != memory) continue;
+        if (recorded.key.request != query.request || recorded.key.retained != retained) continue;
         const auto timed = std::ranges::find(recorded.plans, text, &RecordedPlan::Timed::plan);
         if (timed != recorded.plans.end()) return time_of(recorded, timed->median_ms);
     }
@@ -110,21 +106,22 @@ std::optional<MeasuredTime> measured_time(const PlanQuery& query, const Plan& pl
 }
 
 PlanAnswer plan_for(const PlanQuery& query, RecordStore& records) {
-    if (query.scratch_bytes <= 0) throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", query.scratch_bytes));
+    if (query.request.scratch_bytes <= 0)
+        throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", query.request.scratch_bytes));
     if (!query.plan.empty()) return explicit_answer(query);
     if (auto recorded = recorded_answer(query, records)) return std::move(*recorded);
-    return {.plan = choose_plan(query.spec, query.device, request_of(query)),
+    return {.plan = choose_plan(query.spec, query.device, query.request),
             .source = "the cost model's first choice: there is no record of measurements"};
 }
 
 std::vector<std::string> answer_reasons(const PlanQuery& query, const PlanAnswer& answer) {
-    std::vector<std::string> reasons = plan_reasons(query.spec, query.device, answer.plan, request_of(query));
+    std::vector<std::string> reasons = plan_reasons(query.spec, query.device, answer.plan, query.request);
     reasons.insert(reasons.begin(), "plan: " + answer.source);
     return reasons;
 }
 
 std::string time_reason(const PlanQuery& query, const PlanAnswer& answer) {
-    const std::int64_t tokens = token_bucket(query.num_tokens);
+    const std::int64_t tokens = token_bucket(query.request.num_tokens);
     if (answer.measured) {
         return fmt::format("measured at {} tokens: forward + backward {:.4g} ms, best of {}", tokens, answer.measured->ms,
                            answer.measured->candidates);

@@ -15,10 +15,8 @@ struct PlanQuery {
     const Spec& spec;  ///< normalized
     const Device& device;
     std::string_view plan;  ///< canonical text from the caller; empty: choose one
-    std::int64_t scratch_bytes = kDefaultScratchBytes;
-    std::int64_t limit_bytes = 0;  ///< on workspace and retained together; 0: none
-    std::int64_t num_tokens = 0;   ///< 0: not known
-    int threads = 0;               ///< of CPU kernels; 0: one on each core
+    PlanRequest request{};
+    int threads = 0;  ///< of CPU kernels; 0: one on each core
 };
 
 /// Times that were measured, and of what.
@@ -36,18 +34,18 @@ struct PlanAnswer {
     std::optional<MeasuredTime> measured;  ///< of the record that the plan is from, where it is one for the call's bucket of tokens
 };
 
-/// A device as calls on so many of its threads see it (0: all of its cores); what GPUs are is not changed.
+/// A device as calls on `threads` of its threads see it (0: all of its cores). GPUs are not changed.
 [[nodiscard]] Device with_threads(Device device, int threads);
 
-/// The median of records that have timed exactly this plan on this device, over exactly query.num_tokens tokens and with exactly that memory; of kernels of
-/// this version before others.
-[[nodiscard]] std::optional<MeasuredTime> measured_time(const PlanQuery& query, const Plan& plan, const TunedMemory& memory,
+/// The median of a record that has timed exactly this plan on this device, for exactly query.request and with what was retained as RecordKey::retained
+/// says; of kernels of this version before others.
+[[nodiscard]] std::optional<MeasuredTime> measured_time(const PlanQuery& query, const Plan& plan, std::string_view retained,
                                                         RecordStore& records);
 
 /// An explicit plan; else the best legal one of the nearest record that has any; else the cost model's. Throws PlanError where the
 /// explicit plan is not legal or there is none.
 [[nodiscard]] PlanAnswer plan_for(const PlanQuery& query, RecordStore& records);
-/// Why it is that plan, for Explanation. It goes through all candidates again: for whoever asks, not for each kernel.
+/// Why it is that plan, for Explanation. It goes through all candidates again, so it is for people who ask, not for each kernel.
 [[nodiscard]] std::vector<std::string> answer_reasons(const PlanQuery& query, const PlanAnswer& answer);
 /// One line: what forward and backward take over the query's bucket of tokens, measured where the plan's record is of that bucket, else modelled.
 [[nodiscard]] std::string time_reason(const PlanQuery& query, const PlanAnswer& answer);

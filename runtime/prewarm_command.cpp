@@ -24,16 +24,14 @@ std::string name_elsewhere(const Device& device) {
 
 }  // namespace
 
-std::string prewarm_command(const Spec& spec, const Device& device, const KernelOptions& options, int threads) {
+std::string prewarm_command(const Spec& spec, const Device& device, std::string_view plan, const PlanRequest& request, int threads) {
     std::string command;
     if (device.kind == DeviceKind::cpu && threads > 0) command = fmt::format("FLCE_NUM_THREADS={} ", threads);
     command += fmt::format("flce prewarm --spec '{}' --device '{}'", spec.normalized().text(), name_elsewhere(device));
-    if (!options.plan.empty()) command += fmt::format(" --plan '{}'", options.plan);
-    if (options.scratch_bytes != 0 && options.scratch_bytes != kDefaultScratchBytes) {
-        command += fmt::format(" --workspace {}", options.scratch_bytes);
-    }
-    if (options.workspace_limit_bytes != 0) command += fmt::format(" --workspace-limit {}", options.workspace_limit_bytes);
-    if (options.num_tokens != 0) command += fmt::format(" --num-tokens {}", options.num_tokens);
+    if (!plan.empty()) command += fmt::format(" --plan '{}'", plan);
+    if (request.scratch_bytes != kDefaultScratchBytes) command += fmt::format(" --workspace {}", request.scratch_bytes);
+    if (request.limit_bytes != 0) command += fmt::format(" --workspace-limit {}", request.limit_bytes);
+    if (request.num_tokens != 0) command += fmt::format(" --num-tokens {}", request.num_tokens);
     return command;
 }
 

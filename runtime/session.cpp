@@ -4,16 +4,14 @@
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
-#include <future>
 #include <mutex>
-#include <set>
 #include <shared_mutex>
-#include <tuple>
 #include <unordered_map>
 #include <utility>
 
+#include "cache/single_flight.hpp"
 #include "runtime/cache_options.hpp"
+#include "runtime/call_requests.hpp"
 #include "runtime/plan_choice.hpp"
 #include "runtime/prewarm_command.hpp"
 #include "runtime/scratch_steps.hpp"
@@ -21,64 +19,66 @@
 namespace flce {
 namespace {
 
-// What of a call's memory and size its plan depends on.
-struct Situation {
-    std::int64_t scratch_bytes = 0;
-    std::int64_t limit_bytes = 0;  // 0: none
-    std::int64_t num_tokens = 0;   // a token bucket
-    friend bool operator==(const Situation&, const Situation&) = default;
-};
+std::size_t mixed(std::size_t hash, std::size_t value) noexcept { return (hash ^ value) * 0x9E3779B97F4A7C15ULL; }
 
-// A kernel as it is asked for. Specs that differ only in implied fields are one kernel under several of these.
-struct Request {
+std::size_t mixed(std::size_t hash, const PlanRequest& request) noexcept {
+    hash = mixed(hash, static_cast<std::size_t>(request.scratch_bytes));
+    hash = mixed(hash, static_cast<std::size_t>(request.limit_bytes));
+    return mixed(hash, static_cast<std::size_t>(request.num_tokens));
+}
+
+// A kernel as it is asked for. Specs that differ only in implied fields have the same kernel under several of these.
+struct AskedKernel {
     Spec spec;
     std::string plan;
-    Situation at;
+    CallRequests requests;
 };
 
 // The same without copies, for the hot lookup.
-struct RequestView {
+struct AskedKernelView {
     const Spec& spec;
     std::string_view plan;
-    Situation at;
+    CallRequests requests;
 };
 
-struct RequestHash {
+struct AskedKernelHash {
     using is_transparent = void;
-    template <class R>
-    std::size_t operator()(const R& request) const noexcept {
-        const Situation& at = request.at;
-        std::size_t hash =
-            SpecHash{}(request.spec) +
-            (static_cast<std::size_t>(at.scratch_bytes) + 31 * static_cast<std::size_t>(at.limit_bytes)) * 0x9E3779B97F4A7C15ULL;
-        hash += static_cast<std::size_t>(at.num_tokens) * 0xC2B2AE3D27D4EB4FULL;
-        if (!request.plan.empty()) hash ^= std::hash<std::string_view>{}(request.plan);
-        return hash;
+    template <class C>
+    std::size_t operator()(const C& call) const noexcept {
+        const std::size_t hash = mixed(mixed(SpecHash{}(call.spec), call.requests.first), call.requests.wide);
+        return call.plan.empty() ? hash : mixed(hash, std::hash<std::string_view>{}(call.plan));
     }
 };
 
-struct RequestEqual {
+struct AskedKernelEqual {
     using is_transparent = void;
     template <class A, class B>
     bool operator()(const A& a, const B& b) const noexcept {
-        return a.at == b.at && std::string_view(a.plan) == std::string_view(b.plan) && a.spec == b.spec;
+        return a.requests == b.requests && std::string_view(a.plan) == std::string_view(b.plan) && a.spec == b.spec;
     }
 };
 
-/// Refers to both.
-PlanQuery plan_query(const Request& request, const Device& device, int threads) {
-    return {.spec = request.spec,
-            .device = device,
-            .plan = request.plan,
-            .scratch_bytes = request.at.scratch_bytes,
-            .limit_bytes = request.at.limit_bytes,
-            .num_tokens = request.at.num_tokens,
-            .threads = threads};
-}
+// A kernel as it is built. Calls with different limits or numbers of tokens may come to the same one.
+struct KernelKey {
+    Spec spec;  // normalized
+    std::string given_plan;
+    Plan plan;
+    friend bool operator==(const KernelKey&, const KernelKey&) = default;
+};
+
+struct KernelKeyHash {
+    std::size_t operator()(const KernelKey& key) const noexcept {
+        return mixed(SpecHash{}(key.spec), std::hash<std::string>{}(key.plan.text()));
+    }
+};
+
+// Which of a call's requests its plan answers, and how.
+struct ChosenPlan {
+    PlanRequest request;
+    PlanAnswer answer;
+};
 
 using KernelPointer = std::shared_ptr<const Kernel>;
-template <class Value>
-using RequestMap = std::unordered_map<Request, Value, RequestHash, RequestEqual>;
 
 SessionStatistics session_statistics(const CacheStatistics& cache) {
     return {.memory_hits = cache.memory_hits,
@@ -128,69 +128,29 @@ struct Session::State {
     ArtifactCache cache;
     RecordStore records;
 
-    mutable std::shared_mutex mutex;
-    RequestMap<KernelPointer> kernels;
-    RequestMap<std::shared_future<KernelPointer>> in_flight;
+    std::shared_mutex mutex;
+    std::unordered_map<AskedKernel, KernelPointer, AskedKernelHash, AskedKernelEqual> asked;
+    std::unordered_map<KernelKey, KernelPointer, KernelKeyHash> kernels;
+    SingleFlight<KernelKey, KernelPointer, KernelKeyHash> builds;
 
     std::atomic<std::int64_t> memory_hits{0};
     // What prewarm did in caches of its own.
     std::mutex prewarm_mutex;
     SessionStatistics prewarmed;
 
-    [[nodiscard]] std::int64_t limit_of(const KernelOptions& given) const {
-        return given.workspace_limit_bytes == 0 ? options.workspace_limit_bytes : given.workspace_limit_bytes;
-    }
-
-    /// A call's options with what the session has for those that it does not give.
-    [[nodiscard]] KernelOptions effective(KernelOptions given) const {
-        if (given.scratch_bytes == 0) given.scratch_bytes = options.scratch_bytes;
-        given.workspace_limit_bytes = limit_of(given);
-        return given;
-    }
-
-    /// Scratch of a call's kernel, within its limit.
-    [[nodiscard]] std::int64_t scratch_of(const Spec& spec, const KernelOptions& given) const {
-        const std::int64_t scratch = given.scratch_bytes == 0 ? options.scratch_bytes : given.scratch_bytes;
-        if (limit_of(given) == 0 || !given.plan.empty()) return scratch;
-        const std::int64_t room = scratch_room(spec, limit_of(given), given.num_tokens);
-        return room >= scratch ? scratch : round_down_to_step(room);
-    }
-
-    /// The same for a kernel that can use what the limit leaves for scratch alone.
-    [[nodiscard]] std::int64_t wide_scratch_of(const Spec& spec, const KernelOptions& given) const {
-        const std::int64_t scratch = scratch_of(spec, given);
-        if (limit_of(given) == 0 || !given.plan.empty() || given.scratch_bytes != 0) return scratch;
-        return std::max(scratch, std::min(round_down_to_step(scratch_room(spec, limit_of(given), given.num_tokens)), kMostUsefulScratch));
-    }
-
-    KernelPointer find(const RequestView& request) {
-        const std::shared_lock lock(mutex);
-        const auto found = kernels.find(request);
-        if (found == kernels.end()) return nullptr;
-        memory_hits.fetch_add(1, std::memory_order_relaxed);
-        return found->second;
-    }
-
-    /// Limits in steps and tokens in buckets: what differs a little is one request. Limits with room for everything are one, too.
-    [[nodiscard]] Situation situation(const Spec& spec, const Device& device, std::int64_t scratch_bytes,
-                                      const KernelOptions& given) const {
-        constexpr std::int64_t kRoomForAll = std::int64_t{1} << 60;
-        std::int64_t limit = limit_of(given);
-        if (limit > 0) {
-            const PlanRequest request{.scratch_bytes = scratch_bytes, .limit_bytes = limit, .num_tokens = given.num_tokens};
-            limit = retains_apart(spec.normalized(), device, request) ? kRoomForAll : round_down_to_step(limit);
-        }
-        return {scratch_bytes, limit, token_bucket(given.num_tokens)};
+    /// The session's scratch and limit, for calls that give none of their own.
+    [[nodiscard]] PlanRequest defaults() const {
+        return {.scratch_bytes = options.scratch_bytes, .limit_bytes = options.workspace_limit_bytes};
     }
 
     /// In the place of an error: that the call's limit is too small, and how much is enough, where that is the reason.
     void refuse_small_limit(const Spec& spec, const Device& device, const KernelOptions& given) const {
-        const std::int64_t limit = limit_of(given);
-        if (limit <= 0 || !given.plan.empty()) return;
-        const auto smallest = smallest_limit_bytes(spec, device, given.num_tokens);
-        if (!smallest || limit >= *smallest) return;
-        const std::string tokens = given.num_tokens > 0 ? fmt::format(" with {} tokens", given.num_tokens) : "";
-        throw PlanError(limit_too_small(limit, *smallest, fmt::format("{}{} on {}", spec.text(), tokens, device.name)));
+        const PlanRequest call = completed(given, defaults());
+        if (call.limit_bytes <= 0 || !given.plan.empty()) return;
+        const auto smallest = smallest_limit_bytes(spec, device, call.num_tokens);
+        if (!smallest || call.limit_bytes >= *smallest) return;
+        const std::string tokens = call.num_tokens > 0 ? fmt::format(" with {} tokens", call.num_tokens) : "";
+        throw PlanError(limit_too_small(call.limit_bytes, *smallest, fmt::format("{}{} on {}", spec.text(), tokens, device.name)));
     }
 
     /// The result of `plan_it`, which asks for such a call's plan or kernel.
@@ -204,102 +164,81 @@ struct Session::State {
         }
     }
 
-    [[nodiscard]] BuildRequest build_request(const Request& request, const Device& device, DeviceRef ref) {
-        const PlanAnswer answer = plan_for(plan_query(request, device, options.threads), records);
+    /// Refers to `spec` (normalized), `device` and `plan`.
+    [[nodiscard]] PlanQuery query(const Spec& spec, const Device& device, std::string_view plan, const PlanRequest& request) const {
+        return {.spec = spec, .device = device, .plan = plan, .request = request, .threads = options.threads};
+    }
+
+    /// The plan of a call, for get_kernel, prewarm and its check, and explanations alike. Where the first request's plan retains nothing, what the
+    /// limit leaves is scratch.
+    [[nodiscard]] ChosenPlan choose(const Spec& normalized, const Device& device, std::string_view plan, const CallRequests& requests) {
+        const auto answer = [&](const PlanRequest& request) {
+            return ChosenPlan{request, plan_for(query(normalized, device, plan, request), records)};
+        };
+        ChosenPlan first = answer(requests.first);
+        return requests.wide == requests.first || retains(first.answer.plan) ? first : answer(requests.wide);
+    }
+
+    [[nodiscard]] BuildRequest build_request(const Spec& normalized, const Device& device, DeviceRef ref, const std::string& plan,
+                                             const CallRequests& requests) {
+        const ChosenPlan chosen = choose(normalized, device, plan, requests);
         // With copies: kernels outlive sessions.
-        const auto reasons = [request, device, answer, threads = options.threads] {
-            const PlanQuery query = plan_query(request, device, threads);
-            std::vector<std::string> reasons = answer_reasons(query, answer);
-            reasons.push_back(time_reason(query, answer));
+        const auto reasons = [normalized, device, plan, chosen, threads = options.threads] {
+            const PlanQuery query{.spec = normalized, .device = device, .plan = plan, .request = chosen.request, .threads = threads};
+            std::vector<std::string> reasons = answer_reasons(query, chosen.answer);
+            reasons.push_back(time_reason(query, chosen.answer));
             return reasons;
         };
-        return {request.spec, device, answer.plan, ref, options.threads, reasons};
+        return {normalized, device, chosen.answer.plan, ref, options.threads, reasons};
     }
 
-    /// A kernel that is there already, of a request for another number of tokens or limit which came to the same plan.
-    KernelPointer of_same_plan(const Request& request, const Plan& plan) const {
-        const std::shared_lock lock(mutex);
-        for (const auto& [other, kernel] : kernels) {
-            if (other.plan == request.plan && other.spec == request.spec && kernel->plan() == plan) return kernel;
-        }
-        return nullptr;
-    }
-
-    KernelPointer build(const Request& request) {
-        const BuildRequest wanted = build_request(request, local.device, local.ref);
-        if (auto kernel = of_same_plan(request, wanted.plan)) return kernel;
-        const Backends::Make& make = local.device.kind == DeviceKind::cuda ? backends.make_cuda : backends.make_cpu;
-        return make(wanted, cache);
+    /// What get_kernel would build on `device`.
+    [[nodiscard]] BuildRequest build_request(const Spec& spec, const Device& device, const KernelOptions& given) {
+        return within_limit(spec, device, given, [&] {
+            const Spec normalized = spec.normalized();
+            return build_request(normalized, device, {device.kind, 0}, given.plan, call_requests(normalized, device, given, defaults()));
+        });
     }
 
     void compile(const BuildRequest& request, ArtifactCache& into) const {
         (request.device.kind == DeviceKind::cuda ? backends.compile_cuda : backends.compile_cpu)(request, into);
     }
 
-    /// All that get_kernel would build on `device`, in its order.
-    [[nodiscard]] std::vector<BuildRequest> requests(const Spec& spec, const Device& device, const KernelOptions& given) {
-        return within_limit(spec, device, given, [&] { return requests_of(spec.normalized(), device, given); });
-    }
-
-    [[nodiscard]] std::vector<BuildRequest> requests_of(const Spec& normalized, const Device& device, const KernelOptions& given) {
-        const auto request = [&](std::int64_t scratch) {
-            return build_request({normalized, given.plan, situation(normalized, device, scratch, given)}, device, {device.kind, 0});
-        };
-        std::vector<BuildRequest> all{request(scratch_of(normalized, given))};
-        const std::int64_t wide = wide_scratch_of(normalized, given);
-        if (wide > all[0].plan.scratch_bytes && backends.retained_bytes(all[0], tokens_of(given)) == 0) all.push_back(request(wide));
-        return all;
-    }
-
-    [[nodiscard]] static std::int64_t tokens_of(const KernelOptions& given) { return std::max<std::int64_t>(given.num_tokens, 1); }
-
-    KernelPointer get(const Spec& spec, const std::string& plan, const Situation& at) {
-        if (auto kernel = find({spec, plan, at})) return kernel;
-        Request request{spec.normalized(), plan, at};
-        auto kernel = get_or_build(request);
-        if (!(request.spec == spec)) {
-            request.spec = spec;
-            const std::unique_lock lock(mutex);
-            kernels.emplace(std::move(request), kernel);
-        }
+    KernelPointer get(const Spec& spec, const KernelOptions& given) {
+        const CallRequests requests = call_requests(spec, local.device, given, defaults());
+        if (auto kernel = found(asked, AskedKernelView{spec, given.plan, requests})) return counted(std::move(kernel));
+        KernelPointer kernel = built(build_request(spec.normalized(), local.device, local.ref, given.plan, requests), given.plan);
+        const std::unique_lock lock(mutex);
+        asked.emplace(AskedKernel{spec, given.plan, requests}, kernel);
         return kernel;
     }
 
-    // One build for all who ask while it runs. `request` is normalized.
-    KernelPointer get_or_build(const Request& request) {
-        std::promise<KernelPointer> promise;
-        std::shared_future<KernelPointer> other;
-        {
+    /// One build for all who want the kernel while it runs.
+    KernelPointer built(const BuildRequest& wanted, const std::string& given_plan) {
+        const KernelKey key{wanted.spec, given_plan, wanted.plan};
+        bool is_new = false;
+        KernelPointer kernel = builds.run(key, [&] {
+            if (auto known = found(kernels, key)) return known;
+            const Backends::Make& make = wanted.device.kind == DeviceKind::cuda ? backends.make_cuda : backends.make_cpu;
+            KernelPointer made = make(wanted, cache);
+            is_new = true;
             const std::unique_lock lock(mutex);
-            if (const auto known = kernels.find(request); known != kernels.end()) {
-                memory_hits.fetch_add(1, std::memory_order_relaxed);
-                return known->second;
-            }
-            if (const auto leader = in_flight.find(request); leader != in_flight.end()) {
-                other = leader->second;
-            } else {
-                in_flight.emplace(request, promise.get_future().share());
-            }
-        }
-        if (other.valid()) {
-            KernelPointer kernel = other.get();
-            memory_hits.fetch_add(1, std::memory_order_relaxed);
-            return kernel;
-        }
-        try {
-            KernelPointer kernel = build(request);
-            const std::unique_lock lock(mutex);
-            kernels.insert_or_assign(request, kernel);
-            in_flight.erase(request);
-            promise.set_value(kernel);
-            return kernel;
-        } catch (...) {
-            // Forgotten before the waiters hear of it, so that whoever tries again after an error really does.
-            const std::unique_lock lock(mutex);
-            in_flight.erase(request);
-            promise.set_exception(std::current_exception());
-            throw;
-        }
+            kernels.emplace(key, made);
+            return made;
+        });
+        return is_new ? kernel : counted(std::move(kernel));
+    }
+
+    template <class Map, class Key>
+    KernelPointer found(const Map& map, const Key& key) {
+        const std::shared_lock lock(mutex);
+        const auto place = map.find(key);
+        return place == map.end() ? nullptr : place->second;
+    }
+
+    KernelPointer counted(KernelPointer from_memory) {
+        memory_hits.fetch_add(1, std::memory_order_relaxed);
+        return from_memory;
     }
 };
 
@@ -318,44 +257,29 @@ DeviceRef SessionAccess::device_ref(const Session& session) { return session.sta
 std::shared_ptr<const Kernel> Session::get_kernel(const Spec& spec, const KernelOptions& options) {
     State& state = *state_;
     try {
-        return state.within_limit(spec, state.local.device, options, [&] {
-            auto kernel =
-                state.get(spec, options.plan, state.situation(spec, state.local.device, state.scratch_of(spec, options), options));
-            const std::int64_t wide = state.wide_scratch_of(spec, options);
-            if (wide <= kernel->plan().scratch_bytes || kernel->retained_bytes(State::tokens_of(options)) > 0) return kernel;
-            return state.get(spec, options.plan, state.situation(spec, state.local.device, wide, options));
-        });
+        return state.within_limit(spec, state.local.device, options, [&] { return state.get(spec, options); });
     } catch (const CacheMissError& miss) {
-        throw CacheMissError(fmt::format("strict mode compiles nothing, and {}; compile with: {}", miss.what(),
-                                         prewarm_command(spec, state.local.device, state.effective(options), state.options.threads)));
+        throw CacheMissError(fmt::format(
+            "strict mode compiles nothing, and {}; compile with: {}", miss.what(),
+            prewarm_command(spec, state.local.device, options.plan, completed(options, state.defaults()), state.options.threads)));
     }
 }
 
 PlanChoice Session::choose_plan(const Spec& spec, const Device& device, const KernelOptions& options) {
     State& state = *state_;
     const Spec normalized = spec.normalized();
-    const auto choose = [&](std::int64_t scratch) {
-        const Request request{normalized, options.plan, state.situation(normalized, device, scratch, options)};
-        const PlanQuery query = plan_query(request, device, state.options.threads);
-        PlanAnswer answer = plan_for(query, state.records);
-        std::vector<std::string> reasons = answer_reasons(query, answer);
-        return PlanChoice{std::move(answer.plan), std::move(answer.source), std::move(reasons)};
-    };
     return state.within_limit(normalized, device, options, [&] {
-        PlanChoice choice = choose(state.scratch_of(normalized, options));
-        const std::int64_t wide = state.wide_scratch_of(normalized, options);
-        if (wide <= choice.plan.scratch_bytes) return choice;
-        const bool retains = choice.plan.path == PlanPath::cpu || choice.plan.strategy == Strategy::retain;
-        return retains ? choice : choose(wide);
+        ChosenPlan chosen = state.choose(normalized, device, options.plan, call_requests(normalized, device, options, state.defaults()));
+        std::vector<std::string> reasons = answer_reasons(state.query(normalized, device, options.plan, chosen.request), chosen.answer);
+        return PlanChoice{std::move(chosen.answer.plan), std::move(chosen.answer.source), std::move(reasons)};
     });
 }
 
 std::optional<MeasuredTime> SessionAccess::measured_time(Session& session, const Spec& spec, const Device& device, const Plan& plan,
-                                                         std::int64_t num_tokens, const TunedMemory& memory) {
+                                                         const PlanRequest& request, std::string_view retained) {
     Session::State& state = *session.state_;
     const Spec normalized = spec.normalized();
-    const PlanQuery query{.spec = normalized, .device = device, .num_tokens = num_tokens, .threads = state.options.threads};
-    return flce::measured_time(query, plan, memory, state.records);
+    return flce::measured_time(state.query(normalized, device, "", request), plan, retained, state.records);
 }
 
 std::vector<TierStatistics> SessionAccess::tiers(const Session& session) {
@@ -366,37 +290,34 @@ std::vector<TierStatistics> SessionAccess::tiers(const Session& session) {
     return tiers;
 }
 
-std::vector<Plan> SessionAccess::plans(Session& session, const Spec& spec, const Device& device, const KernelOptions& options) {
-    std::vector<Plan> plans;
-    for (BuildRequest& request : session.state_->requests(spec, device, options)) plans.push_back(std::move(request.plan));
-    return plans;
+Plan SessionAccess::plan(Session& session, const Spec& spec, const Device& device, const KernelOptions& options) {
+    return session.state_->build_request(spec, device, options).plan;
 }
 
 std::vector<Plan> SessionAccess::plans_for_any_tokens(Session& session, const Spec& spec, const Device& device, KernelOptions options) {
     Session::State& state = *session.state_;
     std::vector<Plan> plans;
-    std::set<std::tuple<std::int64_t, std::int64_t, std::int64_t>> seen;
-    const KernelOptions given = state.effective(options);
-    // So many tokens may not fit the limit: no session will have them.
-    const bool limited = given.workspace_limit_bytes > 0 && given.plan.empty();
+    std::vector<CallRequests> seen;
+    const PlanRequest given = completed(options, state.defaults());
+    // The limit may be too small for some of the numbers: no session will have them.
+    const bool limited = given.limit_bytes > 0 && options.plan.empty();
     const std::int64_t least = limited ? smallest_scratch_bytes(spec, device).value_or(0) : 0;
-    const auto fits = [&] {
-        try {
-            return state.scratch_of(spec, options) >= least;
-        } catch (const PlanError&) {
-            return false;
-        }
-    };
-    for (const std::int64_t num_tokens : representative_tokens(spec, given.workspace_limit_bytes, given.scratch_bytes)) {
+    for (const std::int64_t num_tokens : representative_tokens(spec, given.limit_bytes, given.scratch_bytes)) {
         options.num_tokens = num_tokens;
-        if (limited && !fits()) continue;
-        if (!seen.emplace(state.scratch_of(spec, options), state.wide_scratch_of(spec, options), token_bucket(num_tokens)).second) continue;
-        for (Plan& plan : SessionAccess::plans(session, spec, device, options)) {
-            if (std::ranges::find(plans, plan) == plans.end()) plans.push_back(std::move(plan));
+        try {
+            const CallRequests requests = call_requests(spec, device, options, state.defaults());
+            if (limited && requests.first.scratch_bytes < least) continue;
+            if (std::ranges::find(seen, requests) != seen.end()) continue;
+            seen.push_back(requests);
+        } catch (const PlanError&) {
+            if (!limited) throw;
+            continue;
         }
+        const Plan plan = SessionAccess::plan(session, spec, device, options);
+        if (std::ranges::find(plans, plan) == plans.end()) plans.push_back(plan);
     }
     options.num_tokens = 0;
-    if (plans.empty()) return SessionAccess::plans(session, spec, device, options);  // throws, saying why
+    if (plans.empty()) return {SessionAccess::plan(session, spec, device, options)};  // throws, saying why
     return plans;
 }
 
@@ -416,7 +337,7 @@ PrewarmResult SessionAccess::prewarm(Session& session, const Spec& spec, const D
         return PrewarmResult{done.compiled, done.memory_hits + done.disk_hits + done.pack_hits + done.remote_hits};
     };
     try {
-        for (const BuildRequest& request : state.requests(spec, device, options)) state.compile(request, cache);
+        state.compile(state.build_request(spec, device, options), cache);
     } catch (...) {
         (void)count();
         throw;
@@ -429,18 +350,16 @@ PrewarmResult Session::prewarm(const Spec& spec, const Device& device, const Ker
 }
 
 std::vector<std::string> Session::missing(const Spec& spec, const Device& device, const KernelOptions& options) {
+    const BuildRequest request = state_->build_request(spec, device, options);
     ArtifactCache::Options looked_in = state_->cache.options();
     looked_in.creates = false;
-    std::vector<std::string> missing;
-    for (const BuildRequest& request : state_->requests(spec, device, options)) {
-        ArtifactCache cache(looked_in);
-        try {
-            state_->compile(request, cache);
-        } catch (const CacheMissError&) {
-            missing.push_back(request.plan.text());
-        }
+    ArtifactCache cache(looked_in);
+    try {
+        state_->compile(request, cache);
+        return {};
+    } catch (const CacheMissError&) {
+        return {request.plan.text()};
     }
-    return missing;
 }
 
 const Device& Session::device() const noexcept { return state_->local.device; }

@@ -22,8 +22,6 @@ struct Backends {
     Make make_cuda;
     Compile compile_cpu;
     Compile compile_cuda;
-    std::function<std::int64_t(const BuildRequest&, std::int64_t num_tokens)>
-        retained_bytes;  ///< Kernel::retained_bytes without the kernel
     std::function<Device()> native_cpu;
     std::function<std::vector<Device>(std::string* why)> cuda_devices;
     std::function<bool(std::string* why)> has_nvrtc;
@@ -46,14 +44,15 @@ struct SessionAccess {
     [[nodiscard]] static DeviceRef device_ref(const Session& session);
     /// What each tier did for get_kernel; kernels found in the session's own memory are hits of "memory" too.
     [[nodiscard]] static std::vector<TierStatistics> tiers(const Session& session);
-    /// The plans whose kernels a session like this one on `device` would ask for, in that order. Compiles nothing.
-    [[nodiscard]] static std::vector<Plan> plans(Session& session, const Spec& spec, const Device& device, const KernelOptions& options);
-    /// The same over every number of tokens that the limit has room for, whatever options.num_tokens is.
+    /// The plan whose kernels a session like this one on `device` would ask for. Compiles nothing.
+    [[nodiscard]] static Plan plan(Session& session, const Spec& spec, const Device& device, const KernelOptions& options);
+    /// Those over every number of tokens that the limit has room for, whatever options.num_tokens is.
     [[nodiscard]] static std::vector<Plan> plans_for_any_tokens(Session& session, const Spec& spec, const Device& device,
                                                                 KernelOptions options);
-    /// What records say of a call's time: of exactly that plan, number of tokens (of the call, not a bucket) and memory. Compiles nothing.
+    /// What records say of a call's time: of exactly that plan, request (num_tokens is the call's, not a bucket) and RecordKey::retained. Compiles
+    /// nothing.
     [[nodiscard]] static std::optional<MeasuredTime> measured_time(Session& session, const Spec& spec, const Device& device,
-                                                                   const Plan& plan, std::int64_t num_tokens, const TunedMemory& memory);
+                                                                   const Plan& plan, const PlanRequest& request, std::string_view retained);
     /// Session::prewarm, with each cache entry that was used told to `on_use`.
     using OnUse = std::function<void(const CacheKey&, std::span<const std::byte> entry)>;
     static PrewarmResult prewarm(Session& session, const Spec& spec, const Device& device, const KernelOptions& options,

@@ -325,8 +325,4 @@ void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache) {
     (void)set.launchers.get();
 }
 
-std::int64_t cuda_retained_bytes(const BuildRequest& request, std::int64_t num_tokens) {
-    return WorkspaceSize(generate_cuda(request.spec, request.device, request.plan).retained_bytes).of(num_tokens);
-}
-
 }  // namespace flce

@@ -75,18 +75,18 @@ TEST_F(RecordStoreTest, OtherKernelsOrMemory_FartherThanOwn) {
     EXPECT_TRUE(records.plans(key_at(4096)).front().other_kernels);
     (void)records.save(record_of(key_at(64), {{"few", {1}}}));
     EXPECT_EQ(records.plans(key_at(4096)).front().best(), "few");
-    (void)records.save(record_of(key_at(4096, {.scratch_bytes = 1 << 20}), {{"narrow", {1}}}));
-    (void)records.save(record_of(key_at(4096, {.limit_bytes = 1 << 30}), {{"limited", {1}}}));
+    (void)records.save(record_of(key_at({.scratch_bytes = 1 << 20, .num_tokens = 4096}), {{"narrow", {1}}}));
+    (void)records.save(record_of(key_at({.limit_bytes = 1 << 30, .num_tokens = 4096}), {{"limited", {1}}}));
     EXPECT_EQ(records.plans(key_at(4096)).front().best(), "narrow");
-    EXPECT_EQ(records.plans(key_at(4096, {.limit_bytes = 2LL << 30})).front().best(), "limited");
+    EXPECT_EQ(records.plans(key_at({.limit_bytes = 2LL << 30, .num_tokens = 4096})).front().best(), "limited");
     EXPECT_FALSE(records.plans(key_at(4096)).front().other_kernels);
 }
 
 TEST_F(RecordStoreTest, OtherSpecOrDevice_NotFound) {
     RecordStore records = store();
     (void)records.save(record_of(key_at(4096), {{"a", {1}}}));
-    EXPECT_TRUE(records.plans(record_key(parse_spec("D=8,V=16"), test::h100(), 4096, {})).empty());
-    EXPECT_TRUE(records.plans(record_key(test::tuned_spec(), describe_device("h200"), 4096, {})).empty());
+    EXPECT_TRUE(records.plans(record_key(parse_spec("D=8,V=16"), test::h100(), {.num_tokens = 4096})).empty());
+    EXPECT_TRUE(records.plans(record_key(test::tuned_spec(), describe_device("h200"), {.num_tokens = 4096})).empty());
 }
 
 TEST_F(RecordStoreTest, ExtraPlaces_BeforeTheUsers) {
@@ -194,7 +194,7 @@ TEST(ShippedRecords, Each_ReadsHasAWinnerAndIsFoundByItsDevice) {
         EXPECT_EQ(tuned_device(device), record->key.device) << file.name;
         const Spec spec = parse_spec(record->key.spec);
         EXPECT_EQ(illegal_reason(spec, device, parse_plan(best)), std::nullopt) << file.name;
-        EXPECT_EQ(shipped.plans(record_key(spec, device, record->key.num_tokens, record->key.memory)).front().best(), best) << file.name;
+        EXPECT_EQ(shipped.plans(record_key(spec, device, record->key.request, record->key.retained)).front().best(), best) << file.name;
         for (const auto& [id, run] : record->runs) {
             EXPECT_FALSE(run.date.empty() || run.driver.empty() || run.commit.empty()) << file.name << " does not say where it comes from";
         }

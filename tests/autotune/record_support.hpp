@@ -32,8 +32,9 @@ inline Record record_of(const RecordKey& key, const std::vector<std::pair<std::s
     return record;
 }
 
-inline RecordKey key_at(std::int64_t num_tokens, const TunedMemory& memory = {}) {
-    return record_key(tuned_spec(), h100(), num_tokens, memory);
+inline RecordKey key_at(const PlanRequest& request, std::string_view retained = kRetainedAutomatically) {
+    return record_key(tuned_spec(), h100(), request, retained);
 }
+inline RecordKey key_at(std::int64_t num_tokens) { return key_at(PlanRequest{.num_tokens = num_tokens}); }
 
 }  // namespace flce::test

@@ -17,8 +17,8 @@ using testing::HasSubstr;
 const std::vector<double> kFive{5, 5, 5, 5, 5};
 
 TEST(Record, Text_ReadsBackEqual) {
-    Record record =
-        record_of(key_at(4096, {.scratch_bytes = 1 << 20, .limit_bytes = 1 << 30, .retained = "none"}), {{"a", {1.25, 1.5}}, {"b", {2}}});
+    Record record = record_of(key_at({.scratch_bytes = 1 << 20, .limit_bytes = 1 << 30, .num_tokens = 4096}, kNothingRetained),
+                              {{"a", {1.25, 1.5}}, {"b", {2}}});
     record.candidates["c"] = {
         .rank = 7, .outcome = Outcome::hung, .why = "no answer in 3 s \"\xff\"", .workspace_bytes = 10, .retained_bytes = 20};
     record.candidates["c"].why = "no answer in 3 s";
@@ -38,9 +38,9 @@ TEST(Record, KeyFields_EachMakesAnotherDigest) {
     others[2].device.l2_bytes = 1;
     others[3].kernel_version = "0";
     others[4].spec = "D=8,V=16";
-    others[5].num_tokens = 64;
-    others[6].memory.scratch_bytes = 1;
-    others[7].memory.limit_bytes = 1;
+    others[5].request.num_tokens = 64;
+    others[6].request.scratch_bytes = 1;
+    others[7].request.limit_bytes = 1;
     others[8].policy = "once";
     std::vector<std::string> digests{base.digest()};
     for (const RecordKey& other : others) digests.push_back(other.digest());
@@ -63,7 +63,7 @@ TEST(Record, DeviceHereAndByName_SameKey) {
 }
 
 TEST(Record, TiedLayer_KeyOfOneThatAccumulates) {
-    const auto key = [](const char* spec) { return record_key(parse_spec(spec), describe_device("h200"), 4096, {}); };
+    const auto key = [](const char* spec) { return record_key(parse_spec(spec), describe_device("h200"), {.num_tokens = 4096}); };
     EXPECT_EQ(key("D=2048,V=151936,tied"), key("D=2048,V=151936,grad_weight_mode=accumulate"));
     EXPECT_EQ(key("D=2048,V=151936,tied,grad_weight_mode=write"), key("D=2048,V=151936"));
     EXPECT_NE(key("D=2048,V=151936,tied"), key("D=2048,V=151936"));
@@ -199,7 +199,8 @@ TEST(Record, RankedPlans_TheBestThenTheOthersByTime) {
 
 TEST(Record, ThreadsOfACpu_AreAnotherDevice) {
     const auto key = [](const char* device, int threads) {
-        return record_key(parse_spec("D=64,V=512,dtype=fp32"), describe_device(device), 64, {}, threads);
+        return record_key(parse_spec("D=64,V=512,dtype=fp32"), describe_device(device), {.num_tokens = 64}, kRetainedAutomatically,
+                          threads);
     };
     const int cores = describe_device("znver4").cpu.cores;
     ASSERT_GT(cores, 1);

@@ -25,7 +25,7 @@ protected:
         // Measured, it says, with kernels of another version.
         const Spec spec = parse_spec("D=64,V=1000,dtype=bf16").normalized();
         const Device device = describe_device("h100");
-        Record record{.key = record_key(spec, device, 4096, {}, 1)};
+        Record record{.key = record_key(spec, device, {.num_tokens = 4096}, kRetainedAutomatically, 1)};
         record.key.kernel_version = "0123456789abcdef";
         record.runs["run"] = {.date = "2026-01-01T00:00:00Z", .version = "0.1.0"};
         record.candidates[choose_plan(spec, device).text()].times_ms["run"] = {1.0};

@@ -99,7 +99,7 @@ TEST(RenderProgress_Tuning, CountsCandidatesAndSecondsWithin80Columns) {
 }
 
 Record record_of_ties() {
-    Record record{.key = record_key(parse_spec("D=64,V=500,dtype=fp32"), describe_device("x86-64-v3"), 4096, {})};
+    Record record{.key = record_key(parse_spec("D=64,V=500,dtype=fp32"), describe_device("x86-64-v3"), {.num_tokens = 4096})};
     record.candidates["default,chunk=123456"] = {.rank = 0, .times_ms = {{"run", {1.01, 1.01, 1.01, 1.01, 1.01}}}};
     record.candidates["tie"] = {.rank = 1, .times_ms = {{"run", {1.0, 1.0, 1.0, 1.0, 1.0}}}};
     record.candidates["slow"] = {.rank = 2, .times_ms = {{"run", {2.0}}}};

@@ -178,7 +178,7 @@ TEST_F(Prewarm, TokensWithoutALimit_CallsThatDoNotSayHowManyToo) {
     ASSERT_GE(plans.size(), 2U);
     fs::create_directory(folder_ / "records");
     for (const auto& [tokens, plan] : {std::pair{4096, plans.front()}, {8192, plans.back()}}) {
-        Record record{.key = record_key(spec, device, tokens, {}, 1)};
+        Record record{.key = record_key(spec, device, {.num_tokens = tokens}, kRetainedAutomatically, 1)};
         record.runs["run"] = {.date = "2026-01-01T00:00:00Z", .version = "0.1.0"};
         record.candidates[plan.text()].times_ms["run"] = {1.0};
         write_record_file(fs::path(folder_ / "records") / record.key.file(), record);

@@ -63,7 +63,7 @@ TEST_F(FlceTune, Record_SessionsPlanByIt) {
     EXPECT_GT(result.at("best_ms"), 0);
     const Record record = read(result);
     EXPECT_EQ(record.best_plan(), result.at("best_plan"));
-    EXPECT_EQ(record.key.num_tokens, 64);
+    EXPECT_EQ(record.key.request.num_tokens, 64);
     EXPECT_EQ(record.runs.begin()->second.commit, "abc123");
     // Blocks and panels of the register block are among what was varied.
     std::set<std::tuple<int, int, int, int>> blocks;
@@ -269,8 +269,8 @@ TEST_F(FlceTune, WorkspaceLimit_WhatIsRetainedKeepsToIt) {
     const ProcessResult result = run(arguments);
     ASSERT_EQ(result.exit_code, 0) << result.err;
     const Record record = read(result.json());
-    EXPECT_EQ(record.key.memory.limit_bytes, 3 << 20);
-    EXPECT_LE(record.key.memory.scratch_bytes, 3 << 20);
+    EXPECT_EQ(record.key.request.limit_bytes, 3 << 20);
+    EXPECT_LE(record.key.request.scratch_bytes, 3 << 20);
     bool retained = false;
     for (const auto& [plan, candidate] : record.candidates) {
         EXPECT_EQ(candidate.outcome, Outcome::ok) << candidate.why;
@@ -280,7 +280,7 @@ TEST_F(FlceTune, WorkspaceLimit_WhatIsRetainedKeepsToIt) {
     EXPECT_TRUE(retained);
     arguments = spec;
     arguments.insert(arguments.end(), {"--retain", "none", "--coordinates", "chunk", "--json"});
-    EXPECT_EQ(read(run(arguments).json()).key.memory.retained, "none");
+    EXPECT_EQ(read(run(arguments).json()).key.retained, "none");
 }
 
 TEST_F(FlceTune, TiedLayer_ItsRecordServesEveryLayerThatAccumulates) {
@@ -308,7 +308,7 @@ protected:
     }
     void write(const std::string& name, const std::string& run, double first, double second) const {
         const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16");
-        Record record{.key = record_key(spec, describe_device("h100"), 4096, {})};
+        Record record{.key = record_key(spec, describe_device("h100"), {.num_tokens = 4096})};
         record.runs[run] = {.date = "2026-11-21T00:00:00Z", .version = "0.1.0", .device = "NVIDIA H100 80GB HBM3", .driver = run};
         const auto plans = candidate_plans(spec, describe_device("h100"));
         record.candidates[plans[0].text()] = {.rank = 0, .workspace_bytes = 1 << 20, .times_ms = {{run, std::vector<double>(5, first)}}};
@@ -346,8 +346,8 @@ TEST_F(FlceTuneRecords, Merge_OfBothInAnyOrderTheSameFile) {
     const auto merged = run({"--merge", records_ / "a.json", records_ / "b.json", "--out", records_ / "team", "--json"}).json();
     const fs::path file = merged.at("records")[0].get<std::string>();
     EXPECT_EQ(read_text(file), read_text(records_ / "ab.json"));
-    EXPECT_EQ(file,
-              records_.path() / "team" / record_key(parse_spec("D=2048,V=151936,dtype=bf16"), describe_device("h100"), 4096, {}).file());
+    EXPECT_EQ(file, records_.path() / "team" /
+                        record_key(parse_spec("D=2048,V=151936,dtype=bf16"), describe_device("h100"), {.num_tokens = 4096}).file());
 }
 
 TEST_F(FlceTuneRecords, BadFileInADirectory_TheOthersAreReadWithAWarning) {

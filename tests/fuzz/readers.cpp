@@ -109,7 +109,7 @@ void read_record(std::string_view input) {
 }
 
 std::vector<std::string> record_seeds() {
-    Record record{.key = record_key(parse_spec("D=64,V=500,dtype=fp32"), describe_device("x86-64-v3"), 4096, {})};
+    Record record{.key = record_key(parse_spec("D=64,V=500,dtype=fp32"), describe_device("x86-64-v3"), {.num_tokens = 4096})};
     record.runs["r1"] = {.date = "2026-01-01T00:00:00Z", .version = "0.1.0", .device = "x86-64-v3", .searched = "all"};
     const std::vector<Plan> plans = candidate_plans(parse_spec("D=64,V=500,dtype=fp32"), describe_device("x86-64-v3"));
     for (std::size_t i = 0; i < std::min<std::size_t>(plans.size(), 3); ++i) {

@@ -68,7 +68,6 @@ struct FakeMachine {
                 .make_cuda = make,
                 .compile_cpu = compile,
                 .compile_cuda = compile,
-                .retained_bytes = [](const BuildRequest&, std::int64_t) { return 0; },
                 .native_cpu = [] { return describe_device("x86-64-v3"); },
                 .cuda_devices =
                     [this](std::string* why) {

@@ -33,8 +33,8 @@ protected:
     }
     /// A candidate that is not the first choice.
     static Plan plan(std::size_t which) { return candidate_plans(layer(), cpu()).at(which); }
-    void record(std::int64_t num_tokens, const std::string& plan, TunedMemory memory = {}) {
-        Record record{.key = record_key(layer(), cpu(), num_tokens, memory)};
+    void record(std::int64_t num_tokens, const std::string& plan) {
+        Record record{.key = record_key(layer(), cpu(), {.num_tokens = num_tokens})};
         record.candidates[plan].times_ms["run"] = {3.5};
         (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(record);
     }
@@ -100,7 +100,7 @@ TEST_F(SessionRecordsTest, IllegalPlan_OneWarningAndTheNextChoice) {
 TEST_F(SessionRecordsTest, RecordThatLies_ItsBestLegalPlan) {
     Plan bad = plan(1);
     bad.cpu.micro_m = 1000;
-    Record lies{.key = record_key(layer(), cpu(), 4096, {})};
+    Record lies{.key = record_key(layer(), cpu(), {.num_tokens = 4096})};
     for (const auto& [text, ms] : {std::pair{bad.text(), 0.0001}, {"garbage", 0.0002}, {plan(2).text(), 3.5}, {plan(1).text(), 4.0}}) {
         lies.candidates[text].times_ms["run"] = {ms};
     }
@@ -136,7 +136,7 @@ TEST_F(SessionRecordsTest, AllExponentialsInTheirOwnMemory_RecordsOfThatAlone) {
     constexpr std::int64_t kLimit = std::int64_t{4} << 30;
     const auto candidates = candidate_plans(spec, h200);
     const auto save = [&](std::int64_t limit, const Plan& plan) {
-        Record record{.key = record_key(spec, h200, 4096, {.limit_bytes = limit})};
+        Record record{.key = record_key(spec, h200, {.limit_bytes = limit, .num_tokens = 4096})};
         record.candidates[plan.text()].times_ms["run"] = {3.5};
         (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(record);
     };
@@ -177,14 +177,14 @@ TEST_F(SessionRecordsTest, LimitOfASpecWithImpliedFields_SamePlanInSessionAndPre
     const auto candidates = candidate_plans(spec.normalized(), machine_.gpus[0]);
     ASSERT_EQ(candidates.front().path, PlanPath::cuda_sm80);
     for (const auto& [limit, which] : {std::pair{std::int64_t{1} << 30, 1}, {std::int64_t{1} << 40, 2}}) {
-        Record record{.key = record_key(spec.normalized(), machine_.gpus[0], 4096, {.limit_bytes = limit})};
+        Record record{.key = record_key(spec.normalized(), machine_.gpus[0], {.limit_bytes = limit, .num_tokens = 4096})};
         record.candidates[candidates.at(static_cast<std::size_t>(which)).text()].times_ms["run"] = {3.5};
         (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(record);
     }
     const KernelOptions options{.scratch_bytes = kDefaultScratchBytes, .workspace_limit_bytes = std::int64_t{1} << 30, .num_tokens = 4096};
     Session session = this->session();
     EXPECT_EQ(session.get_kernel(implied, options)->plan(), candidates.at(1));
-    EXPECT_EQ(SessionAccess::plans(session, implied, machine_.gpus[0], options).front(), candidates.at(1));
+    EXPECT_EQ(SessionAccess::plan(session, implied, machine_.gpus[0], options), candidates.at(1));
 }
 
 TEST_F(SessionRecordsTest, Prewarm_CompilesWhatTheSessionAsksFor) {
@@ -219,7 +219,7 @@ TEST_F(SessionRecordsTest, RecordsDirectory_EnvironmentThenBesideTheCache) {
 TEST_F(SessionRecordsTest, FurtherRecords_OptionThenEnvironmentBeforeTheUsers) {
     record(4096, plan(1).text());
     const TemporaryDirectory team;
-    Record other{.key = record_key(layer(), cpu(), 4096, {})};
+    Record other{.key = record_key(layer(), cpu(), {.num_tokens = 4096})};
     other.candidates[plan(2).text()].times_ms["run"] = {9};
     (void)RecordStore({.directory = team.path(), .shipped = false}).save(other);
     EXPECT_EQ(session({.records = {team.path()}}).choose_plan(layer(), cpu()).plan, plan(2));

@@ -71,9 +71,7 @@ TEST_F(SessionTest, Limit_ScratchKeepsToItInSteps) {
     EXPECT_EQ(scratch(kSum + (33 << 20), 1000), 32 << 20);
     EXPECT_EQ(scratch(33 << 20, 0), 32 << 20);
     EXPECT_EQ(scratch(kSum + (33 << 20), 1000, 8 << 20), 8 << 20);
-    // These kernels retain nothing, so that more memory is of use to scratch alone.
-    EXPECT_EQ(scratch(kSum + (129 << 20), 1000), 128 << 20);
-    EXPECT_EQ(scratch(std::int64_t{1} << 40, 1000), 256 << 20);
+    EXPECT_EQ(scratch(std::int64_t{1} << 40, 1000), kDefaultScratchBytes) << "a CPU's kernels retain: more memory is for that";
     EXPECT_EQ(session.get_kernel(spec, {.workspace_limit_bytes = kSum + (33 << 20), .num_tokens = 1000}),
               session.get_kernel(spec, {.workspace_limit_bytes = kSum + (34 << 20), .num_tokens = 1000}));
     EXPECT_THAT([&] { scratch(kSum, 1000); },
@@ -90,6 +88,31 @@ TEST_F(SessionTest, Limit_ScratchKeepsToItInSteps) {
     EXPECT_THROW(scratch(-1, 0), PlanError);
     EXPECT_THROW(scratch(1 << 20, -1), ArgumentError);
     EXPECT_THROW(scratch(1 << 20, std::int64_t{1} << 62), ArgumentError);
+}
+
+TEST_F(SessionTest, LimitOfALayerThatRetainsNothing_IsForScratchOfItsOneKernel) {
+    machine_.gpus = {describe_device("sm_80")};
+    Session session = this->session();
+    const Spec spec = parse_spec("D=64,V=5000");
+    constexpr std::int64_t kSum = 4 * 1000 * 64;
+    const KernelOptions some{.workspace_limit_bytes = kSum + (129 << 20), .num_tokens = 1000};
+    const KernelOptions most{.workspace_limit_bytes = std::int64_t{1} << 40, .num_tokens = 1000};
+    EXPECT_EQ(session.get_kernel(spec, some)->plan().scratch_bytes, 128 << 20);
+    EXPECT_EQ(machine_.made, 1) << "no kernel is built only to ask it whether it retains";
+    EXPECT_EQ(session.get_kernel(spec, most)->plan().scratch_bytes, 256 << 20);
+    EXPECT_EQ(machine_.made, 2);
+    for (const KernelOptions& options : {some, most}) {
+        EXPECT_EQ(SessionAccess::plan(session, spec, machine_.gpus[0], options), session.get_kernel(spec, options)->plan());
+        EXPECT_EQ(session.choose_plan(spec, machine_.gpus[0], options).plan, session.get_kernel(spec, options)->plan());
+    }
+}
+
+TEST_F(SessionTest, OtherLimitWithTheSamePlan_SameKernelFromMemory) {
+    Session session = this->session();
+    const auto first = session.get_kernel(small_spec(), {.workspace_limit_bytes = std::int64_t{1} << 30, .num_tokens = 64});
+    EXPECT_EQ(session.get_kernel(small_spec(), {.workspace_limit_bytes = std::int64_t{3} << 30, .num_tokens = 4096}), first);
+    EXPECT_EQ(machine_.made, 1);
+    EXPECT_EQ(session.statistics().memory_hits, 1);
 }
 
 TEST_F(SessionTest, LimitOfTheSession_HoldsForCallsWithoutOne) {
@@ -251,7 +274,7 @@ TEST_F(SessionTest, Prewarm_CountsAndServesLaterSessions) {
 
 TEST_F(SessionTest, Prewarm_ServesEveryLimitItWasAskedForToAStrictSession) {
     machine_.gpus = {describe_device("sm_90a")};
-    const Spec spec = parse_spec("D=128,V=1000,dtype=bf16");
+    const Spec spec = parse_spec("D=128,V=1000,dtype=bf16,softcap=30");  // retains nothing
     Session builder = session({.device = "cpu"});
     Session strict = session({.device = "cuda", .strict = true});
     std::int64_t sets = 0;
@@ -279,13 +302,13 @@ TEST_F(SessionTest, PlansForAnyTokens_HoldThatOfEveryNumber) {
             EXPECT_GE(all.size(), limit == 0 || spec.dtype == DType::fp32 ? 1u : 3u);
             for (std::int64_t num_tokens = 1; num_tokens < 200'000; num_tokens += 1 + num_tokens / 4) {
                 if (limit > 0 && spec.dtype != DType::fp32 && limit <= 4 * spec.hidden_size * num_tokens) break;
-                std::vector<Plan> wanted;
+                Plan wanted;
                 try {
-                    wanted = SessionAccess::plans(session, spec, device, {.workspace_limit_bytes = limit, .num_tokens = num_tokens});
+                    wanted = SessionAccess::plan(session, spec, device, {.workspace_limit_bytes = limit, .num_tokens = num_tokens});
                 } catch (const PlanError&) {
                     break;  // no plan has so little scratch
                 }
-                for (const Plan& plan : wanted) EXPECT_THAT(all, testing::Contains(plan)) << text << " " << limit << " " << num_tokens;
+                EXPECT_THAT(all, testing::Contains(wanted)) << text << " " << limit << " " << num_tokens;
             }
         }
     }
@@ -293,16 +316,19 @@ TEST_F(SessionTest, PlansForAnyTokens_HoldThatOfEveryNumber) {
 }
 
 TEST_F(SessionTest, Missing_NamesPlansUntilTheyAreCompiled) {
-    const Device device = describe_device("sm_90a");
+    const Device device = describe_device("sm_80");  // retains nothing, so that a limit is for scratch
     const Spec spec = parse_spec("D=128,V=1000,dtype=bf16");
     Session session = this->session();
     const KernelOptions wide{.workspace_limit_bytes = std::int64_t{1} << 34};
-    EXPECT_EQ(session.missing(spec, device, wide).size(), 2u);
+    EXPECT_THAT(session.missing(spec, device, wide), testing::ElementsAre(HasSubstr("scratch=268435456")));
     EXPECT_THAT(session.missing(spec, device), testing::ElementsAre(HasSubstr("scratch=67108864")));
     EXPECT_EQ(machine_.compiled, 0);
     (void)session.prewarm(spec, device);
     EXPECT_TRUE(session.missing(spec, device).empty());
     EXPECT_EQ(session.missing(spec, device, wide).size(), 1u);
+    (void)session.prewarm(spec, device, wide);
+    EXPECT_TRUE(session.missing(spec, device, wide).empty());
+    EXPECT_EQ(machine_.compiled, 2);
 }
 
 TEST_F(SessionTest, HugeLimits_AreLimitsLikeOthers) {

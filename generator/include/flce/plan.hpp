@@ -93,12 +93,17 @@ inline constexpr std::int64_t kTypicalTokens = 4096;
 /// The nearest of them by ratio, the smaller of two that are equally near; kTypicalTokens for 0 and less, which stand for a number not known.
 [[nodiscard]] std::int64_t token_bucket(std::int64_t num_tokens) noexcept;
 
+/// What of a call's memory and size its plan depends on: what a session chooses plans for, the tuner searches for, and records are kept by.
 struct PlanRequest {
     /// Most bytes beyond dH's accumulator; below the smallest legal amount is a PlanError.
     std::int64_t scratch_bytes = kDefaultScratchBytes;
-    std::int64_t limit_bytes = 0;  ///< on workspace and retained exponentials together; 0: not known
-    std::int64_t num_tokens = 0;   ///< the limit's; 0: not known
+    std::int64_t limit_bytes = 0;  ///< on workspace and retained memory together; 0: none
+    std::int64_t num_tokens = 0;   ///< of the call; 0: not known
+    friend bool operator==(const PlanRequest&, const PlanRequest&) = default;
 };
+
+/// Whether forward can leave anything to backward with such a plan: exponentials on a GPU, logits on a CPU.
+[[nodiscard]] constexpr bool retains(const Plan& plan) noexcept { return plan.path == PlanPath::cpu || plan.strategy == Strategy::retain; }
 
 /// Whether exponentials may lie in grad_weight's memory until it is written: it is not added to, and its rows are the vocabulary's.
 [[nodiscard]] bool may_lend_grad_weight(const Spec& spec) noexcept;
