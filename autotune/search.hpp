@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "autotune/record.hpp"
+#include "records/record.hpp"
 
 namespace flce {
 

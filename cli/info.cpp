@@ -6,9 +6,9 @@
 #include <cstdlib>
 #include <optional>
 
-#include "autotune/kernel_version.hpp"
 #include "cli/command.hpp"
 #include "cli/setup_report.hpp"
+#include "records/kernel_version.hpp"
 #include "runtime/cuda/nvrtc.hpp"
 #include "runtime/host/host_code.hpp"
 #include "runtime/kernel_factory.hpp"

@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <sstream>
 
-#include "autotune/record_store.hpp"
 #include "autotune/search.hpp"
 #include "autotune/search_space.hpp"
 #include "cli/finite_number.hpp"
@@ -15,6 +14,7 @@
 #include "cli/tune_measure.hpp"
 #include "cli/tune_options.hpp"
 #include "cli/tuning_run.hpp"
+#include "records/record_store.hpp"
 #include "runtime/environment.hpp"
 
 namespace flce::cli {

@@ -3,8 +3,8 @@
 
 #include <fstream>
 
-#include "autotune/record_store.hpp"
 #include "cli/tune_options.hpp"
+#include "records/record_store.hpp"
 
 namespace flce::cli {
 namespace {

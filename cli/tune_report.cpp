@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <limits>
 
-#include "autotune/record_store.hpp"
+#include "records/record_store.hpp"
 
 namespace flce::cli {
 namespace {

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "autotune/record.hpp"
 #include "cli/command.hpp"
+#include "records/record.hpp"
 
 namespace flce::cli {
 

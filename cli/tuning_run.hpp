@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "autotune/record.hpp"
+#include "records/record.hpp"
 
 namespace flce::cli {
 

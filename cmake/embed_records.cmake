@@ -1,5 +1,5 @@
 # Writes OUTPUT: a C++ source that defines flce::shipped_records() over the text of FILES.
-set(body "// Generated from autotune/records/. Do not edit.\n#include \"autotune/shipped_records.hpp\"\n\n#include <vector>\n\nnamespace flce {\nnamespace {\n")
+set(body "// Generated from records/shipped/. Do not edit.\n#include \"records/shipped_records.hpp\"\n\n#include <vector>\n\nnamespace flce {\nnamespace {\n")
 set(table "")
 set(index 0)
 foreach(file IN LISTS FILES)

@@ -5,6 +5,6 @@ list(SORT CUDA_FILES)
 list(SORT CPU_FILES)
 source_digest(cuda ${CUDA_FILES})
 source_digest(cpu ${CPU_FILES})
-file(WRITE ${OUTPUT} "// Generated from the sources of kernels. Do not edit.\n#include \"autotune/kernel_version.hpp\"\n\nnamespace flce {\n
+file(WRITE ${OUTPUT} "// Generated from the sources of kernels. Do not edit.\n#include \"records/kernel_version.hpp\"\n\nnamespace flce {\n
 std::string_view kernel_version(DeviceKind kind) noexcept { return kind == DeviceKind::cuda ? \"${cuda}\" : \"${cpu}\"; }\n
 }  // namespace flce\n")

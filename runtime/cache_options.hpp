@@ -1,9 +1,9 @@
 // The tiers of a session's artifact cache, out of its options and the environment.
 #pragma once
 
-#include "autotune/record_store.hpp"
 #include "cache/artifact_cache.hpp"
 #include "flce/flce.hpp"
+#include "records/record_store.hpp"
 #include "runtime/environment.hpp"
 
 namespace flce {

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "autotune/record_store.hpp"
 #include "flce/plan.hpp"
+#include "records/record_store.hpp"
 
 namespace flce {
 

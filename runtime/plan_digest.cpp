@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "autotune/kernel_version.hpp"
 #include "cache/artifact_cache.hpp"
 #include "flce/flce.hpp"
+#include "records/kernel_version.hpp"
 
 namespace flce {
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Gives tuning records the version of today's kernels, if those are the kernels that were measured.
 
-    python3 tools/carry_records.py --measured OLD/bin/flce --today build/bin/flce autotune/records/*.json
+    python3 tools/carry_records.py --measured OLD/bin/flce --today build/bin/flce records/shipped/*.json
 
 The version is a digest of the templates and of the generator: a comment or another name makes a new one, and records of the old one then stand
 behind (`flce explain` says "with kernels of another version"). Measuring takes a GPU and hours; this takes two builds and NVRTC. It compiles every

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures the records that ship with the library, on the GPU of this machine: the output layers of eight well-known models.
 #   tools/tune_models.sh PREFIX OUT COMMIT
-# writes OUT/PREFIX-MODEL-TOKENS.json, for autotune/records. FLCE is the program (build/bin/flce), BUDGET_S the seconds for each of them, SECONDS_LEFT when to
+# writes OUT/PREFIX-MODEL-TOKENS.json, for records/shipped. FLCE is the program (build/bin/flce), BUDGET_S the seconds for each of them, SECONDS_LEFT when to
 # begin no more, TOKENS the numbers of tokens; ACCUMULATE=1 measures gradients that are added to, as those of tied layers are (…-accumulate-TOKENS.json);
 # DEVICE and MODELS (lines of a name and a spec) are for trying it.
 # Kernels are compiled a layer at a time, ahead of the measuring and on the cores that it leaves: a layer is measured when all of its own are there.

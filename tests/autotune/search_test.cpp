@@ -10,7 +10,7 @@
 
 #include "autotune/search_space.hpp"
 #include "generator/cuda_program.hpp"
-#include "tests/autotune/record_support.hpp"
+#include "tests/records/record_support.hpp"
 
 namespace flce {
 namespace {

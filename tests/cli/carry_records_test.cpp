@@ -6,8 +6,8 @@
 #include <fstream>
 #include <iterator>
 
-#include "autotune/kernel_version.hpp"
-#include "autotune/record_store.hpp"
+#include "records/kernel_version.hpp"
+#include "records/record_store.hpp"
 #include "tests/cli/process.hpp"
 #include "tests/support/gpu.hpp"
 

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <iterator>
 
-#include "autotune/record_store.hpp"
+#include "records/record_store.hpp"
 #include "tests/cli/process.hpp"
 #include "tests/support/gpu.hpp"
 

@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "autotune/record_store.hpp"
+#include "records/record_store.hpp"
 #include "tests/cli/process.hpp"
 
 namespace flce::test {

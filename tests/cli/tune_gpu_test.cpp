@@ -2,7 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "autotune/record_store.hpp"
+#include "records/record_store.hpp"
 #include "tests/cli/process.hpp"
 #include "tests/support/gpu.hpp"
 

@@ -7,7 +7,7 @@
 #include <set>
 #include <sstream>
 
-#include "autotune/record_store.hpp"
+#include "records/record_store.hpp"
 #include "tests/cli/process.hpp"
 
 namespace flce::test {

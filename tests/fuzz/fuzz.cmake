@@ -3,16 +3,16 @@
 if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
   message(FATAL_ERROR "FLCE_FUZZ needs clang++ (libFuzzer): -DCMAKE_CXX_COMPILER=clang++-19")
 endif()
-set(sources autotune/record.cpp autotune/record_json.cpp cache/artifact_format.cpp cache/artifact_key.cpp cache/pack_format.cpp
+set(sources records/record.cpp records/record_json.cpp cache/artifact_format.cpp cache/artifact_key.cpp cache/pack_format.cpp
   cache/signature.cpp cli/safetensors.cpp tests/fuzz/readers.cpp)
 file(GLOB generator_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_SOURCE_DIR} ${CMAKE_SOURCE_DIR}/generator/*.cpp ${CMAKE_SOURCE_DIR}/generator/cuda/*.cpp)
 list(APPEND sources ${generator_sources} generator/host/cpu_layout.cpp generator/host/cpu_code.cpp)
 list(TRANSFORM sources PREPEND ${CMAKE_SOURCE_DIR}/)
 set(fuzz_flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1 -g1)
 
-add_library(flce_fuzz_code STATIC EXCLUDE_FROM_ALL ${sources} ${CMAKE_BINARY_DIR}/autotune/kernel_version.cpp)
-add_dependencies(flce_fuzz_code flce_autotune_sources)
-set_source_files_properties(${CMAKE_BINARY_DIR}/autotune/kernel_version.cpp PROPERTIES GENERATED ON)
+add_library(flce_fuzz_code STATIC EXCLUDE_FROM_ALL ${sources} ${CMAKE_BINARY_DIR}/records/kernel_version.cpp)
+add_dependencies(flce_fuzz_code flce_record_sources)
+set_source_files_properties(${CMAKE_BINARY_DIR}/records/kernel_version.cpp PROPERTIES GENERATED ON)
 target_include_directories(flce_fuzz_code PUBLIC ${CMAKE_SOURCE_DIR} ${CMAKE_SOURCE_DIR}/generator/include ${CMAKE_SOURCE_DIR}/runtime/include)
 target_include_directories(flce_fuzz_code SYSTEM PUBLIC ${LLVM_INCLUDE_DIRS})
 target_compile_features(flce_fuzz_code PUBLIC cxx_std_20)

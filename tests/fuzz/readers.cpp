@@ -5,11 +5,11 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "autotune/record.hpp"
 #include "cache/artifact_format.hpp"
 #include "cache/pack_format.hpp"
 #include "cli/safetensors.hpp"
 #include "flce/error.hpp"
+#include "records/record.hpp"
 
 namespace flce::fuzz {
 namespace {

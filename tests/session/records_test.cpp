@@ -1,7 +1,7 @@
 // Which plan a session takes: the caller's, a record's, the cost model's.
 #include <gmock/gmock.h>
 
-#include "autotune/record_store.hpp"
+#include "records/record_store.hpp"
 #include "tests/cache/cache_test_support.hpp"
 #include "tests/cache/log_capture.hpp"
 #include "tests/session/fake_backend.hpp"

@@ -1,4 +1,4 @@
-// The files of autotune/records, embedded in the library at build time.
+// The files of records/shipped, embedded in the library at build time.
 #pragma once
 
 #include <span>

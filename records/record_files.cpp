@@ -1,4 +1,4 @@
-#include "autotune/record_files.hpp"
+#include "records/record_files.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "autotune/record.hpp"
+#include "records/record.hpp"
 
 namespace flce::test {
 

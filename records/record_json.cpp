@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
-#include "autotune/record.hpp"
 #include "generator/json_object.hpp"
+#include "records/record.hpp"
 
 namespace flce {
 namespace {

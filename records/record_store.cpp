@@ -1,4 +1,4 @@
-#include "autotune/record_store.hpp"
+#include "records/record_store.hpp"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -12,12 +12,12 @@
 #include <tuple>
 #include <utility>
 
-#include "autotune/shipped_records.hpp"
 #include "cache/artifact_cache.hpp"
 #include "cache/file_io.hpp"
 #include "cache/key_lock.hpp"
 #include "cache/log.hpp"
 #include "flce/error.hpp"
+#include "records/shipped_records.hpp"
 
 namespace flce {
 namespace {
@@ -202,7 +202,7 @@ void RecordStore::forget(const RecordKey& key) {
     known_.erase(key.subject());
 }
 
-// autotune/record_files.hpp says why this loses nothing, whatever other publishers do meanwhile.
+// records/record_files.hpp says why this loses nothing, whatever other publishers do meanwhile.
 fs::path RecordStore::save(const Record& record) {
     const fs::path file = begin_writing(record.key);
     const KeyLock lock(places_.directory, lock_key(record.key), kLockWait);

@@ -1,10 +1,10 @@
-#include "autotune/record.hpp"
+#include "records/record.hpp"
 
 #include <gmock/gmock.h>
 
 #include <random>
 
-#include "tests/autotune/record_support.hpp"
+#include "tests/records/record_support.hpp"
 
 namespace flce {
 namespace {

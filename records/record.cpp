@@ -1,4 +1,4 @@
-#include "autotune/record.hpp"
+#include "records/record.hpp"
 
 #include <fmt/format.h>
 
@@ -8,10 +8,10 @@
 #include <span>
 #include <tuple>
 
-#include "autotune/kernel_version.hpp"
 #include "cache/artifact_cache.hpp"
 #include "flce/error.hpp"
 #include "generator/device_tables.hpp"
+#include "records/kernel_version.hpp"
 
 namespace flce {
 namespace {

@@ -1,13 +1,13 @@
-#include "autotune/record_store.hpp"
+#include "records/record_store.hpp"
 
 #include <gmock/gmock.h>
 
 #include <thread>
 
-#include "autotune/shipped_records.hpp"
-#include "tests/autotune/record_support.hpp"
+#include "records/shipped_records.hpp"
 #include "tests/cache/cache_test_support.hpp"
 #include "tests/cache/log_capture.hpp"
+#include "tests/records/record_support.hpp"
 
 namespace flce {
 namespace {

@@ -34,7 +34,7 @@
 #include <string_view>
 #include <vector>
 
-#include "autotune/record.hpp"
+#include "records/record.hpp"
 
 namespace flce {
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "autotune/record.hpp"
-#include "autotune/record_files.hpp"
+#include "records/record.hpp"
+#include "records/record_files.hpp"
 
 namespace flce {
 
@@ -47,7 +47,7 @@ public:
 
     /// The user's record of exactly this key, where there is one that a session would read: nobody else can have written it.
     [[nodiscard]] std::optional<Record> find(const RecordKey& key) const;
-    /// Merges the record into the user's directory, safely beside other publishers of whatever machine (autotune/record_files.hpp); returns the
+    /// Merges the record into the user's directory, safely beside other publishers of whatever machine (records/record_files.hpp); returns the
     /// file, which holds what is known by now. Throws EnvironmentError where it cannot be written or there is no directory.
     std::filesystem::path save(const Record& record);
     /// Puts it in the place of what was there before; what others publish meanwhile stays. As save() otherwise.

@@ -10,11 +10,11 @@
 #include <set>
 #include <utility>
 
-#include "autotune/record_store.hpp"
 #include "flce/error.hpp"
-#include "tests/autotune/record_support.hpp"
+#include "records/record_store.hpp"
 #include "tests/cache/fault_fixture.hpp"
 #include "tests/cache/kill_at.hpp"
+#include "tests/records/record_support.hpp"
 
 namespace flce {
 namespace {
