@@ -1,11 +1,12 @@
-"""Times of an output layer's passes while a kernel of somebody else's holds some of the GPU's SMs, as NCCL's kernels do while they wait for a peer.
+"""Times of an output layer's passes while a kernel of somebody else's holds some of the GPU's SMs, as NCCL's kernels do while they wait for
+a peer.
 
     python benchmarks/beside_others.py [--shape 4096x1024x32000] [--blocks 0,1,8,24,128] [--rounds 7] [--out FILE]
 
-bf16, on a GPU; needs CuPy. The foreign kernel has --blocks blocks of 32 threads, which spin for --hold-ms milliseconds on another stream. A pass
-is timed by events on the device alone, when the foreign kernel has run for two milliseconds. The table has medians in milliseconds, and in
-brackets the ratio to the same pass alone. "floor": the three bare GEMMs by cuBLAS. "bound": a pass may take 1.3 times its time alone, times all
-SMs over the SMs that are not held.
+bf16, on a GPU; needs CuPy. The foreign kernel has --blocks blocks of 32 threads, which spin for --hold-ms milliseconds on another stream. A
+pass is timed by events on the device alone, when the foreign kernel has run for two milliseconds. The table has medians in milliseconds,
+and in brackets the ratio to the same pass alone. "floor": the three bare GEMMs by cuBLAS. "bound": a pass may take 1.3 times its time
+alone, times all SMs over the SMs that are not held.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def main() -> None:
         print(f"| {name} | " + " | ".join(f"{ms:.2f} ({ms / alone:.2f})" for ms in row.values()) + " |")
     print("| bound | " + " | ".join(f"({bounds[b]:.2f})" for b in blocks) + " |")
     if options.out:
-        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.strip()
+        driver = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        ).stdout.strip()
         record = {
             "gpu": properties.name,
             "driver": driver,

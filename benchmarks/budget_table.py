@@ -3,8 +3,8 @@
     python3 benchmarks/budget_table.py --flce build/bin/flce [--shape 4096x2048x151936] [--minutes 8] [--out FILE]
 
 Takes at most --minutes: what there is no time for any more is named, and the exit code is 1. Writes Google Benchmark's JSON (default:
-benchmarks/results/GPU-DATE-budget.json): medians, with spread, ratios, bytes beyond inputs and gradients, clocks and power while it ran, and
-the errors of all outputs against fp64 (`flce check` on the same layer) beside the times. benchmarks/draw_budget.py draws it.
+benchmarks/results/GPU-DATE-budget.json): medians, with spread, ratios, bytes beyond inputs and gradients, clocks and power while it ran,
+and the errors of all outputs against fp64 (`flce check` on the same layer) beside the times. benchmarks/draw_budget.py draws it.
 """
 
 import argparse
@@ -160,7 +160,10 @@ def main():
     end = time.monotonic() + 60 * args.minutes
     about = context(args)
     rows, late = [], []
-    print(f"{'shape':>18} {'case':<26} {'MiB beyond':>10} {'fwd ms':>8} {'ratio':>6} {'both ms':>8} {'ratio':>6}  errors (grad_hidden, grad_weight)")
+    print(
+        f"{'shape':>18} {'case':<26} {'MiB beyond':>10} {'fwd ms':>8} {'ratio':>6} {'both ms':>8} {'ratio':>6}  "
+        "errors (grad_hidden, grad_weight)"
+    )
     for case in cases(args.shape or SHAPES):
         if args.case and not case.name.startswith(tuple(args.case)):
             continue
@@ -173,7 +176,9 @@ def main():
         both["errors"] = found
         rows += [forward, both]
         nan = float("nan")
-        ratios = [row.get("ratio", row.get(f"ratio_ignored_{part}", nan)) for row, part in ((forward, "forward"), (both, "forward_backward"))]
+        ratios = [
+            row.get("ratio", row.get(f"ratio_ignored_{part}", nan)) for row, part in ((forward, "forward"), (both, "forward_backward"))
+        ]
         shown = " ".join(f"{found[name]['error']:.2e}" for name in ("grad_hidden", "grad_weight") if name in found)
         print(
             f"{case.shape:>18} {case.name:<26} {both['bytes_beyond'] / 2**20:10.1f} {forward['real_time']:8.3f} {ratios[0]:6.3f} "

@@ -1,6 +1,8 @@
-"""Forward + backward of the output layer on the CPU: flce (through its C ABI) against eager PyTorch, in one process, repetitions interleaved.
+"""Forward + backward of the output layer on the CPU: flce (through its C ABI) against eager PyTorch, in one process, repetitions
+interleaved.
 
-    OMP_NUM_THREADS=2 python benchmarks/cpu_vs_torch.py --library build/lib/libflce.so [--shape 1024x2048x50257] [--dtypes fp32,bf16] [--retain none]
+    OMP_NUM_THREADS=2 python benchmarks/cpu_vs_torch.py --library build/lib/libflce.so [--shape 1024x2048x50257]
+        [--dtypes fp32,bf16] [--retain none]
                                                         [--out FILE]
 
 Prints a table; --out writes JSON with the CPU, the commit and the date.
@@ -22,13 +24,30 @@ INT64, FP32, CPU = 0x040, 0x220, 1
 
 
 class Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int32), ("ndim", ctypes.c_int32), ("shape", ctypes.c_int64 * 2),
-                ("strides", ctypes.c_int64 * 2), ("device_type", ctypes.c_int32), ("device_index", ctypes.c_int32)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("shape", ctypes.c_int64 * 2),
+        ("strides", ctypes.c_int64 * 2),
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+    ]
 
 
 P = ctypes.POINTER(Tensor)
-COMMON = [("struct_size", ctypes.c_size_t), ("hidden", P), ("weight", P), ("bias", P), ("class_weight", P), ("target", P),
-          ("ignore_index", ctypes.c_int64), ("reduction", ctypes.c_int32), ("reserved", ctypes.c_int32), ("num_valid", P)]
+COMMON = [
+    ("struct_size", ctypes.c_size_t),
+    ("hidden", P),
+    ("weight", P),
+    ("bias", P),
+    ("class_weight", P),
+    ("target", P),
+    ("ignore_index", ctypes.c_int64),
+    ("reduction", ctypes.c_int32),
+    ("reserved", ctypes.c_int32),
+    ("num_valid", P),
+]
 
 RETAINED = [("retained", ctypes.c_void_p), ("retained_bytes", ctypes.c_size_t)]
 
@@ -38,13 +57,35 @@ class ForwardArgs(ctypes.Structure):
 
 
 class BackwardArgs(ctypes.Structure):
-    _fields_ = COMMON + [(name, P) for name in ("lse", "entropy", "grad_loss", "grad_lse", "grad_logprob", "grad_entropy", "grad_hidden",
-                                                "grad_weight", "grad_bias")] + RETAINED
+    _fields_ = (
+        COMMON
+        + [
+            (name, P)
+            for name in (
+                "lse",
+                "entropy",
+                "grad_loss",
+                "grad_lse",
+                "grad_logprob",
+                "grad_entropy",
+                "grad_hidden",
+                "grad_weight",
+                "grad_bias",
+            )
+        ]
+        + RETAINED
+    )
 
 
 class SessionOptions(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("device", ctypes.c_char_p), ("cache_dir", ctypes.c_char_p),
-                ("scratch_bytes", ctypes.c_int64), ("threads", ctypes.c_int32), ("no_disk_cache", ctypes.c_int32)]
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("device", ctypes.c_char_p),
+        ("cache_dir", ctypes.c_char_p),
+        ("scratch_bytes", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
+        ("no_disk_cache", ctypes.c_int32),
+    ]
 
 
 def view(t):
@@ -90,20 +131,33 @@ class Flce:
         return size.value
 
     def bind(self, hidden, weight, target, retain=False):
-        """Returns forward and backward of these tensors, and what they write. `retain`: logits wait for backward in grad_weight's memory."""
+        """Returns forward and backward of these tensors, and what they write. `retain`: logits wait for backward in grad_weight's
+        memory."""
         tokens = hidden.shape[0]
         size = self.workspace_bytes(tokens)
-        out = {"loss": torch.zeros(()), "lse": torch.empty(tokens), "grad_hidden": torch.empty_like(hidden), "grad_weight": torch.empty_like(weight),
-               "workspace": torch.zeros(size + 256, dtype=torch.uint8)}
+        out = {
+            "loss": torch.zeros(()),
+            "lse": torch.empty(tokens),
+            "grad_hidden": torch.empty_like(hidden),
+            "grad_weight": torch.empty_like(weight),
+            "workspace": torch.zeros(size + 256, dtype=torch.uint8),
+        }
         start = (out["workspace"].data_ptr() + 255) // 256 * 256
         views = {k: view(v) for k, v in out.items() if k != "workspace"}
         views |= {"hidden": view(hidden), "weight": view(weight), "target": view(target)}
-        common = {k: ctypes.pointer(views[k]) for k in ("hidden", "weight", "target", "lse")} | {"ignore_index": -100, "reduction": self.MEAN}
+        common = {k: ctypes.pointer(views[k]) for k in ("hidden", "weight", "target", "lse")} | {
+            "ignore_index": -100,
+            "reduction": self.MEAN,
+        }
         if retain:
             common |= {"retained": out["grad_weight"].data_ptr(), "retained_bytes": self.lendable_bytes(tokens)}
         forward = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), loss=ctypes.pointer(views["loss"]), **common)
-        backward = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), grad_hidden=ctypes.pointer(views["grad_hidden"]),
-                                grad_weight=ctypes.pointer(views["grad_weight"]), **common)
+        backward = BackwardArgs(
+            struct_size=ctypes.sizeof(BackwardArgs),
+            grad_hidden=ctypes.pointer(views["grad_hidden"]),
+            grad_weight=ctypes.pointer(views["grad_weight"]),
+            **common,
+        )
 
         def call(function, args):
             self.check(function(self.kernel, ctypes.byref(args), ctypes.c_void_p(start), ctypes.c_size_t(size), None))
@@ -144,16 +198,35 @@ def compare(args, name, shape):
 
     best = {}
     for _ in range(args.repeats):
-        for key, step in (("flce_forward", forward), ("flce_backward", backward), ("torch_forward", eager_forward),
-                          ("torch_backward", lambda: state["loss"].backward())):
+        for key, step in (
+            ("flce_forward", forward),
+            ("flce_backward", backward),
+            ("torch_forward", eager_forward),
+            ("torch_backward", lambda: state["loss"].backward()),
+        ):
             best[key] = min(best.get(key, 1e9), timed(step))
-    result = {"dtype": name, "shape": list(shape), "threads": args.threads, "plan": flce.text(2), "retain": args.retain,
-              "workspace_bytes": flce.workspace_bytes(n)}
+    result = {
+        "dtype": name,
+        "shape": list(shape),
+        "threads": args.threads,
+        "plan": flce.text(2),
+        "retain": args.retain,
+        "workspace_bytes": flce.workspace_bytes(n),
+    }
     result |= {f"{key}_s": round(value, 4) for key, value in best.items()}
     ours, theirs = best["flce_forward"] + best["flce_backward"], best["torch_forward"] + best["torch_backward"]
-    result |= {"flce_s": round(ours, 4), "torch_s": round(theirs, 4), "ratio": round(ours / theirs, 4), "flce_gflops": gflops(8 if args.retain == "none" else 6, shape, ours), "torch_gflops": gflops(6, shape, theirs),
-               "difference": {"loss": abs(out["loss"].item() - state["loss"].item()), "grad_hidden": relative(out["grad_hidden"], hidden.grad),
-                              "grad_weight": relative(out["grad_weight"], weight.grad)}}
+    result |= {
+        "flce_s": round(ours, 4),
+        "torch_s": round(theirs, 4),
+        "ratio": round(ours / theirs, 4),
+        "flce_gflops": gflops(8 if args.retain == "none" else 6, shape, ours),
+        "torch_gflops": gflops(6, shape, theirs),
+        "difference": {
+            "loss": abs(out["loss"].item() - state["loss"].item()),
+            "grad_hidden": relative(out["grad_hidden"], hidden.grad),
+            "grad_weight": relative(out["grad_weight"], weight.grad),
+        },
+    }
     return result
 
 
@@ -170,19 +243,33 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--plan", default="")
-    parser.add_argument("--retain", choices=("grad_weight", "none"), default="grad_weight",
-                        help="logits wait for backward in grad_weight's memory, or are computed again")
+    parser.add_argument(
+        "--retain",
+        choices=("grad_weight", "none"),
+        default="grad_weight",
+        help="logits wait for backward in grad_weight's memory, or are computed again",
+    )
     parser.add_argument("--out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     shape = tuple(int(x) for x in args.shape.split("x"))
     results = [compare(args, name, shape) for name in args.dtypes.split(",")]
     for r in results:
-        print(f"{r['dtype']}: flce {r['flce_forward_s']:.3f} + {r['flce_backward_s']:.3f} = {r['flce_s']:.3f} s ({r['flce_gflops']} GFLOP/s), "
-              f"torch {r['torch_forward_s']:.3f} + {r['torch_backward_s']:.3f} = {r['torch_s']:.3f} s, ratio {r['ratio']:.3f}, "
-              f"workspace {r['workspace_bytes'] / 2**20:.1f} MiB, differences {r['difference']}", file=sys.stderr)
-    record = {"cpu": cpu_model(), "torch": torch.__version__, "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True,
-              text=True).stdout.strip(), "date": datetime.date.today().isoformat(), "command": "benchmarks/cpu_vs_torch.py", "results": results}
+        print(
+            f"{r['dtype']}: flce {r['flce_forward_s']:.3f} + {r['flce_backward_s']:.3f} = {r['flce_s']:.3f} s "
+            f"({r['flce_gflops']} GFLOP/s), "
+            f"torch {r['torch_forward_s']:.3f} + {r['torch_backward_s']:.3f} = {r['torch_s']:.3f} s, ratio {r['ratio']:.3f}, "
+            f"workspace {r['workspace_bytes'] / 2**20:.1f} MiB, differences {r['difference']}",
+            file=sys.stderr,
+        )
+    record = {
+        "cpu": cpu_model(),
+        "torch": torch.__version__,
+        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "date": datetime.date.today().isoformat(),
+        "command": "benchmarks/cpu_vs_torch.py",
+        "results": results,
+    }
     if args.out:
         with open(args.out, "w") as file:
             json.dump(record, file, indent=2)

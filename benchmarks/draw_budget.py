@@ -54,7 +54,9 @@ def draw(points, title, path):
         panel.axhline(1.0, color="0.4", linewidth=1)
         panel.axhline(8 / 6, color="0.7", linewidth=1, linestyle=":")
         for point in mine:
-            panel.plot(point.bytes_beyond / 2**20, point.ratio, "o", color="tab:red" if point.name == "accumulated" else "tab:blue", markersize=5)
+            panel.plot(
+                point.bytes_beyond / 2**20, point.ratio, "o", color="tab:red" if point.name == "accumulated" else "tab:blue", markersize=5
+            )
             panel.annotate(point.name, (point.bytes_beyond / 2**20, point.ratio), textcoords="offset points", xytext=(6, 3), fontsize=7)
         panel.set_xscale("log")
         panel.set_xlim(min(p.bytes_beyond for p in mine) / 2**20 / 1.6, max(p.bytes_beyond for p in mine) / 2**20 * 6)

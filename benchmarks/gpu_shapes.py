@@ -1,8 +1,10 @@
-"""`flce bench` on the GPU over the shapes of well-known output layers, with the cuBLAS floor of the same run; optionally recorded in a file.
+"""`flce bench` on the GPU over the shapes of well-known output layers, with the cuBLAS floor of the same run; optionally recorded in a
+file.
 
     python3 benchmarks/gpu_shapes.py --flce build/bin/flce [--shape 4096x2048x151936] [--dtypes bf16,fp16,fp32] [--plan TEXT] [--out FILE]
 
-Prints a table of times and ratios to the floor (three GEMMs by cuBLAS); --out writes JSON with the GPU, the driver, the commit and the date.
+Prints a table of times and ratios to the floor (three GEMMs by cuBLAS); --out writes JSON with the GPU, the driver, the commit and the
+date.
 """
 
 import argparse
@@ -31,7 +33,10 @@ def main():
     args = parser.parse_args()
 
     rows = []
-    print(f"{'shape':>20} {'dtype':>5} {'fwd ms':>8} {'floor':>7} {'ratio':>6} {'fwd+bwd ms':>11} {'floor':>7} {'ratio':>6} {'workspace MiB':>14}")
+    print(
+        f"{'shape':>20} {'dtype':>5} {'fwd ms':>8} {'floor':>7} {'ratio':>6} "
+        f"{'fwd+bwd ms':>11} {'floor':>7} {'ratio':>6} {'workspace MiB':>14}"
+    )
     for shape in args.shape or SHAPES:
         n, d, v = shape.split("x")
         for dtype in args.dtypes.split(","):
@@ -49,11 +54,19 @@ def main():
             for name in ("forward", "forward_backward"):
                 time, floor = row[f"{name}_ms"], row[f"floor_{name}_ms"]
                 times += [time, floor or float("nan"), time / floor if floor else float("nan")]
-            print(f"{shape:>20} {dtype:>5} {times[0]:8.3f} {times[1]:7.3f} {times[2]:6.2f} {times[3]:11.3f} {times[4]:7.3f} {times[5]:6.2f} "
-                  f"{row['workspace_bytes'] / 2**20:14.1f}", flush=True)
+            print(
+                f"{shape:>20} {dtype:>5} {times[0]:8.3f} {times[1]:7.3f} {times[2]:6.2f} {times[3]:11.3f} {times[4]:7.3f} {times[5]:6.2f} "
+                f"{row['workspace_bytes'] / 2**20:14.1f}",
+                flush=True,
+            )
     if args.out:
         gpu = (output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or "unknown").splitlines()[0]
-        record = {"date": datetime.date.today().isoformat(), "gpu": gpu, "commit": output("git", "rev-parse", "--short", "HEAD"), "rows": rows}
+        record = {
+            "date": datetime.date.today().isoformat(),
+            "gpu": gpu,
+            "commit": output("git", "rev-parse", "--short", "HEAD"),
+            "rows": rows,
+        }
         with open(args.out, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)
             file.write("\n")

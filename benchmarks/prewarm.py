@@ -42,7 +42,9 @@ def prewarm(program: Path, devices: list[str], cache: str, pack: Path) -> dict[s
     )
     seconds = time.monotonic() - start
     result = json.loads(done.stdout)
-    return {"seconds": round(seconds, 2), "kernel_sets": len(result["items"])} | {key: result[key] for key in ("compiled", "hits", "failed")}
+    return {"seconds": round(seconds, 2), "kernel_sets": len(result["items"])} | {
+        key: result[key] for key in ("compiled", "hits", "failed")
+    }
 
 
 def main() -> None:

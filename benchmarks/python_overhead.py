@@ -1,9 +1,10 @@
-"""What a call costs on the host: forward + backward at a tiny shape, eager, beside an empty torch.autograd.Function pair and what else torch offers.
+"""What a call costs on the host: forward + backward at a tiny shape, eager, beside an empty torch.autograd.Function pair and what else
+torch offers.
 
     python benchmarks/python_overhead.py [--device cuda|cpu] [--out FILE]
 
-Rounds of the variants take turns; a round is --calls calls, waited for at its end; medians and minima in microseconds a call. On a GPU also the same
-step captured in a CUDA graph.
+Rounds of the variants take turns; a round is --calls calls, waited for at its end; medians and minima in microseconds a call. On a GPU also
+the same step captured in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/python_step.py [--shape 4096x2048x151936] [--schedules step,gpipe,1f1b] [--rounds 10] [--only NAME] [--out FILE]
 
-bf16, on a GPU. Schedules: one microbatch ("step"); four forwards, then four backwards ("gpipe"); four times a forward and its backward ("1f1b", a
-last stage's). Variants take turns in rounds; medians in milliseconds, the three bare GEMMs by cuBLAS ("floor") among them. Bytes are the peak of
-torch's allocator beyond inputs and their gradients, the weight's counted once. Errors are relative to gradients by fp32 logits, of one microbatch.
+bf16, on a GPU. Schedules: one microbatch ("step"); four forwards, then four backwards ("gpipe"); four times a forward and its backward
+("1f1b", a last stage's). Variants take turns in rounds; medians in milliseconds, the three bare GEMMs by cuBLAS ("floor") among them. Bytes
+are the peak of torch's allocator beyond inputs and their gradients, the weight's counted once. Errors are relative to gradients by fp32
+logits, of one microbatch.
 """
 
 from __future__ import annotations

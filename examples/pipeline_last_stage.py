@@ -1,10 +1,10 @@
 """A pipeline's last stage with the loss fused into it: two stages, 1F1B, tied embeddings, real text.
 
-Without arguments it trains twice, with materialised logits and with flce, and prints losses and the last stage's peak memory. With --measure, on a
-GPU, it has four microbatches of 4096 x 2048 x 151936 in flight and compares flce with eager torch and torch.compile.
+Without arguments it trains twice, with materialised logits and with flce, and prints losses and the last stage's peak memory. With
+--measure, on a GPU, it has four microbatches of 4096 x 2048 x 151936 in flight and compares flce with eager torch and torch.compile.
 
-Two processes, one a stage, on the CPU (gloo) or, where there are two, on GPUs (nccl). The text is this repository's own documentation, a token a
-word.
+Two processes, one a stage, on the CPU (gloo) or, where there are two, on GPUs (nccl). The text is this repository's own documentation, a
+token a word.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Config:
     learning_rate: float = 3e-3
 
 
-# ── Text ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_tokens(vocab_size: int) -> Tensor:
@@ -80,7 +80,7 @@ def batches(config: Config) -> Callable[[int], Tensor]:
     return batch
 
 
-# ── Model ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Model ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Block(nn.Module):
@@ -141,7 +141,7 @@ class MaterialisedLoss:
         return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / self.count
 
 
-# ── Training ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Training ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def reset_peak(device: torch.device) -> int:
@@ -180,7 +180,9 @@ def stage_main(rank: int, store: str, fused: bool, config: Config, results: Any)
     loss_fn: Any = None
     if rank == 1:
         # flce by name: "auto" would go on with plain torch where libflce is missing, and this is about flce.
-        loss_fn = flce.PipelineFusedLoss(module.head, impl="flce", workspace_limit_bytes=4 * MIB) if fused else MaterialisedLoss(module.head)
+        loss_fn = (
+            flce.PipelineFusedLoss(module.head, impl="flce", workspace_limit_bytes=4 * MIB) if fused else MaterialisedLoss(module.head)
+        )
     stage = PipelineStage(module, rank, 2, device)
     schedule = Schedule1F1B(stage, config.microbatches, loss_fn=loss_fn or (lambda *_: None), **UNSCALED)
     optimizer = torch.optim.AdamW(module.parameters(), lr=config.learning_rate)
@@ -221,7 +223,8 @@ def train(fused: bool, config: Config) -> tuple[list[float], int]:
 
 def demo(config: Config) -> int:
     print(
-        f"two stages, 1F1B, {config.microbatches} microbatches of {config.sequences * config.sequence} tokens, hidden size {config.hidden_size}, "
+        f"two stages, 1F1B, {config.microbatches} microbatches of {config.sequences * config.sequence} tokens, "
+        f"hidden size {config.hidden_size}, "
         f"vocabulary {config.vocab_size}, tied embeddings"
     )
     runs = {}
@@ -245,7 +248,7 @@ def demo(config: Config) -> int:
     return 0
 
 
-# ── Measurement ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Measurement ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def loss_functions(head: nn.Linear) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -263,9 +266,11 @@ def loss_functions(head: nn.Linear) -> dict[str, Callable[[Tensor, Tensor], Tens
     }
 
 
-def measure_one(function: Callable[[Tensor, Tensor], Tensor], head: nn.Linear, hidden: list[Tensor], target: list[Tensor], rounds: int) -> Any:
-    """(bytes beyond parameters, gradients and hidden states at the peak, median milliseconds) of four forwards, then four backwards, as GPipe runs
-    them."""
+def measure_one(
+    function: Callable[[Tensor, Tensor], Tensor], head: nn.Linear, hidden: list[Tensor], target: list[Tensor], rounds: int
+) -> Any:
+    """(bytes beyond parameters, gradients and hidden states at the peak, median milliseconds) of four forwards, then four backwards, as
+    GPipe runs them."""
 
     def step() -> None:
         losses = [function(h, t) for h, t in zip(hidden, target, strict=True)]
@@ -303,7 +308,8 @@ def measure(out: str | None, num_tokens: int, hidden_size: int, vocab_size: int,
     target = [torch.randint(0, vocab_size, (num_tokens,), device="cuda") for _ in range(4)]
     rows = []
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: four microbatches of {num_tokens} x {hidden_size} x {vocab_size} in flight, bf16"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: four microbatches of "
+        f"{num_tokens} x {hidden_size} x {vocab_size} in flight, bf16"
     )
     print(f"{'':>20} {'beyond parameters, gradients, hidden':>38} {'four microbatches':>18}")
     for name, function in loss_functions(head).items():

@@ -1,7 +1,7 @@
 """What is asked of tensors before their addresses go to a kernel, which reads and writes memory without gaps.
 
-`functional` checks a caller's arguments; the functions here check what reaches a kernel by another way: the operators' arguments, what autograd gives
-back in backward, and memory that gradients are added to.
+`functional` checks a caller's arguments; the functions here check what reaches a kernel by another way: the operators' arguments, what
+autograd gives back in backward, and memory that gradients are added to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _CHANGED = " (in backward: something changed it since forward, such as an assign
 
 
 def check_inputs(given: Inputs, when: str = "") -> None:
-    """Raises ShapeError, DTypeError, PlacementError or ArgumentError, with `when` at the end, where a kernel would read what is not there."""
+    """Raises ShapeError, DTypeError, PlacementError or ArgumentError, with `when` at the end, where a kernel would read what is not
+    there."""
     hidden, weight, target, bias, class_weight, num_valid, *_ = given
     if hidden.dim() != 2:
         raise errors.ShapeError(f"hidden has shape {list(hidden.shape)}; it must be [num_tokens, hidden_size]{when}")
@@ -50,13 +51,16 @@ def _check_tensor(name: str, tensor: Tensor, shape: list[int], dtypes: tuple[tor
     if tensor.device != device:
         raise errors.PlacementError(f"{name} is on {tensor.device}; it must be on hidden's device, {device}{when}")
     if tensor.layout != torch.strided or tensor.is_neg():
-        raise errors.ArgumentError(f"{name} is a tensor of layout {tensor.layout} or a negative view; it must be dense, see resolve_neg(){when}")
+        raise errors.ArgumentError(
+            f"{name} is a tensor of layout {tensor.layout} or a negative view; it must be dense, see resolve_neg(){when}"
+        )
 
 
 def kernel_for_backward(
     kernel: _kernels.Kernel | None, given: Inputs, saved: Tensor, grad_values: Tensor, grad_weight_out: Tensor | None = None
 ) -> _kernels.Kernel:
-    """`kernel`, which is forward's, or the one for these tensors where it is None or a hook on saved tensors gave back another dtype or device.
+    """`kernel`, which is forward's, or the one for these tensors where it is None or a hook on saved tensors gave back another dtype or
+    device.
 
     Raises where a tensor does not have the form that it had in forward, so that no memory is read past its end."""
     check_inputs(given, _CHANGED)
@@ -78,7 +82,9 @@ def kernel_for_backward(
     if grad_weight_out is not None:
         check_gradient_memory("grad_weight_out", grad_weight_out, weight, hidden_major=kernel.key.hidden_major, when=_CHANGED)
         if grad_weight_out.dtype is not kernel.key.grad_weight_dtype:
-            raise errors.DTypeError(f"grad_weight_out has dtype {grad_weight_out.dtype}; it must be {kernel.key.grad_weight_dtype}{_CHANGED}")
+            raise errors.DTypeError(
+                f"grad_weight_out has dtype {grad_weight_out.dtype}; it must be {kernel.key.grad_weight_dtype}{_CHANGED}"
+            )
     return kernel
 
 
@@ -92,11 +98,14 @@ def check_grad_weight_out(buffer: Tensor, hidden: Tensor, weight: Tensor, **othe
                 raise errors.ArgumentError(f"grad_weight_out shares memory with {name}; the gradient is added to memory of its own")
     check_gradient_memory("grad_weight_out", buffer, weight, hidden_major=is_hidden_major(weight))
     if hidden.shape[-1] % HIDDEN_MULTIPLE:
-        raise errors.ArgumentError(f"grad_weight_out is given with hidden_size {hidden.shape[-1]}; it must be a multiple of {HIDDEN_MULTIPLE}")
+        raise errors.ArgumentError(
+            f"grad_weight_out is given with hidden_size {hidden.shape[-1]}; it must be a multiple of {HIDDEN_MULTIPLE}"
+        )
 
 
 def check_gradient_memory(name: str, buffer: Tensor, weight: Tensor, *, hidden_major: bool, when: str = "") -> None:
-    """Raises unless `buffer` is memory for weight's gradient, as kernels write it: [V, D], or [D, V] for a hidden-major weight, without gaps.
+    """Raises unless `buffer` is memory for weight's gradient, as kernels write it: [V, D], or [D, V] for a hidden-major weight, without
+    gaps.
 
     How the weight itself lies does not matter: kernels read a copy of a strided one."""
     if buffer.shape != weight.shape:
@@ -110,14 +119,18 @@ def check_gradient_memory(name: str, buffer: Tensor, weight: Tensor, *, hidden_m
         vocab_size, hidden_size = weight.shape
         strides = [1, vocab_size] if hidden_major else [hidden_size, 1]
         raise errors.ArgumentError(
-            f"{name} has strides {list(buffer.stride())}; they must be {strides}, weight's order without gaps, since kernels do not write to rows or "
+            f"{name} has strides {list(buffer.stride())}; they must be {strides}, weight's order without gaps, "
+            "since kernels do not write to rows or "
             f"columns of a larger tensor: give it a tensor of its own, or let autograd add to .grad, which may have any strides{when}"
         )
     if buffer.requires_grad:
-        raise errors.ArgumentError(f"{name} requires a gradient; the weight's gradient is added to memory that autograd does not follow{when}")
+        raise errors.ArgumentError(
+            f"{name} requires a gradient; the weight's gradient is added to memory that autograd does not follow{when}"
+        )
     if not torch.compiler.is_compiling() and not buffer.is_meta and buffer.data_ptr() % ROW_ALIGNMENT:
         raise errors.ArgumentError(
-            f"{name} begins at {buffer.data_ptr():#x}; its address must be a multiple of {ROW_ALIGNMENT} bytes: begin slices of a flat buffer at "
+            f"{name} begins at {buffer.data_ptr():#x}; its address must be a multiple of {ROW_ALIGNMENT} bytes: "
+            "begin slices of a flat buffer at "
             f"multiples of {ROW_ALIGNMENT // buffer.element_size()} elements{when}"
         )
 
@@ -130,7 +143,8 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether bytes between the first and the last element of both are the same ones. Tensors without memory, as while compiling, share none."""
+    """Whether bytes between the first and the last element of both are the same ones. Tensors without memory, as while compiling, share
+    none."""
     if torch.compiler.is_compiling() or a.numel() == 0 or b.numel() == 0:
         return False
 

@@ -179,7 +179,9 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
         return _own_forward(head, *args, **kwargs)
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2:
         what = ", ".join([*(type(value).__name__ for value in args), *kwargs])
-        raise errors.ArgumentError(f"the output layer is called with ({what}); it must be with one tensor, hidden states [..., S, D]: {_KEEP}")
+        raise errors.ArgumentError(
+            f"the output layer is called with ({what}); it must be with one tensor, hidden states [..., S, D]: {_KEEP}"
+        )
     hidden = args[0]
     tap.hidden.append(hidden)
     device_type = hidden.device.type

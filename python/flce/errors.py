@@ -1,6 +1,7 @@
 """Exceptions of flce. Every message names the argument, its value and what is allowed.
 
-`FlceError` is the base of them all. The library's own status codes map to one class each; what Python refuses by itself uses the same classes.
+`FlceError` is the base of them all. The library's own status codes map to one class each; what Python refuses by itself uses the same
+classes.
 """
 
 from __future__ import annotations

@@ -51,37 +51,40 @@ def linear_cross_entropy(
     retain_in_grad_weight: bool | None = None,
     grad_weight_out: Tensor | None = None,
 ) -> Any:
-    """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) against target, plus z_loss · lse² a token, without the logits in memory.
+    """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) against target, plus z_loss · lse² a token, without the logits in
+    memory.
 
     Args:
-        hidden: [..., D] fp32, bf16 or fp16, on the CPU or a CUDA device. Made contiguous if it is not. D not a multiple of 8 is padded (a copy of
-            hidden and weight).
-        weight: [V, D], of hidden's dtype, or fp32 beside 16-bit hidden states (kernels round it as they read it, within the limit; its gradient is
-            fp32). The view `w.t()` of a contiguous [D, V] is taken as it lies.
+        hidden: [..., D] fp32, bf16 or fp16, on the CPU or a CUDA device. Made contiguous if it is not. D not a multiple of 8 is padded (a
+            copy of hidden and weight).
+        weight: [V, D], of hidden's dtype, or fp32 beside 16-bit hidden states (kernels round it as they read it, within the limit; its
+            gradient is fp32). The view `w.t()` of a contiguous [D, V] is taken as it lies.
         target: [...] int64 or int32. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
         bias: [V].
         reduction: "none" gives [...], 0 for ignored rows; "sum" and "mean" a scalar. All fp32. With no valid row, loss and gradients are 0.
-        num_valid_tokens: what "mean" divides by: a number or a one-element tensor (fp32, int32, int64) on hidden's device, such as the count of all
-            microbatches. None: this call's valid rows (with class_weight: their class weights), counted on the device.
-        shift: position t predicts target[t + shift] of the same sequence; the last `shift` positions of each are ignored. Sequences lie along
-            target's last dimension, or, with cu_seqlens [num_sequences + 1], one behind the other in the flattened target; that dimension, or the
-            flattened target, is 0 or at least `shift` long.
-        logit_scale, softcap, label_smoothing, z_loss, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing and
-            weights.
-        return_lse, return_logprobs, return_entropy: also return lse, the target's log-probability, the softmax's entropy (nats): [...] fp32, 0 for
-            ignored rows, differentiable.
-        workspace_limit_bytes: the most memory that this call takes beyond its inputs, outputs and their gradients, in forward and backward: scratch,
-            backward's fp32 sum of hidden's gradient (4·N·D bytes) and what forward leaves to backward so that logits need not be computed again.
-            None: 64 MiB + 4·N·D, with nothing left. Every loss that waits for its backward holds its own. Any number is allowed: what is of no use
+        num_valid_tokens: what "mean" divides by: a number or a one-element tensor (fp32, int32, int64) on hidden's device, such as the
+            count of all microbatches. None: this call's valid rows (with class_weight: their class weights), counted on the device.
+        shift: position t predicts target[t + shift] of the same sequence; the last `shift` positions of each are ignored. Sequences lie
+            along target's last dimension, or, with cu_seqlens [num_sequences + 1], one behind the other in the flattened target; that
+            dimension, or the flattened target, is 0 or at least `shift` long.
+        logit_scale, softcap, label_smoothing, z_loss, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing
+            and weights.
+        return_lse, return_logprobs, return_entropy: also return lse, the target's log-probability, the softmax's entropy (nats): [...]
+            fp32, 0 for ignored rows, differentiable.
+        workspace_limit_bytes: the most memory that this call takes beyond its inputs, outputs and their gradients, in forward and backward:
+            scratch, backward's fp32 sum of hidden's gradient (4·N·D bytes) and what forward leaves to backward so that logits need not be
+            computed again.
+            None: 64 MiB + 4·N·D, with nothing left. Every loss that waits for its backward holds its own. Any number is allowed: what is of
+                no use
             is not taken.
-        retain_in_grad_weight: whether forward may already allocate weight's gradient and leave there what spares backward logits. None: where one
-            loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. On a GPU gradients are
-            rounded once more where they come from what was left; on a CPU their bits are the same.
-        grad_weight_out: [V, D] of weight's dtype or fp32: backward adds weight's gradient to it, and autograd gets none for weight (`weight.grad`
-            itself, or a trainer's main_grad). Contiguous (where weight is the view `w.t()` of a contiguous [D, V]: such a view), at a multiple of
-            16 bytes, D a multiple of 8; a slice of a flat buffer will do, rows or columns of a larger tensor will not. Eager mode only; hooks on
-            the weight's gradient do not run. `torch.autograd.grad` of a weight that is a leaf, or of the leaf that weight is a view of, returns
-            the gradient and leaves this buffer alone.
+        retain_in_grad_weight: whether forward may already allocate weight's gradient and leave there what spares backward logits. None:
+            where one loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. On a GPU
+            gradients are rounded once more where they come from what was left; on a CPU their bits are the same.
+        grad_weight_out: [V, D] of weight's dtype or fp32: backward adds weight's gradient to it, and autograd gets none for weight
+            (`weight.grad` itself, or a trainer's main_grad). Contiguous (where weight is the view `w.t()` of a contiguous [D, V]: such a
+            view), at a multiple of 16 bytes, D a multiple of 8; a slice of a flat buffer will do, rows or columns of a larger tensor will
+            not. Eager mode only; hooks on the weight's gradient do not run. `torch.autograd.grad` of a weight that is a leaf, or of the
+            leaf that weight is a view of, returns the gradient and leaves this buffer alone.
 
     Returns:
         loss, or (loss, lse, logprobs, entropy) with those that were asked for.
@@ -130,7 +133,9 @@ def linear_cross_entropy(
         if num_valid_tokens is not None:
             num_valid = _num_valid(num_valid_tokens, reduction, hidden)
         if grad_weight_out is not None:
-            check_grad_weight_out(grad_weight_out, hidden, weight, target=target, bias=bias, class_weight=class_weight, num_valid_tokens=num_valid)
+            check_grad_weight_out(
+                grad_weight_out, hidden, weight, target=target, bias=bias, class_weight=class_weight, num_valid_tokens=num_valid
+            )
         code = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
         if code is None:
             raise errors.ArgumentError(f"reduction is {reduction!r}; allowed are 'none', 'sum', 'mean'")
@@ -205,7 +210,12 @@ def options_text(
 ) -> str:
     """The options as keys of a Spec's text; what is at its default is left out."""
     parts = []
-    values = {"logit_scale": (logit_scale, 1.0), "softcap": (softcap, 0.0), "label_smoothing": (label_smoothing, 0.0), "z_loss": (z_loss, 0.0)}
+    values = {
+        "logit_scale": (logit_scale, 1.0),
+        "softcap": (softcap, 0.0),
+        "label_smoothing": (label_smoothing, 0.0),
+        "z_loss": (z_loss, 0.0),
+    }
     for name, (value, default) in values.items():
         if value is not None and (number := _number(name, value)) != default:
             parts.append(f"{name}={number!r}")
@@ -222,14 +232,16 @@ def _number(name: str, value: Any) -> float:
 
 def _through_operator(given: Inputs, grad_weight_out: Tensor | None) -> Tensor:
     if grad_weight_out is not None:
-        raise errors.ArgumentError("grad_weight_out is for eager mode; leave it out under torch.compile, dispatch modes and tensor subclasses")
+        raise errors.ArgumentError(
+            "grad_weight_out is for eager mode; leave it out under torch.compile, dispatch modes and tensor subclasses"
+        )
     values: Tensor = torch.ops.flce.linear_cross_entropy(*given)[0]
     return values
 
 
 def _own_outputs(values: Tensor, given: Inputs, token_shape: torch.Size, num_extra: int) -> Any:
-    """The loss, and the extra outputs if any, as tensors of their own: copies, since autograd takes a change of one view for a change of all
-    views of that tensor, and refuses some changes."""
+    """The loss, and the extra outputs if any, as tensors of their own: copies, since autograd takes a change of one view for a change of
+    all views of that tensor, and refuses some changes."""
     loss_shape = token_shape if given.reduction == REDUCTIONS["none"] else ()
     if not num_extra:
         return values if values.shape == loss_shape else values.view(loss_shape).clone()
@@ -267,7 +279,8 @@ def _is_plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight:
         and (bias is None or type(bias) in PLAIN_TYPES)
         and (class_weight is None or type(class_weight) in PLAIN_TYPES)
         and not hidden.is_meta
-        and not any(tensor is not None and tensor.is_neg() for tensor in (hidden, weight, bias, class_weight, target))  # the dispatcher resolves it
+        # the dispatcher resolves it
+        and not any(tensor is not None and tensor.is_neg() for tensor in (hidden, weight, bias, class_weight, target))
     )
 
 
@@ -321,7 +334,9 @@ def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
     if len(shape) < 1 or shape[-1] != weight_shape[1]:
         raise errors.ShapeError(f"hidden has shape {list(shape)}; its last dimension must be weight's hidden_size, {weight_shape[1]}")
     if shape[:-1] != target.shape:
-        raise errors.ShapeError(f"target has shape {list(target.shape)}; it must be hidden's without the last dimension, {list(shape[:-1])}")
+        raise errors.ShapeError(
+            f"target has shape {list(target.shape)}; it must be hidden's without the last dimension, {list(shape[:-1])}"
+        )
 
 
 def check_classes(name: str, tensor: Tensor, vocab_size: int, device: torch.device) -> None:
@@ -358,11 +373,15 @@ def _num_valid(given: Tensor | float, reduction: str, hidden: Tensor) -> Tensor:
         return torch.full((), float(given), dtype=torch.float32, device=hidden.device)
     check_tensors(num_valid_tokens=given)
     if given.dtype.is_complex:
-        raise errors.DTypeError(f"num_valid_tokens has dtype {given.dtype}; it must be real (float32, int32 and int64 are taken as they are)")
+        raise errors.DTypeError(
+            f"num_valid_tokens has dtype {given.dtype}; it must be real (float32, int32 and int64 are taken as they are)"
+        )
     if given.numel() != 1:
         raise errors.ShapeError(f"num_valid_tokens has shape {list(given.shape)}; it must have one element")
     if given.device != hidden.device:
-        raise errors.PlacementError(f"num_valid_tokens is on {given.device}; it must be on hidden's device, {hidden.device}, or a Python number")
+        raise errors.PlacementError(
+            f"num_valid_tokens is on {given.device}; it must be on hidden's device, {hidden.device}, or a Python number"
+        )
     given = given.detach().resolve_neg()
     return given if given.dtype in COUNT_DTYPES else given.to(torch.float32)
 

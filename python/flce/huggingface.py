@@ -231,7 +231,9 @@ class CausalLMLoss:
             )
         logits: Tensor = found[0]
         if logits.shape[-1] != vocab_size:
-            raise errors.ArgumentError(f"outputs has logits of shape {list(logits.shape)}; the last dimension must be vocab_size, {vocab_size}")
+            raise errors.ArgumentError(
+                f"outputs has logits of shape {list(logits.shape)}; the last dimension must be vocab_size, {vocab_size}"
+            )
         return logits
 
     def _of_logits(self, logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
@@ -281,7 +283,8 @@ def _own_shift(model: Any) -> int:
         logits, own = outputs["logits"], float(outputs["loss"])
     except Exception as error:
         raise errors.ArgumentError(
-            f"by how much {name}'s own loss shifts labels is not known, and a run on 8 tokens failed ({type(error).__name__}: {error}); {instead}"
+            f"by how much {name}'s own loss shifts labels is not known, "
+            f"and a run on 8 tokens failed ({type(error).__name__}: {error}); {instead}"
         ) from error
     away = {}  # in the logits' own precision, as in many models, and in fp32
     for shift in (1, 0):

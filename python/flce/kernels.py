@@ -58,11 +58,14 @@ def get_kernel(
 ) -> Kernel:
     """The kernel that `linear_cross_entropy` uses for such a layer: compiled now unless memory or the disk cache has it.
 
-    dtype is hidden's, weight_dtype the weight's where it differs (fp32 under autocast), grad_weight_dtype grad_weight_out's where that differs from
-    the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out. A call's workspace_limit_bytes goes with
-    its num_tokens, since what it leaves for scratch chooses the kernel. device: None means the current CUDA device, or the CPU where there is none.
-    strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an UnavailableError;
-    None: as `set_strict` or FLCE_STRICT says. Raises ArgumentError, DTypeError, SpecError, PlanError, UnavailableError, CompileError, DeviceError,
+    dtype is hidden's, weight_dtype the weight's where it differs (fp32 under autocast), grad_weight_dtype grad_weight_out's where that
+    differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out. A call's
+    workspace_limit_bytes goes with its num_tokens, since what it leaves for scratch chooses the kernel. device: None means the current CUDA
+    device, or the CPU where there is none.
+    strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an
+        UnavailableError;
+    None: as `set_strict` or FLCE_STRICT says. Raises ArgumentError, DTypeError, SpecError, PlanError, UnavailableError, CompileError,
+        DeviceError,
     CacheMissError.
     """
     kind = _dtype("dtype", dtype)
@@ -87,17 +90,23 @@ def get_kernel(
     return _kernels.find(device, *layer, limit, tokens, strict=strict)
 
 
-def warmup(layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | int | None = None, strict: bool | None = None) -> list[Kernel]:
-    """Compiles and loads the kernels of `layers`, each the arguments of `get_kernel`: warmup([{"hidden_size": 2048, "vocab_size": 151936}]).
+def warmup(
+    layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | int | None = None, strict: bool | None = None
+) -> list[Kernel]:
+    """Compiles and loads the kernels of `layers`, each the arguments of `get_kernel`: warmup([{"hidden_size": 2048, "vocab_size":
+    151936}]).
 
-    Do it before a CUDA graph is captured and where the first step should not pay for compilers. Any number of tokens is served by one kernel.
+    Do it before a CUDA graph is captured and where the first step should not pay for compilers. Any number of tokens is served by one
+    kernel.
     strict: as for `get_kernel`; afterwards, what was warmed up is found whatever `set_strict` or FLCE_STRICT say."""
     return [get_kernel(**{"device": device, "strict": strict, **layer}) for layer in layers]
 
 
-def explain(hidden_size: int, vocab_size: int, dtype: torch.dtype | str = torch.bfloat16, *, num_tokens: int | None = None, **layer: Any) -> str:
-    """Why `linear_cross_entropy` does what it does for this layer: spec, plan, device and reasons, as lines. Arguments as for `get_kernel`; with
-    num_tokens also the memory that a step of so many tokens takes."""
+def explain(
+    hidden_size: int, vocab_size: int, dtype: torch.dtype | str = torch.bfloat16, *, num_tokens: int | None = None, **layer: Any
+) -> str:
+    """Why `linear_cross_entropy` does what it does for this layer: spec, plan, device and reasons, as lines. Arguments as for `get_kernel`;
+    with num_tokens also the memory that a step of so many tokens takes."""
     kernel = get_kernel(hidden_size, vocab_size, dtype, num_tokens=num_tokens, **layer)
     text = kernel.explain()
     if num_tokens is not None:
@@ -113,15 +122,16 @@ def explain(hidden_size: int, vocab_size: int, dtype: torch.dtype | str = torch.
 
 
 def cache_statistics() -> dict[str, Any]:
-    """What this process's kernel caches did: {"compiled": artifacts compiled, "tiers": {tier: {"hits", "misses", "faults", "stored"}}} with the tiers
-    memory, local (the directory), packs and remote."""
+    """What this process's kernel caches did: {"compiled": artifacts compiled, "tiers": {tier: {"hits", "misses", "faults", "stored"}}} with
+    the tiers memory, local (the directory), packs and remote."""
     return _kernels.statistics()
 
 
 def check_labels() -> None:
-    """Waits for all work on all streams of the devices that flce has used, and raises LabelError if any call since the last check met a label that is
-    neither ignore_index nor in the vocabulary. Not while a CUDA graph is being captured: nothing can be waited for then.
+    """Waits for all work on all streams of the devices that flce has used, and raises LabelError if any call since the last check met a
+    label that is neither ignore_index nor in the vocabulary. Not while a CUDA graph is being captured: nothing can be waited for then.
 
-    Such rows were computed as ignored ones. `LabelError.row` is the smallest row of the flattened (and, with shift, shifted) target that had one."""
+    Such rows were computed as ignored ones. `LabelError.row` is the smallest row of the flattened (and, with shift, shifted) target that
+    had one."""
     for kernel in _kernels.all_kernels():
         kernel.take_invalid_label()

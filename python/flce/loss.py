@@ -68,22 +68,23 @@ class LinearCrossEntropyLoss:
     """Cross entropy of an output layer on hidden states, in the form in which trainers call it: loss(hidden_states, labels).
 
     Args:
-        output_embeddings: a module with `.weight` [V, D] and perhaps `.bias` [V], such as `model.get_output_embeddings()`. Read at each call: an
-            optimizer's step, a replaced parameter and `model.to(...)` are seen. A function that returns the module, such as
-            `model.get_output_embeddings` itself, is called each time: a replaced module (`resize_token_embeddings`) is seen, too. Nothing is
-            registered anywhere. The module may carry peft's LoRA: adapters are computed with it and get their gradients (a copy of the weight is
-            made for them); adapters of another kind are refused.
-        impl: "flce"; "pytorch" (chunks of chunk_size tokens, checkpointed); "torch_compile" (the same, a chunk compiled); "auto" takes flce, on a GPU
-            as on a CPU, and "pytorch" where the GPU is older than sm_80 or libflce cannot be had, and for hidden states on other devices or in
-            float64; it logs why, once. `actual_impl` says what was taken.
+        output_embeddings: a module with `.weight` [V, D] and perhaps `.bias` [V], such as `model.get_output_embeddings()`. Read at each
+            call: an optimizer's step, a replaced parameter and `model.to(...)` are seen. A function that returns the module, such as
+            `model.get_output_embeddings` itself, is called each time: a replaced module (`resize_token_embeddings`) is seen, too. Nothing
+            is registered anywhere. The module may carry peft's LoRA: adapters are computed with it and get their gradients (a copy of the
+            weight is made for them); adapters of another kind are refused.
+        impl: "flce"; "pytorch" (chunks of chunk_size tokens, checkpointed); "torch_compile" (the same, a chunk compiled); "auto" takes
+            flce, on a GPU as on a CPU, and "pytorch" where the GPU is older than sm_80 or libflce cannot be had, and for hidden states on
+            other devices or in float64; it logs why, once. `actual_impl` says what was taken.
         chunk_size: tokens whose logits "pytorch" and "torch_compile" hold at a time.
         compile: compile the chunk of "pytorch" too.
         shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
-        options: softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction ("mean"), workspace_limit_bytes, retain_in_grad_weight, as
-            in `flce.linear_cross_entropy`.
+        options: softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction ("mean"), workspace_limit_bytes,
+            retain_in_grad_weight, as in `flce.linear_cross_entropy`.
 
     Raises:
-        ArgumentError, SpecError: for an unknown impl or option, or a value out of its range. UnavailableError (an ImportError): for an impl asked
+        ArgumentError, SpecError: for an unknown impl or option, or a value out of its range. UnavailableError (an ImportError): for an impl
+            asked
         for by name that is not there.
     """
 
@@ -120,7 +121,8 @@ class LinearCrossEntropyLoss:
         self._output_embeddings = output_embeddings
         if not isinstance(_heads.weight_of(self.output_embeddings), Tensor):
             raise errors.ArgumentError(
-                f"output_embeddings is a {type(self.output_embeddings).__name__} without a weight; it must be a module with .weight [V, D], such as "
+                f"output_embeddings is a {type(self.output_embeddings).__name__} without a weight; "
+                "it must be a module with .weight [V, D], such as "
                 "model.get_output_embeddings()"
             )
         self.requested_impl = impl
@@ -163,8 +165,8 @@ class LinearCrossEntropyLoss:
         return _heads.bias_of(self.output_embeddings)
 
     def operands(self, hidden_states: Tensor, *, dropout: bool = True) -> _heads.Operands:
-        """(hidden, weight, bias) whose product are the logits, before logit_scale and softcap, with the output layer as it is now. An adapter's
-        columns are appended to hidden and weight; dropout=False leaves the adapter's dropout out."""
+        """(hidden, weight, bias) whose product are the logits, before logit_scale and softcap, with the output layer as it is now. An
+        adapter's columns are appended to hidden and weight; dropout=False leaves the adapter's dropout out."""
         return _heads.operands(self.output_embeddings, hidden_states, dropout=dropout)
 
     def __call__(
@@ -176,8 +178,8 @@ class LinearCrossEntropyLoss:
         cu_seqlens: Tensor | None = None,
         grad_weight_out: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states [..., S, D], labels [..., S]; the keywords are those of `flce.linear_cross_entropy`. bf16 or fp16 hidden states may meet an
-        fp32 weight."""
+        """hidden_states [..., S, D], labels [..., S]; the keywords are those of `flce.linear_cross_entropy`. bf16 or fp16 hidden states may
+        meet an fp32 weight."""
         hidden_states, weight, bias = self.operands(hidden_states)
         common: dict[str, Any] = {
             **self.options,
@@ -264,9 +266,12 @@ def extract_hidden_states(outputs: Any) -> Tensor:
         if isinstance(found, Tensor):
             return found
         raise errors.ArgumentError(
-            f"outputs has {', '.join(outputs)}, but neither last_hidden_state nor hidden_states: call the model with output_hidden_states=True, or "
+            f"outputs has {', '.join(outputs)}, but neither last_hidden_state nor hidden_states: "
+            "call the model with output_hidden_states=True, or "
             "prepare it with flce.huggingface.return_hidden_states"
         )
     if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
         return outputs[0]
-    raise errors.ArgumentError(f"outputs is a {type(outputs).__name__}; allowed are a tensor, a tuple that begins with one, a Hugging Face output")
+    raise errors.ArgumentError(
+        f"outputs is a {type(outputs).__name__}; allowed are a tensor, a tuple that begins with one, a Hugging Face output"
+    )

@@ -17,25 +17,25 @@ from flce.loss import LinearCrossEntropyLoss
 class PipelineFusedLoss(LinearCrossEntropyLoss):
     """`loss_fn=` of a schedule whose last stage returns hidden states.
 
-        loss = PipelineFusedLoss(last_stage.head)                                       # head stays a submodule of the stage and is not called by it
-        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss, scale_grads=False)
-        loss.normalize_by(labels)                                                       # the whole batch's valid labels, for every microbatch
-        schedule.step(target=labels, losses=losses)                                     # sum(losses) is the batch's mean
+        loss = PipelineFusedLoss(last_stage.head)                                       # head stays a submodule of the stage and is not
+        called by it schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss, scale_grads=False)
+        loss.normalize_by(labels)                                                       # the whole batch's valid labels, for every
+        microbatch schedule.step(target=labels, losses=losses)                                     # sum(losses) is the batch's mean
         logits = loss.forward_logits(hidden)
 
-    The head's weight stays a parameter of the stage's module; the loss borrows it, so its gradient is scaled, clipped, sharded and saved with the
-    others. A microbatch in flight costs its hidden states, lse and targets.
+    The head's weight stays a parameter of the stage's module; the loss borrows it, so its gradient is scaled, clipped, sharded and saved
+    with the others. A microbatch in flight costs its hidden states, lse and targets.
 
     Normalisation: by the number that `normalize_by` was given (build the schedule with scale_grads=False: the losses and gradients of the
-    microbatches add up), or, without one, each microbatch by its own valid labels (scale_grads=True then averages the means, which is another
-    number wherever masks differ).
+    microbatches add up), or, without one, each microbatch by its own valid labels (scale_grads=True then averages the means, which is
+    another number wherever masks differ).
 
     Args:
-        accumulate_into_grad: backward adds the weight's gradient to `weight.grad` (made of zeros where it is None) in the kernel, which saves a
-            temporary of the weight's size and a pass over it. Hooks on the gradient (DDP, FSDP) do not run. weight.grad must be a tensor without
-            gaps (a contiguous slice of a flat buffer is, columns or every other row of a larger tensor are not) and stay that tensor until
-            backward; else ArgumentError. Schedules that split backward (zero bubble) ask for the weight's gradient with torch.autograd.grad, which
-            takes that temporary, and add it themselves.
+        accumulate_into_grad: backward adds the weight's gradient to `weight.grad` (made of zeros where it is None) in the kernel, which
+            saves a temporary of the weight's size and a pass over it. Hooks on the gradient (DDP, FSDP) do not run. weight.grad must be a
+            tensor without gaps (a contiguous slice of a flat buffer is, columns or every other row of a larger tensor are not) and stay
+            that tensor until backward; else ArgumentError. Schedules that split backward (zero bubble) ask for the weight's gradient with
+            torch.autograd.grad, which takes that temporary, and add it themselves.
         The others: as for `LinearCrossEntropyLoss`.
     """
 
@@ -60,9 +60,9 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         self.num_valid_tokens: Tensor | None = None
 
     def normalize_by(self, labels_or_count: Tensor | None, *, cu_seqlens: Tensor | None = None) -> Tensor | None:
-        """Sets what the losses from now on are divided by: labels [..., S] of the whole batch (their valid ones are counted on the device), a scalar
-        that is the count already, or None for each microbatch's own. Returns the count, so that data-parallel ranks can add theirs up in place
-        before the step."""
+        """Sets what the losses from now on are divided by: labels [..., S] of the whole batch (their valid ones are counted on the device),
+        a scalar that is the count already, or None for each microbatch's own. Returns the count, so that data-parallel ranks can add theirs
+        up in place before the step."""
         if labels_or_count is not None and not isinstance(labels_or_count, Tensor):
             raise errors.DTypeError(f"labels_or_count is a {type(labels_or_count).__name__}; it must be a tensor or None")
         if labels_or_count is None or labels_or_count.dim() == 0:
@@ -109,9 +109,9 @@ def _check_still_grad(weight: Tensor, grad: Tensor | None) -> None:
 
 
 def sum_tied_gradient(weight: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Adds up the gradient of a weight that several ranks hold copies of: an embedding on the first stage and the head on the last. Call it on the
-    ranks of `group` (`dist.new_group([first, last])`) after the schedule's step and before clipping; every copy then takes the same optimizer step.
-    A rank without a gradient adds zeros."""
+    """Adds up the gradient of a weight that several ranks hold copies of: an embedding on the first stage and the head on the last. Call it
+    on the ranks of `group` (`dist.new_group([first, last])`) after the schedule's step and before clipping; every copy then takes the same
+    optimizer step. A rank without a gradient adds zeros."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     dist.all_reduce(weight.grad, group=group)

@@ -19,15 +19,25 @@ _SIZES: dict[str, Any] = (
     | dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size", "n_embed", "lru_width", "image_size"), 32)
     | dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "shared_intermediate_size"), 48)
     | dict.fromkeys(("ffn_hidden_size", "prefix_dense_intermediate_size", "intermediate_size_mlp"), 48)
-    | dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16)
+    | dict.fromkeys(
+        ("moe_intermediate_size", "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16
+    )
     | dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"), 2)
-    | dict.fromkeys(("encoder_layers", "num_encoder_layers", "n_group", "topk_group", "mamba_n_groups", "n_groups", "first_k_dense_replace"), 1)
+    | dict.fromkeys(
+        ("encoder_layers", "num_encoder_layers", "n_group", "topk_group", "mamba_n_groups", "n_groups", "first_k_dense_replace"), 1
+    )
     | dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4)
     | dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads", "num_key_value_heads", "conv_kernel"), 4)
-    | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "linear_num_value_heads", "linear_num_heads"), 4)
+    | dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "linear_num_value_heads", "linear_num_heads"), 4
+    )
     | dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "linear_num_key_heads"), 2)
-    | dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank", "rotary_dim", "patch_size"), 8)
-    | dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim", "state_size", "mamba_d_state", "ssm_state_size"), 8)
+    | dict.fromkeys(
+        ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank", "rotary_dim", "patch_size"), 8
+    )
+    | dict.fromkeys(
+        ("mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim", "state_size", "mamba_d_state", "ssm_state_size"), 8
+    )
     | dict.fromkeys(("hidden_size_per_layer_input", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8)
     | dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 64)
     | dict.fromkeys(("attention_window_size", "sliding_window"), 16)

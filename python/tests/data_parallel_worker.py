@@ -1,4 +1,5 @@
-"""Two ranks, under torchrun: the loss outside a model that DDP or FSDP2 wraps; its head's gradient goes through their hooks like every other."""
+"""Two ranks, under torchrun: the loss outside a model that DDP or FSDP2 wraps; its head's gradient goes through their hooks like every
+other."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def run(kind: str, impl: str) -> None:
     for (name, parameter), right in zip(model.named_parameters(), expected_model.parameters(), strict=True):
         gradient: Tensor = parameter.grad if kind == "ddp" else parameter.grad.full_tensor()
         # Both average over ranks; the loss is normalised by the labels of all of them already.
-        torch.testing.assert_close(gradient * world, right.grad, msg=lambda m, n=name: f"{kind}, {impl}: {n}: {m}", **tolerance)  # type: ignore[misc]
+        # type: ignore[misc]
+        torch.testing.assert_close(gradient * world, right.grad, msg=lambda m, n=name: f"{kind}, {impl}: {n}: {m}", **tolerance)
 
 
 def main() -> None:

@@ -103,8 +103,8 @@ def watch_retained() -> None:
 
 
 def check_lent(schedule_type: Any, microbatches: int, what: str) -> None:
-    """Of one loss at a time each lends, but for the first after several; of several at a time only the first may. Newer torch tries a forward and
-    backward before the schedule's first step, which lends too."""
+    """Of one loss at a time each lends, but for the first after several; of several at a time only the first may. Newer torch tries a
+    forward and backward before the schedule's first step, which lends too."""
     assert all(lent), what
     if schedule_type is Schedule1F1B or microbatches == 1:
         assert microbatches - 1 <= len(lent) <= microbatches + 1, f"{what}: {len(lent)} lent"
@@ -138,7 +138,8 @@ def run(schedule_type: Any, microbatches: int, tied: bool, options: dict[str, An
         flce.sum_tied_gradient(module.embedding.weight if first else module.head.weight, ends())
     assert list(module.state_dict()) == keys, name
     for (parameter, actual), right in zip(module.named_parameters(), whole[rank].parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, right.grad, rtol=1e-4, atol=1e-6, msg=lambda m, p=parameter: f"{name}: {p}: {m}")  # type: ignore[misc]
+        # type: ignore[misc]
+        torch.testing.assert_close(actual.grad, right.grad, rtol=1e-4, atol=1e-6, msg=lambda m, p=parameter: f"{name}: {p}: {m}")
     if last:
         torch.testing.assert_close(torch.stack(losses).sum(), expected, msg=name)
 

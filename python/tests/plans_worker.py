@@ -1,4 +1,5 @@
-"""Eight ranks, forked from one process so that torch is imported once: they compare their plans, first alike, then with one that differs."""
+"""Eight ranks, forked from one process so that torch is imported once: they compare their plans, first alike, then with one that
+differs."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 
 def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, prepare: Callable[[], None] = lambda: None) -> None:
-    """Calls `prepare` once and `run` for each case, on every rank of a gloo group; rank 0 prints how many cases passed. A rank whose peer has failed
-    raises after 120 s."""
+    """Calls `prepare` once and `run` for each case, on every rank of a gloo group; rank 0 prints how many cases passed. A rank whose peer
+    has failed raises after 120 s."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
     prepare()

@@ -12,7 +12,8 @@ from torch import Tensor
 import flce
 from flce._direct import DirectCall
 
-# docs/numerics.md: the largest ‖error‖ / ‖expected‖ of a whole tensor. Outputs are fp32, of inputs in fp32 and in 16 bits; gradients have a dtype.
+# docs/numerics.md: the largest ‖error‖ / ‖expected‖ of a whole tensor. Outputs are fp32, of inputs in fp32 and in 16 bits; gradients have a
+# dtype.
 OUTPUT_BOUND = {torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 GRADIENT_BOUND = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # And of a row, whose expected norm counts as no less than the rows' root mean square: a wrong row of many is lost in the whole.
@@ -60,9 +61,15 @@ def in_double(problem: Problem) -> Problem:
     """The same numbers as fp64 leaves, whose reference gradients are not rounded to the problem's dtype."""
 
     def leaf(value: Any) -> Any:
-        return value.detach().double().requires_grad_(value.requires_grad) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return (
+            value.detach().double().requires_grad_(value.requires_grad)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+        )
 
-    return Problem(leaf(problem.hidden), leaf(problem.weight), problem.target, {name: leaf(value) for name, value in problem.options.items()})
+    return Problem(
+        leaf(problem.hidden), leaf(problem.weight), problem.target, {name: leaf(value) for name, value in problem.options.items()}
+    )
 
 
 def reference(
@@ -122,8 +129,8 @@ def reference(
 def assert_close(
     actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype, what: str = "", *, output: bool = False, factor: float = 1.0
 ) -> None:
-    """Error within `factor` times the bound of a gradient in `dtype`, or of an `output` of inputs in `dtype`, as a whole and by rows. Exactly 0 where
-    that is expected (rows of ignored tokens)."""
+    """Error within `factor` times the bound of a gradient in `dtype`, or of an `output` of inputs in `dtype`, as a whole and by rows.
+    Exactly 0 where that is expected (rows of ignored tokens)."""
     assert actual is not None and expected is not None, what
     assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     if expected.numel() == 0:

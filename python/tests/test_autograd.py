@@ -27,7 +27,9 @@ def reference_gradients(problem: Problem, **options: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss.sum(), (exact.hidden, exact.weight))
 
 
-def check_gradients(problem: Problem, hidden: Tensor | None, weight: Tensor | None, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+def check_gradients(
+    problem: Problem, hidden: Tensor | None, weight: Tensor | None, dtype: torch.dtype = torch.float32, **options: Any
+) -> None:
     wanted = reference_gradients(problem, **options)
     for name, actual, expected in (("hidden", hidden, wanted[0]), ("weight", weight, wanted[1])):
         if actual is not None:
@@ -98,7 +100,8 @@ def test_only_what_is_asked_for_is_computed(device: str, monkeypatch: pytest.Mon
 def test_nothing_of_the_logits_size_is_saved(device: str) -> None:
     problem = make_problem(device, num_tokens=64, vocab_size=500)
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
+    # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         loss = loss_of(problem)
     addresses = {problem.hidden.data_ptr(), problem.weight.data_ptr(), problem.target.data_ptr()}
     own = [tensor for tensor in saved if tensor.data_ptr() not in addresses]
@@ -136,7 +139,9 @@ def test_selective_checkpointing_sees_the_operator(device: str) -> None:
     def block(hidden: Tensor, weight: Tensor) -> Tensor:
         return flce.linear_cross_entropy(hidden * 2.0, weight, problem.target)
 
-    loss = checkpoint(block, problem.hidden, problem.weight, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    loss = checkpoint(
+        block, problem.hidden, problem.weight, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+    )
     loss.backward()
     assert "flce.linear_cross_entropy.default" in seen
     expected = torch.autograd.grad(block(problem.hidden, problem.weight), (problem.hidden, problem.weight))

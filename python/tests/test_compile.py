@@ -36,7 +36,9 @@ def test_opcheck_backward(device: str, wanted: tuple[bool, bool, bool]) -> None:
 def test_opcheck_hidden_major_weight(device: str) -> None:
     problem = make_problem(device)
     weight = problem.weight.detach().t().contiguous().requires_grad_().t()
-    torch.library.opcheck(torch.ops.flce.linear_cross_entropy.default, (problem.hidden, weight, problem.target, None, None, None, "", -100, 2, 0))
+    torch.library.opcheck(
+        torch.ops.flce.linear_cross_entropy.default, (problem.hidden, weight, problem.target, None, None, None, "", -100, 2, 0)
+    )
 
 
 def step(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:

@@ -107,7 +107,8 @@ def test_arguments_are_still_checked(device: str, replace: Callable[..., Any], e
 
 
 @pytest.mark.parametrize(
-    "options", [{"softcap": [1]}, {"softcap": torch.tensor(2.0)}, {"z_loss": torch.tensor(0.0)}, {"reduction": "both"}, {"workspace_limit_bytes": -1}]
+    "options",
+    [{"softcap": [1]}, {"softcap": torch.tensor(2.0)}, {"z_loss": torch.tensor(0.0)}, {"reduction": "both"}, {"workspace_limit_bytes": -1}],
 )
 def test_options_are_still_checked(device: str, options: dict[str, Any]) -> None:
     problem = make_problem(device)
@@ -130,7 +131,9 @@ def test_hidden_of_another_layout(device: str) -> None:
         assert torch.equal(actual, value)
 
 
-@pytest.mark.parametrize("back", [lambda t: t.clone(), lambda t: t.repeat_interleave(2, -1)[..., ::2] if t.dim() else t], ids=["copied", "strided"])
+@pytest.mark.parametrize(
+    "back", [lambda t: t.clone(), lambda t: t.repeat_interleave(2, -1)[..., ::2] if t.dim() else t], ids=["copied", "strided"]
+)
 def test_hooks_on_saved_tensors(device: str, back: Callable[[Tensor], Tensor]) -> None:
     problem = make_problem(device)
     plain = torch.autograd.grad(make_direct(problem.hidden, problem.weight, problem.target), (problem.hidden, problem.weight))

@@ -45,7 +45,11 @@ def call(device: str = "cpu", **changes: Any) -> Any:
         ({"hidden": [[0.0] * 24] * 37}, flce.DTypeError, r"hidden is a list; it must be a tensor"),
         ({"target": None}, flce.DTypeError, r"target is a NoneType; it must be a tensor"),
         ({"bias": [0.0] * 101}, flce.DTypeError, r"bias is a list; it must be a tensor"),
-        ({"weight": torch.eye(101, 24).to_sparse()}, flce.ArgumentError, r"weight is a tensor of layout torch.sparse_coo; it must be dense"),
+        (
+            {"weight": torch.eye(101, 24).to_sparse()},
+            flce.ArgumentError,
+            r"weight is a tensor of layout torch.sparse_coo; it must be dense",
+        ),
         ({"ignore_index": None}, flce.DTypeError, r"ignore_index is a NoneType; it must be an integer"),
         ({"ignore_index": 1.5}, flce.DTypeError, r"ignore_index is a float"),
         ({"ignore_index": 2**64}, flce.ArgumentError, r"ignore_index is 18446744073709551616; it must fit 64 bits"),
@@ -74,7 +78,11 @@ def call(device: str = "cpu", **changes: Any) -> Any:
         ({"retain_in_grad_weight": 1}, flce.ArgumentError, r"retain_in_grad_weight is 1; allowed are True, False and None"),
         ({"grad_weight_out": torch.zeros(3, 24)}, flce.ShapeError, r"grad_weight_out has shape"),
         ({"grad_weight_out": torch.zeros(101, 24, dtype=torch.bfloat16)}, flce.DTypeError, r"grad_weight_out has dtype"),
-        ({"grad_weight_out": torch.zeros(24, 101).t()}, flce.ArgumentError, r"grad_weight_out has strides \[1, 101\]; they must be \[24, 1\]"),
+        (
+            {"grad_weight_out": torch.zeros(24, 101).t()},
+            flce.ArgumentError,
+            r"grad_weight_out has strides \[1, 101\]; they must be \[24, 1\]",
+        ),
     ],
 )
 def test_bad_argument(changes: dict[str, Any], kind: type[Exception], message: str) -> None:

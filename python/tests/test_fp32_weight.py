@@ -1,4 +1,5 @@
-"""An fp32 weight under 16-bit hidden states, as autocast has it: the bits of a copy rounded beforehand, within the limit, and found prewarmed."""
+"""An fp32 weight under 16-bit hidden states, as autocast has it: the bits of a copy rounded beforehand, within the limit, and found
+prewarmed."""
 
 from __future__ import annotations
 
@@ -107,7 +108,9 @@ def test_the_limit_is_kept_on_a_cpu() -> None:
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("this system does not tell a process's largest resident set")
     limit, vocab, hidden_size, tokens = 4 << 20, 100_000, 256, 16
-    done = subprocess.run([sys.executable, "-c", PEAK, *map(str, (limit, vocab, hidden_size, tokens))], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, (limit, vocab, hidden_size, tokens))], check=True, capture_output=True, text=True
+    )
     rounded_copy = 2 * vocab * hidden_size
     assert rounded_copy > 10 * limit
     allowance = 4 << 20  # of the interpreter's and the allocators' own
@@ -170,7 +173,9 @@ def test_prewarming_a_config_under_autocast_misses_nothing(tmp_path: Path) -> No
         return subprocess.run([sys.executable, "-c", STRICT, "24", "93"], env=environment, check=False, capture_output=True, text=True)
 
     def prewarm(*more: str) -> None:
-        subprocess.run([command(), "prewarm", "--hf-config", config, "--device", "cpu", *more], env=environment, check=True, capture_output=True)
+        subprocess.run(
+            [command(), "prewarm", "--hf-config", config, "--device", "cpu", *more], env=environment, check=True, capture_output=True
+        )
 
     prewarm()  # the file's own dtype
     assert "CacheMissError" in train().stderr

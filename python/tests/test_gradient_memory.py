@@ -16,7 +16,9 @@ V, D = 101, 24
 
 
 def loss_of(problem: Any, buffer: Tensor, weight: Tensor | None = None) -> Tensor:
-    loss: Tensor = flce.linear_cross_entropy(problem.hidden, problem.weight if weight is None else weight, problem.target, grad_weight_out=buffer)
+    loss: Tensor = flce.linear_cross_entropy(
+        problem.hidden, problem.weight if weight is None else weight, problem.target, grad_weight_out=buffer
+    )
     return loss
 
 
@@ -41,7 +43,9 @@ GAPS: dict[str, Callable[[Tensor], Tensor]] = {  # of a tensor [2 V, 2 D]
 
 @pytest.mark.parametrize("form", GAPS.values(), ids=GAPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_buffer_with_gaps_is_refused_before_anything_is_written(device: str, form: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+def test_a_buffer_with_gaps_is_refused_before_anything_is_written(
+    device: str, form: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
     problem = make_problem(device, dtype)
     big = torch.zeros(2 * V, 2 * D, dtype=dtype, device=device)
     buffer = form(big)
@@ -83,7 +87,8 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("form", WEIGHTS.values(), ids=WEIGHTS)
 def test_the_gradient_of_a_strided_weight(device: str, form: Callable[[Tensor], Tensor]) -> None:
-    """By autograd, in a contiguous buffer, and twice, since the second call goes another way; a buffer with the weight's strides is refused."""
+    """By autograd, in a contiguous buffer, and twice, since the second call goes another way; a buffer with the weight's strides is
+    refused."""
     problem = make_problem(device)
     strided = form(problem.weight.detach()).detach().requires_grad_()
     assert not strided.is_contiguous()

@@ -65,7 +65,9 @@ def test_adapters_of_peft_train(options: dict[str, Any], prepared_first: bool) -
 @pytest.mark.parametrize("impl", ["flce", "pytorch"])
 def test_lora_that_is_disabled_merged_or_switched(impl: str) -> None:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny_causal_lm("LlamaForCausalLM"), peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["lm_head"]))
+    model = peft.get_peft_model(
+        tiny_causal_lm("LlamaForCausalLM"), peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["lm_head"])
+    )
     model.add_adapter("other", peft.LoraConfig(r=8, init_lora_weights=False, target_modules=["lm_head"]))
     head = model.get_output_embeddings()
     loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl)
@@ -260,7 +262,9 @@ class CallsHead(Odd):
 @pytest.mark.parametrize("calls", [0, 2])
 def test_an_output_layer_that_is_not_called_once_is_refused(calls: int) -> None:
     model = return_hidden_states(CallsHead(lambda _: calls).train())
-    with pytest.raises(flce.ArgumentError, match=f"the forward of CallsHead calls its output layer, a Linear, {calls} times; it must be once"):
+    with pytest.raises(
+        flce.ArgumentError, match=f"the forward of CallsHead calls its output layer, a Linear, {calls} times; it must be once"
+    ):
         model(**batch())
 
 

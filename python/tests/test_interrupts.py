@@ -24,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the given line of the package that is run, and counts lines; opcodes instead of lines where that is asked."""
+    """Raises KeyboardInterrupt at the given line of the package that is run, and counts lines; opcodes instead of lines where that is
+    asked."""
 
     def __init__(self, at: int = -1, *, opcodes: bool = False) -> None:
         self.at, self.count, self.opcodes = at, 0, opcodes
@@ -112,9 +113,11 @@ def steps(device: str, kind: str) -> list[Step]:
 
 
 def equal(kind: str, actual: list[Tensor], expected: list[Tensor]) -> bool:
-    if kind == "retaining" and actual[0].is_cuda:  # whether gradients come from what was retained changes bits there, and what is alive decides that
+    # whether gradients come from what was retained changes bits there, and what is alive decides that
+    if kind == "retaining" and actual[0].is_cuda:
         return all(
-            torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2 * b.float().abs().max().item()) for a, b in zip(actual, expected, strict=True)
+            torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2 * b.float().abs().max().item())
+            for a, b in zip(actual, expected, strict=True)
         )
     return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 

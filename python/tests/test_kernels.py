@@ -33,7 +33,10 @@ def test_kernel_describes_itself(device: str) -> None:
 def test_explain_says_what_a_step_takes(device: str) -> None:
     text = flce.explain(64, 1000, torch.float32, device=device, num_tokens=100)
     kernel = flce.get_kernel(64, 1000, torch.float32, device=device)
-    assert f"workspace at 100 tokens: forward {kernel.workspace_bytes(100, backward=False)} bytes, backward {kernel.workspace_bytes(100)}" in text
+    assert (
+        f"workspace at 100 tokens: forward {kernel.workspace_bytes(100, backward=False)} bytes, backward {kernel.workspace_bytes(100)}"
+        in text
+    )
 
 
 def test_explain_says_what_is_retained(device: str) -> None:
@@ -57,7 +60,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any], torch.dtype]] = [
 ]
 
 
-@pytest.mark.parametrize(("layer", "call", "dtype"), [(c | l, c, dtype) for l, c, dtype in CALLS], ids=["plain", "softcap", "bias"])  # noqa: E741
+@pytest.mark.parametrize(("layer", "call", "dtype"), [(c | extra, c, dtype) for extra, c, dtype in CALLS], ids=["plain", "softcap", "bias"])
 def test_nothing_is_left_to_compile_after_warmup(device: str, layer: dict[str, Any], call: dict[str, Any], dtype: torch.dtype) -> None:
     problem = make_problem(device, dtype, hidden_size=48, vocab_size=77, **call)
     (kernel,) = flce.warmup([{"hidden_size": 48, "vocab_size": 77, "dtype": dtype} | layer], device=device)
@@ -163,7 +166,9 @@ def test_a_kernel_first_made_under_a_mode_is_like_any_other(device: str, mode: A
         with pytest.raises(flce.LabelError):
             flce.check_labels()
     for _ in range(3):
-        gradients = torch.autograd.grad(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target), (problem.hidden, problem.weight))
+        gradients = torch.autograd.grad(
+            flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target), (problem.hidden, problem.weight)
+        )
     expected = torch.autograd.grad(reference(problem.hidden, problem.weight, problem.target)["loss"], (problem.hidden, problem.weight))
     for actual, right in zip(gradients, expected, strict=True):
         assert_close(actual, right, torch.float32)

@@ -231,7 +231,9 @@ def test_auto_computes_what_flce_refuses_in_plain_torch(monkeypatch: pytest.Monk
         flce.LinearCrossEntropyLoss(head, impl="flce")(hidden, labels)
 
 
-def test_auto_falls_back_at_the_first_call_and_an_explicit_choice_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_falls_back_at_the_first_call_and_an_explicit_choice_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(loss_module, "_said", set())
     monkeypatch.setattr(loss_module, "_why_not_flce", lambda: None)
 

@@ -1,4 +1,5 @@
-"""Outputs are tensors of their own, whatever way a call goes: each may be changed in place under grad, and the others and their gradients stay."""
+"""Outputs are tensors of their own, whatever way a call goes: each may be changed in place under grad, and the others and their gradients
+stay."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def check_changes(problem: Problem, way: Call, names: tuple[str, ...], options: 
         outputs = run()
         squares = [output.square() for output in outputs]  # saves each: a change of another must not be taken for a change of it
         values = [output.detach().clone() for output in outputs]
-        total = torch.stack([square.sum() for i, square in enumerate(squares) if i != changed] + [outputs[changed].mul_(3.0).add_(1.0).sum()]).sum()
+        total = torch.stack(
+            [square.sum() for i, square in enumerate(squares) if i != changed] + [outputs[changed].mul_(3.0).add_(1.0).sum()]
+        ).sum()
         for i, (output, value) in enumerate(zip(outputs, values, strict=True)):
             assert torch.equal(output, value * 3 + 1 if i == changed else value)
         wanted_total = sum(value.square().sum() if i != changed else (3 * value + 1).sum() for i, value in enumerate(expected))

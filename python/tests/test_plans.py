@@ -14,7 +14,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def kernel(**layer: object) -> flce.Kernel:
-    return flce.get_kernel(**{"hidden_size": 16, "vocab_size": 40, "dtype": torch.float32, "device": "cpu", **layer})  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return flce.get_kernel(**{"hidden_size": 16, "vocab_size": 40, "dtype": torch.float32, "device": "cpu", **layer})
 
 
 def test_digest_is_of_specs_and_plans_in_any_order() -> None:

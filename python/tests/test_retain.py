@@ -1,4 +1,5 @@
-"""What forward leaves to backward: where it lies, when it is used, that it is never stale, and that its memory is nobody's longer than it must."""
+"""What forward leaves to backward: where it lies, when it is used, that it is never stale, and that its memory is nobody's longer than it
+must."""
 
 from __future__ import annotations
 
@@ -243,7 +244,10 @@ def test_checkpointing(device: str, watched: Watched, use_reentrant: bool) -> No
     for _ in range(3):
         problem.hidden.grad = problem.weight.grad = None
         loss = checkpoint(
-            lambda h, w: flce.linear_cross_entropy(torch.clone(h), w, problem.target), problem.hidden, problem.weight, use_reentrant=use_reentrant
+            lambda h, w: flce.linear_cross_entropy(torch.clone(h), w, problem.target),
+            problem.hidden,
+            problem.weight,
+            use_reentrant=use_reentrant,
         )
         assert watched.alive() == 0  # the first forward's is thrown away with what it saved
         loss.backward()
@@ -424,7 +428,9 @@ def test_compiled_with_changing_tokens_and_two_losses(device: str, watched: Watc
         problem = make(device, num_tokens)
         gradients = gradients_of(problem, both(problem.hidden, problem.weight, problem.target))
         exact = in_double(problem)
-        halves = [reference(exact.hidden * scale, exact.weight, exact.target, softcap=cap)["loss"] for scale, cap in ((1.0, None), (0.5, 5.0))]
+        halves = [
+            reference(exact.hidden * scale, exact.weight, exact.target, softcap=cap)["loss"] for scale, cap in ((1.0, None), (0.5, 5.0))
+        ]
         for actual, expected in zip(gradients, gradients_of(exact, halves[0] + halves[1]), strict=True):
             assert_close(actual, expected, torch.bfloat16)
     assert LENT in watched.take()

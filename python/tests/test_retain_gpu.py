@@ -54,7 +54,9 @@ class TestCuda:
             watched.take()
             torch.cuda.synchronize()
 
-    @pytest.mark.parametrize(("options", "used"), [({}, NONE), ({"retain_in_grad_weight": True}, LENT), ({"workspace_limit_bytes": ALL}, OWN)])
+    @pytest.mark.parametrize(
+        ("options", "used"), [({}, NONE), ({"retain_in_grad_weight": True}, LENT), ({"workspace_limit_bytes": ALL}, OWN)]
+    )
     def test_both_passes_in_a_graph(self, device: str, watched: Watched, options: dict[str, Any], used: str) -> None:
         problem = make(device, 200)
 

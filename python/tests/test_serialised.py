@@ -1,4 +1,5 @@
-"""Hooks on saved tensors that write what a retaining layer saves to a file: what is retained is left behind, and backward computes it again."""
+"""Hooks on saved tensors that write what a retaining layer saves to a file: what is retained is left behind, and backward computes it
+again."""
 
 from __future__ import annotations
 

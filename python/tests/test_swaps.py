@@ -146,6 +146,8 @@ def test_operators_check_what_they_are_given(device: str, options: dict[str, Any
     with pytest.raises(flce.ShapeError, match="lse has shape"):
         torch.ops.flce.linear_cross_entropy_backward(values, hidden, weight, target, saved[:5], *rest, wanted)
     with pytest.raises(flce.ShapeError, match="upstream gradient has"):
-        torch.ops.flce.linear_cross_entropy_backward(torch.cat([values.view(-1), values.view(-1)]), hidden, weight, target, saved, *rest, wanted)
+        torch.ops.flce.linear_cross_entropy_backward(
+            torch.cat([values.view(-1), values.view(-1)]), hidden, weight, target, saved, *rest, wanted
+        )
     with pytest.raises(flce.ShapeError, match="bias has shape"):
         torch.ops.flce.linear_cross_entropy(hidden, weight, target, weight[:50, 0].contiguous(), *rest[1:])

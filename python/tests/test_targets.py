@@ -113,7 +113,9 @@ def test_packed_loss_equals_each_sequence_by_itself(device: str) -> None:
     problem = make_problem(device, num_tokens=20, ignored=0.0)
     bounds = [0, 7, 8, 8, 17]
     cu_seqlens = torch.tensor(bounds, device=device)
-    loss = flce.linear_cross_entropy(problem.hidden[None], problem.weight, problem.target[None], shift=1, cu_seqlens=cu_seqlens, reduction="sum")
+    loss = flce.linear_cross_entropy(
+        problem.hidden[None], problem.weight, problem.target[None], shift=1, cu_seqlens=cu_seqlens, reduction="sum"
+    )
     parts = [
         reference(problem.hidden[a : b - 1], problem.weight, problem.target[a + 1 : b], reduction="sum")["loss"]
         for a, b in itertools.pairwise(bounds)

@@ -39,7 +39,8 @@ def run(schedule_type: Any, accumulate_into_grad: bool) -> None:
     name = f"{schedule_type.__name__}, accumulate_into_grad={accumulate_into_grad}, rank {rank} of {world}"
     for number, module in modules.items():
         for (parameter, actual), right in zip(module.named_parameters(), whole[number].parameters(), strict=True):
-            torch.testing.assert_close(actual.grad, right.grad, rtol=1e-4, atol=1e-6, msg=lambda m, p=parameter: f"{name}: {p}: {m}")  # type: ignore[misc]
+            # type: ignore[misc]
+            torch.testing.assert_close(actual.grad, right.grad, rtol=1e-4, atol=1e-6, msg=lambda m, p=parameter: f"{name}: {p}: {m}")
     if last in modules:
         torch.testing.assert_close(torch.stack(losses).sum(), expected, msg=name)
 
