@@ -10,9 +10,8 @@
 #include <set>
 
 #include "generator/blocks_cpu.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
 #include "generator/cuda_program.hpp"
-#include "generator/tiles_sm80.hpp"
-#include "generator/tiles_sm90.hpp"
 
 namespace flce {
 namespace {
@@ -64,8 +63,7 @@ std::vector<Coordinate> cuda_coordinates(const Spec& spec, const Device& device,
     std::vector<Coordinate> result;
     for (const auto& [name, tile] : kTiles) {
         Variants variants(spec, device, plan);
-        for (const TileCandidate& candidate :
-             plan.path == PlanPath::cuda_sm90a ? tile_candidates_sm90() : tile_candidates_sm80(spec.dtype)) {
+        for (const TileCandidate& candidate : cuda_path(plan.path).tiles(spec.dtype)) {
             Plan other = plan;
             other.cuda.*tile = candidate.tile;
             variants.add(with_chunk(spec, other, plan.vocab_chunk));

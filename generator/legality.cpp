@@ -7,7 +7,7 @@
 
 #include "flce/plan.hpp"
 #include "generator/cpu_rules.hpp"
-#include "generator/cuda/tile_rules.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
 
 namespace flce {
 namespace {
@@ -15,9 +15,10 @@ namespace {
 using Reason = std::optional<std::string>;
 
 Reason cuda_reason(const Spec& spec, const Device& device, const Plan& plan) {
-    if (auto reason = path_problem(spec, device, plan.path)) return reason;
+    const CudaPath& path = cuda_path(plan.path);
+    if (auto reason = path.problem(spec, device)) return reason;
     if (plan.strategy == Strategy::retain) {
-        if (auto reason = retain_problem(spec, plan.path)) return reason;
+        if (auto reason = path.retain_problem(spec)) return reason;
     }
     const CudaPlan& cuda = plan.cuda;
     const std::array<std::tuple<const char*, GemmRole, const GemmTile*>, 4> tiles = {{
@@ -27,10 +28,11 @@ Reason cuda_reason(const Spec& spec, const Device& device, const Plan& plan) {
         {"grad_weight", GemmRole::grad_weight, &cuda.grad_weight},
     }};
     for (const auto& [name, role, tile] : tiles) {
-        for (const int part : {tile->block_m, tile->block_n, tile->block_k, tile->stages, tile->warps_m, tile->warps_n}) {
+        const TileWarps warps = path.warps(*tile);
+        for (const int part : {tile->block_m, tile->block_n, tile->block_k, tile->stages, warps.m, warps.n}) {
             if (part <= 0 || part > 4096) return fmt::format("{}: every number of a tile must be from 1 to 4096, not {}", name, part);
         }
-        if (auto reason = tile_problem(spec, device, plan.path, role, *tile)) return fmt::format("{}: {}", name, *reason);
+        if (auto reason = path.tile_problem(spec, device, role, *tile)) return fmt::format("{}: {}", name, *reason);
     }
     if (cuda.raster < 1 || cuda.raster > 1024) return fmt::format("raster={}: must be from 1 to 1024 tile rows", cuda.raster);
     for (const auto& [name, unit] : {std::pair{"dlogits' block_n", cuda.dlogits.block_n},

@@ -9,6 +9,7 @@
 #include <span>
 
 #include "flce/error.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
 #include "generator/json_object.hpp"
 
 namespace flce {
@@ -40,15 +41,19 @@ bool read_numbers(std::string_view value, std::string_view separators, const std
     return value.empty();
 }
 
-std::string tile_text(const GemmTile& t) {
-    return fmt::format("{}x{}x{}x{}/{}x{}", t.block_m, t.block_n, t.block_k, t.stages, t.warps_m, t.warps_n);
+std::string tile_text(const CudaPath& path, const GemmTile& t) {
+    const TileWarps warps = path.warps(t);
+    return fmt::format("{}x{}x{}x{}/{}x{}", t.block_m, t.block_n, t.block_k, t.stages, warps.m, warps.n);
 }
 
-void read_tile(GemmTile& t, std::string_view key, std::string_view value) {
-    const std::array numbers = {&t.block_m, &t.block_n, &t.block_k, &t.stages, &t.warps_m, &t.warps_n};
+GemmTile read_tile(const CudaPath& path, std::string_view key, std::string_view value) {
+    GemmTile t;
+    TileWarps warps;
+    const std::array numbers = {&t.block_m, &t.block_n, &t.block_k, &t.stages, &warps.m, &warps.n};
     if (!read_numbers(value, "xxx/x", numbers)) {
         bad_value(key, value, "block_m x block_n x block_k x stages / warps_m x warps_n, for example 128x256x32x3/2x4");
     }
+    return path.with_warps(t, warps);
 }
 
 template <class T>
@@ -66,6 +71,8 @@ struct PlanKey {
 
 using Text = std::string_view;
 
+constexpr Text kCpuName = "cpu";
+
 constexpr PlanKey kChunk{"chunk", true, [](const Plan& p) { return std::to_string(p.vocab_chunk); },
                          [](Plan& p, Text k, Text v) { read_number(p.vocab_chunk, k, v); }};
 constexpr PlanKey kScratch{"scratch", true, [](const Plan& p) { return std::to_string(p.scratch_bytes); },
@@ -73,8 +80,8 @@ constexpr PlanKey kScratch{"scratch", true, [](const Plan& p) { return std::to_s
 
 template <GemmTile CudaPlan::* tile>
 constexpr PlanKey tile_key(std::string_view name) {
-    return {name, false, [](const Plan& p) { return tile_text(p.cuda.*tile); },
-            [](Plan& p, Text k, Text v) { read_tile(p.cuda.*tile, k, v); }};
+    return {name, false, [](const Plan& p) { return tile_text(cuda_path(p.path), p.cuda.*tile); },
+            [](Plan& p, Text k, Text v) { p.cuda.*tile = read_tile(cuda_path(p.path), k, v); }};
 }
 
 constexpr std::array kCudaKeys = {
@@ -116,10 +123,13 @@ std::span<const PlanKey> keys_of(PlanPath path) {
 }
 
 PlanPath read_path(std::string_view value) {
-    for (const PlanPath path : {PlanPath::cpu, PlanPath::cuda_sm80, PlanPath::cuda_sm90a}) {
-        if (value == to_string(path)) return path;
+    if (value == kCpuName) return PlanPath::cpu;
+    std::string names(kCpuName);
+    for (const CudaPath* path : cuda_paths()) {
+        if (value == path->name()) return path->id();
+        names += fmt::format("{}{}", path == cuda_paths().back() ? " or " : ", ", path->name());
     }
-    bad_value("path", value, "cpu, cuda_sm80 or cuda_sm90a");
+    bad_value("path", value, names);
 }
 
 Strategy read_strategy(std::string_view value) {
@@ -181,10 +191,9 @@ std::string_view take_until(std::string_view& rest, char separator) {
 }  // namespace
 
 std::string_view to_string(PlanPath path) noexcept {
-    switch (path) {
-        case PlanPath::cpu: return "cpu";
-        case PlanPath::cuda_sm80: return "cuda_sm80";
-        case PlanPath::cuda_sm90a: return "cuda_sm90a";
+    if (path == PlanPath::cpu) return kCpuName;
+    for (const CudaPath* known : cuda_paths()) {
+        if (known->id() == path) return known->name();
     }
     return "?";
 }

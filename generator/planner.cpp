@@ -11,18 +11,17 @@
 #include "flce/error.hpp"
 #include "flce/plan.hpp"
 #include "generator/blocks_cpu.hpp"
-#include "generator/cuda/tile_rules.hpp"
-#include "generator/tiles_sm90.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
 
 namespace flce {
 namespace {
 
-/// Numbers of tokens that candidates are compared at: plans serve every N, and at thousands of tokens the differences matter most. Two, as whole waves
-/// of tiles may make one of them the favourite of a tile; these are the ones that records are measured at.
+/// Numbers of tokens that candidates are compared at: plans serve every N, and at thousands of tokens the differences matter most. Two, as
+/// whole waves of tiles may make one of them the favourite of a tile; these are the ones that records are measured at.
 constexpr std::array<std::int64_t, 2> kReferenceTokens = {kTypicalTokens, 2 * kTypicalTokens};
 
-/// What candidates are rated on. All products of an architecture get the same order, so that kernels compiled for the architecture's name are the
-/// ones that each of them asks for.
+/// What candidates are rated on. All products of an architecture get the same order, so that kernels compiled for the architecture's name
+/// are the ones that each of them asks for.
 Device rating_device(const Device& device) {
     if (device.kind == DeviceKind::cpu) return device;
     try {
@@ -64,14 +63,15 @@ Plan with_chunk(const Spec& spec, Plan plan, std::int64_t most) {
 }
 
 /// Tiles of the path's table, of at most `widest` rows and columns, that `role` can run on the device, in the table's order.
-std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, PlanPath path, GemmRole role, int widest, Search& search) {
+std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, const CudaPath& path, GemmRole role, int widest, Search& search) {
     std::vector<GemmTile> tiles;
-    for (const TileCandidate& candidate : path == PlanPath::cuda_sm90a ? tile_candidates_sm90() : tile_candidates_sm80(spec.dtype)) {
+    for (const TileCandidate& candidate : path.tiles(spec.dtype)) {
         if (std::max(candidate.tile.block_m, candidate.tile.block_n) > widest) continue;
-        if (auto reason = tile_problem(spec, device, path, role, candidate.tile)) {
+        if (auto reason = path.tile_problem(spec, device, role, candidate.tile)) {
             const GemmTile& t = candidate.tile;
+            const TileWarps warps = path.warps(t);
             ++search.refusals[fmt::format("{}={}x{}x{}x{}/{}x{}: {}", kRoleNames[static_cast<std::size_t>(role)], t.block_m, t.block_n,
-                                          t.block_k, t.stages, t.warps_m, t.warps_n, *reason)];
+                                          t.block_k, t.stages, warps.m, warps.n, *reason)];
         } else {
             tiles.push_back(candidate.tile);
         }
@@ -79,23 +79,24 @@ std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, PlanPa
     return tiles;
 }
 
-/// The four GEMMs do not influence each other's time, so a path's best plan has each role's best tile; the others differ from it in one place.
-std::vector<Plan> path_candidates(const Spec& spec, const Device& device, PlanPath path, Strategy strategy, const PlanRequest& request,
-                                  int widest, Search& search) {
+/// The four GEMMs do not influence each other's time, so a path's best plan has each role's best tile; the others differ from it in one
+/// place.
+std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const CudaPath& path, Strategy strategy,
+                                  const PlanRequest& request, int widest, Search& search) {
     constexpr std::int64_t kChunks[] = {16384, 8192, 32768};
-    auto reason = path_problem(spec, device, path);
-    if (!reason && strategy == Strategy::retain) reason = retain_problem(spec, path);
+    auto reason = path.problem(spec, device);
+    if (!reason && strategy == Strategy::retain) reason = path.retain_problem(spec);
     if (reason) {
         ++search.refusals[*reason];
         return {};
     }
-    Plan best{.path = path, .strategy = strategy, .scratch_bytes = request.scratch_bytes};
+    Plan best{.path = path.id(), .strategy = strategy, .scratch_bytes = request.scratch_bytes};
     std::vector<std::vector<GemmTile>> tiles;
     for (const GemmRole role : {forward_role(best), GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight}) {
         tiles.push_back(legal_tiles(spec, device, path, role, widest, search));
         // A tile with which grad_weight's memory may be lent, where there is one: that is worth more than what tiles differ by.
         if (strategy == Strategy::retain && role == GemmRole::grad_weight && !retains_apart(spec, device, request)) {
-            const auto lends = [&](const GemmTile& tile) { return lends_grad_weight(spec, tile); };
+            const auto lends = [&](const GemmTile& tile) { return path.lends_grad_weight(spec, tile); };
             if (std::ranges::any_of(tiles.back(), lends)) std::erase_if(tiles.back(), std::not_fn(lends));
         }
         if (tiles.back().empty()) return {};
@@ -128,11 +129,11 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, PlanPa
 }
 
 std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const PlanRequest& request, int widest, Search& search) {
-    std::vector<Plan> plans = path_candidates(spec, device, PlanPath::cuda_sm80, Strategy::recompute, request, widest, search);
-    if (device.gpu.compute_capability == 90) {
-        for (const Strategy strategy : {Strategy::retain, Strategy::recompute}) {
-            std::ranges::copy(path_candidates(spec, device, PlanPath::cuda_sm90a, strategy, request, widest, search),
-                              std::back_inserter(plans));
+    std::vector<Plan> plans;
+    for (const CudaPath* path : cuda_paths()) {
+        if (path != cuda_paths().front() && !path->is_own_of(device)) continue;
+        for (const Strategy strategy : path->strategies()) {
+            std::ranges::copy(path_candidates(spec, device, *path, strategy, request, widest, search), std::back_inserter(plans));
         }
     }
     return plans;
@@ -186,16 +187,16 @@ Search search_plans(const Spec& spec, const Device& device, const PlanRequest& r
         rate(spec, device, cpu_candidates(spec, device, request), search);
         return search;
     }
-    // Wide tiles need wide chunks, for which a very large hidden_size or little scratch leaves no room. Hopper's own path with narrow ones is
-    // quicker than the other path with wide ones.
-    const bool own_path = device.gpu.compute_capability == 90 && !path_problem(spec, device, PlanPath::cuda_sm90a);
+    // Wide tiles need wide chunks, for which a very large hidden_size or little scratch leaves no room. A device's own path with narrow
+    // ones is quicker than the path for all with wide ones.
+    const CudaPath* own_path = own_cuda_path(spec, device);
     std::vector<Plan> candidates;
     for (const int widest : {256, 128, 64}) {
         std::ranges::copy(cuda_candidates(spec, device, request, widest, search), std::back_inserter(candidates));
         search.plans.clear();
         rate(spec, device, candidates, search);
-        const auto on_own_path = [](const Plan& plan) { return plan.path == PlanPath::cuda_sm90a; };
-        if (own_path ? std::ranges::any_of(search.plans, on_own_path) : !search.plans.empty()) break;
+        const auto on_own_path = [&](const Plan& plan) { return plan.path == own_path->id(); };
+        if (own_path != nullptr ? std::ranges::any_of(search.plans, on_own_path) : !search.plans.empty()) break;
     }
     return search;
 }
@@ -228,7 +229,8 @@ bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& re
     const double workspace = static_cast<double>(request.scratch_bytes) + 4 * tokens * hidden_size;
     if (static_cast<double>(request.limit_bytes) < workspace + exponentials) return false;
     if (lendable_part(spec, token_bucket(request.num_tokens)) >= 1) return false;
-    return !path_problem(spec, device, PlanPath::cuda_sm90a) && !retain_problem(spec, PlanPath::cuda_sm90a);
+    return std::ranges::any_of(cuda_paths(),
+                               [&](const CudaPath* path) { return !path->problem(spec, device) && !path->retain_problem(spec); });
 }
 
 std::optional<std::int64_t> smallest_scratch_bytes(const Spec& any_spec, const Device& device) {
@@ -272,10 +274,10 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     const Search search = search_plans(spec, device, request);
     std::vector<std::string> lines;
     if (device.kind == DeviceKind::cuda) {
-        const bool sm90 = plan.path == PlanPath::cuda_sm90a;
+        const CudaPath& path = cuda_path(plan.path);
         lines.push_back(fmt::format("{}: {} SMs, {} KiB of shared memory a block; {} reaches {:.0f} % of its dense rate", device.gpu.arch,
-                                    device.gpu.sm_count, device.gpu.smem_per_block_bytes / 1024, sm90 ? "wgmma" : "mma.sync",
-                                    100 * (sm90 ? kWgmmaShare : mma_sync_share(device.gpu.compute_capability))));
+                                    device.gpu.sm_count, device.gpu.smem_per_block_bytes / 1024, path.instruction(),
+                                    100 * path.rate_share(device)));
     } else {
         lines.push_back(fmt::format("{}: vectors of {} bits{}{}, {} cores", device.cpu.cpu, device.cpu.vector_bits,
                                     device.cpu.fma ? ", FMA" : "", device.cpu.bf16_dot ? ", bf16 dot products" : "", device.cpu.cores));
@@ -297,7 +299,7 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
         lines.push_back(fmt::format("the weight is fp32 and rounded to {} as it is read{}", to_string(spec.dtype),
                                     device.kind == DeviceKind::cuda ? ", a stretch of the vocabulary at a time, into scratch" : ""));
     }
-    if (device.kind == DeviceKind::cuda && joins_chunks(spec, device, plan)) {
+    if (device.kind == DeviceKind::cuda && cuda_path(plan.path).joins_chunks(spec, device, plan)) {
         lines.emplace_back(
             "chunks that are computed again are one launch, where a call wants both gradients and has more than a few tokens");
     }

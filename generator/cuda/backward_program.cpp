@@ -105,7 +105,7 @@ Statement BackwardWriter::grad_bias() const {
         .set(&GradBiasParams::ld, stretch_.width)
         .set_list(&GradBiasParams::list, list_, at(layout_.scalars), first_row(variable(kRowBlock)))
         .set(&GradBiasParams::rows, row_count(variable(kRowBlock)))
-        .set(&GradBiasParams::block_rows, rows_of_bias_partial(plan_))
+        .set(&GradBiasParams::block_rows, cuda_path(plan_.path).rows_of_bias_partial(plan_))
         .set(&GradBiasParams::columns, column_count())
         .set(&GradBiasParams::first, equal(variable(kRowBlock), 0))
         .set(&GradBiasParams::last, is_last(kRowBlock, layout_.row_blocks));

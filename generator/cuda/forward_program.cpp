@@ -276,7 +276,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const Expr first = variable(kRowsLoop) * layout.rows;
     const Expr count = min(slot(Slot::num_tokens) - first, layout.rows);
     const Expr base = select(lists_rows(plan), 0, first);
-    ForwardShare share = forward_share(spec, device, plan, count);
+    ForwardShare share = cuda_path(plan.path).forward_share(spec, device, plan, count);
     if (rounds_weight(spec)) {  // the last stretch may have fewer tiles than parts
         share.splits = min(share.splits, ceil_div(stretch_columns(spec, layout).count, plan.cuda.forward.block_n));
     }

@@ -59,8 +59,8 @@ public:
                                                     cluster_blocks, takes_turns(tile))
                                       : fmt::format("flce::Tile<{}, {}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.block_k,
                                                     tile.stages, tile.warps_m, tile.warps_n);
-        const Block block{tile_threads(path, tile), tile_blocks_per_sm(spec, device, path, role, tile),
-                          tile_smem_bytes(spec, path, role, tile), sm90 ? cluster_blocks : 1};
+        KernelBlock block = cuda_path(path).block(spec, device, role, tile);
+        if (sm90) block.cluster = cluster_blocks;
         const std::string_view suffix = sm90 ? "_sm90" : "";
         source_.units.push_back({configuration_, {}});
         add(source_.units.back(), name, fmt::format("{}{}Params", params, sm90 ? "Sm90" : ""),
@@ -72,18 +72,11 @@ public:
     }
 
 private:
-    struct Block {
-        int threads;
-        int blocks_per_sm;
-        std::int64_t smem_bytes;
-        int cluster;  ///< blocks along x
-    };
-
-    void add(CudaUnit& unit, std::string_view name, std::string_view params, const std::string& body, const Block& block) {
+    void add(CudaUnit& unit, std::string_view name, std::string_view params, const std::string& body, const KernelBlock& block) {
         const std::string cluster = block.cluster > 1 ? fmt::format(" __cluster_dims__({}, 1, 1)", block.cluster) : "";
         unit.source += fmt::format(
             "extern \"C\" __global__ void __launch_bounds__({}, {}){} flce_{}(const __grid_constant__ flce::{} p) {{\n    {};\n}}\n",
-            block.threads, block.blocks_per_sm, cluster, name, params, body);
+            block.threads, block.per_sm, cluster, name, params, body);
         unit.kernels.push_back({fmt::format("flce_{}", name), static_cast<std::uint32_t>(block.threads),
                                 static_cast<std::uint32_t>(block.smem_bytes), block.cluster > 1});
         source_.kernels.push_back(unit.kernels.back());

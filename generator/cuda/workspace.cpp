@@ -3,25 +3,18 @@
 #include <algorithm>
 #include <numeric>
 
-#include "generator/cuda/chunk_time.hpp"
-#include "generator/cuda/tile_rules.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
 #include "templates/params.cuh"
-#include "templates/sum_parts.cuh"
 
 namespace flce {
 namespace {
 
-constexpr std::int64_t kReserveBytes = 8192;              // scalars and what alignment costs
-constexpr std::int64_t kForwardPartialBytes = 768 << 10;  // most that forward's partial sums take
-constexpr std::int64_t kRowBytes = 24;                    // coefficients, lse and target of a token
+constexpr std::int64_t kReserveBytes = 8192;  // scalars and what alignment costs
+constexpr std::int64_t kRowBytes = 24;        // coefficients, lse and target of a token
 constexpr std::int64_t kRowQuantum = 128;
 constexpr std::int64_t kListedRowBytes = sizeof(ListedRow);
 constexpr std::int64_t kMostListedRows = 1 << 18;  // of a call; where there are more, ignored ones are worked on like the others
 constexpr std::int64_t kLeastScratch = 16 << 20;   // with less there are no lists
-constexpr std::int64_t kMostTokensApart = 512;     // where there are no more, chunk by chunk is as quick or quicker
-
-std::int64_t down(std::int64_t value, std::int64_t multiple) { return value / multiple * multiple; }
-std::int64_t up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 /// Hands out aligned pieces of the workspace.
 class Pieces {
@@ -37,37 +30,13 @@ private:
     Expr end_{0};
 };
 
-std::int64_t retained_blocks(const Spec& spec) { return up(spec.vocab_size, kRetainedColumns) / kRetainedColumns; }
-
-bool has_lists(const Plan& plan) { return plan.path == PlanPath::cuda_sm90a && plan.scratch_bytes >= kLeastScratch; }
-
-/// Counters of the tiles of joined chunks: every pair has at least twice the quantum, and both stretches of the vocabulary may end in the middle of one.
-std::int64_t progress_bytes(const Spec& spec, const Plan& plan) {
-    const std::int64_t pairs = spec.vocab_size / (2 * joined_quantum(plan)) + 2;
-    return up((1 + 2 * pairs * kChunkKinds) * 4, kWorkspaceAlignment);
-}
+std::int64_t retained_blocks(const Spec& spec) { return multiple_above(spec.vocab_size, kRetainedColumns) / kRetainedColumns; }
 
 /// Bytes that backward needs whatever the number of tokens.
 std::int64_t reserve_bytes(const Spec& spec, const Plan& plan) {
-    return kReserveBytes + (plan.path == PlanPath::cuda_sm90a ? progress_bytes(spec, plan) : 0) +
+    return kReserveBytes + cuda_path(plan.path).backward_needs(spec, plan).progress_bytes +
            (has_lists(plan) ? kMostListedRows * kListedRowBytes : 0) +
-           (plan.strategy == Strategy::retain ? up((2 * kPaceCounters + retained_blocks(spec)) * 4, kWorkspaceAlignment) : 0);
-}
-
-/// The number of splits that finishes first: whole waves of blocks, and splits of nearly the same number of tiles.
-Expr choose_splits(const Expr& row_blocks, std::int64_t capacity, std::int64_t tiles, std::int64_t most_blocks) {
-    Expr best = Expr(1);
-    Expr best_time = ceil_div(row_blocks, capacity) * tiles;
-    for (std::int64_t waves = 1; waves <= 4; ++waves) {
-        const std::int64_t blocks = std::min(waves * capacity, most_blocks);
-        const Expr splits = min(max(floor_div(blocks, row_blocks), 1), tiles);
-        const Expr time = ceil_div(splits * row_blocks, capacity) * ceil_div(tiles, splits);
-        const Expr better = less(time, best_time);
-        best = select(better, splits, best);
-        best_time = min(time, best_time);
-        if (blocks == most_blocks) break;
-    }
-    return best;
+           (plan.strategy == Strategy::retain ? multiple_above((2 * kPaceCounters + retained_blocks(spec)) * 4, kWorkspaceAlignment) : 0);
 }
 
 /// Sizes of backward that do not depend on the number of tokens.
@@ -94,7 +63,7 @@ std::int64_t rounded_row_bytes(const Spec& spec) {
 
 /// Bytes that a token costs where a chunk has `chunk` columns.
 std::int64_t token_bytes(const Spec& spec, const Plan& plan, std::int64_t chunk) {
-    const std::int64_t bias = spec.bias ? chunk * 4 / rows_of_bias_partial(plan) + 1 : 0;
+    const std::int64_t bias = spec.bias ? chunk * 4 / cuda_path(plan.path).rows_of_bias_partial(plan) + 1 : 0;
     return chunk * static_cast<std::int64_t>(element_bytes(spec.dtype)) + kRowBytes + bias;
 }
 
@@ -102,76 +71,15 @@ BackwardSizes backward_sizes(const Spec& spec, const Plan& plan) {
     BackwardSizes s{};
     s.budget = plan.scratch_bytes - reserve_bytes(spec, plan);
     s.quantum = chunk_quantum(spec, plan);
-    s.chunk_limit = std::min(std::max(down(plan.vocab_chunk, s.quantum), s.quantum), up(spec.vocab_size, s.quantum));
+    s.chunk_limit = std::min(std::max(multiple_below(plan.vocab_chunk, s.quantum), s.quantum), multiple_above(spec.vocab_size, s.quantum));
     const std::int64_t weight_row = 4 * spec.hidden_size + (spec.bias ? 12 : 0) + rounded_row_bytes(spec);
-    s.chunk = std::clamp(down(s.budget / 2 / weight_row, s.quantum), s.quantum, s.chunk_limit);
-    s.rows = std::max(down((s.budget - s.chunk * weight_row) / token_bytes(spec, plan, s.chunk), kRowQuantum), kRowQuantum);
-    // Each chunk passes over dH's accumulator and each row block over dW's: traffic goes with 1/chunk + 1/rows. Without row blocks it goes with
-    // 1/chunk alone, so they start to pay when the chunk gets narrower than this.
+    s.chunk = std::clamp(multiple_below(s.budget / 2 / weight_row, s.quantum), s.quantum, s.chunk_limit);
+    s.rows = std::max(multiple_below((s.budget - s.chunk * weight_row) / token_bytes(spec, plan, s.chunk), kRowQuantum), kRowQuantum);
+    // Each chunk passes over dH's accumulator and each row block over dW's: traffic goes with 1/chunk + 1/rows. Without row blocks it goes
+    // with 1/chunk alone, so they start to pay when the chunk gets narrower than this.
     const std::int64_t narrowest = std::max(s.chunk * s.rows / (s.chunk + s.rows), s.quantum);
     s.rows_limit = (s.budget - narrowest * ((spec.bias ? 12 : 0) + rounded_row_bytes(spec))) / token_bytes(spec, plan, narrowest);
     return s;
-}
-
-/// Bytes that forward's partial sums may take.
-std::int64_t partial_bytes(const Plan& plan) { return std::min(kForwardPartialBytes, (plan.scratch_bytes - kReserveBytes) / 2); }
-
-/// The same on cuda_sm80, where only a rounded weight needs room beside them.
-std::int64_t sm80_partial_bytes(const Spec& spec, const Plan& plan) {
-    return rounds_weight(spec) ? partial_bytes(plan) : kForwardPartialBytes;
-}
-
-/// Columns of the vocabulary that a launch of forward computes: all, or a stretch of whole tiles whose rounded weight fits in half of the scratch.
-/// Stretches are nearly alike.
-std::int64_t forward_stretch(const Spec& spec, const Plan& plan) {
-    if (!rounds_weight(spec)) return spec.vocab_size;
-    const int few_columns = plan.path == PlanPath::cuda_sm90a ? few_tokens_tile(spec).block_n : 1;
-    const std::int64_t quantum = std::lcm(plan.cuda.forward.block_n, few_columns);
-    const std::int64_t most = std::max(down(plan.scratch_bytes / 2 / rounded_row_bytes(spec), quantum), quantum);
-    const std::int64_t stretches = up(spec.vocab_size, most) / most;
-    return up(up(spec.vocab_size, stretches) / stretches, quantum);
-}
-
-/// Tiles of a whole stretch.
-std::int64_t forward_tiles(const Spec& spec, const Plan& plan, const GemmTile& tile) {
-    return up(forward_stretch(spec, plan), tile.block_n) / tile.block_n;
-}
-
-/// cuda_sm90a: clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where there
-/// are fewer tiles than clusters, each tile has its own.
-struct ClusterShare {
-    std::int64_t cluster_rows;  ///< tokens of a cluster of rows
-    std::int64_t writers;       ///< partial results of a cluster
-    std::int64_t tiles;
-    std::int64_t clusters;
-    std::int64_t row_clusters;  ///< most of a launch
-
-    ClusterShare(const Spec& spec, const Device& device, const Plan& plan, std::int64_t field_bytes) {
-        const GemmTile& tile = plan.cuda.forward;
-        cluster_rows = std::int64_t{kClusterBlocks} * tile.block_m;
-        writers = takes_turns(tile) ? 2 : 1;
-        tiles = forward_tiles(spec, plan, tile);
-        // Row clusters × splits is at most clusters + 2·row clusters.
-        const std::int64_t most = partial_bytes(plan) / (field_bytes * writers * cluster_rows);
-        clusters = std::clamp<std::int64_t>(most - 2, 1, device.gpu.sm_count / kClusterBlocks);
-        // All rows of a launch are read again for every tile of the vocabulary: they have to stay in L2.
-        const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
-        const std::int64_t cached = std::max<std::int64_t>(device.gpu.l2_bytes / 3 * 2 / (row_bytes * cluster_rows), 2);
-        row_clusters = std::clamp<std::int64_t>(std::min((most - clusters) / 2, cached), 1, clusters);
-    }
-};
-
-/// Blocks of few_tokens_tile in a launch, each of which writes two partial results of its rows; two more are kept empty.
-std::int64_t few_tokens_blocks(const Spec& spec, const Device& device, const Plan& plan) {
-    const std::int64_t of_block = std::int64_t{4} * partial_fields(spec) * 2 * few_tokens_tile(spec).block_m;
-    return std::clamp<std::int64_t>(partial_bytes(plan) / of_block - 1, 1, device.gpu.sm_count);
-}
-
-/// Near the golden ratio of `count`, prime to it: neighbours lie far apart.
-std::int64_t spreading_stride(std::int64_t count) {
-    std::int64_t stride = std::max<std::int64_t>(count * 618 / 1000, 1);
-    while (std::gcd(stride, count) != 1) ++stride;
-    return stride;
 }
 
 }  // namespace
@@ -181,70 +89,50 @@ Expr lists_rows(const Plan& plan) {
     return less(kRowThreads, slot(Slot::num_tokens)) && less(slot(Slot::num_tokens), kMostListedRows + 1);
 }
 
-std::int64_t workspace_minimum(const Spec& spec, const Plan& plan) {
+bool has_lists(const Plan& plan) { return cuda_path(plan.path).lists_tokens() && plan.scratch_bytes >= kLeastScratch; }
+
+std::int64_t partial_bytes(const Plan& plan) { return std::min(kForwardPartialBytes, (plan.scratch_bytes - kReserveBytes) / 2); }
+
+/// A stretch is whole tiles whose rounded weight fits in half of the scratch. Stretches are nearly alike.
+std::int64_t forward_stretch(const Spec& spec, const Plan& plan) {
+    if (!rounds_weight(spec)) return spec.vocab_size;
+    const std::int64_t quantum = cuda_path(plan.path).stretch_quantum(spec, plan);
+    const std::int64_t most = std::max(multiple_below(plan.scratch_bytes / 2 / rounded_row_bytes(spec), quantum), quantum);
+    const std::int64_t stretches = multiple_above(spec.vocab_size, most) / most;
+    return multiple_above(multiple_above(spec.vocab_size, stretches) / stretches, quantum);
+}
+
+std::int64_t forward_tiles(const Spec& spec, const Plan& plan, const GemmTile& tile) {
+    return multiple_above(forward_stretch(spec, plan), tile.block_n) / tile.block_n;
+}
+
+std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan) {
     const std::int64_t quantum = chunk_quantum(spec, plan);
     return reserve_bytes(spec, plan) + 2 * quantum * (4 * spec.hidden_size + (spec.bias ? 12 : 0) + rounded_row_bytes(spec)) +
            2 * kRowQuantum * token_bytes(spec, plan, quantum);
 }
 
-ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
-    const GemmTile& tile = plan.cuda.forward;
-    const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
-    if (plan.path != PlanPath::cuda_sm90a) {
-        const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, plan.path, GemmRole::forward, tile);
-        const std::int64_t tiles = forward_tiles(spec, plan, tile);
-        const std::int64_t most_blocks = std::max<std::int64_t>(sm80_partial_bytes(spec, plan) / field_bytes / tile.block_m, 1);
-        return {choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity, tiles, most_blocks)};
-    }
-    const ClusterShare share(spec, device, plan, field_bytes);
-    const Expr row_clusters = max(ceil_div(rows, share.cluster_rows), 1);
-    return {0, min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(share.clusters)};
-}
-
-ForwardShare few_tokens_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
-    if (plan.path != PlanPath::cuda_sm90a) return {};
-    const std::int64_t blocks = few_tokens_blocks(spec, device, plan);
-    const GemmTile tile = few_tokens_tile(spec);
-    const std::int64_t tiles = forward_tiles(spec, plan, tile);
-    return {0, min(max(ceil_div(rows, tile.block_m), 1) * tiles, blocks), blocks, spreading_stride(blocks)};
-}
-
 ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan) {
-    const GemmTile& tile = plan.cuda.forward;
     const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
     const Expr n = slot(Slot::num_tokens);
+    const ForwardRows cut = cuda_path(plan.path).forward_rows(spec, device, plan);
     ForwardLayout f;
-    Expr partials(0);  // of the fields of all rows, by split
-    if (plan.path == PlanPath::cuda_sm90a) {
-        const ClusterShare share(spec, device, plan, field_bytes);
-        const std::int64_t limit = up(share.row_clusters * share.cluster_rows, kRowThreads);
-        f.rows = round_up(ceil_div(n, max(ceil_div(n, limit), 1)), std::max<std::int64_t>(share.cluster_rows, kRowThreads));
-        partials = (ceil_div(min(n, f.rows), share.cluster_rows) * 2 + share.clusters) * (share.writers * share.cluster_rows);
-        partials = select(less(n, kFewTokens + 1), 2 * (few_tokens_blocks(spec, device, plan) + 1) * round_up(n, 32), partials);
-    } else {
-        const std::int64_t capacity = device.gpu.sm_count * tile_blocks_per_sm(spec, device, plan.path, GemmRole::forward, tile);
-        const std::int64_t wave_rows = capacity * tile.block_m;
-        const std::int64_t most_rows = sm80_partial_bytes(spec, plan) / field_bytes;
-        f.rows = up(most_rows > wave_rows ? down(most_rows, wave_rows) : most_rows, std::max<int>(kRowThreads, tile.block_m));
-        partials = forward_share(spec, device, plan, min(n, f.rows)).splits * round_up(min(n, f.rows), 32);
-    }
+    f.rows = cut.rows;
     const Expr rows = min(n, f.rows);
     f.launches = ceil_div(n, max(f.rows, 1));
     f.partial_rows = round_up(rows, 32);
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
     f.shares = *pieces.end().constant();
-    if (plan.path == PlanPath::cuda_sm90a) {
-        f.share_words = static_cast<std::int64_t>(sizeof(ShareTickets)) / 4 + 2 * ClusterShare(spec, device, plan, field_bytes).clusters;
-        pieces.take(f.share_words * 4);
-    }
+    f.share_words = cut.share_words;
+    pieces.take(f.share_words * 4);
     f.list = pieces.take(lists_rows(plan) * n * kListedRowBytes);
     f.target_logits = pieces.take((rounds_weight(spec) ? n : rows) * 4);
     f.loss_partials = pieces.take(ceil_div(n, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial)));
-    f.partials = pieces.take(partials * field_bytes);
+    f.partials = pieces.take(cut.partials * field_bytes);
     if (rounds_weight(spec)) {
         f.stretch = forward_stretch(spec, plan);
-        f.stretches = up(spec.vocab_size, f.stretch) / f.stretch;
+        f.stretches = multiple_above(spec.vocab_size, f.stretch) / f.stretch;
         f.rounded_weight = pieces.take(std::min(f.stretch, spec.vocab_size) * rounded_row_bytes(spec));
         f.running_rows = round_up(n, 32);
         f.running = pieces.take(f.running_rows * field_bytes);
@@ -255,28 +143,11 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
     return f;
 }
 
-/// Vocabulary rows of a chunk for all tokens at once: what fits, on cuda_sm90a a little less where that makes whole waves, or pairs of chunks that are joined.
+/// Vocabulary rows of a chunk for all tokens at once, of which `fitting` have room.
 static Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const BackwardSizes& s, const Expr& fitting) {
     const Expr widest = min(max(round_down(fitting, s.quantum), s.quantum), s.chunk_limit);
-    if (plan.path != PlanPath::cuda_sm90a) return widest;
-    const ChunkTime time(spec, device, plan);
-    const Expr n = slot(Slot::num_tokens);
-    Expr best = widest;
-    Expr best_time = time.all(n, widest);
-    for (int narrower = 1; narrower < kChunkCandidates; ++narrower) {
-        const Expr chunk = max(widest - narrower * s.quantum, s.quantum);
-        const Expr chunk_time = time.all(n, chunk);
-        best = select(less(chunk_time, best_time), chunk, best);
-        best_time = min(chunk_time, best_time);
-    }
-    if (!joins_chunks(spec, device, plan)) return best;
-    const std::int64_t quantum = std::lcm(joined_quantum(plan), s.quantum);
-    const Expr pair = round_down(widest, quantum);
-    return select(less(pair, 2 * quantum), best, pair);
+    return cuda_path(plan.path).whole_chunk(spec, device, plan, widest, s.quantum);
 }
-
-/// Columns of the first chunk of a pair: the wider one, where they cannot be alike.
-static Expr first_of_pair(const Plan& plan, const Expr& pair) { return round_up(ceil_div(pair, 2), joined_quantum(plan)); }
 
 RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     RetainedLayout r;
@@ -291,7 +162,8 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     r.row_scales = pieces.take(n * 4);
     r.stale = pieces.take(ceil_div(n, kOutputRows) * 4);
     r.most = select(less(0, n), pieces.end() + block * all_blocks, 0);
-    if (lends_grad_weight(spec, plan.cuda.grad_weight)) r.lendable = select(less(0, n), Expr(spec.vocab_size * gradient_row), 0);
+    if (cuda_path(plan.path).lends_grad_weight(spec, plan.cuda.grad_weight))
+        r.lendable = select(less(0, n), Expr(spec.vocab_size * gradient_row), 0);
 
     const Expr bytes = slot(Slot::retained_bytes);
     r.lent = equal(bytes, r.lendable) && less(0, bytes);
@@ -305,8 +177,8 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     return r;
 }
 
-/// The memory of a grad_weight that will be written is free until then: with many tokens, chunks in it can be wider than the workspace allows, and
-/// grad_hidden's sum is gone through less often. Wider than this they gain nothing.
+/// The memory of a grad_weight that will be written is free until then: with many tokens, chunks in it can be wider than the workspace
+/// allows, and grad_hidden's sum is gone through less often. Wider than this they gain nothing.
 static void place_wide_chunks(const Spec& spec, const Device& device, const Plan& plan, const BackwardSizes& s, BackwardLayout& b) {
     // A bias's partial sums have room for a chunk of the workspace's.
     if (spec.grad_weight_mode != GradMode::write || spec.layout != WeightLayout::vocab_major || spec.bias || rounds_weight(spec)) return;
@@ -321,35 +193,18 @@ static void place_wide_chunks(const Spec& spec, const Device& device, const Plan
     b.wide_chunks = select(use, max(floor_div(before, b.wide_chunk), 0), 0);
 }
 
-/// Rows of grad_hidden's sum: more than there are tokens where these have so few tiles that parts of the vocabulary are summed beside each other.
-static Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan) {
-    const Expr n = slot(Slot::num_tokens);
-    // Adding parts up is a launch more: not for a sum that is soon done.
-    constexpr std::int64_t kLeastVocabulary = 8192;
-    if (!has_lists(plan) || spec.vocab_size < kLeastVocabulary) return n;
-    constexpr std::int64_t kMostBytes = 24 << 20;
-    const std::int64_t most = std::min(kMostBytes, plan.scratch_bytes / 8 * 3) / (4 * spec.hidden_size);
-    const std::int64_t cluster_rows = std::int64_t{kClusterBlocks} * plan.cuda.grad_hidden.block_m;
-    const std::int64_t clusters = device.gpu.sm_count / kClusterBlocks;
-    const auto tiles_across = [&](const GemmTile& tile) { return up(spec.hidden_size, tile.block_n) / tile.block_n; };
-    // Half of the clusters would be idle; joined chunks have other tiles for them, but not for long.
-    std::int64_t most_row_clusters = clusters / (2 * tiles_across(plan.cuda.grad_hidden));
-    if (joins_chunks(spec, device, plan)) most_row_clusters = std::max(most_row_clusters, clusters / tiles_across(plan.cuda.dlogits));
-    const Expr some = min(n, 1) * min(round_up(n, cluster_rows) * SumParts::kMost, most);
-    return select(less(n, most_row_clusters * cluster_rows + 1), max(n, some), n);
-}
-
 BackwardLayout backward_layout(const Spec& spec, const Device& device, const Plan& plan) {
+    const CudaPath& path = cuda_path(plan.path);
     const BackwardSizes s = backward_sizes(spec, plan);
     const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
     const Expr n = slot(Slot::num_tokens);
     const Expr cut = less(s.rows_limit, n);
-    const Expr bias_row = spec.bias ? (ceil_div(n, rows_of_bias_partial(plan)) + 2) * 4 : Expr(0);
+    const Expr bias_row = spec.bias ? (ceil_div(n, cuda_path(plan.path).rows_of_bias_partial(plan)) + 2) * 4 : Expr(0);
     // All tokens at once have no use for more of the list's place than they are.
     const Expr list_bytes = lists_rows(plan) * n * kListedRowBytes;
     const std::int64_t list_place = has_lists(plan) ? kMostListedRows * kListedRowBytes : 0;
     BackwardLayout b;
-    b.sum_rows = sum_rows(spec, device, plan);
+    b.sum_rows = path.sum_rows(spec, device, plan);
     const Expr more_rows = (b.sum_rows - n) * (4 * spec.hidden_size);
     const Expr fitting = floor_div(max(Expr(s.budget + list_place) - n * kRowBytes - list_bytes - more_rows, 0),
                                    max(n * element + bias_row + rounded_row_bytes(spec), 1));
@@ -359,22 +214,18 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.chunk = select(cut, s.chunk, whole_chunk(spec, device, plan, s, fitting));
     b.chunks = ceil_div(spec.vocab_size, b.chunk);
     place_wide_chunks(spec, device, plan, s, b);
-    if (joins_chunks(spec, device, plan)) {
-        // Whole tiles, of wide chunks too.
-        const std::int64_t quantum = joined_quantum(plan);
-        const Expr whole = equal(round_down(b.chunk, quantum), b.chunk) && equal(round_down(b.wide_chunk, quantum), b.wide_chunk);
-        b.joined = (equal(b.row_blocks, 1) && less(kMostTokensApart, n)) && (less(2 * quantum - 1, b.chunk) && whole);
-        b.even_chunk = first_of_pair(plan, b.chunk);
-        b.even_wide_chunk = first_of_pair(plan, b.wide_chunk);
-        b.progress_bytes = progress_bytes(spec, plan);
-    }
+    const JoinedChunks joined = path.joined_chunks(spec, device, plan, b);
+    b.joined = joined.joined;
+    b.even_chunk = joined.even_chunk;
+    b.even_wide_chunk = joined.even_wide_chunk;
+    b.progress_bytes = joined.progress_bytes;
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
     b.list = pieces.take(list_bytes);
     b.coefficients = pieces.take(b.rows * 16);
     b.row_targets = pieces.take(b.rows * 8);
     if (spec.bias) {
-        b.bias_partials = pieces.take(ceil_div(b.rows, rows_of_bias_partial(plan)) * b.chunk * 4);
+        b.bias_partials = pieces.take(ceil_div(b.rows, cuda_path(plan.path).rows_of_bias_partial(plan)) * b.chunk * 4);
         b.bias_accumulator = pieces.take(b.chunk * 4);
     }
     b.dlogits = pieces.take(b.rows * b.chunk * element);
@@ -385,9 +236,9 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
         b.counter_count = 2 * kPaceCounters + retained_blocks(spec);
         b.counters = pieces.take(b.counter_count * 4);
     }
-    // In fp32 grad_hidden accumulates in place. On cuda_sm90a the place is used for hidden states too: scaled ones beside retained exponentials, those
-    // of valid tokens.
-    const Expr accumulated = spec.dtype == DType::fp32 ? Expr(0) : plan.path == PlanPath::cuda_sm90a ? Expr(1) : less(1, b.chunks);
+    // In fp32 grad_hidden accumulates in place.
+    const bool apart = path.backward_needs(spec, plan).sums_apart;
+    const Expr accumulated = spec.dtype == DType::fp32 ? Expr(0) : apart ? Expr(1) : less(1, b.chunks);
     b.hidden_accumulator = pieces.take(select(accumulated, b.sum_rows * (4 * spec.hidden_size), 0));
     b.total = pieces.end();
     return b;

@@ -12,6 +12,13 @@ namespace flce {
 
 inline constexpr std::int64_t kWorkspaceAlignment = 256;
 
+/// How forward cuts the tokens of a call.
+struct ForwardRows {
+    Expr rows{0};                  ///< of a launch; the last may have fewer
+    Expr partials{0};              ///< partial sums of a launch: how many numbers of each field
+    std::int64_t share_words = 0;  ///< of 4 bytes, by which clusters share the launches' work
+};
+
 /// How a launch of forward divides its work.
 struct ForwardShare {
     Expr splits{0};    ///< cuda_sm80: parts of the vocabulary that are reduced apart
@@ -20,8 +27,8 @@ struct ForwardShare {
     std::int64_t stride = 0;  ///< cuda_sm90a: consecutive tiles of the vocabulary go to units that lie so far apart
 };
 
-/// Whether ignored tokens are left out of a pass: where there are so many tokens that it matters, and the list has a place in the workspace. An
-/// expression that is constant where the path has no lists.
+/// Whether ignored tokens are left out of a pass: where there are so many tokens that it matters, and the list has a place in the
+/// workspace. An expression that is constant where the path has no lists.
 [[nodiscard]] Expr lists_rows(const Plan& plan);
 
 /// Forward runs over `rows` tokens at a time, so that its partial sums stay small for any number of tokens.
@@ -70,7 +77,8 @@ struct BackwardLayout {
     Expr wide_chunk{0};
     Expr wide_chunks{0};   ///< 0 where there is no such memory: grad_weight is accumulated into or is not vocab_major
     Expr wide_dlogits{0};  ///< offset in grad_weight, bytes
-    /// Where several chunks are one launch: those with even numbers have so many columns, chunk and wide_chunk are a pair's. 0: they never are.
+    /// Where several chunks are one launch: those with even numbers have so many columns, chunk and wide_chunk are a pair's. 0: they never
+    /// are.
     Expr even_chunk{0};
     Expr even_wide_chunk{0};
     Expr joined{0};  ///< whether they are, for so many tokens, where the call wants both gradients
@@ -81,10 +89,24 @@ struct BackwardLayout {
     Expr total{0};  ///< at most plan.scratch_bytes + 4·N·D
 };
 
-/// What forward leaves for backward in Slot::retained where the plan retains: exponentials of the first columns of the vocabulary in blocks of
-/// [N, kRetainedColumns], and what they are relative to. A function of Slot::retained_bytes, so that both passes agree. Where those are exactly
-/// `lendable`, memory is taken to be grad_weight's: block i then lies i + 1 places from its beginning, places as large as a block's gradient at least,
-/// so that a block of the gradient meets only blocks before its own.
+/// What a path's backward needs of the workspace, whatever the number of tokens.
+struct BackwardNeeds {
+    std::int64_t progress_bytes = 0;  ///< counters of the tiles of joined chunks
+    bool sums_apart = false;          ///< grad_hidden's sum always has memory in the workspace, which other things use too
+};
+
+/// Whether all chunks of a call are one launch: BackwardLayout's fields of those names.
+struct JoinedChunks {
+    Expr joined{0};
+    Expr even_chunk{0};
+    Expr even_wide_chunk{0};
+    std::int64_t progress_bytes = 0;
+};
+
+/// What forward leaves for backward in Slot::retained where the plan retains: exponentials of the first columns of the vocabulary in blocks
+/// of [N, kRetainedColumns], and what they are relative to. A function of Slot::retained_bytes, so that both passes agree. Where those are
+/// exactly `lendable`, memory is taken to be grad_weight's: block i then lies i + 1 places from its beginning, places as large as a block's
+/// gradient at least, so that a block of the gradient meets only blocks before its own.
 struct RetainedLayout {
     Expr columns{0};
     Expr blocks{0};
@@ -102,13 +124,26 @@ struct RetainedLayout {
 [[nodiscard]] RetainedLayout retained_layout(const Spec& spec, const Plan& plan);
 
 [[nodiscard]] ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan);
-/// The share of a launch over `rows` tokens.
-[[nodiscard]] ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
-/// The same for few_tokens_tile.
-[[nodiscard]] ForwardShare few_tokens_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
 [[nodiscard]] BackwardLayout backward_layout(const Spec& spec, const Device& device, const Plan& plan);
 
 /// Least scratch_bytes for which backward_layout holds its bound.
-[[nodiscard]] std::int64_t workspace_minimum(const Spec& spec, const Plan& plan);
+[[nodiscard]] std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan);
+
+// What the layouts of paths are made of.
+
+[[nodiscard]] inline std::int64_t multiple_below(std::int64_t value, std::int64_t multiple) { return value / multiple * multiple; }
+[[nodiscard]] inline std::int64_t multiple_above(std::int64_t value, std::int64_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+/// Most bytes that forward's partial sums take.
+inline constexpr std::int64_t kForwardPartialBytes = 768 << 10;
+/// The same where other things of the pass need scratch too.
+[[nodiscard]] std::int64_t partial_bytes(const Plan& plan);
+/// Columns of the vocabulary that a launch of forward computes: all, or a stretch whose weight is rounded before.
+[[nodiscard]] std::int64_t forward_stretch(const Spec& spec, const Plan& plan);
+/// Tiles of a whole stretch.
+[[nodiscard]] std::int64_t forward_tiles(const Spec& spec, const Plan& plan, const GemmTile& tile);
+/// Whether the plan's path has lists of tokens and scratch for them.
+[[nodiscard]] bool has_lists(const Plan& plan);
 
 }  // namespace flce

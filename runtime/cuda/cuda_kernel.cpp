@@ -11,7 +11,6 @@
 #include <nlohmann/json.hpp>
 
 #include "flce/error.hpp"
-#include "generator/cuda/tile_rules.hpp"
 #include "runtime/cuda/cubin.hpp"
 #include "runtime/cuda/cubin_cache.hpp"
 #include "runtime/cuda/cubin_loader.hpp"

@@ -44,13 +44,18 @@ public:
     bool stop() override { return order.size() >= budget; }
 };
 
+/// A tile of four stages that warpgroups share.
+GemmTile together(int block_m, int block_n) {
+    return {.block_m = block_m, .block_n = block_n, .block_k = 64, .stages = 4, .schedule = TileSchedule::together};
+}
+
 /// Times that depend on every coordinate; the best tiles are none of the cost model's favourites.
 double rugged(const Plan& plan) {
     double ms = 10;
     const auto prefer = [&](bool is_best, double gain) { ms -= is_best ? gain : 0; };
-    prefer(plan.cuda.grad_weight == GemmTile{128, 256, 64, 4, 8, 1}, 0.4);
-    prefer(plan.cuda.grad_hidden == GemmTile{256, 128, 64, 4, 8, 1}, 0.5);
-    prefer(plan.cuda.forward == GemmTile{128, 128, 64, 4, 8, 1}, 0.3);
+    prefer(plan.cuda.grad_weight == together(128, 256), 0.4);
+    prefer(plan.cuda.grad_hidden == together(256, 128), 0.5);
+    prefer(plan.cuda.forward == together(128, 128), 0.3);
     prefer(plan.vocab_chunk < 10'000, 0.3);
     prefer(plan.cuda.raster == 16, 0.3);
     prefer(plan.path == PlanPath::cuda_sm90a, 4);
@@ -103,7 +108,7 @@ TEST_F(SearchTest, WrongFaultingAndHangingCandidates_RecordedAndNeverBest) {
     device_.ms = rugged;
     const auto broken = [](const Plan& plan) {
         const bool by_check = plan.cuda.raster == 16 || plan.vocab_chunk < 10'000;
-        const bool by_time = plan.cuda.grad_weight == GemmTile{128, 256, 64, 4, 8, 1};
+        const bool by_time = plan.cuda.grad_weight == together(128, 256);
         return std::pair(by_check, by_time);
     };
     device_.checked = [&](const Plan& plan) {
@@ -129,7 +134,7 @@ TEST_F(SearchTest, WrongFaultingAndHangingCandidates_RecordedAndNeverBest) {
     EXPECT_GT(outcomes[Outcome::faulted], 0);
     const Plan best = parse_plan(record_.best_plan());
     EXPECT_FALSE(broken(best).first || broken(best).second);
-    EXPECT_EQ(best.cuda.grad_hidden, (GemmTile{256, 128, 64, 4, 8, 1}));
+    EXPECT_EQ(best.cuda.grad_hidden, together(256, 128));
 }
 
 TEST_F(SearchTest, BudgetSpent_BestSoFar) {

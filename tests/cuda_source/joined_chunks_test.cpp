@@ -215,8 +215,8 @@ TEST(JoinedChunks, TilesOfOtherSizes_EveryChunkIsWholeTiles) {
     const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16").normalized();
     const Device device = describe_device("h200");
     Plan plan = choose_plan(spec, device);
-    plan.cuda.dlogits = {.block_m = 128, .block_n = 128, .block_k = 64, .stages = 6, .warps_m = 4, .warps_n = 1};
-    plan.cuda.grad_weight = {.block_m = 192, .block_n = 128, .block_k = 64, .stages = 4, .warps_m = 4, .warps_n = 1};
+    plan.cuda.dlogits = {.block_m = 128, .block_n = 128, .block_k = 64, .stages = 6, .schedule = TileSchedule::by_turns};
+    plan.cuda.grad_weight = {.block_m = 192, .block_n = 128, .block_k = 64, .stages = 4, .schedule = TileSchedule::by_turns};
     std::size_t joined = 0;
     for (const std::int64_t scratch : {64, 100, 160, 200, 240, 280, 2048, 4096}) {
         plan.scratch_bytes = scratch << 20;
@@ -299,7 +299,7 @@ ScatterRowsParams scattered(const Pass& pass) {
 
 // The joined launch writes grad_hidden where it has the sum in one part; whoever comes after it has to leave it alone then.
 TEST(JoinedChunks, OneWritesGradHidden_ItOrTheLastLaunch) {
-    const GemmTile tall{.block_m = 256, .block_n = 128, .block_k = 64, .stages = 4, .warps_m = 8, .warps_n = 1};
+    const GemmTile tall{.block_m = 256, .block_n = 128, .block_k = 64, .stages = 4, .schedule = TileSchedule::together};
     for (const std::optional<GemmTile>& grad_hidden : {std::optional<GemmTile>(), std::optional(tall)}) {
         for (const std::int64_t n : {600, 1000, 1536, 4096, 8192}) {
             const Pass pass = backward_of("D=2048,V=151936,grad_weight_mode=accumulate", n, {}, grad_hidden);

@@ -74,6 +74,24 @@ TEST(PlanText, RandomPlans_RoundTrip) {
     }
 }
 
+TEST(PlanText, HopperTiles_NameTheirSchedule) {
+    const auto text_with = [](const std::string& tiles) {
+        return "cuda_sm90a:recompute,chunk=16384,scratch=67108864," + tiles +
+               ",grad_hidden=128x128x64x4/2x2,grad_weight=128x64x64x6/8x1,raster=8";
+    };
+    const std::string text = text_with("forward=128x192x64x5/4x1,dlogits=128x128x64x4/8x1");
+    const Plan plan = parse_plan(text);
+    EXPECT_EQ(plan.cuda.forward.schedule, TileSchedule::by_turns);
+    EXPECT_EQ(plan.cuda.dlogits.schedule, TileSchedule::together);
+    EXPECT_EQ(plan.cuda.grad_hidden, (GemmTile{128, 128, 64, 4, 2, 2})) << "no schedule; legality says so";
+    EXPECT_EQ(plan.text(), text);
+    EXPECT_EQ(parse_plan_json(plan.json()), plan);
+    EXPECT_THAT(illegal_reason(parse_spec("D=2048,V=50257"), describe_device("h100"), plan).value_or(""),
+                HasSubstr("grad_hidden: warps 2x2"));
+    // The same numbers are a grid of warps on the other path.
+    EXPECT_EQ(parse_plan("cuda_sm80" + text.substr(text.find(':'))).cuda.forward, (GemmTile{128, 192, 64, 5, 4, 1}));
+}
+
 TEST(PlanText, BadText_NamesKeyAndValue) {
     const std::string cpu = kCpuText;
     const std::pair<std::string, std::vector<const char*>> cases[] = {

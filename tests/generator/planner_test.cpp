@@ -121,7 +121,7 @@ TEST(Planner, TilesThatLieOpen_AreNotTakenWhereOldValuesAreAddedTo) {
     for (const char* hidden_size : {"768", "2048", "2304", "2560", "4096"}) {
         const Spec spec = parse_spec(fmt::format("D={},V=128256,grad_weight_mode=accumulate", hidden_size));
         const GemmTile tile = choose_plan(spec, describe_device("h100")).cuda.grad_weight;
-        EXPECT_EQ(tile.warps_m, 4) << hidden_size;  // warpgroups take turns
+        EXPECT_EQ(tile.schedule, TileSchedule::by_turns) << hidden_size;
     }
 }
 

@@ -82,8 +82,10 @@ TEST_P(Plans, TilesBesideJoinedChunks_WithinBounds) {
         Plan plan = choose_plan(s, device);
         if (plan.path != PlanPath::cuda_sm90a) GTEST_SKIP() << "chunks are never joined on " << device.name;
         int tried = 0;
-        for (const auto& [m, n, warps] : {std::tuple{128, 256, 8}, {128, 192, 4}, {256, 128, 8}}) {
-            plan.cuda.grad_hidden = {.block_m = m, .block_n = n, .block_k = 64, .stages = 4, .warps_m = warps, .warps_n = 1};
+        constexpr TileSchedule kTurns = TileSchedule::by_turns;
+        constexpr TileSchedule kTogether = TileSchedule::together;
+        for (const auto& [m, n, schedule] : {std::tuple{128, 256, kTogether}, {128, 192, kTurns}, {256, 128, kTogether}}) {
+            plan.cuda.grad_hidden = {.block_m = m, .block_n = n, .block_k = 64, .stages = 4, .schedule = schedule};
             if (illegal_reason(s, device, plan)) continue;
             ++tried;
             for (const std::int64_t tokens : {700, 2100}) expect_good(s, plan, tokens);

@@ -21,16 +21,21 @@ enum class PlanPath : std::uint8_t { cpu, cuda_sm80, cuda_sm90a };
 /// exponentials of the first part of the vocabulary, as much as the call's Retained holds, to backward: (8 − 2f)·N·V·D where that part is f of it.
 enum class Strategy : std::uint8_t { recompute, retain };
 
-/// One tensor-core GEMM's tiling: a block computes block_m × block_n, its warps stand in a warps_m × warps_n grid, and `stages` slices of
-/// block_k are in flight through shared memory. On cuda_sm90a a block has two warpgroups that multiply: 8×1 warps share a tile, 4×1 warps have
-/// one of their own and the warpgroups take turns; blocks stand in clusters of two along M.
+/// How the warps of a block share its tiles. cuda_sm80: a tile for the whole block, whose warps stand in a warps_m × warps_n grid.
+/// cuda_sm90a: two warpgroups multiply, by turns (each has tiles of its own, in a plan's text "4x1") or together (each has half of every
+/// tile, "8x1").
+enum class TileSchedule : std::uint8_t { warp_grid, by_turns, together };
+
+/// One tensor-core GEMM's tiling: a block computes block_m × block_n, and `stages` slices of block_k are in flight through shared memory.
+/// On cuda_sm90a blocks stand in clusters of two along M.
 struct GemmTile {
     int block_m = 0;
     int block_n = 0;
     int block_k = 0;
     int stages = 0;
-    int warps_m = 0;
+    int warps_m = 0;  ///< the grid of warps, where that is the schedule
     int warps_n = 0;
+    TileSchedule schedule = TileSchedule::warp_grid;
     friend bool operator==(const GemmTile&, const GemmTile&) = default;
 };
 

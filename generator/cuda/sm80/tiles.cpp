@@ -1,8 +1,8 @@
-#include "generator/tiles_sm80.hpp"
+#include "generator/cuda/sm80/tiles.hpp"
 
 #include <array>
 
-namespace flce {
+namespace flce::sm80 {
 namespace {
 
 // block_m, block_n, block_k, stages, warps_m, warps_n
@@ -26,12 +26,12 @@ constexpr std::array kFloatTiles = {
 
 }  // namespace
 
-std::span<const TileCandidate> tile_candidates_sm80(DType dtype) {
+std::span<const TileCandidate> tile_candidates(DType dtype) noexcept {
     if (dtype == DType::fp32) return kFloatTiles;
     return kHalfTiles;
 }
 
-double mma_sync_share(int compute_capability) {
+double mma_sync_share(int compute_capability) noexcept {
     switch (compute_capability / 10) {
         case 9: return 0.65;
         case 10:
@@ -40,4 +40,4 @@ double mma_sync_share(int compute_capability) {
     }
 }
 
-}  // namespace flce
+}  // namespace flce::sm80

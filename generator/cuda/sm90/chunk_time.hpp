@@ -1,5 +1,6 @@
-// How long cuda_sm90a takes for backward with chunks of so many columns: whole waves of clusters of tiles, which make widths that are nearly alike
-// differ by a tenth. Generic over the number: the cost model computes with integers, workspaces with expressions over the number of tokens.
+// How long backward of cuda_sm90a takes with chunks of a given width: whole waves of clusters of tiles, which make widths that are nearly
+// alike differ by a tenth. Generic over the number: the cost model computes with integers, layouts with expressions over the number of
+// tokens.
 #pragma once
 
 #include <algorithm>
@@ -8,11 +9,11 @@
 #include "flce/device.hpp"
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
-#include "generator/cuda/tile_rules.hpp"
+#include "generator/cuda/sm90/rules.hpp"
+#include "generator/cuda/sm90/tiles.hpp"
 #include "generator/launch_program.hpp"
-#include "generator/tiles_sm90.hpp"
 
-namespace flce {
+namespace flce::sm90 {
 
 /// Slices of 64 that grad_weight's epilogue takes on cuda_sm90a: rounding and storing, or a way through old values panel by panel.
 [[nodiscard]] inline int grad_weight_epilogue_slices(const Spec& spec) {
@@ -45,12 +46,12 @@ private:
     /// One slice of a tile.
     static std::int64_t slice(const GemmTile& tile) {
         double efficiency = 0.7;
-        for (const TileCandidate& candidate : tile_candidates_sm90()) {
+        for (const TileCandidate& candidate : tile_candidates()) {
             if (candidate.tile == tile) efficiency = candidate.efficiency;
         }
         return static_cast<std::int64_t>(tile.block_m * tile.block_n / efficiency);
     }
-    /// Where warpgroups share a tile, its epilogue is in nobody's shade and takes as long as so many slices.
+    /// Slices that the epilogue adds where warpgroups share a tile: nothing is multiplied while it runs.
     static std::int64_t tail(const GemmTile& tile, int slices = 2) { return takes_turns(tile) ? 0 : slices * slice(tile); }
     static constexpr int kExponentials = 4;  ///< slices that an epilogue with exponentials takes
 
@@ -84,4 +85,4 @@ private:
 /// How many widths are compared: the widest that fits and the next narrower ones.
 inline constexpr int kChunkCandidates = 6;
 
-}  // namespace flce
+}  // namespace flce::sm90

@@ -1,0 +1,74 @@
+#include "generator/cuda/common/gemm_cost.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "generator/chunk_cost.hpp"
+
+namespace flce {
+
+GemmCost::GemmCost(const CudaPath& path, const Spec& spec, const Device& device, const Plan& plan)
+    : path_(path), spec_(spec), device_(device), plan_(plan) {
+    // fp32: TF32 has half of bf16's rate, and three products make one.
+    rate_ = device.gpu.bf16_flops * path.rate_share(device) / (spec.dtype == DType::fp32 ? 6.0 : 1.0);
+}
+
+double GemmCost::seconds(GemmRole role, const GemmTile& tile, const GemmSize& size, double bytes) const {
+    const double blocks_per_sm = path_.block(spec_, device_, role, tile).per_sm;
+    const double slots = device_.gpu.sm_count * blocks_per_sm;
+    const double tiles = up_div(size.m, tile.block_m) * up_div(size.n, tile.block_n);
+    const double depth = up_div(size.k, tile.block_k) * tile.block_k + path_.epilogue_depth(spec_, role, tile, blocks_per_sm);
+    const double tile_seconds = 2.0 * tile.block_m * tile.block_n * depth * slots / (rate_ * path_.tile_efficiency(spec_, role, tile));
+    return std::max(up_div(tiles, slots) * tile_seconds, bytes / device_.gpu.bandwidth_bytes_per_s) + kLaunchSeconds;
+}
+
+double GemmCost::logits_bytes(const GemmTile& tile, double num_tokens, double vocab_size) const {
+    const double d = static_cast<double>(spec_.hidden_size);
+    const double element = static_cast<double>(element_bytes(spec_.dtype));
+    return (num_tokens * d + up_div(num_tokens, double{1} * tile.block_m * plan_.cuda.raster) * vocab_size * d) * element;
+}
+
+Cost gpu_forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
+    const GemmCost gemm(cuda_path(plan.path), spec, device, plan);
+    const double n = num_tokens;
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = static_cast<double>(spec.vocab_size);
+    Cost cost{.flops = 2.0 * n * v * d,
+              .bytes = gemm.logits_bytes(plan.cuda.forward, n, v) + retained * n * v * static_cast<double>(element_bytes(spec.dtype))};
+    cost.seconds = gemm.seconds(forward_role(plan), plan.cuda.forward, {n, v, d}, cost.bytes) + GemmCost::kLaunchSeconds;
+    add_rounding(spec, device, cost);
+    return cost;
+}
+
+Cost chunked_backward_cost(const CudaPath& path, const Spec& spec, const Device& device, const Plan& plan, double num_tokens) {
+    const GemmCost gemm(path, spec, device, plan);
+    const double n = num_tokens;
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = static_cast<double>(spec.vocab_size);
+    const double chunk = gpu_chunk_rows(spec, plan, n);
+    const double chunks = up_div(v, chunk);
+    const double logits = gemm.logits_bytes(plan.cuda.dlogits, n, v);
+    const double rest = chunked_backward_bytes(spec, n, chunks);
+    Cost cost{.flops = 6.0 * n * v * d, .bytes = logits + rest};
+    cost.seconds = chunks * (gemm.seconds(GemmRole::dlogits, plan.cuda.dlogits, {n, chunk, d}, logits / chunks) +
+                             gemm.seconds(GemmRole::grad_hidden, plan.cuda.grad_hidden, {n, d, chunk}, rest / 2 / chunks) +
+                             gemm.seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {chunk, d, n}, rest / 2 / chunks));
+    add_rounding(spec, device, cost);
+    return cost;
+}
+
+double gpu_chunk_rows(const Spec& spec, const Plan& plan, double num_tokens) {
+    const double column = num_tokens + (rounds_weight(spec) ? static_cast<double>(spec.hidden_size) : 0);
+    return chunk_rows_that_fit(spec, plan, std::lcm(plan.cuda.dlogits.block_n, 128), column);
+}
+
+void add_rounding(const Spec& spec, const Device& device, Cost& cost) {
+    if (!rounds_weight(spec)) return;
+    const double elements = static_cast<double>(spec.vocab_size) * static_cast<double>(spec.hidden_size);
+    const double bytes = elements * static_cast<double>(element_bytes(weight_dtype(spec)) + element_bytes(spec.dtype));
+    cost.bytes += bytes;
+    cost.seconds += bytes / device.gpu.bandwidth_bytes_per_s;
+}
+
+}  // namespace flce

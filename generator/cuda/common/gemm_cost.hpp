@@ -1,0 +1,41 @@
+// Expected time of a path's GEMMs: the larger of the arithmetic, in whole waves of tiles, and of the memory traffic.
+#pragma once
+
+#include "flce/device.hpp"
+#include "flce/plan.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
+
+namespace flce {
+
+struct GemmSize {
+    double m, n, k;
+};
+
+class GemmCost {
+public:
+    GemmCost(const CudaPath& path, const Spec& spec, const Device& device, const Plan& plan);
+
+    /// `bytes`: moved to and from memory.
+    [[nodiscard]] double seconds(GemmRole role, const GemmTile& tile, const GemmSize& size, double bytes) const;
+    /// Operand bytes of a pass over all logits: the hidden rows of a raster group stay in L2 while the weight streams past them.
+    [[nodiscard]] double logits_bytes(const GemmTile& tile, double num_tokens, double vocab_size) const;
+
+    static constexpr double kLaunchSeconds = 4e-6;
+
+private:
+    const CudaPath& path_;
+    const Spec& spec_;
+    const Device& device_;
+    const Plan& plan_;
+    double rate_;  ///< operations a second
+};
+
+[[nodiscard]] Cost gpu_forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
+/// Backward with the three GEMMs of each chunk one after the other.
+[[nodiscard]] Cost chunked_backward_cost(const CudaPath& path, const Spec& spec, const Device& device, const Plan& plan, double num_tokens);
+/// Vocabulary rows of a chunk, as scratch allows: the gradients of a column's logits and its rounded weights have to fit.
+[[nodiscard]] double gpu_chunk_rows(const Spec& spec, const Plan& plan, double num_tokens);
+/// Adds the pass that rounds the weight, where the spec's is rounded.
+void add_rounding(const Spec& spec, const Device& device, Cost& cost);
+
+}  // namespace flce

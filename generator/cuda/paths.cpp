@@ -1,0 +1,32 @@
+// The table of paths. A new one is a line here.
+#include <fmt/format.h>
+
+#include <array>
+
+#include "flce/error.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/sm80/path.hpp"
+#include "generator/cuda/sm90/path.hpp"
+
+namespace flce {
+
+std::span<const CudaPath* const> cuda_paths() noexcept {
+    static const std::array<const CudaPath*, 2> paths = {&path_sm80(), &path_sm90()};
+    return paths;
+}
+
+const CudaPath& cuda_path(PlanPath path) {
+    for (const CudaPath* known : cuda_paths()) {
+        if (known->id() == path) return *known;
+    }
+    throw InternalError(fmt::format("path number {} is no GPU's", static_cast<int>(path)));
+}
+
+const CudaPath* own_cuda_path(const Spec& spec, const Device& device) {
+    for (const CudaPath* path : cuda_paths()) {
+        if (path->is_own_of(device) && !path->problem(spec, device)) return path;
+    }
+    return nullptr;
+}
+
+}  // namespace flce

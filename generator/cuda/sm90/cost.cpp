@@ -1,0 +1,64 @@
+#include "generator/cuda/sm90/cost.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+#include "generator/chunk_cost.hpp"
+#include "generator/cuda/common/gemm_cost.hpp"
+#include "generator/cuda/sm90/chunk_time.hpp"
+#include "generator/cuda/sm90/tiles.hpp"
+
+namespace flce::sm90 {
+namespace {
+
+/// Chunks are taken that make whole waves, and the waves are what takes the time.
+Cost chunks_cost(const Spec& spec, const Device& device, const Plan& plan, double n) {
+    const GemmCost gemm(cuda_path(plan.path), spec, device, plan);
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = static_cast<double>(spec.vocab_size);
+    const ChunkTime time(spec, device, plan);
+    const auto quantum = static_cast<std::int64_t>(std::lcm(plan.cuda.dlogits.block_n, std::lcm(plan.cuda.grad_weight.block_m, 128)));
+    const auto tokens = static_cast<std::int64_t>(n);
+    const std::int64_t widest = std::max(static_cast<std::int64_t>(gpu_chunk_rows(spec, plan, n)) / quantum * quantum, quantum);
+    std::int64_t chunk = widest;
+    for (int narrower = 1; narrower < kChunkCandidates; ++narrower) {
+        const std::int64_t candidate = std::max(widest - narrower * quantum, quantum);
+        if (time.all(tokens, candidate) < time.all(tokens, chunk)) chunk = candidate;
+    }
+    const double moved = chunked_backward_bytes(spec, n, up_div(v, static_cast<double>(chunk)));
+    Cost cost{.flops = 6.0 * n * v * d, .bytes = gemm.logits_bytes(plan.cuda.dlogits, n, v) + moved};
+    // A unit is a column of 64 multiply-adds in every SM.
+    const double arithmetic =
+        static_cast<double>(time.all(tokens, chunk)) * 128.0 * device.gpu.sm_count / (device.gpu.bf16_flops * kWgmmaShare);
+    cost.seconds = std::max(arithmetic, cost.bytes / device.gpu.bandwidth_bytes_per_s);
+    add_rounding(spec, device, cost);
+    return cost;
+}
+
+/// Two plain GEMMs over the retained part of the vocabulary.
+Cost retained_cost(const Spec& spec, const Device& device, const Plan& plan, double n, double retained) {
+    const GemmCost gemm(cuda_path(plan.path), spec, device, plan);
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = retained * static_cast<double>(spec.vocab_size);
+    const double element = static_cast<double>(element_bytes(spec.dtype));
+    const double exponentials = n * v * element;
+    const double weight = v * d * element;
+    const double gradient =
+        v * d * static_cast<double>(element_bytes(spec.grad_weight_dtype)) * (spec.grad_weight_mode == GradMode::accumulate ? 2 : 1);
+    return {.flops = 4.0 * n * v * d,
+            .bytes = 2 * exponentials + weight + gradient,
+            .seconds = gemm.seconds(GemmRole::grad_hidden, plan.cuda.grad_hidden, {n, d, v}, exponentials + weight) +
+                       gemm.seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {v, d, n}, exponentials + gradient)};
+}
+
+}  // namespace
+
+Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
+    const Cost again = chunks_cost(spec, device, plan, num_tokens);
+    if (retained == 0) return again;
+    const Cost kept = retained_cost(spec, device, plan, num_tokens, retained);
+    const double rest = 1 - retained;
+    return {again.flops * rest + kept.flops, again.bytes * rest + kept.bytes, again.seconds * rest + kept.seconds};
+}
+
+}  // namespace flce::sm90

@@ -1,0 +1,156 @@
+#include "generator/cuda/sm90/layout.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+#include "generator/cuda/sm90/chunk_time.hpp"
+#include "generator/cuda/sm90/rules.hpp"
+#include "templates/params.cuh"
+#include "templates/sum_parts.cuh"
+
+namespace flce::sm90 {
+namespace {
+
+constexpr std::int64_t kMostTokensApart = 512;  // where there are no more, chunk by chunk is as quick or quicker
+
+/// Clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where there
+/// are fewer tiles than clusters, each tile has its own.
+struct ClusterShare {
+    std::int64_t cluster_rows;  ///< tokens of a cluster of rows
+    std::int64_t writers;       ///< partial results of a cluster
+    std::int64_t tiles;
+    std::int64_t clusters;
+    std::int64_t row_clusters;  ///< most of a launch
+
+    ClusterShare(const Spec& spec, const Device& device, const Plan& plan) {
+        const GemmTile& tile = plan.cuda.forward;
+        cluster_rows = std::int64_t{kClusterBlocks} * tile.block_m;
+        writers = takes_turns(tile) ? 2 : 1;
+        tiles = forward_tiles(spec, plan, tile);
+        // Row clusters × splits is at most clusters + 2·row clusters.
+        const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
+        const std::int64_t most = partial_bytes(plan) / (field_bytes * writers * cluster_rows);
+        clusters = std::clamp<std::int64_t>(most - 2, 1, device.gpu.sm_count / kClusterBlocks);
+        // All rows of a launch are read again for every tile of the vocabulary: they have to stay in L2.
+        const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
+        const std::int64_t cached = std::max<std::int64_t>(device.gpu.l2_bytes / 3 * 2 / (row_bytes * cluster_rows), 2);
+        row_clusters = std::clamp<std::int64_t>(std::min((most - clusters) / 2, cached), 1, clusters);
+    }
+};
+
+/// Blocks of few_tokens_tile in a launch, each of which writes two partial results of its rows; two more are kept empty.
+std::int64_t few_tokens_blocks(const Spec& spec, const Device& device, const Plan& plan) {
+    const std::int64_t of_block = std::int64_t{4} * partial_fields(spec) * 2 * few_tokens_tile(spec).block_m;
+    return std::clamp<std::int64_t>(partial_bytes(plan) / of_block - 1, 1, device.gpu.sm_count);
+}
+
+/// Near the golden ratio of `count`, prime to it: neighbours lie far apart.
+std::int64_t spreading_stride(std::int64_t count) {
+    std::int64_t stride = std::max<std::int64_t>(count * 618 / 1000, 1);
+    while (std::gcd(stride, count) != 1) ++stride;
+    return stride;
+}
+
+/// Counters of the tiles of joined chunks: every pair has at least twice the quantum, and both stretches of the vocabulary may end in the
+/// middle of one.
+std::int64_t progress_bytes(const Spec& spec, const Plan& plan) {
+    const std::int64_t pairs = spec.vocab_size / (2 * joined_quantum(plan)) + 2;
+    return multiple_above((1 + 2 * pairs * kChunkKinds) * 4, kWorkspaceAlignment);
+}
+
+/// Columns of the first chunk of a pair: the wider one, where they cannot be alike.
+Expr first_of_pair(const Plan& plan, const Expr& pair) { return round_up(ceil_div(pair, 2), joined_quantum(plan)); }
+
+}  // namespace
+
+std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) {
+    return std::lcm(plan.cuda.forward.block_n, few_tokens_tile(spec).block_n);
+}
+
+ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) {
+    const Expr n = slot(Slot::num_tokens);
+    const ClusterShare share(spec, device, plan);
+    const std::int64_t limit = multiple_above(share.row_clusters * share.cluster_rows, kRowThreads);
+    ForwardRows f;
+    f.rows = round_up(ceil_div(n, max(ceil_div(n, limit), 1)), std::max<std::int64_t>(share.cluster_rows, kRowThreads));
+    f.partials = (ceil_div(min(n, f.rows), share.cluster_rows) * 2 + share.clusters) * (share.writers * share.cluster_rows);
+    f.partials = select(less(n, kFewTokens + 1), 2 * (few_tokens_blocks(spec, device, plan) + 1) * round_up(n, 32), f.partials);
+    f.share_words = static_cast<std::int64_t>(sizeof(ShareTickets)) / 4 + 2 * share.clusters;
+    return f;
+}
+
+ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
+    const ClusterShare share(spec, device, plan);
+    const Expr row_clusters = max(ceil_div(rows, share.cluster_rows), 1);
+    return {0, min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(share.clusters)};
+}
+
+ForwardShare few_tokens_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
+    const std::int64_t blocks = few_tokens_blocks(spec, device, plan);
+    const GemmTile tile = few_tokens_tile(spec);
+    const std::int64_t tiles = forward_tiles(spec, plan, tile);
+    return {0, min(max(ceil_div(rows, tile.block_m), 1) * tiles, blocks), blocks, spreading_stride(blocks)};
+}
+
+BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) {
+    // grad_hidden's sum is also where hidden states are brought together: scaled ones beside retained exponentials, or those of valid
+    // tokens.
+    return {.progress_bytes = progress_bytes(spec, plan), .sums_apart = true};
+}
+
+/// What fits, or a little less where that makes whole waves, or pairs of chunks that are joined.
+Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const Expr& widest, std::int64_t quantum) {
+    const ChunkTime time(spec, device, plan);
+    const Expr n = slot(Slot::num_tokens);
+    Expr best = widest;
+    Expr best_time = time.all(n, widest);
+    for (int narrower = 1; narrower < kChunkCandidates; ++narrower) {
+        const Expr chunk = max(widest - narrower * quantum, quantum);
+        const Expr chunk_time = time.all(n, chunk);
+        best = select(less(chunk_time, best_time), chunk, best);
+        best_time = min(chunk_time, best_time);
+    }
+    if (!joins_chunks(spec, device, plan)) return best;
+    const std::int64_t both = std::lcm(joined_quantum(plan), quantum);
+    const Expr pair = round_down(widest, both);
+    return select(less(pair, 2 * both), best, pair);
+}
+
+/// More than there are tokens where these have so few tiles that parts of the vocabulary are summed beside each other.
+Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan) {
+    const Expr n = slot(Slot::num_tokens);
+    // Adding parts up is a launch more: not for a sum that is soon done.
+    constexpr std::int64_t kLeastVocabulary = 8192;
+    if (!has_lists(plan) || spec.vocab_size < kLeastVocabulary) return n;
+    constexpr std::int64_t kMostBytes = 24 << 20;
+    const std::int64_t most = std::min(kMostBytes, plan.scratch_bytes / 8 * 3) / (4 * spec.hidden_size);
+    const std::int64_t cluster_rows = std::int64_t{kClusterBlocks} * plan.cuda.grad_hidden.block_m;
+    const std::int64_t clusters = device.gpu.sm_count / kClusterBlocks;
+    const auto tiles_across = [&](const GemmTile& tile) { return multiple_above(spec.hidden_size, tile.block_n) / tile.block_n; };
+    // Half of the clusters would be idle; joined chunks have other tiles for them, but not for long.
+    std::int64_t most_row_clusters = clusters / (2 * tiles_across(plan.cuda.grad_hidden));
+    if (joins_chunks(spec, device, plan)) most_row_clusters = std::max(most_row_clusters, clusters / tiles_across(plan.cuda.dlogits));
+    const Expr some = min(n, 1) * min(round_up(n, cluster_rows) * SumParts::kMost, most);
+    return select(less(n, most_row_clusters * cluster_rows + 1), max(n, some), n);
+}
+
+JoinedChunks joined_chunks(const Spec& spec, const Device& device, const Plan& plan, const BackwardLayout& layout) {
+    JoinedChunks j;
+    if (!joins_chunks(spec, device, plan)) return j;
+    // Whole tiles, of wide chunks too.
+    const std::int64_t quantum = joined_quantum(plan);
+    const Expr whole =
+        min(equal(round_down(layout.chunk, quantum), layout.chunk), equal(round_down(layout.wide_chunk, quantum), layout.wide_chunk));
+    j.joined = min(min(equal(layout.row_blocks, 1), less(kMostTokensApart, slot(Slot::num_tokens))),
+                   min(less(2 * quantum - 1, layout.chunk), whole));
+    j.even_chunk = first_of_pair(plan, layout.chunk);
+    j.even_wide_chunk = first_of_pair(plan, layout.wide_chunk);
+    j.progress_bytes = progress_bytes(spec, plan);
+    return j;
+}
+
+bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) {
+    return may_lend_grad_weight(spec) && kRetainedColumns % (kClusterBlocks * grad_weight.block_m) == 0;
+}
+
+}  // namespace flce::sm90

@@ -1,0 +1,19 @@
+// How the passes of cuda_sm90a cut their work, and what they need of the workspace beside what every path does.
+#pragma once
+
+#include "generator/cuda/common/cuda_path.hpp"
+
+namespace flce::sm90 {
+
+[[nodiscard]] std::int64_t stretch_quantum(const Spec& spec, const Plan& plan);
+[[nodiscard]] ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan);
+[[nodiscard]] ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
+/// The same for kernel forward_few.
+[[nodiscard]] ForwardShare few_tokens_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
+[[nodiscard]] BackwardNeeds backward_needs(const Spec& spec, const Plan& plan);
+[[nodiscard]] Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const Expr& widest, std::int64_t quantum);
+[[nodiscard]] Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan);
+[[nodiscard]] JoinedChunks joined_chunks(const Spec& spec, const Device& device, const Plan& plan, const BackwardLayout& layout);
+[[nodiscard]] bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight);
+
+}  // namespace flce::sm90

@@ -1,0 +1,119 @@
+#include "generator/cuda/sm90/rules.hpp"
+
+#include <fmt/format.h>
+
+#include <numeric>
+
+namespace flce::sm90 {
+namespace {
+
+bool is_forward(GemmRole role) { return role == GemmRole::forward || role == GemmRole::forward_retain; }
+
+/// Of a tile, that one consumer warpgroup has.
+int consumer_rows(const GemmTile& tile) { return takes_turns(tile) ? tile.block_m : tile.block_m / 2; }
+
+/// The ring of stages, what an epilogue keeps or hands over, the barriers, and numbers of tiles.
+std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
+    constexpr std::int64_t kPanelBytes = 64 * 128;
+    const std::int64_t ring = std::int64_t{128} * (tile.block_m + tile.block_n) * tile.stages;
+    std::int64_t beside = 0;
+    if (is_forward(role)) {
+        // Two parts' sums of every thread, words for the consumers, and where the first thread stands.
+        beside = std::int64_t{2} * 256 * (consumer_rows(tile) / 64 * 2) * partial_fields(spec) * 4 + 32 * (8 + 8) + 128;
+        // Panels that leave together: ForwardSm90::kPanelWidth.
+        if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n % 192 == 0 ? 3 : tile.block_n % 128 == 0 ? 2 : 1);
+    } else if (role == GemmRole::chunks) {
+        beside = 2 * kPanelBytes * (tile.block_n / 64) + 8 * 2 * 2 + 8;  // panels, an update's barriers, rows and parts
+    } else if (role == GemmRole::dlogits) {
+        beside = 2 * kPanelBytes * (tile.block_n / 64) + (spec.bias ? 4 * 4 * 2 * tile.block_n : 0);
+    } else if (role == GemmRole::grad_hidden) {
+        beside = 2 * kPanelBytes * 2;
+    } else if (role == GemmRole::grad_weight) {
+        const bool updates = element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::accumulate;
+        beside = 2 * kPanelBytes * 2 + (updates ? 8 * 2 * 2 : 0);
+    }
+    constexpr std::int64_t kNumberBytes = 16 * (8 + 4);
+    return ring + beside + std::int64_t{8} * (2 * tile.stages + 2) + kNumberBytes;
+}
+
+/// Of a thread's 232 registers. A gradient's terms are alive beside the accumulators: the capped logit and its derivative, what multiplies
+/// the logit, the columns' weights and where they are.
+int accumulator_limit(const Spec& spec, GemmRole role) {
+    const bool smoothed_bias = spec.bias && spec.label_smoothing > 0;
+    if (role == GemmRole::grad_hidden || role == GemmRole::grad_weight) return 192;
+    if (role != GemmRole::dlogits) return smoothed_bias ? 64 : spec.class_weight && spec.label_smoothing > 0 ? 128 : 192;
+    const bool capped = spec.softcap != 0.0;
+    const int smoothed = spec.label_smoothing <= 0 ? 0 : spec.class_weight ? 3 : capped || smoothed_bias ? 1 : 0;
+    const int terms = smoothed + (smoothed_bias ? 1 : 0) + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0);
+    return terms <= 1 ? 192 : terms == 2 ? 128 : 64;
+}
+
+}  // namespace
+
+CudaPath::Reason problem(const Spec& spec, const Device& device) {
+    if (auto reason = oldest_gpu_problem(device)) return reason;
+    if (device.gpu.arch != "sm_90a") return fmt::format("{}: cuda_sm90a needs sm_90a (wgmma)", device.gpu.arch);
+    if (device.gpu.sm_count < kClusterBlocks)
+        return fmt::format("{} SMs: cuda_sm90a needs a cluster of {}", device.gpu.sm_count, kClusterBlocks);
+    if (spec.dtype == DType::fp32) return std::string("dtype=fp32: cuda_sm90a multiplies 16-bit operands; fp32 runs on cuda_sm80");
+    if (spec.layout == WeightLayout::hidden_major &&
+        spec.padded_vocab_size % 8 != 0) {  // the copy engine reads rows that start on 16 bytes
+        return fmt::format("layout=hidden_major with rows of {}: cuda_sm90a needs rows of a multiple of 8; others run on cuda_sm80",
+                           spec.padded_vocab_size);
+    }
+    return std::nullopt;
+}
+
+CudaPath::Reason retain_problem(const Spec& spec) {
+    if (rounds_weight(spec)) return std::string("retain: references are single rows of the weight, which is rounded a stretch at a time");
+    if (spec.dtype != DType::bf16) return fmt::format("retain: exponentials have bf16's range, not {}'s", to_string(spec.dtype));
+    if (spec.softcap != 0.0) return std::string("retain: softcap's derivative needs the logits again");
+    if (spec.outputs.entropy) return std::string("retain: entropy's gradient needs the logits again");
+    if (spec.bias) return std::string("retain: a bias's gradient is a sum over tokens of the exponentials, in a pass of its own");
+    if (spec.label_smoothing > 0) return std::string("retain: label smoothing's gradient is not a multiple of the exponentials");
+    return std::nullopt;
+}
+
+CudaPath::Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
+    if (tile.schedule == TileSchedule::warp_grid) {
+        return fmt::format("warps {}x{}: 4x1, warpgroups take turns, or 8x1, they share a tile", tile.warps_m, tile.warps_n);
+    }
+    if (consumer_rows(tile) < 64 || tile.block_m % (takes_turns(tile) ? 64 : 128) != 0 || tile.block_m > 256) {
+        return fmt::format("block_m {}: a multiple of 64 a warpgroup, at most 256", tile.block_m);
+    }
+    if (tile.block_n != 64 && tile.block_n != 128 && tile.block_n != 192 && tile.block_n != 256) {
+        return fmt::format("block_n {}: 64, 128, 192 or 256", tile.block_n);
+    }
+    const int accumulators = consumer_rows(tile) * tile.block_n / 128;
+    if (const int most = accumulator_limit(spec, role); accumulators > most) {
+        return fmt::format("block {}x{}: needs {} accumulator registers a thread, {} fit", tile.block_m, tile.block_n, accumulators, most);
+    }
+    if (is_forward(role) && tile.block_m % 128 != 0) return fmt::format("block_m {}: forward needs 128 or 256", tile.block_m);
+    if (tile.block_k != 64) return fmt::format("block_k {}: 64, a row of the 128-byte swizzle", tile.block_k);
+    if (tile.stages < 2 || tile.stages > 8) return fmt::format("stages {}: 2 to 8", tile.stages);
+    return smem_problem(device, smem_bytes(spec, role, tile));
+}
+
+KernelBlock block(const Spec& spec, GemmRole role, const GemmTile& tile) {
+    // Blocks are persistent, with most of the shared memory.
+    return {.threads = 384, .per_sm = 1, .smem_bytes = smem_bytes(spec, role, tile), .cluster = kClusterBlocks};
+}
+
+GemmTile few_tokens_tile(const Spec& spec) {
+    const bool narrow = accumulator_limit(spec, GemmRole::forward) < 128;
+    return {
+        .block_m = kFewTokens, .block_n = narrow ? 64 : 128, .block_k = 64, .stages = narrow ? 7 : 5, .schedule = TileSchedule::by_turns};
+}
+
+bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
+    const GemmTile& tile = plan.cuda.dlogits;
+    return plan.path == PlanPath::cuda_sm90a && spec.layout == WeightLayout::vocab_major && !spec.bias && !rounds_weight(spec) &&
+           takes_turns(tile) && tile.block_m == 128 && tile.block_n >= 128 &&
+           smem_bytes(spec, GemmRole::chunks, tile) <= device.gpu.smem_per_block_bytes;
+}
+
+std::int64_t joined_quantum(const Plan& plan) {
+    return std::lcm(std::int64_t{plan.cuda.dlogits.block_n}, std::int64_t{kClusterBlocks} * plan.cuda.dlogits.block_m);
+}
+
+}  // namespace flce::sm90

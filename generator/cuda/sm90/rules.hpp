@@ -1,0 +1,31 @@
+// What the kernels of cuda_sm90a demand of a spec and of a tile, what they take of an SM, and which of them a plan has.
+#pragma once
+
+#include "generator/cuda/common/cuda_path.hpp"
+
+namespace flce::sm90 {
+
+/// Blocks of a cluster, which stand along M.
+inline constexpr int kClusterBlocks = 2;
+
+[[nodiscard]] inline bool takes_turns(const GemmTile& tile) { return tile.schedule == TileSchedule::by_turns; }
+/// Warps that multiply a tile.
+[[nodiscard]] inline int warps_of_tile(const GemmTile& tile) { return takes_turns(tile) ? 4 : 8; }
+
+[[nodiscard]] CudaPath::Reason problem(const Spec& spec, const Device& device);
+[[nodiscard]] CudaPath::Reason retain_problem(const Spec& spec);
+[[nodiscard]] CudaPath::Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
+[[nodiscard]] KernelBlock block(const Spec& spec, GemmRole role, const GemmTile& tile);
+
+/// Up to this many tokens reading the weight is all that forward takes. Kernel `forward_few` then has them all in one tile, and every SM
+/// reads its own part of the vocabulary.
+inline constexpr int kFewTokens = 128;
+[[nodiscard]] GemmTile few_tokens_tile(const Spec& spec);
+
+/// Whether the three GEMMs of all chunks may be one launch, with dlogits' tile: warpgroups take turns with it, and it leaves registers for
+/// what five main loops need beside it.
+[[nodiscard]] bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan);
+/// Columns that the chunks of such a launch are multiples of: whole tiles of dlogits, whole clusters of grad_weight's.
+[[nodiscard]] std::int64_t joined_quantum(const Plan& plan);
+
+}  // namespace flce::sm90

@@ -1,0 +1,27 @@
+#include "generator/cuda/sm90/tiles.hpp"
+
+#include <array>
+
+namespace flce::sm90 {
+namespace {
+
+constexpr TileSchedule kByTurns = TileSchedule::by_turns;
+constexpr TileSchedule kTogether = TileSchedule::together;
+
+constexpr GemmTile tile(int block_m, int block_n, int stages, TileSchedule schedule) {
+    return {.block_m = block_m, .block_n = block_n, .block_k = 64, .stages = stages, .schedule = schedule};
+}
+
+constexpr std::array kTiles = {
+    TileCandidate{tile(128, 192, 5, kByTurns), 0.99},  TileCandidate{tile(128, 192, 4, kByTurns), 0.98},
+    TileCandidate{tile(128, 256, 4, kTogether), 0.97}, TileCandidate{tile(192, 128, 4, kByTurns), 0.95, 0.98},
+    TileCandidate{tile(256, 128, 4, kTogether), 0.95}, TileCandidate{tile(128, 256, 3, kTogether), 0.90},
+    TileCandidate{tile(128, 128, 6, kByTurns), 0.75},  TileCandidate{tile(128, 128, 4, kTogether), 0.74},
+    TileCandidate{tile(128, 64, 6, kTogether), 0.50},
+};
+
+}  // namespace
+
+std::span<const TileCandidate> tile_candidates() noexcept { return kTiles; }
+
+}  // namespace flce::sm90
