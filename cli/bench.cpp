@@ -7,13 +7,14 @@
 #include <cmath>
 #include <optional>
 
-#include "cli/buffer_sets.hpp"
+#include "autotune/buffer_sets.hpp"
+#include "autotune/layer.hpp"
 #include "cli/command.hpp"
 #include "cli/finite_number.hpp"
 #include "cli/gemm_floor.hpp"
 #include "cli/interrupt.hpp"
-#include "cli/layer.hpp"
 #include "cli/progress.hpp"
+#include "cli/retained_memory.hpp"
 
 namespace flce::cli {
 namespace {

@@ -6,13 +6,15 @@
 #include <cmath>
 #include <set>
 
+#include "autotune/judge.hpp"
+#include "autotune/layer.hpp"
+#include "autotune/number_formats.hpp"
+#include "autotune/parallel.hpp"
+#include "autotune/reference.hpp"
 #include "cli/command.hpp"
 #include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
-#include "cli/layer.hpp"
-#include "cli/number_formats.hpp"
-#include "cli/parallel.hpp"
-#include "cli/reference.hpp"
+#include "cli/retained_memory.hpp"
 
 namespace flce::cli {
 namespace {
@@ -155,6 +157,7 @@ private:
     void compare() {
         ReferenceProblem problem = reference_problem(spec_, layer_);
         problem.reduction = reduction_;
+        problem.between_blocks = stop_if_interrupted;
         problem.summation = summation_of(spec_.dtype, kernel_->device_ref().kind == DeviceKind::cuda);
         Reference reference(problem, coverage_.tokens);
         Yardstick yardstick(problem, coverage_.tokens);

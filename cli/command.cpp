@@ -220,23 +220,6 @@ std::int64_t parse_bytes(std::string_view option, std::string_view text) {
     return static_cast<std::int64_t>(value * factor);
 }
 
-std::string human_bytes(double bytes) {
-    constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-    int unit = 0;
-    while (std::abs(bytes) >= 1024 && unit < 4) {
-        bytes /= 1024;
-        ++unit;
-    }
-    return unit == 0 ? fmt::format("{:.0f} B", bytes) : fmt::format("{:.1f} {}", bytes, kUnits[unit]);
-}
-
-std::string human_seconds(double seconds) {
-    if (seconds < 1e-6) return fmt::format("{:.0f} ns", seconds * 1e9);
-    if (seconds < 1e-3) return fmt::format("{:.3g} µs", seconds * 1e6);
-    if (seconds < 1) return fmt::format("{:.3g} ms", seconds * 1e3);
-    return fmt::format("{:.2f} s", seconds);
-}
-
 Spec read_spec(const std::string& text) {
     try {
         return parse_spec(text);
@@ -276,8 +259,6 @@ Reduction parse_reduction(std::string_view text) {
     throw UsageError(fmt::format("--reduction: \"{}\" is not none, sum or mean", text));
 }
 
-std::string first_line(std::string_view text) { return std::string(text.substr(0, text.find('\n'))); }
-
 Json parse_json(std::string_view text) {
     constexpr int kMostLevels = 32;
     return Json::parse(text, [](int depth, Json::parse_event_t, Json&) { return depth <= kMostLevels; }, false);
@@ -299,7 +280,5 @@ std::filesystem::path executable_path() {
     auto path = std::filesystem::read_symlink("/proc/self/exe", error);
     return error ? std::filesystem::path() : path;
 }
-
-std::string to_string(DeviceRef device) { return device.kind == DeviceKind::cpu ? "cpu" : fmt::format("cuda:{}", device.index); }
 
 }  // namespace flce::cli

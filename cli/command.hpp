@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "flce/flce.hpp"
+#include "runtime/text.hpp"
 
 // CLI11 takes every file that includes it seconds to compile: only those that declare arguments do.
 namespace CLI {
@@ -33,6 +34,9 @@ class UsageError : public std::runtime_error {
 public:
     using std::runtime_error::runtime_error;
 };
+
+/// The program that workers are started from: this one, with a hidden subcommand.
+inline constexpr const char* kThisProgram = "/proc/self/exe";
 
 /// What an error of that kind ends the program with.
 [[nodiscard]] int exit_code(ErrorKind kind);
@@ -93,10 +97,6 @@ void print_json(const Json& object);
 
 /// "1048576", "64K", "64M", "2G" (binary multiples, an optional "iB" or "B"). Throws UsageError naming the option.
 [[nodiscard]] std::int64_t parse_bytes(std::string_view option, std::string_view text);
-/// "412 B", "1.5 KiB", "64.0 MiB".
-[[nodiscard]] std::string human_bytes(double bytes);
-/// "812 ns", "3.42 ms", "1.25 s".
-[[nodiscard]] std::string human_seconds(double seconds);
 
 /// --help of --spec.
 inline constexpr const char* kSpecHelp = "what is computed: key=value,flag,…, a JSON object, or @file.json";
@@ -109,9 +109,6 @@ inline constexpr const char* kSpecHelp = "what is computed: key=value,flag,…, 
 
 [[nodiscard]] Reduction parse_reduction(std::string_view text);
 
-/// An error's message without the list of details that may follow it.
-[[nodiscard]] std::string first_line(std::string_view text);
-
 /// A file's text. Throws UsageError naming it when it cannot be read.
 [[nodiscard]] std::string read_text_file(const std::filesystem::path& path);
 
@@ -120,8 +117,5 @@ inline constexpr const char* kSpecHelp = "what is computed: key=value,flag,…, 
 
 /// Where the running program lies; empty where the system does not say.
 [[nodiscard]] std::filesystem::path executable_path();
-
-/// "cpu" or "cuda:1".
-[[nodiscard]] std::string to_string(DeviceRef device);
 
 }  // namespace flce::cli

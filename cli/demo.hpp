@@ -9,8 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "cli/layer.hpp"
-#include "cli/reference.hpp"
+#include "autotune/judge.hpp"
+#include "autotune/layer.hpp"
+#include "autotune/reference.hpp"
 #include "flce/flce.hpp"
 
 namespace flce::cli {

@@ -5,10 +5,10 @@
 #include <cmath>
 #include <numeric>
 
+#include "autotune/number_formats.hpp"
 #include "cli/command.hpp"
 #include "cli/demo.hpp"
 #include "cli/interrupt.hpp"
-#include "cli/number_formats.hpp"
 #include "cli/private_folder.hpp"
 
 namespace flce::cli {
@@ -140,7 +140,8 @@ OutputLayer::Check OutputLayer::check(std::span<const float> hidden, std::span<c
                                    .hidden = hidden_bytes.data(),
                                    .weight = weight_bytes.data(),
                                    .target = wide_targets,
-                                   .summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda)};
+                                   .summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda),
+                                   .between_blocks = stop_if_interrupted};
     const Reference reference(problem, tokens);
     const Yardstick yardstick(problem, tokens);
 

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "cli/layer.hpp"
-#include "cli/parallel.hpp"
+#include "autotune/layer.hpp"
+#include "autotune/parallel.hpp"
 
 namespace flce::cli {
 namespace {

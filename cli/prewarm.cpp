@@ -9,12 +9,12 @@
 
 #include "cli/command.hpp"
 #include "cli/interrupt.hpp"
-#include "cli/jobs.hpp"
 #include "cli/prewarm_pack.hpp"
 #include "cli/prewarm_requests.hpp"
 #include "cli/private_folder.hpp"
 #include "cli/progress.hpp"
-#include "cli/worker_pool.hpp"
+#include "runtime/workers/worker_pool.hpp"
+#include "runtime/workers/worker_room.hpp"
 
 namespace flce::cli {
 namespace {
@@ -77,7 +77,7 @@ public:
         std::vector<std::string> arguments{"prewarm-worker"};
         if (!options_.cache_dir.empty()) arguments.insert(arguments.end(), {"--cache-dir", options_.cache_dir.string()});
         if (entries_) arguments.insert(arguments.end(), {"--entries", entries_->path().string()});
-        WorkerPool pool({.arguments = std::move(arguments), .workers = workers()});
+        WorkerPool pool({.command = {kThisProgram, std::move(arguments)}, .workers = workers()});
         show();
         const bool complete = pool.run(requests, {.done = [this](std::size_t i, const Reply& reply) { done(i, outcome_of(reply)); },
                                                   .tick = [this] { show(); },

@@ -7,8 +7,8 @@
 #include "cache/log.hpp"
 #include "cli/command.hpp"
 #include "cli/prewarm_pack.hpp"
-#include "cli/worker_process.hpp"
 #include "runtime/session.hpp"
+#include "runtime/workers/worker_process.hpp"
 
 namespace flce::cli {
 namespace {
@@ -45,7 +45,7 @@ void leave_the_directory_to_the_parent(const Session& session) {
 int work(const WorkerFlags& flags) {
     Session session({.device = "cpu", .cache_dir = flags.cache_dir, .strict = false});
     leave_the_directory_to_the_parent(session);
-    return serve_requests([&](const Json& item) { return compile(session, flags.entries, item); });
+    return serve_requests([&](const Json& item) { return compile(session, flags.entries, item); }) ? kDone : kEnvironment;
 }
 
 }  // namespace

@@ -6,9 +6,9 @@
 #include <cstring>
 #include <limits>
 
+#include "autotune/layer.hpp"
 #include "cli/command.hpp"
 #include "cli/interrupt.hpp"
-#include "cli/layer.hpp"
 #include "cli/safetensors.hpp"
 
 namespace flce::cli {

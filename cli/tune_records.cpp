@@ -1,49 +1,49 @@
-// flce tune --show, --diff, --merge: what has been measured, wherever it lies.
+#include "cli/tune_records.hpp"
+
 #include <fmt/format.h>
 
 #include <fstream>
 
-#include "cli/tune_options.hpp"
 #include "records/record_store.hpp"
 
 namespace flce::cli {
 namespace {
 
-std::filesystem::path user_directory(const TuneOptions& options) {
-    return options.records_dir.empty() ? Session({.device = "cpu"}).records_dir() : options.records_dir;
+std::filesystem::path user_directory(const TuneFlags& flags) {
+    return flags.records_dir.empty() ? Session({.device = "cpu"}).records_dir() : flags.records_dir;
 }
 
 }  // namespace
 
-void write_html(const TuneOptions& options, const std::vector<NamedRecord>& records) {
-    if (options.html.empty()) return;
-    std::ofstream file(options.html, std::ios::binary | std::ios::trunc);
+void write_html(const TuneFlags& flags, const std::vector<NamedRecord>& records) {
+    if (flags.html.empty()) return;
+    std::ofstream file(flags.html, std::ios::binary | std::ios::trunc);
     file << html_report(records);
-    if (!file.flush()) throw EnvironmentError(fmt::format("{} cannot be written", options.html.string()));
+    if (!file.flush()) throw EnvironmentError(fmt::format("{} cannot be written", flags.html.string()));
 }
 
-int show_records(const TuneOptions& options) {
-    std::vector<std::filesystem::path> paths = options.show;
-    const auto directory = paths.empty() ? user_directory(options) : std::filesystem::path();
+int show_records(const TuneFlags& flags) {
+    std::vector<std::filesystem::path> paths = flags.show;
+    const auto directory = paths.empty() ? user_directory(flags) : std::filesystem::path();
     std::error_code error;
     if (paths.empty() && std::filesystem::exists(directory, error)) paths.push_back(directory);  // it is made when something is measured
     const auto records = read_records(paths);
-    write_html(options, records);
-    if (options.json) {
+    write_html(flags, records);
+    if (flags.json) {
         Json list = Json::array();
         for (const NamedRecord& record : records) list.push_back(record_summary(record));
         print_json({{"records", list}});
         return kDone;
     }
     for (const NamedRecord& record : records) fmt::print("{}\n", record_table(record, 0));
-    if (records.empty()) fmt::print("no tuning records in {}\n", options.show.empty() ? directory.string() : options.show.front().string());
+    if (records.empty()) fmt::print("no tuning records in {}\n", flags.show.empty() ? directory.string() : flags.show.front().string());
     return kDone;
 }
 
-int diff_records(const TuneOptions& options) {
-    const auto records = read_records(options.diff);
+int diff_records(const TuneFlags& flags) {
+    const auto records = read_records(flags.diff);
     if (records.size() != 2) throw UsageError("--diff compares two records, each a file");
-    if (options.json) {
+    if (flags.json) {
         print_json(record_difference_json(records[0], records[1]));
     } else {
         fmt::print("{}", record_difference(records[0], records[1]));
@@ -51,29 +51,29 @@ int diff_records(const TuneOptions& options) {
     return kDone;
 }
 
-int merge_records(const TuneOptions& options) {
+int merge_records(const TuneFlags& flags) {
     std::map<std::string, Record> by_key;
-    for (const NamedRecord& named : read_records(options.merge)) {
+    for (const NamedRecord& named : read_records(flags.merge)) {
         const auto [known, added] = by_key.emplace(named.record.key.digest(), named.record);
         if (!added) known->second = merged(known->second, named.record);
     }
-    const bool to_file = options.out.extension() == ".json";
+    const bool to_file = flags.out.extension() == ".json";
     if (to_file && by_key.size() != 1)
-        throw UsageError(fmt::format("--out {}: there are records of {} keys; name a directory", options.out.string(), by_key.size()));
-    const auto directory = options.out.empty() ? user_directory(options) : options.out;
+        throw UsageError(fmt::format("--out {}: there are records of {} keys; name a directory", flags.out.string(), by_key.size()));
+    const auto directory = flags.out.empty() ? user_directory(flags) : flags.out;
     RecordStore store({.directory = directory, .shipped = false});
     Json files = Json::array();
     for (const auto& [digest, record] : by_key) {
         if (to_file) {
-            write_record_file(options.out, record);
-            files.push_back(options.out.string());
+            write_record_file(flags.out, record);
+            files.push_back(flags.out.string());
             continue;
         }
         // A directory that is named may be a team's: what is there counts whoever has written it.
-        const auto there = options.out.empty() ? std::nullopt : find_record(directory, record.key, Writers::all);
+        const auto there = flags.out.empty() ? std::nullopt : find_record(directory, record.key, Writers::all);
         files.push_back(store.save(there ? merged(*there, record) : record).string());
     }
-    if (options.json) {
+    if (flags.json) {
         print_json({{"records", files}});
     } else {
         for (const Json& file : files) fmt::print("{}\n", file.get<std::string>());

@@ -215,6 +215,10 @@ void add_file(std::vector<NamedRecord>& records, const std::filesystem::path& fi
 
 }  // namespace
 
+std::string tuning_note(std::size_t candidates, double best_ms) {
+    return fmt::format("{} candidates{}", candidates, best_ms > 0 ? fmt::format(", best {:.4g} ms", best_ms) : "");
+}
+
 std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths) {
     namespace fs = std::filesystem;
     std::vector<NamedRecord> records;

@@ -21,6 +21,9 @@ struct NamedRecord {
 /// in a directory is left out with a warning.
 [[nodiscard]] std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths);
 
+/// What the progress of a search says beside seconds: "34 candidates, best 3.42 ms".
+[[nodiscard]] std::string tuning_note(std::size_t candidates, double best_ms);
+
 /// What it is of, its runs, and its candidates, the quickest first (at most `most`; 0: all), with the reason where the best's is not the least median.
 [[nodiscard]] std::string record_table(const NamedRecord& named, std::size_t most);
 [[nodiscard]] Json record_summary(const NamedRecord& named);

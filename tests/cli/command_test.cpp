@@ -339,8 +339,9 @@ TEST(Flce_NumbersThatAreNone, UsageErrorNamesTheOption) {
 TEST(Flce_TooManyTokens, NamesTheBufferItsBytesAndWhatToChange) {
     // More than any machine has: nothing is asked for.
     for (const char* command : {"check", "bench"}) {
-        expect_refused({command, "--spec", "D=4096,V=50,dtype=fp32", "--device", "cpu", "-N", "1099511627776"}, 3,
-                       "out of memory on cpu: hidden [1099511627776, 4096] takes 16384.0 TiB (18014398509481984 bytes); fewer tokens (");
+        expect_refused(
+            {command, "--spec", "D=4096,V=50,dtype=fp32", "--device", "cpu", "-N", "1099511627776"}, 3,
+            "out of memory on cpu: hidden [1099511627776, 4096] takes 16384.0 TiB (18014398509481984 bytes); fewer tokens need less");
     }
     if (*FLCE_SANITIZE != '\0') GTEST_SKIP() << "sanitizers end a process that asks for so much";
     // More than a process can address: the system is asked and refuses.

@@ -13,18 +13,19 @@
 #include <new>
 #include <stdexcept>
 
-#include "cli/buffer_sets.hpp"
+#include "autotune/buffer_sets.hpp"
+#include "autotune/judge.hpp"
+#include "autotune/layer.hpp"
+#include "autotune/number_formats.hpp"
+#include "autotune/out_of_memory.hpp"
+#include "autotune/reference.hpp"
+#include "autotune/tuner.hpp"
 #include "cli/command.hpp"
 #include "cli/demo.hpp"
 #include "cli/demo_model.hpp"
 #include "cli/demo_text.hpp"
-#include "cli/layer.hpp"
-#include "cli/number_formats.hpp"
-#include "cli/out_of_memory.hpp"
 #include "cli/progress.hpp"
-#include "cli/reference.hpp"
-#include "cli/tune_measure.hpp"
-#include "cli/tune_options.hpp"
+#include "cli/tune_report.hpp"
 #include "tests/cli/process.hpp"
 
 namespace flce::cli {
@@ -336,9 +337,9 @@ TEST(Allocated_NoMemory, NamesTheBufferAndWhatNeedsLess) {
     const auto on_device = []() -> int { throw DeviceError("cuMemAlloc of 2048 bytes failed", "cuMemAlloc", kOutOfMemory); };
     EXPECT_EQ(allocation_error("grad_weight [4, 128]", 2048, on_device),
               "out of memory on cuda:1: grad_weight [4, 128] takes 2.0 KiB (2048 bytes); a smaller vocab_size or hidden_size needs less");
-    EXPECT_THAT(allocation_error("workspace", 1, []() -> int { throw std::bad_alloc(); }), HasSubstr("--workspace need less"));
-    EXPECT_THAT(allocation_error("retained", 1, []() -> int { throw std::length_error(""); }), HasSubstr("--retain needs less"));
-    EXPECT_THAT(allocation_error("lse [8]", 1e30, []() -> int { return 0; }), HasSubstr("fewer tokens (--num-tokens"));
+    EXPECT_THAT(allocation_error("workspace", 1, []() -> int { throw std::bad_alloc(); }), HasSubstr("less scratch need less"));
+    EXPECT_THAT(allocation_error("retained", 1, []() -> int { throw std::length_error(""); }), HasSubstr("a smaller buffer"));
+    EXPECT_THAT(allocation_error("lse [8]", 1e30, []() -> int { return 0; }), HasSubstr("fewer tokens need less"));
     EXPECT_EQ(allocation_error("lse [8]", 32, []() -> int { return 0; }), "");
     constexpr int kIllegalAddress = 700;  // is no lack of memory
     const auto at_fault = []() -> int { throw DeviceError("", "cuMemAlloc", kIllegalAddress); };
@@ -396,32 +397,30 @@ TEST(BufferSets, Made_ForwardAloneNeedsMoreOfThem) {
     EXPECT_EQ(forward[11].inputs.weight.to_host<float>(), forward[0].inputs.weight.to_host<float>());
 }
 
-TEST(TunePlanRequest, IsThatOfACallWithTheLimit) {
+TEST(TunedRequest, IsThatOfACallWithTheLimit) {
     const Spec spec = parse_spec("D=4096,V=128256,dtype=bf16").normalized();
     const Device h200 = describe_device("h200");
     Session session({.device = "cpu", .use_records = false});
-    const auto request = [&](const char* limit, const char* retain) {
-        TuneOptions options;
-        options.limit = limit;
-        options.retain = retain;
-        return plan_request(options, session, spec, h200, 8192);
+    const auto request = [&](std::int64_t limit_mib, bool retain) {
+        const TuneOptions options{.workspace_limit_bytes = limit_mib << 20, .retain = retain};
+        return tuned_request(options, session, spec, h200, 8192);
     };
-    const PlanRequest none = request("", "auto");
+    const PlanRequest none = request(0, true);
     EXPECT_EQ(none.limit_bytes, 0);
     EXPECT_EQ(none.scratch_bytes, kDefaultScratchBytes);
-    const PlanRequest large = request("4G", "auto");
+    const PlanRequest large = request(4096, true);
     EXPECT_EQ(large.limit_bytes, std::int64_t{4} << 30);
     EXPECT_EQ(large.num_tokens, 8192);
     EXPECT_TRUE(retains_apart(spec, h200, large));
-    EXPECT_FALSE(retains_apart(spec, h200, request("4G", "none")));
-    EXPECT_EQ(request("160M", "auto").scratch_bytes, 32 << 20) << "what grad_hidden's sum leaves";
+    EXPECT_FALSE(retains_apart(spec, h200, request(4096, false)));
+    EXPECT_EQ(request(160, true).scratch_bytes, 32 << 20) << "what grad_hidden's sum leaves";
 }
 
-TEST(TuneTokens, BucketsOnce) {
+TEST(TunedTokens, BucketsOnce) {
     TuneOptions options;
-    EXPECT_EQ(tokens_of(options), std::vector<std::int64_t>{4096});
+    EXPECT_EQ(tuned_tokens(options), std::vector<std::int64_t>{4096});
     options.num_tokens = {8192, 60, 64, 8000};
-    EXPECT_EQ(tokens_of(options), (std::vector<std::int64_t>{8192, 64}));
+    EXPECT_EQ(tuned_tokens(options), (std::vector<std::int64_t>{8192, 64}));
 }
 
 }  // namespace

@@ -76,6 +76,15 @@ std::filesystem::path flce_program() {
     return FLCE_CLI_PATH;
 }
 
+std::vector<std::string> with_faults(const std::vector<std::string>& faults) {
+    std::vector<std::string> arguments{"--worker", (flce_program().parent_path() / "flce_faulty_worker").string()};
+    for (const std::string& fault : faults) {
+        arguments.emplace_back("--worker");
+        arguments.push_back(fault);
+    }
+    return arguments;
+}
+
 nlohmann::json ProcessResult::json() const { return nlohmann::json::parse(out, nullptr, false); }
 
 ProcessResult run_flce(const std::vector<std::string>& arguments, const ProcessOptions& options) {

@@ -28,6 +28,9 @@ struct ProcessOptions {
 /// The program that run_flce runs.
 [[nodiscard]] std::filesystem::path flce_program();
 
+/// Arguments of flce tune with which its workers misbehave: KIND@TEXT does KIND with plans that hold TEXT (tests/cli/faulty_worker.cc).
+[[nodiscard]] std::vector<std::string> with_faults(const std::vector<std::string>& faults);
+
 /// Runs `flce arguments…`. FLCE_* variables of the parent are not handed on, the cache is the test's own.
 [[nodiscard]] ProcessResult run_flce(const std::vector<std::string>& arguments, const ProcessOptions& options = {});
 

@@ -10,9 +10,10 @@
 #include <numeric>
 #include <random>
 
-#include "cli/layer.hpp"
-#include "cli/number_formats.hpp"
-#include "cli/reference.hpp"
+#include "autotune/judge.hpp"
+#include "autotune/layer.hpp"
+#include "autotune/number_formats.hpp"
+#include "autotune/reference.hpp"
 #include "cli/safetensors.hpp"
 #include "tests/cli/process.hpp"
 
@@ -30,12 +31,12 @@ class Layer {
 public:
     Layer(const std::string& spec_text, std::int64_t num_tokens, bool wide_target, Reduction reduction = Reduction::mean)
         : spec_(parse_spec(spec_text)), num_tokens_(num_tokens), reduction_(reduction) {
-        data_ = cli::make_random_layer(spec_, num_tokens, {.seed = 11, .ignore_index = -7, .ignored = 0.3});
+        data_ = make_random_layer(spec_, num_tokens, {.seed = 11, .ignore_index = -7, .ignored = 0.3});
         std::vector<std::int32_t> narrow(data_.target.begin(), data_.target.end());
         const auto target = wide_target ? std::as_bytes(std::span(data_.target)) : std::as_bytes(std::span(narrow));
         std::vector<cli::TensorToWrite> tensors{
             {"hidden", dtype_name(spec_.dtype), {num_tokens, spec_.hidden_size}, data_.hidden},
-            {"weight", dtype_name(spec_.dtype), cli::weight_shape(spec_), data_.weight},
+            {"weight", dtype_name(spec_.dtype), weight_shape(spec_), data_.weight},
             {"target", wide_target ? "I64" : "I32", {num_tokens}, target},
         };
         if (spec_.bias) tensors.push_back({"bias", dtype_name(spec_.dtype), {spec_.vocab_size}, data_.bias});
@@ -51,19 +52,19 @@ public:
         return run_flce(arguments);
     }
 
-    cli::Reference reference() const {
+    flce::Reference reference() const {
         std::vector<std::int64_t> tokens(static_cast<std::size_t>(num_tokens_));
         std::iota(tokens.begin(), tokens.end(), 0);
-        return cli::Reference({.spec = spec_,
-                               .num_tokens = num_tokens_,
-                               .hidden = data_.hidden.data(),
-                               .weight = data_.weight.data(),
-                               .bias = data_.bias.data(),
-                               .class_weight = data_.class_weight,
-                               .target = data_.target,
-                               .ignore_index = -7,
-                               .reduction = reduction_},
-                              tokens);
+        return flce::Reference({.spec = spec_,
+                                .num_tokens = num_tokens_,
+                                .hidden = data_.hidden.data(),
+                                .weight = data_.weight.data(),
+                                .bias = data_.bias.data(),
+                                .class_weight = data_.class_weight,
+                                .target = data_.target,
+                                .ignore_index = -7,
+                                .reduction = reduction_},
+                               tokens);
     }
 
     /// A tensor of the output as doubles.
@@ -72,15 +73,15 @@ public:
         const auto found = set.get(name);
         const DType dtype = found.entry->dtype == "F32" ? DType::fp32 : found.entry->dtype == "BF16" ? DType::bf16 : DType::fp16;
         std::vector<double> values(found.bytes.size() / element_bytes(dtype));
-        cli::to_real(found.bytes.data(), dtype, values.data(), values.size());
+        to_real(found.bytes.data(), dtype, values.data(), values.size());
         return values;
     }
 
     void expect_right(double bound) const {
-        const cli::Reference reference = this->reference();
+        const flce::Reference reference = this->reference();
         const auto d = static_cast<std::size_t>(spec_.hidden_size);
         const auto lse = output("lse"), grad_hidden = output("grad_hidden"), grad_weight = output("grad_weight");
-        cli::ErrorNorm lse_norm, hidden_norm, weight_norm, bias_norm;
+        ErrorNorm lse_norm, hidden_norm, weight_norm, bias_norm;
         for (std::size_t i = 0; i < lse.size(); ++i) {
             lse_norm.add(lse[i], reference.token(i).lse);
             for (std::size_t k = 0; k < d; ++k) hidden_norm.add(grad_hidden[i * d + k], reference.grad_hidden(i)[k]);
@@ -105,7 +106,7 @@ public:
         return std::count_if(data_.target.begin(), data_.target.end(), [](std::int64_t label) { return label != -7; });
     }
     double mean_loss() const {
-        const cli::Reference r = reference();
+        const flce::Reference r = reference();
         double sum = 0;
         for (std::size_t i = 0; i < r.tokens().size(); ++i) sum += r.token(i).loss / r.loss_divisor();
         return sum;
@@ -115,7 +116,7 @@ public:
     Spec spec_;
     std::int64_t num_tokens_;
     Reduction reduction_;
-    cli::RandomLayer data_;
+    RandomLayer data_;
 };
 
 TEST(FlceRun_Variants, MatchFp64) {
@@ -149,7 +150,7 @@ TEST(FlceRun_Reductions, SumAndNone) {
     const Layer none("D=32,V=99,dtype=fp32", 40, true, Reduction::none);
     const auto each = none.run({"--reduction", "none"}).json();
     ASSERT_EQ(each["loss"].size(), 40U);
-    const cli::Reference reference = none.reference();
+    const flce::Reference reference = none.reference();
     for (std::size_t i = 0; i < 40; ++i) EXPECT_NEAR(each["loss"][i].get<double>(), reference.token(i).loss, 1e-5 * 10);
     none.expect_right(2e-6);
 }

@@ -25,6 +25,7 @@ protected:
     }
     /// Tunes with each of `kinds` injected into a candidate of its own.
     [[nodiscard]] nlohmann::json tune(const std::vector<std::pair<std::string, int>>& kinds) const {
+        std::vector<std::string> faults;
         std::vector<std::string> arguments{"tune",
                                            "--spec",
                                            kGpuSpec,
@@ -40,8 +41,10 @@ protected:
                                            "5",
                                            "--json"};
         for (const auto& [kind, mib] : kinds) {
-            arguments.insert(arguments.end(), {"--plan", with_scratch(mib), "--inject", kind + "@scratch=" + std::to_string(mib << 20)});
+            arguments.insert(arguments.end(), {"--plan", with_scratch(mib)});
+            faults.push_back(kind + "@scratch=" + std::to_string(mib << 20));
         }
+        std::ranges::copy(with_faults(faults), std::back_inserter(arguments));
         const ProcessResult result = run_flce(arguments, {.environment = {{"FLCE_RECORDS_DIR", records_.path().string()}}});
         EXPECT_EQ(result.exit_code, 0) << result.err;
         return result.json();

@@ -107,13 +107,16 @@ TEST_F(FlceTune, CandidatesThatHangFaultOrLie_RecordedAndNeverBest) {
     const std::string plan = another_plan();
     const auto with_scratch = [&](int mib) { return plan.substr(0, plan.find("scratch=")) + "scratch=" + std::to_string(mib << 20); };
     std::vector<std::string> arguments{"--candidate-timeout-s", "2"};
+    std::vector<std::string> injected;
     const std::vector<std::tuple<std::string, int, Outcome, std::string>> faults = {{"hang", 61, Outcome::hung, "no answer"},
                                                                                     {"fault", 60, Outcome::faulted, "signal 11"},
                                                                                     {"wrong", 59, Outcome::wrong, "grad_hidden"},
                                                                                     {"fault-timing", 58, Outcome::faulted, "signal 9"}};
     for (const auto& [kind, mib, outcome, why] : faults) {
-        arguments.insert(arguments.end(), {"--plan", with_scratch(mib), "--inject", kind + "@scratch=" + std::to_string(mib << 20)});
+        arguments.insert(arguments.end(), {"--plan", with_scratch(mib)});
+        injected.push_back(kind + "@scratch=" + std::to_string(mib << 20));
     }
+    std::ranges::copy(test::with_faults(injected), std::back_inserter(arguments));
     const auto result = tune(arguments);
     const Record record = read(result);
     for (const auto& [kind, mib, outcome, why] : faults) {
@@ -131,9 +134,12 @@ TEST_F(FlceTune, CandidatesThatHangFaultOrLie_RecordedAndNeverBest) {
 TEST_F(FlceTune, CompilerThatHangsOrDies_RecordedAndTheSearchGoesOn) {
     const std::string plan = another_plan();
     const auto with_scratch = [&](int mib) { return plan.substr(0, plan.find("scratch=")) + "scratch=" + std::to_string(mib << 20); };
-    const auto result =
-        tune({"--candidate-timeout-s", "1.5", "--coordinates", "chunk", "--plan", with_scratch(61), "--plan", with_scratch(60), "--inject",
-              "hang-compile@scratch=" + std::to_string(61 << 20), "--inject", "fault-compile@scratch=" + std::to_string(60 << 20)});
+    std::vector<std::string> arguments{"--candidate-timeout-s", "1.5",    "--coordinates", "chunk", "--plan",
+                                       with_scratch(61),        "--plan", with_scratch(60)};
+    std::ranges::copy(
+        test::with_faults({"hang-compile@scratch=" + std::to_string(61 << 20), "fault-compile@scratch=" + std::to_string(60 << 20)}),
+        std::back_inserter(arguments));
+    const auto result = tune(arguments);
     const Record record = read(result);
     const Candidate& hung = record.candidates.at(with_scratch(61));
     EXPECT_EQ(hung.outcome, Outcome::hung);
@@ -149,8 +155,8 @@ TEST_F(FlceTune, GraphRefused_AllIsMeasuredAgainForARecordThatSaysSo) {
     const std::string plan = another_plan();
     const std::string own = plan.substr(0, plan.find("scratch=")) + "scratch=" + std::to_string(61 << 20);
     std::vector<std::string> arguments{"--spec", kTunedSpec, "--num-tokens",  "64",    "--device", "cpu", "--budget-s",
-                                       "30",     "--json",   "--coordinates", "chunk", "--plan",   own,   "--inject"};
-    arguments.push_back("refuse-graph@scratch=" + std::to_string(61 << 20));
+                                       "30",     "--json",   "--coordinates", "chunk", "--plan",   own,   "--always-graphs"};
+    std::ranges::copy(test::with_faults({"refuse-graph@scratch=" + std::to_string(61 << 20)}), std::back_inserter(arguments));
     const ProcessResult result = run(arguments);
     ASSERT_EQ(result.exit_code, 0) << result.err;
     EXPECT_THAT(result.err, AllOf(HasSubstr("without CUDA graphs"), HasSubstr("a test refuses it")));
@@ -177,8 +183,9 @@ TEST_F(FlceTune, GraphRefused_RecordMeasuredWithGraphsStaysAsItIs) {
     write_record_file(file, other);
     const std::string plan = another_plan();
     const std::string own = plan.substr(0, plan.find("scratch=")) + "scratch=" + std::to_string(61 << 20);
-    const Record record =
-        read(tune({"--coordinates", "chunk", "--plan", own, "--inject", "refuse-graph@scratch=" + std::to_string(61 << 20)}));
+    std::vector<std::string> arguments{"--coordinates", "chunk", "--plan", own, "--always-graphs"};
+    std::ranges::copy(test::with_faults({"refuse-graph@scratch=" + std::to_string(61 << 20)}), std::back_inserter(arguments));
+    const Record record = read(tune(arguments));
     EXPECT_EQ(record.key.policy, kLaunchMeasurementPolicy);
     ASSERT_EQ(record.runs.size(), 1U);
     for (const auto& [text, candidate] : record.candidates) {
@@ -189,8 +196,8 @@ TEST_F(FlceTune, GraphRefused_RecordMeasuredWithGraphsStaysAsItIs) {
 }
 
 TEST_F(FlceTune, HangInASmallBudget_KilledAndRecorded) {
-    const std::vector<std::string> arguments{"--spec",     kTunedSpec, "--num-tokens", "64",       "--device", "cpu",
-                                             "--budget-s", "3",        "--inject",     "hang@cpu", "--json"};
+    std::vector<std::string> arguments{"--spec", kTunedSpec, "--num-tokens", "64", "--device", "cpu", "--budget-s", "3", "--json"};
+    std::ranges::copy(test::with_faults({"hang@cpu"}), std::back_inserter(arguments));
     const auto first = run(arguments).json();
     ASSERT_TRUE(first.is_object());
     const Record record = read(first);
@@ -199,9 +206,16 @@ TEST_F(FlceTune, HangInASmallBudget_KilledAndRecorded) {
 }
 
 TEST_F(FlceTune, LayerThatDoesNotStart_TheOthersAreTuned) {
-    const ProcessResult result =
-        run({"--spec", "D=32,V=300,dtype=fp32", "--spec", "D=48,V=300,dtype=fp32", "--spec", "D=40,V=300,dtype=fp32", "--num-tokens", "64",
-             "--device", "cpu", "--coordinates", "chunk", "--budget-s", "3", "--inject", "hang-open@D=48", "--json"});
+    std::vector<std::string> arguments{"--spec",        "D=32,V=300,dtype=fp32",
+                                       "--spec",        "D=48,V=300,dtype=fp32",
+                                       "--spec",        "D=40,V=300,dtype=fp32",
+                                       "--num-tokens",  "64",
+                                       "--device",      "cpu",
+                                       "--coordinates", "chunk",
+                                       "--budget-s",    "3",
+                                       "--json"};
+    std::ranges::copy(test::with_faults({"hang-open@D=48"}), std::back_inserter(arguments));
+    const ProcessResult result = run(arguments);
     EXPECT_EQ(result.exit_code, 3) << result.err;
     EXPECT_THAT(result.err, HasSubstr("D=48,V=300"));
     const auto json = result.json();
@@ -436,7 +450,7 @@ TEST_F(FlceTune, BadUsage_ExitsWith2) {
     std::ofstream(records_ / "bad.json") << "{}";
     expect_refused({"--show", records_ / "bad.json"}, "schema");
     EXPECT_THAT(run_flce({"--help"}).out, AllOf(HasSubstr("tune"), Not(HasSubstr("tune-worker"))));
-    EXPECT_THAT(run_flce({"tune", "--help"}).out, AllOf(HasSubstr("Examples:"), HasSubstr("--budget-s"), Not(HasSubstr("--inject"))));
+    EXPECT_THAT(run_flce({"tune", "--help"}).out, AllOf(HasSubstr("Examples:"), HasSubstr("--budget-s"), Not(HasSubstr("--worker"))));
 }
 
 TEST_F(FlceTune, CompileOnly_ForADeviceThatIsNotHere) {

@@ -1,5 +1,5 @@
 // Workers that are a shell: how the pool hands out requests, and what becomes of it when they die.
-#include "cli/worker_pool.hpp"
+#include "runtime/workers/worker_pool.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,9 +9,9 @@
 #include <iterator>
 #include <map>
 
-#include "cli/jobs.hpp"
 #include "cli/progress.hpp"
 #include "flce/error.hpp"
+#include "runtime/workers/worker_room.hpp"
 #include "tests/cli/process.hpp"
 
 namespace flce::cli {
@@ -27,7 +27,7 @@ struct Answers {
 };
 
 WorkerPool shell_pool(const std::string& script, std::size_t workers, std::chrono::milliseconds timeout = std::chrono::hours(1)) {
-    return WorkerPool({.arguments = {"-c", script}, .workers = workers, .timeout = timeout, .program = "/bin/sh"});
+    return WorkerPool({.command = {"/bin/sh", {"-c", script}}, .workers = workers, .timeout = timeout});
 }
 
 Answers run(WorkerPool& pool, const std::vector<Json>& requests, std::function<bool()> stop = {}) {
@@ -112,7 +112,7 @@ TEST(WorkerPool, Stopped_ThoseAtWorkAreKilledAndTheRestIsNotBegun) {
 }
 
 TEST(WorkerPool, ProgramIsNotThere_Error) {
-    WorkerPool pool({.program = "/nonexistent"});
+    WorkerPool pool({.command = {"/nonexistent", {}}});
     EXPECT_THROW((void)pool.run({"a"}, {}), EnvironmentError);
 }
 

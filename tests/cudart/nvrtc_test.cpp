@@ -9,9 +9,9 @@
 #include <thread>
 
 #include "flce/error.hpp"
-#include "runtime/cuda/broken_kernel.hpp"
 #include "runtime/cuda/cubin.hpp"
 #include "runtime/cuda/nvrtc_search.hpp"
+#include "tests/support/broken_kernel.hpp"
 #include "tests/support/gpu.hpp"
 
 namespace flce {
@@ -81,7 +81,7 @@ TEST_P(NvrtcCompile, KernelThatIsAtFault_Compiles) {
     const std::string arch = GetParam();
     FLCE_REQUIRE_NVRTC_FOR(arch);
     const std::vector<KernelEntry> kernels = {{"flce_broken", 256, 0}};
-    const auto result = Nvrtc::load()->compile(std::string(broken_kernel_source()), {}, options_for(arch), kernels);
+    const auto result = Nvrtc::load()->compile(std::string(test::broken_kernel_source()), {}, options_for(arch), kernels);
     const auto contents = read_cubin(result.cubin, nullptr);
     ASSERT_TRUE(contents);
     EXPECT_EQ(contents->kernels.at(0).param_bytes, 16U);

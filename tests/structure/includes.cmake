@@ -1,5 +1,5 @@
 # Fails on an include that points against templates <- generator <- cache <- records <- runtime <- autotune <- cli, on one that reaches a layer's libraries
-# from a layer that must not know them, and on a source file of more than 500 lines.
+# from a layer that must not know them, on one of a header of cli/ from outside of it, and on a source file of more than 500 lines.
 #   cmake -DSOURCE_DIR=… -P includes.cmake
 cmake_minimum_required(VERSION 3.25)
 
@@ -60,6 +60,20 @@ foreach(position RANGE ${last})
       if(forbidden_${layer} AND target MATCHES "${forbidden_${layer}}")
         list(APPEND faults "${file} includes ${target}: not in ${layer}")
       endif()
+    endforeach()
+  endforeach()
+endforeach()
+
+# Headers of the command are for the command and its tests alone.
+foreach(folder IN LISTS outermost)
+  file(GLOB_RECURSE files RELATIVE ${SOURCE_DIR} ${SOURCE_DIR}/${folder}/*.cpp ${SOURCE_DIR}/${folder}/*.hpp ${SOURCE_DIR}/${folder}/*.cc)
+  foreach(file IN LISTS files)
+    if(file MATCHES "^tests/(cli|fuzz)/")
+      continue()
+    endif()
+    file(STRINGS ${SOURCE_DIR}/${file} includes REGEX "^[ \t]*#[ \t]*include[ \t]*[<\"]cli/")
+    foreach(line IN LISTS includes)
+      list(APPEND faults "${file} includes a header of cli/: it belongs to the command alone")
     endforeach()
   endforeach()
 endforeach()

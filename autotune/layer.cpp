@@ -1,0 +1,256 @@
+#include "autotune/layer.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "autotune/number_formats.hpp"
+#include "autotune/parallel.hpp"
+#include "runtime/scratch_steps.hpp"
+
+namespace flce {
+namespace {
+
+constexpr std::size_t kWorkspaceAlignment = 256;
+
+/// splitmix64: a good hash of a counter, so that any element can be drawn by any thread.
+std::uint64_t hash(std::uint64_t x) {
+    x += 0x9e3779b97f4a7c15U;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
+    return x ^ (x >> 31);
+}
+
+/// Sum of four uniform 16-bit numbers, standardised: close enough to a normal distribution, and a hash a number.
+float near_normal(std::uint64_t bits) {
+    const auto sum = static_cast<std::int64_t>((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
+    constexpr double kDeviation = 37837.2;  // of the sum: 65536 · sqrt(4 / 12)
+    return static_cast<float>(static_cast<double>(sum - std::int64_t{2} * 65535) / kDeviation);
+}
+
+/// "hidden [4096, 128]".
+std::string described(std::string_view name, const std::vector<std::int64_t>& shape) {
+    return shape.empty() ? std::string(name) : fmt::format("{} [{}]", name, fmt::join(shape, ", "));
+}
+
+double total_bytes(const std::vector<std::int64_t>& shape, std::size_t element) {
+    double bytes = static_cast<double>(element);
+    for (const std::int64_t size : shape) bytes *= static_cast<double>(size);
+    return bytes;
+}
+
+/// Memory of the host for a tensor's elements, zeros.
+template <class T>
+std::vector<T> host_memory(std::string_view name, const std::vector<std::int64_t>& shape, std::size_t element = sizeof(T)) {
+    const double bytes = total_bytes(shape, element);
+    return allocated(described(name, shape), bytes, DeviceRef{},
+                     [&] { return std::vector<T>(static_cast<std::size_t>(bytes) / sizeof(T)); });
+}
+
+std::vector<std::byte> random_elements(std::string_view name, const std::vector<std::int64_t>& shape, DType dtype, double deviation,
+                                       std::uint64_t seed) {
+    auto bytes = host_memory<std::byte>(name, shape, element_bytes(dtype));
+    fill_random(bytes.data(), dtype, bytes.size() / element_bytes(dtype), deviation, seed);
+    return bytes;
+}
+
+std::vector<float> random_floats(std::string_view name, std::int64_t count, double deviation, std::uint64_t seed) {
+    auto values = host_memory<float>(name, {count});
+    fill_random(reinterpret_cast<std::byte*>(values.data()), DType::fp32, values.size(), deviation, seed);
+    return values;
+}
+
+}  // namespace
+
+std::size_t Tensor::bytes() const {
+    if (!view.present) return 0;
+    std::int64_t count = 1;
+    for (int i = 0; i < view.ndim; ++i) count *= view.shape[static_cast<std::size_t>(i)];
+    return static_cast<std::size_t>(count * scalar_bytes(view.dtype));
+}
+
+ScalarType scalar_type(DType dtype) {
+    switch (dtype) {
+        case DType::bf16: return ScalarType::bf16;
+        case DType::fp16: return ScalarType::fp16;
+        case DType::fp32: break;
+    }
+    return ScalarType::fp32;
+}
+
+Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape) {
+    Tensor tensor;
+    tensor.name = name;
+    switch (shape.size()) {
+        case 0: tensor.view = TensorView::scalar(nullptr, dtype, device); break;
+        case 1: tensor.view = TensorView::vector(nullptr, dtype, shape[0], device); break;
+        default: tensor.view = TensorView::matrix(nullptr, dtype, shape[0], shape[1], device); break;
+    }
+    tensor.buffer = allocated(described(name, shape), total_bytes(shape, static_cast<std::size_t>(scalar_bytes(dtype))), device,
+                              [&] { return Buffer(device, tensor.bytes()); });
+    tensor.view.data = tensor.buffer.data();
+    return tensor;
+}
+
+Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape, const void* host) {
+    Tensor tensor = make_tensor(name, device, dtype, shape);
+    tensor.buffer.upload(host, tensor.bytes());
+    return tensor;
+}
+
+std::vector<std::int64_t> weight_shape(const Spec& spec) {
+    if (spec.layout == WeightLayout::vocab_major) return {spec.padded_vocab_size, spec.hidden_size};
+    return {spec.hidden_size, spec.padded_vocab_size};
+}
+
+LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_tokens, Reduction reduction) {
+    const std::vector<std::int64_t> tokens{num_tokens};
+    std::vector<std::int64_t> loss_shape;
+    if (reduction == Reduction::none) loss_shape.push_back(num_tokens);
+    LayerOutputs outputs;
+    if (spec.outputs.loss) outputs.loss = make_tensor("loss", device, ScalarType::fp32, loss_shape);
+    if (spec.outputs.loss && spec.z_loss != 0) outputs.z_loss = make_tensor("z_loss", device, ScalarType::fp32, loss_shape);
+    outputs.lse = make_tensor("lse", device, ScalarType::fp32, tokens);
+    if (spec.outputs.logprob) outputs.logprob = make_tensor("logprob", device, ScalarType::fp32, tokens);
+    if (spec.outputs.entropy) outputs.entropy = make_tensor("entropy", device, ScalarType::fp32, tokens);
+    outputs.grad_hidden = make_tensor("grad_hidden", device, scalar_type(spec.dtype), {num_tokens, spec.hidden_size});
+    outputs.grad_weight = make_tensor("grad_weight", device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));
+    if (spec.bias) outputs.grad_bias = make_tensor("grad_bias", device, scalar_type(spec.grad_weight_dtype), {spec.vocab_size});
+    if (spec.grad_weight_mode == GradMode::accumulate) {
+        outputs.grad_weight.buffer.fill(std::byte{0});
+        if (spec.bias) outputs.grad_bias.buffer.fill(std::byte{0});
+    }
+    return outputs;
+}
+
+ForwardArgs forward_args(const LayerInputs& inputs, const LayerOutputs& outputs, const CallOptions& options) {
+    return {.hidden = inputs.hidden.view,
+            .weight = inputs.weight.view,
+            .bias = inputs.bias.view,
+            .class_weight = inputs.class_weight.view,
+            .target = inputs.target.view,
+            .ignore_index = options.ignore_index,
+            .reduction = options.reduction,
+            .loss = outputs.loss.view,
+            .z_loss = outputs.z_loss.view,
+            .lse = outputs.lse.view,
+            .logprob = outputs.logprob.view,
+            .entropy = outputs.entropy.view};
+}
+
+BackwardArgs backward_args(const LayerInputs& inputs, const LayerOutputs& outputs, const CallOptions& options) {
+    return {.hidden = inputs.hidden.view,
+            .weight = inputs.weight.view,
+            .bias = inputs.bias.view,
+            .class_weight = inputs.class_weight.view,
+            .target = inputs.target.view,
+            .ignore_index = options.ignore_index,
+            .reduction = options.reduction,
+            .lse = outputs.lse.view,
+            .entropy = outputs.entropy.view,
+            .grad_loss = inputs.grad_loss.view,
+            .grad_lse = inputs.grad_lse.view,
+            .grad_logprob = inputs.grad_logprob.view,
+            .grad_entropy = inputs.grad_entropy.view,
+            .grad_hidden = outputs.grad_hidden.view,
+            .grad_weight = outputs.grad_weight.view,
+            .grad_bias = outputs.grad_bias.view};
+}
+
+Scratch::Scratch(std::string_view name, DeviceRef device, std::size_t bytes)
+    : buffer_(allocated(name, static_cast<double>(bytes), device, [&] { return Buffer(device, bytes + kWorkspaceAlignment); })),
+      bytes_(bytes) {}
+
+Workspace Scratch::workspace() const {
+    const auto address = reinterpret_cast<std::uintptr_t>(buffer_.data());
+    const std::uintptr_t aligned = (address + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    return {static_cast<std::byte*>(buffer_.data()) + (aligned - address), bytes_};
+}
+
+RetainedSizes automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes) {
+    constexpr std::size_t kAlignment = 256;
+    const std::size_t workspace = kernel.workspace_bytes(num_tokens);
+    const auto limit = static_cast<std::size_t>(limit_bytes);
+    if (limit > 0 && workspace > limit) {
+        throw PlanError(
+            limit_too_small(limit_bytes, static_cast<std::int64_t>(workspace), fmt::format("{} tokens with this plan", num_tokens)));
+    }
+    const std::size_t room = limit > 0 ? (limit - workspace) / kAlignment * kAlignment : 0;
+    RetainedSizes sizes{.own = std::min(kernel.retained_bytes(num_tokens), room),
+                        .lent = kernel.retained_bytes(num_tokens, RetainedPlace::grad_weight)};
+    (sizes.own > sizes.lent ? sizes.lent : sizes.own) = 0;
+    return sizes;
+}
+
+void fill_random(std::byte* to, DType dtype, std::size_t count, double deviation, std::uint64_t seed) {
+    constexpr std::int64_t kBlock = 1 << 14;
+    const std::uint64_t stream = hash(seed);
+    const std::size_t element = element_bytes(dtype);
+    parallel_blocks(static_cast<std::int64_t>(count), kBlock, [&](std::int64_t begin, std::int64_t end) {
+        float values[256];
+        for (std::int64_t i = begin; i < end; i += 256) {
+            const auto n = static_cast<std::size_t>(std::min<std::int64_t>(256, end - i));
+            for (std::size_t k = 0; k < n; ++k) {
+                values[k] = near_normal(hash(stream ^ hash(static_cast<std::uint64_t>(i) + k))) * static_cast<float>(deviation);
+            }
+            from_float(values, dtype, to + static_cast<std::size_t>(i) * element, n);
+        }
+    });
+}
+
+RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const RandomOptions& options) {
+    RandomLayer layer;
+    layer.num_tokens = num_tokens;
+    const std::uint64_t seed = hash(options.seed) << 4;
+    layer.hidden = random_elements("hidden", {num_tokens, spec.hidden_size}, spec.dtype, 1.0, seed + 1);
+    const double scale = std::abs(spec.logit_scale) * std::sqrt(static_cast<double>(spec.hidden_size));
+    layer.weight = random_elements("weight", weight_shape(spec), weight_dtype(spec), kRandomLogitDeviation / scale, seed + 2);
+    if (spec.bias) layer.bias = random_elements("bias", {spec.vocab_size}, spec.dtype, 0.5 / std::abs(spec.logit_scale), seed + 3);
+    if (spec.class_weight) {
+        layer.class_weight = random_floats("class_weight", spec.vocab_size, 0.2, seed + 4);
+        for (float& weight : layer.class_weight) weight = std::abs(1.0F + weight);
+    }
+    layer.target = host_memory<std::int64_t>("target", {num_tokens});
+    for (std::size_t i = 0; i < layer.target.size(); ++i) {
+        const std::uint64_t bits = hash(hash(seed + 5) + i);
+        const bool ignored = static_cast<double>(bits >> 40) < options.ignored * 0x1p24;
+        layer.target[i] =
+            ignored ? options.ignore_index : static_cast<std::int64_t>(hash(bits) % static_cast<std::uint64_t>(spec.vocab_size));
+    }
+    if (options.upstream) {
+        // Of the size that the loss's own gradient has, so that every term is seen in the result.
+        const double share = options.reduction == Reduction::mean ? 1.0 / std::max(1.0, static_cast<double>(num_tokens)) : 1.0;
+        if (spec.outputs.loss && options.reduction == Reduction::none)
+            layer.grad_loss = random_floats("grad_loss", num_tokens, share, seed + 6);
+        if (spec.outputs.lse) layer.grad_lse = random_floats("grad_lse", num_tokens, 0.5 * share, seed + 7);
+        if (spec.outputs.logprob) layer.grad_logprob = random_floats("grad_logprob", num_tokens, 0.5 * share, seed + 8);
+        if (spec.outputs.entropy) layer.grad_entropy = random_floats("grad_entropy", num_tokens, 0.5 * share, seed + 9);
+    }
+    return layer;
+}
+
+LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device) {
+    LayerInputs inputs;
+    const std::int64_t n = layer.num_tokens;
+    const ScalarType dtype = scalar_type(spec.dtype);
+    inputs.num_tokens = n;
+    inputs.hidden = make_tensor("hidden", device, dtype, {n, spec.hidden_size}, layer.hidden.data());
+    inputs.weight = make_tensor("weight", device, scalar_type(weight_dtype(spec)), weight_shape(spec), layer.weight.data());
+    if (spec.bias) inputs.bias = make_tensor("bias", device, dtype, {spec.vocab_size}, layer.bias.data());
+    if (spec.class_weight)
+        inputs.class_weight = make_tensor("class_weight", device, ScalarType::fp32, {spec.vocab_size}, layer.class_weight.data());
+    inputs.target = make_tensor("target", device, ScalarType::int64, {n}, layer.target.data());
+    const auto upstream = [&](const char* name, Tensor& tensor, const std::vector<float>& values) {
+        if (!values.empty()) tensor = make_tensor(name, device, ScalarType::fp32, {n}, values.data());
+    };
+    upstream("grad_loss", inputs.grad_loss, layer.grad_loss);
+    upstream("grad_lse", inputs.grad_lse, layer.grad_lse);
+    upstream("grad_logprob", inputs.grad_logprob, layer.grad_logprob);
+    upstream("grad_entropy", inputs.grad_entropy, layer.grad_entropy);
+    return inputs;
+}
+
+}  // namespace flce

@@ -1,0 +1,112 @@
+// The tensors of one output layer on one device: owned memory for every argument of forward and backward, and the calls made from them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "autotune/out_of_memory.hpp"
+#include "flce/buffer.hpp"
+#include "flce/flce.hpp"
+
+namespace flce {
+
+/// Memory and its view. An absent tensor has an absent view.
+struct Tensor {
+    std::string name;  ///< for messages
+    Buffer buffer;
+    TensorView view{};
+
+    [[nodiscard]] std::size_t bytes() const;
+    template <class T>
+    [[nodiscard]] std::vector<T> to_host() const {
+        auto host = allocated(name, static_cast<double>(bytes()), DeviceRef{}, [&] { return std::vector<T>(bytes() / sizeof(T)); });
+        buffer.download(host.data(), bytes());
+        return host;
+    }
+};
+
+[[nodiscard]] ScalarType scalar_type(DType dtype);
+
+/// Uninitialised. An empty shape is a scalar. Throws OutOfMemory naming it.
+[[nodiscard]] Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape);
+/// With contents, `host` holding exactly the tensor's bytes.
+[[nodiscard]] Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape,
+                                 const void* host);
+
+/// Shape of the weight and of its gradient in memory.
+[[nodiscard]] std::vector<std::int64_t> weight_shape(const Spec& spec);
+
+struct LayerInputs {
+    std::int64_t num_tokens = 0;
+    Tensor hidden, weight, bias, class_weight, target;
+    Tensor grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< absent: 1 for the loss if the spec has it, 0 for the rest
+};
+
+struct LayerOutputs {
+    Tensor loss, z_loss, lse, logprob, entropy;
+    Tensor grad_hidden, grad_weight, grad_bias;
+};
+
+/// Everything that `spec` computes; gradients that are accumulated into start at 0.
+[[nodiscard]] LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_tokens, Reduction reduction);
+
+struct CallOptions {
+    Reduction reduction = Reduction::mean;
+    std::int64_t ignore_index = -100;
+};
+
+[[nodiscard]] ForwardArgs forward_args(const LayerInputs& inputs, const LayerOutputs& outputs, const CallOptions& options);
+[[nodiscard]] BackwardArgs backward_args(const LayerInputs& inputs, const LayerOutputs& outputs, const CallOptions& options);
+
+/// Scratch memory, aligned as kernels want it.
+class Scratch {
+public:
+    /// `name`: "workspace", "retained". Throws OutOfMemory naming it.
+    Scratch(std::string_view name, DeviceRef device, std::size_t bytes);
+    [[nodiscard]] Workspace workspace() const;
+
+private:
+    Buffer buffer_;
+    std::size_t bytes_;
+};
+
+/// What forward may leave to backward without more being said: in the memory that a limit (0: none) leaves beside the workspace, or in grad_weight's,
+/// where that holds as much; bytes, one of them 0. Throws PlanError where the workspace alone is over the limit.
+struct RetainedSizes {
+    std::size_t own = 0;
+    std::size_t lent = 0;
+};
+[[nodiscard]] RetainedSizes automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes);
+
+/// Standard deviation of random logits, before a softcap.
+inline constexpr double kRandomLogitDeviation = 2.0;
+
+/// Random tensors on the host: logits of that deviation, some rows ignored where that is asked for.
+struct RandomLayer {
+    std::int64_t num_tokens = 0;
+    std::vector<std::byte> hidden, weight, bias;  ///< spec dtype
+    std::vector<float> class_weight;
+    std::vector<std::int64_t> target;
+    std::vector<float> grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< empty: absent
+};
+
+struct RandomOptions {
+    std::uint64_t seed = 0;
+    std::int64_t ignore_index = -100;
+    double ignored = 0.0;   ///< fraction of the rows
+    bool upstream = false;  ///< gradients for every output that the spec offers, and for each token's loss with reduction none
+    Reduction reduction = Reduction::mean;
+};
+
+/// Throws OutOfMemory naming the tensor.
+[[nodiscard]] RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const RandomOptions& options);
+[[nodiscard]] LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device);
+
+/// `count` near-normal numbers (mean 0, the given standard deviation), the same for the same seed on every machine.
+void fill_random(std::byte* to, DType dtype, std::size_t count, double deviation, std::uint64_t seed);
+
+}  // namespace flce

@@ -1,0 +1,130 @@
+// How the tuner measures: candidates are compiled, checked and timed in child processes.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "autotune/search.hpp"
+#include "runtime/workers/worker_pool.hpp"
+
+namespace flce {
+
+/// How far the search of one layer is.
+struct SearchProgress {
+    double elapsed_s = 0;
+    double budget_s = 0;
+    std::size_t candidates = 0;
+    double best_ms = 0;  ///< of forward and backward; 0: nothing is timed yet
+};
+
+/// What a measured search tells its caller, in the thread that runs it, and asks it. Each may be empty.
+struct SearchListener {
+    std::function<void(const SearchProgress&)> progress{};  ///< before each measurement; candidates is 0 when the search begins
+    std::function<void(const std::string&)> warning{};
+    std::function<bool()> stop{};  ///< whether to end with what has been measured
+};
+
+/// What is measured, and how.
+struct TuneTarget {
+    Spec spec;
+    Device device;
+    SessionOptions session;
+    WorkerCommand worker;  ///< runs serve_tuning()
+    std::int64_t num_tokens = kTypicalTokens;
+    std::int64_t limit_bytes = 0;
+    bool retain = true;
+    bool graphs = false;  ///< a sample is one CUDA graph
+    double budget_s = 60;
+    double candidate_timeout_s = 30;  ///< of one check or one sample, within a share of the budget
+    double warm_up_s = 0;             ///< of a GPU
+};
+
+/// The request by which a tuning worker compiles a plan's kernels into the cache. A plan that does not compile fails again, with the reason, when it
+/// is run.
+[[nodiscard]] Json compile_request(const Spec& spec, const Device& device, const Plan& plan, const std::filesystem::path& cache_dir);
+
+/// Processes that compile: one for every two cores, since a set of kernels is compiled by several threads, and no more than memory has room for.
+[[nodiscard]] WorkerPool make_compile_pool(const WorkerCommand& worker, std::chrono::milliseconds patience);
+
+/// Thrown by a measurement whose sample should have been a graph, and is not: it does not belong to the others.
+class GraphsRefused : public std::exception {
+public:
+    explicit GraphsRefused(std::string why) : why_(std::move(why)) {}
+    [[nodiscard]] const char* what() const noexcept override { return why_.c_str(); }
+
+private:
+    std::string why_;
+};
+
+class ProcessMeasure : public Measure {
+public:
+    /// Both must outlive it.
+    ProcessMeasure(const TuneTarget& target, const SearchListener& listener);
+
+    void prepare(std::span<const Plan> plans) override;
+    void reserve(std::size_t samples) override { reserved_samples_ = samples; }
+    [[nodiscard]] Measured check(const Plan& plan) override;
+    /// Throws GraphsRefused where the target's samples are to be graphs and the driver cannot have one; so does time().
+    [[nodiscard]] Measured resume(const Plan& plan) override;
+    [[nodiscard]] Measured time(const Plan& plan) override;
+    [[nodiscard]] bool stop() override;
+    [[nodiscard]] bool nearly_over() override;
+    void progress(const std::string& stage, std::size_t candidates, std::size_t measurements, double best_ms) override;
+
+    [[nodiscard]] double elapsed_s() const;
+    /// How many processes candidates have run in so far: one, and one more for each that took its own with it.
+    [[nodiscard]] std::size_t processes() const { return processes_; }
+    /// Kernels and launchers that no cache had.
+    [[nodiscard]] std::int64_t compiled() const { return compiled_; }
+
+private:
+    [[nodiscard]] Json open_request() const;
+    /// A worker with the layer. Throws EnvironmentError where there was none before, else MeasureStopped: what has been measured stays.
+    void start();
+    /// Until a check or a sample hangs: one that does must leave time for others.
+    [[nodiscard]] double patience_s() const;
+    [[nodiscard]] double sample_s() const { return samples_ == 0 ? first_sample_s_ : sampling_s_ / static_cast<double>(samples_); }
+    /// What a request comes to; throws MeasureStopped where the budget or the user ended it.
+    [[nodiscard]] Measured ask(const Json& request, Json& answer);
+    void expect_graphs(const Json& answer) const;
+
+    void warn(const std::string& text) const;
+
+    const TuneTarget& target_;
+    const SearchListener& listener_;
+    std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+    std::unique_ptr<WorkerProcess> worker_;
+    WorkerPool compilers_;
+    std::map<std::string, Measured> uncompiled_;  ///< plans whose compiler hung or died
+    std::size_t processes_ = 0;
+    std::int64_t compiled_ = 0;
+    std::size_t reserved_samples_ = 0;  ///< for which time is left
+    std::set<std::string> sampled_;     ///< plans; the first sample of each takes longer than the others
+    std::size_t samples_ = 0;           ///< others
+    double sampling_s_ = 0;             ///< what they took
+    double first_sample_s_ = 0;         ///< what one of a new plan took
+    bool started_ = false;
+    bool warm_ = false;     ///< the worker's device has been warmed up
+    bool stopped_ = false;  ///< by the listener
+};
+
+struct MeasuredSearch {
+    Record record;
+    SearchResult result;
+    double seconds = 0;
+    std::size_t processes = 0;  ///< that candidates ran in
+    std::int64_t compiled = 0;  ///< kernels and launchers that no cache had
+};
+/// search() of one record, whose times are all measured in one way: as graphs where the target's samples are to be graphs. Where the driver refuses a
+/// graph, the search begins again without graphs, in the rest of the budget. `begin` returns the record of a policy, with what is known.
+[[nodiscard]] MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options, const SearchListener& listener,
+                                             const std::function<Record(std::string_view policy)>& begin);
+
+}  // namespace flce

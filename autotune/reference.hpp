@@ -1,0 +1,130 @@
+// The output layer written to be read: in fp64, which results of kernels are compared with, and as a framework would compute it, which says how wrong a
+// kernel may be. It shares nothing with the kernels.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "flce/flce.hpp"
+#include "runtime/error_bounds.hpp"
+
+namespace flce {
+
+/// The layer's inputs on the host. Spans are empty where the spec has no such input.
+struct ReferenceProblem {
+    Spec spec;
+    std::int64_t num_tokens = 0;
+    const std::byte* hidden = nullptr;  ///< [N, D], spec dtype
+    const std::byte* weight = nullptr;  ///< [P, D] or [D, P], spec dtype
+    const std::byte* bias = nullptr;    ///< [V], spec dtype
+    std::span<const float> class_weight;
+    std::span<const std::int64_t> target;
+    std::int64_t ignore_index = -100;
+    Reduction reduction = Reduction::mean;
+    std::span<const float> grad_loss, grad_lse, grad_logprob,
+        grad_entropy;                           ///< [N]; empty: 1 for the loss if the spec has it, 0 for the rest
+    Summation summation = Summation::rounding;  ///< of the yardstick's logits
+    std::function<void()> between_blocks{};     ///< called by every thread now and then; what it throws ends the work
+};
+
+struct RandomLayer;
+/// The problem of a layer's tensors, which must outlive it; a mean over tokens.
+[[nodiscard]] ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer);
+
+/// Per-token results of one token.
+struct ReferenceToken {
+    double loss = 0;  ///< z_loss included, not divided by anything
+    double z_loss = 0;
+    double lse = 0;
+    double logprob = 0;
+    double entropy = 0;
+};
+
+/// Sizes of what the gradients of all logits are made of, as Euclidean norms. A confident token's are differences, p_y − 1, far smaller than p.
+struct LogitGradientSizes {
+    double probabilities = 0;  ///< each times what multiplies it
+    double gradients = 0;
+    double largest_lse = 0;
+    double hidden_terms = 0;  ///< each probability times what multiplies it and its row of the weight: what an error of lse adds up over
+    double grad_weight_terms = 0;  ///< each token's gradients times its hidden state: what grad_weight is the sum of
+    std::int64_t num_terms = 0;
+};
+
+/// Real = double: exact for our purposes. Real = float: what a framework computes in the spec's dtype with fp32 logits: fp32 sums and softmax,
+/// the logits' gradient rounded to the dtype, gradients of hidden rounded to it.
+template <class Real>
+class BasicReference {
+public:
+    /// Computes everything for `tokens` (indices, ascending). Where that is not all of them, gradients of the weight need every other token's
+    /// lse and entropy from elsewhere (set_other).
+    BasicReference(const ReferenceProblem& problem, std::vector<std::int64_t> tokens);
+
+    [[nodiscard]] const std::vector<std::int64_t>& tokens() const { return tokens_; }
+    [[nodiscard]] const ReferenceToken& token(std::size_t index) const { return results_[index]; }
+    /// dL/dhidden of token number `index` of tokens(): D numbers.
+    [[nodiscard]] std::span<const Real> grad_hidden(std::size_t index) const;
+    /// What mean divides cross entropies by, and z-losses; 1 for the other reductions.
+    [[nodiscard]] double loss_divisor() const { return loss_divisor_; }
+    [[nodiscard]] double z_loss_divisor() const { return z_loss_divisor_; }
+    [[nodiscard]] bool ignored(std::int64_t token) const;
+    /// Of tokens().
+    [[nodiscard]] LogitGradientSizes logit_gradient_sizes() const;
+
+    /// lse and entropy ([N], entropy may be empty) for the tokens that were not computed here.
+    void set_other(std::span<const float> lse, std::span<const float> entropy);
+    /// dL/dweight of vocabulary row `row`: D numbers into `out`; returns dL/dbias of that row. Thread-safe.
+    Real grad_weight_row(std::int64_t row, std::span<Real> out) const;
+
+    /// Multiply-adds that `tokens` tokens and `rows` vocabulary rows cost.
+    [[nodiscard]] static double operations(const Spec& spec, std::int64_t num_tokens, std::int64_t tokens, std::int64_t rows);
+
+private:
+    struct Logit {
+        Real value;
+        Real derivative;  ///< with respect to hidden · weightᵀ + bias
+    };
+    [[nodiscard]] Logit logit(const Real* hidden, const Real* weight, std::int64_t row) const;
+    [[nodiscard]] Real class_weight(std::int64_t row) const;
+    /// dL/d(hidden · weightᵀ + bias), rounded as the backward products read it.
+    [[nodiscard]] Real grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const;
+    /// The sizes of what multiplies a token's probabilities in it, added up; entropy's part, which cancels in its own way, is left out.
+    [[nodiscard]] double slope(std::int64_t token) const;
+    struct Range {
+        std::int64_t begin;
+        std::int64_t end;
+    };
+    /// At most kWeightBlock rows of the vocabulary, of each these columns, one after the other.
+    void load_weight(Range rows, Range columns, Real* out) const;
+    void compute_tokens(std::size_t begin, std::size_t end);
+    void compute_logits(std::size_t begin, std::size_t end, std::span<Logit> logits, std::span<double> lengths) const;
+    void reduce_token(std::size_t index, std::span<const Logit> logits);
+    /// Of one token: gradients of its logits, and their sizes.
+    void compute_gradients(std::size_t index, std::span<const Logit> logits, std::span<const double> lengths, std::span<Real> gradients);
+    void add_grad_hidden(std::size_t begin, std::size_t end, std::span<const Real> gradients);
+
+    ReferenceProblem problem_;
+    std::vector<std::int64_t> tokens_;
+    std::vector<Real> hidden_;  // [N, D]
+    std::vector<Real> bias_;
+    double class_weight_total_ = 0;
+    double loss_divisor_ = 1;
+    double z_loss_divisor_ = 1;
+    std::vector<ReferenceToken> results_;
+    std::vector<Real> grad_hidden_;                    // [tokens, D]
+    std::vector<double> probabilities2_, gradients2_;  // [tokens], squares added up
+    std::vector<double> hidden_terms_;                 // [tokens], of LogitGradientSizes
+    std::vector<Real> lse_, entropy_;                  // [N]
+};
+
+using Reference = BasicReference<double>;
+using Yardstick = BasicReference<float>;
+
+/// `value` with its mantissa rounded to that of `dtype`, to nearest even; its exponent is not limited (kernels and frameworks scale).
+[[nodiscard]] float rounded_mantissa(float value, DType dtype);
+/// `value` as a tensor of `dtype` holds it: where fp16 is subnormal (a mean over many tokens makes such gradients) it has fewer bits.
+[[nodiscard]] float stored_value(float value, DType dtype);
+
+}  // namespace flce

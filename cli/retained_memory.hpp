@@ -1,0 +1,29 @@
+// The memory that --retain chooses.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "autotune/layer.hpp"
+#include "cli/command.hpp"
+
+namespace flce::cli {
+
+/// Memory in which a command lets forward leave to backward what spares it computing logits again.
+class RetainedMemory {
+public:
+    /// Throws UsageError where the flags' choice is none that there is, is over their limit, or the kernel cannot use grad_weight's memory.
+    RetainedMemory(const Kernel& kernel, std::int64_t num_tokens, const MemoryFlags& flags);
+    /// For both passes over `outputs`.
+    [[nodiscard]] Retained of(const LayerOutputs& outputs) const;
+    /// Beside the gradients.
+    [[nodiscard]] std::size_t own_bytes() const { return memory_ ? bytes_ : 0; }
+    [[nodiscard]] std::size_t bytes() const { return bytes_; }
+
+private:
+    std::size_t bytes_ = 0;
+    std::optional<Scratch> memory_;  ///< none: grad_weight's
+};
+
+}  // namespace flce::cli

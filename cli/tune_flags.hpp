@@ -1,0 +1,41 @@
+// The flags of flce tune, and what they ask the tuner for.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "autotune/tuner.hpp"
+#include "cli/command.hpp"
+
+namespace flce::cli {
+
+struct TuneFlags {
+    std::vector<std::string> specs;
+    std::vector<std::filesystem::path> hf_configs;
+    std::vector<std::int64_t> num_tokens;
+    SessionFlags session;
+    std::string limit;
+    std::string retain = "auto";
+    std::vector<std::string> plans;
+    std::filesystem::path candidates_file;
+    double budget_s = 60;
+    double candidate_timeout_s = 30;
+    std::vector<std::string> coordinates;
+    std::int64_t exhaustive = 0;
+    std::filesystem::path records_dir;
+    std::string commit;
+    bool fresh = false;
+    bool compile_only = false;
+    bool json = false;
+    bool shows = false;
+    std::vector<std::filesystem::path> show, diff, merge;
+    std::filesystem::path out, html;
+    std::vector<std::string> worker;  ///< for tests: a program and its arguments in place of this program's worker
+    bool always_graphs = false;       ///< for tests
+
+    /// What --spec, --hf-config and the others ask for, specs normalized. Throws UsageError where there is no spec, SpecError, PlanError.
+    [[nodiscard]] TuneOptions options() const;
+};
+
+}  // namespace flce::cli
