@@ -205,8 +205,9 @@ const CLI::Option* add_record_options(CLI::App& command, TuneFlags& flags) {
     CLI::Option* show = command.add_option("--show", flags.show, "print records: files, or directories of them (default: the user's)");
     show->expected(0, -1);
     command.add_option("--diff", flags.diff, "compare two records")->expected(2);
-    command.add_option("--merge", flags.merge, "merge records: files, or directories of them")->expected(1, -1);
-    command.add_option("--out", flags.out, "where --merge writes: a .json file or a directory");
+    CLI::Option* merge = command.add_option("--merge", flags.merge, "merge records: files, or directories of them")->expected(1, -1);
+    command.add_option("--out", flags.out, "where --merge writes: a .json file or a directory (a measured record goes to --records-dir)")
+        ->needs(merge);
     command.add_option("--html", flags.html, "write a report of what was tuned, or of --show's records, to this file");
     command.add_flag("--json", flags.json, "one JSON object on stdout");
     return show;
