@@ -65,12 +65,19 @@ struct SearchResult {
     bool complete = false;         ///< it was neither stopped nor cut short
 };
 
-/// Adds to `record` (its key says what of) all that is measured. Candidates which it holds times of already are not measured again: they take part
-/// with these (one that is no plan, or not legal here, becomes `failed`); and where an earlier search has been through the same space, this one goes on from a new candidate alone, if that is the best. The cost model's first plans of every path race each other; from the best of them the search goes on a coordinate at a time (each
-/// GEMM's tile, chunk, order of tiles) until nothing gains; then the best few and the cost model's first choice are timed in turns once more, and of these only the times of the same rounds are
-/// kept, so that what is said of one against the other is not of the machine's state when it was timed first. Who wins has been in such rounds.
-/// A race is successive halving: every candidate still in it is timed once a round, then the slower half leaves (and at
-/// once what is far behind).
+/// Adds all measurements to `record`, whose key says what is measured.
+///
+/// 1. The cost model's first plans of every path race each other.
+/// 2. From the best plan the search varies one coordinate at a time (each GEMM's tile, chunk, order of tiles) until nothing gains.
+/// 3. The best few and the cost model's first choice are timed in turns once more. Only the times of these rounds are kept for them, so that
+///    they compare plans and not the machine's states at different times. The winner has been in such rounds.
+///
+/// A race is successive halving: every candidate in it is timed once a round, then the slower half leaves. A candidate that is far behind
+/// leaves at once.
+///
+/// Candidates with times in the record are not measured again: they take part with these times. A candidate that is no plan, or not legal
+/// here, becomes `failed`. Where an earlier search has been through the same space, this one goes on from a new candidate only where that is
+/// the best.
 [[nodiscard]] SearchResult search(const Spec& spec, const Device& device, const SearchOptions& options, Measure& measure, Record& record);
 
 }  // namespace flce

@@ -1,7 +1,7 @@
-// <directory>/statistics: what all processes together did with a cache directory and the tiers behind it, for `flce cache stats`. Where that cannot be
-// kept, for want of a directory that may be used and written, or of locks that work there, a file of the user's own on this machine has it, of all
-// such processes together: the faults that one wants to see are not in the directory that is at fault. Numbers for people; nothing is decided by them,
-// and a process that is killed or finds the file busy for long may go uncounted.
+// <directory>/statistics: what all processes together did with a cache directory and the tiers behind it, for `flce cache stats`. Where the
+// directory cannot be used or written, or its locks do not work, all such processes count in a file of the user's own on this machine: the
+// directory at fault cannot hold the faults that one wants to see. The numbers are for people. Nothing is decided by them, and a process that
+// is killed or finds the file busy for long may go uncounted.
 //
 //     file = lines of "<tier>.<counter> <20 digits>", and "created <20 digits>": written in place, under an flock
 #pragma once

@@ -19,8 +19,8 @@
 //
 // No published time is ever lost. Of all files that ever held it, take the file of step 3 if it did: that one never loses anything. Otherwise take one
 // whose contents are greatest in the order of merging. Who removed that had written one with all of its contents and another name before, whose
-// contents are hence strictly greater: there is none, so it is there. The argument knows no time: it holds for any interleaving, of any number of nodes, for a
-// node that sleeps between any two steps, and for a crash at any point, which leaves files that say the same twice at worst. What is left out on
+// contents are hence strictly greater: there is none, so it is there. The argument knows no time: it holds for any interleaving of any number of nodes, and for a
+// node that sleeps between any two steps. A crash at any point leaves files that say the same twice at worst. What is left out on
 // purpose is the exception: the oldest runs, where a file would not hold all (fitted), and what `flce tune --fresh` throws away.
 //
 // A reader lists the folder again after it has read all files, and starts again if one has vanished or come meanwhile. So what was published before it

@@ -19,9 +19,9 @@ public:
         std::string fault;    ///< why the payload cannot be used; empty: nothing was found
         bool loaded = false;  ///< it is loaded as a session would; false: it was read only, since it is for another machine
     };
-    /// By what the metadata says of it: a cubin is read (architecture, kernels) and loaded where there is a GPU of its architecture, an
-    /// object is linked where this process is of its architecture and else read, a compiler's name is read. Throws DeviceError for a
-    /// fault of a GPU.
+    /// Checks the payload as its metadata describes it. A cubin is read (architecture, kernels), and loaded where there is a GPU of its
+    /// architecture. An object is linked where this process has its architecture, else read. A compiler's name is read. Throws DeviceError
+    /// for a fault of a GPU.
     [[nodiscard]] Result check(const Artifact& artifact);
 
 private:

@@ -16,8 +16,9 @@ namespace flce {
 /// to unit tile · stride mod clusters; so whoever shares rows works at the same part of the vocabulary at the same time, and the weight is read from
 /// memory once. Needs row_clusters ≤ clusters, and a stride that gives consecutive tiles different units.
 ///
-/// Tiles are found without a search, which would take as long as the weight's way through the ring where few clusters share rows: tiles step round the
-/// circle of units, and whatever comes back to an arc of it does so after one of three numbers of steps (the three-gap theorem).
+/// Tiles are found without a search, which would take as long as the weight's way through the ring where few clusters share rows. Tiles step
+/// round the circle of units, and a step sequence that leaves an arc comes back to it after one of three numbers of steps (the three-gap
+/// theorem).
 struct VocabularyWalk {
     enum : int { kMostStretches = 4 };
 

@@ -104,9 +104,9 @@ struct JoinedChunks {
 };
 
 /// What forward leaves for backward in Slot::retained where the plan retains: exponentials of the first columns of the vocabulary in blocks
-/// of [N, kRetainedColumns], and what they are relative to. A function of Slot::retained_bytes, so that both passes agree. Where those are
-/// exactly `lendable`, memory is taken to be grad_weight's: block i then lies i + 1 places from its beginning, places as large as a block's
-/// gradient at least, so that a block of the gradient meets only blocks before its own.
+/// of [N, kRetainedColumns], and what they are relative to. A function of Slot::retained_bytes, so that both passes agree. In grad_weight's
+/// memory block i lies i + 1 places from the beginning. A place is at least as large as a block's gradient, so that a block of the gradient
+/// overwrites only blocks before its own.
 struct RetainedLayout {
     Expr columns{0};
     Expr blocks{0};

@@ -71,8 +71,8 @@ inline constexpr const char* kToFloat = "flce_to_float";
 /// Emits every function above into `module`.
 void emit_cpu_code(llvm::Module& module, const Spec& spec, const CpuProperties& cpu, const CpuPlan& plan);
 
-/// What emit_cpu_code's result depends on, as text: the Spec's structure (its values replaced by stand-ins, so that nothing else can matter),
-/// register block, instruction set, and a digest of the generator's own sources, so that no version has to be bumped when they change.
+/// Text of all that emit_cpu_code's result depends on: the Spec's structure, register block, instruction set, and a digest of the generator's
+/// sources. The Spec's values are replaced by stand-ins, so that they cannot matter. With the digest no version has to be bumped by hand.
 [[nodiscard]] std::string cpu_code_identity(const Spec& spec, const CpuProperties& cpu, const CpuPlan& plan);
 
 // The parts of emit_cpu_code.

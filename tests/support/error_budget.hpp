@@ -48,8 +48,8 @@ struct ErrorModel {
         if (!expected || summation != Summation::truncating) return 0;
         return kU32 * 0.19 / kTensorCoreStep * std::sqrt(static_cast<double>(length));
     }
-    /// Largest error of `length` terms added to an fp32 accumulator one after the other, relative to the sum of their sizes: terms may all
-    /// be alike (a smoothing term in a row with one label), so that their roundings are too.
+    /// Largest error of `length` terms added to an fp32 accumulator one after the other, relative to the sum of their sizes. Terms may all
+    /// be alike (a smoothing term in a row with one label), and then their roundings are alike too.
     [[nodiscard]] static double accumulating(std::int64_t length) { return kU32 * (8 + static_cast<double>(length)); }
     /// Error of an fp32 sum of `length` numbers of one sign, relative to the sum.
     [[nodiscard]] double sum(std::int64_t length) const {
