@@ -198,28 +198,6 @@ void print_json(const Json& object) {
     flush_output();
 }
 
-std::int64_t parse_bytes(std::string_view option, std::string_view text) {
-    const auto bad = [&] {
-        return UsageError(fmt::format("{}: \"{}\" is not a number of bytes (examples: 1048576, 64M, 2G)", option, text));
-    };
-    double value = 0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (error != std::errc() || !(value >= 0)) throw bad();
-    std::string_view suffix = text.substr(static_cast<std::size_t>(end - text.data()));
-    double factor = 1;
-    if (!suffix.empty()) {
-        constexpr std::string_view kUnits = "KMGT";
-        const std::size_t unit = kUnits.find(static_cast<char>(std::toupper(static_cast<unsigned char>(suffix.front()))));
-        if (unit != std::string_view::npos) {
-            factor = std::ldexp(1.0, 10 * (static_cast<int>(unit) + 1));
-            suffix.remove_prefix(1);
-        }
-        if (!suffix.empty() && suffix != "B" && suffix != "iB") throw bad();
-    }
-    if (value * factor >= 0x1p63) throw bad();
-    return static_cast<std::int64_t>(value * factor);
-}
-
 Spec read_spec(const std::string& text) {
     try {
         return parse_spec(text);
@@ -239,40 +217,11 @@ std::filesystem::path output_file(std::string_view option, const std::filesystem
     return real;
 }
 
-std::vector<Spec> read_hf_config(const std::filesystem::path& path) {
-    try {
-        const Spec spec = spec_from_hf_config(read_text_file(path));
-        if (!spec.tied) return {spec};
-        Spec written = spec;
-        written.tied = false;
-        written.grad_weight_mode = GradMode::write;
-        return {spec, written};
-    } catch (const SpecError& error) {
-        throw UsageError(fmt::format("{}: {}", path.string(), error.what()));
-    }
-}
-
 Reduction parse_reduction(std::string_view text) {
     if (text == "none") return Reduction::none;
     if (text == "sum") return Reduction::sum;
     if (text == "mean") return Reduction::mean;
     throw UsageError(fmt::format("--reduction: \"{}\" is not none, sum or mean", text));
-}
-
-Json parse_json(std::string_view text) {
-    constexpr int kMostLevels = 32;
-    return Json::parse(text, [](int depth, Json::parse_event_t, Json&) { return depth <= kMostLevels; }, false);
-}
-
-std::string read_text_file(const std::filesystem::path& path) {
-    std::error_code error;
-    if (std::filesystem::is_directory(path, error)) throw UsageError(fmt::format("{}: is a directory", path.string()));
-    std::ifstream file(path, std::ios::binary);
-    if (!file) throw UsageError(fmt::format("{}: cannot be opened", path.string()));
-    std::ostringstream text;
-    text << file.rdbuf();
-    if (file.bad()) throw UsageError(fmt::format("{}: cannot be read", path.string()));
-    return std::move(text).str();
 }
 
 std::filesystem::path executable_path() {

@@ -4,12 +4,12 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 
 #include "flce/flce.hpp"
+#include "runtime/json.hpp"
 #include "runtime/text.hpp"
 
 // CLI11 takes every file that includes it seconds to compile: only those that declare arguments do.
@@ -18,8 +18,6 @@ class App;
 }
 
 namespace flce::cli {
-
-using Json = nlohmann::ordered_json;
 
 enum ExitCode : int {
     kDone = 0,
@@ -95,25 +93,13 @@ struct SessionFlags {
 /// The one JSON object of a --json run, on stdout.
 void print_json(const Json& object);
 
-/// "1048576", "64K", "64M", "2G" (binary multiples, an optional "iB" or "B"). Throws UsageError naming the option.
-[[nodiscard]] std::int64_t parse_bytes(std::string_view option, std::string_view text);
-
 /// --help of --spec.
 inline constexpr const char* kSpecHelp = "what is computed: key=value,flag,…, a JSON object, or @file.json";
 
 /// parse_spec for --spec: a file that cannot be read is the user's mistake too. Throws SpecError, UsageError.
 [[nodiscard]] Spec read_spec(const std::string& text);
-/// The layers that a trainer of a config.json's model may ask for. Of tied weights there are two: the gradient added to the embedding table's by the
-/// kernel, and written by itself, which is what a plain autograd step asks for (autograd adds the two). Throws UsageError naming the file.
-[[nodiscard]] std::vector<Spec> read_hf_config(const std::filesystem::path& path);
 
 [[nodiscard]] Reduction parse_reduction(std::string_view text);
-
-/// A file's text. Throws UsageError naming it when it cannot be read.
-[[nodiscard]] std::string read_text_file(const std::filesystem::path& path);
-
-/// JSON of any origin, without what is nested more than 32 levels deep: values are copied and printed by recursion. A discarded value where it is none.
-[[nodiscard]] Json parse_json(std::string_view text);
 
 /// Where the running program lies; empty where the system does not say.
 [[nodiscard]] std::filesystem::path executable_path();

@@ -6,10 +6,10 @@
 #include <numeric>
 
 #include "autotune/number_formats.hpp"
+#include "cache/private_folder.hpp"
 #include "cli/command.hpp"
 #include "cli/demo.hpp"
 #include "cli/interrupt.hpp"
-#include "cli/private_folder.hpp"
 
 namespace flce::cli {
 namespace {

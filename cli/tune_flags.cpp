@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include "autotune/tune_worker.hpp"
+#include "prewarm/requests.hpp"
 
 namespace flce::cli {
 namespace {

@@ -6,16 +6,14 @@
 #include <chrono>
 #include <filesystem>
 #include <functional>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "cache/file_descriptor.hpp"
+#include "runtime/json.hpp"
 
 namespace flce {
-
-using Json = nlohmann::ordered_json;
 
 /// A program and the words after its name that make it a worker: one that calls serve_requests.
 struct WorkerCommand {

@@ -1,9 +1,10 @@
-# Fails on an include that points against templates <- generator <- cache <- records <- runtime <- autotune <- cli, on one that reaches a layer's libraries
+# Fails on an include that points against templates <- generator <- cache <- records <- runtime <- autotune, prewarm <- cli, on one that reaches a layer's libraries
 # from a layer that must not know them, on one of a header of cli/ from outside of it, and on a source file of more than 500 lines.
 #   cmake -DSOURCE_DIR=… -P includes.cmake
 cmake_minimum_required(VERSION 3.25)
 
-set(layers templates generator cache records runtime autotune cli)
+set(layers templates generator cache records runtime autotune prewarm cli)
+set(siblings autotune prewarm)  # of which none includes another
 set(outermost tests benchmarks examples python)
 set(max_lines 500)
 # What a layer may not include at all: the generator is text in, text out; the cache knows neither CUDA nor LLVM.
@@ -12,6 +13,7 @@ set(forbidden_generator "^cuda\\.h$|^nvrtc\\.h$|^fstream$|^chrono$|^thread$|^dlf
 set(forbidden_cache "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 set(forbidden_records "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 set(forbidden_autotune "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
+set(forbidden_prewarm "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 set(forbidden_cli "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 
 set(faults "")
@@ -50,7 +52,11 @@ foreach(position RANGE ${last})
       endif()
       if(target_layer)
         list(FIND layers ${target_layer} target_position)
-        if(target_position EQUAL -1 OR target_position GREATER position)
+        set(sibling FALSE)
+        if(layer IN_LIST siblings AND target_layer IN_LIST siblings AND NOT layer STREQUAL target_layer)
+          set(sibling TRUE)
+        endif()
+        if(sibling OR target_position EQUAL -1 OR target_position GREATER position)
           list(APPEND faults "${file} includes ${target}: ${layer} may not depend on ${target_layer}")
         endif()
       endif()

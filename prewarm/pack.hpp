@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "cache/artifact_cache.hpp"
-#include "cli/prewarm_requests.hpp"
+#include "prewarm/requests.hpp"
 
-namespace flce::cli {
+namespace flce {
 
 /// Leaves an entry in a folder of a prewarm's own, unless it is there already. Throws EnvironmentError when it cannot.
 void leave_entry(const std::filesystem::path& folder, const CacheKey& key, std::span<const std::byte> entry);
@@ -20,4 +20,4 @@ void leave_entry(const std::filesystem::path& folder, const CacheKey& key, std::
 std::size_t write_prewarm_pack(const std::filesystem::path& pack, const std::filesystem::path& folder,
                                const std::vector<PrewarmItem>& items, const std::vector<std::vector<std::string>>& used);
 
-}  // namespace flce::cli
+}  // namespace flce

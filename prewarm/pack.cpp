@@ -1,4 +1,4 @@
-#include "cli/prewarm_pack.hpp"
+#include "prewarm/pack.hpp"
 
 #include <fmt/format.h>
 
@@ -10,8 +10,10 @@
 #include "cache/file_io.hpp"
 #include "cache/pack_store.hpp"
 #include "runtime/environment.hpp"
+#include "runtime/json.hpp"
+#include "runtime/text.hpp"
 
-namespace flce::cli {
+namespace flce {
 namespace {
 
 namespace fs = std::filesystem;
@@ -71,4 +73,4 @@ std::size_t write_prewarm_pack(const fs::path& pack, const fs::path& folder, con
     return contents.size();
 }
 
-}  // namespace flce::cli
+}  // namespace flce

@@ -1,4 +1,4 @@
-#include "cli/private_folder.hpp"
+#include "cache/private_folder.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 
 #include "flce/error.hpp"
 
-namespace flce::cli {
+namespace flce {
 namespace {
 
 TEST(PrivateFolder, IsItsOwnersAloneAndGoesWithIt) {
@@ -33,4 +33,4 @@ TEST(PrivateFolder, NoPlaceForIt_SaysWhatToSet) {
 }
 
 }  // namespace
-}  // namespace flce::cli
+}  // namespace flce

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <string_view>
 
-namespace flce::cli {
+namespace flce {
 
 class PrivateFolder {
 public:
@@ -19,4 +19,4 @@ private:
     std::filesystem::path path_;
 };
 
-}  // namespace flce::cli
+}  // namespace flce

@@ -1,4 +1,4 @@
-#include "cli/prewarm_requests.hpp"
+#include "prewarm/requests.hpp"
 
 #include <fmt/format.h>
 
@@ -7,14 +7,25 @@
 #include <set>
 #include <tuple>
 
+#include "runtime/json.hpp"
 #include "runtime/session.hpp"
+#include "runtime/text.hpp"
 
-namespace flce::cli {
+namespace flce {
 namespace {
 
 namespace fs = std::filesystem;
 
 constexpr DType kAutocastDtypes[] = {DType::bf16, DType::fp16};
+
+/// parse_spec, to which a file that cannot be read is a mistake of the manifest.
+Spec read_spec_text(const std::string& text) {
+    try {
+        return parse_spec(text);
+    } catch (const EnvironmentError& error) {
+        throw ArgumentError(error.what());
+    }
+}
 
 // One product: all specs for all devices, with all limits and numbers of tokens.
 struct Product {
@@ -28,7 +39,7 @@ struct Product {
 /// The layer where parameters are fp32 and autocast multiplies in `name`, whatever dtype config.json was saved in.
 Spec under_autocast(Spec spec, std::string_view name) {
     const auto* const dtype = std::ranges::find(kAutocastDtypes, name, [](DType known) { return to_string(known); });
-    if (dtype == std::end(kAutocastDtypes)) throw UsageError(fmt::format("autocast: \"{}\" is not bf16 or fp16", name));
+    if (dtype == std::end(kAutocastDtypes)) throw ArgumentError(fmt::format("autocast: \"{}\" is not bf16 or fp16", name));
     spec.dtype = *dtype;
     spec.weight_dtype = spec.grad_weight_dtype = DType::fp32;
     return spec.normalized();
@@ -82,12 +93,12 @@ public:
         if (!root_.contains("num_tokens")) product.num_tokens = flags.num_tokens;
         if (!root_.contains("workspace_limits")) product.limits = flags.limits;
         if (product.specs.empty()) bad("names no spec: it needs \"specs\" or \"hf_configs\"");
-        if (product.devices.empty()) bad("names no device: it needs \"devices\", or the command line --device");
+        if (product.devices.empty()) bad("names no device: it needs \"devices\", or devices beside it");
         return product;
     }
 
 private:
-    [[noreturn]] void bad(const std::string& what) const { throw UsageError(fmt::format("{}: {}", path_.string(), what)); }
+    [[noreturn]] void bad(const std::string& what) const { throw ArgumentError(fmt::format("{}: {}", path_.string(), what)); }
     [[nodiscard]] Json list(const char* key) const { return root_.value(key, Json::array()); }
     [[nodiscard]] fs::path beside(const fs::path& path) const { return path_.parent_path() / path; }
 
@@ -105,7 +116,7 @@ private:
         try {
             if (value.is_object()) return parse_spec_json(value.dump());
             const std::string given = text("specs", value);
-            return given.starts_with('@') ? read_spec("@" + beside(given.substr(1)).string()) : read_spec(given);
+            return given.starts_with('@') ? read_spec_text("@" + beside(given.substr(1)).string()) : read_spec_text(given);
         } catch (const SpecError& error) {
             throw SpecError(fmt::format("{}: {}", path_.string(), error.what()));
         }
@@ -115,17 +126,16 @@ private:
     Json root_;
 };
 
-Product product_of(const PrewarmFlags& flags) {
-    Product product;
-    for (const std::string& text : flags.specs) product.specs.push_back(read_spec(text));
-    product.autocast = flags.autocast;
-    for (const auto& path : flags.hf_configs) add_hf_config(path, product.autocast, product.specs);
-    product.devices = flags.devices;
-    for (const std::int64_t tokens : flags.num_tokens) {
-        if (tokens < 0) throw UsageError(fmt::format("--num-tokens is {}; allowed are 0 and more", tokens));
-        product.num_tokens.push_back(tokens);
+Product product_of(const PrewarmWants& wants) {
+    Product product{.specs = wants.specs,
+                    .devices = wants.devices,
+                    .num_tokens = wants.num_tokens,
+                    .limits = wants.workspace_limits,
+                    .autocast = wants.autocast};
+    for (const auto& path : wants.hf_configs) add_hf_config(path, product.autocast, product.specs);
+    for (const std::int64_t tokens : product.num_tokens) {
+        if (tokens < 0) throw ArgumentError(fmt::format("num_tokens is {}; allowed are 0 and more", tokens));
     }
-    for (const std::string& limit : flags.workspace_limits) product.limits.push_back(parse_bytes("--workspace-limit", limit));
     return product;
 }
 
@@ -142,20 +152,18 @@ std::vector<std::int64_t> tokens_of(const Product& product, std::int64_t limit) 
     return tokens;
 }
 
-void add_requests(const Product& product, const PrewarmFlags& flags, std::vector<PrewarmRequest>& requests) {
-    std::vector<std::int64_t> scratch;
-    for (const std::string& bytes : flags.scratch) scratch.push_back(parse_bytes("--workspace", bytes));
+void add_requests(const Product& product, const PrewarmWants& wants, std::vector<PrewarmRequest>& requests) {
     for (const std::string& name : product.devices) {
         const Device device = resolve_device(name);
         for (const Spec& spec : product.specs) {
-            for (const std::int64_t scratch_bytes : or_default(scratch)) {
+            for (const std::int64_t scratch_bytes : or_default(wants.scratch_bytes)) {
                 for (const std::int64_t limit : or_default(product.limits)) {
                     for (const std::int64_t tokens : tokens_of(product, limit)) {
                         requests.push_back(
                             {spec,
                              name,
                              device,
-                             {.plan = flags.plan, .scratch_bytes = scratch_bytes, .workspace_limit_bytes = limit, .num_tokens = tokens},
+                             {.plan = wants.plan, .scratch_bytes = scratch_bytes, .workspace_limit_bytes = limit, .num_tokens = tokens},
                              product.num_tokens.empty()});
                     }
                 }
@@ -166,25 +174,31 @@ void add_requests(const Product& product, const PrewarmFlags& flags, std::vector
 
 }  // namespace
 
-std::vector<PrewarmRequest> prewarm_requests(const PrewarmFlags& flags) {
-    const Product own = product_of(flags);
+std::vector<PrewarmRequest> prewarm_requests(const PrewarmWants& wants) {
+    const Product own = product_of(wants);
     std::vector<PrewarmRequest> requests;
     if (!own.specs.empty()) {
-        if (own.devices.empty()) throw UsageError("prewarm needs at least one --device");
-        add_requests(own, flags, requests);
+        if (own.devices.empty()) throw ArgumentError("prewarm needs at least one device");
+        add_requests(own, wants, requests);
     }
-    for (const fs::path& path : flags.manifests) add_requests(Manifest(path).product(own), flags, requests);
-    if (requests.empty()) throw UsageError("prewarm needs at least one --spec, --hf-config or --manifest");
+    for (const fs::path& path : wants.manifests) add_requests(Manifest(path).product(own), wants, requests);
+    if (requests.empty()) throw ArgumentError("prewarm needs at least one spec, hf_config or manifest");
     return requests;
 }
 
-std::vector<fs::path> prewarm_files(const PrewarmFlags& flags) {
-    std::vector<fs::path> files = flags.hf_configs;
-    for (const std::string& spec : flags.specs) {
-        if (spec.starts_with('@')) files.emplace_back(spec.substr(1));
+std::vector<fs::path> manifest_files(const fs::path& manifest) { return Manifest(manifest).files(); }
+
+std::vector<Spec> read_hf_config(const std::filesystem::path& path) {
+    try {
+        const Spec spec = spec_from_hf_config(read_text_file(path));
+        if (!spec.tied) return {spec};
+        Spec written = spec;
+        written.tied = false;
+        written.grad_weight_mode = GradMode::write;
+        return {spec, written};
+    } catch (const SpecError& error) {
+        throw ArgumentError(fmt::format("{}: {}", path.string(), error.what()));
     }
-    for (const fs::path& path : flags.manifests) std::ranges::copy(Manifest(path).files(), std::back_inserter(files));
-    return files;
 }
 
 std::vector<PrewarmItem> prewarm_items(Session& session, const std::vector<PrewarmRequest>& requests) {
@@ -202,4 +216,4 @@ std::vector<PrewarmItem> prewarm_items(Session& session, const std::vector<Prewa
     return items;
 }
 
-}  // namespace flce::cli
+}  // namespace flce

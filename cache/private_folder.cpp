@@ -1,4 +1,4 @@
-#include "cli/private_folder.hpp"
+#include "cache/private_folder.hpp"
 
 #include <fmt/format.h>
 
@@ -8,7 +8,7 @@
 
 #include "flce/error.hpp"
 
-namespace flce::cli {
+namespace flce {
 
 PrivateFolder::PrivateFolder(std::string_view purpose) {
     std::error_code error;
@@ -28,4 +28,4 @@ PrivateFolder::~PrivateFolder() {
     std::filesystem::remove_all(path_, error);
 }
 
-}  // namespace flce::cli
+}  // namespace flce

@@ -1,24 +1,18 @@
-// The process that compiles for flce prewarm: one kernel set a request, cli/worker_pool.hpp.
-#include <CLI/CLI.hpp>
+#include "prewarm/worker.hpp"
+
 #include <mutex>
 #include <set>
 
 #include "cache/disk_store.hpp"
 #include "cache/log.hpp"
-#include "cli/command.hpp"
-#include "cli/prewarm_pack.hpp"
+#include "prewarm/pack.hpp"
 #include "runtime/session.hpp"
 #include "runtime/workers/worker_process.hpp"
 
-namespace flce::cli {
+namespace flce {
 namespace {
 
-struct WorkerFlags {
-    std::filesystem::path cache_dir;
-    std::filesystem::path entries;  // where used entries are left; empty: nowhere
-};
-
-Json compile(Session& session, const std::filesystem::path& entries, const Json& item) {
+Json compile_set(Session& session, const std::filesystem::path& entries, const Json& item) {
     std::mutex mutex;
     std::set<std::string> used;  // several threads compile a set
     const auto on_use = [&](const CacheKey& key, std::span<const std::byte> entry) {
@@ -42,21 +36,12 @@ void leave_the_directory_to_the_parent(const Session& session) {
     logger().set_level(level);
 }
 
-int work(const WorkerFlags& flags) {
-    Session session({.device = "cpu", .cache_dir = flags.cache_dir, .strict = false});
-    leave_the_directory_to_the_parent(session);
-    return serve_requests([&](const Json& item) { return compile(session, flags.entries, item); }) ? kDone : kEnvironment;
-}
-
 }  // namespace
 
-void add_prewarm_worker(CLI::App& app, Action& action) {
-    auto flags = std::make_shared<WorkerFlags>();
-    CLI::App* command = app.add_subcommand("prewarm-worker", "a worker of flce prewarm");
-    command->group("");  // not for people
-    command->add_option("--cache-dir", flags->cache_dir);
-    command->add_option("--entries", flags->entries);
-    command->callback([flags, &action] { action = [flags] { return work(*flags); }; });
+bool serve_prewarm(const std::filesystem::path& cache_dir, const std::filesystem::path& entries) {
+    Session session({.device = "cpu", .cache_dir = cache_dir, .strict = false});
+    leave_the_directory_to_the_parent(session);
+    return serve_requests([&](const Json& item) { return compile_set(session, entries, item); });
 }
 
-}  // namespace flce::cli
+}  // namespace flce

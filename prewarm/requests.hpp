@@ -1,0 +1,79 @@
+// What prewarm is asked for, by options or by a manifest, and the kernel sets that it comes to.
+//
+// A manifest is a JSON object; every key may be left out, others are errors:
+//
+//     {
+//       "specs":            ["D=2048,V=151936,dtype=bf16,tied", {"D": 4096, "V": 128256}, "@layer.json"],
+//       "hf_configs":       ["models/qwen3/config.json"],
+//       "autocast":         ["bf16"],
+//       "devices":          ["sm_90a", "NVIDIA A100"],
+//       "num_tokens":       [4096, 8192],
+//       "workspace_limits": ["2G", 536870912, 0]
+//     }
+//
+//     specs             each a spec's text, or an object with the spec's keys
+//     hf_configs        config.json files
+//     autocast          dtypes (bf16, fp16) that autocast computes these configs' models in, with parameters in fp32; without it, as the files
+//                       say
+//     devices           names of devices
+//     num_tokens        tokens that a call may have: whole numbers, 0 (not known) or more; without the list, any number of them. Without a limit a
+//                       call need not say how many it has, so 0 is always among them
+//     workspace_limits  KernelOptions::workspace_limit_bytes of the calls: bytes, or text like "2G"; 0: none
+//
+// Relative paths begin at the manifest's folder. All specs and configs are compiled for all devices, with every limit and every number of tokens. What
+// a manifest does not say is taken from the options beside it.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "flce/flce.hpp"
+
+namespace flce {
+
+/// The kernels that prewarm is asked for.
+struct PrewarmWants {
+    std::vector<Spec> specs{};
+    std::vector<std::filesystem::path> hf_configs{};  ///< models' config.json files
+    std::vector<std::string> autocast{};              ///< "bf16", "fp16": what these models are computed in, with parameters in fp32
+    std::vector<std::filesystem::path> manifests{};
+    std::vector<std::string> devices{};            ///< names as resolve_device takes them; the devices need not be here
+    std::vector<std::int64_t> num_tokens{};        ///< of calls; empty: any number
+    std::vector<std::int64_t> workspace_limits{};  ///< of calls, bytes; 0: none. Empty: none
+    std::vector<std::int64_t> scratch_bytes{};     ///< of sessions; empty: the default
+    std::string plan{};                            ///< instead of the planner's choice
+};
+
+/// One get_kernel of a run that is to find everything compiled.
+struct PrewarmRequest {
+    Spec spec;
+    std::string device_name;
+    Device device;
+    KernelOptions options;
+    bool any_tokens = false;  ///< whatever options.num_tokens is
+};
+
+/// Everything that options and manifests name, in their order. Throws ArgumentError, SpecError and EnvironmentError (an unknown device) before anything is
+/// compiled.
+[[nodiscard]] std::vector<PrewarmRequest> prewarm_requests(const PrewarmWants& wants);
+
+/// The files that a manifest names, itself included: what it comes to changes with these.
+[[nodiscard]] std::vector<std::filesystem::path> manifest_files(const std::filesystem::path& manifest);
+
+/// The layers that a trainer of a config.json's model may ask for. Of tied weights there are two: the gradient added to the embedding table's by the
+/// kernel, and written by itself, which is what a plain autograd step asks for (autograd adds the two). Throws ArgumentError naming the file.
+[[nodiscard]] std::vector<Spec> read_hf_config(const std::filesystem::path& path);
+
+/// A kernel set to compile: requests that come to the same one are one.
+struct PrewarmItem {
+    Spec spec;
+    std::string device_name;
+    Device device;
+    std::string plan;
+};
+/// In the requests' order. Throws PlanError where a limit or a plan is not to be had.
+[[nodiscard]] std::vector<PrewarmItem> prewarm_items(Session& session, const std::vector<PrewarmRequest>& requests);
+
+}  // namespace flce
