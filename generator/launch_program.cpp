@@ -202,6 +202,21 @@ private:
     std::vector<std::int64_t> variables_;
 };
 
+/// The statement that `left` statements precede, of this body and of those in it; null where there are fewer, and then `left` has become
+/// less.
+const Statement* find_statement(const std::vector<Statement>& body, std::size_t& left) {
+    for (const Statement& statement : body) {
+        if (left == 0) return &statement;
+        --left;
+        const std::vector<Statement>* inner = nullptr;
+        if (const auto* loop = std::get_if<Loop>(&statement.value)) inner = &loop->body;
+        if (const auto* branch = std::get_if<If>(&statement.value)) inner = &branch->then;
+        if (inner == nullptr) continue;
+        if (const Statement* found = find_statement(*inner, left)) return found;
+    }
+    return nullptr;
+}
+
 static_assert(std::endian::native == std::endian::little, "parameter blocks are written as a little-endian device reads them");
 
 }  // namespace
@@ -306,6 +321,13 @@ void SharedTexts::append(const Expr& e, int least_precedence, std::string& out) 
     if (parentheses) out += '(';
     out += known->second.text;
     if (parentheses) out += ')';
+}
+
+const Statement& numbered_statement(const LaunchProgram& program, std::size_t number) {
+    std::size_t left = number;
+    const Statement* found = find_statement(program.body, left);
+    if (found == nullptr) throw InternalError("launch program: no statement " + std::to_string(number));
+    return *found;
 }
 
 void check_fields(const Launch& launch) {

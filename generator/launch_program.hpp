@@ -1,5 +1,5 @@
-// A launch program: the host side of a pass over a kernel set, as data. The generator writes it, the runtime lowers it to machine code with LLVM
-// (one indirect call per pass, constants of Spec and Plan folded in), and tests interpret it.
+// A launch program: the host side of a pass over a kernel set, as data. The generator writes it, the runtime lowers it to machine code with
+// LLVM (one indirect call per pass, constants of Spec and Plan folded in), and tests interpret it.
 #pragma once
 
 #include <array>
@@ -15,8 +15,8 @@
 
 namespace flce {
 
-/// An integer expression over call slots and loop variables, 64-bit, wrapping never expected. Division rounds towards zero and is only used on
-/// non-negative numbers. Built with operators: ceil_div(slot(Slot::num_tokens), 128) * 4.
+/// An integer expression over call slots and loop variables, 64-bit, wrapping never expected. Division rounds towards zero and is only used
+/// on non-negative numbers. Built with operators: ceil_div(slot(Slot::num_tokens), 128) * 4.
 class Expr {
 public:
     enum class Op : std::uint8_t { constant, slot, variable, add, sub, mul, div, min, max, equal, less, select };
@@ -96,8 +96,9 @@ struct ParamField {
     Expr value;
 };
 
-/// A tensor map in a kernel's parameter block: how the copy engine sees a row-major matrix, copied in boxes of 128 bytes (swizzled) and box_rows
-/// rows. What lies outside the matrix reads as 0 and is not written. With `blocks` it is three-dimensional: that many such matrices of the same size.
+/// A tensor map in a kernel's parameter block: how the copy engine sees a row-major matrix, copied in boxes of 128 bytes (swizzled) and
+/// box_rows rows. What lies outside the matrix reads as 0 and is not written. With `blocks` it is three-dimensional: that many such
+/// matrices of the same size.
 struct TensorMapField {
     static constexpr std::uint32_t kBytes = 128;
     static constexpr std::uint32_t kBoxBytes = 128;
@@ -144,8 +145,12 @@ struct LaunchProgram {
     int variable_count = 0;
 };
 
-/// The program as bytes, for cache keys: the same for programs of the same statements, and for no others. Parts that are alike are one, however they
-/// were built.
+/// Statement `number` of the program: they are counted from 0 in order, a Loop or If before its body. Throws InternalError where there is
+/// none.
+[[nodiscard]] const Statement& numbered_statement(const LaunchProgram& program, std::size_t number);
+
+/// The program as bytes, for cache keys: the same for programs of the same statements, and for no others. Parts that are alike are one,
+/// however they were built.
 [[nodiscard]] std::string program_identity(const LaunchProgram& program);
 
 /// What a kernel of the set needs besides its parameters.
@@ -153,12 +158,12 @@ struct KernelEntry {
     std::string name;  ///< extern "C" symbol in the cubin
     std::uint32_t block_threads = 0;
     std::uint32_t dynamic_smem_bytes = 0;
-    /// Launched with programmatic stream serialization: it may come onto SMs that the kernel before it has left, and waits itself for that one's end.
+    /// Launched with programmatic stream serialization: it may come onto SMs that the kernel before it has left, and waits itself for that
+    /// one's end.
     bool overlaps_previous = false;
 };
 
-/// Calls `on_launch` for every launch (grid, parameter block) and `on_memset` for every memset, in order, leaving out empty ones: the reference
-/// meaning of a program.
+/// A tensor map with the values that its fields have in one call.
 struct InterpretedMap {
     std::uint32_t offset = 0;
     std::uint32_t box_rows = 0;
@@ -171,6 +176,7 @@ struct InterpretedMap {
     std::int64_t block_bytes = 0;
     friend bool operator==(const InterpretedMap&, const InterpretedMap&) = default;
 };
+/// A launch with the values that its fields have in one call.
 struct InterpretedLaunch {
     int kernel = 0;
     std::array<std::int64_t, 3> grid{};
@@ -180,6 +186,8 @@ struct InterpretedLaunch {
 
 /// Throws InternalError where a field or a map reaches past the parameter block, or a map is not aligned.
 void check_fields(const Launch& launch);
+/// Calls `on_launch` for every launch (grid, parameter block) and `on_memset` for every memset, in order, leaving out empty ones: the
+/// reference meaning of a program.
 void interpret(const LaunchProgram& program, const CallSlots& slots, const std::function<void(const InterpretedLaunch&)>& on_launch,
                const std::function<void(std::int64_t address, std::int64_t bytes)>& on_memset);
 

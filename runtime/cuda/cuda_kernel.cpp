@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "flce/error.hpp"
+#include "generator/launch_text.hpp"
 #include "runtime/cuda/cubin.hpp"
 #include "runtime/cuda/cubin_cache.hpp"
 #include "runtime/cuda/cubin_loader.hpp"
@@ -249,8 +250,8 @@ private:
         const ContextScope scope(*context_);
         CallSlots slots{};
         std::copy_n(call, slots.size(), slots.begin());
-        const std::int64_t result = (backward ? backward_ : forward_)(&launcher_context_, slots.data(), stream.handle);
-        if (result != 0) fail(backward, result);
+        const std::int64_t returned = (backward ? backward_ : forward_)(&launcher_context_, slots.data(), stream.handle);
+        if (const auto failure = launcher_failure(returned)) fail(backward, *failure);
     }
 
     std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const override {
@@ -261,17 +262,13 @@ private:
         return (place == RetainedPlace::own ? retained_bytes_ : lendable_bytes_).of(num_tokens);
     }
 
-    [[noreturn]] void fail(bool backward, std::int64_t result) const {
-        const auto status = static_cast<CUresult>(result & 0x7fffffff);
-        const auto texts = statement_texts(backward ? backward_program_ : forward_program_, kernels_);
-        const std::string& statement = texts.at(static_cast<std::size_t>(result >> 32));
-        const std::size_t text = statement.find_first_not_of(' ');
-        const bool map = (static_cast<std::uint64_t>(result) & kMapFailed) != 0;
-        const bool memset = statement.compare(text, 6, "memset") == 0;
-        const char* call = map ? "cuTensorMapEncodeTiled" : memset ? "cuMemsetD8Async" : "cuLaunchKernel";
-        throw DeviceError(fmt::format("{} failed: {} in the {} pass at `{}`", call, context_->driver().describe(status),
-                                      backward ? "backward" : "forward", statement.substr(text)),
-                          call, static_cast<int>(status));
+    [[noreturn]] void fail(bool backward, const LauncherFailure& failure) const {
+        const LaunchProgram& program = backward ? backward_program_ : forward_program_;
+        const char* call = failed_call(program, kernels_, failure);
+        const std::string status = context_->driver().describe(static_cast<CUresult>(failure.result));
+        throw DeviceError(fmt::format("{} failed: {} in the {} pass at `{}`", call, status, backward ? "backward" : "forward",
+                                      statement_text(program, kernels_, failure.statement)),
+                          call, failure.result);
     }
 
     std::shared_ptr<const CudaContext> context_;

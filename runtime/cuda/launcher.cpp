@@ -282,51 +282,7 @@ private:
     std::int64_t next_statement_ = 0;
 };
 
-void append_text(const std::vector<Statement>& body, const std::vector<KernelEntry>& kernels, const std::string& indent, SharedTexts& texts,
-                 std::vector<std::string>& lines) {
-    for (const Statement& statement : body) {
-        const std::size_t at = lines.size();
-        lines.emplace_back();
-        if (const auto* launch = std::get_if<Launch>(&statement.value)) {
-            // Braces: names are given in this order, whatever the compiler.
-            const std::array<std::string, 3> grid = {texts.of(launch->grid[0]), texts.of(launch->grid[1]), texts.of(launch->grid[2])};
-            std::string text =
-                fmt::format("{}launch {} grid({}, {}, {}) params[{}]", indent, kernels.at(static_cast<std::size_t>(launch->kernel)).name,
-                            grid[0], grid[1], grid[2], launch->param_bytes);
-            for (const ParamField& field : launch->params)
-                text += fmt::format(" {}+{}: {};", field.offset, field.bytes, texts.of(field.value));
-            for (const TensorMapField& map : launch->maps) {
-                const std::array<std::string, 7> of = {texts.of(map.rows),    texts.of(map.columns), texts.of(map.row_bytes),
-                                                       texts.of(map.address), texts.of(map.blocks),  texts.of(map.block_bytes),
-                                                       texts.of(map.box_rows)};
-                text += fmt::format(" {}: map {} x {} of {} bytes every {} from {} by {}", map.offset, of[0], of[1], map.element_bytes,
-                                    of[2], of[3], of[6]);
-                text += of[4] == "0" ? ";" : fmt::format(", {} blocks every {};", of[4], of[5]);
-            }
-            lines[at] = std::move(text);
-        } else if (const auto* loop = std::get_if<Loop>(&statement.value)) {
-            lines[at] = fmt::format("{}for i{} < {}", indent, loop->variable, texts.of(loop->count));
-            append_text(loop->body, kernels, indent + "  ", texts, lines);
-        } else if (const auto* branch = std::get_if<If>(&statement.value)) {
-            lines[at] = fmt::format("{}if {}", indent, texts.of(branch->condition));
-            append_text(branch->then, kernels, indent + "  ", texts, lines);
-        } else {
-            const auto& memset = std::get<MemsetZero>(statement.value);
-            const std::array<std::string, 2> of = {texts.of(memset.address), texts.of(memset.bytes)};
-            lines[at] = fmt::format("{}memset {}, {} bytes", indent, of[0], of[1]);
-        }
-    }
-}
-
 }  // namespace
-
-std::vector<std::string> statement_texts(const LaunchProgram& program, const std::vector<KernelEntry>& kernels) {
-    std::vector<std::string> lines;
-    SharedTexts texts;
-    append_text(program.body, kernels, "", texts, lines);
-    lines.insert(lines.end(), texts.definitions().begin(), texts.definitions().end());
-    return lines;
-}
 
 int launch_overlapping(const LauncherContext* context, void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                        unsigned smem_bytes, void* stream, void** params) {
@@ -349,6 +305,22 @@ int encode_map(const LauncherContext* context, void* map, std::int64_t address, 
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(context->tensor_map_encode)(
         static_cast<CUtensorMap*>(map), type, blocks == 0 ? 2 : 3, reinterpret_cast<void*>(address), extents, strides, box, steps,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+std::optional<LauncherFailure> launcher_failure(std::int64_t returned) noexcept {
+    if (returned == 0) return std::nullopt;
+    const auto word = static_cast<std::uint64_t>(returned);
+    return LauncherFailure{
+        .statement = word >> 32, .tensor_map = (word & kMapFailed) != 0, .result = static_cast<int>(word & (kMapFailed - 1))};
+}
+
+const char* failed_call(const LaunchProgram& program, const std::vector<KernelEntry>& kernels, const LauncherFailure& failure) {
+    if (failure.tensor_map) return "cuTensorMapEncodeTiled";
+    const Statement& statement = numbered_statement(program, failure.statement);
+    if (std::holds_alternative<MemsetZero>(statement.value)) return "cuMemsetD8Async";
+    const auto* launch = std::get_if<Launch>(&statement.value);
+    if (launch == nullptr) throw InternalError(fmt::format("statement {} of a launch program calls nothing", failure.statement));
+    return kernels.at(static_cast<std::size_t>(launch->kernel)).overlaps_previous ? "cuLaunchKernelEx" : "cuLaunchKernel";
 }
 
 CpuProperties launcher_target(const std::string& host_triple) {

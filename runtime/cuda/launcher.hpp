@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,26 +16,38 @@ namespace flce {
 
 /// What a compiled launcher reads besides the slots: the driver's entry points and the loaded kernels.
 struct LauncherContext {
-    void* launch_kernel =
-        nullptr;  ///< CUresult cuLaunchKernel(CUfunction, 6 × unsigned, unsigned smem, CUstream, void** params, void** extra);
-                  ///< the parameter block is the kernel's one parameter
+    /// CUresult cuLaunchKernel(CUfunction, 6 × unsigned, unsigned smem, CUstream, void** params, void** extra). The parameter block is the
+    /// kernel's one parameter.
+    void* launch_kernel = nullptr;
     /// CUresult (const LauncherContext*, CUfunction, grid x, y, z, block x, smem: unsigned, CUstream, void** params): launches
     /// with programmatic stream serialization; launch_overlapping below, or a stand-in.
     void* launch_overlapping = nullptr;
     void* launch_kernel_ex = nullptr;  ///< cuLaunchKernelEx
     void* memset_async = nullptr;      ///< CUresult cuMemsetD8Async(CUdeviceptr, unsigned char, size_t, CUstream)
     void* const* functions = nullptr;  ///< CUfunction of each KernelEntry
-    /// CUresult (const LauncherContext*, void* map, int64 address, columns, rows, row_bytes, blocks, block_bytes, unsigned box_rows, element_bytes): writes the
-    /// CUtensorMap that a TensorMapField describes; encode_map below, or a stand-in.
+    /// CUresult (const LauncherContext*, void* map, int64 address, columns, rows, row_bytes, blocks, block_bytes, unsigned box_rows,
+    /// element_bytes): writes the CUtensorMap that a TensorMapField describes; encode_map below, or a stand-in.
     void* encode_map = nullptr;
     void* tensor_map_encode = nullptr;  ///< cuTensorMapEncodeTiled
 };
 
-/// Returns 0, or (CUresult | statement index << 32) of the first call that failed, kMapFailed where that was writing a tensor map; nothing after
-/// it is launched. Statements are numbered in
-/// the order of their text, a Loop or If before its body.
-inline constexpr std::uint64_t kMapFailed = 1ULL << 31;
+/// Returns 0, or of the first call that failed (CUresult | number of its statement << 32), with kMapFailed added where the call was to
+/// write a tensor map. Nothing is launched after it. launcher_failure reads the number.
 using LauncherFunction = std::int64_t (*)(const LauncherContext* context, const std::int64_t* slots, void* stream);
+inline constexpr std::uint64_t kMapFailed = 1ULL << 31;
+
+/// A driver call of a launcher that failed.
+struct LauncherFailure {
+    std::size_t statement = 0;  ///< numbered_statement's
+    bool tensor_map = false;    ///< whether the call was to write a tensor map of the statement's launch
+    int result = 0;             ///< CUresult
+    friend bool operator==(const LauncherFailure&, const LauncherFailure&) = default;
+};
+/// What a LauncherFunction has returned; std::nullopt where nothing failed.
+[[nodiscard]] std::optional<LauncherFailure> launcher_failure(std::int64_t returned) noexcept;
+/// The driver's function that failed: "cuLaunchKernel".
+[[nodiscard]] const char* failed_call(const LaunchProgram& program, const std::vector<KernelEntry>& kernels,
+                                      const LauncherFailure& failure);
 
 // The context's functions over the driver's.
 int launch_overlapping(const LauncherContext* context, void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -45,14 +58,11 @@ int encode_map(const LauncherContext* context, void* map, std::int64_t address, 
 inline constexpr const char* kForwardLauncherSymbol = "flce_launch_forward";
 inline constexpr const char* kBackwardLauncherSymbol = "flce_launch_backward";
 
-/// One line for each statement, at its index, and then one for each part of an expression that has a name in them: for error messages and logs.
-[[nodiscard]] std::vector<std::string> statement_texts(const LaunchProgram& program, const std::vector<KernelEntry>& kernels);
-
 /// The baseline of the host's architecture: launchers are a few integer instructions, so one object serves every host of a cluster.
 [[nodiscard]] CpuProperties launcher_target(const std::string& host_triple);
 
-/// A digest of the code that lowers launch programs and of what compiled launchers read (LauncherContext, Slot), 16 hexadecimal digits: made when the
-/// library is built.
+/// A digest of the code that lowers launch programs and of what compiled launchers read (LauncherContext, Slot): 16 hexadecimal digits,
+/// made when the library is built.
 [[nodiscard]] std::string_view launcher_generator() noexcept;
 
 /// The key of what compile_launchers makes of these.

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "flce/error.hpp"
+#include "generator/launch_text.hpp"
 #include "runtime/host/host_code.hpp"
 
 namespace flce {
@@ -295,20 +296,39 @@ TEST(Launcher, FailedCall_ReturnsItsResultAndStatementAndStops) {
     const Loop loop{0, Expr(2), {{launch}, {If{equal(variable(0), 1), {{launch}}}}}};
     const LaunchProgram program{{{MemsetZero{16, 16}}, {loop}, {last}}, 1};
     const Loaded launchers(program_of(program));
-    const std::vector<std::int64_t> statement_of_call = {0, 2, 2, 4, 5};
+    const std::vector<std::size_t> statement_of_call = {0, 2, 2, 4, 5};
     const std::vector<std::string> texts = statement_texts(program, three_kernels());
     ASSERT_EQ(texts.size(), 6U);
     for (std::size_t at = 0; at < statement_of_call.size(); ++at) {
         Recorder recorded;
         recorded.fail_at = at;
-        const std::int64_t result = launchers.run(false, CallSlots{}, recorded);
-        EXPECT_EQ(result & 0xffffffff, kFailure);
-        EXPECT_EQ(result >> 32, statement_of_call[at]);
+        const auto failure = launcher_failure(launchers.run(false, CallSlots{}, recorded));
+        ASSERT_TRUE(failure.has_value());
+        EXPECT_EQ(failure->result, kFailure);
+        EXPECT_EQ(failure->statement, statement_of_call[at]);
+        EXPECT_FALSE(failure->tensor_map);
+        EXPECT_STREQ(failed_call(program, three_kernels(), *failure), at == 0 ? "cuMemsetD8Async" : "cuLaunchKernel");
         EXPECT_EQ(recorded.calls.size(), at + 1);
     }
+    EXPECT_EQ(launcher_failure(0), std::nullopt);
     EXPECT_EQ(texts[0], "memset 16, 16 bytes");
-    EXPECT_NE(texts[4].find("launch third"), std::string::npos);
+    EXPECT_EQ(texts[1], "for i0 < 2");
+    EXPECT_EQ(texts[4], "    launch third grid(1, 1, 1) params[8] 0+8: i0;");
+    EXPECT_EQ(statement_text(program, three_kernels(), 4), "launch third grid(1, 1, 1) params[8] 0+8: i0;");
     EXPECT_NE(texts[5].find("launch first"), std::string::npos);
+}
+
+TEST(Launcher, FailedCall_IsNamedByWhatTheStatementIs) {
+    const LaunchProgram program{{{MemsetZero{16, 16}}, {Loop{0, Expr(2), {{Launch{1}}}}}, {Launch{0}}}, 1};
+    const auto call = [&](std::size_t statement, bool tensor_map) {
+        return std::string(failed_call(program, three_kernels(), {statement, tensor_map, kFailure}));
+    };
+    EXPECT_EQ(call(0, false), "cuMemsetD8Async");
+    EXPECT_EQ(call(2, false), "cuLaunchKernelEx") << "which overlaps the kernel before it";
+    EXPECT_EQ(call(2, true), "cuTensorMapEncodeTiled");
+    EXPECT_EQ(call(3, false), "cuLaunchKernel");
+    EXPECT_THROW(call(1, false), InternalError) << "a loop calls nothing";
+    EXPECT_THROW(call(4, false), InternalError) << "there are four statements";
 }
 
 TEST(Launcher, MapThatCannotBeWritten_LaunchesNothing) {
@@ -316,7 +336,10 @@ TEST(Launcher, MapThatCannotBeWritten_LaunchesNothing) {
     const Loaded launchers(program_of({{{launch}}, 0}));
     Recorder recorded;
     recorded.fail_map_at = 1;
-    EXPECT_EQ(launchers.run(false, CallSlots{}, recorded), static_cast<std::int64_t>(kFailure | kMapFailed));
+    const auto failure = launcher_failure(launchers.run(false, CallSlots{}, recorded));
+    ASSERT_TRUE(failure.has_value());
+    EXPECT_EQ(failure->result, kFailure);
+    EXPECT_TRUE(failure->tensor_map);
     EXPECT_TRUE(recorded.calls.empty());
 }
 
