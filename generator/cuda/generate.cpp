@@ -1,9 +1,11 @@
-#include "generator/cuda/programs.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/source.hpp"
 #include "generator/cuda_program.hpp"
 
 namespace flce {
 
 CudaProgram generate_cuda(const Spec& spec, const Device& device, const Plan& plan) {
+    const CudaPath& path = cuda_path(plan.path);
     const CudaSource source = cuda_source(spec, device, plan);
     const ForwardLayout forward = forward_layout(spec, device, plan);
     const BackwardLayout backward = backward_layout(spec, device, plan);
@@ -11,8 +13,8 @@ CudaProgram generate_cuda(const Spec& spec, const Device& device, const Plan& pl
     program.units = source.units;
     program.options = source.options;
     program.kernels = source.kernels;
-    program.forward = forward_program(spec, device, plan, source, forward);
-    program.backward = backward_program(spec, device, plan, source, backward);
+    program.forward = path.forward_program(spec, device, plan, source, forward);
+    program.backward = path.backward_program(spec, device, plan, source, backward);
     program.forward_workspace_bytes = forward.total;
     program.backward_workspace_bytes = backward.total;
     const RetainedLayout retained = retained_layout(spec, plan);

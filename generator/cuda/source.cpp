@@ -51,9 +51,9 @@ public:
         source_.units = {{configuration_, {}}};
     }
 
-    /// `params` is the name of the parameter block without "Params", `function` the template's where the kernel has another name.
-    void gemm(const Spec& spec, const Device& device, PlanPath path, GemmRole role, const GemmTile& tile, std::string_view name,
-              std::string_view params, int cluster_blocks = kClusterBlocks, std::string_view function = {}) {
+    /// `params` is the name of the parameter block without "Params", `function` the template's.
+    void gemm(const Spec& spec, const Device& device, PlanPath path, GemmRole role, const GemmTile& tile, KernelRole kernel,
+              std::string_view params, std::string_view function, int cluster_blocks) {
         const bool sm90 = path == PlanPath::cuda_sm90a;
         const std::string type = sm90 ? fmt::format("flce::TileSm90<{}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.stages,
                                                     cluster_blocks, takes_turns(tile))
@@ -63,23 +63,24 @@ public:
         if (sm90) block.cluster = cluster_blocks;
         const std::string_view suffix = sm90 ? "_sm90" : "";
         source_.units.push_back({configuration_, {}});
-        add(source_.units.back(), name, fmt::format("{}{}Params", params, sm90 ? "Sm90" : ""),
-            fmt::format("flce::{}{}<Problem, {}>(p)", function.empty() ? name : function, suffix, type), block);
+        add(source_.units.back(), kernel, fmt::format("{}{}Params", params, sm90 ? "Sm90" : ""),
+            fmt::format("flce::{}{}<Problem, {}>(p)", function, suffix, type), block);
     }
 
-    void simple(std::string_view name, std::string_view params, std::string_view function, int threads) {
-        add(source_.units.front(), name, params, fmt::format("flce::{}<Problem>(p)", function), {threads, 1, 0, 1});
+    void simple(KernelRole kernel, std::string_view params, std::string_view function, int threads) {
+        add(source_.units.front(), kernel, params, fmt::format("flce::{}<Problem>(p)", function), {threads, 1, 0, 1});
     }
 
 private:
-    void add(CudaUnit& unit, std::string_view name, std::string_view params, const std::string& body, const KernelBlock& block) {
+    void add(CudaUnit& unit, KernelRole kernel, std::string_view params, const std::string& body, const KernelBlock& block) {
+        const std::string symbol = fmt::format("flce_{}", to_string(kernel));
         const std::string cluster = block.cluster > 1 ? fmt::format(" __cluster_dims__({}, 1, 1)", block.cluster) : "";
-        unit.source += fmt::format(
-            "extern \"C\" __global__ void __launch_bounds__({}, {}){} flce_{}(const __grid_constant__ flce::{} p) {{\n    {};\n}}\n",
-            block.threads, block.per_sm, cluster, name, params, body);
-        unit.kernels.push_back({fmt::format("flce_{}", name), static_cast<std::uint32_t>(block.threads),
-                                static_cast<std::uint32_t>(block.smem_bytes), block.cluster > 1});
-        source_.kernels.push_back(unit.kernels.back());
+        unit.source +=
+            fmt::format("extern \"C\" __global__ void __launch_bounds__({}, {}){} {}(const __grid_constant__ flce::{} p) {{\n    {};\n}}\n",
+                        block.threads, block.per_sm, cluster, symbol, params, body);
+        unit.kernels.push_back(
+            {symbol, static_cast<std::uint32_t>(block.threads), static_cast<std::uint32_t>(block.smem_bytes), block.cluster > 1});
+        source_.add(kernel, unit.kernels.back());
     }
 
     CudaSource& source_;
@@ -93,11 +94,15 @@ bool zeroes_columns(const Spec& spec) {
            spec.grad_weight_mode == GradMode::write;
 }
 
-int CudaSource::kernel(std::string_view name) const {
-    for (std::size_t i = 0; i < kernels.size(); ++i) {
-        if (kernels[i].name == fmt::format("flce_{}", name)) return static_cast<int>(i);
-    }
-    throw InternalError(fmt::format("no kernel flce_{} in the program", name));
+int CudaSource::kernel(KernelRole role) const {
+    const int number = numbers_.at(static_cast<std::size_t>(role));
+    if (number == 0) throw InternalError(fmt::format("no kernel {} in the program", to_string(role)));
+    return number - 1;
+}
+
+void CudaSource::add(KernelRole role, const KernelEntry& entry) {
+    kernels.push_back(entry);
+    numbers_.at(static_cast<std::size_t>(role)) = static_cast<int>(kernels.size());
 }
 
 CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan) {
@@ -105,35 +110,39 @@ CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan)
     const std::string_view header = plan.path == PlanPath::cuda_sm90a ? "kernels_sm90.cuh" : "kernels.cuh";
     source.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
     Kernels kernels(source, fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan));
+    const auto gemm = [&](GemmRole role, const GemmTile& tile, KernelRole kernel, std::string_view params, std::string_view function,
+                          int cluster_blocks = kClusterBlocks) {
+        kernels.gemm(spec, device, plan.path, role, tile, kernel, params, function, cluster_blocks);
+    };
     const std::string_view forward_params = rounds_weight(spec) ? "ForwardStretch" : "Forward";
-    kernels.gemm(spec, device, plan.path, forward_role(plan), plan.cuda.forward, "forward", forward_params);
+    gemm(forward_role(plan), plan.cuda.forward, KernelRole::forward, forward_params, "forward");
     if (plan.path == PlanPath::cuda_sm90a) {
-        kernels.gemm(spec, device, plan.path, forward_role(plan), few_tokens_tile(spec), "forward_few", forward_params, 1, "forward");
+        gemm(forward_role(plan), few_tokens_tile(spec), KernelRole::forward_few, forward_params, "forward", 1);
     }
-    kernels.simple("row_outputs", "RowOutputsParams", "row_outputs_kernel", kOutputThreads);
-    kernels.simple("reduce_loss", "ReduceLossParams", "reduce_loss", kReduceThreads);
-    kernels.simple("prepare", "PrepareParams", "prepare", kReduceThreads);
-    kernels.simple("row_coefficients", "RowCoefficientsParams", "row_coefficients_kernel", kRowThreads);
-    kernels.gemm(spec, device, plan.path, GemmRole::dlogits, plan.cuda.dlogits, "dlogits", "Dlogits");
-    kernels.gemm(spec, device, plan.path, GemmRole::grad_hidden, plan.cuda.grad_hidden, "grad_hidden", "GradHidden");
-    kernels.gemm(spec, device, plan.path, GemmRole::grad_weight, plan.cuda.grad_weight, "grad_weight", "GradWeight");
+    kernels.simple(KernelRole::row_outputs, "RowOutputsParams", "row_outputs_kernel", kOutputThreads);
+    kernels.simple(KernelRole::reduce_loss, "ReduceLossParams", "reduce_loss", kReduceThreads);
+    kernels.simple(KernelRole::prepare, "PrepareParams", "prepare", kReduceThreads);
+    kernels.simple(KernelRole::row_coefficients, "RowCoefficientsParams", "row_coefficients_kernel", kRowThreads);
+    gemm(GemmRole::dlogits, plan.cuda.dlogits, KernelRole::dlogits, "Dlogits", "dlogits");
+    gemm(GemmRole::grad_hidden, plan.cuda.grad_hidden, KernelRole::grad_hidden, "GradHidden", "grad_hidden");
+    gemm(GemmRole::grad_weight, plan.cuda.grad_weight, KernelRole::grad_weight, "GradWeight", "grad_weight");
     if (joins_chunks(spec, device, plan)) {
-        kernels.gemm(spec, device, plan.path, GemmRole::chunks, plan.cuda.dlogits, "backward_chunks", "BackwardChunks");
+        gemm(GemmRole::chunks, plan.cuda.dlogits, KernelRole::backward_chunks, "BackwardChunks", "backward_chunks");
     }
     if (plan.path == PlanPath::cuda_sm90a) {
-        kernels.simple("gather_rows", "GatherRowsParams", "gather_rows", kRowThreads);
-        kernels.simple("scatter_rows", "ScatterRowsParams", "scatter_rows", kRowThreads);
+        kernels.simple(KernelRole::gather_rows, "GatherRowsParams", "gather_rows", kRowThreads);
+        kernels.simple(KernelRole::scatter_rows, "ScatterRowsParams", "scatter_rows", kRowThreads);
     }
     if (plan.strategy == Strategy::retain) {
-        kernels.simple("references", "ReferencesParams", "references", kRowThreads);
-        kernels.simple("retained_rows", "RetainedRowsParams", "retained_rows", kRowThreads);
+        kernels.simple(KernelRole::references, "ReferencesParams", "references", kRowThreads);
+        kernels.simple(KernelRole::retained_rows, "RetainedRowsParams", "retained_rows", kRowThreads);
     }
     if (rounds_weight(spec)) {
-        kernels.simple("round_weight", "RoundWeightParams", "round_weight", kRowThreads);
-        kernels.simple("merge_stretch", "MergeStretchParams", "merge_stretch", kRowThreads);
+        kernels.simple(KernelRole::round_weight, "RoundWeightParams", "round_weight", kRowThreads);
+        kernels.simple(KernelRole::merge_stretch, "MergeStretchParams", "merge_stretch", kRowThreads);
     }
-    if (spec.bias) kernels.simple("grad_bias", "GradBiasParams", "grad_bias", kRowThreads);
-    if (zeroes_columns(spec)) kernels.simple("zero_columns", "ZeroColumnsParams", "zero_columns", kRowThreads);
+    if (spec.bias) kernels.simple(KernelRole::grad_bias, "GradBiasParams", "grad_bias", kRowThreads);
+    if (zeroes_columns(spec)) kernels.simple(KernelRole::zero_columns, "ZeroColumnsParams", "zero_columns", kRowThreads);
     return source;
 }
 

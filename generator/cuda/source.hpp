@@ -1,13 +1,14 @@
 // The text of a CUDA program: one configuration and an instantiation of every kernel it needs, in units that are compiled side by side.
 #pragma once
 
+#include <array>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "flce/device.hpp"
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
+#include "generator/cuda/common/kernel_role.hpp"
 #include "generator/cuda_program.hpp"
 
 namespace flce {
@@ -17,8 +18,13 @@ struct CudaSource {
     std::vector<std::string> options;
     std::vector<KernelEntry> kernels;
 
-    /// Number of the kernel `name` in `kernels`. Throws InternalError where it does not exist.
-    [[nodiscard]] int kernel(std::string_view name) const;
+    /// Number of the role's kernel in `kernels`, by which launches name it. Throws InternalError where the set has none.
+    [[nodiscard]] int kernel(KernelRole role) const;
+    /// Adds `entry` to `kernels` as the role's kernel.
+    void add(KernelRole role, const KernelEntry& entry);
+
+private:
+    std::array<int, kKernelRoleCount> numbers_{};  ///< of the roles' kernels, counted from 1; 0: the set has none
 };
 
 [[nodiscard]] CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan);

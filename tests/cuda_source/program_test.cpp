@@ -9,8 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "flce/error.hpp"
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
+#include "generator/cuda/source.hpp"
 #include "generator/cuda/transform_source.hpp"
 #include "generator/cuda_program.hpp"
 #include "generator/logit_transforms.hpp"
@@ -356,6 +358,24 @@ TEST(CudaSource, Units_HoldEveryKernelOnceAndGemmsAlone) {
         std::sort(expected.begin(), expected.end());
         EXPECT_EQ(names, expected);
     }
+}
+
+TEST(CudaSource, Kernel_IsFoundByItsRole) {
+    const Device device = describe_device("h100");
+    const Spec spec = parse_spec("D=64,V=1000").normalized();
+    const CudaSource source = cuda_source(spec, device, choose_plan(spec, device));
+    std::vector<std::string> named;
+    for (std::size_t i = 0; i < kKernelRoleCount; ++i) {
+        const auto role = static_cast<KernelRole>(i);
+        const std::string symbol = fmt::format("flce_{}", to_string(role));
+        if (std::ranges::find(source.kernels, symbol, &KernelEntry::name) == source.kernels.end()) {
+            EXPECT_THROW((void)source.kernel(role), InternalError) << symbol;
+        } else {
+            EXPECT_EQ(source.kernels.at(static_cast<std::size_t>(source.kernel(role))).name, symbol);
+            named.push_back(symbol);
+        }
+    }
+    EXPECT_EQ(named.size(), source.kernels.size()) << "every kernel has a role";
 }
 
 TEST(CudaSource, OptionValues_DoNotChangeTheSource) {

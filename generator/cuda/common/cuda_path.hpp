@@ -15,6 +15,8 @@
 
 namespace flce {
 
+struct CudaSource;
+
 /// Which of a plan's GEMMs a tile belongs to: it decides what lies in shared memory beside the operands. `chunks`: the three GEMMs of
 /// backward in one launch.
 enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidden, grad_weight, chunks };
@@ -123,6 +125,13 @@ public:
     /// Whether retained exponentials may lie in grad_weight's memory: that is written in the vocabulary's order, and blocks of exponentials
     /// are whole tiles of grad_weight.
     [[nodiscard]] virtual bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) const = 0;
+
+    // What is launched.
+
+    [[nodiscard]] virtual LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                                        const ForwardLayout& layout) const = 0;
+    [[nodiscard]] virtual LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                                         const BackwardLayout& layout) const = 0;
 };
 
 /// All paths, the one that runs everywhere first.

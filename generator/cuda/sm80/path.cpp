@@ -6,6 +6,8 @@
 #include <array>
 
 #include "generator/cuda/common/gemm_cost.hpp"
+#include "generator/cuda/sm80/backward_program.hpp"
+#include "generator/cuda/sm80/forward_program.hpp"
 #include "generator/cuda/sm80/rules.hpp"
 #include "generator/cuda/sm80/tiles.hpp"
 #include "templates/params.cuh"
@@ -106,6 +108,15 @@ public:
         return {};
     }
     bool lends_grad_weight(const Spec& /*spec*/, const GemmTile& /*grad_weight*/) const override { return false; }
+
+    LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                  const ForwardLayout& layout) const override {
+        return sm80::forward_program(spec, device, plan, source, layout);
+    }
+    LaunchProgram backward_program(const Spec& spec, const Device& /*device*/, const Plan& plan, const CudaSource& source,
+                                   const BackwardLayout& layout) const override {
+        return sm80::backward_program(spec, plan, source, layout);
+    }
 
 private:
     /// Blocks that run at once.

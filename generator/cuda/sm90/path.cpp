@@ -2,8 +2,10 @@
 
 #include <array>
 
+#include "generator/cuda/sm90/backward_program.hpp"
 #include "generator/cuda/sm90/chunk_time.hpp"
 #include "generator/cuda/sm90/cost.hpp"
+#include "generator/cuda/sm90/forward_program.hpp"
 #include "generator/cuda/sm90/layout.hpp"
 #include "generator/cuda/sm90/rules.hpp"
 #include "generator/cuda/sm90/tiles.hpp"
@@ -83,6 +85,15 @@ public:
     }
     bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) const override {
         return sm90::lends_grad_weight(spec, grad_weight);
+    }
+
+    LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                  const ForwardLayout& layout) const override {
+        return sm90::forward_program(spec, device, plan, source, layout);
+    }
+    LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                   const BackwardLayout& layout) const override {
+        return sm90::backward_program(spec, device, plan, source, layout);
     }
 };
 

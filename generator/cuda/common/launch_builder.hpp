@@ -1,8 +1,10 @@
 // Builds launches over the parameter structs of templates/params.cuh by member, not by number.
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -13,12 +15,38 @@
 
 namespace flce {
 
+/// A row-major matrix as a tensor map shows it.
+struct MappedMatrix {
+    Expr address;
+    Expr columns;
+    Expr rows;
+    Expr row_elements;    ///< from one row to the next
+    Expr blocks{0};       ///< TensorMapField's
+    Expr block_bytes{0};  ///< TensorMapField's
+};
+
+/// The fields of a SumShare.
+struct SumShareFields {
+    Expr room;
+    Expr cluster_rows;
+    Expr column_tiles;
+    Expr clusters;
+    Expr slices;
+};
+
 template <class Params>
 class LaunchBuilder {
 public:
     LaunchBuilder(int kernel, Expr grid_x, Expr grid_y = Expr(1)) {
         launch_.kernel = kernel;
         launch_.grid = {std::move(grid_x), std::move(grid_y), Expr(1)};
+        launch_.param_bytes = sizeof(Params);
+    }
+    /// The launch of a kernel whose parameters begin with those of `base`.
+    template <class Base>
+        requires(std::derived_from<Params, Base> && !std::same_as<Params, Base>)
+    explicit LaunchBuilder(LaunchBuilder<Base> base) : launch_(std::move(base.launch_)) {
+        static_assert(std::is_trivially_copyable_v<Params>, "a base lies at the beginning of what extends it");
         launch_.param_bytes = sizeof(Params);
     }
 
@@ -28,13 +56,6 @@ public:
         static_assert(sizeof(Member) == 4 || sizeof(Member) == 8, "a field of a launch program");
         return field(offset_of<Member>(member), sizeof(Member), std::move(value));
     }
-    /// A field of a struct that is a field.
-    template <class Part, class Member, class Holder>
-    LaunchBuilder& set(Part Holder::* part, Member Part::* member, Expr value) {
-        static const Part object{};
-        const auto within = reinterpret_cast<const std::byte*>(&(object.*member)) - reinterpret_cast<const std::byte*>(&object);
-        return field(offset_of<Part>(part) + static_cast<std::uint32_t>(within), sizeof(Member), std::move(value));
-    }
     template <class Member, std::size_t kCount, class Holder>
     LaunchBuilder& set_element(Member* (Holder::*member)[kCount], std::size_t index, Expr value) {
         return field(offset_of<Member* [kCount]>(member) + static_cast<std::uint32_t>(index * sizeof(Member*)), sizeof(Member*),
@@ -42,16 +63,8 @@ public:
     }
     LaunchBuilder& set_float(float Params::* member, float value) { return field(offset_of(member), 4, float_bits(value)); }
 
-    /// The matrix that a tensor map shows; `box_rows` of its rows are copied at a time.
-    struct Matrix {
-        Expr address;
-        Expr columns;
-        Expr rows;
-        Expr row_elements;    ///< from one row to the next
-        Expr blocks{0};       ///< TensorMapField's
-        Expr block_bytes{0};  ///< likewise
-    };
-    LaunchBuilder& set_map(TensorMap Params::* member, const Matrix& matrix, const Expr& box_rows, int element_bytes = 2) {
+    /// `box_rows` rows are copied at a time.
+    LaunchBuilder& set_map(TensorMap Params::* member, const MappedMatrix& matrix, const Expr& box_rows, std::int64_t element_bytes = 2) {
         launch_.maps.push_back({offset_of(member), static_cast<std::uint32_t>(element_bytes), box_rows, matrix.address, matrix.columns,
                                 matrix.rows, matrix.row_elements * element_bytes, matrix.blocks, matrix.block_bytes});
         return *this;
@@ -73,6 +86,15 @@ public:
         field(base + offsetof(RowList, valid), 8, scalars + static_cast<std::int64_t>(offsetof(PassScalars, valid_rows)));
         return field(base + offsetof(RowList, first), 4, first);
     }
+    template <class Holder>
+    LaunchBuilder& set_share(SumShare Holder::* member, const SumShareFields& share) {
+        const std::uint32_t base = offset_of<SumShare>(member);
+        field(base + offsetof(SumShare, room), 4, share.room);
+        field(base + offsetof(SumShare, cluster_rows), 4, share.cluster_rows);
+        field(base + offsetof(SumShare, column_tiles), 4, share.column_tiles);
+        field(base + offsetof(SumShare, clusters), 4, share.clusters);
+        return field(base + offsetof(SumShare, slices), 4, share.slices);
+    }
     LaunchBuilder& set_count(CountParams Params::* member) {
         const std::uint32_t base = offset_of(member);
         field(base + offsetof(CountParams, num_valid), 8, slot(Slot::num_valid));
@@ -93,6 +115,9 @@ public:
     [[nodiscard]] Statement build() { return {std::move(launch_)}; }
 
 private:
+    template <class Other>
+    friend class LaunchBuilder;
+
     template <class Member>
     static std::uint32_t offset_of(Member Params::* member) {
         static const Params object{};
@@ -106,6 +131,15 @@ private:
 
     Launch launch_;
 };
+
+/// An address in the workspace.
+[[nodiscard]] inline Expr workspace_at(const Expr& offset) { return slot(Slot::workspace) + offset; }
+
+/// Whether the call has the tensor.
+[[nodiscard]] inline Expr present(Slot tensor) { return !equal(slot(tensor), 0); }
+
+/// Whether the call asks for this reduction.
+[[nodiscard]] inline Expr reduces_by(ReductionCode code) { return equal(slot(Slot::reduction), static_cast<std::int64_t>(code)); }
 
 /// `pointer` moved by `elements` elements of `bytes`, or 0 where it is absent.
 [[nodiscard]] inline Expr advanced(const Expr& pointer, const Expr& elements, std::int64_t bytes) {

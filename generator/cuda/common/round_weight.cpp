@@ -1,6 +1,6 @@
-// The weight in fp32 under a 16-bit dtype: what rounds it into the workspace.
-#include "generator/cuda/launch_builder.hpp"
-#include "generator/cuda/programs.hpp"
+#include "generator/cuda/common/round_weight.hpp"
+
+#include "generator/cuda/common/launch_builder.hpp"
 
 namespace flce {
 
@@ -10,7 +10,7 @@ Statement round_weight_launch(const Spec& spec, const CudaSource& source, const 
     constexpr std::int64_t kElementsOfBlock = 8 * kRowThreads;
     const Expr squares = ceil_div(rows, kRoundedTile) * ceil_div(spec.hidden_size, kRoundedTile);
     const Expr blocks = vocab_major ? ceil_div(rows * spec.hidden_size, kElementsOfBlock) : squares;
-    LaunchBuilder<RoundWeightParams> launch(source.kernel("round_weight"), blocks);
+    LaunchBuilder<RoundWeightParams> launch(source.kernel(KernelRole::round_weight), blocks);
     launch.set(&RoundWeightParams::weight, slot(Slot::weight) + first * (element * (vocab_major ? spec.hidden_size : 1)))
         .set(&RoundWeightParams::rounded, rounded)
         .set(&RoundWeightParams::rows, rows);

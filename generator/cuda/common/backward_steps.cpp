@@ -1,0 +1,230 @@
+#include "generator/cuda/common/backward_steps.hpp"
+
+#include <cmath>
+#include <utility>
+
+#include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/common/prepare.hpp"
+#include "generator/cuda/common/round_weight.hpp"
+
+namespace flce {
+namespace {
+
+/// Whether the divisor of a mean has to be counted.
+Expr counts_tokens() { return select(present(Slot::num_valid), 0, reduces_by(ReductionCode::mean)); }
+
+/// Whether one block of row_coefficients has every token, so that it does prepare's part as well: a launch less.
+Expr prepares_with_rows(const BackwardPass& pass) {
+    if (sums_class_weights(pass.spec)) return 0;
+    return equal(pass.layout.row_blocks, 1) && less(slot(Slot::num_tokens), kRowThreads + 1);
+}
+
+Expr is_last(const BackwardPass& pass, const RowBlock& rows) { return equal(rows.number + 1, pass.layout.row_blocks); }
+
+Statement grad_bias_launch(const BackwardPass& pass, const Chunk& chunk, const RowBlock& rows) {
+    const BackwardLayout& layout = pass.layout;
+    LaunchBuilder<GradBiasParams> launch(pass.source.kernel(KernelRole::grad_bias), ceil_div(chunk.columns, kRowThreads));
+    launch.set(&GradBiasParams::bias_partials, workspace_at(layout.bias_partials))
+        .set(&GradBiasParams::scalars, workspace_at(layout.scalars))
+        .set(&GradBiasParams::accumulator, workspace_at(layout.bias_accumulator))
+        .set(&GradBiasParams::grad_bias, slot(Slot::grad_bias) + chunk.first_column * pass.grad_element_bytes)
+        .set(&GradBiasParams::ld, chunk.width)
+        .set_list(&GradBiasParams::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set(&GradBiasParams::rows, rows.count)
+        .set(&GradBiasParams::block_rows, cuda_path(pass.plan.path).rows_of_bias_partial(pass.plan))
+        .set(&GradBiasParams::columns, chunk.columns)
+        .set(&GradBiasParams::first, equal(rows.number, 0))
+        .set(&GradBiasParams::last, is_last(pass, rows));
+    return launch.build();
+}
+
+}  // namespace
+
+BackwardPass::BackwardPass(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout)
+    : spec(spec),
+      plan(plan),
+      source(source),
+      layout(layout),
+      listing(lists_rows(plan)),
+      list(select(listing, workspace_at(layout.list), 0)),
+      element_bytes(static_cast<std::int64_t>(flce::element_bytes(spec.dtype))),
+      grad_element_bytes(static_cast<std::int64_t>(flce::element_bytes(spec.grad_weight_dtype))) {}
+
+RowBlock row_block(const BackwardPass& pass, int loop) {
+    const Expr first = variable(loop) * pass.layout.rows;
+    return {variable(loop), first, min(slot(Slot::num_tokens) - first, pass.layout.rows)};
+}
+
+Expr caller_row(const BackwardPass& pass, const Expr& row) { return select(pass.listing, 0, row); }
+
+std::vector<Stretch> stretches(const BackwardPass& pass, const Expr& first_column) {
+    const BackwardLayout& layout = pass.layout;
+    const Stretch wide{first_column, layout.wide_chunks, layout.wide_chunk, slot(Slot::grad_weight) + layout.wide_dlogits,
+                       layout.even_wide_chunk};
+    const Expr rest = first_column + wide.chunks * wide.width;
+    const Stretch narrow{rest, ceil_div(Expr(pass.spec.vocab_size) - rest, layout.chunk), layout.chunk, workspace_at(layout.dlogits),
+                         layout.even_chunk};
+    if (wide.chunks.constant() != nullptr) return {narrow};  // there is no memory for wide ones
+    return {wide, narrow};
+}
+
+Chunk chunk_of(const BackwardPass& pass, const Stretch& stretch) {
+    const Expr first = stretch.first_column + variable(kChunkLoop) * stretch.width;
+    return {first, min(Expr(pass.spec.vocab_size) - first, stretch.width), stretch.width, stretch.dlogits};
+}
+
+Expr chunk_at(const BackwardPass& pass, const Chunk& chunk, Slot tensor, std::int64_t element_bytes) {
+    const std::int64_t step = pass.spec.layout == WeightLayout::vocab_major ? pass.spec.hidden_size : 1;
+    return slot(tensor) + chunk.first_column * (step * element_bytes);
+}
+
+Expr weight_operand(const BackwardPass& pass, const Chunk& chunk) {
+    return rounds_weight(pass.spec) ? workspace_at(pass.layout.rounded_weight) : chunk_at(pass, chunk, Slot::weight, pass.element_bytes);
+}
+
+GradWeightExtents grad_weight_extents(const Spec& spec, const Expr& columns) {
+    if (spec.layout == WeightLayout::vocab_major) return {columns, spec.hidden_size};
+    return {spec.hidden_size, columns};
+}
+
+LaunchBuilder<DlogitsParams> dlogits_launch(const BackwardPass& pass, const Chunk& chunk, const RowBlock& rows, const Expr& grid) {
+    const BackwardLayout& layout = pass.layout;
+    const Expr bias_partials = pass.spec.bias ? select(present(Slot::grad_bias), workspace_at(layout.bias_partials), 0) : Expr(0);
+    LaunchBuilder<DlogitsParams> launch(pass.source.kernel(KernelRole::dlogits), grid);
+    launch.set(&DlogitsParams::hidden, slot(Slot::hidden) + rows.first * (pass.spec.hidden_size * pass.element_bytes))
+        .set(&DlogitsParams::weight, weight_operand(pass, chunk))
+        .set(&DlogitsParams::bias, advanced(slot(Slot::bias), chunk.first_column, pass.element_bytes))
+        .set(&DlogitsParams::class_weight, advanced(slot(Slot::class_weight), chunk.first_column, 4))
+        .set(&DlogitsParams::scalars, workspace_at(layout.scalars))
+        .set(&DlogitsParams::coefficients, workspace_at(layout.coefficients))
+        .set(&DlogitsParams::row_targets, workspace_at(layout.row_targets))
+        .set(&DlogitsParams::dlogits, chunk.dlogits)
+        .set(&DlogitsParams::bias_partials, bias_partials)
+        .set(&DlogitsParams::ld, chunk.width)
+        .set(&DlogitsParams::first_column, chunk.first_column)
+        .set(&DlogitsParams::rows, rows.count)
+        .set(&DlogitsParams::columns, chunk.columns)
+        .set_transform(&DlogitsParams::transform, pass.spec);
+    return launch;
+}
+
+LaunchBuilder<GradHiddenParams> grad_hidden_launch(const BackwardPass& pass, const Chunk& chunk, const RowBlock& rows, const Expr& grid,
+                                                   const Expr& sum, const Expr& last) {
+    const std::int64_t row_bytes = pass.spec.hidden_size * pass.element_bytes;
+    LaunchBuilder<GradHiddenParams> launch(pass.source.kernel(KernelRole::grad_hidden), grid);
+    launch.set(&GradHiddenParams::dlogits, chunk.dlogits)
+        .set(&GradHiddenParams::weight, weight_operand(pass, chunk))
+        .set(&GradHiddenParams::scalars, workspace_at(pass.layout.scalars))
+        .set(&GradHiddenParams::accumulator, sum)
+        .set(&GradHiddenParams::grad_hidden, slot(Slot::grad_hidden) + caller_row(pass, rows.first) * row_bytes)
+        .set(&GradHiddenParams::ld, chunk.width)
+        .set(&GradHiddenParams::rows, rows.count)
+        .set(&GradHiddenParams::columns, chunk.columns)
+        .set(&GradHiddenParams::first, equal(chunk.first_column, 0))
+        .set(&GradHiddenParams::last, last);
+    return launch;
+}
+
+LaunchBuilder<GradWeightParams> grad_weight_launch(const BackwardPass& pass, const Chunk& chunk, const RowBlock& rows, const Expr& grid) {
+    const BackwardLayout& layout = pass.layout;
+    const bool vocab_major = pass.spec.layout == WeightLayout::vocab_major;
+    LaunchBuilder<GradWeightParams> launch(pass.source.kernel(KernelRole::grad_weight), grid);
+    launch.set(&GradWeightParams::dlogits, chunk.dlogits)
+        .set(&GradWeightParams::hidden, slot(Slot::hidden) + rows.first * (pass.spec.hidden_size * pass.element_bytes))
+        .set(&GradWeightParams::scalars, workspace_at(layout.scalars))
+        .set(&GradWeightParams::accumulator, select(less(1, layout.row_blocks), workspace_at(layout.weight_accumulator), 0))
+        .set(&GradWeightParams::grad_weight, chunk_at(pass, chunk, Slot::grad_weight, pass.grad_element_bytes))
+        .set(&GradWeightParams::ld, chunk.width)
+        .set(&GradWeightParams::accumulator_ld, vocab_major ? Expr(pass.spec.hidden_size) : chunk.width)
+        .set(&GradWeightParams::rows, rows.count)
+        .set(&GradWeightParams::columns, chunk.columns)
+        .set(&GradWeightParams::first, equal(rows.number, 0))
+        .set(&GradWeightParams::last, is_last(pass, rows))
+        .set(&GradWeightParams::row_targets, workspace_at(layout.row_targets));
+    return launch;
+}
+
+Statement chunk_by_chunk(const BackwardPass& pass, const Stretch& stretch, const ChunkGemms& gemms) {
+    const Chunk chunk = chunk_of(pass, stretch);
+    const RowBlock rows = row_block(pass, kRowBlockLoop);
+    std::vector<Statement> of_rows;
+    of_rows.push_back({If{less(1, pass.layout.row_blocks), {coefficients_launch(pass, rows)}}});
+    of_rows.push_back(gemms.dlogits);
+    // grad_weight first: hidden states may lie in grad_hidden.
+    of_rows.push_back({If{present(Slot::grad_weight), {gemms.grad_weight}}});
+    of_rows.push_back({If{present(Slot::grad_hidden), {gemms.grad_hidden}}});
+    if (pass.spec.bias) of_rows.push_back({If{present(Slot::grad_bias), {grad_bias_launch(pass, chunk, rows)}}});
+    std::vector<Statement> of_chunk;
+    if (rounds_weight(pass.spec)) {
+        of_chunk.push_back(round_weight_launch(pass.spec, pass.source, chunk.first_column, chunk.columns, weight_operand(pass, chunk)));
+    }
+    of_chunk.push_back({Loop{kRowBlockLoop, pass.layout.row_blocks, std::move(of_rows)}});
+    return {Loop{kChunkLoop, stretch.chunks, std::move(of_chunk)}};
+}
+
+std::vector<Statement> coefficient_steps(const BackwardPass& pass) {
+    const Preparation preparation{.scalars = pass.layout.scalars, .want_count = counts_tokens(), .list = pass.list};
+    const RowBlock rows = row_block(pass, kCoefficientsLoop);
+    return {{If{!prepares_with_rows(pass), {prepare_launch(pass.spec, pass.source, preparation)}}},
+            {Loop{kCoefficientsLoop, pass.layout.row_blocks, {coefficients_launch(pass, rows)}}}};
+}
+
+Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
+    const Spec& spec = pass.spec;
+    const Expr row = caller_row(pass, rows.first);
+    LaunchBuilder<RowCoefficientsParams> launch(pass.source.kernel(KernelRole::row_coefficients), ceil_div(rows.count, kRowThreads));
+    launch.set(&RowCoefficientsParams::class_weight, slot(Slot::class_weight))
+        .set(&RowCoefficientsParams::scalars, workspace_at(pass.layout.scalars))
+        .set_targets(&RowCoefficientsParams::targets, row)
+        .set_list(&RowCoefficientsParams::list, pass.list, workspace_at(pass.layout.scalars), rows.first)
+        .set_count(&RowCoefficientsParams::count)
+        .set(&RowCoefficientsParams::lse, slot(Slot::lse) + row * 4)
+        .set(&RowCoefficientsParams::entropy, advanced(slot(Slot::entropy), row, 4))
+        .set(&RowCoefficientsParams::grad_loss, advanced(slot(Slot::grad_loss), reduces_by(ReductionCode::none) * row, 4))
+        .set(&RowCoefficientsParams::grad_lse, advanced(slot(Slot::grad_lse), row, 4))
+        .set(&RowCoefficientsParams::grad_logprob, advanced(slot(Slot::grad_logprob), row, 4))
+        .set(&RowCoefficientsParams::grad_entropy, advanced(slot(Slot::grad_entropy), row, 4))
+        .set(&RowCoefficientsParams::coefficients, workspace_at(pass.layout.coefficients))
+        .set(&RowCoefficientsParams::row_targets, workspace_at(pass.layout.row_targets))
+        .set(&RowCoefficientsParams::rows, rows.count)
+        .set(&RowCoefficientsParams::prepares, prepares_with_rows(pass))
+        .set(&RowCoefficientsParams::want_count, counts_tokens())
+        .set_float(&RowCoefficientsParams::label_smoothing, static_cast<float>(spec.label_smoothing))
+        .set_float(&RowCoefficientsParams::smoothing_per_class,
+                   static_cast<float>(spec.label_smoothing / static_cast<double>(spec.vocab_size)))
+        .set_float(&RowCoefficientsParams::z_loss_weight, static_cast<float>(spec.z_loss))
+        .set_float(&RowCoefficientsParams::absent_grad_loss, spec.outputs.loss ? 1.0F : 0.0F)
+        .set_float(&RowCoefficientsParams::derivative_bound, static_cast<float>(std::abs(spec.logit_scale)));
+    return launch.build();
+}
+
+Expr any_gradient() { return present(Slot::grad_hidden) || (present(Slot::grad_weight) || present(Slot::grad_bias)); }
+
+std::vector<Statement> zero_the_rest(const BackwardPass& pass) {
+    const Spec& spec = pass.spec;
+    if (spec.grad_weight_mode != GradMode::write) return {};
+    const std::int64_t weight_bytes = spec.padded_vocab_size * spec.hidden_size * pass.grad_element_bytes;
+    const Expr no_token = equal(slot(Slot::num_tokens), 0);
+    std::vector<Statement> weight;
+    weight.push_back({If{no_token, {Statement{MemsetZero{slot(Slot::grad_weight), weight_bytes}}}}});
+    if (zeroes_columns(spec)) {
+        const std::int64_t count = (spec.padded_vocab_size - spec.vocab_size) * spec.hidden_size;
+        LaunchBuilder<ZeroColumnsParams> launch(pass.source.kernel(KernelRole::zero_columns), ceil_div(count, kRowThreads));
+        launch.set(&ZeroColumnsParams::data, slot(Slot::grad_weight))
+            .set(&ZeroColumnsParams::columns, spec.padded_vocab_size)
+            .set(&ZeroColumnsParams::first_column, spec.vocab_size)
+            .set(&ZeroColumnsParams::rows, spec.hidden_size);
+        weight.push_back(launch.build());
+    } else if (spec.padded_vocab_size > spec.vocab_size) {
+        const std::int64_t written = spec.vocab_size * spec.hidden_size * pass.grad_element_bytes;
+        weight.push_back({MemsetZero{slot(Slot::grad_weight) + written, weight_bytes - written}});
+    }
+    std::vector<Statement> steps = {{If{present(Slot::grad_weight), std::move(weight)}}};
+    if (spec.bias) {
+        const MemsetZero bias{slot(Slot::grad_bias), spec.vocab_size * pass.grad_element_bytes};
+        steps.push_back({If{no_token && present(Slot::grad_bias), {Statement{bias}}}});
+    }
+    return steps;
+}
+
+}  // namespace flce

@@ -1,0 +1,136 @@
+#include "generator/cuda/common/forward_steps.hpp"
+
+#include <utility>
+
+#include "generator/cuda/common/round_weight.hpp"
+
+namespace flce {
+namespace {
+
+/// Whether the call wants losses token by token.
+Expr loss_of_each() { return reduces_by(ReductionCode::none); }
+
+/// Whether one block of row_outputs has every token, so that it can write the scalar loss itself: a launch less.
+Expr one_block() { return less(slot(Slot::num_tokens), kOutputRows + 1); }
+
+/// Where the weight is rounded, target logits of all tokens stay from one stretch to the next; else only those of a launch do.
+Expr target_logits_at(const ForwardPass& pass, const LaunchRows& rows) {
+    return workspace_at(pass.layout.target_logits) + (rounds_weight(pass.spec) ? rows.first * 4 : Expr(0));
+}
+
+Statement merge_stretch_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits) {
+    const ForwardLayout& layout = pass.layout;
+    LaunchBuilder<MergeStretchParams> launch(pass.source.kernel(KernelRole::merge_stretch), ceil_div(rows.count, kRowThreads));
+    launch.set(&MergeStretchParams::partials, workspace_at(layout.partials))
+        .set(&MergeStretchParams::running, workspace_at(layout.running) + rows.first * 4)
+        .set(&MergeStretchParams::scalars, workspace_at(layout.scalars))
+        .set_list(&MergeStretchParams::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set(&MergeStretchParams::partial_rows, layout.partial_rows)
+        .set(&MergeStretchParams::running_rows, layout.running_rows)
+        .set(&MergeStretchParams::rows, rows.count)
+        .set(&MergeStretchParams::splits, splits)
+        .set(&MergeStretchParams::first, equal(variable(kStretchLoop), 0));
+    return launch.build();
+}
+
+}  // namespace
+
+ForwardPass::ForwardPass(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout)
+    : spec(spec), plan(plan), source(source), layout(layout), list(select(lists_rows(plan), workspace_at(layout.list), 0)) {}
+
+int forward_loops(const Spec& spec) noexcept { return rounds_weight(spec) ? 2 : 1; }
+
+LaunchRows launch_rows(const ForwardPass& pass) {
+    const Expr first = variable(kRowsLoop) * pass.layout.rows;
+    return {first, min(slot(Slot::num_tokens) - first, pass.layout.rows), select(lists_rows(pass.plan), 0, first)};
+}
+
+ColumnRange stretch_columns(const ForwardPass& pass) {
+    const Expr first = variable(kStretchLoop) * pass.layout.stretch;
+    return {first, min(Expr(pass.spec.vocab_size) - first, pass.layout.stretch)};
+}
+
+Expr hidden_row_at(const Spec& spec, const Expr& row) {
+    return slot(Slot::hidden) + row * (spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
+}
+
+LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, const LaunchRows& rows, KernelRole kernel, const Expr& grid_x,
+                                            const Expr& grid_y, const Expr& splits) {
+    const ForwardLayout& layout = pass.layout;
+    LaunchBuilder<ForwardParams> launch(pass.source.kernel(kernel), grid_x, grid_y);
+    launch.set(&ForwardParams::hidden, hidden_row_at(pass.spec, rows.base))
+        .set(&ForwardParams::weight, rounds_weight(pass.spec) ? workspace_at(layout.rounded_weight) : slot(Slot::weight))
+        .set(&ForwardParams::bias, slot(Slot::bias))
+        .set(&ForwardParams::class_weight, slot(Slot::class_weight))
+        .set_targets(&ForwardParams::targets, rows.base)
+        .set(&ForwardParams::partials, workspace_at(layout.partials))
+        .set(&ForwardParams::target_logits, target_logits_at(pass, rows))
+        .set(&ForwardParams::partial_rows, layout.partial_rows)
+        .set(&ForwardParams::rows, rows.count)
+        .set(&ForwardParams::splits, splits)
+        .set_transform(&ForwardParams::transform, pass.spec);
+    return launch;
+}
+
+Statement stretch_loop(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, std::vector<Statement> gemm) {
+    const ForwardLayout& layout = pass.layout;
+    const ColumnRange columns = stretch_columns(pass);
+    std::vector<Statement> of_rows = std::move(gemm);
+    of_rows.push_back(merge_stretch_launch(pass, rows, splits));
+    std::vector<Statement> of_stretch;
+    of_stretch.push_back(round_weight_launch(pass.spec, pass.source, columns.first, columns.count, workspace_at(layout.rounded_weight)));
+    of_stretch.push_back({Loop{kRowsLoop, layout.launches, std::move(of_rows)}});
+    return {Loop{kStretchLoop, Expr(layout.stretches), std::move(of_stretch)}};
+}
+
+Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, const RetainedRowsAt& retained) {
+    using Params = RowOutputsParams;
+    const Spec& spec = pass.spec;
+    const ForwardLayout& layout = pass.layout;
+    const bool running = rounds_weight(spec);  // sums over all stretches of the vocabulary: one part
+    const Expr each = loss_of_each();
+    const Expr scalar_here = and_not(one_block(), each);
+    const Expr loss_partials =
+        workspace_at(layout.loss_partials) + floor_div(rows.first, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial));
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::row_outputs), ceil_div(rows.count, kOutputRows));
+    launch.set(&Params::partials, running ? workspace_at(layout.running) + rows.first * 4 : workspace_at(layout.partials))
+        .set(&Params::target_logits, target_logits_at(pass, rows))
+        .set(&Params::class_weight, slot(Slot::class_weight))
+        .set(&Params::scalars, workspace_at(layout.scalars))
+        .set_targets(&Params::targets, rows.base)
+        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set(&Params::loss, select(each, advanced(slot(Slot::loss), rows.base, 4), 0))
+        .set(&Params::z_loss, select(each, advanced(slot(Slot::z_loss), rows.base, 4), 0))
+        .set(&Params::lse, slot(Slot::lse) + rows.base * 4)
+        .set(&Params::logprob, advanced(slot(Slot::logprob), rows.base, 4))
+        .set(&Params::entropy, advanced(slot(Slot::entropy), rows.base, 4))
+        .set(&Params::loss_partials, select(each || one_block(), 0, loss_partials))
+        .set(&Params::scalar_loss, select(scalar_here, slot(Slot::loss), 0))
+        .set(&Params::scalar_z_loss, select(scalar_here, slot(Slot::z_loss), 0))
+        .set_count(&Params::count)
+        .set(&Params::references, retained.references)
+        .set(&Params::retained_target_logits, retained.target_logits)
+        .set(&Params::stale, retained.stale)
+        .set(&Params::invalid_label, slot(Slot::invalid_label))
+        .set(&Params::first_row, rows.base)
+        .set(&Params::partial_rows, running ? layout.running_rows : layout.partial_rows)
+        .set(&Params::rows, rows.count)
+        .set(&Params::splits, running ? Expr(1) : splits)
+        .set_float(&Params::label_smoothing, static_cast<float>(spec.label_smoothing))
+        .set_float(&Params::smoothing_per_class, static_cast<float>(spec.label_smoothing / static_cast<double>(spec.vocab_size)))
+        .set_float(&Params::z_loss_weight, static_cast<float>(spec.z_loss));
+    return launch.build();
+}
+
+Statement reduce_loss_step(const ForwardPass& pass) {
+    LaunchBuilder<ReduceLossParams> launch(pass.source.kernel(KernelRole::reduce_loss), Expr(1));
+    launch.set(&ReduceLossParams::loss_partials, workspace_at(pass.layout.loss_partials))
+        .set(&ReduceLossParams::loss, slot(Slot::loss))
+        .set(&ReduceLossParams::z_loss, slot(Slot::z_loss))
+        .set_count(&ReduceLossParams::count)
+        .set(&ReduceLossParams::blocks, ceil_div(slot(Slot::num_tokens), kOutputRows));
+    // With no token there is no block of row_outputs either.
+    return {If{and_not(equal(slot(Slot::num_tokens), 0) || !one_block(), loss_of_each()), {launch.build()}}};
+}
+
+}  // namespace flce

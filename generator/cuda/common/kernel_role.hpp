@@ -1,0 +1,39 @@
+// The kernels of a kernel set, each by what it does. Every path has kernels of its own for these roles; cuda_source says which of them a
+// set has.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace flce {
+
+enum class KernelRole : std::uint8_t {
+    // Of a forward pass.
+    forward,
+    forward_few,  ///< of few tokens
+    references,
+    merge_stretch,
+    row_outputs,
+    reduce_loss,
+    // Of a backward pass.
+    row_coefficients,
+    retained_rows,
+    dlogits,
+    grad_hidden,
+    grad_weight,
+    backward_chunks,  ///< the three above, of all chunks of the vocabulary in one launch
+    grad_bias,
+    scatter_rows,
+    zero_columns,
+    // Of both.
+    prepare,
+    gather_rows,
+    round_weight,
+};
+inline constexpr std::size_t kKernelRoleCount = static_cast<std::size_t>(KernelRole::round_weight) + 1;
+
+/// "grad_hidden": the name without the prefix that symbols of cubins have.
+[[nodiscard]] std::string_view to_string(KernelRole role) noexcept;
+
+}  // namespace flce

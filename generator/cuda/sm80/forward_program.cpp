@@ -1,0 +1,50 @@
+#include "generator/cuda/sm80/forward_program.hpp"
+
+#include <utility>
+
+#include "generator/cuda/common/forward_steps.hpp"
+#include "generator/cuda/common/prepare.hpp"
+#include "generator/cuda/sm80/path.hpp"
+
+namespace flce::sm80 {
+namespace {
+
+/// A block a tile of rows and part of the vocabulary.
+Statement gemm_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits) {
+    const Expr row_blocks = ceil_div(rows.count, pass.plan.cuda.forward.block_m);
+    LaunchBuilder<ForwardParams> launch = forward_launch(pass, rows, KernelRole::forward, row_blocks, splits, splits);
+    if (!rounds_weight(pass.spec)) return launch.build();
+    const ColumnRange columns = stretch_columns(pass);
+    LaunchBuilder<ForwardStretchParams> of_stretch(std::move(launch));
+    of_stretch.set(&ForwardStretchParams::first_column, columns.first).set(&ForwardStretchParams::columns, columns.count);
+    return of_stretch.build();
+}
+
+}  // namespace
+
+LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                              const ForwardLayout& layout) {
+    const ForwardPass pass(spec, plan, source, layout);
+    const LaunchRows rows = launch_rows(pass);
+    Expr splits = path_sm80().forward_share(spec, device, plan, rows.count).splits;
+    if (rounds_weight(spec)) {  // the last stretch may have fewer tiles than parts
+        splits = min(splits, ceil_div(stretch_columns(pass).count, plan.cuda.forward.block_n));
+    }
+    LaunchProgram program{.body = {}, .variable_count = forward_loops(spec)};
+    if (sums_class_weights(spec)) {
+        program.body.push_back(prepare_launch(spec, source, {.scalars = layout.scalars, .outputs = true, .counters = layout.shares}));
+    }
+    std::vector<Statement> steps;
+    Statement gemm = gemm_launch(pass, rows, splits);
+    if (rounds_weight(spec)) {
+        program.body.push_back(stretch_loop(pass, rows, splits, {std::move(gemm)}));
+    } else {
+        steps.push_back(std::move(gemm));
+    }
+    steps.push_back(row_outputs_launch(pass, rows, splits, {}));
+    program.body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
+    program.body.push_back(reduce_loss_step(pass));
+    return program;
+}
+
+}  // namespace flce::sm80

@@ -1,0 +1,87 @@
+#include "generator/cuda/sm90/backward_pass.hpp"
+
+#include <cstddef>
+
+#include "generator/cuda/sm90/rules.hpp"
+#include "templates/sum_parts.cuh"
+
+namespace flce::sm90 {
+namespace {
+
+/// Bytes of the call's hidden states where they lie in the place of grad_hidden's sum, else 0.
+Expr hidden_beside_sum(const BackwardPassSm90& pass) {
+    return pass.all_retained * round_up(slot(Slot::num_tokens) * (pass.spec.hidden_size * pass.element_bytes), kWorkspaceAlignment);
+}
+
+/// Columns of the vocabulary that the first launch of grad_hidden sums over.
+Expr first_columns(const BackwardPassSm90& pass) {
+    const BackwardLayout& layout = pass.layout;
+    const Expr of_chunk = select(less(0, layout.wide_chunks), layout.wide_chunk, min(layout.chunk, pass.spec.vocab_size));
+    return select(less(0, pass.retained.columns), pass.retained.columns, of_chunk);
+}
+
+}  // namespace
+
+BackwardPassSm90::BackwardPassSm90(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                   const BackwardLayout& layout)
+    : BackwardPass(spec, plan, source, layout),
+      clusters(device.gpu.sm_count / kClusterBlocks),
+      retained(retained_layout(spec, plan)),
+      all_retained(equal(retained.columns, spec.vocab_size)),
+      joined(layout.joined && (present(Slot::grad_hidden) && present(Slot::grad_weight))) {}
+
+RowBlock all_rows() { return {0, 0, slot(Slot::num_tokens)}; }
+
+Expr cluster_grid(const BackwardPassSm90& pass, const GemmTile& tile, const Expr& m, const Expr& n) {
+    return min(ceil_div(m, kClusterBlocks * tile.block_m) * ceil_div(n, tile.block_n), pass.clusters) * kClusterBlocks;
+}
+
+Expr sum_grid(const BackwardPassSm90& pass, const Expr& rows) {
+    const Expr of_one_part = cluster_grid(pass, pass.plan.cuda.grad_hidden, rows, pass.spec.hidden_size);
+    return min(of_one_part * std::int64_t{SumParts::kMost}, pass.clusters * kClusterBlocks);
+}
+
+Expr tickets_at(const BackwardPassSm90& pass) {
+    return workspace_at(pass.layout.scalars + static_cast<std::int64_t>(offsetof(PassScalars, tickets)));
+}
+
+Expr compact_hidden_at(const BackwardPassSm90& pass) {
+    const Expr summed = present(Slot::grad_hidden) && less(pass.retained.columns, pass.spec.vocab_size);
+    return select(summed, slot(Slot::grad_hidden), workspace_at(pass.layout.hidden_accumulator));
+}
+
+MappedMatrix hidden_matrix(const BackwardPassSm90& pass, const RowBlock& rows) {
+    const std::int64_t hidden_size = pass.spec.hidden_size;
+    return {compact_hidden_at(pass) + rows.first * (hidden_size * pass.element_bytes), hidden_size, rows.count, hidden_size};
+}
+
+Expr sum_at(const BackwardPassSm90& pass) { return workspace_at(pass.layout.hidden_accumulator) + hidden_beside_sum(pass); }
+
+Expr sum_room(const BackwardPassSm90& pass) {
+    const std::int64_t row_bytes = 4 * pass.spec.hidden_size;
+    return floor_div(pass.layout.sum_rows * row_bytes - hidden_beside_sum(pass), row_bytes);
+}
+
+MappedMatrix sum_matrix(const BackwardPassSm90& pass, const Expr& first, const Expr& rows) {
+    return {sum_at(pass) + first * (pass.spec.hidden_size * 4), pass.spec.hidden_size, rows, pass.spec.hidden_size};
+}
+
+SumShareFields sum_share(const BackwardPassSm90& pass) {
+    const BackwardLayout& layout = pass.layout;
+    const GemmTile& tile = pass.plan.cuda.grad_hidden;
+    const GemmTile& joined = pass.plan.cuda.dlogits;
+    const auto tiles_across = [&](const GemmTile& t) { return (pass.spec.hidden_size + t.block_n - 1) / t.block_n; };
+    // Parts lie where either kernel's clusters of rows begin.
+    const Expr undivided = tile.block_m == joined.block_m ? Expr(0) : layout.joined;
+    return {
+        .room = select(less(1, layout.row_blocks), 0, sum_room(pass)),  // row blocks have tiles enough
+        .cluster_rows = std::int64_t{kClusterBlocks} * tile.block_m,
+        .column_tiles = select(layout.joined && equal(pass.retained.columns, 0), tiles_across(joined), tiles_across(tile)),
+        .clusters = pass.clusters,
+        .slices = select(undivided, 0, ceil_div(first_columns(pass), 64)),
+    };
+}
+
+Expr scatters_sum(const BackwardPassSm90& pass) { return pass.listing && (less(1, pass.layout.row_blocks) && !pass.all_retained); }
+
+}  // namespace flce::sm90

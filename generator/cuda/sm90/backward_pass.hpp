@@ -1,0 +1,47 @@
+// What all launches of a backward pass on Hopper's path share: what forward retained, where hidden states and grad_hidden's sum lie, and
+// how clusters divide the work.
+#pragma once
+
+#include "flce/device.hpp"
+#include "generator/cuda/common/backward_steps.hpp"
+
+namespace flce::sm90 {
+
+struct BackwardPassSm90 : BackwardPass {
+    std::int64_t clusters;    ///< that the device runs at a time
+    RetainedLayout retained;  ///< with 0 columns where the plan retains nothing
+    Expr all_retained;        ///< whether that is the whole vocabulary, so that no logits are computed again
+    Expr joined;              ///< whether a stretch's chunks are one launch
+
+    BackwardPassSm90(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const BackwardLayout& layout);
+};
+
+/// All tokens of the call.
+[[nodiscard]] RowBlock all_rows();
+
+/// Persistent clusters, at most as many as there are tiles of m × n results.
+[[nodiscard]] Expr cluster_grid(const BackwardPassSm90& pass, const GemmTile& tile, const Expr& m, const Expr& n);
+/// The same for grad_hidden, whose sum may have several parts.
+[[nodiscard]] Expr sum_grid(const BackwardPassSm90& pass, const Expr& rows);
+/// Address of the launch's Tickets.
+[[nodiscard]] Expr tickets_at(const BackwardPassSm90& pass);
+
+/// Address of the hidden states that GEMMs read: those of listed rows, or of all with zeros for ignored ones, or scaled ones beside
+/// retained exponentials. They lie in grad_hidden, which is written after they have been used, or in the place of its sum.
+[[nodiscard]] Expr compact_hidden_at(const BackwardPassSm90& pass);
+/// Those of some rows as a tensor map shows them.
+[[nodiscard]] MappedMatrix hidden_matrix(const BackwardPassSm90& pass, const RowBlock& rows);
+
+/// Address of grad_hidden's fp32 sum: behind hidden states where they lie in its place.
+[[nodiscard]] Expr sum_at(const BackwardPassSm90& pass);
+/// Rows that there is memory for at sum_at.
+[[nodiscard]] Expr sum_room(const BackwardPassSm90& pass);
+/// `rows` rows of the sum from `first` on.
+[[nodiscard]] MappedMatrix sum_matrix(const BackwardPassSm90& pass, const Expr& first, const Expr& rows);
+/// How the sum over the vocabulary is divided into parts. It is the same where chunks are joined, so that calls for one gradient alone have
+/// the same bits.
+[[nodiscard]] SumShareFields sum_share(const BackwardPassSm90& pass);
+/// Whether scatter_rows writes grad_hidden, and not its last chunk: a row block would write over hidden states of the others.
+[[nodiscard]] Expr scatters_sum(const BackwardPassSm90& pass);
+
+}  // namespace flce::sm90

@@ -1,0 +1,72 @@
+#include "generator/cuda/sm90/backward_program.hpp"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "generator/cuda/sm90/backward_chunks.hpp"
+#include "generator/cuda/sm90/backward_pass.hpp"
+#include "generator/cuda/sm90/chunk_gemms.hpp"
+#include "generator/cuda/sm90/retained_gemms.hpp"
+
+namespace flce::sm90 {
+namespace {
+
+/// The hidden states that the chunks' GEMMs read.
+Statement gather_hidden_launch(const BackwardPassSm90& pass) {
+    LaunchBuilder<GatherRowsParams> launch(pass.source.kernel(KernelRole::gather_rows), ceil_div(slot(Slot::num_tokens), kRowThreads / 32));
+    launch.set(&GatherRowsParams::hidden, slot(Slot::hidden))
+        .set(&GatherRowsParams::compact, compact_hidden_at(pass))
+        .set(&GatherRowsParams::rows, slot(Slot::num_tokens))
+        .set_targets(&GatherRowsParams::targets, 0)
+        .set_list(&GatherRowsParams::list, pass.list, workspace_at(pass.layout.scalars), 0);
+    return launch.build();
+}
+
+/// grad_hidden from sums of several parts, or of listed rows.
+Statement scatter_grad_hidden_launch(const BackwardPassSm90& pass) {
+    const Expr last_chunk_wrote_it = less(1, pass.layout.row_blocks) && !scatters_sum(pass);
+    LaunchBuilder<ScatterRowsParams> launch(pass.source.kernel(KernelRole::scatter_rows),
+                                            ceil_div(slot(Slot::num_tokens), kRowThreads / 32));
+    launch.set_share(&ScatterRowsParams::share, sum_share(pass))
+        .set(&ScatterRowsParams::accumulator, select(last_chunk_wrote_it, 0, sum_at(pass)))
+        .set(&ScatterRowsParams::grad_hidden, slot(Slot::grad_hidden))
+        .set(&ScatterRowsParams::scalars, workspace_at(pass.layout.scalars))
+        .set(&ScatterRowsParams::rows, slot(Slot::num_tokens))
+        .set_list(&ScatterRowsParams::list, pass.list, workspace_at(pass.layout.scalars), 0);
+    return launch.build();
+}
+
+/// The stretch's chunks one by one or, where the layout allows it and the call wants both gradients, joined.
+void add_chunks(const BackwardPassSm90& pass, const Stretch& stretch, std::vector<Statement>& to) {
+    Statement one_by_one = chunk_by_chunk(pass, stretch, chunk_gemms(pass, stretch));
+    if (pass.layout.joined.constant() != nullptr) {  // they never are
+        to.push_back(std::move(one_by_one));
+        return;
+    }
+    to.push_back({If{!pass.joined, {std::move(one_by_one)}}});
+    to.push_back({If{pass.joined && less(0, stretch.chunks), backward_chunks_steps(pass, stretch)}});
+}
+
+}  // namespace
+
+LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                               const BackwardLayout& layout) {
+    const BackwardPassSm90 pass(spec, device, plan, source, layout);
+    const Expr any_token = less(0, slot(Slot::num_tokens));
+    LaunchProgram program{.body = coefficient_steps(pass), .variable_count = kBackwardLoops};
+    if (plan.strategy == Strategy::retain) {
+        program.body.push_back({If{less(0, pass.retained.columns) && any_token, retained_steps(pass)}});
+    }
+    std::vector<Statement> chunks;
+    // What the retained part has left where listed hidden states are to lie is not needed any more.
+    chunks.push_back({If{any_token && less(pass.retained.columns, spec.vocab_size), {gather_hidden_launch(pass)}}});
+    for (const Stretch& stretch : stretches(pass, pass.retained.columns)) add_chunks(pass, stretch, chunks);
+    program.body.push_back({If{any_gradient(), std::move(chunks)}});
+    const Expr scatters = pass.listing || less(slot(Slot::num_tokens), layout.sum_rows);
+    program.body.push_back({If{scatters && present(Slot::grad_hidden), {scatter_grad_hidden_launch(pass)}}});
+    std::ranges::move(zero_the_rest(pass), std::back_inserter(program.body));
+    return program;
+}
+
+}  // namespace flce::sm90

@@ -1,0 +1,16 @@
+// Path cuda_sm90a: the launches of a forward pass.
+#pragma once
+
+#include "flce/device.hpp"
+#include "flce/plan.hpp"
+#include "flce/spec.hpp"
+#include "generator/cuda/source.hpp"
+#include "generator/cuda/workspace.hpp"
+#include "generator/launch_program.hpp"
+
+namespace flce::sm90 {
+
+[[nodiscard]] LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                            const ForwardLayout& layout);
+
+}  // namespace flce::sm90

@@ -1,0 +1,122 @@
+#include "generator/cuda/sm90/retained_gemms.hpp"
+
+#include <utility>
+
+#include "generator/cuda/sm90/maps.hpp"
+#include "generator/cuda/sm90/rules.hpp"
+
+namespace flce::sm90 {
+namespace {
+
+MappedMatrix exponentials_matrix(const RetainedLayout& retained) {
+    return {retained_at(retained.exponentials),
+            kRetainedColumns,
+            slot(Slot::num_tokens),
+            kRetainedColumns,
+            retained.blocks,
+            retained.block_bytes};
+}
+
+/// The rows' scales, scaled hidden states, and the target's element of each row of exponentials.
+Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& rows) {
+    using Params = RetainedRowsParams;
+    const RetainedLayout& retained = pass.retained;
+    const BackwardLayout& layout = pass.layout;
+    const std::int64_t row_bytes = pass.spec.hidden_size * pass.element_bytes;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::retained_rows), ceil_div(rows.count, kRowThreads / 32));
+    launch.set(&Params::hidden, slot(Slot::hidden) + caller_row(pass, rows.first) * row_bytes)
+        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set(&Params::coefficients, workspace_at(layout.coefficients))
+        .set(&Params::row_targets, workspace_at(layout.row_targets))
+        .set(&Params::scalars, workspace_at(layout.scalars))
+        .set(&Params::references, retained_at(retained.references) + rows.first * 4)
+        .set(&Params::target_logits, retained_at(retained.target_logits) + rows.first * 4)
+        .set(&Params::exponentials, retained_at(retained.exponentials) + rows.first * (kRetainedColumns * pass.element_bytes))
+        .set(&Params::scaled_hidden, compact_hidden_at(pass) + rows.first * row_bytes)
+        .set(&Params::row_scales, retained_at(retained.row_scales) + rows.first * 4)
+        .set(&Params::counters, workspace_at(layout.counters))
+        .set(&Params::counter_count, layout.counter_count)
+        .set(&Params::block_bytes, retained.block_bytes)
+        .set(&Params::rows, rows.count)
+        .set(&Params::columns, retained.columns)
+        .set_float(&Params::derivative, static_cast<float>(pass.spec.logit_scale));
+    return launch.build();
+}
+
+Statement retained_grad_hidden_launch(const BackwardPassSm90& pass) {
+    using Params = GradHiddenSm90Params;
+    const RetainedLayout& retained = pass.retained;
+    const BackwardLayout& layout = pass.layout;
+    const GemmTile& tile = pass.plan.cuda.grad_hidden;
+    const bool vocab_major = pass.spec.layout == WeightLayout::vocab_major;
+    const RowBlock rows = all_rows();
+    const MappedMatrix sum = sum_matrix(pass, 0, max(sum_room(pass), 1));
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::grad_hidden), sum_grid(pass, rows.count));
+    launch.set_share(&Params::share, sum_share(pass))
+        .set(&Params::scalars, workspace_at(layout.scalars))
+        .set(&Params::accumulator, sum.address)
+        .set(&Params::grad_hidden, slot(Slot::grad_hidden))
+        .set(&Params::rows, rows.count)
+        .set(&Params::columns, retained.columns)
+        .set(&Params::first, 1)
+        .set(&Params::last, pass.all_retained)
+        .set(&Params::row_scales, retained_at(retained.row_scales))
+        .set(&Params::pace, workspace_at(layout.counters))
+        .set(&Params::tickets, tickets_at(pass))
+        .set(&Params::column_shift, kRetainedShift)
+        .set_map(&Params::dlogits_map, exponentials_matrix(retained), tile.block_m)
+        .set_map(&Params::weight_map, weight_matrix(pass.spec, slot(Slot::weight), retained.columns),
+                 vocab_major ? kSecondRows : tile.block_n / kClusterBlocks)
+        .set_map(&Params::accumulator_map, sum, kFirstRows, 4)
+        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first);
+    return launch.build();
+}
+
+Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
+    using Params = GradWeightSm90Params;
+    const RetainedLayout& retained = pass.retained;
+    const BackwardLayout& layout = pass.layout;
+    const GemmTile& tile = pass.plan.cuda.grad_weight;
+    const bool vocab_major = pass.spec.layout == WeightLayout::vocab_major;
+    const RowBlock rows = all_rows();
+    const GradWeightExtents of = grad_weight_extents(pass.spec, retained.columns);
+    const Expr lent = equal(slot(Slot::retained), slot(Slot::grad_weight));  // tiles wait for those that read what they write over
+    const std::int64_t tiles_across = (pass.spec.hidden_size + tile.block_n - 1) / tile.block_n;
+    const std::int64_t readers = kRetainedColumns / tile.block_m * tiles_across * warps_of_tile(tile);
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::grad_weight), cluster_grid(pass, tile, of.m, of.n));
+    launch.set(&Params::scalars, workspace_at(layout.scalars))
+        .set(&Params::grad_weight, slot(Slot::grad_weight))
+        .set(&Params::rows, rows.count)
+        .set(&Params::columns, retained.columns)
+        .set(&Params::first, 1)
+        .set(&Params::last, 1)
+        .set(&Params::readers, select(lent, workspace_at(layout.counters) + 2 * kPaceCounters * 4, 0))
+        .set(&Params::pace, workspace_at(layout.counters) + kPaceCounters * 4)
+        .set(&Params::tickets, tickets_at(pass))
+        .set(&Params::block_bytes, retained.block_bytes)
+        .set(&Params::readers_of_block, readers)
+        .set(&Params::column_shift, kRetainedShift)
+        .set_map(&Params::dlogits_map, exponentials_matrix(retained), vocab_major ? kFirstRows : kSecondRows)
+        .set_map(&Params::hidden_map, hidden_matrix(pass, rows), vocab_major ? kSecondRows : kFirstRows)
+        .set_map(&Params::grad_weight_map, weight_matrix(pass.spec, slot(Slot::grad_weight), retained.columns), kFirstRows,
+                 pass.grad_element_bytes)
+        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first);
+    return launch.build();
+}
+
+}  // namespace
+
+std::vector<Statement> retained_steps(const BackwardPassSm90& pass) {
+    const RowBlock rows = row_block(pass, kRowBlockLoop);
+    std::vector<Statement> of_rows;
+    of_rows.push_back({If{less(1, pass.layout.row_blocks), {coefficients_launch(pass, rows)}}});
+    of_rows.push_back(retained_rows_launch(pass, rows));
+    std::vector<Statement> steps;
+    steps.push_back({Loop{kRowBlockLoop, pass.layout.row_blocks, std::move(of_rows)}});
+    // grad_hidden first: grad_weight may take the place of what it reads.
+    steps.push_back({If{present(Slot::grad_hidden), {retained_grad_hidden_launch(pass)}}});
+    steps.push_back({If{present(Slot::grad_weight), {retained_grad_weight_launch(pass)}}});
+    return steps;
+}
+
+}  // namespace flce::sm90
