@@ -170,19 +170,12 @@ Workspace Scratch::workspace() const {
     return {static_cast<std::byte*>(buffer_.data()) + (aligned - address), bytes_};
 }
 
-RetainedSizes automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes) {
-    constexpr std::size_t kAlignment = 256;
-    const std::size_t workspace = kernel.workspace_bytes(num_tokens);
-    const auto limit = static_cast<std::size_t>(limit_bytes);
-    if (limit > 0 && workspace > limit) {
-        throw PlanError(
-            limit_too_small(limit_bytes, static_cast<std::int64_t>(workspace), fmt::format("{} tokens with this plan", num_tokens)));
+Retained automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes) {
+    const auto workspace = static_cast<std::int64_t>(kernel.workspace_bytes(num_tokens));
+    if (limit_bytes > 0 && workspace > limit_bytes) {
+        throw PlanError(limit_too_small(limit_bytes, workspace, fmt::format("{} tokens with this plan", num_tokens)));
     }
-    const std::size_t room = limit > 0 ? (limit - workspace) / kAlignment * kAlignment : 0;
-    RetainedSizes sizes{.own = std::min(kernel.retained_bytes(num_tokens), room),
-                        .lent = kernel.retained_bytes(num_tokens, RetainedPlace::grad_weight)};
-    (sizes.own > sizes.lent ? sizes.lent : sizes.own) = 0;
-    return sizes;
+    return kernel.choose_retained(num_tokens, {.workspace_limit_bytes = limit_bytes});
 }
 
 void fill_random(std::byte* to, DType dtype, std::size_t count, double deviation, std::uint64_t seed) {

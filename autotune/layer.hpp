@@ -74,13 +74,9 @@ private:
     std::size_t bytes_;
 };
 
-/// What forward may leave to backward without more being said: in the memory that a limit (0: none) leaves beside the workspace, or in grad_weight's,
-/// where that holds as much; bytes, one of them 0. Throws PlanError where the workspace alone is over the limit.
-struct RetainedSizes {
-    std::size_t own = 0;
-    std::size_t lent = 0;
-};
-[[nodiscard]] RetainedSizes automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes);
+/// Kernel::choose_retained, of which `data` is still to be set, under a limit on it and the workspace together (0: none). Throws PlanError where the
+/// workspace alone is over the limit.
+[[nodiscard]] Retained automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes);
 
 /// Standard deviation of random logits, before a softcap.
 inline constexpr double kRandomLogitDeviation = 2.0;

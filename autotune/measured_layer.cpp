@@ -93,7 +93,8 @@ MeasuredLayer::Runnable& MeasuredLayer::runnable(const std::string& plan) {
     if (found == kernels_.end()) found = kernels_.emplace(plan, make_runnable(plan)).first;
     // Also for one that has had it: whoever wanted more and got none may have cost it.
     reserve("workspace", scratch_, scratch_bytes_, found->second.workspace_bytes);
-    if (found->second.own_bytes > 0) reserve("retained", retained_, retained_bytes_, found->second.own_bytes);
+    const Retained& retained = found->second.retained;
+    if (retained.place == RetainedPlace::own && retained.bytes > 0) reserve("retained", retained_, retained_bytes_, retained.bytes);
     return found->second;
 }
 
@@ -101,12 +102,15 @@ MeasuredLayer::Runnable MeasuredLayer::make_runnable(const std::string& plan) {
     const std::int64_t n = options_.num_tokens;
     Runnable made{.kernel = session_.get_kernel(options_.spec, {.plan = plan})};
     made.workspace_bytes = made.kernel->workspace_bytes(n);
-    if (options_.retain) {
-        const RetainedSizes sizes = automatic_retained(*made.kernel, n, options_.limit_bytes);
-        made.own_bytes = sizes.own;
-        made.lent_bytes = sizes.lent;
-    }
+    if (options_.retain) made.retained = automatic_retained(*made.kernel, n, options_.limit_bytes);
     return made;
+}
+
+Retained MeasuredLayer::retained_by(const Runnable& runnable, const LayerOutputs& outputs) const {
+    Retained retained = runnable.retained;
+    if (retained.bytes == 0) return {};
+    retained.data = retained.place == RetainedPlace::own ? retained_->workspace().data : outputs.grad_weight.view.data;
+    return retained;
 }
 
 void MeasuredLayer::reserve(const char* name, std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted) {
@@ -130,8 +134,7 @@ void MeasuredLayer::run(const Runnable& runnable, std::size_t which, Stream stre
     const BufferSet& set = sets_[which % sets_.size()];
     ForwardArgs forward = forward_args(set.inputs, set.outputs, {});
     BackwardArgs backward = backward_args(set.inputs, set.outputs, {});
-    if (runnable.own_bytes > 0) forward.retained = backward.retained = {retained_->workspace().data, runnable.own_bytes};
-    if (runnable.lent_bytes > 0) forward.retained = backward.retained = {set.outputs.grad_weight.view.data, runnable.lent_bytes};
+    forward.retained = backward.retained = retained_by(runnable, set.outputs);
     const Workspace workspace{scratch_->workspace().data, runnable.workspace_bytes};
     runnable.kernel->forward(forward, workspace, stream);
     runnable.kernel->backward(backward, workspace, stream);
@@ -261,8 +264,9 @@ std::string MeasuredLayer::against_first(const Sample& sample) const {
 MeasuredLayer::Checked MeasuredLayer::check(const std::string& plan) {
     const std::int64_t compiled_before = session_.statistics().compiled;
     const Runnable& candidate = runnable(plan);
+    const Retained& retained = candidate.retained;
     Checked checked{.workspace_bytes = static_cast<std::int64_t>(candidate.workspace_bytes),
-                    .retained_bytes = static_cast<std::int64_t>(candidate.own_bytes),
+                    .retained_bytes = retained.place == RetainedPlace::own ? static_cast<std::int64_t>(retained.bytes) : 0,
                     .compiled = session_.statistics().compiled - compiled_before};
     if (options_.num_tokens == 0) return checked;
     poison();

@@ -57,10 +57,9 @@ private:
     struct Runnable {
         std::shared_ptr<const Kernel> kernel;
         std::size_t workspace_bytes = 0;
-        std::size_t own_bytes = 0;   ///< retained in memory of its own
-        std::size_t lent_bytes = 0;  ///< retained in grad_weight's
-        int repetitions = 0;         ///< of a sample; 0: not known yet
-        Recording sample;            ///< of so many; made when it is first timed
+        Retained retained;    ///< without its address
+        int repetitions = 0;  ///< of a sample; 0: not known yet
+        Recording sample;     ///< of so many; made when it is first timed
     };
     /// What is compared between plans: every output of a token and of the whole, and of the gradients the rows of a spread.
     struct Sample {
@@ -75,6 +74,7 @@ private:
     [[nodiscard]] Recording recorded(const Runnable& candidate);
     void drop_samples();
     void make_reference();
+    [[nodiscard]] Retained retained_by(const Runnable& runnable, const LayerOutputs& outputs) const;
     void reserve(const char* name, std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted);
     void poison();
     [[nodiscard]] Sample sample() const;

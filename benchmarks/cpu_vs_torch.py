@@ -21,6 +21,7 @@ import torch
 
 DTYPES = {"fp32": (torch.float32, 0x220), "bf16": (torch.bfloat16, 0x410), "fp16": (torch.float16, 0x210)}
 INT64, FP32, CPU = 0x040, 0x220, 1
+GRAD_WEIGHT = 1  # FLCE_RETAINED_GRAD_WEIGHT
 
 
 class Tensor(ctypes.Structure):
@@ -49,7 +50,8 @@ COMMON = [
     ("num_valid", P),
 ]
 
-RETAINED = [("retained", ctypes.c_void_p), ("retained_bytes", ctypes.c_size_t)]
+RETAINED = [("retained", ctypes.c_void_p), ("retained_bytes", ctypes.c_size_t),
+            ("retained_place", ctypes.c_int32), ("reserved_2", ctypes.c_int32)]
 
 
 class ForwardArgs(ctypes.Structure):
@@ -150,7 +152,8 @@ class Flce:
             "reduction": self.MEAN,
         }
         if retain:
-            common |= {"retained": out["grad_weight"].data_ptr(), "retained_bytes": self.lendable_bytes(tokens)}
+            lent = self.lendable_bytes(tokens)
+            common |= {"retained": out["grad_weight"].data_ptr(), "retained_bytes": lent, "retained_place": GRAD_WEIGHT}
         forward = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), loss=ctypes.pointer(views["loss"]), **common)
         backward = BackwardArgs(
             struct_size=ctypes.sizeof(BackwardArgs),

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "runtime/retained_choice.hpp"
 #include "runtime/scratch_steps.hpp"
 
 namespace flce::cli {
@@ -51,8 +52,8 @@ private:
 
     /// Bytes of what is kept of a whole vocabulary: fp32 logits on a CPU, exponentials of the spec's dtype on a GPU.
     [[nodiscard]] double whole_bytes(const Plan& plan) const {
-        const double element = plan.path == PlanPath::cpu ? 4.0 : static_cast<double>(element_bytes(q_.spec.dtype));
-        return static_cast<double>(q_.num_tokens) * static_cast<double>(q_.spec.vocab_size) * element;
+        return static_cast<double>(q_.num_tokens) * static_cast<double>(q_.spec.vocab_size) *
+               static_cast<double>(retained_logit_bytes(q_.spec, plan));
     }
 
     /// What grad_weight's memory holds.
@@ -76,11 +77,17 @@ private:
         return {kept / whole, static_cast<std::int64_t>(std::min(kept, 0x1p62))};
     }
 
-    /// Where nothing more is said: what the limit leaves, or grad_weight's memory, where that holds as much.
-    [[nodiscard]] Kept automatic(const Plan& plan, std::int64_t limit_bytes) const {
-        const Kept rest = own(plan, static_cast<double>(limit_bytes - workspace_bound(plan)));
-        const Kept in_grad_weight = lent(plan);
-        return rest.part > in_grad_weight.part ? rest : in_grad_weight;
+    /// As Kernel::choose_retained decides, from bounds.
+    [[nodiscard]] Kept automatic(const Plan& plan) const {
+        if (!retains(plan)) return {};
+        const double grad_weight_bytes = static_cast<double>(q_.spec.vocab_size) * static_cast<double>(q_.spec.hidden_size) *
+                                         static_cast<double>(element_bytes(q_.spec.grad_weight_dtype));
+        const RetainedRoom room{.most = static_cast<std::size_t>(std::min(whole_bytes(plan), 0x1p62)),
+                                .lendable = lent(plan).part > 0 ? static_cast<std::size_t>(grad_weight_bytes) : 0,
+                                .workspace = static_cast<std::size_t>(workspace_bound(plan))};
+        const Retained chosen = choose_retained(q_.spec, plan, q_.num_tokens, room, {.workspace_limit_bytes = q_.limit_bytes});
+        if (chosen.place == RetainedPlace::grad_weight) return lent(plan);
+        return own(plan, static_cast<double>(chosen.bytes));
     }
 
     /// As the other commands read --retain.
@@ -90,7 +97,7 @@ private:
             throw PlanError(limit_too_small(q_.limit_bytes, workspace, fmt::format("{} tokens with this plan", q_.num_tokens)));
         }
         if (q_.retain == "none") return {};
-        if (q_.retain == "auto") return automatic(plan, q_.limit_bytes);
+        if (q_.retain == "auto") return automatic(plan);
         if (q_.retain == "grad_weight") {
             if (lent(plan).part == 0 && q_.num_tokens > 0) {
                 throw UsageError(

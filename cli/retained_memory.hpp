@@ -18,12 +18,12 @@ public:
     /// For both passes over `outputs`.
     [[nodiscard]] Retained of(const LayerOutputs& outputs) const;
     /// Beside the gradients.
-    [[nodiscard]] std::size_t own_bytes() const { return memory_ ? bytes_ : 0; }
-    [[nodiscard]] std::size_t bytes() const { return bytes_; }
+    [[nodiscard]] std::size_t own_bytes() const { return retained_.place == RetainedPlace::own ? retained_.bytes : 0; }
+    [[nodiscard]] std::size_t bytes() const { return retained_.bytes; }
 
 private:
-    std::size_t bytes_ = 0;
-    std::optional<Scratch> memory_;  ///< none: grad_weight's
+    Retained retained_;              ///< without grad_weight's address
+    std::optional<Scratch> memory_;  ///< of its own
 };
 
 }  // namespace flce::cli

@@ -41,9 +41,10 @@ enum class Slot : std::uint32_t {
     grad_weight,     // like weight; 0: not wanted
     grad_bias,       // [V]; 0: not wanted
     workspace,
-    retained,  // forward writes, backward reads; 0: nothing is retained. May be grad_weight's own memory
+    retained,  // forward writes, backward reads; 0: nothing is retained
     retained_bytes,
-    workspace_bytes,  // that the caller has given
+    retained_in_grad_weight,  // 0 or 1: laid out so that grad_weight may be written over it, in that gradient's own memory
+    workspace_bytes,          // that the caller has given
     count
 };
 

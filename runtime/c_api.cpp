@@ -181,7 +181,30 @@ void check_reserved(std::int32_t reserved, const char* name) {
     if (reserved != 0) throw ArgumentError(fmt::format("{}.reserved is {}; it must be 0", name, reserved));
 }
 
-ForwardArgs forward_args_of(const flce_forward_args& args) {
+RetainedPlace place_of(std::int32_t place, const char* name) {
+    static_assert(FLCE_RETAINED_OWN == static_cast<int>(RetainedPlace::own));
+    static_assert(FLCE_RETAINED_GRAD_WEIGHT == static_cast<int>(RetainedPlace::grad_weight));
+    if (place != FLCE_RETAINED_OWN && place != FLCE_RETAINED_GRAD_WEIGHT) {
+        throw ArgumentError(fmt::format("{} is {}; allowed are own (0), grad_weight (1)", name, place));
+    }
+    return static_cast<RetainedPlace>(place);
+}
+
+/// Callers that were compiled before there was a retained_place have none. Of theirs, as many bytes as grad_weight is lent for lie in its memory.
+template <class Args>
+Retained retained_of(const Kernel& kernel, const Args& args) {
+    Retained retained{args.retained, args.retained_bytes};
+    if (args.struct_size >= sizeof(Args)) {
+        check_reserved(args.reserved_2, "args");
+        retained.place = place_of(args.retained_place, "args.retained_place");
+    } else if (args.retained_bytes != 0 && args.hidden != nullptr && args.hidden->ndim == 2) {
+        const bool lent = args.retained_bytes == kernel.retained_bytes(args.hidden->shape[0], RetainedPlace::grad_weight);
+        retained.place = lent ? RetainedPlace::grad_weight : RetainedPlace::own;
+    }
+    return retained;
+}
+
+ForwardArgs forward_args_of(const Kernel& kernel, const flce_forward_args& args) {
     check_reserved(args.reserved, "args");
     return {.hidden = view_of(args.hidden, "hidden"),
             .weight = view_of(args.weight, "weight"),
@@ -197,10 +220,10 @@ ForwardArgs forward_args_of(const flce_forward_args& args) {
             .logprob = view_of(args.logprob, "logprob"),
             .entropy = view_of(args.entropy, "entropy"),
             .invalid_label = view_of(args.invalid_label, "invalid_label"),
-            .retained = {args.retained, args.retained_bytes}};
+            .retained = retained_of(kernel, args)};
 }
 
-BackwardArgs backward_args_of(const flce_backward_args& args) {
+BackwardArgs backward_args_of(const Kernel& kernel, const flce_backward_args& args) {
     check_reserved(args.reserved, "args");
     return {.hidden = view_of(args.hidden, "hidden"),
             .weight = view_of(args.weight, "weight"),
@@ -219,7 +242,7 @@ BackwardArgs backward_args_of(const flce_backward_args& args) {
             .grad_hidden = view_of(args.grad_hidden, "grad_hidden"),
             .grad_weight = view_of(args.grad_weight, "grad_weight"),
             .grad_bias = view_of(args.grad_bias, "grad_bias"),
-            .retained = {args.retained, args.retained_bytes}};
+            .retained = retained_of(kernel, args)};
 }
 
 std::string explanation_text(const Explanation& explanation) {
@@ -380,11 +403,24 @@ flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_t
 }
 
 flce_status flce_kernel_retained_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t place, size_t* bytes) {
+    return guarded([&] { *not_null(bytes, "bytes") = kernel_of(kernel).retained_bytes(num_tokens, place_of(place, "place")); });
+}
+
+flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_tokens, const flce_retain_options* options, int32_t* place,
+                                        size_t* bytes) {
     return guarded([&] {
-        if (place < FLCE_RETAINED_OWN || place > FLCE_RETAINED_GRAD_WEIGHT) {
-            throw ArgumentError(fmt::format("place is {}; allowed are own (0), grad_weight (1)", place));
+        RetainOptions wanted;
+        if (options != nullptr) {
+            const flce_retain_options given = versioned(options, "options");
+            check_reserved(given.reserved, "options");
+            wanted = {.workspace_limit_bytes = given.workspace_limit_bytes,
+                      .lend_grad_weight = given.keep_grad_weight == 0,
+                      .least_work = given.least_work};
         }
-        *not_null(bytes, "bytes") = kernel_of(kernel).retained_bytes(num_tokens, static_cast<RetainedPlace>(place));
+        (void)not_null(bytes, "bytes");
+        const Retained chosen = kernel_of(kernel).choose_retained(num_tokens, wanted);
+        *not_null(place, "place") = static_cast<std::int32_t>(chosen.place);
+        *bytes = chosen.bytes;
     });
 }
 
@@ -409,7 +445,7 @@ flce_status flce_kernel_forward(const flce_kernel* kernel, const flce_forward_ar
                                 void* stream) {
     return guarded([&] {
         const Kernel& target = kernel_of(kernel);
-        target.forward(forward_args_of(versioned<flce_forward_args, offsetof(flce_forward_args, retained)>(args, "args")),
+        target.forward(forward_args_of(target, versioned<flce_forward_args, offsetof(flce_forward_args, retained)>(args, "args")),
                        {workspace, workspace_bytes}, {stream});
     });
 }
@@ -418,7 +454,7 @@ flce_status flce_kernel_backward(const flce_kernel* kernel, const flce_backward_
                                  void* stream) {
     return guarded([&] {
         const Kernel& target = kernel_of(kernel);
-        target.backward(backward_args_of(versioned<flce_backward_args, offsetof(flce_backward_args, retained)>(args, "args")),
+        target.backward(backward_args_of(target, versioned<flce_backward_args, offsetof(flce_backward_args, retained)>(args, "args")),
                         {workspace, workspace_bytes}, {stream});
     });
 }

@@ -6,6 +6,7 @@
 #include "flce/flce.hpp"
 #include "generator/call_slots.hpp"
 #include "runtime/argument_checks.hpp"
+#include "runtime/retained_choice.hpp"
 
 namespace flce {
 namespace {
@@ -98,11 +99,23 @@ public:
         take_if(spec_.bias, Slot::grad_bias, args.grad_bias, {"grad_bias", wide, classes(), Access::write}, "the spec has no bias");
     }
 
-    /// `lendable`: bytes of grad_weight that what is retained may lie in, where this call writes grad_weight.
-    void retained(const Retained& retained, Access access, const TensorView& grad_weight, std::size_t lendable) {
-        const bool lent = retained.data != nullptr && retained.data == grad_weight.data && retained.bytes == lendable;
-        set(Slot::retained, checks_.retained(retained, kRowAlignment, lent ? Access::none : access));
+    /// `grad_weight`: that this call writes, absent where it writes none. It may be the memory that what is retained was lent.
+    void retained(const Kernel& kernel, const Retained& retained, const TensorView& grad_weight) {
+        const bool lent = retained.place == RetainedPlace::grad_weight && retained.bytes != 0;
+        if (lent) {
+            const std::size_t lendable = kernel.retained_bytes(num_tokens_, RetainedPlace::grad_weight);
+            if (retained.bytes != lendable) {
+                checks_.fail(
+                    fmt::format("retained.bytes is {} in grad_weight's memory; {} tokens are lent {} of it (Kernel::retained_bytes)",
+                                retained.bytes, num_tokens_, lendable));
+            }
+        } else if (retained.place != RetainedPlace::own && retained.place != RetainedPlace::grad_weight) {
+            checks_.fail(fmt::format("retained.place is {}; allowed are own (0), grad_weight (1)", static_cast<int>(retained.place)));
+        }
+        const bool written_over = lent && retained.data == grad_weight.data;
+        set(Slot::retained, checks_.retained(retained, kRowAlignment, written_over ? Access::none : Access::write));
         set(Slot::retained_bytes, static_cast<std::int64_t>(retained.bytes));
+        set(Slot::retained_in_grad_weight, lent ? 1 : 0);
     }
 
     void workspace(const Workspace& workspace, std::size_t needed) {
@@ -201,11 +214,23 @@ std::size_t Kernel::retained_bytes(std::int64_t num_tokens, RetainedPlace place)
     return static_cast<std::size_t>(retained_bytes_of(num_tokens, place));
 }
 
+Retained Kernel::choose_retained(std::int64_t num_tokens, const RetainOptions& options) const {
+    if (options.workspace_limit_bytes < 0 || options.least_work < 0) {
+        throw ArgumentError(fmt::format("choose_retained: workspace_limit_bytes is {}, least_work is {}; allowed are 0 and more",
+                                        options.workspace_limit_bytes, options.least_work));
+    }
+    RetainedRoom room{.most = retained_bytes(num_tokens)};
+    if (room.most == 0) return {};
+    if (options.lend_grad_weight) room.lendable = retained_bytes(num_tokens, RetainedPlace::grad_weight);
+    if (options.workspace_limit_bytes > 0) room.workspace = workspace_bytes(num_tokens);
+    return flce::choose_retained(spec_, plan_, num_tokens, room, options);
+}
+
 void Kernel::forward(const ForwardArgs& args, Workspace workspace, Stream stream) const {
     Call call(*this, "forward");
     call.inputs(args);
     call.outputs(args);
-    call.retained(args.retained, Access::write, {}, 0);
+    call.retained(*this, args.retained, {});
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::forward));
     run(false, call.slots(), stream);
 }
@@ -215,9 +240,7 @@ void Kernel::backward(const BackwardArgs& args, Workspace workspace, Stream stre
     call.inputs(args);
     call.saved_and_upstream(args);
     call.gradients(args);
-    const bool may_be_lent = args.retained.data != nullptr && args.grad_weight.present;
-    call.retained(args.retained, Access::write, args.grad_weight,
-                  may_be_lent ? retained_bytes(call.num_tokens(), RetainedPlace::grad_weight) : 0);
+    call.retained(*this, args.retained, args.grad_weight);
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::backward));
     run(true, call.slots(), stream);
 }

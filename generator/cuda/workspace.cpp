@@ -166,7 +166,7 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
         r.lendable = select(less(0, n), Expr(spec.vocab_size * gradient_row), 0);
 
     const Expr bytes = slot(Slot::retained_bytes);
-    r.lent = equal(bytes, r.lendable) && less(0, bytes);
+    r.lent = slot(Slot::retained_in_grad_weight) && less(0, bytes);
     const Expr places = floor_div(bytes, max(block, kRetainedColumns * gradient_row));  // of lent memory, the first of them for the rest
     const Expr lent_stride = floor_div(floor_div(bytes, max(places, 1)), kWorkspaceAlignment) * kWorkspaceAlignment;
     const Expr own_blocks = floor_div(max(bytes - pieces.end(), 0), block);

@@ -104,9 +104,9 @@ struct JoinedChunks {
 };
 
 /// What forward leaves for backward in Slot::retained where the plan retains: exponentials of the first columns of the vocabulary in blocks
-/// of [N, kRetainedColumns], and what they are relative to. A function of Slot::retained_bytes, so that both passes agree. In grad_weight's
-/// memory block i lies i + 1 places from the beginning. A place is at least as large as a block's gradient, so that a block of the gradient
-/// overwrites only blocks before its own.
+/// of [N, kRetainedColumns], and what they are relative to. A function of Slot::retained_bytes and retained_in_grad_weight, so that both
+/// passes agree. In grad_weight's memory, of which `lendable` bytes are lent, block i lies i + 1 places from the beginning. A place is at
+/// least as large as a block's gradient, so that a block of the gradient overwrites only blocks before its own.
 struct RetainedLayout {
     Expr columns{0};
     Expr blocks{0};

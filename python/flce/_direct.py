@@ -74,8 +74,9 @@ class DirectCall:
         self.num_tokens = target.numel()
         self.target_shape, self.saved_shape = target.shape, torch.Size([self.num_tokens])
         # Where logits may be retained, host time is small beside the kernels': such calls go the general way from here.
-        sizes, retain = kernel.sizes(self.num_tokens), _retain.wanted(rest[4], weight=weight.requires_grad)
-        self.retain = retain if self.requires_grad and sizes.most and (rest[3] or sizes.may_lend(retain)) else 0
+        retain = _retain.wanted(rest[4], weight=weight.requires_grad)
+        choices = _retain.Choices(kernel, self.num_tokens)
+        self.retain = retain if self.requires_grad and choices.may_retain(retain, rest[3]) else 0
         self.asks_engine = self.num_tokens * weight.numel() >= _op.SMALL
         # The loss is make_value(value_form).
         self.make_value: Callable[..., Tensor] = _empty_like

@@ -168,7 +168,7 @@ class Frame:
 
     def resize(self, num_tokens: int) -> None:
         self.num_tokens = -1
-        self.sizes: _retain.Sizes | None = None
+        self.choices: _retain.Choices | None = None
         least = self.kernel.workspace_bytes(num_tokens, backward=False)
         self.backward_bytes = self.kernel.workspace_bytes(num_tokens, backward=True)
         # Forward has a use for room in which to bring the hidden states of tokens that are not ignored together; backward will take as much.
@@ -180,9 +180,10 @@ class Frame:
         self.num_tokens = num_tokens
 
     @staticmethod
-    def retain(args: Any, memory: Tensor | None) -> None:
-        """What the next call leaves in, or takes from, memory that forward and backward share."""
+    def retain(args: Any, memory: Tensor | None, *, lent: bool = False) -> None:
+        """What the next call leaves in, or takes from, memory that forward and backward share. `lent`: that of the weight's gradient."""
         args.retained, args.retained_bytes = (None, 0) if memory is None else (memory.data_ptr(), memory.nbytes)
+        args.retained_place = _native.RETAINED_GRAD_WEIGHT if lent else _native.RETAINED_OWN
 
     def set_rule(self, ignore_index: int, reduction: int) -> None:
         self.rule = None

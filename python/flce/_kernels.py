@@ -85,16 +85,12 @@ class Kernel:
         place = _native.RETAINED_GRAD_WEIGHT if in_grad_weight else _native.RETAINED_OWN
         return _native.retained_bytes(self._handle, num_tokens, place)
 
-    def sizes(self, num_tokens: int) -> _retain.Sizes:
-        """What is worth retaining."""
-        key = self.key
-        if not self.retains or num_tokens * key.vocab_size * key.hidden_size < _retain.LEAST_WORK[key.device.type]:
-            return _retain.NOTHING
-        return _retain.Sizes(
-            self.retained_bytes(num_tokens),
-            self.retained_bytes(num_tokens, in_grad_weight=True),
-            max(self.workspace_bytes(num_tokens, backward=False), self.workspace_bytes(num_tokens, backward=True)),
-        )
+    def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
+        """What forward of a step over num_tokens tokens leaves to backward, (lent, size): so many bytes, 0 for nothing, in the memory of the weight's
+        gradient where it is lent, else in memory of its own. `workspace_limit_bytes`: on workspace and what is retained together; 0: none, and no
+        memory of its own. `lend_grad_weight`: the gradient will be written, and its memory may hold what is retained until then."""
+        place, size = _native.choose_retained(self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK)
+        return _retain.Choice(place == _native.RETAINED_GRAD_WEIGHT, size)
 
     def new_grad_weight(self, weight: Tensor) -> Tensor:
         """Memory for weight's gradient, which lies as weight does."""
@@ -161,10 +157,10 @@ class Kernel:
         num_tokens, names = frame.num_tokens, self.extra_outputs
         retained = memory = None
         if self.retains and given.retain:
-            if frame.sizes is None:
-                frame.sizes = self.sizes(num_tokens)
-            retained, memory = _retain.prepare(self, given, frame.sizes)
-        frame.retain(frame.forward, memory)
+            if frame.choices is None:
+                frame.choices = _retain.Choices(self, num_tokens)
+            retained, memory = _retain.prepare(self, given, frame.choices)
+        frame.retain(frame.forward, memory, lent=retained is not None and retained.lent)
         saved = self.new_floats(2 * num_tokens if "entropy" in names else num_tokens)
         frame.lse.data = saved.data_ptr()
         frame.loss.data = values.data_ptr()
@@ -197,13 +193,16 @@ class Kernel:
         grad_weight: Tensor | None,
         grad_bias: Tensor | None,
         retained: Tensor | None = None,
+        *,
+        lent: bool = False,
     ) -> None:
         """Writes (or, in an accumulating kernel, adds for weight and bias) the gradients that are not None. grad_values is like forward's values,
-        contiguous. `retained`: the memory that forward filled; where it is grad_weight, that is all it is afterwards."""
+        contiguous. `retained`: the memory that forward filled, `lent`: that of a weight's gradient; where it is grad_weight, that is all it is
+        afterwards."""
         frame = self._take_frame()
         args, address = frame.backward, frame.address
         kept = frame.inputs(args, given)  # noqa: F841  # alive until the call is made
-        frame.retain(args, retained)
+        frame.retain(args, retained, lent=lent)
         frame.lse.data = saved.data_ptr()
         if "entropy" in self.extra_outputs:
             frame.entropy.data = saved.data_ptr() + _FP32_BYTES * frame.num_tokens

@@ -12,7 +12,7 @@ from typing import Any
 
 from flce import errors
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 CPU, CUDA = 1, 2
 INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140
@@ -54,7 +54,7 @@ _COMMON_ARGS: tuple[tuple[str, Any], ...] = (
     ("num_valid", c_void_p),
 )
 
-_RETAINED_ARGS = (("retained", c_void_p), ("retained_bytes", c_size_t))
+_RETAINED_ARGS = (("retained", c_void_p), ("retained_bytes", c_size_t), ("retained_place", c_int32), ("reserved_2", c_int32))
 
 
 class ForwardArgs(Structure):
@@ -118,6 +118,18 @@ class KernelOptions(Structure):
     )
 
 
+class RetainOptions(Structure):
+    """flce_retain_options"""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("workspace_limit_bytes", c_int64),
+        ("least_work", c_int64),
+        ("keep_grad_weight", c_int32),
+        ("reserved", c_int32),
+    )
+
+
 class Statistics(Structure):
     """flce_statistics"""
 
@@ -166,6 +178,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_spec_text": (c_int32, (c_char_p, c_char_p, c_size_t, POINTER(c_size_t))),
     "flce_kernel_workspace_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
     "flce_kernel_retained_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
+    "flce_kernel_choose_retained": (c_int32, (c_void_p, c_int64, POINTER(RetainOptions), POINTER(c_int32), POINTER(c_size_t))),
     "flce_kernel_release": (None, (c_void_p,)),
     "flce_kernel_text": (c_int32, (c_void_p, c_int32, c_char_p, c_size_t, POINTER(c_size_t))),
     "flce_plan_digest": (c_int32, (POINTER(c_void_p), c_size_t, c_char_p, c_size_t, POINTER(c_size_t))),
@@ -291,3 +304,16 @@ def retained_bytes(kernel: c_void_p, num_tokens: int, place: int) -> int:
     result = c_size_t()
     check(library().flce_kernel_retained_bytes(kernel, num_tokens, place, byref(result)))
     return result.value
+
+
+def choose_retained(kernel: c_void_p, num_tokens: int, workspace_limit_bytes: int, lend_grad_weight: bool, least_work: int) -> tuple[int, int]:
+    """(place, bytes) of what forward should leave to backward."""
+    options = RetainOptions(
+        struct_size=ctypes.sizeof(RetainOptions),
+        workspace_limit_bytes=workspace_limit_bytes,
+        least_work=least_work,
+        keep_grad_weight=not lend_grad_weight,
+    )
+    place, size = c_int32(), c_size_t()
+    check(library().flce_kernel_choose_retained(kernel, num_tokens, byref(options), byref(place), byref(size)))
+    return place.value, size.value

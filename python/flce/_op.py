@@ -57,7 +57,7 @@ def run_backward(
                 grad_weight = memory if overwrite else _new_grad_weight(kernel, weight)
             if memory is None and retained.filled and kernel.retaining_changes_saved:
                 saved = kernel.saved_anew(given)
-            kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory)
+            kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory, lent=retained.lent)
             del memory
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)

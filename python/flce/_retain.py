@@ -27,11 +27,8 @@ _CHOICE = 3
 _GRADIENT, _WEIGHT = 4, 8
 CHOICES = {None: AUTOMATIC, False: NEVER, True: ALWAYS}
 
-# Multiply-adds of a GEMM of the layer up to which nothing is retained: the launches that it takes, and this module, cost more than they spare (on an
-# H100 up to 2^34 or 2^35).
-LEAST_WORK = {"cuda": 1 << 35, "cpu": 1 << 24}
-_LEAST_PART = 0.02  # of the logits: less is not worth memory
-_ALIGNMENT = 16
+# Multiply-adds of a GEMM of the layer below which nothing is retained; 0: what the library finds worth it.
+LEAST_WORK = 0
 _ATTRIBUTE = "_flce_retained"
 
 
@@ -40,29 +37,36 @@ def wanted(choice: int, *, weight: bool) -> int:
     return (choice & _CHOICE) | _GRADIENT | (_WEIGHT if weight else 0)
 
 
-class Sizes(NamedTuple):
-    """Bytes for one kernel and number of tokens."""
+class Choice(NamedTuple):
+    """What the library chooses for one forward."""
 
-    most: int  # that there is a use for, in memory of its own; 0: nothing is retained
-    lendable: int  # of the weight's gradient; 0: its memory will not do
-    workspace: int
+    lent: bool  # in the memory of the weight's gradient; else in memory of its own
+    size: int  # bytes; 0: nothing is retained
 
-    def own(self, limit: int) -> int:
-        """What a limit on everything leaves."""
-        size = min(self.most, max(limit - self.workspace, 0)) // _ALIGNMENT * _ALIGNMENT
-        # With exactly as many bytes as may be lent the kernel takes memory for the gradient's.
-        return size - _ALIGNMENT if size == self.lendable > 0 else size
 
-    def prefers_own(self, limit: int) -> bool:
-        """Whether memory of its own holds so much more than the gradient's that it is worth having."""
-        return self.own(limit) > min(self.most, self.lendable) + _LEAST_PART * self.most
+class Choices:
+    """What the library chooses for one kernel and number of tokens, asked once for each limit."""
+
+    __slots__ = ("_kernel", "_known", "_num_tokens")
+
+    def __init__(self, kernel: Kernel, num_tokens: int) -> None:
+        self._kernel, self._num_tokens = kernel, num_tokens
+        self._known: dict[tuple[int, bool], Choice] = {}
+
+    def under(self, limit: int, *, lend: bool) -> Choice:
+        """`limit`: on workspace and what is retained together, 0: no memory of its own. `lend`: the weight's gradient may lend its memory."""
+        choice = self._known.get((limit, lend))
+        if choice is None:
+            choice = self._known[limit, lend] = self._kernel.choose_retained(self._num_tokens, workspace_limit_bytes=limit, lend_grad_weight=lend)
+        return choice
 
     def may_lend(self, retain: int) -> bool:
         """Whether a forward with that Inputs.retain may ever lend; if so its loss is counted among those alive."""
-        return bool(self.lendable and retain & _WEIGHT and retain & _CHOICE != NEVER)
+        return bool(retain & _WEIGHT and retain & _CHOICE != NEVER and self.under(0, lend=True).size)
 
-
-NOTHING = Sizes(0, 0, 0)
+    def may_retain(self, retain: int, limit: int) -> bool:
+        """Whether a forward with that Inputs.retain may leave anything to backward."""
+        return bool(retain & _GRADIENT and (self.may_lend(retain) or (limit and self.under(limit, lend=False).size)))
 
 
 class Alive:
@@ -160,26 +164,19 @@ def _addresses(given: Inputs) -> tuple[int, int, int]:
     return given.hidden.data_ptr(), given.weight.data_ptr(), given.target.data_ptr()
 
 
-def prepare(kernel: Kernel, given: Inputs, sizes: Sizes) -> tuple[Retained | None, Tensor | None]:
+def prepare(kernel: Kernel, given: Inputs, choices: Choices) -> tuple[Retained | None, Tensor | None]:
     """For one forward: what has to be attached to its statistics, and the memory that it is to fill, either None."""
-    choice, limit = given.retain & _CHOICE, given.workspace_limit_bytes
-    if not given.retain & _GRADIENT or not sizes.most:
+    limit = given.workspace_limit_bytes
+    if not choices.may_retain(given.retain, limit):
         return None, None
-    may_lend = sizes.may_lend(given.retain)
-    own = sizes.own(limit) if limit else 0
-    if own < _LEAST_PART * sizes.most:
-        own = 0
-    if not may_lend and not own:
-        return None, None
+    may_lend = choices.may_lend(given.retain)
     retained = Retained(kernel, given, kernel.alive if may_lend else None)
-    lend = may_lend and (choice == ALWAYS or (kernel.alive.alone() and not _capturing(given.hidden)))
-    memory = None
-    if lend and not (own and sizes.prefers_own(limit)):
-        memory = kernel.new_grad_weight(given.weight)
-        retained.keep(memory, lent=True)
-    elif own:
-        memory = kernel.new_bytes(own)
-        retained.keep(memory, lent=False)
+    lend = may_lend and (given.retain & _CHOICE == ALWAYS or (kernel.alive.alone() and not _capturing(given.hidden)))
+    choice = choices.under(limit, lend=lend)
+    if not choice.size:
+        return retained, None
+    memory = kernel.new_grad_weight(given.weight) if choice.lent else kernel.new_bytes(choice.size)
+    retained.keep(memory, lent=choice.lent)
     return retained, memory
 
 

@@ -112,11 +112,13 @@ def explain(
     if num_tokens is not None:
         forward, backward = (kernel.workspace_bytes(num_tokens, backward=which) for which in (False, True))
         text += f"workspace at {num_tokens} tokens: forward {forward} bytes, backward {backward} bytes\n"
-        sizes, limit = kernel.sizes(num_tokens), layer.get("workspace_limit_bytes") or 0
-        if sizes.most:
+        limit = layer.get("workspace_limit_bytes") or 0
+        if kernel.choose_retained(num_tokens, workspace_limit_bytes=1 << 62).size:
+            own = kernel.choose_retained(num_tokens, workspace_limit_bytes=limit, lend_grad_weight=False).size
+            lendable = kernel.retained_bytes(num_tokens, in_grad_weight=True)
             text += (
-                f"retained at {num_tokens} tokens: up to {sizes.most} bytes of which this limit allows {sizes.own(limit)}, or what fits in "
-                f"{sizes.lendable} bytes of the weight's gradient\n"
+                f"retained at {num_tokens} tokens: up to {kernel.retained_bytes(num_tokens)} bytes of which this limit allows {own}, or what fits "
+                f"in {lendable} bytes of the weight's gradient\n"
             )
     return text
 

@@ -92,7 +92,7 @@ lent: list[bool] = []  # of each forward that retained something, whether in the
 
 def watch_retained() -> None:
     """Layers of any size retain."""
-    _retain.LEAST_WORK["cpu"] = 0
+    _retain.LEAST_WORK = 1
     keep = _retain.Retained.keep
 
     def watch(self: Any, memory: Tensor, **keywords: Any) -> None:

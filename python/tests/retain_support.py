@@ -41,17 +41,17 @@ def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     if not flce.get_kernel(64, 600, torch.bfloat16, device=device).retains:
         pytest.skip("this device's kernels retain nothing")
     seen = Watched()
-    monkeypatch.setattr(_retain, "LEAST_WORK", {"cpu": 0, "cuda": 0})
+    monkeypatch.setattr(_retain, "LEAST_WORK", 1)
     for kernel in _kernels.all_kernels():
         kernel.alive.several = False
         kernel.alive.losses.clear()
         kernel.frames.clear()  # they remember sizes
     backward, keep = flce.Kernel.backward, _retain.Retained.keep
 
-    def watch_backward(self: Any, *args: Any) -> None:
+    def watch_backward(self: Any, *args: Any, **keywords: Any) -> None:
         grad_weight, retained = args[4], args[6] if len(args) > 6 else None
         seen.backward.append(NONE if retained is None else LENT if retained is grad_weight else OWN)
-        backward(self, *args)
+        backward(self, *args, **keywords)
 
     def watch_keep(self: Any, memory: Tensor, *, lent: bool) -> None:
         seen.memory.append(weakref.ref(memory))

@@ -42,7 +42,8 @@ def test_explain_says_what_a_step_takes(device: str) -> None:
 def test_explain_says_what_is_retained(device: str) -> None:
     kernel = flce.get_kernel(64, 3000, torch.bfloat16, device=device)
     layer = {"device": device, "num_tokens": 1 << 20}
-    most, lendable, workspace = kernel.sizes(1 << 20)
+    most, lendable = kernel.retained_bytes(1 << 20), kernel.retained_bytes(1 << 20, in_grad_weight=True)
+    workspace = max(kernel.workspace_bytes(1 << 20, backward=which) for which in (False, True))
     for limit in (None, 1 << 40, workspace + most // 2):
         text = flce.explain(64, 3000, torch.bfloat16, workspace_limit_bytes=limit, **layer)
         allowed = 0 if limit is None else min(most, limit - workspace)

@@ -87,7 +87,7 @@ def test_zero_bubble_schedules_equal_the_unpipelined_model() -> None:
 
 
 @SPLIT_BACKWARD
-@pytest.mark.parametrize("least_work", [0, 1 << 40], ids=["retaining", "computing again"])
+@pytest.mark.parametrize("least_work", [1, 1 << 40], ids=["retaining", "computing again"])
 @pytest.mark.parametrize("accumulate_into_grad", [False, True])
 def test_split_backward_computes_each_gradient_once(
     device: str, monkeypatch: pytest.MonkeyPatch, least_work: int, accumulate_into_grad: bool
@@ -95,7 +95,7 @@ def test_split_backward_computes_each_gradient_once(
     """Zero-bubble schedules ask for the stage's input first and for the weights later, with these two functions."""
     split = pytest.importorskip("torch.distributed.pipelining._backward")
     computed = spy_on_backward(monkeypatch)
-    monkeypatch.setattr(_retain, "LEAST_WORK", {"cpu": least_work, "cuda": least_work})
+    monkeypatch.setattr(_retain, "LEAST_WORK", least_work)
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(device)
     head = nn.Linear(64, 500, bias=False, device=device)

@@ -95,7 +95,8 @@ def test_a_limit_buys_memory(device: str, watched: Watched) -> None:
             kernel = flce.get_kernel(64, 3000, torch.bfloat16, device=device, workspace_limit_bytes=limit, num_tokens=200)
         except flce.PlanError:
             continue
-        most, lendable, workspace = kernel.sizes(200)
+        most, lendable = kernel.retained_bytes(200), kernel.retained_bytes(200, in_grad_weight=True)
+        workspace = max(kernel.workspace_bytes(200, backward=which) for which in (False, True))
         assert 0 < lendable < most
         left = min(most, limit - workspace)
         for choice in (None, False):
@@ -470,8 +471,8 @@ def test_an_fp32_weight_under_autocast(device: str, watched: Watched) -> None:
 def test_small_layers_retain_nothing(device: str) -> None:
     problem = make(device)
     kernel = flce.get_kernel(64, 3000, torch.bfloat16, device=device)
-    assert kernel.sizes(40) == _retain.NOTHING
+    assert not kernel.choose_retained(40, workspace_limit_bytes=ALL).size
     if kernel.retains:
-        assert kernel.sizes(1 << 20).most > 0
+        assert kernel.choose_retained(1 << 20, workspace_limit_bytes=ALL).size
     loss = loss_of(problem)
     assert _retain.of(loss.grad_fn.saved_tensors[0]) is None  # type: ignore[union-attr]

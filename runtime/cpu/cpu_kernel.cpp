@@ -93,7 +93,7 @@ private:
     }
 
     std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace place) const override {
-        if (place == RetainedPlace::own) return 4 * num_tokens * spec().vocab_size;
+        if (place == RetainedPlace::own) return num_tokens * spec().vocab_size * retained_logit_bytes(spec(), plan());
         // Vocabulary by vocabulary: a strip's logits must lie where only later strips' gradients do.
         if (num_tokens == 0 || spec().grad_weight_mode == GradMode::accumulate || spec().layout != WeightLayout::vocab_major) return 0;
         return spec().vocab_size * spec().hidden_size * static_cast<std::int64_t>(element_bytes(spec().grad_weight_dtype));

@@ -119,18 +119,50 @@ int c_client_trains_on_cpu(const char* cache_dir) {
     CHECK(backward.retained_bytes == 4 * kTokens * kVocab);
     CHECK(flce_kernel_retained_bytes(kernel, kTokens, FLCE_RETAINED_GRAD_WEIGHT, &backward.retained_bytes) == FLCE_OK);
     CHECK(backward.retained_bytes == sizeof grad_weight);
+    flce_retain_options retain = FLCE_RETAIN_OPTIONS_INIT;
+    int32_t place = -1;
+    size_t chosen = 1;
+    CHECK(flce_kernel_choose_retained(kernel, kTokens, NULL, &place, &chosen) == FLCE_OK &&
+          chosen == 0); /* so small a layer is not worth it */
+    retain.least_work = 1;
+    CHECK(flce_kernel_choose_retained(kernel, kTokens, &retain, &place, &chosen) == FLCE_OK);
+    CHECK(place == FLCE_RETAINED_GRAD_WEIGHT && chosen == backward.retained_bytes);
+    retain.keep_grad_weight = 1;
+    CHECK(flce_kernel_choose_retained(kernel, kTokens, &retain, &place, &chosen) == FLCE_OK && chosen == 0);
+    retain.workspace_limit_bytes = 1 << 30;
+    CHECK(flce_kernel_choose_retained(kernel, kTokens, &retain, &place, &chosen) == FLCE_OK);
+    CHECK(place == FLCE_RETAINED_OWN && chosen == 4 * kTokens * kVocab);
+    retain.least_work = -1;
+    CHECK(flce_kernel_choose_retained(kernel, kTokens, &retain, &place, &chosen) == FLCE_ERROR_ARGUMENT);
     forward.retained = grad_weight;
     forward.retained_bytes = backward.retained_bytes;
+    forward.retained_place = FLCE_RETAINED_GRAD_WEIGHT;
     backward.retained = grad_weight;
+    CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_ERROR_ARGUMENT); /* its own memory is not grad_weight's */
+    CHECK(strstr(flce_last_error(), "overlaps") != NULL);
+    backward.retained_place = 2;
+    CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "retained_place") != NULL);
+    backward.retained_place = FLCE_RETAINED_GRAD_WEIGHT;
     CHECK(flce_kernel_forward(kernel, &forward, workspace, bytes, NULL) == FLCE_OK);
     CHECK(memcmp(grad_weight, expected_grad, sizeof grad_weight) != 0);
     CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_OK);
     CHECK(memcmp(grad_weight, expected_grad, sizeof grad_weight) == 0);
+    /* The same from a caller compiled before there was a place. */
+    forward.struct_size = offsetof(flce_forward_args, retained_place);
+    backward.struct_size = offsetof(flce_backward_args, retained_place);
+    memset(grad_weight, 0, sizeof grad_weight);
+    CHECK(flce_kernel_forward(kernel, &forward, workspace, bytes, NULL) == FLCE_OK);
+    CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_OK);
+    CHECK(memcmp(grad_weight, expected_grad, sizeof grad_weight) == 0);
+    forward.struct_size = sizeof forward;
+    backward.struct_size = sizeof backward;
     backward.retained = NULL; /* its bytes without it */
     CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_ERROR_ARGUMENT);
     CHECK(strstr(flce_last_error(), "retained") != NULL);
     forward.retained = NULL;
     forward.retained_bytes = 0;
+    forward.retained_place = FLCE_RETAINED_OWN;
 
     /* A caller compiled before these fields were there. */
     backward.struct_size = offsetof(flce_backward_args, retained);

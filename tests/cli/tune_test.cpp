@@ -275,8 +275,8 @@ TEST_F(FlceTune, CandidatesFile_ReadWithComments) {
 }
 
 TEST_F(FlceTune, WorkspaceLimit_WhatIsRetainedKeepsToIt) {
-    // Accumulated gradients cannot be lent, so what is retained lies in what the limit leaves.
-    const std::vector<std::string> spec{"--spec", "D=32,V=300,dtype=fp32,grad_weight_mode=accumulate", "--num-tokens", "64", "--device",
+    // Accumulated gradients cannot be lent, so what is retained lies in what the limit leaves. A smaller layer is not worth it.
+    const std::vector<std::string> spec{"--spec", "D=64,V=4096,dtype=fp32,grad_weight_mode=accumulate", "--num-tokens", "64", "--device",
                                         "cpu"};
     std::vector<std::string> arguments = spec;
     arguments.insert(arguments.end(), {"--workspace-limit", "3M", "--coordinates", "chunk,blocks", "--json"});

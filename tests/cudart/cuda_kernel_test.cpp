@@ -204,11 +204,13 @@ TEST(CudaKernel, RetainedMemory_LaunchesWhatTheProgramSays) {
         EXPECT_EQ(lent, static_cast<std::size_t>(2 * kVocab * kHidden));
         const Addresses call{num_tokens};
         for (const Retained& retained :
-             {Retained{Addresses::at(20), whole}, Retained{Addresses::at(20), whole / 2}, Retained{call.grad_weight.data, lent}}) {
+             {Retained{Addresses::at(20), whole}, Retained{Addresses::at(20), whole / 2}, Retained{Addresses::at(20), lent},
+              Retained{call.grad_weight.data, lent, RetainedPlace::grad_weight}}) {
             CallSlots slots[2] = {call.slots(false), call.slots(true)};
             for (CallSlots& s : slots) {
                 s[static_cast<std::size_t>(Slot::retained)] = reinterpret_cast<std::int64_t>(retained.data);
                 s[static_cast<std::size_t>(Slot::retained_bytes)] = static_cast<std::int64_t>(retained.bytes);
+                s[static_cast<std::size_t>(Slot::retained_in_grad_weight)] = retained.place == RetainedPlace::grad_weight;
             }
             learn_param_bytes(gpu, program, program.forward, slots[0]);
             learn_param_bytes(gpu, program, program.backward, slots[1]);

@@ -51,7 +51,7 @@ public:
         if (place) {
             const std::size_t bytes = kernel.retained_bytes(tokens, *place);
             if (*place == RetainedPlace::own) own_ = Buffer(kFirstGpu, bytes);
-            retained_ = {*place == RetainedPlace::own ? own_.data() : grad_weight_.data(), bytes};
+            retained_ = {*place == RetainedPlace::own ? own_.data() : grad_weight_.data(), bytes, *place};
         }
         scratch_ = Buffer(kFirstGpu, kernel.workspace_bytes(tokens));
     }

@@ -145,7 +145,11 @@ TEST_P(Retained, MemoryThatWillNotDo_IsRefused) {
     refuses([](flce::Retained& r, const BackwardArgs& b) { r = {b.hidden.data, 0}; });
     refuses([](flce::Retained& r, const BackwardArgs& b) { r = {static_cast<std::byte*>(b.hidden.data) + 4, 64}; });
     refuses([](flce::Retained& r, const BackwardArgs& b) { r = {b.grad_hidden.data, 64}; });
-    refuses([](flce::Retained& r, const BackwardArgs& b) { r = {b.grad_weight.data, 64}; });  // less than its stride was made for
+    refuses([](flce::Retained& r, const BackwardArgs& b) { r = {b.grad_weight.data, 64}; });
+    const std::size_t lendable = kernel->retained_bytes(139, RetainedPlace::grad_weight);
+    refuses([&](flce::Retained& r, const BackwardArgs& b) { r = {b.grad_weight.data, lendable}; });  // not said to be grad_weight's
+    refuses([](flce::Retained& r, const BackwardArgs& b) { r = {b.grad_weight.data, 64, RetainedPlace::grad_weight}; });
+    refuses([](flce::Retained& r, const BackwardArgs& b) { r = {b.grad_weight.data, 64, static_cast<RetainedPlace>(7)}; });
     refuses([](flce::Retained& r, const BackwardArgs& b) { r = {static_cast<std::byte*>(b.grad_weight.data) + 16, 64}; });
     refuses([](flce::Retained& r, const BackwardArgs& b) { r = {b.hidden.data, std::size_t{1} << 63}; });
     ForwardArgs forward = run.forward_args();

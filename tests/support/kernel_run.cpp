@@ -201,7 +201,7 @@ void KernelRun::retain(RetainedPlace place, std::size_t bytes) {
     retained_ = {};
     if (bytes == 0) return;
     if (place == RetainedPlace::own) output("retained", bytes, 16);
-    retained_ = {buffer(place == RetainedPlace::own ? "retained" : "grad_weight").data(), bytes};
+    retained_ = {buffer(place == RetainedPlace::own ? "retained" : "grad_weight").data(), bytes, place};
 }
 
 void KernelRun::forward() {

@@ -109,6 +109,10 @@ struct PlanRequest {
 
 /// Whether forward can leave anything to backward with such a plan: exponentials on a GPU, logits on a CPU.
 [[nodiscard]] constexpr bool retains(const Plan& plan) noexcept { return plan.path == PlanPath::cpu || plan.strategy == Strategy::retain; }
+/// Bytes that such a plan retains of one logit: its exponential in the spec's dtype on a GPU, fp32 on a CPU.
+[[nodiscard]] inline std::int64_t retained_logit_bytes(const Spec& spec, const Plan& plan) noexcept {
+    return plan.path == PlanPath::cpu ? 4 : static_cast<std::int64_t>(element_bytes(spec.dtype));
+}
 
 /// Whether exponentials may lie in grad_weight's memory until it is written: it is not added to, and its rows are the vocabulary's.
 [[nodiscard]] bool may_lend_grad_weight(const Spec& spec) noexcept;

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; what is there keeps its meaning. */
-#define FLCE_ABI_VERSION 4
+#define FLCE_ABI_VERSION 5
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -194,11 +194,27 @@ enum { FLCE_FORWARD = 0, FLCE_BACKWARD = 1, FLCE_FORWARD_BACKWARD = 2 };
  * tokens. */
 FLCE_API flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t pass, size_t* bytes);
 
+/* Where what is retained lies: in memory of its own, or in that of grad_weight before backward writes it. */
 enum { FLCE_RETAINED_OWN = 0, FLCE_RETAINED_GRAD_WEIGHT = 1 };
 /* Most bytes that forward can leave to backward for num_tokens tokens (16-byte aligned, on the kernel's device); any smaller number spares a
  * part. 0: this kernel retains nothing. `place` FLCE_RETAINED_GRAD_WEIGHT: exactly the bytes from the beginning of grad_weight that may be lent for
  * it, or 0 where its memory will not do. A backward call that writes grad_weight then destroys what was retained there: later calls go without. */
 FLCE_API flce_status flce_kernel_retained_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t place, size_t* bytes);
+
+/* What of a step decides where forward leaves something to backward, and how much. All zero but struct_size: every default. */
+typedef struct flce_retain_options {
+    size_t struct_size;
+    int64_t workspace_limit_bytes; /* on workspace and `retained` together; 0: none, and no memory for `retained` alone */
+    /* Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: those where the launches that it takes cost more than it spares. */
+    int64_t least_work;
+    int32_t keep_grad_weight; /* not 0: grad_weight's memory may not be lent */
+    int32_t reserved;         /* 0 */
+} flce_retain_options;
+#define FLCE_RETAIN_OPTIONS_INIT {sizeof(flce_retain_options), 0, 0, 0, 0}
+/* What forward should leave to backward of a step over num_tokens tokens: what to set retained_place and retained_bytes to; 0 bytes: nothing. The memory
+ * is the caller's own, or grad_weight's. `options` may be NULL. */
+FLCE_API flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_tokens, const flce_retain_options* options,
+                                                 int32_t* place, size_t* bytes);
 
 enum {
     FLCE_TEXT_SPEC = 0,
@@ -239,6 +255,9 @@ typedef struct flce_forward_args {
     const flce_tensor* invalid_label; /* one uint64 that the caller set to UINT64_MAX; see flce_kernel_check_invalid_label */
     void* retained;        /* written: what spares backward computing logits again, as much as fits; see flce_kernel_retained_bytes */
     size_t retained_bytes; /* 0 with retained NULL: nothing is retained */
+    int32_t
+        retained_place; /* FLCE_RETAINED_OWN, or FLCE_RETAINED_GRAD_WEIGHT with exactly the bytes that flce_kernel_retained_bytes says */
+    int32_t reserved_2; /* 0 */
 } flce_forward_args;
 #define FLCE_FORWARD_ARGS_INIT  \
     {sizeof(flce_forward_args), \
@@ -258,6 +277,8 @@ typedef struct flce_forward_args {
      NULL,                      \
      NULL,                      \
      NULL,                      \
+     0,                         \
+     FLCE_RETAINED_OWN,         \
      0}
 
 typedef struct flce_backward_args {
@@ -282,6 +303,8 @@ typedef struct flce_backward_args {
     const flce_tensor* grad_bias;   /* [V], the spec's grad_weight_dtype; NULL: not computed */
     void* retained; /* as forward left it, with the same retained_bytes (written to as well); NULL: every logit is computed again */
     size_t retained_bytes;
+    int32_t retained_place; /* as in forward */
+    int32_t reserved_2;     /* 0 */
 } flce_backward_args;
 #define FLCE_BACKWARD_ARGS_INIT  \
     {sizeof(flce_backward_args), \
@@ -304,6 +327,8 @@ typedef struct flce_backward_args {
      NULL,                       \
      NULL,                       \
      NULL,                       \
+     0,                          \
+     FLCE_RETAINED_OWN,          \
      0}
 
 /* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is 0. Forward is

@@ -35,17 +35,26 @@ struct Workspace {
     std::size_t bytes = 0;
 };
 
+/// Where what is retained lies: in memory of its own, or in that of grad_weight before backward writes it.
+enum class RetainedPlace : std::uint8_t { own, grad_weight };
+
 /// Caller-owned memory on the kernel's device, 16-byte aligned, in which forward leaves to backward what spares it computing logits again: as much
-/// as fits. Both passes are given the same bytes, unchanged in between; none (the default) means that backward computes all of them again.
+/// as fits. Both passes are given the same bytes and place, unchanged in between; none (the default) means that backward computes all of them again.
 /// Backward may write there too: calls over the same bytes follow one another. CPU kernels retain logits, and their gradients' bits do not depend
 /// on it; GPU kernels whose plan's strategy is retain keep exponentials in bf16 (grad_weight is then off by two roundings of its factors, not one).
 struct Retained {
     void* data = nullptr;
-    std::size_t bytes = 0;
+    std::size_t bytes = 0;  ///< in grad_weight's memory: exactly Kernel::retained_bytes(num_tokens, RetainedPlace::grad_weight)
+    RetainedPlace place = RetainedPlace::own;
 };
 
-/// Where what is retained lies: in memory of its own, or in that of grad_weight before backward writes it.
-enum class RetainedPlace : std::uint8_t { own, grad_weight };
+/// What of a step decides where forward leaves something to backward, and how much.
+struct RetainOptions {
+    std::int64_t workspace_limit_bytes = 0;  ///< on workspace and Retained together; 0: none, and no memory for Retained alone
+    bool lend_grad_weight = true;            ///< backward will write grad_weight, and its memory may hold what is retained until then
+    /// Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: those where the launches that it takes cost more than it spares.
+    std::int64_t least_work = 0;
+};
 
 /// A CUstream of the kernel's device (null: the legacy default stream). Ignored by CPU kernels, which have finished when the call returns.
 struct Stream {
@@ -92,8 +101,8 @@ struct BackwardArgs {
     TensorView grad_hidden{};  ///< [N, D], spec dtype; absent: not computed. Ignored rows receive 0
     TensorView grad_weight{};  ///< like weight, spec.grad_weight_dtype; absent: not computed
     TensorView grad_bias{};    ///< [V], spec.grad_weight_dtype; absent: not computed
-    Retained
-        retained{};  ///< as forward left it. If it is grad_weight's memory, a call with grad_weight destroys it: later calls go without
+    /// As forward left it. If it is this grad_weight's memory, the call destroys it: later ones go without.
+    Retained retained{};
 };
 
 /// Why this kernel is what it is, for people and for `flce explain`.
@@ -124,6 +133,11 @@ public:
     /// nothing. RetainedPlace::grad_weight: exactly the bytes from the beginning of grad_weight that may be lent for it, or 0 where its memory will
     /// not do (it accumulates, or its rows are not the vocabulary's).
     [[nodiscard]] std::size_t retained_bytes(std::int64_t num_tokens, RetainedPlace place = RetainedPlace::own) const;
+
+    /// What forward should leave to backward of a step over num_tokens tokens: place and bytes, for the caller to set `data` to such memory (0 bytes:
+    /// nothing). grad_weight's memory where it may be lent and what the limit leaves beside the workspace holds no more; else that, where it
+    /// holds enough to be worth it. Throws ArgumentError for num_tokens < 0 and on overflow, and for negative options.
+    [[nodiscard]] Retained choose_retained(std::int64_t num_tokens, const RetainOptions& options = {}) const;
 
     /// Throws ArgumentError naming the argument before anything is launched; DeviceError when a launch fails.
     void forward(const ForwardArgs& args, Workspace workspace, Stream stream = {}) const;

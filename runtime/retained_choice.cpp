@@ -1,0 +1,43 @@
+#include "runtime/retained_choice.hpp"
+
+#include <algorithm>
+
+namespace flce {
+namespace {
+
+// Multiply-adds of one GEMM below which the launches that retaining takes cost more than it spares (on an H100 they do up to 2^34 or 2^35).
+constexpr double kLeastWorkCuda = 0x1p35;
+constexpr double kLeastWorkCpu = 0x1p24;
+
+/// Part of all that there is a use for: less is not worth memory of its own.
+constexpr double kLeastPart = 0.02;
+
+constexpr std::size_t kAlignment = 16;
+
+double least_work(const Plan& plan, const RetainOptions& options) {
+    if (options.least_work > 0) return static_cast<double>(options.least_work);
+    return plan.path == PlanPath::cpu ? kLeastWorkCpu : kLeastWorkCuda;
+}
+
+/// What the limit leaves beside the workspace.
+std::size_t left_by_limit(const RetainedRoom& room, std::int64_t limit_bytes) {
+    const auto limit = static_cast<std::size_t>(limit_bytes);
+    return limit > room.workspace ? std::min(room.most, (limit - room.workspace) / kAlignment * kAlignment) : 0;
+}
+
+}  // namespace
+
+Retained choose_retained(const Spec& spec, const Plan& plan, std::int64_t num_tokens, const RetainedRoom& room,
+                         const RetainOptions& options) {
+    const double work = static_cast<double>(num_tokens) * static_cast<double>(spec.hidden_size) * static_cast<double>(spec.vocab_size);
+    if (room.most == 0 || work < least_work(plan, options)) return {};
+    const double least = kLeastPart * static_cast<double>(room.most);
+    std::size_t own = options.workspace_limit_bytes > 0 ? left_by_limit(room, options.workspace_limit_bytes) : 0;
+    if (static_cast<double>(own) < least) own = 0;
+    const std::size_t lendable = options.lend_grad_weight ? room.lendable : 0;
+    const bool own_holds_more = static_cast<double>(own) > static_cast<double>(std::min(room.most, lendable)) + least;
+    if (lendable > 0 && !own_holds_more) return {nullptr, lendable, RetainedPlace::grad_weight};
+    return {nullptr, own, RetainedPlace::own};
+}
+
+}  // namespace flce
