@@ -29,8 +29,9 @@ foreach(file IN LISTS files)
   if(NOT long_ones)
     continue()
   endif()
-  # Brackets and semicolons mean something in a list of lines.
+  # Brackets, semicolons and a backslash at a line's end mean something in a list of lines.
   file(READ ${SOURCE_DIR}/${file} text)
+  string(REPLACE "\\" "," text "${text}")
   string(REGEX REPLACE "[][;]" "," text "${text}")
   string(REPLACE "\n" ";" lines "${text}")
   set(number 0)

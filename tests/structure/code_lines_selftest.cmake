@@ -4,7 +4,8 @@ cmake_minimum_required(VERSION 3.25)
 function(expect file character count refused)
   file(REMOVE_RECURSE ${SELF_TEST_DIR})
   string(REPEAT "${character}" ${count} line)
-  file(WRITE ${SELF_TEST_DIR}/${file} "first; [line\n${line}\nlast\n")
+  string(REPEAT x 100 continued)  # by the next: two lines all the same
+  file(WRITE ${SELF_TEST_DIR}/${file} "first; [line\n${line}\n${continued}\\\n${continued}\n")
   execute_process(COMMAND ${CMAKE_COMMAND} -DSOURCE_DIR=${SELF_TEST_DIR} -P ${SOURCE_DIR}/tests/structure/code_lines.cmake
     RESULT_VARIABLE result ERROR_VARIABLE error OUTPUT_QUIET)
   string(FIND "${error}" "${file}:2: ${count} columns" position)
