@@ -1,6 +1,4 @@
 // flce demo: trains the last stage of a small language model with a tied embedding on real text, through kernels from get_kernel.
-#include "cli/demo.hpp"
-
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -11,15 +9,18 @@
 #include <stdexcept>
 
 #include "cli/command.hpp"
-#include "cli/demo_model.hpp"
-#include "cli/demo_text.hpp"
 #include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/output.hpp"
 #include "cli/progress.hpp"
+#include "demo/layer.hpp"
+#include "demo/model.hpp"
+#include "demo/text.hpp"
 
 namespace flce::cli {
 namespace {
+
+using namespace flce::demo;
 
 struct DemoOptions {
     std::filesystem::path text;
@@ -101,7 +102,7 @@ class Demo {
 public:
     explicit Demo(const DemoOptions& options)
         : options_(options),
-          corpus_(read_corpus(options.text.empty() ? default_corpus_path() : options.text, kMaxTextBytes)),
+          corpus_(read_corpus(options.text.empty() ? default_corpus_path(executable_path()) : options.text, kMaxTextBytes)),
           vocabulary_(corpus_.text, static_cast<std::size_t>(options.max_vocab)),
           data_(vocabulary_.encode(corpus_.text), options.context),
           session_options_(make_session_options()),
@@ -122,14 +123,14 @@ public:
         }
         workspace_bytes_ = kernel_->workspace_bytes(options_.num_tokens);
         note("checking the gradients of the last batch against fp64");
-        results_.check = layer.check(hidden_, targets_);
+        results_.check = layer.check(hidden_, targets_, stop_if_interrupted);
         note("timing get_kernel");
         results_.times = measure_get_kernel(session_options_, spec_, first_get_s_, results_.compiled_here > 0);
         if (!options_.skip_architectures) {
             note("compiling kernels for GPU architectures, no GPU needed");
             Spec gpu_spec = spec_;
             gpu_spec.dtype = DType::bf16;
-            results_.architectures = prewarm_architectures(session_, gpu_spec);
+            results_.architectures = prewarm_architectures(session_, gpu_spec, stop_if_interrupted);
         }
         results_.compiled = session_.statistics().compiled;
         results_.total_s = seconds_since(begin_);

@@ -7,11 +7,11 @@
 #include <optional>
 
 #include "cli/command.hpp"
-#include "cli/setup_report.hpp"
 #include "records/kernel_version.hpp"
 #include "runtime/cuda/nvrtc.hpp"
 #include "runtime/host/host_code.hpp"
 #include "runtime/kernel_factory.hpp"
+#include "runtime/setup_report.hpp"
 
 namespace flce::cli {
 namespace {

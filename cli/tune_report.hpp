@@ -1,25 +1,13 @@
 // Tuning records for people: tables, differences, and one self-contained page.
 #pragma once
 
-#include <filesystem>
 #include <string>
 #include <vector>
 
 #include "cli/command.hpp"
-#include "records/record.hpp"
+#include "records/named_records.hpp"
 
 namespace flce::cli {
-
-struct NamedRecord {
-    std::string name;  ///< its file
-    Record record;
-    std::string spec{};  ///< as it was asked for; empty: the record's, which is that of every layer with the same kernels
-    [[nodiscard]] const std::string& spec_text() const { return spec.empty() ? record.key.spec : spec; }
-};
-
-/// Records of files and of all *.json below directories. Throws UsageError for a path that is neither, or a named file that is no record; one found
-/// in a directory is left out with a warning.
-[[nodiscard]] std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths);
 
 /// What the progress of a search says beside seconds: "34 candidates, best 3.42 ms".
 [[nodiscard]] std::string tuning_note(std::size_t candidates, double best_ms);

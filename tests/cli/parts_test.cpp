@@ -21,15 +21,17 @@
 #include "autotune/reference.hpp"
 #include "autotune/tuner.hpp"
 #include "cli/command.hpp"
-#include "cli/demo.hpp"
-#include "cli/demo_model.hpp"
-#include "cli/demo_text.hpp"
 #include "cli/progress.hpp"
 #include "cli/tune_report.hpp"
+#include "demo/layer.hpp"
+#include "demo/model.hpp"
+#include "demo/text.hpp"
 #include "tests/cli/process.hpp"
 
 namespace flce::cli {
 namespace {
+
+using namespace flce::demo;
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -137,7 +139,7 @@ TEST(ParseBytes_Suffixes, AreBinary) {
     EXPECT_EQ(parse_bytes("--x", "1.5KiB"), 1536);
     EXPECT_EQ(parse_bytes("--x", "2gB"), std::int64_t{2} << 30);
     for (const char* bad : {"", "x", "-1", "1X", "1MM", "nan", "inf", "1e30", "64 M"})
-        EXPECT_THROW(static_cast<void>(parse_bytes("--x", bad)), UsageError) << bad;
+        EXPECT_THROW(static_cast<void>(parse_bytes("--x", bad)), ArgumentError) << bad;
 }
 
 TEST(NumberFormats_EveryPattern, RoundTrips) {
@@ -207,7 +209,7 @@ TEST(ReadCorpus_Folder, SkipsBuildTreesAndOtherFiles) {
     EXPECT_EQ(corpus.text, "one\ntwo\n");
     EXPECT_EQ(corpus.files, 2U);
     EXPECT_EQ(read_corpus(folder.path(), 2).text, "on");
-    EXPECT_THROW(static_cast<void>(read_corpus(folder / "build/none", 10)), UsageError);
+    EXPECT_THROW(static_cast<void>(read_corpus(folder / "build/none", 10)), ArgumentError);
 }
 
 TEST(Multiply_RaggedShapes, MatchesTheDefinition) {

@@ -3,10 +3,24 @@
 #   cmake -DSOURCE_DIR=… -P includes.cmake
 cmake_minimum_required(VERSION 3.25)
 
-set(layers templates generator cache records runtime autotune prewarm cli)
+set(layers templates generator cache records runtime autotune prewarm demo cli)
 set(siblings autotune prewarm)  # of which none includes another
 set(outermost tests benchmarks examples python)
 set(max_lines 500)
+# The command stands on the public headers and on these: what people look at (entries, packs, records, settings, plans) and what the library's own parts
+# share with it. An internal header that is not here stays the library's.
+set(command_layers demo cli)
+set(internals_of_the_command
+  generator/nearest_name.hpp
+  cache/byte_io.hpp cache/cleanup.hpp cache/disk_store.hpp cache/pack_store.hpp cache/private_folder.hpp cache/signature.hpp
+  cache/statistics_file.hpp
+  records/kernel_version.hpp records/named_records.hpp records/record_store.hpp
+  runtime/cuda/nvrtc.hpp runtime/environment.hpp runtime/host/host_code.hpp runtime/json.hpp runtime/kernel_factory.hpp
+  runtime/payload_check.hpp runtime/retained_choice.hpp runtime/scratch_steps.hpp runtime/session.hpp runtime/setup_report.hpp runtime/text.hpp
+  runtime/workers/worker_room.hpp
+  autotune/buffer_sets.hpp autotune/compile_candidates.hpp autotune/gemm_floor.hpp autotune/judge.hpp autotune/layer.hpp
+  autotune/number_formats.hpp autotune/parallel.hpp autotune/reference.hpp autotune/tune_worker.hpp autotune/tuner.hpp
+  prewarm/prewarm.hpp prewarm/requests.hpp prewarm/worker.hpp)
 # What a layer may not include at all: the generator is text in, text out; the cache knows neither CUDA nor LLVM.
 set(forbidden_templates "^llvm/|^cuda\\.h$|^fstream$|^filesystem$|^chrono$|^thread$")
 set(forbidden_generator "^cuda\\.h$|^nvrtc\\.h$|^fstream$|^chrono$|^thread$|^dlfcn\\.h$")
@@ -14,6 +28,7 @@ set(forbidden_cache "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 set(forbidden_records "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 set(forbidden_autotune "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 set(forbidden_prewarm "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
+set(forbidden_demo "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 set(forbidden_cli "^llvm/|^cuda\\.h$|^nvrtc\\.h$")
 
 set(faults "")
@@ -59,6 +74,10 @@ foreach(position RANGE ${last})
         if(sibling OR target_position EQUAL -1 OR target_position GREATER position)
           list(APPEND faults "${file} includes ${target}: ${layer} may not depend on ${target_layer}")
         endif()
+      endif()
+      if(layer IN_LIST command_layers AND target_layer AND NOT target_layer IN_LIST command_layers AND NOT target MATCHES "^flce/"
+         AND NOT target IN_LIST internals_of_the_command)
+        list(APPEND faults "${file} includes ${target}: not one of the internal headers that the command may include")
       endif()
       if(file STREQUAL "generator/spec_file.cpp" AND target STREQUAL "fstream")
         continue()  # parse_spec("@file.json"): the one file that the generator reads

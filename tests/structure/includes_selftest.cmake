@@ -37,5 +37,6 @@ expect_refusal(prewarm/prewarm.cpp "#include \"autotune/tuner.hpp\"\n" "prewarm 
 expect_refusal(autotune/tuner.cpp "#include \"prewarm/prewarm.hpp\"\n" "autotune may not depend on prewarm")
 expect_refusal(tests/session/session_test.cpp "#include \"cli/progress.hpp\"\n" "a header of cli/")
 expect_refusal(benchmarks/start_up.cpp "#include <cli/progress.hpp>\n" "a header of cli/")
+expect_refusal(cli/info.cpp "#include \"runtime/cuda/launcher.hpp\"\n" "not one of the internal headers that the command may include")
 string(REPEAT "int x;\n" 501 long)
 expect_refusal(cli/long.cpp "${long}" "has 501 lines")

@@ -1,4 +1,4 @@
-#include "cli/demo_text.hpp"
+#include "demo/text.hpp"
 
 #include <fmt/format.h>
 
@@ -7,9 +7,10 @@
 #include <cctype>
 #include <unordered_map>
 
-#include "cli/command.hpp"
+#include "flce/error.hpp"
+#include "runtime/text.hpp"
 
-namespace flce::cli {
+namespace flce::demo {
 namespace {
 
 namespace fs = std::filesystem;
@@ -75,7 +76,7 @@ std::size_t word_end(std::string_view text, std::size_t begin) {
 
 Corpus read_corpus(const fs::path& path, std::size_t max_bytes) {
     std::error_code error;
-    if (!fs::exists(path, error)) throw UsageError(fmt::format("--text: {} does not exist", path.string()));
+    if (!fs::exists(path, error)) throw ArgumentError(fmt::format("text: {} does not exist", path.string()));
     Corpus corpus;
     corpus.origin = path;
     const auto files = fs::is_directory(path, error) ? text_files_below(path) : std::vector<fs::path>{path};
@@ -86,13 +87,13 @@ Corpus read_corpus(const fs::path& path, std::size_t max_bytes) {
         ++corpus.files;
     }
     if (corpus.text.size() > max_bytes) corpus.text.resize(max_bytes);
-    if (corpus.files == 0) throw UsageError(fmt::format("--text: no text files below {}", path.string()));
+    if (corpus.files == 0) throw ArgumentError(fmt::format("text: there are no text files below {}", path.string()));
     return corpus;
 }
 
-fs::path default_corpus_path() {
+fs::path default_corpus_path(const fs::path& program) {
     std::error_code error;
-    for (fs::path folder : {executable_path().parent_path(), fs::current_path(error)}) {
+    for (fs::path folder : {program.parent_path(), fs::current_path(error)}) {
         for (;; folder = folder.parent_path()) {
             for (const fs::path& found : {folder, folder / "share" / "doc" / "flce"}) {
                 if (holds_documentation(found)) return found;
@@ -100,8 +101,7 @@ fs::path default_corpus_path() {
             if (folder == folder.parent_path()) break;
         }
     }
-    throw UsageError(
-        "flce's documentation, which is the default text, does not lie beside this program: give a file or a folder with --text");
+    throw ArgumentError("flce's documentation, which is the default text, does not lie beside this program: name a file or a folder");
 }
 
 std::vector<std::string_view> split_words(std::string_view text) {
@@ -160,4 +160,4 @@ std::vector<std::int32_t> Vocabulary::encode(std::string_view text) const {
     return tokens;
 }
 
-}  // namespace flce::cli
+}  // namespace flce::demo

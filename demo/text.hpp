@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-namespace flce::cli {
+namespace flce::demo {
 
 struct Corpus {
     std::filesystem::path origin;
@@ -16,12 +16,12 @@ struct Corpus {
 };
 
 /// A file, or every text file below a folder (sources, documentation; build trees and hidden folders are skipped), in the order of their
-/// names, up to `max_bytes`. Throws UsageError where there is nothing to read.
+/// names, up to `max_bytes`. Throws ArgumentError where there is nothing to read.
 [[nodiscard]] Corpus read_corpus(const std::filesystem::path& path, std::size_t max_bytes);
 
 /// The source tree, release tree or documentation (share/doc/flce of an installation) that lies nearest above the program, else above the working
-/// folder. Throws UsageError asking for --text where there is none.
-[[nodiscard]] std::filesystem::path default_corpus_path();
+/// folder. Throws ArgumentError where there is none.
+[[nodiscard]] std::filesystem::path default_corpus_path(const std::filesystem::path& program);
 
 /// Splits text into words (a space in front belongs to the word), runs of digits, single marks and line ends with their indentation.
 [[nodiscard]] std::vector<std::string_view> split_words(std::string_view text);
@@ -41,4 +41,4 @@ private:
     [[nodiscard]] std::int32_t find(std::string_view piece) const;
 };
 
-}  // namespace flce::cli
+}  // namespace flce::demo

@@ -1,3 +1,5 @@
+#include "demo/layer.hpp"
+
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -7,11 +9,9 @@
 
 #include "autotune/number_formats.hpp"
 #include "cache/private_folder.hpp"
-#include "cli/command.hpp"
-#include "cli/demo.hpp"
-#include "cli/interrupt.hpp"
+#include "runtime/text.hpp"
 
-namespace flce::cli {
+namespace flce::demo {
 namespace {
 
 /// The first elements of a tensor as a smaller tensor of the same memory.
@@ -123,7 +123,8 @@ double OutputLayer::loss_and_gradients(std::span<const float> hidden, std::span<
     return read_loss();
 }
 
-OutputLayer::Check OutputLayer::check(std::span<const float> hidden, std::span<const std::int32_t> targets) {
+OutputLayer::Check OutputLayer::check(std::span<const float> hidden, std::span<const std::int32_t> targets,
+                                      const std::function<void()>& between_blocks) {
     const Spec& spec = kernel_->spec();
     std::vector<float> grad_hidden(hidden.size());
     std::fill(grad_embedding_.begin(), grad_embedding_.end(), 0.0F);
@@ -141,7 +142,7 @@ OutputLayer::Check OutputLayer::check(std::span<const float> hidden, std::span<c
                                    .weight = weight_bytes.data(),
                                    .target = wide_targets,
                                    .summation = summation_of(spec.dtype, device_.kind == DeviceKind::cuda),
-                                   .between_blocks = stop_if_interrupted};
+                                   .between_blocks = between_blocks};
     const Reference reference(problem, tokens);
     const Yardstick yardstick(problem, tokens);
 
@@ -161,7 +162,7 @@ OutputLayer::Check OutputLayer::check(std::span<const float> hidden, std::span<c
     std::vector<double> row(d);
     std::vector<float> other_row(d);
     for (std::int64_t j = 0; j < spec.vocab_size; ++j) {
-        stop_if_interrupted();
+        if (between_blocks) between_blocks();
         static_cast<void>(reference.grad_weight_row(j, row));
         static_cast<void>(yardstick.grad_weight_row(j, other_row));
         for (std::size_t k = 0; k < d; ++k) weight_norms.add(grad_embedding_[static_cast<std::size_t>(j) * d + k], other_row[k], row[k]);
@@ -210,10 +211,10 @@ GetKernelTimes measure_get_kernel(const SessionOptions& options, const Spec& spe
     return times;
 }
 
-std::vector<ArchitectureReport> prewarm_architectures(Session& session, const Spec& spec) {
+std::vector<ArchitectureReport> prewarm_architectures(Session& session, const Spec& spec, const std::function<void()>& between_blocks) {
     std::vector<ArchitectureReport> reports;
     for (const char* name : {"sm_80", "sm_90a", "sm_100a", "sm_120"}) {
-        stop_if_interrupted();
+        if (between_blocks) between_blocks();
         ArchitectureReport& report = reports.emplace_back();
         report.name = name;
         const auto start = std::chrono::steady_clock::now();
@@ -229,4 +230,4 @@ std::vector<ArchitectureReport> prewarm_architectures(Session& session, const Sp
     return reports;
 }
 
-}  // namespace flce::cli
+}  // namespace flce::demo

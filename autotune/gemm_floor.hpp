@@ -7,7 +7,7 @@
 
 #include "flce/flce.hpp"
 
-namespace flce::cli {
+namespace flce {
 
 class GemmLibrary {
 public:
@@ -48,4 +48,4 @@ struct FloorOperands {
 void floor_forward(const GemmLibrary& library, const FloorOperands& o);
 void floor_backward(const GemmLibrary& library, const FloorOperands& o);
 
-}  // namespace flce::cli
+}  // namespace flce

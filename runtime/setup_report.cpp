@@ -1,4 +1,4 @@
-#include "cli/setup_report.hpp"
+#include "runtime/setup_report.hpp"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -15,7 +15,7 @@
 #include "runtime/cache_options.hpp"
 #include "runtime/environment.hpp"
 
-namespace flce::cli {
+namespace flce {
 namespace {
 
 namespace fs = std::filesystem;
@@ -127,4 +127,4 @@ SetupReport report_setup() {
     return report;
 }
 
-}  // namespace flce::cli
+}  // namespace flce

@@ -1,8 +1,9 @@
-// flce demo: the output layer of the demo's model, run by kernels from get_kernel, and what the demo reports in the end.
+// The output layer of the demo's model, run by kernels from get_kernel, and what the demo reports in the end.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -14,7 +15,7 @@
 #include "autotune/reference.hpp"
 #include "flce/flce.hpp"
 
-namespace flce::cli {
+namespace flce::demo {
 
 [[nodiscard]] double seconds_since(std::chrono::steady_clock::time_point start);
 
@@ -41,7 +42,8 @@ public:
         Verdict grad_weight;
         [[nodiscard]] bool passed() const { return loss.passed() && grad_hidden.passed() && grad_weight.passed(); }
     };
-    Check check(std::span<const float> hidden, std::span<const std::int32_t> targets);
+    /// `between_blocks` is called now and then; what it throws ends the work.
+    Check check(std::span<const float> hidden, std::span<const std::int32_t> targets, const std::function<void()>& between_blocks);
 
     [[nodiscard]] std::size_t workspace_bytes() const { return workspace_bytes_; }
 
@@ -82,6 +84,7 @@ struct ArchitectureReport {
     double seconds = 0;
     std::string error;  ///< why not
 };
-[[nodiscard]] std::vector<ArchitectureReport> prewarm_architectures(Session& session, const Spec& spec);
+[[nodiscard]] std::vector<ArchitectureReport> prewarm_architectures(Session& session, const Spec& spec,
+                                                                    const std::function<void()>& between_blocks);
 
-}  // namespace flce::cli
+}  // namespace flce::demo

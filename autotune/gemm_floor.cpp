@@ -1,4 +1,4 @@
-#include "cli/gemm_floor.hpp"
+#include "autotune/gemm_floor.hpp"
 
 #include <dlfcn.h>
 #include <fmt/format.h>
@@ -9,7 +9,7 @@
 #include <filesystem>
 #include <vector>
 
-namespace flce::cli {
+namespace flce {
 namespace {
 
 class Library {
@@ -256,4 +256,4 @@ void floor_backward(const GemmLibrary& library, const FloorOperands& o) {
     }
 }
 
-}  // namespace flce::cli
+}  // namespace flce

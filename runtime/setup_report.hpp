@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace flce::cli {
+namespace flce {
 
 /// A setting that sessions refuse, or do without.
 struct SettingFault {
@@ -42,4 +42,4 @@ struct SetupReport {
 /// no network.
 [[nodiscard]] SetupReport report_setup();
 
-}  // namespace flce::cli
+}  // namespace flce

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-namespace flce::cli {
+namespace flce::demo {
 
 struct ModelShape {
     std::int64_t vocab_size = 0;
@@ -57,4 +57,4 @@ private:
 void multiply(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, const float* b, float* c);
 [[nodiscard]] std::vector<float> transposed(std::int64_t rows, std::int64_t columns, const float* from);
 
-}  // namespace flce::cli
+}  // namespace flce::demo

@@ -1,4 +1,4 @@
-#include "cli/demo_model.hpp"
+#include "demo/model.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,7 @@
 #include "autotune/layer.hpp"
 #include "autotune/parallel.hpp"
 
-namespace flce::cli {
+namespace flce::demo {
 namespace {
 
 constexpr std::int64_t kRows = 4;  // of a register block
@@ -161,4 +161,4 @@ void Optimizer::step(std::span<float> parameters, std::span<const float> gradien
     });
 }
 
-}  // namespace flce::cli
+}  // namespace flce::demo

@@ -1,0 +1,23 @@
+// Records of named files and directories, for people who look at them.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "records/record.hpp"
+
+namespace flce {
+
+struct NamedRecord {
+    std::string name;  ///< its file
+    Record record;
+    std::string spec{};  ///< as it was asked for; empty: the record's, which is that of every layer with the same kernels
+    [[nodiscard]] const std::string& spec_text() const { return spec.empty() ? record.key.spec : spec; }
+};
+
+/// Records of files and of all *.json below directories. Throws ArgumentError for a path that is neither, or a named file that is no record; one found
+/// in a directory is left out with a warning.
+[[nodiscard]] std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths);
+
+}  // namespace flce
