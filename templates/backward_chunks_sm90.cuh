@@ -9,6 +9,8 @@ namespace flce {
 
 /// The phases' shape: what follows from the number of rows is read again and again, from shared memory, where registers are few.
 struct ChunkShape {
+    enum : int { kBytes = 8 };  ///< of shared memory
+
     const BackwardChunksSm90Params& p;
     unsigned rows_at;
     __device__ __forceinline__ int rows() const { return static_cast<int>(ptx::ld_shared_b32(rows_at)); }
@@ -93,6 +95,8 @@ struct BackwardChunksSm90 {
     enum : int { kBarriersAt = LogitMainloop::kRingBytes + kConsumerBytes * TileT::kConsumers + WeightPanels::kBarrierBytes };
     enum : int { kNumbersAt = kBarriersAt + RingSm90<TileT>::kBarrierBytes };
     enum : int { kRowsAt = kNumbersAt + TileNumbers<TileT>::kBytes };
+    enum : int { kSmemBytes = kRowsAt + ChunkShape::kBytes };
+    enum : int { kThreads = TileT::kThreads };
     enum : int { kHidden = Problem::hidden_size };
 
     const BackwardChunksSm90Params& p;

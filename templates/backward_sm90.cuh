@@ -67,6 +67,8 @@ struct DlogitsSm90 {
     enum : int { kSumBytes = Problem::bias ? 4 * 4 * TileT::kConsumers * TileT::kBlockN : 0 };
 
     enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes + kSumBytes };
+    enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
 
     const DlogitsSm90Params& p;
     TileNumbers<TileT> numbers;
@@ -200,6 +202,8 @@ struct GradHiddenSm90 {
     using PanelsT = PanelStore<float, TileT, 1, 2>;
     enum : int { kHidden = Problem::hidden_size };
     enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes };
+    enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
 
     const GradHiddenSm90Params& p;
     TileNumbers<TileT> numbers;
@@ -370,6 +374,8 @@ struct GradWeightSm90 {
     using PanelsT = GradWeightPanels<Problem, TileT>;
     enum : bool { kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major };
     enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes };
+    enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
 
     const GradWeightSm90Params& p;
     TileNumbers<TileT> numbers;

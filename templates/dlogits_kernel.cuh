@@ -17,6 +17,9 @@ struct DlogitsBlock {
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
     enum : int { kStagedBytes = sizeof(Element) == 2 ? StagedTile<Element, TileT, true>::kBytes : 0 };
     enum : int { kColumnSumOffset = MainloopT::kSmemBytes > kStagedBytes ? MainloopT::kSmemBytes : kStagedBytes };
+    enum : int { kColumnSumBytes = Problem::bias ? 4 * TileT::kWarpsM * TileT::kBlockN : 0 };
+    enum : int { kSmemBytes = RingOrStaging<MainloopT, TileT>::kBytes + kColumnSumBytes };
+    enum : int { kThreads = TileT::kThreads };
 
     const DlogitsParams& p;
     MainloopT mainloop;
@@ -78,7 +81,8 @@ struct DlogitsBlock {
         }
     }
 
-    /// Sums of the tile's columns, still scaled, for the bias gradient: over a thread's rows, the lanes that share columns, then the warps, in fixed order.
+    /// Sums of the tile's columns, still scaled, for the bias gradient: over a thread's rows, the lanes that share columns, then the warps,
+    /// in fixed order.
     __device__ __forceinline__ void sum_columns(const Accumulators& c) {
         float* const sums = reinterpret_cast<float*>(dynamic_smem + kColumnSumOffset);  // [warps_m][kBlockN]
 #pragma unroll

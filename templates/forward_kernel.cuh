@@ -16,6 +16,8 @@ struct ForwardBlock {
     using WeightT = WeightOperand<Problem>;
     enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
     enum : int { kStates = TileT::kWarpsN * TileT::kBlockM };
+    enum : int { kSmemBytes = MainloopT::kSmemBytes + 4 * (Fields::kCount * kStates + TileT::kBlockM) };
+    enum : int { kThreads = TileT::kThreads };
     enum : int { kRowPieces = MainloopT::kPiecesA };
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
 

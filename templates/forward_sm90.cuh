@@ -2,33 +2,13 @@
 // at the end of a stretch of the vocabulary, of which a cluster's share has up to eight (share_jobs_sm90.cuh).
 #pragma once
 
+#include "flce/forward_share.cuh"
 #include "flce/row_reduction_sm90.cuh"
 #include "flce/share_jobs_sm90.cuh"
 #include "flce/store_sm90.cuh"
 #include "flce/vocabulary_walk.cuh"
 
 namespace flce {
-
-/// How the clusters of a launch share its work: the host's `forward_share` for the rows that there turn out to be.
-template <class TileT>
-struct ForwardShare {
-    enum : int { kClusterRows = TileT::kBlockM * TileT::kCluster };
-    enum : int { kWriters = TileT::kTurns ? TileT::kConsumers : 1 };  ///< consumers that have the same rows
-
-    int rows;
-    int row_clusters;
-    int clusters;
-    int stride;
-    int splits;
-
-    __device__ __forceinline__ ForwardShare(int rows_, int tiles, int most_clusters, int stride_)
-        : rows(rows_), row_clusters(max(ceil_div(rows_, kClusterRows), 1)) {
-        const bool few = static_cast<long long>(row_clusters) * tiles < most_clusters;  // each tile has a cluster of its own
-        clusters = few ? row_clusters * tiles : most_clusters;
-        stride = few ? row_clusters : stride_;
-        splits = (few ? tiles : ceil_div(clusters, row_clusters) + 1) * kWriters;
-    }
-};
 
 template <class Problem, class TileT>
 struct ForwardSm90 {
@@ -42,8 +22,8 @@ struct ForwardSm90 {
     enum : int { kPieces = MainloopT::kPiecesA };
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
     using Rows = RowReduction<Problem, kColumnPieces>;
-    using Share = ForwardShare<TileT>;
-    enum : int { kClusterRows = Share::kClusterRows };
+    enum : int { kClusterRows = ForwardShare::rows_of_cluster(TileT::kBlockM, TileT::kCluster) };
+    enum : int { kWriters = ForwardShare::writers_of(TileT::kTurns) };
     enum : int { kConsumerThreads = 128 * TileT::kConsumers };
     enum : int { kStateBytes = 2 * kPieces * 2 * Fields::kCount * kConsumerThreads * 4 };  ///< both parts' states of every thread
 
@@ -54,13 +34,16 @@ struct ForwardSm90 {
     enum : int { kBarriersAt = MainloopT::kRingBytes + kPanelBytes + kStateBytes };
     enum : int { kWordsAt = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
     enum : int { kDirectorAt = kWordsAt + TileWords<TileT>::kBytes };
+    enum : int { kDirectorBytes = 128 };
+    enum : int { kSmemBytes = kDirectorAt + kDirectorBytes };
+    enum : int { kThreads = TileT::kThreads };
     enum : unsigned { kWarps = TileT::kCluster * TileT::kConsumers * 4 };  ///< consumers' of a cluster
 
     const Params& p;
     TileNumbers<TileT> jobs;
     TileWords<TileT> words;
     MainloopT mainloop;
-    const Share share;
+    const ForwardShare share;
     const bool compact;  ///< listed rows have been brought together
     PanelsT panels;
     float* const stash;  ///< this thread's sums of its rows of both parts: registers are few beside the accumulators
@@ -70,8 +53,8 @@ struct ForwardSm90 {
           jobs(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
           words(ptx::shared_address(dynamic_smem) + kWordsAt),
           mainloop(dynamic_smem, kBarriersAt),
-          share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), tiles(params), params.clusters,
-                params.stride),
+          share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), tiles(params), kClusterRows, kWriters,
+                params.clusters, params.stride),
           compact(kLists && params.compact_rows != 0 && *params.list.valid < params.compact_rows),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
@@ -146,7 +129,7 @@ struct ForwardSm90 {
         bool neighbours[2];  ///< whether they are
         bool any;            ///< the walk is at a tile
     };
-    static_assert(sizeof(Director) <= 128, "sm90_smem_bytes has as much for it");
+    static_assert(sizeof(Director) <= kDirectorBytes, "it lies behind everything else");
     __device__ __forceinline__ Director& director() const { return *reinterpret_cast<Director*>(dynamic_smem + kDirectorAt); }
 
     __device__ __forceinline__ void direct() const {
@@ -378,13 +361,13 @@ struct ForwardSm90 {
     /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows, by turns one a
     /// consumer.
     __device__ __forceinline__ void finish(const ShareJob& job, int part, int row_cluster) {
-        Share of = share;
+        ForwardShare of = share;
         asm volatile(""
                      : "+r"(of.rows), "+r"(of.row_clusters), "+r"(of.clusters),
                        "+r"(of.splits));  // what follows from them is worked out here
         const int first_share = row_cluster * of.clusters / of.row_clusters;
         const int last_share = ((row_cluster + 1) * of.clusters - 1) / of.row_clusters;
-        const int split = (job.share() - first_share) * Share::kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
+        const int split = (job.share() - first_share) * kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
         const long long ld = partial_rows_of(of.rows);
         float* const partial = p.partials + split * Fields::kCount * ld + first_row(row_cluster) + mainloop.place.row(0, 0);
         const int rows = of.rows - first_row(row_cluster) - mainloop.place.row(0, 0);  // from this thread's first one on
@@ -413,7 +396,7 @@ struct ForwardSm90 {
                 float* const at = partial + i * 64 + h * 8;
                 Fields::store(at, ld, job.stretch() > 0 ? merge(before[i][h], all) : all);
                 if (job.stretch() > 0 || job.share() != last_share) continue;
-                for (int rest = Share::kWriters; rest < of.splits - split; rest += Share::kWriters) {
+                for (int rest = kWriters; rest < of.splits - split; rest += kWriters) {
                     Fields::store(at + rest * Fields::kCount * ld, ld, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
                 }
             }

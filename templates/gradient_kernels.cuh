@@ -61,13 +61,23 @@ __device__ __forceinline__ void multiply_tile(MainloopT& mainloop, Feed& feed, i
     mainloop.drain();
 }
 
-/// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary. Every tile is read and written by its own block alone, chunk after chunk.
 template <class Problem, class TileT>
-__device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
+struct GradHiddenBlock {
     using Element = typename Problem::Element;
     using WeightT = WeightOperand<Problem>;
     using OperandsT = Operands<Element, Major::k, Access::chunks, WeightT::hidden_major ? Major::k : Major::mn, weight_access<Problem>()>;
     using MainloopT = Mainloop<OperandsT, TileT>;
+    enum : int { kSmemBytes = RingOrStaging<MainloopT, TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
+};
+
+/// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary. Every tile is read and written by its own block alone, chunk after chunk.
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
+    using Block = GradHiddenBlock<Problem, TileT>;
+    using Element = typename Block::Element;
+    using WeightT = typename Block::WeightT;
+    using MainloopT = typename Block::MainloopT;
     constexpr int kHidden = Problem::hidden_size;
     int tile_m;
     int tile_n;
@@ -94,12 +104,20 @@ __device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
     store_tile<Element, TileT, true, false>(mainloop, c, result);
 }
 
+template <class Problem, class TileT>
+struct GradWeightBlock {
+    using Element = typename Problem::Element;
+    using MainloopT = Mainloop<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>, TileT>;
+    enum : int { kSmemBytes = RingOrStaging<MainloopT, TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
+};
+
 /// grad_weight as it lies in memory: [m: vocabulary, n: hidden] = Σ_k: tokens, or [m: hidden, n: vocabulary] for a hidden_major weight.
 template <class Problem, class TileT>
 __device__ __forceinline__ void grad_weight(const GradWeightParams& p) {
     using Element = typename Problem::Element;
     using Out = typename Problem::GradWeight;
-    using MainloopT = Mainloop<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>, TileT>;
+    using MainloopT = typename GradWeightBlock<Problem, TileT>::MainloopT;
     constexpr int kHidden = Problem::hidden_size;
     const int extent_m = Problem::hidden_major ? kHidden : p.columns;
     const int extent_n = Problem::hidden_major ? p.columns : kHidden;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flce/tile_loader.cuh"
+#include "flce/tile_order.cuh"
 
 namespace flce {
 
@@ -312,17 +313,5 @@ struct TileFeed {
     __device__ __forceinline__ void load_b(unsigned to) { b.load(to); }
     __device__ __forceinline__ void next() {}
 };
-
-/// Position of a block in a grid of tiles_m × tiles_n tiles: `kRaster` tile rows walk together over the columns, so that the tiles in flight
-/// share few slices of both operands in L2.
-template <int kRaster>
-__device__ __forceinline__ void tile_of_block(unsigned block, int tiles_m, int tiles_n, int& m, int& n) {
-    const unsigned band_tiles = static_cast<unsigned>(kRaster * tiles_n);
-    const int band = static_cast<int>(block / band_tiles);
-    const int in_band = static_cast<int>(block % band_tiles);
-    const int rows = min(kRaster, tiles_m - band * kRaster);
-    m = band * kRaster + in_band % rows;
-    n = in_band / rows;
-}
 
 }  // namespace flce

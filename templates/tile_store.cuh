@@ -67,8 +67,15 @@ struct StagedTile {
     }
 };
 
-/// Calls `visit(pointer, both, first, second)` for the pairs of neighbouring accumulators that lie in `target`, `both` false where only the first one does.
-/// kAligned: pairs exist or not, and are 8-byte aligned.
+/// Shared memory of a kernel that writes one tile: the ring, and over it, when it is drained, the staging of a 16-bit tile.
+template <class MainloopT, class TileT>
+struct RingOrStaging {
+    enum : int { kStagedBytes = StagedTile<typename MainloopT::T, TileT, true>::kBytes };
+    enum : int { kBytes = MainloopT::kSmemBytes > kStagedBytes ? MainloopT::kSmemBytes : kStagedBytes };
+};
+
+/// Calls `visit(pointer, both, first, second)` for the pairs of neighbouring accumulators that lie in `target`, `both` false where only the
+/// first one does. kAligned: pairs exist or not, and are 8-byte aligned.
 template <bool kAligned, class MainloopT, class Visit>
 __device__ __forceinline__ void for_each_pair(const MainloopT& mainloop, typename MainloopT::Accumulators& c,
                                               const TileTarget<float>& target, const Visit& visit) {

@@ -1,12 +1,10 @@
 // Which tiles of logits a cluster of cuda_sm90a's forward computes. Plain C++: the host tests it.
 #pragma once
 
-#if !defined(FLCE_HOST_DEVICE)
 #if defined(__CUDACC__)
-#define FLCE_HOST_DEVICE __host__ __device__ __forceinline__
+#include "flce/host_device.cuh"
 #else
-#define FLCE_HOST_DEVICE inline
-#endif
+#include "templates/host_device.cuh"
 #endif
 
 namespace flce {

@@ -44,7 +44,21 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     return text;
 }
 
-/// Collects kernels, and for each the extern "C" function that instantiates it: GEMM kernels in units of their own, the small ones in the first.
+/// The template of templates/ that states what a kernel takes, without its path.
+std::string_view kernel_struct(GemmRole role) {
+    switch (role) {
+        case GemmRole::forward:
+        case GemmRole::forward_retain: return "Forward";
+        case GemmRole::dlogits: return "Dlogits";
+        case GemmRole::grad_hidden: return "GradHidden";
+        case GemmRole::grad_weight: return "GradWeight";
+        case GemmRole::chunks: return "BackwardChunks";
+    }
+    throw InternalError("kernel_struct: unknown role");
+}
+
+/// Collects kernels, and for each the extern "C" function that instantiates it: GEMM kernels in units of their own, the small ones in the
+/// first.
 class Kernels {
 public:
     Kernels(CudaSource& source, std::string configuration) : source_(source), configuration_(std::move(configuration)) {
@@ -65,6 +79,10 @@ public:
         source_.units.push_back({configuration_, {}});
         add(source_.units.back(), kernel, fmt::format("{}{}Params", params, sm90 ? "Sm90" : ""),
             fmt::format("flce::{}{}<Problem, {}>(p)", function, suffix, type), block);
+        const std::string stated = fmt::format("flce::{}{}<Problem, {}>", kernel_struct(role), sm90 ? "Sm90" : "Block", type);
+        source_.units.back().source +=
+            fmt::format("static_assert({0}::kSmemBytes == {1} && {0}::kThreads == {2}, \"as the host has it\");\n", stated,
+                        block.smem_bytes, block.threads);
     }
 
     void simple(KernelRole kernel, std::string_view params, std::string_view function, int threads) {

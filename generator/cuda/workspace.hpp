@@ -20,7 +20,7 @@ struct ForwardRows {
 };
 
 /// How a launch of forward divides its work.
-struct ForwardShare {
+struct ForwardGrid {
     Expr splits{0};    ///< cuda_sm80: parts of the vocabulary that are reduced apart
     Expr clusters{0};  ///< cuda_sm90a: clusters in the grid
     std::int64_t most_clusters = 0;

@@ -108,7 +108,7 @@ public:
     [[nodiscard]] virtual std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) const = 0;
     [[nodiscard]] virtual ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) const = 0;
     /// How a launch of forward over `rows` tokens divides its work.
-    [[nodiscard]] virtual ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) const = 0;
+    [[nodiscard]] virtual ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) const = 0;
     [[nodiscard]] virtual BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) const = 0;
     /// Tokens whose gradients dlogits adds up to one partial sum of a bias's.
     [[nodiscard]] virtual int rows_of_bias_partial(const Plan& plan) const = 0;

@@ -48,7 +48,7 @@ struct ColumnRange {
 /// Address of row `row` of the hidden states.
 [[nodiscard]] Expr hidden_row_at(const Spec& spec, const Expr& row);
 
-/// Parameters that the GEMM's kernels of every path have. `splits`: ForwardShare's.
+/// Parameters that the GEMM's kernels of every path have. `splits`: ForwardGrid's.
 [[nodiscard]] LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, const LaunchRows& rows, KernelRole kernel,
                                                           const Expr& grid_x, const Expr& grid_y, const Expr& splits);
 

@@ -26,7 +26,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
                               const ForwardLayout& layout) {
     const ForwardPass pass(spec, plan, source, layout);
     const LaunchRows rows = launch_rows(pass);
-    Expr splits = path_sm80().forward_share(spec, device, plan, rows.count).splits;
+    Expr splits = path_sm80().forward_grid(spec, device, plan, rows.count).splits;
     if (rounds_weight(spec)) {  // the last stretch may have fewer tiles than parts
         splits = min(splits, ceil_div(stretch_columns(pass).count, plan.cuda.forward.block_n));
     }

@@ -86,10 +86,10 @@ public:
         const std::int64_t rows = most_rows > wave_rows ? multiple_below(most_rows, wave_rows) : most_rows;
         ForwardRows f;
         f.rows = multiple_above(rows, std::max<int>(kRowThreads, tile.block_m));
-        f.partials = forward_share(spec, device, plan, min(n, f.rows)).splits * round_up(min(n, f.rows), 32);
+        f.partials = forward_grid(spec, device, plan, min(n, f.rows)).splits * round_up(min(n, f.rows), 32);
         return f;
     }
-    ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) const override {
+    ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) const override {
         const GemmTile& tile = plan.cuda.forward;
         const std::int64_t most_blocks = std::max<std::int64_t>(most_partial_bytes(spec, plan) / field_bytes(spec) / tile.block_m, 1);
         return {choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity(spec, device, tile), forward_tiles(spec, plan, tile),

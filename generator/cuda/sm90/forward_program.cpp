@@ -17,7 +17,7 @@ namespace {
 struct ForwardKernel {
     KernelRole role;
     GemmTile tile;
-    ForwardShare share;
+    ForwardGrid grid;
     int cluster_blocks;
 };
 
@@ -39,7 +39,7 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPass& pass, const Laun
     const Spec& spec = pass.spec;
     const ForwardLayout& layout = pass.layout;
     const bool few = kernel.role == KernelRole::forward_few;
-    const Expr blocks = kernel.share.clusters * kernel.cluster_blocks;
+    const Expr blocks = kernel.grid.clusters * kernel.cluster_blocks;
     // Few tokens are copied as many as there are: the copy engine takes long to fill in rows that do not exist.
     const Expr hidden_box = few ? rows.count : Expr(kernel.tile.block_m);
     const int weight_box = (reads_vocab_major(spec) ? kernel.tile.block_n : 64) / kernel.cluster_blocks;
@@ -47,7 +47,7 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPass& pass, const Laun
     const Expr hidden_rows = select(equal(pass.list, 0), rows.count, slot(Slot::num_tokens));
     const MappedMatrix weight = rounds_weight(spec) ? rounded_matrix(spec, workspace_at(layout.rounded_weight), stretch_columns(pass).count)
                                                     : weight_matrix(spec, slot(Slot::weight), spec.vocab_size);
-    LaunchBuilder<Params> launch(forward_launch(pass, rows, kernel.role, blocks, 1, kernel.share.splits));
+    LaunchBuilder<Params> launch(forward_launch(pass, rows, kernel.role, blocks, 1, kernel.grid.splits));
     launch.set_map(&Params::compact_map, {compact, spec.hidden_size, slot(Slot::num_tokens), spec.hidden_size}, kernel.tile.block_m)
         .set(&Params::compact_rows, layout.compacts * slot(Slot::num_tokens))
         .set_map(&Params::hidden_map, {hidden_row_at(spec, rows.base), spec.hidden_size, hidden_rows, spec.hidden_size}, hidden_box)
@@ -55,8 +55,8 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPass& pass, const Laun
         .set(&Params::scalars, workspace_at(layout.scalars))
         .set(&Params::shares, few ? Expr(0) : select(prepares_forward(spec), workspace_at(layout.shares), 0))
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
-        .set(&Params::clusters, kernel.share.most_clusters)
-        .set(&Params::stride, kernel.share.stride);
+        .set(&Params::clusters, kernel.grid.most_clusters)
+        .set(&Params::stride, kernel.grid.stride);
     return launch;
 }
 
@@ -136,7 +136,7 @@ std::vector<Statement> retaining_steps(const ForwardPass& pass, const LaunchRows
     std::vector<Statement> steps;
     steps.push_back({If{any, {references_launch(pass, rows, retained)}}});
     std::ranges::move(gemm(false), std::back_inserter(steps));
-    steps.push_back(row_outputs_launch(pass, rows, many.share.splits, retained_rows));
+    steps.push_back(row_outputs_launch(pass, rows, many.grid.splits, retained_rows));
     // Rows whose logits turned out to be far above their reference; hardly ever any, and then this launch ends at once.
     for (Statement& launch : gemm(true)) steps.push_back({If{any, {std::move(launch)}}});
     return steps;
@@ -148,8 +148,8 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
                               const ForwardLayout& layout) {
     const ForwardPass pass(spec, plan, source, layout);
     const LaunchRows rows = launch_rows(pass);
-    const ForwardKernel many{KernelRole::forward, plan.cuda.forward, forward_share(spec, device, plan, rows.count), kClusterBlocks};
-    const ForwardKernel few{KernelRole::forward_few, few_tokens_tile(spec), few_tokens_share(spec, device, plan, rows.count), 1};
+    const ForwardKernel many{KernelRole::forward, plan.cuda.forward, forward_grid(spec, device, plan, rows.count), kClusterBlocks};
+    const ForwardKernel few{KernelRole::forward_few, few_tokens_tile(spec), few_tokens_grid(spec, device, plan, rows.count), 1};
     const Preparation preparation{
         .scalars = layout.scalars, .list = pass.list, .outputs = true, .counters = layout.shares, .counter_count = layout.share_words};
     LaunchProgram program{.body = {}, .variable_count = forward_loops(spec)};
@@ -160,12 +160,12 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
         steps = retaining_steps(pass, rows, few, many);
     } else if (rounds_weight(spec)) {
         const auto gemm = [&](const ForwardKernel& kernel) { return forward_stretch_launch(pass, rows, kernel); };
-        program.body.push_back(stretch_loop(pass, rows, many.share.splits, few_or_many(few, many, gemm)));
-        steps.push_back(row_outputs_launch(pass, rows, many.share.splits, {}));
+        program.body.push_back(stretch_loop(pass, rows, many.grid.splits, few_or_many(few, many, gemm)));
+        steps.push_back(row_outputs_launch(pass, rows, many.grid.splits, {}));
     } else {
         const auto gemm = [&](const ForwardKernel& kernel) { return gemm_launch(pass, rows, kernel).build(); };
         steps = few_or_many(few, many, gemm);
-        steps.push_back(row_outputs_launch(pass, rows, many.share.splits, {}));
+        steps.push_back(row_outputs_launch(pass, rows, many.grid.splits, {}));
     }
     program.body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
     program.body.push_back(reduce_loss_step(pass));

@@ -5,6 +5,7 @@
 
 #include "generator/cuda/sm90/chunk_time.hpp"
 #include "generator/cuda/sm90/rules.hpp"
+#include "templates/forward_share.cuh"
 #include "templates/params.cuh"
 #include "templates/sum_parts.cuh"
 
@@ -24,8 +25,8 @@ struct ClusterShare {
 
     ClusterShare(const Spec& spec, const Device& device, const Plan& plan) {
         const GemmTile& tile = plan.cuda.forward;
-        cluster_rows = std::int64_t{kClusterBlocks} * tile.block_m;
-        writers = takes_turns(tile) ? 2 : 1;
+        cluster_rows = ForwardShare::rows_of_cluster(tile.block_m, kClusterBlocks);
+        writers = ForwardShare::writers_of(takes_turns(tile));
         tiles = forward_tiles(spec, plan, tile);
         // Row clusters × splits is at most clusters + 2·row clusters.
         const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
@@ -79,13 +80,13 @@ ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& pla
     return f;
 }
 
-ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
+ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     const ClusterShare share(spec, device, plan);
     const Expr row_clusters = max(ceil_div(rows, share.cluster_rows), 1);
     return {0, min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(share.clusters)};
 }
 
-ForwardShare few_tokens_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
+ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     const std::int64_t blocks = few_tokens_blocks(spec, device, plan);
     const GemmTile tile = few_tokens_tile(spec);
     const std::int64_t tiles = forward_tiles(spec, plan, tile);
@@ -140,9 +141,9 @@ JoinedChunks joined_chunks(const Spec& spec, const Device& device, const Plan& p
     // Whole tiles, of wide chunks too.
     const std::int64_t quantum = joined_quantum(plan);
     const Expr whole =
-        min(equal(round_down(layout.chunk, quantum), layout.chunk), equal(round_down(layout.wide_chunk, quantum), layout.wide_chunk));
-    j.joined = min(min(equal(layout.row_blocks, 1), less(kMostTokensApart, slot(Slot::num_tokens))),
-                   min(less(2 * quantum - 1, layout.chunk), whole));
+        equal(round_down(layout.chunk, quantum), layout.chunk) && equal(round_down(layout.wide_chunk, quantum), layout.wide_chunk);
+    j.joined =
+        (equal(layout.row_blocks, 1) && less(kMostTokensApart, slot(Slot::num_tokens))) && (less(2 * quantum - 1, layout.chunk) && whole);
     j.even_chunk = first_of_pair(plan, layout.chunk);
     j.even_wide_chunk = first_of_pair(plan, layout.wide_chunk);
     j.progress_bytes = progress_bytes(spec, plan);

@@ -7,9 +7,9 @@ namespace flce::sm90 {
 
 [[nodiscard]] std::int64_t stretch_quantum(const Spec& spec, const Plan& plan);
 [[nodiscard]] ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan);
-[[nodiscard]] ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
+[[nodiscard]] ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
 /// The same for kernel forward_few.
-[[nodiscard]] ForwardShare few_tokens_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
+[[nodiscard]] ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
 [[nodiscard]] BackwardNeeds backward_needs(const Spec& spec, const Plan& plan);
 [[nodiscard]] Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const Expr& widest, std::int64_t quantum);
 [[nodiscard]] Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan);

@@ -68,8 +68,8 @@ public:
     ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) const override {
         return sm90::forward_rows(spec, device, plan);
     }
-    ForwardShare forward_share(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) const override {
-        return sm90::forward_share(spec, device, plan, rows);
+    ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) const override {
+        return sm90::forward_grid(spec, device, plan, rows);
     }
     BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) const override { return sm90::backward_needs(spec, plan); }
     int rows_of_bias_partial(const Plan& /*plan*/) const override { return 64; }

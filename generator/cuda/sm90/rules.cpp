@@ -12,6 +12,11 @@ bool is_forward(GemmRole role) { return role == GemmRole::forward || role == Gem
 /// Of a tile, that one consumer warpgroup has.
 int consumer_rows(const GemmTile& tile) { return takes_turns(tile) ? tile.block_m : tile.block_m / 2; }
 
+/// A 16-bit grad_weight that is added to comes through shared memory, two panels of a consumer at a time.
+std::int64_t update_barrier_bytes(const Spec& spec) {
+    return element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::accumulate ? 8 * 2 * 2 : 0;
+}
+
 /// The ring of stages, what an epilogue keeps or hands over, the barriers, and numbers of tiles.
 std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
     constexpr std::int64_t kPanelBytes = 64 * 128;
@@ -23,14 +28,13 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
         // Panels that leave together: ForwardSm90::kPanelWidth.
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n % 192 == 0 ? 3 : tile.block_n % 128 == 0 ? 2 : 1);
     } else if (role == GemmRole::chunks) {
-        beside = 2 * kPanelBytes * (tile.block_n / 64) + 8 * 2 * 2 + 8;  // panels, an update's barriers, rows and parts
+        beside = 2 * kPanelBytes * (tile.block_n / 64) + update_barrier_bytes(spec) + 8;  // panels, barriers, rows and parts
     } else if (role == GemmRole::dlogits) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + (spec.bias ? 4 * 4 * 2 * tile.block_n : 0);
     } else if (role == GemmRole::grad_hidden) {
         beside = 2 * kPanelBytes * 2;
     } else if (role == GemmRole::grad_weight) {
-        const bool updates = element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::accumulate;
-        beside = 2 * kPanelBytes * 2 + (updates ? 8 * 2 * 2 : 0);
+        beside = 2 * kPanelBytes * 2 + update_barrier_bytes(spec);
     }
     constexpr std::int64_t kNumberBytes = 16 * (8 + 4);
     return ring + beside + std::int64_t{8} * (2 * tile.stages + 2) + kNumberBytes;
