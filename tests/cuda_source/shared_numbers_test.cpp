@@ -107,7 +107,7 @@ TEST(SharedNumbers, Forward_SharesAndPartialSumsAreTheHosts) {
             const Plan& plan = plans[i];
             SCOPED_TRACE(fmt::format("{} on {}: {}", layer.spec, layer.device, plan.text()));
             const CudaProgram program = generate_cuda(spec, device, plan);
-            for (const std::int64_t tokens : {1, 2, 127, 128, 129, 255, 257, 1000, 4096, 8192, 20'000}) {
+            for (const std::int64_t tokens : {1, 2, 127, 128, 129, 255, 257, 1000, 4096, 8192, 20'000, 70'001, 100'003}) {
                 const std::int64_t end = kWorkspace + evaluate(program.forward_workspace_bytes, call(tokens));
                 std::map<std::string, int> seen;
                 for_each_launch(program, program.forward, tokens, [&](const std::string& kernel, const InterpretedLaunch& launch) {

@@ -86,14 +86,13 @@ public:
         const std::int64_t rows = most_rows > wave_rows ? multiple_below(most_rows, wave_rows) : most_rows;
         ForwardRows f;
         f.rows = multiple_above(rows, std::max<int>(kRowThreads, tile.block_m));
-        f.partials = forward_grid(spec, device, plan, min(n, f.rows)).splits * round_up(min(n, f.rows), 32);
+        f.partials = splits_of(spec, device, plan, min(n, f.rows)) * round_up(min(n, f.rows), 32);
         return f;
     }
     ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) const override {
-        const GemmTile& tile = plan.cuda.forward;
-        const std::int64_t most_blocks = std::max<std::int64_t>(most_partial_bytes(spec, plan) / field_bytes(spec) / tile.block_m, 1);
-        return {choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity(spec, device, tile), forward_tiles(spec, plan, tile),
-                              most_blocks)};
+        // The last launch of several has fewer rows, but partial sums as far apart as the others', for no more parts.
+        const Expr first_rows = min(slot(Slot::num_tokens), forward_rows(spec, device, plan).rows);
+        return {min(splits_of(spec, device, plan, rows), splits_of(spec, device, plan, first_rows))};
     }
     BackwardNeeds backward_needs(const Spec& /*spec*/, const Plan& /*plan*/) const override { return {}; }
     int rows_of_bias_partial(const Plan& plan) const override { return plan.cuda.dlogits.block_m; }
@@ -119,9 +118,15 @@ public:
     }
 
 private:
+    static Expr splits_of(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
+        const GemmTile& tile = plan.cuda.forward;
+        const std::int64_t most_blocks = std::max<std::int64_t>(most_partial_bytes(spec, plan) / field_bytes(spec) / tile.block_m, 1);
+        return choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity(spec, device, tile), forward_tiles(spec, plan, tile),
+                             most_blocks);
+    }
     /// Blocks that run at once.
-    std::int64_t capacity(const Spec& spec, const Device& device, const GemmTile& tile) const {
-        return std::int64_t{device.gpu.sm_count} * block(spec, device, GemmRole::forward, tile).per_sm;
+    static std::int64_t capacity(const Spec& spec, const Device& device, const GemmTile& tile) {
+        return std::int64_t{device.gpu.sm_count} * sm80::block(spec, device, GemmRole::forward, tile).per_sm;
     }
 };
 
