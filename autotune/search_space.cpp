@@ -9,7 +9,7 @@
 #include <numeric>
 #include <set>
 
-#include "generator/blocks_cpu.hpp"
+#include "generator/cpu/blocks.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
 #include "generator/cuda_program.hpp"
 

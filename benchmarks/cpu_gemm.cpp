@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "flce/flce.hpp"
-#include "generator/host/cpu_code.hpp"
-#include "generator/host/cpu_layout.hpp"
+#include "generator/cpu/code.hpp"
+#include "generator/cpu/layout.hpp"
 #include "runtime/cpu/gemm.hpp"
 #include "runtime/host/host_code.hpp"
 

@@ -1,9 +1,10 @@
-# Writes OUTPUT: a C++ source that defines flce::embedded_templates() over the text of FILES.
+# Writes OUTPUT: a C++ source that defines flce::embedded_templates() over the text of FILES, which lie in FOLDER:
+# templates/sm90/forward.cuh is "flce/sm90/forward.cuh".
 set(body "// Generated from templates/. Do not edit.\n#include \"generator/cuda_program.hpp\"\n\nnamespace flce {\nnamespace {\n")
 set(table "")
 set(index 0)
 foreach(file IN LISTS FILES)
-  get_filename_component(name ${file} NAME)
+  file(RELATIVE_PATH name ${FOLDER} ${file})
   file(READ ${file} text)
   # MSVC-sized pieces are not a concern here, but a raw string must not contain its own delimiter.
   string(FIND "${text}" ")FLCE_TEXT\"" clash)

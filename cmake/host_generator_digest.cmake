@@ -10,9 +10,10 @@ function(flce_digest name user)
   set_source_files_properties(${user} DIRECTORY ${CMAKE_SOURCE_DIR} PROPERTIES COMPILE_DEFINITIONS "${name}=\"${digest}\"")
 endfunction()
 
-file(GLOB generator_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/generator/host/*.cpp ${CMAKE_SOURCE_DIR}/generator/host/*.hpp)
+file(GLOB generator_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/generator/cpu/*.cpp ${CMAKE_SOURCE_DIR}/generator/cpu/*.hpp)
+list(FILTER generator_sources EXCLUDE REGEX "/(blocks|rules|cost)\\.[ch]pp$")  # what the planner chooses among is in no object
 file(GLOB compiler_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/host/host_code.*)
-flce_digest(FLCE_HOST_GENERATOR_DIGEST generator/host/cpu_code.cpp ${generator_sources} ${compiler_sources}
-  ${CMAKE_SOURCE_DIR}/generator/logit_transforms.hpp ${CMAKE_SOURCE_DIR}/templates/row_math.cuh)
+flce_digest(FLCE_HOST_GENERATOR_DIGEST generator/cpu/code.cpp ${generator_sources} ${compiler_sources}
+  ${CMAKE_SOURCE_DIR}/generator/logit_transforms.hpp ${CMAKE_SOURCE_DIR}/templates/common/row_math.cuh)
 file(GLOB launcher_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/cuda/launcher.* ${CMAKE_SOURCE_DIR}/generator/launch_program.*)
 flce_digest(FLCE_LAUNCHER_DIGEST runtime/cuda/launcher.cpp ${launcher_sources} ${compiler_sources} ${CMAKE_SOURCE_DIR}/generator/call_slots.hpp)

@@ -14,7 +14,7 @@ namespace flce {
 
 /// A file of templates/, embedded in the library at build time.
 struct EmbeddedHeader {
-    std::string_view name;  ///< as #included: "flce/mainloop_sm80.cuh"
+    std::string_view name;  ///< as #included: "flce/sm80/mainloop.cuh"
     std::string_view text;
 };
 [[nodiscard]] std::span<const EmbeddedHeader> embedded_templates();

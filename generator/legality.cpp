@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "flce/plan.hpp"
-#include "generator/cpu_rules.hpp"
+#include "generator/cpu/rules.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
 
 namespace flce {

@@ -10,7 +10,7 @@
 
 #include "flce/error.hpp"
 #include "flce/plan.hpp"
-#include "generator/blocks_cpu.hpp"
+#include "generator/cpu/blocks.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
 
 namespace flce {

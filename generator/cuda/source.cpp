@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include "flce/error.hpp"
+#include "generator/cuda/common/transform_source.hpp"
 #include "generator/cuda/tile_rules.hpp"
-#include "generator/cuda/transform_source.hpp"
-#include "templates/params.cuh"
+#include "templates/common/params.cuh"
 
 namespace flce {
 namespace {
@@ -125,7 +125,7 @@ void CudaSource::add(KernelRole role, const KernelEntry& entry) {
 
 CudaSource cuda_source(const Spec& spec, const Device& device, const Plan& plan) {
     CudaSource source;
-    const std::string_view header = plan.path == PlanPath::cuda_sm90a ? "kernels_sm90.cuh" : "kernels.cuh";
+    const std::string_view header = plan.path == PlanPath::cuda_sm90a ? "sm90/kernels.cuh" : "sm80/kernels.cuh";
     source.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
     Kernels kernels(source, fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan));
     const auto gemm = [&](GemmRole role, const GemmTile& tile, KernelRole kernel, std::string_view params, std::string_view function,

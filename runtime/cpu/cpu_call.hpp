@@ -6,7 +6,7 @@
 
 #include "flce/flce.hpp"
 #include "generator/call_slots.hpp"
-#include "templates/row_math.cuh"
+#include "templates/common/row_math.cuh"
 
 namespace flce {
 

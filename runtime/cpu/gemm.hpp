@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "generator/host/cpu_code.hpp"
-#include "generator/host/cpu_layout.hpp"
+#include "generator/cpu/code.hpp"
+#include "generator/cpu/layout.hpp"
 #include "runtime/cpu/cpu_call.hpp"
 #include "runtime/host/host_code.hpp"
 
@@ -19,7 +19,7 @@ inline constexpr std::array kCpuSymbols{
     cpu_symbol::kBackwardTile,   cpu_symbol::kColumnSums,      cpu_symbol::kWriteFloat,         cpu_symbol::kAddFloat,
     cpu_symbol::kStoreHidden,    cpu_symbol::kStoreWeight,     cpu_symbol::kStoreBias,          cpu_symbol::kToFloat};
 
-/// The functions of a loaded object (generator/host/cpu_code.hpp).
+/// The functions of a loaded object (generator/cpu/code.hpp).
 struct CpuFunctions {
     MicroKernel micro_kernel;
     PackPanel pack_hidden, pack_weight_logits, pack_weight_grad, pack_hidden_grad, pack_dlogits_rows, pack_dlogits_columns;

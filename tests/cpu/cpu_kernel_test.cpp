@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "flce/error.hpp"
-#include "generator/host/cpu_layout.hpp"
+#include "generator/cpu/layout.hpp"
 #include "tests/cpu/cpu_test_support.hpp"
 #include "tests/support/kernel_run.hpp"
 

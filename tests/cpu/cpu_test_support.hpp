@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cache/artifact_cache.hpp"
-#include "generator/host/cpu_code.hpp"
+#include "generator/cpu/code.hpp"
 #include "runtime/host/host_code.hpp"
 #include "runtime/kernel_factory.hpp"
 

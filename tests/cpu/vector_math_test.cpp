@@ -6,7 +6,7 @@
 #include <limits>
 #include <numeric>
 
-#include "generator/host/ir_float.hpp"
+#include "generator/cpu/ir_float.hpp"
 #include "tests/cpu/cpu_test_support.hpp"
 #include "tests/support/number_formats.hpp"
 

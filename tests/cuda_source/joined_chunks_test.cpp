@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "flce/plan.hpp"
-#include "generator/cuda/workspace.hpp"
+#include "generator/cuda/common/workspace.hpp"
 #include "generator/cuda_program.hpp"
-#include "templates/chunk_phases.cuh"
-#include "templates/params.cuh"
+#include "templates/sm90/chunk_phases.cuh"
+#include "templates/sm90/params.cuh"
 
 namespace flce::joined_chunks {
 namespace {

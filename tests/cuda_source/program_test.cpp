@@ -12,11 +12,11 @@
 #include "flce/error.hpp"
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
+#include "generator/cuda/common/transform_source.hpp"
 #include "generator/cuda/source.hpp"
-#include "generator/cuda/transform_source.hpp"
 #include "generator/cuda_program.hpp"
 #include "generator/logit_transforms.hpp"
-#include "templates/params.cuh"
+#include "templates/sm90/params.cuh"
 
 namespace flce {
 namespace {

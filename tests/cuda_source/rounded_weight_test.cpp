@@ -7,7 +7,7 @@
 
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
-#include "templates/params.cuh"
+#include "templates/sm90/params.cuh"
 
 namespace flce::rounded_weight_test {
 namespace {

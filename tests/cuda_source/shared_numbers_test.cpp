@@ -16,9 +16,9 @@
 #include "generator/cuda/sm90/rules.hpp"
 #include "generator/cuda_program.hpp"
 #include "runtime/cuda/nvrtc.hpp"
-#include "templates/forward_share.cuh"
-#include "templates/params.cuh"
-#include "templates/tile_order.cuh"
+#include "templates/common/tile_order.cuh"
+#include "templates/sm90/forward_share.cuh"
+#include "templates/sm90/params.cuh"
 #include "tests/cuda_source/kernel_check.hpp"
 #include "tests/support/gpu.hpp"
 

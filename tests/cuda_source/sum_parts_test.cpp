@@ -1,5 +1,5 @@
 // How grad_hidden's sum is divided among clusters that would be idle, and that every launch of a pass agrees on it.
-#include "templates/sum_parts.cuh"
+#include "templates/common/sum_parts.cuh"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
 #include "generator/cuda_program.hpp"
-#include "templates/params.cuh"
+#include "templates/sm90/params.cuh"
 
 namespace flce {
 namespace {

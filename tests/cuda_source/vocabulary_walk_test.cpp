@@ -1,5 +1,5 @@
 // How cuda_sm90a's clusters divide forward's tiles among them.
-#include "templates/vocabulary_walk.cuh"
+#include "templates/sm90/vocabulary_walk.cuh"
 
 #include <gtest/gtest.h>
 

@@ -6,7 +6,7 @@
 
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
-#include "templates/params.cuh"
+#include "templates/common/params.cuh"
 
 namespace flce {
 namespace {

@@ -2,8 +2,8 @@
 #include <gtest/gtest.h>
 
 #include "flce/plan.hpp"
+#include "generator/cpu/layout.hpp"
 #include "generator/cuda_program.hpp"
-#include "generator/host/cpu_layout.hpp"
 
 namespace flce {
 namespace {

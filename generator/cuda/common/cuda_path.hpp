@@ -11,7 +11,7 @@
 #include "flce/device.hpp"
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
-#include "generator/cuda/workspace.hpp"
+#include "generator/cuda/common/workspace.hpp"
 
 namespace flce {
 

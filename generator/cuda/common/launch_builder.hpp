@@ -1,4 +1,4 @@
-// Builds launches over the parameter structs of templates/params.cuh by member, not by number.
+// Builds launches over the parameter structs of templates/common/params.cuh by member, not by number.
 #pragma once
 
 #include <concepts>
@@ -11,7 +11,7 @@
 #include "flce/spec.hpp"
 #include "generator/launch_program.hpp"
 #include "generator/logit_transforms.hpp"
-#include "templates/params.cuh"
+#include "templates/common/params.cuh"
 
 namespace flce {
 

@@ -10,7 +10,7 @@
 #include "generator/cuda/sm80/forward_program.hpp"
 #include "generator/cuda/sm80/rules.hpp"
 #include "generator/cuda/sm80/tiles.hpp"
-#include "templates/params.cuh"
+#include "templates/common/params.cuh"
 
 namespace flce {
 namespace {

@@ -1,6 +1,7 @@
 #include "generator/cuda/sm90/backward_chunks.hpp"
 
 #include "generator/cuda/sm90/maps.hpp"
+#include "templates/sm90/params.cuh"
 
 namespace flce::sm90 {
 

@@ -3,7 +3,7 @@
 #include <cstddef>
 
 #include "generator/cuda/sm90/rules.hpp"
-#include "templates/sum_parts.cuh"
+#include "templates/common/sum_parts.cuh"
 
 namespace flce::sm90 {
 namespace {

@@ -1,6 +1,7 @@
 #include "generator/cuda/sm90/chunk_gemms.hpp"
 
 #include "generator/cuda/sm90/maps.hpp"
+#include "templates/sm90/params.cuh"
 
 namespace flce::sm90 {
 namespace {

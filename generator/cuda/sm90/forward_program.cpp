@@ -9,6 +9,7 @@
 #include "generator/cuda/sm90/layout.hpp"
 #include "generator/cuda/sm90/maps.hpp"
 #include "generator/cuda/sm90/rules.hpp"
+#include "templates/sm90/params.cuh"
 
 namespace flce::sm90 {
 namespace {

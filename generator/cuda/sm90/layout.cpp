@@ -5,9 +5,9 @@
 
 #include "generator/cuda/sm90/chunk_time.hpp"
 #include "generator/cuda/sm90/rules.hpp"
-#include "templates/forward_share.cuh"
-#include "templates/params.cuh"
-#include "templates/sum_parts.cuh"
+#include "templates/common/sum_parts.cuh"
+#include "templates/sm90/forward_share.cuh"
+#include "templates/sm90/params.cuh"
 
 namespace flce::sm90 {
 namespace {

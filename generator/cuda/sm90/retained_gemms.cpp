@@ -4,6 +4,7 @@
 
 #include "generator/cuda/sm90/maps.hpp"
 #include "generator/cuda/sm90/rules.hpp"
+#include "templates/sm90/params.cuh"
 
 namespace flce::sm90 {
 namespace {

@@ -1,0 +1,62 @@
+#include "generator/cuda/common/transform_source.hpp"
+
+#include <fmt/format.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "generator/logit_transforms.hpp"
+
+namespace flce {
+namespace {
+
+/// Statements written so far; every operation becomes one, so that nothing is computed twice.
+struct Statements {
+    std::string text;
+    std::string math;
+    std::string indent;
+    int count = 0;
+};
+
+/// A number that writes down what is done to it.
+class TextNumber {
+public:
+    TextNumber(float literal) : name_(fmt::format("{:#}f", literal)) {}  // NOLINT(google-explicit-constructor): formulas mix numbers
+    TextNumber(std::string name, std::shared_ptr<Statements> statements) : name_(std::move(name)), statements_(std::move(statements)) {}
+
+    [[nodiscard]] const std::string& name() const { return name_; }
+
+    friend TextNumber operator+(const TextNumber& a, const TextNumber& b) { return binary(a, "+", b); }
+    friend TextNumber operator-(const TextNumber& a, const TextNumber& b) { return binary(a, "-", b); }
+    friend TextNumber operator*(const TextNumber& a, const TextNumber& b) { return binary(a, "*", b); }
+    friend TextNumber tanh(const TextNumber& a) { return define(a, a, fmt::format("{}::tanh({})", a.statements_->math, a.name_)); }
+
+private:
+    static TextNumber binary(const TextNumber& a, const char* op, const TextNumber& b) {
+        return define(a, b, fmt::format("{} {} {}", a.name_, op, b.name_));
+    }
+    static TextNumber define(const TextNumber& a, const TextNumber& b, const std::string& value) {
+        const std::shared_ptr<Statements>& statements = a.statements_ ? a.statements_ : b.statements_;
+        std::string name = fmt::format("t{}", statements->count++);
+        statements->text += fmt::format("{}const float {} = {};\n", statements->indent, name, value);
+        return {std::move(name), statements};
+    }
+
+    std::string name_;
+    std::shared_ptr<Statements> statements_;
+};
+
+}  // namespace
+
+std::string transform_source(const Spec& spec, const std::string& math, const std::string& indent) {
+    auto statements = std::make_shared<Statements>();
+    statements->math = math;
+    statements->indent = indent;
+    std::vector<TextNumber> parameters;
+    for (std::size_t i = 0; i < transform_parameters(spec).size(); ++i) parameters.emplace_back(fmt::format("p[{}]", i), statements);
+    const TransformedLogit<TextNumber> z = transform_logit(spec, TextNumber("x", statements), std::span<const TextNumber>(parameters));
+    return statements->text + fmt::format("{}return {{{}, {}}};\n", indent, z.logit.name(), z.derivative.name());
+}
+
+}  // namespace flce

@@ -1,0 +1,256 @@
+// What is done to a tile of hidden · weightᵀ in the accumulators, whatever mainloop made it: c[i][j][2·h + e] is place.row(i, h), place.column(j, e).
+#pragma once
+
+#include "flce/common/problem.cuh"
+
+namespace flce {
+
+/// What backward knows of a row besides its coefficients. lse = +inf makes every p of an ignored row 0.
+struct RowTarget {
+    float lse;
+    int target;
+};
+
+/// Fields of RowSums that a Problem needs in memory, in this order: max, exp_sum, exp_z_sum, weighted_sum.
+template <class Problem>
+struct PartialFields {
+    enum : int { kExpZ = 2 };
+    enum : int { kWeighted = 2 + (Problem::entropy ? 1 : 0) };
+    enum : int { kCount = kWeighted + (Problem::label_smoothing ? 1 : 0) };
+
+    /// `stride` elements lie between two fields.
+    static __device__ __forceinline__ RowSums load(const float* at, long long stride) {
+        RowSums r;
+        r.max = at[0];
+        r.exp_sum = at[stride];
+        r.exp_z_sum = Problem::entropy ? at[kExpZ * stride] : 0.f;
+        r.weighted_sum = Problem::label_smoothing ? at[kWeighted * stride] : 0.f;
+        r.target_logit = -infinity();
+        return r;
+    }
+    static __device__ __forceinline__ void store(float* at, long long stride, const RowSums& r) {
+        at[0] = r.max;
+        at[stride] = r.exp_sum;
+        if constexpr (Problem::entropy) at[kExpZ * stride] = r.exp_z_sum;
+        if constexpr (Problem::label_smoothing) at[kWeighted * stride] = r.weighted_sum;
+    }
+};
+
+/// Leading dimension of the partial sums of so many rows, where forward has a list.
+__device__ __forceinline__ long long partial_rows_of(int rows) { return ceil_div(rows, 32) * 32ll; }
+
+/// Sums of up to this many products are exact to fp32's last place in a framework, and have to be here.
+enum : int { kShortSum = 128 };
+
+/// Above this, in nats, forward's exponentials are not to be relied on: they are cut off at 2^100.
+enum : int { kMostAboveReference = 60 };
+
+/// Logits that are sums of so many products are off by several times what rounded powers of two add (docs/numerics.md).
+enum : int { kLongSum = 512 };
+template <class Problem>
+constexpr bool kPowers = Numeric<typename Problem::Element>::kHalf && Problem::hidden_size >= kLongSum;
+/// Exponentials that are summed, and those that will be rounded to the Problem's dtype.
+template <class Problem>
+using SummedAbove = Select<kPowers<Problem>, PowersAbove, DifferencesAbove<typename Problem::Math>>;
+template <class Problem>
+using RoundedAbove = Select<Numeric<typename Problem::Element>::kHalf, PowersAbove, DifferencesAbove<typename Problem::Math>>;
+
+template <class Problem>
+using LogitOperands =
+    Operands<typename Problem::Element, Major::k, Access::chunks, WeightOperand<Problem>::hidden_major ? Major::mn : Major::k,
+             weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
+
+/// Columns past the vocabulary become masked_logit(): in the last tile, at a comparison for every element, which the others are spared.
+template <class Problem, class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void mask_columns(const Place& place, int first_column, float (&c)[kPieces][kColumnPieces][4]) {
+    asm volatile("" : "+r"(first_column));  // what is known of each column already would not fit beside the accumulators until here
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            if (first_column + place.column(j, e) < Problem::vocab_size) continue;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) c[i][j][e] = c[i][j][2 + e] = masked_logit();
+        }
+    }
+}
+
+/// weighted += Σ c_j·z_j of the thread's columns. kRagged: some of them may not exist.
+template <class Problem, bool kRagged, class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place& place, int first_column,
+                                             const float (&c)[kPieces][kColumnPieces][4], float (&weighted)[kPieces][2]) {
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int column = first_column + place.column(j, e);
+            float weight = 1.f;
+            if constexpr (Problem::class_weight) weight = p.class_weight[kRagged ? min(column, Problem::vocab_size - 1) : column];
+            if (kRagged && column >= Problem::vocab_size) weight = 0.f;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) weighted[i][h] += weight * c[i][j][2 * h + e];
+        }
+    }
+}
+
+/// c becomes logits; columns past the vocabulary become masked_logit(). weighted += Σ c_j·z_j of the thread's columns, with label smoothing.
+template <class Problem, class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& place, int first_column, int columns,
+                                          float (&c)[kPieces][kColumnPieces][4], float (&weighted)[kPieces][2]) {
+    const bool ragged = first_column + columns > Problem::vocab_size;
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float bias = 0.f;
+            if constexpr (Problem::bias) {
+                const int column = min(first_column + place.column(j, e), Problem::vocab_size - 1);
+                bias = to_float(static_cast<const typename Problem::Element*>(p.bias)[column]);
+            }
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float& z = c[i][j][2 * h + e];
+                    if constexpr (Problem::bias) z += bias;
+                    z = Problem::transform(z, p.transform).value;
+                }
+            }
+        }
+    }
+    if (ragged) {
+        if constexpr (Problem::label_smoothing) add_weighted<Problem, true>(p, place, first_column, c, weighted);
+        mask_columns<Problem>(place, first_column, c);
+    } else {
+        if constexpr (Problem::label_smoothing) add_weighted<Problem, false>(p, place, first_column, c, weighted);
+    }
+}
+
+/// Whether a thread has the column that lies `within` columns from its first one.
+template <int kColumnPieces>
+__device__ __forceinline__ bool has_column(int within) {
+    return within >= 0 && within < 8 * kColumnPieces && (within & 7) < 2;
+}
+
+/// The row's accumulator of that column.
+template <int kColumnPieces>
+__device__ __forceinline__ float pick_column(const float (&c)[kColumnPieces][4], int h, int within) {
+    float value = 0.f;
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+        int candidate = within;
+        asm volatile("" : "+r"(candidate));  // a chain of selects would become an indexed load, and c an array in local memory
+        if (candidate == 8 * j) value = c[j][2 * h];
+        if (candidate == 8 * j + 1) value = c[j][2 * h + 1];
+    }
+    return value;
+}
+template <int kColumnPieces>
+__device__ __forceinline__ void replace_column(float (&c)[kColumnPieces][4], int h, int within, float value) {
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+        int candidate = within;
+        asm volatile("" : "+r"(candidate));
+        if (candidate == 8 * j) c[j][2 * h] = value;
+        if (candidate == 8 * j + 1) c[j][2 * h + 1] = value;
+    }
+}
+
+/// Adds the columns' bias.
+template <class Problem, class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void add_bias(const DlogitsParams& p, const Place& place, int first_column,
+                                         float (&c)[kPieces][kColumnPieces][4]) {
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int column = first_column + place.column(j, e);
+            const float bias = column < p.columns ? to_float(static_cast<const typename Problem::Element*>(p.bias)[column]) : 0.f;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+                c[i][j][e] += bias;
+                c[i][j][2 + e] += bias;
+            }
+        }
+    }
+}
+
+/// The coefficients of a row that the Problem has: those of terms that do not exist are 0.
+template <class Problem, class Above>
+struct GradientRow {
+    float a;
+    float b;
+    float t;
+    float s;
+    Above above_lse;
+
+    __device__ __forceinline__ GradientRow(const float4& k, float scale, float lse) : t(k.z * scale), s(k.w * scale), above_lse(lse) {
+        const float factor = scale * above_lse.factor(lse);
+        a = k.x * factor;
+        b = k.y * factor;
+    }
+
+    /// The gradient for hidden · weightᵀ + bias = x at `column` of the chunk.
+    __device__ __forceinline__ float operator()(const DlogitsParams& p, float x, int column, bool is_target) const {
+        const Logit z = Problem::transform(x, p.transform);
+        float dz = above_lse.exp(z.value) * (Problem::entropy ? a + b * fmaxf(z.value, farthest_below()) : a);
+        if (is_target) dz -= t;
+        if constexpr (Problem::label_smoothing) {
+            float weight = 1.f;
+            // Read again for every row: kept, the columns' weights would not fit beside the accumulators.
+            if constexpr (Problem::class_weight) weight = ptx::ld_global_f32(p.class_weight + min(column, p.columns - 1));
+            dz -= s * weight;
+        }
+        return dz * z.derivative;
+    }
+};
+
+/// A thread's columns of a row, from `column` on, none of them the target's.
+template <class GradientT, int kColumnPieces>
+__device__ __forceinline__ void replace_by_gradients(const GradientT& gradient, const DlogitsParams& p, int column,
+                                                     float (&c)[kColumnPieces][4], int h) {
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) c[j][2 * h + e] = gradient(p, c[j][2 * h + e], column + j * 8 + e, false);
+    }
+}
+
+/// One row of hidden · weightᵀ + bias becomes its gradient, scaled. `first_column` is the tile's in the chunk.
+template <class Problem, class Place, int kColumnPieces>
+__device__ __forceinline__ void row_gradient(const DlogitsParams& p, const Place& place, int first_column, int row, float scale,
+                                             float (&c)[kColumnPieces][4], int h) {
+    float4 k = make_float4(0.f, 0.f, 0.f, 0.f);
+    RowTarget target{infinity(), kIgnored};
+    if (row < p.rows) {
+        k = static_cast<const float4*>(p.coefficients)[row];
+        target = static_cast<const RowTarget*>(p.row_targets)[row];
+    }
+    if constexpr (!Problem::lists_rows) {
+        // An ignored row's gradient is 0 whatever its logits are: NaN times 0 is not. Where rows are listed there is none.
+        if (target.target < 0) {
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j) c[j][2 * h] = c[j][2 * h + 1] = 0.f;
+        }
+    }
+    using Above = RoundedAbove<Problem>;
+    using Precise = DifferencesAbove<typename Problem::Math>;
+    const GradientRow<Problem, Precise> precise(k, scale, target.lse);
+    // The target's column counted from this thread's first one; outside where another tile or nobody has it. Few threads have one: a branch of
+    // their own costs less than a comparison for every element.
+    const int column = first_column + place.column(0, 0);
+    const int within = target.target - static_cast<int>(p.first_column) - column;
+    const bool has_target = target.target >= 0 && has_column<kColumnPieces>(within);
+    float at_target = 0.f;
+    if (has_target) at_target = precise(p, pick_column(c, h, within), column + within, true);
+    if (kSame<Above, Precise> || !Above::takes(target.lse)) {
+        replace_by_gradients(precise, p, column, c, h);
+    } else {
+        replace_by_gradients(GradientRow<Problem, Above>(k, scale, target.lse), p, column, c, h);
+    }
+    if (has_target) replace_column(c, h, within, at_target);
+}
+
+}  // namespace flce

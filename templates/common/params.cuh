@@ -1,0 +1,337 @@
+// Parameter blocks of the kernels: one POD struct each, passed by value. Plain C++, so the generator takes field offsets from here.
+// Shapes: rows = tokens of this launch, D = hidden_size, V = vocab_size, P = padded_vocab_size; pointers of optional tensors are null.
+#pragma once
+
+namespace flce {
+
+enum : int {
+    kMaxTransformParameters = 4,
+    kRetainedShift = 9,  // retained exponentials lie in blocks of this many columns of the vocabulary
+    kRetainedColumns = 1 << kRetainedShift,
+    kPaceCounters = 64,     // of a Pace
+    kChunkKinds = 3,        ///< of tiles of a chunk: dlogits, grad_hidden, grad_weight
+    kRowThreads = 256,      ///< block of the kernels over rows
+    kOutputRows = 64,       ///< rows of a block of row_outputs: several threads merge what forward has found for one
+    kOutputThreads = 512,   ///< of a block of row_outputs
+    kRowOutputs = 5,        ///< loss, z_loss, lse, logprob, entropy
+    kReduceThreads = 1024,  ///< block of the kernels that reduce everything in one block
+};
+
+/// A CUtensorMap: how the copy engine sees a matrix in global memory.
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+/// How far the work of a launch has been taken: by whichever cluster runs, piece by piece. 0 before a launch, and again after it.
+struct Tickets {
+    unsigned taken;
+    unsigned left;  ///< clusters that have found nothing to take any more
+};
+
+/// Numbers of a pass that only the device knows, in the workspace.
+struct PassScalars {
+    float class_weight_total;  ///< Σ c_j
+    float class_weight_max;
+    float cross_entropy_scale;    ///< what a token's upstream gradient of the loss is multiplied with for its cross entropy
+    float z_loss_scale;           ///< the same for its z-loss
+    unsigned dlogits_bound_bits;  ///< bits of the largest bound on |dz| of any row; non-negative floats compare as integers
+    unsigned target_bits;         ///< the same for |t|, what the target's dz has and others do not
+    int valid_rows;               ///< of a RowList
+    int splits;                   ///< cuda_sm90a: ForwardParams' of the last launch of forward
+    Tickets tickets;              ///< cuda_sm90a: of the launch at hand
+};
+
+/// A token and its label, as load_target has it.
+struct ListedRow {
+    int row;
+    int target;
+};
+
+/// Where ignored tokens are left out: row i of a launch is entry first + i of a list of the call's tokens, and a launch has as many rows as there are, of
+/// those that it has room for.
+struct RowList {
+    const ListedRow* rows;  ///< [num_tokens], valid ones in order, then the others; null: nothing is left out
+    const int* valid;       ///< how many are
+    int first;
+    int unused;
+};
+
+/// What one block of the row kernel adds to the loss.
+struct LossPartial {
+    float cross_entropy;
+    float z_loss;
+    float class_weight;
+    unsigned count;
+};
+
+/// Labels and the rule by which they are valid.
+struct TargetParams {
+    const void* target;  ///< [rows], int32 or int64
+    long long ignore_index;
+    int bits;
+    int unused;
+};
+
+/// The caller's divisor of a mean.
+struct CountParams {
+    const void* num_valid;  ///< scalar or null
+    int code;               ///< CountCode
+    int reduction;          ///< ReductionCode
+};
+
+struct ForwardParams {
+    const void* hidden;  ///< [rows, D]
+    const void* weight;
+    const void* bias;
+    const float* class_weight;
+    TargetParams targets;
+    float* partials;       ///< [splits][fields][partial_rows]
+    float* target_logits;  ///< [rows]
+    long long partial_rows;
+    int rows;
+    int splits;
+    float transform[kMaxTransformParameters];
+};
+
+struct RowOutputsParams {
+    const float* partials;
+    const float* target_logits;
+    const float* class_weight;
+    const PassScalars* scalars;
+    TargetParams targets;
+    float* loss;    ///< [rows] for reduction none, else null
+    float* z_loss;  ///< likewise
+    float* lse;
+    float* logprob;
+    float* entropy;
+    LossPartial* loss_partials;     ///< one for each block; null: no scalar loss, or this block writes it
+    float* scalar_loss;             ///< where this launch is one block and has every row; else null
+    float* scalar_z_loss;           ///< likewise
+    CountParams count;              ///< what they are divided by
+    float* references;              ///< of retained exponentials; null: none are retained. Likewise the next two
+    float* retained_target_logits;  ///< [rows]
+    unsigned* stale;  ///< one for each block of kOutputRows: a row's exponentials are out of range, its reference has been corrected
+    unsigned long long* invalid_label;
+    RowList list;         ///< outputs and targets then begin with the call's first row
+    long long first_row;  ///< index of row 0 in the whole call, for invalid_label
+    long long partial_rows;
+    int rows;
+    int splits;
+    float label_smoothing;
+    float smoothing_per_class;
+    float z_loss_weight;
+    int unused;
+};
+
+struct ReduceLossParams {
+    const LossPartial* loss_partials;
+    float* loss;
+    float* z_loss;
+    CountParams count;
+    long long blocks;
+};
+
+/// Class-weight totals, for a mean's backward the divisors, and the list of rows.
+struct PrepareParams {
+    const float* class_weight;
+    PassScalars* scalars;
+    TargetParams targets;
+    CountParams count;
+    ListedRow* list;  ///< [num_tokens], or null. With it forward's outputs of ignored rows, where they are wanted: 0
+    float* outputs[kRowOutputs];
+    unsigned long long* invalid_label;
+    unsigned* counters;  ///< set to 0
+    long long num_tokens;
+    int counter_count;
+    int want_class_weights;
+    int want_count;
+    int unused;
+};
+
+/// Copies the listed rows of hidden to the front of `compact` and zeroes the rest. Without a list valid rows stay where they are, and the others become 0.
+struct GatherRowsParams {
+    const void* hidden;  ///< [rows, D]
+    void* compact;       ///< [rows, D]
+    RowList list;
+    int rows;
+    int unless_all;  ///< not 0: nothing is done where no row is ignored
+    TargetParams targets;
+};
+
+/// What SumParts follows from, beside the number of rows.
+struct SumShare {
+    int room;          ///< rows that there is memory for, of all parts together; 0: the sum stays in one part
+    int cluster_rows;  ///< of a cluster of tiles
+    int column_tiles;
+    int clusters;  ///< that run at once
+    int slices;    ///< of the vocabulary in the first launch
+    int unused;
+};
+
+/// Finishes grad_hidden: the rows that are not listed become 0, and the others what is in `accumulator` in the list's order, where there is one: row blocks'
+/// sum, or the sum of several parts.
+struct ScatterRowsParams {
+    const float* accumulator;  ///< [rows, D] fp32, or null
+    void* grad_hidden;         ///< [rows, D]
+    const PassScalars* scalars;
+    RowList list;
+    SumShare share;
+    int rows;
+    int unused;
+};
+
+struct RowCoefficientsParams {
+    const float* class_weight;
+    PassScalars* scalars;
+    TargetParams targets;
+    CountParams count;
+    const float* lse;
+    const float* entropy;
+    const float* grad_loss;  ///< [rows] for reduction none, else scalar; null: absent_grad_loss
+    const float* grad_lse;
+    const float* grad_logprob;
+    const float* grad_entropy;
+    void* coefficients;  ///< [rows] of float4 (a, b, t, s)
+    void* row_targets;   ///< [rows] of {float lse, int target}; lse = +inf where the row is ignored
+    RowList list;        ///< what is read of rows then begins with the call's first one
+    int rows;
+    int prepares;    ///< not 0: this launch is one block, has every row, and does what `prepare` would have done before it
+    int want_count;  ///< PrepareParams'
+    float label_smoothing;
+    float smoothing_per_class;
+    float z_loss_weight;
+    float absent_grad_loss;  ///< 1; 0 where the spec has no loss among its outputs
+    float derivative_bound;  ///< largest |d logit / d (hidden · weightᵀ)|
+    int unused;
+};
+
+/// Before forward retains exponentials: a number near each row's logits.
+struct ReferencesParams {
+    const void* hidden;  ///< [rows, D]
+    const void* weight;
+    TargetParams targets;
+    float* references;  ///< [rows]
+    RowList list;
+    float transform[kMaxTransformParameters];
+    int rows;
+};
+
+/// Before the GEMMs over retained exponentials E: p_j = exp(reference − lse)·E_j. All rows are those of the launch.
+struct RetainedRowsParams {
+    const void* hidden;  ///< [rows, D]
+    const void* coefficients;
+    const void* row_targets;
+    const PassScalars* scalars;
+    const float* references;
+    const float* target_logits;
+    void* exponentials;   ///< blocks of [rows, kRetainedColumns]; the target's column receives what its dz is made of
+    void* scaled_hidden;  ///< [rows, D]
+    float* row_scales;    ///< [rows]: dz = row scale · E
+    unsigned* counters;   ///< set to 0: those of two Paces and the readers of each block
+    RowList list;
+    long long block_bytes;
+    int counter_count;
+    int rows;
+    int columns;       ///< retained
+    float derivative;  ///< d logit / d (hidden · weightᵀ)
+};
+
+struct DlogitsParams {
+    const void* hidden;  ///< [rows, D]
+    const void* weight;  ///< at the chunk's first row (vocab_major) or column
+    const void* bias;    ///< at the chunk's first column; likewise class_weight
+    const float* class_weight;
+    const PassScalars* scalars;
+    const void* coefficients;
+    const void* row_targets;
+    void* dlogits;         ///< [rows, ld]
+    float* bias_partials;  ///< [GradBiasParams' row blocks][ld] fp32, or null
+    long long ld;
+    long long first_column;  ///< of the chunk in the vocabulary
+    int rows;
+    int columns;  ///< of the chunk
+    float transform[kMaxTransformParameters];
+};
+
+struct GradHiddenParams {
+    const void* dlogits;  ///< [rows, ld]
+    const void* weight;   ///< at the chunk's first row or column
+    const PassScalars* scalars;
+    float* accumulator;  ///< [rows, D] fp32
+    void* grad_hidden;   ///< [rows, D]
+    long long ld;
+    int rows;
+    int columns;
+    int first;  ///< first chunk: nothing accumulated yet
+    int last;   ///< last chunk: grad_hidden is written
+};
+
+struct GradWeightParams {
+    const void* dlogits;  ///< [rows, ld]
+    const void* hidden;   ///< [rows, D]
+    const PassScalars* scalars;
+    float* accumulator;  ///< [columns, D] or [D, columns] fp32, over row blocks; null where there is one
+    void* grad_weight;   ///< at the chunk's first row or column
+    long long ld;
+    long long accumulator_ld;
+    int rows;
+    int columns;
+    int first;                ///< first row block
+    int last;                 ///< last row block
+    const void* row_targets;  ///< [rows] as DlogitsParams'; for kernels without a list
+};
+
+struct GradBiasParams {
+    const float* bias_partials;  ///< [⌈rows / block_rows⌉][ld]
+    const PassScalars* scalars;
+    float* accumulator;  ///< [columns] fp32, over row blocks of the call
+    void* grad_bias;     ///< at the chunk's first column
+    RowList list;
+    long long ld;
+    int rows;
+    int block_rows;
+    int columns;
+    int first;
+    int last;
+};
+
+/// Zeroes columns [first_column, columns) of a row-major matrix.
+struct ZeroColumnsParams {
+    void* data;
+    long long columns;
+    long long first_column;
+    long long rows;
+};
+
+// Where the weight is fp32 under a 16-bit dtype: it is rounded a stretch of the vocabulary at a time, and forward computes one stretch a launch.
+
+enum : int { kRoundedTile = 32 };  ///< side of the squares that a hidden_major weight is transposed in
+
+/// `weight` and `weight_map` are the stretch's rounded rows.
+struct ForwardStretchParams : ForwardParams {
+    int first_column;  ///< of the stretch in the vocabulary, a multiple of the tile's columns
+    int columns;       ///< of the stretch
+};
+
+struct RoundWeightParams {
+    const float* weight;  ///< at the stretch's first row (vocab_major) or column
+    void* rounded;        ///< [rows, D]
+    int rows;             ///< of the vocabulary
+    int unused;
+};
+
+/// Adds what forward has found in a stretch to what it found before.
+struct MergeStretchParams {
+    const float* partials;  ///< forward's, of this launch's rows
+    float* running;         ///< [fields][running_rows]
+    const PassScalars* scalars;
+    RowList list;
+    long long partial_rows;
+    long long running_rows;
+    int rows;
+    int splits;
+    int first;  ///< first stretch: nothing before it
+    int unused;
+};
+
+}  // namespace flce

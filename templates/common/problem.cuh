@@ -1,0 +1,130 @@
+// What a generated configuration looks like to the kernels, and small helpers that every kernel shares.
+//
+//     struct Problem {
+//         using Element = flce::Bf16;                 hidden, weight, bias, grad_hidden
+//         using GradWeight = flce::Bf16;              grad_weight, grad_bias
+//         using Math = flce::FastMath;
+//         enum : int { hidden_size, vocab_size, raster }; enum : long long { padded_vocab_size };
+//         enum : bool { hidden_major, bias, class_weight, label_smoothing, entropy, accumulate, retain };
+//         enum : bool { lists_rows };                 kernels may have a RowList
+//         enum : bool { rounds_weight };              what GEMMs read of the weight has been rounded into the workspace, vocab_major
+//         static flce::Logit transform(float x, const float* p);
+//     };
+//
+// Constants of kernels are enumerators, or functions where they are no integers: NVRTC gives every constexpr variable, used or not, memory in each
+// module, and the driver takes longer to set up ninety of them than to load the code.
+#pragma once
+
+#include "flce/common/numeric.cuh"
+#include "flce/common/operands.cuh"
+#include "flce/common/params.cuh"
+#include "flce/common/row_math.cuh"
+#include "flce/common/sum_parts.cuh"
+#include "flce/common/tile_order.cuh"
+
+namespace flce {
+
+/// A logit and its derivative with respect to hidden · weightᵀ + bias.
+struct Logit {
+    float value;
+    float derivative;
+};
+
+extern __shared__ __align__(1024) unsigned char dynamic_smem[];  // the copy engine's swizzle repeats every 1024 bytes
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+/// Rows of this many elements start on 16-byte boundaries.
+template <class T>
+__host__ __device__ constexpr bool rows_aligned(long long elements) {
+    return elements * static_cast<long long>(sizeof(T)) % 16 == 0;
+}
+
+/// First element of the weight's rows (or columns, hidden_major) from `vocab` on and columns of hidden from `hidden` on; likewise its gradient.
+template <class Problem, class T>
+__device__ __forceinline__ T* weight_at(T* weight, long long vocab, long long hidden) {
+    return Problem::hidden_major ? weight + hidden * Problem::padded_vocab_size + vocab : weight + vocab * Problem::hidden_size + hidden;
+}
+template <class Problem>
+constexpr long long kWeightLd = Problem::hidden_major ? Problem::padded_vocab_size : Problem::hidden_size;
+
+/// The weight as GEMMs read it.
+template <class Problem>
+struct WeightOperand {
+    enum : bool { hidden_major = Problem::hidden_major && !Problem::rounds_weight };
+    enum : int { hidden_size = Problem::hidden_size };
+    enum : long long { padded_vocab_size = Problem::padded_vocab_size };
+};
+
+/// How the weight's rows can be read. Whole vocab_major rows end on a chunk; hidden_major rows end where the vocabulary does.
+template <class Problem>
+__host__ __device__ constexpr Access weight_access() {
+    if (!rows_aligned<typename Problem::Element>(kWeightLd<WeightOperand<Problem>>)) return Access::elements;
+    return rows_aligned<typename Problem::Element>(Problem::vocab_size) || !WeightOperand<Problem>::hidden_major ? Access::chunks
+                                                                                                                 : Access::partial;
+}
+
+/// The columns of the vocabulary that a launch of forward computes, and the first of them.
+template <class Problem>
+using ForwardParamsOf = Select<Problem::rounds_weight, ForwardStretchParams, ForwardParams>;
+template <class Problem, class Params>
+__device__ __forceinline__ int forward_columns(const Params& p) {
+    if constexpr (Problem::rounds_weight) {
+        return p.columns;
+    } else {
+        return Problem::vocab_size;
+    }
+}
+template <class Problem, class Params>
+__device__ __forceinline__ int forward_first_column(const Params& p) {
+    if constexpr (Problem::rounds_weight) {
+        return p.first_column;
+    } else {
+        return 0;
+    }
+}
+
+/// A row's label: its index, kIgnored, or kOutOfRange, which counts as ignored.
+enum : int { kIgnored = -1 };
+enum : int { kOutOfRange = -2 };
+template <class Problem>
+__device__ __forceinline__ int load_target(const TargetParams& p, long long row) {
+    const long long label = p.bits == 64 ? static_cast<const long long*>(p.target)[row] : static_cast<const int*>(p.target)[row];
+    if (label == p.ignore_index) return kIgnored;
+    return label >= 0 && label < Problem::vocab_size ? static_cast<int>(label) : kOutOfRange;
+}
+
+/// Rows of a launch that has a list and room for `rows`: at least `least`, of which the last is then an ignored one.
+template <class Problem>
+__device__ __forceinline__ int listed_rows(const RowList& list, int rows, int least) {
+    if constexpr (!Problem::lists_rows) return rows;
+    if (list.rows == nullptr) return rows;
+    return min(max(*list.valid - list.first, least), rows);
+}
+/// Row `row` of a launch.
+template <class Problem>
+__device__ __forceinline__ ListedRow listed_row(const RowList& list, const TargetParams& targets, int row) {
+    if constexpr (Problem::lists_rows) {
+        if (list.rows != nullptr) return list.rows[list.first + row];
+    }
+    return {row, load_target<Problem>(targets, row)};
+}
+
+/// What dz is multiplied with before it is rounded to 16 bits. Dividing by t makes the targets' entries, p − 1, round near −1, where p is small:
+/// without it every one of them would carry the same rounding error of the mean's divisor, and the errors would add up. In fp16 a power of two
+/// on top brings the largest bound of any row just under 2^15, so that means over many tokens do not underflow.
+template <class Problem>
+__device__ __forceinline__ float dlogits_scale(const PassScalars* scalars, bool inverse) {
+    if constexpr (sizeof(typename Problem::Element) == 4) return 1.f;
+    const float largest = __uint_as_float(scalars->target_bits);
+    const float unit = largest > 1e-30f && largest < 1e30f ? largest : 1.f;
+    float power = 1.f;
+    if constexpr (kSame<typename Problem::Element, Fp16>) {
+        const unsigned bound = __float_as_uint(__uint_as_float(scalars->dlogits_bound_bits) / unit);
+        const unsigned exponent = min(max(bound >> 23, 15u), 254u);
+        power = __uint_as_float((inverse ? exponent - 14u : 268u - exponent) << 23);
+    }
+    return inverse ? unit * power : power / unit;
+}
+
+}  // namespace flce

@@ -1,0 +1,173 @@
+// Forward: logits tile by tile, reduced on the fly to RowSums. A block owns kBlockM tokens and a contiguous range of the vocabulary (a split).
+#pragma once
+
+#include "flce/common/logit_epilogue.cuh"
+#include "flce/sm80/mainloop.cuh"
+
+namespace flce {
+
+template <class Problem, class TileT>
+struct ForwardBlock {
+    using Element = typename Problem::Element;
+    using MainloopT = Mainloop<LogitOperands<Problem>, TileT>;
+    using Accumulators = typename MainloopT::Accumulators;
+    using Fields = PartialFields<Problem>;
+    using Params = ForwardParamsOf<Problem>;
+    using WeightT = WeightOperand<Problem>;
+    enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
+    enum : int { kStates = TileT::kWarpsN * TileT::kBlockM };
+    enum : int { kSmemBytes = MainloopT::kSmemBytes + 4 * (Fields::kCount * kStates + TileT::kBlockM) };
+    enum : int { kThreads = TileT::kThreads };
+    enum : int { kRowPieces = MainloopT::kPiecesA };
+    enum : int { kColumnPieces = MainloopT::kColumnPieces };
+
+    /// Walks all slices of all tiles of the block, so that the next tile's first slices arrive during this tile's epilogue.
+    struct Feed {
+        const Params& p;
+        typename MainloopT::LoaderA a;
+        typename MainloopT::LoaderB b;
+        int tile;
+        int end;
+        int slice = 0;
+
+        __device__ __forceinline__ Feed(const Params& params, int first, int last) : p(params), tile(first), end(last) { start(); }
+        __device__ __forceinline__ void start() {
+            const long long row = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
+            const long long column = static_cast<long long>(tile) * TileT::kBlockN;
+            a.start(static_cast<const Element*>(p.hidden) + row * Problem::hidden_size, Problem::hidden_size,
+                    static_cast<int>(p.rows - row), Problem::hidden_size);
+            b.start(weight_at<WeightT>(static_cast<const Element*>(p.weight), column, 0), kWeightLd<WeightT>,
+                    static_cast<int>(forward_columns<Problem>(p) - column), Problem::hidden_size);
+        }
+        __device__ __forceinline__ void load_a(unsigned to) { a.load(to); }
+        __device__ __forceinline__ void load_b(unsigned to) { b.load(to); }
+        __device__ __forceinline__ void next() {
+            if (++slice == kSlices && tile + 1 < end) {
+                slice = 0;
+                ++tile;
+                start();
+            }
+        }
+    };
+
+    const Params& p;
+    MainloopT mainloop;
+    float* states;  // [fields][warps_n][kBlockM]
+    int* targets;   // [kBlockM]
+
+    __device__ __forceinline__ explicit ForwardBlock(const Params& params)
+        : p(params),
+          mainloop(dynamic_smem),
+          states(reinterpret_cast<float*>(dynamic_smem + MainloopT::kSmemBytes)),
+          targets(reinterpret_cast<int*>(states + Fields::kCount * kStates)) {}
+
+    __device__ __forceinline__ void run() {
+        initialise();
+        const int split = static_cast<int>(blockIdx.y);
+        const int tiles = ceil_div(forward_columns<Problem>(p), TileT::kBlockN);
+        const int first = static_cast<int>(static_cast<long long>(tiles) * split / p.splits);
+        const int end = static_cast<int>(static_cast<long long>(tiles) * (split + 1) / p.splits);
+        Feed feed(p, first, end);
+        mainloop.prologue(feed);
+#pragma unroll 1
+        for (int tile = first; tile < end; ++tile) {
+            Accumulators c;
+            MainloopT::clear(c);
+            mainloop.accumulate(feed, kSlices, c);
+            reduce(c, forward_first_column<Problem>(p) + tile * TileT::kBlockN);
+        }
+        finish(split);
+    }
+
+    __device__ __forceinline__ void initialise() {
+        const RowSums nothing{lowest_logit(), 0.f, 0.f, 0.f, -infinity()};
+        for (int i = static_cast<int>(threadIdx.x); i < kStates; i += TileT::kThreads) Fields::store(states + i, kStates, nothing);
+        const long long row0 = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
+        for (int i = static_cast<int>(threadIdx.x); i < TileT::kBlockM; i += TileT::kThreads) {
+            targets[i] = row0 + i < p.rows ? load_target<Problem>(p.targets, row0 + i) : kIgnored;
+        }
+    }
+
+    /// Adds a tile of logits to the warp's row states.
+    __device__ __forceinline__ void reduce(Accumulators& c, int first_column) {
+        float weighted[kRowPieces][2] = {};
+        to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c, weighted);
+#pragma unroll
+        for (int i = 0; i < kRowPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                reduce_row(c[i], h, mainloop.place.row(i, h), first_column, weighted[i][h]);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ float quad_max(float x) {
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+        return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+    }
+    static __device__ __forceinline__ float quad_sum(float x) {
+        x += __shfl_xor_sync(0xffffffffu, x, 1);
+        return x + __shfl_xor_sync(0xffffffffu, x, 2);
+    }
+
+    __device__ __forceinline__ void reduce_row(const float (&c)[kColumnPieces][4], int h, int row, int first_column, float weighted) {
+        pick_target(c, h, row, first_column);
+        float tile_max = c[0][2 * h];
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) tile_max = fmaxf(tile_max, fmaxf(c[j][2 * h], c[j][2 * h + 1]));
+        tile_max = quad_max(tile_max);
+        float* const state = states + mainloop.place.warp_n * TileT::kBlockM + row;
+        const RowSums old = Fields::load(state, kStates);
+        RowSums now;
+        now.max = fmaxf(old.max, tile_max);
+        now.exp_sum = 0.f;
+        now.exp_z_sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float difference = c[j][2 * h + e] - now.max;
+                const float exponential = Problem::Math::exp(difference);
+                now.exp_sum += exponential;
+                if constexpr (Problem::entropy) now.exp_z_sum += exponential * fmaxf(difference, farthest_below());
+            }
+        }
+        now.exp_sum = quad_sum(now.exp_sum);
+        const float shift = old.exp_sum > 0.f ? fmaxf(old.max - now.max, farthest_below()) : 0.f;
+        const float factor = Problem::Math::exp(shift);
+        if constexpr (Problem::entropy) {
+            now.exp_z_sum = quad_sum(now.exp_z_sum) + factor * (old.exp_z_sum + shift * old.exp_sum);
+        }
+        now.exp_sum += factor * old.exp_sum;
+        if constexpr (Problem::label_smoothing) now.weighted_sum = old.weighted_sum + quad_sum(weighted);
+        __syncwarp();  // all four lanes have read the old state
+        if (mainloop.place.lane % 4 == 0) Fields::store(state, kStates, now);
+    }
+
+    /// Exactly one thread of all blocks holds a row's target logit.
+    __device__ __forceinline__ void pick_target(const float (&c)[kColumnPieces][4], int h, int row, int first_column) {
+        const int within = targets[row] - first_column - mainloop.place.column(0, 0);
+        if (!has_column<kColumnPieces>(within)) return;
+        p.target_logits[static_cast<long long>(blockIdx.x) * TileT::kBlockM + row] = pick_column(c, h, within);
+    }
+
+    /// Merges the warps that share rows, in the order of their columns.
+    __device__ __forceinline__ void finish(int split) {
+        __syncthreads();  // all states are final
+        const long long row0 = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
+        for (int row = static_cast<int>(threadIdx.x); row < TileT::kBlockM; row += TileT::kThreads) {
+            if (row0 + row >= p.rows) break;
+            RowSums sums = Fields::load(states + row, kStates);
+#pragma unroll
+            for (int w = 1; w < TileT::kWarpsN; ++w) sums = merge(sums, Fields::load(states + w * TileT::kBlockM + row, kStates));
+            Fields::store(p.partials + split * Fields::kCount * p.partial_rows + row0 + row, p.partial_rows, sums);
+        }
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void forward(const ForwardParamsOf<Problem>& p) {
+    ForwardBlock<Problem, TileT>(p).run();
+}
+
+}  // namespace flce

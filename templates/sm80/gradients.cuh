@@ -1,0 +1,162 @@
+// Backward, the two GEMMs of a vocabulary chunk: grad_hidden += dz · weight, grad_weight = dzᵀ · hidden.
+#pragma once
+
+#include "flce/common/logit_epilogue.cuh"
+#include "flce/sm80/tile_store.cuh"
+
+namespace flce {
+
+/// Feeds a sum over tokens. Hidden states of ignored ones are left out: their dlogits are 0, but 0 times NaN is not. Each lane knows of a
+/// token of the slice that is brought next whether it is valid; it has been asked a slice before.
+template <class MainloopT, class TileT, bool kHiddenIsA>
+struct TokenFeed : TileFeed<MainloopT> {
+    enum : int { kTokens = TileT::kBlockK };
+    enum : int { kWords = (kTokens + 31) / 32 };
+    const RowTarget* tokens;  // this lane's first of the slice
+    int left;                 // tokens from there on
+    bool valid[kWords];
+
+    __device__ __forceinline__ void start_tokens(const void* row_targets, int rows) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        tokens = static_cast<const RowTarget*>(row_targets) + lane;
+        left = lane < kTokens ? rows - lane : 0;
+        ask();
+    }
+    __device__ __forceinline__ void ask() {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) valid[w] = w * 32 < left && tokens[w * 32].target >= 0;
+        tokens += kTokens;
+        left -= kTokens;
+    }
+    template <class Loader>
+    __device__ __forceinline__ void load_valid(Loader& hidden, unsigned to) {
+        unsigned present[kWords];
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) present[w] = __ballot_sync(0xffffffffu, valid[w]);
+        ask();
+        hidden.load_some(to, present);
+    }
+    __device__ __forceinline__ void load_a(unsigned to) {
+        if constexpr (kHiddenIsA) {
+            load_valid(this->a, to);
+        } else {
+            this->a.load(to);
+        }
+    }
+    __device__ __forceinline__ void load_b(unsigned to) {
+        if constexpr (kHiddenIsA) {
+            this->b.load(to);
+        } else {
+            load_valid(this->b, to);
+        }
+    }
+};
+
+/// One tile of a GEMM over `k`, ready to be written: the ring is drained.
+template <class MainloopT, class TileT, class Feed>
+__device__ __forceinline__ void multiply_tile(MainloopT& mainloop, Feed& feed, int k, typename MainloopT::Accumulators& c) {
+    const int slices = ceil_div(k, TileT::kBlockK);
+    mainloop.prologue(feed);
+    MainloopT::clear(c);
+    mainloop.accumulate(feed, slices, c);
+    mainloop.drain();
+}
+
+template <class Problem, class TileT>
+struct GradHiddenBlock {
+    using Element = typename Problem::Element;
+    using WeightT = WeightOperand<Problem>;
+    using OperandsT = Operands<Element, Major::k, Access::chunks, WeightT::hidden_major ? Major::k : Major::mn, weight_access<Problem>()>;
+    using MainloopT = Mainloop<OperandsT, TileT>;
+    enum : int { kSmemBytes = RingOrStaging<MainloopT, TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
+};
+
+/// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary. Every tile is read and written by its own block alone, chunk after chunk.
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
+    using Block = GradHiddenBlock<Problem, TileT>;
+    using Element = typename Block::Element;
+    using WeightT = typename Block::WeightT;
+    using MainloopT = typename Block::MainloopT;
+    constexpr int kHidden = Problem::hidden_size;
+    int tile_m;
+    int tile_n;
+    tile_of_block<Problem::raster>(blockIdx.x, ceil_div(p.rows, TileT::kBlockM), ceil_div(kHidden, TileT::kBlockN), tile_m, tile_n);
+    const int row0 = tile_m * TileT::kBlockM;
+    const int column0 = tile_n * TileT::kBlockN;
+
+    MainloopT mainloop(dynamic_smem);
+    TileFeed<MainloopT> feed;
+    feed.a.start(static_cast<const Element*>(p.dlogits) + row0 * p.ld, p.ld, p.rows - row0, p.columns);
+    feed.b.start(weight_at<WeightT>(static_cast<const Element*>(p.weight), 0, column0), kWeightLd<WeightT>, kHidden - column0, p.columns);
+    typename MainloopT::Accumulators c;
+    multiply_tile<MainloopT, TileT>(mainloop, feed, p.columns, c);
+
+    const long long origin = static_cast<long long>(row0) * kHidden + column0;
+    const TileTarget<float> sum{p.accumulator + origin, kHidden, p.rows - row0, kHidden - column0};
+    if (p.first == 0) add_tile<true>(mainloop, c, sum);
+    if (p.last == 0) {
+        store_tile<float, TileT, true, false>(mainloop, c, sum);
+        return;
+    }
+    if constexpr (sizeof(Element) == 2) scale_tile<MainloopT>(c, dlogits_scale<Problem>(p.scalars, true));
+    const TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + origin, kHidden, p.rows - row0, kHidden - column0};
+    store_tile<Element, TileT, true, false>(mainloop, c, result);
+}
+
+template <class Problem, class TileT>
+struct GradWeightBlock {
+    using Element = typename Problem::Element;
+    using MainloopT = Mainloop<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>, TileT>;
+    enum : int { kSmemBytes = RingOrStaging<MainloopT, TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
+};
+
+/// grad_weight as it lies in memory: [m: vocabulary, n: hidden] = Σ_k: tokens, or [m: hidden, n: vocabulary] for a hidden_major weight.
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_weight(const GradWeightParams& p) {
+    using Element = typename Problem::Element;
+    using Out = typename Problem::GradWeight;
+    using MainloopT = typename GradWeightBlock<Problem, TileT>::MainloopT;
+    constexpr int kHidden = Problem::hidden_size;
+    const int extent_m = Problem::hidden_major ? kHidden : p.columns;
+    const int extent_n = Problem::hidden_major ? p.columns : kHidden;
+    int tile_m;
+    int tile_n;
+    tile_of_block<Problem::raster>(blockIdx.x, ceil_div(extent_m, TileT::kBlockM), ceil_div(extent_n, TileT::kBlockN), tile_m, tile_n);
+    const int m0 = tile_m * TileT::kBlockM;
+    const int n0 = tile_n * TileT::kBlockN;
+
+    MainloopT mainloop(dynamic_smem);
+    TokenFeed<MainloopT, TileT, Problem::hidden_major> feed;
+    feed.start_tokens(p.row_targets, p.rows);
+    const Element* const dlogits = static_cast<const Element*>(p.dlogits);
+    const Element* const hidden = static_cast<const Element*>(p.hidden);
+    if constexpr (Problem::hidden_major) {
+        feed.a.start(hidden + m0, kHidden, kHidden - m0, p.rows);
+        feed.b.start(dlogits + n0, p.ld, p.columns - n0, p.rows);
+    } else {
+        feed.a.start(dlogits + m0, p.ld, p.columns - m0, p.rows);
+        feed.b.start(hidden + n0, kHidden, kHidden - n0, p.rows);
+    }
+    typename MainloopT::Accumulators c;
+    multiply_tile<MainloopT, TileT>(mainloop, feed, p.rows, c);
+
+    if (p.accumulator != nullptr) {
+        const TileTarget<float> sum{p.accumulator + m0 * p.accumulator_ld + n0, p.accumulator_ld, extent_m - m0, extent_n - n0};
+        if (p.first == 0) add_tile<true>(mainloop, c, sum);
+        if (p.last == 0) {
+            store_tile<float, TileT, true, false>(mainloop, c, sum);
+            return;
+        }
+    }
+    if constexpr (sizeof(Element) == 2) scale_tile<MainloopT>(c, dlogits_scale<Problem>(p.scalars, true));
+    // A 16-byte piece across the end of the vocabulary may be written whole, zeros past it, but not added to.
+    constexpr bool kWhole = !Problem::hidden_major || !Problem::accumulate || rows_aligned<Out>(Problem::vocab_size);
+    constexpr long long kLd = kWeightLd<Problem>;
+    const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + m0 * kLd + n0, kLd, extent_m - m0, extent_n - n0};
+    store_tile<Out, TileT, kWhole && rows_aligned<Out>(kLd), Problem::accumulate>(mainloop, c, result);
+}
+
+}  // namespace flce

@@ -1,0 +1,472 @@
+// Backward of a vocabulary chunk on sm_90a: gradients of the logits, computed again, and the two GEMMs that use them.
+#pragma once
+
+#include "flce/common/logit_epilogue.cuh"
+#include "flce/sm90/store.cuh"
+#include "flce/sm90/tickets.cuh"
+
+namespace flce {
+
+/// For every tile that the block's cluster takes, which has slices(): `bring` in the producer, `compute` in the consumers, or in the one whose turn it is.
+template <class MainloopT, class TileT, class Walk, class Slices, class Bring, class Compute>
+__device__ __forceinline__ void run_tiles(MainloopT& mainloop, Tickets* tickets, TileNumbers<TileT>& numbers, Walk& walk,
+                                          const Slices& slices, bool by_turns, const Bring& bring, const Compute& compute) {
+    if (mainloop.place.consumer < 0) {
+        ptx::setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) bring_tiles(tickets, numbers, walk, mainloop.rank, bring);
+    } else {
+        ptx::setmaxnreg_inc<kConsumerRegisters>();
+        for (int turn = 0; walk.go_to(numbers.take(), mainloop.rank); ++turn) {
+            if (by_turns && turn % 2 != mainloop.place.consumer) {
+                mainloop.skip(slices());
+                continue;
+            }
+            compute();
+        }
+    }
+}
+
+/// The operand of a gradient's GEMM that is as wide as the vocabulary: a chunk of dlogits, or retained exponentials in their blocks.
+template <class Problem, class Params>
+__device__ __forceinline__ decltype(auto) vocabulary_operand(const Params& p) {
+    if constexpr (Problem::retain) {
+        return BlockedMap{p.dlogits_map, p.column_shift};
+    } else {
+        return (p.dlogits_map);
+    }
+}
+
+/// The counters of a launch's Pace, for the block that brings what its cluster shares.
+template <class Problem, class Params>
+__device__ __forceinline__ unsigned* pace_of(const Params& p, unsigned rank) {
+    if constexpr (Problem::retain) return rank == 0 ? p.pace : nullptr;
+    return nullptr;
+}
+
+/// row_gradient within the Problem's dtype.
+template <class Problem, class Place, int kColumnPieces>
+__device__ __forceinline__ void dlogits_of_row(const DlogitsParams& p, const Place& place, int first_column, int row, float scale,
+                                               float (&c)[kColumnPieces][4], int h) {
+    row_gradient<Problem>(p, place, first_column, row, scale, c, h);
+    if constexpr (kSame<typename Problem::Element, Fp16>) {
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = ptx::clamp_nan(c[j][2 * h + e], 65504.f);
+    }
+}
+
+/// dz_j = (p_j·(a + b·z_j) − t·[j = y] − s·c_j) · dz_j/d(hidden · weightᵀ)_j of a chunk, in the Problem's dtype.
+template <class Problem, class TileT>
+struct DlogitsSm90 {
+    using Element = typename Problem::Element;
+    using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT>;
+    using PanelsT = PanelStore<Element, TileT, TileT::kBlockN / 64, 1>;
+    enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
+
+    enum : int { kSumBytes = Problem::bias ? 4 * 4 * TileT::kConsumers * TileT::kBlockN : 0 };
+
+    enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes + kSumBytes };
+    enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
+
+    const DlogitsSm90Params& p;
+    TileNumbers<TileT> numbers;
+    MainloopT mainloop;
+    const int rows;
+    TileWalk<TileT, Problem::raster> walk;
+    PanelsT panels;
+    float* const column_sums;
+
+    __device__ __forceinline__ explicit DlogitsSm90(const DlogitsSm90Params& params)
+        : p(params),
+          numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
+          mainloop(dynamic_smem, kBarriersAt),
+          rows(listed_rows<Problem>(params.list, params.rows, 1)),
+          walk(rows, params.columns),
+          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
+          column_sums(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + PanelsT::kBytes)) {}
+
+    __device__ __forceinline__ void run() {
+        run_tiles(
+            mainloop, p.tickets, numbers, walk, [] { return kSlices; }, TileT::kTurns,
+            [&] { mainloop.produce(p.hidden_map, p.weight_map, walk.m, walk.n, kSlices); }, [&] { compute(); });
+        if (mainloop.place.consumer >= 0) panels.finish();
+        mainloop.meet();
+    }
+
+    __device__ __forceinline__ void compute() {
+        // Worked out anew for every tile: kept beside the accumulators, what follows from it would not fit.
+        asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
+        typename MainloopT::Accumulators c;
+        MainloopT::clear(c);
+        mainloop.consume(c, kSlices);
+        if constexpr (Problem::bias) add_bias<Problem>(p, mainloop.place, walk.n, c);
+        const float scale = dlogits_scale<Problem>(p.scalars, false);
+#pragma unroll
+        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+            panels.open();
+            // Each row leaves its registers before the next one is begun: there are few besides the accumulators.
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                dlogits_of_row<Problem>(p, mainloop.place, walk.n, walk.m + mainloop.place.row(i, h), scale, c[i], h);
+                panels.put(c[i], h, 0, 1.f);
+            }
+            const int first_row = walk.m + mainloop.place.first_row() + i * 64;
+            const bool sums = Problem::bias && p.bias_partials != nullptr && first_row < rows;
+            if constexpr (Problem::bias) {
+                if (sums) sum_columns(c[i]);
+            }
+            panels.close(p.dlogits_map, walk.n, first_row);
+            if constexpr (Problem::bias) {
+                if (sums) write_sums(first_row);
+            }
+        }
+    }
+
+    // A partial sum of grad_bias: the columns of 64 rows, a warp's in its own row of shared memory (before close), then all four warps' (after it).
+    __device__ __forceinline__ float* warp_sums(int warp) const {
+        return column_sums + (mainloop.place.consumer * 4 + warp) * TileT::kBlockN;
+    }
+    __device__ __forceinline__ void sum_columns(const float (&c)[MainloopT::kColumnPieces][4]) const {
+        float* const sums = warp_sums(mainloop.place.warp) + mainloop.place.column(0, 0);
+#pragma unroll
+        for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float sum = c[j][e] + c[j][2 + e];
+#pragma unroll
+                for (int lanes = 4; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+                if (mainloop.place.lane < 4) sums[j * 8 + e] = sum;
+            }
+        }
+    }
+    __device__ __forceinline__ void write_sums(int first_row) const {
+        float* const to = p.bias_partials + first_row / 64 * p.ld + walk.n;
+        for (int column = static_cast<int>(threadIdx.x) % 128; column < min(TileT::kBlockN, p.columns - walk.n); column += 128) {
+            float sum = warp_sums(0)[column];
+#pragma unroll
+            for (int warp = 1; warp < 4; ++warp) sum += warp_sums(warp)[column];
+            to[column] = sum;
+        }
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void dlogits_sm90(const DlogitsSm90Params& p) {
+    prefetch_maps(p.hidden_map, p.weight_map, p.dlogits_map);
+    DlogitsSm90<Problem, TileT>(p).run();
+}
+
+/// A tile's sums, from (first_row, n) of `map` on, which has kExtent columns; `adds`: to what is there.
+template <int kExtent, class PanelsT, int kPiecesA, int kColumnPieces>
+__device__ __forceinline__ void add_to_sum(PanelsT& panels, const TensorMap& map, const float (&c)[kPiecesA][kColumnPieces][4], int n,
+                                           int first_row, bool adds) {
+#pragma unroll
+    for (int i = 0; i < kPiecesA; ++i) {
+#pragma unroll
+        for (int column = 0; column < kColumnPieces * 8; column += PanelsT::kPanelColumns) {
+            if (kExtent % (kColumnPieces * 8) != 0 && n + column >= kExtent) continue;
+            panels.open();
+#pragma unroll
+            for (int h = 0; h < 2; ++h) panels.put(c[i], h, column / 8, 1.f);
+            panels.close(map, n + column, first_row + i * 64, adds);
+        }
+    }
+}
+
+/// A tile of grad_hidden, where its rows lie among the caller's.
+template <class Problem, class MainloopT, class Params>
+__device__ __forceinline__ void write_grad_hidden(const MainloopT& mainloop, const Params& p, typename MainloopT::Accumulators& c, int rows,
+                                                  int m, int n) {
+    using Element = typename Problem::Element;
+    constexpr int kHidden = Problem::hidden_size;
+    const float factor = dlogits_scale<Problem>(p.scalars, true);
+    const TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + n, kHidden, rows - m, kHidden - n};
+    if (p.list.rows != nullptr) {
+        const ListedRow* const listed = p.list.rows + p.list.first + m;
+        store_rows_sm90(mainloop, c, result, factor, [&](int row) { return listed[row].row; });
+    } else {
+        store_rows_sm90(mainloop, c, result, factor, [&](int row) { return m + row; });
+    }
+}
+
+/// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary, summed over chunks in fp32. The copy engine adds a chunk's part to the sum, once for every
+/// element, while the next tile is computed; in the last chunk the accumulators start from the sum. Several parts of the sum are added up afterwards.
+template <class Problem, class TileT>
+struct GradHiddenSm90 {
+    using Element = typename Problem::Element;
+    using OperandsT =
+        Operands<Element, Major::k, Access::chunks, WeightOperand<Problem>::hidden_major ? Major::k : Major::mn, Access::chunks>;
+    using MainloopT = MainloopSm90<OperandsT, TileT>;
+    using PanelsT = PanelStore<float, TileT, 1, 2>;
+    enum : int { kHidden = Problem::hidden_size };
+    enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes };
+    enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
+
+    const GradHiddenSm90Params& p;
+    TileNumbers<TileT> numbers;
+    MainloopT mainloop;
+    const int rows;
+    TileWalk<TileT, Problem::raster> walk;  ///< of all parts, one below the other as their sums lie
+    int slices;                             ///< of a part, but for the last
+    bool divided;
+    PanelsT panels;
+    Pace pace;
+
+    __device__ __forceinline__ explicit GradHiddenSm90(const GradHiddenSm90Params& params)
+        : p(params),
+          numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
+          mainloop(dynamic_smem, kBarriersAt),
+          rows(listed_rows<Problem>(params.list, params.rows, 1)),
+          walk(rows, kHidden),
+          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
+          pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
+               all_slices()) {
+        const SumParts parts(p.share, rows);
+        const PartSlices here(all_slices(), parts.count);
+        slices = here.of_part;
+        divided = parts.count > 1;
+        if (here.count == 1) return;
+        walk.clusters_m *= here.count;
+        walk.count *= static_cast<unsigned>(here.count);
+        pace.counters = nullptr;
+    }
+
+    __device__ __forceinline__ void run() {
+        run_tiles(
+            mainloop, p.tickets, numbers, walk, [&] { return slices_of_part(); }, TileT::kTurns,
+            [&] {
+                pace.begin(walk.number);
+                const int depth = part() * slices * TileT::kBlockK;
+                mainloop.produce(vocabulary_operand<Problem>(p), p.weight_map, row_of_part(), walk.n, slices_of_part(), pace, depth, depth);
+            },
+            [&] { compute(); });
+        if (mainloop.place.consumer >= 0) panels.finish();
+        mainloop.meet();
+    }
+
+    /// Which the tile at hand belongs to.
+    __device__ __forceinline__ int part() const { return walk.m / rows_of_part(); }
+    __device__ __forceinline__ int rows_of_part() const { return ceil_div(rows, walk.kClusterRows) * walk.kClusterRows; }
+    __device__ __forceinline__ int row_of_part() const { return walk.m - part() * rows_of_part(); }
+    __device__ __forceinline__ int all_slices() const { return ceil_div(p.columns, TileT::kBlockK); }
+    __device__ __forceinline__ int slices_of_part() const { return min(slices, all_slices() - part() * slices); }
+
+    __device__ __forceinline__ void compute() {
+        // Worked out anew for every tile: kept beside the accumulators, what follows from it would not fit.
+        asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
+        const long long origin = static_cast<long long>(walk.m) * kHidden + walk.n;
+        const TileTarget<float> sum{p.accumulator + origin, kHidden, rows - walk.m, kHidden - walk.n};
+        const bool writes = p.last != 0 && !divided;
+        typename MainloopT::Accumulators c;
+        MainloopT::clear(c);
+        if (writes && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
+        mainloop.template consume_at<kHidden>(c, walk.n, slices_of_part());
+        if constexpr (Problem::retain) {
+            if (p.row_scales != nullptr) scale_rows(c);
+        }
+        if (writes) {
+            write_grad_hidden<Problem>(mainloop, p, c, rows, walk.m, walk.n);
+        } else {
+            add_to_sum<kHidden>(panels, p.accumulator_map, c, walk.n, walk.m + mainloop.place.first_row(), p.first == 0);
+        }
+    }
+
+    /// A scale of 0 is an ignored row's, whatever its products are.
+    __device__ __forceinline__ void scale_rows(typename MainloopT::Accumulators& c) const {
+#pragma unroll
+        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = row_of_part() + mainloop.place.row(i, h);
+                const float scale = row < rows ? p.row_scales[row] : 0.f;
+#pragma unroll
+                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) c[i][j][2 * h + e] = scale == 0.f ? 0.f : c[i][j][2 * h + e] * scale;
+                }
+            }
+        }
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_hidden_sm90(const GradHiddenSm90Params& p) {
+    prefetch_maps(p.dlogits_map, p.weight_map, p.accumulator_map);
+    GradHiddenSm90<Problem, TileT>(p).run();
+}
+
+/// How tiles of grad_weight leave: panel by panel through the copy engine. 16-bit gradients that are added to are brought to the SM first; sums in fp32 are
+/// the copy engine's.
+template <class Problem>
+constexpr bool kUpdatesGradWeight = sizeof(typename Problem::GradWeight) == 2 && Problem::accumulate;
+template <class Problem, class TileT>
+using GradWeightPanels = Select<kUpdatesGradWeight<Problem>, PanelUpdate<typename Problem::GradWeight, TileT>,
+                                PanelStore<typename Problem::GradWeight, TileT, 1, 2>>;
+
+/// Where in the gradient the panels of a tile lie.
+template <class Problem, class TileT>
+struct GradWeightTile {
+    using PanelsT = GradWeightPanels<Problem, TileT>;
+    enum : int { kPanelsOfRow = TileT::kBlockN / PanelsT::kPanelColumns };
+    enum : int { kPanels = TileT::kConsumerM / 64 * kPanelsOfRow };
+    enum : bool { kHasTail = !Problem::hidden_major && Problem::hidden_size % TileT::kBlockN != 0 };
+
+    const TensorMap& map;
+    int n;
+    int first_row;  ///< of the consumer's
+
+    __device__ __forceinline__ int x(int panel) const { return n + panel % kPanelsOfRow * PanelsT::kPanelColumns; }
+    __device__ __forceinline__ int y(int panel) const { return first_row + panel / kPanelsOfRow * 64; }
+    /// Whether the gradient goes so far.
+    __device__ __forceinline__ bool exists(int panel) const { return !kHasTail || x(panel) < Problem::hidden_size; }
+
+    /// Before the tile is multiplied.
+    __device__ __forceinline__ void fetch(PanelsT& panels) const {
+        if constexpr (kUpdatesGradWeight<Problem>) {
+            fetch(panels, 0);
+            if constexpr (kPanels > 1) fetch(panels, 1);
+        }
+    }
+    template <int kPiecesA, int kColumnPieces>
+    __device__ __forceinline__ void write(PanelsT& panels, const float (&c)[kPiecesA][kColumnPieces][4], float factor) const {
+        constexpr bool kUpdates = kUpdatesGradWeight<Problem>;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const auto& piece = c[panel / kPanelsOfRow];
+            const int first = panel % kPanelsOfRow * PanelsT::kPanelColumns / 8;
+            if (exists(panel)) {
+                if constexpr (kUpdates) {
+                    panels.add(piece, panel, first, factor);
+                } else {
+                    panels.open();
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) panels.put(piece, h, first, factor);
+                }
+                panels.close(map, x(panel), y(panel), Problem::accumulate && !kUpdates);
+            }
+            if constexpr (kUpdates) {
+                if (panel + 2 < kPanels) fetch(panels, panel + 2);
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ void fetch(PanelsT& panels, int panel) const {
+        if (exists(panel)) panels.fetch(map, panel, x(panel), y(panel));
+    }
+};
+
+/// grad_weight as it lies in memory: [m: vocabulary, n: hidden] = Σ_k: tokens, or [m: hidden, n: vocabulary] for a hidden_major weight.
+///
+/// Exponentials may lie in grad_weight's own memory, a block one place behind its gradient's or more. Blocks are then gone through in order, and a tile
+/// is written when every tile whose operand lies there has been multiplied: tiles of smaller numbers, which clusters that run have taken.
+template <class Problem, class TileT>
+struct GradWeightSm90 {
+    using Element = typename Problem::Element;
+    using Out = typename Problem::GradWeight;
+    using MainloopT = MainloopSm90<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>, TileT>;
+    enum : int { kHidden = Problem::hidden_size };
+    // The copy engine writes whole 16 bytes of a row, so where rows of the vocabulary end within them, threads add up to the end.
+    enum : bool { kPanelled = !(Problem::accumulate && Problem::hidden_major) || rows_aligned<Out>(Problem::vocab_size) };
+    using PanelsT = GradWeightPanels<Problem, TileT>;
+    enum : bool { kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major };
+    enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes };
+    enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
+
+    const GradWeightSm90Params& p;
+    TileNumbers<TileT> numbers;
+    MainloopT mainloop;
+    TileWalk<TileT, Problem::raster, kRetainedColumns> walk;
+    PanelsT panels;
+    int slices;
+    Pace pace;
+    int free_blocks = 0;  ///< of exponentials in grad_weight's memory: nobody reads them any more
+
+    __device__ __forceinline__ explicit GradWeightSm90(const GradWeightSm90Params& params)
+        : p(params),
+          numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
+          mainloop(dynamic_smem, kBarriersAt),
+          walk(Problem::hidden_major ? kHidden : params.columns, Problem::hidden_major ? params.columns : kHidden),
+          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
+          slices(ceil_div(listed_rows<Problem>(params.list, params.rows, 1), TileT::kBlockK)),
+          pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
+               slices) {
+        if constexpr (kLends) walk.in_blocks = p.readers != nullptr;
+    }
+
+    __device__ __forceinline__ void run() {
+        run_tiles(
+            mainloop, p.tickets, numbers, walk, [&] { return slices; }, TileT::kTurns,
+            [&] {
+                pace.begin(walk.number);
+                if constexpr (Problem::hidden_major) {
+                    mainloop.produce(p.hidden_map, vocabulary_operand<Problem>(p), walk.m, walk.n, slices, pace);
+                } else {
+                    mainloop.produce(vocabulary_operand<Problem>(p), p.hidden_map, walk.m, walk.n, slices, pace);
+                }
+            },
+            [&] { compute(); });
+        if (mainloop.place.consumer >= 0) panels.finish();
+        mainloop.meet();
+    }
+
+    __device__ __forceinline__ void compute() {
+        const bool writes = p.accumulator == nullptr || p.last != 0;
+        const GradWeightTile<Problem, TileT> tile{p.grad_weight_map, walk.n, walk.m + mainloop.place.first_row()};
+        if constexpr (kPanelled) {
+            if (writes) tile.fetch(panels);
+        }
+        const int extent_m = Problem::hidden_major ? kHidden : p.columns;
+        const int extent_n = Problem::hidden_major ? p.columns : kHidden;
+        const TileTarget<float> sum{p.accumulator + walk.m * p.accumulator_ld + walk.n, p.accumulator_ld, extent_m - walk.m,
+                                    extent_n - walk.n};
+        typename MainloopT::Accumulators c;
+        MainloopT::clear(c);
+        if (p.accumulator != nullptr && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
+        if constexpr (Problem::hidden_major) {
+            mainloop.consume(c, slices);
+        } else {
+            mainloop.template consume_at<kHidden>(c, walk.n, slices);
+        }
+        if constexpr (kLends) {
+            if (p.readers != nullptr) make_room(min(walk.m + TileT::kBlockM, extent_m));
+        }
+        if (!writes) {
+            store_tile_sm90<true, false>(mainloop, c, sum, 1.f);
+        } else if constexpr (kPanelled) {
+            tile.write(panels, c, dlogits_scale<Problem>(p.scalars, true));
+        } else {
+            constexpr long long kLd = kWeightLd<Problem>;
+            const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + walk.m * kLd + walk.n, kLd, extent_m - walk.m,
+                                         extent_n - walk.n};
+            // Pairs across the end of the vocabulary: the second one is not there.
+            store_tile_sm90<Problem::vocab_size % 2 == 0, true>(mainloop, c, result, dlogits_scale<Problem>(p.scalars, true));
+        }
+    }
+
+    /// Tells that this warp has multiplied its tile, and waits until rows up to `end` of grad_weight are free.
+    __device__ __forceinline__ void make_room(int end) {
+        __syncwarp();
+        if (mainloop.place.lane == 0) ptx::red_release_gpu_add(p.readers + walk.m / kRetainedColumns, 1u);
+        const long long bytes = static_cast<long long>(end) * kHidden * static_cast<long long>(sizeof(Out));
+        // Block i begins i + 1 places behind the beginning.
+        const int taken = static_cast<int>((bytes - 1) / p.block_bytes);
+        for (; free_blocks < taken; ++free_blocks) {
+            while (ptx::ld_acquire_gpu(p.readers + free_blocks) < p.readers_of_block) {
+            }
+        }
+        ptx::fence_proxy_async_all();
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_weight_sm90(const GradWeightSm90Params& p) {
+    prefetch_maps(p.dlogits_map, p.hidden_map, p.grad_weight_map);
+    GradWeightSm90<Problem, TileT>(p).run();
+}
+
+}  // namespace flce

@@ -1,0 +1,115 @@
+// The order in which many chunks of the vocabulary are worked on in one launch. Plain C++: the host tests it.
+#pragma once
+
+#if defined(__CUDACC__)
+#include "flce/common/sum_parts.cuh"
+#else
+#include "templates/common/sum_parts.cuh"
+#endif
+
+namespace flce {
+
+enum : int { kSumSlice = 64 };  ///< columns of the vocabulary; parts of a sum are multiples
+
+/// Tiles of a chunk, in the order of their counters: dlogits (D), grad_hidden (H), grad_weight (W).
+enum class ChunkKind : int { dlogits, grad_hidden, grad_weight };
+
+/// Phases, each with tiles of one kind:
+///
+///     D₀ D₁ W₀ H₀₁ W₁ | D₂ D₃ W₂ H₂₃ W₃ | … | Dᵢ Dⱼ Wᵢ Wⱼ Hᵢⱼ
+///
+/// Two chunks' dlogits lie side by side, and grad_hidden's sum is gone through once for both. Between what writes a place of dlogits, what reads it and what
+/// writes over it there is another phase, so that counters which order them are rarely waited for. The last sum becomes grad_hidden, where hidden states may
+/// lie that grad_weight needs: it comes last.
+///
+/// Where there are few rows, grad_hidden's sum has parts as SumParts says, whose tiles lie below each other; whoever adds them up comes later.
+///
+/// Shape has rows(), columns(), even_width() and pair_width(), as BackwardChunksSm90Params has them, and parts(). A tile is of a cluster.
+template <class Shape, int kHidden, int kClusterRows, int kBlockColumns>
+struct ChunkPhases {
+    Shape shape;
+    ChunkKind kind = ChunkKind::dlogits;
+    int chunk = 0;  ///< of a sum over two of them the first one
+
+    FLCE_HOST_DEVICE explicit ChunkPhases(const Shape& shape_) : shape(shape_) {}
+
+    /// Where a chunk's dlogits begin in the two places, and where it begins in the vocabulary.
+    FLCE_HOST_DEVICE int place_of(int c) const { return c % 2 * shape.even_width(); }
+    FLCE_HOST_DEVICE int begin_of(int c) const { return c / 2 * shape.pair_width() + place_of(c); }
+    /// Columns of the chunk, or of the two that are summed.
+    FLCE_HOST_DEVICE int width_of(ChunkKind k, int c) const {
+        const int end = c % 2 != 0 || k == ChunkKind::grad_hidden ? shape.pair_width() : shape.even_width();
+        const int width = end - place_of(c);
+        const int left = shape.columns() - begin_of(c);
+        return width < left ? width : left;
+    }
+    /// Whether nothing comes behind this pair.
+    FLCE_HOST_DEVICE bool is_last(int c) const { return (c / 2 + 1) * shape.pair_width() >= shape.columns(); }
+    /// Whether the pair of the even chunk c is only that one.
+    FLCE_HOST_DEVICE bool is_alone(int c) const { return begin_of(c) + shape.even_width() >= shape.columns(); }
+
+    FLCE_HOST_DEVICE int clusters_of(ChunkKind k, int c) const {
+        const int clusters = up_div(k == ChunkKind::grad_weight ? width_of(k, c) : shape.rows(), kClusterRows);
+        return k == ChunkKind::grad_hidden && shape.parts() > 1 ? clusters * parts_of(c).count : clusters;
+    }
+    /// Of the sum over a pair.
+    FLCE_HOST_DEVICE PartSlices parts_of(int c) const { return {sum_slices(c), shape.parts()}; }
+    FLCE_HOST_DEVICE int sum_slices(int c) const { return up_div(width_of(ChunkKind::grad_hidden, c), kSumSlice); }
+    /// From one part to the next.
+    FLCE_HOST_DEVICE int rows_of_part() const { return up_div(shape.rows(), kClusterRows) * kClusterRows; }
+    FLCE_HOST_DEVICE int columns_of(ChunkKind k, int c) const {
+        return up_div(k == ChunkKind::dlogits ? width_of(k, c) : kHidden, kBlockColumns);
+    }
+    FLCE_HOST_DEVICE unsigned tiles_of(ChunkKind k, int c) const { return static_cast<unsigned>(clusters_of(k, c) * columns_of(k, c)); }
+
+    /// Goes on to the next phase; false where this was the last.
+    FLCE_HOST_DEVICE bool advance() {
+        const bool even = chunk % 2 == 0;
+        const int first = chunk - chunk % 2;
+        if (kind == ChunkKind::dlogits) {
+            const bool both = even && !is_alone(chunk);
+            kind = both ? ChunkKind::dlogits : ChunkKind::grad_weight;
+            chunk = both ? chunk + 1 : first;
+        } else if (kind == ChunkKind::grad_weight && even) {
+            const bool both = is_last(chunk) && !is_alone(chunk);
+            kind = both ? ChunkKind::grad_weight : ChunkKind::grad_hidden;
+            chunk += both ? 1 : 0;
+        } else if (kind == ChunkKind::grad_weight) {
+            kind = is_last(chunk) ? ChunkKind::grad_hidden : ChunkKind::dlogits;
+            chunk = is_last(chunk) ? first : chunk + 1;
+        } else {
+            if (is_last(chunk)) return false;
+            kind = ChunkKind::grad_weight;
+            ++chunk;
+        }
+        return true;
+    }
+
+    /// Calls `wait(kind, chunk)` for the phases that have to be done before tiles of this one may begin: what they read is there, what they write over has
+    /// been read, and of a sum, what comes before has been added.
+    template <class Wait>
+    FLCE_HOST_DEVICE void for_each_needed(const Wait& wait) const {
+        if (kind == ChunkKind::dlogits) {
+            if (chunk < 2) return;
+            wait(ChunkKind::grad_hidden, chunk / 2 * 2 - 2);
+            wait(ChunkKind::grad_weight, chunk - 2);
+            return;
+        }
+        wait(ChunkKind::dlogits, chunk);
+        if (kind == ChunkKind::grad_weight) return;
+        if (!is_alone(chunk)) wait(ChunkKind::dlogits, chunk + 1);
+        if (chunk > 0) wait(ChunkKind::grad_hidden, chunk - 2);
+    }
+    /// The same for the last sum, before it is written where hidden states may lie.
+    template <class Wait>
+    FLCE_HOST_DEVICE void for_each_reader_of_hidden(const Wait& wait) const {
+        wait(ChunkKind::grad_weight, chunk);
+        if (!is_alone(chunk)) wait(ChunkKind::grad_weight, chunk + 1);
+        if (chunk > 0) wait(ChunkKind::grad_weight, chunk - 1);
+    }
+
+private:
+    static FLCE_HOST_DEVICE int up_div(int a, int b) { return (a + b - 1) / b; }
+};
+
+}  // namespace flce

@@ -1,0 +1,413 @@
+// Forward on sm_90a: logits tile by tile, reduced on the fly to RowSums. Every consumer thread keeps its own maxima and sums of its rows; they meet
+// at the end of a stretch of the vocabulary, of which a cluster's share has up to eight (share_jobs.cuh).
+#pragma once
+
+#include "flce/sm90/forward_share.cuh"
+#include "flce/sm90/row_reduction.cuh"
+#include "flce/sm90/share_jobs.cuh"
+#include "flce/sm90/store.cuh"
+#include "flce/sm90/vocabulary_walk.cuh"
+
+namespace flce {
+
+template <class Problem, class TileT>
+struct ForwardSm90 {
+    enum : bool { kFew = TileT::kCluster == 1 };  ///< tokens: a tile has all of them, and they are not listed
+    enum : bool { kLists = Problem::lists_rows && !kFew };
+    using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT, kLists>;
+    using Accumulators = typename MainloopT::Accumulators;
+    using Fields = PartialFields<Problem>;
+    enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
+    using Params = Select<Problem::rounds_weight, ForwardStretchSm90Params, ForwardSm90Params>;
+    enum : int { kPieces = MainloopT::kPiecesA };
+    enum : int { kColumnPieces = MainloopT::kColumnPieces };
+    using Rows = RowReduction<Problem, kColumnPieces>;
+    enum : int { kClusterRows = ForwardShare::rows_of_cluster(TileT::kBlockM, TileT::kCluster) };
+    enum : int { kWriters = ForwardShare::writers_of(TileT::kTurns) };
+    enum : int { kConsumerThreads = 128 * TileT::kConsumers };
+    enum : int { kStateBytes = 2 * kPieces * 2 * Fields::kCount * kConsumerThreads * 4 };  ///< both parts' states of every thread
+
+    enum : int { kPanelWidth = TileT::kBlockN % 192 == 0 ? 3 : TileT::kBlockN % 128 == 0 ? 2 : 1 };  // panels that leave together
+    using PanelsT = PanelStore<typename Problem::Element, TileT, kPanelWidth, 1>;
+    enum : int { kPanelBytes = Problem::retain ? PanelsT::kBytes : 0 };
+
+    enum : int { kBarriersAt = MainloopT::kRingBytes + kPanelBytes + kStateBytes };
+    enum : int { kWordsAt = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
+    enum : int { kDirectorAt = kWordsAt + TileWords<TileT>::kBytes };
+    enum : int { kDirectorBytes = 128 };
+    enum : int { kSmemBytes = kDirectorAt + kDirectorBytes };
+    enum : int { kThreads = TileT::kThreads };
+    enum : unsigned { kWarps = TileT::kCluster * TileT::kConsumers * 4 };  ///< consumers' of a cluster
+
+    const Params& p;
+    TileNumbers<TileT> jobs;
+    TileWords<TileT> words;
+    MainloopT mainloop;
+    const ForwardShare share;
+    const bool compact;  ///< listed rows have been brought together
+    PanelsT panels;
+    float* const stash;  ///< this thread's sums of its rows of both parts: registers are few beside the accumulators
+
+    __device__ __forceinline__ explicit ForwardSm90(const Params& params)
+        : p(params),
+          jobs(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
+          words(ptx::shared_address(dynamic_smem) + kWordsAt),
+          mainloop(dynamic_smem, kBarriersAt),
+          share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), tiles(params), kClusterRows, kWriters,
+                params.clusters, params.stride),
+          compact(kLists && params.compact_rows != 0 && *params.list.valid < params.compact_rows),
+          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
+          stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
+
+    /// Of the vocabulary, in this launch.
+    static __device__ __forceinline__ int tiles(const Params& params) { return ceil_div(forward_columns<Problem>(params), TileT::kBlockN); }
+
+    static __device__ __forceinline__ int cluster() { return static_cast<int>(blockIdx.x) / TileT::kCluster; }
+    __device__ __forceinline__ int first_row(int row_cluster) const {
+        return row_cluster * kClusterRows + static_cast<int>(mainloop.rank) * TileT::kBlockM;
+    }
+
+    __device__ __forceinline__ void run() {
+        if (blockIdx.x == 0 && threadIdx.x == 0) p.scalars->splits = share.splits;
+        if (share.rows == 0 || cluster() >= share.clusters) return mainloop.meet();
+        if constexpr (Problem::retain) {
+            if (p.again != 0 && !any_stale(0, share.rows)) return mainloop.meet();
+        }
+        if (mainloop.place.consumer < 0) {
+            ptx::setmaxnreg_dec<kProducerRegisters>();
+            bring_all();
+        } else {
+            ptx::setmaxnreg_inc<kConsumerRegisters>();
+            consume();
+        }
+        if constexpr (Problem::retain) {
+            if (mainloop.place.consumer >= 0) panels.finish();
+        }
+        mainloop.meet();
+    }
+
+    /// This block's rows of a part of the vocabulary, as they lie in hidden, or where it has been brought together.
+    struct TileRows {
+        const ListedRow* listed;  ///< null: they are the rows from `first` on
+        int first;
+        int last;  ///< of the tile, that is listed; −1: none is
+
+        __device__ __forceinline__ bool neighbours() const {
+            return listed == nullptr || last < 0 || listed[last].row - listed[0].row == last;
+        }
+        __device__ __forceinline__ int begin() const { return listed == nullptr || last < 0 ? first : listed[0].row; }
+    };
+    __device__ __forceinline__ TileRows listed_rows_of(int row_cluster) const {
+        const int first = first_row(row_cluster);
+        const int last = min(TileT::kBlockM, share.rows - first) - 1;
+        if constexpr (!kLists) return {nullptr, first, last};
+        if (compact) return {nullptr, p.list.first + first, last};
+        return {p.list.rows != nullptr ? p.list.rows + p.list.first + first : nullptr, first, last};
+    }
+
+    /// The producer's warpgroup. Its first thread finds out what comes next, and the blocks of a cluster come to the same.
+    __device__ __forceinline__ void bring_all() {
+        if (threadIdx.x == 0) direct();
+        while (true) {
+            if (threadIdx.x == 0) words.tell(go_on());
+            const TileWord word = words.take();
+            if (word.kind() == TileWord::kStop) break;
+            if (word.kind() == TileWord::kTile) bring(word);
+        }
+    }
+
+    /// Where the first thread stands in its job. It lies in shared memory: the producer's registers are few.
+    struct Director {
+        ShareJobs shared;
+        ShareJob job;  ///< kNone before the first one
+        VocabularyWalk walk;
+        int consumer;  ///< that has the tile: always the same one, whichever cluster has the job
+        int end;       ///< tile behind the stretch
+        int begin
+            [2];  ///< where a part's rows do, in hidden or where they have been brought together. Looked up once for a job: a tile would wait as long for it
+        ///< as the ring holds out
+        bool neighbours[2];  ///< whether they are
+        bool any;            ///< the walk is at a tile
+    };
+    static_assert(sizeof(Director) <= kDirectorBytes, "it lies behind everything else");
+    __device__ __forceinline__ Director& director() const { return *reinterpret_cast<Director*>(dynamic_smem + kDirectorAt); }
+
+    __device__ __forceinline__ void direct() const {
+        Director& d = director();
+        // Rows that are gone through again are hardly ever any, and not worth sharing.
+        const bool alone = p.shares == nullptr || (Problem::retain && p.again != 0);
+        const int stretches =
+            alone ? 1 : VocabularyWalk(0, share.clusters, share.row_clusters, share.stride).stretches(share.clusters, tiles(p));
+        d.shared = {stretches == 1 ? nullptr : p.shares, share.clusters, stretches};
+        d.job.number = ShareJob::kNone;
+        d.any = false;
+        d.end = tiles(p);
+    }
+
+    /// The next tile, the end of the stretch that has no tile any more, or that nothing is left.
+    __device__ __forceinline__ TileWord go_on() {
+        Director& d = director();
+        int first_tile = 0;
+        if (!d.any || d.walk.tile >= d.end) {
+            if (d.end != tiles(p) && !d.job.is_others()) {
+                d.job.advance();
+                d.end = (d.job.stretch() + 1) * tiles(p) / d.shared.stretches;
+                return tile_or_end(d);
+            }
+            if (!start_job(d)) return TileWord::stop();
+            first_tile = d.job.stretch() * tiles(p) / d.shared.stretches;
+        }
+        do {
+            d.consumer ^= 1;
+            d.any = next(d.walk);
+        } while (d.any && d.walk.tile < first_tile);
+        return tile_or_end(d);
+    }
+    __device__ __forceinline__ bool start_job(Director& d) {
+        unsigned number = 0;
+        if (mainloop.rank == 0) number = d.job.number == ShareJob::kNone ? d.shared.first(cluster()) : d.shared.next();
+        jobs.hand_out(number, mainloop.rank);
+        d.job.number = jobs.take();
+        if (d.job.number == ShareJob::kNone) {
+            if (mainloop.rank == 0) d.shared.leave();
+            return false;
+        }
+        d.walk = VocabularyWalk(d.job.share(), share.clusters, share.row_clusters, share.stride);
+#pragma unroll 1
+        for (int part = 0; part < 2; ++part) {
+            const TileRows rows = listed_rows_of(d.walk.row_cluster_of(part));
+            d.neighbours[part] = rows.neighbours();
+            d.begin[part] = rows.begin();
+        }
+        d.consumer = 1;
+        d.end = (d.job.stretch() + 1) * tiles(p) / d.shared.stretches;
+        return true;
+    }
+    __device__ __forceinline__ TileWord tile_or_end(const Director& d) const {
+        const VocabularyWalk& walk = d.walk;
+        if (!d.any || walk.tile >= d.end) return TileWord::end(d.job, walk.row_cluster_of(0), walk.has_second(), d.end == tiles(p));
+        return TileWord::tile(walk.tile, walk.row_cluster_of(walk.part), walk.part, d.consumer, d.neighbours[walk.part]);
+    }
+
+    /// Rows that are neighbours in hidden are the copy engine's, for one thread.
+    __device__ __forceinline__ void bring(const TileWord& tile) {
+        const int n = static_cast<int>(tile.number) * TileT::kBlockN;
+        if constexpr (kLists) {
+            if (!tile.neighbours()) {
+                const TileRows rows = listed_rows_of(tile.row_cluster());
+                const auto row_of = [&](int row) { return row <= rows.last ? rows.listed[row].row : -1; };
+                return mainloop.produce_rows(static_cast<const typename Problem::Element*>(p.hidden), Problem::hidden_size, row_of,
+                                             p.weight_map, n, kSlices);
+            }
+        }
+        if (threadIdx.x == 0) {
+            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, director().begin[tile.part()], n, kSlices, NoPace{}, 0,
+                             0, kFew ? share.rows : TileT::kBlockM);
+        } else {
+            mainloop.skip(kSlices);
+        }
+    }
+
+    /// On to the share's next tile.
+    __device__ __forceinline__ bool next(VocabularyWalk& walk) const {
+        if constexpr (Problem::retain) {
+            if (p.again != 0) {
+                while (walk.next(ceil_div(p.retained_columns, TileT::kBlockN))) {
+                    const int row = walk.row_cluster_of(walk.part) * kClusterRows;
+                    if (any_stale(row, min(row + kClusterRows, share.rows))) return true;
+                }
+                return false;
+            }
+        }
+        return walk.next(tiles(p));
+    }
+    __device__ __forceinline__ bool any_stale(int begin, int end) const {
+        bool any = false;
+#pragma unroll 1
+        for (int row = begin; row < end; row += kOutputRows) any = any || p.stale[row / kOutputRows] != 0u;
+        return any;
+    }
+
+    __device__ __forceinline__ void consume() {
+        int holder = 0;  // the consumer whose turn it is
+        forget();
+#pragma unroll 1
+        for (TileWord word = words.take(); word.kind() != TileWord::kStop; word = words.take()) {
+            if (word.kind() == TileWord::kEnd) {
+                end_stretch(word);
+                continue;
+            }
+            if constexpr (TileT::kTurns) {
+                const int consumer = word.consumer();
+                if (consumer != holder && consumer != mainloop.place.consumer) mainloop.pass_turn();
+                holder = consumer ^ 1;
+                if (consumer != mainloop.place.consumer) {
+                    mainloop.skip(kSlices);
+                    continue;
+                }
+            }
+            // What follows from where a thread stands is worked out anew for every tile: kept beside the accumulators, it would not fit.
+            asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
+            Accumulators c;
+            MainloopT::clear(c);
+            mainloop.consume(c, kSlices, kLists && !word.neighbours());
+            reduce(c, words.again());  // not kept while the tile was multiplied
+        }
+    }
+
+    /// A share is summed up stretch by stretch, each added to what is there of the ones before: so the result does not depend on how many clusters worked on it.
+    __device__ __forceinline__ void end_stretch(const TileWord& word) {
+        const ShareJob job{word.number};
+        // Worked out here, and not kept from stretch to stretch: registers are few.
+        asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
+        if (!Problem::retain || p.again == 0) {
+            if (job.is_others() && job.stretch() > 0) wait_for_stretches(job);
+#pragma unroll 1
+            for (int part = 0; part < (word.has_second() ? 2 : 1); ++part) finish(job, part, word.row_cluster() + part);
+            if (job.is_others()) tell_stretch(job, word.is_last());
+        }
+        forget();
+    }
+
+    __device__ __forceinline__ unsigned* done(const ShareJob& job) const { return ShareJobs::done(p.shares, share.clusters, job.share()); }
+    /// Until those before are written.
+    __device__ __forceinline__ void wait_for_stretches(const ShareJob& job) const {
+        if (mainloop.place.lane == 0) {
+            while (ptx::ld_acquire_gpu(done(job)) < static_cast<unsigned>(job.stretch()) * kWarps) {
+            }
+        }
+        __syncwarp();
+    }
+    __device__ __forceinline__ void tell_stretch(const ShareJob& job, bool is_last) const {
+        __syncwarp();
+        if (mainloop.place.lane != 0) return;
+        const unsigned before = ptx::atom_release_gpu_add(done(job), 1u);
+        if (is_last && before + 1 == static_cast<unsigned>(job.stretch() + 1) * kWarps) *done(job) = 0u;  // for the next launch
+    }
+
+    __device__ __forceinline__ float* stashed(int part, int i, int h) const {
+        return stash + ((part * kPieces + i) * 2 + h) * Fields::kCount * kConsumerThreads;
+    }
+    __device__ __forceinline__ RowSums sums_of(int part, int i, int h) const { return Fields::load(stashed(part, i, h), kConsumerThreads); }
+    __device__ __forceinline__ void keep(int part, int i, int h, const RowSums& sums) const {
+        Fields::store(stashed(part, i, h), kConsumerThreads, sums);
+    }
+    __device__ __forceinline__ void forget() const {
+#pragma unroll
+        for (int i = 0; i < 2 * kPieces; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) keep(0, i, h, {lowest_logit(), 0.f, 0.f, 0.f, -infinity()});
+    }
+
+    /// Adds a tile of logits to this thread's sums; what is retained of it leaves for memory.
+    __device__ __forceinline__ void reduce(Accumulators& c, const TileWord& tile) {
+        const int first_column = forward_first_column<Problem>(p) + static_cast<int>(tile.number) * TileT::kBlockN;
+        const int row0 = first_row(tile.row_cluster());
+        float weighted[kPieces][2] = {};
+        to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c, weighted);
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = row0 + mainloop.place.row(i, h);
+                const int target = row < share.rows ? listed_row<Problem>(p.list, p.targets, row).target : kIgnored;
+                const int within = target - first_column - mainloop.place.column(0, 0);
+                if (target >= 0 && has_column<kColumnPieces>(within)) p.target_logits[row] = pick_column(c[i], h, within);
+                if constexpr (Problem::label_smoothing) {
+                    float* const at = stashed(tile.part(), i, h) + Fields::kWeighted * kConsumerThreads;
+                    float sum = *at + weighted[i][h];
+                    asm volatile("" : "+f"(sum));  // here: put off, it would need a second copy of the accumulators
+                    *at = sum;
+                }
+            }
+        }
+        if constexpr (Problem::retain) {
+            if (p.retained_columns > 0) return retain(c, first_column, row0, tile.part());
+        }
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                RowSums sums = sums_of(tile.part(), i, h);
+                Rows::reduce_row(c[i], h, sums);
+                keep(tile.part(), i, h, sums);
+            }
+    }
+
+    /// Logits become exponentials of what they are above the row's reference, which are added up. Those that are retained leave for memory.
+    __device__ __forceinline__ void retain(Accumulators& c, int first_column, int row0, int part) {
+        constexpr int kGroup = kPanelWidth * 8;  // column pieces
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                RowSums sums = sums_of(part, i, h);
+                Rows::exponentials_of_row(c[i], h, reference_of(row0 + mainloop.place.row(i, h)), sums);
+                keep(part, i, h, sums);
+            }
+            if (first_column >= p.retained_columns) continue;
+#pragma unroll
+            for (int first = 0; first < kColumnPieces; first += kGroup) {
+                panels.open();
+#pragma unroll
+                for (int h = 0; h < 2; ++h) panels.put(c[i], h, first, 1.f);
+                panels.close(BlockedMap{p.retained_map, kRetainedShift}, first_column + first * 8,
+                             row0 + mainloop.place.first_row() + i * 64);
+            }
+        }
+    }
+    __device__ __forceinline__ float reference_of(int row) const { return row < share.rows ? p.references[row] : 0.f; }
+
+    /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows, by turns one a
+    /// consumer.
+    __device__ __forceinline__ void finish(const ShareJob& job, int part, int row_cluster) {
+        ForwardShare of = share;
+        asm volatile(""
+                     : "+r"(of.rows), "+r"(of.row_clusters), "+r"(of.clusters),
+                       "+r"(of.splits));  // what follows from them is worked out here
+        const int first_share = row_cluster * of.clusters / of.row_clusters;
+        const int last_share = ((row_cluster + 1) * of.clusters - 1) / of.row_clusters;
+        const int split = (job.share() - first_share) * kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
+        const long long ld = partial_rows_of(of.rows);
+        float* const partial = p.partials + split * Fields::kCount * ld + first_row(row_cluster) + mainloop.place.row(0, 0);
+        const int rows = of.rows - first_row(row_cluster) - mainloop.place.row(0, 0);  // from this thread's first one on
+        const bool writes = mainloop.place.lane % 4 == 0;
+        RowSums before[kPieces][2];  // all of them on their way before the first is needed
+        if (job.stretch() > 0 && writes) {
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    if (i * 64 + h * 8 < rows) before[i][h] = Fields::load(partial + i * 64 + h * 8, ld);
+        }
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                RowSums sums = sums_of(part, i, h);
+                if constexpr (Problem::retain) {
+                    if (p.retained_columns > 0) {
+                        const float reference = reference_of(first_row(row_cluster) + mainloop.place.row(i, h));
+                        if (Rows::shares(sums.max, reference)) Rows::to_own_max(sums, reference);
+                    }
+                }
+                const RowSums all = Rows::merge_quad(sums);
+                if (!writes || i * 64 + h * 8 >= rows) continue;
+                float* const at = partial + i * 64 + h * 8;
+                Fields::store(at, ld, job.stretch() > 0 ? merge(before[i][h], all) : all);
+                if (job.stretch() > 0 || job.share() != last_share) continue;
+                for (int rest = kWriters; rest < of.splits - split; rest += kWriters) {
+                    Fields::store(at + rest * Fields::kCount * ld, ld, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
+                }
+            }
+        }
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void forward_sm90(const typename ForwardSm90<Problem, TileT>::Params& p) {
+    prefetch_maps(p.hidden_map, p.weight_map);
+    ForwardSm90<Problem, TileT>(p).run();
+}
+
+}  // namespace flce

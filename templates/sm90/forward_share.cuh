@@ -1,0 +1,40 @@
+// How the clusters of a launch of cuda_sm90a's forward share its work. Plain C++: the host plans launches and partial sums by it.
+#pragma once
+
+#if defined(__CUDACC__)
+#include "flce/common/host_device.cuh"
+#else
+#include "templates/common/host_device.cuh"
+#endif
+
+namespace flce {
+
+/// Rows × the vocabulary are cut into tiles of clusters of rows, which are dealt out by VocabularyWalk. Where there are fewer tiles than
+/// clusters, each tile has a cluster of its own. Every share of a cluster of rows has partial sums of its own.
+struct ForwardShare {
+    int rows;
+    int row_clusters;
+    int clusters;  ///< that have work
+    int stride;    ///< VocabularyWalk's
+    int splits;    ///< partial sums of a row
+
+    /// Tokens of a cluster of rows.
+    static FLCE_HOST_DEVICE constexpr int rows_of_cluster(int block_m, int cluster_blocks) { return block_m * cluster_blocks; }
+    /// Consumers that have the same rows, each with partial sums of its own.
+    static FLCE_HOST_DEVICE constexpr int writers_of(bool by_turns) { return by_turns ? 2 : 1; }
+
+    /// `tiles` of the vocabulary for at most `most_clusters` clusters, with that stride where all of them have work.
+    FLCE_HOST_DEVICE ForwardShare(int rows_, int tiles, int cluster_rows, int writers, int most_clusters, int stride_)
+        : rows(rows_), row_clusters(at_least_one(up_div(rows_, cluster_rows))) {
+        const bool few = static_cast<long long>(row_clusters) * tiles < most_clusters;
+        clusters = few ? row_clusters * tiles : most_clusters;
+        stride = few ? row_clusters : stride_;
+        splits = (few ? tiles : up_div(clusters, row_clusters) + 1) * writers;
+    }
+
+private:
+    static FLCE_HOST_DEVICE int at_least_one(int count) { return count > 1 ? count : 1; }
+    static FLCE_HOST_DEVICE int up_div(int a, int b) { return (a + b - 1) / b; }
+};
+
+}  // namespace flce

@@ -1,0 +1,9 @@
+// Everything that a generated configuration of path cuda_sm90a instantiates.
+#pragma once
+
+#include "flce/common/retain_kernels.cuh"
+#include "flce/common/round_weight.cuh"
+#include "flce/common/row_kernels.cuh"
+#include "flce/sm90/backward.cuh"
+#include "flce/sm90/backward_chunks.cuh"
+#include "flce/sm90/forward.cuh"

@@ -1,0 +1,105 @@
+// Parameter blocks of cuda_sm90a's kernels. Plain C++, as common/params.cuh.
+#pragma once
+
+#if defined(__CUDACC__)
+#include "flce/common/params.cuh"
+#else
+#include "templates/common/params.cuh"
+#endif
+
+namespace flce {
+
+// The fields that every path has, and tensor maps of the operands instead of their addresses. Maps begin at the launch's first row and column and end
+// with its last, so that what lies outside reads as 0 and is not written.
+
+/// How far the work of a launch of forward has been taken, of which each cluster has a share. Behind it lie two words for each share, `owner`
+/// and `done`.
+struct ShareTickets {
+    Tickets tickets;  ///< taken: stretches of shares whose own cluster does not run
+    unsigned owned;   ///< shares whose own cluster runs
+    unsigned unused;
+};
+
+struct ForwardSm90Params : ForwardParams {
+    TensorMap hidden_map;
+    TensorMap weight_map;
+    TensorMap compact_map;    ///< of listed rows in order
+    TensorMap retained_map;   ///< to store exponentials, where the Problem retains them
+    ShareTickets* shares;     ///< of this launch; null: each cluster has its own share, whenever it runs
+    const float* references;  ///< [rows]
+    const unsigned* stale;    ///< the second time: which rows (as RowOutputsParams has it)
+    PassScalars* scalars;
+    RowList list;          ///< `hidden`, its map and the targets then begin with the call's first row
+    int clusters;          ///< most that share the work
+    int stride;            ///< VocabularyWalk's, where there are so many
+    int retained_columns;  ///< of the vocabulary, from its start
+    int again;             ///< only rows that are stale, only their exponentials
+    int compact_rows;      ///< tokens of the call, whose listed rows gather_rows has brought together if any is ignored; 0: it has not
+    int unused;
+};
+
+/// A stretch of the vocabulary: ForwardStretchParams'.
+struct ForwardStretchSm90Params : ForwardSm90Params {
+    int first_column;
+    int columns;
+};
+
+struct DlogitsSm90Params : DlogitsParams {
+    TensorMap hidden_map;
+    TensorMap weight_map;
+    TensorMap dlogits_map;  ///< to store
+    Tickets* tickets;
+    RowList list;
+};
+
+struct GradHiddenSm90Params : GradHiddenParams {
+    TensorMap dlogits_map;
+    TensorMap weight_map;
+    TensorMap accumulator_map;  ///< fp32, to store and add
+    const float* row_scales;    ///< [rows], of the first launch: what its products are multiplied with; null: 1
+    unsigned* pace;             ///< [kPaceCounters], 0 before; null: no pace
+    Tickets* tickets;
+    RowList list;  ///< grad_hidden then begins with the call's first row
+    SumShare share;
+    int column_shift;  ///< BlockedMap's, of dlogits_map where the Problem retains
+    int unused;
+};
+
+struct GradWeightSm90Params : GradWeightParams {
+    TensorMap dlogits_map;
+    TensorMap hidden_map;
+    TensorMap grad_weight_map;  ///< to store, or to add to
+    unsigned* readers;          ///< of exponentials in grad_weight's memory, warps that are done with each block; null: they lie elsewhere
+    unsigned* pace;             ///< GradHiddenSm90Params'
+    Tickets* tickets;
+    RowList list;
+    long long block_bytes;      ///< from one block to the next
+    unsigned readers_of_block;  ///< warps that multiply a whole block
+    int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
+};
+
+/// Several chunks of the vocabulary in one launch. Everything begins with the first of them: the base's columns are those of all. Chunks take turns with two
+/// places for dlogits that lie side by side, so that [rows, pair_width] holds one chunk of each kind.
+struct BackwardChunksSm90Params : DlogitsParams {
+    TensorMap hidden_map;            // operands of the logits
+    TensorMap weight_map;            //
+    TensorMap dlogits_map;           ///< to store, and grad_weight's first operand; its second one:
+    TensorMap hidden_sum_map;        //
+    TensorMap dlogits_sum_map;       // operands of grad_hidden
+    TensorMap last_dlogits_sum_map;  ///< of the last chunk: what lies behind it has nothing to do with this pass
+    TensorMap weight_sum_map;        //
+    TensorMap accumulator_map;       ///< fp32, to store and add
+    TensorMap grad_weight_map;       ///< to store, or to add to
+    float* accumulator;              ///< [rows, D] fp32, of all parts below each other
+    void* grad_hidden;               ///< [rows, D]; begins with the call's first row where there is a list
+    unsigned* taken;                 ///< how many tiles are, 0 before; likewise
+    unsigned* progress;              ///< [chunks][kChunkKinds]: tiles that are done, of each block
+    RowList list;
+    SumShare share;
+    int even_width;  ///< columns of chunks 0, 2, …
+    int pair_width;  ///< of a chunk and the next one
+    int first;       ///< nothing accumulated yet
+    int last;        ///< the last chunk writes grad_hidden, where its sum is in one part
+};
+
+}  // namespace flce

@@ -1,0 +1,113 @@
+// What a thread of cuda_sm90a's forward does with the logits of a row: sums, and the exponentials that are retained.
+#pragma once
+
+#include "flce/common/logit_epilogue.cuh"
+
+namespace flce {
+
+/// Of a row of which a thread has kColumnPieces pairs of columns, in c[·][2·h] and c[·][2·h + 1].
+template <class Problem, int kColumnPieces>
+struct RowReduction {
+    /// Whether a row's sums are of what is retained, relative to its reference, which spares them exponentials of their own: where the largest logit so far
+    /// is near it. Others are relative to that logit.
+    static __device__ __forceinline__ bool shares(float max, float reference) {
+        return kPowers<Problem> && !Problem::entropy && PowersAbove::takes(reference) && fabsf(max - reference) <= kMostAboveReference;
+    }
+
+    /// Where they are far from the reference, exponentials are cut off: a row that is ignored, whatever it holds, has to multiply a finite number by 0.
+    static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference, RowSums& sums) {
+        constexpr float kMostPower = 100.f;
+        const PowersAbove above(reference);
+        const float old_max = sums.max;
+        const float now_max = fmaxf(old_max, row_max(c, h));
+        const bool shared = shares(old_max, reference);
+        if (shares(now_max, reference)) {
+            if (!shared) sums.exp_sum *= above.exp(old_max);
+            sums.max = now_max;
+            float exp_sum[2] = {0.f, 0.f};
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) exp_sum[e] += c[j][2 * h + e] = above.exp(c[j][2 * h + e]);
+            }
+            sums.exp_sum += exp_sum[0] + exp_sum[1];
+            return;
+        }
+        if (shared) to_own_max(sums, reference);
+        reference -= reduce_row(c, h, sums);
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = ptx::ex2_approx_ftz(fminf((c[j][2 * h + e] - reference) * log2_e(), kMostPower));
+        }
+    }
+    /// The largest logit's own exponential becomes exactly 1, so that confident tokens keep their small losses.
+    static __device__ __forceinline__ void to_own_max(RowSums& sums, float reference) {
+        // A division without a subroutine for subnormal numbers, which would cost registers: both are within 2^±118.
+        const float largest = PowersAbove(reference).exp(sums.max);
+        const float reciprocal = ptx::rcp_approx_ftz(largest);
+        const float quotient = sums.exp_sum * reciprocal;
+        sums.exp_sum = __fmaf_rn(__fmaf_rn(-quotient, largest, sums.exp_sum), reciprocal, quotient);
+    }
+
+    static __device__ __forceinline__ float row_max(const float (&c)[kColumnPieces][4], int h) {
+        float max = fmaxf(c[0][2 * h], c[0][2 * h + 1]);
+#pragma unroll
+        for (int j = 1; j < kColumnPieces; ++j) max = fmaxf(max, fmaxf(c[j][2 * h], c[j][2 * h + 1]));
+        return max;
+    }
+
+    /// Adds a row of logits to its sums, and returns what it has taken from each of them: nothing, or their maximum where that is huge.
+    static __device__ __forceinline__ float reduce_row(float (&c)[kColumnPieces][4], int h, RowSums& sums) {
+        const float old_max = sums.max;
+        const float now_max = fmaxf(old_max, row_max(c, h));
+        float shift = sums.exp_sum > 0.f ? old_max - now_max : 0.f;
+        if constexpr (Problem::entropy) shift = fmaxf(shift, farthest_below());
+        const float shrunk = Problem::Math::exp(shift);
+        if constexpr (Problem::entropy) sums.exp_z_sum = shrunk * (sums.exp_z_sum + shift * sums.exp_sum);
+        sums.exp_sum *= shrunk;
+        sums.max = now_max;
+        float taken = 0.f;
+        if (!SummedAbove<Problem>::takes(now_max)) {  // a column's that does not exist, too
+            taken = now_max;
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) c[j][2 * h + e] -= now_max;
+        }
+        const float reference = now_max - taken;
+        const SummedAbove<Problem> above(reference);
+        float exp_sum[2] = {0.f, 0.f};
+        float exp_z_sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float exponential = above.exp(c[j][2 * h + e]);
+                exp_sum[e] += exponential;
+                if constexpr (Problem::entropy) exp_z_sum += exponential * fmaxf(c[j][2 * h + e] - reference, farthest_below());
+            }
+        }
+        const float factor = above.factor(reference);
+        sums.exp_sum = __fmaf_rn(factor, exp_sum[0] + exp_sum[1], sums.exp_sum);
+        if constexpr (Problem::entropy) sums.exp_z_sum = __fmaf_rn(factor, exp_z_sum, sums.exp_z_sum);
+        return taken;
+    }
+
+    static __device__ __forceinline__ RowSums merge_quad(RowSums mine) {
+#pragma unroll
+        for (int lanes = 1; lanes < 4; lanes *= 2) {
+            RowSums other;
+            other.max = __shfl_xor_sync(0xffffffffu, mine.max, lanes);
+            other.exp_sum = __shfl_xor_sync(0xffffffffu, mine.exp_sum, lanes);
+            other.exp_z_sum = Problem::entropy ? __shfl_xor_sync(0xffffffffu, mine.exp_z_sum, lanes) : 0.f;
+            other.weighted_sum = Problem::label_smoothing ? __shfl_xor_sync(0xffffffffu, mine.weighted_sum, lanes) : 0.f;
+            other.target_logit = -infinity();
+            // The lower lane first in both, so that all four get the same bits.
+            mine = (threadIdx.x & lanes) == 0 ? merge(mine, other) : merge(other, mine);
+        }
+        return mine;
+    }
+};
+
+}  // namespace flce

@@ -1,0 +1,133 @@
+// Who works on what of forward. Each cluster has a share of the work, which it goes through from beginning to end, with nothing to ask for on the way. Shares
+// whose own cluster does not run, because another kernel has its SMs, are worked on by the others when they have finished theirs, stretch by stretch.
+#pragma once
+
+#include "flce/sm90/tickets.cuh"
+
+namespace flce {
+
+/// Stretches of a share as one number, which a cluster's blocks are handed: all of them, or one of another cluster's share.
+struct ShareJob {
+    enum : unsigned { kNone = ~0u };
+    enum : unsigned { kOthers = 1u << 15 };
+
+    unsigned number;
+
+    static __device__ __forceinline__ unsigned own(int share) { return static_cast<unsigned>(share); }
+    static __device__ __forceinline__ unsigned others(int share, int stretch) {
+        return static_cast<unsigned>(stretch) << 16 | kOthers | static_cast<unsigned>(share);
+    }
+    __device__ __forceinline__ int share() const { return static_cast<int>(number & (kOthers - 1u)); }
+    /// Several clusters may work on this share.
+    __device__ __forceinline__ bool is_others() const { return (number & kOthers) != 0u; }
+    /// At hand.
+    __device__ __forceinline__ int stretch() const { return static_cast<int>(number >> 16); }
+    __device__ __forceinline__ void advance() { number += 1u << 16; }
+};
+
+/// One thread of a cluster: its jobs.
+struct ShareJobs {
+    enum : unsigned { kFree = 0, kOwned = 1, kGivenAway = 2 };  ///< a share's owner
+
+    ShareTickets* tickets;  ///< null: only its own share
+    int shares;
+    int stretches;
+
+    __device__ __forceinline__ unsigned* owner(int share) const { return reinterpret_cast<unsigned*>(tickets + 1) + share; }
+    /// Warps that have written a stretch of a share which several clusters work on.
+    static __device__ __forceinline__ unsigned* done(ShareTickets* tickets, int shares, int share) {
+        return reinterpret_cast<unsigned*>(tickets + 1) + shares + share;
+    }
+
+    __device__ __forceinline__ unsigned first(int cluster) const {
+        if (tickets == nullptr) return ShareJob::own(cluster);
+        if (ptx::atom_relaxed_gpu_cas(owner(cluster), kFree, kOwned) != kFree) return next();
+        ptx::red_relaxed_gpu_add(&tickets->owned, 1u);
+        return ShareJob::own(cluster);
+    }
+    /// A stretch of another share, in order, so that what comes before it is being worked on. Blocks run in order as a rule: shares from the last one on.
+    __device__ __forceinline__ unsigned next() const {
+        if (tickets == nullptr) return ShareJob::kNone;
+        while (ptx::ld_relaxed_gpu(&tickets->owned) < static_cast<unsigned>(shares)) {
+            const unsigned taken = take_ticket(&tickets->tickets);
+            if (taken >= static_cast<unsigned>(shares * stretches)) break;
+            const int share = shares - 1 - static_cast<int>(taken) / stretches;
+            if (ptx::atom_relaxed_gpu_cas(owner(share), kFree, kGivenAway) == kOwned) continue;
+            return ShareJob::others(share, static_cast<int>(taken) % stretches);
+        }
+        return ShareJob::kNone;
+    }
+    /// After the last job. The last cluster makes everything ready for the next launch but `done`, which the writer of a share's last stretch does.
+    __device__ __forceinline__ void leave() const {
+        if (tickets == nullptr) return;
+        if (ptx::atom_relaxed_gpu_add(&tickets->tickets.left, 1u) != static_cast<unsigned>(shares) - 1) return;
+        *tickets = {};
+        for (int share = 0; share < shares; ++share) *owner(share) = kFree;
+    }
+};
+
+/// What the first thread of a block tells the others: tiles to work on, and where a stretch of a share ends.
+struct TileWord {
+    enum Kind : unsigned { kTile = 0, kEnd = 1, kStop = 2 };
+
+    unsigned number;                                                 ///< kTile: of the vocabulary; kEnd: the job's
+    unsigned rest;                                                   ///< from bit 5 on the row cluster of the tile, or of part 0
+    enum : unsigned { kPart = 4, kConsumer = 8, kNeighbours = 16 };  ///< of a tile
+    enum : unsigned { kHasSecond = 4, kIsLast = 8 };                 ///< of an end: part 1, and the share's last stretch
+
+    static __device__ __forceinline__ TileWord tile(int tile, int row_cluster, int part, int consumer, bool neighbours) {
+        return {static_cast<unsigned>(tile), static_cast<unsigned>(row_cluster) << 5 | (neighbours ? kNeighbours : 0u) |
+                                                 (consumer != 0 ? kConsumer : 0u) | static_cast<unsigned>(part) * kPart | kTile};
+    }
+    static __device__ __forceinline__ TileWord end(ShareJob job, int row_cluster, bool has_second, bool is_last) {
+        return {job.number, static_cast<unsigned>(row_cluster) << 5 | (is_last ? kIsLast : 0u) | (has_second ? kHasSecond : 0u) | kEnd};
+    }
+    static __device__ __forceinline__ TileWord stop() { return {0u, kStop}; }
+    __device__ __forceinline__ unsigned kind() const { return rest & 3u; }
+    __device__ __forceinline__ int row_cluster() const { return static_cast<int>(rest >> 5); }
+    __device__ __forceinline__ int part() const { return (rest & kPart) != 0 ? 1 : 0; }
+    __device__ __forceinline__ int consumer() const { return (rest & kConsumer) != 0 ? 1 : 0; }
+    __device__ __forceinline__ bool neighbours() const { return (rest & kNeighbours) != 0; }
+    __device__ __forceinline__ bool has_second() const { return (rest & kHasSecond) != 0; }
+    __device__ __forceinline__ bool is_last() const { return (rest & kIsLast) != 0; }
+};
+
+/// Words on their way. A stretch has a tile at least, so the producer is ahead of the slowest consumer by two words for each slice in the ring and each tile at
+/// hand at most, which is less than there are slots.
+template <class TileT>
+struct TileWords {
+    enum : unsigned { kSlots = 32 };
+    enum : unsigned { kBytes = kSlots * (8 + 8) };
+    static_assert(kSlots >= 2 * (TileT::kStages + 4), "a tile is a slice at least");
+
+    unsigned smem;  ///< barriers, then words
+    unsigned turn = 0;
+
+    /// All threads, before the block is in step.
+    __device__ __forceinline__ explicit TileWords(unsigned smem_) : smem(smem_) {
+        if (threadIdx.x == 0) {
+            for (unsigned slot = 0; slot < kSlots; ++slot) ptx::mbarrier_init(smem + 8 * slot, 1);
+            ptx::fence_mbarrier_init();
+        }
+    }
+    /// The producer's first thread, which then takes the word itself.
+    __device__ __forceinline__ void tell(const TileWord& word) const {
+        const unsigned slot = turn % kSlots;
+        ptx::st_shared_b32(smem + 8 * (kSlots + slot), word.number);
+        ptx::st_shared_b32(smem + 8 * (kSlots + slot) + 4, word.rest);
+        ptx::mbarrier_arrive(smem + 8 * slot);
+    }
+    /// Any thread.
+    __device__ __forceinline__ TileWord take() {
+        ptx::mbarrier_wait_parity(smem + 8 * (turn % kSlots), turn / kSlots & 1u);
+        ++turn;
+        return again();
+    }
+    /// What was taken last.
+    __device__ __forceinline__ TileWord again() const {
+        const unsigned slot = (turn - 1) % kSlots;
+        return {ptx::ld_shared_b32(smem + 8 * (kSlots + slot)), ptx::ld_shared_b32(smem + 8 * (kSlots + slot) + 4)};
+    }
+};
+
+}  // namespace flce
