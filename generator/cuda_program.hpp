@@ -1,5 +1,5 @@
-// From (Spec, Device, Plan) to everything that runs a CUDA kernel set: source for NVRTC, launch programs, workspace sizes. Pure: no files, no
-// clock, no GPU.
+// From (Spec, Device, Plan) to everything that runs a CUDA kernel set: source for NVRTC, launch programs, workspace sizes. Pure: no files,
+// no clock, no GPU.
 #pragma once
 
 #include <span>

@@ -1,6 +1,6 @@
-// The CPU backend's machine code: which functions an object holds, how they are called, and their emission. They depend on the structure of the
-// Spec (dtypes, layout, which options exist), on the register block and on the instruction set; shapes and option values are arguments, so
-// one object serves every shape of that structure.
+// The CPU backend's machine code: which functions an object holds, how they are called, and their emission. They depend on the structure of
+// the Spec (dtypes, layout, which options exist), on the register block and on the instruction set; shapes and option values are arguments,
+// so one object serves every shape of that structure.
 //
 // Operands of a GEMM are packed in panels: `width` rows (of A) or columns (of B) side by side, for each unit of depth. A unit is one fp32
 // number, or two bf16 numbers (depths 2u and 2u + 1) where bf16 pairs are multiplied; both take 4 bytes.
@@ -24,16 +24,16 @@ struct GradRow {
     std::int32_t target;  ///< column of the label within the vocabulary chunk, or one of the above
 };
 
-/// C[micro_m, micro_n] = A·B, or += A·B when `accumulate` is not 0, over `units` of depth. Meanwhile it asks for the cache lines from `prefetch`
-/// on, kPrefetchBytes for each unit.
+/// C[micro_m, micro_n] = A·B, or += A·B when `accumulate` is not 0, over `units` of depth. Meanwhile it asks for the cache lines from
+/// `prefetch` on, kPrefetchBytes for each unit.
 using MicroKernel = void (*)(std::int64_t units, const void* a, const void* b, float* c, std::int64_t ldc, std::int64_t accumulate,
                              const void* prefetch);
 inline constexpr std::int64_t kPrefetchBytes = 16;
-/// One panel: `valid` ≤ width lines of `depth` elements; the rest is zero-filled. `ld` counts elements between lines (where depth is contiguous)
-/// or between depths (where lines are).
+/// One panel: `valid` ≤ width lines of `depth` elements; the rest is zero-filled. `ld` counts elements between lines (where depth is
+/// contiguous) or between depths (where lines are).
 using PackPanel = void (*)(const void* source, std::int64_t ld, void* panel, std::int64_t valid, std::int64_t depth);
-/// Transforms the logits z [rows, cols] in place (columns past cols, up to the next full vector, become −infinity) and writes each row's sums;
-/// target_logit is left alone.
+/// Transforms the logits z [rows, cols] in place (columns past cols, up to the next full vector, become −infinity) and writes each row's
+/// sums; target_logit is left alone.
 using ForwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, const float* bias, const float* class_weight,
                              const float* parameters, RowSums* sums);
 /// Turns z [rows, cols] into the gradient of hidden · weightᵀ + bias, in place; columns cols … width − 1 become 0. Column 0 is the chunk's
@@ -71,8 +71,9 @@ inline constexpr const char* kToFloat = "flce_to_float";
 /// Emits every function above into `module`.
 void emit_cpu_code(llvm::Module& module, const Spec& spec, const CpuProperties& cpu, const CpuPlan& plan);
 
-/// Text of all that emit_cpu_code's result depends on: the Spec's structure, register block, instruction set, and a digest of the generator's
-/// sources. The Spec's values are replaced by stand-ins, so that they cannot matter. With the digest no version has to be bumped by hand.
+/// Text of all that emit_cpu_code's result depends on: the Spec's structure, register block, instruction set, and a digest of the
+/// generator's sources. The Spec's values are replaced by stand-ins, so that they cannot matter. With the digest no version has to be
+/// bumped by hand.
 [[nodiscard]] std::string cpu_code_identity(const Spec& spec, const CpuProperties& cpu, const CpuPlan& plan);
 
 // The parts of emit_cpu_code.

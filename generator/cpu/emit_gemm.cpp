@@ -134,7 +134,8 @@ struct UnitReader {
         if (!options.bf16_pairs) return value(pointer, lanes);
         return f.ir().CreateBitCast(bf16(pointer, 2 * lanes), f.float_type(lanes));
     }
-    /// One unit at depth `pointer` (element stride `ld` to the next depth) for `lanes` contiguous lines; `whole`: both halves of a pair exist.
+    /// One unit at depth `pointer` (element stride `ld` to the next depth) for `lanes` contiguous lines; `whole`: both halves of a pair
+    /// exist.
     [[nodiscard]] Value* across(Value* pointer, Value* ld, int lanes, bool whole) const {
         if (!options.bf16_pairs) return value(pointer, lanes);
         Value* high = whole ? bf16(f.at(pointer, ld, bytes()), lanes) : nullptr;

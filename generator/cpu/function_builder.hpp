@@ -1,5 +1,5 @@
-// The thin structured layer over IRBuilder that host code is emitted with: counted loops with carried values, conditions, vectors of floats, loads
-// and stores of every dtype. What comes out is in SSA form and already vectorised, so no optimisation pass has to run.
+// The thin structured layer over IRBuilder that host code is emitted with: counted loops with carried values, conditions, vectors of
+// floats, loads and stores of every dtype. What comes out is in SSA form and already vectorised, so no optimisation pass has to run.
 //
 // Only forward declarations of LLVM are needed here, so that tests can emit code without linking LLVM themselves.
 #pragma once

@@ -103,7 +103,8 @@ std::int64_t scratch_of(const CpuBackwardLayout& l, const Spec& spec, std::int64
     return l.bytes - (spec.dtype == DType::fp32 ? 0 : 4 * num_tokens * spec.hidden_size);
 }
 
-/// Workers that may ever have a slot: one, and as many more as a quarter of what the smallest blocks leave holds. What blocks are chosen with.
+/// Workers that may ever have a slot: one, and as many more as a quarter of what the smallest blocks leave holds. What blocks are chosen
+/// with.
 std::int64_t most_slots(const Spec& spec, const Plan& plan) {
     const std::int64_t least = cpu_least_scratch_bytes(spec, plan);
     if (plan.scratch_bytes < least) {

@@ -1,6 +1,6 @@
-// How the CPU backend cuts a pass into blocks and where everything lies in the caller's workspace. The bound on the workspace, its size for N
-// tokens and the addresses come from the same two functions, so they cannot disagree. Pure arithmetic. Blocks do not depend on the number of
-// threads, so neither do a kernel's bits: only how many workers get a slot does.
+// How the CPU backend cuts a pass into blocks and where everything lies in the caller's workspace. The bound on the workspace, its size for
+// N tokens and the addresses come from the same two functions, so they cannot disagree. Pure arithmetic. Blocks do not depend on the number
+// of threads, so neither do a kernel's bits: only how many workers get a slot does.
 #pragma once
 
 #include <cstdint>
@@ -66,10 +66,10 @@ struct CpuBackwardLayout {
     std::int64_t bytes = 0;
 };
 
-/// Where logits lie that forward leaves to backward: those of the first `columns` of the vocabulary, fp32, before bias and transforms, strip by
-/// strip as [num_tokens, strip's columns]. A function of the buffer's size alone, so that both passes agree. Strips spread over the whole buffer:
-/// where it is grad_weight's own memory, a strip's logits begin no earlier than its gradient, so that a backward pass that walks the vocabulary
-/// upwards has read them before it writes there.
+/// Where logits lie that forward leaves to backward: those of the first `columns` of the vocabulary, fp32, before bias and transforms,
+/// strip by strip as [num_tokens, strip's columns]. A function of the buffer's size alone, so that both passes agree. Strips spread over
+/// the whole buffer: where it is grad_weight's own memory, a strip's logits begin no earlier than its gradient, so that a backward pass
+/// that walks the vocabulary upwards has read them before it writes there.
 struct CpuRetained {
     std::int64_t columns = 0;  ///< the whole vocabulary or a multiple of block_n
     std::int64_t stride = 0;   ///< bytes from a column to the next

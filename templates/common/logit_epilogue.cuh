@@ -1,4 +1,5 @@
-// What is done to a tile of hidden · weightᵀ in the accumulators, whatever mainloop made it: c[i][j][2·h + e] is place.row(i, h), place.column(j, e).
+// What is done to a tile of hidden · weightᵀ in the accumulators, whatever mainloop made it: c[i][j][2·h + e] is place.row(i, h),
+// place.column(j, e).
 #pragma once
 
 #include "flce/common/problem.cuh"
@@ -95,7 +96,8 @@ __device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place
     }
 }
 
-/// c becomes logits; columns past the vocabulary become masked_logit(). weighted += Σ c_j·z_j of the thread's columns, with label smoothing.
+/// c becomes logits; columns past the vocabulary become masked_logit(). weighted += Σ c_j·z_j of the thread's columns, with label
+/// smoothing.
 template <class Problem, class Place, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& place, int first_column, int columns,
                                           float (&c)[kPieces][kColumnPieces][4], float (&weighted)[kPieces][2]) {
@@ -238,8 +240,8 @@ __device__ __forceinline__ void row_gradient(const DlogitsParams& p, const Place
     using Above = RoundedAbove<Problem>;
     using Precise = DifferencesAbove<typename Problem::Math>;
     const GradientRow<Problem, Precise> precise(k, scale, target.lse);
-    // The target's column counted from this thread's first one; outside where another tile or nobody has it. Few threads have one: a branch of
-    // their own costs less than a comparison for every element.
+    // The target's column counted from this thread's first one; outside where another tile or nobody has it. Few threads have one: a branch
+    // of their own costs less than a comparison for every element.
     const int column = first_column + place.column(0, 0);
     const int within = target.target - static_cast<int>(p.first_column) - column;
     const bool has_target = target.target >= 0 && has_column<kColumnPieces>(within);

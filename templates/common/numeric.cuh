@@ -73,16 +73,16 @@ __device__ constexpr float ln_2() { return 0.69314718055994530942f; }
 
 /// For 16-bit element types.
 struct FastMath {
-    /// The argument's rounding is made up for, which matters where few logits decide a sum; ex2.approx itself, which cuts its argument off, makes
-    /// e^x 0.8·2^-24 too small on average.
+    /// The argument's rounding is made up for, which matters where few logits decide a sum; ex2.approx itself, which cuts its argument off,
+    /// makes e^x 0.8·2^-24 too small on average.
     static __device__ __forceinline__ float exp(float x) {
         const float power = x * log2_e();
         const float e = ptx::ex2_approx_ftz(power);
         const float missing = fminf(__fmaf_rn(power, -ln_2(), x), 1.f);  // NaN where x is −∞ (ignored tokens): fminf drops it
         return __fmaf_rn(e, missing, e);
     }
-    /// Within 2.5 units in the last place of every x, small ones too, and without a branch: one among a hundred accumulators costs registers that are
-    /// not there. x·(1 + x²·p(x²)) near 0 (p is minimax in relative error), 1 − 2/(1 + e^2x) beyond.
+    /// Within 2.5 units in the last place of every x, small ones too, and without a branch: one among a hundred accumulators costs
+    /// registers that are not there. x·(1 + x²·p(x²)) near 0 (p is minimax in relative error), 1 − 2/(1 + e^2x) beyond.
     static __device__ __forceinline__ float tanh(float x) {
         const float square = x * x;
         float p = __fmaf_rn(-0.00551516f, square, 0.02046942f);

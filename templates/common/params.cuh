@@ -47,8 +47,8 @@ struct ListedRow {
     int target;
 };
 
-/// Where ignored tokens are left out: row i of a launch is entry first + i of a list of the call's tokens, and a launch has as many rows as there are, of
-/// those that it has room for.
+/// Where ignored tokens are left out: row i of a launch is entry first + i of a list of the call's tokens, and a launch has as many rows as
+/// there are, of those that it has room for.
 struct RowList {
     const ListedRow* rows;  ///< [num_tokens], valid ones in order, then the others; null: nothing is left out
     const int* valid;       ///< how many are
@@ -148,7 +148,8 @@ struct PrepareParams {
     int unused;
 };
 
-/// Copies the listed rows of hidden to the front of `compact` and zeroes the rest. Without a list valid rows stay where they are, and the others become 0.
+/// Copies the listed rows of hidden to the front of `compact` and zeroes the rest. Without a list valid rows stay where they are, and the
+/// others become 0.
 struct GatherRowsParams {
     const void* hidden;  ///< [rows, D]
     void* compact;       ///< [rows, D]
@@ -168,8 +169,8 @@ struct SumShare {
     int unused;
 };
 
-/// Finishes grad_hidden: the rows that are not listed become 0, and the others what is in `accumulator` in the list's order, where there is one: row blocks'
-/// sum, or the sum of several parts.
+/// Finishes grad_hidden: the rows that are not listed become 0, and the others what is in `accumulator` in the list's order, where there is
+/// one: row blocks' sum, or the sum of several parts.
 struct ScatterRowsParams {
     const float* accumulator;  ///< [rows, D] fp32, or null
     void* grad_hidden;         ///< [rows, D]
@@ -303,7 +304,8 @@ struct ZeroColumnsParams {
     long long rows;
 };
 
-// Where the weight is fp32 under a 16-bit dtype: it is rounded a stretch of the vocabulary at a time, and forward computes one stretch a launch.
+// Where the weight is fp32 under a 16-bit dtype: it is rounded a stretch of the vocabulary at a time, and forward computes one stretch a
+// launch.
 
 enum : int { kRoundedTile = 32 };  ///< side of the squares that a hidden_major weight is transposed in
 

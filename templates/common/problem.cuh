@@ -11,8 +11,8 @@
 //         static flce::Logit transform(float x, const float* p);
 //     };
 //
-// Constants of kernels are enumerators, or functions where they are no integers: NVRTC gives every constexpr variable, used or not, memory in each
-// module, and the driver takes longer to set up ninety of them than to load the code.
+// Constants of kernels are enumerators, or functions where they are no integers: NVRTC gives every constexpr variable, used or not, memory
+// in each module, and the driver takes longer to set up ninety of them than to load the code.
 #pragma once
 
 #include "flce/common/numeric.cuh"
@@ -40,7 +40,8 @@ __host__ __device__ constexpr bool rows_aligned(long long elements) {
     return elements * static_cast<long long>(sizeof(T)) % 16 == 0;
 }
 
-/// First element of the weight's rows (or columns, hidden_major) from `vocab` on and columns of hidden from `hidden` on; likewise its gradient.
+/// First element of the weight's rows (or columns, hidden_major) from `vocab` on and columns of hidden from `hidden` on; likewise its
+/// gradient.
 template <class Problem, class T>
 __device__ __forceinline__ T* weight_at(T* weight, long long vocab, long long hidden) {
     return Problem::hidden_major ? weight + hidden * Problem::padded_vocab_size + vocab : weight + vocab * Problem::hidden_size + hidden;
@@ -110,9 +111,9 @@ __device__ __forceinline__ ListedRow listed_row(const RowList& list, const Targe
     return {row, load_target<Problem>(targets, row)};
 }
 
-/// What dz is multiplied with before it is rounded to 16 bits. Dividing by t makes the targets' entries, p − 1, round near −1, where p is small:
-/// without it every one of them would carry the same rounding error of the mean's divisor, and the errors would add up. In fp16 a power of two
-/// on top brings the largest bound of any row just under 2^15, so that means over many tokens do not underflow.
+/// What dz is multiplied with before it is rounded to 16 bits. Dividing by t makes the targets' entries, p − 1, round near −1, where p is
+/// small: without it every one of them would carry the same rounding error of the mean's divisor, and the errors would add up. In fp16 a
+/// power of two on top brings the largest bound of any row just under 2^15, so that means over many tokens do not underflow.
 template <class Problem>
 __device__ __forceinline__ float dlogits_scale(const PassScalars* scalars, bool inverse) {
     if constexpr (sizeof(typename Problem::Element) == 4) return 1.f;

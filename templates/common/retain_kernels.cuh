@@ -5,7 +5,8 @@
 
 namespace flce {
 
-/// The target's logit, which is near the largest one wherever a model has learnt anything: above it by 60 only where the loss is. Ignored tokens take class 0's.
+/// The target's logit, which is near the largest one wherever a model has learnt anything: above it by 60 only where the loss is. Ignored
+/// tokens take class 0's.
 template <class Problem>
 __device__ __forceinline__ void references(const ReferencesParams& p) {
     using Element = typename Problem::Element;
@@ -23,8 +24,9 @@ __device__ __forceinline__ void references(const ReferencesParams& p) {
     if (lane == 0) p.references[row] = Problem::transform(sum, p.transform).value;
 }
 
-/// dz_j = p_j·a − t·[j = y] as scale·E_j: the target's E_y becomes (p_y − t/a) / exp(reference − lse), from the logit in fp32, so that confident tokens keep
-/// their small gradients. The same again for another backward. E, dz's other factor, meets hidden with the scale in it and is the plain operand of both GEMMs.
+/// dz_j = p_j·a − t·[j = y] as scale·E_j: the target's E_y becomes (p_y − t/a) / exp(reference − lse), from the logit in fp32, so that
+/// confident tokens keep their small gradients. The same again for another backward. E, dz's other factor, meets hidden with the scale in
+/// it and is the plain operand of both GEMMs.
 template <class Problem>
 __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     using Element = typename Problem::Element;

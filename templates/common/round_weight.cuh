@@ -1,5 +1,5 @@
-// Kernels beside forward and backward where the weight is fp32 under a 16-bit dtype: it is rounded into the workspace, a stretch of the vocabulary at
-// a time.
+// Kernels beside forward and backward where the weight is fp32 under a 16-bit dtype: it is rounded into the workspace, a stretch of the
+// vocabulary at a time.
 #pragma once
 
 #include "flce/common/row_kernels.cuh"

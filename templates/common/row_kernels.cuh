@@ -74,8 +74,8 @@ __device__ __forceinline__ void write_loss(const CountParams& p, const LossParti
     if (z_loss != nullptr) *z_loss = sums.z_loss * factors.z_loss;
 }
 
-/// What every kStep-th of a row's `splits` parts from number `first` on comes to; they lie `split_stride` elements apart. The largest logit first, so that no
-/// part waits for the exponential of the one before.
+/// What every kStep-th of a row's `splits` parts from number `first` on comes to; they lie `split_stride` elements apart. The largest logit
+/// first, so that no part waits for the exponential of the one before.
 template <class Problem, int kStep>
 __device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int first, int splits) {
     using Fields = PartialFields<Problem>;
@@ -181,8 +181,8 @@ __device__ __forceinline__ void reduce_loss(const ReduceLossParams& p) {
     if (threadIdx.x == 0) write_loss<Problem>(p.count, sums, count, p.loss, p.z_loss);
 }
 
-/// Sets a pass's scalars, but for the totals of class weights: the divisors, from the valid tokens where `want_count` says so, and bounds that rows
-/// raise. One block; the sums do not depend on its size while a thread has one row.
+/// Sets a pass's scalars, but for the totals of class weights: the divisors, from the valid tokens where `want_count` says so, and bounds
+/// that rows raise. One block; the sums do not depend on its size while a thread has one row.
 template <class Problem, int kThreads>
 __device__ __forceinline__ void start_scalars(const TargetParams& targets, const CountParams& counting, const float* class_weights,
                                               long long num_tokens, int want_count, PassScalars* scalars) {
@@ -209,8 +209,8 @@ __device__ __forceinline__ void start_scalars(const TargetParams& targets, const
     scalars->tickets = {0u, 0u};
 }
 
-/// Lists valid rows in order and then the others, from the last to the first; their outputs become 0. One block: it goes through the labels from the
-/// front, each thread has the same number of neighbours, and places are counted.
+/// Lists valid rows in order and then the others, from the last to the first; their outputs become 0. One block: it goes through the labels
+/// from the front, each thread has the same number of neighbours, and places are counted.
 template <class Problem>
 __device__ __forceinline__ void list_rows(const PrepareParams& p) {
     constexpr int kOfThread = 4;

@@ -1,4 +1,5 @@
-// Forward: logits tile by tile, reduced on the fly to RowSums. A block owns kBlockM tokens and a contiguous range of the vocabulary (a split).
+// Forward: logits tile by tile, reduced on the fly to RowSums. A block owns kBlockM tokens and a contiguous range of the vocabulary (a
+// split).
 #pragma once
 
 #include "flce/common/logit_epilogue.cuh"

@@ -1,5 +1,5 @@
-// The tensor-core mainloop of sm_80 and newer: cp.async brings slices of both operands through a ring of stages in shared memory, every warp
-// multiplies its part of the tile with mma.sync.
+// The tensor-core mainloop of sm_80 and newer: cp.async brings slices of both operands through a ring of stages in shared memory, every
+// warp multiplies its part of the tile with mma.sync.
 #pragma once
 
 #include "flce/sm80/tile_loader.cuh"
@@ -161,8 +161,8 @@ private:
         reader_b.read(smem + read_stage + LayoutA::kBytes, step, b);
     }
 
-    /// Waits until the next slice has arrived. The barrier also tells everyone that the current slice's last fragments have been read, so that the
-    /// copy issued after it may overwrite that stage.
+    /// Waits until the next slice has arrived. The barrier also tells everyone that the current slice's last fragments have been read, so
+    /// that the copy issued after it may overwrite that stage.
     __device__ __forceinline__ void next_slice() {
         ptx::cp_async_wait_group<TileT::kStages - 2>();
         __syncthreads();
@@ -192,8 +192,8 @@ private:
         }
     }
 
-    /// fp32 operands in three TF32 products. Tensor cores truncate while they accumulate, so every k step is multiplied on its own and added with
-    /// round-to-nearest; sums of kSlicesPerSum slices join the total, so that no chain of additions is as long as K.
+    /// fp32 operands in three TF32 products. Tensor cores truncate while they accumulate, so every k step is multiplied on its own and
+    /// added with round-to-nearest; sums of kSlicesPerSum slices join the total, so that no chain of additions is as long as K.
     template <class Feed>
     __device__ __forceinline__ void accumulate_split(Feed& feed, int slices, Accumulators& c) {
         constexpr int kSlicesPerSum = 256 / TileT::kBlockK;
@@ -244,8 +244,9 @@ private:
         }
     }
 
-    /// fp32 as a sum of TF32 numbers, the largest first. Two parts of 11 bits each: the product of two low ones is below fp32's own rounding. Three
-    /// of 8 bits: products of the high ones have 16 bits, so that little is cut off where tensor cores align them to the largest of a step.
+    /// fp32 as a sum of TF32 numbers, the largest first. Two parts of 11 bits each: the product of two low ones is below fp32's own
+    /// rounding. Three of 8 bits: products of the high ones have 16 bits, so that little is cut off where tensor cores align them to the
+    /// largest of a step.
     enum : int { kParts = OperandsT::kExactProducts ? 3 : 2 };
     using Parts = unsigned[kParts][4];
 

@@ -83,8 +83,8 @@ struct OperandLoader {
         source += kBlockK * ld;
     }
 
-    /// Copies the next slice to `destination` (its base in the .shared window) and moves on to the one after. What does not exist becomes 0;
-    /// past the sum's end nothing exists. Without branches, so that copies mix with the multiplications around them.
+    /// Copies the next slice to `destination` (its base in the .shared window) and moves on to the one after. What does not exist becomes
+    /// 0; past the sum's end nothing exists. Without branches, so that copies mix with the multiplications around them.
     __device__ __forceinline__ void load(unsigned destination) {
         const int row_limit = kMajor == Major::k ? extent : depth;
         const int column_limit = kMajor == Major::k ? depth : extent;

@@ -7,7 +7,8 @@
 
 namespace flce {
 
-/// For every tile that the block's cluster takes, which has slices(): `bring` in the producer, `compute` in the consumers, or in the one whose turn it is.
+/// For every tile that the block's cluster takes, which has slices(): `bring` in the producer, `compute` in the consumers, or in the one
+/// whose turn it is.
 template <class MainloopT, class TileT, class Walk, class Slices, class Bring, class Compute>
 __device__ __forceinline__ void run_tiles(MainloopT& mainloop, Tickets* tickets, TileNumbers<TileT>& numbers, Walk& walk,
                                           const Slices& slices, bool by_turns, const Bring& bring, const Compute& compute) {
@@ -124,7 +125,8 @@ struct DlogitsSm90 {
         }
     }
 
-    // A partial sum of grad_bias: the columns of 64 rows, a warp's in its own row of shared memory (before close), then all four warps' (after it).
+    // A partial sum of grad_bias: the columns of 64 rows, a warp's in its own row of shared memory (before close), then all four warps'
+    // (after it).
     __device__ __forceinline__ float* warp_sums(int warp) const {
         return column_sums + (mainloop.place.consumer * 4 + warp) * TileT::kBlockN;
     }
@@ -191,8 +193,9 @@ __device__ __forceinline__ void write_grad_hidden(const MainloopT& mainloop, con
     }
 }
 
-/// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary, summed over chunks in fp32. The copy engine adds a chunk's part to the sum, once for every
-/// element, while the next tile is computed; in the last chunk the accumulators start from the sum. Several parts of the sum are added up afterwards.
+/// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary, summed over chunks in fp32. The copy engine adds a chunk's part to the sum, once for
+/// every element, while the next tile is computed; in the last chunk the accumulators start from the sum. Several parts of the sum are
+/// added up afterwards.
 template <class Problem, class TileT>
 struct GradHiddenSm90 {
     using Element = typename Problem::Element;
@@ -298,8 +301,8 @@ __device__ __forceinline__ void grad_hidden_sm90(const GradHiddenSm90Params& p) 
     GradHiddenSm90<Problem, TileT>(p).run();
 }
 
-/// How tiles of grad_weight leave: panel by panel through the copy engine. 16-bit gradients that are added to are brought to the SM first; sums in fp32 are
-/// the copy engine's.
+/// How tiles of grad_weight leave: panel by panel through the copy engine. 16-bit gradients that are added to are brought to the SM first;
+/// sums in fp32 are the copy engine's.
 template <class Problem>
 constexpr bool kUpdatesGradWeight = sizeof(typename Problem::GradWeight) == 2 && Problem::accumulate;
 template <class Problem, class TileT>
@@ -361,8 +364,9 @@ private:
 
 /// grad_weight as it lies in memory: [m: vocabulary, n: hidden] = Σ_k: tokens, or [m: hidden, n: vocabulary] for a hidden_major weight.
 ///
-/// Exponentials may lie in grad_weight's own memory, a block one place behind its gradient's or more. Blocks are then gone through in order, and a tile
-/// is written when every tile whose operand lies there has been multiplied: tiles of smaller numbers, which clusters that run have taken.
+/// Exponentials may lie in grad_weight's own memory, a block one place behind its gradient's or more. Blocks are then gone through in
+/// order, and a tile is written when every tile whose operand lies there has been multiplied: tiles of smaller numbers, which clusters that
+/// run have taken.
 template <class Problem, class TileT>
 struct GradWeightSm90 {
     using Element = typename Problem::Element;

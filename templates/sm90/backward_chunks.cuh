@@ -1,5 +1,6 @@
-// Backward of many chunks of the vocabulary in one launch. Clusters take the tiles of all phases (chunk_phases.cuh) from one counter, in order: no phase
-// ends with clusters that have nothing to do, and those that are slower have fewer tiles. A tile waits only for earlier phases (tickets.cuh).
+// Backward of many chunks of the vocabulary in one launch. Clusters take the tiles of all phases (chunk_phases.cuh) from one counter, in
+// order: no phase ends with clusters that have nothing to do, and those that are slower have fewer tiles. A tile waits only for earlier
+// phases (tickets.cuh).
 #pragma once
 
 #include "flce/sm90/backward.cuh"
@@ -185,7 +186,8 @@ struct BackwardChunksSm90 {
     // ---- a consumer
 
     __device__ __forceinline__ void compute() {
-        // What follows from where a thread stands is worked out anew for every tile: for all kinds of them, kept beside the accumulators, it would not fit.
+        // What follows from where a thread stands is worked out anew for every tile: for all kinds of them, kept beside the accumulators,
+        // it would not fit.
         asm volatile("" : "+r"(ring.place.lane), "+r"(ring.place.warp));
         weight_panels.place = ring.place;
         if (walk.kind == ChunkKind::dlogits) {

@@ -18,11 +18,12 @@ enum class ChunkKind : int { dlogits, grad_hidden, grad_weight };
 ///
 ///     D₀ D₁ W₀ H₀₁ W₁ | D₂ D₃ W₂ H₂₃ W₃ | … | Dᵢ Dⱼ Wᵢ Wⱼ Hᵢⱼ
 ///
-/// Two chunks' dlogits lie side by side, and grad_hidden's sum is gone through once for both. Between what writes a place of dlogits, what reads it and what
-/// writes over it there is another phase, so that counters which order them are rarely waited for. The last sum becomes grad_hidden, where hidden states may
-/// lie that grad_weight needs: it comes last.
+/// Two chunks' dlogits lie side by side, and grad_hidden's sum is gone through once for both. Between what writes a place of dlogits, what
+/// reads it and what writes over it there is another phase, so that counters which order them are rarely waited for. The last sum becomes
+/// grad_hidden, where hidden states may lie that grad_weight needs: it comes last.
 ///
-/// Where there are few rows, grad_hidden's sum has parts as SumParts says, whose tiles lie below each other; whoever adds them up comes later.
+/// Where there are few rows, grad_hidden's sum has parts as SumParts says, whose tiles lie below each other; whoever adds them up comes
+/// later.
 ///
 /// Shape has rows(), columns(), even_width() and pair_width(), as BackwardChunksSm90Params has them, and parts(). A tile is of a cluster.
 template <class Shape, int kHidden, int kClusterRows, int kBlockColumns>
@@ -85,8 +86,8 @@ struct ChunkPhases {
         return true;
     }
 
-    /// Calls `wait(kind, chunk)` for the phases that have to be done before tiles of this one may begin: what they read is there, what they write over has
-    /// been read, and of a sum, what comes before has been added.
+    /// Calls `wait(kind, chunk)` for the phases that have to be done before tiles of this one may begin: what they read is there, what they
+    /// write over has been read, and of a sum, what comes before has been added.
     template <class Wait>
     FLCE_HOST_DEVICE void for_each_needed(const Wait& wait) const {
         if (kind == ChunkKind::dlogits) {

@@ -1,5 +1,5 @@
-// Forward on sm_90a: logits tile by tile, reduced on the fly to RowSums. Every consumer thread keeps its own maxima and sums of its rows; they meet
-// at the end of a stretch of the vocabulary, of which a cluster's share has up to eight (share_jobs.cuh).
+// Forward on sm_90a: logits tile by tile, reduced on the fly to RowSums. Every consumer thread keeps its own maxima and sums of its rows;
+// they meet at the end of a stretch of the vocabulary, of which a cluster's share has up to eight (share_jobs.cuh).
 #pragma once
 
 #include "flce/sm90/forward_share.cuh"
@@ -123,9 +123,9 @@ struct ForwardSm90 {
         VocabularyWalk walk;
         int consumer;  ///< that has the tile: always the same one, whichever cluster has the job
         int end;       ///< tile behind the stretch
-        int begin
-            [2];  ///< where a part's rows do, in hidden or where they have been brought together. Looked up once for a job: a tile would wait as long for it
-        ///< as the ring holds out
+        /// Where a part's rows begin, in hidden or where they have been brought together. Looked up once for a job: that takes as long as
+        /// the ring lasts.
+        int begin[2];
         bool neighbours[2];  ///< whether they are
         bool any;            ///< the walk is at a tile
     };
@@ -255,7 +255,8 @@ struct ForwardSm90 {
         }
     }
 
-    /// A share is summed up stretch by stretch, each added to what is there of the ones before: so the result does not depend on how many clusters worked on it.
+    /// A share is summed up stretch by stretch, each added to what is there of the ones before: so the result does not depend on how many
+    /// clusters worked on it.
     __device__ __forceinline__ void end_stretch(const TileWord& word) {
         const ShareJob job{word.number};
         // Worked out here, and not kept from stretch to stretch: registers are few.
@@ -358,8 +359,8 @@ struct ForwardSm90 {
     }
     __device__ __forceinline__ float reference_of(int row) const { return row < share.rows ? p.references[row] : 0.f; }
 
-    /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows, by turns one a
-    /// consumer.
+    /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows,
+    /// by turns one a consumer.
     __device__ __forceinline__ void finish(const ShareJob& job, int part, int row_cluster) {
         ForwardShare of = share;
         asm volatile(""

@@ -1,8 +1,9 @@
-// The mainloop of sm_90a, C[m, n] = Σ_k A[m, k]·B[n, k]: one producer warp has the tensor copy engine bring slices of both operands through a ring of
-// stages, two consumer warpgroups multiply them with wgmma. Blocks are persistent and stand in clusters of kCluster along M, which share B by multicast.
+// The mainloop of sm_90a, C[m, n] = Σ_k A[m, k]·B[n, k]: one producer warp has the tensor copy engine bring slices of both operands through
+// a ring of stages, two consumer warpgroups multiply them with wgmma. Blocks are persistent and stand in clusters of kCluster along M,
+// which share B by multicast.
 //
-// Two schedules. Together: each consumer has half of a tile's rows. By turns (ping-pong): each consumer has whole tiles of its own, and one's epilogue
-// runs while the other multiplies.
+// Two schedules. Together: each consumer has half of a tile's rows. By turns (ping-pong): each consumer has whole tiles of its own, and
+// one's epilogue runs while the other multiplies.
 #pragma once
 
 #include "flce/common/problem.cuh"
@@ -34,8 +35,8 @@ struct BlockedMap {
     __device__ __forceinline__ int block(int x) const { return x >> shift; }
 };
 
-/// One slice of an operand in shared memory: 64 deep, kExtent of the result's dimension, in rows of 128 bytes swizzled as the copy engine and wgmma
-/// agree. Contiguous along k: kExtent rows. Contiguous along mn: blocks of 64 rows, a block for every 64 of mn.
+/// One slice of an operand in shared memory: 64 deep, kExtent of the result's dimension, in rows of 128 bytes swizzled as the copy engine
+/// and wgmma agree. Contiguous along k: kExtent rows. Contiguous along mn: blocks of 64 rows, a block for every 64 of mn.
 template <Major kMajor, int kExtent>
 struct SliceSm90 {
     enum : int { kBytes = kExtent * 128 };
@@ -50,7 +51,8 @@ struct SliceSm90 {
         return kSwizzle128 | kEightRows | kNextBlock | ((at & 0x3ffffu) >> 4);
     }
 
-    /// Copies part `part` of kParts of the slice at (mn, k); with several parts, to every block of the cluster. kOnce: nobody reads it again.
+    /// Copies part `part` of kParts of the slice at (mn, k); with several parts, to every block of the cluster. kOnce: nobody reads it
+    /// again.
     template <int kParts, bool kOnce = false, class Map>
     static __device__ __forceinline__ void load(unsigned base, const Map& map, int mn, int k, int part, unsigned barrier) {
         if constexpr (kMajor == Major::k) {
@@ -88,7 +90,8 @@ private:
     }
 };
 
-/// Where a thread stands: which warpgroup, and in a consumer which accumulators. Accumulator [i][j][2·h + e] is row(i, h), column(j, e) of the tile.
+/// Where a thread stands: which warpgroup, and in a consumer which accumulators. Accumulator [i][j][2·h + e] is row(i, h), column(j, e) of
+/// the tile.
 template <class TileT>
 struct PlaceSm90 {
     int lane;
@@ -107,11 +110,13 @@ struct PlaceSm90 {
     __device__ __forceinline__ int column(int j, int e) const { return j * 8 + lane % 4 * 2 + e; }
 };
 
-/// Keeps the clusters of a grid at nearly the same depth of their tiles while they go through sums that are thousands of slices long: what one reads
-/// from memory the others then find in L2. A cluster that is ahead of the slowest by two steps waits, and it is the slowest that ends a wave of tiles anyhow.
-/// Steps are numbered through all waves, a wave being as many tiles as the grid has clusters; counter i has the steps with number ≡ i, and is never set back.
+/// Keeps the clusters of a grid at nearly the same depth of their tiles while they go through sums that are thousands of slices long: what
+/// one reads from memory the others then find in L2. A cluster that is ahead of the slowest by two steps waits, and it is the slowest that
+/// ends a wave of tiles anyhow. Steps are numbered through all waves, a wave being as many tiles as the grid has clusters; counter i has
+/// the steps with number ≡ i, and is never set back.
 ///
-/// The pace is worth a few microseconds. Where a cluster does not run, because another kernel has its SMs, its steps are not made in time: the others give up.
+/// The pace is worth a few microseconds. Where a cluster does not run, because another kernel has its SMs, its steps are not made in time:
+/// the others give up.
 struct Pace {
     enum : int { kSlices = 8 };     ///< of a step
     enum : int { kPatience = 32 };  ///< looks at a counter, each as long as an access to L2
@@ -197,7 +202,8 @@ struct RingSm90 {
     RingPosition<TileT::kStages> position;
     unsigned turn_parity;
 
-    /// `barriers_at` is where in shared memory kBarrierBytes are free. All threads of the block; ends with the cluster in step and the kernel before this one done.
+    /// `barriers_at` is where in shared memory kBarrierBytes are free. All threads of the block; ends with the cluster in step and the
+    /// kernel before this one done.
     __device__ __forceinline__ RingSm90(const void* ring, unsigned barriers_at)
         : smem(ptx::shared_address(ring)), barriers(smem + barriers_at), rank(TileT::kCluster > 1 ? ptx::cluster_ctarank() : 0u) {
         turn_parity = place.consumer == 0 ? 1u : 0u;  // the first turn needs no one to give it
@@ -267,8 +273,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
     /// Goes on where a mainloop over other operands has stopped.
     __device__ __forceinline__ explicit MainloopSm90(const Ring& ring) : Ring(ring) {}
 
-    /// One thread: brings `slices` slices of the tile at (m, n), from those depths of the operands on. `a_rows`: that a's map has in a box, where those are
-    /// not the tile's.
+    /// One thread: brings `slices` slices of the tile at (m, n), from those depths of the operands on. `a_rows`: that a's map has in a box,
+    /// where those are not the tile's.
     template <class MapA, class MapB, class PaceT = NoPace>
     __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}, int depth_a = 0,
                                             int depth_b = 0, int a_rows = TileT::kBlockM) {
@@ -288,8 +294,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
         }
     }
 
-    /// The producer's warpgroup: the same with A's rows from wherever `row_of` says, a row of the tile → its row in `a`, or −1: zeros. Threads copy them, 16
-    /// bytes each time. Consumers have to say that they are `gathered`.
+    /// The producer's warpgroup: the same with A's rows from wherever `row_of` says, a row of the tile → its row in `a`, or −1: zeros.
+    /// Threads copy them, 16 bytes each time. Consumers have to say that they are `gathered`.
     template <class RowOf, class MapB>
     __device__ __forceinline__ void produce_rows(const T* a, int depth, const RowOf& row_of, const MapB& b, int n, int slices) {
         static_assert(kGathers);
@@ -330,8 +336,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
         }
     }
 
-    /// A consumer: c += all slices of its next tile, of which the result has kExtent columns and the tile those from `n` on. Where few are left of them,
-    /// fewer are multiplied.
+    /// A consumer: c += all slices of its next tile, of which the result has kExtent columns and the tile those from `n` on. Where few are
+    /// left of them, fewer are multiplied.
     template <int kExtent>
     __device__ __forceinline__ void consume_at(Accumulators& c, int n, int slices) {
         constexpr int kTail = ceil_div(kExtent % TileT::kBlockN, 64) * 64;
@@ -372,7 +378,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
         release(previous);
     }
 
-    /// Before every tile, even where the first multiplication could ignore what c holds: the compiler would keep the last tile's values for it.
+    /// Before every tile, even where the first multiplication could ignore what c holds: the compiler would keep the last tile's values for
+    /// it.
     static __device__ __forceinline__ void clear(Accumulators& c) {
 #pragma unroll
         for (int i = 0; i < kPiecesA; ++i)
@@ -428,8 +435,8 @@ private:
 enum : int { kProducerRegisters = 40 };
 enum : int { kConsumerRegisters = 232 };
 
-/// Tiles of a persistent GEMM by number, in the order of tile_of_block over clusters of tiles; `in_blocks`: with kBlockRows rows after each other instead of
-/// kRaster clusters of tiles.
+/// Tiles of a persistent GEMM by number, in the order of tile_of_block over clusters of tiles; `in_blocks`: with kBlockRows rows after each
+/// other instead of kRaster clusters of tiles.
 template <class TileT, int kRaster, int kBlockRows = 0>
 struct TileWalk {
     enum : int { kClusterRows = TileT::kBlockM * TileT::kCluster };

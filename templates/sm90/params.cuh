@@ -9,11 +9,11 @@
 
 namespace flce {
 
-// The fields that every path has, and tensor maps of the operands instead of their addresses. Maps begin at the launch's first row and column and end
-// with its last, so that what lies outside reads as 0 and is not written.
+// The fields that every path has, and tensor maps of the operands instead of their addresses. Maps begin at the launch's first row and
+// column and end with its last, so that what lies outside reads as 0 and is not written.
 
-/// How far the work of a launch of forward has been taken, of which each cluster has a share. Behind it lie two words for each share, `owner`
-/// and `done`.
+/// How far the work of a launch of forward has been taken, of which each cluster has a share. Behind it lie two words for each share,
+/// `owner` and `done`.
 struct ShareTickets {
     Tickets tickets;  ///< taken: stretches of shares whose own cluster does not run
     unsigned owned;   ///< shares whose own cluster runs
@@ -78,8 +78,8 @@ struct GradWeightSm90Params : GradWeightParams {
     int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
 };
 
-/// Several chunks of the vocabulary in one launch. Everything begins with the first of them: the base's columns are those of all. Chunks take turns with two
-/// places for dlogits that lie side by side, so that [rows, pair_width] holds one chunk of each kind.
+/// Several chunks of the vocabulary in one launch. Everything begins with the first of them: the base's columns are those of all. Chunks
+/// take turns with two places for dlogits that lie side by side, so that [rows, pair_width] holds one chunk of each kind.
 struct BackwardChunksSm90Params : DlogitsParams {
     TensorMap hidden_map;            // operands of the logits
     TensorMap weight_map;            //

@@ -1,5 +1,5 @@
-// PTX of sm_90 and sm_90a as functions of the instructions' names: mbarriers, the tensor copy engine, clusters, register reallocation. wgmma is in
-// ptx_wgmma.cuh. Section numbers are those of the PTX ISA manual, 8.8.
+// PTX of sm_90 and sm_90a as functions of the instructions' names: mbarriers, the tensor copy engine, clusters, register reallocation.
+// wgmma is in ptx_wgmma.cuh. Section numbers are those of the PTX ISA manual, 8.8.
 #pragma once
 
 #include "flce/common/ptx.cuh"
@@ -60,7 +60,8 @@ __device__ __forceinline__ void mbarrier_wait_parity(unsigned barrier, unsigned 
         : "memory");
 }
 
-// ---- 9.7.9.27 tensor copies, two dimensions; x counts elements of the contiguous one. `map` is a CUtensorMap among the kernel's parameters.
+// ---- 9.7.9.27 tensor copies, two dimensions; x counts elements of the contiguous one. `map` is a CUtensorMap among the kernel's
+// parameters.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_load(unsigned destination, const void* map, int x, int y, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];\n" ::"r"(destination),
@@ -149,7 +150,8 @@ __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
     asm volatile("barrier.cta.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ---- 9.7.13.13 griddepcontrol: the kernel behind this one in the stream may be brought onto free SMs; what the one before wrote is there after the wait.
+// ---- 9.7.13.13 griddepcontrol: the kernel behind this one in the stream may be brought onto free SMs; what the one before wrote is there
+// after the wait.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 

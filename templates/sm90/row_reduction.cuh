@@ -8,13 +8,14 @@ namespace flce {
 /// Of a row of which a thread has kColumnPieces pairs of columns, in c[·][2·h] and c[·][2·h + 1].
 template <class Problem, int kColumnPieces>
 struct RowReduction {
-    /// Whether a row's sums are of what is retained, relative to its reference, which spares them exponentials of their own: where the largest logit so far
-    /// is near it. Others are relative to that logit.
+    /// Whether a row's sums are of what is retained, relative to its reference, which spares them exponentials of their own: where the
+    /// largest logit so far is near it. Others are relative to that logit.
     static __device__ __forceinline__ bool shares(float max, float reference) {
         return kPowers<Problem> && !Problem::entropy && PowersAbove::takes(reference) && fabsf(max - reference) <= kMostAboveReference;
     }
 
-    /// Where they are far from the reference, exponentials are cut off: a row that is ignored, whatever it holds, has to multiply a finite number by 0.
+    /// Where they are far from the reference, exponentials are cut off: a row that is ignored, whatever it holds, has to multiply a finite
+    /// number by 0.
     static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference, RowSums& sums) {
         constexpr float kMostPower = 100.f;
         const PowersAbove above(reference);

@@ -1,5 +1,6 @@
-// Who works on what of forward. Each cluster has a share of the work, which it goes through from beginning to end, with nothing to ask for on the way. Shares
-// whose own cluster does not run, because another kernel has its SMs, are worked on by the others when they have finished theirs, stretch by stretch.
+// Who works on what of forward. Each cluster has a share of the work, which it goes through from beginning to end, with nothing to ask for
+// on the way. Shares whose own cluster does not run, because another kernel has its SMs, are worked on by the others when they have
+// finished theirs, stretch by stretch.
 #pragma once
 
 #include "flce/sm90/tickets.cuh"
@@ -45,7 +46,8 @@ struct ShareJobs {
         ptx::red_relaxed_gpu_add(&tickets->owned, 1u);
         return ShareJob::own(cluster);
     }
-    /// A stretch of another share, in order, so that what comes before it is being worked on. Blocks run in order as a rule: shares from the last one on.
+    /// A stretch of another share, in order, so that what comes before it is being worked on. Blocks run in order as a rule: shares from
+    /// the last one on.
     __device__ __forceinline__ unsigned next() const {
         if (tickets == nullptr) return ShareJob::kNone;
         while (ptx::ld_relaxed_gpu(&tickets->owned) < static_cast<unsigned>(shares)) {
@@ -57,7 +59,8 @@ struct ShareJobs {
         }
         return ShareJob::kNone;
     }
-    /// After the last job. The last cluster makes everything ready for the next launch but `done`, which the writer of a share's last stretch does.
+    /// After the last job. The last cluster makes everything ready for the next launch but `done`, which the writer of a share's last
+    /// stretch does.
     __device__ __forceinline__ void leave() const {
         if (tickets == nullptr) return;
         if (ptx::atom_relaxed_gpu_add(&tickets->tickets.left, 1u) != static_cast<unsigned>(shares) - 1) return;
@@ -92,8 +95,8 @@ struct TileWord {
     __device__ __forceinline__ bool is_last() const { return (rest & kIsLast) != 0; }
 };
 
-/// Words on their way. A stretch has a tile at least, so the producer is ahead of the slowest consumer by two words for each slice in the ring and each tile at
-/// hand at most, which is less than there are slots.
+/// Words on their way. A stretch has a tile at least, so the producer is ahead of the slowest consumer by two words for each slice in the
+/// ring and each tile at hand at most, which is less than there are slots.
 template <class TileT>
 struct TileWords {
     enum : unsigned { kSlots = 32 };

@@ -5,8 +5,8 @@
 
 namespace flce {
 
-/// Shared memory through which a consumer hands results to the copy engine: panels of 64 rows × 128 bytes, swizzled. kWidth panels side by side go
-/// out at once, kBuffers such groups are used in turn.
+/// Shared memory through which a consumer hands results to the copy engine: panels of 64 rows × 128 bytes, swizzled. kWidth panels side by
+/// side go out at once, kBuffers such groups are used in turn.
 template <class T, class TileT, int kWidth, int kBuffers>
 struct PanelStore {
     enum : int { kPanelBytes = 64 * 128 };

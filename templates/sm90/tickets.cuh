@@ -1,6 +1,6 @@
-// Who works on which tile. Clusters take numbers of tiles from a counter in memory, one at a time and in order, as they get to them. So all tiles are worked on
-// by the clusters that run, however few the device has room for beside other kernels, and a tile may wait for tiles of smaller numbers: a cluster that runs has
-// taken each of them.
+// Who works on which tile. Clusters take numbers of tiles from a counter in memory, one at a time and in order, as they get to them. So all
+// tiles are worked on by the clusters that run, however few the device has room for beside other kernels, and a tile may wait for tiles of
+// smaller numbers: a cluster that runs has taken each of them.
 #pragma once
 
 #include "flce/sm90/mainloop.cuh"
@@ -10,15 +10,16 @@ namespace flce {
 /// One thread of a cluster: the next number.
 __device__ __forceinline__ unsigned take_ticket(Tickets* tickets) { return ptx::atom_relaxed_gpu_add(&tickets->taken, 1u); }
 
-/// One thread of each of `clusters` clusters, when it has taken a number that no tile has. The last one makes the counters ready for the launch after this.
+/// One thread of each of `clusters` clusters, when it has taken a number that no tile has. The last one makes the counters ready for the
+/// launch after this.
 __device__ __forceinline__ void leave_tickets(Tickets* tickets, unsigned clusters) {
     if (ptx::atom_relaxed_gpu_add(&tickets->left, 1u) != clusters - 1) return;
     tickets->taken = 0u;
     tickets->left = 0u;
 }
 
-/// Numbers that the first block of a cluster takes and hands to all threads of its blocks: each number to a slot in their shared memory. The producer is ahead
-/// of the slowest reader by no more than the ring of slices lets it be, which is less than there are slots.
+/// Numbers that the first block of a cluster takes and hands to all threads of its blocks: each number to a slot in their shared memory.
+/// The producer is ahead of the slowest reader by no more than the ring of slices lets it be, which is less than there are slots.
 template <class TileT>
 struct TileNumbers {
     enum : unsigned { kSlots = 16 };

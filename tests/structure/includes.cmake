@@ -1,5 +1,5 @@
 # Fails on an include that points against templates <- generator <- cache <- records <- runtime <- autotune, prewarm <- cli, on one that reaches a layer's libraries
-# from a layer that must not know them, on one of a header of cli/ from outside of it, and on a source file of more than 500 lines.
+# from a layer that must not know them, on one of a GPU path's file from common code or from another path, on one of a header of cli/ from outside of it, and on a source file of more than 500 lines.
 #   cmake -DSOURCE_DIR=… -P includes.cmake
 cmake_minimum_required(VERSION 3.25)
 
@@ -78,6 +78,17 @@ foreach(position RANGE ${last})
       if(layer IN_LIST command_layers AND target_layer AND NOT target_layer IN_LIST command_layers AND NOT target MATCHES "^flce/"
          AND NOT target IN_LIST internals_of_the_command)
         list(APPEND faults "${file} includes ${target}: not one of the internal headers that the command may include")
+      endif()
+      # A path is a folder of templates/ and one of generator/cuda/: only itself includes it, and the table of paths.
+      if(target MATCHES "^(flce|templates|generator/cuda)/([a-z0-9_]+)/[a-z0-9_]+\\.(cuh|hpp)$")
+        set(target_path ${CMAKE_MATCH_2})
+        set(own_path "no path")
+        if(file MATCHES "^(templates|generator/cuda)/([a-z0-9_]+)/")
+          set(own_path ${CMAKE_MATCH_2})
+        endif()
+        if(NOT target_path STREQUAL "common" AND NOT target_path STREQUAL own_path AND NOT file STREQUAL "generator/cuda/paths.cpp")
+          list(APPEND faults "${file} includes ${target}: ${own_path} may not include a file of path ${target_path}")
+        endif()
       endif()
       if(file STREQUAL "generator/spec_file.cpp" AND target STREQUAL "fstream")
         continue()  # parse_spec("@file.json"): the one file that the generator reads

@@ -13,8 +13,8 @@
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
 #include "generator/cuda/common/launch_builder.hpp"
+#include "generator/cuda/common/source.hpp"
 #include "generator/cuda/common/workspace.hpp"
-#include "generator/cuda/source.hpp"
 #include "generator/launch_program.hpp"
 
 namespace flce {

@@ -107,8 +107,6 @@ public:
     /// Columns of the vocabulary that stretches of forward are multiples of.
     [[nodiscard]] virtual std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) const = 0;
     [[nodiscard]] virtual ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) const = 0;
-    /// How a launch of forward over `rows` tokens divides its work.
-    [[nodiscard]] virtual ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) const = 0;
     [[nodiscard]] virtual BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) const = 0;
     /// Tokens whose gradients dlogits adds up to one partial sum of a bias's.
     [[nodiscard]] virtual int rows_of_bias_partial(const Plan& plan) const = 0;
@@ -126,8 +124,9 @@ public:
     /// are whole tiles of grad_weight.
     [[nodiscard]] virtual bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) const = 0;
 
-    // What is launched.
+    // What is compiled and launched.
 
+    [[nodiscard]] virtual CudaSource source(const Spec& spec, const Device& device, const Plan& plan) const = 0;
     [[nodiscard]] virtual LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                                         const ForwardLayout& layout) const = 0;
     [[nodiscard]] virtual LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,

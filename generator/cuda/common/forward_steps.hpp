@@ -7,8 +7,8 @@
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
 #include "generator/cuda/common/launch_builder.hpp"
+#include "generator/cuda/common/source.hpp"
 #include "generator/cuda/common/workspace.hpp"
-#include "generator/cuda/source.hpp"
 #include "generator/launch_program.hpp"
 
 namespace flce {
@@ -48,7 +48,7 @@ struct ColumnRange {
 /// Address of row `row` of the hidden states.
 [[nodiscard]] Expr hidden_row_at(const Spec& spec, const Expr& row);
 
-/// Parameters that the GEMM's kernels of every path have. `splits`: ForwardGrid's.
+/// Parameters that the GEMM's kernels of every path have. `splits`: partial sums of a row, 0 where only the device knows how many.
 [[nodiscard]] LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, const LaunchRows& rows, KernelRole kernel,
                                                           const Expr& grid_x, const Expr& grid_y, const Expr& splits);
 

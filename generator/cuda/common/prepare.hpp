@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "flce/spec.hpp"
-#include "generator/cuda/source.hpp"
+#include "generator/cuda/common/source.hpp"
 #include "generator/launch_program.hpp"
 
 namespace flce {

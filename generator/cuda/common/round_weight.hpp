@@ -2,7 +2,7 @@
 #pragma once
 
 #include "flce/spec.hpp"
-#include "generator/cuda/source.hpp"
+#include "generator/cuda/common/source.hpp"
 #include "generator/launch_program.hpp"
 
 namespace flce {

@@ -19,14 +19,6 @@ struct ForwardRows {
     std::int64_t share_words = 0;  ///< of 4 bytes, by which clusters share the launches' work
 };
 
-/// How a launch of forward divides its work.
-struct ForwardGrid {
-    Expr splits{0};    ///< cuda_sm80: parts of the vocabulary that are reduced apart
-    Expr clusters{0};  ///< cuda_sm90a: clusters in the grid
-    std::int64_t most_clusters = 0;
-    std::int64_t stride = 0;  ///< cuda_sm90a: consecutive tiles of the vocabulary go to units that lie so far apart
-};
-
 /// Whether ignored tokens are left out of a pass: where there are so many tokens that it matters, and the list has a place in the
 /// workspace. An expression that is constant where the path has no lists.
 [[nodiscard]] Expr lists_rows(const Plan& plan);
@@ -39,7 +31,7 @@ struct ForwardLayout {
     // Offsets in the workspace, bytes.
     std::int64_t scalars = 0;
     Expr list{0};
-    std::int64_t shares = 0;  ///< cuda_sm90a: ShareTickets, and two words for each share
+    std::int64_t shares = 0;  ///< counters of `share_words` words, by which clusters share the work
     std::int64_t share_words = 0;
     Expr target_logits{0};
     Expr loss_partials{0};

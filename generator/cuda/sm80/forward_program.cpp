@@ -4,7 +4,7 @@
 
 #include "generator/cuda/common/forward_steps.hpp"
 #include "generator/cuda/common/prepare.hpp"
-#include "generator/cuda/sm80/path.hpp"
+#include "generator/cuda/sm80/layout.hpp"
 
 namespace flce::sm80 {
 namespace {
@@ -26,7 +26,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
                               const ForwardLayout& layout) {
     const ForwardPass pass(spec, plan, source, layout);
     const LaunchRows rows = launch_rows(pass);
-    Expr splits = path_sm80().forward_grid(spec, device, plan, rows.count).splits;
+    Expr splits = forward_splits(spec, device, plan, rows.count);
     if (rounds_weight(spec)) {  // the last stretch may have fewer tiles than parts
         splits = min(splits, ceil_div(stretch_columns(pass).count, plan.cuda.forward.block_n));
     }

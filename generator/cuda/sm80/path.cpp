@@ -2,41 +2,18 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <array>
 
 #include "generator/cuda/common/gemm_cost.hpp"
 #include "generator/cuda/sm80/backward_program.hpp"
 #include "generator/cuda/sm80/forward_program.hpp"
+#include "generator/cuda/sm80/layout.hpp"
 #include "generator/cuda/sm80/rules.hpp"
+#include "generator/cuda/sm80/source.hpp"
 #include "generator/cuda/sm80/tiles.hpp"
-#include "templates/common/params.cuh"
 
 namespace flce {
 namespace {
-
-/// The number of splits that finishes first: whole waves of blocks, and splits of nearly the same number of tiles.
-Expr choose_splits(const Expr& row_blocks, std::int64_t capacity, std::int64_t tiles, std::int64_t most_blocks) {
-    Expr best = Expr(1);
-    Expr best_time = ceil_div(row_blocks, capacity) * tiles;
-    for (std::int64_t waves = 1; waves <= 4; ++waves) {
-        const std::int64_t blocks = std::min(waves * capacity, most_blocks);
-        const Expr splits = min(max(floor_div(blocks, row_blocks), 1), tiles);
-        const Expr time = ceil_div(splits * row_blocks, capacity) * ceil_div(tiles, splits);
-        const Expr better = less(time, best_time);
-        best = select(better, splits, best);
-        best_time = min(time, best_time);
-        if (blocks == most_blocks) break;
-    }
-    return best;
-}
-
-/// Only a rounded weight needs scratch beside the partial sums.
-std::int64_t most_partial_bytes(const Spec& spec, const Plan& plan) {
-    return rounds_weight(spec) ? partial_bytes(plan) : kForwardPartialBytes;
-}
-
-std::int64_t field_bytes(const Spec& spec) { return std::int64_t{4} * partial_fields(spec); }
 
 class PathSm80 final : public CudaPath {
 public:
@@ -79,20 +56,7 @@ public:
     bool lists_tokens() const noexcept override { return false; }
     std::int64_t stretch_quantum(const Spec& /*spec*/, const Plan& plan) const override { return plan.cuda.forward.block_n; }
     ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) const override {
-        const GemmTile& tile = plan.cuda.forward;
-        const Expr n = slot(Slot::num_tokens);
-        const std::int64_t wave_rows = capacity(spec, device, tile) * tile.block_m;
-        const std::int64_t most_rows = most_partial_bytes(spec, plan) / field_bytes(spec);
-        const std::int64_t rows = most_rows > wave_rows ? multiple_below(most_rows, wave_rows) : most_rows;
-        ForwardRows f;
-        f.rows = multiple_above(rows, std::max<int>(kRowThreads, tile.block_m));
-        f.partials = splits_of(spec, device, plan, min(n, f.rows)) * round_up(min(n, f.rows), 32);
-        return f;
-    }
-    ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) const override {
-        // The last launch of several has fewer rows, but partial sums as far apart as the others', for no more parts.
-        const Expr first_rows = min(slot(Slot::num_tokens), forward_rows(spec, device, plan).rows);
-        return {min(splits_of(spec, device, plan, rows), splits_of(spec, device, plan, first_rows))};
+        return sm80::forward_rows(spec, device, plan);
     }
     BackwardNeeds backward_needs(const Spec& /*spec*/, const Plan& /*plan*/) const override { return {}; }
     int rows_of_bias_partial(const Plan& plan) const override { return plan.cuda.dlogits.block_m; }
@@ -108,6 +72,7 @@ public:
     }
     bool lends_grad_weight(const Spec& /*spec*/, const GemmTile& /*grad_weight*/) const override { return false; }
 
+    CudaSource source(const Spec& spec, const Device& device, const Plan& plan) const override { return sm80::source(spec, device, plan); }
     LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                   const ForwardLayout& layout) const override {
         return sm80::forward_program(spec, device, plan, source, layout);
@@ -115,18 +80,6 @@ public:
     LaunchProgram backward_program(const Spec& spec, const Device& /*device*/, const Plan& plan, const CudaSource& source,
                                    const BackwardLayout& layout) const override {
         return sm80::backward_program(spec, plan, source, layout);
-    }
-
-private:
-    static Expr splits_of(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
-        const GemmTile& tile = plan.cuda.forward;
-        const std::int64_t most_blocks = std::max<std::int64_t>(most_partial_bytes(spec, plan) / field_bytes(spec) / tile.block_m, 1);
-        return choose_splits(max(ceil_div(rows, tile.block_m), 1), capacity(spec, device, tile), forward_tiles(spec, plan, tile),
-                             most_blocks);
-    }
-    /// Blocks that run at once.
-    static std::int64_t capacity(const Spec& spec, const Device& device, const GemmTile& tile) {
-        return std::int64_t{device.gpu.sm_count} * sm80::block(spec, device, GemmRole::forward, tile).per_sm;
     }
 };
 

@@ -14,6 +14,9 @@
 namespace flce::sm90 {
 namespace {
 
+/// Partial sums of a row: only the device knows how many (PassScalars::splits).
+constexpr std::int64_t kDeviceSplits = 0;
+
 /// One of the GEMM's two kernels, and how a launch of it divides its work.
 struct ForwardKernel {
     KernelRole role;
@@ -48,7 +51,7 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPass& pass, const Laun
     const Expr hidden_rows = select(equal(pass.list, 0), rows.count, slot(Slot::num_tokens));
     const MappedMatrix weight = rounds_weight(spec) ? rounded_matrix(spec, workspace_at(layout.rounded_weight), stretch_columns(pass).count)
                                                     : weight_matrix(spec, slot(Slot::weight), spec.vocab_size);
-    LaunchBuilder<Params> launch(forward_launch(pass, rows, kernel.role, blocks, 1, kernel.grid.splits));
+    LaunchBuilder<Params> launch(forward_launch(pass, rows, kernel.role, blocks, 1, kDeviceSplits));
     launch.set_map(&Params::compact_map, {compact, spec.hidden_size, slot(Slot::num_tokens), spec.hidden_size}, kernel.tile.block_m)
         .set(&Params::compact_rows, layout.compacts * slot(Slot::num_tokens))
         .set_map(&Params::hidden_map, {hidden_row_at(spec, rows.base), spec.hidden_size, hidden_rows, spec.hidden_size}, hidden_box)
@@ -137,7 +140,7 @@ std::vector<Statement> retaining_steps(const ForwardPass& pass, const LaunchRows
     std::vector<Statement> steps;
     steps.push_back({If{any, {references_launch(pass, rows, retained)}}});
     std::ranges::move(gemm(false), std::back_inserter(steps));
-    steps.push_back(row_outputs_launch(pass, rows, many.grid.splits, retained_rows));
+    steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, retained_rows));
     // Rows whose logits turned out to be far above their reference; hardly ever any, and then this launch ends at once.
     for (Statement& launch : gemm(true)) steps.push_back({If{any, {std::move(launch)}}});
     return steps;
@@ -161,12 +164,12 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
         steps = retaining_steps(pass, rows, few, many);
     } else if (rounds_weight(spec)) {
         const auto gemm = [&](const ForwardKernel& kernel) { return forward_stretch_launch(pass, rows, kernel); };
-        program.body.push_back(stretch_loop(pass, rows, many.grid.splits, few_or_many(few, many, gemm)));
-        steps.push_back(row_outputs_launch(pass, rows, many.grid.splits, {}));
+        program.body.push_back(stretch_loop(pass, rows, kDeviceSplits, few_or_many(few, many, gemm)));
+        steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, {}));
     } else {
         const auto gemm = [&](const ForwardKernel& kernel) { return gemm_launch(pass, rows, kernel).build(); };
         steps = few_or_many(few, many, gemm);
-        steps.push_back(row_outputs_launch(pass, rows, many.grid.splits, {}));
+        steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, {}));
     }
     program.body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
     program.body.push_back(reduce_loss_step(pass));

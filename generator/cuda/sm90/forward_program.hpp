@@ -4,8 +4,8 @@
 #include "flce/device.hpp"
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
+#include "generator/cuda/common/source.hpp"
 #include "generator/cuda/common/workspace.hpp"
-#include "generator/cuda/source.hpp"
 #include "generator/launch_program.hpp"
 
 namespace flce::sm90 {

@@ -83,14 +83,14 @@ ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& pla
 ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     const ClusterShare share(spec, device, plan);
     const Expr row_clusters = max(ceil_div(rows, share.cluster_rows), 1);
-    return {0, min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(share.clusters)};
+    return {min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(share.clusters)};
 }
 
 ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     const std::int64_t blocks = few_tokens_blocks(spec, device, plan);
     const GemmTile tile = few_tokens_tile(spec);
     const std::int64_t tiles = forward_tiles(spec, plan, tile);
-    return {0, min(max(ceil_div(rows, tile.block_m), 1) * tiles, blocks), blocks, spreading_stride(blocks)};
+    return {min(max(ceil_div(rows, tile.block_m), 1) * tiles, blocks), blocks, spreading_stride(blocks)};
 }
 
 BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) {

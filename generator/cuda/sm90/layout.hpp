@@ -5,6 +5,13 @@
 
 namespace flce::sm90 {
 
+/// How a launch of forward divides its work. The number of partial sums of a row is known to the device alone (PassScalars::splits).
+struct ForwardGrid {
+    Expr clusters{0};                ///< in the grid
+    std::int64_t most_clusters = 0;  ///< that share the work
+    std::int64_t stride = 0;         ///< VocabularyWalk's, where all of them have work
+};
+
 [[nodiscard]] std::int64_t stretch_quantum(const Spec& spec, const Plan& plan);
 [[nodiscard]] ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan);
 [[nodiscard]] ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);

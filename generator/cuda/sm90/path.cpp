@@ -8,6 +8,7 @@
 #include "generator/cuda/sm90/forward_program.hpp"
 #include "generator/cuda/sm90/layout.hpp"
 #include "generator/cuda/sm90/rules.hpp"
+#include "generator/cuda/sm90/source.hpp"
 #include "generator/cuda/sm90/tiles.hpp"
 
 namespace flce {
@@ -68,9 +69,6 @@ public:
     ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) const override {
         return sm90::forward_rows(spec, device, plan);
     }
-    ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) const override {
-        return sm90::forward_grid(spec, device, plan, rows);
-    }
     BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) const override { return sm90::backward_needs(spec, plan); }
     int rows_of_bias_partial(const Plan& /*plan*/) const override { return 64; }
     Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const Expr& widest, std::int64_t quantum) const override {
@@ -87,6 +85,7 @@ public:
         return sm90::lends_grad_weight(spec, grad_weight);
     }
 
+    CudaSource source(const Spec& spec, const Device& device, const Plan& plan) const override { return sm90::source(spec, device, plan); }
     LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                   const ForwardLayout& layout) const override {
         return sm90::forward_program(spec, device, plan, source, layout);

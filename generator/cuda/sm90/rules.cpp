@@ -111,9 +111,8 @@ GemmTile few_tokens_tile(const Spec& spec) {
 
 bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
     const GemmTile& tile = plan.cuda.dlogits;
-    return plan.path == PlanPath::cuda_sm90a && spec.layout == WeightLayout::vocab_major && !spec.bias && !rounds_weight(spec) &&
-           takes_turns(tile) && tile.block_m == 128 && tile.block_n >= 128 &&
-           smem_bytes(spec, GemmRole::chunks, tile) <= device.gpu.smem_per_block_bytes;
+    return spec.layout == WeightLayout::vocab_major && !spec.bias && !rounds_weight(spec) && takes_turns(tile) && tile.block_m == 128 &&
+           tile.block_n >= 128 && smem_bytes(spec, GemmRole::chunks, tile) <= device.gpu.smem_per_block_bytes;
 }
 
 std::int64_t joined_quantum(const Plan& plan) {

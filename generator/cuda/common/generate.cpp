@@ -1,12 +1,12 @@
 #include "generator/cuda/common/cuda_path.hpp"
-#include "generator/cuda/source.hpp"
+#include "generator/cuda/common/source.hpp"
 #include "generator/cuda_program.hpp"
 
 namespace flce {
 
 CudaProgram generate_cuda(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaPath& path = cuda_path(plan.path);
-    const CudaSource source = cuda_source(spec, device, plan);
+    const CudaSource source = path.source(spec, device, plan);
     const ForwardLayout forward = forward_layout(spec, device, plan);
     const BackwardLayout backward = backward_layout(spec, device, plan);
     CudaProgram program;

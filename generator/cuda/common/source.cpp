@@ -1,0 +1,110 @@
+#include "generator/cuda/common/source.hpp"
+
+#include <fmt/format.h>
+
+#include "flce/error.hpp"
+#include "generator/cuda/common/transform_source.hpp"
+#include "templates/common/params.cuh"
+
+namespace flce {
+namespace {
+
+std::string_view element_type(DType dtype) {
+    switch (dtype) {
+        case DType::bf16: return "flce::Bf16";
+        case DType::fp16: return "flce::Fp16";
+        case DType::fp32: return "float";
+    }
+    throw InternalError("element_type: unknown dtype");
+}
+
+std::string problem_struct(const Spec& spec, const Plan& plan) {
+    const std::string math = spec.dtype == DType::fp32 ? "flce::PreciseMath" : "flce::FastMath";
+    std::string text = "struct Problem {\n";
+    text += fmt::format("    using Element = {};\n", element_type(spec.dtype));
+    text += fmt::format("    using GradWeight = {};\n", element_type(spec.grad_weight_dtype));
+    text += fmt::format("    using Math = {};\n", math);
+    text += fmt::format("    enum : int {{ hidden_size = {} }};\n", spec.hidden_size);
+    text += fmt::format("    enum : int {{ vocab_size = {} }};\n", spec.vocab_size);
+    text += fmt::format("    enum : long long {{ padded_vocab_size = {} }};\n", spec.padded_vocab_size);
+    text += fmt::format("    enum : bool {{ hidden_major = {} }};\n", spec.layout == WeightLayout::hidden_major);
+    text += fmt::format("    enum : bool {{ bias = {} }};\n", spec.bias);
+    text += fmt::format("    enum : bool {{ class_weight = {} }};\n", spec.class_weight);
+    text += fmt::format("    enum : bool {{ label_smoothing = {} }};\n", spec.label_smoothing > 0);
+    text += fmt::format("    enum : bool {{ entropy = {} }};\n", spec.outputs.entropy);
+    text += fmt::format("    enum : bool {{ accumulate = {} }};\n", spec.grad_weight_mode == GradMode::accumulate);
+    text += fmt::format("    enum : bool {{ retain = {} }};\n", plan.strategy == Strategy::retain);
+    text += fmt::format("    enum : bool {{ lists_rows = {} }};\n", cuda_path(plan.path).lists_tokens());
+    text += fmt::format("    enum : bool {{ rounds_weight = {} }};\n", rounds_weight(spec));
+    text += fmt::format("    enum : int {{ raster = {} }};\n", plan.cuda.raster);
+    text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
+    text += transform_source(spec, math, "        ");
+    text += "    }\n};\n\n";
+    return text;
+}
+
+}  // namespace
+
+bool zeroes_columns(const Spec& spec) {
+    return spec.layout == WeightLayout::hidden_major && spec.padded_vocab_size > spec.vocab_size &&
+           spec.grad_weight_mode == GradMode::write;
+}
+
+int CudaSource::kernel(KernelRole role) const {
+    const int number = numbers_.at(static_cast<std::size_t>(role));
+    if (number == 0) throw InternalError(fmt::format("no kernel {} in the program", to_string(role)));
+    return number - 1;
+}
+
+void CudaSource::add(KernelRole role, const KernelEntry& entry) {
+    kernels.push_back(entry);
+    numbers_.at(static_cast<std::size_t>(role)) = static_cast<int>(kernels.size());
+}
+
+KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& plan, std::string_view header)
+    : spec_(spec), configuration_(fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan)) {
+    source_.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
+    source_.units = {{configuration_, {}}};
+}
+
+void KernelWriter::gemm(const GemmKernel& kernel) {
+    CudaUnit unit{configuration_, {}};
+    const std::string arguments = fmt::format("<Problem, flce::{}>", kernel.tile);
+    add(unit, kernel.role, kernel.params, fmt::format("flce::{}{}(p)", kernel.function, arguments), kernel.block);
+    unit.source += fmt::format("static_assert({0}::kSmemBytes == {1} && {0}::kThreads == {2}, \"as the host has it\");\n",
+                               fmt::format("flce::{}{}", kernel.stated, arguments), kernel.block.smem_bytes, kernel.block.threads);
+    source_.units.push_back(std::move(unit));
+}
+
+void KernelWriter::row_kernels() {
+    rows(KernelRole::row_outputs, "RowOutputsParams", "row_outputs_kernel", kOutputThreads);
+    rows(KernelRole::reduce_loss, "ReduceLossParams", "reduce_loss", kReduceThreads);
+    rows(KernelRole::prepare, "PrepareParams", "prepare", kReduceThreads);
+    rows(KernelRole::row_coefficients, "RowCoefficientsParams", "row_coefficients_kernel", kRowThreads);
+}
+
+void KernelWriter::option_kernels() {
+    if (rounds_weight(spec_)) {
+        rows(KernelRole::round_weight, "RoundWeightParams", "round_weight", kRowThreads);
+        rows(KernelRole::merge_stretch, "MergeStretchParams", "merge_stretch", kRowThreads);
+    }
+    if (spec_.bias) rows(KernelRole::grad_bias, "GradBiasParams", "grad_bias", kRowThreads);
+    if (zeroes_columns(spec_)) rows(KernelRole::zero_columns, "ZeroColumnsParams", "zero_columns", kRowThreads);
+}
+
+void KernelWriter::rows(KernelRole role, std::string_view params, std::string_view function, int threads) {
+    add(source_.units.front(), role, params, fmt::format("flce::{}<Problem>(p)", function), {.threads = threads});
+}
+
+void KernelWriter::add(CudaUnit& unit, KernelRole role, std::string_view params, const std::string& body, const KernelBlock& block) {
+    const std::string symbol = fmt::format("flce_{}", to_string(role));
+    const std::string cluster = block.cluster > 1 ? fmt::format(" __cluster_dims__({}, 1, 1)", block.cluster) : "";
+    unit.source +=
+        fmt::format("extern \"C\" __global__ void __launch_bounds__({}, {}){} {}(const __grid_constant__ flce::{} p) {{\n    {};\n}}\n",
+                    block.threads, block.per_sm, cluster, symbol, params, body);
+    unit.kernels.push_back(
+        {symbol, static_cast<std::uint32_t>(block.threads), static_cast<std::uint32_t>(block.smem_bytes), block.cluster > 1});
+    source_.add(role, unit.kernels.back());
+}
+
+}  // namespace flce

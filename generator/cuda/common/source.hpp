@@ -1,0 +1,70 @@
+// The text of a CUDA program: one configuration and an instantiation of every kernel it needs, in units that are compiled side by side.
+#pragma once
+
+#include <array>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flce/device.hpp"
+#include "flce/plan.hpp"
+#include "flce/spec.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/common/kernel_role.hpp"
+#include "generator/cuda_program.hpp"
+
+namespace flce {
+
+struct CudaSource {
+    std::vector<CudaUnit> units;
+    std::vector<std::string> options;
+    std::vector<KernelEntry> kernels;
+
+    /// Number of the role's kernel in `kernels`, by which launches name it. Throws InternalError where the set has none.
+    [[nodiscard]] int kernel(KernelRole role) const;
+    /// Adds `entry` to `kernels` as the role's kernel.
+    void add(KernelRole role, const KernelEntry& entry);
+
+private:
+    std::array<int, kKernelRoleCount> numbers_{};  ///< of the roles' kernels, counted from 1; 0: the set has none
+};
+
+/// A kernel over tiles, by its names in the path's templates.
+struct GemmKernel {
+    KernelRole role{};
+    std::string params;    ///< parameter block: "ForwardSm90Params"
+    std::string function;  ///< what the kernel calls: "forward_sm90"
+    std::string stated;    ///< what states kSmemBytes and kThreads: "ForwardSm90"
+    std::string tile;      ///< type: "TileSm90<128, 192, 5, 2, true>"
+    KernelBlock block{};
+};
+
+/// Collects kernels, and for each the extern "C" function that instantiates it: GEMM kernels in units of their own, the small ones in the
+/// first.
+class KernelWriter {
+public:
+    /// `header`: of templates/, includes everything that the path instantiates.
+    KernelWriter(const Spec& spec, const Device& device, const Plan& plan, std::string_view header);
+
+    void gemm(const GemmKernel& kernel);
+    /// What every path's forward and backward have over rows.
+    void row_kernels();
+    /// Kernels over rows that options ask for: of a rounded weight, a bias, and columns past the vocabulary.
+    void option_kernels();
+    /// A kernel over rows. `function` is the template's name.
+    void rows(KernelRole role, std::string_view params, std::string_view function, int threads);
+
+    [[nodiscard]] CudaSource finish() && { return std::move(source_); }
+
+private:
+    void add(CudaUnit& unit, KernelRole role, std::string_view params, const std::string& body, const KernelBlock& block);
+
+    const Spec& spec_;
+    CudaSource source_;
+    std::string configuration_;
+};
+
+/// Whether backward must zero columns past the vocabulary one by one (a hidden_major gradient that is overwritten).
+[[nodiscard]] bool zeroes_columns(const Spec& spec);
+
+}  // namespace flce

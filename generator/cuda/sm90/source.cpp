@@ -1,0 +1,48 @@
+#include "generator/cuda/sm90/source.hpp"
+
+#include <fmt/format.h>
+
+#include "generator/cuda/sm90/rules.hpp"
+#include "templates/common/params.cuh"
+
+namespace flce::sm90 {
+namespace {
+
+std::string tile_type(const GemmTile& tile, int cluster_blocks) {
+    return fmt::format("TileSm90<{}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.stages, cluster_blocks, takes_turns(tile));
+}
+
+}  // namespace
+
+CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
+    KernelWriter writer(spec, device, plan, "sm90/kernels.cuh");
+    // `name`: of the parameters, and of what states what the kernel takes.
+    const auto gemm = [&](KernelRole kernel, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params,
+                          std::string_view function, int cluster_blocks = kClusterBlocks) {
+        KernelBlock of = block(spec, role, tile);
+        of.cluster = cluster_blocks;
+        writer.gemm({kernel, fmt::format("{}Sm90Params", params), fmt::format("{}_sm90", function), fmt::format("{}Sm90", name),
+                     tile_type(tile, cluster_blocks), of});
+    };
+    const char* forward_params = rounds_weight(spec) ? "ForwardStretch" : "Forward";
+    const CudaPlan& tiles = plan.cuda;
+    gemm(KernelRole::forward, forward_role(plan), tiles.forward, "Forward", forward_params, "forward");
+    gemm(KernelRole::forward_few, forward_role(plan), few_tokens_tile(spec), "Forward", forward_params, "forward", 1);
+    writer.row_kernels();
+    gemm(KernelRole::dlogits, GemmRole::dlogits, tiles.dlogits, "Dlogits", "Dlogits", "dlogits");
+    gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, "GradHidden", "GradHidden", "grad_hidden");
+    gemm(KernelRole::grad_weight, GemmRole::grad_weight, tiles.grad_weight, "GradWeight", "GradWeight", "grad_weight");
+    if (joins_chunks(spec, device, plan)) {
+        gemm(KernelRole::backward_chunks, GemmRole::chunks, tiles.dlogits, "BackwardChunks", "BackwardChunks", "backward_chunks");
+    }
+    writer.rows(KernelRole::gather_rows, "GatherRowsParams", "gather_rows", kRowThreads);
+    writer.rows(KernelRole::scatter_rows, "ScatterRowsParams", "scatter_rows", kRowThreads);
+    if (plan.strategy == Strategy::retain) {
+        writer.rows(KernelRole::references, "ReferencesParams", "references", kRowThreads);
+        writer.rows(KernelRole::retained_rows, "RetainedRowsParams", "retained_rows", kRowThreads);
+    }
+    writer.option_kernels();
+    return std::move(writer).finish();
+}
+
+}  // namespace flce::sm90
