@@ -16,4 +16,5 @@ file(GLOB compiler_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/host/ho
 flce_digest(FLCE_HOST_GENERATOR_DIGEST generator/cpu/code.cpp ${generator_sources} ${compiler_sources}
   ${CMAKE_SOURCE_DIR}/generator/logit_transforms.hpp ${CMAKE_SOURCE_DIR}/templates/common/row_math.cuh)
 file(GLOB launcher_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/cuda/launcher.* ${CMAKE_SOURCE_DIR}/generator/launch_program.*)
-flce_digest(FLCE_LAUNCHER_DIGEST runtime/cuda/launcher.cpp ${launcher_sources} ${compiler_sources} ${CMAKE_SOURCE_DIR}/generator/call_slots.hpp)
+flce_digest(FLCE_LAUNCHER_DIGEST runtime/cuda/launcher.cpp ${launcher_sources} ${compiler_sources} ${CMAKE_SOURCE_DIR}/generator/call_slots.hpp
+  ${CMAKE_SOURCE_DIR}/generator/call_tensors.hpp)

@@ -14,14 +14,6 @@ namespace {
 
 using Op = Expr::Op;
 
-constexpr std::array<std::string_view, kSlotCount> kSlotNames = {
-    "num_tokens",     "hidden",      "weight",        "bias",           "class_weight", "target",         "target_bits",
-    "ignore_index",   "reduction",   "num_valid",     "num_valid_code", "loss",         "z_loss",         "lse",
-    "logprob",        "entropy",     "invalid_label", "grad_loss",      "grad_lse",     "grad_logprob",   "grad_entropy",
-    "grad_hidden",    "grad_weight", "grad_bias",     "workspace",      "retained",     "retained_bytes", "retained_in_grad_weight",
-    "workspace_bytes"};
-static_assert(!kSlotNames.back().empty());
-
 Expr make_node(Op op, std::int64_t value, std::vector<Expr> args) {
     return Expr(std::make_shared<const Expr::Node>(Expr::Node{op, value, std::move(args)}));
 }

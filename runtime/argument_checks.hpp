@@ -8,6 +8,7 @@
 #include <string>
 
 #include "flce/flce.hpp"
+#include "generator/call_tensors.hpp"
 
 namespace flce {
 
@@ -76,7 +77,7 @@ private:
 
     const char* call_;
     DeviceRef device_;
-    std::array<Range, 20> ranges_;
+    std::array<Range, kCallTensorCount + 2> ranges_;  // and workspace and what is retained
     std::size_t range_count_ = 0;
 };
 

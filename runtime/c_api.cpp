@@ -12,6 +12,8 @@
 
 #include "flce/flce.h"
 #include "flce/flce.hpp"
+#include "runtime/c_arguments.hpp"
+#include "runtime/c_structs.hpp"
 #include "runtime/session.hpp"
 #include "runtime/utf8.hpp"
 
@@ -33,8 +35,6 @@ static_assert(FLCE_ERROR_SPEC == static_cast<int>(ErrorKind::spec) && FLCE_ERROR
               FLCE_ERROR_ENVIRONMENT == static_cast<int>(ErrorKind::environment) &&
               FLCE_ERROR_INTERNAL == static_cast<int>(ErrorKind::internal) &&
               FLCE_ERROR_CACHE_MISS == static_cast<int>(ErrorKind::cache_miss));
-static_assert(FLCE_REDUCTION_NONE == static_cast<int>(Reduction::none) && FLCE_REDUCTION_SUM == static_cast<int>(Reduction::sum) &&
-              FLCE_REDUCTION_MEAN == static_cast<int>(Reduction::mean));
 static_assert(FLCE_FORWARD == static_cast<int>(Pass::forward) && FLCE_BACKWARD == static_cast<int>(Pass::backward) &&
               FLCE_FORWARD_BACKWARD == static_cast<int>(Pass::forward_backward));
 
@@ -76,39 +76,6 @@ flce_status guarded(Body&& body) noexcept {
     }
 }
 
-template <class Pointer>
-Pointer not_null(Pointer pointer, const char* name) {
-    if (pointer == nullptr) throw ArgumentError(fmt::format("{} is NULL", name));
-    return pointer;
-}
-
-// The caller's struct in the size that this library knows. A newer caller's further fields must be zero: they ask for what is not here. (When a
-// struct grows, callers of the first version pass less than its size: lower `least` to that and leave the rest zero.)
-template <class Struct, std::size_t least = sizeof(Struct)>
-Struct versioned(const Struct* given, const char* name) {
-    constexpr std::size_t kMost = 4096;  // a struct_size that was never set is caught before anything behind it is read
-    const std::size_t size = not_null(given, name)->struct_size;
-    if (size < least || size > kMost) {
-        throw ArgumentError(fmt::format("{}.struct_size is {}; this library's is {}", name, size, sizeof(Struct)));
-    }
-    const auto* bytes = reinterpret_cast<const unsigned char*>(given);
-    for (std::size_t i = sizeof(Struct); i < size; ++i) {
-        if (bytes[i] != 0) throw ArgumentError(fmt::format("{} has a field set at byte {} that this library does not know", name, i));
-    }
-    Struct known{};
-    std::memcpy(&known, given, std::min(size, sizeof(Struct)));
-    return known;
-}
-
-// Writes results to a struct whose caller may know fewer or more fields.
-template <class Struct>
-void return_struct(const Struct& result, Struct* out, const char* name) {
-    const std::size_t size = not_null(out, name)->struct_size;
-    if (size < sizeof(Struct)) throw ArgumentError(fmt::format("{}.struct_size is {}; at least {} is needed", name, size, sizeof(Struct)));
-    *out = result;
-    out->struct_size = size;
-}
-
 void return_text(const std::string& text, char* buffer, std::size_t capacity, std::size_t* needed) {
     const std::size_t bytes = text.size() + 1;
     if (needed != nullptr) *needed = bytes;
@@ -136,113 +103,6 @@ KernelOptions options_of(const flce_kernel_options* given) {
             .scratch_bytes = options.scratch_bytes,
             .workspace_limit_bytes = options.workspace_limit_bytes,
             .num_tokens = options.num_tokens};
-}
-
-ScalarType scalar_type_of(std::int32_t dtype, const char* name) {
-    switch (dtype) {
-        case FLCE_BF16: return ScalarType::bf16;
-        case FLCE_FP16: return ScalarType::fp16;
-        case FLCE_FP32: return ScalarType::fp32;
-        case FLCE_INT32: return ScalarType::int32;
-        case FLCE_INT64: return ScalarType::int64;
-        case FLCE_UINT64: return ScalarType::uint64;
-        default:
-            throw ArgumentError(
-                fmt::format("{}.dtype is {:#x} (DLPack code {}, {} bits); allowed are FLCE_BF16, FLCE_FP16, FLCE_FP32, "
-                            "FLCE_INT32, FLCE_INT64, FLCE_UINT64",
-                            name, dtype, dtype >> 8, dtype & 0xFF));
-    }
-}
-
-TensorView view_of(const flce_tensor* tensor, const char* name) {
-    if (tensor == nullptr) return {};
-    if (tensor->device_type != FLCE_CPU && tensor->device_type != FLCE_CUDA) {
-        throw ArgumentError(fmt::format("{}.device_type is {}; allowed are FLCE_CPU (1) and FLCE_CUDA (2)", name, tensor->device_type));
-    }
-    const bool cuda = tensor->device_type == FLCE_CUDA;
-    return {.data = tensor->data,
-            .dtype = scalar_type_of(tensor->dtype, name),
-            .ndim = tensor->ndim,
-            .shape = {tensor->shape[0], tensor->shape[1]},
-            .strides = {tensor->strides[0], tensor->strides[1]},
-            .device = {cuda ? DeviceKind::cuda : DeviceKind::cpu, tensor->device_index},
-            .present = true};
-}
-
-Reduction reduction_of(std::int32_t reduction) {
-    if (reduction < FLCE_REDUCTION_NONE || reduction > FLCE_REDUCTION_MEAN) {
-        throw ArgumentError(fmt::format("reduction is {}; allowed are none (0), sum (1), mean (2)", reduction));
-    }
-    return static_cast<Reduction>(reduction);
-}
-
-/// Fields without a meaning yet: whoever sets one means something that this library does not do.
-void check_reserved(std::int32_t reserved, const char* name) {
-    if (reserved != 0) throw ArgumentError(fmt::format("{}.reserved is {}; it must be 0", name, reserved));
-}
-
-RetainedPlace place_of(std::int32_t place, const char* name) {
-    static_assert(FLCE_RETAINED_OWN == static_cast<int>(RetainedPlace::own));
-    static_assert(FLCE_RETAINED_GRAD_WEIGHT == static_cast<int>(RetainedPlace::grad_weight));
-    if (place != FLCE_RETAINED_OWN && place != FLCE_RETAINED_GRAD_WEIGHT) {
-        throw ArgumentError(fmt::format("{} is {}; allowed are own (0), grad_weight (1)", name, place));
-    }
-    return static_cast<RetainedPlace>(place);
-}
-
-/// Callers that were compiled before there was a retained_place have none. Of theirs, as many bytes as grad_weight is lent for lie in its memory.
-template <class Args>
-Retained retained_of(const Kernel& kernel, const Args& args) {
-    Retained retained{args.retained, args.retained_bytes};
-    if (args.struct_size >= sizeof(Args)) {
-        check_reserved(args.reserved_2, "args");
-        retained.place = place_of(args.retained_place, "args.retained_place");
-    } else if (args.retained_bytes != 0 && args.hidden != nullptr && args.hidden->ndim == 2) {
-        const bool lent = args.retained_bytes == kernel.retained_bytes(args.hidden->shape[0], RetainedPlace::grad_weight);
-        retained.place = lent ? RetainedPlace::grad_weight : RetainedPlace::own;
-    }
-    return retained;
-}
-
-ForwardArgs forward_args_of(const Kernel& kernel, const flce_forward_args& args) {
-    check_reserved(args.reserved, "args");
-    return {.hidden = view_of(args.hidden, "hidden"),
-            .weight = view_of(args.weight, "weight"),
-            .bias = view_of(args.bias, "bias"),
-            .class_weight = view_of(args.class_weight, "class_weight"),
-            .target = view_of(args.target, "target"),
-            .ignore_index = args.ignore_index,
-            .reduction = reduction_of(args.reduction),
-            .num_valid = view_of(args.num_valid, "num_valid"),
-            .loss = view_of(args.loss, "loss"),
-            .z_loss = view_of(args.z_loss, "z_loss"),
-            .lse = view_of(args.lse, "lse"),
-            .logprob = view_of(args.logprob, "logprob"),
-            .entropy = view_of(args.entropy, "entropy"),
-            .invalid_label = view_of(args.invalid_label, "invalid_label"),
-            .retained = retained_of(kernel, args)};
-}
-
-BackwardArgs backward_args_of(const Kernel& kernel, const flce_backward_args& args) {
-    check_reserved(args.reserved, "args");
-    return {.hidden = view_of(args.hidden, "hidden"),
-            .weight = view_of(args.weight, "weight"),
-            .bias = view_of(args.bias, "bias"),
-            .class_weight = view_of(args.class_weight, "class_weight"),
-            .target = view_of(args.target, "target"),
-            .ignore_index = args.ignore_index,
-            .reduction = reduction_of(args.reduction),
-            .num_valid = view_of(args.num_valid, "num_valid"),
-            .lse = view_of(args.lse, "lse"),
-            .entropy = view_of(args.entropy, "entropy"),
-            .grad_loss = view_of(args.grad_loss, "grad_loss"),
-            .grad_lse = view_of(args.grad_lse, "grad_lse"),
-            .grad_logprob = view_of(args.grad_logprob, "grad_logprob"),
-            .grad_entropy = view_of(args.grad_entropy, "grad_entropy"),
-            .grad_hidden = view_of(args.grad_hidden, "grad_hidden"),
-            .grad_weight = view_of(args.grad_weight, "grad_weight"),
-            .grad_bias = view_of(args.grad_bias, "grad_bias"),
-            .retained = retained_of(kernel, args)};
 }
 
 std::string explanation_text(const Explanation& explanation) {
@@ -403,7 +263,7 @@ flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_t
 }
 
 flce_status flce_kernel_retained_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t place, size_t* bytes) {
-    return guarded([&] { *not_null(bytes, "bytes") = kernel_of(kernel).retained_bytes(num_tokens, place_of(place, "place")); });
+    return guarded([&] { *not_null(bytes, "bytes") = kernel_of(kernel).retained_bytes(num_tokens, retained_place_of(place, "place")); });
 }
 
 flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_tokens, const flce_retain_options* options, int32_t* place,
@@ -445,8 +305,7 @@ flce_status flce_kernel_forward(const flce_kernel* kernel, const flce_forward_ar
                                 void* stream) {
     return guarded([&] {
         const Kernel& target = kernel_of(kernel);
-        target.forward(forward_args_of(target, versioned<flce_forward_args, offsetof(flce_forward_args, retained)>(args, "args")),
-                       {workspace, workspace_bytes}, {stream});
+        target.forward(arguments_of(target, args), {workspace, workspace_bytes}, {stream});
     });
 }
 
@@ -454,9 +313,12 @@ flce_status flce_kernel_backward(const flce_kernel* kernel, const flce_backward_
                                  void* stream) {
     return guarded([&] {
         const Kernel& target = kernel_of(kernel);
-        target.backward(backward_args_of(target, versioned<flce_backward_args, offsetof(flce_backward_args, retained)>(args, "args")),
-                        {workspace, workspace_bytes}, {stream});
+        target.backward(arguments_of(target, args), {workspace, workspace_bytes}, {stream});
     });
+}
+
+flce_status flce_call_arguments_json(char* buffer, size_t capacity, size_t* needed) {
+    return guarded([&] { return_text(call_arguments_json(), buffer, capacity, needed); });
 }
 
 flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, uint64_t word) {

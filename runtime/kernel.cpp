@@ -6,21 +6,13 @@
 #include "flce/flce.hpp"
 #include "generator/call_slots.hpp"
 #include "runtime/argument_checks.hpp"
+#include "runtime/call_fields.hpp"
 #include "runtime/retained_choice.hpp"
 
 namespace flce {
 namespace {
 
-constexpr std::int64_t kRowAlignment = 16;  // of hidden, weight and their gradients: vector loads and bulk copies
-
-ScalarType scalar_type(DType dtype) {
-    switch (dtype) {
-        case DType::bf16: return ScalarType::bf16;
-        case DType::fp16: return ScalarType::fp16;
-        case DType::fp32: return ScalarType::fp32;
-    }
-    throw InternalError(fmt::format("dtype {} has no scalar type", static_cast<int>(dtype)));
-}
+constexpr std::int64_t kRetainedAlignment = 16;
 
 // Above this, byte offsets into [N, V] or [N, D] would leave 64 bits.
 std::int64_t most_tokens(const Spec& spec) { return (std::int64_t{1} << 60) / std::max(spec.hidden_size, spec.padded_vocab_size); }
@@ -30,73 +22,27 @@ class Call {
 public:
     Call(const Kernel& kernel, const char* name) : spec_(kernel.spec()), checks_(name, kernel.device_ref()) { slots_.fill(0); }
 
-    // Forward and backward name their common inputs alike.
+    /// Everything but workspace and what is retained.
     template <class Args>
-    void inputs(const Args& args) {
-        const ScalarType dtype = scalar_type(spec_.dtype);
-        const TensorView& hidden = args.hidden;
-        // N is whatever hidden says; its other dimension and everything else must agree.
-        if (hidden.present && (hidden.ndim != 2 || hidden.shape[1] != spec_.hidden_size)) {
-            checks_.fail(fmt::format("hidden.shape is {}; it must be [num_tokens, hidden_size] with hidden_size {}", shape_text(hidden),
-                                     spec_.hidden_size));
-        }
-        num_tokens_ = hidden.present ? hidden.shape[0] : 0;
-        if (num_tokens_ < 0 || num_tokens_ > most_tokens(spec_)) {
-            checks_.fail(fmt::format("hidden.shape is {}; num_tokens must be 0 to {}", shape_text(hidden), most_tokens(spec_)));
-        }
-        set(Slot::num_tokens, num_tokens_);
-        take(Slot::hidden, hidden, Presence::required,
-             {"hidden", TypeSet(dtype), {2, num_tokens_, spec_.hidden_size, "[num_tokens, hidden_size]"}, Access::read, kRowAlignment});
-        take(Slot::weight, args.weight, Presence::required,
-             {"weight", TypeSet(scalar_type(weight_dtype(spec_))), weight_shape(), Access::read, kRowAlignment});
-        optional_of_spec(Slot::bias, args.bias, spec_.bias, {"bias", TypeSet(dtype), classes()}, "the spec has no bias");
-        optional_of_spec(Slot::class_weight, args.class_weight, spec_.class_weight, {"class_weight", TypeSet(ScalarType::fp32), classes()},
-                         "the spec has no class_weight");
-        take(Slot::target, args.target, Presence::required, {"target", TypeSet(ScalarType::int32, ScalarType::int64), tokens()});
-        set(Slot::target_bits, args.target.dtype == ScalarType::int32 ? 32 : 64);
+    void arguments(const Args& args) {
+        take_num_tokens(args.hidden);
+        take_reduction(args.reduction);
         set(Slot::ignore_index, args.ignore_index);
-        reduction(args.reduction, args.num_valid);
+        for (std::size_t i = 0; i < kCallTensorCount; ++i) {
+            if (const auto field = fields_of(args)[i]) take(i, args.*field, use_of(kCallTensors[i], args));
+        }
+        set(Slot::target_bits, args.target.dtype == ScalarType::int32 ? 32 : 64);
+        set(Slot::num_valid_code, static_cast<std::int64_t>(count_code(args.num_valid)));
     }
 
-    void outputs(const ForwardArgs& args) {
-        constexpr TypeSet kFloat(ScalarType::fp32);
-        const Outputs& offered = spec_.outputs;
-        take_if(offered.loss, Slot::loss, args.loss, {"loss", kFloat, loss_shape(), Access::write}, "spec.outputs has no loss");
-        take_if(offered.loss, Slot::z_loss, args.z_loss, {"z_loss", kFloat, loss_shape(), Access::write}, "spec.outputs has no loss");
-        take(Slot::lse, args.lse, Presence::required, {"lse", kFloat, tokens(), Access::write});
-        take_if(offered.logprob, Slot::logprob, args.logprob, {"logprob", kFloat, tokens(), Access::write}, "spec.outputs has no logprob");
-        take_if(offered.entropy, Slot::entropy, args.entropy, {"entropy", kFloat, tokens(), Access::write}, "spec.outputs has no entropy");
-        take(Slot::invalid_label, args.invalid_label, Presence::optional,
-             {"invalid_label", TypeSet(ScalarType::uint64), scalar(), Access::write});
-    }
-
-    void saved_and_upstream(const BackwardArgs& args) {
-        constexpr TypeSet kFloat(ScalarType::fp32);
-        const Outputs& offered = spec_.outputs;
-        take(Slot::lse, args.lse, Presence::required, {"lse", kFloat, tokens()});
-        if (args.grad_entropy.present && offered.entropy && !args.entropy.present) {
+    /// What backward asks of tensors together.
+    void check_gradients(const BackwardArgs& args) const {
+        if (args.grad_entropy.present && spec_.outputs.entropy && !args.entropy.present) {
             checks_.fail("entropy is absent; grad_entropy needs it as forward wrote it");
         }
-        take_if(offered.entropy, Slot::entropy, args.entropy, {"entropy", kFloat, tokens()}, "spec.outputs has no entropy");
-        take_if(offered.loss, Slot::grad_loss, args.grad_loss, {"grad_loss", kFloat, loss_shape()}, "spec.outputs has no loss");
-        take_if(offered.lse, Slot::grad_lse, args.grad_lse, {"grad_lse", kFloat, tokens()}, "spec.outputs has no lse");
-        take_if(offered.logprob, Slot::grad_logprob, args.grad_logprob, {"grad_logprob", kFloat, tokens()}, "spec.outputs has no logprob");
-        take_if(offered.entropy, Slot::grad_entropy, args.grad_entropy, {"grad_entropy", kFloat, tokens()}, "spec.outputs has no entropy");
-    }
-
-    void gradients(const BackwardArgs& args) {
-        const TypeSet wide(scalar_type(spec_.grad_weight_dtype));
         if (!args.grad_hidden.present && !args.grad_weight.present && !args.grad_bias.present) {
             checks_.fail("grad_hidden, grad_weight and grad_bias are all absent; at least one must be given");
         }
-        take(Slot::grad_hidden, args.grad_hidden, Presence::optional,
-             {"grad_hidden",
-              TypeSet(scalar_type(spec_.dtype)),
-              {2, num_tokens_, spec_.hidden_size, "[num_tokens, hidden_size]"},
-              Access::write,
-              kRowAlignment});
-        take(Slot::grad_weight, args.grad_weight, Presence::optional, {"grad_weight", wide, weight_shape(), Access::write, kRowAlignment});
-        take_if(spec_.bias, Slot::grad_bias, args.grad_bias, {"grad_bias", wide, classes(), Access::write}, "the spec has no bias");
     }
 
     /// `grad_weight`: that this call writes, absent where it writes none. It may be the memory that what is retained was lent.
@@ -113,7 +59,7 @@ public:
             checks_.fail(fmt::format("retained.place is {}; allowed are own (0), grad_weight (1)", static_cast<int>(retained.place)));
         }
         const bool written_over = lent && retained.data == grad_weight.data;
-        set(Slot::retained, checks_.retained(retained, kRowAlignment, written_over ? Access::none : Access::write));
+        set(Slot::retained, checks_.retained(retained, kRetainedAlignment, written_over ? Access::none : Access::write));
         set(Slot::retained_bytes, static_cast<std::int64_t>(retained.bytes));
         set(Slot::retained_in_grad_weight, lent ? 1 : 0);
     }
@@ -129,26 +75,20 @@ public:
 
 private:
     void set(Slot slot, std::int64_t value) { slots_[static_cast<std::size_t>(slot)] = value; }
-    void take(Slot slot, const TensorView& view, Presence presence, const Expected& expected) {
-        set(slot, checks_.tensor(view, presence, expected));
-    }
-    // An optional tensor that only kernels with that feature take.
-    void take_if(bool offered, Slot slot, const TensorView& view, const Expected& expected, const char* why_not) {
-        if (offered) {
-            take(slot, view, Presence::optional, expected);
-        } else {
-            checks_.absent(view, expected.name, why_not);
+    /// N is what hidden says; its other dimension and all other tensors must agree.
+    void take_num_tokens(const TensorView& hidden) {
+        if (hidden.present && (hidden.ndim != 2 || hidden.shape[1] != spec_.hidden_size)) {
+            checks_.fail(fmt::format("hidden.shape is {}; it must be [num_tokens, hidden_size] with hidden_size {}", shape_text(hidden),
+                                     spec_.hidden_size));
         }
-    }
-    void optional_of_spec(Slot slot, const TensorView& view, bool in_spec, const Expected& expected, const char* why_not) {
-        if (in_spec) {
-            take(slot, view, Presence::required, expected);
-        } else {
-            checks_.absent(view, expected.name, why_not);
+        num_tokens_ = hidden.present ? hidden.shape[0] : 0;
+        if (num_tokens_ < 0 || num_tokens_ > most_tokens(spec_)) {
+            checks_.fail(fmt::format("hidden.shape is {}; num_tokens must be 0 to {}", shape_text(hidden), most_tokens(spec_)));
         }
+        set(Slot::num_tokens, num_tokens_);
     }
 
-    void reduction(Reduction reduction, const TensorView& num_valid) {
+    void take_reduction(Reduction reduction) {
         switch (reduction) {
             case Reduction::none: set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::none)); break;
             case Reduction::sum: set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::sum)); break;
@@ -156,27 +96,27 @@ private:
             default: checks_.fail(fmt::format("reduction is {}; allowed are none (0), sum (1), mean (2)", static_cast<int>(reduction)));
         }
         reduction_ = reduction;
-        if (reduction != Reduction::mean) {
-            checks_.absent(num_valid, "num_valid", "only reduction mean divides by it");
-            return;
-        }
-        take(Slot::num_valid, num_valid, Presence::optional,
-             {"num_valid", TypeSet(ScalarType::fp32, ScalarType::int32, ScalarType::int64), scalar()});
-        const CountCode code = num_valid.dtype == ScalarType::int32   ? CountCode::int32
-                               : num_valid.dtype == ScalarType::int64 ? CountCode::int64
-                                                                      : CountCode::fp32;
-        set(Slot::num_valid_code, static_cast<std::int64_t>(code));
     }
 
-    [[nodiscard]] ExpectedShape scalar() const { return {0, 0, 0, "scalar"}; }
-    [[nodiscard]] ExpectedShape tokens() const { return {1, num_tokens_, 0, "[num_tokens]"}; }
-    [[nodiscard]] ExpectedShape classes() const { return {1, spec_.vocab_size, 0, "[vocab_size]"}; }
-    [[nodiscard]] ExpectedShape loss_shape() const { return reduction_ == Reduction::none ? tokens() : scalar(); }
-    [[nodiscard]] ExpectedShape weight_shape() const {
-        if (spec_.layout == WeightLayout::vocab_major) {
-            return {2, spec_.padded_vocab_size, spec_.hidden_size, "[padded_vocab_size, hidden_size]"};
+    /// A tensor of the table, into the slot of its number.
+    void take(std::size_t which, const TensorView& view, Use use) {
+        const CallTensor& tensor = kCallTensors[which];
+        const bool optional = use == Use::read_if_given || use == Use::write_if_given;
+        if (optional && !view.present && view.data == nullptr) return;  // most of a call's are
+        if (!holds(tensor.condition, spec_, reduction_)) return checks_.absent(view, tensor.name, why_not(tensor.condition));
+        const bool written = use == Use::write || use == Use::write_if_given;
+        slots_[which] =
+            checks_.tensor(view, optional ? Presence::optional : Presence::required,
+                           {tensor.name, types_of(tensor.elements, spec_), shape_of(tensor.extent, spec_, num_tokens_, reduction_),
+                            written ? Access::write : Access::read, alignment_of(tensor.extent)});
+    }
+
+    static CountCode count_code(const TensorView& num_valid) {
+        switch (num_valid.dtype) {
+            case ScalarType::int32: return CountCode::int32;
+            case ScalarType::int64: return CountCode::int64;
+            default: return CountCode::fp32;
         }
-        return {2, spec_.hidden_size, spec_.padded_vocab_size, "[hidden_size, padded_vocab_size]"};
     }
 
     const Spec& spec_;
@@ -228,8 +168,7 @@ Retained Kernel::choose_retained(std::int64_t num_tokens, const RetainOptions& o
 
 void Kernel::forward(const ForwardArgs& args, Workspace workspace, Stream stream) const {
     Call call(*this, "forward");
-    call.inputs(args);
-    call.outputs(args);
+    call.arguments(args);
     call.retained(*this, args.retained, {});
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::forward));
     run(false, call.slots(), stream);
@@ -237,9 +176,8 @@ void Kernel::forward(const ForwardArgs& args, Workspace workspace, Stream stream
 
 void Kernel::backward(const BackwardArgs& args, Workspace workspace, Stream stream) const {
     Call call(*this, "backward");
-    call.inputs(args);
-    call.saved_and_upstream(args);
-    call.gradients(args);
+    call.arguments(args);
+    call.check_gradients(args);
     call.retained(*this, args.retained, args.grad_weight);
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::backward));
     run(true, call.slots(), stream);

@@ -132,69 +132,51 @@ void KernelRun::add_outputs() {
     output("backward workspace", kernel_->workspace_bytes(problem_.num_tokens(), Pass::backward), 0);
 }
 
-TensorView KernelRun::view(const std::string& name, ScalarType type, int ndim, std::int64_t rows, std::int64_t columns) const {
-    if (!has(name)) return {};
-    void* data = buffer(name).data();
+ScalarType KernelRun::type_of(Elements elements) const {
+    const Spec& spec = problem_.spec;
+    switch (elements) {
+        case Elements::spec: return scalar_type(spec.dtype);
+        case Elements::weight: return scalar_type(weight_dtype(spec));
+        case Elements::grad_weight: return scalar_type(spec.grad_weight_dtype);
+        case Elements::label: return problem_.options.target_bits == 64 ? ScalarType::int64 : ScalarType::int32;
+        case Elements::count: return problem_.options.num_valid_type;
+        case Elements::uint64: return ScalarType::uint64;
+        case Elements::fp32: break;
+    }
+    return ScalarType::fp32;
+}
+
+TensorView KernelRun::view(const CallTensor& tensor) const {
+    if (!has(tensor.name)) return {};
+    const ExpectedShape shape = shape_of(tensor.extent, problem_.spec, problem_.num_tokens(), problem_.options.reduction);
+    void* data = buffer(tensor.name).data();
+    const ScalarType type = type_of(tensor.elements);
     const DeviceRef device = kernel_->device_ref();
-    if (ndim == 0) return TensorView::scalar(data, type, device);
-    if (ndim == 1) return TensorView::vector(data, type, rows, device);
-    return TensorView::matrix(data, type, rows, columns, device);
+    if (shape.ndim == 0) return TensorView::scalar(data, type, device);
+    if (shape.ndim == 1) return TensorView::vector(data, type, shape.rows, device);
+    return TensorView::matrix(data, type, shape.rows, shape.columns, device);
 }
 
-TensorView KernelRun::weight_view(const std::string& name, DType dtype) const {
-    const Spec& spec = problem_.spec;
-    if (spec.layout == WeightLayout::vocab_major) return view(name, scalar_type(dtype), 2, spec.padded_vocab_size, spec.hidden_size);
-    return view(name, scalar_type(dtype), 2, spec.hidden_size, spec.padded_vocab_size);
-}
-
-ForwardArgs KernelRun::forward_args() const {
-    const Spec& spec = problem_.spec;
-    const ProblemOptions& o = problem_.options;
-    const std::int64_t n = problem_.num_tokens();
-    const int loss_dims = o.reduction == Reduction::none ? 1 : 0;
-    ForwardArgs args;
-    args.hidden = view("hidden", scalar_type(spec.dtype), 2, n, spec.hidden_size);
-    args.weight = weight_view("weight", weight_dtype(spec));
-    args.bias = view("bias", scalar_type(spec.dtype), 1, spec.vocab_size);
-    args.class_weight = view("class_weight", ScalarType::fp32, 1, spec.vocab_size);
-    args.target = view("target", o.target_bits == 64 ? ScalarType::int64 : ScalarType::int32, 1, n);
-    args.ignore_index = o.ignore_index;
-    args.reduction = o.reduction;
-    args.num_valid = view("num_valid", o.num_valid_type, 0);
-    args.loss = view("loss", ScalarType::fp32, loss_dims, n);
-    args.z_loss = view("z_loss", ScalarType::fp32, loss_dims, n);
-    args.lse = view("lse", ScalarType::fp32, 1, n);
-    args.logprob = view("logprob", ScalarType::fp32, 1, n);
-    args.entropy = view("entropy", ScalarType::fp32, 1, n);
-    args.invalid_label = view("invalid_label", ScalarType::uint64, 0);
+template <class Args>
+Args KernelRun::args() const {
+    Args args;
+    for (std::size_t i = 0; i < kCallTensorCount; ++i) {
+        if (const auto field = fields_of(args)[i]) args.*field = view(kCallTensors[i]);
+    }
+    args.ignore_index = problem_.options.ignore_index;
+    args.reduction = problem_.options.reduction;
     args.retained = retained_;
     return args;
 }
+
+ForwardArgs KernelRun::forward_args() const { return args<ForwardArgs>(); }
 
 BackwardArgs KernelRun::backward_args(const Wanted& wanted) const {
-    const Spec& spec = problem_.spec;
-    const std::int64_t n = problem_.num_tokens();
-    const ForwardArgs forward = forward_args();
-    BackwardArgs args;
-    args.hidden = forward.hidden;
-    args.weight = forward.weight;
-    args.bias = forward.bias;
-    args.class_weight = forward.class_weight;
-    args.target = forward.target;
-    args.ignore_index = forward.ignore_index;
-    args.reduction = forward.reduction;
-    args.num_valid = forward.num_valid;
-    args.lse = forward.lse;
-    args.entropy = forward.entropy;
-    args.grad_loss = view("grad_loss", ScalarType::fp32, forward.reduction == Reduction::none ? 1 : 0, n);
-    args.grad_lse = view("grad_lse", ScalarType::fp32, 1, n);
-    args.grad_logprob = view("grad_logprob", ScalarType::fp32, 1, n);
-    args.grad_entropy = view("grad_entropy", ScalarType::fp32, 1, n);
-    if (wanted.grad_hidden) args.grad_hidden = view("grad_hidden", scalar_type(spec.dtype), 2, n, spec.hidden_size);
-    if (wanted.grad_weight) args.grad_weight = weight_view("grad_weight", spec.grad_weight_dtype);
-    if (wanted.grad_bias) args.grad_bias = view("grad_bias", scalar_type(spec.grad_weight_dtype), 1, spec.vocab_size);
-    args.retained = retained_;
-    return args;
+    BackwardArgs backward = args<BackwardArgs>();
+    if (!wanted.grad_hidden) backward.grad_hidden = {};
+    if (!wanted.grad_weight) backward.grad_weight = {};
+    if (!wanted.grad_bias) backward.grad_bias = {};
+    return backward;
 }
 
 void KernelRun::retain(RetainedPlace place, std::size_t bytes) {

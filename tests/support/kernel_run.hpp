@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/call_fields.hpp"
 #include "tests/support/compare.hpp"
 #include "tests/support/guarded_buffer.hpp"
 
@@ -64,9 +65,11 @@ private:
     void output(const std::string& name, std::size_t bytes, std::size_t residue, std::vector<std::byte> before = {});
     void reset(const std::string& name);
     [[nodiscard]] bool has(const std::string& name) const { return entries_.contains(name); }
-    [[nodiscard]] TensorView view(const std::string& name, ScalarType type, int ndim, std::int64_t rows = 0,
-                                  std::int64_t columns = 0) const;
-    [[nodiscard]] TensorView weight_view(const std::string& name, DType dtype) const;
+    [[nodiscard]] ScalarType type_of(Elements elements) const;
+    [[nodiscard]] TensorView view(const CallTensor& tensor) const;
+    /// Every tensor that the problem has, by the table of a call's.
+    template <class Args>
+    [[nodiscard]] Args args() const;
     void add_inputs();
     void add_outputs();
     [[nodiscard]] std::string padding_violation() const;

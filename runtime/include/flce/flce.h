@@ -10,8 +10,8 @@
  *     flce_kernel_forward(kernel, &args, workspace, workspace_bytes, stream);
  *
  * Threads: every function may be called from any thread; a handle may be shared between threads, as long as each holds a reference.
- * Structs passed by the caller begin with `struct_size`, set to sizeof the struct as the caller was compiled: fields that a newer library knows
- * beyond it take their defaults. Set the structs up with the _INIT macros, or zero them and set struct_size. */
+ * Structs passed by the caller begin with `struct_size`, set to sizeof the struct as the caller was compiled: fields that a newer library
+ * knows beyond it take their defaults. Set the structs up with the _INIT macros, or zero them and set struct_size. */
 #ifndef FLCE_FLCE_H_
 #define FLCE_FLCE_H_
 
@@ -104,8 +104,8 @@ typedef struct flce_session_options {
     int32_t threads;               /* of CPU kernels; 0: FLCE_NUM_THREADS, else every core */
     int32_t no_disk_cache;         /* not 0: nothing is kept on disk */
     int64_t workspace_limit_bytes; /* of calls that give none of their own, see flce_kernel_options; 0: none */
-    /* 1: flce_get_kernel compiles nothing: FLCE_ERROR_CACHE_MISS for a kernel that no cache has, FLCE_ERROR_ENVIRONMENT (at once or then) for a part
-     * of the cache that cannot be used. -1: it compiles. 0: FLCE_STRICT decides. */
+    /* 1: flce_get_kernel compiles nothing: FLCE_ERROR_CACHE_MISS for a kernel that no cache has, FLCE_ERROR_ENVIRONMENT (at once or then)
+     * for a part of the cache that cannot be used. -1: it compiles. 0: FLCE_STRICT decides. */
     int32_t strict;
     int32_t reserved; /* 0 */
 } flce_session_options;
@@ -156,16 +156,16 @@ FLCE_API flce_status flce_spec_json(const char* spec, char* buffer, size_t capac
 
 /* --- Kernels ------------------------------------------------------------------------------------------------------------------ */
 
-/* A compiled kernel set for one spec on one device: immutable, usable from any thread and on any stream of its device. It allocates no device
- * memory, never synchronises, and its CUDA form can be captured in a graph. Counted references. */
+/* A compiled kernel set for one spec on one device: immutable, usable from any thread and on any stream of its device. It allocates no
+ * device memory, never synchronises, and its CUDA form can be captured in a graph. Counted references. */
 typedef struct flce_kernel flce_kernel;
 
 typedef struct flce_kernel_options {
     size_t struct_size;
     const char* plan;      /* canonical plan text instead of the planner's choice; NULL or "": the planner's */
     int64_t scratch_bytes; /* instead of the session's; 0: the session's */
-    /* Most bytes beyond inputs and gradients that a call over num_tokens tokens may take, workspace and `retained` together; 0: the session's
-     * limit. The kernel's workspace keeps to it; what it leaves is the most that `retained` in memory of its own may have. */
+    /* Most bytes beyond inputs and gradients that a call over num_tokens tokens may take, workspace and `retained` together; 0: the
+     * session's limit. The kernel's workspace keeps to it; what it leaves is the most that `retained` in memory of its own may have. */
     int64_t workspace_limit_bytes;
     int64_t num_tokens; /* that the limit is for; 0: it is for what does not grow with tokens */
 } flce_kernel_options;
@@ -184,35 +184,37 @@ typedef struct flce_prewarm_result {
     int64_t hits;
 } flce_prewarm_result;
 #define FLCE_PREWARM_RESULT_INIT {sizeof(flce_prewarm_result), 0, 0}
-/* Compiles into the session's disk cache what a session on `device` ("sm_90a", "NVIDIA H200", "x86-64-v4", "cuda:0", …) would ask for, without
- * needing the device. `options` and `result` may be NULL. */
+/* Compiles into the session's disk cache what a session on `device` ("sm_90a", "NVIDIA H200", "x86-64-v4", "cuda:0", …) would ask for,
+ * without needing the device. `options` and `result` may be NULL. */
 FLCE_API flce_status flce_prewarm(flce_session* session, const char* spec, const char* device, const flce_kernel_options* options,
                                   flce_prewarm_result* result);
 
 enum { FLCE_FORWARD = 0, FLCE_BACKWARD = 1, FLCE_FORWARD_BACKWARD = 2 };
-/* Scratch bytes of a pass over num_tokens tokens (FLCE_FORWARD_BACKWARD: enough for either). More tokens may need less: ask for each number of
- * tokens. */
+/* Scratch bytes of a pass over num_tokens tokens (FLCE_FORWARD_BACKWARD: enough for either). More tokens may need less: ask for each number
+ * of tokens. */
 FLCE_API flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t pass, size_t* bytes);
 
 /* Where what is retained lies: in memory of its own, or in that of grad_weight before backward writes it. */
 enum { FLCE_RETAINED_OWN = 0, FLCE_RETAINED_GRAD_WEIGHT = 1 };
-/* Most bytes that forward can leave to backward for num_tokens tokens (16-byte aligned, on the kernel's device); any smaller number spares a
- * part. 0: this kernel retains nothing. `place` FLCE_RETAINED_GRAD_WEIGHT: exactly the bytes from the beginning of grad_weight that may be lent for
- * it, or 0 where its memory will not do. A backward call that writes grad_weight then destroys what was retained there: later calls go without. */
+/* Most bytes that forward can leave to backward for num_tokens tokens (16-byte aligned, on the kernel's device); any smaller number spares
+ * a part. 0: this kernel retains nothing. `place` FLCE_RETAINED_GRAD_WEIGHT: exactly the bytes from the beginning of grad_weight that may
+ * be lent for it, or 0 where its memory will not do. A backward call that writes grad_weight then destroys what was retained there: later
+ * calls go without. */
 FLCE_API flce_status flce_kernel_retained_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t place, size_t* bytes);
 
 /* What of a step decides where forward leaves something to backward, and how much. All zero but struct_size: every default. */
 typedef struct flce_retain_options {
     size_t struct_size;
     int64_t workspace_limit_bytes; /* on workspace and `retained` together; 0: none, and no memory for `retained` alone */
-    /* Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: those where the launches that it takes cost more than it spares. */
+    /* Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: those where the launches that it takes cost more than it
+     * spares. */
     int64_t least_work;
     int32_t keep_grad_weight; /* not 0: grad_weight's memory may not be lent */
     int32_t reserved;         /* 0 */
 } flce_retain_options;
 #define FLCE_RETAIN_OPTIONS_INIT {sizeof(flce_retain_options), 0, 0, 0, 0}
-/* What forward should leave to backward of a step over num_tokens tokens: what to set retained_place and retained_bytes to; 0 bytes: nothing. The memory
- * is the caller's own, or grad_weight's. `options` may be NULL. */
+/* What forward should leave to backward of a step over num_tokens tokens: what to set retained_place and retained_bytes to; 0 bytes:
+ * nothing. The memory is the caller's own, or grad_weight's. `options` may be NULL. */
 FLCE_API flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_tokens, const flce_retain_options* options,
                                                  int32_t* place, size_t* bytes);
 
@@ -228,14 +230,14 @@ enum {
 FLCE_API flce_status flce_kernel_text(const flce_kernel* kernel, int32_t which, char* buffer, size_t capacity, size_t* needed);
 FLCE_API flce_status flce_kernel_device(const flce_kernel* kernel, int32_t* device_type, int32_t* device_index);
 
-/* SHA-256, as 64 hexadecimal digits, of the specs and plans of `count` kernels in any order, and of the version of the code that they were generated
- * by. Ranks of one training run compare it before the first step: those with the same one compute alike. */
+/* SHA-256, as 64 hexadecimal digits, of the specs and plans of `count` kernels in any order, and of the version of the code that they were
+ * generated by. Ranks of one training run compare it before the first step: those with the same one compute alike. */
 FLCE_API flce_status flce_plan_digest(const flce_kernel* const* kernels, size_t count, char* buffer, size_t capacity, size_t* needed);
 
 enum { FLCE_REDUCTION_NONE = 0, FLCE_REDUCTION_SUM = 1, FLCE_REDUCTION_MEAN = 2 };
 
-/* Tensors: NULL means absent. N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All contiguous and on the kernel's device;
- * hidden, weight and their gradients 16-byte aligned; what is written overlaps nothing else. */
+/* Tensors: NULL means absent. N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All contiguous and on the kernel's
+ * device; hidden, weight and their gradients 16-byte aligned; what is written overlaps nothing else. */
 typedef struct flce_forward_args {
     size_t struct_size;
     const flce_tensor* hidden;       /* [N, D], the spec's dtype */
@@ -331,18 +333,26 @@ typedef struct flce_backward_args {
      FLCE_RETAINED_OWN,          \
      0}
 
-/* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is 0. Forward is
- * quicker with ignored tokens where it has more than it needs (backward's amount will do).
- * `stream`: a CUstream (cudaStream_t) of the kernel's device, NULL for the legacy default stream; ignored by CPU kernels, which have finished
- * when the call returns. Everything is checked before anything is launched. */
+/* JSON description of these two structs, for bindings that build them when they are loaded:
+ *     {"forward": {"size": bytes, "fields": [{"name", "offset", "type"}, ...]}, "backward": {...},
+ *      "tensors": [{"name", "elements", "extent"}, ...]}
+ * type: "tensor" (const flce_tensor*), "pointer", "size", "int32", "int64". elements: what the tensor's element type is: "spec", "weight",
+ * "grad_weight" (the spec's dtype, weight_dtype, grad_weight_dtype), "fp32", "label" (int32 or int64), "count" (fp32, int32 or int64),
+ * "uint64". extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes" [V], "hidden" [N, D], "weight". */
+FLCE_API flce_status flce_call_arguments_json(char* buffer, size_t capacity, size_t* needed);
+
+/* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is
+ * 0. Forward is quicker with ignored tokens where it has more than it needs (backward's amount will do).
+ * `stream`: a CUstream (cudaStream_t) of the kernel's device, NULL for the legacy default stream; ignored by CPU kernels, which have
+ * finished when the call returns. Everything is checked before anything is launched. */
 FLCE_API flce_status flce_kernel_forward(const flce_kernel* kernel, const flce_forward_args* args, void* workspace, size_t workspace_bytes,
                                          void* stream);
 /* May run any number of times after one forward, for all gradients or for some. */
 FLCE_API flce_status flce_kernel_backward(const flce_kernel* kernel, const flce_backward_args* args, void* workspace,
                                           size_t workspace_bytes, void* stream);
 
-/* `word`: the value that forward left in invalid_label, copied to the host. FLCE_OK if no label was out of range; else FLCE_ERROR_ARGUMENT with
- * a message naming the first row and the labels allowed. */
+/* `word`: the value that forward left in invalid_label, copied to the host. FLCE_OK if no label was out of range; else FLCE_ERROR_ARGUMENT
+ * with a message naming the first row and the labels allowed. */
 FLCE_API flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, uint64_t word);
 
 #ifdef __cplusplus

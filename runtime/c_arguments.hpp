@@ -1,0 +1,22 @@
+// The argument structs of the C ABI as those of C++, by the table of a call's tensors.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "flce/flce.h"
+#include "flce/flce.hpp"
+
+namespace flce {
+
+/// `name`: of the argument, for messages. Throws ArgumentError.
+[[nodiscard]] RetainedPlace retained_place_of(std::int32_t place, const char* name);
+
+/// Both throw ArgumentError for what C++'s types rule out.
+[[nodiscard]] ForwardArgs arguments_of(const Kernel& kernel, const flce_forward_args* given);
+[[nodiscard]] BackwardArgs arguments_of(const Kernel& kernel, const flce_backward_args* given);
+
+/// What flce_call_arguments_json returns.
+[[nodiscard]] std::string call_arguments_json();
+
+}  // namespace flce

@@ -1,0 +1,103 @@
+// The table of a call's tensors over the public argument structs: the field that holds each, and what a spec and a call ask of it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "flce/flce.hpp"
+#include "generator/call_tensors.hpp"
+#include "runtime/argument_checks.hpp"
+
+namespace flce {
+
+#define FLCE_FORWARD_FIELD(name, elements, extent, condition, forward, backward) FLCE_FIELD_##forward(ForwardArgs, name),
+#define FLCE_BACKWARD_FIELD(name, elements, extent, condition, forward, backward) FLCE_FIELD_##backward(BackwardArgs, name),
+/// By kCallTensors' index; null: the struct has no such tensor.
+inline constexpr std::array<TensorView ForwardArgs::*, kCallTensorCount> kForwardFields = {FLCE_CALL_TENSORS(FLCE_FORWARD_FIELD)};
+inline constexpr std::array<TensorView BackwardArgs::*, kCallTensorCount> kBackwardFields = {FLCE_CALL_TENSORS(FLCE_BACKWARD_FIELD)};
+#undef FLCE_FORWARD_FIELD
+#undef FLCE_BACKWARD_FIELD
+
+[[nodiscard]] constexpr const auto& fields_of(const ForwardArgs&) { return kForwardFields; }
+[[nodiscard]] constexpr const auto& fields_of(const BackwardArgs&) { return kBackwardFields; }
+[[nodiscard]] constexpr Use use_of(const CallTensor& tensor, const ForwardArgs&) { return tensor.forward; }
+[[nodiscard]] constexpr Use use_of(const CallTensor& tensor, const BackwardArgs&) { return tensor.backward; }
+
+/// How many tensors one of the structs has.
+template <class Fields>
+[[nodiscard]] constexpr std::size_t field_count(const Fields& fields) {
+    std::size_t count = 0;
+    for (const auto field : fields) count += field != nullptr ? 1 : 0;
+    return count;
+}
+
+// A field that is not in the table would be neither checked nor passed on.
+static_assert(sizeof(ForwardArgs) == field_count(kForwardFields) * sizeof(TensorView) + 2 * sizeof(std::int64_t) + sizeof(Retained));
+static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(TensorView) + 2 * sizeof(std::int64_t) + sizeof(Retained));
+
+[[nodiscard]] constexpr ScalarType scalar_type_of(DType dtype) {
+    return dtype == DType::bf16 ? ScalarType::bf16 : dtype == DType::fp16 ? ScalarType::fp16 : ScalarType::fp32;
+}
+
+[[nodiscard]] inline TypeSet types_of(Elements elements, const Spec& spec) {
+    switch (elements) {
+        case Elements::spec: return TypeSet(scalar_type_of(spec.dtype));
+        case Elements::weight: return TypeSet(scalar_type_of(weight_dtype(spec)));
+        case Elements::grad_weight: return TypeSet(scalar_type_of(spec.grad_weight_dtype));
+        case Elements::fp32: return TypeSet(ScalarType::fp32);
+        case Elements::label: return TypeSet(ScalarType::int32, ScalarType::int64);
+        case Elements::count: return TypeSet(ScalarType::fp32, ScalarType::int32, ScalarType::int64);
+        case Elements::uint64: return TypeSet(ScalarType::uint64);
+    }
+    return {};
+}
+
+[[nodiscard]] inline ExpectedShape shape_of(Extent extent, const Spec& spec, std::int64_t num_tokens, Reduction reduction) {
+    constexpr ExpectedShape kScalar{0, 0, 0, "scalar"};
+    const ExpectedShape tokens{1, num_tokens, 0, "[num_tokens]"};
+    switch (extent) {
+        case Extent::scalar: return kScalar;
+        case Extent::tokens: return tokens;
+        case Extent::loss: return reduction == Reduction::none ? tokens : kScalar;
+        case Extent::classes: return {1, spec.vocab_size, 0, "[vocab_size]"};
+        case Extent::hidden: return {2, num_tokens, spec.hidden_size, "[num_tokens, hidden_size]"};
+        case Extent::weight: break;
+    }
+    if (spec.layout == WeightLayout::vocab_major) return {2, spec.padded_vocab_size, spec.hidden_size, "[padded_vocab_size, hidden_size]"};
+    return {2, spec.hidden_size, spec.padded_vocab_size, "[hidden_size, padded_vocab_size]"};
+}
+
+/// Bytes; 0: the elements' own. Rows are read with vector loads and bulk copies.
+[[nodiscard]] constexpr std::int64_t alignment_of(Extent extent) { return extent == Extent::hidden || extent == Extent::weight ? 16 : 0; }
+
+[[nodiscard]] inline bool holds(Condition condition, const Spec& spec, Reduction reduction) {
+    switch (condition) {
+        case Condition::always: return true;
+        case Condition::bias: return spec.bias;
+        case Condition::class_weight: return spec.class_weight;
+        case Condition::loss: return spec.outputs.loss;
+        case Condition::lse: return spec.outputs.lse;
+        case Condition::logprob: return spec.outputs.logprob;
+        case Condition::entropy: return spec.outputs.entropy;
+        case Condition::mean: return reduction == Reduction::mean;
+    }
+    return false;
+}
+
+/// What is said of a tensor that is given though its condition does not hold.
+[[nodiscard]] constexpr const char* why_not(Condition condition) {
+    switch (condition) {
+        case Condition::always: break;
+        case Condition::bias: return "the spec has no bias";
+        case Condition::class_weight: return "the spec has no class_weight";
+        case Condition::loss: return "spec.outputs has no loss";
+        case Condition::lse: return "spec.outputs has no lse";
+        case Condition::logprob: return "spec.outputs has no logprob";
+        case Condition::entropy: return "spec.outputs has no entropy";
+        case Condition::mean: return "only reduction mean divides by it";
+    }
+    return "";
+}
+
+}  // namespace flce
