@@ -19,14 +19,6 @@
 namespace flce {
 namespace {
 
-std::size_t mixed(std::size_t hash, std::size_t value) noexcept { return (hash ^ value) * 0x9E3779B97F4A7C15ULL; }
-
-std::size_t mixed(std::size_t hash, const PlanRequest& request) noexcept {
-    hash = mixed(hash, static_cast<std::size_t>(request.scratch_bytes));
-    hash = mixed(hash, static_cast<std::size_t>(request.limit_bytes));
-    return mixed(hash, static_cast<std::size_t>(request.num_tokens));
-}
-
 // A kernel as it is asked for. Specs that differ only in implied fields have the same kernel under several of these.
 struct AskedKernel {
     Spec spec;
@@ -45,8 +37,13 @@ struct AskedKernelHash {
     using is_transparent = void;
     template <class C>
     std::size_t operator()(const C& call) const noexcept {
-        const std::size_t hash = mixed(mixed(SpecHash{}(call.spec), call.requests.first), call.requests.wide);
-        return call.plan.empty() ? hash : mixed(hash, std::hash<std::string_view>{}(call.plan));
+        // Independent products, which do not wait for one another.
+        std::size_t hash = SpecHash{}(call.spec) + static_cast<std::size_t>(call.requests.first.scratch_bytes) * 0x9E3779B97F4A7C15ULL +
+                           static_cast<std::size_t>(call.requests.first.limit_bytes) * 0xC2B2AE3D27D4EB4FULL +
+                           static_cast<std::size_t>(call.requests.first.num_tokens) * 0x165667B19E3779F9ULL +
+                           static_cast<std::size_t>(call.requests.wide.scratch_bytes) * 0x27D4EB2F165667C5ULL;
+        if (!call.plan.empty()) hash ^= std::hash<std::string_view>{}(call.plan);
+        return hash;
     }
 };
 
@@ -67,9 +64,7 @@ struct KernelKey {
 };
 
 struct KernelKeyHash {
-    std::size_t operator()(const KernelKey& key) const noexcept {
-        return mixed(SpecHash{}(key.spec), std::hash<std::string>{}(key.plan.text()));
-    }
+    std::size_t operator()(const KernelKey& key) const noexcept { return SpecHash{}(key.spec) ^ std::hash<std::string>{}(key.plan.text()); }
 };
 
 // Which of a call's requests its plan answers, and how.
@@ -169,8 +164,8 @@ struct Session::State {
         return {.spec = spec, .device = device, .plan = plan, .request = request, .threads = options.threads};
     }
 
-    /// The plan of a call, for get_kernel, prewarm and its check, and explanations alike. Where the first request's plan retains nothing, what the
-    /// limit leaves is scratch.
+    /// The plan of a call, for get_kernel, prewarm and its check, and explanations alike. Where the first request's plan retains nothing,
+    /// what the limit leaves is scratch.
     [[nodiscard]] ChosenPlan choose(const Spec& normalized, const Device& device, std::string_view plan, const CallRequests& requests) {
         const auto answer = [&](const PlanRequest& request) {
             return ChosenPlan{request, plan_for(query(normalized, device, plan, request), records)};
