@@ -1,4 +1,4 @@
-"""One call's arguments as the C ABI has them: what a call is given, what its kernel is found by, and the structs that are filled from it."""
+"""One call's arguments as the C ABI has them: what a call is given, what its kernel is found by, and the structs filled from it."""
 
 from __future__ import annotations
 
@@ -90,10 +90,9 @@ class Frame:
 
     What a frame remembers of the last call is emptied before the structs are changed and set after."""
 
-    PER_TOKEN = ("target", "loss", "lse", "logprob", "entropy", "grad_lse", "grad_logprob", "grad_entropy")
-    VIEWS = ("hidden", "weight", "bias", "class_weight", "num_valid", "invalid_label", "grad_hidden", "grad_weight", "grad_bias", *PER_TOKEN)
-    # Where a view's address lies in `words`.
-    WORD: ClassVar = {name: i * (ctypes.sizeof(_native.TensorView) // 8) for i, name in enumerate(VIEWS)}
+    # Views that direct calls write by their place in `words`; the library's other tensors come behind them.
+    DIRECT = ("hidden", "weight", "target", "lse", "loss", "grad_hidden", "grad_weight")
+    WORD: ClassVar = {name: i * (ctypes.sizeof(_native.TensorView) // 8) for i, name in enumerate(DIRECT)}
     hidden: _native.TensorView
     weight: _native.TensorView
     bias: _native.TensorView
@@ -117,7 +116,9 @@ class Frame:
         self.rule: tuple[int, int] | None = None  # ignore_index and reduction, as the structs have them
         self._make_views(key)
         self.invalid_label.data = kernel.invalid_label.data_ptr()
-        self.forward, self.backward = _native.ForwardArgs(), _native.BackwardArgs()
+        arguments = _native.call_arguments()
+        self.forward: Any = arguments.forward()
+        self.backward: Any = arguments.backward()
         for args in (self.forward, self.backward):
             args.struct_size = ctypes.sizeof(args)
             for name in ("hidden", "weight", "target", "lse"):
@@ -137,46 +138,54 @@ class Frame:
         self.resize(0)
 
     def _make_views(self, key: KernelKey) -> None:
-        dtype, wide = DTYPE_CODES[key.dtype], DTYPE_CODES[key.grad_weight_dtype]
-        hidden_shape = (0, key.hidden_size)
-        weight_shape = (key.hidden_size, key.vocab_size) if key.hidden_major else (key.vocab_size, key.hidden_size)
-        forms: dict[str, tuple[int, tuple[int, ...]]] = {
-            "hidden": (dtype, hidden_shape),
-            "weight": (DTYPE_CODES[key.weight_dtype], weight_shape),
-            "bias": (dtype, (key.vocab_size,)),
-            "class_weight": (_native.FP32, (key.vocab_size,)),
-            "num_valid": (_native.FP32, ()),
-            "invalid_label": (_native.UINT64, ()),
-            "grad_hidden": (dtype, hidden_shape),
-            "grad_weight": (wide, weight_shape),
-            "grad_bias": (wide, (key.vocab_size,)),
-            "target": (_native.INT64, (0,)),
+        codes = {
+            "spec": DTYPE_CODES[key.dtype],
+            "weight": DTYPE_CODES[key.weight_dtype],
+            "grad_weight": DTYPE_CODES[key.grad_weight_dtype],
+            "fp32": _native.FP32,
+            "label": _native.INT64,
+            "count": _native.FP32,
+            "uint64": _native.UINT64,
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "scalar": (),
+            "tokens": (0,),
+            "loss": (0,),
+            "classes": (key.vocab_size,),
+            "hidden": (0, key.hidden_size),
+            "weight": (key.hidden_size, key.vocab_size) if key.hidden_major else (key.vocab_size, key.hidden_size),
         }
         device_type = _native.CUDA if key.device.type == "cuda" else _native.CPU
-        memory = bytearray(len(self.VIEWS) * ctypes.sizeof(_native.TensorView))
+        tensors = _native.call_arguments().tensors
+        # grad_loss has loss's shape and uses its view: no call has both.
+        names = [*self.DIRECT, *(name for name in tensors if name not in self.DIRECT and name != "grad_loss")]
+        memory = bytearray(len(names) * ctypes.sizeof(_native.TensorView))
         self.words = memoryview(memory).cast("Q")
         self.address = {}
-        for i, name in enumerate(self.VIEWS):
-            code, shape = forms.get(name, (_native.FP32, (0,)))
+        self._per_token = []
+        for i, name in enumerate(names):
+            elements, extent = tensors[name]
+            shape = shapes[extent]
             view = _native.TensorView.from_buffer(memory, i * ctypes.sizeof(_native.TensorView))
-            view.dtype, view.ndim = code, len(shape)
+            view.dtype, view.ndim = codes[elements], len(shape)
             view.rows, view.columns = (*shape, 0, 0)[:2]
             view.row_stride, view.column_stride = (view.columns if len(shape) == 2 else 1), 1
             view.device_type, view.device_index = device_type, key.device.index or 0
             setattr(self, name, view)
             self.address[name] = ctypes.addressof(view)
+            if extent in ("hidden", "tokens", "loss"):
+                self._per_token.append(view)
 
     def resize(self, num_tokens: int) -> None:
         self.num_tokens = -1
         self.choices: _retain.Choices | None = None
         least = self.kernel.workspace_bytes(num_tokens, backward=False)
         self.backward_bytes = self.kernel.workspace_bytes(num_tokens, backward=True)
-        # Forward has a use for room in which to bring the hidden states of tokens that are not ignored together; backward will take as much.
+        # Forward has a use for room in which to bring the hidden states of tokens that are not ignored together; backward takes as much.
         together = self.kernel.key.hidden_bytes(num_tokens) + 256 if self.kernel.key.device.type == "cuda" else 0
         self.forward_bytes = max(least, min(least + together, self.backward_bytes))
-        self.hidden.rows = self.grad_hidden.rows = num_tokens
-        for name in self.PER_TOKEN:
-            getattr(self, name).rows = num_tokens
+        for view in self._per_token:
+            view.rows = num_tokens
         self.num_tokens = num_tokens
 
     @staticmethod
@@ -198,7 +207,7 @@ class Frame:
         self.target_dtype = dtype
 
     def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
-        """What forward and backward have in common, contiguous and in the kernel's dtypes. The result has to live until the call is made."""
+        """What forward and backward have in common, contiguous and in the kernel's dtypes. The result has to outlive the call."""
         hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, *_ = given
         num_tokens = hidden.shape[0]
         if num_tokens != self.num_tokens:

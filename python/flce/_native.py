@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import json
 import os
 import threading
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p, create_string_buffer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flce import errors
 
@@ -41,53 +43,19 @@ class TensorView(Structure):
     )
 
 
-_COMMON_ARGS: tuple[tuple[str, Any], ...] = (
-    ("struct_size", c_size_t),
-    ("hidden", c_void_p),
-    ("weight", c_void_p),
-    ("bias", c_void_p),
-    ("class_weight", c_void_p),
-    ("target", c_void_p),
-    ("ignore_index", c_int64),
-    ("reduction", c_int32),
-    ("reserved", c_int32),
-    ("num_valid", c_void_p),
-)
+class CallTensor(NamedTuple):
+    """A tensor of a call, as flce_call_arguments_json describes it."""
 
-_RETAINED_ARGS = (("retained", c_void_p), ("retained_bytes", c_size_t), ("retained_place", c_int32), ("reserved_2", c_int32))
+    elements: str
+    extent: str
 
 
-class ForwardArgs(Structure):
-    """flce_forward_args"""
+class CallArguments(NamedTuple):
+    """What the library takes of a call."""
 
-    _fields_ = (
-        *_COMMON_ARGS,
-        ("loss", c_void_p),
-        ("z_loss", c_void_p),
-        ("lse", c_void_p),
-        ("logprob", c_void_p),
-        ("entropy", c_void_p),
-        ("invalid_label", c_void_p),
-        *_RETAINED_ARGS,
-    )
-
-
-class BackwardArgs(Structure):
-    """flce_backward_args"""
-
-    _fields_ = (
-        *_COMMON_ARGS,
-        ("lse", c_void_p),
-        ("entropy", c_void_p),
-        ("grad_loss", c_void_p),
-        ("grad_lse", c_void_p),
-        ("grad_logprob", c_void_p),
-        ("grad_entropy", c_void_p),
-        ("grad_hidden", c_void_p),
-        ("grad_weight", c_void_p),
-        ("grad_bias", c_void_p),
-        *_RETAINED_ARGS,
-    )
+    forward: type[Structure]  # flce_forward_args
+    backward: type[Structure]  # flce_backward_args
+    tensors: dict[str, CallTensor]
 
 
 class SessionOptions(Structure):
@@ -185,6 +153,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_kernel_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
     "flce_kernel_backward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
     "flce_kernel_check_invalid_label": (c_int32, (c_void_p, c_uint64)),
+    "flce_call_arguments_json": (c_int32, (c_char_p, c_size_t, POINTER(c_size_t))),
 }
 
 _lock = threading.Lock()
@@ -239,7 +208,7 @@ def library() -> ctypes.CDLL:
 
 
 def _shown(raw: bytes) -> str:
-    """Text of the library's. It may name paths, which are bytes; those that are no UTF-8 are shown as \\xff, so that whoever prints it can."""
+    """Text of the library's. It may name paths, which are bytes; those that are no UTF-8 are shown as \\xff, so that it can be printed."""
     return raw.decode(errors="backslashreplace")
 
 
@@ -265,6 +234,29 @@ def text(call: Callable[..., int], *leading: Any) -> str:
     buffer = create_string_buffer(needed.value)
     check(call(*leading, buffer, needed.value, None))
     return _shown(buffer.value)
+
+
+_FIELD_TYPES: dict[str, Any] = {"tensor": c_void_p, "pointer": c_void_p, "size": c_size_t, "int32": c_int32, "int64": c_int64}
+
+
+def _struct(name: str, description: dict[str, Any]) -> type[Structure]:
+    fields = sorted(description["fields"], key=lambda field: field["offset"])
+    made = type(name, (Structure,), {"_fields_": [(field["name"], _FIELD_TYPES[field["type"]]) for field in fields]})
+    offsets = [getattr(made, field["name"]).offset for field in fields]
+    if offsets != [field["offset"] for field in fields] or ctypes.sizeof(made) != description["size"]:
+        raise errors.InternalError(f"{name} of this library is laid out in another way than its description says")
+    return made
+
+
+@functools.cache
+def call_arguments() -> CallArguments:
+    """The structs of a call and its tensors, as the library describes them: a tensor that it gains needs no line here."""
+    description = json.loads(text(library().flce_call_arguments_json))
+    return CallArguments(
+        _struct("flce_forward_args", description["forward"]),
+        _struct("flce_backward_args", description["backward"]),
+        {tensor["name"]: CallTensor(tensor["elements"], tensor["extent"]) for tensor in description["tensors"]},
+    )
 
 
 def create_session(device: str, threads: int, strict: bool | None) -> c_void_p:
@@ -306,7 +298,9 @@ def retained_bytes(kernel: c_void_p, num_tokens: int, place: int) -> int:
     return result.value
 
 
-def choose_retained(kernel: c_void_p, num_tokens: int, workspace_limit_bytes: int, lend_grad_weight: bool, least_work: int) -> tuple[int, int]:
+def choose_retained(
+    kernel: c_void_p, num_tokens: int, workspace_limit_bytes: int, lend_grad_weight: bool, least_work: int
+) -> tuple[int, int]:
     """(place, bytes) of what forward should leave to backward."""
     options = RetainOptions(
         struct_size=ctypes.sizeof(RetainOptions),

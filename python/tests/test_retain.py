@@ -151,7 +151,7 @@ def saved_bits(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.
 
     def other_bits(self: Any, function: Any, args_address: int, size: int) -> None:
         run(self, function, args_address, size)
-        args = _native.ForwardArgs.from_address(args_address)
+        args: Any = _native.call_arguments().forward.from_address(args_address)
         if function is self.forward_function and args.retained:
             lse = _native.TensorView.from_address(args.lse)
             values = (ctypes.c_float * lse.rows).from_address(lse.data)
