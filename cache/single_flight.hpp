@@ -15,9 +15,9 @@ namespace flce {
 template <class Key, class Value, class Hash = std::hash<Key>>
 class SingleFlight {
 public:
-    /// The result of `make`, which runs once at a time for each key: callers that come while another's runs get its value, or its exception.
-    /// Another caller may have finished between this one's look into its map and this call, so `make` looks there again before it works. `make` may
-    /// run others, but not one of its own key.
+    /// The result of `make`, which runs once at a time for each key: callers that come while another's runs get its value, or its
+    /// exception. Another caller may have finished between this one's look into its map and this call, so `make` looks there again before
+    /// it works. `make` may run others, but not one of its own key.
     template <class Make>
     Value run(const Key& key, Make&& make) {
         std::promise<Value> promise;

@@ -5,7 +5,8 @@
 
 namespace flce {
 
-/// The requests of one call. Limits are rounded down to steps and numbers of tokens are buckets, so that calls which differ a little ask alike.
+/// The requests of one call. Limits are rounded down to steps and numbers of tokens are buckets, so that calls which differ a little ask
+/// alike.
 struct CallRequests {
     PlanRequest first;  ///< scratch as the options have it, less where the limit leaves less
     PlanRequest wide;   ///< for a layer that retains nothing: scratch has what the limit leaves. Equal to `first` where that is no more

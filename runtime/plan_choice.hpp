@@ -37,8 +37,8 @@ struct PlanAnswer {
 /// A device as calls on `threads` of its threads see it (0: all of its cores). GPUs are not changed.
 [[nodiscard]] Device with_threads(Device device, int threads);
 
-/// The median of a record that has timed exactly this plan on this device, for exactly query.request and with what was retained as RecordKey::retained
-/// says; of kernels of this version before others.
+/// The median of a record that has timed exactly this plan on this device, for exactly query.request and with what was retained as
+/// RecordKey::retained says; of kernels of this version before others.
 [[nodiscard]] std::optional<MeasuredTime> measured_time(const PlanQuery& query, const Plan& plan, std::string_view retained,
                                                         RecordStore& records);
 
@@ -47,7 +47,8 @@ struct PlanAnswer {
 [[nodiscard]] PlanAnswer plan_for(const PlanQuery& query, RecordStore& records);
 /// Why it is that plan, for Explanation. It goes through all candidates again, so it is for people who ask, not for each kernel.
 [[nodiscard]] std::vector<std::string> answer_reasons(const PlanQuery& query, const PlanAnswer& answer);
-/// One line: what forward and backward take over the query's bucket of tokens, measured where the plan's record is of that bucket, else modelled.
+/// One line: what forward and backward take over the query's bucket of tokens, measured where the plan's record is of that bucket, else
+/// modelled.
 [[nodiscard]] std::string time_reason(const PlanQuery& query, const PlanAnswer& answer);
 
 }  // namespace flce

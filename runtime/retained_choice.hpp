@@ -1,4 +1,5 @@
-// Who lends memory to what forward leaves to backward, and how much: Kernel::choose_retained from sizes, so that explanations need no kernel.
+// Who lends memory to what forward leaves to backward, and how much: Kernel::choose_retained from sizes, so that explanations need no
+// kernel.
 #pragma once
 
 #include <cstddef>

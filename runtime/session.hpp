@@ -35,8 +35,8 @@ struct LocalDevice {
     Device device;
     DeviceRef ref;
 };
-/// `name` as in SessionOptions::device, already completed from the environment; empty: the best there is. A GPU is only that if its kernels can be
-/// had: there is an NVRTC, or the caller has compiled ones from elsewhere.
+/// `name` as in SessionOptions::device, already completed from the environment; empty: the best there is. A GPU is only that if its kernels
+/// can be had: there is an NVRTC, or the caller has compiled ones from elsewhere.
 [[nodiscard]] LocalDevice resolve_local_device(const std::string& name, const Backends& backends, bool has_compiled_kernels = false);
 
 struct SessionAccess {
@@ -49,8 +49,8 @@ struct SessionAccess {
     /// Those over every number of tokens that the limit has room for, whatever options.num_tokens is.
     [[nodiscard]] static std::vector<Plan> plans_for_any_tokens(Session& session, const Spec& spec, const Device& device,
                                                                 KernelOptions options);
-    /// What records say of a call's time: of exactly that plan, request (num_tokens is the call's, not a bucket) and RecordKey::retained. Compiles
-    /// nothing.
+    /// What records say of a call's time: of exactly that plan, request (num_tokens is the call's, not a bucket) and RecordKey::retained.
+    /// Compiles nothing.
     [[nodiscard]] static std::optional<MeasuredTime> measured_time(Session& session, const Spec& spec, const Device& device,
                                                                    const Plan& plan, const PlanRequest& request, std::string_view retained);
     /// Session::prewarm, with each cache entry that was used told to `on_use`.

@@ -1,8 +1,8 @@
-"""Calls like one that went before: the same tensors but for their contents. What that call's arguments were found to be holds for these too, and only
-addresses are left to fill in.
+"""Calls like one that went before: the same tensors but for their contents. What that call's arguments were found to be holds for these
+too, and only addresses are left to fill in.
 
-For small layers Python is much of what a call costs, and most of that in backward, which runs on the engine's thread with that core's caches cold. So
-what can be settled once is, and little code and few objects are touched.
+For small layers Python is much of what a call costs, and most of that in backward, which runs on the engine's thread with that core's
+caches cold. So what can be settled once is, and little code and few objects are touched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from flce import _frame, _kernels, _native, _op, _retain
 from flce._frame import Frame, Inputs
 
 try:
-    # One question in place of twenty: types, dispatch keys (device type, negation, inference), dtypes, device indices, sizes, strides, requires_grad.
+    # One question in place of twenty: types, dispatch keys (device type, negation, inference), dtypes, device indices, sizes, strides,
+    # requires_grad.
     _TensorGuards: Any = importlib.import_module("torch._C._dynamo.guards").TensorGuards
 except (ImportError, AttributeError):
     _TensorGuards = None
@@ -40,8 +41,8 @@ Addresses = tuple[int, int, int, int]
 
 
 class DirectCall:
-    """One layer with one set of options, for hidden [..., D], weight and target [...] of one form, contiguous (weight, or its transpose) and of the
-    kernel's dtype. Any thread may use it."""
+    """One layer with one set of options, for hidden [..., D], weight and target [...] of one form, contiguous (weight, or its transpose)
+    and of the kernel's dtype. Any thread may use it."""
 
     __slots__ = (
         "asks_engine",
@@ -64,7 +65,9 @@ class DirectCall:
         "weight_stride",
     )
 
-    def __init__(self, kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor, rest: tuple[str, int, int, int, int]) -> None:
+    def __init__(
+        self, kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor, rest: tuple[str, int, int, int, int]
+    ) -> None:
         self.kernel = kernel
         self.guard: Callable[..., bool] = _TensorGuards(hidden, weight, target, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self.requires_grad = hidden.requires_grad or weight.requires_grad
@@ -83,7 +86,8 @@ class DirectCall:
         self.value_form: Any = kernel.float_like
         if rest[2] == _native.REDUCTION_NONE:
             self.make_value, self.value_form = kernel.new_floats, target.shape
-        # Frames that no call is using, as `_new_frame` makes them; backward's by whether hidden's gradient is wanted, twice whether weight's is.
+        # Frames that no call is using, as `_new_frame` makes them; backward's by whether hidden's gradient is wanted, twice whether
+        # weight's is.
         self.forward_frames: list[tuple[memoryview, int, int, Frame]] = []
         self.backward_frames: tuple[list[tuple[memoryview, int, int, Frame]], ...] = ([], [], [], [])
 
@@ -115,9 +119,11 @@ class DirectCall:
         except (AttributeError, RuntimeError):  # no tensor, or one without memory
             return False
 
-    def matches_backward(self, addresses: Addresses, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
-        """Whether `backward` can take these: autograd may give back others than it saved, by a hook or because somebody swapped a tensor's memory.
-        What lies where forward had it, in the same form, is the same."""
+    def matches_backward(
+        self, addresses: Addresses, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor
+    ) -> bool:
+        """Whether `backward` can take these: autograd may give back others than it saved, by a hook or because somebody swapped a tensor's
+        memory. What lies where forward had it, in the same form, is the same."""
         return (
             (hidden.data_ptr(), weight.data_ptr(), target.data_ptr(), saved.data_ptr()) == addresses
             and hidden.shape == self.hidden_shape

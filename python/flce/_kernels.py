@@ -1,7 +1,7 @@
 """Sessions and kernels over torch tensors: one session a device, kernels found by what they compute, calls without any check of shapes.
 
-Callers (`_op`, `functional`) have checked the tensors; the library checks them again. A call allocates with torch on hidden's device and runs on
-torch's current stream of it.
+Callers (`_op`, `functional`) have checked the tensors; the library checks them again. A call allocates with torch on hidden's device and
+runs on torch's current stream of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _raw_delete: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
 # What torch.cuda.caching_allocator_alloc calls, on the current device.
-_raw_alloc: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None) if _current_device and _raw_delete and _raw_stream else None
+_raw_alloc: Any = (
+    getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None) if _current_device and _raw_delete and _raw_stream else None
+)
 
 
 class Kernel:
@@ -80,15 +82,16 @@ class Kernel:
         return _native.workspace_bytes(self._handle, num_tokens, backward)
 
     def retained_bytes(self, num_tokens: int, *, in_grad_weight: bool = False) -> int:
-        """Bytes in which forward can spare backward the logits of num_tokens tokens, in memory of their own (any smaller number spares a part) or in
-        the weight gradient's; 0 where this kernel retains nothing."""
+        """Bytes in which forward can spare backward the logits of num_tokens tokens, in memory of their own (any smaller number spares a
+        part) or in the weight gradient's; 0 where this kernel retains nothing."""
         place = _native.RETAINED_GRAD_WEIGHT if in_grad_weight else _native.RETAINED_OWN
         return _native.retained_bytes(self._handle, num_tokens, place)
 
     def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
-        """What forward of a step over num_tokens tokens leaves to backward, (lent, size): so many bytes, 0 for nothing, in the memory of the weight's
-        gradient where it is lent, else in memory of its own. `workspace_limit_bytes`: on workspace and what is retained together; 0: none, and no
-        memory of its own. `lend_grad_weight`: the gradient will be written, and its memory may hold what is retained until then."""
+        """What forward of a step over num_tokens tokens leaves to backward, (lent, size): so many bytes, 0 for nothing, in the memory of
+        the weight's gradient where it is lent, else in memory of its own. `workspace_limit_bytes`: on workspace and what is retained
+        together; 0: none, and no memory of its own. `lend_grad_weight`: the gradient will be written, and its memory may hold what is
+        retained until then."""
         place, size = _native.choose_retained(self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK)
         return _retain.Choice(place == _native.RETAINED_GRAD_WEIGHT, size)
 
@@ -111,15 +114,15 @@ class Kernel:
         return _native.text(self._library.flce_kernel_text, self._handle, which)
 
     def _take_frame(self) -> Frame:
-        """A frame for one call, which appends it to `frames` when it ends well. After an exception, a KeyboardInterrupt at any line included, nobody
-        knows how far the frame was filled, so it is not used again."""
+        """A frame for one call, which appends it to `frames` when it ends well. After an exception, a KeyboardInterrupt at any line
+        included, nobody knows how far the frame was filled, so it is not used again."""
         try:
             return self.frames.pop()
         except IndexError:
             return Frame(self)
 
     def run(self, function: Any, args_address: int, size: int) -> None:
-        """One call, with `size` bytes of workspace: freed when this returns, handed out again by the allocator only behind this stream's work."""
+        """One call, with `size` bytes of workspace: freed when this returns, handed out again only behind this stream's work."""
         index = self._index
         if self._allocates_raw and _current_device() == index:  # less than half the time of making a tensor
             stream = _raw_stream(index)
@@ -150,8 +153,8 @@ class Kernel:
         return split_values(values, num_tokens, len(self.extra_outputs)) if self.extra_outputs else (values,)
 
     def forward(self, given: Inputs, values: Tensor) -> Tensor:
-        """Writes `values` (`new_values`). Returns what backward needs, `saved`: lse [N] fp32, followed by entropy [N] where that is an output, with
-        what else backward can use on it (`_retain.of`)."""
+        """Writes `values` (`new_values`). Returns what backward needs, `saved`: lse [N] fp32, followed by entropy [N] where that is an
+        output, with what else backward can use on it (`_retain.of`)."""
         frame = self._take_frame()
         kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the call is made
         num_tokens, names = frame.num_tokens, self.extra_outputs
@@ -196,9 +199,9 @@ class Kernel:
         *,
         lent: bool = False,
     ) -> None:
-        """Writes (or, in an accumulating kernel, adds for weight and bias) the gradients that are not None. grad_values is like forward's values,
-        contiguous. `retained`: the memory that forward filled, `lent`: that of a weight's gradient; where it is grad_weight, that is all it is
-        afterwards."""
+        """Writes (or, in an accumulating kernel, adds for weight and bias) the gradients that are not None. grad_values is like forward's
+        values, contiguous. `retained`: the memory that forward filled, `lent`: that of a weight's gradient; where it is grad_weight, that
+        is all it is afterwards."""
         frame = self._take_frame()
         args, address = frame.backward, frame.address
         kept = frame.inputs(args, given)  # noqa: F841  # alive until the call is made
@@ -269,11 +272,12 @@ def _session(device: torch.device, strict: bool | None) -> ctypes.c_void_p:
 
 
 def set_strict(strict: bool | None) -> None:
-    """Whether from now on a kernel that no cache has is a CacheMissError, in every thread of this process; None, as it begins: as FLCE_STRICT says.
+    """Whether from now on a kernel that no cache has is a CacheMissError, in every thread of this process; None, as it begins: as
+    FLCE_STRICT says.
 
     For a trainer that cannot set its ranks' environment: once `warmup` has what the run needs, `set_strict(True)` makes sure that no step
-    compiles. What this process already has is found in any case, and `get_kernel` and `warmup` go by their own `strict` where it is given. Raises
-    ArgumentError for anything but True, False and None."""
+    compiles. What this process already has is found in any case, and `get_kernel` and `warmup` go by their own `strict` where it is given.
+    Raises ArgumentError for anything but True, False and None."""
     global _strict
     _strict = checked_strict(strict)
 
@@ -306,7 +310,7 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
 
 
 def find(*fields: Any, strict: bool | None = None) -> Kernel:
-    """The kernel for a KernelKey of these fields: from memory, from the caches, or compiled (unless `strict`; None: as `set_strict` says)."""
+    """The kernel for a KernelKey of these fields: from memory, the caches, or compiled (unless `strict`; None: as `set_strict` says)."""
     kernel = _found.get(fields)  # type: ignore[call-overload]  # a named tuple hashes as a plain one, which is made faster
     if kernel is not None:
         return kernel  # type: ignore[no-any-return]
@@ -316,7 +320,9 @@ def find(*fields: Any, strict: bool | None = None) -> Kernel:
             f"the kernel for {key.spec()} is not loaded yet, and a CUDA graph is being captured: "
             "call flce.warmup with it, or run it once, before the capture"
         )
-    handle = _native.get_kernel(_session(key.device, _strict if strict is None else strict), key.spec(), key.workspace_limit_bytes, key.num_tokens)
+    handle = _native.get_kernel(
+        _session(key.device, _strict if strict is None else strict), key.spec(), key.workspace_limit_bytes, key.num_tokens
+    )
     # Limits that come to the same plan share its kernel.
     shared = key._replace(workspace_limit_bytes=0, num_tokens=0)
     name = shared, _native.text(_native.library().flce_kernel_text, handle, _native.TEXT_PLAN)

@@ -1,7 +1,8 @@
-"""The operators flce::linear_cross_entropy and flce::linear_cross_entropy_backward, and the autograd node that both eager code and compilers record.
+"""The operators flce::linear_cross_entropy and flce::linear_cross_entropy_backward, and the autograd node that both eager code and
+compilers record.
 
-Operators take the fields of `_frame.Inputs`; `functional` brings arguments into that form. No copy is made where hidden is contiguous and weight or
-its transpose is.
+Operators take the fields of `_frame.Inputs`; `functional` brings arguments into that form. No copy is made where hidden is contiguous and
+weight or its transpose is.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def run_backward(
     *,
     filled: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here. All
-    tensors are looked at again: a hook on saved tensors, or `.data`, may have put others in the place of forward's. `filled`: forward left something
-    to backward, as far as the caller knows; `saved` tells too, unless a hook has put another tensor in its place."""
+    """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here.
+    All tensors are looked at again: a hook on saved tensors, or `.data`, may have put others in the place of forward's. `filled`: forward
+    left something to backward, as far as the caller knows; `saved` tells too, unless a hook has put another tensor in its place."""
     kernel = _checks.kernel_for_backward(kernel, given, saved, grad_values, grad_weight_out)
     hidden, weight, bias = given.hidden, given.weight, given.bias
     want_hidden, want_weight, want_bias = wanted
@@ -95,15 +96,15 @@ def refuse_second_derivative(gradients: Sequence[Tensor | None], sources: Sequen
     return [None if gradient is None else NoSecondDerivative.apply(gradient, *tracked) for gradient in gradients]
 
 
-# Multiply-adds up to which gradients are made unasked: asking the engine takes some microseconds, in which small ones are long made. (Not where one
-# would be added to a buffer unasked, nor while tracing: no choice may hang on the number of tokens there.)
+# Multiply-adds up to which gradients are made unasked: asking the engine takes some microseconds, in which small ones are long made. (Not
+# where one would be added to a buffer unasked, nor while tracing: no choice may hang on the number of tokens there.)
 SMALL = 1 << 16
 _engine_will_run = getattr(torch._C, "_will_engine_execute_node", None)
 
 
 def wanted_gradients(ctx: Any) -> list[bool]:
-    """Whether this run of the engine uses the gradients of hidden, weight and bias. needs_input_grad says what forward's inputs required; a schedule
-    that runs backward for activations first and for weights later asks for less each time."""
+    """Whether this run of the engine uses the gradients of hidden, weight and bias. needs_input_grad says what forward's inputs required; a
+    schedule that runs backward for activations first and for weights later asks for less each time."""
     wanted = list(ctx.needs_input_grad[:3])
     if _engine_will_run is None or sum(wanted) < 2:
         return wanted
@@ -118,8 +119,9 @@ def wanted_gradients(ctx: Any) -> list[bool]:
 
 
 def is_asked_for_by_grad(node: Any) -> bool:
-    """Whether autograd.grad() was asked for the gradient of the leaf at `node`, or of the leaf that the function at `node` takes (a view's, say).
-    Such a gradient is a result, and not to be added to anything. Schedules that split backward ask for weights' gradients in this way."""
+    """Whether autograd.grad() was asked for the gradient of the leaf at `node`, or of the leaf that the function at `node` takes (a view's,
+    say). Such a gradient is a result, and not to be added to anything. Schedules that split backward ask for weights' gradients in this
+    way."""
     if node is None or _engine_will_run is None:
         return False
     if not hasattr(node, "variable") and len(node.next_functions) == 1:
@@ -134,12 +136,14 @@ def is_asked_for_by_grad(node: Any) -> bool:
 
 
 def refuse_forward_mode() -> None:
-    raise errors.UnsupportedTransformError("flce.linear_cross_entropy has no forward-mode derivatives: use reverse mode (backward, autograd.grad)")
+    raise errors.UnsupportedTransformError(
+        "flce.linear_cross_entropy has no forward-mode derivatives: use reverse mode (backward, autograd.grad)"
+    )
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The node. The differentiable inputs come first (`wanted_gradients` counts on it), and again in `given`. Its one
-    output is `Kernel.new_values` for token_shape (schedules that split backward add up the gradients of a node's outputs, or know the first alone).
+    """The node. The differentiable inputs come first (`wanted_gradients` counts on it), and again in `given`. Its one output is
+    `Kernel.new_values` for token_shape (schedules that split backward add up the gradients of a node's outputs, or know the first alone).
     Without a kernel it goes through the operators, and its outputs are theirs."""
 
     @staticmethod
@@ -195,10 +199,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 apply_directly: Callable[..., Tensor] = super(torch.autograd.Function, LinearCrossEntropyFunction).apply
 
 
-# ── torch.library ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── torch.library ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target"
-_REST = "Tensor? bias, Tensor? class_weight, Tensor? num_valid, str options, int ignore_index, int reduction, int workspace_limit_bytes"  # of Inputs
+_REST = (  # of Inputs
+    "Tensor? bias, Tensor? class_weight, Tensor? num_valid, str options, int ignore_index, int reduction, int workspace_limit_bytes"
+)
 _CHOICE = "int retain=0"  # of Inputs; a schema's fields keep their places, since caches of compiled graphs do not look at schemas
 
 _library = torch.library.Library("flce", "DEF")
@@ -279,8 +285,8 @@ def _backward_autograd(grad_values: Tensor, *args: Any) -> Any:
 
 def _refuse_transform(*args: Any, **kwargs: Any) -> Any:
     raise errors.UnsupportedTransformError(
-        "flce.linear_cross_entropy cannot run under a transform of torch.func (vmap, grad, jvp, …): fold the mapped dimension into the tokens, "
-        "and use backward or autograd.grad for gradients"
+        "flce.linear_cross_entropy cannot run under a transform of torch.func (vmap, grad, jvp, …): fold the mapped dimension into the "
+        "tokens, and use backward or autograd.grad for gradients"
     )
 
 

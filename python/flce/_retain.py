@@ -1,8 +1,9 @@
 """What forward leaves to backward so that it need not compute the logits again: where it lies, who has it, and how long.
 
-It rides on the tensor that autograd saves anyway, the statistics of forward (lse), as an attribute. So it lives as long as that tensor, whoever holds
-it: an eager node, a compiled graph, a checkpoint's second forward. A hook that puts another tensor in its place (one that offloads or drops what is
-saved, or writes it to a file) leaves it behind, and backward computes the logits again: what it does not find is never wrong.
+It rides on the tensor that autograd saves anyway, the statistics of forward (lse), as an attribute. So it lives as long as that tensor,
+held by an eager node, a compiled graph, a checkpoint's second forward. A hook that puts another tensor in its place (one that
+offloads or drops what is saved, or writes it to a file) leaves it behind, and backward computes the logits again: what it does not find is
+never wrong.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ class Choices:
         self._known: dict[tuple[int, bool], Choice] = {}
 
     def under(self, limit: int, *, lend: bool) -> Choice:
-        """`limit`: on workspace and what is retained together, 0: no memory of its own. `lend`: the weight's gradient may lend its memory."""
+        """`limit`: on workspace and what is retained together, 0: no memory of its own. `lend`: the weight's gradient may lend."""
         choice = self._known.get((limit, lend))
         if choice is None:
-            choice = self._known[limit, lend] = self._kernel.choose_retained(self._num_tokens, workspace_limit_bytes=limit, lend_grad_weight=lend)
+            choice = self._known[limit, lend] = self._kernel.choose_retained(
+                self._num_tokens, workspace_limit_bytes=limit, lend_grad_weight=lend
+            )
         return choice
 
     def may_lend(self, retain: int) -> bool:
@@ -70,9 +73,9 @@ class Choices:
 
 
 class Alive:
-    """The losses of layers of one size on one device whose weight gradient is still to come. Memory is lent where there is one at a time: the first
-    of several would hold its gradient's memory through the forwards and backwards of the others. Whether there will be several nobody says, so
-    it is taken to be as it was before: since there was none alive the last time.
+    """The losses of layers of one size on one device whose weight gradient is still to come. Memory is lent where there is one at a time:
+    the first of several would hold its gradient's memory through the forwards and backwards of the others. Whether there will be several
+    nobody says, so it is taken to be as it was before: since there was none alive the last time.
 
     Without a lock, because the garbage collector may end a loss's life anywhere: only single operations on `losses` count.
     """
@@ -119,8 +122,8 @@ class Retained:
 
     @contextmanager
     def taken(self, kernel: Kernel, given: Inputs, *, weight: bool) -> Iterator[tuple[Tensor | None, bool]]:
-        """For one backward: (the memory or None, whether the weight's gradient is to be written over it). Lent memory that has been written over is
-        gone, and what was in it; whatever fails meanwhile, it counts as gone too."""
+        """For one backward: (the memory or None, whether the weight's gradient is to be written over it). Lent memory that has been written
+        over is gone, and what was in it; whatever fails meanwhile, it counts as gone too."""
         memory = None
         if kernel is self._kernel and _addresses(given) == self._addresses:
             try:
@@ -130,8 +133,8 @@ class Retained:
         overwrite = self.lent and weight
         again = memory
         if memory is not None and memory.is_cuda and (capturing := torch.cuda.is_current_stream_capturing()) != self._captured:
-            # A captured forward writes to it at every replay: it cannot be a gradient of this backward. A captured backward would read it at every
-            # replay, when it is gone.
+            # A captured forward writes to it at every replay: it cannot be a gradient of this backward. A captured backward would read it
+            # at every replay, when it is gone.
             overwrite = False
             if capturing:
                 memory = None
@@ -156,7 +159,7 @@ class Retained:
         """A copy of the tensor has none of it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nor has what pickle or torch.save write of the tensor: an empty dictionary is there, which torch.load(weights_only=True) reads too."""
+        """Nor has what pickle or torch.save write of the tensor: an empty dictionary is there, which weights_only reads too."""
         return OrderedDict, ()
 
 
@@ -200,7 +203,7 @@ def _capturing(tensor: Tensor) -> bool:
 
 
 def under_cudagraph_trees(tensor: Tensor) -> bool:
-    """Whether torch.compile's CUDA graphs are being warmed up or recorded: they account for every byte in their pool, and know outputs alone."""
+    """Whether torch.compile's CUDA graphs are being warmed up or recorded: they account for all of their pool, and know outputs alone."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None or not tensor.is_cuda:
         return False

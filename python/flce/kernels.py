@@ -117,8 +117,8 @@ def explain(
             own = kernel.choose_retained(num_tokens, workspace_limit_bytes=limit, lend_grad_weight=False).size
             lendable = kernel.retained_bytes(num_tokens, in_grad_weight=True)
             text += (
-                f"retained at {num_tokens} tokens: up to {kernel.retained_bytes(num_tokens)} bytes of which this limit allows {own}, or what fits "
-                f"in {lendable} bytes of the weight's gradient\n"
+                f"retained at {num_tokens} tokens: up to {kernel.retained_bytes(num_tokens)} bytes of which this limit allows {own}, "
+                f"or what fits in {lendable} bytes of the weight's gradient\n"
             )
     return text
 

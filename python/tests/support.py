@@ -153,7 +153,9 @@ def spy_on_backward(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     computed: list[tuple[bool, bool]] = []
     by_kernel, directly = flce.Kernel.backward, DirectCall.backward
 
-    def kernel_backward(self: Any, given: Any, saved: Any, grad: Any, grad_hidden: Any, grad_weight: Any, *others: Any, **keywords: Any) -> None:
+    def kernel_backward(
+        self: Any, given: Any, saved: Any, grad: Any, grad_hidden: Any, grad_weight: Any, *others: Any, **keywords: Any
+    ) -> None:
         computed.append((grad_hidden is not None, grad_weight is not None))
         by_kernel(self, given, saved, grad, grad_hidden, grad_weight, *others, **keywords)
 

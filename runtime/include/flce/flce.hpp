@@ -28,8 +28,8 @@ namespace flce {
 enum class Reduction : std::uint8_t { none, sum, mean };
 enum class Pass : std::uint8_t { forward, backward, forward_backward };
 
-/// Caller-owned scratch, 256-byte aligned, on the kernel's device; may be used again as soon as the pass has run on its stream. Forward is quicker
-/// with ignored tokens where it has more than it needs (backward's amount will do); its results are the same.
+/// Caller-owned scratch, 256-byte aligned, on the kernel's device; may be used again as soon as the pass has run on its stream. Forward is
+/// quicker with ignored tokens where it has more than it needs (backward's amount will do); its results are the same.
 struct Workspace {
     void* data = nullptr;
     std::size_t bytes = 0;
@@ -38,10 +38,11 @@ struct Workspace {
 /// Where what is retained lies: in memory of its own, or in that of grad_weight before backward writes it.
 enum class RetainedPlace : std::uint8_t { own, grad_weight };
 
-/// Caller-owned memory on the kernel's device, 16-byte aligned, in which forward leaves to backward what spares it computing logits again: as much
-/// as fits. Both passes are given the same bytes and place, unchanged in between; none (the default) means that backward computes all of them again.
-/// Backward may write there too: calls over the same bytes follow one another. CPU kernels retain logits, and their gradients' bits do not depend
-/// on it; GPU kernels whose plan's strategy is retain keep exponentials in bf16 (grad_weight is then off by two roundings of its factors, not one).
+/// Caller-owned memory on the kernel's device, 16-byte aligned, in which forward leaves to backward what spares it computing logits again:
+/// as much as fits. Both passes are given the same bytes and place, unchanged in between; none (the default) means that backward computes
+/// all of them again. Backward may write there too: calls over the same bytes follow one another. CPU kernels retain logits, and their
+/// gradients' bits do not depend on it; GPU kernels whose plan's strategy is retain keep exponentials in bf16 (grad_weight is then off by
+/// two roundings of its factors, not one).
 struct Retained {
     void* data = nullptr;
     std::size_t bytes = 0;  ///< in grad_weight's memory: exactly Kernel::retained_bytes(num_tokens, RetainedPlace::grad_weight)
@@ -52,7 +53,8 @@ struct Retained {
 struct RetainOptions {
     std::int64_t workspace_limit_bytes = 0;  ///< on workspace and Retained together; 0: none, and no memory for Retained alone
     bool lend_grad_weight = true;            ///< backward will write grad_weight, and its memory may hold what is retained until then
-    /// Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: those where the launches that it takes cost more than it spares.
+    /// Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: those where the launches that it takes cost more than it
+    /// spares.
     std::int64_t least_work = 0;
 };
 
@@ -61,8 +63,8 @@ struct Stream {
     void* handle = nullptr;
 };
 
-// Shapes: N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All tensors contiguous, on the kernel's device; hidden, weight
-// and their gradients 16-byte aligned. Absent tensors are not read or written.
+// Shapes: N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All tensors contiguous, on the kernel's device; hidden,
+// weight and their gradients 16-byte aligned. Absent tensors are not read or written.
 struct ForwardArgs {
     TensorView hidden{};        ///< [N, D], spec dtype
     TensorView weight{};        ///< [P, D] (vocab_major) or [D, P] (hidden_major), weight_dtype(spec)
@@ -126,17 +128,18 @@ public:
     [[nodiscard]] const Plan& plan() const noexcept { return plan_; }
     [[nodiscard]] DeviceRef device_ref() const noexcept { return device_ref_; }
 
-    /// Scratch bytes that a pass over num_tokens tokens needs. More tokens may need less: ask for each number of tokens. Throws ArgumentError for num_tokens < 0 and on overflow.
+    /// Scratch bytes that a pass over num_tokens tokens needs. More tokens may need less: ask for each number of tokens. Throws
+    /// ArgumentError for num_tokens < 0 and on overflow.
     [[nodiscard]] std::size_t workspace_bytes(std::int64_t num_tokens, Pass pass = Pass::forward_backward) const;
 
     /// Most bytes of Retained that passes over num_tokens tokens have a use for; any smaller number does for a part. 0: this kernel retains
-    /// nothing. RetainedPlace::grad_weight: exactly the bytes from the beginning of grad_weight that may be lent for it, or 0 where its memory will
-    /// not do (it accumulates, or its rows are not the vocabulary's).
+    /// nothing. RetainedPlace::grad_weight: exactly the bytes from the beginning of grad_weight that may be lent for it, or 0 where its
+    /// memory will not do (it accumulates, or its rows are not the vocabulary's).
     [[nodiscard]] std::size_t retained_bytes(std::int64_t num_tokens, RetainedPlace place = RetainedPlace::own) const;
 
-    /// What forward should leave to backward of a step over num_tokens tokens: place and bytes, for the caller to set `data` to such memory (0 bytes:
-    /// nothing). grad_weight's memory where it may be lent and what the limit leaves beside the workspace holds no more; else that, where it
-    /// holds enough to be worth it. Throws ArgumentError for num_tokens < 0 and on overflow, and for negative options.
+    /// What forward should leave to backward of a step over num_tokens tokens: place and bytes, for the caller to set `data` to such memory
+    /// (0 bytes: nothing). grad_weight's memory where it may be lent and what the limit leaves beside the workspace holds no more; else
+    /// that, where it holds enough to be worth it. Throws ArgumentError for num_tokens < 0 and on overflow, and for negative options.
     [[nodiscard]] Retained choose_retained(std::int64_t num_tokens, const RetainOptions& options = {}) const;
 
     /// Throws ArgumentError naming the argument before anything is launched; DeviceError when a launch fails.
@@ -190,30 +193,31 @@ struct SessionOptions {
     bool disk_cache = true;                            ///< the directory; packs and the remote cache are used where they are named
     std::vector<std::filesystem::path> cache_packs{};  ///< read after the directory, in this order; empty: FLCE_CACHE_PACKS
     std::string cache_remote{};                        ///< URL of a cache that machines share; empty: FLCE_CACHE_REMOTE
-    /// Ed25519 public keys (PEM), one of which must have signed packs and remote entries. Empty: FLCE_TRUSTED_KEYS; none there either: signatures
-    /// are not asked for.
+    /// Ed25519 public keys (PEM), one of which must have signed packs and remote entries. Empty: FLCE_TRUSTED_KEYS; none there either:
+    /// signatures are not asked for.
     std::vector<std::filesystem::path> trusted_keys{};
     std::int64_t scratch_bytes = kDefaultScratchBytes;  ///< workspace beyond 4·N·D that plans may use
     int threads = 0;                                    ///< CPU backend: 0 means FLCE_NUM_THREADS, else every core
     std::int64_t workspace_limit_bytes = 0;             ///< of calls that give none of their own; see KernelOptions. 0: none
-    /// Tuning records to read before the user's own (FLCE_RECORDS_DIR, else "records" in the cache directory) and those that flce brings: directories
-    /// or files, first ones first. Empty: FLCE_RECORDS.
+    /// Tuning records to read before the user's own (FLCE_RECORDS_DIR, else "records" in the cache directory) and those that flce brings:
+    /// directories or files, first ones first. Empty: FLCE_RECORDS.
     std::vector<std::filesystem::path> records{};
     bool use_records = true;  ///< false: every plan is the caller's or the cost model's, as with FLCE_NO_RECORDS
-    /// Strict: get_kernel compiles nothing. A kernel that no cache has is a CacheMissError that names the command to compile it with, and a tier
-    /// of the cache that cannot be used is an EnvironmentError, here or in get_kernel, instead of a warning. Absent: FLCE_STRICT.
+    /// Strict: get_kernel compiles nothing. A kernel that no cache has is a CacheMissError that names the command to compile it with, and a
+    /// tier of the cache that cannot be used is an EnvironmentError, here or in get_kernel, instead of a warning. Absent: FLCE_STRICT.
     std::optional<bool> strict{};
 };
 
 struct KernelOptions {
     std::string plan{};              ///< canonical plan text to use instead of the planner's choice; empty: the planner's
     std::int64_t scratch_bytes = 0;  ///< for the planner, instead of the session's; 0: the session's
-    /// Most bytes beyond inputs and gradients that a call over num_tokens tokens may take, workspace and Retained together; 0: the session's limit.
-    /// The kernel's workspace keeps to it (scratch gets smaller, in steps, so that different limits share kernels); what it leaves is the most that
-    /// Retained of its own memory may have. A kernel that retains nothing gets more scratch than the default instead, where that is of use.
+    /// Most bytes beyond inputs and gradients that a call over num_tokens tokens may take, workspace and Retained together; 0: the
+    /// session's limit. The kernel's workspace keeps to it (scratch gets smaller, in steps, so that different limits share kernels); what
+    /// it leaves is the most that Retained of its own memory may have. A kernel that retains nothing gets more scratch than the default
+    /// instead, where that is of use.
     std::int64_t workspace_limit_bytes = 0;
-    /// Of the call: the limit is for so many, and where records of measurements have plans for several numbers of tokens, that of the nearest is taken
-    /// (token_bucket). 0: not known; the limit is for what does not grow with tokens, the plan that for kTypicalTokens.
+    /// Of the call: the limit is for so many, and where records of measurements have plans for several numbers of tokens, that of the
+    /// nearest is taken (token_bucket). 0: not known; the limit is for what does not grow with tokens, the plan that for kTypicalTokens.
     std::int64_t num_tokens = 0;
 };
 
@@ -239,20 +243,20 @@ public:
     Session& operator=(Session&&) noexcept;
 
     /// The kernel for `spec` on this session's device: from memory, from disk, or compiled (once, whatever the number of concurrent
-    /// callers; a failure is not remembered). Throws SpecError, PlanError, CompileError, DeviceError, EnvironmentError; strict sessions also
-    /// CacheMissError.
+    /// callers; a failure is not remembered). Throws SpecError, PlanError, CompileError, DeviceError, EnvironmentError; strict sessions
+    /// also CacheMissError.
     [[nodiscard]] std::shared_ptr<const Kernel> get_kernel(const Spec& spec, const KernelOptions& options = {});
 
-    /// Compiles all that get_kernel(spec, options) of a session like this one on `device` would ask for into the cache, without needing the device.
-    /// Strict sessions do it too.
+    /// Compiles all that get_kernel(spec, options) of a session like this one on `device` would ask for into the cache, without needing the
+    /// device. Strict sessions do it too.
     PrewarmResult prewarm(const Spec& spec, const Device& device, const KernelOptions& options = {});
 
-    /// Of those, what no tier of the cache has: the text of each plan whose kernels are not complete. Empty: such a session would compile nothing.
-    /// Compiles nothing.
+    /// Of those, what no tier of the cache has: the text of each plan whose kernels are not complete. Empty: such a session would compile
+    /// nothing. Compiles nothing.
     [[nodiscard]] std::vector<std::string> missing(const Spec& spec, const Device& device, const KernelOptions& options = {});
 
-    /// The plan that a session on `device`, which need not be here, takes for such a call; compiles nothing. An explicit plan comes first, then that of
-    /// the nearest record of measurements, then the cost model's. Throws SpecError, PlanError.
+    /// The plan that a session on `device`, which need not be here, takes for such a call; compiles nothing. An explicit plan comes first,
+    /// then that of the nearest record of measurements, then the cost model's. Throws SpecError, PlanError.
     [[nodiscard]] PlanChoice choose_plan(const Spec& spec, const Device& device, const KernelOptions& options = {});
 
     [[nodiscard]] const Device& device() const noexcept;
@@ -268,8 +272,8 @@ private:
     std::unique_ptr<State> state_;
 };
 
-/// SHA-256, 64 hexadecimal digits, of the specs and plans of `kernels` in any order, and of the version of the code they were generated by: ranks of
-/// one training run that have the same one compute alike. They compare it before the first step (Python: flce.check_same_plans).
+/// SHA-256, 64 hexadecimal digits, of the specs and plans of `kernels` in any order, and of the version of the code they were generated by:
+/// ranks of one training run that have the same one compute alike. They compare it before the first step (Python: flce.check_same_plans).
 [[nodiscard]] std::string plan_digest(std::span<const std::shared_ptr<const Kernel>> kernels);
 
 /// get_kernel on the process's default session.

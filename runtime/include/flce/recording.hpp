@@ -12,8 +12,8 @@ namespace flce {
 class Recording {
 public:
     Recording() = default;
-    /// Calls `work` with the stream to submit to: once, now, on a GPU (nothing runs yet), each time on a CPU. What the work uses must outlive the
-    /// recording and stay where it is. Throws what `work` does, and DeviceError where the driver refuses the graph.
+    /// Calls `work` with the stream to submit to: once, now, on a GPU (nothing runs yet), each time on a CPU. What the work uses must
+    /// outlive the recording and stay where it is. Throws what `work` does, and DeviceError where the driver refuses the graph.
     Recording(DeviceRef device, std::function<void(Stream)> work);
 
     [[nodiscard]] explicit operator bool() const noexcept { return state_ != nullptr; }
