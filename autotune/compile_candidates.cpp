@@ -41,7 +41,8 @@ std::vector<Json> compile_requests(const TuneOptions& options, const Device& dev
 
 }  // namespace
 
-CompiledCandidates compile_candidates(const TuneOptions& options, const std::function<void(std::size_t done, std::size_t all)>& progress,
+CompiledCandidates compile_candidates(const TuneOptions& options, const WorkerCommand& worker,
+                                      const std::function<void(std::size_t done, std::size_t all)>& progress,
                                       const std::function<bool()>& stop) {
     const Device device = resolve_device(options.session.device);
     check_coordinates(options, device.kind);
@@ -56,7 +57,7 @@ CompiledCandidates compile_candidates(const TuneOptions& options, const std::fun
         if (progress) progress(++done, requests.size());
     };
     constexpr std::chrono::minutes kPatience{10};
-    result.complete = make_compile_pool(options.worker, kPatience).run(requests, {.done = on_done, .stop = stop});
+    result.complete = make_compile_pool(worker, kPatience).run(requests, {.done = on_done, .stop = stop});
     return result;
 }
 

@@ -25,6 +25,12 @@ SessionOptions session_options(const TuneOptions& options) {
 /// Threads as a session counts them: those asked for, or FLCE_NUM_THREADS.
 int threads_of(const TuneOptions& options) { return options.session.threads > 0 ? options.session.threads : environment().num_threads; }
 
+/// Not NaN either.
+void check_seconds(const char* name, double seconds) {
+    if (seconds >= 0.1 && seconds <= 86400) return;
+    throw ArgumentError(fmt::format("{} is {}; allowed are 0.1 to 86400 seconds", name, seconds));
+}
+
 }  // namespace
 
 std::vector<std::int64_t> tuned_tokens(const TuneOptions& options) {
@@ -55,12 +61,19 @@ void check_coordinates(const TuneOptions& options, DeviceKind kind) {
     }
 }
 
-Tuner::Tuner(TuneOptions options, TuneListener listener)
+Tuner::Tuner(TuneOptions options, TunerWorkers workers, TunerListener listener)
     : options_(std::move(options)),
+      workers_(std::move(workers)),
       listener_(std::move(listener)),
       session_(session_options(options_)),
       store_({.directory = options_.records_dir.empty() ? session_.records_dir() : options_.records_dir, .shipped = false}) {
     if (store_.places().directory.empty()) throw ArgumentError("there is no directory for records: name one, or set FLCE_RECORDS_DIR");
+    check_seconds("budget_s", options_.budget_s);
+    check_seconds("candidate_timeout_s", options_.candidate_timeout_s);
+    if (options_.exhaustive > kMaxRecordCandidates) {
+        throw ArgumentError(
+            fmt::format("exhaustive is {}; at most {} combinations can be measured", options_.exhaustive, kMaxRecordCandidates));
+    }
     check_coordinates(options_, session_.device().kind);
     if (options_.commit.size() > kMaxGivenTextBytes) {
         throw ArgumentError(fmt::format("commit has {} bytes; at most {} are kept", options_.commit.size(), kMaxGivenTextBytes));
@@ -109,11 +122,11 @@ TuneTarget Tuner::target(const Spec& spec, std::int64_t num_tokens, std::int64_t
     TuneTarget target{.spec = spec,
                       .device = device,
                       .session = options_.session,
-                      .worker = options_.worker,
+                      .worker = workers_.command,
                       .num_tokens = num_tokens,
                       .limit_bytes = options_.workspace_limit_bytes,
                       .retain = options_.retain,
-                      .graphs = on_gpu || options_.always_graphs,
+                      .graphs = on_gpu || workers_.always_graphs,
                       .budget_s = options_.budget_s,
                       .candidate_timeout_s = options_.candidate_timeout_s,
                       .warm_up_s = on_gpu ? 1.0 : 0.0};

@@ -1,5 +1,5 @@
 // flce prewarm: compiles kernels into the cache, or into a pack, for devices that need not be here.
-#include "prewarm/prewarm.hpp"
+#include "flce/prewarm.hpp"
 
 #include <fmt/format.h>
 
@@ -11,6 +11,7 @@
 #include "cli/command.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/progress.hpp"
+#include "prewarm/requests.hpp"
 #include "prewarm/worker.hpp"
 #include "runtime/workers/worker_room.hpp"
 
@@ -115,25 +116,6 @@ void write_depfile(const PrewarmFlags& flags) {
     if (!(file << text << '\n').flush()) throw EnvironmentError(fmt::format("{} cannot be written", flags.depfile.string()));
 }
 
-Json report_json(const PrewarmReport& report) {
-    Json list = Json::array();
-    for (const PrewarmedItem& done : report.items) {
-        list.push_back({{"spec", done.item.spec.text()},
-                        {"device", done.item.device_name},
-                        {"plan", done.item.plan},
-                        {"compiled", done.compiled},
-                        {"hits", done.hits},
-                        {"error", done.error.empty() ? Json(nullptr) : Json(done.error)}});
-    }
-    return {{"compiled", report.compiled},
-            {"hits", report.hits},
-            {"failed", report.failed},
-            {"not_kept", report.not_kept},
-            {"pack", report.pack ? Json(report.pack->string()) : Json(nullptr)},
-            {"cache_dir", report.cache_dir.string()},
-            {"items", list}};
-}
-
 void print_report(const PrewarmReport& report) {
     for (const PrewarmedItem& done : report.items) {
         fmt::print("{:<12} {:<60} {}\n", done.item.device_name, done.item.spec.text(),
@@ -146,14 +128,14 @@ void print_report(const PrewarmReport& report) {
 int compile(const PrewarmFlags& flags) {
     PrewarmBar bar;
     const PrewarmReport report = flce::prewarm(
-        {.wants = wants_of(flags), .cache_dir = flags.cache_dir, .pack = flags.out, .jobs = flags.jobs, .program = kThisProgram},
+        {.wants = wants_of(flags), .cache_dir = flags.cache_dir, .pack = flags.out, .jobs = flags.jobs, .command = kThisProgram},
         bar.listener());
-    if (!report.complete) throw Interrupted();
+    if (report.stopped) throw Interrupted();
     bar.finish();
     report_failures(report);
     if (!flags.depfile.empty()) write_depfile(flags);
     if (flags.json) {
-        print_json(report_json(report));
+        print_json(Json::parse(report.json()));
     } else {
         print_report(report);
     }
@@ -173,11 +155,7 @@ int check(const PrewarmFlags& flags) {
     const MissingReport report = flce::missing(wants_of(flags), flags.cache_dir);
     const std::size_t hits = report.sets - report.missing.size();
     if (flags.json) {
-        Json missing = Json::array();
-        for (const PrewarmItem& item : report.missing) {
-            missing.push_back({{"spec", item.spec.text()}, {"device", item.device_name}, {"plan", item.plan}});
-        }
-        print_json({{"compiled", 0}, {"hits", hits}, {"failed", 0}, {"pack", nullptr}, {"missing", missing}});
+        print_json(Json::parse(report.json()));
     } else {
         for (const PrewarmItem& item : report.missing) {
             fmt::print("missing: {} for {}, plan {}\n", item.spec.text(), item.device_name, item.plan);

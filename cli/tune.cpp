@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "autotune/compile_candidates.hpp"
+#include "autotune/tune_json.hpp"
 #include "autotune/tune_worker.hpp"
 #include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
@@ -18,10 +19,8 @@
 namespace flce::cli {
 namespace {
 
-NamedRecord named(const Tuned& tuned) { return {tuned.file.string(), tuned.record, tuned.spec.text()}; }
-
 /// The line of seconds, candidates and the best time on stderr, one for each search.
-class TuneProgress {
+class TuneBar {
 public:
     void update(const Spec& spec, std::int64_t num_tokens, const SearchProgress& at) {
         if (at.candidates == 0 && at.elapsed_s == 0) begin(spec, num_tokens, at.budget_s);
@@ -56,49 +55,9 @@ void report(const Tuned& tuned) {
     flush_output();
 }
 
-void report_json(const Tuner& tuner) {
-    Json items = Json::array();
-    std::size_t candidates = 0;
-    std::size_t measured = 0;
-    for (const Tuned& tuned : tuner.tuned()) {
-        Json item = record_summary(named(tuned));
-        const auto& all = tuned.record.candidates;
-        item["measured"] = tuned.result.measured;
-        item["complete"] = tuned.result.complete;
-        item["combinations"] = tuned.result.combinations;
-        item["seconds"] = tuned.seconds;
-        item["processes"] = tuned.processes;
-        item["compiled"] = tuned.compiled;
-        item["default_plan"] = tuned.result.default_plan;
-        const auto first = all.find(tuned.result.default_plan);
-        const bool timed = first != all.end() && first->second.sample_count() > 0;
-        item["default_ms"] = timed ? Json(first->second.median_ms()) : Json(nullptr);
-        std::map<std::string, int> outcomes;
-        for (const auto& [plan, candidate] : all) ++outcomes[std::string(to_string(candidate.outcome))];
-        item["outcomes"] = outcomes;
-        candidates += all.size();
-        measured += tuned.result.measured;
-        items.push_back(std::move(item));
-    }
-    Json json = Json::object();
-    if (items.size() == 1) {
-        json = items.front();
-    } else {
-        json = {{"candidates", candidates}, {"measured", measured}, {"best_plan", nullptr}, {"best_ms", nullptr}, {"record", nullptr}};
-    }
-    json["items"] = std::move(items);
-    if (!tuner.untuned().empty()) {
-        Json& list = json["errors"] = Json::array();
-        for (const Untuned& item : tuner.untuned()) {
-            list.push_back({{"spec", item.spec.text()}, {"num_tokens", item.num_tokens}, {"error", item.why}});
-        }
-    }
-    print_json(json);
-}
-
 int run_tuner(const TuneFlags& flags) {
-    TuneProgress progress;
-    Tuner tuner(flags.options(),
+    TuneBar progress;
+    Tuner tuner(flags.options(), flags.workers(),
                 {.progress = [&](const Spec& spec, std::int64_t n, const SearchProgress& at) { progress.update(spec, n, at); },
                  .warning =
                      [&](const std::string& text) {
@@ -113,11 +72,11 @@ int run_tuner(const TuneFlags& flags) {
                  .stop = interrupted});
     tuner.run();
     progress.finish();
-    if (flags.json) report_json(tuner);
+    if (flags.json) print_json(tune_report_json(tuner));
     std::vector<NamedRecord> records;
     for (const Tuned& tuned : tuner.tuned()) records.push_back(named(tuned));
     write_html(flags, records);
-    for (const Untuned& item : tuner.untuned()) {
+    for (const UntunedLayer& item : tuner.untuned()) {
         fmt::print(stderr, "flce: error: {} at {} tokens is not tuned: {}\n", item.spec.text(), item.num_tokens, item.why);
     }
     if (interrupted()) throw Interrupted();
@@ -132,7 +91,7 @@ int compile_only(const TuneFlags& flags) {
         if (!bar) bar.emplace("compile", static_cast<std::int64_t>(all));
         if (done > 0) bar->update(static_cast<std::int64_t>(done));
     };
-    const CompiledCandidates result = compile_candidates(flags.options(), progress, interrupted);
+    const CompiledCandidates result = compile_candidates(flags.options(), flags.workers().command, progress, interrupted);
     if (bar) bar->finish();
     if (!result.complete) throw Interrupted();
     if (flags.json) {

@@ -3,7 +3,8 @@
 #include <sstream>
 
 #include "autotune/tune_worker.hpp"
-#include "prewarm/requests.hpp"
+#include "runtime/hf_config.hpp"
+#include "runtime/workers/worker_command.hpp"
 
 namespace flce::cli {
 namespace {
@@ -30,11 +31,6 @@ std::vector<Plan> plans_of(const TuneFlags& flags) {
     return plans;
 }
 
-WorkerCommand worker_of(const TuneFlags& flags) {
-    if (flags.worker.empty()) return {kThisProgram, {kTuneWorker}};
-    return {flags.worker.front(), {flags.worker.begin() + 1, flags.worker.end()}};
-}
-
 }  // namespace
 
 TuneOptions TuneFlags::options() const {
@@ -50,9 +46,12 @@ TuneOptions TuneFlags::options() const {
             .exhaustive = static_cast<std::size_t>(exhaustive),
             .records_dir = records_dir,
             .commit = commit,
-            .fresh = fresh,
-            .worker = worker_of(*this),
-            .always_graphs = always_graphs};
+            .fresh = fresh};
+}
+
+TunerWorkers TuneFlags::workers() const {
+    if (worker.empty()) return {worker_command(kThisProgram, kTuneWorker), always_graphs};
+    return {{worker.front(), {worker.begin() + 1, worker.end()}}, always_graphs};
 }
 
 }  // namespace flce::cli

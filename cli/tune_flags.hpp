@@ -36,6 +36,8 @@ struct TuneFlags {
 
     /// What --spec, --hf-config and the others ask for, specs normalized. Throws UsageError where there is no spec, SpecError, PlanError.
     [[nodiscard]] TuneOptions options() const;
+    /// Processes of this program, or what --worker names.
+    [[nodiscard]] TunerWorkers workers() const;
 };
 
 }  // namespace flce::cli

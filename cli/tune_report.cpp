@@ -223,19 +223,6 @@ std::string record_table(const NamedRecord& named, std::size_t most) {
            fmt::format("  *: the best, m: the cost model's first choice\n{}{}", why.empty() ? "" : "  " + why, why.empty() ? "" : "\n");
 }
 
-Json record_summary(const NamedRecord& named) {
-    const Record& record = named.record;
-    const std::string best = record.best_plan();
-    return {{"record", named.name},
-            {"spec", named.spec_text()},
-            {"device", record.key.device.name},
-            {"num_tokens", record.key.request.num_tokens},
-            {"policy", record.key.policy},
-            {"candidates", record.candidates.size()},
-            {"best_plan", best.empty() ? Json(nullptr) : Json(best)},
-            {"best_ms", best.empty() ? Json(nullptr) : Json(record.candidates.at(best).median_ms())}};
-}
-
 Json record_difference_json(const NamedRecord& a, const NamedRecord& b) {
     Json json{{"a", record_summary(a)}, {"b", record_summary(b)}, {"same_key", a.record.key == b.record.key}};
     Json both = Json::array();

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "autotune/tune_json.hpp"
 #include "cli/command.hpp"
 #include "records/named_records.hpp"
 
@@ -14,7 +15,6 @@ namespace flce::cli {
 
 /// What it is of, its runs, and its candidates, the quickest first (at most `most`; 0: all), with the reason where the best's is not the least median.
 [[nodiscard]] std::string record_table(const NamedRecord& named, std::size_t most);
-[[nodiscard]] Json record_summary(const NamedRecord& named);
 /// Candidates of both side by side, those of one alone, and what else differs.
 [[nodiscard]] std::string record_difference(const NamedRecord& a, const NamedRecord& b);
 [[nodiscard]] Json record_difference_json(const NamedRecord& a, const NamedRecord& b);

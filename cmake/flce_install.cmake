@@ -13,7 +13,7 @@ if(TARGET flce_cli)
   set_target_properties(flce_cli PROPERTIES EXPORT_NAME cli)
   install(TARGETS flce_cli EXPORT flce_targets RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
-install(DIRECTORY generator/include/ runtime/include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(DIRECTORY generator/include/ runtime/include/ autotune/include/ prewarm/include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(EXPORT flce_targets NAMESPACE flce:: FILE flce-targets.cmake DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/flce)
 configure_package_config_file(cmake/flce-config.cmake.in ${CMAKE_BINARY_DIR}/flce-config.cmake
   INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/flce)

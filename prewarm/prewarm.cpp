@@ -1,4 +1,4 @@
-#include "prewarm/prewarm.hpp"
+#include "flce/prewarm.hpp"
 
 #include <fmt/format.h>
 
@@ -7,7 +7,10 @@
 
 #include "cache/private_folder.hpp"
 #include "prewarm/pack.hpp"
+#include "prewarm/requests.hpp"
 #include "prewarm/worker.hpp"
+#include "runtime/json.hpp"
+#include "runtime/workers/worker_command.hpp"
 #include "runtime/workers/worker_pool.hpp"
 #include "runtime/workers/worker_room.hpp"
 
@@ -32,20 +35,19 @@ public:
         for (const PrewarmedItem& item : report_.items) requests.push_back(compile_set_request(item.item));
         WorkerPool pool({.command = command(), .workers = workers()});
         show();
-        report_.complete = pool.run(
+        report_.stopped = !pool.run(
             requests,
             {.done = [this](std::size_t i, const Reply& reply) { done(i, reply); }, .tick = [this] { show(); }, .stop = listener_.stop});
-        if (report_.complete && entries_ && report_.failed == 0) write_pack();
+        if (!report_.stopped && entries_ && report_.failed == 0) write_pack();
         return std::move(report_);
     }
 
 private:
     [[nodiscard]] WorkerCommand command() const {
-        WorkerCommand command{options_.program, {kPrewarmWorker}};
-        auto& words = command.arguments;
+        std::vector<std::string> words;
         if (!options_.cache_dir.empty()) words.insert(words.end(), {"--cache-dir", options_.cache_dir.string()});
         if (entries_) words.insert(words.end(), {"--entries", entries_->path().string()});
-        return command;
+        return worker_command(options_.command, kPrewarmWorker, words);
     }
 
     [[nodiscard]] std::size_t workers() const {
@@ -117,6 +119,9 @@ std::size_t count_not_kept(Session& session, const std::vector<PrewarmedItem>& i
     }));
 }
 
+/// Bytes of file names need not be UTF-8.
+std::string text_of(const Json& json) { return json.dump(2, ' ', false, Json::error_handler_t::replace); }
+
 }  // namespace
 
 PrewarmReport prewarm(const PrewarmOptions& options, const PrewarmListener& listener) {
@@ -124,7 +129,7 @@ PrewarmReport prewarm(const PrewarmOptions& options, const PrewarmListener& list
     Session session({.device = "cpu", .cache_dir = options.cache_dir, .strict = false});
     PrewarmReport report = Compilation(options, listener, prewarm_items(session, prewarm_requests(options.wants))).run();
     report.cache_dir = session.cache_dir();
-    if (report.complete && options.pack.empty()) report.not_kept = count_not_kept(session, report.items);
+    if (!report.stopped && options.pack.empty()) report.not_kept = count_not_kept(session, report.items);
     return report;
 }
 
@@ -136,6 +141,33 @@ MissingReport missing(const PrewarmWants& wants, const std::filesystem::path& ca
         if (!session.missing(item.spec, item.device, {.plan = item.plan}).empty()) report.missing.push_back(item);
     }
     return report;
+}
+
+std::string PrewarmReport::json() const {
+    Json list = Json::array();
+    for (const PrewarmedItem& done : items) {
+        list.push_back({{"spec", done.item.spec.text()},
+                        {"device", done.item.device_name},
+                        {"plan", done.item.plan},
+                        {"compiled", done.compiled},
+                        {"hits", done.hits},
+                        {"error", done.error.empty() ? Json(nullptr) : Json(done.error)}});
+    }
+    return text_of({{"compiled", compiled},
+                    {"hits", hits},
+                    {"failed", failed},
+                    {"not_kept", not_kept},
+                    {"pack", pack ? Json(pack->string()) : Json(nullptr)},
+                    {"cache_dir", cache_dir.string()},
+                    {"items", list}});
+}
+
+std::string MissingReport::json() const {
+    Json list = Json::array();
+    for (const PrewarmItem& item : missing) {
+        list.push_back({{"spec", item.spec.text()}, {"device", item.device_name}, {"plan", item.plan}});
+    }
+    return text_of({{"compiled", 0}, {"hits", sets - missing.size()}, {"failed", 0}, {"pack", nullptr}, {"missing", list}});
 }
 
 }  // namespace flce

@@ -7,6 +7,7 @@
 #include <set>
 #include <tuple>
 
+#include "runtime/hf_config.hpp"
 #include "runtime/json.hpp"
 #include "runtime/session.hpp"
 #include "runtime/text.hpp"
@@ -187,19 +188,6 @@ std::vector<PrewarmRequest> prewarm_requests(const PrewarmWants& wants) {
 }
 
 std::vector<fs::path> manifest_files(const fs::path& manifest) { return Manifest(manifest).files(); }
-
-std::vector<Spec> read_hf_config(const std::filesystem::path& path) {
-    try {
-        const Spec spec = spec_from_hf_config(read_text_file(path));
-        if (!spec.tied) return {spec};
-        Spec written = spec;
-        written.tied = false;
-        written.grad_weight_mode = GradMode::write;
-        return {spec, written};
-    } catch (const SpecError& error) {
-        throw ArgumentError(fmt::format("{}: {}", path.string(), error.what()));
-    }
-}
 
 std::vector<PrewarmItem> prewarm_items(Session& session, const std::vector<PrewarmRequest>& requests) {
     std::vector<PrewarmItem> items;

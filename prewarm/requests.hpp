@@ -29,22 +29,9 @@
 #include <string>
 #include <vector>
 
-#include "flce/flce.hpp"
+#include "flce/prewarm.hpp"
 
 namespace flce {
-
-/// The kernels that prewarm is asked for.
-struct PrewarmWants {
-    std::vector<Spec> specs{};
-    std::vector<std::filesystem::path> hf_configs{};  ///< models' config.json files
-    std::vector<std::string> autocast{};              ///< "bf16", "fp16": what these models are computed in, with parameters in fp32
-    std::vector<std::filesystem::path> manifests{};
-    std::vector<std::string> devices{};            ///< names as resolve_device takes them; the devices need not be here
-    std::vector<std::int64_t> num_tokens{};        ///< of calls; empty: any number
-    std::vector<std::int64_t> workspace_limits{};  ///< of calls, bytes; 0: none. Empty: none
-    std::vector<std::int64_t> scratch_bytes{};     ///< of sessions; empty: the default
-    std::string plan{};                            ///< instead of the planner's choice
-};
 
 /// One get_kernel of a run that is to find everything compiled.
 struct PrewarmRequest {
@@ -62,18 +49,7 @@ struct PrewarmRequest {
 /// The files that a manifest names, itself included: what it comes to changes with these.
 [[nodiscard]] std::vector<std::filesystem::path> manifest_files(const std::filesystem::path& manifest);
 
-/// The layers that a trainer of a config.json's model may ask for. Of tied weights there are two: the gradient added to the embedding table's by the
-/// kernel, and written by itself, which is what a plain autograd step asks for (autograd adds the two). Throws ArgumentError naming the file.
-[[nodiscard]] std::vector<Spec> read_hf_config(const std::filesystem::path& path);
-
-/// A kernel set to compile: requests that come to the same one are one.
-struct PrewarmItem {
-    Spec spec;
-    std::string device_name;
-    Device device;
-    std::string plan;
-};
-/// In the requests' order. Throws PlanError where a limit or a plan is not to be had.
+/// The kernel sets that requests come to, in the requests' order. Throws PlanError where a limit or a plan is not to be had.
 [[nodiscard]] std::vector<PrewarmItem> prewarm_items(Session& session, const std::vector<PrewarmRequest>& requests);
 
 }  // namespace flce

@@ -19,6 +19,7 @@
 
 #include "cache/sha256.hpp"
 #include "flce/error.hpp"
+#include "runtime/workers/worker_command.hpp"
 
 extern char** environ;
 
@@ -211,7 +212,8 @@ bool serve_requests(const std::function<Json(const Json&)>& serve) {
     while (std::getline(std::cin, line)) {
         Json answer;
         try {
-            answer = serve(Json::parse(line));
+            const Json request = Json::parse(line);
+            answer = request.contains(kHello) ? Json{{kHello, build_identity()}} : serve(request);
         } catch (const Error& error) {
             answer = {{"error", error.what()}, {"kind", static_cast<int>(error.kind())}};
         } catch (const std::exception& error) {

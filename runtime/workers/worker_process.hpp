@@ -68,6 +68,9 @@ private:
     std::string buffer_;
 };
 
+/// The key of the one request that every worker answers by itself: with what it is built as (build_identity()).
+inline constexpr const char* kHello = "hello";
+
 /// A path in a request, and back. JSON is UTF-8, which paths need not be: its bytes, as hexadecimal digits.
 [[nodiscard]] Json path_in_request(const std::filesystem::path& path);
 [[nodiscard]] std::filesystem::path path_of_request(const Json& given);

@@ -6,6 +6,7 @@ file(MAKE_DIRECTORY ${WORK_DIR})
 function(compile name file)
   execute_process(
     COMMAND ${CXX} -std=c++20 -Wall -Wextra -Werror -fsyntax-only -I${SOURCE_DIR}/generator/include -I${SOURCE_DIR}/runtime/include
+            -I${SOURCE_DIR}/autotune/include -I${SOURCE_DIR}/prewarm/include
             -DKERNEL_PACK="kernels.flcepack" ${file}
     RESULT_VARIABLE result ERROR_VARIABLE error)
   if(NOT result EQUAL 0)
@@ -15,7 +16,7 @@ endfunction()
 
 # What the documentation's pieces take for granted.
 set(names "[[maybe_unused]] const flce::TensorView hidden, weight, target, loss, lse, grad_hidden, grad_weight, grad_embedding;\n\
-void* const workspace = nullptr;\n[[maybe_unused]] void* const stream = nullptr;\n[[maybe_unused]] const std::int64_t num_tokens = 4;\n")
+[[maybe_unused]] void* const workspace = nullptr;\n[[maybe_unused]] void* const stream = nullptr;\n[[maybe_unused]] const std::int64_t num_tokens = 4;\n")
 
 file(GLOB pages ${SOURCE_DIR}/README.md ${SOURCE_DIR}/docs/*.md)
 set(pieces 0)
@@ -28,11 +29,11 @@ foreach(page IN LISTS pages)
   string(REGEX MATCHALL "```cpp\n[^`]*```" found "${text}")
   foreach(piece IN LISTS found)
     string(REGEX REPLACE "```(cpp\n)?" "" piece "${piece}")
-    string(REPLACE "#include <flce/flce.hpp>\n" "" piece "${piece}")
+    string(REGEX REPLACE "#include <flce/[a-z]*\\.hpp>\n" "" piece "${piece}")
     string(REPLACE "<semicolon>" ";" piece "${piece}")
     string(REPLACE "<open>" "[" piece "${piece}")
     string(REPLACE "<close>" "]" piece "${piece}")
-    file(WRITE ${WORK_DIR}/piece${pieces}.cpp "#include <flce/flce.hpp>\nint main() {\n${names}${piece}}\n")
+    file(WRITE ${WORK_DIR}/piece${pieces}.cpp "#include <cstdio>\n#include <flce/flce.hpp>\n#include <flce/prewarm.hpp>\n#include <flce/tune.hpp>\nint main() {\n${names}${piece}}\n")
     compile("a piece of ${page}" ${WORK_DIR}/piece${pieces}.cpp)
     math(EXPR pieces "${pieces} + 1")
   endforeach()

@@ -17,10 +17,10 @@ set(internals_of_the_command
   records/kernel_version.hpp records/named_records.hpp records/record_store.hpp
   runtime/cuda/nvrtc.hpp runtime/environment.hpp runtime/host/host_code.hpp runtime/json.hpp runtime/kernel_factory.hpp
   runtime/payload_check.hpp runtime/retained_choice.hpp runtime/scratch_steps.hpp runtime/session.hpp runtime/setup_report.hpp runtime/text.hpp
-  runtime/workers/worker_room.hpp
+  runtime/hf_config.hpp runtime/workers/worker_command.hpp runtime/workers/worker_room.hpp
   autotune/buffer_sets.hpp autotune/compile_candidates.hpp autotune/gemm_floor.hpp autotune/judge.hpp autotune/layer.hpp
-  autotune/number_formats.hpp autotune/parallel.hpp autotune/reference.hpp autotune/tune_worker.hpp autotune/tuner.hpp
-  prewarm/prewarm.hpp prewarm/requests.hpp prewarm/worker.hpp)
+  autotune/number_formats.hpp autotune/parallel.hpp autotune/reference.hpp autotune/tune_json.hpp autotune/tune_worker.hpp autotune/tuner.hpp
+  prewarm/requests.hpp prewarm/worker.hpp)
 # What a layer may not include at all: the generator is text in, text out; the cache knows neither CUDA nor LLVM.
 set(forbidden_templates "^llvm/|^cuda\\.h$|^fstream$|^filesystem$|^chrono$|^thread$")
 set(forbidden_generator "^cuda\\.h$|^nvrtc\\.h$|^fstream$|^chrono$|^thread$|^dlfcn\\.h$")

@@ -1,0 +1,53 @@
+#include "flce/tune.hpp"
+
+#include "autotune/tune_json.hpp"
+#include "autotune/tune_worker.hpp"
+#include "autotune/tuner.hpp"
+#include "runtime/workers/worker_command.hpp"
+
+namespace flce {
+namespace {
+
+TunedLayer layer_of(const Tuned& tuned) {
+    const Record& record = tuned.record;
+    const auto best = record.candidates.find(tuned.result.best_plan);
+    return {.spec = tuned.spec,
+            .num_tokens = record.key.request.num_tokens,
+            .record = tuned.file,
+            .best_plan = tuned.result.best_plan,
+            .best_ms = best == record.candidates.end() ? 0 : best->second.median_ms(),
+            .default_plan = tuned.result.default_plan,
+            .candidates = record.candidates.size(),
+            .measured = tuned.result.measured,
+            .complete = tuned.result.complete,
+            .seconds = tuned.seconds,
+            .compiled = tuned.compiled};
+}
+
+}  // namespace
+
+TuneReport tune(const TuneOptions& options, const TuneListener& listener) {
+    if (options.specs.empty()) throw ArgumentError("specs are empty: tune needs at least one");
+    TunerListener inner{.warning = listener.warning, .stop = listener.stop};
+    if (listener.progress) {
+        inner.progress = [&](const Spec& spec, std::int64_t num_tokens, const SearchProgress& at) {
+            listener.progress({.spec = spec.text(),
+                               .num_tokens = num_tokens,
+                               .elapsed_s = at.elapsed_s,
+                               .budget_s = at.budget_s,
+                               .candidates = at.candidates,
+                               .best_ms = at.best_ms});
+        };
+    }
+    TuneOptions normalized = options;
+    for (Spec& spec : normalized.specs) spec = spec.normalized();
+    Tuner tuner(std::move(normalized), {.command = worker_command(options.command, kTuneWorker)}, std::move(inner));
+    tuner.run();
+    TuneReport report{.errors = tuner.untuned(),
+                      .stopped = listener.stop && listener.stop(),
+                      .json = tune_report_json(tuner).dump(2, ' ', false, Json::error_handler_t::replace)};
+    for (const Tuned& tuned : tuner.tuned()) report.layers.push_back(layer_of(tuned));
+    return report;
+}
+
+}  // namespace flce
