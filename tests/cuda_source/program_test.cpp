@@ -363,7 +363,8 @@ TEST(CudaSource, Units_HoldEveryKernelOnceAndGemmsAlone) {
 TEST(CudaSource, Kernel_IsFoundByItsRole) {
     const Device device = describe_device("h100");
     const Spec spec = parse_spec("D=64,V=1000").normalized();
-    const CudaSource source = cuda_source(spec, device, choose_plan(spec, device));
+    const Plan plan = choose_plan(spec, device);
+    const CudaSource source = cuda_path(plan.path).source(spec, device, plan);
     std::vector<std::string> named;
     for (std::size_t i = 0; i < kKernelRoleCount; ++i) {
         const auto role = static_cast<KernelRole>(i);
