@@ -107,7 +107,9 @@ TEST(Expr, LogicalForms_AreTheirTruthTables) {
     const Expr b = slot(Slot::hidden);
     for (const bool left : {false, true}) {
         for (const bool right : {false, true}) {
-            const CallSlots slots{left, right};
+            CallSlots slots{};
+            slots[static_cast<std::size_t>(Slot::num_tokens)] = left;
+            slots[static_cast<std::size_t>(Slot::hidden)] = right;
             EXPECT_EQ(evaluate(a && b, slots), left && right);
             EXPECT_EQ(evaluate(a || b, slots), left || right);
             EXPECT_EQ(evaluate(and_not(a, b), slots), left && !right);
