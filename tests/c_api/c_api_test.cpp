@@ -3,6 +3,7 @@
 
 #include <barrier>
 #include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -54,6 +55,35 @@ protected:
     TemporaryDirectory directory_;
     flce_session* session_ = nullptr;
 };
+
+TEST_F(CApi, CallArgumentsJson_SaysWhereFieldsLie) {
+    const auto json = nlohmann::json::parse(text(flce_call_arguments_json));
+    const auto offset = [&](const char* structure, std::string_view field) {
+        for (const auto& described : json.at(structure).at("fields")) {
+            if (described.at("name") == field) return described.at("offset").get<std::size_t>();
+        }
+        ADD_FAILURE() << structure << " has no " << field;
+        return std::size_t{0};
+    };
+    EXPECT_EQ(json.at("forward").at("size"), sizeof(flce_forward_args));
+    EXPECT_EQ(json.at("backward").at("size"), sizeof(flce_backward_args));
+    EXPECT_EQ(offset("forward", "hidden"), offsetof(flce_forward_args, hidden));
+    EXPECT_EQ(offset("forward", "reduction"), offsetof(flce_forward_args, reduction));
+    EXPECT_EQ(offset("forward", "invalid_label"), offsetof(flce_forward_args, invalid_label));
+    EXPECT_EQ(offset("backward", "grad_bias"), offsetof(flce_backward_args, grad_bias));
+    EXPECT_EQ(offset("backward", "retained_place"), offsetof(flce_backward_args, retained_place));
+    // Bytes of all fields, whose sizes follow from their types: none is left out.
+    const std::map<std::string, std::size_t> bytes{{"tensor", 8}, {"pointer", 8}, {"size", 8}, {"int64", 8}, {"int32", 4}};
+    for (const char* structure : {"forward", "backward"}) {
+        std::size_t sum = 0;
+        for (const auto& field : json.at(structure).at("fields")) sum += bytes.at(field.at("type"));
+        EXPECT_EQ(sum, json.at(structure).at("size")) << structure;
+    }
+    for (const auto& tensor : json.at("tensors")) {
+        EXPECT_FALSE(tensor.at("elements").empty());
+        EXPECT_FALSE(tensor.at("extent").empty());
+    }
+}
 
 TEST_F(CApi, PlanDigest_OfSpecsAndPlansAsInCpp) {
     const auto digest = [](std::vector<const flce_kernel*> kernels) {
