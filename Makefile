@@ -57,7 +57,7 @@ demo-pipeline: setup-python ## train two pipeline stages on real text, the last 
 	cmake --build --preset $(PRESET) -j $(JOBS) --target flce
 	@tools/python.sh examples/pipeline_last_stage.py
 
-# Sanitizers take as long again as everything else: CI runs them, and whoever asks for them.
+# Sanitizers take as long again as everything else: CI runs them; `make test-sanitize` runs them by hand.
 test: build-and-fetch test-release test-install $(if $(CI),test-sanitize) ## every test: release build, an installed tree, the Python package; where CI is set, sanitizers
 	@tools/test_summary.sh build $(if $(CI),build-sanitize)
 

@@ -14,9 +14,10 @@ struct BufferSet {
     LayerOutputs outputs;
 };
 
-/// Before a copy's turn comes again so many times the last cache's bytes are touched.
+/// How many times the bytes of the last cache are touched before a copy's turn comes again.
 inline constexpr std::int64_t kColdCaches = 3;
-/// What all copies may take, unless there is only one. Each counts for kLeastSetBytes, if it is smaller: it costs allocations and a share of a graph.
+/// What all copies may take, unless there is only one. Each counts for kLeastSetBytes, if it is smaller: it costs allocations and a share
+/// of a graph.
 inline constexpr std::int64_t kMostSetBytes = std::int64_t{2} << 30;
 inline constexpr std::int64_t kLeastSetBytes = std::int64_t{4} << 20;
 

@@ -22,7 +22,7 @@ public:
     /// C[m,n] = op(A)[m,k] · op(B)[k,n], column-major, sizes below 2^31. On a GPU submitted to the legacy default stream.
     virtual void gemm(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, const void* a, std::int64_t lda,
                       const void* b, std::int64_t ldb, void* c, std::int64_t ldc) const = 0;
-    /// Copies in the device's memory; submitted likewise.
+    /// Copies in the device's memory, submitted as the GEMMs are.
     virtual void copy(void* to, const void* from, std::size_t bytes) const = 0;
 
 protected:

@@ -9,7 +9,8 @@
 namespace flce {
 namespace {
 
-/// A bound holds where the inputs allow it: not where the error to expect of them is larger. No bound lets everything pass, if 2 · yardstick does not.
+/// A bound holds where the inputs allow it: not where the error to expect of them is larger. No bound lets everything pass, if 2 ·
+/// yardstick does not.
 Verdict without_cap(Verdict verdict, double expected, double cap) {
     verdict.bound = std::max(verdict.bound, std::min(expected, 0.5));
     if (expected > cap) verdict.bound = std::max(verdict.bound, 2 * verdict.yardstick);
@@ -46,8 +47,8 @@ Verdict Judge::grad_weight(const NormPair& norms, const LogitGradientSizes& size
     // Where terms cancel, as those of a calibrated model do, what tokens' errors have in common does not.
     const double cancelled = std::sqrt(static_cast<double>(sizes.num_terms) / norms.kernel.reference2) * sizes.grad_weight_terms;
     const double common = probability_error(sizes) * sizes.probabilities / sizes.gradients * std::max(1.0, cancelled);
-    // 1 for terms all alike, 1/N for independent ones. Alike terms are rounded alike while the sum stays in a binade: u/√3 of it in root mean square,
-    // half the terms at three quarters of the sum.
+    // 1 for terms all alike, 1/N for independent ones. Alike terms are rounded alike while the sum stays in a binade: u/√3 of it in root
+    // mean square, half the terms at three quarters of the sum.
     const double alike =
         norms.kernel.reference2 / (sizes.grad_weight_terms * sizes.grad_weight_terms * static_cast<double>(sizes.num_terms));
     const auto length = static_cast<double>(std::min(sizes.num_terms, kLongestSum));

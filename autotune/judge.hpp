@@ -49,8 +49,8 @@ struct Verdict {
     [[nodiscard]] bool passed() const { return error <= bound; }  // NaN does not pass
 };
 
-/// Judges outputs by docs/numerics.md: twice the yardstick's error, but no less than what one rounding of each intermediate costs, and no more
-/// than the document's caps.
+/// Judges outputs by docs/numerics.md: twice the yardstick's error, but no less than what one rounding of each intermediate costs, and no
+/// more than the document's caps.
 class Judge {
 public:
     /// `product_norm`: ‖hidden row‖ · ‖weight row‖, typically; it decides how exact an fp32 sum of hidden_size products can be.

@@ -74,8 +74,8 @@ private:
     std::size_t bytes_;
 };
 
-/// Kernel::choose_retained, of which `data` is still to be set, under a limit on it and the workspace together (0: none). Throws PlanError where the
-/// workspace alone is over the limit.
+/// Kernel::choose_retained, of which `data` is still to be set, under a limit on it and the workspace together (0: none). Throws PlanError
+/// where the workspace alone is over the limit.
 [[nodiscard]] Retained automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes);
 
 /// Standard deviation of random logits, before a softcap.

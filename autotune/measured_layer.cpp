@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::int64_t kSampledTokens = 4;
 constexpr std::int64_t kSampledRows = 6;
-constexpr std::int64_t kSpread = 127;  ///< every so many-th row is compared between plans: one of each tile, each time elsewhere in it
-constexpr std::int64_t kEdge = 8;      ///< and so many at both ends
+constexpr std::int64_t kSpread = 127;  ///< rows between two that are compared: one of each tile, each time elsewhere in it
+constexpr std::int64_t kEdge = 8;      ///< rows at both ends that are compared besides
 /// Two right results differ by the errors of both; a wrong one by far more.
 constexpr double kDifferenceToCap = 3;
 constexpr double kWrongRow = 0.25;
@@ -91,7 +91,7 @@ void MeasuredLayer::make_reference() {
 MeasuredLayer::Runnable& MeasuredLayer::runnable(const std::string& plan) {
     auto found = kernels_.find(plan);
     if (found == kernels_.end()) found = kernels_.emplace(plan, make_runnable(plan)).first;
-    // Also for one that has had it: whoever wanted more and got none may have cost it.
+    // Also for a candidate that has had its turn: another candidate's failed request may have cost it.
     reserve("workspace", scratch_, scratch_bytes_, found->second.workspace_bytes);
     const Retained& retained = found->second.retained;
     if (retained.place == RetainedPlace::own && retained.bytes > 0) reserve("retained", retained_, retained_bytes_, retained.bytes);

@@ -35,8 +35,8 @@ public:
         std::int64_t retained_bytes = 0;
         std::int64_t compiled = 0;  ///< that no cache had
     };
-    /// Runs the plan into poisoned outputs. Samples of tokens and vocabulary rows are held against fp64, and a spread of all rows against the first
-    /// plan that was right. Throws what get_kernel does.
+    /// Runs the plan into poisoned outputs. Samples of tokens and vocabulary rows are held against fp64, and a spread of all rows against
+    /// the first plan that was right. Throws what get_kernel does.
     [[nodiscard]] Checked check(const std::string& plan);
     /// Milliseconds of forward and backward, on buffers in turn so that the inputs come from memory; in a graph without the host's share.
     [[nodiscard]] double time_ms(const std::string& plan);
@@ -59,7 +59,7 @@ private:
         std::size_t workspace_bytes = 0;
         Retained retained;    ///< without its address
         int repetitions = 0;  ///< of a sample; 0: not known yet
-        Recording sample;     ///< of so many; made when it is first timed
+        Recording sample;     ///< that many repetitions; made when it is first timed
     };
     /// What is compared between plans: every output of a token and of the whole, and of the gradients the rows of a spread.
     struct Sample {

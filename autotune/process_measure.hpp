@@ -46,11 +46,12 @@ struct TuneTarget {
     double warm_up_s = 0;             ///< of a GPU
 };
 
-/// The request by which a tuning worker compiles a plan's kernels into the cache. A plan that does not compile fails again, with the reason, when it
-/// is run.
+/// The request by which a tuning worker compiles a plan's kernels into the cache. A plan that does not compile fails again, with the
+/// reason, when it is run.
 [[nodiscard]] Json compile_request(const Spec& spec, const Device& device, const Plan& plan, const std::filesystem::path& cache_dir);
 
-/// Processes that compile: one for every two cores, since a set of kernels is compiled by several threads, and no more than memory has room for.
+/// Processes that compile: one for every two cores, since a set of kernels is compiled by several threads, and no more than memory has room
+/// for.
 [[nodiscard]] WorkerPool make_compile_pool(const WorkerCommand& worker, std::chrono::milliseconds patience);
 
 /// Thrown by a measurement whose sample should have been a graph, and is not: it does not belong to the others.
@@ -122,8 +123,9 @@ struct MeasuredSearch {
     std::size_t processes = 0;  ///< that candidates ran in
     std::int64_t compiled = 0;  ///< kernels and launchers that no cache had
 };
-/// search() of one record, whose times are all measured in one way: as graphs where the target's samples are to be graphs. Where the driver refuses a
-/// graph, the search begins again without graphs, in the rest of the budget. `begin` returns the record of a policy, with what is known.
+/// search() of one record, whose times are all measured in one way: as graphs where the target's samples are to be graphs. Where the driver
+/// refuses a graph, the search begins again without graphs, in the rest of the budget. `begin` returns the record of a policy, with what is
+/// known.
 [[nodiscard]] MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options, const SearchListener& listener,
                                              const std::function<Record(std::string_view policy)>& begin);
 

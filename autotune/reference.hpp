@@ -1,5 +1,5 @@
-// The output layer written to be read: in fp64, which results of kernels are compared with, and as a framework would compute it, which says how wrong a
-// kernel may be. It shares nothing with the kernels.
+// The output layer written to be read: in fp64, which results of kernels are compared with, and as a framework would compute it, which says
+// how wrong a kernel may be. It shares nothing with the kernels.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +43,8 @@ struct ReferenceToken {
     double entropy = 0;
 };
 
-/// Sizes of what the gradients of all logits are made of, as Euclidean norms. A confident token's are differences, p_y − 1, far smaller than p.
+/// Sizes of what the gradients of all logits are made of, as Euclidean norms. A confident token's are differences, p_y − 1, far smaller
+/// than p.
 struct LogitGradientSizes {
     double probabilities = 0;  ///< each times what multiplies it
     double gradients = 0;
@@ -53,13 +54,13 @@ struct LogitGradientSizes {
     std::int64_t num_terms = 0;
 };
 
-/// Real = double: exact for our purposes. Real = float: what a framework computes in the spec's dtype with fp32 logits: fp32 sums and softmax,
-/// the logits' gradient rounded to the dtype, gradients of hidden rounded to it.
+/// Real = double: exact for our purposes. Real = float: what a framework computes in the spec's dtype with fp32 logits: fp32 sums and
+/// softmax, the logits' gradient rounded to the dtype, gradients of hidden rounded to it.
 template <class Real>
 class BasicReference {
 public:
-    /// Computes everything for `tokens` (indices, ascending). Where that is not all of them, gradients of the weight need every other token's
-    /// lse and entropy from elsewhere (set_other).
+    /// Computes everything for `tokens` (indices, ascending). Where that is not all of them, gradients of the weight need every other
+    /// token's lse and entropy from elsewhere (set_other).
     BasicReference(const ReferenceProblem& problem, std::vector<std::int64_t> tokens);
 
     [[nodiscard]] const std::vector<std::int64_t>& tokens() const { return tokens_; }

@@ -153,7 +153,7 @@ private:
 
     void time(const Plan& plan) {
         const std::string text = plan.text();
-        // Whoever comes first after a pause would pay for it.
+        // The first candidate after a pause would pay for it.
         Measured measured = paused_ ? measure_.resume(plan) : Measured{};
         if (measured.outcome == Outcome::ok) measured = measure_.time(plan);
         paused_ = measured.outcome != Outcome::ok;
@@ -253,12 +253,12 @@ private:
     }
     /// That the last rounds take, were they to begin soon.
     [[nodiscard]] std::size_t last_samples() const {
-        constexpr std::size_t kBeside = 2;  // the default, and whoever wins by the fixed order
+        constexpr std::size_t kBeside = 2;  // the default, and the winner by the fixed order
         return kEnoughSamples * std::min(timed_.size() + 1, options_.finalists + kBeside + steady_extras().size());
     }
     [[nodiscard]] bool timed(const Plan& plan) const { return !std::isinf(median(plan)); }
 
-    /// The quickest few, whoever would win now, the default and the user's.
+    /// The quickest few, the present winner, the default and the user's.
     [[nodiscard]] std::vector<Plan> finalists(const Plan& default_plan) const {
         std::vector<Plan> plans = quickest_plans({}, std::numeric_limits<double>::infinity());
         for (const Plan& plan : beside(steady_extras(), default_plan)) {
@@ -266,14 +266,14 @@ private:
         }
         return plans;
     }
-    /// `more`, those of them that have been timed, with whoever would win now and the default.
+    /// `more`, those of them that have been timed, with the present winner and the default.
     [[nodiscard]] std::vector<Plan> beside(std::vector<Plan> more, const Plan& default_plan) const {
         more.push_back(default_plan);
         if (const std::string best = record_.best_plan(); !best.empty()) more = joined(parse_plan(best), more);
         std::erase_if(more, [&](const Plan& plan) { return !timed(plan); });
         return more;
     }
-    /// No more than the finalists, without those in `done`, the quickest first; of those that are below `ms`.
+    /// The candidates below `ms` that are not in `done`, the quickest first; at most as many as finalists.
     [[nodiscard]] std::vector<Plan> quickest_plans(const std::set<std::string>& done, double ms) const {
         std::vector<std::pair<double, std::string>> ranking;
         for (const auto& [plan, candidate] : record_.candidates) {
@@ -293,7 +293,8 @@ private:
         return best.empty() ? 0 : record_.candidates.at(best).median_ms() * (1 - kTieMargin);
     }
 
-    /// Finalists are timed in turns as often as a winner must have been. That may make others the quickest, or the winner, who then have to stand it too.
+    /// Finalists are timed in turns as often as a winner must have been. That may make others the quickest, or the winner, who then have to
+    /// stand it too.
     void finish(const Plan& default_plan) {
         finishing_ = true;
         std::set<std::string> settled;  // before this search
@@ -322,8 +323,8 @@ private:
         }
     }
 
-    /// The times of these rounds take the place of all others that this run has of the plans. Returns false where the rounds were stopped: then earlier ones
-    /// of those `done` stay, and of the others all that there is.
+    /// The times of these rounds take the place of all others that this run has of the plans. Returns false where the rounds were stopped:
+    /// then earlier ones of the candidates in `done` stay, and all of the others.
     bool last_rounds(std::vector<Plan> plans, const std::set<std::string>& done) {
         std::map<std::string, std::size_t> before;
         for (const Plan& plan : plans) before[plan.text()] = times(plan.text()).size();

@@ -53,8 +53,8 @@ struct SearchOptions {
     std::vector<Plan> extra;        ///< candidates of the user's, measured before all others
     std::size_t seeds = 3;          ///< first candidates of the favourite path and strategy, beside one of each other
     std::vector<std::string> only;  ///< names of the coordinates to vary; empty: all
-    std::size_t finalists = 4;   ///< the quickest few; the cost model's choice, and no more than so many of the user's, are timed with them
-    std::size_t exhaustive = 0;  ///< > 0: at most so many combinations of everything, in place of the descent
+    std::size_t finalists = 4;      ///< the quickest few; the cost model's choice, and at most as many of the user's are timed with them
+    std::size_t exhaustive = 0;     ///< > 0: the most combinations of everything, which are measured in place of the descent
 };
 
 struct SearchResult {
@@ -69,15 +69,16 @@ struct SearchResult {
 ///
 /// 1. The cost model's first plans of every path race each other.
 /// 2. From the best plan the search varies one coordinate at a time (each GEMM's tile, chunk, order of tiles) until nothing gains.
-/// 3. The best few and the cost model's first choice are timed in turns once more. Only the times of these rounds are kept for them, so that
+/// 3. The best few and the cost model's first choice are timed in turns once more. Only the times of these rounds are kept for them, so
+/// that
 ///    they compare plans and not the machine's states at different times. The winner has been in such rounds.
 ///
 /// A race is successive halving: every candidate in it is timed once a round, then the slower half leaves. A candidate that is far behind
 /// leaves at once.
 ///
 /// Candidates with times in the record are not measured again: they take part with these times. A candidate that is no plan, or not legal
-/// here, becomes `failed`. Where an earlier search has been through the same space, this one goes on from a new candidate only where that is
-/// the best.
+/// here, becomes `failed`. Where an earlier search has been through the same space, this one goes on from a new candidate only where that
+/// is the best.
 [[nodiscard]] SearchResult search(const Spec& spec, const Device& device, const SearchOptions& options, Measure& measure, Record& record);
 
 }  // namespace flce

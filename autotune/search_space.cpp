@@ -27,7 +27,7 @@ std::int64_t chunk_unit(const Plan& plan) {
     return std::lcm(std::lcm(plan.cuda.dlogits.block_n, plan.cuda.grad_weight.block_m), plan.cuda.grad_hidden.block_k);
 }
 
-/// A chunk of about so many rows that the plan's tiles divide.
+/// The chunk nearest to `rows` that the plan's tiles divide.
 Plan with_chunk(const Spec& spec, Plan plan, std::int64_t rows) {
     constexpr std::int64_t kMost = 1 << 20;
     const std::int64_t unit = chunk_unit(plan);

@@ -28,8 +28,9 @@ struct Coordinate {
 /// The first candidates in the cost model's order, where a search begins: `count` of the favourite's path and strategy, one of each other.
 [[nodiscard]] std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t count);
 
-/// Plans that have, between them, every kernel that a search from `plan` along these coordinates can come to; `plan` is the first, and each of the others
-/// is one change away from one before it. A kernel is what is compiled, so plans that differ in sizes alone (chunks, a CPU's blocks) share theirs.
+/// Plans that have, between them, every kernel that a search from `plan` along these coordinates can come to; `plan` is the first, and each
+/// of the others is one change away from one before it. A kernel is what is compiled, so plans that differ in sizes alone (chunks, a CPU's
+/// blocks) share theirs.
 [[nodiscard]] std::vector<Plan> covering_plans(const Spec& spec, const Device& device, const Plan& plan,
                                                const std::vector<std::string>& only);
 

@@ -1,5 +1,6 @@
-// What get_kernel costs: a kernel that is known (target: under 1 µs), one that is on disk (under 5 ms), one that must be compiled; and what the
-// checks before a launch cost. On the CPU, so that it runs anywhere; FLCE_DEVICE=cuda asks for a GPU's kernels (--benchmark_filter='GetKernel').
+// What get_kernel costs: a kernel that is known (target: under 1 µs), one that is on disk (under 5 ms), one that must be compiled; and what
+// the checks before a launch cost. On the CPU, so that it runs anywhere; FLCE_DEVICE=cuda asks for a GPU's kernels
+// (--benchmark_filter='GetKernel').
 #include <benchmark/benchmark.h>
 
 #include <chrono>
@@ -77,8 +78,8 @@ void GetKernel_HotFromTextThroughC(benchmark::State& state) {
 }
 BENCHMARK(GetKernel_HotFromTextThroughC);
 
-/// A new session over a warm directory, from nothing to the kernel. That it goes again is nobody's waiting. Another session keeps the device in use,
-/// as PyTorch would: a CUDA context takes a hundred milliseconds.
+/// A new session over a warm directory, from nothing to the kernel. That it goes again is nobody's waiting. Another session keeps the
+/// device in use, as PyTorch would: a CUDA context takes a hundred milliseconds.
 void GetKernel_Disk(benchmark::State& state) {
     CacheDirectory directory;
     const flce::Spec spec = flce::parse_spec(kSpecText);

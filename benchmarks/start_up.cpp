@@ -1,8 +1,8 @@
-// What it costs that many ranks of a machine start at once on a warm cache: processes that make a session and get a kernel each, from the moment on which
-// all of them may start, until each has its kernel.
+// What it costs that many ranks of a machine start at once on a warm cache: processes that make a session and get a kernel each, from the
+// moment on which all of them may start, until each has its kernel.
 //     bench_start_up [--processes 64] [--device cpu] [--spec SPEC]
-// Prints one JSON object. `ratio` is the median of many over the median of one, `per_core` the same with the processes that share a core divided out: the
-// goal is 1.5 for the latter.
+// Prints one JSON object. `ratio` is the median of many over the median of one, `per_core` the same with the processes that share a core
+// divided out: the goal is 1.5 for the latter.
 #include <fcntl.h>
 #include <sys/wait.h>
 #include <time.h>

@@ -127,7 +127,7 @@ struct ArtifactCache::State {
         return nullptr;
     }
 
-    // To every tier (unless the tiers have it), and to whoever collects.
+    // To every tier (unless the tiers have it), and to the collecting caller.
     void publish(const CacheKey& key, const Artifact& artifact, bool present = false) try {
         if (tiers.empty() && !options.on_use) return;
         const std::vector<std::byte> entry = encode_artifact(key, artifact, options.signer.get());

@@ -1,5 +1,5 @@
-// Compiled artifacts by content key: memory (of this process, while somebody holds it), the local directory, packs, a remote store. Bytes and
-// digests only.
+// Compiled artifacts by content key: memory (of this process, while somebody holds it), the local directory, packs, a remote store. Bytes
+// and digests only.
 #pragma once
 
 #include <array>
@@ -104,8 +104,8 @@ public:
     /// call or the one it waited for ran `create`. `create` and `fault` may ask for other keys, not for their own.
     [[nodiscard]] std::shared_ptr<const Artifact> get_or_create(const CacheKey& key, const std::function<Artifact()>& create,
                                                                 bool* created = nullptr, const PayloadFault& fault = {});
-    /// The artifact under `key` if a tier has it, null otherwise. With `accept`, the first that it says yes to: tiers may hold different ones
-    /// where a key names something that changes. `accept` and `fault` may ask for other keys.
+    /// The artifact under `key` if a tier has it, null otherwise. With `accept`, the first that it says yes to: tiers may hold different
+    /// ones where a key names something that changes. `accept` and `fault` may ask for other keys.
     [[nodiscard]] std::shared_ptr<const Artifact> find(const CacheKey& key, const std::function<bool(const Artifact&)>& accept = {},
                                                        const PayloadFault& fault = {});
 

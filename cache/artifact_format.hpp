@@ -25,8 +25,8 @@
 //
 // History: 1 had no signature_bytes and no signature. The schema is part of every key, so no version ever asks for another's entries.
 //
-// The checksum finds accidents (torn writes, bad memory, bad disks); who may write a directory, or whose signature is on an entry, decides whether
-// it is trusted.
+// The checksum finds accidents (torn writes, bad memory, bad disks); who may write a directory, or whose signature is on an entry, decides
+// whether it is trusted.
 #pragma once
 
 #include <cstddef>
@@ -54,7 +54,8 @@ inline constexpr std::uint64_t kMaxEntryBytes =
 /// Signed if there is a key. Throws std::length_error for an artifact beyond the limits.
 [[nodiscard]] std::vector<std::byte> encode_artifact(const CacheKey& key, const Artifact& artifact, const SigningKey* signer = nullptr);
 
-/// std::nullopt, with the reason in `why`, for anything but a complete, unharmed entry of this schema stored under `key`, signed by one of `trusted` if there are any.
+/// std::nullopt, with the reason in `why`, for anything but a complete, unharmed entry of this schema stored under `key`, signed by one of
+/// `trusted` if there are any.
 [[nodiscard]] std::optional<Artifact> decode_artifact(const CacheKey& key, std::span<const std::byte> entry, std::string& why,
                                                       const TrustedKeys& trusted = {});
 

@@ -1,5 +1,5 @@
-// Keeps a cache directory under a size: entries used longest ago go first. Safe beside processes that read and write: an open file stays readable
-// when its name is removed, and whoever comes too late compiles once more.
+// Keeps a cache directory under a size: entries used longest ago go first. Safe beside processes that read and write: an open file stays
+// readable when its name is removed, and a process that comes too late compiles once more.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ struct CleanupResult {
     std::string fault;  ///< the first thing that could not be listed or removed, and why; empty: all could
 };
 
-/// Removes entries until the rest takes at most `max_bytes`. Entries of at most 1 KiB go when nothing else is left: they say which compilers' cubins there
-/// are, and take no room. What dead processes left goes too, a day after it was written; quarantined entries and
+/// Removes entries until the rest takes at most `max_bytes`. Entries of at most 1 KiB go when nothing else is left: they say which
+/// compilers' cubins there are, and take no room. What dead processes left goes too, a day after it was written; quarantined entries and
 /// unheld locks at once with max_bytes 0. The directory has passed
 /// DiskStore::usable. What cannot be listed or removed stays, and no other entry goes in its place: the next cleanup mends that.
 [[nodiscard]] CleanupResult clean_up(const std::filesystem::path& directory, std::uint64_t max_bytes);

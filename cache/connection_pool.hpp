@@ -31,8 +31,8 @@ public:
 private:
     static constexpr std::size_t kMostIdle = 8;
 
-    // After a fork both processes hold the same sockets. The child lets go of them without a word on the wire, and does not close what libraries
-    // keep beside them: that is the parent's.
+    // After a fork both processes hold the same sockets. The child lets go of them without a word on the wire, and does not close what
+    // libraries keep beside them: that is the parent's.
     void forget_the_parents() {
         if (owner_ == ::getpid()) return;
         owner_ = ::getpid();

@@ -83,9 +83,9 @@ void put_back(const std::string& from, const fs::path& path) {
     }
 }
 
-// Renamed aside, not removed, so that it can be looked at; a second one of the same key replaces the first, so they cannot pile up. `read` is of the
-// file that was found wanting: between two system calls another process may publish a good one in its place. What is moved is therefore looked at
-// where nobody else has a name for it, and goes back if it is another.
+// Renamed aside, not removed, so that it can be looked at; a second one of the same key replaces the first, so they cannot pile up. `read`
+// is of the file that was found wanting: between two system calls another process may publish a good one in its place. What is moved is
+// therefore looked at where nobody else has a name for it, and goes back if it is another.
 bool quarantine(const fs::path& path, const struct stat& read) {
     struct stat present{};
     if (::stat(path.c_str(), &present) != 0 || !is_same_file(read, present)) return false;
@@ -147,7 +147,7 @@ bool DiskStore::shard_usable(const CacheKey& key, std::string& why) {
     for (const fs::path& folder : {shard.parent_path(), shard}) {
         int error = 0;
         const std::string fault = directory_fault(folder, error);
-        if (means_absent(error)) return true;  // nothing is in it; whoever makes it makes it private
+        if (means_absent(error)) return true;  // nothing is in it; the process that makes it makes it private
         if (fault.empty()) continue;
         why = fmt::format("{} is not used: {}", folder.string(), fault);
         return false;

@@ -7,8 +7,8 @@
 //     <directory>/locks/<key>                                       cache/key_lock.hpp
 //     <directory>/statistics                                        cache/statistics_file.hpp
 //
-// An entry appears by rename, complete or not at all. ENOENT, ESTALE and EBUSY mean "not there". An entry's access time says when it was last used,
-// to the hour: reading one sets it, since file systems are mounted without access times.
+// An entry appears by rename, complete or not at all. ENOENT, ESTALE and EBUSY mean "not there". An entry's access time says when it was
+// last used, to the hour: reading one sets it, since file systems are mounted without access times.
 #pragma once
 
 #include <array>
@@ -24,8 +24,8 @@ namespace flce {
 class DiskStore final : public Store {
 public:
     /// Touches nothing yet. The directory is made, private to the user, when the first artifact is kept. One that another user owns, or
-    /// that group or others may write, is not used, and neither is such a file or directory in it: whoever can write it could have this process load code of
-    /// theirs. `max_bytes`: cache/cleanup.hpp, asked now and then when entries are kept; 0: no limit.
+    /// that group or others may write, is not used, and neither is such a file or directory in it: a user who can write it could have this
+    /// process load code of theirs. `max_bytes`: cache/cleanup.hpp, asked now and then when entries are kept; 0: no limit.
     explicit DiskStore(std::filesystem::path directory, std::uint64_t max_bytes = 0);
 
     [[nodiscard]] std::string_view name() const noexcept override { return "local"; }
@@ -37,8 +37,8 @@ public:
     /// The directory is refused, or could not be written.
     [[nodiscard]] std::string out_of_use() override;
 
-    /// Reads an entry by the rules of get, but leaves a harmed one where it is, and its time of use. Neither artifact nor fault: there is none, or
-    /// none any more; `why` says what the fault is.
+    /// Reads an entry by the rules of get, but leaves a harmed one where it is, and its time of use. Neither artifact nor fault: there is
+    /// none, or none any more; `why` says what the fault is.
     [[nodiscard]] Lookup inspect(const CacheKey& key, std::string& why);
 
     /// Whether there is a file for it; whether that is sound shows when it is read.

@@ -1,4 +1,5 @@
-// A shared library opened at run time. It stays loaded for the life of the process: libcuda, libnvrtc and libcurl do not survive being unloaded.
+// A shared library opened at run time. It stays loaded for the life of the process: libcuda, libnvrtc and libcurl do not survive being
+// unloaded.
 #pragma once
 
 #include <filesystem>
@@ -8,7 +9,8 @@ namespace flce {
 
 class DynamicLibrary {
 public:
-    /// nullptr handle (and the loader's message in `why`) when it cannot be loaded. A name without a slash is looked for on the loader's path.
+    /// nullptr handle (and the loader's message in `why`) when it cannot be loaded. A name without a slash is looked for on the loader's
+    /// path.
     [[nodiscard]] static DynamicLibrary open(const std::filesystem::path& file, std::string* why);
 
     [[nodiscard]] explicit operator bool() const noexcept { return handle_ != nullptr; }

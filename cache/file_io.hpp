@@ -22,12 +22,13 @@ namespace flce {
 /// Fills `out` from `offset` of the file; a file that ends before is EIO.
 [[nodiscard]] int read_at(int file, std::uint64_t offset, std::span<std::byte> out);
 
-/// The pieces, one after another, as `path`: complete or not at all, through a temporary beside it. Durability::now: they survive a power cut.
+/// The pieces, one after another, as `path`: complete or not at all, through a temporary beside it. Durability::now: they survive a power
+/// cut.
 [[nodiscard]] int write_atomically(const std::filesystem::path& path, std::span<const std::span<const std::byte>> pieces,
                                    Durability durability);
 
-/// Why a file or directory of this status may have been written by somebody who could have this process load code of theirs; empty: it was not.
-/// `system`: root may own it.
+/// Why a file or directory of this status may have been written by somebody who could have this process load code of theirs; empty: it was
+/// not. `system`: root may own it.
 enum class Owner { user, user_or_root };
 [[nodiscard]] std::string ownership_fault(const struct stat& status, Owner owner);
 

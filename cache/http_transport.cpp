@@ -1,5 +1,5 @@
-// HTTP and S3 by libcurl, which is loaded when it is first needed: linked, it would bring some thirty libraries into every process that computes a
-// loss, and into every release tree. Its interface has been the same since 2006 (libcurl.so.4).
+// HTTP and S3 by libcurl, which is loaded when it is first needed: linked, it would bring some thirty libraries into every process that
+// computes a loss, and into every release tree. Its interface has been the same since 2006 (libcurl.so.4).
 #include <fmt/format.h>
 
 #include "cache/remote_store.hpp"
@@ -121,7 +121,8 @@ private:
         std::string failure;
     };
 
-    // S3 says 403 of an object that does not exist to whoever may not list the bucket. A key or signature that is wrong has a code of its own.
+    // S3 answers 403 for an object that does not exist where the key may not list the bucket. A key or signature that is wrong has a code
+    // of its own.
     static Reply s3_refusal(std::string_view body) {
         const std::string_view tag = "<Code>";
         const std::size_t start = body.find(tag);
@@ -153,8 +154,9 @@ private:
         return failure;
     }
 
-    // A redirect is followed as far as it takes nothing along that was meant for the first server: libcurl leaves a login behind where host, port or
-    // scheme change, but no header of ours, so that signed requests follow none; and nothing that was asked for by https comes by http.
+    // A redirect is followed as far as it takes nothing along that was meant for the first server: libcurl leaves a login behind where
+    // host, port or scheme change, but no header of ours, so that signed requests follow none; and nothing that was asked for by https
+    // comes by http.
     template <class Set>
     void allow_redirects(const Set& set) const {
         const long http = CURLPROTO_HTTP;

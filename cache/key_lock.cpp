@@ -24,7 +24,7 @@ namespace {
 constexpr std::uint64_t kXfsMagic = 0x58465342;
 constexpr std::uint64_t kZfsMagic = 0x2fc12fc1;
 
-// Whoever can write it could take every lock and keep it.
+// A user who can write it could take every lock and keep it.
 void warn_of(const std::string& folder_and_fault) { warn_once_in_process("cache: no locks are taken in " + folder_and_fault); }
 
 }  // namespace

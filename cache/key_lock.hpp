@@ -1,5 +1,5 @@
-// One builder per key on a machine: an flock on <directory>/locks/<key>, so that sixteen ranks starting together compile once. Where the directory lies on a
-// network file system, on a file of this machine.
+// One builder per key on a machine: an flock on <directory>/locks/<key>, so that sixteen ranks starting together compile once. Where the
+// directory lies on a network file system, on a file of this machine.
 #pragma once
 
 #include <chrono>
@@ -10,9 +10,10 @@
 
 namespace flce {
 
-/// Held until destroyed, or by the kernel until the process dies: a killed builder leaves nothing behind but an empty file, which anyone may
-/// lock. File systems that are not known to be local are not asked for locks, which hang or lie there: <temporary directory>/flce-locks-<user> has those.
-/// Not taken (which is no error: the caller compiles for itself) where neither will do, in a directory that cannot be written, and after `wait`.
+/// Held until destroyed, or by the kernel until the process dies: a killed builder leaves nothing behind but an empty file, which anyone
+/// may lock. File systems that are not known to be local are not asked for locks, which hang or lie there: <temporary
+/// directory>/flce-locks-<user> has those. Not taken (which is no error: the caller compiles for itself) where neither will do, in a
+/// directory that cannot be written, and after `wait`.
 class KeyLock {
 public:
     KeyLock(const std::filesystem::path& directory, const CacheKey& key, std::chrono::milliseconds wait);
@@ -28,7 +29,8 @@ public:
     /// Whether somebody else had it first: what the caller looked for may be there now.
     [[nodiscard]] bool waited() const noexcept { return waited_; }
 
-    /// Removes a lock file that nobody holds. Whoever opened it before and locks it afterwards sees that its name is gone, and starts again.
+    /// Removes a lock file that nobody holds. A process that opened it before and locks it afterwards sees that its name is gone, and
+    /// starts again.
     static void remove_unheld(const std::filesystem::path& file);
 
 private:

@@ -1,7 +1,7 @@
 // The bytes of a pack: many entries in one file, to be shipped with a program. Pure: no files.
 //
-// Version 1. Integers are little-endian; nothing follows the last entry. There is exactly one pack for given entries and signer: no time, path, host
-// or padding to choose.
+// Version 1. Integers are little-endian; nothing follows the last entry. There is exactly one pack for given entries and signer: no time,
+// path, host or padding to choose.
 //
 //     pack      = head entries
 //     head      = magic schema entry_count file_bytes signature_bytes index [signature] checksum
@@ -16,10 +16,11 @@
 //     digest    = SHA-256 of the entry
 //     signature = the signer's Ed25519 public key (32 bytes), then its signature over everything before `signature` (64 bytes)
 //     checksum  = XXH3-128 of everything before it, canonical (big-endian) form    16 bytes
-//     entries   = in the index's order, each beginning at the next multiple of 64, zero bytes between them: entries of cache/artifact_format.hpp
+//     entries   = in the index's order, each beginning at the next multiple of 64, zero bytes between them: entries of
+//     cache/artifact_format.hpp
 //
-// The signature covers the entries by their digests. Offsets follow from the sizes, and a reader accepts no others; aligned as they are, a pack can
-// be mapped and its entries read in place (PackStore reads, since a mapped file that shrinks under the reader kills it).
+// The signature covers the entries by their digests. Offsets follow from the sizes, and a reader accepts no others; aligned as they are, a
+// pack can be mapped and its entries read in place (PackStore reads, since a mapped file that shrinks under the reader kills it).
 //
 // History: 1 is the first.
 #pragma once
@@ -61,7 +62,8 @@ struct PackHead {
 };
 [[nodiscard]] PackHead encode_pack_head(const PackContents& contents, const SigningKey* signer = nullptr);
 
-/// How long the head of a pack is, from its first kPackHeaderBytes; std::nullopt, with the reason in `why`, if they do not begin a pack of `file_bytes`.
+/// How long the head of a pack is, from its first kPackHeaderBytes; std::nullopt, with the reason in `why`, if they do not begin a pack of
+/// `file_bytes`.
 [[nodiscard]] std::optional<std::uint64_t> pack_head_bytes(std::span<const std::byte> header, std::uint64_t file_bytes, std::string& why);
 
 /// The index of a complete, unharmed head, signed by one of `trusted` if there are any; else std::nullopt, with the reason in `why`.

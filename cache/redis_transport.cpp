@@ -1,5 +1,5 @@
-// redis by hiredis: GET and SET of flce:<key>. Reading is done here in steps, since hiredis by itself bounds neither the time that a whole reply may
-// take nor its size.
+// redis by hiredis: GET and SET of flce:<key>. Reading is done here in steps, since hiredis by itself bounds neither the time that a whole
+// reply may take nor its size.
 #include <fmt/format.h>
 
 #include "cache/remote_store.hpp"

@@ -25,14 +25,15 @@ struct S3Access {
 };
 
 struct RemoteOptions {
-    /// http://… or https://… (GET and PUT of <url>/<first two hex digits>/<key>.art), s3://bucket/prefix, redis://[user:password@]host[:port][/database].
+    /// http://… or https://… (GET and PUT of <url>/<first two hex digits>/<key>.art), s3://bucket/prefix,
+    /// redis://[user:password@]host[:port][/database].
     std::string url;
     std::chrono::milliseconds timeout{5000};  ///< for one lookup or one entry stored, connecting included
     bool read_only = false;
     TrustedKeys trusted;  ///< with any, entries must be signed by one of them
     bool signs = false;   ///< what this process stores is signed
-    /// Certificates (PEM), a file or a folder as `openssl rehash` makes it, one of which an https server must show to be vouched for by; empty: those
-    /// that libcurl takes, which are the system's.
+    /// Certificates (PEM), a file or a folder as `openssl rehash` makes it, one of which an https server must show to be vouched for by;
+    /// empty: those that libcurl takes, which are the system's.
     std::filesystem::path authorities;
     S3Access s3;
 };
@@ -72,13 +73,14 @@ public:
     [[nodiscard]] Lookup get(const CacheKey& key) override;
     /// Not in a cache whose readers ask for signatures, by a process that has no key to sign with.
     [[nodiscard]] Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) override;
-    /// Leaves it where it is: whoever makes a good one stores that over it.
+    /// Leaves it where it is. The process that compiles a good entry stores it over the bad one.
     [[nodiscard]] bool reject(const CacheKey& key, std::span<const std::byte> entry, const std::string& why) override;
     /// It is being left alone after a failure.
     [[nodiscard]] std::string out_of_use() override;
 
-    /// After a failure the network is left alone for this long, so that a server that is down costs one timeout, not one a kernel. One that takes
-    /// no entries is read meanwhile, and one that gives none is written: only a server that cannot be reached when it is read rests as a whole.
+    /// After a failure the network is left alone for this long, so that a server that is down costs one timeout, not one a kernel. One that
+    /// takes no entries is read meanwhile, and one that gives none is written: only a server that cannot be reached when it is read rests
+    /// as a whole.
     static constexpr std::chrono::seconds kRest{30};
 
 private:

@@ -29,7 +29,8 @@ private:
     std::array<std::byte, kPublicKeyBytes> public_key_{};
 };
 
-/// Makes a key pair: two PEM files that must not exist yet, the private one readable by the user alone. Throws EnvironmentError when it cannot.
+/// Makes a key pair: two PEM files that must not exist yet, the private one readable by the user alone. Throws EnvironmentError when it
+/// cannot.
 void write_key_pair(const std::filesystem::path& private_file, const std::filesystem::path& public_file);
 
 /// Whose signatures count. None: signatures are not asked for.

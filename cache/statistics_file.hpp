@@ -1,7 +1,7 @@
 // <directory>/statistics: what all processes together did with a cache directory and the tiers behind it, for `flce cache stats`. Where the
 // directory cannot be used or written, or its locks do not work, all such processes count in a file of the user's own on this machine: the
-// directory at fault cannot hold the faults that one wants to see. The numbers are for people. Nothing is decided by them, and a process that
-// is killed or finds the file busy for long may go uncounted.
+// directory at fault cannot hold the faults that one wants to see. The numbers are for people. Nothing is decided by them, and a process
+// that is killed or finds the file busy for long may go uncounted.
 //
 //     file = lines of "<tier>.<counter> <20 digits>", and "created <20 digits>": written in place, under an flock
 #pragma once

@@ -40,8 +40,8 @@ public:
     /// What get returned for `key` is sound as an entry, but its payload cannot be used, for the reason `why`: the tier puts it aside if
     /// it can, and reports it. Returns whether get may have another entry of that key now.
     [[nodiscard]] virtual bool reject(const CacheKey& key, std::span<const std::byte> entry, const std::string& why) = 0;
-    /// Why this tier as a whole is of no use, or of less than it should be, as far as is known by now; empty: it is not. Opens what has to be
-    /// opened for that, and asks no network.
+    /// Why this tier as a whole is of no use, or of less than it should be, as far as is known by now; empty: it is not. Opens what has to
+    /// be opened for that, and asks no network.
     [[nodiscard]] virtual std::string out_of_use() { return {}; }
 };
 

@@ -56,7 +56,8 @@ void add_info(CLI::App& app, Action& action);
 /// Runs the command line; returns the process's exit code. Errors are one line on stderr.
 int main(int argc, char** argv);
 
-/// Where --out's contents go: through symbolic links. Throws UsageError where something is there that is no file, which a file must not replace.
+/// Where --out's contents go: through symbolic links. Throws UsageError where something is there that is no file, which a file must not
+/// replace.
 [[nodiscard]] std::filesystem::path output_file(std::string_view option, const std::filesystem::path& path);
 
 /// A limit for as much as there is a use for.

@@ -1,4 +1,5 @@
-// What flce explain says of a layer on a device: the plan, its memory, its times, and what other limits on memory would do. Computed without kernels.
+// What flce explain says of a layer on a device: the plan, its memory, its times, and what other limits on memory would do. Computed
+// without kernels.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Checks for options that are numbers: CLI11's own ranges let NaN through, which is on neither side of a bound, and it reads -1 as the greatest
-// unsigned number.
+// Checks for options that are numbers: CLI11's own ranges let NaN through, which is on neither side of a bound, and it reads -1 as the
+// greatest unsigned number.
 #pragma once
 
 #include <CLI/CLI.hpp>

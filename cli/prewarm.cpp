@@ -176,8 +176,8 @@ int prewarm(PrewarmFlags flags) {
 }
 
 constexpr const char* kFooter = R"(
-Compiles every spec for every device, with every limit and every number of tokens: all that get_kernel of a session there asks for with these. CUDA
-devices need NVRTC (flce info says whether it is found), not a GPU.
+Compiles every spec for every device, with every limit and every number of tokens: all that get_kernel of a session there
+asks for. CUDA devices need NVRTC (flce info says whether it is found), not a GPU.
 
 A manifest is a JSON object with lists; relative paths begin at its folder; what it leaves out is taken from the options above:
   {"specs": ["D=2048,V=151936,dtype=bf16,tied"], "hf_configs": ["qwen3/config.json"], "devices": ["sm_90a", "sm_80"],

@@ -9,7 +9,7 @@
 
 namespace flce::cli {
 
-/// "12.5/s, 0:08 left" for what was done in so many seconds; "" while nothing was, or nothing is left.
+/// "12.5/s, 0:08 left" from the number done and the seconds it took; "" while nothing is done, or nothing is left.
 [[nodiscard]] std::string render_pace(std::int64_t done, std::int64_t total, double seconds);
 
 /// Columns of a bar.

@@ -69,7 +69,7 @@ int merge_records(const TuneFlags& flags) {
             files.push_back(flags.out.string());
             continue;
         }
-        // A directory that is named may be a team's: what is there counts whoever has written it.
+        // A directory that is named may be a team's: every record in it counts.
         const auto there = flags.out.empty() ? std::nullopt : find_record(directory, record.key, Writers::all);
         files.push_back(store.save(there ? merged(*there, record) : record).string());
     }

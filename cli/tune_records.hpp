@@ -14,7 +14,8 @@ void write_html(const TuneFlags& flags, const std::vector<NamedRecord>& records)
 // Each returns an exit code.
 [[nodiscard]] int show_records(const TuneFlags& flags);
 [[nodiscard]] int diff_records(const TuneFlags& flags);
-/// Records of one key become one; with --out they are written there (a directory where there are several keys), else into the user's directory.
+/// Records of one key become one; with --out they are written there (a directory where there are several keys), else into the user's
+/// directory.
 [[nodiscard]] int merge_records(const TuneFlags& flags);
 
 }  // namespace flce::cli

@@ -186,11 +186,13 @@ std::string html_section(const NamedRecord& named) {
 /// Numbers and their units stay on one line; plans break behind commas, reasons between words.
 constexpr const char* kStyle =
     R"(body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222;background:#fff}
-code{font-size:12px}table{border-collapse:collapse;width:100%}td,th{padding:3px 8px;text-align:left;border-bottom:1px solid #ddd;white-space:nowrap}
+code{font-size:12px}table{border-collapse:collapse;width:100%}td,th{padding:3px 8px;text-align:left}
+td,th{border-bottom:1px solid #ddd;white-space:nowrap}
 td.plan,td.why,td.mark{white-space:normal}td.mark{font-size:12px;min-width:6em}
 svg{max-width:44em;display:block}.bar{width:100px;height:8px}.bar rect{fill:#8ab}.grid{stroke:#ddd}.x{text-anchor:middle;font-size:11px}
 .y{text-anchor:end;font-size:11px}circle.other{fill:none;stroke:#467}circle.default{fill:#467}circle.best{fill:#d33;stroke:#d33}
-tr.best{background:#fee}tr.default{font-weight:bold}tr.wrong,tr.hung,tr.faulted,tr.failed{color:#a00}section{margin-bottom:3em;overflow-x:auto})";
+tr.best{background:#fee}tr.default{font-weight:bold}tr.wrong,tr.hung,tr.faulted,tr.failed{color:#a00}
+section{margin-bottom:3em;overflow-x:auto})";
 
 }  // namespace
 

@@ -17,7 +17,7 @@ add_library(flce_old_runtime STATIC ${CMAKE_SOURCE_DIR}/cmake/portable_runtime.c
 set_target_properties(flce_old_runtime PROPERTIES C_STANDARD 11 C_EXTENSIONS ON)
 target_link_libraries(flce_build_flags INTERFACE $<LINK_ONLY:flce_old_runtime> -lpthread -ldl -lrt)
 
-# oneTBB, compiled as its own CMakeLists.txt does: distributions have it as a shared library only, and a process cannot have two of those.
+# oneTBB, compiled as its own CMakeLists.txt does: distributions have it as a shared library only, and a process cannot have it twice.
 file(GLOB FLCE_TBB_SOURCES ${FLCE_PORTABLE_INPUTS}/onetbb/src/tbb/*.cpp)
 add_library(flce_static_tbb STATIC ${FLCE_TBB_SOURCES})
 target_include_directories(flce_static_tbb SYSTEM PUBLIC ${FLCE_PORTABLE_INPUTS}/onetbb/include)

@@ -1,6 +1,6 @@
-// What code that was compiled for a newer glibc and libstdc++ asks of them, in terms of glibc 2.28 and GCC 8's libstdc++; hidden in whatever is
-// linked with it (FLCE_PORTABLE). A symbol of glibc that is needed and missing here is an error of the linker. One of libstdc++ comes out of the
-// compiler's archive, which is fine for code without a state of its own.
+// What code that was compiled for a newer glibc and libstdc++ asks of them, in terms of glibc 2.28 and GCC 8's libstdc++; hidden in
+// whatever is linked with it (FLCE_PORTABLE). A symbol of glibc that is needed and missing here is an error of the linker. One of libstdc++
+// comes out of the compiler's archive, which is fine for code without a state of its own.
 #define _GNU_SOURCE
 #include <malloc.h>
 #include <stdint.h>
@@ -38,8 +38,8 @@ struct mallinfo2 mallinfo2(void) {
     };
 }
 
-// GCC 11: std::exception_ptr counts references through two new functions. The archive's would bring std::terminate and its handler with them, and
-// a program sets its handler in the shared library. There, copying counts up and destroying counts down.
+// GCC 11: std::exception_ptr counts references through two new functions. The archive's would bring std::terminate and its handler with
+// them, and a program sets its handler in the shared library. There, copying counts up and destroying counts down.
 #pragma GCC visibility push(default)
 void copy_exception_ptr(void** self, void* const* other) __asm__("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
 void destroy_exception_ptr(void** self) __asm__("_ZNSt15__exception_ptr13exception_ptrD1Ev");

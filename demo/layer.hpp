@@ -19,8 +19,8 @@ namespace flce::demo {
 
 [[nodiscard]] double seconds_since(std::chrono::steady_clock::time_point start);
 
-/// The tied output layer: embedding table and its gradient in fp32 on the host, as the model below and the optimizer want them; on a GPU, or in
-/// a narrower dtype, mirrored for the kernels. Loss, dL/dhidden and dL/dweight come from the kernel alone.
+/// The tied output layer: embedding table and its gradient in fp32 on the host, as the model below and the optimizer want them; on a GPU,
+/// or in a narrower dtype, mirrored for the kernels. Loss, dL/dhidden and dL/dweight come from the kernel alone.
 class OutputLayer {
 public:
     OutputLayer(std::shared_ptr<const Kernel> kernel, std::int64_t max_tokens);
@@ -50,7 +50,7 @@ public:
 private:
     [[nodiscard]] LayerInputs inputs(std::int64_t num_tokens) const;
     [[nodiscard]] LayerOutputs outputs(std::int64_t num_tokens) const;
-    /// Room for a pass over so many tokens. Fewer tokens may need more than max_tokens do.
+    /// Room for a pass over that number of tokens. Fewer tokens may need more than max_tokens do.
     [[nodiscard]] Workspace workspace(std::int64_t num_tokens);
     void put(Tensor& tensor, std::span<const float> values) const;
     void get(const Tensor& tensor, DType dtype, std::span<float> values) const;

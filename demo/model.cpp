@@ -17,8 +17,8 @@ void fill(std::span<float> values, double deviation, std::uint64_t seed) {
     fill_random(reinterpret_cast<std::byte*>(values.data()), DType::fp32, values.size(), deviation, seed);
 }
 
-/// Four numbers in a register, wherever this is compiled for. Left to itself the compiler vectorises the blocks below across p, with three shuffles
-/// for every multiplication.
+/// Four numbers in a register, wherever this is compiled for. Left to itself the compiler vectorises the blocks below across p, with three
+/// shuffles for every multiplication.
 using Lanes [[gnu::vector_size(16)]] = float;
 constexpr std::int64_t kLanes = sizeof(Lanes) / sizeof(float);
 static_assert(kColumns % kLanes == 0);

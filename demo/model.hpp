@@ -1,5 +1,5 @@
-// The demo's language model below its output layer, in fp32 on the host: the embeddings of the last few tokens, mixed by a matrix, through tanh.
-// The embedding table is the output layer's weight as well (tied); its logits, loss and gradients are the kernels' business.
+// The demo's language model below its output layer, in fp32 on the host: the embeddings of the last few tokens, mixed by a matrix, through
+// tanh. The embedding table is the output layer's weight as well (tied); its logits, loss and gradients are the kernels' business.
 #pragma once
 
 #include <cstdint>

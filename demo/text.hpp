@@ -19,8 +19,8 @@ struct Corpus {
 /// names, up to `max_bytes`. Throws ArgumentError where there is nothing to read.
 [[nodiscard]] Corpus read_corpus(const std::filesystem::path& path, std::size_t max_bytes);
 
-/// The source tree, release tree or documentation (share/doc/flce of an installation) that lies nearest above the program, else above the working
-/// folder. Throws ArgumentError where there is none.
+/// The source tree, release tree or documentation (share/doc/flce of an installation) that lies nearest above the program, else above the
+/// working folder. Throws ArgumentError where there is none.
 [[nodiscard]] std::filesystem::path default_corpus_path(const std::filesystem::path& program);
 
 /// Splits text into words (a space in front belongs to the word), runs of digits, single marks and line ends with their indentation.

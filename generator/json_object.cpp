@@ -8,7 +8,8 @@
 namespace flce {
 namespace {
 
-/// What reads these objects nests a few levels. The library copies and prints values by recursion, which deep ones would take the stack for.
+/// What reads these objects nests a few levels. The library copies and prints values by recursion, which deep ones would take the stack
+/// for.
 constexpr std::size_t kMostLevels = 32;
 
 }  // namespace

@@ -13,15 +13,17 @@
 //
 //     specs             each a spec's text, or an object with the spec's keys
 //     hf_configs        config.json files
-//     autocast          dtypes (bf16, fp16) that autocast computes these configs' models in, with parameters in fp32; without it, as the files
+//     autocast          dtypes (bf16, fp16) that autocast computes these configs' models in, with parameters in fp32; without it, as the
+//     files
 //                       say
 //     devices           names of devices
-//     num_tokens        tokens that a call may have: whole numbers, 0 (not known) or more; without the list, any number of them. Without a limit a
+//     num_tokens        tokens that a call may have: whole numbers, 0 (not known) or more; without the list, any number of them. Without a
+//     limit a
 //                       call need not say how many it has, so 0 is always among them
 //     workspace_limits  KernelOptions::workspace_limit_bytes of the calls: bytes, or text like "2G"; 0: none
 //
-// Relative paths begin at the manifest's folder. All specs and configs are compiled for all devices, with every limit and every number of tokens. What
-// a manifest does not say is taken from the options beside it.
+// Relative paths begin at the manifest's folder. All specs and configs are compiled for all devices, with every limit and every number of
+// tokens. What a manifest does not say is taken from the options beside it.
 #pragma once
 
 #include <cstdint>
@@ -42,8 +44,8 @@ struct PrewarmRequest {
     bool any_tokens = false;  ///< whatever options.num_tokens is
 };
 
-/// Everything that options and manifests name, in their order. Throws ArgumentError, SpecError and EnvironmentError (an unknown device) before anything is
-/// compiled.
+/// Everything that options and manifests name, in their order. Throws ArgumentError, SpecError and EnvironmentError (an unknown device)
+/// before anything is compiled.
 [[nodiscard]] std::vector<PrewarmRequest> prewarm_requests(const PrewarmWants& wants);
 
 /// The files that a manifest names, itself included: what it comes to changes with these.

@@ -16,8 +16,8 @@ struct NamedRecord {
     [[nodiscard]] const std::string& spec_text() const { return spec.empty() ? record.key.spec : spec; }
 };
 
-/// Records of files and of all *.json below directories. Throws ArgumentError for a path that is neither, or a named file that is no record; one found
-/// in a directory is left out with a warning.
+/// Records of files and of all *.json below directories. Throws ArgumentError for a path that is neither, or a named file that is no
+/// record; one found in a directory is left out with a warning.
 [[nodiscard]] std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths);
 
 }  // namespace flce

@@ -48,7 +48,7 @@ double median(std::vector<double> values) {
 Candidate merged_candidates(const Candidate& a, const Candidate& b) {
     Candidate result = a;
     result.rank = std::min(a.rank, b.rank);
-    // Both of an equal outcome may give a reason, or sizes: the greater ones, whoever has them.
+    // Two equal outcomes may both give a reason, or sizes: the greater one is kept.
     std::tie(result.outcome, result.why) = std::max(std::tie(a.outcome, a.why), std::tie(b.outcome, b.why));
     result.workspace_bytes = std::max(a.workspace_bytes, b.workspace_bytes);
     result.retained_bytes = std::max(a.retained_bytes, b.retained_bytes);

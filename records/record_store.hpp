@@ -35,20 +35,20 @@ struct RecordedPlan {
     [[nodiscard]] const std::string& best() const { return plans.front().plan; }
 };
 
-/// Thread-safe. What it has read of a layer it keeps, so that a session's answers do not change while it lives. A record that cannot be read or
-/// does not belong where it lies is said once, and ignored.
+/// Thread-safe. What it has read of a layer it keeps, so that a session's answers do not change while it lives. A record that cannot be
+/// read or does not belong where it lies is said once, and ignored.
 class RecordStore {
 public:
     explicit RecordStore(RecordPlaces places);
 
-    /// Best plans of the records of that device and spec, nearest first: kernels of this version before others; then the nearest token bucket (of
-    /// two the smaller); then the nearest memory; then by place, and the record's digest. `wanted` is that of record_key().
+    /// Best plans of the records of that device and spec, nearest first: kernels of this version before others; then the nearest token
+    /// bucket (of two the smaller); then the nearest memory; then by place, and the record's digest. `wanted` is that of record_key().
     [[nodiscard]] std::vector<RecordedPlan> plans(const RecordKey& wanted);
 
     /// The user's record of exactly this key, where there is one that a session would read: nobody else can have written it.
     [[nodiscard]] std::optional<Record> find(const RecordKey& key) const;
-    /// Merges the record into the user's directory, safely beside other publishers of whatever machine (records/record_files.hpp); returns the
-    /// file, which holds what is known by now. Throws EnvironmentError where it cannot be written or there is no directory.
+    /// Merges the record into the user's directory, safely beside other publishers of whatever machine (records/record_files.hpp); returns
+    /// the file, which holds what is known by now. Throws EnvironmentError where it cannot be written or there is no directory.
     std::filesystem::path save(const Record& record);
     /// Puts it in the place of what was there before; what others publish meanwhile stays. As save() otherwise.
     std::filesystem::path replace(const Record& record);
@@ -77,8 +77,8 @@ private:
 
 /// A file's record. std::nullopt, and the reason in `why`, where it cannot be read or is none; `why` is empty where there is no such file.
 [[nodiscard]] std::optional<Record> read_record_file(const std::filesystem::path& file, std::string& why);
-/// Complete or not at all, and read back before it replaces anything; what has no room in a file (fitted) is left out with a warning. Throws
-/// EnvironmentError naming the file, which is then what it was.
+/// Complete or not at all, and read back before it replaces anything; what has no room in a file (fitted) is left out with a warning.
+/// Throws EnvironmentError naming the file, which is then what it was.
 void write_record_file(const std::filesystem::path& file, const Record& record);
 
 }  // namespace flce

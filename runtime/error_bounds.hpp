@@ -26,8 +26,8 @@ namespace flce {
 /// Most relative error of loss, z_loss, lse, logprob and entropy where the inputs allow it.
 [[nodiscard]] constexpr double output_error_cap(DType dtype) noexcept { return dtype == DType::fp32 ? 1e-6 : 1e-5; }
 
-/// Most relative Frobenius error of a gradient where the inputs allow it. The logits' gradient is rounded to the spec's dtype, so that dtype
-/// decides, whatever the gradient is stored in.
+/// Most relative Frobenius error of a gradient where the inputs allow it. The logits' gradient is rounded to the spec's dtype, so that
+/// dtype decides, whatever the gradient is stored in.
 [[nodiscard]] constexpr double gradient_error_cap(DType dtype) noexcept {
     switch (dtype) {
         case DType::bf16: return 4e-3;
@@ -56,14 +56,15 @@ inline constexpr std::int64_t kTensorCoreStep = 16;
     return std::bit_cast<double>(std::bit_cast<std::uint64_t>(value) & ~((std::uint64_t{1} << 29) - 1));
 }
 
-/// How far the norm of `count` independent errors may exceed its expectation by chance: four standard deviations for a single number, next to
-/// nothing for many.
+/// How far the norm of `count` independent errors may exceed its expectation by chance: four standard deviations for a single number, next
+/// to nothing for many.
 [[nodiscard]] inline double chance_factor(std::int64_t count) noexcept {
     return 1 + 3 / std::sqrt(static_cast<double>(std::max<std::int64_t>(count, 1)));
 }
 
-/// The bound of an output's error: twice the error of the reference arithmetic. It is never below `floor`, the expected cost of rounding the
-/// intermediates times chance_factor, since a reference may happen to be exact. It is at most `cap` where reference and floor keep to `cap`.
+/// The bound of an output's error: twice the error of the reference arithmetic. It is never below `floor`, the expected cost of rounding
+/// the intermediates times chance_factor, since a reference may happen to be exact. It is at most `cap` where reference and floor keep to
+/// `cap`.
 [[nodiscard]] constexpr double error_bound(double reference_error, double floor, double cap) noexcept {
     const double bound = std::max(2 * reference_error, floor);
     return reference_error <= cap && floor <= cap ? std::min(bound, cap) : bound;

@@ -57,7 +57,7 @@ def run(*command):
 
 
 def sections(cubin):
-    """Names and bytes of an ELF file's sections; of those without bytes (shared memory) the size."""
+    """Names and bytes of an ELF file's sections; the size of a section without bytes (shared memory)."""
     table = struct.unpack_from("<Q", cubin, 0x28)[0]
     size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]

@@ -55,8 +55,8 @@ struct CpuBackwardLayout {
     std::int64_t hidden_panels = 0;        ///< A of the logits, a row block
     std::int64_t grad_rows = 0;            ///< GradRow [rows]
     std::int64_t dlogits_rows = 0;         ///< A of grad_hidden, for each of two steps in flight
-    std::int64_t dlogits_columns = 0;      ///< A of grad_weight, likewise
-    std::int64_t column_sums = 0;          ///< fp32 [row tiles, chunk], likewise
+    std::int64_t dlogits_columns = 0;      ///< A of grad_weight, for each of two steps in flight
+    std::int64_t column_sums = 0;          ///< fp32 [row tiles, chunk], for each of two steps in flight
     std::int64_t bias_accumulator = 0;     ///< fp32 [chunk]
     std::int64_t weight_accumulator = 0;   ///< fp32 [chunk, D]; only where there are several row blocks
     std::int64_t hidden_accumulator = 0;   ///< fp32 [N, D]; only where the dtype is not fp32: the 4·N·D beyond scratch_bytes

@@ -106,7 +106,7 @@ def explain(
     hidden_size: int, vocab_size: int, dtype: torch.dtype | str = torch.bfloat16, *, num_tokens: int | None = None, **layer: Any
 ) -> str:
     """Why `linear_cross_entropy` does what it does for this layer: spec, plan, device and reasons, as lines. Arguments as for `get_kernel`;
-    with num_tokens also the memory that a step of so many tokens takes."""
+    with num_tokens also the memory that a step of num_tokens tokens takes."""
     kernel = get_kernel(hidden_size, vocab_size, dtype, num_tokens=num_tokens, **layer)
     text = kernel.explain()
     if num_tokens is not None:

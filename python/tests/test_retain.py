@@ -84,7 +84,7 @@ def test_compiled_code_gets_memory_too(device: str, watched: Watched) -> None:
     loss = compiled_loss("aot_eager")(problem, workspace_limit_bytes=ALL)
     check(problem, gradients_of(problem, loss))
     assert watched.take()[0] == OWN
-    assert watched.alive() == 0  # whoever still has lse
+    assert watched.alive() == 0  # a holder of lse
 
 
 def test_a_limit_buys_memory(device: str, watched: Watched) -> None:

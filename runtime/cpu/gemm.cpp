@@ -41,8 +41,8 @@ void zero_depth(const CpuPlan& plan, std::byte* panel, std::int64_t depth, std::
     for (std::int64_t n = 0; n < width; ++n) std::memset(unit + 4 * n, 0, 2);
 }
 
-/// Packs columns `range` of B over depth [k, k + depth). Where lines are contiguous a few depths at a time, so that their pages stay at hand
-/// while the panels pass.
+/// Packs columns `range` of B over depth [k, k + depth). Where lines are contiguous a few depths at a time, so that their pages stay at
+/// hand while the panels pass.
 void pack_block(const CpuPlan& plan, const UnpackedB& b, const TileRange& range, std::int64_t k, std::int64_t depth, std::byte* b_block) {
     constexpr std::int64_t kDepthsAtATime = 32;
     const std::int64_t units = depth_units(plan, depth);
@@ -60,8 +60,8 @@ void pack_block(const CpuPlan& plan, const UnpackedB& b, const TileRange& range,
     }
 }
 
-/// A's panels against one packed block of B: `units` of depth from unit `first` on. A's panel stays in the nearer caches while B's pass by; the
-/// next one comes from far away, so the micro-kernels ask for it meanwhile.
+/// A's panels against one packed block of B: `units` of depth from unit `first` on. A's panel stays in the nearer caches while B's pass by;
+/// the next one comes from far away, so the micro-kernels ask for it meanwhile.
 void multiply_block(const CpuFunctions& code, const CpuPlan& plan, const PackedA& a, const TileRange& range, std::int64_t first,
                     std::int64_t units, const std::byte* b_block, float* tile) {
     const std::int64_t panel_bytes = 4 * plan.micro_m * units;

@@ -1,8 +1,9 @@
 // Cubins in the artifact cache, with and without a compiler on this machine.
 //
-// A cubin's key is its recipe (sources, headers, options, architecture, kernels) and the compiler's build. A machine without NVRTC, a container with
-// a pack say, cannot know that build; so beside every cubin a "compiler" entry is kept under the recipe alone, which says whose cubin there is: the
-// newest that a cache heard of. With NVRTC it is never read: a session compiles with what it has rather than take another compiler's code.
+// A cubin's key is its recipe (sources, headers, options, architecture, kernels) and the compiler's build. A machine without NVRTC, a
+// container with a pack say, cannot know that build; so beside every cubin a "compiler" entry is kept under the recipe alone, which says
+// whose cubin there is: the newest that a cache heard of. With NVRTC it is never read: a session compiles with what it has rather than take
+// another compiler's code.
 #pragma once
 
 #include <functional>
@@ -30,7 +31,8 @@ struct CubinRecipe {
 [[nodiscard]] CacheKey cubin_key(const CacheKey& recipe, const std::string& compiler_build_id);
 
 /// Cubins that `fault` has something against are put aside, as ArtifactCache says.
-/// The cubin of `recipe` by the NVRTC of this build: from the cache, or compiled. Where the cache is strict, nothing can be compiled and anybody's will do.
+/// The cubin of `recipe` by the NVRTC of this build: from the cache, or compiled. Where the cache is strict, nothing can be compiled and
+/// anybody's will do.
 [[nodiscard]] std::shared_ptr<const Artifact> cubin_by(const std::string& build_id, const CacheKey& recipe, const std::string& arch,
                                                        ArtifactCache& cache, const std::function<Artifact()>& compile,
                                                        const ArtifactCache::PayloadFault& fault = {});

@@ -156,8 +156,8 @@ std::shared_ptr<const HostCode> load_launchers(const BuildRequest& request, cons
     return loaded;
 }
 
-/// A kernel set on its way from the cache or the compilers, each artifact on a thread of its own: what is there can be loaded while the rest is
-/// coming. Where one fails, that is thrown when all have ended, since a future's destructor waits.
+/// A kernel set on its way from the cache or the compilers, each artifact on a thread of its own: what is there can be loaded while the
+/// rest is coming. Where one fails, that is thrown when all have ended, since a future's destructor waits.
 struct KernelSet {
     /// Loads, too, where there is a context.
     KernelSet(const BuildRequest& request, ArtifactCache& cache, const std::shared_ptr<const CudaContext>& context = nullptr)
@@ -180,8 +180,8 @@ struct KernelSet {
     std::future<std::shared_ptr<const HostCode>> launchers;  // null where nothing is loaded
 };
 
-/// An expression over the number of tokens, with its last value kept: evaluating it takes longer than all else that the host does for a small call, and
-/// calls of one size follow each other. Thread-safe.
+/// An expression over the number of tokens, with its last value kept: evaluating it takes longer than all else that the host does for a
+/// small call, and calls of one size follow each other. Thread-safe.
 class WorkspaceSize {
 public:
     explicit WorkspaceSize(Expr bytes) : bytes_(std::move(bytes)) {}

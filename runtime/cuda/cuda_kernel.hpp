@@ -12,8 +12,8 @@
 
 namespace flce {
 
-/// The cubin of each of `program`'s units from the cache, or compiled, several at a time. Their metadata holds the spec, plan, compiler and each
-/// kernel's registers, shared memory and spills. Needs NVRTC, no GPU.
+/// The cubin of each of `program`'s units from the cache, or compiled, several at a time. Their metadata holds the spec, plan, compiler and
+/// each kernel's registers, shared memory and spills. Needs NVRTC, no GPU.
 [[nodiscard]] std::vector<std::shared_ptr<const Artifact>> cuda_cubins(const BuildRequest& request, const CudaProgram& program,
                                                                        ArtifactCache& cache);
 

@@ -15,8 +15,8 @@
 
 namespace flce {
 
-// Every driver function that flce calls. cuda.h renames some to a versioned symbol; they are asked for by their plain name and the interface of
-// CUDA 12.0 (kDriverInterface), whose prototypes the functions below kept in every later header.
+// Every driver function that flce calls. cuda.h renames some to a versioned symbol; they are asked for by their plain name and the
+// interface of CUDA 12.0 (kDriverInterface), whose prototypes the functions below kept in every later header.
 #define FLCE_CUDA_DRIVER_FUNCTIONS(X)              \
     X(cuInit)                                      \
     X(cuDriverGetVersion)                          \
@@ -77,8 +77,8 @@ class CudaContext;
 /// libcuda, initialised. Thread-safe.
 class CudaDriver : public std::enable_shared_from_this<CudaDriver> {
 public:
-    /// The process's driver: libcuda.so.1 of the loader's path, or what FLCE_LIBCUDA names. Throws EnvironmentError where there is no driver, it
-    /// is older than CUDA 12.0, or it has no device to serve.
+    /// The process's driver: libcuda.so.1 of the loader's path, or what FLCE_LIBCUDA names. Throws EnvironmentError where there is no
+    /// driver, it is older than CUDA 12.0, or it has no device to serve.
     [[nodiscard]] static std::shared_ptr<const CudaDriver> load();
     /// The driver in this file, or of this name on the loader's path.
     [[nodiscard]] static std::shared_ptr<const CudaDriver> open(const std::filesystem::path& file);

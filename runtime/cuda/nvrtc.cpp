@@ -21,7 +21,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// NVRTC's C interface, the same since CUDA 11; declared here because nvrtc.h comes with the compiler, which need not be there at build time.
+// NVRTC's C interface, the same since CUDA 11; declared here because nvrtc.h comes with the compiler, which need not be there at build
+// time.
 using NvrtcResult = int;
 using NvrtcProgram = struct NvrtcProgramObject*;
 constexpr NvrtcResult kSuccess = 0;

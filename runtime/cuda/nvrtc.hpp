@@ -32,8 +32,8 @@ public:
         std::string log;
     };
     /// Compiles to a cubin for the architecture named in `options` and checks that it is an ELF that holds every kernel in `kernels`.
-    /// Throws CompileError with the whole log; the source is saved and its path named. Throws EnvironmentError for an architecture that this
-    /// NVRTC is too old to know.
+    /// Throws CompileError with the whole log; the source is saved and its path named. Throws EnvironmentError for an architecture that
+    /// this NVRTC is too old to know.
     [[nodiscard]] virtual Result compile(const std::string& source, std::span<const EmbeddedHeader> headers,
                                          const std::vector<std::string>& options, std::span<const KernelEntry> kernels) const = 0;
 

@@ -14,9 +14,9 @@ struct NvrtcLocation {
     std::string build_id;                         ///< GNU build-ids of all of them, or SHA-256 of a file without one
 };
 
-/// Looks at, in this order: `chosen` (FLCE_NVRTC: a file or a folder; nothing else unless it is empty), the folders the build recorded relative to libflce, CUDA_HOME,
-/// CUDA_PATH, /usr/local/cuda, the loader's path, PyPI wheels of VIRTUAL_ENV, CONDA_PREFIX and python3. Throws EnvironmentError listing every
-/// place and what was wrong with it.
+/// Looks at, in this order: `chosen` (FLCE_NVRTC: a file or a folder; nothing else unless it is empty), the folders the build recorded
+/// relative to libflce, CUDA_HOME, CUDA_PATH, /usr/local/cuda, the loader's path, PyPI wheels of VIRTUAL_ENV, CONDA_PREFIX and python3.
+/// Throws EnvironmentError listing every place and what was wrong with it.
 [[nodiscard]] NvrtcLocation find_nvrtc(const std::filesystem::path& chosen);
 
 /// What is at `file` if it is an NVRTC for this machine; otherwise why not.

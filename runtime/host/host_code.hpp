@@ -1,5 +1,5 @@
-// LLVM behind a small door: IR in, relocatable object out; object in, callable symbols out. Loading an object never runs the code generator, so
-// host code that the cache holds costs no compile.
+// LLVM behind a small door: IR in, relocatable object out; object in, callable symbols out. Loading an object never runs the code
+// generator, so host code that the cache holds costs no compile.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Requests answered side by side in worker processes: for compilers that take a lock of their process, and so that a worker that crashes, hangs or is
-// killed for its memory costs its request and nothing else.
+// Requests answered side by side in worker processes: for compilers that take a lock of their process, and so that a worker that crashes,
+// hangs or is killed for its memory costs its request and nothing else.
 #pragma once
 
 #include <chrono>
@@ -30,8 +30,9 @@ public:
     };
     explicit WorkerPool(Options options) : options_(std::move(options)) {}
 
-    /// Returns true when every request is done. A worker that dies is replaced while there is work; the others stay for the next run. Where `stop` says
-    /// so those at work are killed, what they were at is not heard of, and it returns false. Throws EnvironmentError when no process can be started.
+    /// Returns true when every request is done. A worker that dies is replaced while there is work; the others stay for the next run. Where
+    /// `stop` says so those at work are killed, what they were at is not heard of, and it returns false. Throws EnvironmentError when no
+    /// process can be started.
     [[nodiscard]] bool run(const std::vector<Json>& requests, const PoolListener& listener);
 
 private:

@@ -1,4 +1,5 @@
-// A child process that answers requests, one JSON object a line each way over pipes: work that may hang, crash or be killed for its memory is done there.
+// A child process that answers requests, one JSON object a line each way over pipes: work that may hang, crash or be killed for its memory
+// is done there.
 #pragma once
 
 #include <sys/types.h>
@@ -32,15 +33,16 @@ struct Reply {
 
 class WorkerProcess {
 public:
-    /// The child leads a process group of its own: a Ctrl-C of the terminal reaches this process alone, which decides. Throws EnvironmentError.
+    /// The child leads a process group of its own: a Ctrl-C of the terminal reaches this process alone, which decides. Throws
+    /// EnvironmentError.
     explicit WorkerProcess(const WorkerCommand& command);
     /// Kills it.
     ~WorkerProcess();
     WorkerProcess(const WorkerProcess&) = delete;
     WorkerProcess& operator=(const WorkerProcess&) = delete;
 
-    /// Sends a request and waits for its answer. A child that dies, gives none in time, or is working when `stop` says to end, is killed with its
-    /// group: it is not alive() then.
+    /// Sends a request and waits for its answer. A child that dies, gives none in time, or is working when `stop` says to end, is killed
+    /// with its group: it is not alive() then.
     [[nodiscard]] Reply ask(const Json& request, std::chrono::milliseconds timeout, const std::function<bool()>& stop = {});
 
     // The parts of ask(), for an owner of several children.
@@ -75,9 +77,9 @@ inline constexpr const char* kHello = "hello";
 [[nodiscard]] Json path_in_request(const std::filesystem::path& path);
 [[nodiscard]] std::filesystem::path path_of_request(const Json& given);
 
-/// The child's side: reads requests from standard input until it ends, and writes what `serve` returns to what was standard output; output of other
-/// code goes to standard error meanwhile. An exception is answered with {"error", "kind"}. From here on the child dies with its parent. Returns false
-/// where an answer could not be written: nobody listens.
+/// The child's side: reads requests from standard input until it ends, and writes what `serve` returns to what was standard output; output
+/// of other code goes to standard error meanwhile. An exception is answered with {"error", "kind"}. From here on the child dies with its
+/// parent. Returns false where an answer could not be written: nobody listens.
 [[nodiscard]] bool serve_requests(const std::function<Json(const Json&)>& serve);
 
 }  // namespace flce

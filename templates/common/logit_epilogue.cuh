@@ -37,7 +37,7 @@ struct PartialFields {
     }
 };
 
-/// Leading dimension of the partial sums of so many rows, where forward has a list.
+/// Leading dimension of the partial sums of `rows` rows, where forward has a list.
 __device__ __forceinline__ long long partial_rows_of(int rows) { return ceil_div(rows, 32) * 32ll; }
 
 /// Sums of up to this many products are exact to fp32's last place in a framework, and have to be here.
@@ -46,7 +46,7 @@ enum : int { kShortSum = 128 };
 /// Above this, in nats, forward's exponentials are not to be relied on: they are cut off at 2^100.
 enum : int { kMostAboveReference = 60 };
 
-/// Logits that are sums of so many products are off by several times what rounded powers of two add (docs/numerics.md).
+/// From this many products on, a logit's own rounding is several times the error that rounded powers of two add (docs/numerics.md).
 enum : int { kLongSum = 512 };
 template <class Problem>
 constexpr bool kPowers = Numeric<typename Problem::Element>::kHalf && Problem::hidden_size >= kLongSum;

@@ -48,7 +48,7 @@ struct ListedRow {
 };
 
 /// Where ignored tokens are left out: row i of a launch is entry first + i of a list of the call's tokens, and a launch has as many rows as
-/// there are, of those that it has room for.
+/// there are, up to the room that it has.
 struct RowList {
     const ListedRow* rows;  ///< [num_tokens], valid ones in order, then the others; null: nothing is left out
     const int* valid;       ///< how many are
@@ -100,15 +100,15 @@ struct RowOutputsParams {
     const PassScalars* scalars;
     TargetParams targets;
     float* loss;    ///< [rows] for reduction none, else null
-    float* z_loss;  ///< likewise
+    float* z_loss;  ///< as loss
     float* lse;
     float* logprob;
     float* entropy;
     LossPartial* loss_partials;     ///< one for each block; null: no scalar loss, or this block writes it
     float* scalar_loss;             ///< where this launch is one block and has every row; else null
-    float* scalar_z_loss;           ///< likewise
+    float* scalar_z_loss;           ///< as scalar_loss
     CountParams count;              ///< what they are divided by
-    float* references;              ///< of retained exponentials; null: none are retained. Likewise the next two
+    float* references;              ///< of retained exponentials; null: none are retained, as for the next two
     float* retained_target_logits;  ///< [rows]
     unsigned* stale;  ///< one for each block of kOutputRows: a row's exponentials are out of range, its reference has been corrected
     unsigned long long* invalid_label;
@@ -240,7 +240,7 @@ struct RetainedRowsParams {
 struct DlogitsParams {
     const void* hidden;  ///< [rows, D]
     const void* weight;  ///< at the chunk's first row (vocab_major) or column
-    const void* bias;    ///< at the chunk's first column; likewise class_weight
+    const void* bias;    ///< at the chunk's first column, as class_weight is
     const float* class_weight;
     const PassScalars* scalars;
     const void* coefficients;

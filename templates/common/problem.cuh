@@ -40,8 +40,8 @@ __host__ __device__ constexpr bool rows_aligned(long long elements) {
     return elements * static_cast<long long>(sizeof(T)) % 16 == 0;
 }
 
-/// First element of the weight's rows (or columns, hidden_major) from `vocab` on and columns of hidden from `hidden` on; likewise its
-/// gradient.
+/// First element of the weight's rows (or columns, hidden_major) from `vocab` on and columns of hidden from `hidden` on, or of
+/// its gradient's.
 template <class Problem, class T>
 __device__ __forceinline__ T* weight_at(T* weight, long long vocab, long long hidden) {
     return Problem::hidden_major ? weight + hidden * Problem::padded_vocab_size + vocab : weight + vocab * Problem::hidden_size + hidden;

@@ -10,7 +10,7 @@
 namespace flce {
 
 /// Parts of the sum, each with tiles and fp32 rows of its own, added up in order at the end. As many as finish first, by whole waves of
-/// tiles: a matter of the number of rows alone, so that every launch of a pass, and whoever adds the parts up, comes to the same ones.
+/// tiles: a matter of the number of rows alone, so that every launch of a pass, and the kernel that adds the parts up, finds the same ones.
 struct SumParts {
     enum : int { kMost = 8 };         ///< and least slices of a part in the first launch, which every part begins with
     enum : int { kTileSlices = 16 };  ///< what a tile costs beside its own slices: its ring fills, and it goes through the sum

@@ -68,7 +68,7 @@ struct OperandLoader {
         depth = k;
     }
 
-    /// The same of an operand along whose rows is summed: of those only the ones that `present` has a bit for, counted from the slice's
+    /// The same for an operand whose rows are summed over. Only rows with a bit in `present` are read, counted from the slice's
     /// first.
     template <int kWords>
     __device__ __forceinline__ void load_some(unsigned destination, const unsigned (&present)[kWords]) {

@@ -22,8 +22,8 @@ enum class ChunkKind : int { dlogits, grad_hidden, grad_weight };
 /// reads it and what writes over it there is another phase, so that counters which order them are rarely waited for. The last sum becomes
 /// grad_hidden, where hidden states may lie that grad_weight needs: it comes last.
 ///
-/// Where there are few rows, grad_hidden's sum has parts as SumParts says, whose tiles lie below each other; whoever adds them up comes
-/// later.
+/// Where there are few rows, grad_hidden's sum has parts as SumParts says, whose tiles lie below each other; a later kernel adds them
+/// up.
 ///
 /// Shape has rows(), columns(), even_width() and pair_width(), as BackwardChunksSm90Params has them, and parts(). A tile is of a cluster.
 template <class Shape, int kHidden, int kClusterRows, int kBlockColumns>

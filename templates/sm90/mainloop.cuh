@@ -305,7 +305,7 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
         const int chunk = thread % 8;
         const unsigned offset = static_cast<unsigned>(thread / 8 * 128 + (chunk ^ (thread / 8 & 7)) * 16);
         constexpr int kGroup = 4;  // rows whose places are looked up together: all of them would not fit into the producer's registers
-        // Whoever had nothing to do for tiles that the copy engine brought has run ahead.
+        // Threads without work for tiles that the copy engine brings have run ahead.
         __syncwarp();
         ptx::barrier_sync(1 + TileT::kConsumers, 128);
 #pragma unroll 1

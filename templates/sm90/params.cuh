@@ -31,7 +31,7 @@ struct ForwardSm90Params : ForwardParams {
     PassScalars* scalars;
     RowList list;          ///< `hidden`, its map and the targets then begin with the call's first row
     int clusters;          ///< most that share the work
-    int stride;            ///< VocabularyWalk's, where there are so many
+    int stride;            ///< VocabularyWalk's stride, for launches with this number of clusters
     int retained_columns;  ///< of the vocabulary, from its start
     int again;             ///< only rows that are stale, only their exponentials
     int compact_rows;      ///< tokens of the call, whose listed rows gather_rows has brought together if any is ignored; 0: it has not
@@ -92,7 +92,7 @@ struct BackwardChunksSm90Params : DlogitsParams {
     TensorMap grad_weight_map;       ///< to store, or to add to
     float* accumulator;              ///< [rows, D] fp32, of all parts below each other
     void* grad_hidden;               ///< [rows, D]; begins with the call's first row where there is a list
-    unsigned* taken;                 ///< how many tiles are, 0 before; likewise
+    unsigned* taken;                 ///< how many tiles are taken, 0 before the launch
     unsigned* progress;              ///< [chunks][kChunkKinds]: tiles that are done, of each block
     RowList list;
     SumShare share;

@@ -8,7 +8,7 @@ namespace flce {
 /// Of a row of which a thread has kColumnPieces pairs of columns, in c[·][2·h] and c[·][2·h + 1].
 template <class Problem, int kColumnPieces>
 struct RowReduction {
-    /// Whether a row's sums are of what is retained, relative to its reference, which spares them exponentials of their own: where the
+    /// Whether a row's sums add up the retained exponentials, relative to its reference, and need no exponentials of their own: where the
     /// largest logit so far is near it. Others are relative to that logit.
     static __device__ __forceinline__ bool shares(float max, float reference) {
         return kPowers<Problem> && !Problem::entropy && PowersAbove::takes(reference) && fabsf(max - reference) <= kMostAboveReference;

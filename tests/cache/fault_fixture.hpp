@@ -76,8 +76,8 @@ protected:
         }
     }
 
-    /// Does `then` in this thread right before its next mkdir, rename or link of a path that ends so; after "to:", rename to such a path; after "open:",
-    /// open of one. The text must outlive that.
+    /// Does `then` in this thread right before its next mkdir, rename or link of a path that ends so; after "to:", rename to such a path;
+    /// after "open:", open of one. The text must outlive that.
     void before_call(const char* end_of_path, std::function<void()> then) {
         then_ = std::move(then);
         before_(end_of_path, [] {

@@ -44,7 +44,7 @@ TEST_F(FaultsTest, KilledAtEverySystemCallOfAPublication_NothingIsHarmed) {
         result = test::run_and_kill_at(stop, [&] { return publish_one(directory_.path(), "k"); });
         if (result == test::Traced::not_allowed) GTEST_SKIP() << "this machine allows no ptrace";
         SCOPED_TRACE(fmt::format("killed at stop {}", stop));
-        // Whoever comes next has the right kernel after one compile at most, waits for nobody, and what was there is there.
+        // The next process has the right kernel after one compile at most, waits for nobody, and finds the entries of before.
         int created = 0;
         ArtifactCache next({.directory = directory_.path(), .lock_wait = std::chrono::hours(1)});
         EXPECT_EQ(payload_text(*next.get_or_create(key_of("k"), [&] { return ++created, artifact_of("k"); })), "k");

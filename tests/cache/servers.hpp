@@ -22,7 +22,8 @@ namespace flce::test {
 /// A child process that dies with this one.
 class ServerProcess {
 public:
-    /// Starts `command` in `folder`, its output in `folder`/log, and waits until it accepts connections on `port`. Throws with the log otherwise.
+    /// Starts `command` in `folder`, its output in `folder`/log, and waits until it accepts connections on `port`. Throws with the log
+    /// otherwise.
     ServerProcess(const std::vector<std::string>& command, const std::filesystem::path& folder, int port,
                   const std::vector<std::string>& environment = {});
     ~ServerProcess();

@@ -76,7 +76,7 @@ TEST_F(MachineStatisticsTest, DirectoryThatCannotBeMadeOrWritten_IsCounted) {
     need("k", {.directory = directory_.path() / "file" / "below"});
     EXPECT_EQ(read_machine_statistics().sums.created, 1);
     EXPECT_GE(read_machine_statistics().sums.tiers.at(1).faults, 1);
-    // A file that nobody can write, whoever tries: the tests may run as root.
+    // A file that not even root can write: the tests may run as root.
     fs::create_directory(directory_.path() / "statistics");
     need("k", {.directory = directory_.path()});
     EXPECT_EQ(read_machine_statistics().sums.created, 2);

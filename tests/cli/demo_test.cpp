@@ -84,7 +84,8 @@ TEST(FlceDemo_LossDiverges, StopsAndSaysWhatToLower) {
     }
 }
 
-// Tokens that are all alike: sums of equal terms, and after some steps probabilities so near 1 that little of their gradient is left in fp32.
+// Tokens that are all alike: sums of equal terms, and after some steps probabilities so near 1 that little of their gradient is left in
+// fp32.
 TEST(FlceDemo_OneWordOverAndOver, IsHeldAgainstWhatItsArithmeticCanGive) {
     const TemporaryFolder folder;
     std::string text;

@@ -400,7 +400,7 @@ TEST_F(FlceTuneRecords, Merge_OfManyRanksCanBeRead) {
     EXPECT_EQ(all->runs.size(), 1100U);
 }
 
-// What several nodes have published of one key, in files of their own, is one record for whoever looks at it or adds to it.
+// What several nodes have published of one key, in files of their own, is one record to every reader and writer.
 TEST_F(FlceTuneRecords, FilesOfSeveralNodes_AreOneRecord) {
     std::string why;
     const auto one = read_record_file(records_ / "a.json", why);

@@ -38,7 +38,7 @@ struct IsaLevel {
     if (native.vector_bits >= 256) levels.push_back(level("x86-64-v3", 256, 6, 16));
     if (native.vector_bits >= 512) levels.push_back(level("x86-64-v4", 512, 12, 32));
     if (native.bf16_dot) {
-        // The oldest of those that have it: what newer ones of one maker have besides, others have not.
+        // The oldest CPU that has the feature: newer ones of one maker have more, which other makers' have not.
         levels.push_back(level("cooperlake", 512, 12, 32));
         levels.back().cpu.bf16_dot = true;
     }

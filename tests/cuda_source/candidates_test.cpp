@@ -1,4 +1,5 @@
-// Every tile that a plan may have: the kernel compiles and keeps its accumulators in registers, not only with the tiles that the planner prefers.
+// Every tile that a plan may have: the kernel compiles and keeps its accumulators in registers, not only with the tiles that the planner
+// prefers.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,7 +26,7 @@ struct Tiles {
     PlanPath path = PlanPath::cuda_sm90a;
     Strategy strategy = Strategy::recompute;
     std::vector<const char*> kernels;
-    std::size_t every = 1;  ///< of so many tiles the `first`, counted from 0; the others are another row's
+    std::size_t every = 1;  ///< one row of the matrix has every `every`-th tile, from `first` on (counted from 0)
     std::size_t first = 0;
 };
 
@@ -80,8 +81,8 @@ constexpr const char* kWeight = "flce_grad_weight";
 constexpr const char* kHalf = "D=2048,V=50257";
 constexpr const char* kFloat = "D=2048,V=50257,dtype=fp32";
 
-// On Hopper's path every tile in every role, in both strategies where their kernels differ. The path of all other GPUs has four times as many: there
-// every tile in two roles or more, which the architectures share.
+// On Hopper's path every tile in every role, in both strategies where their kernels differ. The path of all other GPUs has four times as
+// many: there every tile in two roles or more, which the architectures share.
 const Tiles kTiles[] = {
     {.name = "Hopper",
      .arch = "sm_90a",

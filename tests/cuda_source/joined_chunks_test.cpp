@@ -93,7 +93,7 @@ TEST(ChunkPhases, AnyShape_NothingIsReadOrWrittenTooEarly) {
                 EXPECT_TRUE(follows(shape, phase, {ChunkKind::dlogits, chunk})) << "reads it";
             } else if (chunk >= 2) {
                 EXPECT_TRUE(follows(shape, phase, {ChunkKind::grad_weight, chunk - 2})) << "writes over what that reads";
-                EXPECT_TRUE(follows(shape, phase, {ChunkKind::grad_hidden, chunk / 2 * 2 - 2})) << "likewise";
+                EXPECT_TRUE(follows(shape, phase, {ChunkKind::grad_hidden, chunk / 2 * 2 - 2})) << "writes over what that reads";
             }
             if (kind == ChunkKind::grad_hidden) {
                 if (!phases.is_alone(chunk)) {
@@ -119,8 +119,8 @@ TEST(ChunkPhases, AnyShape_NothingIsReadOrWrittenTooEarly) {
     }
 }
 
-// A tile waits only for earlier ones, so that blocks which take them in order cannot wait for each other for ever; and in the middle of a long vocabulary
-// for those of a phase that is not the one just before.
+// A tile waits only for earlier ones, so that blocks which take them in order cannot wait for each other for ever; and in the middle of a
+// long vocabulary for those of a phase that is not the one just before.
 TEST(ChunkPhases, WhatIsWaitedFor_IsEarlierByMoreThanAPhase) {
     for (const Shape& shape : kShapes) {
         const std::vector<Phase> order = order_of(shape);
@@ -297,7 +297,7 @@ ScatterRowsParams scattered(const Pass& pass) {
     return params;
 }
 
-// The joined launch writes grad_hidden where it has the sum in one part; whoever comes after it has to leave it alone then.
+// The joined launch writes grad_hidden where it has the sum in one part; the kernels after it have to leave it alone then.
 TEST(JoinedChunks, OneWritesGradHidden_ItOrTheLastLaunch) {
     const GemmTile tall{.block_m = 256, .block_n = 128, .block_k = 64, .stages = 4, .schedule = TileSchedule::together};
     for (const std::optional<GemmTile>& grad_hidden : {std::optional<GemmTile>(), std::optional(tall)}) {
@@ -319,7 +319,8 @@ TEST(JoinedChunks, OneWritesGradHidden_ItOrTheLastLaunch) {
     }
 }
 
-// Clusters that take a second tile of a sum keep all others waiting, which have nothing else to do. Tokens that are left of many are few as well.
+// Clusters that take a second tile of a sum keep all others waiting, which have nothing else to do. Tokens that are left of many are few as
+// well.
 TEST(JoinedChunks, SumOfFewTokens_HasPartsThatTheLastLaunchAddsUp) {
     for (const auto& [n, listed] : {std::pair{1000, 1000}, {600, 600}, {4096, 1024}}) {
         const Pass pass = backward_of("D=2048,V=151936", n);

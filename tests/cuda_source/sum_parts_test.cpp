@@ -93,7 +93,7 @@ Pass backward_of(const char* spec_text, std::int64_t num_tokens, std::int64_t re
 void expect_agreement(const Pass& pass) {
     ASSERT_FALSE(pass.sums.empty());
     ASSERT_EQ(pass.finishes.size(), 1U);
-    // Where chunks may be joined, the sum has one part, and whoever finishes it has nothing to add up.
+    // Where chunks may be joined, the sum has one part, and the finishing kernel has nothing to add up.
     const bool divisible = pass.sums.front().share.room > 0;
     for (const GradHiddenSm90Params& sum : pass.sums) {
         EXPECT_EQ(std::memcmp(&sum.share, &pass.finishes.front().share, sizeof(SumShare)), 0);

@@ -36,7 +36,7 @@ TEST(VocabularyWalk, AnyShare_HasEveryTileOnce) {
                     int before = 0;
                     for (const Visit& visit : visits_of(cluster, clusters, row_clusters, stride, tiles)) {
                         ++times[{visit.row_cluster, visit.tile}];
-                        EXPECT_GE(visit.tile, before) << "whoever shares rows goes through the vocabulary together";
+                        EXPECT_GE(visit.tile, before) << "clusters that share rows go through the vocabulary together";
                         before = visit.tile;
                     }
                 }

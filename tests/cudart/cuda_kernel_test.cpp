@@ -392,7 +392,8 @@ TEST(CudaCubins, Metadata_SaysWhatItIsAndWhatItUses) {
     }
 }
 
-/// A constexpr variable of the templates would have some in every module, and the driver would take longer to set that up than to load the code.
+/// A constexpr variable of the templates would have some in every module, and the driver would take longer to set that up than to load the
+/// code.
 TEST(CudaCubins, ConstantsOfKernels_HaveNoMemory) {
     for (const auto& [spec, arch] : {std::pair{"D=64,V=1000,dtype=bf16,outputs=loss+lse", "sm_90a"},
                                      {"D=64,V=1000,dtype=bf16,layout=hidden_major", "sm_80"},

@@ -92,7 +92,7 @@ TEST(Driver, Device_IsAskedForOnce) {
     FakeGpu gpu;
     const auto driver = FakeGpu::driver();
     const Device device = driver->device(0);
-    gpu.attributes.clear();  // whoever asks again gets an error
+    gpu.attributes.clear();  // asking again is an error
     EXPECT_EQ(driver->device(0), device);
     EXPECT_THROW((void)FakeGpu::driver()->device(0), DeviceError);
     EXPECT_THROW((void)driver->device(7), EnvironmentError);

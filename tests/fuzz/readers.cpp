@@ -22,8 +22,8 @@ void require(bool holds, const char* what) {
 
 std::string text_of(std::span<const std::byte> bytes) { return std::string(as_text(bytes)); }
 
-/// The input with its checksum as it should be: no fuzzer finds one by chance, and what lies behind it is to be read too. A checksum ends the
-/// part of `size` bytes.
+/// The input with its checksum as it should be: no fuzzer finds one by chance, and what lies behind it is to be read too. A checksum ends
+/// the part of `size` bytes.
 std::vector<std::byte> mended(std::span<const std::byte> input, std::size_t size) {
     std::vector<std::byte> bytes(input.begin(), input.end());
     if (size < kChecksumBytes || size > bytes.size()) return bytes;

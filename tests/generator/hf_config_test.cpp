@@ -51,8 +51,8 @@ TEST(HfConfig, KnownModels_GiveTheirOutputLayer) {
 }
 
 TEST(HfConfig, NestedTextConfig_ComesBeforeTheTop) {
-    const Spec spec = spec_from_hf_config(
-        R"({"hidden_size":8,"tie_word_embeddings":false,"dtype":"float16","text_config":{"hidden_size":64,"vocab_size":50,"dtype":"torch.bfloat16"}})");
+    const Spec spec = spec_from_hf_config(R"({"hidden_size":8,"tie_word_embeddings":false,"dtype":"float16",)"
+                                          R"("text_config":{"hidden_size":64,"vocab_size":50,"dtype":"torch.bfloat16"}})");
     EXPECT_EQ(spec.text(), "D=64,V=50,dtype=bf16");
 }
 

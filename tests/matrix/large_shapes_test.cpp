@@ -1,5 +1,5 @@
-// Vocabularies of real models against sampled oracles: every combination of sizes that the device can afford, dtype, layout and options taking
-// turns so that each meets each size.
+// Vocabularies of real models against sampled oracles: every combination of sizes that the device can afford, dtype, layout and options
+// taking turns so that each meets each size.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

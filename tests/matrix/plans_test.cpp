@@ -71,8 +71,8 @@ TEST_P(Plans, LittleScratch_WithinBounds) {
     }
 }
 
-// Many tokens' chunks are one launch in tiles of dlogits, grad_hidden's sum is in parts with few that are not ignored, and calls for one gradient go chunk by
-// chunk in tiles of their own: whatever those are, all have to mean the same parts.
+// Many tokens' chunks are one launch in tiles of dlogits, grad_hidden's sum is in parts with few that are not ignored, and calls for one
+// gradient go chunk by chunk in tiles of their own: whatever those are, all have to mean the same parts.
 TEST_P(Plans, TilesBesideJoinedChunks_WithinBounds) {
     const auto& [target, dtype, layout] = GetParam();
     if (target != Target::gpu || dtype == DType::fp32 || layout != WeightLayout::vocab_major) GTEST_SKIP() << "chunks are never joined";

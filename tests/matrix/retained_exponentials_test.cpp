@@ -1,5 +1,5 @@
-// GPU kernels that keep exponentials between the passes: whatever part of them, wherever they lie, and however far a row's logits are from what they
-// are relative to.
+// GPU kernels that keep exponentials between the passes: whatever part of them, wherever they lie, and however far a row's logits are from
+// what they are relative to.
 #include <gtest/gtest.h>
 
 #include <algorithm>

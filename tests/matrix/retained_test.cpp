@@ -1,4 +1,5 @@
-// What forward leaves to backward: whatever fits, wherever it lies, the gradients are those of a backward pass that computes every logit again.
+// What forward leaves to backward: whatever fits, wherever it lies, the gradients are those of a backward pass that computes every logit
+// again.
 #include <gtest/gtest.h>
 
 #include <cstring>

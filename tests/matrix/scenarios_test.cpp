@@ -1,4 +1,5 @@
-// What users of output layers run into, each as a test: extreme logits, labels of every kind, accumulation, repeated and partial backward passes.
+// What users of output layers run into, each as a test: extreme logits, labels of every kind, accumulation, repeated and partial backward
+// passes.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -52,7 +53,8 @@ TEST_P(Scenarios, SoftcapWithLargeLogits_WithinBounds) {
     expect_good("everything_padded_accumulate", {.num_tokens = 65, .logits = Logits::saturated, .reduction = Reduction::sum});
 }
 
-// So deep that exponentials are powers of two from one multiply-add, and logits to which that cannot be applied; the last tile of columns is one of few.
+// So deep that exponentials are powers of two from one multiply-add, and logits to which that cannot be applied; the last tile of columns
+// is one of few.
 TEST_P(Scenarios, DeepLayerWithHugeLogits_WithinBounds) {
     for (const char* options : {"plain", "label_smoothing", "entropy"}) {
         const auto k = kernel_on(target(), make_spec(520, kVocab, dtype(), layout(), option(options)));

@@ -60,7 +60,8 @@ TEST(Dense, Products_MatchTripleLoops) {
     }
 }
 
-// 1 and then, a step later, 1.5 units of its last place: rounding goes up to 2 of them, truncation down to 1; half a unit less is lost whole.
+// 1 and then, a step later, 1.5 units of its last place: rounding goes up to 2 of them, truncation down to 1; half a unit less is lost
+// whole.
 TEST(FrameworkProducts, TruncateOrRound_AsTheDeviceDoes) {
     constexpr std::int64_t k = 2 * kTensorCoreStep;
     for (const auto& [last, truncated, rounded] : {std::tuple{0x1.8p-23F, 0x1p-23F, 0x1p-22F}, std::tuple{0x1.8p-24F, 0.0F, 0x1p-23F}}) {

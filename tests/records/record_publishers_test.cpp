@@ -1,4 +1,5 @@
-// Many publishers of one record: of nodes that share the directory over a network file system, of one machine, and such that die or fail half-way.
+// Many publishers of one record: of nodes that share the directory over a network file system, of one machine, and such that die or fail
+// half-way.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <sys/wait.h>
@@ -27,7 +28,8 @@ using testing::Contains;
 using testing::IsSupersetOf;
 using testing::UnorderedElementsAre;
 
-/// Makes this process one of another node for a while: with a temporary directory of its own, where its locks are, and NFS between it and the records.
+/// Makes this process one of another node for a while: with a temporary directory of its own, where its locks are, and NFS between it and
+/// the records.
 class Node {
 public:
     /// `shared`: what is on NFS; empty: nothing, this is the node whose disk it is.
@@ -113,7 +115,7 @@ TEST_F(RecordPublishers, ManyNodesManyTimes_EveryTimeIsThere) {
     }
     EXPECT_EQ(published().size(), static_cast<std::size_t>(kNodes * kTimes));
     EXPECT_LE(files().size(), static_cast<std::size_t>(kNodes));  // those that were written at the same time
-    // Whoever publishes alone leaves one file, and sessions read the same.
+    // A process that publishes alone leaves one file, and sessions read the same.
     const Node other = another_node();
     const fs::path last = publish("last");
     EXPECT_THAT(files(), UnorderedElementsAre(last));

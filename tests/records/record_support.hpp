@@ -22,7 +22,7 @@ inline TuningRun run_of(std::string driver = "580.1") {
             .clocks = "1980 MHz"};
 }
 
-/// A record with times of those plans in one run, ranked as they are listed.
+/// A record with times of the given plans in one run, ranked as they are listed.
 inline Record record_of(const RecordKey& key, const std::vector<std::pair<std::string, std::vector<double>>>& times,
                         const std::string& run = "run1") {
     Record record{.key = key};

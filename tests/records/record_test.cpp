@@ -147,7 +147,7 @@ TEST(Record, RunsOfManyRanks_ReadBack) {
     EXPECT_EQ(dropped, 0U);
 }
 
-/// A run with times of so many plans that nobody else has, and of one that all have.
+/// A run with times of `plans` plans of its own, and of one that all runs have.
 Record run_of_many(const std::string& id, const std::string& date, int plans) {
     Record record = record_of(key_at(64), {{"all", {2}}}, id);
     record.runs[id].date = date;

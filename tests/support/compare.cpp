@@ -39,7 +39,8 @@ std::string take_out_non_finite(std::vector<double>& got, std::vector<double>& t
     return {};
 }
 
-// Rows of `width` numbers, each with a budget. `independent` errors make up the whole; they are `roundings` times the yardstick's where there are more.
+// Rows of `width` numbers, each with a budget. `independent` errors make up the whole; they are `roundings` times the yardstick's where
+// there are more.
 Judgement judge_rows(std::string name, std::vector<double> got, std::vector<double> truth, std::vector<double> yardstick,
                      std::vector<Budget> budgets, std::int64_t width, double cap, std::int64_t independent, double roundings = 1) {
     Judgement j{std::move(name)};

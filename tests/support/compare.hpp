@@ -24,8 +24,9 @@ struct Judgement {
     std::string failure;  ///< empty: passed
 };
 
-/// Every output present in `got`. `truth` is the oracle's (plain gradients; what buffers held is added here). `exponentials`: the kernel made its
-/// gradients of exponentials that forward kept, so that both factors of grad_weight's products are rounded, not only the gradient of the logits.
+/// Every output present in `got`. `truth` is the oracle's (plain gradients; what buffers held is added here). `exponentials`: the kernel
+/// made its gradients of exponentials that forward kept, so that both factors of grad_weight's products are rounded, not only the gradient
+/// of the logits.
 [[nodiscard]] std::vector<Judgement> judge(const Problem& problem, const Selection& selection, const KernelOutputs& got,
                                            const Result& truth, const Reference& yardstick, bool exponentials = false);
 

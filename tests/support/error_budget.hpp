@@ -1,7 +1,7 @@
 // How far off an output may be before something is wrong, from the sizes of what it is computed from (docs/numerics.md derives every term).
-// Two sizes of each. `floor` is what to expect: every rounding has its mean square, independent errors add in quadrature. `limit` is what cannot
-// be passed unless something is wrong: roundings at their largest, sums off by λ·√length of them, everything added up. Bounds of whole outputs
-// use the floor, checks of single rows the limit.
+// Two sizes of each. `floor` is what to expect: every rounding has its mean square, independent errors add in quadrature. `limit` is what
+// cannot be passed unless something is wrong: roundings at their largest, sums off by λ·√length of them, everything added up. Bounds of
+// whole outputs use the floor, checks of single rows the limit.
 #pragma once
 
 #include <cmath>
@@ -42,8 +42,9 @@ struct ErrorModel {
         if (expected) return rounding(kU32) * std::sqrt(0.5);
         return kU32 * (8 + (summation == Summation::rounding ? 3 * std::sqrt(n) : 4 * std::ceil(n / kTensorCoreStep)));
     }
-    /// What truncation takes from a sum of `length` products of random factors on average, towards 0, relative to the product of their norms. A step
-    /// cuts half a unit of 25 bits off a partial sum that has grown to √(t/length) of the whole, and both mostly have one sign.
+    /// What truncation takes from a sum of `length` products of random factors on average, towards 0, relative to the product of their
+    /// norms. A step cuts half a unit of 25 bits off a partial sum that has grown to √(t/length) of the whole, and both mostly have one
+    /// sign.
     [[nodiscard]] double truncated(std::int64_t length) const {
         if (!expected || summation != Summation::truncating) return 0;
         return kU32 * 0.19 / kTensorCoreStep * std::sqrt(static_cast<double>(length));

@@ -1,12 +1,13 @@
 /* System calls that fail when told to, for LD_PRELOAD: a network file system that has a bad day at a chosen moment.
  *
- * flce_fault_arm(n, error, sticky) makes the calling thread's nth call from then on (0 is the next) fail with errno = error, and all later ones too if
- * sticky; flce_fault_disarm() ends that and says how many calls there were. Calls of other threads and of the C library itself are left alone; those of
- * the C++ library (std::filesystem) are not.
+ * flce_fault_arm(n, error, sticky) makes the calling thread's nth call from then on (0 is the next) fail with errno = error, and all later
+ * ones too if sticky; flce_fault_disarm() ends that and says how many calls there were. Calls of other threads and of the C library itself
+ * are left alone; those of the C++ library (std::filesystem) are not.
  *
- * flce_fault_before(end, act) has the calling thread do something else before its next mkdir, rename or link of a path that ends so ("to:" before the
- * end: rename to such a path; "open:": open of one): what another process does at the worst moment. Of a program that is only run, files whose path ends in $FLCE_FAULT_VANISH are gone once lstat has seen them, and all calls
- * of the function $FLCE_FAULT_STALE are answered with ESTALE. */
+ * flce_fault_before(end, act) has the calling thread do something else before its next mkdir, rename or link of a path that ends so ("to:"
+ * before the end: rename to such a path; "open:": open of one): what another process does at the worst moment. Of a program that is only
+ * run, files whose path ends in $FLCE_FAULT_VANISH are gone once lstat has seen them, and all calls of the function $FLCE_FAULT_STALE are
+ * answered with ESTALE. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -38,8 +39,8 @@ __attribute__((visibility("default"))) int flce_fault_disarm(void) {
     return calls;
 }
 
-/* From now on what lies below the directory `below` lies on NFS; null: nothing does. Says how many locks were asked for since the last call: of files on NFS
- * where there were any, else of all. */
+/* From now on what lies below the directory `below` lies on NFS; null: nothing does. Says how many locks were asked for since the last
+ * call: of files on NFS where there were any, else of all. */
 __attribute__((visibility("default"))) int flce_fault_nfs(const char* below) {
     const int asked = locks;
     remote = below;

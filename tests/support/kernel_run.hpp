@@ -25,8 +25,8 @@ class KernelRun {
 public:
     KernelRun(std::shared_ptr<const Kernel> kernel, const Problem& problem);
 
-    /// From now on forward retains: in `bytes` of guarded memory, or in the beginning of grad_weight. A backward call that writes grad_weight ends
-    /// the latter.
+    /// From now on forward retains: in `bytes` of guarded memory, or in the beginning of grad_weight. A backward call that writes
+    /// grad_weight ends the latter.
     void retain(RetainedPlace place, std::size_t bytes);
     void forward();
     /// Poisons the wanted gradients (or restores what an accumulating buffer holds) first, unless `keep`.
@@ -50,7 +50,8 @@ public:
     [[nodiscard]] std::map<std::string, std::vector<std::byte>> bytes() const;
     /// Every buffer, inputs and workspaces too.
     [[nodiscard]] std::map<std::string, std::vector<std::byte>> all_bytes() const;
-    /// Guards overrun, inputs changed, padding of the weight's gradient not 0 (or touched when accumulating), ignored tokens not 0. Empty: none.
+    /// Guards overrun, inputs changed, padding of the weight's gradient not 0 (or touched when accumulating), ignored tokens not 0. Empty:
+    /// none.
     [[nodiscard]] std::string violations() const;
 
 private:
@@ -81,8 +82,8 @@ private:
     Retained retained_;
 };
 
-/// Runs forward and backward and judges everything; says what is wrong. `work` bounds the oracle's multiplications. On a GPU also with everything
-/// retained that the kernel can use, a part of it, and in grad_weight's memory.
+/// Runs forward and backward and judges everything; says what is wrong. `work` bounds the oracle's multiplications. On a GPU also with
+/// everything retained that the kernel can use, a part of it, and in grad_weight's memory.
 [[nodiscard]] testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kernel, const Problem& problem,
                                                      double work = 4e8);
 

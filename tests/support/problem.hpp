@@ -50,7 +50,8 @@ struct Problem {
     std::vector<float> grad_lse;
     std::vector<float> grad_logprob;
     std::vector<float> grad_entropy;
-    // What gradient buffers hold before an accumulating backward, as grad_weight_dtype holds it; [V, D] without padding. Empty when writing.
+    // What gradient buffers hold before an accumulating backward, as grad_weight_dtype holds it; [V, D] without padding. Empty when
+    // writing.
     std::vector<float> old_grad_weight;
     std::vector<float> old_grad_bias;
 
@@ -59,7 +60,8 @@ struct Problem {
 
 [[nodiscard]] Problem make_problem(const Spec& spec, const ProblemOptions& options);
 
-/// Weight-shaped values [V, D] as the Spec lays them out in memory: padded, and transposed for hidden_major. `padding` fills what lies past V.
+/// Weight-shaped values [V, D] as the Spec lays them out in memory: padded, and transposed for hidden_major. `padding` fills what lies past
+/// V.
 [[nodiscard]] std::vector<float> laid_out(const Spec& spec, const std::vector<float>& values, float padding);
 /// Element (vocabulary row, hidden column) of a weight-shaped buffer in the Spec's layout.
 [[nodiscard]] std::int64_t weight_index(const Spec& spec, std::int64_t vocab, std::int64_t hidden);

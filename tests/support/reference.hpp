@@ -1,5 +1,5 @@
-// The yardstick: what a framework computes in the Spec's dtype with fp32 logits. Inputs in the dtype, logits and softmax in fp32, the logits'
-// gradient rounded to the dtype, products accumulated in fp32 in slices, gradients rounded to the dtype that they are stored in.
+// The yardstick: what a framework computes in the Spec's dtype with fp32 logits. Inputs in the dtype, logits and softmax in fp32, the
+// logits' gradient rounded to the dtype, products accumulated in fp32 in slices, gradients rounded to the dtype that they are stored in.
 #pragma once
 
 #include "tests/support/error_budget.hpp"

@@ -15,7 +15,8 @@ enum class Target : std::uint8_t { cpu, gpu };
 [[nodiscard]] const char* to_string(Target target);
 inline std::ostream& operator<<(std::ostream& out, Target target) { return out << to_string(target); }
 
-/// Why there are no tests on `target` here: no such device, or FLCE_TEST_DEVICE ("cpu", "cuda", "cuda:1") names the other. Empty: there are.
+/// Why there are no tests on `target` here: no such device, or FLCE_TEST_DEVICE ("cpu", "cuda", "cuda:1") names the other. Empty: there
+/// are.
 [[nodiscard]] const std::string& skip_reason(Target target);
 
 /// A kernel of the target's session, whose disk cache is in the folder FLCE_TEST_CACHE; without it there is none. `plan` or, without it,

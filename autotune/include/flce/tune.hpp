@@ -1,5 +1,5 @@
-// The tuner: measures plans of output layers on a device of this machine, and keeps what it has measured in records that sessions read. It is what
-// `flce tune` does; docs/tuning.md says how.
+// The tuner: measures plans of output layers on a device of this machine, and keeps what it has measured in records that sessions read. It
+// is what `flce tune` does; docs/tuning.md says how.
 //
 //     flce::TuneReport report = flce::tune({.specs = {flce::parse_spec("D=2048,V=151936,dtype=bf16")}, .num_tokens = {4096}},
 //                                          {.stop = [] { return shutting_down(); }});
@@ -31,8 +31,8 @@ struct TuneOptions {
     std::filesystem::path records_dir{};     ///< where records are kept; empty: the session's
     std::string commit{};                    ///< kept with the measurements, to tell later what was measured
     bool fresh = false;                      ///< measure everything again and replace the records
-    /// The flce command, of this library's build: candidates run in processes of it. Empty: bin/flce beside the folder of libflce, as it is in the build
-    /// tree, an install and the Python package.
+    /// The flce command, of this library's build: candidates run in processes of it. Empty: bin/flce beside the folder of libflce, as it is
+    /// in the build tree, an install and the Python package.
     std::filesystem::path command{};
 };
 
@@ -83,8 +83,8 @@ struct TuneReport {
     std::string json{};    ///< the object that `flce tune --json` prints
 };
 
-/// Tunes layer after layer; an error of one does not keep the others from it. Throws ArgumentError for options that cannot be met, and EnvironmentError
-/// where there is no device or no flce command.
+/// Tunes layer after layer; an error of one does not keep the others from it. Throws ArgumentError for options that cannot be met, and
+/// EnvironmentError where there is no device or no flce command.
 [[nodiscard]] TuneReport tune(const TuneOptions& options, const TuneListener& listener = {});
 
 }  // namespace flce

@@ -81,7 +81,7 @@ public:
     /// Candidates for a dtype, not yet checked against any device.
     [[nodiscard]] virtual std::span<const TileCandidate> tiles(DType dtype) const noexcept = 0;
     [[nodiscard]] virtual TileWarps warps(const GemmTile& tile) const noexcept = 0;
-    /// The tile of those extents, in `tile`, whose warps these are.
+    /// `tile` with these warps.
     [[nodiscard]] virtual GemmTile with_warps(GemmTile tile, TileWarps warps) const noexcept = 0;
 
     // What kernels take.

@@ -19,8 +19,8 @@ struct ForwardRows {
     std::int64_t share_words = 0;  ///< of 4 bytes, by which clusters share the launches' work
 };
 
-/// Whether ignored tokens are left out of a pass: where there are so many tokens that it matters, and the list has a place in the
-/// workspace. An expression that is constant where the path has no lists.
+/// Whether ignored tokens are left out of a pass: with more than kRowThreads tokens, where the list has a place in the workspace. The
+/// expression is constant where the path has no lists.
 [[nodiscard]] Expr lists_rows(const Plan& plan);
 
 /// Forward runs over `rows` tokens at a time, so that its partial sums stay small for any number of tokens.
@@ -47,7 +47,7 @@ struct ForwardLayout {
     Expr total{0};
 };
 
-/// Backward walks the vocabulary in chunks. All tokens take part in a chunk at once unless there are so many that chunks would get narrower
+/// Backward walks the vocabulary in chunks. All tokens take part in a chunk at once unless their number makes chunks narrower
 /// than is worthwhile; then tokens are cut into row blocks and a chunk's grad_weight is summed over them in fp32.
 struct BackwardLayout {
     Expr rows{0};  ///< tokens of a row block
@@ -69,11 +69,11 @@ struct BackwardLayout {
     Expr wide_chunk{0};
     Expr wide_chunks{0};   ///< 0 where there is no such memory: grad_weight is accumulated into or is not vocab_major
     Expr wide_dlogits{0};  ///< offset in grad_weight, bytes
-    /// Where several chunks are one launch: those with even numbers have so many columns, chunk and wide_chunk are a pair's. 0: they never
-    /// are.
+    /// Columns of an even-numbered chunk where chunks are joined in one launch; chunk and wide_chunk are then a pair's. 0: chunks are never
+    /// joined.
     Expr even_chunk{0};
     Expr even_wide_chunk{0};
-    Expr joined{0};  ///< whether they are, for so many tokens, where the call wants both gradients
+    Expr joined{0};  ///< whether this number of tokens joins them, where the call wants both gradients
     Expr progress{0};
     std::int64_t progress_bytes = 0;
     Expr counters{0};  ///< of two Paces, and of the readers of each block of retained exponentials
@@ -87,7 +87,7 @@ struct BackwardNeeds {
     bool sums_apart = false;          ///< grad_hidden's sum always has memory in the workspace, which other things use too
 };
 
-/// Whether all chunks of a call are one launch: BackwardLayout's fields of those names.
+/// Whether all chunks of a call are one launch: BackwardLayout's fields of the same names.
 struct JoinedChunks {
     Expr joined{0};
     Expr even_chunk{0};

@@ -1,7 +1,8 @@
-// Compiles kernels before they are needed, for devices that need not be here, into the cache or into a pack. It is what `flce prewarm` does;
-// docs/prewarm.md says how.
+// Compiles kernels before they are needed, for devices that need not be here, into the cache or into a pack. It is what `flce prewarm`
+// does; docs/prewarm.md says how.
 //
-//     flce::PrewarmReport report = flce::prewarm({.wants = {.specs = {flce::parse_spec("D=2048,V=151936,dtype=bf16")}, .devices = {"h100"}},
+//     flce::PrewarmReport report = flce::prewarm({.wants = {.specs = {flce::parse_spec("D=2048,V=151936,dtype=bf16")}, .devices =
+//     {"h100"}},
 //                                                 .pack = "kernels.flcepack"});
 #pragma once
 
@@ -43,8 +44,8 @@ struct PrewarmOptions {
     std::filesystem::path cache_dir{};  ///< as SessionOptions::cache_dir
     std::filesystem::path pack{};       ///< also write what these kernels use, and nothing else, as one pack; empty: no pack
     int jobs = 0;                       ///< worker processes; 0: as many as cores and memory have room for
-    /// The flce command, of this library's build: kernels are compiled in processes of it. Empty: bin/flce beside the folder of libflce, as it is in the
-    /// build tree, an install and the Python package.
+    /// The flce command, of this library's build: kernels are compiled in processes of it. Empty: bin/flce beside the folder of libflce, as
+    /// it is in the build tree, an install and the Python package.
     std::filesystem::path command{};
 };
 
@@ -96,8 +97,8 @@ struct PrewarmReport {
     [[nodiscard]] std::string json() const;
 };
 
-/// Kernels that fail are in the report. Throws ArgumentError, SpecError, PlanError and EnvironmentError before anything is compiled, and EnvironmentError
-/// where there is no flce command or a pack cannot be written.
+/// Kernels that fail are in the report. Throws ArgumentError, SpecError, PlanError and EnvironmentError before anything is compiled, and
+/// EnvironmentError where there is no flce command or a pack cannot be written.
 [[nodiscard]] PrewarmReport prewarm(const PrewarmOptions& options, const PrewarmListener& listener = {});
 
 struct MissingReport {

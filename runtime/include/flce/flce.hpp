@@ -97,7 +97,7 @@ struct BackwardArgs {
     TensorView lse{};        ///< [N] fp32, as forward wrote it
     TensorView entropy{};    ///< [N] fp32, as forward wrote it; required with grad_entropy
     TensorView grad_loss{};  ///< fp32: [N] for none, scalar otherwise; absent: 1, or 0 without spec.outputs.loss
-    TensorView grad_lse{};   ///< [N] fp32; absent: 0. Likewise the next two
+    TensorView grad_lse{};   ///< [N] fp32; absent: 0, as for the next two
     TensorView grad_logprob{};
     TensorView grad_entropy{};
     TensorView grad_hidden{};  ///< [N, D], spec dtype; absent: not computed. Ignored rows receive 0
@@ -216,8 +216,9 @@ struct KernelOptions {
     /// it leaves is the most that Retained of its own memory may have. A kernel that retains nothing gets more scratch than the default
     /// instead, where that is of use.
     std::int64_t workspace_limit_bytes = 0;
-    /// Of the call: the limit is for so many, and where records of measurements have plans for several numbers of tokens, that of the
-    /// nearest is taken (token_bucket). 0: not known; the limit is for what does not grow with tokens, the plan that for kTypicalTokens.
+    /// Tokens of the call. The limit holds for this number, and among tuning records for several numbers the nearest one counts
+    /// (token_bucket). 0: not known. The limit is then for the workspace that does not grow with tokens, and the plan is that for
+    /// kTypicalTokens.
     std::int64_t num_tokens = 0;
 };
 
