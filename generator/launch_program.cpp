@@ -195,7 +195,7 @@ private:
     std::vector<std::int64_t> variables_;
 };
 
-/// The statement that `left` statements precede, of this body and of the bodies in it; null where there are fewer, and then `left` has become
+/// The statement that `left` statements precede, of this body and of the bodies in it. Null where there are fewer: `left` has then become
 /// less.
 const Statement* find_statement(const std::vector<Statement>& body, std::size_t& left) {
     for (const Statement& statement : body) {
