@@ -10,6 +10,9 @@ machine code and everything else in the cubin that the device or a launch goes b
 of a layer whose kernels are the same get the version that `flce info` of --today names; the others are listed, stay as they are, and the
 exit code is 1. Nothing is run on a device.
 
+--only-compare compares the kernels of any records' plans and writes nothing. It shows that a change of names or folders has changed no
+kernel, also where the records are of a version that neither build has.
+
 --work keeps the kernels, so that a second run goes on where the first one was stopped.
 """
 
@@ -39,6 +42,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", required=True, help="flce of the version that the records have")
     parser.add_argument("--today", required=True, help="flce of the version that they are to get")
+    parser.add_argument("--only-compare", action="store_true", help="records of any version; none is written")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--work", help="a folder for the kernels (default: a temporary one)")
     parser.add_argument("records", nargs="+", type=pathlib.Path)
@@ -119,6 +123,14 @@ def same_code(args, work, spec, plans):
     return not different
 
 
+def give_version(path, record, version):
+    old = f'"kernel_version": "{record["kernel_version"]}"'
+    text = path.read_text()
+    if text.count(old) != 1:
+        sys.exit(f"{path}: no single {old}")
+    path.write_text(text.replace(old, f'"kernel_version": "{version}"'))
+
+
 def main():
     args = parse_arguments()
     version = json.loads(run(args.today, "info", "--json")).get("kernel_versions", {}).get("cuda")
@@ -133,10 +145,10 @@ def main():
             sys.exit(f"{path} is no tuning record: {error}")
         if record["device"]["kind"] != "cuda":
             sys.exit(f"{path} is of a {record['device']['kind']}; machine code of GPUs is what can be compared here")
-        if record["kernel_version"] == version:
+        if record["kernel_version"] == version and not args.only_compare:
             continue
         layers.setdefault(record["spec"], []).append((path, record))
-    if len({record["kernel_version"] for records in layers.values() for _, record in records}) > 1:
+    if not args.only_compare and len({record["kernel_version"] for records in layers.values() for _, record in records}) > 1:
         sys.exit("the records are of several versions; carry those of one at a time, with its program")
     carried = True
     with tempfile.TemporaryDirectory() as temporary:
@@ -148,12 +160,9 @@ def main():
             if not same_code(args, work, spec, sorted(tiles.values())):
                 carried = False
                 continue
-            for path, record in records:
-                old = f'"kernel_version": "{record["kernel_version"]}"'
-                text = path.read_text()
-                if text.count(old) != 1:
-                    sys.exit(f"{path}: no single {old}")
-                path.write_text(text.replace(old, f'"kernel_version": "{version}"'))
+            if not args.only_compare:
+                for path, record in records:
+                    give_version(path, record, version)
     sys.exit(0 if carried else 1)
 
 
