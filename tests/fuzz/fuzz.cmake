@@ -7,7 +7,8 @@ set(sources records/record.cpp records/record_json.cpp cache/artifact_format.cpp
   cache/signature.cpp cli/safetensors.cpp tests/fuzz/readers.cpp)
 file(GLOB generator_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_SOURCE_DIR} ${CMAKE_SOURCE_DIR}/generator/*.cpp)
 file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_SOURCE_DIR} ${CMAKE_SOURCE_DIR}/generator/cuda/*.cpp)
-list(APPEND sources ${generator_sources} ${cuda_sources} generator/cpu/layout.cpp generator/cpu/code.cpp)
+list(APPEND sources ${generator_sources} ${cuda_sources} generator/cpu/blocks.cpp generator/cpu/code.cpp generator/cpu/cost.cpp
+  generator/cpu/layout.cpp generator/cpu/rules.cpp)
 list(TRANSFORM sources PREPEND ${CMAKE_SOURCE_DIR}/)
 set(fuzz_flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1 -g1)
 
