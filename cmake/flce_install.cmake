@@ -3,6 +3,8 @@ include(CMakePackageConfigHelpers)
 
 if(SKBUILD)
   install(TARGETS flce LIBRARY DESTINATION flce/lib COMPONENT wheel)
+  set_target_properties(flce_cli PROPERTIES INSTALL_RPATH "$ORIGIN/../lib")
+  install(TARGETS flce_cli RUNTIME DESTINATION flce/bin COMPONENT wheel)
   return()
 endif()
 install(TARGETS flce EXPORT flce_targets

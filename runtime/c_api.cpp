@@ -12,6 +12,7 @@
 
 #include "flce/flce.h"
 #include "flce/flce.hpp"
+#include "runtime/c_api_call.hpp"
 #include "runtime/c_arguments.hpp"
 #include "runtime/c_structs.hpp"
 #include "runtime/session.hpp"
@@ -154,6 +155,11 @@ Session& session_of(const flce_session* handle) { return *not_null(handle, "sess
 const Kernel& kernel_of(const flce_kernel* handle) { return *not_null(handle, "kernel")->kernel; }
 
 }  // namespace
+
+flce_status c_api_call(const std::function<void()>& body) noexcept { return guarded(body); }
+
+flce_job job_of(const flce_job* given) { return given == nullptr ? flce_job FLCE_JOB_INIT : versioned(given, "job"); }
+
 }  // namespace flce
 
 using namespace flce;  // NOLINT(google-build-using-namespace): the definitions below are C names

@@ -26,6 +26,7 @@ from flce.errors import (
     UnsupportedTransformError,
 )
 from flce.functional import linear_cross_entropy
+from flce.jobs import missing, prewarm, tune
 from flce.kernels import cache_statistics, check_labels, explain, get_kernel, warmup
 from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
 from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
@@ -64,10 +65,13 @@ __all__ = [
     "get_kernel",
     "huggingface",
     "linear_cross_entropy",
+    "missing",
     "plan_digest",
+    "prewarm",
     "set_strict",
     "shift_labels",
     "sum_tied_gradient",
+    "tune",
     "warmup",
 ]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from flce import errors
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 CPU, CUDA = 1, 2
 INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140
@@ -133,6 +133,23 @@ _ERRORS: dict[int, type[errors.FlceError]] = {
     8: errors.CacheMissError,
 }
 
+JOB_TEXT = ctypes.CFUNCTYPE(None, c_void_p, c_char_p)
+JOB_STOP = ctypes.CFUNCTYPE(c_int32, c_void_p)
+
+
+class Job(Structure):
+    """flce_job"""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("user", c_void_p),
+        ("progress", JOB_TEXT),
+        ("warning", JOB_TEXT),
+        ("stop", JOB_STOP),
+        ("report", JOB_TEXT),
+    )
+
+
 # name: (result, arguments). Functions that return a status are checked by `check`.
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_abi_version": (c_int32, ()),
@@ -150,6 +167,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_kernel_release": (None, (c_void_p,)),
     "flce_kernel_text": (c_int32, (c_void_p, c_int32, c_char_p, c_size_t, POINTER(c_size_t))),
     "flce_plan_digest": (c_int32, (POINTER(c_void_p), c_size_t, c_char_p, c_size_t, POINTER(c_size_t))),
+    "flce_tune": (c_int32, (c_char_p, POINTER(Job))),
+    "flce_prewarm_sets": (c_int32, (c_char_p, POINTER(Job))),
+    "flce_missing_sets": (c_int32, (c_char_p, POINTER(Job))),
     "flce_kernel_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
     "flce_kernel_backward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
     "flce_kernel_check_invalid_label": (c_int32, (c_void_p, c_uint64)),
@@ -166,12 +186,18 @@ def _candidates() -> list[Path]:
     if given:
         return [Path(given)]
     here = Path(__file__).resolve().parent
-    return [here / folder / "libflce.so" for folder in ("lib", "lib64")]
+    # A wheel of a release tree has it under its soname, by which the command asks for it.
+    return [here / folder / name for folder in ("lib", "lib64") for name in ("libflce.so", "libflce.so.0")]
+
+
+def library_path() -> Path | None:
+    """Of the library that `library` loads; None where there is none."""
+    return next((candidate for candidate in _candidates() if candidate.exists()), None)
 
 
 def _load() -> ctypes.CDLL:
     paths = _candidates()
-    path = next((candidate for candidate in paths if candidate.exists()), None)
+    path = library_path()
     if path is None:
         places = " or ".join(_shown(bytes(candidate)) for candidate in paths)
         raise errors.UnavailableError(f"libflce.so is not at {places}: install flce with pip, or set FLCE_LIBRARY to a built libflce.so")

@@ -1,17 +1,22 @@
 """Run by tools/test_python.sh against an installed wheel: the package is complete, typed, and computes."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 import flce
+from flce import _command
 
 site = Path(sys.argv[1])
 package = Path(flce.__file__).parent
 assert package == site / "flce", package
 assert (package / "py.typed").exists()
-assert (package / "lib" / "libflce.so").exists()
+assert list((package / "lib").glob("libflce.so*"))
+assert Path(_command.path()) == package / "bin" / "flce"
+version = subprocess.run([sys.executable, "-m", "flce", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+assert version == flce.__version__, version
 hidden, weight = torch.randn(12, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
 labels = torch.randint(0, 50, (12,))
 loss = flce.linear_cross_entropy(hidden, weight, labels, shift=1)

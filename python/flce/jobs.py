@@ -1,0 +1,178 @@
+"""Work of minutes, done before a run: `tune` measures plans, `prewarm` compiles kernels, `missing` says which are not there. They do
+what `flce tune`, `flce prewarm` and `flce prewarm --check` do, and return the objects that these print with --json."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flce import _command, _native
+
+Spec = str | Mapping[str, Any]
+"""One output layer: "D=2048,V=151936,dtype=bf16", or its keys in a mapping."""
+Progress = Callable[[dict[str, Any]], None]
+"""Told several times a second how far the work is."""
+Stop = Callable[[], bool]
+"""Asked several times a second; after True the call ends with what it has."""
+Path = str | os.PathLike[str]
+
+
+def tune(
+    specs: Spec | Iterable[Spec] = (),
+    *,
+    hf_configs: Iterable[Path] = (),
+    num_tokens: Iterable[int] = (),
+    device: str = "",
+    workspace_limit_bytes: int = 0,
+    retain: bool = True,
+    plans: Iterable[str] = (),
+    budget_s: float = 60,
+    candidate_timeout_s: float = 30,
+    coordinates: Iterable[str] = (),
+    exhaustive: int = 0,
+    scratch_bytes: int | None = None,
+    threads: int = 0,
+    cache_dir: Path = "",
+    records_dir: Path = "",
+    commit: str = "",
+    fresh: bool = False,
+    progress: Progress | None = None,
+    warning: Callable[[str], None] | None = None,
+    stop: Stop | None = None,
+) -> dict[str, Any]:
+    """Measures plans of output layers on this machine's device and keeps the best in tuning records (docs/tuning.md). It takes at most
+    `budget_s` seconds for each spec and number of tokens. Ctrl-C keeps what has been measured and raises KeyboardInterrupt. A layer that
+    cannot be tuned is in the result's "errors"."""
+    options = {
+        "specs": _specs(specs),
+        "hf_configs": _paths(hf_configs),
+        "num_tokens": list(num_tokens),
+        "device": device,
+        "workspace_limit_bytes": workspace_limit_bytes,
+        "retain": retain,
+        "plans": list(plans),
+        "budget_s": budget_s,
+        "candidate_timeout_s": candidate_timeout_s,
+        "coordinates": list(coordinates),
+        "exhaustive": exhaustive,
+        "scratch_bytes": scratch_bytes,
+        "threads": threads,
+        "cache_dir": os.fspath(cache_dir),
+        "records_dir": os.fspath(records_dir),
+        "commit": commit,
+        "fresh": fresh,
+        "command": _command.path(),
+    }
+    return _run("flce_tune", options, progress, warning, stop)
+
+
+def prewarm(
+    specs: Spec | Iterable[Spec] = (),
+    *,
+    devices: Iterable[str] = (),
+    hf_configs: Iterable[Path] = (),
+    autocast: Iterable[str] = (),
+    manifests: Iterable[Path] = (),
+    num_tokens: Iterable[int] = (),
+    workspace_limits: Iterable[int] = (),
+    scratch_bytes: Iterable[int] = (),
+    plan: str = "",
+    cache_dir: Path = "",
+    pack: Path = "",
+    jobs: int = 0,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+) -> dict[str, Any]:
+    """Compiles the kernels of `specs` for `devices`, which need not be here, into the cache and, with `pack`, into one file to ship
+    (docs/prewarm.md). Kernels that fail are in the result; "failed" counts them."""
+    options = _wants(specs, devices, hf_configs, autocast, manifests, num_tokens, workspace_limits, scratch_bytes, plan)
+    options |= {"cache_dir": os.fspath(cache_dir), "pack": os.fspath(pack), "jobs": jobs, "command": _command.path()}
+    return _run("flce_prewarm_sets", options, progress, None, stop)
+
+
+def missing(
+    specs: Spec | Iterable[Spec] = (),
+    *,
+    devices: Iterable[str] = (),
+    hf_configs: Iterable[Path] = (),
+    autocast: Iterable[str] = (),
+    manifests: Iterable[Path] = (),
+    num_tokens: Iterable[int] = (),
+    workspace_limits: Iterable[int] = (),
+    scratch_bytes: Iterable[int] = (),
+    plan: str = "",
+    cache_dir: Path = "",
+) -> dict[str, Any]:
+    """Looks for the kernels of `prewarm` with these arguments. The result's "missing" lists those that a run in this environment would not
+    find. Compiles nothing."""
+    options = _wants(specs, devices, hf_configs, autocast, manifests, num_tokens, workspace_limits, scratch_bytes, plan)
+    return _run("flce_missing_sets", options | {"cache_dir": os.fspath(cache_dir)}, None, None, None)
+
+
+def _specs(specs: Spec | Iterable[Spec]) -> list[str | dict[str, Any]]:
+    several = [specs] if isinstance(specs, str | Mapping) else specs
+    return [spec if isinstance(spec, str) else dict(spec) for spec in several]
+
+
+def _paths(paths: Iterable[Path]) -> list[str]:
+    return [os.fspath(path) for path in paths]
+
+
+def _wants(
+    specs: Spec | Iterable[Spec],
+    devices: Iterable[str],
+    hf_configs: Iterable[Path],
+    autocast: Iterable[str],
+    manifests: Iterable[Path],
+    num_tokens: Iterable[int],
+    workspace_limits: Iterable[int],
+    scratch_bytes: Iterable[int],
+    plan: str,
+) -> dict[str, Any]:
+    return {
+        "specs": _specs(specs),
+        "devices": list(devices),
+        "hf_configs": _paths(hf_configs),
+        "autocast": list(autocast),
+        "manifests": _paths(manifests),
+        "num_tokens": list(num_tokens),
+        "workspace_limits": list(workspace_limits),
+        "scratch_bytes": list(scratch_bytes),
+        "plan": plan,
+    }
+
+
+def _run(
+    function: str,
+    options: dict[str, Any],
+    progress: Progress | None,
+    warning: Callable[[str], None] | None,
+    stop: Stop | None,
+) -> dict[str, Any]:
+    raised: list[BaseException] = []
+    reports: list[str] = []
+
+    # An exception of a callback, Ctrl-C among them, ends the work and is raised when it has ended.
+    def guarded(call: Callable[[], Any]) -> Any:
+        try:
+            return None if raised else call()
+        except BaseException as error:
+            raised.append(error)
+            return None
+
+    job = _native.Job(
+        struct_size=ctypes.sizeof(_native.Job),
+        progress=_native.JOB_TEXT(lambda _, text: guarded(lambda: progress(json.loads(text)) if progress else None)),
+        warning=_native.JOB_TEXT(lambda _, text: guarded(lambda: warning(text.decode()) if warning else None)),
+        stop=_native.JOB_STOP(lambda _: 1 if guarded(lambda: bool(stop()) if stop else False) or raised else 0),
+        report=_native.JOB_TEXT(lambda _, text: reports.append(text.decode())),
+    )
+    status = getattr(_native.library(), function)(json.dumps(options).encode(), ctypes.byref(job))
+    if raised:
+        raise raised[0]
+    _native.check(status)
+    result: dict[str, Any] = json.loads(reports[0])
+    return result

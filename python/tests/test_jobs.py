@@ -1,0 +1,91 @@
+"""flce.tune, flce.prewarm and flce.missing: the command's results, callbacks, and what is raised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flce
+from flce import _command
+
+SPEC = "D=32,V=300,dtype=fp32"
+CPU = "x86-64-v3"
+
+
+@pytest.fixture
+def command() -> str:
+    try:
+        return _command.path()
+    except flce.UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def small_tuning(folder: Path) -> dict[str, object]:
+    return {
+        "num_tokens": [64],
+        "device": "cpu",
+        "threads": 1,
+        "coordinates": ["chunk"],
+        "budget_s": 20,
+        "cache_dir": folder / "cache",
+        "records_dir": folder / "records",
+    }
+
+
+def run_json(command: str, *arguments: str) -> dict[str, object]:
+    done = subprocess.run([command, *arguments, "--json"], capture_output=True, text=True, check=False)
+    result: dict[str, object] = json.loads(done.stdout)
+    return result
+
+
+def test_tune_small_layer_says_what_the_command_says(command: str, tmp_path: Path) -> None:
+    seen: list[dict[str, object]] = []
+    result = flce.tune(SPEC, **small_tuning(tmp_path), progress=seen.append)  # type: ignore[arg-type]
+    assert result["complete"] and result["best_plan"] and result["measured"] > 1
+    assert seen and {"spec", "num_tokens", "elapsed_s", "candidates", "best_ms"} <= set(seen[-1])
+    again = run_json(
+        command, "tune", "--spec", SPEC, "--num-tokens", "64", "--device", "cpu", "--threads", "1", "--coordinates", "chunk", "--cache-dir",
+        str(tmp_path / "cache"), "--records-dir", str(tmp_path / "records"),
+    )  # fmt: skip
+    assert set(again) == set(result)
+    assert (again["best_plan"], again["record"], again["measured"]) == (result["best_plan"], result["record"], 0)
+
+
+def test_prewarm_then_missing_agree_with_the_command(command: str, tmp_path: Path) -> None:
+    arguments = {"devices": [CPU], "cache_dir": tmp_path / "cache"}
+    before = flce.missing(SPEC, **arguments)  # type: ignore[arg-type]
+    assert [item["device"] for item in before["missing"]] == [CPU]
+    result = flce.prewarm({"D": 32, "V": 300, "dtype": "fp32"}, **arguments, pack=tmp_path / "k.flcepack")  # type: ignore[arg-type]
+    assert result["compiled"] > 0 and result["failed"] == 0 and Path(result["pack"]).exists()
+    after = flce.missing(SPEC, **arguments)  # type: ignore[arg-type]
+    assert after["missing"] == []
+    assert after == run_json(command, "prewarm", "--check", "--spec", SPEC, "--device", CPU, "--cache-dir", str(tmp_path / "cache"))
+
+
+def test_stop_and_exceptions_of_callbacks_end_the_call(command: str, tmp_path: Path) -> None:
+    assert flce.tune(SPEC, **small_tuning(tmp_path), stop=lambda: True)["items"] == []  # type: ignore[arg-type]
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        flce.tune(SPEC, **small_tuning(tmp_path), progress=fail)  # type: ignore[arg-type]
+
+
+def test_bad_options_are_named(command: str, tmp_path: Path) -> None:
+    with pytest.raises(flce.ArgumentError, match="colour"):
+        flce.tune(SPEC, device="cpu", records_dir=tmp_path, coordinates=["colour"])
+    with pytest.raises(flce.SpecError):
+        flce.missing("D=banana", devices=[CPU])
+    with pytest.raises(flce.ArgumentError, match="device"):
+        flce.missing(SPEC)
+
+
+def test_python_m_flce_is_the_command(command: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "flce", "--version"], capture_output=True, text=True, check=True, env=os.environ)
+    assert done.stdout.strip() == flce.__version__
