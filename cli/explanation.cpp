@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "generator/planner.hpp"
 #include "runtime/retained_choice.hpp"
 #include "runtime/scratch_steps.hpp"
 

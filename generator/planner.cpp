@@ -1,3 +1,5 @@
+#include "generator/planner.hpp"
+
 #include <fmt/format.h>
 
 #include <algorithm>

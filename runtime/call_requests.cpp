@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "generator/planner.hpp"
 #include "runtime/scratch_steps.hpp"
 
 namespace flce {

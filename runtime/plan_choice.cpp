@@ -8,6 +8,7 @@
 
 #include "cache/log.hpp"
 #include "flce/error.hpp"
+#include "generator/planner.hpp"
 
 namespace flce {
 namespace {

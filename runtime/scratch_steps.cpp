@@ -9,6 +9,7 @@
 
 #include "flce/error.hpp"
 #include "flce/plan.hpp"
+#include "generator/planner.hpp"
 
 namespace flce {
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cache/single_flight.hpp"
+#include "generator/planner.hpp"
 #include "runtime/cache_options.hpp"
 #include "runtime/call_requests.hpp"
 #include "runtime/plan_choice.hpp"

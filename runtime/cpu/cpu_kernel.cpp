@@ -1,6 +1,7 @@
 #include <nlohmann/json.hpp>
 
 #include "generator/logit_transforms.hpp"
+#include "generator/planner.hpp"
 #include "runtime/cpu/passes.hpp"
 #include "runtime/host/object_file.hpp"
 #include "runtime/kernel_factory.hpp"

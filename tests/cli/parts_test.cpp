@@ -26,6 +26,7 @@
 #include "demo/layer.hpp"
 #include "demo/model.hpp"
 #include "demo/text.hpp"
+#include "generator/planner.hpp"
 #include "tests/cli/process.hpp"
 
 namespace flce::cli {

@@ -7,6 +7,7 @@
 
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
+#include "generator/planner.hpp"
 #include "templates/sm90/params.cuh"
 
 namespace flce::rounded_weight_test {

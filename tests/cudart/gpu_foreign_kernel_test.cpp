@@ -1,6 +1,7 @@
 // On a real GPU, beside a kernel of somebody else's that holds SMs: backward has to get through with the others.
 #include <gtest/gtest.h>
 
+#include "generator/planner.hpp"
 #include "runtime/cuda/nvrtc.hpp"
 #include "tests/cudart/gpu_layer.hpp"
 #include "tests/support/gpu.hpp"

@@ -9,6 +9,7 @@
 
 #include "flce/buffer.hpp"
 #include "flce/flce.hpp"
+#include "generator/planner.hpp"
 #include "runtime/cuda/cuda_kernel.hpp"
 #include "runtime/cuda/driver.hpp"
 

@@ -9,6 +9,7 @@
 #include <random>
 
 #include "flce/recording.hpp"
+#include "generator/planner.hpp"
 #include "tests/cudart/gpu_layer.hpp"
 
 namespace flce {

@@ -1,4 +1,6 @@
 
+#include "generator/planner.hpp"
+
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

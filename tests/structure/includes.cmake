@@ -11,7 +11,7 @@ set(max_lines 500)
 # share with it. An internal header that is not here stays the library's.
 set(command_layers demo cli)
 set(internals_of_the_command
-  generator/nearest_name.hpp
+  generator/nearest_name.hpp generator/planner.hpp
   cache/byte_io.hpp cache/cleanup.hpp cache/disk_store.hpp cache/pack_store.hpp cache/private_folder.hpp cache/signature.hpp
   cache/statistics_file.hpp
   records/kernel_version.hpp records/named_records.hpp records/record_store.hpp

@@ -5,6 +5,7 @@
 
 #include "generator/cuda/sm90/chunk_time.hpp"
 #include "generator/cuda/sm90/rules.hpp"
+#include "generator/planner.hpp"
 #include "templates/common/sum_parts.cuh"
 #include "templates/sm90/forward_share.cuh"
 #include "templates/sm90/params.cuh"

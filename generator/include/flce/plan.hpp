@@ -107,36 +107,12 @@ struct PlanRequest {
     friend bool operator==(const PlanRequest&, const PlanRequest&) = default;
 };
 
-/// Whether forward can leave anything to backward with such a plan: exponentials on a GPU, logits on a CPU.
-[[nodiscard]] constexpr bool retains(const Plan& plan) noexcept { return plan.path == PlanPath::cpu || plan.strategy == Strategy::retain; }
-/// Bytes that such a plan retains of one logit: its exponential in the spec's dtype on a GPU, fp32 on a CPU.
-[[nodiscard]] inline std::int64_t retained_logit_bytes(const Spec& spec, const Plan& plan) noexcept {
-    return plan.path == PlanPath::cpu ? 4 : static_cast<std::int64_t>(element_bytes(spec.dtype));
-}
-
-/// Whether exponentials may lie in grad_weight's memory until it is written: it is not added to, and its rows are the vocabulary's.
-[[nodiscard]] bool may_lend_grad_weight(const Spec& spec) noexcept;
-/// The part of those of so many tokens that it holds, 0 (none, or no tokens) to 1.
-[[nodiscard]] double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept;
-
-/// Whether a plan may retain exponentials and the limit has room for all of a call's in memory of their own, where grad_weight's cannot hold (nearly) all of
-/// them. grad_weight's tiles need not be such as memory is lent with then.
-[[nodiscard]] bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request);
-
 /// All legal candidate plans, best expected first (the cost model's order, which is that of the architecture: all its products share a choice and so
 /// their kernels); never empty. Throws SpecError, and PlanError as choose_plan does.
 [[nodiscard]] std::vector<Plan> candidate_plans(const Spec& spec, const Device& device, const PlanRequest& request = {});
 
-/// The least scratch with which candidate_plans has a plan; absent where no scratch is enough. Throws SpecError.
-[[nodiscard]] std::optional<std::int64_t> smallest_scratch_bytes(const Spec& spec, const Device& device);
-
 /// The first of candidate_plans. Throws PlanError with the reasons when there is none.
 [[nodiscard]] Plan choose_plan(const Spec& spec, const Device& device, const PlanRequest& request = {});
-
-/// Why `plan`, which is in use on `device`, is what it is: a line each for what the device decides, how the plan ranks among the candidates, and what
-/// was refused with the reason.
-[[nodiscard]] std::vector<std::string> plan_reasons(const Spec& spec, const Device& device, const Plan& plan,
-                                                    const PlanRequest& request = {});
 
 /// Expected cost of a pass over num_tokens tokens, by the cost model.
 struct Cost {

@@ -1,0 +1,39 @@
+// What the planner knows beside its choice: for the library's parts and the command, not for callers.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flce/plan.hpp"
+
+namespace flce {
+
+/// Whether forward can leave anything to backward with such a plan: exponentials on a GPU, logits on a CPU.
+[[nodiscard]] constexpr bool retains(const Plan& plan) noexcept { return plan.path == PlanPath::cpu || plan.strategy == Strategy::retain; }
+
+/// Bytes that a plan which retains() keeps of one logit: its exponential in the spec's dtype on a GPU, fp32 on a CPU.
+[[nodiscard]] inline std::int64_t retained_logit_bytes(const Spec& spec, const Plan& plan) noexcept {
+    return plan.path == PlanPath::cpu ? 4 : static_cast<std::int64_t>(element_bytes(spec.dtype));
+}
+
+/// Whether exponentials may lie in grad_weight's memory until it is written: it is not added to, and its rows are the vocabulary's.
+[[nodiscard]] bool may_lend_grad_weight(const Spec& spec) noexcept;
+
+/// The part of a call's exponentials that grad_weight's memory holds: 0 (none, or no tokens) to 1.
+[[nodiscard]] double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept;
+
+/// Whether a call's exponentials get memory of their own: a plan may retain them, the limit has room for all of them, and grad_weight's memory does not
+/// hold (nearly) all. grad_weight's tiles may then be any, since its memory is not lent.
+[[nodiscard]] bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request);
+
+/// The least scratch with which candidate_plans has a plan; absent where no scratch is enough. Throws SpecError.
+[[nodiscard]] std::optional<std::int64_t> smallest_scratch_bytes(const Spec& spec, const Device& device);
+
+/// Why `plan`, which is in use on `device`, is what it is: a line each for what the device decides, how the plan ranks among the candidates, and what
+/// was refused with the reason.
+[[nodiscard]] std::vector<std::string> plan_reasons(const Spec& spec, const Device& device, const Plan& plan,
+                                                    const PlanRequest& request = {});
+
+}  // namespace flce
