@@ -5,7 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
-.PHONY: help setup setup-python setup-dist build build-and-fetch demo demo-pipeline test test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
+.PHONY: help setup setup-python setup-dist build build-and-fetch demo demo-pipeline test test-release test-sanitize test-install bench \
+        lint format dist dist-tests wheel clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
@@ -58,7 +59,7 @@ demo-pipeline: setup-python ## train two pipeline stages on real text, the last 
 	@tools/python.sh examples/pipeline_last_stage.py
 
 # Sanitizers take as long again as everything else: CI runs them; `make test-sanitize` runs them by hand.
-test: build-and-fetch test-release test-install $(if $(CI),test-sanitize) ## every test: release build, an installed tree, the Python package; where CI is set, sanitizers
+test: build-and-fetch test-release test-install $(if $(CI),test-sanitize) ## every test; with CI=true sanitizers too
 	@tools/test_summary.sh build $(if $(CI),build-sanitize)
 
 test-release: build
@@ -96,7 +97,8 @@ dist-tests: setup-dist ## the same with the test binaries in it
 wheel: dist ## dist/*.whl: the Python package with the release tree's libflce, for every Linux that PyTorch's wheels are for
 	@tools/setup.sh --python
 	rm -f dist/*.whl
-	tools/python.sh -m pip wheel --quiet --no-deps --no-build-isolation --config-settings cmake.define.FLCE_WHEEL_LIBRARIES=$(CURDIR)/dist/flce/lib \
+	tools/python.sh -m pip wheel --quiet --no-deps --no-build-isolation \
+	    --config-settings cmake.define.FLCE_WHEEL_LIBRARIES=$(CURDIR)/dist/flce/lib \
 	    --config-settings wheel.tags=py3-none-manylinux_2_28_x86_64 -w dist .
 
 clean: ## remove every build tree (what setup installed stays)

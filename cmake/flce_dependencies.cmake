@@ -21,7 +21,8 @@ if(NOT LLVM_DIR AND NOT LLVM_ROOT AND NOT DEFINED ENV{LLVM_DIR})
 endif()
 find_package(LLVM REQUIRED CONFIG)
 if(LLVM_VERSION_MAJOR LESS 18)
-  message(FATAL_ERROR "LLVM ${LLVM_VERSION} in ${LLVM_DIR} is too old: 18 or newer is needed (19 preferred); set LLVM_DIR to choose another")
+  message(FATAL_ERROR
+    "LLVM ${LLVM_VERSION} in ${LLVM_DIR} is too old: 18 or newer is needed (19 preferred); set LLVM_DIR to choose another")
 endif()
 message(STATUS "LLVM ${LLVM_VERSION}: ${LLVM_DIR}")
 
@@ -62,8 +63,8 @@ endif()
 target_link_libraries(flce_third_party INTERFACE flce::fmt flce::spdlog nlohmann_json::nlohmann_json OpenSSL::Crypto flce::tbb
   Threads::Threads ${CMAKE_DL_LIBS})
 
-# Remote caches. libcurl is loaded at run time (cache/http_transport.cpp) and gives its header only; hiredis is small and needs nothing but libc.
-# Without one of them flce builds all the same, and a URL that needs it is an error that says so.
+# Remote caches. libcurl is loaded at run time (cache/http_transport.cpp) and gives its header only; hiredis is small and needs nothing but
+# libc. Without one of them flce builds all the same, and a URL that needs it is an error that says so.
 find_path(FLCE_CURL_INCLUDE_DIR curl/curl.h)
 if(FLCE_PORTABLE)
   find_library(FLCE_HIREDIS NAMES libhiredis.a)

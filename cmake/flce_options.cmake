@@ -54,8 +54,8 @@ if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
 endif()
 
 # Headers of others that most of a target's sources read: half of a build's time otherwise. Sources still include what they use: the
-# dev preset with -DFLCE_PRECOMPILE_HEADERS=OFF shows an include that only this header brought. REUSE_FROM takes the header of a target that is
-# compiled with the same options, in place of one more of its own.
+# dev preset with -DFLCE_PRECOMPILE_HEADERS=OFF shows an include that only this header brought. REUSE_FROM takes the header of a target that
+# is compiled with the same options, in place of one more of its own.
 function(flce_precompile target)
   if(NOT FLCE_PRECOMPILE_HEADERS)
     return()
@@ -78,9 +78,9 @@ function(flce_precompile target)
   endif()
 endfunction()
 
-# The sources of a folder become one translation unit where FLCE_UNITY_BUILD is on: what they include, and what of it is templates, is compiled once
-# for all of them. So names in the unnamed namespaces of a folder differ, and a source that cannot share says SKIP_UNITY_BUILD_INCLUSION. A source
-# whose UNITY_GROUP is set keeps it.
+# The sources of a folder become one translation unit where FLCE_UNITY_BUILD is on: what they include, and what of it is templates, is
+# compiled once for all of them. So names in the unnamed namespaces of a folder differ, and a source that cannot share says
+# SKIP_UNITY_BUILD_INCLUSION. A source whose UNITY_GROUP is set keeps it.
 function(flce_unite target)
   if(NOT FLCE_UNITY_BUILD)
     return()
@@ -100,7 +100,8 @@ function(flce_unite target)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
 endfunction()
 
-# lld links static LLVM several times faster than GNU ld. A compiler looks for `ld.lld` beside -B's folder; distributions put it beside LLVM.
+# lld links static LLVM several times faster than GNU ld. A compiler looks for `ld.lld` beside -B's folder; distributions put it beside
+# LLVM.
 include(CheckCXXSourceCompiles)
 find_program(FLCE_LLD NAMES ld.lld
   HINTS /usr/lib/llvm-19/bin /usr/lib/llvm-20/bin /usr/lib/llvm-21/bin /usr/lib/llvm-18/bin)

@@ -1,5 +1,5 @@
-# What a portable build (FLCE_PORTABLE, tools/dist.sh) links in a different way: the result runs on systems older than the one that makes it, and
-# leaves a program's own libraries alone. tools/portable_inputs.sh makes FLCE_PORTABLE_INPUTS.
+# What a portable build (FLCE_PORTABLE, tools/dist.sh) links in a different way: the result runs on systems older than the one that makes
+# it, and leaves a program's own libraries alone. tools/portable_inputs.sh makes FLCE_PORTABLE_INPUTS.
 set(FLCE_PORTABLE_INPUTS ${CMAKE_SOURCE_DIR}/.tools/portable CACHE PATH "Folder that tools/portable_inputs.sh made")
 if(NOT EXISTS ${FLCE_PORTABLE_INPUTS}/link/libc.so)
   message(FATAL_ERROR "FLCE_PORTABLE needs ${FLCE_PORTABLE_INPUTS}, which tools/setup.sh --dist makes")
@@ -25,7 +25,7 @@ target_compile_definitions(flce_static_tbb PRIVATE __TBB_BUILD __TBB_DYNAMIC_LOA
 target_compile_options(flce_static_tbb PRIVATE -mrtm -mwaitpkg -flifetime-dse=1 -w)
 target_link_libraries(flce_static_tbb PUBLIC Threads::Threads)
 
-# The command takes the C++ runtime of this folder, which runs on every glibc from 2.28 on, so that the command needs nothing but glibc. libflce
-# does not look there: a program brings the runtime that it was built for, and a newer one serves libflce as well.
+# The command takes the C++ runtime of this folder, which runs on every glibc from 2.28 on, so that the command needs nothing but glibc.
+# libflce does not look there: a program brings the runtime that it was built for, and a newer one serves libflce as well.
 list(APPEND CMAKE_INSTALL_RPATH "$ORIGIN/${flce_bin_to_lib}/flce/runtime")
 install(DIRECTORY ${FLCE_PORTABLE_INPUTS}/runtime/ DESTINATION ${CMAKE_INSTALL_LIBDIR}/flce/runtime USE_SOURCE_PERMISSIONS)

@@ -7,10 +7,11 @@
 #                  [WORKSPACE_LIMITS <bytes>...]
 #                  [OUTPUT <file>])
 #
-# Adds <target>, part of `all`, which compiles the kernels of SPECS for DEVICES into the pack OUTPUT (default: <target>.flcepack in the current binary
-# folder), with `flce prewarm`; see `flce prewarm --help` for what specs and devices may be called.
+# Adds <target>, part of `all`, which compiles the kernels of SPECS for DEVICES into the pack OUTPUT (default: <target>.flcepack in the
+# current binary folder), with `flce prewarm`; see `flce prewarm --help` for what specs and devices may be called.
 #
-#     SPECS       specs ("D=2048,V=151936,dtype=bf16,tied", "@layer.json") and Hugging Face configs (anything that ends in .json without an @)
+#     SPECS       specs ("D=2048,V=151936,dtype=bf16,tied", "@layer.json") and Hugging Face configs (anything that ends in .json without an
+# @)
 #     MANIFEST    a manifest in place of SPECS, or beside them
 #     DEVICES     what sessions will run on: sm_90a, "NVIDIA H200", x86-64-v3, ...; needed unless the manifest names some
 #     NUM_TOKENS  tokens of the calls

@@ -1,5 +1,5 @@
-# What host objects are made by, as digests that are part of their keys: an object in a cache is never mistaken for what changed code would emit, nor called
-# by code that passes something else. A change of these files configures again.
+# What host objects are made by, as digests that are part of their keys: an object in a cache is never mistaken for what changed code would
+# emit, nor called by code that passes something else. A change of these files configures again.
 #   FLCE_HOST_GENERATOR_DIGEST  the CPU backend's code generator
 #   FLCE_LAUNCHER_DIGEST        the lowering of launch programs, and the layouts that compiled launchers read
 include(source_digest)
@@ -16,5 +16,6 @@ file(GLOB compiler_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/host/ho
 flce_digest(FLCE_HOST_GENERATOR_DIGEST generator/cpu/code.cpp ${generator_sources} ${compiler_sources}
   ${CMAKE_SOURCE_DIR}/generator/logit_transforms.hpp ${CMAKE_SOURCE_DIR}/templates/common/row_math.cuh)
 file(GLOB launcher_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/cuda/launcher.* ${CMAKE_SOURCE_DIR}/generator/launch_program.*)
-flce_digest(FLCE_LAUNCHER_DIGEST runtime/cuda/launcher.cpp ${launcher_sources} ${compiler_sources} ${CMAKE_SOURCE_DIR}/generator/call_slots.hpp
+flce_digest(FLCE_LAUNCHER_DIGEST runtime/cuda/launcher.cpp ${launcher_sources} ${compiler_sources}
+  ${CMAKE_SOURCE_DIR}/generator/call_slots.hpp
   ${CMAKE_SOURCE_DIR}/generator/call_tensors.hpp)

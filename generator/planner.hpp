@@ -24,15 +24,15 @@ namespace flce {
 /// The part of a call's exponentials that grad_weight's memory holds: 0 (none, or no tokens) to 1.
 [[nodiscard]] double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept;
 
-/// Whether a call's exponentials get memory of their own: a plan may retain them, the limit has room for all of them, and grad_weight's memory does not
-/// hold (nearly) all. grad_weight's tiles may then be any, since its memory is not lent.
+/// Whether a call's exponentials get memory of their own: a plan may retain them, the limit has room for all of them, and grad_weight's
+/// memory does not hold (nearly) all. grad_weight's tiles may then be any, since its memory is not lent.
 [[nodiscard]] bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request);
 
 /// The least scratch with which candidate_plans has a plan; absent where no scratch is enough. Throws SpecError.
 [[nodiscard]] std::optional<std::int64_t> smallest_scratch_bytes(const Spec& spec, const Device& device);
 
-/// Why `plan`, which is in use on `device`, is what it is: a line each for what the device decides, how the plan ranks among the candidates, and what
-/// was refused with the reason.
+/// Why `plan`, which is in use on `device`, is what it is: a line each for what the device decides, how the plan ranks among the
+/// candidates, and what was refused with the reason.
 [[nodiscard]] std::vector<std::string> plan_reasons(const Spec& spec, const Device& device, const Plan& plan,
                                                     const PlanRequest& request = {});
 

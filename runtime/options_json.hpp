@@ -12,7 +12,8 @@
 
 namespace flce {
 
-/// Reads one object key by key. An absent key, or null, is the fallback. Throws ArgumentError naming the key where its value is of another kind.
+/// Reads one object key by key. An absent key, or null, is the fallback. Throws ArgumentError naming the key where its value is of another
+/// kind.
 class OptionsReader {
 public:
     explicit OptionsReader(std::string_view json);

@@ -81,7 +81,7 @@ std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t l
             const std::int64_t last = (limit_bytes - step) / (4 * spec.hidden_size);
             tokens.push_back(last);
             if (last < std::numeric_limits<std::int64_t>::max() / (4 * spec.hidden_size))
-                tokens.push_back(last + 1);  // so many there can be
+                tokens.push_back(last + 1);  // a possible number of tokens
         };
         const std::int64_t most = std::max(scratch_bytes, kMostUsefulScratch);
         for (std::int64_t step = round_down_to_step(std::min(most, limit_bytes)); step > 1; step = round_down_to_step(step - 1)) add(step);

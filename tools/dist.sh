@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A release tree that runs on other distributions, from glibc 2.28 on: dist/flce, and dist/flce-<version>-<machine>.tar.gz of it. With --tests
-# the test binaries are in it too, so that the same tests run on a machine without compilers (a GPU machine, say).
-# Made on Debian 12, whose archives of LLVM, OpenSSL, zstd, hiredis and zlib go into libflce; tools/portable_inputs.sh has the rest of what it is
-# linked with. tools/test_release.sh tries the tree before it is packed.
+# A release tree that runs on other distributions, from glibc 2.28 on: dist/flce, and dist/flce-<version>-<machine>.tar.gz of it. With
+# --tests the test binaries are in it too, so that the same tests run on a machine without compilers (a GPU machine, say).
+# Made on Debian 12, whose archives of LLVM, OpenSSL, zstd, hiredis and zlib go into libflce; tools/portable_inputs.sh has the rest of what
+# it is linked with. tools/test_release.sh tries the tree before it is packed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tests=OFF targets=(--target flce flce_cli)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Style and suspicious code: clang-format as a check, then clang-tidy (.clang-tidy) over our sources. LINT_FILES narrows clang-tidy to some files.
+# Style and suspicious code: clang-format as a check, then clang-tidy (.clang-tidy) over our sources. LINT_FILES narrows clang-tidy to some
+# files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools/format.sh --check
@@ -12,7 +13,8 @@ cmake --build --preset dev --target flce_templates >/dev/null
 if [[ ${LINT_FILES:-} ]]; then
     read -ra files <<<"$LINT_FILES"
 else
-    mapfile -t files < <(git ls-files 'generator/*.cpp' 'cache/*.cpp' 'records/*.cpp' 'runtime/*.cpp' 'autotune/*.cpp' 'prewarm/*.cpp' 'demo/*.cpp' 'cli/*.cpp')
+    mapfile -t files < <(git ls-files 'generator/*.cpp' 'cache/*.cpp' 'records/*.cpp' 'runtime/*.cpp' 'autotune/*.cpp' 'prewarm/*.cpp' \
+        'demo/*.cpp' 'cli/*.cpp')
 fi
 # -Wno-unknown-warning-option: the compile commands are GCC's.
 printf '%s\0' "${files[@]}" | xargs -0 -n1 -P"$(nproc)" "$tool" -p build-dev --quiet --extra-arg=-Wno-unknown-warning-option

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Makes .tools/portable, what a portable build (tools/dist.sh) links against beside the machine's own packages:
-#   link/     start files, and libraries with the symbols of glibc 2.28 and of GCC 8's C++ runtime only: the linker takes them, not the system's
+#   link/     start files, and libraries with the symbols of glibc 2.28 and of GCC 8's C++ runtime only: the linker takes them, not the
+# system's
 #   onetbb/   the source of oneTBB, to be compiled into libflce
 #   runtime/  libstdc++ and libgcc_s that run from glibc 2.28 on, for systems that have none
 #   root/     a system of an old glibc (2.31) and nothing else, in which tools/test_release.sh tries the result
-# They come from Debian's mirror (bullseye, and bookworm's source of oneTBB), checked by apt, and need no root. With --check the script only says,
-# by its exit code, whether the folder is there and as this script makes it.
+# They come from Debian's mirror (bullseye, and bookworm's source of oneTBB), checked by apt, and need no root. With --check the script only
+# says, by its exit code, whether the folder is there and as this script makes it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 inputs=$PWD/.tools/portable
@@ -42,8 +43,8 @@ apt update || fail
 for deb in "$work"/debs/*.deb; do dpkg -x "$deb" "$work/root"; done
 mkdir "$work/onetbb" && tar -C "$work/onetbb" --strip-components=1 -xf "$work"/debs/onetbb_*.orig.tar.*
 
-# A library of the same name with the same symbols, each in its newest version up to the limit, and no code. Objects that share an address keep
-# sharing one: an executable that takes a copy of `environ` takes `__environ` with it.
+# A library of the same name with the same symbols, each in its newest version up to the limit, and no code. Objects that share an address
+# keep sharing one: an executable that takes a copy of `environ` takes `__environ` with it.
 stub() { # LIBRARY
     local library=$1 name
     name=$(basename "$library")

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Makes the machine ready to build and test flce. Looks at what is there; says what it will install and how, then installs it; quick when nothing
-# is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers, where no toolkit has them,
-# come as PyPI wheels into .tools/nvidia. With --python also what the Python package's tests need (torch and the rest, unless tools/python.sh finds them):
-# from PyPI into .tools/python. With --servers also the servers that tests of remote caches start: redis and nginx unpacked into .tools/servers, where the
-# system has none (a package that is installed would run, and run after the next boot too), and moto's S3 from PyPI into .tools/moto; without them
-# those tests are skipped. With --dist also what a release tree is linked with (tools/portable_inputs.sh, into .tools/portable). Exit code 3 and a list of what to install by hand where it cannot.
+# Makes the machine ready to build and test flce. Looks at what is there; says what it will install and how, then installs it; quick when
+# nothing is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers, where no
+# toolkit has them, come as PyPI wheels into .tools/nvidia. With --python also what the Python package's tests need (torch and the rest,
+# unless tools/python.sh finds them): from PyPI into .tools/python. With --servers also the servers that tests of remote caches start: redis
+# and nginx unpacked into .tools/servers, where the system has none (a package that is installed would run, and run after the next boot
+# too), and moto's S3 from PyPI into .tools/moto; without them those tests are skipped. With --dist also what a release tree is linked with
+# (tools/portable_inputs.sh, into .tools/portable). Exit code 3 and a list of what to install by hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 with_python=false with_servers=false with_dist=false
@@ -22,7 +23,8 @@ fail() {
     exit 3
 }
 
-# ── What is needed: a Debian/Ubuntu package, and how to see that it (or the same from elsewhere) is there. ──────────────────────────────────
+# ── What is needed: a Debian/Ubuntu package, and how to see that it (or the same from elsewhere) is there.
+# ──────────────────────────────────
 include_roots=(/usr/include "/usr/include/$(uname -m)-linux-gnu" /usr/local/include)
 [[ ${CONDA_PREFIX:-} ]] && include_roots+=("$CONDA_PREFIX/include")
 IFS=: read -ra extra_roots <<<"${CPATH:-}"
@@ -99,7 +101,8 @@ if $with_dist; then
     tools/portable_inputs.sh --check || dist_missing=true
 fi
 
-# ── NVRTC and cuda.h: a toolkit's, the system's, or ours. ───────────────────────────────────────────────────────────────────────────────────
+# ── NVRTC and cuda.h: a toolkit's, the system's, or ours.
+# ───────────────────────────────────────────────────────────────────────────────────
 nvidia=.tools/nvidia
 cuda_roots=(${CUDA_HOME:+"$CUDA_HOME"} ${CUDA_PATH:+"$CUDA_PATH"} /usr/local/cuda /usr)
 has_nvrtc() {
@@ -129,7 +132,8 @@ wheels=()
 has_nvrtc || wheels+=("$nvrtc_wheel")
 has_cuda_headers || wheels+=("$runtime_wheel")
 
-# ── Python packages: reused where the interpreter of tools/python.sh has them. ──────────────────────────────────────────────────────────────
+# ── Python packages: reused where the interpreter of tools/python.sh has them.
+# ──────────────────────────────────────────────────────────────
 python_folder=.tools/python
 all_python_packages=(torch==2.13.0 numpy pytest transformers accelerate peft mypy ruff scikit-build-core)
 # One line for each that is missing: `requirement` as pip reads it.
@@ -138,7 +142,8 @@ missing_python() {
 import importlib.util, sys
 if sys.version_info < (3, 10):
     sys.exit(f"flce needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}: set FLCE_PYTHON to another")
-wanted = {"torch": "torch==2.13.0", "numpy": "numpy", "pytest": "pytest", "transformers": "transformers", "accelerate": "accelerate", "peft": "peft",
+wanted = {"torch": "torch==2.13.0", "numpy": "numpy", "pytest": "pytest", "transformers": "transformers", "accelerate": "accelerate",
+          "peft": "peft",
           "mypy": "mypy", "ruff": "ruff", "scikit_build_core": "scikit-build-core"}
 print("\n".join(requirement for module, requirement in wanted.items() if importlib.util.find_spec(module) is None))
 PY
@@ -169,7 +174,8 @@ if ((${#wheels[@]} + ${#python_packages[@]})) && ! python3 -m pip --version >/de
     if [[ " ${packages[*]} " != *" python3-pip "* ]]; then packages+=(python3-pip); fi
 fi
 
-# ── Servers for tests: none of them is installed in the system. ─────────────────────────────────────────────────────────────────────────────
+# ── Servers for tests: none of them is installed in the system.
+# ─────────────────────────────────────────────────────────────────────────────
 servers=.tools/servers moto=.tools/moto
 server_packages=()
 need_server() { # package, program
@@ -183,8 +189,8 @@ moto_missing=false
 if $with_servers; then
     need_server redis-server redis-server
     need_server nginx-light nginx
-    PYTHONPATH=$moto python3 -c 'import importlib.util, sys; sys.exit(any(importlib.util.find_spec(m) is None for m in ("moto", "flask", "boto3")))' \
-        2>/dev/null || moto_missing=true
+    look='import importlib.util, sys; sys.exit(any(importlib.util.find_spec(m) is None for m in ("moto", "flask", "boto3")))'
+    PYTHONPATH=$moto python3 -c "$look" 2>/dev/null || moto_missing=true
 fi
 
 # Without them tests are skipped, so that nothing here is fatal.
@@ -202,17 +208,21 @@ unpack_servers() {
 
 get_servers() {
     if ((${#server_packages[@]})); then
-        command -v apt-get >/dev/null && unpack_servers || echo "flce: could not get ${server_packages[*]}: tests that need them are skipped"
+        command -v apt-get >/dev/null && unpack_servers ||
+            echo "flce: could not get ${server_packages[*]}: tests that need them are skipped"
     fi
     if $moto_missing; then
         echo "flce: fetching moto from PyPI into $moto, for tests of remote caches"
-        fetch python3 --upgrade --target "$moto" 'moto[s3]' flask flask-cors || echo "flce: could not fetch moto: tests that need it are skipped"
+        fetch python3 --upgrade --target "$moto" 'moto[s3]' flask flask-cors ||
+            echo "flce: could not fetch moto: tests that need it are skipped"
     fi
 }
 
-if ((${#packages[@]} + ${#wheels[@]} + ${#python_packages[@]} + ${#server_packages[@]} == 0)) && ! $llvm_missing && ! $moto_missing && ! $dist_missing; then exit 0; fi
+if ((${#packages[@]} + ${#wheels[@]} + ${#python_packages[@]} + ${#server_packages[@]} == 0)) &&
+    ! $llvm_missing && ! $moto_missing && ! $dist_missing; then exit 0; fi
 
-# ── Distribution packages. ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Distribution packages.
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 by_hand() {
     local lines=("flce needs packages that this script cannot install here: $1")
     if $llvm_missing; then packages+=("llvm-19-dev (18 or newer will do)"); fi
@@ -260,20 +270,22 @@ fetch() { # PYTHON, then what pip install takes
     shift
     if "$python" -m pip --version >/dev/null 2>&1; then
         # Not compiled: most modules of these packages are never imported, and the rest are compiled when they are.
-        PIP_ROOT_USER_ACTION=ignore "$python" -m pip install --no-compile --quiet --no-input --disable-pip-version-check --no-warn-script-location "$@" </dev/null
+        PIP_ROOT_USER_ACTION=ignore "$python" -m pip install --no-compile --quiet --no-input --disable-pip-version-check \
+            --no-warn-script-location "$@" </dev/null
     else
         uv pip install --quiet --python "$python" "$@" </dev/null
     fi
 }
 
-# ── Wheels: unpacked, never imported; a folder of libraries and headers is all that is wanted. ──────────────────────────────────────────────
+# ── Wheels: unpacked, never imported; a folder of libraries and headers is all that is wanted.
+# ──────────────────────────────────────────────
 if ((${#wheels[@]})); then
     echo "flce: fetching from PyPI into $nvidia, as no CUDA toolkit here has them: ${wheels[*]}"
     rm -rf "$nvidia.tmp"
     mkdir -p "$nvidia.tmp"
     fetch python3 --no-deps --only-binary=:all: --target "$nvidia.tmp/site" "${wheels[@]}" ||
-        fail "pip could not fetch ${wheels[*]}." "By hand: put libnvrtc.so.1x with its libnvrtc-builtins into $nvidia/lib and the CUDA headers into $nvidia/include," \
-            "or install a CUDA toolkit (12.x or 13.x) and set CUDA_HOME; FLCE_NVRTC names a libnvrtc to use."
+        fail "pip could not fetch ${wheels[*]}." "By hand: put libnvrtc.so.1x with its libnvrtc-builtins into" \
+            "$nvidia/lib and the CUDA headers into $nvidia/include, or install a CUDA toolkit (12.x or 13.x) and set CUDA_HOME; FLCE_NVRTC names a libnvrtc to use."
     # cu12 wheels have nvidia/<part>/{lib,include}, cu13 wheels nvidia/cu13/{lib,include}.
     mkdir -p "$nvidia/lib" "$nvidia/include"
     for part in "$nvidia.tmp"/site/nvidia/*/; do
@@ -284,7 +296,8 @@ if ((${#wheels[@]})); then
     has_nvrtc && has_cuda_headers || fail "the wheels ${wheels[*]} did not bring what was expected of them"
 fi
 
-# ── Python packages, beside what the interpreter has. ───────────────────────────────────────────────────────────────────────────────────────
+# ── Python packages, beside what the interpreter has.
+# ───────────────────────────────────────────────────────────────────────────────────────
 if ((${#python_packages[@]})); then
     python=$(tools/python.sh -c 'import sys; print(sys.executable)')
     # All of it at once: a later pip call with the same target would replace folders that packages share (bin).

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One check of the Python package: tests (pytest), typing (mypy and ruff) or wheel (built round a libflce that is there, installed by itself, used).
-# Exit code 77 says that the interpreter of tools/python.sh lacks something for it.
+# One check of the Python package: tests (pytest), typing (mypy and ruff) or wheel (built round a libflce that is there, installed by
+# itself, used). Exit code 77 says that the interpreter of tools/python.sh lacks something for it.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 check=${1:?usage: test_python.sh tests|typing|wheel LIBFLCE} library=$(readlink -f "${2:?usage: test_python.sh CHECK LIBFLCE}")

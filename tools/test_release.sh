@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tries a release tree (tools/dist.sh): what it asks of a system, what it does to a program that uses it, and whether it runs on an old system
-# with glibc alone. Fails with the reason.
+# Tries a release tree (tools/dist.sh): what it asks of a system, what it does to a program that uses it, and whether it runs on an old
+# system with glibc alone. Fails with the reason.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tree=$(realpath "${1:?usage: test_release.sh TREE}")
@@ -12,7 +12,8 @@ fail() {
     exit 1
 }
 
-# ── Symbols: none newer than the oldest system's, and none but libflce's own for others to find. ────────────────────────────────────────────
+# ── Symbols: none newer than the oldest system's, and none but libflce's own for others to find.
+# ────────────────────────────────────────────
 mapfile -t binaries < <(find "$tree/bin" "$tree/lib" -maxdepth 1 -type f \( -perm -u+x -o -name '*.so*' \))
 for family in GLIBC GLIBCXX CXXABI GCC; do
     limit=max_$family
@@ -27,19 +28,22 @@ library=$(realpath "$tree/lib/libflce.so")
 shown=$(nm -D --defined-only "$library" | awk '{ print $3 }' | grep -vE '^flce_|4flce' || true)
 [[ -z $shown ]] || fail "libflce shows symbols of other libraries, which a program's own may meet:" "$(c++filt <<<"$shown" | head -n 20)"
 
-# ── Programs: the examples on nothing but the tree, with the system's C++ runtime. ──────────────────────────────────────────────────────────
-# A program that is told to look in lib for libflce looks there for everything else first, too.
+# ── Programs: the examples on nothing but the tree, with the system's C++ runtime.
+# ────────────────────────────────────────────────────────── A program that is told to look in lib for libflce looks there for everything
+# else first, too.
 rest=$(find "$tree/lib" -maxdepth 1 -name '*.so*' ! -name 'libflce.so*')
 [[ -z $rest ]] || fail "lib holds libraries that would replace a program's own:" "$rest"
 cmake -G Ninja -S "$tree/examples/minimal" -B "$work/minimal" -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$tree" \
     -DCMAKE_FIND_USE_PACKAGE_REGISTRY=OFF >"$work/log" && cmake --build "$work/minimal" >>"$work/log" || fail "$(cat "$work/log")"
 for name in minimal_cpp minimal_c; do
-    FLCE_CACHE_DIR=$work/cache FLCE_DEVICE=cpu "$work/minimal/$name" >"$work/log" || fail "$name of the examples failed:" "$(cat "$work/log")"
+    FLCE_CACHE_DIR=$work/cache FLCE_DEVICE=cpu "$work/minimal/$name" >"$work/log" ||
+        fail "$name of the examples failed:" "$(cat "$work/log")"
     runtime=$(ldd "$work/minimal/$name" | sed -nE 's/^\s*libstdc\+\+\.so\.6 => (\S+).*/\1/p')
     [[ -n $runtime && $runtime != "$tree"/* ]] || fail "$name takes its C++ runtime from the tree: $runtime"
 done
 
-# ── Where it is allowed, the command at work in a root that holds glibc 2.31 and nothing else: no shell, no /tmp, no home, no /proc. ─────────
+# ── Where it is allowed, the command at work in a root that holds glibc 2.31 and nothing else: no shell, no /tmp, no home, no /proc.
+# ─────────
 root=$work/root
 cp -a .tools/portable/root "$root"
 cp -a "$tree" "$root/flce"
@@ -47,7 +51,8 @@ enter=(chroot "$root")
 ((EUID == 0)) || enter=(unshare --user --map-root-user chroot "$root")
 # $ORIGIN takes /proc, which is not there.
 in_root() {
-    env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LD_LIBRARY_PATH=/flce/lib:/flce/lib/flce/runtime "${enter[@]}" /flce/bin/flce "$@" >"$work/log" 2>&1 ||
+    env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LD_LIBRARY_PATH=/flce/lib:/flce/lib/flce/runtime "${enter[@]}" \
+        /flce/bin/flce "$@" >"$work/log" 2>&1 ||
         fail "flce $*:" "$(cat "$work/log")"
 }
 demo=(demo --device cpu --steps 2 --num-tokens 64 --hidden-size 32 --no-architectures)

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Measures the records that ship with the library, on the GPU of this machine: the output layers of eight well-known models.
 #   tools/tune_models.sh PREFIX OUT COMMIT
-# writes OUT/PREFIX-MODEL-TOKENS.json, for records/shipped. FLCE is the program (build/bin/flce), BUDGET_S the seconds for each of them, SECONDS_LEFT when to
-# begin no more, TOKENS the numbers of tokens; ACCUMULATE=1 measures gradients that are added to, as those of tied layers are (…-accumulate-TOKENS.json);
-# DEVICE and MODELS (lines of a name and a spec) are for trying it.
-# Kernels are compiled a layer at a time, ahead of the measuring and on the cores that it leaves: a layer is measured when all of its own are there.
+# writes OUT/PREFIX-MODEL-TOKENS.json, for records/shipped. FLCE is the program (build/bin/flce), BUDGET_S the seconds for each of them,
+# SECONDS_LEFT when to begin no more, TOKENS the numbers of tokens; ACCUMULATE=1 measures gradients that are added to, as those of tied
+# layers are (…-accumulate-TOKENS.json); DEVICE and MODELS (lines of a name and a spec) are for trying it.
+# Kernels are compiled a layer at a time, ahead of the measuring and on the cores that it leaves: a layer is measured when all of its own
+# are there.
 set -euo pipefail
-prefix=${1:?usage: tune_models.sh PREFIX OUT COMMIT} out=${2:?usage: tune_models.sh PREFIX OUT COMMIT} commit=${3:?usage: tune_models.sh PREFIX OUT COMMIT}
-flce=${FLCE:-$(dirname "$0")/../build/bin/flce} budget=${BUDGET_S:-18} left=${SECONDS_LEFT:-3600} tokens=${TOKENS:-4096 8192} device=${DEVICE:-cuda}
+prefix=${1:?usage: tune_models.sh PREFIX OUT COMMIT} out=${2:?usage: tune_models.sh PREFIX OUT COMMIT}
+commit=${3:?usage: tune_models.sh PREFIX OUT COMMIT}
+flce=${FLCE:-$(dirname "$0")/../build/bin/flce} budget=${BUDGET_S:-18} left=${SECONDS_LEFT:-3600}
+tokens=${TOKENS:-4096 8192} device=${DEVICE:-cuda}
 models=${MODELS:-"
 qwen3-1.7b D=2048,V=151936,dtype=bf16
 llama-3-8b D=4096,V=128256,dtype=bf16
@@ -55,7 +58,8 @@ for n in $tokens; do
         await_kernels "$name-$n"
         if too_late; then continue; fi
         rm -rf "$work/records"
-        "$flce" tune --spec "$spec" --num-tokens "$n" --device "$device" --budget-s "$budget" --records-dir "$work/records" --commit "$commit" 2>/dev/null |
+        "$flce" tune --spec "$spec" --num-tokens "$n" --device "$device" --budget-s "$budget" --records-dir "$work/records" \
+            --commit "$commit" 2>/dev/null |
             grep -E "candidates,|times the best" || true
         find "$work/records" -name '*.json' -exec cp {} "$out/$prefix-$name-$n.json" \;
         echo "$prefix-$name-$n: done at $SECONDS s"

@@ -1,4 +1,5 @@
-// Launches of a layer whose weight is fp32 under a 16-bit dtype: the vocabulary in stretches, each rounded before it is read, in little workspace.
+// Launches of a layer whose weight is fp32 under a 16-bit dtype: the vocabulary in stretches, each rounded before it is read, in little
+// workspace.
 #include <gtest/gtest.h>
 
 #include <cstring>

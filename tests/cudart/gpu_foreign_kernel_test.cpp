@@ -9,7 +9,8 @@
 namespace flce {
 namespace {
 
-/// Blocks that stay until somebody says that they may go, as those of a collective do until its peers are there. After `limit_ns` they give up.
+/// Blocks that stay until somebody says that they may go, as those of a collective do until its peers are there. After `limit_ns` they give
+/// up.
 constexpr const char* kHoldSource = R"(
 struct Params { volatile unsigned* may_go; unsigned* gave_up; unsigned long long limit_ns; };
 __device__ unsigned long long now() { unsigned long long ns; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns)); return ns; }

@@ -1,5 +1,5 @@
-# libFuzzer targets fuzz_<reader> of tests/fuzz/readers.cpp, with AddressSanitizer and UndefinedBehaviorSanitizer: FLCE_FUZZ=ON with clang++ as the
-# compiler. They hold the readers alone, instrumented, and not libflce.
+# libFuzzer targets fuzz_<reader> of tests/fuzz/readers.cpp, with AddressSanitizer and UndefinedBehaviorSanitizer: FLCE_FUZZ=ON with clang++
+# as the compiler. They hold the readers alone, instrumented, and not libflce.
 if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
   message(FATAL_ERROR "FLCE_FUZZ needs clang++ (libFuzzer): -DCMAKE_CXX_COMPILER=clang++-19")
 endif()
@@ -15,7 +15,8 @@ set(fuzz_flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-rec
 add_library(flce_fuzz_code STATIC EXCLUDE_FROM_ALL ${sources} ${CMAKE_BINARY_DIR}/records/kernel_version.cpp)
 add_dependencies(flce_fuzz_code flce_record_sources)
 set_source_files_properties(${CMAKE_BINARY_DIR}/records/kernel_version.cpp PROPERTIES GENERATED ON)
-target_include_directories(flce_fuzz_code PUBLIC ${CMAKE_SOURCE_DIR} ${CMAKE_SOURCE_DIR}/generator/include ${CMAKE_SOURCE_DIR}/runtime/include)
+target_include_directories(flce_fuzz_code PUBLIC
+  ${CMAKE_SOURCE_DIR} ${CMAKE_SOURCE_DIR}/generator/include ${CMAKE_SOURCE_DIR}/runtime/include)
 target_include_directories(flce_fuzz_code SYSTEM PUBLIC ${LLVM_INCLUDE_DIRS})
 target_compile_features(flce_fuzz_code PUBLIC cxx_std_20)
 target_compile_definitions(flce_fuzz_code PUBLIC FLCE_VERSION="${PROJECT_VERSION}")

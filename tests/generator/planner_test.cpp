@@ -102,8 +102,8 @@ TEST(Planner, RetainsApart_WhereTheLimitHasRoomThatGradWeightHasNot) {
 }
 
 TEST(Planner, GradWeightsTile_LendsUnlessAllExponentialsLieElsewhere) {
-    // Measured on two H200s: 8192 tokens with everything retained, grad_weight in 192x128 takes 0.3 to 3 % less of the step than in 128x192, of which 4096 is
-    // no multiple; 2304 is one.
+    // Measured on two H200s: 8192 tokens with everything retained, grad_weight in 192x128 takes 0.3 to 3 % less of the step than in
+    // 128x192, of which 4096 is no multiple; 2304 is one.
     const Device h200 = describe_device("h200");
     const auto rows = [&](int hidden_size, std::int64_t limit, std::int64_t tokens) {
         return choose_plan(parse_spec(fmt::format("D={},V=128256,dtype=bf16", hidden_size)), h200,

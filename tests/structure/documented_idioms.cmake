@@ -16,7 +16,8 @@ endfunction()
 
 # What the documentation's pieces take for granted.
 set(names "[[maybe_unused]] const flce::TensorView hidden, weight, target, loss, lse, grad_hidden, grad_weight, grad_embedding;\n\
-[[maybe_unused]] void* const workspace = nullptr;\n[[maybe_unused]] void* const stream = nullptr;\n[[maybe_unused]] const std::int64_t num_tokens = 4;\n")
+[[maybe_unused]] void* const workspace = nullptr;\n[[maybe_unused]] void* const stream = nullptr;\n
+[[maybe_unused]] const std::int64_t num_tokens = 4;\n")
 
 file(GLOB pages ${SOURCE_DIR}/README.md ${SOURCE_DIR}/docs/*.md)
 set(pieces 0)
@@ -26,6 +27,7 @@ foreach(page IN LISTS pages)
   string(REPLACE ";" "<semicolon>" text "${text}")
   string(REPLACE "[" "<open>" text "${text}")
   string(REPLACE "]" "<close>" text "${text}")
+  set(includes "#include <cstdio>\n#include <flce/flce.hpp>\n#include <flce/prewarm.hpp>\n#include <flce/tune.hpp>\n")
   string(REGEX MATCHALL "```cpp\n[^`]*```" found "${text}")
   foreach(piece IN LISTS found)
     string(REGEX REPLACE "```(cpp\n)?" "" piece "${piece}")
@@ -33,7 +35,7 @@ foreach(page IN LISTS pages)
     string(REPLACE "<semicolon>" ";" piece "${piece}")
     string(REPLACE "<open>" "[" piece "${piece}")
     string(REPLACE "<close>" "]" piece "${piece}")
-    file(WRITE ${WORK_DIR}/piece${pieces}.cpp "#include <cstdio>\n#include <flce/flce.hpp>\n#include <flce/prewarm.hpp>\n#include <flce/tune.hpp>\nint main() {\n${names}${piece}}\n")
+    file(WRITE ${WORK_DIR}/piece${pieces}.cpp "${includes}int main() {\n${names}${piece}}\n")
     compile("a piece of ${page}" ${WORK_DIR}/piece${pieces}.cpp)
     math(EXPR pieces "${pieces} + 1")
   endforeach()

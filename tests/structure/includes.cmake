@@ -1,5 +1,6 @@
-# Fails on an include that points against templates <- generator <- cache <- records <- runtime <- autotune, prewarm <- cli, on one that reaches a layer's libraries
-# from a layer that must not know them, on one of a GPU path's file from common code or from another path, on one of a header of cli/ from outside of it, and on a source file of more than 500 lines.
+# Fails on an include that points against templates <- generator <- cache <- records <- runtime <- autotune, prewarm <- cli, on one that
+# reaches a layer's libraries from a layer that must not know them, on one of a GPU path's file from common code or from another path, on
+# one of a header of cli/ from outside of it, and on a source file of more than 500 lines.
 #   cmake -DSOURCE_DIR=… -P includes.cmake
 cmake_minimum_required(VERSION 3.25)
 
@@ -7,8 +8,8 @@ set(layers templates generator cache records runtime autotune prewarm demo cli)
 set(siblings autotune prewarm)  # of which none includes another
 set(outermost tests benchmarks examples python)
 set(max_lines 500)
-# The command stands on the public headers and on these: what people look at (entries, packs, records, settings, plans) and what the library's own parts
-# share with it. An internal header that is not here stays the library's.
+# The command stands on the public headers and on these: what people look at (entries, packs, records, settings, plans) and what the
+# library's own parts share with it. An internal header that is not here stays the library's.
 set(command_layers demo cli)
 set(internals_of_the_command
   generator/nearest_name.hpp generator/planner.hpp
@@ -16,10 +17,12 @@ set(internals_of_the_command
   cache/statistics_file.hpp
   records/kernel_version.hpp records/named_records.hpp records/record_store.hpp
   runtime/cuda/nvrtc.hpp runtime/environment.hpp runtime/host/host_code.hpp runtime/json.hpp runtime/kernel_factory.hpp
-  runtime/payload_check.hpp runtime/retained_choice.hpp runtime/scratch_steps.hpp runtime/session.hpp runtime/setup_report.hpp runtime/text.hpp
+  runtime/payload_check.hpp runtime/retained_choice.hpp runtime/scratch_steps.hpp runtime/session.hpp
+  runtime/setup_report.hpp runtime/text.hpp
   runtime/hf_config.hpp runtime/workers/worker_command.hpp runtime/workers/worker_room.hpp
   autotune/buffer_sets.hpp autotune/compile_candidates.hpp autotune/gemm_floor.hpp autotune/judge.hpp autotune/layer.hpp
-  autotune/number_formats.hpp autotune/parallel.hpp autotune/reference.hpp autotune/tune_json.hpp autotune/tune_worker.hpp autotune/tuner.hpp
+  autotune/number_formats.hpp autotune/parallel.hpp autotune/reference.hpp autotune/tune_json.hpp
+  autotune/tune_worker.hpp autotune/tuner.hpp
   prewarm/requests.hpp prewarm/worker.hpp)
 # What a layer may not include at all: the generator is text in, text out; the cache knows neither CUDA nor LLVM.
 set(forbidden_templates "^llvm/|^cuda\\.h$|^fstream$|^filesystem$|^chrono$|^thread$")

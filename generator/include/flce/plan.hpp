@@ -13,12 +13,13 @@
 
 namespace flce {
 
-/// Which family of kernels runs the plan. cuda_sm80 is the generic tensor-core path (mma.sync, cp.async) of sm_80 and everything newer, cuda_sm90a
-/// Hopper's own (wgmma, tensor copies, clusters) for 16-bit dtypes.
+/// Which family of kernels runs the plan. cuda_sm80 is the generic tensor-core path (mma.sync, cp.async) of sm_80 and everything newer,
+/// cuda_sm90a Hopper's own (wgmma, tensor copies, clusters) for 16-bit dtypes.
 enum class PlanPath : std::uint8_t { cpu, cuda_sm80, cuda_sm90a };
 
-/// recompute keeps nothing of size [N, V]: backward computes the logits again, a vocabulary chunk at a time (8·N·V·D operations). retain leaves
-/// exponentials of the first part of the vocabulary, as much as the call's Retained holds, to backward: (8 − 2f)·N·V·D where that part is f of it.
+/// recompute keeps nothing of size [N, V]: backward computes the logits again, a vocabulary chunk at a time (8·N·V·D operations). retain
+/// leaves exponentials of the first part of the vocabulary, as much as the call's Retained holds, to backward: (8 − 2f)·N·V·D where that
+/// part is f of it.
 enum class Strategy : std::uint8_t { recompute, retain };
 
 /// How the warps of a block share its tiles. cuda_sm80: a tile for the whole block, whose warps stand in a warps_m × warps_n grid.
@@ -70,8 +71,9 @@ struct Plan {
     friend bool operator==(const Plan&, const Plan&) = default;
 
     /// Canonical text: path, strategy and every key of that path, for example
-    /// "cuda_sm80:recompute,chunk=16384,scratch=67108864,forward=128x256x32x3/2x4,…,raster=8" (tiles are block_m x block_n x block_k x stages /
-    /// warps_m x warps_n) or "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…". parse_plan reads it back to an equal Plan.
+    /// "cuda_sm80:recompute,chunk=16384,scratch=67108864,forward=128x256x32x3/2x4,…,raster=8" (tiles are block_m x block_n x block_k x
+    /// stages / warps_m x warps_n) or "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…". parse_plan reads it back
+    /// to an equal Plan.
     [[nodiscard]] std::string text() const;
     /// A JSON object as text, with the same keys after "path" and "strategy"; parse_plan_json reads it back.
     [[nodiscard]] std::string json() const;
@@ -95,7 +97,8 @@ inline constexpr std::int64_t kDefaultScratchBytes = 64LL << 20;
 inline constexpr std::int64_t kTypicalTokens = 4096;
 /// Numbers of tokens at which plans are tuned, ascending. A number between them takes the plan of the nearest.
 [[nodiscard]] std::span<const std::int64_t> token_buckets() noexcept;
-/// The nearest of them by ratio, the smaller of two that are equally near; kTypicalTokens for 0 and less, which stand for a number not known.
+/// The nearest of them by ratio, the smaller of two that are equally near; kTypicalTokens for 0 and less, which stand for a number not
+/// known.
 [[nodiscard]] std::int64_t token_bucket(std::int64_t num_tokens) noexcept;
 
 /// What of a call's memory and size its plan depends on: what a session chooses plans for, the tuner searches for, and records are kept by.
@@ -107,8 +110,8 @@ struct PlanRequest {
     friend bool operator==(const PlanRequest&, const PlanRequest&) = default;
 };
 
-/// All legal candidate plans, best expected first (the cost model's order, which is that of the architecture: all its products share a choice and so
-/// their kernels); never empty. Throws SpecError, and PlanError as choose_plan does.
+/// All legal candidate plans, best expected first (the cost model's order, which is that of the architecture: all its products share a
+/// choice and so their kernels); never empty. Throws SpecError, and PlanError as choose_plan does.
 [[nodiscard]] std::vector<Plan> candidate_plans(const Spec& spec, const Device& device, const PlanRequest& request = {});
 
 /// The first of candidate_plans. Throws PlanError with the reasons when there is none.
@@ -120,9 +123,9 @@ struct Cost {
     double bytes = 0;  ///< moved to and from memory
     double seconds = 0;
 };
-/// `retained`: the part of the vocabulary, 0 to 1, whose exponentials (a CPU's plan: logits) forward leaves to backward; a GPU's plan whose strategy is
-/// not retain leaves nothing. Absent: what candidates are compared with, everything where the strategy is retain and else nothing. A CPU's time is
-/// that of device.cpu.cores threads.
+/// `retained`: the part of the vocabulary, 0 to 1, whose exponentials (a CPU's plan: logits) forward leaves to backward; a GPU's plan whose
+/// strategy is not retain leaves nothing. Absent: what candidates are compared with, everything where the strategy is retain and else
+/// nothing. A CPU's time is that of device.cpu.cores threads.
 [[nodiscard]] Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens,
                                     std::optional<double> retained = std::nullopt);
 [[nodiscard]] Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens,
