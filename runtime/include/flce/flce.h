@@ -357,8 +357,8 @@ FLCE_API flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, 
 
 /* --- Before a run: measuring plans, compiling kernels ------------------------------------------------------------------------- */
 
-/* What a long call tells its caller, in the calling thread, and asks it. Each function may be NULL. Texts live until the function returns.
- */
+/* What a long call tells its caller, in the calling thread, and asks it. Each function may be NULL. Texts live until the function
+ * returns. */
 typedef struct flce_job {
     size_t struct_size;
     void* user;                                     /* handed to each function */
@@ -369,18 +369,18 @@ typedef struct flce_job {
 } flce_job;
 #define FLCE_JOB_INIT {sizeof(flce_job), NULL, NULL, NULL, NULL, NULL}
 
-/* Each takes its options as one JSON object, whose keys are the fields of flce/tune.hpp and flce/prewarm.hpp, and reports the object that
- * the command prints with --json. Specs are texts or objects, paths texts; keys that are left out take their defaults, unknown ones are
- * FLCE_ERROR_ARGUMENT. Work is done in processes of the flce command: bin/flce beside libflce's folder, or the option "command". `job` may
- * be NULL.
+/* Each takes its options as one JSON object, whose keys are the fields of flce/tune.hpp and flce/prewarm.hpp, and reports the object
+ * that the command prints with --json. Specs are texts or objects, paths texts; keys that are left out take their defaults, unknown
+ * ones are FLCE_ERROR_ARGUMENT. Work is done in processes of the flce command: bin/flce beside libflce's folder, or the option
+ * "command". `job` may be NULL.
  *
  * flce_tune is `flce tune`: {"specs": [...], "hf_configs": [...], "num_tokens": [4096], "device": "cuda", "budget_s": 60,
  * "workspace_limit_bytes": 0, "retain": true, "plans": [...], "coordinates": [...], "exhaustive": 0, "candidate_timeout_s": 30,
  * "scratch_bytes": 67108864, "threads": 0, "cache_dir": "", "records_dir": "", "commit": "", "fresh": false, "command": ""}. */
 FLCE_API flce_status flce_tune(const char* options, const flce_job* job);
 /* `flce prewarm`: {"specs": [...], "hf_configs": [...], "autocast": ["bf16"], "manifests": [...], "devices": ["sm_90a"], "num_tokens":
- * [...], "workspace_limits": [0], "scratch_bytes": [...], "plan": "", "cache_dir": "", "pack": "", "jobs": 0, "command": ""}. Kernels that
- * fail are in the report. */
+ * [...], "workspace_limits": [0], "scratch_bytes": [...], "plan": "", "cache_dir": "", "pack": "", "jobs": 0, "command": ""}. Kernels
+ * that fail are in the report. */
 FLCE_API flce_status flce_prewarm_sets(const char* options, const flce_job* job);
 /* `flce prewarm --check`, with the same options but "pack", "jobs" and "command": the kernel sets that a run would not find. Compiles
  * nothing. */
