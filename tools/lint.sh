@@ -20,6 +20,7 @@ fi
 printf '%s\0' "${files[@]}" | xargs -0 -n1 -P"$(nproc)" "$tool" -p build-dev --quiet --extra-arg=-Wno-unknown-warning-option
 cmake -DSOURCE_DIR="$PWD" -P tests/structure/includes.cmake
 cmake -DSOURCE_DIR="$PWD" -P tests/structure/pages.cmake
+cmake -DSOURCE_DIR="$PWD" -P tests/structure/code_lines.cmake
 # Python: ruff and mypy, with their caches out of the way.
 mkdir -p build-dev/lint
 tools=$PWD/tools

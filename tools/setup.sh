@@ -24,7 +24,7 @@ fail() {
 }
 
 # ── What is needed: a Debian/Ubuntu package, and how to see that it (or the same from elsewhere) is there.
-# ──────────────────────────────────
+
 include_roots=(/usr/include "/usr/include/$(uname -m)-linux-gnu" /usr/local/include)
 [[ ${CONDA_PREFIX:-} ]] && include_roots+=("$CONDA_PREFIX/include")
 IFS=: read -ra extra_roots <<<"${CPATH:-}"
@@ -102,7 +102,6 @@ if $with_dist; then
 fi
 
 # ── NVRTC and cuda.h: a toolkit's, the system's, or ours.
-# ───────────────────────────────────────────────────────────────────────────────────
 nvidia=.tools/nvidia
 cuda_roots=(${CUDA_HOME:+"$CUDA_HOME"} ${CUDA_PATH:+"$CUDA_PATH"} /usr/local/cuda /usr)
 has_nvrtc() {
@@ -133,7 +132,6 @@ has_nvrtc || wheels+=("$nvrtc_wheel")
 has_cuda_headers || wheels+=("$runtime_wheel")
 
 # ── Python packages: reused where the interpreter of tools/python.sh has them.
-# ──────────────────────────────────────────────────────────────
 python_folder=.tools/python
 all_python_packages=(torch==2.13.0 numpy pytest transformers accelerate peft mypy ruff scikit-build-core)
 # One line for each that is missing: `requirement` as pip reads it.
@@ -175,7 +173,6 @@ if ((${#wheels[@]} + ${#python_packages[@]})) && ! python3 -m pip --version >/de
 fi
 
 # ── Servers for tests: none of them is installed in the system.
-# ─────────────────────────────────────────────────────────────────────────────
 servers=.tools/servers moto=.tools/moto
 server_packages=()
 need_server() { # package, program
@@ -222,7 +219,6 @@ if ((${#packages[@]} + ${#wheels[@]} + ${#python_packages[@]} + ${#server_packag
     ! $llvm_missing && ! $moto_missing && ! $dist_missing; then exit 0; fi
 
 # ── Distribution packages.
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 by_hand() {
     local lines=("flce needs packages that this script cannot install here: $1")
     if $llvm_missing; then packages+=("llvm-19-dev (18 or newer will do)"); fi
@@ -278,14 +274,15 @@ fetch() { # PYTHON, then what pip install takes
 }
 
 # ── Wheels: unpacked, never imported; a folder of libraries and headers is all that is wanted.
-# ──────────────────────────────────────────────
 if ((${#wheels[@]})); then
     echo "flce: fetching from PyPI into $nvidia, as no CUDA toolkit here has them: ${wheels[*]}"
     rm -rf "$nvidia.tmp"
     mkdir -p "$nvidia.tmp"
     fetch python3 --no-deps --only-binary=:all: --target "$nvidia.tmp/site" "${wheels[@]}" ||
-        fail "pip could not fetch ${wheels[*]}." "By hand: put libnvrtc.so.1x with its libnvrtc-builtins into" \
-            "$nvidia/lib and the CUDA headers into $nvidia/include, or install a CUDA toolkit (12.x or 13.x) and set CUDA_HOME; FLCE_NVRTC names a libnvrtc to use."
+        fail "pip could not fetch ${wheels[*]}." \
+            "By hand: put libnvrtc.so.1x with its libnvrtc-builtins into" \
+            "$nvidia/lib and the CUDA headers into $nvidia/include, or install a CUDA toolkit (12.x or 13.x) and" \
+            "set CUDA_HOME; FLCE_NVRTC names a libnvrtc to use."
     # cu12 wheels have nvidia/<part>/{lib,include}, cu13 wheels nvidia/cu13/{lib,include}.
     mkdir -p "$nvidia/lib" "$nvidia/include"
     for part in "$nvidia.tmp"/site/nvidia/*/; do
@@ -297,7 +294,6 @@ if ((${#wheels[@]})); then
 fi
 
 # ── Python packages, beside what the interpreter has.
-# ───────────────────────────────────────────────────────────────────────────────────────
 if ((${#python_packages[@]})); then
     python=$(tools/python.sh -c 'import sys; print(sys.executable)')
     # All of it at once: a later pip call with the same target would replace folders that packages share (bin).

@@ -13,7 +13,6 @@ fail() {
 }
 
 # ── Symbols: none newer than the oldest system's, and none but libflce's own for others to find.
-# ────────────────────────────────────────────
 mapfile -t binaries < <(find "$tree/bin" "$tree/lib" -maxdepth 1 -type f \( -perm -u+x -o -name '*.so*' \))
 for family in GLIBC GLIBCXX CXXABI GCC; do
     limit=max_$family
@@ -29,7 +28,7 @@ shown=$(nm -D --defined-only "$library" | awk '{ print $3 }' | grep -vE '^flce_|
 [[ -z $shown ]] || fail "libflce shows symbols of other libraries, which a program's own may meet:" "$(c++filt <<<"$shown" | head -n 20)"
 
 # ── Programs: the examples on nothing but the tree, with the system's C++ runtime.
-# ────────────────────────────────────────────────────────── A program that is told to look in lib for libflce looks there for everything
+# A program that is told to look in lib for libflce looks there for everything
 # else first, too.
 rest=$(find "$tree/lib" -maxdepth 1 -name '*.so*' ! -name 'libflce.so*')
 [[ -z $rest ]] || fail "lib holds libraries that would replace a program's own:" "$rest"
@@ -43,7 +42,6 @@ for name in minimal_cpp minimal_c; do
 done
 
 # ── Where it is allowed, the command at work in a root that holds glibc 2.31 and nothing else: no shell, no /tmp, no home, no /proc.
-# ─────────
 root=$work/root
 cp -a .tools/portable/root "$root"
 cp -a "$tree" "$root/flce"
