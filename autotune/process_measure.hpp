@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "autotune/search.hpp"
+#include "flce/flce.hpp"
 #include "runtime/workers/worker_pool.hpp"
 
 namespace flce {
