@@ -444,7 +444,7 @@ TEST_F(FlceTune, BadUsage_ExitsWith2) {
     expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--coordinates", "raster"}, "raster");
     expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--exhaustive", "-1"}, "exhaustive");
     expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--exhaustive", "0"}, "exhaustive");
-    expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--commit", std::string(5000, 'c')}, "--commit");
+    expect_refused({"--spec", kTunedSpec, "--device", "cpu", "--commit", std::string(5000, 'c')}, "commit has 5000 bytes");
     expect_refused({"--show", "/nonexistent.json"}, "/nonexistent.json");
     expect_refused({"--diff", "/nonexistent.json"}, "diff");
     std::ofstream(records_ / "bad.json") << "{}";
