@@ -23,8 +23,8 @@ Path = str | os.PathLike[str]
 def tune(
     specs: Spec | Iterable[Spec] = (),
     *,
-    hf_configs: Iterable[Path] = (),
-    num_tokens: Iterable[int] = (),
+    hf_configs: Path | Iterable[Path] = (),
+    num_tokens: int | Iterable[int] = (),
     device: str = "",
     workspace_limit_bytes: int = 0,
     retain: bool = True,
@@ -49,14 +49,14 @@ def tune(
     options = {
         "specs": _specs(specs),
         "hf_configs": _paths(hf_configs),
-        "num_tokens": list(num_tokens),
+        "num_tokens": _several(num_tokens),
         "device": device,
         "workspace_limit_bytes": workspace_limit_bytes,
         "retain": retain,
-        "plans": list(plans),
+        "plans": _several(plans),
         "budget_s": budget_s,
         "candidate_timeout_s": candidate_timeout_s,
-        "coordinates": list(coordinates),
+        "coordinates": _several(coordinates),
         "exhaustive": exhaustive,
         "scratch_bytes": scratch_bytes,
         "threads": threads,
@@ -73,12 +73,12 @@ def prewarm(
     specs: Spec | Iterable[Spec] = (),
     *,
     devices: Iterable[str] = (),
-    hf_configs: Iterable[Path] = (),
+    hf_configs: Path | Iterable[Path] = (),
     autocast: Iterable[str] = (),
-    manifests: Iterable[Path] = (),
-    num_tokens: Iterable[int] = (),
-    workspace_limits: Iterable[int] = (),
-    scratch_bytes: Iterable[int] = (),
+    manifests: Path | Iterable[Path] = (),
+    num_tokens: int | Iterable[int] = (),
+    workspace_limits: int | Iterable[int] = (),
+    scratch_bytes: int | Iterable[int] = (),
     plan: str = "",
     cache_dir: Path = "",
     pack: Path = "",
@@ -97,12 +97,12 @@ def missing(
     specs: Spec | Iterable[Spec] = (),
     *,
     devices: Iterable[str] = (),
-    hf_configs: Iterable[Path] = (),
+    hf_configs: Path | Iterable[Path] = (),
     autocast: Iterable[str] = (),
-    manifests: Iterable[Path] = (),
-    num_tokens: Iterable[int] = (),
-    workspace_limits: Iterable[int] = (),
-    scratch_bytes: Iterable[int] = (),
+    manifests: Path | Iterable[Path] = (),
+    num_tokens: int | Iterable[int] = (),
+    workspace_limits: int | Iterable[int] = (),
+    scratch_bytes: int | Iterable[int] = (),
     plan: str = "",
     cache_dir: Path = "",
 ) -> dict[str, Any]:
@@ -117,30 +117,35 @@ def _specs(specs: Spec | Iterable[Spec]) -> list[str | dict[str, Any]]:
     return [spec if isinstance(spec, str) else dict(spec) for spec in several]
 
 
-def _paths(paths: Iterable[Path]) -> list[str]:
-    return [os.fspath(path) for path in paths]
+def _several(given: Any) -> list[Any]:
+    """The values of an argument that takes several; a single text, path or number is one value."""
+    return [given] if isinstance(given, str | os.PathLike | int) else list(given)
+
+
+def _paths(paths: Path | Iterable[Path]) -> list[str]:
+    return [os.fspath(path) for path in _several(paths)]
 
 
 def _wants(
     specs: Spec | Iterable[Spec],
     devices: Iterable[str],
-    hf_configs: Iterable[Path],
+    hf_configs: Path | Iterable[Path],
     autocast: Iterable[str],
-    manifests: Iterable[Path],
-    num_tokens: Iterable[int],
-    workspace_limits: Iterable[int],
-    scratch_bytes: Iterable[int],
+    manifests: Path | Iterable[Path],
+    num_tokens: int | Iterable[int],
+    workspace_limits: int | Iterable[int],
+    scratch_bytes: int | Iterable[int],
     plan: str,
 ) -> dict[str, Any]:
     return {
         "specs": _specs(specs),
-        "devices": list(devices),
+        "devices": _several(devices),
         "hf_configs": _paths(hf_configs),
-        "autocast": list(autocast),
+        "autocast": _several(autocast),
         "manifests": _paths(manifests),
-        "num_tokens": list(num_tokens),
-        "workspace_limits": list(workspace_limits),
-        "scratch_bytes": list(scratch_bytes),
+        "num_tokens": _several(num_tokens),
+        "workspace_limits": _several(workspace_limits),
+        "scratch_bytes": _several(scratch_bytes),
         "plan": plan,
     }
 

@@ -45,7 +45,7 @@ def run_json(command: str, *arguments: str) -> dict[str, object]:
 
 def test_tune_small_layer_says_what_the_command_says(command: str, tmp_path: Path) -> None:
     seen: list[dict[str, object]] = []
-    result = flce.tune(SPEC, **small_tuning(tmp_path), progress=seen.append)  # type: ignore[arg-type]
+    result = flce.tune(SPEC, **small_tuning(tmp_path), progress=seen.append)
     assert result["complete"] and result["best_plan"] and result["measured"] > 1
     assert seen and {"spec", "num_tokens", "elapsed_s", "candidates", "best_ms"} <= set(seen[-1])
     again = run_json(
@@ -58,23 +58,23 @@ def test_tune_small_layer_says_what_the_command_says(command: str, tmp_path: Pat
 
 def test_prewarm_then_missing_agree_with_the_command(command: str, tmp_path: Path) -> None:
     arguments = {"devices": [CPU], "cache_dir": tmp_path / "cache"}
-    before = flce.missing(SPEC, **arguments)  # type: ignore[arg-type]
+    before = flce.missing(SPEC, **arguments)
     assert [item["device"] for item in before["missing"]] == [CPU]
-    result = flce.prewarm({"D": 32, "V": 300, "dtype": "fp32"}, **arguments, pack=tmp_path / "k.flcepack")  # type: ignore[arg-type]
+    result = flce.prewarm({"D": 32, "V": 300, "dtype": "fp32"}, **arguments, pack=tmp_path / "k.flcepack")
     assert result["compiled"] > 0 and result["failed"] == 0 and Path(result["pack"]).exists()
-    after = flce.missing(SPEC, **arguments)  # type: ignore[arg-type]
+    after = flce.missing(SPEC, **arguments)
     assert after["missing"] == []
     assert after == run_json(command, "prewarm", "--check", "--spec", SPEC, "--device", CPU, "--cache-dir", str(tmp_path / "cache"))
 
 
 def test_stop_and_exceptions_of_callbacks_end_the_call(command: str, tmp_path: Path) -> None:
-    assert flce.tune(SPEC, **small_tuning(tmp_path), stop=lambda: True)["items"] == []  # type: ignore[arg-type]
+    assert flce.tune(SPEC, **small_tuning(tmp_path), stop=lambda: True)["items"] == []
 
     def fail(_: object) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        flce.tune(SPEC, **small_tuning(tmp_path), progress=fail)  # type: ignore[arg-type]
+        flce.tune(SPEC, **small_tuning(tmp_path), progress=fail)
 
 
 def test_bad_options_are_named(command: str, tmp_path: Path) -> None:
@@ -89,3 +89,13 @@ def test_bad_options_are_named(command: str, tmp_path: Path) -> None:
 def test_python_m_flce_is_the_command(command: str) -> None:
     done = subprocess.run([sys.executable, "-m", "flce", "--version"], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.strip() == flce.__version__
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_single_value_is_one_value(tmp_path: Path, kind: type[str] | type[Path]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"hidden_size": 32, "vocab_size": 300, "torch_dtype": "float32"}))
+    alone = flce.missing(SPEC, devices=CPU, hf_configs=kind(config), num_tokens=64, workspace_limits=0, cache_dir=tmp_path / "cache")
+    several = flce.missing([SPEC], devices=[CPU], hf_configs=[config], num_tokens=[64], workspace_limits=[0], cache_dir=tmp_path / "cache")
+    assert alone == several
+    assert several["missing"]
