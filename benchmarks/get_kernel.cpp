@@ -1,5 +1,5 @@
-// What get_kernel costs: a kernel that is known (target: under 1 µs), one that is on disk (under 5 ms), one that must be compiled; and what
-// the checks before a launch cost. On the CPU, so that it runs anywhere; FLCE_DEVICE=cuda asks for a GPU's kernels
+// What get_kernel costs: a kernel that is known (target: under 1 µs), one that is on disk (under 5 ms), one that must be compiled; and
+// what the checks before a launch cost. On the CPU, so that it runs anywhere; FLCE_DEVICE=cuda asks for a GPU's kernels
 // (--benchmark_filter='GetKernel').
 #include <benchmark/benchmark.h>
 

@@ -13,8 +13,8 @@ namespace flce::cli {
 /// What the progress of a search says beside seconds: "34 candidates, best 3.42 ms".
 [[nodiscard]] std::string tuning_note(std::size_t candidates, double best_ms);
 
-/// What it is of, its runs, and its candidates, the quickest first (at most `most`; 0: all), with the reason where the best's is not the
-/// least median.
+/// A record's layer and device, its runs, and its candidates, the quickest first: at most `most`, 0 for all. Says why where the chosen
+/// candidate has not the least median.
 [[nodiscard]] std::string record_table(const NamedRecord& named, std::size_t most);
 /// Candidates of both side by side, those of one alone, and what else differs.
 [[nodiscard]] std::string record_difference(const NamedRecord& a, const NamedRecord& b);

@@ -53,7 +53,7 @@ class Config:
     learning_rate: float = 3e-3
 
 
-# ── Text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Text ──────────────────────────────────────────
 
 
 def read_tokens(vocab_size: int) -> Tensor:
@@ -80,7 +80,7 @@ def batches(config: Config) -> Callable[[int], Tensor]:
     return batch
 
 
-# ── Model ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Model ─────────────────────────────────────────
 
 
 class Block(nn.Module):
@@ -141,7 +141,7 @@ class MaterialisedLoss:
         return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / self.count
 
 
-# ── Training ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Training ────────────────────────────────────────
 
 
 def reset_peak(device: torch.device) -> int:
@@ -248,7 +248,7 @@ def demo(config: Config) -> int:
     return 0
 
 
-# ── Measurement ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Measurement ───────────────────────────────────────
 
 
 def loss_functions(head: nn.Linear) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:

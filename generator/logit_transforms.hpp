@@ -19,8 +19,8 @@ struct TransformedLogit {
 };
 
 // A transform: evaluate(x, p) gives y and dy/dx, with `p` its parameters (parameter_count of them, in the order that parameters() gives).
-// E has +, −, ·, construction from float, and tanh(E) by argument-dependent lookup. Operands of one expression that are traced themselves
-// get names first: C++ leaves their order open, and the text is part of a key.
+// E has +, −, ·, construction from float, and tanh(E) by argument-dependent lookup. Operands of one expression that are traced
+// themselves get names first: C++ leaves their order open, and the text is part of a key.
 
 struct ScaleTransform {
     static constexpr std::size_t parameter_count = 1;
@@ -37,8 +37,8 @@ struct SoftcapTransform {
     static bool active(const Spec& spec) { return spec.softcap != 0.0; }
     // The reciprocal comes in two parts: rounded to one float, cap · (1 / cap) is off by up to a unit of the last place, and by the same
     // factor in every logit, which no sum over the vocabulary averages out. It is the reciprocal of the cap as the kernels hold it, so that
-    // the two cancel. Both parts are positive, so that an x that has overflowed still meets the cap: ∞·high + ∞·low is neither ∞ − ∞ nor
-    // ∞·0.
+    // the two cancel. Both parts are positive, so that an x that has overflowed still meets the cap: ∞·high + ∞·low is neither ∞
+    // − ∞ nor ∞·0.
     static std::vector<double> parameters(const Spec& spec) {
         const double reciprocal = 1.0 / static_cast<double>(static_cast<float>(spec.softcap));
         const double high = std::nextafter(static_cast<float>(reciprocal * (1 - 0x1p-25)), 0.0F);

@@ -26,8 +26,8 @@ int main() {
     kernel->forward({.hidden = h, .weight = w, .target = t, .loss = TensorView::scalar(&loss, ScalarType::fp32), .lse = l}, workspace);
     kernel->backward({.hidden = h, .weight = w, .target = t, .lse = l, .grad_hidden = dh, .grad_weight = dw}, workspace);
 
-    // Every logit is the same, so the loss is ln V, and the weight's row of a label that one of the three tokens has receives (1/V − 1/3) ·
-    // hidden.
+    // Every logit is the same, so the loss is ln V, and the weight's row of a label that one of the three tokens has receives (1/V − 1/3)
+    // · hidden.
     const double expected_loss = std::log(double{V}), expected_grad = (1.0 / V - 1.0 / 3.0) * 0.5;
     std::printf("loss %.6f (ln V: %.6f), gradient of a label's row %.6f (%.6f)\n", loss, expected_loss, grad_weight[1 * D], expected_grad);
     return std::abs(loss - expected_loss) < 1e-5 && std::abs(grad_weight[1 * D] - expected_grad) < 1e-6 ? 0 : 1;

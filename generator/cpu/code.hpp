@@ -36,8 +36,8 @@ using PackPanel = void (*)(const void* source, std::int64_t ld, void* panel, std
 /// sums; target_logit is left alone.
 using ForwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, const float* bias, const float* class_weight,
                              const float* parameters, RowSums* sums);
-/// Turns z [rows, cols] into the gradient of hidden · weightᵀ + bias, in place; columns cols … width − 1 become 0. Column 0 is the chunk's
-/// `first_column`.
+/// Turns z [rows, cols] into the gradient of hidden · weightᵀ + bias, in place; columns cols … width − 1 become 0. Column 0 is the
+/// chunk's `first_column`.
 using BackwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, std::int64_t width, const float* bias,
                               const float* class_weight, const float* parameters, const GradRow* grad_rows, std::int64_t first_column);
 /// out[c] = Σ_r x[r, c], in order of r.

@@ -199,7 +199,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 apply_directly: Callable[..., Tensor] = super(torch.autograd.Function, LinearCrossEntropyFunction).apply
 
 
-# ── torch.library ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── torch.library ───────────────────────────────────────
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target"
 _REST = (  # of Inputs

@@ -51,8 +51,8 @@ def linear_cross_entropy(
     retain_in_grad_weight: bool | None = None,
     grad_weight_out: Tensor | None = None,
 ) -> Any:
-    """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) against target, plus z_loss · lse² a token, without the logits in
-    memory.
+    """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) against target, plus z_loss · lse² a token, without the
+    logits in memory.
 
     Args:
         hidden: [..., D] fp32, bf16 or fp16, on the CPU or a CUDA device. Made contiguous if it is not. D not a multiple of 8 is padded (a
@@ -73,10 +73,8 @@ def linear_cross_entropy(
             fp32, 0 for ignored rows, differentiable.
         workspace_limit_bytes: the most memory that this call takes beyond its inputs, outputs and their gradients, in forward and backward:
             scratch, backward's fp32 sum of hidden's gradient (4·N·D bytes) and what forward leaves to backward so that logits need not be
-            computed again.
-            None: 64 MiB + 4·N·D, with nothing left. Every loss that waits for its backward holds its own. Any number is allowed: what is of
-                no use
-            is not taken.
+            computed again. None: 64 MiB + 4·N·D, with nothing left. Every loss that waits for its backward holds its own. Any number is
+            allowed: memory beyond what is of use is not taken.
         retain_in_grad_weight: whether forward may already allocate weight's gradient and leave there what spares backward logits. None:
             where one loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. On a GPU
             gradients are rounded once more where they come from what was left; on a CPU their bits are the same.

@@ -12,8 +12,8 @@ from torch import Tensor
 import flce
 from flce._direct import DirectCall
 
-# docs/numerics.md: the largest ‖error‖ / ‖expected‖ of a whole tensor. Outputs are fp32, of inputs in fp32 and in 16 bits; gradients have a
-# dtype.
+# docs/numerics.md: the largest ‖error‖ / ‖expected‖ of a whole tensor. Outputs are fp32, of inputs in fp32 and in 16 bits;
+# gradients have a dtype.
 OUTPUT_BOUND = {torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 GRADIENT_BOUND = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # And of a row, whose expected norm counts as no less than the rows' root mean square: a wrong row of many is lost in the whole.

@@ -1,7 +1,7 @@
 // Backward: vocabulary chunk after chunk, and row block after row block where tokens are many. A step computes a block's logits again or
 // takes what forward retained of them, turns them into their gradient dz, packed for both uses, and multiplies it: grad_hidden += dz·W_c,
-// grad_weight_c = dzᵀ·H. The tasks that multiply step s and those that compute the dz of step s + 1 run together, so that threads meet once
-// a step.
+// grad_weight_c = dzᵀ·H. The tasks that multiply step s and those that compute the dz of step s + 1 run together, so that threads meet
+// once a step.
 #include <algorithm>
 #include <cstring>
 

@@ -13,8 +13,8 @@ enum class Access {
     elements,  ///< rows are not 16-byte aligned
 };
 
-/// The operands of a GEMM C[m, n] = Σ_k A[m, k]·B[n, k]. `kExactProducts_` (fp32 only): products whose errors are as good as none, where K
-/// is so short that a framework's sums would be more exact than three TF32 products.
+/// The operands of a GEMM C[m, n] = Σ_k A[m, k]·B[n, k]. `kExactProducts_` (fp32 only): products whose errors are as good as none, where
+/// K is so short that a framework's sums would be more exact than three TF32 products.
 template <class Element_, Major kMajorA_, Access kAccessA_, Major kMajorB_, Access kAccessB_, bool kExactProducts_ = false>
 struct Operands {
     using Element = Element_;

@@ -24,9 +24,9 @@ __device__ __forceinline__ void references(const ReferencesParams& p) {
     if (lane == 0) p.references[row] = Problem::transform(sum, p.transform).value;
 }
 
-/// dz_j = p_j·a − t·[j = y] as scale·E_j: the target's E_y becomes (p_y − t/a) / exp(reference − lse), from the logit in fp32, so that
-/// confident tokens keep their small gradients. The same again for another backward. E, dz's other factor, meets hidden with the scale in
-/// it and is the plain operand of both GEMMs.
+/// dz_j = p_j·a − t·[j = y] as scale·E_j: the target's E_y becomes (p_y − t/a) / exp(reference − lse), from the logit in fp32, so
+/// that confident tokens keep their small gradients. The same again for another backward. E, dz's other factor, meets hidden with the scale
+/// in it and is the plain operand of both GEMMs.
 template <class Problem>
 __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     using Element = typename Problem::Element;

@@ -105,8 +105,8 @@ struct Mainloop {
           reader_b(place.warp_n * TileT::kWarpN, place.lane),
           smem(ptx::shared_address(shared)) {}
 
-    /// Starts the first kStages − 1 slices. `feed.load_a(to)` and `feed.load_b(to)` copy the next slice's parts, or zeros past the end, and
-    /// `feed.next()` moves on.
+    /// Starts the first kStages − 1 slices. `feed.load_a(to)` and `feed.load_b(to)` copy the next slice's parts, or zeros past the end,
+    /// and `feed.next()` moves on.
     template <class Feed>
     __device__ __forceinline__ void prologue(Feed& feed) {
 #pragma unroll 1

@@ -193,8 +193,8 @@ __device__ __forceinline__ void write_grad_hidden(const MainloopT& mainloop, con
     }
 }
 
-/// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary, summed over chunks in fp32. The copy engine adds a chunk's part to the sum, once for
-/// every element, while the next tile is computed; in the last chunk the accumulators start from the sum. Several parts of the sum are
+/// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary, summed over chunks in fp32. The copy engine adds a chunk's part to the sum, once
+/// for every element, while the next tile is computed; in the last chunk the accumulators start from the sum. Several parts of the sum are
 /// added up afterwards.
 template <class Problem, class TileT>
 struct GradHiddenSm90 {

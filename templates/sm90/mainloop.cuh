@@ -1,6 +1,6 @@
-// The mainloop of sm_90a, C[m, n] = Σ_k A[m, k]·B[n, k]: one producer warp has the tensor copy engine bring slices of both operands through
-// a ring of stages, two consumer warpgroups multiply them with wgmma. Blocks are persistent and stand in clusters of kCluster along M,
-// which share B by multicast.
+// The mainloop of sm_90a, C[m, n] = Σ_k A[m, k]·B[n, k]: one producer warp has the tensor copy engine bring slices of both operands
+// through a ring of stages, two consumer warpgroups multiply them with wgmma. Blocks are persistent and stand in clusters of kCluster along
+// M, which share B by multicast.
 //
 // Two schedules. Together: each consumer has half of a tile's rows. By turns (ping-pong): each consumer has whole tiles of its own, and
 // one's epilogue runs while the other multiplies.

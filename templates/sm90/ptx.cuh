@@ -6,7 +6,8 @@
 
 namespace flce::ptx {
 
-// ---- 9.7.13.15 mbarrier, in shared memory. `parity` is that of the phase waited for: a fresh barrier has completed "phase −1", parity 1.
+// ---- 9.7.13.15 mbarrier, in shared memory. `parity` is that of the phase waited for: a fresh barrier has completed "phase −1", parity
+// 1.
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
 }

@@ -10,9 +10,9 @@
 namespace flce {
 
 /// Clusters of rows × the vocabulary are divided evenly: on an axis where every cluster of rows has `clusters` units, a cluster owns
-/// `row_clusters` units in a row, which belong to one cluster of rows or to two. A tile of the vocabulary belongs to unit tile · stride mod
-/// clusters; so clusters that share rows work at the same part of the vocabulary at the same time, and the weight is read from memory once.
-/// Needs row_clusters ≤ clusters, and a stride that gives consecutive tiles different units.
+/// `row_clusters` units in a row, which belong to one cluster of rows or to two. A tile of the vocabulary belongs to unit tile · stride
+/// mod clusters; so clusters that share rows work at the same part of the vocabulary at the same time, and the weight is read from memory
+/// once. Needs row_clusters ≤ clusters, and a stride that gives consecutive tiles different units.
 ///
 /// Tiles are found without a search, which would take as long as the weight's way through the ring where few clusters share rows. Tiles
 /// step round the circle of units, and a step sequence that leaves an arc comes back to it after one of three numbers of steps (the

@@ -50,7 +50,8 @@ protected:
         return false;
     }
 
-    /// Calls `attempt` with a failure at its first, second, … and last system call, for every error, once and for good; `after` each time.
+    /// Calls `attempt` with a failure at its first, second, … and last system call, for every error, once and for good; `after` each
+    /// time.
     void at_every_call(const std::function<void()>& before, const std::function<void()>& attempt, const std::function<void()>& after) {
         injected_ = 0;
         before();

@@ -199,7 +199,7 @@ TEST_F(FaultsTest, ClockJumps_EntriesAreUsedAndTimesMended) {
     EXPECT_EQ(warnings(), 0);
 }
 
-// ── Size ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── Size ─────────────────────────────────────────
 
 class CleanupTest : public ArtifactCacheTest {
 protected:
@@ -307,7 +307,7 @@ TEST_F(CleanupTest, DirectoryWithALimit_StaysUnderItByItself) {
     EXPECT_LT(bytes, 20'000u);
 }
 
-// ── Statistics of all processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── Statistics of all processes ──────────────────────────────────
 
 TEST_F(ArtifactCacheTest, StatisticsFile_SumsOverProcesses) {
     int created = 0;

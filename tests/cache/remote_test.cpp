@@ -136,7 +136,7 @@ TEST(RemoteCache, NobodyAnswers_WarningDoesNotShowTheLogin) {
     }
 }
 
-// ── Servers that misbehave ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── Servers that misbehave ───────────────────────────────────
 
 void send_text(int socket, std::string_view text) { (void)!::send(socket, text.data(), text.size(), MSG_NOSIGNAL); }
 

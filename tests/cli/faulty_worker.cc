@@ -1,5 +1,5 @@
-// A tuning worker that misbehaves: faulty_worker KIND@TEXT… does KIND with plans (of "open": specs) that hold TEXT. It stands in for `flce
-// tune-worker`.
+// A tuning worker that misbehaves: faulty_worker KIND@TEXT… does KIND with plans (of "open": specs) that hold TEXT. It stands in for
+// `flce tune-worker`.
 #include <csignal>
 #include <cstdio>
 #include <memory>

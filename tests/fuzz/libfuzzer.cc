@@ -16,8 +16,8 @@ const flce::fuzz::Reader& reader() {
 
 }  // namespace
 
-/// Most inputs end in an exception, at each of which AddressSanitizer goes through its stack for returned frames: a small one (2^16 bytes) is three to five
-/// times as quick as the default. Less quarantine stays in the caches.
+/// Most inputs end in an exception, at each of which AddressSanitizer goes through its stack for returned frames: a small one (2^16 bytes)
+/// is three to five times as quick as the default. Less quarantine stays in the caches.
 extern "C" const char* __asan_default_options() { return "max_uar_stack_size_log=16:quarantine_size_mb=16"; }
 
 extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {

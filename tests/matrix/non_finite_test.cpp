@@ -167,8 +167,8 @@ TEST_P(NonFinite, OneClass_SpoilsEverything) {
     }
 }
 
-// Logits of −∞ without a bias: also where exponentials are retained. A weight of −∞ times no probability is NaN in grad_hidden, with
-// torch as well.
+// Logits of −∞ without a bias: also where exponentials are retained. A weight of −∞ times no probability is NaN in grad_hidden,
+// with torch as well.
 TEST_P(NonFinite, ClassesMaskedByTheWeight_LossAndWeightGradientWithinBounds) {
     if (target() == Target::gpu) GTEST_SKIP() << "an infinite weight may be NaN there (docs/numerics.md)";
     const auto k = kernel([](Spec&) {});

@@ -202,9 +202,9 @@ TEST(Oracle, UniformLogits_ByHand) {
     EXPECT_NEAR(r.grad_bias[2], r.grad_bias[3] - 0.75 * 0.875 / 3, 1e-14);
 }
 
-// Numbers of torch 2.13 in float64: cross_entropy(softcapped logits, target, weight=c, label_smoothing=0.125) + 0.0625·logsumexp² averaged
-// over the four valid tokens, times 1.5, plus the dot products of lse, log_softmax at the label and entropy with the upstream gradients
-// below; then backward(). Inputs are the integer expressions below, in both languages.
+// Numbers of torch 2.13 in float64: cross_entropy(softcapped logits, target, weight=c, label_smoothing=0.125) + 0.0625·logsumexp²
+// averaged over the four valid tokens, times 1.5, plus the dot products of lse, log_softmax at the label and entropy with the upstream
+// gradients below; then backward(). Inputs are the integer expressions below, in both languages.
 class OracleTorch : public testing::Test {
 protected:
     static DoubleLayer layer() {

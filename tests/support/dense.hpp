@@ -7,8 +7,8 @@
 
 namespace flce::test {
 
-/// c[m, n] = a[m, k] · b[n, k]ᵀ. Each element is one chain of fused or unfused multiply-adds over slices of k_block terms, the slices' sums
-/// added in order: how a blocked GEMM adds. Acc is float or double, T what the operands are stored in.
+/// c[m, n] = a[m, k] · b[n, k]ᵀ. Each element is one chain of fused or unfused multiply-adds over slices of k_block terms, the slices'
+/// sums added in order: how a blocked GEMM adds. Acc is float or double, T what the operands are stored in.
 template <class Acc, class T>
 void multiply_transposed(const T* a, const T* b, Acc* c, std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t k_block);
 

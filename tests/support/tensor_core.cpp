@@ -60,8 +60,8 @@ void step(const float* a, const float* b, std::int64_t stride, std::int64_t dept
     step_body(a, b, stride, depth, acc);
 }
 
-// Adds a[m, k]·b to the columns j0 … j0 + width of c[m, n]. `load(k0, depth, packed)` puts that part of b where steps read it, padded with
-// zeros.
+// Adds a[m, k]·b to the columns j0 … j0 + width of c[m, n]. `load(k0, depth, packed)` puts that part of b where steps read it, padded
+// with zeros.
 template <class Load>
 void add_columns(const float* a, float* c, std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t j0, const Load& load) {
     const std::int64_t width = std::min(kLanes, n - j0);

@@ -15,8 +15,8 @@ namespace {
 
 constexpr std::int64_t kMostTokensApart = 512;  // where there are no more, chunk by chunk is as quick or quicker
 
-/// Clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where there
-/// are fewer tiles than clusters, each tile has its own.
+/// Clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where
+/// there are fewer tiles than clusters, each tile has its own.
 struct ClusterShare {
     std::int64_t cluster_rows;  ///< tokens of a cluster of rows
     std::int64_t writers;       ///< partial results of a cluster

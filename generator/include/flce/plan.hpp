@@ -18,8 +18,8 @@ namespace flce {
 enum class PlanPath : std::uint8_t { cpu, cuda_sm80, cuda_sm90a };
 
 /// recompute keeps nothing of size [N, V]: backward computes the logits again, a vocabulary chunk at a time (8·N·V·D operations). retain
-/// leaves exponentials of the first part of the vocabulary, as much as the call's Retained holds, to backward: (8 − 2f)·N·V·D where that
-/// part is f of it.
+/// leaves exponentials of the first part of the vocabulary, as much as the call's Retained holds, to backward: (8 − 2f)·N·V·D where
+/// that part is f of it.
 enum class Strategy : std::uint8_t { recompute, retain };
 
 /// How the warps of a block share its tiles. cuda_sm80: a tile for the whole block, whose warps stand in a warps_m × warps_n grid.
@@ -72,8 +72,8 @@ struct Plan {
 
     /// Canonical text: path, strategy and every key of that path, for example
     /// "cuda_sm80:recompute,chunk=16384,scratch=67108864,forward=128x256x32x3/2x4,…,raster=8" (tiles are block_m x block_n x block_k x
-    /// stages / warps_m x warps_n) or "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…". parse_plan reads it back
-    /// to an equal Plan.
+    /// stages / warps_m x warps_n) or "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…". parse_plan reads
+    /// it back to an equal Plan.
     [[nodiscard]] std::string text() const;
     /// A JSON object as text, with the same keys after "path" and "strategy"; parse_plan_json reads it back.
     [[nodiscard]] std::string json() const;
