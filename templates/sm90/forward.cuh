@@ -108,13 +108,23 @@ struct ForwardSm90 {
     /// The producer's warpgroup. Its first thread finds out what comes next, and the blocks of a cluster come to the same.
     __device__ __forceinline__ void bring_all() {
         if (threadIdx.x == 0) direct();
+        bool told = false;  // what comes next
         while (true) {
-            if (threadIdx.x == 0) words.tell(go_on());
+            if (!told && threadIdx.x == 0) words.tell(go_on());
             const TileWord word = words.take();
             if (word.kind() == TileWord::kStop) break;
-            if (word.kind() == TileWord::kTile) bring(word);
+            told = word.kind() == TileWord::kTile && bring(word);
         }
     }
+    /// Tells what comes after the tile that is being brought. The first thread would wait for room in the ring otherwise, and consumers
+    /// hear of a stretch's end before they are at it.
+    struct TellsNext {
+        enum : int { kSlice = kSlices > 1 ? 1 : 0 };
+        ForwardSm90& forward;
+        __device__ __forceinline__ void before(int slice) const {
+            if (slice == kSlice) forward.words.tell(forward.go_on());
+        }
+    };
 
     /// Where the first thread stands in its job. It lies in shared memory: the producer's registers are few.
     struct Director {
@@ -189,23 +199,25 @@ struct ForwardSm90 {
         return TileWord::tile(walk.tile, walk.row_cluster_of(walk.part), walk.part, d.consumer, d.neighbours[walk.part]);
     }
 
-    /// Rows that are neighbours in hidden are the copy engine's, for one thread.
-    __device__ __forceinline__ void bring(const TileWord& tile) {
+    /// Rows that are neighbours in hidden are the copy engine's, for one thread. Returns whether what comes next has been told.
+    __device__ __forceinline__ bool bring(const TileWord& tile) {
         const int n = static_cast<int>(tile.number) * TileT::kBlockN;
         if constexpr (kLists) {
             if (!tile.neighbours()) {
                 const TileRows rows = listed_rows_of(tile.row_cluster());
                 const auto row_of = [&](int row) { return row <= rows.last ? rows.listed[row].row : -1; };
-                return mainloop.produce_rows(static_cast<const typename Problem::Element*>(p.hidden), Problem::hidden_size, row_of,
-                                             p.weight_map, n, kSlices);
+                mainloop.produce_rows(static_cast<const typename Problem::Element*>(p.hidden), Problem::hidden_size, row_of, p.weight_map,
+                                      n, kSlices);
+                return false;
             }
         }
         if (threadIdx.x == 0) {
-            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, director().begin[tile.part()], n, kSlices, NoPace{}, 0,
-                             0, kFew ? share.rows : TileT::kBlockM);
+            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, director().begin[tile.part()], n, kSlices,
+                             TellsNext{*this}, 0, 0, kFew ? share.rows : TileT::kBlockM);
         } else {
             mainloop.skip(kSlices);
         }
+        return true;
     }
 
     /// On to the share's next tile.
@@ -360,47 +372,49 @@ struct ForwardSm90 {
     __device__ __forceinline__ float reference_of(int row) const { return row < share.rows ? p.references[row] : 0.f; }
 
     /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows,
-    /// by turns one a consumer.
+    /// by turns one a consumer. Each lane of the four writes a row of its own, and the code is short: it runs rarely, so that it has to be
+    /// fetched every time, beside the multiplication that it must not hold up.
     __device__ __forceinline__ void finish(const ShareJob& job, int part, int row_cluster) {
+        static_assert(2 * kPieces <= 4, "a row for each of the four lanes");
+        RowSums mine;
+#pragma unroll 1
+        for (int row = 0; row < 2 * kPieces; ++row) {
+            RowSums sums = sums_of(part, row / 2, row % 2);
+            if constexpr (Problem::retain) {
+                if (p.retained_columns > 0) {
+                    const float reference = reference_of(first_row(row_cluster) + mainloop.place.row(row / 2, row % 2));
+                    if (Rows::shares(sums.max, reference)) Rows::to_own_max(sums, reference);
+                }
+            }
+            const RowSums all = Rows::merge_quad(sums);
+            if (mainloop.place.lane % 4 == row) mine = all;
+        }
+        if (mainloop.place.lane % 4 < 2 * kPieces) write_partial(job, row_cluster, mine);
+    }
+
+    /// Of the row that this lane has, of the four.
+    __device__ __forceinline__ void write_partial(const ShareJob& job, int row_cluster, const RowSums& sums) const {
         ForwardShare of = share;
         asm volatile(""
                      : "+r"(of.rows), "+r"(of.row_clusters), "+r"(of.clusters),
                        "+r"(of.splits));  // what follows from them is worked out here
+        const int of_four = mainloop.place.lane % 4;
+        const int row = first_row(row_cluster) + mainloop.place.row(of_four / 2, of_four % 2);
+        if (row >= of.rows) return;
         const int first_share = row_cluster * of.clusters / of.row_clusters;
         const int last_share = ((row_cluster + 1) * of.clusters - 1) / of.row_clusters;
         const int split = (job.share() - first_share) * kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
         const long long ld = partial_rows_of(of.rows);
-        float* const partial = p.partials + split * Fields::kCount * ld + first_row(row_cluster) + mainloop.place.row(0, 0);
-        const int rows = of.rows - first_row(row_cluster) - mainloop.place.row(0, 0);  // from this thread's first one on
-        const bool writes = mainloop.place.lane % 4 == 0;
-        RowSums before[kPieces][2];  // all of them on their way before the first is needed
-        if (job.stretch() > 0 && writes) {
-#pragma unroll
-            for (int i = 0; i < kPieces; ++i)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    if (i * 64 + h * 8 < rows) before[i][h] = Fields::load(partial + i * 64 + h * 8, ld);
+        float* const at = p.partials + split * Fields::kCount * ld + row;
+        if (job.stretch() > 0) {
+            Fields::store(at, ld, merge(Fields::load(at, ld), sums));
+            return;
         }
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                RowSums sums = sums_of(part, i, h);
-                if constexpr (Problem::retain) {
-                    if (p.retained_columns > 0) {
-                        const float reference = reference_of(first_row(row_cluster) + mainloop.place.row(i, h));
-                        if (Rows::shares(sums.max, reference)) Rows::to_own_max(sums, reference);
-                    }
-                }
-                const RowSums all = Rows::merge_quad(sums);
-                if (!writes || i * 64 + h * 8 >= rows) continue;
-                float* const at = partial + i * 64 + h * 8;
-                Fields::store(at, ld, job.stretch() > 0 ? merge(before[i][h], all) : all);
-                if (job.stretch() > 0 || job.share() != last_share) continue;
-                for (int rest = kWriters; rest < of.splits - split; rest += kWriters) {
-                    Fields::store(at + rest * Fields::kCount * ld, ld, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
-                }
-            }
+        Fields::store(at, ld, sums);
+        if (job.share() != last_share) return;
+#pragma unroll 1
+        for (int rest = kWriters; rest < of.splits - split; rest += kWriters) {
+            Fields::store(at + rest * Fields::kCount * ld, ld, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
         }
     }
 };
