@@ -12,7 +12,7 @@
 namespace flce {
 
 /// How the per-token losses become what `loss` receives.
-enum class ReductionCode : std::int64_t { none = 0, sum = 1, mean = 2 };
+enum class ReductionCode : std::int64_t { none = 0, sum = 1, mean = 2, weighted_mean = 3 };
 
 /// Dtype of `num_valid`, the caller's count of valid tokens.
 enum class CountCode : std::int64_t { fp32 = 0, int32 = 1, int64 = 2 };

@@ -18,6 +18,7 @@ enum class Elements : std::uint8_t {
     label,  ///< int32 or int64
     count,  ///< fp32, int32 or int64
     uint64,
+    int64,
 };
 
 /// Shapes over N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size.
@@ -31,7 +32,20 @@ enum class Extent : std::uint8_t {
 };
 
 /// What the spec, its outputs or the call must have for the tensor to be given.
-enum class Condition : std::uint8_t { always, bias, class_weight, loss, lse, logprob, entropy, mean };
+enum class Condition : std::uint8_t {
+    always,
+    bias,
+    class_weight,
+    temperature,
+    token_weight,
+    loss,
+    lse,
+    logprob,
+    entropy,
+    top1,
+    log_sum_sq_probs,
+    mean
+};
 
 /// What a pass does with the tensor where its condition holds. none: the pass's argument structs have no such field.
 enum class Use : std::uint8_t { none, read, read_if_given, write, write_if_given };
@@ -44,13 +58,17 @@ enum class Use : std::uint8_t { none, read, read_if_given, write, write_if_given
     X(bias,          spec,        classes, bias,         read,           read)                                                   \
     X(class_weight,  fp32,        classes, class_weight, read,           read)                                                   \
     X(target,        label,       tokens,  always,       read,           read)                                                   \
+    X(temperature,   fp32,        tokens,  temperature,  read,           read)                                                   \
+    X(token_weight,  fp32,        tokens,  token_weight, read,           read)                                                   \
     X(num_valid,     count,       scalar,  mean,         read_if_given,  read_if_given)  /* mean divides by it; else counted */  \
     X(loss,          fp32,        loss,    loss,         write_if_given, none)                                                   \
     X(z_loss,        fp32,        loss,    loss,         write_if_given, none)           /* the part of it, already in loss */   \
     X(lse,           fp32,        tokens,  always,       write,          read)                                                   \
-    X(logprob,       fp32,        tokens,  logprob,      write_if_given, none)                                                   \
+    X(logprob,       fp32,        tokens,  logprob,      write_if_given, read_if_given)  /* read with dft */                     \
     X(entropy,       fp32,        tokens,  entropy,      write_if_given, read_if_given)  /* read with grad_entropy */            \
-    X(invalid_label, uint64,      scalar,  always,       write_if_given, none)           /* smallest row out of range, or ~0 */  \
+    X(top1,          int64,       tokens,  top1,         write_if_given, none)                                                   \
+    X(log_sum_sq_probs, fp32,     tokens,  log_sum_sq_probs, write_if_given, none)                                               \
+    X(invalid_label, uint64,      scalar,  always,       write_if_given, none)           /* smallest row with a fault, or ~0 */  \
     X(grad_loss,     fp32,        loss,    loss,         none,           read_if_given)  /* absent: 1 */                         \
     X(grad_lse,      fp32,        tokens,  lse,          none,           read_if_given)                                          \
     X(grad_logprob,  fp32,        tokens,  logprob,      none,           read_if_given)                                          \

@@ -50,7 +50,10 @@ void check_options(const Spec& s) {
     }
     if (!(s.label_smoothing >= 0.0 && s.label_smoothing <= 1.0)) refuse("label_smoothing", s.label_smoothing, "from 0 to 1");
     if (!(s.z_loss >= 0.0 && s.z_loss <= FLT_MAX)) refuse("z_loss", s.z_loss, "at least 0 and finite in fp32");
-    if (s.outputs == Outputs{.loss = false}) refuse("outputs", "(none)", "at least one of loss, lse, logprob and entropy");
+    if (s.outputs == Outputs{.loss = false}) {
+        refuse("outputs", "(none)", "at least one of loss, lse, logprob, entropy, top1 and log_sum_sq_probs");
+    }
+    if (s.dft && !s.outputs.logprob) refuse("dft", true, "false where outputs has no logprob, which backward reads for it");
 }
 
 void check_kinds(const Spec& s) {
@@ -83,7 +86,7 @@ void set_item(SpecBuilder& builder, std::string_view item) {
     } else if (spec_key_kind(key) == SpecKeyKind::flag) {
         builder.set(key, "true");
     } else {
-        throw SpecError(fmt::format("spec: {} has no value; write {}=value (only tied, bias and class_weight may stand alone)", key, key));
+        throw SpecError(fmt::format("spec: {} has no value; write {}=value (only flags, such as tied and bias, may stand alone)", key, key));
     }
 }
 
@@ -162,7 +165,8 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
           static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
         bits = bits << 4 | field;
     }
-    for (const bool flag : {s.tied, s.bias, s.class_weight, s.outputs.loss, s.outputs.lse, s.outputs.logprob, s.outputs.entropy}) {
+    for (const bool flag : {s.tied, s.bias, s.class_weight, s.temperature, s.token_weight, s.dft, s.outputs.loss, s.outputs.lse,
+                            s.outputs.logprob, s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal

@@ -55,8 +55,9 @@ struct OutputName {
     std::string_view name;
     bool Outputs::* member;
 };
-constexpr std::array kOutputNames = {OutputName{"loss", &Outputs::loss}, OutputName{"lse", &Outputs::lse},
-                                     OutputName{"logprob", &Outputs::logprob}, OutputName{"entropy", &Outputs::entropy}};
+constexpr std::array kOutputNames = {OutputName{"loss", &Outputs::loss},       OutputName{"lse", &Outputs::lse},
+                                     OutputName{"logprob", &Outputs::logprob}, OutputName{"entropy", &Outputs::entropy},
+                                     OutputName{"top1", &Outputs::top1},       OutputName{"log_sum_sq_probs", &Outputs::log_sum_sq_probs}};
 
 Outputs read_outputs(std::string_view key, std::string_view value) {
     Outputs outputs{.loss = false};
@@ -65,7 +66,7 @@ Outputs read_outputs(std::string_view key, std::string_view value) {
         const std::size_t plus = rest.find('+');
         const std::string_view name = rest.substr(0, plus);
         const auto* known = std::ranges::find(kOutputNames, name, &OutputName::name);
-        if (known == kOutputNames.end()) bad_spec_value(key, value, "names out of loss, lse, logprob and entropy joined by '+'");
+        if (known == kOutputNames.end()) bad_spec_value(key, value, "names out of loss, lse, logprob, entropy, top1 and log_sum_sq_probs joined by '+'");
         if (outputs.*known->member) bad_spec_value(key, value, "names joined by '+', each of them once");
         outputs.*known->member = true;
         if (plus == std::string_view::npos) return outputs;
@@ -109,6 +110,9 @@ constexpr std::array kKeys = {
             [](Spec& s, Text k, Text v) { s.grad_weight_mode = read_enum(k, v, {GradMode::write, GradMode::accumulate}); }},
     SpecKey{"bias", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.bias = read_flag(k, v); }},
     SpecKey{"class_weight", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.class_weight = read_flag(k, v); }},
+    SpecKey{"temperature", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.temperature = read_flag(k, v); }},
+    SpecKey{"token_weight", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.token_weight = read_flag(k, v); }},
+    SpecKey{"dft", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.dft = read_flag(k, v); }},
     SpecKey{"logit_scale", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.logit_scale = read_real(k, v); }},
     SpecKey{"softcap", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.softcap = read_real(k, v); }},
     SpecKey{"label_smoothing", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.label_smoothing = read_real(k, v); }},
@@ -167,6 +171,9 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("grad_weight_mode", spec.grad_weight_mode != default_grad_mode(spec), std::string(to_string(spec.grad_weight_mode)));
     add("bias", spec.bias, "true");
     add("class_weight", spec.class_weight, "true");
+    add("temperature", spec.temperature, "true");
+    add("token_weight", spec.token_weight, "true");
+    add("dft", spec.dft, "true");
     add("logit_scale", spec.logit_scale != 1.0, real_text(spec.logit_scale));
     add("softcap", spec.softcap != 0.0, real_text(spec.softcap));
     add("label_smoothing", spec.label_smoothing != 0.0, real_text(spec.label_smoothing));

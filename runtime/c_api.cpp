@@ -332,8 +332,12 @@ flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, uint64_t 
         const Spec& spec = kernel_of(kernel).spec();
         if (word == UINT64_MAX) return;
         throw ArgumentError(
-            fmt::format("target[{}] is neither ignore_index nor a label; labels are 0 to {} (and it may not be the only row "
-                        "out of range)",
-                        word, spec.vocab_size - 1));
+            spec.temperature
+                ? fmt::format("target[{0}] is neither ignore_index nor a label, which are 0 to {1}, or temperature[{0}] is not above 0 "
+                              "and finite (and it may not be the only such row)",
+                              word, spec.vocab_size - 1)
+                : fmt::format("target[{}] is neither ignore_index nor a label; labels are 0 to {} (and it may not be the only row "
+                              "out of range)",
+                              word, spec.vocab_size - 1));
     });
 }

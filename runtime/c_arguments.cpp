@@ -31,7 +31,8 @@ static_assert(sizeof(flce_forward_args) == field_count(kForwardPointers) * sizeo
 static_assert(sizeof(flce_backward_args) == field_count(kBackwardPointers) * sizeof(void*) + kOtherBytes);
 
 static_assert(FLCE_REDUCTION_NONE == static_cast<int>(Reduction::none) && FLCE_REDUCTION_SUM == static_cast<int>(Reduction::sum) &&
-              FLCE_REDUCTION_MEAN == static_cast<int>(Reduction::mean));
+              FLCE_REDUCTION_MEAN == static_cast<int>(Reduction::mean) &&
+              FLCE_REDUCTION_WEIGHTED_MEAN == static_cast<int>(Reduction::weighted_mean));
 static_assert(FLCE_RETAINED_OWN == static_cast<int>(RetainedPlace::own) &&
               FLCE_RETAINED_GRAD_WEIGHT == static_cast<int>(RetainedPlace::grad_weight));
 
@@ -67,8 +68,8 @@ TensorView view_of(const flce_tensor* tensor, const char* name) {
 }
 
 Reduction reduction_of(std::int32_t reduction) {
-    if (reduction < FLCE_REDUCTION_NONE || reduction > FLCE_REDUCTION_MEAN) {
-        throw ArgumentError(fmt::format("reduction is {}; allowed are none (0), sum (1), mean (2)", reduction));
+    if (reduction < FLCE_REDUCTION_NONE || reduction > FLCE_REDUCTION_WEIGHTED_MEAN) {
+        throw ArgumentError(fmt::format("reduction is {}; allowed are none (0), sum (1), mean (2), weighted_mean (3)", reduction));
     }
     return static_cast<Reduction>(reduction);
 }
@@ -133,6 +134,7 @@ const char* name_of(Elements elements) {
         case Elements::label: return "label";
         case Elements::count: return "count";
         case Elements::uint64: return "uint64";
+        case Elements::int64: return "int64";
     }
     throw InternalError("elements of a tensor have no name");
 }

@@ -49,6 +49,7 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
         case Elements::label: return TypeSet(ScalarType::int32, ScalarType::int64);
         case Elements::count: return TypeSet(ScalarType::fp32, ScalarType::int32, ScalarType::int64);
         case Elements::uint64: return TypeSet(ScalarType::uint64);
+        case Elements::int64: return TypeSet(ScalarType::int64);
     }
     return {};
 }
@@ -76,10 +77,14 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
         case Condition::always: return true;
         case Condition::bias: return spec.bias;
         case Condition::class_weight: return spec.class_weight;
+        case Condition::temperature: return spec.temperature;
+        case Condition::token_weight: return spec.token_weight;
         case Condition::loss: return spec.outputs.loss;
         case Condition::lse: return spec.outputs.lse;
         case Condition::logprob: return spec.outputs.logprob;
         case Condition::entropy: return spec.outputs.entropy;
+        case Condition::top1: return spec.outputs.top1;
+        case Condition::log_sum_sq_probs: return spec.outputs.log_sum_sq_probs;
         case Condition::mean: return reduction == Reduction::mean;
     }
     return false;
@@ -91,10 +96,14 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
         case Condition::always: break;
         case Condition::bias: return "the spec has no bias";
         case Condition::class_weight: return "the spec has no class_weight";
+        case Condition::temperature: return "the spec has no temperature";
+        case Condition::token_weight: return "the spec has no token_weight";
         case Condition::loss: return "spec.outputs has no loss";
         case Condition::lse: return "spec.outputs has no lse";
         case Condition::logprob: return "spec.outputs has no logprob";
         case Condition::entropy: return "spec.outputs has no entropy";
+        case Condition::top1: return "spec.outputs has no top1";
+        case Condition::log_sum_sq_probs: return "spec.outputs has no log_sum_sq_probs";
         case Condition::mean: return "only reduction mean divides by it";
     }
     return "";

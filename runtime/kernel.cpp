@@ -40,6 +40,9 @@ public:
         if (args.grad_entropy.present && spec_.outputs.entropy && !args.entropy.present) {
             checks_.fail("entropy is absent; grad_entropy needs it as forward wrote it");
         }
+        if (spec_.dft && spec_.outputs.loss && !args.logprob.present) {
+            checks_.fail("logprob is absent; the spec has dft, which needs it as forward wrote it");
+        }
         if (!args.grad_hidden.present && !args.grad_weight.present && !args.grad_bias.present) {
             checks_.fail("grad_hidden, grad_weight and grad_bias are all absent; at least one must be given");
         }
@@ -93,7 +96,13 @@ private:
             case Reduction::none: set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::none)); break;
             case Reduction::sum: set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::sum)); break;
             case Reduction::mean: set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::mean)); break;
-            default: checks_.fail(fmt::format("reduction is {}; allowed are none (0), sum (1), mean (2)", static_cast<int>(reduction)));
+            case Reduction::weighted_mean:
+                if (!spec_.token_weight) checks_.fail("reduction is weighted_mean, but the spec has no token_weight; use mean");
+                set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::weighted_mean));
+                break;
+            default:
+                checks_.fail(fmt::format("reduction is {}; allowed are none (0), sum (1), mean (2), weighted_mean (3)",
+                                         static_cast<int>(reduction)));
         }
         reduction_ = reduction;
     }

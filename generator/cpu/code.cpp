@@ -17,10 +17,12 @@ Spec structure_of(const Spec& spec) {
     structure.grad_weight_mode = spec.grad_weight_mode;
     structure.bias = spec.bias;
     structure.class_weight = spec.class_weight;
+    structure.temperature = spec.temperature;
     structure.logit_scale = spec.logit_scale == 1.0 ? 1.0 : 2.0;
     structure.softcap = spec.softcap == 0.0 ? 0.0 : 1.0;
     structure.label_smoothing = spec.label_smoothing > 0.0 ? 1.0 : 0.0;
     structure.outputs.entropy = spec.outputs.entropy;
+    structure.outputs.log_sum_sq_probs = spec.outputs.log_sum_sq_probs;
     return structure;
 }
 

@@ -21,6 +21,7 @@ struct GradRow {
     static constexpr std::int32_t kIgnored = -2;  ///< gradients of 0; rows that only fill up register blocks have it too
     float lse;
     RowCoefficients coefficients;
+    float temperature;
     std::int32_t target;  ///< column of the label within the vocabulary chunk, or one of the above
 };
 
@@ -33,9 +34,9 @@ inline constexpr std::int64_t kPrefetchBytes = 16;
 /// contiguous) or between depths (where lines are).
 using PackPanel = void (*)(const void* source, std::int64_t ld, void* panel, std::int64_t valid, std::int64_t depth);
 /// Transforms the logits z [rows, cols] in place (columns past cols, up to the next full vector, become −infinity) and writes each row's
-/// sums; target_logit is left alone.
+/// sums; target_logit and top1 are left alone. `temperatures`: the rows', read where the spec has temperature.
 using ForwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, const float* bias, const float* class_weight,
-                             const float* parameters, RowSums* sums);
+                             const float* parameters, const float* temperatures, RowSums* sums);
 /// Turns z [rows, cols] into the gradient of hidden · weightᵀ + bias, in place; columns cols … width − 1 become 0. Column 0 is the
 /// chunk's `first_column`.
 using BackwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, std::int64_t width, const float* bias,

@@ -39,24 +39,30 @@ struct LogitTracer {
             parameters.emplace_back(f, f.splat(f.load_float(f.at(parameter_pointer, i, 4), DType::fp32, 0), lanes), lanes);
         }
     }
-    [[nodiscard]] TransformedLogit<IrFloat> at(Value* row, Value* column) const {
+    /// `temperature`: the row's, in every lane, where the spec has it.
+    [[nodiscard]] TransformedLogit<IrFloat> at(Value* row, Value* column, Value* temperature) const {
         const int lanes = f.target().lanes();
         Value* x = f.load_float(f.at(row, column, 4), DType::fp32, lanes);
         if (spec.bias) x = f.ir().CreateFAdd(x, f.load_float(f.at(bias, column, 4), DType::fp32, lanes));
-        return transform_logit<IrFloat>(spec, IrFloat(f, x, lanes), parameters);
+        const auto traced = transform_logit<IrFloat>(spec, IrFloat(f, x, lanes), parameters);
+        if (!spec.temperature) return traced;
+        const auto divided = [&](const IrFloat& by_one) {
+            return IrFloat(f, f.ir().CreateFDiv(by_one.value(f, lanes), temperature), lanes);
+        };
+        return {divided(traced.logit), divided(traced.derivative)};
     }
 };
 
 /// First pass over a row: transformed logits in place; returns {largest, Σ c·z} by lane. The largest is never below the lowest finite
 /// number: differences to it are no NaN where every logit is −infinity.
-Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, Value* cols, Value* class_weight) {
+Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, Value* cols, Value* class_weight, Value* temperature) {
     auto& ir = f.ir();
     const int lanes = f.target().lanes();
     const float infinity = std::numeric_limits<float>::infinity();
     Value* zero = f.float_splat(0.F, lanes);
     Value* lowest = f.float_splat(std::numeric_limits<float>::lowest(), lanes);
     return for_columns(f, cols, {lowest, zero}, [&](Value* column, Value* mask, const Values& carried) {
-        Value* z = tracer.at(row, column).logit.value(f, lanes);
+        Value* z = tracer.at(row, column, temperature).logit.value(f, lanes);
         Value* weighted = carried[1];
         if (tracer.spec.label_smoothing > 0) {
             Value* summand = mask != nullptr ? ir.CreateSelect(mask, z, zero) : z;
@@ -76,16 +82,17 @@ Value* not_below(FunctionBuilder& f, Value* x) {
     return f.ir().CreateSelect(f.ir().CreateFCmpOLT(x, least), least, x);
 }
 
-/// Second pass: {Σ exp(z − m), Σ exp(z − m)·(z − m)} by lane.
+/// Second pass: {Σ exp(z − m), Σ exp(z − m)·(z − m), Σ exp(z − m)²} by lane.
 Values sum_row(FunctionBuilder& f, const Spec& spec, Value* row, Value* cols, Value* largest) {
     auto& ir = f.ir();
     const int lanes = f.target().lanes();
     Value* zero = f.float_splat(0.F, lanes);
-    return for_columns(f, cols, {zero, zero}, [&](Value* column, Value* /*mask*/, const Values& carried) {
+    return for_columns(f, cols, {zero, zero, zero}, [&](Value* column, Value* /*mask*/, const Values& carried) {
         Value* d = ir.CreateFSub(f.load_float(f.at(row, column, 4), DType::fp32, lanes), largest);
         Value* e = emit_exp(f, d, lanes);  // of −infinity, which columns that do not exist are: 0
         Value* entropy_sum = spec.outputs.entropy ? f.multiply_add(e, not_below(f, d), carried[1]) : carried[1];
-        return Values{ir.CreateFAdd(carried[0], e), entropy_sum};
+        Value* square_sum = spec.outputs.log_sum_sq_probs ? f.multiply_add(e, e, carried[2]) : carried[2];
+        return Values{ir.CreateFAdd(carried[0], e), entropy_sum, square_sum};
     });
 }
 
@@ -93,20 +100,25 @@ Values sum_row(FunctionBuilder& f, const Spec& spec, Value* row, Value* cols, Va
 
 void emit_forward_tile(llvm::Module& module, const VectorTarget& target, const std::string& symbol, const Spec& spec) {
     FunctionBuilder f(module, target, symbol,
-                      {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer});
+                      {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer});
     auto& ir = f.ir();
     const int lanes = target.lanes();
     const LogitTracer tracer(f, spec, f.arg(4), f.arg(6));
     f.loop(f.i64(0), f.arg(2), 1, [&](Value* r) {
         Value* row = f.at(f.arg(0), ir.CreateMul(r, f.arg(1)), 4);
-        const Values first = transform_row(f, tracer, row, f.arg(3), f.arg(5));
+        Value* temperature = spec.temperature ? f.splat(f.load_float(f.at(f.arg(7), r, 4), DType::fp32, 0), lanes) : nullptr;
+        const Values first = transform_row(f, tracer, row, f.arg(3), f.arg(5), temperature);
         Value* largest = f.reduce_max(first[0], lanes);
         const Values second = sum_row(f, spec, row, f.arg(3), f.splat(largest, lanes));
-        Value* sums = f.byte_offset(f.arg(7), ir.CreateMul(r, f.i64(sizeof(RowSums))));
-        f.store_float(largest, f.byte_offset(sums, f.i64(offsetof(RowSums, max))), DType::fp32, 0);
-        f.store_float(f.reduce_add(second[0], lanes), f.byte_offset(sums, f.i64(offsetof(RowSums, exp_sum))), DType::fp32, 0);
-        f.store_float(f.reduce_add(second[1], lanes), f.byte_offset(sums, f.i64(offsetof(RowSums, exp_z_sum))), DType::fp32, 0);
-        f.store_float(f.reduce_add(first[1], lanes), f.byte_offset(sums, f.i64(offsetof(RowSums, weighted_sum))), DType::fp32, 0);
+        Value* sums = f.byte_offset(f.arg(8), ir.CreateMul(r, f.i64(sizeof(RowSums))));
+        const auto store = [&](Value* value, std::size_t offset) {
+            f.store_float(value, f.byte_offset(sums, f.i64(static_cast<std::int64_t>(offset))), DType::fp32, 0);
+        };
+        store(largest, offsetof(RowSums, max));
+        store(f.reduce_add(second[0], lanes), offsetof(RowSums, exp_sum));
+        store(f.reduce_add(second[1], lanes), offsetof(RowSums, exp_z_sum));
+        store(f.reduce_add(first[1], lanes), offsetof(RowSums, weighted_sum));
+        store(f.reduce_add(second[2], lanes), offsetof(RowSums, exp_sq_sum));
     });
     f.finish();
 }
@@ -120,6 +132,7 @@ struct GradRowValues {
     Value* b;
     Value* t;
     Value* s;
+    Value* temperature;
     Value* target;
 
     GradRowValues(FunctionBuilder& f, Value* rows, Value* r) {
@@ -136,6 +149,7 @@ struct GradRowValues {
         b = field(kCoefficients + offsetof(RowCoefficients, b));
         t = field(kCoefficients + offsetof(RowCoefficients, t));
         s = field(kCoefficients + offsetof(RowCoefficients, s));
+        temperature = field(offsetof(GradRow, temperature));
         target = f.splat(f.load_bits(f.byte_offset(row, f.i64(offsetof(GradRow, target))), 32, 0), lanes);
     }
 };
@@ -151,7 +165,7 @@ Value* is_ignored(FunctionBuilder& f, Value* rows, Value* r) {
 Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradRowValues& g, Value* row, Value* column) {
     auto& ir = f.ir();
     const int lanes = f.target().lanes();
-    const auto traced = tracer.at(row, column);
+    const auto traced = tracer.at(row, column, g.temperature);
     Value* z = traced.logit.value(f, lanes);
     Value* p = emit_exp(f, ir.CreateFSub(z, g.lse), lanes);
     Value* scale = tracer.spec.outputs.entropy ? f.multiply_add(g.b, not_below(f, z), g.a) : g.a;

@@ -102,7 +102,8 @@ private:
         if (y < 0) return kInertRow;
         const bool per_token = call_.reduction() == ReductionCode::none;
         const double loss = call_.element(Slot::grad_loss, per_token ? token : 0, spec_.outputs.loss ? 1.F : 0.F);
-        const auto divide = [&](double divisor) { return divisor == 0 ? 0.F : static_cast<float>(loss / divisor); };
+        const double factor = loss_factor(call_.token_weight(token), call_.element(Slot::logprob, token, 0.F), options_);
+        const auto divide = [&](double divisor) { return divisor == 0 ? 0.F : static_cast<float>(loss * factor / divisor); };
         const RowUpstream upstream{.cross_entropy = divide(divisors_.cross_entropy),
                                    .z_loss = divide(divisors_.z_loss),
                                    .lse = call_.element(Slot::grad_lse, token, 0.F),
@@ -112,7 +113,7 @@ private:
         const float entropy = call_.element(Slot::entropy, token, 0.F);
         const std::int64_t column = y - first_column;
         const bool near = column >= 0 && column < layout_.chunks.size;
-        return {lse, row_coefficients(upstream, lse, entropy, call_.class_weight(y), options_),
+        return {lse, row_coefficients(upstream, lse, entropy, call_.class_weight(y), options_), call_.temperature(token),
                 near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere};
     }
 
@@ -276,7 +277,7 @@ private:
         }
     }
 
-    static constexpr GradRow kInertRow{0.F, {0.F, 0.F, 0.F, 0.F}, GradRow::kIgnored};
+    static constexpr GradRow kInertRow{0.F, {0.F, 0.F, 0.F, 0.F}, 1.F, GradRow::kIgnored};
 
     const CpuContext& context_;
     const CpuFunctions& code_;

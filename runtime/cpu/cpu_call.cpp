@@ -13,11 +13,13 @@ LossOptions CpuCall::loss_options() const {
     return {.label_smoothing = static_cast<float>(spec_.label_smoothing),
             .smoothing_per_class = static_cast<float>(spec_.label_smoothing / static_cast<double>(spec_.vocab_size)),
             .class_weight_total = static_cast<float>(total),
-            .z_loss = static_cast<float>(spec_.z_loss)};
+            .z_loss = static_cast<float>(spec_.z_loss),
+            .dft = spec_.dft};
 }
 
 MeanDivisors CpuCall::mean_divisors() const {
-    if (reduction() != ReductionCode::mean) return {};
+    const bool weighted = reduction() == ReductionCode::weighted_mean;
+    if (reduction() != ReductionCode::mean && !weighted) return {};
     if (has(Slot::num_valid)) {
         double given = 0;
         switch (static_cast<CountCode>(value(Slot::num_valid_code))) {
@@ -33,8 +35,9 @@ MeanDivisors CpuCall::mean_divisors() const {
     for (std::int64_t i = 0; i < num_tokens(); ++i) {
         const std::int64_t y = valid_label(i);
         if (y < 0) continue;
-        sums.cross_entropy += class_weight(y);
-        sums.z_loss += 1;
+        const double token = weighted ? token_weight(i) : 1.;
+        sums.cross_entropy += token * class_weight(y);
+        sums.z_loss += token;
     }
     return sums;
 }
@@ -42,8 +45,7 @@ MeanDivisors CpuCall::mean_divisors() const {
 void CpuCall::report_invalid_label() const {
     if (!has(Slot::invalid_label)) return;
     for (std::int64_t i = 0; i < num_tokens(); ++i) {
-        const std::int64_t y = label(i);
-        if (y == value(Slot::ignore_index) || (y >= 0 && y < spec_.vocab_size)) continue;
+        if (is_ignored(i) || is_right(i)) continue;
         // Calls on several threads may share the word.
         const std::atomic_ref<std::uint64_t> smallest(*pointer<std::uint64_t>(Slot::invalid_label));
         std::uint64_t seen = smallest.load(std::memory_order_relaxed);

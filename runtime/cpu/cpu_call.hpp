@@ -38,16 +38,23 @@ public:
         return value(Slot::target_bits) == 64 ? pointer<const std::int64_t>(Slot::target)[token]
                                               : pointer<const std::int32_t>(Slot::target)[token];
     }
-    /// The token's label, or −1 for a token that is ignored or whose label is out of range.
-    [[nodiscard]] std::int64_t valid_label(std::int64_t token) const {
+    [[nodiscard]] bool is_ignored(std::int64_t token) const { return label(token) == value(Slot::ignore_index); }
+    /// Neither its label nor its temperature is a fault. For tokens that are not ignored.
+    [[nodiscard]] bool is_right(std::int64_t token) const {
         const std::int64_t y = label(token);
-        return y == value(Slot::ignore_index) || y < 0 || y >= spec_.vocab_size ? -1 : y;
+        return y >= 0 && y < spec_.vocab_size && is_temperature(temperature(token));
     }
+    /// The token's label, or −1 for a token that is ignored or has a fault.
+    [[nodiscard]] std::int64_t valid_label(std::int64_t token) const {
+        return is_ignored(token) || !is_right(token) ? -1 : label(token);
+    }
+    [[nodiscard]] float temperature(std::int64_t token) const { return element(Slot::temperature, token, 1.F); }
+    [[nodiscard]] float token_weight(std::int64_t token) const { return element(Slot::token_weight, token, 1.F); }
     [[nodiscard]] float class_weight(std::int64_t label) const { return element(Slot::class_weight, label, 1.F); }
 
     [[nodiscard]] LossOptions loss_options() const;
     [[nodiscard]] MeanDivisors mean_divisors() const;
-    /// The smallest token whose label is neither ignore_index nor in the vocabulary goes where the caller asked for it.
+    /// The smallest token with a fault goes where the caller asked for it.
     void report_invalid_label() const;
 
 private:

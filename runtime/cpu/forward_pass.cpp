@@ -68,14 +68,27 @@ private:
             if (retained_.holds(vocab)) retain(slot.tile, vocab, first_token + range.row, range);
             RowSums* strip_sums = strip == first ? sums : slot.sums;
             context_.code.forward_tile(slot.tile, plan_.block_n, range.rows, range.columns, slot.bias, slot.class_weight,
-                                       context_.transform_parameters.data(), strip_sums);
+                                       context_.transform_parameters.data(), temperatures(first_token + range.row), strip_sums);
             for (std::int64_t i = 0; i < range.rows; ++i) {
                 const std::int64_t column = call_.valid_label(first_token + range.row + i) - vocab;
                 const bool here = column >= 0 && column < range.columns;
                 strip_sums[i].target_logit = here ? slot.tile[i * plan_.block_n + column] : -std::numeric_limits<float>::infinity();
+                strip_sums[i].top1 = FLCE_NO_CLASS;
+                if (call_.has(Slot::top1) && (strip == first || strip_sums[i].max > sums[i].max)) {
+                    strip_sums[i].top1 = first_of(slot.tile + i * plan_.block_n, range.columns, strip_sums[i].max, vocab);
+                }
                 if (strip != first) sums[i] = merge(sums[i], strip_sums[i]);
             }
         }
+    }
+
+    [[nodiscard]] const float* temperatures(std::int64_t token) const {
+        return call_.has(Slot::temperature) ? call_.pointer<const float>(Slot::temperature) + token : nullptr;
+    }
+    /// The class of the first logit that is the largest; FLCE_NO_CLASS where none is, all of them being −infinity or NaN.
+    static int first_of(const float* logits, std::int64_t columns, float largest, std::int64_t vocab) {
+        const float* found = std::find(logits, logits + columns, largest);
+        return found == logits + columns ? FLCE_NO_CLASS : static_cast<int>(vocab + (found - logits));
     }
 
     /// For backward, before bias and transforms: it goes on from here as if it had multiplied again.
@@ -108,11 +121,13 @@ private:
     /// Merges row i's partial sums in the order of the vocabulary and writes what the caller wants of the token; zeros if it is ignored.
     RowOutputs finish_row(std::int64_t token, std::int64_t i, std::int64_t rows) const {
         RowOutputs outputs{};
+        std::int64_t top1 = -1;
         const std::int64_t y = call_.valid_label(token);
         if (y >= 0) {
             RowSums sums = partial_sums(0, rows)[i];
             for (std::int64_t group = 1; group < layout_.strip_groups.count; ++group) sums = merge(sums, partial_sums(group, rows)[i]);
-            outputs = row_outputs(sums, call_.class_weight(y), options_);
+            outputs = row_outputs(sums, call_.class_weight(y), call_.token_weight(token), options_);
+            top1 = sums.top1 == FLCE_NO_CLASS ? 0 : sums.top1;
         }
         const auto write = [&](Slot slot, float value) {
             if (call_.has(slot)) call_.pointer<float>(slot)[token] = value;
@@ -120,6 +135,8 @@ private:
         write(Slot::lse, outputs.lse);
         write(Slot::logprob, outputs.logprob);
         write(Slot::entropy, outputs.entropy);
+        write(Slot::log_sum_sq_probs, outputs.log_sum_sq_probs);
+        if (call_.has(Slot::top1)) call_.pointer<std::int64_t>(Slot::top1)[token] = top1;
         if (call_.reduction() == ReductionCode::none) {
             write(Slot::loss, outputs.cross_entropy + outputs.z_loss);
             write(Slot::z_loss, outputs.z_loss);

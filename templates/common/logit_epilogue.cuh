@@ -21,12 +21,11 @@ struct PartialFields {
 
     /// `stride` elements lie between two fields.
     static __device__ __forceinline__ RowSums load(const float* at, long long stride) {
-        RowSums r;
+        RowSums r = sums_of_nothing(0.f, -infinity());
         r.max = at[0];
         r.exp_sum = at[stride];
         r.exp_z_sum = Problem::entropy ? at[kExpZ * stride] : 0.f;
         r.weighted_sum = Problem::label_smoothing ? at[kWeighted * stride] : 0.f;
-        r.target_logit = -infinity();
         return r;
     }
     static __device__ __forceinline__ void store(float* at, long long stride, const RowSums& r) {

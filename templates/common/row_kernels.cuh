@@ -79,7 +79,7 @@ __device__ __forceinline__ void write_loss(const CountParams& p, const LossParti
 template <class Problem, int kStep>
 __device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int first, int splits) {
     using Fields = PartialFields<Problem>;
-    RowSums all{-infinity(), 0.f, 0.f, 0.f, -infinity()};
+    RowSums all = sums_of_nothing(-infinity(), -infinity());
 #pragma unroll 16
     for (int split = first; split < splits; split += kStep) all.max = fmaxf(all.max, at[split * split_stride]);
 #pragma unroll 16
@@ -113,7 +113,7 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     const ListedRow listed = row < rows ? listed_row<Problem>(p.list, p.targets, row) : ListedRow{0, kIgnored};
     const int target = listed.target;
     LossPartial mine{0.f, 0.f, 0.f, 0u};
-    RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f};
+    RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
     bool stale = false;
     const int splits = target < 0 ? 0 : all_splits;
     const long long partial_rows = kDivided ? partial_rows_of(rows) : p.partial_rows;
@@ -124,8 +124,8 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
         RowSums sums = merge_splits<Problem, 1>(&parts[0][0][row_of_block], Fields::kCount * kOutputRows, kOutputRows, 0, kParts);
         sums.target_logit = p.target_logits[row];
         const float c_y = class_weight_of<Problem>(p.class_weight, target);
-        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
-        out = row_outputs(sums, c_y, options);
+        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight, false};
+        out = row_outputs(sums, c_y, 1.f, options);
         if (p.references != nullptr) {
             // Exponentials are within ±87 of the reference, in nats; what is 60 below the largest does not count any more.
             stale = !(sums.max - p.references[row] <= kMostAboveReference);
@@ -299,7 +299,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     const int target = listed.target;
     RowTarget row_target{infinity(), kIgnored};
     if (target >= 0) {
-        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight};
+        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight, false};
         const float g = p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? listed.row : 0];
         const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or_zero(p.grad_lse, listed.row),
                                    value_or_zero(p.grad_logprob, listed.row), value_or_zero(p.grad_entropy, listed.row)};

@@ -15,6 +15,9 @@ namespace flce {
 /// sum of them. Logits of −inf and of a float's lowest number stand for classes that do not take part, and there are whole tiles of them.
 FLCE_HOST_DEVICE float farthest_below() { return -1e30f; }
 
+/// A class number above every other: no class.
+#define FLCE_NO_CLASS 0x7fffffff
+
 /// Per-token reductions over the vocabulary. With m the largest logit z_j:
 struct RowSums {
     float max;           ///< m; the lowest finite number, or −inf, where every logit is −inf
@@ -22,7 +25,23 @@ struct RowSums {
     float exp_z_sum;     ///< Σ exp(z_j − m)·(z_j − m); only where entropy is asked for
     float weighted_sum;  ///< Σ c_j·z_j, c_j = 1 without class weights; only with label smoothing
     float target_logit;  ///< z_y
+    float exp_sq_sum;    ///< Σ exp(z_j − m)²; only where log_sum_sq_probs is asked for
+    int top1;            ///< the first class whose logit is m, or FLCE_NO_CLASS; only where top1 is asked for
 };
+
+/// What the sums of no class are, with any number, the lowest or −inf, for the largest logit.
+FLCE_HOST_DEVICE RowSums sums_of_nothing(float max, float target_logit) {
+    return {max, 0.f, 0.f, 0.f, target_logit, 0.f, FLCE_NO_CLASS};
+}
+
+/// Whether logits can be divided by it.
+FLCE_HOST_DEVICE bool is_temperature(float t) { return t > 0.f && t <= 3.402823466e+38f; }
+
+/// Of two classes with their logits, the one with the larger logit, and of equal ones the first.
+FLCE_HOST_DEVICE int first_of_largest(float logit_a, int class_a, float logit_b, int class_b) {
+    if (logit_a != logit_b) return logit_a > logit_b ? class_a : class_b;
+    return class_a < class_b ? class_a : class_b;
+}
 
 /// Two disjoint parts of the vocabulary as one; exact in the order of its arguments, so a fixed order gives fixed bits.
 /// `a` and `b` hold exp_sum = 0 where nothing was seen, or nothing but −inf, whatever their max. target_logit: at most one part has it,
@@ -39,6 +58,8 @@ FLCE_HOST_DEVICE RowSums merge(const RowSums& a, const RowSums& b) {
     r.exp_z_sum = ea * (a.exp_z_sum + da * a.exp_sum) + eb * (b.exp_z_sum + db * b.exp_sum);
     r.weighted_sum = a.weighted_sum + b.weighted_sum;
     r.target_logit = a.target_logit > b.target_logit ? a.target_logit : b.target_logit;
+    r.exp_sq_sum = ea * ea * a.exp_sq_sum + eb * eb * b.exp_sq_sum;
+    r.top1 = first_of_largest(a.max, a.top1, b.max, b.top1);
     return r;
 }
 
@@ -48,19 +69,26 @@ struct LossOptions {
     float smoothing_per_class;  ///< ε / V
     float class_weight_total;   ///< Σ c_j; V without class weights
     float z_loss;               ///< ω
+    bool dft;                   ///< a token's loss is multiplied by its target's probability
 };
 
 struct RowOutputs {
     float lse;
-    float cross_entropy;  ///< label smoothing and class weights included, not divided by anything
-    float z_loss;         ///< ω·lse²
+    float cross_entropy;  ///< label smoothing, class weights and token weights included, not divided by anything
+    float z_loss;         ///< ω·lse², token weights included
     float logprob;        ///< z_y − lse
     float entropy;        ///< nats
+    float log_sum_sq_probs;
 };
+
+/// What a token's whole loss is multiplied by. `token_weight`: the call's, 1 without.
+FLCE_HOST_DEVICE float loss_factor(float token_weight, float logprob, const LossOptions& o) {
+    return o.dft ? token_weight * expf(logprob) : token_weight;
+}
 
 /// Differences to m are taken before anything is added to m, so that large logits cost no precision in the loss.
 /// `c_y` is the target's class weight (1 without).
-FLCE_HOST_DEVICE RowOutputs row_outputs(const RowSums& sums, float c_y, const LossOptions& o) {
+FLCE_HOST_DEVICE RowOutputs row_outputs(const RowSums& sums, float c_y, float token_weight, const LossOptions& o) {
     const float log_sum = logf(sums.exp_sum);
     RowOutputs r;
     r.lse = sums.max + log_sum;
@@ -70,7 +98,11 @@ FLCE_HOST_DEVICE RowOutputs row_outputs(const RowSums& sums, float c_y, const Lo
         r.cross_entropy += o.smoothing_per_class * (o.class_weight_total * r.lse - sums.weighted_sum);
     }
     r.z_loss = o.z_loss * r.lse * r.lse;
+    const float factor = loss_factor(token_weight, r.logprob, o);
+    r.cross_entropy *= factor;
+    r.z_loss *= factor;
     r.entropy = log_sum - sums.exp_z_sum / sums.exp_sum;
+    r.log_sum_sq_probs = logf(sums.exp_sq_sum) - 2.f * log_sum;
     return r;
 }
 
@@ -84,7 +116,7 @@ struct RowCoefficients {
 
 /// Gradients that reach one token from above.
 struct RowUpstream {
-    float cross_entropy;  ///< of its cross entropy: grad_loss over what the reduction divides by
+    float cross_entropy;  ///< of its cross entropy: grad_loss over what the reduction divides by, times the token's loss_factor
     float z_loss;         ///< of its z-loss: the same, but never divided by class weights
     float lse;
     float logprob;

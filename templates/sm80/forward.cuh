@@ -81,7 +81,7 @@ struct ForwardBlock {
     }
 
     __device__ __forceinline__ void initialise() {
-        const RowSums nothing{lowest_logit(), 0.f, 0.f, 0.f, -infinity()};
+        const RowSums nothing = sums_of_nothing(lowest_logit(), -infinity());
         for (int i = static_cast<int>(threadIdx.x); i < kStates; i += TileT::kThreads) Fields::store(states + i, kStates, nothing);
         const long long row0 = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
         for (int i = static_cast<int>(threadIdx.x); i < TileT::kBlockM; i += TileT::kThreads) {

@@ -309,7 +309,7 @@ struct ForwardSm90 {
 #pragma unroll
         for (int i = 0; i < 2 * kPieces; ++i)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) keep(0, i, h, {lowest_logit(), 0.f, 0.f, 0.f, -infinity()});
+            for (int h = 0; h < 2; ++h) keep(0, i, h, sums_of_nothing(lowest_logit(), -infinity()));
     }
 
     /// Adds a tile of logits to this thread's sums; what is retained of it leaves for memory.
@@ -414,7 +414,7 @@ struct ForwardSm90 {
         if (job.share() != last_share) return;
 #pragma unroll 1
         for (int rest = kWriters; rest < of.splits - split; rest += kWriters) {
-            Fields::store(at + rest * Fields::kCount * ld, ld, {-infinity(), 0.f, 0.f, 0.f, -infinity()});
+            Fields::store(at + rest * Fields::kCount * ld, ld, sums_of_nothing(-infinity(), -infinity()));
         }
     }
 };

@@ -25,12 +25,14 @@ struct Outputs {
     bool lse = false;      ///< lse is asked for by the user and may receive a gradient
     bool logprob = false;  ///< log-probability of the target, z_y − lse; may receive a gradient
     bool entropy = false;  ///< entropy of the softmax in nats; may receive a gradient
+    bool top1 = false;     ///< index of the largest logit, the first of equal ones
+    bool log_sum_sq_probs = false;  ///< log Σ p² over the vocabulary
     friend bool operator==(const Outputs&, const Outputs&) = default;
 };
 
 /// The output layer and its loss. logits = softcap(logit_scale · (hidden · weightᵀ + bias)), where
-/// softcap(u) = softcap · tanh(u / softcap); loss of a token = cross entropy (torch's meaning of label_smoothing and of class
-/// weights) + z_loss · lse².
+/// softcap(u) = softcap · tanh(u / softcap); with temperature, logits are divided by their token's. Loss of a token = (cross entropy
+/// (torch's meaning of label_smoothing and of class weights) + z_loss · lse²) · token_weight · (dft: the target's probability).
 struct Spec {
     std::int64_t hidden_size = 0;        ///< D: ≥ 8 and a multiple of 8 (rows of 16 bytes)
     std::int64_t vocab_size = 0;         ///< V ≥ 2
@@ -45,6 +47,10 @@ struct Spec {
     bool tied = false;             ///< the weight is the embedding table: vocab_major, gradient accumulated unless said otherwise
     bool bias = false;             ///< a bias [V] of the spec's dtype is added to hidden · weightᵀ
     bool class_weight = false;     ///< class weights [V] (fp32), torch's meaning
+    bool temperature = false;      ///< a call has temperatures [N] (fp32, above 0 and finite)
+    bool token_weight = false;     ///< a call has weights [N] (fp32) of its tokens' losses
+    bool dft = false;              ///< a token's loss is multiplied by its target's probability, which receives no gradient (dynamic
+                                   ///< fine-tuning, arXiv 2508.05629); outputs has to have logprob, which backward reads
     double logit_scale = 1.0;      ///< finite, not 0
     double softcap = 0.0;          ///< 0: off; else > 0
     double label_smoothing = 0.0;  ///< 0 ≤ ε ≤ 1
@@ -65,10 +71,11 @@ struct Spec {
 
 /// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or
 /// hidden_size, V or vocab_size, padded_vocab_size, dtype, layout, tied, weight_dtype, grad_weight_dtype, grad_weight_mode, bias,
-/// class_weight, logit_scale, softcap, label_smoothing, z_loss, outputs (names joined by '+': loss+lse+logprob+entropy). dtypes: bf16,
-/// fp16, fp32, or torch's bfloat16, float16, float32. D and V are required; dtype defaults to bf16, weight_dtype to dtype,
-/// grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws
-/// SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
+/// class_weight, temperature, token_weight, dft, logit_scale, softcap, label_smoothing, z_loss, outputs (names joined by '+':
+/// loss+lse+logprob+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16, float32. D and V are required;
+/// dtype defaults to bf16, weight_dtype to dtype, grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is
+/// set. The result is normalized. Throws SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that
+/// cannot be read.
 [[nodiscard]] Spec parse_spec(std::string_view text);
 /// A JSON object with the same keys: numbers, booleans, strings, and an array of names for outputs.
 [[nodiscard]] Spec parse_spec_json(std::string_view json);

@@ -25,7 +25,9 @@
 
 namespace flce {
 
-enum class Reduction : std::uint8_t { none, sum, mean };
+/// mean divides by the number of valid tokens (by the sum of their class weights, where there are some), whatever their token weights are;
+/// weighted_mean by the sum of valid tokens' weights, each times its class weight.
+enum class Reduction : std::uint8_t { none, sum, mean, weighted_mean };
 enum class Pass : std::uint8_t { forward, backward, forward_backward };
 
 /// Caller-owned scratch, 256-byte aligned, on the kernel's device; may be used again as soon as the pass has run on its stream. Forward is
@@ -71,6 +73,8 @@ struct ForwardArgs {
     TensorView bias{};          ///< [V], spec dtype; required iff spec.bias
     TensorView class_weight{};  ///< [V] fp32; required iff spec.class_weight
     TensorView target{};        ///< [N] int32 or int64
+    TensorView temperature{};   ///< [N] fp32; required iff spec.temperature. A row's that is not above 0 and finite is a fault
+    TensorView token_weight{};  ///< [N] fp32; required iff spec.token_weight. Those of ignored rows are not read
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     /// Scalar int32, int64 or fp32 that mean divides by; absent: the valid tokens (or their class weights) are counted.
@@ -80,8 +84,11 @@ struct ForwardArgs {
     TensorView lse{};            ///< [N] fp32; required: backward reads it. 0 is written for ignored rows
     TensorView logprob{};        ///< [N] fp32, 0 for ignored rows
     TensorView entropy{};        ///< [N] fp32, 0 for ignored rows
-    TensorView invalid_label{};  ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
-                                 ///< ignore_index nor in [0, V). Such rows count as ignored, with or without this tensor
+    TensorView top1{};           ///< [N] int64, −1 for ignored rows
+    TensorView log_sum_sq_probs{};  ///< [N] fp32, 0 for ignored rows
+    TensorView invalid_label{};     ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
+                                    ///< ignore_index nor in [0, V), or whose temperature is not above 0 and finite. Such rows count as
+                                    ///< ignored, with or without this tensor
     Retained retained{};         ///< written; see Kernel::retained_bytes
 };
 
@@ -91,10 +98,13 @@ struct BackwardArgs {
     TensorView bias{};
     TensorView class_weight{};
     TensorView target{};
+    TensorView temperature{};
+    TensorView token_weight{};
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     TensorView num_valid{};
     TensorView lse{};        ///< [N] fp32, as forward wrote it
+    TensorView logprob{};    ///< [N] fp32, as forward wrote it; required with spec.dft
     TensorView entropy{};    ///< [N] fp32, as forward wrote it; required with grad_entropy
     TensorView grad_loss{};  ///< fp32: [N] for none, scalar otherwise; absent: 1, or 0 without spec.outputs.loss
     TensorView grad_lse{};   ///< [N] fp32; absent: 0, as for the next two
