@@ -70,6 +70,7 @@ const BadCall kBadCalls[] = {
     {"grad_hidden_short", kBackward, [](Call& c) { c.backward.grad_hidden.shape[0] -= 1; }, "grad_hidden"},
     {"grad_weight_wide", kBackward, [](Call& c) { c.backward.grad_weight.shape[1] += 8; }, "grad_weight"},
     {"grad_loss_vector", kBackward, [](Call& c) { c.backward.grad_loss.ndim = 1; }, "grad_loss"},
+    {"weights_of_a_mean", kForward, [](Call& c) { c.forward.reduction = Reduction::weighted_mean; }, "token_weight"},
     {"unknown_reduction", kForward, [](Call& c) { c.forward.reduction = static_cast<Reduction>(9); }, "reduction"},
     // strides
     {"hidden_rows_apart", kForward, [](Call& c) { c.forward.hidden.strides[0] += 8; }, "hidden"},

@@ -91,6 +91,42 @@ TEST_P(Scenarios, InvalidLabels_FlaggedAndIgnored) {
     }
 }
 
+TEST_P(Scenarios, NoTemperature_FlaggedAndIgnored) {
+    const auto k = kernel("temperature");
+    for (const float none : {0.0F, -1.0F, INFINITY, NAN}) {
+        Problem p = make_problem(k->spec(), {.num_tokens = 131, .ignored = Ignored::none});
+        p.temperature[7] = p.temperature[130] = none;
+        EXPECT_TRUE(run_and_judge(k, p)) << none;
+        KernelRun run(k, p);
+        run.forward();
+        EXPECT_EQ(run.invalid_label(), 7U) << none;
+    }
+}
+
+TEST_P(Scenarios, WeightedMean_DividesByTheWeights) {
+    for (const char* options : {"token_weight", "everything"}) {
+        expect_good(options, {.num_tokens = 131, .reduction = Reduction::weighted_mean});
+        expect_good(options, {.num_tokens = 131, .ignored = Ignored::all, .reduction = Reduction::weighted_mean});
+    }
+}
+
+TEST_P(Scenarios, EqualLogits_TheFirstClassIsTop1) {
+    const auto k = kernel("top1");
+    Problem p = make_problem(k->spec(), {.num_tokens = 131, .ignored = Ignored::none});
+    // Every row of the weight once more, in the order of a permutation that has neighbours and rows far from each other.
+    const std::int64_t d = p.spec.hidden_size;
+    const auto half = static_cast<std::int64_t>(p.spec.vocab_size / 2);
+    for (std::int64_t j = 0; j < half; ++j) std::copy_n(&p.weight[j * 7 % half * d], d, &p.weight[(half + j) * d]);
+    KernelRun run(k, p);
+    run.forward();
+    const KernelOutputs got = run.outputs(select_all(p));
+    for (const double top : got.top1) EXPECT_LT(top, half + p.spec.vocab_size % 2) << "its double lies behind it";
+    for (float& h : p.hidden) h = 0;  // every logit is 0
+    KernelRun zeros(k, p);
+    zeros.forward();
+    for (const double top : zeros.outputs(select_all(p)).top1) EXPECT_EQ(top, 0);
+}
+
 TEST_P(Scenarios, ValidLabels_FlagUntouched) {
     const auto k = kernel();
     const Problem p = make_problem(k->spec(), {.num_tokens = 131});

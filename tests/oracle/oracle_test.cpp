@@ -34,6 +34,8 @@ struct DoubleLayer {
         layer.bias = bias.empty() ? nullptr : bias.data();
         layer.class_weight = f.class_weight;
         layer.target = f.target;
+        layer.temperature = f.temperature;
+        layer.token_weight = f.token_weight;
         layer.ignore_index = f.ignore_index;
         layer.reduction = f.reduction;
         layer.num_valid = f.num_valid;
@@ -140,17 +142,45 @@ constexpr NamedSpec kSpecs[] = {
     {"lse", [](Spec& s) { s.outputs = {false, true, false, false}; }},
     {"logprob", [](Spec& s) { s.outputs = {false, false, true, false}; }},
     {"entropy", [](Spec& s) { s.outputs = {false, false, false, true}; }},
-    {"everything", [](Spec& s) { s = with_everything(); }},
+    {"temperature", [](Spec& s) { s.temperature = true; }},
+    {"temperature_softcap", [](Spec& s) { s.temperature = true, s.softcap = 2.0, s.outputs = {true, true, true, true}; }},
+    {"token_weight", [](Spec& s) { s.token_weight = true, s.z_loss = 0.1; }},
+    {"everything",
+     [](Spec& s) {
+         s = with_everything();
+         s.temperature = s.token_weight = true;
+     }},
 };
 
 std::string name_of(const testing::TestParamInfo<std::tuple<NamedSpec, Reduction>>& info) {
-    static constexpr const char* kNames[] = {"none", "sum", "mean"};
+    static constexpr const char* kNames[] = {"none", "sum", "mean", "weighted_mean"};
     return std::string(std::get<0>(info.param).name) + "_" + kNames[static_cast<int>(std::get<1>(info.param))];
 }
 
 INSTANTIATE_TEST_SUITE_P(Options, OracleGradients,
-                         testing::Combine(testing::ValuesIn(kSpecs), testing::Values(Reduction::none, Reduction::sum, Reduction::mean)),
+                         testing::Combine(testing::ValuesIn(kSpecs), testing::Values(Reduction::none, Reduction::sum, Reduction::mean,
+                                                                                     Reduction::weighted_mean)),
                          name_of);
+
+// With dft the loss is that of tokens weighted by their labels' probabilities, which are constants to the gradient.
+TEST(Oracle, Dft_WeighsTokensByTheirProbabilities) {
+    Spec spec = with_everything();
+    spec.temperature = spec.token_weight = spec.dft = true;
+    ProblemOptions options;
+    options.num_tokens = 9;
+    options.reduction = Reduction::none;
+    DoubleLayer with_dft(make_problem(spec, options));
+    const Result result = with_dft.run();
+    spec.dft = false;
+    DoubleLayer weighted(make_problem(spec, options));
+    for (std::size_t i = 0; i < result.logprob.size(); ++i) {
+        weighted.problem.token_weight[i] *= static_cast<float>(std::exp(result.logprob[i]));
+    }
+    const Result expected = weighted.run();
+    for (std::size_t i = 0; i < result.loss.size(); ++i) EXPECT_NEAR(result.loss[i], expected.loss[i], 1e-6);
+    for (std::size_t k = 0; k < result.grad_hidden.size(); ++k) EXPECT_NEAR(result.grad_hidden[k], expected.grad_hidden[k], 1e-6);
+    for (std::size_t k = 0; k < result.grad_weight.size(); ++k) EXPECT_NEAR(result.grad_weight[k], expected.grad_weight[k], 1e-6);
+}
 
 // hidden = (1, 0, …), weights 0 and ln 3 in the first column: p = (1/4, 3/4).
 TEST(Oracle, TwoClasses_ByHand) {
@@ -174,6 +204,8 @@ TEST(Oracle, TwoClasses_ByHand) {
     EXPECT_NEAR(r.reduced_loss, std::log(4.0), 1e-15);
     EXPECT_NEAR(r.logprob[0], -std::log(4.0), 1e-15);
     EXPECT_NEAR(r.entropy[0], 0.25 * std::log(4.0) + 0.75 * std::log(4.0 / 3.0), 1e-15);
+    EXPECT_NEAR(r.log_sum_sq_probs[0], std::log(10.0 / 16.0), 1e-15);
+    EXPECT_EQ(r.top1[0], 1.0);
     EXPECT_NEAR(r.grad_hidden[0], 0.75 * std::log(3.0), 1e-15);  // Σ_j (p_j − [j=0])·w_j
     EXPECT_NEAR(r.grad_weight[0], -0.75, 1e-15);
     EXPECT_NEAR(r.grad_weight[8], 0.75, 1e-15);

@@ -143,14 +143,23 @@ struct Judged : testing::TestWithParam<DType> {
     Reference yardstick = reference(problem, selection);
 
     static KernelOutputs outputs_of(const Result& r) {
-        return {{r.reduced_loss}, {r.reduced_z_loss}, r.lse, r.logprob, r.entropy, r.grad_hidden, r.grad_weight, r.grad_bias};
+        return {.loss = {r.reduced_loss},
+                .z_loss = {r.reduced_z_loss},
+                .lse = r.lse,
+                .logprob = r.logprob,
+                .entropy = r.entropy,
+                .log_sum_sq_probs = r.log_sum_sq_probs,
+                .top1 = r.top1,
+                .grad_hidden = r.grad_hidden,
+                .grad_weight = r.grad_weight,
+                .grad_bias = r.grad_bias};
     }
 };
 
 TEST_P(Judged, ReferenceAndOracle_Pass) {
     for (const Result* result : {&yardstick.result, &truth}) {
         const auto judgements = judge(problem, selection, outputs_of(*result), truth, yardstick);
-        EXPECT_EQ(judgements.size(), 8U);
+        EXPECT_EQ(judgements.size(), 10U);
         EXPECT_EQ(failures(judgements), "");
     }
 }
@@ -167,8 +176,8 @@ TEST_P(Judged, ReferenceErrors_AreOfTheDtypesSize) {
 }
 
 TEST_P(Judged, OneWrongRow_Fails) {
-    for (auto field : {&KernelOutputs::lse, &KernelOutputs::logprob, &KernelOutputs::entropy, &KernelOutputs::grad_hidden,
-                       &KernelOutputs::grad_weight, &KernelOutputs::grad_bias}) {
+    for (auto field : {&KernelOutputs::lse, &KernelOutputs::logprob, &KernelOutputs::entropy, &KernelOutputs::log_sum_sq_probs,
+                       &KernelOutputs::grad_hidden, &KernelOutputs::grad_weight, &KernelOutputs::grad_bias}) {
         KernelOutputs got = outputs_of(yardstick.result);
         std::vector<double>& values = got.*field;
         const std::size_t width = values.size() % 64 == 0 && values.size() > 127 ? 64 : 1;

@@ -39,19 +39,22 @@ Spec random_spec(Draw& draw) {
     if (draw.coin(0.4)) s.softcap = draw.uniform(1, 40);
     if (draw.coin(0.4)) s.label_smoothing = draw.coin(0.1) ? 1.0 : draw.uniform(0, 0.4);
     if (draw.coin(0.4)) s.z_loss = draw.uniform(0, 0.02);
-    s.outputs = {draw.coin(0.85), draw.coin(0.4), draw.coin(0.4), draw.coin(0.4)};
-    if (s.outputs == Outputs{false, false, false, false}) s.outputs.loss = true;
+    s.temperature = draw.coin(0.3);
+    s.token_weight = draw.coin(0.3);
+    s.outputs = {draw.coin(0.85), draw.coin(0.4), draw.coin(0.4), draw.coin(0.4), draw.coin(0.3), draw.coin(0.3)};
+    if (s.outputs == Outputs{.loss = false}) s.outputs.loss = true;
+    s.dft = s.outputs.logprob && draw.coin(0.4);
     return s.normalized();
 }
 
-ProblemOptions random_options(Draw& draw, std::uint64_t seed) {
+ProblemOptions random_options(Draw& draw, bool weighted, std::uint64_t seed) {
     ProblemOptions o;
     o.num_tokens = draw.coin(0.1) ? draw.below(3) : 1 + draw.below(260);
     o.ignored = static_cast<Ignored>(draw.below(3) == 0 ? 0 : draw.coin(0.1) ? 2 : 1);
     o.logits = draw.coin(0.1) ? Logits::saturated : Logits::moderate;
     o.target_bits = draw.coin() ? 64 : 32;
     o.ignore_index = draw.coin(0.2) ? draw.below(4) : -100;
-    o.reduction = static_cast<Reduction>(draw.below(3));
+    o.reduction = static_cast<Reduction>(draw.below(weighted ? 4 : 3));
     if (o.reduction == Reduction::mean && draw.coin(0.3)) {
         o.num_valid = static_cast<double>(1 + draw.below(5000));
         o.num_valid_type = std::array{ScalarType::fp32, ScalarType::int32, ScalarType::int64}[draw.below(3)];
@@ -79,7 +82,7 @@ TEST_P(RandomSpecs, CompileAndStayWithinBounds) {
         ASSERT_EQ(parse_spec_json(spec.json()) == spec, true) << "seed " << seed << ": " << spec.json();
         const auto kernel = kernel_on(target, read);
         EXPECT_EQ(parse_plan(kernel->plan().text()) == kernel->plan(), true) << kernel->plan().text();
-        EXPECT_TRUE(run_and_judge(kernel, make_problem(spec, random_options(draw, seed)))) << "seed " << seed;
+        EXPECT_TRUE(run_and_judge(kernel, make_problem(spec, random_options(draw, spec.token_weight, seed)))) << "seed " << seed;
     }
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <limits>
 #include <numbers>
 
 namespace flce::test {
@@ -97,6 +98,30 @@ std::vector<double> accumulated(const Problem& p, const Selection& selection, st
     return gradient;
 }
 
+/// Each class is the largest logit's, or one whose logit is as large as far as logits are known.
+Judgement judge_top1(const Problem& p, const Selection& selection, const std::vector<double>& got, const Result& truth,
+                     const Budgets& budgets) {
+    Judgement j{"top1"};
+    const Layer<float> layer = layer_of(p);
+    const std::int64_t d = p.spec.hidden_size;
+    for (std::size_t at = 0; at < got.size(); ++at) {
+        if (got[at] == truth.top1[at]) continue;
+        const std::int64_t token = selection.tokens[at];
+        const auto top = static_cast<std::int64_t>(got[at]);
+        double gap = std::numeric_limits<double>::infinity();
+        if (layer.valid(token) && top >= 0 && top < p.spec.vocab_size) {
+            double x = layer.bias != nullptr ? double(layer.bias[top]) : 0;
+            for (std::int64_t k = 0; k < d; ++k) x += double(layer.hidden[token * d + k]) * double(layer.weight[top * d + k]);
+            gap = truth.largest_logit[at] - logit_of(p.spec, x, layer.temperature_of(token));
+        }
+        j.error = std::max(j.error, gap);
+        if (gap <= 2 * budgets.logit[at].limit) continue;
+        j.failure = fmt::format("token {}: class {}, whose logit is {:.3e} below class {}'s", token, got[at], gap, truth.top1[at]);
+        break;
+    }
+    return j;
+}
+
 }  // namespace
 
 std::vector<Judgement> judge(const Problem& p, const Selection& selection, const KernelOutputs& got, const Result& truth,
@@ -129,6 +154,8 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
     per_token("lse", got.lse, truth.lse, ref.lse, budgets.lse);
     per_token("logprob", got.logprob, truth.logprob, ref.logprob, budgets.logprob);
     per_token("entropy", got.entropy, truth.entropy, ref.entropy, budgets.entropy);
+    per_token("log_sum_sq_probs", got.log_sum_sq_probs, truth.log_sum_sq_probs, ref.log_sum_sq_probs, budgets.log_sum_sq_probs);
+    if (!got.top1.empty()) out.push_back(judge_top1(p, selection, got.top1, truth, budgets));
     const std::int64_t d = p.spec.hidden_size;
     if (!got.grad_hidden.empty()) {
         out.push_back(

@@ -20,9 +20,10 @@ struct Budget {
 
 /// Absolute errors for a Selection, in its order. Of gradients: of a row's Euclidean norm (of the number itself for a bias).
 struct Budgets {
-    std::vector<Budget> loss, z_loss, lse, logprob, entropy;  ///< [tokens]
-    std::vector<Budget> grad_hidden;                          ///< [tokens]
-    std::vector<Budget> grad_weight, grad_bias;               ///< [vocab]
+    std::vector<Budget> loss, z_loss, lse, logprob, entropy, log_sum_sq_probs;  ///< [tokens]
+    std::vector<Budget> logit;                                                  ///< [tokens], any of a token's
+    std::vector<Budget> grad_hidden;                                            ///< [tokens]
+    std::vector<Budget> grad_weight, grad_bias;                                 ///< [vocab]
 };
 
 inline constexpr double kU32 = 0x1p-24;
@@ -84,7 +85,10 @@ struct TokenSizes {
     double slope_z = 0;  ///< |what multiplies p_j·(log p_j + entropy)|
     double hit = 0;      ///< |what is taken from the label's logit|
     double spread = 0;   ///< |what is taken from every logit, times c_j|
+    double loss_slope = 0;  ///< |the part of slope that the loss has|
     Budget lse_error;
+    Budget factor_error;  ///< relative, of what the loss is multiplied by
+    [[nodiscard]] double factor_error_of(const ErrorModel& model) const { return model.expected ? factor_error.floor : factor_error.limit; }
     [[nodiscard]] double lse_error_of(const ErrorModel& model) const { return model.expected ? lse_error.floor : lse_error.limit; }
 };
 
@@ -102,7 +106,8 @@ struct LogitSizes {
 
 /// Error of a logit: its product summed in fp32, then bias, scale and softcap.
 [[nodiscard]] inline double logit_error(const Spec& spec, const LogitSizes& e, const ErrorModel& model) {
-    const double roundings = (spec.softcap > 0 ? 4 : 0) + (spec.logit_scale != 1 ? 1 : 0) + (spec.bias ? 1 : 0) + 1;
+    const double roundings =
+        (spec.softcap > 0 ? 4 : 0) + (spec.logit_scale != 1 ? 1 : 0) + (spec.bias ? 1 : 0) + (spec.temperature ? 1 : 0) + 1;
     return ErrorSum(model)
         .add(model.products(spec.hidden_size) * e.gain * e.product)
         .add(model.truncated(spec.hidden_size) * e.gain * e.product)
@@ -124,7 +129,8 @@ struct LogitSizes {
         sum.add(e.p * t.slope_z * u * (std::fabs(t.lse) + t.entropy + std::fabs(e.z)) * e.gain);
     }
     sum.add(2 * u * ((e.is_label ? t.hit : 0) + t.spread * e.class_weight) * e.gain);
-    sum.add(e.gradient * 4 * u);
+    sum.add(e.gradient * (spec.temperature ? 5 : 4) * u);
+    sum.add((e.p * t.loss_slope + (e.is_label ? t.hit : 0) + t.spread * e.class_weight) * t.factor_error_of(model) * e.gain);
     sum.add(e.gradient * model.rounding(unit_roundoff(spec.dtype)));
     if (spec.softcap > 0) {  // 1 − tanh²: tanh's two roundings twice, its argument's error, and never exact where it should be 0
         const double scale = std::fabs(spec.logit_scale);

@@ -45,6 +45,13 @@ std::vector<double> floats_at(const GuardedBuffer& buffer) {
     return {values.begin(), values.end()};
 }
 
+std::vector<double> integers_at(const GuardedBuffer& buffer) {
+    const std::vector<std::byte> bytes = buffer.download();
+    std::vector<std::int64_t> values(bytes.size() / 8);
+    if (!bytes.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
+    return {values.begin(), values.end()};
+}
+
 std::vector<double> selected(const std::vector<double>& values, const std::vector<std::int64_t>& rows) {
     std::vector<double> out;
     out.reserve(rows.size());
@@ -99,6 +106,8 @@ void KernelRun::add_inputs() {
     input("weight", encode(laid_out(spec, weight, kPadding), weight_dtype(spec)), 16);
     if (spec.bias) input("bias", encode(problem_.bias, spec.dtype), element);
     if (spec.class_weight) input("class_weight", bytes_of(problem_.class_weight), 4);
+    if (spec.temperature) input("temperature", bytes_of(problem_.temperature), 4);
+    if (spec.token_weight) input("token_weight", bytes_of(problem_.token_weight), 4);
     input("target", target_bytes(problem_), static_cast<std::size_t>(problem_.options.target_bits / 8));
     if (problem_.options.num_valid) input("num_valid", num_valid_bytes(problem_.options), 8);
     const auto upstream = [this](const char* name, const std::vector<float>& values) {
@@ -119,6 +128,8 @@ void KernelRun::add_outputs() {
     output("lse", n * 4, 4);
     if (spec.outputs.logprob) output("logprob", n * 4, 4);
     if (spec.outputs.entropy) output("entropy", n * 4, 4);
+    if (spec.outputs.top1) output("top1", n * 8, 8);
+    if (spec.outputs.log_sum_sq_probs) output("log_sum_sq_probs", n * 4, 4);
     output("invalid_label", 8, 8, std::vector<std::byte>(8, std::byte{0xff}));
     output("grad_hidden", n * static_cast<std::size_t>(spec.hidden_size) * element_bytes(spec.dtype), 16);
     const std::size_t grad_element = element_bytes(spec.grad_weight_dtype);
@@ -141,6 +152,7 @@ ScalarType KernelRun::type_of(Elements elements) const {
         case Elements::label: return problem_.options.target_bits == 64 ? ScalarType::int64 : ScalarType::int32;
         case Elements::count: return problem_.options.num_valid_type;
         case Elements::uint64: return ScalarType::uint64;
+        case Elements::int64: return ScalarType::int64;
         case Elements::fp32: break;
     }
     return ScalarType::fp32;
@@ -187,7 +199,8 @@ void KernelRun::retain(RetainedPlace place, std::size_t bytes) {
 }
 
 void KernelRun::forward() {
-    for (const char* name : {"loss", "z_loss", "lse", "logprob", "entropy", "invalid_label", "forward workspace", "retained"}) {
+    for (const char* name : {"loss", "z_loss", "lse", "logprob", "entropy", "top1", "log_sum_sq_probs", "invalid_label",
+                             "forward workspace", "retained"}) {
         if (!has(name)) continue;
         reset(name);
         entries_.at(name).written = true;
@@ -246,6 +259,8 @@ KernelOutputs KernelRun::outputs(const Selection& selection) const {
     out.lse = tokens("lse");
     out.logprob = tokens("logprob");
     out.entropy = tokens("entropy");
+    out.log_sum_sq_probs = tokens("log_sum_sq_probs");
+    if (written("top1")) out.top1 = selected(integers_at(buffer("top1")), selection.tokens);
     if (written("grad_hidden")) {
         const auto bytes = buffer("grad_hidden").download();
         out.grad_hidden.reserve(selection.tokens.size() * static_cast<std::size_t>(d));
@@ -317,7 +332,7 @@ std::string KernelRun::ignored_violation() const {
         check("loss", 4);
         check("z_loss", 4);
     }
-    for (const char* name : {"lse", "logprob", "entropy"}) check(name, 4);
+    for (const char* name : {"lse", "logprob", "entropy", "log_sum_sq_probs"}) check(name, 4);
     check("grad_hidden", row);
     return text;
 }
@@ -366,7 +381,8 @@ testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kern
         if (!truth) {
             const std::vector<float> lse = run.token_floats("lse");
             const std::vector<float> entropy = run.token_floats("entropy");
-            const KnownTokens known{lse.data(), entropy.empty() ? nullptr : entropy.data()};
+            const std::vector<float> logprob = run.token_floats("logprob");
+            const KnownTokens known{lse.data(), entropy.empty() ? nullptr : entropy.data(), logprob.empty() ? nullptr : logprob.data()};
             const bool on_gpu = kernel->device_ref().kind == DeviceKind::cuda;
             truth = oracle(layer_of(problem), selection, known);
             yardstick = reference(problem, selection, known, summation_of(problem.spec.dtype, on_gpu));

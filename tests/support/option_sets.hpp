@@ -30,7 +30,8 @@ inline void apply_everything(Spec& s) {
     s.softcap = 20.0;
     s.label_smoothing = 0.1;
     s.z_loss = 1e-2;
-    s.outputs = {true, true, true, true};
+    s.temperature = s.token_weight = s.dft = true;
+    s.outputs = {true, true, true, true, true, true};
 }
 
 /// A parameter in fp32 under autocast.
@@ -51,6 +52,11 @@ inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) /
         {"lse", [](Spec& s) { s.outputs = {true, true, false, false}; }},
         {"logprob", [](Spec& s) { s.outputs = {false, false, true, false}; }},
         {"entropy", [](Spec& s) { s.outputs = {true, false, false, true}; }},
+        {"temperature", [](Spec& s) { s.temperature = true; }},
+        {"token_weight", [](Spec& s) { s.token_weight = true; }},
+        {"dft", [](Spec& s) { s.dft = s.outputs.logprob = true; }},
+        {"top1", [](Spec& s) { s.outputs.top1 = true; }},
+        {"log_sum_sq_probs", [](Spec& s) { s.outputs.log_sum_sq_probs = true; }},
         {"everything", apply_everything},
     };
     return sets;

@@ -23,18 +23,19 @@ struct Token {
     std::int64_t label = 0;
     double lse = 0;
     double entropy = 0;
+    double logprob = 0;
 };
 
-// logits = softcap(logit_scale · (h·w + b))
-double logit(const Spec& spec, double product_and_bias) {
-    const double scaled = spec.logit_scale * product_and_bias;
-    return spec.softcap > 0 ? spec.softcap * std::tanh(scaled / spec.softcap) : scaled;
+double logit_derivative(const Spec& spec, double product_and_bias, double temperature) {
+    if (spec.softcap <= 0) return spec.logit_scale / temperature;
+    const double t = std::tanh(spec.logit_scale * product_and_bias / spec.softcap);
+    return spec.logit_scale * (1 - t * t) / temperature;
 }
 
-double logit_derivative(const Spec& spec, double product_and_bias) {
-    if (spec.softcap <= 0) return spec.logit_scale;
-    const double t = std::tanh(spec.logit_scale * product_and_bias / spec.softcap);
-    return spec.logit_scale * (1 - t * t);
+// What a token's whole loss is multiplied by.
+template <class T>
+double loss_factor(const Layer<T>& layer, const Token& token) {
+    return layer.token_weight_of(token.index) * (layer.spec.dft ? std::exp(token.logprob) : 1);
 }
 
 template <class T>
@@ -55,7 +56,8 @@ public:
         const double eps = spec.label_smoothing;
         const double p = std::exp(z - token.lse);
         const double hit = j == token.label ? 1 : 0;
-        const double g = upstream(layer_.grad_loss, layer_.reduction == Reduction::none ? token.index : 0, spec.outputs.loss ? 1 : 0);
+        const double g = loss_factor(layer_, token) *
+                         upstream(layer_.grad_loss, layer_.reduction == Reduction::none ? token.index : 0, spec.outputs.loss ? 1 : 0);
         double sum = 0;
         // (1−ε)·c_y·(−log p_y): ∂(−log p_y)/∂z_j = p_j − [j=y]
         sum += g / divide_.cross_entropy * (1 - eps) * layer_.class_weight_of(token.label) * (p - hit);
@@ -100,11 +102,18 @@ void token_outputs(const Layer<T>& layer, Token& token, const double* z, std::in
         if (p != 0) token.entropy -= p * log_p(j);
     }
     const double hard = -layer.class_weight_of(token.label) * log_p(token.label);
-    result.z_loss[at] = layer.spec.z_loss * token.lse * token.lse;
-    result.loss[at] = (1 - eps) * hard + eps / double(v) * smooth + result.z_loss[at];
+    token.logprob = log_p(token.label);
+    const double factor = loss_factor(layer, token);
+    result.z_loss[at] = factor * layer.spec.z_loss * token.lse * token.lse;
+    result.loss[at] = factor * ((1 - eps) * hard + eps / double(v) * smooth) + result.z_loss[at];
     result.lse[at] = token.lse;
-    result.logprob[at] = log_p(token.label);
+    result.logprob[at] = token.logprob;
     result.entropy[at] = token.entropy;
+    double squares = 0;
+    for (std::int64_t j = 0; j < v; ++j) squares += std::exp(2 * log_p(j));
+    result.log_sum_sq_probs[at] = std::log(squares);
+    result.top1[at] = static_cast<double>(std::max_element(z, z + v) - z);
+    result.largest_logit[at] = top;
 }
 
 // Rows of a matrix [*, D], one after the other.
@@ -137,10 +146,12 @@ void token_block(const Layer<T>& layer, const Selection& selection, const LogitG
         }
         for (std::int64_t j = 0; j < v; ++j) {
             if (layer.bias != nullptr) row[j] += double(layer.bias[j]);
-            z[j] = logit(layer.spec, row[j]);
+            z[j] = logit_of(layer.spec, row[j], layer.temperature_of(token.index));
         }
         token_outputs(layer, token, z.data(), first + i, result);
-        for (std::int64_t j = 0; j < v; ++j) row[j] = gradient(token, j, z[j]) * logit_derivative(layer.spec, row[j]);
+        for (std::int64_t j = 0; j < v; ++j) {
+            row[j] = gradient(token, j, z[j]) * logit_derivative(layer.spec, row[j], layer.temperature_of(token.index));
+        }
     }
     multiply_add(x.data(), layer.weight, &result.grad_hidden[first * d], count, d, v, kDepth);
 }
@@ -161,7 +172,8 @@ void vocab_block(const Layer<T>& layer, const Selection& selection, const LogitG
         for (std::int64_t i = 0; i < n; ++i) {
             if (!layer.valid(i)) continue;
             const double u = x[i * count + s] + (layer.bias != nullptr ? double(layer.bias[j]) : 0);
-            dx[s * n + i] = gradient(tokens[i], j, logit(layer.spec, u)) * logit_derivative(layer.spec, u);
+            const double t = layer.temperature_of(i);
+            dx[s * n + i] = gradient(tokens[i], j, logit_of(layer.spec, u, t)) * logit_derivative(layer.spec, u, t);
             if (layer.bias != nullptr) result.grad_bias[first + s] += dx[s * n + i];
         }
     }
@@ -175,7 +187,8 @@ std::vector<Token> every_token(const Layer<T>& layer, const Selection& selection
     if (known.lse == nullptr) throw std::logic_error("oracle: the lse of unselected tokens is needed");
     std::vector<Token> tokens(static_cast<std::size_t>(layer.num_tokens));
     for (std::int64_t i = 0; i < layer.num_tokens; ++i) {
-        tokens[i] = {i, layer.target[i], double(known.lse[i]), known.entropy != nullptr ? double(known.entropy[i]) : 0};
+        tokens[i] = {i, layer.target[i], double(known.lse[i]), known.entropy != nullptr ? double(known.entropy[i]) : 0,
+                     known.logprob != nullptr ? double(known.logprob[i]) : 0};
     }
     for (const Token& token : selected) tokens[token.index] = token;
     return tokens;
@@ -183,15 +196,23 @@ std::vector<Token> every_token(const Layer<T>& layer, const Selection& selection
 
 }  // namespace
 
+// logits = softcap(logit_scale · (h·w + b)) / temperature
+double logit_of(const Spec& spec, double x, double temperature) {
+    const double scaled = spec.logit_scale * x;
+    return (spec.softcap > 0 ? spec.softcap * std::tanh(scaled / spec.softcap) : scaled) / temperature;
+}
+
 template <class T>
 Divisors divisors(const Layer<T>& layer) {
-    if (layer.reduction != Reduction::mean) return {};
+    const bool weighted = layer.reduction == Reduction::weighted_mean;
+    if (layer.reduction != Reduction::mean && !weighted) return {};
     if (layer.num_valid) return {*layer.num_valid, *layer.num_valid};
     Divisors divide{0, 0};
     for (std::int64_t i = 0; i < layer.num_tokens; ++i) {
         if (!layer.valid(i)) continue;
-        divide.z_loss += 1;
-        divide.cross_entropy += layer.class_weight_of(layer.target[i]);
+        const double token = weighted ? layer.token_weight_of(i) : 1;
+        divide.z_loss += token;
+        divide.cross_entropy += token * layer.class_weight_of(layer.target[i]);
     }
     return divide;
 }
@@ -205,7 +226,11 @@ Result oracle(const Layer<T>& given, const Selection& selection, const KnownToke
     const auto columns = static_cast<std::int64_t>(selection.vocab.size());
     const auto d = layer.spec.hidden_size;
     Result result;
-    for (auto* values : {&result.loss, &result.z_loss, &result.lse, &result.logprob, &result.entropy}) values->assign(rows, 0.0);
+    for (auto* values : {&result.loss, &result.z_loss, &result.lse, &result.logprob, &result.entropy, &result.log_sum_sq_probs,
+                         &result.largest_logit}) {
+        values->assign(rows, 0.0);
+    }
+    result.top1.assign(rows, -1.0);
     result.grad_hidden.assign(rows * d, 0.0);
     result.grad_weight.assign(columns * d, 0.0);
     if (layer.bias != nullptr) result.grad_bias.assign(columns, 0.0);

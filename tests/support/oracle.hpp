@@ -15,6 +15,9 @@ struct Result {
     std::vector<double> lse;
     std::vector<double> logprob;
     std::vector<double> entropy;
+    std::vector<double> log_sum_sq_probs;
+    std::vector<double> top1;          ///< the class, −1 where ignored
+    std::vector<double> largest_logit;
     double reduced_loss = 0;  ///< by the layer's reduction (sum or mean); only where every token is selected
     double reduced_z_loss = 0;
     std::vector<double> grad_hidden;  ///< [tokens, D]
@@ -22,11 +25,15 @@ struct Result {
     std::vector<double> grad_bias;    ///< [vocab]; empty without bias
 };
 
-/// lse and entropy of every token, for tokens that a Selection leaves out; from a kernel whose selected tokens have been checked.
+/// Outputs of every token, for tokens that a Selection leaves out; from a kernel whose selected tokens have been checked.
 struct KnownTokens {
     const float* lse = nullptr;      ///< [N]
     const float* entropy = nullptr;  ///< [N]; needed with grad_entropy only
+    const float* logprob = nullptr;  ///< [N]; needed with spec.dft only
 };
+
+/// The logit of hidden · weightᵀ + bias = x. Tokens' temperatures are in it.
+[[nodiscard]] double logit_of(const Spec& spec, double x, double temperature);
 
 /// Divisors of a mean: of cross entropies and of z-losses. 1 for the other reductions.
 struct Divisors {

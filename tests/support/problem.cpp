@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <set>
 
 #include "tests/support/number_formats.hpp"
@@ -86,6 +87,30 @@ std::vector<float> make_hidden(const Problem& problem) {
     return hidden;
 }
 
+/// Half of the tokens have sharper softmaxes than the logits', half flatter ones.
+std::vector<float> make_temperatures(const ProblemOptions& o) {
+    static constexpr float kNone[] = {0.0F, -1.0F, std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()};
+    const Stream random{o.seed * 16 + 9};
+    std::vector<float> values(static_cast<std::size_t>(o.num_tokens));
+    for (std::int64_t i = 0; i < o.num_tokens; ++i) {
+        values[i] = static_cast<float>(std::exp2(2 * random.uniform(i) - 1));
+        if (o.invalid_labels && i % 7 == 3) values[i] = kNone[i / 7 % 4];
+    }
+    return values;
+}
+
+/// From 0 to 2; some of the other sign, and exactly 0.
+std::vector<float> make_token_weights(const ProblemOptions& o) {
+    const Stream random{o.seed * 16 + 10};
+    std::vector<float> values(static_cast<std::size_t>(o.num_tokens));
+    for (std::int64_t i = 0; i < o.num_tokens; ++i) {
+        values[i] = 2.0F * static_cast<float>(random.uniform(i));
+        if (i % 11 == 4) values[i] *= -0.25F;
+        if (i % 13 == 5) values[i] = 0;
+    }
+    return values;
+}
+
 void make_upstream(Problem& p) {
     const ProblemOptions& o = p.options;
     if (!o.upstream) return;
@@ -96,7 +121,7 @@ void make_upstream(Problem& p) {
     };
     if (p.spec.outputs.loss) p.grad_loss = o.reduction == Reduction::none ? vector(0) : std::vector<float>{1.625F};
     // Reduced losses have gradients of size 1/N; the others' are as large, so that none hides the rest.
-    const float size = o.reduction == Reduction::mean && n > 0 ? 1.0F / static_cast<float>(n) : 1.0F;
+    const float size = (o.reduction == Reduction::mean || o.reduction == Reduction::weighted_mean) && n > 0 ? 1.0F / static_cast<float>(n) : 1.0F;
     const auto scaled = [&](std::uint64_t which) {
         std::vector<float> values = vector(which);
         for (float& v : values) v *= size;
@@ -111,7 +136,7 @@ void make_upstream(Problem& p) {
 
 std::string to_string(const ProblemOptions& o) {
     static constexpr const char* kIgnored[] = {"none", "some", "all"};
-    static constexpr const char* kReduction[] = {"none", "sum", "mean"};
+    static constexpr const char* kReduction[] = {"none", "sum", "mean", "weighted_mean"};
     static constexpr const char* kLogits[] = {"moderate", "saturated", "huge"};
     return fmt::format("N={} ignored={} logits={} target=int{} ignore_index={} reduction={}{}{}{} seed={}", o.num_tokens,
                        kIgnored[static_cast<int>(o.ignored)], kLogits[static_cast<int>(o.logits)], o.target_bits, o.ignore_index,
@@ -134,6 +159,8 @@ Problem make_problem(const Spec& spec, const ProblemOptions& options) {
     const Stream random{options.seed * 16 + 6};
     if (p.spec.bias) p.bias = filled(v, [&](std::int64_t i) { return rounded(0.5F * random.normal(i), p.spec.dtype); });
     if (p.spec.class_weight) p.class_weight = filled(v, [&](std::int64_t i) { return 0.25F + 1.5F * float(random.uniform(v + i)); });
+    if (p.spec.temperature) p.temperature = make_temperatures(options);
+    if (p.spec.token_weight) p.token_weight = make_token_weights(options);
     make_upstream(p);
     if (p.spec.grad_weight_mode == GradMode::accumulate) {
         const DType dtype = p.spec.grad_weight_dtype;
@@ -177,6 +204,8 @@ Layer<float> layer_of(const Problem& p) {
     layer.bias = pointer(p.bias);
     layer.class_weight = pointer(p.class_weight);
     layer.target = p.target.data();
+    layer.temperature = pointer(p.temperature);
+    layer.token_weight = pointer(p.token_weight);
     layer.ignore_index = p.options.ignore_index;
     layer.reduction = p.options.reduction;
     layer.num_valid = p.options.num_valid;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -27,7 +28,7 @@ struct ProblemOptions {
     Reduction reduction = Reduction::mean;
     std::optional<double> num_valid;  ///< handed in instead of counted
     ScalarType num_valid_type = ScalarType::fp32;
-    bool invalid_labels = false;  ///< some labels outside [0, V), never ignore_index
+    bool invalid_labels = false;  ///< some labels outside [0, V), never ignore_index; with temperatures, some of them are none
     bool upstream = true;         ///< gradients of every output of the Spec; else grad_loss is left out and means 1
     bool labels_known = true;     ///< false: labels independent of the hidden states
     std::uint64_t seed = 1;
@@ -44,6 +45,8 @@ struct Problem {
     std::vector<float> unrounded_weight;  ///< what memory holds where the Spec's weight_dtype is fp32 under a 16-bit dtype; else empty
     std::vector<float> bias;              ///< empty without spec.bias
     std::vector<float> class_weight;      ///< empty without spec.class_weight
+    std::vector<float> temperature;       ///< [N]; empty without spec.temperature
+    std::vector<float> token_weight;      ///< [N]; empty without spec.token_weight
     std::vector<std::int64_t> target;
     // Upstream gradients; empty: not given.
     std::vector<float> grad_loss;  ///< [N] for none, else one
@@ -76,6 +79,8 @@ struct Layer {
     const T* bias = nullptr;
     const float* class_weight = nullptr;
     const std::int64_t* target = nullptr;
+    const float* temperature = nullptr;
+    const float* token_weight = nullptr;
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     std::optional<double> num_valid;
@@ -86,8 +91,11 @@ struct Layer {
 
     [[nodiscard]] bool valid(std::int64_t token) const {
         const std::int64_t label = target[token];
-        return label != ignore_index && label >= 0 && label < spec.vocab_size;
+        const double t = temperature_of(token);
+        return label != ignore_index && label >= 0 && label < spec.vocab_size && t > 0 && std::isfinite(t);
     }
+    [[nodiscard]] double temperature_of(std::int64_t token) const { return temperature != nullptr ? double(temperature[token]) : 1.0; }
+    [[nodiscard]] double token_weight_of(std::int64_t token) const { return token_weight != nullptr ? double(token_weight[token]) : 1.0; }
     [[nodiscard]] double class_weight_of(std::int64_t vocab) const { return class_weight != nullptr ? double(class_weight[vocab]) : 1.0; }
 };
 

@@ -24,6 +24,7 @@ struct Token {
     float top = 0;  // log p_j = (z_j − top) − log_sum
     float log_sum = 0;
     float entropy = 0;
+    float logprob = 0;
     TokenSizes sizes;
 };
 
@@ -79,6 +80,12 @@ private:
     }
     float class_weight(std::int64_t j) const { return layer_.class_weight != nullptr ? layer_.class_weight[j] : 1.0F; }
     // Turns h·w into the logit, and returns the derivative.
+    float transform(float& x, std::int64_t i, std::int64_t j) const {
+        const float gain = transform(x, j);
+        if (layer_.temperature == nullptr) return gain;
+        x /= layer_.temperature[i];
+        return gain / layer_.temperature[i];
+    }
     float transform(float& x, std::int64_t j) const {
         if (layer_.bias != nullptr) x += layer_.bias[j];
         const auto scale = static_cast<float>(spec_.logit_scale);
@@ -89,11 +96,16 @@ private:
         x = cap * t;
         return scale * (1.0F - t * t);
     }
-    Upstream upstream(std::int64_t i) const {
+    // What the token's whole loss is multiplied by.
+    float loss_factor(std::int64_t i, const Token& token) const {
+        return static_cast<float>(layer_.token_weight_of(i)) * (spec_.dft ? std::exp(token.logprob) : 1.0F);
+    }
+    Upstream upstream(std::int64_t i, const Token& token) const {
         const auto at = [i](const float* values, float absent) { return values != nullptr ? values[i] : absent; };
         Upstream g;
         float loss = spec_.outputs.loss ? 1.0F : 0.0F;
         if (layer_.grad_loss != nullptr) loss = layer_.grad_loss[layer_.reduction == Reduction::none ? i : 0];
+        loss *= loss_factor(i, token);
         g.cross_entropy = loss / float(divide_.cross_entropy);
         g.z_loss = loss / float(divide_.z_loss);
         g.lse = at(layer_.grad_lse, 0);
@@ -155,7 +167,7 @@ float Evaluation::logit_gradient(const Token& token, const Upstream& g, std::int
 }
 
 void Evaluation::set_sizes(std::int64_t i, Token& token) const {
-    const Upstream g = upstream(i);
+    const Upstream g = upstream(i, token);
     const double eps = spec_.label_smoothing;
     TokenSizes& s = token.sizes;
     s.hidden_norm = norm(layer_.hidden + i * spec_.hidden_size);
@@ -165,6 +177,8 @@ void Evaluation::set_sizes(std::int64_t i, Token& token) const {
     s.spread = std::fabs(g.cross_entropy) * eps / double(spec_.vocab_size);
     s.slope = s.hit + s.spread * class_sum_ + std::fabs(g.z_loss * 2 * spec_.z_loss * s.lse) + std::fabs(g.lse);
     s.slope_z = std::fabs(g.entropy);
+    s.loss_slope = std::fabs(g.cross_entropy) * ((1 - eps) * class_weight(token.label) + eps / double(spec_.vocab_size) * class_sum_) +
+                   std::fabs(g.z_loss * 2 * spec_.z_loss * s.lse);
 }
 
 LogitSizes Evaluation::logit_sizes(const Token& token, std::int64_t j, float z, float gain, float logit_gradient) const {
@@ -197,6 +211,11 @@ float Evaluation::gradient_scale() const {
         largest = std::max(largest, token.sizes.slope + entropy_part);
     }
     largest *= std::fabs(spec_.logit_scale);
+    double coldest = 1;
+    for (std::int64_t i = 0; i < layer_.num_tokens; ++i) {
+        if (layer_.valid(i)) coldest = std::min(coldest, layer_.temperature_of(i));
+    }
+    largest /= coldest;
     return largest > 0 ? static_cast<float>(std::ldexp(1.0, std::clamp(14 - std::ilogb(largest), -100, 100))) : 1.0F;
 }
 
@@ -218,13 +237,20 @@ void Evaluation::token_outputs(std::int64_t at, Token& token, const float* z) {
     token.entropy = entropy.total();
     const float lse = token.top + token.log_sum;
     const float logprob = (z[token.label] - token.top) - token.log_sum;
-    const float z_loss = static_cast<float>(spec_.z_loss) * lse * lse;
+    token.logprob = logprob;
+    const float factor = loss_factor(selection_.tokens[at], token);
+    const float z_loss = factor * static_cast<float>(spec_.z_loss) * lse * lse;
+    Sum squares;
+    for (std::int64_t j = 0; j < v; ++j) squares.add(std::exp(2 * ((z[j] - token.top) - token.log_sum)));
     Result& r = out_.result;
-    r.loss[at] = -(1.0F - eps) * class_weight(token.label) * logprob + eps / static_cast<float>(v) * smooth.total() + z_loss;
+    r.log_sum_sq_probs[at] = std::log(squares.total());
+    r.loss[at] =
+        factor * (-(1.0F - eps) * class_weight(token.label) * logprob + eps / static_cast<float>(v) * smooth.total()) + z_loss;
     r.z_loss[at] = z_loss;
     r.lse[at] = lse;
     r.logprob[at] = logprob;
     r.entropy[at] = token.entropy;
+    r.top1[at] = static_cast<double>(std::max_element(z, z + v) - z);
 }
 
 void Evaluation::token_budgets(std::int64_t at, Token& token, const float* z, const float* gain) {
@@ -232,10 +258,13 @@ void Evaluation::token_budgets(std::int64_t at, Token& token, const float* z, co
     const double eps = spec_.label_smoothing;
     const double per_class = eps / double(spec_.vocab_size);
     const double to_label = std::fabs(z[token.label] - token.top);
+    const double factor = std::fabs(loss_factor(selection_.tokens[at], token));
+    const double log_squares = out_.result.log_sum_sq_probs[at];
     const auto set = [&](const ErrorModel& model, double Budget::* kind) {
         const double u = model.rounding(kU32);
         const double summing = model.sum(spec_.vocab_size);
-        ErrorSum log_sum(model), entropy(model), smooth(model);
+        ErrorSum log_sum(model), entropy(model), smooth(model), squares(model);
+        double logit = 0;
         double label = 0;
         double cut = 0;  // from every logit, towards 0: unlike roundings it does not average out
         for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
@@ -245,23 +274,32 @@ void Evaluation::token_budgets(std::int64_t at, Token& token, const float* z, co
             cut += std::copysign(e.p * model.truncated(spec_.hidden_size) * e.gain * e.product, e.z);
             entropy.add(e.p * (1 + std::fabs(e.z - s.lse) + s.entropy) * (dz + u));
             smooth.add(e.class_weight * (dz + u * std::fabs(e.z)));
+            squares.add(2 * std::exp(2 * std::log(std::max(e.p, 1e-300)) - log_squares) * (dz + u));
+            logit = std::max(logit, dz);
             if (e.is_label) label = dz;
         }
         log_sum.add(cut).add(summing).add(u * std::fabs(token.log_sum));
         // lse is rounded to its own size; a log-probability is a difference of differences and is not.
         const double lse = ErrorSum(model).add(log_sum.value()).add(u * std::fabs(s.lse)).value();
         const double logprob = ErrorSum(model).add(log_sum.value()).add(label).add(u * (to_label + std::fabs(token.log_sum))).value();
-        const double z_loss = spec_.z_loss * std::fabs(s.lse) * ErrorSum(model).add(2 * lse).add(2 * u * std::fabs(s.lse)).value();
+        squares.add(2 * log_sum.value()).add(summing).add(u * (std::fabs(log_squares) + 2 * std::fabs(token.log_sum)));
+        const double factor_error = spec_.dft ? logprob + 2 * u : 0;
+        const double of_lse = factor * spec_.z_loss * std::fabs(s.lse) * ErrorSum(model).add(2 * lse).add(2 * u * std::fabs(s.lse)).value();
+        const double z_loss = ErrorSum(model).add(of_lse).add((factor_error + u) * std::fabs(out_.result.z_loss[at])).value();
         entropy.add(summing * (s.entropy + std::fabs(token.log_sum))).add(u * (s.entropy + std::fabs(token.log_sum)));
         smooth.add(class_sum_ * lse).add(class_sum_ * summing * (std::fabs(s.lse) + 1));
         token.sizes.lse_error.*kind = lse;
+        token.sizes.factor_error.*kind = factor_error;
+        out_.budgets.log_sum_sq_probs[at].*kind = squares.value();
+        out_.budgets.logit[at].*kind = logit;
         out_.budgets.lse[at].*kind = lse;
         out_.budgets.logprob[at].*kind = logprob;
         out_.budgets.entropy[at].*kind = entropy.value();
         out_.budgets.z_loss[at].*kind = z_loss;
         ErrorSum loss(model);
-        loss.add((1 - eps) * class_weight(token.label) * logprob).add(z_loss).add(3 * u * std::fabs(out_.result.loss[at]));
-        if (eps > 0) loss.add(per_class * smooth.value());
+        loss.add(factor * (1 - eps) * class_weight(token.label) * logprob).add(z_loss).add(4 * u * std::fabs(out_.result.loss[at]));
+        loss.add(factor_error * std::fabs(out_.result.loss[at]));
+        if (eps > 0) loss.add(factor * per_class * smooth.value());
         out_.budgets.loss[at].*kind = loss.value();
     };
     set(expected_, &Budget::floor);
@@ -270,7 +308,7 @@ void Evaluation::token_budgets(std::int64_t at, Token& token, const float* z, co
 
 // Gradients of the logits in place of the logits; the row's budget.
 void Evaluation::token_gradient(std::int64_t at, const Token& token, float* z, const float* gain) {
-    const Upstream g = upstream(selection_.tokens[at]);
+    const Upstream g = upstream(selection_.tokens[at], token);
     const double adding = ErrorModel::accumulating(spec_.vocab_size);
     ErrorSum floor(expected_), limit(largest_);
     double common = 0;
@@ -296,7 +334,7 @@ Logits Evaluation::logits(std::int64_t first, std::int64_t last) const {
     for (std::int64_t s = 0; s < count; ++s) std::copy_n(layer_.hidden + selection_.tokens[first + s] * d, d, &hidden[s * d]);
     Logits out{std::vector<float>(static_cast<std::size_t>(count * v)), std::vector<float>(static_cast<std::size_t>(count * v))};
     multiply_transposed(summation_, hidden.data(), layer_.weight, out.z.data(), count, v, d);
-    for (std::int64_t at = 0; at < count * v; ++at) out.gain[at] = transform(out.z[at], at % v);
+    for (std::int64_t at = 0; at < count * v; ++at) out.gain[at] = transform(out.z[at], selection_.tokens[first + at / v], at % v);
     return out;
 }
 
@@ -357,8 +395,8 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
             const Token& token = tokens_[i];
             if (!token.valid) continue;
             float x = z[i * count + s];
-            const float gain = transform(x, j);
-            const float gradient = logit_gradient(token, upstream(i), j, x);
+            const float gain = transform(x, i, j);
+            const float gradient = logit_gradient(token, upstream(i, token), j, x);
             dz[s * n + i] = gradient * gain;
             const LogitSizes e = logit_sizes(token, j, x, gain, gradient);
             const double expected = gradient_error(spec_, token.sizes, e, expected_);
@@ -390,13 +428,16 @@ void Evaluation::complete_tokens() {
         if (!token.valid) continue;
         token.top = known_.lse[i];
         token.entropy = known_.entropy != nullptr ? known_.entropy[i] : 0;
+        token.logprob = known_.logprob != nullptr ? known_.logprob[i] : 0;
         set_sizes(i, token);
-        const double product = std::fabs(spec_.logit_scale) * token.sizes.hidden_norm * largest_weight_norm_;
+        const double product =
+            std::fabs(spec_.logit_scale) / layer_.temperature_of(i) * token.sizes.hidden_norm * largest_weight_norm_;
         const double lse = std::fabs(token.sizes.lse);
         const auto error = [&](const ErrorModel& model) {
             return 5 * model.rounding(kU32) * lse + model.products(spec_.hidden_size) * product;
         };
         token.sizes.lse_error = {error(expected_), error(largest_)};
+        if (spec_.dft) token.sizes.factor_error = {2 * error(expected_), 2 * error(largest_)};  // of lse and of the label's logit
     }
     for (std::size_t s = 0; s < selection_.tokens.size(); ++s) all[selection_.tokens[s]] = tokens_[s];
     tokens_ = std::move(all);
@@ -442,8 +483,11 @@ void Evaluation::prepare() {
     const auto d = static_cast<std::size_t>(spec_.hidden_size);
     Result& r = out_.result;
     Budgets& b = out_.budgets;
-    for (auto* values : {&r.loss, &r.z_loss, &r.lse, &r.logprob, &r.entropy}) values->assign(rows, 0.0);
-    for (auto* values : {&b.loss, &b.z_loss, &b.lse, &b.logprob, &b.entropy, &b.grad_hidden}) values->assign(rows, {});
+    for (auto* values : {&r.loss, &r.z_loss, &r.lse, &r.logprob, &r.entropy, &r.log_sum_sq_probs}) values->assign(rows, 0.0);
+    r.top1.assign(rows, -1.0);
+    for (auto* values : {&b.loss, &b.z_loss, &b.lse, &b.logprob, &b.entropy, &b.log_sum_sq_probs, &b.logit, &b.grad_hidden}) {
+        values->assign(rows, {});
+    }
     for (auto* values : {&b.grad_weight, &b.grad_bias}) values->assign(columns, {});
     tokens_.resize(rows);
     grad_hidden_.assign(rows * d, 0);
