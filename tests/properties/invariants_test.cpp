@@ -46,7 +46,8 @@ constexpr std::pair<const char*, Member> kOutputs[] = {{"loss", &KernelOutputs::
                                                        {"z_loss", &KernelOutputs::z_loss},
                                                        {"lse", &KernelOutputs::lse},
                                                        {"logprob", &KernelOutputs::logprob},
-                                                       {"entropy", &KernelOutputs::entropy}};
+                                                       {"entropy", &KernelOutputs::entropy},
+                                                       {"log_sum_sq_probs", &KernelOutputs::log_sum_sq_probs}};
 constexpr std::pair<const char*, Member> kGradients[] = {
     {"grad_hidden", &KernelOutputs::grad_hidden}, {"grad_weight", &KernelOutputs::grad_weight}, {"grad_bias", &KernelOutputs::grad_bias}};
 
@@ -93,6 +94,8 @@ TEST_P(Invariants, PermutedTokens_PermutedOutputs) {
     };
     permute(q.hidden, p.hidden, kHidden);
     permute(q.target, p.target, 1);
+    permute(q.temperature, p.temperature, 1);
+    permute(q.token_weight, p.token_weight, 1);
     permute(q.grad_loss, p.grad_loss, 1);
     permute(q.grad_lse, p.grad_lse, 1);
     permute(q.grad_logprob, p.grad_logprob, 1);
@@ -175,13 +178,19 @@ TEST_P(Invariants, Microbatches_AddUpToTheWhole) {
         part.options.num_tokens = 32;
         part.hidden.assign(whole.hidden.begin() + first * kHidden, whole.hidden.begin() + (first + 32) * kHidden);
         part.target.assign(whole.target.begin() + first, whole.target.begin() + first + 32);
+        const auto cut = [&](const std::vector<float>& values) {
+            return values.empty() ? values : std::vector<float>(values.begin() + first, values.begin() + first + 32);
+        };
+        part.temperature = cut(whole.temperature);
+        part.token_weight = cut(whole.token_weight);
         part.old_grad_weight = gradient;
         part.old_grad_bias = bias_gradient;
         const KernelOutputs got = outputs_of(target(), part);
         for (const Member reduced : {&KernelOutputs::loss, &KernelOutputs::z_loss}) {
             for (std::size_t i = 0; i < (sum.*reduced).size(); ++i) (sum.*reduced)[i] += (got.*reduced)[i];
         }
-        for (const Member of_token : {&KernelOutputs::lse, &KernelOutputs::logprob, &KernelOutputs::entropy, &KernelOutputs::grad_hidden}) {
+        for (const Member of_token : {&KernelOutputs::lse, &KernelOutputs::logprob, &KernelOutputs::entropy,
+                                      &KernelOutputs::log_sum_sq_probs, &KernelOutputs::grad_hidden}) {
             (sum.*of_token).insert((sum.*of_token).end(), (got.*of_token).begin(), (got.*of_token).end());
         }
         gradient.assign(got.grad_weight.begin(), got.grad_weight.end());
