@@ -10,11 +10,9 @@ endif()
 install(TARGETS flce EXPORT flce_targets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-if(TARGET flce_cli)
-  # flce::cli is the command, for flce_prewarm.
-  set_target_properties(flce_cli PROPERTIES EXPORT_NAME cli)
-  install(TARGETS flce_cli EXPORT flce_targets RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-endif()
+# flce::cli is the command, for flce_prewarm.
+set_target_properties(flce_cli PROPERTIES EXPORT_NAME cli)
+install(TARGETS flce_cli EXPORT flce_targets RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(DIRECTORY generator/include/ runtime/include/ autotune/include/ prewarm/include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(EXPORT flce_targets NAMESPACE flce:: FILE flce-targets.cmake DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/flce)
 configure_package_config_file(cmake/flce-config.cmake.in ${CMAKE_BINARY_DIR}/flce-config.cmake

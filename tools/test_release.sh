@@ -20,7 +20,8 @@ for family in GLIBC GLIBCXX CXXABI GCC; do
     [[ $(printf '%s\n' "${newest#*_}" "${!limit}" | sort -V | tail -n1) == "${!limit}" ]] ||
         fail "the tree needs $newest, newer than ${!limit}:" "$(objdump -T "${binaries[@]}" 2>/dev/null | grep -F "$newest")"
 done
-allowed='^lib(c\.so\.6|m\.so\.6|dl\.so\.2|pthread\.so\.0|rt\.so\.1|stdc\+\+\.so\.6|gcc_s\.so\.1|flce\.so\.[0-9]+)$|^ld-linux-x86-64\.so\.2$'
+allowed='^lib(c\.so\.6|m\.so\.6|dl\.so\.2|pthread\.so\.0|rt\.so\.1|stdc\+\+\.so\.6|gcc_s\.so\.1|flce\.so\.[0-9]+)$'
+allowed+='|^libflce_internals\.so$|^ld-linux-x86-64\.so\.2$'
 foreign=$(readelf -d "${binaries[@]}" | sed -nE 's/.*\(NEEDED\).*\[(.*)\]/\1/p' | sort -u | grep -vE "$allowed" || true)
 [[ -z $foreign ]] || fail "the tree needs libraries that are neither glibc's nor the C++ runtime:" "$foreign"
 library=$(realpath "$tree/lib/libflce.so")
@@ -30,7 +31,7 @@ shown=$(nm -D --defined-only "$library" | awk '{ print $3 }' | grep -vE '^flce_|
 # ── Programs: the examples on nothing but the tree, with the system's C++ runtime.
 # A program that is told to look in lib for libflce looks there for everything
 # else first, too.
-rest=$(find "$tree/lib" -maxdepth 1 -name '*.so*' ! -name 'libflce.so*')
+rest=$(find "$tree/lib" -maxdepth 1 -name '*.so*' ! -name 'libflce.so*' ! -name libflce_internals.so)
 [[ -z $rest ]] || fail "lib holds libraries that would replace a program's own:" "$rest"
 cmake -G Ninja -S "$tree/examples/minimal" -B "$work/minimal" -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$tree" \
     -DCMAKE_FIND_USE_PACKAGE_REGISTRY=OFF >"$work/log" && cmake --build "$work/minimal" >>"$work/log" || fail "$(cat "$work/log")"

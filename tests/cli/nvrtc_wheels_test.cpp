@@ -18,12 +18,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The file that libflce was loaded from.
+/// libflce, which the command runs with: beside the library of internals that this test is linked with.
 fs::path flce_library() {
     auto* load = static_cast<std::shared_ptr<const Nvrtc> (*)()>(&Nvrtc::load);
     Dl_info info{};
     if (::dladdr(reinterpret_cast<const void*>(load), &info) == 0) throw std::runtime_error("where libflce lies is unknown");
-    return fs::canonical(info.dli_fname);
+    return fs::canonical(fs::path(info.dli_fname).replace_filename("libflce.so"));
 }
 
 /// flce run with a copy of its library in <root>/site-packages/flce/lib, as the Python package has it, and with nothing of the caller's
