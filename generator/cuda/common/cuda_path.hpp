@@ -17,9 +17,9 @@ namespace flce {
 
 struct CudaSource;
 
-/// Which of a plan's GEMMs a tile belongs to: it decides what lies in shared memory beside the operands. `chunks`: the three GEMMs of
-/// backward in one launch.
-enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidden, grad_weight, chunks };
+/// Which of a plan's GEMMs a tile belongs to: it decides what lies in shared memory beside the operands.
+/// `backward_chunks`: the three GEMMs of backward in one launch.
+enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidden, grad_weight, backward_chunks };
 
 /// What the plan's forward tile does.
 [[nodiscard]] inline GemmRole forward_role(const Plan& plan) {

@@ -27,7 +27,7 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
         beside = std::int64_t{2} * 256 * (consumer_rows(tile) / 64 * 2) * partial_fields(spec) * 4 + 32 * (8 + 8) + 128;
         // Panels that leave together: ForwardSm90::kPanelWidth.
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n % 192 == 0 ? 3 : tile.block_n % 128 == 0 ? 2 : 1);
-    } else if (role == GemmRole::chunks) {
+    } else if (role == GemmRole::backward_chunks) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + update_barrier_bytes(spec) + 8;  // panels, barriers, rows and parts
     } else if (role == GemmRole::dlogits) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + (spec.bias ? 4 * 4 * 2 * tile.block_n : 0);
@@ -112,7 +112,7 @@ GemmTile few_tokens_tile(const Spec& spec) {
 bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
     const GemmTile& tile = plan.cuda.dlogits;
     return spec.layout == WeightLayout::vocab_major && !spec.bias && !rounds_weight(spec) && takes_turns(tile) && tile.block_m == 128 &&
-           tile.block_n >= 128 && smem_bytes(spec, GemmRole::chunks, tile) <= device.gpu.smem_per_block_bytes;
+           tile.block_n >= 128 && smem_bytes(spec, GemmRole::backward_chunks, tile) <= device.gpu.smem_per_block_bytes;
 }
 
 std::int64_t joined_quantum(const Plan& plan) {
