@@ -15,9 +15,14 @@
 #include "generator/cuda_program.hpp"
 #include "templates/sm90/chunk_phases.cuh"
 #include "templates/sm90/params.cuh"
+#include "tests/support/interpreter.hpp"
 
 namespace flce::joined_chunks {
 namespace {
+
+using test::interpret;
+using test::InterpretedLaunch;
+using test::InterpretedMap;
 
 struct Shape {
     int row_count;

@@ -17,9 +17,14 @@
 #include "generator/cuda_program.hpp"
 #include "generator/logit_transforms.hpp"
 #include "templates/sm90/params.cuh"
+#include "tests/support/interpreter.hpp"
 
 namespace flce {
 namespace {
+
+using test::interpret;
+using test::InterpretedLaunch;
+using test::InterpretedMap;
 
 // Made-up addresses, far apart.
 constexpr std::int64_t kStep = std::int64_t{1} << 44;

@@ -10,9 +10,14 @@
 #include "generator/cuda_program.hpp"
 #include "generator/planner.hpp"
 #include "templates/sm90/params.cuh"
+#include "tests/support/interpreter.hpp"
 
 namespace flce::rounded_weight_test {
 namespace {
+
+using test::interpret;
+using test::InterpretedLaunch;
+using test::InterpretedMap;
 
 constexpr std::int64_t kHidden = 2048;
 constexpr std::int64_t kVocab = 151936;

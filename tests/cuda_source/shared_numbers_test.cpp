@@ -21,9 +21,13 @@
 #include "templates/sm90/params.cuh"
 #include "tests/cuda_source/kernel_check.hpp"
 #include "tests/support/gpu.hpp"
+#include "tests/support/interpreter.hpp"
 
 namespace flce::shared_numbers_test {
 namespace {
+
+using test::interpret;
+using test::InterpretedLaunch;
 
 constexpr std::int64_t kWorkspace = std::int64_t{1} << 44;
 

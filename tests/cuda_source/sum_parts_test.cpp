@@ -11,9 +11,13 @@
 #include "flce/spec.hpp"
 #include "generator/cuda_program.hpp"
 #include "templates/sm90/params.cuh"
+#include "tests/support/interpreter.hpp"
 
 namespace flce {
 namespace {
+
+using test::interpret;
+using test::InterpretedLaunch;
 
 constexpr int kClusters = 66;
 

@@ -14,9 +14,14 @@
 #include "generator/cuda_program.hpp"
 #include "tests/cudart/fake_driver.hpp"
 #include "tests/support/gpu.hpp"
+#include "tests/support/interpreter.hpp"
 
 namespace flce {
 namespace {
+
+using test::interpret;
+using test::InterpretedLaunch;
+using test::InterpretedMap;
 
 namespace fs = std::filesystem;
 using test::FakeGpu;

@@ -10,9 +10,14 @@
 #include "flce/error.hpp"
 #include "generator/launch_text.hpp"
 #include "runtime/host/host_code.hpp"
+#include "tests/support/interpreter.hpp"
 
 namespace flce {
 namespace {
+
+using test::interpret;
+using test::InterpretedLaunch;
+using test::InterpretedMap;
 
 struct Call {
     int kernel = -1;  // -1: a memset

@@ -7,9 +7,13 @@
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
 #include "templates/common/params.cuh"
+#include "tests/support/interpreter.hpp"
 
 namespace flce {
 namespace {
+
+using test::interpret;
+using test::InterpretedLaunch;
 
 /// What the launches of row_coefficients take an absent grad_loss for.
 std::vector<float> absent_grad_losses(const char* spec_text) {

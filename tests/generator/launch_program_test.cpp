@@ -6,9 +6,13 @@
 #include <string_view>
 
 #include "flce/error.hpp"
+#include "tests/support/interpreter.hpp"
 
 namespace flce {
 namespace {
+
+using test::interpret;
+using test::InterpretedLaunch;
 
 CallSlots slots_of(std::int64_t num_tokens) {
     CallSlots slots{};

@@ -1,0 +1,40 @@
+// What a launch program means: launches and memsets of one call, one after another, without a device.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "generator/launch_program.hpp"
+
+namespace flce::test {
+
+/// A tensor map with the values that its fields have in one call.
+struct InterpretedMap {
+    std::uint32_t offset = 0;
+    std::uint32_t box_rows = 0;
+    std::uint32_t element_bytes = 0;
+    std::int64_t address = 0;
+    std::int64_t columns = 0;
+    std::int64_t rows = 0;
+    std::int64_t row_bytes = 0;
+    std::int64_t blocks = 0;
+    std::int64_t block_bytes = 0;
+    friend bool operator==(const InterpretedMap&, const InterpretedMap&) = default;
+};
+/// A launch with the values that its fields have in one call.
+struct InterpretedLaunch {
+    int kernel = 0;
+    std::array<std::int64_t, 3> grid{};
+    std::vector<std::byte> params;  ///< zeros where the maps go
+    std::vector<InterpretedMap> maps;
+};
+
+/// Calls `on_launch` for every launch (grid, parameter block) and `on_memset` for every memset, in order, leaving out empty ones: the
+/// reference meaning of a program.
+void interpret(const LaunchProgram& program, const CallSlots& slots, const std::function<void(const InterpretedLaunch&)>& on_launch,
+               const std::function<void(std::int64_t address, std::int64_t bytes)>& on_memset);
+
+}  // namespace flce::test
