@@ -47,9 +47,9 @@ WorkerPool make_compile_pool(const WorkerCommand& worker, std::chrono::milliseco
     return WorkerPool({.command = worker, .workers = worker_count(half, available_memory_bytes(), kMost), .timeout = patience});
 }
 
-ProcessMeasure::ProcessMeasure(const TuneTarget& target, const SearchListener& listener)
+ProcessMeasure::ProcessMeasure(const TuneTarget& target, const TuneListener& listener)
     : target_(target), listener_(listener), compilers_(make_compile_pool(target.worker, compile_patience(target))) {
-    if (listener_.progress) listener_.progress({.budget_s = target.budget_s});
+    report({});
 }
 
 double ProcessMeasure::elapsed_s() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
@@ -65,8 +65,15 @@ bool ProcessMeasure::nearly_over() {
 }
 
 void ProcessMeasure::progress(const std::string& /*stage*/, std::size_t candidates, std::size_t /*measurements*/, double best_ms) {
+    report({.elapsed_s = elapsed_s(), .candidates = candidates, .best_ms = best_ms});
+}
+
+void ProcessMeasure::report(TuneProgress progress) const {
     if (!listener_.progress) return;
-    listener_.progress({.elapsed_s = elapsed_s(), .budget_s = target_.budget_s, .candidates = candidates, .best_ms = best_ms});
+    progress.spec = target_.spec.text();
+    progress.num_tokens = target_.num_tokens;
+    progress.budget_s = target_.budget_s;
+    listener_.progress(progress);
 }
 
 Json ProcessMeasure::open_request() const {
@@ -205,7 +212,7 @@ void ProcessMeasure::prepare(std::span<const Plan> plans) {
     if (!compilers_.run(requests, {.done = done, .stop = give_up}) && stop()) throw MeasureStopped();
 }
 
-MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options, const SearchListener& listener,
+MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options, const TuneListener& listener,
                                const std::function<Record(std::string_view policy)>& begin) {
     MeasuredSearch before;
     for (;;) {

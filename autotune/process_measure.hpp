@@ -13,24 +13,10 @@
 
 #include "autotune/search.hpp"
 #include "flce/flce.hpp"
+#include "flce/tune.hpp"
 #include "runtime/workers/worker_pool.hpp"
 
 namespace flce {
-
-/// How far the search of one layer is.
-struct SearchProgress {
-    double elapsed_s = 0;
-    double budget_s = 0;
-    std::size_t candidates = 0;
-    double best_ms = 0;  ///< of forward and backward; 0: nothing is timed yet
-};
-
-/// What a measured search tells its caller, in the thread that runs it, and asks it. Each may be empty.
-struct SearchListener {
-    std::function<void(const SearchProgress&)> progress{};  ///< before each measurement; candidates is 0 when the search begins
-    std::function<void(const std::string&)> warning{};
-    std::function<bool()> stop{};  ///< whether to end with what has been measured
-};
 
 /// What is measured, and how.
 struct TuneTarget {
@@ -68,7 +54,7 @@ private:
 class ProcessMeasure : public Measure {
 public:
     /// Both must outlive it.
-    ProcessMeasure(const TuneTarget& target, const SearchListener& listener);
+    ProcessMeasure(const TuneTarget& target, const TuneListener& listener);
 
     void prepare(std::span<const Plan> plans) override;
     void reserve(std::size_t samples) override { reserved_samples_ = samples; }
@@ -98,9 +84,11 @@ private:
     void expect_graphs(const Json& answer) const;
 
     void warn(const std::string& text) const;
+    /// Tells the listener, and of which layer.
+    void report(TuneProgress progress) const;
 
     const TuneTarget& target_;
-    const SearchListener& listener_;
+    const TuneListener& listener_;
     std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
     std::unique_ptr<WorkerProcess> worker_;
     WorkerPool compilers_;
@@ -127,7 +115,7 @@ struct MeasuredSearch {
 /// search() of one record, whose times are all measured in one way: as graphs where the target's samples are to be graphs. Where the driver
 /// refuses a graph, the search begins again without graphs, in the rest of the budget. `begin` returns the record of a policy, with what is
 /// known.
-[[nodiscard]] MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options, const SearchListener& listener,
+[[nodiscard]] MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options, const TuneListener& listener,
                                              const std::function<Record(std::string_view policy)>& begin);
 
 }  // namespace flce

@@ -28,20 +28,10 @@ TunedLayer layer_of(const Tuned& tuned) {
 
 TuneReport tune(const TuneOptions& options, const TuneListener& listener) {
     if (options.specs.empty()) throw ArgumentError("specs are empty: tune needs at least one");
-    TunerListener inner{.warning = listener.warning, .stop = listener.stop};
-    if (listener.progress) {
-        inner.progress = [&](const Spec& spec, std::int64_t num_tokens, const SearchProgress& at) {
-            listener.progress({.spec = spec.text(),
-                               .num_tokens = num_tokens,
-                               .elapsed_s = at.elapsed_s,
-                               .budget_s = at.budget_s,
-                               .candidates = at.candidates,
-                               .best_ms = at.best_ms});
-        };
-    }
     TuneOptions normalized = options;
     for (Spec& spec : normalized.specs) spec = spec.normalized();
-    Tuner tuner(std::move(normalized), {.command = worker_command(options.command, kTuneWorker)}, std::move(inner));
+    Tuner tuner(std::move(normalized), {.command = worker_command(options.command, kTuneWorker)},
+                {.progress = listener.progress, .warning = listener.warning, .stop = listener.stop});
     tuner.run();
     TuneReport report{.errors = tuner.untuned(),
                       .stopped = listener.stop && listener.stop(),

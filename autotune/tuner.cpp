@@ -148,9 +148,7 @@ Tuned Tuner::tune(const Spec& spec, std::int64_t num_tokens) {
     RecordKey key = record_key(spec, device, call, options_.retain ? kRetainedAutomatically : kNothingRetained, threads_of(options_));
     const TuningRun run = provenance(device, options_.commit);
     search_options.run = run_id(run);
-    SearchListener listener{.warning = listener_.warning, .stop = listener_.stop};
-    if (listener_.progress)
-        listener.progress = [&](const SearchProgress& progress) { listener_.progress(spec, key.request.num_tokens, progress); };
+    const TuneListener listener{.progress = listener_.progress, .warning = listener_.warning, .stop = listener_.stop};
     MeasuredSearch searched =
         measured_search(target(spec, key.request.num_tokens, call.scratch_bytes), search_options, listener, [&](std::string_view policy) {
             key.policy = policy;

@@ -28,7 +28,7 @@ struct Tuned {
 
 /// What a tuner tells its caller, in the thread that runs it, and asks it. Each may be empty.
 struct TunerListener {
-    std::function<void(const Spec&, std::int64_t num_tokens, const SearchProgress&)> progress{};
+    std::function<void(const TuneProgress&)> progress{};  ///< as a TuneListener's
     std::function<void(const std::string&)> warning{};
     std::function<void(const Tuned&)> tuned{};  ///< when a layer is done
     std::function<bool()> stop{};               ///< whether to end; what has been measured is kept

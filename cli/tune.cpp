@@ -22,8 +22,8 @@ namespace {
 /// The line of seconds, candidates and the best time on stderr, one for each search.
 class TuneBar {
 public:
-    void update(const Spec& spec, std::int64_t num_tokens, const SearchProgress& at) {
-        if (at.candidates == 0 && at.elapsed_s == 0) begin(spec, num_tokens, at.budget_s);
+    void update(const TuneProgress& at) {
+        if (at.candidates == 0 && at.elapsed_s == 0) begin(at);
         if (bar_) bar_->update(std::llround(std::min(at.elapsed_s, at.budget_s)), tuning_note(at.candidates, at.best_ms));
     }
     void finish() {
@@ -32,10 +32,10 @@ public:
     }
 
 private:
-    void begin(const Spec& spec, std::int64_t num_tokens, double budget_s) {
+    void begin(const TuneProgress& at) {
         finish();
-        bar_.emplace("tune", std::llround(std::ceil(budget_s)), Progress::Options{.unit = "s", .bar_columns = 16});
-        bar_->print(fmt::format("tune: {}, {} tokens, at most {:.4g} s", spec.text(), num_tokens, budget_s));
+        bar_.emplace("tune", std::llround(std::ceil(at.budget_s)), Progress::Options{.unit = "s", .bar_columns = 16});
+        bar_->print(fmt::format("tune: {}, {} tokens, at most {:.4g} s", at.spec, at.num_tokens, at.budget_s));
     }
 
     std::optional<Progress> bar_;
@@ -58,7 +58,7 @@ void report(const Tuned& tuned) {
 int run_tuner(const TuneFlags& flags) {
     TuneBar progress;
     Tuner tuner(flags.options(), flags.workers(),
-                {.progress = [&](const Spec& spec, std::int64_t n, const SearchProgress& at) { progress.update(spec, n, at); },
+                {.progress = [&](const TuneProgress& at) { progress.update(at); },
                  .warning =
                      [&](const std::string& text) {
                          progress.finish();
