@@ -9,6 +9,7 @@
 
 #include "autotune/number_formats.hpp"
 #include "autotune/parallel.hpp"
+#include "generator/call_tensors.hpp"
 #include "runtime/scratch_steps.hpp"
 
 namespace flce {
@@ -61,6 +62,24 @@ std::vector<float> random_floats(std::string_view name, std::int64_t count, doub
     auto values = host_memory<float>(name, {count});
     fill_random(reinterpret_cast<std::byte*>(values.data()), DType::fp32, values.size(), deviation, seed);
     return values;
+}
+
+/// Those of a call's tensors that the pass has, under the names that they have among inputs and outputs.
+template <class Args, class Inputs, class Outputs>
+Args args_of(const Inputs& inputs, const Outputs& outputs, const CallOptions& options) {
+    Args args{.ignore_index = options.ignore_index, .reduction = options.reduction};
+#define FLCE_TAKE_VIEW(name, ...)                   \
+    if constexpr (requires { args.name; }) {        \
+        if constexpr (requires { inputs.name; }) {  \
+            args.name = inputs.name.view;           \
+        }                                           \
+        if constexpr (requires { outputs.name; }) { \
+            args.name = outputs.name.view;          \
+        }                                           \
+    }
+    FLCE_CALL_TENSORS(FLCE_TAKE_VIEW)
+#undef FLCE_TAKE_VIEW
+    return args;
 }
 
 }  // namespace
@@ -127,37 +146,11 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
 }
 
 ForwardArgs forward_args(const LayerInputs& inputs, const LayerOutputs& outputs, const CallOptions& options) {
-    return {.hidden = inputs.hidden.view,
-            .weight = inputs.weight.view,
-            .bias = inputs.bias.view,
-            .class_weight = inputs.class_weight.view,
-            .target = inputs.target.view,
-            .ignore_index = options.ignore_index,
-            .reduction = options.reduction,
-            .loss = outputs.loss.view,
-            .z_loss = outputs.z_loss.view,
-            .lse = outputs.lse.view,
-            .logprob = outputs.logprob.view,
-            .entropy = outputs.entropy.view};
+    return args_of<ForwardArgs>(inputs, outputs, options);
 }
 
 BackwardArgs backward_args(const LayerInputs& inputs, const LayerOutputs& outputs, const CallOptions& options) {
-    return {.hidden = inputs.hidden.view,
-            .weight = inputs.weight.view,
-            .bias = inputs.bias.view,
-            .class_weight = inputs.class_weight.view,
-            .target = inputs.target.view,
-            .ignore_index = options.ignore_index,
-            .reduction = options.reduction,
-            .lse = outputs.lse.view,
-            .entropy = outputs.entropy.view,
-            .grad_loss = inputs.grad_loss.view,
-            .grad_lse = inputs.grad_lse.view,
-            .grad_logprob = inputs.grad_logprob.view,
-            .grad_entropy = inputs.grad_entropy.view,
-            .grad_hidden = outputs.grad_hidden.view,
-            .grad_weight = outputs.grad_weight.view,
-            .grad_bias = outputs.grad_bias.view};
+    return args_of<BackwardArgs>(inputs, outputs, options);
 }
 
 Scratch::Scratch(std::string_view name, DeviceRef device, std::size_t bytes)
