@@ -17,6 +17,7 @@
 #include "cli/interrupt.hpp"
 #include "cli/output.hpp"
 #include "cli/unknown_name.hpp"
+#include "runtime/scratch_steps.hpp"
 
 namespace flce::cli {
 namespace {

@@ -60,9 +60,6 @@ int main(int argc, char** argv);
 /// replace.
 [[nodiscard]] std::filesystem::path output_file(std::string_view option, const std::filesystem::path& path);
 
-/// A limit for as much as there is a use for.
-inline constexpr std::int64_t kAllMemory = std::int64_t{1} << 40;
-
 /// --workspace-limit and --retain: the memory of a call beyond inputs and gradients, and what forward may leave to backward.
 struct MemoryFlags {
     std::string limit;

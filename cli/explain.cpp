@@ -2,10 +2,11 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <map>
 
 #include "cli/command.hpp"
-#include "cli/explanation.hpp"
 #include "runtime/environment.hpp"
+#include "runtime/explained_call.hpp"
 
 namespace flce::cli {
 namespace {
@@ -21,19 +22,28 @@ struct ExplainOptions {
     bool json = false;
 };
 
-Question question_of(const ExplainOptions& options) {
-    Question question{.spec = read_spec(options.spec).normalized(),
-                      .device = resolve_device(options.device),
-                      .num_tokens = options.num_tokens,
-                      .threads = options.threads > 0 ? options.threads : environment().num_threads,
-                      .plan = options.plan,
-                      .limit_bytes = options.memory.limit_bytes()};
+/// As the other commands read --retain, but for its default.
+void read_retain(const std::string& retain, CallQuestion& question) {
+    static const std::map<std::string_view, Keep> names = {
+        {"", Keep::automatic}, {"auto", Keep::automatic}, {"none", Keep::nothing}, {"all", Keep::all}, {"grad_weight", Keep::grad_weight}};
+    const auto name = names.find(retain);
+    question.keep = name == names.end() ? Keep::bytes : name->second;
+    if (question.keep == Keep::bytes) question.keep_bytes = parse_bytes("--retain", retain);
+}
+
+CallQuestion question_of(const ExplainOptions& options) {
+    CallQuestion question{.spec = read_spec(options.spec).normalized(),
+                          .device = resolve_device(options.device),
+                          .num_tokens = options.num_tokens,
+                          .threads = options.threads > 0 ? options.threads : environment().num_threads,
+                          .plan = options.plan,
+                          .limit_bytes = options.memory.limit_bytes()};
     if (!options.workspace.empty()) question.scratch_bytes = parse_bytes("--workspace", options.workspace);
-    if (!options.memory.retain.empty()) question.retain = options.memory.retain;
+    read_retain(options.memory.retain, question);
     return question;
 }
 
-Json to_json(const Point& point) {
+Json to_json(const CallPoint& point) {
     return {{"workspace_bytes", point.workspace_bytes},
             {"strategy", to_string(point.plan.strategy)},
             {"retained_part", point.kept.part},
@@ -54,7 +64,7 @@ Json to_json(const std::optional<MeasuredTime>& measured) {
             {"other_kernels", measured->other_kernels}};
 }
 
-Json to_json(const Question& question, const ExplainedCall& call) {
+Json to_json(const CallQuestion& question, const ExplainedCall& call) {
     const Spec& spec = question.spec;
     Json json{{"spec", spec.text()}, {"device", question.device.name}, {"num_tokens", question.num_tokens}};
     if (question.device.kind == DeviceKind::cpu) json["threads"] = with_threads(question.device, question.threads).cpu.cores;
@@ -65,13 +75,13 @@ Json to_json(const Question& question, const ExplainedCall& call) {
     json["logits_bytes"] =
         static_cast<double>(question.num_tokens) * static_cast<double>(spec.vocab_size) * static_cast<double>(element_bytes(spec.dtype));
     json["curve"] = Json::array();
-    for (const Point& point : call.curve) json["curve"].push_back(to_json(point));
+    for (const CallPoint& point : call.curve) json["curve"].push_back(to_json(point));
     json["plan_source"] = call.choice.source;
     json["reasons"] = call.choice.reasons;
     return json;
 }
 
-std::string device_text(const Question& question) {
+std::string device_text(const CallQuestion& question) {
     const Device& device = question.device;
     if (device.kind != DeviceKind::cpu) return device.name;
     return fmt::format("{}, {} of {} cores in use", device.name, with_threads(device, question.threads).cpu.cores, device.cpu.cores);
@@ -88,7 +98,7 @@ std::string time_text(const ExplainedCall& call) {
                        human_seconds(call.point.backward.seconds), human_seconds(call.point.seconds()));
 }
 
-std::string kept_text(const Kept& kept) {
+std::string kept_text(const KeptPart& kept) {
     if (kept.part == 0) return "nothing";
     return fmt::format("{:.1f} % of the vocabulary, in {}", 100 * kept.part,
                        kept.bytes == 0 ? "grad_weight's memory" : human_bytes(static_cast<double>(kept.bytes)) + " of its own");
@@ -100,7 +110,7 @@ void print_curve(const ExplainedCall& call) {
     fmt::print("\nwhat limits on memory do to the time, by the cost model (*: this call)\n    {:>12}  {:>8}  {:>19}  {}\n", "workspace",
                "retained", relative ? "to this call's time" : "forward + backward", "vocabulary chunk");
     for (std::size_t i = 0; i < call.curve.size(); ++i) {
-        const Point& p = call.curve[i];
+        const CallPoint& p = call.curve[i];
         const std::string time = relative ? fmt::format("× {:.2f}", p.seconds() / call.point.seconds()) : human_seconds(p.seconds());
         fmt::print("  {} {:>12}  {:>6.1f} %  {:>{}}  {}{}\n", call.place == i ? '*' : ' ',
                    human_bytes(static_cast<double>(p.workspace_bytes)), 100 * p.kept.part, time, 19, p.plan.vocab_chunk,
@@ -113,13 +123,14 @@ void print_curve(const ExplainedCall& call) {
 }
 
 int explain(const ExplainOptions& options) {
-    const Question question = question_of(options);
+    const CallQuestion question = question_of(options);
     const ExplainedCall call = explained_call(question);
+    options.memory.check_limit(call.point.workspace_bytes);
     if (options.json) {
         print_json(to_json(question, call));
         return kDone;
     }
-    const Point& point = call.point;
+    const CallPoint& point = call.point;
     fmt::print("spec        {}\ndevice      {}\nplan        {}\ntokens      {}\n", question.spec.text(), device_text(question),
                point.plan.text(), question.num_tokens);
     fmt::print("workspace   at most {}{}\nretained    {}\n", human_bytes(static_cast<double>(point.workspace_bytes)),

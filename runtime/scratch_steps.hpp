@@ -12,7 +12,8 @@
 
 namespace flce {
 
-inline constexpr std::int64_t kMostUsefulScratch = 256LL << 20;  ///< chunks that are wider gain nothing
+inline constexpr std::int64_t kMostUsefulScratch = 256LL << 20;    ///< chunks that are wider gain nothing
+inline constexpr std::int64_t kAllMemory = std::int64_t{1} << 40;  ///< a limit for as much as there is a use for
 
 /// The largest of 1, 1½, 2, 3, 4, 6, … that is no more than `bytes`, which is positive.
 [[nodiscard]] std::int64_t round_down_to_step(std::int64_t bytes);

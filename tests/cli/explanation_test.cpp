@@ -1,6 +1,4 @@
 // What flce explain says is consistent with itself: over specs, devices, limits, numbers of tokens and threads.
-#include "cli/explanation.hpp"
-
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,6 +6,7 @@
 #include <cmath>
 #include <regex>
 
+#include "runtime/explained_call.hpp"
 #include "tests/cli/process.hpp"
 
 namespace flce::cli {
@@ -27,7 +26,7 @@ const std::vector<const char*>& specs() {
     return all;
 }
 
-void expect_consistent(const Question& question, const ExplainedCall& call) {
+void expect_consistent(const CallQuestion& question, const ExplainedCall& call) {
     EXPECT_EQ(call.point.seconds(), call.point.forward.seconds + call.point.backward.seconds);
     EXPECT_TRUE(question.limit_bytes == 0 || call.point.workspace_bytes <= question.limit_bytes);
     ASSERT_FALSE(call.curve.empty());
@@ -40,7 +39,7 @@ void expect_consistent(const Question& question, const ExplainedCall& call) {
         EXPECT_EQ(call.curve[*call.place].seconds(), call.point.seconds());
         EXPECT_EQ(call.curve[*call.place].workspace_bytes, call.point.workspace_bytes);
     } else {
-        const auto better = [&](const Point& p) {
+        const auto better = [&](const CallPoint& p) {
             return p.workspace_bytes <= call.point.workspace_bytes && p.seconds() < call.point.seconds();
         };
         EXPECT_TRUE(std::ranges::any_of(call.curve, better)) << "why it has no place";
@@ -50,17 +49,18 @@ void expect_consistent(const Question& question, const ExplainedCall& call) {
 TEST(ExplainedCall_AnySpecDeviceLimitAndTokens, IsConsistent) {
     for (const char* text : specs()) {
         for (const char* device : {"h100", "a100", "rtx4090", "b200", "znver4"}) {
-            for (const auto& [limit, retain] :
-                 {std::pair<std::int64_t, const char*>{0, "auto"}, {0, "none"}, {2LL << 30, "auto"}, {8LL << 30, "all"}}) {
+            for (const auto& [limit, keep] :
+                 {std::pair{std::int64_t{0}, Keep::automatic}, {0, Keep::nothing}, {2LL << 30, Keep::automatic}, {8LL << 30, Keep::all}}) {
                 if (limit == 8LL << 30 && std::string_view(device) != "h100") continue;
                 double last = 0;
                 for (const std::int64_t tokens : kTokens) {
-                    SCOPED_TRACE(fmt::format("{} on {}, limit {}, {}, {} tokens", text, device, limit, retain, tokens));
-                    const Question question{.spec = parse_spec(text),
-                                            .device = describe_device(device),
-                                            .num_tokens = std::string_view(retain) == "all" ? std::min<std::int64_t>(tokens, 4096) : tokens,
-                                            .limit_bytes = limit,
-                                            .retain = retain};
+                    SCOPED_TRACE(
+                        fmt::format("{} on {}, limit {}, keep {}, {} tokens", text, device, limit, static_cast<int>(keep), tokens));
+                    const CallQuestion question{.spec = parse_spec(text),
+                                                .device = describe_device(device),
+                                                .num_tokens = keep == Keep::all ? std::min<std::int64_t>(tokens, 4096) : tokens,
+                                                .limit_bytes = limit,
+                                                .keep = keep};
                     const ExplainedCall call = explained_call(question);
                     expect_consistent(question, call);
                     EXPECT_GE(call.point.seconds(), last) << "more tokens take no less";
@@ -87,12 +87,12 @@ TEST(ExplainedCall_FewerThreads, TakeLonger) {
 }
 
 TEST(ExplainedCall_Measured, OnlyOfExactlyThisCall) {
-    const auto at = [](std::int64_t tokens, std::int64_t limit = 0, const char* retain = "auto", const char* device = "h100") {
+    const auto at = [](std::int64_t tokens, std::int64_t limit = 0, Keep keep = Keep::automatic, const char* device = "h100") {
         return explained_call({.spec = parse_spec("D=4096,V=128256,dtype=bf16"),
                                .device = describe_device(device),
                                .num_tokens = tokens,
                                .limit_bytes = limit,
-                               .retain = retain});
+                               .keep = keep});
     };
     for (const std::int64_t tokens : {4096, 8192}) {
         const ExplainedCall call = at(tokens);
@@ -103,8 +103,8 @@ TEST(ExplainedCall_Measured, OnlyOfExactlyThisCall) {
     }
     for (const std::int64_t tokens : {1, 4095, 5000, 6000, 16384}) EXPECT_FALSE(at(tokens).measured) << tokens;
     EXPECT_FALSE(at(4096, 4LL << 30).measured) << "with such a limit nothing was measured";
-    EXPECT_FALSE(at(4096, 0, "none").measured) << "what was measured retained";
-    EXPECT_FALSE(at(4096, 0, "auto", "a100").measured);
+    EXPECT_FALSE(at(4096, 0, Keep::nothing).measured) << "what was measured retained";
+    EXPECT_FALSE(at(4096, 0, Keep::automatic, "a100").measured);
 }
 
 /// Milliseconds of "3.42 ms", "812 µs", "1.25 s".

@@ -12,14 +12,13 @@ set(max_lines 500)
 # library's own parts share with it. An internal header that is not here stays the library's.
 set(command_layers demo cli)
 set(internals_of_the_command
-  generator/nearest_name.hpp generator/planner.hpp
+  generator/nearest_name.hpp
   cache/byte_io.hpp cache/cleanup.hpp cache/disk_store.hpp cache/pack_store.hpp cache/private_folder.hpp cache/signature.hpp
   cache/statistics_file.hpp
   records/kernel_version.hpp records/named_records.hpp records/record_store.hpp
-  runtime/cuda/nvrtc.hpp runtime/environment.hpp runtime/host/host_code.hpp runtime/json.hpp runtime/kernel_factory.hpp
-  runtime/payload_check.hpp runtime/retained_choice.hpp runtime/scratch_steps.hpp runtime/session.hpp
-  runtime/setup_report.hpp runtime/text.hpp
-  runtime/hf_config.hpp runtime/workers/worker_command.hpp runtime/workers/worker_room.hpp
+  runtime/cuda/nvrtc.hpp runtime/environment.hpp runtime/explained_call.hpp runtime/hf_config.hpp runtime/host/host_code.hpp
+  runtime/json.hpp runtime/kernel_factory.hpp runtime/payload_check.hpp runtime/scratch_steps.hpp runtime/setup_report.hpp
+  runtime/text.hpp runtime/workers/worker_command.hpp runtime/workers/worker_room.hpp
   autotune/buffer_sets.hpp autotune/compile_candidates.hpp autotune/gemm_floor.hpp autotune/judge.hpp autotune/layer.hpp
   autotune/number_formats.hpp autotune/parallel.hpp autotune/reference.hpp autotune/tune_json.hpp
   autotune/tune_worker.hpp autotune/tuner.hpp

@@ -1,25 +1,29 @@
-#include "cli/explanation.hpp"
+#include "runtime/explained_call.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "flce/error.hpp"
 #include "generator/planner.hpp"
+#include "records/record.hpp"
 #include "runtime/retained_choice.hpp"
 #include "runtime/scratch_steps.hpp"
+#include "runtime/session.hpp"
 
-namespace flce::cli {
+namespace flce {
 namespace {
 
 class Explainer {
 public:
-    explicit Explainer(const Question& question)
+    explicit Explainer(const CallQuestion& question)
         : q_(question),
           session_({.device = "cpu", .scratch_bytes = question.scratch_bytes, .threads = question.threads}),
           modelled_device_(with_threads(question.device, question.threads)) {}
 
     ExplainedCall call() {
-        const std::int64_t plan_limit = q_.limit_bytes == 0 && q_.retain == "all" ? kAllMemory : q_.limit_bytes;
+        const std::int64_t plan_limit = q_.limit_bytes == 0 && q_.keep == Keep::all ? kAllMemory : q_.limit_bytes;
         const KernelOptions options{.plan = q_.plan, .workspace_limit_bytes = plan_limit, .num_tokens = q_.num_tokens};
         ExplainedCall call{.choice = session_.choose_plan(q_.spec, q_.device, options)};
         const Plan& plan = call.choice.plan;
@@ -31,21 +35,25 @@ public:
     }
 
 private:
+    [[nodiscard]] ArgumentError overflow() const {
+        return ArgumentError(fmt::format("num_tokens is {}: sizes of its tensors overflow 64 bits", q_.num_tokens));
+    }
+
     /// Scratch and the fp32 sum of grad_hidden, which in fp32 is grad_hidden itself.
     [[nodiscard]] std::int64_t workspace_bound(const Plan& plan) const {
         std::int64_t sum = 0;
         std::int64_t workspace = 0;
         const bool overflows = q_.spec.dtype != DType::fp32 && __builtin_mul_overflow(4 * q_.spec.hidden_size, q_.num_tokens, &sum);
         if (overflows || __builtin_add_overflow(plan.scratch_bytes, sum, &workspace)) {
-            throw UsageError(fmt::format("--num-tokens: {} tokens overflow 64-bit sizes", q_.num_tokens));
+            throw overflow();
         }
         return workspace;
     }
 
-    [[nodiscard]] Point point(const Plan& plan, const Kept& kept) const {
+    [[nodiscard]] CallPoint point(const Plan& plan, const KeptPart& kept) const {
         std::int64_t bytes = 0;
         if (__builtin_add_overflow(workspace_bound(plan), kept.bytes, &bytes)) {
-            throw UsageError(fmt::format("--num-tokens: {} tokens overflow 64-bit sizes", q_.num_tokens));
+            throw overflow();
         }
         return {plan, bytes, kept, estimate_forward(q_.spec, modelled_device_, plan, q_.num_tokens, kept.part),
                 estimate_backward(q_.spec, modelled_device_, plan, q_.num_tokens, kept.part)};
@@ -58,7 +66,7 @@ private:
     }
 
     /// What grad_weight's memory holds.
-    [[nodiscard]] Kept lent(const Plan& plan) const {
+    [[nodiscard]] KeptPart lent(const Plan& plan) const {
         if (!retains(plan)) return {};
         const double part = lendable_part(q_.spec, q_.num_tokens);  // in elements of the spec's dtype
         return {plan.path == PlanPath::cpu ? std::min(1.0, lendable_of_fp32()) : part, 0};
@@ -71,7 +79,7 @@ private:
     }
 
     /// At most `bytes` in memory of its own.
-    [[nodiscard]] Kept own(const Plan& plan, double bytes) const {
+    [[nodiscard]] KeptPart own(const Plan& plan, double bytes) const {
         const double whole = retains(plan) ? whole_bytes(plan) : 0;
         if (whole <= 0 || bytes <= 0) return {};
         const double kept = std::min(bytes, whole);
@@ -79,7 +87,7 @@ private:
     }
 
     /// As Kernel::choose_retained decides, from bounds.
-    [[nodiscard]] Kept automatic(const Plan& plan) const {
+    [[nodiscard]] KeptPart automatic(const Plan& plan) const {
         if (!retains(plan)) return {};
         const double grad_weight_bytes = static_cast<double>(q_.spec.vocab_size) * static_cast<double>(q_.spec.hidden_size) *
                                          static_cast<double>(element_bytes(q_.spec.grad_weight_dtype));
@@ -91,37 +99,34 @@ private:
         return own(plan, static_cast<double>(chosen.bytes));
     }
 
-    /// As the other commands read --retain.
-    [[nodiscard]] Kept asked(const Plan& plan) const {
+    [[nodiscard]] KeptPart asked(const Plan& plan) const {
         const std::int64_t workspace = workspace_bound(plan);
         if (q_.limit_bytes > 0 && workspace > q_.limit_bytes) {
             throw PlanError(limit_too_small(q_.limit_bytes, workspace, fmt::format("{} tokens with this plan", q_.num_tokens)));
         }
-        if (q_.retain == "none") return {};
-        if (q_.retain == "auto") return automatic(plan);
-        if (q_.retain == "grad_weight") {
-            if (lent(plan).part == 0 && q_.num_tokens > 0) {
-                throw UsageError(
-                    fmt::format("--retain grad_weight: {} cannot use that memory (the plan has to retain, the gradient to be written, not "
-                                "accumulated into, vocab_major)",
-                                plan.text()));
-            }
-            return lent(plan);
+        switch (q_.keep) {
+            case Keep::nothing: break;
+            case Keep::automatic: return automatic(plan);
+            case Keep::all: return own(plan, 0x1p62);
+            case Keep::bytes: return own(plan, static_cast<double>(q_.keep_bytes));
+            case Keep::grad_weight:
+                if (lent(plan).part == 0 && q_.num_tokens > 0) {
+                    throw ArgumentError(
+                        fmt::format("nothing can be kept in the memory of grad_weight with {} (the plan has to retain, the gradient to be "
+                                    "written, not accumulated into, vocab_major)",
+                                    plan.text()));
+                }
+                return lent(plan);
         }
-        const Kept kept = own(plan, q_.retain == "all" ? 0x1p62 : static_cast<double>(parse_bytes("--retain", q_.retain)));
-        if (q_.limit_bytes > 0 && workspace + kept.bytes > q_.limit_bytes) {
-            throw UsageError(
-                fmt::format("--retain {}: with the workspace {} bytes, over the --workspace-limit of {}; auto takes what it leaves",
-                            q_.retain, workspace + kept.bytes, q_.limit_bytes));
-        }
-        return kept;
+        return {};
     }
 
     /// Records know two ways: nothing kept, and what is kept where nothing more is said.
-    [[nodiscard]] std::optional<MeasuredTime> measured(const Point& point) {
-        if (q_.retain != "none" && q_.retain != "auto") return std::nullopt;
+    [[nodiscard]] std::optional<MeasuredTime> measured(const CallPoint& point) {
+        if (q_.keep != Keep::nothing && q_.keep != Keep::automatic) return std::nullopt;
         const PlanRequest call{.scratch_bytes = point.plan.scratch_bytes, .limit_bytes = q_.limit_bytes, .num_tokens = q_.num_tokens};
-        return SessionAccess::measured_time(session_, q_.spec, q_.device, point.plan, call, q_.retain);
+        return SessionAccess::measured_time(session_, q_.spec, q_.device, point.plan, call,
+                                            q_.keep == Keep::nothing ? kNothingRetained : kRetainedAutomatically);
     }
 
     /// The call's plan with so much scratch; where that is too little for it, the cost model's choice, unless the plan is the user's.
@@ -137,12 +142,13 @@ private:
     }
 
     /// Powers of two of scratch, with what may be kept without more memory; then memory of its own for eighths of what can be kept.
-    [[nodiscard]] std::vector<Point> points(const Plan& call) {
-        std::vector<Point> all;
+    [[nodiscard]] std::vector<CallPoint> points(const Plan& call) {
+        std::vector<CallPoint> all;
         for (std::int64_t scratch = 1 << 20; scratch <= kMostUsefulScratch; scratch *= 2) {
-            if (const auto plan = plan_with(call, scratch)) all.push_back(point(*plan, q_.retain == "none" ? Kept{} : lent(*plan)));
+            if (const auto plan = plan_with(call, scratch))
+                all.push_back(point(*plan, q_.keep == Keep::nothing ? KeptPart{} : lent(*plan)));
         }
-        if (q_.retain == "none" || q_.retain == "grad_weight") return all;
+        if (q_.keep == Keep::nothing || q_.keep == Keep::grad_weight) return all;
         const auto plan = plan_with(call, q_.scratch_bytes);
         if (!plan || !retains(*plan)) return all;
         for (int eighths = 1; eighths < 8; ++eighths) all.push_back(point(*plan, own(*plan, eighths / 8.0 * whole_bytes(*plan))));
@@ -153,39 +159,39 @@ private:
     }
 
     /// Without those that take as long with more memory.
-    static std::vector<Point> quickest_for_their_memory(std::vector<Point> points) {
-        std::ranges::stable_sort(points, {}, [](const Point& p) { return std::pair(p.workspace_bytes, p.seconds()); });
-        std::vector<Point> quickest;
-        for (Point& point : points) {
+    static std::vector<CallPoint> quickest_for_their_memory(std::vector<CallPoint> points) {
+        std::ranges::stable_sort(points, {}, [](const CallPoint& p) { return std::pair(p.workspace_bytes, p.seconds()); });
+        std::vector<CallPoint> quickest;
+        for (CallPoint& point : points) {
             if (quickest.empty() || point.seconds() < 0.999 * quickest.back().seconds()) quickest.push_back(std::move(point));
         }
         return quickest;
     }
 
     /// Puts the call among them where no less memory is quicker; what then takes as long with more memory goes.
-    static std::optional<std::size_t> placed(std::vector<Point>& curve, const Point& call) {
-        const auto smaller = [&](const Point& p) {
+    static std::optional<std::size_t> placed(std::vector<CallPoint>& curve, const CallPoint& call) {
+        const auto smaller = [&](const CallPoint& p) {
             return p.workspace_bytes < call.workspace_bytes || (p.workspace_bytes == call.workspace_bytes && p.seconds() < call.seconds());
         };
-        for (const Point& p : curve) {
+        for (const CallPoint& p : curve) {
             if (smaller(p) && p.seconds() < call.seconds()) return std::nullopt;
         }
         const auto after = std::ranges::find_if_not(curve, smaller);
         const auto place = static_cast<std::size_t>(after - curve.begin());
-        curve.erase(after, std::ranges::find_if(after, curve.end(), [&](const Point& p) {
+        curve.erase(after, std::ranges::find_if(after, curve.end(), [&](const CallPoint& p) {
                         return p.workspace_bytes > call.workspace_bytes && p.seconds() < call.seconds();
                     }));
         curve.insert(curve.begin() + static_cast<std::ptrdiff_t>(place), call);
         return place;
     }
 
-    const Question& q_;
+    const CallQuestion& q_;
     Session session_;
     Device modelled_device_;
 };
 
 }  // namespace
 
-ExplainedCall explained_call(const Question& question) { return Explainer(question).call(); }
+ExplainedCall explained_call(const CallQuestion& question) { return Explainer(question).call(); }
 
-}  // namespace flce::cli
+}  // namespace flce
