@@ -129,6 +129,7 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
     const Result& ref = yardstick.result;
     const Budgets& budgets = yardstick.budgets;
     const double output_cap = output_error_cap(p.spec.dtype);
+    const double loss_cap = loss_error_cap(p.spec);
     const double gradient_cap = gradient_error_cap(p.spec.dtype);
     const Layer<float> layer = layer_of(p);
     const Divisors divide = divisors(layer);
@@ -137,7 +138,8 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
     std::vector<Judgement> out;
     const auto per_token = [&](const char* name, const std::vector<double>& values, const std::vector<double>& expected,
                                const std::vector<double>& reference, const std::vector<Budget>& budget) {
-        if (!values.empty()) out.push_back(judge_rows(name, values, expected, reference, budget, 1, output_cap, valid));
+        const double cap = std::string_view(name).ends_with("loss") ? loss_cap : output_cap;
+        if (!values.empty()) out.push_back(judge_rows(name, values, expected, reference, budget, 1, cap, valid));
     };
     if (p.options.reduction == Reduction::none) {
         per_token("loss", got.loss, truth.loss, ref.loss, budgets.loss);
@@ -145,10 +147,10 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
     } else if (std::ssize(selection.tokens) == p.num_tokens()) {
         const double least = std::min(std::fabs(divide.cross_entropy), std::fabs(divide.z_loss));
         if (!got.loss.empty())
-            out.push_back(judge_scalar("loss", got.loss[0], truth.reduced_loss, ref.reduced_loss, budgets.loss, least, output_cap));
+            out.push_back(judge_scalar("loss", got.loss[0], truth.reduced_loss, ref.reduced_loss, budgets.loss, least, loss_cap));
         if (!got.z_loss.empty()) {
             out.push_back(
-                judge_scalar("z_loss", got.z_loss[0], truth.reduced_z_loss, ref.reduced_z_loss, budgets.z_loss, divide.z_loss, output_cap));
+                judge_scalar("z_loss", got.z_loss[0], truth.reduced_z_loss, ref.reduced_z_loss, budgets.z_loss, divide.z_loss, loss_cap));
         }
     }
     per_token("lse", got.lse, truth.lse, ref.lse, budgets.lse);

@@ -81,10 +81,10 @@ struct TokenSizes {
     double hidden_norm = 0;
     double lse = 0;
     double entropy = 0;
-    double slope = 0;    ///< Σ |terms| that multiply p_j
-    double slope_z = 0;  ///< |what multiplies p_j·(log p_j + entropy)|
-    double hit = 0;      ///< |what is taken from the label's logit|
-    double spread = 0;   ///< |what is taken from every logit, times c_j|
+    double slope = 0;       ///< Σ |terms| that multiply p_j
+    double slope_z = 0;     ///< |what multiplies p_j·(log p_j + entropy)|
+    double hit = 0;         ///< |what is taken from the label's logit|
+    double spread = 0;      ///< |what is taken from every logit, times c_j|
     double loss_slope = 0;  ///< |the part of slope that the loss has|
     Budget lse_error;
     Budget factor_error;  ///< relative, of what the loss is multiplied by

@@ -199,8 +199,8 @@ void KernelRun::retain(RetainedPlace place, std::size_t bytes) {
 }
 
 void KernelRun::forward() {
-    for (const char* name : {"loss", "z_loss", "lse", "logprob", "entropy", "top1", "log_sum_sq_probs", "invalid_label",
-                             "forward workspace", "retained"}) {
+    for (const char* name :
+         {"loss", "z_loss", "lse", "logprob", "entropy", "top1", "log_sum_sq_probs", "invalid_label", "forward workspace", "retained"}) {
         if (!has(name)) continue;
         reset(name);
         entries_.at(name).written = true;

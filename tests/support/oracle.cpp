@@ -226,8 +226,8 @@ Result oracle(const Layer<T>& given, const Selection& selection, const KnownToke
     const auto columns = static_cast<std::int64_t>(selection.vocab.size());
     const auto d = layer.spec.hidden_size;
     Result result;
-    for (auto* values : {&result.loss, &result.z_loss, &result.lse, &result.logprob, &result.entropy, &result.log_sum_sq_probs,
-                         &result.largest_logit}) {
+    for (auto* values :
+         {&result.loss, &result.z_loss, &result.lse, &result.logprob, &result.entropy, &result.log_sum_sq_probs, &result.largest_logit}) {
         values->assign(rows, 0.0);
     }
     result.top1.assign(rows, -1.0);

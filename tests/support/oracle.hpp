@@ -16,7 +16,7 @@ struct Result {
     std::vector<double> logprob;
     std::vector<double> entropy;
     std::vector<double> log_sum_sq_probs;
-    std::vector<double> top1;          ///< the class, −1 where ignored
+    std::vector<double> top1;  ///< the class, −1 where ignored
     std::vector<double> largest_logit;
     double reduced_loss = 0;  ///< by the layer's reduction (sum or mean); only where every token is selected
     double reduced_z_loss = 0;

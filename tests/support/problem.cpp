@@ -121,7 +121,8 @@ void make_upstream(Problem& p) {
     };
     if (p.spec.outputs.loss) p.grad_loss = o.reduction == Reduction::none ? vector(0) : std::vector<float>{1.625F};
     // Reduced losses have gradients of size 1/N; the others' are as large, so that none hides the rest.
-    const float size = (o.reduction == Reduction::mean || o.reduction == Reduction::weighted_mean) && n > 0 ? 1.0F / static_cast<float>(n) : 1.0F;
+    const float size =
+        (o.reduction == Reduction::mean || o.reduction == Reduction::weighted_mean) && n > 0 ? 1.0F / static_cast<float>(n) : 1.0F;
     const auto scaled = [&](std::uint64_t which) {
         std::vector<float> values = vector(which);
         for (float& v : values) v *= size;

@@ -1,5 +1,3 @@
-#include "tests/support/reference.hpp"
-
 #include <tbb/blocked_range.h>
 #include <tbb/parallel_for.h>
 #include <tbb/partitioner.h>
@@ -10,38 +8,13 @@
 
 #include "tests/support/dense.hpp"
 #include "tests/support/number_formats.hpp"
+#include "tests/support/reference_evaluation.hpp"
 
 namespace flce::test {
 namespace {
 
 constexpr std::int64_t kTokenBlock = 8;
 constexpr std::int64_t kVocabBlock = 32;
-
-// What the backward pass knows of a token.
-struct Token {
-    bool valid = false;
-    std::int64_t label = 0;
-    float top = 0;  // log p_j = (z_j − top) − log_sum
-    float log_sum = 0;
-    float entropy = 0;
-    float logprob = 0;
-    TokenSizes sizes;
-};
-
-// Upstream gradients of a token, in fp32 like everything.
-struct Upstream {
-    float cross_entropy = 0;
-    float z_loss = 0;
-    float lse = 0;
-    float logprob = 0;
-    float entropy = 0;
-};
-
-// Of a block of tokens: logits, and their derivatives with respect to h·w + b.
-struct Logits {
-    std::vector<float> z;
-    std::vector<float> gain;
-};
 
 // Rounding of `length` numbers of Euclidean norm `norm` to dtype.
 void add_rounding(Budget& budget, DType dtype, double norm, std::int64_t length) {
@@ -50,108 +23,10 @@ void add_rounding(Budget& budget, DType dtype, double norm, std::int64_t length)
     budget.limit += kLargest.rounding(unit_roundoff(dtype)) * norm + underflow;
 }
 
-class Evaluation {
-public:
-    Evaluation(const Problem& problem, const Selection& selection, const KnownTokens& known, Summation summation)
-        : summation_(summation),
-          problem_(problem),
-          selection_(selection),
-          known_(known),
-          layer_(layer_of(problem)),
-          hidden_(hidden_of_valid(layer_)),
-          spec_(problem.spec),
-          divide_(divisors(layer_)) {
-        layer_.hidden = hidden_.data();
-        for (std::int64_t j = 0; j < spec_.vocab_size; ++j) class_sum_ += float(layer_.class_weight_of(j));
-        weight_norm_.resize(static_cast<std::size_t>(spec_.vocab_size));
-        for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
-            weight_norm_[j] = norm(layer_.weight + j * spec_.hidden_size);
-            largest_weight_norm_ = std::max(largest_weight_norm_, weight_norm_[j]);
-        }
-    }
-
-    Reference run();
-
-private:
-    double norm(const float* row) const {
-        double sum = 0;
-        for (std::int64_t k = 0; k < spec_.hidden_size; ++k) sum += double(row[k]) * double(row[k]);
-        return std::sqrt(sum);
-    }
-    float class_weight(std::int64_t j) const { return layer_.class_weight != nullptr ? layer_.class_weight[j] : 1.0F; }
-    // Turns h·w into the logit, and returns the derivative.
-    float transform(float& x, std::int64_t i, std::int64_t j) const {
-        const float gain = transform(x, j);
-        if (layer_.temperature == nullptr) return gain;
-        x /= layer_.temperature[i];
-        return gain / layer_.temperature[i];
-    }
-    float transform(float& x, std::int64_t j) const {
-        if (layer_.bias != nullptr) x += layer_.bias[j];
-        const auto scale = static_cast<float>(spec_.logit_scale);
-        x *= scale;
-        if (spec_.softcap <= 0) return scale;
-        const auto cap = static_cast<float>(spec_.softcap);
-        const float t = std::tanh(x / cap);
-        x = cap * t;
-        return scale * (1.0F - t * t);
-    }
-    // What the token's whole loss is multiplied by.
-    float loss_factor(std::int64_t i, const Token& token) const {
-        return static_cast<float>(layer_.token_weight_of(i)) * (spec_.dft ? std::exp(token.logprob) : 1.0F);
-    }
-    Upstream upstream(std::int64_t i, const Token& token) const {
-        const auto at = [i](const float* values, float absent) { return values != nullptr ? values[i] : absent; };
-        Upstream g;
-        float loss = spec_.outputs.loss ? 1.0F : 0.0F;
-        if (layer_.grad_loss != nullptr) loss = layer_.grad_loss[layer_.reduction == Reduction::none ? i : 0];
-        loss *= loss_factor(i, token);
-        g.cross_entropy = loss / float(divide_.cross_entropy);
-        g.z_loss = loss / float(divide_.z_loss);
-        g.lse = at(layer_.grad_lse, 0);
-        g.logprob = at(layer_.grad_logprob, 0);
-        g.entropy = at(layer_.grad_entropy, 0);
-        return g;
-    }
-
-    void prepare();
-    Logits logits(std::int64_t first, std::int64_t last) const;
-    void forward_block(std::int64_t first, std::int64_t last);
-    void grad_hidden_block(std::int64_t first, std::int64_t last);
-    void token_outputs(std::int64_t at, Token& token, const float* z);
-    void token_budgets(std::int64_t at, Token& token, const float* z, const float* gain);
-    void token_gradient(std::int64_t at, const Token& token, float* z, const float* gain);
-    void vocab_block(std::int64_t first, std::int64_t last);
-    float logit_gradient(const Token& token, const Upstream& g, std::int64_t j, float z) const;
-    void set_sizes(std::int64_t i, Token& token) const;
-    LogitSizes logit_sizes(const Token& token, std::int64_t j, float z, float gain, float logit_gradient) const;
-    void round_gradients(float scale, float* values, std::int64_t count) const;
-    float gradient_scale() const;
-    void complete_tokens();
-    void reduce();
-    void store_weight_rows();
-
-    Summation summation_;
-    ErrorModel expected_{true, summation_};
-    ErrorModel largest_{false, summation_};
-    const Problem& problem_;
-    const Selection& selection_;
-    KnownTokens known_;
-    Layer<float> layer_;
-    std::vector<float> hidden_;
-    const Spec& spec_;
-    Divisors divide_;
-    float class_sum_ = 0;
-    std::vector<double> weight_norm_;
-    double largest_weight_norm_ = 0;
-    std::vector<Token> tokens_;  // of every token once complete_tokens has run, of the selected ones before
-    std::vector<float> grad_hidden_, grad_weight_, grad_bias_;
-    float scale_ = 1;  // of the logits' gradient while it is stored in fp16, a power of two
-    Reference out_;
-};
+}  // namespace
 
 // Backward of log-softmax and of what follows it, as autograd composes them.
-float Evaluation::logit_gradient(const Token& token, const Upstream& g, std::int64_t j, float z) const {
+float Evaluation::logit_gradient(const ReferenceToken& token, const TokenUpstream& g, std::int64_t j, float z) const {
     const auto eps = static_cast<float>(spec_.label_smoothing);
     const auto omega = static_cast<float>(spec_.z_loss);
     const float log_p = (z - token.top) - token.log_sum;
@@ -166,36 +41,6 @@ float Evaluation::logit_gradient(const Token& token, const Upstream& g, std::int
     return gradient;
 }
 
-void Evaluation::set_sizes(std::int64_t i, Token& token) const {
-    const Upstream g = upstream(i, token);
-    const double eps = spec_.label_smoothing;
-    TokenSizes& s = token.sizes;
-    s.hidden_norm = norm(layer_.hidden + i * spec_.hidden_size);
-    s.lse = double(token.top) + double(token.log_sum);
-    s.entropy = std::fabs(token.entropy);
-    s.hit = std::fabs(g.cross_entropy) * (1 - eps) * class_weight(token.label) + std::fabs(g.logprob);
-    s.spread = std::fabs(g.cross_entropy) * eps / double(spec_.vocab_size);
-    s.slope = s.hit + s.spread * class_sum_ + std::fabs(g.z_loss * 2 * spec_.z_loss * s.lse) + std::fabs(g.lse);
-    s.slope_z = std::fabs(g.entropy);
-    s.loss_slope = std::fabs(g.cross_entropy) * ((1 - eps) * class_weight(token.label) + eps / double(spec_.vocab_size) * class_sum_) +
-                   std::fabs(g.z_loss * 2 * spec_.z_loss * s.lse);
-}
-
-LogitSizes Evaluation::logit_sizes(const Token& token, std::int64_t j, float z, float gain, float logit_gradient) const {
-    LogitSizes e;
-    const double bias = layer_.bias != nullptr ? std::fabs(layer_.bias[j]) : 0;
-    const bool absent = z == -std::numeric_limits<float>::infinity();  // exactly
-    e.z = absent ? 0 : z;
-    e.p = std::exp(std::min(0.0, double((z - token.top) - token.log_sum)));
-    e.gain = std::fabs(gain);
-    e.product = absent ? 0 : token.sizes.hidden_norm * weight_norm_[j] + (std::isinf(bias) ? 0 : bias);
-    e.logit_gradient = std::fabs(logit_gradient);
-    e.gradient = e.logit_gradient * e.gain;
-    e.class_weight = class_weight(j);
-    e.is_label = j == token.label;
-    return e;
-}
-
 void Evaluation::round_gradients(float scale, float* values, std::int64_t count) const {
     if (spec_.dtype == DType::fp32) return;
     for (std::int64_t i = 0; i < count; ++i) values[i] = rounded(values[i] * scale, spec_.dtype) / scale;
@@ -205,7 +50,7 @@ void Evaluation::round_gradients(float scale, float* values, std::int64_t count)
 float Evaluation::gradient_scale() const {
     if (spec_.dtype != DType::fp16) return 1;
     double largest = 0;
-    for (const Token& token : tokens_) {
+    for (const ReferenceToken& token : tokens_) {
         if (!token.valid) continue;
         const double entropy_part = token.sizes.slope_z * (1 + token.sizes.entropy + std::log(double(spec_.vocab_size)));
         largest = std::max(largest, token.sizes.slope + entropy_part);
@@ -219,7 +64,7 @@ float Evaluation::gradient_scale() const {
     return largest > 0 ? static_cast<float>(std::ldexp(1.0, std::clamp(14 - std::ilogb(largest), -100, 100))) : 1.0F;
 }
 
-void Evaluation::token_outputs(std::int64_t at, Token& token, const float* z) {
+void Evaluation::token_outputs(std::int64_t at, ReferenceToken& token, const float* z) {
     const std::int64_t v = spec_.vocab_size;
     token.top = std::max(*std::max_element(z, z + v), std::numeric_limits<float>::lowest());
     Sum exp_sum;
@@ -244,8 +89,7 @@ void Evaluation::token_outputs(std::int64_t at, Token& token, const float* z) {
     for (std::int64_t j = 0; j < v; ++j) squares.add(std::exp(2 * ((z[j] - token.top) - token.log_sum)));
     Result& r = out_.result;
     r.log_sum_sq_probs[at] = std::log(squares.total());
-    r.loss[at] =
-        factor * (-(1.0F - eps) * class_weight(token.label) * logprob + eps / static_cast<float>(v) * smooth.total()) + z_loss;
+    r.loss[at] = factor * (-(1.0F - eps) * class_weight(token.label) * logprob + eps / static_cast<float>(v) * smooth.total()) + z_loss;
     r.z_loss[at] = z_loss;
     r.lse[at] = lse;
     r.logprob[at] = logprob;
@@ -253,62 +97,9 @@ void Evaluation::token_outputs(std::int64_t at, Token& token, const float* z) {
     r.top1[at] = static_cast<double>(std::max_element(z, z + v) - z);
 }
 
-void Evaluation::token_budgets(std::int64_t at, Token& token, const float* z, const float* gain) {
-    const TokenSizes& s = token.sizes;
-    const double eps = spec_.label_smoothing;
-    const double per_class = eps / double(spec_.vocab_size);
-    const double to_label = std::fabs(z[token.label] - token.top);
-    const double factor = std::fabs(loss_factor(selection_.tokens[at], token));
-    const double log_squares = out_.result.log_sum_sq_probs[at];
-    const auto set = [&](const ErrorModel& model, double Budget::* kind) {
-        const double u = model.rounding(kU32);
-        const double summing = model.sum(spec_.vocab_size);
-        ErrorSum log_sum(model), entropy(model), smooth(model), squares(model);
-        double logit = 0;
-        double label = 0;
-        double cut = 0;  // from every logit, towards 0: unlike roundings it does not average out
-        for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
-            const LogitSizes e = logit_sizes(token, j, z[j], gain[j], 0);
-            const double dz = logit_error(spec_, e, model);
-            log_sum.add(e.p * dz);
-            cut += std::copysign(e.p * model.truncated(spec_.hidden_size) * e.gain * e.product, e.z);
-            entropy.add(e.p * (1 + std::fabs(e.z - s.lse) + s.entropy) * (dz + u));
-            smooth.add(e.class_weight * (dz + u * std::fabs(e.z)));
-            squares.add(2 * std::exp(2 * std::log(std::max(e.p, 1e-300)) - log_squares) * (dz + u));
-            logit = std::max(logit, dz);
-            if (e.is_label) label = dz;
-        }
-        log_sum.add(cut).add(summing).add(u * std::fabs(token.log_sum));
-        // lse is rounded to its own size; a log-probability is a difference of differences and is not.
-        const double lse = ErrorSum(model).add(log_sum.value()).add(u * std::fabs(s.lse)).value();
-        const double logprob = ErrorSum(model).add(log_sum.value()).add(label).add(u * (to_label + std::fabs(token.log_sum))).value();
-        squares.add(2 * log_sum.value()).add(summing).add(u * (std::fabs(log_squares) + 2 * std::fabs(token.log_sum)));
-        const double factor_error = spec_.dft ? logprob + 2 * u : 0;
-        const double of_lse = factor * spec_.z_loss * std::fabs(s.lse) * ErrorSum(model).add(2 * lse).add(2 * u * std::fabs(s.lse)).value();
-        const double z_loss = ErrorSum(model).add(of_lse).add((factor_error + u) * std::fabs(out_.result.z_loss[at])).value();
-        entropy.add(summing * (s.entropy + std::fabs(token.log_sum))).add(u * (s.entropy + std::fabs(token.log_sum)));
-        smooth.add(class_sum_ * lse).add(class_sum_ * summing * (std::fabs(s.lse) + 1));
-        token.sizes.lse_error.*kind = lse;
-        token.sizes.factor_error.*kind = factor_error;
-        out_.budgets.log_sum_sq_probs[at].*kind = squares.value();
-        out_.budgets.logit[at].*kind = logit;
-        out_.budgets.lse[at].*kind = lse;
-        out_.budgets.logprob[at].*kind = logprob;
-        out_.budgets.entropy[at].*kind = entropy.value();
-        out_.budgets.z_loss[at].*kind = z_loss;
-        ErrorSum loss(model);
-        loss.add(factor * (1 - eps) * class_weight(token.label) * logprob).add(z_loss).add(4 * u * std::fabs(out_.result.loss[at]));
-        loss.add(factor_error * std::fabs(out_.result.loss[at]));
-        if (eps > 0) loss.add(factor * per_class * smooth.value());
-        out_.budgets.loss[at].*kind = loss.value();
-    };
-    set(expected_, &Budget::floor);
-    set(largest_, &Budget::limit);
-}
-
 // Gradients of the logits in place of the logits; the row's budget.
-void Evaluation::token_gradient(std::int64_t at, const Token& token, float* z, const float* gain) {
-    const Upstream g = upstream(selection_.tokens[at], token);
+void Evaluation::token_gradient(std::int64_t at, const ReferenceToken& token, float* z, const float* gain) {
+    const TokenUpstream g = upstream(selection_.tokens[at], token);
     const double adding = ErrorModel::accumulating(spec_.vocab_size);
     ErrorSum floor(expected_), limit(largest_);
     double common = 0;
@@ -326,24 +117,24 @@ void Evaluation::token_gradient(std::int64_t at, const Token& token, float* z, c
     out_.budgets.grad_hidden[at] = {floor.value(), limit.value()};
 }
 
-Logits Evaluation::logits(std::int64_t first, std::int64_t last) const {
+BlockLogits Evaluation::logits(std::int64_t first, std::int64_t last) const {
     const std::int64_t v = spec_.vocab_size;
     const std::int64_t d = spec_.hidden_size;
     const std::int64_t count = last - first;
     std::vector<float> hidden(static_cast<std::size_t>(count * d));
     for (std::int64_t s = 0; s < count; ++s) std::copy_n(layer_.hidden + selection_.tokens[first + s] * d, d, &hidden[s * d]);
-    Logits out{std::vector<float>(static_cast<std::size_t>(count * v)), std::vector<float>(static_cast<std::size_t>(count * v))};
+    BlockLogits out{std::vector<float>(static_cast<std::size_t>(count * v)), std::vector<float>(static_cast<std::size_t>(count * v))};
     multiply_transposed(summation_, hidden.data(), layer_.weight, out.z.data(), count, v, d);
     for (std::int64_t at = 0; at < count * v; ++at) out.gain[at] = transform(out.z[at], selection_.tokens[first + at / v], at % v);
     return out;
 }
 
 void Evaluation::forward_block(std::int64_t first, std::int64_t last) {
-    const Logits block = logits(first, last);
+    const BlockLogits block = logits(first, last);
     for (std::int64_t at = first; at < last; ++at) {
         const std::int64_t i = selection_.tokens[at];
         const std::int64_t row = (at - first) * spec_.vocab_size;
-        Token& token = tokens_[at];
+        ReferenceToken& token = tokens_[at];
         token.valid = layer_.valid(i);
         token.label = layer_.target[i];
         if (!token.valid) continue;
@@ -356,7 +147,7 @@ void Evaluation::forward_block(std::int64_t first, std::int64_t last) {
 void Evaluation::grad_hidden_block(std::int64_t first, std::int64_t last) {
     const std::int64_t v = spec_.vocab_size;
     const std::int64_t d = spec_.hidden_size;
-    Logits block = logits(first, last);
+    BlockLogits block = logits(first, last);
     for (std::int64_t at = first; at < last; ++at) {
         float* z = &block.z[(at - first) * v];
         if (!tokens_[at].valid) {
@@ -392,7 +183,7 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
         const std::int64_t j = selection_.vocab[first + s];
         ErrorSum floor(expected_), limit(largest_), bias_floor(expected_), bias_limit(largest_);
         for (std::int64_t i = 0; i < n; ++i) {
-            const Token& token = tokens_[i];
+            const ReferenceToken& token = tokens_[i];
             if (!token.valid) continue;
             float x = z[i * count + s];
             const float gain = transform(x, i, j);
@@ -415,32 +206,6 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
         out_.budgets.grad_bias[first + s] = {bias_floor.value(), bias_limit.value()};
     }
     multiply_add(summation_, dz.data(), layer_.hidden, &grad_weight_[first * d], count, d, n);
-}
-
-// From the selected tokens to all of them, in token order.
-void Evaluation::complete_tokens() {
-    if (std::ssize(selection_.tokens) == layer_.num_tokens) return;
-    std::vector<Token> all(static_cast<std::size_t>(layer_.num_tokens));
-    for (std::int64_t i = 0; i < layer_.num_tokens && known_.lse != nullptr; ++i) {
-        Token& token = all[i];
-        token.valid = layer_.valid(i);
-        token.label = layer_.target[i];
-        if (!token.valid) continue;
-        token.top = known_.lse[i];
-        token.entropy = known_.entropy != nullptr ? known_.entropy[i] : 0;
-        token.logprob = known_.logprob != nullptr ? known_.logprob[i] : 0;
-        set_sizes(i, token);
-        const double product =
-            std::fabs(spec_.logit_scale) / layer_.temperature_of(i) * token.sizes.hidden_norm * largest_weight_norm_;
-        const double lse = std::fabs(token.sizes.lse);
-        const auto error = [&](const ErrorModel& model) {
-            return 5 * model.rounding(kU32) * lse + model.products(spec_.hidden_size) * product;
-        };
-        token.sizes.lse_error = {error(expected_), error(largest_)};
-        if (spec_.dft) token.sizes.factor_error = {2 * error(expected_), 2 * error(largest_)};  // of lse and of the label's logit
-    }
-    for (std::size_t s = 0; s < selection_.tokens.size(); ++s) all[selection_.tokens[s]] = tokens_[s];
-    tokens_ = std::move(all);
 }
 
 void Evaluation::reduce() {
@@ -518,8 +283,6 @@ Reference Evaluation::run() {
     store_weight_rows();
     return std::move(out_);
 }
-
-}  // namespace
 
 Reference reference(const Problem& problem, const Selection& selection, const KnownTokens& known, Summation summation) {
     return Evaluation(problem, selection, known, summation).run();
