@@ -24,8 +24,13 @@ Judge::Judge(DType dtype, double product_norm)
     : dtype_(dtype), logit_error_(0.4 * unit_roundoff(DType::fp32) * std::sqrt(0.5) * product_norm) {}
 
 Verdict Judge::output(const NormPair& norms, const LogitGradientSizes* sizes) const {
+    return output(norms, sizes, output_error_cap(dtype_));
+}
+
+Verdict Judge::loss(const NormPair& norms, const Spec& spec) const { return output(norms, nullptr, loss_error_cap(spec)); }
+
+Verdict Judge::output(const NormPair& norms, const LogitGradientSizes* sizes, double cap) const {
     const double size = std::sqrt(norms.kernel.reference2 / static_cast<double>(std::max<std::size_t>(norms.count, 1)));
-    const double cap = output_error_cap(dtype_);
     const Verdict verdict = judged(norms, 8 * unit_roundoff(DType::fp32) + (size > 0 ? 2 * logit_error_ / size : 0), cap);
     return sizes == nullptr || size == 0 ? verdict : without_cap(verdict, probability_error(*sizes) / size, cap);
 }

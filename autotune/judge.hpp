@@ -57,6 +57,7 @@ public:
     Judge(DType dtype, double product_norm);
     /// `sizes`, where they are given, tell tokens so confident that rounding lse shows: a loss near 0, gradients in which p_y is cancelled.
     [[nodiscard]] Verdict output(const NormPair& norms, const LogitGradientSizes* sizes = nullptr) const;
+    [[nodiscard]] Verdict loss(const NormPair& norms, const Spec& spec) const;
     [[nodiscard]] Verdict gradient(const NormPair& norms, const LogitGradientSizes* sizes = nullptr) const;
     /// A gradient that sums over the vocabulary, and rows of the weight may have a direction in common.
     [[nodiscard]] Verdict grad_hidden(const NormPair& norms, const LogitGradientSizes& sizes) const;
@@ -64,6 +65,7 @@ public:
     [[nodiscard]] Verdict grad_weight(const NormPair& norms, const LogitGradientSizes& sizes) const;
 
 private:
+    [[nodiscard]] Verdict output(const NormPair& norms, const LogitGradientSizes* sizes, double cap) const;
     [[nodiscard]] static Verdict judged(const NormPair& norms, double floor, double cap);
     /// Relative error of a probability, and the absolute one of its logarithm, in any arithmetic that stores lse in fp32.
     [[nodiscard]] double probability_error(const LogitGradientSizes& sizes) const;

@@ -135,6 +135,8 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
     outputs.lse = make_tensor("lse", device, ScalarType::fp32, tokens);
     if (spec.outputs.logprob) outputs.logprob = make_tensor("logprob", device, ScalarType::fp32, tokens);
     if (spec.outputs.entropy) outputs.entropy = make_tensor("entropy", device, ScalarType::fp32, tokens);
+    if (spec.outputs.top1) outputs.top1 = make_tensor("top1", device, ScalarType::int64, tokens);
+    if (spec.outputs.log_sum_sq_probs) outputs.log_sum_sq_probs = make_tensor("log_sum_sq_probs", device, ScalarType::fp32, tokens);
     outputs.grad_hidden = make_tensor("grad_hidden", device, scalar_type(spec.dtype), {num_tokens, spec.hidden_size});
     outputs.grad_weight = make_tensor("grad_weight", device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));
     if (spec.bias) outputs.grad_bias = make_tensor("grad_bias", device, scalar_type(spec.grad_weight_dtype), {spec.vocab_size});
@@ -206,9 +208,18 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
         layer.target[i] =
             ignored ? options.ignore_index : static_cast<std::int64_t>(hash(bits) % static_cast<std::uint64_t>(spec.vocab_size));
     }
+    if (spec.temperature) {
+        layer.temperature = random_floats("temperature", num_tokens, 0.5, seed + 10);
+        for (float& t : layer.temperature) t = std::exp2(std::clamp(t, -1.0F, 1.0F));
+    }
+    if (spec.token_weight) {
+        layer.token_weight = random_floats("token_weight", num_tokens, 0.5, seed + 11);
+        for (float& weight : layer.token_weight) weight += 1.0F;
+    }
     if (options.upstream) {
         // Of the size that the loss's own gradient has, so that every term is seen in the result.
-        const double share = options.reduction == Reduction::mean ? 1.0 / std::max(1.0, static_cast<double>(num_tokens)) : 1.0;
+        const bool mean = options.reduction == Reduction::mean || options.reduction == Reduction::weighted_mean;
+        const double share = mean ? 1.0 / std::max(1.0, static_cast<double>(num_tokens)) : 1.0;
         if (spec.outputs.loss && options.reduction == Reduction::none)
             layer.grad_loss = random_floats("grad_loss", num_tokens, share, seed + 6);
         if (spec.outputs.lse) layer.grad_lse = random_floats("grad_lse", num_tokens, 0.5 * share, seed + 7);
@@ -232,6 +243,8 @@ LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device)
     const auto upstream = [&](const char* name, Tensor& tensor, const std::vector<float>& values) {
         if (!values.empty()) tensor = make_tensor(name, device, ScalarType::fp32, {n}, values.data());
     };
+    if (spec.temperature) inputs.temperature = make_tensor("temperature", device, ScalarType::fp32, {n}, layer.temperature.data());
+    if (spec.token_weight) inputs.token_weight = make_tensor("token_weight", device, ScalarType::fp32, {n}, layer.token_weight.data());
     upstream("grad_loss", inputs.grad_loss, layer.grad_loss);
     upstream("grad_lse", inputs.grad_lse, layer.grad_lse);
     upstream("grad_logprob", inputs.grad_logprob, layer.grad_logprob);

@@ -145,7 +145,8 @@ void MeasuredLayer::run(const Runnable& runnable, std::size_t which, Stream stre
 void MeasuredLayer::poison() {
     LayerOutputs& out = sets_.front().outputs;
     const std::byte bytes = std::byte{0xff};
-    for (Tensor* tensor : {&out.loss, &out.z_loss, &out.lse, &out.logprob, &out.entropy, &out.grad_hidden}) {
+    for (Tensor* tensor :
+         {&out.loss, &out.z_loss, &out.lse, &out.logprob, &out.entropy, &out.top1, &out.log_sum_sq_probs, &out.grad_hidden}) {
         if (tensor->view.present) tensor->buffer.fill(bytes);
     }
     const bool accumulates = options_.spec.grad_weight_mode == GradMode::accumulate;
@@ -157,6 +158,7 @@ MeasuredLayer::Sample MeasuredLayer::sample() const {
     const LayerOutputs& out = sets_.front().outputs;
     Sample sample{.lse = out.lse.to_host<float>()};
     if (options_.spec.outputs.entropy) sample.entropy = out.entropy.to_host<float>();
+    if (options_.spec.outputs.logprob) sample.logprob = out.logprob.to_host<float>();
     for (const auto& [name, tensor] :
          {std::pair{"loss", &out.loss}, {"z_loss", &out.z_loss}, {"lse", &out.lse}, {"logprob", &out.logprob}, {"entropy", &out.entropy}}) {
         if (tensor->view.present) sample.outputs.emplace_back(name, tensor->to_host<float>());
@@ -206,8 +208,8 @@ void MeasuredLayer::compare_rows(const Reference& reference, const Yardstick& ya
 
 std::string MeasuredLayer::against_reference(const Sample& sample) {
     const Spec& spec = options_.spec;
-    reference_->set_other(sample.lse, sample.entropy);
-    yardstick_->set_other(sample.lse, sample.entropy);
+    reference_->set_other(sample.lse, sample.entropy, sample.logprob);
+    yardstick_->set_other(sample.lse, sample.entropy, sample.logprob);
     NormPair lse;
     NormPair grad_hidden;
     const Tensor& rows = sets_.front().outputs.grad_hidden;

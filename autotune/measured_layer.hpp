@@ -63,7 +63,7 @@ private:
     };
     /// What is compared between plans: every output of a token and of the whole, and of the gradients the rows of a spread.
     struct Sample {
-        std::vector<float> lse, entropy;
+        std::vector<float> lse, entropy, logprob;
         std::vector<std::pair<std::string, std::vector<float>>> outputs;
         std::vector<double> grad_hidden, grad_weight, grad_bias;
     };

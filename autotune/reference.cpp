@@ -70,6 +70,11 @@ Real stored(Real value, DType dtype) {
     return value;
 }
 
+/// A token's number out of [N], 1 where the spec has no such input.
+float of_token(std::span<const float> values, std::int64_t token) {
+    return values.empty() ? 1.0F : values[static_cast<std::size_t>(token)];
+}
+
 }  // namespace
 
 float rounded_mantissa(float value, DType dtype) {
@@ -95,6 +100,8 @@ ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
             .bias = layer.bias.data(),
             .class_weight = layer.class_weight,
             .target = layer.target,
+            .temperature = layer.temperature,
+            .token_weight = layer.token_weight,
             .grad_loss = layer.grad_loss,
             .grad_lse = layer.grad_lse,
             .grad_logprob = layer.grad_logprob,
@@ -118,16 +125,17 @@ BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vecto
         class_weight_total_ = 0;
         for (const float weight : problem_.class_weight) class_weight_total_ += weight;
     }
-    if (problem_.reduction == Reduction::mean) {
+    if (problem_.reduction == Reduction::mean || problem_.reduction == Reduction::weighted_mean) {
         double weights = 0;
         double valid = 0;
         for (std::int64_t i = 0; i < problem_.num_tokens; ++i) {
             if (ignored(i)) continue;
-            weights += class_weight(problem_.target[static_cast<std::size_t>(i)]);
-            valid += 1;
+            const double token = problem_.reduction == Reduction::weighted_mean ? of_token(problem_.token_weight, i) : 1;
+            weights += token * class_weight(problem_.target[static_cast<std::size_t>(i)]);
+            valid += token;
         }
-        loss_divisor_ = weights > 0 ? weights : 1;
-        z_loss_divisor_ = valid > 0 ? valid : 1;
+        loss_divisor_ = weights != 0 ? weights : 1;
+        z_loss_divisor_ = valid != 0 ? valid : 1;
     }
     results_.resize(tokens_.size());
     grad_hidden_.resize(tokens_.size() * d);
@@ -136,6 +144,7 @@ BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vecto
     hidden_terms_.resize(tokens_.size());
     lse_.resize(n);
     entropy_.resize(n);
+    logprob_.resize(n);
     const std::size_t block = std::max<std::size_t>(kMostLogits / static_cast<std::size_t>(spec.vocab_size), 1);
     for (std::size_t begin = 0; begin < tokens_.size(); begin += block) compute_tokens(begin, std::min(tokens_.size(), begin + block));
 }
@@ -170,18 +179,41 @@ LogitGradientSizes BasicReference<Real>::logit_gradient_sizes() const {
 }
 
 template <class Real>
-void BasicReference<Real>::set_other(std::span<const float> lse, std::span<const float> entropy) {
+void BasicReference<Real>::set_other(std::span<const float> lse, std::span<const float> entropy, std::span<const float> logprob) {
     std::vector<bool> computed(lse_.size());
     for (const std::int64_t token : tokens_) computed[static_cast<std::size_t>(token)] = true;
     for (std::size_t i = 0; i < lse_.size(); ++i) {
         if (computed[i]) continue;
         lse_[i] = lse[i];
         if (!entropy.empty()) entropy_[i] = entropy[i];
+        if (!logprob.empty()) logprob_[i] = logprob[i];
     }
 }
 
 template <class Real>
-typename BasicReference<Real>::Logit BasicReference<Real>::logit(const Real* hidden, const Real* weight, std::int64_t row) const {
+typename BasicReference<Real>::LogitGap BasicReference<Real>::gap_to_largest(std::size_t index, std::int64_t row) const {
+    const std::int64_t d = problem_.spec.hidden_size;
+    std::vector<Real> weight(static_cast<std::size_t>(d));
+    load_weight({row, row + 1}, {0, d}, weight.data());
+    const Real* hidden = hidden_.data() + tokens_[index] * d;
+    const Logit z = logit(tokens_[index], weight.data(), row);
+    const double norms =
+        std::sqrt(static_cast<double>(dot<Real>(hidden, hidden, d)) * static_cast<double>(dot<Real>(weight.data(), weight.data(), d)));
+    const double steps = 8 + static_cast<double>(d) / kTensorCoreStep * 4;
+    return {.gap = results_[index].largest_logit - static_cast<double>(z.value),
+            .known_to = 2 * 0x1p-24 *
+                        (steps * norms * std::fabs(static_cast<double>(z.derivative)) + 8 * std::fabs(results_[index].largest_logit))};
+}
+
+template <class Real>
+Real BasicReference<Real>::loss_factor(std::int64_t token) const {
+    const Real weight = of_token(problem_.token_weight, token);
+    return problem_.spec.dft ? weight * std::exp(logprob_[static_cast<std::size_t>(token)]) : weight;
+}
+
+template <class Real>
+typename BasicReference<Real>::Logit BasicReference<Real>::logit(std::int64_t token, const Real* weight, std::int64_t row) const {
+    const Real* hidden = hidden_.data() + token * problem_.spec.hidden_size;
     const Spec& spec = problem_.spec;
     Real product = 0;
     if constexpr (std::is_same_v<Real, float>) {
@@ -199,6 +231,11 @@ typename BasicReference<Real>::Logit BasicReference<Real>::logit(const Real* hid
         result.value = cap * t;
         result.derivative *= 1 - t * t;
     }
+    if (spec.temperature) {
+        const Real temperature = of_token(problem_.temperature, token);
+        result.value /= temperature;
+        result.derivative /= temperature;
+    }
     return result;
 }
 
@@ -214,7 +251,8 @@ Real BasicReference<Real>::grad_logit(std::int64_t token, std::int64_t row, cons
     const Real lse = lse_[i];
     const Real p = std::exp(z.value - lse);
     const Real hit = problem_.target[i] == row ? 1 : 0;
-    const Real upstream = problem_.grad_loss.empty() ? Real(problem_.spec.outputs.loss ? 1 : 0) : problem_.grad_loss[i];
+    const Real upstream =
+        loss_factor(token) * (problem_.grad_loss.empty() ? Real(problem_.spec.outputs.loss ? 1 : 0) : problem_.grad_loss[i]);
     const Real g = upstream / static_cast<Real>(loss_divisor_);
     const auto smoothing = static_cast<Real>(spec.label_smoothing);
     Real gradient = g * (1 - smoothing) * class_weight(problem_.target[i]) * (p - hit);
@@ -232,7 +270,8 @@ template <class Real>
 double BasicReference<Real>::slope(std::int64_t token) const {
     const Spec& spec = problem_.spec;
     const auto i = static_cast<std::size_t>(token);
-    const double upstream = problem_.grad_loss.empty() ? (spec.outputs.loss ? 1 : 0) : problem_.grad_loss[i];
+    const double upstream =
+        static_cast<double>(loss_factor(token)) * (problem_.grad_loss.empty() ? (spec.outputs.loss ? 1 : 0) : problem_.grad_loss[i]);
     const double smoothing = spec.label_smoothing;
     const double weights = (1 - smoothing) * static_cast<double>(class_weight(problem_.target[i])) +
                            smoothing / static_cast<double>(spec.vocab_size) * class_weight_total_;
@@ -308,8 +347,7 @@ void BasicReference<Real>::compute_logits(std::size_t begin, std::size_t end, st
                 const Real* row = weight.data() + (j - j0) * d;
                 lengths[static_cast<std::size_t>(j)] = std::sqrt(static_cast<double>(dot<Real>(row, row, d)));
                 for (std::size_t r = begin; r < end; ++r) {
-                    logits[(r - begin) * static_cast<std::size_t>(v) + static_cast<std::size_t>(j)] =
-                        logit(hidden_.data() + tokens_[r] * d, row, j);
+                    logits[(r - begin) * static_cast<std::size_t>(v) + static_cast<std::size_t>(j)] = logit(tokens_[r], row, j);
                 }
             }
         }
@@ -336,7 +374,19 @@ void BasicReference<Real>::reduce_token(std::size_t index, std::span<const Logit
     const auto smoothing = static_cast<Real>(spec.label_smoothing);
     const Real z_loss = static_cast<Real>(spec.z_loss) * lse * lse;
     const Real cross_entropy = -(1 - smoothing) * class_weight(target) * logprob + smoothing / static_cast<Real>(spec.vocab_size) * smooth;
-    results_[index] = {.loss = cross_entropy + z_loss, .z_loss = z_loss, .lse = lse, .logprob = logprob, .entropy = entropy};
+    const Real squares = sum_of<Real>(logits.size(), [&](std::size_t j) { return std::exp(2 * log_p(j)); });
+    std::size_t top = 0;
+    while (logits[top].value != max) ++top;
+    logprob_[static_cast<std::size_t>(token)] = logprob;
+    const Real factor = loss_factor(token);
+    results_[index] = {.loss = factor * (cross_entropy + z_loss),
+                       .z_loss = factor * z_loss,
+                       .lse = lse,
+                       .logprob = logprob,
+                       .entropy = entropy,
+                       .log_sum_sq_probs = std::log(squares),
+                       .top1 = static_cast<std::int64_t>(top),
+                       .largest_logit = max};
     lse_[static_cast<std::size_t>(token)] = lse;
     entropy_[static_cast<std::size_t>(token)] = entropy;
 }
@@ -400,7 +450,7 @@ Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out
         for (std::int64_t i = begin; i < std::min(problem_.num_tokens, begin + kSlice); ++i) {
             if (ignored(i)) continue;
             const Real* hidden = hidden_.data() + i * d;
-            const Real dz = grad_logit(i, row, logit(hidden, weight.data(), row));
+            const Real dz = grad_logit(i, row, logit(i, weight.data(), row));
             add_scaled<Real>(slice.data(), dz, hidden, d);
             bias += dz;
         }

@@ -22,6 +22,7 @@ struct ReferenceProblem {
     const std::byte* bias = nullptr;    ///< [V], spec dtype
     std::span<const float> class_weight;
     std::span<const std::int64_t> target;
+    std::span<const float> temperature, token_weight;  ///< [N]
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     std::span<const float> grad_loss, grad_lse, grad_logprob,
@@ -41,6 +42,9 @@ struct ReferenceToken {
     double lse = 0;
     double logprob = 0;
     double entropy = 0;
+    double log_sum_sq_probs = 0;
+    std::int64_t top1 = -1;
+    double largest_logit = 0;
 };
 
 /// Sizes of what the gradients of all logits are made of, as Euclidean norms. A confident token's are differences, p_y − 1, far smaller
@@ -74,8 +78,14 @@ public:
     /// Of tokens().
     [[nodiscard]] LogitGradientSizes logit_gradient_sizes() const;
 
-    /// lse and entropy ([N], entropy may be empty) for the tokens that were not computed here.
-    void set_other(std::span<const float> lse, std::span<const float> entropy);
+    /// lse, entropy and logprob ([N]; entropy may be empty, logprob without dft) for the tokens that were not computed here.
+    void set_other(std::span<const float> lse, std::span<const float> entropy, std::span<const float> logprob);
+    /// How far class `row`'s logit is below the largest one of token number `index` of tokens(), and how far that is known in fp32.
+    struct LogitGap {
+        double gap = 0;
+        double known_to = 0;
+    };
+    [[nodiscard]] LogitGap gap_to_largest(std::size_t index, std::int64_t row) const;
     /// dL/dweight of vocabulary row `row`: D numbers into `out`; returns dL/dbias of that row. Thread-safe.
     Real grad_weight_row(std::int64_t row, std::span<Real> out) const;
 
@@ -87,7 +97,9 @@ private:
         Real value;
         Real derivative;  ///< with respect to hidden · weightᵀ + bias
     };
-    [[nodiscard]] Logit logit(const Real* hidden, const Real* weight, std::int64_t row) const;
+    [[nodiscard]] Logit logit(std::int64_t token, const Real* weight, std::int64_t row) const;
+    /// What the token's whole loss is multiplied by.
+    [[nodiscard]] Real loss_factor(std::int64_t token) const;
     [[nodiscard]] Real class_weight(std::int64_t row) const;
     /// dL/d(hidden · weightᵀ + bias), rounded as the backward products read it.
     [[nodiscard]] Real grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const;
@@ -117,7 +129,7 @@ private:
     std::vector<Real> grad_hidden_;                    // [tokens, D]
     std::vector<double> probabilities2_, gradients2_;  // [tokens], squares added up
     std::vector<double> hidden_terms_;                 // [tokens], of LogitGradientSizes
-    std::vector<Real> lse_, entropy_;                  // [N]
+    std::vector<Real> lse_, entropy_, logprob_;        // [N]
 };
 
 using Reference = BasicReference<double>;

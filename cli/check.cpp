@@ -151,7 +151,10 @@ private:
         if (spec_.z_loss != 0) token_z_loss_ = outputs.z_loss.to_host<float>();
     }
 
-    void add_output(const std::string& name, const NormPair& norms) { verdicts_.emplace_back(name, judge_.output(norms)); }
+    void add_output(const std::string& name, const NormPair& norms) {
+        const bool loss = name.ends_with("loss");
+        verdicts_.emplace_back(name, loss ? judge_.loss(norms, spec_) : judge_.output(norms));
+    }
     void add_gradient(const std::string& name, const NormPair& norms) { verdicts_.emplace_back(name, judge_.gradient(norms)); }
 
     void compare() {
@@ -164,8 +167,9 @@ private:
         const auto lse = outputs_.lse.to_host<float>();
         const auto entropy = spec_.outputs.entropy ? outputs_.entropy.to_host<float>() : std::vector<float>{};
         if (!coverage_.complete) {
-            reference.set_other(lse, entropy);
-            yardstick.set_other(lse, entropy);
+            const auto logprob = spec_.outputs.logprob ? outputs_.logprob.to_host<float>() : std::vector<float>{};
+            reference.set_other(lse, entropy, logprob);
+            yardstick.set_other(lse, entropy, logprob);
         }
         compare_tokens(reference, yardstick, lse, entropy);
         compare_loss(reference, yardstick);
@@ -187,7 +191,25 @@ private:
         compare_one("lse", lse, &ReferenceToken::lse);
         if (spec_.outputs.logprob) compare_one("logprob", outputs_.logprob.to_host<float>(), &ReferenceToken::logprob);
         if (spec_.outputs.entropy) compare_one("entropy", entropy, &ReferenceToken::entropy);
+        if (spec_.outputs.log_sum_sq_probs) {
+            compare_one("log_sum_sq_probs", outputs_.log_sum_sq_probs.to_host<float>(), &ReferenceToken::log_sum_sq_probs);
+        }
+        if (spec_.outputs.top1) compare_top1(reference);
         if (spec_.outputs.loss && reduction_ == Reduction::none) compare_one("loss", outputs_.loss.to_host<float>(), &ReferenceToken::loss);
+    }
+
+    /// How far the logits of the classes are below the largest ones, to how far they are known: at most 1.
+    void compare_top1(const Reference& reference) {
+        const auto top1 = outputs_.top1.to_host<std::int64_t>();
+        double worst = 0;
+        for (std::size_t r = 0; r < reference.tokens().size(); ++r) {
+            const std::int64_t got = top1[static_cast<std::size_t>(reference.tokens()[r])];
+            if (got == reference.token(r).top1) continue;
+            const bool is_class = reference.token(r).top1 >= 0 && got >= 0 && got < spec_.vocab_size;
+            const auto known = is_class ? reference.gap_to_largest(r, got) : Reference::LogitGap{INFINITY, 1};
+            worst = std::max(worst, known.gap / known.known_to);
+        }
+        verdicts_.emplace_back("top1", Verdict{worst, 0, 1});
     }
 
     struct ReducedLoss {
@@ -372,9 +394,9 @@ void add_check(CLI::App& app, Action& action) {
         ->capture_default_str()
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
     command->add_option("--seed", options->seed, "of the random inputs")->capture_default_str()->check(unsigned_number());
-    command->add_option("--reduction", options->reduction, "none, sum or mean")
+    command->add_option("--reduction", options->reduction, "none, sum, mean or weighted_mean")
         ->capture_default_str()
-        ->check(CLI::IsMember({"none", "sum", "mean"}));
+        ->check(CLI::IsMember({"none", "sum", "mean", "weighted_mean"}));
     command->add_option("--ignored", options->ignored, "fraction of the tokens that are ignored")
         ->capture_default_str()
         ->check(finite_number())

@@ -222,7 +222,8 @@ Reduction parse_reduction(std::string_view text) {
     if (text == "none") return Reduction::none;
     if (text == "sum") return Reduction::sum;
     if (text == "mean") return Reduction::mean;
-    throw UsageError(fmt::format("--reduction: \"{}\" is not none, sum or mean", text));
+    if (text == "weighted_mean") return Reduction::weighted_mean;
+    throw UsageError(fmt::format("--reduction: \"{}\" is not none, sum, mean or weighted_mean", text));
 }
 
 std::filesystem::path executable_path() {

@@ -52,6 +52,8 @@ public:
         check("target", target_, target_dtype(), {n});
         if (spec.bias) bias_ = checked("bias", dtype, {spec.vocab_size});
         if (spec.class_weight) class_weight_ = checked("class_weight", ScalarType::fp32, {spec.vocab_size});
+        if (spec.temperature) temperature_ = checked("temperature", ScalarType::fp32, {n});
+        if (spec.token_weight) token_weight_ = checked("token_weight", ScalarType::fp32, {n});
         if (spec.grad_weight_mode != GradMode::accumulate) return;
         const ScalarType grad_dtype = scalar_type(spec.grad_weight_dtype);
         grad_weight_ = files_.find("grad_weight");
@@ -69,7 +71,19 @@ public:
         inputs.target = load("target", device, target_, target_dtype());
         if (bias_) inputs.bias = load("bias", device, bias_, dtype);
         if (class_weight_) inputs.class_weight = load("class_weight", device, class_weight_, ScalarType::fp32);
+        if (temperature_) inputs.temperature = load("temperature", device, temperature_, ScalarType::fp32);
+        if (token_weight_) inputs.token_weight = load("token_weight", device, token_weight_, ScalarType::fp32);
         return inputs;
+    }
+
+    /// The first temperature that is not above 0 and finite, −1: none is.
+    [[nodiscard]] std::int64_t first_wrong_temperature() const {
+        for (std::size_t i = 0; i < temperature_.bytes.size() / 4; ++i) {
+            float value = 0;
+            std::memcpy(&value, temperature_.bytes.data() + i * 4, 4);
+            if (!(value > 0 && std::isfinite(value))) return static_cast<std::int64_t>(i);
+        }
+        return -1;
     }
 
     /// Valid labels and the first that is neither valid nor ignored (−1: none).
@@ -127,13 +141,13 @@ private:
 
     SafetensorsSet files_;
     const Spec& spec_;
-    SafetensorsSet::Found hidden_, weight_, target_, bias_, class_weight_, grad_weight_, grad_bias_;
+    SafetensorsSet::Found hidden_, weight_, target_, bias_, class_weight_, temperature_, token_weight_, grad_weight_, grad_bias_;
 };
 
 void write_outputs(const std::filesystem::path& path, const LayerOutputs& outputs) {
     std::vector<std::vector<std::byte>> storage;
     std::vector<TensorToWrite> tensors;
-    storage.reserve(8);  // spans into it stay valid
+    storage.reserve(10);  // spans into it stay valid
     const auto add = [&](const char* name, const Tensor& tensor) {
         if (!tensor.view.present) return;
         const std::byte* data = static_cast<const std::byte*>(tensor.view.data);
@@ -147,6 +161,8 @@ void write_outputs(const std::filesystem::path& path, const LayerOutputs& output
     add("lse", outputs.lse);
     add("logprob", outputs.logprob);
     add("entropy", outputs.entropy);
+    add("top1", outputs.top1);
+    add("log_sum_sq_probs", outputs.log_sum_sq_probs);
     add("grad_hidden", outputs.grad_hidden);
     add("grad_weight", outputs.grad_weight);
     add("grad_bias", outputs.grad_bias);
@@ -207,6 +223,9 @@ int run(RunOptions options) {
         throw UsageError(fmt::format("target[{}] is {}; a label is in [0, {}) or the ignore index {}", labels.first_invalid,
                                      labels.first_invalid_label, spec.vocab_size, options.ignore_index));
     }
+    if (const std::int64_t wrong = reader.first_wrong_temperature(); wrong >= 0) {
+        throw UsageError(fmt::format("temperature[{}] is not above 0 and finite", wrong));
+    }
     Session session(options.session.options());
     const auto kernel = session.get_kernel(spec, {.plan = options.plan});
     const DeviceRef device = kernel->device_ref();
@@ -233,7 +252,8 @@ void add_run(CLI::App& app, Action& action) {
     CLI::App* command = app.add_subcommand("run", "Loss and gradients of real tensors (safetensors)");
     command->footer(
         "\nReads hidden [N, D], weight ([V, D], or [D, V] with layout=hidden_major), target [N] (I32 or I64) and, where the spec says so,\n"
-        "bias [V] and class_weight [V] (F32); with grad_weight_mode=accumulate also grad_weight and grad_bias to add to (else they start "
+        "bias [V], class_weight [V], temperature [N] and token_weight [N] (F32); with grad_weight_mode=accumulate also grad_weight and "
+        "grad_bias to add to (else they start "
         "at 0).\n"
         "Writes loss, lse, grad_hidden, grad_weight and what else the spec asks for.\n\n"
         "Examples:\n  flce run --spec D=2048,V=151936,dtype=bf16 --input step.safetensors --out grads.safetensors\n"
@@ -241,9 +261,9 @@ void add_run(CLI::App& app, Action& action) {
     command->add_option("--spec", options->spec, kSpecHelp)->required();
     command->add_option("--input,-i", options->inputs, "safetensors file; may be given several times")->required();
     command->add_option("--out,-o", options->out, "safetensors file for loss and gradients");
-    command->add_option("--reduction", options->reduction, "none, sum or mean")
+    command->add_option("--reduction", options->reduction, "none, sum, mean, or weighted_mean (divides by the sum of token weights)")
         ->capture_default_str()
-        ->check(CLI::IsMember({"none", "sum", "mean"}));
+        ->check(CLI::IsMember({"none", "sum", "mean", "weighted_mean"}));
     command->add_option("--ignore-index", options->ignore_index, "label of tokens that do not count")->capture_default_str();
     options->session.add_to(*command);
     command->add_option("--plan", options->plan, "canonical plan text instead of the planner's choice");

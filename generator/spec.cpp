@@ -86,7 +86,8 @@ void set_item(SpecBuilder& builder, std::string_view item) {
     } else if (spec_key_kind(key) == SpecKeyKind::flag) {
         builder.set(key, "true");
     } else {
-        throw SpecError(fmt::format("spec: {} has no value; write {}=value (only flags, such as tied and bias, may stand alone)", key, key));
+        throw SpecError(
+            fmt::format("spec: {} has no value; write {}=value (only flags, such as tied and bias, may stand alone)", key, key));
     }
 }
 

@@ -66,7 +66,8 @@ Outputs read_outputs(std::string_view key, std::string_view value) {
         const std::size_t plus = rest.find('+');
         const std::string_view name = rest.substr(0, plus);
         const auto* known = std::ranges::find(kOutputNames, name, &OutputName::name);
-        if (known == kOutputNames.end()) bad_spec_value(key, value, "names out of loss, lse, logprob, entropy, top1 and log_sum_sq_probs joined by '+'");
+        if (known == kOutputNames.end())
+            bad_spec_value(key, value, "names out of loss, lse, logprob, entropy, top1 and log_sum_sq_probs joined by '+'");
         if (outputs.*known->member) bad_spec_value(key, value, "names joined by '+', each of them once");
         outputs.*known->member = true;
         if (plus == std::string_view::npos) return outputs;

@@ -45,9 +45,7 @@ public:
         return y >= 0 && y < spec_.vocab_size && is_temperature(temperature(token));
     }
     /// The token's label, or −1 for a token that is ignored or has a fault.
-    [[nodiscard]] std::int64_t valid_label(std::int64_t token) const {
-        return is_ignored(token) || !is_right(token) ? -1 : label(token);
-    }
+    [[nodiscard]] std::int64_t valid_label(std::int64_t token) const { return is_ignored(token) || !is_right(token) ? -1 : label(token); }
     [[nodiscard]] float temperature(std::int64_t token) const { return element(Slot::temperature, token, 1.F); }
     [[nodiscard]] float token_weight(std::int64_t token) const { return element(Slot::token_weight, token, 1.F); }
     [[nodiscard]] float class_weight(std::int64_t label) const { return element(Slot::class_weight, label, 1.F); }

@@ -30,9 +30,7 @@ struct RowSums {
 };
 
 /// What the sums of no class are, with any number, the lowest or −inf, for the largest logit.
-FLCE_HOST_DEVICE RowSums sums_of_nothing(float max, float target_logit) {
-    return {max, 0.f, 0.f, 0.f, target_logit, 0.f, FLCE_NO_CLASS};
-}
+FLCE_HOST_DEVICE RowSums sums_of_nothing(float max, float target_logit) { return {max, 0.f, 0.f, 0.f, target_logit, 0.f, FLCE_NO_CLASS}; }
 
 /// Whether logits can be divided by it.
 FLCE_HOST_DEVICE bool is_temperature(float t) { return t > 0.f && t <= 3.402823466e+38f; }

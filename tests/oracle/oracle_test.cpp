@@ -158,8 +158,8 @@ std::string name_of(const testing::TestParamInfo<std::tuple<NamedSpec, Reduction
 }
 
 INSTANTIATE_TEST_SUITE_P(Options, OracleGradients,
-                         testing::Combine(testing::ValuesIn(kSpecs), testing::Values(Reduction::none, Reduction::sum, Reduction::mean,
-                                                                                     Reduction::weighted_mean)),
+                         testing::Combine(testing::ValuesIn(kSpecs),
+                                          testing::Values(Reduction::none, Reduction::sum, Reduction::mean, Reduction::weighted_mean)),
                          name_of);
 
 // With dft the loss is that of tokens weighted by their labels' probabilities, which are constants to the gradient.

@@ -42,12 +42,9 @@ double distance(const std::vector<double>& a, const std::vector<double>& b) {
 }
 
 using Member = std::vector<double> KernelOutputs::*;
-constexpr std::pair<const char*, Member> kOutputs[] = {{"loss", &KernelOutputs::loss},
-                                                       {"z_loss", &KernelOutputs::z_loss},
-                                                       {"lse", &KernelOutputs::lse},
-                                                       {"logprob", &KernelOutputs::logprob},
-                                                       {"entropy", &KernelOutputs::entropy},
-                                                       {"log_sum_sq_probs", &KernelOutputs::log_sum_sq_probs}};
+constexpr std::pair<const char*, Member> kOutputs[] = {
+    {"loss", &KernelOutputs::loss},       {"z_loss", &KernelOutputs::z_loss},   {"lse", &KernelOutputs::lse},
+    {"logprob", &KernelOutputs::logprob}, {"entropy", &KernelOutputs::entropy}, {"log_sum_sq_probs", &KernelOutputs::log_sum_sq_probs}};
 constexpr std::pair<const char*, Member> kGradients[] = {
     {"grad_hidden", &KernelOutputs::grad_hidden}, {"grad_weight", &KernelOutputs::grad_weight}, {"grad_bias", &KernelOutputs::grad_bias}};
 

@@ -57,9 +57,10 @@ std::string refusal(const Kernel& kernel, const Args& args) {
 template <class Args>
 class CallTable : public testing::Test {
 protected:
-    RecordingKernel kernel_{parse_spec("D=16,V=50,padded_vocab_size=64,dtype=bf16,grad_weight_dtype=fp32,bias,class_weight,"
-                                       "outputs=loss+lse+logprob+entropy"),
-                            describe_device("x86-64-v3")};
+    RecordingKernel kernel_{
+        parse_spec("D=16,V=50,padded_vocab_size=64,dtype=bf16,grad_weight_dtype=fp32,bias,class_weight,temperature,token_weight,"
+                   "outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"),
+        describe_device("x86-64-v3")};
     RecordingKernel plain_{parse_spec("D=16,V=50,dtype=bf16,outputs=loss"), describe_device("x86-64-v3")};
 
     /// Calls `check` with each tensor of the pass, its field and arguments that are right.

@@ -21,11 +21,11 @@ enum class GradMode : std::uint8_t { write, accumulate };
 
 /// Per-token outputs that the forward pass offers besides lse, which it always computes.
 struct Outputs {
-    bool loss = true;      ///< per-token or reduced loss
-    bool lse = false;      ///< lse is asked for by the user and may receive a gradient
-    bool logprob = false;  ///< log-probability of the target, z_y − lse; may receive a gradient
-    bool entropy = false;  ///< entropy of the softmax in nats; may receive a gradient
-    bool top1 = false;     ///< index of the largest logit, the first of equal ones
+    bool loss = true;               ///< per-token or reduced loss
+    bool lse = false;               ///< lse is asked for by the user and may receive a gradient
+    bool logprob = false;           ///< log-probability of the target, z_y − lse; may receive a gradient
+    bool entropy = false;           ///< entropy of the softmax in nats; may receive a gradient
+    bool top1 = false;              ///< index of the largest logit, the first of equal ones
     bool log_sum_sq_probs = false;  ///< log Σ p² over the vocabulary
     friend bool operator==(const Outputs&, const Outputs&) = default;
 };

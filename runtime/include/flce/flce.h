@@ -314,8 +314,8 @@ typedef struct flce_backward_args {
     const flce_tensor* grad_bias;   /* [V], the spec's grad_weight_dtype; NULL: not computed */
     void* retained; /* as forward left it, with the same retained_bytes (written to as well); NULL: every logit is computed again */
     size_t retained_bytes;
-    int32_t retained_place; /* as in forward */
-    int32_t reserved_2;     /* 0 */
+    int32_t retained_place;         /* as in forward */
+    int32_t reserved_2;             /* 0 */
     const flce_tensor* temperature; /* as in forward, as the next one */
     const flce_tensor* token_weight;
     const flce_tensor* logprob; /* [N] fp32, as forward wrote it; required with the spec's dft */
@@ -352,8 +352,8 @@ typedef struct flce_backward_args {
  *     {"forward": {"size": bytes, "fields": [{"name", "offset", "type"}, ...]}, "backward": {...},
  *      "tensors": [{"name", "elements", "extent"}, ...]}
  * type: "tensor" (const flce_tensor*), "pointer", "size", "int32", "int64". elements: what the tensor's element type is: "spec", "weight",
- * "grad_weight" (the spec's dtype, weight_dtype, grad_weight_dtype), "fp32", "int64", "label" (int32 or int64), "count" (fp32, int32, int64),
- * "uint64". extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes" [V], "hidden" [N, D], "weight". */
+ * "grad_weight" (the spec's dtype, weight_dtype, grad_weight_dtype), "fp32", "int64", "uint64", "label" (int32 or int64), "count" (fp32,
+ * int32, int64). extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes" [V], "hidden" [N, D], "weight". */
 FLCE_API flce_status flce_call_arguments_json(char* buffer, size_t capacity, size_t* needed);
 
 /* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is

@@ -79,17 +79,17 @@ struct ForwardArgs {
     Reduction reduction = Reduction::mean;
     /// Scalar int32, int64 or fp32 that mean divides by; absent: the valid tokens (or their class weights) are counted.
     TensorView num_valid{};
-    TensorView loss{};           ///< fp32: [N] for none, scalar otherwise
-    TensorView z_loss{};         ///< fp32, like loss: its z-loss part alone, for logs
-    TensorView lse{};            ///< [N] fp32; required: backward reads it. 0 is written for ignored rows
-    TensorView logprob{};        ///< [N] fp32, 0 for ignored rows
-    TensorView entropy{};        ///< [N] fp32, 0 for ignored rows
-    TensorView top1{};           ///< [N] int64, −1 for ignored rows
+    TensorView loss{};              ///< fp32: [N] for none, scalar otherwise
+    TensorView z_loss{};            ///< fp32, like loss: its z-loss part alone, for logs
+    TensorView lse{};               ///< [N] fp32; required: backward reads it. 0 is written for ignored rows
+    TensorView logprob{};           ///< [N] fp32, 0 for ignored rows
+    TensorView entropy{};           ///< [N] fp32, 0 for ignored rows
+    TensorView top1{};              ///< [N] int64, −1 for ignored rows
     TensorView log_sum_sq_probs{};  ///< [N] fp32, 0 for ignored rows
     TensorView invalid_label{};     ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
                                     ///< ignore_index nor in [0, V), or whose temperature is not above 0 and finite. Such rows count as
                                     ///< ignored, with or without this tensor
-    Retained retained{};         ///< written; see Kernel::retained_bytes
+    Retained retained{};            ///< written; see Kernel::retained_bytes
 };
 
 struct BackwardArgs {
