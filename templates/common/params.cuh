@@ -56,12 +56,12 @@ struct RowList {
     int unused;
 };
 
-/// What one block of the row kernel adds to the loss.
+/// What one block of the row kernel adds to the loss, and to what a mean divides by.
 struct LossPartial {
     float cross_entropy;
     float z_loss;
-    float class_weight;
-    unsigned count;
+    float class_weight;  ///< of its tokens; in a weighted mean each times its token's weight
+    float tokens;        ///< how many; in a weighted mean the sum of their weights
 };
 
 /// Labels and the rule by which they are valid.
@@ -112,15 +112,16 @@ struct RowOutputsParams {
     float* retained_target_logits;  ///< [rows]
     unsigned* stale;  ///< one for each block of kOutputRows: a row's exponentials are out of range, its reference has been corrected
     unsigned long long* invalid_label;
-    RowList list;         ///< outputs and targets then begin with the call's first row
-    long long first_row;  ///< index of row 0 in the whole call, for invalid_label
+    const float* token_weight;  ///< [rows]; null: 1
+    RowList list;               ///< outputs, targets and what else is read of rows then begin with the call's first row
+    long long first_row;        ///< index of row 0 in the whole call, for invalid_label
     long long partial_rows;
     int rows;
     int splits;
     float label_smoothing;
     float smoothing_per_class;
     float z_loss_weight;
-    int unused;
+    int dft;  ///< a token's loss is multiplied by its target's probability
 };
 
 struct ReduceLossParams {
@@ -140,7 +141,8 @@ struct PrepareParams {
     ListedRow* list;  ///< [num_tokens], or null. With it forward's outputs of ignored rows, where they are wanted: 0
     float* outputs[kRowOutputs];
     unsigned long long* invalid_label;
-    unsigned* counters;  ///< set to 0
+    const float* token_weight;  ///< [num_tokens]; null: 1
+    unsigned* counters;         ///< set to 0
     long long num_tokens;
     int counter_count;
     int want_class_weights;
@@ -188,7 +190,9 @@ struct RowCoefficientsParams {
     CountParams count;
     const float* lse;
     const float* entropy;
-    const float* grad_loss;  ///< [rows] for reduction none, else scalar; null: absent_grad_loss
+    const float* token_weight;  ///< [rows]; null: 1
+    const float* logprob;       ///< [rows], with dft; else null
+    const float* grad_loss;     ///< [rows] for reduction none, else scalar; null: absent_grad_loss
     const float* grad_lse;
     const float* grad_logprob;
     const float* grad_entropy;

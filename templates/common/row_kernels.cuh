@@ -5,7 +5,7 @@
 
 namespace flce {
 
-enum Reduction : int { kNone = 0, kSum = 1, kMean = 2 };  // ReductionCode
+enum Reduction : int { kNone = 0, kSum = 1, kMean = 2, kWeightedMean = 3 };  // ReductionCode
 
 struct SumOp {
     template <class T>
@@ -30,26 +30,37 @@ __device__ __forceinline__ T block_reduce(T value, T* scratch, Op op) {
     return result;
 }
 
+/// What a token counts for in what a mean divides by. `token_weights`: the rows', or null.
+__device__ __forceinline__ float share_of_token(const CountParams& p, const float* token_weights, long long row) {
+    return p.reduction == kWeightedMean && token_weights != nullptr ? token_weights[row] : 1.f;
+}
+
 /// What a mean divides by, as factors: 0 where there is nothing to divide by.
 struct MeanFactors {
     float cross_entropy;
     float z_loss;
 };
-__device__ __forceinline__ float reciprocal_or_zero(double x) { return x > 0. ? static_cast<float>(1. / x) : 0.f; }
+__device__ __forceinline__ float reciprocal_or_zero(double x) { return x != 0. ? static_cast<float>(1. / x) : 0.f; }
 
+/// `class_weights` and `tokens`: a LossPartial's of all rows. Weights may be negative, and their sum too.
 template <class Problem>
-__device__ __forceinline__ MeanFactors mean_factors(const CountParams& p, float class_weight_sum, unsigned long long count) {
-    if (p.reduction != kMean) return {1.f, 1.f};
+__device__ __forceinline__ MeanFactors mean_factors(const CountParams& p, float class_weights, double tokens) {
+    if (p.reduction != kMean && p.reduction != kWeightedMean) return {1.f, 1.f};
     if (p.num_valid != nullptr) {
         double n = 0.;
         if (p.code == 0) n = *static_cast<const float*>(p.num_valid);
         if (p.code == 1) n = *static_cast<const int*>(p.num_valid);
         if (p.code == 2) n = static_cast<double>(*static_cast<const long long*>(p.num_valid));
-        const float factor = reciprocal_or_zero(n);
+        const float factor = reciprocal_or_zero(n > 0. ? n : 0.);
         return {factor, factor};
     }
-    const float by_count = reciprocal_or_zero(static_cast<double>(count));
-    return {Problem::class_weight ? reciprocal_or_zero(class_weight_sum) : by_count, by_count};
+    const float by_tokens = reciprocal_or_zero(tokens);
+    return {Problem::class_weight ? reciprocal_or_zero(class_weights) : by_tokens, by_tokens};
+}
+
+/// A row's, of a tensor that a call may be without.
+__device__ __forceinline__ float value_or(const float* values, long long row, float absent) {
+    return values != nullptr ? values[row] : absent;
 }
 
 template <class Problem>
@@ -65,11 +76,11 @@ __device__ __forceinline__ float class_weight_total(const PassScalars* scalars) 
     return static_cast<float>(Problem::vocab_size);
 }
 
-/// Divides the sums over all rows and writes the scalars that are wanted. For one thread.
+/// Divides the sums over all rows and writes the scalars that are wanted. For one thread. `tokens`: LossPartial's, which a float holds no
+/// sum of where there are very many.
 template <class Problem>
-__device__ __forceinline__ void write_loss(const CountParams& p, const LossPartial& sums, unsigned long long count, float* loss,
-                                           float* z_loss) {
-    const MeanFactors factors = mean_factors<Problem>(p, sums.class_weight, count);
+__device__ __forceinline__ void write_loss(const CountParams& p, const LossPartial& sums, double tokens, float* loss, float* z_loss) {
+    const MeanFactors factors = mean_factors<Problem>(p, sums.class_weight, tokens);
     if (loss != nullptr) *loss = sums.cross_entropy * factors.cross_entropy + sums.z_loss * factors.z_loss;
     if (z_loss != nullptr) *z_loss = sums.z_loss * factors.z_loss;
 }
@@ -99,7 +110,6 @@ template <class Problem>
 __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     using Fields = PartialFields<Problem>;
     __shared__ float scratch[kOutputThreads / 32];
-    __shared__ unsigned counts[kOutputThreads / 32];
     // A warp reads neighbouring rows of a split; a row's threads are in different warps.
     constexpr int kParts = kOutputThreads / kOutputRows;
     __shared__ float parts[kParts][Fields::kCount][kOutputRows];
@@ -112,7 +122,7 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     const int all_splits = kDivided ? p.scalars->splits : p.splits;
     const ListedRow listed = row < rows ? listed_row<Problem>(p.list, p.targets, row) : ListedRow{0, kIgnored};
     const int target = listed.target;
-    LossPartial mine{0.f, 0.f, 0.f, 0u};
+    LossPartial mine{0.f, 0.f, 0.f, 0.f};
     RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
     bool stale = false;
     const int splits = target < 0 ? 0 : all_splits;
@@ -124,15 +134,17 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
         RowSums sums = merge_splits<Problem, 1>(&parts[0][0][row_of_block], Fields::kCount * kOutputRows, kOutputRows, 0, kParts);
         sums.target_logit = p.target_logits[row];
         const float c_y = class_weight_of<Problem>(p.class_weight, target);
-        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight, false};
-        out = row_outputs(sums, c_y, 1.f, options);
+        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight,
+                                  p.dft != 0};
+        out = row_outputs(sums, c_y, value_or(p.token_weight, listed.row, 1.f), options);
         if (p.references != nullptr) {
             // Exponentials are within ±87 of the reference, in nats; what is 60 below the largest does not count any more.
             stale = !(sums.max - p.references[row] <= kMostAboveReference);
             if (stale) p.references[row] = out.lse;
             p.retained_target_logits[row] = sums.target_logit;
         }
-        mine = {out.cross_entropy, out.z_loss, c_y, 1u};
+        const float share = share_of_token(p.count, p.token_weight, listed.row);
+        mine = {out.cross_entropy, out.z_loss, share * c_y, share};
     } else if (part == 0 && target == kOutOfRange && p.invalid_label != nullptr) {
         atomicMin(p.invalid_label, static_cast<unsigned long long>(p.first_row + row));
     }
@@ -151,12 +163,12 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     mine.cross_entropy = block_reduce<kOutputThreads>(mine.cross_entropy, scratch, SumOp{});
     mine.z_loss = block_reduce<kOutputThreads>(mine.z_loss, scratch, SumOp{});
     mine.class_weight = block_reduce<kOutputThreads>(mine.class_weight, scratch, SumOp{});
-    mine.count = block_reduce<kOutputThreads>(mine.count, counts, SumOp{});
+    mine.tokens = block_reduce<kOutputThreads>(mine.tokens, scratch, SumOp{});
     if (threadIdx.x != 0) return;
     if (p.loss_partials != nullptr) {
         p.loss_partials[blockIdx.x] = mine;
     } else {
-        write_loss<Problem>(p.count, mine, mine.count, p.scalar_loss, p.scalar_z_loss);
+        write_loss<Problem>(p.count, mine, mine.tokens, p.scalar_loss, p.scalar_z_loss);
     }
 }
 
@@ -164,44 +176,45 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
 template <class Problem>
 __device__ __forceinline__ void reduce_loss(const ReduceLossParams& p) {
     __shared__ float scratch[kReduceThreads / 32];
-    __shared__ unsigned long long counts[kReduceThreads / 32];
-    LossPartial sums{0.f, 0.f, 0.f, 0u};
-    unsigned long long count = 0;
+    __shared__ double counts[kReduceThreads / 32];
+    LossPartial sums{0.f, 0.f, 0.f, 0.f};
+    double tokens = 0.;
     for (long long i = threadIdx.x; i < p.blocks; i += kReduceThreads) {
         const LossPartial part = p.loss_partials[i];
         sums.cross_entropy += part.cross_entropy;
         sums.z_loss += part.z_loss;
         sums.class_weight += part.class_weight;
-        count += part.count;
+        tokens += part.tokens;
     }
     sums.cross_entropy = block_reduce<kReduceThreads>(sums.cross_entropy, scratch, SumOp{});
     sums.z_loss = block_reduce<kReduceThreads>(sums.z_loss, scratch, SumOp{});
     sums.class_weight = block_reduce<kReduceThreads>(sums.class_weight, scratch, SumOp{});
-    count = block_reduce<kReduceThreads>(count, counts, SumOp{});
-    if (threadIdx.x == 0) write_loss<Problem>(p.count, sums, count, p.loss, p.z_loss);
+    tokens = block_reduce<kReduceThreads>(tokens, counts, SumOp{});
+    if (threadIdx.x == 0) write_loss<Problem>(p.count, sums, tokens, p.loss, p.z_loss);
 }
 
 /// Sets a pass's scalars, but for the totals of class weights: the divisors, from the valid tokens where `want_count` says so, and bounds
 /// that rows raise. One block; the sums do not depend on its size while a thread has one row.
 template <class Problem, int kThreads>
 __device__ __forceinline__ void start_scalars(const TargetParams& targets, const CountParams& counting, const float* class_weights,
-                                              long long num_tokens, int want_count, PassScalars* scalars) {
+                                              const float* token_weights, long long num_tokens, int want_count, PassScalars* scalars) {
     __shared__ float scratch[kThreads / 32];
-    __shared__ unsigned long long counts[kThreads / 32];
+    __shared__ double counts[kThreads / 32];
     float class_weight = 0.f;
-    unsigned long long count = 0;
+    double tokens = 0.;
     if (want_count != 0) {
         for (long long row = threadIdx.x; row < num_tokens; row += kThreads) {
             const int target = load_target<Problem>(targets, row);
             if (target < 0) continue;
-            class_weight += class_weight_of<Problem>(class_weights, target);
-            ++count;
+            const float share = share_of_token(counting, token_weights, row);
+            class_weight += share * class_weight_of<Problem>(class_weights, target);
+            tokens += share;
         }
         class_weight = block_reduce<kThreads>(class_weight, scratch, SumOp{});
-        count = block_reduce<kThreads>(count, counts, SumOp{});
+        tokens = block_reduce<kThreads>(tokens, counts, SumOp{});
     }
     if (threadIdx.x != 0) return;
-    const MeanFactors factors = mean_factors<Problem>(counting, class_weight, count);
+    const MeanFactors factors = mean_factors<Problem>(counting, class_weight, tokens);
     scalars->cross_entropy_scale = factors.cross_entropy;
     scalars->z_loss_scale = factors.z_loss;
     scalars->dlogits_bound_bits = 0u;
@@ -277,19 +290,17 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
             p.scalars->class_weight_max = largest;
         }
     }
-    start_scalars<Problem, kReduceThreads>(p.targets, p.count, p.class_weight, p.num_tokens, p.want_count, p.scalars);
+    start_scalars<Problem, kReduceThreads>(p.targets, p.count, p.class_weight, p.token_weight, p.num_tokens, p.want_count, p.scalars);
     for (int i = static_cast<int>(threadIdx.x); i < p.counter_count; i += kReduceThreads) p.counters[i] = 0u;
     if constexpr (Problem::lists_rows) {
         if (p.list != nullptr) list_rows<Problem>(p);
     }
 }
 
-__device__ __forceinline__ float value_or_zero(const float* values, long long row) { return values != nullptr ? values[row] : 0.f; }
-
 template <class Problem>
 __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsParams& p) {
     if (p.prepares != 0) {
-        start_scalars<Problem, kRowThreads>(p.targets, p.count, p.class_weight, p.rows, p.want_count, p.scalars);
+        start_scalars<Problem, kRowThreads>(p.targets, p.count, p.class_weight, p.token_weight, p.rows, p.want_count, p.scalars);
         __syncthreads();  // every thread reads the scalars and raises the bounds
     }
     const int row = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
@@ -299,11 +310,13 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     const int target = listed.target;
     RowTarget row_target{infinity(), kIgnored};
     if (target >= 0) {
-        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight, false};
-        const float g = p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? listed.row : 0];
-        const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or_zero(p.grad_lse, listed.row),
-                                   value_or_zero(p.grad_logprob, listed.row), value_or_zero(p.grad_entropy, listed.row)};
-        const float entropy = value_or_zero(p.entropy, listed.row);
+        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight,
+                                  p.logprob != nullptr};
+        const float factor = loss_factor(value_or(p.token_weight, listed.row, 1.f), value_or(p.logprob, listed.row, 0.f), options);
+        const float g = factor * (p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? listed.row : 0]);
+        const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or(p.grad_lse, listed.row, 0.f),
+                                   value_or(p.grad_logprob, listed.row, 0.f), value_or(p.grad_entropy, listed.row, 0.f)};
+        const float entropy = value_or(p.entropy, listed.row, 0.f);
         row_target = {p.lse[listed.row], target};
         const RowCoefficients k =
             row_coefficients(upstream, row_target.lse, entropy, class_weight_of<Problem>(p.class_weight, target), options);

@@ -11,7 +11,9 @@ namespace flce {
 namespace {
 
 /// Whether the divisor of a mean has to be counted.
-Expr counts_tokens() { return select(present(Slot::num_valid), 0, reduces_by(ReductionCode::mean)); }
+Expr counts_tokens() {
+    return select(present(Slot::num_valid), 0, reduces_by(ReductionCode::mean) || reduces_by(ReductionCode::weighted_mean));
+}
 
 /// Whether one block of row_coefficients has every token, so that it does prepare's part as well: a launch less.
 Expr prepares_with_rows(const BackwardPass& pass) {
@@ -180,6 +182,8 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
         .set_count(&RowCoefficientsParams::count)
         .set(&RowCoefficientsParams::lse, slot(Slot::lse) + row * 4)
         .set(&RowCoefficientsParams::entropy, advanced(slot(Slot::entropy), row, 4))
+        .set(&RowCoefficientsParams::token_weight, advanced(slot(Slot::token_weight), row, 4))
+        .set(&RowCoefficientsParams::logprob, spec.dft ? advanced(slot(Slot::logprob), row, 4) : Expr(0))
         .set(&RowCoefficientsParams::grad_loss, advanced(slot(Slot::grad_loss), reduces_by(ReductionCode::none) * row, 4))
         .set(&RowCoefficientsParams::grad_lse, advanced(slot(Slot::grad_lse), row, 4))
         .set(&RowCoefficientsParams::grad_logprob, advanced(slot(Slot::grad_logprob), row, 4))

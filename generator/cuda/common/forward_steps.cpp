@@ -98,6 +98,7 @@ Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, co
         .set(&Params::class_weight, slot(Slot::class_weight))
         .set(&Params::scalars, workspace_at(layout.scalars))
         .set_targets(&Params::targets, rows.base)
+        .set(&Params::token_weight, advanced(slot(Slot::token_weight), rows.base, 4))
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
         .set(&Params::loss, select(each, advanced(slot(Slot::loss), rows.base, 4), 0))
         .set(&Params::z_loss, select(each, advanced(slot(Slot::z_loss), rows.base, 4), 0))
@@ -118,7 +119,8 @@ Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, co
         .set(&Params::splits, running ? Expr(1) : splits)
         .set_float(&Params::label_smoothing, static_cast<float>(spec.label_smoothing))
         .set_float(&Params::smoothing_per_class, static_cast<float>(spec.label_smoothing / static_cast<double>(spec.vocab_size)))
-        .set_float(&Params::z_loss_weight, static_cast<float>(spec.z_loss));
+        .set_float(&Params::z_loss_weight, static_cast<float>(spec.z_loss))
+        .set(&Params::dft, spec.dft ? 1 : 0);
     return launch.build();
 }
 

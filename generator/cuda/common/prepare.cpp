@@ -12,6 +12,7 @@ Statement prepare_launch(const Spec& spec, const CudaSource& source, const Prepa
         .set(&PrepareParams::scalars, workspace_at(preparation.scalars))
         .set_targets(&PrepareParams::targets, 0)
         .set_count(&PrepareParams::count)
+        .set(&PrepareParams::token_weight, slot(Slot::token_weight))
         .set(&PrepareParams::list, preparation.list)
         .set(&PrepareParams::counters, workspace_at(preparation.counters))
         .set(&PrepareParams::counter_count, preparation.counter_count)

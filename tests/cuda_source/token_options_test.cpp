@@ -1,0 +1,147 @@
+// What calls say of every token: that each kernel reads it from where its rows are.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "flce/plan.hpp"
+#include "generator/cuda_program.hpp"
+#include "templates/sm90/params.cuh"
+
+namespace flce::token_options {
+namespace {
+
+// Made-up addresses, far apart.
+constexpr std::int64_t kStep = std::int64_t{1} << 44;
+constexpr std::int64_t address(Slot slot) { return (static_cast<std::int64_t>(slot) + 1) * kStep; }
+std::int64_t as_address(const void* pointer) { return reinterpret_cast<std::int64_t>(pointer); }
+
+/// A call that has every tensor.
+CallSlots call(std::int64_t num_tokens, ReductionCode reduction = ReductionCode::mean) {
+    CallSlots slots{};
+    const auto set = [&](Slot slot, std::int64_t value) { slots[static_cast<std::size_t>(slot)] = value; };
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(Slot::num_tokens); ++i) set(static_cast<Slot>(i), address(static_cast<Slot>(i)));
+    for (const Slot absent : {Slot::num_valid, Slot::retained, Slot::retained_bytes, Slot::retained_in_grad_weight}) set(absent, 0);
+    set(Slot::workspace, address(Slot::workspace));
+    set(Slot::num_tokens, num_tokens);
+    set(Slot::target_bits, 64);
+    set(Slot::reduction, static_cast<std::int64_t>(reduction));
+    return slots;
+}
+
+struct Recorded {
+    std::string kernel;
+    InterpretedLaunch launch;
+    template <class Params>
+    [[nodiscard]] Params params() const {
+        Params p;
+        EXPECT_GE(launch.params.size(), sizeof(Params));
+        std::memcpy(&p, launch.params.data(), sizeof p);
+        return p;
+    }
+};
+
+std::vector<Recorded> run(const CudaProgram& program, const LaunchProgram& pass, const CallSlots& slots) {
+    std::vector<Recorded> launches;
+    interpret(
+        pass, slots,
+        [&](const InterpretedLaunch& launch) {
+            launches.push_back({program.kernels[static_cast<std::size_t>(launch.kernel)].name, launch});
+        },
+        [](std::int64_t, std::int64_t) {});
+    return launches;
+}
+
+CudaProgram program_of(const std::string& spec_text, const char* device_name, std::int64_t scratch = kDefaultScratchBytes) {
+    const Spec spec = parse_spec(spec_text);
+    const Device device = describe_device(device_name);
+    return generate_cuda(spec, device, choose_plan(spec, device, {.scratch_bytes = scratch}));
+}
+
+// Listed rows, launches and blocks of rows, and neither.
+struct Shape {
+    const char* device;
+    const char* spec;
+    std::int64_t tokens;
+    std::int64_t scratch = kDefaultScratchBytes;
+};
+constexpr Shape kShapes[] = {
+    {"h100", "D=64,V=1000", 100},
+    {"h100", "D=64,V=1000", 5000},
+    {"h100", "D=64,V=1000", 300'000},
+    {"h100", "D=64,V=50257", 1'000'001},
+    {"h100", "D=2048,V=50257", 40'000, std::int64_t{8} << 20},
+    {"h100", "D=64,V=1000,weight_dtype=fp32", 5000},
+    {"a100", "D=64,V=1000", 100},
+    {"a100", "D=64,V=50257", 1'000'001},
+    {"a100", "D=2048,V=50257,dtype=fp32", 40'000, std::int64_t{8} << 20},
+};
+
+/// `from` is where the launch takes its rows of the caller's tensor from: the row at which it takes their labels.
+template <class Params>
+void expect_beside_labels(const Params& p, const float* from, Slot slot) {
+    const std::int64_t first = (as_address(p.targets.target) - address(Slot::target)) / 8;
+    EXPECT_EQ(as_address(from), address(slot) + first * 4);
+}
+
+class TokenOptions : public testing::TestWithParam<Shape> {};
+
+TEST_P(TokenOptions, Weights_LieBesideTheLabels) {
+    const Shape& shape = GetParam();
+    const CudaProgram program = program_of(std::string(shape.spec) + ",token_weight", shape.device, shape.scratch);
+    for (const Recorded& r : run(program, program.forward, call(shape.tokens))) {
+        if (r.kernel != "flce_row_outputs") continue;
+        const auto p = r.params<RowOutputsParams>();
+        expect_beside_labels(p, p.token_weight, Slot::token_weight);
+    }
+    for (const ReductionCode reduction : {ReductionCode::sum, ReductionCode::mean, ReductionCode::weighted_mean}) {
+        int counted = 0;
+        for (const Recorded& r : run(program, program.backward, call(shape.tokens, reduction))) {
+            if (r.kernel == "flce_prepare") {
+                const auto p = r.params<PrepareParams>();
+                expect_beside_labels(p, p.token_weight, Slot::token_weight);
+                counted += p.want_count;
+            }
+            if (r.kernel != "flce_row_coefficients") continue;
+            const auto p = r.params<RowCoefficientsParams>();
+            expect_beside_labels(p, p.token_weight, Slot::token_weight);
+            EXPECT_EQ(p.logprob, nullptr) << "no dft";
+            counted += p.prepares != 0 ? p.want_count : 0;
+        }
+        EXPECT_EQ(counted, reduction == ReductionCode::sum ? 0 : 1);
+    }
+}
+
+TEST_P(TokenOptions, Dft_ReadsWhatForwardWrote) {
+    const Shape& shape = GetParam();
+    const CudaProgram program = program_of(std::string(shape.spec) + ",dft,outputs=loss+logprob", shape.device, shape.scratch);
+    for (const Recorded& r : run(program, program.forward, call(shape.tokens))) {
+        if (r.kernel != "flce_row_outputs") continue;
+        EXPECT_EQ(r.params<RowOutputsParams>().dft, 1);
+    }
+    for (const Recorded& r : run(program, program.backward, call(shape.tokens))) {
+        if (r.kernel != "flce_row_coefficients") continue;
+        const auto p = r.params<RowCoefficientsParams>();
+        expect_beside_labels(p, p.logprob, Slot::logprob);
+    }
+}
+
+// They are numbers of small kernels: no GEMM is compiled anew for them.
+TEST(TokenOptionsSource, WeightsAndDft_ChangeNoKernel) {
+    for (const char* device : {"h100", "a100"}) {
+        const CudaProgram plain = program_of("D=64,V=1000,outputs=loss+logprob", device);
+        const CudaProgram weighted = program_of("D=64,V=1000,outputs=loss+logprob,token_weight,dft", device);
+        ASSERT_EQ(plain.units.size(), weighted.units.size());
+        for (std::size_t i = 0; i < plain.units.size(); ++i) EXPECT_EQ(plain.units[i].source, weighted.units[i].source);
+    }
+}
+
+std::string shape_name(const testing::TestParamInfo<Shape>& info) {
+    return std::string(info.param.device) + "_" + std::to_string(info.param.tokens) + "_" + std::to_string(info.index);
+}
+INSTANTIATE_TEST_SUITE_P(EveryWay, TokenOptions, testing::ValuesIn(kShapes), shape_name);
+
+}  // namespace
+}  // namespace flce::token_options
