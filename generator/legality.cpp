@@ -16,9 +16,8 @@ using Reason = std::optional<std::string>;
 
 /// Options that the CPU has and GPUs do not have yet.
 Reason missing_on_gpus(const Spec& spec) {
-    for (const auto& [name, wanted] : {std::pair{"temperature", spec.temperature},
-                                       {"outputs=top1", spec.outputs.top1},
-                                       {"outputs=log_sum_sq_probs", spec.outputs.log_sum_sq_probs}}) {
+    for (const auto& [name, wanted] :
+         {std::pair{"outputs=top1", spec.outputs.top1}, {"outputs=log_sum_sq_probs", spec.outputs.log_sum_sq_probs}}) {
         if (wanted) return fmt::format("{}: GPUs do not have it yet; the CPU has", name);
     }
     return std::nullopt;

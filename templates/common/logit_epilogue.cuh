@@ -75,6 +75,28 @@ __device__ __forceinline__ void mask_columns(const Place& place, int first_colum
     }
 }
 
+/// A row's logits are divided by its temperature T. 1/T comes in two parts: rounded to one float it would be off by the same factor in
+/// every logit of the row, which no sum averages out. With both, a quotient is rounded once, and at T = 1 it is the logit. Both are above
+/// 0, so that −inf stays −inf, and neither needs a division, whose subroutine would cost registers. A temperature beyond 2^±100 counts as
+/// that, and so does one that is none: its row is ignored, and must not be NaN where exponentials are retained.
+struct Tempering {
+    float high;  ///< a little below 1/T
+    float low;   ///< 1/T − high
+
+    __device__ __forceinline__ explicit Tempering(float temperature) {
+        const float t = fminf(fmaxf(temperature, 0x1p-100f), 0x1p100f);
+        high = __uint_as_float(__float_as_uint(ptx::rcp_approx_ftz(t)) - 2u);  // rcp is off by a unit of the last place at most
+        low = __fmaf_rn(-t, high, 1.f) * high;
+    }
+    __device__ __forceinline__ float divided(float logit) const { return __fmaf_rn(logit, high, logit * low); }
+};
+struct NoTempering {
+    __device__ __forceinline__ explicit NoTempering(float /*temperature*/) {}
+    __device__ __forceinline__ float divided(float logit) const { return logit; }
+};
+template <class Problem>
+using TemperingOf = Select<Problem::temperature, Tempering, NoTempering>;
+
 /// weighted += Σ c_j·z_j of the thread's columns. kRagged: some of them may not exist.
 template <class Problem, bool kRagged, class Place, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place& place, int first_column,
@@ -95,11 +117,29 @@ __device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place
     }
 }
 
+/// Each row by its temperature.
+template <class Place, class TemperatureOf, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void divide_rows(const Place& place, const TemperatureOf& temperature_of,
+                                            float (&c)[kPieces][kColumnPieces][4]) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const Tempering tempering(temperature_of(place.row(i, h)));
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) c[i][j][2 * h + e] = tempering.divided(c[i][j][2 * h + e]);
+        }
+    }
+}
+
 /// c becomes logits; columns past the vocabulary become masked_logit(). weighted += Σ c_j·z_j of the thread's columns, with label
-/// smoothing.
-template <class Problem, class Place, int kPieces, int kColumnPieces>
+/// smoothing. `temperature_of`: a row of the tile has it, where the Problem has temperatures.
+template <class Problem, class Place, class TemperatureOf, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& place, int first_column, int columns,
-                                          float (&c)[kPieces][kColumnPieces][4], float (&weighted)[kPieces][2]) {
+                                          const TemperatureOf& temperature_of, float (&c)[kPieces][kColumnPieces][4],
+                                          float (&weighted)[kPieces][2]) {
     const bool ragged = first_column + columns > Problem::vocab_size;
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
@@ -121,6 +161,7 @@ __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& p
             }
         }
     }
+    if constexpr (Problem::temperature) divide_rows(place, temperature_of, c);
     if (ragged) {
         if constexpr (Problem::label_smoothing) add_weighted<Problem, true>(p, place, first_column, c, weighted);
         mask_columns<Problem>(place, first_column, c);
@@ -178,7 +219,7 @@ __device__ __forceinline__ void add_bias(const DlogitsParams& p, const Place& pl
     }
 }
 
-/// The coefficients of a row that the Problem has: those of terms that do not exist are 0.
+/// The coefficients of a row that the Problem has: those of terms that do not exist are 0. They have been divided by the row's temperature.
 template <class Problem, class Above>
 struct GradientRow {
     float a;
@@ -186,8 +227,10 @@ struct GradientRow {
     float t;
     float s;
     Above above_lse;
+    TemperingOf<Problem> tempering;
 
-    __device__ __forceinline__ GradientRow(const float4& k, float scale, float lse) : t(k.z * scale), s(k.w * scale), above_lse(lse) {
+    __device__ __forceinline__ GradientRow(const float4& k, float scale, float lse, const TemperingOf<Problem>& tempering_)
+        : t(k.z * scale), s(k.w * scale), above_lse(lse), tempering(tempering_) {
         const float factor = scale * above_lse.factor(lse);
         a = k.x * factor;
         b = k.y * factor;
@@ -195,7 +238,8 @@ struct GradientRow {
 
     /// The gradient for hidden · weightᵀ + bias = x at `column` of the chunk.
     __device__ __forceinline__ float operator()(const DlogitsParams& p, float x, int column, bool is_target) const {
-        const Logit z = Problem::transform(x, p.transform);
+        Logit z = Problem::transform(x, p.transform);
+        z.value = tempering.divided(z.value);
         float dz = above_lse.exp(z.value) * (Problem::entropy ? a + b * fmaxf(z.value, farthest_below()) : a);
         if (is_target) dz -= t;
         if constexpr (Problem::label_smoothing) {
@@ -220,14 +264,16 @@ __device__ __forceinline__ void replace_by_gradients(const GradientT& gradient, 
 }
 
 /// One row of hidden · weightᵀ + bias becomes its gradient, scaled. `first_column` is the tile's in the chunk.
-template <class Problem, class Place, int kColumnPieces>
-__device__ __forceinline__ void row_gradient(const DlogitsParams& p, const Place& place, int first_column, int row, float scale,
+template <class Problem, class Params, class Place, int kColumnPieces>
+__device__ __forceinline__ void row_gradient(const Params& p, const Place& place, int first_column, int row, float scale,
                                              float (&c)[kColumnPieces][4], int h) {
     float4 k = make_float4(0.f, 0.f, 0.f, 0.f);
     RowTarget target{infinity(), kIgnored};
+    float temperature = 1.f;
     if (row < p.rows) {
         k = static_cast<const float4*>(p.coefficients)[row];
         target = static_cast<const RowTarget*>(p.row_targets)[row];
+        if constexpr (Problem::temperature) temperature = p.temperatures[row];
     }
     if constexpr (!Problem::lists_rows) {
         // An ignored row's gradient is 0 whatever its logits are: NaN times 0 is not. Where rows are listed there is none.
@@ -238,7 +284,8 @@ __device__ __forceinline__ void row_gradient(const DlogitsParams& p, const Place
     }
     using Above = RoundedAbove<Problem>;
     using Precise = DifferencesAbove<typename Problem::Math>;
-    const GradientRow<Problem, Precise> precise(k, scale, target.lse);
+    const TemperingOf<Problem> tempering(temperature);
+    const GradientRow<Problem, Precise> precise(k, scale, target.lse, tempering);
     // The target's column counted from this thread's first one; outside where another tile or nobody has it. Few threads have one: a branch
     // of their own costs less than a comparison for every element.
     const int column = first_column + place.column(0, 0);
@@ -249,7 +296,7 @@ __device__ __forceinline__ void row_gradient(const DlogitsParams& p, const Place
     if (kSame<Above, Precise> || !Above::takes(target.lse)) {
         replace_by_gradients(precise, p, column, c, h);
     } else {
-        replace_by_gradients(GradientRow<Problem, Above>(k, scale, target.lse), p, column, c, h);
+        replace_by_gradients(GradientRow<Problem, Above>(k, scale, target.lse, tempering), p, column, c, h);
     }
     if (has_target) replace_column(c, h, within, at_target);
 }

@@ -113,6 +113,7 @@ struct RowOutputsParams {
     unsigned* stale;  ///< one for each block of kOutputRows: a row's exponentials are out of range, its reference has been corrected
     unsigned long long* invalid_label;
     const float* token_weight;  ///< [rows]; null: 1
+    const float* temperature;   ///< [rows], where the Problem has temperatures
     RowList list;               ///< outputs, targets and what else is read of rows then begin with the call's first row
     long long first_row;        ///< index of row 0 in the whole call, for invalid_label
     long long partial_rows;
@@ -142,6 +143,7 @@ struct PrepareParams {
     float* outputs[kRowOutputs];
     unsigned long long* invalid_label;
     const float* token_weight;  ///< [num_tokens]; null: 1
+    const float* temperature;   ///< [num_tokens], where the Problem has temperatures
     unsigned* counters;         ///< set to 0
     long long num_tokens;
     int counter_count;
@@ -159,6 +161,7 @@ struct GatherRowsParams {
     int rows;
     int unless_all;  ///< not 0: nothing is done where no row is ignored
     TargetParams targets;
+    const float* temperature;  ///< [rows], where the Problem has temperatures
 };
 
 /// What SumParts follows from, beside the number of rows.
@@ -192,6 +195,8 @@ struct RowCoefficientsParams {
     const float* entropy;
     const float* token_weight;  ///< [rows]; null: 1
     const float* logprob;       ///< [rows], with dft; else null
+    const float* temperature;   ///< [rows], where the Problem has temperatures
+    float* row_temperatures;    ///< [rows], where the Problem has temperatures: 1 where the row is ignored
     const float* grad_loss;     ///< [rows] for reduction none, else scalar; null: absent_grad_loss
     const float* grad_lse;
     const float* grad_logprob;
@@ -206,7 +211,7 @@ struct RowCoefficientsParams {
     float smoothing_per_class;
     float z_loss_weight;
     float absent_grad_loss;  ///< 1; 0 where the spec has no loss among its outputs
-    float derivative_bound;  ///< largest |d logit / d (hidden · weightᵀ)|
+    float derivative_bound;  ///< largest |d logit / d (hidden · weightᵀ)| at a temperature of 1
     int unused;
 };
 
@@ -217,6 +222,7 @@ struct ReferencesParams {
     TargetParams targets;
     float* references;  ///< [rows]
     RowList list;
+    const float* temperature;  ///< [rows], where the Problem has temperatures
     float transform[kMaxTransformParameters];
     int rows;
 };
@@ -238,7 +244,7 @@ struct RetainedRowsParams {
     int counter_count;
     int rows;
     int columns;       ///< retained
-    float derivative;  ///< d logit / d (hidden · weightᵀ)
+    float derivative;  ///< d logit / d (hidden · weightᵀ) at a temperature of 1
 };
 
 struct DlogitsParams {
@@ -298,6 +304,12 @@ struct GradBiasParams {
     int columns;
     int first;
     int last;
+};
+
+/// The parameters of a kernel that sees logits, where the Problem divides them by temperatures. Others have none of it.
+template <class Params>
+struct Tempered : Params {
+    const float* temperatures;  ///< forward: of the call, from the row on at which the labels begin; backward: [rows] of the launch
 };
 
 /// Zeroes columns [first_column, columns) of a row-major matrix.

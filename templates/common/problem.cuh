@@ -1,6 +1,6 @@
 // What a generated configuration looks like to the kernels, and small helpers that every kernel shares.
 //
-//     struct Problem {
+//     struct Problem : flce::PlainProblem {
 //         using Element = flce::Bf16;                 hidden, weight, bias, grad_hidden
 //         using GradWeight = flce::Bf16;              grad_weight, grad_bias
 //         using Math = flce::FastMath;
@@ -8,6 +8,7 @@
 //         enum : bool { hidden_major, bias, class_weight, label_smoothing, entropy, accumulate, retain };
 //         enum : bool { lists_rows };                 kernels may have a RowList
 //         enum : bool { rounds_weight };              what GEMMs read of the weight has been rounded into the workspace, vocab_major
+//         enum : bool { temperature = true };         only what differs from PlainProblem
 //         static flce::Logit transform(float x, const float* p);
 //     };
 //
@@ -23,6 +24,15 @@
 #include "flce/common/tile_order.cuh"
 
 namespace flce {
+
+/// What a Problem is that says nothing of it.
+struct PlainProblem {
+    enum : bool { temperature = false };  ///< a row's logits are divided by a number of its own
+};
+
+/// A kernel's parameters, with the rows' temperatures where there are any.
+template <class Problem, class Params>
+using TemperedOf = Select<Problem::temperature, Tempered<Params>, Params>;
 
 /// A logit and its derivative with respect to hidden · weightᵀ + bias.
 struct Logit {
@@ -95,6 +105,16 @@ __device__ __forceinline__ int load_target(const TargetParams& p, long long row)
     return label >= 0 && label < Problem::vocab_size ? static_cast<int>(label) : kOutOfRange;
 }
 
+/// The same of a row that has a temperature: one that logits cannot be divided by is a fault as a label out of range is.
+template <class Problem>
+__device__ __forceinline__ int load_target(const TargetParams& p, const float* temperature, long long row) {
+    const int target = load_target<Problem>(p, row);
+    if constexpr (Problem::temperature) {
+        if (target >= 0 && !is_temperature(temperature[row])) return kOutOfRange;
+    }
+    return target;
+}
+
 /// Rows of a launch that has a list and room for `rows`: at least `least`, of which the last is then an ignored one.
 template <class Problem>
 __device__ __forceinline__ int listed_rows(const RowList& list, int rows, int least) {
@@ -109,6 +129,14 @@ __device__ __forceinline__ ListedRow listed_row(const RowList& list, const Targe
         if (list.rows != nullptr) return list.rows[list.first + row];
     }
     return {row, load_target<Problem>(targets, row)};
+}
+/// Ignored, too, where its temperature is a fault. A list knows that already.
+template <class Problem>
+__device__ __forceinline__ ListedRow listed_row(const RowList& list, const TargetParams& targets, const float* temperature, int row) {
+    if constexpr (Problem::lists_rows) {
+        if (list.rows != nullptr) return list.rows[list.first + row];
+    }
+    return {row, load_target<Problem>(targets, temperature, row)};
 }
 
 /// What dz is multiplied with before it is rounded to 16 bits. Dividing by t makes the targets' entries, p − 1, round near −1, where p

@@ -21,7 +21,13 @@ __device__ __forceinline__ void references(const ReferencesParams& p) {
     float sum = 0.f;
     for (int k = lane; k < Problem::hidden_size; k += 32) sum = __fmaf_rn(to_float(h[k]), to_float(w[k * kStep]), sum);
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    if (lane == 0) p.references[row] = Problem::transform(sum, p.transform).value;
+    if (lane != 0) return;
+    const float logit = Problem::transform(sum, p.transform).value;
+    if constexpr (Problem::temperature) {
+        p.references[row] = Tempering(p.temperature[listed.row]).divided(logit);
+    } else {
+        p.references[row] = logit;
+    }
 }
 
 /// dz_j = p_j·a − t·[j = y] as scale·E_j: the target's E_y becomes (p_y − t/a) / exp(reference − lse), from the logit in fp32, so

@@ -120,7 +120,7 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     // Where forward has a list, it alone knows how it has divided its work. Running sums of stretches are one part.
     constexpr bool kDivided = Problem::lists_rows && !Problem::rounds_weight;
     const int all_splits = kDivided ? p.scalars->splits : p.splits;
-    const ListedRow listed = row < rows ? listed_row<Problem>(p.list, p.targets, row) : ListedRow{0, kIgnored};
+    const ListedRow listed = row < rows ? listed_row<Problem>(p.list, p.targets, p.temperature, row) : ListedRow{0, kIgnored};
     const int target = listed.target;
     LossPartial mine{0.f, 0.f, 0.f, 0.f};
     RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
@@ -196,15 +196,16 @@ __device__ __forceinline__ void reduce_loss(const ReduceLossParams& p) {
 /// Sets a pass's scalars, but for the totals of class weights: the divisors, from the valid tokens where `want_count` says so, and bounds
 /// that rows raise. One block; the sums do not depend on its size while a thread has one row.
 template <class Problem, int kThreads>
-__device__ __forceinline__ void start_scalars(const TargetParams& targets, const CountParams& counting, const float* class_weights,
-                                              const float* token_weights, long long num_tokens, int want_count, PassScalars* scalars) {
+__device__ __forceinline__ void start_scalars(const TargetParams& targets, const float* temperatures, const CountParams& counting,
+                                              const float* class_weights, const float* token_weights, long long num_tokens, int want_count,
+                                              PassScalars* scalars) {
     __shared__ float scratch[kThreads / 32];
     __shared__ double counts[kThreads / 32];
     float class_weight = 0.f;
     double tokens = 0.;
     if (want_count != 0) {
         for (long long row = threadIdx.x; row < num_tokens; row += kThreads) {
-            const int target = load_target<Problem>(targets, row);
+            const int target = load_target<Problem>(targets, temperatures, row);
             if (target < 0) continue;
             const float share = share_of_token(counting, token_weights, row);
             class_weight += share * class_weight_of<Problem>(class_weights, target);
@@ -237,7 +238,7 @@ __device__ __forceinline__ void list_rows(const PrepareParams& p) {
         int mine = 0;
 #pragma unroll
         for (int i = 0; i < kOfThread; ++i) {
-            targets[i] = first + i < p.num_tokens ? load_target<Problem>(p.targets, first + i) : kIgnored;
+            targets[i] = first + i < p.num_tokens ? load_target<Problem>(p.targets, p.temperature, first + i) : kIgnored;
             mine += targets[i] >= 0 ? 1 : 0;
         }
         int up_to = mine;  // of this warp, up to this thread
@@ -290,25 +291,33 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
             p.scalars->class_weight_max = largest;
         }
     }
-    start_scalars<Problem, kReduceThreads>(p.targets, p.count, p.class_weight, p.token_weight, p.num_tokens, p.want_count, p.scalars);
+    start_scalars<Problem, kReduceThreads>(p.targets, p.temperature, p.count, p.class_weight, p.token_weight, p.num_tokens, p.want_count,
+                                           p.scalars);
     for (int i = static_cast<int>(threadIdx.x); i < p.counter_count; i += kReduceThreads) p.counters[i] = 0u;
     if constexpr (Problem::lists_rows) {
         if (p.list != nullptr) list_rows<Problem>(p);
     }
 }
 
+/// Coefficients of a row whose logits are divided by a temperature: dz is what is above them, which is divided as well.
+__device__ __forceinline__ RowCoefficients divided(const RowCoefficients& k, float temperature) {
+    return {k.a / temperature, k.b / temperature, k.t / temperature, k.s / temperature};
+}
+
 template <class Problem>
 __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsParams& p) {
     if (p.prepares != 0) {
-        start_scalars<Problem, kRowThreads>(p.targets, p.count, p.class_weight, p.token_weight, p.rows, p.want_count, p.scalars);
+        start_scalars<Problem, kRowThreads>(p.targets, p.temperature, p.count, p.class_weight, p.token_weight, p.rows, p.want_count,
+                                            p.scalars);
         __syncthreads();  // every thread reads the scalars and raises the bounds
     }
     const int row = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
     if (row >= p.rows) return;
     float4 packed = make_float4(0.f, 0.f, 0.f, 0.f);
-    const ListedRow listed = listed_row<Problem>(p.list, p.targets, row);
+    const ListedRow listed = listed_row<Problem>(p.list, p.targets, p.temperature, row);
     const int target = listed.target;
     RowTarget row_target{infinity(), kIgnored};
+    float temperature = 1.f;
     if (target >= 0) {
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight,
                                   p.logprob != nullptr};
@@ -318,13 +327,16 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
                                    value_or(p.grad_logprob, listed.row, 0.f), value_or(p.grad_entropy, listed.row, 0.f)};
         const float entropy = value_or(p.entropy, listed.row, 0.f);
         row_target = {p.lse[listed.row], target};
-        const RowCoefficients k =
-            row_coefficients(upstream, row_target.lse, entropy, class_weight_of<Problem>(p.class_weight, target), options);
+        RowCoefficients k = row_coefficients(upstream, row_target.lse, entropy, class_weight_of<Problem>(p.class_weight, target), options);
+        if constexpr (Problem::temperature) {
+            temperature = p.temperature[listed.row];
+            k = divided(k, temperature);
+        }
         packed = make_float4(k.a, k.b, k.t, k.s);
         if constexpr (sizeof(typename Problem::Element) == 2) atomicMax(&p.scalars->target_bits, __float_as_uint(fabsf(k.t)));
         if constexpr (kSame<typename Problem::Element, Fp16>) {
             // |p·g·(lse − h − z)| ≤ |g|·(h + 1/e) for the entropy's part; the other terms bound themselves, as p ≤ 1.
-            const float without_entropy = k.a - upstream.entropy * (row_target.lse - entropy);
+            const float without_entropy = k.a + k.b * (row_target.lse - entropy);
             const float largest_weight = Problem::class_weight && Problem::label_smoothing ? p.scalars->class_weight_max : 1.f;
             const float bound = fabsf(without_entropy) + fabsf(k.t) + fabsf(k.s) * largest_weight + fabsf(k.b) * (fabsf(entropy) + 1.f);
             // A row that is NaN or infinite must not take other rows' precision.
@@ -333,6 +345,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     }
     static_cast<float4*>(p.coefficients)[row] = packed;
     static_cast<RowTarget*>(p.row_targets)[row] = row_target;
+    if constexpr (Problem::temperature) p.row_temperatures[row] = temperature;
 }
 
 /// Adds the partial sums of columns, in order, to grad_bias.
@@ -363,7 +376,7 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
     bool listed;
     long long from = row;
     if (p.list.rows == nullptr) {
-        listed = load_target<Problem>(p.targets, row) >= 0;
+        listed = load_target<Problem>(p.targets, p.temperature, row) >= 0;
     } else {
         const int valid = *p.list.valid;
         if (p.unless_all != 0 && valid == p.rows) return;

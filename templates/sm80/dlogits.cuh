@@ -21,13 +21,15 @@ struct DlogitsBlock {
     enum : int { kSmemBytes = RingOrStaging<MainloopT, TileT>::kBytes + kColumnSumBytes };
     enum : int { kThreads = TileT::kThreads };
 
-    const DlogitsParams& p;
+    using Params = TemperedOf<Problem, DlogitsParams>;
+
+    const Params& p;
     MainloopT mainloop;
     int row_block;
     int row0;
     int column0;  // in the chunk
 
-    __device__ __forceinline__ explicit DlogitsBlock(const DlogitsParams& params) : p(params), mainloop(dynamic_smem) {
+    __device__ __forceinline__ explicit DlogitsBlock(const Params& params) : p(params), mainloop(dynamic_smem) {
         int column_block;
         tile_of_block<Problem::raster>(blockIdx.x, ceil_div(p.rows, TileT::kBlockM), ceil_div(p.columns, TileT::kBlockN), row_block,
                                        column_block);
@@ -124,7 +126,7 @@ struct DlogitsBlock {
 };
 
 template <class Problem, class TileT>
-__device__ __forceinline__ void dlogits(const DlogitsParams& p) {
+__device__ __forceinline__ void dlogits(const typename DlogitsBlock<Problem, TileT>::Params& p) {
     DlogitsBlock<Problem, TileT>(p).run();
 }
 

@@ -13,11 +13,12 @@ struct ForwardBlock {
     using MainloopT = Mainloop<LogitOperands<Problem>, TileT>;
     using Accumulators = typename MainloopT::Accumulators;
     using Fields = PartialFields<Problem>;
-    using Params = ForwardParamsOf<Problem>;
+    using Params = TemperedOf<Problem, ForwardParamsOf<Problem>>;
     using WeightT = WeightOperand<Problem>;
     enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
     enum : int { kStates = TileT::kWarpsN * TileT::kBlockM };
-    enum : int { kSmemBytes = MainloopT::kSmemBytes + 4 * (Fields::kCount * kStates + TileT::kBlockM) };
+    enum : int { kRowWords = Problem::temperature ? 2 : 1 };  ///< label and temperature
+    enum : int { kSmemBytes = MainloopT::kSmemBytes + 4 * (Fields::kCount * kStates + kRowWords * TileT::kBlockM) };
     enum : int { kThreads = TileT::kThreads };
     enum : int { kRowPieces = MainloopT::kPiecesA };
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
@@ -54,7 +55,7 @@ struct ForwardBlock {
     const Params& p;
     MainloopT mainloop;
     float* states;  // [fields][warps_n][kBlockM]
-    int* targets;   // [kBlockM]
+    int* targets;   // [kBlockM]; behind them temperatures, where the Problem has them
 
     __device__ __forceinline__ explicit ForwardBlock(const Params& params)
         : p(params),
@@ -86,13 +87,20 @@ struct ForwardBlock {
         const long long row0 = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
         for (int i = static_cast<int>(threadIdx.x); i < TileT::kBlockM; i += TileT::kThreads) {
             targets[i] = row0 + i < p.rows ? load_target<Problem>(p.targets, row0 + i) : kIgnored;
+            if constexpr (Problem::temperature) temperatures()[i] = row0 + i < p.rows ? p.temperatures[row0 + i] : 1.f;
         }
     }
+
+    struct RowTemperatures {
+        const float* of_block;
+        __device__ __forceinline__ float operator()(int row) const { return of_block[row]; }
+    };
+    __device__ __forceinline__ float* temperatures() const { return reinterpret_cast<float*>(targets + TileT::kBlockM); }
 
     /// Adds a tile of logits to the warp's row states.
     __device__ __forceinline__ void reduce(Accumulators& c, int first_column) {
         float weighted[kRowPieces][2] = {};
-        to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c, weighted);
+        to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, RowTemperatures{temperatures()}, c, weighted);
 #pragma unroll
         for (int i = 0; i < kRowPieces; ++i) {
 #pragma unroll
@@ -167,7 +175,7 @@ struct ForwardBlock {
 };
 
 template <class Problem, class TileT>
-__device__ __forceinline__ void forward(const ForwardParamsOf<Problem>& p) {
+__device__ __forceinline__ void forward(const typename ForwardBlock<Problem, TileT>::Params& p) {
     ForwardBlock<Problem, TileT>(p).run();
 }
 

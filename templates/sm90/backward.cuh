@@ -45,8 +45,8 @@ __device__ __forceinline__ unsigned* pace_of(const Params& p, unsigned rank) {
 }
 
 /// row_gradient within the Problem's dtype.
-template <class Problem, class Place, int kColumnPieces>
-__device__ __forceinline__ void dlogits_of_row(const DlogitsParams& p, const Place& place, int first_column, int row, float scale,
+template <class Problem, class Params, class Place, int kColumnPieces>
+__device__ __forceinline__ void dlogits_of_row(const Params& p, const Place& place, int first_column, int row, float scale,
                                                float (&c)[kColumnPieces][4], int h) {
     row_gradient<Problem>(p, place, first_column, row, scale, c, h);
     if constexpr (kSame<typename Problem::Element, Fp16>) {
@@ -71,7 +71,9 @@ struct DlogitsSm90 {
     enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
     enum : int { kThreads = TileT::kThreads };
 
-    const DlogitsSm90Params& p;
+    using Params = TemperedOf<Problem, DlogitsSm90Params>;
+
+    const Params& p;
     TileNumbers<TileT> numbers;
     MainloopT mainloop;
     const int rows;
@@ -79,7 +81,7 @@ struct DlogitsSm90 {
     PanelsT panels;
     float* const column_sums;
 
-    __device__ __forceinline__ explicit DlogitsSm90(const DlogitsSm90Params& params)
+    __device__ __forceinline__ explicit DlogitsSm90(const Params& params)
         : p(params),
           numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
           mainloop(dynamic_smem, kBarriersAt),
@@ -155,7 +157,7 @@ struct DlogitsSm90 {
 };
 
 template <class Problem, class TileT>
-__device__ __forceinline__ void dlogits_sm90(const DlogitsSm90Params& p) {
+__device__ __forceinline__ void dlogits_sm90(const typename DlogitsSm90<Problem, TileT>::Params& p) {
     prefetch_maps(p.hidden_map, p.weight_map, p.dlogits_map);
     DlogitsSm90<Problem, TileT>(p).run();
 }

@@ -100,12 +100,14 @@ struct BackwardChunksSm90 {
     enum : int { kThreads = TileT::kThreads };
     enum : int { kHidden = Problem::hidden_size };
 
-    const BackwardChunksSm90Params& p;
+    using Params = TemperedOf<Problem, BackwardChunksSm90Params>;
+
+    const Params& p;
     RingSm90<TileT> ring;
     ChunkWalk<TileT, kHidden, Problem::raster> walk;
     WeightPanels weight_panels;
 
-    __device__ __forceinline__ explicit BackwardChunksSm90(const BackwardChunksSm90Params& params)
+    __device__ __forceinline__ explicit BackwardChunksSm90(const Params& params)
         : p(params),
           ring(dynamic_smem, kBarriersAt),
           walk(params, ring.smem + kRowsAt, ring.smem + kNumbersAt),
@@ -275,7 +277,7 @@ struct BackwardChunksSm90 {
 };
 
 template <class Problem, class TileT>
-__device__ __forceinline__ void backward_chunks_sm90(const BackwardChunksSm90Params& p) {
+__device__ __forceinline__ void backward_chunks_sm90(const typename BackwardChunksSm90<Problem, TileT>::Params& p) {
     prefetch_maps(p.hidden_map, p.weight_map, p.dlogits_map, p.hidden_sum_map, p.dlogits_sum_map, p.last_dlogits_sum_map, p.weight_sum_map,
                   p.accumulator_map, p.grad_weight_map);
     BackwardChunksSm90<Problem, TileT>(p).run();

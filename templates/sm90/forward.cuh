@@ -18,7 +18,7 @@ struct ForwardSm90 {
     using Accumulators = typename MainloopT::Accumulators;
     using Fields = PartialFields<Problem>;
     enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
-    using Params = Select<Problem::rounds_weight, ForwardStretchSm90Params, ForwardSm90Params>;
+    using Params = TemperedOf<Problem, Select<Problem::rounds_weight, ForwardStretchSm90Params, ForwardSm90Params>>;
     enum : int { kPieces = MainloopT::kPiecesA };
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
     using Rows = RowReduction<Problem, kColumnPieces>;
@@ -317,7 +317,8 @@ struct ForwardSm90 {
         const int first_column = forward_first_column<Problem>(p) + static_cast<int>(tile.number) * TileT::kBlockN;
         const int row0 = first_row(tile.row_cluster());
         float weighted[kPieces][2] = {};
-        to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c, weighted);
+        to_logits<Problem>(
+            p, mainloop.place, first_column, TileT::kBlockN, [&](int row) { return temperature_of(row0 + row); }, c, weighted);
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
@@ -345,6 +346,18 @@ struct ForwardSm90 {
                 Rows::reduce_row(c[i], h, sums);
                 keep(tile.part(), i, h, sums);
             }
+    }
+
+    /// Of a row of the launch.
+    __device__ __forceinline__ float temperature_of(int row) const {
+        if constexpr (Problem::temperature) {
+            if (row >= share.rows) return 1.f;
+            if constexpr (Problem::lists_rows) {
+                if (p.list.rows != nullptr) row = p.list.rows[p.list.first + row].row;
+            }
+            return p.temperatures[row];
+        }
+        return 1.f;
     }
 
     /// Logits become exponentials of what they are above the row's reference, which are added up. Those that are retained leave for memory.

@@ -70,12 +70,13 @@ struct Shape {
 constexpr Shape kShapes[] = {
     {"h100", "D=64,V=1000", 100},
     {"h100", "D=64,V=1000", 5000},
-    {"h100", "D=64,V=1000", 300'000},
-    {"h100", "D=64,V=50257", 1'000'001},
+    {"h100", "D=64,V=50257", 300'001},
+    {"h100", "D=2048,V=50257", 4096},
     {"h100", "D=2048,V=50257", 40'000, std::int64_t{8} << 20},
-    {"h100", "D=64,V=1000,weight_dtype=fp32", 5000},
+    {"h100", "D=2048,V=50257,weight_dtype=fp32", 5000},
     {"a100", "D=64,V=1000", 100},
-    {"a100", "D=64,V=50257", 1'000'001},
+    {"a100", "D=64,V=1000,weight_dtype=fp32", 5000},
+    {"a100", "D=64,V=50257", 300'001},
     {"a100", "D=2048,V=50257,dtype=fp32", 40'000, std::int64_t{8} << 20},
 };
 
@@ -126,6 +127,86 @@ TEST_P(TokenOptions, Dft_ReadsWhatForwardWrote) {
         const auto p = r.params<RowCoefficientsParams>();
         expect_beside_labels(p, p.logprob, Slot::logprob);
     }
+}
+
+/// The temperatures of a launch that sees logits, which begins with `Params`.
+template <class Params>
+void expect_tempered(const Recorded& r) {
+    const auto p = r.params<Tempered<Params>>();
+    expect_beside_labels(p, p.temperatures, Slot::temperature);
+}
+
+TEST_P(TokenOptions, Temperatures_ReachEveryKernelThatSeesLogitsOrLabels) {
+    const Shape& shape = GetParam();
+    const CudaProgram program = program_of(std::string(shape.spec) + ",temperature", shape.device, shape.scratch);
+    const bool hopper = std::string(shape.device) == "h100";
+    const bool rounds = std::string(shape.spec).find("weight_dtype") != std::string::npos;
+    int gemms = 0;
+    for (const Recorded& r : run(program, program.forward, call(shape.tokens))) {
+        if (r.kernel == "flce_row_outputs") {
+            const auto p = r.params<RowOutputsParams>();
+            expect_beside_labels(p, p.temperature, Slot::temperature);
+        } else if (r.kernel == "flce_prepare") {
+            const auto p = r.params<PrepareParams>();
+            expect_beside_labels(p, p.temperature, Slot::temperature);
+        } else if (r.kernel.starts_with("flce_forward")) {
+            ++gemms;
+            if (hopper && rounds) expect_tempered<ForwardStretchSm90Params>(r);
+            if (hopper && !rounds) expect_tempered<ForwardSm90Params>(r);
+            if (!hopper && rounds) expect_tempered<ForwardStretchParams>(r);
+            if (!hopper && !rounds) expect_tempered<ForwardParams>(r);
+        }
+    }
+    EXPECT_GT(gemms, 0);
+}
+
+TEST_P(TokenOptions, Temperatures_OfLaunchesRowsReachDlogits) {
+    const Shape& shape = GetParam();
+    const CudaProgram program = program_of(std::string(shape.spec) + ",temperature", shape.device, shape.scratch);
+    const CallSlots slots = call(shape.tokens);
+    const float* written = nullptr;
+    std::int64_t rows = 0;
+    int gemms = 0;
+    for (const Recorded& r : run(program, program.backward, slots)) {
+        if (r.kernel == "flce_row_coefficients") {
+            const auto p = r.params<RowCoefficientsParams>();
+            expect_beside_labels(p, p.temperature, Slot::temperature);
+            written = p.row_temperatures;
+            rows = p.rows;
+            const std::int64_t end = as_address(written) + rows * 4;
+            EXPECT_LE(end, address(Slot::workspace) + evaluate(program.backward_workspace_bytes, slots));
+            EXPECT_GE(as_address(written), as_address(p.row_targets) + rows * 8);
+        } else if (r.kernel == "flce_gather_rows") {
+            const auto p = r.params<GatherRowsParams>();
+            expect_beside_labels(p, p.temperature, Slot::temperature);
+        } else if (r.kernel == "flce_dlogits") {
+            ++gemms;
+            const bool hopper = std::string(shape.device) == "h100";
+            EXPECT_EQ(hopper ? r.params<Tempered<DlogitsSm90Params>>().temperatures : r.params<Tempered<DlogitsParams>>().temperatures,
+                      written);
+            EXPECT_EQ(r.params<DlogitsParams>().rows, rows);
+        } else if (r.kernel == "flce_backward_chunks") {
+            ++gemms;
+            EXPECT_EQ(r.params<Tempered<BackwardChunksSm90Params>>().temperatures, written);
+        }
+    }
+    EXPECT_GT(gemms, 0);
+}
+
+TEST(TokenOptionsRetained, References_AreOfTemperedLogits) {
+    const CudaProgram program = program_of("D=2048,V=50257,temperature", "h100");
+    CallSlots slots = call(4096);
+    slots[static_cast<std::size_t>(Slot::retained)] = address(Slot::retained);
+    slots[static_cast<std::size_t>(Slot::retained_bytes)] = std::int64_t{4} << 30;
+    int references = 0;
+    for (const Recorded& r : run(program, program.forward, slots)) {
+        if (r.kernel == "flce_forward") expect_tempered<ForwardSm90Params>(r);
+        if (r.kernel != "flce_references") continue;
+        ++references;
+        const auto p = r.params<ReferencesParams>();
+        expect_beside_labels(p, p.temperature, Slot::temperature);
+    }
+    EXPECT_EQ(references, 1);
 }
 
 // They are numbers of small kernels: no GEMM is compiled anew for them.

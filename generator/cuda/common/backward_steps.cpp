@@ -182,6 +182,8 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
         .set_count(&RowCoefficientsParams::count)
         .set(&RowCoefficientsParams::lse, slot(Slot::lse) + row * 4)
         .set(&RowCoefficientsParams::entropy, advanced(slot(Slot::entropy), row, 4))
+        .set(&RowCoefficientsParams::temperature, advanced(slot(Slot::temperature), row, 4))
+        .set(&RowCoefficientsParams::row_temperatures, spec.temperature ? workspace_at(pass.layout.row_temperatures) : Expr(0))
         .set(&RowCoefficientsParams::token_weight, advanced(slot(Slot::token_weight), row, 4))
         .set(&RowCoefficientsParams::logprob, spec.dft ? advanced(slot(Slot::logprob), row, 4) : Expr(0))
         .set(&RowCoefficientsParams::grad_loss, advanced(slot(Slot::grad_loss), reduces_by(ReductionCode::none) * row, 4))

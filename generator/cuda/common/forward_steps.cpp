@@ -50,6 +50,8 @@ ColumnRange stretch_columns(const ForwardPass& pass) {
     return {first, min(Expr(pass.spec.vocab_size) - first, pass.layout.stretch)};
 }
 
+Expr temperatures_at(const LaunchRows& rows) { return advanced(slot(Slot::temperature), rows.base, 4); }
+
 Expr hidden_row_at(const Spec& spec, const Expr& row) {
     return slot(Slot::hidden) + row * (spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
 }
@@ -99,6 +101,7 @@ Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, co
         .set(&Params::scalars, workspace_at(layout.scalars))
         .set_targets(&Params::targets, rows.base)
         .set(&Params::token_weight, advanced(slot(Slot::token_weight), rows.base, 4))
+        .set(&Params::temperature, temperatures_at(rows))
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
         .set(&Params::loss, select(each, advanced(slot(Slot::loss), rows.base, 4), 0))
         .set(&Params::z_loss, select(each, advanced(slot(Slot::z_loss), rows.base, 4), 0))

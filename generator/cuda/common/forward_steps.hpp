@@ -37,6 +37,9 @@ struct LaunchRows {
 /// Those that kRowsLoop is at.
 [[nodiscard]] LaunchRows launch_rows(const ForwardPass& pass);
 
+/// Address of their temperatures, from `base` on; 0 without.
+[[nodiscard]] Expr temperatures_at(const LaunchRows& rows);
+
 /// Columns of the vocabulary.
 struct ColumnRange {
     Expr first;

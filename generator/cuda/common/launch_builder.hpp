@@ -132,6 +132,14 @@ private:
     Launch launch_;
 };
 
+/// The launch of a kernel that sees logits. `temperatures`: of its rows, where the spec has them.
+template <class Params>
+[[nodiscard]] Statement build_tempered(LaunchBuilder<Params> launch, const Spec& spec, const Expr& temperatures) {
+    if (!spec.temperature) return launch.build();
+    LaunchBuilder<Tempered<Params>> tempered(std::move(launch));
+    return tempered.set(&Tempered<Params>::temperatures, temperatures).build();
+}
+
 /// An address in the workspace.
 [[nodiscard]] inline Expr workspace_at(const Expr& offset) { return slot(Slot::workspace) + offset; }
 

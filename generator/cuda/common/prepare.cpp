@@ -13,6 +13,7 @@ Statement prepare_launch(const Spec& spec, const CudaSource& source, const Prepa
         .set_targets(&PrepareParams::targets, 0)
         .set_count(&PrepareParams::count)
         .set(&PrepareParams::token_weight, slot(Slot::token_weight))
+        .set(&PrepareParams::temperature, slot(Slot::temperature))
         .set(&PrepareParams::list, preparation.list)
         .set(&PrepareParams::counters, workspace_at(preparation.counters))
         .set(&PrepareParams::counter_count, preparation.counter_count)

@@ -20,7 +20,7 @@ std::string_view element_type(DType dtype) {
 
 std::string problem_struct(const Spec& spec, const Plan& plan) {
     const std::string math = spec.dtype == DType::fp32 ? "flce::PreciseMath" : "flce::FastMath";
-    std::string text = "struct Problem {\n";
+    std::string text = "struct Problem : flce::PlainProblem {\n";
     text += fmt::format("    using Element = {};\n", element_type(spec.dtype));
     text += fmt::format("    using GradWeight = {};\n", element_type(spec.grad_weight_dtype));
     text += fmt::format("    using Math = {};\n", math);
@@ -37,10 +37,16 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     text += fmt::format("    enum : bool {{ lists_rows = {} }};\n", cuda_path(plan.path).lists_tokens());
     text += fmt::format("    enum : bool {{ rounds_weight = {} }};\n", rounds_weight(spec));
     text += fmt::format("    enum : int {{ raster = {} }};\n", plan.cuda.raster);
+    if (spec.temperature) text += "    enum : bool { temperature = true };\n";
     text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
     text += transform_source(spec, math, "        ");
     text += "    }\n};\n\n";
     return text;
+}
+
+bool sees_logits(KernelRole role) {
+    return role == KernelRole::forward || role == KernelRole::forward_few || role == KernelRole::dlogits ||
+           role == KernelRole::backward_chunks;
 }
 
 }  // namespace
@@ -70,7 +76,9 @@ KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& p
 void KernelWriter::gemm(const GemmKernel& kernel) {
     CudaUnit unit{configuration_, {}};
     const std::string arguments = fmt::format("<Problem, flce::{}>", kernel.tile);
-    add(unit, kernel.role, kernel.params, fmt::format("flce::{}{}(p)", kernel.function, arguments), kernel.block);
+    const bool tempered = spec_.temperature && sees_logits(kernel.role);
+    const std::string params = tempered ? fmt::format("Tempered<flce::{}>", kernel.params) : kernel.params;
+    add(unit, kernel.role, params, fmt::format("flce::{}{}(p)", kernel.function, arguments), kernel.block);
     unit.source += fmt::format("static_assert({0}::kSmemBytes == {1} && {0}::kThreads == {2}, \"as the host has it\");\n",
                                fmt::format("flce::{}{}", kernel.stated, arguments), kernel.block.smem_bytes, kernel.block.threads);
     source_.units.push_back(std::move(unit));

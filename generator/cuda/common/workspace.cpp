@@ -10,7 +10,6 @@ namespace flce {
 namespace {
 
 constexpr std::int64_t kReserveBytes = 8192;  // scalars and what alignment costs
-constexpr std::int64_t kRowBytes = 24;        // coefficients, lse and target of a token
 constexpr std::int64_t kRowQuantum = 128;
 constexpr std::int64_t kListedRowBytes = sizeof(ListedRow);
 constexpr std::int64_t kMostListedRows = 1 << 18;  // of a call; where there are more, ignored ones are worked on like the others
@@ -61,10 +60,13 @@ std::int64_t rounded_row_bytes(const Spec& spec) {
     return rounds_weight(spec) ? spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)) : 0;
 }
 
+/// A token's coefficients, lse and target, and its temperature.
+std::int64_t row_bytes(const Spec& spec) { return spec.temperature ? 28 : 24; }
+
 /// Bytes that a token costs where a chunk has `chunk` columns.
 std::int64_t token_bytes(const Spec& spec, const Plan& plan, std::int64_t chunk) {
     const std::int64_t bias = spec.bias ? chunk * 4 / cuda_path(plan.path).rows_of_bias_partial(plan) + 1 : 0;
-    return chunk * static_cast<std::int64_t>(element_bytes(spec.dtype)) + kRowBytes + bias;
+    return chunk * static_cast<std::int64_t>(element_bytes(spec.dtype)) + row_bytes(spec) + bias;
 }
 
 BackwardSizes backward_sizes(const Spec& spec, const Plan& plan) {
@@ -206,7 +208,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     BackwardLayout b;
     b.sum_rows = path.sum_rows(spec, device, plan);
     const Expr more_rows = (b.sum_rows - n) * (4 * spec.hidden_size);
-    const Expr fitting = floor_div(max(Expr(s.budget + list_place) - n * kRowBytes - list_bytes - more_rows, 0),
+    const Expr fitting = floor_div(max(Expr(s.budget + list_place) - n * row_bytes(spec) - list_bytes - more_rows, 0),
                                    max(n * element + bias_row + rounded_row_bytes(spec), 1));
 
     b.rows = select(cut, round_up(ceil_div(n, max(ceil_div(n, s.rows), 1)), kRowQuantum), max(n, 1));
@@ -224,6 +226,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.list = pieces.take(list_bytes);
     b.coefficients = pieces.take(b.rows * 16);
     b.row_targets = pieces.take(b.rows * 8);
+    if (spec.temperature) b.row_temperatures = pieces.take(b.rows * 4);
     if (spec.bias) {
         b.bias_partials = pieces.take(ceil_div(b.rows, cuda_path(plan.path).rows_of_bias_partial(plan)) * b.chunk * 4);
         b.bias_accumulator = pieces.take(b.chunk * 4);

@@ -58,6 +58,7 @@ struct BackwardLayout {
     Expr list{0};
     Expr coefficients{0};
     Expr row_targets{0};
+    Expr row_temperatures{0};  ///< where the spec has temperatures
     Expr bias_partials{0};
     Expr bias_accumulator{0};
     Expr dlogits{0};

@@ -23,7 +23,8 @@ ChunkGemms chunk_gemms(const BackwardPass& pass, const Stretch& stretch) {
                                                : workspace_at(pass.layout.hidden_accumulator) + rows.first * (spec.hidden_size * 4);
     const Expr last = equal(chunk.first_column + chunk.columns, spec.vocab_size);
     return {
-        .dlogits = dlogits_launch(pass, chunk, rows, tile_grid(tiles.dlogits, rows.count, chunk.columns)).build(),
+        .dlogits = build_tempered(dlogits_launch(pass, chunk, rows, tile_grid(tiles.dlogits, rows.count, chunk.columns)), spec,
+                                  workspace_at(pass.layout.row_temperatures)),
         .grad_weight = grad_weight_launch(pass, chunk, rows, tile_grid(tiles.grad_weight, weight.m, weight.n)).build(),
         .grad_hidden = grad_hidden_launch(pass, chunk, rows, tile_grid(tiles.grad_hidden, rows.count, spec.hidden_size), sum, last).build(),
     };

@@ -13,11 +13,11 @@ namespace {
 Statement gemm_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits) {
     const Expr row_blocks = ceil_div(rows.count, pass.plan.cuda.forward.block_m);
     LaunchBuilder<ForwardParams> launch = forward_launch(pass, rows, KernelRole::forward, row_blocks, splits, splits);
-    if (!rounds_weight(pass.spec)) return launch.build();
+    if (!rounds_weight(pass.spec)) return build_tempered(std::move(launch), pass.spec, temperatures_at(rows));
     const ColumnRange columns = stretch_columns(pass);
     LaunchBuilder<ForwardStretchParams> of_stretch(std::move(launch));
     of_stretch.set(&ForwardStretchParams::first_column, columns.first).set(&ForwardStretchParams::columns, columns.count);
-    return of_stretch.build();
+    return build_tempered(std::move(of_stretch), pass.spec, temperatures_at(rows));
 }
 
 }  // namespace

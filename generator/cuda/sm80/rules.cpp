@@ -21,7 +21,8 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
     const std::int64_t staged = tile.block_m * (tile.block_n * std::int64_t{2} + 16);
     std::int64_t beside = 0;
     if (role == GemmRole::forward) {
-        beside = std::int64_t{4} * tile.block_m * (partial_fields(spec) * tile.warps_n + 1);
+        // Sums of each row, its label and its temperature.
+        beside = std::int64_t{4} * tile.block_m * (partial_fields(spec) * tile.warps_n + (spec.temperature ? 2 : 1));
     } else if (role == GemmRole::dlogits && spec.bias) {
         beside = std::int64_t{4} * tile.block_n * tile.warps_m;
     }

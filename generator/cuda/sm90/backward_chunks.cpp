@@ -1,5 +1,7 @@
 #include "generator/cuda/sm90/backward_chunks.hpp"
 
+#include <utility>
+
 #include "generator/cuda/sm90/maps.hpp"
 #include "templates/sm90/params.cuh"
 
@@ -49,7 +51,8 @@ std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const
         .set_map(&Params::accumulator_map, sum, kFirstRows, 4)
         .set_map(&Params::grad_weight_map, columns_of(Slot::grad_weight, pass.grad_element_bytes), kFirstRows, pass.grad_element_bytes)
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), 0);
-    return {Statement{MemsetZero{workspace_at(layout.progress), layout.progress_bytes}}, launch.build()};
+    return {Statement{MemsetZero{workspace_at(layout.progress), layout.progress_bytes}},
+            build_tempered(std::move(launch), spec, workspace_at(layout.row_temperatures))};
 }
 
 }  // namespace flce::sm90

@@ -19,6 +19,7 @@ Statement gather_hidden_launch(const BackwardPassSm90& pass) {
         .set(&GatherRowsParams::compact, compact_hidden_at(pass))
         .set(&GatherRowsParams::rows, slot(Slot::num_tokens))
         .set_targets(&GatherRowsParams::targets, 0)
+        .set(&GatherRowsParams::temperature, slot(Slot::temperature))
         .set_list(&GatherRowsParams::list, pass.list, workspace_at(pass.layout.scalars), 0);
     return launch.build();
 }

@@ -1,5 +1,7 @@
 #include "generator/cuda/sm90/chunk_gemms.hpp"
 
+#include <utility>
+
 #include "generator/cuda/sm90/maps.hpp"
 #include "templates/sm90/params.cuh"
 
@@ -33,7 +35,7 @@ Statement dlogits_step(const BackwardPassSm90& pass, const Chunk& chunk, const R
         .set_map(&Params::dlogits_map, dlogits_result(chunk, rows), kFirstRows)
         .set(&Params::tickets, tickets_at(pass))
         .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first);
-    return launch.build();
+    return build_tempered(std::move(launch), pass.spec, workspace_at(pass.layout.row_temperatures));
 }
 
 Statement grad_hidden_step(const BackwardPassSm90& pass, const Chunk& chunk, const RowBlock& rows) {

@@ -69,7 +69,7 @@ Statement forward_stretch_launch(const ForwardPass& pass, const LaunchRows& rows
     const ColumnRange columns = stretch_columns(pass);
     LaunchBuilder<ForwardStretchSm90Params> launch(gemm_launch(pass, rows, kernel));
     launch.set(&ForwardStretchSm90Params::first_column, columns.first).set(&ForwardStretchSm90Params::columns, columns.count);
-    return launch.build();
+    return build_tempered(std::move(launch), pass.spec, temperatures_at(rows));
 }
 
 /// Retains exponentials. `again`: only of stale rows, and nothing else.
@@ -91,7 +91,7 @@ Statement forward_retain_launch(const ForwardPass& pass, const LaunchRows& rows,
         .set(&Params::stale, if_retained(retained, stale_at(retained, rows)))
         .set(&Params::retained_columns, retained.columns)
         .set(&Params::again, again ? 1 : 0);
-    return launch.build();
+    return build_tempered(std::move(launch), pass.spec, temperatures_at(rows));
 }
 
 /// A number near each row's logits, to which exponentials are relative.
@@ -102,6 +102,7 @@ Statement references_launch(const ForwardPass& pass, const LaunchRows& rows, con
         .set_targets(&ReferencesParams::targets, rows.base)
         .set_list(&ReferencesParams::list, pass.list, workspace_at(pass.layout.scalars), rows.first)
         .set(&ReferencesParams::references, references_at(retained, rows))
+        .set(&ReferencesParams::temperature, temperatures_at(rows))
         .set_transform(&ReferencesParams::transform, pass.spec)
         .set(&ReferencesParams::rows, rows.count);
     return launch.build();
@@ -167,7 +168,9 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
         program.body.push_back(stretch_loop(pass, rows, kDeviceSplits, few_or_many(few, many, gemm)));
         steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, {}));
     } else {
-        const auto gemm = [&](const ForwardKernel& kernel) { return gemm_launch(pass, rows, kernel).build(); };
+        const auto gemm = [&](const ForwardKernel& kernel) {
+            return build_tempered(gemm_launch(pass, rows, kernel), spec, temperatures_at(rows));
+        };
         steps = few_or_many(few, many, gemm);
         steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, {}));
     }
