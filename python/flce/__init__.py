@@ -25,7 +25,7 @@ from flce.errors import (
     UnavailableError,
     UnsupportedTransformError,
 )
-from flce.functional import linear_cross_entropy
+from flce.functional import linear_cross_entropy, linear_logprobs
 from flce.jobs import missing, prewarm, tune
 from flce.kernels import cache_statistics, check_labels, explain, get_kernel, warmup
 from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
@@ -65,6 +65,7 @@ __all__ = [
     "get_kernel",
     "huggingface",
     "linear_cross_entropy",
+    "linear_logprobs",
     "missing",
     "plan_digest",
     "prewarm",

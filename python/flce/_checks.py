@@ -1,18 +1,19 @@
 """What is asked of tensors before their addresses go to a kernel, which reads and writes memory without gaps.
 
-`functional` checks a caller's arguments; the functions here check what reaches a kernel by another way: the operators' arguments, what
+`_arguments` checks a caller's; the functions here check what reaches a kernel by another way: the operators' arguments, what
 autograd gives back in backward, and memory that gradients are added to.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flce import _kernels, _native, errors
+from flce import _kernels, errors
 from flce._frame import PLAIN_TYPES, ROW_ALIGNMENT, Inputs, is_hidden_major
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,7 +26,8 @@ _CHANGED = " (in backward: something changed it since forward, such as an assign
 def check_inputs(given: Inputs, when: str = "") -> None:
     """Raises ShapeError, DTypeError, PlacementError or ArgumentError, with `when` at the end, where a kernel would read what is not
     there."""
-    hidden, weight, target, bias, class_weight, num_valid, *_ = given
+    hidden, weight, target, bias, class_weight, num_valid, temperature, token_weight = given.tensors()
+    assert hidden is not None and weight is not None and target is not None
     if hidden.dim() != 2:
         raise errors.ShapeError(f"hidden has shape {list(hidden.shape)}; it must be [num_tokens, hidden_size]{when}")
     num_tokens, hidden_size = hidden.shape
@@ -39,6 +41,9 @@ def check_inputs(given: Inputs, when: str = "") -> None:
         _check_tensor("bias", bias, classes, DTYPES, hidden.device, when)
     if class_weight is not None:
         _check_tensor("class_weight", class_weight, classes, DTYPES, hidden.device, when)
+    for name, tensor in (("temperature", temperature), ("token_weight", token_weight)):
+        if tensor is not None:
+            _check_tensor(name, tensor, [num_tokens], (torch.float32,), hidden.device, when)
     if num_valid is not None:
         _check_tensor("num_valid_tokens", num_valid, [] if num_valid.dim() == 0 else [1], COUNT_DTYPES, hidden.device, when)
 
@@ -72,10 +77,8 @@ def kernel_for_backward(
     if kernel is None or hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:
         kernel = _kernels.find_for(given, grad_weight_out)
     num_tokens = hidden.shape[0]
-    statistics = 2 * num_tokens if "entropy" in kernel.extra_outputs else num_tokens
-    _check_tensor("lse", saved, [statistics], (torch.float32,), hidden.device, _CHANGED)
-    size = num_tokens if given.reduction == _native.REDUCTION_NONE else 1
-    size += len(kernel.extra_outputs) * num_tokens
+    _check_tensor("lse", saved, [len(kernel.outputs.saved) * num_tokens], (torch.float32,), hidden.device, _CHANGED)
+    size = math.prod(kernel.outputs.shape((num_tokens,), num_tokens, given.reduction))
     if grad_values.numel() != size or grad_values.dtype != torch.float32:
         form = f"{grad_values.numel()} elements of {grad_values.dtype}"
         raise errors.ShapeError(f"the upstream gradient has {form}; it must have {size} of torch.float32{_CHANGED}")

@@ -27,22 +27,32 @@ def chunk_loss(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    temperature: Tensor | float | None,
+    token_weight: Tensor | None,
     class_weight: Tensor | None,
     ignore_index: int,
     logit_scale: float | None,
     softcap: float | None,
     label_smoothing: float,
     z_loss: float,
+    dft: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy and z-loss of each token of a chunk, fp32, 0 for ignored ones."""
+    """Cross entropy and z-loss of each token of a chunk, fp32, 0 for ignored ones; token weights included."""
     weight = weight.to(hidden.dtype)
     logits = F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype)).float()
     logits = transform_logits(logits, logit_scale, softcap)
+    if temperature is not None:
+        logits = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     class_weight = None if class_weight is None else class_weight.float()
     losses = F.cross_entropy(logits, target, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
-    if not z_loss:
-        return losses, torch.zeros((), device=hidden.device)
-    return losses, z_loss * torch.where(target != ignore_index, logits.logsumexp(-1).square(), 0.0)
+    valid = target != ignore_index
+    factor = None if token_weight is None else torch.where(valid, token_weight, 0.0)
+    if dft:
+        with torch.no_grad():
+            probability = (logits.gather(1, torch.where(valid, target, 0)[:, None])[:, 0] - logits.logsumexp(-1)).exp()
+        factor = probability if factor is None else factor * probability
+    z_losses = z_loss * torch.where(valid, logits.logsumexp(-1).square(), 0.0) if z_loss else torch.zeros((), device=hidden.device)
+    return (losses, z_losses) if factor is None else (losses * factor, z_losses * factor)
 
 
 def chunked_linear_cross_entropy(
@@ -60,6 +70,9 @@ def chunked_linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     class_weight: Tensor | None = None,
+    temperature: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    dft: bool = False,
     function: ChunkLoss = chunk_loss,
 ) -> Tensor:
     """`flce.linear_cross_entropy` with the meaning of every argument unchanged; hidden [..., D], target [...] already shifted."""
@@ -70,12 +83,18 @@ def chunked_linear_cross_entropy(
         hidden = hidden.to(torch.get_autocast_dtype(device_type))
     # As in the kernels, a label out of range counts as ignored.
     target = torch.where((target >= 0) & (target < weight.shape[0]), target, ignore_index)
-    options = (ignore_index, logit_scale, softcap, label_smoothing, z_loss)
+    if isinstance(temperature, Tensor):  # and a temperature that none can be divided by
+        temperature = temperature.reshape(-1)
+        right = (temperature > 0) & temperature.isfinite()
+        target, temperature = torch.where(right, target, ignore_index), torch.where(right, temperature, 1.0)
+    token_weight = None if token_weight is None else token_weight.reshape(-1).float()
+    options = (class_weight, ignore_index, logit_scale, softcap, label_smoothing, z_loss, dft)
     recompute = torch.is_grad_enabled()
     cross_entropies, z_losses = [], []
     for start in range(0, max(hidden.shape[0], 1), chunk_size):
         rows = slice(start, start + chunk_size)
-        arguments: tuple[Any, ...] = (hidden[rows], weight, bias, target[rows], class_weight, *options)
+        per_row = (values[rows] if isinstance(values, Tensor) else values for values in (temperature, token_weight))
+        arguments: tuple[Any, ...] = (hidden[rows], weight, bias, target[rows], *per_row, *options)
         pair = checkpoint(function, *arguments, use_reentrant=False) if recompute else function(*arguments)
         if reduction == "none":
             cross_entropies.append(pair[0] + pair[1])
@@ -90,8 +109,15 @@ def chunked_linear_cross_entropy(
     if num_valid_tokens is not None:
         count = torch.as_tensor(num_valid_tokens, device=hidden.device)
         return torch.where(count > 0, (cross_entropy + z_part) / torch.where(count > 0, count, 1), 0.0)
-    valid = target != ignore_index
-    count = valid.sum()
-    total = count if class_weight is None else torch.where(valid, class_weight.float()[torch.where(valid, target, 0)], 0.0).sum()
-    # No valid token: 0, with gradients of 0. A sum of class weights may be small, but not a count.
-    return cross_entropy / torch.where(total > 0, total, 1.0) + z_part / count.clamp(min=1)
+    valid = (target != ignore_index).float()
+    if reduction == "weighted_mean" and token_weight is not None:
+        valid = torch.where(valid > 0, token_weight, 0.0)
+    count = total = valid.sum()
+    if class_weight is not None:
+        total = (valid * class_weight.float()[torch.where(target != ignore_index, target, 0)]).sum()
+
+    def divided(value: Tensor, by: Tensor) -> Tensor:
+        return torch.where(by != 0, value / torch.where(by != 0, by, 1.0), 0.0)
+
+    # Nothing to divide by (no valid token, say): 0, with gradients of 0.
+    return divided(cross_entropy, total) + divided(z_part, count)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce import _frame, _kernels, _native, _op, _retain
+from flce import _frame, _kernels, _op, _retain
 from flce._frame import Frame, Inputs
 
 try:
@@ -25,7 +25,8 @@ try:
 except (ImportError, AttributeError):
     _TensorGuards = None
 
-_HIDDEN, _WEIGHT, _TARGET, _LSE, _LOSS = (Frame.WORD[name] for name in ("hidden", "weight", "target", "lse", "loss"))
+_HIDDEN, _WEIGHT, _TARGET, _LSE = (Frame.WORD[name] for name in ("hidden", "weight", "target", "lse"))
+_DIRECT_VALUES = (("loss",), ("logprob",))
 _GRAD_HIDDEN, _GRAD_WEIGHT = Frame.WORD["grad_hidden"], Frame.WORD["grad_weight"]
 _MISALIGNED = _frame.ROW_ALIGNMENT - 1
 _STRIDED = torch.strided
@@ -41,14 +42,15 @@ Addresses = tuple[int, int, int, int]
 
 
 class DirectCall:
-    """One layer with one set of options, for hidden [..., D], weight and target [...] of one form, contiguous (weight, or its transpose)
-    and of the kernel's dtype. Any thread may use it."""
+    """One layer with one set of options and one output, the loss or the targets' log-probability, for hidden [..., D], weight and target
+    [...] of one form, contiguous (weight, or its transpose) and of the kernel's dtype. Any thread may use it."""
 
     __slots__ = (
         "asks_engine",
         "backward_frames",
         "dtype",
         "forward_frames",
+        "grad_word",
         "guard",
         "hidden_shape",
         "kernel",
@@ -61,6 +63,7 @@ class DirectCall:
         "target_dtype",
         "target_shape",
         "value_form",
+        "value_word",
         "weight_shape",
         "weight_stride",
     )
@@ -81,11 +84,13 @@ class DirectCall:
         choices = _retain.Choices(kernel, self.num_tokens)
         self.retain = retain if self.requires_grad and choices.may_retain(retain, rest[3]) else 0
         self.asks_engine = self.num_tokens * weight.numel() >= _op.SMALL
-        # The loss is make_value(value_form).
-        self.make_value: Callable[..., Tensor] = _empty_like
-        self.value_form: Any = kernel.float_like
-        if rest[2] == _native.REDUCTION_NONE:
-            self.make_value, self.value_form = kernel.new_floats, target.shape
+        (value,) = kernel.outputs.values
+        self.value_word, self.grad_word = Frame.WORD[value], Frame.WORD[_frame.GRADIENT_VIEWS[value]]
+        # The value is make_value(value_form).
+        self.make_value: Callable[..., Tensor] = kernel.new_floats
+        self.value_form: Any = kernel.outputs.shape(target.shape, self.num_tokens, rest[2])
+        if not self.value_form:
+            self.make_value, self.value_form = _empty_like, kernel.float_like
         # Frames that no call is using, as `_new_frame` makes them; backward's by whether hidden's gradient is wanted, twice whether
         # weight's is.
         self.forward_frames: list[tuple[memoryview, int, int, Frame]] = []
@@ -94,9 +99,12 @@ class DirectCall:
     @staticmethod
     def fits(kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
         """Whether there can be a direct call for tensors like these, which have passed all checks and found that kernel."""
-        key = kernel.key
+        key, (values, top1, _) = kernel.key, kernel.outputs
         return (
             _TensorGuards is not None
+            and values in _DIRECT_VALUES
+            and not top1
+            and not (key.temperature or key.token_weight)
             and hidden.dtype is weight.dtype
             and weight.shape == (key.vocab_size, key.hidden_size)
             and hidden.shape == (*target.shape, key.hidden_size)
@@ -139,8 +147,8 @@ class DirectCall:
             and not grad_values.is_neg()
         )
 
-    def loss(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
-        """The loss; None where the arguments are unlike those that this was made for."""
+    def value(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
+        """The output; None where the arguments are unlike those that this was made for."""
         if not self.matches(hidden, weight, target):
             return None
         if self.requires_grad and _is_grad_enabled():
@@ -165,7 +173,7 @@ class DirectCall:
         return frame.words, frame.backward_address, frame.backward_bytes, frame
 
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Addresses]:
-        """(loss, lse, where hidden, weight, target and lse lie). Leaves nothing to backward."""
+        """(the output, lse, where hidden, weight, target and lse lie). Leaves nothing to backward."""
         kernel, frames = self.kernel, self.forward_frames
         try:
             frame = frames.pop()
@@ -176,13 +184,13 @@ class DirectCall:
         values = self.make_value(self.value_form)
         addresses = (hidden.data_ptr(), weight.data_ptr(), target.data_ptr(), saved.data_ptr())
         words[_HIDDEN], words[_WEIGHT], words[_TARGET], words[_LSE] = addresses
-        words[_LOSS] = values.data_ptr()
+        words[self.value_word] = values.data_ptr()
         kernel.run(kernel.forward_function, args, size)
         frames.append(frame)
         return values, saved, addresses
 
     def forward_retaining(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, None]:
-        """The same for a loss whose gradients will be asked for, by the general way."""
+        """The same for an output whose gradients will be asked for, by the general way."""
         values = self.make_value(self.value_form)
         return values, self.kernel.forward(self.inputs(hidden, weight, target)._replace(retain=self.retain), values), None
 
@@ -198,7 +206,7 @@ class DirectCall:
         words, args, size, _ = frame
         words[_HIDDEN], words[_WEIGHT], words[_TARGET], words[_LSE] = addresses
         try:
-            words[_LOSS] = grad_values.data_ptr()
+            words[self.grad_word] = grad_values.data_ptr()
         except RuntimeError:
             _kernels.refuse_batched(grad_values)
         grad_hidden = grad_weight = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -23,14 +24,49 @@ DTYPE_CODES = {
 }
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 ROW_ALIGNMENT = 16  # bytes; of hidden, weight and their gradients
+OPTIONAL_INPUTS = ("bias", "class_weight", "temperature", "token_weight")  # flags of a Spec, and tensors of its calls
 
-EXTRA_OUTPUTS = ("lse", "logprob", "entropy")
+DIFFERENTIABLE = ("lse", "logprob", "entropy")  # per token, beside the loss
+VALUES = ("loss", *DIFFERENTIABLE, "log_sum_sq_probs")  # fp32, in the order in which they lie in one tensor; top1 has one of its own
 
 
-def extra_outputs(options: str) -> tuple[str, ...]:
-    """Which outputs beside the loss a Spec's options ask for, in the order in which they lie behind it."""
-    chosen = next((part for part in options.split(",") if part.startswith("outputs=")), "").removeprefix("outputs=").split("+")
-    return tuple(name for name in EXTRA_OUTPUTS if name in chosen)
+# The view of Frame's that holds an output's gradient: loss's is also its gradient's, since no call has both.
+GRADIENT_VIEWS = {"loss": "loss", **{name: f"grad_{name}" for name in DIFFERENTIABLE}}
+_FP32_BYTES = 4
+
+
+class Outputs(NamedTuple):
+    """What forward of a kernel writes."""
+
+    values: tuple[str, ...]  # some of VALUES
+    top1: bool
+    saved: tuple[str, ...]  # what backward reads, [N] fp32 each, in the order in which they lie in one tensor
+
+    def shape(self, token_shape: Sequence[int], num_tokens: int, reduction: int) -> Sequence[int]:
+        """Of the one tensor of all values: a lone one's own, else flat, see `split_values`."""
+        per_token = reduction == _native.REDUCTION_NONE
+        if len(self.values) == 1:
+            return token_shape if per_token or self.values[0] != "loss" else ()
+        return (sum(num_tokens if per_token or name != "loss" else 1 for name in self.values),)
+
+
+def outputs_of(options: str) -> Outputs:
+    """What a Spec with these options makes forward write."""
+    parts = options.split(",")
+    chosen = next((part for part in parts if part.startswith("outputs=")), "outputs=loss").removeprefix("outputs=").split("+")
+    saved = ["lse", *(name for name, kept in (("entropy", "entropy" in chosen), ("logprob", "dft" in parts)) if kept)]
+    return Outputs(tuple(name for name in VALUES if name in chosen), "top1" in chosen, tuple(saved))
+
+
+def split_values(values: Tensor, num_tokens: int, names: Sequence[str]) -> dict[str, Tensor]:
+    """Views of contiguous `values` (or of their gradients) by name: the loss ([N], or [1] where it is one number), behind it the others
+    [N]. A lone one is all of them, as it is."""
+    if len(names) == 1:
+        return {names[0]: values}
+    rest = [name for name in names if name != "loss"]
+    first = values.shape[0] - len(rest) * num_tokens
+    parts = dict(zip(rest, values[first:].view(len(rest), num_tokens).unbind(0), strict=True))
+    return {"loss": values[:first], **parts} if "loss" in names else parts
 
 
 class Inputs(NamedTuple):
@@ -47,6 +83,20 @@ class Inputs(NamedTuple):
     reduction: int
     workspace_limit_bytes: int  # on everything beyond inputs and gradients; 0: the default
     retain: int = _retain.NEVER  # what forward may leave to backward, and whether there will be one: see _retain
+    temperature: Tensor | None = None  # [N] fp32
+    token_weight: Tensor | None = None  # [N] fp32
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *self[:6], *self[11:]
+
+    def rest(self) -> tuple[Any, ...]:
+        """The fields that are no tensors."""
+        return self[6:11]
+
+    @staticmethod
+    def of(tensors: Sequence[Any], rest: Sequence[Any]) -> Inputs:
+        """From what `tensors` and `rest` gave."""
+        return Inputs(*tensors[:6], *rest, *tensors[6:])
 
 
 class KernelKey(NamedTuple):
@@ -62,6 +112,8 @@ class KernelKey(NamedTuple):
     accumulate: bool
     bias: bool
     class_weight: bool
+    temperature: bool
+    token_weight: bool
     options: str
     workspace_limit_bytes: int  # 0: the default, for any number of tokens
     num_tokens: int  # 0 where there is no limit
@@ -79,7 +131,7 @@ class KernelKey(NamedTuple):
             parts.append(f"grad_weight_dtype={DTYPE_NAMES[self.grad_weight_dtype]}")
         if self.accumulate:
             parts.append("grad_weight_mode=accumulate")
-        parts += [name for name, present in (("bias", self.bias), ("class_weight", self.class_weight)) if present]
+        parts += [name for name in OPTIONAL_INPUTS if getattr(self, name)]
         if self.options:
             parts.append(self.options)
         return ",".join(parts)
@@ -91,22 +143,26 @@ class Frame:
     What a frame remembers of the last call is emptied before the structs are changed and set after."""
 
     # Views that direct calls write by their place in `words`; the library's other tensors come behind them.
-    DIRECT = ("hidden", "weight", "target", "lse", "loss", "grad_hidden", "grad_weight")
+    DIRECT = ("hidden", "weight", "target", "lse", "loss", "logprob", "grad_logprob", "grad_hidden", "grad_weight")
     WORD: ClassVar = {name: i * (ctypes.sizeof(_native.TensorView) // 8) for i, name in enumerate(DIRECT)}
     hidden: _native.TensorView
     weight: _native.TensorView
     bias: _native.TensorView
     class_weight: _native.TensorView
+    temperature: _native.TensorView
+    token_weight: _native.TensorView
     num_valid: _native.TensorView
     invalid_label: _native.TensorView
     grad_hidden: _native.TensorView
     grad_weight: _native.TensorView
     grad_bias: _native.TensorView
     target: _native.TensorView
-    loss: _native.TensorView  # grad_loss has its shape and uses it too: no call has both
+    loss: _native.TensorView  # and of grad_loss
     lse: _native.TensorView
     logprob: _native.TensorView
     entropy: _native.TensorView
+    top1: _native.TensorView
+    log_sum_sq_probs: _native.TensorView
 
     def __init__(self, kernel: Kernel) -> None:
         key = kernel.key
@@ -123,17 +179,18 @@ class Frame:
             args.struct_size = ctypes.sizeof(args)
             for name in ("hidden", "weight", "target", "lse"):
                 setattr(args, name, self.address[name])
-            for name, present in (("bias", key.bias), ("class_weight", key.class_weight)):
-                setattr(args, name, self.address[name] if present else None)
-        outputs = kernel.extra_outputs
+            for name in OPTIONAL_INPUTS:
+                setattr(args, name, self.address[name] if getattr(key, name) else None)
+        values, _, saved = kernel.outputs
         self.forward.invalid_label = self.address["invalid_label"]
-        self.forward.loss = self.address["loss"]
-        for name in ("logprob", "entropy"):
-            setattr(self.forward, name, self.address[name] if name in outputs else None)
-        self.backward.grad_loss = self.address["loss"]
-        self.backward.entropy = self.address["entropy"] if "entropy" in outputs else None
-        for name in EXTRA_OUTPUTS:
-            setattr(self.backward, f"grad_{name}", self.address[f"grad_{name}"] if name in outputs else None)
+        for name in VALUES:
+            if name != "lse":
+                setattr(self.forward, name, self.address[name] if name in values else None)
+        self.backward.grad_loss = self.address["loss"] if "loss" in values else None
+        for name in ("entropy", "logprob"):
+            setattr(self.backward, name, self.address[name] if name in saved else None)
+        for name in DIFFERENTIABLE:
+            setattr(self.backward, f"grad_{name}", self.address[f"grad_{name}"] if name in values else None)
         self.forward_address, self.backward_address = ctypes.addressof(self.forward), ctypes.addressof(self.backward)
         self.resize(0)
 
@@ -146,6 +203,7 @@ class Frame:
             "label": _native.INT64,
             "count": _native.FP32,
             "uint64": _native.UINT64,
+            "int64": _native.INT64,
         }
         shapes: dict[str, tuple[int, ...]] = {
             "scalar": (),
@@ -194,6 +252,18 @@ class Frame:
         args.retained, args.retained_bytes = (None, 0) if memory is None else (memory.data_ptr(), memory.nbytes)
         args.retained_place = _native.RETAINED_GRAD_WEIGHT if lent else _native.RETAINED_OWN
 
+    def point_to_statistics(self, address: int, names: Sequence[str]) -> None:
+        """What forward leaves to backward lies at `address`, one behind the other."""
+        self.lse.data = address
+        if len(names) > 1:
+            for i, name in enumerate(names):
+                getattr(self, name).data = address + i * _FP32_BYTES * self.num_tokens
+
+    def set_top1(self, memory: Tensor | None) -> None:
+        if memory is not None:
+            self.top1.data = memory.data_ptr()
+        self.forward.top1 = None if memory is None else self.address["top1"]
+
     def set_rule(self, ignore_index: int, reduction: int) -> None:
         self.rule = None
         for args in (self.forward, self.backward):
@@ -208,7 +278,7 @@ class Frame:
 
     def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
         """What forward and backward have in common, contiguous and in the kernel's dtypes. The result has to outlive the call."""
-        hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, *_ = given
+        hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, _, _, temperature, token_weight = given
         num_tokens = hidden.shape[0]
         if num_tokens != self.num_tokens:
             self.resize(num_tokens)
@@ -235,6 +305,12 @@ class Frame:
         if class_weight is not None:
             class_weight = class_weight.to(torch.float32).contiguous()
             self.class_weight.data = class_weight.data_ptr()
+        if temperature is not None:
+            temperature = temperature.contiguous()
+            self.temperature.data = temperature.data_ptr()
+        if token_weight is not None:
+            token_weight = token_weight.contiguous()
+            self.token_weight.data = token_weight.data_ptr()
         if num_valid is None:
             args.num_valid = None
         else:
@@ -243,7 +319,7 @@ class Frame:
             args.num_valid = self.address["num_valid"]
         if (ignore_index, reduction) != self.rule:
             self.set_rule(ignore_index, reduction)
-        return hidden, weight, target, bias, class_weight
+        return hidden, weight, target, bias, class_weight, temperature, token_weight
 
 
 def is_hidden_major(weight: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Sessions and kernels over torch tensors: one session a device, kernels found by what they compute, calls without any check of shapes.
 
-Callers (`_op`, `functional`) have checked the tensors; the library checks them again. A call allocates with torch on hidden's device and
+Callers (`_op`, `_call`) have checked the tensors; the library checks them again. A call allocates with torch on hidden's device and
 runs on torch's current stream of it.
 """
 
@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flce import _memory, _native, _retain, errors
-from flce._frame import Frame, Inputs, KernelKey, extra_outputs, is_hidden_major
+from flce._frame import GRADIENT_VIEWS, Frame, Inputs, KernelKey, is_hidden_major, outputs_of, split_values
 
-_FP32_BYTES = 4
 _WORKSPACE_ALIGNMENT = 256  # torch's CUDA allocator gives 512, its CPU allocator 64
 
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -47,7 +46,7 @@ class Kernel:
             self.float_like = self.invalid_label.detach().view(torch.float32)[0]
             self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
             self._byte = self.invalid_label.detach().view(torch.uint8)[0]
-        self.extra_outputs = extra_outputs(key.options)
+        self.outputs = outputs_of(key.options)
         self.forward_function, self.backward_function = self._library.flce_kernel_forward, self._library.flce_kernel_backward
         self._index = key.device.index if key.device.type == "cuda" else None
         self._allocates_raw = self._index is not None and _raw_alloc is not None
@@ -142,42 +141,38 @@ class Kernel:
             _native.raise_status(status)
 
     def new_values(self, given: Inputs, token_shape: torch.Size) -> Tensor:
-        """Memory for what forward writes, fp32: the loss, token_shape or []; with extra outputs one flat tensor, see `outputs_of`."""
-        if self.extra_outputs:
-            num_tokens = given.target.shape[0]
-            return self.new_floats(len(self.extra_outputs) * num_tokens + (num_tokens if given.reduction == _native.REDUCTION_NONE else 1))
-        return self.new_floats(token_shape) if given.reduction == _native.REDUCTION_NONE else torch.empty_like(self.float_like)
+        """Memory for what forward writes in fp32: a lone value as itself, the loss as token_shape or []; else one flat tensor, see
+        `split_values`."""
+        shape = self.outputs.shape(token_shape, given.target.shape[0], given.reduction)
+        return self.new_floats(shape) if shape else torch.empty_like(self.float_like)
 
-    def outputs_of(self, values: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
-        """The loss and the extra outputs in contiguous `values` (or their gradients in the gradient of values)."""
-        return split_values(values, num_tokens, len(self.extra_outputs)) if self.extra_outputs else (values,)
+    def new_top1(self, token_shape: torch.Size) -> Tensor | None:
+        """Memory for top1, int64; None where it is no output."""
+        return self.invalid_label.new_empty(token_shape) if self.outputs.top1 else None
 
-    def forward(self, given: Inputs, values: Tensor) -> Tensor:
-        """Writes `values` (`new_values`). Returns what backward needs, `saved`: lse [N] fp32, followed by entropy [N] where that is an
-        output, with what else backward can use on it (`_retain.of`)."""
+    def forward(self, given: Inputs, values: Tensor, top1: Tensor | None = None) -> Tensor:
+        """Writes `values` (`new_values`) and `top1` (`new_top1`; None: not wanted). Returns what backward needs, `saved`: `outputs.saved`
+        one behind the other, with what else backward can use on it (`_retain.of`)."""
         frame = self._take_frame()
         kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the call is made
-        num_tokens, names = frame.num_tokens, self.extra_outputs
+        num_tokens, (names, _, statistics) = frame.num_tokens, self.outputs
         retained = memory = None
         if self.retains and given.retain:
             if frame.choices is None:
                 frame.choices = _retain.Choices(self, num_tokens)
             retained, memory = _retain.prepare(self, given, frame.choices)
         frame.retain(frame.forward, memory, lent=retained is not None and retained.lent)
-        saved = self.new_floats(2 * num_tokens if "entropy" in names else num_tokens)
-        frame.lse.data = saved.data_ptr()
-        frame.loss.data = values.data_ptr()
-        outputs = dict(zip(names, self.outputs_of(values, num_tokens)[1:], strict=True)) if names else {}
-        if "logprob" in outputs:
-            frame.logprob.data = outputs["logprob"].data_ptr()
-        if "entropy" in outputs:
-            frame.entropy.data = saved.data_ptr() + _FP32_BYTES * num_tokens
+        saved = self.new_floats(len(statistics) * num_tokens)
+        frame.point_to_statistics(saved.data_ptr(), statistics)
+        outputs = split_values(values, num_tokens, names)
+        for name, output in outputs.items():
+            if name not in statistics:
+                getattr(frame, name).data = output.data_ptr()
+        frame.set_top1(top1)
         self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
-        # Copies, so that the caller may change what it got in place.
-        if "lse" in outputs:
-            outputs["lse"].copy_(saved[:num_tokens])
-        if "entropy" in outputs:
-            outputs["entropy"].copy_(saved[num_tokens:])
+        for i, name in enumerate(statistics):
+            if name in outputs:  # a copy, so that the caller may change what it got in place
+                outputs[name].copy_(saved[i * num_tokens : (i + 1) * num_tokens])
         self.frames.append(frame)
         if retained is not None:
             _retain.attach(retained, saved)
@@ -206,16 +201,14 @@ class Kernel:
         args, address = frame.backward, frame.address
         kept = frame.inputs(args, given)  # noqa: F841  # alive until the call is made
         frame.retain(args, retained, lent=lent)
-        frame.lse.data = saved.data_ptr()
-        if "entropy" in self.extra_outputs:
-            frame.entropy.data = saved.data_ptr() + _FP32_BYTES * frame.num_tokens
+        frame.point_to_statistics(saved.data_ptr(), self.outputs.saved)
         try:
-            frame.loss.data = grad_values.data_ptr()
+            grad_values.data_ptr()
         except RuntimeError:
             refuse_batched(grad_values)
-        if self.extra_outputs:
-            for name, gradient in zip(self.extra_outputs, self.outputs_of(grad_values, frame.num_tokens)[1:], strict=True):
-                getattr(frame, f"grad_{name}").data = gradient.data_ptr()
+        for name, gradient in split_values(grad_values, frame.num_tokens, self.outputs.values).items():
+            if name in GRADIENT_VIEWS:
+                getattr(frame, GRADIENT_VIEWS[name]).data = gradient.data_ptr()
         if grad_hidden is None:
             args.grad_hidden = None
         else:
@@ -303,6 +296,8 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
         grad_weight_out is not None,
         given.bias is not None,
         given.class_weight is not None,
+        given.temperature is not None,
+        given.token_weight is not None,
         given.options,
         limit,
         hidden.shape[0] if limit else 0,
@@ -356,12 +351,6 @@ def statistics() -> dict[str, Any]:
 def all_kernels() -> list[Kernel]:
     with _lock:
         return list(_kernels.values())
-
-
-def split_values(values: Tensor, num_tokens: int, num_extra: int) -> tuple[Tensor, ...]:
-    """Views of flat `values`: the loss ([N], or [1] where it is one number), and behind it num_extra extra outputs [N]."""
-    first = values.shape[0] - num_extra * num_tokens
-    return values[:first], *values[first:].view(num_extra, num_tokens).unbind(0)
 
 
 def refuse_batched(gradient: Tensor) -> NoReturn:

@@ -1,19 +1,19 @@
 """The operators flce::linear_cross_entropy and flce::linear_cross_entropy_backward, and the autograd node that both eager code and
 compilers record.
 
-Operators take the fields of `_frame.Inputs`; `functional` brings arguments into that form. No copy is made where hidden is contiguous and
+Operators take the fields of `_frame.Inputs`; `_call` brings arguments into that form. No copy is made where hidden is contiguous and
 weight or its transpose is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flce import _checks, _frame, _kernels, _native, _retain, errors
+from flce import _checks, _frame, _kernels, _retain, errors
 from flce._frame import Inputs
 
 NO_GRADIENTS = (None, None, None)
@@ -141,10 +141,17 @@ def refuse_forward_mode() -> None:
     )
 
 
+class Made(NamedTuple):
+    """Memory for what a forward writes."""
+
+    values: Tensor
+    top1: Tensor | None
+
+
 class LinearCrossEntropyFunction(torch.autograd.Function):
     """The node. The differentiable inputs come first (`wanted_gradients` counts on it), and again in `given`. Its one output is
-    `Kernel.new_values` for token_shape (schedules that split backward add up the gradients of a node's outputs, or know the first alone).
-    Without a kernel it goes through the operators, and its outputs are theirs."""
+    made.values (schedules that split backward add up the gradients of a node's outputs, or know the first alone). Without a kernel it goes
+    through the operators, and its outputs are theirs."""
 
     @staticmethod
     def forward(
@@ -155,32 +162,31 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         given: Inputs,
         kernel: _kernels.Kernel | None,
         grad_weight_out: Tensor | None,
-        token_shape: torch.Size,
+        made: Made | None,
     ) -> Any:
-        ctx.call = kernel, grad_weight_out, given[6:]  # the fields that are no tensors
-        if kernel is None:
+        ctx.call = kernel, grad_weight_out, given.rest()
+        if kernel is None or made is None:
             with torch._C._AutoDispatchBelowAutograd():
-                values, saved = _forward_op(*given)
-            ctx.mark_non_differentiable(saved)
+                values, saved, top1 = _forward_op(*given)
+            ctx.mark_non_differentiable(saved, top1)
         else:
-            values = kernel.new_values(given, token_shape)
-            saved = kernel.forward(given, values)
+            saved = kernel.forward(given, *made)
         ctx.filled = _retain.has_filled(saved)
-        ctx.save_for_backward(saved, *given[:6])
-        return (values, saved) if kernel is None else values
+        ctx.save_for_backward(saved, *given.tensors())
+        return (values, saved, top1) if made is None else made.values
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         grad_values = grad_outputs[0]
         saved, *tensors = ctx.saved_tensors
         kernel, grad_weight_out, rest = ctx.call
-        given = Inputs(*tensors, *rest)
+        given = Inputs.of(tensors, rest)
         hidden, weight = given.hidden, given.weight
         may_ask = kernel is None or grad_weight_out is not None or hidden.shape[0] * weight.numel() >= SMALL
         wanted = wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
         gradients: Sequence[Tensor | None]
         if kernel is None:
-            made = _backward_op(grad_values, *given[:3], saved, *given[3:10], wanted)
+            made = _backward_op(grad_values, *given[:3], saved, *given[3:10], wanted, given.temperature, given.token_weight)
             return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None, None
         into = grad_weight_out
         if into is not None and wanted[1] and is_asked_for_by_grad(ctx.next_functions[1][0]):
@@ -205,33 +211,37 @@ _INPUTS = "Tensor hidden, Tensor weight, Tensor target"
 _REST = (  # of Inputs
     "Tensor? bias, Tensor? class_weight, Tensor? num_valid, str options, int ignore_index, int reduction, int workspace_limit_bytes"
 )
-_CHOICE = "int retain=0"  # of Inputs; a schema's fields keep their places, since caches of compiled graphs do not look at schemas
+# Of Inputs, too; a schema's fields keep their places, since caches of compiled graphs do not look at schemas.
+_CHOICE = "int retain=0"
+_ROWS = "Tensor? temperature=None, Tensor? token_weight=None"
 
 _library = torch.library.Library("flce", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_library.define(f"linear_cross_entropy({_INPUTS}, {_REST}, {_CHOICE}) -> (Tensor values, Tensor saved)", tags=_tags)
+_library.define(f"linear_cross_entropy({_INPUTS}, {_REST}, {_CHOICE}, {_ROWS}) -> (Tensor values, Tensor saved, Tensor top1)", tags=_tags)
 _library.define(
-    f"linear_cross_entropy_backward(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted)"
+    f"linear_cross_entropy_backward(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted, {_ROWS})"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     tags=_tags,
 )
-_forward_op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.flce.linear_cross_entropy.default
+_forward_op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.flce.linear_cross_entropy.default
 _backward_op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.flce.linear_cross_entropy_backward.default
 
 
-def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor]:
+def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = Inputs(*args)
     if given.retain and _retain.under_cudagraph_trees(given.hidden):
         given = given._replace(retain=_retain.NEVER)
     _checks.check_inputs(given)
     kernel = _kernels.find_for(given)
-    values = kernel.new_values(given, given.target.shape)
-    return values, kernel.forward(given, values)
+    values, top1 = kernel.new_values(given, given.target.shape), kernel.new_top1(given.target.shape)
+    saved = kernel.forward(given, values, top1)
+    return values, saved, given.hidden.new_empty(0, dtype=torch.int64) if top1 is None else top1
 
 
 def _backward_arguments(hidden: Tensor, weight: Tensor, target: Tensor, saved: Tensor, *rest: Any) -> tuple[Inputs, Tensor, Sequence[bool]]:
-    *others, wanted = rest
-    return Inputs(hidden, weight, target, *others), saved, wanted
+    *others, wanted = rest[:8]
+    rows = dict(zip(("temperature", "token_weight"), rest[8:], strict=False))  # the dispatcher leaves out what is at its default
+    return Inputs(hidden, weight, target, *others, **rows), saved, wanted
 
 
 def _backward_kernel(grad_values: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -242,17 +252,14 @@ def _backward_kernel(grad_values: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return tuple(grad_values.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = Inputs(*args)
     hidden = given.hidden
     num_tokens = hidden.shape[0]
-    extra = _frame.extra_outputs(given.options)
-    saved = hidden.new_empty(2 * num_tokens if "entropy" in extra else num_tokens, dtype=torch.float32)
-    per_token = given.reduction == _native.REDUCTION_NONE
-    if not extra:
-        return hidden.new_empty((num_tokens,) if per_token else (), dtype=torch.float32), saved
-    first = num_tokens if per_token else 1
-    return hidden.new_empty(first + len(extra) * num_tokens, dtype=torch.float32), saved
+    outputs = _frame.outputs_of(given.options)
+    values = hidden.new_empty(outputs.shape((num_tokens,), num_tokens, given.reduction), dtype=torch.float32)
+    saved = hidden.new_empty(len(outputs.saved) * num_tokens, dtype=torch.float32)
+    return values, saved, hidden.new_empty(num_tokens if outputs.top1 else 0, dtype=torch.int64)
 
 
 def _backward_fake(grad_values: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,7 +278,7 @@ def _forward_autograd(*args: Any) -> Any:
     asked = given.hidden.requires_grad or given.weight.requires_grad or (given.bias is not None and given.bias.requires_grad)
     if asked and torch.is_grad_enabled():
         given = given._replace(retain=_retain.wanted(given.retain, weight=given.weight.requires_grad))
-    return LinearCrossEntropyFunction.apply(given.hidden, given.weight, given.bias, given, None, None, given.target.shape)
+    return LinearCrossEntropyFunction.apply(given.hidden, given.weight, given.bias, given, None, None, None)
 
 
 def _backward_autograd(grad_values: Tensor, *args: Any) -> Any:

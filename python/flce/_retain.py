@@ -163,8 +163,10 @@ class Retained:
         return OrderedDict, ()
 
 
-def _addresses(given: Inputs) -> tuple[int, int, int]:
-    return given.hidden.data_ptr(), given.weight.data_ptr(), given.target.data_ptr()
+def _addresses(given: Inputs) -> tuple[int, int, int, int]:
+    """Of what the retained depends on."""
+    temperature = given.temperature
+    return given.hidden.data_ptr(), given.weight.data_ptr(), given.target.data_ptr(), 0 if temperature is None else temperature.data_ptr()
 
 
 def prepare(kernel: Kernel, given: Inputs, choices: Choices) -> tuple[Retained | None, Tensor | None]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce import _chunked, _head_tap, _heads, errors, functional
+from flce import _arguments, _chunked, _head_tap, _heads, errors
 from flce._targets import shift_labels
 from flce.loss import LinearCrossEntropyLoss
 
@@ -191,7 +191,7 @@ class CausalLMLoss:
         """Whether that settles it: the next step is compared, too, where the weight is 0 and nothing would show."""
         name = type(self._model).__name__
         weight = self.loss.weight
-        functional.refuse_dtensor("the output layer's weight", weight)
+        _arguments.refuse_dtensor("the output layer's weight", weight)
         if weight.dim() != 2 or rows.shape[-1] != weight.shape[1] or own.shape != (*rows.shape[:-1], weight.shape[0]):
             raise errors.ArgumentError(
                 f"{name}'s own logits for hidden states {list(rows.shape)} have shape {list(own.shape)}, but its output layer's weight is "

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from flce import _frame, _kernels, errors
+from flce import _arguments, _frame, _kernels, errors
 from flce._kernels import Kernel
-from flce.functional import _workspace_limit, options_text
 
 _NAMED_DTYPES = {name: dtype for dtype, short in _frame.DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
 
@@ -45,21 +44,29 @@ def get_kernel(
     accumulate: bool = False,
     bias: bool = False,
     class_weight: bool = False,
+    temperature: bool = False,
+    token_weight: bool = False,
     logit_scale: float | None = None,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    dft: bool = False,
+    return_loss: bool = True,
     return_lse: bool = False,
     return_logprobs: bool = False,
     return_entropy: bool = False,
+    return_top1: bool = False,
+    return_log_sum_sq_probs: bool = False,
     workspace_limit_bytes: int | None = None,
     num_tokens: int | None = None,
     strict: bool | None = None,
 ) -> Kernel:
-    """The kernel that `linear_cross_entropy` uses for such a layer: compiled now unless memory or the disk cache has it.
+    """The kernel that `linear_cross_entropy`, or with return_loss=False, return_logprobs=True `linear_logprobs`, uses for such a layer:
+    compiled now unless memory or the disk cache has it.
 
     dtype is hidden's, weight_dtype the weight's where it differs (fp32 under autocast), grad_weight_dtype grad_weight_out's where that
-    differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out. A call's
+    differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out; temperature: a
+    call has one that is not the number 1; token_weight: a call has them. A call's
     workspace_limit_bytes goes with its num_tokens, since what it leaves for scratch chooses the kernel. device: None means the current CUDA
     device, or the CPU where there is none.
     strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an
@@ -71,22 +78,24 @@ def get_kernel(
     kind = _dtype("dtype", dtype)
     weight_kind = kind if weight_dtype is None else _dtype("weight_dtype", weight_dtype)
     wide = weight_kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
-    extra = [name for name, asked in (("lse", return_lse), ("logprob", return_logprobs), ("entropy", return_entropy)) if asked]
-    options = options_text(logit_scale, softcap, label_smoothing, z_loss, extra)
+    wanted = (return_loss, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
+    asked = [name for name, want in zip(_arguments.OUTPUTS, wanted, strict=True) if want]
+    options = _arguments.options_text(logit_scale, softcap, label_smoothing, z_loss, dft, _arguments.written_outputs(asked, dft))
     for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if not isinstance(size, int):
             raise errors.DTypeError(f"{name} is a {type(size).__name__}; it must be an integer")
-    flags = {"hidden_major": hidden_major, "accumulate": accumulate, "bias": bias, "class_weight": class_weight}
+    inputs = {"bias": bias, "class_weight": class_weight, "temperature": temperature, "token_weight": token_weight}
+    flags = {"hidden_major": hidden_major, "accumulate": accumulate, **inputs}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
     if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 0):
         raise errors.ArgumentError(f"num_tokens is {num_tokens!r}; it must be an integer of 0 or more, or None")
     padded = -(-hidden_size // 8) * 8
-    limit = _workspace_limit(workspace_limit_bytes)
+    limit = _arguments.workspace_limit(workspace_limit_bytes)
     tokens = num_tokens or 0 if limit else 0
     device, strict = _device(device), _kernels.checked_strict(strict)
-    layer = (padded, vocab_size, kind, hidden_major, weight_kind, wide, accumulate, bias, class_weight, options)
+    layer = (padded, vocab_size, kind, hidden_major, weight_kind, wide, accumulate, *inputs.values(), options)
     return _kernels.find(device, *layer, limit, tokens, strict=strict)
 
 

@@ -14,13 +14,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from flce import _chunked, _heads, _native, errors
+from flce import _arguments, _chunked, _heads, _native, errors
 from flce._targets import check_ignore_index, check_tensors, shift_labels
-from flce.functional import DEVICE_TYPES, REDUCTIONS, _retain_choice, _workspace_limit, check_classes, check_shapes, linear_cross_entropy
+from flce.functional import linear_cross_entropy
 
 IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
 _OF_FLCE = frozenset({"workspace_limit_bytes", "retain_in_grad_weight"})  # the others compute in chunks of chunk_size
-_OPTIONS = frozenset({"reduction", "logit_scale", "softcap", "label_smoothing", "z_loss", "class_weight"} | _OF_FLCE)
+_OPTIONS = frozenset({"reduction", "class_weight", "temperature", "dft", "logit_scale", "softcap", "label_smoothing", "z_loss"} | _OF_FLCE)
 _OLDEST_GPU = (8, 0)
 # Options that are numbers: what they may be, for every impl.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -79,8 +79,8 @@ class LinearCrossEntropyLoss:
         chunk_size: tokens whose logits "pytorch" and "torch_compile" hold at a time.
         compile: compile the chunk of "pytorch" too.
         shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
-        options: softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction ("mean"), workspace_limit_bytes,
-            retain_in_grad_weight, as in `flce.linear_cross_entropy`.
+        options: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a number), dft, reduction ("mean"),
+            workspace_limit_bytes, retain_in_grad_weight, as in `flce.linear_cross_entropy`.
 
     Raises:
         ArgumentError, SpecError: for an unknown impl or option, or a value out of its range. UnavailableError (an ImportError): for an impl
@@ -104,8 +104,8 @@ class LinearCrossEntropyLoss:
         unknown = sorted(options.keys() - _OPTIONS)
         if unknown:
             raise errors.ArgumentError(f"{unknown[0]} is not an option of the loss; allowed are {', '.join(sorted(_OPTIONS))}")
-        if options.get("reduction", "mean") not in tuple(REDUCTIONS):
-            raise errors.ArgumentError(f"reduction is {options['reduction']!r}; allowed are 'none', 'sum', 'mean'")
+        _arguments.reduction_code(options.get("reduction", "mean"))
+        _arguments.temperature_number(options.get("temperature"))
         for name, (allows, what) in _RANGES.items():
             value = options.get(name)
             if value is not None and not (isinstance(value, numbers.Real) and allows(float(value))):
@@ -114,10 +114,11 @@ class LinearCrossEntropyLoss:
             raise errors.ArgumentError(f"chunk_size is {chunk_size!r}; it must be an integer of 1 or more")
         if not isinstance(shift, int) or shift < 0:
             raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
-        if not isinstance(compile, bool):
-            raise errors.DTypeError(f"compile is {compile!r}; it must be True or False")
-        _workspace_limit(options.get("workspace_limit_bytes"))
-        _retain_choice(options.get("retain_in_grad_weight"))
+        for name, flag in (("compile", compile), ("dft", options.get("dft", False))):
+            if not isinstance(flag, bool):
+                raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
+        _arguments.workspace_limit(options.get("workspace_limit_bytes"))
+        _arguments.retain_choice(options.get("retain_in_grad_weight"))
         self._output_embeddings = output_embeddings
         if not isinstance(_heads.weight_of(self.output_embeddings), Tensor):
             raise errors.ArgumentError(
@@ -175,17 +176,21 @@ class LinearCrossEntropyLoss:
         labels: Tensor,
         *,
         num_valid_tokens: Tensor | float | None = None,
+        temperature: Tensor | float | None = None,
+        token_weight: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         grad_weight_out: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states [..., S, D], labels [..., S]; the keywords are those of `flce.linear_cross_entropy`. bf16 or fp16 hidden states may
-        meet an fp32 weight."""
+        """hidden_states [..., S, D], labels [..., S]; the keywords are those of `flce.linear_cross_entropy`, and a temperature given here
+        takes the place of the option. bf16 or fp16 hidden states may meet an fp32 weight."""
         hidden_states, weight, bias = self.operands(hidden_states)
         common: dict[str, Any] = {
             **self.options,
             "bias": bias,
             "ignore_index": self.ignore_index,
             "num_valid_tokens": num_valid_tokens,
+            "temperature": self.options.get("temperature") if temperature is None else temperature,
+            "token_weight": token_weight,
         }
         impl = self._impl_for(hidden_states)
         if impl == "flce":
@@ -202,10 +207,7 @@ class LinearCrossEntropyLoss:
         if grad_weight_out is not None:
             raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {impl!r}")
         common = {name: value for name, value in common.items() if name not in _OF_FLCE}
-        check_tensors(hidden=hidden_states, weight=weight, target=labels, bias=bias, class_weight=self.options.get("class_weight"))
-        check_shapes(hidden_states, weight, labels)
-        if self.options.get("class_weight") is not None:
-            check_classes("class_weight", self.options["class_weight"], weight.shape[0], hidden_states.device)
+        common["temperature"] = _check_for_chunks(hidden_states, weight, labels, **common)
         if self.shift or cu_seqlens is not None:
             labels = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
         return _chunked.chunked_linear_cross_entropy(
@@ -216,7 +218,7 @@ class LinearCrossEntropyLoss:
         """What computes this call: "auto" does not take flce for hidden states that flce refuses and "pytorch" takes."""
         if self.requested_impl == "auto" and self.actual_impl == "flce" and isinstance(hidden_states, Tensor):
             device, dtype = hidden_states.device, hidden_states.dtype
-            if device.type not in DEVICE_TYPES or dtype == torch.float64:
+            if device.type not in _arguments.DEVICE_TYPES or dtype == torch.float64:
                 _say_once(f"flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch' for hidden states in {dtype} on {device.type}")
                 return "pytorch"
         return self.actual_impl
@@ -229,7 +231,7 @@ class LinearCrossEntropyLoss:
         return self._compiled
 
     def forward_logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits [..., V] with the weight as it is now, logit_scale and softcap applied, in hidden's dtype."""
+        """Logits [..., V] with the weight as it is now, logit_scale and softcap applied, no temperature, in hidden's dtype."""
         logits = self.operands(hidden_states).logits()
         return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
 
@@ -252,6 +254,32 @@ class LinearCrossEntropyLoss:
             f"{type(self).__name__}(impl={self.actual_impl!r}, vocab_size={vocab_size}, hidden_dim={hidden_size}, "
             f"chunk_size={self.chunk_size}, compile={self.compile})"
         )
+
+
+def _check_for_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: Tensor | float | None,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None = None,
+    reduction: str = "mean",
+    **_: Any,
+) -> Tensor | float | None:
+    """Raises where the chunked implementation would compute something else than flce, or nothing. Returns the temperature to divide by."""
+    rows = temperature if isinstance(temperature, Tensor) else None
+    optional = {"bias": bias, "class_weight": class_weight, "temperature": rows, "token_weight": token_weight}
+    check_tensors(hidden=hidden, weight=weight, target=target, **optional)
+    _arguments.check_shapes(hidden, weight, target)
+    if class_weight is not None:
+        _arguments.check_classes("class_weight", class_weight, weight.shape[0], hidden.device)
+    _arguments.check_token_weight(token_weight, reduction, target)
+    if rows is None:
+        return _arguments.temperature_number(temperature)
+    _arguments.check_temperature(rows, target)
+    return rows
 
 
 def extract_hidden_states(outputs: Any) -> Tensor:

@@ -77,6 +77,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         labels: Tensor,
         *,
         num_valid_tokens: Tensor | float | None = None,
+        temperature: Tensor | float | None = None,
+        token_weight: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         grad_weight_out: Tensor | None = None,
     ) -> Tensor:
@@ -84,7 +86,15 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         if accumulates:
             grad_weight_out = _gradient_of(self.weight)
         count = self.num_valid_tokens if num_valid_tokens is None else num_valid_tokens
-        loss = super().__call__(hidden_states, labels, num_valid_tokens=count, cu_seqlens=cu_seqlens, grad_weight_out=grad_weight_out)
+        loss = super().__call__(
+            hidden_states,
+            labels,
+            num_valid_tokens=count,
+            temperature=temperature,
+            token_weight=token_weight,
+            cu_seqlens=cu_seqlens,
+            grad_weight_out=grad_weight_out,
+        )
         if accumulates:
             loss.register_hook(lambda _: _check_still_grad(self.weight, grad_weight_out))
         return loss

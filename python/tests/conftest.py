@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from retain_support import watched, way  # noqa: F401  # fixtures
 
 import flce
-from flce import functional
+from flce import _call
 
 
 def _devices() -> list[object]:
@@ -35,19 +36,22 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-    functional.forget()
+    _call.forget()
 
 
 @pytest.fixture(autouse=True)
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if getattr(request, "param", "first") == "first":
         return
-    original = flce.linear_cross_entropy
 
-    def third(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            original(*args, **kwargs)
-            original(*args, **kwargs)
-        return original(*args, **kwargs)
+    def third(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                original(*args, **kwargs)
+                original(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    monkeypatch.setattr(flce, "linear_cross_entropy", third)
+        return call
+
+    for name in ("linear_cross_entropy", "linear_logprobs"):
+        monkeypatch.setattr(flce, name, third(getattr(flce, name)))

@@ -40,8 +40,11 @@ def make_problem(
     ignored: float = 0.25,
     bias: bool = False,
     class_weight: bool = False,
+    temperature: bool | float | None = None,
+    token_weight: bool = False,
     **options: Any,
 ) -> Problem:
+    """Random tensors; `temperature` True: one for each token."""
     generator = torch.Generator().manual_seed(1234)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -54,6 +57,12 @@ def make_problem(
         options["bias"] = normal(vocab_size)
     if class_weight:
         options["class_weight"] = (torch.rand(vocab_size, generator=generator) + 0.5).to(device)
+    if temperature is True:
+        options["temperature"] = (torch.rand(num_tokens, generator=generator) * 1.5 + 0.5).to(device)
+    elif temperature is not None:
+        options["temperature"] = temperature
+    if token_weight:
+        options["token_weight"] = torch.randn(num_tokens, generator=generator).add_(0.5).to(device)
     return Problem(hidden, weight, target.to(device), options)
 
 
@@ -86,9 +95,13 @@ def reference(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     class_weight: Tensor | None = None,
+    temperature: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    dft: bool = False,
     **_: Any,
 ) -> dict[str, Tensor]:
-    """loss, lse, logprobs, entropy in fp64 with the logits written out; 0 in ignored rows. Differentiable."""
+    """loss, lse, logprobs, entropy and log_sum_sq_probs in fp64 with the logits written out, 0 in ignored rows; differentiable. And top1,
+    -1 there."""
     logits = hidden.double() @ weight.double().T
     if bias is not None:
         logits = logits + bias.double()
@@ -100,6 +113,12 @@ def reference(
     flat = logits.reshape(-1, vocab_size)
     labels = target.reshape(-1).long()
     valid = (labels != ignore_index) & (labels >= 0) & (labels < vocab_size)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1).double()
+        right = (temperature > 0) & temperature.isfinite()
+        valid, flat = valid & right, flat / torch.where(right, temperature, 1.0)[:, None]
+    elif temperature is not None:
+        flat = flat / temperature
     safe = torch.where(valid, labels, 0)
     weights = torch.ones(vocab_size, dtype=torch.float64, device=hidden.device) if class_weight is None else class_weight.double()
     lse = flat.logsumexp(-1)
@@ -109,8 +128,10 @@ def reference(
     hard = -weights[safe] * logprobs
     smooth = -(log_softmax * weights).sum(-1) / vocab_size
     zero = torch.zeros_like(lse)
-    cross_entropy = torch.where(valid, (1 - label_smoothing) * hard + label_smoothing * smooth, zero)
-    z_part = torch.where(valid, z_loss * lse.square(), zero)
+    row_weights = torch.ones_like(zero) if token_weight is None else token_weight.reshape(-1).double()
+    factor = torch.where(valid, row_weights * (logprobs.detach().exp() if dft else 1.0), 0.0)
+    cross_entropy = torch.where(valid, (1 - label_smoothing) * hard + label_smoothing * smooth, zero) * factor
+    z_part = torch.where(valid, z_loss * lse.square(), zero) * factor
     shape = target.shape
     if reduction == "none":
         loss = (cross_entropy + z_part).view(shape)
@@ -121,9 +142,12 @@ def reference(
     elif not bool(valid.any()):
         loss = (cross_entropy + z_part).sum() * 0
     else:
-        loss = cross_entropy.sum() / torch.where(valid, weights[safe], zero).sum() + z_part.sum() / valid.sum()
-    per_token = {"lse": lse, "logprobs": logprobs, "entropy": entropy}
-    return {"loss": loss} | {name: torch.where(valid, value, zero).view(shape) for name, value in per_token.items()}
+        counted = row_weights if reduction == "weighted_mean" else torch.ones_like(zero)
+        by_class, by_row = (torch.where(valid, counted * each, zero).sum() for each in (weights[safe], 1.0))
+        loss = cross_entropy.sum() / by_class + z_part.sum() / by_row
+    per_token = {"lse": lse, "logprobs": logprobs, "entropy": entropy, "log_sum_sq_probs": (2 * log_softmax).logsumexp(-1)}
+    outputs = {name: torch.where(valid, value, zero).view(shape) for name, value in per_token.items()}
+    return {"loss": loss, "top1": torch.where(valid, flat.argmax(-1), -1).view(shape)} | outputs
 
 
 def assert_close(
@@ -146,6 +170,50 @@ def assert_close(
     mean = size.norm() / size.numel() ** 0.5
     row = (errors / size.clamp(min=mean).clamp(min=1e-30)).max().item()
     assert row <= ROW_FACTOR * bound, f"{what}: error {row:.3g} of a row, {ROW_FACTOR * bound:.3g} allowed"
+
+
+OUTPUTS = {  # of each function, in the order in which it returns them
+    "linear_cross_entropy": ("loss", "lse", "logprobs", "entropy", "top1", "log_sum_sq_probs"),
+    "linear_logprobs": ("logprobs", "entropy", "top1", "log_sum_sq_probs"),
+}
+
+
+def leaves(problem: Problem) -> dict[str, Tensor]:
+    found = {"hidden": problem.hidden, "weight": problem.weight}
+    if "bias" in problem.options:
+        found["bias"] = problem.options["bias"]
+    return found
+
+
+def check(problem: Problem, dtype: torch.dtype, function: str = "linear_cross_entropy", call: Any = None, **options: Any) -> None:
+    """Forward and backward of flce's `function` (or of `call`, which is that in another way), with an upstream gradient that differs from
+    output to output and row to row."""
+    options = problem.options | options
+    result = (call or getattr(flce, function))(problem.hidden, problem.weight, problem.target, **options)
+    exact = in_double(problem)
+    expected = reference(exact.hidden, exact.weight, exact.target, **(options | exact.options))
+    first, *rest = OUTPUTS[function]
+    outputs = [first] + [name for name in rest if options.get(f"return_{name}")]
+    actual = dict(zip(outputs, result if len(outputs) > 1 else (result,), strict=True))
+    generator = torch.Generator().manual_seed(7)
+    upstream = {}
+    for name, value in actual.items():
+        if name == "top1":
+            assert torch.equal(value, expected[name])
+            continue
+        assert value.dtype == torch.float32
+        assert_close(value, expected[name], dtype, name, output=True)
+        assert value.requires_grad == (name != "log_sum_sq_probs")
+        if value.requires_grad:
+            upstream[name] = torch.randn(value.shape, generator=generator).to(value.device)
+    tensors = leaves(problem)
+    gradients = torch.autograd.grad([actual[name] for name in upstream], list(tensors.values()), list(upstream.values()))
+    wanted = torch.autograd.grad(
+        [expected[name] for name in upstream], list(leaves(exact).values()), [g.double() for g in upstream.values()]
+    )
+    for (name, leaf), gradient, right in zip(tensors.items(), gradients, wanted, strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert_close(gradient, right, dtype, f"gradient of {name}")
 
 
 def spy_on_backward(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:

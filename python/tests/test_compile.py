@@ -27,7 +27,7 @@ def test_opcheck_backward(device: str, wanted: tuple[bool, bool, bool]) -> None:
     problem = make_problem(device, bias=True)
     bias = problem.options["bias"].detach()
     hidden, weight = problem.hidden.detach(), problem.weight.detach()
-    _, saved = torch.ops.flce.linear_cross_entropy(hidden, weight, problem.target, bias, None, None, "", -100, 2, 0)
+    _, saved, _ = torch.ops.flce.linear_cross_entropy(hidden, weight, problem.target, bias, None, None, "", -100, 2, 0)
     upstream = torch.ones((), device=device)
     arguments = (upstream, hidden, weight, problem.target, saved, bias, None, None, "", -100, 2, 0, wanted)
     torch.library.opcheck(torch.ops.flce.linear_cross_entropy_backward.default, arguments)

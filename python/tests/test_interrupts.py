@@ -17,7 +17,7 @@ from support import Problem, make_problem
 from torch import Tensor
 
 import flce
-from flce import _kernels, _retain, functional
+from flce import _arguments, _call, _kernels, _retain
 
 PACKAGE = str(Path(flce.__file__).resolve().parent)
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a finalizer
@@ -83,7 +83,7 @@ def eager(*args: Any, **options: Any) -> Any:
 
 
 def operator(hidden: Tensor, weight: Tensor, target: Tensor, reduction: str = "mean", ignore_index: int = -100, **_: Any) -> Any:
-    code = functional.REDUCTIONS[reduction]
+    code = _arguments.REDUCTIONS[reduction]
     return torch.ops.flce.linear_cross_entropy(hidden, weight, target, None, None, None, "", ignore_index, code, 0)[0]
 
 
@@ -123,7 +123,7 @@ def equal(kind: str, actual: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def forget() -> None:
-    functional.forget()
+    _call.forget()
     for kernel in _kernels.all_kernels():
         kernel.frames.clear()
 

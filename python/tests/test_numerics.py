@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Problem, assert_close, in_double, make_problem, reference
+from support import Problem, assert_close, check, in_double, make_problem, reference
 from torch import Tensor
 
 import flce
@@ -23,38 +23,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "label_smoothing": {"label_smoothing": 0.1},
     "z_loss": {"z_loss": 1e-2},
     "class_weight": {"class_weight": True},
-    "all": {"bias": True, "softcap": 5.0, "logit_scale": 0.7, "label_smoothing": 0.1, "z_loss": 1e-2, "class_weight": True},
+    "temperature": {"temperature": True},
+    "temperature for all": {"temperature": 0.6},
+    "token_weight": {"token_weight": True},
+    "dft": {"dft": True, "reduction": "sum"},  # its gradients over the number of tokens are below what fp16 holds
+    "all": {
+        **{"bias": True, "softcap": 5.0, "logit_scale": 0.7, "label_smoothing": 0.1, "z_loss": 1e-2, "class_weight": True},
+        **{"temperature": True, "token_weight": True, "dft": True},
+    },
 }
-
-
-def leaves(problem: Problem) -> dict[str, Tensor]:
-    found = {"hidden": problem.hidden, "weight": problem.weight}
-    if "bias" in problem.options:
-        found["bias"] = problem.options["bias"]
-    return found
-
-
-def check(problem: Problem, dtype: torch.dtype, **options: Any) -> None:
-    """Forward and backward with an upstream gradient that differs from output to output and row to row."""
-    options = problem.options | options
-    actual = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **options)
-    exact = in_double(problem)
-    expected = reference(exact.hidden, exact.weight, exact.target, **(options | exact.options))
-    outputs = ["loss"] + [name for name in ("lse", "logprobs", "entropy") if options.get(f"return_{name}")]
-    actual = (actual,) if len(outputs) == 1 else actual
-    assert len(actual) == len(outputs)
-    generator = torch.Generator().manual_seed(7)
-    upstream = []
-    for name, value in zip(outputs, actual, strict=True):
-        assert value.dtype == torch.float32
-        assert_close(value, expected[name], dtype, name, output=True)
-        upstream.append(torch.randn(value.shape, generator=generator).to(value.device))
-    tensors = leaves(problem)
-    gradients = torch.autograd.grad(actual, list(tensors.values()), upstream)
-    wanted = torch.autograd.grad([expected[name] for name in outputs], list(leaves(exact).values()), [g.double() for g in upstream])
-    for (name, leaf), gradient, right in zip(tensors.items(), gradients, wanted, strict=True):
-        assert gradient.dtype == leaf.dtype
-        assert_close(gradient, right, dtype, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -63,8 +40,19 @@ def test_option_matches_fp64(device: str, dtype: torch.dtype, name: str) -> None
     check(make_problem(device, dtype, **OPTIONS[name]), dtype)
 
 
+EXTRA: list[tuple[str, ...]] = [
+    (),
+    ("lse",),
+    ("logprobs", "entropy"),
+    ("lse", "logprobs", "entropy"),
+    ("top1",),
+    ("log_sum_sq_probs",),
+    ("lse", "logprobs", "entropy", "top1", "log_sum_sq_probs"),
+]
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("extra", [(), ("lse",), ("logprobs", "entropy"), ("lse", "logprobs", "entropy")], ids="+".join)
+@pytest.mark.parametrize("extra", EXTRA, ids="+".join)
 def test_reduction_and_extra_outputs_match_fp64(device: str, reduction: str, extra: tuple[str, ...]) -> None:
     problem = make_problem(device, softcap=5.0, z_loss=1e-2)
     check(problem, torch.float32, reduction=reduction, **{f"return_{name}": True for name in extra})

@@ -1,0 +1,245 @@
+"""What is asked of a caller's arguments, and what they come to: every refusal names the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce import _frame, _retain, errors
+from flce._checks import COUNT_DTYPES, DTYPES, is_dtensor
+from flce._frame import PLAIN_TYPES
+from flce._targets import check_ignore_index, check_target_dtype, check_tensors
+
+REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "weighted_mean": 3}
+DEVICE_TYPES = ("cpu", "cuda", "meta")
+OUTPUTS = (*_frame.VALUES[:-1], "top1", _frame.VALUES[-1])  # of a Spec, in the order in which callers get them
+_LONG = 1 << 63
+_LEAST_FP32, _MOST_FP32 = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+class Options(NamedTuple):
+    """A call's arguments that are no tensors and do not change its targets."""
+
+    outputs: tuple[bool, ...]  # whether each of OUTPUTS is asked for
+    reduction: Any
+    ignore_index: Any
+    logit_scale: Any
+    softcap: Any
+    label_smoothing: Any
+    z_loss: Any
+    dft: Any
+    workspace_limit_bytes: Any
+    retain_in_grad_weight: Any
+
+
+class Checked(NamedTuple):
+    """What `Options` come to."""
+
+    rest: tuple[str, int, int, int, int]  # Inputs.rest()
+    asked: tuple[str, ...]  # the outputs that the caller gets
+    written: tuple[str, ...]  # those that the kernel writes
+
+
+def check_options(options: Options) -> Checked:
+    asked = tuple(name for name, wanted in zip(OUTPUTS, options.outputs, strict=True) if wanted)
+    written = written_outputs(asked, options.dft)
+    text = options_text(options.logit_scale, options.softcap, options.label_smoothing, options.z_loss, options.dft, written)
+    limit, choice = workspace_limit(options.workspace_limit_bytes), retain_choice(options.retain_in_grad_weight)
+    return Checked((text, check_ignore_index(options.ignore_index), reduction_code(options.reduction), limit, choice), asked, written)
+
+
+def written_outputs(asked: Sequence[str], dft: Any) -> tuple[str, ...]:
+    """What a kernel has to write, in the order of OUTPUTS: backward of dft reads the targets' log-probabilities."""
+    return tuple(name for name in OUTPUTS if name in asked or (dft is True and name == "logprob"))
+
+
+def options_text(
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dft: bool = False,
+    outputs: Sequence[str] = ("loss",),
+) -> str:
+    """The options as keys of a Spec's text; what is at its default is left out."""
+    parts = []
+    values = {
+        "logit_scale": (logit_scale, 1.0),
+        "softcap": (softcap, 0.0),
+        "label_smoothing": (label_smoothing, 0.0),
+        "z_loss": (z_loss, 0.0),
+    }
+    for name, (value, default) in values.items():
+        if value is not None and (number := _number(name, value)) != default:
+            parts.append(f"{name}={number!r}")
+    if not isinstance(dft, bool):
+        raise errors.DTypeError(f"dft is {dft!r}; it must be True or False")
+    if dft:
+        parts.append("dft")
+    if tuple(outputs) != ("loss",):
+        parts.append("outputs=" + "+".join(outputs))
+    return ",".join(parts)
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) and not isinstance(value, numbers.Real):
+        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant, not a tensor)")
+    return float(value)
+
+
+def reduction_code(given: Any) -> int:
+    code = REDUCTIONS.get(given) if isinstance(given, str) else None
+    if code is None:
+        raise errors.ArgumentError(f"reduction is {given!r}; allowed are {', '.join(map(repr, REDUCTIONS))}")
+    return code
+
+
+def workspace_limit(given: int | None) -> int:
+    if given is None:
+        return 0
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 < given < _LONG:
+        raise errors.ArgumentError(f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, or None")
+    return given
+
+
+def retain_choice(given: bool | None) -> int:
+    if given is not None and not isinstance(given, bool):
+        raise errors.ArgumentError(f"retain_in_grad_weight is {given!r}; allowed are True, False and None (automatic)")
+    return _retain.CHOICES[given]
+
+
+# ── Tensors ─────────────────────────────────────────
+
+
+def check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
+    dtype, device = hidden.dtype, hidden.device
+    if dtype not in DTYPES:
+        raise errors.DTypeError(f"hidden has dtype {dtype}; allowed are float32, bfloat16, float16")
+    if weight.dtype is not dtype and weight.dtype is not torch.float32:
+        raise errors.DTypeError(f"weight has dtype {weight.dtype}; with hidden in {dtype} it must be that or float32")
+    check_shapes(hidden, weight, target)
+    weight_shape = weight.shape
+    if type(hidden) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES or type(target) not in PLAIN_TYPES:
+        for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
+            refuse_dtensor(name, tensor)
+    if device.type not in DEVICE_TYPES:
+        raise errors.PlacementError(f"hidden is on {device}; allowed are cpu and cuda")
+    _check_place("weight", weight, device)
+    _check_place("target", target, device)
+    if bias is not None:
+        check_classes("bias", bias, weight_shape[0], device)
+    if class_weight is not None:
+        check_classes("class_weight", class_weight, weight_shape[0], device)
+        if class_weight.requires_grad:
+            raise errors.ArgumentError("class_weight requires a gradient; it has none here, detach it")
+
+
+def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
+    """What every way of computing the loss asks of its tensors."""
+    check_target_dtype(target)
+    shape, weight_shape = hidden.shape, weight.shape
+    if len(weight_shape) != 2:
+        raise errors.ShapeError(f"weight has shape {list(weight_shape)}; it must be [vocab_size, hidden_size]")
+    if len(shape) < 1 or shape[-1] != weight_shape[1]:
+        raise errors.ShapeError(f"hidden has shape {list(shape)}; its last dimension must be weight's hidden_size, {weight_shape[1]}")
+    if shape[:-1] != target.shape:
+        raise errors.ShapeError(
+            f"target has shape {list(target.shape)}; it must be hidden's without the last dimension, {list(shape[:-1])}"
+        )
+
+
+def check_classes(name: str, tensor: Tensor, vocab_size: int, device: torch.device) -> None:
+    if tensor.dtype not in DTYPES:
+        raise errors.DTypeError(f"{name} has dtype {tensor.dtype}; allowed are float32, bfloat16, float16")
+    if tensor.dim() != 1 or tensor.shape[0] != vocab_size:
+        raise errors.ShapeError(f"{name} has shape {list(tensor.shape)}; it must be [vocab_size], [{vocab_size}]")
+    refuse_dtensor(name, tensor)
+    _check_place(name, tensor, device)
+
+
+def _check_place(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise errors.PlacementError(f"{name} is on {tensor.device}; it must be on hidden's device, {device}")
+
+
+def refuse_dtensor(name: str, tensor: Any) -> None:
+    if is_dtensor(tensor):
+        raise errors.PlacementError(
+            f"{name} is a DTensor with placements {list(tensor.placements)}; it must be a whole, local tensor: "
+            "gather it with full_tensor(), or run inside the module whose hooks unshard it"
+        )
+
+
+def num_valid(given: Tensor | float, reduction: str, hidden: Tensor) -> Tensor:
+    if reduction != "mean":
+        raise errors.ArgumentError(f"num_valid_tokens is given with reduction {reduction!r}; only 'mean' divides by it")
+    if not isinstance(given, Tensor):
+        if not isinstance(given, numbers.Real):
+            raise errors.DTypeError(f"num_valid_tokens is a {type(given).__name__}; it must be a number or a tensor of one element")
+        number = float(given)
+        if not 0 <= number < math.inf:
+            raise errors.ArgumentError(f"num_valid_tokens is {number}; it must be a finite number of 0 or more")
+        return torch.full((), float(given), dtype=torch.float32, device=hidden.device)
+    check_tensors(num_valid_tokens=given)
+    if given.dtype.is_complex:
+        raise errors.DTypeError(
+            f"num_valid_tokens has dtype {given.dtype}; it must be real (float32, int32 and int64 are taken as they are)"
+        )
+    if given.numel() != 1:
+        raise errors.ShapeError(f"num_valid_tokens has shape {list(given.shape)}; it must have one element")
+    if given.device != hidden.device:
+        raise errors.PlacementError(
+            f"num_valid_tokens is on {given.device}; it must be on hidden's device, {hidden.device}, or a Python number"
+        )
+    given = given.detach().resolve_neg()
+    return given if given.dtype in COUNT_DTYPES else given.to(torch.float32)
+
+
+# ── A number a token ────────────────────────────────
+
+
+def temperature_number(given: Any) -> float | None:
+    """A temperature that is no tensor; None where it changes nothing."""
+    if given is None:
+        return None
+    if not isinstance(given, (int, float)) and not isinstance(given, numbers.Real):
+        raise errors.DTypeError(f"temperature is a {type(given).__name__}; it must be a number or a float32 tensor of target's shape")
+    number = float(given)
+    if not _LEAST_FP32 <= number <= _MOST_FP32:
+        raise errors.ArgumentError(f"temperature is {number}; it must be above 0 and finite in float32 ({_LEAST_FP32:.2g} or more)")
+    return None if number == 1.0 else number
+
+
+def check_temperature(given: Tensor, target: Tensor) -> None:
+    if given.dtype is not torch.float32:
+        raise errors.DTypeError(f"temperature has dtype {given.dtype}; a tensor of temperatures must be float32")
+    _check_row_numbers("temperature", given, target)
+    if given.requires_grad:
+        raise errors.ArgumentError("temperature requires a gradient; it has none here, detach it")
+
+
+def check_token_weight(given: Tensor | None, reduction: Any, target: Tensor) -> None:
+    if given is None:
+        if reduction == "weighted_mean":
+            raise errors.ArgumentError("reduction is 'weighted_mean' and token_weight is None; it divides by the sum of token_weight")
+        return
+    if given.dtype.is_complex:
+        raise errors.DTypeError(f"token_weight has dtype {given.dtype}; it must be real")
+    _check_row_numbers("token_weight", given, target)
+    if given.requires_grad:
+        raise errors.ArgumentError(
+            "token_weight requires a gradient; it has none here: multiply the losses of reduction='none' by it instead, or detach it"
+        )
+
+
+def _check_row_numbers(name: str, tensor: Tensor, target: Tensor) -> None:
+    if tensor.shape != target.shape:
+        raise errors.ShapeError(f"{name} has shape {list(tensor.shape)}; it must be target's, {list(target.shape)} (expand it)")
+    refuse_dtensor(name, tensor)
+    if tensor.device != target.device:
+        raise errors.PlacementError(f"{name} is on {tensor.device}; it must be on hidden's device, {target.device}")

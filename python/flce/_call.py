@@ -1,0 +1,269 @@
+"""One call of `flce.linear_cross_entropy` or `flce.linear_logprobs`: from arguments to what the caller gets, by the shortest way there is.
+
+A call like one before (the same options, tensors of the same form) is a `DirectCall`; one whose arguments have passed the checks before
+goes to its kernel; any other is looked at first. Where the call is traced, watched or transformed, it goes through the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flce import _arguments, _frame, _kernels, _op, _retain, errors
+from flce._arguments import Options
+from flce._checks import DTYPES, HIDDEN_MULTIPLE, check_grad_weight_out
+from flce._direct import DirectCall
+from flce._frame import PLAIN_TYPES, Inputs
+from flce._targets import check_tensors
+
+_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_tracing_state: Any = getattr(torch._C, "_get_tracing_state", lambda: None)  # of torch.jit.trace
+_any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_transforms: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+
+
+def run(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    options: tuple[Any, ...],
+    temperature: Tensor | float | None,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    num_valid_tokens: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    grad_weight_out: Tensor | None = None,
+) -> Any:
+    """`options`: the fields of Options. A plain tuple is quicker to make, and most calls need no more of it than whether it is known."""
+    known = None
+    if (
+        bias is None
+        and class_weight is None
+        and num_valid_tokens is None
+        and token_weight is None
+        and grad_weight_out is None
+        and not isinstance(temperature, Tensor)
+        and not torch.compiler.is_compiling()
+    ):
+        # With their types: 1, 1.0 and True are equal, and not all of them are taken for every argument.
+        known = (options, temperature, type(temperature), *map(type, options))
+        try:
+            call = _latest.get(known)
+        except TypeError:  # an argument that cannot be hashed is refused by the checks
+            known = call = None
+        if call is not None and not _dispatch_modes() and _transforms() is None and _tracing_state() is None:
+            value = call.value(hidden, weight, target)
+            if value is not None:
+                return value
+    others = _Others(bias, class_weight, num_valid_tokens, temperature, token_weight, grad_weight_out)
+    return _run_checked(hidden, weight, target, Options(*options), known, others)
+
+
+@dataclass
+class _Others:
+    """The arguments that a call may have besides hidden, weight, target and options."""
+
+    bias: Tensor | None
+    class_weight: Tensor | None
+    num_valid_tokens: Tensor | float | None
+    temperature: Tensor | float | None
+    token_weight: Tensor | None
+    grad_weight_out: Tensor | None
+    num_valid: Tensor | None = None  # what num_valid_tokens comes to
+
+
+def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, options: Options, known: tuple[Any, ...] | None, others: _Others) -> Any:
+    bias, class_weight, token_weight = others.bias, others.class_weight, others.token_weight
+    temperatures = others.temperature if isinstance(others.temperature, Tensor) else None
+    check_tensors(
+        hidden=hidden,
+        weight=weight,
+        target=target,
+        bias=bias,
+        class_weight=class_weight,
+        temperature=temperatures,
+        token_weight=token_weight,
+        grad_weight_out=others.grad_weight_out,
+    )
+    plain = _is_plain(hidden, weight, target, bias, class_weight, temperatures, token_weight)
+    signature = passed = None
+    if plain and known is not None and not _any_autocast():
+        # Everything that the checks look at: what has passed them passes again.
+        signature = (
+            *(type(hidden), hidden.shape, hidden.dtype, hidden.device, hidden.requires_grad, hidden.is_inference()),
+            *(type(weight), weight.shape, weight.dtype, weight.device, weight.requires_grad, weight.stride()),
+            *(target.shape, target.dtype, target.device, known),
+        )
+        passed = _passed.get(signature)
+        if passed is not None and (value := passed.call_directly(known, hidden, weight, target)) is not None:
+            return value
+    if passed is None:
+        hidden, weight = _autocast(hidden, weight)
+        passed = _check(hidden, weight, target, options, others)
+        if signature is not None:
+            _remember(signature, passed)
+
+    token_shape = target.shape
+    if len(token_shape) != 1:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        target = target.reshape(-1)
+    if hidden.shape[1] % HIDDEN_MULTIPLE:
+        padding = -hidden.shape[1] % HIDDEN_MULTIPLE
+        hidden, weight = F.pad(hidden, (0, padding)), F.pad(weight, (0, padding))
+    if not hidden.is_contiguous():
+        hidden = hidden.contiguous()
+    if passed.temperature is not None:
+        temperatures = torch.full(target.shape, passed.temperature, dtype=torch.float32, device=hidden.device)
+    rows = (_row_numbers(temperatures), _row_numbers(token_weight))
+    given = Inputs(hidden, weight, target, bias, class_weight, others.num_valid, *passed.checked.rest, *rows)
+    if plain:
+        values, top1 = _eager(given, passed, others.grad_weight_out, token_shape)
+    else:
+        values, top1 = _through_operator(given, others.grad_weight_out)
+    return _own_outputs(values, top1, given, token_shape, passed.checked)
+
+
+def _check(hidden: Tensor, weight: Tensor, target: Tensor, options: Options, others: _Others) -> _Passed:
+    _arguments.check_inputs(hidden, weight, target, others.bias, others.class_weight)
+    number, temperatures = None, None
+    if isinstance(others.temperature, Tensor):
+        temperatures = others.temperature
+        _arguments.check_temperature(temperatures, target)
+    else:
+        number = _arguments.temperature_number(others.temperature)
+    _arguments.check_token_weight(others.token_weight, options.reduction, target)
+    if others.num_valid_tokens is not None:
+        others.num_valid = _arguments.num_valid(others.num_valid_tokens, options.reduction, hidden)
+    if others.grad_weight_out is not None:
+        check_grad_weight_out(
+            others.grad_weight_out,
+            hidden,
+            weight,
+            target=target,
+            bias=others.bias,
+            class_weight=others.class_weight,
+            num_valid_tokens=others.num_valid,
+            temperature=temperatures,
+            token_weight=others.token_weight,
+        )
+    return _Passed(_arguments.check_options(options), number)
+
+
+class _Passed:
+    """What the checks of a call's arguments came to."""
+
+    __slots__ = ("checked", "direct", "kernel", "temperature")
+
+    def __init__(self, checked: _arguments.Checked, temperature: float | None) -> None:
+        self.checked = checked
+        self.temperature = temperature  # one for all tokens
+        self.kernel: _kernels.Kernel | None = None  # once it is looked up, of calls that are remembered
+        self.direct: DirectCall | None = None
+
+    def call_directly(self, known: tuple[Any, ...], hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
+        """The output by a DirectCall, made at the second such call; None where there can be none."""
+        call = self.direct
+        if call is None:
+            if self.kernel is None or not DirectCall.fits(self.kernel, hidden, weight, target):
+                return None
+            call = self.direct = DirectCall(self.kernel, hidden, weight, target, self.checked.rest)
+        value = call.value(hidden, weight, target)
+        if value is not None:
+            _latest[known] = call
+        return value
+
+
+_passed: dict[tuple[Any, ...], _Passed] = {}
+_latest: dict[tuple[Any, ...], DirectCall] = {}  # by what a call is known by
+_MOST_REMEMBERED = 1024
+
+
+def _remember(signature: tuple[Any, ...], passed: _Passed) -> None:
+    if len(_passed) >= _MOST_REMEMBERED:
+        forget()
+    _passed[signature] = passed
+
+
+def forget() -> None:
+    """Forgets what has passed the checks: the next calls are looked at anew."""
+    _passed.clear()
+    _latest.clear()
+
+
+def _row_numbers(given: Tensor | None) -> Tensor | None:
+    """A number a token as kernels read it, [N] fp32."""
+    return None if given is None else given.detach().resolve_neg().to(torch.float32).reshape(-1)
+
+
+def _through_operator(given: Inputs, grad_weight_out: Tensor | None) -> tuple[Tensor, Tensor]:
+    if grad_weight_out is not None:
+        raise errors.ArgumentError(
+            "grad_weight_out is for eager mode; leave it out under torch.compile, dispatch modes and tensor subclasses"
+        )
+    values, _, top1 = torch.ops.flce.linear_cross_entropy(*given)
+    return values, top1
+
+
+def _own_outputs(values: Tensor, top1: Tensor | None, given: Inputs, token_shape: torch.Size, checked: _arguments.Checked) -> Any:
+    """What was asked for as tensors of their own: copies where several lie in one tensor, since autograd takes a change of one view for a
+    change of all views of that tensor, and refuses some changes."""
+    asked, written = checked.asked, checked.written
+    shapes: dict[str, Sequence[int]] = {"loss": token_shape if given.reduction == _arguments.REDUCTIONS["none"] else ()}
+    if len(written) == 1:
+        shape = shapes.get(written[0], token_shape)
+        return values if values.shape == shape else values.view(shape).clone()
+    parts = _frame.split_values(values, given.target.shape[0], [name for name in written if name != "top1"])
+    if "log_sum_sq_probs" in parts:
+        parts["log_sum_sq_probs"] = parts["log_sum_sq_probs"].detach()
+    own = {name: part.view(shapes.get(name, token_shape)).clone() for name, part in parts.items() if name in asked}
+    if top1 is not None and "top1" in written:
+        own["top1"] = top1 if top1.shape == token_shape else top1.view(token_shape).clone()
+    outputs = tuple(own[name] for name in asked)
+    return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token_shape: torch.Size) -> tuple[Tensor, Tensor | None]:
+    kernel = passed.kernel
+    if kernel is None:
+        kernel = passed.kernel = _kernels.find_for(given, grad_weight_out)
+    hidden, weight, bias = given.hidden, given.weight, given.bias
+    made = _op.Made(kernel.new_values(given, token_shape), kernel.new_top1(token_shape))
+    needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    # Where there are tangents, the node refuses them.
+    if (needs_gradient and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+        if kernel.retains:
+            given = given._replace(retain=_retain.wanted(given.retain, weight=weight.requires_grad and grad_weight_out is None))
+        return _op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out, made), made.top1
+    kernel.forward(given, *made)
+    return made
+
+
+def _is_plain(hidden: Tensor, *others: Tensor | None) -> bool:
+    """Whether the call may go to the kernels directly: eager, ordinary tensors, nobody watching the dispatcher."""
+    if torch.compiler.is_compiling() or _transforms is None or _dispatch_modes is None or _tracing_state() is not None:
+        return False
+    if _transforms() is not None:
+        _op._refuse_transform()
+    if _dispatch_modes() or hidden.is_meta:
+        return False
+    # A negative view is the dispatcher's to resolve.
+    return all(tensor is None or (type(tensor) in PLAIN_TYPES and not tensor.is_neg()) for tensor in (hidden, *others))
+
+
+def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    device_type = hidden.device.type
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return hidden, weight
+    dtype = torch.get_autocast_dtype(device_type)
+    if hidden.dtype in DTYPES and hidden.dtype != dtype:
+        hidden = hidden.to(dtype)
+    # An fp32 weight stays: kernels round it as they read it, so that there is no rounded copy.
+    if weight.dtype in DTYPES and weight.dtype not in (dtype, torch.float32):
+        weight = weight.to(dtype)
+    return hidden, weight
