@@ -42,32 +42,28 @@ def run(
 ) -> Any:
     """`options`: the fields of Options. A plain tuple is quicker to make, and most calls need no more of it than whether it is known."""
     known = None
-    if (
-        bias is None
-        and class_weight is None
-        and num_valid_tokens is None
-        and token_weight is None
-        and grad_weight_out is None
-        and not isinstance(temperature, Tensor)
-        and not torch.compiler.is_compiling()
-    ):
+    alone = False
+    if not torch.compiler.is_compiling():
+        number = None if isinstance(temperature, Tensor) else temperature
         # With their types: 1, 1.0 and True are equal, and not all of them are taken for every argument.
-        known = (options, temperature, type(temperature), *map(type, options))
+        known = (options, number, type(number), *map(type, options))
+        alone = bias is None and class_weight is None and num_valid_tokens is None and token_weight is None and grad_weight_out is None
+        alone = alone and number is temperature
         try:
             call = _latest.get(known)
         except TypeError:  # an argument that cannot be hashed is refused by the checks
             known = call = None
-        if call is not None and not _dispatch_modes() and _transforms() is None and _tracing_state() is None:
+        if call is not None and alone and not _dispatch_modes() and _transforms() is None and _tracing_state() is None:
             value = call.value(hidden, weight, target)
             if value is not None:
                 return value
-    others = _Others(bias, class_weight, num_valid_tokens, temperature, token_weight, grad_weight_out)
-    return _run_checked(hidden, weight, target, Options(*options), known, others)
+    others = _Others(bias, class_weight, num_valid_tokens, temperature, token_weight, grad_weight_out, options, known, alone)
+    return _run_checked(hidden, weight, target, others)
 
 
 @dataclass
 class _Others:
-    """The arguments that a call may have besides hidden, weight, target and options."""
+    """The arguments of a call besides hidden, weight and target."""
 
     bias: Tensor | None
     class_weight: Tensor | None
@@ -75,10 +71,13 @@ class _Others:
     temperature: Tensor | float | None
     token_weight: Tensor | None
     grad_weight_out: Tensor | None
+    options: tuple[Any, ...]
+    known: tuple[Any, ...] | None  # what the options and a temperature that is a number are known by; None: not looked up
+    alone: bool  # there is nothing but options, and a number for temperature
     num_valid: Tensor | None = None  # what num_valid_tokens comes to
 
 
-def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, options: Options, known: tuple[Any, ...] | None, others: _Others) -> Any:
+def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others) -> Any:
     bias, class_weight, token_weight = others.bias, others.class_weight, others.token_weight
     temperatures = others.temperature if isinstance(others.temperature, Tensor) else None
     check_tensors(
@@ -93,7 +92,8 @@ def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, options: Option
     )
     plain = _is_plain(hidden, weight, target, bias, class_weight, temperatures, token_weight)
     signature = passed = None
-    if plain and known is not None and not _any_autocast():
+    known = others.known
+    if plain and others.alone and known is not None and not _any_autocast():
         # Everything that the checks look at: what has passed them passes again.
         signature = (
             *(type(hidden), hidden.shape, hidden.dtype, hidden.device, hidden.requires_grad, hidden.is_inference()),
@@ -105,9 +105,9 @@ def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, options: Option
             return value
     if passed is None:
         hidden, weight = _autocast(hidden, weight)
-        passed = _check(hidden, weight, target, options, others)
+        passed = _check(hidden, weight, target, others)
         if signature is not None:
-            _remember(signature, passed)
+            _remember(_passed, signature, passed)
 
     token_shape = target.shape
     if len(token_shape) != 1:
@@ -129,14 +129,12 @@ def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, options: Option
     return _own_outputs(values, top1, given, token_shape, passed.checked)
 
 
-def _check(hidden: Tensor, weight: Tensor, target: Tensor, options: Options, others: _Others) -> _Passed:
+def _check(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others) -> _Passed:
     _arguments.check_inputs(hidden, weight, target, others.bias, others.class_weight)
-    number, temperatures = None, None
-    if isinstance(others.temperature, Tensor):
-        temperatures = others.temperature
+    options = Options(*others.options)
+    temperatures = others.temperature if isinstance(others.temperature, Tensor) else None
+    if temperatures is not None:
         _arguments.check_temperature(temperatures, target)
-    else:
-        number = _arguments.temperature_number(others.temperature)
     _arguments.check_token_weight(others.token_weight, options.reduction, target)
     if others.num_valid_tokens is not None:
         others.num_valid = _arguments.num_valid(others.num_valid_tokens, options.reduction, hidden)
@@ -152,7 +150,13 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, options: Options, oth
             temperature=temperatures,
             token_weight=others.token_weight,
         )
-    return _Passed(_arguments.check_options(options), number)
+    settled = None if others.known is None else _settled.get(others.known)
+    if settled is None:
+        number = None if temperatures is not None else _arguments.temperature_number(others.temperature)
+        settled = (_arguments.check_options(options), number)
+        if others.known is not None:
+            _remember(_settled, others.known, settled)
+    return _Passed(*settled)
 
 
 class _Passed:
@@ -180,20 +184,22 @@ class _Passed:
 
 
 _passed: dict[tuple[Any, ...], _Passed] = {}
-_latest: dict[tuple[Any, ...], DirectCall] = {}  # by what a call is known by
+_latest: dict[tuple[Any, ...], DirectCall] = {}  # by what a call is known by, as the next one
+_settled: dict[tuple[Any, ...], tuple[_arguments.Checked, float | None]] = {}  # options, and the temperature that is one for all tokens
 _MOST_REMEMBERED = 1024
 
 
-def _remember(signature: tuple[Any, ...], passed: _Passed) -> None:
-    if len(_passed) >= _MOST_REMEMBERED:
+def _remember(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    if len(known) >= _MOST_REMEMBERED:
         forget()
-    _passed[signature] = passed
+    known[key] = value
 
 
 def forget() -> None:
     """Forgets what has passed the checks: the next calls are looked at anew."""
     _passed.clear()
     _latest.clear()
+    _settled.clear()
 
 
 def _row_numbers(given: Tensor | None) -> Tensor | None:
@@ -221,11 +227,13 @@ def _own_outputs(values: Tensor, top1: Tensor | None, given: Inputs, token_shape
     parts = _frame.split_values(values, given.target.shape[0], [name for name in written if name != "top1"])
     if "log_sum_sq_probs" in parts:
         parts["log_sum_sq_probs"] = parts["log_sum_sq_probs"].detach()
-    own = {name: part.view(shapes.get(name, token_shape)).clone() for name, part in parts.items() if name in asked}
-    if top1 is not None and "top1" in written:
-        own["top1"] = top1 if top1.shape == token_shape else top1.view(token_shape).clone()
-    outputs = tuple(own[name] for name in asked)
-    return outputs if len(outputs) > 1 else outputs[0]
+    outputs = []
+    for name in asked:
+        if name != "top1":
+            outputs.append(parts[name].view(shapes.get(name, token_shape)).clone())
+        elif top1 is not None:
+            outputs.append(top1 if top1.shape == token_shape else top1.view(token_shape).clone())
+    return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token_shape: torch.Size) -> tuple[Tensor, Tensor | None]:
@@ -252,8 +260,10 @@ def _is_plain(hidden: Tensor, *others: Tensor | None) -> bool:
         _op._refuse_transform()
     if _dispatch_modes() or hidden.is_meta:
         return False
-    # A negative view is the dispatcher's to resolve.
-    return all(tensor is None or (type(tensor) in PLAIN_TYPES and not tensor.is_neg()) for tensor in (hidden, *others))
+    for tensor in (hidden, *others):  # noqa: SIM110  # in half of all()'s time
+        if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_neg()):
+            return False  # the dispatcher resolves a negative view
+    return True
 
 
 def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -108,16 +108,21 @@ def chunked_linear_cross_entropy(
         return cross_entropy + z_part
     if num_valid_tokens is not None:
         count = torch.as_tensor(num_valid_tokens, device=hidden.device)
-        return torch.where(count > 0, (cross_entropy + z_part) / torch.where(count > 0, count, 1), 0.0)
-    valid = (target != ignore_index).float()
-    if reduction == "weighted_mean" and token_weight is not None:
-        valid = torch.where(valid > 0, token_weight, 0.0)
-    count = total = valid.sum()
-    if class_weight is not None:
-        total = (valid * class_weight.float()[torch.where(target != ignore_index, target, 0)]).sum()
+        return _divided(cross_entropy + z_part, torch.where(count > 0, count, 0))
+    row_weight = token_weight if reduction == "weighted_mean" else None
+    total, count = _mean_divisors(target, ignore_index, row_weight, class_weight)
+    return _divided(cross_entropy, total) + _divided(z_part, count)
 
-    def divided(value: Tensor, by: Tensor) -> Tensor:
-        return torch.where(by != 0, value / torch.where(by != 0, by, 1.0), 0.0)
 
-    # Nothing to divide by (no valid token, say): 0, with gradients of 0.
-    return divided(cross_entropy, total) + divided(z_part, count)
+def _mean_divisors(target: Tensor, ignore_index: int, token_weight: Tensor | None, class_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What cross entropies and z-losses of valid tokens are divided by: their weights, each times its class's, and without."""
+    valid = target != ignore_index
+    weights = torch.where(valid, 1.0 if token_weight is None else token_weight, 0.0)
+    count = valid.sum() if token_weight is None else weights.sum()
+    total = count if class_weight is None else (weights * class_weight.float()[torch.where(valid, target, 0)]).sum()
+    return total, count
+
+
+def _divided(value: Tensor, by: Tensor) -> Tensor:
+    """Nothing to divide by (no valid token, say) gives 0, with gradients of 0."""
+    return torch.where(by != 0, value / torch.where(by != 0, by, 1), 0.0)

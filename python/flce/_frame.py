@@ -47,7 +47,9 @@ class Outputs(NamedTuple):
         per_token = reduction == _native.REDUCTION_NONE
         if len(self.values) == 1:
             return token_shape if per_token or self.values[0] != "loss" else ()
-        return (sum(num_tokens if per_token or name != "loss" else 1 for name in self.values),)
+        if per_token or "loss" not in self.values:
+            return (len(self.values) * num_tokens,)
+        return ((len(self.values) - 1) * num_tokens + 1,)
 
 
 def outputs_of(options: str) -> Outputs:

@@ -93,10 +93,9 @@ def linear_cross_entropy(
     if shift or cu_seqlens is not None:
         target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (True, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
-    memory = (workspace_limit_bytes, retain_in_grad_weight)
-    options = (outputs, reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, dft, *memory)
-    tensors = (bias, class_weight, num_valid_tokens, token_weight, grad_weight_out)
-    return _call.run(hidden, weight, target, options, temperature, *tensors)
+    settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, dft)
+    options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
+    return _call.run(hidden, weight, target, options, temperature, bias, class_weight, num_valid_tokens, token_weight, grad_weight_out)
 
 
 def linear_logprobs(
