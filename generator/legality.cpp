@@ -14,19 +14,9 @@ namespace {
 
 using Reason = std::optional<std::string>;
 
-/// Options that the CPU has and GPUs do not have yet.
-Reason missing_on_gpus(const Spec& spec) {
-    for (const auto& [name, wanted] :
-         {std::pair{"outputs=top1", spec.outputs.top1}, {"outputs=log_sum_sq_probs", spec.outputs.log_sum_sq_probs}}) {
-        if (wanted) return fmt::format("{}: GPUs do not have it yet; the CPU has", name);
-    }
-    return std::nullopt;
-}
-
 Reason cuda_reason(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaPath& path = cuda_path(plan.path);
     if (auto reason = path.problem(spec, device)) return reason;
-    if (auto reason = missing_on_gpus(spec)) return reason;
     if (plan.strategy == Strategy::retain) {
         if (auto reason = path.retain_problem(spec)) return reason;
     }

@@ -12,12 +12,15 @@ struct RowTarget {
     int target;
 };
 
-/// Fields of RowSums that a Problem needs in memory, in this order: max, exp_sum, exp_z_sum, weighted_sum.
+/// Fields of RowSums that a Problem needs in memory, in this order: max, exp_sum, exp_z_sum, weighted_sum, exp_sq_sum, top1 (an integer's
+/// bits).
 template <class Problem>
 struct PartialFields {
     enum : int { kExpZ = 2 };
     enum : int { kWeighted = 2 + (Problem::entropy ? 1 : 0) };
-    enum : int { kCount = kWeighted + (Problem::label_smoothing ? 1 : 0) };
+    enum : int { kSquares = kWeighted + (Problem::label_smoothing ? 1 : 0) };
+    enum : int { kTop1 = kSquares + (Problem::square_sum ? 1 : 0) };
+    enum : int { kCount = kTop1 + (Problem::top1 ? 1 : 0) };
 
     /// `stride` elements lie between two fields.
     static __device__ __forceinline__ RowSums load(const float* at, long long stride) {
@@ -26,6 +29,8 @@ struct PartialFields {
         r.exp_sum = at[stride];
         r.exp_z_sum = Problem::entropy ? at[kExpZ * stride] : 0.f;
         r.weighted_sum = Problem::label_smoothing ? at[kWeighted * stride] : 0.f;
+        if constexpr (Problem::square_sum) r.exp_sq_sum = at[kSquares * stride];
+        if constexpr (Problem::top1) r.top1 = __float_as_int(at[kTop1 * stride]);
         return r;
     }
     static __device__ __forceinline__ void store(float* at, long long stride, const RowSums& r) {
@@ -33,6 +38,8 @@ struct PartialFields {
         at[stride] = r.exp_sum;
         if constexpr (Problem::entropy) at[kExpZ * stride] = r.exp_z_sum;
         if constexpr (Problem::label_smoothing) at[kWeighted * stride] = r.weighted_sum;
+        if constexpr (Problem::square_sum) at[kSquares * stride] = r.exp_sq_sum;
+        if constexpr (Problem::top1) at[kTop1 * stride] = __int_as_float(r.top1);
     }
 };
 
@@ -198,6 +205,17 @@ __device__ __forceinline__ void replace_column(float (&c)[kColumnPieces][4], int
         if (candidate == 8 * j) c[j][2 * h] = value;
         if (candidate == 8 * j + 1) c[j][2 * h + 1] = value;
     }
+}
+
+/// The first of a thread's columns of a row whose logit is `largest`, or FLCE_NO_CLASS. `first`: the class of its first column.
+template <int kColumnPieces>
+__device__ __forceinline__ int class_of(const float (&c)[kColumnPieces][4], int h, float largest, int first) {
+    int within = -1;
+#pragma unroll
+    for (int column = 2 * kColumnPieces - 1; column >= 0; --column) {
+        if (c[column / 2][2 * h + column % 2] == largest) within = column / 2 * 8 + column % 2;
+    }
+    return within < 0 ? FLCE_NO_CLASS : first + within;
 }
 
 /// Adds the columns' bias.

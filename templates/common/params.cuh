@@ -13,7 +13,7 @@ enum : int {
     kRowThreads = 256,      ///< block of the kernels over rows
     kOutputRows = 64,       ///< rows of a block of row_outputs: several threads merge what forward has found for one
     kOutputThreads = 512,   ///< of a block of row_outputs
-    kRowOutputs = 5,        ///< loss, z_loss, lse, logprob, entropy
+    kRowOutputs = 6,        ///< loss, z_loss, lse, logprob, entropy, log_sum_sq_probs
     kReduceThreads = 1024,  ///< block of the kernels that reduce everything in one block
 };
 
@@ -104,6 +104,8 @@ struct RowOutputsParams {
     float* lse;
     float* logprob;
     float* entropy;
+    float* log_sum_sq_probs;
+    long long* top1;                ///< −1 where the row is ignored
     LossPartial* loss_partials;     ///< one for each block; null: no scalar loss, or this block writes it
     float* scalar_loss;             ///< where this launch is one block and has every row; else null
     float* scalar_z_loss;           ///< as scalar_loss
@@ -141,6 +143,7 @@ struct PrepareParams {
     CountParams count;
     ListedRow* list;  ///< [num_tokens], or null. With it forward's outputs of ignored rows, where they are wanted: 0
     float* outputs[kRowOutputs];
+    long long* top1;  ///< the same, but −1
     unsigned long long* invalid_label;
     const float* token_weight;  ///< [num_tokens]; null: 1
     const float* temperature;   ///< [num_tokens], where the Problem has temperatures

@@ -28,6 +28,8 @@ namespace flce {
 /// What a Problem is that says nothing of it.
 struct PlainProblem {
     enum : bool { temperature = false };  ///< a row's logits are divided by a number of its own
+    enum : bool { top1 = false };         ///< RowSums::top1 is wanted
+    enum : bool { square_sum = false };   ///< RowSums::exp_sq_sum is wanted
 };
 
 /// A kernel's parameters, with the rows' temperatures where there are any.

@@ -101,6 +101,8 @@ __device__ __forceinline__ RowSums merge_splits(const float* at, long long split
         all.exp_sum += factor * part.exp_sum;
         if constexpr (Problem::entropy) all.exp_z_sum += factor * (part.exp_z_sum + difference * part.exp_sum);
         if constexpr (Problem::label_smoothing) all.weighted_sum += part.weighted_sum;
+        if constexpr (Problem::square_sum) all.exp_sq_sum += factor * factor * part.exp_sq_sum;
+        if constexpr (Problem::top1) all.top1 = first_of_largest(all.max, all.top1, part.max, part.top1);
     }
     return all;
 }
@@ -124,6 +126,7 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     const int target = listed.target;
     LossPartial mine{0.f, 0.f, 0.f, 0.f};
     RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    int top1 = -1;
     bool stale = false;
     const int splits = target < 0 ? 0 : all_splits;
     const long long partial_rows = kDivided ? partial_rows_of(rows) : p.partial_rows;
@@ -137,6 +140,7 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight,
                                   p.dft != 0};
         out = row_outputs(sums, c_y, value_or(p.token_weight, listed.row, 1.f), options);
+        top1 = sums.top1 == FLCE_NO_CLASS ? 0 : sums.top1;
         if (p.references != nullptr) {
             // Exponentials are within ±87 of the reference, in nats; what is 60 below the largest does not count any more.
             stale = !(sums.max - p.references[row] <= kMostAboveReference);
@@ -154,6 +158,12 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
         if (p.z_loss != nullptr) p.z_loss[listed.row] = out.z_loss;
         if (p.logprob != nullptr) p.logprob[listed.row] = out.logprob;
         if (p.entropy != nullptr) p.entropy[listed.row] = out.entropy;
+        if constexpr (Problem::square_sum) {
+            if (p.log_sum_sq_probs != nullptr) p.log_sum_sq_probs[listed.row] = out.log_sum_sq_probs;
+        }
+        if constexpr (Problem::top1) {
+            if (p.top1 != nullptr) p.top1[listed.row] = top1;
+        }
     }
     if (p.references != nullptr) {
         stale = __syncthreads_or(stale) != 0;
@@ -268,6 +278,7 @@ __device__ __forceinline__ void list_rows(const PrepareParams& p) {
             for (float* output : p.outputs) {
                 if (output != nullptr) output[row] = 0.f;
             }
+            if (p.top1 != nullptr) p.top1[row] = -1;
         }
     }
     if (threadIdx.x == 0) p.scalars->valid_rows = before;

@@ -114,6 +114,10 @@ struct ForwardBlock {
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
         return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
     }
+    static __device__ __forceinline__ int quad_min(int x) {
+        x = min(x, __shfl_xor_sync(0xffffffffu, x, 1));
+        return min(x, __shfl_xor_sync(0xffffffffu, x, 2));
+    }
     static __device__ __forceinline__ float quad_sum(float x) {
         x += __shfl_xor_sync(0xffffffffu, x, 1);
         return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -131,6 +135,7 @@ struct ForwardBlock {
         now.max = fmaxf(old.max, tile_max);
         now.exp_sum = 0.f;
         now.exp_z_sum = 0.f;
+        now.exp_sq_sum = 0.f;
 #pragma unroll
         for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
@@ -139,6 +144,7 @@ struct ForwardBlock {
                 const float exponential = Problem::Math::exp(difference);
                 now.exp_sum += exponential;
                 if constexpr (Problem::entropy) now.exp_z_sum += exponential * fmaxf(difference, farthest_below());
+                if constexpr (Problem::square_sum) now.exp_sq_sum = __fmaf_rn(exponential, exponential, now.exp_sq_sum);
             }
         }
         now.exp_sum = quad_sum(now.exp_sum);
@@ -148,6 +154,12 @@ struct ForwardBlock {
             now.exp_z_sum = quad_sum(now.exp_z_sum) + factor * (old.exp_z_sum + shift * old.exp_sum);
         }
         now.exp_sum += factor * old.exp_sum;
+        if constexpr (Problem::square_sum) now.exp_sq_sum = quad_sum(now.exp_sq_sum) + factor * factor * old.exp_sq_sum;
+        if constexpr (Problem::top1) {
+            const int first_class = first_column + mainloop.place.column(0, 0);
+            const int found = tile_max >= old.max ? class_of(c, h, tile_max, first_class) : FLCE_NO_CLASS;
+            now.top1 = first_of_largest(old.max, old.top1, tile_max, quad_min(found));
+        }
         if constexpr (Problem::label_smoothing) now.weighted_sum = old.weighted_sum + quad_sum(weighted);
         __syncwarp();  // all four lanes have read the old state
         if (mainloop.place.lane % 4 == 0) Fields::store(state, kStates, now);

@@ -27,7 +27,8 @@ struct ForwardSm90 {
     enum : int { kConsumerThreads = 128 * TileT::kConsumers };
     enum : int { kStateBytes = 2 * kPieces * 2 * Fields::kCount * kConsumerThreads * 4 };  ///< both parts' states of every thread
 
-    enum : int { kPanelWidth = TileT::kBlockN % 192 == 0 ? 3 : TileT::kBlockN % 128 == 0 ? 2 : 1 };  // panels that leave together
+    // Panels that leave together. Three of them have no room beside more sums of rows than every Problem has.
+    enum : int { kPanelWidth = TileT::kBlockN % 192 == 0 ? (Fields::kCount > 2 ? 1 : 3) : TileT::kBlockN % 128 == 0 ? 2 : 1 };
     using PanelsT = PanelStore<typename Problem::Element, TileT, kPanelWidth, 1>;
     enum : int { kPanelBytes = Problem::retain ? PanelsT::kBytes : 0 };
 
@@ -343,7 +344,7 @@ struct ForwardSm90 {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 RowSums sums = sums_of(tile.part(), i, h);
-                Rows::reduce_row(c[i], h, sums);
+                Rows::reduce_row(c[i], h, first_column + mainloop.place.column(0, 0), sums);
                 keep(tile.part(), i, h, sums);
             }
     }
@@ -368,7 +369,8 @@ struct ForwardSm90 {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 RowSums sums = sums_of(part, i, h);
-                Rows::exponentials_of_row(c[i], h, reference_of(row0 + mainloop.place.row(i, h)), sums);
+                Rows::exponentials_of_row(c[i], h, reference_of(row0 + mainloop.place.row(i, h)),
+                                          first_column + mainloop.place.column(0, 0), sums);
                 keep(part, i, h, sums);
             }
             if (first_column >= p.retained_columns) continue;

@@ -11,31 +11,45 @@ struct RowReduction {
     /// Whether a row's sums add up the retained exponentials, relative to its reference, and need no exponentials of their own: where the
     /// largest logit so far is near it. Others are relative to that logit.
     static __device__ __forceinline__ bool shares(float max, float reference) {
-        return kPowers<Problem> && !Problem::entropy && PowersAbove::takes(reference) && fabsf(max - reference) <= kMostAboveReference;
+        return kPowers<Problem> && !Problem::entropy && PowersAbove::takes(reference) && fabsf(max - reference) <= kMostShared;
     }
+    /// Squares are to stay within a float's range as well.
+    enum : int { kMostShared = Problem::square_sum ? kMostAboveReference / 2 : kMostAboveReference };
 
     /// Where they are far from the reference, exponentials are cut off: a row that is ignored, whatever it holds, has to multiply a finite
-    /// number by 0.
-    static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference, RowSums& sums) {
+    /// number by 0. `first_class`: of the thread's first column.
+    static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference, int first_class,
+                                                               RowSums& sums) {
         constexpr float kMostPower = 100.f;
         const PowersAbove above(reference);
         const float old_max = sums.max;
-        const float now_max = fmaxf(old_max, row_max(c, h));
+        const float tile_max = row_max(c, h);
+        const float now_max = fmaxf(old_max, tile_max);
         const bool shared = shares(old_max, reference);
         if (shares(now_max, reference)) {
-            if (!shared) sums.exp_sum *= above.exp(old_max);
+            if (!shared) {
+                const float factor = above.exp(old_max);
+                sums.exp_sum *= factor;
+                if constexpr (Problem::square_sum) sums.exp_sq_sum *= factor * factor;
+            }
+            if constexpr (Problem::top1) find_top1(c, h, tile_max, first_class, sums);
             sums.max = now_max;
             float exp_sum[2] = {0.f, 0.f};
+            float squares = 0.f;
 #pragma unroll
             for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) exp_sum[e] += c[j][2 * h + e] = above.exp(c[j][2 * h + e]);
+                for (int e = 0; e < 2; ++e) {
+                    exp_sum[e] += c[j][2 * h + e] = above.exp(c[j][2 * h + e]);
+                    if constexpr (Problem::square_sum) squares = __fmaf_rn(c[j][2 * h + e], c[j][2 * h + e], squares);
+                }
             }
             sums.exp_sum += exp_sum[0] + exp_sum[1];
+            if constexpr (Problem::square_sum) sums.exp_sq_sum += squares;
             return;
         }
         if (shared) to_own_max(sums, reference);
-        reference -= reduce_row(c, h, sums);
+        reference -= reduce_row(c, h, first_class, sums);
 #pragma unroll
         for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
@@ -47,8 +61,12 @@ struct RowReduction {
         // A division without a subroutine for subnormal numbers, which would cost registers: both are within 2^±118.
         const float largest = PowersAbove(reference).exp(sums.max);
         const float reciprocal = ptx::rcp_approx_ftz(largest);
-        const float quotient = sums.exp_sum * reciprocal;
-        sums.exp_sum = __fmaf_rn(__fmaf_rn(-quotient, largest, sums.exp_sum), reciprocal, quotient);
+        sums.exp_sum = quotient(sums.exp_sum, largest, reciprocal);
+        if constexpr (Problem::square_sum) sums.exp_sq_sum = quotient(quotient(sums.exp_sq_sum, largest, reciprocal), largest, reciprocal);
+    }
+    static __device__ __forceinline__ float quotient(float x, float divisor, float reciprocal) {
+        const float rough = x * reciprocal;
+        return __fmaf_rn(__fmaf_rn(-rough, divisor, x), reciprocal, rough);
     }
 
     static __device__ __forceinline__ float row_max(const float (&c)[kColumnPieces][4], int h) {
@@ -58,15 +76,27 @@ struct RowReduction {
         return max;
     }
 
+    /// Before sums.max is that of the tile, too. The tile's columns are only looked through where it has a logit as large as any before, of
+    /// which there are fewer and fewer.
+    static __device__ __forceinline__ void find_top1(const float (&c)[kColumnPieces][4], int h, float tile_max, int first_class,
+                                                     RowSums& sums) {
+        if (tile_max >= sums.max) {
+            sums.top1 = first_of_largest(sums.max, sums.top1, tile_max, class_of(c, h, tile_max, first_class));
+        }
+    }
+
     /// Adds a row of logits to its sums, and returns what it has taken from each of them: nothing, or their maximum where that is huge.
-    static __device__ __forceinline__ float reduce_row(float (&c)[kColumnPieces][4], int h, RowSums& sums) {
+    static __device__ __forceinline__ float reduce_row(float (&c)[kColumnPieces][4], int h, int first_class, RowSums& sums) {
         const float old_max = sums.max;
-        const float now_max = fmaxf(old_max, row_max(c, h));
+        const float tile_max = row_max(c, h);
+        const float now_max = fmaxf(old_max, tile_max);
+        if constexpr (Problem::top1) find_top1(c, h, tile_max, first_class, sums);
         float shift = sums.exp_sum > 0.f ? old_max - now_max : 0.f;
         if constexpr (Problem::entropy) shift = fmaxf(shift, farthest_below());
         const float shrunk = Problem::Math::exp(shift);
         if constexpr (Problem::entropy) sums.exp_z_sum = shrunk * (sums.exp_z_sum + shift * sums.exp_sum);
         sums.exp_sum *= shrunk;
+        if constexpr (Problem::square_sum) sums.exp_sq_sum *= shrunk * shrunk;
         sums.max = now_max;
         float taken = 0.f;
         if (!SummedAbove<Problem>::takes(now_max)) {  // a column's that does not exist, too
@@ -80,6 +110,7 @@ struct RowReduction {
         const SummedAbove<Problem> above(reference);
         float exp_sum[2] = {0.f, 0.f};
         float exp_z_sum = 0.f;
+        float squares = 0.f;
 #pragma unroll
         for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
@@ -87,11 +118,13 @@ struct RowReduction {
                 const float exponential = above.exp(c[j][2 * h + e]);
                 exp_sum[e] += exponential;
                 if constexpr (Problem::entropy) exp_z_sum += exponential * fmaxf(c[j][2 * h + e] - reference, farthest_below());
+                if constexpr (Problem::square_sum) squares = __fmaf_rn(exponential, exponential, squares);
             }
         }
         const float factor = above.factor(reference);
         sums.exp_sum = __fmaf_rn(factor, exp_sum[0] + exp_sum[1], sums.exp_sum);
         if constexpr (Problem::entropy) sums.exp_z_sum = __fmaf_rn(factor, exp_z_sum, sums.exp_z_sum);
+        if constexpr (Problem::square_sum) sums.exp_sq_sum = __fmaf_rn(factor * factor, squares, sums.exp_sq_sum);
         return taken;
     }
 
@@ -104,6 +137,8 @@ struct RowReduction {
             other.exp_z_sum = Problem::entropy ? __shfl_xor_sync(0xffffffffu, mine.exp_z_sum, lanes) : 0.f;
             other.weighted_sum = Problem::label_smoothing ? __shfl_xor_sync(0xffffffffu, mine.weighted_sum, lanes) : 0.f;
             other.target_logit = -infinity();
+            other.exp_sq_sum = Problem::square_sum ? __shfl_xor_sync(0xffffffffu, mine.exp_sq_sum, lanes) : 0.f;
+            other.top1 = Problem::top1 ? __shfl_xor_sync(0xffffffffu, mine.top1, lanes) : FLCE_NO_CLASS;
             // The lower lane first in both, so that all four get the same bits.
             mine = (threadIdx.x & lanes) == 0 ? merge(mine, other) : merge(other, mine);
         }

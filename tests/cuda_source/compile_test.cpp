@@ -20,15 +20,15 @@ struct Variant {
 
 constexpr Variant kPlain = {"Bf16", "D=2048,V=151936"};
 constexpr Variant kEverything = {"Bf16Everything",
-                                 "D=200,V=1001,bias,class_weight,temperature,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-                                 "grad_weight_mode=accumulate,outputs=loss+lse+logprob+entropy"};
+                                 "D=200,V=1001,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
+                                 "grad_weight_mode=accumulate,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"};
 constexpr Variant kFp16HiddenMajor = {"Fp16HiddenMajor", "D=200,V=1001,padded_vocab_size=1008,dtype=fp16,layout=hidden_major,softcap=30"};
 constexpr Variant kFp32Everything = {
     "Fp32Everything",
-    "D=200,V=1001,dtype=fp32,bias,class_weight,temperature,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-    "outputs=loss+lse+logprob+entropy"};
+    "D=200,V=1001,dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
+    "temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"};
 
-constexpr Variant kTemperature = {"Bf16Temperature", "D=2048,V=151936,temperature"};
+constexpr Variant kTokens = {"Bf16Tokens", "D=2048,V=151936,temperature,outputs=loss+top1+log_sum_sq_probs"};
 constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype=fp32"};
 
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
@@ -82,55 +82,63 @@ std::string test_name(const testing::TestParamInfo<CudaSourceCompile::ParamType>
 
 INSTANTIATE_TEST_SUITE_P(EveryArchitecture, CudaSourceCompile,
                          testing::Combine(testing::Values("sm_80", "sm_90a", "sm_100a", "sm_120"),
-                                          testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything, kFp32Weight,
-                                                          kTemperature)),
+                                          testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything, kFp32Weight, kTokens)),
                          test_name);
 
 INSTANTIATE_TEST_SUITE_P(
     EveryVariant, CudaOptionsCompile,
     testing::Combine(
         testing::Values("sm_90a"),
-        testing::Values(
-            Variant{"Bf16HiddenMajorUnaligned", "D=200,V=1001,layout=hidden_major,grad_weight_dtype=fp32"},
-            Variant{"Bf16HiddenMajorAligned", "D=200,V=1000,layout=hidden_major,bias"},
-            Variant{"Bf16TiedFp32Gradient", "D=2560,V=50257,tied,grad_weight_dtype=fp32,softcap=30"},
-            Variant{"Bf16Smoothing", "D=2048,V=50257,label_smoothing=0.1,outputs=loss+entropy", true},
-            Variant{"Bf16SmoothedClasses", "D=2048,V=50257,class_weight,label_smoothing=0.1", true},
-            Variant{"Bf16SmoothedClassesEntropy", "D=2048,V=50257,class_weight,label_smoothing=0.1,outputs=loss+entropy", true},
-            Variant{"Bf16CappedEntropy", "D=2048,V=50257,softcap=30,outputs=loss+entropy", true},
-            Variant{"Bf16CappedSmoothing", "D=2048,V=50257,softcap=30,label_smoothing=0.1", true},
-            Variant{"Bf16BiasSmoothing", "D=2048,V=50257,bias,label_smoothing=0.1", true},
-            Variant{"Bf16TemperatureEntropy", "D=2048,V=50257,temperature,outputs=loss+entropy", true},
-            Variant{"Bf16TemperatureSmoothing", "D=2048,V=50257,temperature,label_smoothing=0.1", true},
-            Variant{"Bf16TemperatureCapped", "D=2048,V=50257,temperature,softcap=30", true},
-            Variant{"Bf16TemperatureCappedEntropy", "D=2048,V=50257,temperature,softcap=30,outputs=loss+entropy", true},
-            Variant{"Bf16TemperatureCappedSmoothing", "D=2048,V=50257,temperature,softcap=30,label_smoothing=0.1", true},
-            Variant{"Bf16TemperatureBiasSmoothing", "D=2048,V=50257,temperature,bias,label_smoothing=0.1", true},
-            Variant{"Bf16TemperatureSmoothedClassesEntropy",
-                    "D=2048,V=50257,temperature,class_weight,label_smoothing=0.1,outputs=loss+entropy", true},
-            Variant{"Bf16HiddenMajorSums", "D=200,V=1001,padded_vocab_size=1008,layout=hidden_major,grad_weight_mode=accumulate"},
-            Variant{"Bf16AllButBias",
-                    "D=2048,V=50257,class_weight,temperature,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-                    "grad_weight_mode=accumulate,outputs=loss+lse+logprob+entropy"},
-            Variant{"Fp16AllButBias",
-                    "D=2048,V=50257,dtype=fp16,class_weight,temperature,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-                    "outputs=loss+lse+logprob+entropy"},
-            Variant{"Fp16", "D=2048,V=151936,dtype=fp16,z_loss=0.0001", true},
-            Variant{"Fp16Everything",
-                    "D=200,V=1001,dtype=fp16,bias,class_weight,temperature,label_smoothing=0.1,z_loss=0.001,softcap=30,"
-                    "logit_scale=0.5,outputs=loss+lse+logprob+entropy"},
-            Variant{"Bf16Fp32WeightEverything",
-                    "D=200,V=1001,weight_dtype=fp32,bias,class_weight,temperature,temperature,label_smoothing=0.1,z_loss=0.001,softcap=30,"
-                    "logit_scale=0.5,outputs=loss+lse+logprob+entropy"},
-            Variant{"Fp16Fp32WeightHiddenMajor",
-                    "D=200,V=1001,padded_vocab_size=1008,dtype=fp16,weight_dtype=fp32,layout=hidden_major,softcap=30"},
-            Variant{"Bf16Fp32WeightHiddenMajorUnaligned", "D=200,V=1001,weight_dtype=fp32,layout=hidden_major"},
-            Variant{"Fp32", "D=2048,V=151936,dtype=fp32"},
-            Variant{"Fp32HiddenMajorUnaligned", "D=200,V=1001,dtype=fp32,layout=hidden_major,class_weight"},
-            Variant{"Fp32HiddenMajorPartial",
-                    "D=200,V=1001,padded_vocab_size=1004,dtype=fp32,layout=hidden_major,grad_weight_mode=accumulate"},
-            Variant{"Fp32Shallow", "D=64,V=50257,dtype=fp32"})),
+        testing::Values(Variant{"Bf16HiddenMajorUnaligned", "D=200,V=1001,layout=hidden_major,grad_weight_dtype=fp32"},
+                        Variant{"Bf16HiddenMajorAligned", "D=200,V=1000,layout=hidden_major,bias"},
+                        Variant{"Bf16TiedFp32Gradient", "D=2560,V=50257,tied,grad_weight_dtype=fp32,softcap=30"},
+                        Variant{"Bf16Smoothing", "D=2048,V=50257,label_smoothing=0.1,outputs=loss+entropy", true},
+                        Variant{"Bf16SmoothedClasses", "D=2048,V=50257,class_weight,label_smoothing=0.1", true},
+                        Variant{"Bf16SmoothedClassesEntropy", "D=2048,V=50257,class_weight,label_smoothing=0.1,outputs=loss+entropy", true},
+                        Variant{"Bf16CappedEntropy", "D=2048,V=50257,softcap=30,outputs=loss+entropy", true},
+                        Variant{"Bf16CappedSmoothing", "D=2048,V=50257,softcap=30,label_smoothing=0.1", true},
+                        Variant{"Bf16BiasSmoothing", "D=2048,V=50257,bias,label_smoothing=0.1", true},
+                        Variant{"Bf16HiddenMajorSums",
+                                "D=200,V=1001,padded_vocab_size=1008,layout=hidden_major,grad_weight_mode=accumulate"},
+                        Variant{"Bf16AllButBias",
+                                "D=2048,V=50257,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
+                                "grad_weight_mode=accumulate,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+                        Variant{"Fp16AllButBias",
+                                "D=2048,V=50257,dtype=fp16,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
+                                "temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+                        Variant{"Fp16", "D=2048,V=151936,dtype=fp16,z_loss=0.0001", true},
+                        Variant{"Fp16Everything",
+                                "D=200,V=1001,dtype=fp16,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
+                                "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+                        Variant{"Bf16Fp32WeightEverything",
+                                "D=200,V=1001,weight_dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
+                                "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+                        Variant{"Fp16Fp32WeightHiddenMajor",
+                                "D=200,V=1001,padded_vocab_size=1008,dtype=fp16,weight_dtype=fp32,layout=hidden_major,softcap=30"},
+                        Variant{"Bf16Fp32WeightHiddenMajorUnaligned", "D=200,V=1001,weight_dtype=fp32,layout=hidden_major"},
+                        Variant{"Fp32", "D=2048,V=151936,dtype=fp32"},
+                        Variant{"Fp32HiddenMajorUnaligned", "D=200,V=1001,dtype=fp32,layout=hidden_major,class_weight"},
+                        Variant{"Fp32HiddenMajorPartial",
+                                "D=200,V=1001,padded_vocab_size=1004,dtype=fp32,layout=hidden_major,grad_weight_mode=accumulate"},
+                        Variant{"Fp32Shallow", "D=64,V=50257,dtype=fp32"})),
     test_name);
+
+INSTANTIATE_TEST_SUITE_P(
+    Temperatures, CudaOptionsCompile,
+    testing::Combine(testing::Values("sm_90a"),
+                     testing::Values(Variant{"Entropy", "D=2048,V=50257,temperature,outputs=loss+entropy", true},
+                                     Variant{"Capped", "D=2048,V=50257,temperature,softcap=30", true},
+                                     Variant{"CappedSmoothing", "D=2048,V=50257,temperature,softcap=30,label_smoothing=0.1", true},
+                                     Variant{"SmoothedClassesEntropy",
+                                             "D=2048,V=50257,temperature,class_weight,label_smoothing=0.1,outputs=loss+entropy", true})),
+    test_name);
+
+INSTANTIATE_TEST_SUITE_P(TokenOptions, CudaOptionsCompile,
+                         testing::Combine(testing::Values("sm_80", "sm_90a"),
+                                          testing::Values(Variant{"Temperature", "D=2048,V=50257,temperature", true},
+                                                          Variant{"Top1", "D=2048,V=50257,outputs=loss+top1", true},
+                                                          Variant{"Squares", "D=2048,V=50257,outputs=loss+log_sum_sq_probs", true})),
+                         test_name);
 
 INSTANTIATE_TEST_SUITE_P(OldestGpus, CudaOptionsCompile,
                          testing::Combine(testing::Values("sm_80"),

@@ -226,8 +226,10 @@ TEST(ForwardProgram, FewTokens_AreCopiedAndReducedAsTheyAre) {
         const char* spec;
         std::int64_t fields;  ///< of a partial sum
     };
-    for (const auto& [spec, fields] :
-         {Case{"D=64,V=200000", 2}, {"D=64,V=200000,outputs=loss+entropy,label_smoothing=0.1", 4}, {"D=64,V=50,bias", 2}}) {
+    for (const auto& [spec, fields] : {Case{"D=64,V=200000", 2},
+                                       {"D=64,V=200000,outputs=loss+entropy,label_smoothing=0.1", 4},
+                                       {"D=64,V=200000,outputs=loss+entropy+top1+log_sum_sq_probs,label_smoothing=0.1", 6},
+                                       {"D=64,V=50,bias", 2}}) {
         const CudaProgram program = program_of(spec);
         for (const std::int64_t n : {1, 31, 33, 64, 127, 128}) {
             const CallSlots slots = call(n);

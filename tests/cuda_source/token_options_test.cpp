@@ -129,6 +129,23 @@ TEST_P(TokenOptions, Dft_ReadsWhatForwardWrote) {
     }
 }
 
+TEST_P(TokenOptions, Outputs_LieBesideTheLabels) {
+    const Shape& shape = GetParam();
+    const CudaProgram program = program_of(std::string(shape.spec) + ",outputs=loss+top1+log_sum_sq_probs", shape.device, shape.scratch);
+    for (const Recorded& r : run(program, program.forward, call(shape.tokens))) {
+        if (r.kernel == "flce_row_outputs") {
+            const auto p = r.params<RowOutputsParams>();
+            expect_beside_labels(p, p.log_sum_sq_probs, Slot::log_sum_sq_probs);
+            const std::int64_t first = (as_address(p.targets.target) - address(Slot::target)) / 8;
+            EXPECT_EQ(as_address(p.top1), address(Slot::top1) + first * 8);
+        } else if (r.kernel == "flce_prepare") {
+            const auto p = r.params<PrepareParams>();
+            EXPECT_EQ(as_address(p.outputs[kRowOutputs - 1]), address(Slot::log_sum_sq_probs));
+            EXPECT_EQ(as_address(p.top1), address(Slot::top1));
+        }
+    }
+}
+
 /// The temperatures of a launch that sees logits, which begins with `Params`.
 template <class Params>
 void expect_tempered(const Recorded& r) {

@@ -29,6 +29,9 @@ CudaPath::Reason smem_problem(const Device& device, std::int64_t smem_bytes) {
                        device.gpu.smem_per_block_bytes);
 }
 
-int partial_fields(const Spec& spec) { return 2 + (spec.outputs.entropy ? 1 : 0) + (spec.label_smoothing > 0 ? 1 : 0); }
+int partial_fields(const Spec& spec) {
+    const Outputs& outputs = spec.outputs;
+    return 2 + (outputs.entropy ? 1 : 0) + (spec.label_smoothing > 0 ? 1 : 0) + (outputs.log_sum_sq_probs ? 1 : 0) + (outputs.top1 ? 1 : 0);
+}
 
 }  // namespace flce

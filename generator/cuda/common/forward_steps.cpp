@@ -108,6 +108,8 @@ Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, co
         .set(&Params::lse, slot(Slot::lse) + rows.base * 4)
         .set(&Params::logprob, advanced(slot(Slot::logprob), rows.base, 4))
         .set(&Params::entropy, advanced(slot(Slot::entropy), rows.base, 4))
+        .set(&Params::log_sum_sq_probs, advanced(slot(Slot::log_sum_sq_probs), rows.base, 4))
+        .set(&Params::top1, advanced(slot(Slot::top1), rows.base, 8))
         .set(&Params::loss_partials, select(each || one_block(), 0, loss_partials))
         .set(&Params::scalar_loss, select(scalar_here, slot(Slot::loss), 0))
         .set(&Params::scalar_z_loss, select(scalar_here, slot(Slot::z_loss), 0))

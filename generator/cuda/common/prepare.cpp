@@ -22,10 +22,14 @@ Statement prepare_launch(const Spec& spec, const CudaSource& source, const Prepa
         .set(&PrepareParams::want_count, preparation.want_count);
     if (preparation.outputs) {
         const Expr each = reduces_by(ReductionCode::none);
-        const Expr outputs[kRowOutputs] = {select(each, slot(Slot::loss), 0), select(each, slot(Slot::z_loss), 0), slot(Slot::lse),
-                                           slot(Slot::logprob), slot(Slot::entropy)};
+        const Expr outputs[kRowOutputs] = {select(each, slot(Slot::loss), 0),
+                                           select(each, slot(Slot::z_loss), 0),
+                                           slot(Slot::lse),
+                                           slot(Slot::logprob),
+                                           slot(Slot::entropy),
+                                           slot(Slot::log_sum_sq_probs)};
         for (std::size_t i = 0; i < kRowOutputs; ++i) launch.set_element(&PrepareParams::outputs, i, outputs[i]);
-        launch.set(&PrepareParams::invalid_label, slot(Slot::invalid_label));
+        launch.set(&PrepareParams::top1, slot(Slot::top1)).set(&PrepareParams::invalid_label, slot(Slot::invalid_label));
     }
     return launch.build();
 }

@@ -37,6 +37,8 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     text += fmt::format("    enum : bool {{ lists_rows = {} }};\n", cuda_path(plan.path).lists_tokens());
     text += fmt::format("    enum : bool {{ rounds_weight = {} }};\n", rounds_weight(spec));
     text += fmt::format("    enum : int {{ raster = {} }};\n", plan.cuda.raster);
+    if (spec.outputs.top1) text += "    enum : bool { top1 = true };\n";
+    if (spec.outputs.log_sum_sq_probs) text += "    enum : bool { square_sum = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
     text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
     text += transform_source(spec, math, "        ");

@@ -26,7 +26,8 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
         // Two parts' sums of every thread, words for the consumers, and where the first thread stands.
         beside = std::int64_t{2} * 256 * (consumer_rows(tile) / 64 * 2) * partial_fields(spec) * 4 + 32 * (8 + 8) + 128;
         // Panels that leave together: ForwardSm90::kPanelWidth.
-        if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * (tile.block_n % 192 == 0 ? 3 : tile.block_n % 128 == 0 ? 2 : 1);
+        const int width = tile.block_n % 192 == 0 ? (partial_fields(spec) > 2 ? 1 : 3) : tile.block_n % 128 == 0 ? 2 : 1;
+        if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * width;
     } else if (role == GemmRole::backward_chunks) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + update_barrier_bytes(spec) + 8;  // panels, barriers, rows and parts
     } else if (role == GemmRole::dlogits) {
