@@ -70,7 +70,11 @@ const BadCall kBadCalls[] = {
     {"grad_hidden_short", kBackward, [](Call& c) { c.backward.grad_hidden.shape[0] -= 1; }, "grad_hidden"},
     {"grad_weight_wide", kBackward, [](Call& c) { c.backward.grad_weight.shape[1] += 8; }, "grad_weight"},
     {"grad_loss_vector", kBackward, [](Call& c) { c.backward.grad_loss.ndim = 1; }, "grad_loss"},
-    {"weights_of_a_mean", kForward, [](Call& c) { c.forward.reduction = Reduction::weighted_mean; }, "token_weight"},
+    {"no_temperature", kForward, [](Call& c) { c.forward.temperature = {}; }, "temperature"},
+    {"no_token_weight", kForward, [](Call& c) { c.forward.token_weight = {}; }, "token_weight"},
+    {"backward_no_temperature", kBackward, [](Call& c) { c.backward.temperature = {}; }, "temperature"},
+    {"backward_no_logprob", kBackward, [](Call& c) { c.backward.logprob = {}; }, "logprob"},
+    {"top1_in_32_bits", kForward, [](Call& c) { c.forward.top1.dtype = ScalarType::int32; }, "top1"},
     {"unknown_reduction", kForward, [](Call& c) { c.forward.reduction = static_cast<Reduction>(9); }, "reduction"},
     // strides
     {"hidden_rows_apart", kForward, [](Call& c) { c.forward.hidden.strides[0] += 8; }, "hidden"},

@@ -279,9 +279,9 @@ TEST_F(CApi, BadTensorCodes_NamedArguments) {
     EXPECT_EQ(flce_kernel_forward(handle, &args, nullptr, 0, nullptr), FLCE_ERROR_ARGUMENT);
     EXPECT_THAT(flce_last_error(), HasSubstr("hidden.device_type is 13"));
     hidden.device_type = FLCE_CPU;
-    args.reduction = 3;
+    args.reduction = 4;
     EXPECT_EQ(flce_kernel_forward(handle, &args, nullptr, 0, nullptr), FLCE_ERROR_ARGUMENT);
-    EXPECT_THAT(flce_last_error(), HasSubstr("reduction is 3"));
+    EXPECT_THAT(flce_last_error(), HasSubstr("reduction is 4"));
     flce_kernel_release(handle);
 }
 

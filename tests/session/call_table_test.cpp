@@ -132,6 +132,12 @@ TYPED_TEST(CallTable, TensorWithoutItsCondition_RefusedSayingWhy) {
     });
 }
 
+TYPED_TEST(CallTable, WeightedMeanWithoutWeights_Refused) {
+    auto args = all_given<TypeParam>(this->plain_.spec());
+    args.reduction = Reduction::weighted_mean;
+    EXPECT_THAT(refusal(this->plain_, args), HasSubstr("reduction is weighted_mean, but the spec has no token_weight"));
+}
+
 TYPED_TEST(CallTable, WrittenTensorOverAnother_Refused) {
     this->for_each(this->kernel_, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
         const Use use = use_of(tensor, args);
