@@ -134,10 +134,11 @@ private:
                     "s3:ListBucket is allowed on the bucket (and of all objects unless s3:GetObject is allowed on them)"};
     }
 
-    [[nodiscard]] bool signs() const { return s3_ && !s3_->access_key.empty(); }
+    /// What requests are signed with; null: nothing.
+    [[nodiscard]] const S3Access* signer() const { return s3_ && !s3_->access_key.empty() ? &*s3_ : nullptr; }
 
     [[nodiscard]] std::string refusal(long status) const {
-        const bool redirect = signs() && status >= 300 && status < 400;
+        const bool redirect = signer() != nullptr && status >= 300 && status < 400;
         return fmt::format("HTTP status {}{}", status,
                            redirect ? ", a redirect, which signed requests do not follow (is AWS_REGION the bucket's?)" : "");
     }
@@ -163,7 +164,7 @@ private:
         const long https = CURLPROTO_HTTPS;
         set(CURLOPT_PROTOCOLS, http | https);
         set(CURLOPT_REDIR_PROTOCOLS, base_.starts_with("https:") ? https : http | https);
-        set(CURLOPT_FOLLOWLOCATION, signs() ? 0L : 1L);
+        set(CURLOPT_FOLLOWLOCATION, signer() != nullptr ? 0L : 1L);
         set(CURLOPT_MAXREDIRS, 3L);
         set(CURLOPT_POSTREDIR, static_cast<long>(CURL_REDIR_POST_ALL));  // else what follows is a PUT of nothing
     }
@@ -214,9 +215,9 @@ private:
         set(CURLOPT_HTTPHEADER, headers.get());
         std::string user;
         std::string signing;
-        if (signs()) {
-            user = s3_->access_key + ":" + s3_->secret_key;
-            signing = "aws:amz:" + s3_->region + ":s3";
+        if (const S3Access* s3 = signer()) {
+            user = s3->access_key + ":" + s3->secret_key;
+            signing = "aws:amz:" + s3->region + ":s3";
             set(CURLOPT_USERPWD, user.c_str());
             set(CURLOPT_AWS_SIGV4, signing.c_str());
         }
@@ -240,9 +241,9 @@ private:
             if (curl_slist* longer = curl().slist_append(headers.get(), line.c_str())) (void)headers.release(), headers.reset(longer);
         };
         if (upload != nullptr) add("Content-Type: application/octet-stream");
-        if (signs()) {
+        if (const S3Access* s3 = signer()) {
             add("x-amz-content-sha256: " + hex_of(sha256_of(upload == nullptr ? std::span<const std::byte>() : *upload)));
-            if (!s3_->session_token.empty()) add("x-amz-security-token: " + s3_->session_token);
+            if (!s3->session_token.empty()) add("x-amz-security-token: " + s3->session_token);
         }
         return headers;
     }

@@ -20,7 +20,19 @@
 namespace flce::cli {
 namespace {
 
-using namespace flce::demo;
+using demo::ArchitectureReport;
+using demo::ContextModel;
+using demo::Corpus;
+using demo::default_corpus_path;
+using demo::GetKernelTimes;
+using demo::measure_get_kernel;
+using demo::Optimizer;
+using demo::OptimizerKind;
+using demo::OutputLayer;
+using demo::prewarm_architectures;
+using demo::read_corpus;
+using demo::seconds_since;
+using demo::Vocabulary;
 
 struct DemoOptions {
     std::filesystem::path text;

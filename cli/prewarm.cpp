@@ -63,11 +63,13 @@ public:
                 .progress = [this](const PrewarmProgress& at) { update(at); },
                 .failed =
                     [this](const PrewarmItem& item) {
-                        bar_->print(fmt::format("prewarm: {} for {} failed", item.spec.text(), item.device_name));
+                        if (bar_) bar_->print(fmt::format("prewarm: {} for {} failed", item.spec.text(), item.device_name));
                     },
                 .stop = interrupted};
     }
-    void finish() { bar_->finish(); }
+    void finish() {
+        if (bar_) bar_->finish();
+    }
 
 private:
     void begin(const PrewarmRoom& room) {
@@ -77,6 +79,7 @@ private:
                                 human_bytes(static_cast<double>(kWorkerBytes))));
     }
     void update(const PrewarmProgress& at) {
+        if (!bar_) return;
         bar_->update(static_cast<std::int64_t>(at.done), fmt::format("{} compiled, {} hits, {} failed", at.compiled, at.hits, at.failed));
     }
 

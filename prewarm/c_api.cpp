@@ -35,7 +35,7 @@ PrewarmListener listener_of(const flce_job& job) {
 }  // namespace
 }  // namespace flce
 
-using namespace flce;
+using namespace flce;  // NOLINT(google-build-using-namespace): the definitions below are C names
 
 flce_status flce_prewarm_sets(const char* options, const flce_job* job) {
     return c_api_call([&] {

@@ -38,7 +38,7 @@ public:
         report_.stopped = !pool.run(
             requests,
             {.done = [this](std::size_t i, const Reply& reply) { done(i, reply); }, .tick = [this] { show(); }, .stop = listener_.stop});
-        if (!report_.stopped && entries_ && report_.failed == 0) write_pack();
+        if (!report_.stopped && entries_ && report_.failed == 0) write_pack(*entries_);
         return std::move(report_);
     }
 
@@ -97,10 +97,10 @@ private:
             {.sets = report_.items.size(), .done = done_, .compiled = report_.compiled, .hits = report_.hits, .failed = report_.failed});
     }
 
-    void write_pack() {
+    void write_pack(const PrivateFolder& entries) {
         std::vector<PrewarmItem> items;
         for (const PrewarmedItem& item : report_.items) items.push_back(item.item);
-        (void)write_prewarm_pack(options_.pack, entries_->path(), items, used_);
+        (void)write_prewarm_pack(options_.pack, entries.path(), items, used_);
         report_.pack = options_.pack;
     }
 

@@ -52,8 +52,7 @@ struct Buffer::State {
             try {
                 const ContextScope scope(*context);
                 context->functions().cuMemFree(address(data));
-            } catch (const DeviceError&) {
-                // The driver is shutting down with the process and takes the memory along.
+            } catch (const DeviceError&) {  // NOLINT(bugprone-empty-catch): the driver shuts down with the process, and frees it then
             }
         }
     }

@@ -115,12 +115,12 @@ nlohmann::json struct_json() {
     add("ignore_index", &args.ignore_index, "int64");
     add("reduction", &args.reduction, "int32");
     add("reserved", &args.reserved, "int32");
-    add("retained", &args.retained, "pointer");
+    add("retained", static_cast<const void*>(&args.retained), "pointer");
     add("retained_bytes", &args.retained_bytes, "size");
     add("retained_place", &args.retained_place, "int32");
     add("reserved_2", &args.reserved_2, "int32");
     for (std::size_t i = 0; i < kCallTensorCount; ++i) {
-        if (const auto pointer = pointers_of(args)[i]) add(kCallTensors[i].name, &(args.*pointer), "tensor");
+        if (const auto pointer = pointers_of(args)[i]) add(kCallTensors[i].name, static_cast<const void*>(&(args.*pointer)), "tensor");
     }
     return {{"size", sizeof(Args)}, {"fields", fields}};
 }

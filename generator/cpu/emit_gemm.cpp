@@ -36,16 +36,21 @@ Value* multiply_accumulate(FunctionBuilder& f, Value* a, Value* b, Value* acc, b
     return f.multiply_add(high(a), high(b), f.multiply_add(low(a), low(b), acc));
 }
 
+/// Where the sum of a row and a vector lies among those of a register block.
+std::size_t sum_index(int row, int vector, int vectors) {
+    return static_cast<std::size_t>(row) * static_cast<std::size_t>(vectors) + static_cast<std::size_t>(vector);
+}
+
 /// One unit of depth: every row of A, broadcast, against every vector of B's row.
 Values micro_step(FunctionBuilder& f, Value* a, Value* b, const Values& accumulators, int micro_m, int vectors, bool bf16_pairs) {
     const int lanes = f.target().lanes();
     Values columns;
-    for (int j = 0; j < vectors; ++j) columns.push_back(f.load_float(f.at(b, j * lanes, kUnitBytes), DType::fp32, lanes));
+    for (int j = 0; j < vectors; ++j) columns.push_back(f.load_float(f.at(b, std::int64_t{j} * lanes, kUnitBytes), DType::fp32, lanes));
     Values next = accumulators;
     for (int i = 0; i < micro_m; ++i) {
         Value* row = f.splat(f.load_float(f.at(a, i, kUnitBytes), DType::fp32, 0), lanes);
         for (int j = 0; j < vectors; ++j) {
-            Value*& acc = next[static_cast<std::size_t>(i * vectors + j)];
+            Value*& acc = next[sum_index(i, j, vectors)];
             acc = multiply_accumulate(f, row, columns[static_cast<std::size_t>(j)], acc, bf16_pairs);
         }
     }
@@ -90,8 +95,8 @@ void emit_micro_kernel(llvm::Module& module, const VectorTarget& target, const s
     const auto finish = [&](bool accumulate) {
         for (int i = 0; i < micro_m; ++i) {
             for (int j = 0; j < vectors; ++j) {
-                Value* where = f.at(rows[static_cast<std::size_t>(i)], j * lanes, kUnitBytes);
-                Value* sum = sums[static_cast<std::size_t>(i * vectors + j)];
+                Value* where = f.at(rows[static_cast<std::size_t>(i)], std::int64_t{j} * lanes, kUnitBytes);
+                Value* sum = sums[sum_index(i, j, vectors)];
                 if (accumulate) sum = ir.CreateFAdd(f.load_float(where, DType::fp32, lanes), sum);
                 f.store_float(sum, where, DType::fp32, lanes);
             }
@@ -259,7 +264,7 @@ Values emit_transpose(FunctionBuilder& f, Values rows) {
         for (int i = 0; i < lanes; ++i) {
             if ((i & distance) != 0) continue;
             Value*& a = rows[static_cast<std::size_t>(i)];
-            Value*& b = rows[static_cast<std::size_t>(i + distance)];
+            Value*& b = rows[static_cast<std::size_t>(i) + static_cast<std::size_t>(distance)];
             Value* first = ir.CreateShuffleVector(a, b, upper);
             Value* second = ir.CreateShuffleVector(a, b, lower);
             a = first;

@@ -64,7 +64,7 @@ void pack_block(const CpuPlan& plan, const UnpackedB& b, const TileRange& range,
 /// the next one comes from far away, so the micro-kernels ask for it meanwhile.
 void multiply_block(const CpuFunctions& code, const CpuPlan& plan, const PackedA& a, const TileRange& range, std::int64_t first,
                     std::int64_t units, const std::byte* b_block, float* tile) {
-    const std::int64_t panel_bytes = 4 * plan.micro_m * units;
+    const std::int64_t panel_bytes = std::int64_t{4} * plan.micro_m * units;
     for (std::int64_t m = 0; m < range.rows; m += plan.micro_m) {
         const std::byte* panel = a.at(plan, range.row + m, first);
         const bool last = m + plan.micro_m >= range.rows;

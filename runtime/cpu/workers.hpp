@@ -93,7 +93,7 @@ private:
         std::vector<std::jthread> threads;
         try {
             for (std::int64_t worker = 1; worker < count; ++worker) threads.emplace_back(work, worker);
-        } catch (const std::system_error&) {  // the system has no more of them
+        } catch (const std::system_error&) {  // NOLINT(bugprone-empty-catch): the system has no more of them
         }
         work(0);
     }

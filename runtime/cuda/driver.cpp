@@ -141,8 +141,7 @@ CudaModule::~CudaModule() {
     try {
         const ContextScope scope(*context_);
         context_->functions().cuModuleUnload(module_);
-    } catch (const DeviceError&) {
-        // The driver is shutting down with the process and takes the module along.
+    } catch (const DeviceError&) {  // NOLINT(bugprone-empty-catch): the driver shuts down with the process, and unloads it then
     }
 }
 

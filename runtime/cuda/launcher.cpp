@@ -332,8 +332,8 @@ CpuProperties launcher_target(const std::string& host_triple) {
 
 std::vector<std::byte> compile_launchers(const CudaProgram& program, const CpuProperties& host) {
     return compile_host_object(host, "flce launchers", [&](llvm::Module& module) {
-        PassEmitter(module, kForwardLauncherSymbol, program.forward, program.kernels);
-        PassEmitter(module, kBackwardLauncherSymbol, program.backward, program.kernels);
+        const PassEmitter forward(module, kForwardLauncherSymbol, program.forward, program.kernels);
+        const PassEmitter backward(module, kBackwardLauncherSymbol, program.backward, program.kernels);
     });
 }
 

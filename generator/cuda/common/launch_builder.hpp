@@ -53,8 +53,9 @@ public:
     /// `member` of Params or of a struct that it extends.
     template <class Member, class Holder>
     LaunchBuilder& set(Member Holder::* member, Expr value) {
-        static_assert(sizeof(Member) == 4 || sizeof(Member) == 8, "a field of a launch program");
-        return field(offset_of<Member>(member), sizeof(Member), std::move(value));
+        constexpr std::uint32_t kBytes = sizeof(Member);  // NOLINT(bugprone-sizeof-expression): of a pointer, where the member is one
+        static_assert(kBytes == 4 || kBytes == 8, "a field of a launch program");
+        return field(offset_of<Member>(member), kBytes, std::move(value));
     }
     template <class Member, std::size_t kCount, class Holder>
     LaunchBuilder& set_element(Member* (Holder::*member)[kCount], std::size_t index, Expr value) {

@@ -7,7 +7,7 @@ namespace flce {
 Statement round_weight_launch(const Spec& spec, const CudaSource& source, const Expr& first, const Expr& rows, const Expr& rounded) {
     const bool vocab_major = spec.layout == WeightLayout::vocab_major;
     const auto element = static_cast<std::int64_t>(element_bytes(weight_dtype(spec)));
-    constexpr std::int64_t kElementsOfBlock = 8 * kRowThreads;
+    constexpr std::int64_t kElementsOfBlock = std::int64_t{8} * kRowThreads;
     const Expr squares = ceil_div(rows, kRoundedTile) * ceil_div(spec.hidden_size, kRoundedTile);
     const Expr blocks = vocab_major ? ceil_div(rows * spec.hidden_size, kElementsOfBlock) : squares;
     LaunchBuilder<RoundWeightParams> launch(source.kernel(KernelRole::round_weight), blocks);

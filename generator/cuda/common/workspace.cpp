@@ -35,7 +35,9 @@ std::int64_t retained_blocks(const Spec& spec) { return multiple_above(spec.voca
 std::int64_t reserve_bytes(const Spec& spec, const Plan& plan) {
     return kReserveBytes + cuda_path(plan.path).backward_needs(spec, plan).progress_bytes +
            (has_lists(plan) ? kMostListedRows * kListedRowBytes : 0) +
-           (plan.strategy == Strategy::retain ? multiple_above((2 * kPaceCounters + retained_blocks(spec)) * 4, kWorkspaceAlignment) : 0);
+           (plan.strategy == Strategy::retain
+                ? multiple_above((std::int64_t{2} * kPaceCounters + retained_blocks(spec)) * 4, kWorkspaceAlignment)
+                : 0);
 }
 
 /// Sizes of backward that do not depend on the number of tokens.
@@ -236,7 +238,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.weight_accumulator = pieces.take(select(less(1, b.row_blocks), b.chunk * (4 * spec.hidden_size), 0));
     b.progress = pieces.take(b.progress_bytes);
     if (plan.strategy == Strategy::retain) {
-        b.counter_count = 2 * kPaceCounters + retained_blocks(spec);
+        b.counter_count = std::int64_t{2} * kPaceCounters + retained_blocks(spec);
         b.counters = pieces.take(b.counter_count * 4);
     }
     // In fp32 grad_hidden accumulates in place.

@@ -16,7 +16,7 @@ int accumulator_limit(DType dtype) { return dtype == DType::fp32 ? 64 : 128; }
 
 std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
     const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
-    const std::int64_t operands = (tile.block_m + tile.block_n) * tile.block_k * element * tile.stages;
+    const std::int64_t operands = std::int64_t{tile.block_m + tile.block_n} * tile.block_k * element * tile.stages;
     // 16-bit results pass through shared memory (over the operands, which are spent by then) in rows padded by one access.
     const std::int64_t staged = tile.block_m * (tile.block_n * std::int64_t{2} + 16);
     std::int64_t beside = 0;
@@ -36,7 +36,7 @@ int blocks_per_sm(const Spec& spec, const Device& device, const GemmTile& tile, 
     const std::int64_t by_smem = device.gpu.smem_per_sm_bytes / (smem + reserved);
     const int accumulators = tile.block_m * tile.block_n / threads(tile);
     const int registers = accumulators > 64 || spec.dtype == DType::fp32 ? 255 : 168;
-    const std::int64_t by_registers = 65536 / (std::int64_t{threads(tile)} * ((registers + 7) / 8 * 8));
+    const std::int64_t by_registers = 65536 / (std::int64_t{threads(tile)} * 8 * ((registers + 7) / 8));
     return static_cast<int>(std::clamp<std::int64_t>(std::min(by_smem, by_registers), 1, 4));
 }
 

@@ -78,7 +78,7 @@ Statement forward_retain_launch(const ForwardPass& pass, const LaunchRows& rows,
     using Params = ForwardSm90Params;
     // There is always something to map; where nothing is retained it is not used.
     const Expr any = less(0, retained.columns);
-    const Expr exponentials = retained_at(retained.exponentials) + rows.first * (kRetainedColumns * 2);
+    const Expr exponentials = retained_at(retained.exponentials) + rows.first * (std::int64_t{kRetainedColumns} * 2);
     const MappedMatrix blocks{select(any, exponentials, hidden_row_at(pass.spec, rows.first)),
                               select(any, kRetainedColumns, pass.spec.hidden_size),
                               rows.count,

@@ -120,7 +120,7 @@ Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const
 
 /// More than there are tokens where these have so few tiles that parts of the vocabulary are summed beside each other.
 Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan) {
-    const Expr n = slot(Slot::num_tokens);
+    Expr n = slot(Slot::num_tokens);
     // Adding parts up is a launch more: not for a sum that is soon done.
     constexpr std::int64_t kLeastVocabulary = 8192;
     if (!has_lists(plan) || spec.vocab_size < kLeastVocabulary) return n;

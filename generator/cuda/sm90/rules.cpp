@@ -19,12 +19,12 @@ std::int64_t update_barrier_bytes(const Spec& spec) {
 
 /// The ring of stages, what an epilogue keeps or hands over, the barriers, and numbers of tiles.
 std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
-    constexpr std::int64_t kPanelBytes = 64 * 128;
+    constexpr std::int64_t kPanelBytes = std::int64_t{64} * 128;
     const std::int64_t ring = std::int64_t{128} * (tile.block_m + tile.block_n) * tile.stages;
     std::int64_t beside = 0;
     if (is_forward(role)) {
         // Two parts' sums of every thread, words for the consumers, and where the first thread stands.
-        beside = std::int64_t{2} * 256 * (consumer_rows(tile) / 64 * 2) * partial_fields(spec) * 4 + 32 * (8 + 8) + 128;
+        beside = std::int64_t{2} * 256 * 2 * (consumer_rows(tile) / 64) * partial_fields(spec) * 4 + std::int64_t{32} * (8 + 8) + 128;
         // Panels that leave together: ForwardSm90::kPanelWidth.
         const int width = tile.block_n % 192 == 0 ? (partial_fields(spec) > 2 ? 1 : 3) : tile.block_n % 128 == 0 ? 2 : 1;
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * width;
@@ -37,7 +37,7 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
     } else if (role == GemmRole::grad_weight) {
         beside = 2 * kPanelBytes * 2 + update_barrier_bytes(spec);
     }
-    constexpr std::int64_t kNumberBytes = 16 * (8 + 4);
+    constexpr std::int64_t kNumberBytes = std::int64_t{16} * (8 + 4);
     return ring + beside + std::int64_t{8} * (2 * tile.stages + 2) + kNumberBytes;
 }
 
