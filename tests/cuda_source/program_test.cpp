@@ -17,6 +17,7 @@
 #include "generator/cuda_program.hpp"
 #include "generator/logit_transforms.hpp"
 #include "templates/sm90/params.cuh"
+#include "tests/cuda_source/recorded_launch.hpp"
 #include "tests/support/interpreter.hpp"
 
 namespace flce {
@@ -25,6 +26,9 @@ namespace {
 using test::interpret;
 using test::InterpretedLaunch;
 using test::InterpretedMap;
+using test::Launched;
+using test::Recorded;
+using test::run;
 
 // Made-up addresses, far apart.
 constexpr std::int64_t kStep = std::int64_t{1} << 44;
@@ -41,39 +45,6 @@ CallSlots call(std::int64_t num_tokens) {
     set(Slot::target_bits, 64);
     set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::mean));
     return slots;
-}
-
-struct Recorded {
-    std::string kernel;
-    InterpretedLaunch launch;
-    template <class Params>
-    [[nodiscard]] Params params() const {
-        Params p;
-        EXPECT_GE(launch.params.size(), sizeof(Params));  // a path's own struct extends the common one
-        std::memcpy(&p, launch.params.data(), sizeof p);
-        return p;
-    }
-};
-
-struct Launched {
-    std::vector<Recorded> launches;
-    std::map<std::int64_t, std::int64_t> memsets;
-    [[nodiscard]] int count(const std::string& kernel) const {
-        int n = 0;
-        for (const Recorded& r : launches) n += r.kernel == "flce_" + kernel ? 1 : 0;
-        return n;
-    }
-};
-
-Launched run(const CudaProgram& program, const LaunchProgram& pass, const CallSlots& slots) {
-    Launched result;
-    interpret(
-        pass, slots,
-        [&](const InterpretedLaunch& launch) {
-            result.launches.push_back({program.kernels[static_cast<std::size_t>(launch.kernel)].name, launch});
-        },
-        [&](std::int64_t at, std::int64_t bytes) { result.memsets[at] += bytes; });
-    return result;
 }
 
 CudaProgram program_of(const char* spec_text, std::int64_t scratch = kDefaultScratchBytes) {

@@ -9,9 +9,13 @@
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
 #include "templates/sm90/params.cuh"
+#include "tests/cuda_source/recorded_launch.hpp"
 
 namespace flce::token_options {
 namespace {
+
+using test::Recorded;
+using test::run;
 
 // Made-up addresses, far apart.
 constexpr std::int64_t kStep = std::int64_t{1} << 44;
@@ -29,29 +33,6 @@ CallSlots call(std::int64_t num_tokens, ReductionCode reduction = ReductionCode:
     set(Slot::target_bits, 64);
     set(Slot::reduction, static_cast<std::int64_t>(reduction));
     return slots;
-}
-
-struct Recorded {
-    std::string kernel;
-    InterpretedLaunch launch;
-    template <class Params>
-    [[nodiscard]] Params params() const {
-        Params p;
-        EXPECT_GE(launch.params.size(), sizeof(Params));
-        std::memcpy(&p, launch.params.data(), sizeof p);
-        return p;
-    }
-};
-
-std::vector<Recorded> run(const CudaProgram& program, const LaunchProgram& pass, const CallSlots& slots) {
-    std::vector<Recorded> launches;
-    interpret(
-        pass, slots,
-        [&](const InterpretedLaunch& launch) {
-            launches.push_back({program.kernels[static_cast<std::size_t>(launch.kernel)].name, launch});
-        },
-        [](std::int64_t, std::int64_t) {});
-    return launches;
 }
 
 CudaProgram program_of(const std::string& spec_text, const char* device_name, std::int64_t scratch = kDefaultScratchBytes) {
