@@ -38,8 +38,8 @@ def linear_cross_entropy(
     retain_in_grad_weight: bool | None = None,
     grad_weight_out: Tensor | None = None,
 ) -> Any:
-    """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature against target, plus z_loss · lse² a token, without
-    the logits in memory.
+    """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature against target, plus z_loss · lse² a token,
+    without the logits in memory.
 
     Args:
         hidden: [..., D] fp32, bf16 or fp16, on the CPU or a CUDA device. Made contiguous if it is not. D not a multiple of 8 is padded (a

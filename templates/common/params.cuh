@@ -116,7 +116,7 @@ struct RowOutputsParams {
     unsigned long long* invalid_label;
     const float* token_weight;  ///< [rows]; null: 1
     const float* temperature;   ///< [rows], where the Problem has temperatures
-    RowList list;               ///< outputs, targets and what else is read of rows then begin with the call's first row
+    RowList list;               ///< outputs, targets and a row's other numbers then begin with the call's first row
     long long first_row;        ///< index of row 0 in the whole call, for invalid_label
     long long partial_rows;
     int rows;

@@ -107,7 +107,7 @@ __device__ __forceinline__ int load_target(const TargetParams& p, long long row)
     return label >= 0 && label < Problem::vocab_size ? static_cast<int>(label) : kOutOfRange;
 }
 
-/// The same of a row that has a temperature: one that logits cannot be divided by is a fault as a label out of range is.
+/// A row's label, where rows have temperatures: a temperature that is not above 0 and finite is a fault, as a label out of range is.
 template <class Problem>
 __device__ __forceinline__ int load_target(const TargetParams& p, const float* temperature, long long row) {
     const int target = load_target<Problem>(p, row);

@@ -95,13 +95,13 @@ struct TileWord {
     __device__ __forceinline__ bool is_last() const { return (rest & kIsLast) != 0; }
 };
 
-/// Words on their way. A stretch has a tile at least, so the producer is ahead of the slowest consumer by two words for each slice in the
-/// ring and each tile at hand at most, which is less than there are slots.
+/// Words on their way. A stretch has a tile at least, and the producer tells what comes after the tile that it brings. So it is ahead of
+/// the slowest consumer by two words for each slice in the ring, each tile at hand and the next one at most: there are more slots.
 template <class TileT>
 struct TileWords {
     enum : unsigned { kSlots = 32 };
     enum : unsigned { kBytes = kSlots * (8 + 8) };
-    static_assert(kSlots >= 2 * (TileT::kStages + 4), "a tile is a slice at least");
+    static_assert(kSlots >= 2 * (TileT::kStages + 5), "a tile is a slice at least");
 
     unsigned smem;  ///< barriers, then words
     unsigned turn = 0;
