@@ -45,6 +45,13 @@ Verdict Judge::gradient(const NormPair& norms, const LogitGradientSizes* sizes) 
     return without_cap(verdict, probability_error(*sizes) * sizes->probabilities / sizes->gradients, cap);
 }
 
+Verdict Judge::retained_grad_weight(const NormPair& norms, std::int64_t num_tokens) const {
+    const double rounding = 0.4 * unit_roundoff(dtype_);
+    const double logits = 2 * std::sqrt(2.0) * logit_error_;
+    const double expected = std::sqrt(3 * rounding * rounding + 2 * logits * logits) + 8 * unit_roundoff(DType::fp32);
+    return judged(norms, expected * chance_factor(num_tokens), gradient_error_cap(dtype_) * std::sqrt(2.0), std::sqrt(2.0));
+}
+
 Verdict Judge::grad_weight(const NormPair& norms, const LogitGradientSizes& sizes) const {
     constexpr std::int64_t kLongestSum = 384;  // of terms added one after the other, in any plan
     const Verdict verdict = gradient(norms, &sizes);
@@ -73,9 +80,9 @@ double Judge::probability_error(const LogitGradientSizes& sizes) const {
     return 4 * logit_error_ + unit_roundoff(DType::fp32) * (sizes.largest_lse + 3);
 }
 
-Verdict Judge::judged(const NormPair& norms, double floor, double cap) {
+Verdict Judge::judged(const NormPair& norms, double floor, double cap, double roundings) {
     const double yardstick = norms.yardstick.relative();
-    return {norms.kernel.relative(), yardstick, error_bound(yardstick, std::min(floor, cap), cap)};
+    return {norms.kernel.relative(), yardstick, error_bound(yardstick * roundings, std::min(floor, cap), cap)};
 }
 
 double ErrorNorm::relative() const {

@@ -59,6 +59,9 @@ public:
     [[nodiscard]] Verdict output(const NormPair& norms, const LogitGradientSizes* sizes = nullptr) const;
     [[nodiscard]] Verdict loss(const NormPair& norms, const Spec& spec) const;
     [[nodiscard]] Verdict gradient(const NormPair& norms, const LogitGradientSizes* sizes = nullptr) const;
+    /// grad_weight of exponentials that a GPU's forward retained: both factors of its products are rounded, and not only the logits'
+    /// gradient. `num_tokens` of them may all be alike to chance.
+    [[nodiscard]] Verdict retained_grad_weight(const NormPair& norms, std::int64_t num_tokens) const;
     /// A gradient that sums over the vocabulary, and rows of the weight may have a direction in common.
     [[nodiscard]] Verdict grad_hidden(const NormPair& norms, const LogitGradientSizes& sizes) const;
     /// A gradient that sums over tokens, and these may be alike.
@@ -66,7 +69,7 @@ public:
 
 private:
     [[nodiscard]] Verdict output(const NormPair& norms, const LogitGradientSizes* sizes, double cap) const;
-    [[nodiscard]] static Verdict judged(const NormPair& norms, double floor, double cap);
+    [[nodiscard]] static Verdict judged(const NormPair& norms, double floor, double cap, double roundings = 1);
     /// Relative error of a probability, and the absolute one of its logarithm, in any arithmetic that stores lse in fp32.
     [[nodiscard]] double probability_error(const LogitGradientSizes& sizes) const;
 

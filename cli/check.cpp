@@ -115,6 +115,7 @@ public:
         ForwardArgs forward = forward_args(inputs, outputs_, call);
         BackwardArgs backward = backward_args(inputs, outputs_, call);
         forward.retained = backward.retained = retained.of(outputs_);
+        of_exponentials_ = retained.bytes() != 0 && kernel_->device_ref().kind == DeviceKind::cuda;
         kernel_->forward(forward, scratch.workspace());
         kernel_->backward(backward, scratch.workspace());
         synchronize(device);
@@ -294,7 +295,11 @@ private:
             total.weight.add(part.weight);
             total.bias.add(part.bias);
         }
-        add_gradient("grad_weight", total.weight);
+        if (of_exponentials_) {
+            verdicts_.emplace_back("grad_weight", judge_.retained_grad_weight(total.weight, options_.num_tokens));
+        } else {
+            add_gradient("grad_weight", total.weight);
+        }
         if (spec_.bias) add_gradient("grad_bias", total.bias);
         if (spec_.padded_vocab_size > spec_.vocab_size) verdicts_.emplace_back("grad_weight_padding", Verdict{padding_error(bytes), 0, 0});
     }
@@ -369,6 +374,7 @@ private:
     Session session_;
     std::shared_ptr<const Kernel> kernel_;
     Judge judge_;
+    bool of_exponentials_ = false;  ///< forward has retained them
     RandomLayer layer_;
     Coverage coverage_;
     LayerOutputs outputs_;

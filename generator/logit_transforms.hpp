@@ -53,6 +53,14 @@ struct SoftcapTransform {
         const E t = tanh(most + rest);
         return {p[0] * t, E(1.0F) - t * t};
     }
+    /// The derivative from y alone, which is cap · t rounded: y / cap is 1 where t is, since the reciprocal has two parts.
+    template <class E>
+    static E derivative_at(const E& y, std::span<const E> p) {
+        const E most = y * p[1];
+        const E rest = y * p[2];
+        const E t = most + rest;
+        return E(1.0F) - t * t;
+    }
 };
 
 /// Values of every active transform's parameters, in the order in which transform_logit consumes them.
@@ -84,6 +92,14 @@ template <class E>
     step(ScaleTransform{});
     step(SoftcapTransform{});
     return result;
+}
+
+/// The derivative of a logit from the logit itself, but for logit_scale, which is the same for all: what a softcap makes of it.
+template <class E>
+[[nodiscard]] E derivative_at_logit(const Spec& spec, const E& z, std::span<const E> parameters) {
+    if (ScaleTransform::active(spec)) parameters = parameters.subspan(ScaleTransform::parameter_count);
+    if (!SoftcapTransform::active(spec)) return E(1.0F);
+    return SoftcapTransform::derivative_at<E>(z, parameters.first(SoftcapTransform::parameter_count));
 }
 
 }  // namespace flce

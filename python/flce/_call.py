@@ -126,7 +126,7 @@ def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others
         values, top1 = _eager(given, passed, others.grad_weight_out, token_shape)
     else:
         values, top1 = _through_operator(given, others.grad_weight_out)
-    return _own_outputs(values, top1, given, token_shape, passed.checked)
+    return _own_outputs(values, top1, given, token_shape, passed.checked, eager=plain)
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others) -> _Passed:
@@ -216,7 +216,9 @@ def _through_operator(given: Inputs, grad_weight_out: Tensor | None) -> tuple[Te
     return values, top1
 
 
-def _own_outputs(values: Tensor, top1: Tensor | None, given: Inputs, token_shape: torch.Size, checked: _arguments.Checked) -> Any:
+def _own_outputs(
+    values: Tensor, top1: Tensor | None, given: Inputs, token_shape: torch.Size, checked: _arguments.Checked, *, eager: bool
+) -> Any:
     """What was asked for as tensors of their own: copies where several lie in one tensor, since autograd takes a change of one view for a
     change of all views of that tensor, and refuses some changes."""
     asked, written = checked.asked, checked.written
@@ -229,7 +231,9 @@ def _own_outputs(values: Tensor, top1: Tensor | None, given: Inputs, token_shape
         parts["log_sum_sq_probs"] = parts["log_sum_sq_probs"].detach()
     outputs = []
     for name in asked:
-        if name != "top1":
+        if name == "entropy" and eager:
+            outputs.append(_op.own_entropy(parts[name].view(token_shape), values))
+        elif name != "top1":
             outputs.append(parts[name].view(shapes.get(name, token_shape)).clone())
         elif top1 is not None:
             outputs.append(top1 if top1.shape == token_shape else top1.view(token_shape).clone())
@@ -245,7 +249,7 @@ def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token
     needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     # Where there are tangents, the node refuses them.
     if (needs_gradient and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
-        if kernel.retains:
+        if kernel.may_retain():
             given = given._replace(retain=_retain.wanted(given.retain, weight=weight.requires_grad and grad_weight_out is None))
         return _op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out, made), made.top1
     kernel.forward(given, *made)

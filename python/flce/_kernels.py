@@ -51,9 +51,12 @@ class Kernel:
         self._index = key.device.index if key.device.type == "cuda" else None
         self._allocates_raw = self._index is not None and _raw_alloc is not None
         self.frames: list[Frame] = []  # that no call is using
-        self.retains = _native.retained_bytes(handle, 1, _native.RETAINED_OWN) > 0
+        # Of so few tokens that it is no gain a kernel retains nothing.
+        self.retains = _native.retained_bytes(handle, 1 << 12, _native.RETAINED_OWN) > 0
         # A GPU's forward that retains adds up the exponentials that it retains, relative to another number than a row's largest logit.
         self.retaining_changes_saved = self.retains and key.device.type == "cuda"
+        # Whether the last backward had an entropy's gradient, as the next one then will have.
+        self.trains_entropy = False
         with _lock:
             self.alive = _alive.setdefault((key.device, key.vocab_size, key.hidden_size), _retain.Alive())
 
@@ -93,6 +96,10 @@ class Kernel:
         retained until then."""
         place, size = _native.choose_retained(self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK)
         return _retain.Choice(place == _native.RETAINED_GRAD_WEIGHT, size)
+
+    def may_retain(self) -> bool:
+        """Whether a forward may leave anything to backward. A GPU's exponentials are no use where an entropy has a gradient."""
+        return self.retains and not (self.trains_entropy and self.retaining_changes_saved)
 
     def new_grad_weight(self, weight: Tensor) -> Tensor:
         """Memory for weight's gradient, which lies as weight does."""
@@ -193,10 +200,12 @@ class Kernel:
         retained: Tensor | None = None,
         *,
         lent: bool = False,
+        entropy: bool = True,
     ) -> None:
         """Writes (or, in an accumulating kernel, adds for weight and bias) the gradients that are not None. grad_values is like forward's
         values, contiguous. `retained`: the memory that forward filled, `lent`: that of a weight's gradient; where it is grad_weight, that
-        is all it is afterwards."""
+        is all it is afterwards. `entropy`: not all of an entropy's gradient is 0, as far as the caller knows; without one a GPU has a use
+        for what is retained."""
         frame = self._take_frame()
         args, address = frame.backward, frame.address
         kept = frame.inputs(args, given)  # noqa: F841  # alive until the call is made
@@ -209,6 +218,8 @@ class Kernel:
         for name, gradient in split_values(grad_values, frame.num_tokens, self.outputs.values).items():
             if name in GRADIENT_VIEWS:
                 getattr(frame, GRADIENT_VIEWS[name]).data = gradient.data_ptr()
+        if "entropy" in self.outputs.values:
+            args.grad_entropy = address["grad_entropy"] if entropy else None
         if grad_hidden is None:
             args.grad_hidden = None
         else:

@@ -28,10 +28,12 @@ def run_backward(
     grad_weight_out: Tensor | None = None,
     *,
     filled: bool = False,
+    entropy: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here.
     All tensors are looked at again: a hook on saved tensors, or `.data`, may have put others in the place of forward's. `filled`: forward
-    left something to backward, as far as the caller knows; `saved` tells too, unless a hook has put another tensor in its place."""
+    left something to backward, as far as the caller knows; `saved` tells too, unless a hook has put another tensor in its place.
+    `entropy`: Kernel.backward's."""
     kernel = _checks.kernel_for_backward(kernel, given, saved, grad_values, grad_weight_out)
     hidden, weight, bias = given.hidden, given.weight, given.bias
     want_hidden, want_weight, want_bias = wanted
@@ -45,20 +47,21 @@ def run_backward(
     if grad_hidden is None and grad_bias is None and not want_weight:
         return NO_GRADIENTS
     upstream = grad_values.resolve_neg().contiguous()
+    kernel.trains_entropy = entropy and "entropy" in kernel.outputs.values
     grad_weight = grad_weight_out if want_weight else None
     retained = _retain.of(saved)
     if retained is None:
         if want_weight and grad_weight is None:
             grad_weight = _new_grad_weight(kernel, weight)
         saved = kernel.saved_anew(given) if filled and kernel.retaining_changes_saved else saved.contiguous()
-        kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias)
+        kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, entropy=entropy)
     else:
         with retained.taken(kernel, given, weight=want_weight) as (memory, overwrite):
             if want_weight and grad_weight is None:
                 grad_weight = memory if overwrite else _new_grad_weight(kernel, weight)
             if memory is None and retained.filled and kernel.retaining_changes_saved:
                 saved = kernel.saved_anew(given)
-            kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory, lent=retained.lent)
+            kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory, lent=retained.lent, entropy=entropy)
             del memory
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
@@ -172,6 +175,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         else:
             saved = kernel.forward(given, *made)
         ctx.filled = _retain.has_filled(saved)
+        ctx.has_entropy_gradient = True
         ctx.save_for_backward(saved, *given.tensors())
         return (values, saved, top1) if made is None else made.values
 
@@ -191,7 +195,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         into = grad_weight_out
         if into is not None and wanted[1] and is_asked_for_by_grad(ctx.next_functions[1][0]):
             into = None
-        gradients = run_backward(kernel, given, saved, grad_values, wanted, into, filled=ctx.filled)
+        entropy = ctx.has_entropy_gradient
+        gradients = run_backward(kernel, given, saved, grad_values, wanted, into, filled=ctx.filled, entropy=entropy)
         if torch.is_grad_enabled():
             gradients = refuse_second_derivative(gradients, (grad_values, hidden, weight, given.bias))
         return *gradients, None, None, None, None
@@ -199,6 +204,32 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         refuse_forward_mode()
+
+
+class OwnEntropy(torch.autograd.Function):
+    """A copy of the entropy among a node's values, whose backward tells the node that there is a gradient of it. The engine runs that
+    before the node. Told once, the node takes it for so ever after: another thread's backward may be under way."""
+
+    @staticmethod
+    def forward(ctx: Any, entropy: Tensor, node: Any) -> Tensor:
+        ctx.node = node
+        return entropy.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.node.has_entropy_gradient = True
+        return gradients[0], None
+
+
+def own_entropy(entropy: Tensor, values: Tensor) -> Tensor:
+    """A copy of an eager call's entropy, a part of `values`. Where nothing is computed from it that has a gradient, backward may use what
+    forward retained."""
+    node: Any = values.grad_fn
+    if node is None:
+        return entropy.clone()
+    node.has_entropy_gradient = False
+    copy: Tensor = OwnEntropy.apply(entropy, node)
+    return copy
 
 
 # Function.apply without its layer in Python, for calls that have looked for torch.func's transforms themselves.
@@ -276,7 +307,9 @@ def _backward_fake(grad_values: Tensor, *args: Any) -> tuple[Tensor, Tensor, Ten
 def _forward_autograd(*args: Any) -> Any:
     given = Inputs(*args)
     asked = given.hidden.requires_grad or given.weight.requires_grad or (given.bias is not None and given.bias.requires_grad)
-    if asked and torch.is_grad_enabled():
+    # Whether an entropy will have a gradient nobody can tell here, and exponentials would be no use to it.
+    exponentials = given.hidden.device.type == "cuda" and "entropy" in _frame.outputs_of(given.options).values
+    if asked and torch.is_grad_enabled() and not exponentials:
         given = given._replace(retain=_retain.wanted(given.retain, weight=given.weight.requires_grad))
     return LinearCrossEntropyFunction.apply(given.hidden, given.weight, given.bias, given, None, None, None)
 

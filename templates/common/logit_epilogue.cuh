@@ -52,8 +52,6 @@ enum : int { kShortSum = 128 };
 /// Above this, in nats, forward's exponentials are not to be relied on: they are cut off at 2^100.
 enum : int { kMostAboveReference = 60 };
 
-/// From this many products on, a logit's own rounding is several times the error that rounded powers of two add (docs/numerics.md).
-enum : int { kLongSum = 512 };
 template <class Problem>
 constexpr bool kPowers = Numeric<typename Problem::Element>::kHalf && Problem::hidden_size >= kLongSum;
 /// Exponentials that are summed, and those that will be rounded to the Problem's dtype.
@@ -104,6 +102,30 @@ struct NoTempering {
 };
 template <class Problem>
 using TemperingOf = Select<Problem::temperature, Tempering, NoTempering>;
+
+/// The derivative of a row's logits from the logits, but for the factors that they share. One that is as large as a softcap lets it be has
+/// none: divided by a temperature, it is told by comparison, since what it was is then known to a unit of the last place only.
+template <class Problem>
+struct LogitDerivative {
+    const float* transform;
+    float temperature;
+    float largest;
+
+    __device__ __forceinline__ LogitDerivative(const float* transform_, float temperature_)
+        : transform(transform_), temperature(temperature_) {
+        if constexpr (Problem::stores_derivative && Problem::temperature) {
+            largest = Tempering(temperature).divided(Problem::softcap(transform));
+        }
+    }
+    __device__ __forceinline__ float operator()(float logit) const {
+        if constexpr (Problem::temperature) {
+            const float derivative = __saturatef(Problem::derivative_at(logit * temperature, transform));
+            return fabsf(logit) < largest ? derivative : 0.f;
+        } else {
+            return __saturatef(Problem::derivative_at(logit, transform));
+        }
+    }
+};
 
 /// weighted += Σ c_j·z_j of the thread's columns. kRagged: some of them may not exist.
 template <class Problem, bool kRagged, class Place, int kPieces, int kColumnPieces>

@@ -95,6 +95,14 @@ struct FastMath {
     }
 };
 
+/// For logits that are long sums: their own rounding is as large as what this tanh is off near 0, a unit of the last place of 1. A third of
+/// the instructions.
+struct FastLongMath : FastMath {
+    static __device__ __forceinline__ float tanh(float x) {
+        return __fmaf_rn(-2.f, ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(x * (2.f * log2_e()))), 1.f);
+    }
+};
+
 /// e^(z − reference) for many z of a row, up to a factor that they share: powers of two at one multiply-add each.
 struct PowersAbove {
     /// Beyond this the factor is far from 1, and in the end out of range.

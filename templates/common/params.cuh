@@ -15,6 +15,10 @@ enum : int {
     kOutputThreads = 512,   ///< of a block of row_outputs
     kRowOutputs = 6,        ///< loss, z_loss, lse, logprob, entropy, log_sum_sq_probs
     kReduceThreads = 1024,  ///< block of the kernels that reduce everything in one block
+    kSmoothingParts = 264,  ///< stretches that smoothing_sums adds up for themselves
+    kBiasColumns = 128,     ///< of a block of retained_bias
+    /// From this many products on, a logit's own rounding is several times the error that rounded powers of two add (docs/numerics.md).
+    kLongSum = 512,
 };
 
 /// A CUtensorMap: how the copy engine sees a matrix in global memory.
@@ -222,6 +226,7 @@ struct RowCoefficientsParams {
 struct ReferencesParams {
     const void* hidden;  ///< [rows, D]
     const void* weight;
+    const void* bias;
     TargetParams targets;
     float* references;  ///< [rows]
     RowList list;
@@ -238,16 +243,53 @@ struct RetainedRowsParams {
     const PassScalars* scalars;
     const float* references;
     const float* target_logits;
-    void* exponentials;   ///< blocks of [rows, kRetainedColumns]; the target's column receives what its dz is made of
-    void* scaled_hidden;  ///< [rows, D]
-    float* row_scales;    ///< [rows]: dz = row scale · E
-    unsigned* counters;   ///< set to 0: those of two Paces and the readers of each block
+    void* exponentials;             ///< blocks of [rows, kRetainedColumns]; the target's column receives what its dz is made of
+    void* scaled_hidden;            ///< [rows, D]
+    float* row_scales;              ///< [rows]: dz = row scale · E, less
+    float* row_smoothing;           ///< [rows]: times the classes' weights, with label smoothing
+    const float* row_temperatures;  ///< RowCoefficientsParams'
+    unsigned* counters;             ///< set to 0: those of two Paces and the readers of each block
     RowList list;
     long long block_bytes;
     int counter_count;
     int rows;
     int columns;       ///< retained
-    float derivative;  ///< d logit / d (hidden · weightᵀ) at a temperature of 1
+    float derivative;  ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's
+    float transform[kMaxTransformParameters];
+};
+
+/// Σ_j c_j·weight[j] over the retained columns and Σ_i s_i·hidden[i], of kSmoothingParts stretches each.
+struct SmoothingSumsParams {
+    const void* weight;
+    const void* hidden;         ///< [rows, D]
+    const float* class_weight;  ///< where the Problem has class weights
+    const float* row_smoothing;
+    float* weight_sums;  ///< [kSmoothingParts, D]; only the first of them where the weight is hidden_major
+    float* hidden_sums;  ///< [kSmoothingParts, D]
+    RowList list;        ///< `hidden` then begins with the call's first row
+    int columns;
+    int rows;
+};
+
+struct SmoothingTotalsParams {
+    const float* weight_sums;
+    const float* hidden_sums;
+    float* weight_sum;  ///< [D]
+    float* hidden_sum;  ///< [D]
+};
+
+/// grad_bias of the retained columns.
+struct RetainedBiasParams {
+    const void* exponentials;  ///< RetainedRowsParams'
+    const float* row_scales;
+    const float* row_smoothing;  ///< with label smoothing, as
+    const float* class_weight;   ///< this one where the Problem has class weights
+    const PassScalars* scalars;
+    void* grad_bias;
+    RowList list;
+    long long block_bytes;
+    int rows;
+    int columns;  ///< retained
 };
 
 struct DlogitsParams {

@@ -10,6 +10,8 @@
 //         enum : bool { rounds_weight };              what GEMMs read of the weight has been rounded into the workspace, vocab_major
 //         enum : bool { temperature = true };         only what differs from PlainProblem
 //         static flce::Logit transform(float x, const float* p);
+//         static float derivative_at(float z, const float* p);  where stores_derivative, and
+//         static float softcap(const float* p);
 //     };
 //
 // Constants of kernels are enumerators, or functions where they are no integers: NVRTC gives every constexpr variable, used or not, memory
@@ -27,14 +29,19 @@ namespace flce {
 
 /// What a Problem is that says nothing of it.
 struct PlainProblem {
-    enum : bool { temperature = false };  ///< a row's logits are divided by a number of its own
-    enum : bool { top1 = false };         ///< RowSums::top1 is wanted
-    enum : bool { square_sum = false };   ///< RowSums::exp_sq_sum is wanted
+    enum : bool { temperature = false };        ///< a row's logits are divided by a number of its own
+    enum : bool { top1 = false };               ///< RowSums::top1 is wanted
+    enum : bool { square_sum = false };         ///< RowSums::exp_sq_sum is wanted
+    enum : bool { stores_derivative = false };  ///< retained exponentials are multiplied by the logits' derivative
 };
 
 /// A kernel's parameters, with the rows' temperatures where there are any.
 template <class Problem, class Params>
 using TemperedOf = Select<Problem::temperature, Tempered<Params>, Params>;
+
+/// A kernel's parameters, with `Added` where retained exponentials and label smoothing meet.
+template <class Problem, class Params, class Added>
+using SmoothedOf = Select<Problem::retain && Problem::label_smoothing, Added, Params>;
 
 /// A logit and its derivative with respect to hidden · weightᵀ + bias.
 struct Logit {

@@ -1,11 +1,12 @@
-// Rows of a forward that retains exponentials, E_j = exp(z_j − reference), and of a backward that multiplies them. A warp has a row.
+// Rows of a forward that retains exponentials, E_j = d_j·exp(z_j − reference), and of a backward that multiplies them. d_j is the derivative
+// of a logit where a softcap makes it differ from class to class, else 1.
 #pragma once
 
 #include "flce/common/logit_epilogue.cuh"
 
 namespace flce {
 
-/// The target's logit, which is near the largest one wherever a model has learnt anything: above it by 60 only where the loss is. Ignored
+/// A warp has a row. The target's logit, which is near the largest one wherever a model has learnt anything: above it by 60 only where the loss is. Ignored
 /// tokens take class 0's.
 template <class Problem>
 __device__ __forceinline__ void references(const ReferencesParams& p) {
@@ -22,6 +23,7 @@ __device__ __forceinline__ void references(const ReferencesParams& p) {
     for (int k = lane; k < Problem::hidden_size; k += 32) sum = __fmaf_rn(to_float(h[k]), to_float(w[k * kStep]), sum);
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
     if (lane != 0) return;
+    if constexpr (Problem::bias) sum += to_float(static_cast<const Element*>(p.bias)[target]);
     const float logit = Problem::transform(sum, p.transform).value;
     if constexpr (Problem::temperature) {
         p.references[row] = Tempering(p.temperature[listed.row]).divided(logit);
@@ -30,9 +32,20 @@ __device__ __forceinline__ void references(const ReferencesParams& p) {
     }
 }
 
-/// dz_j = p_j·a − t·[j = y] as scale·E_j: the target's E_y becomes (p_y − t/a) / exp(reference − lse), from the logit in fp32, so
-/// that confident tokens keep their small gradients. The same again for another backward. E, dz's other factor, meets hidden with the scale
-/// in it and is the plain operand of both GEMMs.
+/// d of the target.
+template <class Problem>
+__device__ __forceinline__ float target_derivative(const RetainedRowsParams& p, float logit, int row) {
+    if constexpr (Problem::stores_derivative) {
+        return LogitDerivative<Problem>(p.transform, Problem::temperature ? p.row_temperatures[row] : 1.f)(logit);
+    } else {
+        return 1.f;
+    }
+}
+
+/// A warp has a row. dz_j = (p_j·a − t·[j = y])·d_j as scale·E_j: the target's E_y becomes d_y·(p_y − t/a) / exp(reference − lse), from the
+/// logit in fp32, so that confident tokens keep their small gradients. The same again for another backward. E, dz's other factor, meets
+/// hidden with the scale in it and is the plain operand of both GEMMs. What label smoothing takes from every dz_j of a row, s·c_j, has no
+/// part in E: the GEMMs' epilogues subtract it (smoothing_sums).
 template <class Problem>
 __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     using Element = typename Problem::Element;
@@ -45,20 +58,26 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     const float4 k = static_cast<const float4*>(p.coefficients)[row];
     const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
     float scale = 0.f;
+    float smoothing = 0.f;
     if (target.target >= 0) {
+        const float derivative = p.derivative * dlogits_scale<Problem>(p.scalars, false);
+        smoothing = k.w * derivative;
         // z-loss can make a vanish; a millionth of t beside it does not show.
         const float least = 1e-6f * fabsf(k.z);
         const float a = fabsf(k.x) < least ? copysignf(least, k.x) : k.x;
         const float share = ::expf(p.references[row] - target.lse);
-        scale = a * share * (p.derivative * dlogits_scale<Problem>(p.scalars, false));
+        scale = a * share * derivative;
         if (lane == 0 && target.target < p.columns && a != 0.f) {
-            const float probability = ::expf(p.target_logits[row] - target.lse);
+            const float logit = p.target_logits[row];
+            const float probability = ::expf(logit - target.lse);
             char* const block = static_cast<char*>(p.exponentials) + target.target / kRetainedColumns * p.block_bytes;
             const long long at = static_cast<long long>(row) * kRetainedColumns + target.target % kRetainedColumns;
-            reinterpret_cast<Element*>(block)[at] = Numeric<Element>::from_float((probability - k.z / a) / share);
+            reinterpret_cast<Element*>(block)[at] =
+                Numeric<Element>::from_float((probability - k.z / a) / share * target_derivative<Problem>(p, logit, row));
         }
     }
     if (lane == 0) p.row_scales[row] = scale;
+    if (Problem::label_smoothing && lane == 0) p.row_smoothing[row] = smoothing;
     const long long source = p.list.rows != nullptr ? p.list.rows[p.list.first + row].row : row;
     const unsigned* const from = reinterpret_cast<const unsigned*>(static_cast<const Element*>(p.hidden) + source * Problem::hidden_size);
     unsigned* const to =
@@ -67,6 +86,166 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
         const unsigned h = from[pair];
         to[pair] = scale == 0.f ? 0u : Numeric<Element>::pack(Numeric<Element>::first(h) * scale, Numeric<Element>::second(h) * scale);
     }
+}
+
+/// sum += factor · eight neighbours; a factor of 0 takes whatever they are.
+template <class Element>
+__device__ __forceinline__ void add_products(float factor, const unsigned (&words)[4], float (&sum)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const unsigned pair = factor == 0.f ? 0u : words[i];
+        sum[2 * i] = __fmaf_rn(factor, Numeric<Element>::first(pair), sum[2 * i]);
+        sum[2 * i + 1] = __fmaf_rn(factor, Numeric<Element>::second(pair), sum[2 * i + 1]);
+    }
+}
+
+/// Σ factor(i)·matrix[row_of(i)] over i from `first` to `end`, of a matrix with `columns` columns, a multiple of 8. Where a factor is 0, a
+/// row may hold anything. One block: its threads have 8 neighbouring columns each, and take turns with the rows.
+template <class Element, class RowOf, class Factor>
+__device__ __forceinline__ void sum_rows_of_stretch(const Element* matrix, int columns, int first, int end, const RowOf& row_of,
+                                                    const Factor& factor, float* sums) {
+    __shared__ float others[kRowThreads][8];
+    const int pieces = columns / 8;
+    const int beside = min(pieces, static_cast<int>(kRowThreads));  // threads that read a row
+    const int turns = kRowThreads / beside;
+    const int turn = static_cast<int>(threadIdx.x) / beside;
+    for (int piece0 = 0; piece0 < pieces; piece0 += beside) {
+        const int piece = piece0 + static_cast<int>(threadIdx.x) % beside;
+        float sum[8] = {};
+        if (turn < turns && piece < pieces) {
+#pragma unroll 8
+            for (int i = first + turn; i < end; i += turns) {
+                unsigned words[4];
+                ptx::ld_global_v4(words, matrix + row_of(i) * columns + piece * 8);
+                add_products<Element>(factor(i), words, sum);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) others[threadIdx.x][i] = sum[i];
+        __syncthreads();
+        if (turn == 0 && piece < pieces) {
+            for (int other = 1; other < turns; ++other)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) sum[i] += others[threadIdx.x + static_cast<unsigned>(other * beside)][i];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sums[piece * 8 + i] = sum[i];
+        }
+        __syncthreads();
+    }
+}
+
+/// Of a hidden_major weight: Σ_j c_j·weight[k, j] of the k of this block, in the place of the first stretch.
+template <class Problem, class ClassWeight>
+__device__ __forceinline__ void sum_columns_of_weight(const SmoothingSumsParams& p, const ClassWeight& class_weight) {
+    using Element = typename Problem::Element;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+    for (int k = warp; k < Problem::hidden_size; k += kSmoothingParts * (kRowThreads / 32)) {
+        const Element* const row = static_cast<const Element*>(p.weight) + k * Problem::padded_vocab_size;
+        float sum = 0.f;
+        for (int j = lane * 2; j < p.columns; j += 64) {
+            const unsigned pair = *reinterpret_cast<const unsigned*>(row + j);
+            sum = __fmaf_rn(class_weight(j), Numeric<Element>::first(pair), sum);
+            if (j + 1 < p.columns) sum = __fmaf_rn(class_weight(j + 1), Numeric<Element>::second(pair), sum);
+        }
+        for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        if (lane == 0) p.weight_sums[k] = sum;
+    }
+}
+
+/// Label smoothing takes s_i·c_j from dz_ij: a product, so that gradients lack s_i·Σ_j c_j·weight[j] and c_j·Σ_i s_i·hidden[i]. The first
+/// kSmoothingParts blocks make the first sum, the others the second one, each of a stretch; smoothing_totals adds the stretches up.
+template <class Problem>
+__device__ __forceinline__ void smoothing_sums(const SmoothingSumsParams& p) {
+    using Element = typename Problem::Element;
+    const auto class_weight = [&](int j) { return Problem::class_weight ? p.class_weight[j] : 1.f; };
+    const int part = static_cast<int>(blockIdx.x) % kSmoothingParts;
+    const bool of_weight = static_cast<int>(blockIdx.x) < kSmoothingParts;
+    const int count = of_weight ? p.columns : p.rows;
+    const int first = static_cast<int>(static_cast<long long>(count) * part / kSmoothingParts);
+    const int end = static_cast<int>(static_cast<long long>(count) * (part + 1) / kSmoothingParts);
+    if (!of_weight) {
+        const auto row_of = [&](int i) -> long long { return p.list.rows != nullptr ? p.list.rows[p.list.first + i].row : i; };
+        const auto smoothing = [&](int i) { return p.row_smoothing[i]; };
+        sum_rows_of_stretch(static_cast<const Element*>(p.hidden), Problem::hidden_size, first, end, row_of, smoothing,
+                            p.hidden_sums + part * Problem::hidden_size);
+    } else if constexpr (Problem::hidden_major) {
+        sum_columns_of_weight<Problem>(p, class_weight);
+    } else {
+        const auto row_of = [](int j) -> long long { return j; };
+        sum_rows_of_stretch(static_cast<const Element*>(p.weight), Problem::hidden_size, first, end, row_of, class_weight,
+                            p.weight_sums + part * Problem::hidden_size);
+    }
+}
+
+/// Adds up the stretches. A block has 32 hidden dimensions of one of the sums, and its warps take turns with the stretches.
+template <class Problem>
+__device__ __forceinline__ void smoothing_totals(const SmoothingTotalsParams& p) {
+    constexpr int kWarps = kRowThreads / 32;
+    constexpr int kBlocks = ceil_div(Problem::hidden_size, 32);
+    __shared__ float of_warp[kWarps][32];
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const bool of_weight = static_cast<int>(blockIdx.x) < kBlocks;
+    const int k = static_cast<int>(blockIdx.x) % kBlocks * 32 + lane;
+    const float* const parts = of_weight ? p.weight_sums : p.hidden_sums;
+    const int count = of_weight && Problem::hidden_major ? 1 : kSmoothingParts;
+    float sum = 0.f;
+    if (k < Problem::hidden_size) {
+#pragma unroll 4
+        for (int part = warp; part < count; part += kWarps) sum += parts[part * Problem::hidden_size + k];
+    }
+    of_warp[warp][lane] = sum;
+    __syncthreads();
+    if (warp != 0 || k >= Problem::hidden_size) return;
+    for (int other = 1; other < kWarps; ++other) sum += of_warp[other][lane];
+    (of_weight ? p.weight_sum : p.hidden_sum)[k] = sum;
+}
+
+/// grad_bias of the retained columns: Σ_i scale_i·E_ij, less what label smoothing takes. A block has kBiasColumns columns; 16 threads read a
+/// row of them, and the others the next rows.
+template <class Problem>
+__device__ __forceinline__ void retained_bias(const RetainedBiasParams& p) {
+    using Element = typename Problem::Element;
+    using Out = typename Problem::GradWeight;
+    constexpr int kBeside = kBiasColumns / 8;
+    constexpr int kTurns = kRowThreads / kBeside;
+    __shared__ float sums[kTurns][kBiasColumns];
+    __shared__ float taken[kTurns];
+    const int turn = static_cast<int>(threadIdx.x) / kBeside;
+    const int within = static_cast<int>(threadIdx.x) % kBeside * 8;
+    const int column0 = static_cast<int>(blockIdx.x) * kBiasColumns;
+    const Element* const block =
+        reinterpret_cast<const Element*>(static_cast<const char*>(p.exponentials) + column0 / kRetainedColumns * p.block_bytes) +
+        column0 % kRetainedColumns + within;
+    const int rows = listed_rows<Problem>(p.list, p.rows, 0);
+    float sum[8] = {};
+    float smoothing = 0.f;
+#pragma unroll 8
+    for (int row = turn; row < rows; row += kTurns) {
+        const float scale = p.row_scales[row];
+        if constexpr (Problem::label_smoothing) smoothing += p.row_smoothing[row];
+        unsigned words[4];
+        ptx::ld_global_v4(words, block + static_cast<long long>(row) * kRetainedColumns);
+        add_products<Element>(scale, words, sum);  // a scale of 0 is an ignored row's
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[turn][within + i] = sum[i];
+    if (within == 0) taken[turn] = smoothing;
+    __syncthreads();
+    const int column = column0 + static_cast<int>(threadIdx.x);
+    if (static_cast<int>(threadIdx.x) >= kBiasColumns || column >= p.columns) return;
+    float total = 0.f;
+    float all_taken = 0.f;
+    for (int other = 0; other < kTurns; ++other) {
+        total += sums[other][threadIdx.x];
+        all_taken += taken[other];
+    }
+    if constexpr (Problem::label_smoothing) total -= all_taken * (Problem::class_weight ? p.class_weight[column] : 1.f);
+    total *= dlogits_scale<Problem>(p.scalars, true);
+    Out* const out = static_cast<Out*>(p.grad_bias) + column;
+    if constexpr (Problem::accumulate) total += to_float(*out);
+    *out = Numeric<Out>::from_float(total);
 }
 
 }  // namespace flce

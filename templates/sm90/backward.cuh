@@ -209,8 +209,9 @@ struct GradHiddenSm90 {
     enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes };
     enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
     enum : int { kThreads = TileT::kThreads };
+    using Params = SmoothedOf<Problem, GradHiddenSm90Params, SmoothedGradHiddenSm90Params>;
 
-    const GradHiddenSm90Params& p;
+    const Params& p;
     TileNumbers<TileT> numbers;
     MainloopT mainloop;
     const int rows;
@@ -220,7 +221,7 @@ struct GradHiddenSm90 {
     PanelsT panels;
     Pace pace;
 
-    __device__ __forceinline__ explicit GradHiddenSm90(const GradHiddenSm90Params& params)
+    __device__ __forceinline__ explicit GradHiddenSm90(const Params& params)
         : p(params),
           numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
           mainloop(dynamic_smem, kBarriersAt),
@@ -271,6 +272,9 @@ struct GradHiddenSm90 {
         mainloop.template consume_at<kHidden>(c, walk.n, slices_of_part());
         if constexpr (Problem::retain) {
             if (p.row_scales != nullptr) scale_rows(c);
+            if constexpr (Problem::label_smoothing) {
+                if (p.row_smoothing != nullptr && part() == 0) take_smoothing(c);
+            }
         }
         if (writes) {
             write_grad_hidden<Problem>(mainloop, p, c, rows, walk.m, walk.n);
@@ -295,10 +299,31 @@ struct GradHiddenSm90 {
             }
         }
     }
+
+    /// What label smoothing takes: the row's share of the sum of the weight.
+    __device__ __forceinline__ void take_smoothing(typename MainloopT::Accumulators& c) const {
+#pragma unroll
+        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = row_of_part() + mainloop.place.row(i, h);
+                const float smoothing = row < rows ? p.row_smoothing[row] : 0.f;
+                if (smoothing == 0.f) continue;
+#pragma unroll
+                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+                    const int k = walk.n + mainloop.place.column(j, 0);
+                    if (k >= kHidden) break;
+                    const float2 sum = *reinterpret_cast<const float2*>(p.weight_sum + k);
+                    c[i][j][2 * h] = __fmaf_rn(-smoothing, sum.x, c[i][j][2 * h]);
+                    c[i][j][2 * h + 1] = __fmaf_rn(-smoothing, sum.y, c[i][j][2 * h + 1]);
+                }
+            }
+        }
+    }
 };
 
 template <class Problem, class TileT>
-__device__ __forceinline__ void grad_hidden_sm90(const GradHiddenSm90Params& p) {
+__device__ __forceinline__ void grad_hidden_sm90(const typename GradHiddenSm90<Problem, TileT>::Params& p) {
     prefetch_maps(p.dlogits_map, p.weight_map, p.accumulator_map);
     GradHiddenSm90<Problem, TileT>(p).run();
 }
@@ -382,8 +407,9 @@ struct GradWeightSm90 {
     enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes };
     enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
     enum : int { kThreads = TileT::kThreads };
+    using Params = SmoothedOf<Problem, GradWeightSm90Params, SmoothedGradWeightSm90Params>;
 
-    const GradWeightSm90Params& p;
+    const Params& p;
     TileNumbers<TileT> numbers;
     MainloopT mainloop;
     TileWalk<TileT, Problem::raster, kRetainedColumns> walk;
@@ -392,7 +418,7 @@ struct GradWeightSm90 {
     Pace pace;
     int free_blocks = 0;  ///< of exponentials in grad_weight's memory: nobody reads them any more
 
-    __device__ __forceinline__ explicit GradWeightSm90(const GradWeightSm90Params& params)
+    __device__ __forceinline__ explicit GradWeightSm90(const Params& params)
         : p(params),
           numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
           mainloop(dynamic_smem, kBarriersAt),
@@ -441,6 +467,9 @@ struct GradWeightSm90 {
         if constexpr (kLends) {
             if (p.readers != nullptr) make_room(min(walk.m + TileT::kBlockM, extent_m));
         }
+        if constexpr (Problem::retain && Problem::label_smoothing) {
+            if (p.hidden_sum != nullptr) take_smoothing(c);
+        }
         if (!writes) {
             store_tile_sm90<true, false>(mainloop, c, sum, 1.f);
         } else if constexpr (kPanelled) {
@@ -451,6 +480,29 @@ struct GradWeightSm90 {
                                          extent_n - walk.n};
             // Pairs across the end of the vocabulary: the second one is not there.
             store_tile_sm90<Problem::vocab_size % 2 == 0, true>(mainloop, c, result, dlogits_scale<Problem>(p.scalars, true));
+        }
+    }
+
+    /// What label smoothing takes: the class' share of the sum of the hidden states.
+    __device__ __forceinline__ void take_smoothing(typename MainloopT::Accumulators& c) const {
+        const auto smoothing_of = [&](int column) { return Problem::class_weight ? p.class_weight[min(column, p.columns - 1)] : 1.f; };
+        const auto sum_of = [&](int k) { return k < kHidden ? p.hidden_sum[k] : 0.f; };
+#pragma unroll
+        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int m = walk.m + mainloop.place.row(i, h);
+                const float of_row = Problem::hidden_major ? sum_of(m) : smoothing_of(m);
+#pragma unroll
+                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int n = walk.n + mainloop.place.column(j, e);
+                        const float of_column = Problem::hidden_major ? smoothing_of(n) : sum_of(n);
+                        c[i][j][2 * h + e] = __fmaf_rn(-of_row, of_column, c[i][j][2 * h + e]);
+                    }
+                }
+            }
         }
     }
 
@@ -470,7 +522,7 @@ struct GradWeightSm90 {
 };
 
 template <class Problem, class TileT>
-__device__ __forceinline__ void grad_weight_sm90(const GradWeightSm90Params& p) {
+__device__ __forceinline__ void grad_weight_sm90(const typename GradWeightSm90<Problem, TileT>::Params& p) {
     prefetch_maps(p.dlogits_map, p.hidden_map, p.grad_weight_map);
     GradWeightSm90<Problem, TileT>(p).run();
 }

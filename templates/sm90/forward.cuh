@@ -368,9 +368,9 @@ struct ForwardSm90 {
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
+                const int row = row0 + mainloop.place.row(i, h);
                 RowSums sums = sums_of(part, i, h);
-                Rows::exponentials_of_row(c[i], h, reference_of(row0 + mainloop.place.row(i, h)),
-                                          first_column + mainloop.place.column(0, 0), sums);
+                Rows::exponentials_of_row(c[i], h, reference_of(row), stored_factor(row), first_column + mainloop.place.column(0, 0), sums);
                 keep(part, i, h, sums);
             }
             if (first_column >= p.retained_columns) continue;
@@ -383,6 +383,9 @@ struct ForwardSm90 {
                              row0 + mainloop.place.first_row() + i * 64);
             }
         }
+    }
+    __device__ __forceinline__ StoredFactor<Problem> stored_factor(int row) const {
+        return {LogitDerivative<Problem>(p.transform, Problem::stores_derivative ? temperature_of(row) : 1.f)};
     }
     __device__ __forceinline__ float reference_of(int row) const { return row < share.rows ? p.references[row] : 0.f; }
 

@@ -78,6 +78,16 @@ struct GradWeightSm90Params : GradWeightParams {
     int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
 };
 
+/// Where retained exponentials and label smoothing meet: what their products lack (smoothing_sums).
+struct SmoothedGradHiddenSm90Params : GradHiddenSm90Params {
+    const float* row_smoothing;  ///< [rows]; null: nothing is lacking
+    const float* weight_sum;     ///< [D]
+};
+struct SmoothedGradWeightSm90Params : GradWeightSm90Params {
+    const float* hidden_sum;    ///< [D]; null: nothing is lacking
+    const float* class_weight;  ///< of the launch's columns, where the Problem has class weights
+};
+
 /// Several chunks of the vocabulary in one launch. Everything begins with the first of them: the base's columns are those of all. Chunks
 /// take turns with two places for dlogits that lie side by side, so that [rows, pair_width] holds one chunk of each kind.
 struct BackwardChunksSm90Params : DlogitsParams {

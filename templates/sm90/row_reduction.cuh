@@ -5,6 +5,20 @@
 
 namespace flce {
 
+/// What a retained exponential is multiplied by: the derivative of its logit, where that differs from class to class.
+template <class Problem>
+struct StoredFactor {
+    LogitDerivative<Problem> derivative;
+
+    __device__ __forceinline__ float times(float exponential, float logit) const {
+        if constexpr (Problem::stores_derivative) {
+            return exponential * derivative(logit);
+        } else {
+            return exponential;
+        }
+    }
+};
+
 /// Of a row of which a thread has kColumnPieces pairs of columns, in c[·][2·h] and c[·][2·h + 1].
 template <class Problem, int kColumnPieces>
 struct RowReduction {
@@ -18,8 +32,8 @@ struct RowReduction {
 
     /// Where they are far from the reference, exponentials are cut off: a row that is ignored, whatever it holds, has to multiply a finite
     /// number by 0. `first_class`: of the thread's first column.
-    static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference, int first_class,
-                                                               RowSums& sums) {
+    static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference,
+                                                               const StoredFactor<Problem>& factor, int first_class, RowSums& sums) {
         constexpr float kMostPower = 100.f;
         const PowersAbove above(reference);
         const float old_max = sums.max;
@@ -28,9 +42,9 @@ struct RowReduction {
         const bool shared = shares(old_max, reference);
         if (shares(now_max, reference)) {
             if (!shared) {
-                const float factor = above.exp(old_max);
-                sums.exp_sum *= factor;
-                if constexpr (Problem::square_sum) sums.exp_sq_sum *= factor * factor;
+                const float grown = above.exp(old_max);
+                sums.exp_sum *= grown;
+                if constexpr (Problem::square_sum) sums.exp_sq_sum *= grown * grown;
             }
             if constexpr (Problem::top1) find_top1(c, h, tile_max, first_class, sums);
             sums.max = now_max;
@@ -40,8 +54,10 @@ struct RowReduction {
             for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    exp_sum[e] += c[j][2 * h + e] = above.exp(c[j][2 * h + e]);
-                    if constexpr (Problem::square_sum) squares = __fmaf_rn(c[j][2 * h + e], c[j][2 * h + e], squares);
+                    const float exponential = above.exp(c[j][2 * h + e]);
+                    exp_sum[e] += exponential;
+                    if constexpr (Problem::square_sum) squares = __fmaf_rn(exponential, exponential, squares);
+                    c[j][2 * h + e] = factor.times(exponential, c[j][2 * h + e]);
                 }
             }
             sums.exp_sum += exp_sum[0] + exp_sum[1];
@@ -49,11 +65,15 @@ struct RowReduction {
             return;
         }
         if (shared) to_own_max(sums, reference);
-        reference -= reduce_row(c, h, first_class, sums);
+        const float taken = reduce_row(c, h, first_class, sums);
+        reference -= taken;
 #pragma unroll
         for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) c[j][2 * h + e] = ptx::ex2_approx_ftz(fminf((c[j][2 * h + e] - reference) * log2_e(), kMostPower));
+            for (int e = 0; e < 2; ++e) {
+                const float exponential = ptx::ex2_approx_ftz(fminf((c[j][2 * h + e] - reference) * log2_e(), kMostPower));
+                c[j][2 * h + e] = factor.times(exponential, c[j][2 * h + e] + taken);
+            }
         }
     }
     /// The largest logit's own exponential becomes exactly 1, so that confident tokens keep their small losses.

@@ -35,6 +35,11 @@ protected:
         if (layout == WeightLayout::hidden_major) spec.padded_vocab_size = (kVocab + 15) / 8 * 8;  // rows of whole 16 bytes
         return kernel_on(Target::gpu, spec);
     }
+    /// An entropy's gradient needs the logits again, so that no problem has one but where a test is about it.
+    static Problem problem_of(ProblemOptions options) {
+        options.entropy_upstream = false;
+        return make_problem(kernel()->spec(), options);
+    }
     static std::int64_t hidden_size() { return std::get<2>(GetParam()); }
     static Bytes gradients(const KernelRun& run) {
         Bytes all = run.bytes();
@@ -54,11 +59,11 @@ protected:
 
 TEST_P(RetainedExponentials, AnyNumberOfBytes_WithinBounds) {
     const auto k = kernel();
-    for (const std::int64_t n : {0, 1, 3, 127, 300, 700}) {
-        const Problem problem = make_problem(k->spec(), {.num_tokens = n, .seed = 5});
+    for (const std::int64_t n : {0, 1, 15, 16, 127, 300, 700}) {
+        const Problem problem = problem_of({.num_tokens = n, .seed = 5});
         EXPECT_TRUE(run_and_judge(k, problem)) << n;
         const std::size_t whole = k->retained_bytes(n);
-        EXPECT_EQ(whole == 0, n == 0);
+        EXPECT_EQ(whole == 0, n < 16);
         Bytes all;
         for (const std::size_t bytes : {whole, whole + 1000, whole / 2, std::size_t{4096}, std::size_t{16}, std::size_t{1}}) {
             KernelRun run(k, problem);
@@ -81,7 +86,7 @@ TEST_P(RetainedExponentials, AnyNumberOfBytes_WithinBounds) {
 TEST_P(RetainedExponentials, Whole_BackwardComputesNoLogit) {
     const auto k = kernel();
     if (k->spec().grad_weight_mode == GradMode::accumulate) GTEST_SKIP() << "another call would add";
-    const Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 6});
+    const Problem problem = problem_of({.num_tokens = 300, .seed = 6});
     KernelRun run(k, problem);
     run.retain(RetainedPlace::own, k->retained_bytes(300));
     run.forward();
@@ -99,7 +104,7 @@ TEST_P(RetainedExponentials, Whole_BackwardComputesNoLogit) {
 TEST_P(RetainedExponentials, OneGradientAtATime_SameBitsAsTogether) {
     const auto k = kernel();
     for (const std::int64_t n : {60, 136, 300, 700}) {  // up to hidden_size tokens and beyond
-        const Problem problem = make_problem(k->spec(), {.num_tokens = n, .seed = 7});
+        const Problem problem = problem_of({.num_tokens = n, .seed = 7});
         for (const RetainedPlace place : {RetainedPlace::own, RetainedPlace::grad_weight}) {
             const std::size_t bytes = k->retained_bytes(n, place);
             if (bytes == 0) continue;
@@ -121,8 +126,8 @@ TEST_P(RetainedExponentials, OneGradientAtATime_SameBitsAsTogether) {
 
 TEST_P(RetainedExponentials, HundredTimes_SameBits) {
     const auto k = kernel();
-    const Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 8});
-    const Problem other = make_problem(k->spec(), {.num_tokens = 700, .seed = 9});
+    const Problem problem = problem_of({.num_tokens = 300, .seed = 8});
+    const Problem other = problem_of({.num_tokens = 700, .seed = 9});
     KernelRun beside(k, other);
     for (const RetainedPlace place : {RetainedPlace::own, RetainedPlace::grad_weight}) {
         const std::size_t bytes = k->retained_bytes(300, place);
@@ -145,7 +150,7 @@ TEST_P(RetainedExponentials, HundredTimes_SameBits) {
 TEST_P(RetainedExponentials, OneHugeColumnLast_WithinBounds) {
     const auto k = kernel();
     for (const float factor : {2.F, 20.F, 300.F}) {
-        Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 10});
+        Problem problem = problem_of({.num_tokens = 300, .seed = 10});
         point_at(problem, kVocab - 1, 17, factor);
         point_at(problem, kVocab - 2, 290, factor);
         EXPECT_TRUE(run_and_judge(k, problem)) << factor;
@@ -157,7 +162,7 @@ TEST_P(RetainedExponentials, LogitsAllEqual_WithinBounds) {
     const std::int64_t depth = hidden_size();
     // Every token's exponentials are then rounded alike, which the bounds of what is stored in fp32 do not foresee.
     if (k->spec().grad_weight_dtype == DType::fp32) GTEST_SKIP() << "gradients in fp32";
-    Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 11});
+    Problem problem = problem_of({.num_tokens = 300, .seed = 11});
     // Rows of the weight differ only where hidden states are 0.
     const std::int64_t zeros = depth / 2;
     for (std::int64_t token = 0; token < 300; ++token) std::fill_n(problem.hidden.begin() + token * depth, zeros, 0.F);
@@ -170,20 +175,20 @@ TEST_P(RetainedExponentials, LogitsAllEqual_WithinBounds) {
 TEST_P(RetainedExponentials, HugeLogits_WithinBounds) {
     const auto k = kernel();
     for (const Logits logits : {Logits::saturated, Logits::huge}) {
-        EXPECT_TRUE(run_and_judge(k, make_problem(k->spec(), {.num_tokens = 300, .logits = logits, .seed = 14})));
+        EXPECT_TRUE(run_and_judge(k, problem_of({.num_tokens = 300, .logits = logits, .seed = 14})));
     }
 }
 
 TEST_P(RetainedExponentials, OneTokenCertain_WithinBounds) {
     const auto k = kernel();
-    Problem problem = make_problem(k->spec(), {.num_tokens = 300, .ignored = Ignored::none, .seed = 12});
+    Problem problem = problem_of({.num_tokens = 300, .ignored = Ignored::none, .seed = 12});
     for (const std::int64_t token : {0, 127, 128, 299}) point_at(problem, problem.target[static_cast<std::size_t>(token)], token, 30.F);
     EXPECT_TRUE(run_and_judge(k, problem));
 }
 
 TEST_P(RetainedExponentials, IgnoredTokensWithEndlessLogits_ContributeNothing) {
     const auto k = kernel();
-    Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 13});
+    Problem problem = problem_of({.num_tokens = 300, .seed = 13});
     for (std::int64_t token = 0; token < 300; ++token) {
         if (problem.target[static_cast<std::size_t>(token)] != problem.options.ignore_index) continue;
         for (std::int64_t h = 0; h < hidden_size(); ++h)
@@ -196,9 +201,33 @@ TEST_P(RetainedExponentials, MemoryOfGradWeight_OnlyWhereItWillDo) {
     const auto k = kernel();
     const bool will_do = k->spec().grad_weight_mode == GradMode::write && k->spec().layout == WeightLayout::vocab_major;
     EXPECT_EQ(k->retained_bytes(300, RetainedPlace::grad_weight) != 0, will_do);
-    EXPECT_EQ(k->retained_bytes(0, RetainedPlace::grad_weight), 0U);
+    for (const std::int64_t few : {0, 1, 15}) {
+        EXPECT_EQ(k->retained_bytes(few, RetainedPlace::grad_weight), 0U);
+        EXPECT_EQ(k->retained_bytes(few), 0U);
+    }
     EXPECT_GE(k->retained_bytes(300), static_cast<std::size_t>(2 * 300 * kVocab));
     EXPECT_LE(k->retained_bytes(300), static_cast<std::size_t>(2 * 300 * (kVocab + 512) + 16 * 300 + 4096));
+}
+
+// Exponentials are no use to it: whatever is retained, the bits are those of nothing retained.
+TEST_P(RetainedExponentials, EntropysGradient_ComputesLogitsAgain) {
+    const auto k = kernel();
+    if (!k->spec().outputs.entropy) GTEST_SKIP() << "no entropy among the outputs";
+    const Problem problem = make_problem(k->spec(), {.num_tokens = 300, .seed = 16});
+    EXPECT_TRUE(run_and_judge(k, problem));
+    KernelRun again(k, problem);
+    again.forward();
+    again.backward();
+    for (const RetainedPlace place : {RetainedPlace::own, RetainedPlace::grad_weight}) {
+        const std::size_t bytes = k->retained_bytes(300, place);
+        if (bytes == 0) continue;
+        KernelRun run(k, problem);
+        run.retain(place, bytes);
+        run.forward();
+        run.backward();
+        EXPECT_EQ(gradients(run) == gradients(again), true);
+        EXPECT_EQ(run.violations(), "");
+    }
 }
 
 // Where there is memory for all of them, grad_weight's tiles may be such as its own memory cannot be lent with.
@@ -210,16 +239,30 @@ TEST_P(RetainedExponentials, TilesThatLendNothing_WithinBounds) {
     ASSERT_NE(plan, plans.end());
     const auto k = kernel_on(Target::gpu, spec, plan->text());
     EXPECT_EQ(k->retained_bytes(300, RetainedPlace::grad_weight), 0U);
-    for (const std::int64_t n : {3, 300, 700}) EXPECT_TRUE(run_and_judge(k, make_problem(spec, {.num_tokens = n, .seed = 15}))) << n;
+    for (const std::int64_t n : {3, 300, 700}) EXPECT_TRUE(run_and_judge(k, problem_of({.num_tokens = n, .seed = 15}))) << n;
 }
 
 std::vector<OptionSet> options() {
     std::vector<OptionSet> sets;
     for (const OptionSet& set : all_options()) {
-        for (const char* name : {"plain", "logit_scale", "z_loss", "class_weight", "lse", "padded", "grad_fp32", "tied"}) {
+        for (const char* name : {"plain", "bias", "logit_scale", "softcap", "label_smoothing", "z_loss", "class_weight", "lse", "entropy",
+                                 "temperature", "token_weight", "dft", "top1", "log_sum_sq_probs", "padded", "grad_fp32", "tied"}) {
             if (std::string_view(set.name) == name) sets.push_back(set);
         }
     }
+    sets.push_back({"smoothed_classes", [](Spec& s) {
+                        s.bias = s.class_weight = true;
+                        s.label_smoothing = 0.2;
+                        s.grad_weight_mode = GradMode::accumulate;
+                    }});
+    sets.push_back({"all_but_smoothing", [](Spec& s) {
+                        apply_everything(s);
+                        s.label_smoothing = 0;
+                    }});
+    sets.push_back({"all_but_softcap", [](Spec& s) {
+                        apply_everything(s);
+                        s.softcap = 0;
+                    }});
     return sets;
 }
 

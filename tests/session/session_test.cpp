@@ -274,7 +274,7 @@ TEST_F(SessionTest, Prewarm_CountsAndServesLaterSessions) {
 
 TEST_F(SessionTest, Prewarm_ServesEveryLimitItWasAskedForToAStrictSession) {
     machine_.gpus = {describe_device("sm_90a")};
-    const Spec spec = parse_spec("D=128,V=1000,dtype=bf16,softcap=30");  // retains nothing
+    const Spec spec = parse_spec("D=128,V=1000,dtype=fp16");  // retains nothing
     Session builder = session({.device = "cpu"});
     Session strict = session({.device = "cuda", .strict = true});
     std::int64_t sets = 0;

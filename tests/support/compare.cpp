@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numbers>
@@ -40,6 +41,19 @@ std::string take_out_non_finite(std::vector<double>& got, std::vector<double>& t
     return {};
 }
 
+// What the norm of all rows' errors may come to. `independent` errors make them up where rows have equal budgets. Fewer where some rows
+// have most of the budget: (Σ b²)² / Σ b⁴ of them.
+double expected_norm(const std::vector<Budget>& budgets, std::int64_t independent) {
+    double squares = 0;
+    double fourths = 0;
+    for (const Budget& b : budgets) {
+        squares += b.floor * b.floor;
+        fourths += b.floor * b.floor * b.floor * b.floor;
+    }
+    if (fourths > 0) independent = std::min<std::int64_t>(independent, std::llround(squares * squares / fourths));
+    return std::sqrt(squares) * chance_factor(independent);
+}
+
 // Rows of `width` numbers, each with a budget. `independent` errors make up the whole; they are `roundings` times the yardstick's where
 // there are more.
 Judgement judge_rows(std::string name, std::vector<double> got, std::vector<double> truth, std::vector<double> yardstick,
@@ -51,9 +65,7 @@ Judgement judge_rows(std::string name, std::vector<double> got, std::vector<doub
     }
     j.failure = take_out_non_finite(got, truth, yardstick, budgets, width);
     if (!j.failure.empty()) return j;
-    double floor = 0;
-    for (const Budget& b : budgets) floor += b.floor * b.floor;
-    floor = std::sqrt(floor) * chance_factor(independent);
+    const double floor = expected_norm(budgets, independent);
     const double size = norm(truth);
     const double unit = size > 0 ? size : 1;
     const auto count = static_cast<std::int64_t>(got.size());
@@ -74,9 +86,23 @@ Judgement judge_rows(std::string name, std::vector<double> got, std::vector<doub
     return j;
 }
 
-// A reduced loss: its budget is that of its tokens, and of adding them up.
+// Budgets, with what `more` of them, or none, adds.
+std::vector<Budget> with(std::vector<Budget> budgets, const std::vector<Budget>& more) {
+    for (std::size_t row = 0; row < more.size(); ++row) {
+        budgets[row] = {std::hypot(budgets[row].floor, more[row].floor), budgets[row].limit + more[row].limit};
+    }
+    return budgets;
+}
+
+/// Sums that a reduced loss is made of, each with an error of its own: of the tokens' losses, of the class weights that a mean divides by,
+/// and of those that label smoothing has.
+double sums_of_loss(const Problem& p) {
+    return 1 + (p.spec.class_weight ? 1 : 0) + (p.spec.class_weight && p.spec.label_smoothing > 0 ? 1 : 0);
+}
+
+// A reduced loss: its budget is that of its tokens, and of `sums` over them or as many numbers.
 Judgement judge_scalar(std::string name, double got, double truth, double yardstick, const std::vector<Budget>& tokens, double divisor,
-                       double cap) {
+                       double sums, double cap) {
     Budget sum;
     double square = 0;
     for (const Budget& b : tokens) {
@@ -84,8 +110,8 @@ Judgement judge_scalar(std::string name, double got, double truth, double yardst
         sum.limit += b.limit;
     }
     if (divisor == 0) divisor = 1;
-    sum.floor = std::sqrt(square) / std::fabs(divisor) + kExpected.sum(std::ssize(tokens)) * std::fabs(truth);
-    sum.limit = sum.limit / std::fabs(divisor) + kLargest.sum(std::ssize(tokens)) * std::fabs(truth);
+    sum.floor = std::sqrt(square) / std::fabs(divisor) + kExpected.sum(std::ssize(tokens)) * std::sqrt(sums) * std::fabs(truth);
+    sum.limit = sum.limit / std::fabs(divisor) + kLargest.sum(std::ssize(tokens)) * sums * std::fabs(truth);
     return judge_rows(std::move(name), {got}, {truth}, {yardstick}, {sum}, 1, cap, 1);
 }
 
@@ -147,10 +173,11 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
     } else if (std::ssize(selection.tokens) == p.num_tokens()) {
         const double least = std::min(std::fabs(divide.cross_entropy), std::fabs(divide.z_loss));
         if (!got.loss.empty())
-            out.push_back(judge_scalar("loss", got.loss[0], truth.reduced_loss, ref.reduced_loss, budgets.loss, least, loss_cap));
-        if (!got.z_loss.empty()) {
             out.push_back(
-                judge_scalar("z_loss", got.z_loss[0], truth.reduced_z_loss, ref.reduced_z_loss, budgets.z_loss, divide.z_loss, loss_cap));
+                judge_scalar("loss", got.loss[0], truth.reduced_loss, ref.reduced_loss, budgets.loss, least, sums_of_loss(p), loss_cap));
+        if (!got.z_loss.empty()) {
+            out.push_back(judge_scalar("z_loss", got.z_loss[0], truth.reduced_z_loss, ref.reduced_z_loss, budgets.z_loss, divide.z_loss, 1,
+                                       loss_cap));
         }
     }
     per_token("lse", got.lse, truth.lse, ref.lse, budgets.lse);
@@ -160,20 +187,22 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
     if (!got.top1.empty()) out.push_back(judge_top1(p, selection, got.top1, truth, budgets));
     const std::int64_t d = p.spec.hidden_size;
     if (!got.grad_hidden.empty()) {
-        out.push_back(
-            judge_rows("grad_hidden", got.grad_hidden, truth.grad_hidden, ref.grad_hidden, budgets.grad_hidden, d, gradient_cap, valid));
+        const std::vector<Budget> of_hidden = exponentials ? with(budgets.grad_hidden, budgets.retained_hidden) : budgets.grad_hidden;
+        out.push_back(judge_rows("grad_hidden", got.grad_hidden, truth.grad_hidden, ref.grad_hidden, of_hidden, d, gradient_cap, valid));
     }
     if (!got.grad_weight.empty()) {
         std::vector<Budget> of_weight = budgets.grad_weight;
         if (exponentials) {
             for (Budget& b : of_weight) b = {b.floor * std::numbers::sqrt2, b.limit * 2};
+            of_weight = with(of_weight, budgets.retained_weight);
         }
         out.push_back(judge_rows("grad_weight", got.grad_weight, accumulated(p, selection, truth.grad_weight, p.old_grad_weight, d),
                                  ref.grad_weight, of_weight, d, gradient_cap, valid, exponentials ? std::numbers::sqrt2 : 1));
     }
     if (!got.grad_bias.empty()) {
+        const std::vector<Budget> of_bias = exponentials ? with(budgets.grad_bias, budgets.retained_bias) : budgets.grad_bias;
         out.push_back(judge_rows("grad_bias", got.grad_bias, accumulated(p, selection, truth.grad_bias, p.old_grad_bias, 1), ref.grad_bias,
-                                 budgets.grad_bias, 1, gradient_cap, valid));
+                                 of_bias, 1, gradient_cap, valid));
     }
     return out;
 }

@@ -24,6 +24,9 @@ struct Budgets {
     std::vector<Budget> logit;                                                  ///< [tokens], any of a token's
     std::vector<Budget> grad_hidden;                                            ///< [tokens]
     std::vector<Budget> grad_weight, grad_bias;                                 ///< [vocab]
+    // What gradients made of retained exponentials may be off by besides, with label smoothing; else empty.
+    std::vector<Budget> retained_hidden;                 ///< [tokens]
+    std::vector<Budget> retained_weight, retained_bias;  ///< [vocab]
 };
 
 inline constexpr double kU32 = 0x1p-24;
@@ -76,6 +79,22 @@ private:
     double total_ = 0;
 };
 
+/// A Budget of errors that add up.
+class BudgetSum {
+public:
+    BudgetSum(const ErrorModel& expected, const ErrorModel& largest) : floor_(expected), limit_(largest) {}
+    BudgetSum& add(double floor, double limit) {
+        floor_.add(floor);
+        limit_.add(limit);
+        return *this;
+    }
+    [[nodiscard]] Budget value() const { return {floor_.value(), limit_.value()}; }
+
+private:
+    ErrorSum floor_;
+    ErrorSum limit_;
+};
+
 /// What a token brings to the error of its logits' gradient: sizes of the terms of a + b·z, t and s, and the error of its lse.
 struct TokenSizes {
     double hidden_norm = 0;
@@ -113,6 +132,11 @@ struct LogitSizes {
         .add(model.truncated(spec.hidden_size) * e.gain * e.product)
         .add(roundings * model.rounding(kU32) * std::fabs(e.z))
         .value();
+}
+
+/// Error of a retained exponential where label smoothing is taken from what it is multiplied to: it is rounded before.
+[[nodiscard]] inline double retained_error(const Spec& spec, const TokenSizes& t, const LogitSizes& e, const ErrorModel& model) {
+    return (e.p * t.slope + (e.is_label ? t.hit : 0)) * model.rounding(unit_roundoff(spec.dtype)) * e.gain;
 }
 
 /// Error of the gradient with respect to h·w + b, as stored for the backward products.

@@ -116,7 +116,7 @@ void KernelRun::add_inputs() {
     if (spec.outputs.loss && !problem_.grad_loss.empty()) input("grad_loss", bytes_of(problem_.grad_loss), 4);
     if (spec.outputs.lse) upstream("grad_lse", problem_.grad_lse);
     if (spec.outputs.logprob) upstream("grad_logprob", problem_.grad_logprob);
-    if (spec.outputs.entropy) upstream("grad_entropy", problem_.grad_entropy);
+    if (spec.outputs.entropy && problem_.options.entropy_upstream) upstream("grad_entropy", problem_.grad_entropy);
 }
 
 void KernelRun::add_outputs() {

@@ -130,7 +130,7 @@ void make_upstream(Problem& p) {
     };
     if (p.spec.outputs.lse) p.grad_lse = scaled(1);
     if (p.spec.outputs.logprob) p.grad_logprob = scaled(2);
-    if (p.spec.outputs.entropy) p.grad_entropy = scaled(3);
+    if (p.spec.outputs.entropy && o.entropy_upstream) p.grad_entropy = scaled(3);
 }
 
 }  // namespace
@@ -142,7 +142,11 @@ std::string to_string(const ProblemOptions& o) {
     return fmt::format("N={} ignored={} logits={} target=int{} ignore_index={} reduction={}{}{}{} seed={}", o.num_tokens,
                        kIgnored[static_cast<int>(o.ignored)], kLogits[static_cast<int>(o.logits)], o.target_bits, o.ignore_index,
                        kReduction[static_cast<int>(o.reduction)], o.num_valid ? fmt::format(" num_valid={}", *o.num_valid) : std::string(),
-                       o.invalid_labels ? " invalid_labels" : "", o.upstream ? "" : " no_upstream", o.seed);
+                       o.invalid_labels ? " invalid_labels" : "",
+                       !o.upstream          ? " no_upstream"
+                       : o.entropy_upstream ? ""
+                                            : " no_grad_entropy",
+                       o.seed);
 }
 
 Problem make_problem(const Spec& spec, const ProblemOptions& options) {

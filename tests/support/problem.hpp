@@ -28,9 +28,10 @@ struct ProblemOptions {
     Reduction reduction = Reduction::mean;
     std::optional<double> num_valid;  ///< handed in instead of counted
     ScalarType num_valid_type = ScalarType::fp32;
-    bool invalid_labels = false;  ///< some labels outside [0, V), never ignore_index; with temperatures, some of them are none
-    bool upstream = true;         ///< gradients of every output of the Spec; else grad_loss is left out and means 1
-    bool labels_known = true;     ///< false: labels independent of the hidden states
+    bool invalid_labels = false;   ///< some labels outside [0, V), never ignore_index; with temperatures, some of them are none
+    bool upstream = true;          ///< gradients of every output of the Spec; else grad_loss is left out and means 1
+    bool entropy_upstream = true;  ///< the entropy's among them
+    bool labels_known = true;      ///< false: labels independent of the hidden states
     std::uint64_t seed = 1;
 };
 

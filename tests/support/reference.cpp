@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numbers>
 
 #include "tests/support/dense.hpp"
 #include "tests/support/number_formats.hpp"
@@ -101,20 +102,22 @@ void Evaluation::token_outputs(std::int64_t at, ReferenceToken& token, const flo
 void Evaluation::token_gradient(std::int64_t at, const ReferenceToken& token, float* z, const float* gain) {
     const TokenUpstream g = upstream(selection_.tokens[at], token);
     const double adding = ErrorModel::accumulating(spec_.vocab_size);
-    ErrorSum floor(expected_), limit(largest_);
+    BudgetSum sum(expected_, largest_), retained(expected_, largest_);
     double common = 0;
     for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
         const float dz = logit_gradient(token, g, j, z[j]);
         const LogitSizes e = logit_sizes(token, j, z[j], gain[j], dz);
         const double w = weight_norm_[j];
-        floor.add(gradient_error(spec_, token.sizes, e, expected_) * w);
-        limit.add((gradient_error(spec_, token.sizes, e, largest_) + adding * e.gradient) * w);
+        sum.add(gradient_error(spec_, token.sizes, e, expected_) * w,
+                (gradient_error(spec_, token.sizes, e, largest_) + adding * e.gradient) * w);
+        retained.add(retained_error(spec_, token.sizes, e, expected_) * w, retained_error(spec_, token.sizes, e, largest_) * w);
         common += e.p * e.gain * w;
         z[j] = dz * gain[j];
     }
     // An error of lse moves all of a row's probabilities together, so it adds up instead of averaging out.
-    floor.add(common * token.sizes.lse_error.floor * (token.sizes.slope + token.sizes.slope_z));
-    out_.budgets.grad_hidden[at] = {floor.value(), limit.value()};
+    sum.add(common * token.sizes.lse_error.floor * (token.sizes.slope + token.sizes.slope_z), 0);
+    out_.budgets.grad_hidden[at] = sum.value();
+    if (spec_.label_smoothing > 0) out_.budgets.retained_hidden[at] = retained.value();
 }
 
 BlockLogits Evaluation::logits(std::int64_t first, std::int64_t last) const {
@@ -181,7 +184,8 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
     const double adding = ErrorModel::accumulating(n);
     for (std::int64_t s = 0; s < count; ++s) {
         const std::int64_t j = selection_.vocab[first + s];
-        ErrorSum floor(expected_), limit(largest_), bias_floor(expected_), bias_limit(largest_);
+        BudgetSum of_weight(expected_, largest_), of_bias(expected_, largest_);
+        BudgetSum retained_weight(expected_, largest_), retained_bias(expected_, largest_);
         for (std::int64_t i = 0; i < n; ++i) {
             const ReferenceToken& token = tokens_[i];
             if (!token.valid) continue;
@@ -192,18 +196,24 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
             const LogitSizes e = logit_sizes(token, j, x, gain, gradient);
             const double expected = gradient_error(spec_, token.sizes, e, expected_);
             const double largest = gradient_error(spec_, token.sizes, e, largest_) + adding * e.gradient;
-            floor.add(expected * token.sizes.hidden_norm);
-            limit.add(largest * token.sizes.hidden_norm);
-            bias_floor.add(expected);
-            bias_limit.add(largest);
+            const double size = token.sizes.hidden_norm;
+            of_weight.add(expected * size, largest * size);
+            of_bias.add(expected, largest);
+            // In a product with hidden states its factor is rounded, too.
+            const double kept = retained_error(spec_, token.sizes, e, expected_);
+            const double kept_largest = retained_error(spec_, token.sizes, e, largest_);
+            retained_weight.add(std::numbers::sqrt2 * kept * size, 2 * kept_largest * size);
+            retained_bias.add(kept, kept_largest);
         }
         round_gradients(scale_, dz.data() + s * n, n);
-        out_.budgets.grad_weight[first + s] = {floor.value(), limit.value()};
+        out_.budgets.grad_weight[first + s] = of_weight.value();
+        if (spec_.label_smoothing > 0) out_.budgets.retained_weight[first + s] = retained_weight.value();
         if (!spec_.bias) continue;
         Sum bias;
         for (std::int64_t i = 0; i < n; ++i) bias.add(dz[s * n + i]);
         grad_bias_[first + s] = bias.total();
-        out_.budgets.grad_bias[first + s] = {bias_floor.value(), bias_limit.value()};
+        out_.budgets.grad_bias[first + s] = of_bias.value();
+        if (spec_.label_smoothing > 0) out_.budgets.retained_bias[first + s] = retained_bias.value();
     }
     multiply_add(summation_, dz.data(), layer_.hidden, &grad_weight_[first * d], count, d, n);
 }
@@ -254,6 +264,10 @@ void Evaluation::prepare() {
         values->assign(rows, {});
     }
     for (auto* values : {&b.grad_weight, &b.grad_bias}) values->assign(columns, {});
+    if (spec_.label_smoothing > 0) {
+        b.retained_hidden.assign(rows, {});
+        for (auto* values : {&b.retained_weight, &b.retained_bias}) values->assign(columns, {});
+    }
     tokens_.resize(rows);
     grad_hidden_.assign(rows * d, 0);
     grad_weight_.assign(columns * d, 0);

@@ -12,6 +12,9 @@ std::string_view to_string(KernelRole role) noexcept {
         case KernelRole::reduce_loss: return "reduce_loss";
         case KernelRole::row_coefficients: return "row_coefficients";
         case KernelRole::retained_rows: return "retained_rows";
+        case KernelRole::smoothing_sums: return "smoothing_sums";
+        case KernelRole::smoothing_totals: return "smoothing_totals";
+        case KernelRole::retained_bias: return "retained_bias";
         case KernelRole::dlogits: return "dlogits";
         case KernelRole::grad_hidden: return "grad_hidden";
         case KernelRole::grad_weight: return "grad_weight";

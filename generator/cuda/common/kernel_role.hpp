@@ -19,6 +19,9 @@ enum class KernelRole : std::uint8_t {
     // Of a backward pass.
     row_coefficients,
     retained_rows,
+    smoothing_sums,
+    smoothing_totals,
+    retained_bias,
     dlogits,
     grad_hidden,
     grad_weight,

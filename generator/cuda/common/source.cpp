@@ -4,6 +4,7 @@
 
 #include "flce/error.hpp"
 #include "generator/cuda/common/transform_source.hpp"
+#include "generator/logit_transforms.hpp"
 #include "templates/common/params.cuh"
 
 namespace flce {
@@ -19,7 +20,8 @@ std::string_view element_type(DType dtype) {
 }
 
 std::string problem_struct(const Spec& spec, const Plan& plan) {
-    const std::string math = spec.dtype == DType::fp32 ? "flce::PreciseMath" : "flce::FastMath";
+    const bool long_sums = spec.hidden_size >= kLongSum;
+    const std::string math = spec.dtype == DType::fp32 ? "flce::PreciseMath" : long_sums ? "flce::FastLongMath" : "flce::FastMath";
     std::string text = "struct Problem : flce::PlainProblem {\n";
     text += fmt::format("    using Element = {};\n", element_type(spec.dtype));
     text += fmt::format("    using GradWeight = {};\n", element_type(spec.grad_weight_dtype));
@@ -42,7 +44,15 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
     text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
     text += transform_source(spec, math, "        ");
-    text += "    }\n};\n\n";
+    text += "    }\n";
+    if (plan.strategy == Strategy::retain && spec.softcap != 0.0) {
+        text += "    enum : bool { stores_derivative = true };\n";
+        text += "    static __device__ __forceinline__ float derivative_at(float z, const float* p) {\n";
+        text += derivative_source(spec, "        ");
+        text += "    }\n    static __device__ __forceinline__ float softcap(const float* p) {\n";
+        text += fmt::format("        return p[{}];\n    }}\n", ScaleTransform::active(spec) ? ScaleTransform::parameter_count : 0);
+    }
+    text += "};\n\n";
     return text;
 }
 

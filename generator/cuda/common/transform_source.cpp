@@ -13,9 +13,9 @@ namespace {
 
 /// Statements written so far; every operation becomes one, so that nothing is computed twice.
 struct Statements {
-    std::string text;
-    std::string math;
-    std::string indent;
+    std::string text{};
+    std::string math{};
+    std::string indent{};
     int count = 0;
 };
 
@@ -47,16 +47,26 @@ private:
     std::shared_ptr<Statements> statements_;
 };
 
+std::vector<TextNumber> parameter_names(const Spec& spec, const std::shared_ptr<Statements>& statements) {
+    std::vector<TextNumber> parameters;
+    for (std::size_t i = 0; i < transform_parameters(spec).size(); ++i) parameters.emplace_back(fmt::format("p[{}]", i), statements);
+    return parameters;
+}
+
 }  // namespace
 
 std::string transform_source(const Spec& spec, const std::string& math, const std::string& indent) {
-    auto statements = std::make_shared<Statements>();
-    statements->math = math;
-    statements->indent = indent;
-    std::vector<TextNumber> parameters;
-    for (std::size_t i = 0; i < transform_parameters(spec).size(); ++i) parameters.emplace_back(fmt::format("p[{}]", i), statements);
+    const auto statements = std::make_shared<Statements>(Statements{.math = math, .indent = indent});
+    const std::vector<TextNumber> parameters = parameter_names(spec, statements);
     const TransformedLogit<TextNumber> z = transform_logit(spec, TextNumber("x", statements), std::span<const TextNumber>(parameters));
     return statements->text + fmt::format("{}return {{{}, {}}};\n", indent, z.logit.name(), z.derivative.name());
+}
+
+std::string derivative_source(const Spec& spec, const std::string& indent) {
+    const auto statements = std::make_shared<Statements>(Statements{.indent = indent});
+    const std::vector<TextNumber> parameters = parameter_names(spec, statements);
+    const TextNumber derivative = derivative_at_logit(spec, TextNumber("z", statements), std::span<const TextNumber>(parameters));
+    return statements->text + fmt::format("{}return {};\n", indent, derivative.name());
 }
 
 }  // namespace flce

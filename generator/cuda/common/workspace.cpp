@@ -14,6 +14,7 @@ constexpr std::int64_t kRowQuantum = 128;
 constexpr std::int64_t kListedRowBytes = sizeof(ListedRow);
 constexpr std::int64_t kMostListedRows = 1 << 18;  // of a call; where there are more, ignored ones are worked on like the others
 constexpr std::int64_t kLeastScratch = 16 << 20;   // with less there are no lists
+constexpr std::int64_t kFewestRetained = 16;       // tokens: one rounding more shows in the gradients of fewer, and no layer is quicker
 
 /// Hands out aligned pieces of the workspace.
 class Pieces {
@@ -31,12 +32,17 @@ private:
 
 std::int64_t retained_blocks(const Spec& spec) { return multiple_above(spec.vocab_size, kRetainedColumns) / kRetainedColumns; }
 
+/// The sums over the weight and over hidden states that label smoothing needs beside retained exponentials: of each stretch, and in all.
+std::int64_t smoothing_bytes(const Spec& spec) {
+    return spec.label_smoothing > 0 ? multiple_above(2 * (kSmoothingParts + 1) * spec.hidden_size * 4, kWorkspaceAlignment) : 0;
+}
+
 /// Bytes that backward needs whatever the number of tokens.
 std::int64_t reserve_bytes(const Spec& spec, const Plan& plan) {
     return kReserveBytes + cuda_path(plan.path).backward_needs(spec, plan).progress_bytes +
            (has_lists(plan) ? kMostListedRows * kListedRowBytes : 0) +
            (plan.strategy == Strategy::retain
-                ? multiple_above((std::int64_t{2} * kPaceCounters + retained_blocks(spec)) * 4, kWorkspaceAlignment)
+                ? multiple_above((std::int64_t{2} * kPaceCounters + retained_blocks(spec)) * 4, kWorkspaceAlignment) + smoothing_bytes(spec)
                 : 0);
 }
 
@@ -164,10 +170,12 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     r.references = pieces.take(n * 4);
     r.target_logits = pieces.take(n * 4);
     r.row_scales = pieces.take(n * 4);
+    if (spec.label_smoothing > 0) r.row_smoothing = pieces.take(n * 4);
     r.stale = pieces.take(ceil_div(n, kOutputRows) * 4);
-    r.most = select(less(0, n), pieces.end() + block * all_blocks, 0);
+    const Expr enough = less(kFewestRetained - 1, n);
+    r.most = select(enough, pieces.end() + block * all_blocks, 0);
     if (cuda_path(plan.path).lends_grad_weight(spec, plan.cuda.grad_weight))
-        r.lendable = select(less(0, n), Expr(spec.vocab_size * gradient_row), 0);
+        r.lendable = select(enough, Expr(spec.vocab_size * gradient_row), 0);
 
     const Expr bytes = slot(Slot::retained_bytes);
     r.lent = slot(Slot::retained_in_grad_weight) && less(0, bytes);
@@ -175,10 +183,16 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     const Expr lent_stride = floor_div(floor_div(bytes, max(places, 1)), kWorkspaceAlignment) * kWorkspaceAlignment;
     const Expr own_blocks = floor_div(max(bytes - pieces.end(), 0), block);
     r.blocks = min(select(r.lent, max(places - 1, 0), own_blocks), all_blocks);
-    r.columns = select(less(0, n), min(r.blocks * kRetainedColumns, spec.vocab_size), 0);
+    r.columns = select(enough, min(r.blocks * kRetainedColumns, spec.vocab_size), 0);
     r.block_bytes = select(r.lent, lent_stride, block);
     r.exponentials = select(r.lent, lent_stride, pieces.end());
     return r;
+}
+
+RetainedLayout retained_for_backward(const Spec& spec, const Plan& plan) {
+    RetainedLayout retained = retained_layout(spec, plan);
+    if (spec.outputs.entropy) retained.columns = select(equal(slot(Slot::grad_entropy), 0), retained.columns, 0);
+    return retained;
 }
 
 /// The memory of a grad_weight that will be written is free until then: with many tokens, chunks in it can be wider than the workspace
@@ -192,7 +206,7 @@ static void place_wide_chunks(const Spec& spec, const Device& device, const Plan
     b.wide_chunk = whole_chunk(spec, device, plan, s, floor_div(kMostDlogits, row));
     const Expr end = Expr(spec.padded_vocab_size * gradient_row) - row * b.wide_chunk;
     b.wide_dlogits = floor_div(max(end, 0), kWorkspaceAlignment) * kWorkspaceAlignment;
-    const Expr before = min(floor_div(b.wide_dlogits, gradient_row), spec.vocab_size) - retained_layout(spec, plan).columns;
+    const Expr before = min(floor_div(b.wide_dlogits, gradient_row), spec.vocab_size) - retained_for_backward(spec, plan).columns;
     const Expr use = equal(b.row_blocks, 1) && less(b.chunk, b.wide_chunk) && less(0, slot(Slot::grad_weight));
     b.wide_chunks = select(use, max(floor_div(before, b.wide_chunk), 0), 0);
 }
@@ -240,6 +254,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     if (plan.strategy == Strategy::retain) {
         b.counter_count = std::int64_t{2} * kPaceCounters + retained_blocks(spec);
         b.counters = pieces.take(b.counter_count * 4);
+        b.smoothing = pieces.take(smoothing_bytes(spec));
     }
     // In fp32 grad_hidden accumulates in place.
     const bool apart = path.backward_needs(spec, plan).sums_apart;

@@ -77,7 +77,8 @@ struct BackwardLayout {
     Expr joined{0};  ///< whether this number of tokens joins them, where the call wants both gradients
     Expr progress{0};
     std::int64_t progress_bytes = 0;
-    Expr counters{0};  ///< of two Paces, and of the readers of each block of retained exponentials
+    Expr smoothing{0};  ///< SmoothingTotalsParams' totals and sums, where exponentials are retained with label smoothing
+    Expr counters{0};   ///< of two Paces, and of the readers of each block of retained exponentials
     std::int64_t counter_count = 0;
     Expr total{0};  ///< at most plan.scratch_bytes + 4·N·D
 };
@@ -107,7 +108,8 @@ struct RetainedLayout {
     // Offsets, bytes.
     Expr references{0};     ///< [N] fp32
     Expr target_logits{0};  ///< [N] fp32
-    Expr row_scales{0};     ///< [N] fp32, backward's own
+    Expr row_scales{0};     ///< [N] fp32, backward's own, as is
+    Expr row_smoothing{0};  ///< [N] fp32, with label smoothing
     Expr stale{0};          ///< [⌈N / kOutputRows⌉]
     Expr exponentials{0};
     Expr block_bytes{0};  ///< from one block to the next
@@ -115,6 +117,8 @@ struct RetainedLayout {
     Expr lendable{0};     ///< bytes of grad_weight that may be lent; 0 where its memory will not do
 };
 [[nodiscard]] RetainedLayout retained_layout(const Spec& spec, const Plan& plan);
+/// What backward reads of it: nothing in a call that has an entropy's gradient, which needs the logits again.
+[[nodiscard]] RetainedLayout retained_for_backward(const Spec& spec, const Plan& plan);
 
 [[nodiscard]] ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan);
 [[nodiscard]] BackwardLayout backward_layout(const Spec& spec, const Device& device, const Plan& plan);

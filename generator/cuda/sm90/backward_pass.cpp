@@ -26,7 +26,7 @@ BackwardPassSm90::BackwardPassSm90(const Spec& spec, const Device& device, const
                                    const BackwardLayout& layout)
     : BackwardPass(spec, plan, source, layout),
       clusters(device.gpu.sm_count / kClusterBlocks),
-      retained(retained_layout(spec, plan)),
+      retained(retained_for_backward(spec, plan)),
       all_retained(equal(retained.columns, spec.vocab_size)),
       joined(layout.joined && (present(Slot::grad_hidden) && present(Slot::grad_weight))) {}
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "generator/cuda/sm90/maps.hpp"
+#include "generator/cuda/sm90/rules.hpp"
 #include "templates/sm90/params.cuh"
 
 namespace flce::sm90 {
@@ -23,6 +24,13 @@ MappedMatrix dlogits_operand(const BackwardPassSm90& pass, const Chunk& chunk, c
         m.block_bytes = kWorkspaceAlignment;
     }
     return m;
+}
+
+/// A launch whose kernel takes `Smoothed` where label smoothing meets retained exponentials: of a chunk, nothing is lacking.
+template <class Smoothed, class Params>
+Statement build_whole(const BackwardPassSm90& pass, LaunchBuilder<Params> launch) {
+    if (!smooths_retained(pass.spec, pass.plan)) return launch.build();
+    return LaunchBuilder<Smoothed>(std::move(launch)).build();
 }
 
 Statement dlogits_step(const BackwardPassSm90& pass, const Chunk& chunk, const RowBlock& rows) {
@@ -54,7 +62,7 @@ Statement grad_hidden_step(const BackwardPassSm90& pass, const Chunk& chunk, con
         .set_map(&Params::accumulator_map, sum, kFirstRows, 4)
         .set_share(&Params::share, sum_share(pass))
         .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first);
-    return launch.build();
+    return build_whole<SmoothedGradHiddenSm90Params>(pass, std::move(launch));
 }
 
 Statement grad_weight_step(const BackwardPassSm90& pass, const Chunk& chunk, const RowBlock& rows) {
@@ -69,7 +77,7 @@ Statement grad_weight_step(const BackwardPassSm90& pass, const Chunk& chunk, con
         .set_map(&Params::hidden_map, hidden_matrix(pass, rows), vocab_major ? kSecondRows : kFirstRows)
         .set_map(&Params::grad_weight_map, weight_matrix(pass.spec, gradient, chunk.columns), kFirstRows, pass.grad_element_bytes)
         .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first);
-    return launch.build();
+    return build_whole<SmoothedGradWeightSm90Params>(pass, std::move(launch));
 }
 
 }  // namespace

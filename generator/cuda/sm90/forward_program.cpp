@@ -99,6 +99,7 @@ Statement references_launch(const ForwardPass& pass, const LaunchRows& rows, con
     LaunchBuilder<ReferencesParams> launch(pass.source.kernel(KernelRole::references), ceil_div(rows.count, kRowThreads / 32));
     launch.set(&ReferencesParams::hidden, hidden_row_at(pass.spec, rows.base))
         .set(&ReferencesParams::weight, slot(Slot::weight))
+        .set(&ReferencesParams::bias, slot(Slot::bias))
         .set_targets(&ReferencesParams::targets, rows.base)
         .set_list(&ReferencesParams::list, pass.list, workspace_at(pass.layout.scalars), rows.first)
         .set(&ReferencesParams::references, references_at(retained, rows))

@@ -1,5 +1,7 @@
 #include "generator/cuda/sm90/retained_gemms.hpp"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "generator/cuda/sm90/maps.hpp"
@@ -35,12 +37,69 @@ Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& row
         .set(&Params::exponentials, retained_at(retained.exponentials) + rows.first * (kRetainedColumns * pass.element_bytes))
         .set(&Params::scaled_hidden, compact_hidden_at(pass) + rows.first * row_bytes)
         .set(&Params::row_scales, retained_at(retained.row_scales) + rows.first * 4)
+        .set(&Params::row_smoothing, retained_at(retained.row_smoothing) + rows.first * 4)
+        .set(&Params::row_temperatures, workspace_at(layout.row_temperatures))
+        .set_transform(&Params::transform, pass.spec)
         .set(&Params::counters, workspace_at(layout.counters))
         .set(&Params::counter_count, layout.counter_count)
         .set(&Params::block_bytes, retained.block_bytes)
         .set(&Params::rows, rows.count)
         .set(&Params::columns, retained.columns)
         .set_float(&Params::derivative, static_cast<float>(pass.spec.logit_scale));
+    return launch.build();
+}
+
+/// Where label smoothing's sums lie in the workspace: both totals, then both sums of stretches.
+struct SmoothingSums {
+    Expr weight_sum{0};
+    Expr hidden_sum{0};
+    Expr weight_sums{0};
+    Expr hidden_sums{0};
+
+    explicit SmoothingSums(const BackwardPassSm90& pass) {
+        const std::int64_t bytes = pass.spec.hidden_size * 4;
+        weight_sum = workspace_at(pass.layout.smoothing);
+        hidden_sum = weight_sum + bytes;
+        weight_sums = hidden_sum + bytes;
+        hidden_sums = weight_sums + kSmoothingParts * bytes;
+    }
+};
+
+/// What grad_hidden and grad_weight lack of what label smoothing takes.
+std::vector<Statement> smoothing_steps(const BackwardPassSm90& pass) {
+    const SmoothingSums at(pass);
+    LaunchBuilder<SmoothingSumsParams> sums(pass.source.kernel(KernelRole::smoothing_sums), 2 * kSmoothingParts);
+    sums.set(&SmoothingSumsParams::weight, slot(Slot::weight))
+        .set(&SmoothingSumsParams::hidden, slot(Slot::hidden))
+        .set(&SmoothingSumsParams::class_weight, slot(Slot::class_weight))
+        .set(&SmoothingSumsParams::row_smoothing, retained_at(pass.retained.row_smoothing))
+        .set(&SmoothingSumsParams::weight_sums, at.weight_sums)
+        .set(&SmoothingSumsParams::hidden_sums, at.hidden_sums)
+        .set_list(&SmoothingSumsParams::list, pass.list, workspace_at(pass.layout.scalars), 0)
+        .set(&SmoothingSumsParams::columns, pass.retained.columns)
+        .set(&SmoothingSumsParams::rows, slot(Slot::num_tokens));
+    LaunchBuilder<SmoothingTotalsParams> totals(pass.source.kernel(KernelRole::smoothing_totals), 2 * ((pass.spec.hidden_size + 31) / 32));
+    totals.set(&SmoothingTotalsParams::weight_sums, at.weight_sums)
+        .set(&SmoothingTotalsParams::hidden_sums, at.hidden_sums)
+        .set(&SmoothingTotalsParams::weight_sum, at.weight_sum)
+        .set(&SmoothingTotalsParams::hidden_sum, at.hidden_sum);
+    return {sums.build(), totals.build()};
+}
+
+Statement retained_bias_launch(const BackwardPassSm90& pass) {
+    using Params = RetainedBiasParams;
+    const RetainedLayout& retained = pass.retained;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::retained_bias), ceil_div(retained.columns, kBiasColumns));
+    launch.set(&Params::exponentials, retained_at(retained.exponentials))
+        .set(&Params::row_scales, retained_at(retained.row_scales))
+        .set(&Params::row_smoothing, retained_at(retained.row_smoothing))
+        .set(&Params::class_weight, slot(Slot::class_weight))
+        .set(&Params::scalars, workspace_at(pass.layout.scalars))
+        .set(&Params::grad_bias, slot(Slot::grad_bias))
+        .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), 0)
+        .set(&Params::block_bytes, retained.block_bytes)
+        .set(&Params::rows, slot(Slot::num_tokens))
+        .set(&Params::columns, retained.columns);
     return launch.build();
 }
 
@@ -70,7 +129,11 @@ Statement retained_grad_hidden_launch(const BackwardPassSm90& pass) {
                  vocab_major ? kSecondRows : tile.block_n / kClusterBlocks)
         .set_map(&Params::accumulator_map, sum, kFirstRows, 4)
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first);
-    return launch.build();
+    if (pass.spec.label_smoothing <= 0) return launch.build();
+    LaunchBuilder<SmoothedGradHiddenSm90Params> smoothed(std::move(launch));
+    smoothed.set(&SmoothedGradHiddenSm90Params::row_smoothing, retained_at(retained.row_smoothing))
+        .set(&SmoothedGradHiddenSm90Params::weight_sum, SmoothingSums(pass).weight_sum);
+    return smoothed.build();
 }
 
 Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
@@ -102,7 +165,11 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
         .set_map(&Params::grad_weight_map, weight_matrix(pass.spec, slot(Slot::grad_weight), retained.columns), kFirstRows,
                  pass.grad_element_bytes)
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first);
-    return launch.build();
+    if (pass.spec.label_smoothing <= 0) return launch.build();
+    LaunchBuilder<SmoothedGradWeightSm90Params> smoothed(std::move(launch));
+    smoothed.set(&SmoothedGradWeightSm90Params::hidden_sum, SmoothingSums(pass).hidden_sum)
+        .set(&SmoothedGradWeightSm90Params::class_weight, slot(Slot::class_weight));
+    return smoothed.build();
 }
 
 }  // namespace
@@ -114,7 +181,9 @@ std::vector<Statement> retained_steps(const BackwardPassSm90& pass) {
     of_rows.push_back(retained_rows_launch(pass, rows));
     std::vector<Statement> steps;
     steps.push_back({Loop{kRowBlockLoop, pass.layout.row_blocks, std::move(of_rows)}});
-    // grad_hidden first: grad_weight may take the place of what it reads.
+    if (pass.spec.label_smoothing > 0) std::ranges::move(smoothing_steps(pass), std::back_inserter(steps));
+    // grad_weight last: it may take the place of what the others read.
+    if (pass.spec.bias) steps.push_back({If{present(Slot::grad_bias), {retained_bias_launch(pass)}}});
     steps.push_back({If{present(Slot::grad_hidden), {retained_grad_hidden_launch(pass)}}});
     steps.push_back({If{present(Slot::grad_weight), {retained_grad_weight_launch(pass)}}});
     return steps;

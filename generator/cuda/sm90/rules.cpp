@@ -46,8 +46,13 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
 int accumulator_limit(const Spec& spec, GemmRole role) {
     const bool smoothed_bias = spec.bias && spec.label_smoothing > 0;
     if (role == GemmRole::grad_hidden || role == GemmRole::grad_weight) return 192;
-    if (role != GemmRole::dlogits) return smoothed_bias ? 64 : spec.class_weight && spec.label_smoothing > 0 ? 128 : 192;
     const bool capped = spec.softcap != 0.0;
+    // A row that is retained has more sums beside its exponentials, and an exponential more that it is made of.
+    const Outputs& outputs = spec.outputs;
+    const bool crowded = role == GemmRole::forward_retain &&
+                         ((outputs.entropy && outputs.top1 && outputs.log_sum_sq_probs) ||
+                          (capped && spec.temperature && (outputs.entropy || outputs.log_sum_sq_probs)));
+    if (role != GemmRole::dlogits) return smoothed_bias ? 64 : crowded || (spec.class_weight && spec.label_smoothing > 0) ? 128 : 192;
     const int smoothed = spec.label_smoothing <= 0 ? 0 : spec.class_weight ? 3 : capped || smoothed_bias ? 1 : 0;
     const int terms = smoothed + (smoothed_bias ? 1 : 0) + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0);
     return terms <= 1 ? 192 : terms == 2 ? 128 : 64;
@@ -72,10 +77,10 @@ CudaPath::Reason problem(const Spec& spec, const Device& device) {
 CudaPath::Reason retain_problem(const Spec& spec) {
     if (rounds_weight(spec)) return std::string("retain: references are single rows of the weight, which is rounded a stretch at a time");
     if (spec.dtype != DType::bf16) return fmt::format("retain: exponentials have bf16's range, not {}'s", to_string(spec.dtype));
-    if (spec.softcap != 0.0) return std::string("retain: softcap's derivative needs the logits again");
-    if (spec.outputs.entropy) return std::string("retain: entropy's gradient needs the logits again");
-    if (spec.bias) return std::string("retain: a bias's gradient is a sum over tokens of the exponentials, in a pass of its own");
-    if (spec.label_smoothing > 0) return std::string("retain: label smoothing's gradient is not a multiple of the exponentials");
+    if (spec.softcap != 0.0 && spec.label_smoothing > 0) {
+        return std::string(
+            "retain: label smoothing's gradient under a softcap is no product of a number of the token and one of the class");
+    }
     return std::nullopt;
 }
 
@@ -104,10 +109,16 @@ KernelBlock block(const Spec& spec, GemmRole role, const GemmTile& tile) {
     return {.threads = 384, .per_sm = 1, .smem_bytes = smem_bytes(spec, role, tile), .cluster = kClusterBlocks};
 }
 
+bool smooths_retained(const Spec& spec, const Plan& plan) { return plan.strategy == Strategy::retain && spec.label_smoothing > 0; }
+
 GemmTile few_tokens_tile(const Spec& spec) {
+    constexpr std::int64_t kMostSmem = 227 << 10;
     const bool narrow = accumulator_limit(spec, GemmRole::forward) < 128;
-    return {
+    GemmTile tile{
         .block_m = kFewTokens, .block_n = narrow ? 64 : 128, .block_k = 64, .stages = narrow ? 7 : 5, .schedule = TileSchedule::by_turns};
+    // A row's sums take room that stages would have.
+    while (smem_bytes(spec, GemmRole::forward_retain, tile) > kMostSmem) --tile.stages;
+    return tile;
 }
 
 bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {

@@ -22,6 +22,9 @@ inline constexpr int kClusterBlocks = 2;
 inline constexpr int kFewTokens = 128;
 [[nodiscard]] GemmTile few_tokens_tile(const Spec& spec);
 
+/// Whether gradients of retained exponentials lack what label smoothing takes, which their kernels' epilogues make up for.
+[[nodiscard]] bool smooths_retained(const Spec& spec, const Plan& plan);
+
 /// Whether the three GEMMs of all chunks may be one launch, with dlogits' tile: warpgroups take turns with it, and it leaves registers for
 /// what five main loops need beside it.
 [[nodiscard]] bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan);

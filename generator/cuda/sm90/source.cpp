@@ -24,22 +24,29 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
         writer.gemm({kernel, fmt::format("{}Sm90Params", params), fmt::format("{}_sm90", function), fmt::format("{}Sm90", name),
                      tile_type(tile, cluster_blocks), of});
     };
+    const bool retains = plan.strategy == Strategy::retain;
+    const std::string smoothed = smooths_retained(spec, plan) ? "Smoothed" : "";
     const char* forward_params = rounds_weight(spec) ? "ForwardStretch" : "Forward";
     const CudaPlan& tiles = plan.cuda;
     gemm(KernelRole::forward, forward_role(plan), tiles.forward, "Forward", forward_params, "forward");
     gemm(KernelRole::forward_few, forward_role(plan), few_tokens_tile(spec), "Forward", forward_params, "forward", 1);
     writer.row_kernels();
     gemm(KernelRole::dlogits, GemmRole::dlogits, tiles.dlogits, "Dlogits", "Dlogits", "dlogits");
-    gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, "GradHidden", "GradHidden", "grad_hidden");
-    gemm(KernelRole::grad_weight, GemmRole::grad_weight, tiles.grad_weight, "GradWeight", "GradWeight", "grad_weight");
+    gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, "GradHidden", smoothed + "GradHidden", "grad_hidden");
+    gemm(KernelRole::grad_weight, GemmRole::grad_weight, tiles.grad_weight, "GradWeight", smoothed + "GradWeight", "grad_weight");
     if (joins_chunks(spec, device, plan)) {
         gemm(KernelRole::backward_chunks, GemmRole::backward_chunks, tiles.dlogits, "BackwardChunks", "BackwardChunks", "backward_chunks");
     }
     writer.rows(KernelRole::gather_rows, "GatherRowsParams", "gather_rows", kRowThreads);
     writer.rows(KernelRole::scatter_rows, "ScatterRowsParams", "scatter_rows", kRowThreads);
-    if (plan.strategy == Strategy::retain) {
+    if (retains) {
         writer.rows(KernelRole::references, "ReferencesParams", "references", kRowThreads);
         writer.rows(KernelRole::retained_rows, "RetainedRowsParams", "retained_rows", kRowThreads);
+        if (spec.bias) writer.rows(KernelRole::retained_bias, "RetainedBiasParams", "retained_bias", kRowThreads);
+    }
+    if (!smoothed.empty()) {
+        writer.rows(KernelRole::smoothing_sums, "SmoothingSumsParams", "smoothing_sums", kRowThreads);
+        writer.rows(KernelRole::smoothing_totals, "SmoothingTotalsParams", "smoothing_totals", kRowThreads);
     }
     writer.option_kernels();
     return std::move(writer).finish();

@@ -1,0 +1,153 @@
+// Backward over exponentials that forward retained, for every option that they serve: which GEMMs there are, and what comes before them.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+#include "flce/plan.hpp"
+#include "generator/cuda_program.hpp"
+#include "templates/sm90/params.cuh"
+#include "tests/cuda_source/recorded_launch.hpp"
+
+namespace flce::retained_options {
+namespace {
+
+using test::Launched;
+using test::Recorded;
+
+constexpr std::int64_t kStep = std::int64_t{1} << 44;
+constexpr std::int64_t kTokens = 4096;
+
+/// A call with every tensor but `absent`, and `retained` bytes of memory of their own.
+CallSlots call(std::initializer_list<Slot> absent, std::int64_t retained) {
+    CallSlots slots{};
+    const auto set = [&](Slot slot, std::int64_t value) { slots[static_cast<std::size_t>(slot)] = value; };
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(Slot::num_tokens); ++i) set(static_cast<Slot>(i), (i + 1) * kStep);
+    for (const Slot slot : {Slot::num_valid, Slot::grad_entropy, Slot::retained_in_grad_weight}) set(slot, 0);
+    for (const Slot slot : absent) set(slot, 0);
+    set(Slot::workspace, 100 * kStep);
+    set(Slot::num_tokens, kTokens);
+    set(Slot::target_bits, 64);
+    set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::mean));
+    set(Slot::retained_bytes, retained);
+    if (retained == 0) set(Slot::retained, 0);
+    return slots;
+}
+
+constexpr std::int64_t kAll = std::int64_t{1} << 40;
+constexpr std::int64_t kHalf = kTokens * 151'936;  // bytes: half of the vocabulary
+
+Launched backward_of(const std::string& options, std::initializer_list<Slot> absent, std::int64_t retained = kAll,
+                     std::int64_t grad_entropy = 0) {
+    const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16" + options);
+    const Device device = describe_device("h100");
+    const Plan plan = choose_plan(spec, device);
+    EXPECT_EQ(plan.strategy, Strategy::retain) << options;
+    const CudaProgram program = generate_cuda(spec, device, plan);
+    CallSlots slots = call(absent, retained);
+    slots[static_cast<std::size_t>(Slot::grad_entropy)] = grad_entropy;
+    return run(program, program.backward, slots);
+}
+
+int gemms(const Launched& pass) {
+    return pass.count("dlogits") + pass.count("grad_hidden") + pass.count("grad_weight") + pass.count("backward_chunks");
+}
+
+class RetainedOptions : public testing::TestWithParam<const char*> {};
+
+TEST_P(RetainedOptions, EverythingRetained_TwoGemms) {
+    const Launched both = backward_of(GetParam(), {});
+    EXPECT_EQ(both.count("grad_hidden"), 1);
+    EXPECT_EQ(both.count("grad_weight"), 1);
+    EXPECT_EQ(gemms(both), 2);
+}
+
+// A frozen head, frozen hidden states, or neither gradient: what nobody asks for is not computed.
+TEST_P(RetainedOptions, OneGradient_OneGemm) {
+    const Launched hidden = backward_of(GetParam(), {Slot::grad_weight, Slot::grad_bias});
+    EXPECT_EQ(hidden.count("grad_hidden"), 1);
+    EXPECT_EQ(gemms(hidden), 1);
+    EXPECT_EQ(hidden.count("retained_bias"), 0);
+    const Launched weight = backward_of(GetParam(), {Slot::grad_hidden, Slot::grad_bias});
+    EXPECT_EQ(weight.count("grad_weight"), 1);
+    EXPECT_EQ(gemms(weight), 1);
+}
+
+TEST_P(RetainedOptions, APart_TheRestIsComputedAgain) {
+    const Launched pass = backward_of(GetParam(), {}, kHalf);
+    EXPECT_GT(pass.count("dlogits") + pass.count("backward_chunks"), 0);
+    const auto first = std::ranges::find(pass.launches, "flce_grad_hidden", &Recorded::kernel);
+    ASSERT_NE(first, pass.launches.end());
+    EXPECT_EQ(first->params<GradHiddenSm90Params>().columns, (kHalf / 2 / kTokens - 1) / kRetainedColumns * kRetainedColumns);
+    EXPECT_NE(first->params<GradHiddenSm90Params>().row_scales, nullptr);
+    EXPECT_EQ(first->params<GradHiddenSm90Params>().last, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, RetainedOptions,
+                         testing::Values("", ",softcap=30", ",bias", ",label_smoothing=0.1", ",z_loss=0.0001", ",class_weight",
+                                         ",outputs=logprob+entropy+top1,temperature", ",token_weight",
+                                         ",bias,label_smoothing=0.1,class_weight", ",softcap=30,bias,temperature,logit_scale=0.5"));
+
+/// Where the launches of a pass stand; a kernel that is not launched is behind them all.
+std::ptrdiff_t place(const Launched& pass, const std::string& kernel) {
+    return std::ranges::find(pass.launches, "flce_" + kernel, &Recorded::kernel) - pass.launches.begin();
+}
+
+TEST(RetainedSmoothing, SumsComeBeforeWhatTakesThem) {
+    const Launched pass = backward_of(",label_smoothing=0.1,bias,class_weight", {});
+    for (const char* kernel : {"smoothing_sums", "smoothing_totals", "retained_bias"}) EXPECT_EQ(pass.count(kernel), 1) << kernel;
+    EXPECT_LT(place(pass, "retained_rows"), place(pass, "smoothing_sums"));
+    EXPECT_LT(place(pass, "smoothing_sums"), place(pass, "smoothing_totals"));
+    EXPECT_LT(place(pass, "smoothing_totals"), place(pass, "grad_hidden"));
+    EXPECT_LT(place(pass, "retained_bias"), place(pass, "grad_weight")) << "whose memory the exponentials may lie in";
+    const auto totals = pass.launches[place(pass, "smoothing_totals")].params<SmoothingTotalsParams>();
+    const auto sums = pass.launches[place(pass, "smoothing_sums")].params<SmoothingSumsParams>();
+    const auto hidden = pass.launches[place(pass, "grad_hidden")].params<SmoothedGradHiddenSm90Params>();
+    const auto weight = pass.launches[place(pass, "grad_weight")].params<SmoothedGradWeightSm90Params>();
+    EXPECT_EQ(sums.columns, 151'936);
+    EXPECT_EQ(totals.weight_sums, sums.weight_sums);
+    EXPECT_EQ(totals.hidden_sums, sums.hidden_sums);
+    EXPECT_EQ(hidden.weight_sum, totals.weight_sum);
+    EXPECT_EQ(hidden.row_smoothing, sums.row_smoothing);
+    EXPECT_EQ(weight.hidden_sum, totals.hidden_sum);
+    EXPECT_EQ(weight.class_weight, sums.class_weight);
+}
+
+// What is computed again has label smoothing in its logits' gradients.
+TEST(RetainedSmoothing, ChunksLackNothing) {
+    const Launched pass = backward_of(",label_smoothing=0.1,bias", {}, kHalf);
+    int chunks = 0;
+    bool first = true;
+    for (const Recorded& r : pass) {
+        if (r.kernel != "flce_grad_hidden") continue;
+        EXPECT_EQ(r.params<SmoothedGradHiddenSm90Params>().row_smoothing == nullptr, !first);
+        chunks += first ? 0 : 1;
+        first = false;
+    }
+    EXPECT_GT(chunks, 0);
+}
+
+TEST(RetainedEntropy, ItsGradient_TakesNoExponentials) {
+    const std::string options = ",outputs=loss+entropy";
+    EXPECT_EQ(backward_of(options, {}).count("retained_rows"), 1);
+    const Launched pass = backward_of(options, {}, kAll, kStep);
+    EXPECT_EQ(pass.count("retained_rows"), 0);
+    EXPECT_GT(pass.count("dlogits") + pass.count("backward_chunks"), 0);
+    const Launched none = backward_of(options, {}, 0, kStep);
+    ASSERT_EQ(pass.launches.size(), none.launches.size());
+    for (std::size_t i = 0; i < none.launches.size(); ++i) EXPECT_EQ(pass.launches[i].kernel, none.launches[i].kernel);
+}
+
+TEST(RetainedRules, SmoothingUnderASoftcap_IsRefusedByName) {
+    const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16,softcap=30,label_smoothing=0.1");
+    const Device device = describe_device("h100");
+    Plan plan = choose_plan(spec, device);
+    EXPECT_EQ(plan.strategy, Strategy::recompute);
+    plan.strategy = Strategy::retain;
+    const auto reason = illegal_reason(spec, device, plan);
+    ASSERT_TRUE(reason.has_value());
+    EXPECT_NE(reason->find("label smoothing's gradient under a softcap"), std::string::npos) << *reason;
+}
+
+}  // namespace
+}  // namespace flce::retained_options
