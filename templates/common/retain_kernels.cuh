@@ -1,13 +1,13 @@
-// Rows of a forward that retains exponentials, E_j = d_j·exp(z_j − reference), and of a backward that multiplies them. d_j is the derivative
-// of a logit where a softcap makes it differ from class to class, else 1.
+// Rows of a forward that retains exponentials, E_j = d_j·exp(z_j − reference), and of a backward that multiplies them. d_j is the
+// derivative of a logit where a softcap makes it differ from class to class, else 1.
 #pragma once
 
 #include "flce/common/logit_epilogue.cuh"
 
 namespace flce {
 
-/// A warp has a row. The target's logit, which is near the largest one wherever a model has learnt anything: above it by 60 only where the loss is. Ignored
-/// tokens take class 0's.
+/// A warp has a row. The target's logit, which is near the largest one wherever a model has learnt anything: above it by 60 only where the
+/// loss is. Ignored tokens take class 0's.
 template <class Problem>
 __device__ __forceinline__ void references(const ReferencesParams& p) {
     using Element = typename Problem::Element;
@@ -202,8 +202,8 @@ __device__ __forceinline__ void smoothing_totals(const SmoothingTotalsParams& p)
     (of_weight ? p.weight_sum : p.hidden_sum)[k] = sum;
 }
 
-/// grad_bias of the retained columns: Σ_i scale_i·E_ij, less what label smoothing takes. A block has kBiasColumns columns; 16 threads read a
-/// row of them, and the others the next rows.
+/// grad_bias of the retained columns: Σ_i scale_i·E_ij, less what label smoothing takes. A block has kBiasColumns columns; 16 threads read
+/// a row of them, and the others the next rows.
 template <class Problem>
 __device__ __forceinline__ void retained_bias(const RetainedBiasParams& p) {
     using Element = typename Problem::Element;

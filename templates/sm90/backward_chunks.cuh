@@ -3,8 +3,8 @@
 // phases (tickets.cuh).
 #pragma once
 
-#include "flce/sm90/backward.cuh"
 #include "flce/sm90/chunk_phases.cuh"
+#include "flce/sm90/grad_weight.cuh"
 
 namespace flce {
 

@@ -7,3 +7,4 @@
 #include "flce/sm90/backward.cuh"
 #include "flce/sm90/backward_chunks.cuh"
 #include "flce/sm90/forward.cuh"
+#include "flce/sm90/grad_weight.cuh"

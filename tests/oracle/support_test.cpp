@@ -137,7 +137,7 @@ struct Judged : testing::TestWithParam<DType> {
         s.outputs = {true, true, true, true};
         return s;
     }
-    Problem problem = make_problem(spec(), {.num_tokens = 60});
+    Problem problem = make_problem(spec(), {.num_tokens = 100});
     Selection selection = select_all(problem);
     Result truth = oracle(layer_of(problem), selection);
     Reference yardstick = reference(problem, selection);

@@ -1,0 +1,207 @@
+// Backward of a vocabulary chunk on sm_90a: the GEMM that makes grad_weight of the logits' gradients, or of retained exponentials.
+#pragma once
+
+#include "flce/sm90/backward.cuh"
+
+namespace flce {
+
+/// How tiles of grad_weight leave: panel by panel through the copy engine. 16-bit gradients that are added to are brought to the SM first;
+/// sums in fp32 are the copy engine's.
+template <class Problem>
+constexpr bool kUpdatesGradWeight = sizeof(typename Problem::GradWeight) == 2 && Problem::accumulate;
+template <class Problem, class TileT>
+using GradWeightPanels = Select<kUpdatesGradWeight<Problem>, PanelUpdate<typename Problem::GradWeight, TileT>,
+                                PanelStore<typename Problem::GradWeight, TileT, 1, 2>>;
+
+/// Where in the gradient the panels of a tile lie.
+template <class Problem, class TileT>
+struct GradWeightTile {
+    using PanelsT = GradWeightPanels<Problem, TileT>;
+    enum : int { kPanelsOfRow = TileT::kBlockN / PanelsT::kPanelColumns };
+    enum : int { kPanels = TileT::kConsumerM / 64 * kPanelsOfRow };
+    enum : bool { kHasTail = !Problem::hidden_major && Problem::hidden_size % TileT::kBlockN != 0 };
+
+    const TensorMap& map;
+    int n;
+    int first_row;  ///< of the consumer's
+
+    __device__ __forceinline__ int x(int panel) const { return n + panel % kPanelsOfRow * PanelsT::kPanelColumns; }
+    __device__ __forceinline__ int y(int panel) const { return first_row + panel / kPanelsOfRow * 64; }
+    /// Whether the gradient goes so far.
+    __device__ __forceinline__ bool exists(int panel) const { return !kHasTail || x(panel) < Problem::hidden_size; }
+
+    /// Before the tile is multiplied.
+    __device__ __forceinline__ void fetch(PanelsT& panels) const {
+        if constexpr (kUpdatesGradWeight<Problem>) {
+            fetch(panels, 0);
+            if constexpr (kPanels > 1) fetch(panels, 1);
+        }
+    }
+    template <int kPiecesA, int kColumnPieces>
+    __device__ __forceinline__ void write(PanelsT& panels, const float (&c)[kPiecesA][kColumnPieces][4], float factor) const {
+        constexpr bool kUpdates = kUpdatesGradWeight<Problem>;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const auto& piece = c[panel / kPanelsOfRow];
+            const int first = panel % kPanelsOfRow * PanelsT::kPanelColumns / 8;
+            if (exists(panel)) {
+                if constexpr (kUpdates) {
+                    panels.add(piece, panel, first, factor);
+                } else {
+                    panels.open();
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) panels.put(piece, h, first, factor);
+                }
+                panels.close(map, x(panel), y(panel), Problem::accumulate && !kUpdates);
+            }
+            if constexpr (kUpdates) {
+                if (panel + 2 < kPanels) fetch(panels, panel + 2);
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ void fetch(PanelsT& panels, int panel) const {
+        if (exists(panel)) panels.fetch(map, panel, x(panel), y(panel));
+    }
+};
+
+/// grad_weight as it lies in memory: [m: vocabulary, n: hidden] = Σ_k: tokens, or [m: hidden, n: vocabulary] for a hidden_major weight.
+///
+/// Exponentials may lie in grad_weight's own memory, a block one place behind its gradient's or more. Blocks are then gone through in
+/// order, and a tile is written when every tile whose operand lies there has been multiplied: tiles of smaller numbers, which clusters that
+/// run have taken.
+template <class Problem, class TileT>
+struct GradWeightSm90 {
+    using Element = typename Problem::Element;
+    using Out = typename Problem::GradWeight;
+    using MainloopT = MainloopSm90<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>, TileT>;
+    enum : int { kHidden = Problem::hidden_size };
+    // The copy engine writes whole 16 bytes of a row, so where rows of the vocabulary end within them, threads add up to the end.
+    enum : bool { kPanelled = !(Problem::accumulate && Problem::hidden_major) || rows_aligned<Out>(Problem::vocab_size) };
+    using PanelsT = GradWeightPanels<Problem, TileT>;
+    enum : bool { kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major };
+    enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes };
+    enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
+    enum : int { kThreads = TileT::kThreads };
+    using Params = SmoothedOf<Problem, GradWeightSm90Params, SmoothedGradWeightSm90Params>;
+
+    const Params& p;
+    TileNumbers<TileT> numbers;
+    MainloopT mainloop;
+    TileWalk<TileT, Problem::raster, kRetainedColumns> walk;
+    PanelsT panels;
+    int slices;
+    Pace pace;
+    int free_blocks = 0;  ///< of exponentials in grad_weight's memory: nobody reads them any more
+
+    __device__ __forceinline__ explicit GradWeightSm90(const Params& params)
+        : p(params),
+          numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
+          mainloop(dynamic_smem, kBarriersAt),
+          walk(Problem::hidden_major ? kHidden : params.columns, Problem::hidden_major ? params.columns : kHidden),
+          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
+          slices(ceil_div(listed_rows<Problem>(params.list, params.rows, 1), TileT::kBlockK)),
+          pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
+               slices) {
+        if constexpr (kLends) walk.in_blocks = p.readers != nullptr;
+    }
+
+    __device__ __forceinline__ void run() {
+        run_tiles(
+            mainloop, p.tickets, numbers, walk, [&] { return slices; }, TileT::kTurns,
+            [&] {
+                pace.begin(walk.number);
+                if constexpr (Problem::hidden_major) {
+                    mainloop.produce(p.hidden_map, vocabulary_operand<Problem>(p), walk.m, walk.n, slices, pace);
+                } else {
+                    mainloop.produce(vocabulary_operand<Problem>(p), p.hidden_map, walk.m, walk.n, slices, pace);
+                }
+            },
+            [&] { compute(); });
+        if (mainloop.place.consumer >= 0) panels.finish();
+        mainloop.meet();
+    }
+
+    __device__ __forceinline__ void compute() {
+        const bool writes = p.accumulator == nullptr || p.last != 0;
+        const GradWeightTile<Problem, TileT> tile{p.grad_weight_map, walk.n, walk.m + mainloop.place.first_row()};
+        if constexpr (kPanelled) {
+            if (writes) tile.fetch(panels);
+        }
+        const int extent_m = Problem::hidden_major ? kHidden : p.columns;
+        const int extent_n = Problem::hidden_major ? p.columns : kHidden;
+        const TileTarget<float> sum{p.accumulator + walk.m * p.accumulator_ld + walk.n, p.accumulator_ld, extent_m - walk.m,
+                                    extent_n - walk.n};
+        typename MainloopT::Accumulators c;
+        MainloopT::clear(c);
+        if (p.accumulator != nullptr && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
+        if constexpr (Problem::hidden_major) {
+            mainloop.consume(c, slices);
+        } else {
+            mainloop.template consume_at<kHidden>(c, walk.n, slices);
+        }
+        if constexpr (kLends) {
+            if (p.readers != nullptr) make_room(min(walk.m + TileT::kBlockM, extent_m));
+        }
+        if constexpr (Problem::retain && Problem::label_smoothing) {
+            if (p.hidden_sum != nullptr) take_smoothing(c);
+        }
+        if (!writes) {
+            store_tile_sm90<true, false>(mainloop, c, sum, 1.f);
+        } else if constexpr (kPanelled) {
+            tile.write(panels, c, dlogits_scale<Problem>(p.scalars, true));
+        } else {
+            constexpr long long kLd = kWeightLd<Problem>;
+            const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + walk.m * kLd + walk.n, kLd, extent_m - walk.m,
+                                         extent_n - walk.n};
+            // Pairs across the end of the vocabulary: the second one is not there.
+            store_tile_sm90<Problem::vocab_size % 2 == 0, true>(mainloop, c, result, dlogits_scale<Problem>(p.scalars, true));
+        }
+    }
+
+    /// What label smoothing takes: the class' share of the sum of the hidden states.
+    __device__ __forceinline__ void take_smoothing(typename MainloopT::Accumulators& c) const {
+        const auto smoothing_of = [&](int column) { return Problem::class_weight ? p.class_weight[min(column, p.columns - 1)] : 1.f; };
+        const auto sum_of = [&](int k) { return k < kHidden ? p.hidden_sum[k] : 0.f; };
+#pragma unroll
+        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int m = walk.m + mainloop.place.row(i, h);
+                const float of_row = Problem::hidden_major ? sum_of(m) : smoothing_of(m);
+#pragma unroll
+                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int n = walk.n + mainloop.place.column(j, e);
+                        const float of_column = Problem::hidden_major ? smoothing_of(n) : sum_of(n);
+                        c[i][j][2 * h + e] = __fmaf_rn(-of_row, of_column, c[i][j][2 * h + e]);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Tells that this warp has multiplied its tile, and waits until rows up to `end` of grad_weight are free.
+    __device__ __forceinline__ void make_room(int end) {
+        __syncwarp();
+        if (mainloop.place.lane == 0) ptx::red_release_gpu_add(p.readers + walk.m / kRetainedColumns, 1u);
+        const long long bytes = static_cast<long long>(end) * kHidden * static_cast<long long>(sizeof(Out));
+        // Block i begins i + 1 places behind the beginning.
+        const int taken = static_cast<int>((bytes - 1) / p.block_bytes);
+        for (; free_blocks < taken; ++free_blocks) {
+            while (ptx::ld_acquire_gpu(p.readers + free_blocks) < p.readers_of_block) {
+            }
+        }
+        ptx::fence_proxy_async_all();
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_weight_sm90(const typename GradWeightSm90<Problem, TileT>::Params& p) {
+    prefetch_maps(p.dlogits_map, p.hidden_map, p.grad_weight_map);
+    GradWeightSm90<Problem, TileT>(p).run();
+}
+
+}  // namespace flce
