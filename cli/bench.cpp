@@ -28,6 +28,7 @@ struct BenchOptions {
     int rounds = 0;
     double seconds = 10;
     double ignored = 0;
+    std::string frozen;
     bool no_floor = false;
     bool json = false;
 };
@@ -131,7 +132,11 @@ public:
 
 private:
     void make_sets() {
-        const RandomLayer layer = make_random_layer(spec_, options_.num_tokens, {.seed = 1, .ignored = options_.ignored});
+        // Without a loss backward begins with a gradient of the log-probabilities, as policies are trained.
+        RandomLayer layer = make_random_layer(
+            spec_, options_.num_tokens, {.seed = 1, .ignored = options_.ignored, .upstream = spec_.outputs.logprob && !spec_.outputs.loss});
+        layer.grad_lse.clear();
+        layer.grad_entropy.clear();
         sets_ = make_buffer_sets(spec_, layer, kernel_->device(), device_, Turn::forward_or_both);
         if (options_.ignored == 0) return;
         std::vector<std::int64_t> targets(static_cast<std::size_t>(options_.num_tokens));
@@ -177,6 +182,8 @@ private:
         BackwardArgs args = backward_args(set.inputs, set.outputs, {});
         if (every_token) args.target = none_ignored_.view;
         args.retained = retained_.of(set.outputs);
+        if (options_.frozen == "weight") args.grad_weight = args.grad_bias = {};
+        if (options_.frozen == "hidden") args.grad_hidden = {};
         kernel_->backward(args, scratch_.workspace());
     }
 
@@ -271,6 +278,7 @@ private:
         }
         json["ratio_forward"] = ratio("forward_ms", "floor_forward_ms");
         json["ratio_forward_backward"] = ratio("forward_backward_ms", "floor_forward_backward_ms");
+        if (!options_.frozen.empty()) json["frozen"] = options_.frozen;
         if (options_.ignored > 0) {
             json["ignored"] = options_.ignored;
             json["ratio_ignored_forward"] = ratio("forward_ms", "every_token_forward_ms");
@@ -372,6 +380,7 @@ void add_bench(CLI::App& app, Action& action) {
         "CPU,\n"
         "where one is found. TFLOP/s count 2·N·D·V for forward and 6·N·D·V for both, whatever is recomputed.\n\n"
         "Examples:\n  flce bench --spec D=2048,V=151936,dtype=bf16 --num-tokens 4096\n"
+        "  flce bench --spec D=4096,V=128256,dtype=bf16,outputs=logprob --num-tokens 8192 --frozen weight --workspace-limit 4G\n"
         "  flce bench --spec D=2048,V=50257,dtype=fp32 --device cpu --rounds 5 --json");
     command->add_option("--spec", options->spec, kSpecHelp)->required();
     command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")
@@ -384,6 +393,8 @@ void add_bench(CLI::App& app, Action& action) {
         ->check(finite_number())
         ->check(CLI::Range(0.0, 1.0))
         ->capture_default_str();
+    command->add_option("--frozen", options->frozen, "weight or hidden: backward is not asked for its gradient (the floor is of all GEMMs)")
+        ->check(CLI::IsMember({"weight", "hidden"}));
     command->add_option("--rounds", options->rounds, "measured rounds (default: what --seconds allows, 5 to 50)")
         ->check(CLI::Range(1, 100000));
     command->add_option("--seconds", options->seconds, "time to spend measuring, about")

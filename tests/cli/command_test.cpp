@@ -305,6 +305,11 @@ TEST(FlceBench_Json, HasEveryKey) {
     EXPECT_LE(json["forward_ms_min"].get<double>(), json["forward_ms"].get<double>());
     EXPECT_EQ(json["floor_forward_ms"].is_null(), json["floor"].is_null());
     EXPECT_EQ(json["rounds"], 5);
+    for (const char* frozen : {"weight", "hidden"}) {
+        EXPECT_EQ(expect_json({"bench", "--device", "cpu", "--spec", kSmall, "--rounds", "1", "--frozen", frozen, "--json"})["frozen"],
+                  frozen);
+    }
+    expect_refused({"bench", "--spec", kSmall, "--frozen", "lava"}, 2, "--frozen");
     EXPECT_EQ(run_flce({"bench", "--device", "cpu", "--spec", kSmall, "--rounds", "1", "--no-floor"}).exit_code, 0);
 }
 

@@ -49,9 +49,9 @@ int accumulator_limit(const Spec& spec, GemmRole role) {
     const bool capped = spec.softcap != 0.0;
     // A row that is retained has more sums beside its exponentials, and an exponential more that it is made of.
     const Outputs& outputs = spec.outputs;
-    const bool crowded = role == GemmRole::forward_retain &&
-                         ((outputs.entropy && outputs.top1 && outputs.log_sum_sq_probs) ||
-                          (capped && spec.temperature && (outputs.entropy || outputs.log_sum_sq_probs)));
+    const bool crowded =
+        role == GemmRole::forward_retain && ((outputs.entropy && outputs.top1 && outputs.log_sum_sq_probs) ||
+                                             (capped && spec.temperature && (outputs.entropy || outputs.log_sum_sq_probs)));
     if (role != GemmRole::dlogits) return smoothed_bias ? 64 : crowded || (spec.class_weight && spec.label_smoothing > 0) ? 128 : 192;
     const int smoothed = spec.label_smoothing <= 0 ? 0 : spec.class_weight ? 3 : capped || smoothed_bias ? 1 : 0;
     const int terms = smoothed + (smoothed_bias ? 1 : 0) + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0);
