@@ -9,17 +9,21 @@
 namespace flce {
 
 /// The phases' shape: what follows from the number of rows is read again and again, from shared memory, where registers are few.
+template <bool kHidden>
 struct ChunkShape {
+    enum : bool { kHiddenOnly = kHidden };
     enum : int { kBytes = 8 };  ///< of shared memory
 
     const BackwardChunksSm90Params& p;
     unsigned rows_at;
     __device__ __forceinline__ int rows() const { return static_cast<int>(ptx::ld_shared_b32(rows_at)); }
-    __device__ __forceinline__ int parts() const { return static_cast<int>(ptx::ld_shared_b32(rows_at + 4)); }
-    /// One thread, before the block is in step.
-    __device__ __forceinline__ void set(int rows) const {
+    __device__ __forceinline__ int parts() const { return kHidden ? 1 : static_cast<int>(ptx::ld_shared_b32(rows_at + 4)); }
+    __device__ __forceinline__ int half_rows() const { return static_cast<int>(ptx::ld_shared_b32(rows_at + 4)); }
+    /// One thread, before the block is in step. A cluster has `cluster_rows` rows of a tile.
+    __device__ __forceinline__ void set(int rows, int cluster_rows) const {
         ptx::st_shared_b32(rows_at, static_cast<unsigned>(rows));
-        ptx::st_shared_b32(rows_at + 4, static_cast<unsigned>(SumParts(p.share, rows).count));
+        const int second = kHidden ? ceil_div(ceil_div(rows, cluster_rows), 2) * cluster_rows : SumParts(p.share, rows).count;
+        ptx::st_shared_b32(rows_at + 4, static_cast<unsigned>(second));
     }
     __device__ __forceinline__ int columns() const { return p.columns; }
     __device__ __forceinline__ int even_width() const { return p.even_width; }
@@ -27,9 +31,9 @@ struct ChunkShape {
 };
 
 /// This block's tiles.
-template <class TileT, int kHidden, int kRaster>
-struct ChunkWalk : ChunkPhases<ChunkShape, kHidden, TileT::kBlockM * TileT::kCluster, TileT::kBlockN> {
-    using Phases = ChunkPhases<ChunkShape, kHidden, TileT::kBlockM * TileT::kCluster, TileT::kBlockN>;
+template <class TileT, int kHidden, int kRaster, bool kHiddenOnly>
+struct ChunkWalk : ChunkPhases<ChunkShape<kHiddenOnly>, kHidden, TileT::kBlockM * TileT::kCluster, TileT::kBlockN> {
+    using Phases = ChunkPhases<ChunkShape<kHiddenOnly>, kHidden, TileT::kBlockM * TileT::kCluster, TileT::kBlockN>;
     using Phases::chunk;
     using Phases::kind;
 
@@ -42,7 +46,7 @@ struct ChunkWalk : ChunkPhases<ChunkShape, kHidden, TileT::kBlockM * TileT::kClu
     int part_depth = 0;
 
     __device__ __forceinline__ ChunkWalk(const BackwardChunksSm90Params& p, unsigned rows_at, unsigned numbers_at)
-        : Phases(ChunkShape{p, rows_at}), numbers(numbers_at) {}
+        : Phases(ChunkShape<kHiddenOnly>{p, rows_at}), numbers(numbers_at) {}
 
     __device__ __forceinline__ bool next(unsigned rank) {
         const unsigned number = numbers.take();
@@ -52,7 +56,7 @@ struct ChunkWalk : ChunkPhases<ChunkShape, kHidden, TileT::kBlockM * TileT::kClu
         int tile_m;
         int tile_n;
         tile_of_block<kRaster>(number - before, this->clusters_of(kind, chunk), this->columns_of(kind, chunk), tile_m, tile_n);
-        m = (tile_m * TileT::kCluster + static_cast<int>(rank)) * TileT::kBlockM;
+        m = (tile_m * TileT::kCluster + static_cast<int>(rank)) * TileT::kBlockM + this->first_row_of(chunk);
         n = tile_n * TileT::kBlockN;
         find_slices();
         return true;
@@ -77,7 +81,8 @@ private:
     }
 };
 
-template <class Problem, class TileT>
+/// kHiddenOnly: grad_hidden alone is wanted.
+template <class Problem, class TileT, bool kHiddenOnly = false>
 struct BackwardChunksSm90 {
     using Element = typename Problem::Element;
     using Out = typename Problem::GradWeight;
@@ -96,7 +101,7 @@ struct BackwardChunksSm90 {
     enum : int { kBarriersAt = LogitMainloop::kRingBytes + kConsumerBytes * TileT::kConsumers + WeightPanels::kBarrierBytes };
     enum : int { kNumbersAt = kBarriersAt + RingSm90<TileT>::kBarrierBytes };
     enum : int { kRowsAt = kNumbersAt + TileNumbers<TileT>::kBytes };
-    enum : int { kSmemBytes = kRowsAt + ChunkShape::kBytes };
+    enum : int { kSmemBytes = kRowsAt + ChunkShape<kHiddenOnly>::kBytes };
     enum : int { kThreads = TileT::kThreads };
     enum : int { kHidden = Problem::hidden_size };
 
@@ -104,7 +109,7 @@ struct BackwardChunksSm90 {
 
     const Params& p;
     RingSm90<TileT> ring;
-    ChunkWalk<TileT, kHidden, Problem::raster> walk;
+    ChunkWalk<TileT, kHidden, Problem::raster, kHiddenOnly> walk;
     WeightPanels weight_panels;
 
     __device__ __forceinline__ explicit BackwardChunksSm90(const Params& params)
@@ -112,7 +117,7 @@ struct BackwardChunksSm90 {
           ring(dynamic_smem, kBarriersAt),
           walk(params, ring.smem + kRowsAt, ring.smem + kNumbersAt),
           weight_panels(staging(), ring.place, kConsumerBytes) {
-        if (threadIdx.x == 0) walk.shape.set(listed_rows<Problem>(p.list, p.rows, 1));
+        if (threadIdx.x == 0) walk.shape.set(listed_rows<Problem>(p.list, p.rows, 1), TileT::kBlockM * TileT::kCluster);
         ring.meet();
     }
 
@@ -162,7 +167,7 @@ struct BackwardChunksSm90 {
             produce<HiddenMainloop>(walk.is_last(walk.chunk) ? p.last_dlogits_sum_map : p.dlogits_sum_map, p.weight_sum_map,
                                     walk.m - walk.part_row, walk.n, walk.place_of(walk.chunk) + walk.part_depth,
                                     walk.begin_of(walk.chunk) + walk.part_depth, slices);
-        } else {
+        } else if constexpr (!kHiddenOnly) {
             produce<WeightMainloop>(p.dlogits_map, p.hidden_sum_map, walk.place_of(walk.chunk) + walk.m, walk.n, 0, 0, slices);
         }
     }
@@ -196,7 +201,7 @@ struct BackwardChunksSm90 {
             dlogits();
         } else if (walk.kind == ChunkKind::grad_hidden) {
             grad_hidden();
-        } else {
+        } else if constexpr (!kHiddenOnly) {
             grad_weight();
         }
     }
@@ -238,11 +243,12 @@ struct BackwardChunksSm90 {
 
     __device__ __forceinline__ void grad_hidden() {
         const bool writes = p.last != 0 && walk.is_last(walk.chunk) && walk.shape.parts() == 1;
-        const bool adds = p.first == 0 || walk.chunk > 0;
+        const bool continues = walk.chunk >= 2;
+        const bool adds = p.first == 0 || continues;
         Accumulators c;
         HiddenMainloop::clear(c);
         if (writes && adds) {
-            if (walk.chunk > 0) wait_in_warp(ChunkKind::grad_hidden, walk.chunk - 2);
+            if (continues) wait_in_warp(ChunkKind::grad_hidden, walk.chunk - 2);
             const long long origin = static_cast<long long>(walk.m) * kHidden + walk.n;
             load_tile_sm90<true>(HiddenMainloop(ring), c,
                                  TileTarget<float>{p.accumulator + origin, kHidden, walk.shape.rows() - walk.m, kHidden - walk.n});
@@ -281,6 +287,18 @@ __device__ __forceinline__ void backward_chunks_sm90(const typename BackwardChun
     prefetch_maps(p.hidden_map, p.weight_map, p.dlogits_map, p.hidden_sum_map, p.dlogits_sum_map, p.last_dlogits_sum_map, p.weight_sum_map,
                   p.accumulator_map, p.grad_weight_map);
     BackwardChunksSm90<Problem, TileT>(p).run();
+}
+
+template <class Problem, class TileT>
+struct HiddenChunksSm90 : BackwardChunksSm90<Problem, TileT, true> {
+    using BackwardChunksSm90<Problem, TileT, true>::BackwardChunksSm90;
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void hidden_chunks_sm90(const typename HiddenChunksSm90<Problem, TileT>::Params& p) {
+    prefetch_maps(p.hidden_map, p.weight_map, p.dlogits_map, p.dlogits_sum_map, p.last_dlogits_sum_map, p.weight_sum_map,
+                  p.accumulator_map);
+    HiddenChunksSm90<Problem, TileT>(p).run();
 }
 
 }  // namespace flce

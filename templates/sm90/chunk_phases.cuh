@@ -25,7 +25,13 @@ enum class ChunkKind : int { dlogits, grad_hidden, grad_weight };
 /// Where there are few rows, grad_hidden's sum has parts as SumParts says, whose tiles lie below each other; a later kernel adds them
 /// up.
 ///
-/// Shape has rows(), columns(), even_width() and pair_width(), as BackwardChunksSm90Params has them, and parts(). A tile is of a cluster.
+/// Where grad_hidden alone is wanted (Shape::kHiddenOnly), no order of the chunks is asked for. Halves of the rows take turns with a chunk
+/// of the vocabulary, even numbers being the first half's, and each half has a place and a sum of its own:
+///
+///     D₀ D₁ H₀ H₁ | D₂ D₃ H₂ H₃ | …
+///
+/// Shape has rows(), columns(), even_width() and pair_width(), as BackwardChunksSm90Params has them, and parts(), or with kHiddenOnly
+/// half_rows(). A tile is of a cluster.
 template <class Shape, int kHidden, int kClusterRows, int kBlockColumns>
 struct ChunkPhases {
     Shape shape;
@@ -34,12 +40,25 @@ struct ChunkPhases {
 
     FLCE_HOST_DEVICE explicit ChunkPhases(const Shape& shape_) : shape(shape_) {}
 
-    /// Where a chunk's dlogits begin in the two places, and where it begins in the vocabulary.
-    FLCE_HOST_DEVICE int place_of(int c) const { return c % 2 * shape.even_width(); }
+    enum : bool { kHalves = Shape::kHiddenOnly };
+
+    /// Where a chunk's dlogits begin in the two places that lie beside each other, and where it begins in the vocabulary.
+    FLCE_HOST_DEVICE int place_of(int c) const { return kHalves ? 0 : c % 2 * shape.even_width(); }
     FLCE_HOST_DEVICE int begin_of(int c) const { return c / 2 * shape.pair_width() + place_of(c); }
+    /// Rows of a chunk, and the first of them.
+    FLCE_HOST_DEVICE int first_row_of(int c) const {
+        if constexpr (kHalves) return c % 2 * shape.half_rows();
+        return 0;
+    }
+    FLCE_HOST_DEVICE int rows_of(int c) const {
+        if constexpr (kHalves) {
+            if (c % 2 == 0 && shape.half_rows() < shape.rows()) return shape.half_rows();
+        }
+        return shape.rows() - first_row_of(c);
+    }
     /// Columns of the chunk, or of the two that are summed.
     FLCE_HOST_DEVICE int width_of(ChunkKind k, int c) const {
-        const int end = c % 2 != 0 || k == ChunkKind::grad_hidden ? shape.pair_width() : shape.even_width();
+        const int end = kHalves || c % 2 != 0 || k == ChunkKind::grad_hidden ? shape.pair_width() : shape.even_width();
         const int width = end - place_of(c);
         const int left = shape.columns() - begin_of(c);
         return width < left ? width : left;
@@ -47,11 +66,14 @@ struct ChunkPhases {
     /// Whether nothing comes behind this pair.
     FLCE_HOST_DEVICE bool is_last(int c) const { return (c / 2 + 1) * shape.pair_width() >= shape.columns(); }
     /// Whether the pair of the even chunk c is only that one.
-    FLCE_HOST_DEVICE bool is_alone(int c) const { return begin_of(c) + shape.even_width() >= shape.columns(); }
+    FLCE_HOST_DEVICE bool is_alone(int c) const {
+        if constexpr (kHalves) return shape.rows() <= shape.half_rows();
+        return begin_of(c) + shape.even_width() >= shape.columns();
+    }
 
     FLCE_HOST_DEVICE int clusters_of(ChunkKind k, int c) const {
-        const int clusters = up_div(k == ChunkKind::grad_weight ? width_of(k, c) : shape.rows(), kClusterRows);
-        return k == ChunkKind::grad_hidden && shape.parts() > 1 ? clusters * parts_of(c).count : clusters;
+        const int clusters = up_div(k == ChunkKind::grad_weight ? width_of(k, c) : rows_of(c), kClusterRows);
+        return !kHalves && k == ChunkKind::grad_hidden && shape.parts() > 1 ? clusters * parts_of(c).count : clusters;
     }
     /// Of the sum over a pair.
     FLCE_HOST_DEVICE PartSlices parts_of(int c) const { return {sum_slices(c), shape.parts()}; }
@@ -67,6 +89,16 @@ struct ChunkPhases {
     FLCE_HOST_DEVICE bool advance() {
         const bool even = chunk % 2 == 0;
         const int first = chunk - chunk % 2;
+        if (kHalves) {
+            if (even && !is_alone(chunk)) {
+                ++chunk;
+                return true;
+            }
+            if (kind == ChunkKind::grad_hidden && is_last(chunk)) return false;
+            chunk = kind == ChunkKind::dlogits ? first : first + 2;
+            kind = kind == ChunkKind::dlogits ? ChunkKind::grad_hidden : ChunkKind::dlogits;
+            return true;
+        }
         if (kind == ChunkKind::dlogits) {
             const bool both = even && !is_alone(chunk);
             kind = both ? ChunkKind::dlogits : ChunkKind::grad_weight;
@@ -90,6 +122,11 @@ struct ChunkPhases {
     /// write over has been read, and of a sum, what comes before has been added.
     template <class Wait>
     FLCE_HOST_DEVICE void for_each_needed(const Wait& wait) const {
+        if (kHalves) {
+            if (kind == ChunkKind::grad_hidden) wait(ChunkKind::dlogits, chunk);
+            if (chunk >= 2) wait(ChunkKind::grad_hidden, chunk - 2);
+            return;
+        }
         if (kind == ChunkKind::dlogits) {
             if (chunk < 2) return;
             wait(ChunkKind::grad_hidden, chunk / 2 * 2 - 2);
@@ -104,6 +141,11 @@ struct ChunkPhases {
     /// The same for the last sum, before it is written where hidden states may lie.
     template <class Wait>
     FLCE_HOST_DEVICE void for_each_reader_of_hidden(const Wait& wait) const {
+        if (kHalves) {
+            wait(ChunkKind::dlogits, chunk);
+            if (!is_alone(chunk)) wait(ChunkKind::dlogits, chunk ^ 1);
+            return;
+        }
         wait(ChunkKind::grad_weight, chunk);
         if (!is_alone(chunk)) wait(ChunkKind::grad_weight, chunk + 1);
         if (chunk > 0) wait(ChunkKind::grad_weight, chunk - 1);

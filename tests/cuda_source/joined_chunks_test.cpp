@@ -25,6 +25,7 @@ using test::InterpretedLaunch;
 using test::InterpretedMap;
 
 struct Shape {
+    enum : bool { kHiddenOnly = false };
     int row_count;
     int all_columns;
     int even;
@@ -336,6 +337,7 @@ TEST(JoinedChunks, SumOfFewTokens_HasPartsThatTheLastLaunchAddsUp) {
         const ScatterRowsParams scatter = scattered(pass);
         EXPECT_EQ(std::memcmp(&scatter.share, &share, sizeof(share)), 0);
         EXPECT_EQ(scatter.accumulator, joined.accumulator);
+        if (n >= 2048) continue;  // halves of the rows then take turns (hidden_chunks_test)
         // A call for this gradient alone sums the same parts.
         const Pass alone = backward_of("D=2048,V=151936", n, {{Slot::grad_weight, 0}});
         const auto launch = std::ranges::find(alone.launches, "flce_grad_hidden", &Launched::kernel);
@@ -362,8 +364,8 @@ TEST(JoinedChunks, WhatIsRetained_ComesBefore) {
 }
 
 TEST(JoinedChunks, OneGradient_ChunkByChunk) {
-    for (const Slot slot : {Slot::grad_hidden, Slot::grad_weight}) {
-        const Pass pass = backward_of("D=2048,V=151936", 4096, {{slot, 0}});
+    for (const auto& [slot, n] : {std::pair{Slot::grad_hidden, 4096}, {Slot::grad_weight, 2000}}) {
+        const Pass pass = backward_of("D=2048,V=151936", n, {{slot, 0}});
         EXPECT_TRUE(pass.joined().empty());
         EXPECT_GT(pass.count("flce_dlogits"), 1);
         EXPECT_EQ(pass.count("flce_grad_hidden") > 0, slot != Slot::grad_hidden);

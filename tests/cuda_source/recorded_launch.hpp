@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <vector>
@@ -40,6 +41,23 @@ struct Launched {
         return n;
     }
 };
+
+/// A call with a made-up address, far from all others, for every tensor but `absent`.
+inline CallSlots made_up_call(std::int64_t num_tokens, std::initializer_list<Slot> absent) {
+    constexpr std::int64_t kStep = std::int64_t{1} << 44;
+    CallSlots slots{};
+    const auto set = [&](Slot slot, std::int64_t value) { slots[static_cast<std::size_t>(slot)] = value; };
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(Slot::num_tokens); ++i) set(static_cast<Slot>(i), (i + 1) * kStep);
+    for (const Slot slot : {Slot::num_valid, Slot::grad_entropy, Slot::retained, Slot::retained_bytes, Slot::retained_in_grad_weight}) {
+        set(slot, 0);
+    }
+    for (const Slot slot : absent) set(slot, 0);
+    set(Slot::workspace, 100 * kStep);
+    set(Slot::num_tokens, num_tokens);
+    set(Slot::target_bits, 64);
+    set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::mean));
+    return slots;
+}
 
 inline Launched run(const CudaProgram& program, const LaunchProgram& pass, const CallSlots& slots) {
     Launched result;

@@ -18,22 +18,6 @@ using test::Recorded;
 constexpr std::int64_t kStep = std::int64_t{1} << 44;
 constexpr std::int64_t kTokens = 4096;
 
-/// A call with every tensor but `absent`, and `retained` bytes of memory of their own.
-CallSlots call(std::initializer_list<Slot> absent, std::int64_t retained) {
-    CallSlots slots{};
-    const auto set = [&](Slot slot, std::int64_t value) { slots[static_cast<std::size_t>(slot)] = value; };
-    for (std::int64_t i = 0; i < static_cast<std::int64_t>(Slot::num_tokens); ++i) set(static_cast<Slot>(i), (i + 1) * kStep);
-    for (const Slot slot : {Slot::num_valid, Slot::grad_entropy, Slot::retained_in_grad_weight}) set(slot, 0);
-    for (const Slot slot : absent) set(slot, 0);
-    set(Slot::workspace, 100 * kStep);
-    set(Slot::num_tokens, kTokens);
-    set(Slot::target_bits, 64);
-    set(Slot::reduction, static_cast<std::int64_t>(ReductionCode::mean));
-    set(Slot::retained_bytes, retained);
-    if (retained == 0) set(Slot::retained, 0);
-    return slots;
-}
-
 constexpr std::int64_t kAll = std::int64_t{1} << 40;
 constexpr std::int64_t kHalf = kTokens * 151'936;  // bytes: half of the vocabulary
 
@@ -44,9 +28,11 @@ Launched backward_of(const std::string& options, std::initializer_list<Slot> abs
     const Plan plan = choose_plan(spec, device);
     EXPECT_EQ(plan.strategy, Strategy::retain) << options;
     const CudaProgram program = generate_cuda(spec, device, plan);
-    CallSlots slots = call(absent, retained);
+    CallSlots slots = test::made_up_call(kTokens, absent);
     slots[static_cast<std::size_t>(Slot::grad_entropy)] = grad_entropy;
-    return run(program, program.backward, slots);
+    slots[static_cast<std::size_t>(Slot::retained)] = retained == 0 ? 0 : 99 * kStep;
+    slots[static_cast<std::size_t>(Slot::retained_bytes)] = retained;
+    return test::run(program, program.backward, slots);
 }
 
 int gemms(const Launched& pass) {

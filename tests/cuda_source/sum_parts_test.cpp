@@ -109,12 +109,12 @@ void expect_agreement(const Pass& pass) {
 
 TEST(SumParts, EveryLaunchOfAPass_HasTheSameShare) {
     for (const char* spec : {"D=2048,V=151936", "D=2048,V=151936,grad_weight_mode=accumulate", "D=136,V=50257"}) {
-        for (const std::int64_t n : {64, 257, 1024, 4096}) {
+        for (const std::int64_t n : {64, 257, 1024, 2000}) {
             SCOPED_TRACE(testing::Message() << spec << ", " << n);
             expect_agreement(backward_of(spec, n));
         }
     }
-    expect_agreement(backward_of("D=2048,V=151936", 4096, std::int64_t{256} << 20));
+    expect_agreement(backward_of("D=2048,V=151936", 2000, std::int64_t{256} << 20));
     expect_agreement(backward_of("D=2048,V=151936", 4096, std::int64_t{1} << 40));
 }
 

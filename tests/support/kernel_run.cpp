@@ -368,7 +368,8 @@ std::vector<Keeping> ways_of_keeping(const Kernel& kernel, std::int64_t num_toke
 
 }  // namespace
 
-testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kernel, const Problem& problem, double work) {
+testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kernel, const Problem& problem, double work,
+                                       const Wanted& wanted) {
     const Selection selection = select_for_work(problem, work);
     std::optional<Result> truth;
     std::optional<Reference> yardstick;
@@ -377,7 +378,7 @@ testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kern
         KernelRun run(kernel, problem);
         run.retain(keeping.place, keeping.bytes);
         run.forward();
-        run.backward();
+        run.backward(wanted);
         if (!truth) {
             const std::vector<float> lse = run.token_floats("lse");
             const std::vector<float> entropy = run.token_floats("entropy");

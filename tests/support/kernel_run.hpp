@@ -84,7 +84,7 @@ private:
 
 /// Runs forward and backward and judges everything; says what is wrong. `work` bounds the oracle's multiplications. On a GPU also with
 /// everything retained that the kernel can use, a part of it, and in grad_weight's memory.
-[[nodiscard]] testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kernel, const Problem& problem,
-                                                     double work = 4e8);
+[[nodiscard]] testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kernel, const Problem& problem, double work = 4e8,
+                                                     const Wanted& wanted = {});
 
 }  // namespace flce::test

@@ -19,6 +19,7 @@ std::string_view to_string(KernelRole role) noexcept {
         case KernelRole::grad_hidden: return "grad_hidden";
         case KernelRole::grad_weight: return "grad_weight";
         case KernelRole::backward_chunks: return "backward_chunks";
+        case KernelRole::hidden_chunks: return "hidden_chunks";
         case KernelRole::grad_bias: return "grad_bias";
         case KernelRole::scatter_rows: return "scatter_rows";
         case KernelRole::zero_columns: return "zero_columns";

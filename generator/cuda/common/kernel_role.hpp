@@ -26,6 +26,7 @@ enum class KernelRole : std::uint8_t {
     grad_hidden,
     grad_weight,
     backward_chunks,  ///< the three above, of all chunks of the vocabulary in one launch
+    hidden_chunks,    ///< the same without grad_weight
     grad_bias,
     scatter_rows,
     zero_columns,

@@ -236,6 +236,9 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.joined = joined.joined;
     b.even_chunk = joined.even_chunk;
     b.even_wide_chunk = joined.even_wide_chunk;
+    b.hidden_groups = joined.hidden_groups;
+    b.hidden_rows = joined.hidden_rows;
+    b.hidden_chunk = joined.hidden_chunk;
     b.progress_bytes = joined.progress_bytes;
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));

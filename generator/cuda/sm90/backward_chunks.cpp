@@ -6,53 +6,103 @@
 #include "templates/sm90/params.cuh"
 
 namespace flce::sm90 {
+namespace {
 
-std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const Stretch& stretch) {
-    using Params = BackwardChunksSm90Params;
+using Params = BackwardChunksSm90Params;
+
+/// What a launch works on: a stretch of the vocabulary, and some of the tokens.
+struct JoinedWork {
+    KernelRole kernel;
+    RowBlock rows;
+    Expr first_column;
+    Expr columns;
+    Expr width;       ///< of a pair of chunks, or of the chunk of both halves
+    Expr even_width;  ///< of the first of a pair
+    Expr dlogits;     ///< address
+    Expr writes;      ///< grad_hidden, where the stretch is the last one
+};
+
+/// Of the weight or its gradient, the rows of the stretch.
+MappedMatrix columns_of(const BackwardPassSm90& pass, const JoinedWork& work, Slot tensor, std::int64_t element_bytes) {
+    return weight_matrix(pass.spec, slot(tensor) + work.first_column * (pass.spec.hidden_size * element_bytes), work.columns);
+}
+
+/// Everything but what grad_weight takes.
+LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWork& work) {
     const Spec& spec = pass.spec;
     const BackwardLayout& layout = pass.layout;
     const GemmTile& tile = pass.plan.cuda.dlogits;
-    const RowBlock rows = all_rows();
-    const Expr columns = min(Expr(spec.vocab_size) - stretch.first_column, stretch.chunks * stretch.width);
-    const auto columns_of = [&](Slot tensor, std::int64_t element_bytes) {
-        return weight_matrix(spec, slot(tensor) + stretch.first_column * (spec.hidden_size * element_bytes), columns);
-    };
+    const RowBlock& rows = work.rows;
     const MappedMatrix hidden = hidden_matrix(pass, rows);
-    const MappedMatrix weight = columns_of(Slot::weight, pass.element_bytes);
-    const MappedMatrix dlogits{stretch.dlogits, stretch.width, rows.count, stretch.width};
+    const MappedMatrix weight = columns_of(pass, work, Slot::weight, pass.element_bytes);
+    const MappedMatrix dlogits{work.dlogits, work.width, rows.count, work.width};
     // Of the last pair of chunks, or half of one.
-    const Expr last_columns = columns - (ceil_div(columns, stretch.width) - 1) * stretch.width;
-    const MappedMatrix sum = sum_matrix(pass, 0, sum_room(pass));
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::backward_chunks), pass.clusters * kClusterBlocks);
+    const Expr last_columns = work.columns - (ceil_div(work.columns, work.width) - 1) * work.width;
+    const MappedMatrix sum = sum_matrix(pass, rows.first, rows.first.constant() != nullptr ? sum_room(pass) : rows.count);
+    LaunchBuilder<Params> launch(pass.source.kernel(work.kernel), pass.clusters * kClusterBlocks);
     launch.set_share(&Params::share, sum_share(pass))
-        .set(&Params::class_weight, advanced(slot(Slot::class_weight), stretch.first_column, 4))
+        .set(&Params::class_weight, advanced(slot(Slot::class_weight), work.first_column, 4))
         .set(&Params::scalars, workspace_at(layout.scalars))
-        .set(&Params::coefficients, workspace_at(layout.coefficients))
-        .set(&Params::row_targets, workspace_at(layout.row_targets))
-        .set(&Params::first_column, stretch.first_column)
+        .set(&Params::coefficients, workspace_at(layout.coefficients) + rows.first * 16)
+        .set(&Params::row_targets, workspace_at(layout.row_targets) + rows.first * 8)
+        .set(&Params::first_column, work.first_column)
         .set(&Params::rows, rows.count)
-        .set(&Params::columns, columns)
+        .set(&Params::columns, work.columns)
         .set_transform(&Params::transform, spec)
         .set(&Params::accumulator, sum.address)
-        .set(&Params::grad_hidden, slot(Slot::grad_hidden))
+        .set(&Params::grad_hidden, slot(Slot::grad_hidden) + caller_row(pass, rows.first) * (spec.hidden_size * pass.element_bytes))
         .set(&Params::taken, workspace_at(layout.progress))
         .set(&Params::progress, workspace_at(layout.progress) + 4)
-        .set(&Params::even_width, stretch.even_width)
-        .set(&Params::pair_width, stretch.width)
-        .set(&Params::first, equal(stretch.first_column, 0))
-        .set(&Params::last, equal(stretch.first_column + columns, spec.vocab_size))
+        .set(&Params::even_width, work.even_width)
+        .set(&Params::pair_width, work.width)
+        .set(&Params::first, equal(work.first_column, 0))
+        .set(&Params::last, equal(work.first_column + work.columns, spec.vocab_size) && work.writes)
         .set_map(&Params::hidden_map, hidden, tile.block_m)
         .set_map(&Params::weight_map, weight, tile.block_n / kClusterBlocks)
         .set_map(&Params::dlogits_map, dlogits, kFirstRows)
-        .set_map(&Params::hidden_sum_map, hidden, kSecondRows)
         .set_map(&Params::dlogits_sum_map, dlogits, tile.block_m)
-        .set_map(&Params::last_dlogits_sum_map, {dlogits.address, last_columns, rows.count, stretch.width}, tile.block_m)
+        .set_map(&Params::last_dlogits_sum_map, {dlogits.address, last_columns, rows.count, work.width}, tile.block_m)
         .set_map(&Params::weight_sum_map, weight, kSecondRows)
         .set_map(&Params::accumulator_map, sum, kFirstRows, 4)
-        .set_map(&Params::grad_weight_map, columns_of(Slot::grad_weight, pass.grad_element_bytes), kFirstRows, pass.grad_element_bytes)
-        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), 0);
+        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first);
+    return launch;
+}
+
+/// The launch, its counters set to 0 before.
+std::vector<Statement> with_counters(const BackwardPassSm90& pass, LaunchBuilder<Params> launch, const Expr& first_row) {
+    const BackwardLayout& layout = pass.layout;
     return {Statement{MemsetZero{workspace_at(layout.progress), layout.progress_bytes}},
-            build_tempered(std::move(launch), spec, workspace_at(layout.row_temperatures))};
+            build_tempered(std::move(launch), pass.spec, workspace_at(layout.row_temperatures) + first_row * 4)};
+}
+
+}  // namespace
+
+std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const Stretch& stretch) {
+    const RowBlock rows = all_rows();
+    const Expr columns = min(Expr(pass.spec.vocab_size) - stretch.first_column, stretch.chunks * stretch.width);
+    const JoinedWork work{
+        KernelRole::backward_chunks, rows, stretch.first_column, columns, stretch.width, stretch.even_width, stretch.dlogits, 1};
+    LaunchBuilder<Params> launch = joined_launch(pass, work);
+    launch.set_map(&Params::hidden_sum_map, hidden_matrix(pass, rows), kSecondRows)
+        .set_map(&Params::grad_weight_map, columns_of(pass, work, Slot::grad_weight, pass.grad_element_bytes), kFirstRows,
+                 pass.grad_element_bytes);
+    return with_counters(pass, std::move(launch), 0);
+}
+
+Statement hidden_chunks_groups(const BackwardPassSm90& pass) {
+    const BackwardLayout& layout = pass.layout;
+    const Expr first = variable(kRowBlockLoop) * layout.hidden_rows;
+    const RowBlock rows{variable(kRowBlockLoop), first, min(slot(Slot::num_tokens) - first, layout.hidden_rows)};
+    const Expr from = pass.retained.columns;
+    const JoinedWork work{KernelRole::hidden_chunks,
+                          rows,
+                          from,
+                          Expr(pass.spec.vocab_size) - from,
+                          layout.hidden_chunk,
+                          layout.hidden_chunk,
+                          workspace_at(layout.dlogits),
+                          !scatters_groups(pass)};
+    return {Loop{kRowBlockLoop, layout.hidden_groups, with_counters(pass, joined_launch(pass, work), rows.first)}};
 }
 
 }  // namespace flce::sm90

@@ -1,4 +1,4 @@
-// All chunks of a stretch of the vocabulary in one launch, which orders its tiles by counters: kernel backward_chunks.
+// All chunks of a stretch of the vocabulary in one launch, which orders its tiles by counters: kernels backward_chunks and hidden_chunks.
 #pragma once
 
 #include <vector>
@@ -8,5 +8,8 @@
 namespace flce::sm90 {
 
 [[nodiscard]] std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const Stretch& stretch);
+
+/// grad_hidden alone, of the vocabulary behind what is retained: a launch for each group of tokens.
+[[nodiscard]] Statement hidden_chunks_groups(const BackwardPassSm90& pass);
 
 }  // namespace flce::sm90

@@ -28,7 +28,8 @@ BackwardPassSm90::BackwardPassSm90(const Spec& spec, const Device& device, const
       clusters(device.gpu.sm_count / kClusterBlocks),
       retained(retained_for_backward(spec, plan)),
       all_retained(equal(retained.columns, spec.vocab_size)),
-      joined(layout.joined && (present(Slot::grad_hidden) && present(Slot::grad_weight))) {}
+      joined(layout.joined && (present(Slot::grad_hidden) && present(Slot::grad_weight))),
+      hidden_joined((less(0, layout.hidden_groups) && !all_retained) && (present(Slot::grad_hidden) && !present(Slot::grad_weight))) {}
 
 RowBlock all_rows() { return {0, 0, slot(Slot::num_tokens)}; }
 
@@ -72,15 +73,17 @@ SumShareFields sum_share(const BackwardPassSm90& pass) {
     const GemmTile& joined = pass.plan.cuda.dlogits;
     const auto tiles_across = [&](const GemmTile& t) { return (pass.spec.hidden_size + t.block_n - 1) / t.block_n; };
     // Parts lie where either kernel's clusters of rows begin.
-    const Expr undivided = tile.block_m == joined.block_m ? Expr(0) : layout.joined;
+    const Expr undivided = (tile.block_m == joined.block_m ? Expr(0) : layout.joined) || pass.hidden_joined;
     return {
-        .room = select(less(1, layout.row_blocks), 0, sum_room(pass)),  // row blocks have tiles enough
+        .room = select(less(1, layout.row_blocks) || scatters_groups(pass), 0, sum_room(pass)),  // row blocks have tiles enough
         .cluster_rows = std::int64_t{kClusterBlocks} * tile.block_m,
         .column_tiles = select(layout.joined && equal(pass.retained.columns, 0), tiles_across(joined), tiles_across(tile)),
         .clusters = pass.clusters,
         .slices = select(undivided, 0, ceil_div(first_columns(pass), 64)),
     };
 }
+
+Expr scatters_groups(const BackwardPassSm90& pass) { return pass.hidden_joined && (pass.listing && less(1, pass.layout.hidden_groups)); }
 
 Expr scatters_sum(const BackwardPassSm90& pass) { return pass.listing && (less(1, pass.layout.row_blocks) && !pass.all_retained); }
 

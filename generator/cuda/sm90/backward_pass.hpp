@@ -12,6 +12,7 @@ struct BackwardPassSm90 : BackwardPass {
     RetainedLayout retained;  ///< with 0 columns where the plan retains nothing
     Expr all_retained;        ///< whether that is the whole vocabulary, so that no logits are computed again
     Expr joined;              ///< whether a stretch's chunks are one launch
+    Expr hidden_joined;       ///< the same, for grad_hidden alone
 
     BackwardPassSm90(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const BackwardLayout& layout);
 };
@@ -41,7 +42,9 @@ struct BackwardPassSm90 : BackwardPass {
 /// How the sum over the vocabulary is divided into parts. It is the same where chunks are joined, so that calls for one gradient alone have
 /// the same bits.
 [[nodiscard]] SumShareFields sum_share(const BackwardPassSm90& pass);
-/// Whether scatter_rows writes grad_hidden, and not its last chunk: a row block would write over hidden states of the others.
+/// Whether scatter_rows writes grad_hidden, and not its last chunk: a row block, or a group of hidden_joined, would write over hidden states
+/// of the others.
 [[nodiscard]] Expr scatters_sum(const BackwardPassSm90& pass);
+[[nodiscard]] Expr scatters_groups(const BackwardPassSm90& pass);
 
 }  // namespace flce::sm90

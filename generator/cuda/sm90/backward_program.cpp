@@ -45,9 +45,12 @@ void add_chunks(const BackwardPassSm90& pass, const Stretch& stretch, std::vecto
         to.push_back(std::move(one_by_one));
         return;
     }
-    to.push_back({If{!pass.joined, {std::move(one_by_one)}}});
+    to.push_back({If{!pass.joined && !pass.hidden_joined, {std::move(one_by_one)}}});
     to.push_back({If{pass.joined && less(0, stretch.chunks), backward_chunks_steps(pass, stretch)}});
 }
+
+/// grad_hidden alone, of what is not retained.
+Statement hidden_chunks_step(const BackwardPassSm90& pass) { return {If{pass.hidden_joined, {hidden_chunks_groups(pass)}}}; }
 
 }  // namespace
 
@@ -63,6 +66,7 @@ LaunchProgram backward_program(const Spec& spec, const Device& device, const Pla
     // What the retained part has left where listed hidden states are to lie is not needed any more.
     chunks.push_back({If{any_token && less(pass.retained.columns, spec.vocab_size), {gather_hidden_launch(pass)}}});
     for (const Stretch& stretch : stretches(pass, pass.retained.columns)) add_chunks(pass, stretch, chunks);
+    if (layout.joined.constant() == nullptr) chunks.push_back(hidden_chunks_step(pass));
     program.body.push_back({If{any_gradient(), std::move(chunks)}});
     const Expr scatters = pass.listing || less(slot(Slot::num_tokens), layout.sum_rows);
     program.body.push_back({If{scatters && present(Slot::grad_hidden), {scatter_grad_hidden_launch(pass)}}});

@@ -7,12 +7,15 @@
 #include "generator/cuda/sm90/rules.hpp"
 #include "generator/planner.hpp"
 #include "templates/common/sum_parts.cuh"
+#include "templates/sm90/chunk_phases.cuh"
 #include "templates/sm90/forward_share.cuh"
 #include "templates/sm90/params.cuh"
 
 namespace flce::sm90 {
 namespace {
 
+constexpr std::int64_t kFewestTokensInHalves = 2048;  // for whose halves a chunk has tiles enough
+constexpr std::int64_t kTokensOfGroup = 4096;
 constexpr std::int64_t kMostTokensApart = 512;  // where there are no more, chunk by chunk is as quick or quicker
 
 /// Clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where
@@ -147,6 +150,12 @@ JoinedChunks joined_chunks(const Spec& spec, const Device& device, const Plan& p
         (equal(layout.row_blocks, 1) && less(kMostTokensApart, slot(Slot::num_tokens))) && (less(2 * quantum - 1, layout.chunk) && whole);
     j.even_chunk = first_of_pair(plan, layout.chunk);
     j.even_wide_chunk = first_of_pair(plan, layout.wide_chunk);
+    // Sums are gone through once a chunk, so that with many tokens groups of them and wide chunks are quicker.
+    const Expr n = slot(Slot::num_tokens);
+    const std::int64_t step = std::lcm(std::int64_t{plan.cuda.dlogits.block_n}, std::int64_t{kSumSlice});
+    j.hidden_groups = select(j.joined && less(kFewestTokensInHalves - 1, n), max(floor_div(n, kTokensOfGroup), 1), 0);
+    j.hidden_rows = ceil_div(n, max(j.hidden_groups, 1));
+    j.hidden_chunk = min(round_down(floor_div(n * layout.chunk, max(j.hidden_rows, 1)), step), multiple_above(spec.vocab_size, step));
     j.progress_bytes = progress_bytes(spec, plan);
     return j;
 }

@@ -36,6 +36,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     gemm(KernelRole::grad_weight, GemmRole::grad_weight, tiles.grad_weight, "GradWeight", smoothed + "GradWeight", "grad_weight");
     if (joins_chunks(spec, device, plan)) {
         gemm(KernelRole::backward_chunks, GemmRole::backward_chunks, tiles.dlogits, "BackwardChunks", "BackwardChunks", "backward_chunks");
+        gemm(KernelRole::hidden_chunks, GemmRole::backward_chunks, tiles.dlogits, "HiddenChunks", "BackwardChunks", "hidden_chunks");
     }
     writer.rows(KernelRole::gather_rows, "GatherRowsParams", "gather_rows", kRowThreads);
     writer.rows(KernelRole::scatter_rows, "ScatterRowsParams", "scatter_rows", kRowThreads);

@@ -1,0 +1,180 @@
+// grad_hidden alone, as a frozen head asks for it: the order in which halves of the rows take turns, and what the host passes to it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "flce/plan.hpp"
+#include "generator/cuda_program.hpp"
+#include "templates/sm90/chunk_phases.cuh"
+#include "templates/sm90/params.cuh"
+#include "tests/cuda_source/recorded_launch.hpp"
+
+namespace flce::hidden_chunks {
+namespace {
+
+using test::Launched;
+using test::Recorded;
+
+struct Shape {
+    enum : bool { kHiddenOnly = true };
+    int row_count;
+    int all_columns;
+    int width;
+    [[nodiscard]] int rows() const { return row_count; }
+    [[nodiscard]] int columns() const { return all_columns; }
+    [[nodiscard]] int even_width() const { return width; }
+    [[nodiscard]] int pair_width() const { return width; }
+    [[nodiscard]] int parts() const { return 1; }
+    [[nodiscard]] int half_rows() const { return ((row_count + 255) / 256 + 1) / 2 * 256; }
+};
+using Phases = ChunkPhases<Shape, 2048, 256, 192>;
+using Phase = std::pair<ChunkKind, int>;
+
+constexpr Shape kShapes[] = {{4096, 151936, 7680}, {4000, 1537, 768}, {2049, 500, 768}, {300, 3000, 768}, {256, 3000, 768}, {1, 3000, 768}};
+
+std::vector<Phase> order_of(const Shape& shape) {
+    std::vector<Phase> order;
+    Phases phases(shape);
+    do {
+        order.emplace_back(phases.kind, phases.chunk);
+    } while (phases.advance());
+    return order;
+}
+
+TEST(HiddenChunkPhases, AnyShape_EveryRowMeetsEveryColumnOnce) {
+    for (const Shape& shape : kShapes) {
+        const Phases phases(shape);
+        for (const ChunkKind kind : {ChunkKind::dlogits, ChunkKind::grad_hidden}) {
+            std::set<std::pair<int, int>> corners;
+            std::int64_t area = 0;
+            for (const auto& [of, chunk] : order_of(shape)) {
+                if (of != kind) continue;
+                EXPECT_TRUE(corners.emplace(phases.first_row_of(chunk), phases.begin_of(chunk)).second);
+                EXPECT_GT(phases.rows_of(chunk), 0);
+                EXPECT_GT(phases.width_of(kind, chunk), 0);
+                EXPECT_LE(phases.first_row_of(chunk) + phases.rows_of(chunk), shape.row_count);
+                EXPECT_EQ(phases.place_of(chunk), 0) << "a half's place is its rows";
+                area += std::int64_t{phases.rows_of(chunk)} * phases.width_of(kind, chunk);
+            }
+            EXPECT_EQ(area, std::int64_t{shape.row_count} * shape.all_columns);
+        }
+        for (const auto& [kind, chunk] : order_of(shape)) EXPECT_NE(kind, ChunkKind::grad_weight);
+    }
+}
+
+// A tile waits for earlier phases, and where both halves have rows for one that is not just before.
+TEST(HiddenChunkPhases, WhatIsWaitedFor_IsEarlier) {
+    for (const Shape& shape : kShapes) {
+        const std::vector<Phase> order = order_of(shape);
+        const auto number = [&](const Phase& phase) { return std::ranges::find(order, phase) - order.begin(); };
+        for (const Phase& phase : order) {
+            Phases phases(shape);
+            phases.kind = phase.first;
+            phases.chunk = phase.second;
+            std::set<Phase> waited;
+            phases.for_each_needed([&](ChunkKind kind, int chunk) {
+                waited.emplace(kind, chunk);
+                EXPECT_LT(number({kind, chunk}), number(phase) - (phases.is_alone(chunk) ? 0 : 1));
+            });
+            if (phase.first == ChunkKind::grad_hidden) {
+                EXPECT_TRUE(waited.contains({ChunkKind::dlogits, phase.second})) << "reads it";
+            }
+            if (phase.second >= 2) {
+                EXPECT_TRUE(waited.contains({ChunkKind::grad_hidden, phase.second - 2})) << "read what this writes over, began this sum";
+            }
+        }
+        // Where grad_hidden is written listed hidden states may lie, which either half's last logits are made of.
+        Phases last(shape);
+        last.kind = order.back().first;
+        last.chunk = order.back().second;
+        std::set<Phase> waited;
+        last.for_each_reader_of_hidden([&](ChunkKind kind, int chunk) { waited.emplace(kind, chunk); });
+        for (const auto& [kind, chunk] : order) {
+            if (kind == ChunkKind::dlogits && last.is_last(chunk)) EXPECT_TRUE(waited.contains({kind, chunk}));
+        }
+    }
+}
+
+struct Frozen {
+    std::int64_t tokens;
+    std::int64_t groups;
+    std::int64_t retained = 0;
+};
+
+Launched backward_of(const std::string& spec_text, const Frozen& call, std::initializer_list<Slot> absent, std::int64_t* bytes = nullptr) {
+    const Spec spec = parse_spec(spec_text);
+    const Device device = describe_device("h200");
+    const CudaProgram program = generate_cuda(spec, device, choose_plan(spec, device));
+    CallSlots slots = test::made_up_call(call.tokens, absent);
+    slots[static_cast<std::size_t>(Slot::retained)] = call.retained == 0 ? 0 : std::int64_t{98} << 44;
+    slots[static_cast<std::size_t>(Slot::retained_bytes)] = call.retained;
+    if (bytes != nullptr) *bytes = evaluate(program.backward_workspace_bytes, slots);
+    return test::run(program, program.backward, slots);
+}
+
+TEST(HiddenChunks, FrozenWeight_GroupsOfTokensCoverEverything) {
+    for (const Frozen& call : {Frozen{2048, 1}, {4096, 1}, {5000, 1}, {8192, 2}, {12289, 3}, {4096, 1, std::int64_t{256} << 20}}) {
+        for (const char* spec : {"D=2048,V=151936", "D=4096,V=128256,temperature", "D=2304,V=256000,softcap=30"}) {
+            SCOPED_TRACE(std::string(spec) + " " + std::to_string(call.tokens));
+            std::int64_t bytes = 0;
+            const Launched pass = backward_of(spec, call, {Slot::grad_weight}, &bytes);
+            EXPECT_EQ(pass.count("dlogits") + pass.count("grad_weight") + pass.count("backward_chunks"), 0);
+            EXPECT_EQ(pass.count("grad_hidden"), call.retained != 0 ? 1 : 0);
+            ASSERT_EQ(pass.count("hidden_chunks"), call.groups);
+            std::int64_t rows = 0;
+            const bool scatters = call.groups > 1;
+            for (const Recorded& r : pass) {
+                if (r.kernel != "flce_hidden_chunks") continue;
+                const auto p = r.params<BackwardChunksSm90Params>();
+                EXPECT_EQ(p.list.first, rows);
+                rows += p.rows;
+                EXPECT_EQ(p.first_column + p.columns, parse_spec(spec).vocab_size);
+                EXPECT_EQ(p.first_column != 0, call.retained != 0);
+                EXPECT_EQ(p.first, p.first_column == 0);
+                EXPECT_EQ(p.last, scatters ? 0 : 1) << "hidden states of other groups lie in grad_hidden";
+                EXPECT_EQ(p.even_width, p.pair_width);
+                EXPECT_EQ(p.pair_width % 192, 0);
+                EXPECT_LE(std::int64_t{2} * p.rows * p.pair_width, std::int64_t{64} << 20);
+                const std::int64_t chunks = 2 * ((p.columns + p.pair_width - 1) / p.pair_width);
+                const auto counters = reinterpret_cast<std::int64_t>(p.taken);
+                ASSERT_TRUE(pass.memsets.contains(counters));
+                EXPECT_LE((1 + chunks * kChunkKinds) * 4 * call.groups, pass.memsets.at(counters));
+            }
+            EXPECT_EQ(rows, call.tokens);
+            const auto scatter = pass.launches.back().params<ScatterRowsParams>();
+            EXPECT_EQ(pass.launches.back().kernel, "flce_scatter_rows");
+            EXPECT_EQ(scatter.accumulator != nullptr && scatter.share.room == 0, scatters);
+            for (const int listed : {1, 300, static_cast<int>(call.tokens)}) EXPECT_EQ(SumParts(scatter.share, listed).count, 1);
+        }
+    }
+}
+
+TEST(HiddenChunks, WideEnoughThatSumsAreSeldomGoneThrough) {
+    const Launched many = backward_of("D=4096,V=151936", {8192, 2}, {Slot::grad_weight});
+    const Launched few = backward_of("D=4096,V=151936", {4096, 1}, {Slot::grad_weight});
+    const auto width = [](const Launched& pass) {
+        return std::ranges::find(pass.launches, "flce_hidden_chunks", &Recorded::kernel)->params<BackwardChunksSm90Params>().pair_width;
+    };
+    EXPECT_GE(width(many), width(few) * 9 / 10) << "however many tokens there are";
+}
+
+// Few tokens, and calls that want something else.
+TEST(HiddenChunks, OtherCalls_HaveNone) {
+    const std::string spec = "D=2048,V=151936";
+    EXPECT_EQ(backward_of(spec, {2047, 0}, {Slot::grad_weight}).count("hidden_chunks"), 0);
+    EXPECT_EQ(backward_of(spec, {4096, 0}, {}).count("hidden_chunks"), 0);
+    EXPECT_EQ(backward_of(spec, {4096, 0}, {Slot::grad_hidden}).count("hidden_chunks"), 0);
+    EXPECT_EQ(backward_of(spec + ",bias", {4096, 0}, {Slot::grad_weight}).count("hidden_chunks"), 0);
+    EXPECT_EQ(backward_of(spec, {300'000, 0}, {Slot::grad_weight}).count("hidden_chunks"), 0) << "tokens in blocks";
+    const Launched nothing = backward_of(spec, {4096, 0}, {Slot::grad_weight, Slot::grad_hidden, Slot::grad_bias});
+    for (const char* gemm : {"dlogits", "grad_hidden", "grad_weight", "backward_chunks", "hidden_chunks"}) {
+        EXPECT_EQ(nothing.count(gemm), 0) << gemm;
+    }
+}
+
+}  // namespace
+}  // namespace flce::hidden_chunks
