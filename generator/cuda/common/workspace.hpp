@@ -75,8 +75,8 @@ struct BackwardLayout {
     Expr even_chunk{0};
     Expr even_wide_chunk{0};
     Expr joined{0};  ///< whether this number of tokens joins them, where the call wants both gradients
-    /// The same where the call wants grad_hidden alone: groups of tokens one after the other, with wider chunks in dlogits' place. 0 groups:
-    /// they are not joined.
+    /// The same where the call wants grad_hidden alone: groups of tokens one after the other, with wider chunks in dlogits' place.
+    /// 0 groups: they are not joined.
     Expr hidden_groups{0};
     Expr hidden_rows{0};   ///< tokens of a group
     Expr hidden_chunk{0};  ///< columns of a chunk

@@ -42,8 +42,8 @@ struct BackwardPassSm90 : BackwardPass {
 /// How the sum over the vocabulary is divided into parts. It is the same where chunks are joined, so that calls for one gradient alone have
 /// the same bits.
 [[nodiscard]] SumShareFields sum_share(const BackwardPassSm90& pass);
-/// Whether scatter_rows writes grad_hidden, and not its last chunk: a row block, or a group of hidden_joined, would write over hidden states
-/// of the others.
+/// Whether scatter_rows writes grad_hidden, and not its last chunk: a row block, or a group of hidden_joined, would write over hidden
+/// states of the others.
 [[nodiscard]] Expr scatters_sum(const BackwardPassSm90& pass);
 [[nodiscard]] Expr scatters_groups(const BackwardPassSm90& pass);
 
