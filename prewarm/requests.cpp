@@ -146,7 +146,7 @@ std::vector<T> or_default(std::vector<T> values) {
     return values;
 }
 
-/// Calls without a limit need not say how many tokens they have, and from Python they do not.
+/// Calls from C++ and C without a limit need not say how many tokens they have.
 std::vector<std::int64_t> tokens_of(const Product& product, std::int64_t limit) {
     std::vector<std::int64_t> tokens = or_default(product.num_tokens);
     if (limit == 0 && std::ranges::find(tokens, 0) == tokens.end()) tokens.push_back(0);

@@ -19,7 +19,7 @@
 //     devices           names of devices
 //     num_tokens        tokens that a call may have: whole numbers, 0 (not known) or more; without the list, any number of them. Without a
 //     limit a
-//                       call need not say how many it has, so 0 is always among them
+//                       call from C++ or C need not say how many it has, so 0 is always among them
 //     workspace_limits  KernelOptions::workspace_limit_bytes of the calls: bytes, or text like "2G"; 0: none
 //
 // Relative paths begin at the manifest's folder. All specs and configs are compiled for all devices, with every limit and every number of

@@ -166,6 +166,7 @@ using namespace flce;  // NOLINT(google-build-using-namespace): the definitions 
 
 int32_t flce_abi_version(void) { return FLCE_ABI_VERSION; }
 const char* flce_version(void) { return version().data(); }
+int64_t flce_token_bucket(int64_t num_tokens) { return token_bucket(num_tokens); }
 const char* flce_last_error(void) { return last_error().message.c_str(); }
 const char* flce_last_error_log(void) { return last_error().log.c_str(); }
 

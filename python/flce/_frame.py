@@ -102,7 +102,7 @@ class Inputs(NamedTuple):
 
 
 class KernelKey(NamedTuple):
-    """What a kernel is found by: the device, what a Spec says, and the limit on memory with the number of tokens that it is for."""
+    """What a kernel is found by: the device, what a Spec says, and the memory and number of tokens that it is planned for."""
 
     device: torch.device
     hidden_size: int
@@ -117,8 +117,8 @@ class KernelKey(NamedTuple):
     temperature: bool
     token_weight: bool
     options: str
-    workspace_limit_bytes: int  # 0: the default, for any number of tokens
-    num_tokens: int  # 0 where there is no limit
+    workspace_limit_bytes: int  # 0: the default
+    num_tokens: int  # with a limit the call's, else its token bucket (`planned_tokens`)
 
     def hidden_bytes(self, num_tokens: int) -> int:
         return num_tokens * self.hidden_size * self.dtype.itemsize
@@ -137,6 +137,11 @@ class KernelKey(NamedTuple):
         if self.options:
             parts.append(self.options)
         return ",".join(parts)
+
+
+def planned_tokens(num_tokens: int, workspace_limit_bytes: int) -> int:
+    """KernelKey.num_tokens of a call. A limit holds for its number of tokens; without one, calls of a bucket share a kernel."""
+    return num_tokens if workspace_limit_bytes else _native.token_bucket(num_tokens)
 
 
 class Frame:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flce import _memory, _native, _retain, errors
-from flce._frame import GRADIENT_VIEWS, Frame, Inputs, KernelKey, is_hidden_major, outputs_of, split_values
+from flce._frame import GRADIENT_VIEWS, Frame, Inputs, KernelKey, is_hidden_major, outputs_of, planned_tokens, split_values
 
 _WORKSPACE_ALIGNMENT = 256  # torch's CUDA allocator gives 512, its CPU allocator 64
 
@@ -311,7 +311,7 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
         given.token_weight is not None,
         given.options,
         limit,
-        hidden.shape[0] if limit else 0,
+        planned_tokens(hidden.shape[0], limit),
     )
 
 
@@ -323,13 +323,13 @@ def find(*fields: Any, strict: bool | None = None) -> Kernel:
     key = KernelKey(*fields)
     if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise errors.UnavailableError(
-            f"the kernel for {key.spec()} is not loaded yet, and a CUDA graph is being captured: "
-            "call flce.warmup with it, or run it once, before the capture"
+            f"the kernel for {key.spec()} with {key.num_tokens} tokens is not loaded yet, and a CUDA graph is being captured: "
+            "call flce.warmup with it, or run it once with as many tokens, before the capture"
         )
     handle = _native.get_kernel(
         _session(key.device, _strict if strict is None else strict), key.spec(), key.workspace_limit_bytes, key.num_tokens
     )
-    # Limits that come to the same plan share its kernel.
+    # Limits and numbers of tokens that come to the same plan share its kernel.
     shared = key._replace(workspace_limit_bytes=0, num_tokens=0)
     name = shared, _native.text(_native.library().flce_kernel_text, handle, _native.TEXT_PLAN)
     kernel = _kernels.get(name)

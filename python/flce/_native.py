@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from flce import errors
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 CPU, CUDA = 1, 2
 INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140
@@ -154,6 +154,7 @@ class Job(Structure):
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_abi_version": (c_int32, ()),
     "flce_version": (c_char_p, ()),
+    "flce_token_bucket": (c_int64, (c_int64,)),
     "flce_last_error": (c_char_p, ()),
     "flce_last_error_log": (c_char_p, ()),
     "flce_session_create": (c_int32, (POINTER(SessionOptions), POINTER(c_void_p))),
@@ -291,6 +292,20 @@ def create_session(device: str, threads: int, strict: bool | None) -> c_void_p:
     handle = c_void_p()
     check(library().flce_session_create(byref(options), byref(handle)))
     return handle
+
+
+@functools.lru_cache(maxsize=4096)
+def token_bucket(num_tokens: int) -> int:
+    """The number of tokens that calls over num_tokens tokens are planned for."""
+    bucket: int = library().flce_token_bucket(num_tokens)
+    return bucket
+
+
+@functools.cache
+def token_buckets() -> tuple[int, ...]:
+    """All of them, ascending."""
+    largest = token_bucket((1 << 63) - 1)
+    return tuple(size for shift in range(largest.bit_length()) if (size := 1 << shift) == token_bucket(size))
 
 
 def get_kernel(session: c_void_p, spec: str, workspace_limit_bytes: int, num_tokens: int) -> c_void_p:

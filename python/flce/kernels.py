@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flce import _arguments, _frame, _kernels, errors
+from flce import _arguments, _frame, _kernels, _native, errors
 from flce._kernels import Kernel
 
 _NAMED_DTYPES = {name: dtype for dtype, short in _frame.DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
@@ -66,9 +66,9 @@ def get_kernel(
 
     dtype is hidden's, weight_dtype the weight's where it differs (fp32 under autocast), grad_weight_dtype grad_weight_out's where that
     differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out; temperature: a
-    call has one that is not the number 1; token_weight: a call has them. A call's
-    workspace_limit_bytes goes with its num_tokens, since what it leaves for scratch chooses the kernel. device: None means the current CUDA
-    device, or the CPU where there is none.
+    call has one that is not the number 1; token_weight: a call has them. num_tokens: rows of the call's hidden; their token bucket
+    (docs/tuning.md) chooses the plan, and what workspace_limit_bytes leaves for scratch depends on their number. None: a plan for 4096
+    tokens. device: None means the current CUDA device, or the CPU where there is none.
     strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an
         UnavailableError;
     None: as `set_strict` or FLCE_STRICT says. Raises ArgumentError, DTypeError, SpecError, PlanError, UnavailableError, CompileError,
@@ -93,22 +93,39 @@ def get_kernel(
         raise errors.ArgumentError(f"num_tokens is {num_tokens!r}; it must be an integer of 0 or more, or None")
     padded = -(-hidden_size // 8) * 8
     limit = _arguments.workspace_limit(workspace_limit_bytes)
-    tokens = num_tokens or 0 if limit else 0
+    tokens = _frame.planned_tokens(num_tokens or 0, limit)
     device, strict = _device(device), _kernels.checked_strict(strict)
     layer = (padded, vocab_size, kind, hidden_major, weight_kind, wide, accumulate, *inputs.values(), options)
     return _kernels.find(device, *layer, limit, tokens, strict=strict)
 
 
 def warmup(
-    layers: Iterable[Mapping[str, Any]], *, device: torch.device | str | int | None = None, strict: bool | None = None
+    layers: Iterable[Mapping[str, Any]],
+    *,
+    num_tokens: int | Iterable[int] | None = None,
+    device: torch.device | str | int | None = None,
+    strict: bool | None = None,
 ) -> list[Kernel]:
     """Compiles and loads the kernels of `layers`, each the arguments of `get_kernel`: warmup([{"hidden_size": 2048, "vocab_size":
-    151936}]).
+    151936}], num_tokens=[4096]). Returns them, each once, in the order of layers and numbers of tokens.
 
-    Do it before a CUDA graph is captured and where the first step should not pay for compilers. Any number of tokens is served by one
-    kernel.
+    Do it before a CUDA graph is captured and where the first step should not pay for compilers.
+    num_tokens: of the calls that will follow, the rows of hidden, one number or several; a layer's own `num_tokens` comes before it. None:
+        any number, so a kernel for each token bucket whose plan differs (docs/tuning.md), which may take several times as long. With a
+        layer's workspace_limit_bytes name the numbers: the limit holds for them.
     strict: as for `get_kernel`; afterwards, what was warmed up is found whatever `set_strict` or FLCE_STRICT say."""
-    return [get_kernel(**{"device": device, "strict": strict, **layer}) for layer in layers]
+    kernels: dict[Kernel, None] = {}  # in order
+    for layer in layers:
+        asked = {"device": device, "strict": strict, **layer}
+        for tokens in _tokens_of(asked.pop("num_tokens", num_tokens), limited=asked.get("workspace_limit_bytes") is not None):
+            kernels[get_kernel(**asked, num_tokens=tokens)] = None
+    return list(kernels)
+
+
+def _tokens_of(given: int | Iterable[int] | None, *, limited: bool) -> Iterable[int | None]:
+    if given is None:
+        return (None,) if limited else _native.token_buckets()
+    return given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def explain(

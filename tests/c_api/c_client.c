@@ -57,6 +57,7 @@ int c_client_trains_on_cpu(const char* cache_dir) {
     flce_session* session = NULL;
     flce_kernel* kernel = NULL;
     CHECK(flce_abi_version() == FLCE_ABI_VERSION);
+    CHECK(flce_token_bucket(100) == 64 && flce_token_bucket(129) == 256 && flce_token_bucket(0) == 4096);
     CHECK(open_session(cache_dir, &session) == FLCE_OK);
     CHECK(flce_get_kernel(session, kSpec, NULL, &kernel) == FLCE_OK);
     flce_session_release(session); /* the kernel outlives it */

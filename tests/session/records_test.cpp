@@ -1,6 +1,8 @@
 // Which plan a session takes: the caller's, a record's, the cost model's.
 #include <gmock/gmock.h>
 
+#include <set>
+
 #include "records/record_store.hpp"
 #include "tests/cache/cache_test_support.hpp"
 #include "tests/cache/log_capture.hpp"
@@ -80,6 +82,36 @@ TEST_F(SessionRecordsTest, NoRecord_OneKernelForEveryNumberOfTokens) {
     const auto kernel = session.get_kernel(layer());
     for (const std::int64_t tokens : {1, 500, 5000, 50'000}) EXPECT_EQ(session.get_kernel(layer(), {.num_tokens = tokens}), kernel);
     EXPECT_EQ(machine_.made, 1);
+}
+
+TEST_F(SessionRecordsTest, FewTokensOnAGpu_KernelsOfTheirOwnOnlyWherePlansDiffer) {
+    machine_.gpus = {describe_device("NVIDIA H100")};
+    const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16");
+    Session session = this->session({.use_records = false});
+    std::set<std::string> plans;
+    for (const std::int64_t tokens : token_buckets()) plans.insert(session.get_kernel(spec, {.num_tokens = tokens})->plan().text());
+    EXPECT_EQ(machine_.made, std::ssize(plans));
+    EXPECT_NE(session.get_kernel(spec, {.num_tokens = 64}), session.get_kernel(spec));
+    EXPECT_EQ(session.get_kernel(spec, {.num_tokens = 2048}), session.get_kernel(spec));
+    EXPECT_EQ(machine_.made, std::ssize(plans));
+}
+
+TEST_F(SessionRecordsTest, FewTokensOnAGpu_RecordsOfFewTokensAlone) {
+    const Spec spec = parse_spec("D=1024,V=65536,dtype=bf16").normalized();
+    const Device h200 = describe_device("h200");
+    const auto candidates = candidate_plans(spec, h200);
+    const auto save = [&](std::int64_t num_tokens, const Plan& plan) {
+        Record record{.key = record_key(spec, h200, {.num_tokens = num_tokens})};
+        record.candidates[plan.text()].times_ms["run"] = {3.5};
+        (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(record);
+    };
+    const auto chosen = [&](std::int64_t tokens) { return session().choose_plan(spec, h200, {.num_tokens = tokens}).plan; };
+    save(4096, candidates.at(3));
+    EXPECT_EQ(chosen(2048), candidates.at(3));
+    EXPECT_EQ(chosen(1024), choose_plan(spec, h200, {.num_tokens = 1024})) << "the record says nothing of few tokens";
+    save(256, candidates.at(5));
+    for (const std::int64_t tokens : {1, 200, 1000}) EXPECT_EQ(chosen(tokens), candidates.at(5));
+    EXPECT_EQ(chosen(2048), candidates.at(3));
 }
 
 TEST_F(SessionRecordsTest, IllegalPlan_OneWarningAndTheNextChoice) {

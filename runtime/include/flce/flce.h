@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; what is there keeps its meaning. */
-#define FLCE_ABI_VERSION 7
+#define FLCE_ABI_VERSION 8
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -167,9 +167,15 @@ typedef struct flce_kernel_options {
     /* Most bytes beyond inputs and gradients that a call over num_tokens tokens may take, workspace and `retained` together; 0: the
      * session's limit. The kernel's workspace keeps to it; what it leaves is the most that `retained` in memory of its own may have. */
     int64_t workspace_limit_bytes;
-    int64_t num_tokens; /* that the limit is for; 0: it is for what does not grow with tokens */
+    /* Tokens of the call. The limit holds for this number, and the plan is that for its token bucket (flce_token_bucket). 0: not known. The
+     * limit is then for what does not grow with tokens, and the plan is that for 4096. */
+    int64_t num_tokens;
 } flce_kernel_options;
 #define FLCE_KERNEL_OPTIONS_INIT {sizeof(flce_kernel_options), NULL, 0, 0, 0}
+
+/* The number of tokens that calls over num_tokens tokens are planned for: the nearest of 64, 256, 1024, 2048, 4096, … 65536 by ratio, the
+ * smaller of two; 4096 for 0 and less, which stand for a number not known. Calls of one bucket without a limit have one kernel. */
+FLCE_API int64_t flce_token_bucket(int64_t num_tokens);
 
 /* From memory, from disk, or compiled: once, whatever the number of concurrent callers; a failure is not remembered. `options` may be NULL.
  * *kernel is a new reference, or NULL on failure. */

@@ -226,9 +226,8 @@ struct KernelOptions {
     /// it leaves is the most that Retained of its own memory may have. A kernel that retains nothing gets more scratch than the default
     /// instead, where that is of use.
     std::int64_t workspace_limit_bytes = 0;
-    /// Tokens of the call. The limit holds for this number, and among tuning records for several numbers the nearest one counts
-    /// (token_bucket). 0: not known. The limit is then for the workspace that does not grow with tokens, and the plan is that for
-    /// kTypicalTokens.
+    /// Tokens of the call. The limit holds for this number, and the plan is that for its token_bucket. 0: not known. The limit is then for
+    /// the workspace that does not grow with tokens, and the plan is that for kTypicalTokens.
     std::int64_t num_tokens = 0;
 };
 
