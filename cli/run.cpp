@@ -76,12 +76,12 @@ public:
         return inputs;
     }
 
-    /// The first temperature that is not above 0 and finite, −1: none is.
+    /// The first temperature that is out of range, −1: none is.
     [[nodiscard]] std::int64_t first_wrong_temperature() const {
         for (std::size_t i = 0; i < temperature_.bytes.size() / 4; ++i) {
             float value = 0;
             std::memcpy(&value, temperature_.bytes.data() + i * 4, 4);
-            if (!(value > 0 && std::isfinite(value))) return static_cast<std::int64_t>(i);
+            if (!(value >= kLeastTemperature && value <= kMostTemperature)) return static_cast<std::int64_t>(i);
         }
         return -1;
     }
@@ -224,7 +224,7 @@ int run(RunOptions options) {
                                      labels.first_invalid_label, spec.vocab_size, options.ignore_index));
     }
     if (const std::int64_t wrong = reader.first_wrong_temperature(); wrong >= 0) {
-        throw UsageError(fmt::format("temperature[{}] is not above 0 and finite", wrong));
+        throw UsageError(fmt::format("temperature[{}] is not between 2^-100 and 2^100", wrong));
     }
     Session session(options.session.options());
     const auto kernel = session.get_kernel(spec, {.plan = options.plan});

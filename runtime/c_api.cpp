@@ -334,8 +334,8 @@ flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, uint64_t 
         if (word == UINT64_MAX) return;
         throw ArgumentError(
             spec.temperature
-                ? fmt::format("target[{0}] is neither ignore_index nor a label, which are 0 to {1}, or temperature[{0}] is not above 0 "
-                              "and finite (and it may not be the only such row)",
+                ? fmt::format("target[{0}] is neither ignore_index nor a label, which are 0 to {1}, or temperature[{0}] is not between "
+                              "2^-100 and 2^100 (and it may not be the only such row)",
                               word, spec.vocab_size - 1)
                 : fmt::format("target[{}] is neither ignore_index nor a label; labels are 0 to {} (and it may not be the only row "
                               "out of range)",

@@ -19,7 +19,7 @@ REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "weighted_mean": 3}
 DEVICE_TYPES = ("cpu", "cuda", "meta")
 OUTPUTS = (*_frame.VALUES[:-1], "top1", _frame.VALUES[-1])  # of a Spec, in the order in which callers get them
 _LONG = 1 << 63
-_LEAST_FP32, _MOST_FP32 = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-100, 2.0**100
 
 
 class Options(NamedTuple):
@@ -210,8 +210,8 @@ def temperature_number(given: Any) -> float | None:
     if not isinstance(given, (int, float)) and not isinstance(given, numbers.Real):
         raise errors.DTypeError(f"temperature is a {type(given).__name__}; it must be a number or a float32 tensor of target's shape")
     number = float(given)
-    if not _LEAST_FP32 <= number <= _MOST_FP32:
-        raise errors.ArgumentError(f"temperature is {number}; it must be above 0 and finite in float32 ({_LEAST_FP32:.2g} or more)")
+    if not LEAST_TEMPERATURE <= number <= MOST_TEMPERATURE:
+        raise errors.ArgumentError(f"temperature is {number}; it must be between 2^-100 and 2^100")
     return None if number == 1.0 else number
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flce._arguments import LEAST_TEMPERATURE, MOST_TEMPERATURE
+
 ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -85,7 +87,7 @@ def chunked_linear_cross_entropy(
     target = torch.where((target >= 0) & (target < weight.shape[0]), target, ignore_index)
     if isinstance(temperature, Tensor):  # and a temperature that none can be divided by
         temperature = temperature.reshape(-1)
-        right = (temperature > 0) & temperature.isfinite()
+        right = (temperature >= LEAST_TEMPERATURE) & (temperature <= MOST_TEMPERATURE)
         target, temperature = torch.where(right, target, ignore_index), torch.where(right, temperature, 1.0)
     token_weight = None if token_weight is None else token_weight.reshape(-1).float()
     options = (class_weight, ignore_index, logit_scale, softcap, label_smoothing, z_loss, dft)

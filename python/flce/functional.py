@@ -60,8 +60,8 @@ def linear_cross_entropy(
             and weights.
         return_lse, return_logprobs, return_entropy: also return lse, the target's log-probability, the softmax's entropy (nats): [...]
             fp32, 0 for ignored rows, differentiable.
-        temperature: logits are divided by it. A number, above 0 and finite, or [...] fp32, a row's own, which gets no gradient. A row whose
-            temperature is not above 0 and finite counts as ignored, and `check_labels` reports it.
+        temperature: logits are divided by it. A number, 2^-100 to 2^100, or [...] fp32, a row's own, which gets no gradient. A row whose
+            temperature is out of this range counts as ignored, and `check_labels` reports it.
         token_weight: [...] of a real dtype (computed with in fp32): a row's loss, z_loss included, is multiplied by it. It belongs to the
             row as hidden does, so `shift` does not move it. Ignored rows may hold anything. It gets no gradient: where one is wanted,
             multiply the losses of reduction="none".

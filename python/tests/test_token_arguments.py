@@ -211,7 +211,7 @@ def test_the_first_of_equal_logits_is_the_largest(device: str) -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), float("-inf"), 2.0**-101, 1e-45, 2.0**101, 3e38])
 def test_a_temperature_that_is_none_is_a_fault(device: str, function: str, bad: float) -> None:
     flce.check_labels()
     problem = make_problem(device, ignored=0.0, temperature=True)
@@ -223,7 +223,7 @@ def test_a_temperature_that_is_none_is_a_fault(device: str, function: str, bad: 
         return *outputs, *torch.autograd.grad(outputs[0].sum(), (problem.hidden, problem.weight))
 
     actual = run(problem.target, temperature)
-    with pytest.raises(flce.LabelError, match=r"temperature\[6\] is not above 0 and finite") as caught:
+    with pytest.raises(flce.LabelError, match=r"temperature\[6\] is not between 2\^-100 and 2\^100") as caught:
         flce.check_labels()
     assert caught.value.row == 6
     ignored = problem.target.clone()

@@ -365,10 +365,12 @@ def test_a_temperature_is_an_option_of_losses(device: str, impl: str) -> None:
 
 N = 37
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"temperature": 0}, flce.ArgumentError, r"temperature is 0.0; it must be above 0 and finite"),
+    ({"temperature": 0}, flce.ArgumentError, r"temperature is 0.0; it must be between 2\^-100 and 2\^100"),
     ({"temperature": -0.5}, flce.ArgumentError, r"temperature is -0.5"),
     ({"temperature": float("nan")}, flce.ArgumentError, r"temperature is nan"),
     ({"temperature": float("inf")}, flce.ArgumentError, r"temperature is inf"),
+    ({"temperature": 2.0**101}, flce.ArgumentError, r"temperature is 2\.5.*e\+30"),
+    ({"temperature": 2.0**-101}, flce.ArgumentError, r"temperature is 3\.9.*e-31"),
     ({"temperature": 1e39}, flce.ArgumentError, r"temperature is 1e\+39"),
     ({"temperature": 1e-39}, flce.ArgumentError, r"temperature is 1e-39"),
     ({"temperature": "hot"}, flce.DTypeError, r"temperature is a str; it must be a number or a float32 tensor of target's shape"),

@@ -82,9 +82,8 @@ __device__ __forceinline__ void mask_columns(const Place& place, int first_colum
 
 /// A row's logits are divided by its temperature T. 1/T comes in two parts: rounded to one float it would be off by the same factor in
 /// every logit of the row, which no sum averages out. With both, a quotient is rounded once, and at T = 1 it is the logit. Both parts are
-/// above 0, so that −inf stays −inf. Neither needs a division, whose subroutine would cost registers. A temperature above 2^100 counts as
-/// 2^100, one below 2^−100 as 2^−100. So does one that is no temperature: its row is ignored, and must not be NaN where exponentials are
-/// retained.
+/// above 0, so that −inf stays −inf. Neither needs a division, whose subroutine would cost registers. What is no temperature is cut off:
+/// its row is ignored, and must not be NaN where exponentials are retained.
 struct Tempering {
     float high;  ///< a little below 1/T
     float low;   ///< 1/T − high

@@ -114,7 +114,7 @@ __device__ __forceinline__ int load_target(const TargetParams& p, long long row)
     return label >= 0 && label < Problem::vocab_size ? static_cast<int>(label) : kOutOfRange;
 }
 
-/// A row's label, where rows have temperatures: a temperature that is not above 0 and finite is a fault, as a label out of range is.
+/// A row's label, where rows have temperatures: one that is no temperature is a fault, as a label out of range is.
 template <class Problem>
 __device__ __forceinline__ int load_target(const TargetParams& p, const float* temperature, long long row) {
     const int target = load_target<Problem>(p, row);

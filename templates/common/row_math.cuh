@@ -32,8 +32,8 @@ struct RowSums {
 /// What the sums of no class are, with any number, the lowest or −inf, for the largest logit.
 FLCE_HOST_DEVICE RowSums sums_of_nothing(float max, float target_logit) { return {max, 0.f, 0.f, 0.f, target_logit, 0.f, FLCE_NO_CLASS}; }
 
-/// Whether logits can be divided by it.
-FLCE_HOST_DEVICE bool is_temperature(float t) { return t > 0.f && t <= 3.402823466e+38f; }
+/// Whether logits can be divided by it: neither it nor its reciprocal is near the end of fp32's range.
+FLCE_HOST_DEVICE bool is_temperature(float t) { return t >= 0x1p-100f && t <= 0x1p100f; }
 
 /// Of two classes with their logits, the one with the larger logit, and of equal ones the first.
 FLCE_HOST_DEVICE int first_of_largest(float logit_a, int class_a, float logit_b, int class_b) {

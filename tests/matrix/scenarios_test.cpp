@@ -93,7 +93,7 @@ TEST_P(Scenarios, InvalidLabels_FlaggedAndIgnored) {
 
 TEST_P(Scenarios, NoTemperature_FlaggedAndIgnored) {
     const auto k = kernel("temperature");
-    for (const float none : {0.0F, -1.0F, INFINITY, NAN}) {
+    for (const float none : {0.0F, -1.0F, INFINITY, NAN, 0x0.FFFFFFp-100F, 1e-45F, 0x1.000002p100F, 3e38F}) {
         Problem p = make_problem(k->spec(), {.num_tokens = 131, .ignored = Ignored::none});
         p.temperature[7] = p.temperature[130] = none;
         EXPECT_TRUE(run_and_judge(k, p)) << none;
@@ -101,6 +101,17 @@ TEST_P(Scenarios, NoTemperature_FlaggedAndIgnored) {
         run.forward();
         EXPECT_EQ(run.invalid_label(), 7U) << none;
     }
+}
+
+TEST_P(Scenarios, TemperaturesAtTheEndsOfTheirRange_AreNoFault) {
+    const auto k = kernel("temperature");
+    Problem p = make_problem(k->spec(), {.num_tokens = 131, .ignored = Ignored::none});
+    p.temperature[7] = 0x1p-100F;
+    p.temperature[130] = 0x1p100F;
+    KernelRun run(k, p);
+    run.forward();
+    EXPECT_EQ(run.invalid_label(), ~std::uint64_t{0});
+    for (const double lse : run.outputs(select_all(p)).lse) EXPECT_TRUE(std::isfinite(lse));
 }
 
 TEST_P(Scenarios, WeightedMean_DividesByTheWeights) {

@@ -89,12 +89,13 @@ std::vector<float> make_hidden(const Problem& problem) {
 
 /// Half of the tokens have sharper softmaxes than the logits', half flatter ones.
 std::vector<float> make_temperatures(const ProblemOptions& o) {
-    static constexpr float kNone[] = {0.0F, -1.0F, std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()};
+    static constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    static constexpr float kNone[] = {0.0F, -1.0F, kInfinity, std::numeric_limits<float>::quiet_NaN(), 0x0.FFFFFFp-100F, 0x1.000002p100F};
     const Stream random{o.seed * 16 + 9};
     std::vector<float> values(static_cast<std::size_t>(o.num_tokens));
     for (std::int64_t i = 0; i < o.num_tokens; ++i) {
         values[i] = static_cast<float>(std::exp2(2 * random.uniform(i) - 1));
-        if (o.invalid_labels && i % 7 == 3) values[i] = kNone[i / 7 % 4];
+        if (o.invalid_labels && i % 7 == 3) values[i] = kNone[i / 7 % std::ssize(kNone)];
     }
     return values;
 }

@@ -93,7 +93,7 @@ struct Layer {
     [[nodiscard]] bool valid(std::int64_t token) const {
         const std::int64_t label = target[token];
         const double t = temperature_of(token);
-        return label != ignore_index && label >= 0 && label < spec.vocab_size && t > 0 && std::isfinite(t);
+        return label != ignore_index && label >= 0 && label < spec.vocab_size && t >= kLeastTemperature && t <= kMostTemperature;
     }
     [[nodiscard]] double temperature_of(std::int64_t token) const { return temperature != nullptr ? double(temperature[token]) : 1.0; }
     [[nodiscard]] double token_weight_of(std::int64_t token) const { return token_weight != nullptr ? double(token_weight[token]) : 1.0; }

@@ -30,6 +30,10 @@ struct Outputs {
     friend bool operator==(const Outputs&, const Outputs&) = default;
 };
 
+/// A token's temperature is between these.
+inline constexpr float kLeastTemperature = 0x1p-100F;
+inline constexpr float kMostTemperature = 0x1p100F;
+
 /// The output layer and its loss. logits = softcap(logit_scale · (hidden · weightᵀ + bias)), where
 /// softcap(u) = softcap · tanh(u / softcap); with temperature, logits are divided by their token's. Loss of a token = (cross entropy
 /// (torch's meaning of label_smoothing and of class weights) + z_loss · lse²) · token_weight · (dft: the target's probability).
@@ -47,7 +51,7 @@ struct Spec {
     bool tied = false;             ///< the weight is the embedding table: vocab_major, gradient accumulated unless said otherwise
     bool bias = false;             ///< a bias [V] of the spec's dtype is added to hidden · weightᵀ
     bool class_weight = false;     ///< class weights [V] (fp32), torch's meaning
-    bool temperature = false;      ///< a call has temperatures [N] (fp32, above 0 and finite)
+    bool temperature = false;      ///< a call has temperatures [N] (fp32, kLeastTemperature to kMostTemperature)
     bool token_weight = false;     ///< a call has weights [N] (fp32) of its tokens' losses
     bool dft = false;              ///< a token's loss is multiplied by its target's probability, which receives no gradient (dynamic
                                    ///< fine-tuning, arXiv 2508.05629); outputs has to have logprob, which backward reads

@@ -267,7 +267,7 @@ typedef struct flce_forward_args {
     int32_t
         retained_place; /* FLCE_RETAINED_OWN, or FLCE_RETAINED_GRAD_WEIGHT with exactly the bytes that flce_kernel_retained_bytes says */
     int32_t reserved_2; /* 0 */
-    const flce_tensor* temperature;      /* [N] fp32; required iff the spec has temperature */
+    const flce_tensor* temperature;      /* [N] fp32, 2^-100 to 2^100; required iff the spec has temperature */
     const flce_tensor* token_weight;     /* [N] fp32; required iff the spec has token_weight */
     const flce_tensor* top1;             /* [N] int64, -1 for ignored rows; the spec's outputs must have it, as for the next one */
     const flce_tensor* log_sum_sq_probs; /* [N] fp32, 0 for ignored rows */

@@ -73,7 +73,7 @@ struct ForwardArgs {
     TensorView bias{};          ///< [V], spec dtype; required iff spec.bias
     TensorView class_weight{};  ///< [V] fp32; required iff spec.class_weight
     TensorView target{};        ///< [N] int32 or int64
-    TensorView temperature{};   ///< [N] fp32; required iff spec.temperature. A row's that is not above 0 and finite is a fault
+    TensorView temperature{};   ///< [N] fp32; required iff spec.temperature. A row's that is not between 2^-100 and 2^100 is a fault
     TensorView token_weight{};  ///< [N] fp32; required iff spec.token_weight. Those of ignored rows are not read
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
@@ -87,9 +87,9 @@ struct ForwardArgs {
     TensorView top1{};              ///< [N] int64, −1 for ignored rows
     TensorView log_sum_sq_probs{};  ///< [N] fp32, 0 for ignored rows
     TensorView invalid_label{};     ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
-                                    ///< ignore_index nor in [0, V), or whose temperature is not above 0 and finite. Such rows count as
-                                    ///< ignored, with or without this tensor
-    Retained retained{};            ///< written; see Kernel::retained_bytes
+        ///< ignore_index nor in [0, V), or whose temperature is not between 2^-100 and 2^100. Such rows count as
+        ///< ignored, with or without this tensor
+    Retained retained{};  ///< written; see Kernel::retained_bytes
 };
 
 struct BackwardArgs {
