@@ -23,6 +23,8 @@ namespace {
 /// favourite of a tile; these are the ones that records are measured at.
 constexpr std::array<std::int64_t, 2> kReferenceTokens = {kTypicalTokens, 2 * kTypicalTokens};
 
+constexpr std::int64_t kListedTokenBytes = 8;  // of a list of tokens
+
 /// The largest bucket of a call of few tokens: a GPU's tiles of thousands of tokens would leave most of its SMs without any.
 constexpr std::int64_t kFewTokens = 1024;
 
@@ -225,6 +227,24 @@ std::string refusals_text(const Search& search) {
 
 bool has_few_tokens(const Device& device, const PlanRequest& request) noexcept {
     return device.kind == DeviceKind::cuda && token_bucket(request.num_tokens) <= kFewTokens;
+}
+
+std::optional<std::int64_t> workspace_of_tokens(const Spec& spec, std::int64_t num_tokens) noexcept {
+    if (num_tokens < 0) return std::nullopt;
+    if (spec.dtype == DType::fp32) return 0;
+    std::int64_t bytes = 0;
+    std::int64_t list_bytes = 0;
+    const std::int64_t beyond = std::max<std::int64_t>(num_tokens - kTokensInScratch, 0);
+    if (__builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &bytes)) return std::nullopt;
+    if (__builtin_mul_overflow(kListedTokenBytes, beyond, &list_bytes)) return std::nullopt;
+    if (__builtin_add_overflow(bytes, list_bytes, &bytes)) return std::nullopt;
+    return bytes;
+}
+
+std::int64_t tokens_with_workspace(const Spec& spec, std::int64_t bytes) noexcept {
+    const std::int64_t tokens = bytes / (4 * spec.hidden_size);
+    if (tokens <= kTokensInScratch) return tokens;
+    return kTokensInScratch + (bytes - 4 * spec.hidden_size * kTokensInScratch) / (4 * spec.hidden_size + kListedTokenBytes);
 }
 
 bool may_lend_grad_weight(const Spec& spec) noexcept {

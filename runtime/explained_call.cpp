@@ -39,12 +39,10 @@ private:
         return ArgumentError(fmt::format("num_tokens is {}: sizes of its tensors overflow 64 bits", q_.num_tokens));
     }
 
-    /// Scratch and the fp32 sum of grad_hidden, which in fp32 is grad_hidden itself.
     [[nodiscard]] std::int64_t workspace_bound(const Plan& plan) const {
-        std::int64_t sum = 0;
+        const auto of_tokens = workspace_of_tokens(q_.spec, q_.num_tokens);
         std::int64_t workspace = 0;
-        const bool overflows = q_.spec.dtype != DType::fp32 && __builtin_mul_overflow(4 * q_.spec.hidden_size, q_.num_tokens, &sum);
-        if (overflows || __builtin_add_overflow(plan.scratch_bytes, sum, &workspace)) {
+        if (!of_tokens || __builtin_add_overflow(plan.scratch_bytes, *of_tokens, &workspace)) {
             throw overflow();
         }
         return workspace;

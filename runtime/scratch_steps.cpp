@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 
 #include "flce/error.hpp"
 #include "flce/plan.hpp"
@@ -25,22 +24,12 @@ std::int64_t round_up_to_step(std::int64_t bytes) {
     return below == power && power > 1 ? power + power / 2 : 2 * power;
 }
 
-namespace {
-
-/// Bytes of grad_hidden's sum in fp32, where that is not grad_hidden itself. False: they overflow.
-bool sum_bytes(const Spec& spec, std::int64_t num_tokens, std::int64_t& sum) {
-    sum = 0;
-    return spec.dtype == DType::fp32 || !__builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &sum);
-}
-
-}  // namespace
-
 std::optional<std::int64_t> smallest_limit_bytes(const Spec& spec, const Device& device, std::int64_t num_tokens) {
-    std::int64_t sum = 0;
-    std::int64_t limit = 0;
     const auto scratch = smallest_scratch_bytes(spec, device);
-    if (!scratch || num_tokens < 0 || !sum_bytes(spec, num_tokens, sum)) return std::nullopt;
-    if (__builtin_add_overflow(sum, round_up_to_step(*scratch), &limit)) return std::nullopt;
+    const auto of_tokens = workspace_of_tokens(spec, num_tokens);
+    if (!scratch || !of_tokens) return std::nullopt;
+    std::int64_t limit = 0;
+    if (__builtin_add_overflow(*of_tokens, round_up_to_step(*scratch), &limit)) return std::nullopt;
     return limit;
 }
 
@@ -53,15 +42,15 @@ std::string limit_too_small(std::int64_t limit_bytes, std::int64_t smallest_byte
 std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64_t num_tokens) {
     if (limit_bytes < 0) throw PlanError(fmt::format("workspace_limit_bytes is {}; it must be positive, or 0 for none", limit_bytes));
     if (num_tokens < 0) throw ArgumentError(fmt::format("num_tokens is {}; it must be 0 or more", num_tokens));
-    std::int64_t sum = 0;
-    if (!sum_bytes(spec, num_tokens, sum)) {
+    const auto of_tokens = workspace_of_tokens(spec, num_tokens);
+    if (!of_tokens) {
         throw ArgumentError(fmt::format("num_tokens is {}; {} of them overflow 64-bit sizes", num_tokens, spec.hidden_size));
     }
-    if (limit_bytes <= sum) {
+    if (limit_bytes <= *of_tokens) {
         throw PlanError(fmt::format("workspace_limit_bytes is {}; {} tokens take {} bytes for the sum of grad_hidden alone, and scratch",
-                                    limit_bytes, num_tokens, sum));
+                                    limit_bytes, num_tokens, *of_tokens));
     }
-    return limit_bytes - sum;
+    return limit_bytes - *of_tokens;
 }
 
 std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t limit_bytes, std::int64_t scratch_bytes) {
@@ -75,13 +64,12 @@ std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t l
         for (const std::int64_t near : {boundary - 1, boundary, boundary + 1}) tokens.push_back(near);
     }
     if (limit_bytes > 0 && spec.dtype != DType::fp32) {
-        // Room shrinks by 4·D a token; the last number of tokens that leaves a step whole, and the first that does not.
+        // Room shrinks with every token; the last number of tokens that leaves a step whole, and the first that does not.
         const auto add = [&](std::int64_t step) {
             if (step > limit_bytes) return;
-            const std::int64_t last = (limit_bytes - step) / (4 * spec.hidden_size);
+            const std::int64_t last = tokens_with_workspace(spec, limit_bytes - step);
             tokens.push_back(last);
-            if (last < std::numeric_limits<std::int64_t>::max() / (4 * spec.hidden_size))
-                tokens.push_back(last + 1);  // a possible number of tokens
+            if (workspace_of_tokens(spec, last + 1)) tokens.push_back(last + 1);  // a possible number of tokens
         };
         const std::int64_t most = std::max(scratch_bytes, kMostUsefulScratch);
         for (std::int64_t step = round_down_to_step(std::min(most, limit_bytes)); step > 1; step = round_down_to_step(step - 1)) add(step);

@@ -21,8 +21,8 @@ inline constexpr std::int64_t kAllMemory = std::int64_t{1} << 40;  ///< a limit 
 /// The smallest of them that is no less than `bytes`, which is positive.
 [[nodiscard]] std::int64_t round_up_to_step(std::int64_t bytes);
 
-/// What a limit on everything beyond inputs and gradients leaves for scratch: backward's sum of grad_hidden in 16-bit dtypes takes 4·N·D
-/// of it. Throws PlanError where it leaves nothing, ArgumentError for a bad num_tokens.
+/// What a limit on everything beyond inputs and gradients leaves for scratch: workspace_of_tokens takes
+/// some of it. Throws PlanError where it leaves nothing, ArgumentError for a bad num_tokens.
 [[nodiscard]] std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64_t num_tokens);
 
 /// The smallest workspace_limit_bytes with which a call over num_tokens tokens has a plan of the planner's; absent where no limit is

@@ -382,7 +382,7 @@ __device__ __forceinline__ void grad_bias(const GradBiasParams& p) {
 template <class Problem>
 __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
     using Element = typename Problem::Element;
-    const int row = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
+    const int row = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     if (row >= p.rows) return;
     bool listed;
     long long from = row;
@@ -407,7 +407,7 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
 template <class Problem>
 __device__ __forceinline__ void scatter_rows(const ScatterRowsParams& p) {
     using Element = typename Problem::Element;
-    const int entry = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
+    const int entry = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     if (entry >= p.rows) return;
     const int rows = listed_rows<Problem>(p.list, p.rows, 1);
     const bool listed = p.list.rows == nullptr || entry < *p.list.valid;

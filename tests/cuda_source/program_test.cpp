@@ -102,13 +102,14 @@ TEST(ForwardProgram, ManyTokens_EveryTokenIsReducedOnceInLittleWorkspace) {
     std::int64_t rows = 0;
     for (const Recorded& r : forward.launches) {
         if (r.kernel != "flce_forward") continue;
-        const auto p = r.params<ForwardParams>();
-        EXPECT_EQ(as_address(p.hidden), address(Slot::hidden) + rows * 64 * 2);
-        EXPECT_EQ(as_address(p.targets.target), address(Slot::target) + rows * 8);
+        const auto p = r.params<ForwardSm90Params>();
+        EXPECT_EQ(p.list.first, rows);
+        EXPECT_EQ(as_address(p.hidden), address(Slot::hidden));
+        EXPECT_EQ(as_address(p.targets.target), address(Slot::target));
         rows += p.rows;
     }
     EXPECT_EQ(rows, n);
-    EXPECT_LT(evaluate(program.forward_workspace_bytes, slots), std::int64_t{5} << 18);
+    EXPECT_LT(evaluate(program.forward_workspace_bytes, slots), (std::int64_t{5} << 18) + 8 * n) << "8 bytes a token are the list";
 }
 
 TEST(BackwardProgram, AbsentGradients_AreNotComputed) {
@@ -222,8 +223,8 @@ TEST(ForwardProgram, FewTokens_AreCopiedAndReducedAsTheyAre) {
 // Ignored tokens are left out where every kernel over rows is told the list, and prepare makes it.
 TEST(Programs, ManyTokens_AreListed) {
     const CudaProgram program = program_of("D=64,V=1000");
-    for (const std::int64_t n : std::initializer_list<std::int64_t>{kRowThreads, kRowThreads + 1, 1 << 18, (1 << 18) + 1}) {
-        const bool listed = n > kRowThreads && n <= 1 << 18;
+    for (const std::int64_t n : std::initializer_list<std::int64_t>{kRowThreads, kRowThreads + 1, 1 << 18, (1 << 18) + 1, 5 << 20}) {
+        const bool listed = n > kRowThreads;
         for (const LaunchProgram* pass : {&program.forward, &program.backward}) {
             const Launched launched = run(program, *pass, call(n));
             int lists = 0;
@@ -239,6 +240,33 @@ TEST(Programs, ManyTokens_AreListed) {
             EXPECT_EQ(lists, listed ? 1 : 0) << n;
             EXPECT_GE(told.size(), 2U) << n;
             EXPECT_EQ(std::ranges::count(told, listed), std::ssize(told)) << n;
+        }
+    }
+}
+
+// The whole list lies in the workspace, and dlogits behind it; indices of rows are ints.
+TEST(Programs, MillionsOfTokens_TheirListHasAPlace) {
+    const CudaProgram program = program_of("D=64,V=1000");
+    for (const std::int64_t n : {std::int64_t{INT32_MAX}, std::int64_t{INT32_MAX} + 1}) {
+        EXPECT_EQ(evaluate(program.forward_workspace_bytes, call(n)) > 8 * n, n <= INT32_MAX);
+    }
+    for (const std::int64_t n : {std::int64_t{1} << 20, std::int64_t{5} << 20}) {
+        for (const LaunchProgram* pass : {&program.forward, &program.backward}) {
+            const CallSlots slots = call(n);
+            const Launched launched = run(program, *pass, slots);
+            const bool backward = pass == &program.backward;
+            const std::int64_t bytes = evaluate(backward ? program.backward_workspace_bytes : program.forward_workspace_bytes, slots);
+            for (const Recorded& r : launched.launches) {
+                const std::int64_t end = address(Slot::workspace) + bytes;
+                if (r.kernel == "flce_prepare") {
+                    EXPECT_LE(as_address(r.params<PrepareParams>().list) + n * std::int64_t{sizeof(ListedRow)}, end);
+                }
+                if (r.kernel != "flce_dlogits") continue;
+                const auto p = r.params<DlogitsSm90Params>();
+                ASSERT_NE(p.list.rows, nullptr);
+                EXPECT_GE(as_address(p.dlogits), as_address(p.list.rows) + n * std::int64_t{sizeof(ListedRow)});
+                EXPECT_LE(std::int64_t{p.list.first} + p.rows, n);
+            }
         }
     }
 }
@@ -279,7 +307,7 @@ TEST(BackwardProgram, HiddenOfIgnoredTokens_IsLeftOutOfEveryCall) {
                 const auto p = r.params<GatherRowsParams>();
                 EXPECT_EQ(p.rows, n);
                 EXPECT_EQ(as_address(p.targets.target), address(Slot::target));
-                EXPECT_EQ(p.list.rows != nullptr, scratch == kDefaultScratchBytes && n > kRowThreads && n <= 1 << 18);
+                EXPECT_EQ(p.list.rows != nullptr, scratch == kDefaultScratchBytes && n > kRowThreads);
             }
         }
     }

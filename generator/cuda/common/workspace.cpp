@@ -1,9 +1,11 @@
 #include "generator/cuda/common/workspace.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "generator/cuda/common/cuda_path.hpp"
+#include "generator/planner.hpp"
 #include "templates/common/params.cuh"
 
 namespace flce {
@@ -12,9 +14,10 @@ namespace {
 constexpr std::int64_t kReserveBytes = 8192;  // scalars and what alignment costs
 constexpr std::int64_t kRowQuantum = 128;
 constexpr std::int64_t kListedRowBytes = sizeof(ListedRow);
-constexpr std::int64_t kMostListedRows = 1 << 18;  // of a call; where there are more, ignored ones are worked on like the others
-constexpr std::int64_t kLeastScratch = 16 << 20;   // with less there are no lists
-constexpr std::int64_t kFewestRetained = 16;       // tokens: one rounding more shows in the gradients of fewer, and no layer is quicker
+constexpr std::int64_t kMostListedRows = std::numeric_limits<int>::max();  // of a call; where there are more, none is left out
+constexpr std::int64_t kLeastScratch = 16 << 20;                           // with less there are no lists
+constexpr std::int64_t kListReserve = kTokensInScratch * kListedRowBytes;  // a longer list goes beyond the scratch
+constexpr std::int64_t kFewestRetained = 16;  // tokens: one rounding more shows in the gradients of fewer, and no layer is quicker
 
 /// Hands out aligned pieces of the workspace.
 class Pieces {
@@ -39,8 +42,7 @@ std::int64_t smoothing_bytes(const Spec& spec) {
 
 /// Bytes that backward needs whatever the number of tokens.
 std::int64_t reserve_bytes(const Spec& spec, const Plan& plan) {
-    return kReserveBytes + cuda_path(plan.path).backward_needs(spec, plan).progress_bytes +
-           (has_lists(plan) ? kMostListedRows * kListedRowBytes : 0) +
+    return kReserveBytes + cuda_path(plan.path).backward_needs(spec, plan).progress_bytes + (has_lists(plan) ? kListReserve : 0) +
            (plan.strategy == Strategy::retain
                 ? multiple_above((std::int64_t{2} * kPaceCounters + retained_blocks(spec)) * 4, kWorkspaceAlignment) + smoothing_bytes(spec)
                 : 0);
@@ -220,11 +222,11 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     const Expr bias_row = spec.bias ? (ceil_div(n, cuda_path(plan.path).rows_of_bias_partial(plan)) + 2) * 4 : Expr(0);
     // All tokens at once have no use for more of the list's place than they are.
     const Expr list_bytes = lists_rows(plan) * n * kListedRowBytes;
-    const std::int64_t list_place = has_lists(plan) ? kMostListedRows * kListedRowBytes : 0;
+    const std::int64_t list_place = has_lists(plan) ? kListReserve : 0;
     BackwardLayout b;
     b.sum_rows = path.sum_rows(spec, device, plan);
     const Expr more_rows = (b.sum_rows - n) * (4 * spec.hidden_size);
-    const Expr fitting = floor_div(max(Expr(s.budget + list_place) - n * row_bytes(spec) - list_bytes - more_rows, 0),
+    const Expr fitting = floor_div(max(Expr(s.budget + list_place) - n * row_bytes(spec) - min(list_bytes, list_place) - more_rows, 0),
                                    max(n * element + bias_row + rounded_row_bytes(spec), 1));
 
     b.rows = select(cut, round_up(ceil_div(n, max(ceil_div(n, s.rows), 1)), kRowQuantum), max(n, 1));

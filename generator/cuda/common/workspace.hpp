@@ -85,7 +85,7 @@ struct BackwardLayout {
     Expr smoothing{0};  ///< SmoothingTotalsParams' totals and sums, where exponentials are retained with label smoothing
     Expr counters{0};   ///< of two Paces, and of the readers of each block of retained exponentials
     std::int64_t counter_count = 0;
-    Expr total{0};  ///< at most plan.scratch_bytes + 4·N·D
+    Expr total{0};  ///< at most plan.scratch_bytes + workspace_of_tokens
 };
 
 /// What a path's backward needs of the workspace, whatever the number of tokens.

@@ -65,9 +65,10 @@ struct Plan {
     PlanPath path = PlanPath::cpu;
     Strategy strategy = Strategy::recompute;
     std::int64_t vocab_chunk = 0;  ///< most vocabulary rows whose logit gradients exist at once; fewer where N is large (see scratch_bytes)
-    std::int64_t scratch_bytes = 0;  ///< bound of everything but dH's fp32 accumulator: workspace ≤ scratch_bytes + 4·N·D
-    CudaPlan cuda{};                 ///< meaningful for path == cuda_*
-    CpuPlan cpu{};                   ///< meaningful for path == cpu
+    /// Bound of everything but dH's fp32 accumulator: workspace ≤ scratch_bytes + 4·N·D, and 8 bytes for each token above 262,144.
+    std::int64_t scratch_bytes = 0;
+    CudaPlan cuda{};  ///< meaningful for path == cuda_*
+    CpuPlan cpu{};    ///< meaningful for path == cpu
     friend bool operator==(const Plan&, const Plan&) = default;
 
     /// Canonical text: path, strategy and every key of that path, for example
@@ -90,7 +91,7 @@ struct Plan {
 /// overrides all ask here. Throws SpecError where `spec` itself is not legal.
 [[nodiscard]] std::optional<std::string> illegal_reason(const Spec& spec, const Device& device, const Plan& plan);
 
-/// Scratch that every plan may use beyond 4·N·D bytes, and the default of a session.
+/// Scratch that every plan may use beside 4·N·D bytes and long lists of tokens, and the default of a session.
 inline constexpr std::int64_t kDefaultScratchBytes = 64LL << 20;
 
 /// What a kernel is planned for where the number of tokens is not known.

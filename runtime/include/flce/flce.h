@@ -100,7 +100,7 @@ typedef struct flce_session_options {
     size_t struct_size;
     const char* device;            /* "cpu", "cuda", "cuda:1", …; NULL or "": FLCE_DEVICE, else the first CUDA device, else the CPU */
     const char* cache_dir;         /* NULL or "": FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce */
-    int64_t scratch_bytes;         /* workspace beyond 4·N·D bytes that plans may use; 0: 64 MiB */
+    int64_t scratch_bytes;         /* workspace beside 4·N·D bytes and long lists of tokens that plans may use; 0: 64 MiB */
     int32_t threads;               /* of CPU kernels; 0: FLCE_NUM_THREADS, else every core */
     int32_t no_disk_cache;         /* not 0: nothing is kept on disk */
     int64_t workspace_limit_bytes; /* of calls that give none of their own, see flce_kernel_options; 0: none */

@@ -206,7 +206,7 @@ struct SessionOptions {
     /// Ed25519 public keys (PEM), one of which must have signed packs and remote entries. Empty: FLCE_TRUSTED_KEYS; none there either:
     /// signatures are not asked for.
     std::vector<std::filesystem::path> trusted_keys{};
-    std::int64_t scratch_bytes = kDefaultScratchBytes;  ///< workspace beyond 4·N·D that plans may use
+    std::int64_t scratch_bytes = kDefaultScratchBytes;  ///< workspace that plans may use, beside 4·N·D and long lists of tokens
     int threads = 0;                                    ///< CPU backend: 0 means FLCE_NUM_THREADS, else every core
     std::int64_t workspace_limit_bytes = 0;             ///< of calls that give none of their own; see KernelOptions. 0: none
     /// Tuning records to read before the user's own (FLCE_RECORDS_DIR, else "records" in the cache directory) and those that flce brings:
