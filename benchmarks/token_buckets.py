@@ -1,4 +1,4 @@
-"""Forward and backward on a GPU with the plan for 4096 tokens, beside the plan for the call's own token bucket, which calls from Python get.
+"""Forward and backward on a GPU with the plan for 4096 tokens, beside the plan for the call's own token bucket, which Python's calls get.
 
     python3 benchmarks/token_buckets.py --flce build/bin/flce [--layer 2048x151936] [--num-tokens 64,256] [--rounds 10] [--out FILE]
 
@@ -90,7 +90,8 @@ def main():
             row = compare(args, spec, num_tokens, environment)
             rows.append(row)
             same = "  (one plan)" if row["plan"] == row["plan_4096"] else ""
-            print(f"{layer:>12} {num_tokens:7} {row['ms_4096']:18.3f} {row['ms']:16.3f} {row['ms'] / row['ms_4096']:6.3f}{same}", flush=True)
+            ratio = row["ms"] / row["ms_4096"]
+            print(f"{layer:>12} {num_tokens:7} {row['ms_4096']:18.3f} {row['ms']:16.3f} {ratio:6.3f}{same}", flush=True)
     print(f"{time.monotonic() - began:.0f} s")
     if args.out:
         gpu = (output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or "none").splitlines()[0]
