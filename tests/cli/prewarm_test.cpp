@@ -282,7 +282,7 @@ TEST_F(Prewarm, Interrupted_ValidCacheAndNoWorkerLeft) {
 }
 
 TEST_F(Prewarm, CudaPack_ServesEveryBudgetItWasMadeFor) {
-    const std::vector<std::string> what{"--spec", "D=64,V=500,dtype=fp32", "--device", "sm_80", "--num-tokens", "64", "--workspace-limit",
+    const std::vector<std::string> what{"--spec", "D=64,V=500,dtype=fp32", "--device", "sm_80", "--num-tokens", "4096", "--workspace-limit",
                                         "40M",    "--workspace-limit",     "0"};
     std::vector<std::string> pack = what;
     pack.insert(pack.end(), {"--out", folder_ / "k.flcepack"});
