@@ -32,7 +32,7 @@ def test_kernel_describes_itself(device: str) -> None:
 
 def test_explain_says_what_a_step_takes(device: str) -> None:
     text = flce.explain(64, 1000, torch.float32, device=device, num_tokens=100)
-    kernel = flce.get_kernel(64, 1000, torch.float32, device=device)
+    kernel = flce.get_kernel(64, 1000, torch.float32, device=device, num_tokens=100)
     assert (
         f"workspace at 100 tokens: forward {kernel.workspace_bytes(100, backward=False)} bytes, backward {kernel.workspace_bytes(100)}"
         in text
@@ -64,7 +64,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any], torch.dtype]] = [
 @pytest.mark.parametrize(("layer", "call", "dtype"), [(c | extra, c, dtype) for extra, c, dtype in CALLS], ids=["plain", "softcap", "bias"])
 def test_nothing_is_left_to_compile_after_warmup(device: str, layer: dict[str, Any], call: dict[str, Any], dtype: torch.dtype) -> None:
     problem = make_problem(device, dtype, hidden_size=48, vocab_size=77, **call)
-    (kernel,) = flce.warmup([{"hidden_size": 48, "vocab_size": 77, "dtype": dtype} | layer], device=device)
+    (kernel,) = flce.warmup([{"hidden_size": 48, "vocab_size": 77, "dtype": dtype} | layer], num_tokens=[37], device=device)
     known = len(_kernels.all_kernels())
     result = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **problem.options)
     (result[0] if isinstance(result, tuple) else result).backward()
@@ -101,7 +101,7 @@ def test_a_kernel_made_in_inference_mode_reports_labels(device: str) -> None:
     problem = make_problem(device, hidden_size=40, vocab_size=79, ignored=0.0)
     problem.target[5] = 79
     with torch.inference_mode():
-        kernel = flce.get_kernel(40, 79, torch.float32, device=device)
+        kernel = flce.get_kernel(40, 79, torch.float32, device=device, num_tokens=problem.hidden.shape[0])
     assert not kernel.invalid_label.is_inference()
     assert not kernel.float_like.is_inference()
     flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target).backward()
@@ -151,7 +151,7 @@ def test_a_kernel_first_made_under_a_mode_is_like_any_other(device: str, mode: A
     problem = make_problem(device, vocab_size=vocab_size, ignored=0.0)
     known = len(_kernels.all_kernels())
     with mode():
-        flce.get_kernel(24, vocab_size, torch.float32, device=device)
+        flce.get_kernel(24, vocab_size, torch.float32, device=device, num_tokens=problem.hidden.shape[0])
         assert len(_kernels.all_kernels()) == known + 1
     wrong = problem.target.clone()
     wrong[7] = vocab_size

@@ -322,7 +322,7 @@ def test_exceptions_end_a_loss(device: str, watched: Watched, monkeypatch: pytes
 def test_an_interrupt_anywhere_leaves_nothing(device: str, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt before each line of the module in turn, until a forward gets through."""
     problem = make(device)
-    kernel = flce.get_kernel(64, 3000, torch.bfloat16, device=device)
+    kernel = flce.get_kernel(64, 3000, torch.bfloat16, device=device, num_tokens=problem.hidden.shape[0])
     ignored: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: ignored.append(unraisable.exc_value))
     for interrupted in range(200):

@@ -310,7 +310,7 @@ def test_a_ratio_of_policies(device: str) -> None:
 
 def test_kernels_are_found_by_name(device: str) -> None:
     problem = make_problem(device, temperature=True, token_weight=True)
-    common: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    common: dict[str, Any] = {"device": device, "dtype": torch.float32, "num_tokens": problem.hidden.shape[0]}
     named = [
         flce.get_kernel(24, 101, temperature=True, return_loss=False, return_logprobs=True, return_top1=True, **common),
         flce.get_kernel(24, 101, temperature=True, token_weight=True, dft=True, return_log_sum_sq_probs=True, **common),
