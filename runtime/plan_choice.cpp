@@ -59,6 +59,16 @@ PlanRequest compared_for(const RecordKey& key) {
     return request;
 }
 
+/// Whether it was measured before kernels could retain, for such a layer, and now they can: what it compared is not what there is.
+bool is_outdated(const PlanQuery& query, const RecordedPlan& recorded) {
+    if (!recorded.other_kernels) return false;
+    const auto may_retain = [&](const RecordedPlan::Timed& timed) {
+        return timed.plan.find(fmt::format(":{},", to_string(Strategy::retain))) != std::string::npos;
+    };
+    return std::ranges::none_of(recorded.plans, may_retain) &&
+           choose_plan(query.spec, query.device, query.request).strategy == Strategy::retain;
+}
+
 std::optional<PlanAnswer> recorded_answer(const PlanQuery& query, RecordStore& records) {
     const RecordKey wanted = record_key(query.spec, query.device, query.request, kRetainedAutomatically, query.threads);
     const bool apart = retains_apart(query.spec, query.device, compared_for(wanted));
@@ -66,6 +76,7 @@ std::optional<PlanAnswer> recorded_answer(const PlanQuery& query, RecordStore& r
         // What is apart, or of few tokens, was measured for calls of its own kind.
         if (retains_apart(query.spec, query.device, compared_for(recorded.key)) != apart) continue;
         if (has_few_tokens(query.device, recorded.key.request) != has_few_tokens(query.device, wanted.request)) continue;
+        if (is_outdated(query, recorded)) continue;
         for (const RecordedPlan::Timed& timed : recorded.plans) {
             std::string why;
             auto plan = usable_plan(query, timed.plan, why);

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "records/record_store.hpp"
+#include "runtime/plan_choice.hpp"
 #include "tests/cache/cache_test_support.hpp"
 #include "tests/cache/log_capture.hpp"
 #include "tests/session/fake_backend.hpp"
@@ -82,6 +83,31 @@ TEST_F(SessionRecordsTest, NoRecord_OneKernelForEveryNumberOfTokens) {
     const auto kernel = session.get_kernel(layer());
     for (const std::int64_t tokens : {1, 500, 5000, 50'000}) EXPECT_EQ(session.get_kernel(layer(), {.num_tokens = tokens}), kernel);
     EXPECT_EQ(machine_.made, 1);
+}
+
+// What other kernels could not retain, and these can: what was compared then says nothing of the plans that there are now.
+TEST_F(SessionRecordsTest, RecordOfBeforeALayerCouldBeRetained_IsOutdated) {
+    const Spec spec = parse_spec("D=2304,V=256000,dtype=bf16,softcap=30").normalized();
+    const Device device = describe_device("NVIDIA H200");
+    Plan retaining = choose_plan(spec, device, {.num_tokens = 4096});
+    ASSERT_EQ(retaining.strategy, Strategy::retain);
+    retaining.cuda.raster = 4;
+    Plan recomputing = retaining;
+    recomputing.strategy = Strategy::recompute;
+    const auto chosen = [&](const std::string& kernel_version, const std::vector<Plan>& compared) {
+        const TemporaryDirectory directory;
+        RecordStore records({.directory = directory.path(), .shipped = false});
+        Record record{.key = record_key(spec, device, {.num_tokens = 4096})};
+        if (!kernel_version.empty()) record.key.kernel_version = kernel_version;
+        double ms = 1;
+        for (const Plan& plan : compared) record.candidates[plan.text()].times_ms["run"] = {ms++};
+        (void)records.save(record);
+        return plan_for({.spec = spec, .device = device, .request = {.num_tokens = 4096}}, records).plan;
+    };
+    EXPECT_EQ(chosen("another", {recomputing}).strategy, Strategy::retain);
+    EXPECT_EQ(chosen("another", {recomputing, retaining}), recomputing) << "both were compared";
+    EXPECT_EQ(chosen("another", {retaining}), retaining) << "tiles age better than times";
+    EXPECT_EQ(chosen("", {recomputing}), recomputing) << "of these kernels";
 }
 
 TEST_F(SessionRecordsTest, FewTokensOnAGpu_KernelsOfTheirOwnOnlyWherePlansDiffer) {
