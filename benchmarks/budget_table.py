@@ -1,6 +1,10 @@
 """Time against memory of output layers on a GPU: every strategy and some budgets, to the three GEMMs by cuBLAS of the same run.
 
     python3 benchmarks/budget_table.py --flce build/bin/flce [--shape 4096x2048x151936] [--minutes 8] [--out FILE]
+    python3 benchmarks/budget_table.py --flce build/bin/flce --options [--case softcap]
+
+With --options the layers are those of options: what a softcap, a bias, label smoothing, z-loss, class weights, a policy's outputs and a
+frozen head cost, everything retained (under a limit that has room for it), in the weight gradient's memory, and computed again.
 
 Takes at most --minutes: what there is no time for any more is named, and the exit code is 1. Writes Google Benchmark's JSON (default:
 benchmarks/results/GPU-DATE-budget.json): medians, with spread, ratios, bytes beyond inputs and gradients, clocks and power while it ran,
@@ -45,6 +49,36 @@ def cases(shapes):
             yield Case(f"{eighths}/8 retained", shape, spec, ("--retain", str(most * eighths // 8)))
         yield Case("3/4 of the tokens ignored", shape, spec, ("--retain", "none"), ("--ignored", "0.75", "--no-floor"))
     yield Case("few tokens", "64x4096x128256", "D=4096,V=128256,dtype=bf16", ("--retain", "none"))
+
+
+OPTION_LAYERS = [
+    ("plain", "4096x2048x151936", ""),
+    ("bias", "4096x2048x151936", ",bias"),
+    ("label smoothing", "4096x2048x151936", ",label_smoothing=0.1"),
+    ("z-loss", "4096x2048x151936", ",z_loss=0.0001"),
+    ("class weights", "4096x2048x151936", ",class_weight"),
+    ("plain", "8192x2304x256000", ""),
+    ("softcap", "8192x2304x256000", ",softcap=30"),
+    ("plain", "8192x4096x151936", ""),
+    ("logprob", "8192x4096x151936", ",outputs=logprob"),
+    ("policy", "8192x4096x151936", ",temperature,outputs=logprob+entropy+top1"),
+]
+FROZEN_SHAPES = ["4096x2048x151936", "4096x4096x128256", "8192x4096x151936"]
+
+
+def option_cases():
+    all_retained = ("--workspace-limit", "16G")
+    for name, shape, options in OPTION_LAYERS:
+        _, d, v = shape.split("x")
+        spec = f"D={d},V={v},dtype=bf16{options}"
+        yield Case(f"{name}, all retained", shape, spec, all_retained, checked=bool(options))
+        yield Case(f"{name}, in grad_weight", shape, spec, ("--retain", "grad_weight"))
+        yield Case(f"{name}, nothing retained", shape, spec, ("--retain", "none"))
+    for shape in FROZEN_SHAPES:
+        _, d, v = shape.split("x")
+        spec = f"D={d},V={v},dtype=bf16"
+        yield Case("frozen head, all retained", shape, spec, all_retained, ("--frozen", "weight"))
+        yield Case("frozen head, nothing retained", shape, spec, ("--retain", "none"), ("--frozen", "weight"))
 
 
 def output(*command):
@@ -135,6 +169,7 @@ def context(args):
             ["benchmarks/budget_table.py --flce build/bin/flce", f"--minutes {args.minutes:g} --seconds {args.seconds:g}"]
             + [f"--shape {shape}" for shape in args.shape or []]
             + [f"--case '{case}'" for case in args.case or []]
+            + ["--options"] * args.options
             + ["--no-errors"] * args.no_errors
         ),
     }
@@ -150,6 +185,7 @@ def main():
     parser.add_argument("--flce", required=True, help="the flce command")
     parser.add_argument("--shape", action="append", help="num_tokens x hidden_size x vocab_size; may be repeated")
     parser.add_argument("--case", action="append", help="begins the names of what is measured; may be repeated (default: everything)")
+    parser.add_argument("--options", action="store_true", help="the layers of options, of all shapes or those of --shape")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--seconds", type=float, default=2.0, help="of measuring, a case")
     parser.add_argument("--no-errors", action="store_true", help="times only")
@@ -161,10 +197,13 @@ def main():
     about = context(args)
     rows, late = [], []
     print(
-        f"{'shape':>18} {'case':<26} {'MiB beyond':>10} {'fwd ms':>8} {'ratio':>6} {'both ms':>8} {'ratio':>6}  "
+        f"{'shape':>18} {'case':<31} {'MiB beyond':>10} {'fwd ms':>8} {'ratio':>6} {'both ms':>8} {'ratio':>6}  "
         "errors (grad_hidden, grad_weight)"
     )
-    for case in cases(args.shape or SHAPES):
+    chosen = option_cases() if args.options else cases(args.shape or SHAPES)
+    for case in chosen:
+        if args.options and args.shape and case.shape not in args.shape:
+            continue
         if args.case and not case.name.startswith(tuple(args.case)):
             continue
         try:
@@ -181,7 +220,7 @@ def main():
         ]
         shown = " ".join(f"{found[name]['error']:.2e}" for name in ("grad_hidden", "grad_weight") if name in found)
         print(
-            f"{case.shape:>18} {case.name:<26} {both['bytes_beyond'] / 2**20:10.1f} {forward['real_time']:8.3f} {ratios[0]:6.3f} "
+            f"{case.shape:>18} {case.name:<31} {both['bytes_beyond'] / 2**20:10.1f} {forward['real_time']:8.3f} {ratios[0]:6.3f} "
             f"{both['real_time']:8.3f} {ratios[1]:6.3f}  {shown}",
             flush=True,
         )
