@@ -1,7 +1,6 @@
 #include "generator/planner.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -19,20 +18,11 @@
 namespace flce {
 namespace {
 
-/// Numbers of tokens that candidates for thousands of tokens are compared at. Two, as whole waves of tiles may make one of them the
-/// favourite of a tile; these are the ones that records are measured at.
+/// Numbers of tokens that candidates are compared at: plans serve every N, and at thousands of tokens the differences matter most. Two, as
+/// whole waves of tiles may make one of them the favourite of a tile; these are the ones that records are measured at.
 constexpr std::array<std::int64_t, 2> kReferenceTokens = {kTypicalTokens, 2 * kTypicalTokens};
 
 constexpr std::int64_t kListedTokenBytes = 8;  // of a list of tokens
-
-/// The largest bucket of a call of few tokens: a GPU's tiles of thousands of tokens would leave most of its SMs without any.
-constexpr std::int64_t kFewTokens = 1024;
-
-/// What candidates for a call are compared at.
-std::vector<std::int64_t> rated_tokens(const Device& device, const PlanRequest& request) {
-    if (has_few_tokens(device, request)) return {token_bucket(request.num_tokens)};
-    return {kReferenceTokens.begin(), kReferenceTokens.end()};
-}
 
 /// What candidates are rated on. All products of an architecture get the same order, so that kernels compiled for the architecture's name
 /// are the ones that each of them asks for.
@@ -46,13 +36,13 @@ Device rating_device(const Device& device) {
 }
 
 /// For a token, on average, where everything is retained that the plan can.
-double expected_seconds(const Spec& spec, const Device& device, const Plan& plan, const std::vector<std::int64_t>& rated) {
+double expected_seconds(const Spec& spec, const Device& device, const Plan& plan) {
     double sum = 0;
-    for (const std::int64_t tokens : rated) {
+    for (const std::int64_t tokens : kReferenceTokens) {
         const double seconds = estimate_forward(spec, device, plan, tokens).seconds + estimate_backward(spec, device, plan, tokens).seconds;
         sum += seconds / static_cast<double>(tokens);
     }
-    return sum / static_cast<double>(rated.size());
+    return sum / static_cast<double>(kReferenceTokens.size());
 }
 
 struct Search {
@@ -116,13 +106,12 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const 
         if (tiles.back().empty()) return {};
     }
     const Device rating = rating_device(device);
-    const std::vector<std::int64_t> rated = rated_tokens(device, request);
     for (std::size_t role = 0; role < 4; ++role) best.cuda.*kRoleTiles[role] = tiles[role].front();
     for (std::size_t role = 0; role < 4; ++role) {
         auto cost_of = [&](const GemmTile& tile) {
             Plan plan = best;
             plan.cuda.*kRoleTiles[role] = tile;
-            return expected_seconds(spec, rating, with_chunk(spec, plan, kChunks[0]), rated);
+            return expected_seconds(spec, rating, with_chunk(spec, plan, kChunks[0]));
         };
         best.cuda.*kRoleTiles[role] = *std::ranges::min_element(tiles[role], {}, cost_of);
     }
@@ -177,13 +166,12 @@ std::vector<Plan> cpu_candidates(const Spec& spec, const Device& device, const P
 }
 
 /// Sorts out what is not legal and puts the rest in order.
-void rate(const Spec& spec, const Device& device, const PlanRequest& request, const std::vector<Plan>& candidates, Search& search) {
+void rate(const Spec& spec, const Device& device, const std::vector<Plan>& candidates, Search& search) {
     struct Rated {
         double seconds;
         Plan plan;
     };
     const Device rating = rating_device(device);
-    const std::vector<std::int64_t> tokens = rated_tokens(device, request);
     std::vector<Rated> rated;
     for (const Plan& plan : candidates) {
         if (std::ranges::find(rated, plan, &Rated::plan) != rated.end()) continue;
@@ -191,7 +179,7 @@ void rate(const Spec& spec, const Device& device, const PlanRequest& request, co
             ++search.refusals[*reason];
             continue;
         }
-        rated.push_back({expected_seconds(spec, rating, plan, tokens), plan});
+        rated.push_back({expected_seconds(spec, rating, plan), plan});
     }
     std::ranges::stable_sort(rated, {}, &Rated::seconds);
     for (const Rated& r : rated) search.plans.push_back(r.plan);
@@ -200,7 +188,7 @@ void rate(const Spec& spec, const Device& device, const PlanRequest& request, co
 Search search_plans(const Spec& spec, const Device& device, const PlanRequest& request) {
     Search search;
     if (device.kind == DeviceKind::cpu) {
-        rate(spec, device, request, cpu_candidates(spec, device, request), search);
+        rate(spec, device, cpu_candidates(spec, device, request), search);
         return search;
     }
     // Wide tiles need wide chunks, for which a very large hidden_size or little scratch leaves no room. A device's own path with narrow
@@ -210,7 +198,7 @@ Search search_plans(const Spec& spec, const Device& device, const PlanRequest& r
     for (const int widest : {256, 128, 64}) {
         std::ranges::copy(cuda_candidates(spec, device, request, widest, search), std::back_inserter(candidates));
         search.plans.clear();
-        rate(spec, device, request, candidates, search);
+        rate(spec, device, candidates, search);
         const auto on_own_path = [&](const Plan& plan) { return plan.path == own_path->id(); };
         if (own_path != nullptr ? std::ranges::any_of(search.plans, on_own_path) : !search.plans.empty()) break;
     }
@@ -224,10 +212,6 @@ std::string refusals_text(const Search& search) {
 }
 
 }  // namespace
-
-bool has_few_tokens(const Device& device, const PlanRequest& request) noexcept {
-    return device.kind == DeviceKind::cuda && token_bucket(request.num_tokens) <= kFewTokens;
-}
 
 std::optional<std::int64_t> workspace_of_tokens(const Spec& spec, std::int64_t num_tokens) noexcept {
     if (num_tokens < 0) return std::nullopt;
@@ -324,8 +308,8 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     if (rank == std::ssize(search.plans)) {
         lines.push_back(fmt::format("plan given from outside; the planner has {} candidates of its own", search.plans.size()));
     } else {
-        lines.push_back(fmt::format("number {} of {} legal candidates by expected time at {} tokens", rank + 1, search.plans.size(),
-                                    fmt::join(rated_tokens(device, request), " and ")));
+        lines.push_back(fmt::format("number {} of {} legal candidates by expected time at {} and {} tokens", rank + 1, search.plans.size(),
+                                    kReferenceTokens.front(), kReferenceTokens.back()));
     }
     lines.push_back(fmt::format("chunk of at most {} vocabulary rows; scratch of {} bytes decides how many at a time", plan.vocab_chunk,
                                 plan.scratch_bytes));

@@ -32,10 +32,6 @@ inline constexpr std::int64_t kTokensInScratch = 1 << 18;
 /// The part of a call's exponentials that grad_weight's memory holds: 0 (none, or no tokens) to 1.
 [[nodiscard]] double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept;
 
-/// Whether a call's plan is compared with others at its own token bucket: up to 1024 tokens on a GPU. Calls of more tokens, and a CPU's,
-/// have plans that serve any number of them.
-[[nodiscard]] bool has_few_tokens(const Device& device, const PlanRequest& request) noexcept;
-
 /// Whether a call's exponentials get memory of their own: a plan may retain them, the limit has room for all of them, and grad_weight's
 /// memory does not hold (nearly) all. grad_weight's tiles may then be any, since its memory is not lent.
 [[nodiscard]] bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request);

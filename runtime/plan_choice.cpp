@@ -73,9 +73,7 @@ std::optional<PlanAnswer> recorded_answer(const PlanQuery& query, RecordStore& r
     const RecordKey wanted = record_key(query.spec, query.device, query.request, kRetainedAutomatically, query.threads);
     const bool apart = retains_apart(query.spec, query.device, compared_for(wanted));
     for (const RecordedPlan& recorded : records.plans(wanted)) {
-        // What is apart, or of few tokens, was measured for calls of its own kind.
-        if (retains_apart(query.spec, query.device, compared_for(recorded.key)) != apart) continue;
-        if (has_few_tokens(query.device, recorded.key.request) != has_few_tokens(query.device, wanted.request)) continue;
+        if (retains_apart(query.spec, query.device, compared_for(recorded.key)) != apart) continue;  // it has measured something else
         if (is_outdated(query, recorded)) continue;
         for (const RecordedPlan::Timed& timed : recorded.plans) {
             std::string why;

@@ -30,26 +30,6 @@ const std::vector<const char*>& specs() {
     return all;
 }
 
-TEST(Planner, FewTokensOnAGpu_RatedAtTheirOwnNumber) {
-    const Spec spec = parse_spec("D=2048,V=151936");
-    for (const char* name : {"NVIDIA H100", "NVIDIA A100"}) {
-        const Device device = describe_device(name);
-        const auto seconds = [&](const Plan& plan) {
-            const Device rated = describe_device(device.gpu.arch);
-            return estimate_forward(spec, rated, plan, 64).seconds + estimate_backward(spec, rated, plan, 64).seconds;
-        };
-        EXPECT_LT(seconds(choose_plan(spec, device, {.num_tokens = 64})), seconds(choose_plan(spec, device))) << name;
-        EXPECT_EQ(choose_plan(spec, device, {.num_tokens = 100}), choose_plan(spec, device, {.num_tokens = 64}));
-        for (const std::int64_t tokens : {2048, 4096, 65536}) {
-            EXPECT_EQ(choose_plan(spec, device, {.num_tokens = tokens}), choose_plan(spec, device)) << name << ' ' << tokens;
-        }
-        EXPECT_THAT(plan_reasons(spec, device, choose_plan(spec, device, {.num_tokens = 64}), {.num_tokens = 64}),
-                    testing::Contains(HasSubstr("legal candidates by expected time at 64 tokens")));
-    }
-    const Device cpu = describe_device("x86-64-v4");
-    EXPECT_EQ(choose_plan(spec, cpu, {.num_tokens = 1}), choose_plan(spec, cpu));
-}
-
 TEST(Planner, EveryCandidate_IsLegalAndPrintsBack) {
     for (const std::string& name : known_device_names()) {
         const Device device = describe_device(name);

@@ -110,36 +110,6 @@ TEST_F(SessionRecordsTest, RecordOfBeforeALayerCouldBeRetained_IsOutdated) {
     EXPECT_EQ(chosen("", {recomputing}), recomputing) << "of these kernels";
 }
 
-TEST_F(SessionRecordsTest, FewTokensOnAGpu_KernelsOfTheirOwnOnlyWherePlansDiffer) {
-    machine_.gpus = {describe_device("NVIDIA H100")};
-    const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16");
-    Session session = this->session({.use_records = false});
-    std::set<std::string> plans;
-    for (const std::int64_t tokens : token_buckets()) plans.insert(session.get_kernel(spec, {.num_tokens = tokens})->plan().text());
-    EXPECT_EQ(machine_.made, std::ssize(plans));
-    EXPECT_NE(session.get_kernel(spec, {.num_tokens = 64}), session.get_kernel(spec));
-    EXPECT_EQ(session.get_kernel(spec, {.num_tokens = 2048}), session.get_kernel(spec));
-    EXPECT_EQ(machine_.made, std::ssize(plans));
-}
-
-TEST_F(SessionRecordsTest, FewTokensOnAGpu_RecordsOfFewTokensAlone) {
-    const Spec spec = parse_spec("D=1024,V=65536,dtype=bf16").normalized();
-    const Device h200 = describe_device("h200");
-    const auto candidates = candidate_plans(spec, h200);
-    const auto save = [&](std::int64_t num_tokens, const Plan& plan) {
-        Record record{.key = record_key(spec, h200, {.num_tokens = num_tokens})};
-        record.candidates[plan.text()].times_ms["run"] = {3.5};
-        (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(record);
-    };
-    const auto chosen = [&](std::int64_t tokens) { return session().choose_plan(spec, h200, {.num_tokens = tokens}).plan; };
-    save(4096, candidates.at(3));
-    EXPECT_EQ(chosen(2048), candidates.at(3));
-    EXPECT_EQ(chosen(1024), choose_plan(spec, h200, {.num_tokens = 1024})) << "the record says nothing of few tokens";
-    save(256, candidates.at(5));
-    for (const std::int64_t tokens : {1, 200, 1000}) EXPECT_EQ(chosen(tokens), candidates.at(5));
-    EXPECT_EQ(chosen(2048), candidates.at(3));
-}
-
 TEST_F(SessionRecordsTest, IllegalPlan_OneWarningAndTheNextChoice) {
     Plan bad = plan(1);
     bad.cpu.micro_m = 1000;
