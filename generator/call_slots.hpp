@@ -21,6 +21,7 @@ enum class CountCode : std::int64_t { fp32 = 0, int32 = 1, int64 = 2 };
 #define FLCE_CALL_SCALARS(X)                                                                              \
     X(num_tokens)                                                                                         \
     X(target_bits)             /* 32 or 64 */                                                             \
+    X(teacher_bits)            /* of teacher_ids: 32 or 64 */                                             \
     X(ignore_index)                                                                                       \
     X(reduction)               /* ReductionCode */                                                        \
     X(num_valid_code)          /* CountCode */                                                            \

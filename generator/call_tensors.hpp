@@ -29,6 +29,7 @@ enum class Extent : std::uint8_t {
     classes,  ///< [V]
     hidden,   ///< [N, D], 16-byte aligned
     weight,   ///< [P, D] or [D, P], as the spec's layout says, 16-byte aligned
+    teacher,  ///< [N, K], K the spec's teacher_top_k
 };
 
 /// What the spec, its outputs or the call must have for the tensor to be given.
@@ -38,6 +39,7 @@ enum class Condition : std::uint8_t {
     class_weight,
     temperature,
     token_weight,
+    teacher,
     loss,
     lse,
     logprob,
@@ -60,6 +62,8 @@ enum class Use : std::uint8_t { none, read, read_if_given, write, write_if_given
     X(target,        label,       tokens,  always,       read,           read)                                                   \
     X(temperature,   fp32,        tokens,  temperature,  read,           read)                                                   \
     X(token_weight,  fp32,        tokens,  token_weight, read,           read)                                                   \
+    X(teacher_ids,   label,       teacher, teacher,      read,           read)                                                   \
+    X(teacher_probs, fp32,        teacher, teacher,      read,           read)                                                   \
     X(num_valid,     count,       scalar,  mean,         read_if_given,  read_if_given)  /* mean divides by it; else counted */  \
     X(loss,          fp32,        loss,    loss,         write_if_given, none)                                                   \
     X(z_loss,        fp32,        loss,    loss,         write_if_given, none)           /* the part of it, already in loss */   \
@@ -68,6 +72,7 @@ enum class Use : std::uint8_t { none, read, read_if_given, write, write_if_given
     X(entropy,       fp32,        tokens,  entropy,      write_if_given, read_if_given)  /* read with grad_entropy */            \
     X(top1,          int64,       tokens,  top1,         write_if_given, none)                                                   \
     X(log_sum_sq_probs, fp32,     tokens,  log_sum_sq_probs, write_if_given, none)                                               \
+    X(teacher_logprobs, fp32,     teacher, teacher,      write,          read)           /* log p at the ids */                  \
     X(invalid_label, uint64,      scalar,  always,       write_if_given, none)           /* smallest row with a fault, or ~0 */  \
     X(grad_loss,     fp32,        loss,    loss,         none,           read_if_given)  /* absent: 1 */                         \
     X(grad_lse,      fp32,        tokens,  lse,          none,           read_if_given)                                          \

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "flce/spec.hpp"
+#include "templates/common/row_math.cuh"
 
 namespace flce {
 
@@ -100,6 +101,12 @@ template <class E>
     if (ScaleTransform::active(spec)) parameters = parameters.subspan(ScaleTransform::parameter_count);
     if (!SoftcapTransform::active(spec)) return E(1.0F);
     return SoftcapTransform::derivative_at<E>(z, parameters.first(SoftcapTransform::parameter_count));
+}
+
+/// The derivative of them all as a function of the logit, for what has no hidden · weightᵀ + bias at hand.
+[[nodiscard]] inline LogitSlope logit_slope(const Spec& spec) {
+    const float inverse = spec.softcap == 0.0 ? 0.F : static_cast<float>(1.0 / static_cast<double>(static_cast<float>(spec.softcap)));
+    return {static_cast<float>(spec.logit_scale), inverse};
 }
 
 }  // namespace flce

@@ -39,6 +39,9 @@ void check_sizes(const Spec& s) {
     }
 }
 
+/// Row kernels keep a token's ids in shared memory.
+constexpr int kMostTeacherTopK = 256;
+
 /// Option values reach the kernels as fp32, so they have to exist there.
 bool fits_fp32(double value) { return std::isfinite(value) && std::abs(value) <= FLT_MAX && (value == 0.0 || std::abs(value) >= FLT_MIN); }
 
@@ -53,6 +56,15 @@ void check_options(const Spec& s) {
     if (s.outputs == Outputs{.loss = false}) {
         refuse("outputs", "(none)", "at least one of loss, lse, logprob, entropy, top1 and log_sum_sq_probs");
     }
+    if (s.teacher_top_k < 0 || s.teacher_top_k > kMostTeacherTopK) {
+        refuse("teacher_top_k", s.teacher_top_k, fmt::format("0 (none) to {}", kMostTeacherTopK));
+    }
+    if (!(s.hard_weight >= 0.0 && s.hard_weight <= 1.0)) refuse("hard_weight", s.hard_weight, "from 0 to 1");
+    if (s.teacher_top_k == 0 && s.hard_weight != 0.0) refuse("hard_weight", s.hard_weight, "0 where there is no teacher_top_k");
+    // A mean divides by the sum of class weights, and dft multiplies by the target's probability: both are about one hard target.
+    if (s.teacher_top_k > 0 && s.class_weight) refuse("class_weight", true, "false where there is a teacher_top_k");
+    if (s.teacher_top_k > 0 && s.dft) refuse("dft", true, "false where there is a teacher_top_k");
+    if (s.teacher_top_k > 0 && !s.outputs.loss) refuse("teacher_top_k", s.teacher_top_k, "0 where outputs has no loss");
     if (s.dft && !s.outputs.logprob) refuse("dft", true, "false where outputs has no logprob, which backward reads for it");
 }
 
@@ -100,7 +112,8 @@ Spec Spec::normalized() const {
     check_kinds(s);
     if (s.weight_dtype == s.dtype) s.weight_dtype.reset();
     check_options(s);
-    for (double Spec::* value : {&Spec::softcap, &Spec::label_smoothing, &Spec::z_loss}) s.*value += 0.0;  // −0 becomes 0
+    for (double Spec::* value : {&Spec::softcap, &Spec::label_smoothing, &Spec::z_loss, &Spec::hard_weight})
+        s.*value += 0.0;  // −0 becomes 0
     return s;
 }
 
@@ -171,14 +184,16 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal
-    const std::array<std::uint64_t, 8> words = {static_cast<std::uint64_t>(s.hidden_size),
-                                                static_cast<std::uint64_t>(s.vocab_size),
-                                                static_cast<std::uint64_t>(s.padded_vocab_size),
-                                                bits,
-                                                real(s.logit_scale),
-                                                real(s.softcap),
-                                                real(s.label_smoothing),
-                                                real(s.z_loss)};
+    const std::array<std::uint64_t, 10> words = {static_cast<std::uint64_t>(s.hidden_size),
+                                                 static_cast<std::uint64_t>(s.vocab_size),
+                                                 static_cast<std::uint64_t>(s.padded_vocab_size),
+                                                 bits,
+                                                 real(s.logit_scale),
+                                                 real(s.softcap),
+                                                 real(s.label_smoothing),
+                                                 real(s.z_loss),
+                                                 static_cast<std::uint64_t>(s.teacher_top_k),
+                                                 real(s.hard_weight)};
     return XXH3_64bits(words.data(), sizeof(words));
 }
 

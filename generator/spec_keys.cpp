@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <utility>
 
 #include "flce/error.hpp"
 #include "generator/nearest_name.hpp"
@@ -21,6 +22,12 @@ std::int64_t read_integer(std::string_view key, std::string_view value) {
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
     if (error != std::errc() || end != value.data() + value.size()) bad_spec_value(key, value, "an integer that fits in 64 bits");
     return result;
+}
+
+int read_int(std::string_view key, std::string_view value) {
+    const std::int64_t result = read_integer(key, value);
+    if (!std::in_range<int>(result)) bad_spec_value(key, value, "an integer that fits in 32 bits");
+    return static_cast<int>(result);
 }
 
 double read_real(std::string_view key, std::string_view value) {
@@ -118,6 +125,8 @@ constexpr std::array kKeys = {
     SpecKey{"softcap", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.softcap = read_real(k, v); }},
     SpecKey{"label_smoothing", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.label_smoothing = read_real(k, v); }},
     SpecKey{"z_loss", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.z_loss = read_real(k, v); }},
+    SpecKey{"teacher_top_k", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.teacher_top_k = read_int(k, v); }},
+    SpecKey{"hard_weight", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.hard_weight = read_real(k, v); }},
     SpecKey{"outputs", SpecKeyKind::words, [](Spec& s, Text k, Text v) { s.outputs = read_outputs(k, v); }},
 };
 
@@ -179,6 +188,8 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("softcap", spec.softcap != 0.0, real_text(spec.softcap));
     add("label_smoothing", spec.label_smoothing != 0.0, real_text(spec.label_smoothing));
     add("z_loss", spec.z_loss != 0.0, real_text(spec.z_loss));
+    add("teacher_top_k", spec.teacher_top_k != 0, std::to_string(spec.teacher_top_k));
+    add("hard_weight", spec.hard_weight != 0.0, real_text(spec.hard_weight));
     add("outputs", spec.outputs != Outputs{}, outputs_text(spec.outputs));
     return entries;
 }

@@ -147,6 +147,7 @@ const char* name_of(Extent extent) {
         case Extent::classes: return "classes";
         case Extent::hidden: return "hidden";
         case Extent::weight: return "weight";
+        case Extent::teacher: return "teacher";
     }
     throw InternalError("an extent has no name");
 }

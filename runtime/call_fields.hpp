@@ -63,6 +63,7 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
         case Extent::loss: return reduction == Reduction::none ? tokens : kScalar;
         case Extent::classes: return {1, spec.vocab_size, 0, "[vocab_size]"};
         case Extent::hidden: return {2, num_tokens, spec.hidden_size, "[num_tokens, hidden_size]"};
+        case Extent::teacher: return {2, num_tokens, spec.teacher_top_k, "[num_tokens, teacher_top_k]"};
         case Extent::weight: break;
     }
     if (spec.layout == WeightLayout::vocab_major) return {2, spec.padded_vocab_size, spec.hidden_size, "[padded_vocab_size, hidden_size]"};
@@ -79,6 +80,7 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
         case Condition::class_weight: return spec.class_weight;
         case Condition::temperature: return spec.temperature;
         case Condition::token_weight: return spec.token_weight;
+        case Condition::teacher: return spec.teacher_top_k > 0;
         case Condition::loss: return spec.outputs.loss;
         case Condition::lse: return spec.outputs.lse;
         case Condition::logprob: return spec.outputs.logprob;
@@ -98,6 +100,7 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
         case Condition::class_weight: return "the spec has no class_weight";
         case Condition::temperature: return "the spec has no temperature";
         case Condition::token_weight: return "the spec has no token_weight";
+        case Condition::teacher: return "the spec has no teacher_top_k";
         case Condition::loss: return "spec.outputs has no loss";
         case Condition::lse: return "spec.outputs has no lse";
         case Condition::logprob: return "spec.outputs has no logprob";

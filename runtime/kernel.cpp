@@ -32,6 +32,7 @@ public:
             if (const auto field = fields_of(args)[i]) take(i, args.*field, use_of(kCallTensors[i], args));
         }
         set(Slot::target_bits, args.target.dtype == ScalarType::int32 ? 32 : 64);
+        set(Slot::teacher_bits, args.teacher_ids.dtype == ScalarType::int32 ? 32 : 64);
         set(Slot::num_valid_code, static_cast<std::int64_t>(count_code(args.num_valid)));
     }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "runtime/cpu/passes.hpp"
+#include "runtime/cpu/teacher.hpp"
 
 namespace flce {
 namespace {
@@ -46,6 +47,7 @@ public:
           element_(static_cast<std::int64_t>(element_bytes(spec_.dtype))),
           grad_element_(static_cast<std::int64_t>(element_bytes(spec_.grad_weight_dtype))),
           options_(call.loss_options()),
+          teacher_(call),
           divisors_(call.mean_divisors()),
           retained_(cpu_retained(call.spec(), context.plan, call.num_tokens(), call.value(Slot::retained_bytes))) {}
 
@@ -100,21 +102,25 @@ private:
     [[nodiscard]] GradRow grad_row(std::int64_t token, std::int64_t first_column) const {
         const std::int64_t y = call_.valid_label(token);
         if (y < 0) return kInertRow;
-        const bool per_token = call_.reduction() == ReductionCode::none;
-        const double loss = call_.element(Slot::grad_loss, per_token ? token : 0, spec_.outputs.loss ? 1.F : 0.F);
-        const double factor = loss_factor(call_.token_weight(token), call_.element(Slot::logprob, token, 0.F), options_);
-        const auto divide = [&](double divisor) { return divisor == 0 ? 0.F : static_cast<float>(loss * factor / divisor); };
-        const RowUpstream upstream{.cross_entropy = divide(divisors_.cross_entropy),
-                                   .z_loss = divide(divisors_.z_loss),
-                                   .lse = call_.element(Slot::grad_lse, token, 0.F),
-                                   .logprob = call_.element(Slot::grad_logprob, token, 0.F),
-                                   .entropy = call_.element(Slot::grad_entropy, token, 0.F)};
+        const RowUpstream upstream = upstream_of(token);
         const float lse = call_.pointer<const float>(Slot::lse)[token];
         const float entropy = call_.element(Slot::entropy, token, 0.F);
         const std::int64_t column = y - first_column;
         const bool near = column >= 0 && column < layout_.chunks.size;
-        return {lse, row_coefficients(upstream, lse, entropy, call_.class_weight(y), options_), call_.temperature(token),
-                near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere};
+        const RowCoefficients coefficients = row_coefficients(upstream, lse, entropy, call_.class_weight(y), teacher_.sum(token), options_);
+        return {lse, coefficients, call_.temperature(token), near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere};
+    }
+
+    [[nodiscard]] RowUpstream upstream_of(std::int64_t token) const {
+        const bool per_token = call_.reduction() == ReductionCode::none;
+        const double loss = call_.element(Slot::grad_loss, per_token ? token : 0, spec_.outputs.loss ? 1.F : 0.F);
+        const double factor = loss_factor(call_.token_weight(token), call_.element(Slot::logprob, token, 0.F), options_);
+        const auto divide = [&](double divisor) { return divisor == 0 ? 0.F : static_cast<float>(loss * factor / divisor); };
+        return {.cross_entropy = divide(divisors_.cross_entropy),
+                .z_loss = divide(divisors_.z_loss),
+                .lse = call_.element(Slot::grad_lse, token, 0.F),
+                .logprob = call_.element(Slot::grad_logprob, token, 0.F),
+                .entropy = call_.element(Slot::grad_entropy, token, 0.F)};
     }
 
     void run_tasks(const Step& done, const Step& next) const {
@@ -156,6 +162,7 @@ private:
         }
         code_.backward_tile(slot.tile, ld, rows, range.columns, ld, slot.bias, slot.class_weight, context_.transform_parameters.data(),
                             grad_rows() + range.row, range.column);
+        if (teacher_.present()) subtract_teacher(slot.tile, s, range);
         if (wants(Slot::grad_hidden)) {
             const PackedA packed = dlogits_rows(s);
             for (std::int64_t i = 0; i < rows; i += plan_.micro_m) {
@@ -172,6 +179,16 @@ private:
         }
         if (wants(Slot::grad_bias)) {
             code_.column_sums(slot.tile, ld, range.rows, range.columns, column_sums(s, row_tile) + range.column);
+        }
+    }
+
+    /// What the tokens' teacher names in the tile of gradients, while they are fp32.
+    void subtract_teacher(float* tile, const Step& s, const TileRange& range) const {
+        for (std::int64_t i = 0; i < range.rows; ++i) {
+            const std::int64_t token = s.token + range.row + i;
+            if (call_.valid_label(token) < 0) continue;
+            const float weight = teacher_weight(upstream_of(token), options_);
+            teacher_.subtract(token, weight, tile + i * plan_.block_n, s.vocab + range.column, range.columns);
         }
     }
 
@@ -289,6 +306,7 @@ private:
     const std::int64_t element_;
     const std::int64_t grad_element_;
     const LossOptions options_;
+    const CpuTeacher teacher_;
     const MeanDivisors divisors_;
     const CpuRetained retained_;
 };

@@ -14,7 +14,8 @@ LossOptions CpuCall::loss_options() const {
             .smoothing_per_class = static_cast<float>(spec_.label_smoothing / static_cast<double>(spec_.vocab_size)),
             .class_weight_total = static_cast<float>(total),
             .z_loss = static_cast<float>(spec_.z_loss),
-            .dft = spec_.dft};
+            .dft = spec_.dft,
+            .hard_weight = spec_.teacher_top_k > 0 ? static_cast<float>(spec_.hard_weight) : 1.F};
 }
 
 MeanDivisors CpuCall::mean_divisors() const {
@@ -42,10 +43,18 @@ MeanDivisors CpuCall::mean_divisors() const {
     return sums;
 }
 
+bool CpuCall::has_right_teacher(std::int64_t token) const {
+    for (std::int64_t k = 0; k < spec_.teacher_top_k; ++k) {
+        const std::int64_t id = given_teacher_id(token, k);
+        if (id < -1 || id >= spec_.vocab_size) return false;
+    }
+    return true;
+}
+
 void CpuCall::report_invalid_label() const {
     if (!has(Slot::invalid_label)) return;
     for (std::int64_t i = 0; i < num_tokens(); ++i) {
-        if (is_ignored(i) || is_right(i)) continue;
+        if (is_ignored(i) || (is_right(i) && has_right_teacher(i))) continue;
         // Calls on several threads may share the word.
         const std::atomic_ref<std::uint64_t> smallest(*pointer<std::uint64_t>(Slot::invalid_label));
         std::uint64_t seen = smallest.load(std::memory_order_relaxed);

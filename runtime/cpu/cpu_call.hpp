@@ -1,6 +1,7 @@
 // One call's arguments as the CPU backend reads them: typed accessors over the slots, and what follows from spec and slots once a call.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -48,6 +49,11 @@ public:
     [[nodiscard]] std::int64_t valid_label(std::int64_t token) const { return is_ignored(token) || !is_right(token) ? -1 : label(token); }
     [[nodiscard]] float temperature(std::int64_t token) const { return element(Slot::temperature, token, 1.F); }
     [[nodiscard]] float token_weight(std::int64_t token) const { return element(Slot::token_weight, token, 1.F); }
+    /// The k-th class that the token's teacher names; −1: none, or a fault.
+    [[nodiscard]] std::int64_t teacher_id(std::int64_t token, std::int64_t k) const {
+        const std::int64_t id = given_teacher_id(token, k);
+        return id < spec_.vocab_size ? std::max<std::int64_t>(id, -1) : -1;
+    }
     [[nodiscard]] float class_weight(std::int64_t label) const { return element(Slot::class_weight, label, 1.F); }
 
     [[nodiscard]] LossOptions loss_options() const;
@@ -56,6 +62,14 @@ public:
     void report_invalid_label() const;
 
 private:
+    [[nodiscard]] std::int64_t given_teacher_id(std::int64_t token, std::int64_t k) const {
+        const std::int64_t at = token * spec_.teacher_top_k + k;
+        return value(Slot::teacher_bits) == 64 ? pointer<const std::int64_t>(Slot::teacher_ids)[at]
+                                               : pointer<const std::int32_t>(Slot::teacher_ids)[at];
+    }
+    /// Every class that the token's teacher names is one, or −1.
+    [[nodiscard]] bool has_right_teacher(std::int64_t token) const;
+
     const Spec& spec_;
     const std::int64_t* slots_;
 };

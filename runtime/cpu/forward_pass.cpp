@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "runtime/cpu/passes.hpp"
+#include "runtime/cpu/teacher.hpp"
 
 namespace flce {
 namespace {
@@ -23,6 +24,7 @@ public:
           layout_(cpu_forward_layout(call.spec(), context.plan, context.threads, call.num_tokens())),
           workspace_(call.pointer(Slot::workspace)),
           options_(call.loss_options()),
+          teacher_(call),
           retained_(cpu_retained(call.spec(), context.plan, call.num_tokens(), call.value(Slot::retained_bytes))) {}
 
     void run() {
@@ -70,7 +72,10 @@ private:
             context_.code.forward_tile(slot.tile, plan_.block_n, range.rows, range.columns, slot.bias, slot.class_weight,
                                        context_.transform_parameters.data(), temperatures(first_token + range.row), strip_sums);
             for (std::int64_t i = 0; i < range.rows; ++i) {
-                const std::int64_t column = call_.valid_label(first_token + range.row + i) - vocab;
+                const std::int64_t token = first_token + range.row + i;
+                const std::int64_t label = call_.valid_label(token);
+                const std::int64_t column = label - vocab;
+                if (label >= 0 && teacher_.present()) teacher_.keep_logits(token, slot.tile + i * plan_.block_n, vocab, range.columns);
                 const bool here = column >= 0 && column < range.columns;
                 strip_sums[i].target_logit = here ? slot.tile[i * plan_.block_n + column] : -std::numeric_limits<float>::infinity();
                 strip_sums[i].top1 = FLCE_NO_CLASS;
@@ -126,8 +131,10 @@ private:
         if (y >= 0) {
             RowSums sums = partial_sums(0, rows)[i];
             for (std::int64_t group = 1; group < layout_.strip_groups.count; ++group) sums = merge(sums, partial_sums(group, rows)[i]);
-            outputs = row_outputs(sums, call_.class_weight(y), call_.token_weight(token), options_);
+            outputs = row_outputs(sums, call_.class_weight(y), call_.token_weight(token), teacher_.finish(token, sums), options_);
             top1 = sums.top1 == FLCE_NO_CLASS ? 0 : sums.top1;
+        } else {
+            teacher_.clear(token);
         }
         const auto write = [&](Slot slot, float value) {
             if (call_.has(slot)) call_.pointer<float>(slot)[token] = value;
@@ -160,6 +167,7 @@ private:
     const CpuForwardLayout layout_;
     std::byte* const workspace_;
     const LossOptions options_;
+    const CpuTeacher teacher_;
     const CpuRetained retained_;
 };
 

@@ -137,9 +137,9 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
         RowSums sums = merge_splits<Problem, 1>(&parts[0][0][row_of_block], Fields::kCount * kOutputRows, kOutputRows, 0, kParts);
         sums.target_logit = p.target_logits[row];
         const float c_y = class_weight_of<Problem>(p.class_weight, target);
-        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight,
-                                  p.dft != 0};
-        out = row_outputs(sums, c_y, value_or(p.token_weight, listed.row, 1.f), options);
+        const LossOptions options{
+            p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight, p.dft != 0, 1.f};
+        out = row_outputs(sums, c_y, value_or(p.token_weight, listed.row, 1.f), 0.f, options);
         top1 = sums.top1 == FLCE_NO_CLASS ? 0 : sums.top1;
         if (p.references != nullptr) {
             // Exponentials are within ±87 of the reference, in nats; what is 60 below the largest does not count any more.
@@ -330,15 +330,16 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     RowTarget row_target{infinity(), kIgnored};
     float temperature = 1.f;
     if (target >= 0) {
-        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight,
-                                  p.logprob != nullptr};
+        const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars),
+                                  p.z_loss_weight,   p.logprob != nullptr,  1.f};
         const float factor = loss_factor(value_or(p.token_weight, listed.row, 1.f), value_or(p.logprob, listed.row, 0.f), options);
         const float g = factor * (p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? listed.row : 0]);
         const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or(p.grad_lse, listed.row, 0.f),
                                    value_or(p.grad_logprob, listed.row, 0.f), value_or(p.grad_entropy, listed.row, 0.f)};
         const float entropy = value_or(p.entropy, listed.row, 0.f);
         row_target = {p.lse[listed.row], target};
-        RowCoefficients k = row_coefficients(upstream, row_target.lse, entropy, class_weight_of<Problem>(p.class_weight, target), options);
+        RowCoefficients k =
+            row_coefficients(upstream, row_target.lse, entropy, class_weight_of<Problem>(p.class_weight, target), 0.f, options);
         if constexpr (Problem::temperature) {
             temperature = p.temperature[listed.row];
             k = divided(k, temperature);

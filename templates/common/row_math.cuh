@@ -68,6 +68,7 @@ struct LossOptions {
     float class_weight_total;   ///< Σ c_j; V without class weights
     float z_loss;               ///< ω
     bool dft;                   ///< a token's loss is multiplied by its target's probability
+    float hard_weight;          ///< of the target's cross entropy, where there is a teacher, whose part is the rest; 1 without
 };
 
 struct RowOutputs {
@@ -85,8 +86,9 @@ FLCE_HOST_DEVICE float loss_factor(float token_weight, float logprob, const Loss
 }
 
 /// Differences to m are taken before anything is added to m, so that large logits cost no precision in the loss.
-/// `c_y` is the target's class weight (1 without).
-FLCE_HOST_DEVICE RowOutputs row_outputs(const RowSums& sums, float c_y, float token_weight, const LossOptions& o) {
+/// `c_y` is the target's class weight (1 without), `teacher_cross_entropy` the sum of a row's teacher_term (0 without).
+FLCE_HOST_DEVICE RowOutputs row_outputs(const RowSums& sums, float c_y, float token_weight, float teacher_cross_entropy,
+                                        const LossOptions& o) {
     const float log_sum = logf(sums.exp_sum);
     RowOutputs r;
     r.lse = sums.max + log_sum;
@@ -94,6 +96,11 @@ FLCE_HOST_DEVICE RowOutputs row_outputs(const RowSums& sums, float c_y, float to
     r.cross_entropy = -(1.f - o.label_smoothing) * c_y * r.logprob;
     if (o.label_smoothing > 0.f) {
         r.cross_entropy += o.smoothing_per_class * (o.class_weight_total * r.lse - sums.weighted_sum);
+    }
+    if (o.hard_weight < 1.f) {
+        // Any class stands for a target that does not count, also one whose probability is 0.
+        const float hard = o.hard_weight > 0.f ? o.hard_weight * r.cross_entropy : 0.f;
+        r.cross_entropy = hard + (1.f - o.hard_weight) * teacher_cross_entropy;
     }
     r.z_loss = o.z_loss * r.lse * r.lse;
     const float factor = loss_factor(token_weight, r.logprob, o);
@@ -104,7 +111,27 @@ FLCE_HOST_DEVICE RowOutputs row_outputs(const RowSums& sums, float c_y, float to
     return r;
 }
 
-/// dz_j = p_j·(a + b·z_j) − t·[j = y] − s·c_j: every option and every differentiable output in four numbers a token.
+/// The log-probability of a class from its logit.
+FLCE_HOST_DEVICE float log_probability(float logit, const RowSums& sums) { return (logit - sums.max) - logf(sums.exp_sum); }
+
+/// One class's part of a teacher's cross entropy. A class to which the teacher gives nothing adds nothing, whatever its logit is.
+FLCE_HOST_DEVICE float teacher_term(float probability, float logprob) { return probability != 0.f ? -probability * logprob : 0.f; }
+
+/// How a logit follows hidden · weightᵀ + bias, told by the logit itself.
+struct LogitSlope {
+    float scale;
+    float inverse_softcap;  ///< 0: no softcap
+};
+
+/// `logit`: before it is divided by a temperature.
+FLCE_HOST_DEVICE float slope_at(const LogitSlope& s, float logit) {
+    if (s.inverse_softcap == 0.f) return s.scale;  // also where the logit is infinite
+    const float t = logit * s.inverse_softcap;
+    return (1.f - t * t) * s.scale;
+}
+
+/// dz_j = p_j·(a + b·z_j) − t·[j = y] − s·c_j: every option and every differentiable output in four numbers a token. A
+/// teacher takes teacher_weight times a class's probabilities off at the classes that it names.
 struct RowCoefficients {
     float a;
     float b;
@@ -121,11 +148,17 @@ struct RowUpstream {
     float entropy;
 };
 
-FLCE_HOST_DEVICE RowCoefficients row_coefficients(const RowUpstream& g, float lse, float entropy, float c_y, const LossOptions& o) {
-    const float hard = g.cross_entropy * (1.f - o.label_smoothing) * c_y;
+FLCE_HOST_DEVICE float teacher_weight(const RowUpstream& g, const LossOptions& o) { return g.cross_entropy * (1.f - o.hard_weight); }
+
+/// `teacher_sum`: of the row's teacher's probabilities (0 without).
+FLCE_HOST_DEVICE RowCoefficients row_coefficients(const RowUpstream& g, float lse, float entropy, float c_y, float teacher_sum,
+                                                  const LossOptions& o) {
+    const float of_target = g.cross_entropy * o.hard_weight;
+    const float hard = of_target * (1.f - o.label_smoothing) * c_y;
     RowCoefficients r;
-    r.s = g.cross_entropy * o.smoothing_per_class;
+    r.s = of_target * o.smoothing_per_class;
     r.a = hard + r.s * o.class_weight_total + g.z_loss * 2.f * o.z_loss * lse + g.lse - g.logprob + g.entropy * (lse - entropy);
+    if (o.hard_weight < 1.f) r.a += teacher_weight(g, o) * teacher_sum;
     r.b = -g.entropy;
     r.t = hard - g.logprob;
     return r;

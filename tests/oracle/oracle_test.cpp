@@ -36,6 +36,8 @@ struct DoubleLayer {
         layer.target = f.target;
         layer.temperature = f.temperature;
         layer.token_weight = f.token_weight;
+        layer.teacher_ids = f.teacher_ids;
+        layer.teacher_probs = f.teacher_probs;
         layer.ignore_index = f.ignore_index;
         layer.reduction = f.reduction;
         layer.num_valid = f.num_valid;
@@ -145,6 +147,8 @@ constexpr NamedSpec kSpecs[] = {
     {"temperature", [](Spec& s) { s.temperature = true; }},
     {"temperature_softcap", [](Spec& s) { s.temperature = true, s.softcap = 2.0, s.outputs = {true, true, true, true}; }},
     {"token_weight", [](Spec& s) { s.token_weight = true, s.z_loss = 0.1; }},
+    {"teacher", [](Spec& s) { s.teacher_top_k = 4; }},
+    {"teacher_hard", [](Spec& s) { s.teacher_top_k = 3, s.hard_weight = 0.4, s.label_smoothing = 0.2, s.softcap = 2.0; }},
     {"everything",
      [](Spec& s) {
          s = with_everything();

@@ -61,6 +61,8 @@ protected:
         parse_spec("D=16,V=50,padded_vocab_size=64,dtype=bf16,grad_weight_dtype=fp32,bias,class_weight,temperature,token_weight,"
                    "outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"),
         describe_device("x86-64-v3")};
+    /// A teacher is not together with class weights.
+    RecordingKernel teacher_{parse_spec("D=16,V=50,dtype=bf16,teacher_top_k=3,outputs=loss"), describe_device("x86-64-v3")};
     RecordingKernel plain_{parse_spec("D=16,V=50,dtype=bf16,outputs=loss"), describe_device("x86-64-v3")};
 
     /// Calls `check` with each tensor of the pass, its field and arguments that are right.
@@ -69,7 +71,7 @@ protected:
         for (std::size_t i = 0; i < kCallTensorCount; ++i) {
             Args args = all_given<Args>(kernel.spec());
             const auto field = fields_of(args)[i];
-            if (!field) continue;
+            if (!field || (&kernel != &plain_ && !(args.*field).present)) continue;
             SCOPED_TRACE(kCallTensors[i].name);
             check(kCallTensors[i], args.*field, args);
         }
@@ -79,48 +81,55 @@ using Passes = testing::Types<ForwardArgs, BackwardArgs>;
 TYPED_TEST_SUITE(CallTable, Passes);
 
 TYPED_TEST(CallTable, EveryTensor_InTheSlotOfItsNumber) {
-    const auto args = all_given<TypeParam>(this->kernel_.spec());
-    run(this->kernel_, args);
-    for (std::size_t i = 0; i < kCallTensorCount; ++i) {
-        const bool has = fields_of(args)[i] != nullptr;
-        EXPECT_EQ(this->kernel_.slots[i], has ? reinterpret_cast<std::int64_t>(place(i)) : 0) << kCallTensors[i].name;
-        EXPECT_EQ(kSlotNames[i], kCallTensors[i].name);
+    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_}) {
+        const auto args = all_given<TypeParam>(kernel->spec());
+        run(*kernel, args);
+        for (std::size_t i = 0; i < kCallTensorCount; ++i) {
+            const auto field = fields_of(args)[i];
+            const bool has = field != nullptr && (args.*field).present;
+            EXPECT_EQ(kernel->slots[i], has ? reinterpret_cast<std::int64_t>(place(i)) : 0) << kCallTensors[i].name;
+            EXPECT_EQ(kSlotNames[i], kCallTensors[i].name);
+        }
     }
 }
 
 TYPED_TEST(CallTable, TensorThatIsWrong_RefusedByItsName) {
-    this->for_each(this->kernel_, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
-        const TensorView right = view;
-        const std::string name = tensor.name;
-        const auto refuses = [&](const std::string& what) {
-            EXPECT_THAT(refusal(this->kernel_, args), HasSubstr(name + what));
-            view = right;
-        };
-        view.ndim = view.ndim == 2 ? 1 : 2;
-        refuses(".shape");
-        view.dtype = ScalarType::fp16;
-        refuses(".dtype");
-        view.device = {DeviceKind::cuda, 3};
-        refuses(" is on cuda:3");
-        view.data = nullptr;
-        refuses(".data is null");
-        view.data = static_cast<char*>(view.data) + 1;
-        refuses(".data is 0x");
-        view.present = false;
-        refuses(" has data but is marked absent");
-    });
+    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_}) {
+        this->for_each(*kernel, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
+            const TensorView right = view;
+            const std::string name = tensor.name;
+            const auto refuses = [&](const std::string& what) {
+                EXPECT_THAT(refusal(*kernel, args), HasSubstr(name + what));
+                view = right;
+            };
+            view.ndim = view.ndim == 2 ? 1 : 2;
+            refuses(".shape");
+            view.dtype = ScalarType::fp16;
+            refuses(".dtype");
+            view.device = {DeviceKind::cuda, 3};
+            refuses(" is on cuda:3");
+            view.data = nullptr;
+            refuses(".data is null");
+            view.data = static_cast<char*>(view.data) + 1;
+            refuses(".data is 0x");
+            view.present = false;
+            refuses(" has data but is marked absent");
+        });
+    }
 }
 
 TYPED_TEST(CallTable, TensorThatIsMissing_RefusedWhereItIsRequired) {
-    this->for_each(this->kernel_, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
-        view = {};
-        const Use use = use_of(tensor, args);
-        if (use == Use::read || use == Use::write) {
-            EXPECT_THAT(refusal(this->kernel_, args), HasSubstr(std::string(tensor.name) + " is absent; it must be "));
-        } else if (std::string_view(tensor.name) != "entropy") {  // which grad_entropy needs
-            EXPECT_EQ(refusal(this->kernel_, args), "(no error)");
-        }
-    });
+    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_}) {
+        this->for_each(*kernel, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
+            view = {};
+            const Use use = use_of(tensor, args);
+            if (use == Use::read || use == Use::write) {
+                EXPECT_THAT(refusal(*kernel, args), HasSubstr(std::string(tensor.name) + " is absent; it must be "));
+            } else if (std::string_view(tensor.name) != "entropy") {  // which grad_entropy needs
+                EXPECT_EQ(refusal(*kernel, args), "(no error)");
+            }
+        });
+    }
 }
 
 TYPED_TEST(CallTable, TensorWithoutItsCondition_RefusedSayingWhy) {
@@ -139,12 +148,14 @@ TYPED_TEST(CallTable, WeightedMeanWithoutWeights_Refused) {
 }
 
 TYPED_TEST(CallTable, WrittenTensorOverAnother_Refused) {
-    this->for_each(this->kernel_, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
-        const Use use = use_of(tensor, args);
-        if (use != Use::write && use != Use::write_if_given) return;
-        view.data = args.target.data;
-        EXPECT_THAT(refusal(this->kernel_, args), AllOf(HasSubstr(tensor.name), HasSubstr("overlaps target")));
-    });
+    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_}) {
+        this->for_each(*kernel, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
+            const Use use = use_of(tensor, args);
+            if (use != Use::write && use != Use::write_if_given) return;
+            view.data = args.target.data;
+            EXPECT_THAT(refusal(*kernel, args), AllOf(HasSubstr(tensor.name), HasSubstr("overlaps target")));
+        });
+    }
 }
 
 }  // namespace

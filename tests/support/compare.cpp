@@ -184,6 +184,10 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
     per_token("logprob", got.logprob, truth.logprob, ref.logprob, budgets.logprob);
     per_token("entropy", got.entropy, truth.entropy, ref.entropy, budgets.entropy);
     per_token("log_sum_sq_probs", got.log_sum_sq_probs, truth.log_sum_sq_probs, ref.log_sum_sq_probs, budgets.log_sum_sq_probs);
+    if (!got.teacher_logprobs.empty()) {
+        out.push_back(judge_rows("teacher_logprobs", got.teacher_logprobs, truth.teacher_logprobs, ref.teacher_logprobs,
+                                 budgets.teacher_logprobs, p.spec.teacher_top_k, output_cap, valid));
+    }
     if (!got.top1.empty()) out.push_back(judge_top1(p, selection, got.top1, truth, budgets));
     const std::int64_t d = p.spec.hidden_size;
     if (!got.grad_hidden.empty()) {

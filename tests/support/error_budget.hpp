@@ -22,6 +22,7 @@ struct Budget {
 struct Budgets {
     std::vector<Budget> loss, z_loss, lse, logprob, entropy, log_sum_sq_probs;  ///< [tokens]
     std::vector<Budget> logit;                                                  ///< [tokens], any of a token's
+    std::vector<Budget> teacher_logprobs;                                       ///< [tokens]
     std::vector<Budget> grad_hidden;                                            ///< [tokens]
     std::vector<Budget> grad_weight, grad_bias;                                 ///< [vocab]
     // What gradients made of retained exponentials may be off by besides, with label smoothing; else empty.
@@ -105,6 +106,8 @@ struct TokenSizes {
     double hit = 0;         ///< |what is taken from the label's logit|
     double spread = 0;      ///< |what is taken from every logit, times c_j|
     double loss_slope = 0;  ///< |the part of slope that the loss has|
+    double teacher = 0;     ///< |what a teacher's probability of 1 is taken from its class's logit as|
+    double temperature = 1;
     Budget lse_error;
     Budget factor_error;  ///< relative, of what the loss is multiplied by
     [[nodiscard]] double factor_error_of(const ErrorModel& model) const { return model.expected ? factor_error.floor : factor_error.limit; }
@@ -121,6 +124,8 @@ struct LogitSizes {
     double gradient = 0;        ///< |gradient with respect to h·w + b|
     double class_weight = 1;
     bool is_label = false;
+    double named = 0;     ///< |what the teacher takes off|, before gain
+    int times_named = 0;  ///< how many equal ids that comes from
 };
 
 /// Error of a logit: its product summed in fp32, then bias, scale and softcap.
@@ -153,6 +158,13 @@ struct LogitSizes {
         sum.add(e.p * t.slope_z * u * (std::fabs(t.lse) + t.entropy + std::fabs(e.z)) * e.gain);
     }
     sum.add(2 * u * ((e.is_label ? t.hit : 0) + t.spread * e.class_weight) * e.gain);
+    if (t.teacher > 0) {
+        sum.add(2 * u * e.times_named * e.named * e.gain);
+        sum.add(e.p * t.slope * model.sum(spec.teacher_top_k) * e.gain);  // the probabilities' sum
+        // The slope of a softcap is taken from log p + lse, which are rounded to their own sizes.
+        const double sizes = spec.softcap > 0 ? (std::fabs(e.z) + 3 * std::fabs(t.lse)) * t.temperature / spec.softcap : 0;
+        if (spec.softcap > 0) sum.add(e.named * std::fabs(spec.logit_scale) / t.temperature * 2 * (3 + sizes) * kU32);
+    }
     sum.add(e.gradient * (spec.temperature ? 5 : 4) * u);
     sum.add((e.p * t.loss_slope + (e.is_label ? t.hit : 0) + t.spread * e.class_weight) * t.factor_error_of(model) * e.gain);
     sum.add(e.gradient * model.rounding(unit_roundoff(spec.dtype)));

@@ -20,9 +20,9 @@ std::vector<std::byte> bytes_of(const std::vector<T>& values) {
     return bytes;
 }
 
-std::vector<std::byte> target_bytes(const Problem& p) {
-    if (p.options.target_bits == 64) return bytes_of(p.target);
-    return bytes_of(std::vector<std::int32_t>(p.target.begin(), p.target.end()));
+std::vector<std::byte> label_bytes(const Problem& p, const std::vector<std::int64_t>& labels) {
+    if (p.options.target_bits == 64) return bytes_of(labels);
+    return bytes_of(std::vector<std::int32_t>(labels.begin(), labels.end()));
 }
 
 std::vector<std::byte> num_valid_bytes(const ProblemOptions& o) {
@@ -108,7 +108,12 @@ void KernelRun::add_inputs() {
     if (spec.class_weight) input("class_weight", bytes_of(problem_.class_weight), 4);
     if (spec.temperature) input("temperature", bytes_of(problem_.temperature), 4);
     if (spec.token_weight) input("token_weight", bytes_of(problem_.token_weight), 4);
-    input("target", target_bytes(problem_), static_cast<std::size_t>(problem_.options.target_bits / 8));
+    const auto label_size = static_cast<std::size_t>(problem_.options.target_bits / 8);
+    input("target", label_bytes(problem_, problem_.target), label_size);
+    if (spec.teacher_top_k > 0) {
+        input("teacher_ids", label_bytes(problem_, problem_.teacher_ids), label_size);
+        input("teacher_probs", bytes_of(problem_.teacher_probs), 4);
+    }
     if (problem_.options.num_valid) input("num_valid", num_valid_bytes(problem_.options), 8);
     const auto upstream = [this](const char* name, const std::vector<float>& values) {
         if (!values.empty() || (problem_.options.upstream && problem_.num_tokens() == 0)) input(name, bytes_of(values), 4);
@@ -130,6 +135,7 @@ void KernelRun::add_outputs() {
     if (spec.outputs.entropy) output("entropy", n * 4, 4);
     if (spec.outputs.top1) output("top1", n * 8, 8);
     if (spec.outputs.log_sum_sq_probs) output("log_sum_sq_probs", n * 4, 4);
+    if (spec.teacher_top_k > 0) output("teacher_logprobs", n * static_cast<std::size_t>(spec.teacher_top_k) * 4, 4);
     output("invalid_label", 8, 8, std::vector<std::byte>(8, std::byte{0xff}));
     output("grad_hidden", n * static_cast<std::size_t>(spec.hidden_size) * element_bytes(spec.dtype), 16);
     const std::size_t grad_element = element_bytes(spec.grad_weight_dtype);
@@ -199,8 +205,8 @@ void KernelRun::retain(RetainedPlace place, std::size_t bytes) {
 }
 
 void KernelRun::forward() {
-    for (const char* name :
-         {"loss", "z_loss", "lse", "logprob", "entropy", "top1", "log_sum_sq_probs", "invalid_label", "forward workspace", "retained"}) {
+    for (const char* name : {"loss", "z_loss", "lse", "logprob", "entropy", "top1", "log_sum_sq_probs", "teacher_logprobs", "invalid_label",
+                             "forward workspace", "retained"}) {
         if (!has(name)) continue;
         reset(name);
         entries_.at(name).written = true;
@@ -260,6 +266,13 @@ KernelOutputs KernelRun::outputs(const Selection& selection) const {
     out.logprob = tokens("logprob");
     out.entropy = tokens("entropy");
     out.log_sum_sq_probs = tokens("log_sum_sq_probs");
+    if (written("teacher_logprobs")) {
+        const std::vector<double> all = floats_at(buffer("teacher_logprobs"));
+        const std::int64_t count = spec.teacher_top_k;
+        for (const std::int64_t i : selection.tokens) {
+            out.teacher_logprobs.insert(out.teacher_logprobs.end(), all.begin() + i * count, all.begin() + (i + 1) * count);
+        }
+    }
     if (written("top1")) out.top1 = selected(integers_at(buffer("top1")), selection.tokens);
     if (written("grad_hidden")) {
         const auto bytes = buffer("grad_hidden").download();
@@ -333,6 +346,7 @@ std::string KernelRun::ignored_violation() const {
         check("z_loss", 4);
     }
     for (const char* name : {"lse", "logprob", "entropy", "log_sum_sq_probs"}) check(name, 4);
+    check("teacher_logprobs", static_cast<std::size_t>(problem_.spec.teacher_top_k) * 4);
     check("grad_hidden", row);
     return text;
 }

@@ -34,6 +34,14 @@ inline void apply_everything(Spec& s) {
     s.outputs = {true, true, true, true, true, true};
 }
 
+/// A teacher with every option that it may have.
+inline void apply_everything_with_teacher(Spec& s) {
+    apply_everything(s);
+    s.class_weight = s.dft = false;
+    s.teacher_top_k = 5;
+    s.hard_weight = 0.3;
+}
+
 /// A parameter in fp32 under autocast.
 inline void apply_weight_fp32(Spec& s) { s.weight_dtype = s.grad_weight_dtype = DType::fp32; }
 
@@ -57,7 +65,9 @@ inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) /
         {"dft", [](Spec& s) { s.dft = s.outputs.logprob = true; }},
         {"top1", [](Spec& s) { s.outputs.top1 = true; }},
         {"log_sum_sq_probs", [](Spec& s) { s.outputs.log_sum_sq_probs = true; }},
+        {"teacher", [](Spec& s) { s.teacher_top_k = 4; }},
         {"everything", apply_everything},
+        {"everything_teacher", apply_everything_with_teacher},
     };
     return sets;
 }
@@ -88,6 +98,13 @@ inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) /
         {"tied",
          [](Spec& s) {
              s.tied = s.layout == WeightLayout::vocab_major;  // hidden_major cannot be an embedding table
+             s.grad_weight_mode = GradMode::accumulate;
+         }},
+        {"teacher_weight_fp32_accumulate",
+         [](Spec& s) {
+             apply_everything_with_teacher(s);
+             apply_padding(s);
+             apply_weight_fp32(s);
              s.grad_weight_mode = GradMode::accumulate;
          }},
         {"everything_padded_accumulate",

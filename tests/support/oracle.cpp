@@ -58,11 +58,16 @@ public:
         const double hit = j == token.label ? 1 : 0;
         const double g = loss_factor(layer_, token) *
                          upstream(layer_.grad_loss, layer_.reduction == Reduction::none ? token.index : 0, spec.outputs.loss ? 1 : 0);
+        const double hard = layer_.hard_weight();
         double sum = 0;
         // (1−ε)·c_y·(−log p_y): ∂(−log p_y)/∂z_j = p_j − [j=y]
-        sum += g / divide_.cross_entropy * (1 - eps) * layer_.class_weight_of(token.label) * (p - hit);
+        sum += g / divide_.cross_entropy * hard * (1 - eps) * layer_.class_weight_of(token.label) * (p - hit);
         // ε/V·Σ_k c_k·(−log p_k): Σ_k c_k·(p_j − [j=k])
-        if (eps > 0) sum += g / divide_.cross_entropy * eps / double(spec.vocab_size) * (class_sum_ * p - layer_.class_weight_of(j));
+        if (eps > 0) sum += g / divide_.cross_entropy * hard * eps / double(spec.vocab_size) * (class_sum_ * p - layer_.class_weight_of(j));
+        // Σ_k q_k·(−log p_k) over the teacher's classes: Σ_k q_k·(p_j − [j=k])
+        layer_.for_each_named(token.index, [&](std::int64_t id, std::int64_t, double q) {
+            sum += g / divide_.cross_entropy * (1 - hard) * q * (p - (j == id ? 1 : 0));
+        });
         // ω·lse²: 2·ω·lse·∂lse/∂z_j, and ∂lse/∂z_j = p_j
         sum += g / divide_.z_loss * spec.z_loss * 2 * token.lse * p;
         sum += upstream(layer_.grad_lse, token.index, 0) * p;
@@ -103,9 +108,14 @@ void token_outputs(const Layer<T>& layer, Token& token, const double* z, std::in
     }
     const double hard = -layer.class_weight_of(token.label) * log_p(token.label);
     token.logprob = log_p(token.label);
+    double cross_entropy = layer.hard_weight() > 0 ? layer.hard_weight() * ((1 - eps) * hard + eps / double(v) * smooth) : 0;
+    layer.for_each_named(token.index, [&](std::int64_t id, std::int64_t k, double q) {
+        result.teacher_logprobs[at * layer.spec.teacher_top_k + k] = log_p(id);
+        if (q != 0) cross_entropy -= (1 - layer.hard_weight()) * q * log_p(id);
+    });
     const double factor = loss_factor(layer, token);
     result.z_loss[at] = factor * layer.spec.z_loss * token.lse * token.lse;
-    result.loss[at] = factor * ((1 - eps) * hard + eps / double(v) * smooth) + result.z_loss[at];
+    result.loss[at] = factor * cross_entropy + result.z_loss[at];
     result.lse[at] = token.lse;
     result.logprob[at] = token.logprob;
     result.entropy[at] = token.entropy;
@@ -231,6 +241,7 @@ Result oracle(const Layer<T>& given, const Selection& selection, const KnownToke
         values->assign(rows, 0.0);
     }
     result.top1.assign(rows, -1.0);
+    result.teacher_logprobs.assign(rows * layer.spec.teacher_top_k, 0.0);
     result.grad_hidden.assign(rows * d, 0.0);
     result.grad_weight.assign(columns * d, 0.0);
     if (layer.bias != nullptr) result.grad_bias.assign(columns, 0.0);

@@ -18,7 +18,8 @@ struct Result {
     std::vector<double> log_sum_sq_probs;
     std::vector<double> top1;  ///< the class, −1 where ignored
     std::vector<double> largest_logit;
-    double reduced_loss = 0;  ///< by the layer's reduction (sum or mean); only where every token is selected
+    std::vector<double> teacher_logprobs;  ///< [tokens, K], 0 where there is no class
+    double reduced_loss = 0;               ///< by the layer's reduction (sum or mean); only where every token is selected
     double reduced_z_loss = 0;
     std::vector<double> grad_hidden;  ///< [tokens, D]
     std::vector<double> grad_weight;  ///< [vocab, D]

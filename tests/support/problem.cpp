@@ -112,6 +112,32 @@ std::vector<float> make_token_weights(const ProblemOptions& o) {
     return values;
 }
 
+/// Classes anywhere and the label, some twice, some places without one, every ninth token without any; with invalid labels some that are
+/// none. Probabilities add up to less than 1, some are 0.
+void make_teacher(Problem& p) {
+    const ProblemOptions& o = p.options;
+    const Stream random{o.seed * 16 + 11};
+    const auto k_count = static_cast<std::int64_t>(p.spec.teacher_top_k);
+    p.teacher_ids.resize(static_cast<std::size_t>(o.num_tokens * k_count));
+    p.teacher_probs.resize(p.teacher_ids.size());
+    for (std::int64_t i = 0; i < o.num_tokens; ++i) {
+        double sum = 0;
+        for (std::int64_t k = 0; k < k_count; ++k) {
+            const std::int64_t at = i * k_count + k;
+            const double draw = random.uniform(4 * at);
+            std::int64_t& id = p.teacher_ids[at];
+            id = random.below(4 * at + 1, p.spec.vocab_size);
+            if (k == 0 && draw < 0.5) id = std::clamp<std::int64_t>(p.target[i], 0, p.spec.vocab_size - 1);
+            if (k > 0 && draw < 0.2) id = p.teacher_ids[at - 1];
+            if (draw > 0.85 || i % 9 == 7) id = -1;
+            if (o.invalid_labels && i % 5 == 3 && k == k_count / 2) id = i % 2 == 0 ? p.spec.vocab_size : -2;
+            p.teacher_probs[at] = draw > 0.6 && draw < 0.65 ? 0.0F : static_cast<float>(std::exp(2 * random.normal(4 * at + 2)));
+            sum += p.teacher_probs[at];
+        }
+        for (std::int64_t k = 0; k < k_count; ++k) p.teacher_probs[i * k_count + k] *= static_cast<float>(0.95 / std::max(sum, 1e-6));
+    }
+}
+
 void make_upstream(Problem& p) {
     const ProblemOptions& o = p.options;
     if (!o.upstream) return;
@@ -167,6 +193,7 @@ Problem make_problem(const Spec& spec, const ProblemOptions& options) {
     if (p.spec.class_weight) p.class_weight = filled(v, [&](std::int64_t i) { return 0.25F + 1.5F * float(random.uniform(v + i)); });
     if (p.spec.temperature) p.temperature = make_temperatures(options);
     if (p.spec.token_weight) p.token_weight = make_token_weights(options);
+    if (p.spec.teacher_top_k > 0) make_teacher(p);
     make_upstream(p);
     if (p.spec.grad_weight_mode == GradMode::accumulate) {
         const DType dtype = p.spec.grad_weight_dtype;
@@ -212,6 +239,10 @@ Layer<float> layer_of(const Problem& p) {
     layer.target = p.target.data();
     layer.temperature = pointer(p.temperature);
     layer.token_weight = pointer(p.token_weight);
+    // Present with no token, too: the target's part is its share then as well.
+    static constexpr std::int64_t kNoId = -1;
+    if (p.spec.teacher_top_k > 0) layer.teacher_ids = p.teacher_ids.empty() ? &kNoId : p.teacher_ids.data();
+    layer.teacher_probs = pointer(p.teacher_probs);
     layer.ignore_index = p.options.ignore_index;
     layer.reduction = p.options.reduction;
     layer.num_valid = p.options.num_valid;
@@ -239,6 +270,11 @@ Selection select_some(const Problem& p, std::int64_t max_tokens, std::int64_t ma
         for (std::int64_t token : tokens) {
             const std::int64_t label = p.target[token];
             if (label >= 0 && label < p.spec.vocab_size && std::ssize(vocab) < max_vocab / 2) vocab.insert(label);
+        }
+        for (std::int64_t token : tokens) {
+            layer_of(p).for_each_named(token, [&](std::int64_t id, std::int64_t, float) {
+                if (std::ssize(vocab) < max_vocab * 3 / 4) vocab.insert(id);
+            });
         }
         for (std::uint64_t k = 1 << 20; std::ssize(vocab) < max_vocab; ++k) vocab.insert(random.below(k, p.spec.vocab_size));
     }

@@ -49,6 +49,8 @@ struct Problem {
     std::vector<float> temperature;       ///< [N]; empty without spec.temperature
     std::vector<float> token_weight;      ///< [N]; empty without spec.token_weight
     std::vector<std::int64_t> target;
+    std::vector<std::int64_t> teacher_ids;  ///< [N, K]; empty without spec.teacher_top_k
+    std::vector<float> teacher_probs;       ///< as teacher_ids
     // Upstream gradients; empty: not given.
     std::vector<float> grad_loss;  ///< [N] for none, else one
     std::vector<float> grad_lse;
@@ -82,6 +84,8 @@ struct Layer {
     const std::int64_t* target = nullptr;
     const float* temperature = nullptr;
     const float* token_weight = nullptr;
+    const std::int64_t* teacher_ids = nullptr;
+    const float* teacher_probs = nullptr;
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     std::optional<double> num_valid;
@@ -97,6 +101,17 @@ struct Layer {
     }
     [[nodiscard]] double temperature_of(std::int64_t token) const { return temperature != nullptr ? double(temperature[token]) : 1.0; }
     [[nodiscard]] double token_weight_of(std::int64_t token) const { return token_weight != nullptr ? double(token_weight[token]) : 1.0; }
+    /// The share of the target in the cross entropy.
+    [[nodiscard]] double hard_weight() const { return teacher_ids != nullptr ? spec.hard_weight : 1.0; }
+    /// Calls `visit` with every class that the token's teacher names, its number among them and its probability.
+    template <class Visit>
+    void for_each_named(std::int64_t token, const Visit& visit) const {
+        if (teacher_ids == nullptr) return;
+        for (std::int64_t k = 0; k < spec.teacher_top_k; ++k) {
+            const std::int64_t at = token * spec.teacher_top_k + k;
+            if (teacher_ids[at] >= 0 && teacher_ids[at] < spec.vocab_size) visit(teacher_ids[at], k, teacher_probs[at]);
+        }
+    }
     [[nodiscard]] double class_weight_of(std::int64_t vocab) const { return class_weight != nullptr ? double(class_weight[vocab]) : 1.0; }
 };
 

@@ -27,15 +27,19 @@ void add_rounding(Budget& budget, DType dtype, double norm, std::int64_t length)
 }  // namespace
 
 // Backward of log-softmax and of what follows it, as autograd composes them.
-float Evaluation::logit_gradient(const ReferenceToken& token, const TokenUpstream& g, std::int64_t j, float z) const {
+float Evaluation::logit_gradient(std::int64_t i, const ReferenceToken& token, const TokenUpstream& g, std::int64_t j, float z) const {
     const auto eps = static_cast<float>(spec_.label_smoothing);
     const auto omega = static_cast<float>(spec_.z_loss);
     const float log_p = (z - token.top) - token.log_sum;
     const float p = std::exp(log_p);
     const float hit = j == token.label ? 1.0F : 0.0F;
-    const float hard = g.cross_entropy * (1.0F - eps) * class_weight(token.label);
-    const float smooth = g.cross_entropy * eps / static_cast<float>(spec_.vocab_size);
+    const auto share = static_cast<float>(layer_.hard_weight());
+    const float hard = g.cross_entropy * share * (1.0F - eps) * class_weight(token.label);
+    const float smooth = g.cross_entropy * share * eps / static_cast<float>(spec_.vocab_size);
     float gradient = hard * (p - hit) + smooth * (class_sum_ * p - class_weight(j));
+    layer_.for_each_named(i, [&](std::int64_t id, std::int64_t, float q) {
+        gradient += g.cross_entropy * (1.0F - share) * q * (p - (id == j ? 1.0F : 0.0F));
+    });
     gradient += g.logprob * (hit - p);
     gradient += (g.z_loss * 2.0F * omega * (token.top + token.log_sum) + g.lse) * p;
     if (p != 0) gradient -= g.entropy * p * (log_p + token.entropy);
@@ -90,7 +94,15 @@ void Evaluation::token_outputs(std::int64_t at, ReferenceToken& token, const flo
     for (std::int64_t j = 0; j < v; ++j) squares.add(std::exp(2 * ((z[j] - token.top) - token.log_sum)));
     Result& r = out_.result;
     r.log_sum_sq_probs[at] = std::log(squares.total());
-    r.loss[at] = factor * (-(1.0F - eps) * class_weight(token.label) * logprob + eps / static_cast<float>(v) * smooth.total()) + z_loss;
+    const auto share = static_cast<float>(layer_.hard_weight());
+    float cross_entropy =
+        share > 0 ? share * (-(1.0F - eps) * class_weight(token.label) * logprob + eps / static_cast<float>(v) * smooth.total()) : 0.0F;
+    layer_.for_each_named(selection_.tokens[at], [&](std::int64_t id, std::int64_t k, float q) {
+        const float log_p = (z[id] - token.top) - token.log_sum;
+        r.teacher_logprobs[at * spec_.teacher_top_k + k] = log_p;
+        if (q != 0) cross_entropy -= (1.0F - share) * q * log_p;
+    });
+    r.loss[at] = factor * cross_entropy + z_loss;
     r.z_loss[at] = z_loss;
     r.lse[at] = lse;
     r.logprob[at] = logprob;
@@ -105,8 +117,8 @@ void Evaluation::token_gradient(std::int64_t at, const ReferenceToken& token, fl
     BudgetSum sum(expected_, largest_), retained(expected_, largest_);
     double common = 0;
     for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
-        const float dz = logit_gradient(token, g, j, z[j]);
-        const LogitSizes e = logit_sizes(token, j, z[j], gain[j], dz);
+        const float dz = logit_gradient(selection_.tokens[at], token, g, j, z[j]);
+        const LogitSizes e = logit_sizes(selection_.tokens[at], token, j, z[j], gain[j], dz);
         const double w = weight_norm_[j];
         sum.add(gradient_error(spec_, token.sizes, e, expected_) * w,
                 (gradient_error(spec_, token.sizes, e, largest_) + adding * e.gradient) * w);
@@ -191,9 +203,9 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
             if (!token.valid) continue;
             float x = z[i * count + s];
             const float gain = transform(x, i, j);
-            const float gradient = logit_gradient(token, upstream(i, token), j, x);
+            const float gradient = logit_gradient(i, token, upstream(i, token), j, x);
             dz[s * n + i] = gradient * gain;
-            const LogitSizes e = logit_sizes(token, j, x, gain, gradient);
+            const LogitSizes e = logit_sizes(i, token, j, x, gain, gradient);
             const double expected = gradient_error(spec_, token.sizes, e, expected_);
             const double largest = gradient_error(spec_, token.sizes, e, largest_) + adding * e.gradient;
             const double size = token.sizes.hidden_norm;
@@ -260,7 +272,9 @@ void Evaluation::prepare() {
     Budgets& b = out_.budgets;
     for (auto* values : {&r.loss, &r.z_loss, &r.lse, &r.logprob, &r.entropy, &r.log_sum_sq_probs}) values->assign(rows, 0.0);
     r.top1.assign(rows, -1.0);
-    for (auto* values : {&b.loss, &b.z_loss, &b.lse, &b.logprob, &b.entropy, &b.log_sum_sq_probs, &b.logit, &b.grad_hidden}) {
+    r.teacher_logprobs.assign(rows * static_cast<std::size_t>(spec_.teacher_top_k), 0.0);
+    for (auto* values :
+         {&b.loss, &b.z_loss, &b.lse, &b.logprob, &b.entropy, &b.log_sum_sq_probs, &b.logit, &b.teacher_logprobs, &b.grad_hidden}) {
         values->assign(rows, {});
     }
     for (auto* values : {&b.grad_weight, &b.grad_bias}) values->assign(columns, {});

@@ -8,19 +8,25 @@ namespace flce::test {
 void Evaluation::set_sizes(std::int64_t i, ReferenceToken& token) const {
     const TokenUpstream g = upstream(i, token);
     const double eps = spec_.label_smoothing;
+    const double hard = layer_.hard_weight();
     TokenSizes& s = token.sizes;
+    s.temperature = layer_.temperature_of(i);
+    s.teacher = (1 - hard) * std::fabs(g.cross_entropy);
+    double probabilities = 0;
+    layer_.for_each_named(i, [&](std::int64_t, std::int64_t, double q) { probabilities += std::fabs(q); });
     s.hidden_norm = norm(layer_.hidden + i * spec_.hidden_size);
     s.lse = double(token.top) + double(token.log_sum);
     s.entropy = std::fabs(token.entropy);
-    s.hit = std::fabs(g.cross_entropy) * (1 - eps) * class_weight(token.label) + std::fabs(g.logprob);
-    s.spread = std::fabs(g.cross_entropy) * eps / double(spec_.vocab_size);
-    s.slope = s.hit + s.spread * class_sum_ + std::fabs(g.z_loss * 2 * spec_.z_loss * s.lse) + std::fabs(g.lse);
+    s.hit = std::fabs(g.cross_entropy) * hard * (1 - eps) * class_weight(token.label) + std::fabs(g.logprob);
+    s.spread = std::fabs(g.cross_entropy) * hard * eps / double(spec_.vocab_size);
+    s.slope = s.hit + s.spread * class_sum_ + s.teacher * probabilities + std::fabs(g.z_loss * 2 * spec_.z_loss * s.lse) + std::fabs(g.lse);
     s.slope_z = std::fabs(g.entropy);
     s.loss_slope = std::fabs(g.cross_entropy) * ((1 - eps) * class_weight(token.label) + eps / double(spec_.vocab_size) * class_sum_) +
                    std::fabs(g.z_loss * 2 * spec_.z_loss * s.lse);
 }
 
-LogitSizes Evaluation::logit_sizes(const ReferenceToken& token, std::int64_t j, float z, float gain, float logit_gradient) const {
+LogitSizes Evaluation::logit_sizes(std::int64_t i, const ReferenceToken& token, std::int64_t j, float z, float gain,
+                                   float logit_gradient) const {
     LogitSizes e;
     const double bias = layer_.bias != nullptr ? std::fabs(layer_.bias[j]) : 0;
     const bool absent = z == -std::numeric_limits<float>::infinity();  // exactly
@@ -32,6 +38,11 @@ LogitSizes Evaluation::logit_sizes(const ReferenceToken& token, std::int64_t j, 
     e.gradient = e.logit_gradient * e.gain;
     e.class_weight = class_weight(j);
     e.is_label = j == token.label;
+    layer_.for_each_named(i, [&](std::int64_t id, std::int64_t, double q) {
+        if (id != j) return;
+        e.named += token.sizes.teacher * std::fabs(q);
+        ++e.times_named;
+    });
     return e;
 }
 
@@ -50,7 +61,7 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
         double label = 0;
         double cut = 0;  // from every logit, towards 0: unlike roundings it does not average out
         for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
-            const LogitSizes e = logit_sizes(token, j, z[j], gain[j], 0);
+            const LogitSizes e = logit_sizes(selection_.tokens[at], token, j, z[j], gain[j], 0);
             const double dz = logit_error(spec_, e, model);
             log_sum.add(e.p * dz);
             cut += std::copysign(e.p * model.truncated(spec_.hidden_size) * e.gain * e.product, e.z);
@@ -79,9 +90,22 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
         out_.budgets.entropy[at].*kind = entropy.value();
         out_.budgets.z_loss[at].*kind = z_loss;
         ErrorSum loss(model);
-        loss.add(factor * (1 - eps) * class_weight(token.label) * logprob).add(z_loss).add(4 * u * std::fabs(out_.result.loss[at]));
+        loss.add(factor * layer_.hard_weight() * (1 - eps) * class_weight(token.label) * logprob)
+            .add(z_loss)
+            .add(4 * u * std::fabs(out_.result.loss[at]));
         loss.add(factor_error * std::fabs(out_.result.loss[at]));
-        if (eps > 0) loss.add(factor * per_class * smooth.value());
+        if (eps > 0) loss.add(factor * layer_.hard_weight() * per_class * smooth.value());
+        double squares_of_named = 0;
+        layer_.for_each_named(selection_.tokens[at], [&](std::int64_t id, std::int64_t, double q) {
+            if (z[id] == -std::numeric_limits<float>::infinity()) return;  // exactly
+            const double dz = logit_error(spec_, logit_sizes(selection_.tokens[at], token, id, z[id], gain[id], 0), model);
+            const double to_id = std::fabs(z[id] - token.top) + std::fabs(token.log_sum);
+            const double error = ErrorSum(model).add(log_sum.value()).add(dz).add(u * to_id).value();
+            squares_of_named += error * error;
+            const double part = factor * (1 - layer_.hard_weight()) * std::fabs(q);
+            loss.add(part * error).add(part * to_id * model.sum(spec_.teacher_top_k));
+        });
+        out_.budgets.teacher_logprobs[at].*kind = std::sqrt(squares_of_named);
         out_.budgets.loss[at].*kind = loss.value();
     };
     set(expected_, &Budget::floor);

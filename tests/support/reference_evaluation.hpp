@@ -109,9 +109,9 @@ private:
     void token_budgets(std::int64_t at, ReferenceToken& token, const float* z, const float* gain);
     void token_gradient(std::int64_t at, const ReferenceToken& token, float* z, const float* gain);
     void vocab_block(std::int64_t first, std::int64_t last);
-    float logit_gradient(const ReferenceToken& token, const TokenUpstream& g, std::int64_t j, float z) const;
+    float logit_gradient(std::int64_t i, const ReferenceToken& token, const TokenUpstream& g, std::int64_t j, float z) const;
     void set_sizes(std::int64_t i, ReferenceToken& token) const;
-    LogitSizes logit_sizes(const ReferenceToken& token, std::int64_t j, float z, float gain, float logit_gradient) const;
+    LogitSizes logit_sizes(std::int64_t i, const ReferenceToken& token, std::int64_t j, float z, float gain, float logit_gradient) const;
     void round_gradients(float scale, float* values, std::int64_t count) const;
     float gradient_scale() const;
     void complete_tokens();

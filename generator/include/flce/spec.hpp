@@ -36,7 +36,8 @@ inline constexpr float kMostTemperature = 0x1p100F;
 
 /// The output layer and its loss. logits = softcap(logit_scale · (hidden · weightᵀ + bias)), where
 /// softcap(u) = softcap · tanh(u / softcap); with temperature, logits are divided by their token's. Loss of a token = (cross entropy
-/// (torch's meaning of label_smoothing and of class weights) + z_loss · lse²) · token_weight · (dft: the target's probability).
+/// (torch's meaning of label_smoothing and of class weights) + z_loss · lse²) · token_weight · (dft: the target's probability). With
+/// teacher_top_k the cross entropy is hard_weight · (that of the target) + (1 − hard_weight) · (−Σ_k q_k·log p_k over the teacher's ids).
 struct Spec {
     std::int64_t hidden_size = 0;        ///< D: ≥ 8 and a multiple of 8 (rows of 16 bytes)
     std::int64_t vocab_size = 0;         ///< V ≥ 2
@@ -59,6 +60,9 @@ struct Spec {
     double softcap = 0.0;          ///< 0: off; else > 0
     double label_smoothing = 0.0;  ///< 0 ≤ ε ≤ 1
     double z_loss = 0.0;           ///< ω ≥ 0
+    int teacher_top_k = 0;         ///< K, 0 to 256: a call has K ids of classes and their probabilities for each token (the teacher's); 0:
+                                   ///< none. Not together with class_weight or dft
+    double hard_weight = 0.0;      ///< 0 to 1, with teacher_top_k: the share of the target's cross entropy
     Outputs outputs{};
 
     friend bool operator==(const Spec&, const Spec&) = default;
@@ -75,8 +79,9 @@ struct Spec {
 
 /// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or
 /// hidden_size, V or vocab_size, padded_vocab_size, dtype, layout, tied, weight_dtype, grad_weight_dtype, grad_weight_mode, bias,
-/// class_weight, temperature, token_weight, dft, logit_scale, softcap, label_smoothing, z_loss, outputs (names joined by '+':
-/// loss+lse+logprob+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16, float32. D and V are required;
+/// class_weight, temperature, token_weight, dft, logit_scale, softcap, label_smoothing, z_loss, teacher_top_k, hard_weight, outputs (names
+/// joined by '+': loss+lse+logprob+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16, float32. D and V
+/// are required;
 /// dtype defaults to bf16, weight_dtype to dtype, grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is
 /// set. The result is normalized. Throws SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that
 /// cannot be read.

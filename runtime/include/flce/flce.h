@@ -271,6 +271,12 @@ typedef struct flce_forward_args {
     const flce_tensor* token_weight;     /* [N] fp32; required iff the spec has token_weight */
     const flce_tensor* top1;             /* [N] int64, -1 for ignored rows; the spec's outputs must have it, as for the next one */
     const flce_tensor* log_sum_sq_probs; /* [N] fp32, 0 for ignored rows */
+    /* Required iff the spec has teacher_top_k = K. Ids: [N, K] int32 or int64, classes in any order, -1 for none; equal ids add up, and an
+     * id that is neither is reported as a label is and counts as none. Probabilities: [N, K] fp32, any numbers; a NaN makes its token's loss
+     * and gradients NaN. Log-probabilities: [N, K] fp32, written, 0 at no class; backward reads them. */
+    const flce_tensor* teacher_ids;
+    const flce_tensor* teacher_probs;
+    const flce_tensor* teacher_logprobs;
 } flce_forward_args;
 #define FLCE_FORWARD_ARGS_INIT  \
     {sizeof(flce_forward_args), \
@@ -293,6 +299,9 @@ typedef struct flce_forward_args {
      0,                         \
      FLCE_RETAINED_OWN,         \
      0,                         \
+     NULL,                      \
+     NULL,                      \
+     NULL,                      \
      NULL,                      \
      NULL,                      \
      NULL,                      \
@@ -324,7 +333,10 @@ typedef struct flce_backward_args {
     int32_t reserved_2;             /* 0 */
     const flce_tensor* temperature; /* as in forward, as the next one */
     const flce_tensor* token_weight;
-    const flce_tensor* logprob; /* [N] fp32, as forward wrote it; required with the spec's dft */
+    const flce_tensor* logprob;     /* [N] fp32, as forward wrote it; required with the spec's dft */
+    const flce_tensor* teacher_ids; /* as in forward, as the next one */
+    const flce_tensor* teacher_probs;
+    const flce_tensor* teacher_logprobs; /* [N, K] fp32, as forward wrote it */
 } flce_backward_args;
 #define FLCE_BACKWARD_ARGS_INIT  \
     {sizeof(flce_backward_args), \
@@ -350,6 +362,9 @@ typedef struct flce_backward_args {
      0,                          \
      FLCE_RETAINED_OWN,          \
      0,                          \
+     NULL,                       \
+     NULL,                       \
+     NULL,                       \
      NULL,                       \
      NULL,                       \
      NULL}

@@ -72,9 +72,16 @@ struct ForwardArgs {
     TensorView weight{};        ///< [P, D] (vocab_major) or [D, P] (hidden_major), weight_dtype(spec)
     TensorView bias{};          ///< [V], spec dtype; required iff spec.bias
     TensorView class_weight{};  ///< [V] fp32; required iff spec.class_weight
-    TensorView target{};        ///< [N] int32 or int64
+    TensorView target{};        ///< [N] int32 or int64. With spec.teacher_top_k and a hard_weight of 0 it only says which tokens take part:
+                                ///< those with any class
     TensorView temperature{};   ///< [N] fp32; required iff spec.temperature. A row's that is not between 2^-100 and 2^100 is a fault
     TensorView token_weight{};  ///< [N] fp32; required iff spec.token_weight. Those of ignored rows are not read
+    /// [N, K] int32 or int64, K = spec.teacher_top_k; required iff that is not 0. Classes in any order, −1 for none; what equal ids have adds
+    /// up. An id that is neither is a fault and counts as none. Those of ignored rows are not read
+    TensorView teacher_ids{};
+    /// [N, K] fp32, required as the ids: the classes' probabilities q, or any numbers; they need not add up to 1. One of 0, or at no class,
+    /// adds nothing, a negative one what it comes to, and a NaN makes its token's loss and gradients NaN
+    TensorView teacher_probs{};
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     /// Scalar int32, int64 or fp32 that mean divides by; absent: the valid tokens (or their class weights) are counted.
@@ -86,10 +93,14 @@ struct ForwardArgs {
     TensorView entropy{};           ///< [N] fp32, 0 for ignored rows
     TensorView top1{};              ///< [N] int64, −1 for ignored rows
     TensorView log_sum_sq_probs{};  ///< [N] fp32, 0 for ignored rows
-    TensorView invalid_label{};     ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
-        ///< ignore_index nor in [0, V), or whose temperature is not between 2^-100 and 2^100. Such rows count as
-        ///< ignored, with or without this tensor
-    Retained retained{};  ///< written; see Kernel::retained_bytes
+    TensorView
+        teacher_logprobs{};      ///< [N, K] fp32, required as the ids, as backward reads it: log p of each, 0 at no class and for ignored
+                                 ///< rows
+    TensorView invalid_label{};  ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
+                                 ///< ignore_index nor in [0, V), or whose temperature is not between 2^-100 and 2^100. Such rows count as
+                                 ///< ignored, with or without this tensor. Also that of a row that is not ignored and has a teacher's id
+                                 ///< out of range, which counts as none
+    Retained retained{};         ///< written; see Kernel::retained_bytes
 };
 
 struct BackwardArgs {
@@ -100,14 +111,17 @@ struct BackwardArgs {
     TensorView target{};
     TensorView temperature{};
     TensorView token_weight{};
+    TensorView teacher_ids{};
+    TensorView teacher_probs{};
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     TensorView num_valid{};
-    TensorView lse{};        ///< [N] fp32, as forward wrote it
-    TensorView logprob{};    ///< [N] fp32, as forward wrote it; required with spec.dft
-    TensorView entropy{};    ///< [N] fp32, as forward wrote it; required with grad_entropy
-    TensorView grad_loss{};  ///< fp32: [N] for none, scalar otherwise; absent: 1, or 0 without spec.outputs.loss
-    TensorView grad_lse{};   ///< [N] fp32; absent: 0, as for the next two
+    TensorView lse{};               ///< [N] fp32, as forward wrote it
+    TensorView logprob{};           ///< [N] fp32, as forward wrote it; required with spec.dft
+    TensorView entropy{};           ///< [N] fp32, as forward wrote it; required with grad_entropy
+    TensorView teacher_logprobs{};  ///< [N, K] fp32, as forward wrote it; required with spec.teacher_top_k
+    TensorView grad_loss{};         ///< fp32: [N] for none, scalar otherwise; absent: 1, or 0 without spec.outputs.loss
+    TensorView grad_lse{};          ///< [N] fp32; absent: 0, as for the next two
     TensorView grad_logprob{};
     TensorView grad_entropy{};
     TensorView grad_hidden{};  ///< [N, D], spec dtype; absent: not computed. Ignored rows receive 0
