@@ -198,6 +198,7 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
         const std::int64_t j = selection_.vocab[first + s];
         BudgetSum of_weight(expected_, largest_), of_bias(expected_, largest_);
         BudgetSum retained_weight(expected_, largest_), retained_bias(expected_, largest_);
+        double shared = 0;  // what a teacher's and the target's shares are factors of
         for (std::int64_t i = 0; i < n; ++i) {
             const ReferenceToken& token = tokens_[i];
             if (!token.valid) continue;
@@ -216,7 +217,11 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
             const double kept_largest = retained_error(spec_, token.sizes, e, largest_);
             retained_weight.add(std::numbers::sqrt2 * kept * size, 2 * kept_largest * size);
             retained_bias.add(kept, kept_largest);
+            const double taken = (e.is_label ? token.sizes.hit : 0) + token.sizes.spread + e.named;
+            if (token.sizes.teacher > 0) shared += (e.p * token.sizes.slope + taken) * e.gain;
         }
+        // The shares are rounded once, alike for all tokens: in a sum over them that does not average out.
+        of_bias.add(2 * expected_.rounding(kU32) * shared, 0);
         round_gradients(scale_, dz.data() + s * n, n);
         out_.budgets.grad_weight[first + s] = of_weight.value();
         if (spec_.label_smoothing > 0) out_.budgets.retained_weight[first + s] = retained_weight.value();
