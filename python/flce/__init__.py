@@ -25,7 +25,7 @@ from flce.errors import (
     UnavailableError,
     UnsupportedTransformError,
 )
-from flce.functional import linear_cross_entropy, linear_logprobs
+from flce.functional import linear_cross_entropy, linear_logprobs, linear_topk_distillation
 from flce.jobs import missing, prewarm, tune
 from flce.kernels import cache_statistics, check_labels, explain, get_kernel, warmup
 from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
@@ -66,6 +66,7 @@ __all__ = [
     "huggingface",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_topk_distillation",
     "missing",
     "plan_digest",
     "prewarm",

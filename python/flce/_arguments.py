@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce import _frame, _retain, errors
-from flce._checks import COUNT_DTYPES, DTYPES, is_dtensor
+from flce._checks import COUNT_DTYPES, DTYPES, TARGET_DTYPES, is_dtensor
 from flce._frame import PLAIN_TYPES
 from flce._targets import check_ignore_index, check_target_dtype, check_tensors
 
@@ -35,6 +35,9 @@ class Options(NamedTuple):
     dft: Any
     workspace_limit_bytes: Any
     retain_in_grad_weight: Any
+    teacher_top_k: int = 0  # K of the call's teacher_ids; 0: it has none
+    hard_weight: Any = 0.0
+    return_teacher_logprobs: Any = False
 
 
 class Checked(NamedTuple):
@@ -43,14 +46,17 @@ class Checked(NamedTuple):
     rest: tuple[str, int, int, int, int]  # Inputs.rest()
     asked: tuple[str, ...]  # the outputs that the caller gets
     written: tuple[str, ...]  # those that the kernel writes
+    teacher_logprobs: bool  # whether the caller gets them, behind the others
 
 
 def check_options(options: Options) -> Checked:
     asked = tuple(name for name, wanted in zip(OUTPUTS, options.outputs, strict=True) if wanted)
     written = written_outputs(asked, options.dft)
-    text = options_text(options.logit_scale, options.softcap, options.label_smoothing, options.z_loss, options.dft, written)
+    teacher = (options.teacher_top_k, options.hard_weight)
+    text = options_text(options.logit_scale, options.softcap, options.label_smoothing, options.z_loss, options.dft, written, *teacher)
     limit, choice = workspace_limit(options.workspace_limit_bytes), retain_choice(options.retain_in_grad_weight)
-    return Checked((text, check_ignore_index(options.ignore_index), reduction_code(options.reduction), limit, choice), asked, written)
+    rest = (text, check_ignore_index(options.ignore_index), reduction_code(options.reduction), limit, choice)
+    return Checked(rest, asked, written, options.return_teacher_logprobs is True)
 
 
 def written_outputs(asked: Sequence[str], dft: Any) -> tuple[str, ...]:
@@ -65,6 +71,8 @@ def options_text(
     z_loss: float = 0.0,
     dft: bool = False,
     outputs: Sequence[str] = ("loss",),
+    teacher_top_k: int = 0,
+    hard_weight: float = 0.0,
 ) -> str:
     """The options as keys of a Spec's text; what is at its default is left out."""
     parts = []
@@ -73,6 +81,7 @@ def options_text(
         "softcap": (softcap, 0.0),
         "label_smoothing": (label_smoothing, 0.0),
         "z_loss": (z_loss, 0.0),
+        "hard_weight": (hard_weight, 0.0),
     }
     for name, (value, default) in values.items():
         if value is not None and (number := _number(name, value)) != default:
@@ -81,6 +90,8 @@ def options_text(
         raise errors.DTypeError(f"dft is {dft!r}; it must be True or False")
     if dft:
         parts.append("dft")
+    if teacher_top_k:
+        parts.append(f"teacher_top_k={teacher_top_k}")
     if tuple(outputs) != ("loss",):
         parts.append("outputs=" + "+".join(outputs))
     return ",".join(parts)
@@ -235,6 +246,34 @@ def check_token_weight(given: Tensor | None, reduction: Any, target: Tensor) -> 
         raise errors.ArgumentError(
             "token_weight requires a gradient; it has none here: multiply the losses of reduction='none' by it instead, or detach it"
         )
+
+
+MOST_TEACHER_TOP_K = 256
+
+
+def check_teacher(ids: Tensor, probs: Tensor, hidden: Tensor) -> int:
+    """Returns K."""
+    check_tensors(teacher_ids=ids, teacher_probs=probs, hidden=hidden)
+    if ids is None or probs is None:
+        raise errors.DTypeError("teacher_ids and teacher_probs must be tensors, not None")
+    if ids.dtype not in TARGET_DTYPES:
+        raise errors.DTypeError(f"teacher_ids has dtype {ids.dtype}; allowed are int64 and int32")
+    if not probs.dtype.is_floating_point:
+        raise errors.DTypeError(f"teacher_probs has dtype {probs.dtype}; it must be a floating dtype (computed with in float32)")
+    if ids.dim() < 1 or ids.shape[:-1] != hidden.shape[:-1] or not 1 <= ids.shape[-1] <= MOST_TEACHER_TOP_K:
+        wanted = [*hidden.shape[:-1], "K"]
+        raise errors.ShapeError(
+            f"teacher_ids has shape {list(ids.shape)}; it must be hidden's without the last dimension, and K from 1 to "
+            f"{MOST_TEACHER_TOP_K}: {wanted}"
+        )
+    if probs.shape != ids.shape:
+        raise errors.ShapeError(f"teacher_probs has shape {list(probs.shape)}; it must be teacher_ids', {list(ids.shape)}")
+    for name, tensor in (("teacher_ids", ids), ("teacher_probs", probs)):
+        refuse_dtensor(name, tensor)
+        _check_place(name, tensor, hidden.device)
+    if probs.requires_grad:
+        raise errors.ArgumentError("teacher_probs requires a gradient; it has none here, detach it")
+    return int(ids.shape[-1])
 
 
 def _check_row_numbers(name: str, tensor: Tensor, target: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""One call of `flce.linear_cross_entropy` or `flce.linear_logprobs`: from arguments to what the caller gets, by the shortest way there is.
+"""One call of `flce.linear_cross_entropy`, `flce.linear_logprobs` or `flce.linear_topk_distillation`: from arguments to what the caller
+gets, by the shortest way there is.
 
 A call like one before (the same options, tensors of the same form) is a `DirectCall`; one whose arguments have passed the checks before
 goes to its kernel; any other is looked at first. Where the call is traced, watched or transformed, it goes through the operators.
@@ -39,8 +40,10 @@ def run(
     num_valid_tokens: Tensor | float | None = None,
     token_weight: Tensor | None = None,
     grad_weight_out: Tensor | None = None,
+    teacher: tuple[Tensor, Tensor] | None = None,
 ) -> Any:
-    """`options`: the fields of Options. A plain tuple is quicker to make, and most calls need no more of it than whether it is known."""
+    """`options`: the fields of Options. A plain tuple is quicker to make, and most calls need no more of it than whether it is known.
+    `teacher`: ids and probabilities, which `_arguments.check_teacher` has looked at."""
     known = None
     alone = False
     if not torch.compiler.is_compiling():
@@ -48,7 +51,7 @@ def run(
         # With their types: 1, 1.0 and True are equal, and not all of them are taken for every argument.
         known = (options, number, type(number), *map(type, options))
         alone = bias is None and class_weight is None and num_valid_tokens is None and token_weight is None and grad_weight_out is None
-        alone = alone and number is temperature
+        alone = alone and number is temperature and teacher is None
         try:
             call = _latest.get(known)
         except TypeError:  # an argument that cannot be hashed is refused by the checks
@@ -57,7 +60,7 @@ def run(
             value = call.value(hidden, weight, target)
             if value is not None:
                 return value
-    others = _Others(bias, class_weight, num_valid_tokens, temperature, token_weight, grad_weight_out, options, known, alone)
+    others = _Others(bias, class_weight, num_valid_tokens, temperature, token_weight, grad_weight_out, teacher, options, known, alone)
     return _run_checked(hidden, weight, target, others)
 
 
@@ -71,6 +74,7 @@ class _Others:
     temperature: Tensor | float | None
     token_weight: Tensor | None
     grad_weight_out: Tensor | None
+    teacher: tuple[Tensor, Tensor] | None
     options: tuple[Any, ...]
     known: tuple[Any, ...] | None  # what the options and a temperature that is a number are known by; None: not looked up
     alone: bool  # there is nothing but options, and a number for temperature
@@ -90,7 +94,7 @@ def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others
         token_weight=token_weight,
         grad_weight_out=others.grad_weight_out,
     )
-    plain = _is_plain(hidden, weight, target, bias, class_weight, temperatures, token_weight)
+    plain = _is_plain(hidden, weight, target, bias, class_weight, temperatures, token_weight, *(others.teacher or ()))
     signature = passed = None
     known = others.known
     if plain and others.alone and known is not None and not _any_autocast():
@@ -120,13 +124,13 @@ def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others
         hidden = hidden.contiguous()
     if passed.temperature is not None:
         temperatures = torch.full(target.shape, passed.temperature, dtype=torch.float32, device=hidden.device)
-    rows = (_row_numbers(temperatures), _row_numbers(token_weight))
+    rows = (_row_numbers(temperatures), _row_numbers(token_weight), *_teacher_rows(others.teacher))
     given = Inputs(hidden, weight, target, bias, class_weight, others.num_valid, *passed.checked.rest, *rows)
     if plain:
-        values, top1 = _eager(given, passed, others.grad_weight_out, token_shape)
+        made = _eager(given, passed, others.grad_weight_out, token_shape)
     else:
-        values, top1 = _through_operator(given, others.grad_weight_out)
-    return _own_outputs(values, top1, given, token_shape, passed.checked, eager=plain)
+        made = _through_operator(given, passed.checked, others.grad_weight_out)
+    return _own_outputs(made, given, token_shape, passed.checked, eager=plain)
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others) -> _Passed:
@@ -149,6 +153,7 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others) -> _
             num_valid_tokens=others.num_valid,
             temperature=temperatures,
             token_weight=others.token_weight,
+            **dict(zip(("teacher_ids", "teacher_probs"), others.teacher or (), strict=False)),
         )
     settled = None if others.known is None else _settled.get(others.known)
     if settled is None:
@@ -207,23 +212,32 @@ def _row_numbers(given: Tensor | None) -> Tensor | None:
     return None if given is None else given.detach().resolve_neg().to(torch.float32).reshape(-1)
 
 
-def _through_operator(given: Inputs, grad_weight_out: Tensor | None) -> tuple[Tensor, Tensor]:
+def _teacher_rows(teacher: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+    """Ids and probabilities as kernels read them, [N, K] and fp32."""
+    if teacher is None:
+        return None, None
+    ids, probs = teacher
+    top_k = ids.shape[-1]
+    return ids.resolve_neg().reshape(-1, top_k), probs.detach().resolve_neg().to(torch.float32).reshape(-1, top_k)
+
+
+def _through_operator(given: Inputs, checked: _arguments.Checked, grad_weight_out: Tensor | None) -> _op.Made:
     if grad_weight_out is not None:
         raise errors.ArgumentError(
             "grad_weight_out is for eager mode; leave it out under torch.compile, dispatch modes and tensor subclasses"
         )
-    values, _, top1 = torch.ops.flce.linear_cross_entropy(*given)
-    return values, top1
+    values, saved, top1 = torch.ops.flce.linear_cross_entropy(*given)
+    teacher_logprobs = _frame.outputs_of(given.options).teacher_logprobs(saved).clone() if checked.teacher_logprobs else None
+    return _op.Made(values, top1, teacher_logprobs)
 
 
-def _own_outputs(
-    values: Tensor, top1: Tensor | None, given: Inputs, token_shape: torch.Size, checked: _arguments.Checked, *, eager: bool
-) -> Any:
+def _own_outputs(made: _op.Made, given: Inputs, token_shape: torch.Size, checked: _arguments.Checked, *, eager: bool) -> Any:
     """What was asked for as tensors of their own: copies where several lie in one tensor, since autograd takes a change of one view for a
     change of all views of that tensor, and refuses some changes."""
     asked, written = checked.asked, checked.written
+    values, top1, teacher_logprobs = made
     shapes: dict[str, Sequence[int]] = {"loss": token_shape if given.reduction == _arguments.REDUCTIONS["none"] else ()}
-    if len(written) == 1:
+    if len(written) == 1 and teacher_logprobs is None:
         shape = shapes.get(written[0], token_shape)
         return values if values.shape == shape else values.view(shape).clone()
     parts = _frame.split_values(values, given.target.shape[0], [name for name in written if name != "top1"])
@@ -237,21 +251,24 @@ def _own_outputs(
             outputs.append(parts[name].view(shapes.get(name, token_shape)).clone())
         elif top1 is not None:
             outputs.append(top1 if top1.shape == token_shape else top1.view(token_shape).clone())
+    if teacher_logprobs is not None:
+        outputs.append(teacher_logprobs.view(*token_shape, teacher_logprobs.shape[-1]))
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token_shape: torch.Size) -> tuple[Tensor, Tensor | None]:
+def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token_shape: torch.Size) -> _op.Made:
     kernel = passed.kernel
     if kernel is None:
         kernel = passed.kernel = _kernels.find_for(given, grad_weight_out)
     hidden, weight, bias = given.hidden, given.weight, given.bias
-    made = _op.Made(kernel.new_values(given, token_shape), kernel.new_top1(token_shape))
+    teacher_logprobs = kernel.new_teacher_logprobs(token_shape) if passed.checked.teacher_logprobs else None
+    made = _op.Made(kernel.new_values(given, token_shape), kernel.new_top1(token_shape), teacher_logprobs)
     needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     # Where there are tangents, the node refuses them.
     if (needs_gradient and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
         if kernel.may_retain():
             given = given._replace(retain=_retain.wanted(given.retain, weight=weight.requires_grad and grad_weight_out is None))
-        return _op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out, made), made.top1
+        return made._replace(values=_op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out, made))
     kernel.forward(given, *made)
     return made
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flce import _kernels, errors
-from flce._frame import PLAIN_TYPES, ROW_ALIGNMENT, Inputs, is_hidden_major
+from flce._frame import PLAIN_TYPES, ROW_ALIGNMENT, Inputs, is_hidden_major, outputs_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
@@ -26,7 +26,7 @@ _CHANGED = " (in backward: something changed it since forward, such as an assign
 def check_inputs(given: Inputs, when: str = "") -> None:
     """Raises ShapeError, DTypeError, PlacementError or ArgumentError, with `when` at the end, where a kernel would read what is not
     there."""
-    hidden, weight, target, bias, class_weight, num_valid, temperature, token_weight = given.tensors()
+    hidden, weight, target, bias, class_weight, num_valid, temperature, token_weight, teacher_ids, teacher_probs = given.tensors()
     assert hidden is not None and weight is not None and target is not None
     if hidden.dim() != 2:
         raise errors.ShapeError(f"hidden has shape {list(hidden.shape)}; it must be [num_tokens, hidden_size]{when}")
@@ -44,6 +44,13 @@ def check_inputs(given: Inputs, when: str = "") -> None:
     for name, tensor in (("temperature", temperature), ("token_weight", token_weight)):
         if tensor is not None:
             _check_tensor(name, tensor, [num_tokens], (torch.float32,), hidden.device, when)
+    teacher_top_k = outputs_of(given.options).teacher_top_k
+    for name, tensor, dtypes in (("teacher_ids", teacher_ids, TARGET_DTYPES), ("teacher_probs", teacher_probs, (torch.float32,))):
+        if (tensor is not None) != (teacher_top_k > 0):
+            is_there = "absent" if tensor is None else "given"
+            raise errors.ArgumentError(f"{name} is {is_there}, and the options say teacher_top_k={teacher_top_k}{when}")
+        if tensor is not None:
+            _check_tensor(name, tensor, [num_tokens, teacher_top_k], dtypes, hidden.device, when)
     if num_valid is not None:
         _check_tensor("num_valid_tokens", num_valid, [] if num_valid.dim() == 0 else [1], COUNT_DTYPES, hidden.device, when)
 
@@ -77,7 +84,7 @@ def kernel_for_backward(
     if kernel is None or hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:
         kernel = _kernels.find_for(given, grad_weight_out)
     num_tokens = hidden.shape[0]
-    _check_tensor("lse", saved, [len(kernel.outputs.saved) * num_tokens], (torch.float32,), hidden.device, _CHANGED)
+    _check_tensor("lse", saved, [kernel.outputs.saved_size(num_tokens)], (torch.float32,), hidden.device, _CHANGED)
     size = math.prod(kernel.outputs.shape((num_tokens,), num_tokens, given.reduction))
     if grad_values.numel() != size or grad_values.dtype != torch.float32:
         form = f"{grad_values.numel()} elements of {grad_values.dtype}"

@@ -99,11 +99,11 @@ class DirectCall:
     @staticmethod
     def fits(kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
         """Whether there can be a direct call for tensors like these, which have passed all checks and found that kernel."""
-        key, (values, top1, _) = kernel.key, kernel.outputs
+        key, (values, top1, _, teacher_top_k) = kernel.key, kernel.outputs
         return (
             _TensorGuards is not None
             and values in _DIRECT_VALUES
-            and not top1
+            and not (top1 or teacher_top_k)
             and not (key.temperature or key.token_weight)
             and hidden.dtype is weight.dtype
             and weight.shape == (key.vocab_size, key.hidden_size)

@@ -33,6 +33,8 @@ VALUES = ("loss", *DIFFERENTIABLE, "log_sum_sq_probs")  # fp32, in the order in 
 # The view of Frame's that holds an output's gradient: loss's is also its gradient's, since no call has both.
 GRADIENT_VIEWS = {"loss": "loss", **{name: f"grad_{name}" for name in DIFFERENTIABLE}}
 _FP32_BYTES = 4
+_TOP_K = "teacher_top_k="
+_TEACHER = ("teacher_ids", "teacher_probs", "teacher_logprobs")
 
 
 class Outputs(NamedTuple):
@@ -41,6 +43,7 @@ class Outputs(NamedTuple):
     values: tuple[str, ...]  # some of VALUES
     top1: bool
     saved: tuple[str, ...]  # what backward reads, [N] fp32 each, in the order in which they lie in one tensor
+    teacher_top_k: int = 0  # K; behind them in that tensor then lie teacher_logprobs, [N, K]
 
     def shape(self, token_shape: Sequence[int], num_tokens: int, reduction: int) -> Sequence[int]:
         """Of the one tensor of all values: a lone one's own, else flat, see `split_values`."""
@@ -51,13 +54,23 @@ class Outputs(NamedTuple):
             return (len(self.values) * num_tokens,)
         return ((len(self.values) - 1) * num_tokens + 1,)
 
+    def saved_size(self, num_tokens: int) -> int:
+        return (len(self.saved) + self.teacher_top_k) * num_tokens
+
+    def teacher_logprobs(self, saved: Tensor) -> Tensor:
+        """The part [N, K] of the tensor of all that backward reads."""
+        columns = len(self.saved) + self.teacher_top_k
+        num_tokens = saved.shape[0] // columns
+        return saved[len(self.saved) * num_tokens :].view(num_tokens, self.teacher_top_k)
+
 
 def outputs_of(options: str) -> Outputs:
     """What a Spec with these options makes forward write."""
     parts = options.split(",")
     chosen = next((part for part in parts if part.startswith("outputs=")), "outputs=loss").removeprefix("outputs=").split("+")
     saved = ["lse", *(name for name, kept in (("entropy", "entropy" in chosen), ("logprob", "dft" in parts)) if kept)]
-    return Outputs(tuple(name for name in VALUES if name in chosen), "top1" in chosen, tuple(saved))
+    teacher_top_k = next((int(part.removeprefix(_TOP_K)) for part in parts if part.startswith(_TOP_K)), 0)
+    return Outputs(tuple(name for name in VALUES if name in chosen), "top1" in chosen, tuple(saved), teacher_top_k)
 
 
 def split_values(values: Tensor, num_tokens: int, names: Sequence[str]) -> dict[str, Tensor]:
@@ -87,6 +100,8 @@ class Inputs(NamedTuple):
     retain: int = _retain.NEVER  # what forward may leave to backward, and whether there will be one: see _retain
     temperature: Tensor | None = None  # [N] fp32
     token_weight: Tensor | None = None  # [N] fp32
+    teacher_ids: Tensor | None = None  # [N, K] int64 or int32, where options has teacher_top_k=K, as the next one
+    teacher_probs: Tensor | None = None  # [N, K] fp32
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return *self[:6], *self[11:]
@@ -170,6 +185,9 @@ class Frame:
     entropy: _native.TensorView
     top1: _native.TensorView
     log_sum_sq_probs: _native.TensorView
+    teacher_ids: _native.TensorView
+    teacher_probs: _native.TensorView
+    teacher_logprobs: _native.TensorView
 
     def __init__(self, kernel: Kernel) -> None:
         key = kernel.key
@@ -188,7 +206,10 @@ class Frame:
                 setattr(args, name, self.address[name])
             for name in OPTIONAL_INPUTS:
                 setattr(args, name, self.address[name] if getattr(key, name) else None)
-        values, _, saved = kernel.outputs
+        values, _, saved, teacher_top_k = kernel.outputs
+        for name in _TEACHER:
+            for args in (self.forward, self.backward):
+                setattr(args, name, self.address[name] if teacher_top_k else None)
         self.forward.invalid_label = self.address["invalid_label"]
         for name in VALUES:
             if name != "lse":
@@ -218,6 +239,7 @@ class Frame:
             "loss": (0,),
             "classes": (key.vocab_size,),
             "hidden": (0, key.hidden_size),
+            "teacher": (0, self.kernel.outputs.teacher_top_k),
             "weight": (key.hidden_size, key.vocab_size) if key.hidden_major else (key.vocab_size, key.hidden_size),
         }
         device_type = _native.CUDA if key.device.type == "cuda" else _native.CPU
@@ -238,7 +260,7 @@ class Frame:
             view.device_type, view.device_index = device_type, key.device.index or 0
             setattr(self, name, view)
             self.address[name] = ctypes.addressof(view)
-            if extent in ("hidden", "tokens", "loss"):
+            if extent in ("hidden", "tokens", "loss", "teacher"):
                 self._per_token.append(view)
 
     def resize(self, num_tokens: int) -> None:
@@ -259,12 +281,15 @@ class Frame:
         args.retained, args.retained_bytes = (None, 0) if memory is None else (memory.data_ptr(), memory.nbytes)
         args.retained_place = _native.RETAINED_GRAD_WEIGHT if lent else _native.RETAINED_OWN
 
-    def point_to_statistics(self, address: int, names: Sequence[str]) -> None:
+    def point_to_saved(self, address: int, outputs: Outputs) -> None:
         """What forward leaves to backward lies at `address`, one behind the other."""
         self.lse.data = address
+        names = outputs.saved
         if len(names) > 1:
             for i, name in enumerate(names):
                 getattr(self, name).data = address + i * _FP32_BYTES * self.num_tokens
+        if outputs.teacher_top_k:
+            self.teacher_logprobs.data = address + len(names) * _FP32_BYTES * self.num_tokens
 
     def set_top1(self, memory: Tensor | None) -> None:
         if memory is not None:
@@ -285,7 +310,8 @@ class Frame:
 
     def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
         """What forward and backward have in common, contiguous and in the kernel's dtypes. The result has to outlive the call."""
-        hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, _, _, temperature, token_weight = given
+        hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, *_ = given
+        temperature, token_weight, teacher_ids, teacher_probs = given[11:]
         num_tokens = hidden.shape[0]
         if num_tokens != self.num_tokens:
             self.resize(num_tokens)
@@ -318,6 +344,10 @@ class Frame:
         if token_weight is not None:
             token_weight = token_weight.contiguous()
             self.token_weight.data = token_weight.data_ptr()
+        if teacher_ids is not None and teacher_probs is not None:
+            teacher_ids, teacher_probs = teacher_ids.contiguous(), teacher_probs.contiguous()
+            self.teacher_ids.data, self.teacher_probs.data = teacher_ids.data_ptr(), teacher_probs.data_ptr()
+            self.teacher_ids.dtype = DTYPE_CODES[teacher_ids.dtype]
         if num_valid is None:
             args.num_valid = None
         else:
@@ -326,7 +356,7 @@ class Frame:
             args.num_valid = self.address["num_valid"]
         if (ignore_index, reduction) != self.rule:
             self.set_rule(ignore_index, reduction)
-        return hidden, weight, target, bias, class_weight, temperature, token_weight
+        return hidden, weight, target, bias, class_weight, temperature, token_weight, teacher_ids, teacher_probs
 
 
 def is_hidden_major(weight: Tensor) -> bool:

@@ -157,20 +157,24 @@ class Kernel:
         """Memory for top1, int64; None where it is no output."""
         return self.invalid_label.new_empty(token_shape) if self.outputs.top1 else None
 
-    def forward(self, given: Inputs, values: Tensor, top1: Tensor | None = None) -> Tensor:
-        """Writes `values` (`new_values`) and `top1` (`new_top1`; None: not wanted). Returns what backward needs, `saved`: `outputs.saved`
-        one behind the other, with what else backward can use on it (`_retain.of`)."""
+    def new_teacher_logprobs(self, token_shape: torch.Size) -> Tensor:
+        """Memory for the teacher's classes' log-probabilities, for a caller who wants them."""
+        return self.new_floats((*token_shape, self.outputs.teacher_top_k))
+
+    def forward(self, given: Inputs, values: Tensor, top1: Tensor | None = None, teacher_logprobs: Tensor | None = None) -> Tensor:
+        """Writes `values` (`new_values`), `top1` (`new_top1`) and teacher_logprobs (None: not wanted). Returns what backward needs, which is
+        `outputs.saved` and teacher_logprobs one behind the other, with what else backward can use on it (`_retain.of`)."""
         frame = self._take_frame()
         kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the call is made
-        num_tokens, (names, _, statistics) = frame.num_tokens, self.outputs
+        num_tokens, (names, _, statistics, _) = frame.num_tokens, self.outputs
         retained = memory = None
         if self.retains and given.retain:
             if frame.choices is None:
                 frame.choices = _retain.Choices(self, num_tokens)
             retained, memory = _retain.prepare(self, given, frame.choices)
         frame.retain(frame.forward, memory, lent=retained is not None and retained.lent)
-        saved = self.new_floats(len(statistics) * num_tokens)
-        frame.point_to_statistics(saved.data_ptr(), statistics)
+        saved = self.new_floats(self.outputs.saved_size(num_tokens))
+        frame.point_to_saved(saved.data_ptr(), self.outputs)
         outputs = split_values(values, num_tokens, names)
         for name, output in outputs.items():
             if name not in statistics:
@@ -180,6 +184,8 @@ class Kernel:
         for i, name in enumerate(statistics):
             if name in outputs:  # a copy, so that the caller may change what it got in place
                 outputs[name].copy_(saved[i * num_tokens : (i + 1) * num_tokens])
+        if teacher_logprobs is not None:
+            teacher_logprobs.copy_(self.outputs.teacher_logprobs(saved).view(teacher_logprobs.shape))
         self.frames.append(frame)
         if retained is not None:
             _retain.attach(retained, saved)
@@ -210,7 +216,7 @@ class Kernel:
         args, address = frame.backward, frame.address
         kept = frame.inputs(args, given)  # noqa: F841  # alive until the call is made
         frame.retain(args, retained, lent=lent)
-        frame.point_to_statistics(saved.data_ptr(), self.outputs.saved)
+        frame.point_to_saved(saved.data_ptr(), self.outputs)
         try:
             grad_values.data_ptr()
         except RuntimeError:

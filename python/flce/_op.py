@@ -149,6 +149,7 @@ class Made(NamedTuple):
 
     values: Tensor
     top1: Tensor | None
+    teacher_logprobs: Tensor | None
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -190,7 +191,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         wanted = wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
         gradients: Sequence[Tensor | None]
         if kernel is None:
-            made = _backward_op(grad_values, *given[:3], saved, *given[3:10], wanted, given.temperature, given.token_weight)
+            made = _backward_op(grad_values, *given[:3], saved, *given[3:10], wanted, *given[11:])
             return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None, None
         into = grad_weight_out
         if into is not None and wanted[1] and is_asked_for_by_grad(ctx.next_functions[1][0]):
@@ -244,7 +245,7 @@ _REST = (  # of Inputs
 )
 # Of Inputs, too; a schema's fields keep their places, since caches of compiled graphs do not look at schemas.
 _CHOICE = "int retain=0"
-_ROWS = "Tensor? temperature=None, Tensor? token_weight=None"
+_ROWS = "Tensor? temperature=None, Tensor? token_weight=None, Tensor? teacher_ids=None, Tensor? teacher_probs=None"
 
 _library = torch.library.Library("flce", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -271,7 +272,7 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward_arguments(hidden: Tensor, weight: Tensor, target: Tensor, saved: Tensor, *rest: Any) -> tuple[Inputs, Tensor, Sequence[bool]]:
     *others, wanted = rest[:8]
-    rows = dict(zip(("temperature", "token_weight"), rest[8:], strict=False))  # the dispatcher leaves out what is at its default
+    rows = dict(zip(Inputs._fields[11:], rest[8:], strict=False))  # the dispatcher leaves out what is at its default
     return Inputs(hidden, weight, target, *others, **rows), saved, wanted
 
 
@@ -289,7 +290,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens = hidden.shape[0]
     outputs = _frame.outputs_of(given.options)
     values = hidden.new_empty(outputs.shape((num_tokens,), num_tokens, given.reduction), dtype=torch.float32)
-    saved = hidden.new_empty(len(outputs.saved) * num_tokens, dtype=torch.float32)
+    saved = hidden.new_empty(outputs.saved_size(num_tokens), dtype=torch.float32)
     return values, saved, hidden.new_empty(num_tokens if outputs.top1 else 0, dtype=torch.int64)
 
 

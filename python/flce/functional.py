@@ -1,13 +1,14 @@
-"""`linear_cross_entropy` and `linear_logprobs`: what everything else in this package, and most callers, use."""
+"""`linear_cross_entropy`, `linear_logprobs` and `linear_topk_distillation`: what everything else in this package, and most callers, use."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flce import _call
-from flce._targets import shift_labels
+from flce import _arguments, _call, errors
+from flce._targets import check_ignore_index, shift_labels
 
 
 def linear_cross_entropy(
@@ -136,3 +137,79 @@ def linear_logprobs(
     outputs = (False, False, True, return_entropy, return_top1, return_log_sum_sq_probs)
     options = (outputs, "none", ignore_index, logit_scale, softcap, 0.0, 0.0, False, workspace_limit_bytes, retain_in_grad_weight)
     return _call.run(hidden, weight, target, options, temperature, bias, grad_weight_out=grad_weight_out)
+
+
+def linear_topk_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_ids: Tensor,
+    teacher_probs: Tensor,
+    *,
+    target: Tensor | None = None,
+    hard_weight: float = 0.0,
+    bias: Tensor | None = None,
+    temperature: Tensor | float | None = 1.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_valid_tokens: Tensor | float | None = None,
+    shift: int = 0,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    return_teacher_logprobs: bool = False,
+    workspace_limit_bytes: int | None = None,
+    retain_in_grad_weight: bool | None = None,
+    grad_weight_out: Tensor | None = None,
+) -> Any:
+    """hard_weight · CE(target) + (1 − hard_weight) · (−Σ_k q_k·log p(id_k)) of every token, with q the teacher's probabilities of its K
+    most likely classes and p the softmax of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature: forward KL divergence from a sparse
+    teacher up to the teacher's entropy, without the logits in memory.
+
+    Args:
+        teacher_ids: [..., K] int64 or int32, K from 1 to 256: classes in any order, -1 for none. What equal ids have adds up. Another
+            number outside the vocabulary counts as none, and `check_labels` reports its row.
+        teacher_probs: [..., K] of a floating dtype (computed with in fp32), with no gradient. Taken as they are: they need not add up to 1,
+            so what a top-k cuts off is left out (divide by their sum for another meaning). 0 adds nothing, also where p is 0; a negative one
+            counts as what it is; a NaN makes its row's loss and gradients NaN. Those at no class are not read.
+        target: [...] int64 or int32, as in `linear_cross_entropy`. Rows that are ignored there count for nothing here, the teacher's part
+            included; with hard_weight 0 that is all that a target says. None: rows whose ids are all -1 are ignored, all others take part.
+        hard_weight: 0 to 1, the share of the target's cross entropy (label_smoothing included). It needs a target where it is not 0.
+        shift, cu_seqlens: move the target, as in `linear_cross_entropy`. What a teacher says of a position is about the same position's
+            softmax, so that teacher_ids and teacher_probs stay where they are.
+        return_lse, return_entropy: as there. return_teacher_logprobs: also return log p(id_k), [..., K] fp32, 0 at no class and for ignored
+            rows, not differentiable.
+        The others as in `linear_cross_entropy`. A temperature divides these logits alone: raise teacher_probs to it before the call, and
+        multiply the loss by its square, where that is wanted. z_loss is added, and token_weight multiplies the whole.
+
+    Returns:
+        loss, or (loss, lse, entropy, teacher_logprobs) with those that were asked for.
+
+    Raises:
+        As `linear_cross_entropy`.
+    """
+    top_k = _arguments.check_teacher(teacher_ids, teacher_probs, hidden)
+    if target is None:
+        target = _rows_with_a_class(teacher_ids, hard_weight, ignore_index, shift, cu_seqlens)
+    elif shift or cu_seqlens is not None:
+        target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
+    outputs = (True, return_lse, False, return_entropy, False, False)
+    settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, False)
+    teacher = (top_k, hard_weight, return_teacher_logprobs)
+    options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight, *teacher)
+    rows = (num_valid_tokens, token_weight, grad_weight_out, (teacher_ids, teacher_probs))
+    return _call.run(hidden, weight, target, options, temperature, bias, None, *rows)
+
+
+def _rows_with_a_class(teacher_ids: Tensor, hard_weight: Any, ignore_index: Any, shift: Any, cu_seqlens: Tensor | None) -> Tensor:
+    """A target that says which rows take part, by any class."""
+    if hard_weight != 0:
+        raise errors.ArgumentError(f"hard_weight is {hard_weight!r} and target is None; give a target or leave hard_weight at 0")
+    if shift or cu_seqlens is not None:
+        raise errors.ArgumentError("shift and cu_seqlens move a target, and target is None; the teacher's classes stay where they are")
+    ignored = check_ignore_index(ignore_index)
+    return torch.where((teacher_ids != -1).any(-1), 1 if ignored == 0 else 0, ignored)

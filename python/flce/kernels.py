@@ -51,6 +51,8 @@ def get_kernel(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dft: bool = False,
+    teacher_top_k: int = 0,
+    hard_weight: float = 0.0,
     return_loss: bool = True,
     return_lse: bool = False,
     return_logprobs: bool = False,
@@ -61,8 +63,8 @@ def get_kernel(
     num_tokens: int | None = None,
     strict: bool | None = None,
 ) -> Kernel:
-    """The kernel that `linear_cross_entropy`, or with return_loss=False, return_logprobs=True `linear_logprobs`, uses for such a layer:
-    compiled now unless memory or the disk cache has it.
+    """The kernel that `linear_cross_entropy`, or with return_loss=False, return_logprobs=True `linear_logprobs`, or with teacher_top_k (K
+    of its teacher_ids) `linear_topk_distillation`, uses for such a layer: compiled now unless memory or the disk cache has it.
 
     dtype is hidden's, weight_dtype the weight's where it differs (fp32 under autocast), grad_weight_dtype grad_weight_out's where that
     differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out; temperature: a
@@ -80,10 +82,11 @@ def get_kernel(
     wide = weight_kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
     wanted = (return_loss, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
     asked = [name for name, want in zip(_arguments.OUTPUTS, wanted, strict=True) if want]
-    options = _arguments.options_text(logit_scale, softcap, label_smoothing, z_loss, dft, _arguments.written_outputs(asked, dft))
-    for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+    for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size), ("teacher_top_k", teacher_top_k)):
         if not isinstance(size, int):
             raise errors.DTypeError(f"{name} is a {type(size).__name__}; it must be an integer")
+    written = _arguments.written_outputs(asked, dft)
+    options = _arguments.options_text(logit_scale, softcap, label_smoothing, z_loss, dft, written, teacher_top_k, hard_weight)
     inputs = {"bias": bias, "class_weight": class_weight, "temperature": temperature, "token_weight": token_weight}
     flags = {"hidden_major": hidden_major, "accumulate": accumulate, **inputs}
     for name, flag in flags.items():
