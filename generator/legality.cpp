@@ -17,7 +17,6 @@ using Reason = std::optional<std::string>;
 Reason cuda_reason(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaPath& path = cuda_path(plan.path);
     if (auto reason = path.problem(spec, device)) return reason;
-    if (spec.teacher_top_k > 0) return std::string("teacher_top_k: only CPU kernels have it");
     if (plan.strategy == Strategy::retain) {
         if (auto reason = path.retain_problem(spec)) return reason;
     }

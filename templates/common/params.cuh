@@ -2,21 +2,29 @@
 // Shapes: rows = tokens of this launch, D = hidden_size, V = vocab_size, P = padded_vocab_size; pointers of optional tensors are null.
 #pragma once
 
+#if defined(__CUDACC__)
+#include "flce/common/row_math.cuh"
+#else
+#include "templates/common/row_math.cuh"
+#endif
+
 namespace flce {
 
 enum : int {
     kMaxTransformParameters = 4,
     kRetainedShift = 9,  // retained exponentials lie in blocks of this many columns of the vocabulary
     kRetainedColumns = 1 << kRetainedShift,
-    kPaceCounters = 64,     // of a Pace
-    kChunkKinds = 3,        ///< of tiles of a chunk: dlogits, grad_hidden, grad_weight
-    kRowThreads = 256,      ///< block of the kernels over rows
-    kOutputRows = 64,       ///< rows of a block of row_outputs: several threads merge what forward has found for one
-    kOutputThreads = 512,   ///< of a block of row_outputs
-    kRowOutputs = 6,        ///< loss, z_loss, lse, logprob, entropy, log_sum_sq_probs
-    kReduceThreads = 1024,  ///< block of the kernels that reduce everything in one block
-    kSmoothingParts = 264,  ///< stretches that smoothing_sums adds up for themselves
-    kBiasColumns = 128,     ///< of a block of retained_bias
+    kPaceCounters = 64,         // of a Pace
+    kChunkKinds = 3,            ///< of tiles of a chunk: dlogits, grad_hidden, grad_weight
+    kRowThreads = 256,          ///< block of the kernels over rows
+    kOutputRows = 64,           ///< rows of a block of row_outputs: several threads merge what forward has found for one
+    kOutputThreads = 512,       ///< of a block of row_outputs
+    kRowOutputs = 6,            ///< loss, z_loss, lse, logprob, entropy, log_sum_sq_probs
+    kMostTeacherClasses = 256,  ///< of a row
+    kTeacherColumns = 256,      ///< of a block of teacher_bias
+    kReduceThreads = 1024,      ///< block of the kernels that reduce everything in one block
+    kSmoothingParts = 264,      ///< stretches that smoothing_sums adds up for themselves
+    kBiasColumns = 128,         ///< of a block of retained_bias
     /// From this many products on, a logit's own rounding is several times the error that rounded powers of two add (docs/numerics.md).
     kLongSum = 512,
 };
@@ -83,6 +91,15 @@ struct CountParams {
     int reduction;          ///< ReductionCode
 };
 
+/// The classes that a teacher names for each row. Rows are the caller's, from the one on at which the labels begin.
+struct TeacherParams {
+    const void* ids;     ///< [rows, top_k], int32 or int64
+    const float* probs;  ///< [rows, top_k], as the next one
+    float* logprobs;     ///< forward writes them, first as logits; backward reads them
+    int bits;
+    int top_k;
+};
+
 struct ForwardParams {
     const void* hidden;  ///< [rows, D]
     const void* weight;
@@ -120,6 +137,7 @@ struct RowOutputsParams {
     unsigned long long* invalid_label;
     const float* token_weight;  ///< [rows]; null: 1
     const float* temperature;   ///< [rows], where the Problem has temperatures
+    TeacherParams teacher;      ///< where the Problem has one
     RowList list;               ///< outputs, targets and a row's other numbers then begin with the call's first row
     long long first_row;        ///< index of row 0 in the whole call, for invalid_label
     long long partial_rows;
@@ -128,7 +146,9 @@ struct RowOutputsParams {
     float label_smoothing;
     float smoothing_per_class;
     float z_loss_weight;
-    int dft;  ///< a token's loss is multiplied by its target's probability
+    int dft;            ///< a token's loss is multiplied by its target's probability
+    float hard_weight;  ///< of the target's cross entropy, where the Problem has a teacher
+    int unused;
 };
 
 struct ReduceLossParams {
@@ -208,9 +228,11 @@ struct RowCoefficientsParams {
     const float* grad_lse;
     const float* grad_logprob;
     const float* grad_entropy;
-    void* coefficients;  ///< [rows] of float4 (a, b, t, s)
-    void* row_targets;   ///< [rows] of {float lse, int target}; lse = +inf where the row is ignored
-    RowList list;        ///< what is read of rows then begins with the call's first one
+    TeacherParams teacher;       ///< where the Problem has one, as the next one
+    float* row_teacher_weights;  ///< [rows]: what a probability is taken off dz as; 0 where the row is ignored
+    void* coefficients;          ///< [rows] of float4 (a, b, t, s)
+    void* row_targets;           ///< [rows] of {float lse, int target}; lse = +inf where the row is ignored
+    RowList list;                ///< what is read of rows then begins with the call's first one
     int rows;
     int prepares;    ///< not 0: this launch is one block, has every row, and does what `prepare` would have done before it
     int want_count;  ///< PrepareParams'
@@ -219,7 +241,39 @@ struct RowCoefficientsParams {
     float z_loss_weight;
     float absent_grad_loss;  ///< 1; 0 where the spec has no loss among its outputs
     float derivative_bound;  ///< largest |d logit / d (hidden · weightᵀ)| at a temperature of 1
-    int unused;
+    float hard_weight;       ///< of the target's cross entropy, where the Problem has a teacher
+};
+
+/// Logits of the classes that a teacher names.
+struct TeacherLogitsParams {
+    const void* hidden;  ///< [rows, D]
+    const void* weight;  ///< the caller's
+    const void* bias;
+    TargetParams targets;
+    TeacherParams teacher;
+    unsigned long long* invalid_label;
+    const float* temperature;  ///< [rows], where the Problem has temperatures
+    RowList list;
+    long long first_row;  ///< index of row 0 in the whole call, for invalid_label
+    float transform[kMaxTransformParameters];
+};
+
+/// After dlogits of a chunk: what its rows' named classes have there, and in the bias's gradient.
+struct TeacherRowsParams {
+    const PassScalars* scalars;
+    const void* coefficients;
+    const void* row_targets;
+    const float* row_weights;       ///< [rows]
+    const float* row_temperatures;  ///< [rows], where the Problem has temperatures
+    void* dlogits;                  ///< [rows, ld]
+    float* bias_partials;           ///< DlogitsParams'
+    TeacherParams teacher;
+    RowList list;
+    long long ld;
+    long long first_column;  ///< of the chunk in the vocabulary
+    LogitSlope slope;        ///< at a temperature of 1
+    int rows;
+    int columns;  ///< of the chunk
 };
 
 /// Before forward retains exponentials: a number near each row's logits.

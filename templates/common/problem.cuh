@@ -33,6 +33,7 @@ struct PlainProblem {
     enum : bool { top1 = false };               ///< RowSums::top1 is wanted
     enum : bool { square_sum = false };         ///< RowSums::exp_sq_sum is wanted
     enum : bool { stores_derivative = false };  ///< retained exponentials are multiplied by the logits' derivative
+    enum : bool { teacher = false };            ///< rows have classes that a teacher names
 };
 
 /// A kernel's parameters, with the rows' temperatures where there are any.

@@ -1,7 +1,7 @@
 // Kernels over rows: from partial sums to outputs and the loss, from upstream gradients to coefficients. All reductions in a fixed order.
 #pragma once
 
-#include "flce/common/logit_epilogue.cuh"
+#include "flce/common/teacher_kernels.cuh"
 
 namespace flce {
 
@@ -69,6 +69,12 @@ __device__ __forceinline__ float class_weight_of(const float* class_weight, int 
     return 1.f;
 }
 
+template <class Problem>
+__device__ __forceinline__ float hard_weight_of(float given) {
+    if constexpr (Problem::teacher) return given;
+    return 1.f;
+}
+
 /// Σ c_j: V where there are no class weights.
 template <class Problem>
 __device__ __forceinline__ float class_weight_total(const PassScalars* scalars) {
@@ -133,13 +139,28 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     Fields::store(&parts[part][0][row_of_block], kOutputRows,
                   merge_splits<Problem, kParts>(p.partials + row, Fields::kCount * partial_rows, partial_rows, part, splits));
     __syncthreads();
+    RowSums sums = sums_of_nothing(-infinity(), -infinity());
     if (part == 0 && target >= 0) {
-        RowSums sums = merge_splits<Problem, 1>(&parts[0][0][row_of_block], Fields::kCount * kOutputRows, kOutputRows, 0, kParts);
+        sums = merge_splits<Problem, 1>(&parts[0][0][row_of_block], Fields::kCount * kOutputRows, kOutputRows, 0, kParts);
+    }
+    float teacher_cross_entropy = 0.f;
+    if constexpr (Problem::teacher) {
+        __shared__ TaughtRow taught[kOutputRows];
+        if (part == 0) taught[row_of_block] = {target >= 0 ? listed.row : -1, sums.max, logf(sums.exp_sum), 0.f};
+        __syncthreads();  // every row is there
+        finish_teacher<Problem, kOutputThreads>(p.teacher, taught);
+        teacher_cross_entropy = taught[row_of_block].cross_entropy;
+    }
+    if (part == 0 && target >= 0) {
         sums.target_logit = p.target_logits[row];
         const float c_y = class_weight_of<Problem>(p.class_weight, target);
-        const LossOptions options{
-            p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars), p.z_loss_weight, p.dft != 0, 1.f};
-        out = row_outputs(sums, c_y, value_or(p.token_weight, listed.row, 1.f), 0.f, options);
+        const LossOptions options{p.label_smoothing,
+                                  p.smoothing_per_class,
+                                  class_weight_total<Problem>(p.scalars),
+                                  p.z_loss_weight,
+                                  p.dft != 0,
+                                  hard_weight_of<Problem>(p.hard_weight)};
+        out = row_outputs(sums, c_y, value_or(p.token_weight, listed.row, 1.f), teacher_cross_entropy, options);
         top1 = sums.top1 == FLCE_NO_CLASS ? 0 : sums.top1;
         if (p.references != nullptr) {
             // Exponentials are within ±87 of the reference, in nats; what is 60 below the largest does not count any more.
@@ -323,26 +344,34 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
         __syncthreads();  // every thread reads the scalars and raises the bounds
     }
     const int row = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
+    TeacherSums teacher{0.f, 0.f};
+    if constexpr (Problem::teacher) {  // of every lane's row: before any lane is through
+        const ListedRow taught = row < p.rows ? listed_row<Problem>(p.list, p.targets, p.temperature, row) : ListedRow{0, kIgnored};
+        teacher = teacher_sums<Problem>(p.teacher, taught.target >= 0 ? taught.row : -1);
+    }
     if (row >= p.rows) return;
     float4 packed = make_float4(0.f, 0.f, 0.f, 0.f);
     const ListedRow listed = listed_row<Problem>(p.list, p.targets, p.temperature, row);
     const int target = listed.target;
+    float of_teacher = 0.f;
     RowTarget row_target{infinity(), kIgnored};
     float temperature = 1.f;
     if (target >= 0) {
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars),
-                                  p.z_loss_weight,   p.logprob != nullptr,  1.f};
+                                  p.z_loss_weight,   p.logprob != nullptr,  hard_weight_of<Problem>(p.hard_weight)};
         const float factor = loss_factor(value_or(p.token_weight, listed.row, 1.f), value_or(p.logprob, listed.row, 0.f), options);
         const float g = factor * (p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? listed.row : 0]);
         const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or(p.grad_lse, listed.row, 0.f),
                                    value_or(p.grad_logprob, listed.row, 0.f), value_or(p.grad_entropy, listed.row, 0.f)};
         const float entropy = value_or(p.entropy, listed.row, 0.f);
         row_target = {p.lse[listed.row], target};
-        RowCoefficients k =
-            row_coefficients(upstream, row_target.lse, entropy, class_weight_of<Problem>(p.class_weight, target), 0.f, options);
+        const float c_y = class_weight_of<Problem>(p.class_weight, target);
+        RowCoefficients k = row_coefficients(upstream, row_target.lse, entropy, c_y, teacher.sum, options);
+        if constexpr (Problem::teacher) of_teacher = teacher_weight(upstream, options);
         if constexpr (Problem::temperature) {
             temperature = p.temperature[listed.row];
             k = divided(k, temperature);
+            if constexpr (Problem::teacher) of_teacher /= temperature;
         }
         packed = make_float4(k.a, k.b, k.t, k.s);
         if constexpr (sizeof(typename Problem::Element) == 2) atomicMax(&p.scalars->target_bits, __float_as_uint(fabsf(k.t)));
@@ -350,7 +379,8 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
             // |p·g·(lse − h − z)| ≤ |g|·(h + 1/e) for the entropy's part; the other terms bound themselves, as p ≤ 1.
             const float without_entropy = k.a + k.b * (row_target.lse - entropy);
             const float largest_weight = Problem::class_weight && Problem::label_smoothing ? p.scalars->class_weight_max : 1.f;
-            const float bound = fabsf(without_entropy) + fabsf(k.t) + fabsf(k.s) * largest_weight + fabsf(k.b) * (fabsf(entropy) + 1.f);
+            float bound = fabsf(without_entropy) + fabsf(k.t) + fabsf(k.s) * largest_weight + fabsf(k.b) * (fabsf(entropy) + 1.f);
+            if constexpr (Problem::teacher) bound += fabsf(of_teacher) * teacher.sizes;
             // A row that is NaN or infinite must not take other rows' precision.
             if (bound < infinity()) atomicMax(&p.scalars->dlogits_bound_bits, __float_as_uint(bound * p.derivative_bound));
         }
@@ -358,6 +388,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     static_cast<float4*>(p.coefficients)[row] = packed;
     static_cast<RowTarget*>(p.row_targets)[row] = row_target;
     if constexpr (Problem::temperature) p.row_temperatures[row] = temperature;
+    if constexpr (Problem::teacher) p.row_teacher_weights[row] = of_teacher;
 }
 
 /// Adds the partial sums of columns, in order, to grad_bias.

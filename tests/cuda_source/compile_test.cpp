@@ -29,13 +29,18 @@ constexpr Variant kFp32Everything = {
     "temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"};
 
 constexpr Variant kTokens = {"Bf16Tokens", "D=2048,V=151936,temperature,outputs=loss+top1+log_sum_sq_probs"};
+constexpr Variant kTeacher = {"Bf16Teacher", "D=2048,V=151936,teacher_top_k=64"};
+constexpr Variant kTeacherEverything = {
+    "Fp16TeacherEverything",
+    "D=200,V=1001,dtype=fp16,weight_dtype=fp32,bias,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
+    "temperature,teacher_top_k=5,hard_weight=0.5,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"};
 constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype=fp32"};
 
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
 void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) {
     for (const KernelResources& used : report) {
-        if (!test::has_main_loop(used.name)) continue;
+        if (!test::has_main_loop(used.name) && !used.name.starts_with("flce_teacher")) continue;
         EXPECT_EQ(used.stack_bytes, 0) << used.name << " with " << plan.text();
         EXPECT_EQ(used.spill_store_bytes, 0) << used.name << " with " << plan.text();
         EXPECT_EQ(used.spill_load_bytes, 0) << used.name << " with " << plan.text();
@@ -82,7 +87,8 @@ std::string test_name(const testing::TestParamInfo<CudaSourceCompile::ParamType>
 
 INSTANTIATE_TEST_SUITE_P(EveryArchitecture, CudaSourceCompile,
                          testing::Combine(testing::Values("sm_80", "sm_90a", "sm_100a", "sm_120"),
-                                          testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything, kFp32Weight, kTokens)),
+                                          testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything, kFp32Weight, kTokens, kTeacher,
+                                                          kTeacherEverything)),
                          test_name);
 
 INSTANTIATE_TEST_SUITE_P(
@@ -139,6 +145,16 @@ INSTANTIATE_TEST_SUITE_P(TokenOptions, CudaOptionsCompile,
                                                           Variant{"Top1", "D=2048,V=50257,outputs=loss+top1", true},
                                                           Variant{"Squares", "D=2048,V=50257,outputs=loss+log_sum_sq_probs", true})),
                          test_name);
+
+INSTANTIATE_TEST_SUITE_P(
+    Teachers, CudaOptionsCompile,
+    testing::Combine(testing::Values("sm_80", "sm_90a"),
+                     testing::Values(Variant{"Bf16HiddenMajor", "D=200,V=1000,layout=hidden_major,bias,teacher_top_k=256", true},
+                                     Variant{"Fp32HiddenMajor", "D=200,V=1001,dtype=fp32,layout=hidden_major,teacher_top_k=1", true},
+                                     Variant{"Fp32", "D=200,V=1001,dtype=fp32,bias,temperature,softcap=30,teacher_top_k=8", true},
+                                     Variant{"Bf16Fp32WeightHiddenMajor",
+                                             "D=200,V=1000,weight_dtype=fp32,layout=hidden_major,teacher_top_k=8", true})),
+    test_name);
 
 INSTANTIATE_TEST_SUITE_P(OldestGpus, CudaOptionsCompile,
                          testing::Combine(testing::Values("sm_80"),

@@ -40,6 +40,28 @@ Statement grad_bias_launch(const BackwardPass& pass, const Chunk& chunk, const R
     return launch.build();
 }
 
+/// What the rows' teacher names in the chunk: in dlogits, or (teacher_bias) in the partial sums of grad_bias.
+Statement teacher_launch(const BackwardPass& pass, const Chunk& chunk, const RowBlock& rows, KernelRole kernel, const Expr& grid) {
+    using Params = TeacherRowsParams;
+    const BackwardLayout& layout = pass.layout;
+    LaunchBuilder<Params> launch(pass.source.kernel(kernel), grid);
+    launch.set(&Params::scalars, workspace_at(layout.scalars))
+        .set(&Params::coefficients, workspace_at(layout.coefficients))
+        .set(&Params::row_targets, workspace_at(layout.row_targets))
+        .set(&Params::row_weights, workspace_at(layout.row_teacher_weights))
+        .set(&Params::row_temperatures, pass.spec.temperature ? workspace_at(layout.row_temperatures) : Expr(0))
+        .set(&Params::dlogits, chunk.dlogits)
+        .set(&Params::bias_partials, pass.spec.bias ? workspace_at(layout.bias_partials) : Expr(0))
+        .set_teacher(&Params::teacher, pass.spec, caller_row(pass, rows.first))
+        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set(&Params::ld, chunk.width)
+        .set(&Params::first_column, chunk.first_column)
+        .set_slope(&Params::slope, logit_slope(pass.spec))
+        .set(&Params::rows, rows.count)
+        .set(&Params::columns, chunk.columns);
+    return launch.build();
+}
+
 }  // namespace
 
 BackwardPass::BackwardPass(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout)
@@ -152,10 +174,20 @@ Statement chunk_by_chunk(const BackwardPass& pass, const Stretch& stretch, const
     std::vector<Statement> of_rows;
     of_rows.push_back({If{less(1, pass.layout.row_blocks), {coefficients_launch(pass, rows)}}});
     of_rows.push_back(gemms.dlogits);
+    if (pass.spec.teacher_top_k > 0) {
+        of_rows.push_back(teacher_launch(pass, chunk, rows, KernelRole::teacher_dlogits, ceil_div(rows.count, kRowThreads / 32)));
+    }
     // grad_weight first: hidden states may lie in grad_hidden.
     of_rows.push_back({If{present(Slot::grad_weight), {gemms.grad_weight}}});
     of_rows.push_back({If{present(Slot::grad_hidden), {gemms.grad_hidden}}});
-    if (pass.spec.bias) of_rows.push_back({If{present(Slot::grad_bias), {grad_bias_launch(pass, chunk, rows)}}});
+    if (pass.spec.bias) {
+        std::vector<Statement> bias;
+        if (pass.spec.teacher_top_k > 0) {
+            bias.push_back(teacher_launch(pass, chunk, rows, KernelRole::teacher_bias, ceil_div(chunk.columns, kTeacherColumns)));
+        }
+        bias.push_back(grad_bias_launch(pass, chunk, rows));
+        of_rows.push_back({If{present(Slot::grad_bias), std::move(bias)}});
+    }
     std::vector<Statement> of_chunk;
     if (rounds_weight(pass.spec)) {
         of_chunk.push_back(round_weight_launch(pass.spec, pass.source, chunk.first_column, chunk.columns, weight_operand(pass, chunk)));
@@ -190,6 +222,8 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
         .set(&RowCoefficientsParams::grad_lse, advanced(slot(Slot::grad_lse), row, 4))
         .set(&RowCoefficientsParams::grad_logprob, advanced(slot(Slot::grad_logprob), row, 4))
         .set(&RowCoefficientsParams::grad_entropy, advanced(slot(Slot::grad_entropy), row, 4))
+        .set_teacher(&RowCoefficientsParams::teacher, spec, row)
+        .set(&RowCoefficientsParams::row_teacher_weights, spec.teacher_top_k > 0 ? workspace_at(pass.layout.row_teacher_weights) : Expr(0))
         .set(&RowCoefficientsParams::coefficients, workspace_at(pass.layout.coefficients))
         .set(&RowCoefficientsParams::row_targets, workspace_at(pass.layout.row_targets))
         .set(&RowCoefficientsParams::rows, rows.count)
@@ -200,7 +234,8 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
                    static_cast<float>(spec.label_smoothing / static_cast<double>(spec.vocab_size)))
         .set_float(&RowCoefficientsParams::z_loss_weight, static_cast<float>(spec.z_loss))
         .set_float(&RowCoefficientsParams::absent_grad_loss, spec.outputs.loss ? 1.0F : 0.0F)
-        .set_float(&RowCoefficientsParams::derivative_bound, static_cast<float>(std::abs(spec.logit_scale)));
+        .set_float(&RowCoefficientsParams::derivative_bound, static_cast<float>(std::abs(spec.logit_scale)))
+        .set_float(&RowCoefficientsParams::hard_weight, static_cast<float>(spec.hard_weight));
     return launch.build();
 }
 

@@ -85,6 +85,23 @@ Statement stretch_loop(const ForwardPass& pass, const LaunchRows& rows, const Ex
     return {Loop{kStretchLoop, Expr(layout.stretches), std::move(of_stretch)}};
 }
 
+std::vector<Statement> teacher_logits_steps(const ForwardPass& pass, const LaunchRows& rows) {
+    using Params = TeacherLogitsParams;
+    if (pass.spec.teacher_top_k == 0) return {};
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::teacher_logits), rows.count);
+    launch.set(&Params::hidden, hidden_row_at(pass.spec, rows.base))
+        .set(&Params::weight, slot(Slot::weight))
+        .set(&Params::bias, slot(Slot::bias))
+        .set_targets(&Params::targets, rows.base)
+        .set_teacher(&Params::teacher, pass.spec, rows.base)
+        .set(&Params::invalid_label, slot(Slot::invalid_label))
+        .set(&Params::temperature, temperatures_at(rows))
+        .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first)
+        .set(&Params::first_row, rows.base)
+        .set_transform(&Params::transform, pass.spec);
+    return {launch.build()};
+}
+
 Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, const RetainedRowsAt& retained) {
     using Params = RowOutputsParams;
     const Spec& spec = pass.spec;
@@ -102,6 +119,7 @@ Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, co
         .set_targets(&Params::targets, rows.base)
         .set(&Params::token_weight, advanced(slot(Slot::token_weight), rows.base, 4))
         .set(&Params::temperature, temperatures_at(rows))
+        .set_teacher(&Params::teacher, spec, rows.base)
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
         .set(&Params::loss, select(each, advanced(slot(Slot::loss), rows.base, 4), 0))
         .set(&Params::z_loss, select(each, advanced(slot(Slot::z_loss), rows.base, 4), 0))
@@ -125,7 +143,8 @@ Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, co
         .set_float(&Params::label_smoothing, static_cast<float>(spec.label_smoothing))
         .set_float(&Params::smoothing_per_class, static_cast<float>(spec.label_smoothing / static_cast<double>(spec.vocab_size)))
         .set_float(&Params::z_loss_weight, static_cast<float>(spec.z_loss))
-        .set(&Params::dft, spec.dft ? 1 : 0);
+        .set(&Params::dft, spec.dft ? 1 : 0)
+        .set_float(&Params::hard_weight, static_cast<float>(spec.hard_weight));
     return launch.build();
 }
 

@@ -58,6 +58,9 @@ struct ColumnRange {
 /// All stretches of the vocabulary: each is rounded, computed for all tokens by `gemm`, and merged with those before it.
 [[nodiscard]] Statement stretch_loop(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, std::vector<Statement> gemm);
 
+/// Logits of the classes that a teacher names, before row_outputs: one launch, or none where the spec has no teacher.
+[[nodiscard]] std::vector<Statement> teacher_logits_steps(const ForwardPass& pass, const LaunchRows& rows);
+
 /// Addresses of what is retained of a launch's rows; 0: nothing is.
 struct RetainedRowsAt {
     Expr references{0};

@@ -7,6 +7,9 @@ std::string_view to_string(KernelRole role) noexcept {
         case KernelRole::forward: return "forward";
         case KernelRole::forward_few: return "forward_few";
         case KernelRole::references: return "references";
+        case KernelRole::teacher_logits: return "teacher_logits";
+        case KernelRole::teacher_dlogits: return "teacher_dlogits";
+        case KernelRole::teacher_bias: return "teacher_bias";
         case KernelRole::merge_stretch: return "merge_stretch";
         case KernelRole::row_outputs: return "row_outputs";
         case KernelRole::reduce_loss: return "reduce_loss";

@@ -13,6 +13,7 @@ enum class KernelRole : std::uint8_t {
     forward,
     forward_few,  ///< of few tokens
     references,
+    teacher_logits,
     merge_stretch,
     row_outputs,
     reduce_loss,
@@ -27,6 +28,8 @@ enum class KernelRole : std::uint8_t {
     grad_weight,
     backward_chunks,  ///< the three above, of all chunks of the vocabulary in one launch
     hidden_chunks,    ///< the same without grad_weight
+    teacher_dlogits,
+    teacher_bias,
     grad_bias,
     scatter_rows,
     zero_columns,

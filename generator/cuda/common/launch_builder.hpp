@@ -87,6 +87,24 @@ public:
         field(base + offsetof(RowList, valid), 8, scalars + static_cast<std::int64_t>(offsetof(PassScalars, valid_rows)));
         return field(base + offsetof(RowList, first), 4, first);
     }
+    /// The teacher of rows from `first_row` on, where the spec has one.
+    template <class Holder>
+    LaunchBuilder& set_teacher(TeacherParams Holder::* member, const Spec& spec, const Expr& first_row) {
+        if (spec.teacher_top_k == 0) return *this;
+        const std::uint32_t base = offset_of<TeacherParams>(member);
+        const Expr first = first_row * std::int64_t{spec.teacher_top_k};
+        field(base + offsetof(TeacherParams, ids), 8, slot(Slot::teacher_ids) + first * floor_div(slot(Slot::teacher_bits), 8));
+        field(base + offsetof(TeacherParams, probs), 8, slot(Slot::teacher_probs) + first * 4);
+        field(base + offsetof(TeacherParams, logprobs), 8, slot(Slot::teacher_logprobs) + first * 4);
+        field(base + offsetof(TeacherParams, bits), 4, slot(Slot::teacher_bits));
+        return field(base + offsetof(TeacherParams, top_k), 4, spec.teacher_top_k);
+    }
+    template <class Holder>
+    LaunchBuilder& set_slope(LogitSlope Holder::* member, const LogitSlope& slope) {
+        const std::uint32_t base = offset_of<LogitSlope>(member);
+        field(base + offsetof(LogitSlope, scale), 4, float_bits(slope.scale));
+        return field(base + offsetof(LogitSlope, inverse_softcap), 4, float_bits(slope.inverse_softcap));
+    }
     template <class Holder>
     LaunchBuilder& set_share(SumShare Holder::* member, const SumShareFields& share) {
         const std::uint32_t base = offset_of<SumShare>(member);

@@ -108,12 +108,19 @@ void KernelWriter::option_kernels() {
         rows(KernelRole::round_weight, "RoundWeightParams", "round_weight", kRowThreads);
         rows(KernelRole::merge_stretch, "MergeStretchParams", "merge_stretch", kRowThreads);
     }
+    if (spec_.teacher_top_k > 0) {
+        rows(KernelRole::teacher_logits, "TeacherLogitsParams", "teacher_logits", kRowThreads);
+        rows(KernelRole::teacher_dlogits, "TeacherRowsParams", "teacher_dlogits", kRowThreads);
+        if (spec_.bias) rows(KernelRole::teacher_bias, "TeacherRowsParams", "teacher_bias", kReduceThreads);
+    }
     if (spec_.bias) rows(KernelRole::grad_bias, "GradBiasParams", "grad_bias", kRowThreads);
     if (zeroes_columns(spec_)) rows(KernelRole::zero_columns, "ZeroColumnsParams", "zero_columns", kRowThreads);
 }
 
 void KernelWriter::rows(KernelRole role, std::string_view params, std::string_view function, int threads) {
-    add(source_.units.front(), role, params, fmt::format("flce::{}<Problem>(p)", function), {.threads = threads});
+    // Kernels over tiles are those of a spec without a teacher.
+    const char* problem = spec_.teacher_top_k > 0 ? "flce::Taught<Problem>" : "Problem";
+    add(source_.units.front(), role, params, fmt::format("flce::{}<{}>(p)", function, problem), {.threads = threads});
 }
 
 void KernelWriter::add(CudaUnit& unit, KernelRole role, std::string_view params, const std::string& body, const KernelBlock& block) {

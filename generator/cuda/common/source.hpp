@@ -49,7 +49,7 @@ public:
     void gemm(const GemmKernel& kernel);
     /// What every path's forward and backward have over rows.
     void row_kernels();
-    /// Kernels over rows that options ask for: of a rounded weight, a bias, and columns past the vocabulary.
+    /// Kernels over rows that options ask for: of a rounded weight, a teacher, a bias, and columns past the vocabulary.
     void option_kernels();
     /// A kernel over rows. `function` is the template's name.
     void rows(KernelRole role, std::string_view params, std::string_view function, int threads);

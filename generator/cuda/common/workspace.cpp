@@ -70,8 +70,8 @@ std::int64_t rounded_row_bytes(const Spec& spec) {
     return rounds_weight(spec) ? spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)) : 0;
 }
 
-/// A token's coefficients, lse and target, and its temperature.
-std::int64_t row_bytes(const Spec& spec) { return spec.temperature ? 28 : 24; }
+/// A token's coefficients, lse and target, its temperature, and what its teacher's probabilities are multiplied with.
+std::int64_t row_bytes(const Spec& spec) { return 24 + (spec.temperature ? 4 : 0) + (spec.teacher_top_k > 0 ? 4 : 0); }
 
 /// Bytes that a token costs where a chunk has `chunk` columns.
 std::int64_t token_bytes(const Spec& spec, const Plan& plan, std::int64_t chunk) {
@@ -248,6 +248,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.coefficients = pieces.take(b.rows * 16);
     b.row_targets = pieces.take(b.rows * 8);
     if (spec.temperature) b.row_temperatures = pieces.take(b.rows * 4);
+    if (spec.teacher_top_k > 0) b.row_teacher_weights = pieces.take(b.rows * 4);
     if (spec.bias) {
         b.bias_partials = pieces.take(ceil_div(b.rows, cuda_path(plan.path).rows_of_bias_partial(plan)) * b.chunk * 4);
         b.bias_accumulator = pieces.take(b.chunk * 4);

@@ -58,7 +58,8 @@ struct BackwardLayout {
     Expr list{0};
     Expr coefficients{0};
     Expr row_targets{0};
-    Expr row_temperatures{0};  ///< where the spec has temperatures
+    Expr row_temperatures{0};     ///< where the spec has temperatures
+    Expr row_teacher_weights{0};  ///< where the spec has a teacher
     Expr bias_partials{0};
     Expr bias_accumulator{0};
     Expr dlogits{0};

@@ -1,5 +1,7 @@
 #include "generator/cuda/sm80/forward_program.hpp"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "generator/cuda/common/forward_steps.hpp"
@@ -41,6 +43,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     } else {
         steps.push_back(std::move(gemm));
     }
+    std::ranges::move(teacher_logits_steps(pass, rows), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, rows, splits, {}));
     program.body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
     program.body.push_back(reduce_loss_step(pass));

@@ -167,12 +167,14 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     } else if (rounds_weight(spec)) {
         const auto gemm = [&](const ForwardKernel& kernel) { return forward_stretch_launch(pass, rows, kernel); };
         program.body.push_back(stretch_loop(pass, rows, kDeviceSplits, few_or_many(few, many, gemm)));
+        std::ranges::move(teacher_logits_steps(pass, rows), std::back_inserter(steps));
         steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, {}));
     } else {
         const auto gemm = [&](const ForwardKernel& kernel) {
             return build_tempered(gemm_launch(pass, rows, kernel), spec, temperatures_at(rows));
         };
         steps = few_or_many(few, many, gemm);
+        std::ranges::move(teacher_logits_steps(pass, rows), std::back_inserter(steps));
         steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, {}));
     }
     program.body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});

@@ -81,6 +81,7 @@ CudaPath::Reason retain_problem(const Spec& spec) {
         return std::string(
             "retain: label smoothing's gradient under a softcap is no product of a number of the token and one of the class");
     }
+    if (spec.teacher_top_k > 0) return std::string("retain: a teacher's classes would be places of the exponentials to write over");
     return std::nullopt;
 }
 
@@ -123,8 +124,10 @@ GemmTile few_tokens_tile(const Spec& spec) {
 
 bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
     const GemmTile& tile = plan.cuda.dlogits;
-    return spec.layout == WeightLayout::vocab_major && !spec.bias && !rounds_weight(spec) && takes_turns(tile) && tile.block_m == 128 &&
-           tile.block_n >= 128 && smem_bytes(spec, GemmRole::backward_chunks, tile) <= device.gpu.smem_per_block_bytes;
+    // A teacher's classes are written into a chunk's dlogits between its launches.
+    return spec.layout == WeightLayout::vocab_major && !spec.bias && spec.teacher_top_k == 0 && !rounds_weight(spec) && takes_turns(tile) &&
+           tile.block_m == 128 && tile.block_n >= 128 &&
+           smem_bytes(spec, GemmRole::backward_chunks, tile) <= device.gpu.smem_per_block_bytes;
 }
 
 std::int64_t joined_quantum(const Plan& plan) {

@@ -1,0 +1,287 @@
+// What a teacher's few classes of a row add to both passes: their log-probabilities and the row's cross entropy going forward, and their
+// places in dz going backward.
+#pragma once
+
+#include "flce/common/logit_epilogue.cuh"
+
+namespace flce {
+
+/// A Problem whose calls have a teacher. Kernels over tiles know nothing of it.
+template <class Problem>
+struct Taught : Problem {
+    enum : bool { teacher = true };
+};
+
+/// The class at place `at` of the rows' ids; kIgnored: none; kOutOfRange, which counts as none.
+template <class Problem>
+__device__ __forceinline__ int teacher_id(const TeacherParams& p, long long at) {
+    const long long id = p.bits == 64 ? static_cast<const long long*>(p.ids)[at] : static_cast<const int*>(p.ids)[at];
+    if (id >= 0 && id < Problem::vocab_size) return static_cast<int>(id);
+    return id == -1 ? kIgnored : kOutOfRange;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
+    return value;
+}
+
+/// 8 elements that begin on 16 bytes, as numbers.
+__device__ __forceinline__ void load_eight(float (&to)[8], const float* from) {
+    unsigned words[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        ptx::ld_global_v4(words, from + 4 * half);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[4 * half + i] = __uint_as_float(words[i]);
+    }
+}
+template <class Element>
+__device__ __forceinline__ void load_eight(float (&to)[8], const Element* from) {
+    unsigned words[4];
+    ptx::ld_global_v4(words, from);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        to[2 * i] = Numeric<Element>::first(words[i]);
+        to[2 * i + 1] = Numeric<Element>::second(words[i]);
+    }
+}
+
+/// A warp's hidden · weight of one row and one class, as the GEMMs read the weight; every lane gets it.
+template <class Problem>
+__device__ __forceinline__ float product_of_class(const void* hidden, const void* weight, int id) {
+    using Element = typename Problem::Element;
+    using Weight = Select<Problem::rounds_weight, float, Element>;
+    const Element* const h = static_cast<const Element*>(hidden);
+    const Weight* const w = weight_at<Problem>(static_cast<const Weight*>(weight), id, 0);
+    const auto read = [](float value) { return Problem::rounds_weight ? to_float(Numeric<Element>::from_float(value)) : value; };
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    float sum = 0.f;
+    if constexpr (Problem::hidden_major) {
+#pragma unroll 4
+        for (int d = lane; d < Problem::hidden_size; d += 32) {
+            sum = __fmaf_rn(to_float(h[d]), read(to_float(w[d * Problem::padded_vocab_size])), sum);
+        }
+    } else {
+#pragma unroll 4
+        for (int d = 8 * lane; d < Problem::hidden_size; d += 8 * 32) {
+            float of_hidden[8];
+            float of_weight[8];
+            load_eight(of_hidden, h + d);
+            load_eight(of_weight, w + d);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum = __fmaf_rn(of_hidden[i], read(of_weight[i]), sum);
+        }
+    }
+    return warp_sum(sum);
+}
+
+/// Logits of the classes, where their log-probabilities will be; 0 at no class and in ignored rows. A block has a row, a warp every eighth
+/// of its classes.
+template <class Problem>
+__device__ __forceinline__ void teacher_logits(const TeacherLogitsParams& p) {
+    using Element = typename Problem::Element;
+    const int row = static_cast<int>(blockIdx.x);
+    const ListedRow listed = listed_row<Problem>(p.list, p.targets, p.temperature, row);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const Element* const hidden = static_cast<const Element*>(p.hidden) + static_cast<long long>(listed.row) * Problem::hidden_size;
+    for (int k = static_cast<int>(threadIdx.x) / 32; k < p.teacher.top_k; k += kRowThreads / 32) {
+        const long long at = static_cast<long long>(listed.row) * p.teacher.top_k + k;
+        const int id = listed.target < 0 ? kIgnored : teacher_id<Problem>(p.teacher, at);
+        float logit = 0.f;
+        if (id >= 0) {
+            float x = product_of_class<Problem>(hidden, p.weight, id);
+            if constexpr (Problem::bias) x += to_float(static_cast<const Element*>(p.bias)[id]);
+            logit = Problem::transform(x, p.transform).value;
+            if constexpr (Problem::temperature) logit = Tempering(p.temperature[listed.row]).divided(logit);
+        }
+        if (lane != 0) continue;
+        p.teacher.logprobs[at] = logit;
+        if (id == kOutOfRange && p.invalid_label != nullptr) {
+            atomicMin(p.invalid_label, static_cast<unsigned long long>(p.first_row + listed.row));
+        }
+    }
+}
+
+/// A row as the warps of a block see it that finish its classes.
+struct TaughtRow {
+    long long row;  ///< of the teacher's tensors; −1: ignored
+    float max;
+    float log_sum;
+    float cross_entropy;
+};
+
+/// Logits become log-probabilities; every thread with a row gets the teacher's cross entropy of it. `rows` [kOutputRows], shared, is filled.
+template <class Problem, int kThreads>
+__device__ __forceinline__ void finish_teacher(const TeacherParams& p, TaughtRow* rows) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int i = static_cast<int>(threadIdx.x) / 32; i < kOutputRows; i += kThreads / 32) {
+        const TaughtRow of = rows[i];
+        if (of.row < 0) continue;
+        float sum = 0.f;
+        for (int k = lane; k < p.top_k; k += 32) {
+            const long long at = of.row * p.top_k + k;
+            if (teacher_id<Problem>(p, at) < 0) continue;
+            const float logprob = (p.logprobs[at] - of.max) - of.log_sum;
+            p.logprobs[at] = logprob;
+            sum += teacher_term(p.probs[at], logprob);
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) rows[i].cross_entropy = sum;
+    }
+    __syncthreads();  // every row's is there
+}
+
+/// What a row's probabilities add up to, and their sizes.
+struct TeacherSums {
+    float sum;
+    float sizes;
+};
+/// Of each lane's row of the teacher's tensors, −1 for none. The whole warp takes part.
+template <class Problem>
+__device__ __forceinline__ TeacherSums teacher_sums(const TeacherParams& p, long long row) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    TeacherSums mine{0.f, 0.f};
+    for (int of = 0; of < 32; ++of) {
+        const long long of_row = __shfl_sync(0xffffffffu, row, of);
+        if (of_row < 0) continue;
+        TeacherSums sums{0.f, 0.f};
+        for (int k = lane; k < p.top_k; k += 32) {
+            const long long at = of_row * p.top_k + k;
+            const float probability = teacher_id<Problem>(p, at) < 0 ? 0.f : p.probs[at];
+            sums.sum += probability;
+            sums.sizes += fabsf(probability);
+        }
+        sums = {warp_sum(sums.sum), warp_sum(sums.sizes)};
+        if (lane == of) mine = sums;
+    }
+    return mine;
+}
+
+/// Row `row` of a backward launch, as the teacher's tensors count it.
+__device__ __forceinline__ long long teacher_row(const RowList& list, int row) {
+    return list.rows != nullptr ? list.rows[list.first + row].row : row;
+}
+
+/// The slope of the logit whose log-probability this is.
+template <class Problem>
+__device__ __forceinline__ float slope_of(const TeacherRowsParams& p, int row, float logprob, float lse) {
+    float logit = logprob + lse;
+    if constexpr (Problem::temperature) logit *= p.row_temperatures[row];
+    return slope_at(p.slope, logit);
+}
+
+/// Writes dz of the named classes that lie in the chunk, each from its own terms and rounded once. A warp has a row; the first of equal ids
+/// writes for all of them.
+template <class Problem>
+__device__ __forceinline__ void teacher_dlogits(const TeacherRowsParams& p) {
+    using Element = typename Problem::Element;
+    __shared__ int columns[kRowThreads / 32][kMostTeacherClasses];
+    __shared__ float probabilities[kRowThreads / 32][kMostTeacherClasses];
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int row = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + warp;
+    if (row >= listed_rows<Problem>(p.list, p.rows, 1)) return;
+    const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
+    if (target.target < 0) return;
+    const long long first = teacher_row(p.list, row) * p.teacher.top_k;
+    for (int k = lane; k < p.teacher.top_k; k += 32) {
+        const int id = teacher_id<Problem>(p.teacher, first + k);
+        const long long column = id - p.first_column;
+        const bool here = id >= 0 && column >= 0 && column < p.columns;
+        columns[warp][k] = here ? static_cast<int>(column) : -1;
+        probabilities[warp][k] = here ? p.teacher.probs[first + k] : 0.f;
+    }
+    __syncwarp();
+    const float4 c = static_cast<const float4*>(p.coefficients)[row];
+    const float scale = dlogits_scale<Problem>(p.scalars, false);
+    Element* const dlogits = static_cast<Element*>(p.dlogits) + row * p.ld;
+    for (int k = lane; k < p.teacher.top_k; k += 32) {
+        const int column = columns[warp][k];
+        if (column < 0) continue;
+        int before = 0;
+        float probability = 0.f;
+        for (int other = 0; other < p.teacher.top_k; ++other) {
+            if (columns[warp][other] != column) continue;
+            before += other < k ? 1 : 0;
+            probability += probabilities[warp][other];
+        }
+        if (before != 0) continue;
+        const float logprob = p.teacher.logprobs[first + k];
+        float dz = ::expf(logprob) * (Problem::entropy ? c.x + c.y * fmaxf(logprob + target.lse, farthest_below()) : c.x);
+        if (target.target - p.first_column == column) dz -= c.z;
+        if constexpr (Problem::label_smoothing) dz -= c.w;
+        dz = (dz - p.row_weights[row] * probability) * slope_of<Problem>(p, row, logprob, target.lse) * scale;
+        if constexpr (kSame<Element, Fp16>) dz = ptx::clamp_nan(dz, 65504.f);
+        dlogits[column] = Numeric<Element>::from_float(dz);
+    }
+}
+
+/// Adds each lane's value at its column, −1 for none; where columns are equal, in the order of the lanes. For a warp's own sums.
+__device__ __forceinline__ void add_by_column(float* sums, int column, float value) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const unsigned same = __match_any_sync(0xffffffffu, column >= 0 ? column : -1 - lane);
+    if (__any_sync(0xffffffffu, (same & (same - 1u)) != 0u) == 0) {
+        if (column >= 0) sums[column] += value;
+    } else {
+        for (int of = 0; of < 32; ++of) {
+            if (lane == of && column >= 0) sums[column] += value;
+            __syncwarp();
+        }
+    }
+    __syncwarp();
+}
+
+/// Adds what the named classes take off to sums of dz over rows: to the first of the partial sums for a bias's gradient, which were made
+/// before. A block has kTeacherColumns columns and goes through all rows; each warp adds up its own part of them, in order.
+template <class Problem>
+__device__ __forceinline__ void teacher_bias(const TeacherRowsParams& p) {
+    constexpr int kWarps = kReduceThreads / 32;
+    constexpr int kAtOnce = 4;  // reads under way of a thread
+    __shared__ float sums[kWarps][kTeacherColumns];
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int column0 = static_cast<int>(blockIdx.x) * kTeacherColumns;
+    for (int i = lane; i < kTeacherColumns; i += 32) sums[warp][i] = 0.f;
+    __syncwarp();
+    const int width = min(kTeacherColumns, p.columns - column0);
+    const long long entries = static_cast<long long>(listed_rows<Problem>(p.list, p.rows, 1)) * p.teacher.top_k;
+    const float scale = dlogits_scale<Problem>(p.scalars, false);
+    for (long long begin = warp * 32 * kAtOnce; begin < entries; begin += kWarps * 32 * kAtOnce) {
+        int columns[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const long long entry = begin + 32 * i + lane;
+            columns[i] = -1;
+            if (entry >= entries) continue;
+            const int row = static_cast<int>(entry / p.teacher.top_k);
+            const long long at = teacher_row(p.list, row) * p.teacher.top_k + entry % p.teacher.top_k;
+            const int id = teacher_id<Problem>(p.teacher, at);
+            const long long column = id - p.first_column - column0;
+            if (id >= 0 && column >= 0 && column < width) columns[i] = static_cast<int>(column);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (__ballot_sync(0xffffffffu, columns[i] >= 0) == 0u) continue;
+            float taken = 0.f;
+            if (columns[i] >= 0) {
+                const long long entry = begin + 32 * i + lane;
+                const int row = static_cast<int>(entry / p.teacher.top_k);
+                const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
+                const long long at = teacher_row(p.list, row) * p.teacher.top_k + entry % p.teacher.top_k;
+                if (target.target >= 0) {
+                    const float slope = slope_of<Problem>(p, row, p.teacher.logprobs[at], target.lse);
+                    taken = p.row_weights[row] * p.teacher.probs[at] * slope * scale;
+                }
+            }
+            add_by_column(sums[warp], columns[i], -taken);
+        }
+    }
+    __syncthreads();  // every warp is through with its rows
+    for (int i = static_cast<int>(threadIdx.x); i < width; i += kReduceThreads) {
+        float sum = p.bias_partials[column0 + i];
+        for (int w = 0; w < kWarps; ++w) sum += sums[w][i];
+        p.bias_partials[column0 + i] = sum;
+    }
+}
+
+}  // namespace flce
