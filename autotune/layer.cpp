@@ -64,6 +64,25 @@ std::vector<float> random_floats(std::string_view name, std::int64_t count, doub
     return values;
 }
 
+void add_random_teacher(const Spec& spec, RandomLayer& layer, std::uint64_t seed) {
+    const std::int64_t top_k = spec.teacher_top_k;
+    layer.teacher_ids = host_memory<std::int64_t>("teacher_ids", {layer.num_tokens, top_k});
+    layer.teacher_probs = host_memory<float>("teacher_probs", {layer.num_tokens, top_k});
+    for (std::int64_t i = 0; i < layer.num_tokens; ++i) {
+        double sum = 0;
+        const auto place = [&](std::int64_t k) { return static_cast<std::size_t>(i * top_k + k); };
+        for (std::int64_t k = 0; k < top_k; ++k) {
+            const std::uint64_t bits = hash(hash(seed) + place(k));
+            std::int64_t& id = layer.teacher_ids[place(k)];
+            id = static_cast<std::int64_t>(hash(bits) % static_cast<std::uint64_t>(spec.vocab_size));
+            if (bits % 16 == 0) id = -1;
+            if (bits % 16 == 1 && k > 0) id = layer.teacher_ids[place(k - 1)];
+            sum += layer.teacher_probs[place(k)] = static_cast<float>(std::exp2(6 * static_cast<double>(bits >> 40) * 0x1p-24));
+        }
+        for (std::int64_t k = 0; k < top_k; ++k) layer.teacher_probs[place(k)] /= static_cast<float>(sum);
+    }
+}
+
 /// Those of a call's tensors that the pass has, under the names that they have among inputs and outputs.
 template <class Args, class Inputs, class Outputs>
 Args args_of(const Inputs& inputs, const Outputs& outputs, const CallOptions& options) {
@@ -137,6 +156,9 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
     if (spec.outputs.entropy) outputs.entropy = make_tensor("entropy", device, ScalarType::fp32, tokens);
     if (spec.outputs.top1) outputs.top1 = make_tensor("top1", device, ScalarType::int64, tokens);
     if (spec.outputs.log_sum_sq_probs) outputs.log_sum_sq_probs = make_tensor("log_sum_sq_probs", device, ScalarType::fp32, tokens);
+    if (spec.teacher_top_k > 0) {
+        outputs.teacher_logprobs = make_tensor("teacher_logprobs", device, ScalarType::fp32, {num_tokens, spec.teacher_top_k});
+    }
     outputs.grad_hidden = make_tensor("grad_hidden", device, scalar_type(spec.dtype), {num_tokens, spec.hidden_size});
     outputs.grad_weight = make_tensor("grad_weight", device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));
     if (spec.bias) outputs.grad_bias = make_tensor("grad_bias", device, scalar_type(spec.grad_weight_dtype), {spec.vocab_size});
@@ -216,6 +238,7 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
         layer.token_weight = random_floats("token_weight", num_tokens, 0.5, seed + 11);
         for (float& weight : layer.token_weight) weight += 1.0F;
     }
+    if (spec.teacher_top_k > 0) add_random_teacher(spec, layer, seed + 12);
     if (options.upstream) {
         // Of the size that the loss's own gradient has, so that every term is seen in the result.
         const bool mean = options.reduction == Reduction::mean || options.reduction == Reduction::weighted_mean;
@@ -245,6 +268,11 @@ LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device)
     };
     if (spec.temperature) inputs.temperature = make_tensor("temperature", device, ScalarType::fp32, {n}, layer.temperature.data());
     if (spec.token_weight) inputs.token_weight = make_tensor("token_weight", device, ScalarType::fp32, {n}, layer.token_weight.data());
+    if (spec.teacher_top_k > 0) {
+        const std::vector<std::int64_t> shape{n, spec.teacher_top_k};
+        inputs.teacher_ids = make_tensor("teacher_ids", device, ScalarType::int64, shape, layer.teacher_ids.data());
+        inputs.teacher_probs = make_tensor("teacher_probs", device, ScalarType::fp32, shape, layer.teacher_probs.data());
+    }
     upstream("grad_loss", inputs.grad_loss, layer.grad_loss);
     upstream("grad_lse", inputs.grad_lse, layer.grad_lse);
     upstream("grad_logprob", inputs.grad_logprob, layer.grad_logprob);

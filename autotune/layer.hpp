@@ -42,12 +42,12 @@ struct Tensor {
 
 struct LayerInputs {
     std::int64_t num_tokens = 0;
-    Tensor hidden, weight, bias, class_weight, target, temperature, token_weight;
+    Tensor hidden, weight, bias, class_weight, target, temperature, token_weight, teacher_ids, teacher_probs;
     Tensor grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< absent: 1 for the loss if the spec has it, 0 for the rest
 };
 
 struct LayerOutputs {
-    Tensor loss, z_loss, lse, logprob, entropy, top1, log_sum_sq_probs;
+    Tensor loss, z_loss, lse, logprob, entropy, top1, log_sum_sq_probs, teacher_logprobs;
     Tensor grad_hidden, grad_weight, grad_bias;
 };
 
@@ -89,6 +89,8 @@ struct RandomLayer {
     std::vector<std::int64_t> target;
     std::vector<float> temperature;                                      ///< from ½ to 2
     std::vector<float> token_weight;                                     ///< about 1, a few below 0
+    std::vector<std::int64_t> teacher_ids;                               ///< [N, K], a few equal ones, some -1
+    std::vector<float> teacher_probs;                                    ///< [N, K], of a token at most 1 together
     std::vector<float> grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< empty: absent
 };
 

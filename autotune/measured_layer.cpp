@@ -145,8 +145,8 @@ void MeasuredLayer::run(const Runnable& runnable, std::size_t which, Stream stre
 void MeasuredLayer::poison() {
     LayerOutputs& out = sets_.front().outputs;
     const std::byte bytes = std::byte{0xff};
-    for (Tensor* tensor :
-         {&out.loss, &out.z_loss, &out.lse, &out.logprob, &out.entropy, &out.top1, &out.log_sum_sq_probs, &out.grad_hidden}) {
+    for (Tensor* tensor : {&out.loss, &out.z_loss, &out.lse, &out.logprob, &out.entropy, &out.top1, &out.log_sum_sq_probs,
+                           &out.teacher_logprobs, &out.grad_hidden}) {
         if (tensor->view.present) tensor->buffer.fill(bytes);
     }
     const bool accumulates = options_.spec.grad_weight_mode == GradMode::accumulate;

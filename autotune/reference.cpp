@@ -102,6 +102,8 @@ ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
             .target = layer.target,
             .temperature = layer.temperature,
             .token_weight = layer.token_weight,
+            .teacher_ids = layer.teacher_ids,
+            .teacher_probs = layer.teacher_probs,
             .grad_loss = layer.grad_loss,
             .grad_lse = layer.grad_lse,
             .grad_logprob = layer.grad_logprob,
@@ -255,9 +257,14 @@ Real BasicReference<Real>::grad_logit(std::int64_t token, std::int64_t row, cons
         loss_factor(token) * (problem_.grad_loss.empty() ? Real(problem_.spec.outputs.loss ? 1 : 0) : problem_.grad_loss[i]);
     const Real g = upstream / static_cast<Real>(loss_divisor_);
     const auto smoothing = static_cast<Real>(spec.label_smoothing);
-    Real gradient = g * (1 - smoothing) * class_weight(problem_.target[i]) * (p - hit);
+    const auto share = static_cast<Real>(problem_.hard_weight());
+    Real gradient = g * share * (1 - smoothing) * class_weight(problem_.target[i]) * (p - hit);
+    problem_.for_each_named(token, [&](std::int64_t id, std::size_t, float q) {
+        gradient += g * (1 - share) * Real{q} * (p - (id == row ? Real{1} : Real{0}));
+    });
     if (smoothing > 0) {
-        gradient += g * smoothing / static_cast<Real>(spec.vocab_size) * (static_cast<Real>(class_weight_total_) * p - class_weight(row));
+        gradient +=
+            g * share * smoothing / static_cast<Real>(spec.vocab_size) * (static_cast<Real>(class_weight_total_) * p - class_weight(row));
     }
     gradient += upstream / static_cast<Real>(z_loss_divisor_) * 2 * static_cast<Real>(spec.z_loss) * lse * p;
     if (!problem_.grad_lse.empty()) gradient += problem_.grad_lse[i] * p;
@@ -275,7 +282,10 @@ double BasicReference<Real>::slope(std::int64_t token) const {
     const double smoothing = spec.label_smoothing;
     const double weights = (1 - smoothing) * static_cast<double>(class_weight(problem_.target[i])) +
                            smoothing / static_cast<double>(spec.vocab_size) * class_weight_total_;
-    double size = std::fabs(upstream / loss_divisor_) * weights +
+    double probabilities = 0;
+    problem_.for_each_named(token, [&](std::int64_t, std::size_t, double q) { probabilities += std::fabs(q); });
+    const double shares = problem_.hard_weight() * weights + (1 - problem_.hard_weight()) * probabilities;
+    double size = std::fabs(upstream / loss_divisor_) * shares +
                   std::fabs(upstream / z_loss_divisor_ * 2 * spec.z_loss * static_cast<double>(lse_[i]));
     if (!problem_.grad_lse.empty()) size += std::fabs(problem_.grad_lse[i]);
     if (!problem_.grad_logprob.empty()) size += std::fabs(problem_.grad_logprob[i]);
@@ -373,7 +383,18 @@ void BasicReference<Real>::reduce_token(std::size_t index, std::span<const Logit
     const Real lse = max + log_sum;
     const auto smoothing = static_cast<Real>(spec.label_smoothing);
     const Real z_loss = static_cast<Real>(spec.z_loss) * lse * lse;
-    const Real cross_entropy = -(1 - smoothing) * class_weight(target) * logprob + smoothing / static_cast<Real>(spec.vocab_size) * smooth;
+    const auto share = static_cast<Real>(problem_.hard_weight());
+    Real cross_entropy = 0;
+    if (share > 0) {
+        cross_entropy =
+            share * (-(1 - smoothing) * class_weight(target) * logprob + smoothing / static_cast<Real>(spec.vocab_size) * smooth);
+    }
+    std::vector<double> teacher_logprobs(static_cast<std::size_t>(spec.teacher_top_k));
+    problem_.for_each_named(token, [&](std::int64_t id, std::size_t k, float q) {
+        const Real named = log_p(static_cast<std::size_t>(id));
+        teacher_logprobs[k] = named;
+        cross_entropy -= (1 - share) * Real{q} * named;
+    });
     const Real squares = sum_of<Real>(logits.size(), [&](std::size_t j) { return std::exp(2 * log_p(j)); });
     std::size_t top = 0;
     while (logits[top].value != max) ++top;
@@ -386,7 +407,8 @@ void BasicReference<Real>::reduce_token(std::size_t index, std::span<const Logit
                        .entropy = entropy,
                        .log_sum_sq_probs = std::log(squares),
                        .top1 = static_cast<std::int64_t>(top),
-                       .largest_logit = max};
+                       .largest_logit = max,
+                       .teacher_logprobs = std::move(teacher_logprobs)};
     lse_[static_cast<std::size_t>(token)] = lse;
     entropy_[static_cast<std::size_t>(token)] = entropy;
 }

@@ -23,12 +23,25 @@ struct ReferenceProblem {
     std::span<const float> class_weight;
     std::span<const std::int64_t> target;
     std::span<const float> temperature, token_weight;  ///< [N]
+    std::span<const std::int64_t> teacher_ids;         ///< [N, K], as the next one
+    std::span<const float> teacher_probs;
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     std::span<const float> grad_loss, grad_lse, grad_logprob,
         grad_entropy;                           ///< [N]; empty: 1 for the loss if the spec has it, 0 for the rest
     Summation summation = Summation::rounding;  ///< of the yardstick's logits
     std::function<void()> between_blocks{};     ///< called by every thread now and then; what it throws ends the work
+
+    /// The share of the target in the cross entropy.
+    [[nodiscard]] double hard_weight() const { return spec.teacher_top_k > 0 ? spec.hard_weight : 1.0; }
+    /// Calls `visit` with every class that the token's teacher names, its place among them and its probability.
+    template <class Visit>
+    void for_each_named(std::int64_t token, const Visit& visit) const {
+        for (std::int64_t k = 0; k < spec.teacher_top_k; ++k) {
+            const auto at = static_cast<std::size_t>(token * spec.teacher_top_k + k);
+            if (teacher_ids[at] >= 0) visit(teacher_ids[at], static_cast<std::size_t>(k), teacher_probs[at]);
+        }
+    }
 };
 
 struct RandomLayer;
@@ -45,6 +58,7 @@ struct ReferenceToken {
     double log_sum_sq_probs = 0;
     std::int64_t top1 = -1;
     double largest_logit = 0;
+    std::vector<double> teacher_logprobs{};  ///< [K], 0 at no class
 };
 
 /// Sizes of what the gradients of all logits are made of, as Euclidean norms. A confident token's are differences, p_y − 1, far smaller

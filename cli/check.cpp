@@ -196,7 +196,22 @@ private:
             compare_one("log_sum_sq_probs", outputs_.log_sum_sq_probs.to_host<float>(), &ReferenceToken::log_sum_sq_probs);
         }
         if (spec_.outputs.top1) compare_top1(reference);
+        if (spec_.teacher_top_k > 0) compare_teacher_logprobs(reference, yardstick);
         if (spec_.outputs.loss && reduction_ == Reduction::none) compare_one("loss", outputs_.loss.to_host<float>(), &ReferenceToken::loss);
+    }
+
+    void compare_teacher_logprobs(const Reference& reference, const Yardstick& yardstick) {
+        const auto values = outputs_.teacher_logprobs.to_host<float>();
+        const auto top_k = static_cast<std::size_t>(spec_.teacher_top_k);
+        NormPair norms;
+        for (std::size_t r = 0; r < reference.tokens().size(); ++r) {
+            if (reference.ignored(reference.tokens()[r])) continue;
+            const float* row = values.data() + static_cast<std::size_t>(reference.tokens()[r]) * top_k;
+            for (std::size_t k = 0; k < top_k; ++k) {
+                norms.add(row[k], yardstick.token(r).teacher_logprobs[k], reference.token(r).teacher_logprobs[k]);
+            }
+        }
+        add_output("teacher_logprobs", norms);
     }
 
     /// How far the logits of the classes are below the largest ones, to how far they are known: at most 1.

@@ -47,9 +47,11 @@ public:
         const std::int64_t n = hidden_.entry->shape[0];
         check("hidden", hidden_, dtype, {n, spec.hidden_size});
         weight_ = checked("weight", scalar_type(weight_dtype(spec)), weight_shape(spec));
-        target_ = files_.get("target");
-        if (target_.entry->dtype != "I64" && target_.entry->dtype != "I32") fail("target", target_, "must be I32 or I64");
-        check("target", target_, target_dtype(), {n});
+        target_ = checked_classes("target", {n});
+        if (spec.teacher_top_k > 0) {
+            teacher_ids_ = checked_classes("teacher_ids", {n, spec.teacher_top_k});
+            teacher_probs_ = checked("teacher_probs", ScalarType::fp32, {n, spec.teacher_top_k});
+        }
         if (spec.bias) bias_ = checked("bias", dtype, {spec.vocab_size});
         if (spec.class_weight) class_weight_ = checked("class_weight", ScalarType::fp32, {spec.vocab_size});
         if (spec.temperature) temperature_ = checked("temperature", ScalarType::fp32, {n});
@@ -68,7 +70,9 @@ public:
         inputs.num_tokens = hidden_.entry->shape[0];
         inputs.hidden = load("hidden", device, hidden_, dtype);
         inputs.weight = load("weight", device, weight_, scalar_type(weight_dtype(spec_)));
-        inputs.target = load("target", device, target_, target_dtype());
+        inputs.target = load("target", device, target_, classes_dtype(target_));
+        if (teacher_ids_) inputs.teacher_ids = load("teacher_ids", device, teacher_ids_, classes_dtype(teacher_ids_));
+        if (teacher_probs_) inputs.teacher_probs = load("teacher_probs", device, teacher_probs_, ScalarType::fp32);
         if (bias_) inputs.bias = load("bias", device, bias_, dtype);
         if (class_weight_) inputs.class_weight = load("class_weight", device, class_weight_, ScalarType::fp32);
         if (temperature_) inputs.temperature = load("temperature", device, temperature_, ScalarType::fp32);
@@ -93,23 +97,27 @@ public:
         std::int64_t first_invalid_label = 0;
     };
     Labels labels(std::int64_t ignore_index) const {
-        const bool wide = target_dtype() == ScalarType::int64;
-        const std::size_t element = wide ? 8 : 4;
         Labels labels;
-        for (std::size_t i = 0; i < target_.bytes.size() / element; ++i) {
-            std::int64_t label = 0;
-            std::int32_t narrow = 0;
-            std::memcpy(wide ? static_cast<void*>(&label) : &narrow, target_.bytes.data() + i * element, element);
-            if (!wide) label = narrow;
-            if (label == ignore_index) continue;
+        for_each_class(target_, [&](std::int64_t i, std::int64_t label) {
+            if (label == ignore_index) return;
             if (label >= 0 && label < spec_.vocab_size) {
                 ++labels.valid;
             } else if (labels.first_invalid < 0) {
-                labels.first_invalid = static_cast<std::int64_t>(i);
+                labels.first_invalid = i;
                 labels.first_invalid_label = label;
             }
-        }
+        });
         return labels;
+    }
+
+    /// Throws where an id of a teacher is neither a class nor -1.
+    void check_teacher() const {
+        if (!teacher_ids_) return;
+        for_each_class(teacher_ids_, [&](std::int64_t i, std::int64_t id) {
+            if (id >= -1 && id < spec_.vocab_size) return;
+            throw UsageError(fmt::format("teacher_ids[{}, {}] is {}; an id is in [0, {}) or -1", i / spec_.teacher_top_k,
+                                         i % spec_.teacher_top_k, id, spec_.vocab_size));
+        });
     }
 
     /// What gradients are accumulated into: grad_weight and grad_bias of the input, where it has them.
@@ -137,17 +145,38 @@ private:
         return make_tensor(name, device, dtype, found.entry->shape, found.bytes.data());
     }
 
-    [[nodiscard]] ScalarType target_dtype() const { return target_.entry->dtype == "I64" ? ScalarType::int64 : ScalarType::int32; }
+    SafetensorsSet::Found checked_classes(const std::string& name, const std::vector<std::int64_t>& shape) const {
+        const auto found = files_.get(name);
+        if (found.entry->dtype != "I64" && found.entry->dtype != "I32") fail(name, found, "must be I32 or I64");
+        check(name, found, classes_dtype(found), shape);
+        return found;
+    }
+    static ScalarType classes_dtype(const SafetensorsSet::Found& found) {
+        return found.entry->dtype == "I64" ? ScalarType::int64 : ScalarType::int32;
+    }
+    /// Calls `visit` with every element's number and value.
+    template <class Visit>
+    static void for_each_class(const SafetensorsSet::Found& found, const Visit& visit) {
+        const bool wide = classes_dtype(found) == ScalarType::int64;
+        const std::size_t element = wide ? 8 : 4;
+        for (std::size_t i = 0; i < found.bytes.size() / element; ++i) {
+            std::int64_t value = 0;
+            std::int32_t narrow = 0;
+            std::memcpy(wide ? static_cast<void*>(&value) : &narrow, found.bytes.data() + i * element, element);
+            visit(static_cast<std::int64_t>(i), wide ? value : std::int64_t{narrow});
+        }
+    }
 
     SafetensorsSet files_;
     const Spec& spec_;
-    SafetensorsSet::Found hidden_, weight_, target_, bias_, class_weight_, temperature_, token_weight_, grad_weight_, grad_bias_;
+    SafetensorsSet::Found hidden_, weight_, target_, bias_, class_weight_, temperature_, token_weight_, teacher_ids_, teacher_probs_;
+    SafetensorsSet::Found grad_weight_, grad_bias_;
 };
 
 void write_outputs(const std::filesystem::path& path, const LayerOutputs& outputs) {
     std::vector<std::vector<std::byte>> storage;
     std::vector<TensorToWrite> tensors;
-    storage.reserve(10);  // spans into it stay valid
+    storage.reserve(11);  // spans into it stay valid
     const auto add = [&](const char* name, const Tensor& tensor) {
         if (!tensor.view.present) return;
         const std::byte* data = static_cast<const std::byte*>(tensor.view.data);
@@ -163,6 +192,7 @@ void write_outputs(const std::filesystem::path& path, const LayerOutputs& output
     add("entropy", outputs.entropy);
     add("top1", outputs.top1);
     add("log_sum_sq_probs", outputs.log_sum_sq_probs);
+    add("teacher_logprobs", outputs.teacher_logprobs);
     add("grad_hidden", outputs.grad_hidden);
     add("grad_weight", outputs.grad_weight);
     add("grad_bias", outputs.grad_bias);
@@ -226,6 +256,7 @@ int run(RunOptions options) {
     if (const std::int64_t wrong = reader.first_wrong_temperature(); wrong >= 0) {
         throw UsageError(fmt::format("temperature[{}] is not between 2^-100 and 2^100", wrong));
     }
+    reader.check_teacher();
     Session session(options.session.options());
     const auto kernel = session.get_kernel(spec, {.plan = options.plan});
     const DeviceRef device = kernel->device_ref();
@@ -252,9 +283,8 @@ void add_run(CLI::App& app, Action& action) {
     CLI::App* command = app.add_subcommand("run", "Loss and gradients of real tensors (safetensors)");
     command->footer(
         "\nReads hidden [N, D], weight ([V, D], or [D, V] with layout=hidden_major), target [N] (I32 or I64) and, where the spec says so,\n"
-        "bias [V], class_weight [V], temperature [N] and token_weight [N] (F32); with grad_weight_mode=accumulate also grad_weight and "
-        "grad_bias to add to (else they start "
-        "at 0).\n"
+        "bias [V], class_weight [V], temperature [N] and token_weight [N] (F32), teacher_ids [N, K] (I32 or I64, -1 for none) and\n"
+        "teacher_probs [N, K] (F32); with grad_weight_mode=accumulate also grad_weight and grad_bias to add to (else they start at 0).\n"
         "Writes loss, lse, grad_hidden, grad_weight and what else the spec asks for.\n\n"
         "Examples:\n  flce run --spec D=2048,V=151936,dtype=bf16 --input step.safetensors --out grads.safetensors\n"
         "  flce run --spec @layer.json --input model.safetensors --input batch.safetensors --reduction sum --json");

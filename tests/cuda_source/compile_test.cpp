@@ -87,8 +87,8 @@ std::string test_name(const testing::TestParamInfo<CudaSourceCompile::ParamType>
 
 INSTANTIATE_TEST_SUITE_P(EveryArchitecture, CudaSourceCompile,
                          testing::Combine(testing::Values("sm_80", "sm_90a", "sm_100a", "sm_120"),
-                                          testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything, kFp32Weight, kTokens, kTeacher,
-                                                          kTeacherEverything)),
+                                          testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything, kFp32Weight, kTokens,
+                                                          kTeacher, kTeacherEverything)),
                          test_name);
 
 INSTANTIATE_TEST_SUITE_P(
