@@ -75,6 +75,7 @@ const BadCall kBadCalls[] = {
     {"backward_no_temperature", kBackward, [](Call& c) { c.backward.temperature = {}; }, "temperature"},
     {"backward_no_logprob", kBackward, [](Call& c) { c.backward.logprob = {}; }, "logprob"},
     {"top1_in_32_bits", kForward, [](Call& c) { c.forward.top1.dtype = ScalarType::int32; }, "top1"},
+    {"teacher_unasked", kForward, [](Call& c) { c.forward.teacher_ids = c.forward.target; }, "teacher_ids"},
     {"unknown_reduction", kForward, [](Call& c) { c.forward.reduction = static_cast<Reduction>(9); }, "reduction"},
     // strides
     {"hidden_rows_apart", kForward, [](Call& c) { c.forward.hidden.strides[0] += 8; }, "hidden"},

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "flce/plan.hpp"
@@ -31,6 +32,7 @@ CallSlots call(std::int64_t num_tokens, ReductionCode reduction = ReductionCode:
     set(Slot::workspace, address(Slot::workspace));
     set(Slot::num_tokens, num_tokens);
     set(Slot::target_bits, 64);
+    set(Slot::teacher_bits, 32);
     set(Slot::reduction, static_cast<std::int64_t>(reduction));
     return slots;
 }
@@ -66,6 +68,11 @@ template <class Params>
 void expect_beside_labels(const Params& p, const float* from, Slot slot) {
     const std::int64_t first = (as_address(p.targets.target) - address(Slot::target)) / 8;
     EXPECT_EQ(as_address(from), address(slot) + first * 4);
+}
+
+std::int64_t program_hidden_bytes(const char* spec_text) {
+    const Spec spec = parse_spec(spec_text);
+    return spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
 }
 
 class TokenOptions : public testing::TestWithParam<Shape> {};
@@ -191,6 +198,91 @@ TEST_P(TokenOptions, Temperatures_OfLaunchesRowsReachDlogits) {
     EXPECT_GT(gemms, 0);
 }
 
+constexpr int kTopK = 24;
+
+/// The teacher's tensors, from the row on at which the labels begin.
+void expect_teacher(const TeacherParams& p, std::int64_t first) {
+    EXPECT_EQ(p.top_k, kTopK);
+    EXPECT_EQ(p.bits, 32);
+    EXPECT_EQ(as_address(p.ids), address(Slot::teacher_ids) + first * kTopK * 4);
+    EXPECT_EQ(as_address(p.probs), address(Slot::teacher_probs) + first * kTopK * 4);
+    EXPECT_EQ(as_address(p.logprobs), address(Slot::teacher_logprobs) + first * kTopK * 4);
+}
+template <class Params>
+std::int64_t first_row(const Params& p) {
+    return (as_address(p.targets.target) - address(Slot::target)) / 8;
+}
+
+TEST_P(TokenOptions, Teacher_LogitsComeBeforeTheRowsOutputs) {
+    const Shape& shape = GetParam();
+    const CudaProgram program = program_of(std::string(shape.spec) + ",teacher_top_k=24,hard_weight=0.25", shape.device, shape.scratch);
+    std::int64_t rows = 0;
+    std::int64_t all_rows = 0;
+    for (const Recorded& r : run(program, program.forward, call(shape.tokens))) {
+        if (r.kernel == "flce_teacher_logits") {
+            const auto p = r.params<TeacherLogitsParams>();
+            const std::int64_t first = first_row(p);
+            expect_teacher(p.teacher, first);
+            EXPECT_EQ(as_address(p.hidden), address(Slot::hidden) + first * program_hidden_bytes(shape.spec));
+            EXPECT_EQ(as_address(p.weight), address(Slot::weight));
+            EXPECT_EQ(p.first_row, first);
+            rows = r.launch.grid[0];
+            all_rows += rows;
+        } else if (r.kernel == "flce_row_outputs") {
+            const auto p = r.params<RowOutputsParams>();
+            EXPECT_EQ(p.rows, rows);
+            EXPECT_EQ(p.hard_weight, 0.25F);
+            expect_teacher(p.teacher, first_row(p));
+        }
+    }
+    EXPECT_EQ(all_rows, shape.tokens);
+}
+
+TEST_P(TokenOptions, Teacher_WritesIntoEveryChunkOfDlogits) {
+    const Shape& shape = GetParam();
+    for (const char* options : {",teacher_top_k=24,softcap=4", ",teacher_top_k=24,bias"}) {
+        const CudaProgram program = program_of(std::string(shape.spec) + options, shape.device, shape.scratch);
+        const CallSlots slots = call(shape.tokens);
+        RowCoefficientsParams rows{};
+        DlogitsParams dlogits{};
+        std::int64_t columns = 0;
+        std::string before;
+        for (const Recorded& r : run(program, program.backward, slots)) {
+            EXPECT_NE(r.kernel, "flce_backward_chunks");
+            if (r.kernel == "flce_row_coefficients") {
+                rows = r.params<RowCoefficientsParams>();
+                expect_teacher(rows.teacher, first_row(rows));
+                const std::int64_t end = as_address(rows.row_teacher_weights) + std::int64_t{rows.rows} * 4;
+                EXPECT_LE(end, address(Slot::workspace) + evaluate(program.backward_workspace_bytes, slots));
+                EXPECT_GE(as_address(rows.row_teacher_weights), as_address(rows.row_targets) + std::int64_t{rows.rows} * 8);
+            } else if (r.kernel == "flce_dlogits") {
+                dlogits = r.params<DlogitsParams>();
+                columns += dlogits.first_column + dlogits.columns > columns ? dlogits.columns : 0;
+            } else if (r.kernel == "flce_teacher_dlogits" || r.kernel == "flce_teacher_bias") {
+                const auto p = r.params<TeacherRowsParams>();
+                EXPECT_EQ(before == "flce_dlogits", r.kernel == "flce_teacher_dlogits");
+                expect_teacher(p.teacher, first_row(rows));
+                EXPECT_EQ(p.row_weights, rows.row_teacher_weights);
+                EXPECT_EQ(p.coefficients, dlogits.coefficients);
+                EXPECT_EQ(p.dlogits, dlogits.dlogits);
+                EXPECT_EQ(p.bias_partials, dlogits.bias_partials);
+                EXPECT_EQ(std::tie(p.ld, p.first_column, p.rows, p.columns),
+                          std::tie(dlogits.ld, dlogits.first_column, dlogits.rows, dlogits.columns));
+                EXPECT_EQ(p.slope.inverse_softcap, dlogits.bias_partials == nullptr ? 0.25F : 0.0F);
+                const std::int64_t width = r.kernel == "flce_teacher_bias" ? kTeacherColumns : kRowThreads / 32;
+                const std::int64_t items = r.kernel == "flce_teacher_bias" ? p.columns : p.rows;
+                EXPECT_EQ(r.launch.grid[0], (items + width - 1) / width);
+            } else if (r.kernel == "flce_grad_bias") {
+                EXPECT_EQ(before, "flce_teacher_bias");
+            } else if (r.kernel == "flce_grad_weight") {
+                EXPECT_EQ(before, "flce_teacher_dlogits");
+            }
+            before = r.kernel;
+        }
+        EXPECT_EQ(columns, parse_spec(shape.spec).vocab_size);
+    }
+}
+
 TEST(TokenOptionsRetained, References_AreOfTemperedLogits) {
     const CudaProgram program = program_of("D=2048,V=50257,temperature", "h100");
     CallSlots slots = call(4096);
@@ -214,6 +306,21 @@ TEST(TokenOptionsSource, WeightsAndDft_ChangeNoKernel) {
         const CudaProgram weighted = program_of("D=64,V=1000,outputs=loss+logprob,token_weight,dft", device);
         ASSERT_EQ(plain.units.size(), weighted.units.size());
         for (std::size_t i = 0; i < plain.units.size(); ++i) EXPECT_EQ(plain.units[i].source, weighted.units[i].source);
+    }
+}
+
+// A teacher's classes are a matter of small kernels, and their number and share are parameters.
+TEST(TokenOptionsSource, Teacher_ChangesNoKernelOverTiles) {
+    for (const char* device : {"h100", "a100"}) {
+        const CudaProgram plain = program_of("D=64,V=1000,bias", device);
+        const CudaProgram taught = program_of("D=64,V=1000,bias,teacher_top_k=3", device);
+        const CudaProgram other = program_of("D=64,V=1000,bias,teacher_top_k=200,hard_weight=0.5", device);
+        ASSERT_EQ(plain.units.size(), taught.units.size());
+        for (std::size_t i = 0; i < plain.units.size(); ++i) {
+            const std::string& name = plain.units[i].kernels.front().name;
+            EXPECT_EQ(plain.units[i].source == taught.units[i].source, name != "flce_row_outputs") << name;
+            EXPECT_EQ(taught.units[i].source, other.units[i].source);
+        }
     }
 }
 
