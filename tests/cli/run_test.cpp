@@ -42,6 +42,11 @@ public:
         if (spec_.bias) tensors.push_back({"bias", dtype_name(spec_.dtype), {spec_.vocab_size}, data_.bias});
         if (spec_.class_weight)
             tensors.push_back({"class_weight", "F32", {spec_.vocab_size}, std::as_bytes(std::span(data_.class_weight))});
+        if (spec_.teacher_top_k > 0) {
+            const std::vector<std::int64_t> shape{num_tokens, spec_.teacher_top_k};
+            tensors.push_back({"teacher_ids", "I64", shape, std::as_bytes(std::span(data_.teacher_ids))});
+            tensors.push_back({"teacher_probs", "F32", shape, std::as_bytes(std::span(data_.teacher_probs))});
+        }
         cli::write_safetensors(folder_ / "in", tensors);
     }
 
@@ -62,6 +67,8 @@ public:
                                 .bias = data_.bias.data(),
                                 .class_weight = data_.class_weight,
                                 .target = data_.target,
+                                .teacher_ids = data_.teacher_ids,
+                                .teacher_probs = data_.teacher_probs,
                                 .ignore_index = -7,
                                 .reduction = reduction_},
                                tokens);
@@ -128,7 +135,8 @@ TEST(FlceRun_Variants, MatchFp64) {
                  {"D=32,V=99,dtype=fp32", false, 2e-6},
                  {"D=32,V=99,dtype=fp32,layout=hidden_major,bias", false, 2e-6},
                  {"D=32,V=99,padded_vocab_size=112,dtype=bf16,bias,softcap=20", true, 4e-3},
-                 {"D=32,V=99,dtype=fp16,class_weight,label_smoothing=0.1", false, 5e-4}};
+                 {"D=32,V=99,dtype=fp16,class_weight,label_smoothing=0.1", false, 5e-4},
+                 {"D=32,V=99,dtype=fp32,teacher_top_k=7,hard_weight=0.25", false, 2e-6}};
     for (const auto& c : cases) {
         const Layer layer(c.spec, 70, c.wide);
         const ProcessResult result = layer.run();

@@ -54,6 +54,10 @@ Spec random_spec(std::mt19937_64& random) {
     if (coin()) s.z_loss = real(0, 1e-3);
     s.outputs = {.loss = coin(), .lse = coin(), .logprob = coin(), .entropy = coin()};
     if (s.outputs == Outputs{.loss = false}) s.outputs.entropy = true;
+    if (s.outputs.loss && !s.class_weight && coin()) {
+        s.teacher_top_k = static_cast<int>(number(1, 256));
+        s.hard_weight = real(0, 1);
+    }
     return s;
 }
 
@@ -292,6 +296,9 @@ TEST(SpecHash, EveryField_ChangesIt) {
     specs[13].label_smoothing = 0.1;
     specs[14].z_loss = 0.1;
     specs[15].weight_dtype = DType::fp32;
+    specs[16].teacher_top_k = 4;
+    specs[17].teacher_top_k = 4;
+    specs[17].hard_weight = 0.5;
     for (bool Outputs::* output : {&Outputs::loss, &Outputs::lse, &Outputs::logprob, &Outputs::entropy}) {
         specs.push_back(base);
         specs.back().outputs.*output = !(specs.back().outputs.*output);

@@ -50,6 +50,8 @@ TEST_P(Scenarios, SaturatedLogits_WithinBounds) {
 TEST_P(Scenarios, SoftcapWithLargeLogits_WithinBounds) {
     expect_good("softcap", {.num_tokens = 65, .logits = Logits::saturated});
     expect_good("everything", {.num_tokens = 65, .logits = Logits::saturated});
+    expect_good("everything_teacher", {.num_tokens = 65, .logits = Logits::saturated});
+    expect_good("teacher", {.num_tokens = 65, .logits = Logits::saturated, .reduction = Reduction::none});
     expect_good("everything_padded_accumulate", {.num_tokens = 65, .logits = Logits::saturated, .reduction = Reduction::sum});
 }
 
@@ -112,6 +114,69 @@ TEST_P(Scenarios, TemperaturesAtTheEndsOfTheirRange_AreNoFault) {
     run.forward();
     EXPECT_EQ(run.invalid_label(), ~std::uint64_t{0});
     for (const double lse : run.outputs(select_all(p)).lse) EXPECT_TRUE(std::isfinite(lse));
+}
+
+TEST_P(Scenarios, TeachersIdsOutOfRange_FlaggedAndCountAsNone) {
+    const auto k = kernel("everything_teacher");
+    const std::int64_t top_k = k->spec().teacher_top_k;
+    for (const int bits : {32, 64}) {
+        for (const std::int64_t wrong : {kVocab, std::int64_t{-2}, std::int64_t{1} << 30}) {
+            Problem p = make_problem(k->spec(), {.num_tokens = 131, .ignored = Ignored::none, .target_bits = bits});
+            p.teacher_ids[40 * top_k + 2] = p.teacher_ids[130 * top_k] = wrong;
+            p.target[3] = p.options.ignore_index;
+            p.teacher_ids[3 * top_k] = wrong;  // of a row that does not count: not looked at
+            EXPECT_TRUE(run_and_judge(k, p)) << wrong;
+            KernelRun run(k, p);
+            run.forward();
+            EXPECT_EQ(run.invalid_label(), 40U) << wrong;
+        }
+    }
+}
+
+TEST_P(Scenarios, AnyNumberOfATeachersClasses_WithinBounds) {
+    for (const int top_k : {1, 31, 32, 33, 256}) {
+        for (const double hard_weight : {0.0, 0.5, 1.0}) {
+            Spec spec = make_spec(kHidden, kVocab, dtype(), layout(), option("teacher"));
+            spec.teacher_top_k = top_k;
+            spec.hard_weight = hard_weight;
+            const auto k = kernel_on(target(), spec);
+            EXPECT_TRUE(run_and_judge(k, make_problem(k->spec(), {.num_tokens = 300})));
+        }
+    }
+}
+
+TEST_P(Scenarios, TeachersProbabilitiesOfAnyKind_StayInTheirRow) {
+    const auto k = kernel("teacher");
+    const std::int64_t top_k = k->spec().teacher_top_k;
+    Problem p = make_problem(k->spec(), {.num_tokens = 131, .ignored = Ignored::none, .reduction = Reduction::none});
+    for (std::int64_t i = 0; i < top_k; ++i) p.teacher_probs[5 * top_k + i] *= -1;
+    for (std::int64_t i = 0; i < top_k; ++i) {  // what stands at no class is not read
+        if (p.teacher_ids[7 * top_k + i] < 0) p.teacher_probs[7 * top_k + i] = NAN;
+    }
+    EXPECT_TRUE(run_and_judge(k, p));
+    const Selection all = select_all(p);
+    KernelRun right(k, p);
+    right.forward();
+    right.backward();
+    const KernelOutputs before = right.outputs(all);
+    for (const float odd : {NAN, INFINITY}) {
+        p.teacher_ids[9 * top_k] = 1;
+        p.teacher_probs[9 * top_k] = odd;
+        KernelRun run(k, p);
+        run.forward();
+        run.backward();
+        const KernelOutputs got = run.outputs(all);
+        for (std::size_t i = 0; i < got.loss.size(); ++i) {
+            if (i == 9) {
+                EXPECT_FALSE(std::isfinite(got.loss[i]));
+            } else {
+                EXPECT_EQ(got.loss[i], before.loss[i]);
+            }
+        }
+        EXPECT_EQ(run.invalid_label(), ~std::uint64_t{0});
+        for (std::int64_t d = 0; d < kHidden; ++d) EXPECT_FALSE(std::isfinite(got.grad_hidden[9 * kHidden + d]));
+        EXPECT_EQ(run.violations(), "");
+    }
 }
 
 TEST_P(Scenarios, WeightedMean_DividesByTheWeights) {
@@ -181,7 +246,7 @@ TEST_P(Scenarios, UnknownLabels_WithinBounds) {
 }
 
 TEST_P(Scenarios, OneGradientAtATime_SameBitsAsTogether) {
-    for (const char* options : {"bias", "everything_padded_accumulate"}) {
+    for (const char* options : {"bias", "everything_teacher", "everything_padded_accumulate"}) {
         const auto k = kernel(options);
         const Problem p = make_problem(k->spec(), {.num_tokens = 131});
         KernelRun run(k, p);
@@ -203,7 +268,7 @@ TEST_P(Scenarios, OneGradientAtATime_SameBitsAsTogether) {
 
 TEST_P(Scenarios, RepeatedCalls_SameBits) {
     const int times = target() == Target::gpu ? 20 : 3;
-    for (const char* options : {"plain", "everything", "accumulate"}) {
+    for (const char* options : {"plain", "everything", "everything_teacher", "accumulate"}) {
         const auto k = kernel(options);
         const Problem p = make_problem(k->spec(), {.num_tokens = 500});
         KernelRun run(k, p);
@@ -254,7 +319,7 @@ TEST_P(Scenarios, AccumulatingTwice_AddsTwice) {
 }
 
 TEST_P(Scenarios, NoTokens_GradientsAreZeroOrKept) {
-    for (const char* options : {"plain", "everything", "everything_padded_accumulate"}) {
+    for (const char* options : {"plain", "everything", "everything_teacher", "everything_padded_accumulate"}) {
         for (Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
             expect_good(options, {.num_tokens = 0, .reduction = reduction});
         }
