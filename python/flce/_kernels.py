@@ -162,7 +162,7 @@ class Kernel:
         return self.new_floats((*token_shape, self.outputs.teacher_top_k))
 
     def forward(self, given: Inputs, values: Tensor, top1: Tensor | None = None, teacher_logprobs: Tensor | None = None) -> Tensor:
-        """Writes `values` (`new_values`), `top1` (`new_top1`) and teacher_logprobs (None: not wanted). Returns what backward needs, which is
+        """Writes `values` (`new_values`), `top1` (`new_top1`) and teacher_logprobs (None: not wanted). Returns what backward needs:
         `outputs.saved` and teacher_logprobs one behind the other, with what else backward can use on it (`_retain.of`)."""
         frame = self._take_frame()
         kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the call is made

@@ -167,15 +167,15 @@ def linear_topk_distillation(
     grad_weight_out: Tensor | None = None,
 ) -> Any:
     """hard_weight · CE(target) + (1 − hard_weight) · (−Σ_k q_k·log p(id_k)) of every token, with q the teacher's probabilities of its K
-    most likely classes and p the softmax of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature: forward KL divergence from a sparse
-    teacher up to the teacher's entropy, without the logits in memory.
+    most likely classes and p the softmax of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature: forward KL divergence from a
+    sparse teacher up to the teacher's entropy, without the logits in memory.
 
     Args:
         teacher_ids: [..., K] int64 or int32, K from 1 to 256: classes in any order, -1 for none. What equal ids have adds up. Another
             number outside the vocabulary counts as none, and `check_labels` reports its row.
         teacher_probs: [..., K] of a floating dtype (computed with in fp32), with no gradient. Taken as they are: they need not add up to 1,
-            so what a top-k cuts off is left out (divide by their sum for another meaning). 0 adds nothing, also where p is 0; a negative one
-            counts as what it is; a NaN makes its row's loss and gradients NaN. Those at no class are not read.
+            so what a top-k cuts off is left out (divide by their sum for another meaning). 0 adds nothing, also where p is 0; a negative
+            one counts as what it is; a NaN makes its row's loss and gradients NaN. Those at no class are not read.
         target: [...] int64 or int32, as in `linear_cross_entropy`. Rows that are ignored there count for nothing here, the teacher's part
             included; with hard_weight 0 that is all that a target says. None: rows whose ids are all -1 are ignored, all others take part.
         hard_weight: 0 to 1, the share of the target's cross entropy (label_smoothing included). It needs a target where it is not 0.

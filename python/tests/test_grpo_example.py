@@ -50,7 +50,7 @@ def test_documented_pieces_run(device: str) -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     section = text.split("## Reinforcement learning and distillation\n")[1].split("\n## ")[0]
     pieces = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(pieces) == 4
+    assert len(pieces) == 5
     head, old_head = (torch.nn.Linear(16, 50, bias=False, device=device) for _ in range(2))
     labels = torch.randint(0, 50, (4, 12), device=device)
     names: dict[str, Any] = {

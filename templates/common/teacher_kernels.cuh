@@ -110,7 +110,7 @@ struct TaughtRow {
     float cross_entropy;
 };
 
-/// Logits become log-probabilities; every thread with a row gets the teacher's cross entropy of it. `rows` [kOutputRows], shared, is filled.
+/// Logits become log-probabilities, and each row gets the teacher's cross entropy. `rows` [kOutputRows], shared, is filled.
 template <class Problem, int kThreads>
 __device__ __forceinline__ void finish_teacher(const TeacherParams& p, TaughtRow* rows) {
     const int lane = static_cast<int>(threadIdx.x) % 32;

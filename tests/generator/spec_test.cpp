@@ -280,7 +280,7 @@ TEST(Spec, WeightDtype_IsPrintedWhereItIsNotTheDtype) {
 
 TEST(SpecHash, EveryField_ChangesIt) {
     const Spec base = small().normalized();
-    std::vector<Spec> specs(16, base);
+    std::vector<Spec> specs(18, base);
     specs[1].hidden_size = 72;
     specs[2].vocab_size = 49;
     specs[3].padded_vocab_size = 51;

@@ -272,8 +272,8 @@ typedef struct flce_forward_args {
     const flce_tensor* top1;             /* [N] int64, -1 for ignored rows; the spec's outputs must have it, as for the next one */
     const flce_tensor* log_sum_sq_probs; /* [N] fp32, 0 for ignored rows */
     /* Required iff the spec has teacher_top_k = K. Ids: [N, K] int32 or int64, classes in any order, -1 for none; equal ids add up, and an
-     * id that is neither is reported as a label is and counts as none. Probabilities: [N, K] fp32, any numbers; a NaN makes its token's loss
-     * and gradients NaN. Log-probabilities: [N, K] fp32, written, 0 at no class; backward reads them. */
+     * id that is neither is reported as a label is and counts as none. Probabilities: [N, K] fp32, any numbers; a NaN makes its token's
+     * loss and gradients NaN. Log-probabilities: [N, K] fp32, written, 0 at no class; backward reads them. */
     const flce_tensor* teacher_ids;
     const flce_tensor* teacher_probs;
     const flce_tensor* teacher_logprobs;

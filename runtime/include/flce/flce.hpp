@@ -76,8 +76,8 @@ struct ForwardArgs {
                                 ///< those with any class
     TensorView temperature{};   ///< [N] fp32; required iff spec.temperature. A row's that is not between 2^-100 and 2^100 is a fault
     TensorView token_weight{};  ///< [N] fp32; required iff spec.token_weight. Those of ignored rows are not read
-    /// [N, K] int32 or int64, K = spec.teacher_top_k; required iff that is not 0. Classes in any order, −1 for none; what equal ids have adds
-    /// up. An id that is neither is a fault and counts as none. Those of ignored rows are not read
+    /// [N, K] int32 or int64, K = spec.teacher_top_k; required iff that is not 0. Classes in any order, −1 for none; what equal ids have
+    /// adds up. An id that is neither is a fault and counts as none. Those of ignored rows are not read
     TensorView teacher_ids{};
     /// [N, K] fp32, required as the ids: the classes' probabilities q, or any numbers; they need not add up to 1. One of 0, or at no class,
     /// adds nothing, a negative one what it comes to, and a NaN makes its token's loss and gradients NaN
