@@ -332,13 +332,15 @@ flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, uint64_t 
     return guarded([&] {
         const Spec& spec = kernel_of(kernel).spec();
         if (word == UINT64_MAX) return;
-        throw ArgumentError(
-            spec.temperature
-                ? fmt::format("target[{0}] is neither ignore_index nor a label, which are 0 to {1}, or temperature[{0}] is not between "
-                              "2^-100 and 2^100 (and it may not be the only such row)",
-                              word, spec.vocab_size - 1)
-                : fmt::format("target[{}] is neither ignore_index nor a label; labels are 0 to {} (and it may not be the only row "
-                              "out of range)",
-                              word, spec.vocab_size - 1));
+        const std::int64_t last = spec.vocab_size - 1;
+        if (!spec.temperature && spec.teacher_top_k == 0) {
+            throw ArgumentError(fmt::format(
+                "target[{}] is neither ignore_index nor a label; labels are 0 to {} (and it may not be the only row out of range)", word,
+                last));
+        }
+        std::string faults = fmt::format("target[{}] is neither ignore_index nor a label, which are 0 to {}", word, last);
+        if (spec.temperature) faults += fmt::format(", or temperature[{}] is not between 2^-100 and 2^100", word);
+        if (spec.teacher_top_k > 0) faults += fmt::format(", or teacher_ids[{}] holds a number that is neither -1 nor a label", word);
+        throw ArgumentError(faults + " (and it may not be the only such row)");
     });
 }

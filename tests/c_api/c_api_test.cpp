@@ -107,6 +107,7 @@ TEST_F(CApi, PlanDigest_OfSpecsAndPlansAsInCpp) {
 }
 
 TEST_F(CApi, FromC_ForwardAndBackward) { EXPECT_EQ(c_client_trains_on_cpu(directory_.path().c_str()), 0); }
+TEST_F(CApi, FromC_Teacher) { EXPECT_EQ(c_client_distils_on_cpu(directory_.path().c_str()), 0); }
 TEST_F(CApi, FromC_NullPointers) { EXPECT_EQ(c_client_null_pointers_are_errors(directory_.path().c_str()), 0); }
 TEST_F(CApi, FromC_TextSizes) { EXPECT_EQ(c_client_text_sizes(), 0); }
 TEST_F(CApi, FromC_StructSizes) { EXPECT_EQ(c_client_struct_sizes(directory_.path().c_str()), 0); }

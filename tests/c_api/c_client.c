@@ -188,6 +188,84 @@ int c_client_trains_on_cpu(const char* cache_dir) {
     return 0;
 }
 
+/* The same with a teacher: its probabilities times ln V, and its classes in the gradient of the weight. */
+int c_client_distils_on_cpu(const char* cache_dir) {
+    enum { kClasses = 2 };
+    flce_session* session = NULL;
+    flce_kernel* kernel = NULL;
+    CHECK(open_session(cache_dir, &session) == FLCE_OK);
+    CHECK(flce_get_kernel(session, "D=8,V=11,dtype=fp32,teacher_top_k=2,hard_weight=0.25", NULL, &kernel) == FLCE_OK);
+    flce_session_release(session);
+
+    _Alignas(16) float hidden[kTokens][kHidden];
+    _Alignas(16) float weight[kVocab][kHidden] = {{0}};
+    _Alignas(16) float grad_weight[kVocab][kHidden];
+    int64_t target[kTokens] = {0, 10, -100, 3, 3};
+    int32_t ids[kTokens][kClasses] = {{4, 4}, {-1, 0}, {2, 3}, {kVocab, 5}, {-1, -1}};
+    float probs[kTokens][kClasses] = {{0.5f, 0.25f}, {9, 1}, {1, 1}, {9, 0.5f}, {9, 9}};
+    const double sums[kTokens] = {0.75, 1, 0, 0.5, 0};
+    float loss = -1, lse[kTokens], logprobs[kTokens][kClasses];
+    uint64_t invalid = UINT64_MAX;
+    for (int i = 0; i < kTokens * kHidden; ++i) hidden[i / kHidden][i % kHidden] = 0.125f * (float)(i % 7 - 3);
+    const flce_tensor t_hidden = matrix(hidden, FLCE_FP32, kTokens, kHidden), t_weight = matrix(weight, FLCE_FP32, kVocab, kHidden);
+    const flce_tensor t_grad_weight = matrix(grad_weight, FLCE_FP32, kVocab, kHidden);
+    const flce_tensor t_target = vector(target, FLCE_INT64, kTokens), t_lse = vector(lse, FLCE_FP32, kTokens);
+    const flce_tensor t_ids = matrix(ids, FLCE_INT32, kTokens, kClasses), t_probs = matrix(probs, FLCE_FP32, kTokens, kClasses);
+    const flce_tensor t_logprobs = matrix(logprobs, FLCE_FP32, kTokens, kClasses);
+    const flce_tensor t_loss = scalar(&loss, FLCE_FP32), t_invalid = scalar(&invalid, FLCE_UINT64);
+    size_t bytes = 0;
+    CHECK(flce_kernel_workspace_bytes(kernel, kTokens, FLCE_FORWARD_BACKWARD, &bytes) == FLCE_OK);
+    void* const workspace = aligned_alloc(256, (bytes + 511) / 256 * 256);
+    CHECK(workspace != NULL);
+
+    flce_forward_args forward = FLCE_FORWARD_ARGS_INIT;
+    forward.hidden = &t_hidden;
+    forward.weight = &t_weight;
+    forward.target = &t_target;
+    forward.reduction = FLCE_REDUCTION_SUM;
+    forward.loss = &t_loss;
+    forward.lse = &t_lse;
+    forward.invalid_label = &t_invalid;
+    forward.teacher_ids = &t_ids;
+    forward.teacher_probs = &t_probs;
+    CHECK(flce_kernel_forward(kernel, &forward, workspace, bytes, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "teacher_logprobs is absent") != NULL);
+    forward.teacher_logprobs = &t_logprobs;
+    CHECK(flce_kernel_forward(kernel, &forward, workspace, bytes, NULL) == FLCE_OK);
+    double expected_loss = 0;
+    for (int n = 0; n < kTokens; ++n) expected_loss += (n == 2 ? 0 : 0.25 + 0.75 * sums[n]) * log(kVocab);
+    CHECK(fabs(loss - expected_loss) < 1e-5);
+    CHECK(fabs(logprobs[0][1] + log(kVocab)) < 1e-6 && logprobs[1][0] == 0 && logprobs[2][0] == 0 && logprobs[3][0] == 0);
+    CHECK(invalid == 3);
+    CHECK(flce_kernel_check_invalid_label(kernel, invalid) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "teacher_ids[3]") != NULL);
+
+    flce_backward_args backward = FLCE_BACKWARD_ARGS_INIT;
+    backward.hidden = &t_hidden;
+    backward.weight = &t_weight;
+    backward.target = &t_target;
+    backward.reduction = FLCE_REDUCTION_SUM;
+    backward.lse = &t_lse;
+    backward.grad_weight = &t_grad_weight;
+    backward.teacher_ids = &t_ids;
+    backward.teacher_probs = &t_probs;
+    backward.teacher_logprobs = &t_logprobs;
+    CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_OK);
+    for (int v = 0; v < kVocab; ++v) {
+        double expected = 0;
+        for (int n = 0; n < kTokens; ++n) {
+            if (target[n] == -100) continue;
+            double dz = 0.25 * (1.0 / kVocab - (target[n] == v)) + 0.75 * sums[n] / kVocab;
+            for (int k = 0; k < kClasses; ++k) dz -= ids[n][k] == v ? 0.75 * probs[n][k] : 0;
+            expected += dz * hidden[n][1];
+        }
+        CHECK(fabs(grad_weight[v][1] - expected) < 1e-6);
+    }
+    flce_kernel_release(kernel);
+    free(workspace);
+    return 0;
+}
+
 int c_client_null_pointers_are_errors(const char* cache_dir) {
     flce_session* session = NULL;
     flce_kernel* kernel = NULL;

@@ -7,6 +7,7 @@ extern "C" {
 #endif
 
 int c_client_trains_on_cpu(const char* cache_dir);
+int c_client_distils_on_cpu(const char* cache_dir);
 int c_client_null_pointers_are_errors(const char* cache_dir);
 int c_client_text_sizes(void);
 int c_client_struct_sizes(const char* cache_dir);
