@@ -160,9 +160,10 @@ def cache_statistics() -> dict[str, Any]:
 
 def check_labels() -> None:
     """Waits for all work on all streams of the devices that flce has used, and raises LabelError if any call since the last check met a
-    label that is neither ignore_index nor in the vocabulary. Not while a CUDA graph is being captured: nothing can be waited for then.
+    label that is neither ignore_index nor in the vocabulary, or a teacher's id that is neither -1 nor in it. Not while a CUDA graph is
+    being captured: nothing can be waited for then.
 
-    Such rows were computed as ignored ones. `LabelError.row` is the smallest row of the flattened (and, with shift, shifted) target that
-    had one."""
+    Such rows were computed as ignored ones, and such an id as none. `LabelError.row` is the smallest row of the flattened (and, with shift,
+    shifted) target that had one."""
     for kernel in _kernels.all_kernels():
         kernel.take_invalid_label()

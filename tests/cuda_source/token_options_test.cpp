@@ -324,6 +324,17 @@ TEST(TokenOptionsSource, Teacher_ChangesNoKernelOverTiles) {
     }
 }
 
+TEST(TokenOptionsSource, Teacher_RefusesToRetainByName) {
+    const Device device = describe_device("h100");
+    const Plan plain = choose_plan(parse_spec("D=2048,V=50257"), device);
+    ASSERT_EQ(plain.strategy, Strategy::retain);
+    const Spec taught = parse_spec("D=2048,V=50257,teacher_top_k=8");
+    const auto reason = illegal_reason(taught, device, plain);
+    ASSERT_TRUE(reason.has_value());
+    EXPECT_NE(reason->find("teacher"), std::string::npos) << *reason;
+    EXPECT_EQ(choose_plan(taught, device).strategy, Strategy::recompute);
+}
+
 std::string shape_name(const testing::TestParamInfo<Shape>& info) {
     return std::string(info.param.device) + "_" + std::to_string(info.param.tokens) + "_" + std::to_string(info.index);
 }
