@@ -151,7 +151,7 @@ const std::vector<OptionSet>& options() {
     static const std::vector<OptionSet> sets = [] {
         std::vector<OptionSet> chosen;
         for (const OptionSet& set : all_options()) {
-            for (const char* name : {"plain", "entropy", "class_weight", "tied", "everything"}) {
+            for (const char* name : {"plain", "entropy", "class_weight", "tied", "everything", "everything_teacher"}) {
                 if (std::string_view(set.name) == name) chosen.push_back(set);
             }
         }
