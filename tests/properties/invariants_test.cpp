@@ -93,6 +93,8 @@ TEST_P(Invariants, PermutedTokens_PermutedOutputs) {
     permute(q.target, p.target, 1);
     permute(q.temperature, p.temperature, 1);
     permute(q.token_weight, p.token_weight, 1);
+    permute(q.teacher_ids, p.teacher_ids, spec().teacher_top_k);
+    permute(q.teacher_probs, p.teacher_probs, spec().teacher_top_k);
     permute(q.grad_loss, p.grad_loss, 1);
     permute(q.grad_lse, p.grad_lse, 1);
     permute(q.grad_logprob, p.grad_logprob, 1);
@@ -116,6 +118,24 @@ TEST_P(Invariants, IgnoredTokensHidden_ChangesNoBit) {
         for (std::int64_t k = 0; k < kHidden; ++k) q.hidden[i * kHidden + k] = rounded(1000.0F * (k % 2 == 0 ? 1 : -1), dtype());
     }
     expect_same_bits(outputs_of(target(), p), outputs_of(target(), q));
+}
+
+TEST_P(Invariants, TeachersClassesInAnotherOrder_SameNumbers) {
+    const std::int64_t top_k = spec().teacher_top_k;
+    if (top_k == 0) GTEST_SKIP() << "there is no teacher";
+    const Problem p = make_problem(spec(), {.num_tokens = 130, .reduction = Reduction::none});
+    Problem q = p;
+    for (std::int64_t i = 0; i < 130; ++i) {
+        std::reverse(q.teacher_ids.begin() + i * top_k, q.teacher_ids.begin() + (i + 1) * top_k);
+        std::reverse(q.teacher_probs.begin() + i * top_k, q.teacher_probs.begin() + (i + 1) * top_k);
+    }
+    const KernelOutputs a = outputs_of(target(), p);
+    KernelOutputs b = outputs_of(target(), q);
+    for (std::int64_t i = 0; i < 130; ++i) {
+        std::reverse(b.teacher_logprobs.begin() + i * top_k, b.teacher_logprobs.begin() + (i + 1) * top_k);
+    }
+    EXPECT_EQ(a.teacher_logprobs, b.teacher_logprobs);
+    expect_close(a, b, dtype());
 }
 
 TEST_P(Invariants, Accumulate_IsWritePlusOld) {
@@ -180,6 +200,10 @@ TEST_P(Invariants, Microbatches_AddUpToTheWhole) {
         };
         part.temperature = cut(whole.temperature);
         part.token_weight = cut(whole.token_weight);
+        if (const std::int64_t top_k = part.spec.teacher_top_k; top_k > 0) {
+            std::copy_n(whole.teacher_ids.begin() + first * top_k, 32 * top_k, part.teacher_ids.begin());
+            std::copy_n(whole.teacher_probs.begin() + first * top_k, 32 * top_k, part.teacher_probs.begin());
+        }
         part.old_grad_weight = gradient;
         part.old_grad_bias = bias_gradient;
         const KernelOutputs got = outputs_of(target(), part);
@@ -224,7 +248,7 @@ std::vector<OptionSet> option_sets() {
     std::vector<OptionSet> sets;
     for (const OptionSet& set : loss_options()) {
         const std::string_view name = set.name;
-        if (name == "plain" || name == "label_smoothing" || name == "everything") sets.push_back(set);
+        if (name == "plain" || name == "label_smoothing" || name == "everything" || name == "everything_teacher") sets.push_back(set);
     }
     return sets;
 }
