@@ -88,7 +88,7 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     }
 }
 
-/// sum += factor · eight neighbours; a factor of 0 takes whatever they are.
+/// sum += factor · eight neighbours, which may be anything where the factor is 0.
 template <class Element>
 __device__ __forceinline__ void add_products(float factor, const unsigned (&words)[4], float (&sum)[8]) {
 #pragma unroll
@@ -99,8 +99,8 @@ __device__ __forceinline__ void add_products(float factor, const unsigned (&word
     }
 }
 
-/// Σ factor(i)·matrix[row_of(i)] over i from `first` to `end`, of a matrix with `columns` columns, a multiple of 8. Where a factor is 0, a
-/// row may hold anything. One block: its threads have 8 neighbouring columns each, and take turns with the rows.
+/// sums = Σ factor(i)·matrix[row_of(i)] over i from `first` to `end`. The matrix has `columns` columns, a multiple of 8. A row whose factor
+/// is 0 may hold anything. One block works on it: each thread has 8 neighbouring columns, and threads take turns with the rows.
 template <class Element, class RowOf, class Factor>
 __device__ __forceinline__ void sum_rows_of_stretch(const Element* matrix, int columns, int first, int end, const RowOf& row_of,
                                                     const Factor& factor, float* sums) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void sum_rows_of_stretch(const Element* matrix, int c
     }
 }
 
-/// Of a hidden_major weight: Σ_j c_j·weight[k, j] of the k of this block, in the place of the first stretch.
+/// Σ_j c_j·weight[k, j] of a hidden_major weight. A warp has a hidden dimension k at a time. The sums lie where the first stretch's would.
 template <class Problem, class ClassWeight>
 __device__ __forceinline__ void sum_columns_of_weight(const SmoothingSumsParams& p, const ClassWeight& class_weight) {
     using Element = typename Problem::Element;

@@ -94,7 +94,9 @@ TEST(HiddenChunkPhases, WhatIsWaitedFor_IsEarlier) {
         std::set<Phase> waited;
         last.for_each_reader_of_hidden([&](ChunkKind kind, int chunk) { waited.emplace(kind, chunk); });
         for (const auto& [kind, chunk] : order) {
-            if (kind == ChunkKind::dlogits && last.is_last(chunk)) EXPECT_TRUE(waited.contains({kind, chunk}));
+            if (kind == ChunkKind::dlogits && last.is_last(chunk)) {
+                EXPECT_TRUE(waited.contains({kind, chunk}));
+            }
         }
     }
 }
