@@ -14,11 +14,11 @@ from flce import _kernels, _retain
 N, D, V = 24, 64, 301
 
 
-def layer(device: str) -> tuple[Tensor, Tensor, Tensor]:
+def layer(device: str, vocab_size: int = V) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(N, D, generator=generator).to(device, torch.bfloat16).requires_grad_()
-    weight = (torch.randn(V, D, generator=generator) / 4).to(device, torch.bfloat16).requires_grad_()
-    target = torch.randint(0, V, (N,), generator=generator).to(device)
+    weight = (torch.randn(vocab_size, D, generator=generator) / 4).to(device, torch.bfloat16).requires_grad_()
+    target = torch.randint(0, vocab_size, (N,), generator=generator).to(device)
     target[::7] = -100
     return hidden, weight, target
 
@@ -109,8 +109,9 @@ def test_retained_where_it_is_of_use(device: str, monkeypatch: pytest.MonkeyPatc
         return made, memory
 
     monkeypatch.setattr(_retain, "prepare", prepared)
-    hidden, weight, target = layer(device)
-    kernel = flce.get_kernel(D, V, device=device, return_loss=False, return_logprobs=True, return_entropy=True)
+    own = V + 2  # whose kernel no other test has asked what it retains
+    hidden, weight, target = layer(device, own)
+    kernel = flce.get_kernel(D, own, device=device, return_loss=False, return_logprobs=True, return_entropy=True)
     if not kernel.retains:
         pytest.skip("this device's kernels retain nothing")
 
