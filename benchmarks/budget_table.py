@@ -57,6 +57,7 @@ OPTION_LAYERS = [
     ("label smoothing", "4096x2048x151936", ",label_smoothing=0.1"),
     ("z-loss", "4096x2048x151936", ",z_loss=0.0001"),
     ("class weights", "4096x2048x151936", ",class_weight"),
+    ("teacher of 64 classes", "4096x2048x151936", ",teacher_top_k=64"),
     ("plain", "8192x2304x256000", ""),
     ("softcap", "8192x2304x256000", ",softcap=30"),
     ("plain", "8192x4096x151936", ""),
@@ -77,6 +78,7 @@ def option_cases():
     for shape in FROZEN_SHAPES:
         _, d, v = shape.split("x")
         spec = f"D={d},V={v},dtype=bf16"
+        yield Case("batch-invariant", shape, f"{spec},batch_invariant", ("--retain", "none"), checked=True)
         yield Case("frozen head, all retained", shape, spec, all_retained, ("--frozen", "weight"))
         yield Case("frozen head, nothing retained", shape, spec, ("--retain", "none"), ("--frozen", "weight"))
 

@@ -258,7 +258,14 @@ bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& re
 std::optional<std::int64_t> smallest_scratch_bytes(const Spec& any_spec, const Device& device) {
     const Spec spec = any_spec.normalized();
     constexpr std::int64_t kMost = std::int64_t{1} << 40;
-    const auto enough = [&](std::int64_t bytes) { return !search_plans(spec, device, {.scratch_bytes = bytes}).plans.empty(); };
+    const std::vector<Plan> plans = spec.batch_invariant ? search_plans(spec, device, {}).plans : std::vector<Plan>{};
+    const auto enough = [&](std::int64_t bytes) {
+        if (!spec.batch_invariant) return !search_plans(spec, device, {.scratch_bytes = bytes}).plans.empty();
+        if (plans.empty()) return false;
+        Plan plan = plans.front();  // of every call, whatever its scratch
+        plan.scratch_bytes = bytes;
+        return !illegal_reason(spec, device, plan);
+    };
     if (!enough(kMost)) return std::nullopt;
     std::int64_t low = 1;
     std::int64_t high = kMost;

@@ -120,6 +120,7 @@ constexpr std::array kKeys = {
     SpecKey{"class_weight", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.class_weight = read_flag(k, v); }},
     SpecKey{"temperature", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.temperature = read_flag(k, v); }},
     SpecKey{"token_weight", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.token_weight = read_flag(k, v); }},
+    SpecKey{"batch_invariant", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.batch_invariant = read_flag(k, v); }},
     SpecKey{"dft", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.dft = read_flag(k, v); }},
     SpecKey{"logit_scale", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.logit_scale = read_real(k, v); }},
     SpecKey{"softcap", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.softcap = read_real(k, v); }},
@@ -183,6 +184,7 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("class_weight", spec.class_weight, "true");
     add("temperature", spec.temperature, "true");
     add("token_weight", spec.token_weight, "true");
+    add("batch_invariant", spec.batch_invariant, "true");
     add("dft", spec.dft, "true");
     add("logit_scale", spec.logit_scale != 1.0, real_text(spec.logit_scale));
     add("softcap", spec.softcap != 0.0, real_text(spec.softcap));

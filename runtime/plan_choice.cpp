@@ -90,6 +90,27 @@ std::optional<PlanAnswer> recorded_answer(const PlanQuery& query, RecordStore& r
     return std::nullopt;
 }
 
+PlanAnswer measured_or_modelled(const PlanQuery& query, RecordStore& records) {
+    if (auto recorded = recorded_answer(query, records)) return std::move(*recorded);
+    return {.plan = choose_plan(query.spec, query.device, query.request),
+            .source = "the cost model's first choice: there is no record of measurements"};
+}
+
+/// One plan for every call of a batch-invariant spec, whatever its number of tokens, its scratch and its limit: bits follow from tiles.
+PlanAnswer invariant_answer(const PlanQuery& query, RecordStore& records) {
+    PlanQuery typical = query;
+    typical.request = {};
+    typical.request.num_tokens = kTypicalTokens;
+    PlanAnswer answer = measured_or_modelled(typical, records);
+    answer.plan.scratch_bytes = query.request.scratch_bytes;
+    if (const auto reason = illegal_reason(query.spec, query.device, answer.plan)) {
+        throw PlanError(fmt::format("batch_invariant: {} on {} has one plan, \"{}\", for every call, and it is not legal here: {}",
+                                    query.spec.text(), query.device.name, answer.plan.text(), *reason));
+    }
+    answer.source += "; batch_invariant: the same for every number of tokens and every limit";
+    return answer;
+}
+
 PlanAnswer explicit_answer(const PlanQuery& query) {
     PlanAnswer answer{.plan = parse_plan(query.plan), .source = "given by the caller, not chosen"};
     if (const auto reason = illegal_reason(query.spec, query.device, answer.plan)) {
@@ -121,9 +142,8 @@ PlanAnswer plan_for(const PlanQuery& query, RecordStore& records) {
     if (query.request.scratch_bytes <= 0)
         throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", query.request.scratch_bytes));
     if (!query.plan.empty()) return explicit_answer(query);
-    if (auto recorded = recorded_answer(query, records)) return std::move(*recorded);
-    return {.plan = choose_plan(query.spec, query.device, query.request),
-            .source = "the cost model's first choice: there is no record of measurements"};
+    if (query.spec.batch_invariant) return invariant_answer(query, records);
+    return measured_or_modelled(query, records);
 }
 
 std::vector<std::string> answer_reasons(const PlanQuery& query, const PlanAnswer& answer) {

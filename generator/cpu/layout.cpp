@@ -35,6 +35,12 @@ private:
 /// Rows come in whole A panels, and in whole pairs of depth where they are depth.
 std::int64_t row_step(const CpuPlan& plan) { return std::lcm<std::int64_t>(plan.micro_m, 2); }
 
+/// Chunks come in whole strips, and with batch_invariant in whole blocks of depth, so that grad_hidden is summed up in the same blocks
+/// however wide chunks are.
+std::int64_t chunk_step(const Spec& spec, const CpuPlan& plan) {
+    return spec.batch_invariant ? std::lcm<std::int64_t>(plan.block_n, plan.block_k) : plan.block_n;
+}
+
 std::int64_t panel_bytes(const CpuPlan& plan, std::int64_t rows, std::int64_t depth) {
     return 4 * round_up(rows, row_step(plan)) * depth_units(plan, depth);
 }
@@ -74,7 +80,7 @@ CpuBackwardLayout place_backward(const Spec& spec, const Plan& plan, std::int64_
     const CpuPlan& p = plan.cpu;
     CpuBackwardLayout l;
     l.row_blocks = even_blocks(num_tokens, largest_rows, row_step(p));
-    l.chunks = even_blocks(spec.vocab_size, largest_chunk, p.block_n);
+    l.chunks = even_blocks(spec.vocab_size, largest_chunk, chunk_step(spec, p));
     l.slot = slot_layout(p);
     l.slots = slots;
     const std::int64_t rows = round_up(std::min(num_tokens, largest_rows), row_step(p));
@@ -146,17 +152,19 @@ CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int th
     const CpuPlan& p = plan.cpu;
     const std::int64_t step = row_step(p);
     const std::int64_t slots = most_slots(spec, plan);
-    const std::int64_t strips = ceil_div(std::min(spec.vocab_size, std::max<std::int64_t>(plan.vocab_chunk, p.block_n)), p.block_n);
-    const auto fits = [&](std::int64_t rows, std::int64_t chunk_strips) {
-        const auto layout = place_backward(spec, plan, slots, num_tokens, rows, chunk_strips * p.block_n);
+    const std::int64_t unit = chunk_step(spec, p);
+    const std::int64_t units = ceil_div(std::min(spec.vocab_size, std::max(plan.vocab_chunk, unit)), unit);
+    const std::int64_t eight_strips = ceil_div(std::int64_t{8} * p.block_n, unit);
+    const auto fits = [&](std::int64_t rows, std::int64_t chunk_units) {
+        const auto layout = place_backward(spec, plan, slots, num_tokens, rows, chunk_units * unit);
         return scratch_of(layout, spec, num_tokens) <= plan.scratch_bytes;
     };
     // Tall blocks save passes over the weight, wide chunks passes over grad_hidden: halve the rows until a chunk of eight strips fits.
     constexpr std::int64_t kMostRows = 4096;
     std::int64_t rows = round_up(std::clamp<std::int64_t>(num_tokens, 1, kMostRows), step);
-    while (rows > step && !fits(rows, std::min<std::int64_t>(strips, 8))) rows = std::max(step, rows / 2 / step * step);
+    while (rows > step && !fits(rows, std::min(units, eight_strips))) rows = std::max(step, rows / 2 / step * step);
     std::int64_t low = 1;
-    std::int64_t high = strips;
+    std::int64_t high = units;
     while (low < high) {  // the widest chunk that fits
         const std::int64_t middle = (low + high + 1) / 2;
         if (fits(rows, middle)) {
@@ -165,7 +173,7 @@ CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int th
             high = middle - 1;
         }
     }
-    return place_backward(spec, plan, cpu_worker_count(spec, plan, threads), num_tokens, rows, low * p.block_n);
+    return place_backward(spec, plan, cpu_worker_count(spec, plan, threads), num_tokens, rows, low * unit);
 }
 
 CpuRetained cpu_retained(const Spec& spec, const Plan& plan, std::int64_t num_tokens, std::int64_t bytes) {
@@ -179,7 +187,7 @@ std::int64_t cpu_least_scratch_bytes(const Spec& spec, const Plan& plan) {
     const std::int64_t step = row_step(plan.cpu);
     const std::int64_t forward = place_forward(spec, plan, 1, step, step).bytes;
     const std::int64_t many = 2 * step;  // several row blocks, so that the accumulator of grad_weight is counted
-    return std::max(forward, scratch_of(place_backward(spec, plan, 1, many, step, plan.cpu.block_n), spec, many));
+    return std::max(forward, scratch_of(place_backward(spec, plan, 1, many, step, chunk_step(spec, plan.cpu)), spec, many));
 }
 
 }  // namespace flce

@@ -33,6 +33,7 @@ class Options(NamedTuple):
     label_smoothing: Any
     z_loss: Any
     dft: Any
+    batch_invariant: Any
     workspace_limit_bytes: Any
     retain_in_grad_weight: Any
     teacher_top_k: int = 0  # K of the call's teacher_ids; 0: it has none
@@ -53,7 +54,8 @@ def check_options(options: Options) -> Checked:
     asked = tuple(name for name, wanted in zip(OUTPUTS, options.outputs, strict=True) if wanted)
     written = written_outputs(asked, options.dft)
     teacher = (options.teacher_top_k, options.hard_weight)
-    text = options_text(options.logit_scale, options.softcap, options.label_smoothing, options.z_loss, options.dft, written, *teacher)
+    flags = (options.dft, options.batch_invariant)
+    text = options_text(options.logit_scale, options.softcap, options.label_smoothing, options.z_loss, *flags, written, *teacher)
     limit, choice = workspace_limit(options.workspace_limit_bytes), retain_choice(options.retain_in_grad_weight)
     rest = (text, check_ignore_index(options.ignore_index), reduction_code(options.reduction), limit, choice)
     return Checked(rest, asked, written, options.return_teacher_logprobs is True)
@@ -70,6 +72,7 @@ def options_text(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dft: bool = False,
+    batch_invariant: bool = False,
     outputs: Sequence[str] = ("loss",),
     teacher_top_k: int = 0,
     hard_weight: float = 0.0,
@@ -86,10 +89,11 @@ def options_text(
     for name, (value, default) in values.items():
         if value is not None and (number := _number(name, value)) != default:
             parts.append(f"{name}={number!r}")
-    if not isinstance(dft, bool):
-        raise errors.DTypeError(f"dft is {dft!r}; it must be True or False")
-    if dft:
-        parts.append("dft")
+    for name, flag in (("batch_invariant", batch_invariant), ("dft", dft)):
+        if not isinstance(flag, bool):
+            raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
+        if flag:
+            parts.append(name)
     if teacher_top_k:
         parts.append(f"teacher_top_k={teacher_top_k}")
     if tuple(outputs) != ("loss",):

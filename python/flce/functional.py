@@ -33,6 +33,7 @@ def linear_cross_entropy(
     temperature: Tensor | float | None = None,
     token_weight: Tensor | None = None,
     dft: bool = False,
+    batch_invariant: bool = False,
     return_top1: bool = False,
     return_log_sum_sq_probs: bool = False,
     workspace_limit_bytes: int | None = None,
@@ -67,6 +68,10 @@ def linear_cross_entropy(
             row as hidden does, so `shift` does not move it. Ignored rows may hold anything. It gets no gradient: where one is wanted,
             multiply the losses of reduction="none".
         dft: a row's loss is multiplied by the target's probability, which counts as a constant (dynamic fine-tuning, arXiv 2508.05629).
+        batch_invariant: a row's loss (reduction "none"), lse, log-probability and entropy, and its row of hidden's gradient where what
+            reaches it from above is the same, have the same bits whatever the number of rows is, where among them it stands, and what
+            the others hold. On a CPU and, with bf16, on a Hopper GPU; elsewhere a PlanError. On a GPU nothing is left to backward, which
+            computes logits again.
         return_top1, return_log_sum_sq_probs: also return the class of the largest logit (the first of equal ones), int64, -1 for ignored
             rows, and log Σ p² over the softmax, fp32, 0 for ignored rows: [...], not differentiable.
         workspace_limit_bytes: the most memory that this call takes beyond its inputs, outputs and their gradients, in forward and backward:
@@ -94,7 +99,7 @@ def linear_cross_entropy(
     if shift or cu_seqlens is not None:
         target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (True, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
-    settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, dft)
+    settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, dft, batch_invariant)
     options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
     return _call.run(hidden, weight, target, options, temperature, bias, class_weight, num_valid_tokens, token_weight, grad_weight_out)
 
@@ -109,6 +114,7 @@ def linear_logprobs(
     logit_scale: float | None = None,
     softcap: float | None = None,
     ignore_index: int = -100,
+    batch_invariant: bool = False,
     return_entropy: bool = False,
     return_top1: bool = False,
     return_log_sum_sq_probs: bool = False,
@@ -123,7 +129,7 @@ def linear_logprobs(
 
     Args:
         All as in `linear_cross_entropy`: hidden [..., D], weight [V, D], target [...] int64 or int32, bias [V], temperature a number or
-        [...] fp32.
+        [...] fp32, batch_invariant for the same bits in whichever batch a token is.
 
     Returns:
         log-probabilities [...] fp32, 0 for ignored rows, differentiable; or (log-probabilities, entropy, top1, log_sum_sq_probs) with those
@@ -135,7 +141,8 @@ def linear_logprobs(
     if shift or cu_seqlens is not None:
         target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (False, False, True, return_entropy, return_top1, return_log_sum_sq_probs)
-    options = (outputs, "none", ignore_index, logit_scale, softcap, 0.0, 0.0, False, workspace_limit_bytes, retain_in_grad_weight)
+    settings = ("none", ignore_index, logit_scale, softcap, 0.0, 0.0, False, batch_invariant)
+    options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
     return _call.run(hidden, weight, target, options, temperature, bias, grad_weight_out=grad_weight_out)
 
 
@@ -159,6 +166,7 @@ def linear_topk_distillation(
     num_valid_tokens: Tensor | float | None = None,
     shift: int = 0,
     cu_seqlens: Tensor | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     return_entropy: bool = False,
     return_teacher_logprobs: bool = False,
@@ -198,7 +206,7 @@ def linear_topk_distillation(
     elif shift or cu_seqlens is not None:
         target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (True, return_lse, False, return_entropy, False, False)
-    settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, False)
+    settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, False, batch_invariant)
     teacher = (top_k, hard_weight, return_teacher_logprobs)
     options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight, *teacher)
     rows = (num_valid_tokens, token_weight, grad_weight_out, (teacher_ids, teacher_probs))

@@ -51,6 +51,7 @@ def get_kernel(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dft: bool = False,
+    batch_invariant: bool = False,
     teacher_top_k: int = 0,
     hard_weight: float = 0.0,
     return_loss: bool = True,
@@ -86,7 +87,8 @@ def get_kernel(
         if not isinstance(size, int):
             raise errors.DTypeError(f"{name} is a {type(size).__name__}; it must be an integer")
     written = _arguments.written_outputs(asked, dft)
-    options = _arguments.options_text(logit_scale, softcap, label_smoothing, z_loss, dft, written, teacher_top_k, hard_weight)
+    rest = (written, teacher_top_k, hard_weight)
+    options = _arguments.options_text(logit_scale, softcap, label_smoothing, z_loss, dft, batch_invariant, *rest)
     inputs = {"bias": bias, "class_weight": class_weight, "temperature": temperature, "token_weight": token_weight}
     flags = {"hidden_major": hidden_major, "accumulate": accumulate, **inputs}
     for name, flag in flags.items():

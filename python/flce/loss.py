@@ -19,7 +19,7 @@ from flce._targets import check_ignore_index, check_tensors, shift_labels
 from flce.functional import linear_cross_entropy
 
 IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
-_OF_FLCE = frozenset({"workspace_limit_bytes", "retain_in_grad_weight"})  # the others compute in chunks of chunk_size
+_OF_FLCE = frozenset({"workspace_limit_bytes", "retain_in_grad_weight", "batch_invariant"})  # the others compute in chunks of chunk_size
 _OPTIONS = frozenset({"reduction", "class_weight", "temperature", "dft", "logit_scale", "softcap", "label_smoothing", "z_loss"} | _OF_FLCE)
 _OLDEST_GPU = (8, 0)
 # Options that are numbers: what they may be, for every impl.
@@ -45,6 +45,11 @@ class FusedOutputLoss(Protocol):
     def forward_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits [batch, sequence, vocab_size], for evaluation and generation."""
         ...
+
+
+def _check_flag(name: str, flag: Any) -> None:
+    if not isinstance(flag, bool):
+        raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
 
 
 def _say_once(message: str) -> None:
@@ -80,7 +85,7 @@ class LinearCrossEntropyLoss:
         compile: compile the chunk of "pytorch" too.
         shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
         options: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a number), dft, reduction ("mean"),
-            workspace_limit_bytes, retain_in_grad_weight, as in `flce.linear_cross_entropy`.
+            batch_invariant (with flce alone), workspace_limit_bytes, retain_in_grad_weight, as in `flce.linear_cross_entropy`.
 
     Raises:
         ArgumentError, SpecError: for an unknown impl or option, or a value out of its range. UnavailableError (an ImportError): for an impl
@@ -114,9 +119,9 @@ class LinearCrossEntropyLoss:
             raise errors.ArgumentError(f"chunk_size is {chunk_size!r}; it must be an integer of 1 or more")
         if not isinstance(shift, int) or shift < 0:
             raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
-        for name, flag in (("compile", compile), ("dft", options.get("dft", False))):
-            if not isinstance(flag, bool):
-                raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
+        for name in ("dft", "batch_invariant"):
+            _check_flag(name, options.get(name, False))
+        _check_flag("compile", compile)
         _arguments.workspace_limit(options.get("workspace_limit_bytes"))
         _arguments.retain_choice(options.get("retain_in_grad_weight"))
         self._output_embeddings = output_embeddings
@@ -206,6 +211,8 @@ class LinearCrossEntropyLoss:
                 self.actual_impl = impl = "pytorch"
         if grad_weight_out is not None:
             raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {impl!r}")
+        if self.options.get("batch_invariant", False):
+            raise errors.ArgumentError(f"batch_invariant needs impl 'flce'; this loss uses {impl!r}")
         common = {name: value for name, value in common.items() if name not in _OF_FLCE}
         common["temperature"] = _check_for_chunks(hidden_states, weight, labels, **common)
         if self.shift or cu_seqlens is not None:

@@ -212,7 +212,6 @@ private:
                                .element_bytes = weight_element,
                                .depth_contiguous = !vocab_major,
                                .pack = code_.pack_weight_grad};
-        multiply_tile(code_, plan_, dlogits_rows(s), weight, range, s.columns, slot.b_block, slot.tile);
         const std::int64_t d = spec_.hidden_size;
         const std::int64_t offset = (s.token + range.row) * d + range.column;
         const bool in_place = spec_.dtype == DType::fp32;
@@ -221,10 +220,15 @@ private:
         const auto apply = [&](StoreTile store, const float* from, std::int64_t ld, void* to, std::int64_t to_ld) {
             store(from, ld, to, to_ld, range.rows, range.columns);
         };
+        // A sum that goes on in the same order, wherever a chunk ends, does not depend on how wide chunks are.
+        const bool goes_on = spec_.batch_invariant && !s.first_chunk;
+        if (goes_on) apply(code_.write_float, accumulator + offset, d, slot.tile, plan_.block_n);
+        multiply_tile(code_, plan_, dlogits_rows(s), weight, range, s.columns, slot.b_block, slot.tile, goes_on);
+        const bool begins = s.first_chunk || goes_on;
         if (in_place || !s.last_chunk) {
-            apply(s.first_chunk ? code_.write_float : code_.add_float, slot.tile, plan_.block_n, accumulator + offset, d);
+            apply(begins ? code_.write_float : code_.add_float, slot.tile, plan_.block_n, accumulator + offset, d);
         } else {
-            if (!s.first_chunk) apply(code_.add_float, accumulator + offset, d, slot.tile, plan_.block_n);
+            if (!begins) apply(code_.add_float, accumulator + offset, d, slot.tile, plan_.block_n);
             apply(code_.store_hidden, slot.tile, plan_.block_n, call_.pointer(Slot::grad_hidden) + offset * element_, d);
         }
         if (s.last_chunk) zero_ignored(s.token + range.row, range);

@@ -63,7 +63,7 @@ void pack_block(const CpuPlan& plan, const UnpackedB& b, const TileRange& range,
 /// A's panels against one packed block of B: `units` of depth from unit `first` on. A's panel stays in the nearer caches while B's pass by;
 /// the next one comes from far away, so the micro-kernels ask for it meanwhile.
 void multiply_block(const CpuFunctions& code, const CpuPlan& plan, const PackedA& a, const TileRange& range, std::int64_t first,
-                    std::int64_t units, const std::byte* b_block, float* tile) {
+                    std::int64_t units, bool adds, const std::byte* b_block, float* tile) {
     const std::int64_t panel_bytes = std::int64_t{4} * plan.micro_m * units;
     for (std::int64_t m = 0; m < range.rows; m += plan.micro_m) {
         const std::byte* panel = a.at(plan, range.row + m, first);
@@ -73,7 +73,7 @@ void multiply_block(const CpuFunctions& code, const CpuPlan& plan, const PackedA
         for (std::int64_t n = 0; n < range.columns; n += plan.micro_n) {
             const std::byte* wanted = fetched < panel_bytes ? next + fetched : panel;
             fetched += kPrefetchBytes * units;
-            code.micro_kernel(units, panel, b_block + 4 * n * units, tile + m * plan.block_n + n, plan.block_n, first > 0, wanted);
+            code.micro_kernel(units, panel, b_block + 4 * n * units, tile + m * plan.block_n + n, plan.block_n, adds, wanted);
         }
     }
 }
@@ -81,12 +81,12 @@ void multiply_block(const CpuFunctions& code, const CpuPlan& plan, const PackedA
 }  // namespace
 
 void multiply_tile(const CpuFunctions& code, const CpuPlan& plan, const PackedA& a, const UnpackedB& b, const TileRange& range,
-                   std::int64_t depth, std::byte* b_block, float* tile) {
+                   std::int64_t depth, std::byte* b_block, float* tile, bool adds) {
     for (std::int64_t k = 0; k < depth; k += plan.block_k) {
         const std::int64_t block_depth = std::min<std::int64_t>(plan.block_k, depth - k);
         const std::int64_t units = depth_units(plan, block_depth);
         pack_block(plan, b, range, k, block_depth, b_block);
-        multiply_block(code, plan, a, range, depth_units(plan, k), units, b_block, tile);
+        multiply_block(code, plan, a, range, depth_units(plan, k), units, adds || k > 0, b_block, tile);
     }
 }
 

@@ -66,9 +66,9 @@ struct TileRange {
     std::int64_t columns = 0;  ///< at most block_n
 };
 
-/// tile[rows, columns] = A·B over `depth`, in fp32 with leading dimension block_n; rows and columns are written up to whole register
-/// blocks. Depth is summed in blocks of block_k, in order. `b_block` holds one packed block of B.
+/// tile[rows, columns] = A·B over `depth`, `adds`: += A·B, in fp32 with leading dimension block_n; rows and columns are written up to whole
+/// register blocks. Depth is summed in blocks of block_k, in order. `b_block` holds one packed block of B.
 void multiply_tile(const CpuFunctions& code, const CpuPlan& plan, const PackedA& a, const UnpackedB& b, const TileRange& range,
-                   std::int64_t depth, std::byte* b_block, float* tile);
+                   std::int64_t depth, std::byte* b_block, float* tile, bool adds = false);
 
 }  // namespace flce

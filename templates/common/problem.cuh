@@ -34,7 +34,14 @@ struct PlainProblem {
     enum : bool { square_sum = false };         ///< RowSums::exp_sq_sum is wanted
     enum : bool { stores_derivative = false };  ///< retained exponentials are multiplied by the logits' derivative
     enum : bool { teacher = false };            ///< rows have classes that a teacher names
+    enum : int { segment_tiles = 0 };           ///< batch-invariant: forward's tiles that are summed up apart from all others; else 0
 };
+
+/// Whether a row's results have the same bits whatever other rows there are.
+template <class Problem>
+__host__ __device__ constexpr bool is_batch_invariant() {
+    return Problem::segment_tiles > 0;
+}
 
 /// A kernel's parameters, with the rows' temperatures where there are any.
 template <class Problem, class Params>

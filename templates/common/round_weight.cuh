@@ -67,9 +67,18 @@ __device__ __forceinline__ void merge_stretch(const MergeStretchParams& p) {
     if (row >= rows) return;
     const int splits = Problem::lists_rows ? p.scalars->splits : p.splits;
     const long long partial_rows = Problem::lists_rows ? partial_rows_of(rows) : p.partial_rows;
-    RowSums sums = merge_splits<Problem, 1>(p.partials + row, Fields::kCount * partial_rows, partial_rows, 0, splits);
     float* const running = p.running + row;
-    if (p.first == 0) sums = merge(Fields::load(running, p.running_rows), sums);
+    const long long stride = Fields::kCount * partial_rows;
+    RowSums sums;
+    if constexpr (is_batch_invariant<Problem>()) {  // one after the other, wherever a stretch ends
+        sums = Fields::load(p.first != 0 ? p.partials + row : running, p.first != 0 ? partial_rows : p.running_rows);
+        for (int split = p.first != 0 ? 1 : 0; split < splits; ++split) {
+            sums = merge(sums, Fields::load(p.partials + row + split * stride, partial_rows));
+        }
+    } else {
+        sums = merge_splits<Problem, 1>(p.partials + row, stride, partial_rows, 0, splits);
+        if (p.first == 0) sums = merge(Fields::load(running, p.running_rows), sums);
+    }
     Fields::store(running, p.running_rows, sums);
 }
 

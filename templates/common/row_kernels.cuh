@@ -336,6 +336,12 @@ __device__ __forceinline__ RowCoefficients divided(const RowCoefficients& k, flo
     return {k.a / temperature, k.b / temperature, k.t / temperature, k.s / temperature};
 }
 
+/// What the losses of all rows of a call are multiplied with.
+__device__ __forceinline__ float common_factor(const RowCoefficientsParams& p) {
+    if (p.count.reduction == kNone) return 1.f;
+    return (p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[0]) * p.scalars->cross_entropy_scale;
+}
+
 template <class Problem>
 __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsParams& p) {
     if (p.prepares != 0) {
@@ -374,7 +380,10 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
             if constexpr (Problem::teacher) of_teacher /= temperature;
         }
         packed = make_float4(k.a, k.b, k.t, k.s);
-        if constexpr (sizeof(typename Problem::Element) == 2) atomicMax(&p.scalars->target_bits, __float_as_uint(fabsf(k.t)));
+        if constexpr (sizeof(typename Problem::Element) == 2) {
+            const float unit = is_batch_invariant<Problem>() ? common_factor(p) : k.t;
+            atomicMax(&p.scalars->target_bits, __float_as_uint(fabsf(unit)));
+        }
         if constexpr (kSame<typename Problem::Element, Fp16>) {
             // |p·g·(lse − h − z)| ≤ |g|·(h + 1/e) for the entropy's part; the other terms bound themselves, as p ≤ 1.
             const float without_entropy = k.a + k.b * (row_target.lse - entropy);

@@ -197,7 +197,7 @@ __device__ __forceinline__ void write_grad_hidden(const MainloopT& mainloop, con
 
 /// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary, summed over chunks in fp32. The copy engine adds a chunk's part to the sum, once
 /// for every element, while the next tile is computed; in the last chunk the accumulators start from the sum. Several parts of the sum are
-/// added up afterwards.
+/// added up afterwards. Batch-invariant: in every chunk, so that it does not matter to a row how wide chunks are.
 template <class Problem, class TileT>
 struct GradHiddenSm90 {
     using Element = typename Problem::Element;
@@ -268,7 +268,7 @@ struct GradHiddenSm90 {
         const bool writes = p.last != 0 && !divided;
         typename MainloopT::Accumulators c;
         MainloopT::clear(c);
-        if (writes && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
+        if ((writes || is_batch_invariant<Problem>()) && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
         mainloop.template consume_at<kHidden>(c, walk.n, slices_of_part());
         if constexpr (Problem::retain) {
             if (p.row_scales != nullptr) scale_rows(c);
@@ -279,7 +279,8 @@ struct GradHiddenSm90 {
         if (writes) {
             write_grad_hidden<Problem>(mainloop, p, c, rows, walk.m, walk.n);
         } else {
-            add_to_sum<kHidden>(panels, p.accumulator_map, c, walk.n, walk.m + mainloop.place.first_row(), p.first == 0);
+            const bool adds = p.first == 0 && !is_batch_invariant<Problem>();
+            add_to_sum<kHidden>(panels, p.accumulator_map, c, walk.n, walk.m + mainloop.place.first_row(), adds);
         }
     }
 

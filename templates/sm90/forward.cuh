@@ -14,6 +14,8 @@ template <class Problem, class TileT>
 struct ForwardSm90 {
     enum : bool { kFew = TileT::kCluster == 1 };  ///< tokens: a tile has all of them, and they are not listed
     enum : bool { kLists = Problem::lists_rows && !kFew };
+    enum : int { kSegment = Problem::segment_tiles };  ///< tiles that have sums of their own; 0: a share's are added up
+    static_assert(kSegment == 0 || (TileT::kTurns && kSegment % 2 == 0), "a tile of a segment always has the same consumer");
     using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT, kLists>;
     using Accumulators = typename MainloopT::Accumulators;
     using Fields = PartialFields<Problem>;
@@ -54,14 +56,19 @@ struct ForwardSm90 {
           jobs(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
           words(ptx::shared_address(dynamic_smem) + kWordsAt),
           mainloop(dynamic_smem, kBarriersAt),
-          share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), tiles(params), kClusterRows, kWriters,
-                params.clusters, params.stride),
+          share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), dealt(params), kClusterRows, kWriters,
+                params.clusters, params.stride, kSegment > 0),
           compact(kLists && params.compact_rows != 0 && *params.list.valid < params.compact_rows),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
 
     /// Of the vocabulary, in this launch.
     static __device__ __forceinline__ int tiles(const Params& params) { return ceil_div(forward_columns<Problem>(params), TileT::kBlockN); }
+
+    /// What clusters are dealt: tiles, or segments.
+    static __device__ __forceinline__ int dealt(const Params& params) {
+        return kSegment > 0 ? ForwardShare::segments_of(tiles(params), kSegment) : tiles(params);
+    }
 
     static __device__ __forceinline__ int cluster() { return static_cast<int>(blockIdx.x) / TileT::kCluster; }
     __device__ __forceinline__ int first_row(int row_cluster) const {
@@ -138,7 +145,8 @@ struct ForwardSm90 {
         /// the ring lasts.
         int begin[2];
         bool neighbours[2];  ///< whether they are
-        bool any;            ///< the walk is at a tile
+        bool any;            ///< the walk is at a tile, or a segment
+        int segment_tile;    ///< of the segment, the next one
     };
     static_assert(sizeof(Director) <= kDirectorBytes, "it lies behind everything else");
     __device__ __forceinline__ Director& director() const { return *reinterpret_cast<Director*>(dynamic_smem + kDirectorAt); }
@@ -148,7 +156,7 @@ struct ForwardSm90 {
         // Rows that are gone through again are hardly ever any, and not worth sharing.
         const bool alone = p.shares == nullptr || (Problem::retain && p.again != 0);
         const int stretches =
-            alone ? 1 : VocabularyWalk(0, share.clusters, share.row_clusters, share.stride).stretches(share.clusters, tiles(p));
+            alone ? 1 : VocabularyWalk(0, share.clusters, share.row_clusters, share.stride).stretches(share.clusters, dealt(p));
         d.shared = {stretches == 1 ? nullptr : p.shares, share.clusters, stretches};
         d.job.number = ShareJob::kNone;
         d.any = false;
@@ -157,6 +165,7 @@ struct ForwardSm90 {
 
     /// The next tile, the end of the stretch that has no tile any more, or that nothing is left.
     __device__ __forceinline__ TileWord go_on() {
+        if constexpr (kSegment > 0) return go_on_in_segments();
         Director& d = director();
         int first_tile = 0;
         if (!d.any || d.walk.tile >= d.end) {
@@ -173,6 +182,33 @@ struct ForwardSm90 {
             d.any = next(d.walk);
         } while (d.any && d.walk.tile < first_tile);
         return tile_or_end(d);
+    }
+    /// The same where a segment's sums are its own: it ends behind its last tile, and stretches only say who works on what.
+    __device__ __forceinline__ TileWord go_on_in_segments() {
+        Director& d = director();
+        if (!d.any || d.segment_tile == min((d.walk.tile + 1) * kSegment, tiles(p))) {
+            if (d.any) {
+                d.any = false;
+                return TileWord::segment_end(d.walk.tile, d.walk.row_cluster_of(d.walk.part), d.walk.part);
+            }
+            while (!next_segment(d)) {
+                if (!start_job(d)) return TileWord::stop();
+                if (!d.job.is_others()) d.end = dealt(p);
+            }
+            d.any = true;
+            d.segment_tile = d.walk.tile * kSegment;
+        }
+        const int tile = d.segment_tile++;
+        const int part = d.walk.part;
+        return TileWord::tile(tile, d.walk.row_cluster_of(part), part, tile % 2, d.neighbours[part]);
+    }
+    __device__ __forceinline__ bool next_segment(Director& d) const {
+        if (d.job.number == ShareJob::kNone) return false;
+        const int first = d.job.stretch() * dealt(p) / d.shared.stretches;
+        while (d.walk.next(d.end)) {
+            if (d.walk.tile >= first) return true;
+        }
+        return false;
     }
     __device__ __forceinline__ bool start_job(Director& d) {
         unsigned number = 0;
@@ -191,7 +227,7 @@ struct ForwardSm90 {
             d.begin[part] = rows.begin();
         }
         d.consumer = 1;
-        d.end = (d.job.stretch() + 1) * tiles(p) / d.shared.stretches;
+        d.end = (d.job.stretch() + 1) * dealt(p) / d.shared.stretches;
         return true;
     }
     __device__ __forceinline__ TileWord tile_or_end(const Director& d) const {
@@ -247,7 +283,11 @@ struct ForwardSm90 {
 #pragma unroll 1
         for (TileWord word = words.take(); word.kind() != TileWord::kStop; word = words.take()) {
             if (word.kind() == TileWord::kEnd) {
-                end_stretch(word);
+                if constexpr (kSegment > 0) {
+                    end_segment(word);
+                } else {
+                    end_stretch(word);
+                }
                 continue;
             }
             if constexpr (TileT::kTurns) {
@@ -266,6 +306,12 @@ struct ForwardSm90 {
             mainloop.consume(c, kSlices, kLists && !word.neighbours());
             reduce(c, words.again());  // not kept while the tile was multiplied
         }
+    }
+
+    __device__ __forceinline__ void end_segment(const TileWord& word) {
+        asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
+        finish(ShareJob{word.number}, word.part(), word.row_cluster());
+        forget();
     }
 
     /// A share is summed up stretch by stretch, each added to what is there of the ones before: so the result does not depend on how many
@@ -390,8 +436,8 @@ struct ForwardSm90 {
     __device__ __forceinline__ float reference_of(int row) const { return row < share.rows ? p.references[row] : 0.f; }
 
     /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows,
-    /// by turns one a consumer. Each lane of the four writes a row of its own, and the code is short: it runs rarely, so that it has to be
-    /// fetched every time, beside the multiplication that it must not hold up.
+    /// or for a segment, whose number is then the job's; by turns one a consumer. Each lane of the four writes a row of its own, and the
+    /// code is short: it runs rarely, so that it has to be fetched every time, beside the multiplication that it must not hold up.
     __device__ __forceinline__ void finish(const ShareJob& job, int part, int row_cluster) {
         static_assert(2 * kPieces <= 4, "a row for each of the four lanes");
         RowSums mine;
@@ -419,10 +465,14 @@ struct ForwardSm90 {
         const int of_four = mainloop.place.lane % 4;
         const int row = first_row(row_cluster) + mainloop.place.row(of_four / 2, of_four % 2);
         if (row >= of.rows) return;
+        const long long ld = partial_rows_of(of.rows);
+        if constexpr (kSegment > 0) {
+            const int split = static_cast<int>(job.number) * kWriters + mainloop.place.consumer;
+            return Fields::store(p.partials + split * Fields::kCount * ld + row, ld, sums);
+        }
         const int first_share = row_cluster * of.clusters / of.row_clusters;
         const int last_share = ((row_cluster + 1) * of.clusters - 1) / of.row_clusters;
         const int split = (job.share() - first_share) * kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
-        const long long ld = partial_rows_of(of.rows);
         float* const at = p.partials + split * Fields::kCount * ld + row;
         if (job.stretch() > 0) {
             Fields::store(at, ld, merge(Fields::load(at, ld), sums));

@@ -11,6 +11,9 @@ namespace flce {
 
 /// Rows × the vocabulary are cut into tiles of clusters of rows, which are dealt out by VocabularyWalk. Where there are fewer tiles than
 /// clusters, each tile has a cluster of its own. Every share of a cluster of rows has partial sums of its own.
+///
+/// Batch-invariant kernels deal out segments, some tiles of the vocabulary each, in the place of tiles. A segment has partial sums of its
+/// own, so that it does not matter to a row which clusters work on it.
 struct ForwardShare {
     int rows;
     int row_clusters;
@@ -23,13 +26,16 @@ struct ForwardShare {
     /// Consumers that have the same rows, each with partial sums of its own.
     static FLCE_HOST_DEVICE constexpr int writers_of(bool by_turns) { return by_turns ? 2 : 1; }
 
-    /// `tiles` of the vocabulary for at most `most_clusters` clusters, with that stride where all of them have work.
-    FLCE_HOST_DEVICE ForwardShare(int rows_, int tiles, int cluster_rows, int writers, int most_clusters, int stride_)
+    /// Segments of so many tiles.
+    static FLCE_HOST_DEVICE constexpr int segments_of(int tiles, int segment_tiles) { return (tiles + segment_tiles - 1) / segment_tiles; }
+
+    /// `tiles` of the vocabulary, or segments, for at most `most_clusters` clusters, with that stride where all of them have work.
+    FLCE_HOST_DEVICE ForwardShare(int rows_, int tiles, int cluster_rows, int writers, int most_clusters, int stride_, bool segments)
         : rows(rows_), row_clusters(at_least_one(up_div(rows_, cluster_rows))) {
         const bool few = static_cast<long long>(row_clusters) * tiles < most_clusters;
         clusters = few ? row_clusters * tiles : most_clusters;
         stride = few ? row_clusters : stride_;
-        splits = (few ? tiles : up_div(clusters, row_clusters) + 1) * writers;
+        splits = (few || segments ? tiles : up_div(clusters, row_clusters) + 1) * writers;
     }
 
 private:

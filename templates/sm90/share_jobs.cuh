@@ -73,9 +73,9 @@ struct ShareJobs {
 struct TileWord {
     enum Kind : unsigned { kTile = 0, kEnd = 1, kStop = 2 };
 
-    unsigned number;                                                 ///< kTile: of the vocabulary; kEnd: the job's
+    unsigned number;                                                 ///< kTile: of the vocabulary; kEnd: the job's, or the segment's
     unsigned rest;                                                   ///< from bit 5 on the row cluster of the tile, or of part 0
-    enum : unsigned { kPart = 4, kConsumer = 8, kNeighbours = 16 };  ///< of a tile
+    enum : unsigned { kPart = 4, kConsumer = 8, kNeighbours = 16 };  ///< of a tile; the part also of a segment's end
     enum : unsigned { kHasSecond = 4, kIsLast = 8 };                 ///< of an end: part 1, and the share's last stretch
 
     static __device__ __forceinline__ TileWord tile(int tile, int row_cluster, int part, int consumer, bool neighbours) {
@@ -84,6 +84,9 @@ struct TileWord {
     }
     static __device__ __forceinline__ TileWord end(ShareJob job, int row_cluster, bool has_second, bool is_last) {
         return {job.number, static_cast<unsigned>(row_cluster) << 5 | (is_last ? kIsLast : 0u) | (has_second ? kHasSecond : 0u) | kEnd};
+    }
+    static __device__ __forceinline__ TileWord segment_end(int segment, int row_cluster, int part) {
+        return {static_cast<unsigned>(segment), static_cast<unsigned>(row_cluster) << 5 | static_cast<unsigned>(part) * kPart | kEnd};
     }
     static __device__ __forceinline__ TileWord stop() { return {0u, kStop}; }
     __device__ __forceinline__ unsigned kind() const { return rest & 3u; }

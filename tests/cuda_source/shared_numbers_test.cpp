@@ -43,6 +43,9 @@ constexpr Layer kLayers[] = {
     {"h100", "D=64,V=1000"},
     {"h100", "D=2048,V=50257,bias,label_smoothing=0.1", 4 << 20},
     {"h100", "D=2048,V=50257,weight_dtype=fp32"},
+    {"h100", "D=2048,V=151936,batch_invariant"},
+    {"h100", "D=64,V=1000,batch_invariant,softcap=30,temperature,outputs=logprob+entropy", 8 << 20},
+    {"h200", "D=2048,V=50257,batch_invariant,weight_dtype=fp32"},
     {"sm_80", "D=2048,V=151936"},
     {"sm_80", "D=2048,V=50257,outputs=loss+entropy", 4 << 20},
     {"sm_120", "D=200,V=1001,dtype=fp32,bias"},
@@ -93,8 +96,9 @@ void expect_clusters_share(const Spec& spec, const Plan& plan, const std::string
     std::int64_t columns = spec.vocab_size;
     if (rounds_weight(spec)) columns = params_of<ForwardStretchSm90Params>(launch).columns;
     const auto tiles = static_cast<int>((columns + tile.block_n - 1) / tile.block_n);
-    const ForwardShare share(p.rows, tiles, ForwardShare::rows_of_cluster(tile.block_m, cluster_blocks),
-                             ForwardShare::writers_of(sm90::takes_turns(tile)), p.clusters, p.stride);
+    const int dealt = spec.batch_invariant ? ForwardShare::segments_of(tiles, sm90::segment_tiles(spec, tile)) : tiles;
+    const ForwardShare share(p.rows, dealt, ForwardShare::rows_of_cluster(tile.block_m, cluster_blocks),
+                             ForwardShare::writers_of(sm90::takes_turns(tile)), p.clusters, p.stride, spec.batch_invariant);
     EXPECT_LE(share.clusters, launch.grid[0] / cluster_blocks) << "a share without a cluster";
     EXPECT_GE(p.clusters, launch.grid[0] / cluster_blocks);
     EXPECT_LE(share.row_clusters, share.clusters) << "what VocabularyWalk needs";

@@ -70,6 +70,8 @@ private:
     Buffer flags_;
 };
 
+constexpr const char* kInvariantLayer = "D=512,V=33001,dtype=bf16,batch_invariant";
+
 struct Case {
     const char* spec;
     std::int64_t tokens;
@@ -111,6 +113,7 @@ INSTANTIATE_TEST_SUITE_P(Plans, GpuBesideForeignKernel,
                                          Case{kJoinedLayerInParts, kJoinedTokens, std::nullopt, "JoinedInParts"},
                                          Case{kJoinedLayer, 300, std::nullopt, "ChunkByChunk"},
                                          Case{kJoinedLayer, 64, std::nullopt, "FewTokens"},
+                                         Case{kInvariantLayer, 5000, std::nullopt, "BatchInvariant"},
                                          Case{kLayer, 5000, RetainedPlace::grad_weight, "ExponentialsInGradWeight"},
                                          Case{kLayer, 5000, RetainedPlace::own, "ExponentialsApart"}),
                          [](const auto& info) { return std::string(info.param.name); });

@@ -107,6 +107,23 @@ TEST(Legality, OldGpu_IsRefused) {
     EXPECT_THAT(illegal_reason(parse_spec("D=64,V=50"), device, legal_cuda_plan()).value_or(""), AllOf(HasSubstr("7.5"), HasSubstr("8.0")));
 }
 
+TEST(Legality, BatchInvariant_HasOneForwardTile) {
+    const char* spec = "D=2048,V=151936,batch_invariant";
+    const Plan legal = choose_plan(parse_spec(spec), describe_device("h100"));
+    EXPECT_EQ(legal.strategy, Strategy::recompute);
+    expect_reasons(spec, "h100", legal,
+                   {
+                       {"wide", [](Plan& p) { p.cuda.forward.block_n = 128; }, {"forward", "batch_invariant", "128x192", "by turns"}},
+                       {"schedule", [](Plan& p) { p.cuda.forward.schedule = TileSchedule::together; }, {"batch_invariant"}},
+                       {"retain", [](Plan& p) { p.strategy = Strategy::retain; }, {"retain", "batch_invariant"}},
+                       {"path", [](Plan& p) { p = legal_cuda_plan(); }, {"batch_invariant", "cuda_sm80", "CPU", "Hopper"}},
+                       {"stages", [](Plan& p) { p.cuda.forward.stages = 4; }, {}},
+                       {"other tiles", [](Plan& p) { p.cuda.dlogits.stages = 3; }, {}},
+                   });
+    EXPECT_THAT(illegal_reason(parse_spec("D=2048,V=151936,batch_invariant,dtype=fp16"), describe_device("h100"), legal).value_or(""),
+                AllOf(HasSubstr("batch_invariant"), HasSubstr("fp16")));
+}
+
 TEST(Legality, CpuPlans_AreRefusedWithTheirReason) {
     expect_reasons("D=2048,V=151936", "znver4", legal_cpu_plan(),
                    {

@@ -54,7 +54,9 @@ TEST(WorkspaceBound, LeastLegalScratch_IsKept) {
         ASSERT_EQ(illegal_reason(spec, device, plan), std::nullopt);
         expect_bound(spec, device, plan);
     };
-    for (const char* text : {"D=2048,V=151936", "D=8,V=2", "D=256,V=50257,dtype=fp32,bias,outputs=loss+entropy,label_smoothing=0.1"}) {
+    for (const char* text : {"D=2048,V=151936", "D=8,V=2", "D=256,V=50257,dtype=fp32,bias,outputs=loss+entropy,label_smoothing=0.1",
+                             "D=8,V=256000,batch_invariant,outputs=loss+entropy,label_smoothing=0.1", "D=4096,V=128256,batch_invariant",
+                             "D=2048,V=50257,batch_invariant,weight_dtype=fp32"}) {
         check("h100", text);
     }
     for (const char* device : {"h100", "a100"}) {

@@ -104,6 +104,10 @@ public:
 
     /// Whether kernels may leave ignored tokens out by a list of the others.
     [[nodiscard]] virtual bool lists_tokens() const noexcept = 0;
+    /// With batch_invariant: tiles of forward that are summed up apart from all others.
+    [[nodiscard]] virtual int segment_tiles(const Spec& spec, const Plan& plan) const = 0;
+    /// With batch_invariant: bytes of forward's partial sums of as few rows as a launch has.
+    [[nodiscard]] virtual std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) const = 0;
     /// Columns of the vocabulary that stretches of forward are multiples of.
     [[nodiscard]] virtual std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) const = 0;
     [[nodiscard]] virtual ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) const = 0;

@@ -39,6 +39,8 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     text += fmt::format("    enum : bool {{ lists_rows = {} }};\n", cuda_path(plan.path).lists_tokens());
     text += fmt::format("    enum : bool {{ rounds_weight = {} }};\n", rounds_weight(spec));
     text += fmt::format("    enum : int {{ raster = {} }};\n", plan.cuda.raster);
+    if (spec.batch_invariant)
+        text += fmt::format("    enum : int {{ segment_tiles = {} }};\n", cuda_path(plan.path).segment_tiles(spec, plan));
     if (spec.outputs.top1) text += "    enum : bool { top1 = true };\n";
     if (spec.outputs.log_sum_sq_probs) text += "    enum : bool { square_sum = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";

@@ -120,8 +120,10 @@ std::int64_t forward_tiles(const Spec& spec, const Plan& plan, const GemmTile& t
 
 std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan) {
     const std::int64_t quantum = chunk_quantum(spec, plan);
-    return reserve_bytes(spec, plan) + 2 * quantum * (4 * spec.hidden_size + (spec.bias ? 12 : 0) + rounded_row_bytes(spec)) +
-           2 * kRowQuantum * token_bytes(spec, plan, quantum);
+    const std::int64_t backward = 2 * quantum * (4 * spec.hidden_size + (spec.bias ? 12 : 0) + rounded_row_bytes(spec)) +
+                                  2 * kRowQuantum * token_bytes(spec, plan, quantum);
+    const std::int64_t segments = spec.batch_invariant ? 4 * cuda_path(plan.path).least_segment_bytes(spec, plan) : 0;
+    return reserve_bytes(spec, plan) + std::max(backward, segments);
 }
 
 ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan) {

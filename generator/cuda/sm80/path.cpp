@@ -22,7 +22,13 @@ public:
     std::string_view instruction() const noexcept override { return "mma.sync"; }
     bool is_own_of(const Device& /*device*/) const noexcept override { return false; }
 
-    Reason problem(const Spec& /*spec*/, const Device& device) const override { return oldest_gpu_problem(device); }
+    Reason problem(const Spec& spec, const Device& device) const override {
+        if (spec.batch_invariant) {
+            return fmt::format("batch_invariant: {} divides sums by the number of tokens; it needs the CPU, or a Hopper GPU and bf16",
+                               name());
+        }
+        return oldest_gpu_problem(device);
+    }
     Reason retain_problem(const Spec& /*spec*/) const override { return fmt::format("retain: {} keeps nothing", name()); }
     Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) const override {
         return sm80::tile_problem(spec, device, role, tile);
@@ -54,6 +60,8 @@ public:
     }
 
     bool lists_tokens() const noexcept override { return false; }
+    int segment_tiles(const Spec& /*spec*/, const Plan& /*plan*/) const override { return 0; }
+    std::int64_t least_segment_bytes(const Spec& /*spec*/, const Plan& /*plan*/) const override { return 0; }
     std::int64_t stretch_quantum(const Spec& /*spec*/, const Plan& plan) const override { return plan.cuda.forward.block_n; }
     ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) const override {
         return sm80::forward_rows(spec, device, plan);

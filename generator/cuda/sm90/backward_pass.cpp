@@ -73,7 +73,8 @@ SumShareFields sum_share(const BackwardPassSm90& pass) {
     const GemmTile& joined = pass.plan.cuda.dlogits;
     const auto tiles_across = [&](const GemmTile& t) { return (pass.spec.hidden_size + t.block_n - 1) / t.block_n; };
     // Parts lie where either kernel's clusters of rows begin.
-    const Expr undivided = (tile.block_m == joined.block_m ? Expr(0) : layout.joined) || pass.hidden_joined;
+    const Expr apart = tile.block_m == joined.block_m ? Expr(0) : layout.joined;
+    const Expr undivided = pass.spec.batch_invariant ? Expr(1) : apart || pass.hidden_joined;
     return {
         .room = select(less(1, layout.row_blocks) || scatters_groups(pass), 0, sum_room(pass)),  // row blocks have tiles enough
         .cluster_rows = std::int64_t{kClusterBlocks} * tile.block_m,

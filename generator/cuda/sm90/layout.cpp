@@ -18,12 +18,18 @@ constexpr std::int64_t kFewestTokensInHalves = 2048;  // for whose halves a chun
 constexpr std::int64_t kTokensOfGroup = 4096;
 constexpr std::int64_t kMostTokensApart = 512;  // where there are no more, chunk by chunk is as quick or quicker
 
+/// For partial sums where every segment of the vocabulary has its own: 4 to 8 KiB a token.
+std::int64_t segment_bytes(const Spec& spec, const Plan& plan) {
+    constexpr std::int64_t kMost = 32 << 20;
+    return std::min(kMost, plan.scratch_bytes / (rounds_weight(spec) ? 4 : 2));  // the rounded weight has a half
+}
+
 /// Clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where
 /// there are fewer tiles than clusters, each tile has its own.
 struct ClusterShare {
     std::int64_t cluster_rows;  ///< tokens of a cluster of rows
     std::int64_t writers;       ///< partial results of a cluster
-    std::int64_t tiles;
+    std::int64_t tiles;         ///< or segments
     std::int64_t clusters;
     std::int64_t row_clusters;  ///< most of a launch
 
@@ -34,18 +40,24 @@ struct ClusterShare {
         tiles = forward_tiles(spec, plan, tile);
         // Row clusters × splits is at most clusters + 2·row clusters.
         const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
-        const std::int64_t most = partial_bytes(plan) / (field_bytes * writers * cluster_rows);
-        clusters = std::clamp<std::int64_t>(most - 2, 1, device.gpu.sm_count / kClusterBlocks);
+        const std::int64_t of_part = field_bytes * writers * cluster_rows;
+        const std::int64_t most = partial_bytes(plan) / of_part;
+        const std::int64_t all_clusters = device.gpu.sm_count / kClusterBlocks;
+        const bool segments = spec.batch_invariant;
+        if (segments) tiles = ForwardShare::segments_of(static_cast<int>(tiles), segment_tiles(spec, tile));
+        clusters = segments ? all_clusters : std::clamp<std::int64_t>(most - 2, 1, all_clusters);
         // All rows of a launch are read again for every tile of the vocabulary: they have to stay in L2.
         const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
         const std::int64_t cached = std::max<std::int64_t>(device.gpu.l2_bytes / 3 * 2 / (row_bytes * cluster_rows), 2);
-        row_clusters = std::clamp<std::int64_t>(std::min((most - clusters) / 2, cached), 1, clusters);
+        const std::int64_t with_room = segments ? segment_bytes(spec, plan) / (of_part * tiles) : (most - clusters) / 2;
+        row_clusters = std::clamp<std::int64_t>(std::min(with_room, cached), 1, clusters);
     }
 };
 
 /// Blocks of few_tokens_tile in a launch, each of which writes two partial results of its rows; two more are kept empty.
 std::int64_t few_tokens_blocks(const Spec& spec, const Device& device, const Plan& plan) {
     const std::int64_t of_block = std::int64_t{4} * partial_fields(spec) * 2 * few_tokens_tile(spec).block_m;
+    if (spec.batch_invariant) return device.gpu.sm_count;
     return std::clamp<std::int64_t>(partial_bytes(plan) / of_block - 1, 1, device.gpu.sm_count);
 }
 
@@ -69,6 +81,7 @@ Expr first_of_pair(const Plan& plan, const Expr& pair) { return round_up(ceil_di
 }  // namespace
 
 std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) {
+    if (spec.batch_invariant) return std::int64_t{segment_tiles(spec, plan.cuda.forward)} * plan.cuda.forward.block_n;
     return std::lcm(plan.cuda.forward.block_n, few_tokens_tile(spec).block_n);
 }
 
@@ -79,9 +92,21 @@ ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& pla
     ForwardRows f;
     f.rows = round_up(ceil_div(n, max(ceil_div(n, limit), 1)), std::max<std::int64_t>(share.cluster_rows, kRowThreads));
     f.partials = (ceil_div(min(n, f.rows), share.cluster_rows) * 2 + share.clusters) * (share.writers * share.cluster_rows);
-    f.partials = select(less(n, kFewTokens + 1), 2 * (few_tokens_blocks(spec, device, plan) + 1) * round_up(n, 32), f.partials);
+    if (spec.batch_invariant) {
+        f.partials = round_up(min(n, f.rows), 32) * (share.tiles * share.writers);
+    } else {
+        f.partials = select(less(n, kFewTokens + 1), 2 * (few_tokens_blocks(spec, device, plan) + 1) * round_up(n, 32), f.partials);
+    }
     f.share_words = static_cast<std::int64_t>(sizeof(ShareTickets)) / 4 + 2 * share.clusters;
     return f;
+}
+
+std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) {
+    const GemmTile& tile = plan.cuda.forward;
+    const auto tiles = static_cast<int>(forward_tiles(spec, plan, tile));
+    const std::int64_t segments = ForwardShare::segments_of(tiles, segment_tiles(spec, tile));
+    const std::int64_t rows = ForwardShare::rows_of_cluster(tile.block_m, kClusterBlocks);
+    return segments * ForwardShare::writers_of(takes_turns(tile)) * rows * partial_fields(spec) * 4;
 }
 
 ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
@@ -93,7 +118,8 @@ ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& pla
 ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     const std::int64_t blocks = few_tokens_blocks(spec, device, plan);
     const GemmTile tile = few_tokens_tile(spec);
-    const std::int64_t tiles = forward_tiles(spec, plan, tile);
+    std::int64_t tiles = forward_tiles(spec, plan, tile);
+    if (spec.batch_invariant) tiles = ForwardShare::segments_of(static_cast<int>(tiles), segment_tiles(spec, tile));
     return {min(max(ceil_div(rows, tile.block_m), 1) * tiles, blocks), blocks, spreading_stride(blocks)};
 }
 
@@ -126,7 +152,7 @@ Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan) {
     Expr n = slot(Slot::num_tokens);
     // Adding parts up is a launch more: not for a sum that is soon done.
     constexpr std::int64_t kLeastVocabulary = 8192;
-    if (!has_lists(plan) || spec.vocab_size < kLeastVocabulary) return n;
+    if (!has_lists(plan) || spec.vocab_size < kLeastVocabulary || spec.batch_invariant) return n;
     constexpr std::int64_t kMostBytes = 24 << 20;
     const std::int64_t most = std::min(kMostBytes, plan.scratch_bytes / 8 * 3) / (4 * spec.hidden_size);
     const std::int64_t cluster_rows = std::int64_t{kClusterBlocks} * plan.cuda.grad_hidden.block_m;

@@ -5,6 +5,9 @@
 
 namespace flce::sm90 {
 
+/// CudaPath::least_segment_bytes.
+[[nodiscard]] std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan);
+
 /// How a launch of forward divides its work. The number of partial sums of a row is known to the device alone (PassScalars::splits).
 struct ForwardGrid {
     Expr clusters{0};                ///< in the grid

@@ -65,6 +65,8 @@ public:
     }
 
     bool lists_tokens() const noexcept override { return true; }
+    int segment_tiles(const Spec& spec, const Plan& plan) const override { return sm90::segment_tiles(spec, plan.cuda.forward); }
+    std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) const override { return sm90::least_segment_bytes(spec, plan); }
     std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) const override { return sm90::stretch_quantum(spec, plan); }
     ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) const override {
         return sm90::forward_rows(spec, device, plan);

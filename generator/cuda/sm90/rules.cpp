@@ -66,6 +66,10 @@ CudaPath::Reason problem(const Spec& spec, const Device& device) {
     if (device.gpu.sm_count < kClusterBlocks)
         return fmt::format("{} SMs: cuda_sm90a needs a cluster of {}", device.gpu.sm_count, kClusterBlocks);
     if (spec.dtype == DType::fp32) return std::string("dtype=fp32: cuda_sm90a multiplies 16-bit operands; fp32 runs on cuda_sm80");
+    if (spec.batch_invariant && spec.dtype == DType::fp16) {
+        return std::string(
+            "batch_invariant with dtype=fp16: gradients of the logits are scaled by a power of two that depends on all tokens; use bf16");
+    }
     if (spec.layout == WeightLayout::hidden_major &&
         spec.padded_vocab_size % 8 != 0) {  // the copy engine reads rows that start on 16 bytes
         return fmt::format("layout=hidden_major with rows of {}: cuda_sm90a needs rows of a multiple of 8; others run on cuda_sm80",
@@ -75,6 +79,8 @@ CudaPath::Reason problem(const Spec& spec, const Device& device) {
 }
 
 CudaPath::Reason retain_problem(const Spec& spec) {
+    if (spec.batch_invariant)
+        return std::string("retain: how much is retained depends on the number of tokens, and batch_invariant asks for the same bits");
     if (rounds_weight(spec)) return std::string("retain: references are single rows of the weight, which is rounded a stretch at a time");
     if (spec.dtype != DType::bf16) return fmt::format("retain: exponentials have bf16's range, not {}'s", to_string(spec.dtype));
     if (spec.softcap != 0.0 && spec.label_smoothing > 0) {
@@ -99,6 +105,13 @@ CudaPath::Reason tile_problem(const Spec& spec, const Device& device, GemmRole r
     if (const int most = accumulator_limit(spec, role); accumulators > most) {
         return fmt::format("block {}x{}: needs {} accumulator registers a thread, {} fit", tile.block_m, tile.block_n, accumulators, most);
     }
+    if (spec.batch_invariant && role == GemmRole::forward) {
+        // One for a spec: which columns are summed up first follows from it.
+        if (const int wide = accumulator_limit(spec, role); !takes_turns(tile) || tile.block_m != 128 || tile.block_n != wide) {
+            return fmt::format("block {}x{}: batch_invariant has a tile of 128x{} for this spec, by turns", tile.block_m, tile.block_n,
+                               wide);
+        }
+    }
     if (is_forward(role) && tile.block_m % 128 != 0) return fmt::format("block_m {}: forward needs 128 or 256", tile.block_m);
     if (tile.block_k != 64) return fmt::format("block_k {}: 64, a row of the 128-byte swizzle", tile.block_k);
     if (tile.stages < 2 || tile.stages > 8) return fmt::format("stages {}: 2 to 8", tile.stages);
@@ -114,19 +127,27 @@ bool smooths_retained(const Spec& spec, const Plan& plan) { return plan.strategy
 
 GemmTile few_tokens_tile(const Spec& spec) {
     constexpr std::int64_t kMostSmem = 227 << 10;
-    const bool narrow = accumulator_limit(spec, GemmRole::forward) < 128;
-    GemmTile tile{
-        .block_m = kFewTokens, .block_n = narrow ? 64 : 128, .block_k = 64, .stages = narrow ? 7 : 5, .schedule = TileSchedule::by_turns};
+    const int limit = accumulator_limit(spec, GemmRole::forward);
+    // With batch_invariant a thread has the columns that it has where tokens are many.
+    const int wide = spec.batch_invariant ? limit : std::min(limit, 128);
+    GemmTile tile{.block_m = kFewTokens, .block_n = wide, .block_k = 64, .stages = wide < 128 ? 7 : 5, .schedule = TileSchedule::by_turns};
     // A row's sums take room that stages would have.
     while (smem_bytes(spec, GemmRole::forward_retain, tile) > kMostSmem) --tile.stages;
     return tile;
 }
 
+int segment_tiles(const Spec& spec, const GemmTile& forward) {
+    if (!spec.batch_invariant) return 0;
+    constexpr std::int64_t kMostSegments = 512;
+    const std::int64_t tiles = multiple_above(spec.vocab_size, forward.block_n) / forward.block_n;
+    return static_cast<int>(2 * ((tiles + 2 * kMostSegments - 1) / (2 * kMostSegments)));  // each consumer has as many
+}
+
 bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
     const GemmTile& tile = plan.cuda.dlogits;
     // A teacher's classes are written into a chunk's dlogits between its launches.
-    return spec.layout == WeightLayout::vocab_major && !spec.bias && spec.teacher_top_k == 0 && !rounds_weight(spec) && takes_turns(tile) &&
-           tile.block_m == 128 && tile.block_n >= 128 &&
+    return spec.layout == WeightLayout::vocab_major && !spec.bias && !spec.batch_invariant && spec.teacher_top_k == 0 &&
+           !rounds_weight(spec) && takes_turns(tile) && tile.block_m == 128 && tile.block_n >= 128 &&
            smem_bytes(spec, GemmRole::backward_chunks, tile) <= device.gpu.smem_per_block_bytes;
 }
 

@@ -22,6 +22,10 @@ inline constexpr int kClusterBlocks = 2;
 inline constexpr int kFewTokens = 128;
 [[nodiscard]] GemmTile few_tokens_tile(const Spec& spec);
 
+/// Tiles of a segment of the vocabulary, whose sums batch_invariant keeps apart (ForwardShare); 0 without. It follows from the spec, since
+/// its forward has but one tile.
+[[nodiscard]] int segment_tiles(const Spec& spec, const GemmTile& forward);
+
 /// Whether gradients of retained exponentials lack what label smoothing takes, which their kernels' epilogues make up for.
 [[nodiscard]] bool smooths_retained(const Spec& spec, const Plan& plan);
 

@@ -17,7 +17,7 @@ constexpr std::array kTiles = {
     TileCandidate{tile(128, 256, 4, kTogether), 0.97}, TileCandidate{tile(192, 128, 4, kByTurns), 0.95, 0.98},
     TileCandidate{tile(256, 128, 4, kTogether), 0.95}, TileCandidate{tile(128, 256, 3, kTogether), 0.90},
     TileCandidate{tile(128, 128, 6, kByTurns), 0.75},  TileCandidate{tile(128, 128, 4, kTogether), 0.74},
-    TileCandidate{tile(128, 64, 6, kTogether), 0.50},
+    TileCandidate{tile(128, 64, 6, kTogether), 0.50},  TileCandidate{tile(128, 64, 6, kByTurns), 0.30},  // batch_invariant takes turns
 };
 
 }  // namespace

@@ -54,6 +54,7 @@ struct Spec {
     bool class_weight = false;     ///< class weights [V] (fp32), torch's meaning
     bool temperature = false;      ///< a call has temperatures [N] (fp32, kLeastTemperature to kMostTemperature)
     bool token_weight = false;     ///< a call has weights [N] (fp32) of its tokens' losses
+    bool batch_invariant = false;  ///< a token's outputs and grad_hidden have the same bits whatever other tokens its call has
     bool dft = false;              ///< a token's loss is multiplied by its target's probability, which receives no gradient (dynamic
                                    ///< fine-tuning, arXiv 2508.05629); outputs has to have logprob, which backward reads
     double logit_scale = 1.0;      ///< finite, not 0
@@ -77,14 +78,13 @@ struct Spec {
     [[nodiscard]] std::string json() const;
 };
 
-/// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or
-/// hidden_size, V or vocab_size, padded_vocab_size, dtype, layout, tied, weight_dtype, grad_weight_dtype, grad_weight_mode, bias,
-/// class_weight, temperature, token_weight, dft, logit_scale, softcap, label_smoothing, z_loss, teacher_top_k, hard_weight, outputs (names
-/// joined by '+': loss+lse+logprob+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16, float32. D and V
-/// are required;
-/// dtype defaults to bf16, weight_dtype to dtype, grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is
-/// set. The result is normalized. Throws SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that
-/// cannot be read.
+/// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or hidden_size,
+/// V or vocab_size, padded_vocab_size, dtype, layout, tied, weight_dtype, grad_weight_dtype, grad_weight_mode, bias, class_weight,
+/// temperature, token_weight, batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss, teacher_top_k, hard_weight, outputs
+/// (names joined by '+': loss+lse+logprob+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16, float32.
+/// D and V are required; dtype defaults to bf16, weight_dtype to dtype, grad_weight_dtype to weight_dtype, grad_weight_mode to write, or
+/// accumulate where tied is set. The result is normalized. Throws SpecError for an unknown or repeated key and for a bad value,
+/// EnvironmentError for a file that cannot be read.
 [[nodiscard]] Spec parse_spec(std::string_view text);
 /// A JSON object with the same keys: numbers, booleans, strings, and an array of names for outputs.
 [[nodiscard]] Spec parse_spec_json(std::string_view json);
