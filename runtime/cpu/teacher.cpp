@@ -38,8 +38,8 @@ void CpuTeacher::subtract(std::int64_t token, float weight, float* gradients, st
     for (std::int64_t k = 0; k < count_; ++k) {
         const std::int64_t column = call_.teacher_id(token, k) - first;
         if (column < 0 || column >= columns) continue;
-        const float logit = (logprobs_[at(token, k)] + lse) * temperature;
-        gradients[column] -= weight * probabilities_[at(token, k)] * (slope_at(slope_, logit) / temperature);
+        const float slope = slope_of_class(slope_, logprobs_[at(token, k)], lse, temperature);
+        gradients[column] -= weight * probabilities_[at(token, k)] * (slope / temperature);
     }
 }
 

@@ -51,6 +51,8 @@ enum : int { kShortSum = 128 };
 
 /// Above this, in nats, forward's exponentials are not to be relied on: they are cut off at 2^100.
 enum : int { kMostAboveReference = 60 };
+/// The same where there is a teacher: what its classes' dz is divided by may be 2^-24 of it, and the quotients have to stay in range.
+enum : int { kMostAboveTaught = 30 };
 
 template <class Problem>
 constexpr bool kPowers = Numeric<typename Problem::Element>::kHalf && Problem::hidden_size >= kLongSum;

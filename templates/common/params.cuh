@@ -282,7 +282,8 @@ struct ReferencesParams {
     const void* weight;
     const void* bias;
     TargetParams targets;
-    float* references;  ///< [rows]
+    TeacherParams teacher;  ///< where the Problem has one: its classes' logits are known
+    float* references;      ///< [rows]
     RowList list;
     const float* temperature;  ///< [rows], where the Problem has temperatures
     float transform[kMaxTransformParameters];
@@ -297,13 +298,16 @@ struct RetainedRowsParams {
     const PassScalars* scalars;
     const float* references;
     const float* target_logits;
-    void* exponentials;             ///< blocks of [rows, kRetainedColumns]; the target's column receives what its dz is made of
-    void* scaled_hidden;            ///< [rows, D]
-    float* row_scales;              ///< [rows]: dz = row scale · E, less
-    float* row_smoothing;           ///< [rows]: times the classes' weights, with label smoothing
-    const float* row_temperatures;  ///< RowCoefficientsParams'
-    unsigned* counters;             ///< set to 0: those of two Paces and the readers of each block
+    void* exponentials;                ///< blocks of [rows, kRetainedColumns]; the target's and the teacher's columns receive their dz's
+    void* scaled_hidden;               ///< [rows, D]
+    float* row_scales;                 ///< [rows]: dz = row scale · E, less
+    float* row_smoothing;              ///< [rows]: times the classes' weights, with label smoothing
+    const float* row_temperatures;     ///< RowCoefficientsParams'
+    const float* row_teacher_weights;  ///< RowCoefficientsParams'
+    unsigned* counters;                ///< set to 0: those of two Paces and the readers of each block
+    TeacherParams teacher;             ///< where the Problem has one
     RowList list;
+    LogitSlope slope;  ///< of the teacher's classes, but for `derivative`
     long long block_bytes;
     int counter_count;
     int rows;

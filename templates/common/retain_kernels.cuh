@@ -2,9 +2,20 @@
 // derivative of a logit where a softcap makes it differ from class to class, else 1.
 #pragma once
 
-#include "flce/common/logit_epilogue.cuh"
+#include "flce/common/teacher_kernels.cuh"
 
 namespace flce {
+
+/// The largest logit of the classes that a row's teacher names, and `reference`, on every lane. A teacher alone may have any target.
+template <class Problem>
+__device__ __forceinline__ float largest_named(const TeacherParams& p, long long row, float reference) {
+    for (int k = static_cast<int>(threadIdx.x) % 32; k < p.top_k; k += 32) {
+        const long long at = row * p.top_k + k;
+        if (teacher_id<Problem>(p, at) >= 0) reference = fmaxf(reference, p.logprobs[at]);
+    }
+    for (int lanes = 16; lanes > 0; lanes /= 2) reference = fmaxf(reference, __shfl_xor_sync(0xffffffffu, reference, lanes));
+    return reference;
+}
 
 /// A warp has a row. The target's logit, which is near the largest one wherever a model has learnt anything: above it by 60 only where the
 /// loss is. Ignored tokens take class 0's.
@@ -22,14 +33,13 @@ __device__ __forceinline__ void references(const ReferencesParams& p) {
     float sum = 0.f;
     for (int k = lane; k < Problem::hidden_size; k += 32) sum = __fmaf_rn(to_float(h[k]), to_float(w[k * kStep]), sum);
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    if (lane != 0) return;
     if constexpr (Problem::bias) sum += to_float(static_cast<const Element*>(p.bias)[target]);
-    const float logit = Problem::transform(sum, p.transform).value;
-    if constexpr (Problem::temperature) {
-        p.references[row] = Tempering(p.temperature[listed.row]).divided(logit);
-    } else {
-        p.references[row] = logit;
+    float logit = Problem::transform(sum, p.transform).value;
+    if constexpr (Problem::temperature) logit = Tempering(p.temperature[listed.row]).divided(logit);
+    if constexpr (Problem::teacher) {
+        if (listed.target >= 0) logit = largest_named<Problem>(p.teacher, listed.row, logit);
     }
+    if (lane == 0) p.references[row] = logit;
 }
 
 /// d of the target.
@@ -42,10 +52,68 @@ __device__ __forceinline__ float target_derivative(const RetainedRowsParams& p, 
     }
 }
 
+/// The place of a class's exponential.
+template <class Problem>
+__device__ __forceinline__ typename Problem::Element* exponential_at(const RetainedRowsParams& p, int row, int column) {
+    char* const block = static_cast<char*>(p.exponentials) + column / kRetainedColumns * p.block_bytes;
+    return reinterpret_cast<typename Problem::Element*>(block) + static_cast<long long>(row) * kRetainedColumns + column % kRetainedColumns;
+}
+
+/// What dz of a row is divided by where it is stored. z-loss can make a vanish, as can a teacher whose probabilities come to nothing. A
+/// millionth of t beside it does not show, nor does the rounding of such a sum.
+__device__ __forceinline__ float divisor_of(float a, float t, float of_teacher) {
+    const float least = fmaxf(1e-6f * fabsf(t), 0x1p-24f * of_teacher);
+    return fabsf(a) < least ? copysignf(least, a) : a;
+}
+
+/// A row of retained_rows: its coefficients, what dz is divided by, and exp(reference − lse).
+struct RetainedRow {
+    int row;
+    float4 k;
+    RowTarget target;
+    float divisor;
+    float share;
+};
+
+/// The target's exponential.
+template <class Problem>
+__device__ __forceinline__ void write_target(const RetainedRowsParams& p, const RetainedRow& r) {
+    const float logit = p.target_logits[r.row];
+    const float dz = ::expf(logit - r.target.lse) - r.k.z / r.divisor;
+    *exponential_at<Problem>(p, r.row, r.target.target) =
+        Numeric<typename Problem::Element>::from_float(dz / r.share * target_derivative<Problem>(p, logit, r.row));
+}
+
+/// The named classes' exponentials, as teacher_dlogits makes their dz, and the row's divisor, which follows from what their probabilities
+/// come to. Returns whether the target is one of them. For a whole warp.
+template <class Problem>
+__device__ __forceinline__ bool write_named(const RetainedRowsParams& p, RetainedRow& r) {
+    __shared__ NamedClasses of_warp[kRowThreads / 32];
+    NamedClasses& named = of_warp[threadIdx.x / 32];
+    const long long first = teacher_row(p.list, r.row) * p.teacher.top_k;
+    named.load<Problem>(p.teacher, first, 0, Problem::vocab_size);
+    const float weight = p.row_teacher_weights[r.row];
+    float sizes = 0.f;
+    for (int k = static_cast<int>(threadIdx.x) % 32; k < p.teacher.top_k; k += 32) sizes += fabsf(named.probabilities[k]);
+    r.divisor = divisor_of(r.k.x, r.k.z, fabsf(weight) * warp_sum(sizes));
+    if (r.divisor == 0.f) return true;  // every dz of the row is 0
+    bool has_target = false;
+    named.for_each(p.teacher.top_k, [&](int k, int column, float probability) {
+        const bool is_target = column == r.target.target;
+        has_target = has_target || is_target;
+        if (column >= p.columns) return;
+        const float logprob = p.teacher.logprobs[first + k];
+        const float dz = ::expf(logprob) * r.k.x - (is_target ? r.k.z : 0.f) - weight * probability;
+        *exponential_at<Problem>(p, r.row, column) = Numeric<typename Problem::Element>::from_float(
+            dz / r.divisor / r.share * slope_in_row<Problem>(p, r.row, logprob, r.target.lse));
+    });
+    return __any_sync(0xffffffffu, has_target) != 0;
+}
+
 /// A warp has a row. dz_j = (p_j·a − t·[j = y])·d_j as scale·E_j: the target's E_y becomes d_y·(p_y − t/a) / exp(reference − lse), from the
-/// logit in fp32, so that confident tokens keep their small gradients. The same again for another backward. E, dz's other factor, meets
-/// hidden with the scale in it and is the plain operand of both GEMMs. What label smoothing takes from every dz_j of a row, s·c_j, has no
-/// part in E: the GEMMs' epilogues subtract it (smoothing_sums).
+/// logit in fp32, so that confident tokens keep their small gradients, and so do the classes that a teacher names. The same again for
+/// another backward. E, dz's other factor, meets hidden with the scale in it and is the plain operand of both GEMMs. What label smoothing
+/// takes from every dz_j of a row, s·c_j, has no part in E: the GEMMs' epilogues subtract it (smoothing_sums).
 template <class Problem>
 __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     using Element = typename Problem::Element;
@@ -62,19 +130,11 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     if (target.target >= 0) {
         const float derivative = p.derivative * dlogits_scale<Problem>(p.scalars, false);
         smoothing = k.w * derivative;
-        // z-loss can make a vanish; a millionth of t beside it does not show.
-        const float least = 1e-6f * fabsf(k.z);
-        const float a = fabsf(k.x) < least ? copysignf(least, k.x) : k.x;
-        const float share = ::expf(p.references[row] - target.lse);
-        scale = a * share * derivative;
-        if (lane == 0 && target.target < p.columns && a != 0.f) {
-            const float logit = p.target_logits[row];
-            const float probability = ::expf(logit - target.lse);
-            char* const block = static_cast<char*>(p.exponentials) + target.target / kRetainedColumns * p.block_bytes;
-            const long long at = static_cast<long long>(row) * kRetainedColumns + target.target % kRetainedColumns;
-            reinterpret_cast<Element*>(block)[at] =
-                Numeric<Element>::from_float((probability - k.z / a) / share * target_derivative<Problem>(p, logit, row));
-        }
+        RetainedRow r{row, k, target, divisor_of(k.x, k.z, 0.f), ::expf(p.references[row] - target.lse)};
+        bool is_named = false;
+        if constexpr (Problem::teacher) is_named = write_named<Problem>(p, r);
+        scale = r.divisor * r.share * derivative;
+        if (lane == 0 && !is_named && target.target < p.columns && r.divisor != 0.f) write_target<Problem>(p, r);
     }
     if (lane == 0) p.row_scales[row] = scale;
     if (Problem::label_smoothing && lane == 0) p.row_smoothing[row] = smoothing;

@@ -146,7 +146,10 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
     float teacher_cross_entropy = 0.f;
     if constexpr (Problem::teacher) {
         __shared__ TaughtRow taught[kOutputRows];
-        if (part == 0) taught[row_of_block] = {target >= 0 ? listed.row : -1, sums.max, logf(sums.exp_sum), 0.f};
+        if (part == 0) {
+            const float target_logit = target >= 0 ? p.target_logits[row] : 0.f;
+            taught[row_of_block] = {target >= 0 ? listed.row : -1, target, target_logit, sums.max, logf(sums.exp_sum), 0.f};
+        }
         __syncthreads();  // every row is there
         finish_teacher<Problem, kOutputThreads>(p.teacher, taught);
         teacher_cross_entropy = taught[row_of_block].cross_entropy;
@@ -164,7 +167,7 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
         top1 = sums.top1 == FLCE_NO_CLASS ? 0 : sums.top1;
         if (p.references != nullptr) {
             // Exponentials are within ±87 of the reference, in nats; what is 60 below the largest does not count any more.
-            stale = !(sums.max - p.references[row] <= kMostAboveReference);
+            stale = !(sums.max - p.references[row] <= (Problem::teacher ? kMostAboveTaught : kMostAboveReference));
             if (stale) p.references[row] = out.lse;
             p.retained_target_logits[row] = sums.target_logit;
         }

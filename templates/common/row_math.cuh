@@ -123,11 +123,14 @@ struct LogitSlope {
     float inverse_softcap;  ///< 0: no softcap
 };
 
-/// `logit`: before it is divided by a temperature.
-FLCE_HOST_DEVICE float slope_at(const LogitSlope& s, float logit) {
+/// The slope of the logit whose log-probability this is, before it is divided by the row's temperature. It is 0 where the softcap is
+/// reached: by as little as the log-probability and lse, which are rounded to their own sizes, can be off.
+FLCE_HOST_DEVICE float slope_of_class(const LogitSlope& s, float logprob, float lse, float temperature) {
     if (s.inverse_softcap == 0.f) return s.scale;  // also where the logit is infinite
-    const float t = logit * s.inverse_softcap;
-    return (1.f - t * t) * s.scale;
+    const float to_cap = temperature * s.inverse_softcap;
+    const float t = (logprob + lse) * to_cap;
+    const float lost = 0x1p-24f * ((2.f * fabsf(logprob) + fabsf(lse)) * to_cap + 8.f);
+    return fabsf(t) + lost < 1.f ? (1.f - t * t) * s.scale : 0.f;
 }
 
 /// dz_j = p_j·(a + b·z_j) − t·[j = y] − s·c_j: every option and every differentiable output in four numbers a token. A

@@ -105,12 +105,15 @@ __device__ __forceinline__ void teacher_logits(const TeacherLogitsParams& p) {
 /// A row as the warps of a block see it that finish its classes.
 struct TaughtRow {
     long long row;  ///< of the teacher's tensors; −1: ignored
+    int target;
+    float target_logit;
     float max;
     float log_sum;
     float cross_entropy;
 };
 
-/// Logits become log-probabilities, and each row gets the teacher's cross entropy. `rows` [kOutputRows], shared, is filled.
+/// Logits become log-probabilities, and each row gets the teacher's cross entropy. The target's logit is the one that forward has, which
+/// was added up as those were that lse is made of. `rows` [kOutputRows], shared, is filled.
 template <class Problem, int kThreads>
 __device__ __forceinline__ void finish_teacher(const TeacherParams& p, TaughtRow* rows) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -120,8 +123,9 @@ __device__ __forceinline__ void finish_teacher(const TeacherParams& p, TaughtRow
         float sum = 0.f;
         for (int k = lane; k < p.top_k; k += 32) {
             const long long at = of.row * p.top_k + k;
-            if (teacher_id<Problem>(p, at) < 0) continue;
-            const float logprob = (p.logprobs[at] - of.max) - of.log_sum;
+            const int id = teacher_id<Problem>(p, at);
+            if (id < 0) continue;
+            const float logprob = ((id == of.target ? of.target_logit : p.logprobs[at]) - of.max) - of.log_sum;
             p.logprobs[at] = logprob;
             sum += teacher_term(p.probs[at], logprob);
         }
@@ -162,58 +166,72 @@ __device__ __forceinline__ long long teacher_row(const RowList& list, int row) {
     return list.rows != nullptr ? list.rows[list.first + row].row : row;
 }
 
-/// The slope of the logit whose log-probability this is.
-template <class Problem>
-__device__ __forceinline__ float slope_of(const TeacherRowsParams& p, int row, float logprob, float lse) {
-    float logit = logprob + lse;
-    if constexpr (Problem::temperature) logit *= p.row_temperatures[row];
-    return slope_at(p.slope, logit);
+/// A class's slope_of_class in a row of a backward launch.
+template <class Problem, class Params>
+__device__ __forceinline__ float slope_in_row(const Params& p, int row, float logprob, float lse) {
+    return slope_of_class(p.slope, logprob, lse, Problem::temperature ? p.row_temperatures[row] : 1.f);
 }
 
-/// Writes dz of the named classes that lie in the chunk, each from its own terms and rounded once. A warp has a row; the first of equal ids
-/// writes for all of them.
+/// The classes that a row's teacher names, in shared memory. A warp has a row.
+struct NamedClasses {
+    int columns[kMostTeacherClasses];  ///< from a launch's first one on; −1: none of its columns
+    float probabilities[kMostTeacherClasses];
+
+    /// `first`: the row's first place in the teacher's tensors. The launch has `count` columns from class `first_column` on.
+    template <class Problem>
+    __device__ __forceinline__ void load(const TeacherParams& p, long long first, long long first_column, int count) {
+        for (int k = static_cast<int>(threadIdx.x) % 32; k < p.top_k; k += 32) {
+            const int id = teacher_id<Problem>(p, first + k);
+            const long long column = id - first_column;
+            const bool here = id >= 0 && column >= 0 && column < count;
+            columns[k] = here ? static_cast<int>(column) : -1;
+            probabilities[k] = here ? p.probs[first + k] : 0.f;
+        }
+        __syncwarp();
+    }
+    /// Calls `visit` once for each of the columns, on any lane: the first place that names it, the column, and the sum of all that do.
+    template <class Visit>
+    __device__ __forceinline__ void for_each(int top_k, const Visit& visit) const {
+        for (int k = static_cast<int>(threadIdx.x) % 32; k < top_k; k += 32) {
+            const int column = columns[k];
+            if (column < 0) continue;
+            int before = 0;
+            float probability = 0.f;
+            for (int other = 0; other < top_k; ++other) {
+                if (columns[other] != column) continue;
+                before += other < k ? 1 : 0;
+                probability += probabilities[other];
+            }
+            if (before == 0) visit(k, column, probability);
+        }
+    }
+};
+
+/// Writes dz of the named classes that lie in the chunk, each from its own terms and rounded once.
 template <class Problem>
 __device__ __forceinline__ void teacher_dlogits(const TeacherRowsParams& p) {
     using Element = typename Problem::Element;
-    __shared__ int columns[kRowThreads / 32][kMostTeacherClasses];
-    __shared__ float probabilities[kRowThreads / 32][kMostTeacherClasses];
+    __shared__ NamedClasses of_warp[kRowThreads / 32];
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     const int row = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + warp;
     if (row >= listed_rows<Problem>(p.list, p.rows, 1)) return;
     const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
     if (target.target < 0) return;
     const long long first = teacher_row(p.list, row) * p.teacher.top_k;
-    for (int k = lane; k < p.teacher.top_k; k += 32) {
-        const int id = teacher_id<Problem>(p.teacher, first + k);
-        const long long column = id - p.first_column;
-        const bool here = id >= 0 && column >= 0 && column < p.columns;
-        columns[warp][k] = here ? static_cast<int>(column) : -1;
-        probabilities[warp][k] = here ? p.teacher.probs[first + k] : 0.f;
-    }
-    __syncwarp();
+    NamedClasses& named = of_warp[warp];
+    named.load<Problem>(p.teacher, first, p.first_column, p.columns);
     const float4 c = static_cast<const float4*>(p.coefficients)[row];
     const float scale = dlogits_scale<Problem>(p.scalars, false);
     Element* const dlogits = static_cast<Element*>(p.dlogits) + row * p.ld;
-    for (int k = lane; k < p.teacher.top_k; k += 32) {
-        const int column = columns[warp][k];
-        if (column < 0) continue;
-        int before = 0;
-        float probability = 0.f;
-        for (int other = 0; other < p.teacher.top_k; ++other) {
-            if (columns[warp][other] != column) continue;
-            before += other < k ? 1 : 0;
-            probability += probabilities[warp][other];
-        }
-        if (before != 0) continue;
+    named.for_each(p.teacher.top_k, [&](int k, int column, float probability) {
         const float logprob = p.teacher.logprobs[first + k];
         float dz = ::expf(logprob) * (Problem::entropy ? c.x + c.y * fmaxf(logprob + target.lse, farthest_below()) : c.x);
         if (target.target - p.first_column == column) dz -= c.z;
         if constexpr (Problem::label_smoothing) dz -= c.w;
-        dz = (dz - p.row_weights[row] * probability) * slope_of<Problem>(p, row, logprob, target.lse) * scale;
+        dz = (dz - p.row_weights[row] * probability) * slope_in_row<Problem>(p, row, logprob, target.lse) * scale;
         if constexpr (kSame<Element, Fp16>) dz = ptx::clamp_nan(dz, 65504.f);
         dlogits[column] = Numeric<Element>::from_float(dz);
-    }
+    });
 }
 
 /// Adds each lane's value at its column, −1 for none; where columns are equal, in the order of the lanes. For a warp's own sums.
@@ -269,7 +287,7 @@ __device__ __forceinline__ void teacher_bias(const TeacherRowsParams& p) {
                 const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
                 const long long at = teacher_row(p.list, row) * p.teacher.top_k + entry % p.teacher.top_k;
                 if (target.target >= 0) {
-                    const float slope = slope_of<Problem>(p, row, p.teacher.logprobs[at], target.lse);
+                    const float slope = slope_in_row<Problem>(p, row, p.teacher.logprobs[at], target.lse);
                     taken = p.row_weights[row] * p.teacher.probs[at] * slope * scale;
                 }
             }

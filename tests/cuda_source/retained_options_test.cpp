@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
@@ -72,7 +73,9 @@ TEST_P(RetainedOptions, APart_TheRestIsComputedAgain) {
 INSTANTIATE_TEST_SUITE_P(Every, RetainedOptions,
                          testing::Values("", ",softcap=30", ",bias", ",label_smoothing=0.1", ",z_loss=0.0001", ",class_weight",
                                          ",outputs=logprob+entropy+top1,temperature", ",token_weight",
-                                         ",bias,label_smoothing=0.1,class_weight", ",softcap=30,bias,temperature,logit_scale=0.5"));
+                                         ",bias,label_smoothing=0.1,class_weight", ",softcap=30,bias,temperature,logit_scale=0.5",
+                                         ",teacher_top_k=64", ",teacher_top_k=256,hard_weight=0.5,bias,label_smoothing=0.1,token_weight",
+                                         ",teacher_top_k=1,softcap=30,bias,temperature,logit_scale=0.5"));
 
 /// Where the launches of a pass stand; a kernel that is not launched is behind them all.
 std::ptrdiff_t place(const Launched& pass, const std::string& kernel) {
@@ -113,6 +116,79 @@ TEST(RetainedSmoothing, ChunksLackNothing) {
     EXPECT_GT(chunks, 0);
 }
 
+/// The call's tensors of a teacher, from the first row on.
+void expect_teacher(const TeacherParams& p, int top_k) {
+    const CallSlots slots = test::made_up_call(kTokens, {});
+    const auto at = [&](Slot slot) { return slots[static_cast<std::size_t>(slot)]; };
+    EXPECT_EQ(reinterpret_cast<std::int64_t>(p.ids), at(Slot::teacher_ids));
+    EXPECT_EQ(reinterpret_cast<std::int64_t>(p.probs), at(Slot::teacher_probs));
+    EXPECT_EQ(reinterpret_cast<std::int64_t>(p.logprobs), at(Slot::teacher_logprobs));
+    EXPECT_EQ(p.top_k, top_k);
+}
+
+TEST(RetainedTeacher, ItsClassesAreWrittenBeforeTheyAreRead) {
+    const Launched pass = backward_of(",teacher_top_k=64,hard_weight=0.5,bias,softcap=30,temperature,logit_scale=0.5", {});
+    const auto coefficients = pass.launches[place(pass, "row_coefficients")].params<RowCoefficientsParams>();
+    const auto rows = pass.launches[place(pass, "retained_rows")].params<RetainedRowsParams>();
+    expect_teacher(rows.teacher, 64);
+    EXPECT_EQ(rows.row_teacher_weights, coefficients.row_teacher_weights);
+    EXPECT_EQ(rows.row_temperatures, coefficients.row_temperatures);
+    EXPECT_EQ(rows.slope.scale, 1.0F) << "logit_scale is a factor of the row";
+    EXPECT_EQ(rows.derivative, 0.5F);
+    EXPECT_EQ(rows.slope.inverse_softcap, 1.0F / 30);
+    EXPECT_EQ(rows.columns, 151'936);
+    for (const char* reader : {"retained_bias", "grad_hidden", "grad_weight"}) {
+        EXPECT_EQ(pass.count(reader), 1) << reader;
+        EXPECT_LT(place(pass, "retained_rows"), place(pass, reader)) << reader;
+    }
+    EXPECT_EQ(pass.count("teacher_dlogits") + pass.count("teacher_bias"), 0) << "there is no chunk";
+}
+
+// Each class is written once: among the exponentials, or in the one chunk that has it.
+TEST(RetainedTeacher, ChunksHaveTheClassesThatAreNotRetained) {
+    for (const char* bias : {"", ",bias"}) {
+        const Launched pass = backward_of(std::string(",teacher_top_k=64") + bias, {}, kHalf);
+        std::int64_t next = pass.launches[place(pass, "retained_rows")].params<RetainedRowsParams>().columns;
+        EXPECT_LT(next, 151'936);
+        std::string before;
+        for (const Recorded& r : pass) {
+            if (r.kernel == "flce_teacher_dlogits") {
+                EXPECT_EQ(before, "flce_dlogits");
+                const auto p = r.params<TeacherRowsParams>();
+                expect_teacher(p.teacher, 64);
+                EXPECT_EQ(p.first_column, next);
+                next += p.columns;
+            }
+            before = r.kernel;
+        }
+        EXPECT_EQ(next, 151'936);
+        EXPECT_EQ(pass.count("dlogits"), pass.count("teacher_dlogits"));
+        EXPECT_EQ(pass.count("teacher_bias"), *bias != 0 ? pass.count("dlogits") : 0);
+        EXPECT_EQ(pass.count("backward_chunks"), 0) << "dlogits must lie still between two launches";
+    }
+}
+
+// What exponentials are relative to is the largest logit of the target and the teacher's classes.
+TEST(RetainedTeacher, LogitsComeBeforeReferences) {
+    const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16,teacher_top_k=64,temperature");
+    const Device device = describe_device("h100");
+    const CudaProgram program = generate_cuda(spec, device, choose_plan(spec, device));
+    CallSlots slots = test::made_up_call(kTokens, {});
+    for (const std::int64_t retained : {std::int64_t{0}, kHalf, kAll}) {
+        slots[static_cast<std::size_t>(Slot::retained)] = retained == 0 ? 0 : 99 * kStep;
+        slots[static_cast<std::size_t>(Slot::retained_bytes)] = retained;
+        const Launched pass = test::run(program, program.forward, slots);
+        EXPECT_EQ(pass.count("teacher_logits"), 1) << retained;
+        EXPECT_EQ(pass.count("references"), retained == 0 ? 0 : 1);
+        EXPECT_LT(place(pass, "teacher_logits"), place(pass, "row_outputs"));
+        expect_teacher(pass.launches[place(pass, "row_outputs")].params<RowOutputsParams>().teacher, 64);
+        if (retained == 0) continue;
+        EXPECT_LT(place(pass, "teacher_logits"), place(pass, "references"));
+        EXPECT_LT(place(pass, "references"), place(pass, "forward"));
+        expect_teacher(pass.launches[place(pass, "references")].params<ReferencesParams>().teacher, 64);
+    }
+}
+
 TEST(RetainedEntropy, ItsGradient_TakesNoExponentials) {
     const std::string options = ",outputs=loss+entropy";
     EXPECT_EQ(backward_of(options, {}).count("retained_rows"), 1);
@@ -124,15 +200,21 @@ TEST(RetainedEntropy, ItsGradient_TakesNoExponentials) {
     for (std::size_t i = 0; i < none.launches.size(); ++i) EXPECT_EQ(pass.launches[i].kernel, none.launches[i].kernel);
 }
 
-TEST(RetainedRules, SmoothingUnderASoftcap_IsRefusedByName) {
-    const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16,softcap=30,label_smoothing=0.1");
+TEST(RetainedRules, WhatIsNoProduct_IsRefusedByName) {
     const Device device = describe_device("h100");
-    Plan plan = choose_plan(spec, device);
-    EXPECT_EQ(plan.strategy, Strategy::recompute);
-    plan.strategy = Strategy::retain;
-    const auto reason = illegal_reason(spec, device, plan);
-    ASSERT_TRUE(reason.has_value());
-    EXPECT_NE(reason->find("label smoothing's gradient under a softcap"), std::string::npos) << *reason;
+    for (const char* teacher : {"", ",teacher_top_k=8,hard_weight=0.5"}) {
+        for (const auto& [options, text] : {std::pair{"dtype=bf16,softcap=30,label_smoothing=0.1", "smoothing's gradient under a softcap"},
+                                            std::pair{"dtype=fp16", "exponentials have bf16's range"},
+                                            std::pair{"dtype=bf16,weight_dtype=fp32", "references are single rows of the weight"}}) {
+            const Spec spec = parse_spec(std::string("D=2048,V=151936,") + options + teacher);
+            Plan plan = choose_plan(spec, device);
+            EXPECT_EQ(plan.strategy, Strategy::recompute);
+            plan.strategy = Strategy::retain;
+            const auto reason = illegal_reason(spec, device, plan);
+            ASSERT_TRUE(reason.has_value()) << spec.text();
+            EXPECT_NE(reason->find(text), std::string::npos) << *reason;
+        }
+    }
 }
 
 }  // namespace

@@ -101,6 +101,7 @@ Statement references_launch(const ForwardPass& pass, const LaunchRows& rows, con
         .set(&ReferencesParams::weight, slot(Slot::weight))
         .set(&ReferencesParams::bias, slot(Slot::bias))
         .set_targets(&ReferencesParams::targets, rows.base)
+        .set_teacher(&ReferencesParams::teacher, pass.spec, rows.base)
         .set_list(&ReferencesParams::list, pass.list, workspace_at(pass.layout.scalars), rows.first)
         .set(&ReferencesParams::references, references_at(retained, rows))
         .set(&ReferencesParams::temperature, temperatures_at(rows))
@@ -139,7 +140,7 @@ std::vector<Statement> retaining_steps(const ForwardPass& pass, const LaunchRows
     const RetainedRowsAt retained_rows{if_retained(retained, references_at(retained, rows)),
                                        if_retained(retained, retained_at(retained.target_logits) + rows.first * 4),
                                        if_retained(retained, stale_at(retained, rows))};
-    std::vector<Statement> steps;
+    std::vector<Statement> steps = teacher_logits_steps(pass, rows);
     steps.push_back({If{any, {references_launch(pass, rows, retained)}}});
     std::ranges::move(gemm(false), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, retained_rows));

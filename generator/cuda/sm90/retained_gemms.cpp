@@ -20,7 +20,7 @@ MappedMatrix exponentials_matrix(const RetainedLayout& retained) {
             retained.block_bytes};
 }
 
-/// The rows' scales, scaled hidden states, and the target's element of each row of exponentials.
+/// The rows' scales, scaled hidden states, and the target's and the teacher's elements of each row of exponentials.
 Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& rows) {
     using Params = RetainedRowsParams;
     const RetainedLayout& retained = pass.retained;
@@ -39,6 +39,9 @@ Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& row
         .set(&Params::row_scales, retained_at(retained.row_scales) + rows.first * 4)
         .set(&Params::row_smoothing, retained_at(retained.row_smoothing) + rows.first * 4)
         .set(&Params::row_temperatures, workspace_at(layout.row_temperatures))
+        .set(&Params::row_teacher_weights, pass.spec.teacher_top_k > 0 ? workspace_at(layout.row_teacher_weights) : Expr(0))
+        .set_teacher(&Params::teacher, pass.spec, caller_row(pass, rows.first))
+        .set_slope(&Params::slope, {.scale = 1.0F, .inverse_softcap = logit_slope(pass.spec).inverse_softcap})
         .set_transform(&Params::transform, pass.spec)
         .set(&Params::counters, workspace_at(layout.counters))
         .set(&Params::counter_count, layout.counter_count)

@@ -87,7 +87,6 @@ CudaPath::Reason retain_problem(const Spec& spec) {
         return std::string(
             "retain: label smoothing's gradient under a softcap is no product of a number of the token and one of the class");
     }
-    if (spec.teacher_top_k > 0) return std::string("retain: a teacher's classes would be places of the exponentials to write over");
     return std::nullopt;
 }
 
