@@ -1,7 +1,9 @@
 // What calls say of every token: that each kernel reads it from where its rows are.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <tuple>
@@ -9,6 +11,7 @@
 
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
+#include "generator/logit_transforms.hpp"
 #include "templates/sm90/params.cuh"
 #include "tests/cuda_source/recorded_launch.hpp"
 
@@ -324,6 +327,35 @@ TEST(TokenOptionsSource, Teacher_ChangesNoKernelOverTiles) {
             }
         }
     }
+}
+
+/// What backward knows of a logit: its log-probability and lse, of `classes` classes of which the largest has a logit of `top`.
+float slope_beside(const LogitSlope& slope, float logit, float top, float classes, float temperature) {
+    const float log_sum = std::log(classes);
+    return slope_of_class(slope, (logit - top) - log_sum, top + log_sum, temperature);
+}
+
+TEST(TeacherSlope, AtTheCap_IsExactlyZero) {
+    for (const float cap : {1.0F, 3.7F, 30.0F, 50.0F}) {
+        const LogitSlope slope = logit_slope(parse_spec(fmt::format("D=64,V=1000,softcap={},logit_scale=0.75", cap)));
+        for (const float temperature : {1.0F, 0.1F, 0.7F, 1.9F, 0x1p-100F, 0x1p100F}) {
+            for (float classes = 1; classes < 3e5F; classes *= 1.37F) {
+                const float top = cap / temperature;
+                EXPECT_EQ(slope_beside(slope, top, top, classes, temperature), 0) << cap << " " << temperature << " " << classes;
+                EXPECT_EQ(slope_beside(slope, -top, top, classes, temperature), 0) << cap << " " << temperature << " " << classes;
+            }
+        }
+    }
+}
+
+TEST(TeacherSlope, BelowTheCap_IsThatOfTheLogit) {
+    const LogitSlope slope = logit_slope(parse_spec("D=64,V=1000,softcap=30,logit_scale=0.75"));
+    for (const float t : {0.0F, 0.5F, -0.9F, 0.999F, 1 - 0x1p-18F, -1 + 0x1p-18F}) {
+        const float got = slope_beside(slope, 30 * t, 30, 151'936, 1);
+        EXPECT_NEAR(got, 0.75 * (1 - double(t) * double(t)), 16 * 0x1p-24);
+        EXPECT_GT(got, 0);
+    }
+    EXPECT_EQ(slope_of_class(logit_slope(parse_spec("D=64,V=1000")), -INFINITY, 3, 1), 1) << "a class that does not take part";
 }
 
 std::string shape_name(const testing::TestParamInfo<Shape>& info) {

@@ -157,6 +157,56 @@ TEST_P(RetainedExponentials, OneHugeColumnLast_WithinBounds) {
     }
 }
 
+// The classes at both sides of every border between blocks, of which a part may be retained, and the target among them twice.
+TEST_P(RetainedExponentials, TeachersClassesAtTheBordersOfBlocks_WithinBounds) {
+    const auto k = kernel();
+    const std::int64_t top_k = k->spec().teacher_top_k;
+    if (top_k == 0) GTEST_SKIP() << "there is no teacher";
+    constexpr std::int64_t kBorders[] = {0, 511, 512, 1023, 1024, 1535, 1536, 2047, 2048, 2559, 2560, kVocab - 1};
+    for (const int bits : {32, 64}) {
+        Problem problem = problem_of({.num_tokens = 300, .target_bits = bits, .seed = 17});
+        for (std::int64_t i = 0; i < 300; ++i) {
+            for (std::int64_t at = 0; at < top_k; ++at) {
+                problem.teacher_ids[static_cast<std::size_t>(i * top_k + at)] = kBorders[(i + 5 * at) % std::ssize(kBorders)];
+            }
+            const std::int64_t target = problem.target[static_cast<std::size_t>(i)];
+            if (i % 3 != 0 || target < 0 || top_k < 3) continue;
+            problem.teacher_ids[static_cast<std::size_t>(i * top_k)] = problem.teacher_ids[static_cast<std::size_t>(i * top_k + 2)] =
+                target;
+        }
+        EXPECT_TRUE(run_and_judge(k, problem)) << bits;
+    }
+}
+
+// What other classes' gradients have as a factor vanishes then, or nearly; those of the named ones do not. A logit far above all others of a
+// few rows makes these rows' quotients as large as they get.
+TEST_P(RetainedExponentials, TeachersProbabilitiesThatComeToNothing_WithinBounds) {
+    const auto k = kernel();
+    const std::int64_t top_k = k->spec().teacher_top_k;
+    if (top_k < 4) GTEST_SKIP() << "there is no teacher, or one of few classes";
+    for (const float rest : {0.F, 0x1p-30F, -0x1p-12F, -0.5F}) {
+        for (const float above : {0.F, 27.F, 45.F}) {
+            Problem problem = problem_of({.num_tokens = 300, .seed = 18});
+            std::ranges::fill(problem.teacher_probs, 0.F);
+            for (std::int64_t i = 0; i < 300; ++i) {
+                const auto first = static_cast<std::size_t>(i * top_k);
+                for (std::int64_t at = 0; at < 3; ++at) {
+                    const std::int64_t id = at < 2 ? (7 * i + 511 * at) % kVocab : problem.teacher_ids[first];
+                    problem.teacher_ids[first + static_cast<std::size_t>(at)] = id;
+                }
+                problem.teacher_probs[first] = 0.25F;
+                problem.teacher_probs[first + 1] = -0.75F;
+                problem.teacher_probs[first + 2] = 0.5F + rest;
+            }
+            for (const std::int64_t token : {17, 290}) {
+                const float squares = 4 * static_cast<float>(hidden_size());  // of a hidden state, about
+                if (above != 0) point_at(problem, kVocab - 1 - token % 2, token, above / squares);
+            }
+            EXPECT_TRUE(run_and_judge(k, problem)) << rest << " " << above;
+        }
+    }
+}
+
 TEST_P(RetainedExponentials, LogitsAllEqual_WithinBounds) {
     const auto k = kernel();
     const std::int64_t depth = hidden_size();
@@ -245,8 +295,9 @@ TEST_P(RetainedExponentials, TilesThatLendNothing_WithinBounds) {
 std::vector<OptionSet> options() {
     std::vector<OptionSet> sets;
     for (const OptionSet& set : all_options()) {
-        for (const char* name : {"plain", "bias", "logit_scale", "softcap", "label_smoothing", "z_loss", "class_weight", "lse", "entropy",
-                                 "temperature", "token_weight", "dft", "top1", "log_sum_sq_probs", "padded", "grad_fp32", "tied"}) {
+        for (const char* name :
+             {"plain", "bias", "logit_scale", "softcap", "label_smoothing", "z_loss", "class_weight", "lse", "entropy", "temperature",
+              "token_weight", "dft", "top1", "log_sum_sq_probs", "padded", "grad_fp32", "tied", "teacher"}) {
             if (std::string_view(set.name) == name) sets.push_back(set);
         }
     }
@@ -262,6 +313,19 @@ std::vector<OptionSet> options() {
     sets.push_back({"all_but_softcap", [](Spec& s) {
                         apply_everything(s);
                         s.softcap = 0;
+                    }});
+    sets.push_back({"teacher_all_but_smoothing", [](Spec& s) {
+                        apply_everything_with_teacher(s);
+                        s.label_smoothing = 0;
+                    }});
+    sets.push_back({"teacher_all_but_softcap", [](Spec& s) {
+                        apply_everything_with_teacher(s);
+                        s.softcap = 0;
+                    }});
+    sets.push_back({"teacher_of_256_added_to", [](Spec& s) {
+                        s.teacher_top_k = 256;
+                        s.bias = true;
+                        s.grad_weight_mode = GradMode::accumulate;
                     }});
     return sets;
 }

@@ -2,6 +2,7 @@
 // passes.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <tuple>
 
@@ -141,6 +142,29 @@ TEST_P(Scenarios, AnyNumberOfATeachersClasses_WithinBounds) {
             spec.hard_weight = hard_weight;
             const auto k = kernel_on(target(), spec);
             EXPECT_TRUE(run_and_judge(k, make_problem(k->spec(), {.num_tokens = 300})));
+        }
+    }
+}
+
+// Every logit is at its softcap, where it has no slope; a teacher's classes find that out from log-probabilities.
+TEST_P(Scenarios, SaturatedLogitsOfATeachersClasses_HaveNoGradient) {
+    for (const double softcap : {3.7, 30.0}) {
+        for (const bool temperature : {false, true}) {
+            Spec spec = make_spec(kHidden, kVocab, dtype(), layout(), option("teacher"));
+            spec.softcap = softcap;
+            spec.logit_scale = 1.25;
+            spec.temperature = temperature;
+            spec.bias = true;
+            const auto k = kernel_on(target(), spec);
+            const Problem p = make_problem(k->spec(), {.num_tokens = 131, .logits = Logits::saturated, .reduction = Reduction::none});
+            KernelRun run(k, p);
+            run.forward();
+            run.backward();
+            const KernelOutputs got = run.outputs(select_all(p));
+            for (const auto* gradient : {&got.grad_hidden, &got.grad_weight, &got.grad_bias}) {
+                EXPECT_EQ(std::ranges::count_if(*gradient, [](double g) { return g != 0; }), 0) << spec.text();
+            }
+            EXPECT_TRUE(run_and_judge(k, p));
         }
     }
 }

@@ -54,6 +54,16 @@ struct ErrorModel {
         if (!expected || summation != Summation::truncating) return 0;
         return kU32 * 0.19 / kTensorCoreStep * std::sqrt(static_cast<double>(length));
     }
+    /// What the logit of a class that a teacher names, a sum of `length` products of its own in fp32, is expected to differ by from what lse
+    /// is made of, relative to their size. Where the largest product comes first each of the tensor cores' steps cuts half a unit of the
+    /// whole sum's last place off, always towards 0; parts of TF32 lose what docs/numerics.md measures. A thread's sum has every 32nd
+    /// product, and five additions join them.
+    [[nodiscard]] double apart(DType dtype, std::int64_t length) const {
+        const bool truncates = summation == Summation::truncating;
+        if (!expected || (!truncates && dtype != DType::fp32)) return 0;
+        const double n = static_cast<double>(length);
+        return kU32 * std::hypot(truncates ? 0.75 * std::ceil(n / kTensorCoreStep) : 2.0, 0.4 * std::sqrt(n / 32 + 5));
+    }
     /// Largest error of `length` terms added to an fp32 accumulator one after the other, relative to the sum of their sizes. Terms may all
     /// be alike (a smoothing term in a row with one label), and then their roundings are alike too.
     [[nodiscard]] static double accumulating(std::int64_t length) { return kU32 * (8 + static_cast<double>(length)); }
@@ -141,7 +151,14 @@ struct LogitSizes {
 
 /// Error of a retained exponential where label smoothing is taken from what it is multiplied to: it is rounded before.
 [[nodiscard]] inline double retained_error(const Spec& spec, const TokenSizes& t, const LogitSizes& e, const ErrorModel& model) {
-    return (e.p * t.slope + (e.is_label ? t.hit : 0)) * model.rounding(unit_roundoff(spec.dtype)) * e.gain;
+    return (e.p * t.slope + (e.is_label ? t.hit : 0) + e.named) * model.rounding(unit_roundoff(spec.dtype)) * e.gain;
+}
+
+/// What lse and the logit of a class that a teacher names differ by, as an error of the gradient with respect to h·w + b. It has one sign
+/// in all of them. The target's logit is made as lse is.
+[[nodiscard]] inline double apart_error(const Spec& spec, const TokenSizes& t, const LogitSizes& e, const ErrorModel& model) {
+    if (e.times_named == 0 || e.is_label) return 0;
+    return e.p * t.slope * model.apart(spec.dtype, spec.hidden_size) * std::fabs(t.lse) * e.gain;
 }
 
 /// Error of the gradient with respect to h·w + b, as stored for the backward products.
@@ -161,9 +178,12 @@ struct LogitSizes {
     if (t.teacher > 0) {
         sum.add(2 * u * e.times_named * e.named * e.gain);
         sum.add(e.p * t.slope * model.sum(spec.teacher_top_k) * e.gain);  // the probabilities' sum
-        // The slope of a softcap is taken from log p + lse, which are rounded to their own sizes.
-        const double sizes = spec.softcap > 0 ? (std::fabs(e.z) + 3 * std::fabs(t.lse)) * t.temperature / spec.softcap : 0;
-        if (spec.softcap > 0) sum.add(e.named * std::fabs(spec.logit_scale) / t.temperature * 2 * (3 + sizes) * kU32);
+        if (spec.softcap > 0 && e.times_named > 0) {
+            // The slope of a softcap is taken from log p + lse, which are rounded to their own sizes; it is 0 as near to the cap as that.
+            const double sizes = (2 * std::fabs(e.z) + 3 * std::fabs(t.lse)) * t.temperature / spec.softcap;
+            const double slope = (model.expected ? 2 * (3 + sizes) : 4 * (7 + sizes)) * kU32;
+            sum.add((e.named + e.logit_gradient) * std::fabs(spec.logit_scale) / t.temperature * slope);
+        }
     }
     sum.add(e.gradient * (spec.temperature ? 5 : 4) * u);
     sum.add((e.p * t.loss_slope + (e.is_label ? t.hit : 0) + t.spread * e.class_weight) * t.factor_error_of(model) * e.gain);

@@ -116,6 +116,7 @@ void Evaluation::token_gradient(std::int64_t at, const ReferenceToken& token, fl
     const double adding = ErrorModel::accumulating(spec_.vocab_size);
     BudgetSum sum(expected_, largest_), retained(expected_, largest_);
     double common = 0;
+    double apart = 0;
     for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
         const float dz = logit_gradient(selection_.tokens[at], token, g, j, z[j]);
         const LogitSizes e = logit_sizes(selection_.tokens[at], token, j, z[j], gain[j], dz);
@@ -124,10 +125,12 @@ void Evaluation::token_gradient(std::int64_t at, const ReferenceToken& token, fl
                 (gradient_error(spec_, token.sizes, e, largest_) + adding * e.gradient) * w);
         retained.add(retained_error(spec_, token.sizes, e, expected_) * w, retained_error(spec_, token.sizes, e, largest_) * w);
         common += e.p * e.gain * w;
+        apart += apart_error(spec_, token.sizes, e, expected_) * w;
         z[j] = dz * gain[j];
     }
     // An error of lse moves all of a row's probabilities together, so it adds up instead of averaging out.
     sum.add(common * token.sizes.lse_error.floor * (token.sizes.slope + token.sizes.slope_z), 0);
+    sum.add(apart, 0);
     out_.budgets.grad_hidden[at] = sum.value();
     if (spec_.label_smoothing > 0) out_.budgets.retained_hidden[at] = retained.value();
 }
@@ -199,6 +202,8 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
         BudgetSum of_weight(expected_, largest_), of_bias(expected_, largest_);
         BudgetSum retained_weight(expected_, largest_), retained_bias(expected_, largest_);
         double shared = 0;  // what a teacher's and the target's shares are factors of
+        double apart = 0;
+        double apart_bias = 0;
         for (std::int64_t i = 0; i < n; ++i) {
             const ReferenceToken& token = tokens_[i];
             if (!token.valid) continue;
@@ -210,6 +215,9 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
             const double expected = gradient_error(spec_, token.sizes, e, expected_);
             const double largest = gradient_error(spec_, token.sizes, e, largest_) + adding * e.gradient;
             const double size = token.sizes.hidden_norm;
+            const double of_named = apart_error(spec_, token.sizes, e, expected_);
+            apart += of_named * size;
+            apart_bias += of_named;
             of_weight.add(expected * size, largest * size);
             of_bias.add(expected, largest);
             // In a product with hidden states its factor is rounded, too.
@@ -222,6 +230,8 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
         }
         // The shares are rounded once, alike for all tokens: in a sum over them that does not average out.
         of_bias.add(2 * expected_.rounding(kU32) * shared, 0);
+        of_bias.add(apart_bias, 0);
+        of_weight.add(apart, 0);
         round_gradients(scale_, dz.data() + s * n, n);
         out_.budgets.grad_weight[first + s] = of_weight.value();
         if (spec_.label_smoothing > 0) out_.budgets.retained_weight[first + s] = retained_weight.value();

@@ -96,15 +96,19 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
         loss.add(factor_error * std::fabs(out_.result.loss[at]));
         if (eps > 0) loss.add(factor * layer_.hard_weight() * per_class * smooth.value());
         double squares_of_named = 0;
+        double together = 0;  // of the loss: lse is off in all of them
         layer_.for_each_named(selection_.tokens[at], [&](std::int64_t id, std::int64_t, double q) {
             if (z[id] == -std::numeric_limits<float>::infinity()) return;  // exactly
             const double dz = logit_error(spec_, logit_sizes(selection_.tokens[at], token, id, z[id], gain[id], 0), model);
             const double to_id = std::fabs(z[id] - token.top) + std::fabs(token.log_sum);
+            const double apart = id == token.label ? 0 : model.apart(spec_.dtype, spec_.hidden_size) * std::fabs(s.lse);
             const double error = ErrorSum(model).add(log_sum.value()).add(dz).add(u * to_id).value();
-            squares_of_named += error * error;
+            squares_of_named += error * error + apart * apart;
             const double part = factor * (1 - layer_.hard_weight()) * std::fabs(q);
             loss.add(part * error).add(part * to_id * model.sum(spec_.teacher_top_k));
+            together += part * apart;
         });
+        loss.add(together);
         out_.budgets.teacher_logprobs[at].*kind = std::sqrt(squares_of_named);
         out_.budgets.loss[at].*kind = loss.value();
     };
