@@ -312,7 +312,7 @@ TEST(TokenOptionsSource, WeightsAndDft_ChangeNoKernel) {
     }
 }
 
-// A teacher's classes are a matter of small kernels, and their number and share are parameters. A kernel of joined chunks is none of theirs.
+// A teacher's classes are a matter of small kernels, and their number and share are parameters. With a bias chunks are not joined anyhow.
 TEST(TokenOptionsSource, Teacher_ChangesNoKernelOverTiles) {
     for (const char* device : {"h100", "a100"}) {
         for (const std::string spec : {"D=64,V=1000,dtype=fp16,bias", "D=64,V=1000,bias", "D=64,V=1000,dtype=fp32,bias"}) {

@@ -178,15 +178,15 @@ TEST_P(RetainedExponentials, TeachersClassesAtTheBordersOfBlocks_WithinBounds) {
     }
 }
 
-// What other classes' gradients have as a factor vanishes then, or nearly; those of the named ones do not. A logit far above all others of a
-// few rows makes these rows' quotients as large as they get.
+// What other classes' gradients have as a factor vanishes then, or nearly; those of the named ones do not. In a few rows a logit far above
+// all others makes the quotients as large as they get.
 TEST_P(RetainedExponentials, TeachersProbabilitiesThatComeToNothing_WithinBounds) {
     const auto k = kernel();
     const std::int64_t top_k = k->spec().teacher_top_k;
     if (top_k < 4) GTEST_SKIP() << "there is no teacher, or one of few classes";
     for (const float rest : {0.F, 0x1p-30F, -0x1p-12F, -0.5F}) {
         for (const float above : {0.F, 27.F, 45.F}) {
-            Problem problem = problem_of({.num_tokens = 300, .seed = 18});
+            Problem problem = problem_of({.num_tokens = 300, .ignored = Ignored::none, .seed = 18});
             std::ranges::fill(problem.teacher_probs, 0.F);
             for (std::int64_t i = 0; i < 300; ++i) {
                 const auto first = static_cast<std::size_t>(i * top_k);
