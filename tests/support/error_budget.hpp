@@ -56,8 +56,8 @@ struct ErrorModel {
     }
     /// What the logit of a class that a teacher names, a sum of `length` products of its own in fp32, is expected to differ by from what
     /// lse is made of, relative to their size. Where the largest product comes first each step of tensor cores cuts half a unit of the
-    /// whole sum's last place off, always towards 0; parts of TF32 lose what docs/numerics.md measures. A lane has every 32nd product, and five
-    /// additions join the lanes.
+    /// whole sum's last place off, always towards 0; parts of TF32 lose what docs/numerics.md measures. A lane has every 32nd product,
+    /// and five additions join the lanes.
     [[nodiscard]] double apart(DType dtype, std::int64_t length) const {
         const bool truncates = summation == Summation::truncating;
         if (!expected || (!truncates && dtype != DType::fp32)) return 0;
