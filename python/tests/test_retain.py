@@ -468,6 +468,26 @@ def test_an_fp32_weight_under_autocast(device: str, watched: Watched) -> None:
         assert_close(lent, plain, torch.bfloat16)
 
 
+def test_a_teachers_classes(device: str, watched: Watched) -> None:
+    problem = make(device)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(-1, 3000, (40, 9), generator=generator)
+    ids[:, 3] = ids[:, 2]
+    ids[::2, 0] = problem.target[::2].cpu().clamp(min=0)
+    probs = torch.randn(40, 9, generator=generator).softmax(-1)
+    for target, hard_weight in ((problem.target, 0.5), (None, 0.0)):
+        options: dict[str, Any] = {"target": target, "hard_weight": hard_weight}
+        results = []
+        for lend, limit in ((False, None), (True, None), (False, ALL)):
+            memory: dict[str, Any] = {"retain_in_grad_weight": lend, "workspace_limit_bytes": limit}
+            loss = flce.linear_topk_distillation(problem.hidden, problem.weight, ids.to(device), probs.to(device), **options, **memory)
+            results.append(gradients_of(problem, loss))
+        assert watched.take() == [NONE, LENT, OWN]
+        for gradients in results[1:]:
+            for got, plain in zip(gradients, results[0], strict=True):
+                assert_close(got, plain, torch.bfloat16, factor=2.0 if device == "cuda" else 1.0)
+
+
 def test_small_layers_retain_nothing(device: str) -> None:
     problem = make(device)
     kernel = flce.get_kernel(64, 3000, torch.bfloat16, device=device)
