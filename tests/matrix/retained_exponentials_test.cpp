@@ -184,7 +184,7 @@ TEST_P(RetainedExponentials, TeachersProbabilitiesThatComeToNothing_WithinBounds
     const auto k = kernel();
     const std::int64_t top_k = k->spec().teacher_top_k;
     if (top_k < 4) GTEST_SKIP() << "there is no teacher, or one of few classes";
-    for (const float rest : {0.F, 0x1p-30F, -0x1p-12F, -0.5F}) {
+    for (const float rest : {0.F, 0x1p-30F, -0.5F}) {
         for (const float above : {0.F, 27.F, 45.F}) {
             Problem problem = problem_of({.num_tokens = 300, .ignored = Ignored::none, .seed = 18});
             std::ranges::fill(problem.teacher_probs, 0.F);
