@@ -113,7 +113,7 @@ struct TaughtRow {
 };
 
 /// Logits become log-probabilities, and each row gets the teacher's cross entropy. The target's logit is the one that forward has, which
-/// was added up as those were that lse is made of. `rows` [kOutputRows], shared, is filled.
+/// was added up as those were that lse is made of; others are at most the largest. `rows` [kOutputRows], shared, is filled.
 template <class Problem, int kThreads>
 __device__ __forceinline__ void finish_teacher(const TeacherParams& p, TaughtRow* rows) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -125,7 +125,8 @@ __device__ __forceinline__ void finish_teacher(const TeacherParams& p, TaughtRow
             const long long at = of.row * p.top_k + k;
             const int id = teacher_id<Problem>(p, at);
             if (id < 0) continue;
-            const float logprob = ((id == of.target ? of.target_logit : p.logprobs[at]) - of.max) - of.log_sum;
+            const float logit = id == of.target ? of.target_logit : fminf(p.logprobs[at], of.max);
+            const float logprob = (logit - of.max) - of.log_sum;
             p.logprobs[at] = logprob;
             sum += teacher_term(p.probs[at], logprob);
         }

@@ -72,7 +72,7 @@ private:
             for (std::int64_t j = 0; j < vocab_; ++j) p[j] = std::exp(z[j] - lse);
             std::vector<float> taken(p.size());
             layer.for_each_named(i, [&](std::int64_t id, std::int64_t k, double q) {
-                const float logit = id == p_.target[i] ? z[id] : named_logit(i, id, z[id]);
+                const float logit = id == p_.target[i] ? z[id] : std::min(named_logit(i, id, z[id]), top);
                 const float logprob = (logit - top) - log_sum;
                 out.teacher_logprobs[static_cast<std::size_t>(i * top_k + k)] = logprob;
                 loss -= static_cast<float>(q) * logprob;
@@ -105,7 +105,8 @@ protected:
     }
     static Summation summation() { return summation_of(std::get<DType>(GetParam()), true); }
 
-    /// What is wrong where named logits are off by `times` of what they are off by on a GPU.
+    /// What is wrong where named logits are off by `times` of what they are off by on a GPU. Sums are nearer to 0 in tensor cores, so that
+    /// where times is above 0 the largest logit bounds the others.
     static std::string wrong(Logits logits, float times) {
         const Problem p = problem(logits);
         const Selection all = select_all(p);
@@ -117,22 +118,22 @@ protected:
             if (summation() == Summation::truncating) {
                 return logit + times * (product_of_warp(&p.hidden[token * depth], &p.weight[id * depth], depth) - logit);
             }
-            // No model of sums of TF32's parts: what is measured of them, by chance.
-            const double share = std::sin(double(7 * token + 3 * id)) * std::sqrt(2.0);
-            return logit + static_cast<float>(times * share * ErrorModel{true}.apart(p.spec.dtype, depth) * double(logit));
+            return logit * (1 + 2 * times * static_cast<float>(kU32));  // what parts of TF32 lose
         };
         return failures(judge(p, all, layer.outputs(named), truth, yardstick));
     }
 };
 
 TEST_P(TeacherBudget, AnotherOrderOfTheProducts_Passes) {
-    for (const Logits logits : {Logits::moderate, Logits::saturated}) EXPECT_EQ(wrong(logits, 1), "");
+    for (const Logits logits : {Logits::moderate, Logits::saturated, Logits::huge}) EXPECT_EQ(wrong(logits, 1), "");
+    EXPECT_EQ(wrong(Logits::saturated, -1), "") << "as where all logits are below 0";
 }
 
 TEST_P(TeacherBudget, NamedLogitsFourTimesAsFarOff_Fail) {
     const auto& [dtype, depth, vocab] = GetParam();
     if (dtype == DType::bf16 && vocab > 3) GTEST_SKIP() << "the rounding of many small probabilities is as large";
-    EXPECT_NE(wrong(Logits::saturated, 4), "");
+    if (dtype == DType::fp32) GTEST_SKIP() << "what lse is off by is as large";
+    EXPECT_NE(wrong(Logits::saturated, -4), "");
 }
 
 std::string taught_name(const testing::TestParamInfo<Parameters>& info) {
@@ -141,7 +142,7 @@ std::string taught_name(const testing::TestParamInfo<Parameters>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Every, TeacherBudget,
-                         testing::Combine(testing::Values(DType::bf16, DType::fp16, DType::fp32), testing::Values(32, 96, 160),
+                         testing::Combine(testing::Values(DType::bf16, DType::fp16, DType::fp32), testing::Values(32, 96, 160, 520),
                                           testing::Values(3, 9, 60)),
                          taught_name);
 

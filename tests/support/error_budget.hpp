@@ -56,13 +56,11 @@ struct ErrorModel {
     }
     /// What the logit of a class that a teacher names, a sum of `length` products of its own in fp32, is expected to differ by from what
     /// lse is made of, relative to their size. Where the largest product comes first each step of tensor cores cuts half a unit of the
-    /// whole sum's last place off, always towards 0; parts of TF32 lose what docs/numerics.md measures. A lane has every 32nd product,
-    /// and five additions join the lanes.
-    [[nodiscard]] double apart(DType dtype, std::int64_t length) const {
-        const bool truncates = summation == Summation::truncating;
-        if (!expected || (!truncates && dtype != DType::fp32)) return 0;
+    /// whole sum's last place off, always towards 0. A lane has every 32nd product, and five additions join the lanes.
+    [[nodiscard]] double apart(std::int64_t length) const {
+        if (!expected || summation != Summation::truncating) return 0;
         const double n = static_cast<double>(length);
-        return kU32 * std::hypot(truncates ? 0.75 * std::ceil(n / kTensorCoreStep) : 2.0, 0.4 * std::sqrt(n / 32 + 5));
+        return kU32 * std::hypot(0.75 * std::ceil(n / kTensorCoreStep), 0.4 * std::sqrt(n / 32 + 5));
     }
     /// Largest error of `length` terms added to an fp32 accumulator one after the other, relative to the sum of their sizes. Terms may all
     /// be alike (a smoothing term in a row with one label), and then their roundings are alike too.
@@ -158,7 +156,7 @@ struct LogitSizes {
 /// in all of them. The target's logit is made as lse is.
 [[nodiscard]] inline double apart_error(const Spec& spec, const TokenSizes& t, const LogitSizes& e, const ErrorModel& model) {
     if (e.times_named == 0 || e.is_label) return 0;
-    return e.p * t.slope * model.apart(spec.dtype, spec.hidden_size) * std::fabs(t.lse) * e.gain;
+    return e.p * t.slope * std::expm1(model.apart(spec.hidden_size) * std::fabs(t.lse)) * e.gain;
 }
 
 /// Error of the gradient with respect to h·w + b, as stored for the backward products.

@@ -101,7 +101,7 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
             if (z[id] == -std::numeric_limits<float>::infinity()) return;  // exactly
             const double dz = logit_error(spec_, logit_sizes(selection_.tokens[at], token, id, z[id], gain[id], 0), model);
             const double to_id = std::fabs(z[id] - token.top) + std::fabs(token.log_sum);
-            const double apart = id == token.label ? 0 : model.apart(spec_.dtype, spec_.hidden_size) * std::fabs(s.lse);
+            const double apart = id == token.label ? 0 : model.apart(spec_.hidden_size) * std::fabs(s.lse);
             const double error = ErrorSum(model).add(log_sum.value()).add(dz).add(u * to_id).value();
             squares_of_named += error * error + apart * apart;
             const double part = factor * (1 - layer_.hard_weight()) * std::fabs(q);
