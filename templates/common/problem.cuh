@@ -43,6 +43,13 @@ __host__ __device__ constexpr bool is_batch_invariant() {
     return Problem::segment_tiles > 0;
 }
 
+/// The same Problem for a kernel that is launched where nothing is retained.
+template <class Problem>
+struct Unretained : Problem {
+    enum : bool { retain = false };
+    enum : bool { stores_derivative = false };
+};
+
 /// A kernel's parameters, with the rows' temperatures where there are any.
 template <class Problem, class Params>
 using TemperedOf = Select<Problem::temperature, Tempered<Params>, Params>;

@@ -12,7 +12,7 @@ namespace flce {
 
 template <class Problem, class TileT>
 struct ForwardSm90 {
-    enum : bool { kFew = TileT::kCluster == 1 };  ///< tokens: a tile has all of them, and they are not listed
+    enum : bool { kFew = TileT::kClusterM == 1 };  ///< tokens: a tile has all of them, and they are not listed
     enum : bool { kLists = Problem::lists_rows && !kFew };
     enum : int { kSegment = Problem::segment_tiles };  ///< tiles that have sums of their own; 0: a share's are added up
     static_assert(kSegment == 0 || (TileT::kTurns && kSegment % 2 == 0), "a tile of a segment always has the same consumer");
@@ -24,10 +24,16 @@ struct ForwardSm90 {
     enum : int { kPieces = MainloopT::kPiecesA };
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
     using Rows = RowReduction<Problem, kColumnPieces>;
-    enum : int { kClusterRows = ForwardShare::rows_of_cluster(TileT::kBlockM, TileT::kCluster) };
-    enum : int { kWriters = ForwardShare::writers_of(TileT::kTurns) };
+    enum : int { kClusterRows = ForwardShare::rows_of_cluster(TileT::kBlockM, TileT::kClusterM) };
+    enum : int { kClusterColumns = TileT::kBlockN * TileT::kClusterN };  ///< of a cluster's tiles beside each other
+    enum : int { kWriters = ForwardShare::writers_of(TileT::kTurns, TileT::kClusterN) };
+    /// A block's consumers, which take turns, bring their sums together: partial sums are few where blocks have the same rows.
+    enum : bool { kMerges = TileT::kClusterN > 1 };
+    static_assert(!kMerges || TileT::kTurns, "both consumers have all rows");
     enum : int { kConsumerThreads = 128 * TileT::kConsumers };
-    enum : int { kStateBytes = 2 * kPieces * 2 * Fields::kCount * kConsumerThreads * 4 };  ///< both parts' states of every thread
+    /// Clusters of rows that a share may have. Every thread has its sums of all of them.
+    enum : int { kParts = kFew ? 1 : 2 };
+    enum : int { kStateBytes = kParts * kPieces * 2 * Fields::kCount * kConsumerThreads * 4 };
 
     // Panels that leave together. Three of them have no room beside more sums of rows than every Problem has.
     enum : int { kPanelWidth = TileT::kBlockN % 192 == 0 ? (Fields::kCount > 2 ? 1 : 3) : TileT::kBlockN % 128 == 0 ? 2 : 1 };
@@ -49,7 +55,7 @@ struct ForwardSm90 {
     const ForwardShare share;
     const bool compact;  ///< listed rows have been brought together
     PanelsT panels;
-    float* const stash;  ///< this thread's sums of its rows of both parts: registers are few beside the accumulators
+    float* const stash;  ///< this thread's sums of its rows of all parts: registers are few beside the accumulators
 
     __device__ __forceinline__ explicit ForwardSm90(const Params& params)
         : p(params),
@@ -63,7 +69,9 @@ struct ForwardSm90 {
           stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
 
     /// Of the vocabulary, in this launch.
-    static __device__ __forceinline__ int tiles(const Params& params) { return ceil_div(forward_columns<Problem>(params), TileT::kBlockN); }
+    static __device__ __forceinline__ int tiles(const Params& params) {
+        return ceil_div(forward_columns<Problem>(params), kClusterColumns);
+    }
 
     /// What clusters are dealt: tiles, or segments.
     static __device__ __forceinline__ int dealt(const Params& params) {
@@ -72,7 +80,12 @@ struct ForwardSm90 {
 
     static __device__ __forceinline__ int cluster() { return static_cast<int>(blockIdx.x) / TileT::kCluster; }
     __device__ __forceinline__ int first_row(int row_cluster) const {
-        return row_cluster * kClusterRows + static_cast<int>(mainloop.rank) * TileT::kBlockM;
+        return row_cluster * kClusterRows + (TileT::kClusterM > 1 ? static_cast<int>(mainloop.rank) * TileT::kBlockM : 0);
+    }
+    /// This block's, of those of the launch.
+    __device__ __forceinline__ int first_column_of(const TileWord& tile) const {
+        const int first = static_cast<int>(tile.number) * kClusterColumns;
+        return first + (TileT::kClusterN > 1 ? static_cast<int>(mainloop.rank) * TileT::kBlockN : 0);
     }
 
     __device__ __forceinline__ void run() {
@@ -238,7 +251,7 @@ struct ForwardSm90 {
 
     /// Rows that are neighbours in hidden are the copy engine's, for one thread. Returns whether what comes next has been told.
     __device__ __forceinline__ bool bring(const TileWord& tile) {
-        const int n = static_cast<int>(tile.number) * TileT::kBlockN;
+        const int n = first_column_of(tile);
         if constexpr (kLists) {
             if (!tile.neighbours()) {
                 const TileRows rows = listed_rows_of(tile.row_cluster());
@@ -250,7 +263,7 @@ struct ForwardSm90 {
         }
         if (threadIdx.x == 0) {
             mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, director().begin[tile.part()], n, kSlices,
-                             TellsNext{*this}, 0, 0, kFew ? share.rows : TileT::kBlockM);
+                             TellsNext{*this}, 0, 0, kFew ? ForwardShare::copied_rows(share.rows, TileT::kClusterN) : TileT::kBlockM);
         } else {
             mainloop.skip(kSlices);
         }
@@ -261,7 +274,7 @@ struct ForwardSm90 {
     __device__ __forceinline__ bool next(VocabularyWalk& walk) const {
         if constexpr (Problem::retain) {
             if (p.again != 0) {
-                while (walk.next(ceil_div(p.retained_columns, TileT::kBlockN))) {
+                while (walk.next(ceil_div(p.retained_columns, kClusterColumns))) {
                     const int row = walk.row_cluster_of(walk.part) * kClusterRows;
                     if (any_stale(row, min(row + kClusterRows, share.rows))) return true;
                 }
@@ -354,14 +367,17 @@ struct ForwardSm90 {
     }
     __device__ __forceinline__ void forget() const {
 #pragma unroll
-        for (int i = 0; i < 2 * kPieces; ++i)
+        for (int i = 0; i < kParts * kPieces; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) keep(0, i, h, sums_of_nothing(lowest_logit(), -infinity()));
     }
 
     /// Adds a tile of logits to this thread's sums; what is retained of it leaves for memory.
     __device__ __forceinline__ void reduce(Accumulators& c, const TileWord& tile) {
-        const int first_column = forward_first_column<Problem>(p) + static_cast<int>(tile.number) * TileT::kBlockN;
+        const int column = first_column_of(tile);
+        // The last of an odd number of tiles has none beside it.
+        if (TileT::kClusterN > 1 && column >= forward_columns<Problem>(p)) return;
+        const int first_column = forward_first_column<Problem>(p) + column;
         const int row0 = first_row(tile.row_cluster());
         float weighted[kPieces][2] = {};
         to_logits<Problem>(
@@ -436,24 +452,42 @@ struct ForwardSm90 {
     __device__ __forceinline__ float reference_of(int row) const { return row < share.rows ? p.references[row] : 0.f; }
 
     /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows,
-    /// or for a segment, whose number is then the job's; by turns one a consumer. Each lane of the four writes a row of its own, and the
-    /// code is short: it runs rarely, so that it has to be fetched every time, beside the multiplication that it must not hold up.
+    /// or for a segment, whose number is then the job's; by turns one a consumer, or one a block where its consumers' are brought together.
+    /// Each lane of the four writes a row of its own, and the code is short: it runs rarely, so that it has to be fetched every time, beside
+    /// the multiplication that it must not hold up.
     __device__ __forceinline__ void finish(const ShareJob& job, int part, int row_cluster) {
-        static_assert(2 * kPieces <= 4, "a row for each of the four lanes");
+        static_assert(kWrittenRows <= 4, "a row for each of the four lanes");
+        if constexpr (kMerges) meet_consumers();  // the other one's sums are there
         RowSums mine;
 #pragma unroll 1
-        for (int row = 0; row < 2 * kPieces; ++row) {
-            RowSums sums = sums_of(part, row / 2, row % 2);
-            if constexpr (Problem::retain) {
-                if (p.retained_columns > 0) {
-                    const float reference = reference_of(first_row(row_cluster) + mainloop.place.row(row / 2, row % 2));
-                    if (Rows::shares(sums.max, reference)) Rows::to_own_max(sums, reference);
-                }
-            }
+        for (int row = 0; row < kWrittenRows; ++row) {
+            RowSums sums = whole_sums(part, row, row_cluster, 0);
+            if constexpr (kMerges) sums = merge(sums, whole_sums(part, row, row_cluster, 128 - 256 * mainloop.place.consumer));
             const RowSums all = Rows::merge_quad(sums);
             if (mainloop.place.lane % 4 == row) mine = all;
         }
-        if (mainloop.place.lane % 4 < 2 * kPieces) write_partial(job, row_cluster, mine);
+        if constexpr (kMerges) meet_consumers();  // the other one has read this one's
+        if (mainloop.place.lane % 4 < kWrittenRows) write_partial(job, row_cluster, mine);
+    }
+    __device__ __forceinline__ void meet_consumers() const { ptx::barrier_sync(2 + TileT::kConsumers, kConsumerThreads); }
+
+    /// Of its rows a thread writes all, or every other one, and the same thread of the other consumer the others.
+    enum : int { kWrittenRows = kMerges ? kPieces : 2 * kPieces };
+    __device__ __forceinline__ int written_piece(int row) const { return kMerges ? row : row / 2; }
+    __device__ __forceinline__ int written_half(int row) const { return kMerges ? mainloop.place.consumer : row % 2; }
+
+    /// Sums of such a row, relative to the largest logit, that are kept so many threads on.
+    __device__ __forceinline__ RowSums whole_sums(int part, int row, int row_cluster, int threads_on) const {
+        const int i = written_piece(row);
+        const int h = written_half(row);
+        RowSums sums = Fields::load(stashed(part, i, h) + threads_on, kConsumerThreads);
+        if constexpr (Problem::retain) {
+            if (p.retained_columns > 0) {
+                const float reference = reference_of(first_row(row_cluster) + mainloop.place.row(i, h));
+                if (Rows::shares(sums.max, reference)) Rows::to_own_max(sums, reference);
+            }
+        }
+        return sums;
     }
 
     /// Of the row that this lane has, of the four.
@@ -463,7 +497,7 @@ struct ForwardSm90 {
                      : "+r"(of.rows), "+r"(of.row_clusters), "+r"(of.clusters),
                        "+r"(of.splits));  // what follows from them is worked out here
         const int of_four = mainloop.place.lane % 4;
-        const int row = first_row(row_cluster) + mainloop.place.row(of_four / 2, of_four % 2);
+        const int row = first_row(row_cluster) + mainloop.place.row(written_piece(of_four), written_half(of_four));
         if (row >= of.rows) return;
         const long long ld = partial_rows_of(of.rows);
         if constexpr (kSegment > 0) {
@@ -472,7 +506,8 @@ struct ForwardSm90 {
         }
         const int first_share = row_cluster * of.clusters / of.row_clusters;
         const int last_share = ((row_cluster + 1) * of.clusters - 1) / of.row_clusters;
-        const int split = (job.share() - first_share) * kWriters + (TileT::kTurns ? mainloop.place.consumer : 0);
+        const int writer = kMerges ? static_cast<int>(mainloop.rank) : TileT::kTurns ? mainloop.place.consumer : 0;
+        const int split = (job.share() - first_share) * kWriters + writer;
         float* const at = p.partials + split * Fields::kCount * ld + row;
         if (job.stretch() > 0) {
             Fields::store(at, ld, merge(Fields::load(at, ld), sums));

@@ -21,10 +21,16 @@ struct ForwardShare {
     int stride;    ///< VocabularyWalk's
     int splits;    ///< partial sums of a row
 
-    /// Tokens of a cluster of rows.
-    static FLCE_HOST_DEVICE constexpr int rows_of_cluster(int block_m, int cluster_blocks) { return block_m * cluster_blocks; }
-    /// Consumers that have the same rows, each with partial sums of its own.
-    static FLCE_HOST_DEVICE constexpr int writers_of(bool by_turns) { return by_turns ? 2 : 1; }
+    /// Tokens of a cluster of rows, of a cluster with so many blocks along them.
+    static FLCE_HOST_DEVICE constexpr int rows_of_cluster(int block_m, int cluster_m) { return block_m * cluster_m; }
+    /// Partial sums of a row that a cluster writes: one for each of `cluster_n` blocks along the vocabulary, which has brought its
+    /// consumers' together; where there is one block, one for each consumer that has the row.
+    static FLCE_HOST_DEVICE constexpr int writers_of(bool by_turns, int cluster_n) { return cluster_n > 1 ? cluster_n : by_turns ? 2 : 1; }
+    /// Rows that the `cluster_n` blocks of a cluster along the vocabulary copy of a tile that has `rows` of them: each as many, in whole
+    /// eights where there are several.
+    static FLCE_HOST_DEVICE constexpr int copied_rows(int rows, int cluster_n) {
+        return cluster_n > 1 ? up_div(rows, 8 * cluster_n) * 8 * cluster_n : rows;
+    }
 
     /// Segments of so many tiles.
     static FLCE_HOST_DEVICE constexpr int segments_of(int tiles, int segment_tiles) { return (tiles + segment_tiles - 1) / segment_tiles; }
@@ -40,7 +46,7 @@ struct ForwardShare {
 
 private:
     static FLCE_HOST_DEVICE int at_least_one(int count) { return count > 1 ? count : 1; }
-    static FLCE_HOST_DEVICE int up_div(int a, int b) { return (a + b - 1) / b; }
+    static FLCE_HOST_DEVICE constexpr int up_div(int a, int b) { return (a + b - 1) / b; }
 };
 
 }  // namespace flce

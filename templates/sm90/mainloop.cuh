@@ -1,6 +1,6 @@
 // The mainloop of sm_90a, C[m, n] = Σ_k A[m, k]·B[n, k]: one producer warp has the tensor copy engine bring slices of both operands
-// through a ring of stages, two consumer warpgroups multiply them with wgmma. Blocks are persistent and stand in clusters of kCluster along
-// M, which share B by multicast.
+// through a ring of stages, two consumer warpgroups multiply them with wgmma. Blocks are persistent and stand in clusters: along M they
+// share B by multicast, along N they share A.
 //
 // Two schedules. Together: each consumer has half of a tile's rows. By turns (ping-pong): each consumer has whole tiles of its own, and
 // one's epilogue runs while the other multiplies.
@@ -12,15 +12,18 @@
 
 namespace flce {
 
-template <int kBlockM_, int kBlockN_, int kStages_, int kCluster_, bool kTurns_>
+template <int kBlockM_, int kBlockN_, int kStages_, int kClusterM_, bool kTurns_, int kClusterN_ = 1>
 struct TileSm90 {
     enum : int { kBlockM = kBlockM_ };
     enum : int { kBlockN = kBlockN_ };
     enum : int { kBlockK = 64 };  // 128 bytes: one row of the 128-byte swizzle
     enum : int { kStages = kStages_ };
-    enum : int { kCluster = kCluster_ };
+    enum : int { kClusterM = kClusterM_ };  ///< blocks of a cluster along M, each with a part of B to bring for all of them
+    enum : int { kClusterN = kClusterN_ };  ///< along N, each with a part of A
+    enum : int { kCluster = kClusterM * kClusterN };
+    static_assert(kClusterM == 1 || kClusterN == 1, "a block's rank is its place along one of them");
     enum : bool { kTurns = kTurns_ };
-    enum : bool { kStreamsB = kCluster == 1 };  ///< no other block reads this one's part of B
+    enum : bool { kStreamsB = kClusterM == 1 };  ///< no other block reads this one's part of B
     enum : int { kConsumers = 2 };
     enum : int { kThreads = 128 * (1 + kConsumers) };
     enum : int { kConsumerM = kTurns ? kBlockM : kBlockM / kConsumers };  ///< rows of a tile that one consumer has
@@ -52,12 +55,13 @@ struct SliceSm90 {
     }
 
     /// Copies part `part` of kParts of the slice at (mn, k); with several parts, to every block of the cluster. kOnce: nobody reads it
-    /// again.
+    /// again. `rows`: that are copied where the slice is contiguous along k, each part a multiple of 8, which the swizzle repeats after.
     template <int kParts, bool kOnce = false, class Map>
-    static __device__ __forceinline__ void load(unsigned base, const Map& map, int mn, int k, int part, unsigned barrier) {
+    static __device__ __forceinline__ void load(unsigned base, const Map& map, int mn, int k, int part, unsigned barrier,
+                                                int rows = kExtent) {
         if constexpr (kMajor == Major::k) {
-            constexpr int kRows = kExtent / kParts;
-            copy<kParts, kOnce>(base + static_cast<unsigned>(part * kRows * 128), map, k, mn + part * kRows, barrier);
+            const int first = kParts == 1 ? 0 : part * (rows / kParts);
+            copy<kParts, kOnce>(base + static_cast<unsigned>(first * 128), map, k, mn + first, barrier);
         } else {
             constexpr int kRows = 64 / kParts;
 #pragma unroll
@@ -273,8 +277,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
     /// Goes on where a mainloop over other operands has stopped.
     __device__ __forceinline__ explicit MainloopSm90(const Ring& ring) : Ring(ring) {}
 
-    /// One thread: brings `slices` slices of the tile at (m, n), from those depths of the operands on. `a_rows`: that a's map has in a box,
-    /// where those are not the tile's.
+    /// One thread: brings `slices` slices of the tile at (m, n), from those depths of the operands on. `a_rows`: that are copied of A,
+    /// where those are not the tile's; blocks that share A copy them together.
     template <class MapA, class MapB, class PaceT = NoPace>
     __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}, int depth_a = 0,
                                             int depth_b = 0, int a_rows = TileT::kBlockM) {
@@ -287,9 +291,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
             if constexpr (kGathers) ptx::mbarrier_arrive(barrier, 128);  // for all the threads that copy nothing
             const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
             const int k = slice * TileT::kBlockK;
-            SliceA::template load<1>(stage, a, m, depth_a + k, 0, barrier);
-            SliceB::template load<TileT::kCluster, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, depth_b + k, static_cast<int>(rank),
-                                                                     barrier);
+            SliceA::template load<TileT::kClusterN>(stage, a, m, depth_a + k, part_a(), barrier, a_rows);
+            SliceB::template load<TileT::kClusterM, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, depth_b + k, part_b(), barrier);
             position.advance();
         }
     }
@@ -315,8 +318,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
             const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
             if (thread == 0) {
                 ptx::mbarrier_arrive_expect_tx(barrier, SliceB::kBytes);
-                SliceB::template load<TileT::kCluster, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK,
-                                                                         static_cast<int>(rank), barrier);
+                SliceB::template load<TileT::kClusterM, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK, part_b(),
+                                                                          barrier);
             }
             const int k = slice * TileT::kBlockK + chunk * 8;
 #pragma unroll 1
@@ -390,6 +393,10 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
     }
 
 private:
+    /// What this block brings of an operand that it shares.
+    __device__ __forceinline__ int part_a() const { return TileT::kClusterN > 1 ? static_cast<int>(rank) : 0; }
+    __device__ __forceinline__ int part_b() const { return TileT::kClusterM > 1 ? static_cast<int>(rank) : 0; }
+
     /// This warp has read the stage; every block that writes into it hears of it.
     __device__ __forceinline__ void release(int stage) const {
         if constexpr (TileT::kCluster > 1) {

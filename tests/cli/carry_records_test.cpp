@@ -51,7 +51,7 @@ TEST_F(CarryRecords, SameKernels_RecordGetsTheirVersion) {
     FLCE_REQUIRE_NVRTC_FOR("sm_90a");
     const ProcessResult result = carry(flce_program());
     EXPECT_EQ(result.exit_code, 0) << result.err;
-    EXPECT_THAT(result.out, HasSubstr("1 sets of tiles, 8 cubins, the same"));
+    EXPECT_THAT(result.out, HasSubstr("1 sets of tiles, 9 cubins, the same"));
     EXPECT_EQ(version(), kernel_version(DeviceKind::cuda));
 }
 

@@ -87,21 +87,44 @@ std::int64_t end_of_partials(const ForwardParams& p, const Spec& spec, std::int6
     return reinterpret_cast<std::int64_t>(p.partials) + splits * partial_fields(spec) * rows * 4;
 }
 
+sm90::ForwardShape shape_of(const Spec& spec, const Plan& plan, const std::string& kernel) {
+    if (kernel == "flce_forward_few") return sm90::few_tokens_shape(spec, plan);
+    return kernel == "flce_forward_pairs" ? sm90::pairs_shape(spec).value() : sm90::forward_shape(plan);
+}
+
+/// Of hidden states, that one copy takes.
+std::int64_t copied_at_once(const InterpretedLaunch& launch, const ForwardSm90Params& p) {
+    const auto offset = reinterpret_cast<const char*>(&p.hidden_map) - reinterpret_cast<const char*>(&p);
+    const auto map = std::ranges::find(launch.maps, offset, &InterpretedMap::offset);
+    return map == launch.maps.end() ? 0 : map->box_rows;
+}
+
 void expect_clusters_share(const Spec& spec, const Plan& plan, const std::string& kernel, const InterpretedLaunch& launch,
                            std::int64_t end) {
-    const bool few = kernel == "flce_forward_few";
     const auto p = params_of<ForwardSm90Params>(launch);
-    const int cluster_blocks = few ? 1 : sm90::kClusterBlocks;
-    const GemmTile tile = few ? sm90::few_tokens_tile(spec) : plan.cuda.forward;
+    const auto shape = shape_of(spec, plan, kernel);
+    const GemmTile& tile = shape.tile;
     std::int64_t columns = spec.vocab_size;
-    if (rounds_weight(spec)) columns = params_of<ForwardStretchSm90Params>(launch).columns;
-    const auto tiles = static_cast<int>((columns + tile.block_n - 1) / tile.block_n);
+    if (rounds_weight(spec)) {
+        const auto stretch = params_of<ForwardStretchSm90Params>(launch);
+        columns = stretch.columns;
+        EXPECT_TRUE(columns % tile.block_n == 0 || stretch.first_column + columns == spec.vocab_size) << "a tile of two stretches";
+    }
+    const int cluster_columns = tile.block_n * shape.cluster_n;
+    const auto tiles = static_cast<int>((columns + cluster_columns - 1) / cluster_columns);
     const int dealt = spec.batch_invariant ? ForwardShare::segments_of(tiles, sm90::segment_tiles(spec, tile)) : tiles;
-    const ForwardShare share(p.rows, dealt, ForwardShare::rows_of_cluster(tile.block_m, cluster_blocks),
-                             ForwardShare::writers_of(sm90::takes_turns(tile)), p.clusters, p.stride, spec.batch_invariant);
-    EXPECT_LE(share.clusters, launch.grid[0] / cluster_blocks) << "a share without a cluster";
-    EXPECT_GE(p.clusters, launch.grid[0] / cluster_blocks);
+    const ForwardShare share(p.rows, dealt, ForwardShare::rows_of_cluster(tile.block_m, shape.cluster_m),
+                             ForwardShare::writers_of(sm90::takes_turns(tile), shape.cluster_n), p.clusters, p.stride, spec.batch_invariant);
+    EXPECT_LE(share.clusters, launch.grid[0] / shape.cluster()) << "a share without a cluster";
+    EXPECT_EQ(launch.grid[0] % shape.cluster(), 0);
+    EXPECT_GE(p.clusters, launch.grid[0] / shape.cluster());
     EXPECT_LE(share.row_clusters, share.clusters) << "what VocabularyWalk needs";
+    if (shape.cluster_m == 1) {
+        EXPECT_EQ(share.row_clusters, 1) << "a tile has all tokens";
+        const int copied = ForwardShare::copied_rows(p.rows, shape.cluster_n);
+        EXPECT_EQ(copied_at_once(launch, p), copied / shape.cluster_n);
+        EXPECT_TRUE(copied >= p.rows && copied <= tile.block_m) << copied << " of " << p.rows;
+    }
     EXPECT_EQ(std::gcd(p.stride, p.clusters), 1);
     EXPECT_LE(end_of_partials(p, spec, share.splits, (p.rows + 31) / 32 * 32), end);
 }
@@ -115,7 +138,8 @@ TEST(SharedNumbers, Forward_SharesAndPartialSumsAreTheHosts) {
             const Plan& plan = plans[i];
             SCOPED_TRACE(fmt::format("{} on {}: {}", layer.spec, layer.device, plan.text()));
             const CudaProgram program = generate_cuda(spec, device, plan);
-            for (const std::int64_t tokens : {1, 2, 127, 128, 129, 255, 257, 1000, 4096, 8192, 20'000, 70'001, 100'003}) {
+            for (const std::int64_t tokens :
+                 {1, 2, 127, 128, 129, 130, 144, 145, 160, 191, 192, 193, 255, 257, 1000, 4096, 8192, 20'000, 70'001, 100'003}) {
                 const std::int64_t end = kWorkspace + evaluate(program.forward_workspace_bytes, call(tokens));
                 std::map<std::string, int> seen;
                 for_each_launch(program, program.forward, tokens, [&](const std::string& kernel, const InterpretedLaunch& launch) {

@@ -59,8 +59,8 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
 }
 
 bool sees_logits(KernelRole role) {
-    return role == KernelRole::forward || role == KernelRole::forward_few || role == KernelRole::dlogits ||
-           role == KernelRole::backward_chunks || role == KernelRole::hidden_chunks;
+    return role == KernelRole::forward || role == KernelRole::forward_few || role == KernelRole::forward_pairs ||
+           role == KernelRole::dlogits || role == KernelRole::backward_chunks || role == KernelRole::hidden_chunks;
 }
 
 }  // namespace
@@ -89,7 +89,7 @@ KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& p
 
 void KernelWriter::gemm(const GemmKernel& kernel) {
     CudaUnit unit{configuration_, {}};
-    const std::string arguments = fmt::format("<Problem, flce::{}>", kernel.tile);
+    const std::string arguments = fmt::format("<{}, flce::{}>", kernel.problem, kernel.tile);
     const bool tempered = spec_.temperature && sees_logits(kernel.role);
     const std::string params = tempered ? fmt::format("Tempered<flce::{}>", kernel.params) : kernel.params;
     add(unit, kernel.role, params, fmt::format("flce::{}{}(p)", kernel.function, arguments), kernel.block);

@@ -37,6 +37,7 @@ struct GemmKernel {
     std::string stated;    ///< what states kSmemBytes and kThreads: "ForwardSm90"
     std::string tile;      ///< type: "TileSm90<128, 192, 5, 2, true>"
     KernelBlock block{};
+    std::string problem = "Problem";  ///< type, that the kernel is an instance for
 };
 
 /// Collects kernels, and for each the extern "C" function that instantiates it: GEMM kernels in units of their own, the small ones in the

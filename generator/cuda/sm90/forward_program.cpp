@@ -17,12 +17,12 @@ namespace {
 /// Partial sums of a row: only the device knows how many (PassScalars::splits).
 constexpr std::int64_t kDeviceSplits = 0;
 
-/// One of the GEMM's two kernels, and how a launch of it divides its work.
+/// One of the GEMM's kernels, and how a launch of it divides its work.
 struct ForwardKernel {
     KernelRole role;
-    GemmTile tile;
+    ForwardShape shape;
     ForwardGrid grid;
-    int cluster_blocks;
+    Expr takes;  ///< whether it is for this number of tokens, and for what is retained of them
 };
 
 /// Whether `prepare` runs before: for sums over the class weights, or where there are tokens enough for lists of rows and for sharing work
@@ -42,17 +42,19 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPass& pass, const Laun
     using Params = ForwardSm90Params;
     const Spec& spec = pass.spec;
     const ForwardLayout& layout = pass.layout;
-    const bool few = kernel.role == KernelRole::forward_few;
-    const Expr blocks = kernel.grid.clusters * kernel.cluster_blocks;
-    // Few tokens are copied as many as there are: the copy engine takes long to fill in rows that do not exist.
-    const Expr hidden_box = few ? rows.count : Expr(kernel.tile.block_m);
-    const int weight_box = (reads_vocab_major(spec) ? kernel.tile.block_n : 64) / kernel.cluster_blocks;
+    const auto& [role, tile, cluster_m, cluster_n] = kernel.shape;
+    const bool few = cluster_m == 1;
+    const Expr blocks = kernel.grid.clusters * kernel.shape.cluster();
+    // Few tokens are copied as many as there are: the copy engine takes long to fill in rows that do not exist. Blocks that share them copy
+    // whole eights each: ForwardShare::copied_rows.
+    const Expr hidden_box = !few ? Expr(tile.block_m) : cluster_n == 1 ? rows.count : round_up(ceil_div(rows.count, cluster_n), 8);
+    const int weight_box = (reads_vocab_major(spec) ? tile.block_n : 64) / cluster_m;
     const Expr compact = select(layout.compacts, workspace_at(layout.compact), slot(Slot::hidden));
     const Expr hidden_rows = select(equal(pass.list, 0), rows.count, slot(Slot::num_tokens));
     const MappedMatrix weight = rounds_weight(spec) ? rounded_matrix(spec, workspace_at(layout.rounded_weight), stretch_columns(pass).count)
                                                     : weight_matrix(spec, slot(Slot::weight), spec.vocab_size);
     LaunchBuilder<Params> launch(forward_launch(pass, rows, kernel.role, blocks, 1, kDeviceSplits));
-    launch.set_map(&Params::compact_map, {compact, spec.hidden_size, slot(Slot::num_tokens), spec.hidden_size}, kernel.tile.block_m)
+    launch.set_map(&Params::compact_map, {compact, spec.hidden_size, slot(Slot::num_tokens), spec.hidden_size}, tile.block_m)
         .set(&Params::compact_rows, layout.compacts * slot(Slot::num_tokens))
         .set_map(&Params::hidden_map, {hidden_row_at(spec, rows.base), spec.hidden_size, hidden_rows, spec.hidden_size}, hidden_box)
         .set_map(&Params::weight_map, weight, weight_box)
@@ -121,21 +123,51 @@ Statement gather_compact_launch(const ForwardPass& pass) {
     return launch.build();
 }
 
-/// Either kernel, by the number of tokens.
+using ForwardKernels = std::vector<ForwardKernel>;
+
+/// `retains`: whether any column of the call is.
+ForwardKernels forward_kernels(const ForwardPass& pass, const Device& device, const LaunchRows& rows, const Expr& retains) {
+    const Spec& spec = pass.spec;
+    const Plan& plan = pass.plan;
+    const Expr n = slot(Slot::num_tokens);
+    const Expr few = less(n, kFewTokens + 1);
+    const auto of_few = [&](KernelRole role, const ForwardShape& shape, const Expr& takes) {
+        return ForwardKernel{role, shape, few_tokens_grid(spec, device, plan, shape), takes};
+    };
+    ForwardKernels kernels{of_few(KernelRole::forward_few, few_tokens_shape(spec, plan), few)};
+    Expr many = !few;
+    if (const auto pairs = pairs_shape(spec)) {
+        const Expr fit = less(n, kPairTokens + 1) && !retains;
+        kernels.push_back(of_few(KernelRole::forward_pairs, *pairs, !few && fit));
+        many = !few && !fit;
+    }
+    kernels.push_back({KernelRole::forward, forward_shape(plan), forward_grid(spec, device, plan, rows.count), many});
+    return kernels;
+}
+
+/// One of them, by the number of tokens.
 template <class MakeLaunch>
-std::vector<Statement> few_or_many(const ForwardKernel& few, const ForwardKernel& many, const MakeLaunch& launch) {
-    const Expr are_few = less(slot(Slot::num_tokens), kFewTokens + 1);
-    return {{If{are_few, {launch(few)}}}, {If{!are_few, {launch(many)}}}};
+std::vector<Statement> by_tokens(const ForwardKernels& kernels, const MakeLaunch& launch) {
+    std::vector<Statement> statements;
+    for (const ForwardKernel& kernel : kernels) statements.push_back({If{kernel.takes, {launch(kernel)}}});
+    return statements;
+}
+
+Statement forward_gemm_launch(const ForwardPass& pass, const LaunchRows& rows, const ForwardKernel& kernel) {
+    if (rounds_weight(pass.spec)) return forward_stretch_launch(pass, rows, kernel);
+    return build_tempered(gemm_launch(pass, rows, kernel), pass.spec, temperatures_at(rows));
 }
 
 /// The GEMM and what follows from it of one launch's rows, where exponentials are retained.
-std::vector<Statement> retaining_steps(const ForwardPass& pass, const LaunchRows& rows, const ForwardKernel& few,
-                                       const ForwardKernel& many) {
+std::vector<Statement> retaining_steps(const ForwardPass& pass, const Device& device, const LaunchRows& rows) {
     const RetainedLayout retained = retained_layout(pass.spec, pass.plan);
     const Expr any = less(0, retained.columns);
+    ForwardKernels kernels = forward_kernels(pass, device, rows, any);
     const auto gemm = [&](bool again) {
-        return few_or_many(few, many,
-                           [&](const ForwardKernel& kernel) { return forward_retain_launch(pass, rows, kernel, retained, again); });
+        return by_tokens(kernels, [&](const ForwardKernel& kernel) {
+            if (kernel.shape.role == GemmRole::forward) return forward_gemm_launch(pass, rows, kernel);
+            return forward_retain_launch(pass, rows, kernel, retained, again);
+        });
     };
     const RetainedRowsAt retained_rows{if_retained(retained, references_at(retained, rows)),
                                        if_retained(retained, retained_at(retained.target_logits) + rows.first * 4),
@@ -145,6 +177,7 @@ std::vector<Statement> retaining_steps(const ForwardPass& pass, const LaunchRows
     std::ranges::move(gemm(false), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, retained_rows));
     // Rows whose logits turned out to be far above their reference; hardly ever any, and then this launch ends at once.
+    std::erase_if(kernels, [](const ForwardKernel& kernel) { return kernel.shape.role == GemmRole::forward; });
     for (Statement& launch : gemm(true)) steps.push_back({If{any, {std::move(launch)}}});
     return steps;
 }
@@ -155,8 +188,6 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
                               const ForwardLayout& layout) {
     const ForwardPass pass(spec, plan, source, layout);
     const LaunchRows rows = launch_rows(pass);
-    const ForwardKernel many{KernelRole::forward, plan.cuda.forward, forward_grid(spec, device, plan, rows.count), kClusterBlocks};
-    const ForwardKernel few{KernelRole::forward_few, few_tokens_tile(spec), few_tokens_grid(spec, device, plan, rows.count), 1};
     const Preparation preparation{
         .scalars = layout.scalars, .list = pass.list, .outputs = true, .counters = layout.shares, .counter_count = layout.share_words};
     LaunchProgram program{.body = {}, .variable_count = forward_loops(spec)};
@@ -164,17 +195,15 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     program.body.push_back({If{layout.compacts, {gather_compact_launch(pass)}}});
     std::vector<Statement> steps;
     if (plan.strategy == Strategy::retain) {
-        steps = retaining_steps(pass, rows, few, many);
-    } else if (rounds_weight(spec)) {
-        const auto gemm = [&](const ForwardKernel& kernel) { return forward_stretch_launch(pass, rows, kernel); };
-        program.body.push_back(stretch_loop(pass, rows, kDeviceSplits, few_or_many(few, many, gemm)));
-        std::ranges::move(teacher_logits_steps(pass, rows), std::back_inserter(steps));
-        steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, {}));
+        steps = retaining_steps(pass, device, rows);
     } else {
-        const auto gemm = [&](const ForwardKernel& kernel) {
-            return build_tempered(gemm_launch(pass, rows, kernel), spec, temperatures_at(rows));
-        };
-        steps = few_or_many(few, many, gemm);
+        const auto gemm = [&](const ForwardKernel& kernel) { return forward_gemm_launch(pass, rows, kernel); };
+        std::vector<Statement> gemms = by_tokens(forward_kernels(pass, device, rows, 0), gemm);
+        if (rounds_weight(spec)) {
+            program.body.push_back(stretch_loop(pass, rows, kDeviceSplits, std::move(gemms)));
+        } else {
+            steps = std::move(gemms);
+        }
         std::ranges::move(teacher_logits_steps(pass, rows), std::back_inserter(steps));
         steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, {}));
     }

@@ -36,7 +36,7 @@ struct ClusterShare {
     ClusterShare(const Spec& spec, const Device& device, const Plan& plan) {
         const GemmTile& tile = plan.cuda.forward;
         cluster_rows = ForwardShare::rows_of_cluster(tile.block_m, kClusterBlocks);
-        writers = ForwardShare::writers_of(takes_turns(tile));
+        writers = ForwardShare::writers_of(takes_turns(tile), 1);
         tiles = forward_tiles(spec, plan, tile);
         // Row clusters × splits is at most clusters + 2·row clusters.
         const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
@@ -54,12 +54,20 @@ struct ClusterShare {
     }
 };
 
-/// Blocks of few_tokens_tile in a launch, each of which writes two partial results of its rows; two more are kept empty.
-std::int64_t few_tokens_blocks(const Spec& spec, const Device& device, const Plan& plan) {
-    const std::int64_t of_block = std::int64_t{4} * partial_fields(spec) * 2 * few_tokens_tile(spec).block_m;
-    if (spec.batch_invariant) return device.gpu.sm_count;
-    return std::clamp<std::int64_t>(partial_bytes(plan) / of_block - 1, 1, device.gpu.sm_count);
-}
+/// Clusters of a kernel whose tile has all tokens, and the partial results of a row that each of them writes; as many more are kept empty.
+struct FewTokensShare {
+    std::int64_t writers;
+    std::int64_t clusters;
+
+    FewTokensShare(const Spec& spec, const Device& device, const Plan& plan, const ForwardShape& shape)
+        : writers(ForwardShare::writers_of(takes_turns(shape.tile), shape.cluster_n)) {
+        const std::int64_t of_cluster = std::int64_t{4} * partial_fields(spec) * writers * shape.tile.block_m;
+        clusters = std::clamp<std::int64_t>(partial_bytes(plan) / of_cluster - 1, 1, device.gpu.sm_count / shape.cluster());
+        if (spec.batch_invariant) clusters = device.gpu.sm_count / shape.cluster();  // segments have room of their own
+    }
+    /// Of all rows.
+    [[nodiscard]] Expr partials(const Expr& rows) const { return writers * (clusters + 1) * round_up(rows, 32); }
+};
 
 /// Near the golden ratio of `count`, prime to it: neighbours lie far apart.
 std::int64_t spreading_stride(std::int64_t count) {
@@ -82,7 +90,10 @@ Expr first_of_pair(const Plan& plan, const Expr& pair) { return round_up(ceil_di
 
 std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) {
     if (spec.batch_invariant) return std::int64_t{segment_tiles(spec, plan.cuda.forward)} * plan.cuda.forward.block_n;
-    return std::lcm(plan.cuda.forward.block_n, few_tokens_tile(spec).block_n);
+    // Not of pairs of tiles: the last one's second tile may lie beyond the stretch.
+    const int few = few_tokens_shape(spec, plan).tile.block_n;
+    const auto pairs = pairs_shape(spec);
+    return std::lcm(plan.cuda.forward.block_n, pairs ? std::lcm(few, pairs->tile.block_n) : few);
 }
 
 ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) {
@@ -95,7 +106,11 @@ ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& pla
     if (spec.batch_invariant) {
         f.partials = round_up(min(n, f.rows), 32) * (share.tiles * share.writers);
     } else {
-        f.partials = select(less(n, kFewTokens + 1), 2 * (few_tokens_blocks(spec, device, plan) + 1) * round_up(n, 32), f.partials);
+        // As many tokens as pairs of tiles may have, have the big kernel where they are retained.
+        if (const auto pairs = pairs_shape(spec)) {
+            f.partials = max(f.partials, FewTokensShare(spec, device, plan, *pairs).partials(min(n, kPairTokens)));
+        }
+        f.partials = select(less(n, kFewTokens + 1), FewTokensShare(spec, device, plan, few_tokens_shape(spec, plan)).partials(n), f.partials);
     }
     f.share_words = static_cast<std::int64_t>(sizeof(ShareTickets)) / 4 + 2 * share.clusters;
     return f;
@@ -115,12 +130,11 @@ ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& pla
     return {min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(share.clusters)};
 }
 
-ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
-    const std::int64_t blocks = few_tokens_blocks(spec, device, plan);
-    const GemmTile tile = few_tokens_tile(spec);
-    std::int64_t tiles = forward_tiles(spec, plan, tile);
-    if (spec.batch_invariant) tiles = ForwardShare::segments_of(static_cast<int>(tiles), segment_tiles(spec, tile));
-    return {min(max(ceil_div(rows, tile.block_m), 1) * tiles, blocks), blocks, spreading_stride(blocks)};
+ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const ForwardShape& shape) {
+    const std::int64_t clusters = FewTokensShare(spec, device, plan, shape).clusters;
+    std::int64_t tiles = multiple_above(forward_tiles(spec, plan, shape.tile), shape.cluster_n) / shape.cluster_n;
+    if (spec.batch_invariant) tiles = ForwardShare::segments_of(static_cast<int>(tiles), segment_tiles(spec, shape.tile));
+    return {std::min(tiles, clusters), clusters, spreading_stride(clusters)};
 }
 
 BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) {

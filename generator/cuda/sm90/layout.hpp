@@ -2,6 +2,7 @@
 #pragma once
 
 #include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/sm90/rules.hpp"
 
 namespace flce::sm90 {
 
@@ -18,8 +19,8 @@ struct ForwardGrid {
 [[nodiscard]] std::int64_t stretch_quantum(const Spec& spec, const Plan& plan);
 [[nodiscard]] ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan);
 [[nodiscard]] ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
-/// The same for kernel forward_few.
-[[nodiscard]] ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
+/// The same for a kernel whose tile has all tokens.
+[[nodiscard]] ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const ForwardShape& shape);
 [[nodiscard]] BackwardNeeds backward_needs(const Spec& spec, const Plan& plan);
 [[nodiscard]] Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const Expr& widest, std::int64_t quantum);
 [[nodiscard]] Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan);

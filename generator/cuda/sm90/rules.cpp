@@ -17,14 +17,15 @@ std::int64_t update_barrier_bytes(const Spec& spec) {
     return element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::accumulate ? 8 * 2 * 2 : 0;
 }
 
-/// The ring of stages, what an epilogue keeps or hands over, the barriers, and numbers of tiles.
-std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
+/// The ring of stages, what an epilogue keeps or hands over, the barriers, and numbers of tiles. `parts`: clusters of rows that a share of
+/// forward may have.
+std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile, int parts = 2) {
     constexpr std::int64_t kPanelBytes = std::int64_t{64} * 128;
     const std::int64_t ring = std::int64_t{128} * (tile.block_m + tile.block_n) * tile.stages;
     std::int64_t beside = 0;
     if (is_forward(role)) {
-        // Two parts' sums of every thread, words for the consumers, and where the first thread stands.
-        beside = std::int64_t{2} * 256 * 2 * (consumer_rows(tile) / 64) * partial_fields(spec) * 4 + std::int64_t{32} * (8 + 8) + 128;
+        // All parts' sums of every thread, words for the consumers, and where the first thread stands.
+        beside = std::int64_t{parts} * 256 * 2 * (consumer_rows(tile) / 64) * partial_fields(spec) * 4 + std::int64_t{32} * (8 + 8) + 128;
         // Panels that leave together: ForwardSm90::kPanelWidth.
         const int width = tile.block_n % 192 == 0 ? (partial_fields(spec) > 2 ? 1 : 3) : tile.block_n % 128 == 0 ? 2 : 1;
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * width;
@@ -56,6 +57,18 @@ int accumulator_limit(const Spec& spec, GemmRole role) {
     const int smoothed = spec.label_smoothing <= 0 ? 0 : spec.class_weight ? 3 : capped || smoothed_bias ? 1 : 0;
     const int terms = smoothed + (smoothed_bias ? 1 : 0) + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0);
     return terms <= 1 ? 192 : terms == 2 ? 128 : 64;
+}
+
+int accumulators(const GemmTile& tile) { return consumer_rows(tile) * tile.block_n / 128; }
+
+/// A kernel whose tile has all tokens: of one cluster of rows.
+constexpr int kPartsOfFew = 1;
+
+/// A row's sums take room that stages would have.
+GemmTile with_stages(const Spec& spec, GemmRole role, GemmTile tile) {
+    constexpr std::int64_t kMostSmem = 227 << 10;
+    while (smem_bytes(spec, role, tile, kPartsOfFew) > kMostSmem) --tile.stages;
+    return tile;
 }
 
 }  // namespace
@@ -100,9 +113,9 @@ CudaPath::Reason tile_problem(const Spec& spec, const Device& device, GemmRole r
     if (tile.block_n != 64 && tile.block_n != 128 && tile.block_n != 192 && tile.block_n != 256) {
         return fmt::format("block_n {}: 64, 128, 192 or 256", tile.block_n);
     }
-    const int accumulators = consumer_rows(tile) * tile.block_n / 128;
-    if (const int most = accumulator_limit(spec, role); accumulators > most) {
-        return fmt::format("block {}x{}: needs {} accumulator registers a thread, {} fit", tile.block_m, tile.block_n, accumulators, most);
+    if (const int most = accumulator_limit(spec, role); accumulators(tile) > most) {
+        return fmt::format("block {}x{}: needs {} accumulator registers a thread, {} fit", tile.block_m, tile.block_n, accumulators(tile),
+                           most);
     }
     if (spec.batch_invariant && role == GemmRole::forward) {
         // One for a spec: which columns are summed up first follows from it.
@@ -124,15 +137,29 @@ KernelBlock block(const Spec& spec, GemmRole role, const GemmTile& tile) {
 
 bool smooths_retained(const Spec& spec, const Plan& plan) { return plan.strategy == Strategy::retain && spec.label_smoothing > 0; }
 
-GemmTile few_tokens_tile(const Spec& spec) {
-    constexpr std::int64_t kMostSmem = 227 << 10;
+ForwardShape few_tokens_shape(const Spec& spec, const Plan& plan) {
     const int limit = accumulator_limit(spec, GemmRole::forward);
     // With batch_invariant a thread has the columns that it has where tokens are many.
     const int wide = spec.batch_invariant ? limit : std::min(limit, 128);
-    GemmTile tile{.block_m = kFewTokens, .block_n = wide, .block_k = 64, .stages = wide < 128 ? 7 : 5, .schedule = TileSchedule::by_turns};
-    // A row's sums take room that stages would have.
-    while (smem_bytes(spec, GemmRole::forward_retain, tile) > kMostSmem) --tile.stages;
-    return tile;
+    const GemmTile tile{
+        .block_m = kFewTokens, .block_n = wide, .block_k = 64, .stages = wide < 128 ? 7 : 5, .schedule = TileSchedule::by_turns};
+    return {.role = forward_role(plan), .tile = with_stages(spec, GemmRole::forward_retain, tile)};
+}
+
+std::optional<ForwardShape> pairs_shape(const Spec& spec) {
+    const GemmTile tile{.block_m = kPairTokens, .block_n = 128, .block_k = 64, .stages = 5, .schedule = TileSchedule::by_turns};
+    // A thread has six rows. Their temperatures, what a cap takes and many sums of each are too much beside the accumulators.
+    const bool crowded = spec.softcap != 0.0 && spec.temperature && partial_fields(spec) > 4;
+    // A thread has other columns than where tokens are many, so that its sums have other bits.
+    if (spec.batch_invariant || crowded || accumulators(tile) > accumulator_limit(spec, GemmRole::forward)) return std::nullopt;
+    return ForwardShape{.role = GemmRole::forward, .tile = with_stages(spec, GemmRole::forward, tile), .cluster_n = kClusterBlocks};
+}
+
+KernelBlock forward_block(const Spec& spec, const ForwardShape& shape) {
+    KernelBlock of = block(spec, shape.role, shape.tile);
+    if (shape.cluster_m == 1) of.smem_bytes = smem_bytes(spec, shape.role, shape.tile, kPartsOfFew);
+    of.cluster = shape.cluster();
+    return of;
 }
 
 int segment_tiles(const Spec& spec, const GemmTile& forward) {

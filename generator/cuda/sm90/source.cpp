@@ -8,8 +8,9 @@
 namespace flce::sm90 {
 namespace {
 
-std::string tile_type(const GemmTile& tile, int cluster_blocks) {
-    return fmt::format("TileSm90<{}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.stages, cluster_blocks, takes_turns(tile));
+std::string tile_type(const GemmTile& tile, int cluster_m = kClusterBlocks, int cluster_n = 1) {
+    const std::string along_n = cluster_n > 1 ? fmt::format(", {}", cluster_n) : "";
+    return fmt::format("TileSm90<{}, {}, {}, {}, {}{}>", tile.block_m, tile.block_n, tile.stages, cluster_m, takes_turns(tile), along_n);
 }
 
 }  // namespace
@@ -18,18 +19,21 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     KernelWriter writer(spec, device, plan, "sm90/kernels.cuh");
     // `name`: of the parameters, and of what states what the kernel takes.
     const auto gemm = [&](KernelRole kernel, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params,
-                          std::string_view function, int cluster_blocks = kClusterBlocks) {
-        KernelBlock of = block(spec, role, tile);
-        of.cluster = cluster_blocks;
+                          std::string_view function) {
         writer.gemm({kernel, fmt::format("{}Sm90Params", params), fmt::format("{}_sm90", function), fmt::format("{}Sm90", name),
-                     tile_type(tile, cluster_blocks), of});
+                     tile_type(tile), block(spec, role, tile)});
+    };
+    const char* forward_params = rounds_weight(spec) ? "ForwardStretchSm90Params" : "ForwardSm90Params";
+    const auto forward = [&](KernelRole kernel, const ForwardShape& shape) {
+        writer.gemm({kernel, forward_params, "forward_sm90", "ForwardSm90", tile_type(shape.tile, shape.cluster_m, shape.cluster_n),
+                     forward_block(spec, shape), shape.role == forward_role(plan) ? "Problem" : "flce::Unretained<Problem>"});
     };
     const bool retains = plan.strategy == Strategy::retain;
     const std::string smoothed = smooths_retained(spec, plan) ? "Smoothed" : "";
-    const char* forward_params = rounds_weight(spec) ? "ForwardStretch" : "Forward";
     const CudaPlan& tiles = plan.cuda;
-    gemm(KernelRole::forward, forward_role(plan), tiles.forward, "Forward", forward_params, "forward");
-    gemm(KernelRole::forward_few, forward_role(plan), few_tokens_tile(spec), "Forward", forward_params, "forward", 1);
+    forward(KernelRole::forward, forward_shape(plan));
+    forward(KernelRole::forward_few, few_tokens_shape(spec, plan));
+    if (const auto pairs = pairs_shape(spec)) forward(KernelRole::forward_pairs, *pairs);
     writer.row_kernels();
     gemm(KernelRole::dlogits, GemmRole::dlogits, tiles.dlogits, "Dlogits", "Dlogits", "dlogits");
     gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, "GradHidden", smoothed + "GradHidden", "grad_hidden");
