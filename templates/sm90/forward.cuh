@@ -461,8 +461,8 @@ struct ForwardSm90 {
         RowSums mine;
 #pragma unroll 1
         for (int row = 0; row < kWrittenRows; ++row) {
-            RowSums sums = whole_sums(part, row, row_cluster, 0);
-            if constexpr (kMerges) sums = merge(sums, whole_sums(part, row, row_cluster, 128 - 256 * mainloop.place.consumer));
+            RowSums sums = whole_sums(part, row, row_cluster, kMerges ? 0 : mainloop.place.consumer);
+            if constexpr (kMerges) sums = merge(sums, whole_sums(part, row, row_cluster, 1));
             const RowSums all = Rows::merge_quad(sums);
             if (mainloop.place.lane % 4 == row) mine = all;
         }
@@ -476,11 +476,11 @@ struct ForwardSm90 {
     __device__ __forceinline__ int written_piece(int row) const { return kMerges ? row : row / 2; }
     __device__ __forceinline__ int written_half(int row) const { return kMerges ? mainloop.place.consumer : row % 2; }
 
-    /// Sums of such a row, relative to the largest logit, that are kept so many threads on.
-    __device__ __forceinline__ RowSums whole_sums(int part, int row, int row_cluster, int threads_on) const {
+    /// Sums of such a row, relative to the largest logit, that this thread of a consumer has.
+    __device__ __forceinline__ RowSums whole_sums(int part, int row, int row_cluster, int consumer) const {
         const int i = written_piece(row);
         const int h = written_half(row);
-        RowSums sums = Fields::load(stashed(part, i, h) + threads_on, kConsumerThreads);
+        RowSums sums = Fields::load(stashed(part, i, h) + (consumer - mainloop.place.consumer) * 128, kConsumerThreads);
         if constexpr (Problem::retain) {
             if (p.retained_columns > 0) {
                 const float reference = reference_of(first_row(row_cluster) + mainloop.place.row(i, h));
