@@ -2,6 +2,7 @@
 // they meet at the end of a stretch of the vocabulary, of which a cluster's share has up to eight (share_jobs.cuh).
 #pragma once
 
+#include "flce/sm90/forward_director.cuh"
 #include "flce/sm90/forward_share.cuh"
 #include "flce/sm90/row_reduction.cuh"
 #include "flce/sm90/share_jobs.cuh"
@@ -44,6 +45,7 @@ struct ForwardSm90 {
     enum : int { kWordsAt = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
     enum : int { kDirectorAt = kWordsAt + TileWords<TileT>::kBytes };
     enum : int { kDirectorBytes = 128 };
+    static_assert(sizeof(DirectorState) <= kDirectorBytes, "it lies behind everything else");
     enum : int { kSmemBytes = kDirectorAt + kDirectorBytes };
     enum : int { kThreads = TileT::kThreads };
     enum : unsigned { kWarps = TileT::kCluster * TileT::kConsumers * 4 };  ///< consumers' of a cluster
@@ -128,10 +130,10 @@ struct ForwardSm90 {
 
     /// The producer's warpgroup. Its first thread finds out what comes next, and the blocks of a cluster come to the same.
     __device__ __forceinline__ void bring_all() {
-        if (threadIdx.x == 0) direct();
+        if (threadIdx.x == 0) director().start();
         bool told = false;  // what comes next
         while (true) {
-            if (!told && threadIdx.x == 0) words.tell(go_on());
+            if (!told && threadIdx.x == 0) words.tell(director().go_on());
             const TileWord word = words.take();
             if (word.kind() == TileWord::kStop) break;
             told = word.kind() == TileWord::kTile && bring(word);
@@ -143,111 +145,11 @@ struct ForwardSm90 {
         enum : int { kSlice = kSlices > 1 ? 1 : 0 };
         ForwardSm90& forward;
         __device__ __forceinline__ void before(int slice) const {
-            if (slice == kSlice) forward.words.tell(forward.go_on());
+            if (slice == kSlice) forward.words.tell(forward.director().go_on());
         }
     };
 
-    /// Where the first thread stands in its job. It lies in shared memory: the producer's registers are few.
-    struct Director {
-        ShareJobs shared;
-        ShareJob job;  ///< kNone before the first one
-        VocabularyWalk walk;
-        int consumer;  ///< that has the tile: always the same one, whichever cluster has the job
-        int end;       ///< tile behind the stretch
-        /// Where a part's rows begin, in hidden or where they have been brought together. Looked up once for a job: that takes as long as
-        /// the ring lasts.
-        int begin[2];
-        bool neighbours[2];  ///< whether they are
-        bool any;            ///< the walk is at a tile, or a segment
-        int segment_tile;    ///< of the segment, the next one
-    };
-    static_assert(sizeof(Director) <= kDirectorBytes, "it lies behind everything else");
-    __device__ __forceinline__ Director& director() const { return *reinterpret_cast<Director*>(dynamic_smem + kDirectorAt); }
-
-    __device__ __forceinline__ void direct() const {
-        Director& d = director();
-        // Rows that are gone through again are hardly ever any, and not worth sharing.
-        const bool alone = p.shares == nullptr || (Problem::retain && p.again != 0);
-        const int stretches =
-            alone ? 1 : VocabularyWalk(0, share.clusters, share.row_clusters, share.stride).stretches(share.clusters, dealt(p));
-        d.shared = {stretches == 1 ? nullptr : p.shares, share.clusters, stretches};
-        d.job.number = ShareJob::kNone;
-        d.any = false;
-        d.end = tiles(p);
-    }
-
-    /// The next tile, the end of the stretch that has no tile any more, or that nothing is left.
-    __device__ __forceinline__ TileWord go_on() {
-        if constexpr (kSegment > 0) return go_on_in_segments();
-        Director& d = director();
-        int first_tile = 0;
-        if (!d.any || d.walk.tile >= d.end) {
-            if (d.end != tiles(p) && !d.job.is_others()) {
-                d.job.advance();
-                d.end = (d.job.stretch() + 1) * tiles(p) / d.shared.stretches;
-                return tile_or_end(d);
-            }
-            if (!start_job(d)) return TileWord::stop();
-            first_tile = d.job.stretch() * tiles(p) / d.shared.stretches;
-        }
-        do {
-            d.consumer ^= 1;
-            d.any = next(d.walk);
-        } while (d.any && d.walk.tile < first_tile);
-        return tile_or_end(d);
-    }
-    /// The same where a segment's sums are its own: it ends behind its last tile, and stretches only say who works on what.
-    __device__ __forceinline__ TileWord go_on_in_segments() {
-        Director& d = director();
-        if (!d.any || d.segment_tile == min((d.walk.tile + 1) * kSegment, tiles(p))) {
-            if (d.any) {
-                d.any = false;
-                return TileWord::segment_end(d.walk.tile, d.walk.row_cluster_of(d.walk.part), d.walk.part);
-            }
-            while (!next_segment(d)) {
-                if (!start_job(d)) return TileWord::stop();
-                if (!d.job.is_others()) d.end = dealt(p);
-            }
-            d.any = true;
-            d.segment_tile = d.walk.tile * kSegment;
-        }
-        const int tile = d.segment_tile++;
-        const int part = d.walk.part;
-        return TileWord::tile(tile, d.walk.row_cluster_of(part), part, tile % 2, d.neighbours[part]);
-    }
-    __device__ __forceinline__ bool next_segment(Director& d) const {
-        if (d.job.number == ShareJob::kNone) return false;
-        const int first = d.job.stretch() * dealt(p) / d.shared.stretches;
-        while (d.walk.next(d.end)) {
-            if (d.walk.tile >= first) return true;
-        }
-        return false;
-    }
-    __device__ __forceinline__ bool start_job(Director& d) {
-        unsigned number = 0;
-        if (mainloop.rank == 0) number = d.job.number == ShareJob::kNone ? d.shared.first(cluster()) : d.shared.next();
-        jobs.hand_out(number, mainloop.rank);
-        d.job.number = jobs.take();
-        if (d.job.number == ShareJob::kNone) {
-            if (mainloop.rank == 0) d.shared.leave();
-            return false;
-        }
-        d.walk = VocabularyWalk(d.job.share(), share.clusters, share.row_clusters, share.stride);
-#pragma unroll 1
-        for (int part = 0; part < 2; ++part) {
-            const TileRows rows = listed_rows_of(d.walk.row_cluster_of(part));
-            d.neighbours[part] = rows.neighbours();
-            d.begin[part] = rows.begin();
-        }
-        d.consumer = 1;
-        d.end = (d.job.stretch() + 1) * dealt(p) / d.shared.stretches;
-        return true;
-    }
-    __device__ __forceinline__ TileWord tile_or_end(const Director& d) const {
-        const VocabularyWalk& walk = d.walk;
-        if (!d.any || walk.tile >= d.end) return TileWord::end(d.job, walk.row_cluster_of(0), walk.has_second(), d.end == tiles(p));
-        return TileWord::tile(walk.tile, walk.row_cluster_of(walk.part), walk.part, d.consumer, d.neighbours[walk.part]);
-    }
+    __device__ __forceinline__ ForwardDirector<ForwardSm90> director() { return {*this}; }
 
     /// Rows that are neighbours in hidden are the copy engine's, for one thread. Returns whether what comes next has been told.
     __device__ __forceinline__ bool bring(const TileWord& tile) {
@@ -262,7 +164,7 @@ struct ForwardSm90 {
             }
         }
         if (threadIdx.x == 0) {
-            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, director().begin[tile.part()], n, kSlices,
+            mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, director().state().begin[tile.part()], n, kSlices,
                              TellsNext{*this}, 0, 0, kFew ? ForwardShare::copied_rows(share.rows, TileT::kClusterN) : TileT::kBlockM);
         } else {
             mainloop.skip(kSlices);
@@ -270,18 +172,19 @@ struct ForwardSm90 {
         return true;
     }
 
-    /// On to the share's next tile.
-    __device__ __forceinline__ bool next(VocabularyWalk& walk) const {
-        if constexpr (Problem::retain) {
-            if (p.again != 0) {
-                while (walk.next(ceil_div(p.retained_columns, kClusterColumns))) {
-                    const int row = walk.row_cluster_of(walk.part) * kClusterRows;
-                    if (any_stale(row, min(row + kClusterRows, share.rows))) return true;
-                }
-                return false;
-            }
-        }
-        return walk.next(tiles(p));
+    /// Whether only stale rows are gone through, and what of them.
+    __device__ __forceinline__ bool goes_again() const {
+        if constexpr (Problem::retain) return p.again != 0;
+        return false;
+    }
+    __device__ __forceinline__ int tiles_again() const {
+        if constexpr (Problem::retain) return ceil_div(p.retained_columns, kClusterColumns);
+        return 0;
+    }
+    __device__ __forceinline__ bool any_stale_of(int row_cluster) const {
+        if constexpr (!Problem::retain) return false;
+        const int row = row_cluster * kClusterRows;
+        return any_stale(row, min(row + kClusterRows, share.rows));
     }
     __device__ __forceinline__ bool any_stale(int begin, int end) const {
         bool any = false;

@@ -35,7 +35,7 @@ TEST(BatchInvariant, Forward_HasTheSameSegmentsForAnyNumberOfTokens) {
          {"D=2048,V=151936,batch_invariant", "D=2304,V=256000,softcap=30,batch_invariant", "D=64,V=1000,batch_invariant"}) {
         const Layer layer(text);
         const GemmTile& many = layer.plan.cuda.forward;
-        const GemmTile few = sm90::few_tokens_tile(layer.spec);
+        const GemmTile few = sm90::few_tokens_shape(layer.spec, layer.plan).tile;
         EXPECT_EQ(few.block_n, many.block_n) << "a thread has other columns";
         const auto tiles = static_cast<int>((layer.spec.vocab_size + many.block_n - 1) / many.block_n);
         const int segment = sm90::segment_tiles(layer.spec, many);

@@ -1,0 +1,137 @@
+// What the first thread of a block of cuda_sm90a's forward does beside bringing tiles: it finds out what comes next, a tile of the cluster's
+// own share or of another's, or the end of a stretch.
+#pragma once
+
+#include "flce/sm90/share_jobs.cuh"
+#include "flce/sm90/vocabulary_walk.cuh"
+
+namespace flce {
+
+/// Where the first thread stands in its job. It lies in shared memory: the producer's registers are few.
+struct DirectorState {
+    ShareJobs shared;
+    ShareJob job;  ///< kNone before the first one
+    VocabularyWalk walk;
+    int consumer;  ///< that has the tile: always the same one, whichever cluster has the job
+    int end;       ///< tile behind the stretch
+    /// Where a part's rows begin, in hidden or where they have been brought together. Looked up once for a job: that takes as long as the
+    /// ring lasts.
+    int begin[2];
+    bool neighbours[2];  ///< whether they are
+    bool any;            ///< the walk is at a tile, or a segment
+    int segment_tile;    ///< of the segment, the next one
+};
+
+/// `Forward`: ForwardSm90.
+template <class Forward>
+struct ForwardDirector {
+    Forward& forward;
+
+    __device__ __forceinline__ DirectorState& state() const {
+        return *reinterpret_cast<DirectorState*>(dynamic_smem + Forward::kDirectorAt);
+    }
+
+    __device__ __forceinline__ void start() const {
+        DirectorState& d = state();
+        // Rows that are gone through again are hardly ever any, and not worth sharing.
+        const bool alone = forward.p.shares == nullptr || forward.goes_again();
+        const int stretches = alone ? 1 : walk_of(0).stretches(forward.share.clusters, dealt());
+        d.shared = {stretches == 1 ? nullptr : forward.p.shares, forward.share.clusters, stretches};
+        d.job.number = ShareJob::kNone;
+        d.any = false;
+        d.end = tiles();
+    }
+
+    /// The next tile, the end of the stretch that has no tile any more, or that nothing is left.
+    __device__ __forceinline__ TileWord go_on() const {
+        if constexpr (Forward::kSegment > 0) return go_on_in_segments();
+        DirectorState& d = state();
+        int first_tile = 0;
+        if (!d.any || d.walk.tile >= d.end) {
+            if (d.end != tiles() && !d.job.is_others()) {
+                d.job.advance();
+                d.end = (d.job.stretch() + 1) * tiles() / d.shared.stretches;
+                return tile_or_end(d);
+            }
+            if (!start_job(d)) return TileWord::stop();
+            first_tile = d.job.stretch() * tiles() / d.shared.stretches;
+        }
+        do {
+            d.consumer ^= 1;
+            d.any = next(d.walk);
+        } while (d.any && d.walk.tile < first_tile);
+        return tile_or_end(d);
+    }
+
+private:
+    __device__ __forceinline__ int tiles() const { return Forward::tiles(forward.p); }
+    __device__ __forceinline__ int dealt() const { return Forward::dealt(forward.p); }
+    __device__ __forceinline__ VocabularyWalk walk_of(int share) const {
+        return VocabularyWalk(share, forward.share.clusters, forward.share.row_clusters, forward.share.stride);
+    }
+
+    /// The same where a segment's sums are its own: it ends behind its last tile, and stretches only say who works on what.
+    __device__ __forceinline__ TileWord go_on_in_segments() const {
+        DirectorState& d = state();
+        if (!d.any || d.segment_tile == min((d.walk.tile + 1) * Forward::kSegment, tiles())) {
+            if (d.any) {
+                d.any = false;
+                return TileWord::segment_end(d.walk.tile, d.walk.row_cluster_of(d.walk.part), d.walk.part);
+            }
+            while (!next_segment(d)) {
+                if (!start_job(d)) return TileWord::stop();
+                if (!d.job.is_others()) d.end = dealt();
+            }
+            d.any = true;
+            d.segment_tile = d.walk.tile * Forward::kSegment;
+        }
+        const int tile = d.segment_tile++;
+        const int part = d.walk.part;
+        return TileWord::tile(tile, d.walk.row_cluster_of(part), part, tile % 2, d.neighbours[part]);
+    }
+    __device__ __forceinline__ bool next_segment(DirectorState& d) const {
+        if (d.job.number == ShareJob::kNone) return false;
+        const int first = d.job.stretch() * dealt() / d.shared.stretches;
+        while (d.walk.next(d.end)) {
+            if (d.walk.tile >= first) return true;
+        }
+        return false;
+    }
+    __device__ __forceinline__ bool start_job(DirectorState& d) const {
+        const unsigned rank = forward.mainloop.rank;
+        unsigned number = 0;
+        if (rank == 0) number = d.job.number == ShareJob::kNone ? d.shared.first(Forward::cluster()) : d.shared.next();
+        forward.jobs.hand_out(number, rank);
+        d.job.number = forward.jobs.take();
+        if (d.job.number == ShareJob::kNone) {
+            if (rank == 0) d.shared.leave();
+            return false;
+        }
+        d.walk = walk_of(d.job.share());
+#pragma unroll 1
+        for (int part = 0; part < 2; ++part) {
+            const auto rows = forward.listed_rows_of(d.walk.row_cluster_of(part));
+            d.neighbours[part] = rows.neighbours();
+            d.begin[part] = rows.begin();
+        }
+        d.consumer = 1;
+        d.end = (d.job.stretch() + 1) * dealt() / d.shared.stretches;
+        return true;
+    }
+    __device__ __forceinline__ TileWord tile_or_end(const DirectorState& d) const {
+        const VocabularyWalk& walk = d.walk;
+        if (!d.any || walk.tile >= d.end) return TileWord::end(d.job, walk.row_cluster_of(0), walk.has_second(), d.end == tiles());
+        return TileWord::tile(walk.tile, walk.row_cluster_of(walk.part), walk.part, d.consumer, d.neighbours[walk.part]);
+    }
+
+    /// On to the share's next tile.
+    __device__ __forceinline__ bool next(VocabularyWalk& walk) const {
+        if (!forward.goes_again()) return walk.next(tiles());
+        while (walk.next(forward.tiles_again())) {
+            if (forward.any_stale_of(walk.row_cluster_of(walk.part))) return true;
+        }
+        return false;
+    }
+};
+
+}  // namespace flce
