@@ -110,7 +110,8 @@ ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& pla
         if (const auto pairs = pairs_shape(spec)) {
             f.partials = max(f.partials, FewTokensShare(spec, device, plan, *pairs).partials(min(n, kPairTokens)));
         }
-        f.partials = select(less(n, kFewTokens + 1), FewTokensShare(spec, device, plan, few_tokens_shape(spec, plan)).partials(n), f.partials);
+        f.partials =
+            select(less(n, kFewTokens + 1), FewTokensShare(spec, device, plan, few_tokens_shape(spec, plan)).partials(n), f.partials);
     }
     f.share_words = static_cast<std::int64_t>(sizeof(ShareTickets)) / 4 + 2 * share.clusters;
     return f;
@@ -121,7 +122,7 @@ std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) {
     const auto tiles = static_cast<int>(forward_tiles(spec, plan, tile));
     const std::int64_t segments = ForwardShare::segments_of(tiles, segment_tiles(spec, tile));
     const std::int64_t rows = ForwardShare::rows_of_cluster(tile.block_m, kClusterBlocks);
-    return segments * ForwardShare::writers_of(takes_turns(tile)) * rows * partial_fields(spec) * 4;
+    return segments * ForwardShare::writers_of(takes_turns(tile), 1) * rows * partial_fields(spec) * 4;
 }
 
 ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
