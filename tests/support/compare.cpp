@@ -100,17 +100,20 @@ double sums_of_loss(const Problem& p) {
     return 1 + (p.spec.class_weight ? 1 : 0) + (p.spec.class_weight && p.spec.label_smoothing > 0 ? 1 : 0);
 }
 
-// A reduced loss: its budget is that of its tokens, and of `sums` over them or as many numbers.
+// A reduced loss: its budget is that of its tokens, in part independent and in part alike, and of `sums` over them or as many numbers.
 Judgement judge_scalar(std::string name, double got, double truth, double yardstick, const std::vector<Budget>& tokens, double divisor,
                        double sums, double cap) {
     Budget sum;
     double square = 0;
+    double alike = 0;
     for (const Budget& b : tokens) {
         square += b.floor * b.floor;
+        alike += b.alike;
         sum.limit += b.limit;
     }
     if (divisor == 0) divisor = 1;
-    sum.floor = std::sqrt(square) / std::fabs(divisor) + kExpected.sum(std::ssize(tokens)) * std::sqrt(sums) * std::fabs(truth);
+    sum.floor =
+        std::hypot(std::sqrt(square), alike) / std::fabs(divisor) + kExpected.sum(std::ssize(tokens)) * std::sqrt(sums) * std::fabs(truth);
     sum.limit = sum.limit / std::fabs(divisor) + kLargest.sum(std::ssize(tokens)) * sums * std::fabs(truth);
     return judge_rows(std::move(name), {got}, {truth}, {yardstick}, {sum}, 1, cap, 1);
 }

@@ -16,6 +16,7 @@ namespace flce::test {
 struct Budget {
     double floor = 0;
     double limit = 0;
+    double alike = 0;  ///< of the floor, with its sign: what is off the same way in every token, so that it adds up where tokens do
 };
 
 /// Absolute errors for a Selection, in its order. Of gradients: of a row's Euclidean norm (of the number itself for a bias).

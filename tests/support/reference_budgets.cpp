@@ -89,6 +89,7 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
         out_.budgets.logprob[at].*kind = logprob;
         out_.budgets.entropy[at].*kind = entropy.value();
         out_.budgets.z_loss[at].*kind = z_loss;
+        if (kind == &Budget::floor) out_.budgets.z_loss[at].alike = factor * spec_.z_loss * 2 * s.lse * cut;
         ErrorSum loss(model);
         loss.add(factor * layer_.hard_weight() * (1 - eps) * class_weight(token.label) * logprob)
             .add(z_loss)
