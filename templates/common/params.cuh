@@ -15,6 +15,7 @@ enum : int {
     kRetainedShift = 9,  // retained exponentials lie in blocks of this many columns of the vocabulary
     kRetainedColumns = 1 << kRetainedShift,
     kPaceCounters = 64,         // of a Pace
+    kMostTailTiles = 128,       // of TailParts: fewer than clusters
     kChunkKinds = 3,            ///< of tiles of a chunk: dlogits, grad_hidden, grad_weight
     kRowThreads = 256,          ///< block of the kernels over rows
     kOutputRows = 64,           ///< rows of a block of row_outputs: several threads merge what forward has found for one

@@ -41,6 +41,28 @@ private:
     }
 };
 
+/// Tiles of the last wave of a launch, where they are fewer than half of the clusters: each is made by several clusters, of which each sums
+/// over a part of the depth, and the last one adds up what the others have found. Numbers of tiles go on: part 0 of all of them, then part 1.
+struct TailParts {
+    enum : int { kMost = 8, kLeastSlices = 32 };
+
+    int full;   ///< tiles that are one cluster's
+    int rest;   ///< tiles behind them
+    int count;  ///< parts of each of these; 1: they are whole as well
+
+    /// `room`: sums of a tile that may be kept.
+    FLCE_HOST_DEVICE TailParts(int tiles, int clusters, int slices, int room)
+        : full(tiles / clusters * clusters), rest(tiles - full), count(1) {
+        if (rest == 0) return;
+        const int idle = clusters / rest;
+        while (count < kMost && count < idle && count * rest <= room && (count + 1) * kLeastSlices <= slices) ++count;
+    }
+    FLCE_HOST_DEVICE int numbers() const { return full + rest * count; }
+    /// What number `number` ≥ full is of.
+    FLCE_HOST_DEVICE int tile_of(int number) const { return full + (number - full) % rest; }
+    FLCE_HOST_DEVICE int part_of(int number) const { return (number - full) / rest; }
+};
+
 /// The parts that a launch over `slices` adds to: the first ones, each with `of_part` slices and the last with the rest, at least one.
 struct PartSlices {
     int of_part;

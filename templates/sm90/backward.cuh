@@ -197,7 +197,8 @@ __device__ __forceinline__ void write_grad_hidden(const MainloopT& mainloop, con
 
 /// grad_hidden[m: token, n: hidden] = Σ_k: vocabulary, summed over chunks in fp32. The copy engine adds a chunk's part to the sum, once
 /// for every element, while the next tile is computed; in the last chunk the accumulators start from the sum. Several parts of the sum are
-/// added up afterwards. Batch-invariant: in every chunk, so that it does not matter to a row how wide chunks are.
+/// added up afterwards. Batch-invariant: in every chunk, so that it does not matter to a row how wide chunks are. Where exponentials are
+/// retained the sum is one launch, whose last tiles may be made by several clusters each.
 template <class Problem, class TileT>
 struct GradHiddenSm90 {
     using Element = typename Problem::Element;
@@ -215,8 +216,9 @@ struct GradHiddenSm90 {
     TileNumbers<TileT> numbers;
     MainloopT mainloop;
     const int rows;
-    TileWalk<TileT, Problem::raster> walk;  ///< of all parts, one below the other as their sums lie
-    int slices;                             ///< of a part, but for the last
+    Select<Problem::retain, TailWalk<TileT, Problem::raster>, TileWalk<TileT, Problem::raster>>
+        walk;    ///< of all parts, one below the other as their sums lie
+    int slices;  ///< of a part, but for the last
     bool divided;
     PanelsT panels;
     Pace pace;
@@ -234,6 +236,9 @@ struct GradHiddenSm90 {
         const PartSlices here(all_slices(), parts.count);
         slices = here.of_part;
         divided = parts.count > 1;
+        if constexpr (Problem::retain) {
+            if (!divided) walk.divide(static_cast<int>(gridDim.x) / TileT::kCluster, slices, p.tail_room);
+        }
         if (here.count == 1) return;
         walk.clusters_m *= here.count;
         walk.count *= static_cast<unsigned>(here.count);
@@ -244,8 +249,12 @@ struct GradHiddenSm90 {
         run_tiles(
             mainloop, p.tickets, numbers, walk, [&] { return slices_of_part(); }, TileT::kTurns,
             [&] {
-                pace.begin(walk.number);
-                const int depth = part() * slices * TileT::kBlockK;
+                if (in_tail()) {
+                    pace.counters = nullptr;
+                } else {
+                    pace.begin(walk.number);
+                }
+                const int depth = first_slice() * TileT::kBlockK;
                 mainloop.produce(vocabulary_operand<Problem>(p), p.weight_map, row_of_part(), walk.n, slices_of_part(), pace, depth, depth);
             },
             [&] { compute(); });
@@ -258,7 +267,23 @@ struct GradHiddenSm90 {
     __device__ __forceinline__ int rows_of_part() const { return ceil_div(rows, walk.kClusterRows) * walk.kClusterRows; }
     __device__ __forceinline__ int row_of_part() const { return walk.m - part() * rows_of_part(); }
     __device__ __forceinline__ int all_slices() const { return ceil_div(p.columns, TileT::kBlockK); }
-    __device__ __forceinline__ int slices_of_part() const { return min(slices, all_slices() - part() * slices); }
+    __device__ __forceinline__ int first_slice() const {
+        if constexpr (Problem::retain) {
+            if (in_tail()) return walk.tail_part * tail_slices();
+        }
+        return part() * slices;
+    }
+    __device__ __forceinline__ int slices_of_part() const {
+        if constexpr (Problem::retain) {
+            if (in_tail()) return min(tail_slices(), slices - walk.tail_part * tail_slices());
+        }
+        return min(slices, all_slices() - part() * slices);
+    }
+    __device__ __forceinline__ bool in_tail() const {
+        if constexpr (Problem::retain) return walk.tail_part >= 0;
+        return false;
+    }
+    __device__ __forceinline__ int tail_slices() const { return ceil_div(slices, walk.tail.count); }
 
     __device__ __forceinline__ void compute() {
         // Worked out anew for every tile: kept beside the accumulators, what follows from it would not fit.
@@ -271,6 +296,7 @@ struct GradHiddenSm90 {
         if ((writes || is_batch_invariant<Problem>()) && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
         mainloop.template consume_at<kHidden>(c, walk.n, slices_of_part());
         if constexpr (Problem::retain) {
+            if (in_tail() && !meet_parts(c)) return;
             if (p.row_scales != nullptr) scale_rows(c);
             if constexpr (Problem::label_smoothing) {
                 if (p.row_smoothing != nullptr && part() == 0) take_smoothing(c);
@@ -282,6 +308,52 @@ struct GradHiddenSm90 {
             const bool adds = p.first == 0 && !is_batch_invariant<Problem>();
             add_to_sum<kHidden>(panels, p.accumulator_map, c, walk.n, walk.m + mainloop.place.first_row(), adds);
         }
+    }
+
+    /// The last part of a tile gets what the others have found, which they leave for it and are done: false.
+    __device__ __forceinline__ bool meet_parts(typename MainloopT::Accumulators& c) const {
+        enum : int { kThreadsOfTile = TileT::kTurns ? 128 : 256 };
+        enum : int { kFloats = MainloopT::kPiecesA * MainloopT::kColumnPieces * 4 * kThreadsOfTile };
+        const int tile = static_cast<int>(walk.number) - walk.tail.full;
+        const int thread = (TileT::kTurns ? 0 : mainloop.place.consumer * 128) + mainloop.place.warp * 32 + mainloop.place.lane;
+        const int last = walk.tail.count - 1;
+        unsigned* const counter = p.tail_counters + tile;
+        float* at = p.tail_sums + thread * 4 + (static_cast<long long>(tile) * TileT::kCluster + mainloop.rank) * kFloats;
+        const long long next = static_cast<long long>(walk.tail.rest) * TileT::kCluster * kFloats;  // part
+        if (walk.tail_part < last) {
+            at += walk.tail_part * next;
+#pragma unroll
+            for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+                    const unsigned words[4] = {__float_as_uint(c[i][j][0]), __float_as_uint(c[i][j][1]), __float_as_uint(c[i][j][2]),
+                                               __float_as_uint(c[i][j][3])};
+                    ptx::st_global_v4(at + (i * MainloopT::kColumnPieces + j) * 4 * kThreadsOfTile, words);
+                }
+            }
+            __syncwarp();
+            if (mainloop.place.lane == 0) ptx::red_release_gpu_add(counter, 1u);
+            return false;
+        }
+        if (mainloop.place.lane == 0) {
+            while (ptx::ld_acquire_gpu(counter) < static_cast<unsigned>(last * TileT::kCluster * (kThreadsOfTile / 32))) {
+            }
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (int part = 0; part < last; ++part, at += next) {
+#pragma unroll
+            for (int i = 0; i < MainloopT::kPiecesA; ++i) {
+#pragma unroll
+                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
+                    unsigned words[4];
+                    ptx::ld_global_v4(words, at + (i * MainloopT::kColumnPieces + j) * 4 * kThreadsOfTile);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) c[i][j][e] += __uint_as_float(words[e]);
+                }
+            }
+        }
+        return true;
     }
 
     /// A scale of 0 is an ignored row's, whatever its products are.

@@ -61,8 +61,10 @@ struct GradHiddenSm90Params : GradHiddenParams {
     Tickets* tickets;
     RowList list;  ///< grad_hidden then begins with the call's first row
     SumShare share;
-    int column_shift;  ///< BlockedMap's, of dlogits_map where the Problem retains
-    int unused;
+    float* tail_sums;         ///< of TailParts, each a cluster's tile as its threads hold it
+    unsigned* tail_counters;  ///< of each tile that is made in parts: warps that have written theirs; 0 before
+    int tail_room;            ///< sums that there is room for; 0: no tile is made in parts
+    int column_shift;         ///< BlockedMap's, of dlogits_map where the Problem retains
 };
 
 struct GradWeightSm90Params : GradWeightParams {

@@ -3,6 +3,7 @@
 // smaller numbers: a cluster that runs has taken each of them.
 #pragma once
 
+#include "flce/common/sum_parts.cuh"
 #include "flce/sm90/mainloop.cuh"
 
 namespace flce {
@@ -72,5 +73,27 @@ __device__ __forceinline__ void bring_tiles(Tickets* tickets, TileNumbers<TileT>
     }
     if (rank == 0) leave_tickets(tickets, gridDim.x / TileT::kCluster);
 }
+
+/// A TileWalk where the last tiles are made in parts, which have numbers of their own.
+template <class TileT, int kRaster>
+struct TailWalk : TileWalk<TileT, kRaster> {
+    using Base = TileWalk<TileT, kRaster>;
+    using Base::Base;
+    TailParts tail{0, 1, 0, 0};
+    int tail_part = -1;  ///< of the tile at hand; −1: it is whole
+
+    __device__ __forceinline__ void divide(int clusters, int slices, int room) {
+        tail = TailParts(static_cast<int>(Base::count), clusters, slices, room);
+    }
+    __device__ __forceinline__ bool go_to(unsigned tile, unsigned rank) {
+        tail_part = -1;
+        if (tail.count > 1 && tile >= static_cast<unsigned>(tail.full)) {
+            if (tile >= static_cast<unsigned>(tail.numbers())) return false;
+            tail_part = tail.part_of(static_cast<int>(tile));
+            tile = static_cast<unsigned>(tail.tile_of(static_cast<int>(tile)));
+        }
+        return Base::go_to(tile, rank);
+    }
+};
 
 }  // namespace flce

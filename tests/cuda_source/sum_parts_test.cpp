@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <vector>
 
 #include "flce/plan.hpp"
@@ -35,6 +36,39 @@ TEST(SumParts, PartsThatWouldNotEndSooner_AreNotMade) {
     const SumShare share{.room = 1 << 20, .cluster_rows = 256, .column_tiles = 11, .clusters = kClusters, .slices = 256};
     EXPECT_EQ(SumParts(share, 6 * 256).count, 1) << "one whole wave";
     EXPECT_GT(SumParts(share, 7 * 256).count, 1) << "a second one with 11 of 66";
+}
+
+TEST(TailParts, TilesOfTheLastWave_AreMadeByIdleClusters) {
+    const TailParts gemma(288, kClusters, 4000, 1000);  // 8192 tokens, D = 2304
+    EXPECT_EQ(gemma.full, 264);
+    EXPECT_EQ(gemma.count, 2) << "24 tiles for 66 clusters";
+    EXPECT_EQ(TailParts(128, kClusters, 4000, 1000).count, 1) << "62 tiles have no idle clusters to speak of";
+    EXPECT_EQ(TailParts(132, kClusters, 4000, 1000).count, 1) << "whole waves";
+    EXPECT_EQ(TailParts(8, kClusters, 4000, 1000).count, 8);
+    EXPECT_EQ(TailParts(8, kClusters, 4000, 17).count, 3) << "room for the sums of two parts of eight tiles";
+    EXPECT_EQ(TailParts(8, kClusters, 66, 1000).count, 2) << "a part is 32 slices";
+    EXPECT_EQ(TailParts(24, kClusters, 4000, 0).count, 1) << "no room";
+}
+
+TEST(TailParts, AnyNumbers_EveryTileHasEveryPartOnceAndTheLastOneLast) {
+    for (int clusters : {1, 2, 57, 66}) {
+        for (int tiles : {0, 1, 7, 33, 66, 67, 160, 288, 1001}) {
+            for (int room : {0, 10, 1000}) {
+                const TailParts tail(tiles, clusters, 4000, room);
+                ASSERT_LE((tail.count - 1) * tail.rest, room);
+                ASSERT_TRUE(tail.count == 1 || tail.count * tail.rest <= clusters) << "one wave";
+                std::map<int, int> parts;
+                for (int number = tail.full; number < tail.numbers(); ++number) {
+                    const int tile = tail.tile_of(number);
+                    ASSERT_GE(tile, tail.full);
+                    ASSERT_LT(tile, tiles);
+                    ASSERT_EQ(tail.part_of(number), parts[tile]++) << "a part waits for those before it, which have smaller numbers";
+                }
+                ASSERT_EQ(std::ssize(parts), tail.rest);
+                for (const auto& [tile, count] : parts) ASSERT_EQ(count, tail.count) << tile;
+            }
+        }
+    }
 }
 
 TEST(SumParts, AnyShare_FitsAndCoversEverySlice) {
@@ -92,6 +126,34 @@ Pass backward_of(const char* spec_text, std::int64_t num_tokens, std::int64_t re
         },
         [](std::int64_t, std::int64_t) {});
     return pass;
+}
+
+// Sums of tiles that are made in parts lie where dlogits of chunks will be, which nothing has computed yet.
+TEST(TailParts, SumsOfAnyCall_LieInWorkspaceThatIsFree) {
+    for (const char* spec_text : {"D=5120,V=152064", "D=2304,V=256000,softcap=30", "D=1032,V=5001"}) {
+        const Spec spec = parse_spec(spec_text);
+        const Device device = describe_device("h100");
+        const Plan plan = choose_plan(spec, device);
+        const CudaProgram program = generate_cuda(spec, device, plan);
+        for (const std::int64_t n : {16, 300, 2048, 8192}) {
+            const Pass pass = backward_of(spec_text, n, std::int64_t{1} << 40);
+            ASSERT_EQ(pass.sums.size(), 1U);
+            const GradHiddenSm90Params& sum = pass.sums.front();
+            CallSlots slots{};
+            slots[static_cast<std::size_t>(Slot::num_tokens)] = n;
+            const std::int64_t bytes = evaluate(program.backward_workspace_bytes, slots);
+            const std::int64_t begin = (static_cast<std::int64_t>(Slot::workspace) + 1) << 44;
+            const auto at = [&](const auto* pointer) { return reinterpret_cast<std::int64_t>(pointer) - begin; };
+            const std::int64_t of_tile = std::int64_t{2} * 4 * plan.cuda.grad_hidden.block_m * plan.cuda.grad_hidden.block_n;
+            EXPECT_GE(sum.tail_room, n < 300 ? 0 : 10) << "too few to gain anything";
+            EXPECT_GE(at(sum.tail_sums), 0);
+            EXPECT_LE(at(sum.tail_sums) + sum.tail_room * of_tile, bytes);
+            EXPECT_LE(at(sum.tail_sums) + sum.tail_room * of_tile, at(sum.pace)) << "counters";
+            EXPECT_LE(at(sum.tail_sums) + sum.tail_room * of_tile, at(sum.accumulator)) << "hidden states and the sum";
+            EXPECT_EQ(sum.tail_counters - sum.pace, 2 * kPaceCounters);
+            EXPECT_EQ(at(sum.tail_sums) % 16, 0);
+        }
+    }
 }
 
 void expect_agreement(const Pass& pass) {

@@ -114,6 +114,7 @@ Statement retained_grad_hidden_launch(const BackwardPassSm90& pass) {
     const bool vocab_major = pass.spec.layout == WeightLayout::vocab_major;
     const RowBlock rows = all_rows();
     const MappedMatrix sum = sum_matrix(pass, 0, max(sum_room(pass), 1));
+    const std::int64_t tile_sum_bytes = std::int64_t{4} * kClusterBlocks * tile.block_m * tile.block_n;
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::grad_hidden), sum_grid(pass, rows.count));
     launch.set_share(&Params::share, sum_share(pass))
         .set(&Params::scalars, workspace_at(layout.scalars))
@@ -125,6 +126,9 @@ Statement retained_grad_hidden_launch(const BackwardPassSm90& pass) {
         .set(&Params::last, pass.all_retained)
         .set(&Params::row_scales, retained_at(retained.row_scales))
         .set(&Params::pace, workspace_at(layout.counters))
+        .set(&Params::tail_sums, workspace_at(layout.dlogits))  // no chunk is computed yet
+        .set(&Params::tail_counters, workspace_at(layout.counters) + std::int64_t{4} * 2 * kPaceCounters)
+        .set(&Params::tail_room, floor_div(layout.rows * layout.chunk * pass.element_bytes, tile_sum_bytes))
         .set(&Params::tickets, tickets_at(pass))
         .set(&Params::column_shift, kRetainedShift)
         .set_map(&Params::dlogits_map, exponentials_matrix(retained), tile.block_m)
@@ -157,7 +161,7 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
         .set(&Params::columns, retained.columns)
         .set(&Params::first, 1)
         .set(&Params::last, 1)
-        .set(&Params::readers, select(lent, workspace_at(layout.counters) + std::int64_t{2} * kPaceCounters * 4, 0))
+        .set(&Params::readers, select(lent, workspace_at(layout.counters) + std::int64_t{4} * (2 * kPaceCounters + kMostTailTiles), 0))
         .set(&Params::pace, workspace_at(layout.counters) + std::int64_t{4} * kPaceCounters)
         .set(&Params::tickets, tickets_at(pass))
         .set(&Params::block_bytes, retained.block_bytes)

@@ -1,0 +1,74 @@
+// grad_hidden of retained exponentials where its last tiles are made by several clusters each (TailParts): by Hopper's path, on a real GPU.
+#include <gtest/gtest.h>
+
+#include "tests/support/kernel_run.hpp"
+#include "tests/support/option_sets.hpp"
+#include "tests/support/targets.hpp"
+
+namespace flce::test {
+namespace {
+
+struct Case {
+    const char* name;
+    void (*apply)(Spec&);
+};
+
+class RetainedTails : public testing::TestWithParam<Case> {
+protected:
+    void SetUp() override {
+        FLCE_REQUIRE_TARGET(Target::gpu);
+        if (kernel()->plan().strategy != Strategy::retain) GTEST_SKIP() << "this GPU's kernels retain nothing: " << kernel()->plan().text();
+    }
+    /// Five tiles across, and a vocabulary of 79 slices: two parts of 40 and 39, or more where parts of the sum have rows of their own.
+    static std::shared_ptr<const Kernel> kernel() {
+        Spec spec{.hidden_size = 1032, .vocab_size = 5001};
+        GetParam().apply(spec);
+        return kernel_on(Target::gpu, spec);
+    }
+};
+
+TEST_P(RetainedTails, AnyNumberOfTokens_WithinBounds) {
+    const auto k = kernel();
+    for (const std::int64_t n : {16, 129, 300, 700, 1500, 3300}) {
+        ProblemOptions o{.num_tokens = n, .seed = 31};
+        o.ignored = n == 1500 ? Ignored::none : Ignored::some;
+        EXPECT_TRUE(run_and_judge(k, make_problem(k->spec(), o))) << n;
+    }
+}
+
+TEST_P(RetainedTails, FiftyTimes_SameBits) {
+    const auto k = kernel();
+    const Problem problem = make_problem(k->spec(), {.num_tokens = 700, .seed = 32});
+    const Problem other = make_problem(k->spec(), {.num_tokens = 300, .seed = 33});
+    KernelRun run(k, problem);
+    KernelRun beside(k, other);
+    run.retain(RetainedPlace::own, k->retained_bytes(700));
+    beside.retain(RetainedPlace::own, k->retained_bytes(300));
+    run.forward();
+    beside.forward();
+    run.backward();
+    const auto expected = run.bytes();
+    for (int i = 0; i < 50; ++i) {
+        beside.backward();
+        run.backward();
+        ASSERT_EQ(run.bytes() == expected, true) << i;
+    }
+    EXPECT_EQ(run.violations(), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Gpu, RetainedTails,
+                         testing::Values(Case{"plain", [](Spec&) {}}, Case{"label_smoothing", [](Spec& s) { s.label_smoothing = 0.1; }},
+                                         Case{"softcap_bias",
+                                              [](Spec& s) {
+                                                  s.softcap = 20;
+                                                  s.bias = true;
+                                              }},
+                                         Case{"hidden_major",
+                                              [](Spec& s) {
+                                                  s.layout = WeightLayout::hidden_major;
+                                                  s.padded_vocab_size = 5008;
+                                              }}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace flce::test
