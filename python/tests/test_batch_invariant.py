@@ -116,6 +116,17 @@ def test_under_a_limit(pool: Pool, limit: Any) -> None:
     assert torch.equal(pool.grad_hidden(some, pool.target[some], workspace_limit_bytes=limit), whole[some])
 
 
+def test_more_tokens_than_one_launch_has(pool: Pool) -> None:
+    """Forward and backward go through blocks of rows."""
+    device = pool.hidden.device
+    rows = torch.arange(70_001, device=device) % TOKENS
+    got = pool.outputs(pool.hidden[rows], pool.target[rows], pool.temperature[rows])
+    assert same(got, tuple(all_of[rows] for all_of in pool.everything))
+    whole = pool.grad_hidden(torch.arange(TOKENS, device=device), pool.target)
+    for limit in (None, 4 * HIDDEN * len(rows) + (20 << 20)):
+        assert torch.equal(pool.grad_hidden(rows, pool.target[rows], workspace_limit_bytes=limit), whole[rows])
+
+
 def test_compiled_and_eager(pool: Pool) -> None:
     def losses(hidden: Tensor, target: Tensor) -> Tensor:
         result: Tensor = flce.linear_cross_entropy(hidden, pool.weight, target, reduction="none", batch_invariant=True)
