@@ -42,7 +42,8 @@ private:
 };
 
 /// Tiles of the last wave of a launch, where they are fewer than half of the clusters: each is made by several clusters, of which each sums
-/// over a part of the depth, and the last one adds up what the others have found. Numbers of tiles go on: part 0 of all of them, then part 1.
+/// over a part of the depth, and the last one adds up what the others have found. Numbers of tiles go on: part 0 of all of them, then
+/// part 1.
 struct TailParts {
     enum : int { kMost = 8, kLeastSlices = 32 };
 

@@ -216,7 +216,9 @@ struct GradHiddenSm90 {
     TileNumbers<TileT> numbers;
     MainloopT mainloop;
     const int rows;
-    Select<Problem::retain, TailWalk<TileT, Problem::raster>, TileWalk<TileT, Problem::raster>>
+    /// Whether the last tiles may be made in parts: beside 192 accumulators a thread there are no registers for it.
+    enum : bool { kMakesParts = Problem::retain && MainloopT::kPiecesA * MainloopT::kColumnPieces * 4 <= 128 };
+    Select<kMakesParts, TailWalk<TileT, Problem::raster>, TileWalk<TileT, Problem::raster>>
         walk;    ///< of all parts, one below the other as their sums lie
     int slices;  ///< of a part, but for the last
     bool divided;
@@ -236,7 +238,7 @@ struct GradHiddenSm90 {
         const PartSlices here(all_slices(), parts.count);
         slices = here.of_part;
         divided = parts.count > 1;
-        if constexpr (Problem::retain) {
+        if constexpr (kMakesParts) {
             if (!divided) walk.divide(static_cast<int>(gridDim.x) / TileT::kCluster, slices, p.tail_room);
         }
         if (here.count == 1) return;
@@ -249,7 +251,7 @@ struct GradHiddenSm90 {
         run_tiles(
             mainloop, p.tickets, numbers, walk, [&] { return slices_of_part(); }, TileT::kTurns,
             [&] {
-                if (in_tail()) {
+                if (in_parts()) {
                     pace.counters = nullptr;
                 } else {
                     pace.begin(walk.number);
@@ -268,19 +270,19 @@ struct GradHiddenSm90 {
     __device__ __forceinline__ int row_of_part() const { return walk.m - part() * rows_of_part(); }
     __device__ __forceinline__ int all_slices() const { return ceil_div(p.columns, TileT::kBlockK); }
     __device__ __forceinline__ int first_slice() const {
-        if constexpr (Problem::retain) {
-            if (in_tail()) return walk.tail_part * tail_slices();
+        if constexpr (kMakesParts) {
+            if (walk.in_parts()) return walk.part() * tail_slices();
         }
         return part() * slices;
     }
     __device__ __forceinline__ int slices_of_part() const {
-        if constexpr (Problem::retain) {
-            if (in_tail()) return min(tail_slices(), slices - walk.tail_part * tail_slices());
+        if constexpr (kMakesParts) {
+            if (walk.in_parts()) return min(tail_slices(), slices - walk.part() * tail_slices());
         }
         return min(slices, all_slices() - part() * slices);
     }
-    __device__ __forceinline__ bool in_tail() const {
-        if constexpr (Problem::retain) return walk.tail_part >= 0;
+    __device__ __forceinline__ bool in_parts() const {
+        if constexpr (kMakesParts) return walk.in_parts();
         return false;
     }
     __device__ __forceinline__ int tail_slices() const { return ceil_div(slices, walk.tail.count); }
@@ -295,8 +297,10 @@ struct GradHiddenSm90 {
         MainloopT::clear(c);
         if ((writes || is_batch_invariant<Problem>()) && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
         mainloop.template consume_at<kHidden>(c, walk.n, slices_of_part());
+        if constexpr (kMakesParts) {
+            if (walk.in_parts() && !meet_parts(c)) return;
+        }
         if constexpr (Problem::retain) {
-            if (in_tail() && !meet_parts(c)) return;
             if (p.row_scales != nullptr) scale_rows(c);
             if constexpr (Problem::label_smoothing) {
                 if (p.row_smoothing != nullptr && part() == 0) take_smoothing(c);
@@ -314,14 +318,15 @@ struct GradHiddenSm90 {
     __device__ __forceinline__ bool meet_parts(typename MainloopT::Accumulators& c) const {
         enum : int { kThreadsOfTile = TileT::kTurns ? 128 : 256 };
         enum : int { kFloats = MainloopT::kPiecesA * MainloopT::kColumnPieces * 4 * kThreadsOfTile };
+        const int part = walk.part();
+        const int last = walk.tail.count - 1;
         const int tile = static_cast<int>(walk.number) - walk.tail.full;
         const int thread = (TileT::kTurns ? 0 : mainloop.place.consumer * 128) + mainloop.place.warp * 32 + mainloop.place.lane;
-        const int last = walk.tail.count - 1;
         unsigned* const counter = p.tail_counters + tile;
         float* at = p.tail_sums + thread * 4 + (static_cast<long long>(tile) * TileT::kCluster + mainloop.rank) * kFloats;
         const long long next = static_cast<long long>(walk.tail.rest) * TileT::kCluster * kFloats;  // part
-        if (walk.tail_part < last) {
-            at += walk.tail_part * next;
+        if (part < last) {
+            at += part * next;
 #pragma unroll
             for (int i = 0; i < MainloopT::kPiecesA; ++i) {
 #pragma unroll
@@ -341,7 +346,7 @@ struct GradHiddenSm90 {
         }
         __syncwarp();
 #pragma unroll 1
-        for (int part = 0; part < last; ++part, at += next) {
+        for (int other = 0; other < last; ++other, at += next) {
 #pragma unroll
             for (int i = 0; i < MainloopT::kPiecesA; ++i) {
 #pragma unroll

@@ -334,8 +334,13 @@ struct ForwardSm90 {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = row0 + mainloop.place.row(i, h);
+                const int column = first_column + mainloop.place.column(0, 0);
                 RowSums sums = sums_of(part, i, h);
-                Rows::exponentials_of_row(c[i], h, reference_of(row), stored_factor(row), first_column + mainloop.place.column(0, 0), sums);
+                if (Problem::stores_derivative && first_column >= p.retained_columns) {
+                    Rows::exponentials_of_row(c[i], h, reference_of(row), NothingStored{}, column, sums);
+                } else {
+                    Rows::exponentials_of_row(c[i], h, reference_of(row), stored_factor(row), column, sums);
+                }
                 keep(part, i, h, sums);
             }
             if (first_column >= p.retained_columns) continue;
@@ -356,8 +361,8 @@ struct ForwardSm90 {
 
     /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows,
     /// or for a segment, whose number is then the job's; by turns one a consumer, or one a block where its consumers' are brought together.
-    /// Each lane of the four writes a row of its own, and the code is short: it runs rarely, so that it has to be fetched every time, beside
-    /// the multiplication that it must not hold up.
+    /// Each lane of the four writes a row of its own, and the code is short: it runs rarely, so that it has to be fetched every time,
+    /// beside the multiplication that it must not hold up.
     __device__ __forceinline__ void finish(const ShareJob& job, int part, int row_cluster) {
         static_assert(kWrittenRows <= 4, "a row for each of the four lanes");
         if constexpr (kMerges) meet_consumers();  // the other one's sums are there

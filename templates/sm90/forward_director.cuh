@@ -1,5 +1,5 @@
-// What the first thread of a block of cuda_sm90a's forward does beside bringing tiles: it finds out what comes next, a tile of the cluster's
-// own share or of another's, or the end of a stretch.
+// What the first thread of a block of cuda_sm90a's forward does beside bringing tiles: it finds out what comes next, a tile of the
+// cluster's own share or of another's, or the end of a stretch.
 #pragma once
 
 #include "flce/sm90/share_jobs.cuh"

@@ -19,6 +19,11 @@ struct StoredFactor {
     }
 };
 
+/// Where nothing is stored, so that no derivative is worked out.
+struct NothingStored {
+    __device__ __forceinline__ float times(float exponential, float /*logit*/) const { return exponential; }
+};
+
 /// Of a row of which a thread has kColumnPieces pairs of columns, in c[·][2·h] and c[·][2·h + 1].
 template <class Problem, int kColumnPieces>
 struct RowReduction {
@@ -32,8 +37,10 @@ struct RowReduction {
 
     /// Where they are far from the reference, exponentials are cut off: a row that is ignored, whatever it holds, has to multiply a finite
     /// number by 0. `first_class`: of the thread's first column.
-    static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference,
-                                                               const StoredFactor<Problem>& factor, int first_class, RowSums& sums) {
+    /// `Factor`: StoredFactor, or NothingStored.
+    template <class Factor>
+    static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference, const Factor& factor,
+                                                               int first_class, RowSums& sums) {
         constexpr float kMostPower = 100.f;
         const PowersAbove above(reference);
         const float old_max = sums.max;

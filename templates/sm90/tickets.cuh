@@ -74,26 +74,26 @@ __device__ __forceinline__ void bring_tiles(Tickets* tickets, TileNumbers<TileT>
     if (rank == 0) leave_tickets(tickets, gridDim.x / TileT::kCluster);
 }
 
-/// A TileWalk where the last tiles are made in parts, which have numbers of their own.
+/// A TileWalk where the last tiles are made in parts, which have numbers of their own (TailParts).
 template <class TileT, int kRaster>
 struct TailWalk : TileWalk<TileT, kRaster> {
     using Base = TileWalk<TileT, kRaster>;
     using Base::Base;
     TailParts tail{0, 1, 0, 0};
-    int tail_part = -1;  ///< of the tile at hand; −1: it is whole
+    unsigned taken = 0;  ///< number of the tile at hand, or of the part of one
 
     __device__ __forceinline__ void divide(int clusters, int slices, int room) {
         tail = TailParts(static_cast<int>(Base::count), clusters, slices, room);
     }
-    __device__ __forceinline__ bool go_to(unsigned tile, unsigned rank) {
-        tail_part = -1;
-        if (tail.count > 1 && tile >= static_cast<unsigned>(tail.full)) {
-            if (tile >= static_cast<unsigned>(tail.numbers())) return false;
-            tail_part = tail.part_of(static_cast<int>(tile));
-            tile = static_cast<unsigned>(tail.tile_of(static_cast<int>(tile)));
-        }
-        return Base::go_to(tile, rank);
+    __device__ __forceinline__ bool go_to(unsigned number, unsigned rank) {
+        taken = number;
+        if (!in_parts()) return Base::go_to(number, rank);
+        if (number >= static_cast<unsigned>(tail.numbers())) return false;
+        return Base::go_to(static_cast<unsigned>(tail.tile_of(static_cast<int>(number))), rank);
     }
+    __device__ __forceinline__ bool in_parts() const { return tail.count > 1 && taken >= static_cast<unsigned>(tail.full); }
+    /// Of a tile that is made in parts.
+    __device__ __forceinline__ int part() const { return tail.part_of(static_cast<int>(taken)); }
 };
 
 }  // namespace flce

@@ -59,17 +59,24 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
         ErrorSum log_sum(model), entropy(model), smooth(model), squares(model);
         double logit = 0;
         double label = 0;
-        double cut = 0;  // from every logit, towards 0: unlike roundings it does not average out
+        // From every logit, towards 0: unlike roundings it does not average out.
+        double cut = 0;        // of lse
+        double label_cut = 0;  // of the label's logit
+        double smooth_cut = 0;
         for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
             const LogitSizes e = logit_sizes(selection_.tokens[at], token, j, z[j], gain[j], 0);
             const double dz = logit_error(spec_, e, model);
             log_sum.add(e.p * dz);
-            cut += std::copysign(e.p * model.truncated(spec_.hidden_size) * e.gain * e.product, e.z);
+            const double of_logit = std::copysign(model.truncated(spec_.hidden_size) * e.gain * e.product, e.z);
+            cut += e.p * of_logit;
+            smooth_cut += e.class_weight * of_logit;
             entropy.add(e.p * (1 + std::fabs(e.z - s.lse) + s.entropy) * (dz + u));
             smooth.add(e.class_weight * (dz + u * std::fabs(e.z)));
             squares.add(2 * std::exp(2 * std::log(std::max(e.p, 1e-300)) - log_squares) * (dz + u));
             logit = std::max(logit, dz);
-            if (e.is_label) label = dz;
+            if (!e.is_label) continue;
+            label = dz;
+            label_cut = of_logit;
         }
         log_sum.add(cut).add(summing).add(u * std::fabs(token.log_sum));
         // lse is rounded to its own size; a log-probability is a difference of differences and is not.
@@ -112,6 +119,10 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
         loss.add(together);
         out_.budgets.teacher_logprobs[at].*kind = std::sqrt(squares_of_named);
         out_.budgets.loss[at].*kind = loss.value();
+        if (kind == &Budget::floor) {
+            const double hard = (1 - eps) * class_weight(token.label) * (cut - label_cut) + per_class * (class_sum_ * cut - smooth_cut);
+            out_.budgets.loss[at].alike = factor * layer_.hard_weight() * hard + out_.budgets.z_loss[at].alike;
+        }
     };
     set(expected_, &Budget::floor);
     set(largest_, &Budget::limit);
