@@ -166,6 +166,13 @@ struct NoPace {
     __device__ __forceinline__ void before(int /*slice*/) {}
 };
 
+/// Nothing is multiplied beside a product. What else may be: BiasSums and BiasFactors.
+struct NothingBeside {
+    __device__ __forceinline__ unsigned bytes() const { return 0u; }
+    __device__ __forceinline__ void bring(int /*stage*/, int /*k*/, unsigned /*barrier*/) const {}
+    __device__ __forceinline__ void multiply(int /*piece*/, unsigned long long /*a*/, int /*stage*/, int /*step*/) const {}
+};
+
 /// Has the copy engine fetch the descriptions of what it will copy while the kernel before this one still runs.
 template <class... Maps>
 __device__ __forceinline__ void prefetch_maps(const Maps&... maps) {
@@ -278,21 +285,22 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
     __device__ __forceinline__ explicit MainloopSm90(const Ring& ring) : Ring(ring) {}
 
     /// One thread: brings `slices` slices of the tile at (m, n), from those depths of the operands on. `a_rows`: that are copied of A,
-    /// where those are not the tile's; blocks that share A copy them together.
-    template <class MapA, class MapB, class PaceT = NoPace>
+    /// where those are not the tile's; blocks that share A copy them together. `beside`: brings what is multiplied beside the product.
+    template <class MapA, class MapB, class PaceT = NoPace, class Beside = NothingBeside>
     __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}, int depth_a = 0,
-                                            int depth_b = 0, int a_rows = TileT::kBlockM) {
+                                            int depth_b = 0, int a_rows = TileT::kBlockM, const Beside& beside = {}) {
 #pragma unroll 1
         for (int slice = 0; slice < slices; ++slice) {
             pace.before(slice);
             ptx::mbarrier_wait_parity(empty(position.stage), position.parity ^ 1u);
             const unsigned barrier = full(position.stage);
-            ptx::mbarrier_arrive_expect_tx(barrier, static_cast<unsigned>(a_rows * 128) + SliceB::kBytes);
+            ptx::mbarrier_arrive_expect_tx(barrier, static_cast<unsigned>(a_rows * 128) + SliceB::kBytes + beside.bytes());
             if constexpr (kGathers) ptx::mbarrier_arrive(barrier, 128);  // for all the threads that copy nothing
             const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
             const int k = slice * TileT::kBlockK;
             SliceA::template load<TileT::kClusterN>(stage, a, m, depth_a + k, part_a(), barrier, a_rows);
             SliceB::template load<TileT::kClusterM, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, depth_b + k, part_b(), barrier);
+            beside.bring(position.stage, k, barrier);
             position.advance();
         }
     }
@@ -341,21 +349,21 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
 
     /// A consumer: c += all slices of its next tile, of which the result has kExtent columns and the tile those from `n` on. Where few are
     /// left of them, fewer are multiplied.
-    template <int kExtent>
-    __device__ __forceinline__ void consume_at(Accumulators& c, int n, int slices) {
+    template <int kExtent, class Beside = NothingBeside>
+    __device__ __forceinline__ void consume_at(Accumulators& c, int n, int slices, const Beside& beside = {}) {
         constexpr int kTail = ceil_div(kExtent % TileT::kBlockN, 64) * 64;
         if constexpr (kTail > 0 && kTail < TileT::kBlockN) {
             if (n + TileT::kBlockN > kExtent) {
-                consume<kTail>(c, slices);
+                consume<kTail>(c, slices, false, beside);
                 return;
             }
         }
-        consume(c, slices);
+        consume(c, slices, false, beside);
     }
 
     /// c += all slices of a consumer's next tile, the first kColumns of it. `gathered`: produce_rows brings them.
-    template <int kColumns = TileT::kBlockN>
-    __device__ __forceinline__ void consume(Accumulators& c, int slices, bool gathered = false) {
+    template <int kColumns = TileT::kBlockN, class Beside = NothingBeside>
+    __device__ __forceinline__ void consume(Accumulators& c, int slices, bool gathered = false, const Beside& beside = {}) {
         if constexpr (TileT::kTurns) {
             ptx::mbarrier_wait_parity(turn(place.consumer), turn_parity);
             turn_parity ^= 1u;
@@ -368,7 +376,7 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
             ptx::mbarrier_wait_parity(full(position.stage), position.parity);
             if (kGathers && gathered) ptx::fence_proxy_async();  // threads wrote it, and wgmma reads as the copy engine does
             ptx::wgmma_fence();
-            multiply<kColumns>(c);
+            multiply<kColumns>(c, beside);
             ptx::wgmma_commit_group();
             // Every slice before the other consumer's has arrived now, so the parity that it waits for is that of its own.
             if (TileT::kTurns && slice + 1 == slices && place.lane == 0) ptx::mbarrier_arrive(turn(place.consumer ^ 1));
@@ -406,8 +414,8 @@ private:
         }
     }
 
-    template <int kColumns>
-    __device__ __forceinline__ void multiply(Accumulators& c) const {
+    template <int kColumns, class Beside>
+    __device__ __forceinline__ void multiply(Accumulators& c, const Beside& beside) const {
         const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
         const int first_row = place.first_row();
 #pragma unroll
@@ -415,7 +423,9 @@ private:
             const unsigned long long b = SliceB::descriptor(stage + SliceA::kBytes, 0, step);
 #pragma unroll
             for (int i = 0; i < kPiecesA; ++i) {
-                multiply_piece(reinterpret_cast<float(&)[kColumns / 8][4]>(c[i]), SliceA::descriptor(stage, first_row + i * 64, step), b);
+                const unsigned long long a = SliceA::descriptor(stage, first_row + i * 64, step);
+                multiply_piece(reinterpret_cast<float(&)[kColumns / 8][4]>(c[i]), a, b);
+                beside.multiply(i, a, position.stage, step);
             }
         }
     }

@@ -13,12 +13,14 @@ __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// The accumulators of a warp: d[j][…] is the m64n8 piece j. Operand lists for the three widths that tiles use.
+// The accumulators of a warp: d[j][…] is the m64n8 piece j. Operand lists for the widths that tiles use, and for eight
+// columns.
 #define FLCE_ACCUMULATORS_4(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define FLCE_ACCUMULATORS_16(d, j) \
     FLCE_ACCUMULATORS_4(d, j), FLCE_ACCUMULATORS_4(d, j + 1), FLCE_ACCUMULATORS_4(d, j + 2), FLCE_ACCUMULATORS_4(d, j + 3)
 #define FLCE_ACCUMULATORS_64(d, j) \
     FLCE_ACCUMULATORS_16(d, j), FLCE_ACCUMULATORS_16(d, j + 4), FLCE_ACCUMULATORS_16(d, j + 8), FLCE_ACCUMULATORS_16(d, j + 12)
+#define FLCE_REGISTERS_4 "%0, %1, %2, %3"
 #define FLCE_REGISTERS_32                                                    \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -56,6 +58,12 @@ __device__ __forceinline__ void wgmma_wait_group() {
         : accumulators                                                                              \
         : "l"(descriptor_a), "l"(descriptor_b), "n"(kTransA), "n"(kTransB))
 
+#define FLCE_ACC FLCE_ACCUMULATORS_4(d, 0)
+template <int kTransA, int kTransB>
+__device__ __forceinline__ void wgmma_m64n8k16_bf16(float (&d)[1][4], unsigned long long descriptor_a, unsigned long long descriptor_b) {
+    FLCE_WGMMA("bf16", 8, 4, FLCE_ACC, 4, 5, 6, 7);
+}
+#undef FLCE_ACC
 #define FLCE_ACC FLCE_ACCUMULATORS_16(d, 0), FLCE_ACCUMULATORS_16(d, 4)
 template <int kTransA, int kTransB>
 __device__ __forceinline__ void wgmma_m64n64k16_bf16(float (&d)[8][4], unsigned long long descriptor_a, unsigned long long descriptor_b) {
@@ -78,6 +86,12 @@ __device__ __forceinline__ void wgmma_m64n192k16_bf16(float (&d)[24][4], unsigne
 template <int kTransA, int kTransB>
 __device__ __forceinline__ void wgmma_m64n256k16_bf16(float (&d)[32][4], unsigned long long descriptor_a, unsigned long long descriptor_b) {
     FLCE_WGMMA("bf16", 256, 128, FLCE_ACC, 128, 129, 130, 131);
+}
+#undef FLCE_ACC
+#define FLCE_ACC FLCE_ACCUMULATORS_4(d, 0)
+template <int kTransA, int kTransB>
+__device__ __forceinline__ void wgmma_m64n8k16_f16(float (&d)[1][4], unsigned long long descriptor_a, unsigned long long descriptor_b) {
+    FLCE_WGMMA("f16", 8, 4, FLCE_ACC, 4, 5, 6, 7);
 }
 #undef FLCE_ACC
 #define FLCE_ACC FLCE_ACCUMULATORS_16(d, 0), FLCE_ACCUMULATORS_16(d, 4)
@@ -109,6 +123,7 @@ __device__ __forceinline__ void wgmma_m64n256k16_f16(float (&d)[32][4], unsigned
 #undef FLCE_ACCUMULATORS_64
 #undef FLCE_ACCUMULATORS_16
 #undef FLCE_ACCUMULATORS_4
+#undef FLCE_REGISTERS_4
 #undef FLCE_REGISTERS_32
 #undef FLCE_REGISTERS_64
 #undef FLCE_REGISTERS_96
