@@ -315,6 +315,8 @@ struct RetainedRowsParams {
     int columns;       ///< retained
     float derivative;  ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's
     float transform[kMaxTransformParameters];
+    void* bias_factors;  ///< row_scales in two parts, two rows of `factor_pitch`: what exponentials are multiplied with for grad_bias
+    long long factor_pitch;
 };
 
 /// Σ_j c_j·weight[j] over the retained columns and Σ_i s_i·hidden[i], of kSmoothingParts stretches each.
@@ -333,11 +335,16 @@ struct SmoothingSumsParams {
 struct SmoothingTotalsParams {
     const float* weight_sums;
     const float* hidden_sums;
-    float* weight_sum;  ///< [D]
-    float* hidden_sum;  ///< [D]
+    float* weight_sum;           ///< [D]
+    float* hidden_sum;           ///< [D]
+    const float* row_smoothing;  // of the rows' sum, where grad_weight's kernel adds up grad_bias
+    float* smoothing_total;      //
+    RowList list;                //
+    int rows;                    //
+    int unused;
 };
 
-/// grad_bias of the retained columns.
+/// grad_bias of the retained columns, where grad_weight's kernel does not add it up.
 struct RetainedBiasParams {
     const void* exponentials;  ///< RetainedRowsParams'
     const float* row_scales;

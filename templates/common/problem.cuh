@@ -34,6 +34,7 @@ struct PlainProblem {
     enum : bool { square_sum = false };         ///< RowSums::exp_sq_sum is wanted
     enum : bool { stores_derivative = false };  ///< retained exponentials are multiplied by the logits' derivative
     enum : bool { teacher = false };            ///< rows have classes that a teacher names
+    enum : bool { sums_bias = false };          ///< SumsBias
     enum : int { segment_tiles = 0 };           ///< batch-invariant: forward's tiles that are summed up apart from all others; else 0
 };
 
@@ -48,6 +49,12 @@ template <class Problem>
 struct Unretained : Problem {
     enum : bool { retain = false };
     enum : bool { stores_derivative = false };
+};
+
+/// The same Problem for a kernel of grad_weight with room for what adds up grad_bias of retained exponentials.
+template <class Problem>
+struct SumsBias : Problem {
+    enum : bool { sums_bias = true };
 };
 
 /// A kernel's parameters, with the rows' temperatures where there are any.

@@ -110,6 +110,15 @@ __device__ __forceinline__ bool write_named(const RetainedRowsParams& p, Retaine
     return __any_sync(0xffffffffu, has_target) != 0;
 }
 
+/// A row's scale as two numbers of 16 bits, the second one what rounding has left out of the first; nothing where that is infinite.
+template <class Element>
+__device__ __forceinline__ void write_factor(Element* to, long long pitch, float scale) {
+    const Element rounded = Numeric<Element>::from_float(scale);
+    const float rest = scale - to_float(rounded);
+    to[0] = rounded;
+    to[pitch] = Numeric<Element>::from_float(fabsf(rest) < infinity() ? rest : 0.f);
+}
+
 /// A warp has a row. dz_j = (p_j·a − t·[j = y])·d_j as scale·E_j: the target's E_y becomes d_y·(p_y − t/a) / exp(reference − lse), from the
 /// logit in fp32, so that confident tokens keep their small gradients, and so do the classes that a teacher names. The same again for
 /// another backward. E, dz's other factor, meets hidden with the scale in it and is the plain operand of both GEMMs. What label smoothing
@@ -138,6 +147,9 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     }
     if (lane == 0) p.row_scales[row] = scale;
     if (Problem::label_smoothing && lane == 0) p.row_smoothing[row] = smoothing;
+    if constexpr (Problem::bias) {
+        if (lane == 0) write_factor(static_cast<Element*>(p.bias_factors) + row, p.factor_pitch, scale);
+    }
     const long long source = p.list.rows != nullptr ? p.list.rows[p.list.first + row].row : row;
     const unsigned* const from = reinterpret_cast<const unsigned*>(static_cast<const Element*>(p.hidden) + source * Problem::hidden_size);
     unsigned* const to =
@@ -238,11 +250,33 @@ __device__ __forceinline__ void smoothing_sums(const SmoothingSumsParams& p) {
     }
 }
 
-/// Adds up the stretches. A block has 32 hidden dimensions of one of the sums, and its warps take turns with the stretches.
+/// Σ_i s_i of all rows, by one block.
+template <class Problem>
+__device__ __forceinline__ void sum_smoothing(const SmoothingTotalsParams& p) {
+    __shared__ float of_warp[kRowThreads / 32];
+    const int rows = listed_rows<Problem>(p.list, p.rows, 0);
+    float sum = 0.f;
+    for (int row = static_cast<int>(threadIdx.x); row < rows; row += kRowThreads) sum += p.row_smoothing[row];
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int other = 1; other < kRowThreads / 32; ++other) sum += of_warp[other];
+    *p.smoothing_total = sum;
+}
+
+/// Adds up the stretches. A block has 32 hidden dimensions of one of the sums, and its warps take turns with the stretches. A block behind
+/// these adds up the rows' shares, where grad_bias needs that.
 template <class Problem>
 __device__ __forceinline__ void smoothing_totals(const SmoothingTotalsParams& p) {
     constexpr int kWarps = kRowThreads / 32;
     constexpr int kBlocks = ceil_div(Problem::hidden_size, 32);
+    if constexpr (Problem::bias) {
+        if (static_cast<int>(blockIdx.x) == 2 * kBlocks) {
+            sum_smoothing<Problem>(p);
+            return;
+        }
+    }
     __shared__ float of_warp[kWarps][32];
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flce/sm90/backward.cuh"
+#include "flce/sm90/bias_sum.cuh"
 
 namespace flce {
 
@@ -81,10 +82,16 @@ struct GradWeightSm90 {
     enum : bool { kPanelled = !(Problem::accumulate && Problem::hidden_major) || rows_aligned<Out>(Problem::vocab_size) };
     using PanelsT = GradWeightPanels<Problem, TileT>;
     enum : bool { kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major };
-    enum : int { kBarriersAt = MainloopT::kRingBytes + PanelsT::kBytes };
+    // Of a chunk, grad_bias is dlogits' affair.
+    enum : bool { kSumsBias = Problem::retain && Problem::sums_bias };
+    static_assert(!Problem::sums_bias || (Problem::bias && !Problem::hidden_major), "the vocabulary is the sums' only dimension");
+    enum : int { kFactorsAt = MainloopT::kRingBytes };
+    enum : int { kPanelsAt = kFactorsAt + (Problem::sums_bias ? TileT::kStages * BiasOperand::kBytes : 0) };
+    enum : int { kBarriersAt = kPanelsAt + PanelsT::kBytes };
     enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
     enum : int { kThreads = TileT::kThreads };
-    using Params = SmoothedOf<Problem, GradWeightSm90Params, SmoothedGradWeightSm90Params>;
+    using UnbiasedParams = SmoothedOf<Problem, GradWeightSm90Params, SmoothedGradWeightSm90Params>;
+    using Params = Select<kSumsBias, WithScaledBias<UnbiasedParams>, UnbiasedParams>;
 
     const Params& p;
     TileNumbers<TileT> numbers;
@@ -100,7 +107,7 @@ struct GradWeightSm90 {
           numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
           mainloop(dynamic_smem, kBarriersAt),
           walk(Problem::hidden_major ? kHidden : params.columns, Problem::hidden_major ? params.columns : kHidden),
-          panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
+          panels(mainloop.smem + kPanelsAt, mainloop.place),
           slices(ceil_div(listed_rows<Problem>(params.list, params.rows, 1), TileT::kBlockK)),
           pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
                slices) {
@@ -112,7 +119,11 @@ struct GradWeightSm90 {
             mainloop, p.tickets, numbers, walk, [&] { return slices; }, TileT::kTurns,
             [&] {
                 pace.begin(walk.number);
-                if constexpr (Problem::hidden_major) {
+                if constexpr (kSumsBias) {
+                    const BiasFactors factors{p.scales_map, mainloop.smem + kFactorsAt, sums_bias()};
+                    mainloop.produce(vocabulary_operand<Problem>(p), p.hidden_map, walk.m, walk.n, slices, pace, 0, 0, TileT::kBlockM,
+                                     factors);
+                } else if constexpr (Problem::hidden_major) {
                     mainloop.produce(p.hidden_map, vocabulary_operand<Problem>(p), walk.m, walk.n, slices, pace);
                 } else {
                     mainloop.produce(vocabulary_operand<Problem>(p), p.hidden_map, walk.m, walk.n, slices, pace);
@@ -138,6 +149,8 @@ struct GradWeightSm90 {
         if (p.accumulator != nullptr && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
         if constexpr (Problem::hidden_major) {
             mainloop.consume(c, slices);
+        } else if (sums_bias()) {
+            if constexpr (kSumsBias) consume_with_bias(c);
         } else {
             mainloop.template consume_at<kHidden>(c, walk.n, slices);
         }
@@ -158,6 +171,27 @@ struct GradWeightSm90 {
             // Pairs across the end of the vocabulary: the second one is not there.
             store_tile_sm90<Problem::vocab_size % 2 == 0, true>(mainloop, c, result, dlogits_scale<Problem>(p.scalars, true));
         }
+    }
+
+    /// Whether the tile at hand adds up its part of grad_bias.
+    __device__ __forceinline__ bool sums_bias() const {
+        if constexpr (kSumsBias) return walk.n == 0 && p.grad_bias != nullptr;
+        return false;
+    }
+    __device__ __forceinline__ void consume_with_bias(typename MainloopT::Accumulators& c) {
+        float sums[MainloopT::kPiecesA][1][4] = {};
+        const BiasSums<Element, Major::mn, MainloopT::kPiecesA> beside{sums, mainloop.smem + kFactorsAt, BiasOperand::kBytes};
+        mainloop.template consume_at<kHidden>(c, walk.n, slices, beside);
+        write_bias<Problem>(mainloop.place, sums, static_cast<Out*>(p.grad_bias) + walk.m, p.columns - walk.m,
+                            dlogits_scale<Problem>(p.scalars, true), [&](int column) {
+                                if constexpr (!Problem::label_smoothing) {
+                                    return 0.f;
+                                } else if constexpr (Problem::class_weight) {
+                                    return *p.smoothing_total * p.class_weight[walk.m + column];
+                                } else {
+                                    return *p.smoothing_total;
+                                }
+                            });
     }
 
     /// What label smoothing takes: the class' share of the sum of the hidden states.
@@ -201,6 +235,9 @@ struct GradWeightSm90 {
 template <class Problem, class TileT>
 __device__ __forceinline__ void grad_weight_sm90(const typename GradWeightSm90<Problem, TileT>::Params& p) {
     prefetch_maps(p.dlogits_map, p.hidden_map, p.grad_weight_map);
+    if constexpr (GradWeightSm90<Problem, TileT>::kSumsBias) {
+        if (p.grad_bias != nullptr) prefetch_maps(p.scales_map);
+    }
     GradWeightSm90<Problem, TileT>(p).run();
 }
 

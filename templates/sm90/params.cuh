@@ -90,6 +90,18 @@ struct SmoothedGradWeightSm90Params : GradWeightSm90Params {
     const float* class_weight;  ///< of the launch's columns, where the Problem has class weights
 };
 
+/// Parameters of a kernel that adds up grad_bias beside grad_weight.
+template <class Params>
+struct WithGradBias : Params {
+    void* grad_bias;  ///< at the launch's first column; null: nobody asks for it
+};
+/// The same over exponentials, whose factors are the rows' scales.
+template <class Params>
+struct WithScaledBias : WithGradBias<Params> {
+    const float* smoothing_total;  ///< what label smoothing takes from all rows, before classes' weights; where the Problem has it
+    TensorMap scales_map;          ///< RetainedRowsParams' bias_factors
+};
+
 /// Several chunks of the vocabulary in one launch. Everything begins with the first of them: the base's columns are those of all. Chunks
 /// take turns with two places for dlogits that lie side by side, so that [rows, pair_width] holds one chunk of each kind.
 struct BackwardChunksSm90Params : DlogitsParams {

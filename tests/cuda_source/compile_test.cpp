@@ -96,38 +96,40 @@ INSTANTIATE_TEST_SUITE_P(
     EveryVariant, CudaOptionsCompile,
     testing::Combine(
         testing::Values("sm_90a"),
-        testing::Values(Variant{"Bf16HiddenMajorUnaligned", "D=200,V=1001,layout=hidden_major,grad_weight_dtype=fp32"},
-                        Variant{"Bf16HiddenMajorAligned", "D=200,V=1000,layout=hidden_major,bias"},
-                        Variant{"Bf16TiedFp32Gradient", "D=2560,V=50257,tied,grad_weight_dtype=fp32,softcap=30"},
-                        Variant{"Bf16Smoothing", "D=2048,V=50257,label_smoothing=0.1,outputs=loss+entropy", true},
-                        Variant{"Bf16SmoothedClasses", "D=2048,V=50257,class_weight,label_smoothing=0.1", true},
-                        Variant{"Bf16SmoothedClassesEntropy", "D=2048,V=50257,class_weight,label_smoothing=0.1,outputs=loss+entropy", true},
-                        Variant{"Bf16CappedEntropy", "D=2048,V=50257,softcap=30,outputs=loss+entropy", true},
-                        Variant{"Bf16CappedSmoothing", "D=2048,V=50257,softcap=30,label_smoothing=0.1", true},
-                        Variant{"Bf16BiasSmoothing", "D=2048,V=50257,bias,label_smoothing=0.1", true},
-                        Variant{"Bf16HiddenMajorSums",
-                                "D=200,V=1001,padded_vocab_size=1008,layout=hidden_major,grad_weight_mode=accumulate"},
-                        Variant{"Bf16AllButBias",
-                                "D=2048,V=50257,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-                                "grad_weight_mode=accumulate,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
-                        Variant{"Fp16AllButBias",
-                                "D=2048,V=50257,dtype=fp16,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-                                "temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
-                        Variant{"Fp16", "D=2048,V=151936,dtype=fp16,z_loss=0.0001", true},
-                        Variant{"Fp16Everything",
-                                "D=200,V=1001,dtype=fp16,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
-                                "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
-                        Variant{"Bf16Fp32WeightEverything",
-                                "D=200,V=1001,weight_dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
-                                "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
-                        Variant{"Fp16Fp32WeightHiddenMajor",
-                                "D=200,V=1001,padded_vocab_size=1008,dtype=fp16,weight_dtype=fp32,layout=hidden_major,softcap=30"},
-                        Variant{"Bf16Fp32WeightHiddenMajorUnaligned", "D=200,V=1001,weight_dtype=fp32,layout=hidden_major"},
-                        Variant{"Fp32", "D=2048,V=151936,dtype=fp32"},
-                        Variant{"Fp32HiddenMajorUnaligned", "D=200,V=1001,dtype=fp32,layout=hidden_major,class_weight"},
-                        Variant{"Fp32HiddenMajorPartial",
-                                "D=200,V=1001,padded_vocab_size=1004,dtype=fp32,layout=hidden_major,grad_weight_mode=accumulate"},
-                        Variant{"Fp32Shallow", "D=64,V=50257,dtype=fp32"})),
+        testing::Values(
+            Variant{"Bf16HiddenMajorUnaligned", "D=200,V=1001,layout=hidden_major,grad_weight_dtype=fp32"},
+            Variant{"Bf16HiddenMajorAligned", "D=200,V=1000,layout=hidden_major,bias"},
+            Variant{"Bf16TiedFp32Gradient", "D=2560,V=50257,tied,grad_weight_dtype=fp32,softcap=30"},
+            Variant{"Bf16Smoothing", "D=2048,V=50257,label_smoothing=0.1,outputs=loss+entropy", true},
+            Variant{"Bf16SmoothedClasses", "D=2048,V=50257,class_weight,label_smoothing=0.1", true},
+            Variant{"Bf16SmoothedClassesEntropy", "D=2048,V=50257,class_weight,label_smoothing=0.1,outputs=loss+entropy", true},
+            Variant{"Bf16CappedEntropy", "D=2048,V=50257,softcap=30,outputs=loss+entropy", true},
+            Variant{"Bf16CappedSmoothing", "D=2048,V=50257,softcap=30,label_smoothing=0.1", true},
+            Variant{"Bf16BiasSmoothing", "D=2048,V=50257,bias,label_smoothing=0.1", true},
+            Variant{"Bf16BiasAdded", "D=4096,V=128256,bias,grad_weight_mode=accumulate"},
+            Variant{"Fp16BiasCapped", "D=2048,V=50257,dtype=fp16,bias,softcap=30,temperature,grad_weight_mode=accumulate", true},
+            Variant{"Bf16HiddenMajorSums", "D=200,V=1001,padded_vocab_size=1008,layout=hidden_major,grad_weight_mode=accumulate"},
+            Variant{"Bf16AllButBias",
+                    "D=2048,V=50257,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
+                    "grad_weight_mode=accumulate,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+            Variant{"Fp16AllButBias",
+                    "D=2048,V=50257,dtype=fp16,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
+                    "temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+            Variant{"Fp16", "D=2048,V=151936,dtype=fp16,z_loss=0.0001", true},
+            Variant{"Fp16Everything",
+                    "D=200,V=1001,dtype=fp16,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
+                    "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+            Variant{"Bf16Fp32WeightEverything",
+                    "D=200,V=1001,weight_dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
+                    "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+            Variant{"Fp16Fp32WeightHiddenMajor",
+                    "D=200,V=1001,padded_vocab_size=1008,dtype=fp16,weight_dtype=fp32,layout=hidden_major,softcap=30"},
+            Variant{"Bf16Fp32WeightHiddenMajorUnaligned", "D=200,V=1001,weight_dtype=fp32,layout=hidden_major"},
+            Variant{"Fp32", "D=2048,V=151936,dtype=fp32"},
+            Variant{"Fp32HiddenMajorUnaligned", "D=200,V=1001,dtype=fp32,layout=hidden_major,class_weight"},
+            Variant{"Fp32HiddenMajorPartial",
+                    "D=200,V=1001,padded_vocab_size=1004,dtype=fp32,layout=hidden_major,grad_weight_mode=accumulate"},
+            Variant{"Fp32Shallow", "D=64,V=50257,dtype=fp32"})),
     test_name);
 
 INSTANTIATE_TEST_SUITE_P(

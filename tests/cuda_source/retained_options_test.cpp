@@ -84,11 +84,10 @@ std::ptrdiff_t place(const Launched& pass, const std::string& kernel) {
 
 TEST(RetainedSmoothing, SumsComeBeforeWhatTakesThem) {
     const Launched pass = backward_of(",label_smoothing=0.1,bias,class_weight", {});
-    for (const char* kernel : {"smoothing_sums", "smoothing_totals", "retained_bias"}) EXPECT_EQ(pass.count(kernel), 1) << kernel;
+    for (const char* kernel : {"smoothing_sums", "smoothing_totals"}) EXPECT_EQ(pass.count(kernel), 1) << kernel;
     EXPECT_LT(place(pass, "retained_rows"), place(pass, "smoothing_sums"));
     EXPECT_LT(place(pass, "smoothing_sums"), place(pass, "smoothing_totals"));
     EXPECT_LT(place(pass, "smoothing_totals"), place(pass, "grad_hidden"));
-    EXPECT_LT(place(pass, "retained_bias"), place(pass, "grad_weight")) << "whose memory the exponentials may lie in";
     const auto totals = pass.launches[place(pass, "smoothing_totals")].params<SmoothingTotalsParams>();
     const auto sums = pass.launches[place(pass, "smoothing_sums")].params<SmoothingSumsParams>();
     const auto hidden = pass.launches[place(pass, "grad_hidden")].params<SmoothedGradHiddenSm90Params>();
@@ -100,6 +99,64 @@ TEST(RetainedSmoothing, SumsComeBeforeWhatTakesThem) {
     EXPECT_EQ(hidden.row_smoothing, sums.row_smoothing);
     EXPECT_EQ(weight.hidden_sum, totals.hidden_sum);
     EXPECT_EQ(weight.class_weight, sums.class_weight);
+    const Recorded& of_totals = pass.launches[place(pass, "smoothing_totals")];
+    EXPECT_EQ(of_totals.launch.grid[0], 2 * 2048 / 32 + 1) << "the last block adds up the rows' shares, for the bias";
+    EXPECT_EQ(totals.row_smoothing, sums.row_smoothing);
+    EXPECT_EQ(totals.rows, kTokens);
+    EXPECT_EQ(totals.list.rows, sums.list.rows);
+    const auto biased = pass.launches[place(pass, "grad_weight")].params<WithScaledBias<SmoothedGradWeightSm90Params>>();
+    EXPECT_EQ(biased.smoothing_total, totals.smoothing_total);
+    EXPECT_EQ(totals.smoothing_total, sums.hidden_sums + kSmoothingParts * 2048) << "behind the last sum";
+}
+
+// What sums dz over tokens is one more column of the GEMM that makes grad_weight. Its factors are the rows' scales in two parts.
+TEST(RetainedBias, GradWeightAddsItUp) {
+    const CallSlots slots = test::made_up_call(kTokens, {});
+    for (const char* options : {",bias", ",bias,softcap=30", ",bias,teacher_top_k=64", ",bias,grad_weight_mode=accumulate"}) {
+        const Launched pass = backward_of(options, {});
+        EXPECT_EQ(pass.count("retained_bias"), 0) << options;
+        const auto rows = pass.launches[place(pass, "retained_rows")].params<RetainedRowsParams>();
+        const Recorded& launch = pass.launches[place(pass, "grad_weight")];
+        const auto weight = launch.params<WithScaledBias<GradWeightSm90Params>>();
+        EXPECT_EQ(reinterpret_cast<std::int64_t>(weight.grad_bias), slots[static_cast<std::size_t>(Slot::grad_bias)]);
+        EXPECT_EQ(weight.smoothing_total, nullptr);
+        const InterpretedMap& map = launch.launch.maps.back();
+        EXPECT_EQ(map.address, reinterpret_cast<std::int64_t>(rows.bias_factors));
+        EXPECT_EQ(map.address % 16, 0);
+        EXPECT_EQ(map.columns, kTokens);
+        EXPECT_EQ(map.rows, 2);
+        EXPECT_EQ(map.row_bytes, rows.factor_pitch * 2);
+        EXPECT_EQ(map.box_rows, 8) << "the columns of the operand";
+        EXPECT_LE(rows.row_scales + kTokens, rows.bias_factors);
+        EXPECT_LE(map.address + 2 * map.row_bytes, reinterpret_cast<std::int64_t>(rows.exponentials));
+    }
+}
+
+// Alone, or where the vocabulary is not the product's first dimension, exponentials are gone through for it: before grad_weight, which may
+// take their place.
+TEST(RetainedBias, WithoutTheGemm_APassOfItsOwn) {
+    const Launched alone = backward_of(",bias", {Slot::grad_weight});
+    EXPECT_EQ(alone.count("retained_bias"), 1);
+    EXPECT_EQ(alone.count("grad_weight"), 0);
+    const Launched hidden_major = backward_of(",bias,layout=hidden_major", {});
+    EXPECT_EQ(hidden_major.count("retained_bias"), 1);
+    EXPECT_LT(place(hidden_major, "retained_bias"), place(hidden_major, "grad_weight"));
+    EXPECT_EQ(backward_of(",bias", {Slot::grad_bias}).count("retained_bias"), 0);
+    const Launched unwanted = backward_of(",bias", {Slot::grad_bias});
+    const auto weight = unwanted.launches[place(unwanted, "grad_weight")].params<WithScaledBias<GradWeightSm90Params>>();
+    EXPECT_EQ(weight.grad_bias, nullptr);
+}
+
+// Chunks that are computed again one by one have sums of their own; only the launch over exponentials adds up a bias's gradient.
+TEST(RetainedBias, ChunkByChunk_GemmsLeaveItAlone) {
+    const Launched pass = backward_of(",bias", {Slot::grad_hidden}, kHalf);
+    int of_exponentials = 0;
+    for (const Recorded& r : pass) {
+        if (r.kernel == "flce_grad_weight") of_exponentials += r.params<WithScaledBias<GradWeightSm90Params>>().grad_bias != nullptr;
+    }
+    EXPECT_EQ(of_exponentials, 1);
+    EXPECT_EQ(pass.count("grad_bias"), pass.count("grad_weight") - 1);
+    EXPECT_GT(pass.count("grad_bias"), 0);
 }
 
 // What is computed again has label smoothing in its logits' gradients.
@@ -137,7 +194,7 @@ TEST(RetainedTeacher, ItsClassesAreWrittenBeforeTheyAreRead) {
     EXPECT_EQ(rows.derivative, 0.5F);
     EXPECT_EQ(rows.slope.inverse_softcap, 1.0F / 30);
     EXPECT_EQ(rows.columns, 151'936);
-    for (const char* reader : {"retained_bias", "grad_hidden", "grad_weight"}) {
+    for (const char* reader : {"grad_hidden", "grad_weight"}) {
         EXPECT_EQ(pass.count(reader), 1) << reader;
         EXPECT_LT(place(pass, "retained_rows"), place(pass, reader)) << reader;
     }

@@ -35,9 +35,11 @@ private:
 
 std::int64_t retained_blocks(const Spec& spec) { return multiple_above(spec.vocab_size, kRetainedColumns) / kRetainedColumns; }
 
-/// The sums over the weight and over hidden states that label smoothing needs beside retained exponentials: of each stretch, and in all.
+/// The sums over the weight and over hidden states that label smoothing needs beside retained exponentials, of each stretch and in all, and
+/// a bias's total.
 std::int64_t smoothing_bytes(const Spec& spec) {
-    return spec.label_smoothing > 0 ? multiple_above(2 * (kSmoothingParts + 1) * spec.hidden_size * 4, kWorkspaceAlignment) : 0;
+    const std::int64_t sums = 2 * (kSmoothingParts + 1) * spec.hidden_size + (spec.bias ? 1 : 0);
+    return spec.label_smoothing > 0 ? multiple_above(sums * 4, kWorkspaceAlignment) : 0;
 }
 
 /// Bytes that backward needs whatever the number of tokens.
@@ -176,6 +178,10 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     r.target_logits = pieces.take(n * 4);
     r.row_scales = pieces.take(n * 4);
     if (spec.label_smoothing > 0) r.row_smoothing = pieces.take(n * 4);
+    if (spec.bias) {
+        r.factor_pitch = round_up(n, 8);  // rows that the copy engine reads begin on 16 bytes
+        r.bias_factors = pieces.take(r.factor_pitch * 2 * static_cast<std::int64_t>(element_bytes(spec.dtype)));
+    }
     r.stale = pieces.take(ceil_div(n, kOutputRows) * 4);
     const Expr enough = less(kFewestRetained - 1, n);
     r.most = select(enough, pieces.end() + block * all_blocks, 0);

@@ -26,11 +26,11 @@ MappedMatrix dlogits_operand(const BackwardPassSm90& pass, const Chunk& chunk, c
     return m;
 }
 
-/// A launch whose kernel takes `Smoothed` where label smoothing meets retained exponentials: of a chunk, nothing is lacking.
-template <class Smoothed, class Params>
-Statement build_whole(const BackwardPassSm90& pass, LaunchBuilder<Params> launch) {
-    if (!smooths_retained(pass.spec, pass.plan)) return launch.build();
-    return LaunchBuilder<Smoothed>(std::move(launch)).build();
+/// The launch of grad_weight, whose kernel has parameters of grad_bias where it adds that up of exponentials. Of a chunk, dlogits does.
+template <class Params>
+Statement build_unbiased(const BackwardPassSm90& pass, LaunchBuilder<Params> launch) {
+    if (!sums_retained_bias(pass.spec, pass.plan)) return launch.build();
+    return LaunchBuilder<WithScaledBias<Params>>(std::move(launch)).build();
 }
 
 Statement dlogits_step(const BackwardPassSm90& pass, const Chunk& chunk, const RowBlock& rows) {
@@ -62,7 +62,9 @@ Statement grad_hidden_step(const BackwardPassSm90& pass, const Chunk& chunk, con
         .set_map(&Params::accumulator_map, sum, kFirstRows, 4)
         .set_share(&Params::share, sum_share(pass))
         .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first);
-    return build_whole<SmoothedGradHiddenSm90Params>(pass, std::move(launch));
+    // Where label smoothing meets retained exponentials: of a chunk, nothing is lacking.
+    if (!smooths_retained(pass.spec, pass.plan)) return launch.build();
+    return LaunchBuilder<SmoothedGradHiddenSm90Params>(std::move(launch)).build();
 }
 
 Statement grad_weight_step(const BackwardPassSm90& pass, const Chunk& chunk, const RowBlock& rows) {
@@ -77,7 +79,8 @@ Statement grad_weight_step(const BackwardPassSm90& pass, const Chunk& chunk, con
         .set_map(&Params::hidden_map, hidden_matrix(pass, rows), vocab_major ? kSecondRows : kFirstRows)
         .set_map(&Params::grad_weight_map, weight_matrix(pass.spec, gradient, chunk.columns), kFirstRows, pass.grad_element_bytes)
         .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first);
-    return build_whole<SmoothedGradWeightSm90Params>(pass, std::move(launch));
+    if (!smooths_retained(pass.spec, pass.plan)) return build_unbiased(pass, std::move(launch));
+    return build_unbiased(pass, LaunchBuilder<SmoothedGradWeightSm90Params>(std::move(launch)));
 }
 
 }  // namespace

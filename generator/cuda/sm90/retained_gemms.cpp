@@ -49,15 +49,20 @@ Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& row
         .set(&Params::rows, rows.count)
         .set(&Params::columns, retained.columns)
         .set_float(&Params::derivative, static_cast<float>(pass.spec.logit_scale));
+    if (pass.spec.bias) {
+        launch.set(&Params::bias_factors, retained_at(retained.bias_factors) + rows.first * pass.element_bytes)
+            .set(&Params::factor_pitch, retained.factor_pitch);
+    }
     return launch.build();
 }
 
-/// Where label smoothing's sums lie in the workspace: both totals, then both sums of stretches.
+/// Where label smoothing's sums lie in the workspace: both totals, then both sums of stretches, then the total of the rows' shares.
 struct SmoothingSums {
     Expr weight_sum{0};
     Expr hidden_sum{0};
     Expr weight_sums{0};
     Expr hidden_sums{0};
+    Expr smoothing_total{0};
 
     explicit SmoothingSums(const BackwardPassSm90& pass) {
         const std::int64_t bytes = pass.spec.hidden_size * 4;
@@ -65,6 +70,7 @@ struct SmoothingSums {
         hidden_sum = weight_sum + bytes;
         weight_sums = hidden_sum + bytes;
         hidden_sums = weight_sums + kSmoothingParts * bytes;
+        smoothing_total = hidden_sums + kSmoothingParts * bytes;
     }
 };
 
@@ -81,11 +87,19 @@ std::vector<Statement> smoothing_steps(const BackwardPassSm90& pass) {
         .set_list(&SmoothingSumsParams::list, pass.list, workspace_at(pass.layout.scalars), 0)
         .set(&SmoothingSumsParams::columns, pass.retained.columns)
         .set(&SmoothingSumsParams::rows, slot(Slot::num_tokens));
-    LaunchBuilder<SmoothingTotalsParams> totals(pass.source.kernel(KernelRole::smoothing_totals), 2 * ((pass.spec.hidden_size + 31) / 32));
+    const bool of_bias = sums_retained_bias(pass.spec, pass.plan);
+    LaunchBuilder<SmoothingTotalsParams> totals(pass.source.kernel(KernelRole::smoothing_totals),
+                                                2 * ((pass.spec.hidden_size + 31) / 32) + (of_bias ? 1 : 0));
     totals.set(&SmoothingTotalsParams::weight_sums, at.weight_sums)
         .set(&SmoothingTotalsParams::hidden_sums, at.hidden_sums)
         .set(&SmoothingTotalsParams::weight_sum, at.weight_sum)
         .set(&SmoothingTotalsParams::hidden_sum, at.hidden_sum);
+    if (of_bias) {
+        totals.set(&SmoothingTotalsParams::row_smoothing, retained_at(pass.retained.row_smoothing))
+            .set(&SmoothingTotalsParams::smoothing_total, at.smoothing_total)
+            .set_list(&SmoothingTotalsParams::list, pass.list, workspace_at(pass.layout.scalars), 0)
+            .set(&SmoothingTotalsParams::rows, slot(Slot::num_tokens));
+    }
     return {sums.build(), totals.build()};
 }
 
@@ -143,6 +157,19 @@ Statement retained_grad_hidden_launch(const BackwardPassSm90& pass) {
     return smoothed.build();
 }
 
+/// The launch of grad_weight, with what adds up grad_bias where its kernel does.
+template <class Params>
+Statement build_with_bias(const BackwardPassSm90& pass, LaunchBuilder<Params> launch) {
+    if (!sums_retained_bias(pass.spec, pass.plan)) return launch.build();
+    using Biased = WithScaledBias<Params>;
+    const RetainedLayout& retained = pass.retained;
+    LaunchBuilder<Biased> biased(std::move(launch));
+    biased.set(&Biased::grad_bias, slot(Slot::grad_bias))
+        .set(&Biased::smoothing_total, pass.spec.label_smoothing > 0 ? SmoothingSums(pass).smoothing_total : Expr(0))
+        .set_map(&Biased::scales_map, {retained_at(retained.bias_factors), slot(Slot::num_tokens), 2, retained.factor_pitch}, 8);
+    return biased.build();
+}
+
 Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
     using Params = GradWeightSm90Params;
     const RetainedLayout& retained = pass.retained;
@@ -172,11 +199,11 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
         .set_map(&Params::grad_weight_map, weight_matrix(pass.spec, slot(Slot::grad_weight), retained.columns), kFirstRows,
                  pass.grad_element_bytes)
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first);
-    if (pass.spec.label_smoothing <= 0) return launch.build();
+    if (pass.spec.label_smoothing <= 0) return build_with_bias(pass, std::move(launch));
     LaunchBuilder<SmoothedGradWeightSm90Params> smoothed(std::move(launch));
     smoothed.set(&SmoothedGradWeightSm90Params::hidden_sum, SmoothingSums(pass).hidden_sum)
         .set(&SmoothedGradWeightSm90Params::class_weight, slot(Slot::class_weight));
-    return smoothed.build();
+    return build_with_bias(pass, std::move(smoothed));
 }
 
 }  // namespace
@@ -190,7 +217,10 @@ std::vector<Statement> retained_steps(const BackwardPassSm90& pass) {
     steps.push_back({Loop{kRowBlockLoop, pass.layout.row_blocks, std::move(of_rows)}});
     if (pass.spec.label_smoothing > 0) std::ranges::move(smoothing_steps(pass), std::back_inserter(steps));
     // grad_weight last: it may take the place of what the others read.
-    if (pass.spec.bias) steps.push_back({If{present(Slot::grad_bias), {retained_bias_launch(pass)}}});
+    if (pass.spec.bias) {
+        const Expr alone = sums_retained_bias(pass.spec, pass.plan) ? !present(Slot::grad_weight) : Expr(1);
+        steps.push_back({If{present(Slot::grad_bias) && alone, {retained_bias_launch(pass)}}});
+    }
     steps.push_back({If{present(Slot::grad_hidden), {retained_grad_hidden_launch(pass)}}});
     steps.push_back({If{present(Slot::grad_weight), {retained_grad_weight_launch(pass)}}});
     return steps;

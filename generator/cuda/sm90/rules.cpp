@@ -17,9 +17,12 @@ std::int64_t update_barrier_bytes(const Spec& spec) {
     return element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::accumulate ? 8 * 2 * 2 : 0;
 }
 
+constexpr std::int64_t kMostSmem = 227 << 10;  ///< of a block
+constexpr std::int64_t kBiasOperandBytes = 8 * 128;
+
 /// The ring of stages, what an epilogue keeps or hands over, the barriers, and numbers of tiles. `parts`: clusters of rows that a share of
 /// forward may have.
-std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile, int parts = 2) {
+std::int64_t bytes_without_factors(const Spec& spec, GemmRole role, const GemmTile& tile, int parts) {
     constexpr std::int64_t kPanelBytes = std::int64_t{64} * 128;
     const std::int64_t ring = std::int64_t{128} * (tile.block_m + tile.block_n) * tile.stages;
     std::int64_t beside = 0;
@@ -40,6 +43,14 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile, i
     }
     constexpr std::int64_t kNumberBytes = std::int64_t{16} * (8 + 4);
     return ring + beside + std::int64_t{8} * (2 * tile.stages + 2) + kNumberBytes;
+}
+
+/// The factors of each stage by which grad_bias is added up.
+std::int64_t factor_bytes(const GemmTile& tile) { return kBiasOperandBytes * tile.stages; }
+
+std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile, int parts = 2) {
+    const bool factors = role == GemmRole::grad_weight && sums_bias(spec, tile);
+    return bytes_without_factors(spec, role, tile, parts) + (factors ? factor_bytes(tile) : 0);
 }
 
 /// Of a thread's 232 registers. A gradient's terms are alive beside the accumulators: the capped logit and its derivative, what multiplies
@@ -66,7 +77,6 @@ constexpr int kPartsOfFew = 1;
 
 /// A row's sums take room that stages would have.
 GemmTile with_stages(const Spec& spec, GemmRole role, GemmTile tile) {
-    constexpr std::int64_t kMostSmem = 227 << 10;
     while (smem_bytes(spec, role, tile, kPartsOfFew) > kMostSmem) --tile.stages;
     return tile;
 }
@@ -167,6 +177,15 @@ int segment_tiles(const Spec& spec, const GemmTile& forward) {
     constexpr std::int64_t kMostSegments = 512;
     const std::int64_t tiles = multiple_above(spec.vocab_size, forward.block_n) / forward.block_n;
     return static_cast<int>(2 * ((tiles + 2 * kMostSegments - 1) / (2 * kMostSegments)));  // each consumer has as many
+}
+
+bool sums_bias(const Spec& spec, const GemmTile& grad_weight) {
+    return spec.bias && spec.layout == WeightLayout::vocab_major &&
+           bytes_without_factors(spec, GemmRole::grad_weight, grad_weight, 0) + factor_bytes(grad_weight) <= kMostSmem;
+}
+
+bool sums_retained_bias(const Spec& spec, const Plan& plan) {
+    return plan.strategy == Strategy::retain && sums_bias(spec, plan.cuda.grad_weight);
 }
 
 bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {

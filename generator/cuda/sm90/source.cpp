@@ -13,6 +13,11 @@ std::string tile_type(const GemmTile& tile, int cluster_m = kClusterBlocks, int 
     return fmt::format("TileSm90<{}, {}, {}, {}, {}{}>", tile.block_m, tile.block_n, tile.stages, cluster_m, takes_turns(tile), along_n);
 }
 
+std::string grad_weight_params(const Spec& spec, const Plan& plan) {
+    const char* params = smooths_retained(spec, plan) ? "SmoothedGradWeightSm90Params" : "GradWeightSm90Params";
+    return sums_retained_bias(spec, plan) ? fmt::format("WithScaledBias<flce::{}>", params) : params;
+}
+
 }  // namespace
 
 CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
@@ -37,7 +42,9 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     writer.row_kernels();
     gemm(KernelRole::dlogits, GemmRole::dlogits, tiles.dlogits, "Dlogits", "Dlogits", "dlogits");
     gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, "GradHidden", smoothed + "GradHidden", "grad_hidden");
-    gemm(KernelRole::grad_weight, GemmRole::grad_weight, tiles.grad_weight, "GradWeight", smoothed + "GradWeight", "grad_weight");
+    writer.gemm({KernelRole::grad_weight, grad_weight_params(spec, plan), "grad_weight_sm90", "GradWeightSm90",
+                 tile_type(tiles.grad_weight), block(spec, GemmRole::grad_weight, tiles.grad_weight),
+                 sums_bias(spec, tiles.grad_weight) ? "flce::SumsBias<Problem>" : "Problem"});
     if (joins_chunks(spec, device, plan)) {
         gemm(KernelRole::backward_chunks, GemmRole::backward_chunks, tiles.dlogits, "BackwardChunks", "BackwardChunks", "backward_chunks");
         gemm(KernelRole::hidden_chunks, GemmRole::backward_chunks, tiles.dlogits, "HiddenChunks", "BackwardChunks", "hidden_chunks");
