@@ -97,15 +97,17 @@ struct BackwardChunksSm90 {
     using WeightPanels = GradWeightPanels<Problem, TileT>;
     enum : int { kConsumerBytes = LogitPanels::kConsumerBytes };
     static_assert(kConsumerBytes >= HiddenPanels::kConsumerBytes, "all kinds of tiles leave through the same shared memory");
-    static_assert(TileT::kTurns && !Problem::hidden_major && !Problem::bias, "the generator has asked for it nowhere else");
-    enum : int { kBarriersAt = LogitMainloop::kRingBytes + kConsumerBytes * TileT::kConsumers + WeightPanels::kBarrierBytes };
+    static_assert(TileT::kTurns && !Problem::hidden_major, "the generator has asked for it nowhere else");
+    enum : int { kOnesAt = LogitMainloop::kRingBytes };
+    enum : int { kStagingAt = kOnesAt + (Problem::bias ? BiasOperand::kBytes : 0) };
+    enum : int { kBarriersAt = kStagingAt + kConsumerBytes * TileT::kConsumers + WeightPanels::kBarrierBytes };
     enum : int { kNumbersAt = kBarriersAt + RingSm90<TileT>::kBarrierBytes };
     enum : int { kRowsAt = kNumbersAt + TileNumbers<TileT>::kBytes };
     enum : int { kSmemBytes = kRowsAt + ChunkShape<kHiddenOnly>::kBytes };
     enum : int { kThreads = TileT::kThreads };
     enum : int { kHidden = Problem::hidden_size };
 
-    using Params = TemperedOf<Problem, BackwardChunksSm90Params>;
+    using Params = TemperedOf<Problem, Select<Problem::bias, WithGradBias<BackwardChunksSm90Params>, BackwardChunksSm90Params>>;
 
     const Params& p;
     RingSm90<TileT> ring;
@@ -118,10 +120,11 @@ struct BackwardChunksSm90 {
           walk(params, ring.smem + kRowsAt, ring.smem + kNumbersAt),
           weight_panels(staging(), ring.place, kConsumerBytes) {
         if (threadIdx.x == 0) walk.shape.set(listed_rows<Problem>(p.list, p.rows, 1), TileT::kBlockM * TileT::kCluster);
+        if constexpr (Problem::bias && !kHiddenOnly) fill_with_ones<Element>(ring.smem + kOnesAt);
         ring.meet();
     }
 
-    __device__ __forceinline__ unsigned staging() const { return ring.smem + LogitMainloop::kRingBytes; }
+    __device__ __forceinline__ unsigned staging() const { return ring.smem + kStagingAt; }
 
     __device__ __forceinline__ void run() {
         if (ring.place.consumer < 0) {
@@ -206,10 +209,10 @@ struct BackwardChunksSm90 {
         }
     }
 
-    template <class MainloopT, int kExtent>
-    __device__ __forceinline__ void consume(Accumulators& c) {
+    template <class MainloopT, int kExtent, class Beside = NothingBeside>
+    __device__ __forceinline__ void consume(Accumulators& c, const Beside& beside = {}) {
         MainloopT mainloop(ring);
-        mainloop.template consume_at<kExtent>(c, walk.n, walk.slices);
+        mainloop.template consume_at<kExtent>(c, walk.n, walk.slices, beside);
         ring.position = mainloop.position;
         ring.turn_parity = mainloop.turn_parity;
     }
@@ -225,6 +228,7 @@ struct BackwardChunksSm90 {
         Accumulators c;
         LogitMainloop::clear(c);
         consume<LogitMainloop, TileT::kBlockN>(c);
+        if constexpr (Problem::bias) add_bias_in_turn<Problem>(p, ring.place, walk.begin_of(walk.chunk) + walk.n, c);
         LogitPanels panels(staging(), ring.place);
         const float scale = dlogits_scale<Problem>(p.scalars, false);
         const int column = walk.begin_of(walk.chunk) + walk.n;
@@ -276,9 +280,26 @@ struct BackwardChunksSm90 {
         tile.fetch(weight_panels);
         Accumulators c;
         WeightMainloop::clear(c);
-        consume<WeightMainloop, kHidden>(c);
+        if (sums_bias()) {
+            if constexpr (Problem::bias) consume_with_bias(c);
+        } else {
+            consume<WeightMainloop, kHidden>(c);
+        }
         tile.write(weight_panels, c, dlogits_scale<Problem>(p.scalars, true));
         done(weight_panels);
+    }
+
+    /// Whether the tile of grad_weight at hand adds up its part of grad_bias.
+    __device__ __forceinline__ bool sums_bias() const {
+        if constexpr (Problem::bias) return walk.n == 0 && p.grad_bias != nullptr;
+        return false;
+    }
+    __device__ __forceinline__ void consume_with_bias(Accumulators& c) {
+        float sums[WeightMainloop::kPiecesA][1][4] = {};
+        consume<WeightMainloop, kHidden>(c, BiasSums<Element, Major::mn, WeightMainloop::kPiecesA>{sums, ring.smem + kOnesAt, 0u});
+        const int first = walk.begin_of(walk.chunk) + walk.m;
+        write_bias<Problem>(ring.place, sums, static_cast<Out*>(p.grad_bias) + first, p.columns - first,
+                            dlogits_scale<Problem>(p.scalars, true), [](int /*column*/) { return 0.f; });
     }
 };
 

@@ -170,7 +170,8 @@ TEST(HiddenChunks, OtherCalls_HaveNone) {
     EXPECT_EQ(backward_of(spec, {2047, 0}, {Slot::grad_weight}).count("hidden_chunks"), 0);
     EXPECT_EQ(backward_of(spec, {4096, 0}, {}).count("hidden_chunks"), 0);
     EXPECT_EQ(backward_of(spec, {4096, 0}, {Slot::grad_hidden}).count("hidden_chunks"), 0);
-    EXPECT_EQ(backward_of(spec + ",bias", {4096, 0}, {Slot::grad_weight}).count("hidden_chunks"), 0);
+    EXPECT_EQ(backward_of(spec + ",bias", {4096, 0}, {Slot::grad_weight}).count("hidden_chunks"), 0) << "grad_bias is asked for";
+    EXPECT_EQ(backward_of(spec + ",bias", {4096, 0}, {Slot::grad_weight, Slot::grad_bias}).count("hidden_chunks"), 1);
     EXPECT_EQ(backward_of(spec, {300'000, 0}, {Slot::grad_weight}).count("hidden_chunks"), 0) << "tokens in blocks";
     const Launched nothing = backward_of(spec, {4096, 0}, {Slot::grad_weight, Slot::grad_hidden, Slot::grad_bias});
     for (const char* gemm : {"dlogits", "grad_hidden", "grad_weight", "backward_chunks", "hidden_chunks"}) {

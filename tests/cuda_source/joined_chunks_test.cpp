@@ -363,6 +363,44 @@ TEST(JoinedChunks, WhatIsRetained_ComesBefore) {
     EXPECT_TRUE(all.joined().empty());
 }
 
+// The launch that makes grad_weight adds up grad_bias, from the stretch's first column on, so that there are no partial sums, which wide
+// chunks would have no room for.
+TEST(JoinedChunks, Bias_IsAddedUpInTheLaunch) {
+    for (const char* mode : {"", ",grad_weight_mode=accumulate", ",grad_weight_dtype=fp32", ",temperature"}) {
+        for (const std::int64_t retained : {std::int64_t{0}, std::int64_t{256} << 20}) {
+            const Pass pass = backward_of(std::string("D=2048,V=151936,bias") + mode, 4096,
+                                          {{Slot::retained_bytes, retained}, {Slot::retained_in_grad_weight, 0}});
+            EXPECT_EQ(pass.count("flce_grad_bias") + pass.count("flce_dlogits") + pass.count("flce_retained_bias"), 0);
+            ASSERT_FALSE(pass.joined().empty());
+            const std::int64_t element = std::string_view(mode).ends_with("fp32") ? 4 : 2;
+            for (const Launched& l : pass.launches) {
+                if (l.kernel != "flce_backward_chunks") continue;
+                WithGradBias<BackwardChunksSm90Params> p;
+                std::memcpy(static_cast<void*>(&p), l.launch.params.data(), sizeof(p));
+                EXPECT_EQ(reinterpret_cast<std::int64_t>(p.bias), address(Slot::bias) + p.first_column * 2);
+                EXPECT_EQ(reinterpret_cast<std::int64_t>(p.grad_bias), address(Slot::grad_bias) + p.first_column * element);
+                EXPECT_EQ(p.bias_partials, nullptr);
+            }
+        }
+    }
+    // As wide as without a bias where the call wants both gradients, and otherwise as the partial sums allow.
+    const auto widest = [](const std::string& spec, const std::map<Slot, std::int64_t>& others) {
+        return backward_of(spec, 4096, others).joined().front().pair_width;
+    };
+    EXPECT_EQ(widest("D=2048,V=151936,bias", {}), widest("D=2048,V=151936", {}));
+    const Pass without = backward_of("D=2048,V=151936,bias", 4096, {{Slot::grad_bias, 0}});
+    ASSERT_FALSE(without.joined().empty());
+    const Pass apart = backward_of("D=2048,V=151936,bias", 4096, {{Slot::grad_hidden, 0}});
+    for (const Launched& l : apart.launches) {
+        if (l.kernel != "flce_dlogits") continue;
+        DlogitsParams p;
+        std::memcpy(static_cast<void*>(&p), l.launch.params.data(), sizeof(p));
+        const auto partials = reinterpret_cast<std::int64_t>(p.bias_partials);
+        EXPECT_GE(reinterpret_cast<std::int64_t>(p.dlogits), partials + 4096 / 64 * p.ld * 4) << "the partial sums' place";
+        EXPECT_LT(reinterpret_cast<std::int64_t>(p.dlogits), address(Slot::workspace) + apart.workspace_bytes);
+    }
+}
+
 TEST(JoinedChunks, OneGradient_ChunkByChunk) {
     for (const auto& [slot, n] : {std::pair{Slot::grad_hidden, 4096}, {Slot::grad_weight, 2000}}) {
         const Pass pass = backward_of("D=2048,V=151936", n, {{slot, 0}});
@@ -371,7 +409,7 @@ TEST(JoinedChunks, OneGradient_ChunkByChunk) {
         EXPECT_EQ(pass.count("flce_grad_hidden") > 0, slot != Slot::grad_hidden);
         EXPECT_EQ(pass.count("flce_grad_weight") > 0, slot != Slot::grad_weight);
     }
-    EXPECT_TRUE(backward_of("D=2048,V=151936,bias", 4096).joined().empty());
+    EXPECT_TRUE(backward_of("D=2048,V=151936,bias", 4096, {{Slot::grad_hidden, 0}}).joined().empty());
     EXPECT_TRUE(backward_of("D=2048,V=151936,layout=hidden_major", 4096).joined().empty());
     EXPECT_TRUE(backward_of("D=2048,V=151936", 64).joined().empty()) << "few tokens";
     EXPECT_TRUE(backward_of("D=2048,V=151936", 300000).joined().empty()) << "tokens in blocks";

@@ -75,6 +75,11 @@ TEST_P(BackwardCover, AnyTokens_EveryLogitIsComputedOnce) {
             rows_at_column[p.first_column] += p.rows;
             width[p.first_column] = p.columns;
         }
+        if (r.kernel == "flce_backward_chunks") {  // every row of many chunks
+            const auto p = r.params<BackwardChunksSm90Params>();
+            rows_at_column[p.first_column] += p.rows;
+            width[p.first_column] = columns_of_gradient[p.first_column] = p.columns;
+        }
         if (r.kernel == "flce_grad_weight") {
             const auto p = r.params<GradWeightParams>();
             const std::int64_t column = (as_address(p.grad_weight) - address(Slot::grad_weight)) / (kHidden * 2);

@@ -209,8 +209,9 @@ RetainedLayout retained_for_backward(const Spec& spec, const Plan& plan) {
 /// The memory of a grad_weight that will be written is free until then: with many tokens, chunks in it can be wider than the workspace
 /// allows, and grad_hidden's sum is gone through less often. Wider than this they gain nothing.
 static void place_wide_chunks(const Spec& spec, const Device& device, const Plan& plan, const BackwardSizes& s, BackwardLayout& b) {
-    // A bias's partial sums have room for a chunk of the workspace's.
-    if (spec.grad_weight_mode != GradMode::write || spec.layout != WeightLayout::vocab_major || spec.bias || rounds_weight(spec)) return;
+    if (spec.grad_weight_mode != GradMode::write || spec.layout != WeightLayout::vocab_major || rounds_weight(spec)) return;
+    // A bias's partial sums have room for a chunk of the workspace's; where chunks are joined there are none.
+    if (spec.bias && !cuda_path(plan.path).joins_chunks(spec, device, plan)) return;
     constexpr std::int64_t kMostDlogits = 256 << 20;
     const Expr row = max(slot(Slot::num_tokens), 1) * static_cast<std::int64_t>(element_bytes(spec.dtype));
     const std::int64_t gradient_row = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
@@ -245,6 +246,8 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     place_wide_chunks(spec, device, plan, s, b);
     const JoinedChunks joined = path.joined_chunks(spec, device, plan, b);
     b.joined = joined.joined;
+    const bool has_wide = b.wide_chunks.constant() == nullptr;
+    if (spec.bias && has_wide) b.wide_chunks = select(b.joined && less(0, slot(Slot::grad_hidden)), b.wide_chunks, 0);
     b.even_chunk = joined.even_chunk;
     b.even_wide_chunk = joined.even_wide_chunk;
     b.hidden_groups = joined.hidden_groups;

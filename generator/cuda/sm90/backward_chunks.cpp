@@ -41,6 +41,7 @@ LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWo
     const MappedMatrix sum = sum_matrix(pass, rows.first, rows.first.constant() != nullptr ? sum_room(pass) : rows.count);
     LaunchBuilder<Params> launch(pass.source.kernel(work.kernel), pass.clusters * kClusterBlocks);
     launch.set_share(&Params::share, sum_share(pass))
+        .set(&Params::bias, advanced(slot(Slot::bias), work.first_column, pass.element_bytes))
         .set(&Params::class_weight, advanced(slot(Slot::class_weight), work.first_column, 4))
         .set(&Params::scalars, workspace_at(layout.scalars))
         .set(&Params::coefficients, workspace_at(layout.coefficients) + rows.first * 16)
@@ -68,11 +69,16 @@ LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWo
     return launch;
 }
 
-/// The launch, its counters set to 0 before.
-std::vector<Statement> with_counters(const BackwardPassSm90& pass, LaunchBuilder<Params> launch, const Expr& first_row) {
+/// The launch, its counters set to 0 before. `grad_bias`: address, at the first column.
+std::vector<Statement> with_counters(const BackwardPassSm90& pass, LaunchBuilder<Params> launch, const Expr& first_row,
+                                     const Expr& grad_bias) {
     const BackwardLayout& layout = pass.layout;
-    return {Statement{MemsetZero{workspace_at(layout.progress), layout.progress_bytes}},
-            build_tempered(std::move(launch), pass.spec, workspace_at(layout.row_temperatures) + first_row * 4)};
+    const Expr temperatures = workspace_at(layout.row_temperatures) + first_row * 4;
+    const Statement counters{MemsetZero{workspace_at(layout.progress), layout.progress_bytes}};
+    if (!pass.spec.bias) return {counters, build_tempered(std::move(launch), pass.spec, temperatures)};
+    LaunchBuilder<WithGradBias<Params>> biased(std::move(launch));
+    biased.set(&WithGradBias<Params>::grad_bias, grad_bias);
+    return {counters, build_tempered(std::move(biased), pass.spec, temperatures)};
 }
 
 }  // namespace
@@ -86,7 +92,7 @@ std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const
     launch.set_map(&Params::hidden_sum_map, hidden_matrix(pass, rows), kSecondRows)
         .set_map(&Params::grad_weight_map, columns_of(pass, work, Slot::grad_weight, pass.grad_element_bytes), kFirstRows,
                  pass.grad_element_bytes);
-    return with_counters(pass, std::move(launch), 0);
+    return with_counters(pass, std::move(launch), 0, advanced(slot(Slot::grad_bias), stretch.first_column, pass.grad_element_bytes));
 }
 
 Statement hidden_chunks_groups(const BackwardPassSm90& pass) {
@@ -102,7 +108,7 @@ Statement hidden_chunks_groups(const BackwardPassSm90& pass) {
                           layout.hidden_chunk,
                           workspace_at(layout.dlogits),
                           !scatters_groups(pass)};
-    return {Loop{kRowBlockLoop, layout.hidden_groups, with_counters(pass, joined_launch(pass, work), rows.first)}};
+    return {Loop{kRowBlockLoop, layout.hidden_groups, with_counters(pass, joined_launch(pass, work), rows.first, 0)}};
 }
 
 }  // namespace flce::sm90

@@ -13,6 +13,8 @@ Expr hidden_beside_sum(const BackwardPassSm90& pass) {
     return pass.all_retained * round_up(slot(Slot::num_tokens) * (pass.spec.hidden_size * pass.element_bytes), kWorkspaceAlignment);
 }
 
+Expr wants_bias(const Spec& spec) { return spec.bias ? present(Slot::grad_bias) : Expr(0); }
+
 /// Columns of the vocabulary that the first launch of grad_hidden sums over.
 Expr first_columns(const BackwardPassSm90& pass) {
     const BackwardLayout& layout = pass.layout;
@@ -29,7 +31,8 @@ BackwardPassSm90::BackwardPassSm90(const Spec& spec, const Device& device, const
       retained(retained_for_backward(spec, plan)),
       all_retained(equal(retained.columns, spec.vocab_size)),
       joined(layout.joined && (present(Slot::grad_hidden) && present(Slot::grad_weight))),
-      hidden_joined((less(0, layout.hidden_groups) && !all_retained) && (present(Slot::grad_hidden) && !present(Slot::grad_weight))) {}
+      hidden_joined((less(0, layout.hidden_groups) && !all_retained) &&
+                    (present(Slot::grad_hidden) && !(present(Slot::grad_weight) || wants_bias(spec)))) {}
 
 RowBlock all_rows() { return {0, 0, slot(Slot::num_tokens)}; }
 

@@ -34,6 +34,7 @@ std::int64_t bytes_without_factors(const Spec& spec, GemmRole role, const GemmTi
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * width;
     } else if (role == GemmRole::backward_chunks) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + update_barrier_bytes(spec) + 8;  // panels, barriers, rows and parts
+        if (spec.bias) beside += kBiasOperandBytes;
     } else if (role == GemmRole::dlogits) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + (spec.bias ? 4 * 4 * 2 * tile.block_n : 0);
     } else if (role == GemmRole::grad_hidden) {
@@ -191,8 +192,8 @@ bool sums_retained_bias(const Spec& spec, const Plan& plan) {
 bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
     const GemmTile& tile = plan.cuda.dlogits;
     // A teacher's classes are written into a chunk's dlogits between its launches.
-    return spec.layout == WeightLayout::vocab_major && !spec.bias && !spec.batch_invariant && spec.teacher_top_k == 0 &&
-           !rounds_weight(spec) && takes_turns(tile) && tile.block_m == 128 && tile.block_n >= 128 &&
+    return spec.layout == WeightLayout::vocab_major && !spec.batch_invariant && spec.teacher_top_k == 0 && !rounds_weight(spec) &&
+           takes_turns(tile) && tile.block_m == 128 && tile.block_n >= 128 &&
            smem_bytes(spec, GemmRole::backward_chunks, tile) <= device.gpu.smem_per_block_bytes;
 }
 

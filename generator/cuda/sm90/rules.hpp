@@ -58,7 +58,7 @@ inline constexpr int kPairTokens = 192;
 [[nodiscard]] bool sums_retained_bias(const Spec& spec, const Plan& plan);
 
 /// Whether the three GEMMs of all chunks may be one launch, with dlogits' tile: warpgroups take turns with it, and it leaves registers for
-/// what five main loops need beside it.
+/// what five main loops need beside it. Beside a bias the launch adds up grad_bias, too.
 [[nodiscard]] bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan);
 /// Columns that the chunks of such a launch are multiples of: whole tiles of dlogits, whole clusters of grad_weight's.
 [[nodiscard]] std::int64_t joined_quantum(const Plan& plan);

@@ -46,8 +46,13 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
                  tile_type(tiles.grad_weight), block(spec, GemmRole::grad_weight, tiles.grad_weight),
                  sums_bias(spec, tiles.grad_weight) ? "flce::SumsBias<Problem>" : "Problem"});
     if (joins_chunks(spec, device, plan)) {
-        gemm(KernelRole::backward_chunks, GemmRole::backward_chunks, tiles.dlogits, "BackwardChunks", "BackwardChunks", "backward_chunks");
-        gemm(KernelRole::hidden_chunks, GemmRole::backward_chunks, tiles.dlogits, "HiddenChunks", "BackwardChunks", "hidden_chunks");
+        const auto joined = [&](KernelRole kernel, std::string_view name, std::string_view function) {
+            const std::string params = spec.bias ? "WithGradBias<flce::BackwardChunksSm90Params>" : "BackwardChunksSm90Params";
+            writer.gemm({kernel, params, fmt::format("{}_sm90", function), fmt::format("{}Sm90", name), tile_type(tiles.dlogits),
+                         block(spec, GemmRole::backward_chunks, tiles.dlogits)});
+        };
+        joined(KernelRole::backward_chunks, "BackwardChunks", "backward_chunks");
+        joined(KernelRole::hidden_chunks, "HiddenChunks", "hidden_chunks");
     }
     writer.rows(KernelRole::gather_rows, "GatherRowsParams", "gather_rows", kRowThreads);
     writer.rows(KernelRole::scatter_rows, "ScatterRowsParams", "scatter_rows", kRowThreads);
