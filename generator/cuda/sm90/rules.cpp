@@ -181,6 +181,9 @@ int segment_tiles(const Spec& spec, const GemmTile& forward) {
 }
 
 bool sums_bias(const Spec& spec, const GemmTile& grad_weight) {
+    // Beside what label smoothing takes few tiles leave registers, and none where old values are added.
+    const bool crowded = consumer_rows(grad_weight) != 128 || !takes_turns(grad_weight) || spec.grad_weight_mode == GradMode::accumulate;
+    if (spec.label_smoothing > 0 && crowded) return false;
     return spec.bias && spec.layout == WeightLayout::vocab_major &&
            bytes_without_factors(spec, GemmRole::grad_weight, grad_weight, 0) + factor_bytes(grad_weight) <= kMostSmem;
 }

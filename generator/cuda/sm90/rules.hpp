@@ -51,8 +51,8 @@ inline constexpr int kPairTokens = 192;
 /// Whether gradients of retained exponentials lack what label smoothing takes, which their kernels' epilogues make up for.
 [[nodiscard]] bool smooths_retained(const Spec& spec, const Plan& plan);
 
-/// Whether grad_weight's kernel has room for what adds up grad_bias as well: factors of each stage, beside the tile. A hidden_major
-/// gradient has the vocabulary as its second dimension, which more columns of hidden states are of no use to.
+/// Whether grad_weight's kernel has room for what adds up grad_bias as well: factors of each stage beside the tile, and registers. A
+/// hidden_major gradient has the vocabulary as its second dimension, which more columns of hidden states are of no use to.
 [[nodiscard]] bool sums_bias(const Spec& spec, const GemmTile& grad_weight);
 /// Whether the kernel does that, of retained exponentials.
 [[nodiscard]] bool sums_retained_bias(const Spec& spec, const Plan& plan);
