@@ -148,7 +148,7 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     if (lane == 0) p.row_scales[row] = scale;
     if (Problem::label_smoothing && lane == 0) p.row_smoothing[row] = smoothing;
     if constexpr (Problem::bias) {
-        if (lane == 0) write_factor(static_cast<Element*>(p.bias_factors) + row, p.factor_pitch, scale);
+        if (lane == 0 && p.bias_factors != nullptr) write_factor(static_cast<Element*>(p.bias_factors) + row, p.factor_pitch, scale);
     }
     const long long source = p.list.rows != nullptr ? p.list.rows[p.list.first + row].row : row;
     const unsigned* const from = reinterpret_cast<const unsigned*>(static_cast<const Element*>(p.hidden) + source * Problem::hidden_size);

@@ -127,8 +127,12 @@ TEST(RetainedBias, GradWeightAddsItUp) {
         EXPECT_EQ(map.rows, 2);
         EXPECT_EQ(map.row_bytes, rows.factor_pitch * 2);
         EXPECT_EQ(map.box_rows, 8) << "the columns of the operand";
-        EXPECT_LE(rows.row_scales + kTokens, rows.bias_factors);
-        EXPECT_LE(map.address + 2 * map.row_bytes, reinterpret_cast<std::int64_t>(rows.exponentials));
+        // Nothing writes over them before they have been read: no gradient, no part of a sum.
+        const std::int64_t workspace = slots[static_cast<std::size_t>(Slot::workspace)];
+        EXPECT_GE(map.address, workspace);
+        const auto sum = pass.launches[place(pass, "grad_hidden")].params<GradHiddenSm90Params>();
+        EXPECT_LE(reinterpret_cast<std::int64_t>(sum.tail_sums) + sum.tail_room * std::int64_t{2} * 4 * 128 * 128, map.address);
+        EXPECT_LE(map.address + 2 * map.row_bytes, reinterpret_cast<std::int64_t>(rows.counters));
     }
 }
 

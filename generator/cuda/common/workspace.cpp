@@ -178,10 +178,6 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     r.target_logits = pieces.take(n * 4);
     r.row_scales = pieces.take(n * 4);
     if (spec.label_smoothing > 0) r.row_smoothing = pieces.take(n * 4);
-    if (spec.bias) {
-        r.factor_pitch = round_up(n, 8);  // rows that the copy engine reads begin on 16 bytes
-        r.bias_factors = pieces.take(r.factor_pitch * 2 * static_cast<std::int64_t>(element_bytes(spec.dtype)));
-    }
     r.stale = pieces.take(ceil_div(n, kOutputRows) * 4);
     const Expr enough = less(kFewestRetained - 1, n);
     r.most = select(enough, pieces.end() + block * all_blocks, 0);

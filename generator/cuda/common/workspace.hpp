@@ -119,9 +119,7 @@ struct RetainedLayout {
     Expr target_logits{0};  ///< [N] fp32
     Expr row_scales{0};     ///< [N] fp32, backward's own, as is
     Expr row_smoothing{0};  ///< [N] fp32, with label smoothing
-    Expr bias_factors{0};   ///< with a bias two rows of `factor_pitch` numbers of the dtype, as row_scales
-    Expr factor_pitch{0};
-    Expr stale{0};  ///< [⌈N / kOutputRows⌉]
+    Expr stale{0};          ///< [⌈N / kOutputRows⌉]
     Expr exponentials{0};
     Expr block_bytes{0};  ///< from one block to the next
     Expr most{0};         ///< bytes that there is a use for

@@ -20,6 +20,24 @@ MappedMatrix exponentials_matrix(const RetainedLayout& retained) {
             retained.block_bytes};
 }
 
+/// The rows' scales in two parts, two rows of `pitch` numbers: what grad_weight's kernel adds up grad_bias with. They lie at the end of the
+/// place of chunks' dlogits, of which none are computed yet, and not with what is retained: grad_weight may write over that.
+struct FactorsAt {
+    Expr pitch{0};   ///< rows that the copy engine reads begin on 16 bytes
+    Expr offset{0};  ///< in that place; the sums of tiles in parts end before
+    Expr fit{0};
+    Expr at{0};
+
+    explicit FactorsAt(const BackwardPassSm90& pass) {
+        const BackwardLayout& layout = pass.layout;
+        const bool any = sums_retained_bias(pass.spec, pass.plan);
+        pitch = round_up(slot(Slot::num_tokens), 8);
+        offset = layout.rows * layout.chunk * pass.element_bytes - (any ? pitch * (2 * pass.element_bytes) : Expr(0));
+        fit = less(-1, offset);
+        at = workspace_at(layout.dlogits) + offset;
+    }
+};
+
 /// The rows' scales, scaled hidden states, and the target's and the teacher's elements of each row of exponentials.
 Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& rows) {
     using Params = RetainedRowsParams;
@@ -49,9 +67,10 @@ Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& row
         .set(&Params::rows, rows.count)
         .set(&Params::columns, retained.columns)
         .set_float(&Params::derivative, static_cast<float>(pass.spec.logit_scale));
-    if (pass.spec.bias) {
-        launch.set(&Params::bias_factors, retained_at(retained.bias_factors) + rows.first * pass.element_bytes)
-            .set(&Params::factor_pitch, retained.factor_pitch);
+    if (sums_retained_bias(pass.spec, pass.plan)) {
+        const FactorsAt factors(pass);
+        launch.set(&Params::bias_factors, select(factors.fit, factors.at + rows.first * pass.element_bytes, 0))
+            .set(&Params::factor_pitch, factors.pitch);
     }
     return launch.build();
 }
@@ -142,7 +161,7 @@ Statement retained_grad_hidden_launch(const BackwardPassSm90& pass) {
         .set(&Params::pace, workspace_at(layout.counters))
         .set(&Params::tail_sums, workspace_at(layout.dlogits))  // no chunk is computed yet
         .set(&Params::tail_counters, workspace_at(layout.counters) + std::int64_t{4} * 2 * kPaceCounters)
-        .set(&Params::tail_room, floor_div(layout.rows * layout.chunk * pass.element_bytes, tile_sum_bytes))
+        .set(&Params::tail_room, floor_div(max(FactorsAt(pass).offset, 0), tile_sum_bytes))
         .set(&Params::tickets, tickets_at(pass))
         .set(&Params::column_shift, kRetainedShift)
         .set_map(&Params::dlogits_map, exponentials_matrix(retained), tile.block_m)
@@ -162,11 +181,12 @@ template <class Params>
 Statement build_with_bias(const BackwardPassSm90& pass, LaunchBuilder<Params> launch) {
     if (!sums_retained_bias(pass.spec, pass.plan)) return launch.build();
     using Biased = WithScaledBias<Params>;
-    const RetainedLayout& retained = pass.retained;
     LaunchBuilder<Biased> biased(std::move(launch));
-    biased.set(&Biased::grad_bias, slot(Slot::grad_bias))
+    const FactorsAt factors(pass);
+    biased.set(&Biased::grad_bias, select(factors.fit, slot(Slot::grad_bias), 0))
         .set(&Biased::smoothing_total, pass.spec.label_smoothing > 0 ? SmoothingSums(pass).smoothing_total : Expr(0))
-        .set_map(&Biased::scales_map, {retained_at(retained.bias_factors), slot(Slot::num_tokens), 2, retained.factor_pitch}, 8);
+        .set_map(&Biased::scales_map,
+                 {select(factors.fit, factors.at, workspace_at(pass.layout.dlogits)), slot(Slot::num_tokens), 2, factors.pitch}, 8);
     return biased.build();
 }
 
@@ -218,7 +238,7 @@ std::vector<Statement> retained_steps(const BackwardPassSm90& pass) {
     if (pass.spec.label_smoothing > 0) std::ranges::move(smoothing_steps(pass), std::back_inserter(steps));
     // grad_weight last: it may take the place of what the others read.
     if (pass.spec.bias) {
-        const Expr alone = sums_retained_bias(pass.spec, pass.plan) ? !present(Slot::grad_weight) : Expr(1);
+        const Expr alone = sums_retained_bias(pass.spec, pass.plan) ? !(present(Slot::grad_weight) && FactorsAt(pass).fit) : Expr(1);
         steps.push_back({If{present(Slot::grad_bias) && alone, {retained_bias_launch(pass)}}});
     }
     steps.push_back({If{present(Slot::grad_hidden), {retained_grad_hidden_launch(pass)}}});
