@@ -112,6 +112,8 @@ struct GradWeightSm90 {
           pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
                slices) {
         if constexpr (kLends) walk.in_blocks = p.readers != nullptr;
+        // Tiles that add up a bias's gradient take longer, and in step with them all others would.
+        if constexpr (kSumsBias) pace.counters = nullptr;
     }
 
     __device__ __forceinline__ void run() {
