@@ -21,7 +21,7 @@ struct ForwardShare {
     int stride;    ///< VocabularyWalk's
     int splits;    ///< partial sums of a row
 
-    /// Tokens of a cluster of rows, of a cluster with so many blocks along them.
+    /// Tokens of a cluster that has `cluster_m` blocks along the tokens.
     static FLCE_HOST_DEVICE constexpr int rows_of_cluster(int block_m, int cluster_m) { return block_m * cluster_m; }
     /// Partial sums of a row that a cluster writes: one for each of `cluster_n` blocks along the vocabulary, which has brought its
     /// consumers' together; where there is one block, one for each consumer that has the row.
@@ -32,7 +32,7 @@ struct ForwardShare {
         return cluster_n > 1 ? up_div(rows, 8 * cluster_n) * 8 * cluster_n : rows;
     }
 
-    /// Segments of so many tiles.
+    /// Segments that `tiles` tiles make, each of `segment_tiles` but for the last.
     static FLCE_HOST_DEVICE constexpr int segments_of(int tiles, int segment_tiles) { return (tiles + segment_tiles - 1) / segment_tiles; }
 
     /// `tiles` of the vocabulary, or segments, for at most `most_clusters` clusters, with that stride where all of them have work.
