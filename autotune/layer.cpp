@@ -4,13 +4,18 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "autotune/number_formats.hpp"
 #include "autotune/parallel.hpp"
 #include "generator/call_tensors.hpp"
+#include "generator/shard_layout.hpp"
+#include "runtime/call_fields.hpp"
 #include "runtime/scratch_steps.hpp"
+#include "templates/common/row_math.cuh"
 
 namespace flce {
 namespace {
@@ -81,6 +86,42 @@ void add_random_teacher(const Spec& spec, RandomLayer& layer, std::uint64_t seed
         }
         for (std::int64_t k = 0; k < top_k; ++k) layer.teacher_probs[place(k)] /= static_cast<float>(sum);
     }
+}
+
+/// What shards have of `num_tokens` tokens that have found nothing.
+std::vector<float> sums_of_nothing(const Spec& spec, std::int64_t num_tokens, std::int64_t shards) {
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    const ShardFields fields = shard_fields(spec);
+    const auto n = static_cast<std::size_t>(num_tokens);
+    auto sums = host_memory<float>("all_partial_sums", {shards * fields.count, num_tokens});
+    for (std::int64_t shard = 0; shard < shards; ++shard) {
+        const auto fill = [&](int field, float value) {
+            if (field >= 0) std::fill_n(sums.begin() + (shard * fields.count + field) * num_tokens, n, value);
+        };
+        fill(fields.max, -kInfinity);
+        fill(fields.target_logit, -kInfinity);
+        fill(fields.top1, std::bit_cast<float>(int{FLCE_NO_CLASS}));
+        for (int k = 0; k < spec.teacher_top_k; ++k) fill(fields.teacher_logits + k, -kInfinity);
+    }
+    return sums;
+}
+
+void add_shard_outputs(const Spec& spec, DeviceRef device, std::int64_t num_tokens, LayerOutputs& outputs) {
+    if (spec.padded_vocab_size != spec.vocab_size) {
+        throw SpecError(
+            fmt::format("spec: padded_vocab_size={} of a shard: rows without a class are the last of the whole layer, and this "
+                        "runs its first shard; leave padded_vocab_size out",
+                        spec.padded_vocab_size));
+    }
+    const std::int64_t shards = (spec.whole_vocab_size + spec.vocab_size - 1) / spec.vocab_size;
+    const std::int64_t fields = shard_fields(spec).count;
+    const std::vector<float> nothing = sums_of_nothing(spec, num_tokens, shards);
+    outputs.all_partial_sums = make_tensor("all_partial_sums", device, ScalarType::fp32, {shards * fields, num_tokens}, nothing.data());
+    outputs.partial_sums.view = outputs.all_partial_sums.view;
+    outputs.partial_sums.view.shape[0] = fields;
+    if (!spec.class_weight) return;
+    outputs.target_class_weight = make_tensor("target_class_weight", device, ScalarType::fp32, {num_tokens});
+    if (spec.label_smoothing > 0) outputs.class_weight_total = make_tensor("class_weight_total", device, ScalarType::fp32, {});
 }
 
 /// Those of a call's tensors that the pass has, under the names that they have among inputs and outputs.
@@ -159,9 +200,10 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
     if (spec.teacher_top_k > 0) {
         outputs.teacher_logprobs = make_tensor("teacher_logprobs", device, ScalarType::fp32, {num_tokens, spec.teacher_top_k});
     }
-    outputs.grad_hidden = make_tensor("grad_hidden", device, scalar_type(spec.dtype), {num_tokens, spec.hidden_size});
+    outputs.grad_hidden = make_tensor("grad_hidden", device, scalar_type(grad_hidden_dtype(spec)), {num_tokens, spec.hidden_size});
     outputs.grad_weight = make_tensor("grad_weight", device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));
     if (spec.bias) outputs.grad_bias = make_tensor("grad_bias", device, scalar_type(spec.grad_weight_dtype), {spec.vocab_size});
+    if (is_shard(spec)) add_shard_outputs(spec, device, num_tokens, outputs);
     if (spec.grad_weight_mode == GradMode::accumulate) {
         outputs.grad_weight.buffer.fill(std::byte{0});
         if (spec.bias) outputs.grad_bias.buffer.fill(std::byte{0});
@@ -175,6 +217,28 @@ ForwardArgs forward_args(const LayerInputs& inputs, const LayerOutputs& outputs,
 
 BackwardArgs backward_args(const LayerInputs& inputs, const LayerOutputs& outputs, const CallOptions& options) {
     return args_of<BackwardArgs>(inputs, outputs, options);
+}
+
+void run_forward(const Kernel& kernel, const ForwardArgs& args, const LayerOutputs& outputs, Workspace workspace, Stream stream) {
+    if (!is_shard(kernel.spec())) return kernel.forward(args, workspace, stream);
+    ForwardArgs shard = args;
+    MergeArgs merge{.all_partial_sums = outputs.all_partial_sums.view,
+                    .ignore_index = args.ignore_index,
+                    .reduction = args.reduction,
+                    .target_class_weight = outputs.target_class_weight.view,
+                    .class_weight_total = outputs.class_weight_total.view};
+    for (std::size_t i = 0; i < kCallTensorCount; ++i) {
+        if (kForwardFields[i] == nullptr) continue;
+        if (kMergeFields[i] != nullptr) merge.*kMergeFields[i] = args.*kForwardFields[i];
+        if (kCallTensors[i].shard == Use::none) shard.*kForwardFields[i] = {};  // merge writes it
+    }
+    kernel.forward(shard, workspace, stream);
+    kernel.merge(merge, workspace, stream);
+}
+
+std::size_t step_workspace_bytes(const Kernel& kernel, std::int64_t num_tokens) {
+    const std::size_t passes = kernel.workspace_bytes(num_tokens);
+    return is_shard(kernel.spec()) ? std::max(passes, kernel.workspace_bytes(num_tokens, Pass::merge)) : passes;
 }
 
 Scratch::Scratch(std::string_view name, DeviceRef device, std::size_t bytes)

@@ -49,9 +49,12 @@ struct LayerInputs {
 struct LayerOutputs {
     Tensor loss, z_loss, lse, logprob, entropy, top1, log_sum_sq_probs, teacher_logprobs;
     Tensor grad_hidden, grad_weight, grad_bias;
+    /// Of a shard, which is the first of as many as the whole vocabulary has, and the others have found nothing: partial_sums is the
+    /// beginning of all_partial_sums.
+    Tensor partial_sums, all_partial_sums, target_class_weight, class_weight_total;
 };
 
-/// Everything that `spec` computes; gradients that are accumulated into start at 0.
+/// Everything that `spec` computes; gradients that are accumulated into start at 0. Throws SpecError for a shard with padding.
 [[nodiscard]] LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_tokens, Reduction reduction);
 
 struct CallOptions {
@@ -60,6 +63,10 @@ struct CallOptions {
 };
 
 [[nodiscard]] ForwardArgs forward_args(const LayerInputs& inputs, const LayerOutputs& outputs, const CallOptions& options);
+/// Kernel::forward, and of a shard Kernel::merge after it. `args` are forward_args of these outputs, or of some of them.
+void run_forward(const Kernel& kernel, const ForwardArgs& args, const LayerOutputs& outputs, Workspace workspace, Stream stream = {});
+/// Bytes that any pass of a step needs.
+[[nodiscard]] std::size_t step_workspace_bytes(const Kernel& kernel, std::int64_t num_tokens);
 [[nodiscard]] BackwardArgs backward_args(const LayerInputs& inputs, const LayerOutputs& outputs, const CallOptions& options);
 
 /// Scratch memory, aligned as kernels want it.

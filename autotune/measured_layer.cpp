@@ -101,7 +101,7 @@ MeasuredLayer::Runnable& MeasuredLayer::runnable(const std::string& plan) {
 MeasuredLayer::Runnable MeasuredLayer::make_runnable(const std::string& plan) {
     const std::int64_t n = options_.num_tokens;
     Runnable made{.kernel = session_.get_kernel(options_.spec, {.plan = plan})};
-    made.workspace_bytes = made.kernel->workspace_bytes(n);
+    made.workspace_bytes = step_workspace_bytes(*made.kernel, n);
     if (options_.retain) made.retained = automatic_retained(*made.kernel, n, options_.limit_bytes);
     return made;
 }
@@ -136,7 +136,7 @@ void MeasuredLayer::run(const Runnable& runnable, std::size_t which, Stream stre
     BackwardArgs backward = backward_args(set.inputs, set.outputs, {});
     forward.retained = backward.retained = retained_by(runnable, set.outputs);
     const Workspace workspace{scratch_->workspace().data, runnable.workspace_bytes};
-    runnable.kernel->forward(forward, workspace, stream);
+    run_forward(*runnable.kernel, forward, set.outputs, workspace, stream);
     runnable.kernel->backward(backward, workspace, stream);
     if (added_work_) added_work_(stream);
 }
@@ -168,7 +168,7 @@ MeasuredLayer::Sample MeasuredLayer::sample() const {
         sample.grad_bias.resize(bytes.size() / element_bytes(options_.spec.grad_weight_dtype));
         to_real(bytes.data(), options_.spec.grad_weight_dtype, sample.grad_bias.data(), sample.grad_bias.size());
     }
-    sample.grad_hidden = sampled_rows(out.grad_hidden, options_.spec.dtype);
+    sample.grad_hidden = sampled_rows(out.grad_hidden, grad_hidden_dtype(options_.spec));
     sample.grad_weight = sampled_rows(out.grad_weight, options_.spec.grad_weight_dtype);
     return sample;
 }
@@ -215,12 +215,13 @@ std::string MeasuredLayer::against_reference(const Sample& sample) {
     const Tensor& rows = sets_.front().outputs.grad_hidden;
     const auto d = static_cast<std::size_t>(spec.hidden_size);
     std::vector<double> row(d);
-    std::vector<std::byte> bytes(d * element_bytes(spec.dtype));
+    const DType hidden_dtype = grad_hidden_dtype(spec);
+    std::vector<std::byte> bytes(d * element_bytes(hidden_dtype));
     for (std::size_t i = 0; i < reference_->tokens().size(); ++i) {
         const auto token = static_cast<std::size_t>(reference_->tokens()[i]);
         lse.add(sample.lse[token], yardstick_->token(i).lse, reference_->token(i).lse);
         rows.buffer.download(bytes.data(), bytes.size(), token * bytes.size());
-        to_real(bytes.data(), spec.dtype, row.data(), d);
+        to_real(bytes.data(), hidden_dtype, row.data(), d);
         for (std::size_t k = 0; k < d; ++k) grad_hidden.add(row[k], yardstick_->grad_hidden(i)[k], reference_->grad_hidden(i)[k]);
     }
     // Later plans' gradients are compared with the first right one's, row for row of a wider spread.
@@ -254,7 +255,7 @@ std::string MeasuredLayer::against_first(const Sample& sample) const {
     }
     const LayerOutputs& out = sets_.front().outputs;
     std::string why = difference("grad_hidden", sample.grad_hidden, first_->grad_hidden,
-                                 static_cast<std::size_t>(out.grad_hidden.view.shape[1]), options_.spec.dtype);
+                                 static_cast<std::size_t>(out.grad_hidden.view.shape[1]), grad_hidden_dtype(options_.spec));
     if (!why.empty()) return why;
     why = difference("grad_bias", sample.grad_bias, first_->grad_bias, std::max<std::size_t>(sample.grad_bias.size(), 1),
                      options_.spec.dtype);

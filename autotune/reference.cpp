@@ -122,7 +122,7 @@ BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vecto
         bias_.resize(static_cast<std::size_t>(spec.vocab_size));
         to_real(problem_.bias, spec.dtype, bias_.data(), bias_.size());
     }
-    class_weight_total_ = static_cast<double>(spec.vocab_size);
+    class_weight_total_ = static_cast<double>(whole_vocab_size(spec));
     if (spec.class_weight) {
         class_weight_total_ = 0;
         for (const float weight : problem_.class_weight) class_weight_total_ += weight;
@@ -263,8 +263,8 @@ Real BasicReference<Real>::grad_logit(std::int64_t token, std::int64_t row, cons
         gradient += g * (1 - share) * Real{q} * (p - (id == row ? Real{1} : Real{0}));
     });
     if (smoothing > 0) {
-        gradient +=
-            g * share * smoothing / static_cast<Real>(spec.vocab_size) * (static_cast<Real>(class_weight_total_) * p - class_weight(row));
+        gradient += g * share * smoothing / static_cast<Real>(whole_vocab_size(spec)) *
+                    (static_cast<Real>(class_weight_total_) * p - class_weight(row));
     }
     gradient += upstream / static_cast<Real>(z_loss_divisor_) * 2 * static_cast<Real>(spec.z_loss) * lse * p;
     if (!problem_.grad_lse.empty()) gradient += problem_.grad_lse[i] * p;
@@ -281,7 +281,7 @@ double BasicReference<Real>::slope(std::int64_t token) const {
         static_cast<double>(loss_factor(token)) * (problem_.grad_loss.empty() ? (spec.outputs.loss ? 1 : 0) : problem_.grad_loss[i]);
     const double smoothing = spec.label_smoothing;
     const double weights = (1 - smoothing) * static_cast<double>(class_weight(problem_.target[i])) +
-                           smoothing / static_cast<double>(spec.vocab_size) * class_weight_total_;
+                           smoothing / static_cast<double>(whole_vocab_size(spec)) * class_weight_total_;
     double probabilities = 0;
     problem_.for_each_named(token, [&](std::int64_t, std::size_t, double q) { probabilities += std::fabs(q); });
     const double shares = problem_.hard_weight() * weights + (1 - problem_.hard_weight()) * probabilities;
@@ -379,15 +379,18 @@ void BasicReference<Real>::reduce_token(std::size_t index, std::span<const Logit
         const Real p = std::exp(log_p(j));
         return p > 0 ? -p * log_p(j) : Real(0);
     });
-    const Real smooth = sum_of<Real>(logits.size(), [&](std::size_t j) { return -class_weight(static_cast<std::int64_t>(j)) * log_p(j); });
     const Real lse = max + log_sum;
+    // Other shards' classes have no logits here.
+    const auto elsewhere = static_cast<Real>(spec.class_weight ? 0 : whole_vocab_size(spec) - spec.vocab_size);
+    const Real smooth = elsewhere * lse +
+                        sum_of<Real>(logits.size(), [&](std::size_t j) { return -class_weight(static_cast<std::int64_t>(j)) * log_p(j); });
     const auto smoothing = static_cast<Real>(spec.label_smoothing);
     const Real z_loss = static_cast<Real>(spec.z_loss) * lse * lse;
     const auto share = static_cast<Real>(problem_.hard_weight());
     Real cross_entropy = 0;
     if (share > 0) {
         cross_entropy =
-            share * (-(1 - smoothing) * class_weight(target) * logprob + smoothing / static_cast<Real>(spec.vocab_size) * smooth);
+            share * (-(1 - smoothing) * class_weight(target) * logprob + smoothing / static_cast<Real>(whole_vocab_size(spec)) * smooth);
     }
     std::vector<double> teacher_logprobs(static_cast<std::size_t>(spec.teacher_top_k));
     problem_.for_each_named(token, [&](std::int64_t id, std::size_t k, float q) {

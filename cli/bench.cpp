@@ -117,7 +117,7 @@ public:
           kernel_(session_.get_kernel(
               spec_, {.plan = options.plan, .workspace_limit_bytes = options.memory.plan_limit_bytes(), .num_tokens = options.num_tokens})),
           device_(kernel_->device_ref()),
-          workspace_bytes_(kernel_->workspace_bytes(options.num_tokens)),
+          workspace_bytes_(step_workspace_bytes(*kernel_, options.num_tokens)),
           scratch_("workspace", device_, workspace_bytes_),
           retained_(*kernel_, options.num_tokens, options.memory) {}
 
@@ -175,7 +175,7 @@ private:
         ForwardArgs args = forward_args(set.inputs, set.outputs, {});
         if (every_token) args.target = none_ignored_.view;
         if (keep) args.retained = retained_.of(set.outputs);
-        kernel_->forward(args, scratch_.workspace());
+        run_forward(*kernel_, args, set.outputs, scratch_.workspace());
     }
     void backward(std::int64_t i, bool every_token = false) const {
         const BufferSet& set = sets_[static_cast<std::size_t>(i) % sets_.size()];

@@ -108,7 +108,7 @@ public:
         const LayerInputs inputs = upload(spec_, layer_, device);
         outputs_ = make_outputs(spec_, device, options_.num_tokens, reduction_);
         fill_initial_gradients();
-        const Scratch scratch("workspace", device, kernel_->workspace_bytes(options_.num_tokens));
+        const Scratch scratch("workspace", device, step_workspace_bytes(*kernel_, options_.num_tokens));
         const CallOptions call{.reduction = reduction_};
         run_per_token(inputs, scratch);
         const RetainedMemory retained(*kernel_, options_.num_tokens, options_.memory);
@@ -116,7 +116,7 @@ public:
         BackwardArgs backward = backward_args(inputs, outputs_, call);
         forward.retained = backward.retained = retained.of(outputs_);
         of_exponentials_ = retained.bytes() != 0 && kernel_->device_ref().kind == DeviceKind::cuda;
-        kernel_->forward(forward, scratch.workspace());
+        run_forward(*kernel_, forward, outputs_, scratch.workspace());
         kernel_->backward(backward, scratch.workspace());
         synchronize(device);
         stop_if_interrupted();
@@ -146,7 +146,7 @@ private:
         LayerOutputs outputs = outputs_;  // shares the memory; only the losses are its own
         outputs.loss = make_tensor("loss", kernel_->device_ref(), ScalarType::fp32, {options_.num_tokens});
         if (spec_.z_loss != 0) outputs.z_loss = make_tensor("z_loss", kernel_->device_ref(), ScalarType::fp32, {options_.num_tokens});
-        kernel_->forward(forward_args(inputs, outputs, {.reduction = Reduction::none}), scratch.workspace());
+        run_forward(*kernel_, forward_args(inputs, outputs, {.reduction = Reduction::none}), outputs, scratch.workspace());
         synchronize(kernel_->device_ref());
         token_loss_ = outputs.loss.to_host<float>();
         if (spec_.z_loss != 0) token_z_loss_ = outputs.z_loss.to_host<float>();
@@ -266,7 +266,7 @@ private:
     }
 
     void compare_grad_hidden(const Reference& reference, const Yardstick& yardstick) {
-        const auto values = download(outputs_.grad_hidden, spec_.dtype);
+        const auto values = download(outputs_.grad_hidden, grad_hidden_dtype(spec_));
         const auto d = static_cast<std::size_t>(spec_.hidden_size);
         NormPair norms;
         for (std::size_t r = 0; r < reference.tokens().size(); ++r) {

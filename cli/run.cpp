@@ -257,6 +257,9 @@ int run(RunOptions options) {
         throw UsageError(fmt::format("temperature[{}] is not between 2^-100 and 2^100", wrong));
     }
     reader.check_teacher();
+    if (is_shard(spec)) {
+        throw UsageError("--spec has whole_vocab_size, and run computes a whole layer: leave it out, or run the ranks of a process group");
+    }
     Session session(options.session.options());
     const auto kernel = session.get_kernel(spec, {.plan = options.plan});
     const DeviceRef device = kernel->device_ref();

@@ -29,7 +29,12 @@ enum class CountCode : std::int64_t { fp32 = 0, int32 = 1, int64 = 2 };
     X(workspace_bytes)         /* that the caller has given */                                            \
     X(retained)                /* forward writes, backward reads; 0: nothing is retained */               \
     X(retained_bytes)                                                                                     \
-    X(retained_in_grad_weight) /* 0 or 1: in that gradient's own memory, which may be written over it */
+    X(retained_in_grad_weight) /* 0 or 1: in that gradient's own memory, which may be written over it */  \
+    X(vocab_start)             /* of a shard: the label of its weight's first row; else 0 */              \
+    X(vocab_columns)           /* rows of the weight that are classes: vocab_size, of a shard any fewer */ \
+    X(weight_rows)             /* of which the others are padding: padded_vocab_size, of a shard fewer */ \
+    X(num_shards)              /* merge alone */                                                          \
+    X(stage)                   /* BackwardStage */
 // clang-format on
 
 /// The tensors of FLCE_CALL_TENSORS come first, in its order: device addresses (host addresses for the CPU) as integers, 0 where absent.

@@ -1,5 +1,5 @@
-// The tensors of a forward or backward call, each described once. Slots and their names, the runtime's checks, the conversion of the C
-// structs and Python's structs follow from this table. CONTRIBUTING.md ("Adding an argument of a call") lists what is written by hand
+// The tensors of a forward, merge or backward call, each described once. Slots and their names, the runtime's checks, the conversion of
+// the C structs and Python's structs follow from this table. CONTRIBUTING.md ("Adding an argument of a call") lists what is written by hand
 // beside it.
 #pragma once
 
@@ -13,6 +13,7 @@ namespace flce {
 enum class Elements : std::uint8_t {
     spec,         ///< Spec::dtype
     weight,       ///< weight_dtype(spec)
+    grad_hidden,  ///< Spec::grad_hidden_dtype
     grad_weight,  ///< Spec::grad_weight_dtype
     fp32,
     label,  ///< int32 or int64
@@ -21,15 +22,18 @@ enum class Elements : std::uint8_t {
     int64,
 };
 
-/// Shapes over N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size.
+/// Shapes over N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. Of a shard P is the number of rows that the call's
+/// weight has, and [V] is [P]; F are the fields of its partial sums (shard_fields) and R is the number of shards.
 enum class Extent : std::uint8_t {
     scalar,
-    tokens,   ///< [N]
-    loss,     ///< [N] with reduction none, a scalar otherwise
-    classes,  ///< [V]
-    hidden,   ///< [N, D], 16-byte aligned
-    weight,   ///< [P, D] or [D, P], as the spec's layout says, 16-byte aligned
-    teacher,  ///< [N, K], K the spec's teacher_top_k
+    tokens,            ///< [N]
+    loss,              ///< [N] with reduction none, a scalar otherwise
+    classes,           ///< [V]
+    hidden,            ///< [N, D], 16-byte aligned
+    weight,            ///< [P, D] or [D, P], as the spec's layout says, 16-byte aligned
+    teacher,           ///< [N, K], K the spec's teacher_top_k
+    partial_sums,      ///< [F, N]
+    all_partial_sums,  ///< [R·F, N]
 };
 
 /// What the spec, its outputs or the call must have for the tensor to be given.
@@ -46,41 +50,48 @@ enum class Condition : std::uint8_t {
     entropy,
     top1,
     log_sum_sq_probs,
-    mean
+    mean,
+    shard,               ///< the spec is a shard's
+    shard_class_weight,  ///< and has class weights
+    shard_smoothing      ///< and label smoothing as well
 };
 
 /// What a pass does with the tensor where its condition holds. none: the pass's argument structs have no such field.
-enum class Use : std::uint8_t { none, read, read_if_given, write, write_if_given };
+enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< may: where the caller gives it
 
 // clang-format off
-#define FLCE_CALL_TENSORS(X)                                                                                                     \
-    /* name          elements     extent   condition     forward         backward */                                            \
-    X(hidden,        spec,        hidden,  always,       read,           read)                                                   \
-    X(weight,        weight,      weight,  always,       read,           read)                                                   \
-    X(bias,          spec,        classes, bias,         read,           read)                                                   \
-    X(class_weight,  fp32,        classes, class_weight, read,           read)                                                   \
-    X(target,        label,       tokens,  always,       read,           read)                                                   \
-    X(temperature,   fp32,        tokens,  temperature,  read,           read)                                                   \
-    X(token_weight,  fp32,        tokens,  token_weight, read,           read)                                                   \
-    X(teacher_ids,   label,       teacher, teacher,      read,           read)                                                   \
-    X(teacher_probs, fp32,        teacher, teacher,      read,           read)                                                   \
-    X(num_valid,     count,       scalar,  mean,         read_if_given,  read_if_given)  /* mean divides by it; else counted */  \
-    X(loss,          fp32,        loss,    loss,         write_if_given, none)                                                   \
-    X(z_loss,        fp32,        loss,    loss,         write_if_given, none)           /* the part of it, already in loss */   \
-    X(lse,           fp32,        tokens,  always,       write,          read)                                                   \
-    X(logprob,       fp32,        tokens,  logprob,      write_if_given, read_if_given)  /* read with dft */                     \
-    X(entropy,       fp32,        tokens,  entropy,      write_if_given, read_if_given)  /* read with grad_entropy */            \
-    X(top1,          int64,       tokens,  top1,         write_if_given, none)                                                   \
-    X(log_sum_sq_probs, fp32,     tokens,  log_sum_sq_probs, write_if_given, none)                                               \
-    X(teacher_logprobs, fp32,     teacher, teacher,      write,          read)           /* log p at the ids */                  \
-    X(invalid_label, uint64,      scalar,  always,       write_if_given, none)           /* smallest row with a fault, or ~0 */  \
-    X(grad_loss,     fp32,        loss,    loss,         none,           read_if_given)  /* absent: 1 */                         \
-    X(grad_lse,      fp32,        tokens,  lse,          none,           read_if_given)                                          \
-    X(grad_logprob,  fp32,        tokens,  logprob,      none,           read_if_given)                                          \
-    X(grad_entropy,  fp32,        tokens,  entropy,      none,           read_if_given)                                          \
-    X(grad_hidden,   spec,        hidden,  always,       none,           write_if_given)                                         \
-    X(grad_weight,   grad_weight, weight,  always,       none,           write_if_given)                                         \
-    X(grad_bias,     grad_weight, classes, bias,         none,           write_if_given)
+#define FLCE_CALL_TENSORS(X)                                                                                                               \
+    /*name                 elements     extent            condition           forward    shard     merge      backward */                  \
+    X(hidden,              spec,        hidden,           always,             read,      read,     none,      read)                        \
+    X(weight,              weight,      weight,           always,             read,      read,     none,      read)                        \
+    X(bias,                spec,        classes,          bias,               read,      read,     none,      read)                        \
+    X(class_weight,        fp32,        classes,          class_weight,       read,      read,     none,      read)                        \
+    X(target,              label,       tokens,           always,             read,      read,     read,      read)                        \
+    X(temperature,         fp32,        tokens,           temperature,        read,      read,     read,      read)                        \
+    X(token_weight,        fp32,        tokens,           token_weight,       read,      may_read, read,      read)                        \
+    X(teacher_ids,         label,       teacher,          teacher,            read,      read,     read,      read)                        \
+    X(teacher_probs,       fp32,        teacher,          teacher,            read,      may_read, read,      read)                        \
+    X(num_valid,           count,       scalar,           mean,               may_read,  may_read, may_read,  may_read) /* of a mean */    \
+    X(partial_sums,        fp32,        partial_sums,     shard,              write,     write,    none,      none)     /* this shard */   \
+    X(all_partial_sums,    fp32,        all_partial_sums, shard,              none,      none,     read,      none)     /* all shards */   \
+    X(loss,                fp32,        loss,             loss,               may_write, none,     may_write, none)                        \
+    X(z_loss,              fp32,        loss,             loss,               may_write, none,     may_write, none)     /* part of loss */ \
+    X(lse,                 fp32,        tokens,           always,             write,     none,     write,     read)                        \
+    X(logprob,             fp32,        tokens,           logprob,            may_write, none,     may_write, may_read) /* for dft */      \
+    X(entropy,             fp32,        tokens,           entropy,            may_write, none,     may_write, may_read) /* for its grad */ \
+    X(top1,                int64,       tokens,           top1,               may_write, none,     may_write, none)                        \
+    X(log_sum_sq_probs,    fp32,        tokens,           log_sum_sq_probs,   may_write, none,     may_write, none)                        \
+    X(teacher_logprobs,    fp32,        teacher,          teacher,            write,     none,     write,     read)     /* log p of ids */ \
+    X(target_class_weight, fp32,        tokens,           shard_class_weight, none,      none,     write,     read)                        \
+    X(class_weight_total,  fp32,        scalar,           shard_smoothing,    none,      none,     write,     read)     /* all shards */   \
+    X(invalid_label,       uint64,      scalar,           always,             may_write, none,     may_write, none)     /* or ~0 */        \
+    X(grad_loss,           fp32,        loss,             loss,               none,      none,     none,      may_read) /* else 1 */       \
+    X(grad_lse,            fp32,        tokens,           lse,                none,      none,     none,      may_read)                    \
+    X(grad_logprob,        fp32,        tokens,           logprob,            none,      none,     none,      may_read)                    \
+    X(grad_entropy,        fp32,        tokens,           entropy,            none,      none,     none,      may_read)                    \
+    X(grad_hidden,         grad_hidden, hidden,           always,             none,      none,     none,      may_write)                   \
+    X(grad_weight,         grad_weight, weight,           always,             none,      none,     none,      may_write)                   \
+    X(grad_bias,           grad_weight, classes,          bias,               none,      none,     none,      may_write)
 // clang-format on
 
 struct CallTensor {
@@ -89,11 +100,13 @@ struct CallTensor {
     Extent extent;
     Condition condition;
     Use forward;
+    Use shard;  ///< of forward, where the spec is a shard's
+    Use merge;
     Use backward;
 };
 
-#define FLCE_CALL_TENSOR(name, elements, extent, condition, forward, backward) \
-    CallTensor{#name, Elements::elements, Extent::extent, Condition::condition, Use::forward, Use::backward},
+#define FLCE_CALL_TENSOR(name, elements, extent, condition, forward, shard, merge, backward) \
+    CallTensor{#name, Elements::elements, Extent::extent, Condition::condition, Use::forward, Use::shard, Use::merge, Use::backward},
 inline constexpr std::array kCallTensors = {FLCE_CALL_TENSORS(FLCE_CALL_TENSOR)};
 #undef FLCE_CALL_TENSOR
 inline constexpr std::size_t kCallTensorCount = kCallTensors.size();
@@ -101,8 +114,8 @@ inline constexpr std::size_t kCallTensorCount = kCallTensors.size();
 /// The field of an argument struct that holds a tensor which a pass uses so; null where it has none. For lists over FLCE_CALL_TENSORS.
 #define FLCE_FIELD_none(Struct, name) nullptr
 #define FLCE_FIELD_read(Struct, name) &Struct::name
-#define FLCE_FIELD_read_if_given(Struct, name) &Struct::name
+#define FLCE_FIELD_may_read(Struct, name) &Struct::name
 #define FLCE_FIELD_write(Struct, name) &Struct::name
-#define FLCE_FIELD_write_if_given(Struct, name) &Struct::name
+#define FLCE_FIELD_may_write(Struct, name) &Struct::name
 
 }  // namespace flce

@@ -31,10 +31,13 @@ struct CudaProgram {
     std::vector<std::string> options;  ///< for NVRTC: architecture, language level; no paths
     std::vector<KernelEntry> kernels;  ///< of all units, as launches number them
     LaunchProgram forward;
+    LaunchProgram merge;              ///< empty where the spec is no shard's
     LaunchProgram backward;           ///< skips what Slot::grad_hidden, grad_weight and grad_bias leave out
     Expr forward_workspace_bytes{0};  ///< over Slot::num_tokens
+    Expr merge_workspace_bytes{0};
     Expr backward_workspace_bytes{0};
-    Expr retained_bytes{0};  ///< what forward may leave for backward in Slot::retained; so much of grad_weight may be lent for it:
+    Expr retained_bytes{0};  ///< what forward may leave for backward in Slot::retained, over Slot::vocab_columns as well; so much of
+                             ///< grad_weight may be lent for it:
     Expr lendable_bytes{0};
 };
 

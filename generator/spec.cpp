@@ -28,9 +28,16 @@ void check_sizes(const Spec& s) {
     if (s.hidden_size < 8 || s.hidden_size % 8 != 0 || s.hidden_size > kMostSize) {
         refuse("hidden_size (D)", s.hidden_size, "a multiple of 8 from 8 to 2^30 (rows of 16 bytes)");
     }
-    if (s.vocab_size < 2 || s.vocab_size > kMostSize) refuse("vocab_size (V)", s.vocab_size, "from 2 to 2^30");
+    const std::int64_t fewest = is_shard(s) ? 1 : 2;
+    if (s.vocab_size < fewest || s.vocab_size > kMostSize) {
+        refuse("vocab_size (V)", s.vocab_size, fmt::format("from {} to 2^30", fewest));
+    }
     if (s.padded_vocab_size < s.vocab_size || s.padded_vocab_size > kMostSize) {
         refuse("padded_vocab_size", s.padded_vocab_size, fmt::format("at least vocab_size = {} and at most 2^30", s.vocab_size));
+    }
+    if (s.whole_vocab_size != 0 && (s.whole_vocab_size < s.vocab_size || s.whole_vocab_size > kMostSize)) {
+        refuse("whole_vocab_size", s.whole_vocab_size,
+               fmt::format("0 (no shard), or at least vocab_size = {} and at most 2^30", s.vocab_size));
     }
     std::int64_t bytes = 0;
     if (__builtin_mul_overflow(s.hidden_size * 8, s.padded_vocab_size, &bytes)) {
@@ -78,6 +85,10 @@ void check_kinds(const Spec& s) {
     if (weight_dtype(s) != s.dtype && weight_dtype(s) != DType::fp32) {
         refuse("weight_dtype", to_string(weight_dtype(s)), fmt::format("the dtype ({}) or fp32", to_string(s.dtype)));
     }
+    if (s.grad_hidden_dtype && s.grad_hidden_dtype != s.dtype && (s.grad_hidden_dtype != DType::fp32 || !is_shard(s))) {
+        refuse("grad_hidden_dtype", to_string(*s.grad_hidden_dtype),
+               fmt::format("the dtype ({}), or fp32 where there is a whole_vocab_size", to_string(s.dtype)));
+    }
     if (s.tied && s.layout != WeightLayout::vocab_major) {
         refuse("layout", to_string(s.layout), "vocab_major where tied is set (an embedding table is [V, D])");
     }
@@ -111,6 +122,7 @@ Spec Spec::normalized() const {
     check_sizes(s);
     check_kinds(s);
     if (s.weight_dtype == s.dtype) s.weight_dtype.reset();
+    if (s.grad_hidden_dtype == s.dtype) s.grad_hidden_dtype.reset();
     check_options(s);
     for (double Spec::* value : {&Spec::softcap, &Spec::label_smoothing, &Spec::z_loss, &Spec::hard_weight})
         s.*value += 0.0;  // −0 becomes 0
@@ -141,7 +153,13 @@ Spec parse_spec(std::string_view text) {
     }
 }
 
+bool is_shard(const Spec& spec) noexcept { return spec.whole_vocab_size != 0; }
+
+std::int64_t whole_vocab_size(const Spec& spec) noexcept { return is_shard(spec) ? spec.whole_vocab_size : spec.vocab_size; }
+
 DType weight_dtype(const Spec& spec) noexcept { return spec.weight_dtype.value_or(spec.dtype); }
+
+DType grad_hidden_dtype(const Spec& spec) noexcept { return spec.grad_hidden_dtype.value_or(spec.dtype); }
 
 bool rounds_weight(const Spec& spec) noexcept { return weight_dtype(spec) != spec.dtype; }
 
@@ -174,9 +192,9 @@ std::string_view to_string(GradMode mode) noexcept {
 
 std::size_t SpecHash::operator()(const Spec& s) const noexcept {
     std::uint64_t bits = 0;
-    for (const auto field :
-         {static_cast<std::uint64_t>(s.dtype), static_cast<std::uint64_t>(weight_dtype(s)), static_cast<std::uint64_t>(s.layout),
-          static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
+    for (const auto field : {static_cast<std::uint64_t>(s.dtype), static_cast<std::uint64_t>(weight_dtype(s)),
+                             static_cast<std::uint64_t>(grad_hidden_dtype(s)), static_cast<std::uint64_t>(s.layout),
+                             static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
         bits = bits << 4 | field;
     }
     for (const bool flag : {s.tied, s.bias, s.class_weight, s.temperature, s.token_weight, s.batch_invariant, s.dft, s.outputs.loss,
@@ -184,9 +202,10 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal
-    const std::array<std::uint64_t, 10> words = {static_cast<std::uint64_t>(s.hidden_size),
+    const std::array<std::uint64_t, 11> words = {static_cast<std::uint64_t>(s.hidden_size),
                                                  static_cast<std::uint64_t>(s.vocab_size),
                                                  static_cast<std::uint64_t>(s.padded_vocab_size),
+                                                 static_cast<std::uint64_t>(s.whole_vocab_size),
                                                  bits,
                                                  real(s.logit_scale),
                                                  real(s.softcap),

@@ -108,11 +108,13 @@ constexpr std::array kKeys = {
     SpecKey{"D", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.hidden_size = read_integer(k, v); }},
     SpecKey{"V", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.vocab_size = read_integer(k, v); }},
     SpecKey{"padded_vocab_size", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.padded_vocab_size = read_integer(k, v); }},
+    SpecKey{"whole_vocab_size", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.whole_vocab_size = read_integer(k, v); }},
     SpecKey{"dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.dtype = read_dtype(k, v); }},
     SpecKey{"layout", SpecKeyKind::word,
             [](Spec& s, Text k, Text v) { s.layout = read_enum(k, v, {WeightLayout::vocab_major, WeightLayout::hidden_major}); }},
     SpecKey{"tied", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.tied = read_flag(k, v); }},
     SpecKey{"weight_dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.weight_dtype = read_dtype(k, v); }},
+    SpecKey{"grad_hidden_dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.grad_hidden_dtype = read_dtype(k, v); }},
     SpecKey{"grad_weight_dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.grad_weight_dtype = read_dtype(k, v); }},
     SpecKey{"grad_weight_mode", SpecKeyKind::word,
             [](Spec& s, Text k, Text v) { s.grad_weight_mode = read_enum(k, v, {GradMode::write, GradMode::accumulate}); }},
@@ -174,10 +176,12 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("V", true, std::to_string(spec.vocab_size));
     add("padded_vocab_size", spec.padded_vocab_size != spec.vocab_size && spec.padded_vocab_size != 0,
         std::to_string(spec.padded_vocab_size));
+    add("whole_vocab_size", spec.whole_vocab_size != 0, std::to_string(spec.whole_vocab_size));
     add("dtype", true, std::string(to_string(spec.dtype)));
     add("layout", spec.layout != WeightLayout::vocab_major, std::string(to_string(spec.layout)));
     add("tied", spec.tied, "true");
     add("weight_dtype", rounds_weight(spec), std::string(to_string(weight_dtype(spec))));
+    add("grad_hidden_dtype", grad_hidden_dtype(spec) != spec.dtype, std::string(to_string(grad_hidden_dtype(spec))));
     add("grad_weight_dtype", spec.grad_weight_dtype != weight_dtype(spec), std::string(to_string(spec.grad_weight_dtype)));
     add("grad_weight_mode", spec.grad_weight_mode != default_grad_mode(spec), std::string(to_string(spec.grad_weight_mode)));
     add("bias", spec.bias, "true");

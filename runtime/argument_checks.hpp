@@ -43,7 +43,7 @@ struct Expected {
 
 class ArgumentChecks {
 public:
-    /// `call` is "forward" or "backward": every message starts with it.
+    /// `call` is "forward", "merge" or "backward": every message starts with it.
     ArgumentChecks(const char* call, DeviceRef device) : call_(call), device_(device) {}
 
     /// Checks the tensor if it is there and returns its address as a slot value (0: absent). Throws ArgumentError.

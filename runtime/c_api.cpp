@@ -158,6 +158,8 @@ const Kernel& kernel_of(const flce_kernel* handle) { return *not_null(handle, "k
 
 flce_status c_api_call(const std::function<void()>& body) noexcept { return guarded(body); }
 
+std::shared_ptr<const Kernel> shared_kernel(const flce_kernel* handle) { return not_null(handle, "kernel")->kernel; }
+
 flce_job job_of(const flce_job* given) { return given == nullptr ? flce_job FLCE_JOB_INIT : versioned(given, "job"); }
 
 }  // namespace flce
@@ -262,8 +264,8 @@ flce_status flce_prewarm(flce_session* session, const char* spec, const char* de
 
 flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t pass, size_t* bytes) {
     return guarded([&] {
-        if (pass < FLCE_FORWARD || pass > FLCE_FORWARD_BACKWARD) {
-            throw ArgumentError(fmt::format("pass is {}; allowed are forward (0), backward (1), forward_backward (2)", pass));
+        if (pass < FLCE_FORWARD || pass > FLCE_MERGE) {
+            throw ArgumentError(fmt::format("pass is {}; allowed are forward (0), backward (1), forward_backward (2), merge (3)", pass));
         }
         *not_null(bytes, "bytes") = kernel_of(kernel).workspace_bytes(num_tokens, static_cast<Pass>(pass));
     });
@@ -278,10 +280,11 @@ flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_t
     return guarded([&] {
         RetainOptions wanted;
         if (options != nullptr) {
-            const flce_retain_options given = versioned(options, "options");
+            const auto given = versioned<flce_retain_options, offsetof(flce_retain_options, vocab_columns)>(options, "options");
             check_reserved(given.reserved, "options");
             wanted = {.workspace_limit_bytes = given.workspace_limit_bytes,
                       .lend_grad_weight = given.keep_grad_weight == 0,
+                      .vocab_columns = given.vocab_columns,
                       .least_work = given.least_work};
         }
         (void)not_null(bytes, "bytes");
@@ -324,6 +327,15 @@ flce_status flce_kernel_backward(const flce_kernel* kernel, const flce_backward_
     });
 }
 
+flce_status flce_kernel_merge(const flce_kernel* kernel, const flce_merge_args* args, void* workspace, size_t workspace_bytes,
+                              void* stream) {
+    return guarded([&] { kernel_of(kernel).merge(arguments_of(args), {workspace, workspace_bytes}, {stream}); });
+}
+
+flce_status flce_kernel_partial_sum_fields(const flce_kernel* kernel, int32_t* fields) {
+    return guarded([&] { *not_null(fields, "fields") = kernel_of(kernel).partial_sum_fields(); });
+}
+
 flce_status flce_call_arguments_json(char* buffer, size_t capacity, size_t* needed) {
     return guarded([&] { return_text(call_arguments_json(), buffer, capacity, needed); });
 }
@@ -332,7 +344,7 @@ flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, uint64_t 
     return guarded([&] {
         const Spec& spec = kernel_of(kernel).spec();
         if (word == UINT64_MAX) return;
-        const std::int64_t last = spec.vocab_size - 1;
+        const std::int64_t last = whole_vocab_size(spec) - 1;
         if (!spec.temperature && spec.teacher_top_k == 0) {
             throw ArgumentError(fmt::format(
                 "target[{}] is neither ignore_index nor a label; labels are 0 to {} (and it may not be the only row out of range)", word,

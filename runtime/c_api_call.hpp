@@ -2,10 +2,15 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 
 #include "flce/flce.h"
+#include "flce/flce.hpp"
 
 namespace flce {
+
+/// A reference to a handle's kernel. Throws ArgumentError for NULL.
+[[nodiscard]] std::shared_ptr<const Kernel> shared_kernel(const flce_kernel* handle);
 
 /// Calls `body` and returns FLCE_OK; an exception becomes a status, and the thread's last error.
 [[nodiscard]] flce_status c_api_call(const std::function<void()>& body) noexcept;

@@ -12,27 +12,38 @@
 namespace flce {
 namespace {
 
-#define FLCE_FORWARD_FIELD(name, elements, extent, condition, forward, backward) FLCE_FIELD_##forward(flce_forward_args, name),
-#define FLCE_BACKWARD_FIELD(name, elements, extent, condition, forward, backward) FLCE_FIELD_##backward(flce_backward_args, name),
+#define FLCE_FORWARD_FIELD(name, elements, extent, condition, forward, shard, merge, backward) \
+    FLCE_FIELD_##forward(flce_forward_args, name),
+#define FLCE_MERGE_FIELD(name, elements, extent, condition, forward, shard, merge, backward) FLCE_FIELD_##merge(flce_merge_args, name),
+#define FLCE_BACKWARD_FIELD(name, elements, extent, condition, forward, shard, merge, backward) \
+    FLCE_FIELD_##backward(flce_backward_args, name),
 /// By kCallTensors' index; null: the struct has no such tensor.
 constexpr std::array<const flce_tensor * flce_forward_args::*, kCallTensorCount> kForwardPointers = {FLCE_CALL_TENSORS(FLCE_FORWARD_FIELD)};
+constexpr std::array<const flce_tensor * flce_merge_args::*, kCallTensorCount> kMergePointers = {FLCE_CALL_TENSORS(FLCE_MERGE_FIELD)};
 constexpr std::array<const flce_tensor * flce_backward_args::*, kCallTensorCount> kBackwardPointers = {
     FLCE_CALL_TENSORS(FLCE_BACKWARD_FIELD)};
 #undef FLCE_FORWARD_FIELD
+#undef FLCE_MERGE_FIELD
 #undef FLCE_BACKWARD_FIELD
 
 constexpr const auto& pointers_of(const flce_forward_args&) { return kForwardPointers; }
+constexpr const auto& pointers_of(const flce_merge_args&) { return kMergePointers; }
 constexpr const auto& pointers_of(const flce_backward_args&) { return kBackwardPointers; }
 
-// A field that is not in the table would not be passed on: beside tensors there are struct_size, ignore_index, reduction with reserved, and
-// what concerns retained memory.
-constexpr std::size_t kOtherBytes = 2 * sizeof(std::size_t) + sizeof(void*) + 3 * sizeof(std::int64_t);
-static_assert(sizeof(flce_forward_args) == field_count(kForwardPointers) * sizeof(void*) + kOtherBytes);
-static_assert(sizeof(flce_backward_args) == field_count(kBackwardPointers) * sizeof(void*) + kOtherBytes);
+// A field that is not in the table would not be passed on: beside tensors there are struct_size, ignore_index, reduction with reserved,
+// what concerns retained memory, vocab_start, and stage with reserved_3.
+constexpr std::size_t kOfMerge = sizeof(std::size_t) + 2 * sizeof(std::int64_t);
+constexpr std::size_t kOfForward = kOfMerge + sizeof(std::size_t) + sizeof(void*) + 2 * sizeof(std::int64_t);
+static_assert(sizeof(flce_forward_args) == field_count(kForwardPointers) * sizeof(void*) + kOfForward);
+static_assert(sizeof(flce_merge_args) == field_count(kMergePointers) * sizeof(void*) + kOfMerge);
+static_assert(sizeof(flce_backward_args) == field_count(kBackwardPointers) * sizeof(void*) + kOfForward + sizeof(std::int64_t));
 
 static_assert(FLCE_REDUCTION_NONE == static_cast<int>(Reduction::none) && FLCE_REDUCTION_SUM == static_cast<int>(Reduction::sum) &&
               FLCE_REDUCTION_MEAN == static_cast<int>(Reduction::mean) &&
               FLCE_REDUCTION_WEIGHTED_MEAN == static_cast<int>(Reduction::weighted_mean));
+static_assert(FLCE_STAGE_WHOLE == static_cast<int>(BackwardStage::whole) &&
+              FLCE_STAGE_UNTIL_GRAD_HIDDEN == static_cast<int>(BackwardStage::until_grad_hidden) &&
+              FLCE_STAGE_REST == static_cast<int>(BackwardStage::rest));
 static_assert(FLCE_RETAINED_OWN == static_cast<int>(RetainedPlace::own) &&
               FLCE_RETAINED_GRAD_WEIGHT == static_cast<int>(RetainedPlace::grad_weight));
 
@@ -89,46 +100,75 @@ Retained retained_of(const Kernel& kernel, const Args& args) {
     return retained;
 }
 
+/// What the structs of all passes have.
 template <class Args, class Given>
-Args converted(const Kernel& kernel, const Given* given) {
-    const Given known = versioned<Given, offsetof(Given, retained)>(given, "args");
-    check_reserved(known.reserved, "args");
+Args converted(const Given& given) {
+    check_reserved(given.reserved, "args");
     Args args;
-    args.ignore_index = known.ignore_index;
-    args.reduction = reduction_of(known.reduction);
-    args.retained = retained_of(kernel, known);
+    args.ignore_index = given.ignore_index;
+    args.reduction = reduction_of(given.reduction);
     for (std::size_t i = 0; i < kCallTensorCount; ++i) {
-        if (const auto pointer = pointers_of(known)[i]) args.*fields_of(args)[i] = view_of(known.*pointer, kCallTensors[i].name);
+        if (const auto pointer = pointers_of(given)[i]) args.*fields_of(args)[i] = view_of(given.*pointer, kCallTensors[i].name);
     }
     return args;
 }
 
-template <class Args>
-nlohmann::json struct_json() {
-    nlohmann::json fields = nlohmann::json::array();
-    const Args args{};
-    const auto add = [&](const char* name, const void* field, const char* type) {
-        const auto offset = static_cast<const char*>(field) - reinterpret_cast<const char*>(&args);
-        fields.push_back({{"name", name}, {"offset", offset}, {"type", type}});
-    };
-    add("struct_size", &args.struct_size, "size");
-    add("ignore_index", &args.ignore_index, "int64");
-    add("reduction", &args.reduction, "int32");
-    add("reserved", &args.reserved, "int32");
-    add("retained", static_cast<const void*>(&args.retained), "pointer");
-    add("retained_bytes", &args.retained_bytes, "size");
-    add("retained_place", &args.retained_place, "int32");
-    add("reserved_2", &args.reserved_2, "int32");
-    for (std::size_t i = 0; i < kCallTensorCount; ++i) {
-        if (const auto pointer = pointers_of(args)[i]) add(kCallTensors[i].name, static_cast<const void*>(&(args.*pointer)), "tensor");
+BackwardStage stage_of(std::int32_t stage) {
+    if (stage < FLCE_STAGE_WHOLE || stage > FLCE_STAGE_REST) {
+        throw ArgumentError(fmt::format("stage is {}; allowed are whole (0), until_grad_hidden (1), rest (2)", stage));
     }
-    return {{"size", sizeof(Args)}, {"fields", fields}};
+    return static_cast<BackwardStage>(stage);
+}
+
+/// A list of a struct's fields.
+template <class Args>
+class StructFields {
+public:
+    template <class Field>
+    StructFields& add(const char* name, const Field& field, const char* type) {
+        const auto offset = reinterpret_cast<const char*>(&field) - reinterpret_cast<const char*>(&args);
+        fields_.push_back({{"name", name}, {"offset", offset}, {"type", type}});
+        return *this;
+    }
+    [[nodiscard]] nlohmann::json json() {
+        for (std::size_t i = 0; i < kCallTensorCount; ++i) {
+            if (const auto pointer = pointers_of(args)[i]) add(kCallTensors[i].name, args.*pointer, "tensor");
+        }
+        return {{"size", sizeof(Args)}, {"fields", fields_}};
+    }
+
+    const Args args{};
+
+private:
+    nlohmann::json fields_ = nlohmann::json::array();
+};
+
+template <class Args>
+StructFields<Args> common_fields() {
+    StructFields<Args> fields;
+    fields.add("struct_size", fields.args.struct_size, "size")
+        .add("ignore_index", fields.args.ignore_index, "int64")
+        .add("reduction", fields.args.reduction, "int32")
+        .add("reserved", fields.args.reserved, "int32");
+    return fields;
+}
+
+template <class Args>
+StructFields<Args> pass_fields() {
+    StructFields<Args> fields = common_fields<Args>();
+    fields.add("retained", fields.args.retained, "pointer")
+        .add("retained_bytes", fields.args.retained_bytes, "size")
+        .add("retained_place", fields.args.retained_place, "int32")
+        .add("reserved_2", fields.args.reserved_2, "int32")
+        .add("vocab_start", fields.args.vocab_start, "int64");
+    return fields;
 }
 
 const char* name_of(Elements elements) {
     switch (elements) {
         case Elements::spec: return "spec";
         case Elements::weight: return "weight";
+        case Elements::grad_hidden: return "grad_hidden";
         case Elements::grad_weight: return "grad_weight";
         case Elements::fp32: return "fp32";
         case Elements::label: return "label";
@@ -148,6 +188,8 @@ const char* name_of(Extent extent) {
         case Extent::hidden: return "hidden";
         case Extent::weight: return "weight";
         case Extent::teacher: return "teacher";
+        case Extent::partial_sums: return "partial_sums";
+        case Extent::all_partial_sums: return "all_partial_sums";
     }
     throw InternalError("an extent has no name");
 }
@@ -161,16 +203,41 @@ RetainedPlace retained_place_of(std::int32_t place, const char* name) {
     return static_cast<RetainedPlace>(place);
 }
 
-ForwardArgs arguments_of(const Kernel& kernel, const flce_forward_args* given) { return converted<ForwardArgs>(kernel, given); }
-BackwardArgs arguments_of(const Kernel& kernel, const flce_backward_args* given) { return converted<BackwardArgs>(kernel, given); }
+TensorView tensor_of(const flce_tensor* tensor, const char* name) { return view_of(tensor, name); }
+
+ForwardArgs arguments_of(const Kernel& kernel, const flce_forward_args* given) {
+    const auto known = versioned<flce_forward_args, offsetof(flce_forward_args, retained)>(given, "args");
+    auto args = converted<ForwardArgs>(known);
+    args.retained = retained_of(kernel, known);
+    args.vocab_start = known.vocab_start;
+    return args;
+}
+
+MergeArgs arguments_of(const flce_merge_args* given) {
+    return converted<MergeArgs>(versioned<flce_merge_args, sizeof(flce_merge_args)>(given, "args"));
+}
+
+BackwardArgs arguments_of(const Kernel& kernel, const flce_backward_args* given) {
+    const auto known = versioned<flce_backward_args, offsetof(flce_backward_args, retained)>(given, "args");
+    check_reserved(known.reserved_3, "args");
+    auto args = converted<BackwardArgs>(known);
+    args.retained = retained_of(kernel, known);
+    args.vocab_start = known.vocab_start;
+    args.stage = stage_of(known.stage);
+    return args;
+}
 
 std::string call_arguments_json() {
     nlohmann::json tensors = nlohmann::json::array();
     for (const CallTensor& tensor : kCallTensors) {
         tensors.push_back({{"name", tensor.name}, {"elements", name_of(tensor.elements)}, {"extent", name_of(tensor.extent)}});
     }
-    return nlohmann::json{
-        {"forward", struct_json<flce_forward_args>()}, {"backward", struct_json<flce_backward_args>()}, {"tensors", tensors}}
+    StructFields<flce_backward_args> backward = pass_fields<flce_backward_args>();
+    backward.add("stage", backward.args.stage, "int32").add("reserved_3", backward.args.reserved_3, "int32");
+    return nlohmann::json{{"forward", pass_fields<flce_forward_args>().json()},
+                          {"merge", common_fields<flce_merge_args>().json()},
+                          {"backward", backward.json()},
+                          {"tensors", tensors}}
         .dump();
 }
 

@@ -7,22 +7,30 @@
 
 #include "flce/flce.hpp"
 #include "generator/call_tensors.hpp"
+#include "generator/shard_layout.hpp"
 #include "runtime/argument_checks.hpp"
 
 namespace flce {
 
-#define FLCE_FORWARD_FIELD(name, elements, extent, condition, forward, backward) FLCE_FIELD_##forward(ForwardArgs, name),
-#define FLCE_BACKWARD_FIELD(name, elements, extent, condition, forward, backward) FLCE_FIELD_##backward(BackwardArgs, name),
+#define FLCE_FORWARD_FIELD(name, elements, extent, condition, forward, shard, merge, backward) FLCE_FIELD_##forward(ForwardArgs, name),
+#define FLCE_MERGE_FIELD(name, elements, extent, condition, forward, shard, merge, backward) FLCE_FIELD_##merge(MergeArgs, name),
+#define FLCE_BACKWARD_FIELD(name, elements, extent, condition, forward, shard, merge, backward) FLCE_FIELD_##backward(BackwardArgs, name),
 /// By kCallTensors' index; null: the struct has no such tensor.
 inline constexpr std::array<TensorView ForwardArgs::*, kCallTensorCount> kForwardFields = {FLCE_CALL_TENSORS(FLCE_FORWARD_FIELD)};
+inline constexpr std::array<TensorView MergeArgs::*, kCallTensorCount> kMergeFields = {FLCE_CALL_TENSORS(FLCE_MERGE_FIELD)};
 inline constexpr std::array<TensorView BackwardArgs::*, kCallTensorCount> kBackwardFields = {FLCE_CALL_TENSORS(FLCE_BACKWARD_FIELD)};
 #undef FLCE_FORWARD_FIELD
+#undef FLCE_MERGE_FIELD
 #undef FLCE_BACKWARD_FIELD
 
 [[nodiscard]] constexpr const auto& fields_of(const ForwardArgs&) { return kForwardFields; }
+[[nodiscard]] constexpr const auto& fields_of(const MergeArgs&) { return kMergeFields; }
 [[nodiscard]] constexpr const auto& fields_of(const BackwardArgs&) { return kBackwardFields; }
-[[nodiscard]] constexpr Use use_of(const CallTensor& tensor, const ForwardArgs&) { return tensor.forward; }
-[[nodiscard]] constexpr Use use_of(const CallTensor& tensor, const BackwardArgs&) { return tensor.backward; }
+[[nodiscard]] inline Use use_of(const CallTensor& tensor, const ForwardArgs&, const Spec& spec) {
+    return is_shard(spec) ? tensor.shard : tensor.forward;
+}
+[[nodiscard]] inline Use use_of(const CallTensor& tensor, const MergeArgs&, const Spec&) { return tensor.merge; }
+[[nodiscard]] inline Use use_of(const CallTensor& tensor, const BackwardArgs&, const Spec&) { return tensor.backward; }
 
 /// How many tensors one of the structs has.
 template <class Fields>
@@ -33,8 +41,9 @@ template <class Fields>
 }
 
 // A field that is not in the table would be neither checked nor passed on.
-static_assert(sizeof(ForwardArgs) == field_count(kForwardFields) * sizeof(TensorView) + 2 * sizeof(std::int64_t) + sizeof(Retained));
-static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(TensorView) + 2 * sizeof(std::int64_t) + sizeof(Retained));
+static_assert(sizeof(ForwardArgs) == field_count(kForwardFields) * sizeof(TensorView) + 3 * sizeof(std::int64_t) + sizeof(Retained));
+static_assert(sizeof(MergeArgs) == field_count(kMergeFields) * sizeof(TensorView) + 2 * sizeof(std::int64_t));
+static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(TensorView) + 4 * sizeof(std::int64_t) + sizeof(Retained));
 
 [[nodiscard]] constexpr ScalarType scalar_type_of(DType dtype) {
     return dtype == DType::bf16 ? ScalarType::bf16 : dtype == DType::fp16 ? ScalarType::fp16 : ScalarType::fp32;
@@ -44,6 +53,7 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
     switch (elements) {
         case Elements::spec: return TypeSet(scalar_type_of(spec.dtype));
         case Elements::weight: return TypeSet(scalar_type_of(weight_dtype(spec)));
+        case Elements::grad_hidden: return TypeSet(scalar_type_of(grad_hidden_dtype(spec)));
         case Elements::grad_weight: return TypeSet(scalar_type_of(spec.grad_weight_dtype));
         case Elements::fp32: return TypeSet(ScalarType::fp32);
         case Elements::label: return TypeSet(ScalarType::int32, ScalarType::int64);
@@ -54,20 +64,43 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
     return {};
 }
 
-[[nodiscard]] inline ExpectedShape shape_of(Extent extent, const Spec& spec, std::int64_t num_tokens, Reduction reduction) {
+/// Sizes of one call.
+struct CallSizes {
+    std::int64_t num_tokens = 0;
+    std::int64_t vocab_columns = 0;  ///< Slot's, as the next two
+    std::int64_t weight_rows = 0;
+    std::int64_t num_shards = 0;
+    Reduction reduction = Reduction::mean;
+};
+
+/// Of a call without shards, or of one whose shard has all that the spec allows.
+[[nodiscard]] inline CallSizes sizes_of(const Spec& spec, std::int64_t num_tokens, Reduction reduction) {
+    return {num_tokens, spec.vocab_size, spec.padded_vocab_size, 1, reduction};
+}
+
+[[nodiscard]] inline ExpectedShape weight_shape(const Spec& spec, const CallSizes& sizes) {
+    const char* const rows = is_shard(spec) ? "[rows of the weight, hidden_size]" : "[padded_vocab_size, hidden_size]";
+    if (spec.layout == WeightLayout::vocab_major) return {2, sizes.weight_rows, spec.hidden_size, rows};
+    return {2, spec.hidden_size, spec.padded_vocab_size, "[hidden_size, padded_vocab_size]"};
+}
+
+[[nodiscard]] inline ExpectedShape shape_of(Extent extent, const Spec& spec, const CallSizes& sizes) {
     constexpr ExpectedShape kScalar{0, 0, 0, "scalar"};
-    const ExpectedShape tokens{1, num_tokens, 0, "[num_tokens]"};
+    const ExpectedShape tokens{1, sizes.num_tokens, 0, "[num_tokens]"};
     switch (extent) {
         case Extent::scalar: return kScalar;
         case Extent::tokens: return tokens;
-        case Extent::loss: return reduction == Reduction::none ? tokens : kScalar;
-        case Extent::classes: return {1, spec.vocab_size, 0, "[vocab_size]"};
-        case Extent::hidden: return {2, num_tokens, spec.hidden_size, "[num_tokens, hidden_size]"};
-        case Extent::teacher: return {2, num_tokens, spec.teacher_top_k, "[num_tokens, teacher_top_k]"};
-        case Extent::weight: break;
+        case Extent::loss: return sizes.reduction == Reduction::none ? tokens : kScalar;
+        case Extent::classes:
+            if (is_shard(spec)) return {1, sizes.weight_rows, 0, "[rows of the weight]"};
+            return {1, spec.vocab_size, 0, "[vocab_size]"};
+        case Extent::hidden: return {2, sizes.num_tokens, spec.hidden_size, "[num_tokens, hidden_size]"};
+        case Extent::weight: return weight_shape(spec, sizes);
+        case Extent::teacher: return {2, sizes.num_tokens, spec.teacher_top_k, "[num_tokens, teacher_top_k]"};
+        case Extent::partial_sums: return {2, shard_fields(spec).count, sizes.num_tokens, "[partial_sum_fields, num_tokens]"};
+        case Extent::all_partial_sums: break;
     }
-    if (spec.layout == WeightLayout::vocab_major) return {2, spec.padded_vocab_size, spec.hidden_size, "[padded_vocab_size, hidden_size]"};
-    return {2, spec.hidden_size, spec.padded_vocab_size, "[hidden_size, padded_vocab_size]"};
+    return {2, sizes.num_shards * shard_fields(spec).count, sizes.num_tokens, "[shards x partial_sum_fields, num_tokens]"};
 }
 
 /// Bytes; 0: the elements' own. Rows are read with vector loads and bulk copies.
@@ -88,6 +121,9 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
         case Condition::top1: return spec.outputs.top1;
         case Condition::log_sum_sq_probs: return spec.outputs.log_sum_sq_probs;
         case Condition::mean: return reduction == Reduction::mean;
+        case Condition::shard: return is_shard(spec);
+        case Condition::shard_class_weight: return is_shard(spec) && spec.class_weight;
+        case Condition::shard_smoothing: return is_shard(spec) && spec.class_weight && spec.label_smoothing > 0;
     }
     return false;
 }
@@ -108,6 +144,9 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
         case Condition::top1: return "spec.outputs has no top1";
         case Condition::log_sum_sq_probs: return "spec.outputs has no log_sum_sq_probs";
         case Condition::mean: return "only reduction mean divides by it";
+        case Condition::shard: return "the spec has no whole_vocab_size";
+        case Condition::shard_class_weight: return "the spec has no whole_vocab_size with class_weight";
+        case Condition::shard_smoothing: return "the spec has no whole_vocab_size with class_weight and label_smoothing";
     }
     return "";
 }

@@ -25,15 +25,22 @@ public:
     /// Everything but workspace and what is retained.
     template <class Args>
     void arguments(const Args& args) {
-        take_num_tokens(args.hidden);
+        take_sizes(args);
         take_reduction(args.reduction);
         set(Slot::ignore_index, args.ignore_index);
         for (std::size_t i = 0; i < kCallTensorCount; ++i) {
-            if (const auto field = fields_of(args)[i]) take(i, args.*field, use_of(kCallTensors[i], args));
+            if (const auto field = fields_of(args)[i]) take(i, args.*field, use_of(kCallTensors[i], args, spec_));
         }
         set(Slot::target_bits, args.target.dtype == ScalarType::int32 ? 32 : 64);
         set(Slot::teacher_bits, args.teacher_ids.dtype == ScalarType::int32 ? 32 : 64);
         set(Slot::num_valid_code, static_cast<std::int64_t>(count_code(args.num_valid)));
+    }
+
+    void stage(BackwardStage stage) {
+        if (stage != BackwardStage::whole && stage != BackwardStage::until_grad_hidden && stage != BackwardStage::rest) {
+            checks_.fail(fmt::format("stage is {}; allowed are whole (0), until_grad_hidden (1), rest (2)", static_cast<int>(stage)));
+        }
+        set(Slot::stage, static_cast<std::int64_t>(stage));
     }
 
     /// What backward asks of tensors together.
@@ -53,11 +60,11 @@ public:
     void retained(const Kernel& kernel, const Retained& retained, const TensorView& grad_weight) {
         const bool lent = retained.place == RetainedPlace::grad_weight && retained.bytes != 0;
         if (lent) {
-            const std::size_t lendable = kernel.retained_bytes(num_tokens_, RetainedPlace::grad_weight);
+            const std::size_t lendable = kernel.retained_bytes(sizes_.num_tokens, RetainedPlace::grad_weight, sizes_.vocab_columns);
             if (retained.bytes != lendable) {
                 checks_.fail(
                     fmt::format("retained.bytes is {} in grad_weight's memory; {} tokens are lent {} of it (Kernel::retained_bytes)",
-                                retained.bytes, num_tokens_, lendable));
+                                retained.bytes, sizes_.num_tokens, lendable));
             }
         } else if (retained.place != RetainedPlace::own && retained.place != RetainedPlace::grad_weight) {
             checks_.fail(fmt::format("retained.place is {}; allowed are own (0), grad_weight (1)", static_cast<int>(retained.place)));
@@ -69,27 +76,77 @@ public:
     }
 
     void workspace(const Workspace& workspace, std::size_t needed) {
-        set(Slot::workspace, checks_.workspace(workspace, needed, num_tokens_));
+        set(Slot::workspace, checks_.workspace(workspace, needed, sizes_.num_tokens));
         set(Slot::workspace_bytes, static_cast<std::int64_t>(workspace.bytes));
         checks_.overlaps();
     }
 
-    [[nodiscard]] std::int64_t num_tokens() const { return num_tokens_; }
+    [[nodiscard]] std::int64_t num_tokens() const { return sizes_.num_tokens; }
     [[nodiscard]] const std::int64_t* slots() const { return slots_.data(); }
 
 private:
     void set(Slot slot, std::int64_t value) { slots_[static_cast<std::size_t>(slot)] = value; }
+    template <class Args>
+    void take_sizes(const Args& args) {
+        take_num_tokens(args.hidden);
+        sizes_.vocab_columns = spec_.vocab_size;
+        sizes_.weight_rows = spec_.padded_vocab_size;
+        if (is_shard(spec_)) {
+            take_shard(args.weight, args.vocab_start);
+        } else if (args.vocab_start != 0) {
+            checks_.fail(fmt::format("vocab_start is {}; it must be 0, since the spec has no whole_vocab_size", args.vocab_start));
+        }
+        set(Slot::vocab_start, args.vocab_start);
+        set(Slot::vocab_columns, sizes_.vocab_columns);
+        set(Slot::weight_rows, sizes_.weight_rows);
+    }
+    void take_sizes(const MergeArgs& args) {
+        if (!is_shard(spec_)) checks_.fail("the spec has no whole_vocab_size, so that there is nothing to merge");
+        const TensorView& target = args.target;
+        set_num_tokens("target", target, target.present && target.ndim == 1 ? target.shape[0] : 0);
+        const std::int64_t fields = shard_fields(spec_).count;
+        const TensorView& sums = args.all_partial_sums;
+        if (sums.present && (sums.ndim != 2 || sums.shape[0] < fields || sums.shape[0] % fields != 0)) {
+            checks_.fail(fmt::format("all_partial_sums.shape is {}; it must be [shards x {}, num_tokens]", shape_text(sums), fields));
+        }
+        sizes_.num_shards = sums.present ? sums.shape[0] / fields : 1;
+        set(Slot::num_shards, sizes_.num_shards);
+    }
+
     /// N is what hidden says; its other dimension and all other tensors must agree.
     void take_num_tokens(const TensorView& hidden) {
         if (hidden.present && (hidden.ndim != 2 || hidden.shape[1] != spec_.hidden_size)) {
             checks_.fail(fmt::format("hidden.shape is {}; it must be [num_tokens, hidden_size] with hidden_size {}", shape_text(hidden),
                                      spec_.hidden_size));
         }
-        num_tokens_ = hidden.present ? hidden.shape[0] : 0;
-        if (num_tokens_ < 0 || num_tokens_ > most_tokens(spec_)) {
-            checks_.fail(fmt::format("hidden.shape is {}; num_tokens must be 0 to {}", shape_text(hidden), most_tokens(spec_)));
+        set_num_tokens("hidden", hidden, hidden.present ? hidden.shape[0] : 0);
+    }
+    void set_num_tokens(const char* name, const TensorView& of, std::int64_t num_tokens) {
+        if (num_tokens < 0 || num_tokens > most_tokens(spec_)) {
+            checks_.fail(fmt::format("{}.shape is {}; num_tokens must be 0 to {}", name, shape_text(of), most_tokens(spec_)));
         }
-        set(Slot::num_tokens, num_tokens_);
+        sizes_.num_tokens = num_tokens;
+        set(Slot::num_tokens, num_tokens);
+    }
+
+    /// How many rows of the weight there are, and how many of them are classes.
+    void take_shard(const TensorView& weight, std::int64_t vocab_start) {
+        if (vocab_start < 0 || vocab_start > std::int64_t{1} << 40) {
+            checks_.fail(fmt::format("vocab_start is {}; it must be the label of the weight's first row, 0 or more", vocab_start));
+        }
+        const bool vocab_major = spec_.layout == WeightLayout::vocab_major;
+        if (vocab_major && weight.present && weight.ndim == 2) {
+            sizes_.weight_rows = weight.shape[0];
+            if (sizes_.weight_rows < 0 || sizes_.weight_rows > spec_.padded_vocab_size) {
+                checks_.fail(fmt::format("weight.shape is {}; a shard has at most padded_vocab_size = {} rows", shape_text(weight),
+                                         spec_.padded_vocab_size));
+            }
+        }
+        sizes_.vocab_columns = std::clamp<std::int64_t>(spec_.whole_vocab_size - vocab_start, 0, sizes_.weight_rows);
+        if (sizes_.vocab_columns > spec_.vocab_size) {
+            checks_.fail(fmt::format("weight.shape is {}; from label {} on it has {} classes, and the spec's vocab_size is {}",
+                                     shape_text(weight), vocab_start, sizes_.vocab_columns, spec_.vocab_size));
+        }
     }
 
     void take_reduction(Reduction reduction) {
@@ -105,20 +162,20 @@ private:
                 checks_.fail(fmt::format("reduction is {}; allowed are none (0), sum (1), mean (2), weighted_mean (3)",
                                          static_cast<int>(reduction)));
         }
-        reduction_ = reduction;
+        sizes_.reduction = reduction;
     }
 
     /// A tensor of the table, into the slot of its number.
     void take(std::size_t which, const TensorView& view, Use use) {
         const CallTensor& tensor = kCallTensors[which];
-        const bool optional = use == Use::read_if_given || use == Use::write_if_given;
+        const bool optional = use == Use::may_read || use == Use::may_write;
         if (optional && !view.present && view.data == nullptr) return;  // most of a call's are
-        if (!holds(tensor.condition, spec_, reduction_)) return checks_.absent(view, tensor.name, why_not(tensor.condition));
-        const bool written = use == Use::write || use == Use::write_if_given;
-        slots_[which] =
-            checks_.tensor(view, optional ? Presence::optional : Presence::required,
-                           {tensor.name, types_of(tensor.elements, spec_), shape_of(tensor.extent, spec_, num_tokens_, reduction_),
-                            written ? Access::write : Access::read, alignment_of(tensor.extent)});
+        if (use == Use::none) return checks_.absent(view, tensor.name, "the spec is a shard's; Kernel::merge writes it");
+        if (!holds(tensor.condition, spec_, sizes_.reduction)) return checks_.absent(view, tensor.name, why_not(tensor.condition));
+        const bool written = use == Use::write || use == Use::may_write;
+        slots_[which] = checks_.tensor(view, optional ? Presence::optional : Presence::required,
+                                       {tensor.name, types_of(tensor.elements, spec_), shape_of(tensor.extent, spec_, sizes_),
+                                        written ? Access::write : Access::read, alignment_of(tensor.extent)});
     }
 
     static CountCode count_code(const TensorView& num_valid) {
@@ -132,8 +189,7 @@ private:
     const Spec& spec_;
     ArgumentChecks checks_;
     CallSlots slots_;
-    std::int64_t num_tokens_ = 0;
-    Reduction reduction_ = Reduction::mean;
+    CallSizes sizes_;
 };
 
 }  // namespace
@@ -143,17 +199,21 @@ std::size_t Kernel::workspace_bytes(std::int64_t num_tokens, Pass pass) const {
     if (num_tokens < 0 || num_tokens > most) {
         throw ArgumentError(fmt::format("workspace_bytes: num_tokens is {}; allowed are 0 to {}", num_tokens, most));
     }
-    switch (pass) {
-        case Pass::forward: return static_cast<std::size_t>(workspace_bytes_of(false, num_tokens));
-        case Pass::backward: return static_cast<std::size_t>(workspace_bytes_of(true, num_tokens));
-        case Pass::forward_backward:
-            return static_cast<std::size_t>(std::max(workspace_bytes_of(false, num_tokens), workspace_bytes_of(true, num_tokens)));
+    if (pass == Pass::forward_backward) {
+        return static_cast<std::size_t>(
+            std::max(workspace_bytes_of(Pass::forward, num_tokens), workspace_bytes_of(Pass::backward, num_tokens)));
     }
-    throw ArgumentError(
-        fmt::format("workspace_bytes: pass is {}; allowed are forward (0), backward (1), forward_backward (2)", static_cast<int>(pass)));
+    if (pass == Pass::merge && !is_shard(spec_)) {
+        throw ArgumentError("workspace_bytes: pass is merge, but the spec has no whole_vocab_size");
+    }
+    if (pass != Pass::forward && pass != Pass::merge && pass != Pass::backward) {
+        throw ArgumentError(fmt::format(
+            "workspace_bytes: pass is {}; allowed are forward (0), backward (1), forward_backward (2), merge (3)", static_cast<int>(pass)));
+    }
+    return static_cast<std::size_t>(workspace_bytes_of(pass, num_tokens));
 }
 
-std::size_t Kernel::retained_bytes(std::int64_t num_tokens, RetainedPlace place) const {
+std::size_t Kernel::retained_bytes(std::int64_t num_tokens, RetainedPlace place, std::int64_t vocab_columns) const {
     const std::int64_t most = most_tokens(spec_);
     if (num_tokens < 0 || num_tokens > most) {
         throw ArgumentError(fmt::format("retained_bytes: num_tokens is {}; allowed are 0 to {}", num_tokens, most));
@@ -161,7 +221,10 @@ std::size_t Kernel::retained_bytes(std::int64_t num_tokens, RetainedPlace place)
     if (place != RetainedPlace::own && place != RetainedPlace::grad_weight) {
         throw ArgumentError(fmt::format("retained_bytes: place is {}; allowed are own (0), grad_weight (1)", static_cast<int>(place)));
     }
-    return static_cast<std::size_t>(retained_bytes_of(num_tokens, place));
+    if (vocab_columns < 0 || vocab_columns > spec_.vocab_size) {
+        throw ArgumentError(fmt::format("retained_bytes: vocab_columns is {}; allowed are 0 to {}", vocab_columns, spec_.vocab_size));
+    }
+    return static_cast<std::size_t>(retained_bytes_of(num_tokens, place, vocab_columns == 0 ? spec_.vocab_size : vocab_columns));
 }
 
 Retained Kernel::choose_retained(std::int64_t num_tokens, const RetainOptions& options) const {
@@ -169,9 +232,9 @@ Retained Kernel::choose_retained(std::int64_t num_tokens, const RetainOptions& o
         throw ArgumentError(fmt::format("choose_retained: workspace_limit_bytes is {}, least_work is {}; allowed are 0 and more",
                                         options.workspace_limit_bytes, options.least_work));
     }
-    RetainedRoom room{.most = retained_bytes(num_tokens)};
+    RetainedRoom room{.most = retained_bytes(num_tokens, RetainedPlace::own, options.vocab_columns)};
     if (room.most == 0) return {};
-    if (options.lend_grad_weight) room.lendable = retained_bytes(num_tokens, RetainedPlace::grad_weight);
+    if (options.lend_grad_weight) room.lendable = retained_bytes(num_tokens, RetainedPlace::grad_weight, options.vocab_columns);
     if (options.workspace_limit_bytes > 0) room.workspace = workspace_bytes(num_tokens);
     return flce::choose_retained(spec_, plan_, num_tokens, room, options);
 }
@@ -181,16 +244,26 @@ void Kernel::forward(const ForwardArgs& args, Workspace workspace, Stream stream
     call.arguments(args);
     call.retained(*this, args.retained, {});
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::forward));
-    run(false, call.slots(), stream);
+    run(Pass::forward, call.slots(), stream);
 }
+
+void Kernel::merge(const MergeArgs& args, Workspace workspace, Stream stream) const {
+    Call call(*this, "merge");
+    call.arguments(args);
+    call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::merge));
+    run(Pass::merge, call.slots(), stream);
+}
+
+int Kernel::partial_sum_fields() const noexcept { return is_shard(spec_) ? shard_fields(spec_).count : 0; }
 
 void Kernel::backward(const BackwardArgs& args, Workspace workspace, Stream stream) const {
     Call call(*this, "backward");
     call.arguments(args);
+    call.stage(args.stage);
     call.check_gradients(args);
     call.retained(*this, args.retained, args.grad_weight);
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::backward));
-    run(true, call.slots(), stream);
+    run(Pass::backward, call.slots(), stream);
 }
 
 Explanation Kernel::explain() const {

@@ -41,6 +41,9 @@ std::int64_t chunk_step(const Spec& spec, const CpuPlan& plan) {
     return spec.batch_invariant ? std::lcm<std::int64_t>(plan.block_n, plan.block_k) : plan.block_n;
 }
 
+/// Those that `extent` of a block's size come to.
+Blocks fewer_blocks(const Blocks& blocks, std::int64_t extent) { return {extent, blocks.size, ceil_div(extent, blocks.size)}; }
+
 std::int64_t panel_bytes(const CpuPlan& plan, std::int64_t rows, std::int64_t depth) {
     return 4 * round_up(rows, row_step(plan)) * depth_units(plan, depth);
 }
@@ -138,17 +141,21 @@ std::int64_t cpu_worker_count(const Spec& spec, const Plan& plan, int threads) {
     return std::clamp<std::int64_t>(threads, 1, most_slots(spec, plan));
 }
 
-CpuForwardLayout cpu_forward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens) {
+CpuForwardLayout cpu_forward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens, std::int64_t vocab_columns) {
     // Everything but the packed rows and their sums is fixed; the rest of the scratch decides how many rows there can be.
     const std::int64_t step = row_step(plan.cpu);
     const std::int64_t slots = most_slots(spec, plan);
     const std::int64_t one = place_forward(spec, plan, slots, step, step).bytes;
     const std::int64_t two = place_forward(spec, plan, slots, 2 * step, 2 * step).bytes;
     const std::int64_t rows = step * (1 + (plan.scratch_bytes - one) / (two - one + 3 * kAlign));
-    return place_forward(spec, plan, cpu_worker_count(spec, plan, threads), num_tokens, rows);
+    CpuForwardLayout layout = place_forward(spec, plan, cpu_worker_count(spec, plan, threads), num_tokens, rows);
+    layout.strips = fewer_blocks(layout.strips, vocab_columns);
+    layout.strip_groups = fewer_blocks(layout.strip_groups, layout.strips.count);
+    return layout;
 }
 
-CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens) {
+CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens,
+                                      std::int64_t vocab_columns) {
     const CpuPlan& p = plan.cpu;
     const std::int64_t step = row_step(p);
     const std::int64_t slots = most_slots(spec, plan);
@@ -173,13 +180,15 @@ CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int th
             high = middle - 1;
         }
     }
-    return place_backward(spec, plan, cpu_worker_count(spec, plan, threads), num_tokens, rows, low * unit);
+    CpuBackwardLayout layout = place_backward(spec, plan, cpu_worker_count(spec, plan, threads), num_tokens, rows, low * unit);
+    layout.chunks = fewer_blocks(layout.chunks, vocab_columns);
+    return layout;
 }
 
-CpuRetained cpu_retained(const Spec& spec, const Plan& plan, std::int64_t num_tokens, std::int64_t bytes) {
-    if (num_tokens == 0) return {};
+CpuRetained cpu_retained(const Plan& plan, std::int64_t num_tokens, std::int64_t vocab_columns, std::int64_t bytes) {
+    if (num_tokens == 0 || vocab_columns == 0) return {};
     const std::int64_t column = 4 * num_tokens;
-    if (bytes / column >= spec.vocab_size) return {spec.vocab_size, bytes / spec.vocab_size / 4 * 4};
+    if (bytes / column >= vocab_columns) return {vocab_columns, bytes / vocab_columns / 4 * 4};
     return {bytes / column / plan.cpu.block_n * plan.cpu.block_n, column};
 }
 

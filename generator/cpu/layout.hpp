@@ -79,11 +79,14 @@ struct CpuRetained {
         return begin * stride + 4 * token * width;
     }
 };
-[[nodiscard]] CpuRetained cpu_retained(const Spec& spec, const Plan& plan, std::int64_t num_tokens, std::int64_t bytes);
+[[nodiscard]] CpuRetained cpu_retained(const Plan& plan, std::int64_t num_tokens, std::int64_t vocab_columns, std::int64_t bytes);
 
-/// Throws PlanError when even the smallest blocks exceed plan.scratch_bytes.
-[[nodiscard]] CpuForwardLayout cpu_forward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens);
-[[nodiscard]] CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens);
+/// Throws PlanError when even the smallest blocks exceed plan.scratch_bytes. A shard may have fewer classes than the spec, `vocab_columns`:
+/// everything lies as it does for the spec's, and there are fewer strips and chunks.
+[[nodiscard]] CpuForwardLayout cpu_forward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens,
+                                                  std::int64_t vocab_columns);
+[[nodiscard]] CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens,
+                                                    std::int64_t vocab_columns);
 
 /// The least scratch_bytes with which the two functions above succeed for any number of tokens (with one worker).
 [[nodiscard]] std::int64_t cpu_least_scratch_bytes(const Spec& spec, const Plan& plan);

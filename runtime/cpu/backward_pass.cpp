@@ -42,16 +42,18 @@ public:
           plan_(context.plan.cpu),
           call_(call),
           spec_(call.spec()),
-          layout_(cpu_backward_layout(call.spec(), context.plan, context.threads, call.num_tokens())),
+          layout_(cpu_backward_layout(call.spec(), context.plan, context.threads, call.num_tokens(), call.vocab_columns())),
           workspace_(call.pointer(Slot::workspace)),
           element_(static_cast<std::int64_t>(element_bytes(spec_.dtype))),
           grad_element_(static_cast<std::int64_t>(element_bytes(spec_.grad_weight_dtype))),
           options_(call.loss_options()),
           teacher_(call),
           divisors_(call.mean_divisors()),
-          retained_(cpu_retained(call.spec(), context.plan, call.num_tokens(), call.value(Slot::retained_bytes))) {}
+          retained_(cpu_retained(context.plan, call.num_tokens(), call.vocab_columns(), call.value(Slot::retained_bytes))) {}
 
     void run() {
+        // Both gradients go along with each other, chunk by chunk.
+        if (static_cast<BackwardStage>(call_.value(Slot::stage)) == BackwardStage::rest) return;
         clear_what_no_step_writes();
         const std::int64_t blocks = layout_.row_blocks.count;
         const std::int64_t steps = blocks * layout_.chunks.count;
@@ -105,9 +107,11 @@ private:
         const RowUpstream upstream = upstream_of(token);
         const float lse = call_.pointer<const float>(Slot::lse)[token];
         const float entropy = call_.element(Slot::entropy, token, 0.F);
-        const std::int64_t column = y - first_column;
-        const bool near = column >= 0 && column < layout_.chunks.size;
-        const RowCoefficients coefficients = row_coefficients(upstream, lse, entropy, call_.class_weight(y), teacher_.sum(token), options_);
+        const std::int64_t own = call_.column_of(y);
+        const std::int64_t column = own - first_column;
+        const bool near = own >= 0 && column >= 0 && column < layout_.chunks.size;
+        const RowCoefficients coefficients =
+            row_coefficients(upstream, lse, entropy, call_.class_weight_of_target(token, y), teacher_.sum(token), options_);
         return {lse, coefficients, call_.temperature(token), near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere};
     }
 
@@ -214,7 +218,7 @@ private:
                                .pack = code_.pack_weight_grad};
         const std::int64_t d = spec_.hidden_size;
         const std::int64_t offset = (s.token + range.row) * d + range.column;
-        const bool in_place = spec_.dtype == DType::fp32;
+        const bool in_place = sums_in_place();
         float* accumulator =
             reinterpret_cast<float*>(in_place ? call_.pointer(Slot::grad_hidden) : workspace_ + layout_.hidden_accumulator);
         const auto apply = [&](StoreTile store, const float* from, std::int64_t ld, void* to, std::int64_t to_ld) {
@@ -239,8 +243,9 @@ private:
         const std::int64_t d = spec_.hidden_size;
         for (std::int64_t i = 0; i < range.rows; ++i) {
             if (call_.valid_label(first_token + i) >= 0) continue;
-            std::byte* row = call_.pointer(Slot::grad_hidden) + ((first_token + i) * d + range.column) * element_;
-            std::memset(row, 0, static_cast<std::size_t>(range.columns * element_));
+            const auto element = static_cast<std::int64_t>(element_bytes(grad_hidden_dtype(spec_)));
+            std::byte* row = call_.pointer(Slot::grad_hidden) + ((first_token + i) * d + range.column) * element;
+            std::memset(row, 0, static_cast<std::size_t>(range.columns * element));
         }
     }
 
@@ -277,25 +282,37 @@ private:
         code_.store_bias(sums, s.columns, call_.pointer(Slot::grad_bias) + s.vocab * grad_element_, s.columns, 1, s.columns);
     }
 
-    /// Gradients of vocabulary rows that are only padding, and everything when there is no token. An accumulating gradient stays as it is.
+    /// grad_hidden is fp32, and so its own accumulator.
+    [[nodiscard]] bool sums_in_place() const { return grad_hidden_dtype(spec_) == DType::fp32; }
+
     void clear_what_no_step_writes() const {
-        if (spec_.grad_weight_mode == GradMode::accumulate) return;
-        const bool no_token = call_.num_tokens() == 0;
-        const std::int64_t first = no_token ? 0 : spec_.vocab_size;
-        const auto count = static_cast<std::size_t>((spec_.padded_vocab_size - first) * grad_element_);
+        const bool no_step = call_.num_tokens() == 0 || call_.vocab_columns() == 0;
+        if (no_step && wants(Slot::grad_hidden)) {
+            const auto elements = call_.num_tokens() * spec_.hidden_size;
+            clear(Slot::grad_hidden, 0, elements * static_cast<std::int64_t>(element_bytes(grad_hidden_dtype(spec_))));
+        }
+        if (spec_.grad_weight_mode == GradMode::write) clear_padding(no_step ? 0 : call_.vocab_columns());
+    }
+
+    /// Gradients of the weight's rows from `first` on, which are only padding or, where there is no token, everything.
+    void clear_padding(std::int64_t first) const {
+        const std::int64_t bytes = (call_.value(Slot::weight_rows) - first) * grad_element_;
         if (wants(Slot::grad_weight)) {
-            std::byte* gradient = call_.pointer(Slot::grad_weight);
             if (spec_.layout == WeightLayout::vocab_major) {
-                std::memset(gradient + first * spec_.hidden_size * grad_element_, 0, count * static_cast<std::size_t>(spec_.hidden_size));
+                clear(Slot::grad_weight, first * spec_.hidden_size * grad_element_, bytes * spec_.hidden_size);
             } else {
                 for (std::int64_t d = 0; d < spec_.hidden_size; ++d) {
-                    std::memset(gradient + (d * spec_.padded_vocab_size + first) * grad_element_, 0, count);
+                    clear(Slot::grad_weight, (d * spec_.padded_vocab_size + first) * grad_element_, bytes);
                 }
             }
         }
-        if (wants(Slot::grad_bias) && no_token) {
-            std::memset(call_.pointer(Slot::grad_bias), 0, static_cast<std::size_t>(spec_.vocab_size * grad_element_));
-        }
+        if (!wants(Slot::grad_bias)) return;
+        const std::int64_t biases = is_shard(spec_) ? call_.value(Slot::weight_rows) : spec_.vocab_size;
+        clear(Slot::grad_bias, first * grad_element_, (biases - first) * grad_element_);
+    }
+
+    void clear(Slot gradient, std::int64_t first_byte, std::int64_t bytes) const {
+        if (bytes > 0) std::memset(call_.pointer(gradient) + first_byte, 0, static_cast<std::size_t>(bytes));
     }
 
     static constexpr GradRow kInertRow{0.F, {0.F, 0.F, 0.F, 0.F}, 1.F, GradRow::kIgnored};

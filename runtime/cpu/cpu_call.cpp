@@ -4,14 +4,21 @@
 
 namespace flce {
 
+double CpuCall::sum_of_class_weights() const {
+    double total = 0;
+    for (std::int64_t j = 0; j < vocab_columns(); ++j) total += class_weight(j);
+    return total;
+}
+
 LossOptions CpuCall::loss_options() const {
-    double total = static_cast<double>(spec_.vocab_size);
-    if (spec_.class_weight) {
-        total = 0;
-        for (std::int64_t j = 0; j < spec_.vocab_size; ++j) total += class_weight(j);
+    double total = static_cast<double>(whole_vocab_size(spec_));
+    if (has(Slot::class_weight_total)) {
+        total = *pointer<const float>(Slot::class_weight_total);
+    } else if (has(Slot::class_weight)) {
+        total = sum_of_class_weights();
     }
     return {.label_smoothing = static_cast<float>(spec_.label_smoothing),
-            .smoothing_per_class = static_cast<float>(spec_.label_smoothing / static_cast<double>(spec_.vocab_size)),
+            .smoothing_per_class = static_cast<float>(spec_.label_smoothing / static_cast<double>(whole_vocab_size(spec_))),
             .class_weight_total = static_cast<float>(total),
             .z_loss = static_cast<float>(spec_.z_loss),
             .dft = spec_.dft,
@@ -37,7 +44,7 @@ MeanDivisors CpuCall::mean_divisors() const {
         const std::int64_t y = valid_label(i);
         if (y < 0) continue;
         const double token = weighted ? token_weight(i) : 1.;
-        sums.cross_entropy += token * class_weight(y);
+        sums.cross_entropy += token * class_weight_of_target(i, y);
         sums.z_loss += token;
     }
     return sums;
@@ -46,7 +53,7 @@ MeanDivisors CpuCall::mean_divisors() const {
 bool CpuCall::has_right_teacher(std::int64_t token) const {
     for (std::int64_t k = 0; k < spec_.teacher_top_k; ++k) {
         const std::int64_t id = given_teacher_id(token, k);
-        if (id < -1 || id >= spec_.vocab_size) return false;
+        if (id < -1 || id >= whole_vocab_size(spec_)) return false;
     }
     return true;
 }

@@ -43,7 +43,15 @@ public:
     /// Neither its label nor its temperature is a fault. For tokens that are not ignored.
     [[nodiscard]] bool is_right(std::int64_t token) const {
         const std::int64_t y = label(token);
-        return y >= 0 && y < spec_.vocab_size && is_temperature(temperature(token));
+        return y >= 0 && y < whole_vocab_size(spec_) && is_temperature(temperature(token));
+    }
+    /// Classes that this call's weight has, and the label of the first.
+    [[nodiscard]] std::int64_t vocab_columns() const { return value(Slot::vocab_columns); }
+    [[nodiscard]] std::int64_t vocab_start() const { return value(Slot::vocab_start); }
+    /// The weight's row of a label; −1 where another shard has it.
+    [[nodiscard]] std::int64_t column_of(std::int64_t label) const {
+        const std::int64_t column = label - vocab_start();
+        return label >= 0 && column >= 0 && column < vocab_columns() ? column : -1;
     }
     /// The token's label, or −1 for a token that is ignored or has a fault.
     [[nodiscard]] std::int64_t valid_label(std::int64_t token) const { return is_ignored(token) || !is_right(token) ? -1 : label(token); }
@@ -52,11 +60,17 @@ public:
     /// The k-th class that the token's teacher names; −1: none, or a fault.
     [[nodiscard]] std::int64_t teacher_id(std::int64_t token, std::int64_t k) const {
         const std::int64_t id = given_teacher_id(token, k);
-        return id < spec_.vocab_size ? std::max<std::int64_t>(id, -1) : -1;
+        return id < whole_vocab_size(spec_) ? std::max<std::int64_t>(id, -1) : -1;
     }
-    [[nodiscard]] float class_weight(std::int64_t label) const { return element(Slot::class_weight, label, 1.F); }
+    [[nodiscard]] float class_weight(std::int64_t column) const { return element(Slot::class_weight, column, 1.F); }
+    /// That of the token's target, whose label is `label`. A shard has it from merge.
+    [[nodiscard]] float class_weight_of_target(std::int64_t token, std::int64_t label) const {
+        return has(Slot::target_class_weight) ? pointer<const float>(Slot::target_class_weight)[token] : class_weight(label);
+    }
 
     [[nodiscard]] LossOptions loss_options() const;
+    /// Σ of the class weights that the call has.
+    [[nodiscard]] double sum_of_class_weights() const;
     [[nodiscard]] MeanDivisors mean_divisors() const;
     /// The smallest token with a fault goes where the caller asked for it.
     void report_invalid_label() const;

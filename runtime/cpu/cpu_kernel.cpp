@@ -76,28 +76,33 @@ public:
             context_.transform_parameters.push_back(static_cast<float>(parameter));
         }
         // Refuses a plan whose blocks do not fit its scratch now rather than at the first call.
-        (void)workspace_bytes_of(true, 1);
-        (void)workspace_bytes_of(false, 1);
+        (void)workspace_bytes_of(Pass::backward, 1);
+        (void)workspace_bytes_of(Pass::forward, 1);
     }
 
 private:
     static int thread_count(const BuildRequest& request) { return request.threads > 0 ? request.threads : request.device.cpu.cores; }
 
-    void run(bool backward, const std::int64_t* slots, Stream) const override {
+    void run(Pass pass, const std::int64_t* slots, Stream) const override {
         const CpuCall call(spec(), slots);
-        backward ? run_cpu_backward(context_, call) : run_cpu_forward(context_, call);
+        switch (pass) {
+            case Pass::forward: return run_cpu_forward(context_, call);
+            case Pass::merge: return run_cpu_merge(call);
+            default: return run_cpu_backward(context_, call);
+        }
     }
 
-    std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const override {
-        return backward ? cpu_backward_layout(spec(), plan(), context_.threads, num_tokens).bytes
-                        : cpu_forward_layout(spec(), plan(), context_.threads, num_tokens).bytes;
+    std::int64_t workspace_bytes_of(Pass pass, std::int64_t num_tokens) const override {
+        if (pass == Pass::merge) return 0;
+        return pass == Pass::backward ? cpu_backward_layout(spec(), plan(), context_.threads, num_tokens, spec().vocab_size).bytes
+                                      : cpu_forward_layout(spec(), plan(), context_.threads, num_tokens, spec().vocab_size).bytes;
     }
 
-    std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace place) const override {
-        if (place == RetainedPlace::own) return num_tokens * spec().vocab_size * retained_logit_bytes(spec(), plan());
+    std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace place, std::int64_t vocab_columns) const override {
+        if (place == RetainedPlace::own) return num_tokens * vocab_columns * retained_logit_bytes(spec(), plan());
         // Vocabulary by vocabulary: a strip's logits must lie where only later strips' gradients do.
         if (num_tokens == 0 || spec().grad_weight_mode == GradMode::accumulate || spec().layout != WeightLayout::vocab_major) return 0;
-        return spec().vocab_size * spec().hidden_size * static_cast<std::int64_t>(element_bytes(spec().grad_weight_dtype));
+        return vocab_columns * spec().hidden_size * static_cast<std::int64_t>(element_bytes(spec().grad_weight_dtype));
     }
 
     LoadedCpuCode loaded_;

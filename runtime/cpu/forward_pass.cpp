@@ -4,16 +4,12 @@
 #include <limits>
 
 #include "runtime/cpu/passes.hpp"
+#include "runtime/cpu/row_results.hpp"
+#include "runtime/cpu/shard_sums.hpp"
 #include "runtime/cpu/teacher.hpp"
 
 namespace flce {
 namespace {
-
-/// Sums of the outputs over all tokens, in token order.
-struct LossTotals {
-    double cross_entropy = 0;
-    double z_loss = 0;
-};
 
 class ForwardPass {
 public:
@@ -21,28 +17,30 @@ public:
         : context_(context),
           plan_(context.plan.cpu),
           call_(call),
-          layout_(cpu_forward_layout(call.spec(), context.plan, context.threads, call.num_tokens())),
+          layout_(cpu_forward_layout(call.spec(), context.plan, context.threads, call.num_tokens(), call.vocab_columns())),
           workspace_(call.pointer(Slot::workspace)),
-          options_(call.loss_options()),
+          results_(call),
           teacher_(call),
-          retained_(cpu_retained(call.spec(), context.plan, call.num_tokens(), call.value(Slot::retained_bytes))) {}
+          partial_sums_(call.spec(), call.pointer<float>(Slot::partial_sums), call.num_tokens()),
+          class_weight_total_(is_shard(call.spec()) ? static_cast<float>(call.sum_of_class_weights()) : 0.F),
+          retained_(cpu_retained(context.plan, call.num_tokens(), call.vocab_columns(), call.value(Slot::retained_bytes))) {}
 
     void run() {
         call_.report_invalid_label();
-        LossTotals totals;
+        if (is_shard(call_.spec())) teacher_.clear_shard();
         for (std::int64_t block = 0; block < layout_.row_blocks.count; ++block) {
             const std::int64_t begin = layout_.row_blocks.begin(block);
             const std::int64_t rows = layout_.row_blocks.length(block);
             const PackedA hidden{workspace_ + layout_.hidden_panels, depth_units(plan_, call_.spec().hidden_size)};
             pack_hidden_rows(context_, call_, hidden, begin, rows);
             reduce_logits(hidden, begin, rows);
-            finish_rows(begin, rows, totals);
+            finish_rows(begin, rows);
         }
-        write_reduced(totals);
+        if (!is_shard(call_.spec())) results_.write_reduced(call_.mean_divisors());
     }
 
 private:
-    [[nodiscard]] RowSums* partial_sums(std::int64_t group, std::int64_t rows) const {
+    [[nodiscard]] RowSums* sums_of_group(std::int64_t group, std::int64_t rows) const {
         return reinterpret_cast<RowSums*>(workspace_ + layout_.partial_sums) + group * rows;
     }
 
@@ -54,7 +52,7 @@ private:
             const std::int64_t group = task / tiles.count;
             const std::int64_t tile = task % tiles.count;
             reduce_group(slot, hidden, group, {.row = tiles.begin(tile), .rows = tiles.length(tile)}, begin,
-                         partial_sums(group, rows) + tiles.begin(tile));
+                         sums_of_group(group, rows) + tiles.begin(tile));
         });
     }
 
@@ -74,26 +72,29 @@ private:
             for (std::int64_t i = 0; i < range.rows; ++i) {
                 const std::int64_t token = first_token + range.row + i;
                 const std::int64_t label = call_.valid_label(token);
-                const std::int64_t column = label - vocab;
+                const std::int64_t column = call_.column_of(label) - vocab;
                 if (label >= 0 && teacher_.present()) teacher_.keep_logits(token, slot.tile + i * plan_.block_n, vocab, range.columns);
                 const bool here = column >= 0 && column < range.columns;
                 strip_sums[i].target_logit = here ? slot.tile[i * plan_.block_n + column] : -std::numeric_limits<float>::infinity();
                 strip_sums[i].top1 = FLCE_NO_CLASS;
-                if (call_.has(Slot::top1) && (strip == first || strip_sums[i].max > sums[i].max)) {
-                    strip_sums[i].top1 = first_of(slot.tile + i * plan_.block_n, range.columns, strip_sums[i].max, vocab);
+                if (finds_top1() && (strip == first || strip_sums[i].max > sums[i].max)) {
+                    strip_sums[i].top1 =
+                        first_of(slot.tile + i * plan_.block_n, range.columns, strip_sums[i].max, call_.vocab_start() + vocab);
                 }
                 if (strip != first) sums[i] = merge(sums[i], strip_sums[i]);
             }
         }
     }
 
+    [[nodiscard]] bool finds_top1() const { return call_.has(Slot::top1) || partial_sums_.fields().top1 >= 0; }
     [[nodiscard]] const float* temperatures(std::int64_t token) const {
         return call_.has(Slot::temperature) ? call_.pointer<const float>(Slot::temperature) + token : nullptr;
     }
-    /// The class of the first logit that is the largest; FLCE_NO_CLASS where none is, all of them being −infinity or NaN.
-    static int first_of(const float* logits, std::int64_t columns, float largest, std::int64_t vocab) {
+    /// The label of the first logit that is the largest, `label` being that of the first logit. FLCE_NO_CLASS where none is, all of them
+    /// being −infinity or NaN.
+    static int first_of(const float* logits, std::int64_t columns, float largest, std::int64_t label) {
         const float* found = std::find(logits, logits + columns, largest);
-        return found == logits + columns ? FLCE_NO_CLASS : static_cast<int>(vocab + (found - logits));
+        return found == logits + columns ? FLCE_NO_CLASS : static_cast<int>(label + (found - logits));
     }
 
     /// For backward, before bias and transforms: it goes on from here as if it had multiplied again.
@@ -105,7 +106,7 @@ private:
         }
     }
 
-    void finish_rows(std::int64_t begin, std::int64_t rows, LossTotals& totals) {
+    void finish_rows(std::int64_t begin, std::int64_t rows) {
         constexpr std::int64_t kRowsPerTask = 64;
         auto* cross_entropies = reinterpret_cast<float*>(workspace_ + layout_.row_losses);
         float* z_losses = cross_entropies + rows;
@@ -117,48 +118,28 @@ private:
                 z_losses[i] = outputs.z_loss;
             }
         });
-        for (std::int64_t i = 0; i < rows; ++i) {
-            totals.cross_entropy += cross_entropies[i];
-            totals.z_loss += z_losses[i];
-        }
+        for (std::int64_t i = 0; i < rows; ++i) results_.add(cross_entropies[i], z_losses[i]);
     }
 
-    /// Merges row i's partial sums in the order of the vocabulary and writes what the caller wants of the token; zeros if it is ignored.
+    /// Merges row i's partial sums in the order of the vocabulary. They are a shard's result; else what the caller wants of the token
+    /// follows from them, and zeros if it is ignored.
     RowOutputs finish_row(std::int64_t token, std::int64_t i, std::int64_t rows) const {
-        RowOutputs outputs{};
-        std::int64_t top1 = -1;
+        constexpr float kInfinity = std::numeric_limits<float>::infinity();
         const std::int64_t y = call_.valid_label(token);
-        if (y >= 0) {
-            RowSums sums = partial_sums(0, rows)[i];
-            for (std::int64_t group = 1; group < layout_.strip_groups.count; ++group) sums = merge(sums, partial_sums(group, rows)[i]);
-            outputs = row_outputs(sums, call_.class_weight(y), call_.token_weight(token), teacher_.finish(token, sums), options_);
-            top1 = sums.top1 == FLCE_NO_CLASS ? 0 : sums.top1;
-        } else {
-            teacher_.clear(token);
+        RowSums sums = sums_of_nothing(-kInfinity, -kInfinity);
+        if (y >= 0 && layout_.strip_groups.count > 0) {
+            sums = sums_of_group(0, rows)[i];
+            for (std::int64_t group = 1; group < layout_.strip_groups.count; ++group) sums = merge(sums, sums_of_group(group, rows)[i]);
         }
-        const auto write = [&](Slot slot, float value) {
-            if (call_.has(slot)) call_.pointer<float>(slot)[token] = value;
-        };
-        write(Slot::lse, outputs.lse);
-        write(Slot::logprob, outputs.logprob);
-        write(Slot::entropy, outputs.entropy);
-        write(Slot::log_sum_sq_probs, outputs.log_sum_sq_probs);
-        if (call_.has(Slot::top1)) call_.pointer<std::int64_t>(Slot::top1)[token] = top1;
-        if (call_.reduction() == ReductionCode::none) {
-            write(Slot::loss, outputs.cross_entropy + outputs.z_loss);
-            write(Slot::z_loss, outputs.z_loss);
+        if (is_shard(call_.spec())) {
+            const std::int64_t column = call_.column_of(y);
+            store_shard_sums(partial_sums_, token, sums, {column >= 0 ? call_.class_weight(column) : 0.F, class_weight_total_});
+            return {};
         }
-        return outputs;
-    }
-
-    void write_reduced(const LossTotals& totals) const {
-        if (call_.reduction() == ReductionCode::none) return;
-        const MeanDivisors divisors = call_.mean_divisors();
-        const auto divide = [](double sum, double divisor) { return divisor == 0 ? 0 : sum / divisor; };  // no valid token: 0
-        const double z_loss = divide(totals.z_loss, divisors.z_loss);
-        const double loss = divide(totals.cross_entropy, divisors.cross_entropy) + z_loss;
-        if (call_.has(Slot::loss)) *call_.pointer<float>(Slot::loss) = static_cast<float>(loss);
-        if (call_.has(Slot::z_loss)) *call_.pointer<float>(Slot::z_loss) = static_cast<float>(z_loss);
+        if (y >= 0) return results_.write(token, sums, call_.class_weight(y), teacher_.finish(token, sums));
+        teacher_.clear(token);
+        results_.write_ignored(token);
+        return {};
     }
 
     const CpuContext& context_;
@@ -166,8 +147,10 @@ private:
     const CpuCall& call_;
     const CpuForwardLayout layout_;
     std::byte* const workspace_;
-    const LossOptions options_;
+    CpuRowResults results_;
     const CpuTeacher teacher_;
+    const ShardSums<float> partial_sums_;
+    const float class_weight_total_;
     const CpuRetained retained_;
 };
 

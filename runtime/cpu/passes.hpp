@@ -1,4 +1,4 @@
-// The two passes of the CPU backend over one call.
+// The passes of the CPU backend over one call.
 #pragma once
 
 #include "runtime/cpu/cpu_call.hpp"
@@ -17,6 +17,7 @@ struct CpuContext {
 };
 
 void run_cpu_forward(const CpuContext& context, const CpuCall& call);
+void run_cpu_merge(const CpuCall& call);
 void run_cpu_backward(const CpuContext& context, const CpuCall& call);
 
 /// A worker's own part of the workspace.

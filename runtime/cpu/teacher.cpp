@@ -1,11 +1,21 @@
 #include "runtime/cpu/teacher.hpp"
 
+#include <algorithm>
+#include <limits>
+
 namespace flce {
+
+void CpuTeacher::clear_shard() const {
+    for (std::int64_t k = 0; k < count_; ++k) {
+        std::fill_n(&partial_sums_.teacher_logit(0, k), call_.num_tokens(), -std::numeric_limits<float>::infinity());
+    }
+}
 
 void CpuTeacher::keep_logits(std::int64_t token, const float* logits, std::int64_t first, std::int64_t columns) const {
     for (std::int64_t k = 0; k < count_; ++k) {
-        const std::int64_t column = call_.teacher_id(token, k) - first;
-        if (column >= 0 && column < columns) logprobs_[at(token, k)] = logits[column];
+        const std::int64_t column = call_.column_of(call_.teacher_id(token, k)) - first;
+        if (column < 0 || column >= columns) continue;
+        (call_.has(Slot::partial_sums) ? partial_sums_.teacher_logit(token, k) : logprobs_[at(token, k)]) = logits[column];
     }
 }
 
@@ -36,7 +46,7 @@ void CpuTeacher::subtract(std::int64_t token, float weight, float* gradients, st
     const float temperature = call_.temperature(token);
     const float lse = call_.pointer<const float>(Slot::lse)[token];
     for (std::int64_t k = 0; k < count_; ++k) {
-        const std::int64_t column = call_.teacher_id(token, k) - first;
+        const std::int64_t column = call_.column_of(call_.teacher_id(token, k)) - first;
         if (column < 0 || column >= columns) continue;
         const float slope = slope_of_class(slope_, logprobs_[at(token, k)], lse, temperature);
         gradients[column] -= weight * probabilities_[at(token, k)] * (slope / temperature);

@@ -3,6 +3,7 @@
 
 #include "generator/logit_transforms.hpp"
 #include "runtime/cpu/cpu_call.hpp"
+#include "runtime/cpu/shard_sums.hpp"
 
 namespace flce {
 
@@ -14,13 +15,18 @@ public:
           count_(call.spec().teacher_top_k),
           slope_(logit_slope(call.spec())),
           probabilities_(call.pointer<const float>(Slot::teacher_probs)),
-          logprobs_(call.pointer<float>(Slot::teacher_logprobs)) {}
+          logprobs_(call.pointer<float>(Slot::teacher_logprobs)),
+          partial_sums_(call.spec(), call.pointer<float>(Slot::partial_sums), call.num_tokens()) {}
 
     [[nodiscard]] bool present() const { return count_ > 0; }
 
+    /// Forward of a shard, before any logit: −inf, which is what a class has that another shard has.
+    void clear_shard() const;
     /// Forward, for tokens that are not ignored: keeps those of the named classes' logits that lie in the vocabulary's columns `first` to
     /// `first + columns`. Every class's logit passes once, on any thread.
     void keep_logits(std::int64_t token, const float* logits, std::int64_t first, std::int64_t columns) const;
+    /// Merge: the logit of the k-th class.
+    void set_logit(std::int64_t token, std::int64_t k, float logit) const { logprobs_[at(token, k)] = logit; }
     /// What was kept becomes log-probabilities; returns the teacher's cross entropy.
     [[nodiscard]] float finish(std::int64_t token, const RowSums& sums) const;
     /// The log-probabilities of an ignored token: 0.
@@ -38,7 +44,8 @@ private:
     std::int64_t count_;
     LogitSlope slope_;
     const float* probabilities_;
-    float* logprobs_;  // backward reads them
+    float* logprobs_;                // backward reads them
+    ShardSums<float> partial_sums_;  // where a shard's forward keeps logits
 };
 
 }  // namespace flce

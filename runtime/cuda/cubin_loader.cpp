@@ -57,8 +57,10 @@ std::unique_ptr<CudaModule> load_module(const std::shared_ptr<const CudaContext>
 std::string param_block_fault(const CudaProgram& program, std::span<const std::byte> cubin) {
     const auto contents = read_cubin(cubin, nullptr);
     if (!contents) return {};
-    std::string fault = param_block_fault(program.forward.body, program, *contents);
-    return fault.empty() ? param_block_fault(program.backward.body, program, *contents) : fault;
+    for (const LaunchProgram* pass : {&program.forward, &program.merge, &program.backward}) {
+        if (std::string fault = param_block_fault(pass->body, program, *contents); !fault.empty()) return fault;
+    }
+    return {};
 }
 
 std::string load_fault(const std::shared_ptr<const CudaContext>& context, std::span<const std::byte> cubin,

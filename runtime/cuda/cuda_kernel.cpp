@@ -180,19 +180,21 @@ struct KernelSet {
     std::future<std::shared_ptr<const HostCode>> launchers;  // null where nothing is loaded
 };
 
-/// An expression over the number of tokens, with its last value kept: evaluating it takes longer than all else that the host does for a
-/// small call, and calls of one size follow each other. Thread-safe.
+/// An expression over the numbers of tokens and classes, with its last value kept: evaluating it takes longer than all else that the host
+/// does for a small call, and calls of one size follow each other. Thread-safe.
 class WorkspaceSize {
 public:
     explicit WorkspaceSize(Expr bytes) : bytes_(std::move(bytes)) {}
 
-    [[nodiscard]] std::int64_t of(std::int64_t num_tokens) const {
+    [[nodiscard]] std::int64_t of(std::int64_t num_tokens, std::int64_t vocab_columns) const {
         const std::scoped_lock lock(mutex_);
-        if (num_tokens != last_num_tokens_) {
+        if (num_tokens != last_num_tokens_ || vocab_columns != last_vocab_columns_) {
             CallSlots slots{};
             slots[static_cast<std::size_t>(Slot::num_tokens)] = num_tokens;
+            slots[static_cast<std::size_t>(Slot::vocab_columns)] = vocab_columns;
             last_bytes_ = evaluate(bytes_, slots);
             last_num_tokens_ = num_tokens;
+            last_vocab_columns_ = vocab_columns;
         }
         return last_bytes_;
     }
@@ -201,7 +203,19 @@ private:
     Expr bytes_;
     mutable std::mutex mutex_;
     mutable std::int64_t last_num_tokens_ = -1;
+    mutable std::int64_t last_vocab_columns_ = -1;
     mutable std::int64_t last_bytes_ = 0;
+};
+
+/// A pass of a kernel set.
+struct CudaPass {
+    CudaPass(const char* name, LaunchProgram program, Expr workspace_bytes)
+        : name(name), program(std::move(program)), workspace(std::move(workspace_bytes)) {}
+
+    const char* name;
+    LauncherFunction launch = nullptr;
+    LaunchProgram program;  // of which errors speak
+    WorkspaceSize workspace;
 };
 
 class CudaKernel final : public Kernel {
@@ -209,12 +223,11 @@ public:
     CudaKernel(const BuildRequest& request, KernelSet& set, std::shared_ptr<const CudaContext> context)
         : Kernel(request.spec, request.device, request.plan, request.device_ref, request.reasons),
           context_(std::move(context)),
-          forward_workspace_(set.program.forward_workspace_bytes),
-          backward_workspace_(set.program.backward_workspace_bytes),
+          forward_("forward", set.program.forward, set.program.forward_workspace_bytes),
+          merge_("merge", set.program.merge, set.program.merge_workspace_bytes),
+          backward_("backward", set.program.backward, set.program.backward_workspace_bytes),
           retained_bytes_(set.program.retained_bytes),
           lendable_bytes_(set.program.lendable_bytes),
-          forward_program_(set.program.forward),
-          backward_program_(set.program.backward),
           kernels_(set.program.kernels) {
         std::map<std::string, CUfunction> functions;
         for (std::size_t i = 0; i < set.cubins.size(); ++i) {
@@ -223,8 +236,9 @@ public:
         }
         for (const KernelEntry& kernel : kernels_) functions_.push_back(functions.at(kernel.name));
         launchers_ = set.launchers.get();
-        forward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kForwardLauncherSymbol));
-        backward_ = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
+        forward_.launch = reinterpret_cast<LauncherFunction>(launchers_->symbol(kForwardLauncherSymbol));
+        merge_.launch = reinterpret_cast<LauncherFunction>(launchers_->symbol(kMergeLauncherSymbol));
+        backward_.launch = reinterpret_cast<LauncherFunction>(launchers_->symbol(kBackwardLauncherSymbol));
         launcher_context_.launch_kernel = reinterpret_cast<void*>(context_->functions().cuLaunchKernel);
         launcher_context_.memset_async = reinterpret_cast<void*>(context_->functions().cuMemsetD8Async);
         launcher_context_.launch_overlapping = reinterpret_cast<void*>(&launch_overlapping);
@@ -246,28 +260,32 @@ private:
         return function;
     }
 
-    void run(bool backward, const std::int64_t* call, Stream stream) const override {
+    [[nodiscard]] const CudaPass& pass_of(Pass pass) const {
+        return pass == Pass::backward ? backward_ : pass == Pass::merge ? merge_ : forward_;
+    }
+
+    void run(Pass pass, const std::int64_t* call, Stream stream) const override {
         const ContextScope scope(*context_);
         CallSlots slots{};
         std::copy_n(call, slots.size(), slots.begin());
-        const std::int64_t returned = (backward ? backward_ : forward_)(&launcher_context_, slots.data(), stream.handle);
-        if (const auto failure = launcher_failure(returned)) fail(backward, *failure);
+        const std::int64_t returned = pass_of(pass).launch(&launcher_context_, slots.data(), stream.handle);
+        if (const auto failure = launcher_failure(returned)) fail(pass_of(pass), *failure);
     }
 
-    std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const override {
-        return (backward ? backward_workspace_ : forward_workspace_).of(num_tokens);
+    /// Of a shard with any number of classes.
+    std::int64_t workspace_bytes_of(Pass pass, std::int64_t num_tokens) const override {
+        return pass_of(pass).workspace.of(num_tokens, spec().vocab_size);
     }
 
-    std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace place) const override {
-        return (place == RetainedPlace::own ? retained_bytes_ : lendable_bytes_).of(num_tokens);
+    std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace place, std::int64_t vocab_columns) const override {
+        return (place == RetainedPlace::own ? retained_bytes_ : lendable_bytes_).of(num_tokens, vocab_columns);
     }
 
-    [[noreturn]] void fail(bool backward, const LauncherFailure& failure) const {
-        const LaunchProgram& program = backward ? backward_program_ : forward_program_;
-        const char* call = failed_call(program, kernels_, failure);
+    [[noreturn]] void fail(const CudaPass& pass, const LauncherFailure& failure) const {
+        const char* call = failed_call(pass.program, kernels_, failure);
         const std::string status = context_->driver().describe(static_cast<CUresult>(failure.result));
-        throw DeviceError(fmt::format("{} failed: {} in the {} pass at `{}`", call, status, backward ? "backward" : "forward",
-                                      statement_text(program, kernels_, failure.statement)),
+        throw DeviceError(fmt::format("{} failed: {} in the {} pass at `{}`", call, status, pass.name,
+                                      statement_text(pass.program, kernels_, failure.statement)),
                           call, failure.result);
     }
 
@@ -276,15 +294,11 @@ private:
     std::vector<CUfunction> functions_;
     std::shared_ptr<const HostCode> launchers_;
     LauncherContext launcher_context_;
-    LauncherFunction forward_ = nullptr;
-    LauncherFunction backward_ = nullptr;
-    WorkspaceSize forward_workspace_;
-    WorkspaceSize backward_workspace_;
+    CudaPass forward_;
+    CudaPass merge_;
+    CudaPass backward_;
     WorkspaceSize retained_bytes_;
     WorkspaceSize lendable_bytes_;
-    // Of which errors speak.
-    LaunchProgram forward_program_;
-    LaunchProgram backward_program_;
     std::vector<KernelEntry> kernels_;
 };
 

@@ -21,7 +21,7 @@ namespace flce {
 [[nodiscard]] std::shared_ptr<const Artifact> cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache);
 
 /// The symbols of the launchers' object.
-inline constexpr std::array kLauncherSymbols{kForwardLauncherSymbol, kBackwardLauncherSymbol};
+inline constexpr std::array kLauncherSymbols{kForwardLauncherSymbol, kMergeLauncherSymbol, kBackwardLauncherSymbol};
 
 /// make_cuda_kernel on a given driver.
 [[nodiscard]] std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, ArtifactCache& cache, const CudaDriver& driver);

@@ -62,6 +62,7 @@ namespace flce {
     X(cuEventDestroy)                              \
     X(cuEventRecord)                               \
     X(cuEventSynchronize)                          \
+    X(cuStreamWaitEvent)                           \
     X(cuEventElapsedTime)
 
 inline constexpr int kDriverInterface = 12000;

@@ -333,6 +333,7 @@ CpuProperties launcher_target(const std::string& host_triple) {
 std::vector<std::byte> compile_launchers(const CudaProgram& program, const CpuProperties& host) {
     return compile_host_object(host, "flce launchers", [&](llvm::Module& module) {
         const PassEmitter forward(module, kForwardLauncherSymbol, program.forward, program.kernels);
+        const PassEmitter merge(module, kMergeLauncherSymbol, program.merge, program.kernels);
         const PassEmitter backward(module, kBackwardLauncherSymbol, program.backward, program.kernels);
     });
 }
@@ -347,7 +348,9 @@ CacheKey launchers_key(const CudaProgram& program, const CpuProperties& target, 
         key.add("kernel",
                 fmt::format("{} {} {} {}", kernel.name, kernel.block_threads, kernel.dynamic_smem_bytes, kernel.overlaps_previous));
     }
-    key.add("forward", program_identity(program.forward)).add("backward", program_identity(program.backward));
+    key.add("forward", program_identity(program.forward))
+        .add("merge", program_identity(program.merge))
+        .add("backward", program_identity(program.backward));
     return key.finish();
 }
 

@@ -56,6 +56,7 @@ int encode_map(const LauncherContext* context, void* map, std::int64_t address, 
                std::int64_t row_bytes, std::int64_t blocks, std::int64_t block_bytes, unsigned box_rows, unsigned element_bytes);
 
 inline constexpr const char* kForwardLauncherSymbol = "flce_launch_forward";
+inline constexpr const char* kMergeLauncherSymbol = "flce_launch_merge";
 inline constexpr const char* kBackwardLauncherSymbol = "flce_launch_backward";
 
 /// The baseline of the host's architecture: launchers are a few integer instructions, so one object serves every host of a cluster.
@@ -68,7 +69,7 @@ inline constexpr const char* kBackwardLauncherSymbol = "flce_launch_backward";
 /// The key of what compile_launchers makes of these.
 [[nodiscard]] CacheKey launchers_key(const CudaProgram& program, const CpuProperties& target, std::string_view generator);
 
-/// Object file with the two symbols above, for the machine described by `host`.
+/// Object file with the three symbols above, for the machine described by `host`.
 [[nodiscard]] std::vector<std::byte> compile_launchers(const CudaProgram& program, const CpuProperties& host);
 
 }  // namespace flce

@@ -68,14 +68,14 @@ using LogitOperands =
              weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
 
 /// Columns past the vocabulary become masked_logit(): in the last tile, at a comparison for every element, which the others are spared.
-template <class Problem, class Place, int kPieces, int kColumnPieces>
-__device__ __forceinline__ void mask_columns(const Place& place, int first_column, float (&c)[kPieces][kColumnPieces][4]) {
+template <class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void mask_columns(const Place& place, int first_column, int end, float (&c)[kPieces][kColumnPieces][4]) {
     asm volatile("" : "+r"(first_column));  // what is known of each column already would not fit beside the accumulators until here
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            if (first_column + place.column(j, e) < Problem::vocab_size) continue;
+            if (first_column + place.column(j, e) < end) continue;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) c[i][j][e] = c[i][j][2 + e] = masked_logit();
         }
@@ -132,14 +132,15 @@ struct LogitDerivative {
 template <class Problem, bool kRagged, class Place, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place& place, int first_column,
                                              const float (&c)[kPieces][kColumnPieces][4], float (&weighted)[kPieces][2]) {
+    const int end = Problem::shard ? p.targets.columns : Problem::vocab_size;
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int column = first_column + place.column(j, e);
             float weight = 1.f;
-            if constexpr (Problem::class_weight) weight = p.class_weight[kRagged ? min(column, Problem::vocab_size - 1) : column];
-            if (kRagged && column >= Problem::vocab_size) weight = 0.f;
+            if constexpr (Problem::class_weight) weight = p.class_weight[kRagged ? min(column, end - 1) : column];
+            if (kRagged && column >= end) weight = 0.f;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i)
 #pragma unroll
@@ -171,14 +172,15 @@ template <class Problem, class Place, class TemperatureOf, int kPieces, int kCol
 __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& place, int first_column, int columns,
                                           const TemperatureOf& temperature_of, float (&c)[kPieces][kColumnPieces][4],
                                           float (&weighted)[kPieces][2]) {
-    const bool ragged = first_column + columns > Problem::vocab_size;
+    const int end = Problem::shard ? p.targets.columns : Problem::vocab_size;
+    const bool ragged = first_column + columns > end;
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             float bias = 0.f;
             if constexpr (Problem::bias) {
-                const int column = min(first_column + place.column(j, e), Problem::vocab_size - 1);
+                const int column = min(first_column + place.column(j, e), end - 1);
                 bias = to_float(static_cast<const typename Problem::Element*>(p.bias)[column]);
             }
 #pragma unroll
@@ -195,7 +197,7 @@ __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& p
     if constexpr (Problem::temperature) divide_rows(place, temperature_of, c);
     if (ragged) {
         if constexpr (Problem::label_smoothing) add_weighted<Problem, true>(p, place, first_column, c, weighted);
-        mask_columns<Problem>(place, first_column, c);
+        mask_columns(place, first_column, end, c);
     } else {
         if constexpr (Problem::label_smoothing) add_weighted<Problem, false>(p, place, first_column, c, weighted);
     }

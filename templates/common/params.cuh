@@ -81,8 +81,9 @@ struct LossPartial {
 struct TargetParams {
     const void* target;  ///< [rows], int32 or int64
     long long ignore_index;
+    long long first_class;  ///< where the Problem is a shard, as the next one: the label of its first class
+    int columns;            ///< how many classes it has
     int bits;
-    int unused;
 };
 
 /// The caller's divisor of a mean.
@@ -96,9 +97,14 @@ struct CountParams {
 struct TeacherParams {
     const void* ids;     ///< [rows, top_k], int32 or int64
     const float* probs;  ///< [rows, top_k], as the next one
-    float* logprobs;     ///< forward writes them, first as logits; backward reads them
+    float* logprobs;     ///< forward writes them, first as logits; backward reads them. In a shard's forward the logits, and nothing more:
+                         ///< [top_k, shard_rows], from the first row on at which the labels begin
+    long long first_class;  ///< TargetParams', as the next one
+    long long shard_rows;
+    int columns;
     int bits;
     int top_k;
+    int unused;
 };
 
 struct ForwardParams {
@@ -115,54 +121,11 @@ struct ForwardParams {
     float transform[kMaxTransformParameters];
 };
 
-struct RowOutputsParams {
-    const float* partials;
-    const float* target_logits;
-    const float* class_weight;
-    const PassScalars* scalars;
-    TargetParams targets;
-    float* loss;    ///< [rows] for reduction none, else null
-    float* z_loss;  ///< as loss
-    float* lse;
-    float* logprob;
-    float* entropy;
-    float* log_sum_sq_probs;
-    long long* top1;                ///< −1 where the row is ignored
-    LossPartial* loss_partials;     ///< one for each block; null: no scalar loss, or this block writes it
-    float* scalar_loss;             ///< where this launch is one block and has every row; else null
-    float* scalar_z_loss;           ///< as scalar_loss
-    CountParams count;              ///< what they are divided by
-    float* references;              ///< of retained exponentials; null: none are retained, as for the next two
-    float* retained_target_logits;  ///< [rows]
-    unsigned* stale;  ///< one for each block of kOutputRows: a row's exponentials are out of range, its reference has been corrected
-    unsigned long long* invalid_label;
-    const float* token_weight;  ///< [rows]; null: 1
-    const float* temperature;   ///< [rows], where the Problem has temperatures
-    TeacherParams teacher;      ///< where the Problem has one
-    RowList list;               ///< outputs, targets and a row's other numbers then begin with the call's first row
-    long long first_row;        ///< index of row 0 in the whole call, for invalid_label
-    long long partial_rows;
-    int rows;
-    int splits;
-    float label_smoothing;
-    float smoothing_per_class;
-    float z_loss_weight;
-    int dft;            ///< a token's loss is multiplied by its target's probability
-    float hard_weight;  ///< of the target's cross entropy, where the Problem has a teacher
-    int unused;
-};
-
-struct ReduceLossParams {
-    const LossPartial* loss_partials;
-    float* loss;
-    float* z_loss;
-    CountParams count;
-    long long blocks;
-};
-
 /// Class-weight totals, for a mean's backward the divisors, and the list of rows.
 struct PrepareParams {
     const float* class_weight;
+    const float* target_class_weight;  ///< [num_tokens], of a shard's backward: what its tokens' targets have
+    const float* class_weight_total;   ///< of a shard's backward: of all shards; null: of the classes at hand
     PassScalars* scalars;
     TargetParams targets;
     CountParams count;
@@ -215,7 +178,7 @@ struct ScatterRowsParams {
 };
 
 struct RowCoefficientsParams {
-    const float* class_weight;
+    const float* class_weight;  ///< of the classes; of a shard [rows], of the rows' targets
     PassScalars* scalars;
     TargetParams targets;
     CountParams count;

@@ -9,6 +9,8 @@
 //         enum : bool { lists_rows };                 kernels may have a RowList
 //         enum : bool { rounds_weight };              what GEMMs read of the weight has been rounded into the workspace, vocab_major
 //         enum : bool { temperature = true };         only what differs from PlainProblem
+//         enum : bool { shard = true };               and then
+//         enum : int { whole_vocab_size };            classes of all shards; vocab_size is the most that one has, a call has any fewer
 //         static flce::Logit transform(float x, const float* p);
 //         static float derivative_at(float z, const float* p);  where stores_derivative, and
 //         static float softcap(const float* p);
@@ -35,6 +37,8 @@ struct PlainProblem {
     enum : bool { stores_derivative = false };  ///< retained exponentials are multiplied by the logits' derivative
     enum : bool { teacher = false };            ///< rows have classes that a teacher names
     enum : bool { sums_bias = false };          ///< SumsBias
+    enum : bool { shard = false };              ///< the vocabulary lies on several ranks
+    enum : bool { float_grad_hidden = false };  ///< grad_hidden is fp32 whatever Element is
     enum : int { segment_tiles = 0 };           ///< batch-invariant: forward's tiles that are summed up apart from all others; else 0
 };
 
@@ -43,6 +47,20 @@ template <class Problem>
 __host__ __device__ constexpr bool is_batch_invariant() {
     return Problem::segment_tiles > 0;
 }
+
+/// Classes that a label may name.
+template <class Problem>
+__host__ __device__ constexpr int whole_vocab_size() {
+    if constexpr (Problem::shard) {
+        return Problem::whole_vocab_size;
+    } else {
+        return Problem::vocab_size;
+    }
+}
+
+/// Element type of grad_hidden.
+template <class Problem>
+using GradHiddenOf = Select<Problem::float_grad_hidden, float, typename Problem::Element>;
 
 /// The same Problem for a kernel that is launched where nothing is retained.
 template <class Problem>
@@ -98,12 +116,28 @@ struct WeightOperand {
     enum : long long { padded_vocab_size = Problem::padded_vocab_size };
 };
 
+/// Whether the vocabulary, of any shard, is known to end on 16 bytes.
+template <class Problem, class T>
+__host__ __device__ constexpr bool vocabulary_aligned() {
+    return !Problem::shard && rows_aligned<T>(Problem::vocab_size);
+}
+
 /// How the weight's rows can be read. Whole vocab_major rows end on a chunk; hidden_major rows end where the vocabulary does.
 template <class Problem>
 __host__ __device__ constexpr Access weight_access() {
     if (!rows_aligned<typename Problem::Element>(kWeightLd<WeightOperand<Problem>>)) return Access::elements;
-    return rows_aligned<typename Problem::Element>(Problem::vocab_size) || !WeightOperand<Problem>::hidden_major ? Access::chunks
-                                                                                                                 : Access::partial;
+    return vocabulary_aligned<Problem, typename Problem::Element>() || !WeightOperand<Problem>::hidden_major ? Access::chunks
+                                                                                                             : Access::partial;
+}
+
+/// Classes of the vocabulary that the call's weight has.
+template <class Problem, class Params>
+__device__ __forceinline__ int vocab_columns(const Params& p) {
+    if constexpr (Problem::shard) {
+        return p.targets.columns;
+    } else {
+        return Problem::vocab_size;
+    }
 }
 
 /// The columns of the vocabulary that a launch of forward computes, and the first of them.
@@ -114,7 +148,7 @@ __device__ __forceinline__ int forward_columns(const Params& p) {
     if constexpr (Problem::rounds_weight) {
         return p.columns;
     } else {
-        return Problem::vocab_size;
+        return vocab_columns<Problem>(p);
     }
 }
 template <class Problem, class Params>
@@ -126,14 +160,26 @@ __device__ __forceinline__ int forward_first_column(const Params& p) {
     }
 }
 
-/// A row's label: its index, kIgnored, or kOutOfRange, which counts as ignored.
+/// A row's label: its index, kIgnored, or kOutOfRange, which counts as ignored. In a shard the index is counted from its first class on,
+/// and kElsewhere, above every index, says that another shard has the class.
 enum : int { kIgnored = -1 };
 enum : int { kOutOfRange = -2 };
+enum : int { kElsewhere = 0x7fffffff };
+/// The index of a label that is a class of the whole layer's, in a shard. `p`: TargetParams or TeacherParams.
+template <class Params>
+__device__ __forceinline__ int index_in_shard(const Params& p, long long label) {
+    const long long index = label - p.first_class;
+    return index >= 0 && index < p.columns ? static_cast<int>(index) : kElsewhere;
+}
 template <class Problem>
 __device__ __forceinline__ int load_target(const TargetParams& p, long long row) {
     const long long label = p.bits == 64 ? static_cast<const long long*>(p.target)[row] : static_cast<const int*>(p.target)[row];
     if (label == p.ignore_index) return kIgnored;
-    return label >= 0 && label < Problem::vocab_size ? static_cast<int>(label) : kOutOfRange;
+    if constexpr (Problem::shard) {
+        return label >= 0 && label < Problem::whole_vocab_size ? index_in_shard(p, label) : kOutOfRange;
+    } else {
+        return label >= 0 && label < Problem::vocab_size ? static_cast<int>(label) : kOutOfRange;
+    }
 }
 
 /// A row's label, where rows have temperatures: one that is no temperature is a fault, as a label out of range is.

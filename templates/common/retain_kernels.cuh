@@ -2,18 +2,54 @@
 // derivative of a logit where a softcap makes it differ from class to class, else 1.
 #pragma once
 
-#include "flce/common/teacher_kernels.cuh"
+#include "flce/common/shard_kernels.cuh"
 
 namespace flce {
 
-/// The largest logit of the classes that a row's teacher names, and `reference`, on every lane. A teacher alone may have any target.
+/// The largest logit of the classes that a row's teacher names, of those that a shard has, and `reference`, on every lane. A teacher alone
+/// may have any target.
 template <class Problem>
 __device__ __forceinline__ float largest_named(const TeacherParams& p, long long row, float reference) {
     for (int k = static_cast<int>(threadIdx.x) % 32; k < p.top_k; k += 32) {
-        const long long at = row * p.top_k + k;
-        if (teacher_id<Problem>(p, at) >= 0) reference = fmaxf(reference, p.logprobs[at]);
+        if (teacher_id<Problem>(p, row * p.top_k + k) >= 0) reference = fmaxf(reference, teacher_logit<Problem>(p, row, k));
     }
     for (int lanes = 16; lanes > 0; lanes /= 2) reference = fmaxf(reference, __shfl_xor_sync(0xffffffffu, reference, lanes));
+    return reference;
+}
+
+/// A class's logit of a row, on every lane of a warp.
+template <class Problem>
+__device__ __forceinline__ float logit_of_class(const ReferencesParams& p, const ListedRow& listed, int id) {
+    using Element = typename Problem::Element;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const Element* const h = static_cast<const Element*>(p.hidden) + static_cast<long long>(listed.row) * Problem::hidden_size;
+    const Element* const w = weight_at<Problem>(static_cast<const Element*>(p.weight), id, 0);
+    constexpr long long kStep = Problem::hidden_major ? Problem::padded_vocab_size : 1;
+    float sum = 0.f;
+    for (int k = lane; k < Problem::hidden_size; k += 32) sum = __fmaf_rn(to_float(h[k]), to_float(w[k * kStep]), sum);
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    if constexpr (Problem::bias) sum += to_float(static_cast<const Element*>(p.bias)[id]);
+    float logit = Problem::transform(sum, p.transform).value;
+    if constexpr (Problem::temperature) logit = Tempering(p.temperature[listed.row]).divided(logit);
+    return logit;
+}
+
+/// In a shard: the largest of what it has of a row's target and named classes. Where it has none, the largest of a few logits from all over
+/// the shard: a class is far above all of them only where the row is certain of it, and four dot products are a class in thousands of what
+/// the exponentials themselves take. Where that class is more than kMostAboveReference above them the row is written again, as any other.
+template <class Problem>
+__device__ __forceinline__ float reference_in_shard(const ReferencesParams& p, const ListedRow& listed) {
+    constexpr int kSamples = 4;
+    float reference = -infinity();
+    if (listed.target >= 0 && listed.target != kElsewhere) reference = logit_of_class<Problem>(p, listed, listed.target);
+    if constexpr (Problem::teacher) {
+        if (listed.target >= 0) reference = largest_named<Problem>(p.teacher, listed.row, reference);
+    }
+    if (reference > -infinity()) return reference;
+    for (int sample = 0; sample < kSamples; ++sample) {
+        const long long id = static_cast<long long>(p.targets.columns) * (2 * sample + 1) / (2 * kSamples);
+        reference = fmaxf(reference, logit_of_class<Problem>(p, listed, static_cast<int>(id)));
+    }
     return reference;
 }
 
@@ -21,23 +57,18 @@ __device__ __forceinline__ float largest_named(const TeacherParams& p, long long
 /// loss is. Ignored tokens take class 0's.
 template <class Problem>
 __device__ __forceinline__ void references(const ReferencesParams& p) {
-    using Element = typename Problem::Element;
     const int row = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if (row >= listed_rows<Problem>(p.list, p.rows, 1)) return;
     const ListedRow listed = listed_row<Problem>(p.list, p.targets, row);
-    const int target = max(listed.target, 0);
-    const Element* const h = static_cast<const Element*>(p.hidden) + static_cast<long long>(listed.row) * Problem::hidden_size;
-    const Element* const w = weight_at<Problem>(static_cast<const Element*>(p.weight), target, 0);
-    constexpr long long kStep = Problem::hidden_major ? Problem::padded_vocab_size : 1;
-    float sum = 0.f;
-    for (int k = lane; k < Problem::hidden_size; k += 32) sum = __fmaf_rn(to_float(h[k]), to_float(w[k * kStep]), sum);
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    if constexpr (Problem::bias) sum += to_float(static_cast<const Element*>(p.bias)[target]);
-    float logit = Problem::transform(sum, p.transform).value;
-    if constexpr (Problem::temperature) logit = Tempering(p.temperature[listed.row]).divided(logit);
-    if constexpr (Problem::teacher) {
-        if (listed.target >= 0) logit = largest_named<Problem>(p.teacher, listed.row, logit);
+    float logit;
+    if constexpr (Problem::shard) {
+        logit = reference_in_shard<Problem>(p, listed);
+    } else {
+        logit = logit_of_class<Problem>(p, listed, max(listed.target, 0));
+        if constexpr (Problem::teacher) {
+            if (listed.target >= 0) logit = largest_named<Problem>(p.teacher, listed.row, logit);
+        }
     }
     if (lane == 0) p.references[row] = logit;
 }
@@ -66,6 +97,11 @@ __device__ __forceinline__ float divisor_of(float a, float t, float of_teacher) 
     return fabsf(a) < least ? copysignf(least, a) : a;
 }
 
+/// exp(reference − lse) of a shard's row with elements that are divided by it. Classes of other shards may be far above all of this one's;
+/// the quotients stay finite. The row's other exponentials are at most e^kMostAboveWritten, and so much of 2^-100 is nothing. Where nothing
+/// is divided by it the share may be 0.
+__device__ __forceinline__ float share_to_divide(float share) { return fmaxf(share, 0x1p-100f); }
+
 /// A row of retained_rows: its coefficients, what dz is divided by, and exp(reference − lse).
 struct RetainedRow {
     int row;
@@ -91,10 +127,17 @@ __device__ __forceinline__ bool write_named(const RetainedRowsParams& p, Retaine
     __shared__ NamedClasses of_warp[kRowThreads / 32];
     NamedClasses& named = of_warp[threadIdx.x / 32];
     const long long first = teacher_row(p.list, r.row) * p.teacher.top_k;
-    named.load<Problem>(p.teacher, first, 0, Problem::vocab_size);
+    named.load<Problem>(p.teacher, first, 0, Problem::shard ? p.teacher.columns : Problem::vocab_size);
     const float weight = p.row_teacher_weights[r.row];
     float sizes = 0.f;
-    for (int k = static_cast<int>(threadIdx.x) % 32; k < p.teacher.top_k; k += 32) sizes += fabsf(named.probabilities[k]);
+    bool any = false;
+    for (int k = static_cast<int>(threadIdx.x) % 32; k < p.teacher.top_k; k += 32) {
+        sizes += fabsf(named.probabilities[k]);
+        any = any || named.columns[k] >= 0;
+    }
+    if constexpr (Problem::shard) {
+        if (__any_sync(0xffffffffu, any) != 0) r.share = share_to_divide(r.share);
+    }
     r.divisor = divisor_of(r.k.x, r.k.z, fabsf(weight) * warp_sum(sizes));
     if (r.divisor == 0.f) return true;  // every dz of the row is 0
     bool has_target = false;
@@ -140,6 +183,14 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
         const float derivative = p.derivative * dlogits_scale<Problem>(p.scalars, false);
         smoothing = k.w * derivative;
         RetainedRow r{row, k, target, divisor_of(k.x, k.z, 0.f), ::expf(p.references[row] - target.lse)};
+        if constexpr (Problem::shard) {
+            if (target.target == kElsewhere) {
+                r.k.z = 0.f;
+                r.divisor = k.x;
+            } else {
+                r.share = share_to_divide(r.share);
+            }
+        }
         bool is_named = false;
         if constexpr (Problem::teacher) is_named = write_named<Problem>(p, r);
         scale = r.divisor * r.share * derivative;

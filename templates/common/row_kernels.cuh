@@ -1,231 +1,10 @@
-// Kernels over rows: from partial sums to outputs and the loss, from upstream gradients to coefficients. All reductions in a fixed order.
+// Kernels over rows beside those that write outputs: what a pass needs before it looks at a logit, from upstream gradients to coefficients,
+// and rows that are brought together or put where they belong. All reductions in a fixed order.
 #pragma once
 
-#include "flce/common/teacher_kernels.cuh"
+#include "flce/common/row_outputs.cuh"
 
 namespace flce {
-
-enum Reduction : int { kNone = 0, kSum = 1, kMean = 2, kWeightedMean = 3 };  // ReductionCode
-
-struct SumOp {
-    template <class T>
-    __device__ __forceinline__ T operator()(T a, T b) const {
-        return a + b;
-    }
-};
-struct MaxOp {
-    __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
-};
-
-/// Reduction over the block in a fixed tree; every thread gets the result. `scratch` holds one T a warp.
-template <int kThreads, class T, class Op>
-__device__ __forceinline__ T block_reduce(T value, T* scratch, Op op) {
-    for (int lanes = 16; lanes > 0; lanes /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (threadIdx.x % 32 == 0) scratch[warp] = value;
-    __syncthreads();
-    T result = scratch[0];
-    for (int w = 1; w < kThreads / 32; ++w) result = op(result, scratch[w]);
-    __syncthreads();  // scratch may be used again
-    return result;
-}
-
-/// What a token counts for in what a mean divides by. `token_weights`: the rows', or null.
-__device__ __forceinline__ float share_of_token(const CountParams& p, const float* token_weights, long long row) {
-    return p.reduction == kWeightedMean && token_weights != nullptr ? token_weights[row] : 1.f;
-}
-
-/// What a mean divides by, as factors: 0 where there is nothing to divide by.
-struct MeanFactors {
-    float cross_entropy;
-    float z_loss;
-};
-__device__ __forceinline__ float reciprocal_or_zero(double x) { return x != 0. ? static_cast<float>(1. / x) : 0.f; }
-
-/// `class_weights` and `tokens`: a LossPartial's of all rows. Weights may be negative, and their sum too.
-template <class Problem>
-__device__ __forceinline__ MeanFactors mean_factors(const CountParams& p, float class_weights, double tokens) {
-    if (p.reduction != kMean && p.reduction != kWeightedMean) return {1.f, 1.f};
-    if (p.num_valid != nullptr) {
-        double n = 0.;
-        if (p.code == 0) n = *static_cast<const float*>(p.num_valid);
-        if (p.code == 1) n = *static_cast<const int*>(p.num_valid);
-        if (p.code == 2) n = static_cast<double>(*static_cast<const long long*>(p.num_valid));
-        const float factor = reciprocal_or_zero(n > 0. ? n : 0.);
-        return {factor, factor};
-    }
-    const float by_tokens = reciprocal_or_zero(tokens);
-    return {Problem::class_weight ? reciprocal_or_zero(class_weights) : by_tokens, by_tokens};
-}
-
-/// A row's, of a tensor that a call may be without.
-__device__ __forceinline__ float value_or(const float* values, long long row, float absent) {
-    return values != nullptr ? values[row] : absent;
-}
-
-template <class Problem>
-__device__ __forceinline__ float class_weight_of(const float* class_weight, int target) {
-    if constexpr (Problem::class_weight) return class_weight[target];
-    return 1.f;
-}
-
-template <class Problem>
-__device__ __forceinline__ float hard_weight_of(float given) {
-    if constexpr (Problem::teacher) return given;
-    return 1.f;
-}
-
-/// Σ c_j: V where there are no class weights.
-template <class Problem>
-__device__ __forceinline__ float class_weight_total(const PassScalars* scalars) {
-    if constexpr (Problem::class_weight && Problem::label_smoothing) return scalars->class_weight_total;
-    return static_cast<float>(Problem::vocab_size);
-}
-
-/// Divides the sums over all rows and writes the scalars that are wanted. For one thread. `tokens`: LossPartial's, which a float holds no
-/// sum of where there are very many.
-template <class Problem>
-__device__ __forceinline__ void write_loss(const CountParams& p, const LossPartial& sums, double tokens, float* loss, float* z_loss) {
-    const MeanFactors factors = mean_factors<Problem>(p, sums.class_weight, tokens);
-    if (loss != nullptr) *loss = sums.cross_entropy * factors.cross_entropy + sums.z_loss * factors.z_loss;
-    if (z_loss != nullptr) *z_loss = sums.z_loss * factors.z_loss;
-}
-
-/// What every kStep-th of a row's `splits` parts from number `first` on comes to; they lie `split_stride` elements apart. The largest logit
-/// first, so that no part waits for the exponential of the one before.
-template <class Problem, int kStep>
-__device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int first, int splits) {
-    using Fields = PartialFields<Problem>;
-    RowSums all = sums_of_nothing(-infinity(), -infinity());
-#pragma unroll 16
-    for (int split = first; split < splits; split += kStep) all.max = fmaxf(all.max, at[split * split_stride]);
-#pragma unroll 16
-    for (int split = first; split < splits; split += kStep) {
-        const RowSums part = Fields::load(at + split * split_stride, field_stride);
-        const float difference = part.exp_sum > 0.f ? fmaxf(part.max - all.max, farthest_below()) : 0.f;
-        const float factor = ::expf(difference);
-        all.exp_sum += factor * part.exp_sum;
-        if constexpr (Problem::entropy) all.exp_z_sum += factor * (part.exp_z_sum + difference * part.exp_sum);
-        if constexpr (Problem::label_smoothing) all.weighted_sum += part.weighted_sum;
-        if constexpr (Problem::square_sum) all.exp_sq_sum += factor * factor * part.exp_sq_sum;
-        if constexpr (Problem::top1) all.top1 = first_of_largest(all.max, all.top1, part.max, part.top1);
-    }
-    return all;
-}
-
-/// Merges the splits of each row and writes its outputs; one LossPartial a block, or the scalar loss.
-template <class Problem>
-__device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
-    using Fields = PartialFields<Problem>;
-    __shared__ float scratch[kOutputThreads / 32];
-    // A warp reads neighbouring rows of a split; a row's threads are in different warps.
-    constexpr int kParts = kOutputThreads / kOutputRows;
-    __shared__ float parts[kParts][Fields::kCount][kOutputRows];
-    const int row_of_block = static_cast<int>(threadIdx.x) % kOutputRows;
-    const int part = static_cast<int>(threadIdx.x) / kOutputRows;
-    const int row = static_cast<int>(blockIdx.x) * kOutputRows + row_of_block;
-    const int rows = listed_rows<Problem>(p.list, p.rows, 0);
-    // Where forward has a list, it alone knows how it has divided its work. Running sums of stretches are one part.
-    constexpr bool kDivided = Problem::lists_rows && !Problem::rounds_weight;
-    const int all_splits = kDivided ? p.scalars->splits : p.splits;
-    const ListedRow listed = row < rows ? listed_row<Problem>(p.list, p.targets, p.temperature, row) : ListedRow{0, kIgnored};
-    const int target = listed.target;
-    LossPartial mine{0.f, 0.f, 0.f, 0.f};
-    RowOutputs out{0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-    int top1 = -1;
-    bool stale = false;
-    const int splits = target < 0 ? 0 : all_splits;
-    const long long partial_rows = kDivided ? partial_rows_of(rows) : p.partial_rows;
-    Fields::store(&parts[part][0][row_of_block], kOutputRows,
-                  merge_splits<Problem, kParts>(p.partials + row, Fields::kCount * partial_rows, partial_rows, part, splits));
-    __syncthreads();
-    RowSums sums = sums_of_nothing(-infinity(), -infinity());
-    if (part == 0 && target >= 0) {
-        sums = merge_splits<Problem, 1>(&parts[0][0][row_of_block], Fields::kCount * kOutputRows, kOutputRows, 0, kParts);
-    }
-    float teacher_cross_entropy = 0.f;
-    if constexpr (Problem::teacher) {
-        __shared__ TaughtRow taught[kOutputRows];
-        if (part == 0) {
-            const float target_logit = target >= 0 ? p.target_logits[row] : 0.f;
-            taught[row_of_block] = {target >= 0 ? listed.row : -1, target, target_logit, sums.max, logf(sums.exp_sum), 0.f};
-        }
-        __syncthreads();  // every row is there
-        finish_teacher<Problem, kOutputThreads>(p.teacher, taught);
-        teacher_cross_entropy = taught[row_of_block].cross_entropy;
-    }
-    if (part == 0 && target >= 0) {
-        sums.target_logit = p.target_logits[row];
-        const float c_y = class_weight_of<Problem>(p.class_weight, target);
-        const LossOptions options{p.label_smoothing,
-                                  p.smoothing_per_class,
-                                  class_weight_total<Problem>(p.scalars),
-                                  p.z_loss_weight,
-                                  p.dft != 0,
-                                  hard_weight_of<Problem>(p.hard_weight)};
-        out = row_outputs(sums, c_y, value_or(p.token_weight, listed.row, 1.f), teacher_cross_entropy, options);
-        top1 = sums.top1 == FLCE_NO_CLASS ? 0 : sums.top1;
-        if (p.references != nullptr) {
-            // Exponentials are within ±87 of the reference, in nats; what is 60 below the largest does not count any more.
-            stale = !(sums.max - p.references[row] <= (Problem::teacher ? kMostAboveTaught : kMostAboveReference));
-            if (stale) p.references[row] = out.lse;
-            p.retained_target_logits[row] = sums.target_logit;
-        }
-        const float share = share_of_token(p.count, p.token_weight, listed.row);
-        mine = {out.cross_entropy, out.z_loss, share * c_y, share};
-    } else if (part == 0 && target == kOutOfRange && p.invalid_label != nullptr) {
-        atomicMin(p.invalid_label, static_cast<unsigned long long>(p.first_row + row));
-    }
-    if (part == 0 && row < rows) {
-        p.lse[listed.row] = out.lse;
-        if (p.loss != nullptr) p.loss[listed.row] = out.cross_entropy + out.z_loss;
-        if (p.z_loss != nullptr) p.z_loss[listed.row] = out.z_loss;
-        if (p.logprob != nullptr) p.logprob[listed.row] = out.logprob;
-        if (p.entropy != nullptr) p.entropy[listed.row] = out.entropy;
-        if constexpr (Problem::square_sum) {
-            if (p.log_sum_sq_probs != nullptr) p.log_sum_sq_probs[listed.row] = out.log_sum_sq_probs;
-        }
-        if constexpr (Problem::top1) {
-            if (p.top1 != nullptr) p.top1[listed.row] = top1;
-        }
-    }
-    if (p.references != nullptr) {
-        stale = __syncthreads_or(stale) != 0;
-        if (threadIdx.x == 0) p.stale[blockIdx.x] = stale ? 1u : 0u;
-    }
-    if (p.loss_partials == nullptr && p.scalar_loss == nullptr && p.scalar_z_loss == nullptr) return;
-    mine.cross_entropy = block_reduce<kOutputThreads>(mine.cross_entropy, scratch, SumOp{});
-    mine.z_loss = block_reduce<kOutputThreads>(mine.z_loss, scratch, SumOp{});
-    mine.class_weight = block_reduce<kOutputThreads>(mine.class_weight, scratch, SumOp{});
-    mine.tokens = block_reduce<kOutputThreads>(mine.tokens, scratch, SumOp{});
-    if (threadIdx.x != 0) return;
-    if (p.loss_partials != nullptr) {
-        p.loss_partials[blockIdx.x] = mine;
-    } else {
-        write_loss<Problem>(p.count, mine, mine.tokens, p.scalar_loss, p.scalar_z_loss);
-    }
-}
-
-/// The scalar loss, in one block.
-template <class Problem>
-__device__ __forceinline__ void reduce_loss(const ReduceLossParams& p) {
-    __shared__ float scratch[kReduceThreads / 32];
-    __shared__ double counts[kReduceThreads / 32];
-    LossPartial sums{0.f, 0.f, 0.f, 0.f};
-    double tokens = 0.;
-    for (long long i = threadIdx.x; i < p.blocks; i += kReduceThreads) {
-        const LossPartial part = p.loss_partials[i];
-        sums.cross_entropy += part.cross_entropy;
-        sums.z_loss += part.z_loss;
-        sums.class_weight += part.class_weight;
-        tokens += part.tokens;
-    }
-    sums.cross_entropy = block_reduce<kReduceThreads>(sums.cross_entropy, scratch, SumOp{});
-    sums.z_loss = block_reduce<kReduceThreads>(sums.z_loss, scratch, SumOp{});
-    sums.class_weight = block_reduce<kReduceThreads>(sums.class_weight, scratch, SumOp{});
-    tokens = block_reduce<kReduceThreads>(tokens, counts, SumOp{});
-    if (threadIdx.x == 0) write_loss<Problem>(p.count, sums, tokens, p.loss, p.z_loss);
-}
 
 /// Sets a pass's scalars, but for the totals of class weights: the divisors, from the valid tokens where `want_count` says so, and bounds
 /// that rows raise. One block; the sums do not depend on its size while a thread has one row.
@@ -242,7 +21,7 @@ __device__ __forceinline__ void start_scalars(const TargetParams& targets, const
             const int target = load_target<Problem>(targets, temperatures, row);
             if (target < 0) continue;
             const float share = share_of_token(counting, token_weights, row);
-            class_weight += share * class_weight_of<Problem>(class_weights, target);
+            class_weight += share * class_weight_of<Problem>(class_weights, row, target);
             tokens += share;
         }
         class_weight = block_reduce<kThreads>(class_weight, scratch, SumOp{});
@@ -315,19 +94,20 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
         __shared__ float scratch[kReduceThreads / 32];
         float total = 0.f;
         float largest = 0.f;
-        for (int j = static_cast<int>(threadIdx.x); j < Problem::vocab_size; j += kReduceThreads) {
+        for (int j = static_cast<int>(threadIdx.x); j < vocab_columns<Problem>(p); j += kReduceThreads) {
             total += p.class_weight[j];
             largest = fmaxf(largest, fabsf(p.class_weight[j]));
         }
         total = block_reduce<kReduceThreads>(total, scratch, SumOp{});
         largest = block_reduce<kReduceThreads>(largest, scratch, MaxOp{});
         if (threadIdx.x == 0) {
+            if (Problem::shard && p.class_weight_total != nullptr) total = *p.class_weight_total;
             p.scalars->class_weight_total = total;
             p.scalars->class_weight_max = largest;
         }
     }
-    start_scalars<Problem, kReduceThreads>(p.targets, p.temperature, p.count, p.class_weight, p.token_weight, p.num_tokens, p.want_count,
-                                           p.scalars);
+    start_scalars<Problem, kReduceThreads>(p.targets, p.temperature, p.count, Problem::shard ? p.target_class_weight : p.class_weight,
+                                           p.token_weight, p.num_tokens, p.want_count, p.scalars);
     for (int i = static_cast<int>(threadIdx.x); i < p.counter_count; i += kReduceThreads) p.counters[i] = 0u;
     if constexpr (Problem::lists_rows) {
         if (p.list != nullptr) list_rows<Problem>(p);
@@ -374,7 +154,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
                                    value_or(p.grad_logprob, listed.row, 0.f), value_or(p.grad_entropy, listed.row, 0.f)};
         const float entropy = value_or(p.entropy, listed.row, 0.f);
         row_target = {p.lse[listed.row], target};
-        const float c_y = class_weight_of<Problem>(p.class_weight, target);
+        const float c_y = class_weight_of<Problem>(p.class_weight, listed.row, target);
         RowCoefficients k = row_coefficients(upstream, row_target.lse, entropy, c_y, teacher.sum, options);
         if constexpr (Problem::teacher) of_teacher = teacher_weight(upstream, options);
         if constexpr (Problem::temperature) {
@@ -450,7 +230,7 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
 /// A warp finishes a row of grad_hidden.
 template <class Problem>
 __device__ __forceinline__ void scatter_rows(const ScatterRowsParams& p) {
-    using Element = typename Problem::Element;
+    using Out = GradHiddenOf<Problem>;
     const int entry = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     if (entry >= p.rows) return;
     const int rows = listed_rows<Problem>(p.list, p.rows, 1);
@@ -462,7 +242,7 @@ __device__ __forceinline__ void scatter_rows(const ScatterRowsParams& p) {
     const float* const sum = p.accumulator + static_cast<long long>(entry) * Problem::hidden_size;
     const long long part = static_cast<long long>(parts.stride) * Problem::hidden_size;
     const long long row = p.list.rows == nullptr ? entry : p.list.rows[entry].row;
-    Element* const to = static_cast<Element*>(p.grad_hidden) + row * Problem::hidden_size;
+    Out* const to = static_cast<Out*>(p.grad_hidden) + row * Problem::hidden_size;
     for (int k = static_cast<int>(threadIdx.x) % 32 * 2; k < Problem::hidden_size; k += 64) {
         float2 pair = make_float2(0.f, 0.f);
         if (listed) pair = *reinterpret_cast<const float2*>(sum + k);
@@ -471,7 +251,11 @@ __device__ __forceinline__ void scatter_rows(const ScatterRowsParams& p) {
             pair.x += more.x;
             pair.y += more.y;
         }
-        *reinterpret_cast<unsigned*>(to + k) = Numeric<Element>::pack(pair.x * factor, pair.y * factor);
+        if constexpr (sizeof(Out) == 4) {
+            *reinterpret_cast<float2*>(to + k) = make_float2(pair.x * factor, pair.y * factor);
+        } else {
+            *reinterpret_cast<unsigned*>(to + k) = Numeric<Out>::pack(pair.x * factor, pair.y * factor);
+        }
     }
 }
 

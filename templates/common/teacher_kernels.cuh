@@ -12,12 +12,22 @@ struct Taught : Problem {
     enum : bool { teacher = true };
 };
 
-/// The class at place `at` of the rows' ids; kIgnored: none; kOutOfRange, which counts as none.
+/// The class at place `at` of the rows' ids, as load_target has labels; kIgnored: none; kOutOfRange, which counts as none.
 template <class Problem>
 __device__ __forceinline__ int teacher_id(const TeacherParams& p, long long at) {
     const long long id = p.bits == 64 ? static_cast<const long long*>(p.ids)[at] : static_cast<const int*>(p.ids)[at];
-    if (id >= 0 && id < Problem::vocab_size) return static_cast<int>(id);
+    if constexpr (Problem::shard) {
+        if (id >= 0 && id < Problem::whole_vocab_size) return index_in_shard(p, id);
+    } else {
+        if (id >= 0 && id < Problem::vocab_size) return static_cast<int>(id);
+    }
     return id == -1 ? kIgnored : kOutOfRange;
+}
+
+/// Where forward keeps the logit of a row's class number k.
+template <class Problem>
+__device__ __forceinline__ float& teacher_logit(const TeacherParams& p, long long row, int k) {
+    return Problem::shard ? p.logprobs[k * p.shard_rows + row] : p.logprobs[row * p.top_k + k];
 }
 
 __device__ __forceinline__ float warp_sum(float value) {
@@ -75,8 +85,8 @@ __device__ __forceinline__ float product_of_class(const void* hidden, const void
     return warp_sum(sum);
 }
 
-/// Logits of the classes, where their log-probabilities will be; 0 at no class and in ignored rows. A block has a row, a warp every eighth
-/// of its classes.
+/// Logits of the classes, where their log-probabilities will be; 0 at no class and in ignored rows. In a shard they are a part of its sums:
+/// −inf there, and at classes that another shard has. A block has a row, a warp every eighth of its classes.
 template <class Problem>
 __device__ __forceinline__ void teacher_logits(const TeacherLogitsParams& p) {
     using Element = typename Problem::Element;
@@ -87,15 +97,15 @@ __device__ __forceinline__ void teacher_logits(const TeacherLogitsParams& p) {
     for (int k = static_cast<int>(threadIdx.x) / 32; k < p.teacher.top_k; k += kRowThreads / 32) {
         const long long at = static_cast<long long>(listed.row) * p.teacher.top_k + k;
         const int id = listed.target < 0 ? kIgnored : teacher_id<Problem>(p.teacher, at);
-        float logit = 0.f;
-        if (id >= 0) {
+        float logit = Problem::shard ? -infinity() : 0.f;
+        if (id >= 0 && !(Problem::shard && id == kElsewhere)) {
             float x = product_of_class<Problem>(hidden, p.weight, id);
             if constexpr (Problem::bias) x += to_float(static_cast<const Element*>(p.bias)[id]);
             logit = Problem::transform(x, p.transform).value;
             if constexpr (Problem::temperature) logit = Tempering(p.temperature[listed.row]).divided(logit);
         }
         if (lane != 0) continue;
-        p.teacher.logprobs[at] = logit;
+        teacher_logit<Problem>(p.teacher, listed.row, k) = logit;
         if (id == kOutOfRange && p.invalid_label != nullptr) {
             atomicMin(p.invalid_label, static_cast<unsigned long long>(p.first_row + listed.row));
         }

@@ -101,8 +101,9 @@ __device__ __forceinline__ void grad_hidden(const GradHiddenParams& p) {
         return;
     }
     if constexpr (sizeof(Element) == 2) scale_tile<MainloopT>(c, dlogits_scale<Problem>(p.scalars, true));
-    const TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + origin, kHidden, p.rows - row0, kHidden - column0};
-    store_tile<Element, TileT, true, false>(mainloop, c, result);
+    using Out = GradHiddenOf<Problem>;
+    const TileTarget<Out> result{static_cast<Out*>(p.grad_hidden) + origin, kHidden, p.rows - row0, kHidden - column0};
+    store_tile<Out, TileT, true, false>(mainloop, c, result);
 }
 
 template <class Problem, class TileT>
@@ -153,7 +154,7 @@ __device__ __forceinline__ void grad_weight(const GradWeightParams& p) {
     }
     if constexpr (sizeof(Element) == 2) scale_tile<MainloopT>(c, dlogits_scale<Problem>(p.scalars, true));
     // A 16-byte piece across the end of the vocabulary may be written whole, zeros past it, but not added to.
-    constexpr bool kWhole = !Problem::hidden_major || !Problem::accumulate || rows_aligned<Out>(Problem::vocab_size);
+    constexpr bool kWhole = !Problem::hidden_major || !Problem::accumulate || vocabulary_aligned<Problem, Out>();
     constexpr long long kLd = kWeightLd<Problem>;
     const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + m0 * kLd + n0, kLd, extent_m - m0, extent_n - n0};
     store_tile<Out, TileT, kWhole && rows_aligned<Out>(kLd), Problem::accumulate>(mainloop, c, result);

@@ -3,6 +3,7 @@
 
 #include "flce/common/round_weight.cuh"
 #include "flce/common/row_kernels.cuh"
+#include "flce/common/shard_kernels.cuh"
 #include "flce/sm80/dlogits.cuh"
 #include "flce/sm80/forward.cuh"
 #include "flce/sm80/gradients.cuh"

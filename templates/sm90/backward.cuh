@@ -183,10 +183,10 @@ __device__ __forceinline__ void add_to_sum(PanelsT& panels, const TensorMap& map
 template <class Problem, class MainloopT, class Params>
 __device__ __forceinline__ void write_grad_hidden(const MainloopT& mainloop, const Params& p, typename MainloopT::Accumulators& c, int rows,
                                                   int m, int n) {
-    using Element = typename Problem::Element;
+    using Out = GradHiddenOf<Problem>;
     constexpr int kHidden = Problem::hidden_size;
     const float factor = dlogits_scale<Problem>(p.scalars, true);
-    const TileTarget<Element> result{static_cast<Element*>(p.grad_hidden) + n, kHidden, rows - m, kHidden - n};
+    const TileTarget<Out> result{static_cast<Out*>(p.grad_hidden) + n, kHidden, rows - m, kHidden - n};
     if (p.list.rows != nullptr) {
         const ListedRow* const listed = p.list.rows + p.list.first + m;
         store_rows_sm90(mainloop, c, result, factor, [&](int row) { return listed[row].row; });
@@ -295,7 +295,9 @@ struct GradHiddenSm90 {
         const bool writes = p.last != 0 && !divided;
         typename MainloopT::Accumulators c;
         MainloopT::clear(c);
-        if ((writes || is_batch_invariant<Problem>()) && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
+        // The sum is added to retained exponentials' products when these have been scaled.
+        const bool adds_later = Problem::shard && Problem::retain && p.row_scales != nullptr;
+        if ((writes || is_batch_invariant<Problem>()) && p.first == 0 && !adds_later) load_tile_sm90<true>(mainloop, c, sum);
         mainloop.template consume_at<kHidden>(c, walk.n, slices_of_part());
         if constexpr (kMakesParts) {
             if (walk.in_parts() && !meet_parts(c)) return;
@@ -307,6 +309,7 @@ struct GradHiddenSm90 {
             }
         }
         if (writes) {
+            if (adds_later && p.first == 0) add_tile_sm90<true>(mainloop, c, sum);
             write_grad_hidden<Problem>(mainloop, p, c, rows, walk.m, walk.n);
         } else {
             const bool adds = p.first == 0 && !is_batch_invariant<Problem>();

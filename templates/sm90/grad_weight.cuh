@@ -79,7 +79,7 @@ struct GradWeightSm90 {
     using MainloopT = MainloopSm90<Operands<Element, Major::mn, Access::chunks, Major::mn, Access::chunks>, TileT>;
     enum : int { kHidden = Problem::hidden_size };
     // The copy engine writes whole 16 bytes of a row, so where rows of the vocabulary end within them, threads add up to the end.
-    enum : bool { kPanelled = !(Problem::accumulate && Problem::hidden_major) || rows_aligned<Out>(Problem::vocab_size) };
+    enum : bool { kPanelled = !(Problem::accumulate && Problem::hidden_major) || vocabulary_aligned<Problem, Out>() };
     using PanelsT = GradWeightPanels<Problem, TileT>;
     enum : bool { kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major };
     // Of a chunk, grad_bias is dlogits' affair.
@@ -171,7 +171,8 @@ struct GradWeightSm90 {
             const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + walk.m * kLd + walk.n, kLd, extent_m - walk.m,
                                          extent_n - walk.n};
             // Pairs across the end of the vocabulary: the second one is not there.
-            store_tile_sm90<Problem::vocab_size % 2 == 0, true>(mainloop, c, result, dlogits_scale<Problem>(p.scalars, true));
+            store_tile_sm90<!Problem::shard && Problem::vocab_size % 2 == 0, true>(mainloop, c, result,
+                                                                                   dlogits_scale<Problem>(p.scalars, true));
         }
     }
 

@@ -228,6 +228,16 @@ __device__ __forceinline__ void load_tile_sm90(const MainloopT& mainloop, typena
     });
 }
 
+/// c += what a row-major matrix holds.
+template <bool kAligned, class T, class MainloopT>
+__device__ __forceinline__ void add_tile_sm90(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<T>& from) {
+    for_each_pair_sm90<kAligned>(mainloop, c, from, [](const T* at, bool both, float& first, float& second) {
+        const float2 old = Pair<T, kAligned>::load(at, both);
+        first += old.x;
+        second += old.y;
+    });
+}
+
 /// Writes factor · c, kAccumulate: plus what is there, rounded once. kAligned: pairs exist or not, and are aligned.
 template <bool kAligned, bool kAccumulate, class T, class MainloopT>
 __device__ __forceinline__ void store_tile_sm90(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<T>& to,

@@ -254,6 +254,14 @@ TEST(FlceCheck_EveryOption, PassesAndReportsEachOutput) {
     EXPECT_GT(json["outputs"]["grad_hidden"]["error"].get<double>(), 0) << "an error of exactly 0 means that nothing was compared";
 }
 
+// A shard is the first of its layer, and the others have found nothing.
+TEST(Flce_Shard, BenchRunsIt_PaddingIsRefused) {
+    const std::string spec = "D=64,V=301,whole_vocab_size=900,dtype=fp32";
+    const auto json = expect_json({"bench", "--device", "cpu", "--spec", spec, "-N", "64", "--rounds", "1", "--json"});
+    EXPECT_GT(json["forward_backward_ms"].get<double>(), 0);
+    expect_refused({"check", "--device", "cpu", "--spec", spec + ",padded_vocab_size=320"}, 2, "leave padded_vocab_size out");
+}
+
 TEST(FlceCheck_Variants, Pass) {
     const std::vector<std::vector<std::string>> cases{
         {"D=64,V=301,dtype=bf16"},
@@ -262,6 +270,9 @@ TEST(FlceCheck_Variants, Pass) {
         {"D=64,V=301,dtype=bf16,tied,grad_weight_dtype=fp32"},
         {"D=64,V=301,dtype=fp32,z_loss=0.001,outputs=lse+entropy"},
         {"D=64,V=301,dtype=bf16,outputs=logprob", "--reduction", "none"},
+        {"D=64,V=301,whole_vocab_size=900,dtype=bf16,grad_hidden_dtype=fp32,bias,label_smoothing=0.1,outputs=loss+lse+entropy+top1"},
+        {"D=64,V=301,whole_vocab_size=900,dtype=fp32,class_weight,label_smoothing=0.1,layout=hidden_major"},
+        {"D=64,V=301,whole_vocab_size=900,dtype=fp32,teacher_top_k=3,hard_weight=0.5,z_loss=0.001", "--reduction", "none"},
         {kSmall, "--reduction", "none"},
         {kSmall, "--reduction", "sum", "--ignored", "0"},
         {kSmall, "--ignored", "1"},

@@ -57,8 +57,8 @@ TEST_P(CpuKernelTest, SmallestScratch_WalksRowsInBlocksWithinBounds) {
             plan.scratch_bytes = cpu_least_scratch_bytes(spec, plan);
             const auto kernel = kernel_of(GetParam(), spec, plan);
             constexpr std::int64_t kTokens = 400;
-            EXPECT_GT(cpu_backward_layout(spec, plan, 2, kTokens).row_blocks.count, 1);
-            EXPECT_GT(cpu_forward_layout(spec, plan, 2, kTokens).row_blocks.count, 1);
+            EXPECT_GT(cpu_backward_layout(spec, plan, 2, kTokens, spec.vocab_size).row_blocks.count, 1);
+            EXPECT_GT(cpu_forward_layout(spec, plan, 2, kTokens, spec.vocab_size).row_blocks.count, 1);
             EXPECT_LE(kernel->workspace_bytes(kTokens), plan.scratch_bytes + 4 * kTokens * spec.hidden_size);
             EXPECT_TRUE(run_and_judge(kernel, make_problem(spec, {.num_tokens = kTokens}))) << spec.text();
         }
@@ -229,11 +229,11 @@ TEST(CpuLayout, AnyNumberOfTokens_StaysWithinTheBound) {
                 const Spec spec = Spec{.hidden_size = d, .vocab_size = v, .dtype = dtype, .grad_weight_dtype = dtype}.normalized();
                 for (const std::int64_t n : {0L, 1L, 1000L, 4096L, 100'000L, 5'000'000'000L}) {
                     for (const int threads : {1, 2, 16, 500}) {
-                        const auto forward = cpu_forward_layout(spec, plan, threads, n);
-                        const auto backward = cpu_backward_layout(spec, plan, threads, n);
+                        const auto forward = cpu_forward_layout(spec, plan, threads, n, spec.vocab_size);
+                        const auto backward = cpu_backward_layout(spec, plan, threads, n, spec.vocab_size);
                         EXPECT_LE(forward.bytes, plan.scratch_bytes);
                         EXPECT_LE(backward.bytes, plan.scratch_bytes + (dtype == DType::fp32 ? 0 : 4 * n * d));
-                        EXPECT_EQ(backward.chunks.count, cpu_backward_layout(spec, plan, 1, n).chunks.count);
+                        EXPECT_EQ(backward.chunks.count, cpu_backward_layout(spec, plan, 1, n, spec.vocab_size).chunks.count);
                     }
                 }
             }
@@ -247,10 +247,10 @@ TEST(CpuLayout, ScratchBelowTheLeast_IsAPlanErrorNamingIt) {
     const Spec spec = Spec{.hidden_size = 4096, .vocab_size = 50257}.normalized();
     const std::int64_t least = cpu_least_scratch_bytes(spec, plan);
     plan.scratch_bytes = least;
-    EXPECT_NO_THROW((void)cpu_backward_layout(spec, plan, 2, 100'000));
-    EXPECT_NO_THROW((void)cpu_forward_layout(spec, plan, 2, 100'000));
+    EXPECT_NO_THROW((void)cpu_backward_layout(spec, plan, 2, 100'000, spec.vocab_size));
+    EXPECT_NO_THROW((void)cpu_forward_layout(spec, plan, 2, 100'000, spec.vocab_size));
     plan.scratch_bytes = least / 2;
-    EXPECT_THROW((void)cpu_backward_layout(spec, plan, 2, 100'000), PlanError);
+    EXPECT_THROW((void)cpu_backward_layout(spec, plan, 2, 100'000, spec.vocab_size), PlanError);
 }
 
 }  // namespace

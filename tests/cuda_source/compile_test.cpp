@@ -34,6 +34,11 @@ constexpr Variant kTeacherEverything = {
     "Fp16TeacherEverything",
     "D=200,V=1001,dtype=fp16,weight_dtype=fp32,bias,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
     "temperature,teacher_top_k=5,hard_weight=0.5,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"};
+constexpr Variant kShard = {"Bf16Shard", "D=4096,V=32064,whole_vocab_size=128256"};
+constexpr Variant kShardEverything = {
+    "Fp16ShardEverything",
+    "D=200,V=1001,whole_vocab_size=3000,dtype=fp16,grad_hidden_dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
+    "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"};
 constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype=fp32"};
 
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
@@ -89,7 +94,7 @@ std::string test_name(const testing::TestParamInfo<CudaSourceCompile::ParamType>
 INSTANTIATE_TEST_SUITE_P(EveryArchitecture, CudaSourceCompile,
                          testing::Combine(testing::Values("sm_80", "sm_90a", "sm_100a", "sm_120"),
                                           testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything, kFp32Weight, kTokens,
-                                                          kTeacher, kTeacherEverything)),
+                                                          kTeacher, kTeacherEverything, kShard, kShardEverything)),
                          test_name);
 
 INSTANTIATE_TEST_SUITE_P(
@@ -159,6 +164,20 @@ INSTANTIATE_TEST_SUITE_P(
                                      Variant{"Fp32", "D=200,V=1001,dtype=fp32,bias,temperature,softcap=30,teacher_top_k=8", true},
                                      Variant{"Bf16Fp32WeightHiddenMajor",
                                              "D=200,V=1000,weight_dtype=fp32,layout=hidden_major,teacher_top_k=8", true})),
+    test_name);
+
+INSTANTIATE_TEST_SUITE_P(
+    Shards, CudaOptionsCompile,
+    testing::Combine(
+        testing::Values("sm_80", "sm_90a"),
+        testing::Values(
+            Variant{"Bf16Teacher", "D=2048,V=32064,whole_vocab_size=128256,bias,label_smoothing=0.1,teacher_top_k=64,hard_weight=0.5"},
+            Variant{"Bf16Capped", "D=2048,V=32064,whole_vocab_size=128256,softcap=30,temperature,outputs=loss+entropy+top1"},
+            Variant{"Bf16SmoothedClasses", "D=2048,V=32064,whole_vocab_size=128256,class_weight,label_smoothing=0.1"},
+            Variant{"Bf16HiddenMajorSums",
+                    "D=200,V=1001,padded_vocab_size=1008,whole_vocab_size=3000,layout=hidden_major,grad_weight_mode=accumulate"},
+            Variant{"Bf16Fp32WeightFp32Gradient", "D=2048,V=32064,whole_vocab_size=128256,weight_dtype=fp32,grad_hidden_dtype=fp32"},
+            Variant{"Fp32", "D=200,V=1001,whole_vocab_size=3000,dtype=fp32,bias,class_weight,label_smoothing=0.1,outputs=loss+top1"})),
     test_name);
 
 INSTANTIATE_TEST_SUITE_P(OldestGpus, CudaOptionsCompile,

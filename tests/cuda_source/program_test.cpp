@@ -16,6 +16,7 @@
 #include "generator/cuda/common/transform_source.hpp"
 #include "generator/cuda_program.hpp"
 #include "generator/logit_transforms.hpp"
+#include "templates/common/output_params.cuh"
 #include "templates/sm90/params.cuh"
 #include "tests/cuda_source/recorded_launch.hpp"
 #include "tests/support/interpreter.hpp"

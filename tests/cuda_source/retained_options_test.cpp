@@ -7,6 +7,7 @@
 
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
+#include "templates/common/output_params.cuh"
 #include "templates/sm90/params.cuh"
 #include "tests/cuda_source/recorded_launch.hpp"
 

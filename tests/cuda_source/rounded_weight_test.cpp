@@ -9,6 +9,7 @@
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
 #include "generator/planner.hpp"
+#include "templates/common/output_params.cuh"
 #include "templates/sm90/params.cuh"
 #include "tests/support/interpreter.hpp"
 
@@ -158,8 +159,8 @@ TEST_P(RoundedWeight, Forward_ComputesEveryTokenOfEveryStretchAndMergesItInOrder
         } else if (r.kernel == "flce_row_outputs") {
             EXPECT_EQ(next_column, kVocab);
             const auto p = r.params<RowOutputsParams>();
-            EXPECT_EQ(as_address(p.partials), running + finished * 4);
-            EXPECT_EQ(p.splits, 1);
+            EXPECT_EQ(as_address(p.found.partials), running + finished * 4);
+            EXPECT_EQ(p.found.splits, 1);
             finished += p.rows;
         }
     }

@@ -26,6 +26,8 @@ const std::vector<const char*>& specs() {
         "D=200,V=127,padded_vocab_size=128,dtype=fp32",
         "D=2048,V=151936,weight_dtype=fp32",
         "D=7168,V=129280,label_smoothing=0.1,outputs=loss+entropy,bias",
+        "D=4096,V=32064,whole_vocab_size=128256",
+        "D=2048,V=1,whole_vocab_size=50257,dtype=fp16,grad_hidden_dtype=fp32,bias",
     };
     return all;
 }

@@ -35,7 +35,9 @@ TEST(WorkspaceBound, ChosenPlans_StayWithinScratch) {
              {"D=2048,V=151936,tied", "D=8,V=2", "D=200,V=127,dtype=fp32,bias", "D=7168,V=129280,bias,outputs=loss+entropy",
               "D=2560,V=50257,dtype=fp32,label_smoothing=0.1,outputs=loss+lse+logprob+entropy,bias,class_weight",
               "D=4096,V=128256,dtype=fp16,layout=hidden_major,grad_weight_dtype=fp32", "D=2048,V=151936,weight_dtype=fp32",
-              "D=8,V=2,weight_dtype=fp32,bias,label_smoothing=0.1,outputs=loss+entropy"}) {
+              "D=8,V=2,weight_dtype=fp32,bias,label_smoothing=0.1,outputs=loss+entropy", "D=4096,V=32064,whole_vocab_size=128256,bias",
+              "D=2048,V=40000,whole_vocab_size=151936,dtype=fp32,label_smoothing=0.1,outputs=loss+entropy",
+              "D=4096,V=32064,whole_vocab_size=128256,dtype=fp16,grad_hidden_dtype=fp32"}) {
             const Spec spec = parse_spec(text);
             expect_bound(spec, device, choose_plan(spec, device));
             expect_bound(spec, device, choose_plan(spec, device, {.scratch_bytes = 200LL << 20}));
@@ -77,8 +79,9 @@ TEST(WorkspaceBound, CpuPlans_StayWithinScratch) {
             for (const Plan& plan : candidate_plans(spec, device)) {
                 for (const std::int64_t n : kTokens) {
                     const std::int64_t accumulator = 4 * n * spec.hidden_size;
-                    EXPECT_LE(cpu_forward_layout(spec, plan, device.cpu.cores, n).bytes, plan.scratch_bytes) << n << ' ' << plan.text();
-                    EXPECT_LE(cpu_backward_layout(spec, plan, device.cpu.cores, n).bytes, plan.scratch_bytes + accumulator)
+                    EXPECT_LE(cpu_forward_layout(spec, plan, device.cpu.cores, n, spec.vocab_size).bytes, plan.scratch_bytes)
+                        << n << ' ' << plan.text();
+                    EXPECT_LE(cpu_backward_layout(spec, plan, device.cpu.cores, n, spec.vocab_size).bytes, plan.scratch_bytes + accumulator)
                         << n << " tokens, " << text << ", " << plan.text();
                 }
             }

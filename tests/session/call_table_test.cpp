@@ -24,7 +24,7 @@ ScalarType first_of(TypeSet types) {
 }
 
 TensorView view_of(const CallTensor& tensor, const Spec& spec, void* data) {
-    const ExpectedShape shape = shape_of(tensor.extent, spec, kRows, Reduction::mean);
+    const ExpectedShape shape = shape_of(tensor.extent, spec, sizes_of(spec, kRows, Reduction::mean));
     const ScalarType type = first_of(types_of(tensor.elements, spec));
     if (shape.ndim == 0) return TensorView::scalar(data, type);
     return shape.ndim == 1 ? TensorView::vector(data, type, shape.rows) : TensorView::matrix(data, type, shape.rows, shape.columns);
@@ -122,7 +122,7 @@ TYPED_TEST(CallTable, TensorThatIsMissing_RefusedWhereItIsRequired) {
     for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_}) {
         this->for_each(*kernel, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
             view = {};
-            const Use use = use_of(tensor, args);
+            const Use use = use_of(tensor, args, this->plain_.spec());
             if (use == Use::read || use == Use::write) {
                 EXPECT_THAT(refusal(*kernel, args), HasSubstr(std::string(tensor.name) + " is absent; it must be "));
             } else if (std::string_view(tensor.name) != "entropy") {  // which grad_entropy needs
@@ -150,8 +150,8 @@ TYPED_TEST(CallTable, WeightedMeanWithoutWeights_Refused) {
 TYPED_TEST(CallTable, WrittenTensorOverAnother_Refused) {
     for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_}) {
         this->for_each(*kernel, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
-            const Use use = use_of(tensor, args);
-            if (use != Use::write && use != Use::write_if_given) return;
+            const Use use = use_of(tensor, args, this->plain_.spec());
+            if (use != Use::write && use != Use::may_write) return;
             view.data = args.target.data;
             EXPECT_THAT(refusal(*kernel, args), AllOf(HasSubstr(tensor.name), HasSubstr("overlaps target")));
         });

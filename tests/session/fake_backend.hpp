@@ -30,14 +30,14 @@ public:
     [[nodiscard]] std::int64_t slot(Slot which) const { return slots[static_cast<std::size_t>(which)]; }
 
 private:
-    void run(bool backward, const std::int64_t* values, Stream on) const override {
+    void run(Pass pass, const std::int64_t* values, Stream on) const override {
         std::copy_n(values, kSlotCount, slots.begin());
         ++runs;
-        ran_backward = backward;
+        ran_backward = pass == Pass::backward;
         stream = on.handle;
     }
-    [[nodiscard]] std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const override {
-        return num_tokens * (backward ? kBackwardBytesPerToken : kForwardBytesPerToken);
+    [[nodiscard]] std::int64_t workspace_bytes_of(Pass pass, std::int64_t num_tokens) const override {
+        return num_tokens * (pass == Pass::backward ? kBackwardBytesPerToken : kForwardBytesPerToken);
     }
 };
 

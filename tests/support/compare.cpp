@@ -154,7 +154,7 @@ Judgement judge_top1(const Problem& p, const Selection& selection, const std::ve
 }  // namespace
 
 std::vector<Judgement> judge(const Problem& p, const Selection& selection, const KernelOutputs& got, const Result& truth,
-                             const Reference& yardstick, bool exponentials) {
+                             const Reference& yardstick, bool exponentials, std::int64_t rounded_parts) {
     const Result& ref = yardstick.result;
     const Budgets& budgets = yardstick.budgets;
     const double output_cap = output_error_cap(p.spec.dtype);
@@ -194,7 +194,9 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
     if (!got.top1.empty()) out.push_back(judge_top1(p, selection, got.top1, truth, budgets));
     const std::int64_t d = p.spec.hidden_size;
     if (!got.grad_hidden.empty()) {
-        const std::vector<Budget> of_hidden = exponentials ? with(budgets.grad_hidden, budgets.retained_hidden) : budgets.grad_hidden;
+        std::vector<Budget> of_hidden = exponentials ? with(budgets.grad_hidden, budgets.retained_hidden) : budgets.grad_hidden;
+        const double more = std::sqrt(static_cast<double>(rounded_parts));
+        for (Budget& b : of_hidden) b = {b.floor * more, b.limit * more};
         out.push_back(judge_rows("grad_hidden", got.grad_hidden, truth.grad_hidden, ref.grad_hidden, of_hidden, d, gradient_cap, valid));
     }
     if (!got.grad_weight.empty()) {

@@ -28,9 +28,10 @@ struct Judgement {
 
 /// Every output present in `got`. `truth` is the oracle's (plain gradients; what buffers held is added here). `exponentials`: the kernel
 /// made its gradients of exponentials that forward kept, so that both factors of grad_weight's products are rounded, not only the gradient
-/// of the logits.
+/// of the logits. `rounded_parts`: how many parts grad_hidden is the sum of, each rounded for itself.
 [[nodiscard]] std::vector<Judgement> judge(const Problem& problem, const Selection& selection, const KernelOutputs& got,
-                                           const Result& truth, const Reference& yardstick, bool exponentials = false);
+                                           const Result& truth, const Reference& yardstick, bool exponentials = false,
+                                           std::int64_t rounded_parts = 1);
 
 /// One line for each failure; empty when everything passed.
 [[nodiscard]] std::string failures(const std::vector<Judgement>& judgements);

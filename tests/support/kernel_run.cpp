@@ -4,12 +4,16 @@
 
 #include <cmath>
 #include <cstring>
-#include <optional>
+#include <type_traits>
 
 #include "tests/support/number_formats.hpp"
 
 namespace flce::test {
 namespace {
+
+/// What a call of forward, or of merge, writes.
+constexpr const char* kOutputs[] = {"loss",         "z_loss", "lse", "logprob", "entropy", "top1", "log_sum_sq_probs", "teacher_logprobs",
+                                    "invalid_label"};
 
 constexpr float kPadding = 6e4F;  // in every dtype's range; a logit made of it would outweigh all others
 
@@ -34,9 +38,24 @@ std::vector<std::byte> num_valid_bytes(const ProblemOptions& o) {
 }
 
 // Accumulated gradients: poison where the padding is, so that touching it shows.
-std::vector<std::byte> old_weight_bytes(const Problem& p) {
-    if (p.old_grad_weight.empty()) return {};
-    return encode(laid_out(p.spec, p.old_grad_weight, NAN), p.spec.grad_weight_dtype);
+std::vector<std::byte> old_weight_bytes(const Problem& p, const Spec& held) {
+    if (held.grad_weight_mode == GradMode::write) return {};
+    return encode(laid_out(held, p.old_grad_weight, NAN), held.grad_weight_dtype);
+}
+
+/// Values of a shard's classes, and `padding` for the rows behind them.
+std::vector<float> with_padding(std::vector<float> values, const Problem& p, float padding) {
+    if (p.shard) values.resize(static_cast<std::size_t>(p.shard->rows), padding);
+    return values;
+}
+
+Spec held_spec(const Problem& p) {
+    Spec held = p.spec;
+    if (p.shard) {
+        held.vocab_size = p.shard->classes;
+        held.padded_vocab_size = p.shard->rows;
+    }
+    return held;
 }
 
 std::vector<double> floats_at(const GuardedBuffer& buffer) {
@@ -69,9 +88,14 @@ bool only_zeros(const std::vector<std::byte>& bytes, std::size_t first, std::siz
 
 }  // namespace
 
-KernelRun::KernelRun(std::shared_ptr<const Kernel> kernel, const Problem& problem) : kernel_(std::move(kernel)), problem_(problem) {
+KernelRun::KernelRun(std::shared_ptr<const Kernel> kernel, const Problem& problem)
+    : kernel_(std::move(kernel)),
+      problem_(problem),
+      held_(held_spec(problem)),
+      sizes_{problem.num_tokens(), held_.vocab_size, held_.padded_vocab_size, 1, problem.options.reduction} {
     add_inputs();
     add_outputs();
+    if (problem_.shard) add_shard_outputs();
 }
 
 void KernelRun::input(const std::string& name, std::vector<std::byte> content, std::size_t residue) {
@@ -103,22 +127,22 @@ void KernelRun::add_inputs() {
     const std::size_t element = element_bytes(spec.dtype);
     input("hidden", encode(problem_.hidden, spec.dtype), 16);
     const std::vector<float>& weight = rounds_weight(spec) ? problem_.unrounded_weight : problem_.weight;
-    input("weight", encode(laid_out(spec, weight, kPadding), weight_dtype(spec)), 16);
-    if (spec.bias) input("bias", encode(problem_.bias, spec.dtype), element);
-    if (spec.class_weight) input("class_weight", bytes_of(problem_.class_weight), 4);
-    if (spec.temperature) input("temperature", bytes_of(problem_.temperature), 4);
-    if (spec.token_weight) input("token_weight", bytes_of(problem_.token_weight), 4);
+    input("weight", encode(laid_out(held_, weight, kPadding), weight_dtype(spec)), 16);
+    if (spec.bias) input("bias", encode(with_padding(problem_.bias, problem_, kPadding), spec.dtype), element);
+    if (spec.class_weight) input("class_weight", flce::test::bytes_of(with_padding(problem_.class_weight, problem_, NAN)), 4);
+    if (spec.temperature) input("temperature", flce::test::bytes_of(problem_.temperature), 4);
+    if (spec.token_weight) input("token_weight", flce::test::bytes_of(problem_.token_weight), 4);
     const auto label_size = static_cast<std::size_t>(problem_.options.target_bits / 8);
     input("target", label_bytes(problem_, problem_.target), label_size);
     if (spec.teacher_top_k > 0) {
         input("teacher_ids", label_bytes(problem_, problem_.teacher_ids), label_size);
-        input("teacher_probs", bytes_of(problem_.teacher_probs), 4);
+        input("teacher_probs", flce::test::bytes_of(problem_.teacher_probs), 4);
     }
     if (problem_.options.num_valid) input("num_valid", num_valid_bytes(problem_.options), 8);
     const auto upstream = [this](const char* name, const std::vector<float>& values) {
-        if (!values.empty() || (problem_.options.upstream && problem_.num_tokens() == 0)) input(name, bytes_of(values), 4);
+        if (!values.empty() || (problem_.options.upstream && problem_.num_tokens() == 0)) input(name, flce::test::bytes_of(values), 4);
     };
-    if (spec.outputs.loss && !problem_.grad_loss.empty()) input("grad_loss", bytes_of(problem_.grad_loss), 4);
+    if (spec.outputs.loss && !problem_.grad_loss.empty()) input("grad_loss", flce::test::bytes_of(problem_.grad_loss), 4);
     if (spec.outputs.lse) upstream("grad_lse", problem_.grad_lse);
     if (spec.outputs.logprob) upstream("grad_logprob", problem_.grad_logprob);
     if (spec.outputs.entropy && problem_.options.entropy_upstream) upstream("grad_entropy", problem_.grad_entropy);
@@ -137,16 +161,27 @@ void KernelRun::add_outputs() {
     if (spec.outputs.log_sum_sq_probs) output("log_sum_sq_probs", n * 4, 4);
     if (spec.teacher_top_k > 0) output("teacher_logprobs", n * static_cast<std::size_t>(spec.teacher_top_k) * 4, 4);
     output("invalid_label", 8, 8, std::vector<std::byte>(8, std::byte{0xff}));
-    output("grad_hidden", n * static_cast<std::size_t>(spec.hidden_size) * element_bytes(spec.dtype), 16);
+    output("grad_hidden", n * static_cast<std::size_t>(spec.hidden_size) * element_bytes(grad_hidden_dtype(spec)), 16);
     const std::size_t grad_element = element_bytes(spec.grad_weight_dtype);
-    output("grad_weight", static_cast<std::size_t>(spec.padded_vocab_size * spec.hidden_size) * grad_element, 16,
-           old_weight_bytes(problem_));
+    output("grad_weight", static_cast<std::size_t>(held_.padded_vocab_size * spec.hidden_size) * grad_element, 16,
+           old_weight_bytes(problem_, held_));
     if (spec.bias) {
-        output("grad_bias", static_cast<std::size_t>(spec.vocab_size) * grad_element, grad_element,
-               encode(problem_.old_grad_bias, spec.grad_weight_dtype));
+        const std::int64_t biases = problem_.shard ? problem_.shard->rows : spec.vocab_size;
+        output("grad_bias", static_cast<std::size_t>(biases) * grad_element, grad_element,
+               encode(spec.grad_weight_mode == GradMode::write ? std::vector<float>() : with_padding(problem_.old_grad_bias, problem_, NAN),
+                      spec.grad_weight_dtype));
     }
     output("forward workspace", kernel_->workspace_bytes(problem_.num_tokens(), Pass::forward), 0);
     output("backward workspace", kernel_->workspace_bytes(problem_.num_tokens(), Pass::backward), 0);
+}
+
+void KernelRun::add_shard_outputs() {
+    const Spec& spec = problem_.spec;
+    const std::int64_t n = problem_.num_tokens();
+    output("partial_sums", static_cast<std::size_t>(kernel_->partial_sum_fields() * n) * 4, 4);
+    if (spec.class_weight) output("target_class_weight", static_cast<std::size_t>(n) * 4, 4);
+    if (spec.class_weight && spec.label_smoothing > 0) output("class_weight_total", 4, 4);
+    output("merge workspace", kernel_->workspace_bytes(n, Pass::merge), 0);
 }
 
 ScalarType KernelRun::type_of(Elements elements) const {
@@ -154,6 +189,7 @@ ScalarType KernelRun::type_of(Elements elements) const {
     switch (elements) {
         case Elements::spec: return scalar_type(spec.dtype);
         case Elements::weight: return scalar_type(weight_dtype(spec));
+        case Elements::grad_hidden: return scalar_type(grad_hidden_dtype(spec));
         case Elements::grad_weight: return scalar_type(spec.grad_weight_dtype);
         case Elements::label: return problem_.options.target_bits == 64 ? ScalarType::int64 : ScalarType::int32;
         case Elements::count: return problem_.options.num_valid_type;
@@ -166,7 +202,7 @@ ScalarType KernelRun::type_of(Elements elements) const {
 
 TensorView KernelRun::view(const CallTensor& tensor) const {
     if (!has(tensor.name)) return {};
-    const ExpectedShape shape = shape_of(tensor.extent, problem_.spec, problem_.num_tokens(), problem_.options.reduction);
+    const ExpectedShape shape = shape_of(tensor.extent, problem_.spec, sizes_);
     void* data = buffer(tensor.name).data();
     const ScalarType type = type_of(tensor.elements);
     const DeviceRef device = kernel_->device_ref();
@@ -179,15 +215,20 @@ template <class Args>
 Args KernelRun::args() const {
     Args args;
     for (std::size_t i = 0; i < kCallTensorCount; ++i) {
-        if (const auto field = fields_of(args)[i]) args.*field = view(kCallTensors[i]);
+        const auto field = fields_of(args)[i];
+        if (field && use_of(kCallTensors[i], args, problem_.spec) != Use::none) args.*field = view(kCallTensors[i]);
     }
     args.ignore_index = problem_.options.ignore_index;
     args.reduction = problem_.options.reduction;
-    args.retained = retained_;
+    if constexpr (!std::is_same_v<Args, MergeArgs>) {
+        args.retained = retained_;
+        args.vocab_start = problem_.shard ? problem_.shard->start : 0;
+    }
     return args;
 }
 
 ForwardArgs KernelRun::forward_args() const { return args<ForwardArgs>(); }
+MergeArgs KernelRun::merge_args() const { return args<MergeArgs>(); }
 
 BackwardArgs KernelRun::backward_args(const Wanted& wanted) const {
     BackwardArgs backward = args<BackwardArgs>();
@@ -205,17 +246,30 @@ void KernelRun::retain(RetainedPlace place, std::size_t bytes) {
 }
 
 void KernelRun::forward() {
-    for (const char* name : {"loss", "z_loss", "lse", "logprob", "entropy", "top1", "log_sum_sq_probs", "teacher_logprobs", "invalid_label",
-                             "forward workspace", "retained"}) {
-        if (!has(name)) continue;
-        reset(name);
-        entries_.at(name).written = true;
-    }
+    std::vector<const char*> written{"forward workspace", "retained", "partial_sums"};
+    if (!problem_.shard) written.insert(written.end(), std::begin(kOutputs), std::end(kOutputs));
+    for (const char* name : written) prepare(name);
     kernel_->forward(forward_args(), forward_workspace());
     synchronize(kernel_->device_ref());
 }
 
-void KernelRun::backward(const Wanted& wanted, bool keep) {
+void KernelRun::merge(const std::vector<std::byte>& all_partial_sums) {
+    for (const char* name : kOutputs) prepare(name);
+    for (const char* name : {"target_class_weight", "class_weight_total", "merge workspace"}) prepare(name);
+    input("all_partial_sums", all_partial_sums, 4);
+    sizes_.num_shards = static_cast<std::int64_t>(all_partial_sums.size() / std::max<std::size_t>(bytes_of("partial_sums").size(), 1));
+    sizes_.num_shards = std::max<std::int64_t>(sizes_.num_shards, 1);  // of no token
+    kernel_->merge(merge_args(), {buffer("merge workspace").data(), buffer("merge workspace").bytes()});
+    synchronize(kernel_->device_ref());
+}
+
+void KernelRun::prepare(const char* name) {
+    if (!has(name)) return;
+    reset(name);
+    entries_.at(name).written = true;
+}
+
+bool KernelRun::prepare_gradients(const Wanted& wanted, bool keep) {
     const auto prepare = [&](const char* name, bool asked) {
         if (!asked || !has(name)) return;
         if (!keep) reset(name);
@@ -230,8 +284,27 @@ void KernelRun::backward(const Wanted& wanted, bool keep) {
     }
     prepare("grad_bias", wanted.grad_bias);
     reset("backward workspace");
+    return lent;
+}
+
+void KernelRun::backward(const Wanted& wanted, bool keep) {
+    const bool lent = prepare_gradients(wanted, keep);
     kernel_->backward(backward_args(wanted), backward_workspace());
     synchronize(kernel_->device_ref());
+    if (lent) retained_ = {};
+}
+
+void KernelRun::backward_in_stages(const Wanted& wanted) {
+    const bool lent = prepare_gradients(wanted, false);
+    BackwardArgs args = backward_args(wanted);
+    args.stage = BackwardStage::until_grad_hidden;
+    kernel_->backward(args, backward_workspace());
+    synchronize(kernel_->device_ref());
+    const std::vector<std::byte> hidden = has("grad_hidden") ? bytes_of("grad_hidden") : std::vector<std::byte>();
+    args.stage = BackwardStage::rest;
+    kernel_->backward(args, backward_workspace());
+    synchronize(kernel_->device_ref());
+    EXPECT_EQ(hidden, has("grad_hidden") ? bytes_of("grad_hidden") : hidden) << "grad_hidden was not complete after its stage";
     if (lent) retained_ = {};
 }
 
@@ -278,7 +351,7 @@ KernelOutputs KernelRun::outputs(const Selection& selection) const {
         const auto bytes = buffer("grad_hidden").download();
         out.grad_hidden.reserve(selection.tokens.size() * static_cast<std::size_t>(d));
         for (std::int64_t token : selection.tokens) {
-            for (std::int64_t k = 0; k < d; ++k) out.grad_hidden.push_back(decoded(bytes.data(), token * d + k, spec.dtype));
+            for (std::int64_t k = 0; k < d; ++k) out.grad_hidden.push_back(decoded(bytes.data(), token * d + k, grad_hidden_dtype(spec)));
         }
     }
     if (written("grad_weight")) {
@@ -286,7 +359,7 @@ KernelOutputs KernelRun::outputs(const Selection& selection) const {
         out.grad_weight.reserve(selection.vocab.size() * static_cast<std::size_t>(d));
         for (std::int64_t j : selection.vocab) {
             for (std::int64_t k = 0; k < d; ++k) {
-                out.grad_weight.push_back(decoded(bytes.data(), weight_index(spec, j, k), spec.grad_weight_dtype));
+                out.grad_weight.push_back(decoded(bytes.data(), weight_index(held_, j, k), spec.grad_weight_dtype));
             }
         }
     }
@@ -311,8 +384,20 @@ std::map<std::string, std::vector<std::byte>> KernelRun::all_bytes() const {
     return out;
 }
 
+/// Of a shard's grad_bias, behind its classes.
+std::string KernelRun::bias_padding_violation() const {
+    if (!problem_.shard || !has("grad_bias") || !entries_.at("grad_bias").written) return {};
+    const Entry& entry = entries_.at("grad_bias");
+    const auto bytes = entry.buffer.download();
+    const std::size_t first = static_cast<std::size_t>(held_.vocab_size) * element_bytes(held_.grad_weight_dtype);
+    const std::size_t count = bytes.size() - first;
+    const bool good = entry.content.empty() ? only_zeros(bytes, first, count)
+                                            : count == 0 || std::memcmp(&bytes[first], &entry.content[first], count) == 0;
+    return good ? "" : "\n  grad_bias: padding was written wrongly";
+}
+
 std::string KernelRun::padding_violation() const {
-    const Spec& spec = problem_.spec;
+    const Spec& spec = held_;
     if (spec.padded_vocab_size == spec.vocab_size || !entries_.at("grad_weight").written) return {};
     const Entry& entry = entries_.at("grad_weight");
     const auto bytes = entry.buffer.download();
@@ -330,7 +415,7 @@ std::string KernelRun::padding_violation() const {
 
 std::string KernelRun::ignored_violation() const {
     const Layer<float> layer = layer_of(problem_);
-    const std::size_t row = static_cast<std::size_t>(problem_.spec.hidden_size) * element_bytes(problem_.spec.dtype);
+    const std::size_t row = static_cast<std::size_t>(problem_.spec.hidden_size) * element_bytes(grad_hidden_dtype(problem_.spec));
     std::string text;
     const auto check = [&](const char* name, std::size_t width) {
         if (!has(name) || !entries_.at(name).written) return;
@@ -358,59 +443,7 @@ std::string KernelRun::violations() const {
         if (!overrun.empty()) text += fmt::format("\n  {}: {}", name, overrun);
         if (entry.input && !entry.buffer.holds(entry.content)) text += fmt::format("\n  {}: an input was written", name);
     }
-    return text + padding_violation() + ignored_violation();
-}
-
-namespace {
-
-struct Keeping {
-    RetainedPlace place = RetainedPlace::own;
-    std::size_t bytes = 0;
-};
-
-/// Nothing retained; on a GPU, where that changes what is computed, also everything, a part, and what grad_weight's memory holds.
-std::vector<Keeping> ways_of_keeping(const Kernel& kernel, std::int64_t num_tokens) {
-    std::vector<Keeping> ways{{}};
-    const std::size_t whole = kernel.retained_bytes(num_tokens);
-    if (kernel.device_ref().kind != DeviceKind::cuda || whole == 0) return ways;
-    ways.push_back({RetainedPlace::own, whole});
-    ways.push_back({RetainedPlace::own, whole / 5 * 3 / 16 * 16});
-    const std::size_t lent = kernel.retained_bytes(num_tokens, RetainedPlace::grad_weight);
-    if (lent != 0) ways.push_back({RetainedPlace::grad_weight, lent});
-    return ways;
-}
-
-}  // namespace
-
-testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kernel, const Problem& problem, double work,
-                                       const Wanted& wanted) {
-    const Selection selection = select_for_work(problem, work);
-    std::optional<Result> truth;
-    std::optional<Reference> yardstick;
-    std::string text;
-    for (const Keeping& keeping : ways_of_keeping(*kernel, problem.options.num_tokens)) {
-        KernelRun run(kernel, problem);
-        run.retain(keeping.place, keeping.bytes);
-        run.forward();
-        run.backward(wanted);
-        if (!truth) {
-            const std::vector<float> lse = run.token_floats("lse");
-            const std::vector<float> entropy = run.token_floats("entropy");
-            const std::vector<float> logprob = run.token_floats("logprob");
-            const KnownTokens known{lse.data(), entropy.empty() ? nullptr : entropy.data(), logprob.empty() ? nullptr : logprob.data()};
-            const bool on_gpu = kernel->device_ref().kind == DeviceKind::cuda;
-            truth = oracle(layer_of(problem), selection, known);
-            yardstick = reference(problem, selection, known, summation_of(problem.spec.dtype, on_gpu));
-        }
-        const std::string wrong =
-            failures(judge(problem, selection, run.outputs(selection), *truth, *yardstick, keeping.bytes != 0)) + run.violations();
-        if (wrong.empty()) continue;
-        const char* place = keeping.place == RetainedPlace::own ? "of its own" : "of grad_weight";
-        text += fmt::format("\n  retained in {} bytes {}:{}", keeping.bytes, place, wrong);
-    }
-    if (text.empty()) return testing::AssertionSuccess();
-    return testing::AssertionFailure() << fmt::format("\n  {}\n  {}\n  {}{}", problem.spec.text(), to_string(problem.options),
-                                                      kernel->plan().text(), text);
+    return text + padding_violation() + bias_padding_violation() + ignored_violation();
 }
 
 }  // namespace flce::test

@@ -23,17 +23,23 @@ struct Wanted {
 
 class KernelRun {
 public:
+    /// `problem` has to outlive the run.
     KernelRun(std::shared_ptr<const Kernel> kernel, const Problem& problem);
 
     /// From now on forward retains: in `bytes` of guarded memory, or in the beginning of grad_weight. A backward call that writes
     /// grad_weight ends the latter.
     void retain(RetainedPlace place, std::size_t bytes);
     void forward();
+    /// Of a shard, after forward: outputs from all shards' partial sums.
+    void merge(const std::vector<std::byte>& all_partial_sums);
     /// Poisons the wanted gradients (or restores what an accumulating buffer holds) first, unless `keep`.
     void backward(const Wanted& wanted = {}, bool keep = false);
+    /// The same in two calls.
+    void backward_in_stages(const Wanted& wanted = {});
 
     /// The arguments of the next calls, for tests that change them.
     [[nodiscard]] ForwardArgs forward_args() const;
+    [[nodiscard]] MergeArgs merge_args() const;
     [[nodiscard]] BackwardArgs backward_args(const Wanted& wanted = {}) const;
     [[nodiscard]] Workspace forward_workspace() const { return {buffer("forward workspace").data(), buffer("forward workspace").bytes()}; }
     [[nodiscard]] Workspace backward_workspace() const {
@@ -48,6 +54,8 @@ public:
     [[nodiscard]] std::uint64_t invalid_label() const;
     /// Every output and gradient as bytes, by name.
     [[nodiscard]] std::map<std::string, std::vector<std::byte>> bytes() const;
+    /// One buffer.
+    [[nodiscard]] std::vector<std::byte> bytes_of(const std::string& name) const { return buffer(name).download(); }
     /// Every buffer, inputs and workspaces too.
     [[nodiscard]] std::map<std::string, std::vector<std::byte>> all_bytes() const;
     /// Guards overrun, inputs changed, padding of the weight's gradient not 0 (or touched when accumulating), ignored tokens not 0. Empty:
@@ -65,6 +73,8 @@ private:
     void input(const std::string& name, std::vector<std::byte> content, std::size_t residue);
     void output(const std::string& name, std::size_t bytes, std::size_t residue, std::vector<std::byte> before = {});
     void reset(const std::string& name);
+    /// A call will write it.
+    void prepare(const char* name);
     [[nodiscard]] bool has(const std::string& name) const { return entries_.contains(name); }
     [[nodiscard]] ScalarType type_of(Elements elements) const;
     [[nodiscard]] TensorView view(const CallTensor& tensor) const;
@@ -73,11 +83,17 @@ private:
     [[nodiscard]] Args args() const;
     void add_inputs();
     void add_outputs();
+    void add_shard_outputs();
+    /// Gradients that a backward call is to write; true where grad_weight's memory was lent.
+    bool prepare_gradients(const Wanted& wanted, bool keep);
     [[nodiscard]] std::string padding_violation() const;
+    [[nodiscard]] std::string bias_padding_violation() const;
     [[nodiscard]] std::string ignored_violation() const;
 
     std::shared_ptr<const Kernel> kernel_;
     const Problem& problem_;
+    Spec held_;  ///< the spec of what is in memory: a shard's vocab_size and padded_vocab_size are those of its weight
+    CallSizes sizes_;
     std::map<std::string, Entry> entries_;
     Retained retained_;
 };

@@ -37,9 +37,17 @@ struct ProblemOptions {
 
 [[nodiscard]] std::string to_string(const ProblemOptions& options);
 
+/// Where the rows of a shard's weight lie in the vocabulary.
+struct Shard {
+    std::int64_t start = 0;    ///< label of the first
+    std::int64_t classes = 0;  ///< how many are classes
+    std::int64_t rows = 0;     ///< how many there are in memory
+};
+
 struct Problem {
     Spec spec;  ///< normalized
     ProblemOptions options;
+    std::optional<Shard> shard;  ///< weight, bias, class weights and what gradients hold are then the shard's
     // Values as the dtype holds them, weight without padding and always [V, D].
     std::vector<float> hidden;
     std::vector<float> weight;
@@ -97,7 +105,7 @@ struct Layer {
     [[nodiscard]] bool valid(std::int64_t token) const {
         const std::int64_t label = target[token];
         const double t = temperature_of(token);
-        return label != ignore_index && label >= 0 && label < spec.vocab_size && t >= kLeastTemperature && t <= kMostTemperature;
+        return label != ignore_index && label >= 0 && label < whole_vocab_size(spec) && t >= kLeastTemperature && t <= kMostTemperature;
     }
     [[nodiscard]] double temperature_of(std::int64_t token) const { return temperature != nullptr ? double(temperature[token]) : 1.0; }
     [[nodiscard]] double token_weight_of(std::int64_t token) const { return token_weight != nullptr ? double(token_weight[token]) : 1.0; }

@@ -21,6 +21,10 @@ Expr prepares_with_rows(const BackwardPass& pass) {
     return equal(pass.layout.row_blocks, 1) && less(slot(Slot::num_tokens), kRowThreads + 1);
 }
 
+// BackwardStage, which is the runtime's.
+constexpr std::int64_t kUntilGradHiddenStage = 1;
+constexpr std::int64_t kRestStage = 2;
+
 Expr is_last(const BackwardPass& pass, const RowBlock& rows) { return equal(rows.number + 1, pass.layout.row_blocks); }
 
 Statement grad_bias_launch(const BackwardPass& pass, const Chunk& chunk, const RowBlock& rows) {
@@ -72,7 +76,10 @@ BackwardPass::BackwardPass(const Spec& spec, const Plan& plan, const CudaSource&
       listing(lists_rows(plan)),
       list(select(listing, workspace_at(layout.list), 0)),
       element_bytes(static_cast<std::int64_t>(flce::element_bytes(spec.dtype))),
-      grad_element_bytes(static_cast<std::int64_t>(flce::element_bytes(spec.grad_weight_dtype))) {}
+      grad_element_bytes(static_cast<std::int64_t>(flce::element_bytes(spec.grad_weight_dtype))),
+      grad_hidden_bytes(static_cast<std::int64_t>(flce::element_bytes(grad_hidden_dtype(spec)))),
+      columns(vocab_columns(spec)),
+      sum_ends(columns) {}
 
 RowBlock row_block(const BackwardPass& pass, int loop) {
     const Expr first = variable(loop) * pass.layout.rows;
@@ -86,15 +93,14 @@ std::vector<Stretch> stretches(const BackwardPass& pass, const Expr& first_colum
     const Stretch wide{first_column, layout.wide_chunks, layout.wide_chunk, slot(Slot::grad_weight) + layout.wide_dlogits,
                        layout.even_wide_chunk};
     const Expr rest = first_column + wide.chunks * wide.width;
-    const Stretch narrow{rest, ceil_div(Expr(pass.spec.vocab_size) - rest, layout.chunk), layout.chunk, workspace_at(layout.dlogits),
-                         layout.even_chunk};
+    const Stretch narrow{rest, ceil_div(pass.columns - rest, layout.chunk), layout.chunk, workspace_at(layout.dlogits), layout.even_chunk};
     if (wide.chunks.constant() != nullptr) return {narrow};  // there is no memory for wide ones
     return {wide, narrow};
 }
 
 Chunk chunk_of(const BackwardPass& pass, const Stretch& stretch) {
     const Expr first = stretch.first_column + variable(kChunkLoop) * stretch.width;
-    return {first, min(Expr(pass.spec.vocab_size) - first, stretch.width), stretch.width, stretch.dlogits};
+    return {first, min(pass.columns - first, stretch.width), stretch.width, stretch.dlogits};
 }
 
 Expr chunk_at(const BackwardPass& pass, const Chunk& chunk, Slot tensor, std::int64_t element_bytes) {
@@ -134,7 +140,7 @@ LaunchBuilder<DlogitsParams> dlogits_launch(const BackwardPass& pass, const Chun
 
 LaunchBuilder<GradHiddenParams> grad_hidden_launch(const BackwardPass& pass, const Chunk& chunk, const RowBlock& rows, const Expr& grid,
                                                    const Expr& sum, const Expr& last) {
-    const std::int64_t row_bytes = pass.spec.hidden_size * pass.element_bytes;
+    const std::int64_t row_bytes = pass.spec.hidden_size * pass.grad_hidden_bytes;
     LaunchBuilder<GradHiddenParams> launch(pass.source.kernel(KernelRole::grad_hidden), grid);
     launch.set(&GradHiddenParams::dlogits, chunk.dlogits)
         .set(&GradHiddenParams::weight, weight_operand(pass, chunk))
@@ -144,7 +150,7 @@ LaunchBuilder<GradHiddenParams> grad_hidden_launch(const BackwardPass& pass, con
         .set(&GradHiddenParams::ld, chunk.width)
         .set(&GradHiddenParams::rows, rows.count)
         .set(&GradHiddenParams::columns, chunk.columns)
-        .set(&GradHiddenParams::first, equal(chunk.first_column, 0))
+        .set(&GradHiddenParams::first, equal(chunk.first_column, pass.sum_begins))
         .set(&GradHiddenParams::last, last);
     return launch;
 }
@@ -207,9 +213,11 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
     const Spec& spec = pass.spec;
     const Expr row = caller_row(pass, rows.first);
     LaunchBuilder<RowCoefficientsParams> launch(pass.source.kernel(KernelRole::row_coefficients), ceil_div(rows.count, kRowThreads));
-    launch.set(&RowCoefficientsParams::class_weight, slot(Slot::class_weight))
+    launch
+        .set(&RowCoefficientsParams::class_weight,
+             is_shard(spec) ? advanced(slot(Slot::target_class_weight), row, 4) : slot(Slot::class_weight))
         .set(&RowCoefficientsParams::scalars, workspace_at(pass.layout.scalars))
-        .set_targets(&RowCoefficientsParams::targets, row)
+        .set_targets(&RowCoefficientsParams::targets, spec, row)
         .set_list(&RowCoefficientsParams::list, pass.list, workspace_at(pass.layout.scalars), rows.first)
         .set_count(&RowCoefficientsParams::count)
         .set(&RowCoefficientsParams::lse, slot(Slot::lse) + row * 4)
@@ -231,7 +239,7 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
         .set(&RowCoefficientsParams::want_count, counts_tokens())
         .set_float(&RowCoefficientsParams::label_smoothing, static_cast<float>(spec.label_smoothing))
         .set_float(&RowCoefficientsParams::smoothing_per_class,
-                   static_cast<float>(spec.label_smoothing / static_cast<double>(spec.vocab_size)))
+                   static_cast<float>(spec.label_smoothing / static_cast<double>(whole_vocab_size(spec))))
         .set_float(&RowCoefficientsParams::z_loss_weight, static_cast<float>(spec.z_loss))
         .set_float(&RowCoefficientsParams::absent_grad_loss, spec.outputs.loss ? 1.0F : 0.0F)
         .set_float(&RowCoefficientsParams::derivative_bound, static_cast<float>(std::abs(spec.logit_scale)))
@@ -239,33 +247,46 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
     return launch.build();
 }
 
+Expr until_grad_hidden() { return !equal(slot(Slot::stage), kRestStage); }
+Expr behind_grad_hidden() { return !equal(slot(Slot::stage), kUntilGradHiddenStage); }
+
 Expr any_gradient() { return present(Slot::grad_hidden) || (present(Slot::grad_weight) || present(Slot::grad_bias)); }
 
 std::vector<Statement> zero_the_rest(const BackwardPass& pass) {
     const Spec& spec = pass.spec;
     if (spec.grad_weight_mode != GradMode::write) return {};
-    const std::int64_t weight_bytes = spec.padded_vocab_size * spec.hidden_size * pass.grad_element_bytes;
+    const Expr rows = weight_rows(spec);
+    const std::int64_t row_bytes = spec.hidden_size * pass.grad_element_bytes;
     const Expr no_token = equal(slot(Slot::num_tokens), 0);
     std::vector<Statement> weight;
-    weight.push_back({If{no_token, {Statement{MemsetZero{slot(Slot::grad_weight), weight_bytes}}}}});
+    weight.push_back({If{no_token, {Statement{MemsetZero{slot(Slot::grad_weight), rows * row_bytes}}}}});
     if (zeroes_columns(spec)) {
-        const std::int64_t count = (spec.padded_vocab_size - spec.vocab_size) * spec.hidden_size;
+        const Expr count = (spec.padded_vocab_size - pass.columns) * spec.hidden_size;
         LaunchBuilder<ZeroColumnsParams> launch(pass.source.kernel(KernelRole::zero_columns), ceil_div(count, kRowThreads));
         launch.set(&ZeroColumnsParams::data, slot(Slot::grad_weight))
             .set(&ZeroColumnsParams::columns, spec.padded_vocab_size)
-            .set(&ZeroColumnsParams::first_column, spec.vocab_size)
+            .set(&ZeroColumnsParams::first_column, pass.columns)
             .set(&ZeroColumnsParams::rows, spec.hidden_size);
         weight.push_back(launch.build());
-    } else if (spec.padded_vocab_size > spec.vocab_size) {
-        const std::int64_t written = spec.vocab_size * spec.hidden_size * pass.grad_element_bytes;
-        weight.push_back({MemsetZero{slot(Slot::grad_weight) + written, weight_bytes - written}});
+    } else if (is_shard(spec) || spec.padded_vocab_size > spec.vocab_size) {
+        weight.push_back({MemsetZero{slot(Slot::grad_weight) + pass.columns * row_bytes, (rows - pass.columns) * row_bytes}});
     }
     std::vector<Statement> steps = {{If{present(Slot::grad_weight), std::move(weight)}}};
-    if (spec.bias) {
-        const MemsetZero bias{slot(Slot::grad_bias), spec.vocab_size * pass.grad_element_bytes};
-        steps.push_back({If{no_token && present(Slot::grad_bias), {Statement{bias}}}});
+    if (!spec.bias) return steps;
+    // A shard's has an element for each row of the weight.
+    const Expr biases = is_shard(spec) ? rows : pass.columns;
+    std::vector<Statement> bias = {{If{no_token, {Statement{MemsetZero{slot(Slot::grad_bias), biases * pass.grad_element_bytes}}}}}};
+    if (is_shard(spec)) {
+        bias.push_back(
+            {MemsetZero{slot(Slot::grad_bias) + pass.columns * pass.grad_element_bytes, (rows - pass.columns) * pass.grad_element_bytes}});
     }
+    steps.push_back({If{present(Slot::grad_bias), std::move(bias)}});
     return steps;
+}
+
+Statement zero_without_class(const BackwardPass& pass) {
+    const Expr bytes = slot(Slot::num_tokens) * (pass.spec.hidden_size * pass.grad_hidden_bytes);
+    return {If{present(Slot::grad_hidden) && equal(pass.columns, 0), {Statement{MemsetZero{slot(Slot::grad_hidden), bytes}}}}};
 }
 
 }  // namespace flce

@@ -28,6 +28,10 @@ struct BackwardPass {
     Expr list;                        ///< address of the list of tokens, or 0
     std::int64_t element_bytes;       ///< of the spec's dtype
     std::int64_t grad_element_bytes;  ///< of the weight's gradient
+    std::int64_t grad_hidden_bytes;   ///< of an element of grad_hidden
+    Expr columns;                     ///< of the vocabulary
+    Expr sum_begins{0};               ///< the column with which the first chunk of grad_hidden's sum begins
+    Expr sum_ends;                    ///< the one behind the last chunk, which writes grad_hidden; −1: what comes after chunks does
 
     BackwardPass(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout);
 };
@@ -103,9 +107,15 @@ struct ChunkGemms {
 [[nodiscard]] std::vector<Statement> coefficient_steps(const BackwardPass& pass);
 /// The coefficients of one row block; there is memory for those of one at a time.
 [[nodiscard]] Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows);
+// What a call does of a pass that may be cut in two (BackwardStage).
+[[nodiscard]] Expr until_grad_hidden();
+[[nodiscard]] Expr behind_grad_hidden();
+
 /// Whether the call wants any gradient.
 [[nodiscard]] Expr any_gradient();
 /// Zeroes what no chunk writes: gradients past the vocabulary, and everything when there is no token. Nothing where gradients are added to.
 [[nodiscard]] std::vector<Statement> zero_the_rest(const BackwardPass& pass);
+/// grad_hidden of a shard without a class, which has no chunk.
+[[nodiscard]] Statement zero_without_class(const BackwardPass& pass);
 
 }  // namespace flce

@@ -47,7 +47,7 @@ LaunchRows launch_rows(const ForwardPass& pass) {
 
 ColumnRange stretch_columns(const ForwardPass& pass) {
     const Expr first = variable(kStretchLoop) * pass.layout.stretch;
-    return {first, min(Expr(pass.spec.vocab_size) - first, pass.layout.stretch)};
+    return {first, min(vocab_columns(pass.spec) - first, pass.layout.stretch)};
 }
 
 Expr temperatures_at(const LaunchRows& rows) { return advanced(slot(Slot::temperature), rows.base, 4); }
@@ -64,7 +64,7 @@ LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, const Launc
         .set(&ForwardParams::weight, rounds_weight(pass.spec) ? workspace_at(layout.rounded_weight) : slot(Slot::weight))
         .set(&ForwardParams::bias, slot(Slot::bias))
         .set(&ForwardParams::class_weight, slot(Slot::class_weight))
-        .set_targets(&ForwardParams::targets, rows.base)
+        .set_targets(&ForwardParams::targets, pass.spec, rows.base)
         .set(&ForwardParams::partials, workspace_at(layout.partials))
         .set(&ForwardParams::target_logits, target_logits_at(pass, rows))
         .set(&ForwardParams::partial_rows, layout.partial_rows)
@@ -82,7 +82,7 @@ Statement stretch_loop(const ForwardPass& pass, const LaunchRows& rows, const Ex
     std::vector<Statement> of_stretch;
     of_stretch.push_back(round_weight_launch(pass.spec, pass.source, columns.first, columns.count, workspace_at(layout.rounded_weight)));
     of_stretch.push_back({Loop{kRowsLoop, layout.launches, std::move(of_rows)}});
-    return {Loop{kStretchLoop, Expr(layout.stretches), std::move(of_stretch)}};
+    return {Loop{kStretchLoop, layout.stretches, std::move(of_stretch)}};
 }
 
 std::vector<Statement> teacher_logits_steps(const ForwardPass& pass, const LaunchRows& rows) {
@@ -92,7 +92,7 @@ std::vector<Statement> teacher_logits_steps(const ForwardPass& pass, const Launc
     launch.set(&Params::hidden, hidden_row_at(pass.spec, rows.base))
         .set(&Params::weight, slot(Slot::weight))
         .set(&Params::bias, slot(Slot::bias))
-        .set_targets(&Params::targets, rows.base)
+        .set_targets(&Params::targets, pass.spec, rows.base)
         .set_teacher(&Params::teacher, pass.spec, rows.base)
         .set(&Params::invalid_label, slot(Slot::invalid_label))
         .set(&Params::temperature, temperatures_at(rows))
@@ -102,25 +102,18 @@ std::vector<Statement> teacher_logits_steps(const ForwardPass& pass, const Launc
     return {launch.build()};
 }
 
-Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, const RetainedRowsAt& retained) {
-    using Params = RowOutputsParams;
-    const Spec& spec = pass.spec;
-    const ForwardLayout& layout = pass.layout;
-    const bool running = rounds_weight(spec);  // sums over all stretches of the vocabulary: one part
+namespace {
+
+/// What a launch's rows leave of the loss, and where row_outputs' or merge's outputs of them go.
+template <class Params>
+void set_outputs(LaunchBuilder<Params>& launch, const Spec& spec, const LaunchRows& rows, const Expr& partials, const ClassRange& classes) {
     const Expr each = loss_of_each();
     const Expr scalar_here = and_not(one_block(), each);
-    const Expr loss_partials =
-        workspace_at(layout.loss_partials) + floor_div(rows.first, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial));
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::row_outputs), ceil_div(rows.count, kOutputRows));
-    launch.set(&Params::partials, running ? workspace_at(layout.running) + rows.first * 4 : workspace_at(layout.partials))
-        .set(&Params::target_logits, target_logits_at(pass, rows))
-        .set(&Params::class_weight, slot(Slot::class_weight))
-        .set(&Params::scalars, workspace_at(layout.scalars))
-        .set_targets(&Params::targets, rows.base)
+    const Expr loss_partials = workspace_at(partials) + floor_div(rows.first, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial));
+    launch.set_targets(&Params::targets, spec, rows.base, classes)
         .set(&Params::token_weight, advanced(slot(Slot::token_weight), rows.base, 4))
         .set(&Params::temperature, temperatures_at(rows))
-        .set_teacher(&Params::teacher, spec, rows.base)
-        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set_teacher(&Params::teacher, spec, rows.base, classes)
         .set(&Params::loss, select(each, advanced(slot(Slot::loss), rows.base, 4), 0))
         .set(&Params::z_loss, select(each, advanced(slot(Slot::z_loss), rows.base, 4), 0))
         .set(&Params::lse, slot(Slot::lse) + rows.base * 4)
@@ -132,31 +125,102 @@ Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, co
         .set(&Params::scalar_loss, select(scalar_here, slot(Slot::loss), 0))
         .set(&Params::scalar_z_loss, select(scalar_here, slot(Slot::z_loss), 0))
         .set_count(&Params::count)
-        .set(&Params::references, retained.references)
-        .set(&Params::retained_target_logits, retained.target_logits)
-        .set(&Params::stale, retained.stale)
         .set(&Params::invalid_label, slot(Slot::invalid_label))
         .set(&Params::first_row, rows.base)
-        .set(&Params::partial_rows, running ? layout.running_rows : layout.partial_rows)
         .set(&Params::rows, rows.count)
-        .set(&Params::splits, running ? Expr(1) : splits)
         .set_float(&Params::label_smoothing, static_cast<float>(spec.label_smoothing))
-        .set_float(&Params::smoothing_per_class, static_cast<float>(spec.label_smoothing / static_cast<double>(spec.vocab_size)))
+        .set_float(&Params::smoothing_per_class, static_cast<float>(spec.label_smoothing / static_cast<double>(whole_vocab_size(spec))))
         .set_float(&Params::z_loss_weight, static_cast<float>(spec.z_loss))
         .set(&Params::dft, spec.dft ? 1 : 0)
         .set_float(&Params::hard_weight, static_cast<float>(spec.hard_weight));
+}
+
+/// What forward has found of a launch's rows.
+template <class Params>
+void set_found(LaunchBuilder<Params>& launch, const ForwardPass& pass, const LaunchRows& rows, const Expr& splits,
+               const RetainedRowsAt& retained) {
+    const ForwardLayout& layout = pass.layout;
+    const bool running = rounds_weight(pass.spec);  // sums over all stretches of the vocabulary: one part
+    const Expr partials = running ? workspace_at(layout.running) + rows.first * 4 : workspace_at(layout.partials);
+    launch
+        .set_found(&Params::found, {.partials = partials,
+                                    .target_logits = target_logits_at(pass, rows),
+                                    .scalars = workspace_at(layout.scalars),
+                                    .references = retained.references,
+                                    .retained_target_logits = retained.target_logits,
+                                    .stale = retained.stale,
+                                    .partial_rows = running ? layout.running_rows : layout.partial_rows,
+                                    .splits = running ? Expr(1) : splits})
+        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set(&Params::class_weight, slot(Slot::class_weight));
+}
+
+Statement shard_sums_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, const RetainedRowsAt& retained) {
+    using Params = ShardSumsParams;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::shard_sums), ceil_div(rows.count, kOutputRows));
+    set_found(launch, pass, rows, splits, retained);
+    launch.set_targets(&Params::targets, pass.spec, rows.base)
+        .set(&Params::temperature, temperatures_at(rows))
+        .set(&Params::sums, slot(Slot::partial_sums) + rows.base * 4)
+        .set(&Params::ld, slot(Slot::num_tokens))
+        .set(&Params::rows, rows.count)
+        .set(&Params::top_k, pass.spec.teacher_top_k);
     return launch.build();
 }
 
-Statement reduce_loss_step(const ForwardPass& pass) {
-    LaunchBuilder<ReduceLossParams> launch(pass.source.kernel(KernelRole::reduce_loss), Expr(1));
-    launch.set(&ReduceLossParams::loss_partials, workspace_at(pass.layout.loss_partials))
+/// The scalar loss of a pass, where no block has written it.
+Statement reduce_loss_launch(const CudaSource& source, const Expr& partials) {
+    LaunchBuilder<ReduceLossParams> launch(source.kernel(KernelRole::reduce_loss), Expr(1));
+    launch.set(&ReduceLossParams::loss_partials, workspace_at(partials))
         .set(&ReduceLossParams::loss, slot(Slot::loss))
         .set(&ReduceLossParams::z_loss, slot(Slot::z_loss))
         .set_count(&ReduceLossParams::count)
         .set(&ReduceLossParams::blocks, ceil_div(slot(Slot::num_tokens), kOutputRows));
-    // With no token there is no block of row_outputs either.
+    // With no token there is no block either.
     return {If{and_not(equal(slot(Slot::num_tokens), 0) || !one_block(), loss_of_each()), {launch.build()}}};
+}
+
+}  // namespace
+
+Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, const RetainedRowsAt& retained) {
+    if (is_shard(pass.spec)) return shard_sums_launch(pass, rows, splits, retained);
+    LaunchBuilder<RowOutputsParams> launch(pass.source.kernel(KernelRole::row_outputs), ceil_div(rows.count, kOutputRows));
+    set_found(launch, pass, rows, splits, retained);
+    set_outputs(launch, pass.spec, rows, pass.layout.loss_partials, all_classes(pass.spec));
+    return launch.build();
+}
+
+std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps) {
+    if (!is_shard(spec)) return steps;
+    return {{If{less(0, vocab_columns(spec)), std::move(steps)}}};
+}
+
+std::vector<Statement> reduce_loss_steps(const ForwardPass& pass) {
+    if (is_shard(pass.spec)) return {};  // merge has the loss
+    return {reduce_loss_launch(pass.source, pass.layout.loss_partials)};
+}
+
+LaunchProgram merge_program(const Spec& spec, const CudaSource& source, const MergeLayout& layout) {
+    using Params = MergeShardsParams;
+    if (!is_shard(spec)) return {};
+    const Expr first = variable(kRowsLoop) * MergeLayout::kMostRows;
+    const LaunchRows rows{first, min(slot(Slot::num_tokens) - first, MergeLayout::kMostRows), first};
+    const ShardFields fields = shard_fields(spec);
+    LaunchBuilder<Params> launch(source.kernel(KernelRole::merge_shards), ceil_div(rows.count, kOutputRows));
+    set_outputs(launch, spec, rows, layout.loss_partials, all_classes(spec));
+    launch.set(&Params::sums, slot(Slot::all_partial_sums) + rows.base * 4)
+        .set(&Params::target_class_weight, advanced(slot(Slot::target_class_weight), rows.base, 4))
+        .set(&Params::class_weight_total, slot(Slot::class_weight_total))
+        .set(&Params::ld, slot(Slot::num_tokens))
+        .set(&Params::stride, slot(Slot::num_tokens) * fields.count)
+        .set(&Params::shards, slot(Slot::num_shards));
+    LaunchProgram program{.body = {}, .variable_count = kRowsLoop + 1};
+    program.body.push_back({Loop{kRowsLoop, ceil_div(slot(Slot::num_tokens), MergeLayout::kMostRows), {launch.build()}}});
+    program.body.push_back(reduce_loss_launch(source, layout.loss_partials));
+    if (fields.class_weight_total >= 0) {  // which a row of merge writes
+        program.body.push_back({If{equal(slot(Slot::num_tokens), 0), {Statement{MemsetZero{slot(Slot::class_weight_total), 4}}}}});
+    }
+    return program;
 }
 
 }  // namespace flce

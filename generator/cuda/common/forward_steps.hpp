@@ -67,9 +67,16 @@ struct RetainedRowsAt {
     Expr target_logits{0};
     Expr stale{0};
 };
+/// A shard's sums, or outputs where there are no shards.
 [[nodiscard]] Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits,
                                            const RetainedRowsAt& retained);
-/// The scalar loss, where no block of row_outputs has written it.
-[[nodiscard]] Statement reduce_loss_step(const ForwardPass& pass);
+/// The scalar loss, where no block of row_outputs has written it: one launch, or none of a shard.
+[[nodiscard]] std::vector<Statement> reduce_loss_steps(const ForwardPass& pass);
+
+/// `steps`, which need a class, where the call has one.
+[[nodiscard]] std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps);
+
+/// Outputs from all shards' sums; empty where the spec is no shard's.
+[[nodiscard]] LaunchProgram merge_program(const Spec& spec, const CudaSource& source, const MergeLayout& layout);
 
 }  // namespace flce

@@ -1,4 +1,5 @@
 #include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/common/forward_steps.hpp"
 #include "generator/cuda/common/source.hpp"
 #include "generator/cuda_program.hpp"
 
@@ -14,8 +15,10 @@ CudaProgram generate_cuda(const Spec& spec, const Device& device, const Plan& pl
     program.options = source.options;
     program.kernels = source.kernels;
     program.forward = path.forward_program(spec, device, plan, source, forward);
+    program.merge = merge_program(spec, source, merge_layout());
     program.backward = path.backward_program(spec, device, plan, source, backward);
     program.forward_workspace_bytes = forward.total;
+    program.merge_workspace_bytes = is_shard(spec) ? merge_layout().total : Expr(0);
     program.backward_workspace_bytes = backward.total;
     const RetainedLayout retained = retained_layout(spec, plan);
     program.retained_bytes = retained.most;

@@ -13,6 +13,8 @@ std::string_view to_string(KernelRole role) noexcept {
         case KernelRole::teacher_bias: return "teacher_bias";
         case KernelRole::merge_stretch: return "merge_stretch";
         case KernelRole::row_outputs: return "row_outputs";
+        case KernelRole::shard_sums: return "shard_sums";
+        case KernelRole::merge_shards: return "merge_shards";
         case KernelRole::reduce_loss: return "reduce_loss";
         case KernelRole::row_coefficients: return "row_coefficients";
         case KernelRole::retained_rows: return "retained_rows";

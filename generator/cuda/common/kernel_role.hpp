@@ -17,6 +17,9 @@ enum class KernelRole : std::uint8_t {
     teacher_logits,
     merge_stretch,
     row_outputs,
+    shard_sums,  ///< in its place where the vocabulary lies on several ranks
+    // Of merge, as row_outputs of forward.
+    merge_shards,
     reduce_loss,
     // Of a backward pass.
     row_coefficients,

@@ -11,7 +11,8 @@
 #include "flce/spec.hpp"
 #include "generator/launch_program.hpp"
 #include "generator/logit_transforms.hpp"
-#include "templates/common/params.cuh"
+#include "generator/shard_layout.hpp"
+#include "templates/common/output_params.cuh"
 
 namespace flce {
 
@@ -33,6 +34,26 @@ struct SumShareFields {
     Expr clusters;
     Expr slices;
 };
+
+/// The fields of a SplitSumsParams.
+struct SplitSumsFields {
+    Expr partials;
+    Expr target_logits;
+    Expr scalars;
+    Expr references;
+    Expr retained_target_logits;
+    Expr stale;
+    Expr partial_rows;
+    Expr splits;
+};
+
+/// Classes of the whole layer, from label `first` on, that a pass over a shard's spec has.
+struct ClassRange {
+    Expr first;
+    Expr count;
+};
+[[nodiscard]] inline ClassRange classes_of_call() { return {slot(Slot::vocab_start), slot(Slot::vocab_columns)}; }
+[[nodiscard]] inline ClassRange all_classes(const Spec& spec) { return {0, whole_vocab_size(spec)}; }
 
 template <class Params>
 class LaunchBuilder {
@@ -71,10 +92,15 @@ public:
         return *this;
     }
 
-    /// Labels from `first_row` on.
+    /// Labels from `first_row` on. `classes`: those of the pass, where the spec is a shard's.
     template <class Holder>
-    LaunchBuilder& set_targets(TargetParams Holder::* member, const Expr& first_row) {
+    LaunchBuilder& set_targets(TargetParams Holder::* member, const Spec& spec, const Expr& first_row,
+                               const ClassRange& classes = classes_of_call()) {
         const std::uint32_t base = offset_of<TargetParams>(member);
+        if (is_shard(spec)) {
+            field(base + offsetof(TargetParams, first_class), 8, classes.first);
+            field(base + offsetof(TargetParams, columns), 4, classes.count);
+        }
         field(base + offsetof(TargetParams, target), 8, slot(Slot::target) + first_row * floor_div(slot(Slot::target_bits), 8));
         field(base + offsetof(TargetParams, ignore_index), 8, slot(Slot::ignore_index));
         return field(base + offsetof(TargetParams, bits), 4, slot(Slot::target_bits));
@@ -87,17 +113,40 @@ public:
         field(base + offsetof(RowList, valid), 8, scalars + static_cast<std::int64_t>(offsetof(PassScalars, valid_rows)));
         return field(base + offsetof(RowList, first), 4, first);
     }
-    /// The teacher of rows from `first_row` on, where the spec has one.
+    /// The teacher of rows from `first_row` on, where the spec has one. `classes`: as in set_targets.
     template <class Holder>
-    LaunchBuilder& set_teacher(TeacherParams Holder::* member, const Spec& spec, const Expr& first_row) {
+    LaunchBuilder& set_teacher(TeacherParams Holder::* member, const Spec& spec, const Expr& first_row,
+                               const ClassRange& classes = classes_of_call()) {
         if (spec.teacher_top_k == 0) return *this;
         const std::uint32_t base = offset_of<TeacherParams>(member);
+        if (is_shard(spec)) {
+            field(base + offsetof(TeacherParams, first_class), 8, classes.first);
+            field(base + offsetof(TeacherParams, columns), 4, classes.count);
+        }
         const Expr first = first_row * std::int64_t{spec.teacher_top_k};
         field(base + offsetof(TeacherParams, ids), 8, slot(Slot::teacher_ids) + first * floor_div(slot(Slot::teacher_bits), 8));
         field(base + offsetof(TeacherParams, probs), 8, slot(Slot::teacher_probs) + first * 4);
-        field(base + offsetof(TeacherParams, logprobs), 8, slot(Slot::teacher_logprobs) + first * 4);
+        Expr logprobs = slot(Slot::teacher_logprobs) + first * 4;
+        if (is_shard(spec)) {  // forward's logits are a part of its sums
+            const Expr logits = slot(Slot::partial_sums) + (slot(Slot::num_tokens) * shard_fields(spec).teacher_logits + first_row) * 4;
+            logprobs = select(equal(slot(Slot::partial_sums), 0), logprobs, logits);
+            field(base + offsetof(TeacherParams, shard_rows), 8, slot(Slot::num_tokens));
+        }
+        field(base + offsetof(TeacherParams, logprobs), 8, logprobs);
         field(base + offsetof(TeacherParams, bits), 4, slot(Slot::teacher_bits));
         return field(base + offsetof(TeacherParams, top_k), 4, spec.teacher_top_k);
+    }
+    template <class Holder>
+    LaunchBuilder& set_found(SplitSumsParams Holder::* member, const SplitSumsFields& found) {
+        const std::uint32_t base = offset_of<SplitSumsParams>(member);
+        field(base + offsetof(SplitSumsParams, partials), 8, found.partials);
+        field(base + offsetof(SplitSumsParams, target_logits), 8, found.target_logits);
+        field(base + offsetof(SplitSumsParams, scalars), 8, found.scalars);
+        field(base + offsetof(SplitSumsParams, references), 8, found.references);
+        field(base + offsetof(SplitSumsParams, retained_target_logits), 8, found.retained_target_logits);
+        field(base + offsetof(SplitSumsParams, stale), 8, found.stale);
+        field(base + offsetof(SplitSumsParams, partial_rows), 8, found.partial_rows);
+        return field(base + offsetof(SplitSumsParams, splits), 4, found.splits);
     }
     template <class Holder>
     LaunchBuilder& set_slope(LogitSlope Holder::* member, const LogitSlope& slope) {

@@ -8,9 +8,13 @@ bool sums_class_weights(const Spec& spec) noexcept { return spec.class_weight &&
 
 Statement prepare_launch(const Spec& spec, const CudaSource& source, const Preparation& preparation) {
     LaunchBuilder<PrepareParams> launch(source.kernel(KernelRole::prepare), Expr(1));
+    if (is_shard(spec)) {
+        launch.set(&PrepareParams::target_class_weight, slot(Slot::target_class_weight))
+            .set(&PrepareParams::class_weight_total, slot(Slot::class_weight_total));
+    }
     launch.set(&PrepareParams::class_weight, slot(Slot::class_weight))
         .set(&PrepareParams::scalars, workspace_at(preparation.scalars))
-        .set_targets(&PrepareParams::targets, 0)
+        .set_targets(&PrepareParams::targets, spec, 0)
         .set_count(&PrepareParams::count)
         .set(&PrepareParams::token_weight, slot(Slot::token_weight))
         .set(&PrepareParams::temperature, slot(Slot::temperature))

@@ -44,6 +44,11 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     if (spec.outputs.top1) text += "    enum : bool { top1 = true };\n";
     if (spec.outputs.log_sum_sq_probs) text += "    enum : bool { square_sum = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
+    if (is_shard(spec)) {
+        text += "    enum : bool { shard = true };\n";
+        text += fmt::format("    enum : int {{ whole_vocab_size = {} }};\n", spec.whole_vocab_size);
+        if (grad_hidden_dtype(spec) == DType::fp32) text += "    enum : bool { float_grad_hidden = true };\n";
+    }
     text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
     text += transform_source(spec, math, "        ");
     text += "    }\n";
@@ -66,8 +71,8 @@ bool sees_logits(KernelRole role) {
 }  // namespace
 
 bool zeroes_columns(const Spec& spec) {
-    return spec.layout == WeightLayout::hidden_major && spec.padded_vocab_size > spec.vocab_size &&
-           spec.grad_weight_mode == GradMode::write;
+    const bool may_have_some = is_shard(spec) || spec.padded_vocab_size > spec.vocab_size;
+    return spec.layout == WeightLayout::hidden_major && may_have_some && spec.grad_weight_mode == GradMode::write;
 }
 
 int CudaSource::kernel(KernelRole role) const {
@@ -99,7 +104,12 @@ void KernelWriter::gemm(const GemmKernel& kernel) {
 }
 
 void KernelWriter::row_kernels() {
-    rows(KernelRole::row_outputs, "RowOutputsParams", "row_outputs_kernel", kOutputThreads);
+    if (is_shard(spec_)) {
+        rows(KernelRole::shard_sums, "ShardSumsParams", "shard_sums", kOutputThreads);
+        rows(KernelRole::merge_shards, "MergeShardsParams", "merge_shards", kOutputThreads);
+    } else {
+        rows(KernelRole::row_outputs, "RowOutputsParams", "row_outputs_kernel", kOutputThreads);
+    }
     rows(KernelRole::reduce_loss, "ReduceLossParams", "reduce_loss", kReduceThreads);
     rows(KernelRole::prepare, "PrepareParams", "prepare", kReduceThreads);
     rows(KernelRole::row_coefficients, "RowCoefficientsParams", "row_coefficients_kernel", kRowThreads);

@@ -99,6 +99,10 @@ BackwardSizes backward_sizes(const Spec& spec, const Plan& plan) {
 
 }  // namespace
 
+Expr vocab_columns(const Spec& spec) { return is_shard(spec) ? slot(Slot::vocab_columns) : Expr(spec.vocab_size); }
+
+Expr weight_rows(const Spec& spec) { return is_shard(spec) ? slot(Slot::weight_rows) : Expr(spec.padded_vocab_size); }
+
 Expr lists_rows(const Plan& plan) {
     if (!has_lists(plan)) return 0;
     return less(kRowThreads, slot(Slot::num_tokens)) && less(slot(Slot::num_tokens), kMostListedRows + 1);
@@ -149,7 +153,7 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
     f.partials = pieces.take(cut.partials * field_bytes);
     if (rounds_weight(spec)) {
         f.stretch = forward_stretch(spec, plan);
-        f.stretches = multiple_above(spec.vocab_size, f.stretch) / f.stretch;
+        f.stretches = ceil_div(vocab_columns(spec), f.stretch);
         f.rounded_weight = pieces.take(std::min(f.stretch, spec.vocab_size) * rounded_row_bytes(spec));
         f.running_rows = round_up(n, 32);
         f.running = pieces.take(f.running_rows * field_bytes);
@@ -158,6 +162,12 @@ ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan&
     f.compact = pieces.take(n * spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
     f.compacts = lists_rows(plan) && less(pieces.end(), slot(Slot::workspace_bytes) + 1);
     return f;
+}
+
+MergeLayout merge_layout() {
+    MergeLayout m;
+    m.total = round_up(ceil_div(slot(Slot::num_tokens), kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial)), kWorkspaceAlignment);
+    return m;
 }
 
 /// Vocabulary rows of a chunk for all tokens at once, of which `fitting` have room.
@@ -170,7 +180,7 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     RetainedLayout r;
     if (plan.strategy != Strategy::retain) return r;
     const Expr n = slot(Slot::num_tokens);
-    const std::int64_t all_blocks = retained_blocks(spec);
+    const Expr all_blocks = ceil_div(vocab_columns(spec), kRetainedColumns);
     const Expr block = max(n, 1) * (kRetainedColumns * static_cast<std::int64_t>(element_bytes(spec.dtype)));
     const std::int64_t gradient_row = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
     Pieces pieces;
@@ -182,7 +192,7 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     const Expr enough = less(kFewestRetained - 1, n);
     r.most = select(enough, pieces.end() + block * all_blocks, 0);
     if (cuda_path(plan.path).lends_grad_weight(spec, plan.cuda.grad_weight))
-        r.lendable = select(enough, Expr(spec.vocab_size * gradient_row), 0);
+        r.lendable = select(enough, vocab_columns(spec) * gradient_row, 0);
 
     const Expr bytes = slot(Slot::retained_bytes);
     r.lent = slot(Slot::retained_in_grad_weight) && less(0, bytes);
@@ -190,7 +200,7 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     const Expr lent_stride = floor_div(floor_div(bytes, max(places, 1)), kWorkspaceAlignment) * kWorkspaceAlignment;
     const Expr own_blocks = floor_div(max(bytes - pieces.end(), 0), block);
     r.blocks = min(select(r.lent, max(places - 1, 0), own_blocks), all_blocks);
-    r.columns = select(enough, min(r.blocks * kRetainedColumns, spec.vocab_size), 0);
+    r.columns = select(enough, min(r.blocks * kRetainedColumns, vocab_columns(spec)), 0);
     r.block_bytes = select(r.lent, lent_stride, block);
     r.exponentials = select(r.lent, lent_stride, pieces.end());
     return r;
@@ -212,9 +222,9 @@ static void place_wide_chunks(const Spec& spec, const Device& device, const Plan
     const Expr row = max(slot(Slot::num_tokens), 1) * static_cast<std::int64_t>(element_bytes(spec.dtype));
     const std::int64_t gradient_row = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
     b.wide_chunk = whole_chunk(spec, device, plan, s, floor_div(kMostDlogits, row));
-    const Expr end = Expr(spec.padded_vocab_size * gradient_row) - row * b.wide_chunk;
+    const Expr end = weight_rows(spec) * gradient_row - row * b.wide_chunk;
     b.wide_dlogits = floor_div(max(end, 0), kWorkspaceAlignment) * kWorkspaceAlignment;
-    const Expr before = min(floor_div(b.wide_dlogits, gradient_row), spec.vocab_size) - retained_for_backward(spec, plan).columns;
+    const Expr before = min(floor_div(b.wide_dlogits, gradient_row), vocab_columns(spec)) - retained_for_backward(spec, plan).columns;
     const Expr use = equal(b.row_blocks, 1) && less(b.chunk, b.wide_chunk) && less(0, slot(Slot::grad_weight));
     b.wide_chunks = select(use, max(floor_div(before, b.wide_chunk), 0), 0);
 }
@@ -238,7 +248,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.rows = select(cut, round_up(ceil_div(n, max(ceil_div(n, s.rows), 1)), kRowQuantum), max(n, 1));
     b.row_blocks = ceil_div(n, b.rows);
     b.chunk = select(cut, s.chunk, whole_chunk(spec, device, plan, s, fitting));
-    b.chunks = ceil_div(spec.vocab_size, b.chunk);
+    const Expr most_chunks = ceil_div(spec.vocab_size, b.chunk);
     place_wide_chunks(spec, device, plan, s, b);
     const JoinedChunks joined = path.joined_chunks(spec, device, plan, b);
     b.joined = joined.joined;
@@ -270,9 +280,10 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
         b.counters = pieces.take(b.counter_count * 4);
         b.smoothing = pieces.take(smoothing_bytes(spec));
     }
-    // In fp32 grad_hidden accumulates in place.
+    // An fp32 grad_hidden is its own sum, but where parts of the sum have places of their own.
     const bool apart = path.backward_needs(spec, plan).sums_apart;
-    const Expr accumulated = spec.dtype == DType::fp32 ? Expr(0) : apart ? Expr(1) : less(1, b.chunks);
+    const bool in_place = spec.dtype == DType::fp32 || (!apart && grad_hidden_dtype(spec) == DType::fp32);
+    const Expr accumulated = in_place ? Expr(0) : apart ? Expr(1) : less(1, most_chunks);
     b.hidden_accumulator = pieces.take(select(accumulated, b.sum_rows * (4 * spec.hidden_size), 0));
     b.total = pieces.end();
     return b;

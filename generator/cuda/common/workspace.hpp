@@ -12,6 +12,11 @@ namespace flce {
 
 inline constexpr std::int64_t kWorkspaceAlignment = 256;
 
+/// Classes that the call's weight has: constant, but of a shard. Work is bounded by them, memory by the most that a call may have.
+[[nodiscard]] Expr vocab_columns(const Spec& spec);
+/// Rows (vocab_major) that the call's weight has in memory.
+[[nodiscard]] Expr weight_rows(const Spec& spec);
+
 /// How forward cuts the tokens of a call.
 struct ForwardRows {
     Expr rows{0};                  ///< of a launch; the last may have fewer
@@ -40,7 +45,7 @@ struct ForwardLayout {
     Expr compacts{0};  ///< whether it does, and tokens are listed
     // Where the weight is rounded, a stretch of the vocabulary at a time: how the stretches are cut, and offsets.
     std::int64_t stretch = 0;  ///< columns of each but the last
-    std::int64_t stretches = 0;
+    Expr stretches{0};
     Expr rounded_weight{0};  ///< [stretch, D] in the spec's dtype
     Expr running{0};         ///< [fields][running_rows] fp32: every token's sums over the stretches so far
     Expr running_rows{0};
@@ -53,7 +58,6 @@ struct BackwardLayout {
     Expr rows{0};  ///< tokens of a row block
     Expr row_blocks{0};
     Expr chunk{0};  ///< vocabulary rows of a chunk; the leading dimension of dz
-    Expr chunks{0};
     std::int64_t scalars = 0;
     Expr list{0};
     Expr coefficients{0};
@@ -128,6 +132,14 @@ struct RetainedLayout {
 [[nodiscard]] RetainedLayout retained_layout(const Spec& spec, const Plan& plan);
 /// What backward reads of it: nothing in a call that has an entropy's gradient, which needs the logits again.
 [[nodiscard]] RetainedLayout retained_for_backward(const Spec& spec, const Plan& plan);
+
+/// Merge goes over rows once.
+struct MergeLayout {
+    static constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  ///< of a launch
+    Expr loss_partials{0};                                            ///< offset, bytes
+    Expr total{0};
+};
+[[nodiscard]] MergeLayout merge_layout();
 
 [[nodiscard]] ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan);
 [[nodiscard]] BackwardLayout backward_layout(const Spec& spec, const Device& device, const Plan& plan);

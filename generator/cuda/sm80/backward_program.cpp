@@ -19,9 +19,9 @@ ChunkGemms chunk_gemms(const BackwardPass& pass, const Stretch& stretch) {
     const RowBlock rows = row_block(pass, kRowBlockLoop);
     const GradWeightExtents weight = grad_weight_extents(spec, chunk.columns);
     // fp32 sums in place.
-    const Expr sum = spec.dtype == DType::fp32 ? slot(Slot::grad_hidden) + rows.first * (spec.hidden_size * pass.element_bytes)
-                                               : workspace_at(pass.layout.hidden_accumulator) + rows.first * (spec.hidden_size * 4);
-    const Expr last = equal(chunk.first_column + chunk.columns, spec.vocab_size);
+    const Expr sums = grad_hidden_dtype(spec) == DType::fp32 ? slot(Slot::grad_hidden) : workspace_at(pass.layout.hidden_accumulator);
+    const Expr sum = sums + rows.first * (spec.hidden_size * 4);
+    const Expr last = equal(chunk.first_column + chunk.columns, pass.sum_ends);
     return {
         .dlogits = build_tempered(dlogits_launch(pass, chunk, rows, tile_grid(tiles.dlogits, rows.count, chunk.columns)), spec,
                                   workspace_at(pass.layout.row_temperatures)),
@@ -34,14 +34,16 @@ ChunkGemms chunk_gemms(const BackwardPass& pass, const Stretch& stretch) {
 
 LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout) {
     const BackwardPass pass(spec, plan, source, layout);
-    LaunchProgram program{.body = coefficient_steps(pass), .variable_count = kBackwardLoops};
+    std::vector<Statement> steps = coefficient_steps(pass);
     std::vector<Statement> chunks;
     for (const Stretch& stretch : stretches(pass, 0)) {
         chunks.push_back(chunk_by_chunk(pass, stretch, chunk_gemms(pass, stretch)));
     }
-    program.body.push_back({If{any_gradient(), std::move(chunks)}});
-    std::ranges::move(zero_the_rest(pass), std::back_inserter(program.body));
-    return program;
+    steps.push_back({If{any_gradient(), std::move(chunks)}});
+    if (is_shard(spec)) steps.push_back(zero_without_class(pass));
+    std::ranges::move(zero_the_rest(pass), std::back_inserter(steps));
+    // Both gradients go along with each other, chunk by chunk.
+    return {.body = {{If{until_grad_hidden(), std::move(steps)}}}, .variable_count = kBackwardLoops};
 }
 
 }  // namespace flce::sm80

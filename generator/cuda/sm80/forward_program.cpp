@@ -29,8 +29,11 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const ForwardPass pass(spec, plan, source, layout);
     const LaunchRows rows = launch_rows(pass);
     Expr splits = forward_splits(spec, device, plan, rows.count);
-    if (rounds_weight(spec)) {  // the last stretch may have fewer tiles than parts
+    // The last stretch, or a shard, may have fewer tiles than parts.
+    if (rounds_weight(spec)) {
         splits = min(splits, ceil_div(stretch_columns(pass).count, plan.cuda.forward.block_n));
+    } else if (is_shard(spec)) {
+        splits = min(splits, ceil_div(vocab_columns(spec), plan.cuda.forward.block_n));
     }
     LaunchProgram program{.body = {}, .variable_count = forward_loops(spec)};
     if (sums_class_weights(spec)) {
@@ -41,12 +44,12 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     if (rounds_weight(spec)) {
         program.body.push_back(stretch_loop(pass, rows, splits, {std::move(gemm)}));
     } else {
-        steps.push_back(std::move(gemm));
+        steps = with_columns(spec, {std::move(gemm)});
     }
     std::ranges::move(teacher_logits_steps(pass, rows), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, rows, splits, {}));
     program.body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
-    program.body.push_back(reduce_loss_step(pass));
+    std::ranges::move(reduce_loss_steps(pass), std::back_inserter(program.body));
     return program;
 }
 

@@ -51,13 +51,13 @@ LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWo
         .set(&Params::columns, work.columns)
         .set_transform(&Params::transform, spec)
         .set(&Params::accumulator, sum.address)
-        .set(&Params::grad_hidden, slot(Slot::grad_hidden) + caller_row(pass, rows.first) * (spec.hidden_size * pass.element_bytes))
+        .set(&Params::grad_hidden, slot(Slot::grad_hidden) + caller_row(pass, rows.first) * (spec.hidden_size * pass.grad_hidden_bytes))
         .set(&Params::taken, workspace_at(layout.progress))
         .set(&Params::progress, workspace_at(layout.progress) + 4)
         .set(&Params::even_width, work.even_width)
         .set(&Params::pair_width, work.width)
-        .set(&Params::first, equal(work.first_column, 0))
-        .set(&Params::last, equal(work.first_column + work.columns, spec.vocab_size) && work.writes)
+        .set(&Params::first, equal(work.first_column, pass.sum_begins))
+        .set(&Params::last, equal(work.first_column + work.columns, pass.sum_ends) && work.writes)
         .set_map(&Params::hidden_map, hidden, tile.block_m)
         .set_map(&Params::weight_map, weight, tile.block_n / kClusterBlocks)
         .set_map(&Params::dlogits_map, dlogits, kFirstRows)
@@ -85,7 +85,7 @@ std::vector<Statement> with_counters(const BackwardPassSm90& pass, LaunchBuilder
 
 std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const Stretch& stretch) {
     const RowBlock rows = all_rows();
-    const Expr columns = min(Expr(pass.spec.vocab_size) - stretch.first_column, stretch.chunks * stretch.width);
+    const Expr columns = min(pass.columns - stretch.first_column, stretch.chunks * stretch.width);
     const JoinedWork work{
         KernelRole::backward_chunks, rows, stretch.first_column, columns, stretch.width, stretch.even_width, stretch.dlogits, 1};
     LaunchBuilder<Params> launch = joined_launch(pass, work);
@@ -100,14 +100,9 @@ Statement hidden_chunks_groups(const BackwardPassSm90& pass) {
     const Expr first = variable(kRowBlockLoop) * layout.hidden_rows;
     const RowBlock rows{variable(kRowBlockLoop), first, min(slot(Slot::num_tokens) - first, layout.hidden_rows)};
     const Expr from = pass.retained.columns;
-    const JoinedWork work{KernelRole::hidden_chunks,
-                          rows,
-                          from,
-                          Expr(pass.spec.vocab_size) - from,
-                          layout.hidden_chunk,
-                          layout.hidden_chunk,
-                          workspace_at(layout.dlogits),
-                          !scatters_groups(pass)};
+    const JoinedWork work{
+        KernelRole::hidden_chunks, rows, from, pass.columns - from, layout.hidden_chunk, layout.hidden_chunk, workspace_at(layout.dlogits),
+        !scatters_groups(pass)};
     return {Loop{kRowBlockLoop, layout.hidden_groups, with_counters(pass, joined_launch(pass, work), rows.first, 0)}};
 }
 

@@ -13,13 +13,26 @@ Expr hidden_beside_sum(const BackwardPassSm90& pass) {
     return pass.all_retained * round_up(slot(Slot::num_tokens) * (pass.spec.hidden_size * pass.element_bytes), kWorkspaceAlignment);
 }
 
+/// BackwardPassSm90's.
+Expr puts_chunks_first(const Spec& spec, const Plan& plan, const RetainedLayout& retained) {
+    if (!is_shard(spec) || plan.strategy != Strategy::retain) return 0;
+    const Expr some = less(0, retained.columns) && less(retained.columns, vocab_columns(spec));
+    return (some && !retained.lent) && (present(Slot::grad_hidden) && present(Slot::grad_weight));
+}
+
 Expr wants_bias(const Spec& spec) { return spec.bias ? present(Slot::grad_bias) : Expr(0); }
+
+/// A shard without a class retains nothing.
+Expr retains_all(const Spec& spec, const RetainedLayout& retained) {
+    const Expr all = equal(retained.columns, vocab_columns(spec));
+    return is_shard(spec) ? less(0, retained.columns) && all : all;
+}
 
 /// Columns of the vocabulary that the first launch of grad_hidden sums over.
 Expr first_columns(const BackwardPassSm90& pass) {
     const BackwardLayout& layout = pass.layout;
-    const Expr of_chunk = select(less(0, layout.wide_chunks), layout.wide_chunk, min(layout.chunk, pass.spec.vocab_size));
-    return select(less(0, pass.retained.columns), pass.retained.columns, of_chunk);
+    const Expr of_chunk = select(less(0, layout.wide_chunks), layout.wide_chunk, min(layout.chunk, pass.columns - pass.sum_begins));
+    return select(and_not(less(0, pass.retained.columns), pass.chunks_first), pass.retained.columns, of_chunk);
 }
 
 }  // namespace
@@ -29,10 +42,16 @@ BackwardPassSm90::BackwardPassSm90(const Spec& spec, const Device& device, const
     : BackwardPass(spec, plan, source, layout),
       clusters(device.gpu.sm_count / kClusterBlocks),
       retained(retained_for_backward(spec, plan)),
-      all_retained(equal(retained.columns, spec.vocab_size)),
+      all_retained(retains_all(spec, retained)),
+      chunks_first(puts_chunks_first(spec, plan, retained)),
       joined(layout.joined && (present(Slot::grad_hidden) && present(Slot::grad_weight))),
       hidden_joined((less(0, layout.hidden_groups) && !all_retained) &&
-                    (present(Slot::grad_hidden) && !(present(Slot::grad_weight) || wants_bias(spec)))) {}
+                    (present(Slot::grad_hidden) && !(present(Slot::grad_weight) || wants_bias(spec)))) {
+    if (!is_shard(spec)) return;
+    hidden_joined = less(0, columns) && hidden_joined;
+    sum_begins = select(chunks_first, retained.columns, 0);
+    sum_ends = select(chunks_first, -1, columns);
+}
 
 RowBlock all_rows() { return {0, 0, slot(Slot::num_tokens)}; }
 
@@ -50,8 +69,16 @@ Expr tickets_at(const BackwardPassSm90& pass) {
 }
 
 Expr compact_hidden_at(const BackwardPassSm90& pass) {
-    const Expr summed = present(Slot::grad_hidden) && less(pass.retained.columns, pass.spec.vocab_size);
+    const Expr summed = present(Slot::grad_hidden) && less(pass.retained.columns, pass.columns);
     return select(summed, slot(Slot::grad_hidden), workspace_at(pass.layout.hidden_accumulator));
+}
+
+Expr scaled_hidden_at(const BackwardPassSm90& pass) {
+    return select(pass.chunks_first, workspace_at(pass.layout.hidden_accumulator), compact_hidden_at(pass));
+}
+
+Expr does_retained_weight(const BackwardPassSm90& pass) {
+    return select(pass.all_retained || pass.chunks_first, behind_grad_hidden(), until_grad_hidden());
 }
 
 MappedMatrix hidden_matrix(const BackwardPassSm90& pass, const RowBlock& rows) {
@@ -89,6 +116,8 @@ SumShareFields sum_share(const BackwardPassSm90& pass) {
 
 Expr scatters_groups(const BackwardPassSm90& pass) { return pass.hidden_joined && (pass.listing && less(1, pass.layout.hidden_groups)); }
 
-Expr scatters_sum(const BackwardPassSm90& pass) { return pass.listing && (less(1, pass.layout.row_blocks) && !pass.all_retained); }
+Expr scatters_sum(const BackwardPassSm90& pass) {
+    return pass.listing && (less(1, pass.layout.row_blocks) && !(pass.all_retained || pass.chunks_first));
+}
 
 }  // namespace flce::sm90

@@ -11,8 +11,12 @@ struct BackwardPassSm90 : BackwardPass {
     std::int64_t clusters;    ///< that the device runs at a time
     RetainedLayout retained;  ///< with 0 columns where the plan retains nothing
     Expr all_retained;        ///< whether that is the whole vocabulary, so that no logits are computed again
-    Expr joined;              ///< whether a stretch's chunks are one launch
-    Expr hidden_joined;       ///< the same, for grad_hidden alone
+    /// Whether the chunks of what is not retained come first, so that of grad_weight's work only the retained columns' is left when
+    /// grad_hidden is complete. A shard's alone, whose grad_hidden others may wait for, and not where exponentials lie in grad_weight's
+    /// memory: what is retained has to be used before chunks write over it.
+    Expr chunks_first;
+    Expr joined;         ///< whether a stretch's chunks are one launch
+    Expr hidden_joined;  ///< the same, for grad_hidden alone
 
     BackwardPassSm90(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const BackwardLayout& layout);
 };
@@ -30,6 +34,11 @@ struct BackwardPassSm90 : BackwardPass {
 /// Address of the hidden states that GEMMs read: those of listed rows, or of all with zeros for ignored ones, or scaled ones beside
 /// retained exponentials. They lie in grad_hidden, which is written after they have been used, or in the place of its sum.
 [[nodiscard]] Expr compact_hidden_at(const BackwardPassSm90& pass);
+/// Address of the scaled hidden states that grad_weight of the retained columns is made of: where they are first, or where the sum of
+/// grad_hidden was, if grad_hidden has been written since.
+[[nodiscard]] Expr scaled_hidden_at(const BackwardPassSm90& pass);
+/// Whether a call does the retained part's grad_weight, which is left to the end where grad_hidden does not wait for chunks behind it.
+[[nodiscard]] Expr does_retained_weight(const BackwardPassSm90& pass);
 /// Those of some rows as a tensor map shows them.
 [[nodiscard]] MappedMatrix hidden_matrix(const BackwardPassSm90& pass, const RowBlock& rows);
 

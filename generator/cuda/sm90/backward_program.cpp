@@ -18,7 +18,7 @@ Statement gather_hidden_launch(const BackwardPassSm90& pass) {
     launch.set(&GatherRowsParams::hidden, slot(Slot::hidden))
         .set(&GatherRowsParams::compact, compact_hidden_at(pass))
         .set(&GatherRowsParams::rows, slot(Slot::num_tokens))
-        .set_targets(&GatherRowsParams::targets, 0)
+        .set_targets(&GatherRowsParams::targets, pass.spec, 0)
         .set(&GatherRowsParams::temperature, slot(Slot::temperature))
         .set_list(&GatherRowsParams::list, pass.list, workspace_at(pass.layout.scalars), 0);
     return launch.build();
@@ -52,25 +52,51 @@ void add_chunks(const BackwardPassSm90& pass, const Stretch& stretch, std::vecto
 /// grad_hidden alone, of what is not retained.
 Statement hidden_chunks_step(const BackwardPassSm90& pass) { return {If{pass.hidden_joined, {hidden_chunks_groups(pass)}}}; }
 
+/// What is not retained, chunk by chunk.
+std::vector<Statement> chunk_steps(const BackwardPassSm90& pass) {
+    std::vector<Statement> chunks;
+    // What the retained part has left where listed hidden states are to lie is not needed any more.
+    chunks.push_back({If{less(0, slot(Slot::num_tokens)) && less(pass.retained.columns, pass.columns), {gather_hidden_launch(pass)}}});
+    for (const Stretch& stretch : stretches(pass, pass.retained.columns)) add_chunks(pass, stretch, chunks);
+    if (pass.layout.joined.constant() == nullptr) chunks.push_back(hidden_chunks_step(pass));
+    return chunks;
+}
+
+/// The rest of grad_hidden when the sum over the vocabulary is there.
+std::vector<Statement> finish_grad_hidden_steps(const BackwardPassSm90& pass) {
+    Expr scatters = pass.listing || less(slot(Slot::num_tokens), pass.layout.sum_rows);
+    if (is_shard(pass.spec)) scatters = scatters && less(0, pass.columns);
+    std::vector<Statement> steps = {{If{scatters && present(Slot::grad_hidden), {scatter_grad_hidden_launch(pass)}}}};
+    if (is_shard(pass.spec)) steps.push_back(zero_without_class(pass));
+    return steps;
+}
+
 }  // namespace
 
+// What a call does of it depends on its stage. Of grad_weight's work only the retained columns' can be left for the second one: both
+// gradients of a chunk are made together.
 LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                const BackwardLayout& layout) {
     const BackwardPassSm90 pass(spec, device, plan, source, layout);
-    const Expr any_token = less(0, slot(Slot::num_tokens));
-    LaunchProgram program{.body = coefficient_steps(pass), .variable_count = kBackwardLoops};
-    if (plan.strategy == Strategy::retain) {
-        program.body.push_back({If{less(0, pass.retained.columns) && any_token, retained_steps(pass)}});
+    const bool retains = plan.strategy == Strategy::retain;
+    const bool may_put_chunks_first = pass.chunks_first.constant() == nullptr;
+    const Expr any = less(0, pass.retained.columns) && less(0, slot(Slot::num_tokens));
+    LaunchProgram program{.body = {{If{until_grad_hidden(), coefficient_steps(pass)}}}, .variable_count = kBackwardLoops};
+    const auto retained_hidden = [&](const Expr& now) {
+        return Statement{If{until_grad_hidden() && (any && now), retained_hidden_steps(pass)}};
+    };
+    if (retains) {
+        const Expr now = !pass.chunks_first;
+        program.body.push_back(retained_hidden(now));
+        program.body.push_back({If{does_retained_weight(pass) && (any && now), {retained_weight_step(pass)}}});
     }
-    std::vector<Statement> chunks;
-    // What the retained part has left where listed hidden states are to lie is not needed any more.
-    chunks.push_back({If{any_token && less(pass.retained.columns, spec.vocab_size), {gather_hidden_launch(pass)}}});
-    for (const Stretch& stretch : stretches(pass, pass.retained.columns)) add_chunks(pass, stretch, chunks);
-    if (layout.joined.constant() == nullptr) chunks.push_back(hidden_chunks_step(pass));
-    program.body.push_back({If{any_gradient(), std::move(chunks)}});
-    const Expr scatters = pass.listing || less(slot(Slot::num_tokens), layout.sum_rows);
-    program.body.push_back({If{scatters && present(Slot::grad_hidden), {scatter_grad_hidden_launch(pass)}}});
-    std::ranges::move(zero_the_rest(pass), std::back_inserter(program.body));
+    program.body.push_back({If{until_grad_hidden() && any_gradient(), chunk_steps(pass)}});
+    if (may_put_chunks_first) program.body.push_back(retained_hidden(pass.chunks_first));
+    program.body.push_back({If{until_grad_hidden(), finish_grad_hidden_steps(pass)}});
+    if (may_put_chunks_first) {
+        program.body.push_back({If{behind_grad_hidden() && (any && pass.chunks_first), retained_weight_again_steps(pass)}});
+    }
+    program.body.push_back({If{retains ? does_retained_weight(pass) : until_grad_hidden(), zero_the_rest(pass)}});
     return program;
 }
 

@@ -52,7 +52,7 @@ Statement grad_hidden_step(const BackwardPassSm90& pass, const Chunk& chunk, con
     // Parts of the sum lie below each other; row blocks have one part.
     const Expr sum_rows = select(less(1, pass.layout.row_blocks), rows.count, sum_room(pass));
     const MappedMatrix sum = sum_matrix(pass, rows.first, sum_rows);
-    const Expr last = equal(chunk.first_column + chunk.columns, pass.spec.vocab_size) && !scatters_sum(pass);
+    const Expr last = equal(chunk.first_column + chunk.columns, pass.sum_ends) && !scatters_sum(pass);
     LaunchBuilder<Params> launch(grad_hidden_launch(pass, chunk, rows, sum_grid(pass, rows.count), sum.address, last));
     launch.set(&Params::column_shift, kOneBlock)
         .set(&Params::tickets, tickets_at(pass))

@@ -52,7 +52,7 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPass& pass, const Laun
     const Expr compact = select(layout.compacts, workspace_at(layout.compact), slot(Slot::hidden));
     const Expr hidden_rows = select(equal(pass.list, 0), rows.count, slot(Slot::num_tokens));
     const MappedMatrix weight = rounds_weight(spec) ? rounded_matrix(spec, workspace_at(layout.rounded_weight), stretch_columns(pass).count)
-                                                    : weight_matrix(spec, slot(Slot::weight), spec.vocab_size);
+                                                    : weight_matrix(spec, slot(Slot::weight), vocab_columns(spec));
     LaunchBuilder<Params> launch(forward_launch(pass, rows, kernel.role, blocks, 1, kDeviceSplits));
     launch.set_map(&Params::compact_map, {compact, spec.hidden_size, slot(Slot::num_tokens), spec.hidden_size}, tile.block_m)
         .set(&Params::compact_rows, layout.compacts * slot(Slot::num_tokens))
@@ -102,7 +102,7 @@ Statement references_launch(const ForwardPass& pass, const LaunchRows& rows, con
     launch.set(&ReferencesParams::hidden, hidden_row_at(pass.spec, rows.base))
         .set(&ReferencesParams::weight, slot(Slot::weight))
         .set(&ReferencesParams::bias, slot(Slot::bias))
-        .set_targets(&ReferencesParams::targets, rows.base)
+        .set_targets(&ReferencesParams::targets, pass.spec, rows.base)
         .set_teacher(&ReferencesParams::teacher, pass.spec, rows.base)
         .set_list(&ReferencesParams::list, pass.list, workspace_at(pass.layout.scalars), rows.first)
         .set(&ReferencesParams::references, references_at(retained, rows))
@@ -174,7 +174,7 @@ std::vector<Statement> retaining_steps(const ForwardPass& pass, const Device& de
                                        if_retained(retained, stale_at(retained, rows))};
     std::vector<Statement> steps = teacher_logits_steps(pass, rows);
     steps.push_back({If{any, {references_launch(pass, rows, retained)}}});
-    std::ranges::move(gemm(false), std::back_inserter(steps));
+    std::ranges::move(with_columns(pass.spec, gemm(false)), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, retained_rows));
     // Rows whose logits turned out to be far above their reference; hardly ever any, and then this launch ends at once.
     std::erase_if(kernels, [](const ForwardKernel& kernel) { return kernel.shape.role == GemmRole::forward; });
@@ -202,13 +202,13 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
         if (rounds_weight(spec)) {
             program.body.push_back(stretch_loop(pass, rows, kDeviceSplits, std::move(gemms)));
         } else {
-            steps = std::move(gemms);
+            steps = with_columns(spec, std::move(gemms));
         }
         std::ranges::move(teacher_logits_steps(pass, rows), std::back_inserter(steps));
         steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, {}));
     }
     program.body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
-    program.body.push_back(reduce_loss_step(pass));
+    std::ranges::move(reduce_loss_steps(pass), std::back_inserter(program.body));
     return program;
 }
 

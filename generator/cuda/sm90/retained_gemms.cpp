@@ -39,7 +39,7 @@ struct FactorsAt {
 };
 
 /// The rows' scales, scaled hidden states, and the target's and the teacher's elements of each row of exponentials.
-Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& rows) {
+Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& rows, const Expr& scaled_hidden) {
     using Params = RetainedRowsParams;
     const RetainedLayout& retained = pass.retained;
     const BackwardLayout& layout = pass.layout;
@@ -53,7 +53,7 @@ Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& row
         .set(&Params::references, retained_at(retained.references) + rows.first * 4)
         .set(&Params::target_logits, retained_at(retained.target_logits) + rows.first * 4)
         .set(&Params::exponentials, retained_at(retained.exponentials) + rows.first * (kRetainedColumns * pass.element_bytes))
-        .set(&Params::scaled_hidden, compact_hidden_at(pass) + rows.first * row_bytes)
+        .set(&Params::scaled_hidden, scaled_hidden + rows.first * row_bytes)
         .set(&Params::row_scales, retained_at(retained.row_scales) + rows.first * 4)
         .set(&Params::row_smoothing, retained_at(retained.row_smoothing) + rows.first * 4)
         .set(&Params::row_temperatures, workspace_at(layout.row_temperatures))
@@ -155,8 +155,8 @@ Statement retained_grad_hidden_launch(const BackwardPassSm90& pass) {
         .set(&Params::grad_hidden, slot(Slot::grad_hidden))
         .set(&Params::rows, rows.count)
         .set(&Params::columns, retained.columns)
-        .set(&Params::first, 1)
-        .set(&Params::last, pass.all_retained)
+        .set(&Params::first, !pass.chunks_first)
+        .set(&Params::last, pass.all_retained || pass.chunks_first)
         .set(&Params::row_scales, retained_at(retained.row_scales))
         .set(&Params::pace, workspace_at(layout.counters))
         .set(&Params::tail_sums, workspace_at(layout.dlogits))  // no chunk is computed yet
@@ -215,7 +215,8 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
         .set(&Params::readers_of_block, readers)
         .set(&Params::column_shift, kRetainedShift)
         .set_map(&Params::dlogits_map, exponentials_matrix(retained), vocab_major ? kFirstRows : kSecondRows)
-        .set_map(&Params::hidden_map, hidden_matrix(pass, rows), vocab_major ? kSecondRows : kFirstRows)
+        .set_map(&Params::hidden_map, {scaled_hidden_at(pass), pass.spec.hidden_size, rows.count, pass.spec.hidden_size},
+                 vocab_major ? kSecondRows : kFirstRows)
         .set_map(&Params::grad_weight_map, weight_matrix(pass.spec, slot(Slot::grad_weight), retained.columns), kFirstRows,
                  pass.grad_element_bytes)
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first);
@@ -226,24 +227,36 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
     return build_with_bias(pass, std::move(smoothed));
 }
 
-}  // namespace
-
-std::vector<Statement> retained_steps(const BackwardPassSm90& pass) {
+/// Of all rows, with their coefficients where there is memory for those of one block at a time.
+Statement retained_rows_step(const BackwardPassSm90& pass, const Expr& scaled_hidden) {
     const RowBlock rows = row_block(pass, kRowBlockLoop);
     std::vector<Statement> of_rows;
     of_rows.push_back({If{less(1, pass.layout.row_blocks), {coefficients_launch(pass, rows)}}});
-    of_rows.push_back(retained_rows_launch(pass, rows));
+    of_rows.push_back(retained_rows_launch(pass, rows, scaled_hidden));
+    return {Loop{kRowBlockLoop, pass.layout.row_blocks, std::move(of_rows)}};
+}
+
+}  // namespace
+
+std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass) {
     std::vector<Statement> steps;
-    steps.push_back({Loop{kRowBlockLoop, pass.layout.row_blocks, std::move(of_rows)}});
+    steps.push_back(retained_rows_step(pass, compact_hidden_at(pass)));
     if (pass.spec.label_smoothing > 0) std::ranges::move(smoothing_steps(pass), std::back_inserter(steps));
-    // grad_weight last: it may take the place of what the others read.
+    // grad_weight comes later: it may take the place of what the others read.
     if (pass.spec.bias) {
         const Expr alone = sums_retained_bias(pass.spec, pass.plan) ? !(present(Slot::grad_weight) && FactorsAt(pass).fit) : Expr(1);
         steps.push_back({If{present(Slot::grad_bias) && alone, {retained_bias_launch(pass)}}});
     }
     steps.push_back({If{present(Slot::grad_hidden), {retained_grad_hidden_launch(pass)}}});
-    steps.push_back({If{present(Slot::grad_weight), {retained_grad_weight_launch(pass)}}});
     return steps;
+}
+
+Statement retained_weight_step(const BackwardPassSm90& pass) {
+    return {If{present(Slot::grad_weight), {retained_grad_weight_launch(pass)}}};
+}
+
+std::vector<Statement> retained_weight_again_steps(const BackwardPassSm90& pass) {
+    return {retained_rows_step(pass, scaled_hidden_at(pass)), retained_grad_weight_launch(pass)};
 }
 
 }  // namespace flce::sm90

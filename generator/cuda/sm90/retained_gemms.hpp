@@ -8,6 +8,11 @@
 
 namespace flce::sm90 {
 
-[[nodiscard]] std::vector<Statement> retained_steps(const BackwardPassSm90& pass);
+/// What the GEMMs read, then grad_hidden's, and grad_bias where grad_weight's does not add it up.
+[[nodiscard]] std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass);
+/// grad_weight's, of the scaled hidden states that the steps above have left.
+[[nodiscard]] Statement retained_weight_step(const BackwardPassSm90& pass);
+/// grad_weight's where chunks are first: grad_hidden has been written over those, so that they are made again.
+[[nodiscard]] std::vector<Statement> retained_weight_again_steps(const BackwardPassSm90& pass);
 
 }  // namespace flce::sm90

@@ -43,11 +43,15 @@ struct Spec {
     std::int64_t vocab_size = 0;         ///< V ≥ 2
     std::int64_t padded_vocab_size = 0;  ///< rows (vocab_major) or columns that the weight has in memory; ≥ V; 0 in a literal means V.
                                          ///< What lies past V is never predicted and its gradient is 0 (untouched when accumulating)
+    std::int64_t whole_vocab_size = 0;   ///< 0, or the layer is a shard: classes of all shards, of which vocab_size is the most that one
+                                         ///< has. A call says which (flce.hpp, "Shards"); labels are 0 to whole_vocab_size − 1
     DType dtype = DType::bf16;
     WeightLayout layout = WeightLayout::vocab_major;
     std::optional<DType> weight_dtype =
-        std::nullopt;                       ///< fp32: the weight is that in memory and rounded to the dtype as it is read; none: the dtype
-    DType grad_weight_dtype = DType::bf16;  ///< the dtype above, or fp32; also that of grad_bias
+        std::nullopt;  ///< fp32: the weight is that in memory and rounded to the dtype as it is read; none: the dtype
+    std::optional<DType> grad_hidden_dtype =
+        std::nullopt;                             ///< fp32, of a shard alone, so that a sum over shards is rounded once; none: the dtype
+    DType grad_weight_dtype = DType::bf16;        ///< the dtype above, or fp32; also that of grad_bias
     GradMode grad_weight_mode = GradMode::write;  ///< also that of grad_bias
     bool tied = false;             ///< the weight is the embedding table: vocab_major, gradient accumulated unless said otherwise
     bool bias = false;             ///< a bias [V] of the spec's dtype is added to hidden · weightᵀ
@@ -79,12 +83,12 @@ struct Spec {
 };
 
 /// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or hidden_size,
-/// V or vocab_size, padded_vocab_size, dtype, layout, tied, weight_dtype, grad_weight_dtype, grad_weight_mode, bias, class_weight,
-/// temperature, token_weight, batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss, teacher_top_k, hard_weight, outputs
-/// (names joined by '+': loss+lse+logprob+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16, float32.
-/// D and V are required; dtype defaults to bf16, weight_dtype to dtype, grad_weight_dtype to weight_dtype, grad_weight_mode to write, or
-/// accumulate where tied is set. The result is normalized. Throws SpecError for an unknown or repeated key and for a bad value,
-/// EnvironmentError for a file that cannot be read.
+/// V or vocab_size, padded_vocab_size, whole_vocab_size, dtype, layout, tied, weight_dtype, grad_hidden_dtype, grad_weight_dtype,
+/// grad_weight_mode, bias, class_weight, temperature, token_weight, batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss,
+/// teacher_top_k, hard_weight, outputs (names joined by '+': loss+lse+logprob+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or
+/// torch's bfloat16, float16, float32. D and V are required; dtype defaults to bf16, weight_dtype and grad_hidden_dtype to dtype,
+/// grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws
+/// SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
 [[nodiscard]] Spec parse_spec(std::string_view text);
 /// A JSON object with the same keys: numbers, booleans, strings, and an array of names for outputs.
 [[nodiscard]] Spec parse_spec_json(std::string_view json);
@@ -94,9 +98,15 @@ struct Spec {
 /// lm_head_multiplier (Falcon-H1). A nested text_config is looked into first. Throws SpecError naming a missing key or a bad value.
 [[nodiscard]] Spec spec_from_hf_config(std::string_view json);
 
+/// Whether the layer is a shard of one whose classes lie on several ranks.
+[[nodiscard]] bool is_shard(const Spec& spec) noexcept;
+/// Classes that a label may name: those of all shards.
+[[nodiscard]] std::int64_t whole_vocab_size(const Spec& spec) noexcept;
 /// What the weight has in memory.
 [[nodiscard]] DType weight_dtype(const Spec& spec) noexcept;
-/// Whether that is fp32 under a 16-bit dtype, so that the weight is rounded as it is read.
+/// What grad_hidden has in memory.
+[[nodiscard]] DType grad_hidden_dtype(const Spec& spec) noexcept;
+/// Whether the weight is fp32 under a 16-bit dtype, so that the weight is rounded as it is read.
 [[nodiscard]] bool rounds_weight(const Spec& spec) noexcept;
 
 [[nodiscard]] std::size_t element_bytes(DType dtype) noexcept;

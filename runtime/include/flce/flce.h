@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; what is there keeps its meaning. */
-#define FLCE_ABI_VERSION 8
+#define FLCE_ABI_VERSION 9
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -195,7 +195,7 @@ typedef struct flce_prewarm_result {
 FLCE_API flce_status flce_prewarm(flce_session* session, const char* spec, const char* device, const flce_kernel_options* options,
                                   flce_prewarm_result* result);
 
-enum { FLCE_FORWARD = 0, FLCE_BACKWARD = 1, FLCE_FORWARD_BACKWARD = 2 };
+enum { FLCE_FORWARD = 0, FLCE_BACKWARD = 1, FLCE_FORWARD_BACKWARD = 2, FLCE_MERGE = 3 };
 /* Scratch bytes of a pass over num_tokens tokens (FLCE_FORWARD_BACKWARD: enough for either). More tokens may need less: ask for each number
  * of tokens. */
 FLCE_API flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t pass, size_t* bytes);
@@ -217,8 +217,9 @@ typedef struct flce_retain_options {
     int64_t least_work;
     int32_t keep_grad_weight; /* not 0: grad_weight's memory may not be lent */
     int32_t reserved;         /* 0 */
+    int64_t vocab_columns;    /* classes of this rank's shard; 0: the spec's vocab_size */
 } flce_retain_options;
-#define FLCE_RETAIN_OPTIONS_INIT {sizeof(flce_retain_options), 0, 0, 0, 0}
+#define FLCE_RETAIN_OPTIONS_INIT {sizeof(flce_retain_options), 0, 0, 0, 0, 0}
 /* What forward should leave to backward of a step over num_tokens tokens: what to set retained_place and retained_bytes to; 0 bytes:
  * nothing. The memory is the caller's own, or grad_weight's. `options` may be NULL. */
 FLCE_API flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_tokens, const flce_retain_options* options,
@@ -244,7 +245,12 @@ FLCE_API flce_status flce_plan_digest(const flce_kernel* const* kernels, size_t 
 enum { FLCE_REDUCTION_NONE = 0, FLCE_REDUCTION_SUM = 1, FLCE_REDUCTION_MEAN = 2, FLCE_REDUCTION_WEIGHTED_MEAN = 3 };
 
 /* Tensors: NULL means absent. N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All contiguous and on the kernel's
- * device; hidden, weight and their gradients 16-byte aligned; what is written overlaps nothing else. */
+ * device; hidden, weight and their gradients 16-byte aligned; what is written overlaps nothing else.
+ *
+ * Shards (specs with whole_vocab_size): a rank's weight has the rows of labels vocab_start and up, at most P (hidden_major: exactly P
+ * columns); those at and past whole_vocab_size are padding, and of the others there are at most V. Bias and class weights have as many
+ * elements as the weight has rows. Forward writes partial_sums, the caller gathers those of all ranks in the order of their labels, merge
+ * makes the outputs of them, and the caller adds up the ranks' grad_hidden. */
 typedef struct flce_forward_args {
     size_t struct_size;
     const flce_tensor* hidden;       /* [N, D], the spec's dtype */
@@ -277,35 +283,49 @@ typedef struct flce_forward_args {
     const flce_tensor* teacher_ids;
     const flce_tensor* teacher_probs;
     const flce_tensor* teacher_logprobs;
+    int64_t vocab_start;             /* of a shard: the label of the weight's first row; else 0 */
+    const flce_tensor* partial_sums; /* [F, N] fp32, written: required of a shard, which writes no other output */
 } flce_forward_args;
-#define FLCE_FORWARD_ARGS_INIT  \
-    {sizeof(flce_forward_args), \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     -100,                      \
-     FLCE_REDUCTION_MEAN,       \
-     0,                         \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     0,                         \
-     FLCE_RETAINED_OWN,         \
-     0,                         \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL,                      \
-     NULL}
+/* clang-format off */
+#define FLCE_FORWARD_ARGS_INIT                                                                                 \
+    {sizeof(flce_forward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, NULL,  \
+     NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL}
+/* clang-format on */
+
+/* Of a shard: outputs from all shards' partial sums. Tensors as in forward, but for three. */
+typedef struct flce_merge_args {
+    size_t struct_size;
+    const flce_tensor* all_partial_sums; /* [R x F, N] fp32: those of R shards in the order of their labels */
+    const flce_tensor* target;
+    const flce_tensor* temperature;
+    const flce_tensor* token_weight;
+    const flce_tensor* teacher_ids;
+    const flce_tensor* teacher_probs;
+    int64_t ignore_index;
+    int32_t reduction;
+    int32_t reserved; /* 0 */
+    const flce_tensor* num_valid;
+    const flce_tensor* loss;
+    const flce_tensor* z_loss;
+    const flce_tensor* lse;
+    const flce_tensor* logprob;
+    const flce_tensor* entropy;
+    const flce_tensor* top1;
+    const flce_tensor* log_sum_sq_probs;
+    const flce_tensor* teacher_logprobs;
+    const flce_tensor* target_class_weight; /* [N] fp32, written; required with the spec's class_weight, as backward reads it */
+    const flce_tensor* class_weight_total;  /* scalar fp32, the same, with label smoothing too */
+    const flce_tensor* invalid_label;
+} flce_merge_args;
+/* clang-format off */
+#define FLCE_MERGE_ARGS_INIT                                                                                \
+    {sizeof(flce_merge_args), NULL, NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, \
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+/* clang-format on */
+
+/* A backward call in one, or cut in two where something waits for grad_hidden: until it is complete, and the rest, with the same arguments
+ * and the workspace as it was left. */
+enum { FLCE_STAGE_WHOLE = 0, FLCE_STAGE_UNTIL_GRAD_HIDDEN = 1, FLCE_STAGE_REST = 2 };
 
 typedef struct flce_backward_args {
     size_t struct_size;
@@ -336,45 +356,27 @@ typedef struct flce_backward_args {
     const flce_tensor* logprob;     /* [N] fp32, as forward wrote it; required with the spec's dft */
     const flce_tensor* teacher_ids; /* as in forward, as the next one */
     const flce_tensor* teacher_probs;
-    const flce_tensor* teacher_logprobs; /* [N, K] fp32, as forward wrote it */
+    const flce_tensor* teacher_logprobs;    /* [N, K] fp32, as forward wrote it */
+    int64_t vocab_start;                    /* of a shard, as in forward. grad_hidden is then this shard's part of the sum */
+    const flce_tensor* target_class_weight; /* of a shard, as merge wrote it, as the next one */
+    const flce_tensor* class_weight_total;
+    int32_t stage;      /* FLCE_STAGE_... */
+    int32_t reserved_3; /* 0 */
 } flce_backward_args;
-#define FLCE_BACKWARD_ARGS_INIT  \
-    {sizeof(flce_backward_args), \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     -100,                       \
-     FLCE_REDUCTION_MEAN,        \
-     0,                          \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     0,                          \
-     FLCE_RETAINED_OWN,          \
-     0,                          \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL,                       \
-     NULL}
+/* clang-format off */
+#define FLCE_BACKWARD_ARGS_INIT                                                                             \
+    {sizeof(flce_backward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL,    \
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, \
+     NULL, NULL, 0, NULL, NULL, FLCE_STAGE_WHOLE, 0}
+/* clang-format on */
 
-/* JSON description of these two structs, for bindings that build them when they are loaded:
- *     {"forward": {"size": bytes, "fields": [{"name", "offset", "type"}, ...]}, "backward": {...},
+/* JSON description of these three structs, for bindings that build them when they are loaded:
+ *     {"forward": {"size": bytes, "fields": [{"name", "offset", "type"}, ...]}, "merge": {...}, "backward": {...},
  *      "tensors": [{"name", "elements", "extent"}, ...]}
  * type: "tensor" (const flce_tensor*), "pointer", "size", "int32", "int64". elements: what the tensor's element type is: "spec", "weight",
- * "grad_weight" (the spec's dtype, weight_dtype, grad_weight_dtype), "fp32", "int64", "uint64", "label" (int32 or int64), "count" (fp32,
- * int32, int64). extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes" [V], "hidden" [N, D], "weight". */
+ * "grad_hidden", "grad_weight" (the spec's dtype, weight_dtype, grad_hidden_dtype, grad_weight_dtype), "fp32", "int64", "uint64", "label"
+ * (int32 or int64), "count" (fp32, int32, int64). extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes" [V],
+ * "hidden" [N, D], "weight", "teacher" [N, K], "partial_sums" [F, N], "all_partial_sums" [R x F, N]. */
 FLCE_API flce_status flce_call_arguments_json(char* buffer, size_t capacity, size_t* needed);
 
 /* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is
@@ -383,6 +385,11 @@ FLCE_API flce_status flce_call_arguments_json(char* buffer, size_t capacity, siz
  * finished when the call returns. Everything is checked before anything is launched. */
 FLCE_API flce_status flce_kernel_forward(const flce_kernel* kernel, const flce_forward_args* args, void* workspace, size_t workspace_bytes,
                                          void* stream);
+/* Of a shard: with flce_kernel_workspace_bytes(FLCE_MERGE). */
+FLCE_API flce_status flce_kernel_merge(const flce_kernel* kernel, const flce_merge_args* args, void* workspace, size_t workspace_bytes,
+                                       void* stream);
+/* Fields of a shard's partial sums; 0 where the spec is no shard's. */
+FLCE_API flce_status flce_kernel_partial_sum_fields(const flce_kernel* kernel, int32_t* fields);
 /* May run any number of times after one forward, for all gradients or for some. */
 FLCE_API flce_status flce_kernel_backward(const flce_kernel* kernel, const flce_backward_args* args, void* workspace,
                                           size_t workspace_bytes, void* stream);

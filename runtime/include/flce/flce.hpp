@@ -28,7 +28,7 @@ namespace flce {
 /// mean divides by the number of valid tokens (by the sum of their class weights, where there are some), whatever their token weights are;
 /// weighted_mean by the sum of valid tokens' weights, each times its class weight.
 enum class Reduction : std::uint8_t { none, sum, mean, weighted_mean };
-enum class Pass : std::uint8_t { forward, backward, forward_backward };
+enum class Pass : std::uint8_t { forward, backward, forward_backward, merge };
 
 /// Caller-owned scratch, 256-byte aligned, on the kernel's device; may be used again as soon as the pass has run on its stream. Forward is
 /// quicker with ignored tokens where it has more than it needs (backward's amount will do); its results are the same.
@@ -55,6 +55,7 @@ struct Retained {
 struct RetainOptions {
     std::int64_t workspace_limit_bytes = 0;  ///< on workspace and Retained together; 0: none, and no memory for Retained alone
     bool lend_grad_weight = true;            ///< backward will write grad_weight, and its memory may hold what is retained until then
+    std::int64_t vocab_columns = 0;          ///< classes of this rank's shard; 0: spec.vocab_size
     /// Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: those where the launches that it takes cost more than it
     /// spares.
     std::int64_t least_work = 0;
@@ -65,8 +66,22 @@ struct Stream {
     void* handle = nullptr;
 };
 
+/// What a backward call does. A step may be cut in two where something waits for grad_hidden, as a reduction over shards does: the call
+/// with until_grad_hidden completes grad_hidden (on its stream), the one with rest completes grad_weight and grad_bias. Both have the same
+/// arguments, and the workspace stays as it is in between. Which part of grad_weight's work comes before is the kernel's choice.
+enum class BackwardStage : std::uint8_t { whole, until_grad_hidden, rest };
+
 // Shapes: N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All tensors contiguous, on the kernel's device; hidden,
 // weight and their gradients 16-byte aligned. Absent tensors are not read or written.
+//
+// Shards. A layer whose classes lie on several ranks (spec.whole_vocab_size) has a kernel for a rank's part, the same one for all ranks:
+//
+//     forward(partial_sums) ─▶ the caller gathers all ranks' ─▶ merge(loss, lse, …) ─▶ backward(lse) ─▶ the caller adds up grad_hidden
+//
+// The weight has the rows of labels vocab_start and up: as many as its shape says, at most P (hidden_major: exactly P columns). Rows at and
+// past whole_vocab_size are padding, which any rank may have, and a rank may have nothing else. The others are at most V. Bias and
+// class weights have as many elements as the weight has rows. Labels, a teacher's ids and top1 count all classes; label smoothing is over
+// all of them. Partial sums are merged in the order in which they are given, so that every rank has the same bits.
 struct ForwardArgs {
     TensorView hidden{};        ///< [N, D], spec dtype
     TensorView weight{};        ///< [P, D] (vocab_major) or [D, P] (hidden_major), weight_dtype(spec)
@@ -94,13 +109,39 @@ struct ForwardArgs {
     TensorView top1{};              ///< [N] int64, −1 for ignored rows
     TensorView log_sum_sq_probs{};  ///< [N] fp32, 0 for ignored rows
     TensorView
-        teacher_logprobs{};      ///< [N, K] fp32, required as the ids, as backward reads it: log p of each, 0 at no class and for ignored
-                                 ///< rows
-    TensorView invalid_label{};  ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
-                                 ///< ignore_index nor in [0, V), or whose temperature is not between 2^-100 and 2^100. Such rows count as
-                                 ///< ignored, with or without this tensor. Also that of a row that is not ignored and has a teacher's id
-                                 ///< out of range, which counts as none
-    Retained retained{};         ///< written; see Kernel::retained_bytes
+        teacher_logprobs{};        ///< [N, K] fp32, required as the ids, as backward reads it: log p of each, 0 at no class and for ignored
+                                   ///< rows
+    TensorView invalid_label{};    ///< one uint64 that the caller set to ~0: receives the smallest index of a row whose label is neither
+                                   ///< ignore_index nor in [0, V), or whose temperature is not between 2^-100 and 2^100. Such rows count as
+                                   ///< ignored, with or without this tensor. Also that of a row that is not ignored and has a teacher's id
+                                   ///< out of range, which counts as none
+    Retained retained{};           ///< written; see Kernel::retained_bytes
+    std::int64_t vocab_start = 0;  ///< of a shard: the label of the weight's first row
+    TensorView partial_sums{};     ///< [F, N] fp32, F = Kernel::partial_sum_fields(); required of a shard, which writes no other output
+};
+
+/// What all shards' partial sums come to. A rank that merges has no need of a weight.
+struct MergeArgs {
+    TensorView all_partial_sums{};  ///< [R·F, N] fp32: those of R shards in the order of their labels, as each forward wrote them
+    TensorView target{};            ///< this one to num_valid: as in forward
+    TensorView temperature{};
+    TensorView token_weight{};
+    TensorView teacher_ids{};
+    TensorView teacher_probs{};
+    std::int64_t ignore_index = -100;
+    Reduction reduction = Reduction::mean;
+    TensorView num_valid{};
+    TensorView loss{};  ///< this one to invalid_label: as forward writes them where there are no shards
+    TensorView z_loss{};
+    TensorView lse{};
+    TensorView logprob{};
+    TensorView entropy{};
+    TensorView top1{};
+    TensorView log_sum_sq_probs{};
+    TensorView teacher_logprobs{};
+    TensorView target_class_weight{};  ///< [N] fp32, required with spec.class_weight, as backward reads it: of each token's target, else 0
+    TensorView class_weight_total{};   ///< scalar fp32, required with spec.class_weight and label smoothing: of all classes
+    TensorView invalid_label{};
 };
 
 struct BackwardArgs {
@@ -124,11 +165,15 @@ struct BackwardArgs {
     TensorView grad_lse{};          ///< [N] fp32; absent: 0, as for the next two
     TensorView grad_logprob{};
     TensorView grad_entropy{};
-    TensorView grad_hidden{};  ///< [N, D], spec dtype; absent: not computed. Ignored rows receive 0
+    TensorView grad_hidden{};  ///< [N, D], grad_hidden_dtype(spec); absent: not computed. Ignored rows receive 0
     TensorView grad_weight{};  ///< like weight, spec.grad_weight_dtype; absent: not computed
     TensorView grad_bias{};    ///< [V], spec.grad_weight_dtype; absent: not computed
     /// As forward left it. If it is this grad_weight's memory, the call destroys it: later ones go without.
     Retained retained{};
+    std::int64_t vocab_start = 0;      ///< of a shard, as in forward. grad_hidden is then this shard's part of the sum
+    TensorView target_class_weight{};  ///< of a shard, as merge wrote it; so is the next one
+    TensorView class_weight_total{};
+    BackwardStage stage = BackwardStage::whole;
 };
 
 /// Why this kernel is what it is, for people and for `flce explain`.
@@ -158,8 +203,10 @@ public:
 
     /// Most bytes of Retained that passes over num_tokens tokens have a use for; any smaller number does for a part. 0: this kernel retains
     /// nothing. RetainedPlace::grad_weight: exactly the bytes from the beginning of grad_weight that may be lent for it, or 0 where its
-    /// memory will not do (it accumulates, or its rows are not the vocabulary's).
-    [[nodiscard]] std::size_t retained_bytes(std::int64_t num_tokens, RetainedPlace place = RetainedPlace::own) const;
+    /// memory will not do (it accumulates, or its rows are not the vocabulary's). `vocab_columns`: classes of this rank's shard, where they
+    /// are fewer than spec.vocab_size; 0: spec.vocab_size.
+    [[nodiscard]] std::size_t retained_bytes(std::int64_t num_tokens, RetainedPlace place = RetainedPlace::own,
+                                             std::int64_t vocab_columns = 0) const;
 
     /// What forward should leave to backward of a step over num_tokens tokens: place and bytes, for the caller to set `data` to such memory
     /// (0 bytes: nothing). grad_weight's memory where it may be lent and what the limit leaves beside the workspace holds no more; else
@@ -168,6 +215,10 @@ public:
 
     /// Throws ArgumentError naming the argument before anything is launched; DeviceError when a launch fails.
     void forward(const ForwardArgs& args, Workspace workspace, Stream stream = {}) const;
+    /// Of a shard: outputs from all shards' partial sums, with workspace_bytes(num_tokens, Pass::merge). Throws as forward does.
+    void merge(const MergeArgs& args, Workspace workspace, Stream stream = {}) const;
+    /// Fields of a shard's partial sums, F; 0 where the spec is no shard's.
+    [[nodiscard]] int partial_sum_fields() const noexcept;
     /// May run any number of times after one forward, for both gradients or for either.
     void backward(const BackwardArgs& args, Workspace workspace, Stream stream = {}) const;
 
@@ -186,9 +237,11 @@ protected:
 
 private:
     // `slots` is a flce::CallSlots. The public functions above have validated everything.
-    virtual void run(bool backward, const std::int64_t* slots, Stream stream) const = 0;
-    virtual std::int64_t workspace_bytes_of(bool backward, std::int64_t num_tokens) const = 0;
-    virtual std::int64_t retained_bytes_of(std::int64_t /*num_tokens*/, RetainedPlace /*place*/) const { return 0; }
+    virtual void run(Pass pass, const std::int64_t* slots, Stream stream) const = 0;  // forward, merge or backward
+    virtual std::int64_t workspace_bytes_of(Pass pass, std::int64_t num_tokens) const = 0;
+    virtual std::int64_t retained_bytes_of(std::int64_t /*num_tokens*/, RetainedPlace /*place*/, std::int64_t /*vocab_columns*/) const {
+        return 0;
+    }
 
     Spec spec_;
     Device device_;
