@@ -57,6 +57,7 @@ constexpr std::array kTable{
     Entry{"FLCE_NUM_THREADS", "threads of CPU kernels", "every core"},
     Entry{"FLCE_NVRTC", "libnvrtc.so to load, or the folder it is in", "the toolkit, the system, the Python wheel"},
     Entry{"FLCE_LIBCUDA", "CUDA driver library to load", "libcuda.so.1"},
+    Entry{"FLCE_NCCL", "NCCL library to load", "libnccl.so.2"},
     Entry{"FLCE_LOG", "least severe message to show: trace, debug, info, warn, error, off", "warn"},
 };
 
@@ -190,6 +191,7 @@ EnvironmentReading read_environment(const std::function<const char*(const char*)
          [](const char* name, const std::string& text) { return parse_number(name, text, kMostThreads, 0); });
     environment.nvrtc = get("FLCE_NVRTC");
     environment.libcuda = get("FLCE_LIBCUDA");
+    environment.nccl = get("FLCE_NCCL");
     read(environment.strict, "FLCE_STRICT", parse_flag);
     read(environment.log, "FLCE_LOG", [](const char*, const std::string& text) { return parse_log_level(text); });
     return reading;

@@ -36,6 +36,7 @@ struct Environment {
     int num_threads = 0;                                    ///< FLCE_NUM_THREADS; 0: every core
     std::filesystem::path nvrtc;                            ///< FLCE_NVRTC: the library or the folder it is in; empty: search
     std::filesystem::path libcuda;                          ///< FLCE_LIBCUDA; empty: libcuda.so.1
+    std::filesystem::path nccl;                             ///< FLCE_NCCL; empty: libnccl.so.2
     bool strict = false;                                    ///< FLCE_STRICT
     std::string log = "warn";                               ///< FLCE_LOG
 };
