@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# One check of the Python package: tests (pytest), typing (mypy and ruff) or wheel (built round a libflce that is there, installed by
-# itself, used). Exit code 77 says that the interpreter of tools/python.sh lacks something for it.
+# One check of the Python package: tests (pytest), ranks (those of them that start process groups), typing (mypy and ruff) or wheel (built
+# round a libflce that is there, installed by itself, used). Exit code 77 says that the interpreter of tools/python.sh lacks something for
+# it.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-check=${1:?usage: test_python.sh tests|typing|wheel LIBFLCE} library=$(readlink -f "${2:?usage: test_python.sh CHECK LIBFLCE}")
+check=${1:?usage: test_python.sh tests|ranks|typing|wheel LIBFLCE} library=$(readlink -f "${2:?usage: test_python.sh CHECK LIBFLCE}")
 work=$PWD/python-$check
 export FLCE_LIBRARY=$library FLCE_CACHE_DIR=$work/cache
 python=$root/tools/python.sh
@@ -15,11 +16,16 @@ need() {
     fi
 }
 
+of_ranks=("$root"/python/tests/test_{pipeline,compat_parallel}.py "$root"/python/tests/test_tensor_parallel*.py)
 mkdir -p "$work"
 case $check in
     tests)
         need torch pytest numpy
-        cd "$root" && exec "$python" -m pytest -o cache_dir="$work/pytest" python/tests
+        cd "$root" && exec "$python" -m pytest -o cache_dir="$work/pytest" "${of_ranks[@]/#/--ignore=}" python/tests
+        ;;
+    ranks)
+        need torch pytest numpy
+        cd "$root" && exec "$python" -m pytest -o cache_dir="$work/pytest" "${of_ranks[@]}"
         ;;
     typing)
         need torch mypy ruff

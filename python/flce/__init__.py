@@ -33,7 +33,7 @@ from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
 from flce.plans import check_same_plans, plan_digest
 
 if TYPE_CHECKING:
-    from flce import huggingface
+    from flce import compat, huggingface
 
 __version__ = "0.1.0"
 
@@ -60,6 +60,7 @@ __all__ = [
     "cache_statistics",
     "check_labels",
     "check_same_plans",
+    "compat",
     "explain",
     "extract_hidden_states",
     "get_kernel",
@@ -77,7 +78,7 @@ __all__ = [
     "warmup",
 ]
 
-_SUBMODULES = ("huggingface",)  # imported when they are first asked for
+_SUBMODULES = ("compat", "huggingface")  # imported when they are first asked for
 
 
 def __getattr__(name: str) -> Any:

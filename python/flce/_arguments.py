@@ -39,12 +39,13 @@ class Options(NamedTuple):
     teacher_top_k: int = 0  # K of the call's teacher_ids; 0: it has none
     hard_weight: Any = 0.0
     return_teacher_logprobs: Any = False
+    parallel: str = ""  # Inputs.parallel
 
 
 class Checked(NamedTuple):
     """What `Options` come to."""
 
-    rest: tuple[str, int, int, int, int]  # Inputs.rest()
+    rest: tuple[str, int, int, int, int, str]  # Inputs.rest()
     asked: tuple[str, ...]  # the outputs that the caller gets
     written: tuple[str, ...]  # those that the kernel writes
     teacher_logprobs: bool  # whether the caller gets them, behind the others
@@ -57,7 +58,7 @@ def check_options(options: Options) -> Checked:
     flags = (options.dft, options.batch_invariant)
     text = options_text(options.logit_scale, options.softcap, options.label_smoothing, options.z_loss, *flags, written, *teacher)
     limit, choice = workspace_limit(options.workspace_limit_bytes), retain_choice(options.retain_in_grad_weight)
-    rest = (text, check_ignore_index(options.ignore_index), reduction_code(options.reduction), limit, choice)
+    rest = (text, check_ignore_index(options.ignore_index), reduction_code(options.reduction), limit, choice, options.parallel)
     return Checked(rest, asked, written, options.return_teacher_logprobs is True)
 
 
@@ -131,13 +132,16 @@ def retain_choice(given: bool | None) -> int:
 # ── Tensors ─────────────────────────────────────────
 
 
-def check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
+def check_inputs(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, sequence_ranks: int = 1
+) -> None:
+    """`sequence_ranks`: over how many ranks hidden's first dimension lies."""
     dtype, device = hidden.dtype, hidden.device
     if dtype not in DTYPES:
         raise errors.DTypeError(f"hidden has dtype {dtype}; allowed are float32, bfloat16, float16")
     if weight.dtype is not dtype and weight.dtype is not torch.float32:
         raise errors.DTypeError(f"weight has dtype {weight.dtype}; with hidden in {dtype} it must be that or float32")
-    check_shapes(hidden, weight, target)
+    check_shapes(hidden, weight, target, sequence_ranks)
     weight_shape = weight.shape
     if type(hidden) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES or type(target) not in PLAIN_TYPES:
         for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
@@ -154,7 +158,7 @@ def check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
             raise errors.ArgumentError("class_weight requires a gradient; it has none here, detach it")
 
 
-def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
+def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, sequence_ranks: int = 1) -> None:
     """What every way of computing the loss asks of its tensors."""
     check_target_dtype(target)
     shape, weight_shape = hidden.shape, weight.shape
@@ -162,7 +166,14 @@ def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
         raise errors.ShapeError(f"weight has shape {list(weight_shape)}; it must be [vocab_size, hidden_size]")
     if len(shape) < 1 or shape[-1] != weight_shape[1]:
         raise errors.ShapeError(f"hidden has shape {list(shape)}; its last dimension must be weight's hidden_size, {weight_shape[1]}")
-    if shape[:-1] != target.shape:
+    if sequence_ranks > 1:
+        wanted = [shape[0] * sequence_ranks, *shape[1:-1]] if len(shape) > 1 else []
+        if list(target.shape) != wanted:
+            raise errors.ShapeError(
+                f"target has shape {list(target.shape)}; with sequence_parallel over {sequence_ranks} ranks and hidden {list(shape)} "
+                f"it must be {wanted}: all tokens, of which hidden is this rank's part"
+            )
+    elif shape[:-1] != target.shape:
         raise errors.ShapeError(
             f"target has shape {list(target.shape)}; it must be hidden's without the last dimension, {list(shape[:-1])}"
         )
@@ -186,7 +197,8 @@ def refuse_dtensor(name: str, tensor: Any) -> None:
     if is_dtensor(tensor):
         raise errors.PlacementError(
             f"{name} is a DTensor with placements {list(tensor.placements)}; it must be a whole, local tensor: "
-            "gather it with full_tensor(), or run inside the module whose hooks unshard it"
+            "gather it with full_tensor(), run inside the module whose hooks unshard it, or, where the vocabulary lies over "
+            "tensor-parallel ranks, give their process_group"
         )
 
 

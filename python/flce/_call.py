@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce import _arguments, _frame, _kernels, _op, _retain, errors
+from flce import _arguments, _frame, _kernels, _op, _parallel, _retain, errors
 from flce._arguments import Options
 from flce._checks import DTYPES, HIDDEN_MULTIPLE, check_grad_weight_out
 from flce._direct import DirectCall
@@ -125,7 +125,8 @@ def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others
     if passed.temperature is not None:
         temperatures = torch.full(target.shape, passed.temperature, dtype=torch.float32, device=hidden.device)
     rows = (_row_numbers(temperatures), _row_numbers(token_weight), *_teacher_rows(others.teacher))
-    given = Inputs(hidden, weight, target, bias, class_weight, others.num_valid, *passed.checked.rest, *rows)
+    rest = passed.checked.rest
+    given = Inputs(hidden, weight, target, bias, class_weight, others.num_valid, *rest[:5], *rows, parallel=rest[5])
     if plain:
         made = _eager(given, passed, others.grad_weight_out, token_shape)
     else:
@@ -134,8 +135,9 @@ def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others) -> _Passed:
-    _arguments.check_inputs(hidden, weight, target, others.bias, others.class_weight)
     options = Options(*others.options)
+    sequence_ranks = _parallel.sequence_ranks(options.parallel) if options.parallel else 1
+    _arguments.check_inputs(hidden, weight, target, others.bias, others.class_weight, sequence_ranks)
     temperatures = others.temperature if isinstance(others.temperature, Tensor) else None
     if temperatures is not None:
         _arguments.check_temperature(temperatures, target)
@@ -227,7 +229,7 @@ def _through_operator(given: Inputs, checked: _arguments.Checked, grad_weight_ou
             "grad_weight_out is for eager mode; leave it out under torch.compile, dispatch modes and tensor subclasses"
         )
     values, saved, top1 = torch.ops.flce.linear_cross_entropy(*given)
-    teacher_logprobs = _frame.outputs_of(given.options).teacher_logprobs(saved).clone() if checked.teacher_logprobs else None
+    teacher_logprobs = given.outputs().teacher_logprobs(saved).clone() if checked.teacher_logprobs else None
     return _op.Made(values, top1, teacher_logprobs)
 
 

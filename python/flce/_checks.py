@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _kernels, errors
+from flce import _kernels, _parallel, errors
 from flce._frame import PLAIN_TYPES, ROW_ALIGNMENT, Inputs, is_hidden_major, outputs_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,7 +34,9 @@ def check_inputs(given: Inputs, when: str = "") -> None:
     if weight.dim() != 2 or weight.shape[1] != hidden_size:
         raise errors.ShapeError(f"weight has shape {list(weight.shape)}; it must be [vocab_size, {hidden_size}]{when}")
     classes = [weight.shape[0]]
-    _check_tensor("hidden", hidden, [num_tokens, hidden_size], DTYPES, hidden.device, when)
+    if given.parallel:
+        num_tokens = num_tokens * _parallel.sequence_ranks(given.parallel)
+    _check_tensor("hidden", hidden, [hidden.shape[0], hidden_size], DTYPES, hidden.device, when)
     _check_tensor("weight", weight, [*classes, hidden_size], DTYPES, hidden.device, when)
     _check_tensor("target", target, [num_tokens], TARGET_DTYPES, hidden.device, when)
     if bias is not None:
@@ -79,11 +81,11 @@ def kernel_for_backward(
     hidden, weight = given.hidden, given.weight
     if kernel is not None:
         key = kernel.key
-        if weight.shape != (key.vocab_size, key.hidden_size):
-            raise errors.ShapeError(f"weight has shape {list(weight.shape)}; it must be {[key.vocab_size, key.hidden_size]}{_CHANGED}")
+        if weight.shape != (kernel.weight_rows, key.hidden_size):
+            raise errors.ShapeError(f"weight has shape {list(weight.shape)}; it must be {[kernel.weight_rows, key.hidden_size]}{_CHANGED}")
     if kernel is None or hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:
         kernel = _kernels.find_for(given, grad_weight_out)
-    num_tokens = hidden.shape[0]
+    num_tokens = given.target.shape[0]
     _check_tensor("lse", saved, [kernel.outputs.saved_size(num_tokens)], (torch.float32,), hidden.device, _CHANGED)
     size = math.prod(kernel.outputs.shape((num_tokens,), num_tokens, given.reduction))
     if grad_values.numel() != size or grad_values.dtype != torch.float32:

@@ -69,7 +69,7 @@ class DirectCall:
     )
 
     def __init__(
-        self, kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor, rest: tuple[str, int, int, int, int]
+        self, kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor, rest: tuple[str, int, int, int, int, str]
     ) -> None:
         self.kernel = kernel
         self.guard: Callable[..., bool] = _TensorGuards(hidden, weight, target, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
@@ -99,12 +99,12 @@ class DirectCall:
     @staticmethod
     def fits(kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
         """Whether there can be a direct call for tensors like these, which have passed all checks and found that kernel."""
-        key, (values, top1, _, teacher_top_k) = kernel.key, kernel.outputs
+        key, (values, top1, _, teacher_top_k, _) = kernel.key, kernel.outputs
         return (
             _TensorGuards is not None
             and values in _DIRECT_VALUES
             and not (top1 or teacher_top_k)
-            and not (key.temperature or key.token_weight)
+            and not (key.temperature or key.token_weight or key.whole_vocab_size)
             and hidden.dtype is weight.dtype
             and weight.shape == (key.vocab_size, key.hidden_size)
             and hidden.shape == (*target.shape, key.hidden_size)
@@ -158,7 +158,7 @@ class DirectCall:
         return self.forward(hidden, weight, target)[0]
 
     def inputs(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Inputs:
-        return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), None, None, None, *self.rest)
+        return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), None, None, None, *self.rest[:5])
 
     def _new_frame(self, *, backward: bool, wanted: int = 0) -> tuple[memoryview, int, int, Frame]:
         """(words of its views, address of its argument struct, workspace bytes, the frame)."""

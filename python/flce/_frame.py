@@ -44,6 +44,7 @@ class Outputs(NamedTuple):
     top1: bool
     saved: tuple[str, ...]  # what backward reads, [N] fp32 each, in the order in which they lie in one tensor
     teacher_top_k: int = 0  # K; behind them in that tensor then lie teacher_logprobs, [N, K]
+    class_weight_total: bool = False  # behind all of them lies one number more, which a shard's backward reads
 
     def shape(self, token_shape: Sequence[int], num_tokens: int, reduction: int) -> Sequence[int]:
         """Of the one tensor of all values: a lone one's own, else flat, see `split_values`."""
@@ -55,7 +56,7 @@ class Outputs(NamedTuple):
         return ((len(self.values) - 1) * num_tokens + 1,)
 
     def saved_size(self, num_tokens: int) -> int:
-        return (len(self.saved) + self.teacher_top_k) * num_tokens
+        return (len(self.saved) + self.teacher_top_k) * num_tokens + self.class_weight_total
 
     def teacher_logprobs(self, saved: Tensor) -> Tensor:
         """The part [N, K] of the tensor of all that backward reads."""
@@ -64,13 +65,17 @@ class Outputs(NamedTuple):
         return saved[len(self.saved) * num_tokens :].view(num_tokens, self.teacher_top_k)
 
 
-def outputs_of(options: str) -> Outputs:
-    """What a Spec with these options makes forward write."""
+def outputs_of(options: str, *, shard_class_weight: bool = False) -> Outputs:
+    """What a Spec with these options makes forward write. `shard_class_weight`: it is a shard's and has class weights, of which backward
+    has a target's and the total from merge."""
     parts = options.split(",")
     chosen = next((part for part in parts if part.startswith("outputs=")), "outputs=loss").removeprefix("outputs=").split("+")
     saved = ["lse", *(name for name, kept in (("entropy", "entropy" in chosen), ("logprob", "dft" in parts)) if kept)]
     teacher_top_k = next((int(part.removeprefix(_TOP_K)) for part in parts if part.startswith(_TOP_K)), 0)
-    return Outputs(tuple(name for name in VALUES if name in chosen), "top1" in chosen, tuple(saved), teacher_top_k)
+    if shard_class_weight:
+        saved.append("target_class_weight")
+    total = shard_class_weight and any(part.startswith("label_smoothing=") for part in parts)
+    return Outputs(tuple(name for name in VALUES if name in chosen), "top1" in chosen, tuple(saved), teacher_top_k, total)
 
 
 def split_values(values: Tensor, num_tokens: int, names: Sequence[str]) -> dict[str, Tensor]:
@@ -102,18 +107,23 @@ class Inputs(NamedTuple):
     token_weight: Tensor | None = None  # [N] fp32
     teacher_ids: Tensor | None = None  # [N, K] int64 or int32, where options has teacher_top_k=K, as the next one
     teacher_probs: Tensor | None = None  # [N, K] fp32
+    parallel: str = ""  # the text of a _parallel.Parallel: weight is this rank's shard; "": it is whole
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return *self[:6], *self[11:]
+        return *self[:6], *self[11:15]
 
     def rest(self) -> tuple[Any, ...]:
         """The fields that are no tensors."""
-        return self[6:11]
+        return *self[6:11], self.parallel
 
     @staticmethod
     def of(tensors: Sequence[Any], rest: Sequence[Any]) -> Inputs:
         """From what `tensors` and `rest` gave."""
-        return Inputs(*tensors[:6], *rest, *tensors[6:])
+        return Inputs(*tensors[:6], *rest[:5], *tensors[6:10], rest[5])  # type: ignore[call-arg]  # mypy counts lists without an end
+
+    def outputs(self) -> Outputs:
+        """What its forward writes."""
+        return outputs_of(self.options, shard_class_weight=bool(self.parallel) and self.class_weight is not None)
 
 
 class KernelKey(NamedTuple):
@@ -134,12 +144,20 @@ class KernelKey(NamedTuple):
     options: str
     workspace_limit_bytes: int  # 0: the default
     num_tokens: int  # with a limit the call's, else its token bucket (`planned_tokens`)
+    # Of a shard; vocab_size is then the most classes that a rank has.
+    whole_vocab_size: int = 0  # 0: the weight is whole
+    padded_vocab_size: int = 0  # the most rows that a rank has
+    grad_hidden_dtype: torch.dtype | None = None  # None: dtype
 
     def hidden_bytes(self, num_tokens: int) -> int:
         return num_tokens * self.hidden_size * self.dtype.itemsize
 
     def spec(self) -> str:
         parts = [f"D={self.hidden_size}", f"V={self.vocab_size}", f"dtype={DTYPE_NAMES[self.dtype]}"]
+        if self.whole_vocab_size:
+            parts += [f"padded_vocab_size={self.padded_vocab_size}", f"whole_vocab_size={self.whole_vocab_size}"]
+        if self.grad_hidden_dtype not in (None, self.dtype):
+            parts.append(f"grad_hidden_dtype={DTYPE_NAMES[self.grad_hidden_dtype]}")
         if self.hidden_major:
             parts.append("layout=hidden_major")
         if self.weight_dtype != self.dtype:
@@ -188,6 +206,10 @@ class Frame:
     teacher_ids: _native.TensorView
     teacher_probs: _native.TensorView
     teacher_logprobs: _native.TensorView
+    target_class_weight: _native.TensorView
+    class_weight_total: _native.TensorView
+    partial_sums: _native.TensorView
+    all_partial_sums: _native.TensorView
 
     def __init__(self, kernel: Kernel) -> None:
         key = kernel.key
@@ -206,7 +228,7 @@ class Frame:
                 setattr(args, name, self.address[name])
             for name in OPTIONAL_INPUTS:
                 setattr(args, name, self.address[name] if getattr(key, name) else None)
-        values, _, saved, teacher_top_k = kernel.outputs
+        values, _, saved, teacher_top_k, _ = kernel.outputs
         for name in _TEACHER:
             for args in (self.forward, self.backward):
                 setattr(args, name, self.address[name] if teacher_top_k else None)
@@ -226,6 +248,7 @@ class Frame:
         codes = {
             "spec": DTYPE_CODES[key.dtype],
             "weight": DTYPE_CODES[key.weight_dtype],
+            "grad_hidden": DTYPE_CODES[key.grad_hidden_dtype or key.dtype],
             "grad_weight": DTYPE_CODES[key.grad_weight_dtype],
             "fp32": _native.FP32,
             "label": _native.INT64,
@@ -233,14 +256,17 @@ class Frame:
             "uint64": _native.UINT64,
             "int64": _native.INT64,
         }
+        rows = self.kernel.weight_rows
         shapes: dict[str, tuple[int, ...]] = {
             "scalar": (),
             "tokens": (0,),
             "loss": (0,),
-            "classes": (key.vocab_size,),
+            "classes": (rows,),
             "hidden": (0, key.hidden_size),
             "teacher": (0, self.kernel.outputs.teacher_top_k),
-            "weight": (key.hidden_size, key.vocab_size) if key.hidden_major else (key.vocab_size, key.hidden_size),
+            "weight": (key.hidden_size, rows) if key.hidden_major else (rows, key.hidden_size),
+            "partial_sums": (0, 0),  # a ShardFrame's
+            "all_partial_sums": (0, 0),
         }
         device_type = _native.CUDA if key.device.type == "cuda" else _native.CPU
         tensors = _native.call_arguments().tensors
@@ -275,8 +301,7 @@ class Frame:
             view.rows = num_tokens
         self.num_tokens = num_tokens
 
-    @staticmethod
-    def retain(args: Any, memory: Tensor | None, *, lent: bool = False) -> None:
+    def retain(self, args: Any, memory: Tensor | None, *, lent: bool = False) -> None:
         """What the next call leaves in, or takes from, memory that forward and backward share. `lent`: that of the weight's gradient."""
         args.retained, args.retained_bytes = (None, 0) if memory is None else (memory.data_ptr(), memory.nbytes)
         args.retained_place = _native.RETAINED_GRAD_WEIGHT if lent else _native.RETAINED_OWN
@@ -288,8 +313,11 @@ class Frame:
         if len(names) > 1:
             for i, name in enumerate(names):
                 getattr(self, name).data = address + i * _FP32_BYTES * self.num_tokens
+        behind = address + len(names) * _FP32_BYTES * self.num_tokens
         if outputs.teacher_top_k:
-            self.teacher_logprobs.data = address + len(names) * _FP32_BYTES * self.num_tokens
+            self.teacher_logprobs.data = behind
+        if outputs.class_weight_total:
+            self.class_weight_total.data = behind
 
     def set_top1(self, memory: Tensor | None) -> None:
         if memory is not None:
@@ -311,7 +339,7 @@ class Frame:
     def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
         """What forward and backward have in common, contiguous and in the kernel's dtypes. The result has to outlive the call."""
         hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, *_ = given
-        temperature, token_weight, teacher_ids, teacher_probs = given[11:]
+        temperature, token_weight, teacher_ids, teacher_probs = given[11:15]
         num_tokens = hidden.shape[0]
         if num_tokens != self.num_tokens:
             self.resize(num_tokens)

@@ -33,6 +33,9 @@ _raw_alloc: Any = (
 class Kernel:
     """A compiled kernel set for one output layer on one device; shared by every thread. Made by `flce.get_kernel`."""
 
+    frame_type: type[Frame] = Frame
+    retains_unasked = False  # whether a call without a limit may have memory of its own for what is retained
+
     def __init__(self, key: KernelKey, handle: ctypes.c_void_p) -> None:
         self.key = key
         self.device = key.device
@@ -46,7 +49,8 @@ class Kernel:
             self.float_like = self.invalid_label.detach().view(torch.float32)[0]
             self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
             self._byte = self.invalid_label.detach().view(torch.uint8)[0]
-        self.outputs = outputs_of(key.options)
+        self.outputs = outputs_of(key.options, shard_class_weight=bool(key.whole_vocab_size) and key.class_weight)
+        self.weight_rows = key.vocab_size  # of the weight that its calls have
         self.forward_function, self.backward_function = self._library.flce_kernel_forward, self._library.flce_kernel_backward
         self._index = key.device.index if key.device.type == "cuda" else None
         self._allocates_raw = self._index is not None and _raw_alloc is not None
@@ -81,7 +85,7 @@ class Kernel:
 
     def workspace_bytes(self, num_tokens: int, *, backward: bool = True) -> int:
         """Scratch bytes that a pass over num_tokens tokens takes."""
-        return _native.workspace_bytes(self._handle, num_tokens, backward)
+        return _native.workspace_bytes(self._handle, num_tokens, _native.BACKWARD if backward else _native.FORWARD)
 
     def retained_bytes(self, num_tokens: int, *, in_grad_weight: bool = False) -> int:
         """Bytes in which forward can spare backward the logits of num_tokens tokens, in memory of their own (any smaller number spares a
@@ -125,7 +129,7 @@ class Kernel:
         try:
             return self.frames.pop()
         except IndexError:
-            return Frame(self)
+            return self.frame_type(self)
 
     def run(self, function: Any, args_address: int, size: int) -> None:
         """One call, with `size` bytes of workspace: freed when this returns, handed out again only behind this stream's work."""
@@ -147,6 +151,17 @@ class Kernel:
         if status:
             _native.raise_status(status)
 
+    def run_in(self, workspace: Tensor, size: int, function: Any, args_address: int) -> None:
+        """One call with the workspace of `new_workspace(size)`, which other calls may go on from."""
+        pointer = -(-workspace.data_ptr() // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        stream = None if self._index is None else torch.cuda.current_stream(self._index).cuda_stream
+        status = function(self._handle, args_address, pointer, size, stream)
+        if status:
+            _native.raise_status(status)
+
+    def new_workspace(self, size: int) -> Tensor:
+        return self._byte.new_empty(size + _WORKSPACE_ALIGNMENT)
+
     def new_values(self, given: Inputs, token_shape: torch.Size) -> Tensor:
         """Memory for what forward writes in fp32: a lone value as itself, the loss as token_shape or []; else one flat tensor, see
         `split_values`."""
@@ -166,30 +181,43 @@ class Kernel:
         `outputs.saved` and teacher_logprobs one behind the other, with what else backward can use on it (`_retain.of`)."""
         frame = self._take_frame()
         kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the call is made
-        num_tokens, (names, _, statistics, _) = frame.num_tokens, self.outputs
-        retained = memory = None
-        if self.retains and given.retain:
-            if frame.choices is None:
-                frame.choices = _retain.Choices(self, num_tokens)
-            retained, memory = _retain.prepare(self, given, frame.choices)
-        frame.retain(frame.forward, memory, lent=retained is not None and retained.lent)
-        saved = self.new_floats(self.outputs.saved_size(num_tokens))
-        frame.point_to_saved(saved.data_ptr(), self.outputs)
-        outputs = split_values(values, num_tokens, names)
-        for name, output in outputs.items():
-            if name not in statistics:
-                getattr(frame, name).data = output.data_ptr()
-        frame.set_top1(top1)
+        retained = self.prepare_retained(frame, given)
+        saved = self.new_floats(self.outputs.saved_size(frame.num_tokens))
+        outputs = self.point_to_outputs(frame, saved, values, top1)
         self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
-        for i, name in enumerate(statistics):
-            if name in outputs:  # a copy, so that the caller may change what it got in place
-                outputs[name].copy_(saved[i * num_tokens : (i + 1) * num_tokens])
-        if teacher_logprobs is not None:
-            teacher_logprobs.copy_(self.outputs.teacher_logprobs(saved).view(teacher_logprobs.shape))
+        self.copy_statistics(outputs, saved, frame.num_tokens, teacher_logprobs)
         self.frames.append(frame)
         if retained is not None:
             _retain.attach(retained, saved)
         return saved
+
+    def prepare_retained(self, frame: Frame, given: Inputs) -> _retain.Retained | None:
+        """What forward is to leave to backward, in the frame's struct."""
+        retained = memory = None
+        if self.retains and given.retain:
+            if frame.choices is None:
+                frame.choices = _retain.Choices(self, frame.num_tokens)
+            retained, memory = _retain.prepare(self, given, frame.choices)
+        frame.retain(frame.forward, memory, lent=retained is not None and retained.lent)
+        return retained
+
+    def point_to_outputs(self, frame: Frame, saved: Tensor, values: Tensor, top1: Tensor | None) -> dict[str, Tensor]:
+        """Where outputs are to be written, in the frame. Returns the views of `values` by name."""
+        frame.point_to_saved(saved.data_ptr(), self.outputs)
+        outputs = split_values(values, frame.num_tokens, self.outputs.values)
+        for name, output in outputs.items():
+            if name not in self.outputs.saved:
+                getattr(frame, name).data = output.data_ptr()
+        frame.set_top1(top1)
+        return outputs
+
+    def copy_statistics(self, outputs: dict[str, Tensor], saved: Tensor, num_tokens: int, teacher_logprobs: Tensor | None) -> None:
+        """What backward reads and the caller wants, too: copies, so that the caller may change what it got in place."""
+        for i, name in enumerate(self.outputs.saved):
+            if name in outputs:
+                outputs[name].copy_(saved[i * num_tokens : (i + 1) * num_tokens])
+        if teacher_logprobs is not None:
+            teacher_logprobs.copy_(self.outputs.teacher_logprobs(saved).view(teacher_logprobs.shape))
 
     def saved_anew(self, given: Inputs) -> Tensor:
         """`saved` as a forward that retains nothing makes it: with it, backward has the bits of a call that retained nothing."""
@@ -213,9 +241,25 @@ class Kernel:
         is all it is afterwards. `entropy`: not all of an entropy's gradient is 0, as far as the caller knows; without one a GPU has a use
         for what is retained."""
         frame = self._take_frame()
+        kept = self.fill_backward(frame, given, saved, grad_values, (grad_hidden, grad_weight, grad_bias), entropy=entropy)  # noqa: F841
+        frame.retain(frame.backward, retained, lent=lent)
+        self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
+        self.frames.append(frame)
+
+    def fill_backward(
+        self,
+        frame: Frame,
+        given: Inputs,
+        saved: Tensor,
+        grad_values: Tensor,
+        gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+        *,
+        entropy: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """backward's arguments in the frame's struct, but for what is retained. `gradients`: of hidden, weight and bias. The result has to
+        outlive the call."""
         args, address = frame.backward, frame.address
-        kept = frame.inputs(args, given)  # noqa: F841  # alive until the call is made
-        frame.retain(args, retained, lent=lent)
+        kept = frame.inputs(args, given)
         frame.point_to_saved(saved.data_ptr(), self.outputs)
         try:
             grad_values.data_ptr()
@@ -226,23 +270,13 @@ class Kernel:
                 getattr(frame, GRADIENT_VIEWS[name]).data = gradient.data_ptr()
         if "entropy" in self.outputs.values:
             args.grad_entropy = address["grad_entropy"] if entropy else None
-        if grad_hidden is None:
-            args.grad_hidden = None
-        else:
-            frame.grad_hidden.data = grad_hidden.data_ptr()
-            args.grad_hidden = address["grad_hidden"]
-        if grad_weight is None:
-            args.grad_weight = None
-        else:
-            frame.grad_weight.data = grad_weight.data_ptr()
-            args.grad_weight = address["grad_weight"]
-        if grad_bias is None:
-            args.grad_bias = None
-        else:
-            frame.grad_bias.data = grad_bias.data_ptr()
-            args.grad_bias = address["grad_bias"]
-        self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
-        self.frames.append(frame)
+        for name, made in zip(("grad_hidden", "grad_weight", "grad_bias"), gradients, strict=True):
+            if made is None:
+                setattr(args, name, None)
+            else:
+                getattr(frame, name).data = made.data_ptr()
+                setattr(args, name, address[name])
+        return kept
 
     def take_invalid_label(self) -> None:
         """Waits for all streams of the device, raises LabelError if a label was out of range since the last time, and forgets it."""
@@ -263,8 +297,8 @@ class Kernel:
 
 _lock = threading.Lock()
 _sessions: dict[tuple[torch.device, bool | None], ctypes.c_void_p] = {}  # by device, and strict
-_kernels: dict[tuple[KernelKey, str], Kernel] = {}  # by key without a limit, and plan
-_found: dict[KernelKey, Kernel] = {}
+_kernels: dict[tuple[Any, ...], Kernel] = {}  # by key without a limit, plan, and what else it was made of
+_found: dict[tuple[Any, ...], Kernel] = {}  # by the fields of a KernelKey, and the same
 _strict: bool | None = None  # of lookups that do not say; None: what FLCE_STRICT says
 _MOST_FOUND = 4096  # limits with numbers of tokens
 _alive: dict[tuple[torch.device, int, int], _retain.Alive] = {}
@@ -300,6 +334,10 @@ def checked_strict(strict: Any) -> bool | None:
 
 def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
     """The kernel that computes such a call."""
+    if given.parallel:
+        from flce import _shards  # which builds on this module
+
+        return _shards.find_for(given, grad_weight_out)
     hidden, weight = given.hidden, given.weight
     limit = given.workspace_limit_bytes
     return find(
@@ -321,11 +359,12 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
     )
 
 
-def find(*fields: Any, strict: bool | None = None) -> Kernel:
-    """The kernel for a KernelKey of these fields: from memory, the caches, or compiled (unless `strict`; None: as `set_strict` says)."""
-    kernel = _found.get(fields)  # type: ignore[call-overload]  # a named tuple hashes as a plain one, which is made faster
+def find(*fields: Any, strict: bool | None = None, make: Callable[..., Kernel] = Kernel, of: tuple[Any, ...] = ()) -> Kernel:
+    """The kernel for a KernelKey of these fields: from memory, the caches, or compiled (unless `strict`; None: as `set_strict` says).
+    `make`: what makes it, of its key, handle and `of`."""
+    kernel = _found.get((*fields, *of) if of else fields)  # a named tuple would hash as a plain one, which is made faster
     if kernel is not None:
-        return kernel  # type: ignore[no-any-return]
+        return kernel
     key = KernelKey(*fields)
     if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise errors.UnavailableError(
@@ -337,17 +376,17 @@ def find(*fields: Any, strict: bool | None = None) -> Kernel:
     )
     # Limits and numbers of tokens that come to the same plan share its kernel.
     shared = key._replace(workspace_limit_bytes=0, num_tokens=0)
-    name = shared, _native.text(_native.library().flce_kernel_text, handle, _native.TEXT_PLAN)
+    name = (shared, _native.text(_native.library().flce_kernel_text, handle, _native.TEXT_PLAN), *of)
     kernel = _kernels.get(name)
     if kernel is None:
-        made = Kernel(shared, handle)
+        made = make(shared, handle, *of)
         with _lock:
             kernel = _kernels.setdefault(name, made)
     else:
         _native.library().flce_kernel_release(handle)
     if len(_found) >= _MOST_FOUND:
         _found.clear()
-    return _found.setdefault(key, kernel)
+    return _found.setdefault((*key, *of), kernel)
 
 
 def statistics() -> dict[str, Any]:

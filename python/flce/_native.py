@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 from flce import errors
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 CPU, CUDA = 1, 2
 INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140
 FP16, FP32, BF16 = 0x0210, 0x0220, 0x0410
 REDUCTION_NONE, REDUCTION_SUM, REDUCTION_MEAN, REDUCTION_WEIGHTED_MEAN = 0, 1, 2, 3
-FORWARD, BACKWARD = 0, 1
+FORWARD, BACKWARD, MERGE = 0, 1, 3
+STAGE_WHOLE, STAGE_UNTIL_GRAD_HIDDEN, STAGE_REST = 0, 1, 2
 RETAINED_OWN, RETAINED_GRAD_WEIGHT = 0, 1
 TIERS = ("memory", "local", "packs", "remote")
 TEXT_SPEC, TEXT_PLAN, TEXT_PLAN_JSON, TEXT_EXPLAIN, TEXT_EXPLAIN_JSON = 0, 2, 3, 5, 6
@@ -54,6 +55,7 @@ class CallArguments(NamedTuple):
     """What the library takes of a call."""
 
     forward: type[Structure]  # flce_forward_args
+    merge: type[Structure]  # flce_merge_args
     backward: type[Structure]  # flce_backward_args
     tensors: dict[str, CallTensor]
 
@@ -95,6 +97,7 @@ class RetainOptions(Structure):
         ("least_work", c_int64),
         ("keep_grad_weight", c_int32),
         ("reserved", c_int32),
+        ("vocab_columns", c_int64),
     )
 
 
@@ -172,6 +175,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_prewarm_sets": (c_int32, (c_char_p, POINTER(Job))),
     "flce_missing_sets": (c_int32, (c_char_p, POINTER(Job))),
     "flce_kernel_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
+    "flce_kernel_merge": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
+    "flce_kernel_partial_sum_fields": (c_int32, (c_void_p, POINTER(c_int32))),
     "flce_kernel_backward": (c_int32, (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p)),
     "flce_kernel_check_invalid_label": (c_int32, (c_void_p, c_uint64)),
     "flce_call_arguments_json": (c_int32, (c_char_p, c_size_t, POINTER(c_size_t))),
@@ -281,6 +286,7 @@ def call_arguments() -> CallArguments:
     description = json.loads(text(library().flce_call_arguments_json))
     return CallArguments(
         _struct("flce_forward_args", description["forward"]),
+        _struct("flce_merge_args", description["merge"]),
         _struct("flce_backward_args", description["backward"]),
         {tensor["name"]: CallTensor(tensor["elements"], tensor["extent"]) for tensor in description["tensors"]},
     )
@@ -327,9 +333,17 @@ def session_statistics(session: c_void_p) -> tuple[int, dict[str, dict[str, int]
     return total.compiled, tiers
 
 
-def workspace_bytes(kernel: c_void_p, num_tokens: int, backward: bool) -> int:
+def workspace_bytes(kernel: c_void_p, num_tokens: int, which: int) -> int:
+    """`which`: FORWARD, BACKWARD or MERGE."""
     result = c_size_t()
-    check(library().flce_kernel_workspace_bytes(kernel, num_tokens, BACKWARD if backward else FORWARD, byref(result)))
+    check(library().flce_kernel_workspace_bytes(kernel, num_tokens, which, byref(result)))
+    return result.value
+
+
+def partial_sum_fields(kernel: c_void_p) -> int:
+    """Fields of a shard's partial sums; 0 where the kernel is no shard's."""
+    result = c_int32()
+    check(library().flce_kernel_partial_sum_fields(kernel, byref(result)))
     return result.value
 
 
@@ -340,14 +354,15 @@ def retained_bytes(kernel: c_void_p, num_tokens: int, place: int) -> int:
 
 
 def choose_retained(
-    kernel: c_void_p, num_tokens: int, workspace_limit_bytes: int, lend_grad_weight: bool, least_work: int
+    kernel: c_void_p, num_tokens: int, workspace_limit_bytes: int, lend_grad_weight: bool, least_work: int, vocab_columns: int = 0
 ) -> tuple[int, int]:
-    """(place, bytes) of what forward should leave to backward."""
+    """(place, bytes) of what forward should leave to backward. `vocab_columns`: classes of this rank's shard; 0: all that the spec has."""
     options = RetainOptions(
         struct_size=ctypes.sizeof(RetainOptions),
         workspace_limit_bytes=workspace_limit_bytes,
         least_work=least_work,
         keep_grad_weight=not lend_grad_weight,
+        vocab_columns=vocab_columns,
     )
     place, size = c_int32(), c_size_t()
     check(library().flce_kernel_choose_retained(kernel, num_tokens, byref(options), byref(place), byref(size)))

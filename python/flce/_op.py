@@ -187,7 +187,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         kernel, grad_weight_out, rest = ctx.call
         given = Inputs.of(tensors, rest)
         hidden, weight = given.hidden, given.weight
-        may_ask = kernel is None or grad_weight_out is not None or hidden.shape[0] * weight.numel() >= SMALL
+        # Ranks that share a vocabulary add up what all of them ask for, however few rows one has.
+        may_ask = kernel is None or grad_weight_out is not None or bool(given.parallel) or hidden.shape[0] * weight.numel() >= SMALL
         wanted = wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
         gradients: Sequence[Tensor | None]
         if kernel is None:
@@ -245,7 +246,7 @@ _REST = (  # of Inputs
 )
 # Of Inputs, too; a schema's fields keep their places, since caches of compiled graphs do not look at schemas.
 _CHOICE = "int retain=0"
-_ROWS = "Tensor? temperature=None, Tensor? token_weight=None, Tensor? teacher_ids=None, Tensor? teacher_probs=None"
+_ROWS = "Tensor? temperature=None, Tensor? token_weight=None, Tensor? teacher_ids=None, Tensor? teacher_probs=None, str parallel=''"
 
 _library = torch.library.Library("flce", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -287,8 +288,8 @@ def _backward_kernel(grad_values: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = Inputs(*args)
     hidden = given.hidden
-    num_tokens = hidden.shape[0]
-    outputs = _frame.outputs_of(given.options)
+    num_tokens = given.target.shape[0]
+    outputs = given.outputs()
     values = hidden.new_empty(outputs.shape((num_tokens,), num_tokens, given.reduction), dtype=torch.float32)
     saved = hidden.new_empty(outputs.saved_size(num_tokens), dtype=torch.float32)
     return values, saved, hidden.new_empty(num_tokens if outputs.top1 else 0, dtype=torch.int64)

@@ -55,7 +55,8 @@ class Choices:
         self._known: dict[tuple[int, bool], Choice] = {}
 
     def under(self, limit: int, *, lend: bool) -> Choice:
-        """`limit`: on workspace and what is retained together, 0: no memory of its own. `lend`: the weight's gradient may lend."""
+        """`limit`: on workspace and what is retained together, 0: no memory of its own (of a shard, some). `lend`: the weight's gradient
+        may lend."""
         choice = self._known.get((limit, lend))
         if choice is None:
             choice = self._known[limit, lend] = self._kernel.choose_retained(
@@ -65,11 +66,12 @@ class Choices:
 
     def may_lend(self, retain: int) -> bool:
         """Whether a forward with that Inputs.retain may ever lend; if so its loss is counted among those alive."""
-        return bool(retain & _WEIGHT and retain & _CHOICE != NEVER and self.under(0, lend=True).size)
+        return bool(retain & _WEIGHT and retain & _CHOICE != NEVER and self.under(0, lend=True).lent)
 
     def may_retain(self, retain: int, limit: int) -> bool:
         """Whether a forward with that Inputs.retain may leave anything to backward."""
-        return bool(retain & _GRADIENT and (self.may_lend(retain) or (limit and self.under(limit, lend=False).size)))
+        own = limit or self._kernel.retains_unasked
+        return bool(retain & _GRADIENT and (self.may_lend(retain) or (own and self.under(limit, lend=False).size)))
 
 
 class Alive:

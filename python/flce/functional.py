@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _arguments, _call, errors
+from flce import _arguments, _call, _sharded_call, errors
 from flce._targets import check_ignore_index, shift_labels
+
+_WHOLE = (False, None, None, None, True)  # what a call says of process_group's companions where the weight is whole
 
 
 def linear_cross_entropy(
@@ -39,6 +41,12 @@ def linear_cross_entropy(
     workspace_limit_bytes: int | None = None,
     retain_in_grad_weight: bool | None = None,
     grad_weight_out: Tensor | None = None,
+    process_group: Any = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reduce_grad_hidden: bool = True,
 ) -> Any:
     """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature against target, plus z_loss · lse² a token,
     without the logits in memory.
@@ -86,6 +94,19 @@ def linear_cross_entropy(
             view), at a multiple of 16 bytes, D a multiple of 8; a slice of a flat buffer will do, rows or columns of a larger tensor will
             not. Eager mode only; hooks on the weight's gradient do not run. `torch.autograd.grad` of a weight that is a leaf, or of the
             leaf that weight is a view of, returns the gradient and leaves this buffer alone.
+        process_group: the ranks over which the vocabulary lies, a ProcessGroup or a DeviceMesh of one dimension; None: weight is whole.
+            weight, bias and class_weight are then this rank's part, plain tensors or DTensors with Shard(0), of any number of rows; target
+            and all else of tokens is the same on every rank. All ranks call together. Outputs are the same bits on every rank; hidden's
+            gradient is the sum over ranks, weight's is this rank's part. See docs/tensor-parallel.md.
+        sequence_parallel: hidden is this rank's part of the tokens: of the one dimension in which target is as many times as large as there
+            are ranks. It is gathered in forward and again in backward, and its gradient is this rank's part.
+        vocab_start: the label of weight's first row. None: the rows of lower ranks, added up. Ranks tell each other at the first call of
+            a kind.
+        vocab_size: classes of the whole layer; rows at and past it are padding and get no gradient. None: all ranks' rows.
+        reduce_dtype: hidden's dtype (None) or torch.float32: in which the ranks' parts of hidden's gradient are made and added up.
+        reduce_grad_hidden: False leaves this rank's part of hidden's gradient as it is, and backward without a collective, for trainers
+            whose own layer before this one adds up the ranks' parts (Megatron's copy-to-region). A DTensor hidden gets a Partial gradient.
+            Not with sequence_parallel or reduce_dtype.
 
     Returns:
         loss, or (loss, lse, logprobs, entropy, top1, log_sum_sq_probs) with those that were asked for.
@@ -101,7 +122,11 @@ def linear_cross_entropy(
     outputs = (True, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
     settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, dft, batch_invariant)
     options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
-    return _call.run(hidden, weight, target, options, temperature, bias, class_weight, num_valid_tokens, token_weight, grad_weight_out)
+    others = (bias, class_weight, num_valid_tokens, token_weight, grad_weight_out)
+    over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
+    if process_group is not None or over_ranks != _WHOLE or reduce_grad_hidden is not True:
+        return _sharded_call.run((process_group, *over_ranks), hidden, weight, target, options, temperature, *others)
+    return _call.run(hidden, weight, target, options, temperature, *others)
 
 
 def linear_logprobs(
@@ -123,6 +148,12 @@ def linear_logprobs(
     workspace_limit_bytes: int | None = None,
     retain_in_grad_weight: bool | None = None,
     grad_weight_out: Tensor | None = None,
+    process_group: Any = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reduce_grad_hidden: bool = True,
 ) -> Any:
     """log p(target) of every token, with p the softmax of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature, without the
     logits in memory.
@@ -143,6 +174,11 @@ def linear_logprobs(
     outputs = (False, False, True, return_entropy, return_top1, return_log_sum_sq_probs)
     settings = ("none", ignore_index, logit_scale, softcap, 0.0, 0.0, False, batch_invariant)
     options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
+    over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
+    if process_group is not None or over_ranks != _WHOLE or reduce_grad_hidden is not True:
+        return _sharded_call.run(
+            (process_group, *over_ranks), hidden, weight, target, options, temperature, bias, grad_weight_out=grad_weight_out
+        )
     return _call.run(hidden, weight, target, options, temperature, bias, grad_weight_out=grad_weight_out)
 
 
@@ -173,6 +209,12 @@ def linear_topk_distillation(
     workspace_limit_bytes: int | None = None,
     retain_in_grad_weight: bool | None = None,
     grad_weight_out: Tensor | None = None,
+    process_group: Any = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reduce_grad_hidden: bool = True,
 ) -> Any:
     """hard_weight · CE(target) + (1 − hard_weight) · (−Σ_k q_k·log p(id_k)) of every token, with q the teacher's probabilities of its K
     most likely classes and p the softmax of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature: forward KL divergence from a
@@ -210,6 +252,9 @@ def linear_topk_distillation(
     teacher = (top_k, hard_weight, return_teacher_logprobs)
     options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight, *teacher)
     rows = (num_valid_tokens, token_weight, grad_weight_out, (teacher_ids, teacher_probs))
+    over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
+    if process_group is not None or over_ranks != _WHOLE or reduce_grad_hidden is not True:
+        return _sharded_call.run((process_group, *over_ranks), hidden, weight, target, options, temperature, bias, None, *rows)
     return _call.run(hidden, weight, target, options, temperature, bias, None, *rows)
 
 

@@ -14,13 +14,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from flce import _arguments, _chunked, _heads, _native, errors
+from flce import _arguments, _chunked, _heads, _native, _parallel, errors
 from flce._targets import check_ignore_index, check_tensors, shift_labels
 from flce.functional import linear_cross_entropy
 
 IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
 _OF_FLCE = frozenset({"workspace_limit_bytes", "retain_in_grad_weight", "batch_invariant"})  # the others compute in chunks of chunk_size
-_OPTIONS = frozenset({"reduction", "class_weight", "temperature", "dft", "logit_scale", "softcap", "label_smoothing", "z_loss"} | _OF_FLCE)
+_PARALLEL = frozenset(  # with flce alone
+    {"process_group", "sequence_parallel", "vocab_start", "vocab_size", "reduce_dtype", "reduce_grad_hidden"}
+)
+_OPTIONS = frozenset(
+    {"reduction", "class_weight", "temperature", "dft", "logit_scale", "softcap", "label_smoothing", "z_loss"} | _OF_FLCE | _PARALLEL
+)
 _OLDEST_GPU = (8, 0)
 # Options that are numbers: what they may be, for every impl.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -85,7 +90,9 @@ class LinearCrossEntropyLoss:
         compile: compile the chunk of "pytorch" too.
         shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
         options: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a number), dft, reduction ("mean"),
-            batch_invariant (with flce alone), workspace_limit_bytes, retain_in_grad_weight, as in `flce.linear_cross_entropy`.
+            batch_invariant (with flce alone), workspace_limit_bytes, retain_in_grad_weight, as in `flce.linear_cross_entropy`. Also
+            process_group, sequence_parallel, vocab_start, vocab_size, reduce_dtype and reduce_grad_hidden, for a layer whose rows lie over
+            ranks, with flce alone.
 
     Raises:
         ArgumentError, SpecError: for an unknown impl or option, or a value out of its range. UnavailableError (an ImportError): for an impl
@@ -138,6 +145,8 @@ class LinearCrossEntropyLoss:
         self.shift = shift
         self.options = options
         self.actual_impl = self._choose(impl)
+        if _parallel_of(options) is not None and self.actual_impl != "flce":
+            raise errors.ArgumentError(f"process_group needs impl 'flce'; this loss uses {self.actual_impl!r}")
         self._compiled: _chunked.ChunkLoss | None = None
 
     @staticmethod
@@ -205,15 +214,19 @@ class LinearCrossEntropyLoss:
                 )
                 return loss
             except errors.UnavailableError as error:
-                if self.requested_impl != "auto":
+                if self.requested_impl != "auto" or self.options.get("process_group") is not None:
                     raise
                 _say_once(f"flce: LinearCrossEntropyLoss(impl='auto') falls back to 'pytorch': {error}")
                 self.actual_impl = impl = "pytorch"
         if grad_weight_out is not None:
             raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {impl!r}")
-        if self.options.get("batch_invariant", False):
-            raise errors.ArgumentError(f"batch_invariant needs impl 'flce'; this loss uses {impl!r}")
-        common = {name: value for name, value in common.items() if name not in _OF_FLCE}
+        for name, value in (
+            ("batch_invariant", self.options.get("batch_invariant", False)),
+            ("process_group", self.options.get("process_group")),
+        ):
+            if value:
+                raise errors.ArgumentError(f"{name} needs impl 'flce'; this loss uses {impl!r}")
+        common = {name: value for name, value in common.items() if name not in _OF_FLCE | _PARALLEL}
         common["temperature"] = _check_for_chunks(hidden_states, weight, labels, **common)
         if self.shift or cu_seqlens is not None:
             labels = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
@@ -239,6 +252,11 @@ class LinearCrossEntropyLoss:
 
     def forward_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits [..., V] with the weight as it is now, logit_scale and softcap applied, no temperature, in hidden's dtype."""
+        if self.options.get("process_group") is not None:
+            raise errors.PlacementError(
+                "forward_logits is of a whole output layer, and this one lies over process_group: compute each rank's logits, such as "
+                "F.linear(hidden, weight), and gather them along the last dimension"
+            )
         logits = self.operands(hidden_states).logits()
         return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
 
@@ -251,9 +269,12 @@ class LinearCrossEntropyLoss:
         return other
 
     def num_valid(self, labels: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """How many labels the loss counts, after the shift: an int64 scalar on labels' device, not waited for."""
+        """How many labels the loss counts, after the shift: an int64 scalar on labels' device, not waited for. Where the layer lies over
+        ranks, labels past its end count as well, unless vocab_size says where that is; `check_labels` reports them."""
         targets = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
-        return ((targets != self.ignore_index) & (targets >= 0) & (targets < self.weight.shape[0])).sum()
+        end = self.weight.shape[0] if self.options.get("process_group") is None else self.options.get("vocab_size")
+        counted = (targets != self.ignore_index) & (targets >= 0)
+        return (counted if end is None else counted & (targets < end)).sum()
 
     def __repr__(self) -> str:
         vocab_size, hidden_size = self.weight.shape
@@ -261,6 +282,13 @@ class LinearCrossEntropyLoss:
             f"{type(self).__name__}(impl={self.actual_impl!r}, vocab_size={vocab_size}, hidden_dim={hidden_size}, "
             f"chunk_size={self.chunk_size}, compile={self.compile})"
         )
+
+
+def _parallel_of(options: Mapping[str, Any]) -> _parallel.Parallel | None:
+    """What a loss's options say of ranks over which its layer lies."""
+    group, start, size = options.get("process_group"), options.get("vocab_start"), options.get("vocab_size")
+    sequence, summed = options.get("sequence_parallel", False), options.get("reduce_grad_hidden", True)
+    return _parallel.asked(group, sequence, start, size, options.get("reduce_dtype"), summed)
 
 
 def _check_for_chunks(

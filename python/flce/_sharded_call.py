@@ -1,0 +1,140 @@
+"""A call whose weight is a shard: DTensors become the parts that this rank has, a sharded dimension of hidden comes first, and the call
+goes the way of every other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flce import _call, _parallel, errors
+from flce._arguments import Options
+from flce._checks import is_dtensor
+from flce._parallel import Parallel
+from flce._targets import check_tensors
+
+
+def run(
+    parallel_arguments: tuple[Any, ...],
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    options: tuple[Any, ...],
+    temperature: Tensor | float | None,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    num_valid_tokens: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    grad_weight_out: Tensor | None = None,
+    teacher: tuple[Tensor, Tensor] | None = None,
+) -> Any:
+    """As _call.run. `parallel_arguments`: those of `_parallel.asked`."""
+    parallel = _parallel.asked(*parallel_arguments)
+    assert parallel is not None  # else `asked` has raised
+    check_tensors(hidden=hidden, weight=weight, target=target)
+    hidden, dimension = _local_hidden(hidden, target, parallel)
+    weight = _local_shard("weight", weight, parallel)
+    bias, class_weight, grad_weight_out = (
+        None if tensor is None else _local_shard(name, tensor, parallel)
+        for name, tensor in (("bias", bias), ("class_weight", class_weight), ("grad_weight_out", grad_weight_out))
+    )
+    rows: list[Any] = [target, temperature, token_weight, *(teacher or ())]
+    names = ("target", "temperature", "token_weight", "teacher_ids", "teacher_probs")
+    rows = [_local_whole(name, tensor, parallel) for name, tensor in zip(names, rows, strict=False)]
+    if dimension:
+        hidden = hidden.movedim(dimension, 0)
+        rows = [row.movedim(dimension, 0) if isinstance(row, Tensor) else row for row in rows]
+    target, temperature, token_weight, *taught = rows
+    chosen = Options(*options)._replace(parallel=parallel.text())
+    others = (bias, class_weight, num_valid_tokens, token_weight, grad_weight_out, tuple(taught) or None)
+    made = _call.run(hidden, weight, target, tuple(chosen), temperature, *others)
+    if not dimension:
+        return made
+    outputs = [output.movedim(0, dimension) if output.dim() else output for output in (made if isinstance(made, tuple) else (made,))]
+    return tuple(outputs) if isinstance(made, tuple) else outputs[0]
+
+
+def _local_hidden(hidden: Tensor, target: Tensor, parallel: Parallel) -> tuple[Tensor, int]:
+    """This rank's hidden states, and the dimension of which they are a part with sequence parallel."""
+    if not is_dtensor(hidden):
+        return hidden, _sequence_dimension(hidden, target, parallel)
+    placements = hidden.placements  # type: ignore[attr-defined]
+    of_group = _mesh_dimension("hidden", hidden, parallel)
+    placement = placements[of_group]
+    if placement.is_shard() and not parallel.sequence:
+        raise errors.PlacementError(
+            f"hidden is a DTensor with placements {list(placements)}; pass sequence_parallel=True for tokens that lie over the ranks of "
+            "process_group"
+        )
+    if parallel.sequence and not placement.is_shard():
+        raise errors.PlacementError(
+            f"hidden is a DTensor with placements {list(placements)} and sequence_parallel is True; over the ranks of process_group it "
+            "must be Shard of a dimension of tokens"
+        )
+    if placement.is_partial():
+        raise errors.PlacementError("hidden is a DTensor with a Partial placement; redistribute it to Replicate or Shard first")
+    of_gradient = placements
+    if not parallel.reduce_grad_hidden:
+        from torch.distributed.tensor import Partial
+
+        of_gradient = [Partial() if i == of_group else each for i, each in enumerate(placements)]
+    local: Tensor = hidden.to_local(grad_placements=of_gradient)  # type: ignore[attr-defined]
+    if not parallel.sequence:
+        return local, 0
+    dimension = int(placement.dim) % hidden.dim()
+    if dimension == hidden.dim() - 1:
+        raise errors.PlacementError(f"hidden is a DTensor with placements {list(placements)}: its hidden_size may not be sharded")
+    return local, dimension
+
+
+def _sequence_dimension(hidden: Tensor, target: Tensor, parallel: Parallel) -> int:
+    """The dimension of target of which hidden has this rank's part."""
+    tokens = hidden.shape[:-1]
+    if not parallel.sequence or parallel.ranks == 1 or len(tokens) != target.dim():
+        return 0
+    for dimension, (mine, all_of_them) in enumerate(zip(tokens, target.shape, strict=True)):
+        others = tokens[:dimension] + tokens[dimension + 1 :] == target.shape[:dimension] + target.shape[dimension + 1 :]
+        if mine * parallel.ranks == all_of_them and others:
+            return dimension
+    return 0
+
+
+def _local_shard(name: str, tensor: Tensor, parallel: Parallel) -> Tensor:
+    """This rank's rows of what lies over the ranks of the process group."""
+    if not is_dtensor(tensor):
+        return tensor
+    placements = tensor.placements  # type: ignore[attr-defined]
+    placement = placements[_mesh_dimension(name, tensor, parallel)]
+    others = [other for other in placements if other is not placement]
+    if type(placement).__name__ != "Shard" or placement.dim != 0 or any(not other.is_replicate() for other in others):
+        raise errors.PlacementError(
+            f"{name} is a DTensor with placements {list(placements)}; over the ranks of process_group it must be Shard(0), and Replicate "
+            "over all others (unshard what FSDP has sharded: run inside the module's forward)"
+        )
+    local: Tensor = tensor.to_local(grad_placements=placements)  # type: ignore[attr-defined]
+    return local
+
+
+def _local_whole(name: str, tensor: Any, parallel: Parallel) -> Any:
+    """What every rank has whole."""
+    if not isinstance(tensor, Tensor) or not is_dtensor(tensor):
+        return tensor
+    placements = tensor.placements  # type: ignore[attr-defined]
+    if not placements[_mesh_dimension(name, tensor, parallel)].is_replicate():
+        raise errors.PlacementError(
+            f"{name} is a DTensor with placements {list(placements)}; over the ranks of process_group it must be Replicate: each "
+            "has it for all tokens"
+        )
+    return tensor.to_local()  # type: ignore[attr-defined]
+
+
+def _mesh_dimension(name: str, tensor: Any, parallel: Parallel) -> int:
+    """That of the DTensor's mesh whose ranks are those of the process group."""
+    mesh = tensor.device_mesh
+    for dimension in range(mesh.ndim):
+        if mesh.get_group(dimension).group_name == parallel.group:
+            return dimension
+    raise errors.PlacementError(
+        f"{name} is a DTensor over {mesh}, none of whose dimensions is the process_group; give the group of the mesh that it lies over, "
+        "such as mesh['tp'].get_group()"
+    )

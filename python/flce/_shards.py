@@ -1,0 +1,222 @@
+"""Kernels of a layer whose classes lie over a group's ranks: a rank's part of a call, and the collectives between its passes.
+
+forward   (gather hidden) · partial sums of this rank's classes · gather all ranks' · merge them into the outputs
+backward  (gather hidden) · grad_hidden, this rank's part · add up all ranks' while grad_weight is made
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce import _arguments, _kernels, _native, _parallel, _retain, errors
+from flce._frame import VALUES, Frame, Inputs, KernelKey, is_hidden_major, planned_tokens
+from flce._parallel import Parallel, Shard
+
+_OF_BOTH = ("temperature", "token_weight")
+_REDUCTION_NAMES = {code: name for name, code in _arguments.REDUCTIONS.items()}
+_OF_TOKENS = ("target", "temperature", "token_weight", "num_valid", "teacher_ids", "teacher_probs")
+_OF_MERGE = ("target", "all_partial_sums", "lse", "invalid_label")
+
+
+class ShardFrame(Frame):
+    """Also the struct of merge, which has the outputs that forward has elsewhere."""
+
+    def __init__(self, kernel: ShardKernel) -> None:
+        self.merge: Any = _native.call_arguments().merge()
+        super().__init__(kernel)
+        key, address, shard = kernel.key, self.address, kernel.shard
+        merge, forward, backward = self.merge, self.forward, self.backward
+        merge.struct_size = ctypes.sizeof(merge)
+        for name in _OF_MERGE:
+            setattr(merge, name, address[name])
+        for name in _OF_BOTH:
+            setattr(merge, name, address[name] if getattr(key, name) else None)
+        values, _, saved, teacher_top_k, total = kernel.outputs
+        for name in ("teacher_ids", "teacher_probs", "teacher_logprobs"):
+            setattr(merge, name, address[name] if teacher_top_k else None)
+        for name in VALUES:
+            if name != "lse":
+                setattr(merge, name, address[name] if name in values else None)
+            setattr(forward, name, None)
+        forward.teacher_logprobs = forward.invalid_label = None
+        forward.partial_sums = address["partial_sums"]
+        for name, there in (("target_class_weight", "target_class_weight" in saved), ("class_weight_total", total)):
+            for args in (merge, backward):
+                setattr(args, name, address[name] if there else None)
+        forward.vocab_start = backward.vocab_start = shard.vocab_start
+        self.merge_address = ctypes.addressof(merge)
+
+    def resize(self, num_tokens: int) -> None:
+        super().resize(num_tokens)
+        kernel: Any = self.kernel
+        for name, ranks in (("partial_sums", 1), ("all_partial_sums", kernel.parallel.ranks)):
+            view = getattr(self, name)
+            view.rows, view.columns, view.row_stride = ranks * kernel.fields, num_tokens, num_tokens
+        self.merge_bytes = _native.workspace_bytes(kernel._handle, num_tokens, _native.MERGE)
+
+    def retain(self, args: Any, memory: Tensor | None, *, lent: bool = False) -> None:
+        """As Frame.retain. Of the weight's gradient the rows of classes are lent, not those of padding."""
+        super().retain(args, memory, lent=lent)
+        if lent and memory is not None:
+            shard = self.kernel.shard  # type: ignore[attr-defined]
+            args.retained_bytes = memory.nbytes // shard.rows * shard.classes
+
+    def set_top1(self, memory: Tensor | None) -> None:
+        if memory is not None:
+            self.top1.data = memory.data_ptr()
+        self.merge.top1 = None if memory is None else self.address["top1"]
+
+    def set_rule(self, ignore_index: int, reduction: int) -> None:
+        super().set_rule(ignore_index, reduction)
+        self.merge.ignore_index, self.merge.reduction = ignore_index, reduction
+
+
+class ShardKernel(_kernels.Kernel):
+    """A kernel with the place of one rank's weight in the vocabulary."""
+
+    frame_type: type[Frame] = ShardFrame
+    retains_unasked = True
+
+    def __init__(self, key: KernelKey, handle: ctypes.c_void_p, shard: Shard, parallel: Parallel) -> None:
+        self.shard, self.parallel = shard, parallel
+        self.fields = _native.partial_sum_fields(handle)
+        super().__init__(key, handle)
+        self.weight_rows = shard.rows
+        self.retains = self.retains and shard.classes > 0
+        self.merge_function = self._library.flce_kernel_merge
+
+    def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
+        """As of a whole layer, for this rank's classes. Without a limit memory of its own may be as large as the whole layer's weight
+        gradient: with R ranks it then holds the exponentials of R times as many tokens as that gradient's memory does on one."""
+        if not workspace_limit_bytes:
+            whole = self.shard.vocab_size * self.key.hidden_size * self.key.grad_weight_dtype.itemsize
+            workspace = max(self.workspace_bytes(num_tokens, backward=backward) for backward in (False, True))
+            workspace_limit_bytes = whole + workspace
+        place, size = _native.choose_retained(
+            self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK, self.shard.classes
+        )
+        return _retain.Choice(place == _native.RETAINED_GRAD_WEIGHT, size)
+
+    def forward(self, given: Inputs, values: Tensor, top1: Tensor | None = None, teacher_logprobs: Tensor | None = None) -> Tensor:
+        group = _parallel.group_named(self.parallel.group)
+        given = self._gathered(group, given)
+        frame: Any = self._take_frame()
+        kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the calls are made
+        frame.merge.num_valid = frame.forward.num_valid
+        num_tokens = frame.num_tokens
+        retained = self.prepare_retained(frame, given)
+        partial_sums = self.new_floats((self.fields, num_tokens))
+        frame.partial_sums.data = partial_sums.data_ptr()
+        self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
+        everyone = _parallel.gathered(group, partial_sums, self.parallel.ranks)
+        frame.all_partial_sums.data = everyone.data_ptr()
+        saved = self.new_floats(self.outputs.saved_size(num_tokens))
+        outputs = self.point_to_outputs(frame, saved, values, top1)
+        self.run(self.merge_function, frame.merge_address, frame.merge_bytes)
+        self.copy_statistics(outputs, saved, num_tokens, teacher_logprobs)
+        self.frames.append(frame)
+        if retained is not None:
+            _retain.attach(retained, saved)
+        return saved
+
+    def backward(
+        self,
+        given: Inputs,
+        saved: Tensor,
+        grad_values: Tensor,
+        grad_hidden: Tensor | None,
+        grad_weight: Tensor | None,
+        grad_bias: Tensor | None,
+        retained: Tensor | None = None,
+        *,
+        lent: bool = False,
+        entropy: bool = True,
+    ) -> None:
+        """As Kernel.backward; grad_hidden is the sum over ranks, which all of them have to ask for, unless `parallel` says that it is this
+        rank's part."""
+        group = _parallel.group_named(self.parallel.group)
+        given = self._gathered(group, given)
+        part = None
+        if grad_hidden is not None:
+            wide = self.key.grad_hidden_dtype or self.key.dtype
+            alike = not self.parallel.sequence and wide is grad_hidden.dtype and grad_hidden.is_contiguous()
+            part = grad_hidden if alike else given.hidden.new_empty(given.hidden.shape, dtype=wide)
+        frame: Any = self._take_frame()
+        args = frame.backward
+        kept = self.fill_backward(frame, given, saved, grad_values, (part, grad_weight, grad_bias), entropy=entropy)  # noqa: F841
+        frame.retain(args, retained, lent=lent)
+        mine = part
+        if part is None or not self.parallel.reduce_grad_hidden:
+            args.stage = _native.STAGE_WHOLE
+            self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
+        else:
+            size = frame.backward_bytes
+            workspace = self.new_workspace(size)
+            args.stage = _native.STAGE_UNTIL_GRAD_HIDDEN
+            self.run_in(workspace, size, self.backward_function, frame.backward_address)
+            mine, work = _parallel.start_sum(group, part, self.parallel)
+            args.stage = _native.STAGE_REST
+            self.run_in(workspace, size, self.backward_function, frame.backward_address)
+            work.wait()
+        if grad_hidden is not None and mine is not None and mine is not grad_hidden:
+            grad_hidden.copy_(mine)
+        self.frames.append(frame)
+
+    def _gathered(self, group: Any, given: Inputs) -> Inputs:
+        """With sequence parallel: the call with all ranks' hidden states."""
+        if not self.parallel.sequence:
+            return given
+        return given._replace(hidden=_parallel.gathered(group, given.hidden, self.parallel.ranks))
+
+
+def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> ShardKernel:
+    """The kernel of this rank's part of such a call."""
+    parallel = _parallel.parallel_of(given.parallel)
+    hidden, weight = given.hidden, given.weight
+    wide = _parallel.reduce_dtype(parallel, hidden.dtype)
+    if wide not in (hidden.dtype, torch.float32):
+        raise errors.DTypeError(f"reduce_dtype is {wide}; with hidden in {hidden.dtype} it must be that, torch.float32 or None")
+    layer = (
+        ("hidden_size", hidden.shape[1]),
+        ("hidden's dtype", str(hidden.dtype)),
+        ("weight's dtype", str(weight.dtype)),
+        ("the options", given.options),
+        ("ignore_index", given.ignore_index),
+        ("reduction", _REDUCTION_NAMES[given.reduction]),
+        ("sequence_parallel", parallel.sequence),
+        ("reduce_dtype", parallel.reduce_dtype or None),
+        ("reduce_grad_hidden", parallel.reduce_grad_hidden),
+        *((f"whether {name} is given", getattr(given, name) is not None) for name in ("bias", "class_weight", *_OF_TOKENS)),
+    )
+    shard = _parallel.shard_of(parallel, weight, {name: getattr(given, name) for name in _OF_TOKENS}, layer)
+    hidden_major = is_hidden_major(weight)
+    # A hidden-major weight's rows are as long as it has classes, so that ranks' kernels may differ.
+    most_classes = max(shard.classes, 1) if hidden_major else max(shard.most_classes, 1)
+    most_rows = max(shard.rows, 1) if hidden_major else max(shard.most_rows, 1)
+    limit = given.workspace_limit_bytes
+    key = KernelKey(
+        device=hidden.device,
+        hidden_size=hidden.shape[1],
+        vocab_size=most_classes,
+        dtype=hidden.dtype,
+        hidden_major=hidden_major,
+        weight_dtype=weight.dtype,
+        grad_weight_dtype=weight.dtype if grad_weight_out is None else grad_weight_out.dtype,
+        accumulate=grad_weight_out is not None,
+        bias=given.bias is not None,
+        class_weight=given.class_weight is not None,
+        temperature=given.temperature is not None,
+        token_weight=given.token_weight is not None,
+        options=given.options,
+        workspace_limit_bytes=limit,
+        num_tokens=planned_tokens(given.target.shape[0], limit),
+        whole_vocab_size=shard.vocab_size,
+        padded_vocab_size=most_rows,
+        grad_hidden_dtype=wide,
+    )
+    kernel: Any = _kernels.find(*key, of=(shard, parallel), make=ShardKernel)
+    return kernel  # type: ignore[no-any-return]

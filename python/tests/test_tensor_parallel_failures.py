@@ -1,0 +1,32 @@
+"""Ranks that share a vocabulary and do not make the same call: the same error on all of them where they can tell, torch's error within the
+group's timeout where they cannot. On the CPU over gloo, under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_pipeline import launch
+from test_tensor_parallel import cases_passed
+
+WORKER = "tensor_parallel_failures_worker.py"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_has_the_same_error_and_goes_on(ranks: int) -> None:
+    assert cases_passed(WORKER, ranks) == 53
+
+
+def test_ranks_left_alone_get_an_error_within_the_timeout() -> None:
+    assert "rank 0 went on" in ranks_that_end("ranks_die", 3)
+
+
+def test_a_later_difference_is_found_by_torchs_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    output = ranks_that_end("a_later_difference", 2)
+    assert "rank 0 went on" in output and "rank 1 went on" in output
+
+
+def ranks_that_end(name: str, ranks: int) -> str:
+    worker = Path(__file__).resolve().parent / WORKER
+    return launch("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker), name, timeout=120)
