@@ -2,9 +2,10 @@
 # Makes the machine ready to build and test flce. Looks at what is there; says what it will install and how, then installs it; quick when
 # nothing is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers, where no
 # toolkit has them, come as PyPI wheels into .tools/nvidia. With --python also what the Python package's tests need (torch and the rest,
-# unless tools/python.sh finds them): from PyPI into .tools/python. With --servers also the servers that tests of remote caches start: redis
-# and nginx unpacked into .tools/servers, where the system has none (a package that is installed would run, and run after the next boot
-# too), and moto's S3 from PyPI into .tools/moto; without them those tests are skipped. With --dist also what a release tree is linked with
+# unless tools/python.sh finds them): from PyPI into .tools/python; and into .tools/peers the packages of tools/peers.txt, whose
+# signatures a test reads. With --servers also the servers that tests of remote caches start: redis and nginx unpacked into
+# .tools/servers, where the system has none (a package that is installed would run, and run after the next boot too), and moto's S3 from
+# PyPI into .tools/moto; without them those tests are skipped. With --dist also what a release tree is linked with
 # (tools/portable_inputs.sh, into .tools/portable). Exit code 3 and a list of what to install by hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -172,6 +173,11 @@ if ((${#wheels[@]} + ${#python_packages[@]})) && ! python3 -m pip --version >/de
     if [[ " ${packages[*]} " != *" python3-pip "* ]]; then packages+=(python3-pip); fi
 fi
 
+# ── What flce.compat stands in for: sources without their dependencies, of which nothing is imported.
+peers=.tools/peers
+peers_missing=false
+if $with_python; then cmp -s tools/peers.txt "$peers/requirements.txt" || peers_missing=true; fi
+
 # ── Servers for tests: none of them is installed in the system.
 servers=.tools/servers moto=.tools/moto
 server_packages=()
@@ -216,7 +222,7 @@ get_servers() {
 }
 
 if ((${#packages[@]} + ${#wheels[@]} + ${#python_packages[@]} + ${#server_packages[@]} == 0)) &&
-    ! $llvm_missing && ! $moto_missing && ! $dist_missing; then exit 0; fi
+    ! $llvm_missing && ! $moto_missing && ! $dist_missing && ! $peers_missing; then exit 0; fi
 
 # ── Distribution packages.
 by_hand() {
@@ -314,6 +320,16 @@ if ((${#python_packages[@]})); then
         fail "pip could not fetch ${rest[*]}." "By hand: install them for $python, or set FLCE_PYTHON to an interpreter that has them."
     still=$(missing_python)
     [[ -z $still ]] || fail "still missing for $python: ${still//$'\n'/ }"
+fi
+if $peers_missing; then
+    echo "flce: fetching the packages of tools/peers.txt from PyPI into $peers, for a test that reads their sources"
+    rm -rf "$peers"
+    python=$(tools/python.sh -c 'import sys; print(sys.executable)')
+    if fetch "$python" --no-deps --only-binary=:all: --target "$peers" -r tools/peers.txt; then
+        cp tools/peers.txt "$peers/requirements.txt"
+    else
+        echo "flce: could not fetch the packages of tools/peers.txt: tests that need them are skipped"
+    fi
 fi
 if $dist_missing; then
     echo "flce: fetching Debian's libc6, libstdc++6 and libgcc-s1 of bullseye and the source of oneTBB into .tools/portable"

@@ -1,0 +1,23 @@
+"""What several stand-ins need: reductions, and means over nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce import errors
+
+
+def check_reduction(given: Any, *allowed: str) -> None:
+    """flce has reductions that peers do not have."""
+    if given not in allowed:
+        raise errors.ArgumentError(f"reduction is {given!r}; allowed are {', '.join(map(repr, allowed))}")
+
+
+def nan_unless(some: Tensor, loss: Tensor) -> Tensor:
+    """`loss`, a mean of which `some`, a scalar, says whether it is over anything; NaN where it is not, and flce gives 0. Gradients stay 0
+    there."""
+    return torch.where(some, loss, math.nan)
