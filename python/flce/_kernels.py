@@ -362,7 +362,8 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
 def find(*fields: Any, strict: bool | None = None, make: Callable[..., Kernel] = Kernel, of: tuple[Any, ...] = ()) -> Kernel:
     """The kernel for a KernelKey of these fields: from memory, the caches, or compiled (unless `strict`; None: as `set_strict` says).
     `make`: what makes it, of its key, handle and `of`."""
-    kernel = _found.get((*fields, *of) if of else fields)  # a named tuple would hash as a plain one, which is made faster
+    asked = (*fields, *of) if of else fields  # a named tuple would hash as a plain one, which is made faster
+    kernel = _found.get(asked)
     if kernel is not None:
         return kernel
     key = KernelKey(*fields)
@@ -386,7 +387,7 @@ def find(*fields: Any, strict: bool | None = None, make: Callable[..., Kernel] =
         _native.library().flce_kernel_release(handle)
     if len(_found) >= _MOST_FOUND:
         _found.clear()
-    return _found.setdefault((*key, *of), kernel)
+    return _found.setdefault(asked, kernel)
 
 
 def statistics() -> dict[str, Any]:

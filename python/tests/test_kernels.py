@@ -14,7 +14,7 @@ from support import assert_close, make_problem, reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
-from flce import _kernels, _memory
+from flce import _kernels, _memory, _native
 
 
 def test_kernel_describes_itself(device: str) -> None:
@@ -108,6 +108,17 @@ def test_a_kernel_made_in_inference_mode_reports_labels(device: str) -> None:
     with pytest.raises(flce.LabelError):
         flce.check_labels()
     flce.check_labels()
+
+
+def test_a_kernel_is_looked_up_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that differ in what is checked of them alone, their reduction here, ask the library no more."""
+    problem = make_problem(device, torch.float32, num_tokens=12, hidden_size=40, vocab_size=77)
+    asked = []
+    get_kernel = _native.get_kernel
+    monkeypatch.setattr(_native, "get_kernel", lambda *args: asked.append(args) or get_kernel(*args))
+    for reduction in ("mean", "sum", "none", "mean"):
+        flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, reduction=reduction)
+    assert len(asked) == 1
 
 
 def test_concurrent_first_use_gives_one_kernel(device: str) -> None:
