@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -10,11 +11,22 @@ import torch
 import torch.distributed as dist
 
 
+def device() -> str:
+    """On which cases run: "cpu", or "cuda" for ranks that share the first GPU."""
+    return os.environ.get("FLCE_TEST_RANKS_ON", "cpu")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(device()).manual_seed(seed)
+
+
 def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, prepare: Callable[[], None] = lambda: None) -> None:
     """Calls `prepare` once and `run` for each case, on every rank of a gloo group; rank 0 prints how many cases passed. A rank whose peer
     has failed raises after 120 s."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
+    if device() != "cpu":
+        torch.set_default_device(device())
     prepare()
     passed = 0
     for case in cases:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_support import run_cases
+from rank_support import device, generator, run_cases
 from tensor_parallel_worker import HIDDEN, TOKENS, Layer, close, leaf, same_on_every_rank
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,7 +26,7 @@ MESH: list[DeviceMesh] = []
 
 def mesh() -> DeviceMesh:
     if not MESH:
-        MESH.append(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
+        MESH.append(init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("tp",)))
     return MESH[0]
 
 
@@ -131,7 +131,7 @@ class TinyModel(nn.Module):
         self.table = nn.Parameter((layer.weight if whole else layer.mine(layer.weight)).clone())
         self.mix = nn.Linear(HIDDEN, HIDDEN, bias=False)
         with torch.no_grad():
-            self.mix.weight.copy_(torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(5)) / 8)
+            self.mix.weight.copy_(torch.randn(HIDDEN, HIDDEN, generator=generator(5)) / 8)
 
     def states(self, tokens: Tensor) -> Tensor:
         """A rank has the embeddings of its own rows, and zeros for the others."""
@@ -160,7 +160,7 @@ def tied(in_graph: bool, masked: float) -> None:
     does, inside the graph."""
     layer = Layer()
     tokens = layer.target.clamp(min=0)
-    mask = torch.rand(TOKENS, generator=torch.Generator().manual_seed(1)) >= masked
+    mask = torch.rand(TOKENS, generator=generator(1)) >= masked
 
     def last_stage(model: TinyModel, states: Tensor, target: Tensor, keep: Tensor, **parallel: Any) -> Tensor:
         labels = torch.where(keep, target, -100)

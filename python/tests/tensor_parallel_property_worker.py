@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import run_cases
+from rank_support import generator, run_cases
 from tensor_parallel_worker import close, leaf, same_on_every_rank
 from torch import Tensor
 
@@ -84,7 +84,7 @@ class Tensors:
     """A case's whole tensors, the same on every rank."""
 
     def __init__(self, case: Case) -> None:
-        make = torch.Generator().manual_seed(case.seed)
+        make = generator(case.seed)
         rows, classes = case.cuts[-1], case.cuts[-1] - case.padding
         self.hidden = torch.randn(case.tokens, case.hidden_size, generator=make).to(case.dtype)
         self.weight = (2.0 / case.hidden_size**0.5 * torch.randn(rows, case.hidden_size, generator=make)).to(case.dtype)

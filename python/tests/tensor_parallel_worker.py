@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_support import run_cases
+from rank_support import device, generator, run_cases
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
@@ -25,7 +25,7 @@ class Layer:
     """A whole layer and its tokens, the same on every rank, and this rank's part."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, seed: int = 0, even: bool = False, tokens: int = TOKENS) -> None:
-        make = torch.Generator().manual_seed(seed)
+        make = generator(seed)
         ranks, rank = dist.get_world_size(), dist.get_rank()
         self.hidden = torch.randn(tokens, HIDDEN, generator=make).to(dtype)
         vocab = 200 if even else VOCAB
@@ -309,7 +309,7 @@ def autocast() -> None:
     layer = Layer()
     whole_hidden, whole = leaf(layer.hidden), leaf(layer.weight)
     hidden, shard = leaf(layer.hidden), leaf(layer.mine(layer.weight))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device(), torch.bfloat16):
         expected = flce.linear_cross_entropy(whole_hidden, whole, layer.target)
         loss = flce.linear_cross_entropy(hidden, shard, layer.target, process_group=layer.group)
     expected.backward()
@@ -345,7 +345,7 @@ def parts_of_grad_hidden(dtype: torch.dtype, as_dtensor: bool) -> None:
     layer = Layer(dtype)
     whole_hidden, whole = leaf(layer.hidden), leaf(layer.weight)
     hidden, shard = leaf(layer.hidden), leaf(layer.mine(layer.weight))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device(), (dist.get_world_size(),))
     given = hidden if not as_dtensor else distribute_tensor(layer.hidden, mesh, [Replicate()]).requires_grad_()
     calls: list[tuple[Tensor, Tensor, dict[str, Any]]] = [
         (whole_hidden, whole, {}),

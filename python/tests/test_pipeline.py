@@ -22,8 +22,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
-def launch(*command: str, timeout: int = 400) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def launch(*command: str, timeout: int = 400, ranks_on: str = "cpu") -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "FLCE_TEST_RANKS_ON": ranks_on}
+    if ranks_on == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     result = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     return result.stdout

@@ -1,4 +1,4 @@
-"""The vocabulary over the ranks of a process group, on the CPU over gloo, under torchrun."""
+"""The vocabulary over the ranks of a process group over gloo, under torchrun: on the CPU, and on one GPU that the ranks share."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from test_pipeline import launch
 HERE = Path(__file__).resolve().parent
 
 
-def cases_passed(worker: str, ranks: int) -> int:
-    output = launch("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(HERE / worker))
+def cases_passed(worker: str, ranks: int, device: str = "cpu") -> int:
+    run = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    output = launch(*run, str(HERE / worker), ranks_on=device)
     return int(re.findall(r"(\d+) cases passed", output)[0])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_shards_equal_the_whole_layer(ranks: int) -> None:
-    assert cases_passed("tensor_parallel_worker.py", ranks) == 61
+def test_shards_equal_the_whole_layer(ranks: int, device: str) -> None:
+    assert cases_passed("tensor_parallel_worker.py", ranks, device) == 61
 
 
-def test_compiled_and_dtensors() -> None:
-    assert cases_passed("tensor_parallel_compile_worker.py", 2) == 21
+def test_compiled_and_dtensors(device: str) -> None:
+    assert cases_passed("tensor_parallel_compile_worker.py", 2, device) == 21
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_random_shards_equal_the_whole_layer(ranks: int) -> None:
-    assert cases_passed("tensor_parallel_property_worker.py", ranks) == 40
+def test_random_shards_equal_the_whole_layer(ranks: int, device: str) -> None:
+    assert cases_passed("tensor_parallel_property_worker.py", ranks, device) == 40
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_over_nccl(device: str) -> None:
+    assert cases_passed("tensor_parallel_nccl_worker.py", 1, device) == 5
 
 
 def test_example_trains_and_needs_less_memory() -> None:
