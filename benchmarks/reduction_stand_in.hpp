@@ -72,8 +72,8 @@ public:
     /// By `blocks` blocks, none of which fits on an SM beside a block of a GEMM.
     void copy_by_blocks(void* to, const void* from, std::size_t bytes, unsigned blocks, CUstream stream) const {
         const CopyParams params{to, from, bytes / 16};
-        launch(*context_, module_.function("copy", kBlockBytes), {{blocks, 1, 1}, kBlockThreads, kBlockBytes}, std::as_bytes(std::span(&params, 1)),
-               stream);
+        launch(*context_, module_.function("copy", kBlockBytes), {{blocks, 1, 1}, kBlockThreads, kBlockBytes},
+               std::as_bytes(std::span(&params, 1)), stream);
     }
     /// One block that waits.
     void pause(std::uint64_t ns, CUstream stream) const {

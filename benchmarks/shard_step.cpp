@@ -1,6 +1,6 @@
 // A rank's training step over its shard of the vocabulary, on one GPU: ParallelKernel with a communicator that delivers what other ranks
 // would have sent. Beside it, in the same rounds, the three bare GEMMs of the shard by cuBLAS.
-//     bench_shard_step [--shape 8192x4096x128256]... [--shards 2,4,8] [--seconds 2] [--blocks 16] [--retain all,default,grad_weight]
+//     bench_shard_step [--shape 8192x4096x128256]... [--shards 2,4,8] [--seconds 2] [--blocks 16] [--options SPEC] [--steps NAME,...]
 // Prints a JSON object a shape and number of shards. Times are medians in ms, `ratios` are to the GEMMs. The steps:
 //     all, default, grad_weight   what forward retains: everything in memory of its own; what Python does by default, within the bytes of
 //                                 the whole layer's weight gradient; within the shard's weight gradient. Nothing is reduced
@@ -9,6 +9,8 @@
 //     blocks_<n>us                the same with a pause of n µs before what is left of grad_weight
 //     blocks_priority             the same with the other stream's priority raised
 //     blocks_in_line              the same on the call's own stream: what a reduction costs that is not hidden
+//     sequence                    as blocks with sequence parallel: hidden states are gathered in forward and in backward, by such blocks
+//     sequence_in_line            the same on the call's own stream
 // `timelines`: when forward, grad_hidden, the reduction and the step ended, in ms after the step began.
 #include <algorithm>
 #include <charconv>
@@ -45,8 +47,8 @@ struct Shape {
 struct Options {
     std::vector<Shape> shapes;
     std::vector<std::int64_t> shards = {2, 4, 8};
-    std::vector<std::string> retain = {"all", "default", "grad_weight"};
-    std::vector<unsigned> pauses_us = {2, 5, 10, 20};
+    std::vector<std::string> steps;  ///< none: all of them
+    std::vector<unsigned> pauses_us = {3, 10};
     double seconds = 2;
     unsigned blocks = 16;
     std::string more;  ///< of the spec
@@ -59,6 +61,7 @@ struct Reduction {
     unsigned pause_us = 0;
     bool in_line = false;
     bool priority = false;
+    bool sequence = false;
 };
 
 struct Step {
@@ -145,8 +148,16 @@ private:
         std::vector<std::byte> random(static_cast<std::size_t>(vocab * d) * 2);
         fill_random(random.data(), DType::bf16, static_cast<std::size_t>(vocab * d), 0.03, 5);
         floor_tensors_[0].buffer.upload(random.data(), random.size());
-        floor_ = {n, d, vocab, vocab, WeightLayout::vocab_major, inputs_.hidden.view.data, floor_tensors_[0].view.data,
-                  floor_tensors_[1].view.data, floor_tensors_[2].view.data, floor_tensors_[3].view.data};
+        floor_ = {n,
+                  d,
+                  vocab,
+                  vocab,
+                  WeightLayout::vocab_major,
+                  inputs_.hidden.view.data,
+                  floor_tensors_[0].view.data,
+                  floor_tensors_[1].view.data,
+                  floor_tensors_[2].view.data,
+                  floor_tensors_[3].view.data};
     }
 
     void make_steps() {
@@ -155,8 +166,8 @@ private:
         const std::int64_t whole_gradient = shape_.vocab_size * shape_.hidden_size * 2;
         std::map<std::string, Retained> memory;
         memory["all"].bytes = kernel_->retained_bytes(n);
-        memory["default"] =
-            kernel_->choose_retained(n, {.workspace_limit_bytes = whole_gradient + static_cast<std::int64_t>(workspace)});
+        memory["default"] = kernel_->choose_retained(
+            n, {.workspace_limit_bytes = whole_gradient + whole_gradient / 32 + static_cast<std::int64_t>(workspace)});
         memory["grad_weight"] = kernel_->choose_retained(n);
         std::size_t own = 1;
         for (auto& [name, retained] : memory) {
@@ -166,15 +177,19 @@ private:
         for (auto& [name, retained] : memory) {
             retained.data = retained.place == RetainedPlace::own ? retained_memory_->workspace().data : outputs_.grad_weight.view.data;
         }
-        for (const std::string& name : options_.retain) steps_.push_back({name, memory.at(name)});
+        for (const char* name : {"all", "default", "grad_weight"}) steps_.push_back({name, memory.at(name)});
         const Retained usual = memory["default"];
         steps_.push_back({"copy", usual, {.kind = Reduction::Kind::copy}});
         steps_.push_back({"blocks", usual, {.kind = Reduction::Kind::blocks}});
         for (const unsigned us : options_.pauses_us)
             steps_.push_back({"blocks_" + std::to_string(us) + "us", usual, {.kind = Reduction::Kind::blocks, .pause_us = us}});
         steps_.push_back({"blocks_priority", usual, {.kind = Reduction::Kind::blocks, .priority = true}});
-        steps_.push_back({"blocks_5us_priority", usual, {.kind = Reduction::Kind::blocks, .pause_us = 5, .priority = true}});
         steps_.push_back({"blocks_in_line", usual, {.kind = Reduction::Kind::blocks, .in_line = true}});
+        steps_.push_back({"sequence", usual, {.kind = Reduction::Kind::blocks, .sequence = true}});
+        steps_.push_back({"sequence_in_line", usual, {.kind = Reduction::Kind::blocks, .in_line = true, .sequence = true}});
+        std::erase_if(steps_, [&](const Step& step) {
+            return !options_.steps.empty() && std::ranges::find(options_.steps, step.name) == options_.steps.end();
+        });
     }
 
     /// What a rank's communicator does in this step.
@@ -182,6 +197,9 @@ private:
         Communicator made{.rank = 0, .size = static_cast<int>(shards_)};
         made.all_gather = [this](const void* part, void* all, std::size_t bytes, flce::Stream stream) {
             const auto on = static_cast<CUstream>(stream.handle);
+            if (bytes == inputs_.hidden.bytes() / static_cast<std::size_t>(shards_)) {
+                return stand_in_.copy_by_blocks(all, inputs_.hidden.view.data, inputs_.hidden.bytes(), options_.blocks, on);
+            }
             stand_in_.copy(all, part, bytes, on);
             const auto* others = static_cast<const std::byte*>(outputs_.all_partial_sums.view.data) + bytes;
             stand_in_.copy(static_cast<std::byte*>(all) + bytes, others, bytes * static_cast<std::size_t>(shards_ - 1), on);
@@ -196,18 +214,35 @@ private:
             marks_[kReduced].record(on);
             if (step.reduction.pause_us > 0) stand_in_.pause(step.reduction.pause_us * 1000ULL, stream_.get());
         };
+        made.reduce_scatter = [this, all_reduce = made.all_reduce](const void* data, void*, std::int64_t count, DType dtype,
+                                                                   flce::Stream stream) {
+            all_reduce(const_cast<void*>(data), count * shards_, dtype, stream);
+        };
         return made;
+    }
+
+    /// This rank's tokens of them.
+    [[nodiscard]] TensorView part_of(const TensorView& tokens) const {
+        return TensorView::matrix(tokens.data, tokens.dtype, shape_.tokens / shards_, shape_.hidden_size, kGpu);
     }
 
     void launch_step(const Step& step) {
         const flce::Stream side{step.reduction.in_line ? nullptr : step.reduction.priority ? hasty_side_.get() : side_.get()};
-        const ParallelKernel parallel(kernel_, communicator(step), {.reduction_stream = side});
-        if (!scratch_) scratch_.emplace("workspace", kGpu, parallel.workspace_bytes(shape_.tokens));
+        const ParallelKernel parallel(kernel_, communicator(step),
+                                      {.sequence_parallel = step.reduction.sequence, .communication_stream = side});
+        if (!scratch_) {
+            const ParallelKernel largest(kernel_, communicator(step), {.sequence_parallel = true});
+            scratch_.emplace("workspace", kGpu, largest.workspace_bytes(shape_.tokens));
+        }
         ForwardArgs forward = forward_args(inputs_, outputs_, {});
         forward.partial_sums = {};
         forward.retained = step.retained;
         BackwardArgs backward = backward_args(inputs_, outputs_, {});
         backward.retained = step.retained;
+        if (step.reduction.sequence) {
+            forward.hidden = backward.hidden = part_of(forward.hidden);
+            backward.grad_hidden = part_of(backward.grad_hidden);
+        }
         marks_[kBegin].record(stream_.get());
         parallel.forward({.call = forward}, scratch_->workspace(), {stream_.get()});
         marks_[kForward].record(stream_.get());
@@ -246,7 +281,9 @@ private:
     }
 
     double merge_ms() {
-        MergeArgs args{.all_partial_sums = outputs_.all_partial_sums.view, .target = inputs_.target.view, .loss = outputs_.loss.view,
+        MergeArgs args{.all_partial_sums = outputs_.all_partial_sums.view,
+                       .target = inputs_.target.view,
+                       .loss = outputs_.loss.view,
                        .lse = outputs_.lse.view};
         synchronize(kGpu);
         Timer timer(kGpu);
@@ -312,8 +349,8 @@ Options read(int argc, char** argv) {
             options.shapes.push_back(shape_of(value));
         } else if (flag == "--shards") {
             options.shards = numbers(value, ',');
-        } else if (flag == "--retain") {
-            options.retain = parts(value, ',');
+        } else if (flag == "--steps") {
+            options.steps = parts(value, ',');
         } else if (flag == "--seconds") {
             options.seconds = std::stod(value);
         } else if (flag == "--blocks") {
