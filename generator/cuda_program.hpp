@@ -39,6 +39,7 @@ struct CudaProgram {
     Expr retained_bytes{0};  ///< what forward may leave for backward in Slot::retained, over Slot::vocab_columns as well; so much of
                              ///< grad_weight may be lent for it:
     Expr lendable_bytes{0};
+    bool defers_hidden = false;  ///< where everything is retained, a backward in stages reads hidden in the last one alone
 };
 
 /// Precondition: illegal_reason(spec, device, plan) is empty and spec is normalized.

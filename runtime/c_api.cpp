@@ -294,6 +294,14 @@ flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_t
     });
 }
 
+flce_status flce_kernel_reads_hidden_late(const flce_kernel* kernel, int64_t num_tokens, int32_t retained_place, size_t retained_bytes,
+                                          int64_t vocab_columns, int32_t* late) {
+    return guarded([&] {
+        const Retained retained{.bytes = retained_bytes, .place = retained_place_of(retained_place, "retained_place")};
+        *not_null(late, "late") = kernel_of(kernel).reads_hidden_late(num_tokens, retained, vocab_columns) ? 1 : 0;
+    });
+}
+
 flce_status flce_kernel_text(const flce_kernel* kernel, int32_t which, char* buffer, size_t capacity, size_t* needed) {
     return guarded([&] { return_text(kernel_text(kernel_of(kernel), which), buffer, capacity, needed); });
 }

@@ -227,6 +227,11 @@ std::size_t Kernel::retained_bytes(std::int64_t num_tokens, RetainedPlace place,
     return static_cast<std::size_t>(retained_bytes_of(num_tokens, place, vocab_columns == 0 ? spec_.vocab_size : vocab_columns));
 }
 
+bool Kernel::reads_hidden_late(std::int64_t num_tokens, const Retained& retained, std::int64_t vocab_columns) const {
+    const std::size_t everything = retained_bytes(num_tokens, RetainedPlace::own, vocab_columns);
+    return defers_hidden() && retained.place == RetainedPlace::own && everything > 0 && retained.bytes >= everything;
+}
+
 Retained Kernel::choose_retained(std::int64_t num_tokens, const RetainOptions& options) const {
     if (options.workspace_limit_bytes < 0 || options.least_work < 0) {
         throw ArgumentError(fmt::format("choose_retained: workspace_limit_bytes is {}, least_work is {}; allowed are 0 and more",

@@ -167,6 +167,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_spec_text": (c_int32, (c_char_p, c_char_p, c_size_t, POINTER(c_size_t))),
     "flce_kernel_workspace_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
     "flce_kernel_retained_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
+    "flce_kernel_reads_hidden_late": (c_int32, (c_void_p, c_int64, c_int32, c_size_t, c_int64, POINTER(c_int32))),
     "flce_kernel_choose_retained": (c_int32, (c_void_p, c_int64, POINTER(RetainOptions), POINTER(c_int32), POINTER(c_size_t))),
     "flce_kernel_release": (None, (c_void_p,)),
     "flce_kernel_text": (c_int32, (c_void_p, c_int32, c_char_p, c_size_t, POINTER(c_size_t))),
@@ -351,6 +352,13 @@ def retained_bytes(kernel: c_void_p, num_tokens: int, place: int) -> int:
     result = c_size_t()
     check(library().flce_kernel_retained_bytes(kernel, num_tokens, place, byref(result)))
     return result.value
+
+
+def reads_hidden_late(kernel: c_void_p, num_tokens: int, place: int, retained_bytes: int, vocab_columns: int) -> bool:
+    """Whether the last stage of backward alone reads hidden. `vocab_columns`: classes of this rank's shard, at least one."""
+    result = c_int32()
+    check(library().flce_kernel_reads_hidden_late(kernel, num_tokens, place, retained_bytes, vocab_columns, byref(result)))
+    return bool(result.value)
 
 
 def choose_retained(

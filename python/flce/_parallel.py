@@ -250,10 +250,16 @@ def forget() -> None:
 
 def gathered(group: Any, part: Tensor, ranks: int) -> Tensor:
     """All ranks' parts along dimension 0, in the order of ranks. On the current stream."""
+    whole, work = start_gather(group, part, ranks)
+    work.wait()
+    return whole
+
+
+def start_gather(group: Any, part: Tensor, ranks: int) -> tuple[Tensor, Any]:
+    """The same, and what to wait for before it is read."""
     part = part.contiguous()
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-    _all_gather(whole, part, group=group)
-    return whole
+    return whole, _all_gather(whole, part, group=group, async_op=True)
 
 
 def start_sum(group: Any, gradient: Tensor, parallel: Parallel) -> tuple[Tensor, Any]:

@@ -91,11 +91,12 @@ class ShardKernel(_kernels.Kernel):
 
     def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
         """As of a whole layer, for this rank's classes. Without a limit memory of its own may be as large as the whole layer's weight
-        gradient: with R ranks it then holds the exponentials of R times as many tokens as that gradient's memory does on one."""
+        gradient, and 1/32 more for what lies beside exponentials: with R ranks it then holds those of R times as many tokens as that
+        gradient's memory does on one."""
         if not workspace_limit_bytes:
             whole = self.shard.vocab_size * self.key.hidden_size * self.key.grad_weight_dtype.itemsize
             workspace = max(self.workspace_bytes(num_tokens, backward=backward) for backward in (False, True))
-            workspace_limit_bytes = whole + workspace
+            workspace_limit_bytes = whole + whole // 32 + workspace
         place, size = _native.choose_retained(
             self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK, self.shard.classes
         )
@@ -139,7 +140,13 @@ class ShardKernel(_kernels.Kernel):
         """As Kernel.backward; grad_hidden is the sum over ranks, which all of them have to ask for, unless `parallel` says that it is this
         rank's part."""
         group = _parallel.group_named(self.parallel.group)
-        given = self._gathered(group, given)
+        reduces = grad_hidden is not None and self.parallel.reduce_grad_hidden
+        gather = None
+        if self.parallel.sequence:
+            hidden, gather = _parallel.start_gather(group, given.hidden, self.parallel.ranks)
+            given = given._replace(hidden=hidden)
+            if not reduces or lent or not self._reads_hidden_late(given, retained):
+                gather.wait()
         part = None
         if grad_hidden is not None:
             wide = self.key.grad_hidden_dtype or self.key.dtype
@@ -150,7 +157,7 @@ class ShardKernel(_kernels.Kernel):
         kept = self.fill_backward(frame, given, saved, grad_values, (part, grad_weight, grad_bias), entropy=entropy)  # noqa: F841
         frame.retain(args, retained, lent=lent)
         mine = part
-        if part is None or not self.parallel.reduce_grad_hidden:
+        if part is None or not reduces:
             args.stage = _native.STAGE_WHOLE
             self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
         else:
@@ -158,6 +165,8 @@ class ShardKernel(_kernels.Kernel):
             workspace = self.new_workspace(size)
             args.stage = _native.STAGE_UNTIL_GRAD_HIDDEN
             self.run_in(workspace, size, self.backward_function, frame.backward_address)
+            if gather is not None:
+                gather.wait()
             mine, work = _parallel.start_sum(group, part, self.parallel)
             args.stage = _native.STAGE_REST
             self.run_in(workspace, size, self.backward_function, frame.backward_address)
@@ -165,6 +174,13 @@ class ShardKernel(_kernels.Kernel):
         if grad_hidden is not None and mine is not None and mine is not grad_hidden:
             grad_hidden.copy_(mine)
         self.frames.append(frame)
+
+    def _reads_hidden_late(self, given: Inputs, retained: Tensor | None) -> bool:
+        """Whether hidden states may be on their way from other ranks while grad_hidden is made."""
+        if retained is None or self.shard.classes == 0:
+            return False
+        num_tokens, size = given.target.shape[0], retained.nbytes
+        return _native.reads_hidden_late(self._handle, num_tokens, _native.RETAINED_OWN, size, self.shard.classes)
 
     def _gathered(self, group: Any, given: Inputs) -> Inputs:
         """With sequence parallel: the call with all ranks' hidden states."""

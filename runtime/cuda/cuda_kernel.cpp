@@ -228,6 +228,7 @@ public:
           backward_("backward", set.program.backward, set.program.backward_workspace_bytes),
           retained_bytes_(set.program.retained_bytes),
           lendable_bytes_(set.program.lendable_bytes),
+          defers_hidden_(set.program.defers_hidden),
           kernels_(set.program.kernels) {
         std::map<std::string, CUfunction> functions;
         for (std::size_t i = 0; i < set.cubins.size(); ++i) {
@@ -281,6 +282,8 @@ private:
         return (place == RetainedPlace::own ? retained_bytes_ : lendable_bytes_).of(num_tokens, vocab_columns);
     }
 
+    bool defers_hidden() const noexcept override { return defers_hidden_; }
+
     [[noreturn]] void fail(const CudaPass& pass, const LauncherFailure& failure) const {
         const char* call = failed_call(pass.program, kernels_, failure);
         const std::string status = context_->driver().describe(static_cast<CUresult>(failure.result));
@@ -299,6 +302,7 @@ private:
     CudaPass backward_;
     WorkspaceSize retained_bytes_;
     WorkspaceSize lendable_bytes_;
+    bool defers_hidden_;
     std::vector<KernelEntry> kernels_;
 };
 

@@ -47,7 +47,7 @@ ParallelOptions options_of(const flce_parallel_options* given) {
     if (given == nullptr) return {};
     const flce_parallel_options known = versioned(given, "options");
     check_reserved(known.reserved, "options");
-    return {.sequence_parallel = known.sequence_parallel != 0, .reduction_stream = {known.reduction_stream}};
+    return {.sequence_parallel = known.sequence_parallel != 0, .communication_stream = {known.communication_stream}};
 }
 
 const ParallelKernel& kernel_of(const flce_parallel* handle) { return not_null(handle, "parallel")->kernel; }

@@ -52,7 +52,7 @@ struct ParallelKernel::State {
     std::shared_ptr<const Kernel> kernel;
     Communicator communicator;
     ParallelOptions options;
-    std::optional<SideStream> side;  ///< where there is a reduction_stream
+    std::optional<SideStream> side;  ///< where there is a communication_stream
 
     [[nodiscard]] const Spec& spec() const { return kernel->spec(); }
     [[nodiscard]] std::int64_t ranks_of_tokens() const { return options.sequence_parallel ? communicator.size : 1; }
@@ -72,6 +72,13 @@ struct ParallelKernel::State {
         const std::int64_t part = hidden.ndim == 2 ? hidden.shape[0] : 0;
         communicator.all_gather(hidden.data, all, hidden_bytes(part, spec().dtype), stream);
         hidden = TensorView::matrix(all, hidden.dtype, part * communicator.size, hidden.shape[1], hidden.device);
+    }
+    /// Whether hidden states may be on their way from other ranks while grad_hidden is made.
+    [[nodiscard]] bool gathers_beside(const BackwardArgs& args, std::int64_t num_tokens) const {
+        if (!side || !options.sequence_parallel || args.weight.ndim != 2) return false;
+        const std::int64_t rows = args.weight.shape[spec().layout == WeightLayout::vocab_major ? 0 : 1];
+        const std::int64_t classes = std::min({spec().whole_vocab_size - args.vocab_start, rows, spec().vocab_size});
+        return classes > 0 && kernel->reads_hidden_late(num_tokens, args.retained, classes);
     }
     /// Tokens of all ranks.
     [[nodiscard]] std::int64_t tokens_of(const TensorView& hidden) const {
@@ -115,8 +122,8 @@ ParallelKernel::ParallelKernel(std::shared_ptr<const Kernel> kernel, Communicato
     state_->kernel = std::move(kernel);
     state_->communicator = std::move(communicator);
     state_->options = options;
-    if (options.reduction_stream.handle != nullptr && state_->kernel->device_ref().kind == DeviceKind::cuda) {
-        state_->side.emplace(state_->kernel->device_ref().index, options.reduction_stream);
+    if (options.communication_stream.handle != nullptr && state_->kernel->device_ref().kind == DeviceKind::cuda) {
+        state_->side.emplace(state_->kernel->device_ref().index, options.communication_stream);
     }
 }
 
@@ -193,15 +200,18 @@ void ParallelKernel::backward(const BackwardArgs& args, Workspace workspace, Str
     room.check("backward");
 
     BackwardArgs call = args;
-    s.gather_hidden(call.hidden, hidden, stream);
+    const bool beside = args.grad_hidden.present && s.gathers_beside(args, n);
+    if (beside) s.side->follow(stream);  // the workspace may be in use
+    s.gather_hidden(call.hidden, hidden, beside ? s.options.communication_stream : stream);
     if (!args.grad_hidden.present) return s.kernel->backward(call, of_pass, stream);
     if (s.options.sequence_parallel) {
         call.grad_hidden = TensorView::matrix(sum, scalar_type_of(sum_dtype), n, s.spec().hidden_size, s.kernel->device_ref());
     }
     call.stage = BackwardStage::until_grad_hidden;
     s.kernel->backward(call, of_pass, stream);
+    if (beside) s.side->join(stream);  // before the sum, for which nothing here waits yet
     if (s.side) s.side->follow(stream);
-    s.reduce(args, call.grad_hidden.data, n, s.side ? s.options.reduction_stream : stream);
+    s.reduce(args, call.grad_hidden.data, n, s.side ? s.options.communication_stream : stream);
     call.stage = BackwardStage::rest;
     s.kernel->backward(call, of_pass, stream);
     if (s.side) s.side->join(stream);

@@ -263,7 +263,7 @@ struct RetainedRowsParams {
     const float* references;
     const float* target_logits;
     void* exponentials;                ///< blocks of [rows, kRetainedColumns]; the target's and the teacher's columns receive their dz's
-    void* scaled_hidden;               ///< [rows, D]
+    void* scaled_hidden;               ///< [rows, D]; null in a shard: not made in this stage
     float* row_scales;                 ///< [rows]: dz = row scale · E, less
     float* row_smoothing;              ///< [rows]: times the classes' weights, with label smoothing
     const float* row_temperatures;     ///< RowCoefficientsParams'

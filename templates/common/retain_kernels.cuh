@@ -17,21 +17,58 @@ __device__ __forceinline__ float largest_named(const TeacherParams& p, long long
     return reference;
 }
 
-/// A class's logit of a row, on every lane of a warp.
-template <class Problem>
-__device__ __forceinline__ float logit_of_class(const ReferencesParams& p, const ListedRow& listed, int id) {
+/// A lane's part of the dot products of a row's hidden states with several rows of the weight: eight neighbours at a time.
+template <class Problem, int kCount>
+__device__ __forceinline__ void add_dot_products(const typename Problem::Element* h, const typename Problem::Element* const (&w)[kCount],
+                                                 float (&sums)[kCount]) {
     using Element = typename Problem::Element;
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    if constexpr (!Problem::hidden_major && Problem::hidden_size % 8 == 0) {
+#pragma unroll 2
+        for (int k = lane * 8; k < Problem::hidden_size; k += 32 * 8) {
+            unsigned of_hidden[4];
+            ptx::ld_global_v4(of_hidden, h + k);
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                unsigned of_weight[4];
+                ptx::ld_global_v4(of_weight, w[i] + k);
+#pragma unroll
+                for (int pair = 0; pair < 4; ++pair) {
+                    sums[i] = __fmaf_rn(Numeric<Element>::first(of_hidden[pair]), Numeric<Element>::first(of_weight[pair]), sums[i]);
+                    sums[i] = __fmaf_rn(Numeric<Element>::second(of_hidden[pair]), Numeric<Element>::second(of_weight[pair]), sums[i]);
+                }
+            }
+        }
+    } else {
+        constexpr long long kStep = Problem::hidden_major ? Problem::padded_vocab_size : 1;
+        for (int k = lane; k < Problem::hidden_size; k += 32) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) sums[i] = __fmaf_rn(to_float(h[k]), to_float(w[i][k * kStep]), sums[i]);
+        }
+    }
+}
+
+/// The largest of several classes' logits of a row, on every lane of a warp.
+template <class Problem, int kCount>
+__device__ __forceinline__ float largest_of_classes(const ReferencesParams& p, const ListedRow& listed, const int (&ids)[kCount]) {
+    using Element = typename Problem::Element;
     const Element* const h = static_cast<const Element*>(p.hidden) + static_cast<long long>(listed.row) * Problem::hidden_size;
-    const Element* const w = weight_at<Problem>(static_cast<const Element*>(p.weight), id, 0);
-    constexpr long long kStep = Problem::hidden_major ? Problem::padded_vocab_size : 1;
-    float sum = 0.f;
-    for (int k = lane; k < Problem::hidden_size; k += 32) sum = __fmaf_rn(to_float(h[k]), to_float(w[k * kStep]), sum);
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    if constexpr (Problem::bias) sum += to_float(static_cast<const Element*>(p.bias)[id]);
-    float logit = Problem::transform(sum, p.transform).value;
-    if constexpr (Problem::temperature) logit = Tempering(p.temperature[listed.row]).divided(logit);
-    return logit;
+    const Element* w[kCount];
+    float sums[kCount] = {};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) w[i] = weight_at<Problem>(static_cast<const Element*>(p.weight), ids[i], 0);
+    add_dot_products<Problem>(h, w, sums);
+    float largest = -infinity();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        float sum = sums[i];
+        for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        if constexpr (Problem::bias) sum += to_float(static_cast<const Element*>(p.bias)[ids[i]]);
+        float logit = Problem::transform(sum, p.transform).value;
+        if constexpr (Problem::temperature) logit = Tempering(p.temperature[listed.row]).divided(logit);
+        largest = fmaxf(largest, logit);
+    }
+    return largest;
 }
 
 /// In a shard: the largest of what it has of a row's target and named classes. Where it has none, the largest of a few logits from all over
@@ -41,16 +78,16 @@ template <class Problem>
 __device__ __forceinline__ float reference_in_shard(const ReferencesParams& p, const ListedRow& listed) {
     constexpr int kSamples = 4;
     float reference = -infinity();
-    if (listed.target >= 0 && listed.target != kElsewhere) reference = logit_of_class<Problem>(p, listed, listed.target);
+    if (listed.target >= 0 && listed.target != kElsewhere) reference = largest_of_classes<Problem>(p, listed, {listed.target});
     if constexpr (Problem::teacher) {
         if (listed.target >= 0) reference = largest_named<Problem>(p.teacher, listed.row, reference);
     }
     if (reference > -infinity()) return reference;
+    int ids[kSamples];
     for (int sample = 0; sample < kSamples; ++sample) {
-        const long long id = static_cast<long long>(p.targets.columns) * (2 * sample + 1) / (2 * kSamples);
-        reference = fmaxf(reference, logit_of_class<Problem>(p, listed, static_cast<int>(id)));
+        ids[sample] = static_cast<int>(static_cast<long long>(p.targets.columns) * (2 * sample + 1) / (2 * kSamples));
     }
-    return reference;
+    return largest_of_classes<Problem>(p, listed, ids);
 }
 
 /// A warp has a row. The target's logit, which is near the largest one wherever a model has learnt anything: above it by 60 only where the
@@ -65,7 +102,7 @@ __device__ __forceinline__ void references(const ReferencesParams& p) {
     if constexpr (Problem::shard) {
         logit = reference_in_shard<Problem>(p, listed);
     } else {
-        logit = logit_of_class<Problem>(p, listed, max(listed.target, 0));
+        logit = largest_of_classes<Problem>(p, listed, {max(listed.target, 0)});
         if constexpr (Problem::teacher) {
             if (listed.target >= 0) logit = largest_named<Problem>(p.teacher, listed.row, logit);
         }
@@ -200,6 +237,9 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     if (Problem::label_smoothing && lane == 0) p.row_smoothing[row] = smoothing;
     if constexpr (Problem::bias) {
         if (lane == 0 && p.bias_factors != nullptr) write_factor(static_cast<Element*>(p.bias_factors) + row, p.factor_pitch, scale);
+    }
+    if constexpr (Problem::shard) {
+        if (p.scaled_hidden == nullptr) return;  // hidden is read in a later stage
     }
     const long long source = p.list.rows != nullptr ? p.list.rows[p.list.first + row].row : row;
     const unsigned* const from = reinterpret_cast<const unsigned*>(static_cast<const Element*>(p.hidden) + source * Problem::hidden_size);

@@ -5,9 +5,9 @@
 #include <mutex>
 
 #include "flce/parallel.hpp"
+#include "tests/parallel/rank_call.hpp"
 #include "tests/parallel/thread_group.hpp"
 #include "tests/support/option_sets.hpp"
-#include "tests/support/sharded_run.hpp"
 #include "tests/support/targets.hpp"
 
 namespace flce::test {
@@ -18,58 +18,6 @@ using testing::HasSubstr;
 constexpr std::int64_t kHidden = 64;
 constexpr std::int64_t kVocab = 200;
 const std::vector<std::int64_t> kRows{90, 30, 80, 20};  // the last are padding
-/// All but grad_hidden, which is a sum over ranks.
-constexpr const char* kWritten[] = {"loss",
-                                    "z_loss",
-                                    "lse",
-                                    "logprob",
-                                    "entropy",
-                                    "top1",
-                                    "log_sum_sq_probs",
-                                    "teacher_logprobs",
-                                    "target_class_weight",
-                                    "class_weight_total",
-                                    "invalid_label",
-                                    "grad_weight",
-                                    "grad_bias"};
-
-/// What one rank calls with.
-struct RankCall {
-    ParallelForwardArgs forward;
-    BackwardArgs backward;
-};
-
-RankCall call_of(const KernelRun& run) {
-    const MergeArgs merge = run.merge_args();
-    RankCall call{.forward = {.call = run.forward_args()}, .backward = run.backward_args()};
-    ForwardArgs& forward = call.forward.call;
-    forward.partial_sums = {};
-    for (std::size_t i = 0; i < kCallTensorCount; ++i) {
-        if (kForwardFields[i] && kMergeFields[i]) forward.*kForwardFields[i] = merge.*kMergeFields[i];
-    }
-    call.forward.target_class_weight = merge.target_class_weight;
-    call.forward.class_weight_total = merge.class_weight_total;
-    return call;
-}
-
-/// Rows of a matrix that are a rank's part.
-TensorView part_of(TensorView whole, const Communicator& ranks) {
-    whole.shape[0] /= ranks.size;
-    whole.data = static_cast<std::byte*>(whole.data) + ranks.rank * whole.shape[0] * whole.shape[1] * scalar_bytes(whole.dtype);
-    return whole;
-}
-
-/// What ranks' grad_hidden add up to, as ThreadGroup does it.
-std::vector<std::byte> summed_grad_hidden(const ShardedRun& run, const Spec& spec, std::int64_t num_tokens) {
-    const DType dtype = grad_hidden_dtype(spec);
-    std::vector<float> sum(static_cast<std::size_t>(num_tokens * spec.hidden_size), 0.F);
-    for (std::size_t shard = 0; shard < run.size(); ++shard) {
-        const auto bytes = run.run(shard).bytes_of("grad_hidden");
-        const std::vector<float> part = decode(bytes.data(), static_cast<std::int64_t>(sum.size()), dtype);
-        for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += part[i];
-    }
-    return encode(sum, dtype);
-}
 
 using Parameters = std::tuple<DType, OptionSet, bool>;
 
@@ -98,10 +46,7 @@ TEST_P(Parallel, Step_SameBitsAsByHand) {
         const Problem part = shard_problem(problem, kernel->spec(), shards[rank]);
         const KernelRun run(kernel, part);
         RankCall call = call_of(run);
-        if (sequence) {
-            call.forward.call.hidden = call.backward.hidden = part_of(call.backward.hidden, ranks);
-            call.backward.grad_hidden = part_of(call.backward.grad_hidden, ranks);
-        }
+        if (sequence) use_part_of_tokens(call, ranks);
         const ParallelKernel parallel(kernel, ranks, {.sequence_parallel = sequence});
         const std::size_t bytes = parallel.workspace_bytes(o.num_tokens);
         const GuardedBuffer workspace(kernel->device_ref(), bytes, 0, kGuard);
@@ -110,15 +55,8 @@ TEST_P(Parallel, Step_SameBitsAsByHand) {
 
         const std::scoped_lock lock(mutex);
         EXPECT_EQ(workspace.overrun(), "");
-        const auto right = by_hand.run(rank).bytes();
-        for (const char* name : kWritten) {
-            if (!right.contains(name)) continue;
-            EXPECT_EQ(run.bytes_of(name), right.at(name)) << name << " of rank " << rank;
-        }
-        const std::vector<std::byte> got = run.bytes_of("grad_hidden");
-        const std::size_t size = sequence ? got.size() / shards.size() : got.size();
-        const std::size_t first = sequence ? rank * size : 0;
-        EXPECT_EQ(std::memcmp(&got[first], &grad_hidden[first], size), 0) << "grad_hidden of rank " << rank;
+        expect_results_of(run, by_hand.run(rank), rank);
+        expect_grad_hidden(run, grad_hidden, ranks, sequence);
     });
     EXPECT_EQ(group.collectives, sequence ? 4 : 2);
 }

@@ -298,8 +298,17 @@ void KernelRun::backward_in_stages(const Wanted& wanted) {
     const bool lent = prepare_gradients(wanted, false);
     BackwardArgs args = backward_args(wanted);
     args.stage = BackwardStage::until_grad_hidden;
+    Buffer nothing;  // NaNs, where hidden need not be there yet
+    const TensorView hidden_states = args.hidden;
+    const std::int64_t classes = problem_.shard ? problem_.shard->classes : 0;
+    if (args.grad_hidden.present && kernel_->reads_hidden_late(sizes_.num_tokens, retained_, classes)) {
+        nothing = Buffer(kernel_->device_ref(), buffer("hidden").bytes());
+        nothing.fill(std::byte{0xff});
+        args.hidden.data = nothing.data();
+    }
     kernel_->backward(args, backward_workspace());
     synchronize(kernel_->device_ref());
+    args.hidden = hidden_states;
     const std::vector<std::byte> hidden = has("grad_hidden") ? bytes_of("grad_hidden") : std::vector<std::byte>();
     args.stage = BackwardStage::rest;
     kernel_->backward(args, backward_workspace());

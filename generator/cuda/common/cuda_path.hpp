@@ -74,6 +74,9 @@ public:
     /// Why the kernel of `role` cannot be instantiated with `tile`, or cannot run on `device`.
     [[nodiscard]] virtual Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) const = 0;
 
+    /// Whether a backward in stages reads hidden in the last one alone where forward has retained everything.
+    [[nodiscard]] virtual bool defers_hidden(const Spec& spec, const Plan& plan) const = 0;
+
     // Candidates.
 
     /// In the order in which the planner considers them.

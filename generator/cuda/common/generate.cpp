@@ -23,6 +23,7 @@ CudaProgram generate_cuda(const Spec& spec, const Device& device, const Plan& pl
     const RetainedLayout retained = retained_layout(spec, plan);
     program.retained_bytes = retained.most;
     program.lendable_bytes = retained.lendable;
+    program.defers_hidden = path.defers_hidden(spec, plan);
     return program;
 }
 

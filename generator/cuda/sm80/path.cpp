@@ -30,6 +30,7 @@ public:
         return oldest_gpu_problem(device);
     }
     Reason retain_problem(const Spec& /*spec*/) const override { return fmt::format("retain: {} keeps nothing", name()); }
+    bool defers_hidden(const Spec& /*spec*/, const Plan& /*plan*/) const override { return false; }
     Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) const override {
         return sm80::tile_problem(spec, device, role, tile);
     }

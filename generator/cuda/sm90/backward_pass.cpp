@@ -44,6 +44,7 @@ BackwardPassSm90::BackwardPassSm90(const Spec& spec, const Device& device, const
       retained(retained_for_backward(spec, plan)),
       all_retained(retains_all(spec, retained)),
       chunks_first(puts_chunks_first(spec, plan, retained)),
+      defers_hidden(flce::sm90::defers_hidden(spec, plan) ? all_retained : Expr(0)),
       joined(layout.joined && (present(Slot::grad_hidden) && present(Slot::grad_weight))),
       hidden_joined((less(0, layout.hidden_groups) && !all_retained) &&
                     (present(Slot::grad_hidden) && !(present(Slot::grad_weight) || wants_bias(spec)))) {

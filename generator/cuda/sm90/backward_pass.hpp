@@ -15,6 +15,9 @@ struct BackwardPassSm90 : BackwardPass {
     /// grad_hidden is complete. A shard's alone, whose grad_hidden others may wait for, and not where exponentials lie in grad_weight's
     /// memory: what is retained has to be used before chunks write over it.
     Expr chunks_first;
+    /// Whether a backward in stages reads hidden in the last one alone: grad_hidden of retained exponentials has no use for it, and hidden
+    /// may still be on its way from other ranks.
+    Expr defers_hidden;
     Expr joined;         ///< whether a stretch's chunks are one launch
     Expr hidden_joined;  ///< the same, for grad_hidden alone
 

@@ -88,13 +88,15 @@ LaunchProgram backward_program(const Spec& spec, const Device& device, const Pla
     if (retains) {
         const Expr now = !pass.chunks_first;
         program.body.push_back(retained_hidden(now));
-        program.body.push_back({If{does_retained_weight(pass) && (any && now), {retained_weight_step(pass)}}});
+        const Expr last_stage = pass.defers_hidden && !until_grad_hidden();
+        program.body.push_back({If{does_retained_weight(pass) && (any && now) && !last_stage, {retained_weight_step(pass)}}});
+        if (defers_hidden(spec, plan)) program.body.push_back({If{any && last_stage, retained_weight_with_rows_steps(pass)}});
     }
     program.body.push_back({If{until_grad_hidden() && any_gradient(), chunk_steps(pass)}});
     if (may_put_chunks_first) program.body.push_back(retained_hidden(pass.chunks_first));
     program.body.push_back({If{until_grad_hidden(), finish_grad_hidden_steps(pass)}});
     if (may_put_chunks_first) {
-        program.body.push_back({If{behind_grad_hidden() && (any && pass.chunks_first), retained_weight_again_steps(pass)}});
+        program.body.push_back({If{behind_grad_hidden() && (any && pass.chunks_first), retained_weight_with_rows_steps(pass)}});
     }
     program.body.push_back({If{retains ? does_retained_weight(pass) : until_grad_hidden(), zero_the_rest(pass)}});
     return program;

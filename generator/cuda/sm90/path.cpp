@@ -26,6 +26,7 @@ public:
 
     Reason problem(const Spec& spec, const Device& device) const override { return sm90::problem(spec, device); }
     Reason retain_problem(const Spec& spec) const override { return sm90::retain_problem(spec); }
+    bool defers_hidden(const Spec& spec, const Plan& plan) const override { return sm90::defers_hidden(spec, plan); }
     Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) const override {
         return sm90::tile_problem(spec, device, role, tile);
     }

@@ -53,7 +53,7 @@ Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& row
         .set(&Params::references, retained_at(retained.references) + rows.first * 4)
         .set(&Params::target_logits, retained_at(retained.target_logits) + rows.first * 4)
         .set(&Params::exponentials, retained_at(retained.exponentials) + rows.first * (kRetainedColumns * pass.element_bytes))
-        .set(&Params::scaled_hidden, scaled_hidden + rows.first * row_bytes)
+        .set(&Params::scaled_hidden, advanced(scaled_hidden, rows.first, row_bytes))
         .set(&Params::row_scales, retained_at(retained.row_scales) + rows.first * 4)
         .set(&Params::row_smoothing, retained_at(retained.row_smoothing) + rows.first * 4)
         .set(&Params::row_temperatures, workspace_at(layout.row_temperatures))
@@ -240,7 +240,7 @@ Statement retained_rows_step(const BackwardPassSm90& pass, const Expr& scaled_hi
 
 std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass) {
     std::vector<Statement> steps;
-    steps.push_back(retained_rows_step(pass, compact_hidden_at(pass)));
+    steps.push_back(retained_rows_step(pass, select(pass.defers_hidden && !behind_grad_hidden(), 0, compact_hidden_at(pass))));
     if (pass.spec.label_smoothing > 0) std::ranges::move(smoothing_steps(pass), std::back_inserter(steps));
     // grad_weight comes later: it may take the place of what the others read.
     if (pass.spec.bias) {
@@ -255,8 +255,8 @@ Statement retained_weight_step(const BackwardPassSm90& pass) {
     return {If{present(Slot::grad_weight), {retained_grad_weight_launch(pass)}}};
 }
 
-std::vector<Statement> retained_weight_again_steps(const BackwardPassSm90& pass) {
-    return {retained_rows_step(pass, scaled_hidden_at(pass)), retained_grad_weight_launch(pass)};
+std::vector<Statement> retained_weight_with_rows_steps(const BackwardPassSm90& pass) {
+    return {{If{present(Slot::grad_weight), {retained_rows_step(pass, scaled_hidden_at(pass)), retained_grad_weight_launch(pass)}}}};
 }
 
 }  // namespace flce::sm90

@@ -12,7 +12,8 @@ namespace flce::sm90 {
 [[nodiscard]] std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass);
 /// grad_weight's, of the scaled hidden states that the steps above have left.
 [[nodiscard]] Statement retained_weight_step(const BackwardPassSm90& pass);
-/// grad_weight's where chunks are first: grad_hidden has been written over those, so that they are made again.
-[[nodiscard]] std::vector<Statement> retained_weight_again_steps(const BackwardPassSm90& pass);
+/// grad_weight's, with scaled hidden states made before it: where chunks are first, and grad_hidden has been written over the others; and
+/// in the last stage of a backward whose first one has deferred hidden.
+[[nodiscard]] std::vector<Statement> retained_weight_with_rows_steps(const BackwardPassSm90& pass);
 
 }  // namespace flce::sm90

@@ -146,6 +146,10 @@ KernelBlock block(const Spec& spec, GemmRole role, const GemmTile& tile) {
     return {.threads = 384, .per_sm = 1, .smem_bytes = smem_bytes(spec, role, tile), .cluster = kClusterBlocks};
 }
 
+bool defers_hidden(const Spec& spec, const Plan& plan) {
+    return is_shard(spec) && plan.strategy == Strategy::retain && spec.label_smoothing <= 0;
+}
+
 bool smooths_retained(const Spec& spec, const Plan& plan) { return plan.strategy == Strategy::retain && spec.label_smoothing > 0; }
 
 ForwardShape few_tokens_shape(const Spec& spec, const Plan& plan) {

@@ -50,6 +50,8 @@ inline constexpr int kPairTokens = 192;
 
 /// Whether gradients of retained exponentials lack what label smoothing takes, which their kernels' epilogues make up for.
 [[nodiscard]] bool smooths_retained(const Spec& spec, const Plan& plan);
+/// CudaPath's. What label smoothing takes from grad_hidden is added up along with what it takes from grad_weight, of hidden.
+[[nodiscard]] bool defers_hidden(const Spec& spec, const Plan& plan);
 
 /// Whether grad_weight's kernel has room for what adds up grad_bias as well: factors of each stage beside the tile, and registers. A
 /// hidden_major gradient has the vocabulary as its second dimension, which more columns of hidden states are of no use to.

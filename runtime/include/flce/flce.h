@@ -225,6 +225,12 @@ typedef struct flce_retain_options {
 FLCE_API flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_tokens, const flce_retain_options* options,
                                                  int32_t* place, size_t* bytes);
 
+/* Whether a backward call in stages over num_tokens tokens, with such a `retained`, reads hidden in its last stage alone (*late is 1, else
+ * 0): hidden may then still be on its way from other ranks while grad_hidden is made. `vocab_columns`: classes of this rank's shard; 0: the
+ * spec's vocab_size. */
+FLCE_API flce_status flce_kernel_reads_hidden_late(const flce_kernel* kernel, int64_t num_tokens, int32_t retained_place,
+                                                   size_t retained_bytes, int64_t vocab_columns, int32_t* late);
+
 enum {
     FLCE_TEXT_SPEC = 0,
     FLCE_TEXT_SPEC_JSON = 1,

@@ -208,6 +208,10 @@ public:
     [[nodiscard]] std::size_t retained_bytes(std::int64_t num_tokens, RetainedPlace place = RetainedPlace::own,
                                              std::int64_t vocab_columns = 0) const;
 
+    /// Whether a backward call in stages over num_tokens tokens, with such a Retained, reads hidden in its last stage alone. It may then
+    /// still be on its way from other ranks while grad_hidden is made. `vocab_columns`: as of retained_bytes, whose errors it throws.
+    [[nodiscard]] bool reads_hidden_late(std::int64_t num_tokens, const Retained& retained, std::int64_t vocab_columns = 0) const;
+
     /// What forward should leave to backward of a step over num_tokens tokens: place and bytes, for the caller to set `data` to such memory
     /// (0 bytes: nothing). grad_weight's memory where it may be lent and what the limit leaves beside the workspace holds no more; else
     /// that, where it holds enough to be worth it. Throws ArgumentError for num_tokens < 0 and on overflow, and for negative options.
@@ -242,6 +246,7 @@ private:
     virtual std::int64_t retained_bytes_of(std::int64_t /*num_tokens*/, RetainedPlace /*place*/, std::int64_t /*vocab_columns*/) const {
         return 0;
     }
+    virtual bool defers_hidden() const noexcept { return false; }  ///< where everything is retained: see reads_hidden_late
 
     Spec spec_;
     Device device_;

@@ -29,7 +29,9 @@ typedef struct flce_parallel_options {
     size_t struct_size;
     int32_t sequence_parallel; /* not 0: each rank has N/R of the tokens' hidden states, and gets its part of grad_hidden */
     int32_t reserved;          /* 0 */
-    void* reduction_stream;    /* a CUstream on which grad_hidden is added up while grad_weight is made; NULL: that of the call */
+    /* Another CUstream than that of the call. On it grad_hidden is added up while grad_weight is made, and with sequence_parallel hidden
+     * states are gathered while grad_hidden is, where that does not read them. NULL: all on that of the call, in turn. */
+    void* communication_stream;
 } flce_parallel_options;
 #define FLCE_PARALLEL_OPTIONS_INIT {sizeof(flce_parallel_options), 0, 0, NULL}
 

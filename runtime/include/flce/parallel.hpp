@@ -1,7 +1,7 @@
 // A layer whose classes lie over several ranks: a rank's kernel with the collectives between its passes. Communication is the caller's.
 //
 //     auto kernel = session.get_kernel(flce::parse_spec("D=4096,V=16032,whole_vocab_size=128256,dtype=bf16"));
-//     const flce::ParallelKernel head(kernel, flce::nccl_communicator(comm), {.reduction_stream = {side}});
+//     const flce::ParallelKernel head(kernel, flce::nccl_communicator(comm), {.communication_stream = {side}});
 //     head.forward ({{.hidden = h, .weight = w, .target = t, .loss = loss, .lse = lse, .vocab_start = 16032 * rank}}, workspace, stream);
 //     head.backward({.hidden = h, .weight = w, .target = t, .lse = lse, .grad_hidden = dh, .grad_weight = dw, .vocab_start = …}, …);
 #pragma once
@@ -37,8 +37,9 @@ struct ParallelOptions {
     /// Each rank has N/R of the tokens' hidden states, those of rank 0 first. They are gathered in forward and again in backward, and each
     /// rank gets its part of grad_hidden.
     bool sequence_parallel = false;
-    /// Where grad_hidden is added up while grad_weight is made: another stream than that of the call. None: that of the call, afterwards.
-    Stream reduction_stream{};
+    /// Another stream than that of the call. On it grad_hidden is added up while grad_weight is made, and with sequence_parallel hidden
+    /// states are gathered while grad_hidden is, where Kernel::reads_hidden_late says so. None: all on that of the call, in turn.
+    Stream communication_stream{};
 };
 
 /// What ForwardArgs says, and what backward needs besides. `call.hidden` is [N, D], or [N/R, D] with sequence_parallel; partial_sums is
