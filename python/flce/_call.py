@@ -260,7 +260,7 @@ def _own_outputs(made: _op.Made, given: Inputs, token_shape: torch.Size, checked
 
 def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token_shape: torch.Size) -> _op.Made:
     kernel = passed.kernel
-    if kernel is None:
+    if kernel is None or kernel.is_outdated():
         kernel = passed.kernel = _kernels.find_for(given, grad_weight_out)
     hidden, weight, bias = given.hidden, given.weight, given.bias
     teacher_logprobs = kernel.new_teacher_logprobs(token_shape) if passed.checked.teacher_logprobs else None

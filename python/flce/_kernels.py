@@ -83,6 +83,10 @@ class Kernel:
         result: dict[str, Any] = json.loads(self._text(_native.TEXT_EXPLAIN_JSON))
         return result
 
+    def is_outdated(self) -> bool:
+        """Whether a call that looks as before has another kernel now."""
+        return False
+
     def workspace_bytes(self, num_tokens: int, *, backward: bool = True) -> int:
         """Scratch bytes that a pass over num_tokens tokens takes."""
         return _native.workspace_bytes(self._handle, num_tokens, _native.BACKWARD if backward else _native.FORWARD)

@@ -7,6 +7,7 @@ backward  (gather hidden) · grad_hidden, this rank's part · add up all ranks' 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 import torch
@@ -88,6 +89,11 @@ class ShardKernel(_kernels.Kernel):
         self.weight_rows = shard.rows
         self.retains = self.retains and shard.classes > 0
         self.merge_function = self._library.flce_kernel_merge
+        self.group: weakref.ref[Any] | None = None  # in which the shard was agreed on
+
+    def is_outdated(self) -> bool:
+        """The group may be gone, and another have its name, in which other ranks have other rows."""
+        return self.group is None or self.group() is not _parallel.group_named(self.parallel.group)
 
     def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
         """As of a whole layer, for this rank's classes. Without a limit memory of its own may be as large as the whole layer's weight
@@ -235,4 +241,6 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> ShardKerne
         grad_hidden_dtype=wide,
     )
     kernel: Any = _kernels.find(*key, of=(shard, parallel), make=ShardKernel)
+    if kernel.is_outdated():
+        kernel.group = weakref.ref(_parallel.group_named(parallel.group))
     return kernel  # type: ignore[no-any-return]

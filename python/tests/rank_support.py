@@ -21,9 +21,11 @@ def generator(seed: int) -> torch.Generator:
 
 
 def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, prepare: Callable[[], None] = lambda: None) -> None:
-    """Calls `prepare` once and `run` for each case, on every rank of a gloo group; rank 0 prints how many cases passed. A rank whose peer
-    has failed raises after 120 s."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    """Calls `prepare` once and `run` for each case, on every rank of a group; rank 0 prints how many cases passed. A rank whose peer has
+    failed raises after 120 s. The group is gloo's, but for a lone rank on a GPU: NCCL takes no two ranks on one GPU, and DTensor's
+    collectives crash over gloo with tensors there (torch 2.11)."""
+    alone = device() != "cpu" and os.environ["WORLD_SIZE"] == "1"
+    dist.init_process_group("nccl" if alone else "gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
     if device() != "cpu":
         torch.set_default_device(device())

@@ -264,7 +264,32 @@ def a_later_difference() -> None:
     assert "mismatch" in raised_by(lambda: flce.linear_cross_entropy(**given)).lower()
 
 
-ENDS: dict[str, Callable[[], None]] = {"ranks_die": ranks_die, "a_later_difference": a_later_difference}
+def a_group_made_again() -> None:
+    """Under the name that the first one had, with other rows on rank 0: rank 1's call looks as it did, and its rows begin elsewhere."""
+    layer, rank = Layer(), dist.get_rank()
+    names = []
+    for rows in (60, 90):
+        names.append(dist.group.WORLD.group_name)
+        begin, end = (0, rows) if rank == 0 else (rows, rows + 100)
+        whole = leaf(layer.weight[: rows + 100])
+        mine = leaf(layer.weight[begin:end])
+        target = layer.target % (rows + 100)
+        for _ in range(3):  # direct calls from the second on
+            loss = flce.linear_cross_entropy(layer.hidden, mine, target, process_group=dist.group.WORLD)
+        loss.backward()
+        expected = flce.linear_cross_entropy(layer.hidden, whole, target)
+        expected.backward()
+        assert torch.allclose(loss, expected, rtol=1e-5), (float(loss), float(expected))
+        assert mine.grad is not None and whole.grad is not None
+        assert torch.allclose(mine.grad, whole.grad[begin:end], atol=1e-6)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3 * TIMEOUT_S))
+    assert names[0] == names[1], names
+
+
+ENDS: dict[str, Callable[[], None]] = {
+    function.__name__: function for function in (ranks_die, a_later_difference, a_group_made_again)
+}
 
 CASES: list[tuple[Any, ...]] = [
     *((differing, name) for name in DIFFERING),

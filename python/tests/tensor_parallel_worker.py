@@ -434,6 +434,8 @@ def main() -> None:
     cases: list[tuple[Any, ...]] = [
         *((cross_entropy, options, dtype, sequence) for options in OPTIONS for dtype in kinds for sequence in (False, True)),
     ]
+    if device() != "cpu":  # there it takes bf16
+        cases = [case for case in cases if case[1:3] != ("batch_invariant", torch.float32)]
     run_cases(lambda function, *arguments, **named: function(*arguments), cases + OTHERS)
 
 

@@ -27,6 +27,11 @@ def test_a_later_difference_is_found_by_torchs_checks(monkeypatch: pytest.Monkey
     assert "rank 0 went on" in output and "rank 1 went on" in output
 
 
+def test_a_group_made_again_is_another_one() -> None:
+    output = ranks_that_end("a_group_made_again", 2)
+    assert "rank 0 went on" in output and "rank 1 went on" in output
+
+
 def ranks_that_end(name: str, ranks: int) -> str:
     worker = Path(__file__).resolve().parent / WORKER
     return launch("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker), name, timeout=120)
