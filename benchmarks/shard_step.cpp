@@ -1,6 +1,7 @@
 // A rank's training step over its shard of the vocabulary, on one GPU: ParallelKernel with a communicator that delivers what other ranks
 // would have sent. Beside it, in the same rounds, the three bare GEMMs of the shard by cuBLAS.
-//     bench_shard_step [--shape 8192x4096x128256]... [--shards 2,4,8] [--seconds 2] [--blocks 16] [--options SPEC] [--steps NAME,...]
+//     bench_shard_step [--shape 8192x4096x128256]... [--shards 2,4,8] [--seconds 2] [--blocks 16] [--options SPEC] [--plan PLAN]
+//                      [--steps NAME,...]
 // Prints a JSON object a shape and number of shards. Times are medians in ms, `ratios` are to the GEMMs. The steps:
 //     all, default, grad_weight   what forward retains: everything in memory of its own; what Python does by default, within the bytes of
 //                                 the whole layer's weight gradient; within the shard's weight gradient. Nothing is reduced
@@ -52,6 +53,7 @@ struct Options {
     double seconds = 2;
     unsigned blocks = 16;
     std::string more;  ///< of the spec
+    std::string plan;  ///< empty: the planner's
 };
 
 /// How grad_hidden's sum is stood for.
@@ -90,7 +92,7 @@ public:
           marks_{Moment(context_), Moment(context_), Moment(context_), Moment(context_), Moment(context_)} {
         const std::string spec = "D=" + std::to_string(shape.hidden_size) + ",V=" + std::to_string(shape.vocab_size / shards) +
                                  ",whole_vocab_size=" + std::to_string(shape.vocab_size) + ",dtype=bf16" + options.more;
-        kernel_ = session.get_kernel(parse_spec(spec), {.num_tokens = shape.tokens});
+        kernel_ = session.get_kernel(parse_spec(spec), {.plan = options.plan, .num_tokens = shape.tokens});
         RandomLayer layer = make_random_layer(kernel_->spec(), shape.tokens, {.seed = 1});
         for (std::size_t i = 0; i < layer.target.size(); ++i) layer.target[i] = static_cast<std::int64_t>(i * 7919) % shape.vocab_size;
         inputs_ = upload(kernel_->spec(), layer, kGpu);
@@ -355,6 +357,8 @@ Options read(int argc, char** argv) {
             options.seconds = std::stod(value);
         } else if (flag == "--blocks") {
             options.blocks = static_cast<unsigned>(std::stoul(value));
+        } else if (flag == "--plan") {
+            options.plan = value;
         } else if (flag == "--options") {
             options.more = "," + value;
         } else {

@@ -229,7 +229,9 @@ std::size_t Kernel::retained_bytes(std::int64_t num_tokens, RetainedPlace place,
 
 bool Kernel::reads_hidden_late(std::int64_t num_tokens, const Retained& retained, std::int64_t vocab_columns) const {
     const std::size_t everything = retained_bytes(num_tokens, RetainedPlace::own, vocab_columns);
-    return defers_hidden() && retained.place == RetainedPlace::own && everything > 0 && retained.bytes >= everything;
+    // A backward from an entropy computes logits again.
+    const bool used = !spec_.outputs.entropy && retained.place == RetainedPlace::own;
+    return defers_hidden() && used && everything > 0 && retained.bytes >= everything;
 }
 
 Retained Kernel::choose_retained(std::int64_t num_tokens, const RetainOptions& options) const {

@@ -23,7 +23,7 @@ __device__ __forceinline__ void add_dot_products(const typename Problem::Element
                                                  float (&sums)[kCount]) {
     using Element = typename Problem::Element;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if constexpr (!Problem::hidden_major && Problem::hidden_size % 8 == 0) {
+    if constexpr (!Problem::hidden_major) {
 #pragma unroll 2
         for (int k = lane * 8; k < Problem::hidden_size; k += 32 * 8) {
             unsigned of_hidden[4];
@@ -242,12 +242,18 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
         if (p.scaled_hidden == nullptr) return;  // hidden is read in a later stage
     }
     const long long source = p.list.rows != nullptr ? p.list.rows[p.list.first + row].row : row;
-    const unsigned* const from = reinterpret_cast<const unsigned*>(static_cast<const Element*>(p.hidden) + source * Problem::hidden_size);
-    unsigned* const to =
-        reinterpret_cast<unsigned*>(static_cast<Element*>(p.scaled_hidden) + static_cast<long long>(row) * Problem::hidden_size);
-    for (int pair = lane; pair < Problem::hidden_size / 2; pair += 32) {
-        const unsigned h = from[pair];
-        to[pair] = scale == 0.f ? 0u : Numeric<Element>::pack(Numeric<Element>::first(h) * scale, Numeric<Element>::second(h) * scale);
+    static_assert(Problem::hidden_size % 8 == 0, "rows that the copy engine reads are multiples of 16 bytes");
+    const Element* const from = static_cast<const Element*>(p.hidden) + source * Problem::hidden_size;
+    Element* const to = static_cast<Element*>(p.scaled_hidden) + static_cast<long long>(row) * Problem::hidden_size;
+#pragma unroll 4
+    for (int k = lane * 8; k < Problem::hidden_size; k += 32 * 8) {
+        unsigned words[4];
+        ptx::ld_global_v4(words, from + k);
+#pragma unroll
+        for (unsigned& h : words) {
+            h = scale == 0.f ? 0u : Numeric<Element>::pack(Numeric<Element>::first(h) * scale, Numeric<Element>::second(h) * scale);
+        }
+        ptx::st_global_v4(to + k, words);
     }
 }
 

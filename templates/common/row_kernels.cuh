@@ -17,12 +17,21 @@ __device__ __forceinline__ void start_scalars(const TargetParams& targets, const
     float class_weight = 0.f;
     double tokens = 0.;
     if (want_count != 0) {
-        for (long long row = threadIdx.x; row < num_tokens; row += kThreads) {
-            const int target = load_target<Problem>(targets, temperatures, row);
-            if (target < 0) continue;
-            const float share = share_of_token(counting, token_weights, row);
-            class_weight += share * class_weight_of<Problem>(class_weights, row, target);
-            tokens += share;
+        constexpr int kAtOnce = 4;  // loads that are on their way together
+        for (long long first = threadIdx.x; first < num_tokens; first += kAtOnce * kThreads) {
+            int found[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const long long row = first + i * kThreads;
+                found[i] = row < num_tokens ? load_target<Problem>(targets, temperatures, row) : kIgnored;
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (found[i] < 0) continue;
+                const float share = share_of_token(counting, token_weights, first + i * kThreads);
+                class_weight += share * class_weight_of<Problem>(class_weights, first + i * kThreads, found[i]);
+                tokens += share;
+            }
         }
         class_weight = block_reduce<kThreads>(class_weight, scratch, SumOp{});
         tokens = block_reduce<kThreads>(tokens, counts, SumOp{});

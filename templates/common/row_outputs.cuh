@@ -94,14 +94,14 @@ __device__ __forceinline__ void write_loss(const CountParams& p, const LossParti
 }
 
 /// What every kStep-th of a row's `splits` parts from number `first` on comes to; they lie `split_stride` elements apart. The largest logit
-/// first, so that no part waits for the exponential of the one before.
-template <class Problem, int kStep>
+/// first, so that no part waits for the exponential of the one before. kAtOnce: loads that are on their way together, where there are so many.
+template <class Problem, int kStep, int kAtOnce = 16>
 __device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int first, int splits) {
     using Fields = PartialFields<Problem>;
     RowSums all = sums_of_nothing(-infinity(), -infinity());
-#pragma unroll 16
+#pragma unroll kAtOnce
     for (int split = first; split < splits; split += kStep) all.max = fmaxf(all.max, at[split * split_stride]);
-#pragma unroll 16
+#pragma unroll kAtOnce
     for (int split = first; split < splits; split += kStep) {
         const RowSums part = Fields::load(at + split * split_stride, field_stride);
         const float difference = part.exp_sum > 0.f ? fmaxf(part.max - all.max, farthest_below()) : 0.f;

@@ -78,13 +78,15 @@ __device__ __forceinline__ void shard_sums(const ShardSumsParams& p) {
 
 /// What shards have of one of a row's fields: the largest, or the sum. `at`: the first shard's.
 __device__ __forceinline__ float largest_of_shards(const MergeShardsParams& p, const float* at) {
-    float largest = at[0];
-    for (int shard = 1; shard < p.shards; ++shard) largest = fmaxf(largest, at[shard * p.stride]);
+    float largest = -infinity();
+#pragma unroll 4
+    for (int shard = 0; shard < p.shards; ++shard) largest = fmaxf(largest, at[shard * p.stride]);
     return largest;
 }
 __device__ __forceinline__ float sum_of_shards(const MergeShardsParams& p, const float* at) {
-    float sum = at[0];
-    for (int shard = 1; shard < p.shards; ++shard) sum += at[shard * p.stride];
+    float sum = 0.f;
+#pragma unroll 4
+    for (int shard = 0; shard < p.shards; ++shard) sum += at[shard * p.stride];
     return sum;
 }
 
@@ -117,7 +119,7 @@ __device__ __forceinline__ void merge_shards(const MergeShardsParams& p) {
     float c_y = 1.f;
     float total = static_cast<float>(whole_vocab_size<Problem>());
     if (first && target >= 0) {
-        sums = merge_splits<Problem, 1>(of_row, p.stride, p.ld, 0, p.shards);
+        sums = merge_splits<Problem, 1, 4>(of_row, p.stride, p.ld, 0, p.shards);
         sums.target_logit = largest_of_shards(p, of_row + Fields::kTargetLogit * p.ld);
         if constexpr (Problem::class_weight) c_y = sum_of_shards(p, of_row + Fields::kTargetClassWeight * p.ld);
     }

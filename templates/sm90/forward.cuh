@@ -94,7 +94,7 @@ struct ForwardSm90 {
         if (blockIdx.x == 0 && threadIdx.x == 0) p.scalars->splits = share.splits;
         if (share.rows == 0 || cluster() >= share.clusters) return mainloop.meet();
         if constexpr (Problem::retain) {
-            if (p.again != 0 && !any_stale(0, share.rows)) return mainloop.meet();
+            if (p.again != 0 && !any_stale_at_all()) return mainloop.meet();
         }
         if (mainloop.place.consumer < 0) {
             ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -185,6 +185,14 @@ struct ForwardSm90 {
         if constexpr (!Problem::retain) return false;
         const int row = row_cluster * kClusterRows;
         return any_stale(row, min(row + kClusterRows, share.rows));
+    }
+    /// Of all rows, for the whole block.
+    __device__ __forceinline__ bool any_stale_at_all() const {
+        bool any = false;
+        for (int row = static_cast<int>(threadIdx.x) * kOutputRows; row < share.rows; row += static_cast<int>(kThreads) * kOutputRows) {
+            any = any || p.stale[row / kOutputRows] != 0u;
+        }
+        return __syncthreads_or(any) != 0;
     }
     __device__ __forceinline__ bool any_stale(int begin, int end) const {
         bool any = false;

@@ -99,7 +99,6 @@ struct GradWeightSm90 {
     TileWalk<TileT, Problem::raster, kRetainedColumns> walk;
     PanelsT panels;
     int slices;
-    Pace pace;
     int free_blocks = 0;  ///< of exponentials in grad_weight's memory: nobody reads them any more
 
     __device__ __forceinline__ explicit GradWeightSm90(const Params& params)
@@ -108,27 +107,22 @@ struct GradWeightSm90 {
           mainloop(dynamic_smem, kBarriersAt),
           walk(Problem::hidden_major ? kHidden : params.columns, Problem::hidden_major ? params.columns : kHidden),
           panels(mainloop.smem + kPanelsAt, mainloop.place),
-          slices(ceil_div(listed_rows<Problem>(params.list, params.rows, 1), TileT::kBlockK)),
-          pace(pace_of<Problem>(params, mainloop.rank), static_cast<int>(gridDim.x) / TileT::kCluster, static_cast<int>(walk.count),
-               slices) {
+          slices(ceil_div(listed_rows<Problem>(params.list, params.rows, 1), TileT::kBlockK)) {
         if constexpr (kLends) walk.in_blocks = p.readers != nullptr;
-        // Tiles that add up a bias's gradient take longer, and in step with them all others would.
-        if constexpr (kSumsBias) pace.counters = nullptr;
     }
 
     __device__ __forceinline__ void run() {
         run_tiles(
             mainloop, p.tickets, numbers, walk, [&] { return slices; }, TileT::kTurns,
             [&] {
-                pace.begin(walk.number);
                 if constexpr (kSumsBias) {
                     const BiasFactors factors{p.scales_map, mainloop.smem + kFactorsAt, sums_bias()};
-                    mainloop.produce(vocabulary_operand<Problem>(p), p.hidden_map, walk.m, walk.n, slices, pace, 0, 0, TileT::kBlockM,
+                    mainloop.produce(vocabulary_operand<Problem>(p), p.hidden_map, walk.m, walk.n, slices, NoPace{}, 0, 0, TileT::kBlockM,
                                      factors);
                 } else if constexpr (Problem::hidden_major) {
-                    mainloop.produce(p.hidden_map, vocabulary_operand<Problem>(p), walk.m, walk.n, slices, pace);
+                    mainloop.produce(p.hidden_map, vocabulary_operand<Problem>(p), walk.m, walk.n, slices);
                 } else {
-                    mainloop.produce(vocabulary_operand<Problem>(p), p.hidden_map, walk.m, walk.n, slices, pace);
+                    mainloop.produce(vocabulary_operand<Problem>(p), p.hidden_map, walk.m, walk.n, slices);
                 }
             },
             [&] { compute(); });

@@ -72,7 +72,6 @@ struct GradWeightSm90Params : GradWeightParams {
     TensorMap hidden_map;
     TensorMap grad_weight_map;  ///< to store, or to add to
     unsigned* readers;          ///< of exponentials in grad_weight's memory, warps that are done with each block; null: they lie elsewhere
-    unsigned* pace;             ///< GradHiddenSm90Params'
     Tickets* tickets;
     RowList list;
     long long block_bytes;      ///< from one block to the next

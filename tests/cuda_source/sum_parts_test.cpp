@@ -150,7 +150,7 @@ TEST(TailParts, SumsOfAnyCall_LieInWorkspaceThatIsFree) {
             EXPECT_LE(at(sum.tail_sums) + sum.tail_room * of_tile, bytes);
             EXPECT_LE(at(sum.tail_sums) + sum.tail_room * of_tile, at(sum.pace)) << "counters";
             EXPECT_LE(at(sum.tail_sums) + sum.tail_room * of_tile, at(sum.accumulator)) << "hidden states and the sum";
-            EXPECT_EQ(sum.tail_counters - sum.pace, 2 * kPaceCounters);
+            EXPECT_EQ(sum.tail_counters - sum.pace, kPaceCounters);
             EXPECT_EQ(at(sum.tail_sums) % 16, 0);
         }
     }

@@ -86,8 +86,8 @@ void CudaSource::add(KernelRole role, const KernelEntry& entry) {
     numbers_.at(static_cast<std::size_t>(role)) = static_cast<int>(kernels.size());
 }
 
-KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& plan, std::string_view header)
-    : spec_(spec), configuration_(fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan)) {
+KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& plan, std::string_view header, bool overlaps)
+    : spec_(spec), configuration_(fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan)), overlaps_(overlaps) {
     source_.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
     source_.units = {{configuration_, {}}};
 }
@@ -132,7 +132,10 @@ void KernelWriter::option_kernels() {
 void KernelWriter::rows(KernelRole role, std::string_view params, std::string_view function, int threads) {
     // Kernels over tiles are those of a spec without a teacher.
     const char* problem = spec_.teacher_top_k > 0 ? "flce::Taught<Problem>" : "Problem";
-    add(source_.units.front(), role, params, fmt::format("flce::{}<{}>(p)", function, problem), {.threads = threads});
+    const char* wait = overlaps_ ? "flce::ptx::griddepcontrol_wait();\n    " : "";
+    add(source_.units.front(), role, params, fmt::format("{}flce::{}<{}>(p)", wait, function, problem), {.threads = threads});
+    source_.units.front().kernels.back().overlaps_previous = overlaps_;
+    source_.kernels.back().overlaps_previous = overlaps_;
 }
 
 void KernelWriter::add(CudaUnit& unit, KernelRole role, std::string_view params, const std::string& body, const KernelBlock& block) {

@@ -44,8 +44,9 @@ struct GemmKernel {
 /// first.
 class KernelWriter {
 public:
-    /// `header`: of templates/, includes everything that the path instantiates.
-    KernelWriter(const Spec& spec, const Device& device, const Plan& plan, std::string_view header);
+    /// `header`: of templates/, includes everything that the path instantiates. `overlaps`: kernels over rows may be brought onto the GPU
+    /// while the kernel before them on the stream still runs, and wait there for its end (sm_90 and newer).
+    KernelWriter(const Spec& spec, const Device& device, const Plan& plan, std::string_view header, bool overlaps = false);
 
     void gemm(const GemmKernel& kernel);
     /// What every path's forward and backward have over rows.
@@ -63,6 +64,7 @@ private:
     const Spec& spec_;
     CudaSource source_;
     std::string configuration_;
+    bool overlaps_;
 };
 
 /// Whether backward must zero columns past the vocabulary one by one (a hidden_major gradient that is overwritten).

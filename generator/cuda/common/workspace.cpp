@@ -46,7 +46,7 @@ std::int64_t smoothing_bytes(const Spec& spec) {
 std::int64_t reserve_bytes(const Spec& spec, const Plan& plan) {
     return kReserveBytes + cuda_path(plan.path).backward_needs(spec, plan).progress_bytes + (has_lists(plan) ? kListReserve : 0) +
            (plan.strategy == Strategy::retain
-                ? multiple_above((std::int64_t{2} * kPaceCounters + retained_blocks(spec) + kMostTailTiles) * 4, kWorkspaceAlignment) +
+                ? multiple_above((std::int64_t{kPaceCounters} + retained_blocks(spec) + kMostTailTiles) * 4, kWorkspaceAlignment) +
                       smoothing_bytes(spec)
                 : 0);
 }
@@ -276,7 +276,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.weight_accumulator = pieces.take(select(less(1, b.row_blocks), b.chunk * (4 * spec.hidden_size), 0));
     b.progress = pieces.take(b.progress_bytes);
     if (plan.strategy == Strategy::retain) {
-        b.counter_count = std::int64_t{2} * kPaceCounters + retained_blocks(spec) + kMostTailTiles;
+        b.counter_count = std::int64_t{kPaceCounters} + retained_blocks(spec) + kMostTailTiles;
         b.counters = pieces.take(b.counter_count * 4);
         b.smoothing = pieces.take(smoothing_bytes(spec));
     }

@@ -160,7 +160,7 @@ Statement retained_grad_hidden_launch(const BackwardPassSm90& pass) {
         .set(&Params::row_scales, retained_at(retained.row_scales))
         .set(&Params::pace, workspace_at(layout.counters))
         .set(&Params::tail_sums, workspace_at(layout.dlogits))  // no chunk is computed yet
-        .set(&Params::tail_counters, workspace_at(layout.counters) + std::int64_t{4} * 2 * kPaceCounters)
+        .set(&Params::tail_counters, workspace_at(layout.counters) + std::int64_t{4} * kPaceCounters)
         .set(&Params::tail_room, floor_div(max(FactorsAt(pass).offset, 0), tile_sum_bytes))
         .set(&Params::tickets, tickets_at(pass))
         .set(&Params::column_shift, kRetainedShift)
@@ -208,8 +208,7 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
         .set(&Params::columns, retained.columns)
         .set(&Params::first, 1)
         .set(&Params::last, 1)
-        .set(&Params::readers, select(lent, workspace_at(layout.counters) + std::int64_t{4} * (2 * kPaceCounters + kMostTailTiles), 0))
-        .set(&Params::pace, workspace_at(layout.counters) + std::int64_t{4} * kPaceCounters)
+        .set(&Params::readers, select(lent, workspace_at(layout.counters) + std::int64_t{4} * (kPaceCounters + kMostTailTiles), 0))
         .set(&Params::tickets, tickets_at(pass))
         .set(&Params::block_bytes, retained.block_bytes)
         .set(&Params::readers_of_block, readers)

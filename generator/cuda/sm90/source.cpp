@@ -21,7 +21,7 @@ std::string grad_weight_params(const Spec& spec, const Plan& plan) {
 }  // namespace
 
 CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
-    KernelWriter writer(spec, device, plan, "sm90/kernels.cuh");
+    KernelWriter writer(spec, device, plan, "sm90/kernels.cuh", true);
     // `name`: of the parameters, and of what states what the kernel takes.
     const auto gemm = [&](KernelRole kernel, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params,
                           std::string_view function) {

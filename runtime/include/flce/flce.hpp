@@ -209,7 +209,8 @@ public:
                                              std::int64_t vocab_columns = 0) const;
 
     /// Whether a backward call in stages over num_tokens tokens, with such a Retained, reads hidden in its last stage alone. It may then
-    /// still be on its way from other ranks while grad_hidden is made. `vocab_columns`: as of retained_bytes, whose errors it throws.
+    /// still be on its way from other ranks while grad_hidden is made. False with an entropy, whose gradient needs logits again.
+    /// `vocab_columns`: as of retained_bytes, whose errors it throws.
     [[nodiscard]] bool reads_hidden_late(std::int64_t num_tokens, const Retained& retained, std::int64_t vocab_columns = 0) const;
 
     /// What forward should leave to backward of a step over num_tokens tokens: place and bytes, for the caller to set `data` to such memory
