@@ -56,7 +56,8 @@ class Outputs(NamedTuple):
         return ((len(self.values) - 1) * num_tokens + 1,)
 
     def saved_size(self, num_tokens: int) -> int:
-        return (len(self.saved) + self.teacher_top_k) * num_tokens + self.class_weight_total
+        size = (len(self.saved) + self.teacher_top_k) * num_tokens
+        return size + 1 if self.class_weight_total else size  # torch 2.11's symbolic sizes add no bool
 
     def teacher_logprobs(self, saved: Tensor) -> Tensor:
         """The part [N, K] of the tensor of all that backward reads."""

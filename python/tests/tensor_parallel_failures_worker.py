@@ -287,9 +287,7 @@ def a_group_made_again() -> None:
     assert names[0] == names[1], names
 
 
-ENDS: dict[str, Callable[[], None]] = {
-    function.__name__: function for function in (ranks_die, a_later_difference, a_group_made_again)
-}
+ENDS: dict[str, Callable[[], None]] = {function.__name__: function for function in (ranks_die, a_later_difference, a_group_made_again)}
 
 CASES: list[tuple[Any, ...]] = [
     *((differing, name) for name in DIFFERING),

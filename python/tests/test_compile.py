@@ -11,8 +11,35 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flce
+from flce import _frame
 
 CALLS = [("", 2), ("softcap=5,outputs=loss+lse+logprob+entropy", 0), ("z_loss=0.01,outputs=loss+lse", 1)]
+
+
+class Symbolic(int):
+    """A number of tokens as torch 2.11 has it in a graph of any size: arithmetic with a bool is a TypeError."""
+
+    def __mul__(self, other: int) -> Symbolic:
+        return self._checked(other, int(self) * other)
+
+    def __add__(self, other: int) -> Symbolic:
+        return self._checked(other, int(self) + other)
+
+    __rmul__, __radd__ = __mul__, __add__
+
+    @staticmethod
+    def _checked(other: int, result: int) -> Symbolic:
+        if isinstance(other, bool):
+            raise TypeError("BooleanAtom not allowed in this context.")
+        return Symbolic(result)
+
+
+@pytest.mark.parametrize("options", ["", "outputs=loss+entropy+logprob,dft", "label_smoothing=0.1", "teacher_top_k=3"])
+@pytest.mark.parametrize("shard_class_weight", [False, True])
+def test_sizes_of_symbolic_numbers(options: str, shard_class_weight: bool) -> None:
+    outputs = _frame.outputs_of(options, shard_class_weight=shard_class_weight)
+    for size_of in (outputs.saved_size, lambda n: outputs.shape((n,), n, 1)):
+        assert size_of(Symbolic(7)) == size_of(7)
 
 
 @pytest.mark.parametrize(("options", "reduction"), CALLS)
