@@ -94,7 +94,8 @@ __device__ __forceinline__ void write_loss(const CountParams& p, const LossParti
 }
 
 /// What every kStep-th of a row's `splits` parts from number `first` on comes to; they lie `split_stride` elements apart. The largest logit
-/// first, so that no part waits for the exponential of the one before. kAtOnce: loads that are on their way together, where there are so many.
+/// first, so that no part waits for the exponential of the one before. kAtOnce: parts whose loads are on their way together, where there
+/// are that many.
 template <class Problem, int kStep, int kAtOnce = 16>
 __device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int first, int splits) {
     using Fields = PartialFields<Problem>;

@@ -1,5 +1,5 @@
-// ParallelKernel on a GPU that ranks share, each a thread with streams of its own: what runs beside a call's stream waits for what it reads,
-// and is waited for.
+// ParallelKernel on a GPU that ranks share, each a thread with streams of its own: what runs beside a call's stream waits for what it
+// reads, and is waited for.
 #include <gtest/gtest.h>
 
 #include <mutex>
