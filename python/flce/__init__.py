@@ -28,6 +28,7 @@ from flce.errors import (
 from flce.functional import linear_cross_entropy, linear_logprobs, linear_topk_distillation
 from flce.jobs import missing, prewarm, tune
 from flce.kernels import cache_statistics, check_labels, explain, get_kernel, warmup
+from flce.lm_head import FusedLMHead
 from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
 from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
 from flce.plans import check_same_plans, plan_digest
@@ -44,6 +45,7 @@ __all__ = [
     "DTypeError",
     "DeviceError",
     "FlceError",
+    "FusedLMHead",
     "FusedOutputLoss",
     "InternalError",
     "Kernel",

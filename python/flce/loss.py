@@ -52,6 +52,25 @@ class FusedOutputLoss(Protocol):
         ...
 
 
+def check_options(options: Mapping[str, Any], shift: Any) -> None:
+    """Raises ArgumentError for what is no option of a loss or no shift, SpecError for a number out of its range."""
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise errors.ArgumentError(f"{unknown[0]} is not an option of the loss; allowed are {', '.join(sorted(_OPTIONS))}")
+    _arguments.reduction_code(options.get("reduction", "mean"))
+    _arguments.temperature_number(options.get("temperature"))
+    for name, (allows, what) in _RANGES.items():
+        value = options.get(name)
+        if value is not None and not (isinstance(value, numbers.Real) and allows(float(value))):
+            raise errors.SpecError(f"{name} is {value!r}; it must be a number, {what}")
+    if not isinstance(shift, int) or shift < 0:
+        raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
+    for name in ("dft", "batch_invariant"):
+        _check_flag(name, options.get(name, False))
+    _arguments.workspace_limit(options.get("workspace_limit_bytes"))
+    _arguments.retain_choice(options.get("retain_in_grad_weight"))
+
+
 def _check_flag(name: str, flag: Any) -> None:
     if not isinstance(flag, bool):
         raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
@@ -113,24 +132,10 @@ class LinearCrossEntropyLoss:
     ) -> None:
         if impl not in IMPLEMENTATIONS:
             raise errors.ArgumentError(f"impl is {impl!r}; allowed are {', '.join(map(repr, IMPLEMENTATIONS))}")
-        unknown = sorted(options.keys() - _OPTIONS)
-        if unknown:
-            raise errors.ArgumentError(f"{unknown[0]} is not an option of the loss; allowed are {', '.join(sorted(_OPTIONS))}")
-        _arguments.reduction_code(options.get("reduction", "mean"))
-        _arguments.temperature_number(options.get("temperature"))
-        for name, (allows, what) in _RANGES.items():
-            value = options.get(name)
-            if value is not None and not (isinstance(value, numbers.Real) and allows(float(value))):
-                raise errors.SpecError(f"{name} is {value!r}; it must be a number, {what}")
+        check_options(options, shift)
         if not isinstance(chunk_size, int) or chunk_size < 1:
             raise errors.ArgumentError(f"chunk_size is {chunk_size!r}; it must be an integer of 1 or more")
-        if not isinstance(shift, int) or shift < 0:
-            raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
-        for name in ("dft", "batch_invariant"):
-            _check_flag(name, options.get(name, False))
         _check_flag("compile", compile)
-        _arguments.workspace_limit(options.get("workspace_limit_bytes"))
-        _arguments.retain_choice(options.get("retain_in_grad_weight"))
         self._output_embeddings = output_embeddings
         if not isinstance(_heads.weight_of(self.output_embeddings), Tensor):
             raise errors.ArgumentError(

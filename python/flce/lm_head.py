@@ -1,0 +1,114 @@
+"""An output layer that computes the loss inside its own forward, where wrappers have gathered its weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flce import _chunked, _parallel, errors
+from flce._checks import is_dtensor
+from flce._targets import check_ignore_index
+from flce.functional import linear_cross_entropy
+from flce.loss import check_options
+
+_KEPT = ("in_features", "out_features", "training")
+
+
+class FusedLMHead(nn.Linear):
+    """An nn.Linear, by its parameters and its state_dict, that is also called with labels.
+
+    head(hidden) gives logits; head(hidden, labels=labels) gives the loss of `flce.linear_cross_entropy`, without logits in memory. The loss
+    is computed in the module's forward: FSDP2 and DeepSpeed's ZeRO-3 gather the weight before it, DDP's and their hooks see its gradient,
+    and mixed precision is theirs. Called in any other way, a weight that lies over ranks is refused with PlacementError.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as of nn.Linear. With process_group out_features counts this rank's rows, unless the
+            weight is a DTensor.
+        shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
+        ignore_index: the label that counts for nothing.
+        options: those of `flce.LinearCrossEntropyLoss`: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a
+            number), dft, reduction, batch_invariant, workspace_limit_bytes, retain_in_grad_weight, process_group and what goes with it.
+
+    Raises ArgumentError, SpecError for an option that there is not, or a value out of its range.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        shift: int = 1,
+        ignore_index: int = -100,
+        **options: Any,
+    ) -> None:
+        check_options(options, shift)
+        group, start, size = (options.get(name) for name in ("process_group", "vocab_start", "vocab_size"))
+        sums = (options.get("reduce_dtype"), options.get("reduce_grad_hidden", True))
+        _parallel.asked(group, options.get("sequence_parallel", False), start, size, *sums)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.shift = shift
+        self.ignore_index = check_ignore_index(ignore_index)
+        self.options = options
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, shift: int = 1, ignore_index: int = -100, **options: Any) -> FusedLMHead:
+        """The same layer, with the parameters of `linear`, not copies of them: a tied embedding stays tied, and an optimizer that has them
+        goes on. `model.set_output_embeddings(FusedLMHead.from_linear(model.get_output_embeddings()))`. Raises ArgumentError for a layer
+        that is not a plain nn.Linear: adapters, quantised and sharded layers compute something else."""
+        if type(linear) is not nn.Linear:
+            kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
+            raise errors.ArgumentError(
+                f"linear is a {kind}; from_linear takes a plain torch.nn.Linear. For a layer with a LoRA adapter use "
+                "flce.LinearCrossEntropyLoss(layer), which reads adapters"
+            )
+        if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+            raise errors.ArgumentError("linear has hooks, which another module would not run; make the FusedLMHead before what adds them")
+        made = cls(1, 1, False, "meta", shift=shift, ignore_index=ignore_index, **options)
+        for name in _KEPT:
+            setattr(made, name, getattr(linear, name))
+        made.weight, made.bias = linear.weight, linear.bias
+        return made
+
+    def forward(self, input: Tensor, labels: Tensor | None = None, **of_call: Any) -> Any:
+        """Logits [..., V] of hidden states [..., S, D], with logit_scale and softcap applied and no temperature; of a weight that lies over
+        process_group this rank's. With labels [..., S] the loss, or a tuple that begins with it.
+
+        of_call: for the loss: num_valid_tokens, temperature, token_weight, cu_seqlens, grad_weight_out and the return_ flags of
+        `flce.linear_cross_entropy`, whose errors it raises. A temperature takes the place of the option.
+        """
+        weight = self._gathered()
+        if labels is None:
+            if of_call:
+                raise errors.ArgumentError(f"{min(of_call)} is given without labels; it is a loss's")
+            logits = F.linear(input, weight, self.bias)
+            return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
+        given = {**self.options, **of_call}
+        if of_call.get("temperature") is None:
+            given["temperature"] = self.options.get("temperature")
+        return linear_cross_entropy(input, weight, labels, bias=self.bias, shift=self.shift, ignore_index=self.ignore_index, **given)
+
+    def _gathered(self) -> Tensor:
+        """The weight, whole as far as this rank is to have it."""
+        weight = self.weight
+        if not is_dtensor(weight) and weight.shape != (self.out_features, self.in_features):
+            raise errors.PlacementError(
+                f"weight has shape {list(weight.shape)} where this head has [{self.out_features}, {self.in_features}]: it lies over ranks "
+                "and is not gathered here. Call the head as a module, head(hidden, labels=...), inside the forward of what wraps it"
+            )
+        if is_dtensor(weight) and self.options.get("process_group") is None:
+            placements = list(weight.placements)  # type: ignore[attr-defined]
+            raise errors.PlacementError(
+                f"weight is a DTensor with placements {placements}. FSDP2 gathers it where the head is called as a module; for tensor "
+                "parallel give process_group"
+            )
+        return weight
+
+    def extra_repr(self) -> str:
+        more = "".join(f", {name}={value!r}" for name, value in self.options.items() if name != "process_group")
+        return f"{super().extra_repr()}, shift={self.shift}{more}"
