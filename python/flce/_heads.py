@@ -51,6 +51,37 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True) -> Operands:
     return Operands(torch.cat(hiddens, dim=-1), torch.cat(weights, dim=1), bias)
 
 
+def has_hooks(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+def of_linear(layer: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a plain nn.Linear that a caller gives for a weight. Raises ArgumentError, PlacementError for layers that compute
+    something else, whose hooks would not run, or whose weight is not here."""
+    if type(layer) is not nn.Linear:
+        kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        raise errors.ArgumentError(
+            f"weight is a {kind}; it must be a tensor [vocab_size, hidden_size] or a plain torch.nn.Linear. A FusedLMHead is called with "
+            "labels; for a layer with a LoRA adapter there is flce.LinearCrossEntropyLoss"
+        )
+    if has_hooks(layer):
+        raise errors.ArgumentError(
+            "weight is a Linear with hooks, which would not run; give its weight, or have a flce.FusedLMHead in its place, in whose "
+            "forward the loss is computed"
+        )
+    if bias is not None:
+        raise errors.ArgumentError(
+            "bias is given, and weight is a Linear, whose bias is taken; give its weight and bias, or the layer alone"
+        )
+    weight: Tensor = layer.weight
+    if weight.shape != (layer.out_features, layer.in_features):
+        raise errors.PlacementError(
+            f"weight is a Linear of [{layer.out_features}, {layer.in_features}] whose weight has shape {list(weight.shape)}: it lies over "
+            "ranks and is not gathered here"
+        )
+    return weight, layer.bias
+
+
 def weight_of(head: Any) -> Any:
     """The head's weight [V, D], without adapters; None where it has none."""
     return getattr(head.get_base_layer() if _is_adapter(head) else head, "weight", None)

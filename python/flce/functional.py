@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flce import _arguments, _call, _sharded_call, errors
+from flce import _arguments, _call, _heads, _sharded_call, errors
 from flce._targets import check_ignore_index, shift_labels
 
 _WHOLE = (False, None, None, None, True)  # what a call says of process_group's companions where the weight is whole
@@ -15,7 +15,7 @@ _WHOLE = (False, None, None, None, True)  # what a call says of process_group's 
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Linear,
     target: Tensor,
     *,
     bias: Tensor | None = None,
@@ -55,7 +55,8 @@ def linear_cross_entropy(
         hidden: [..., D] fp32, bf16 or fp16, on the CPU or a CUDA device. Made contiguous if it is not. D not a multiple of 8 is padded (a
             copy of hidden and weight).
         weight: [V, D], of hidden's dtype, or fp32 beside 16-bit hidden states (kernels round it as they read it, within the limit; its
-            gradient is fp32). The view `w.t()` of a contiguous [D, V] is taken as it lies.
+            gradient is fp32). The view `w.t()` of a contiguous [D, V] is taken as it lies. Or a plain torch.nn.Linear, whose weight and
+            bias are taken; layers of other classes, and with hooks, are an ArgumentError.
         target: [...] int64 or int32. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
         bias: [V].
         reduction: "none" gives [...], 0 for ignored rows; "sum", "mean" and "weighted_mean" a scalar. All fp32. "mean" divides by the
@@ -117,6 +118,8 @@ def linear_cross_entropy(
         UnsupportedTransformError: under vmap and other torch.func transforms; on a second, forward-mode or batched derivative.
         UnavailableError, CompileError, DeviceError: the kernel cannot be had or run.
     """
+    if isinstance(weight, nn.Module):
+        weight, bias = _heads.of_linear(weight, bias)
     if shift or cu_seqlens is not None:
         target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (True, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
@@ -131,7 +134,7 @@ def linear_cross_entropy(
 
 def linear_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Linear,
     target: Tensor,
     *,
     bias: Tensor | None = None,
@@ -169,6 +172,8 @@ def linear_logprobs(
     Raises:
         As `linear_cross_entropy`.
     """
+    if isinstance(weight, nn.Module):
+        weight, bias = _heads.of_linear(weight, bias)
     if shift or cu_seqlens is not None:
         target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (False, False, True, return_entropy, return_top1, return_log_sum_sq_probs)
@@ -184,7 +189,7 @@ def linear_logprobs(
 
 def linear_topk_distillation(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Linear,
     teacher_ids: Tensor,
     teacher_probs: Tensor,
     *,
@@ -242,6 +247,8 @@ def linear_topk_distillation(
     Raises:
         As `linear_cross_entropy`.
     """
+    if isinstance(weight, nn.Module):
+        weight, bias = _heads.of_linear(weight, bias)
     top_k = _arguments.check_teacher(teacher_ids, teacher_probs, hidden)
     if target is None:
         target = _rows_with_a_class(teacher_ids, hard_weight, ignore_index, shift, cu_seqlens)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce import _chunked, _parallel, errors
+from flce import _chunked, _heads, _parallel, errors
 from flce._checks import is_dtensor
 from flce._targets import check_ignore_index
 from flce.functional import linear_cross_entropy
@@ -67,7 +67,7 @@ class FusedLMHead(nn.Linear):
                 f"linear is a {kind}; from_linear takes a plain torch.nn.Linear. For a layer with a LoRA adapter use "
                 "flce.LinearCrossEntropyLoss(layer), which reads adapters"
             )
-        if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+        if _heads.has_hooks(linear):
             raise errors.ArgumentError("linear has hooks, which another module would not run; make the FusedLMHead before what adds them")
         made = cls(1, 1, False, "meta", shift=shift, ignore_index=ignore_index, **options)
         for name in _KEPT:

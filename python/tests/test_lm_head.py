@@ -117,6 +117,48 @@ def test_loss_takes_the_gradient_buffer_of_a_call(device: str) -> None:
     torch.testing.assert_close(main_grad - 1, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_functions_take_a_linear(device: str, bias: bool) -> None:
+    layer = linear(device, bias=bias)
+    hidden, labels = data(device)
+    given: dict[str, Any] = {"bias": layer.bias}
+    ids = labels.clamp(min=0).unsqueeze(-1)
+    probs = torch.ones_like(ids, dtype=torch.float32)
+    for function, others in (
+        (flce.linear_cross_entropy, (labels,)),
+        (flce.linear_logprobs, (labels,)),
+        (flce.linear_topk_distillation, (ids, probs)),
+    ):
+        assert torch.equal(function(hidden, layer, *others), function(hidden, layer.weight, *others, **given)), function
+    compiled = torch.compile(flce.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, layer, labels), flce.linear_cross_entropy(hidden, layer, labels))
+
+
+def ungathered() -> nn.Linear:
+    layer = linear("cpu")
+    layer.weight.data = torch.zeros(0)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: Other(D, V), flce.ArgumentError, "Other"),
+        (lambda: flce.FusedLMHead(D, V), flce.ArgumentError, "called with labels"),
+        (lambda: hooked(), flce.ArgumentError, "hooks"),
+        (lambda: ungathered(), flce.PlacementError, "not gathered"),
+    ],
+    ids=["subclass", "fused", "hooks", "ungathered"],
+)
+def test_layers_that_are_no_weight(make: Any, kind: type[Exception], message: str) -> None:
+    hidden, labels = data("cpu")
+    for function in (flce.linear_cross_entropy, flce.linear_logprobs):
+        with pytest.raises(kind, match=message):
+            function(hidden, make(), labels)
+    with pytest.raises(flce.ArgumentError, match="bias is given"):
+        flce.linear_cross_entropy(hidden, linear("cpu"), labels, bias=torch.zeros(V))
+
+
 class Other(nn.Linear):
     """An output layer of somebody else's."""
 
