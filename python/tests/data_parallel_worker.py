@@ -4,7 +4,6 @@ other."""
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import torch
@@ -60,7 +59,6 @@ def main() -> None:
     # torch 2.6 has FSDP2 on GPUs only.
     kinds = ("ddp", "fsdp", "fsdp bf16") if hasattr(torch.cpu.Stream(), "record_event") else ("ddp",)
     run_cases(run, [(kind, impl) for kind in kinds for impl in ("flce", "pytorch")])
-    os._exit(0)  # with FSDP2 over gloo, the interpreter's exit ends now and then in std::terminate (torch 2.13)
 
 
 if __name__ == "__main__":
