@@ -40,5 +40,5 @@ def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, pre
         print(f"{passed} cases passed", flush=True)
     dist.destroy_process_group()
     sys.stdout.flush()
-    # All is done and told. With DTensors or FSDP2 over gloo the interpreter's exit ends now and then in std::terminate (torch 2.13).
+    # All is done and told. A thread of gloo's may still let go of a tensor while the interpreter ends: std::terminate (torch 2.13).
     os._exit(0)
