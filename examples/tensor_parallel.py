@@ -268,5 +268,5 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    # Not sys.exit: a thread of gloo's may still let go of a tensor while the interpreter ends, which torch 2.13 answers with std::terminate.
+    # Not sys.exit: a thread of gloo's may still let go of a tensor while the interpreter ends, and torch 2.13 then calls std::terminate.
     os._exit(status)

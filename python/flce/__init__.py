@@ -35,6 +35,7 @@ from flce.plans import check_same_plans, plan_digest
 
 if TYPE_CHECKING:
     from flce import compat, huggingface
+    from flce._patch import patch, unpatch
 
 __version__ = "0.1.0"
 
@@ -71,23 +72,28 @@ __all__ = [
     "linear_logprobs",
     "linear_topk_distillation",
     "missing",
+    "patch",
     "plan_digest",
     "prewarm",
     "set_strict",
     "shift_labels",
     "sum_tied_gradient",
     "tune",
+    "unpatch",
     "warmup",
 ]
 
-_SUBMODULES = ("compat", "huggingface")  # imported when they are first asked for
+_SUBMODULES = ("compat", "huggingface")  # imported when they are first asked for, as what comes from the next one
+_OF_PATCH = ("patch", "unpatch")
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"flce.{name}")
+    if name in _OF_PATCH:
+        return getattr(importlib.import_module("flce._patch"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBMODULES})
+    return sorted({*globals(), *_SUBMODULES, *_OF_PATCH})

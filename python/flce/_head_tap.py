@@ -37,6 +37,33 @@ def probe_rows(head: Any, hidden: Tensor) -> Tensor:
     return torch.cat((last, (wide * factor).to(last.dtype)), dim=-2)
 
 
+class Carry(torch.autograd.Function):
+    """Zeros in place of logits, which depend on the loss for autograd alone: wrappers that gather a layer's weight once a gradient of its
+    output comes (FSDP2) have it when the loss's own backward reads it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=loss.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.zeros((), device=gradient.device), None, None
+
+
+class Carried(torch.autograd.Function):
+    """The loss, whose gradient goes through what carries it as well."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, carrier: Tensor) -> Tensor:
+        ctx.like = carrier.shape, carrier.dtype
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shape, dtype = ctx.like
+        return gradient, torch.zeros(shape, dtype=dtype, device=gradient.device)
+
+
 class HeadTap:
     """What a prepared model keeps in its __dict__; no parameter, buffer or submodule of it, copied with it."""
 
@@ -48,8 +75,15 @@ class HeadTap:
         self.head: Any = None
         self.compared = False  # whether a loss knows what happens to the output layer's logits
         self.active = False
+        self.patch: Any = None  # what flce.patch has the model's forward do; None: it stops at the hidden states
+        self.fused: Any = None  # from hidden states to the loss, computed in the output layer's forward, where its weight is gathered
+        self.fused_loss: Tensor | None = None
+        self.carrier: Tensor | None = None  # what the output layer then gave instead of logits: its gradient comes before the loss's
+        self.own_loss_name = "_loss_function" in model.__dict__  # where transformers keeps a loss function that somebody has set
+        self.output_type: Any = None  # of the model's own forward
         self.hidden: list[Tensor] = []
         self.probe: Tensor | None = None  # the rows that the output layer was given instead
+        self.probe_plain: Tensor | None = None  # their product with the weight, adapters included
         self.autocast_dtype: torch.dtype | None = None  # that the output layer was called under
         self.losses_asked = 0
         self.aligned_labels: Tensor | None = None  # shift_labels of the last forward in evaluation
@@ -117,6 +151,7 @@ class HeadTap:
     def _collect(self, model: Any, outputs: Any, hidden: Tensor, asked: bool, shift_labels: Tensor | None) -> Any:
         from transformers.utils import ModelOutput  # type: ignore[attr-defined]
 
+        self.output_type = type(outputs)
         fields = {name: value for name, value in outputs.items() if name not in ("loss", "logits") and value is not None}
         if not asked and (found := [name for name in _AUXILIARY if name in fields]):
             raise errors.ArgumentError(
@@ -125,8 +160,8 @@ class HeadTap:
             )
         result: dict[str, Any] = {"last_hidden_state": hidden}
         if not self.compared:
-            result |= {"probe_rows": self.probe, "probe_logits": outputs["logits"].detach()}
-            self.probe = None
+            result |= {"probe_rows": self.probe, "probe_logits": outputs["logits"].detach(), "probe_plain": self.probe_plain}
+            self.probe = self.probe_plain = None
         if asked:
             result["auxiliary_loss"] = outputs["loss"]
         if self.autocast_dtype is not None:
@@ -161,6 +196,8 @@ def _own_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     tap: HeadTap = model._flce_tap
+    if tap.patch is not None:
+        return tap.patch(model, *args, **kwargs)
     if model.training and torch.is_grad_enabled():
         return tap.to_hidden_states(model, *args, **kwargs)
     tap.aligned_labels = kwargs.get("shift_labels")
@@ -186,8 +223,15 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
     tap.hidden.append(hidden)
     device_type = hidden.device.type
     tap.autocast_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if tap.fused is not None:
+        tap.fused_loss = tap.fused(hidden)
+        shape = (*hidden.shape[:-2], 2, _heads.weight_of(head).shape[0])
+        tap.carrier = Carry.apply(tap.fused_loss, shape, tap.autocast_dtype or hidden.dtype)
+        return tap.carrier
     if not tap.compared:
         tap.probe = probe_rows(head, hidden)
+        with torch.no_grad():
+            tap.probe_plain = _heads.operands(head, tap.probe, dropout=False).logits()
         return _own_forward(head, tap.probe)
     shape = (*hidden.shape[:-2], 2, _heads.weight_of(head).shape[0])
     return torch.zeros(shape, dtype=tap.autocast_dtype or hidden.dtype, device=hidden.device)
@@ -209,6 +253,33 @@ def install(model: Any) -> None:
     model.forward = _bound(_model_forward, model, _unwrapped_model_forward)
     if tap.calls_loss_function:
         model.loss_function = tap.loss_function
+
+
+def remove(model: Any) -> None:
+    """Takes away what `install` and `attach` set. Raises ArgumentError where somebody has wrapped the model's or the output layer's forward
+    since."""
+    tap = of(model)
+    if tap is None:
+        return
+    places = [(model, _model_forward), *((each, _head_forward) for each in [tap.head] if each is not None)]
+    for module, function in places:
+        now = module.__dict__.get("forward")
+        if getattr(getattr(now, "__func__", None), "__code__", None) is not function.__code__:
+            raise errors.ArgumentError(
+                f"the forward of {type(module).__name__} has been wrapped since it was patched; take that off first (accelerate: "
+                "accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+            )
+    for module, _ in places:
+        own = module.__dict__.pop("_flce_own_forward")
+        del module.__dict__["_flce_tap"]
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+    if tap.calls_loss_function:
+        model.loss_function = tap.own_loss
+        if not tap.own_loss_name:
+            model.__dict__.pop("_loss_function", None)
 
 
 def of(model: Any) -> HeadTap | None:

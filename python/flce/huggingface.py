@@ -55,6 +55,15 @@ def return_hidden_states(model: Any) -> Any:
         its output
             layer once, at the first step.
     """
+    inner = check_model(model)
+    if _head_tap.of(inner) is None:
+        _head_tap.install(inner)
+    return model
+
+
+def check_model(model: Any) -> Any:
+    """The causal language model itself. Raises ArgumentError where it has no output embeddings with a weight [V, D], or is tuned by virtual
+    tokens."""
     inner = causal_lm_of(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     weight = _heads.weight_of(head) if head is not None else None
@@ -72,9 +81,7 @@ def return_hidden_states(model: Any) -> Any:
                 f"adapter {name!r} of model is a {type(config).__name__}, which puts virtual tokens before the labels' positions; keep "
                 f"the model's own loss"
             )
-    if _head_tap.of(inner) is None:
-        _head_tap.install(inner)
-    return model
+    return inner
 
 
 def options_of(config: Any) -> dict[str, Any]:
@@ -149,25 +156,34 @@ class CausalLMLoss:
 
     def _of_hidden_states(self, outputs: Mapping[str, Any], labels: Tensor, count: Tensor | int | None) -> Tensor:
         hidden: Tensor = outputs["last_hidden_state"]
-        if isinstance(count, Tensor):
-            count = count.to(hidden.device)
         dtype = outputs.get("autocast_dtype")
         autocast = contextlib.nullcontext() if dtype is None else torch.autocast(hidden.device.type, dtype=dtype)
         with autocast:  # as the output layer would have run: accelerate returns a forward's outputs in fp32
-            self._compare(outputs)
-            aligned = outputs.get("shift_labels") if self.loss.shift == 1 else None
-            loss_fn = self.loss if aligned is None else self.loss.with_shift(0)
-            loss = loss_fn(hidden, _on(hidden.device, labels if aligned is None else aligned), num_valid_tokens=count)
+            _arguments.refuse_dtensor("the output layer's weight", self.loss.weight)
+            self.compare(outputs)
+            loss = self.of_hidden(hidden, labels, count, outputs.get("shift_labels"))
         auxiliary = outputs.get("auxiliary_loss")
         return loss if auxiliary is None else loss + auxiliary.to(loss.device)
 
-    def _compare(self, outputs: Mapping[str, Any]) -> None:
+    def of_hidden(self, hidden: Tensor, labels: Tensor, count: Tensor | int | None, shift_labels: Tensor | None) -> Tensor:
+        """Without what the model adds for routers. `shift_labels`: labels that are shifted already, which then count."""
+        if isinstance(count, Tensor):
+            count = count.to(hidden.device)
+        aligned = shift_labels if self.loss.shift == 1 else None
+        loss_fn = self.loss if aligned is None else self.loss.with_shift(0)
+        return loss_fn(hidden, _on(hidden.device, labels if aligned is None else aligned), num_valid_tokens=count)
+
+    def has_compared(self) -> bool:
+        """Whether the output layer that the model has now was compared with the model's own forward."""
+        return self._model.get_output_embeddings() is self._compared_head
+
+    def compare(self, outputs: Mapping[str, Any]) -> None:
         """Compares with the model's own forward, unless that is done for the output layer that the model has now."""
         tap, head = _head_tap.of(self._model), self._model.get_output_embeddings()
         if head is self._compared_head:
             return
-        rows, own = outputs.get("probe_rows"), outputs.get("probe_logits")
-        if tap is None or rows is None or own is None:
+        rows, own, plain = (outputs.get(name) for name in ("probe_rows", "probe_logits", "probe_plain"))
+        if tap is None or rows is None or own is None or plain is None:
             if tap is not None:
                 tap.compared = False
             raise errors.ArgumentError(
@@ -177,7 +193,7 @@ class CausalLMLoss:
                 "flce.LinearCrossEntropyLoss"
             )
         self._find_shift()
-        if bool(rows.isfinite().all()) and self._compare_logits(rows, own):
+        if bool(rows.isfinite().all()) and self._compare_logits(rows, own, plain):
             self._compared_head = head
             tap.compared = True
 
@@ -187,20 +203,18 @@ class CausalLMLoss:
             self._shift_known = True
 
     @torch.no_grad()
-    def _compare_logits(self, rows: Tensor, own: Tensor) -> bool:
+    def _compare_logits(self, rows: Tensor, own: Tensor, plain: Tensor) -> bool:
         """Whether that settles it: the next step is compared, too, where the weight is 0 and nothing would show."""
         name = type(self._model).__name__
-        weight = self.loss.weight
-        _arguments.refuse_dtensor("the output layer's weight", weight)
-        if weight.dim() != 2 or rows.shape[-1] != weight.shape[1] or own.shape != (*rows.shape[:-1], weight.shape[0]):
+        if own.shape != plain.shape:
             raise errors.ArgumentError(
-                f"{name}'s own logits for hidden states {list(rows.shape)} have shape {list(own.shape)}, but its output layer's weight is "
-                f"{list(weight.shape)}: it does something else with them, such as cutting off a padded vocabulary; keep the model's own "
+                f"{name}'s own logits for hidden states {list(rows.shape)} have shape {list(own.shape)}, but its output layer's are "
+                f"{list(plain.shape)}: it does something else with them, such as cutting off a padded vocabulary; keep the model's own "
                 f"loss"
             )
-        plain = self.loss.operands(rows, dropout=False).logits()
         tolerance = _TOLERANCES.get(plain.dtype, _TOLERANCE_16)
-        own = own.to(plain.device).double()
+        own = own.double()
+        plain = plain.to(own.device)
         differences = []
         for options in _alternatives(self._model.config, self._given):
             mine = _chunked.transform_logits(plain.double(), options["logit_scale"], options["softcap"])

@@ -1,0 +1,121 @@
+"""`patch` and `unpatch`: a causal language model of transformers whose own forward gives the loss without logits."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce import _head_tap, errors
+from flce.huggingface import CausalLMLoss, causal_lm_of, check_model, return_hidden_states
+
+
+class _Patch:
+    """What a patched model's forward does. In the model's __dict__, by its tap."""
+
+    def __init__(self, model: Any, training_logits: bool, evaluation_logits: bool, options: dict[str, Any]) -> None:
+        self.training_logits, self.evaluation_logits = training_logits, evaluation_logits
+        self.loss = CausalLMLoss(model, **options)
+        self.steps_aside = False  # for the model's own forward
+
+    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            bound = inspect.signature(type(model).forward).bind_partial(model, *args).arguments
+            kwargs.update(list(bound.items())[1:])
+        labels = kwargs.get("labels")
+        trains = model.training and torch.is_grad_enabled()
+        if labels is None or self.steps_aside or (self.training_logits if trains else self.evaluation_logits):
+            return _head_tap._own_forward(model, **kwargs)
+        if not isinstance(labels, Tensor):
+            raise errors.DTypeError(f"labels is a {type(labels).__name__}; it must be a tensor [batch, sequence]")
+        if not self.loss.has_compared():
+            self._compare(model, kwargs)
+        return self._fused(model, labels, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _compare(self, model: Any, kwargs: dict[str, Any]) -> None:
+        """The logits of a few rows with those of the model's own forward, which runs once more for it, without gradients."""
+        devices = sorted({parameter.device for parameter in model.parameters() if parameter.is_cuda}, key=str)
+        self.steps_aside = True
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=devices):  # what is random in the step is as without it
+                self.loss.compare(_head_tap.of(model).to_hidden_states(model, **kwargs))  # type: ignore[union-attr]
+        finally:
+            self.steps_aside = False
+
+    def _fused(self, model: Any, labels: Tensor, kwargs: dict[str, Any]) -> Any:
+        tap: Any = _head_tap.of(model)
+        count, aligned = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+        return_dict = kwargs.get("return_dict")
+        if return_dict is None:
+            return_dict = getattr(model.config, "return_dict", True)
+        tap.fused = lambda hidden: self.loss.of_hidden(hidden, labels, count, aligned)
+        try:
+            outputs = tap.to_hidden_states(model, **kwargs)
+            loss = _head_tap.Carried.apply(tap.fused_loss, tap.carrier)
+        finally:
+            tap.fused = tap.fused_loss = tap.carrier = None
+        auxiliary = outputs.get("auxiliary_loss")
+        if auxiliary is not None:
+            loss = loss + auxiliary.to(loss.device)
+        known = inspect.signature(tap.output_type).parameters
+        made = tap.output_type(loss=loss, **{name: value for name, value in outputs.items() if name in known})
+        return made if return_dict else made.to_tuple()
+
+
+def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool = True, **options: Any) -> Any:
+    """Has `model`, a causal LM of transformers, compute its loss without logits: in training, `model(input_ids, labels=labels).loss` is
+    what it was, and `.logits` is None.
+
+    The model's own forward runs up to its output layer; the loss is computed in that layer's forward, where FSDP2 has gathered its weight.
+    Without labels, in `generate` and, unless evaluation_logits is False, in evaluation, nothing changes. Parameters, state_dict and
+    save_pretrained are as they were. In place; the model may be wrapped by peft, accelerate, DDP or FSDP2 before or after. Returns the
+    model. `unpatch` takes it back.
+
+    At the first step, and where the output layer is another one since, the model runs once more without gradients, and the logits of a few
+    rows are compared with those that the loss stands for. Routers' losses, num_items_in_batch, shift_labels and return_dict work as before;
+    with return_dict=False the tuple has no logits.
+
+    Args:
+        model: or a wrapper round it. Patched once more, it has the new options.
+        training_logits: True: training gives logits as before, and nothing is saved.
+        evaluation_logits: False: in evaluation, and under no_grad, a call with labels gives the loss and no logits either.
+        options: those of `flce.LinearCrossEntropyLoss`. shift, logit_scale and softcap are the model's own where they are not given.
+
+    Raises ArgumentError for a model with an encoder, without an output layer that has a weight, or tuned by virtual tokens; at the first
+    step for one whose own logits or loss are other ones, with the difference, its likely cause and how to say it by hand.
+    """
+    for name, flag in (("training_logits", training_logits), ("evaluation_logits", evaluation_logits)):
+        if not isinstance(flag, bool):
+            raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
+    inner = causal_lm_of(model)
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        raise errors.ArgumentError(
+            f"model is a {type(inner).__name__}, which has an encoder; patch takes causal language models. Give the decoder's hidden "
+            "states to flce.LinearCrossEntropyLoss(model.get_output_embeddings, shift=0)"
+        )
+    known = _head_tap.of(inner)
+    if known is not None and known.patch is None:
+        raise errors.ArgumentError(
+            "model was prepared by flce.huggingface.return_hidden_states, which has its forward return hidden states; use one of the two"
+        )
+    check_model(model)
+    made = _Patch(inner, training_logits, evaluation_logits, options)  # before anything of the model is changed
+    return_hidden_states(model)
+    tap: Any = _head_tap.of(inner)
+    tap.patch = made
+    tap.compared = False
+    return model
+
+
+def unpatch(model: Any) -> Any:
+    """Takes back what `patch` did; a model that is not patched stays as it is. Returns the model. Raises ArgumentError where somebody has
+    wrapped the model's forward since, as accelerate does."""
+    inner = causal_lm_of(model)
+    tap = _head_tap.of(inner)
+    if tap is not None and tap.patch is None:
+        raise errors.ArgumentError("model was prepared by flce.huggingface.return_hidden_states, not by flce.patch")
+    _head_tap.remove(inner)
+    return model
