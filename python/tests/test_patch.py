@@ -298,3 +298,13 @@ def test_a_refused_model_is_as_it_was() -> None:
 def test_wrapped_over_two_ranks() -> None:
     output = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "patch_worker.py"))
     assert int(re.findall(r"(\d+) cases passed", output)[0]) == 3
+
+
+def test_example_trains_alike_and_needs_less_memory() -> None:
+    output = launch(str(HERE.parent.parent / "examples" / "hf_trainer.py"), "--tiny")
+    found = re.findall(r"^ +(as it comes|flce\.patch): losses ([\d. ]+?) +[\d.]+ ms a step +([\d.]+) MiB", output, re.MULTILINE)
+    losses = {name: [float(loss) for loss in of.split()] for name, of, _ in found}
+    memory = {name: float(mib) for name, _, mib in found}
+    assert losses["flce.patch"] == pytest.approx(losses["as it comes"], rel=1e-4) and len(losses["flce.patch"]) == 4
+    assert losses["flce.patch"][-1] < losses["flce.patch"][0]
+    assert memory["flce.patch"] < memory["as it comes"] / 2
