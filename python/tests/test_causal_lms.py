@@ -1,5 +1,5 @@
-"""Every class of transformers' causal-LM mapping, as a tiny random model: flce.huggingface gives the loss and the gradients of the model's
-own forward, or refuses by name. docs/python.md has the table."""
+"""Every class of transformers' causal-LM mapping, as a tiny random model: flce.huggingface and flce.patch give the loss and the gradients
+of the model's own forward, or refuse by name. docs/python.md has the table."""
 
 from __future__ import annotations
 
@@ -68,12 +68,15 @@ def test_loss_is_the_models_own_or_refused(name: str) -> None:
     if name in NOT_SMALL:
         pytest.skip(f"{name} {NOT_SMALL[name]}")
     stock = tiny_causal_lm(name, routers=name not in WITHOUT_ROUTERS)
+    patched = flce.patch(copy.deepcopy(stock))
     fused = return_hidden_states(copy.deepcopy(stock))
     loss_fn = CausalLMLoss(fused, impl="flce")
     inputs = batch()
     if name in REFUSED:
         with pytest.raises(flce.ArgumentError, match=REFUSED[name]):
             loss_fn(fused(**inputs), inputs["labels"])
+        with pytest.raises(flce.ArgumentError, match=REFUSED[name]):
+            patched(**inputs)
         return
     expected = seeded(stock, **inputs).loss
     expected.backward()
@@ -83,6 +86,10 @@ def test_loss_is_the_models_own_or_refused(name: str) -> None:
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     check_gradients(fused, stock)
+    with_loss = seeded(patched, **inputs)
+    with_loss.loss.backward()
+    assert with_loss.get("logits") is None and with_loss.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    check_gradients(patched, stock)
     # The second step compares nothing and runs without the output layer.
     again = seeded(fused, **inputs)
     assert "probe_logits" not in again
