@@ -120,7 +120,8 @@ class HeadTap:
             kwargs.pop(name, None)
         tokens: Any = kwargs.get("input_ids")
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        asks = self.calls_loss_function and isinstance(tokens, Tensor)
+        # An encoder's tokens are not those of labels, and nothing is added to such a model's loss (_AUXILIARY).
+        asks = self.calls_loss_function and isinstance(tokens, Tensor) and not has_encoder(model)
         if asks:
             kwargs["labels"] = torch.full(tokens.shape[:2], -100, dtype=torch.int64, device=tokens.device)
         self.attach(model)
@@ -242,6 +243,10 @@ def _calls_loss_function(model: Any) -> bool:
     forwards = [c.__dict__["forward"] for c in type(model).__mro__ if "forward" in c.__dict__ and c is not nn.Module]
     codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]
     return any(code is not None and "loss_function" in code.co_names for code in codes)
+
+
+def has_encoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def install(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""`patch` and `unpatch`: a causal language model of transformers whose own forward gives the loss without logits."""
+"""`patch` and `unpatch`: a language model of transformers whose own forward gives the loss without logits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flce import _head_tap, errors
+from flce._head_tap import has_encoder
 from flce.huggingface import CausalLMLoss, causal_lm_of, check_model, return_hidden_states
 
 
@@ -30,6 +31,8 @@ class _Patch:
             return _head_tap._own_forward(model, **kwargs)
         if not isinstance(labels, Tensor):
             raise errors.DTypeError(f"labels is a {type(labels).__name__}; it must be a tensor [batch, sequence]")
+        if has_encoder(model) and kwargs.get("decoder_input_ids") is None and kwargs.get("decoder_inputs_embeds") is None:
+            kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
         if not self.loss.has_compared():
             self._compare(model, kwargs)
         return self._fused(model, labels, kwargs)
@@ -66,8 +69,8 @@ class _Patch:
 
 
 def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool = True, **options: Any) -> Any:
-    """Has `model`, a causal LM of transformers, compute its loss without logits: in training, `model(input_ids, labels=labels).loss` is
-    what it was, and `.logits` is None.
+    """Has `model`, a language model of transformers with or without an encoder, compute its loss without logits: in training,
+    `model(input_ids, labels=labels).loss` is what it was, and `.logits` is None.
 
     The model's own forward runs up to its output layer; the loss is computed in that layer's forward, where FSDP2 has gathered its weight.
     Without labels, in `generate` and, unless evaluation_logits is False, in evaluation, nothing changes. Parameters, state_dict and
@@ -84,17 +87,18 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
         evaluation_logits: False: in evaluation, and under no_grad, a call with labels gives the loss and no logits either.
         options: those of `flce.LinearCrossEntropyLoss`. shift, logit_scale and softcap are the model's own where they are not given.
 
-    Raises ArgumentError for a model with an encoder, without an output layer that has a weight, or tuned by virtual tokens; at the first
+    Raises ArgumentError for a model without an output layer that has a weight, or tuned by virtual tokens; at the first
     step for one whose own logits or loss are other ones, with the difference, its likely cause and how to say it by hand.
     """
     for name, flag in (("training_logits", training_logits), ("evaluation_logits", evaluation_logits)):
         if not isinstance(flag, bool):
             raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
     inner = causal_lm_of(model)
-    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+    if has_encoder(inner) and not hasattr(inner, "prepare_decoder_input_ids_from_labels"):
         raise errors.ArgumentError(
-            f"model is a {type(inner).__name__}, which has an encoder; patch takes causal language models. Give the decoder's hidden "
-            "states to flce.LinearCrossEntropyLoss(model.get_output_embeddings, shift=0)"
+            f"model is a {type(inner).__name__}, which has an encoder and no prepare_decoder_input_ids_from_labels, so that what its "
+            "decoder reads is not known without its own loss. Give the decoder's hidden states to "
+            "flce.LinearCrossEntropyLoss(model.get_output_embeddings, shift=0)"
         )
     known = _head_tap.of(inner)
     if known is not None and known.patch is None:

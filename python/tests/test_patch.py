@@ -257,9 +257,39 @@ def wrapped() -> Any:
     return flce.unpatch(model)
 
 
-def encoder_decoder() -> Any:
-    config = transformers.T5Config(vocab_size=VOCAB_SIZE, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    return flce.patch(transformers.T5ForConditionalGeneration(config))
+def encoder_decoder(kind: str) -> Any:
+    torch.manual_seed(3)
+    if kind == "t5":
+        config = transformers.T5Config(
+            vocab_size=VOCAB_SIZE, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+        )
+        return transformers.T5ForConditionalGeneration(config)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    wide = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16, "max_position_embeddings": 64, "dropout": 0.0}
+    config = transformers.BartConfig(vocab_size=VOCAB_SIZE, **sizes, **wide, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return transformers.BartForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_with_an_encoder(kind: str) -> None:
+    own = encoder_decoder(kind).train()
+    mine = flce.patch(copy.deepcopy(own))
+    given = batch()
+    given["labels"] = given["labels"][:, :9].contiguous()  # another length than the encoder's
+    for _ in range(2):
+        (expected, right), (outputs, got) = step(own, **given), step(mine, **given)
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        assert outputs.logits is None and torch.equal(outputs.encoder_last_hidden_state, expected.encoder_last_hidden_state)
+        same(got, right)
+    for model in (own, mine):
+        model.eval()
+    assert torch.equal(mine(**given).logits, own(**given).logits)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(mine.generate(given["input_ids"], **options), own.generate(given["input_ids"], **options))
+
+
+class WithoutPreparation(transformers.T5ForConditionalGeneration):  # type: ignore[misc,name-defined]
+    prepare_decoder_input_ids_from_labels = property()
 
 
 def doubled() -> Any:
@@ -270,7 +300,7 @@ def doubled() -> Any:
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (encoder_decoder, flce.ArgumentError, "has an encoder"),
+        (lambda: flce.patch(WithoutPreparation(encoder_decoder("t5").config)), flce.ArgumentError, "has an encoder and no prepare"),
         (lambda: flce.patch(nn.Linear(2, 3)), flce.ArgumentError, "output embeddings are none"),
         (lambda: flce.patch(flce.huggingface.return_hidden_states(tiny_model())), flce.ArgumentError, "use one of the two"),
         (lambda: flce.unpatch(flce.huggingface.return_hidden_states(tiny_model())), flce.ArgumentError, "not by flce.patch"),
