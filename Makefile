@@ -69,7 +69,7 @@ test-install: build
 	@tools/test_install.sh build
 
 # Where memory is handled; the command and the parts that only write source code are left to `cmake --build --preset sanitize`.
-SANITIZED := badinput c_api cache cpu matrix properties session
+SANITIZED := badinput c_api cache cpu matrix parallel properties session
 test-sanitize: setup ## the CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/configure.sh sanitize
 	cmake --build --preset sanitize -j $(JOBS) --target $(addprefix test_,$(SANITIZED))

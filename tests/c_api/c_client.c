@@ -135,6 +135,10 @@ int c_client_trains_on_cpu(const char* cache_dir) {
     CHECK(place == FLCE_RETAINED_OWN && chosen == 4 * kTokens * kVocab);
     retain.least_work = -1;
     CHECK(flce_kernel_choose_retained(kernel, kTokens, &retain, &place, &chosen) == FLCE_ERROR_ARGUMENT);
+    int32_t late = 7;
+    CHECK(flce_kernel_reads_hidden_late(kernel, kTokens, FLCE_RETAINED_OWN, 1 << 20, 0, &late) == FLCE_OK && late == 0);
+    CHECK(flce_kernel_reads_hidden_late(kernel, kTokens, 2, 1 << 20, 0, &late) == FLCE_ERROR_ARGUMENT);
+    CHECK(flce_kernel_reads_hidden_late(kernel, kTokens, FLCE_RETAINED_OWN, 1 << 20, 0, NULL) == FLCE_ERROR_ARGUMENT);
     forward.retained = grad_weight;
     forward.retained_bytes = backward.retained_bytes;
     forward.retained_place = FLCE_RETAINED_GRAD_WEIGHT;

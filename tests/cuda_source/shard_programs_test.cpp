@@ -326,6 +326,15 @@ INSTANTIATE_TEST_SUITE_P(Every, Stages,
                                                           "D=2048,V=9000,whole_vocab_size=30000,dtype=fp16,bias"),
                                           testing::Values(Kept::none, Kept::all, Kept::part, Kept::lent, Kept::part_lent)));
 
+TEST(Stages, HiddenIsDeferred_WhereNothingElseWantsIt) {
+    EXPECT_TRUE(Layer("D=2048,V=9000,whole_vocab_size=30000,dtype=bf16").program.defers_hidden);
+    EXPECT_TRUE(Layer("D=2048,V=9000,whole_vocab_size=30000,dtype=bf16,bias,teacher_top_k=5").program.defers_hidden);
+    EXPECT_FALSE(Layer("D=2048,V=9000,whole_vocab_size=30000,dtype=bf16,label_smoothing=0.1").program.defers_hidden)
+        << "its sum over hidden goes along with the one over the weight";
+    EXPECT_FALSE(Layer("D=2048,V=9000,dtype=bf16").program.defers_hidden);
+    EXPECT_FALSE(Layer("D=2048,V=9000,whole_vocab_size=30000,dtype=fp32").program.defers_hidden) << "nothing is retained";
+}
+
 TEST(Stages, NoShard_BothTogetherAreTheWhole) {
     const Layer layer("D=2048,V=9000,dtype=bf16");
     for (const std::int64_t part : {1, 2, 4}) {

@@ -70,5 +70,37 @@ TEST(RetainedChoice, KernelThatRetainsNothing_Nothing) {
     EXPECT_THROW((void)kernel.choose_retained(1, {.least_work = -1}), ArgumentError);
 }
 
+/// Two bytes a token and class, of which grad_hidden can be made without hidden.
+class LateKernel final : public Kernel {
+public:
+    explicit LateKernel(const std::string& spec) : Kernel(parse_spec(spec).normalized(), {}, {}, {}) {}
+
+private:
+    void run(Pass /*pass*/, const std::int64_t* /*slots*/, Stream /*stream*/) const override {}
+    [[nodiscard]] std::int64_t workspace_bytes_of(Pass /*pass*/, std::int64_t /*num_tokens*/) const override { return 0; }
+    [[nodiscard]] std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace /*place*/, std::int64_t columns) const override {
+        return num_tokens * columns * 2;
+    }
+    [[nodiscard]] bool defers_hidden() const noexcept override { return true; }
+};
+
+TEST(ReadsHiddenLate, WhereEverythingIsRetainedInMemoryOfItsOwn) {
+    const LateKernel kernel("D=64,V=600,whole_vocab_size=1000,dtype=bf16");
+    const auto late = [&](std::size_t bytes, std::int64_t columns = 0, RetainedPlace place = RetainedPlace::own) {
+        return kernel.reads_hidden_late(40, {.bytes = bytes, .place = place}, columns);
+    };
+    EXPECT_TRUE(late(40 * 600 * 2));
+    EXPECT_TRUE(late(40 * 400 * 2, 400)) << "all of a rank with fewer classes";
+    EXPECT_FALSE(late(40 * 400 * 2));
+    EXPECT_FALSE(late(0));
+    EXPECT_FALSE(late(40 * 600 * 2, 0, RetainedPlace::grad_weight)) << "a part of it may be nowhere";
+    EXPECT_THROW((void)late(1, 601), ArgumentError);
+    EXPECT_THROW((void)kernel.reads_hidden_late(-1, {}), ArgumentError);
+    const LateKernel with_entropy("D=64,V=600,whole_vocab_size=1000,dtype=bf16,outputs=loss+entropy");
+    EXPECT_FALSE(with_entropy.reads_hidden_late(40, {.bytes = 40 * 600 * 2})) << "its gradient computes logits again";
+    const test::RecordingKernel another(parse_spec("D=64,V=600,whole_vocab_size=1000,dtype=bf16").normalized());
+    EXPECT_FALSE(another.reads_hidden_late(40, {.bytes = 40 * 600 * 2}));
+}
+
 }  // namespace
 }  // namespace flce
