@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -266,9 +267,14 @@ def a_later_difference() -> None:
 
 def a_group_made_again() -> None:
     """Under the name that the first one had, with other rows on rank 0: rank 1's call looks as it did, and its rows begin elsewhere."""
-    layer, rank = Layer(), dist.get_rank()
+    layer, rank, ranks = Layer(), dist.get_rank(), dist.get_world_size()
     names = []
     for rows in (60, 90):
+        # With a store of its own: in the first one's ranks would find each other where they were.
+        dist.destroy_process_group()
+        place = os.path.join(tempfile.gettempdir(), f"flce-{os.environ['TORCHELASTIC_RUN_ID']}-{rows}")
+        store = dist.FileStore(place, ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120))
         names.append(dist.group.WORLD.group_name)
         begin, end = (0, rows) if rank == 0 else (rows, rows + 100)
         whole = leaf(layer.weight[: rows + 100])
@@ -282,8 +288,6 @@ def a_group_made_again() -> None:
         assert torch.allclose(loss, expected, rtol=1e-5), (float(loss), float(expected))
         assert mine.grad is not None and whole.grad is not None
         assert torch.allclose(mine.grad, whole.grad[begin:end], atol=1e-6)
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     assert names[0] == names[1], names
 
 
