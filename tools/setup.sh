@@ -2,8 +2,8 @@
 # Makes the machine ready to build and test flce. Looks at what is there; says what it will install and how, then installs it; quick when
 # nothing is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers, where no
 # toolkit has them, come as PyPI wheels into .tools/nvidia. With --python also what the Python package's tests need (torch and the rest,
-# unless tools/python.sh finds them): from PyPI into .tools/python; and into .tools/peers the packages of tools/peers.txt, whose
-# signatures a test reads. With --servers also the servers that tests of remote caches start: redis and nginx unpacked into
+# unless tools/python.sh finds them): from PyPI into .tools/python; into .tools/peers the packages of tools/peers.txt, whose signatures a
+# test reads; and into .tools/trainers those of tools/trainers.txt, which tests run. With --servers also the servers that tests of remote caches start: redis and nginx unpacked into
 # .tools/servers, where the system has none (a package that is installed would run, and run after the next boot too), and moto's S3 from
 # PyPI into .tools/moto; without them those tests are skipped. With --dist also what a release tree is linked with
 # (tools/portable_inputs.sh, into .tools/portable). Exit code 3 and a list of what to install by hand where it cannot.
@@ -173,10 +173,11 @@ if ((${#wheels[@]} + ${#python_packages[@]})) && ! python3 -m pip --version >/de
     if [[ " ${packages[*]} " != *" python3-pip "* ]]; then packages+=(python3-pip); fi
 fi
 
-# ── What flce.compat stands in for: sources without their dependencies, of which nothing is imported.
-peers=.tools/peers
-peers_missing=false
-if $with_python; then cmp -s tools/peers.txt "$peers/requirements.txt" || peers_missing=true; fi
+# ── What flce.compat stands in for, of which nothing is imported, and trainers: each package without its dependencies.
+missing_lists=()
+if $with_python; then
+    for list in peers trainers; do cmp -s "tools/$list.txt" ".tools/$list/requirements.txt" || missing_lists+=("$list"); done
+fi
 
 # ── Servers for tests: none of them is installed in the system.
 servers=.tools/servers moto=.tools/moto
@@ -222,7 +223,7 @@ get_servers() {
 }
 
 if ((${#packages[@]} + ${#wheels[@]} + ${#python_packages[@]} + ${#server_packages[@]} == 0)) &&
-    ! $llvm_missing && ! $moto_missing && ! $dist_missing && ! $peers_missing; then exit 0; fi
+    ! $llvm_missing && ! $moto_missing && ! $dist_missing && ((${#missing_lists[@]} == 0)); then exit 0; fi
 
 # ── Distribution packages.
 by_hand() {
@@ -321,16 +322,16 @@ if ((${#python_packages[@]})); then
     still=$(missing_python)
     [[ -z $still ]] || fail "still missing for $python: ${still//$'\n'/ }"
 fi
-if $peers_missing; then
-    echo "flce: fetching the packages of tools/peers.txt from PyPI into $peers, for a test that reads their sources"
-    rm -rf "$peers"
+for list in ${missing_lists[@]+"${missing_lists[@]}"}; do
+    echo "flce: fetching the packages of tools/$list.txt from PyPI into .tools/$list, for tests of the Python package"
+    rm -rf ".tools/$list"
     python=$(tools/python.sh -c 'import sys; print(sys.executable)')
-    if fetch "$python" --no-deps --only-binary=:all: --target "$peers" -r tools/peers.txt; then
-        cp tools/peers.txt "$peers/requirements.txt"
+    if fetch "$python" --no-deps --only-binary=:all: --target ".tools/$list" -r "tools/$list.txt"; then
+        cp "tools/$list.txt" ".tools/$list/requirements.txt"
     else
-        echo "flce: could not fetch the packages of tools/peers.txt: tests that need them are skipped"
+        echo "flce: could not fetch the packages of tools/$list.txt: tests that need them are skipped"
     fi
-fi
+done
 if $dist_missing; then
     echo "flce: fetching Debian's libc6, libstdc++6 and libgcc-s1 of bullseye and the source of oneTBB into .tools/portable"
     tools/portable_inputs.sh || fail "tools/portable_inputs.sh failed (see above)."
