@@ -221,6 +221,26 @@ TEST_P(Judged, LossOffByTenTimesTheCap_Fails) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, Judged, testing::Values(DType::bf16, DType::fp16, DType::fp32),
                          [](const auto& info) { return std::string(to_string(info.param)); });
 
+// fp16 holds logits' gradients scaled by what the largest of all tokens allows, those of tokens that are left out among them.
+TEST(Reference, TokensLeftOutHaveLargerGradients_BudgetsAreThoseOfAllTokens) {
+    Spec spec;
+    spec.hidden_size = 16;
+    spec.vocab_size = 24;
+    spec.dtype = spec.grad_weight_dtype = DType::fp16;
+    spec.bias = true;
+    Problem p = make_problem(spec, {.num_tokens = 40, .ignored = Ignored::none, .reduction = Reduction::none});
+    for (std::size_t i = 1; i + 1 < p.grad_loss.size(); ++i) p.grad_loss[i] = 900;
+    const Reference all = reference(p, select_all(p));
+    const std::vector<float> lse(all.result.lse.begin(), all.result.lse.end());
+    Selection some = select_all(p);
+    some.tokens = {0, 39};
+    const Reference sampled = reference(p, some, {.lse = lse.data()});
+    for (std::size_t j = 0; j < some.vocab.size(); ++j) {
+        EXPECT_NEAR(sampled.result.grad_bias[j] / all.result.grad_bias[j], 1, 1e-2) << j;
+        EXPECT_NEAR(sampled.budgets.grad_bias[j].floor / all.budgets.grad_bias[j].floor, 1, 0.1) << j;
+    }
+}
+
 // The floor's formula against the model that agrees with a GPU.
 TEST(ErrorModel, TruncatedProducts_AreAsFarOffAsTensorCoresLeaveThem) {
     constexpr std::int64_t kRows = 32;

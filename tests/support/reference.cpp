@@ -55,7 +55,7 @@ void Evaluation::round_gradients(float scale, float* values, std::int64_t count)
 float Evaluation::gradient_scale() const {
     if (spec_.dtype != DType::fp16) return 1;
     double largest = 0;
-    for (const ReferenceToken& token : tokens_) {
+    for (const ReferenceToken& token : all_tokens_) {
         if (!token.valid) continue;
         const double entropy_part = token.sizes.slope_z * (1 + token.sizes.entropy + std::log(double(spec_.vocab_size)));
         largest = std::max(largest, token.sizes.slope + entropy_part);
@@ -205,7 +205,7 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
         double apart = 0;
         double apart_bias = 0;
         for (std::int64_t i = 0; i < n; ++i) {
-            const ReferenceToken& token = tokens_[i];
+            const ReferenceToken& token = all_tokens_[i];
             if (!token.valid) continue;
             float x = z[i * count + s];
             const float gain = transform(x, i, j);
@@ -318,10 +318,10 @@ Reference Evaluation::run() {
     prepare();
     in_blocks(rows, kTokenBlock, [&](std::int64_t first, std::int64_t last) { forward_block(first, last); });
     reduce();
+    complete_tokens();
     scale_ = gradient_scale();
     in_blocks(rows, kTokenBlock, [&](std::int64_t first, std::int64_t last) { grad_hidden_block(first, last); });
     if (columns == 0) return std::move(out_);
-    complete_tokens();
     in_blocks(columns, kVocabBlock, [&](std::int64_t first, std::int64_t last) { vocab_block(first, last); });
     store_weight_rows();
     return std::move(out_);

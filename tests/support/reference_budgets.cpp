@@ -130,10 +130,10 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
 
 // From the selected tokens to all of them, in token order.
 void Evaluation::complete_tokens() {
-    if (std::ssize(selection_.tokens) == layer_.num_tokens) return;
-    std::vector<ReferenceToken> all(static_cast<std::size_t>(layer_.num_tokens));
-    for (std::int64_t i = 0; i < layer_.num_tokens && known_.lse != nullptr; ++i) {
-        ReferenceToken& token = all[i];
+    all_tokens_.resize(static_cast<std::size_t>(layer_.num_tokens));
+    const bool all_selected = std::ssize(selection_.tokens) == layer_.num_tokens;
+    for (std::int64_t i = 0; i < layer_.num_tokens && !all_selected && known_.lse != nullptr; ++i) {
+        ReferenceToken& token = all_tokens_[i];
         token.valid = layer_.valid(i);
         token.label = layer_.target[i];
         if (!token.valid) continue;
@@ -149,7 +149,6 @@ void Evaluation::complete_tokens() {
         token.sizes.lse_error = {error(expected_), error(largest_)};
         if (spec_.dft) token.sizes.factor_error = {2 * error(expected_), 2 * error(largest_)};  // of lse and of the label's logit
     }
-    for (std::size_t s = 0; s < selection_.tokens.size(); ++s) all[selection_.tokens[s]] = tokens_[s];
-    tokens_ = std::move(all);
+    for (std::size_t s = 0; s < selection_.tokens.size(); ++s) all_tokens_[selection_.tokens[s]] = tokens_[s];
 }
 }  // namespace flce::test

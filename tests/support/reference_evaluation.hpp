@@ -131,7 +131,8 @@ private:
     float class_sum_ = 0;
     std::vector<double> weight_norm_;
     double largest_weight_norm_ = 0;
-    std::vector<ReferenceToken> tokens_;  // of every token once complete_tokens has run, of the selected ones before
+    std::vector<ReferenceToken> tokens_;      // the selected ones
+    std::vector<ReferenceToken> all_tokens_;  // in token order; those that are neither selected nor known are not valid
     std::vector<float> grad_hidden_, grad_weight_, grad_bias_;
     float scale_ = 1;  // of the logits' gradient while it is stored in fp16, a power of two
     Reference out_;
