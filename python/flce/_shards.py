@@ -110,12 +110,11 @@ class ShardKernel(_kernels.Kernel):
 
     def forward(self, given: Inputs, values: Tensor, top1: Tensor | None = None, teacher_logprobs: Tensor | None = None) -> Tensor:
         group = _parallel.group_named(self.parallel.group)
-        given = self._gathered(group, given)
         frame: Any = self._take_frame()
-        kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the calls are made
+        kept = frame.inputs(frame.forward, self._gathered(group, given))  # noqa: F841  # alive until the calls are made
         frame.merge.num_valid = frame.forward.num_valid
         num_tokens = frame.num_tokens
-        retained = self.prepare_retained(frame, given)
+        retained = self.prepare_retained(frame, given)  # which is known again by the hidden states that backward is given
         partial_sums = self.new_floats((self.fields, num_tokens))
         frame.partial_sums.data = partial_sums.data_ptr()
         self.run(self.forward_function, frame.forward_address, frame.forward_bytes)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.utils.checkpoint import checkpoint
 
 import flce
+from flce import _retain, _shards
 
 VOCAB, HIDDEN, TOKENS = 203, 64, 48
 
@@ -288,6 +289,30 @@ def limits() -> None:
         close(grad_weight, results[0][2])
 
 
+def retained(sequence: bool) -> None:
+    """What forward has retained reaches backward, also where hidden states are gathered a second time."""
+    layer = Layer()
+    hidden, shard = leaf(layer.my_tokens(layer.hidden) if sequence else layer.hidden), leaf(layer.mine(layer.weight))
+    used: list[bool] = []
+    backward, least = _shards.ShardKernel.backward, _retain.LEAST_WORK
+
+    def watch(self: Any, *args: Any, **keywords: Any) -> None:
+        used.append(args[6] is not None)
+        backward(self, *args, **keywords)
+
+    elsewhere = []  # where an allocator might put the second gather's hidden states, were it not taken
+    try:
+        _shards.ShardKernel.backward, _retain.LEAST_WORK = watch, 1
+        loss = flce.linear_cross_entropy(
+            hidden, shard, layer.target, process_group=layer.group, sequence_parallel=sequence, workspace_limit_bytes=1 << 30
+        )
+        elsewhere.append(torch.empty(layer.hidden.shape, dtype=hidden.dtype))
+        loss.backward()
+    finally:
+        _shards.ShardKernel.backward, _retain.LEAST_WORK = backward, least
+    assert used == [True]
+
+
 def checkpointed() -> None:
     layer = Layer()
     hidden, shard = leaf(layer.hidden), leaf(layer.mine(layer.weight))
@@ -449,7 +474,7 @@ def summed_in_fp32(sequence: bool) -> None:
 
 
 OTHERS: list[tuple[Any, ...]] = [
-    *((function, flag) for function in (everything, summed_in_fp32, logprobs, many_dimensions) for flag in (False, True)),
+    *((function, flag) for function in (everything, summed_in_fp32, logprobs, many_dimensions, retained) for flag in (False, True)),
     *((distillation, share) for share in (0.0, 0.4)),
     *((main_grad, dtype) for dtype in (torch.float32, torch.bfloat16)),
     *((frozen, which) for which in ("weight", "hidden")),
