@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flce._kernels import Kernel, set_strict
 from flce._targets import shift_labels
+from flce.budget import MemoryBudget
 from flce.errors import (
     ArgumentError,
     CacheMissError,
@@ -52,6 +53,7 @@ __all__ = [
     "Kernel",
     "LabelError",
     "LinearCrossEntropyLoss",
+    "MemoryBudget",
     "PipelineFusedLoss",
     "PlacementError",
     "PlanError",

@@ -14,6 +14,7 @@ from flce import _frame, _retain, errors
 from flce._checks import COUNT_DTYPES, DTYPES, TARGET_DTYPES, is_dtensor
 from flce._frame import PLAIN_TYPES
 from flce._targets import check_ignore_index, check_target_dtype, check_tensors
+from flce.budget import MemoryBudget
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "weighted_mean": 3}
 DEVICE_TYPES = ("cpu", "cuda", "meta")
@@ -57,7 +58,10 @@ def check_options(options: Options) -> Checked:
     teacher = (options.teacher_top_k, options.hard_weight)
     flags = (options.dft, options.batch_invariant)
     text = options_text(options.logit_scale, options.softcap, options.label_smoothing, options.z_loss, *flags, written, *teacher)
-    limit, choice = workspace_limit(options.workspace_limit_bytes), retain_choice(options.retain_in_grad_weight)
+    limit, choice = (
+        workspace_limit(options.workspace_limit_bytes),
+        retain_choice(options.retain_in_grad_weight, options.workspace_limit_bytes),
+    )
     rest = (text, check_ignore_index(options.ignore_index), reduction_code(options.reduction), limit, choice, options.parallel)
     return Checked(rest, asked, written, options.return_teacher_logprobs is True)
 
@@ -115,18 +119,22 @@ def reduction_code(given: Any) -> int:
     return code
 
 
-def workspace_limit(given: int | None) -> int:
+def workspace_limit(given: int | MemoryBudget | None) -> int:
     if given is None:
         return 0
+    if isinstance(given, MemoryBudget):
+        return given.limit_bytes
     if not isinstance(given, int) or isinstance(given, bool) or not 0 < given < _LONG:
-        raise errors.ArgumentError(f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, or None")
+        raise errors.ArgumentError(
+            f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, a flce.MemoryBudget, or None"
+        )
     return given
 
 
-def retain_choice(given: bool | None) -> int:
+def retain_choice(given: bool | None, limit: int | MemoryBudget | None = None) -> int:
     if given is not None and not isinstance(given, bool):
         raise errors.ArgumentError(f"retain_in_grad_weight is {given!r}; allowed are True, False and None (automatic)")
-    return _retain.CHOICES[given]
+    return _retain.within(given, limit) if isinstance(limit, MemoryBudget) else _retain.CHOICES[given]
 
 
 # ── Tensors ─────────────────────────────────────────

@@ -181,7 +181,7 @@ class _Passed:
         """The output by a DirectCall, made at the second such call; None where there can be none."""
         call = self.direct
         if call is None:
-            if self.kernel is None or not DirectCall.fits(self.kernel, hidden, weight, target):
+            if self.kernel is None or not DirectCall.fits(self.kernel, hidden, weight, target, self.checked.rest[4]):
                 return None
             call = self.direct = DirectCall(self.kernel, hidden, weight, target, self.checked.rest)
         value = call.value(hidden, weight, target)

@@ -97,11 +97,12 @@ class DirectCall:
         self.backward_frames: tuple[list[tuple[memoryview, int, int, Frame]], ...] = ([], [], [], [])
 
     @staticmethod
-    def fits(kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
+    def fits(kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor, retain: int) -> bool:
         """Whether there can be a direct call for tensors like these, which have passed all checks and found that kernel."""
         key, (values, top1, _, teacher_top_k, _) = kernel.key, kernel.outputs
         return (
             _TensorGuards is not None
+            and not _retain.has_budget(retain)  # which counts every call
             and values in _DIRECT_VALUES
             and not (top1 or teacher_top_k)
             and not (key.temperature or key.token_weight or key.whole_vocab_size)

@@ -17,15 +17,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flce import budget
+
 if TYPE_CHECKING:
     from flce._frame import Inputs
     from flce._kernels import Kernel
+    from flce.budget import MemoryBudget
 
 # Inputs.retain: the caller's choice whether the weight's gradient may lend its memory ...
 NEVER, AUTOMATIC, ALWAYS = 0, 1, 2
 _CHOICE = 3
-# ... and, where gradients will be asked for, of what.
+# ... where gradients will be asked for, of what ...
 _GRADIENT, _WEIGHT = 4, 8
+# ... and in the bits above, the number of a MemoryBudget, or 0.
+_BUDGET = 4
 CHOICES = {None: AUTOMATIC, False: NEVER, True: ALWAYS}
 
 # Multiply-adds of a GEMM of the layer below which nothing is retained; 0: what the library finds worth it.
@@ -35,7 +40,16 @@ _ATTRIBUTE = "_flce_retained"
 
 def wanted(choice: int, *, weight: bool) -> int:
     """Inputs.retain of a forward whose gradients will be asked for, `weight`: the weight's too, as a tensor of autograd's."""
-    return (choice & _CHOICE) | _GRADIENT | (_WEIGHT if weight else 0)
+    return (choice & ~(_GRADIENT | _WEIGHT)) | _GRADIENT | (_WEIGHT if weight else 0)
+
+
+def has_budget(retain: int) -> bool:
+    return retain >> _BUDGET != 0
+
+
+def within(choice: bool | None, memory: MemoryBudget) -> int:
+    """Inputs.retain of a call within a budget, in which no gradient lends its memory unasked: it would be there too early."""
+    return (ALWAYS if choice else NEVER) | memory.number << _BUDGET
 
 
 class Choice(NamedTuple):
@@ -48,11 +62,25 @@ class Choice(NamedTuple):
 class Choices:
     """What the library chooses for one kernel and number of tokens, asked once for each limit."""
 
-    __slots__ = ("_kernel", "_known", "_num_tokens")
+    __slots__ = ("_kernel", "_known", "_num_tokens", "_workspace_bytes")
 
     def __init__(self, kernel: Kernel, num_tokens: int) -> None:
         self._kernel, self._num_tokens = kernel, num_tokens
         self._known: dict[tuple[int, bool], Choice] = {}
+        self._workspace_bytes = 0
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of the pass that takes the most."""
+        if not self._workspace_bytes:
+            self._workspace_bytes = max(self._kernel.workspace_bytes(self._num_tokens, backward=backward) for backward in (False, True))
+        return self._workspace_bytes
+
+    def own_under(self, limit: int) -> int:
+        """Bytes of its own memory that a forward fills, with that limit on workspace and what is retained together."""
+        if limit <= self.workspace_bytes:
+            return 0
+        return self._kernel.choose_retained(self._num_tokens, workspace_limit_bytes=limit, lend_grad_weight=False).size
 
     def under(self, limit: int, *, lend: bool) -> Choice:
         """`limit`: on workspace and what is retained together, 0: no memory of its own (of a shard, some). `lend`: the weight's gradient
@@ -105,10 +133,11 @@ class Alive:
 class Retained:
     """What one forward left, or only that it is alive."""
 
-    __slots__ = ("_addresses", "_alive", "_captured", "_kernel", "_memory", "filled", "lent")
+    __slots__ = ("__weakref__", "_addresses", "_alive", "_budget", "_captured", "_kernel", "_memory", "filled", "lent")
 
-    def __init__(self, kernel: Kernel, given: Inputs, alive: Alive | None) -> None:
+    def __init__(self, kernel: Kernel, given: Inputs, alive: Alive | None, memory_budget: MemoryBudget | None = None) -> None:
         self._kernel = kernel
+        self._budget = memory_budget
         self._addresses = _addresses(given)
         self._alive = alive
         self._captured = False
@@ -148,14 +177,26 @@ class Retained:
 
     def close(self) -> None:
         self._memory.clear()
+        self._release()
+
+    def give_up(self) -> None:
+        """Memory that is needed more elsewhere. A captured forward goes on writing to its own."""
+        if not self._captured:
+            self.close()
 
     def leave(self) -> None:
         alive = getattr(self, "_alive", None)  # an interrupt may have ended __init__ before it was set
         if alive is not None:
             alive.leave(id(self))
 
+    def _release(self) -> None:
+        memory_budget = getattr(self, "_budget", None)
+        if memory_budget is not None:
+            memory_budget.release(self)
+
     def __del__(self) -> None:
         self.leave()
+        self._release()
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the tensor has none of it."""
@@ -174,17 +215,34 @@ def _addresses(given: Inputs) -> tuple[int, int, int, int]:
 def prepare(kernel: Kernel, given: Inputs, choices: Choices) -> tuple[Retained | None, Tensor | None]:
     """For one forward: what has to be attached to its statistics, and the memory that it is to fill, either None."""
     limit = given.workspace_limit_bytes
+    shared = budget.of_number(given.retain >> _BUDGET, limit)
     if not choices.may_retain(given.retain, limit):
+        if shared is not None:
+            with shared.room(choices.workspace_bytes):
+                pass
         return None, None
     may_lend = choices.may_lend(given.retain)
-    retained = Retained(kernel, given, kernel.alive if may_lend else None)
+    retained = Retained(kernel, given, kernel.alive if may_lend else None, shared)
     lend = may_lend and (given.retain & _CHOICE == ALWAYS or (kernel.alive.alone() and not _capturing(given.hidden)))
+    if shared is not None and not (lend and choices.under(limit, lend=True).lent):
+        return retained, _of_budget(retained, shared, kernel, choices)
     choice = choices.under(limit, lend=lend)
     if not choice.size:
         return retained, None
     memory = kernel.new_grad_weight(given.weight) if choice.lent else kernel.new_bytes(choice.size)
     retained.keep(memory, lent=choice.lent)
     return retained, memory
+
+
+def _of_budget(retained: Retained, shared: MemoryBudget, kernel: Kernel, choices: Choices) -> Tensor | None:
+    with shared.room(choices.workspace_bytes) as limit:
+        size = choices.own_under(limit)
+        if not size:
+            return None
+        shared.hold(retained, size)
+    memory = kernel.new_bytes(size)
+    retained.keep(memory, lent=False)
+    return memory
 
 
 def attach(retained: Retained, saved: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flce import _arguments, _call, _heads, _sharded_call, errors
 from flce._targets import check_ignore_index, shift_labels
+from flce.budget import MemoryBudget
 
 _WHOLE = (False, None, None, None, True)  # what a call says of process_group's companions where the weight is whole
 
@@ -38,7 +39,7 @@ def linear_cross_entropy(
     batch_invariant: bool = False,
     return_top1: bool = False,
     return_log_sum_sq_probs: bool = False,
-    workspace_limit_bytes: int | None = None,
+    workspace_limit_bytes: int | MemoryBudget | None = None,
     retain_in_grad_weight: bool | None = None,
     grad_weight_out: Tensor | None = None,
     process_group: Any = None,
@@ -85,8 +86,9 @@ def linear_cross_entropy(
             rows, and log Σ p² over the softmax, fp32, 0 for ignored rows: [...], not differentiable.
         workspace_limit_bytes: the most memory that this call takes beyond its inputs, outputs and their gradients, in forward and backward:
             scratch, backward's fp32 sum of hidden's gradient (4·N·D bytes) and what forward leaves to backward so that logits need not be
-            computed again. None: 64 MiB + 4·N·D, with nothing left. Every loss that waits for its backward holds its own. Any number is
-            allowed: memory beyond what is of use is not taken.
+            computed again. None: 64 MiB + 4·N·D, with nothing left. Every loss that waits for its backward holds its own, unless this is
+            a `flce.MemoryBudget`, which limits all of its calls together. Any number is allowed: memory beyond what is of use is not
+            taken.
         retain_in_grad_weight: whether forward may already allocate weight's gradient and leave there what spares backward logits. None:
             where one loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. On a GPU
             gradients are rounded once more where they come from what was left; on a CPU their bits are the same.
@@ -148,7 +150,7 @@ def linear_logprobs(
     return_log_sum_sq_probs: bool = False,
     cu_seqlens: Tensor | None = None,
     shift: int = 0,
-    workspace_limit_bytes: int | None = None,
+    workspace_limit_bytes: int | MemoryBudget | None = None,
     retain_in_grad_weight: bool | None = None,
     grad_weight_out: Tensor | None = None,
     process_group: Any = None,
@@ -211,7 +213,7 @@ def linear_topk_distillation(
     return_lse: bool = False,
     return_entropy: bool = False,
     return_teacher_logprobs: bool = False,
-    workspace_limit_bytes: int | None = None,
+    workspace_limit_bytes: int | MemoryBudget | None = None,
     retain_in_grad_weight: bool | None = None,
     grad_weight_out: Tensor | None = None,
     process_group: Any = None,

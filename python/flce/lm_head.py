@@ -12,7 +12,7 @@ from flce import _chunked, _heads, _parallel, errors
 from flce._checks import is_dtensor
 from flce._targets import check_ignore_index
 from flce.functional import linear_cross_entropy
-from flce.loss import check_options
+from flce.loss import check_options, with_budget
 
 _KEPT = ("in_features", "out_features", "training")
 
@@ -30,7 +30,8 @@ class FusedLMHead(nn.Linear):
         shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
         ignore_index: the label that counts for nothing.
         options: those of `flce.LinearCrossEntropyLoss`: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a
-            number), dft, reduction, batch_invariant, workspace_limit_bytes, retain_in_grad_weight, process_group and what goes with it.
+            number), dft, reduction, batch_invariant, workspace_limit_bytes, memory_limit_bytes, retain_in_grad_weight, process_group and
+            what goes with it.
 
     Raises ArgumentError, SpecError for an option that there is not, or a value out of its range.
     """
@@ -54,7 +55,7 @@ class FusedLMHead(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.shift = shift
         self.ignore_index = check_ignore_index(ignore_index)
-        self.options = options
+        self.options = with_budget(options)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, shift: int = 1, ignore_index: int = -100, **options: Any) -> FusedLMHead:

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 
 from flce import _arguments, _chunked, _heads, _native, _parallel, errors
 from flce._targets import check_ignore_index, check_tensors, shift_labels
+from flce.budget import MemoryBudget
 from flce.functional import linear_cross_entropy
 
 IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
-_OF_FLCE = frozenset({"workspace_limit_bytes", "retain_in_grad_weight", "batch_invariant"})  # the others compute in chunks of chunk_size
+_OF_FLCE = frozenset(  # the others compute in chunks of chunk_size
+    {"workspace_limit_bytes", "memory_limit_bytes", "retain_in_grad_weight", "batch_invariant"}
+)
 _PARALLEL = frozenset(  # with flce alone
     {"process_group", "sequence_parallel", "vocab_start", "vocab_size", "reduce_dtype", "reduce_grad_hidden"}
 )
@@ -69,6 +72,22 @@ def check_options(options: Mapping[str, Any], shift: Any) -> None:
         _check_flag(name, options.get(name, False))
     _arguments.workspace_limit(options.get("workspace_limit_bytes"))
     _arguments.retain_choice(options.get("retain_in_grad_weight"))
+    if options.get("memory_limit_bytes") is not None and options.get("workspace_limit_bytes") is not None:
+        raise errors.ArgumentError(
+            "memory_limit_bytes and workspace_limit_bytes are given; give the limit on all calls together, or a call's"
+        )
+
+
+def with_budget(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `flce.linear_cross_entropy`: a memory_limit_bytes is a MemoryBudget that the loss's calls share."""
+    made = dict(options)
+    limit = made.pop("memory_limit_bytes", None)
+    if limit is not None:
+        try:
+            made["workspace_limit_bytes"] = MemoryBudget(limit)
+        except errors.ArgumentError as error:
+            raise errors.ArgumentError(str(error).replace("limit_bytes", "memory_limit_bytes", 1)) from None
+    return made
 
 
 def _check_flag(name: str, flag: Any) -> None:
@@ -111,7 +130,8 @@ class LinearCrossEntropyLoss:
         options: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a number), dft, reduction ("mean"),
             batch_invariant (with flce alone), workspace_limit_bytes, retain_in_grad_weight, as in `flce.linear_cross_entropy`. Also
             process_group, sequence_parallel, vocab_start, vocab_size, reduce_dtype and reduce_grad_hidden, for a layer whose rows lie over
-            ranks, with flce alone.
+            ranks, with flce alone. memory_limit_bytes is the most memory that all calls which wait for their backward take together: a
+            `flce.MemoryBudget` of the loss's own.
 
     Raises:
         ArgumentError, SpecError: for an unknown impl or option, or a value out of its range. UnavailableError (an ImportError): for an impl
@@ -148,7 +168,7 @@ class LinearCrossEntropyLoss:
         self.ignore_index = check_ignore_index(ignore_index)
         self.compile = compile
         self.shift = shift
-        self.options = options
+        self.options = with_budget(options)
         self.actual_impl = self._choose(impl)
         if _parallel_of(options) is not None and self.actual_impl != "flce":
             raise errors.ArgumentError(f"process_group needs impl 'flce'; this loss uses {self.actual_impl!r}")

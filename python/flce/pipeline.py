@@ -17,14 +17,15 @@ from flce.loss import LinearCrossEntropyLoss
 class PipelineFusedLoss(LinearCrossEntropyLoss):
     """`loss_fn=` of a schedule whose last stage returns hidden states.
 
-        loss = PipelineFusedLoss(last_stage.head)                                       # head stays a submodule of the stage and is not
-        called by it schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss, scale_grads=False)
-        loss.normalize_by(labels)                                                       # the whole batch's valid labels, for every
-        microbatch schedule.step(target=labels, losses=losses)                                     # sum(losses) is the batch's mean
+        loss = PipelineFusedLoss(last_stage.head)           # the head stays a submodule of the stage, which does not call it
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss, scale_grads=False)
+        loss.normalize_by(labels)                           # the whole batch's valid labels, for every microbatch
+        schedule.step(target=labels, losses=losses)         # sum(losses) is the batch's mean
         logits = loss.forward_logits(hidden)
 
     The head's weight stays a parameter of the stage's module; the loss borrows it, so its gradient is scaled, clipped, sharded and saved
-    with the others. A microbatch in flight costs its hidden states, lse and targets.
+    with the others. A microbatch in flight costs its hidden states, lse and targets, and what the option memory_limit_bytes allows all of
+    them together: with it, microbatches leave to their backwards what spares these the logits, as many as there is room for.
 
     Normalisation: by the number that `normalize_by` was given (build the schedule with scale_grads=False: the losses and gradients of the
     microbatches add up), or, without one, each microbatch by its own valid labels (scale_grads=True then averages the means, which is
