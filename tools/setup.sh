@@ -3,10 +3,10 @@
 # nothing is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers, where no
 # toolkit has them, come as PyPI wheels into .tools/nvidia. With --python also what the Python package's tests need (torch and the rest,
 # unless tools/python.sh finds them): from PyPI into .tools/python; into .tools/peers the packages of tools/peers.txt, whose signatures a
-# test reads; and into .tools/trainers those of tools/trainers.txt, which tests run. With --servers also the servers that tests of remote caches start: redis and nginx unpacked into
-# .tools/servers, where the system has none (a package that is installed would run, and run after the next boot too), and moto's S3 from
-# PyPI into .tools/moto; without them those tests are skipped. With --dist also what a release tree is linked with
-# (tools/portable_inputs.sh, into .tools/portable). Exit code 3 and a list of what to install by hand where it cannot.
+# test reads; and into .tools/trainers those of tools/trainers.txt, which tests run. With --servers also the servers that tests of remote
+# caches start: redis and nginx unpacked into .tools/servers, where the system has none (a package that is installed would run, and run
+# after the next boot too), and moto's S3 from PyPI into .tools/moto; without them those tests are skipped. With --dist also what a release
+# tree is linked with (tools/portable_inputs.sh, into .tools/portable). Exit code 3 and a list of what to install by hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 with_python=false with_servers=false with_dist=false
