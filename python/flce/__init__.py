@@ -35,7 +35,7 @@ from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
 from flce.plans import check_same_plans, plan_digest
 
 if TYPE_CHECKING:
-    from flce import compat, huggingface
+    from flce import compat, huggingface, megatron
     from flce._patch import patch, unpatch
 
 __version__ = "0.1.0"
@@ -73,6 +73,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprobs",
     "linear_topk_distillation",
+    "megatron",
     "missing",
     "patch",
     "plan_digest",
@@ -85,7 +86,7 @@ __all__ = [
     "warmup",
 ]
 
-_SUBMODULES = ("compat", "huggingface")  # imported when they are first asked for, as what comes from the next one
+_SUBMODULES = ("compat", "huggingface", "megatron")  # imported when they are first asked for, as what comes from the next one
 _OF_PATCH = ("patch", "unpatch")
 
 
