@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper, roll_tensor
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 VOCAB, PADDED, HIDDEN, SEQUENCE, BATCH = 101, 104, 32, 16, 2
@@ -60,15 +62,17 @@ def gpt_model(*, tied: bool = False, depths: int = 0, seed: int = 0, **config: A
     torch.manual_seed(seed)
     made, spec = TransformerConfig(**settings), get_gpt_layer_local_spec()
     heads = get_gpt_mtp_block_spec(made, spec, use_transformer_engine=False) if depths else None
-    return GPTModel(
-        made,
-        spec,
-        vocab_size=PADDED,
-        max_sequence_length=SEQUENCE,
-        position_embedding_type="rope",
-        mtp_block_spec=heads,
-        share_embeddings_and_output_weights=tied,
-    )
+    # Torch's norm refuses sequence parallel, in which nobody adds up its weights' gradients: those are each rank's here.
+    with mock.patch.object(WrappedTorchNorm, "__new__", lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(hidden_size, eps)):
+        return GPTModel(
+            made,
+            spec,
+            vocab_size=PADDED,
+            max_sequence_length=SEQUENCE,
+            position_embedding_type="rope",
+            mtp_block_spec=heads,
+            share_embeddings_and_output_weights=tied,
+        )
 
 
 class Batch:

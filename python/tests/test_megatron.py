@@ -17,6 +17,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed (too
 import megatron_support as support
 from megatron_support import BATCH, PADDED, SEQUENCE, VOCAB, Batch, gpt_model
 
+from test_tensor_parallel import cases_passed
+
 from flce.megatron import _head
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what is not installed, and of what Megatron will not do one day
@@ -187,3 +189,11 @@ def test_multi_token_prediction(tied: bool, per_token: bool, fused: list[Any]) -
     group = support.parallel_state.get_data_parallel_group(with_context_parallel=True)
     assert flce.megatron.mtp_acceptance(mine, group).tolist() == [[2 * count for count in row] for row in hits]
     assert not flce.megatron.mtp_acceptance(mine).any()
+
+
+# ── Ranks ───────────────────────────────────────────
+
+
+def test_ranks() -> None:
+    """Tensor parallel with and without sequence parallel, and data parallel with main_grad and overlapped reductions."""
+    assert cases_passed("megatron_worker.py", 2) == 10
