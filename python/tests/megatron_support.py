@@ -63,7 +63,9 @@ def gpt_model(*, tied: bool = False, depths: int = 0, seed: int = 0, **config: A
     made, spec = TransformerConfig(**settings), get_gpt_layer_local_spec()
     heads = get_gpt_mtp_block_spec(made, spec, use_transformer_engine=False) if depths else None
     # Torch's norm refuses sequence parallel, in which nobody adds up its weights' gradients: those are each rank's here.
-    with mock.patch.object(WrappedTorchNorm, "__new__", lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(hidden_size, eps)):
+    with mock.patch.object(
+        WrappedTorchNorm, "__new__", lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(hidden_size, eps)
+    ):
         return GPTModel(
             made,
             spec,

@@ -3,15 +3,11 @@ assertion, or 0; rank 0 prints how many cases passed."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
-
-warnings.simplefilter("ignore")
 
 import megatron_support as support
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_support import PADDED, Batch, gpt_model
 from rank_support import run_cases
@@ -98,7 +94,9 @@ def processor(sequence: bool) -> None:
         support.same_gradients(mine, own)
         assert len(fused_calls()) == 1
         try:
-            support.call_with_processor(mine, batch, lambda **given: flce.megatron.output_processor(**given | {"runtime_gather_output": True}))
+            support.call_with_processor(
+                mine, batch, lambda **given: flce.megatron.output_processor(**given | {"runtime_gather_output": True})
+            )
         except RuntimeError as error:
             assert "runtime_gather_output=True gathers logits" in str(error)
         else:
@@ -138,7 +136,9 @@ def main_grad(tied: bool, depths: int, distributed_optimizer: bool) -> None:
             assert weight.grad is None and weight.grad_added_to_main_grad is True
             assert getattr(weight, "zero_out_wgrad", False) is tied
             for name, parameter in own.items():
-                torch.testing.assert_close(mine[name].main_grad, parameter.main_grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    mine[name].main_grad, parameter.main_grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                )
             calls = fused_calls()
             assert len(calls) == 3 * (1 + depths) and all(call["grad_weight_out"] is weight.main_grad for call in calls)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,6 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed (too
 
 import megatron_support as support
 from megatron_support import BATCH, PADDED, SEQUENCE, VOCAB, Batch, gpt_model
-
 from test_tensor_parallel import cases_passed
 
 from flce.megatron import _head
@@ -189,6 +190,308 @@ def test_multi_token_prediction(tied: bool, per_token: bool, fused: list[Any]) -
     group = support.parallel_state.get_data_parallel_group(with_context_parallel=True)
     assert flce.megatron.mtp_acceptance(mine, group).tolist() == [[2 * count for count in row] for row in hits]
     assert not flce.megatron.mtp_acceptance(mine).any()
+
+
+# ── The output processor ────────────────────────────
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_output_processor_equals_the_models_own_path(tied: bool, fused: list[Any], no_logits: None) -> None:
+    own, mine = gpt_model(tied=tied), gpt_model(tied=tied)
+    flce.megatron.patch(own)  # compared with the model's own path above
+    batch = Batch()
+    for model, losses in ((own, batch.losses(own)), (mine, support.call_with_processor(mine, batch, flce.megatron.output_processor))):
+        assert losses.shape == (BATCH, SEQUENCE)
+        batch.masked_mean(losses).backward()
+        assert model.embedding.word_embeddings.weight.grad is not None
+    support.same_gradients(mine, own, rtol=0.0, atol=0.0)
+    assert len(fused) == 2
+
+
+def test_mup_scale_reaches_the_loss(fused: list[Any]) -> None:
+    own = gpt_model(seed=5)
+    mine = support.copied(own)
+    batch = Batch()
+    logits = own(batch.tokens, batch.positions, batch.attention_mask) * 0.25
+    right = own.compute_language_model_loss(batch.labels, logits.transpose(0, 1).contiguous())
+    got = support.call_with_processor(mine, batch, flce.megatron.output_processor, scale=lambda logits: logits * 0.25)
+    torch.testing.assert_close(got, right, rtol=1e-5, atol=2e-6)
+    right.sum().backward()
+    got.sum().backward()
+    support.same_gradients(mine, own)
+    assert fused[0]["logit_scale"] == 0.25
+    with pytest.raises(flce.ArgumentError, match="torch's tanh of logits that flce does not make"):
+        support.call_with_processor(mine, batch, flce.megatron.output_processor, scale=torch.tanh)
+
+
+def test_entropy_beside_the_loss() -> None:
+    own = gpt_model()
+    batch = Batch()
+    processor = flce.megatron.OutputProcessor(return_entropy=True, temperature=0.7)
+    losses, entropy = support.call_with_processor(own, batch, processor)
+    log_p = torch.log_softmax(own(batch.tokens, batch.positions, batch.attention_mask) / 0.7, -1)
+    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1), rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(losses, -log_p.gather(-1, batch.labels[..., None])[..., 0], rtol=1e-4, atol=2e-6)
+
+
+def test_hooks_before_the_output_layer_run() -> None:
+    """Where parameters are gathered (overlap_param_gather) is such a hook."""
+    model, seen = gpt_model(), []
+    model.output_layer.register_forward_pre_hook(lambda *_: seen.append(1))
+    support.call_with_processor(model, Batch(), flce.megatron.output_processor)
+    Batch().losses(flce.megatron.patch(model))
+    assert len(seen) == 2 and "forward" in model.output_layer.__dict__
+
+
+def test_packed_sequences(fused: list[Any]) -> None:
+    """[t, 1, h] and [1, t], with heads whose labels stay within their sequence. The local attention takes no packed sequences, so that the
+    postprocessing of both models is given hidden states."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, 5, 12, 16], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    own = gpt_model(depths=2)
+    mine = flce.megatron.patch(support.copied(own, depths=2))
+    hidden, labels = torch.randn(3 * SEQUENCE, 1, 32), torch.randint(0, VOCAB, (1, SEQUENCE))
+    made = []
+    for model in (own, mine):
+        states = hidden.clone().requires_grad_()
+        given = {"input_ids": None, "position_ids": None, "rotary_pos_emb": None, "rotary_pos_cos": None, "rotary_pos_sin": None}
+        losses = model._postprocess(states, labels=labels, packed_seq_params=packed, mtp_in_postprocess=False, **given)
+        losses.sum().backward()
+        made.append((losses, states.grad, model.output_layer.weight.grad))
+    assert made[1][0].shape == (1, SEQUENCE) and len(fused) == 3
+    for right, got in zip(*made, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=2e-6)
+    assert flce.megatron.mtp_acceptance(mine)[:, 1].tolist() == [13.0, 10.0]
+
+
+@pytest.mark.parametrize("runtime_gather_output", [None, True])
+def test_process_mtp_loss(runtime_gather_output: bool | None, monkeypatch: pytest.MonkeyPatch, fused: list[Any], no_logits: None) -> None:
+    """Where the installed package has no such function, one that asks of its arguments what that of newer versions does."""
+    settings = {"labels": torch.randint(0, VOCAB, (BATCH, SEQUENCE)), "loss_mask": Batch().loss_mask, "is_training": True}
+    if not support.HAS_PROCESS_MTP_LOSS:
+        with pytest.raises(flce.UnavailableError, match="has no process_mtp_loss"):
+            flce.megatron.process_mtp_loss()
+        monkeypatch.setattr(support.multi_token_prediction, "process_mtp_loss", support.process_mtp_loss, raising=False)
+    model = gpt_model(depths=2)
+    states = torch.randn(3 * SEQUENCE, BATCH, 32, requires_grad=True)
+    made = flce.megatron.process_mtp_loss(
+        states,
+        output_layer=model.output_layer,
+        output_weight=None,
+        runtime_gather_output=runtime_gather_output,
+        compute_language_model_loss=model.compute_language_model_loss,
+        config=model.config,
+        **settings,
+    )
+    main = made[0] if isinstance(made, tuple) else made
+    main.sum().backward()
+    assert len(fused) == 2 and all(call["return_top1"] for call in fused)
+    assert model.output_layer.weight.grad.any() and states.grad[SEQUENCE:].any() and (states.grad[:SEQUENCE] == 1).all()
+
+
+# ── main_grad ───────────────────────────────────────
+
+
+def with_main_grad(model: Any, *, offset: int = 0) -> Tensor:
+    weight = model.output_layer.weight
+    weight.main_grad = torch.ones(weight.numel() + offset)[offset:].view_as(weight)
+    weight.grad_added_to_main_grad = False
+    return weight
+
+
+def test_main_grad_has_the_gradient_and_autograd_a_dummy(fused: list[Any]) -> None:
+    """Twice the same loss, in one graph and in two: everything is added."""
+    own = gpt_model()
+    Batch().losses(own).sum().backward()
+    model = flce.megatron.patch(gpt_model(), main_grad=True)
+    weight = with_main_grad(model)
+    weight.register_post_accumulate_grad_hook(lambda parameter: arrived.append(parameter.grad.shape))
+    arrived: list[torch.Size] = []
+    for losses in (Batch().losses(model).sum(), Batch().losses(model).sum() + Batch().losses(model).sum()):
+        losses.backward()
+    torch.testing.assert_close(weight.main_grad, 1 + 3 * own.output_layer.weight.grad, rtol=1e-4, atol=1e-5)
+    assert weight.grad_added_to_main_grad is True and arrived == [weight.shape] * 2
+    weight.zero_out_wgrad, weight.grad = True, None
+    Batch().losses(model).sum().backward()
+    assert not weight.grad.any()
+
+
+def test_main_grad_is_left_alone_where_a_gradient_is_asked_for() -> None:
+    own, model = gpt_model(), flce.megatron.patch(gpt_model(), main_grad=True)
+    weight = with_main_grad(model)
+    (right,) = torch.autograd.grad(Batch().losses(own).sum(), [own.output_layer.weight])
+    (got,) = torch.autograd.grad(Batch().losses(model).sum(), [weight])
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+    assert (weight.main_grad == 1).all() and weight.grad_added_to_main_grad is False
+    weight.requires_grad_(False)
+    Batch().losses(model).sum().backward()
+    assert weight.grad is None and (weight.main_grad == 1).all()
+
+
+def test_main_grad_by_the_layers_own_choice(fused: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """gradient_accumulation_fusion chooses it, where kernels can write the memory."""
+    for offset, choice, taken in ((0, None, True), (1, None, False), (0, False, False)):
+        model = flce.megatron.patch(gpt_model(), main_grad=choice)
+        weight = with_main_grad(model, offset=offset)
+        model.output_layer.gradient_accumulation_fusion = True
+        Batch().losses(model).sum().backward()
+        assert (fused[-1]["grad_weight_out"] is not None) is taken and weight.grad_added_to_main_grad is taken
+        assert (weight.main_grad == 1).all() is not taken
+    assert caplog.text.count("goes through autograd, not to main_grad directly: grad_weight_out begins at") == 1
+    model = flce.megatron.patch(gpt_model(), main_grad=True)
+    with pytest.raises(flce.ArgumentError, match="main_grad is True and the output layer's weight has None for main_grad"):
+        Batch().losses(model)
+    with_main_grad(model, offset=1)
+    with pytest.raises(flce.ArgumentError, match="must be a multiple of 16 bytes"):
+        Batch().losses(model)
+
+
+# ── What is refused ─────────────────────────────────
+
+
+def _bias(model: Any) -> None:
+    model.output_layer.bias = torch.nn.Parameter(torch.zeros(PADDED))
+    model.output_layer.skip_bias_add = True
+
+
+def _adapter(model: Any) -> None:
+    class LoRA(torch.nn.Module):
+        weight = model.output_layer.weight
+
+    model.output_layer = LoRA()
+
+
+def _deferred(model: Any) -> None:
+    model.output_layer.config = copy.copy(model.config)  # of the output layer alone; the others' have no buffers for it
+    model.output_layer.config.defer_embedding_wgrad_compute = True
+
+
+def _other_forward(model: Any) -> None:
+    model.output_layer.forward = lambda *_, **__: None
+
+
+def _set(path: str, value: Any) -> Any:
+    def change(model: Any) -> None:
+        *holders, name = path.split(".")
+        for holder in holders:
+            model = getattr(model, holder)
+        setattr(model, name, value)
+
+    return change
+
+
+def _weight_of(kind: type) -> Any:
+    def change(model: Any) -> None:
+        model.output_layer.weight = torch.nn.Parameter(model.output_layer.weight.detach().as_subclass(kind))
+
+    return change
+
+
+class Float8Tensor(Tensor):
+    """Like Transformer Engine's, by its name."""
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "bias": (_bias, r"has a bias \(skip_bias_add=True\)"),
+    "adapter": (_adapter, "the output layer is a .*LoRA; it must be megatron.core's ColumnParallelLinear"),
+    "forward": (_other_forward, "the output layer's forward is replaced by"),
+    "forward hook": (lambda model: model.output_layer.register_forward_hook(lambda *_: None), "has hooks after its forward"),
+    "backward hook": (
+        lambda model: model.output_layer.register_full_backward_hook(lambda *_: None),
+        "has hooks after its forward or in its",
+    ),
+    "fp8": (_weight_of(Float8Tensor), "the output layer's weight is a Float8Tensor; it must be a plain tensor"),
+    "fsdp": (lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True), "is sharded by FSDP"),
+    "shape": (lambda model: setattr(model.output_layer, "output_size_per_partition", 52), r"has shape \[104, 32\]; it must be \[52, 32\]"),
+    "no weight": (lambda model: setattr(model.output_layer, "weight", None), "output_weight is None"),
+    "expert": (_set("output_layer.explicit_expert_comm", True), "is an expert's"),
+    "gtp": (_set("output_layer.gtp_remat_size", 2), "gtp_remat_size=2"),
+    "deferred": (_deferred, "defer_embedding_wgrad_compute is True: it keeps the gradients"),
+    "fusion": (
+        lambda model: vars(model.config).update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear"),
+        "impl is 'linear'",
+    ),
+    "offloading": (_set("config._cpu_offloading_context", SimpleNamespace(inside_context=True)), "inside Megatron's cpu_offloading"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_understood_is_refused_by_name(case: str, fused: list[Any]) -> None:
+    change, message = REFUSED[case]
+    model = gpt_model()
+    change(model)
+    with pytest.raises(RuntimeError, match=message) as caught:  # Megatron's own kind of exception
+        support.call_with_processor(model, Batch(), flce.megatron.output_processor)
+    assert isinstance(caught.value, flce.ArgumentError) and not fused
+    with pytest.raises(RuntimeError, match=message):
+        Batch().losses(flce.megatron.patch(model))
+    assert not fused
+
+
+def test_fusions_of_megatron_have_the_same_formula(fused: list[Any]) -> None:
+    model = flce.megatron.patch(gpt_model(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"))
+    torch.testing.assert_close(Batch().losses(model), Batch().losses(gpt_model()), rtol=1e-5, atol=2e-6)
+    assert len(fused) == 1
+
+
+def test_bad_arguments_are_named() -> None:
+    patch, batch, processor = flce.megatron.patch, Batch(), flce.megatron.output_processor
+    for options, message in (
+        ({"reduction": "mean"}, "reduction is not an option here; allowed are main_grad"),
+        ({"main_grad": 1}, "main_grad is 1; it must be True, False or None"),
+        ({"z_loss": -1.0}, "z_loss is -1.0"),
+        ({"ignore_index": "x"}, "ignore_index"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            patch(gpt_model(), **options)
+    with pytest.raises(RuntimeError, match="return_entropy is 1; it must be True or False"):
+        flce.megatron.OutputProcessor(return_entropy=1)
+    with pytest.raises(RuntimeError, match=r"model is a torch.nn.modules.linear.Linear; it must be a GPTModel"):
+        patch(torch.nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="has a compute_language_model_loss of its own"):
+        patch(_subclassed(gpt_model(), compute_language_model_loss=lambda *_: None))
+    model = gpt_model()
+    with pytest.raises(RuntimeError, match="labels is None, and the output processor computes a loss"):
+        support.call_with_processor(model, batch, lambda **given: processor(**given | {"labels": None}))
+    with pytest.raises(RuntimeError, match="inference_context is given"):
+        support.call_with_processor(model, batch, lambda **given: processor(**given | {"inference_context": object()}))
+    with pytest.raises(RuntimeError, match=r"labels has shape \[16, 2\] and hidden_states \[16, 2, 32\]; they must be \[batch, sequence\]"):
+        support.call_with_processor(model, batch, lambda **given: processor(**given | {"labels": batch.labels.t()}))
+    with pytest.raises(RuntimeError, match="compute_language_model_loss is <function"):
+        support.call_with_processor(model, batch, lambda **given: processor(**given | {"compute_language_model_loss": lambda *_: None}))
+    with pytest.raises(RuntimeError, match="model is not patched here"):
+        flce.megatron.mtp_acceptance(model)
+    patch(model)
+    with pytest.raises(RuntimeError, match="model has mtp_num_layers=None"):
+        flce.megatron.mtp_acceptance(model)
+    model.config.config_logger_dir = "somewhere"
+    with pytest.raises(RuntimeError, match=r"config.config_logger_dir is 'somewhere'"):
+        batch.losses(model)
+    model.config.config_logger_dir = ""
+    model._postprocess = lambda **_: None
+    with pytest.raises(RuntimeError, match=r"GPTModel._postprocess has been replaced since"):
+        flce.megatron.unpatch(model)
+
+
+def _subclassed(model: Any, **methods: Any) -> Any:
+    model.__class__ = type("Other", (type(model),), methods)
+    return model
+
+
+def test_wrappers_are_looked_through_and_stages_without_an_output_layer_left_alone() -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: Any) -> None:
+            super().__init__()
+            self.module = module
+
+    model = gpt_model()
+    assert isinstance(flce.megatron.patch(Wrapper(Wrapper(model))), Wrapper) and "_flce_tap" in model.__dict__
+    first = gpt_model()
+    first.post_process = False
+    flce.megatron.patch(first)
+    assert "_flce_tap" not in first.__dict__
 
 
 # ── Ranks ───────────────────────────────────────────

@@ -123,7 +123,6 @@ def defer(layer: Any, input_: Tensor, weight: Tensor | None = None, runtime_gath
     """Stands for the forward of a ColumnParallelLinear."""
     if weight is None:
         weight = layer.weight
-    check_layer(layer)
     check_weight(layer, weight)
     assert weight is not None
     gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
@@ -139,6 +138,7 @@ def defer(layer: Any, input_: Tensor, weight: Tensor | None = None, runtime_gath
 def call_deferring(layer: Any, hidden: Tensor, **keywords: Any) -> UnmadeLogits:
     """Calls the output layer as a module, so that the hooks before its forward run: DistributedDataParallel waits there for parameters that
     it gathers (overlap_param_gather)."""
+    check_layer(layer)
     before = layer.__dict__.get("forward")
     layer.__dict__["forward"] = types.MethodType(defer, layer)
     try:
@@ -194,6 +194,8 @@ def check_layer(layer: Any) -> None:
         )
     if layer.explicit_expert_comm:
         raise errors.ArgumentError("the output layer is an expert's (is_expert=True), whose collectives are another layer's")
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        raise errors.PlacementError(f"the output layer's weight is sharded among ranks (gtp_remat_size={layer.gtp_remat_size}): {_INSTEAD}")
     _check_config(layer.config)
 
 

@@ -96,8 +96,10 @@ def check_loss(compute_language_model_loss: Any) -> None:
 
 
 def _layer_forward(layer: Any, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-    forward = _head.defer if layer._flce_tap.active else type(layer).forward
-    return forward(layer, input_, weight=weight, runtime_gather_output=runtime_gather_output)
+    if not layer._flce_tap.active:
+        return type(layer).forward(layer, input_, weight=weight, runtime_gather_output=runtime_gather_output)
+    _head.check_layer(layer)
+    return _head.defer(layer, input_, weight=weight, runtime_gather_output=runtime_gather_output)
 
 
 def gpt_model_of(model: Any) -> Any:
