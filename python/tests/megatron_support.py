@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+import flce
+from flce.megatron import _head
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 with warnings.catch_warnings():
@@ -22,6 +26,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper, roll_tensor
+    from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: F401  # for tests
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -182,3 +187,30 @@ def process_mtp_loss(
 
 
 HAS_PROCESS_MTP_LOSS = hasattr(multi_token_prediction, "process_mtp_loss")
+
+
+# ── Fixtures ────────────────────────────────────────
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_groups() -> Iterator[None]:
+    """One rank, for the tests of a file."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with megatron_on_cpu():
+        yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, name="fused")
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The keywords of every call of flce's function."""
+    MTPLossLoggingHelper.tracker.clear()
+    calls: list[dict[str, Any]] = []
+    function = flce.linear_cross_entropy
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(_head, "linear_cross_entropy", counted)
+    return calls

@@ -79,11 +79,13 @@ def _hits(found: list[torch.Tensor], batch: Batch) -> list[list[float]]:
     return rows
 
 
-def processor(sequence: bool) -> None:
-    """The output processor on shards, and process_mtp_loss with the maximum over ranks."""
+def processor(sequence: bool, part: bool) -> None:
+    """The output processor on shards. `part`: hidden's gradient stays this rank's (disable_grad_reduce)."""
     with support.megatron_on_cpu(tensor_model_parallel_size=2):
         own = gpt_model(sequence_parallel=sequence)
         mine = support.copied(own, sequence_parallel=sequence)
+        for model in (own, mine):
+            model.output_layer.disable_grad_reduce, model.output_layer.allreduce_dgrad = part, not (part or sequence)
         batch = Batch()
         losses = batch.losses(own)
         got = support.call_with_processor(mine, batch, flce.megatron.output_processor)
@@ -103,6 +105,44 @@ def processor(sequence: bool) -> None:
             raise AssertionError("gathered logits are not refused")
 
 
+def depths_by_function() -> None:
+    """process_mtp_loss, whose caller finds the largest logit from each rank's own."""
+    with support.megatron_on_cpu(tensor_model_parallel_size=2):
+        if not support.HAS_PROCESS_MTP_LOSS:
+            support.multi_token_prediction.process_mtp_loss = support.process_mtp_loss
+        own = gpt_model(depths=2)
+        batch, logged = Batch(), []
+        states = torch.randn(3 * support.SEQUENCE, support.BATCH, support.HIDDEN, generator=torch.Generator().manual_seed(4))
+        logits = support.tensor_parallel.gather_from_tensor_model_parallel_region(own.output_layer(states)[0])
+        first, second = (each.argmax(-1).t() for each in logits.chunk(3)[1:])
+        batch.labels[:, 1::3], batch.labels[:, 2::3] = first[:, :-1:3], second[:, :-2:3]
+        for function in (support.multi_token_prediction.process_mtp_loss, flce.megatron.process_mtp_loss):
+            support.MTPLossLoggingHelper.tracker.clear()
+            leaf = states.clone().requires_grad_()
+            own.zero_grad()
+            made = function(
+                leaf,
+                labels=batch.labels,
+                loss_mask=batch.loss_mask,
+                output_layer=own.output_layer,
+                output_weight=None,
+                runtime_gather_output=None,
+                is_training=True,
+                compute_language_model_loss=own.compute_language_model_loss,
+                config=own.config,
+                tp_group=own.tp_group,
+            )
+            main, hits = made if isinstance(made, tuple) else (made, support.MTPLossLoggingHelper.tracker["correct_values"].tolist())
+            main.sum().backward()
+            assert min(hits) > 2
+            logged.append((hits, leaf.grad, own.output_layer.weight.grad))
+        assert logged[0][0] == logged[1][0]
+        torch.testing.assert_close(logged[1][1:], logged[0][1:], rtol=1e-4, atol=1e-6)
+        assert len(fused_calls()) == 2
+        if not support.HAS_PROCESS_MTP_LOSS:
+            del support.multi_token_prediction.process_mtp_loss
+
+
 # ── Data parallel, with main_grad ───────────────────
 
 
@@ -117,9 +157,9 @@ def main_grad(tied: bool, depths: int, distributed_optimizer: bool) -> None:
             config = DistributedDataParallelConfig(
                 overlap_grad_reduce=True, grad_reduce_in_fp32=True, bucket_size=2000, use_distributed_optimizer=distributed_optimizer
             )
-            if fused:
-                flce.megatron.patch(model, main_grad=True)
             wrapped.append(DistributedDataParallel(config=model.config, ddp_config=config, module=model))
+            if fused:
+                flce.megatron.patch(wrapped[-1] if tied else model, main_grad=True)
         for step in range(2):
             for ddp in wrapped:
                 ddp.zero_grad_buffer()
@@ -154,6 +194,6 @@ if __name__ == "__main__":
     shards = [(False, False, 0), (True, True, 2), (False, True, 0), (True, False, 1)]
     replicas = [(False, 0, False), (True, 0, False), (True, 2, True), (False, 1, True)]
     cases: list[tuple[Any, ...]] = [(tensor_parallel, *case) for case in shards]
-    cases += [(processor, False), (processor, True)]
+    cases += [(processor, False, False), (processor, True, False), (processor, False, True), (depths_by_function,)]
     cases += [(main_grad, *case) for case in replicas]
     run_cases(lambda case, *given: case(*given), cases)

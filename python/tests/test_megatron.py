@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from types import SimpleNamespace
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import flce
@@ -17,35 +15,13 @@ import flce
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (tools/setup.sh --python)")
 
 import megatron_support as support
-from megatron_support import BATCH, PADDED, SEQUENCE, VOCAB, Batch, gpt_model
+from megatron_support import BATCH, PADDED, SEQUENCE, VOCAB, Batch, fused_calls, gpt_model, megatron_groups  # noqa: F401  # fixtures
+from test_pipeline import launch
 from test_tensor_parallel import cases_passed
-
-from flce.megatron import _head
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what is not installed, and of what Megatron will not do one day
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _groups() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with support.megatron_on_cpu():
-        yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def fused(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keywords of every call of flce's function."""
-    support.MTPLossLoggingHelper.tracker.clear()
-    calls: list[dict[str, Any]] = []
-    function = flce.linear_cross_entropy
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs)
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(_head, "linear_cross_entropy", counted)
-    return calls
+EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "megatron_style.py"
 
 
 @pytest.fixture
@@ -133,6 +109,41 @@ def test_patching_once_more_has_the_new_options(fused: list[Any]) -> None:
     flce.megatron.patch(mine, workspace_limit_bytes=1 << 24, label_smoothing=0.1)
     Batch().losses(mine)
     assert fused[0]["z_loss"] == 1e-3 and "z_loss" not in fused[1] and fused[1]["label_smoothing"] == 0.1
+
+
+class Stack(torch.nn.Module):
+    """Layers of a MambaModel, which takes a specification of them."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return torch.tanh(self.layer(hidden_states))
+
+
+def test_mamba_model(fused: list[Any]) -> None:
+    """Its loss is in its forward, and it has no postprocessing."""
+    module = pytest.importorskip("megatron.core.models.mamba.mamba_model")
+    config = gpt_model().config
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(
+            module.MambaModel(config, support.ModuleSpec(module=Stack), PADDED, SEQUENCE, share_embeddings_and_output_weights=True)
+        )
+    own, mine = models
+    flce.megatron.patch(mine)
+    batch = Batch()
+    arguments = (batch.tokens, batch.positions, batch.attention_mask)
+    losses = [model(*arguments, labels=batch.labels) for model in models]
+    for each in losses:
+        batch.masked_mean(each).backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=2e-6)
+    support.same_gradients(mine, own)
+    assert len(fused) == 1 and torch.equal(mine(*arguments), own(*arguments))
+    flce.megatron.unpatch(mine)
+    assert torch.equal(mine(*arguments, labels=batch.labels), losses[0]) and len(fused) == 1
 
 
 # ── Multi-token prediction ──────────────────────────
@@ -288,6 +299,9 @@ def test_process_mtp_loss(runtime_gather_output: bool | None, monkeypatch: pytes
     main = made[0] if isinstance(made, tuple) else made
     main.sum().backward()
     assert len(fused) == 2 and all(call["return_top1"] for call in fused)
+    with pytest.raises(flce.ArgumentError, match="is flce's, which calls it; replace the name in the model's module"):
+        monkeypatch.setattr(support.multi_token_prediction, "process_mtp_loss", flce.megatron.process_mtp_loss)
+        flce.megatron.process_mtp_loss()
     assert model.output_layer.weight.grad.any() and states.grad[SEQUENCE:].any() and (states.grad[:SEQUENCE] == 1).all()
 
 
@@ -348,155 +362,19 @@ def test_main_grad_by_the_layers_own_choice(fused: list[Any], caplog: pytest.Log
         Batch().losses(model)
 
 
-# ── What is refused ─────────────────────────────────
+# ── Processes of their own ──────────────────────────
 
 
-def _bias(model: Any) -> None:
-    model.output_layer.bias = torch.nn.Parameter(torch.zeros(PADDED))
-    model.output_layer.skip_bias_add = True
-
-
-def _adapter(model: Any) -> None:
-    class LoRA(torch.nn.Module):
-        weight = model.output_layer.weight
-
-    model.output_layer = LoRA()
-
-
-def _deferred(model: Any) -> None:
-    model.output_layer.config = copy.copy(model.config)  # of the output layer alone; the others' have no buffers for it
-    model.output_layer.config.defer_embedding_wgrad_compute = True
-
-
-def _other_forward(model: Any) -> None:
-    model.output_layer.forward = lambda *_, **__: None
-
-
-def _set(path: str, value: Any) -> Any:
-    def change(model: Any) -> None:
-        *holders, name = path.split(".")
-        for holder in holders:
-            model = getattr(model, holder)
-        setattr(model, name, value)
-
-    return change
-
-
-def _weight_of(kind: type) -> Any:
-    def change(model: Any) -> None:
-        model.output_layer.weight = torch.nn.Parameter(model.output_layer.weight.detach().as_subclass(kind))
-
-    return change
-
-
-class Float8Tensor(Tensor):
-    """Like Transformer Engine's, by its name."""
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "bias": (_bias, r"has a bias \(skip_bias_add=True\)"),
-    "adapter": (_adapter, "the output layer is a .*LoRA; it must be megatron.core's ColumnParallelLinear"),
-    "forward": (_other_forward, "the output layer's forward is replaced by"),
-    "forward hook": (lambda model: model.output_layer.register_forward_hook(lambda *_: None), "has hooks after its forward"),
-    "backward hook": (
-        lambda model: model.output_layer.register_full_backward_hook(lambda *_: None),
-        "has hooks after its forward or in its",
-    ),
-    "fp8": (_weight_of(Float8Tensor), "the output layer's weight is a Float8Tensor; it must be a plain tensor"),
-    "fsdp": (lambda model: setattr(model.output_layer.weight, "__fsdp_param__", True), "is sharded by FSDP"),
-    "shape": (lambda model: setattr(model.output_layer, "output_size_per_partition", 52), r"has shape \[104, 32\]; it must be \[52, 32\]"),
-    "no weight": (lambda model: setattr(model.output_layer, "weight", None), "output_weight is None"),
-    "expert": (_set("output_layer.explicit_expert_comm", True), "is an expert's"),
-    "gtp": (_set("output_layer.gtp_remat_size", 2), "gtp_remat_size=2"),
-    "deferred": (_deferred, "defer_embedding_wgrad_compute is True: it keeps the gradients"),
-    "fusion": (
-        lambda model: vars(model.config).update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear"),
-        "impl is 'linear'",
-    ),
-    "offloading": (_set("config._cpu_offloading_context", SimpleNamespace(inside_context=True)), "inside Megatron's cpu_offloading"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_understood_is_refused_by_name(case: str, fused: list[Any]) -> None:
-    change, message = REFUSED[case]
-    model = gpt_model()
-    change(model)
-    with pytest.raises(RuntimeError, match=message) as caught:  # Megatron's own kind of exception
-        support.call_with_processor(model, Batch(), flce.megatron.output_processor)
-    assert isinstance(caught.value, flce.ArgumentError) and not fused
-    with pytest.raises(RuntimeError, match=message):
-        Batch().losses(flce.megatron.patch(model))
-    assert not fused
-
-
-def test_fusions_of_megatron_have_the_same_formula(fused: list[Any]) -> None:
-    model = flce.megatron.patch(gpt_model(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"))
-    torch.testing.assert_close(Batch().losses(model), Batch().losses(gpt_model()), rtol=1e-5, atol=2e-6)
-    assert len(fused) == 1
-
-
-def test_bad_arguments_are_named() -> None:
-    patch, batch, processor = flce.megatron.patch, Batch(), flce.megatron.output_processor
-    for options, message in (
-        ({"reduction": "mean"}, "reduction is not an option here; allowed are main_grad"),
-        ({"main_grad": 1}, "main_grad is 1; it must be True, False or None"),
-        ({"z_loss": -1.0}, "z_loss is -1.0"),
-        ({"ignore_index": "x"}, "ignore_index"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            patch(gpt_model(), **options)
-    with pytest.raises(RuntimeError, match="return_entropy is 1; it must be True or False"):
-        flce.megatron.OutputProcessor(return_entropy=1)
-    with pytest.raises(RuntimeError, match=r"model is a torch.nn.modules.linear.Linear; it must be a GPTModel"):
-        patch(torch.nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match="has a compute_language_model_loss of its own"):
-        patch(_subclassed(gpt_model(), compute_language_model_loss=lambda *_: None))
-    model = gpt_model()
-    with pytest.raises(RuntimeError, match="labels is None, and the output processor computes a loss"):
-        support.call_with_processor(model, batch, lambda **given: processor(**given | {"labels": None}))
-    with pytest.raises(RuntimeError, match="inference_context is given"):
-        support.call_with_processor(model, batch, lambda **given: processor(**given | {"inference_context": object()}))
-    with pytest.raises(RuntimeError, match=r"labels has shape \[16, 2\] and hidden_states \[16, 2, 32\]; they must be \[batch, sequence\]"):
-        support.call_with_processor(model, batch, lambda **given: processor(**given | {"labels": batch.labels.t()}))
-    with pytest.raises(RuntimeError, match="compute_language_model_loss is <function"):
-        support.call_with_processor(model, batch, lambda **given: processor(**given | {"compute_language_model_loss": lambda *_: None}))
-    with pytest.raises(RuntimeError, match="model is not patched here"):
-        flce.megatron.mtp_acceptance(model)
-    patch(model)
-    with pytest.raises(RuntimeError, match="model has mtp_num_layers=None"):
-        flce.megatron.mtp_acceptance(model)
-    model.config.config_logger_dir = "somewhere"
-    with pytest.raises(RuntimeError, match=r"config.config_logger_dir is 'somewhere'"):
-        batch.losses(model)
-    model.config.config_logger_dir = ""
-    model._postprocess = lambda **_: None
-    with pytest.raises(RuntimeError, match=r"GPTModel._postprocess has been replaced since"):
-        flce.megatron.unpatch(model)
-
-
-def _subclassed(model: Any, **methods: Any) -> Any:
-    model.__class__ = type("Other", (type(model),), methods)
-    return model
-
-
-def test_wrappers_are_looked_through_and_stages_without_an_output_layer_left_alone() -> None:
-    class Wrapper(torch.nn.Module):
-        def __init__(self, module: Any) -> None:
-            super().__init__()
-            self.module = module
-
-    model = gpt_model()
-    assert isinstance(flce.megatron.patch(Wrapper(Wrapper(model))), Wrapper) and "_flce_tap" in model.__dict__
-    first = gpt_model()
-    first.post_process = False
-    flce.megatron.patch(first)
-    assert "_flce_tap" not in first.__dict__
-
-
-# ── Ranks ───────────────────────────────────────────
+def test_example_trains_and_needs_less_memory() -> None:
+    output = launch(str(EXAMPLE), "--tiny", "--depths", "1", "--steps", "3")
+    lines = re.findall(r"^ +(as it comes|flce): losses ([\d. ]+?) +[\d.]+ ms a step +([\d.]+) MiB", output, re.MULTILINE)
+    losses = {name: [float(loss) for loss in each.split()] for name, each, _ in lines}
+    memory = {name: float(mib) for name, _, mib in lines}
+    assert len(losses["flce"]) == 3 and losses["flce"] == pytest.approx(losses["as it comes"], rel=1e-4)
+    assert losses["flce"][-1] < losses["flce"][0]
+    assert memory["flce"] < memory["as it comes"] / 2 and "% accepted at depth 1" in output
 
 
 def test_ranks() -> None:
     """Tensor parallel with and without sequence parallel, and data parallel with main_grad and overlapped reductions."""
-    assert cases_passed("megatron_worker.py", 2) == 10
+    assert cases_passed("megatron_worker.py", 2) == 12

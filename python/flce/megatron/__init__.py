@@ -80,30 +80,35 @@ class OutputProcessor:
         made = _head.loss_of(logits, labels, self.settings, return_entropy=self.return_entropy)
         return made if self.return_entropy else made[0]
 
+    def process_mtp_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands for megatron.core's `multi_token_prediction.process_mtp_loss` (newer than 0.16), with its arguments: that function runs,
+        and the logits of the heads of multi-token prediction are not made. Losses, their scale, and what is logged of them, acceptance
+        counts among it, are Megatron's. A model calls it before an output processor, and finds it by its module's name:
+
+            megatron.core.models.gpt.gpt_model.process_mtp_loss = flce.megatron.process_mtp_loss
+
+        `patch(model)` does the same for one model. Raises UnavailableError where megatron.core has no such function; else as a call.
+        """
+        peer = getattr(_head.core("transformer.multi_token_prediction"), "process_mtp_loss", None)
+        if peer is None:
+            raise errors.UnavailableError(
+                f"megatron.core {_head.core('package_info').__version__} has no process_mtp_loss, which a model's own code does there: "
+                "call flce.megatron.patch(model)"
+            )
+        if getattr(peer, "__module__", "").startswith("flce."):
+            raise errors.ArgumentError(
+                "multi_token_prediction.process_mtp_loss of megatron.core is flce's, which calls it; replace the name in the model's "
+                "module (megatron.core.models.gpt.gpt_model) alone"
+            )
+        given = inspect.signature(peer).bind(*args, **kwargs).arguments
+        _patch.check_loss(given["compute_language_model_loss"])
+        layer = _head.DeferringLayer(given["output_layer"])
+
+        def loss_of_depth(labels: Tensor, logits: Any) -> Tensor:
+            return _head.loss_of(logits, labels, self.settings, return_top1=True)[0]
+
+        return peer(**given | {"output_layer": layer, "compute_language_model_loss": loss_of_depth})
+
 
 output_processor = OutputProcessor()
-
-
-def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
-    """Stands for megatron.core's `multi_token_prediction.process_mtp_loss` (newer than 0.16), with its arguments: that function runs, and
-    the logits of the heads of multi-token prediction are not made. Losses, their scale, and what is logged of them, acceptance counts among
-    it, are Megatron's. GPTModel finds it by its module's name, and calls it before an output processor:
-
-        megatron.core.models.gpt.gpt_model.process_mtp_loss = flce.megatron.process_mtp_loss
-
-    `patch(model)` does the same for one model. Raises UnavailableError where megatron.core has no such function; else as `OutputProcessor`.
-    """
-    peer = getattr(_head.core("transformer.multi_token_prediction"), "process_mtp_loss", None)
-    if peer is None:
-        raise errors.UnavailableError(
-            f"megatron.core {_head.core('package_info').__version__} has no process_mtp_loss, which GPTModel's own forward replaces "
-            "there: call flce.megatron.patch(model)"
-        )
-    given = inspect.signature(peer).bind(*args, **kwargs).arguments
-    _patch.check_loss(given["compute_language_model_loss"])
-    layer = _head.DeferringLayer(given["output_layer"])
-    return peer(**given | {"output_layer": layer, "compute_language_model_loss": _loss_of_depth})
-
-
-def _loss_of_depth(labels: Tensor, logits: Any) -> Tensor:
-    return _head.loss_of(logits, labels, output_processor.settings, return_top1=True)[0]
+process_mtp_loss = output_processor.process_mtp_loss

@@ -1,4 +1,4 @@
-"""GPTModels whose own forward gives the loss without logits."""
+"""Language models of megatron.core whose own forward gives the loss without logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flce import errors
 from flce.megatron import _head
 from flce.megatron._head import Settings, UnmadeLogits, core
 
-_REPLACED = ("_postprocess", "compute_language_model_loss")
+_KINDS = ("GPTModel", "MambaModel", "HybridModel")  # all of them end in an output layer and compute_language_model_loss
 
 
 class Tap:
@@ -52,11 +52,19 @@ class Tap:
 
 
 def _postprocess(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return _without_logits(model, type(model)._postprocess, args, kwargs)
+
+
+def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return _without_logits(model, type(model).forward, args, kwargs)
+
+
+def _without_logits(model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the model's method `own` returns, with losses in the place of logits where it has labels."""
     tap: Tap = model._flce_tap
-    own = type(model)._postprocess
     given = inspect.signature(own).bind(model, *args, **kwargs).arguments
-    labels, taken = given.get("labels"), given.get("output_processor")
-    if labels is None or taken is not None or given.get("inference_context") is not None or tap.active:
+    infers = given.get("inference_context") is not None or given.get("inference_params") is not None
+    if given.get("labels") is None or given.get("output_processor") is not None or infers or not model.post_process:
         return own(model, *args, **kwargs)
     if getattr(model.config, "config_logger_dir", ""):
         raise errors.ArgumentError(
@@ -66,12 +74,12 @@ def _postprocess(model: Any, *args: Any, **kwargs: Any) -> Any:
     tap.depths, tap.losses, tap.seen, tap.active = model.config.mtp_num_layers or 0, 0, [], True
     try:
         made = own(model, *args, **kwargs)
-        if tap.losses != tap.depths + 1:
+        if tap.losses not in (1, tap.depths + 1):  # 1: heads of multi-token prediction were left out
             raise errors.ArgumentError(
-                f"the model asked for {tap.losses} losses of its output layer where {tap.depths + 1} were expected, of which {tap.depths} "
-                "are multi-token prediction's: its postprocessing is not understood; flce.megatron.unpatch(model)"
+                f"the model asked for {tap.losses} losses of its output layer; it must be {tap.depths + 1}, of which {tap.depths} are "
+                "multi-token prediction's. What it computes is not understood: flce.megatron.unpatch(model)"
             )
-        if tap.seen and model.training:
+        if tap.losses > 1 and model.training:
             tap.count(model, given.get("loss_mask"), given.get("packed_seq_params"))
     finally:
         tap.active, tap.seen = False, []
@@ -102,29 +110,38 @@ def _layer_forward(layer: Any, input_: Tensor, weight: Tensor | None = None, run
     return _head.defer(layer, input_, weight=weight, runtime_gather_output=runtime_gather_output)
 
 
-def gpt_model_of(model: Any) -> Any:
-    """The GPTModel under wrappers such as Float16Module and DistributedDataParallel. Raises ArgumentError."""
-    known = core("models.gpt.gpt_model").GPTModel
+def language_model_of(model: Any) -> Any:
+    """The language model under wrappers such as Float16Module and DistributedDataParallel. Raises ArgumentError."""
     inner = model
-    while not isinstance(inner, known) and isinstance(getattr(inner, "module", None), torch.nn.Module):
+    while _kind_of(inner) is None and isinstance(getattr(inner, "module", None), torch.nn.Module):
         inner = inner.module
-    if not isinstance(inner, known):
+    if _kind_of(inner) is None:
         raise errors.ArgumentError(
-            f"model is a {type(inner).__module__}.{type(inner).__qualname__}; it must be a GPTModel of megatron.core, or wrap one"
+            f"model is a {type(inner).__module__}.{type(inner).__qualname__}; it must be megatron.core's {', '.join(_KINDS[:-1])} or "
+            f"{_KINDS[-1]}, or wrap one"
         )
-    for name in _REPLACED:
-        if getattr(type(inner), name, None) is not getattr(known, name):
-            raise errors.ArgumentError(
-                f"model is a {type(inner).__qualname__}, which has a {name} of its own, so that what its loss is is not known; keep it"
-            )
     return inner
 
 
-def patch(model: Any, *, main_grad: bool | None = None, **options: Any) -> Any:
-    """Has a GPTModel compute its loss without logits: `model(..., labels=labels)` gives what it gave, [b, s] fp32, unreduced. So do its
-    heads of multi-token prediction, whose losses Megatron scales, adds and logs as before; `mtp_acceptance` counts what they accept.
+def _kind_of(model: Any) -> Any:
+    """The class of megatron.core that the model is of."""
+    kinds = (each for each in type(model).__mro__ if each.__name__ in _KINDS and each.__module__.startswith("megatron.core."))
+    return next(kinds, None)
 
-    The model's own postprocessing runs. Its output layer gives what stands for logits, and `compute_language_model_loss` computes the loss
+
+def _replacements(model: Any) -> list[tuple[Any, str, Any]]:
+    """What a patched model has instead of its methods: (holder, name, function)."""
+    entry = ("_postprocess", _postprocess) if hasattr(type(model), "_postprocess") else ("forward", _forward)
+    loss = ("compute_language_model_loss", _compute_language_model_loss)
+    return [(model, *entry), (model, *loss), (model.output_layer, "forward", _layer_forward)]
+
+
+def patch(model: Any, *, main_grad: bool | None = None, **options: Any) -> Any:
+    """Has a GPTModel, MambaModel or HybridModel compute its loss without logits: `model(..., labels=labels)` gives what it gave, [b, s]
+    fp32, unreduced. So do its heads of multi-token prediction, whose losses Megatron scales, adds and logs as before; `mtp_acceptance`
+    counts what they accept.
+
+    The model's own code runs. Its output layer gives what stands for logits, and `compute_language_model_loss` computes the loss
     from that. Without labels, and with an inference_context, the model gives logits as before. Parameters and state_dict are as they were.
     In place, before or after Float16Module and DistributedDataParallel; a pipeline stage without an output layer is left alone. Returns the
     model. Patched once more, it has the new options.
@@ -132,37 +149,45 @@ def patch(model: Any, *, main_grad: bool | None = None, **options: Any) -> Any:
     Args:
         main_grad, options: those of `OutputProcessor`.
 
-    Raises ArgumentError for a model that is no GPTModel, or has a loss of its own. When the model is called: as `OutputProcessor`.
+    Raises ArgumentError for a model of another kind, or with a loss of its own. When the model is called: as `OutputProcessor`.
     """
     settings = _head.settings_of(main_grad, options)
-    inner = gpt_model_of(model)
+    inner = language_model_of(model)
     if not inner.post_process:
         return model
+    replacements = _replacements(inner)
+    for _, name, _ in replacements[:2]:
+        if getattr(type(inner), name) is not getattr(_kind_of(inner), name):
+            raise errors.ArgumentError(
+                f"model is a {type(inner).__qualname__}, which has a {name} of its own, so that what its loss is is not known; keep it"
+            )
     _head.check_layer(inner.output_layer)
     tap = inner.__dict__.get("_flce_tap")
     if tap is not None:
         tap.settings = settings
         return model
-    for name in _REPLACED:
-        if name in inner.__dict__:
-            raise errors.ArgumentError(f"model.{name} is replaced already, by {inner.__dict__[name]!r}; take that off first")
+    for holder, name, _ in replacements:
+        if name in holder.__dict__:
+            raise errors.ArgumentError(
+                f"{type(holder).__name__}.{name} is replaced already, by {holder.__dict__[name]!r}; take that off first"
+            )
     inner.__dict__["_flce_tap"] = inner.output_layer.__dict__["_flce_tap"] = Tap(settings)
-    inner.__dict__["_postprocess"] = types.MethodType(_postprocess, inner)
-    inner.__dict__["compute_language_model_loss"] = types.MethodType(_compute_language_model_loss, inner)
-    inner.output_layer.__dict__["forward"] = types.MethodType(_layer_forward, inner.output_layer)
+    for holder, name, function in replacements:
+        holder.__dict__[name] = types.MethodType(function, holder)
     return model
 
 
 def unpatch(model: Any) -> Any:
     """Takes back what `patch` did; a model that is not patched stays as it is. Returns the model. Raises ArgumentError where somebody has
     replaced a method since."""
-    inner = gpt_model_of(model)
+    inner = language_model_of(model)
     if "_flce_tap" not in inner.__dict__:
         return model
-    for holder, name in ((inner, "_postprocess"), (inner, "compute_language_model_loss"), (inner.output_layer, "forward")):
-        if getattr(holder.__dict__.get(name), "__module__", None) != __name__:
+    replacements = _replacements(inner)
+    for holder, name, function in replacements:
+        if getattr(holder.__dict__.get(name), "__func__", None) is not function:
             raise errors.ArgumentError(f"{type(holder).__name__}.{name} has been replaced since the model was patched; take that off first")
-    for holder, name in ((inner, "_postprocess"), (inner, "compute_language_model_loss"), (inner.output_layer, "forward")):
+    for holder, name, _ in replacements:
         del holder.__dict__[name]
     del inner.__dict__["_flce_tap"], inner.output_layer.__dict__["_flce_tap"]
     return model
@@ -178,7 +203,7 @@ def mtp_acceptance(model: Any, group: Any = None, *, reset: bool = True) -> Tens
 
     Raises ArgumentError for a model that is not patched or has no heads of multi-token prediction.
     """
-    inner = gpt_model_of(model)
+    inner = language_model_of(model)
     tap, depths = inner.__dict__.get("_flce_tap"), inner.config.mtp_num_layers
     if tap is None or not depths:
         why = "is not patched here" if tap is None else f"has mtp_num_layers={depths}"
