@@ -150,6 +150,7 @@ def main_grad(tied: bool, depths: int, distributed_optimizer: bool) -> None:
     """DistributedDataParallel with overlapped reductions over micro-batches: from the second step on every bucket's reduction begins within
     backward, and main_grad
     is what the model's own path makes it."""
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote holds NaN, as a dummy does that should not be read
     with support.megatron_on_cpu():
         wrapped, settings = [], {"tied": tied, "depths": depths}
         for fused in (False, True):

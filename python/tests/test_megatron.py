@@ -327,9 +327,28 @@ def test_main_grad_has_the_gradient_and_autograd_a_dummy(fused: list[Any]) -> No
         losses.backward()
     torch.testing.assert_close(weight.main_grad, 1 + 3 * own.output_layer.weight.grad, rtol=1e-4, atol=1e-5)
     assert weight.grad_added_to_main_grad is True and arrived == [weight.shape] * 2
-    weight.zero_out_wgrad, weight.grad = True, None
-    Batch().losses(model).sum().backward()
-    assert not weight.grad.any()
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote then holds NaN
+    try:
+        for zeros in (False, True):
+            weight.zero_out_wgrad, weight.grad = zeros, None
+            Batch().losses(model).sum().backward()
+            assert (weight.grad == 0).all() if zeros else weight.grad.isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_depths_share_one_dummy(monkeypatch: pytest.MonkeyPatch, fused: list[Any]) -> None:
+    runs: list[Any] = []
+    backward = support._head.MainGrad.backward
+    monkeypatch.setattr(
+        support._head.MainGrad, "backward", staticmethod(lambda ctx, gradient: runs.append(gradient) or backward(ctx, gradient))
+    )
+    own, model = gpt_model(depths=2), flce.megatron.patch(gpt_model(depths=2), main_grad=True)
+    weight = with_main_grad(model)
+    for each in (own, model):
+        Batch().losses(each).sum().backward()
+    torch.testing.assert_close(weight.main_grad, 1 + own.output_layer.weight.grad, rtol=1e-4, atol=1e-5)
+    assert runs == [None] and len(fused) == 3
 
 
 def test_main_grad_is_left_alone_where_a_gradient_is_asked_for() -> None:

@@ -103,9 +103,10 @@ class OutputProcessor:
         given = inspect.signature(peer).bind(*args, **kwargs).arguments
         _patch.check_loss(given["compute_language_model_loss"])
         layer = _head.DeferringLayer(given["output_layer"])
+        weights: dict[int, Tensor] = {}
 
         def loss_of_depth(labels: Tensor, logits: Any) -> Tensor:
-            return _head.loss_of(logits, labels, self.settings, return_top1=True)[0]
+            return _head.loss_of(logits, labels, self.settings, return_top1=True, weights=weights)[0]
 
         return peer(**given | {"output_layer": layer, "compute_language_model_loss": loss_of_depth})
 

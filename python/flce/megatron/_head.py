@@ -252,15 +252,25 @@ def check_hidden(hidden: Any, labels: Any, layer: Any) -> None:
 
 
 def loss_of(
-    logits: UnmadeLogits, labels: Tensor, settings: Settings, *, return_entropy: bool = False, return_top1: bool = False
+    logits: UnmadeLogits,
+    labels: Tensor,
+    settings: Settings,
+    *,
+    return_entropy: bool = False,
+    return_top1: bool = False,
+    weights: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """(loss, …) [b, s] fp32: unreduced, as compute_language_model_loss gives it. labels [b, s], of the whole vocabulary."""
+    """(loss, …) [b, s] fp32: unreduced, as compute_language_model_loss gives it. labels [b, s], of the whole vocabulary. `weights`: of
+    losses that share a weight and its main_grad, by the weight's id: autograd then gets one dummy for all of them."""
     layer, hidden, weight = logits.layer, logits.hidden, logits.weight
     check_hidden(hidden, labels, layer)
     given: dict[str, Any] = dict(settings.options)
     buffer = main_grad_for(layer, weight, hidden, settings.main_grad)
     if buffer is not None:
-        weight = MainGrad.apply(weight)
+        known = {} if weights is None else weights
+        if id(weight) not in known:
+            known[id(weight)] = MainGrad.apply(weight)
+        weight = known[id(weight)]
     group, logits.vocab_start = layer.tp_group, 0
     if group.size() > 1 or "vocab_size" in given:
         logits.vocab_start = group.rank() * weight.shape[0]

@@ -26,14 +26,15 @@ class Tap:
         self.depths = 0  # heads of multi-token prediction, whose losses come before the model's own
         self.seen: list[tuple[Tensor, Tensor]] = []  # of each loss of a call: most likely classes and labels, [b, s]
         self.losses = 0
+        self.weights: dict[int, Tensor] = {}  # of a call: what stands for a weight whose main_grad is added to
         self.counts: Tensor | None = None  # [depths, 2] fp32: accepted and counted tokens
 
     def loss(self, labels: Tensor, logits: UnmadeLogits) -> Tensor:
         of_depth = self.losses < self.depths
         self.losses += 1
         if not of_depth:
-            return _head.loss_of(logits, labels, self.settings)[0]
-        loss, top1 = _head.loss_of(logits, labels, self.settings, return_top1=True)
+            return _head.loss_of(logits, labels, self.settings, weights=self.weights)[0]
+        loss, top1 = _head.loss_of(logits, labels, self.settings, return_top1=True, weights=self.weights)
         self.seen.append((top1, labels))
         return loss
 
@@ -82,7 +83,7 @@ def _without_logits(model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[st
         if tap.losses > 1 and model.training:
             tap.count(model, given.get("loss_mask"), given.get("packed_seq_params"))
     finally:
-        tap.active, tap.seen = False, []
+        tap.active, tap.seen, tap.weights = False, [], {}
     return made
 
 
