@@ -35,7 +35,7 @@ from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
 from flce.plans import check_same_plans, plan_digest
 
 if TYPE_CHECKING:
-    from flce import compat, huggingface, megatron
+    from flce import bench, compat, huggingface, megatron
     from flce._patch import patch, unpatch
 
 __version__ = "0.1.0"
@@ -62,6 +62,7 @@ __all__ = [
     "SpecError",
     "UnavailableError",
     "UnsupportedTransformError",
+    "bench",
     "cache_statistics",
     "check_labels",
     "check_same_plans",
@@ -86,7 +87,7 @@ __all__ = [
     "warmup",
 ]
 
-_SUBMODULES = ("compat", "huggingface", "megatron")  # imported when they are first asked for, as what comes from the next one
+_SUBMODULES = ("bench", "compat", "huggingface", "megatron")  # imported when they are first asked for, as what comes from the next one
 _OF_PATCH = ("patch", "unpatch")
 
 
