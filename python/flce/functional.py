@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,42 @@ from flce import _arguments, _call, _heads, _sharded_call, errors
 from flce._targets import check_ignore_index, shift_labels
 from flce.budget import MemoryBudget
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flce import _signatures
+
+    _Head: TypeAlias = Tensor | nn.Linear
+
 _WHOLE = (False, None, None, None, True)  # what a call says of process_group's companions where the weight is whole
 
 
+@overload
+def linear_cross_entropy(hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.CrossEntropyAlone]) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.CrossEntropyWithLse]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.CrossEntropyWithLogprobs]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.CrossEntropyWithEntropy]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.CrossEntropyWithTop1]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.CrossEntropyWithLogSumSqProbs]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.CrossEntropyOrMore]
+) -> Tensor | tuple[Tensor, ...]: ...
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor | nn.Linear,
@@ -134,6 +167,24 @@ def linear_cross_entropy(
     return _call.run(hidden, weight, target, options, temperature, *others)
 
 
+@overload
+def linear_logprobs(hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.LogprobsAlone]) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.LogprobsWithEntropy]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.LogprobsWithTop1]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.LogprobsWithLogSumSqProbs]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.LogprobsOrMore]
+) -> Tensor | tuple[Tensor, ...]: ...
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor | nn.Linear,
@@ -189,6 +240,30 @@ def linear_logprobs(
     return _call.run(hidden, weight, target, options, temperature, bias, grad_weight_out=grad_weight_out)
 
 
+@overload
+def linear_topk_distillation(
+    hidden: Tensor, weight: _Head, teacher_ids: Tensor, teacher_probs: Tensor, **options: Unpack[_signatures.DistillationAlone]
+) -> Tensor: ...
+@overload
+def linear_topk_distillation(
+    hidden: Tensor, weight: _Head, teacher_ids: Tensor, teacher_probs: Tensor, **options: Unpack[_signatures.DistillationWithLse]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_topk_distillation(
+    hidden: Tensor, weight: _Head, teacher_ids: Tensor, teacher_probs: Tensor, **options: Unpack[_signatures.DistillationWithEntropy]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_topk_distillation(
+    hidden: Tensor,
+    weight: _Head,
+    teacher_ids: Tensor,
+    teacher_probs: Tensor,
+    **options: Unpack[_signatures.DistillationWithTeacherLogprobs],
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_topk_distillation(
+    hidden: Tensor, weight: _Head, teacher_ids: Tensor, teacher_probs: Tensor, **options: Unpack[_signatures.DistillationOrMore]
+) -> Tensor | tuple[Tensor, ...]: ...
 def linear_topk_distillation(
     hidden: Tensor,
     weight: Tensor | nn.Linear,

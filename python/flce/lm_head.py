@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,11 @@ from flce._checks import is_dtensor
 from flce._targets import check_ignore_index
 from flce.functional import linear_cross_entropy
 from flce.loss import check_options, with_budget
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flce import _signatures
 
 _KEPT = ("in_features", "out_features", "training")
 
@@ -76,6 +81,32 @@ class FusedLMHead(nn.Linear):
         made.weight, made.bias = linear.weight, linear.bias
         return made
 
+    @overload
+    def forward(self, input: Tensor, labels: Tensor | None = None, **of_call: Unpack[_signatures.HeadCallAlone]) -> Tensor: ...
+    @overload
+    def forward(
+        self, input: Tensor, labels: Tensor | None = None, **of_call: Unpack[_signatures.HeadCallWithLse]
+    ) -> tuple[Tensor, ...]: ...
+    @overload
+    def forward(
+        self, input: Tensor, labels: Tensor | None = None, **of_call: Unpack[_signatures.HeadCallWithLogprobs]
+    ) -> tuple[Tensor, ...]: ...
+    @overload
+    def forward(
+        self, input: Tensor, labels: Tensor | None = None, **of_call: Unpack[_signatures.HeadCallWithEntropy]
+    ) -> tuple[Tensor, ...]: ...
+    @overload
+    def forward(
+        self, input: Tensor, labels: Tensor | None = None, **of_call: Unpack[_signatures.HeadCallWithTop1]
+    ) -> tuple[Tensor, ...]: ...
+    @overload
+    def forward(
+        self, input: Tensor, labels: Tensor | None = None, **of_call: Unpack[_signatures.HeadCallWithLogSumSqProbs]
+    ) -> tuple[Tensor, ...]: ...
+    @overload
+    def forward(
+        self, input: Tensor, labels: Tensor | None = None, **of_call: Unpack[_signatures.HeadCallOrMore]
+    ) -> Tensor | tuple[Tensor, ...]: ...
     def forward(self, input: Tensor, labels: Tensor | None = None, **of_call: Any) -> Any:
         """Logits [..., V] of hidden states [..., S, D], with logit_scale and softcap applied and no temperature; of a weight that lies over
         process_group this rank's. With labels [..., S] the loss, or a tuple that begins with it.
@@ -93,6 +124,9 @@ class FusedLMHead(nn.Linear):
         if of_call.get("temperature") is None:
             given["temperature"] = self.options.get("temperature")
         return linear_cross_entropy(input, weight, labels, bias=self.bias, shift=self.shift, ignore_index=self.ignore_index, **given)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _gathered(self) -> Tensor:
         """The weight, whole as far as this rank is to have it."""

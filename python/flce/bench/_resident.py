@@ -1,7 +1,7 @@
 """Peak memory of a step on a CPU: the growth of the resident set, in a process of the contender's own.
 
 The process allocates every block of 64 KiB and more by itself and gives it back when it is freed (glibc's MALLOC_MMAP_THRESHOLD_), so that
-what a step before left in the heap hides nothing. Two steps come first, in which kernels are compiled; what a library keeps from one step
+what a step before left in the heap hides nothing. A step comes first, in which kernels are compiled; what a library keeps from one step
 to the next is not counted.
 """
 
@@ -83,8 +83,7 @@ def _measured(asked: dict[str, Any]) -> dict[str, Any]:
     inputs = _problem.make_inputs(problem)
     try:
         loss = contender.prepare(problem)
-        for _ in range(2):
-            _measure.run_step(loss, inputs)
+        _measure.run_step(loss, inputs)
         inputs.clear()
         _CLEAR.write_text("5", encoding="ascii")  # the peak starts again
         before = _field("VmRSS")

@@ -78,7 +78,7 @@ class LigerFusedLinearCrossEntropyFunction:
             ce_weight = ce_weight.detach().float()
         asked = _Asked(bool(return_z_loss), bool(return_token_accuracy), bool(return_predicted_tokens))
         scaling = bool(use_token_scaling)
-        outputs = functional.linear_cross_entropy(
+        outputs: Any = functional.linear_cross_entropy(
             _input,
             weight,
             target,
