@@ -202,6 +202,17 @@ def library_path() -> Path | None:
     return next((candidate for candidate in _candidates() if candidate.exists()), None)
 
 
+def _check_abi(lib: ctypes.CDLL, name: str) -> None:
+    """Before any other function is looked for: an older library may lack some."""
+    try:
+        asked = lib.flce_abi_version
+    except AttributeError as error:
+        raise errors.UnavailableError(f"{name} is not libflce: it has no flce_abi_version") from error
+    asked.restype, asked.argtypes = _SIGNATURES["flce_abi_version"]
+    if (version := asked()) < ABI_VERSION:
+        raise errors.UnavailableError(f"{name} has ABI version {version}; this package needs {ABI_VERSION} or newer")
+
+
 def _load() -> ctypes.CDLL:
     paths = _candidates()
     path = library_path()
@@ -214,12 +225,11 @@ def _load() -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise errors.UnavailableError(f"{name} cannot be loaded: {_shown(os.fsencode(str(error)))}") from error
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(lib, name)
+    _check_abi(lib, name)
+    for function_name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, function_name)
         function.restype = result
         function.argtypes = arguments
-    if lib.flce_abi_version() < ABI_VERSION:
-        raise errors.UnavailableError(f"{name} has ABI version {lib.flce_abi_version()}; this package needs {ABI_VERSION} or newer")
     return lib
 
 

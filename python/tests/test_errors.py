@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from decimal import Decimal
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
+from flce import _native
 
 pytestmark = pytest.mark.first_and_direct
 
@@ -244,6 +246,22 @@ def test_missing_library_is_said_where_it_is_needed() -> None:
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "/nonexistent/libflce.so" in result.stdout
     assert "FLCE_LIBRARY" in result.stdout
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("int flce_abi_version(void) { return 1; }", "has ABI version 1; this package needs"),
+        ("int another_library;", "is not libflce"),
+    ],
+)
+def test_library_of_another_abi_is_refused(source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "libflce.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)], input=source, text=True, check=True)
+    monkeypatch.setenv("FLCE_LIBRARY", str(library))
+    with pytest.raises(flce.UnavailableError, match=message):
+        _native._load()
 
 
 @pytest.mark.parametrize(
