@@ -301,7 +301,7 @@ def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     [
         {"final_logit_softcapping": 30.0},
         {"logit_scale": 0.25, "dtype": "float16"},
-        {"logits_scaling": 8.0},
+        {"logits_scaling": 8.0, "model_type": "phi"},
         {"text_config": {"vocab_size": 515, "lm_head_multiplier": 0.5}},
     ],
 )

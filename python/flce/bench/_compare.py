@@ -19,6 +19,7 @@ from flce.bench._problem import DTYPES, Problem
 
 SCHEMA = 1
 _OF_SPEC = {"D": "hidden_size", "V": "vocab_size", "dtype": "dtype", "bias": "bias", "softcap": "softcap", "logit_scale": "logit_scale"}
+_WITH_BIAS = ("phi", "gptj", "codegen")  # model types whose output layer has one
 _WITHOUT_MEANING = {"tied", "layout", "grad_weight_mode"}  # here: the weight is [V, D], its gradient a tensor of its own
 
 
@@ -179,5 +180,7 @@ def _of_config(path: Path) -> dict[str, Any]:
         if value is None:
             raise errors.ArgumentError(f"hf_config is {os.fspath(path)!r}, which has none of {', '.join(keys)}")
         layer[name] = value
+    if config.get("model_type") in _WITH_BIAS:
+        layer["bias"] = True
     kind = config.get("dtype") or config.get("torch_dtype")
     return layer | ({"dtype": _dtype(kind)} if kind else {"dtype": "fp32"})
