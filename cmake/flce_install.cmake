@@ -21,5 +21,5 @@ write_basic_package_version_file(${CMAKE_BINARY_DIR}/flce-config-version.cmake C
 install(FILES ${CMAKE_BINARY_DIR}/flce-config.cmake ${CMAKE_BINARY_DIR}/flce-config-version.cmake cmake/flce_prewarm.cmake
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/flce)
 # Documentation with its examples, which is also the text that `flce demo` learns from.
-install(FILES LICENSE README.md CONTRIBUTING.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(FILES LICENSE README.md CHANGELOG.md CONTRIBUTING.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(DIRECTORY docs examples DESTINATION ${CMAKE_INSTALL_DOCDIR} PATTERN __pycache__ EXCLUDE)

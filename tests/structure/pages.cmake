@@ -1,12 +1,13 @@
-# Fails on a line of a page (README.md, CONTRIBUTING.md, docs) of more than 300 bytes: nobody reads it in a terminal, and a difference in it
-# shows nothing. Text is wrapped; what is too long for a table's row stands in a sentence below the table.
+# Fails on a line of a page (README.md, CHANGELOG.md, CONTRIBUTING.md, docs) of more than 300 bytes: nobody reads it in a terminal, and a
+# difference in it shows nothing. Text is wrapped; what is too long for a table's row stands in a sentence below the table.
 #   cmake -DSOURCE_DIR=… -P pages.cmake
 cmake_minimum_required(VERSION 3.25)
 
 set(max_bytes 300)
 math(EXPR too_long "${max_bytes} + 1")
 file(GLOB_RECURSE pages RELATIVE ${SOURCE_DIR} ${SOURCE_DIR}/docs/*.md)
-file(GLOB root_pages RELATIVE ${SOURCE_DIR} ${SOURCE_DIR}/README.md ${SOURCE_DIR}/CONTRIBUTING.md)
+file(GLOB root_pages RELATIVE ${SOURCE_DIR} ${SOURCE_DIR}/README.md ${SOURCE_DIR}/CHANGELOG.md
+  ${SOURCE_DIR}/CONTRIBUTING.md)
 list(APPEND pages ${root_pages})
 set(faults "")
 foreach(page IN LISTS pages)

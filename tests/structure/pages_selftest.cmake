@@ -19,7 +19,7 @@ function(expect page bytes refused)
   endif()
 endfunction()
 
-foreach(page README.md CONTRIBUTING.md docs/some.md)
+foreach(page README.md CHANGELOG.md CONTRIBUTING.md docs/some.md)
   expect(${page} 300 FALSE)
   expect(${page} 301 TRUE)
 endforeach()
