@@ -1,0 +1,88 @@
+"""TRL's trainers on flce's kernels: `patch` puts flce where TRL computes an output layer's log-probabilities, `unpatch` takes it back.
+
+TRL >= 1.15 gives models a fused head (`trl.trainer.utils.add_fused_lm_head`). SFTTrainer, DPOTrainer, GRPOTrainer, RLOOTrainer, KTOTrainer
+and the experimental AsyncGRPOTrainer compute their losses from what that head gives for a token: log-probability, entropy, log Σp², mean
+logit, and whether the label is the likeliest token. All of it comes from one function of TRL's, ChunkedLogProbFunction, in whose place
+flce's is put. The experimental AsyncDistillationTrainer has a function of its own for a teacher's likeliest tokens, `_chunked_jsd_loss`,
+which is replaced as well.
+
+What stays TRL's own:
+
+- `ChunkedDivergenceFunction` of DistillationTrainer, a divergence of two whole softmaxes, which flce does not have;
+- what takes the model's logits: `compute_loss_func`, label smoothing, `compute_metrics`, and the experimental trainers A2PO, CPO, GKD,
+  GOLD, IW-OPD, Online DPO, ORPO, SDFT, SDPO, ServerDistillation and TPO;
+- a reward model's head, which has no vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType, TracebackType
+
+from flce import _native, errors
+from flce.trl import _divergence, _own
+from flce.trl._log_probs import ChunkedLogProbFunction
+from flce.trl._own import TemperatureError, calls
+
+__all__ = ["ChunkedLogProbFunction", "Patched", "TemperatureError", "calls", "patch", "unpatch"]
+
+_lock = threading.RLock()
+_stand_ins = ((_own.LOG_PROBS, ChunkedLogProbFunction), (_own.DIVERGENCE, _divergence.chunked_jsd_loss))
+_places: set[tuple[ModuleType, str]] = set()  # names that hold a stand-in; empty: TRL is not patched
+
+
+class Patched:
+    """What `patch` returns. `with flce.trl.patch():` unpatches at its end, unless TRL was patched before it began."""
+
+    def __init__(self, made: bool) -> None:
+        self._made = made
+
+    def __enter__(self) -> Patched:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._made:
+            unpatch()
+
+    def __repr__(self) -> str:
+        return f"flce.trl.patch(): {len(_places)} names of TRL, {calls()}"
+
+
+def patch(*modules: ModuleType) -> Patched:
+    """Has TRL's trainers compute log-probabilities, entropies and losses with flce: those that exist already, and those made later.
+
+    Every name in TRL's modules that holds ChunkedLogProbFunction gets flce's; `modules` are others, of your own, that imported it by name.
+    AsyncDistillationTrainer's function is replaced where that trainer has been imported; after a later import call patch once more. Called
+    again it changes nothing else. Losses and gradients are TRL's to rounding; logits of 16-bit models are not rounded. Any thread may call
+    it: a call of the output layer that runs meanwhile ends with the function that it began with.
+
+    Returns an object for `with`, at whose end TRL is as it was. Raises UnavailableError without TRL >= 1.15 or without libflce,
+    ArgumentError for a TRL whose function has another form, DTypeError for what is no module. Nothing has changed then.
+    """
+    for module in modules:
+        if not isinstance(module, ModuleType):
+            raise errors.DTypeError(f"modules has a {type(module).__name__}; it takes modules that imported TRL's functions by name")
+    with _lock:
+        _native.library()
+        found = [(place.own(), stand_in) for place, stand_in in _stand_ins]
+        made = not _places
+        for own, stand_in in found:
+            if own is not None:
+                for module in {*_own.modules_of_trl(), *modules}:
+                    _replace(module, own, stand_in)
+        return Patched(made)
+
+
+def unpatch() -> None:
+    """Takes back what `patch` did, in modules imported since then as well. What is not patched stays as it is."""
+    with _lock:
+        for place, stand_in in _stand_ins:
+            for module in {*_own.modules_of_trl(), *(module for module, _ in _places)}:
+                _replace(module, stand_in, place.known)
+        _places.clear()
+
+
+def _replace(module: ModuleType, old: object, new: object) -> None:
+    for name in [name for name, value in list(vars(module).items()) if value is old]:
+        setattr(module, name, new)
+        _places.add((module, name))

@@ -1,0 +1,101 @@
+"""In the place of AsyncDistillationTrainer's `_chunked_jsd_loss`: a divergence from a teacher that is known by its likeliest tokens.
+
+Such a divergence is a function of the student's log-probabilities at those tokens. Its gradient for them is small, [N, K]; what reaches
+hidden states and weight is that of Σ g · log p, which is `flce.linear_topk_distillation` with −g for probabilities.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce import functional
+from flce.trl import _own
+
+_MOST_CLASSES = 256  # of linear_topk_distillation
+
+
+def chunked_jsd_loss(
+    hidden_valid: Tensor,
+    lm_head_weight: Tensor,
+    lm_head_bias: Tensor | None,
+    logit_scale: float,
+    final_logit_softcapping: float | None,
+    target_ids: Tensor,
+    teacher_target_logps: Tensor,
+    valid_candidate_mask: Tensor,
+    beta: float,
+    temperature: float,
+    add_tail_bucket: bool,
+    teacher_id_idx: Tensor | None,
+    num_teachers: int,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, divergence, student's entropy, teacher's entropy, [count, divergence, teacher's entropy] of each teacher), fp32 sums over
+    tokens; the loss is the divergence with its gradients.
+
+    hidden_valid [N, H], lm_head_weight [V, H], lm_head_bias [V], target_ids, teacher_target_logps and valid_candidate_mask [N, K],
+    teacher_id_idx [N]. The divergence itself is TRL's. 16-bit hidden states beside an fp32 weight are read as fp32, as TRL does. K beyond
+    256, and what `ChunkedLogProbFunction` leaves to TRL, is TRL's own function's.
+    """
+    given = (
+        *(hidden_valid, lm_head_weight, lm_head_bias, logit_scale, final_logit_softcapping, target_ids, teacher_target_logps),
+        *(valid_candidate_mask, beta, temperature, add_tail_bucket, teacher_id_idx, num_teachers, chunk_size),
+    )
+    _own.check_temperature(temperature)
+    formula = {"logit_scale": logit_scale, "final_logit_softcapping": final_logit_softcapping}
+    if target_ids.shape[-1] > _MOST_CLASSES:
+        _own.say_once(f"flce.trl: TRL's own _chunked_jsd_loss computes more than {_MOST_CLASSES} classes a token")
+        _own.count(fused=False)
+        return _own.DIVERGENCE.own()(*given)  # type: ignore[no-any-return]
+    if not _own.computes("_chunked_jsd_loss", hidden_valid, lm_head_weight, **formula):
+        return _own.DIVERGENCE.own()(*given)  # type: ignore[no-any-return]
+    dtype = torch.promote_types(hidden_valid.dtype, lm_head_weight.dtype)
+    layer: dict[str, Any] = {
+        "hidden": hidden_valid.to(dtype),
+        "weight": _own.as_read(lm_head_weight, dtype),
+        "bias": None if lm_head_bias is None else _own.as_read(lm_head_bias, dtype),
+        "teacher_ids": torch.where(valid_candidate_mask, target_ids, -1),
+        "target": target_ids.new_zeros(target_ids.shape[0]),  # every row counts
+        "logit_scale": logit_scale,
+        "softcap": final_logit_softcapping,
+        "temperature": temperature,
+    }
+    with torch.no_grad():
+        nothing = torch.zeros_like(teacher_target_logps, dtype=torch.float32)
+        _, entropy, at_ids = functional.linear_topk_distillation(
+            **layer, teacher_probs=nothing, reduction="none", return_entropy=True, return_teacher_logprobs=True
+        )
+    with torch.enable_grad():
+        at_ids.requires_grad_()
+        divergence, teacher, support = _divergence(at_ids, teacher_target_logps, valid_candidate_mask, beta, add_tail_bucket)
+        (gradient,) = torch.autograd.grad(divergence.sum(), at_ids)
+    value = divergence.detach().sum()
+    surrogate = functional.linear_topk_distillation(**layer, teacher_probs=-gradient, reduction="sum")
+    loss = value + (surrogate - surrogate.detach())
+    with torch.no_grad():
+        per_token = divergence.sum(-1)
+        log_probs = torch.where(support, teacher, 0.0)
+        teacher_entropy = -torch.where(support, teacher.exp() * log_probs, 0.0).nan_to_num(nan=0.0).sum(-1)
+        per_teacher = per_token.new_zeros(num_teachers, 3)
+        if teacher_id_idx is not None:
+            per_teacher.index_add_(0, teacher_id_idx, torch.stack([torch.ones_like(per_token), per_token, teacher_entropy], dim=1))
+    return loss, value, entropy.sum(), teacher_entropy.sum(), per_teacher.flatten()
+
+
+def _divergence(student: Tensor, teacher: Tensor, valid: Tensor, beta: float, add_tail_bucket: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What TRL's own functions make of log-probabilities [N, K]: parts of the divergence, the teacher's distribution, which are of it."""
+    module: Any = sys.modules[_own.DIVERGENCE.module]
+    student = student.masked_fill(~valid, float("-inf"))
+    teacher = teacher.float().masked_fill(~valid, float("-inf"))
+    support = valid
+    if add_tail_bucket:
+        student, support = module._add_tail_bucket(student, valid)
+        teacher, _ = module._add_tail_bucket(teacher, valid)
+    else:
+        student = student - student.logsumexp(-1, keepdim=True)
+        teacher = teacher - teacher.logsumexp(-1, keepdim=True)
+    return module._jsd_divergence(student, teacher, beta=beta, support_mask=support), teacher, support

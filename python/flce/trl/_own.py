@@ -1,0 +1,180 @@
+"""TRL's own functions: looked at before flce stands in for them, called where flce does not compute a layer."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import sys
+import threading
+from collections import Counter
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce import errors
+from flce._checks import DTYPES
+
+OLDEST = (1, 15)  # of TRL
+TESTED = "1.16.0"
+OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_OLDEST_GPU = (8, 0)
+_UTILS = "trl.trainer.utils"
+
+_log = logging.getLogger("flce")
+_lock = threading.RLock()
+_calls: Counter[str] = Counter()
+_said: set[str] = set()
+
+
+class TemperatureError(errors.SpecError, ZeroDivisionError):
+    """A temperature of 0, by which TRL's own functions divide."""
+
+
+class Place:
+    """A function of TRL's that flce stands in for."""
+
+    def __init__(self, module: str, name: str, parameters: str, *, experimental: bool) -> None:
+        self.module, self.name, self.parameters = module, name, parameters.split()
+        self.experimental = experimental  # only where TRL's user has imported it; another form than the expected is left alone
+        self.known: Any = None
+
+    def own(self) -> Any:
+        """The function. None where the module of an experimental one is not imported or has another form. Raises UnavailableError without
+        TRL or with one that is too old, ArgumentError where the function is not the one that is stood in for."""
+        if self.known is None:
+            with _lock:
+                if self.known is None:
+                    self.known = self._experimental() if self.experimental else self._checked(trl_version())
+        return self.known
+
+    def _experimental(self) -> Any:
+        if self.module not in sys.modules:
+            return None
+        try:
+            return self._checked(trl_version())
+        except errors.ArgumentError as error:
+            say_once(f"flce.trl: {error}")
+            return None
+
+    def _checked(self, version: str) -> Any:
+        try:
+            module, utils = importlib.import_module(self.module), importlib.import_module(_UTILS)
+        except ImportError as error:
+            raise errors.UnavailableError(f"TRL {version}'s fused head cannot be imported: {error}") from error
+        own = getattr(module, self.name, None)
+        found = [] if own is None else [*inspect.signature(getattr(own, "forward", own)).parameters]
+        expected = [*(["ctx"] if isinstance(own, type) else []), *self.parameters]
+        if found != expected:
+            taken = ", ".join(found) or "nothing"
+            raise _not_this_trl(version, f"{self.module}.{self.name} takes {taken}; {', '.join(expected)} are expected")
+        if isinstance(own, type):
+            optional = tuple(getattr(module, "OPTIONAL_OUTPUTS", ()))
+            if optional != OPTIONAL_OUTPUTS:
+                raise _not_this_trl(version, f"{self.module}.OPTIONAL_OUTPUTS is {optional}; {OPTIONAL_OUTPUTS} is expected")
+            if not any(value is own for value in vars(utils).values()):
+                raise _not_this_trl(version, f"{_UTILS} has no name for {self.name}, which add_fused_lm_head is to call")
+        return own
+
+
+LOG_PROBS = Place(
+    "trl.kernels.chunked_logprob",
+    "ChunkedLogProbFunction",
+    "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs",
+    experimental=False,
+)
+DIVERGENCE = Place(
+    "trl.experimental.async_distillation.async_distillation_trainer",
+    "_chunked_jsd_loss",
+    "hidden_valid lm_head_weight lm_head_bias logit_scale final_logit_softcapping target_ids teacher_target_logps valid_candidate_mask "
+    "beta temperature add_tail_bucket teacher_id_idx num_teachers chunk_size",
+    experimental=True,
+)
+
+
+def trl_version() -> str:
+    """Raises UnavailableError without TRL, or with one that is too old."""
+    try:
+        version: str = importlib.import_module("trl").__version__
+    except ImportError as error:
+        raise errors.UnavailableError(f"flce.trl needs TRL, which cannot be imported: {error}. pip install 'trl>=1.15'") from error
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
+        raise errors.UnavailableError(
+            f"TRL is {version}; flce.trl takes {'.'.join(map(str, OLDEST))} and newer, whose trainers have a fused head. Install one, or "
+            "have the model compute its loss without logits with flce.patch(model)"
+        )
+    return version
+
+
+def _not_this_trl(version: str, difference: str) -> errors.ArgumentError:
+    return errors.ArgumentError(
+        f"TRL {version} is not one that flce.trl knows: {difference}. TRL's own function stays in its place. Tested is {TESTED}"
+    )
+
+
+def modules_of_trl() -> list[ModuleType]:
+    return [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "trl" and isinstance(module, ModuleType)]
+
+
+def check_temperature(temperature: Any) -> None:
+    if isinstance(temperature, (int, float)) and temperature == 0:
+        raise TemperatureError(f"temperature is {temperature}; it must be above 0. For greedy scores take is_top1")
+
+
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """What TRL computes logits in."""
+    device_type = hidden.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+
+
+def as_read(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """`parameter` as flce takes it beside hidden states of `dtype`. An fp32 one stays: kernels round it as they read it. What has no
+    floating dtype, such as a quantised weight, stays as it is and is refused."""
+    if parameter.dtype in (dtype, torch.float32) or parameter.dtype not in (*DTYPES, torch.float64):
+        return parameter
+    return parameter.to(dtype)
+
+
+def computes(what: str, hidden: Tensor, weight: Tensor, **numbers: float | None) -> bool:
+    """Whether flce computes this layer; if not, logs once why TRL's own function does. `numbers`: of the logits' formula, by name."""
+    reason = _why_own(hidden, weight, numbers)
+    count(fused=reason is None)
+    if reason is not None:
+        say_once(f"flce.trl: TRL's own {what} computes this output layer: {reason}")
+    return reason is None
+
+
+def _why_own(hidden: Tensor, weight: Tensor, numbers: dict[str, float | None]) -> str | None:
+    if hasattr(weight, "ds_id"):
+        return "its weight is divided by DeepSpeed's ZeRO-3, and TRL's function gathers it once more in backward"
+    device = hidden.device
+    if device.type not in ("cpu", "cuda"):
+        return f"hidden states are on {device}, and flce computes on CPUs and CUDA devices"
+    if compute_dtype(hidden) is torch.float64:
+        return "hidden states are in torch.float64, and flce computes in float32, bfloat16 and float16"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST_GPU:
+        return f"{torch.cuda.get_device_name(device)} is older than sm_80"
+    for name, number in numbers.items():
+        if isinstance(number, (int, float)) and number == 0:
+            return f"{name} is 0, which TRL gives a meaning of its own"
+    return None
+
+
+def calls() -> dict[str, int]:
+    """How many calls of an output layer flce computed ("fused"), and how many it left to TRL's own function ("own"), since the process
+    began. Calls inside torch.compile are not counted."""
+    return {kind: _calls[kind] for kind in ("fused", "own")}
+
+
+def count(*, fused: bool) -> None:
+    if not torch.compiler.is_compiling():
+        with _lock:
+            _calls["fused" if fused else "own"] += 1
+
+
+def say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _log.warning(message)
