@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
 import sys
 import threading
 import types
@@ -275,7 +277,7 @@ def test_threads_patch_and_unpatch_together() -> None:
 
     def work(index: int) -> None:
         try:
-            for i in range(30):
+            for i in range(10):
                 flce.trl.patch() if (i + index) % 2 else flce.trl.unpatch()
                 trl.trainer.utils._ChunkedLogProbFunction.apply(*tensors, targets, 1.0, 16)
         except BaseException as error:
@@ -298,6 +300,9 @@ def test_another_trl_is_refused_by_name_and_left_alone(monkeypatch: pytest.Monke
             flce.trl.patch()
         assert flce.trl._own.LOG_PROBS.known is None and not flce.trl._places
 
+    with monkeypatch.context() as patches:
+        patches.setitem(sys.modules, "trl", None)
+        refused(flce.UnavailableError, r"flce\.trl needs TRL, .*pip install 'trl>=1\.15'")
     with monkeypatch.context() as patches:
         patches.setattr(trl, "__version__", "1.14.2")
         refused(flce.UnavailableError, r"TRL is 1\.14\.2; flce\.trl takes 1\.15 and newer")
@@ -361,18 +366,21 @@ def test_a_divergence_of_whole_softmaxes_stays_trls_own(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_train_and_one_on_the_head_raises_as_in_trl(tmp_path: Path) -> None:
-    def make(folder: str, *modules: str) -> Any:
+    def make(folder: str, *modules: str, **more: Any) -> Any:
         torch.manual_seed(5)
-        adapter = peft.LoraConfig(r=2, target_modules=list(modules), task_type="CAUSAL_LM", init_lora_weights=False)
+        adapter = peft.LoraConfig(r=2, target_modules=list(modules), task_type="CAUSAL_LM", init_lora_weights=False, **more)
         return trl_support.sft(tmp_path / folder, peft_config=adapter, learning_rate=0.01)
 
     expected = trl_support.train(make("own", "q_proj", "v_proj"))
+    whole = trl_support.train(make("own whole", "q_proj", modules_to_save=["lm_head"]))
     before = called()["fused"]
     with flce.trl.patch():
         actual = trl_support.train(make("flce", "q_proj", "v_proj"))
+        trl_support.compare(trl_support.train(make("flce whole", "q_proj", modules_to_save=["lm_head"])), whole)
         with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
             make("head", "lm_head")
-    assert called()["fused"] == before + trl_support.STEPS
+    assert called()["fused"] == before + 2 * trl_support.STEPS
+    assert any("lm_head.modules_to_save" in name for name in whole.gradients[0])
     assert all("lora" in name for name in actual.gradients[0])  # the head is frozen
     trl_support.compare(actual, expected)
 
@@ -386,3 +394,16 @@ def test_a_batch_without_labels_gives_a_zero_with_gradients() -> None:
         made.loss.backward()
     assert made.loss.item() == 0
     assert all(parameter.grad is not None and parameter.grad.abs().max() == 0 for parameter in model.parameters())
+
+
+def test_the_example_takes_less_memory_with_flce() -> None:
+    example = Path(__file__).resolve().parent.parent.parent / "examples" / "trl_grpo.py"
+    command = [sys.executable, str(example), "--tiny", "--shape", "1x32x16384", "--length", "32", "--steps", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    losses = [[float(loss) for loss in run.split()] for run in re.findall(r"losses ((?:-?[\d.]+ )+)", result.stdout)]
+    assert len(losses) == 2 and len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], abs=1e-5)
+    own, fused = map(float, re.findall(r"([\d.]+) MiB at their peak", result.stdout))
+    assert fused < own / 2
+    assert re.search(r"flce computed \d+ calls of the output layer, TRL's own function 0 ", result.stdout)
