@@ -160,12 +160,14 @@ def test_what_is_frozen_gets_no_gradient(frozen: tuple[int, ...]) -> None:
     assert_same(made, results(Own, tensors, targets, 0.9, 16))
 
 
-def test_no_grad_gives_the_same_numbers() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_without_gradients_the_numbers_are_the_same(mode: Any, softcap: float | None) -> None:
     tensors, targets = arguments()
-    with torch.no_grad():
-        outputs = Fused.apply(*tensors, targets, 0.9, 16)
-    assert not any(output.requires_grad for output in outputs)
-    assert_same(list(outputs), [x.detach() for x in Own.apply(*tensors, targets, 0.9, 16)])
+    with mode():
+        outputs = Fused.apply(*tensors, targets.int(), 0.9, 16, softcap)
+        assert not any(output.requires_grad for output in outputs)
+        assert_same(list(outputs), list(Own.apply(*tensors, targets, 0.9, 16, softcap)))
 
 
 def test_autocast_computes_in_its_dtype() -> None:
@@ -326,7 +328,9 @@ def test_another_trl_is_refused_by_name_and_left_alone(monkeypatch: pytest.Monke
         ("sft", {}, 10),
         ("sft", {"loss_type": "dft", "gradient_accumulation_steps": 2}, 20),
         ("sft", {"gradient_checkpointing": True, "packing": True, "max_length": 16}, 10),
+        ("sft", {"kind": "cohere"}, 10),
         ("dpo", {}, 20),  # policy and reference
+        ("dpo", {"kind": "gemma2", "learning_rate": 0.02}, 20),
         ("grpo", {}, 20),
         ("rloo", {}, 30),
         ("kto", {}, 40),

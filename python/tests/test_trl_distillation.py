@@ -120,6 +120,24 @@ def test_sixteen_bit_layers_are_computed_as_in_trl() -> None:
     assert_same(fused(mixed)[:5], results(OWN, mixed)[:5])
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_sums_are_the_same(mode: Any) -> None:
+    given = problem()
+    with mode(), flce.trl.patch():
+        made, expected = trl_async._chunked_jsd_loss(*given.values()), OWN(*given.values())
+    assert not made[0].requires_grad
+    assert_same(list(made), list(expected))
+
+
+def test_what_is_frozen_gets_no_gradient() -> None:
+    given = problem()
+    given["lm_head_weight"].requires_grad_(False)
+    assert_same(fused(given), results(OWN, given))
+    frozen = {**given, "hidden_valid": given["hidden_valid"].detach()}
+    with flce.trl.patch():
+        assert not trl_async._chunked_jsd_loss(*frozen.values())[0].requires_grad
+
+
 def test_a_class_twice_and_a_sure_student() -> None:
     given = problem(top_k=3)
     given["target_ids"][:, 2] = given["target_ids"][:, 0]

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 from trl import (
     DistillationConfig,
@@ -81,10 +81,15 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def model(seed: int = 0, **config: Any) -> Any:
+def model(seed: int = 0, kind: str = "llama", **config: Any) -> Any:
+    """A Llama; with kind a model of another class and formula of logits: gemma2 (a softcap), cohere (a scale)."""
     torch.manual_seed(seed)
     sizes = {"vocab_size": WORDS + 3, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    made = LlamaForCausalLM(LlamaConfig(**{**sizes, "max_position_embeddings": 64, "use_cache": False, **config}))
+    formula = {"gemma2": {"final_logit_softcapping": 5.0, "head_dim": 8, "num_key_value_heads": 2}, "cohere": {"logit_scale": 0.25}}.get(
+        kind, {}
+    )
+    of_model = AutoConfig.for_model(kind, **{**sizes, "max_position_embeddings": 64, "use_cache": False, **formula, **config})
+    made = AutoModelForCausalLM.from_config(of_model, attn_implementation="eager")
     with torch.no_grad():
         made.get_output_embeddings().weight.mul_(20)  # a model that prefers some tokens
     made.generation_config.pad_token_id, made.generation_config.eos_token_id = WORDS, WORDS + 1
@@ -136,10 +141,10 @@ def compare(actual: Run, expected: Run) -> None:
                 assert value == pytest.approx(other[key], rel=1e-3, abs=1e-4), key
 
 
-def sft(folder: Path, peft_config: Any = None, student: Any = None, **options: Any) -> Any:
+def sft(folder: Path, peft_config: Any = None, kind: str = "llama", **options: Any) -> Any:
     arguments = SFTConfig(output_dir=str(folder), **{**OF_A_RUN, **options})
     data = Dataset.from_dict({"text": TEXTS})
-    return SFTTrainer(student or model(), arguments, train_dataset=data, processing_class=tokenizer(), peft_config=peft_config)
+    return SFTTrainer(model(kind=kind), arguments, train_dataset=data, processing_class=tokenizer(), peft_config=peft_config)
 
 
 def other_texts(ahead: int) -> list[str]:
@@ -150,9 +155,9 @@ def pairs() -> Dataset:
     return Dataset.from_dict({"prompt": TEXTS, "chosen": other_texts(1), "rejected": other_texts(5)})
 
 
-def dpo(folder: Path, **options: Any) -> Any:
+def dpo(folder: Path, kind: str = "llama", **options: Any) -> Any:
     arguments = DPOConfig(output_dir=str(folder), **{**OF_A_RUN, **options})
-    return DPOTrainer(model(), model(seed=1), args=arguments, train_dataset=pairs(), processing_class=tokenizer())
+    return DPOTrainer(model(kind=kind), model(seed=1, kind=kind), args=arguments, train_dataset=pairs(), processing_class=tokenizer())
 
 
 def grpo(folder: Path, **options: Any) -> Any:

@@ -69,21 +69,26 @@ def chunked_jsd_loss(
         _, entropy, at_ids = functional.linear_topk_distillation(
             **layer, teacher_probs=nothing, reduction="none", return_entropy=True, return_teacher_logprobs=True
         )
-    with torch.enable_grad():
-        at_ids.requires_grad_()
-        divergence, teacher, support = _divergence(at_ids, teacher_target_logps, valid_candidate_mask, beta, add_tail_bucket)
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden_valid, lm_head_weight, lm_head_bias))
+    at_ids.requires_grad_(trains)
+    divergence, teacher, support = _divergence(at_ids, teacher_target_logps, valid_candidate_mask, beta, add_tail_bucket)
+    value = loss = divergence.detach().sum()
+    if trains:
         (gradient,) = torch.autograd.grad(divergence.sum(), at_ids)
-    value = divergence.detach().sum()
-    surrogate = functional.linear_topk_distillation(**layer, teacher_probs=-gradient, reduction="sum")
-    loss = value + (surrogate - surrogate.detach())
-    with torch.no_grad():
-        per_token = divergence.sum(-1)
-        log_probs = torch.where(support, teacher, 0.0)
-        teacher_entropy = -torch.where(support, teacher.exp() * log_probs, 0.0).nan_to_num(nan=0.0).sum(-1)
-        per_teacher = per_token.new_zeros(num_teachers, 3)
-        if teacher_id_idx is not None:
-            per_teacher.index_add_(0, teacher_id_idx, torch.stack([torch.ones_like(per_token), per_token, teacher_entropy], dim=1))
-    return loss, value, entropy.sum(), teacher_entropy.sum(), per_teacher.flatten()
+        surrogate = functional.linear_topk_distillation(**layer, teacher_probs=-gradient, reduction="sum")
+        loss = value + (surrogate - surrogate.detach())
+    return loss, value, entropy.sum(), *_of_teachers(divergence.detach(), teacher, support, teacher_id_idx, num_teachers)
+
+
+def _of_teachers(parts: Tensor, teacher: Tensor, support: Tensor, index: Tensor | None, num_teachers: int) -> tuple[Tensor, Tensor]:
+    """The teachers' entropy, and what each of them did, [3 · num_teachers]."""
+    probs = torch.where(support, teacher.exp(), 0.0)
+    entropy = -(probs * torch.where(support, teacher, 0.0)).nan_to_num(nan=0.0).sum(-1)
+    each = entropy.new_zeros(num_teachers, 3)
+    if index is not None:
+        divergence = parts.sum(-1)
+        each.index_add_(0, index, torch.stack([torch.ones_like(divergence), divergence, entropy], dim=1))
+    return entropy.sum(), each.flatten()
 
 
 def _divergence(student: Tensor, teacher: Tensor, valid: Tensor, beta: float, add_tail_bucket: bool) -> tuple[Tensor, Tensor, Tensor]:

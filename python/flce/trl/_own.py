@@ -154,8 +154,10 @@ def _why_own(hidden: Tensor, weight: Tensor, numbers: dict[str, float | None]) -
         return f"hidden states are on {device}, and flce computes on CPUs and CUDA devices"
     if compute_dtype(hidden) is torch.float64:
         return "hidden states are in torch.float64, and flce computes in float32, bfloat16 and float16"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST_GPU:
-        return f"{torch.cuda.get_device_name(device)} is older than sm_80"
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)  # which torch.compile reads while it traces
+        if (gpu.major, gpu.minor) < _OLDEST_GPU:
+            return f"{gpu.name} is older than sm_80"
     for name, number in numbers.items():
         if isinstance(number, (int, float)) and number == 0:
             return f"{name} is 0, which TRL gives a meaning of its own"
