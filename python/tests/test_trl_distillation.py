@@ -154,6 +154,15 @@ def test_too_many_classes_are_trls_own(caplog: pytest.LogCaptureFixture) -> None
     assert "more than 256 classes" in caplog.text
 
 
+def test_a_class_that_the_student_lacks_is_refused_as_in_trl() -> None:
+    given = problem()
+    given["target_ids"][3, 0] = 47
+    with pytest.raises(RuntimeError):
+        OWN(*given.values())
+    with flce.trl.patch(), pytest.raises(flce.ArgumentError, match="target_ids has class 47; the student has 47"):
+        trl_async._chunked_jsd_loss(*given.values())
+
+
 def test_another_function_is_left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(hidden: Tensor) -> Tensor:
         return hidden

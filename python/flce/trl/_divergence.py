@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import functional
+from flce import errors, functional
 from flce.trl import _own
 
 _MOST_CLASSES = 256  # of linear_topk_distillation
@@ -58,7 +58,7 @@ def chunked_jsd_loss(
         "hidden": hidden_valid.to(dtype),
         "weight": _own.as_read(lm_head_weight, dtype),
         "bias": None if lm_head_bias is None else _own.as_read(lm_head_bias, dtype),
-        "teacher_ids": torch.where(valid_candidate_mask, target_ids, -1),
+        "teacher_ids": _classes(target_ids, valid_candidate_mask, lm_head_weight.shape[0]),
         "target": target_ids.new_zeros(target_ids.shape[0]),  # every row counts
         "logit_scale": logit_scale,
         "softcap": final_logit_softcapping,
@@ -78,6 +78,18 @@ def chunked_jsd_loss(
         surrogate = functional.linear_topk_distillation(**layer, teacher_probs=-gradient, reduction="sum")
         loss = value + (surrogate - surrogate.detach())
     return loss, value, entropy.sum(), *_of_teachers(divergence.detach(), teacher, support, teacher_id_idx, num_teachers)
+
+
+def _classes(ids: Tensor, valid: Tensor, vocab_size: int) -> Tensor:
+    """-1 where there is none. Raises ArgumentError for a class that the student does not have, where TRL's own function has a RuntimeError;
+    it waits for the device, as the trainer's metrics do in every step."""
+    ids = torch.where(valid, ids.clamp_min(0), -1)
+    largest = int(ids.max()) if ids.numel() else -1
+    if largest >= vocab_size:
+        raise errors.ArgumentError(
+            f"target_ids has class {largest}; the student has {vocab_size}, from 0 on: teacher and student must share a vocabulary"
+        )
+    return ids
 
 
 def _of_teachers(parts: Tensor, teacher: Tensor, support: Tensor, index: Tensor | None, num_teachers: int) -> tuple[Tensor, Tensor]:
