@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce import _arguments, _frame, _kernels, _op, _parallel, _retain, errors
+from flce import _arguments, _engine, _frame, _kernels, _op, _parallel, _retain, errors
 from flce._arguments import Options
 from flce._checks import DTYPES, HIDDEN_MULTIPLE, check_grad_weight_out
 from flce._direct import DirectCall
@@ -131,6 +131,8 @@ def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others
         made = _eager(given, passed, others.grad_weight_out, token_shape)
     else:
         made = _through_operator(given, passed.checked, others.grad_weight_out)
+    if _engine.LOSES_NODES:
+        made = made._replace(values=_engine.keep_node(made.values))
     return _own_outputs(made, given, token_shape, passed.checked, eager=plain)
 
 

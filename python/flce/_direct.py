@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce import _frame, _kernels, _op, _retain
+from flce import _engine, _frame, _kernels, _op, _retain
 from flce._frame import Frame, Inputs
 
 try:
@@ -153,7 +153,8 @@ class DirectCall:
         if not self.matches(hidden, weight, target):
             return None
         if self.requires_grad and _is_grad_enabled():
-            return _apply(hidden, weight, target, self)
+            value = _apply(hidden, weight, target, self)
+            return _engine.keep_node(value) if _engine.LOSES_NODES else value
         if forward_ad._current_level >= 0:
             return None
         return self.forward(hidden, weight, target)[0]
@@ -240,7 +241,7 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
         call, addresses, _ = ctx.call
         if addresses is None or not call.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
             return _backward_of_any_form(ctx, grad_values, saved, hidden, weight, target)
-        wants = _op.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad
+        wants = _engine.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad
         wanted = wants[0] + 2 * wants[1]
         return call.backward(addresses, grad_values, hidden, weight, wanted) if wanted else _NO_GRADIENTS
 
@@ -257,7 +258,7 @@ def _backward_of_any_form(ctx: Any, grad_values: Tensor, saved: Tensor, hidden: 
     call: DirectCall
     call, _, filled = ctx.call
     given = call.inputs(hidden, weight, target)
-    wanted = _op.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:3]
+    wanted = _engine.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:3]
     grad_hidden, grad_weight, _ = _op.run_backward(call.kernel, given, saved, grad_values, wanted, filled=filled)
     if grad_hidden is not None:
         grad_hidden = grad_hidden.view(hidden.shape)

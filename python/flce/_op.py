@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce import _checks, _frame, _kernels, _retain, errors
+from flce import _checks, _engine, _frame, _kernels, _retain, errors
 from flce._frame import Inputs
 
 NO_GRADIENTS = (None, None, None)
@@ -102,40 +102,6 @@ def refuse_second_derivative(gradients: Sequence[Tensor | None], sources: Sequen
 # Multiply-adds up to which gradients are made unasked: asking the engine takes some microseconds, in which small ones are long made. (Not
 # where one would be added to a buffer unasked, nor while tracing: no choice may hang on the number of tokens there.)
 SMALL = 1 << 16
-_engine_will_run = getattr(torch._C, "_will_engine_execute_node", None)
-
-
-def wanted_gradients(ctx: Any) -> list[bool]:
-    """Whether this run of the engine uses the gradients of hidden, weight and bias. needs_input_grad says what forward's inputs required; a
-    schedule that runs backward for activations first and for weights later asks for less each time."""
-    wanted = list(ctx.needs_input_grad[:3])
-    if _engine_will_run is None or sum(wanted) < 2:
-        return wanted
-    # One edge a tensor input, in order: a missing bias has none, but is not wanted either.
-    for i, (node, _) in enumerate(ctx.next_functions[:3]):
-        if wanted[i] and node is not None:
-            try:
-                wanted[i] = _engine_will_run(node)
-            except RuntimeError:
-                pass  # what the engine refuses to say it of is a leaf that autograd.grad() was asked for
-    return wanted
-
-
-def is_asked_for_by_grad(node: Any) -> bool:
-    """Whether autograd.grad() was asked for the gradient of the leaf at `node`, or of the leaf that the function at `node` takes (a view's,
-    say). Such a gradient is a result, and not to be added to anything. Schedules that split backward ask for weights' gradients in this
-    way."""
-    if node is None or _engine_will_run is None:
-        return False
-    if not hasattr(node, "variable") and len(node.next_functions) == 1:
-        node = node.next_functions[0][0]
-    if not hasattr(node, "variable"):
-        return False
-    try:
-        _engine_will_run(node)
-    except RuntimeError:
-        return True  # what the engine refuses to say it of
-    return False
 
 
 def refuse_forward_mode() -> None:
@@ -153,7 +119,7 @@ class Made(NamedTuple):
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The node. The differentiable inputs come first (`wanted_gradients` counts on it), and again in `given`. Its one output is
+    """The node. The differentiable inputs come first (`_engine.wanted_gradients` counts on it), and again in `given`. Its one output is
     made.values (schedules that split backward add up the gradients of a node's outputs, or know the first alone). Without a kernel it goes
     through the operators, and its outputs are theirs."""
 
@@ -189,13 +155,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         hidden, weight = given.hidden, given.weight
         # Ranks that share a vocabulary add up what all of them ask for, however few rows one has.
         may_ask = kernel is None or grad_weight_out is not None or bool(given.parallel) or hidden.shape[0] * weight.numel() >= SMALL
-        wanted = wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
+        wanted = _engine.wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
         gradients: Sequence[Tensor | None]
         if kernel is None:
             made = _backward_op(grad_values, *given[:3], saved, *given[3:10], wanted, *given[11:])
             return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None, None
         into = grad_weight_out
-        if into is not None and wanted[1] and is_asked_for_by_grad(ctx.next_functions[1][0]):
+        if into is not None and wanted[1] and _engine.is_asked_for_by_grad(ctx.next_functions[1][0]):
             into = None
         entropy = ctx.has_entropy_gradient
         gradients = run_backward(kernel, given, saved, grad_values, wanted, into, filled=ctx.filled, entropy=entropy)
@@ -226,7 +192,7 @@ class OwnEntropy(torch.autograd.Function):
 def own_entropy(entropy: Tensor, values: Tensor) -> Tensor:
     """A copy of an eager call's entropy, a part of `values`. Where nothing is computed from it that has a gradient, backward may use what
     forward retained."""
-    node: Any = values.grad_fn
+    node = _engine.python_node(values)
     if node is None:
         return entropy.clone()
     node.has_entropy_gradient = False

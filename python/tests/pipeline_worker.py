@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import flce
 from flce import _retain
 
-D, V, S, ROWS = 16, 43, 10, 8
+D, V, S, ROWS = 24, 499, 10, 8  # large enough that the engine is asked which gradients it wants
 # Before torch 2.7 schedules do not scale gradients.
 UNSCALED: dict[str, Any] = {"scale_grads": False} if "scale_grads" in inspect.signature(ScheduleGPipe.__init__).parameters else {}
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import assert_close, spy_on_backward
 from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
 
 import flce
 from flce import _retain
@@ -51,44 +52,13 @@ def test_example_trains_and_needs_less_memory() -> None:
     assert memory["flce"] < memory["materialised logits"]
 
 
-class Plain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0]
+def test_every_schedule_equals_the_unpipelined_model() -> None:
+    """Those of one stage a rank and of two, whether they split backward or not, with 12 losses each."""
+    output = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "schedules_worker.py"))
+    exported = [name for name in schedules.__all__ if name.startswith("Schedule")]
+    assert f"{12 * len(exported)} cases passed" in output
 
 
-def node_outlives_its_output() -> bool:
-    """Whether the node that a custom Function leaves in the graph is kept by its Python object, as split backward takes for granted.
-
-    torch before 2.11 is not asked: it may end the process.
-    """
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11):
-        return False
-    output = Plain.apply(torch.zeros(1, requires_grad=True))
-    node = output.grad_fn
-    output.detach_()
-    try:
-        return node._input_metadata is not None
-    except RuntimeError:
-        return False
-
-
-SPLIT_BACKWARD = pytest.mark.skipif(
-    not node_outlives_its_output(), reason="this torch's split backward loses the node of any custom Function at the loss"
-)
-
-
-@SPLIT_BACKWARD
-def test_zero_bubble_schedules_equal_the_unpipelined_model() -> None:
-    output = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "zero_bubble_worker.py"))
-    assert "4 cases passed" in output
-
-
-@SPLIT_BACKWARD
 @pytest.mark.parametrize("least_work", [1, 1 << 40], ids=["retaining", "computing again"])
 @pytest.mark.parametrize("accumulate_into_grad", [False, True])
 def test_split_backward_computes_each_gradient_once(

@@ -1,0 +1,89 @@
+"""A watch on the passes over an output layer: which gradients each made, what of the logits it was spared, and what that comes to in
+multiplications. For tests under pytest as for processes under torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+import flce
+from flce._direct import DirectCall
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One run of a kernel's backward."""
+
+    grad_hidden: bool
+    grad_weight: bool
+    share: float  # of the logits that forward left to it
+    lent: bool  # and they lay in the memory of weight's gradient
+    overwrites: bool  # which is the gradient that it wrote
+
+    @property
+    def multiplications(self) -> float:
+        """In units of NVD, a GEMM being two: one for each gradient, and one for the logits that are computed again."""
+        return 2 * self.grad_hidden + 2 * self.grad_weight + 2 * (1 - self.share)
+
+
+@dataclass
+class Passes:
+    forwards: int = 0
+    backwards: list[Backward] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.forwards = 0
+        self.backwards.clear()
+
+    @property
+    def multiplications(self) -> float:
+        """Of all passes, in units of NVD."""
+        return 2 * self.forwards + sum(each.multiplications for each in self.backwards)
+
+    def asked(self) -> list[tuple[bool, bool]]:
+        """Of each backward, whether it made hidden's and weight's gradients."""
+        return [(each.grad_hidden, each.grad_weight) for each in self.backwards]
+
+
+def _share(kernel: flce.Kernel, num_tokens: int, retained: Tensor | None, *, lent: bool) -> float:
+    if retained is None:
+        return 0.0
+    size = kernel.retained_bytes(num_tokens, in_grad_weight=True) if lent else retained.nbytes
+    return min(1.0, size / kernel.retained_bytes(num_tokens))
+
+
+def watch_passes(replace: Callable[[Any, str, Any], None] = setattr) -> Passes:
+    """`replace`: monkeypatch.setattr, or setattr where the process ends with its cases."""
+    seen = Passes()
+    forward, backward = flce.Kernel.forward, flce.Kernel.backward
+    forward_directly, backward_directly = DirectCall.forward, DirectCall.backward
+
+    def watch_forward(self: Any, *args: Any, **keywords: Any) -> Any:
+        seen.forwards += 1
+        return forward(self, *args, **keywords)
+
+    def watch_backward(
+        self: Any, given: Any, saved: Any, grad: Any, hidden: Any, weight: Any, bias: Any, retained: Any = None, **keywords: Any
+    ) -> None:
+        lent = retained is not None and bool(keywords.get("lent"))
+        share = _share(self, given.target.shape[0], retained, lent=lent)
+        seen.backwards.append(Backward(hidden is not None, weight is not None, share, lent, retained is not None and retained is weight))
+        backward(self, given, saved, grad, hidden, weight, bias, retained, **keywords)
+
+    def watch_direct_forward(self: Any, *args: Any) -> Any:
+        seen.forwards += 1
+        return forward_directly(self, *args)
+
+    def watch_direct_backward(self: Any, *args: Any) -> Any:
+        gradients = backward_directly(self, *args)
+        seen.backwards.append(Backward(gradients[0] is not None, gradients[1] is not None, 0.0, False, False))
+        return gradients
+
+    replace(flce.Kernel, "forward", watch_forward)
+    replace(flce.Kernel, "backward", watch_backward)
+    replace(DirectCall, "forward", watch_direct_forward)
+    replace(DirectCall, "backward", watch_direct_backward)
+    return seen
