@@ -23,6 +23,10 @@ _running_node: Any = getattr(torch._C, "_current_autograd_node", None)
 # Whether a node that was made in Python dies with the C++ graph above it, though its Python object is held: in torch before 2.13.
 # stage_backward_input drops that graph and stage_backward_weight begins at the node.
 LOSES_NODES = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+UNKNOWN = (
+    f"torch {torch.__version__} lacks torch._C._will_engine_execute_node, by which flce learns whether backward() or "
+    "torch.autograd.grad() asks for the weight's gradient"
+)
 _PIPELINING = "torch.distributed.pipelining"
 
 

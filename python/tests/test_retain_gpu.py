@@ -131,3 +131,36 @@ class TestCuda:
             assert set(watched.take()) <= {NONE}
             check(problem, (problem.hidden.grad, problem.weight.grad))
             watched.take()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"retain_in_grad_weight": True}, {"workspace_limit_bytes": ALL}], ids=["lent", "own"])
+def test_the_launches_of_two_passes(device: str, watched: Watched, options: dict[str, Any]) -> None:
+    """A schedule that splits backward: each pass launches its gradient's multiplication and computes no logits."""
+    problem = make_problem(device, torch.bfloat16, num_tokens=512, hidden_size=512, vocab_size=4096)
+    logits = {"forward", "forward_few", "forward_pairs", "dlogits", "backward_chunks", "hidden_chunks"}
+    every = logits | {"grad_hidden", "grad_weight"}
+
+    def launched(step: Any) -> tuple[Any, set[str]]:
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            result = step()
+            torch.cuda.synchronize()
+        names = {event.name for event in profile.events()}
+        return result, {role for role in every if any(f"flce_{role}" in name.split("(")[0].split() for name in names)}
+
+    def forward() -> tuple[Tensor, Tensor]:
+        hidden = problem.hidden * 1.0
+        return hidden, flce.linear_cross_entropy(hidden, problem.weight, problem.target, **options)
+
+    forward()  # what is compiled is not profiled
+    (hidden, loss), of_forward = launched(forward)
+    for_hidden, of_input = launched(lambda: torch.autograd.grad(loss, hidden, retain_graph=True)[0])
+    for_weight, of_weight = launched(lambda: torch.autograd.grad(loss, problem.weight)[0])
+    assert of_forward & logits
+    if options.get("workspace_limit_bytes"):  # all of the logits; a gradient's memory has no room for the last 512
+        assert of_input == {"grad_hidden"}
+        assert of_weight == {"grad_weight"}
+    assert "grad_weight" not in of_input
+    check(problem, (for_hidden, for_weight))
+    assert watched.take()[:2] == ([OWN, LENT] if "retain_in_grad_weight" in options else [OWN, OWN])
