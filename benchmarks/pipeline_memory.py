@@ -6,7 +6,7 @@ A step is the forward of every microbatch and then every backward, by PipelineFu
 limits go from what one call needs to what leaves every microbatch's exponentials. Beside it stand F.linear with cross_entropy, on fp32 and
 on 16-bit logits, and torch.compile of the first. "ratio" is the median time to that of three cuBLAS GEMMs for each microbatch;
 "arithmetic" is (8 - 2f) / 6, with f the part of all exponentials that the limit has room for beside one call's scratch. Memory is the peak
-beyond inputs, weight and their gradients. Rounds are interleaved: every contender once in each.
+beyond inputs, weight and their gradients. Rounds are interleaved: every contender once in each, in changing order.
 
 Needs a GPU. Writes JSON (default: benchmarks/results/GPU-DATE-pipeline-memory.json); --plot needs matplotlib.
 """
@@ -132,9 +132,11 @@ def measure_all(stage: Stage, all_of: list[Contender], seconds: float) -> None:
         contender.milliseconds.clear()
     able = [contender for contender in all_of if not contender.failure]
     end = time.monotonic() + seconds
+    first = 0
     while time.monotonic() < end or len(able[0].milliseconds) < 3:
-        for contender in able:
+        for contender in able[first:] + able[:first]:
             measure(stage, contender)
+        first = (first + 7) % len(able)  # each comes after another one, and at another temperature, every time
 
 
 def rows(all_of: list[Contender]) -> list[dict[str, object]]:
@@ -160,7 +162,8 @@ def report(done: list[dict[str, object]]) -> None:
             print(f"{row['name']:>22} {row['failure']}")
             continue
         arithmetic = "" if row["arithmetic"] is None else f"{row['arithmetic']:11.3f}"
-        print(f"{row['name']:>22} {row['peak_bytes'] / GB:10.2f} {row['ms']:9.2f} {row['ratio']:7.3f} {arithmetic}")  # type: ignore[operator]
+        gigabytes = row["peak_bytes"] / GB  # type: ignore[operator]
+        print(f"{row['name']:>22} {gigabytes:10.2f} {row['ms']:9.2f} {row['ratio']:7.3f} {arithmetic}")
 
 
 def draw(done: list[dict[str, object]], title: str, path: str) -> None:

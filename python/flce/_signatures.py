@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Required
 
+from flce.budget import MemoryBudget
+
 
 class _Layer(TypedDict, total=False):
     bias: Tensor | None
@@ -23,7 +25,7 @@ class _Layer(TypedDict, total=False):
     shift: int
     cu_seqlens: Tensor | None
     batch_invariant: bool
-    workspace_limit_bytes: int | None
+    workspace_limit_bytes: int | MemoryBudget | None
     retain_in_grad_weight: bool | None
     grad_weight_out: Tensor | None
     process_group: Any

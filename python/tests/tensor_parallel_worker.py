@@ -292,12 +292,13 @@ def limits() -> None:
 def retained(sequence: bool) -> None:
     """What forward has retained reaches backward, also where hidden states are gathered a second time."""
     layer = Layer()
-    hidden, shard = leaf(layer.my_tokens(layer.hidden) if sequence else layer.hidden), leaf(layer.mine(layer.weight))
+    tokens, rows = layer.my_tokens(layer.hidden) if sequence else layer.hidden, layer.mine(layer.weight)
+    hidden, shard = (leaf(tensor.to(torch.bfloat16)) for tensor in (tokens, rows))  # in fp32 a GPU retains nothing
     used: list[bool] = []
     backward, least = _shards.ShardKernel.backward, _retain.LEAST_WORK
 
     def watch(self: Any, *args: Any, **keywords: Any) -> None:
-        used.append(args[6] is not None)
+        used.append(len(args) > 6 and args[6] is not None)
         backward(self, *args, **keywords)
 
     elsewhere = []  # where an allocator might put the second gather's hidden states, were it not taken
