@@ -35,7 +35,7 @@ from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
 from flce.plans import check_same_plans, plan_digest
 
 if TYPE_CHECKING:
-    from flce import bench, compat, huggingface, megatron, trl
+    from flce import bench, compat, huggingface, megatron, torchtitan, trl
     from flce._patch import patch, unpatch
 
 __version__ = "0.1.0"
@@ -82,6 +82,7 @@ __all__ = [
     "set_strict",
     "shift_labels",
     "sum_tied_gradient",
+    "torchtitan",
     "trl",
     "tune",
     "unpatch",
@@ -89,7 +90,7 @@ __all__ = [
 ]
 
 # Imported when they are first asked for, as what comes from the next one.
-_SUBMODULES = ("bench", "compat", "huggingface", "megatron", "trl")
+_SUBMODULES = ("bench", "compat", "huggingface", "megatron", "torchtitan", "trl")
 _OF_PATCH = ("patch", "unpatch")
 
 

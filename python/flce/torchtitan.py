@@ -1,0 +1,353 @@
+"""torchtitan's loss of an output layer, without logits in memory.
+
+    python -m torchtitan.train --module llama3 --config llama3_8b --override.imports flce.torchtitan.fused_loss
+
+`FusedLoss` is a ChunkedLossWrapper: the trainer gives it the output layer and hidden states. Like the wrapper it runs forward and backward
+of the output layer at once, while FSDP2 has the weight gathered, and hands the decoder its gradient when the trainer calls backward.
+Importing this module imports torchtitan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import spmd_types as spmd  # type: ignore[import-untyped,import-not-found,unused-ignore]
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import (  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    IGNORE_INDEX,
+    BaseLoss,
+    ChunkedLossWrapper,
+    CrossEntropyLoss,
+)
+from torchtitan.config import derive, override  # type: ignore[import-untyped,import-not-found,unused-ignore]
+from torchtitan.distributed.spmd_types import (  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    current_spmd_mesh,
+    spmd_mesh_size,
+)
+from torchtitan.distributed.utils import get_spmd_backend  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+from flce import errors
+from flce.functional import linear_cross_entropy
+from flce.loss import check_options
+
+__all__ = ["FusedLoss", "fused_loss"]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OPTIONS = ("z_loss", "label_smoothing", "logit_scale", "softcap", "workspace_limit_bytes")
+_INSTEAD = "keep torchtitan's own ChunkedLossWrapper for this model, or give it a plain torchtitan Linear as lm_head"
+
+
+class FusedLoss(ChunkedLossWrapper):
+    """Cross entropy of the output layer on hidden states [..., D] against aligned labels [...], as `(loss, {})`.
+
+    loss is the sum over valid tokens, fp32, divided by global_valid_tokens where the trainer gives it. `num_chunks` changes nothing: no
+    chunk of logits is made, and the sequence may have any length.
+
+    The output layer is called as a module once a call, with its forward replaced for that call, so that FSDP2 gathers the weight and
+    reduces its gradient. Backward of the output layer has run when the loss is returned (where gradients are enabled and hidden or the
+    output layer wants one): `loss.backward()` must reach it with a gradient of 1, as torchtitan's trainer and schedules do; another is an
+    error then, as scaling it would leave the output layer's gradient as it is.
+
+    Tensor parallel: with spmd_backend "spmd_types" (weight: this rank's rows) and "partial_dtensor" (weight: a DTensor, Shard(0)) no rank
+    has other ranks' logits. Loss and gradients are placed as torchtitan's own are.
+
+    Config, beside ChunkedLossWrapper's (whose loss_fn must be CrossEntropyLoss):
+        z_loss: adds z_loss · lse² a token. label_smoothing: 0 to 1.
+        logit_scale, softcap: logits are softcap · tanh(logit_scale · logits / softcap). None: those of the output layer, which has some
+            where it is a SoftCappedLinear.
+        workspace_limit_bytes: as of `flce.linear_cross_entropy`.
+
+    Raises, at construction: ValueError for an option out of its range and for another loss_fn. At a call: AssertionError without an output
+    layer (as ChunkedLossWrapper), and flce's errors, which are ValueErrors and RuntimeErrors: ArgumentError for an output layer that is
+    more than a product (float8, an unknown forward, hooks), PlacementError for a weight that is not gathered.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChunkedLossWrapper.Config):  # type: ignore[misc,name-defined,unused-ignore]
+        z_loss: float = 0.0
+        """Adds z_loss * logsumexp(logits)^2 to a token's loss."""
+
+        label_smoothing: float = 0.0
+        """Smooths targets, with torch's meaning."""
+
+        logit_scale: float | None = None
+        """Multiplies logits, before softcap. None: the lm_head's own."""
+
+        softcap: float | None = None
+        """Caps logits: softcap * tanh(logits / softcap). None: the lm_head's own."""
+
+        workspace_limit_bytes: int | None = None
+        """The most memory that a call takes beyond inputs, outputs and gradients. None: flce's default."""
+
+    def __init__(self, config: Any, *, compile_config: Any = None) -> None:
+        """`compile_config` changes nothing: the kernels are compiled."""
+        if type(config.loss_fn) is not CrossEntropyLoss.Config:
+            raise errors.ArgumentError(
+                f"loss_fn is a {type(config.loss_fn).__qualname__}; FusedLoss computes CrossEntropyLoss alone. Keep ChunkedLossWrapper for "
+                "another loss, or compute it from flce.linear_logprobs"
+            )
+        self.options = {name: getattr(config, name) for name in _OPTIONS}
+        check_options(self.options, 0)
+        super().__init__(config)
+
+    def __call__(
+        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """pred: hidden states [..., D]; labels [...], -100 for tokens that do not count; global_valid_tokens: a number or a scalar tensor.
+        Other arguments (positions) change nothing, as with CrossEntropyLoss."""
+        del loss_inputs
+        head = self.lm_head
+        assert head is not None, "the loss has no output layer; call set_lm_head(model.lm_head) before the first call"
+        check_head(head)
+        trains = torch.is_grad_enabled() and (pred.requires_grad or any(p.requires_grad for p in head.parameters()))
+        with spmd.no_typecheck():
+            made = (
+                self._trained(head, pred, labels, global_valid_tokens)
+                if trains
+                else self._evaluated(head, pred, labels, global_valid_tokens)
+            )
+        return made, {}
+
+    def _evaluated(self, head: Any, hidden: Tensor, labels: Tensor, count: Any) -> Tensor:
+        """Without FSDP2's hooks, which await a backward that does not come."""
+        sharded = isinstance(head, FSDPModule)
+        if sharded:
+            head.unshard()
+        try:
+            with torch.no_grad():
+                return self._loss(head, hidden, labels, count)
+        finally:
+            if sharded:
+                head.reshard()
+
+    def _trained(self, head: Any, hidden: Tensor, labels: Tensor, count: Any) -> Tensor:
+        leaf = hidden.detach().requires_grad_()  # also a frozen decoder's: FSDP2 reduces gradients once that of the input is there
+        computed: list[Tensor] = []
+
+        def forward(given: Tensor) -> Tensor:
+            computed.append(self._loss(head, given, labels, count))
+            return computed[0]
+
+        with _kept_gathered(head), _in_place_of_forward(head, forward):
+            head(leaf).backward()
+        assert leaf.grad is not None
+        loss: Tensor = _Handed.apply(hidden, leaf.grad, computed[0].detach(), _anchor(hidden))
+        return loss
+
+    def _loss(self, head: Any, hidden: Tensor, labels: Tensor, count: Any) -> Tensor:
+        product = product_of(head, hidden)
+        options = {name: value for name, value in self.options.items() if value is not None}
+        for name in ("logit_scale", "softcap"):
+            own = getattr(product, name)
+            if own is not None and options.setdefault(name, own) != own:
+                raise errors.ArgumentError(
+                    f"{name} is {options[name]} and the output layer, a {_kind(head)}, has one of {own}; leave it out of the loss's config"
+                )
+        if count is None:
+            options["reduction"] = "sum"
+        else:
+            options["num_valid_tokens"] = count
+        over_ranks = _over_ranks(head, product)
+        loss: Tensor = linear_cross_entropy(
+            product.hidden, product.weight, labels, bias=product.bias, ignore_index=IGNORE_INDEX, **options, **over_ranks
+        )
+        return loss
+
+
+# ── The trainer's backward ──────────────────────────
+
+
+class _Handed(torch.autograd.Function):
+    """The loss, whose backward hands hidden the gradient that is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, gradient: Tensor, loss: Tensor, anchor: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        message = (
+            "the loss of flce.torchtitan.FusedLoss has a gradient other than 1, and the output layer's gradient is already made: "
+            "call backward on the loss itself, and scale through global_valid_tokens"
+        )
+        if given.is_cuda:
+            torch._assert_async((given == 1).all(), message)  # type: ignore[attr-defined,unused-ignore]
+        elif given.device.type == "cpu" and bool(given != 1):
+            raise errors.ArgumentError(message)
+        return gradient, None, None, None
+
+
+def _anchor(hidden: Tensor) -> Tensor | None:
+    """What makes the loss of frozen hidden states one that backward can be called on."""
+    return None if hidden.requires_grad else torch.zeros((), device=hidden.device, requires_grad=True)
+
+
+# ── The output layer ────────────────────────────────
+
+
+class Product(NamedTuple):
+    """logits = softcap(logit_scale · (hidden · weightᵀ + bias))."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    logit_scale: float | None = None
+    softcap: float | None = None
+
+
+def check_head(head: Any) -> None:
+    """Raises ArgumentError for an output layer whose logits are not known to be a `product_of` it."""
+    if not isinstance(head, nn.Module):
+        raise errors.DTypeError(f"lm_head is a {type(head).__name__}; it must be a module")
+    for name in _HOOKS:
+        for hook in getattr(head, name).values():
+            if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
+                which = getattr(hook, "__qualname__", hook)
+                raise errors.ArgumentError(
+                    f"lm_head has a hook that is not FSDP2's ({which}, in {name}), which would meet a loss in place of logits; remove it, "
+                    "or keep torchtitan's own ChunkedLossWrapper"
+                )
+    own = vars(head).get("forward")
+    if own is not None and getattr(own, "__qualname__", "") != "Module.parallelize.<locals>.forward_with_redistribution":
+        raise errors.ArgumentError(f"lm_head has a forward of its own ({getattr(own, '__qualname__', own)}); {_INSTEAD}")
+    if not (_is_linear(type(head)) or _is_lora(head) or _is_capped(head)):
+        raise errors.ArgumentError(
+            f"lm_head is a {_kind(head)}, whose logits are not known to be a product of hidden and its weight; {_INSTEAD} (float8, mx and "
+            "nvfp4 converters: leave lm_head out, with filter_fqns or fqns)"
+        )
+
+
+def product_of(head: Any, hidden: Tensor) -> Product:
+    """What `head` multiplies, read from it now.
+
+    A LoRA layer makes hidden · weightᵀ + scaling · (hidden · Aᵀ) · Bᵀ, which is one product of [hidden, scaling · hidden · Aᵀ] and
+    [weight, B]. It takes a copy of the weight.
+    """
+    if _is_capped(head):
+        return Product(hidden, head.weight, head.bias, head.output_multiplier, head.output_soft_cap_temp)
+    if not _is_lora(head):
+        return Product(hidden, head.weight, head.bias)
+    reduced = head.lora_a(hidden) * head._lora_scaling
+    weights = [head.weight, head.lora_b.weight.to(head.weight.dtype)]
+    return Product(torch.cat((hidden, reduced.to(hidden.dtype)), dim=-1), torch.cat(weights, dim=1), head.bias)
+
+
+def _is_linear(kind: type) -> bool:
+    return issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward
+
+
+def _forward_class(head: Any) -> tuple[type, type]:
+    """The class that defines the layer's forward, and the next one that does."""
+    owners = [each for each in type(head).__mro__ if "forward" in vars(each)]
+    return owners[0], owners[1]
+
+
+def _is_lora(head: Any) -> bool:
+    """Of torchtitan.components.lora, over a plain Linear."""
+    if not isinstance(head, nn.Linear) or type(head).forward.__module__ != "torchtitan.components.lora":
+        return False
+    plain = _forward_class(head)[1] is nn.Linear
+    parts = [getattr(head, name, None) for name in ("lora_a", "lora_b")]
+    return (
+        plain and hasattr(head, "_lora_scaling") and all(isinstance(p, nn.Linear) and _is_linear(type(p)) and p.bias is None for p in parts)
+    )
+
+
+def _is_capped(head: Any) -> bool:
+    owner = _forward_class(head)[0]
+    return owner.__name__ == "SoftCappedLinear" and owner.__module__ == "torchtitan.models.muse_glimmer.model"
+
+
+def _kind(head: Any) -> str:
+    return f"{type(head).__module__}.{type(head).__qualname__}"
+
+
+@contextlib.contextmanager
+def _in_place_of_forward(head: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    own = vars(head).get("forward")
+    head.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del head.forward
+        else:
+            head.forward = own
+
+
+# ── Where the weight lies ───────────────────────────
+
+
+@contextlib.contextmanager
+def _kept_gathered(head: Any) -> Iterator[None]:
+    """FSDP2 gathers the weight now, and not in the module's own hook: what that leaves for the next module to wait for is not there for a
+    CUDA graph's capture. A weight that shares its FSDP2 unit with the decoder's norm stays gathered for the norm's backward."""
+    shared = isinstance(head, FSDPModule) and len(head._get_fsdp_state()._modules) > 1
+    if isinstance(head, FSDPModule):
+        head.unshard()
+    if shared:
+        head.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        if shared:
+            head.set_reshard_after_backward(True, recurse=False)
+
+
+def _over_ranks(head: Any, product: Product) -> dict[str, Any]:
+    """The keywords that say how the vocabulary lies over the tensor-parallel ranks."""
+    weight, whole = product.weight, head.out_features
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        if get_spmd_backend() == "full_dtensor" or mesh.mesh_dim_names != ("tp",):
+            raise errors.PlacementError(
+                f"lm_head's weight is a DTensor over {mesh} with placements {list(weight.placements)} (spmd_backend "
+                f"{get_spmd_backend()!r}); FusedLoss takes spmd_backend 'spmd_types', and 'partial_dtensor' with the weight over 'tp' alone"
+            )
+        return {"process_group": mesh}
+    if isinstance(product.hidden, DTensor):
+        raise errors.PlacementError(
+            f"hidden states are a DTensor with placements {list(product.hidden.placements)} and lm_head's weight is whole; FusedLoss takes "
+            "spmd_backend 'spmd_types' and 'partial_dtensor'"
+        )
+    ranks = spmd_mesh_size("tp")
+    if ranks == 1 and weight.shape[0] == whole:
+        return {}
+    if ranks == 1 or weight.shape[0] == whole:
+        raise errors.PlacementError(
+            f"lm_head's weight has {weight.shape[0]} of {whole} rows on each of {ranks} tensor-parallel ranks; its rows must lie over them "
+            "(state_shardings of its sharding_config), and the loss be called in the trainer's train_context, which says who they are"
+        )
+    # A replicated activation's gradient is Partial in spmd_types: what made it replicated adds up the ranks' parts.
+    return {"process_group": current_spmd_mesh().get_group("tp"), "reduce_grad_hidden": False}
+
+
+# ── The config ──────────────────────────────────────
+
+
+@override(target=BaseLoss.Config, description="flce: cross entropy without logits")  # type: ignore[untyped-decorator,unused-ignore]
+def fused_loss(cfg: Any, **options: Any) -> FusedLoss.Config:
+    """The factory for `--override.imports flce.torchtitan.fused_loss`, also with options:
+    `'flce.torchtitan.fused_loss={"z_loss": 1e-4}'`. A config function may call it too: `config.loss = fused_loss(config.loss)`.
+
+    Takes ChunkedLossWrapper.Config and CrossEntropyLoss.Config. Raises ValueError for another loss, TypeError for an unknown option.
+    """
+    unknown = sorted(set(options) - set(_OPTIONS))
+    if unknown:
+        raise TypeError(f"fused_loss got {unknown[0]!r}; its options are {', '.join(_OPTIONS)}")
+    if type(cfg) is CrossEntropyLoss.Config:
+        return FusedLoss.Config(loss_fn=cfg, **options)
+    if type(cfg) not in (ChunkedLossWrapper.Config, FusedLoss.Config):
+        raise errors.ArgumentError(
+            f"loss is a {type(cfg).__qualname__}; fused_loss replaces ChunkedLossWrapper.Config and CrossEntropyLoss.Config"
+        )
+    made: FusedLoss.Config = derive(cfg, FusedLoss.Config, **options)
+    return made
