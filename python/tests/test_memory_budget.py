@@ -83,13 +83,12 @@ def test_a_call_with_more_scratch_takes_room_from_the_newest(device: str, watche
     limit = 5 << 20
     small, whole = sizes(device, limit=limit)
     large, _ = sizes(device, 4000, limit=limit)
-    if not 0 < large - small < limit - small:
-        pytest.skip("scratch does not grow with the number of tokens here")
+    if not small + 3 * whole > limit - large + small >= small + whole:
+        pytest.skip("scratch does not grow by as much as one forward leaves here")
     budget = flce.MemoryBudget(limit)
     problems = [make(device) for _ in range(3)]
     losses = [loss_of(problem, workspace_limit_bytes=budget) for problem in problems]
-    before = budget.held_bytes
-    assert before + large > limit >= whole + large
+    assert budget.held_bytes + large > limit
     problems.append(make(device, num_tokens=4000))
     losses.append(loss_of(problems[-1], workspace_limit_bytes=budget))
     assert whole <= budget.held_bytes <= limit - large

@@ -134,7 +134,9 @@ class TestCuda:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"retain_in_grad_weight": True}, {"workspace_limit_bytes": ALL}], ids=["lent", "own"])
+@pytest.mark.parametrize(
+    "options", [{"retain_in_grad_weight": True}, {"retain_in_grad_weight": False, "workspace_limit_bytes": ALL}], ids=["lent", "own"]
+)
 def test_the_launches_of_two_passes(device: str, watched: Watched, options: dict[str, Any]) -> None:
     """A schedule that splits backward: each pass launches its gradient's multiplication and computes no logits."""
     problem = make_problem(device, torch.bfloat16, num_tokens=512, hidden_size=512, vocab_size=4096)
@@ -163,4 +165,4 @@ def test_the_launches_of_two_passes(device: str, watched: Watched, options: dict
         assert of_weight == {"grad_weight"}
     assert "grad_weight" not in of_input
     check(problem, (for_hidden, for_weight))
-    assert watched.take()[:2] == ([OWN, LENT] if "retain_in_grad_weight" in options else [OWN, OWN])
+    assert watched.take()[:2] == ([OWN, LENT] if options["retain_in_grad_weight"] else [OWN, OWN])
