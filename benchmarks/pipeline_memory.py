@@ -9,6 +9,7 @@ on 16-bit logits, and torch.compile of the first. "ratio" is the median time to 
 beyond inputs, weight and their gradients. Rounds are interleaved: every contender once in each, in changing order.
 
 Needs a GPU. Writes JSON (default: benchmarks/results/GPU-DATE-pipeline-memory.json); --plot needs matplotlib.
+--draw JSON draws what was measured before.
 """
 
 from __future__ import annotations
@@ -186,6 +187,10 @@ def draw(done: list[dict[str, object]], title: str, path: str) -> None:
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
+def title_of(about: dict[str, object]) -> str:
+    return f"{about['microbatches']} microbatches of {about['shape']}, {about['gpu']}"
+
+
 def commit() -> str:
     done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
@@ -200,7 +205,12 @@ def main() -> int:
     parser.add_argument("--commit", help="of what is measured (default: git's)")
     parser.add_argument("--out", help="JSON")
     parser.add_argument("--plot", help="a picture")
+    parser.add_argument("--draw", help="only draw that JSON, into --plot")
     arguments = parser.parse_args()
+    if arguments.draw:
+        kept = json.loads(Path(arguments.draw).read_text())
+        draw(kept["rows"], title_of(kept["context"]), arguments.plot or parser.error("--draw needs --plot"))
+        return 0
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
     num_tokens, hidden_size, vocab_size = map(int, arguments.shape.split("x"))
@@ -227,7 +237,7 @@ def main() -> int:
     Path(out).write_text(json.dumps({"context": about, "rows": done}, indent=1) + "\n")
     print(out)
     if arguments.plot:
-        draw(done, f"{arguments.microbatches} microbatches of {arguments.shape}, {name}", arguments.plot)
+        draw(done, title_of(about), arguments.plot)
     return 0
 
 

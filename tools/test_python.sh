@@ -16,7 +16,8 @@ need() {
     fi
 }
 
-of_ranks=("$root"/python/tests/test_{pipeline,compat_parallel,trl_ranks,torchtitan}.py "$root"/python/tests/test_{tensor_parallel,megatron}*.py)
+of_ranks=("$root"/python/tests/test_{pipeline,compat_parallel,trl_ranks,torchtitan}.py
+    "$root"/python/tests/test_{tensor_parallel,megatron}*.py)
 mkdir -p "$work"
 case $check in
     tests)
