@@ -384,7 +384,8 @@ def test_main_grad_by_the_layers_own_choice(fused: list[Any], caplog: pytest.Log
 # ── Processes of their own ──────────────────────────
 
 
-def test_example_trains_and_needs_less_memory() -> None:
+def test_example_trains_and_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # what is freed goes back to the system, and a peak shows
     output = launch(str(EXAMPLE), "--tiny", "--depths", "1", "--steps", "3")
     lines = re.findall(r"^ +(as it comes|flce): losses ([\d. ]+?) +[\d.]+ ms a step +([\d.]+) MiB", output, re.MULTILINE)
     losses = {name: [float(loss) for loss in each.split()] for name, each, _ in lines}
