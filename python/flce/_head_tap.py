@@ -54,14 +54,13 @@ class Carried(torch.autograd.Function):
     """The loss, whose gradient goes through what carries it as well."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, carrier: Tensor) -> Tensor:
-        ctx.like = carrier.shape, carrier.dtype
+    def forward(ctx: Any, loss: Tensor, *carriers: Tensor) -> Tensor:
+        ctx.likes = [(carrier.shape, carrier.dtype) for carrier in carriers]
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        shape, dtype = ctx.like
-        return gradient, torch.zeros(shape, dtype=dtype, device=gradient.device)
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=gradient.device) for shape, dtype in ctx.likes)
 
 
 class HeadTap:
@@ -79,6 +78,7 @@ class HeadTap:
         self.fused: Any = None  # from hidden states to the loss, computed in the output layer's forward, where its weight is gathered
         self.fused_loss: Tensor | None = None
         self.carrier: Tensor | None = None  # what the output layer then gave instead of logits: its gradient comes before the loss's
+        self.logits: Tensor | None = None  # what the model's forward has made of the carrier, as wrappers of the layer have returned it
         self.own_loss_name = "_loss_function" in model.__dict__  # where transformers keeps a loss function that somebody has set
         self.output_type: Any = None  # of the model's own forward
         self.hidden: list[Tensor] = []
@@ -153,6 +153,8 @@ class HeadTap:
         from transformers.utils import ModelOutput  # type: ignore[attr-defined]
 
         self.output_type = type(outputs)
+        if self.fused is not None:
+            self.logits = outputs.get("logits")
         fields = {name: value for name, value in outputs.items() if name not in ("loss", "logits") and value is not None}
         if not asked and (found := [name for name in _AUXILIARY if name in fields]):
             raise errors.ArgumentError(

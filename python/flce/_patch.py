@@ -57,9 +57,11 @@ class _Patch:
         tap.fused = lambda hidden: self.loss.of_hidden(hidden, labels, count, aligned)
         try:
             outputs = tap.to_hidden_states(model, **kwargs)
-            loss = _head_tap.Carried.apply(tap.fused_loss, tap.carrier)
+            # DeepSpeed's ZeRO-3 gathers the weight once a gradient comes to what it has returned in place of the carrier.
+            carriers = [tap.carrier, *([tap.logits] if tap.logits is not None and tap.logits.requires_grad else [])]
+            loss = _head_tap.Carried.apply(tap.fused_loss, *carriers)
         finally:
-            tap.fused = tap.fused_loss = tap.carrier = None
+            tap.fused = tap.fused_loss = tap.carrier = tap.logits = None
         auxiliary = outputs.get("auxiliary_loss")
         if auxiliary is not None:
             loss = loss + auxiliary.to(loss.device)
