@@ -133,14 +133,27 @@ class Alive:
 class Retained:
     """What one forward left, or only that it is alive."""
 
-    __slots__ = ("__weakref__", "_addresses", "_alive", "_budget", "_captured", "_kernel", "_memory", "filled", "lent")
+    __slots__ = (
+        "__weakref__",
+        "_addresses",
+        "_alive",
+        "_budget",
+        "_captured",
+        "_given_up",
+        "_kernel",
+        "_memory",
+        "attached",
+        "filled",
+        "lent",
+    )
 
     def __init__(self, kernel: Kernel, given: Inputs, alive: Alive | None, memory_budget: MemoryBudget | None = None) -> None:
         self._kernel = kernel
         self._budget = memory_budget
         self._addresses = _addresses(given)
         self._alive = alive
-        self._captured = False
+        self._captured = self._given_up = False
+        self.attached = False  # whether the forward that fills it has ended
         self.filled = self.lent = False
         self._memory: list[Tensor] = []  # at most one; popped and put back, so that of several backwards at once one has it
         if alive is not None:
@@ -172,7 +185,7 @@ class Retained:
         yield memory, overwrite and memory is not None
         if weight:
             self.leave()
-        if again is not None and not overwrite:
+        if again is not None and not overwrite and not self._given_up:
             self._memory.append(again)
 
     def close(self) -> None:
@@ -180,8 +193,9 @@ class Retained:
         self._release()
 
     def give_up(self) -> None:
-        """Memory that is needed more elsewhere. A captured forward goes on writing to its own."""
-        if not self._captured:
+        """Memory that is needed more elsewhere. Not while a forward, or the replays of a captured one, may still write to it."""
+        if self.attached and not self._captured:
+            self._given_up = True
             self.close()
 
     def leave(self) -> None:
@@ -216,6 +230,8 @@ def prepare(kernel: Kernel, given: Inputs, choices: Choices) -> tuple[Retained |
     """For one forward: what has to be attached to its statistics, and the memory that it is to fill, either None."""
     limit = given.workspace_limit_bytes
     shared = budget.of_number(given.retain >> _BUDGET, limit)
+    if shared is None and has_budget(given.retain):
+        return None, None  # nobody counts
     if not choices.may_retain(given.retain, limit):
         if shared is not None:
             with shared.room(choices.workspace_bytes):
@@ -246,6 +262,8 @@ def _of_budget(retained: Retained, shared: MemoryBudget, kernel: Kernel, choices
 
 
 def attach(retained: Retained, saved: Tensor) -> None:
+    """At the end of the forward that filled it."""
+    retained.attached = True
     setattr(saved, _ATTRIBUTE, retained)
 
 

@@ -93,6 +93,7 @@ class MemoryBudget:
 
 
 def of_number(number: int, limit_bytes: int) -> MemoryBudget | None:
-    """The budget of that number; None where it is gone, or another: a compiled graph may come from another process."""
+    """The budget of that number; None where it is gone, or another: a compiled graph may come from another process, and then retains
+    nothing."""
     found = _budgets.get(number) if number else None
     return found if found is not None and found.limit_bytes == limit_bytes else None

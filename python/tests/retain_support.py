@@ -35,17 +35,27 @@ class Watched:
         return sum(reference() is not None for reference in self.memory)
 
 
+def retain_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of any size retain, whatever was chosen for such calls before."""
+    monkeypatch.setattr(_retain, "LEAST_WORK", 1)
+    forget_losses()
+
+
+def forget_losses() -> None:
+    """No loss counts as alive, and no number of tokens as known."""
+    for kernel in _kernels.all_kernels():
+        kernel.alive.several = False
+        kernel.alive.losses.clear()
+        kernel.frames.clear()
+
+
 @pytest.fixture
 def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """Layers of any size retain, and nothing that went before counts."""
     if not flce.get_kernel(64, 600, torch.bfloat16, device=device).retains:
         pytest.skip("this device's kernels retain nothing")
     seen = Watched()
-    monkeypatch.setattr(_retain, "LEAST_WORK", 1)
-    for kernel in _kernels.all_kernels():
-        kernel.alive.several = False
-        kernel.alive.losses.clear()
-        kernel.frames.clear()  # they remember sizes
+    retain_any_size(monkeypatch)
     backward, keep = flce.Kernel.backward, _retain.Retained.keep
 
     def watch_backward(self: Any, *args: Any, **keywords: Any) -> None:
@@ -61,8 +71,7 @@ def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     monkeypatch.setattr(_retain.Retained, "keep", watch_keep)
     yield seen
     monkeypatch.undo()
-    for kernel in _kernels.all_kernels():
-        kernel.frames.clear()
+    forget_losses()
 
 
 def make(device: str, num_tokens: int = 40, **options: Any) -> Any:

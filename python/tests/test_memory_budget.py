@@ -25,7 +25,7 @@ def sizes(device: str, num_tokens: int = NUM_TOKENS, limit: int = 1 << 30) -> tu
 
 
 def budget_for(device: str, forwards: float) -> tuple[flce.MemoryBudget, int]:
-    """A budget with room for so many forwards' exponentials, and what one of them takes."""
+    """A budget with room for the exponentials of that many forwards, and the bytes of one forward's."""
     scratch, whole = sizes(device)
     return flce.MemoryBudget(scratch + int(forwards * whole)), whole
 
@@ -143,6 +143,39 @@ def test_several_threads_keep_to_the_limit(device: str, watched: Watched) -> Non
     assert not failed and 0 < max(most) <= 3 * whole
     gc.collect()
     assert budget.held_bytes == 0
+
+
+def test_memory_that_a_forward_is_writing_to_is_not_taken(device: str, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's call comes between the choice of what is retained and the launch that fills it."""
+    budget, whole = budget_for(device, 1)
+    scratch, _ = sizes(device)
+    problem = make(device)
+    run = flce.Kernel.run
+    during: list[tuple[int, int]] = []
+
+    def interrupted(self: Any, *args: Any) -> None:
+        if not during:
+            with budget.room(scratch + whole):
+                during.append((budget.held_bytes, watched.alive()))
+        run(self, *args)
+
+    monkeypatch.setattr(flce.Kernel, "run", interrupted)
+    loss = loss_of(problem, workspace_limit_bytes=budget)
+    assert during == [(whole, 1)]
+    budget._workspace_bytes = 0  # the same once more, after forward: now the memory goes
+    with budget.room(scratch + whole):
+        pass
+    assert (budget.held_bytes, watched.alive()) == (0, 0)
+    check(problem, gradients_of(problem, loss))
+    assert watched.take()[0] == NONE
+
+
+def test_a_graph_of_another_process_retains_nothing(device: str, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, _ = budget_for(device, 1)
+    problem = make(device)
+    monkeypatch.setattr(flce.budget, "_budgets", {})
+    loss_of(problem, workspace_limit_bytes=budget).backward()
+    assert watched.take() == [NONE] and budget.held_bytes == 0
 
 
 def test_bad_limits_are_refused() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from passes_support import Passes, watch_passes
+from retain_support import forget_losses, retain_any_size
 from support import assert_close, make_problem
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -27,10 +28,12 @@ OWN = {"workspace_limit_bytes": ALL, "retain_in_grad_weight": False}  # a GPU wo
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
     """Layers of any size retain."""
-    monkeypatch.setattr(_retain, "LEAST_WORK", 1)
-    return watch_passes(monkeypatch.setattr)
+    retain_any_size(monkeypatch)
+    yield watch_passes(monkeypatch.setattr)
+    monkeypatch.undo()
+    forget_losses()
 
 
 @pytest.fixture(params=["as it is", "loses nodes"])

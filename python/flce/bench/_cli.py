@@ -40,13 +40,13 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor several separated by commas") from error
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number, or several numbers separated by commas") from error
 
 
 def _sizes(text: str) -> list[int]:
     found = [re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", part.strip(), re.IGNORECASE) for part in text.split(",")]
     if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 512M or 2G, nor several separated by commas")
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a size such as 512M or 2G, or several sizes separated by commas")
     return [int(match[1]) * _UNITS[match[2].upper()] for match in found if match]
 
 
