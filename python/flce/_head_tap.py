@@ -78,6 +78,7 @@ class HeadTap:
         self.fused: Any = None  # from hidden states to the loss, computed in the output layer's forward, where its weight is gathered
         self.fused_loss: Tensor | None = None
         self.carrier: Tensor | None = None  # what the output layer then gave instead of logits: its gradient comes before the loss's
+        self.node: Any = None  # of autograd's graph, that the output layer's output came from
         self.logits: Tensor | None = None  # what the model's forward has made of the carrier, as wrappers of the layer have returned it
         self.own_loss_name = "_loss_function" in model.__dict__  # where transformers keeps a loss function that somebody has set
         self.output_type: Any = None  # of the model's own forward
@@ -153,8 +154,11 @@ class HeadTap:
         from transformers.utils import ModelOutput  # type: ignore[attr-defined]
 
         self.output_type = type(outputs)
+        logits, node, self.node = outputs.get("logits"), self.node, None
+        if isinstance(logits, Tensor) and logits.requires_grad and not torch.compiler.is_compiling():
+            refuse_parameters_behind(model, logits, node)
         if self.fused is not None:
-            self.logits = outputs.get("logits")
+            self.logits = logits
         fields = {name: value for name, value in outputs.items() if name not in ("loss", "logits") and value is not None}
         if not asked and (found := [name for name in _AUXILIARY if name in fields]):
             raise errors.ArgumentError(
@@ -175,6 +179,26 @@ class HeadTap:
             # DistributedDataParallel takes for unused what the outputs do not depend on; the loss uses these after the forward.
             result["head_uses"] = uses
         return ModelOutput(**(result | {name: value for name, value in fields.items() if name not in result}))
+
+
+def refuse_parameters_behind(model: Any, logits: Tensor, node: Any) -> None:
+    """Raises ArgumentError where a parameter that takes a gradient changes logits behind the output layer, whose output came from `node`.
+    It may be one that does nothing yet, such as a bias of zeros: the logits of a few rows do not show it, and it would never get a
+    gradient."""
+    seen, ways = {node}, [logits.grad_fn]
+    while ways:
+        each: Any = ways.pop()
+        if each is None or each in seen:
+            continue
+        seen.add(each)
+        ways.extend(way for way, _ in each.next_functions)
+        parameter = getattr(each, "variable", None)
+        if parameter is not None:
+            names = [name for name, value in model.named_parameters() if value is parameter]
+            what = names[0] if names else f"a parameter of shape {list(parameter.shape)}"
+            raise errors.ArgumentError(
+                f"{type(model).__name__} changes logits behind its output layer by {what}, which would get no gradient: {_KEEP}"
+            )
 
 
 def _bound(function: Any, module: Any, unwrapped: Any = None) -> Any:
@@ -230,12 +254,15 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
         tap.fused_loss = tap.fused(hidden)
         shape = (*hidden.shape[:-2], 2, _heads.weight_of(head).shape[0])
         tap.carrier = Carry.apply(tap.fused_loss, shape, tap.autocast_dtype or hidden.dtype)
+        tap.node = tap.carrier.grad_fn
         return tap.carrier
     if not tap.compared:
         tap.probe = probe_rows(head, hidden)
         with torch.no_grad():
             tap.probe_plain = _heads.operands(head, tap.probe, dropout=False).logits()
-        return _own_forward(head, tap.probe)
+        logits = _own_forward(head, tap.probe)
+        tap.node = logits.grad_fn
+        return logits
     shape = (*hidden.shape[:-2], 2, _heads.weight_of(head).shape[0])
     return torch.zeros(shape, dtype=tap.autocast_dtype or hidden.dtype, device=hidden.device)
 

@@ -250,6 +250,48 @@ class Doubled(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
         return outputs
 
 
+class Sharpened(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
+    """A parameter behind the output layer, which changes nothing as yet."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.sharpness = nn.Parameter(torch.ones(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.pop("labels", None)
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * self.sharpness
+        if labels is not None:
+            outputs.loss = self.loss_function(logits=outputs.logits, labels=labels, vocab_size=VOCAB_SIZE)
+        return outputs
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after a step"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen head"])
+@pytest.mark.parametrize("way", ["patch", "hidden states"])
+def test_a_parameter_behind_the_output_layer_is_refused(way: str, frozen: bool, late: bool) -> None:
+    model = Sharpened(tiny_model("llama").config).train()
+    model.lm_head.requires_grad_(not frozen)
+    model.sharpness.requires_grad_(not late)
+    given = batch()
+    if way == "patch":
+        flce.patch(model)
+    else:
+        flce.huggingface.return_hidden_states(model)
+        loss = flce.huggingface.CausalLMLoss(model)
+
+    def call() -> None:
+        outputs = model(**given)
+        if way != "patch":
+            loss(outputs, given["labels"])
+
+    if late:
+        call()  # without a gradient the parameter is a number, 1
+        model.sharpness.requires_grad_()
+    with pytest.raises(flce.ArgumentError, match="Sharpened changes logits behind its output layer by sharpness"):
+        call()
+
+
 def wrapped() -> Any:
     model = flce.patch(tiny_model())
     inner = model.forward
