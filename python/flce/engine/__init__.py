@@ -1,0 +1,7 @@
+"""A pipeline engine for packed batches: train, evaluate, forward and generate over torch.distributed.pipelining, with flce on the last
+stage. docs/engine.md has how to use it."""
+
+from flce.engine._packed import PackedBatch
+from flce.engine._stage import Stage
+
+__all__ = ["PackedBatch", "Stage"]

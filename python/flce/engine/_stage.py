@@ -1,0 +1,55 @@
+"""What the engine asks of a stage's module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from flce.engine._packed import PackedBatch
+
+if TYPE_CHECKING:
+    from flce.engine._cache import KVCache
+
+
+class Stage(nn.Module):
+    """One stage of a model: base class of what `PipelineEngine` runs.
+
+    forward(x, batch) takes, on the first stage, token ids [T] int64, elsewhere the hidden states [T, hidden_size] of the stage before; it
+    returns hidden states [T, hidden_size] of `dtype`. The last stage's are those behind the model's final norm, which `head` takes: its
+    forward never calls the head.
+
+    Attributes:
+        stage, num_stages: which stage this is, counted from 0, and of how many.
+        hidden_size, dtype: of the hidden states that go from stage to stage.
+        head: the output layer, an nn.Linear or a module that holds one (vocabulary, or one row: a critic's values); None but on the last
+            stage. Its parameters are the stage's own, as every other's.
+        logit_scale, softcap: what logits go through behind the head (1.0 and 0.0: nothing).
+        tied_weight: the embedding's weight on the first stage and the head's on the last, where these are copies of one parameter, whose
+            gradients have to be summed; else None.
+    """
+
+    stage: int
+    num_stages: int
+    hidden_size: int
+    dtype: torch.dtype
+    head: nn.Module | None = None
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    tied_weight: nn.Parameter | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def forward(self, x: Tensor, batch: PackedBatch) -> Tensor:
+        raise NotImplementedError
+
+    def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
+        """Room for keys and values of this stage's layers: num_sequences sequences of at most max_length tokens each."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no keys and values, so it cannot generate")
