@@ -2,6 +2,7 @@
 stage. docs/engine.md has how to use it."""
 
 from flce.engine._packed import PackedBatch
+from flce.engine._plan import StagePlan, plan_stages
 from flce.engine._stage import Stage
 
-__all__ = ["PackedBatch", "Stage"]
+__all__ = ["PackedBatch", "Stage", "StagePlan", "plan_stages"]

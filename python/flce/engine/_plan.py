@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from flce import errors
 
@@ -38,6 +43,17 @@ NAMES = {
     "qwen3": LLAMA_NAMES,
     "gemma2": LLAMA_NAMES,
     "gpt2": GPT2_NAMES,
+}
+
+
+#: the classes of whole models, in transformers
+CAUSAL_LMS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
 }
 
 
@@ -97,3 +113,61 @@ def balance(layer_sizes: Sequence[int], first: int, last: int, num_stages: int) 
                     reached[end] = candidate
         best.append(reached)
     return best[-1][count][1]
+
+
+def plan_stages(config: Any, num_stages: int) -> StagePlan:
+    """The cut of a causal language model into stages by parameters: the largest stage is as small as it can be. The first stage counts the
+    embeddings beside its layers, the last one the final norm and the output layer, also where that is tied to the embedding: its product
+    costs what its size says. A critic is cut as the language model is, so both read the same files.
+
+    Args:
+        config: a config of transformers (PreTrainedConfig), or a folder that has a config.json.
+        num_stages: 1 to the number of layers.
+
+    Raises ArgumentError: a model type that stages are not made of, a number of stages that the model does not have.
+    """
+    config = config_of(config)
+    names, model = names_of(config), skeleton(config)
+
+    def size(prefix: str) -> int:
+        return sum(p.numel() for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(prefix))
+
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_submodule(names.layer[:-1])]
+    starts = balance(layers, sum(map(size, names.first)), sum(map(size, names.last)), num_stages)
+    return StagePlan(names, starts, bool(config.tie_word_embeddings))
+
+
+def config_of(config: Any) -> Any:
+    """The config itself, or that of a folder with a config.json."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(config, (str, os.PathLike)):
+        if not os.path.isfile(os.path.join(config, "config.json")):
+            raise errors.ArgumentError(f"config is {os.fspath(config)!r}; a path must be a folder that has a config.json")
+        config = AutoConfig.from_pretrained(os.fspath(config), local_files_only=True)
+    if not isinstance(config, PretrainedConfig):
+        raise errors.ArgumentError(
+            f"config is a {type(config).__name__}; it must be a config of transformers or a folder with a config.json"
+        )
+    return config
+
+
+def names_of(config: Any) -> Names:
+    """ArgumentError for a family that stages are not made of."""
+    if config.model_type not in NAMES:
+        raise errors.ArgumentError(
+            f"config has model_type {config.model_type!r}; stages are made of {', '.join(sorted(NAMES))}. For another model write a "
+            "flce.engine.Stage of your own"
+        )
+    return NAMES[config.model_type]
+
+
+def skeleton(config: Any) -> Any:
+    """The whole model as transformers makes it, on the meta device: shapes and modules without memory."""
+    import transformers
+
+    names_of(config)
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"  # what the config asks for may not be installed; no stage uses it
+    with torch.device("meta"):
+        return getattr(transformers, CAUSAL_LMS[config.model_type])(config)
