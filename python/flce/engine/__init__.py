@@ -4,5 +4,6 @@ stage. docs/engine.md has how to use it."""
 from flce.engine._packed import PackedBatch
 from flce.engine._plan import StagePlan, plan_stages
 from flce.engine._stage import Stage
+from flce.engine.causal_lm import CausalLMStage, causal_lm_stage
 
-__all__ = ["PackedBatch", "Stage", "StagePlan", "plan_stages"]
+__all__ = ["CausalLMStage", "PackedBatch", "Stage", "StagePlan", "causal_lm_stage", "plan_stages"]

@@ -7,19 +7,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flce import errors
+
 
 class KVCache:
-    """For every layer of a stage, keys and values [B, H, L, d] of B sequences with room for L tokens each. `lengths[b]` tokens of sequence
-    b are there already; a pass over a `PackedBatch` writes behind them, and `advance` counts what it wrote."""
+    """For every layer of a stage, keys and values [B, H, L, d] of B sequences with room for L tokens each, H heads of keys. `lengths[b]`
+    tokens of sequence b are there already; a pass over a `PackedBatch` of the same B sequences writes behind them, and `advance` counts
+    what it wrote."""
 
     def __init__(
         self, num_layers: int, num_sequences: int, max_length: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ):
         shape = (num_sequences, num_heads, max_length, head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        # of zeros: a masked place has weight 0, and 0 times what lay in the memory may be NaN
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.lengths = [0] * num_sequences
         self.max_length = max_length
+
+    def check_room(self, lengths: Sequence[int]) -> None:
+        """Raises ArgumentError unless these are as many sequences as the cache has, and it has room for so many more tokens of each."""
+        if len(lengths) != len(self.lengths):
+            raise errors.ArgumentError(f"batch has {len(lengths)} sequences, and its cache {len(self.lengths)}; they must be the same ones")
+        for sequence, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):
+            if old + new > self.max_length:
+                raise errors.ArgumentError(
+                    f"sequence {sequence} of the batch has {new} tokens, and {old} in the cache; the cache has room for {self.max_length}"
+                )
+
+    def write(self, layer: int, sequences: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores tokens of one layer, counted from the stage's first: keys and values [T, H, d], of token t at place positions[t] of
+        sequence sequences[t]."""
+        stored = self.keys[layer]
+        stored[sequences, :, positions] = keys.to(stored.dtype)
+        self.values[layer][sequences, :, positions] = values.to(stored.dtype)
 
     def advance(self, lengths: Sequence[int]) -> None:
         """Counts the tokens that a pass through all layers has written, by sequence."""

@@ -126,15 +126,19 @@ def plan_stages(config: Any, num_stages: int) -> StagePlan:
 
     Raises ArgumentError: a model type that stages are not made of, a number of stages that the model does not have.
     """
-    config = config_of(config)
-    names, model = names_of(config), skeleton(config)
+    return plan_of(skeleton(config_of(config)), num_stages)
+
+
+def plan_of(model: Any, num_stages: int) -> StagePlan:
+    """`plan_stages` of a causal language model of transformers that is there."""
+    names = names_of(model.config)
 
     def size(prefix: str) -> int:
         return sum(p.numel() for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(prefix))
 
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_submodule(names.layer[:-1])]
     starts = balance(layers, sum(map(size, names.first)), sum(map(size, names.last)), num_stages)
-    return StagePlan(names, starts, bool(config.tie_word_embeddings))
+    return StagePlan(names, starts, bool(model.config.tie_word_embeddings))
 
 
 def config_of(config: Any) -> Any:

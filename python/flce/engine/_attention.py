@@ -1,0 +1,258 @@
+"""Attention over packed sequences, as an attention function of transformers, whose layers call it with queries and keys behind their
+rotary embedding."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flce import errors
+from flce.engine._cache import KVCache
+from flce.engine._packed import PackedBatch
+
+#: the function's name among those of transformers, and that of the keyword argument by which it is given the sequences
+NAME = "flce_packed"
+_QUERY_BLOCK = 1024  # rows of queries that a mask is made for at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """What attention has to know of one pass through a stage. first_layer: the number of the stage's first layer.
+
+    Where there is a cache: past, the tokens [B] int64 that it has of each sequence; for each of the T new tokens the number of its
+    sequence and its row among the sequence's new ones, [T] int64; and masks by window, which all layers share."""
+
+    batch: PackedBatch
+    first_layer: int
+    past: Tensor
+    ids: Tensor
+    rows: Tensor
+    masks: dict[int | None, Tensor]
+
+    @staticmethod
+    def of(batch: PackedBatch, first_layer: int) -> Sequences:
+        device = batch.cu_seqlens.device
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        if batch.cache is None:
+            return Sequences(batch, first_layer, none, none, none, {})
+        starts = batch.cu_seqlens.long()
+        ids = torch.arange(len(batch.lengths), device=device).repeat_interleave(starts.diff(), output_size=batch.num_tokens)
+        rows = torch.arange(batch.num_tokens, device=device) - starts[ids]
+        return Sequences(batch, first_layer, torch.tensor(batch.cache.lengths, device=device), ids, rows, {})
+
+    def seen(self, cache: KVCache, window: int | None) -> tuple[slice, Tensor]:
+        """The places of the cache that any new token sees, and which of them each one sees: [B, M, N] bool, M the most new tokens of a
+        sequence."""
+        end = max(old + new for old, new in zip(cache.lengths, self.batch.lengths, strict=True))
+        first = 0 if window is None else max(0, min(cache.lengths) + 1 - window)
+        if window not in self.masks:
+            i = (self.past[:, None] + torch.arange(self.batch.max_length, device=self.past.device))[..., None]
+            j = torch.arange(first, end, device=self.past.device)
+            self.masks[window] = j <= i if window is None else (j <= i) & (j > i - window)
+        return slice(first, end), self.masks[window]
+
+
+@dataclass(frozen=True)
+class Maths:
+    """How scores become weights. window: a query sees the last so many keys, its own among them; None for all."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    upcast: bool = False  #: scores and weights in fp32, whatever the inputs' dtype
+
+
+@functools.cache
+def register() -> None:
+    """Makes the function known to transformers, once."""
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    flce_packed: Sequences | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """[1, T, Hq, d] of query [1, Hq, T, d], key and value [1, H, T, d], H a divisor of Hq."""
+    kind = type(module).__name__
+    if flce_packed is None:
+        raise errors.ArgumentError(
+            f"a {kind} that a flce.engine stage has taken over is called without the stage; call the stage, or make it from "
+            "copy.deepcopy(model)"
+        )
+    if scaling is None:
+        raise errors.UnavailableError(f"this version of transformers does not say by what a {kind} scales scores; use transformers 5.23")
+    if query.dtype != value.dtype or key.dtype != value.dtype:  # autocast leaves what the rotary embedding returns in fp32
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    upcast = bool(getattr(module, "reorder_and_upcast_attn", False))
+    maths = Maths(scaling, sliding_window or None, softcap or None, dropout, upcast)
+    batch = flce_packed.batch
+    if batch.cache is None:
+        return _packed(query, key, value, batch, maths), None
+    layer: int = module.layer_idx - flce_packed.first_layer  # type: ignore[operator, assignment]
+    places = flce_packed.past[flce_packed.ids] + flce_packed.rows
+    batch.cache.write(layer, flce_packed.ids, places, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if not any(batch.cache.lengths):
+        return _packed(query, key, value, batch, maths), None
+    return _cached(query, flce_packed, batch.cache, layer, maths), None
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Tensor:
+    """Of tokens that see none but those of the batch."""
+    varlen = _varlen_kernel(query, maths)
+    if varlen is not None:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return varlen(query, key, value, batch, maths).unsqueeze(0)
+    outputs, start = [], 0
+    for length in batch.lengths:
+        q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
+        for rows, columns, mask in _blocks(length, maths.window, query.device):
+            outputs.append(_dense(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, maths))
+        start += length
+    if not outputs:
+        return query.transpose(1, 2)
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _blocks(length: int, window: int | None, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Queries of a sequence, the keys that they see some of, and which ones they see; None for the causal mask of as many queries as keys.
+    With a window no mask is larger than a block of queries by that and the window."""
+    if length == 0:
+        return
+    if window is None or length <= window:
+        yield slice(0, length), slice(0, length), None
+        return
+    for start in range(0, length, _QUERY_BLOCK):
+        end = min(start + _QUERY_BLOCK, length)
+        first = max(0, start - window + 1)
+        i = torch.arange(start, end, device=device)[:, None]
+        j = torch.arange(first, end, device=device)[None]
+        yield slice(start, end), slice(first, end), (j <= i) & (j > i - window)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, maths: Maths) -> Tensor:
+    """[B, Hq, M, d] of query [B, Hq, M, d], key and value [B, H, N, d]. mask, bool: [M, N] or one that broadcasts with [B, 1, M, N]; None
+    is the causal one."""
+    if maths.softcap is None and not maths.upcast:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, maths.dropout, mask is None, scale=maths.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if maths.upcast:
+        with torch.autocast(query.device.type, enabled=False):
+            scores = (query.float() @ key.float().transpose(2, 3)) * maths.scale
+    else:
+        scores = (query @ key.transpose(2, 3)) * maths.scale
+    if maths.softcap is not None:
+        scores = torch.tanh(scores / maths.softcap) * maths.softcap
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32).to(value.dtype)
+    return F.dropout(weights, maths.dropout, maths.dropout > 0) @ value
+
+
+def _cached(query: Tensor, sequences: Sequences, cache: KVCache, layer: int, maths: Maths) -> Tensor:
+    """Of tokens that see those in the cache, too: one call for all sequences, of as many queries each as the longest has."""
+    where, mask = sequences.seen(cache, maths.window)
+    keys, values = cache.keys[layer][:, :, where], cache.values[layer][:, :, where]
+    num_sequences, most = mask.shape[:2]
+    heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
+    padded = torch.zeros(num_sequences, most, query.shape[1], query.shape[3], dtype=keys.dtype, device=query.device)
+    padded[sequences.ids, sequences.rows] = query[0].transpose(0, 1).to(keys.dtype)
+    # the queries of a group of heads as rows of one head: no key is repeated
+    grouped = padded.view(num_sequences, most, heads, groups, -1).permute(0, 2, 3, 1, 4).reshape(num_sequences, heads, groups * most, -1)
+    attended = _dense(grouped, keys, values, mask.repeat(1, groups, 1)[:, None], maths)
+    attended = attended.view(num_sequences, heads, groups, most, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return attended[sequences.ids, sequences.rows].unsqueeze(0).to(query.dtype)
+
+
+_Varlen = Callable[[Tensor, Tensor, Tensor, PackedBatch, Maths], Tensor]
+
+
+def _varlen_kernel(query: Tensor, maths: Maths) -> _Varlen | None:
+    """A kernel for packed sequences that can do this, if there is one here."""
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or maths.upcast:
+        return None
+    if query.shape[-1] % 8 or query.shape[-1] > 256 or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return None
+    if _flash_attn() is not None:
+        return _flash
+    if maths.softcap is None and maths.dropout == 0 and _torch_varlen() is not None:
+        return _torch
+    return None
+
+
+@functools.cache
+def _flash_attn() -> Any:
+    try:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
+    except (ImportError, OSError):  # OSError: built for another torch
+        return None
+    return flash_attn_varlen_func
+
+
+@functools.cache
+def _torch_varlen() -> Any:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(known) else None
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Tensor:
+    window = (-1, -1) if maths.window is None else (maths.window - 1, 0)
+    attended: Tensor = _flash_attn()(
+        query,
+        key,
+        value,
+        batch.cu_seqlens,
+        batch.cu_seqlens,
+        batch.max_length,
+        batch.max_length,
+        dropout_p=maths.dropout,
+        softmax_scale=maths.scale,
+        causal=True,
+        window_size=window,
+        softcap=maths.softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return attended
+
+
+def _torch(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Tensor:
+    window = (-1, 0) if maths.window is None else (maths.window - 1, 0)
+    attended: Tensor = _torch_varlen()(
+        query,
+        key,
+        value,
+        batch.cu_seqlens,
+        batch.cu_seqlens,
+        batch.max_length,
+        batch.max_length,
+        scale=maths.scale,
+        window_size=window,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended

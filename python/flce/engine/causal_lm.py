@@ -1,0 +1,403 @@
+"""Stages of Hugging Face's causal language models: transformers' own layers, and a loop over those of the stage."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flce import errors, huggingface
+from flce.engine import _attention, _plan
+from flce.engine._cache import KVCache
+from flce.engine._packed import PackedBatch
+from flce.engine._stage import Stage
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+#: options of the head's maths that a family's own forward applies
+_HEAD_OPTIONS: dict[str, set[str]] = {"gemma2": {"softcap"}}
+
+
+class CausalLMStage(Stage):
+    """A stage of a causal language model of transformers, which `causal_lm_stage` makes. Its parameters have the names that they have in
+    the whole model: `stage.state_dict()` is a part of the model's.
+
+    Attributes:
+        config: a copy of the model's config.
+        plan: which layers and parameters each stage has.
+        critic: whether the last stage has `score`, a row of values, in place of the output layer.
+        gradient_checkpointing: keeps a layer's input alone and computes the layer again in backward, in training mode. False, or what
+            `model.gradient_checkpointing_enable()` had set.
+    """
+
+    def __init__(self, config: Any, plan: _plan.StagePlan, stage: int, modules: dict[str, nn.Module], *, critic: bool, tied: bool) -> None:
+        """modules: those of this stage, by their names in the whole model."""
+        super().__init__()
+        self.config = config
+        self.plan = plan
+        self.stage = stage
+        self.num_stages = plan.num_stages
+        self.hidden_size = int(config.hidden_size)
+        self.critic = critic
+        self.gradient_checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in modules.values())
+        self._tied = tied and plan.num_stages > 1 and not critic
+        options = {} if critic else huggingface.options_of(config)
+        self.logit_scale, self.softcap = options.get("logit_scale", 1.0), options.get("softcap", 0.0)
+        for name, module in modules.items():
+            _put(self, name, module)
+            for part in module.modules():
+                if getattr(part, "gradient_checkpointing", False):
+                    setattr(part, "gradient_checkpointing", False)  # noqa: B010
+                if getattr(part, "config", None) is not None:
+                    setattr(part, "config", config)  # noqa: B010
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those of this stage."""
+        return list(self.get_submodule(self.plan.names.layer[:-1]).children())
+
+    @property
+    def head(self) -> nn.Module | None:  # type: ignore[override]
+        return self.get_submodule("score" if self.critic else "lm_head") if self.is_last else None
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:  # type: ignore[override]
+        if not self._tied or not (self.is_first or self.is_last):
+            return None
+        return self.get_parameter(self.plan.names.embedding if self.is_first else self.plan.names.head)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """That of the layers' parameters."""
+        return next(self.layers[0].parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.layers[0].parameters()).device
+
+    def forward(self, x: Tensor, batch: PackedBatch) -> Tensor:
+        """Hidden states [T, hidden_size] of token ids [T] int64 on the first stage, of hidden states [T, hidden_size] elsewhere. With
+        `batch.cache` tokens see those in the cache, too, and are added to it; gradients have to be off then.
+
+        Raises ShapeError, DTypeError, ArgumentError: x and batch do not fit each other, the stage or the cache.
+        """
+        self._check(x, batch)
+        hidden = (self._embedded(x, batch) if self.is_first else x).unsqueeze(0)
+        sequences = _attention.Sequences.of(batch, self.plan.starts[self.stage])
+        keywords: dict[str, Any] = {"attention_mask": None, "flce_packed": sequences}
+        if self._rotary is not None:
+            keywords["position_embeddings"] = _rotations(self._rotary, hidden, batch)
+        for layer in self.layers:
+            run = functools.partial(layer, **keywords)
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                hidden = _first(checkpoint(run, hidden, use_reentrant=False))
+            else:
+                hidden = _first(run(hidden))
+        if self.is_last:
+            hidden = self.get_submodule(self.plan.names.last[0][:-1])(hidden)
+        if batch.cache is not None:
+            batch.cache.advance(batch.lengths)
+        return hidden.squeeze(0).to(self.dtype)
+
+    def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
+        """Raises ArgumentError: a number below 1, or more tokens than the model's positions allow in a cache."""
+        for name, value in (("num_sequences", num_sequences), ("max_length", max_length)):
+            if not isinstance(value, int) or value < 1:
+                raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of at least 1")
+        self._check_length(max_length, "max_length is")
+        if _depends_on_length(self._rotary):
+            known = _original_length(self._rotary)
+            if max_length > known:
+                raise errors.ArgumentError(
+                    f"max_length is {max_length}; rope of type {self._rotary.rope_type!r} turns the keys of a sequence of more than "
+                    f"{known} tokens in another way, those in the cache too: generate at most {known} tokens, prompt included"
+                )
+        attention: Any = next(module for module in self.layers[0].modules() if hasattr(module, "layer_idx"))
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        return KVCache(len(self.layers), num_sequences, max_length, heads, attention.head_dim, self.dtype, self.device)
+
+    @property
+    def _rotary(self) -> Any:
+        return getattr(self.get_submodule(self.plan.names.layer.split(".")[0]), "rotary_emb", None)
+
+    def _embedded(self, ids: Tensor, batch: PackedBatch) -> Tensor:
+        embeddings = [self.get_submodule(name[:-1]) for name in self.plan.names.first]
+        hidden: Tensor = embeddings[0](ids)
+        if self.config.model_type == "gemma2" and not hasattr(embeddings[0], "embed_scale"):  # older ones scale in the model's forward
+            hidden = hidden * torch.tensor(math.sqrt(self.hidden_size), dtype=hidden.dtype)
+        if len(embeddings) > 1:
+            hidden = self.get_submodule("transformer.drop")(hidden + embeddings[1](batch.position_ids))
+        return hidden
+
+    def _check(self, x: Tensor, batch: PackedBatch) -> None:
+        shape = [batch.num_tokens] if self.is_first else [batch.num_tokens, self.hidden_size]
+        if list(x.shape) != shape:
+            raise errors.ShapeError(
+                f"x has shape {list(x.shape)}; stage {self.stage} of {self.num_stages} takes {shape} for a batch of {batch.num_tokens} "
+                "tokens"
+            )
+        if self.is_first and x.dtype not in (torch.int64, torch.int32):
+            raise errors.DTypeError(f"x is {x.dtype}; the first stage takes token ids, int64")
+        past = [0] * len(batch.lengths)
+        if batch.cache is not None:
+            if torch.is_grad_enabled():
+                raise errors.ArgumentError("batch has a cache while gradients are on; run the stage under torch.no_grad()")
+            batch.cache.check_room(batch.lengths)
+            past = batch.cache.lengths
+            if x.device.type == "cpu":
+                expected = PackedBatch.of(batch.lengths, x.device, None, past).position_ids
+                if not torch.equal(expected, batch.position_ids):
+                    raise errors.ArgumentError(
+                        f"batch.position_ids do not follow the {past} tokens in batch.cache; give PackedBatch.of past_lengths=cache.lengths"
+                    )
+        self._check_length(max((old + new for old, new in zip(past, batch.lengths, strict=True)), default=0), "a sequence of batch has")
+
+    def _check_length(self, length: int, what: str) -> None:
+        """A learned position there is for so many tokens only."""
+        known = self.config.max_position_embeddings
+        if self.config.model_type == "gpt2" and length > known:
+            raise errors.ArgumentError(f"{what} {length} tokens; the model has learned positions of {known} (n_positions)")
+
+
+def causal_lm_stage(
+    model_or_config: Any,
+    stage: int,
+    num_stages: int,
+    *,
+    critic: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> CausalLMStage:
+    """Stage `stage` of a causal language model: Llama, Mistral, Qwen2, Qwen3, Gemma-2, GPT-2. `plan_stages` says which layers it has.
+
+    Args:
+        model_or_config: a model of transformers, whose modules of this stage are taken over and not copied: the model itself cannot be
+            called any more, and what no stage took is freed with it. Or a config, or a folder with a config.json: this stage's modules are
+            made, and nothing of the other stages takes memory.
+        stage, num_stages: which, counted from 0, of how many: 1 to the number of layers.
+        critic: a value head on the last stage, `score`, an nn.Linear of one row without bias, in place of the output layer. Of a
+            ForSequenceClassification model with one label it is the model's own.
+        dtype: of the parameters; None: the model's, or the config's dtype. A rotary embedding stays in fp32.
+        device: of the parameters; None: the model's, or torch's default device. "meta", of a config: parameters without memory for
+            `load_state_dict(..., assign=True)`; what no checkpoint has (rotary frequencies) is on the CPU then.
+        seed: of parameters that are made, by the model's own initialisation. Every module draws from `seed` and its name, so the weights
+            are the same for every number of stages and on every rank (of the same kind of device), and copies of a tied embedding are
+            equal. They are not those that transformers draws from the same seed. Torch's own generator stays as it is.
+
+    Where embedding and output layer are tied, and on different stages, each has a copy (`tied_weight`), whose gradients have to be summed.
+
+    Raises ArgumentError: another kind of model, adapters or quantised layers in it, an option of its config that stages do not know, or a
+    stage that there is not.
+    """
+    from transformers import PreTrainedModel
+
+    given = model_or_config if isinstance(model_or_config, PreTrainedModel) else None
+    config = _plan.config_of(_wrapped(model_or_config) if given is None else given.config)
+    _plan.names_of(config)
+    _refuse_options(config, critic)
+    whole = _plan.skeleton(config)
+    plan = _plan.plan_of(whole, num_stages)
+    if not isinstance(stage, int) or not 0 <= stage < num_stages:
+        raise errors.ArgumentError(f"stage is {stage!r}; it must be 0 to {num_stages - 1}, with num_stages={num_stages}")
+    if given is not None:
+        _refuse_model(given, plan, critic)
+    _attention.register()
+    if given is None:
+        asked = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+        dtype = getattr(torch, asked) if isinstance(asked, str) else asked
+        device = torch.get_default_device() if device is None else device
+    config = copy.deepcopy(config)
+    config._attn_implementation = _attention.NAME
+    modules = _modules_of(whole if given is None else given, plan, stage, critic)
+    tied = plan.tied and not critic
+    if given is not None and tied and 0 < stage == num_stages - 1:
+        modules["lm_head"] = copy.deepcopy(modules["lm_head"])
+    made = CausalLMStage(config, plan, stage, modules, critic=critic, tied=tied)
+    made.train(True if given is None else given.training)
+    _place(made, dtype, None if device is None else torch.device(device))
+    new_score = ["score"] if "score" in modules and not hasattr(given, "score") else []
+    _initialise(made, whole, list(modules) if given is None else new_score, seed)
+    return made
+
+
+def _wrapped(model: Any) -> Any:
+    if isinstance(model, nn.Module):
+        raise errors.ArgumentError(
+            f"model_or_config is a {type(model).__name__}; it must be a model of transformers itself, a config or a folder with a "
+            "config.json. Merge adapters first (merge_and_unload()), and wrap the stage rather than the model"
+        )
+    return model
+
+
+def _refuse_options(config: Any, critic: bool) -> None:
+    kind = config.model_type
+    if getattr(config, "add_cross_attention", False):
+        raise errors.ArgumentError("config.add_cross_attention is True; stages have no encoder's states to attend to")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise errors.ArgumentError("config.use_bidirectional_attention is set; stages are of causal language models")
+    if getattr(config, "quantization_config", None) is not None:
+        raise errors.ArgumentError("config.quantization_config is set; stages are of models that are not quantised")
+    others = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    if others:
+        raise errors.ArgumentError(f"config.layer_types has {sorted(others)}; stages know {sorted(_KNOWN_LAYERS)}")
+    unknown = {} if critic else {k: v for k, v in huggingface.options_of(config).items() if k not in _HEAD_OPTIONS.get(kind, ())}
+    if unknown:
+        raise errors.ArgumentError(
+            f"config asks for {unknown} behind the output layer, which {_plan.CAUSAL_LMS[kind]} does not apply; remove that from the "
+            "config, or write a flce.engine.Stage with the head's maths of your model"
+        )
+
+
+def _refuse_model(model: Any, plan: _plan.StagePlan, critic: bool) -> None:
+    import transformers
+
+    kind = _plan.CAUSAL_LMS[model.config.model_type]
+    classifier = kind.replace("ForCausalLM", "ForSequenceClassification").replace("LMHeadModel", "ForSequenceClassification")
+    kinds = [kind, classifier] if critic else [kind]
+    if type(model) not in [getattr(transformers, name, None) for name in kinds]:
+        raise errors.ArgumentError(
+            f"model_or_config is a {type(model).__name__}; a stage{' of a critic' if critic else ''} is made of a {' or '.join(kinds)}"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise errors.ArgumentError("model_or_config has adapters; merge them first, or delete them (model.delete_adapter)")
+    head = getattr(model, "score", None)
+    if head is not None and head.weight.shape[0] != 1:
+        raise errors.ArgumentError(f"model_or_config has {head.weight.shape[0]} labels; a critic's values are one (num_labels=1)")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise errors.ArgumentError("model_or_config has parameters on the meta device; load them first, or give the config")
+    count = len(model.get_submodule(plan.names.layer[:-1]))
+    if count != plan.starts[-1]:
+        raise errors.ArgumentError(f"model_or_config has {count} layers, and its config {plan.starts[-1]} (num_hidden_layers)")
+    if plan.tied and not critic and model.get_parameter(plan.names.head) is not model.get_parameter(plan.names.embedding):
+        raise errors.ArgumentError(
+            f"config.tie_word_embeddings is True, but {plan.names.head} is not {plan.names.embedding}; call model.tie_weights(), or set "
+            "the config's to False"
+        )
+
+
+def _modules_of(model: Any, plan: _plan.StagePlan, stage: int, critic: bool) -> dict[str, nn.Module]:
+    """What the stage has of `model`, by name."""
+    names, base = plan.names, plan.names.layer.split(".")[0]
+    wanted = [f"{names.layer}{number}" for number in plan.layers(stage)]
+    if stage == 0:
+        wanted = [name[:-1] for name in names.first] + [f"{base}.drop"] * hasattr(model.get_submodule(base), "drop") + wanted
+    modules = {name: model.get_submodule(name) for name in wanted}
+    rotary = getattr(model.get_submodule(base), "rotary_emb", None)
+    if rotary is not None:  # it has a state, and no parameters: every stage has its own
+        on_meta = any(buffer.is_meta for buffer in rotary.buffers())
+        modules[f"{base}.rotary_emb"] = type(rotary)(config=model.config) if on_meta else copy.deepcopy(rotary)
+    if stage == plan.num_stages - 1:
+        norm = names.last[0][:-1]
+        modules[norm] = model.get_submodule(norm)
+        if critic:
+            like = next(modules[norm].parameters())
+            made = nn.Linear(model.config.hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)
+            modules["score"] = getattr(model, "score", made)
+        else:
+            modules["lm_head"] = model.get_submodule("lm_head")
+    return modules
+
+
+def _put(root: nn.Module, name: str, module: nn.Module) -> None:
+    """`module` at `name` below root, with containers on the way: the layers' is by number, `stage.model.layers["7"]`."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.ModuleDict() if last.isdigit() and part == path[-1] else nn.Module())
+        root = root.get_submodule(part)
+    root.add_module(last, module)
+
+
+def _place(stage: CausalLMStage, dtype: torch.dtype | None, device: torch.device | None) -> None:
+    """Moves parameters and buffers, and makes room for what is on the meta device, unless parameters are to be there."""
+    to_meta = device is None or device.type == "meta"
+    homes: dict[int, nn.Parameter] = {}  # a tied weight has two names and is one parameter
+    for part in stage.modules():
+        for name, p in part._parameters.items():
+            if p is None:
+                continue
+            if id(p) not in homes and p.is_meta and not to_meta:
+                homes[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype or p.dtype, device=device), requires_grad=p.requires_grad)
+            elif id(p) not in homes:
+                p.data = p.data.to(device, dtype)
+                homes[id(p)] = p
+            part._parameters[name] = homes[id(p)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                buffer = torch.full_like(buffer, float("nan"), device="cpu")
+            part._buffers[name] = buffer if buffer is None or to_meta else buffer.to(device)
+
+
+def _initialise(stage: CausalLMStage, whole: Any, names: list[str], seed: int) -> None:
+    """The model's own initialisation of these modules of the stage."""
+    with torch.no_grad():
+        for top in names:
+            if top == "lm_head" and stage.plan.tied:
+                continue
+            for name, part in reversed(list(stage.get_submodule(top).named_modules(prefix=top))):  # a block comes behind its parts
+                _draw(whole, part, name, seed)
+        if stage.is_last and stage.tied_weight is not None and "lm_head" in names:  # as the first stage draws it
+            embedding = whole.get_submodule(stage.plan.names.embedding.removesuffix(".weight"))
+            embedding.weight = stage.tied_weight
+            _draw(whole, embedding, stage.plan.names.embedding.removesuffix(".weight"), seed)
+    for name, buffer in stage.named_buffers():
+        if buffer.isnan().any():
+            raise errors.UnavailableError(
+                f"this version of transformers does not say what {name} is without a whole model; use transformers 5.23, or give the model"
+            )
+
+
+def _draw(whole: Any, part: nn.Module, name: str, seed: int) -> None:
+    weight = next(part.parameters(), None)
+    if weight is None:
+        return
+    if weight.is_meta:
+        whole._init_weights(part)
+        return
+    cuda = weight.device.type == "cuda"
+    generator = torch.cuda.default_generators[weight.device.index] if cuda else torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big"))
+    try:
+        whole._init_weights(part)
+    finally:
+        generator.set_state(before)
+
+
+def _first(output: Any) -> Tensor:
+    """Layers of older versions of transformers return tuples."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+def _depends_on_length(rotary: Any) -> bool:
+    """Whether a sequence's length changes the frequencies."""
+    kind = getattr(rotary, "rope_type", "default")
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _original_length(rotary: Any) -> int:
+    if rotary.rope_type == "longrope":
+        return int(rotary.config.rope_parameters["original_max_position_embeddings"])
+    return int(rotary.original_max_seq_len)
+
+
+def _rotations(rotary: Any, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [1, T, d] of the tokens' places. Where a sequence's length changes them, each sequence has its own: neither those
+    beside it nor those before count."""
+    places = batch.position_ids.unsqueeze(0)
+    if not _depends_on_length(rotary):
+        cosines, sines = rotary(hidden, places)
+        return cosines, sines
+    made = []
+    for part in places.split([length for length in batch.lengths if length > 0], dim=1):
+        if "dynamic" in rotary.rope_type:
+            rotary.max_seq_len_cached, rotary.inv_freq = rotary.original_max_seq_len, rotary.original_inv_freq
+        made.append(rotary(hidden, part))
+    return torch.cat([c for c, _ in made], dim=1), torch.cat([s for _, s in made], dim=1)
