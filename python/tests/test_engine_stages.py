@@ -9,124 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce.engine import CausalLMStage, PackedBatch, causal_lm_stage
+pytest.importorskip("transformers")
 
-transformers = pytest.importorskip("transformers")
+from engine_stage_support import LENGTHS, MODELS, logits_of, model_of, near, own, packed, run, stages_of
 
-VOCAB = 50
-SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
-SMALL |= {"num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, "initializer_range": 0.3}
-ROPE = {"rope_theta": 10000.0}
-GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 40, "initializer_range": 0.3}
-NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-WINDOWS = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2}
-#: lengths of the sequences, longer and shorter than the windows, and of one token
-LENGTHS = [7, 1, 12, 4, 1]
+from flce import errors
+from flce.engine import _attention
 
 
-def config_of(name: str, **more: Any) -> Any:
-    configs = {
-        "llama": lambda: transformers.LlamaConfig(**SMALL | more),
-        "llama-rope": lambda: transformers.LlamaConfig(
-            **SMALL,
-            rope_parameters=ROPE
-            | {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-            attention_bias=True,
-            mlp_bias=True,
-            **more,
-        ),
-        "llama-yarn": lambda: transformers.LlamaConfig(
-            **SMALL,
-            rope_parameters=ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-            **more,
-        ),
-        "qwen2": lambda: transformers.Qwen2Config(**SMALL | more),
-        "qwen2-window": lambda: transformers.Qwen2Config(**SMALL | WINDOWS | more),
-        "qwen3": lambda: transformers.Qwen3Config(**SMALL | more),
-        "qwen3-window": lambda: transformers.Qwen3Config(**SMALL | WINDOWS | more),
-        "mistral": lambda: transformers.MistralConfig(**SMALL | {"sliding_window": None} | more),
-        "mistral-window": lambda: transformers.MistralConfig(**SMALL | {"sliding_window": 3} | more),
-        "gemma2": lambda: transformers.Gemma2Config(
-            **SMALL
-            | {
-                "sliding_window": 5,
-                "attn_logit_softcapping": 2.0,
-                "final_logit_softcapping": 3.0,
-                "query_pre_attn_scalar": 5,
-                "pad_token_id": 0,
-            }
-            | more
-        ),
-        "gpt2": lambda: transformers.GPT2Config(**GPT2 | NO_DROPOUT | more),
-        "gpt2-scales": lambda: transformers.GPT2Config(
-            **GPT2 | NO_DROPOUT | {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "n_inner": 20} | more
-        ),
-        "gpt2-unscaled": lambda: transformers.GPT2Config(**GPT2 | NO_DROPOUT | {"scale_attn_weights": False} | more),
-    }
-    config = configs[name]()
-    config._attn_implementation = "eager"
-    return config
-
-
-MODELS = ["llama", "llama-rope", "llama-yarn", "qwen2", "qwen2-window", "qwen3", "qwen3-window", "mistral", "mistral-window", "gemma2"]
-MODELS += ["gpt2", "gpt2-scales", "gpt2-unscaled"]
-
-
-def model_of(name: str, seed: int = 0, **more: Any) -> Any:
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(name, **more))
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases, too, differ from 1 and 0
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model.train()
-
-
-def stages_of(model: Any, num_stages: int, **keywords: Any) -> list[CausalLMStage]:
-    """Of a copy of the model."""
-    model = copy.deepcopy(model)
-    return [causal_lm_stage(model, stage, num_stages, **keywords) for stage in range(num_stages)]
-
-
-def run(stages: list[CausalLMStage], ids: Tensor, batch: PackedBatch) -> Tensor:
-    hidden = ids
-    for stage in stages:
-        hidden = stage(hidden, batch)
-    return hidden
-
-
-def logits_of(stages: list[CausalLMStage], hidden: Tensor) -> Tensor:
-    last = stages[-1]
-    logits = last.head(hidden) * last.logit_scale
-    return last.softcap * torch.tanh(logits / last.softcap) if last.softcap else logits
-
-
-def packed(lengths: list[int], seed: int = 1) -> tuple[Tensor, PackedBatch]:
-    torch.manual_seed(seed)
-    return torch.randint(0, VOCAB, (sum(lengths),)), PackedBatch.of(lengths, torch.device("cpu"))
-
-
-def own(model: Any, ids: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """The model's hidden states and logits, sequence by sequence."""
-    base = getattr(model, model.base_model_prefix)
-    hidden = [base(input_ids=part[None], use_cache=False).last_hidden_state[0] for part in ids.split(lengths)]
-    logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)]
-    return torch.cat(hidden), torch.cat(logits)
-
-
-def near(value: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
-    assert value.shape == expected.shape
-    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_in_a_row_compute_what_the_model_does_for_each_sequence(name: str, tied: bool) -> None:
+def test_stages_in_a_row_compute_what_the_model_does_for_each_sequence(name: str) -> None:
+    tied = MODELS.index(name) % 2 == 0
     model = model_of(name, tie_word_embeddings=tied)
     ids, batch = packed(LENGTHS)
     expected_hidden, expected = own(model, ids, LENGTHS)
@@ -136,6 +29,9 @@ def test_stages_in_a_row_compute_what_the_model_does_for_each_sequence(name: str
         stages = stages_of(model, num_stages)
         hidden = run(stages, ids, batch)
         near(hidden, expected_hidden)
+        assert [stage.tied_weight is not None for stage in stages] == [
+            tied and num_stages > 1 and s in (0, num_stages - 1) for s in range(num_stages)
+        ]
         logits = logits_of(stages, hidden)
         near(logits, expected)
         (logits * weights).sum().backward()
@@ -167,3 +63,141 @@ def test_a_stages_state_dict_is_a_part_of_the_models(name: str, tied: bool) -> N
         plan = stages_of(model, num_stages)[0].plan
         for stage, part in enumerate(parts):
             assert all(stage in plan.stages_of(key) for key in part)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma2", "gpt2"])
+def test_checkpointed_layers_give_the_same_gradients(name: str) -> None:
+    model = model_of(name)
+    ids, batch = packed(LENGTHS)
+    kept: list[list[Tensor]] = []
+    for asked in ("no", "the stage", "the model"):
+        if asked == "the model":
+            model.activation_checkpointing_enable() if hasattr(
+                model, "activation_checkpointing_enable"
+            ) else model.gradient_checkpointing_enable()
+        stages = stages_of(model, 2)
+        for stage in stages:
+            stage.gradient_checkpointing = asked == "the stage"
+        calls: list[int] = []
+        norm = next(part for part in stages[1].layers[0].modules() if "Norm" in type(part).__name__)
+        norm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        run(stages, ids, batch).square().sum().backward()
+        assert len(calls) == (1 if asked == "no" else 2)
+        kept.append([p.grad for stage in stages for key, p in stage.named_parameters() if key != "lm_head.weight"])
+    for others in kept[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(kept[0], others, strict=True))
+
+
+def test_dropout_is_drawn_in_training_mode_and_again_in_checkpointed_layers() -> None:
+    model = model_of("gpt2", attn_pdrop=0.3, embd_pdrop=0.2, resid_pdrop=0.2)
+    ids, batch = packed(LENGTHS)
+    (stage,) = stages_of(model, 1)
+
+    def grads(checkpointing: bool) -> tuple[Tensor, Tensor]:
+        stage.gradient_checkpointing = checkpointing
+        stage.zero_grad()
+        torch.manual_seed(7)
+        hidden = stage(ids, batch)
+        hidden.square().sum().backward()
+        return hidden.detach(), stage.transformer.wte.weight.grad
+
+    (plain, plain_grad), (again, again_grad) = grads(False), grads(True)
+    assert torch.equal(plain, again) and torch.equal(plain_grad, again_grad)
+    assert not torch.equal(stage(ids, batch), stage(ids, batch))
+    near(stage.eval()(ids, batch), own(model.eval(), ids, LENGTHS)[0])
+
+
+def test_a_window_over_several_blocks_of_queries_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attention, "_QUERY_BLOCK", 5)
+    for name in ("mistral-window", "gemma2"):
+        model = model_of(name)
+        ids, batch = packed([17, 2, 23])
+        near(run(stages_of(model, 2), ids, batch), own(model, ids, [17, 2, 23])[0])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_depends_on_length_takes_each_sequences_own(kind: str) -> None:
+    rope: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": kind, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0, 1.2, 1.4], "long_factor": [2.0, 3.0, 4.0], "original_max_position_embeddings": 8}
+    model = model_of("llama", rope_parameters=rope, max_position_embeddings=8 if kind == "dynamic" else 32)
+    ids, batch = packed([5, 20, 7, 12])
+    expected = [own(copy.deepcopy(model), part, [len(part)])[0] for part in ids.split([5, 20, 7, 12])]
+    stages = stages_of(model, 2)
+    near(run(stages, ids, batch), torch.cat(expected))
+    near(run(stages, ids, batch), torch.cat(expected))
+    stages[0].new_cache(1, 8)
+    with pytest.raises(errors.ArgumentError, match=rf"max_length is 9; rope of type '{kind}'"):
+        stages[0].new_cache(1, 9)
+
+
+@pytest.mark.parametrize("kernel", ["_flash", "_torch"])
+def test_varlen_kernels_are_given_what_the_model_asks_for(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in on the CPU that does what the kernels' documents say; that they run is a GPU's test."""
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any) -> Tensor:
+        scale = options.get("scale", options.get("softmax_scale"))
+        left, right = options["window_size"]
+        causal = options.get("causal", False) or right == 0
+        assert causal and max_q == max_k == int(cu_q.diff().max()) and cu_q.dtype == torch.int32 and torch.equal(cu_q, cu_k)
+        groups, outputs = q.shape[1] // k.shape[1], []
+        assert options.get("enable_gqa", groups > 1) == (groups > 1)
+        for start, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
+            scores = torch.einsum("ihd,jhd->hij", q[start:end], k[start:end].repeat_interleave(groups, 1)) * scale
+            if options.get("softcap"):
+                scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+            i, j = torch.arange(end - start)[:, None], torch.arange(end - start)[None]
+            hidden = (j > i) | ((j < i - left) if left >= 0 else False)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            outputs.append(torch.einsum("hij,jhd->ihd", weights, v[start:end].repeat_interleave(groups, 1)))
+        return torch.cat(outputs)
+
+    monkeypatch.setattr(_attention, "_varlen_kernel", lambda query, maths: getattr(_attention, kernel))
+    monkeypatch.setattr(_attention, "_flash_attn", lambda: varlen)
+    monkeypatch.setattr(_attention, "_torch_varlen", lambda: varlen)
+    for name in ("qwen3", "mistral-window", *(["gemma2"] if kernel == "_flash" else [])):
+        model = model_of(name)
+        ids, batch = packed(LENGTHS)
+        near(run(stages_of(model, 2), ids, batch), own(model, ids, LENGTHS)[0])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2-scales"])
+def test_stages_in_16_bits_and_under_autocast_stay_near_the_model(name: str) -> None:
+    model = model_of(name).eval()
+    ids, batch = packed(LENGTHS)
+    expected = own(model, ids, LENGTHS)[0]
+    stages = stages_of(model, 2, dtype=torch.bfloat16)
+    assert all(p.dtype == torch.bfloat16 for stage in stages for p in stage.parameters())
+    hidden = run(stages, ids, batch)
+    assert hidden.dtype == torch.bfloat16 and stages[0].dtype == torch.bfloat16
+    near(hidden.float(), expected, 0.25)
+    hidden.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in stages[0].parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = run(stages_of(model, 2), ids, batch)
+    assert hidden.dtype == torch.float32
+    near(hidden, expected, 0.25)
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    stages = stages_of(model_of("llama"), 2)
+    ids, batch = packed([3, 2])
+    with pytest.raises(errors.ShapeError, match=r"x has shape \[4\]; stage 0 of 2 takes \[5\]"):
+        stages[0](ids[:4], batch)
+    with pytest.raises(errors.ShapeError, match=r"stage 1 of 2 takes \[5, 16\]"):
+        stages[1](ids, batch)
+    with pytest.raises(errors.DTypeError, match="token ids"):
+        stages[0](ids.float(), batch)
+    gpt2 = stages_of(model_of("gpt2"), 1)
+    with pytest.raises(errors.ArgumentError, match="has 41 tokens; the model has learned positions of 40"):
+        gpt2[0](*packed([3, 41]))
+    assert gpt2[0](*packed([40])).shape == (40, 16)
+
+
+def test_an_empty_sequence_goes_through_and_an_empty_batch_is_refused() -> None:
+    model = model_of("qwen3")
+    stages = stages_of(model, 2)
+    ids, batch = packed([3, 0, 2])
+    near(run(stages, ids, batch), own(model, ids, [3, 2])[0])
+    with pytest.raises(errors.ShapeError, match="batch has no tokens"):
+        run(stages, *packed([]))

@@ -1,9 +1,10 @@
 """A pipeline engine for packed batches: train, evaluate, forward and generate over torch.distributed.pipelining, with flce on the last
 stage. docs/engine.md has how to use it."""
 
+from flce.engine._cache import KVCache
 from flce.engine._packed import PackedBatch
 from flce.engine._plan import StagePlan, plan_stages
 from flce.engine._stage import Stage
 from flce.engine.causal_lm import CausalLMStage, causal_lm_stage
 
-__all__ = ["CausalLMStage", "PackedBatch", "Stage", "StagePlan", "causal_lm_stage", "plan_stages"]
+__all__ = ["CausalLMStage", "KVCache", "PackedBatch", "Stage", "StagePlan", "causal_lm_stage", "plan_stages"]

@@ -127,8 +127,6 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths
         for rows, columns, mask in _blocks(length, maths.window, query.device):
             outputs.append(_dense(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, maths))
         start += length
-    if not outputs:
-        return query.transpose(1, 2)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 

@@ -31,8 +31,8 @@ class CausalLMStage(Stage):
         config: a copy of the model's config.
         plan: which layers and parameters each stage has.
         critic: whether the last stage has `score`, a row of values, in place of the output layer.
-        gradient_checkpointing: keeps a layer's input alone and computes the layer again in backward, in training mode. False, or what
-            `model.gradient_checkpointing_enable()` had set.
+        gradient_checkpointing: True keeps a layer's input alone and computes the layer again in backward, in training mode. False leaves
+            it to the layers, which do what the model was asked for (`model.gradient_checkpointing_enable()`) before it was cut.
     """
 
     def __init__(self, config: Any, plan: _plan.StagePlan, stage: int, modules: dict[str, nn.Module], *, critic: bool, tied: bool) -> None:
@@ -44,15 +44,13 @@ class CausalLMStage(Stage):
         self.num_stages = plan.num_stages
         self.hidden_size = int(config.hidden_size)
         self.critic = critic
-        self.gradient_checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in modules.values())
+        self.gradient_checkpointing = False
         self._tied = tied and plan.num_stages > 1 and not critic
         options = {} if critic else huggingface.options_of(config)
         self.logit_scale, self.softcap = options.get("logit_scale", 1.0), options.get("softcap", 0.0)
         for name, module in modules.items():
             _put(self, name, module)
             for part in module.modules():
-                if getattr(part, "gradient_checkpointing", False):
-                    setattr(part, "gradient_checkpointing", False)  # noqa: B010
                 if getattr(part, "config", None) is not None:
                     setattr(part, "config", config)  # noqa: B010
 
@@ -94,7 +92,8 @@ class CausalLMStage(Stage):
             keywords["position_embeddings"] = _rotations(self._rotary, hidden, batch)
         for layer in self.layers:
             run = functools.partial(layer, **keywords)
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            itself = getattr(layer, "gradient_checkpointing", False)
+            if self.gradient_checkpointing and not itself and self.training and torch.is_grad_enabled():
                 hidden = _first(checkpoint(run, hidden, use_reentrant=False))
             else:
                 hidden = _first(run(hidden))
@@ -135,6 +134,8 @@ class CausalLMStage(Stage):
         return hidden
 
     def _check(self, x: Tensor, batch: PackedBatch) -> None:
+        if batch.num_tokens == 0:
+            raise errors.ShapeError("batch has no tokens; it must have at least one")
         shape = [batch.num_tokens] if self.is_first else [batch.num_tokens, self.hidden_size]
         if list(x.shape) != shape:
             raise errors.ShapeError(
