@@ -59,7 +59,10 @@ def test_a_config_says_its_dtype_and_a_stage_may_have_another(tmp_path) -> None:
     assert causal_lm_stage(tmp_path, 1, 2).dtype == torch.bfloat16
     stage = causal_lm_stage(tmp_path, 0, 2, dtype=torch.float64)
     assert {p.dtype for p in stage.parameters()} == {torch.float64}
-    assert stage.model.rotary_emb.inv_freq.dtype == torch.float32
+    frequencies = stage.model.rotary_emb.inv_freq.clone()
+    stage.to(torch.bfloat16)
+    assert {p.dtype for p in stage.parameters()} == {torch.bfloat16}
+    assert stage.model.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(stage.model.rotary_emb.inv_freq, frequencies)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "llama-yarn"])
@@ -145,6 +148,10 @@ def test_what_stages_are_not_made_of_is_refused_by_name() -> None:
     untied = copy.deepcopy(model)
     untied.config.tie_word_embeddings = True
     with pytest.raises(errors.ArgumentError, match=r"lm_head.weight is not model.embed_tokens.weight; call model.tie_weights\(\)"):
+        causal_lm_stage(untied, 0, 2)
+    untied.tie_weights()
+    untied.config.tie_word_embeddings = False
+    with pytest.raises(errors.ArgumentError, match=r"False, but lm_head.weight is model.embed_tokens.weight; .* config's to True"):
         causal_lm_stage(untied, 0, 2)
     short = copy.deepcopy(model)
     del short.model.layers[3]

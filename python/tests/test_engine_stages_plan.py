@@ -67,6 +67,12 @@ def test_a_heavy_head_leaves_the_last_stage_fewer_layers() -> None:
     assert plan_stages(CONFIGS["llama"](vocab_size=2000), 3).starts == (0, 1, 4, 5)
 
 
+def test_stages_between_an_embedding_and_a_head_of_many_layers_size_are_even() -> None:
+    starts = balance([50] * 28, 311, 311, 8)  # Qwen3-1.7B, in millions
+    assert starts[:2] == (0, 1) and starts[-2:] == (27, 28)
+    assert sorted(b - a for a, b in itertools.pairwise(starts[1:-1])) == [4, 4, 4, 4, 5, 5]
+
+
 def test_a_folder_with_a_config_is_planned_like_the_config(tmp_path) -> None:
     config = CONFIGS["qwen3"](num_hidden_layers=4)
     config.save_pretrained(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,9 @@ class StagePlan:
 
 def balance(layer_sizes: Sequence[int], first: int, last: int, num_stages: int) -> tuple[int, ...]:
     """Where each stage's layers start, and their number behind: the cut into runs whose largest sum is least, where `first` and `last` are
-    added to the first and last stage. Of equal cuts the one with the earlier starts. Every stage has a layer."""
+    added to the first and last stage. Of cuts with that largest sum the one whose sums' squares add up to least, since an embedding or a
+    head may be most of its stage, and the other stages are to be even all the same; of these the one with the earlier starts. Every stage
+    has a layer."""
     count = len(layer_sizes)
     if not 1 <= num_stages <= count:
         raise errors.ArgumentError(f"num_stages is {num_stages}; a model of {count} layers has 1 to {count} stages")
@@ -103,16 +105,22 @@ def balance(layer_sizes: Sequence[int], first: int, last: int, num_stages: int) 
     def cost(stage: int, start: int, end: int) -> int:
         return sums[end] - sums[start] + (first if stage == 0 else 0) + (last if stage == num_stages - 1 else 0)
 
-    best: list[dict[int, tuple[int, tuple[int, ...]]]] = [{0: (0, (0,))}]
-    for stage in range(num_stages):
-        reached: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for start, (largest, starts) in best[-1].items():
-            for end in range(start + 1, count - (num_stages - 1 - stage) + 1):
-                candidate = (max(largest, cost(stage, start, end)), (*starts, end))
-                if end not in reached or candidate < reached[end]:
-                    reached[end] = candidate
-        best.append(reached)
-    return best[-1][count][1]
+    def best(add: Callable[[int, int], int], limit: float) -> tuple[int, tuple[int, ...]]:
+        """The least total of the stages' costs, which `add` adds to what the stages before have, and the cut; no cost is above limit."""
+        reached: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+        for stage in range(num_stages):
+            behind: dict[int, tuple[int, tuple[int, ...]]] = {}
+            for start, (total, starts) in reached.items():
+                for end in range(start + 1, count - (num_stages - 1 - stage) + 1):
+                    more = cost(stage, start, end)
+                    candidate = (add(total, more), (*starts, end))
+                    if more <= limit and (end not in behind or candidate < behind[end]):
+                        behind[end] = candidate
+            reached = behind
+        return reached[count]
+
+    largest, _ = best(max, float("inf"))
+    return best(lambda total, more: total + more * more, largest)[1]
 
 
 def plan_stages(config: Any, num_stages: int) -> StagePlan:

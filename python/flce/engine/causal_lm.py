@@ -120,6 +120,14 @@ class CausalLMStage(Stage):
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         return KVCache(len(self.layers), num_sequences, max_length, heads, attention.head_dim, self.dtype, self.device)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`to`, `half`, `cuda` and the like. A rotary embedding keeps its dtype, as the positions' precision is its frequencies'."""
+        before = dict(self._rotary.named_buffers()) if self._rotary is not None else {}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            setattr(self._rotary, name, buffer.to(getattr(self._rotary, name).device))
+        return self
+
     @property
     def _rotary(self) -> Any:
         return getattr(self.get_submodule(self.plan.names.layer.split(".")[0]), "rotary_emb", None)
@@ -210,8 +218,7 @@ def causal_lm_stage(
         _refuse_model(given, plan, critic)
     _attention.register()
     if given is None:
-        asked = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
-        dtype = getattr(torch, asked) if isinstance(asked, str) else asked
+        dtype = dtype or _dtype_of(config)
         device = torch.get_default_device() if device is None else device
     config = copy.deepcopy(config)
     config._attn_implementation = _attention.NAME
@@ -225,6 +232,12 @@ def causal_lm_stage(
     new_score = ["score"] if "score" in modules and not hasattr(given, "score") else []
     _initialise(made, whole, list(modules) if given is None else new_score, seed)
     return made
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    asked = getattr(config, "dtype", None) or torch.get_default_dtype()
+    dtype: torch.dtype = getattr(torch, asked) if isinstance(asked, str) else asked
+    return dtype
 
 
 def _wrapped(model: Any) -> Any:
@@ -275,10 +288,13 @@ def _refuse_model(model: Any, plan: _plan.StagePlan, critic: bool) -> None:
     count = len(model.get_submodule(plan.names.layer[:-1]))
     if count != plan.starts[-1]:
         raise errors.ArgumentError(f"model_or_config has {count} layers, and its config {plan.starts[-1]} (num_hidden_layers)")
-    if plan.tied and not critic and model.get_parameter(plan.names.head) is not model.get_parameter(plan.names.embedding):
+    if critic:
+        return
+    shared = model.get_parameter(plan.names.head) is model.get_parameter(plan.names.embedding)
+    if plan.tied is not shared:
         raise errors.ArgumentError(
-            f"config.tie_word_embeddings is True, but {plan.names.head} is not {plan.names.embedding}; call model.tie_weights(), or set "
-            "the config's to False"
+            f"config.tie_word_embeddings is {plan.tied}, but {plan.names.head} is {'' if shared else 'not '}{plan.names.embedding}; call "
+            f"model.tie_weights(), or set the config's to {shared}"
         )
 
 
