@@ -17,7 +17,7 @@ need() {
 }
 
 of_ranks=("$root"/python/tests/test_{pipeline,compat_parallel,trl_ranks,torchtitan}.py
-    "$root"/python/tests/test_{tensor_parallel,megatron}*.py)
+    "$root"/python/tests/test_{tensor_parallel,megatron}*.py "$root"/python/tests/test_engine_*_ranks.py)
 mkdir -p "$work"
 case $check in
     tests)

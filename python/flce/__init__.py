@@ -18,6 +18,7 @@ from flce.errors import (
     FlceError,
     InternalError,
     LabelError,
+    PipelineError,
     PlacementError,
     PlanError,
     PlanMismatchError,
@@ -35,7 +36,7 @@ from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
 from flce.plans import check_same_plans, plan_digest
 
 if TYPE_CHECKING:
-    from flce import bench, compat, huggingface, megatron, torchtitan, trl
+    from flce import bench, compat, engine, huggingface, megatron, torchtitan, trl
     from flce._patch import patch, unpatch
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ __all__ = [
     "LabelError",
     "LinearCrossEntropyLoss",
     "MemoryBudget",
+    "PipelineError",
     "PipelineFusedLoss",
     "PlacementError",
     "PlanError",
@@ -67,6 +69,7 @@ __all__ = [
     "check_labels",
     "check_same_plans",
     "compat",
+    "engine",
     "explain",
     "extract_hidden_states",
     "get_kernel",
@@ -90,7 +93,7 @@ __all__ = [
 ]
 
 # Imported when they are first asked for, as what comes from the next one.
-_SUBMODULES = ("bench", "compat", "huggingface", "megatron", "torchtitan", "trl")
+_SUBMODULES = ("bench", "compat", "engine", "huggingface", "megatron", "torchtitan", "trl")
 _OF_PATCH = ("patch", "unpatch")
 
 

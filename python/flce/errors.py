@@ -15,6 +15,7 @@ __all__ = [
     "FlceError",
     "InternalError",
     "LabelError",
+    "PipelineError",
     "PlacementError",
     "PlanError",
     "PlanMismatchError",
@@ -43,6 +44,15 @@ class PlanMismatchError(FlceError):
     def __init__(self, message: str, ranks: dict[str, list[int]]) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class PipelineError(FlceError):
+    """A stage of a `flce.engine.PipelineEngine` failed, is gone, or was called with another batch than the others; or a loss is not finite.
+    `stage` is that stage's number, None where it is not one stage."""
+
+    def __init__(self, message: str, stage: int | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
 
 
 class ArgumentError(FlceError, ValueError):

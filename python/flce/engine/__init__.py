@@ -2,9 +2,21 @@
 stage. docs/engine.md has how to use it."""
 
 from flce.engine._cache import KVCache
+from flce.engine._output import HeadOutput
 from flce.engine._packed import PackedBatch
+from flce.engine._pipeline_engine import PipelineEngine
 from flce.engine._plan import StagePlan, plan_stages
 from flce.engine._stage import Stage
 from flce.engine.causal_lm import CausalLMStage, causal_lm_stage
 
-__all__ = ["CausalLMStage", "KVCache", "PackedBatch", "Stage", "StagePlan", "causal_lm_stage", "plan_stages"]
+__all__ = [
+    "CausalLMStage",
+    "HeadOutput",
+    "KVCache",
+    "PackedBatch",
+    "PipelineEngine",
+    "Stage",
+    "StagePlan",
+    "causal_lm_stage",
+    "plan_stages",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,25 @@ class Stage(nn.Module):
         stage, num_stages: which stage this is, counted from 0, and of how many.
         hidden_size, dtype: of the hidden states that go from stage to stage.
         head: the output layer, an nn.Linear or a module that holds one (vocabulary, or one row: a critic's values); None but on the last
-            stage. Its parameters are the stage's own, as every other's.
+            stage, which need not set it. Its parameters are the stage's own, as every other's.
         logit_scale, softcap: what logits go through behind the head (1.0 and 0.0: nothing).
         tied_weight: the embedding's weight on the first stage and the head's on the last, where these are copies of one parameter, whose
-            gradients have to be summed; else None.
+            gradients have to be summed; else None. A subclass makes it a property: a parameter that is assigned has a second name.
     """
 
     stage: int
     num_stages: int
     hidden_size: int
     dtype: torch.dtype
-    head: nn.Module | None = None
+    head: nn.Module | None
     logit_scale: float = 1.0
     softcap: float = 0.0
     tied_weight: nn.Parameter | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "head" and name not in self._modules:  # a default in the class would hide the submodule
+            return None
+        return super().__getattr__(name)
 
     @property
     def is_first(self) -> bool:

@@ -1,0 +1,212 @@
+"""What the ranks of a pipeline tell each other beside hidden states: whether they were called alike, and which stage failed."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
+from torch import Tensor
+
+from flce import errors
+from flce.engine._transport import on_device
+
+_made: dict[str, int] = {}
+_GRACE_SECONDS = 3.0  # in which a rank that failed has said so
+_PROBE_SECONDS = 1.0
+
+WHAT = (
+    "the call and its options",
+    "the number of microbatches",
+    "the number of sequences",
+    "cu_seqlens",
+    "packed_input_ids",
+    "the keywords",
+)
+
+
+class Agreed(Exception):  # noqa: N818
+    """What ends a call on every rank alike, and leaves the engine usable."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def digest(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ranks must be called with alike: its parts, in the order of WHAT; ids are compared by a checksum."""
+
+    kind: str
+    num_micro_batches: int
+    lengths: Sequence[int]
+    packed_input_ids: Tensor
+    keywords: Mapping[str, Any]
+
+    def row(self, device: torch.device) -> Tensor:
+        shapes = {name: (list(v.shape), str(v.dtype)) if isinstance(v, Tensor) else () for name, v in sorted(self.keywords.items())}
+        known = [digest(self.kind), self.num_micro_batches, len(self.lengths), digest(repr(tuple(self.lengths))), 0, digest(repr(shapes))]
+        row = torch.tensor([1, *known], dtype=torch.int64, device=device)
+        row[1 + WHAT.index("packed_input_ids")] = checksum(self.packed_input_ids)
+        return row
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Of a tensor's bits and their places: an int64 scalar, on its device, which no rounding changes."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = tensor.detach().reshape(-1)
+    flat = flat.to(torch.uint8) if flat.dtype == torch.bool else flat
+    bits = flat.view(kinds[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, part in enumerate(bits.split(1 << 22)):
+        places = torch.arange(1, 2 * part.numel(), 2, device=tensor.device)
+        total += (part.to(torch.int64) * places).sum() * (2 * number + 1)
+    return total
+
+
+class Agreement:
+    """The ranks of one pipeline.
+
+    group: theirs. stages: the numbers of each rank's stages, by its rank in the group. shared: a name that all data-parallel copies of the
+    pipeline have, under which the first failure of any is kept.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank(group)
+        self.device = device if on_device(group) else torch.device("cpu")
+        self.stages: list[tuple[int, ...]] = [()] * len(self.ranks)
+        self._store: Any = None
+        self._calls = 0
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, self.ranks))
+
+    def open_store(self, shared: str) -> None:
+        _made[shared] = _made.get(shared, 0) + 1
+        self._store = distributed_c10d.PrefixStore(f"flce/engine/{shared}/{_made[shared]}", distributed_c10d._get_default_store())
+
+    def says(self, rank: int) -> str:
+        """A rank by its stages."""
+        stages = self.stages[rank]
+        return f"stage {stages[0]}" if len(stages) == 1 else f"stages {' and '.join(map(str, stages))}"
+
+    def gather(self, value: Any) -> list[Any]:
+        """An object of every rank, by rank."""
+        gathered: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def check_called_alike(self, prepare: Callable[[], Call], copies: dist.ProcessGroup | None) -> None:
+        """Runs `prepare`, which raises where this rank's arguments are wrong, and compares. Agreed on every rank where two differ, where
+        another rank's are wrong, or, with the group of data-parallel ranks, where that is so on one of those."""
+        problem: Exception | None = None
+        self._calls += 1
+        key = f"refused {self._calls}"
+        own = self.stages[self.rank][0]
+        try:
+            row = prepare().row(self.device)
+        except Exception as error:
+            problem = error
+            self.tell(own, f"{type(error).__name__}: {error}", key)
+            row = torch.zeros(1 + len(WHAT), dtype=torch.int64, device=self.device)
+        rows = [torch.empty_like(row) for _ in self.ranks]
+        dist.all_gather(rows, row, group=self.group)
+        problem = problem or self._difference(torch.stack(rows).tolist(), key)
+        if copies is not None:
+            if problem is not None:
+                self.tell(own, str(problem), key)
+            fine = torch.tensor(int(problem is None), device=self.device)
+            dist.all_reduce(fine, dist.ReduceOp.MIN, group=copies)
+            if problem is None and not int(fine):
+                problem = errors.PipelineError(
+                    f"another data-parallel rank refused its batch{self._told_of(key)}. Nothing was computed", own
+                )
+        if problem is not None:
+            raise Agreed(problem)
+
+    def _told_of(self, key: str) -> str:
+        told = self.told(key)
+        return f": {told[1]}" if told else ""
+
+    def _difference(self, rows: list[list[int]], key: str) -> errors.PipelineError | None:
+        for rank, row in enumerate(rows):
+            if not row[0]:
+                return errors.PipelineError(
+                    f"{self.says(rank)} refused what it was called with{self._told_of(key)}. Nothing was computed", self.stages[rank][0]
+                )
+        for rank, row in enumerate(rows):
+            parts = [name for name, one, other in zip(WHAT, rows[0][1:], row[1:], strict=True) if one != other]
+            if parts:
+                return errors.PipelineError(
+                    f"{self.says(0)} and {self.says(rank)} were called with different arguments: {', '.join(parts)}; every rank of a "
+                    "pipeline must be given the same batch. Nothing was computed",
+                    self.stages[rank][0],
+                )
+        return None
+
+    def tell(self, stage: int, message: str, key: str = "failed") -> None:
+        """Other ranks find this where their own waits end. The first one told stays."""
+        if self._store is None:
+            return
+        try:
+            self._store.compare_set(key, "", f"{stage} {message}")
+        except Exception:
+            pass  # the store may have gone with the rank that kept it
+
+    def told(self, key: str = "failed") -> tuple[int, str] | None:
+        try:
+            if self._store is None or not self._store.check([key]):
+                return None
+            stage, message = self._store.get(key).decode().split(" ", 1)
+            return int(stage), message
+        except Exception:
+            return None
+
+    def reason(self, error: BaseException) -> errors.PipelineError:
+        """Why a wait on another rank ended with `error`: what the rank that failed has told, or else which rank's connection is broken."""
+        until = time.monotonic() + _GRACE_SECONDS
+        told = self.told()
+        while told is None and time.monotonic() < until:
+            time.sleep(0.05)
+            told = self.told()
+        if told is None:
+            gone = [rank for rank in range(len(self.ranks)) if rank != self.rank and self._is_broken(rank)]
+            told = self.told()
+            if told is None and gone:
+                self.tell(
+                    self.stages[gone[0]][0],
+                    f"{self.says(gone[0])} is gone or does not answer: its connection to {self.says(self.rank)} broke",
+                )
+                told = self.told() or (self.stages[gone[0]][0], f"{self.says(gone[0])} is gone or does not answer")
+        if told is None:
+            return errors.PipelineError(f"{self.says(self.rank)} could not exchange data with another stage: {error}")
+        return errors.PipelineError(f"{told[1]} (seen by {self.says(self.rank)}: {_first_line(error)})", told[0])
+
+    def _is_broken(self, rank: int) -> bool:
+        """Whether the connection to a rank is. Nothing is sent to it: what is waited for here is never sent."""
+        if on_device(self.group):
+            return False
+        try:
+            work = dist.irecv(torch.zeros(1), src=self.ranks[rank], group=self.group, tag=1 << 20)
+            if work is not None:
+                work.wait(timedelta(seconds=_PROBE_SECONDS))
+        except Exception as error:
+            return "imed out" not in str(error)
+        return False
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0][:200]

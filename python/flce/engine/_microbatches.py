@@ -1,0 +1,178 @@
+"""A packed batch cut into microbatches, without cutting a sequence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce import errors
+from flce.engine._packed import PackedBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """Sequences `sequences` of the batch, of which there are T_i tokens.
+
+    input_ids: [T_i] int64, on the stage's device; batch: their lengths and positions; kwargs: the loss function's part of the keywords.
+    """
+
+    number: int
+    sequences: range
+    input_ids: Tensor
+    batch: PackedBatch
+    kwargs: dict[str, Any]
+
+    def __str__(self) -> str:
+        first, last = self.sequences[0], self.sequences[-1]
+        return (
+            f"microbatch {self.number} (sequence {first})" if first == last else f"microbatch {self.number} (sequences {first} to {last})"
+        )
+
+
+def lengths_of(packed_input_ids: Any, cu_seqlens: Any) -> tuple[int, ...]:
+    """The sequences' lengths, from packed_input_ids [T] and cu_seqlens [B + 1]. Raises ArgumentError, ShapeError, DTypeError."""
+    for name, tensor in (("packed_input_ids", packed_input_ids), ("cu_seqlens", cu_seqlens)):
+        if not isinstance(tensor, Tensor):
+            raise errors.DTypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise errors.DTypeError(f"{name} has dtype {tensor.dtype}; it must be int32 or int64")
+        if tensor.dim() != 1:
+            raise errors.ShapeError(f"{name} has shape {list(tensor.shape)}; it must have one dimension")
+    bounds: list[int] = cu_seqlens.tolist()
+    num_tokens = packed_input_ids.shape[0]
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != num_tokens:
+        raise errors.ArgumentError(
+            f"cu_seqlens has {len(bounds)} elements{f' from {bounds[0]} to {bounds[-1]}' if bounds else ''}; it must go from 0 to "
+            f"packed_input_ids' {num_tokens} tokens, with one element more than there are sequences"
+        )
+    lengths = tuple(after - before for before, after in itertools.pairwise(bounds))
+    for number, length in enumerate(lengths):
+        if length < 1:
+            raise errors.ArgumentError(
+                f"cu_seqlens gives sequence {number} {length} tokens; every sequence must have one or more: leave empty ones out"
+            )
+    return lengths
+
+
+def cut(lengths: Sequence[int], num_micro_batches: int) -> tuple[int, ...]:
+    """Where each microbatch's sequences start, and their number behind: runs of whole sequences, in the batch's order, whose largest number
+    of tokens is the least possible. ArgumentError where there are fewer sequences than microbatches."""
+    count = len(lengths)
+    if not isinstance(num_micro_batches, int) or isinstance(num_micro_batches, bool) or num_micro_batches < 1:
+        raise errors.ArgumentError(f"num_micro_batches is {num_micro_batches!r}; it must be an integer of 1 or more")
+    if count < num_micro_batches:
+        raise errors.ArgumentError(
+            f"the batch has {count} sequences, which are fewer than its {num_micro_batches} microbatches, and no sequence is cut: give "
+            f"more sequences, or num_micro_batches={count} or fewer"
+        )
+    low, high = max(lengths), sum(lengths)
+    while low < high:  # the least room that suffices
+        room = (low + high) // 2
+        if len(_runs(lengths, room)) - 1 <= num_micro_batches:
+            high = room
+        else:
+            low = room + 1
+    starts = list(_runs(lengths, low))
+    while len(starts) - 1 < num_micro_batches:  # the largest run that has two sequences, in its middle
+        runs = [(sum(lengths[a:b]), -i) for i, (a, b) in enumerate(itertools.pairwise(starts)) if b - a > 1]
+        run = -max(runs)[1]
+        begin, end = starts[run], starts[run + 1]
+        half = min(range(begin + 1, end), key=lambda at: max(sum(lengths[begin:at]), sum(lengths[at:end])))
+        starts.insert(run + 1, half)
+    return tuple(starts)
+
+
+def _runs(lengths: Sequence[int], room: int) -> tuple[int, ...]:
+    """Where runs start that are filled one after another up to `room` tokens, and their end."""
+    starts, held = [0], 0
+    for number, length in enumerate(lengths):
+        if held and held + length > room:
+            starts.append(number)
+            held = 0
+        held += length
+    return (*starts, len(lengths))
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What the caller says of keywords that do not say it themselves: their names."""
+
+    per_token: frozenset[str] = frozenset()
+    per_target: frozenset[str] = frozenset()
+    per_sequence: frozenset[str] = frozenset()
+    constant: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(per_token: Iterable[str], per_target: Iterable[str], per_sequence: Iterable[str], constant: Iterable[str]) -> Naming:
+        given = {"per_token": per_token, "per_target": per_target, "per_sequence": per_sequence, "constant": constant}
+        names: dict[str, frozenset[str]] = {}
+        for argument, value in given.items():
+            if isinstance(value, str):
+                raise errors.DTypeError(f"{argument} is {value!r}; it must be a sequence of keywords' names, as ({value!r},)")
+            names[argument] = frozenset(value)
+        everything = [name for part in names.values() for name in part]
+        twice = sorted({name for name in everything if everything.count(name) > 1})
+        if twice:
+            raise errors.ArgumentError(f"{', '.join(twice)}: named more than once in per_token, per_target, per_sequence and constant")
+        return Naming(**names)
+
+
+TOKEN, TARGET, SEQUENCE, CONSTANT = "per_token", "per_target", "per_sequence", "constant"
+
+
+def kinds_of(kwargs: Mapping[str, Any], lengths: Sequence[int], naming: Naming) -> dict[str, str]:
+    """How each keyword is split: a tensor by its first dimension, T tokens, T - B of those that have a next one in their sequence, or B
+    sequences; what has no dimension, and what is no tensor, is each microbatch's. ArgumentError, ShapeError name what is not clear."""
+    sizes = {TOKEN: sum(lengths), TARGET: sum(lengths) - len(lengths), SEQUENCE: len(lengths)}
+    unknown = sorted((naming.per_token | naming.per_target | naming.per_sequence | naming.constant) - kwargs.keys())
+    if unknown:
+        raise errors.ArgumentError(
+            f"{', '.join(unknown)}: named in per_token, per_target, per_sequence or constant, but no such keyword is given"
+        )
+    kinds: dict[str, str] = {}
+    for name, value in kwargs.items():
+        named = next((kind for kind in (*sizes, CONSTANT) if name in getattr(naming, kind)), None)
+        if named in sizes and (not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != sizes[named]):
+            shape = list(value.shape) if isinstance(value, Tensor) else f"no tensor but a {type(value).__name__}"
+            raise errors.ShapeError(f"{name} is named in {named} and has shape {shape}; its first dimension must be {sizes[named]}")
+        if named is not None or not isinstance(value, Tensor) or value.dim() == 0:
+            kinds[name] = named or CONSTANT
+            continue
+        fitting = [kind for kind, size in sizes.items() if value.shape[0] == size]
+        if len(fitting) != 1:
+            which = " and ".join(f"{kind} ({sizes[kind]})" for kind in fitting or sizes)
+            why = f"fits {which} alike" if fitting else f"is none of {which}"
+            raise errors.ArgumentError(
+                f"{name} has shape {list(value.shape)}, whose first dimension {why}: name it in per_token=, per_target=, per_sequence= or "
+                "constant="
+            )
+        kinds[name] = fitting[0]
+    return kinds
+
+
+def split(
+    packed_input_ids: Tensor,
+    lengths: Sequence[int],
+    starts: Sequence[int],
+    device: torch.device,
+    kwargs: Mapping[str, Any],
+    kinds: Mapping[str, str],
+) -> list[Microbatch]:
+    """The microbatches whose sequences start at `starts`, on `device`, each with its part of `kwargs`."""
+    ids = packed_input_ids.to(device=device, dtype=torch.int64)
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kwargs.items()}
+    made = []
+    token = 0
+    for number, (first, end) in enumerate(itertools.pairwise(starts)):
+        own = lengths[first:end]
+        tokens = slice(token, token + sum(own))
+        slices = {TOKEN: tokens, TARGET: slice(tokens.start - first, tokens.stop - end), SEQUENCE: slice(first, end)}
+        part = {name: value if kinds[name] == CONSTANT else value[slices[kinds[name]]] for name, value in moved.items()}
+        made.append(Microbatch(number, range(first, end), ids[tokens], PackedBatch.of(own, device), part))
+        token = tokens.stop
+    return made

@@ -1,0 +1,468 @@
+"""`PipelineEngine`: training, evaluation and forward passes of a model in pipeline stages, on packed batches."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flce import errors
+from flce.engine import _losses, _microbatches, _reduce, _schedules, _setup, _transport
+from flce.engine._agreement import Agreed, Call
+from flce.engine._microbatches import Microbatch, Naming
+from flce.engine._output import HeadOutput, head_options_of
+from flce.engine._stage import Stage
+
+_log = logging.getLogger("flce")
+
+OUTPUTS = ("logits", "logprobs", "hidden", "entropy", "values")
+
+
+class PipelineEngine:
+    """A model in pipeline stages, of which this rank has one or more.
+
+        engine = PipelineEngine(stage, pipeline_group, optimizer, lr_scheduler=scheduler)
+        result = engine.train_batch(packed_input_ids, cu_seqlens, loss_fn, labels=labels)
+        if engine.is_last:
+            loss, stats = result
+
+    Every rank of the pipeline makes one and calls the same methods with the same batch: packed_input_ids [T] int64 or int32, on any device,
+    and cu_seqlens [B + 1] int32 or int64 from 0 to T, without empty sequences. A difference is found before anything is computed. A batch
+    is cut into microbatches of whole sequences, in its order, whose largest number of tokens is the least possible.
+
+    Args:
+        stage: this rank's `Stage`, or several in the order of their numbers for a schedule that has several on a rank.
+        pipeline_group: the ranks of this pipeline, in the order of their stages; None: all ranks.
+        optimizer: of this rank's parameters, tied weight included; needed for `train_batch` alone.
+        data_parallel_group: the ranks that have copies of this rank's stages. Gradients are reduced over them, once a batch.
+        lr_scheduler: stepped behind the optimizer.
+        schedule: "gpipe", "1f1b"; with several stages a rank "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble" (rank r of R has
+            the stages r, R + r, …), "zbv", "dualpipev" (r and 2R - 1 - r).
+        num_micro_batches: of a batch, where a call does not say; None: the number of stages.
+        normalize: "micro_batches": a batch's loss is the mean of its microbatches' losses, and gradients are averaged over data-parallel
+            ranks. "tokens": losses are weighed by what they count, over data-parallel ranks too; see `train_batch`.
+        max_grad_norm: gradients of all stages together are scaled to at most this 2-norm, and `last_grad_norm` has what it was;
+            float("inf") measures without scaling. None: neither.
+        nonfinite: what becomes of a batch with a loss (or a norm) that is not finite, which all ranks agree on before the optimizer steps:
+            "raise" PipelineError, or "skip" the step and log it. Parameters stay as they were either way.
+        head_options: workspace_limit_bytes, retain_in_grad_weight, batch_invariant of `flce.linear_cross_entropy`, for every microbatch.
+        memory_limit_bytes: the most memory that the losses of all microbatches in flight take together, as `flce.MemoryBudget` has it.
+        device: where the stages are; None: where their first parameter is.
+
+    Attributes:
+        stages, is_first, is_last: of this rank. last_grad_norm: float or None. version_steps: what `set_version_steps` was given, or None.
+
+    Raises:
+        ArgumentError: for arguments that do not fit, on this rank or between ranks. PipelineError: where copies of a parameter differ.
+        After a rank has failed, every call raises PipelineError: make another engine.
+    """
+
+    def __init__(
+        self,
+        stage: Stage | Sequence[Stage],
+        pipeline_group: dist.ProcessGroup | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        lr_scheduler: Any = None,
+        schedule: str = "1f1b",
+        num_micro_batches: int | None = None,
+        normalize: str = "micro_batches",
+        max_grad_norm: float | None = None,
+        nonfinite: str = "raise",
+        head_options: Mapping[str, Any] | None = None,
+        memory_limit_bytes: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        _setup.check_torch()
+        self.stages = _setup.stages_of(stage)
+        self.num_stages = self.stages[0].num_stages
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.schedule = _schedules.named(schedule)
+        self.num_micro_batches = _setup.count("num_micro_batches", num_micro_batches, self.num_stages)
+        self.normalize = _setup.choice("normalize", normalize, ("micro_batches", "tokens"))
+        self.nonfinite = _setup.choice("nonfinite", nonfinite, ("raise", "skip"))
+        self.max_grad_norm = _setup.norm(max_grad_norm)
+        self.device = _setup.device_of(self.stages, device)
+        self.pipeline_group = _setup.group_of(pipeline_group)
+        self.data_parallel_group = data_parallel_group
+        self.last_grad_norm: float | None = None
+        self.version_steps: int | None = None
+        self._head_options = head_options_of(head_options, memory_limit_bytes)
+        self._agreement, self._tied = _setup.meet(self)
+        self._modules = [_transport.StageModule(stage) for stage in self.stages]
+        self._made: dict[tuple[bool, int], Any] = {}
+        self._microbatches: list[Microbatch] = []
+        self._failure: BaseException | None = None
+        self._failed: str | None = None
+        self._warned = False
+
+    @property
+    def is_first(self) -> bool:
+        return any(stage.is_first for stage in self.stages)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, and so gets results."""
+        return any(stage.is_last for stage in self.stages)
+
+    @property
+    def training(self) -> bool:
+        return self.stages[0].training
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of this rank's stages."""
+        for stage in self.stages:
+            yield from stage.parameters()
+
+    def train(self, mode: bool = True) -> PipelineEngine:
+        """Puts this rank's stages into training mode."""
+        for stage in self.stages:
+            stage.train(mode)
+        return self
+
+    def eval(self) -> PipelineEngine:
+        """Puts this rank's stages into evaluation mode."""
+        return self.train(False)
+
+    def set_version_steps(self, version_steps: int) -> None:
+        """From now on the learning-rate scheduler is stepped as lr_scheduler.step(version_steps) after a batch: in reinforcement learning
+        one version of a policy takes several optimizer steps."""
+        self.version_steps = version_steps
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ArgumentError."""
+        raise errors.ArgumentError(
+            "backward() is a part of a pipeline's schedule, which runs forwards and backwards of microbatches in turns; call "
+            "train_batch(packed_input_ids, cu_seqlens, loss_fn)"
+        )
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ArgumentError."""
+        raise errors.ArgumentError(
+            "step() would step without the reductions over stages and data-parallel ranks; train_batch(packed_input_ids, cu_seqlens, "
+            "loss_fn) steps the optimizer and the scheduler"
+        )
+
+    def train_batch(
+        self,
+        packed_input_ids: Tensor,
+        cu_seqlens: Tensor,
+        loss_fn: _losses.LossFunction,
+        *,
+        num_micro_batches: int | None = None,
+        token_count: _losses.TokenCount = None,
+        per_token: Iterable[str] = (),
+        per_target: Iterable[str] = (),
+        per_sequence: Iterable[str] = (),
+        constant: Iterable[str] = (),
+        **loss_fn_kwargs: Any,
+    ) -> tuple[Tensor, list[Any]] | None:
+        """One step of the optimizer on a batch.
+
+        loss_fn(output, packed_input_ids=…, cu_seqlens=…, **kwargs) → (loss, stats) is called on the last stage for each microbatch: output
+        a `HeadOutput`, packed_input_ids [T_i] int64, cu_seqlens [B_i + 1] int32 from 0, loss a scalar with a gradient.
+
+        Args:
+            num_micro_batches: of this batch; at most its number of sequences.
+            token_count: with normalize="tokens": what a microbatch's loss is a mean over. A function of (packed_input_ids, cu_seqlens,
+                **kwargs) that returns the number for a microbatch, or a tensor [B] of each sequence's. None: tokens that have a target, by
+                the keyword `labels` (not -100) or else `loss_mask` (not 0) where there is one, packed as the ids are and read one row on
+                or packed as targets are; else every token but a sequence's first.
+            per_token, per_target, per_sequence, constant: names of keywords whose kind their shape does not say.
+            loss_fn_kwargs: for loss_fn. Tensors are split by their first dimension: T, as tokens are; T - B, as those tokens are that have
+                a next one in their sequence; B, as sequences are. All else is given to each microbatch as it is.
+
+        Returns:
+            (loss, stats) on the last stage: the batch's loss on this data-parallel rank, a detached fp32 scalar, and what loss_fn returned
+            beside each loss, in order; None on other stages. Gradients are cleared behind the optimizer's step.
+        """
+        naming = (per_token, per_target, per_sequence, constant)
+        with self._watching():
+            losses = self._losses = self._new_losses(
+                "train_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, naming, loss_fn_kwargs
+            )
+            self._clear_gradients()
+            with torch.enable_grad():
+                self._run(True)
+            self._finish_step(losses)
+            return losses.result() if self.is_last else None
+
+    def eval_batch(
+        self,
+        packed_input_ids: Tensor,
+        cu_seqlens: Tensor,
+        loss_fn: _losses.LossFunction,
+        *,
+        num_micro_batches: int | None = None,
+        token_count: _losses.TokenCount = None,
+        per_token: Iterable[str] = (),
+        per_target: Iterable[str] = (),
+        per_sequence: Iterable[str] = (),
+        constant: Iterable[str] = (),
+        **loss_fn_kwargs: Any,
+    ) -> tuple[Tensor, list[Any]] | None:
+        """The same as `train_batch` without gradients and without a step. Parameters and their gradients are left alone; whether the stages
+        are in evaluation mode is the caller's."""
+        naming = (per_token, per_target, per_sequence, constant)
+        with self._watching(), torch.no_grad():
+            losses = self._new_losses(
+                "eval_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, naming, loss_fn_kwargs
+            )
+            self._run(False, lambda hidden, microbatch: losses.add(self._output(hidden, microbatch), microbatch))
+            return losses.result() if self.is_last else None
+
+    def forward(
+        self,
+        packed_input_ids: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        output: str = "logits",
+        labels: Tensor | None = None,
+        temperature: float = 1.0,
+        num_micro_batches: int | None = None,
+    ) -> Tensor | None:
+        """What the last stage makes of a batch, packed in the batch's order; None on other stages. Without gradients.
+
+        Args:
+            output: "logits" [T, V] of hidden's dtype; "logprobs" [T] fp32 of the next token, or of `labels` [T] (not shifted), 0 where
+                there is none; "entropy" [T] fp32; "values" [T] fp32 of a critic; "hidden" [T, D] behind the final norm. Logits are made for
+                "logits" alone.
+            temperature: for "logprobs" and "entropy".
+        """
+        keywords = {} if labels is None else {"labels": labels}
+        kind = f"forward {output} {temperature}"
+        results: list[Tensor] = []
+
+        def compute(hidden: Tensor, microbatch: Microbatch) -> None:
+            results.append(_forward_of(self._output(hidden, microbatch), microbatch, output, temperature))
+
+        with self._watching(), torch.no_grad():
+            named = (tuple(keywords), (), (), ())
+            check = functools.partial(_setup.choice, "output", output, OUTPUTS)
+            self._prepare(kind, packed_input_ids, cu_seqlens, num_micro_batches, keywords, named, check=check)
+            self._run(False, compute)
+            return torch.cat(results) if self.is_last else None
+
+    __call__ = forward
+
+    def generate(self, packed_input_ids: Tensor, cu_seqlens: Tensor, tokenizer: Any = None, gconfig: Any = None, **options: Any) -> Any:
+        """Completions of the batch's sequences; `flce.engine.GenerationConfig` has what can be asked for."""
+        self.check_usable()
+        generate = importlib.import_module("flce.engine._generate").generate
+        return generate(self, packed_input_ids, cu_seqlens, tokenizer, gconfig, **options)
+
+    def check_usable(self) -> None:
+        """PipelineError where a call has failed before."""
+        if self._failed is not None:
+            raise errors.PipelineError(f"this engine has failed and cannot go on; make another one. It failed with: {self._failed}")
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Round all that ranks do together: what they agreed on is raised as it is; anything else ends the engine, and others are told."""
+        self.check_usable()
+        self._failure = None
+        try:
+            yield
+        except Agreed as agreed:
+            raise agreed.error from agreed.error.__cause__
+        except Exception as error:
+            raised = self._reason(error)
+            self._failed = str(raised)
+            raise raised from error
+        except BaseException as error:
+            self._failed = f"{self._agreement.says(self._agreement.rank)} was interrupted: {type(error).__name__}"
+            self._agreement.tell(self.stages[0].stage, self._failed)
+            raise
+        finally:
+            for module in self._modules:
+                module.microbatches, module.finish, module.failure = [], None, None
+            self._microbatches = []
+
+    @contextmanager
+    def _own(self) -> Iterator[None]:
+        """Round what this rank computes by itself outside of its stages' passes."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _reason(self, error: Exception) -> errors.PipelineError:
+        own: BaseException | None = self._failure
+        stage = self.stages[0].stage
+        where = ""
+        for module in self._modules:
+            if own is None and module.failure is not None:
+                own, stage, where = module.failure, module.stage.stage, f" on {module.microbatches[module.number]}"
+        if own is None:
+            return self._agreement.reason(error)
+        while isinstance(own, RuntimeError) and own.__cause__ is not None and "ailed to run" in str(own):  # torch's words round it
+            own = own.__cause__
+        message = f"stage {stage} failed{where}: {type(own).__name__}: {own}"
+        self._agreement.tell(stage, message)
+        return errors.PipelineError(message, stage)
+
+    def _prepare(
+        self,
+        kind: str,
+        packed_input_ids: Tensor,
+        cu_seqlens: Tensor,
+        num_micro_batches: int | None,
+        keywords: Mapping[str, Any],
+        naming: tuple[Iterable[str], Iterable[str], Iterable[str], Iterable[str]],
+        token_count: _losses.TokenCount | bool = False,
+        check: Callable[[], Any] = lambda: None,
+    ) -> list[int] | None:
+        """Cuts the batch, and sees that every rank was called with the same. Returns the microbatches' counted tokens, where asked for."""
+        counts: list[int] | None = None
+        wanted = self.num_micro_batches if num_micro_batches is None else num_micro_batches
+
+        def prepare() -> Call:
+            nonlocal counts
+            check()
+            lengths = _microbatches.lengths_of(packed_input_ids, cu_seqlens)
+            starts = _microbatches.cut(lengths, wanted)
+            kinds = _microbatches.kinds_of(keywords, lengths, Naming.of(*naming))
+            self._microbatches = _microbatches.split(packed_input_ids, lengths, starts, self.device, keywords, kinds)
+            self._schedule(kind.startswith("train"), wanted)
+            if not isinstance(token_count, bool):
+                counts = _losses.counts_of(token_count, self._microbatches, lengths, kinds)
+            return Call(kind, wanted, lengths, packed_input_ids, keywords)
+
+        self._agreement.check_called_alike(prepare, self.data_parallel_group if kind.startswith("train") else None)
+        if wanted < self.num_stages and not self._warned:
+            self._warned = True
+            _log.warning(
+                "flce: %d microbatches in %d pipeline stages: stages wait for each other; num_micro_batches of %d or more keeps them busy",
+                wanted,
+                self.num_stages,
+                self.num_stages,
+            )
+        return counts
+
+    def _new_losses(
+        self, kind: str, ids: Tensor, cu_seqlens: Tensor, loss_fn: Any, number: int | None, token_count: Any, naming: Any, kwargs: Any
+    ) -> _losses.Losses:
+        by_tokens = self.normalize == "tokens"
+
+        def check() -> None:
+            if kind == "train_batch" and self.optimizer is None:
+                raise errors.ArgumentError("train_batch needs an optimizer; this engine was made without one")
+            if token_count is not None and not by_tokens:
+                raise errors.ArgumentError(f'token_count is for normalize="tokens"; this engine was made with {self.normalize!r}')
+            if not callable(loss_fn):
+                raise errors.DTypeError(
+                    f"loss_fn is a {type(loss_fn).__name__}; it must be a function of output, packed_input_ids, cu_seqlens"
+                )
+
+        counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, naming, token_count if by_tokens else False, check)
+        total = 0
+        if counts is not None:
+            summed = torch.tensor(sum(counts), dtype=torch.int64, device=self._agreement.device)
+            if self.data_parallel_group is not None and kind.startswith("train"):
+                dist.all_reduce(summed, group=self.data_parallel_group)
+            total = int(summed)
+            if total == 0:
+                raise Agreed(errors.ArgumentError('the batch has no token that counts, which normalize="tokens" would divide by'))
+        return _losses.Losses(loss_fn, list(self._microbatches), counts, total)
+
+    def _schedule(self, train: bool, num_micro_batches: int) -> Any:
+        """torch's schedule for this many microbatches, kept: its stages hold what it set up at its first step."""
+        key = (train, num_micro_batches)
+        if key not in self._made:
+            stages = [_transport.EngineStage(module, self.device, self.pipeline_group) for module in self._modules]
+            self._made[key] = _schedules.make(self.schedule, stages, num_micro_batches, self._loss_of if train else None)
+        return self._made[key]
+
+    def _run(self, train: bool, finish: Callable[[Tensor, Microbatch], Any] | None = None) -> None:
+        for module in self._modules:
+            module.microbatches, module.finish = self._microbatches, finish
+        count = len(self._microbatches)
+        _transport.run(self._schedule(train, count), count, first=self.is_first)
+
+    def _output(self, hidden: Tensor, microbatch: Microbatch) -> HeadOutput:
+        last = next(stage for stage in self.stages if stage.is_last)
+        return HeadOutput.of(last, hidden, microbatch.batch.cu_seqlens, self._head_options)
+
+    def _loss_of(self, hidden: Tensor, number: Tensor) -> Tensor:
+        """torch's loss_fn; the target is a microbatch's number."""
+        microbatch = self._microbatches[int(number)]
+        with next(module for module in self._modules if module.stage.is_last).noting():
+            return self._losses.add(self._output(hidden, microbatch), microbatch)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def _finish_step(self, losses: _losses.Losses) -> None:
+        """From gradients to the optimizer's step, or to none where a loss is not finite."""
+        problem = self._nonfinite_loss(losses)
+        if problem is None:
+            _reduce.sum_tied(self._tied.weights, self._tied.peer, self.pipeline_group)
+            if self.data_parallel_group is not None:
+                trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+                _reduce.reduce_over_copies(trained, self.data_parallel_group, average=self.normalize == "micro_batches")
+            problem = self._clip()
+        if problem is not None:
+            self._clear_gradients()
+            if self.nonfinite == "raise":
+                raise Agreed(problem)
+            _log.warning("flce: %s; the optimizer's step is left out", problem)
+            return
+        assert self.optimizer is not None
+        with self._own():
+            self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(*(() if self.version_steps is None else (self.version_steps,)))
+        self._clear_gradients()
+
+    def _nonfinite_loss(self, losses: _losses.Losses) -> errors.PipelineError | None:
+        """The first microbatch whose loss is not finite, on all ranks alike."""
+        fine, copies = 1 << 62, self.data_parallel_group
+        copy = 0 if copies is None else dist.get_rank(copies)
+        bad = losses.first_nonfinite() if self.is_last else None
+        code = torch.tensor(fine if bad is None else (copy << 32) + bad, device=self._agreement.device)
+        dist.all_reduce(code, dist.ReduceOp.MIN, group=self.pipeline_group)
+        if copies is not None:
+            dist.all_reduce(code, dist.ReduceOp.MIN, group=copies)
+        found = int(code)
+        if found == fine:
+            return None
+        number = found & 0xFFFFFFFF
+        name = str(self._microbatches[number]) if found >> 32 == copy else f"microbatch {number}"
+        of = "" if copies is None else f" of data-parallel rank {found >> 32}"
+        return errors.PipelineError(f"the loss of {name}{of} is not finite; parameters are as they were", self.num_stages - 1)
+
+    def _clip(self) -> errors.PipelineError | None:
+        if self.max_grad_norm is None:
+            return None
+        counted = [parameter for parameter in self.parameters() if parameter.grad is not None and parameter is not self._tied.counted]
+        norm = _reduce.global_norm(
+            [parameter.grad for parameter in counted if parameter.grad is not None], self.pipeline_group, self.device
+        )
+        self.last_grad_norm = float(norm)
+        if not math.isfinite(self.last_grad_norm):
+            return errors.PipelineError(f"the gradients' norm is {self.last_grad_norm}; parameters are as they were")
+        if self.last_grad_norm > self.max_grad_norm:
+            _reduce.clip([parameter.grad for parameter in self.parameters() if parameter.grad is not None], norm, self.max_grad_norm)
+        return None
+
+
+def _forward_of(output: HeadOutput, microbatch: Microbatch, what: str, temperature: float) -> Tensor:
+    if what == "logprobs":
+        return output.logprobs(microbatch.kwargs.get("labels", microbatch.input_ids), temperature)
+    if what == "entropy":
+        return output.entropy(temperature)
+    if what == "hidden":
+        return output.hidden
+    return output.values() if what == "values" else output.logits()

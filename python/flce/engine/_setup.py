@@ -1,0 +1,194 @@
+"""What an engine checks when it is made, alone and together with the other ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flce import errors
+from flce.engine import _schedules
+from flce.engine._agreement import Agreement, checksum
+from flce.engine._stage import Stage
+
+if TYPE_CHECKING:
+    from flce.engine._pipeline_engine import PipelineEngine
+
+_OLDEST_TORCH = (2, 11)
+
+
+@dataclass(frozen=True)
+class Tied:
+    """The copies of a tied weight that this rank has (none, one, or both), and the rank, counted among all, that has the other one."""
+
+    weights: tuple[nn.Parameter, ...] = ()
+    peer: int | None = None
+    counted: nn.Parameter | None = None  #: the copy whose gradient a norm leaves out
+
+
+def check_torch() -> None:
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < _OLDEST_TORCH:
+        raise errors.UnavailableError(
+            f"PipelineEngine needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer; this is {torch.__version__}"
+        )
+    if not dist.is_available() or not dist.is_initialized():
+        raise errors.ArgumentError("PipelineEngine needs torch.distributed: call torch.distributed.init_process_group() first (torchrun)")
+
+
+def stages_of(stage: Any) -> tuple[Stage, ...]:
+    stages = (stage,) if isinstance(stage, nn.Module) else tuple(stage)
+    for one in stages:
+        if not isinstance(one, Stage):
+            raise errors.DTypeError(f"stage is a {type(one).__name__}; it must be a flce.engine.Stage, or a list of them")
+    if not stages:
+        raise errors.ArgumentError("stage is an empty list; give this rank's stages")
+    return stages
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise errors.ArgumentError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+    return str(value)
+
+
+def count(name: str, value: Any, default: int) -> int:
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of 1 or more")
+    return value
+
+
+def norm(value: Any) -> float | None:
+    if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value) or value <= 0):
+        raise errors.ArgumentError(f'max_grad_norm is {value!r}; it must be a positive number (float("inf") measures alone) or None')
+    return value
+
+
+def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        raise errors.ArgumentError("pipeline_group does not have this rank; every rank makes the engine with the group that it is in")
+    return found
+
+
+def device_of(stages: Sequence[Stage], device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    devices = {parameter.device for stage in stages for parameter in stage.parameters()}
+    if len(devices) > 1:
+        raise errors.PlacementError(f"stage: its parameters are on {', '.join(sorted(map(str, devices)))}; they must be on one device")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def meet(engine: PipelineEngine) -> tuple[Agreement, Tied]:
+    """Tells the other ranks what this one was made with, and checks that it fits. ArgumentError, PipelineError on every rank."""
+    agreement = Agreement(engine.pipeline_group, engine.device)
+    numbers = tuple(stage.stage for stage in engine.stages)
+    settings = {
+        "num_stages": engine.num_stages,
+        "hidden_size": engine.stages[0].hidden_size,
+        "dtype": str(engine.stages[0].dtype),
+        "schedule": engine.schedule.name,
+        "num_micro_batches": engine.num_micro_batches,
+        "normalize": engine.normalize,
+        "max_grad_norm": engine.max_grad_norm,
+        "nonfinite": engine.nonfinite,
+        "data_parallel_group of size": 1 if engine.data_parallel_group is None else dist.get_world_size(engine.data_parallel_group),
+    }
+    refused = None
+    try:
+        _schedules.check_placement(engine.schedule, numbers, engine.num_stages, agreement.rank, len(agreement.ranks))
+        _check_stages(engine.stages)
+    except errors.ArgumentError as error:
+        refused = error
+    told = agreement.gather((numbers, settings, None if refused is None else str(refused), _tied_of(engine.stages)))
+    if refused is not None:
+        raise refused
+    agreement.stages = [numbers for numbers, *_ in told]
+    for rank, (_, others, problem, _) in enumerate(told):
+        if problem is not None:
+            raise errors.ArgumentError(f"rank {rank} of the pipeline: {problem}")
+        for name, value in settings.items():
+            if others[name] != value:
+                raise errors.ArgumentError(
+                    f"{agreement.says(agreement.rank)} was made with {name} {value!r}, {agreement.says(rank)} with {others[name]!r}; they "
+                    "must be the same on every rank of a pipeline"
+                )
+    tied = _check_tied(engine, agreement, [part for *_, part in told])
+    agreement.open_store(_check_copies(engine, agreement))
+    return agreement, tied
+
+
+def _check_stages(stages: Sequence[Stage]) -> None:
+    first = stages[0]
+    for stage in stages:
+        for name in ("num_stages", "hidden_size", "dtype"):
+            if getattr(stage, name) != getattr(first, name):
+                raise errors.ArgumentError(
+                    f"stage {stage.stage} has {name} {getattr(stage, name)!r}, stage {first.stage} has {getattr(first, name)!r}; they "
+                    "must be the same"
+                )
+        if stage.is_last and stage.head is None:
+            raise errors.ArgumentError(f"stage {stage.stage} is the last one and has no head; `head` is its output layer")
+
+
+def _tied_of(stages: Sequence[Stage]) -> dict[int, tuple[Any, ...]]:
+    """By stage: the tied weight's shape, dtype, whether it is trained, and its bits."""
+    return {
+        stage.stage: (tuple(weight.shape), str(weight.dtype), weight.requires_grad, int(checksum(weight)))
+        for stage in stages
+        if stage.num_stages > 1 and (weight := stage.tied_weight) is not None
+    }
+
+
+def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[int, tuple[Any, ...]]]) -> Tied:
+    found = {stage: what for part in told for stage, what in part.items()}
+    if not found:
+        return Tied()
+    last = engine.num_stages - 1
+    if set(found) != {0, last}:
+        raise errors.ArgumentError(
+            f"tied_weight is set on the stages {sorted(found)}; the first (0) and the last ({last}) have copies of one parameter, or "
+            "none has"
+        )
+    if found[0] != found[last]:
+        names = ("shape", "dtype", "requires_grad", "values")
+        what = [name for name, one, other in zip(names, found[0], found[last], strict=True) if one != other]
+        raise errors.PipelineError(
+            f"tied_weight of stage 0 and of stage {last} differ in {', '.join(what)}; they must be copies of one parameter when the engine "
+            "is made",
+            last,
+        )
+    if not found[0][2]:
+        return Tied()
+    own = {stage.stage: stage.tied_weight for stage in engine.stages if stage.stage in found}
+    weights = tuple({id(weight): weight for weight in own.values() if weight is not None}.values())
+    ranks = [agreement.ranks[_schedules.rank_of(engine.schedule, stage, len(agreement.ranks))] for stage in (0, last)]
+    peer = None
+    if weights and ranks[0] != ranks[1]:
+        peer = ranks[1] if 0 in own else ranks[0]
+    return Tied(weights, peer, own.get(last) if len(weights) == 2 or 0 not in own else None)
+
+
+def _check_copies(engine: PipelineEngine, agreement: Agreement) -> str:
+    """That data-parallel ranks have the same parameters. Returns a name that they share."""
+    if engine.data_parallel_group is None:
+        return agreement.name
+    total = sum((checksum(parameter) * (2 * n + 1) for n, parameter in enumerate(engine.parameters())), torch.zeros((), dtype=torch.int64))
+    told: list[Any] = [None] * dist.get_world_size(engine.data_parallel_group)
+    dist.all_gather_object(told, (int(total), agreement.name), group=engine.data_parallel_group)
+    if len({bits for bits, _ in told}) > 1:
+        raise errors.PipelineError(
+            f"{agreement.says(agreement.rank)} has other parameters on some of its {len(told)} data-parallel ranks; they must be "
+            "copies when the engine is made: load the same checkpoint, or seed alike",
+            agreement.stages[agreement.rank][0],
+        )
+    return str(min(name for _, name in told))

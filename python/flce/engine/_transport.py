@@ -1,0 +1,182 @@
+"""torch's pipeline stage with receive buffers of a microbatch's size. Every name of torch's that is not public and that the engine relies
+on stands here; a test pins them for the torch at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from flce import errors
+from flce.engine._microbatches import Microbatch
+from flce.engine._stage import Stage
+
+
+def on_device(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group sends what lies on a GPU itself; gloo's goes through the host's memory."""
+    return "nccl" in dist.get_backend_config(group)
+
+
+class StageModule(nn.Module):
+    """The module that torch's stage calls: `stage`, on the microbatch whose turn it is.
+
+    microbatches: of the batch at hand, which the engine sets on every rank before a step. finish: what becomes of the last stage's hidden
+    states where no schedule asks for a loss.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+        self.microbatches: list[Microbatch] = []
+        self.number = 0
+        self.failure: BaseException | None = None
+        self.finish: Callable[[Tensor, Microbatch], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        microbatch = self.microbatches[self.number]
+        given = microbatch.input_ids if self.stage.is_first else x
+        hidden = self.stage(given, microbatch.batch)
+        expected = [microbatch.batch.num_tokens, self.stage.hidden_size]
+        if not isinstance(hidden, Tensor) or list(hidden.shape) != expected or hidden.dtype != self.stage.dtype:
+            got = f"{hidden.dtype} {list(hidden.shape)}" if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
+            raise errors.ShapeError(
+                f"stage {self.stage.stage} returned {got} for {microbatch}; its forward must return {self.stage.dtype} {expected}"
+            )
+        if self.finish is not None and self.stage.is_last:
+            self.finish(hidden, microbatch)
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()  # of frozen layers alone: backward ends here
+        return hidden if hidden.is_contiguous() else hidden.contiguous()
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Round what this rank computes, as against what it waits for."""
+        try:
+            yield
+        except BaseException as error:
+            if self.failure is None:
+                self.failure = error
+            raise
+
+
+class EngineStage(PipelineStage):  # type: ignore[misc]
+    """One stage of one schedule: torch keeps a schedule's number of microbatches in its stages."""
+
+    submod: StageModule
+
+    def __init__(self, module: StageModule, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        stage = module.stage
+        hidden = torch.empty(1, stage.hidden_size, dtype=stage.dtype, device="meta", requires_grad=stage.dtype.is_floating_point)
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        super().__init__(
+            module,
+            stage.stage,
+            stage.num_stages,
+            device,
+            input_args=(number if stage.is_first else hidden,),
+            output_args=(hidden,),
+            group=group,
+        )
+        self._through_host = device.type == "cuda" and not on_device(group)
+
+    # torch's own checks, which want one shape of all microbatches; StageModule checks each one's.
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        pass
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        pass
+
+    def _validate_stage_tensors(self, desc: str, expected: Any, actual: Any) -> None:
+        pass
+
+    def _new(self, number: int) -> Tensor:
+        tokens = self.submod.microbatches[number].batch.num_tokens
+        stage = self.submod.stage
+        return torch.empty(tokens, stage.hidden_size, dtype=stage.dtype, device="cpu" if self._through_host else self.device)
+
+    def _as_sent(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        for op in ops if self._through_host else ():
+            op.tensor = op.tensor.detach().cpu()
+        return ops
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:
+            (info,) = self.args_recv_info[fwd_chunk_id]
+            info.buffer = self._new(fwd_chunk_id).requires_grad_(self.has_backward)
+        ops: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
+        return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            (info,) = self.grad_recv_info[bwd_chunk_id]
+            info.buffer = self._new(bwd_chunk_id)
+        ops: list[dist.P2POp] = super().get_bwd_recv_ops(bwd_chunk_id)
+        return ops
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        ops: list[dist.P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.has_backward:
+            self.fwd_cache.pop(fwd_chunk_id)  # what is under way keeps itself
+        return self._as_sent(ops)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._as_sent(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.number = fwd_chunk_id
+        self._to_device(self.args_recv_info[fwd_chunk_id], self.has_backward)
+        with self.submod.noting():
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward:
+            self._let_go(self.args_recv_info[fwd_chunk_id])
+            outputs, _ = self.fwd_cache[fwd_chunk_id]
+            self.fwd_cache[fwd_chunk_id] = ((), []) if self.is_last else (outputs, [])
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if not self.has_backward:
+            return
+        self._to_device(self.grad_recv_info.get(bwd_chunk_id, ()), False)
+        with self.submod.noting():
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if not self.is_first:
+            gradient, *rest = self.bwd_cache[bwd_chunk_id]
+            if gradient is None:  # the output does not hang on the input
+                gradient = self._new(bwd_chunk_id).zero_().to(self.device)
+            self.bwd_cache[bwd_chunk_id] = (gradient.contiguous(), *rest)
+        self._let_go(self.args_recv_info[bwd_chunk_id])
+        self._let_go(self.grad_recv_info.get(bwd_chunk_id, ()))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self.submod.noting():
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    # Two stages of one rank that follow each other hand gradients on by these, also where there are none.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _to_device(self, infos: tuple[Any, ...], requires_grad: bool) -> None:
+        for info in infos if self._through_host else ():
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = info.buffer.detach().to(self.device).requires_grad_(requires_grad)
+
+    def _let_go(self, infos: tuple[Any, ...]) -> None:
+        """Of buffers; torch wants a tensor there."""
+        for info in infos:
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = torch.empty(0, dtype=info.buffer.dtype, device=self.device)
+
+
+def run(schedule: Any, num_micro_batches: int, *, first: bool) -> None:
+    """One step: the schedule is handed numbers, on the rank of the first stage as inputs, on all as targets."""
+    numbers = torch.arange(num_micro_batches)
+    schedule.step(*([numbers] if first else []), target=numbers, return_outputs=False)

@@ -1,0 +1,82 @@
+"""A model in stages that is small, and whose computation shows a sequence that was cut: each token takes in the mean of those before it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flce.engine import PackedBatch, Stage
+
+V, D, LAYERS = 53, 16, 8
+
+
+class ToyStage(Stage):
+    """Layers of a residual model: stage `stage` of `num_stages` has every layer from LAYERS·stage/num_stages on. rows: of the head."""
+
+    def __init__(self, stage: int, num_stages: int, *, tied: bool = False, rows: int = V, softcap: float = 0.0) -> None:
+        super().__init__()
+        self.stage, self.num_stages = stage, num_stages
+        self.hidden_size, self.dtype = D, torch.float32
+        self.softcap = softcap
+        generator = torch.Generator().manual_seed(5)
+        embedding = torch.randn(V, D, generator=generator)
+        layers = torch.randn(LAYERS, 2, D, D, generator=generator) / 4
+        head = embedding if tied else torch.randn(rows, D, generator=generator) / 4
+        self.numbers = [n for n in range(LAYERS) if n * num_stages // LAYERS == stage]
+        self.layers = nn.ParameterDict({f"{n}": nn.Parameter(layers[n].clone()) for n in self.numbers})
+        if self.is_first:
+            self.embedding = nn.Parameter(embedding.clone())
+        if self.is_last:
+            self.head = nn.Linear(D, rows, bias=False)
+            self.head.weight = nn.Parameter(head.clone())
+        self.tied = tied
+        if tied and num_stages == 1:
+            self.head.weight = self.embedding
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:  # type: ignore[override]
+        if not self.tied or not (self.is_first or self.is_last):
+            return None
+        return self.embedding if self.is_first else self.head.weight
+
+    def forward(self, x: Tensor, batch: PackedBatch) -> Tensor:
+        x = self.embedding[x] if self.is_first else x
+        for n in self.numbers:
+            mixed = [part.cumsum(0) / torch.arange(1, len(part) + 1)[:, None] for part in x.split(batch.lengths)]
+            own, before = self.layers[f"{n}"]
+            x = x + torch.tanh(x @ own + torch.cat(mixed) @ before + torch.sin(batch.position_ids)[:, None])
+        return F.layer_norm(x, (D,)) if self.is_last else x
+
+
+def names_of(stage: ToyStage) -> dict[str, nn.Parameter]:
+    """Parameters by the names that they have in the whole model."""
+    return dict(stage.named_parameters())
+
+
+def batch_of(seed: int, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, V, (sum(lengths),), generator=generator)
+    return ids, F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+def token_losses(logits: Tensor, labels: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of every token that has a target, and which tokens these are [T]: by torch alone."""
+    bounds = cu_seqlens.tolist()
+    targets = torch.full_like(labels, -100)
+    for begin, end in itertools.pairwise(bounds):
+        targets[begin : end - 1] = labels[begin + 1 : end]
+    return F.cross_entropy(logits, targets, reduction="none"), targets != -100
+
+
+def whole_batch(stage: ToyStage, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Hidden states of the whole model, on a batch that is not cut."""
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+    return stage(ids, PackedBatch.of(lengths, ids.device))
+
+
+def sft_loss(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    return output.cross_entropy(labels), {"tokens": packed_input_ids.shape[0], "sequences": cu_seqlens.shape[0] - 1}
