@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentError",
     "CacheMissError",
+    "CheckpointError",
     "CompileError",
     "DTypeError",
     "DeviceError",
@@ -97,6 +98,11 @@ class UnavailableError(FlceError, ImportError):
 
 class CacheMissError(FlceError, LookupError):
     """Strict mode: no cache has the kernel, and nothing is compiled. The message names the `flce prewarm` that compiles it."""
+
+
+class CheckpointError(FlceError):
+    """Files of a checkpoint are missing, malformed, incomplete or of another kind than was asked for, or could not be written. The message
+    names the file or folder."""
 
 
 class InternalError(FlceError):
