@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce.engine import _shard, _shard_command
+from flce.engine import _shard, _shard_command, merge_checkpoint, shard_checkpoint
 from flce.engine._checkpoint_files import INDEX_NAME, NAMES, TIED_BY_DEFAULT
 from flce.engine._plan import plan_stages
-from flce.engine.checkpoint import merge_checkpoint, shard_checkpoint
 
 transformers = pytest.importorskip("transformers")
 st = pytest.importorskip("safetensors.torch")

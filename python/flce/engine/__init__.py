@@ -8,15 +8,21 @@ from flce.engine._pipeline_engine import PipelineEngine
 from flce.engine._plan import StagePlan, plan_stages
 from flce.engine._stage import Stage
 from flce.engine.causal_lm import CausalLMStage, causal_lm_stage
+from flce.engine.checkpoint import LoadReport, load_stage, merge_checkpoint, save_stage, shard_checkpoint
 
 __all__ = [
     "CausalLMStage",
     "HeadOutput",
     "KVCache",
+    "LoadReport",
     "PackedBatch",
     "PipelineEngine",
     "Stage",
     "StagePlan",
     "causal_lm_stage",
+    "load_stage",
+    "merge_checkpoint",
     "plan_stages",
+    "save_stage",
+    "shard_checkpoint",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,12 @@ class Layout:
     """How a checkpoint is cut into stages: what the index's metadata says under "flce"."""
 
     num_stages: int
-    starts: tuple[int, ...]
+    starts: tuple[int, ...] | None  #: where each stage's layers start, and their number; None for stages that have no plan
     #: of a tensor that was added for the last stage (or first) alone, to the one that it is a copy of
     copies: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "num_stages": self.num_stages, "starts": list(self.starts), "copies": self.copies}
+        return {"format": FORMAT, "num_stages": self.num_stages, "starts": self.starts and list(self.starts), "copies": self.copies}
 
     @staticmethod
     def from_json(told: Any, index: Path) -> Layout:
@@ -44,11 +44,12 @@ class Layout:
             said = told.get("format") if isinstance(told, dict) else told
             raise CheckpointError(f"{index}: stages of format {said!r}; this version of flce reads format {FORMAT}")
         try:
-            layout = Layout(int(told["num_stages"]), tuple(map(int, told["starts"])), dict(told["copies"]))
+            starts = None if told["starts"] is None else tuple(map(int, told["starts"]))
+            layout = Layout(int(told["num_stages"]), starts, dict(told["copies"]))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f'{index}: "flce" in its metadata is malformed: {error!r}') from error
-        if len(layout.starts) != layout.num_stages + 1:
-            raise CheckpointError(f"{index}: {layout.num_stages} stages do not fit the layers {layout.starts}")
+        if starts is not None and len(starts) != layout.num_stages + 1:
+            raise CheckpointError(f"{index}: {layout.num_stages} stages do not fit the layers {starts}")
         return layout
 
 
@@ -95,16 +96,19 @@ class Checkpoint:
         return read_json(self.folder / "config.json")
 
     def along(self) -> tuple[list[str], list[str]]:
-        """What else is in the folder: files to copy along (config, generation config, tokenizer) and what is left behind (other weights,
-        hidden files, folders)."""
-        copied: list[str] = []
-        left: list[str] = []
-        for path in sorted(self.folder.iterdir()):
-            if path.name in (INDEX_NAME, *self.files.values()):
-                continue
+        return along(self.folder, {INDEX_NAME, *self.files.values()})
+
+
+def along(folder: Path, known: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """What else than `known` is in a folder: files to copy along (config, generation config, tokenizer) and what is left behind (other
+    weights, hidden files, folders)."""
+    copied: list[str] = []
+    left: list[str] = []
+    for path in sorted(folder.iterdir()):
+        if path.name not in known:
             plain = path.is_file() and not path.name.startswith(".") and not WEIGHTS.search(path.name)
             (copied if plain else left).append(path.name)
-        return copied, left
+    return copied, left
 
 
 def stage_prefix(stage: int, num_stages: int) -> str:

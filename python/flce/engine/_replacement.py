@@ -148,6 +148,13 @@ def write_text(file: Path, text: str) -> None:
         os.fsync(out.fileno())
 
 
+def copy_file(source: Path, target: Path) -> None:
+    """A copy, without the source's permissions, that is on the disk when this returns."""
+    shutil.copyfile(source, target)
+    with open(target, "rb") as copied:
+        os.fsync(copied.fileno())
+
+
 def replace_text(file: Path, text: str) -> None:
     """A file with a new text, or with the old one where the process dies."""
     partial = file.with_name(f".{file.name}.flce-partial")

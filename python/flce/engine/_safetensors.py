@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
+
 from flce import errors
 from flce.errors import CheckpointError
 
@@ -23,6 +25,21 @@ from flce.errors import CheckpointError
 CHUNK_BYTES = 4 << 20
 #: what the library's own limit is; a larger length is no safetensors file
 MAX_HEADER_BYTES = 100_000_000
+#: dtypes by their names in headers
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 Advance = Callable[[int], None]
 
 

@@ -24,7 +24,7 @@ from flce.engine._checkpoint_files import (
     stage_file,
 )
 from flce.engine._plan import StagePlan, balance
-from flce.engine._replacement import Replacement, check_target, write_text
+from flce.engine._replacement import Replacement, check_target, copy_file, write_text
 from flce.engine._safetensors import TensorEntry, digest_of, verify_file, write_file
 from flce.errors import ArgumentError, CheckpointError
 
@@ -74,7 +74,7 @@ class Conversion:
         """What the command prints as JSON: sizes are bytes of tensors, without headers."""
         told: dict[str, Any] = {"source": os.fspath(self.source.folder), "target": os.fspath(target), "total_bytes": self.total_bytes}
         files = [{"file": file.name, "tensors": len(file.entries), "bytes": file.num_bytes, "stage": file.stage} for file in self.files]
-        if self.layout is not None:
+        if self.layout is not None and self.layout.starts is not None:
             starts = self.layout.starts
             told["stages"] = [
                 {
@@ -147,7 +147,7 @@ def assign(family: Family, plan: StagePlan, entries: Mapping[str, TensorEntry]) 
     if plan.tied and names.embedding in by_canonical and names.head in by_canonical:
         why = "config.json ties them. Set tie_word_embeddings to false there if the model was trained with two weights"
         _check_equal(by_canonical[names.embedding], by_canonical[names.head], why)
-    elif plan.tied and last > 0:
+    elif plan.tied and last > 0 and not any(canonical.startswith("score.") for canonical in by_canonical):  # a critic has no such head
         here, there = (0, last) if names.embedding in by_canonical else (last, 0)
         origin = by_canonical[names.embedding if here == 0 else names.head]
         copy = names.head if here == 0 else names.embedding.removeprefix(family.prefix)
@@ -220,9 +220,7 @@ def _write_into(conversion: Conversion, folder: Path, verify: bool, progress: Pr
     for file in conversion.files:
         digests[file.name] = write_file(folder / file.name, file.entries, conversion.metadata, digests=verify, advance=advance("copying"))
     for name in conversion.copied:
-        shutil.copyfile(conversion.source.folder / name, folder / name)
-        with open(folder / name, "rb") as copied:
-            os.fsync(copied.fileno())
+        copy_file(conversion.source.folder / name, folder / name)
     for file in conversion.files if verify else ():
         verify_file(folder / file.name, file.entries, digests[file.name], advance=advance("verifying"))
     index = conversion.index()

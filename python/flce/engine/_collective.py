@@ -1,0 +1,58 @@
+"""Steps that all ranks of a group take, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from flce.errors import CheckpointError
+
+T = TypeVar("T")
+Group = dist.ProcessGroup | None
+
+
+def rank_of(group: Group) -> int:
+    """0 where torch.distributed is not initialised: a process alone."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def size_of(group: Group) -> int:
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def gather(group: Group, value: T) -> list[T]:
+    """A picklable value of every rank, on every rank."""
+    if size_of(group) == 1:
+        return [value]
+    values: list[Any] = [None] * size_of(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agree(groups: Sequence[Group], error: BaseException | None) -> None:
+    """Raises this rank's error, or a CheckpointError where another rank has one, on every rank of the groups: a grid's rows and then its
+    columns reach all of it."""
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    for group in groups:
+        told = gather(group, message)
+        where = next((rank for rank, said in enumerate(told) if said is not None), None)
+        if message is None and where is not None:
+            message = f"rank {where} of {len(told)}: {told[where]}"
+    if error is not None:
+        raise error
+    if message is not None:
+        raise CheckpointError(f"nothing was done, as another rank failed: {message}")
+
+
+def step(groups: Sequence[Group], action: Callable[[], T]) -> T:
+    """What `action` returns, once it has succeeded on every rank of the groups. Its error on one of them is raised on all."""
+    error: BaseException | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+    agree(groups, error)
+    return result  # type: ignore[no-any-return]
