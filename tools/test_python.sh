@@ -16,7 +16,7 @@ need() {
     fi
 }
 
-of_ranks=("$root"/python/tests/test_{pipeline,compat_parallel,trl_ranks,torchtitan}.py
+of_ranks=("$root"/python/tests/test_{pipeline,compat_parallel,trl_ranks,torchtitan,zero3}.py
     "$root"/python/tests/test_{tensor_parallel,megatron}*.py "$root"/python/tests/test_engine_*_ranks.py)
 mkdir -p "$work"
 case $check in

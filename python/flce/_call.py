@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce import _arguments, _engine, _frame, _kernels, _op, _parallel, _retain, errors
+from flce import _arguments, _engine, _frame, _kernels, _op, _parallel, _retain, _zero3, errors
 from flce._arguments import Options
 from flce._checks import DTYPES, HIDDEN_MULTIPLE, check_grad_weight_out
 from flce._direct import DirectCall
@@ -47,6 +47,8 @@ def run(
     known = None
     alone = False
     if not torch.compiler.is_compiling():
+        if hasattr(weight, "ds_status"):
+            _zero3.refuse_ungathered("weight", weight)
         number = None if isinstance(temperature, Tensor) else temperature
         # With their types: 1, 1.0 and True are equal, and not all of them are taken for every argument.
         known = (options, number, type(number), *map(type, options))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _engine, _kernels, _parallel, errors
+from flce import _engine, _kernels, _parallel, _zero3, errors
 from flce._frame import PLAIN_TYPES, ROW_ALIGNMENT, Inputs, is_hidden_major, outputs_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +28,8 @@ def check_inputs(given: Inputs, when: str = "") -> None:
     there."""
     hidden, weight, target, bias, class_weight, num_valid, temperature, token_weight, teacher_ids, teacher_probs = given.tensors()
     assert hidden is not None and weight is not None and target is not None
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        _zero3.refuse_ungathered(name, parameter, when)
     if hidden.dim() != 2:
         raise errors.ShapeError(f"hidden has shape {list(hidden.shape)}; it must be [num_tokens, hidden_size]{when}")
     num_tokens, hidden_size = hidden.shape

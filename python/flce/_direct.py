@@ -146,6 +146,7 @@ class DirectCall:
             and target.dtype is self.target_dtype
             and grad_values.is_contiguous()
             and not grad_values.is_neg()
+            and not hasattr(weight, "ds_status")  # what lies there may be half gathered: the general way looks
         )
 
     def value(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:

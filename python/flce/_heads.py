@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce import errors
+from flce import _zero3, errors
 
 
 class Operands(NamedTuple):
@@ -36,6 +36,7 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True) -> Operands:
     base: Any = head.get_base_layer() if _is_adapter(head) else head
     weight, bias = base.weight, getattr(base, "bias", None)
     adapters = _active_adapters(head)
+    _refuse_ungathered(head, adapters)
     if not adapters:
         return Operands(hidden, weight, bias)
     hiddens, weights = [hidden], [weight]
@@ -51,6 +52,16 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True) -> Operands:
     return Operands(torch.cat(hiddens, dim=-1), torch.cat(weights, dim=1), bias)
 
 
+def _refuse_ungathered(head: Any, adapters: list[str]) -> None:
+    """Raises PlacementError where ZeRO-3 has not gathered what the product is read from."""
+    named = {"weight": weight_of(head), "bias": bias_of(head)}
+    for name in adapters:
+        named |= {f"lora_B.{name}.{part}": parameter for part, parameter in head.lora_B[name].named_parameters()}
+    for name, parameter in named.items():
+        how = {"instead": _zero3.OF_ADAPTER} if adapters else {}
+        _zero3.refuse_ungathered(f"the output layer's {name}", parameter, **how)
+
+
 def has_hooks(layer: nn.Module) -> bool:
     return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
@@ -64,6 +75,8 @@ def of_linear(layer: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor | 
             f"weight is a {kind}; it must be a tensor [vocab_size, hidden_size] or a plain torch.nn.Linear. A FusedLMHead is called with "
             "labels; for a layer with a LoRA adapter there is flce.LinearCrossEntropyLoss"
         )
+    for name in ("weight", "bias"):
+        _zero3.refuse_ungathered(name, getattr(layer, name))
     if has_hooks(layer):
         raise errors.ArgumentError(
             "weight is a Linear with hooks, which would not run; give its weight, or have a flce.FusedLMHead in its place, in whose "
@@ -85,6 +98,18 @@ def of_linear(layer: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor | 
 def weight_of(head: Any) -> Any:
     """The head's weight [V, D], without adapters; None where it has none."""
     return getattr(head.get_base_layer() if _is_adapter(head) else head, "weight", None)
+
+
+def shape_of(head: Any) -> torch.Size:
+    """[V, D] of the head's weight, without adapters, also where ZeRO-3 has not gathered it. Raises PlacementError for one that lies over
+    ranks in a way that does not tell."""
+    shape = _zero3.whole_shape(weight_of(head))
+    if len(shape) != 2:
+        raise errors.PlacementError(
+            f"the output layer's weight has shape {list(shape)}; it must be [vocab_size, hidden_size]: it lies over ranks and is not "
+            "gathered here"
+        )
+    return shape
 
 
 def bias_of(head: Any) -> Tensor | None:

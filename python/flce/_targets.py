@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import errors
+from flce import _zero3, errors
 
 _REQUIRED = ("hidden", "weight", "target")
 _DTYPES = (torch.int64, torch.int32)
@@ -24,6 +24,7 @@ def check_tensors(**given: Any) -> None:
         if value.layout != torch.strided or value.is_nested:
             kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
             raise errors.ArgumentError(f"{name} is {kind}; it must be dense (torch.strided)")
+        _zero3.refuse_ungathered(name, value)
 
 
 def check_target_dtype(target: Tensor) -> None:

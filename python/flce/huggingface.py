@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce import _arguments, _chunked, _head_tap, _heads, errors
+from flce import _arguments, _chunked, _head_tap, _heads, _zero3, errors
 from flce._targets import shift_labels
 from flce.loss import LinearCrossEntropyLoss
 
@@ -67,7 +67,7 @@ def check_model(model: Any) -> Any:
     inner = causal_lm_of(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     weight = _heads.weight_of(head) if head is not None else None
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
+    if not isinstance(weight, Tensor) or len(_zero3.whole_shape(weight)) != 2:
         what = "none" if head is None else f"a {type(head).__name__}"
         raise errors.ArgumentError(
             f"model is a {type(inner).__name__} whose output embeddings are {what}; it must be a causal language model of transformers "
@@ -237,7 +237,7 @@ class CausalLMLoss:
             found = [outputs.get("logits")]
         elif isinstance(outputs, (tuple, list)):
             found = [value for value in outputs if isinstance(value, Tensor) and value.dim() > 1][:1]
-        vocab_size = self.loss.weight.shape[0]
+        vocab_size = _heads.shape_of(self.loss.output_embeddings)[0]
         if not found or not isinstance(found[0], Tensor):
             raise errors.ArgumentError(
                 f"outputs is a {type(outputs).__name__} with neither last_hidden_state nor logits: give what a model returned that "
@@ -288,8 +288,9 @@ def _own_shift(model: Any) -> int:
     shift = (_head_tap.of(model) or _head_tap.HeadTap(model)).shift
     if shift is not None:
         return shift
-    name, weight = type(model).__name__, _heads.weight_of(model.get_output_embeddings())
-    tokens = torch.arange(1, 9, device=weight.device).remainder(weight.shape[0])[None]
+    name, head = type(model).__name__, model.get_output_embeddings()
+    weight = _heads.weight_of(head)
+    tokens = torch.arange(1, 9, device=weight.device).remainder(_heads.shape_of(head)[0])[None]
     instead = "say by hand what it does, CausalLMLoss(model, shift=1) or shift=0, or keep the model's own loss"
     try:
         with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce import _chunked, _heads, _parallel, errors
+from flce import _chunked, _heads, _parallel, _zero3, errors
 from flce._checks import is_dtensor
 from flce._targets import check_ignore_index
 from flce.functional import linear_cross_entropy
@@ -131,6 +131,8 @@ class FusedLMHead(nn.Linear):
     def _gathered(self) -> Tensor:
         """The weight, whole as far as this rank is to have it."""
         weight = self.weight
+        for name in ("weight", "bias"):
+            _zero3.refuse_ungathered(name, getattr(self, name))
         if not is_dtensor(weight) and weight.shape != (self.out_features, self.in_features):
             raise errors.PlacementError(
                 f"weight has shape {list(weight.shape)} where this head has [{self.out_features}, {self.in_features}]: it lies over ranks "

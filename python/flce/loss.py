@@ -297,12 +297,12 @@ class LinearCrossEntropyLoss:
         """How many labels the loss counts, after the shift: an int64 scalar on labels' device, not waited for. Where the layer lies over
         ranks, labels past its end count as well, unless vocab_size says where that is; `check_labels` reports them."""
         targets = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
-        end = self.weight.shape[0] if self.options.get("process_group") is None else self.options.get("vocab_size")
+        end = _heads.shape_of(self.output_embeddings)[0] if self.options.get("process_group") is None else self.options.get("vocab_size")
         counted = (targets != self.ignore_index) & (targets >= 0)
         return (counted if end is None else counted & (targets < end)).sum()
 
     def __repr__(self) -> str:
-        vocab_size, hidden_size = self.weight.shape
+        vocab_size, hidden_size = _heads.shape_of(self.output_embeddings)
         return (
             f"{type(self).__name__}(impl={self.actual_impl!r}, vocab_size={vocab_size}, hidden_dim={hidden_size}, "
             f"chunk_size={self.chunk_size}, compile={self.compile})"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce import _engine, errors
+from flce import _engine, _zero3, errors
 from flce._checks import check_gradient_memory
 from flce._frame import is_hidden_major
 from flce.loss import LinearCrossEntropyLoss
@@ -91,6 +91,7 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         accumulates = self.accumulate_into_grad and self.weight.requires_grad and torch.is_grad_enabled()
         accumulates = accumulates and _engine.knows_what_is_wanted()
         if accumulates:
+            _zero3.refuse_gradient_memory("accumulate_into_grad=True", self.weight)
             grad_weight_out = _gradient_of(self.weight)
         count = self.num_valid_tokens if num_valid_tokens is None else num_valid_tokens
         loss = super().__call__(

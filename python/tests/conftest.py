@@ -27,8 +27,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("calls", ["first", "direct"], indirect=True)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "nightly" in config.getoption("markexpr"):
+        return
+    left = [item for item in items if item.get_closest_marker("nightly") is not None]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "nightly: takes long; run with -m nightly, and deselected without")
     config.addinivalue_line("markers", "first_and_direct: also with every call a direct one, as from the third of its kind")
     torch.manual_seed(0)
 
