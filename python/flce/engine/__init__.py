@@ -8,7 +8,18 @@ from flce.engine._pipeline_engine import PipelineEngine
 from flce.engine._plan import StagePlan, plan_stages
 from flce.engine._stage import Stage
 from flce.engine.causal_lm import CausalLMStage, causal_lm_stage
-from flce.engine.checkpoint import LoadReport, load_stage, merge_checkpoint, save_stage, shard_checkpoint
+from flce.engine.checkpoint import (
+    LoadReport,
+    RestoredState,
+    TrainingParts,
+    latest_step,
+    load_stage,
+    load_state,
+    merge_checkpoint,
+    save_stage,
+    save_state,
+    shard_checkpoint,
+)
 
 __all__ = [
     "CausalLMStage",
@@ -17,12 +28,17 @@ __all__ = [
     "LoadReport",
     "PackedBatch",
     "PipelineEngine",
+    "RestoredState",
     "Stage",
     "StagePlan",
+    "TrainingParts",
     "causal_lm_stage",
+    "latest_step",
     "load_stage",
+    "load_state",
     "merge_checkpoint",
     "plan_stages",
     "save_stage",
+    "save_state",
     "shard_checkpoint",
 ]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from flce.engine._replacement import Replacement, write_text
 from flce.errors import CheckpointError
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
+_TOKEN = "flce-token"
 
 
 def rank_of(group: Group) -> int:
@@ -56,3 +64,63 @@ def step(groups: Sequence[Group], action: Callable[[], T]) -> T:
         error = raised
     agree(groups, error)
     return result  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class SharedFolder:
+    """A folder in the making that the ranks of all groups write into. `commit` gives it its name."""
+
+    groups: Sequence[Group]
+    folder: Path
+    replacement: Replacement | None  #: on the first rank of all
+
+    @property
+    def is_first(self) -> bool:
+        return self.replacement is not None
+
+    def commit(self, action: Callable[[Path], object]) -> None:
+        """What the first rank does when the others have written, and then the folder's name. An error is raised on all ranks."""
+
+        def finish() -> None:
+            if self.replacement is not None:
+                (self.folder / _TOKEN).unlink()
+                action(self.folder)
+                self.replacement.commit()
+
+        step(self.groups, finish)
+
+
+@contextlib.contextmanager
+def shared_folder(groups: Sequence[Group], target: str | os.PathLike[str], *, overwrite: bool) -> Iterator[SharedFolder]:
+    """A `Replacement` for `target` that the first rank of all groups makes. CheckpointError on all ranks where one does not see it."""
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> tuple[Replacement, str] | None:
+            if any(rank_of(group) for group in groups):
+                return None
+            replacement = stack.enter_context(Replacement(target, overwrite=overwrite))
+            token = uuid.uuid4().hex
+            write_text(replacement.folder / _TOKEN, token)
+            return replacement, token
+
+        made = step(groups, begin)
+        place = None if made is None else (made[0].folder, made[1])
+        for group in groups:
+            place = next((told for told in gather(group, place) if told is not None), None)
+        assert place is not None
+        step(groups, lambda: _wait_for(*place))
+        yield SharedFolder(groups, place[0], None if made is None else made[0])
+
+
+def _wait_for(folder: Path, token: str, seconds: float = 30.0) -> None:
+    """Until this rank sees the folder that the first one has made; a network's file system may take a moment."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            if (folder / _TOKEN).read_text() == token:
+                return
+        except OSError:
+            pass
+        if time.monotonic() > until:
+            raise CheckpointError(f"{folder}, which the first rank has made, is not on this rank's file system; ranks have to share one")
+        time.sleep(0.1)

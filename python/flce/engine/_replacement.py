@@ -13,7 +13,7 @@ from flce.errors import ArgumentError, CheckpointError
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 #: a folder that `overwrite` replaces has one of these; anything else is not a checkpoint, and is not removed
-MARKS = ("model.safetensors", "model.safetensors.index.json")
+MARKS = ("model.safetensors", "model.safetensors.index.json", "flce-state.json")
 
 
 class Replacement:
@@ -46,7 +46,7 @@ class Replacement:
         while True:
             self.folder.mkdir(exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
-            if not _try_lock(self._lock):
+            if not try_lock(self._lock):
                 self._unlock()
                 raise CheckpointError(f"another process is writing {self.target}: it holds {self.folder}")
             if _same(self._lock, self.folder):
@@ -112,7 +112,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             raise ArgumentError(f"{target} has neither {' nor '.join(MARKS)}: it is no checkpoint, and overwriting would remove its files")
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
     try:
         import fcntl
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import hashlib
 import json
 import os
 import re
-import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.engine._checkpoint_files import INDEX_NAME, Layout, along, stage_file
-from flce.engine._collective import Group, agree, gather, rank_of, step
+from flce.engine._collective import Group, agree, gather, shared_folder, step
 from flce.engine._plan import balance
-from flce.engine._replacement import Replacement, copy_file, write_text
+from flce.engine._replacement import copy_file, write_text
 from flce.engine._safetensors import DTYPES, TensorEntry, encode_header, write_all
 from flce.engine._stage import Stage
-from flce.errors import ArgumentError, CheckpointError
+from flce.errors import ArgumentError
 
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
-_TOKEN = "flce-token"
 
 
 def save_stage(
@@ -89,32 +85,20 @@ class _Saving:
         self.shards_per_stage = shards_per_stage
 
     def run(self, config: Any, files_from: str | os.PathLike[str] | None, overwrite: bool) -> None:
-        groups, first = [self.group], rank_of(self.group) == 0
-        own = step(groups, lambda: [part_of(stage) for stage in self.stages])
+        own = step([self.group], lambda: [part_of(stage) for stage in self.stages])
         layout = layout_of([part for parts in gather(self.group, own) for part in parts])
-        with contextlib.ExitStack() as stack:
-            begin = (lambda: stack.enter_context(Replacement(self.directory, overwrite=overwrite))) if first else (lambda: None)
-            replacement = step(groups, begin)
-            token = uuid.uuid4().hex
-            if replacement is not None:
-                write_text(replacement.folder / _TOKEN, token)
-            place = None if replacement is None else (replacement.folder, token)
-            folder, token = next(told for told in gather(self.group, place) if told is not None)
-            files = step(groups, lambda: self._write(folder, token))
-            told = gather(self.group, files)
+        with shared_folder([self.group], self.directory, overwrite=overwrite) as shared:
+            files = step([self.group], lambda: self._write(shared.folder))
+            entries = [entry for told in gather(self.group, files) for entry in told]
 
-            def finish() -> None:
-                if replacement is not None:
-                    (folder / _TOKEN).unlink()
-                    write_along(folder, self.stages[0], config, files_from)
-                    write_index(folder, layout, [entry for entries in told for entry in entries])
-                    replacement.commit()
+            def finish(folder: Path) -> None:
+                write_along(folder, self.stages[0], config, files_from)
+                write_index(folder, layout, entries)
 
-            step(groups, finish)
+            shared.commit(finish)
 
-    def _write(self, folder: Path, token: str) -> list[tuple[str, str, int, int]]:
+    def _write(self, folder: Path) -> list[tuple[str, str, int, int]]:
         """This rank's files. Returns name, file, elements and bytes of each tensor."""
-        wait_for(folder, token)
         written = []
         for stage in self.stages:
             tensors = list(tensors_of(stage).items())
@@ -196,20 +180,6 @@ def write_tensors(target: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
             write_all(out, data)
             del data, owner
         os.fsync(out.fileno())
-
-
-def wait_for(folder: Path, token: str, seconds: float = 30.0) -> None:
-    """Until this rank sees the folder that rank 0 has made; a network's file system may take a moment."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            if (folder / _TOKEN).read_text() == token:
-                return
-        except OSError:
-            pass
-        if time.monotonic() > until:
-            raise CheckpointError(f"{folder}, which rank 0 has made, is not on this rank's file system; ranks have to share one")
-        time.sleep(0.1)
 
 
 def write_along(folder: Path, stage: Stage, config: Any, files_from: str | os.PathLike[str] | None) -> None:

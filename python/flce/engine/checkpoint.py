@@ -4,5 +4,17 @@ state, to go on where it was. docs/engine.md, "Checkpoints"."""
 from flce.engine._shard import merge_checkpoint, shard_checkpoint
 from flce.engine._stage_files import LoadReport, load_stage
 from flce.engine._stage_save import save_stage
+from flce.engine._training_state import RestoredState, TrainingParts, latest_step, load_state, save_state
 
-__all__ = ["LoadReport", "load_stage", "merge_checkpoint", "save_stage", "shard_checkpoint"]
+__all__ = [
+    "LoadReport",
+    "RestoredState",
+    "TrainingParts",
+    "latest_step",
+    "load_stage",
+    "load_state",
+    "merge_checkpoint",
+    "save_stage",
+    "save_state",
+    "shard_checkpoint",
+]
