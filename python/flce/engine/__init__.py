@@ -6,6 +6,7 @@ from flce.engine._output import HeadOutput
 from flce.engine._packed import PackedBatch
 from flce.engine._pipeline_engine import PipelineEngine
 from flce.engine._plan import StagePlan, plan_stages
+from flce.engine._sampling import GenerationConfig
 from flce.engine._stage import Stage
 from flce.engine.causal_lm import CausalLMStage, causal_lm_stage
 from flce.engine.checkpoint import (
@@ -23,6 +24,7 @@ from flce.engine.checkpoint import (
 
 __all__ = [
     "CausalLMStage",
+    "GenerationConfig",
     "HeadOutput",
     "KVCache",
     "LoadReport",

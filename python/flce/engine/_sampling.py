@@ -1,0 +1,308 @@
+"""How generation chooses a token: what a `GenerationConfig` says, and the `Sampler` that does it.
+
+The noise of a choice is a function of (seed, sequence, position, token) and of nothing else, computed with integer arithmetic that wraps.
+A generator with a state would give a sequence other noise when it is in another microbatch or when others have ended before it. The token
+is the argmax of logits + Gumbel noise, which is a draw from their softmax. Logits that differ by a rounding error then give another token
+only where the two best sums are as near to each other as that. In a cumulative sum over the vocabulary a rounding error moves the border
+of every token behind it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce import errors
+
+_MOST_NOISE = 1 << 24  #: elements of noise [rows, V] made at a time
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How `PipelineEngine.generate` continues prompts. Raises ArgumentError, DTypeError for values that are not allowed.
+
+    Attributes:
+        max_new_tokens: most tokens that a prompt is continued by, at least 1.
+        min_new_tokens: tokens before which no end of sequence is chosen, 0 to max_new_tokens.
+        greedy: takes the likeliest token, the first of equals; top_p and top_k are then without effect.
+        top_p: in (0, 1]; keeps the likeliest tokens up to the one with which their probabilities reach top_p. 1.0: all.
+        top_k: keeps the k likeliest tokens and those as likely as the last of them. None: all. top_p is of what top_k keeps.
+        temperature: finite and above 0; logits are divided by it before top_k and top_p. It is that of the log-probabilities, too.
+        eos_token_id: the token or tokens that end a sequence. None: the tokenizer's.
+        pad_token_id: what stands behind a sequence that is shorter than the longest. None: the tokenizer's, or where it has none the first
+            end of sequence.
+    """
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    greedy: bool = False
+    top_p: float = 1.0
+    top_k: int | None = None
+    temperature: float = 1.0
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("max_new_tokens", self.max_new_tokens, 1)
+        _check_int("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise errors.ArgumentError(f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {self.max_new_tokens}")
+        if not isinstance(self.greedy, bool):
+            raise errors.DTypeError(f"greedy is {self.greedy!r}; it must be True or False")
+        _check_number("top_p", self.top_p)
+        if not 0.0 < self.top_p <= 1.0:
+            raise errors.ArgumentError(f"top_p is {self.top_p}; it must be above 0 and at most 1, which keeps all tokens")
+        if self.top_k is not None:
+            _check_int("top_k", self.top_k, 1, " or None, which keeps all tokens")
+        _check_number("temperature", self.temperature)
+        if not 0.0 < self.temperature < math.inf:
+            raise errors.ArgumentError(
+                f"temperature is {self.temperature}; it must be above 0 and finite. greedy=True is what a temperature of 0 stands for"
+            )
+        for token in self.eos_token_ids:
+            _check_int("eos_token_id", token, 0)
+        if self.pad_token_id is not None:
+            _check_int("pad_token_id", self.pad_token_id, 0)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """eos_token_id as a tuple, empty where it is None."""
+        return _as_tuple("eos_token_id", self.eos_token_id)
+
+    def special_tokens(self, tokenizer: Any | None) -> tuple[tuple[int, ...], int]:
+        """(all that end a sequence, what pads): this config's, otherwise those of the tokenizer, which needs `eos_token_id` and
+        `pad_token_id` alone. Without an end of sequence all continuations are equally long, and nothing is padded."""
+        ends, pad = self.eos_token_ids, self.pad_token_id
+        if not ends:
+            ends = _as_tuple("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))
+            for token in ends:
+                _check_int("tokenizer.eos_token_id", token, 0)
+        if pad is None:
+            pad = getattr(tokenizer, "pad_token_id", None)
+            if pad is not None:
+                _check_int("tokenizer.pad_token_id", pad, 0)
+        if pad is None:
+            pad = ends[0] if ends else 0
+        return ends, pad
+
+
+def _check_int(name: str, value: Any, least: int, otherwise: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise errors.DTypeError(f"{name} is {value!r}; it must be an integer of at least {least}{otherwise}")
+    if value < least:
+        raise errors.ArgumentError(f"{name} is {value}; it must be at least {least}{otherwise}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise errors.DTypeError(f"{name} is {value!r}; it must be a number")
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, int):
+        return (value,)
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise errors.DTypeError(f"{name} is {value!r}; it must be an integer, several integers or None")
+    return tuple(value)
+
+
+# What transformers' GenerationConfig calls the rest. A value of the first table's changes no token; anything else is refused.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "diversity_penalty": (0.0,),
+    "penalty_alpha": (0.0,),
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "guidance_scale": (1.0,),
+    "bad_words_ids": ([],),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "sequence_bias": ({}, []),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "remove_invalid_values": (False,),
+    "watermarking_config": (),
+    "token_healing": (False,),
+    "dola_layers": (),
+    "stop_strings": ([],),
+    "max_time": (),
+    "cache_implementation": ("dynamic", "static", "hybrid", "sliding_window", "offloaded", "offloaded_static", "offloaded_hybrid"),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+}
+_UNSUPPORTED_IN_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "min_p": (0.0,),
+    "top_h": (),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+}
+_READ = {"max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id"}
+_WITHOUT_EFFECT = {
+    *("max_length", "min_length"),  # given beside max_new_tokens and min_new_tokens, which go before them
+    *("early_stopping", "length_penalty"),  # of beams
+    *("use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "compile_config", "disable_compile"),
+    *("continuous_batching_config", "return_dict_in_generate", "renormalize_logits", "transformers_version", "bos_token_id"),
+    "decoder_start_token_id",
+    # Drafts that the model itself checks: quicker, the same distribution.
+    *("use_mtp", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
+    *("assistant_ensemble_weight", "speculation_type"),
+}
+_TRANSFORMERS_TOP_K = 50  #: of a config whose top_k is None
+
+
+def as_generation_config(config: Any) -> GenerationConfig:
+    """A GenerationConfig as it is, one of transformers converted. What a config of transformers leaves out is what its `generate` takes
+    for it: no sampling, a temperature of 1, top_k 50, top_p 1. ArgumentError for an attribute that would change the tokens and is not
+    supported, DTypeError for an object of another class."""
+    if isinstance(config, GenerationConfig):
+        return config
+    module: Any = sys.modules.get("transformers")
+    if module is None or not isinstance(config, module.GenerationConfig):
+        kind = f"{type(config).__module__}.{type(config).__qualname__}"
+        raise errors.DTypeError(f"gconfig is a {kind}; it must be a flce.engine.GenerationConfig or a transformers.GenerationConfig")
+    given = {name: value for name, value in vars(config).items() if not name.startswith("_") and value is not None}
+    sampled = bool(given.get("do_sample", False))
+    _refuse_unsupported(given, sampled, {name: value for name, value in vars(type(config)()).items() if value is not None})
+    if "max_new_tokens" not in given:
+        raise errors.ArgumentError("gconfig.max_new_tokens is None; set it: max_length, which counts a prompt's tokens, is not supported")
+    if given.get("min_length", 0) and "min_new_tokens" not in given:
+        raise errors.ArgumentError(
+            f"gconfig.min_length is {given['min_length']}, which counts a prompt's tokens and is not supported; set min_new_tokens"
+        )
+    top_k = given.get("top_k", _TRANSFORMERS_TOP_K)
+    chosen: dict[str, Any] = {
+        "top_p": given.get("top_p", 1.0),
+        "top_k": None if top_k == 0 else top_k,
+        "temperature": given.get("temperature", 1.0),
+    }
+    return GenerationConfig(
+        max_new_tokens=given["max_new_tokens"],
+        min_new_tokens=given.get("min_new_tokens", 0),
+        greedy=not sampled,
+        eos_token_id=given.get("eos_token_id"),
+        pad_token_id=given.get("pad_token_id"),
+        **(chosen if sampled else {}),
+    )
+
+
+def _refuse_unsupported(given: dict[str, Any], sampled: bool, defaults: dict[str, Any]) -> None:
+    unsupported = _UNSUPPORTED | _UNSUPPORTED_IN_SAMPLING if sampled else _UNSUPPORTED
+    known = _UNSUPPORTED.keys() | _UNSUPPORTED_IN_SAMPLING.keys() | _READ | _WITHOUT_EFFECT
+    for name, value in given.items():
+        if name in unsupported and value not in unsupported[name]:
+            allowed = " or ".join(map(repr, (None, *unsupported[name])))
+            raise errors.ArgumentError(f"gconfig.{name} is {value!r}, which flce.engine does not support; it must be {allowed}")
+        if name not in known and (name not in defaults or value != defaults[name]):
+            raise errors.ArgumentError(f"gconfig.{name} is {value!r}, an attribute that flce.engine does not know; it must be None")
+
+
+def filtered(logits: Tensor, config: GenerationConfig, ends: Sequence[int], position: int) -> Tensor:
+    """Logits [n, V] fp32 as tokens are drawn from them: -inf where a token may not be chosen, divided by the temperature unless greedy.
+    Ends of sequence go before min_new_tokens, then top_k, then top_p, as transformers does it. position: new tokens before this one."""
+    if ends and position < config.min_new_tokens:
+        logits = logits.index_fill(1, torch.tensor(ends, device=logits.device), -torch.inf)
+    if config.greedy:
+        return logits
+    if config.temperature != 1.0:
+        logits = logits / config.temperature
+    if config.top_k is not None and config.top_k < logits.shape[1]:
+        least = logits.topk(config.top_k, dim=1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if config.top_p < 1.0:
+        ordered, order = logits.sort(dim=1, descending=True, stable=True)
+        # In whole numbers, whose sums are the same on every device: of a GPU's floating-point cumsum that cannot be said.
+        mass = (ordered.softmax(dim=1).double() * 2.0**40).round().long()
+        reached = mass.cumsum(dim=1)
+        dropped = (reached - mass).double() >= config.top_p * reached[:, -1:].double()
+        dropped[:, 0] = False
+        logits = logits.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), -torch.inf)
+    return logits
+
+
+class Sampler:
+    """Chooses tokens as a GenerationConfig says.
+
+    ends: the tokens that end a sequence. seed: any integer of 64 bits. The token of a sequence at a position depends on its logits, the
+    seed, the sequence's number and the position alone.
+    """
+
+    def __init__(self, config: GenerationConfig, ends: Sequence[int], seed: int) -> None:
+        self._config, self._ends, self._seed = config, tuple(ends), seed
+
+    def __call__(self, logits: Tensor, sequences: Tensor, position: int) -> Tensor:
+        """Tokens [n] int64 of n sequences. logits: [n, V] fp32. sequences: [n] int64, their numbers. position: the new tokens that each
+        has already. A row of logits with NaN or +inf, or without a finite number, gives -1."""
+        best = logits.amax(dim=1)
+        logits = filtered(logits, self._config, self._ends, position)
+        if self._config.greedy:
+            tokens = logits.argmax(dim=1)
+        else:
+            sparse = self._config.top_p < 1.0 or self._config.top_k is not None
+            step = max(1, _MOST_NOISE // logits.shape[1])
+            keys = _row_keys(self._seed, sequences, position)
+            parts = zip(logits.split(step), keys.split(step), strict=True)
+            tokens = torch.cat([_noisy_argmax(rows, row_keys, sparse) for rows, row_keys in parts])
+        return torch.where(best.isfinite(), tokens, -1)
+
+
+def _noisy_argmax(logits: Tensor, keys: Tensor, sparse: bool) -> Tensor:
+    """Tokens [n] drawn from the softmax of logits [n, V] with keys [n]. sparse: most logits are -inf and need no noise."""
+    sums = logits.double()
+    if sparse:
+        rows, ids = (logits > -torch.inf).nonzero(as_tuple=True)
+        sums[rows, ids] += _gumbel(keys[rows], ids)
+    else:
+        sums += _gumbel(keys[:, None], torch.arange(logits.shape[1], device=logits.device))
+    return sums.argmax(dim=1)
+
+
+def _gumbel(keys: Tensor, ids: Tensor) -> Tensor:
+    """Gumbel noise fp64 of tokens `ids` under their rows' keys, int64 tensors that broadcast."""
+    bits = (_mix(keys + (ids + 1) * _WEYL) >> 12) & ((1 << 52) - 1)
+    uniform = (bits.double() + 0.5) * 2.0**-52  # never 0 nor 1
+    return -(-uniform.log()).log()
+
+
+def _row_keys(seed: int, sequences: Tensor, position: int) -> Tensor:
+    """[n] int64: the keys of sequences [n] at a position. Each argument goes through a mix of its own, so neighbours have nothing in
+    common."""
+    key = _mix(torch.full_like(sequences, _signed(seed)))
+    key = _mix(key + (sequences + 1) * _WEYL)
+    return _mix(key + _signed((position + 1) * _WEYL))
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same lowest 64 bits."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_WEYL = _signed(0x9E3779B97F4A7C15)
+_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser of int64, in place: a bijection of which every bit depends on every bit of x."""
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)  # a shift that brings in zeros
+        x *= factor
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    return x
