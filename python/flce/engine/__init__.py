@@ -2,6 +2,7 @@
 stage. docs/engine.md has how to use it."""
 
 from flce.engine._cache import KVCache
+from flce.engine._generate import Generated
 from flce.engine._output import HeadOutput
 from flce.engine._packed import PackedBatch
 from flce.engine._pipeline_engine import PipelineEngine
@@ -24,6 +25,7 @@ from flce.engine.checkpoint import (
 
 __all__ = [
     "CausalLMStage",
+    "Generated",
     "GenerationConfig",
     "HeadOutput",
     "KVCache",

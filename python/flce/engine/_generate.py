@@ -1,0 +1,339 @@
+"""Generation over the stages of a pipeline.
+
+The prompts are cut into microbatches. Every rank goes through the same slots in the same order: position 0 of each microbatch, which is
+its prompts, then position 1 of each, a token of every sequence, and so on. In a slot a stage receives, computes and sends on, and does not
+wait until what it has sent is received. So with as many microbatches as stages each stage has one to work on, and the pipeline is filled
+once, not for each token.
+
+torch's schedules run a batch of microbatches from the first stage to the last and end there. Here tokens go back: the first stage's input
+at position p + 1 is the last stage's output at position p, of a microbatch whose neighbours are still at position p. A schedule called for
+each position would fill and drain the pipeline for each token. The loop below is all that takes its place; the sends and receives are
+torch.distributed's.
+
+What is sent, for a microbatch of n sequences at position p:
+
+    hidden states   stage s -> s + 1            [tokens, hidden_size]
+    answer          last stage -> first         [n] int64: the next token; LEFT for a sequence that has ended, NOT_FINITE for one without
+                                                a next token
+    the same        first stage -> 1 -> … -> the last but one, before the hidden states of p + 1
+
+An answer says who leaves the batch, so that every stage knows the shape of what comes next before it comes.
+
+No order of these can wait for itself. The first stage posts the receive of an answer right after it has sent the hidden states, so with two
+stages both ranks have the one order hidden states, answer, hidden states, answer between them, which NCCL asks for. With more, each pair of
+ranks has one direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flce import errors
+from flce.engine import _microbatches
+from flce.engine._agreement import Agreed, Call
+from flce.engine._cache import KVCache
+from flce.engine._output import HeadOutput
+from flce.engine._packed import PackedBatch
+from flce.engine._sampling import GenerationConfig, Sampler, as_generation_config
+from flce.engine._stage import Stage
+from flce.engine._transport import on_device
+
+if TYPE_CHECKING:
+    from flce.engine._pipeline_engine import PipelineEngine
+
+_LEFT, _NOT_FINITE = -1, -2
+
+
+class Generated(NamedTuple):
+    """What B prompts were continued by.
+
+    tokens: [B, L] int64, the new tokens of each; L is the longest's number, and the rest is padded behind its end.
+    logprobs: [B, L] fp32, the log-probability (nats) of each new token under the model's softmax at the config's temperature, before
+        min_new_tokens, top_k and top_p: what `logprobs` of a training pass gives for the token. 0 where padded.
+    lengths: [B] int64, new tokens of each, the one that ends it among them.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    lengths: Tensor
+
+
+def generate(
+    engine: PipelineEngine,
+    packed_input_ids: Tensor,
+    cu_seqlens: Tensor,
+    tokenizer: Any | None = None,
+    gconfig: Any | None = None,
+    *,
+    num_micro_batches: int | None = None,
+    seed: int | None = None,
+) -> Generated | None:
+    """`PipelineEngine.generate`, which says what the arguments are."""
+    stage = engine.stages[0]
+    made: list[_Pipeline] = []
+
+    def prepare() -> Call:
+        if len(engine.stages) > 1:
+            raise errors.ArgumentError(
+                f"this rank has {len(engine.stages)} stages; generate needs one stage a rank, as schedules '1f1b' and 'gpipe' have it"
+            )
+        config = GenerationConfig() if gconfig is None else as_generation_config(gconfig)
+        ends, pad = config.special_tokens(tokenizer)
+        lengths = _microbatches.lengths_of(packed_input_ids, cu_seqlens)
+        number = min(engine.num_micro_batches, len(lengths)) if num_micro_batches is None else num_micro_batches
+        # Balanced by what the caches hold.
+        starts = _microbatches.cut([length + config.max_new_tokens for length in lengths], number)
+        _check_context(stage, lengths, config)
+        _check_seed(seed)
+        if stage.is_last:
+            _check_head(stage, packed_input_ids, ends)
+        cut = _microbatches.split(packed_input_ids, lengths, starts, engine.device, {}, {})
+        parts = [_Part.of(part, stage, config) for part in cut]
+        made.append(_Pipeline(engine, config, ends, pad, seed, parts))
+        return Call(f"generate {config} {ends} {pad} {seed}", number, lengths, packed_input_ids, {})
+
+    with engine._watching(), torch.no_grad(), _evaluation(stage):
+        engine._agreement.check_called_alike(prepare, None)
+        return made[0].run()
+
+
+def _check_context(stage: Stage, lengths: Sequence[int], config: GenerationConfig) -> None:
+    context = getattr(getattr(stage, "config", None), "max_position_embeddings", None)
+    longest = max(lengths)
+    if context is not None and longest + config.max_new_tokens > context:
+        raise errors.ArgumentError(
+            f"sequence {lengths.index(longest)} has {longest} tokens, and max_new_tokens is {config.max_new_tokens}; together they must "
+            f"be at most {context}, the model's max_position_embeddings"
+        )
+
+
+def _check_seed(seed: Any) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise errors.DTypeError(f"seed is {seed!r}; it must be an integer or None")
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise errors.ArgumentError(f"seed is {seed}; it must have 64 bits")
+
+
+def _check_head(stage: Stage, packed_input_ids: Tensor, ends: Sequence[int]) -> None:
+    """The last stage alone knows the vocabulary."""
+    head: Any = stage.head
+    vocab_size = (head.get_base_layer() if hasattr(head, "get_base_layer") else head).weight.shape[0]
+    if vocab_size == 1:
+        raise errors.ArgumentError("the last stage's head has one row, a critic's value; generate needs a head with a row for each token")
+    least, largest = int(packed_input_ids.min()), int(packed_input_ids.max())
+    if least < 0 or largest >= vocab_size:
+        raise errors.ArgumentError(
+            f"packed_input_ids has {least if least < 0 else largest}; ids must be 0 to {vocab_size - 1}, the head's vocabulary"
+        )
+    outside = [token for token in ends if token >= vocab_size]
+    if outside:
+        raise errors.ArgumentError(f"eos_token_id is {outside[0]}; it must be 0 to {vocab_size - 1}, the head's vocabulary")
+    if len(set(ends)) == vocab_size:
+        raise errors.ArgumentError(f"eos_token_id has all {vocab_size} tokens of the vocabulary; at least one must not end a sequence")
+
+
+@contextmanager
+def _evaluation(stage: nn.Module) -> Iterator[None]:
+    """Dropout off; each module's mode afterwards is what it was."""
+    modes = [(module, module.training) for module in stage.modules()]
+    stage.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@dataclass(eq=False)
+class _Part:
+    """Sequences that go through the stages together.
+
+    sequences: numbers of those that have not ended; `numbers` has them on the device. tokens: [T] int64, what the first stage embeds in
+    the next slot, and lengths how many of them are each sequence's. answer: the first stage's receive of the next tokens. sent: what has
+    been sent and perhaps not received.
+    """
+
+    number: int
+    sequences: list[int]
+    numbers: Tensor
+    tokens: Tensor
+    lengths: Sequence[int]
+    cache: KVCache
+    answer: tuple[Any, Tensor] | None = None
+    sent: list[tuple[Any, Tensor]] = field(default_factory=list)
+
+    @staticmethod
+    def of(part: _microbatches.Microbatch, stage: Stage, config: GenerationConfig) -> _Part:
+        lengths = part.batch.lengths
+        cache = stage.new_cache(len(lengths), max(lengths) + config.max_new_tokens)
+        numbers = torch.tensor(part.sequences, dtype=torch.int64, device=part.input_ids.device)
+        return _Part(part.number, list(part.sequences), numbers, part.input_ids, lengths, cache)
+
+    def keep(self, answer: Tensor, told: list[int]) -> None:
+        """Lets those leave to whom the answer, on the device and on the host, gives no token."""
+        stays = [place for place, token in enumerate(told) if token >= 0]
+        if len(stays) < len(told):
+            chosen = torch.tensor(stays, dtype=torch.int64, device=answer.device)
+            self.sequences = [self.sequences[place] for place in stays]
+            self.numbers, answer = self.numbers[chosen], answer[chosen]
+            if stays:
+                self.cache.select(chosen)
+            else:
+                del self.cache
+        self.tokens, self.lengths = answer, [1] * len(stays)
+
+
+class _Pipeline:
+    """One call's way through the slots, on one rank."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        config: GenerationConfig,
+        ends: tuple[int, ...],
+        pad: int,
+        seed: int | None,
+        parts: list[_Part],
+    ) -> None:
+        stage = engine.stages[0]
+        self._stage, self._group, self._device, self._own = stage, engine.pipeline_group, engine.device, engine._own
+        self._ranks = dist.get_process_group_ranks(self._group)
+        self._config, self._pad, self._parts = config, pad, parts
+        self._head_options = engine._head_options
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=self._device)
+        if seed is None:  # torch.manual_seed decides
+            seed = int(torch.randint((1 << 63) - 1, ()).item()) if stage.is_last else 0
+        self._sampler = Sampler(config, ends, seed)
+        self._count = sum(len(part.sequences) for part in parts)
+        self._chosen: list[tuple[Tensor, int, Tensor, Tensor]] = []
+        self._failure: errors.PipelineError | None = None
+
+    def run(self) -> Generated | None:
+        """Through all slots. Raises what all ranks raise alike where logits were not finite."""
+        for position in range(self._config.max_new_tokens + 1):
+            for part in self._parts:
+                if part.sequences and position and not self._stage.is_last:
+                    self._learn(part, position - 1)
+                if part.sequences and position < self._config.max_new_tokens:
+                    self._pass(part, position)
+        for part in self._parts:
+            self._settle(part)
+        if self._failure is not None:
+            raise Agreed(self._failure)
+        return self._result() if self._stage.is_last else None
+
+    def _pass(self, part: _Part, position: int) -> None:
+        """A slot: the stage on what the one before has sent, and what comes of it to the one behind."""
+        stage = self._stage
+        shape = (sum(part.lengths), stage.hidden_size)
+        x = part.tokens if stage.is_first else self._received(*self._receive(shape, stage.dtype, stage.stage - 1))
+        with self._own():
+            y = self._compute(part, x, position)
+        if not stage.is_last:
+            self._send(part, y, stage.stage + 1)
+            if stage.is_first:
+                part.answer = self._receive((len(part.sequences),), torch.int64, stage.num_stages - 1)
+            return
+        if not stage.is_first:
+            self._settle(part)
+            self._send(part, y, 0)
+        self._take(part, y, position)
+
+    def _compute(self, part: _Part, x: Tensor, position: int) -> Tensor:
+        """The stage's hidden states [T, hidden_size]; the last stage's answer [n]."""
+        stage = self._stage
+        if self._failure is not None and stage.is_last:  # what is under way is received and answered, so that nothing is left behind
+            return torch.full((len(part.sequences),), _LEFT, device=self._device)
+        batch = self._batch(part, position)
+        hidden = stage(x, batch)
+        expected = (batch.num_tokens, stage.hidden_size)
+        if hidden.shape != expected or hidden.dtype != stage.dtype:
+            raise errors.ShapeError(
+                f"stage {stage.stage} returned {hidden.dtype} {list(hidden.shape)} for microbatch {part.number}; its forward must return "
+                f"{stage.dtype} {list(expected)}"
+            )
+        return self._choose(part, hidden[batch.cu_seqlens[1:].long() - 1], position) if stage.is_last else hidden
+
+    def _batch(self, part: _Part, position: int) -> PackedBatch:
+        if position == 0:
+            return PackedBatch.of(part.lengths, self._device, part.cache)
+        bounds = torch.arange(len(part.lengths) + 1, dtype=torch.int32, device=self._device)
+        return PackedBatch(bounds, tuple(part.lengths), torch.tensor(part.cache.lengths, device=self._device), part.cache)
+
+    def _choose(self, part: _Part, hidden: Tensor, position: int) -> Tensor:
+        """The answer to a microbatch whose sequences' last rows are hidden [n, hidden_size]."""
+        stage = self._stage
+        assert stage.head is not None
+        output = HeadOutput(hidden, stage.head, stage.logit_scale, stage.softcap, options=self._head_options)
+        tokens = self._sampler(output.logits().float(), part.numbers, position)
+        logprobs = output.logprobs(tokens.clamp(min=0), self._config.temperature, shift=0)
+        self._chosen.append((part.numbers, position, tokens, logprobs))
+        over = torch.isin(tokens, self._ends) if position + 1 < self._config.max_new_tokens else torch.ones_like(tokens, dtype=torch.bool)
+        return torch.where(tokens < 0, _NOT_FINITE, torch.where(over, _LEFT, tokens))
+
+    def _learn(self, part: _Part, position: int) -> None:
+        """Takes the answer to a position, which comes from the last stage by way of the first."""
+        stage = self._stage
+        posted = part.answer if stage.is_first else self._receive((len(part.sequences),), torch.int64, stage.stage - 1)
+        assert posted is not None
+        answer = self._received(*posted)
+        self._settle(part)
+        if stage.stage + 1 < stage.num_stages - 1:
+            self._send(part, answer, stage.stage + 1)
+        self._take(part, answer, position)
+
+    def _take(self, part: _Part, answer: Tensor, position: int) -> None:
+        """Lets those leave that the answer gives no token, all of them where one's logits were not finite."""
+        with self._own():
+            told: list[int] = answer.tolist()
+            which = [str(part.sequences[place]) for place, token in enumerate(told) if token == _NOT_FINITE]
+            if which:
+                last = self._stage.num_stages - 1
+                self._failure = errors.PipelineError(
+                    f"stage {last}: logits of sequence{'s' * (len(which) > 1)} {', '.join(which)} for new token {position + 1} are NaN or "
+                    f"infinite, in microbatch {part.number}; nothing is returned",
+                    last,
+                )
+            part.keep(answer, [_LEFT] * len(told) if which else told)
+
+    def _send(self, part: _Part, tensor: Tensor, stage: int) -> None:
+        tensor = tensor.contiguous() if self._sends_own else tensor.cpu().contiguous()
+        part.sent.append((dist.isend(tensor, self._ranks[stage], group=self._group), tensor))
+
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int) -> tuple[Any, Tensor]:
+        buffer = torch.empty(shape, dtype=dtype, device=self._device if self._sends_own else "cpu")
+        return dist.irecv(buffer, self._ranks[stage], group=self._group), buffer
+
+    def _received(self, work: Any, buffer: Tensor) -> Tensor:
+        work.wait()
+        return buffer.to(self._device)
+
+    @property
+    def _sends_own(self) -> bool:
+        """Whether the group sends what lies on the stage's device."""
+        return self._device.type == "cpu" or on_device(self._group)
+
+    def _settle(self, part: _Part) -> None:
+        """What a microbatch has sent has long been received when its next slot comes."""
+        for work, _ in part.sent:
+            work.wait()
+        part.sent.clear()
+
+    def _result(self) -> Generated:
+        longest = 1 + max(position for _, position, _, _ in self._chosen)
+        rows = torch.cat([numbers for numbers, _, _, _ in self._chosen])
+        columns = torch.cat([torch.full_like(numbers, position) for numbers, position, _, _ in self._chosen])
+        tokens = torch.full((self._count, longest), self._pad, dtype=torch.int64, device=self._device)
+        tokens[rows, columns] = torch.cat([chosen for _, _, chosen, _ in self._chosen])
+        logprobs = torch.zeros(self._count, longest, dtype=torch.float32, device=self._device)
+        logprobs[rows, columns] = torch.cat([given for _, _, _, given in self._chosen])
+        return Generated(tokens, logprobs, torch.bincount(rows, minlength=self._count))
