@@ -66,7 +66,7 @@ def test_sampling_equals_a_loop_over_the_whole_model(name: str, config: Generati
     for number in (1, 2, 4, 6):
         result = check(engine.generate(*prompts(), tokenizer_of(None), config, num_micro_batches=number, seed=8), expected)
         for row, own in zip(result.logprobs, logprobs, strict=True):
-            torch.testing.assert_close(row[: len(own)], own, rtol=0, atol=1e-5)
+            torch.testing.assert_close(row[: len(own)], own, rtol=0, atol=5e-5)  # logits are large
 
 
 @pytest.mark.parametrize("config", [*SAMPLED, GenerationConfig(6, greedy=True, temperature=2.0, min_new_tokens=2, eos_token_id=4)])
@@ -158,7 +158,8 @@ def test_logits_are_made_for_last_positions_only(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(HeadOutput, "logits", logits)
     engine_of(model_of("llama")).generate(*prompts(), None, GenerationConfig(3, greedy=True), num_micro_batches=2)
-    assert rows == [3, 3] * 3 or (sum(rows[:2]) == len(LENGTHS) and rows == rows[:2] * 3)
+    assert sum(rows[:2]) == len(LENGTHS)
+    assert rows == rows[:2] * 3
 
 
 def test_dropout_is_off_modes_stay_and_no_gradient_is_recorded() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flce import errors
-from flce.engine import _losses, _microbatches, _reduce, _schedules, _setup, _transport
+from flce.engine import _generate, _losses, _microbatches, _reduce, _schedules, _setup, _transport
 from flce.engine._agreement import Agreed, Call
+from flce.engine._generate import Generated
 from flce.engine._microbatches import Microbatch, Naming
 from flce.engine._output import HeadOutput, head_options_of
 from flce.engine._stage import Stage
@@ -255,11 +255,34 @@ class PipelineEngine:
 
     __call__ = forward
 
-    def generate(self, packed_input_ids: Tensor, cu_seqlens: Tensor, tokenizer: Any = None, gconfig: Any = None, **options: Any) -> Any:
-        """Completions of the batch's sequences; `flce.engine.GenerationConfig` has what can be asked for."""
-        self.check_usable()
-        generate = importlib.import_module("flce.engine._generate").generate
-        return generate(self, packed_input_ids, cu_seqlens, tokenizer, gconfig, **options)
+    def generate(
+        self,
+        packed_input_ids: Tensor,
+        cu_seqlens: Tensor,
+        tokenizer: Any = None,
+        gconfig: Any = None,
+        *,
+        num_micro_batches: int | None = None,
+        seed: int | None = None,
+    ) -> Generated | None:
+        """Continues the batch's sequences, with a cache of keys and values on each stage. Every rank gives the same prompts and options. It
+        runs in evaluation mode without gradients; the modes of the stages are afterwards what they were.
+
+        Args:
+            tokenizer: its `eos_token_id` ends sequences and its `pad_token_id` pads, where gconfig has none. None: gconfig's alone.
+            gconfig: a `flce.engine.GenerationConfig`, or one of transformers. None: GenerationConfig().
+            num_micro_batches: None: the engine's, or the number of prompts where that is less.
+            seed: of sampling. The same seed gives a sequence the same noise with any number of stages and microbatches. None: drawn from
+                torch's generator of the CPU on the last stage.
+
+        Returns:
+            tokens [B, L] int64, logprobs [B, L] fp32, lengths [B] int64 on the last stage; None on others.
+
+        Raises:
+            ArgumentError: what cannot be generated from, with its name and value. PipelineError: logits of a sequence are not finite (the
+            engine goes on afterwards), or a stage has failed.
+        """
+        return _generate.generate(self, packed_input_ids, cu_seqlens, tokenizer, gconfig, num_micro_batches=num_micro_batches, seed=seed)
 
     def check_usable(self) -> None:
         """PipelineError where a call has failed before."""
