@@ -18,6 +18,8 @@ assert Path(_command.path()) == package / "bin" / "flce"
 version = subprocess.run([sys.executable, "-m", "flce", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 assert version == flce.__version__, version
 assert "torch" in flce.bench.NAMES
+usage = subprocess.run([site / "bin" / "flce-shard-checkpoint", "--help"], capture_output=True, text=True, check=True).stdout
+assert "--stages" in usage, usage
 hidden, weight = torch.randn(12, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
 labels = torch.randint(0, 50, (12,))
 loss = flce.linear_cross_entropy(hidden, weight, labels, shift=1)
