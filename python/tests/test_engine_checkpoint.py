@@ -67,7 +67,7 @@ def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "flce.engine._shard_command", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120, **options)
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=300, **options)
 
 
 def called(*arguments: object) -> int:
@@ -254,6 +254,10 @@ BROKEN = {
     "no safetensors": (lambda f: (f / "model-00001-of-00002.safetensors").write_text("x" * 50), "is truncated or no safetensors file"),
     "missing file": (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "00002-of-00002.safetensors does not exist"),
     "unreadable": (lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()), "config.json cannot be read"),
+    "weights are a folder": (
+        lambda f: ((f / "model-00001-of-00002.safetensors").unlink(), (f / "model-00001-of-00002.safetensors").mkdir()),
+        "model-00001-of-00002.safetensors",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
     "no index": (lambda f: (f / INDEX_NAME).unlink(), "neither model.safetensors nor model.safetensors.index.json"),
     "index is no JSON": (lambda f: (f / INDEX_NAME).write_text("{"), "index.json cannot be read"),
@@ -386,10 +390,10 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 MB in tensors of 20 MB."""
+    """80 MB in tensors of 8 MB."""
     folder = tmp_path_factory.mktemp("large") / "in"
-    tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.full((5000, 1000), float(i)) for i in range(8)}
-    tensors |= {name: torch.ones(5000, 1000) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.full((2000, 1000), float(i)) for i in range(8)}
+    tensors |= {name: torch.ones(2000, 1000) for name in ("model.embed_tokens.weight", "lm_head.weight")}
     return synthetic(folder, tensors | {"model.norm.weight": torch.ones(1000)}, num_hidden_layers=8)
 
 
@@ -409,35 +413,35 @@ finally:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
 def test_memory_stays_far_below_a_shard(large: Path, tmp_path: Path) -> None:
-    shard_bytes = 200_000_000 // 2
+    shard_bytes = 80_000_000 // 2
     for arguments in ((large, tmp_path / "out", "--stages", 2, "--verify"), (tmp_path / "out", tmp_path / "merged", "--merge")):
         ended = subprocess.run([sys.executable, "-c", MEASURE, *map(str, arguments)], capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
         grown = int(re.findall(r"grew by (\d+)", ended.stderr)[0])
-        assert grown < 24 << 20 < 1.1 * shard_bytes
-    assert (tmp_path / "merged" / "model.safetensors").stat().st_size >= 200_000_000
+        assert grown < 16 << 20 < 1.1 * shard_bytes
+    assert (tmp_path / "merged" / "model.safetensors").stat().st_size >= 80_000_000
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(tmp_path / "merged")
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_killed_run_leaves_no_half_file_and_the_next_succeeds(large: Path, tmp_path: Path, sent: signal.Signals) -> None:
-    """The process is stopped when it has written 40 MB, and again with an old checkpoint in the target's place."""
+    """The process is stopped when it has written 16 MB, and again with an old checkpoint in the target's place."""
     line = [sys.executable, "-m", "flce.engine._shard_command", str(large), str(tmp_path / "out"), "--stages", "4", "--overwrite"]
     slow = "import time; from flce.engine import _safetensors as s; w = s.write_all; s.write_all = lambda *a: (time.sleep(.05), w(*a));"
     line[1:3] = ["-c", slow + "from flce.engine import _shard_command as c; c.main()"]
     old: list[tuple[str, int]] = []
     for number in range(2 if sent == signal.SIGKILL else 1):
         process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while sum(file.stat().st_size for file in tmp_path.glob(".out.flce-partial/*")) < 40_000_000:
+        deadline = time.monotonic() + 300
+        while sum(file.stat().st_size for file in tmp_path.glob(".out.flce-partial/*")) < 16_000_000:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         if number == 0:
             with pytest.raises(errors.CheckpointError, match="another process is writing"):
                 shard_checkpoint(large, tmp_path / "out", 2, overwrite=True)
         process.send_signal(sent)
-        assert process.wait(timeout=60) == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[sent]
+        assert process.wait(timeout=300) == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[sent]
         left = [] if sent != signal.SIGKILL else [".out.flce-partial"]
         assert sorted(os.listdir(tmp_path)) == left + (["out"] if old else [])
         if old:

@@ -86,6 +86,17 @@ def test_another_number_of_stages_names_both_and_the_command(tmp_path: Path) -> 
     load_stage(stage, tmp_path / "four-2")
 
 
+def test_a_tensor_of_no_stage_is_refused_unless_it_may_be_left(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "in")
+    tensors = tensors_of(tmp_path / "in") | {"visual.weight": torch.ones(2)}
+    st.save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    stage = causal_lm_stage(tmp_path / "in", 0, 2)
+    with pytest.raises(errors.ArgumentError, match=r"'visual.weight' belongs to no stage"):
+        load_stage(stage, tmp_path / "in")
+    load_stage(stage, tmp_path / "in", strict=False)
+    assert_same_bits(stage.state_dict(), expected_of(model, stage))
+
+
 def change(folder: Path, stage: int, edit: Any) -> None:
     (file,) = folder.glob(f"model-stage-{stage:02d}-*")
     tensors = st.load_file(file)

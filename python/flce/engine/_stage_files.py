@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flce.engine._checkpoint_files import COMPUTED, Checkpoint, Family, Layout, family_of, open_checkpoint
-from flce.engine._plan import NAMES
+from flce.engine._plan import NAMES, StagePlan
 from flce.engine._safetensors import DTYPES, library
 from flce.engine._stage import Stage
 from flce.errors import ArgumentError, CheckpointError, DTypeError, ShapeError
@@ -61,7 +61,7 @@ def load_stage(
     Raises CheckpointError (files; a checkpoint of another number of stages; names, with strict), ShapeError, DTypeError, ArgumentError.
     """
     checkpoint = open_checkpoint(directory)
-    names = _names_in(checkpoint, stage)
+    names = _names_in(checkpoint, stage, strict)
     wanted = _wanted(stage)
     found = {ours: theirs for ours, theirs in names.items() if ours in wanted}
     by_tensor = {id(tensor): name for name, tensor in wanted.items() if name in found}
@@ -97,7 +97,7 @@ def _same_as_tied(stage: Stage, name: str) -> bool:
     return stage.tied_weight is not None and any(name in (names.embedding, names.head) for names in NAMES.values())
 
 
-def _names_in(checkpoint: Checkpoint, stage: Stage) -> dict[str, str]:
+def _names_in(checkpoint: Checkpoint, stage: Stage, strict: bool) -> dict[str, str]:
     """The tensors that the checkpoint has for a stage: of the module's name, the checkpoint's."""
     layout = checkpoint.layout
     if layout is not None:
@@ -111,7 +111,7 @@ def _names_in(checkpoint: Checkpoint, stage: Stage) -> dict[str, str]:
         return {(family.canonical(name) if family else name): name for name in checkpoint.stage_names(stage.stage)}
     family = _family(checkpoint)
     all_names = {(family.canonical(name) if family else name): name for name in checkpoint.files}
-    return _own_names(all_names, stage)
+    return _own_names(all_names, stage, strict)
 
 
 def _family(checkpoint: Checkpoint) -> Family | None:
@@ -132,12 +132,12 @@ def _check_starts(checkpoint: Checkpoint, layout: Layout, stage: Stage) -> None:
         )
 
 
-def _own_names(names: dict[str, str], stage: Stage) -> dict[str, str]:
+def _own_names(names: dict[str, str], stage: Stage, strict: bool) -> dict[str, str]:
     """Those of a whole model's tensors that belong to a stage: its own, others of its layers, and others of the ends' modules."""
     wanted = _wanted(stage)
     plan = getattr(stage, "plan", None)
     if plan is not None:
-        own = {ours: theirs for ours, theirs in names.items() if stage.stage in plan.stages_of(ours)}
+        own = {ours: theirs for ours, theirs in names.items() if _is_of(plan, stage.stage, ours, strict)}
     else:
         layers = {match[0] for name in wanted if (match := re.match(r".*?\.\d+\.", name))}
         own = {ours: theirs for ours, theirs in names.items() if ours in wanted or ours.startswith(tuple(layers))}
@@ -151,6 +151,15 @@ def _own_names(names: dict[str, str], stage: Stage) -> dict[str, str]:
         if tied.head in own and tied.head not in wanted and not (stage.is_last and getattr(stage, "critic", False)):
             del own[tied.head]
     return own
+
+
+def _is_of(plan: StagePlan, stage: int, name: str, strict: bool) -> bool:
+    try:
+        return stage in plan.stages_of(name)
+    except ArgumentError:  # of no stage
+        if strict:
+            raise
+        return False
 
 
 def _refuse_names(stage: Stage, checkpoint: Checkpoint, missing: Sequence[str], unexpected: Sequence[str]) -> None:
