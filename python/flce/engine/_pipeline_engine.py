@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -363,10 +364,10 @@ class PipelineEngine:
             return Call(kind, wanted, lengths, packed_input_ids, keywords)
 
         self._agreement.check_called_alike(prepare, self.data_parallel_group if kind.startswith("train") else None)
-        if wanted < self.num_stages and not self._warned:
+        if wanted < self.num_stages and self.is_first and not self._warned:
             self._warned = True
             _log.warning(
-                "flce: %d microbatches in %d pipeline stages: stages wait for each other; num_micro_batches of %d or more keeps them busy",
+                "flce: num_micro_batches is %d in a pipeline of %d stages, which wait for each other; %d or more keep them busy",
                 wanted,
                 self.num_stages,
                 self.num_stages,
@@ -445,8 +446,12 @@ class PipelineEngine:
         assert self.optimizer is not None
         with self._own():
             self.optimizer.step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(*(() if self.version_steps is None else (self.version_steps,)))
+            if self.lr_scheduler is not None and self.version_steps is None:
+                self.lr_scheduler.step()
+            elif self.lr_scheduler is not None:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="The epoch parameter", category=UserWarning)
+                    self.lr_scheduler.step(self.version_steps)
         self._clear_gradients()
 
     def _nonfinite_loss(self, losses: _losses.Losses) -> errors.PipelineError | None:
