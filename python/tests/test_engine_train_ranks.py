@@ -21,7 +21,11 @@ def launch(ranks: int, script: str, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, 14)])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, 34), (4, 8)])
 def test_engine_equals_the_unpipelined_model(ranks: int, cases: int) -> None:
     output = launch(ranks, "engine_worker.py")
     assert int(re.findall(r"(\d+) cases passed", output)[0]) == cases
+
+
+def test_tiny_models_of_transformers_train_as_transformers_does() -> None:
+    assert "5 cases passed" in launch(2, "engine_models_worker.py")

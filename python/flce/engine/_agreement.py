@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from flce.engine._transport import on_device
 
 _made: dict[str, int] = {}
 _GRACE_SECONDS = 3.0  # in which a rank that failed has said so
-_PROBE_SECONDS = 1.0
+_LINGER_SECONDS = 10.0
+_GONE = "gone or does not answer"
 
 WHAT = (
     "the call and its options",
@@ -89,6 +90,7 @@ class Agreement:
         self.stages: list[tuple[int, ...]] = [()] * len(self.ranks)
         self._store: Any = None
         self._calls = 0
+        self._unanswered: list[Any] = []
 
     @property
     def name(self) -> str:
@@ -183,28 +185,49 @@ class Agreement:
             time.sleep(0.05)
             told = self.told()
         if told is None:
-            gone = [rank for rank in range(len(self.ranks)) if rank != self.rank and self._is_broken(rank)]
-            told = self.told()
-            if told is None and gone:
-                self.tell(
-                    self.stages[gone[0]][0],
-                    f"{self.says(gone[0])} is gone or does not answer: its connection to {self.says(self.rank)} broke",
-                )
-                told = self.told() or (self.stages[gone[0]][0], f"{self.says(gone[0])} is gone or does not answer")
+            told = self._told_by_connections()
         if told is None:
             return errors.PipelineError(f"{self.says(self.rank)} could not exchange data with another stage: {error}")
-        return errors.PipelineError(f"{told[1]} (seen by {self.says(self.rank)}: {_first_line(error)})", told[0])
+        self.linger(told[1])
+        return errors.PipelineError(f"{told[1]} (seen by {self.says(self.rank)}: {_first_line(error)})", None if told[0] < 0 else told[0])
+
+    def _told_by_connections(self) -> tuple[int, str] | None:
+        """Which ranks' connections are broken. Told to the others where it is one: those that raised may have ended too, and only their own
+        words tell them from one that was killed."""
+        gone = [rank for rank in range(len(self.ranks)) if rank != self.rank and self._is_broken(rank)]
+        told = self.told()
+        if told is not None or not gone:
+            return told
+        names = " and ".join(self.says(rank) for rank in gone)
+        if len(gone) > 1:
+            return -1, f"{names} are gone or do not answer"
+        self.tell(self.stages[gone[0]][0], f"{names} is {_GONE}")
+        return self.told() or (self.stages[gone[0]][0], f"{names} is {_GONE}")
+
+    def linger(self, message: str) -> None:
+        """Counts this rank among those that know. The rank whose process keeps the store waits a while for the others, who read it there;
+        under torchrun its agent keeps it."""
+        others = len(self.ranks) - (1 if message.endswith(_GONE) else 0)
+        try:
+            seen = self._store.add(f"seen {self.name}", 1)
+            if dist.get_rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                return
+            until = time.monotonic() + _LINGER_SECONDS
+            while seen < others and time.monotonic() < until:
+                time.sleep(0.05)
+                seen = self._store.add(f"seen {self.name}", 0)
+        except Exception:
+            pass  # the store is gone, and with it who could be waited for
 
     def _is_broken(self, rank: int) -> bool:
-        """Whether the connection to a rank is. Nothing is sent to it: what is waited for here is never sent."""
+        """Whether the connection to a rank is: gloo refuses to use it. What is asked for here is never sent, nor waited for."""
         if on_device(self.group):
             return False
+        awaited = torch.zeros(1)
         try:
-            work = dist.irecv(torch.zeros(1), src=self.ranks[rank], group=self.group, tag=1 << 20)
-            if work is not None:
-                work.wait(timedelta(seconds=_PROBE_SECONDS))
-        except Exception as error:
-            return "imed out" not in str(error)
+            self._unanswered.append((awaited, dist.irecv(awaited, src=self.ranks[rank], group=self.group, tag=1 << 20)))
+        except Exception:
+            return True
         return False
 
 

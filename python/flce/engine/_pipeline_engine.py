@@ -334,6 +334,7 @@ class PipelineEngine:
             own = own.__cause__
         message = f"stage {stage} failed{where}: {type(own).__name__}: {own}"
         self._agreement.tell(stage, message)
+        self._agreement.linger(message)
         return errors.PipelineError(message, stage)
 
     def _prepare(

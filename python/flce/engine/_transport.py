@@ -51,7 +51,8 @@ class StageModule(nn.Module):
             self.finish(hidden, microbatch)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()  # of frozen layers alone: backward ends here
-        return hidden if hidden.is_contiguous() else hidden.contiguous()
+        # Schedules that split backward detach outputs in place, which a view refuses.
+        return hidden.clone() if torch.is_grad_enabled() and hidden._is_view() else hidden.contiguous()
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -147,6 +148,7 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
         if not self.has_backward:
             return
         self._to_device(self.grad_recv_info.get(bwd_chunk_id, ()), False)
+        self.submod.number = bwd_chunk_id
         with self.submod.noting():
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_first:
@@ -158,6 +160,7 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
         self._let_go(self.grad_recv_info.get(bwd_chunk_id, ()))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.submod.number = bwd_chunk_id
         with self.submod.noting():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 

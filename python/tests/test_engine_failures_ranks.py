@@ -1,0 +1,54 @@
+"""What becomes of a pipeline whose rank dies or raises (engine_failures_worker.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[tuple[str, int, bool], list[Any]]:
+    """By what happened, to which stage, and whether the store outlives the ranks: what each rank's two calls raised."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(HERE / "engine_failures_worker.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return {(what, where, agent): said for what, where, agent, said in json.loads(result.stdout)}
+
+
+@pytest.mark.parametrize(
+    ("what", "where", "agent", "message"),
+    [
+        ("kill", 0, True, "stage 0 is gone or does not answer"),
+        ("kill", 1, True, "stage 1 is gone or does not answer"),
+        ("module", 1, True, r"stage 1 failed on microbatch 0 \(sequences 0 to 1\): ValueError: no such layer"),
+        ("backward", 1, False, r"stage 1 failed on microbatch 0 \(sequences 0 to 1\): ValueError: no such gradient"),
+        ("loss", 2, True, r"stage 2 failed on microbatch 0 \(sequences 0 to 1\): ValueError: no such loss"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_naming_its_stage(ends: Any, what: str, where: int, agent: bool, message: str) -> None:
+    for rank, said in enumerate(ends[what, where, agent]):
+        if what == "kill" and rank == where:
+            assert said is None
+            continue
+        (stage, first), (_, then) = said
+        assert stage == where, said
+        assert re.match(message, first), said
+        assert re.match(f"this engine has failed and cannot go on.*{message}", then), said
+
+
+def test_a_killed_rank_that_kept_the_store_is_named_by_its_connections(ends: Any) -> None:
+    """A rank that another one kept waiting finds both connections broken, and has no one to ask which broke first."""
+    _, *others = ends["kill", 0, False]
+    for (stage, first), _ in others:
+        assert stage in (0, None)
+        assert re.match(r"stage 0 (is|and stage \d are) gone or do(es)? not answer", first), first
