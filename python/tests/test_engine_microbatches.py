@@ -1,0 +1,208 @@
+"""How a packed batch is cut, how keywords are split with it, and what torch's names are that the engine relies on."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from engine_support import batch_of
+from torch.distributed import distributed_c10d
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
+
+import flce
+from flce.engine import _schedules
+from flce.engine._agreement import checksum
+from flce.engine._microbatches import Naming, cut, kinds_of, lengths_of, split
+
+VERSION = f"torch {torch.__version__}"
+NOTHING = Naming()
+
+
+def least_largest(lengths: list[int], count: int) -> int:
+    """Over all cuts into `count` runs."""
+    inner = itertools.combinations(range(1, len(lengths)), count - 1)
+    return min(max(sum(lengths[a:b]) for a, b in itertools.pairwise((0, *starts, len(lengths)))) for starts in inner)
+
+
+def test_cuts_have_the_least_largest_microbatch() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        lengths = [draw.choice((1, 2, 3, 5, 8, 40)) for _ in range(draw.randint(1, 9))]
+        for count in range(1, len(lengths) + 1):
+            starts = cut(lengths, count)
+            assert len(starts) == count + 1
+            assert (starts[0], starts[-1]) == (0, len(lengths))
+            assert all(a < b for a, b in itertools.pairwise(starts))  # in the batch's order, none empty
+            assert max(sum(lengths[a:b]) for a, b in itertools.pairwise(starts)) == least_largest(lengths, count)
+
+
+def test_a_sequence_longer_than_a_share_is_a_microbatch() -> None:
+    assert cut([2, 3, 100, 1, 2, 3], 3) == (0, 2, 3, 6)
+    assert cut([100, 1, 1], 2) == (0, 1, 3)
+
+
+def test_a_thousand_sequences_are_cut_at_once() -> None:
+    draw = random.Random(1)
+    lengths = [draw.randint(1, 4096) for _ in range(4096)]
+    starts = cut(lengths, 64)
+    assert max(sum(lengths[a:b]) for a, b in itertools.pairwise(starts)) < sum(lengths) / 64 + 4096
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
+def test_a_number_of_microbatches_that_is_none_is_refused(count: Any) -> None:
+    with pytest.raises(flce.ArgumentError, match=r"num_micro_batches is .*; it must be an integer of 1 or more"):
+        cut([1, 2], count)
+
+
+def test_fewer_sequences_than_microbatches_are_refused_with_the_numbers() -> None:
+    with pytest.raises(flce.ArgumentError, match=r"the batch has 3 sequences, which are fewer than its 4 microbatches"):
+        cut([5, 5, 5], 4)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([0, 3, 9], "from 0 to 9; it must go from 0 to packed_input_ids' 10 tokens"),
+        ([1, 3, 10], "from 1 to 10"),
+        ([10], "1 elements"),
+        ([0, 6, 3, 10], "sequence 1 -3 tokens"),
+        ([0, 3, 3, 10], "sequence 1 0 tokens; every sequence must have one or more"),
+    ],
+)
+def test_bounds_that_do_not_fit_are_refused(cu_seqlens: list[int], message: str) -> None:
+    with pytest.raises(flce.ArgumentError, match=message):
+        lengths_of(torch.zeros(10, dtype=torch.int64), torch.tensor(cu_seqlens))
+
+
+def test_ids_and_bounds_of_other_types_are_refused() -> None:
+    ids, cu_seqlens = batch_of(0, [2, 3])
+    with pytest.raises(flce.DTypeError, match=r"packed_input_ids has dtype torch\.float32"):
+        lengths_of(ids.float(), cu_seqlens)
+    with pytest.raises(flce.DTypeError, match="cu_seqlens is a list"):
+        lengths_of(ids, cu_seqlens.tolist())
+    with pytest.raises(flce.ShapeError, match=r"packed_input_ids has shape \[1, 5\]"):
+        lengths_of(ids[None], cu_seqlens)
+
+
+def test_keywords_are_split_with_their_sequences() -> None:
+    lengths = [3, 1, 4, 2]
+    ids, _ = batch_of(0, lengths)
+    given = {
+        "token": torch.arange(10.0),
+        "wide": torch.arange(20).view(10, 2),
+        "target": torch.tensor([0, 1, 20, 21, 22, 30]),  # sequence · 10 + place
+        "sequence": torch.arange(4),
+        "number": 0.5,
+        "scalar": torch.tensor(7.0),
+        "words": ["a", "b"],
+    }
+    kinds = kinds_of(given, lengths, NOTHING)
+    first, second = split(ids.int(), lengths, (0, 2, 4), torch.device("cpu"), given, kinds)
+    assert first.input_ids.dtype == torch.int64
+    assert torch.equal(torch.cat([first.input_ids, second.input_ids]), ids)
+    assert first.batch.cu_seqlens.tolist() == [0, 3, 4]
+    assert second.batch.cu_seqlens.tolist() == [0, 4, 6]
+    assert second.batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
+    assert first.kwargs["token"].tolist() == [0, 1, 2, 3]
+    assert second.kwargs["wide"].tolist() == given["wide"][4:].tolist()  # type: ignore[index]
+    assert first.kwargs["target"].tolist() == [0, 1]
+    assert second.kwargs["target"].tolist() == [20, 21, 22, 30]
+    assert second.kwargs["sequence"].tolist() == [2, 3]
+    for one in (first, second):
+        assert (one.kwargs["number"], one.kwargs["words"], float(one.kwargs["scalar"])) == (0.5, ["a", "b"], 7.0)
+    assert str(second) == "microbatch 1 (sequences 2 to 3)"
+
+
+def test_keywords_whose_kind_is_not_clear_have_to_be_named() -> None:
+    lengths = [2, 2, 2]  # three sequences, three targets
+    kind_of = lambda value, **named: kinds_of({"x": value}, lengths, Naming.of(**{**dict.fromkeys(NAMES, ()), **named}))["x"]  # noqa: E731
+    with pytest.raises(flce.ArgumentError, match=r"x has shape \[3\], .* fits per_target \(3\) and per_sequence \(3\) alike: name it in"):
+        kind_of(torch.zeros(3))
+    assert kind_of(torch.zeros(3), per_target=["x"]) == "per_target"
+    assert kind_of(torch.zeros(3), per_sequence=("x",)) == "per_sequence"
+    with pytest.raises(flce.ArgumentError, match=r"x has shape \[5\], .* is none of per_token \(6\) and per_target \(3\)"):
+        kind_of(torch.zeros(5))
+    assert kind_of(torch.zeros(5), constant=["x"]) == "constant"
+    with pytest.raises(flce.ShapeError, match=r"x is named in per_token and has shape \[3\]; its first dimension must be 6"):
+        kind_of(torch.zeros(3), per_token=["x"])
+    with pytest.raises(flce.ShapeError, match="no tensor but a float"):
+        kind_of(0.5, per_token=["x"])
+    with pytest.raises(flce.DTypeError, match=r"per_token is 'x'; it must be a sequence of keywords' names, as \('x',\)"):
+        kind_of(torch.zeros(3), per_token="x")
+    with pytest.raises(flce.ArgumentError, match="y: named in per_token, per_target, per_sequence or constant, but no such keyword"):
+        kind_of(torch.zeros(6), per_token=["y"])
+    with pytest.raises(flce.ArgumentError, match="x: named more than once"):
+        kind_of(torch.zeros(6), per_token=["x"], constant=["x"])
+
+
+NAMES = ("per_token", "per_target", "per_sequence", "constant")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_a_checksum_sees_one_bit_and_an_exchange(dtype: torch.dtype) -> None:
+    values = (torch.arange(1, 2001, dtype=torch.float32) / 7).to(dtype)
+    if dtype == torch.bool:
+        values[1::2] = False
+    changed, swapped = values.clone(), values.clone()
+    changed.view(torch.uint8)[1999] ^= 1
+    swapped[[3, 1000]] = values[[1000, 3]]
+    assert int(checksum(values)) == int(checksum(values.clone()))
+    assert int(checksum(values)) != int(checksum(changed))
+    assert int(checksum(values)) != int(checksum(swapped))
+
+
+def test_where_stages_lie_in_each_schedule() -> None:
+    for schedule in _schedules.SCHEDULES.values():
+        per_rank = 1 if schedule.placement == _schedules.SINGLE else 2
+        lie = [_schedules.stages_of(schedule, rank, 4, per_rank) for rank in range(4)]
+        assert sorted(itertools.chain(*lie)) == list(range(4 * per_rank))
+        for rank, stages in enumerate(lie):
+            assert all(_schedules.rank_of(schedule, stage, 4) == rank for stage in stages)
+            _schedules.check_placement(schedule, stages, 4 * per_rank, rank, 4)
+        with pytest.raises(flce.ArgumentError, match=f"schedule '{schedule.name}' "):
+            _schedules.check_placement(schedule, lie[1], 4 * per_rank, 0, 4)
+    with pytest.raises(flce.ArgumentError, match="schedule is '2f2b'; allowed are 'gpipe', '1f1b'"):
+        _schedules.named("2f2b")
+
+
+def test_every_schedule_of_torch_is_known() -> None:
+    exported = {name for name in schedules.__all__ if name.startswith("Schedule")}
+    assert exported == {known.class_name for known in _schedules.SCHEDULES.values()}, (
+        f"{VERSION}: add it to SCHEDULES of engine/_schedules.py"
+    )
+
+
+def test_names_of_torch_that_the_engine_relies_on_are_there() -> None:
+    """Not public, but for overriding: engine/_transport.py and engine/_agreement.py say what for."""
+    gone = f"{VERSION}: engine/_transport.py relies on it"
+    for name in (
+        "get_fwd_recv_ops",
+        "get_bwd_recv_ops",
+        "get_fwd_send_ops",
+        "get_bwd_send_ops",
+        "get_local_bwd_output",
+        "set_local_bwd_input",
+    ):
+        assert callable(getattr(PipelineStage, name)), f"{gone}: {name}"
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "_get_init_p2p_neighbors_ops"):
+        assert callable(getattr(_PipelineStageBase, name)), f"{gone}: {name}"
+    first = next(iter(list(inspect.signature(_PipelineStageBase.forward_one_chunk).parameters)[1:]))
+    assert first == "fwd_chunk_id", gone
+    made = inspect.getsource(_PipelineStageBase.__init__)
+    for name in ("args_recv_info", "grad_recv_info", "fwd_cache", "bwd_cache", "stage_index_to_group_rank", "group_rank"):
+        assert f"self.{name}" in made, f"{gone}: {name}"
+    assert "buffer" in inspect.signature(_RecvInfo.__init__).parameters, gone
+    assert "return_outputs" in inspect.signature(schedules.Schedule1F1B.step).parameters, gone
+    assert callable(distributed_c10d._get_default_store), f"{VERSION}: engine/_agreement.py relies on it"
+
+
+def test_a_shape_check_of_torch_that_is_not_replaced_is_seen() -> None:
+    """Those that this torch has: a new one would refuse microbatches of different sizes."""
+    known = {"_validate_fwd_input", "_validate_fwd_outputs", "_validate_stage_tensors", "_validate_inferred_metadata"}
+    found = {name for name in dir(PipelineStage) if name.startswith("_validate")}
+    assert found <= known, f"{VERSION}: see EngineStage of engine/_transport.py about {sorted(found - known)}"
