@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -29,3 +30,17 @@ def test_engine_equals_the_unpipelined_model(ranks: int, cases: int) -> None:
 
 def test_tiny_models_of_transformers_train_as_transformers_does() -> None:
     assert "5 cases passed" in launch(2, "engine_models_worker.py")
+
+
+def test_the_last_stage_needs_less_memory_than_with_logits(tmp_path: Path) -> None:
+    """benchmarks/engine_stage.py, in small: a microbatch's logits are 113 MiB."""
+    shape = {"hidden-size": 32, "intermediate-size": 32, "layers": 2, "heads": 2, "key-heads": 1, "head-dim": 16, "vocab-size": 29000}
+    shape |= {"tokens": 1024, "microbatches": 2, "steps": 1, "dtype": "float32", "device": "cpu", "out": tmp_path / "found.json"}
+    benchmark = str(HERE.parent.parent / "benchmarks" / "engine_stage.py")
+    launch(2, benchmark, *(f"--{name}={value}" for name, value in shape.items()))
+    found = json.loads((tmp_path / "found.json").read_text())["contenders"]
+    assert abs(found["flce"]["loss"] - found["logits"]["loss"]) < 1e-4
+    assert [stage["stage"] for stage in found["flce"]["stages"]] == [0, 1]
+    logits_bytes = 1024 * 29000 * 4
+    assert found["logits"]["stages"][1]["working_bytes"] > 2 * logits_bytes
+    assert found["flce"]["stages"][1]["working_bytes"] < logits_bytes
