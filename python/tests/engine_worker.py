@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import flce
-from flce.engine import PipelineEngine
+from flce.engine import PipelineEngine, _transport
 from flce.engine._microbatches import cut
 from flce.engine._schedules import SCHEDULES, named, stages_of
 
@@ -183,6 +184,13 @@ def counts(name: str) -> None:
     keywords = {"labels": labels} if name == "labels" else {"loss_mask": labels != -100}
     result = engine.eval_batch(ids, cu_seqlens, sft_loss if name == "labels" else loss_fn, num_micro_batches=3, **keywords)
     expect(engine, result and result[0], losses[counted].mean().detach())
+
+
+def through_the_host(schedule: str) -> None:
+    """As with a GPU and a group that cannot send from it."""
+    with mock.patch.object(_transport, "through_host", lambda device, group: True):
+        trains(schedule, "micro_batches", True, None)
+        forwards(schedule)
 
 
 def critic() -> None:
@@ -374,6 +382,7 @@ def cases() -> Iterator[tuple[Any, ...]]:
             yield forwards, schedule
         yield from ((normalizes, "micro_batches", 2.5), (normalizes, "tokens", 1.75), (counts, "labels"), (counts, "loss_mask"))
         yield from ((critic,), (written_for_tensors,), (frozen, True), (frozen, False), (budget,), (steps_the_scheduler,))
+        yield from ((through_the_host, "1f1b"), (through_the_host, "zbv"))
         yield from ((nonfinite, "raise"), (nonfinite, "skip"), (refuses,))
     else:
         for schedule in ("1f1b", "zbv"):

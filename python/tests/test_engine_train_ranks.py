@@ -22,7 +22,7 @@ def launch(ranks: int, script: str, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, 34), (4, 8)])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, 36), (4, 8)])
 def test_engine_equals_the_unpipelined_model(ranks: int, cases: int) -> None:
     output = launch(ranks, "engine_worker.py")
     assert int(re.findall(r"(\d+) cases passed", output)[0]) == cases

@@ -22,6 +22,11 @@ def on_device(group: dist.ProcessGroup | None) -> bool:
     return "nccl" in dist.get_backend_config(group)
 
 
+def through_host(device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Whether what is sent has to go through the host's memory."""
+    return device.type == "cuda" and not on_device(group)
+
+
 class StageModule(nn.Module):
     """The module that torch's stage calls: `stage`, on the microbatch whose turn it is.
 
@@ -78,12 +83,13 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
             module,
             stage.stage,
             stage.num_stages,
-            device,
+            torch.device("cpu") if through_host(device, group) else device,  # torch exchanges its own first words there
             input_args=(number if stage.is_first else hidden,),
             output_args=(hidden,),
             group=group,
         )
-        self._through_host = device.type == "cuda" and not on_device(group)
+        self._through_host = through_host(device, group)
+        self._computes_on = device
 
     # torch's own checks, which want one shape of all microbatches; StageModule checks each one's.
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
@@ -103,7 +109,7 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
     def _new(self, number: int) -> Tensor:
         tokens = self.submod.microbatches[number].batch.num_tokens
         stage = self.submod.stage
-        return torch.empty(tokens, stage.hidden_size, dtype=stage.dtype, device="cpu" if self._through_host else self.device)
+        return torch.empty(tokens, stage.hidden_size, dtype=stage.dtype, device=self.device)
 
     def _as_sent(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops if self._through_host else ():
@@ -154,7 +160,7 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
         if not self.is_first:
             gradient, *rest = self.bwd_cache[bwd_chunk_id]
             if gradient is None:  # the output does not hang on the input
-                gradient = self._new(bwd_chunk_id).zero_().to(self.device)
+                gradient = self._new(bwd_chunk_id).zero_().to(self._computes_on)
             self.bwd_cache[bwd_chunk_id] = (gradient.contiguous(), *rest)
         self._let_go(self.args_recv_info[bwd_chunk_id])
         self._let_go(self.grad_recv_info.get(bwd_chunk_id, ()))
@@ -175,7 +181,7 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
     def _to_device(self, infos: tuple[Any, ...], requires_grad: bool) -> None:
         for info in infos if self._through_host else ():
             if getattr(info, "buffer", None) is not None:
-                info.buffer = info.buffer.detach().to(self.device).requires_grad_(requires_grad)
+                info.buffer = info.buffer.detach().to(self._computes_on).requires_grad_(requires_grad)
 
     def _let_go(self, infos: tuple[Any, ...]) -> None:
         """Of buffers; torch wants a tensor there."""
