@@ -208,10 +208,14 @@ def test_what_cannot_be_generated_from_is_named(ids: Tensor, bounds: list[int], 
     assert engine.generate(ids_of(1), ids_of(0, 1), None, GenerationConfig(1)).lengths.tolist() == [1]
 
 
-def test_a_critic_and_a_stage_without_a_cache_are_refused() -> None:
+def test_a_critic_several_stages_and_one_without_a_cache_are_refused() -> None:
     critic = PipelineEngine(causal_lm_stage(model_of("llama"), 0, 1, critic=True))
     with pytest.raises(flce.ArgumentError, match="the last stage's head has one row, a critic's value"):
         critic.generate(*prompts(), None, GenerationConfig(3))
+
+    both = PipelineEngine([CountingStage(0, 2), CountingStage(1, 2)], schedule="interleaved_1f1b")
+    with pytest.raises(flce.ArgumentError, match="this rank has 2 stages; generate needs one stage a rank"):
+        both.generate(ids_of(1), ids_of(0, 1), None, GenerationConfig(3))
 
     class NoCache(CountingStage):
         new_cache = Stage.new_cache

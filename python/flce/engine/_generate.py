@@ -246,7 +246,9 @@ class _Pipeline:
         if not stage.is_first:
             self._settle(part)
             self._send(part, y, 0)
-        self._take(part, y, position)
+        with self._own():
+            told: list[int] = y.tolist()
+        self._take(part, y, told, position)
 
     def _compute(self, part: _Part, x: Tensor, position: int) -> Tensor:
         """The stage's hidden states [T, hidden_size]; the last stage's answer [n]."""
@@ -286,15 +288,15 @@ class _Pipeline:
         posted = part.answer if stage.is_first else self._receive((len(part.sequences),), torch.int64, stage.stage - 1)
         assert posted is not None
         answer = self._received(*posted)
+        told: list[int] = answer.tolist()
         self._settle(part)
         if stage.stage + 1 < stage.num_stages - 1:
             self._send(part, answer, stage.stage + 1)
-        self._take(part, answer, position)
+        self._take(part, answer, told, position)
 
-    def _take(self, part: _Part, answer: Tensor, position: int) -> None:
-        """Lets those leave that the answer gives no token, all of them where one's logits were not finite."""
+    def _take(self, part: _Part, answer: Tensor, told: list[int], position: int) -> None:
+        """Lets those leave that the answer, on the device and on the host, gives no token: all where one's logits were not finite."""
         with self._own():
-            told: list[int] = answer.tolist()
             which = [str(part.sequences[place]) for place, token in enumerate(told) if token == _NOT_FINITE]
             if which:
                 last = self._stage.num_stages - 1
