@@ -211,7 +211,7 @@ class Failing(CountingStage):
 
 
 def a_stage_that_fails_ends_all() -> None:
-    engine, _ = counting(Failing, dist.new_group(timeout=timedelta(seconds=10)))
+    engine, _ = counting(Failing, dist.new_group(timeout=timedelta(seconds=30)))
     says = "stage 1 failed: ValueError: of no memory"
     error = refused(
         lambda: engine.generate(torch.tensor([3, 5]), torch.arange(3), None, GenerationConfig(8, greedy=True)), flce.PipelineError, says
