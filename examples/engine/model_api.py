@@ -1,0 +1,79 @@
+"""What interfaces work on: a model, and how its data moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce.engine import PipelineEngine
+
+Data = dict[str, Tensor]  # packed_input_ids [T], cu_seqlens [B + 1]; every other tensor has a row for each token, or for each sequence
+
+
+@dataclass
+class Model:
+    """An engine with what belongs to it. `version` counts train steps; the engine's learning-rate scheduler steps by it."""
+
+    module: PipelineEngine
+    tokenizer: Any = None
+    version: int = 0
+
+    def inc_version(self) -> None:
+        self.version += 1
+
+
+def split_minibatches(data: Mapping[str, Tensor], n_minibatches: int, min_sequences: int = 1) -> list[Data]:
+    """The batch as n_minibatches runs of whole sequences, of about as many tokens each, in the batch's order (every rank of a pipeline has
+    to cut alike, so nothing is shuffled here).
+
+    data: packed_input_ids [T], cu_seqlens [B + 1] and tensors of T or B rows; each minibatch has the same names. A tensor of another number
+    of rows is refused, and so is one that could be either, where T is B (every sequence has one token).
+    min_sequences: what a minibatch has at the least: the engine's number of microbatches.
+    """
+    ends = data["cu_seqlens"].tolist()
+    num_sequences, num_tokens = len(ends) - 1, ends[-1]
+    if n_minibatches < 1 or num_sequences < n_minibatches * min_sequences:
+        raise ValueError(
+            f"n_minibatches is {n_minibatches} and a minibatch has {min_sequences} microbatches or more: that takes "
+            f"{max(n_minibatches, 1) * min_sequences} sequences, and the batch has {num_sequences}"
+        )
+    rows_of_tokens = {name for name, x in data.items() if name != "cu_seqlens" and x.shape[0] == num_tokens}
+    for name, x in data.items():
+        if name != "cu_seqlens" and x.shape[0] not in (num_tokens, num_sequences):
+            raise ValueError(f"{name} has {x.shape[0]} rows; the batch has {num_tokens} tokens and {num_sequences} sequences")
+    if num_tokens == num_sequences and n_minibatches > 1:
+        raise ValueError(f"every one of the {num_sequences} sequences has one token: none predicts anything")
+    cuts = [0]
+    for i in range(1, n_minibatches):
+        target = num_tokens * i / n_minibatches
+        first, last = cuts[-1] + min_sequences, num_sequences - (n_minibatches - i) * min_sequences
+        cuts.append(min(range(first, last + 1), key=lambda b: abs(ends[b] - target)))
+    cuts.append(num_sequences)
+    parts = []
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        part = {name: x[ends[begin] : ends[end]] if name in rows_of_tokens else x[begin:end] for name, x in data.items()}
+        part["cu_seqlens"] = data["cu_seqlens"][begin : end + 1] - ends[begin]
+        parts.append(part)
+    return parts
+
+
+def from_last_stage(data: Mapping[str, Tensor] | None, group: dist.ProcessGroup, device: torch.device) -> Data:
+    """The last stage's tensors on every stage: `generate` and `inference` return them there alone, and training needs them everywhere.
+    Every rank of the pipeline's group calls it; what the other stages pass is ignored. Tensors come on `device`."""
+    source = dist.get_global_rank(group, dist.get_world_size(group) - 1)
+    mine = dist.get_rank() == source
+    if mine and data is None:
+        raise ValueError("data is None on the last stage, which has to have it")
+    shapes = [[(name, tuple(x.shape), x.dtype) for name, x in (data or {}).items()]] if mine else [None]
+    dist.broadcast_object_list(shapes, source, group=group)
+    received = {}
+    for name, shape, dtype in shapes[0] or []:
+        x = data[name].to(device).contiguous() if mine and data is not None else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(x, source, group=group)
+        received[name] = x
+    return received

@@ -1,0 +1,80 @@
+"""Supervised fine-tuning over flce.engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine.functional import Ratio, aggregate_stats, build_loss_mask, sum_by_sequence
+from engine.model_api import Data, Model
+from torch import Tensor
+
+from flce.engine import HeadOutput
+
+
+def compute_packed_sft_loss(
+    output: HeadOutput, packed_input_ids: Tensor, cu_seqlens: Tensor, prompt_mask: Tensor | None = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Mean cross entropy of the next token over the tokens that are not the prompt's; 0 where there is none.
+
+    Args: output: the engine's. packed_input_ids: [T] int64. cu_seqlens: [B + 1] int32. prompt_mask: [T] bool, True for a prompt's tokens;
+        None: every token with one before it is trained.
+
+    Returns: the loss, and statistics: `loss`, `ppl` (the mean over sequences of a sequence's perplexity; one without trained tokens has
+        none), `n_tokens` and `n_seqs`, which were counted for them.
+    """
+    if prompt_mask is None:
+        prompt_mask = torch.zeros_like(packed_input_ids, dtype=torch.bool)
+    mask = build_loss_mask(prompt_mask, cu_seqlens)
+    losses = output.cross_entropy(packed_input_ids.masked_fill(prompt_mask, -100), reduction="none")
+    n_tokens = mask.sum()
+    loss = losses.sum() / n_tokens.clamp(min=1)
+    with torch.no_grad():
+        tokens_of = sum_by_sequence(mask, cu_seqlens)
+        perplexities = (sum_by_sequence(losses, cu_seqlens) / tokens_of.clamp(min=1)).exp()
+        n_seqs = (tokens_of > 0).sum()
+        stats = {
+            "loss": Ratio(losses.detach().sum(), n_tokens),
+            "ppl": Ratio(torch.where(tokens_of > 0, perplexities, 0.0).sum(), n_seqs),
+            "n_tokens": n_tokens,
+            "n_seqs": n_seqs,
+        }
+    return loss, stats
+
+
+def _kwargs(data: Data) -> dict[str, Tensor]:
+    return {"prompt_mask": data["prompt_mask"]} if "prompt_mask" in data else {}
+
+
+@dataclass
+class SFTInterface:
+    """data: packed_input_ids [T], cu_seqlens [B + 1], and prompt_mask [T] bool where prompts are not trained; the same on every stage.
+
+    Statistics are dicts of floats on the last stage, {} on the others; `loss`, `ppl`, `n_tokens` and `n_seqs` are of all data-parallel ranks
+    where there is a group, else of the rank.
+    """
+
+    data_parallel_group: dist.ProcessGroup | None = None
+
+    def train_step(self, model: Model, data: Data) -> dict[str, float]:
+        """One optimizer step."""
+        engine = model.module
+        engine.train()
+        engine.set_version_steps(model.version)
+        result = engine.train_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_kwargs(data))
+        model.inc_version()
+        return aggregate_stats(None if result is None else result[1], self.data_parallel_group)
+
+    def evaluate(self, model: Model, batches: Iterable[Data]) -> dict[str, float]:
+        """Statistics of all batches together, without gradients."""
+        engine = model.module
+        engine.eval()
+        stats: list[dict[str, Any]] | None = None
+        for data in batches:
+            result = engine.eval_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_kwargs(data))
+            if result is not None:
+                stats = [*(stats or []), *result[1]]
+        return aggregate_stats(stats, self.data_parallel_group)
