@@ -7,6 +7,7 @@ that row out: `drop_last_rows` makes its layout, [T - B], of this one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,9 @@ def build_next_token_mask(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def build_loss_mask(prompt_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] bool: whether a row predicts a token of its sequence that is not the prompt's. prompt_mask: [T] bool, True for a prompt's tokens."""
+    """[T] bool: whether a row predicts a token of its sequence that is not the prompt's.
+
+    prompt_mask: [T] bool, True for a prompt's tokens."""
     if prompt_mask.dtype != torch.bool or prompt_mask.dim() != 1:
         raise ValueError(f"prompt_mask is {prompt_mask.dtype} {list(prompt_mask.shape)}; it must be bool [T], True for a prompt's tokens")
     responses = torch.roll(~prompt_mask, -1)
@@ -43,6 +46,33 @@ def sum_by_sequence(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[B] fp64: sums of x, [T], over each sequence's rows."""
     sums = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.float64, device=x.device)
     return sums.index_add_(0, rows_sequence(cu_seqlens, x.shape[0]), x.double())
+
+
+def concat_prompt_to_generation_output(
+    packed_prompts: Tensor, cu_seqlens: Tensor, gen_tokens: Tensor, logprobs: Tensor, gen_lengths: Tensor
+) -> dict[str, Tensor]:
+    """Prompts and what was generated behind them as one packed batch.
+
+    Args: packed_prompts: [P] int64. cu_seqlens: [B + 1], of the prompts. gen_tokens [B, L] int64, logprobs [B, L] fp32, gen_lengths [B]:
+        what `PipelineEngine.generate` returns; sequence b has gen_lengths[b] tokens.
+
+    Returns: packed_input_ids [T] int64, cu_seqlens [B + 1] int32, packed_logprobs [T] fp32 (0 in rows that predict a prompt's token, and in
+        last rows), prompt_mask [T] bool.
+    """
+    bounds, lengths = cu_seqlens.tolist(), gen_lengths.tolist()
+    device = gen_tokens.device
+    ids, rows, masks, ends = [], [], [], [0]
+    for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        ids += [packed_prompts[begin:end].to(device), gen_tokens[b, : lengths[b]]]
+        rows += [logprobs.new_zeros(end - begin - 1), logprobs[b, : lengths[b]], logprobs.new_zeros(1)]
+        masks += [torch.ones(end - begin, dtype=torch.bool), torch.zeros(lengths[b], dtype=torch.bool)]
+        ends.append(ends[-1] + end - begin + lengths[b])
+    return {
+        "packed_input_ids": torch.cat(ids),
+        "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device),
+        "packed_logprobs": torch.cat(rows),
+        "prompt_mask": torch.cat(masks).to(device),
+    }
 
 
 @torch.no_grad()
@@ -72,7 +102,7 @@ def masked_normalization(
 
 
 class Ratio(NamedTuple):
-    """A statistic that is a mean, as its sum and what the sum is divided by: two scalars. Means of parts are not averaged, parts are added."""
+    """A statistic that is a mean, as its sum and what the sum is divided by: two scalars. Parts are added, their means are not averaged."""
 
     numerator: Tensor
     denominator: Tensor
@@ -86,16 +116,14 @@ class Ratio(NamedTuple):
 Stats = Mapping[str, Any]
 
 
-def aggregate_stats(stats: Sequence[Stats] | None, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+def aggregate_stats(stats: Sequence[Stats], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """One set of statistics of a list of microbatches' (or batches'), waiting for the device once.
 
     Args:
         stats: dicts of the same names; a value is a `Ratio`, whose numerators and denominators are added before they are divided (0 / 0 is
-            NaN), or a scalar, which is added. None (what a stage gets that is not the last) gives {}.
+            NaN), or a scalar, which is added.
         group: the data-parallel group to add over as well, on whose every rank this is called. None: this rank's own statistics.
     """
-    if stats is None:
-        return {}
     if not stats:
         raise ValueError("stats is an empty list; a batch has statistics of one microbatch at least")
     names = list(stats[0])

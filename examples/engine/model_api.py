@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,25 +56,27 @@ def split_minibatches(data: Mapping[str, Tensor], n_minibatches: int, min_sequen
         cuts.append(min(range(first, last + 1), key=lambda b: abs(ends[b] - target)))
     cuts.append(num_sequences)
     parts = []
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in itertools.pairwise(cuts):
         part = {name: x[ends[begin] : ends[end]] if name in rows_of_tokens else x[begin:end] for name, x in data.items()}
         part["cu_seqlens"] = data["cu_seqlens"][begin : end + 1] - ends[begin]
         parts.append(part)
     return parts
 
 
-def from_last_stage(data: Mapping[str, Tensor] | None, group: dist.ProcessGroup, device: torch.device) -> Data:
-    """The last stage's tensors on every stage: `generate` and `inference` return them there alone, and training needs them everywhere.
-    Every rank of the pipeline's group calls it; what the other stages pass is ignored. Tensors come on `device`."""
-    source = dist.get_global_rank(group, dist.get_world_size(group) - 1)
-    mine = dist.get_rank() == source
-    if mine and data is None:
+def from_last_stage(engine: PipelineEngine, data: Mapping[str, Tensor] | None) -> Data:
+    """The last stage's tensors on every stage's device: `generate` and `inference` return them there alone, and training needs them
+    everywhere. Every rank of the pipeline calls it; what other stages pass is ignored."""
+    group, device = engine.pipeline_group, engine.device
+    if engine.is_last and data is None:
         raise ValueError("data is None on the last stage, which has to have it")
-    shapes = [[(name, tuple(x.shape), x.dtype) for name, x in (data or {}).items()]] if mine else [None]
-    dist.broadcast_object_list(shapes, source, group=group)
+    place = torch.tensor(dist.get_rank() if engine.is_last else 0, device=device)
+    dist.all_reduce(place, group=group)  # some schedules have the last stage on the first rank
+    source = int(place)
+    shapes: list[Any] = [[(name, tuple(x.shape), x.dtype) for name, x in (data or {}).items()] if engine.is_last else None]
+    dist.broadcast_object_list(shapes, source, group=group, device=device)
     received = {}
-    for name, shape, dtype in shapes[0] or []:
-        x = data[name].to(device).contiguous() if mine and data is not None else torch.empty(shape, dtype=dtype, device=device)
+    for name, shape, dtype in shapes[0]:
+        x = data[name].to(device).contiguous() if engine.is_last and data is not None else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(x, source, group=group)
         received[name] = x
     return received

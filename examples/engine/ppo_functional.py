@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from engine.functional import Ratio, build_next_token_mask, rows_sequence
 from torch import Tensor
+
+from engine.functional import Ratio, build_next_token_mask, rows_sequence
 
 
 class KLController:
@@ -48,8 +49,8 @@ class AdaptiveKLController(KLController):
 def actor_loss_fn(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, eps_clip: float, loss_mask: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Ratio]]:
-    """PPO's clipped loss, the mean of max(-A·r, -A·clip(r, 1 - eps, 1 + eps)) over the mask's rows, where r is exp(logprobs - old_logprobs);
-    0 where the mask has none.
+    """PPO's clipped loss: the mean of max(-A·r, -A·clip(r, 1 - eps, 1 + eps)) over the mask's rows, r = exp(logprobs - old_logprobs). 0
+    where the mask has no row.
 
     Args: logprobs, old_logprobs, advantages: fp32, of one shape, of which logprobs alone gets a gradient. loss_mask: bool, of that shape;
         what lies outside it may be anything. None: every row counts.

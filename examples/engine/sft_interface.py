@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from engine.functional import Ratio, aggregate_stats, build_loss_mask, sum_by_sequence
-from engine.model_api import Data, Model
 from torch import Tensor
 
+from engine.functional import Ratio, aggregate_stats, build_loss_mask, sum_by_sequence
+from engine.model_api import Data, Model
 from flce.engine import HeadOutput
 
 
@@ -45,36 +44,45 @@ def compute_packed_sft_loss(
     return loss, stats
 
 
-def _kwargs(data: Data) -> dict[str, Tensor]:
-    return {"prompt_mask": data["prompt_mask"]} if "prompt_mask" in data else {}
+def count_tokens(packed_input_ids: Tensor, cu_seqlens: Tensor, prompt_mask: Tensor | None = None) -> Tensor:
+    """What `compute_packed_sft_loss` is a mean over: the engine's token_count, for normalize="tokens"."""
+    if prompt_mask is None:
+        prompt_mask = torch.zeros_like(packed_input_ids, dtype=torch.bool)
+    return build_loss_mask(prompt_mask, cu_seqlens).sum()
 
 
 @dataclass
 class SFTInterface:
     """data: packed_input_ids [T], cu_seqlens [B + 1], and prompt_mask [T] bool where prompts are not trained; the same on every stage.
 
-    Statistics are dicts of floats on the last stage, {} on the others; `loss`, `ppl`, `n_tokens` and `n_seqs` are of all data-parallel ranks
-    where there is a group, else of the rank.
+    Statistics are dicts of floats on the last stage, {} on the others: `loss`, `ppl`, `n_tokens` and `n_seqs`, of all data-parallel ranks
+    where the engine has a group of them. `micro_batch_stats` has those of this rank's last call, a dict for each microbatch.
     """
 
-    data_parallel_group: dist.ProcessGroup | None = None
+    micro_batch_stats: list[dict[str, Any]] = field(default_factory=list)
 
     def train_step(self, model: Model, data: Data) -> dict[str, float]:
         """One optimizer step."""
         engine = model.module
         engine.train()
         engine.set_version_steps(model.version)
-        result = engine.train_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_kwargs(data))
+        result = engine.train_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_keywords(data))
         model.inc_version()
-        return aggregate_stats(None if result is None else result[1], self.data_parallel_group)
+        self.micro_batch_stats = [] if result is None else result[1]
+        return aggregate_stats(self.micro_batch_stats, engine.data_parallel_group) if engine.is_last else {}
 
     def evaluate(self, model: Model, batches: Iterable[Data]) -> dict[str, float]:
         """Statistics of all batches together, without gradients."""
         engine = model.module
         engine.eval()
-        stats: list[dict[str, Any]] | None = None
+        self.micro_batch_stats = []
         for data in batches:
-            result = engine.eval_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_kwargs(data))
-            if result is not None:
-                stats = [*(stats or []), *result[1]]
-        return aggregate_stats(stats, self.data_parallel_group)
+            result = engine.eval_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_keywords(data))
+            self.micro_batch_stats += [] if result is None else result[1]
+        return aggregate_stats(self.micro_batch_stats, engine.data_parallel_group) if engine.is_last else {}
+
+
+def _keywords(data: Data) -> dict[str, Any]:
+    if "prompt_mask" not in data:
+        return {"token_count": count_tokens}
+    return {"token_count": count_tokens, "per_token": ("prompt_mask",), "prompt_mask": data["prompt_mask"]}

@@ -1,0 +1,86 @@
+"""A process for each stage, on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+@dataclass
+class Place:
+    """Where a process is: stage `rank` of `num_stages`, its device, and the pipeline's group."""
+
+    rank: int
+    num_stages: int
+    device: torch.device
+    group: dist.ProcessGroup
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.num_stages - 1
+
+
+def transport(num_stages: int) -> tuple[str, str]:
+    """(backend, device type): NCCL where every stage has a GPU of its own; else gloo, on the one GPU or on the CPU."""
+    gpus = torch.cuda.device_count()
+    if gpus >= num_stages and dist.is_nccl_available():
+        return "nccl", "cuda"
+    return "gloo", "cuda" if gpus else "cpu"
+
+
+def run_stages(worker: Callable[..., Any], num_stages: int, *arguments: Any) -> Any:
+    """Runs worker(place, *arguments) in num_stages processes and returns what the last stage's returns (it is pickled). The first exception
+    ends the others and is raised here."""
+    results = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_process, (num_stages, f"{folder}/store", results, worker, arguments), nprocs=num_stages)
+    return results.get()
+
+
+def _process(rank: int, num_stages: int, store: str, results: Any, worker: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    backend, kind = transport(num_stages)
+    device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or num_stages) // num_stages))
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_stages, timeout=timedelta(seconds=300))
+    place = Place(rank, num_stages, device, dist.group.WORLD)
+    result = worker(place, *arguments)
+    if place.is_last:
+        results.put(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def reset_peak(device: torch.device) -> int:
+    """Starts a new peak of memory; returns the bytes in use now: the allocator's on a GPU, the process's resident ones on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the resident peak starts again
+    except OSError:
+        pass
+    return peak(device)
+
+
+def peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
+    except (OSError, IndexError):
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
