@@ -63,6 +63,11 @@ def split_minibatches(data: Mapping[str, Tensor], n_minibatches: int, min_sequen
     return parts
 
 
+def counted_by(engine: PipelineEngine, token_count: Any) -> dict[str, Any]:
+    """The keyword that tells an engine what the loss is a mean over, where it asks: with normalize="tokens"."""
+    return {"token_count": token_count} if engine.normalize == "tokens" else {}
+
+
 def from_last_stage(engine: PipelineEngine, data: Mapping[str, Tensor] | None) -> Data:
     """The last stage's tensors on every stage's device: `generate` and `inference` return them there alone, and training needs them
     everywhere. Every rank of the pipeline calls it; what other stages pass is ignored."""

@@ -20,7 +20,7 @@ from engine.functional import (
     masked_normalization,
     sum_by_sequence,
 )
-from engine.model_api import Data, Model, split_minibatches
+from engine.model_api import Data, Model, counted_by, split_minibatches
 from flce.engine import GenerationConfig, HeadOutput, PipelineEngine
 
 
@@ -180,7 +180,7 @@ class _PPOInterface:
         trained = 0
         for part in split_minibatches(whole, self.n_minibatches, engine.num_micro_batches):
             ids, cu_seqlens = part.pop("packed_input_ids"), part.pop("cu_seqlens")
-            result = engine.train_batch(ids, cu_seqlens, loss_fn, token_count=count_tokens, per_token=tuple(part), **part)
+            result = engine.train_batch(ids, cu_seqlens, loss_fn, per_token=tuple(part), **counted_by(engine, count_tokens), **part)
             stats = [] if result is None else result[1]
             self.micro_batch_stats += stats
             trained += 1

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.functional import Ratio, aggregate_stats, build_loss_mask, sum_by_sequence
-from engine.model_api import Data, Model
-from flce.engine import HeadOutput
+from engine.model_api import Data, Model, counted_by
+from flce.engine import HeadOutput, PipelineEngine
 
 
 def compute_packed_sft_loss(
@@ -66,7 +66,7 @@ class SFTInterface:
         engine = model.module
         engine.train()
         engine.set_version_steps(model.version)
-        result = engine.train_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_keywords(data))
+        result = engine.train_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_keywords(engine, data))
         model.inc_version()
         self.micro_batch_stats = [] if result is None else result[1]
         return aggregate_stats(self.micro_batch_stats, engine.data_parallel_group) if engine.is_last else {}
@@ -77,12 +77,11 @@ class SFTInterface:
         engine.eval()
         self.micro_batch_stats = []
         for data in batches:
-            result = engine.eval_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_keywords(data))
+            result = engine.eval_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_keywords(engine, data))
             self.micro_batch_stats += [] if result is None else result[1]
         return aggregate_stats(self.micro_batch_stats, engine.data_parallel_group) if engine.is_last else {}
 
 
-def _keywords(data: Data) -> dict[str, Any]:
-    if "prompt_mask" not in data:
-        return {"token_count": count_tokens}
-    return {"token_count": count_tokens, "per_token": ("prompt_mask",), "prompt_mask": data["prompt_mask"]}
+def _keywords(engine: PipelineEngine, data: Data) -> dict[str, Any]:
+    keywords = counted_by(engine, count_tokens)
+    return keywords | {"per_token": ("prompt_mask",), "prompt_mask": data["prompt_mask"]} if "prompt_mask" in data else keywords
