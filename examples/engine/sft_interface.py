@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,9 +56,11 @@ class SFTInterface:
     """data: packed_input_ids [T], cu_seqlens [B + 1], and prompt_mask [T] bool where prompts are not trained; the same on every stage.
 
     Statistics are dicts of floats on the last stage, {} on the others: `loss`, `ppl`, `n_tokens` and `n_seqs`, of all data-parallel ranks
-    where the engine has a group of them. `micro_batch_stats` has those of this rank's last call, a dict for each microbatch.
+    where the engine has a group of them. `micro_batch_stats` has those of this rank's last call, a dict for each microbatch. loss_fn may be
+    another function of the same arguments.
     """
 
+    loss_fn: Callable[..., tuple[Tensor, dict[str, Any]]] = compute_packed_sft_loss
     micro_batch_stats: list[dict[str, Any]] = field(default_factory=list)
 
     def train_step(self, model: Model, data: Data) -> dict[str, float]:
@@ -66,7 +68,7 @@ class SFTInterface:
         engine = model.module
         engine.train()
         engine.set_version_steps(model.version)
-        result = engine.train_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_keywords(engine, data))
+        result = engine.train_batch(data["packed_input_ids"], data["cu_seqlens"], self.loss_fn, **_keywords(engine, data))
         model.inc_version()
         self.micro_batch_stats = [] if result is None else result[1]
         return aggregate_stats(self.micro_batch_stats, engine.data_parallel_group) if engine.is_last else {}
@@ -77,7 +79,7 @@ class SFTInterface:
         engine.eval()
         self.micro_batch_stats = []
         for data in batches:
-            result = engine.eval_batch(data["packed_input_ids"], data["cu_seqlens"], compute_packed_sft_loss, **_keywords(engine, data))
+            result = engine.eval_batch(data["packed_input_ids"], data["cu_seqlens"], self.loss_fn, **_keywords(engine, data))
             self.micro_batch_stats += [] if result is None else result[1]
         return aggregate_stats(self.micro_batch_stats, engine.data_parallel_group) if engine.is_last else {}
 
