@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from engine_examples_support import (
     actor_loss_of_loops,
     advantages_of_loops,
@@ -82,7 +81,9 @@ class Whole(nn.Module):
 class Case:
     """An engine of a copy of a model, and the whole model to compare with."""
 
-    def __init__(self, *, data_parallel: bool = False, critic: bool = False, seed: int = 0, learning_rate: float = LEARNING_RATE, **of: Any):
+    def __init__(
+        self, *, data_parallel: bool = False, critic: bool = False, seed: int = 0, learning_rate: float = LEARNING_RATE, **of: Any
+    ):
         rank = dist.get_rank()
         stage, num_stages = (0, 1) if data_parallel else (rank, dist.get_world_size())
         model = whole_model(seed)
@@ -172,7 +173,7 @@ def check_sft(normalize: str, data_parallel: bool) -> None:
 
     for step in range(2):
         stats = interface.train_step(case.model, mine(data) if data_parallel else data)
-        (token_mean, perplexities), = losses([data])
+        ((token_mean, perplexities),) = losses([data])
         halves = [part for half in split_minibatches(data, 2) for part in microbatches(half)] if data_parallel else microbatches(data)
         case.step_whole(token_mean if normalize == "tokens" else torch.stack([loss for loss, _ in losses(halves)]).mean())
         case.check()
@@ -285,12 +286,19 @@ def check_critic(data_parallel: bool) -> None:
     values = critic.inference(case.model, mine(data) if data_parallel else data)
     if values is not None:
         right = case.whole(data["packed_input_ids"], data["cu_seqlens"]).detach()
-        torch.testing.assert_close(values["values"], mine({"right": right, "cu_seqlens": data["cu_seqlens"]})["right"] if data_parallel else right)
+        torch.testing.assert_close(
+            values["values"], mine({"right": right, "cu_seqlens": data["cu_seqlens"]})["right"] if data_parallel else right
+        )
     for _ in range(2):
         stats = critic.train_step(case.model, mine(data) if data_parallel else data)
         targets = targets_of_loops(data, 0.2)
         for part in split_minibatches(data | {"returns": targets["returns"], "mask": targets["mask"]}, minibatches):
-            new, old, returns, mask = case.whole(part["packed_input_ids"], part["cu_seqlens"]), part["values"], part["returns"], part["mask"]
+            new, old, returns, mask = (
+                case.whole(part["packed_input_ids"], part["cu_seqlens"]),
+                part["values"],
+                part["returns"],
+                part["mask"],
+            )
             kept = old + (new - old).clamp(-0.3, 0.3)
             loss = torch.maximum((new - returns).square(), (kept - returns).square())[mask].mean() / 2
             case.step_whole(loss)
@@ -343,7 +351,10 @@ def check_rollout() -> None:
 
 CASES: list[tuple[Any, ...]] = [
     *((check_sft, normalize, parallel) for normalize in ("micro_batches", "tokens") for parallel in (False, True)),
-    *((check_actor, entropy, parallel, adaptive) for entropy, parallel, adaptive in ((0.0, False, True), (0.1, False, False), (0.1, True, True))),
+    *(
+        (check_actor, entropy, parallel, adaptive)
+        for entropy, parallel, adaptive in ((0.0, False, True), (0.1, False, False), (0.1, True, True))
+    ),
     *((check_critic, parallel) for parallel in (False, True)),
     (check_early_stop, "early_stop_kl", "tokens"),
     (check_early_stop, "early_stop_imp_ratio", "micro_batches"),
