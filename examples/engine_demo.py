@@ -26,9 +26,9 @@ from engine.functional import aggregate_stats
 from engine.processes import Place, run_stages, transport
 from engine.sft_interface import compute_packed_sft_loss
 from engine.text import ByteTokenizer, Paragraphs, packed
-from flce.engine.checkpoint import load_stage
 
 from flce.engine import GenerationConfig, PipelineEngine, causal_lm_stage
+from flce.engine.checkpoint import load_stage
 
 BEGINNINGS = ("The kernel", "A stage of the pipeline ", "The loss is computed with")
 LAST = 5  # steps whose mean loss is held to the bound

@@ -128,7 +128,8 @@ def parsed() -> argparse.Namespace:
         parser.error(f"--stages is {arguments.stages}; a model of {arguments.layers} layers has 1 to {arguments.layers} stages")
     if arguments.minibatches < 1 or arguments.sequences < arguments.stages * arguments.minibatches:
         parser.error(
-            f"--sequences is {arguments.sequences}; {arguments.minibatches} minibatches of {arguments.stages} microbatches need more"
+            f"--sequences is {arguments.sequences}; --minibatches {arguments.minibatches} of {arguments.stages} microbatches each need "
+            f"{max(arguments.minibatches, 1) * arguments.stages} or more"
         )
     if arguments.iterations < 2:
         parser.error(f"--iterations is {arguments.iterations}; scores of the first and the last are compared")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,11 @@ from engine_examples_support import (
 )
 from torch import Tensor, nn
 
+from flce.engine import HeadOutput
+
+import engine_demo  # isort: skip
+import engine_ppo  # isort: skip
+import engine_sft  # isort: skip
 from engine import functional, model_api, ppo_functional, ppo_interface, sft_interface  # isort: skip
 
 LENGTHS = [5, 1, 9, 2, 7]
@@ -193,8 +200,6 @@ class Layer:
     """A head, hidden states before it and labels; fp64 logits beside the engine's output."""
 
     def __init__(self, device: str, vocab_size: int = 83, hidden_size: int = 16):
-        from flce.engine import HeadOutput
-
         torch.manual_seed(0)
         self.hidden = torch.randn(NUM_TOKENS, hidden_size, device=device, requires_grad=True)
         self.head = nn.Linear(hidden_size, vocab_size, bias=False, device=device)
@@ -273,3 +278,30 @@ def test_microbatch_beyond_a_limit_is_abandoned(device: str, limit: str) -> None
     assert functional.aggregate_stats([stats])["abandoned"] == 1
     for gradient in torch.autograd.grad(loss, [layer.hidden, layer.head.weight]):
         assert not gradient.any()
+
+
+@pytest.mark.parametrize(("final", "code"), [(2.5, 0), (2.7, 1), (float("nan"), 1)])
+def test_demo_is_a_check_of_its_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, final: float, code: int) -> None:
+    monkeypatch.setattr(sys, "argv", ["engine_demo.py", "--keep", str(tmp_path)])
+    monkeypatch.setattr(engine_demo, "shard", lambda *_: None)
+    monkeypatch.setattr(engine_demo, "run_stages", lambda *_: {"losses": [5.5] * 10 + [final] * 5, "texts": []})
+    assert engine_demo.main() == code
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "message"),
+    [
+        (engine_demo, ["--stages", "3", "--layers", "2"], "--stages is 3; a model of 2 layers has 1 to 2 stages"),
+        (engine_demo, ["--steps", "4"], "--steps is 4; the loss is of the last 5"),
+        (engine_ppo, ["--sequences", "7"], "--sequences is 7; --minibatches 4 of 2 microbatches each need 8 or more"),
+        (engine_sft, ["--shape", "2x32"], "--shape is 2x32; it must be layers x hidden_size x vocab_size"),
+    ],
+)
+def test_examples_refuse_what_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], example: Any, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [example.__file__, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        example.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

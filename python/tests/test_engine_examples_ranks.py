@@ -56,20 +56,3 @@ def test_demo_trains_from_stages_files_and_generates(tmp_path: Path) -> None:
         len(re.findall(r"^    ['\"](?:The kernel|A stage of the pipeline |The loss is computed with).+['\"]$", output, re.MULTILINE)) == 3
     )
     assert (tmp_path / "whole" / "model.safetensors").exists()
-
-
-def test_demo_fails_above_its_bound() -> None:
-    output = run(str(EXAMPLES / "engine_demo.py"), "--steps", "5", "--loss-bound", "1.0", expected=1)
-    assert "the loss did not fall below its bound" in output
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "message"),
-    [
-        ("engine_demo.py", ["--stages", "3", "--layers", "2"], "--stages is 3; a model of 2 layers has 1 to 2 stages"),
-        ("engine_ppo.py", ["--sequences", "7"], "--sequences is 7; --minibatches 4 of 2 microbatches each need 8 or more"),
-        ("engine_sft.py", ["--shape", "2x32"], "--shape is 2x32"),
-    ],
-)
-def test_examples_refuse_what_cannot_be(script: str, arguments: list[str], message: str) -> None:
-    assert message in run(str(EXAMPLES / script), *arguments, expected=2)
