@@ -1,5 +1,5 @@
 """The pipeline engine from a checkpoint to text, in under a minute on two CPU cores: makes a small Llama of random weights, saves it as a
-Hugging Face checkpoint, cuts that into a file for each stage with flce-shard-checkpoint, starts a process for each stage that loads its own
+Hugging Face checkpoint, cuts that into a file for each stage (flce-shard-checkpoint), starts a process for each stage that loads its own
 file, trains on this project's documentation, and continues a few beginnings. It fails, with exit code 1, where the loss has not fallen
 below --loss-bound.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +26,7 @@ from engine.processes import Place, run_stages, transport
 from engine.sft_interface import compute_packed_sft_loss
 from engine.text import ByteTokenizer, Paragraphs, packed
 
-from flce.engine import GenerationConfig, PipelineEngine, causal_lm_stage
-from flce.engine.checkpoint import load_stage
+from flce.engine import GenerationConfig, PipelineEngine, causal_lm_stage, load_stage, shard_checkpoint
 
 BEGINNINGS = ("The kernel", "A stage of the pipeline ", "The loss is computed with")
 LAST = 5  # steps whose mean loss is held to the bound
@@ -61,10 +59,11 @@ def make_checkpoint(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def shard(source: Path, target: Path, num_stages: int) -> None:
-    """flce-shard-checkpoint source target --stages N, which an installed flce has as a command."""
+    """What flce-shard-checkpoint does."""
     print(f"$ flce-shard-checkpoint {source} {target} --stages {num_stages}", flush=True)
-    command = [sys.executable, "-m", "flce.engine._shard_command", str(source), str(target), "--stages", str(num_stages), "--overwrite"]
-    subprocess.run(command, check=True)
+    report = shard_checkpoint(source, target, num_stages, overwrite=True)
+    for file in report["files"]:
+        print(f"    {file['file']}: {file['tensors']} tensors, {file['bytes']:,} bytes", flush=True)
 
 
 def train_and_generate(place: Place, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,9 @@ gloo. On the CPU, memory is the process's resident memory.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,14 +69,30 @@ def with_prompts(data: Data) -> Data:
     return data | {"prompt_mask": places < torch.repeat_interleave(lengths // 4, lengths)}
 
 
-def train(place: Place, arguments: argparse.Namespace, fused: bool) -> dict[str, Any]:
-    """One stage's process: each step's statistics, those of held-out text, and by how many bytes memory rose above what it holds between
-    steps."""
+@dataclass
+class Run:
+    """Each step's statistics, those of held-out text, and by how many bytes memory rose above what is held between steps."""
+
+    history: list[dict[str, float]]
+    held_out: dict[str, float]
+    rise: int
+
+
+def train(place: Place, arguments: argparse.Namespace, loss_fn: Any) -> Run:
+    """The last stage's run, from the same weights for every loss function."""
     config = model_config(arguments.shape)
     stage = causal_lm_stage(config, place.rank, place.num_stages, dtype=DTYPES[arguments.dtype], device=place.device)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=arguments.learning_rate)
-    engine = PipelineEngine(stage, place.group, optimizer, schedule=arguments.schedule, max_grad_norm=1.0, normalize="tokens")
-    model, interface = Model(engine, ByteTokenizer()), SFTInterface(compute_packed_sft_loss if fused else materialised_sft_loss)
+    engine = PipelineEngine(
+        stage,
+        place.group,
+        optimizer,
+        schedule=arguments.schedule,
+        max_grad_norm=1.0,
+        normalize="tokens",
+        head_options={"workspace_limit_bytes": arguments.workspace_limit * MIB},
+    )
+    model, interface = Model(engine, ByteTokenizer()), SFTInterface(loss_fn)
     text = Paragraphs(arguments.length)
     history: list[dict[str, float]] = []
     held = 0
@@ -84,7 +102,18 @@ def train(place: Place, arguments: argparse.Namespace, fused: bool) -> dict[str,
             held = reset_peak(place.device)
     rise = peak(place.device) - held
     others = interface.evaluate(model, [with_prompts(text.held_out(4 * place.num_stages))])
-    return {"history": history, "held_out": others, "rise": rise}
+    return Run(history, others, rise)
+
+
+def compare(place: Place, arguments: argparse.Namespace) -> dict[str, Run]:
+    """One stage's process."""
+    runs = {}
+    for name, loss_fn in (("flce", compute_packed_sft_loss), ("materialised logits", materialised_sft_loss)):
+        runs[name] = train(place, arguments, loss_fn)
+        if place.is_last:
+            losses = " ".join(f"{stats['loss']:.4f}" for stats in runs[name].history)
+            print(f"{name:>20}: losses {losses}", flush=True)
+    return runs
 
 
 def parsed() -> argparse.Namespace:
@@ -98,7 +127,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=8, help="paragraphs of a batch (default: 8)")
     parser.add_argument("--length", type=int, help="tokens of the longest paragraph (default: 256, with --tiny 128)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="default: 0.003")
+    parser.add_argument("--workspace-limit", type=int, metavar="MIB", help="of flce's loss (default: 64, with --tiny 8)")
     arguments = parser.parse_args()
+    arguments.workspace_limit = (8 if arguments.tiny else 64) if arguments.workspace_limit is None else arguments.workspace_limit
     arguments.shape = arguments.shape or ("2x32x16384" if arguments.tiny else "4x64x16384")
     arguments.steps = (4 if arguments.tiny else 12) if arguments.steps is None else arguments.steps
     arguments.length = arguments.length or (128 if arguments.tiny else 256)
@@ -122,20 +153,18 @@ def main() -> int:
         f"to {arguments.length} tokens a step, on {kind} over {backend}",
         flush=True,
     )
-    runs = {}
-    for name, fused in (("materialised logits", False), ("flce", True)):
-        runs[name] = run_stages(train, arguments.stages, arguments, fused)
-        losses = [stats["loss"] for stats in runs[name]["history"]]
-        print(f"{name:>20}: losses {' '.join(f'{loss:.4f}' for loss in losses)}", flush=True)
-    own, flces = ([stats["loss"] for stats in run["history"]] for run in runs.values())
-    others = runs["flce"]["held_out"]
-    print(f"held-out text: loss {others['loss']:.4f}, perplexity {others['ppl']:.1f} of {others['n_seqs']:.0f} paragraphs")
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(MIB))  # a CPU's memory goes back to the system when it is freed, and a peak shows
+    runs = run_stages(compare, arguments.stages, arguments)
+    flces, own = runs["flce"], runs["materialised logits"]
+    print(
+        f"held-out text: loss {flces.held_out['loss']:.4f}, perplexity {flces.held_out['ppl']:.1f} of {flces.held_out['n_seqs']:.0f} "
+        "paragraphs"
+    )
     print("last stage's peak above what it holds between steps:")
     for name, run in runs.items():
-        print(f"{name:>20}: {run['rise'] / MIB:8.1f} MiB")
-    ratio = runs["materialised logits"]["rise"] / max(runs["flce"]["rise"], 1)
-    print(f"materialised logits take {ratio:.1f} times flce's memory")
-    apart = max(abs(a - b) for a, b in zip(own, flces, strict=True))
+        print(f"{name:>20}: {run.rise / MIB:8.1f} MiB")
+    print(f"materialised logits take {own.rise / max(flces.rise, 1):.1f} times flce's memory")
+    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(own.history, flces.history, strict=True))
     print(f"losses differ by {apart:.2g} at most, {TOLERANCES[arguments.dtype]:.2g} allowed")
     return 0 if apart <= TOLERANCES[arguments.dtype] else 1
 
