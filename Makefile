@@ -5,8 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
-.PHONY: help setup setup-python setup-dist build build-and-fetch demo demo-pipeline test test-release test-sanitize test-install bench \
-        lint format dist dist-tests wheel clean
+.PHONY: help setup setup-python setup-dist build build-and-fetch demo demo-pipeline demo-engine test test-release test-sanitize \
+        test-install bench lint format dist dist-tests wheel clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
@@ -57,6 +57,11 @@ demo-pipeline: setup-python ## train two pipeline stages on real text, the last 
 	@tools/configure.sh $(PRESET)
 	cmake --build --preset $(PRESET) -j $(JOBS) --target flce
 	@tools/python.sh examples/pipeline_last_stage.py
+
+demo-engine: setup-python ## train a small model from a checkpoint in stages with the pipeline engine, and generate with it
+	@tools/configure.sh $(PRESET)
+	cmake --build --preset $(PRESET) -j $(JOBS) --target flce
+	@tools/python.sh examples/engine_demo.py
 
 # Sanitizers take as long again as everything else: CI runs them; `make test-sanitize` runs them by hand.
 test: build-and-fetch test-release test-install $(if $(CI),test-sanitize) ## every test; with CI=true sanitizers too

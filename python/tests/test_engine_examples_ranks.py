@@ -33,7 +33,7 @@ def test_fine_tuning_needs_less_memory_for_the_same_losses() -> None:
     output = run(str(EXAMPLES / "engine_sft.py"), "--tiny")
     memory = {name: float(mib) for name, mib in re.findall(r"^ +(materialised logits|flce): +([\d.]+) MiB", output, re.MULTILINE)}
     losses = {name: row.split() for name, row in re.findall(r"^ +(materialised logits|flce): losses (.*)$", output, re.MULTILINE)}
-    assert memory["flce"] < memory["materialised logits"]
+    assert 2 * memory["flce"] < memory["materialised logits"]
     assert len(losses["flce"]) == len(losses["materialised logits"]) == 4
     assert float(losses["flce"][-1]) < float(losses["flce"][0])
     assert float(re.findall(r"losses differ by ([\d.e-]+)", output)[0]) < 1e-4
