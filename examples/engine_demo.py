@@ -1,7 +1,7 @@
 """The pipeline engine from a checkpoint to text, in under a minute on two CPU cores: makes a small Llama of random weights, saves it as a
 Hugging Face checkpoint, cuts that into a file for each stage (flce-shard-checkpoint), starts a process for each stage that loads its own
 file, trains on this project's documentation, and continues a few beginnings. It fails, with exit code 1, where the loss has not fallen
-below --loss-bound.
+below --loss-bound (bytes' frequencies alone give 3.4 nats a byte, a model of random weights 5.5 or more).
 
     make demo-engine                                       # builds what is missing, then this
     python examples/engine_demo.py --steps 400             # a better model
@@ -116,7 +116,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=6e-3, help="the highest, after a tenth of the steps (default: 0.006)")
     parser.add_argument("--new-tokens", type=int, default=60, help="bytes that a beginning is continued by, at most (default: 60)")
     parser.add_argument(
-        "--loss-bound", type=float, default=2.6, help=f"nats a byte that the last {LAST} steps' mean loss has to be below (default: 2.6)"
+        "--loss-bound", type=float, default=2.8, help=f"nats a byte that the last {LAST} steps' mean loss has to be below (default: 2.8)"
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the checkpoints, whole and in stages, here")
     arguments = parser.parse_args()
