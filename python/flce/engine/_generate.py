@@ -43,7 +43,7 @@ from flce.engine._output import HeadOutput
 from flce.engine._packed import PackedBatch
 from flce.engine._sampling import GenerationConfig, Sampler, as_generation_config
 from flce.engine._stage import Stage
-from flce.engine._transport import on_device
+from flce.engine._transport import through_host
 
 if TYPE_CHECKING:
     from flce.engine._pipeline_engine import PipelineEngine
@@ -206,6 +206,7 @@ class _Pipeline:
     ) -> None:
         stage = engine.stages[0]
         self._stage, self._group, self._device, self._own = stage, engine.pipeline_group, engine.device, engine._own
+        self._through_host = through_host(self._device, self._group)
         self._ranks = dist.get_process_group_ranks(self._group)
         self._config, self._pad, self._parts = config, pad, parts
         self._head_options = engine._head_options
@@ -308,21 +309,16 @@ class _Pipeline:
             part.keep(answer, [_LEFT] * len(told) if which else told)
 
     def _send(self, part: _Part, tensor: Tensor, stage: int) -> None:
-        tensor = tensor.contiguous() if self._sends_own else tensor.cpu().contiguous()
+        tensor = (tensor.cpu() if self._through_host else tensor).contiguous()
         part.sent.append((dist.isend(tensor, self._ranks[stage], group=self._group), tensor))
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int) -> tuple[Any, Tensor]:
-        buffer = torch.empty(shape, dtype=dtype, device=self._device if self._sends_own else "cpu")
+        buffer = torch.empty(shape, dtype=dtype, device="cpu" if self._through_host else self._device)
         return dist.irecv(buffer, self._ranks[stage], group=self._group), buffer
 
     def _received(self, work: Any, buffer: Tensor) -> Tensor:
         work.wait()
         return buffer.to(self._device)
-
-    @property
-    def _sends_own(self) -> bool:
-        """Whether the group sends what lies on the stage's device."""
-        return self._device.type == "cpu" or on_device(self._group)
 
     def _settle(self, part: _Part) -> None:
         """What a microbatch has sent has long been received when its next slot comes."""
