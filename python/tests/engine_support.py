@@ -1,4 +1,4 @@
-"""A model in stages that is small, and whose computation shows a sequence that was cut: each token takes in the mean of those before it."""
+"""A small model in stages, in which a token takes in the mean of the tokens before it: a sequence that was cut gives other numbers."""
 
 from __future__ import annotations
 

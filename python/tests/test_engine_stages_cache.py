@@ -21,11 +21,11 @@ def pieces(sequences: list[Tensor], starts: list[int], lengths: list[int]) -> Te
 
 
 def cached(stages: list[CausalLMStage], caches: list[KVCache], sequences: list[Tensor], lengths: list[int]) -> list[Tensor]:
-    """The next so many tokens of each sequence."""
+    """Runs the next lengths[b] tokens of each sequence b."""
     past = list(caches[0].lengths)
     hidden = pieces(sequences, past, lengths)
     for stage, cache in zip(stages, caches, strict=True):
-        hidden = stage(hidden, PackedBatch.of(lengths, CPU, cache, past))
+        hidden = stage(hidden, PackedBatch.of(lengths, CPU, cache))
         assert cache.lengths == [old + new for old, new in zip(past, lengths, strict=True)]
     return list(hidden.split(lengths))
 
@@ -119,8 +119,9 @@ def test_batches_that_do_not_fit_the_cache_are_refused() -> None:
             stage(ids[:2], PackedBatch.of([1, 1], CPU, cache, cache.lengths))
         cache.select(torch.tensor([1]))
         with pytest.raises(errors.ArgumentError, match=r"position_ids do not follow the \[2\] tokens in batch.cache"):
-            stage(ids[:1], PackedBatch.of([1], CPU, cache))
+            stage(ids[:1], PackedBatch.of([1], CPU, cache, [0]))
         assert cache.lengths == [2]
+        assert PackedBatch.of([1], CPU, cache).position_ids.tolist() == [2]
     for arguments in ((0, 3), (2, 0), (2, 1.5)):
         with pytest.raises(errors.ArgumentError, match="must be an integer of at least 1"):
             stage.new_cache(*arguments)

@@ -112,8 +112,8 @@ class Agreement:
         return gathered
 
     def check_called_alike(self, prepare: Callable[[], Call], copies: dist.ProcessGroup | None) -> None:
-        """Runs `prepare`, which raises where this rank's arguments are wrong, and compares. Agreed on every rank where two differ, where
-        another rank's are wrong, or, with the group of data-parallel ranks, where that is so on one of those."""
+        """Runs `prepare`, which raises where this rank's arguments are wrong, and compares. Raises Agreed on every rank where two ranks
+        differ or one rank's arguments are wrong; with `copies`, also where a data-parallel rank's pipeline refused its batch."""
         problem: Exception | None = None
         self._calls += 1
         key = f"refused {self._calls}"

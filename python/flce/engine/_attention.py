@@ -61,7 +61,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Maths:
-    """How scores become weights. window: a query sees the last so many keys, its own among them; None for all."""
+    """How scores become weights. window: the number of last keys that a query sees, its own among them; None: all keys."""
 
     scale: float
     window: int | None = None
@@ -219,16 +219,15 @@ def _torch_varlen() -> Any:
     return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(known) else None
 
 
+def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> tuple[Any, ...]:
+    """What both attentions over packed sequences take first: queries and keys lie in the same sequences."""
+    return query, key, value, batch.cu_seqlens, batch.cu_seqlens, batch.max_length, batch.max_length
+
+
 def _flash(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Tensor:
     window = (-1, -1) if maths.window is None else (maths.window - 1, 0)
     attended: Tensor = _flash_attn()(
-        query,
-        key,
-        value,
-        batch.cu_seqlens,
-        batch.cu_seqlens,
-        batch.max_length,
-        batch.max_length,
+        *_varlen(query, key, value, batch),
         dropout_p=maths.dropout,
         softmax_scale=maths.scale,
         causal=True,
@@ -242,13 +241,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths:
 def _torch(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Tensor:
     window = (-1, 0) if maths.window is None else (maths.window - 1, 0)
     attended: Tensor = _torch_varlen()(
-        query,
-        key,
-        value,
-        batch.cu_seqlens,
-        batch.cu_seqlens,
-        batch.max_length,
-        batch.max_length,
+        *_varlen(query, key, value, batch),
         scale=maths.scale,
         window_size=window,
         enable_gqa=query.shape[1] != key.shape[1],

@@ -26,7 +26,8 @@ class KVCache:
         self.max_length = max_length
 
     def check_room(self, lengths: Sequence[int]) -> None:
-        """Raises ArgumentError unless these are as many sequences as the cache has, and it has room for so many more tokens of each."""
+        """Raises ArgumentError unless lengths has a number for each sequence of the cache, and the cache has room for that many more
+        tokens of the sequence."""
         if len(lengths) != len(self.lengths):
             raise errors.ArgumentError(f"batch has {len(lengths)} sequences, and its cache {len(self.lengths)}; they must be the same ones")
         for sequence, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):

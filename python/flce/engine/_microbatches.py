@@ -126,8 +126,9 @@ TOKEN, TARGET, SEQUENCE, CONSTANT = "per_token", "per_target", "per_sequence", "
 
 
 def kinds_of(kwargs: Mapping[str, Any], lengths: Sequence[int], naming: Naming) -> dict[str, str]:
-    """How each keyword is split: a tensor by its first dimension, T tokens, T - B of those that have a next one in their sequence, or B
-    sequences; what has no dimension, and what is no tensor, is each microbatch's. ArgumentError, ShapeError name what is not clear."""
+    """How each keyword is split. A tensor is split by its first dimension: T (tokens), T - B (tokens that have a next token in their
+    sequence) or B (sequences). A tensor without dimensions, and any other value, goes to each microbatch whole. ArgumentError and
+    ShapeError name a keyword whose kind is not clear."""
     sizes = {TOKEN: sum(lengths), TARGET: sum(lengths) - len(lengths), SEQUENCE: len(lengths)}
     unknown = sorted((naming.per_token | naming.per_target | naming.per_sequence | naming.constant) - kwargs.keys())
     if unknown:

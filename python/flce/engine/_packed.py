@@ -35,7 +35,11 @@ class PackedBatch:
         cache: KVCache | None = None,
         past_lengths: Sequence[int] | None = None,
     ) -> PackedBatch:
-        """The batch of sequences of these lengths. past_lengths: the tokens that each one has in `cache` already, 0 by default."""
+        """The batch of sequences of these lengths. past_lengths: the tokens that each one has before these; None: what is in
+        `cache`, or nothing without one. ArgumentError for a cache of another number of sequences."""
+        if past_lengths is None and cache is not None:
+            cache.check_room(lengths)
+            past_lengths = cache.lengths
         past = [0] * len(lengths) if past_lengths is None else list(past_lengths)
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         cu_seqlens[1:] = torch.tensor(list(lengths), dtype=torch.int64).cumsum(0)

@@ -162,12 +162,12 @@ class CausalLMStage(Stage):
                 expected = PackedBatch.of(batch.lengths, x.device, None, past).position_ids
                 if not torch.equal(expected, batch.position_ids):
                     raise errors.ArgumentError(
-                        f"batch.position_ids do not follow the {past} tokens in batch.cache; give PackedBatch.of past_lengths=cache.lengths"
+                        f"batch.position_ids do not follow the {past} tokens in batch.cache; leave out past_lengths of PackedBatch.of"
                     )
         self._check_length(max((old + new for old, new in zip(past, batch.lengths, strict=True)), default=0), "a sequence of batch has")
 
     def _check_length(self, length: int, what: str) -> None:
-        """A learned position there is for so many tokens only."""
+        """GPT-2 has a learned position for each of its first max_position_embeddings tokens, and none for later ones."""
         known = self.config.max_position_embeddings
         if self.config.model_type == "gpt2" and length > known:
             raise errors.ArgumentError(f"{what} {length} tokens; the model has learned positions of {known} (n_positions)")
