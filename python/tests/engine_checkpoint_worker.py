@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from rank_support import run_cases
+from rank_support import run_cases, run_named
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -211,4 +211,4 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 if __name__ == "__main__":
-    run_cases(lambda case, *arguments: case(*arguments), CASES)
+    run_cases(run_named, CASES)

@@ -24,7 +24,7 @@ from engine_generate_support import (
     unpipelined,
 )
 from engine_stage_support import VOCAB, model_of
-from rank_support import run_cases
+from rank_support import run_cases, run_named
 from torch import Tensor
 
 import flce
@@ -234,14 +234,5 @@ def cases() -> Iterator[tuple[Any, ...]]:
     yield (a_stage_that_fails_ends_all,)
 
 
-def run(case: Callable[..., None], *arguments: Any) -> None:
-    if dist.get_rank() == 0:
-        print(case.__name__, *arguments, flush=True)  # where a failure was
-    try:
-        case(*arguments)
-    except BaseException as error:
-        raise AssertionError(f"rank {dist.get_rank()} of {dist.get_world_size()}: {case.__name__}{arguments}") from error
-
-
 if __name__ == "__main__":
-    run_cases(run, cases())
+    run_cases(run_named, cases())

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engine_support import ToyStage, V, batch_of, sft_loss, token_losses, whole_batch
-from rank_support import run_cases
+from rank_support import run_cases, run_named
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -414,9 +414,5 @@ def every_case() -> Iterator[tuple[Any, ...]]:
     yield from cases()
 
 
-def run(case: Any, *arguments: Any) -> None:
-    case(*arguments)
-
-
 if __name__ == "__main__":
-    run_cases(run, every_case(), prepare=prepare)
+    run_cases(run_named, every_case(), prepare=prepare)

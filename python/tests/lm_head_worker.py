@@ -4,12 +4,11 @@ outside the forward. Exits with a failed assertion, or 0; rank 0 prints how many
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import run_cases
+from rank_support import run_cases, run_named
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -140,13 +139,5 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 
-def run(function: Callable[..., None], *arguments: Any) -> None:
-    try:
-        function(*arguments)
-    except BaseException:
-        print(f"failed: {function.__name__}{arguments}", flush=True)
-        raise
-
-
 if __name__ == "__main__":
-    run_cases(run, CASES)
+    run_cases(run_named, CASES)

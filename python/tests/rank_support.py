@@ -21,6 +21,15 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(device()).manual_seed(seed)
 
 
+def run_named(function: Callable[..., None], *arguments: Any) -> None:
+    """`run` of `run_cases` where a case is a function and its arguments; says which case failed."""
+    try:
+        function(*arguments)
+    except BaseException:
+        print(f"failed: {function.__name__}{arguments}", flush=True)
+        raise
+
+
 def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, prepare: Callable[[], None] = lambda: None) -> None:
     """Calls `prepare` once and `run` for each case, on every rank of a group; rank 0 prints how many cases passed, and the process ends. A
     rank whose peer has failed raises after 120 s. The group is gloo's, but for a lone rank on a GPU: NCCL takes no two ranks on one GPU,

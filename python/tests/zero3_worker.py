@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from peft import LoraConfig, get_peft_model
-from rank_support import run_cases
+from rank_support import run_cases, run_named
 from torch import Tensor, nn
 from torch.optim import SGD
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -355,14 +355,6 @@ def an_adapter_elsewhere(saved: list[str]) -> None:
     compare(runs[1], runs[0], "LoRA")
 
 
-def run(function: Callable[..., None], *arguments: Any) -> None:
-    try:
-        function(*arguments)
-    except BaseException:
-        print(f"failed: {function.__name__}{arguments}", flush=True)
-        raise
-
-
 CASES: list[tuple[Any, ...]] = [
     *((a_patched_model, tied, True, tied) for tied in (False, True)),
     (evaluation_without_logits, False),
@@ -394,4 +386,4 @@ def prepare() -> None:
 
 
 if __name__ == "__main__":
-    run_cases(run, NIGHTLY if "nightly" in sys.argv else CASES, prepare=prepare)
+    run_cases(run_named, NIGHTLY if "nightly" in sys.argv else CASES, prepare=prepare)
