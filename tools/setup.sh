@@ -326,7 +326,7 @@ for list in ${missing_lists[@]+"${missing_lists[@]}"}; do
     echo "flce: fetching the packages of tools/$list.txt from PyPI into .tools/$list, for tests of the Python package"
     rm -rf ".tools/$list"
     python=$(tools/python.sh -c 'import sys; print(sys.executable)')
-    if fetch "$python" --no-deps --only-binary=:all: --target ".tools/$list" -r "tools/$list.txt"; then
+    if DS_BUILD_OPS=0 fetch "$python" --no-deps --only-binary=:all: --target ".tools/$list" -r "tools/$list.txt"; then
         cp "tools/$list.txt" ".tools/$list/requirements.txt"
     else
         echo "flce: could not fetch the packages of tools/$list.txt: tests that need them are skipped"

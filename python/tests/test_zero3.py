@@ -1,5 +1,4 @@
-"""flce under DeepSpeed's ZeRO-3 (0.19.8), on two ranks over gloo. Skipped where deepspeed is not installed: DS_BUILD_OPS=0 pip install
-deepspeed, beside what tools/setup.sh fetches."""
+"""flce under DeepSpeed's ZeRO-3, on two ranks over gloo."""
 
 from __future__ import annotations
 
