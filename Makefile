@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
 .PHONY: help setup setup-python setup-dist build build-and-fetch demo demo-pipeline demo-engine test test-release test-sanitize \
-        test-install bench lint format dist dist-tests wheel clean
+        test-install test-nightly bench lint format dist dist-tests wheel clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
@@ -79,6 +79,10 @@ test-sanitize: setup ## the CPU tests under AddressSanitizer and UndefinedBehavi
 	@tools/configure.sh sanitize
 	cmake --build --preset sanitize -j $(JOBS) --target $(addprefix test_,$(SANITIZED))
 	$(call run_tests,build-sanitize,-L '^($(shell echo $(SANITIZED) | tr ' ' '|'))$$')
+
+# What `make test` has in a small form only, to be within its 20 minutes.
+test-nightly: build setup-python ## trainers at length: more steps, classes, schedules and ranks; a quarter of an hour
+	@cd build/test-work && $(CURDIR)/tools/test_python.sh nightly $(CURDIR)/build/lib/libflce.so
 
 bench: build ## every benchmark (build/bin/bench_*)
 	@shopt -s nullglob

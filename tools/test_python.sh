@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One check of the Python package: tests (pytest), ranks (those of them that start process groups), typing (mypy and ruff) or wheel (built
-# round a libflce that is there, installed by itself, used). Exit code 77 says that the interpreter of tools/python.sh lacks something for
-# it.
+# One check of the Python package: tests (pytest), ranks (those of them that start process groups), nightly (those that take long), typing
+# (mypy and ruff) or wheel (built round a libflce that is there, installed by itself, used). Exit code 77 says that the interpreter of
+# tools/python.sh lacks something for it.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-check=${1:?usage: test_python.sh tests|ranks|typing|wheel LIBFLCE} library=$(readlink -f "${2:?usage: test_python.sh CHECK LIBFLCE}")
+check=${1:?usage: test_python.sh tests|ranks|nightly|typing|wheel LIBFLCE} library=$(readlink -f "${2:?usage: test_python.sh CHECK LIBFLCE}")
 work=$PWD/python-$check
 export FLCE_LIBRARY=$library FLCE_CACHE_DIR=$work/cache
 python=$root/tools/python.sh
@@ -27,6 +27,10 @@ case $check in
     ranks)
         need torch pytest numpy
         cd "$root" && exec "$python" -m pytest -o cache_dir="$work/pytest" "${of_ranks[@]}"
+        ;;
+    nightly)
+        need torch pytest numpy transformers
+        cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -o cache_dir="$work/pytest" -m nightly python/tests
         ;;
     typing)
         need torch mypy ruff

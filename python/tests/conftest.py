@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Of a nightly run: how many cases of each test passed, were skipped and failed, and what they took."""
+    if config.getoption("markexpr") != "nightly":
+        return
+    seconds: dict[str, float] = defaultdict(float)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for outcome in ("passed", "skipped", "failed", "error"):
+        for report in terminalreporter.getreports(outcome):
+            name = report.nodeid.split("::", 1)[-1].split("[")[0]
+            counts[name]["failed" if outcome == "error" else outcome] += 1
+            seconds[name] += report.duration
+    terminalreporter.section("nightly: passed, skipped, failed, seconds")
+    for name, of in counts.items():
+        terminalreporter.write_line(f"{of['passed']:5} {of['skipped']:5} {of['failed']:5} {seconds[name]:7.0f}  {name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

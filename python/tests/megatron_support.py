@@ -192,13 +192,21 @@ HAS_PROCESS_MTP_LOSS = hasattr(multi_token_prediction, "process_mtp_loss")
 # ── Fixtures ────────────────────────────────────────
 
 
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with megatron_on_cpu():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def megatron_groups() -> Iterator[None]:
     """One rank, for the tests of a file."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with megatron_on_cpu():
+    with group_of_one():
         yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True, name="fused")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +21,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import flce
 from flce import _retain
 
-MICROBATCHES = 4
-TOKENS = ROWS // MICROBATCHES * S
+MICROBATCHES = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+TOKENS = ROWS // 4 * S  # of a microbatch
 ALL = 1 << 40
 # Where a rank's stages lie: one stage a rank; two, of which the second follows the last rank's first; two, of which the second is as far
 # from the end as the first is from the beginning, so that the first rank has the head.
@@ -52,6 +53,7 @@ LOSSES: dict[str, tuple[dict[str, Any], tuple[float, float] | None]] = {
 TIED = ("plain", "accumulating, limit")
 
 passes = Passes()
+ends: Any = None  # the group of the ranks that have the first stage and, unless stages lie in a V, the last
 
 
 def names() -> list[str]:
@@ -179,7 +181,7 @@ def run(name: str, loss: str, tied: bool) -> None:
     whole = build(count, tied)
     if loss == "frozen":
         whole[-1].head.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
-    tokens, labels = batch()
+    tokens, labels = (torch.cat([each.roll(i, 0) for i in range(MICROBATCHES // 4)]) for each in batch())
     hidden = tokens
     for part in whole:
         hidden = part(hidden)
@@ -197,7 +199,7 @@ def run(name: str, loss: str, tied: bool) -> None:
         losses: list[Tensor] = []
         schedule.step(*([tokens] if 0 in modules else []), **({"target": labels, "losses": losses} if last in modules else {}))
     if tied and where != V_SHAPE and (0 in modules or last in modules):
-        flce.sum_tied_gradient(modules[0].embedding.weight if 0 in modules else modules[last].head.weight)
+        flce.sum_tied_gradient(modules[0].embedding.weight if 0 in modules else modules[last].head.weight, ends)
     for number, module in modules.items():
         for (parameter, actual), right in zip(module.named_parameters(), whole[number].parameters(), strict=True):
             # type: ignore[misc]
@@ -209,7 +211,8 @@ def run(name: str, loss: str, tied: bool) -> None:
 
 
 def prepare() -> None:
-    global passes
+    global passes, ends
+    ends = dist.new_group([0, dist.get_world_size() - 1])
     _retain.LEAST_WORK = 1  # layers of any size retain
     passes = watch_passes()
 

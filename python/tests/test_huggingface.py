@@ -49,13 +49,21 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
 
-def train(model: Any, folder: Path, accumulation: int, bf16: bool = False, **keywords: Any) -> tuple[list[float], float]:
+def train(
+    model: Any,
+    folder: Path,
+    accumulation: int,
+    bf16: bool = False,
+    max_steps: int = 4,
+    learning_rate: float = 1e-2,
+    **keywords: Any,
+) -> tuple[list[float], float]:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=2,
         gradient_accumulation_steps=accumulation,
-        max_steps=4,
-        learning_rate=1e-2,
+        max_steps=max_steps,
+        learning_rate=learning_rate,
         logging_steps=1,
         report_to=[],
         save_strategy="no",

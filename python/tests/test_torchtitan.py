@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -37,8 +38,8 @@ HERE = Path(__file__).resolve().parent
 D = 32
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
     """A group of this process alone, as torchrun would make it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -50,16 +51,24 @@ def one_rank() -> Iterator[None]:
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start of the ranks does
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    gc.enable()  # which the Trainer takes over
-    torch.set_num_threads(threads)
-    dist.destroy_process_group()
-    torch.autograd.set_multithreading_enabled(True)
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    try:
+        yield
+    finally:
+        gc.enable()  # which the Trainer takes over
+        torch.set_num_threads(threads)
+        dist.destroy_process_group()
+        torch.autograd.set_multithreading_enabled(True)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    with group_of_one():
+        yield
 
 
 def config(**settings: Any) -> Any:

@@ -123,10 +123,11 @@ def train(trainer: Any) -> Run:
     return run
 
 
-def compare(actual: Run, expected: Run) -> None:
-    """Losses, gradients and metrics of two runs, within fp32 rounding that ten steps have carried on."""
-    assert len(actual.gradients) == len(expected.gradients) == STEPS
-    assert len(actual.losses) == len(expected.losses) and len(actual.losses) % STEPS == 0
+def compare(actual: Run, expected: Run, steps: int = STEPS) -> None:
+    """Losses, gradients and metrics of two runs of `steps` steps, within fp32 rounding that ten steps have carried on, or three times as
+    many of a smaller size."""
+    assert len(actual.gradients) == len(expected.gradients) == steps
+    assert len(actual.losses) == len(expected.losses) and len(actual.losses) % steps == 0
     assert all(any(gradient.norm() > 1e-3 for gradient in step.values()) for step in expected.gradients)
     for a, b in zip(actual.losses, expected.losses, strict=True):
         assert a == pytest.approx(b, rel=1e-5, abs=2e-6)
@@ -160,25 +161,25 @@ def dpo(folder: Path, kind: str = "llama", **options: Any) -> Any:
     return DPOTrainer(model(kind=kind), model(seed=1, kind=kind), args=arguments, train_dataset=pairs(), processing_class=tokenizer())
 
 
-def grpo(folder: Path, **options: Any) -> Any:
+def grpo(folder: Path, kind: str = "llama", **options: Any) -> Any:
     given = {"num_generations": 4, "max_completion_length": 6, "beta": 0.05, "temperature": 0.9, **options}
     arguments = GRPOConfig(output_dir=str(folder), **{**OF_A_RUN, **given})
     prompts = Dataset.from_dict({"prompt": TEXTS})
-    return GRPOTrainer(saved(folder / "model"), reward, args=arguments, train_dataset=prompts, processing_class=tokenizer())
+    return GRPOTrainer(saved(folder / "model", kind=kind), reward, args=arguments, train_dataset=prompts, processing_class=tokenizer())
 
 
-def rloo(folder: Path, **options: Any) -> Any:
+def rloo(folder: Path, kind: str = "llama", **options: Any) -> Any:
     given = {"num_generations": 4, "max_completion_length": 6, "learning_rate": 0.005, **options}
     arguments = RLOOConfig(output_dir=str(folder), **{**OF_A_RUN, **given})
     prompts = Dataset.from_dict({"prompt": TEXTS})
-    return RLOOTrainer(saved(folder / "model"), reward, args=arguments, train_dataset=prompts, processing_class=tokenizer())
+    return RLOOTrainer(saved(folder / "model", kind=kind), reward, args=arguments, train_dataset=prompts, processing_class=tokenizer())
 
 
-def kto(folder: Path, **options: Any) -> Any:
+def kto(folder: Path, kind: str = "llama", **options: Any) -> Any:
     arguments = KTOConfig(output_dir=str(folder), **{**OF_A_RUN, **options})
     labels = [i % 2 == 0 for i in range(len(TEXTS))]
     data = Dataset.from_dict({"prompt": TEXTS, "completion": other_texts(2), "label": labels})
-    return KTOTrainer(model(), model(seed=1), args=arguments, train_dataset=data, processing_class=tokenizer())
+    return KTOTrainer(model(kind=kind), model(seed=1, kind=kind), args=arguments, train_dataset=data, processing_class=tokenizer())
 
 
 def distillation(folder: Path, **options: Any) -> Any:
