@@ -4,7 +4,8 @@
 # tools/python.sh lacks something for it.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-check=${1:?usage: test_python.sh tests|ranks|nightly|typing|wheel LIBFLCE} library=$(readlink -f "${2:?usage: test_python.sh CHECK LIBFLCE}")
+check=${1:?usage: test_python.sh tests|ranks|nightly|typing|wheel LIBFLCE}
+library=$(readlink -f "${2:?usage: test_python.sh CHECK LIBFLCE}")
 work=$PWD/python-$check
 export FLCE_LIBRARY=$library FLCE_CACHE_DIR=$work/cache
 python=$root/tools/python.sh
