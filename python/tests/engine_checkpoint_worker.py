@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from rank_support import run_cases, run_named
+from rank_support import generator, run_cases, run_named
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -65,8 +65,8 @@ def loss_fn(output: Any, *, packed_input_ids: Tensor, cu_seqlens: Tensor) -> tup
 def train(engine: PipelineEngine, first: int, steps: int) -> list[float]:
     losses = []
     for number in range(first, first + steps):
-        generator = torch.Generator().manual_seed(number)
-        ids = torch.randint(0, 60, (sum(LENGTHS),), generator=generator)
+        made = generator(number)
+        ids = torch.randint(0, 60, (sum(LENGTHS),), generator=made)
         cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
         result = engine.train_batch(ids, cu_seqlens, loss_fn)
         losses.append(result[0].item() if result is not None else 0.0)

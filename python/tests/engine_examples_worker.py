@@ -18,7 +18,7 @@ from engine_examples_support import (
     rewards_of_loops,
     sft_loss_of_logits,
 )
-from rank_support import run_cases, run_named
+from rank_support import generator, run_cases, run_named
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -129,8 +129,8 @@ class Case:
 
 
 def sequences(seed: int = 0) -> Data:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (sum(LENGTHS),), generator=generator)
+    made = generator(seed)
+    ids = torch.randint(3, VOCAB, (sum(LENGTHS),), generator=made)
     cu_seqlens = packed(LENGTHS)
     prompt_mask = torch.zeros(sum(LENGTHS), dtype=torch.bool)
     for (begin, _), length in zip(cut(cu_seqlens), PROMPTS, strict=True):
@@ -197,13 +197,13 @@ def close(stats: dict[str, float], expected: dict[str, float]) -> None:
 def rollout(seed: int = 0) -> Data:
     """What a PPO step is given."""
     data = sequences(seed)
-    generator = torch.Generator().manual_seed(seed + 1)
+    made = generator(seed + 1)
     num_tokens, num_sequences = sum(LENGTHS), len(LENGTHS)
     return data | {
-        "packed_logprobs": torch.randn(num_tokens, generator=generator) - 4,
-        "packed_ref_logprobs": torch.randn(num_tokens, generator=generator) - 4,
-        "values": torch.randn(num_tokens, generator=generator),
-        "rewards": 4 * torch.randn(num_sequences, generator=generator),
+        "packed_logprobs": torch.randn(num_tokens, generator=made) - 4,
+        "packed_ref_logprobs": torch.randn(num_tokens, generator=made) - 4,
+        "values": torch.randn(num_tokens, generator=made),
+        "rewards": 4 * torch.randn(num_sequences, generator=made),
         "seq_no_eos_mask": torch.arange(num_sequences) % 3 == 0,
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from engine_stage_support import VOCAB
+from rank_support import generator
 from torch import Tensor, nn
 
 from flce.engine import Generated, GenerationConfig, KVCache, PackedBatch, PipelineEngine, Stage, causal_lm_stage
@@ -22,7 +23,7 @@ PAD = 0
 
 def prompts(lengths: list[int] = LENGTHS, seed: int = 3) -> tuple[Tensor, Tensor]:
     """packed_input_ids, cu_seqlens."""
-    ids = torch.randint(1, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(1, VOCAB, (sum(lengths),), generator=generator(seed))
     return ids, torch.tensor([0, *lengths]).cumsum(0).int()
 
 
@@ -112,7 +113,7 @@ class CountingStage(Stage):
         self.seen: list[list[int]] = []
 
     def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
-        return KVCache(1, num_sequences, max_length, 1, 1, torch.float32, torch.device("cpu"))
+        return KVCache(1, num_sequences, max_length, 1, 1, torch.float32, torch.get_default_device())
 
     def forward(self, x: Tensor, batch: PackedBatch) -> Tensor:
         ids = x if self.is_first else x.argmax(1)

@@ -106,7 +106,7 @@ def logits_of(stages: list[CausalLMStage], hidden: Tensor) -> Tensor:
 
 def packed(lengths: list[int], seed: int = 1) -> tuple[Tensor, PackedBatch]:
     torch.manual_seed(seed)
-    return torch.randint(0, VOCAB, (sum(lengths),)), PackedBatch.of(lengths, torch.device("cpu"))
+    return torch.randint(0, VOCAB, (sum(lengths),)), PackedBatch.of(lengths, torch.get_default_device())
 
 
 def own(model: Any, ids: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:

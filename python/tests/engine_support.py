@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rank_support import generator
 from torch import Tensor, nn
 
 from flce.engine import PackedBatch, Stage
@@ -22,10 +23,10 @@ class ToyStage(Stage):
         self.stage, self.num_stages = stage, num_stages
         self.hidden_size, self.dtype = D, torch.float32
         self.softcap = softcap
-        generator = torch.Generator().manual_seed(5)
-        embedding = torch.randn(V, D, generator=generator)
-        layers = torch.randn(LAYERS, 2, D, D, generator=generator) / 4
-        head = embedding if tied else torch.randn(rows, D, generator=generator) / 4
+        made = generator(5)
+        embedding = torch.randn(V, D, generator=made)
+        layers = torch.randn(LAYERS, 2, D, D, generator=made) / 4
+        head = embedding if tied else torch.randn(rows, D, generator=made) / 4
         self.numbers = [n for n in range(LAYERS) if n * num_stages // LAYERS == stage]
         self.layers = nn.ParameterDict({f"{n}": nn.Parameter(layers[n].clone()) for n in self.numbers})
         if self.is_first:
@@ -58,8 +59,8 @@ def names_of(stage: ToyStage) -> dict[str, nn.Parameter]:
 
 
 def batch_of(seed: int, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, V, (sum(lengths),), generator=generator)
+    made = generator(seed)
+    ids = torch.randint(0, V, (sum(lengths),), generator=made)
     return ids, F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
 
 

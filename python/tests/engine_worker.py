@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engine_support import ToyStage, V, batch_of, sft_loss, token_losses, whole_batch
-from rank_support import run_cases, run_named
+from rank_support import generator, run_cases, run_named
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -51,7 +51,7 @@ def mean_of_means(losses: Tensor, counted: Tensor, cu_seqlens: Tensor, count: in
 
 def masked(ids: Tensor, seed: int) -> Tensor:
     """Labels of which some do not count."""
-    keep = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) > 0.3
+    keep = torch.rand(ids.shape, generator=generator(seed)) > 0.3
     return torch.where(keep, ids, -100)
 
 
@@ -196,7 +196,7 @@ def through_the_host(schedule: str) -> None:
 def critic() -> None:
     engine, own, whole = made("1f1b", rows=1)
     ids, cu_seqlens = batch_of(3, STEPS[0])
-    returns = torch.randn(len(ids), generator=torch.Generator().manual_seed(0))
+    returns = torch.randn(len(ids), generator=generator(0))
 
     def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, returns: Tensor) -> tuple[Tensor, Any]:
         assert output.shape == packed_input_ids.shape  # for a tensor it stands for values

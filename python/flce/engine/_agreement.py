@@ -223,7 +223,7 @@ class Agreement:
         """Whether the connection to a rank is: gloo refuses to use it. What is asked for here is never sent, nor waited for."""
         if on_device(self.group):
             return False
-        awaited = torch.zeros(1)
+        awaited = torch.zeros(1, device="cpu")
         try:
             self._unanswered.append((awaited, dist.irecv(awaited, src=self.ranks[rank], group=self.group, tag=1 << 20)))
         except Exception:

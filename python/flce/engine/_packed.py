@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,10 +42,9 @@ class PackedBatch:
             cache.check_room(lengths)
             past_lengths = cache.lengths
         past = [0] * len(lengths) if past_lengths is None else list(past_lengths)
-        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        cu_seqlens[1:] = torch.tensor(list(lengths), dtype=torch.int64).cumsum(0)
-        places = [torch.arange(first, first + length) for first, length in zip(past, lengths, strict=True)]
-        position_ids = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cpu")
+        places = [torch.arange(first, first + length, device="cpu") for first, length in zip(past, lengths, strict=True)]
+        position_ids = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64, device="cpu")
         return PackedBatch(cu_seqlens.to(device), tuple(lengths), position_ids.to(device), cache)
 
     @property

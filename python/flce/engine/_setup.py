@@ -182,7 +182,10 @@ def _check_copies(engine: PipelineEngine, agreement: Agreement) -> str:
     """That data-parallel ranks have the same parameters. Returns a name that they share."""
     if engine.data_parallel_group is None:
         return agreement.name
-    total = sum((checksum(parameter) * (2 * n + 1) for n, parameter in enumerate(engine.parameters())), torch.zeros((), dtype=torch.int64))
+    total = sum(
+        (checksum(parameter) * (2 * n + 1) for n, parameter in enumerate(engine.parameters())),
+        torch.zeros((), dtype=torch.int64, device="cpu"),
+    )
     told: list[Any] = [None] * dist.get_world_size(engine.data_parallel_group)
     dist.all_gather_object(told, (int(total), agreement.name), group=engine.data_parallel_group)
     if len({bits for bits, _ in told}) > 1:

@@ -231,6 +231,6 @@ def _assign(stage: Stage, name: str, tensor: Any) -> None:
 def _initialize(stage: Stage, name: str) -> None:
     parameter = stage.get_parameter(name)
     if parameter.is_meta:
-        parameter = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+        parameter = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"))
         _assign(stage, name, parameter)
     nn.init.normal_(parameter, std=SCORE_STD)
