@@ -162,7 +162,7 @@ def a_failure_on_one_rank_is_raised_on_all() -> None:
     refused(lambda: save_stage(engine.stages, target), "exists and is not empty", 0)
     (stage,) = engine.stages
     if rank == 1:
-        stage.register_parameter("odd", torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+        stage.register_parameter("odd", torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64, device="cpu")))
     refused(lambda: save_stage(stage, ROOT / "odd"), "'odd' of stage 1 is torch.complex64 on cpu; it cannot be saved", 1)
     assert not (ROOT / "odd").exists()
     dist.barrier()

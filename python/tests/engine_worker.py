@@ -98,7 +98,7 @@ def trains(schedule: str, normalize: str, tied: bool, clip: float | None, pipeli
         assert gradients.keys() == own.keys()
         for name, gradient in gradients.items():
             expected = of_whole[name].grad
-            torch.testing.assert_close(gradient, expected, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{schedule} {n}: {m}")
+            torch.testing.assert_close(gradient, expected, rtol=2e-4, atol=5e-6, msg=lambda m, n=name: f"{schedule} {n}: {m}")
         reference.step()
         assert all(parameter.grad is None for parameter in own.values())
     for name, parameter in own.items():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flce import errors
 from flce.engine import PackedBatch, Stage, causal_lm_stage, load_stage, merge_checkpoint, save_stage, shard_checkpoint
 from flce.engine._checkpoint_files import INDEX_NAME, NAMES
+from flce.engine._stage_save import bytes_of
 
 transformers = pytest.importorskip("transformers")
 st = pytest.importorskip("safetensors.torch")
@@ -256,3 +257,11 @@ def test_stages_that_make_no_model_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(errors.ArgumentError, match="are copies of one weight, and differ"):
         save_stage(stages, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_bytes_to_be_written_live_as_long_as_their_view() -> None:
+    """Of a tensor that has to be copied first: one on a GPU, or one that is not contiguous."""
+    tensors = [torch.randn(64, 48, generator=torch.Generator().manual_seed(n)).t() for n in range(50)]
+    views = [bytes_of(tensor) for tensor in tensors]
+    for tensor, view in zip(tensors, views, strict=True):
+        assert bytes(view) == tensor.contiguous().numpy().tobytes()

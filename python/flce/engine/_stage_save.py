@@ -134,7 +134,7 @@ def part_of(stage: Stage) -> Part:
     tensors = tensors_of(stage)
     tied = stage.tied_weight
     name = None if tied is None else next(n for n, t in stage.state_dict(keep_vars=True).items() if t is tied)
-    digest = None if name is None else hashlib.sha256(bytes_of(tensors[name])[0]).hexdigest()
+    digest = None if name is None else hashlib.sha256(bytes_of(tensors[name])).hexdigest()
     plan = getattr(stage, "plan", None)
     return Part(stage.stage, stage.num_stages, None if plan is None else tuple(plan.starts), tuple(tensors), name, digest)
 
@@ -161,12 +161,14 @@ def layout_of(parts: Sequence[Part]) -> Layout:
     return Layout(count, next(iter(starts)), copies)
 
 
-def bytes_of(tensor: Tensor) -> tuple[memoryview, Tensor]:
-    """A tensor's bytes on the host, and what owns them."""
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes on the host. The view keeps them alive, also where they are a copy that nothing else has."""
     owner = tensor.detach().cpu().contiguous()
     if owner.nbytes == 0:
-        return memoryview(b""), owner
-    return memoryview((ctypes.c_char * owner.nbytes).from_address(owner.data_ptr())).cast("B"), owner
+        return memoryview(b"")
+    array = (ctypes.c_char * owner.nbytes).from_address(owner.data_ptr())
+    array.owner = owner  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def write_tensors(target: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -176,9 +178,7 @@ def write_tensors(target: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:
     with open(target, "wb", buffering=0) as out:
         write_all(out, memoryview(encode_header(entries, {"format": "pt"})))
         for _, tensor in ordered:
-            data, owner = bytes_of(tensor)
-            write_all(out, data)
-            del data, owner
+            write_all(out, bytes_of(tensor))
         os.fsync(out.fileno())
 
 
