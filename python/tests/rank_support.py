@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def device() -> str:
-    """On which cases run: "cpu", or "cuda" for ranks that share the first GPU."""
+    """On which cases run: "cpu", or "cuda" for ranks that share the first GPU and for trainers."""
     return os.environ.get("FLCE_TEST_RANKS_ON", "cpu")
 
 

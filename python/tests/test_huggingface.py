@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_support
 import torch
 from torch import Tensor, nn
 
@@ -69,7 +70,7 @@ def train(
         save_strategy="no",
         seed=5,
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=rank_support.device() == "cpu",
         bf16=bf16,
     )
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Sequences(), eval_dataset=Sequences(), **keywords)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_support
 import torch
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -46,7 +47,7 @@ OF_A_RUN: dict[str, Any] = {
     "logging_strategy": "steps",
     "logging_steps": 1,
     "disable_tqdm": True,
-    "use_cpu": True,
+    "use_cpu": rank_support.device() == "cpu",
     "bf16": False,
     "seed": 7,
     "gradient_checkpointing": False,
