@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from compat_support import DTYPES, HeadModel, Layer, make_layer
-from rank_support import run_cases
+from rank_support import generator, run_cases
 from support import assert_close
 from tensor_parallel_worker import same_on_every_rank
 from torch import Tensor, nn
@@ -167,7 +167,7 @@ def slices_that_do_not_fit() -> None:
 
 def cce_in_a_graph() -> None:
     layer = make_layer(ignore_index=None)
-    keep = torch.rand(33, generator=torch.Generator().manual_seed(2)) < 0.6
+    keep = torch.rand(33, generator=generator(2)) < 0.6
     options = cce.VocabParallelOptions.from_vocab(63)
     exact = layer.in_double()
     right = F.cross_entropy(exact.logits(), torch.where(keep, layer.target, -100))
@@ -216,7 +216,7 @@ def verl_logprobs(dtype: torch.dtype, reduction: str, in_graph: bool) -> None:
     right = log_softmax.gather(1, layer.target.flatten()[:, None])[:, 0]
     right_entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     right = {"none": right, "sum": right.sum(), "mean": right.mean()}[reduction]
-    upstream = torch.randn(21, generator=torch.Generator().manual_seed(9))
+    upstream = torch.randn(21, generator=generator(9))
     wanted: Any = upstream if reduction == "none" else torch.ones(())
     ((right * wanted).sum() + (right_entropy * upstream.flip(0)).sum()).backward()
     rows = slice(ROWS * rank, ROWS * (rank + 1))
@@ -312,7 +312,7 @@ def torchtune_in_a_graph(kind: str) -> None:
     """Masking inside the graph."""
     layer = make_layer(shape=(3, 8), ignore_index=None, bias=True)
     loss, model = tune(layer)
-    keep = torch.rand(3, 8, generator=torch.Generator().manual_seed(2)) < 0.6
+    keep = torch.rand(3, 8, generator=generator(2)) < 0.6
 
     def step(outputs: Tensor, targets: Tensor) -> Any:
         return loss(outputs, torch.where(keep, targets, -100))

@@ -75,7 +75,7 @@ def sampled(name: str, config: GenerationConfig) -> None:
     told = [result]
     dist.broadcast_object_list(told, dist.get_world_size() - 1)
     assert told[0] is not None
-    ids, cu_seqlens, rows = continued(told[0])
+    ids, cu_seqlens, rows = continued(Generated(*(part.to(torch.get_default_device()) for part in told[0])))  # of another GPU's
     trained = engine.forward(ids, cu_seqlens, output="logprobs", temperature=config.temperature)
     if last():
         assert trained is not None

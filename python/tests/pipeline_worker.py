@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_support import run_cases
+from rank_support import generator, run_cases
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -68,8 +68,8 @@ def unpipelined(model: nn.ModuleList, tokens: Tensor, labels: Tensor) -> tuple[T
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, V, (ROWS, S), generator=generator)
+    made = generator(5)
+    tokens = torch.randint(0, V, (ROWS, S), generator=made)
     labels = tokens.clone()
     for row in range(ROWS):
         labels[row, : row % 4 * 3] = -100  # every microbatch has another number of valid labels

@@ -32,10 +32,13 @@ def run_named(function: Callable[..., None], *arguments: Any) -> None:
 
 def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, prepare: Callable[[], None] = lambda: None) -> None:
     """Calls `prepare` once and `run` for each case, on every rank of a group; rank 0 prints how many cases passed, and the process ends. A
-    rank whose peer has failed raises after 120 s. The group is gloo's, but for a lone rank on a GPU: NCCL takes no two ranks on one GPU,
-    and DTensor's collectives crash over gloo with tensors there (torch 2.11)."""
-    alone = device() != "cpu" and os.environ["WORLD_SIZE"] == "1"
-    dist.init_process_group("nccl" if alone else "gloo", timeout=timedelta(seconds=120))
+    rank whose peer has failed raises after 120 s. The group is NCCL's where every rank has a GPU of its own; else gloo's: NCCL takes no two
+    ranks on one GPU, and DTensor's collectives crash over gloo with tensors there (torch 2.11)."""
+    own_gpu = device() != "cpu" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    if own_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    dist.init_process_group("nccl" if own_gpu else "gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
     if device() != "cpu":
         torch.set_default_device(device())

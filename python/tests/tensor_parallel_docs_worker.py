@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import run_cases
+from rank_support import generator, run_cases
 from torch.distributed.device_mesh import init_device_mesh
 
 import flce
@@ -26,7 +26,7 @@ def pieces(page: str, section: str) -> list[str]:
 def run(page: str, section: str, count: int) -> None:
     found = pieces(page, section)
     assert len(found) == count, f"{page} has {len(found)} pieces"
-    make = torch.Generator().manual_seed(0)
+    make = generator(0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     table, hidden = torch.randn(64, 16, generator=make), torch.randn(12, 16, generator=make).requires_grad_()
     labels = torch.randint(0, 60, (12,), generator=make)

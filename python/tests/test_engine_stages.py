@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -131,7 +132,7 @@ def test_rope_that_depends_on_length_takes_each_sequences_own(kind: str) -> None
         stages[0].new_cache(1, 9)
 
 
-@pytest.mark.parametrize("kernel", ["_flash", "_torch"])
+@pytest.mark.parametrize("kernel", ["_flash", "_torch", "_torch without groups"])
 def test_varlen_kernels_are_given_what_the_model_asks_for(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in on the CPU that does what the kernels' documents say; that they run is a GPU's test."""
 
@@ -152,9 +153,14 @@ def test_varlen_kernels_are_given_what_the_model_asks_for(kernel: str, monkeypat
             outputs.append(torch.einsum("hij,jhd->ihd", weights, v[start:end].repeat_interleave(groups, 1)))
         return torch.cat(outputs)
 
-    monkeypatch.setattr(_attention, "_varlen_kernel", lambda query, maths: getattr(_attention, kernel))
+    def of_torch_2_11(q: Tensor, k: Tensor, *more: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+        assert q.shape[1] == k.shape[1]
+        return varlen(q, k, *more, scale=scale, window_size=window_size)
+
+    of_torch = functools.partial(_attention._without_groups, of_torch_2_11) if kernel.endswith("groups") else varlen
+    monkeypatch.setattr(_attention, "_varlen_kernel", lambda query, maths: getattr(_attention, kernel.split()[0]))
     monkeypatch.setattr(_attention, "_flash_attn", lambda: varlen)
-    monkeypatch.setattr(_attention, "_torch_varlen", lambda: varlen)
+    monkeypatch.setattr(_attention, "_torch_varlen", lambda: of_torch)
     for name in ("qwen3", "mistral-window", *(["gemma2"] if kernel == "_flash" else [])):
         model = model_of(name)
         ids, batch = packed(LENGTHS)

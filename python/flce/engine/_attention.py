@@ -6,12 +6,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flce import errors
 from flce.engine._cache import KVCache
@@ -146,14 +148,24 @@ def _blocks(length: int, window: int | None, device: torch.device) -> Iterator[t
         yield slice(start, end), slice(first, end), (j <= i) & (j > i - window)
 
 
+def _without_plans(device: torch.device) -> AbstractContextManager[Any]:
+    """Attention without cuDNN, which makes a plan for every new length of a sequence: a tenth of a second each (H100, torch 2.11)."""
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, maths: Maths) -> Tensor:
     """[B, Hq, M, d] of query [B, Hq, M, d], key and value [B, H, N, d]. mask, bool: [M, N] or one that broadcasts with [B, 1, M, N]; None
     is the causal one."""
-    if maths.softcap is None and not maths.upcast:
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, maths.dropout, mask is None, scale=maths.scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
     groups = query.shape[1] // key.shape[1]
+    if maths.softcap is None and not maths.upcast:
+        if query.is_cuda and mask is not None and groups > 1:  # no kernel but cuDNN's takes both
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        with _without_plans(query.device):
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, maths.dropout, mask is None, scale=maths.scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if maths.upcast:
@@ -216,7 +228,16 @@ def _torch_varlen() -> Any:
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(known) else None
+    if not {"scale", "window_size"} <= set(known):
+        return None
+    return varlen_attn if "enable_gqa" in known else functools.partial(_without_groups, varlen_attn)
+
+
+def _without_groups(attention: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, enable_gqa: bool, **options: Any) -> Any:
+    """An attention of torch before 2.12, which has a key's head for every query's."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    return attention(query, key, value, *more, **options)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> tuple[Any, ...]:

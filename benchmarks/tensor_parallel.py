@@ -1,0 +1,190 @@
+"""An output layer over several GPUs: a step of flce beside the GEMMs that it cannot do without, torch's loss_parallel and one GPU.
+
+    torchrun --nproc-per-node=2 benchmarks/tensor_parallel.py [--shapes 8192x4096x128256 ...] [--rounds 12] [--out FILE.json]
+
+bf16, a GPU a rank, NCCL without NVLink multicast. A shape is num_tokens x hidden_size x vocab_size of all ranks together; every rank has
+all tokens and its rows of the weight. Contenders take turns in rounds, every rank begins a run together, and a run's time is the slowest
+rank's; the table has medians in milliseconds:
+
+    floor6             three cuBLAS GEMMs on the shard, nothing else
+    floor6, reduced    the same, with the all-reduce of grad_hidden under grad_weight's GEMM
+    loss_parallel      F.cross_entropy of torch over DTensor logits in fp32
+    flce, retained     forward and backward with everything retained (workspace_limit_bytes without a bound)
+    flce               the same by default
+    one GPU            flce with everything retained on the whole layer, each rank by itself
+
+rate: the work of a GPU in its time, against the one GPU's: one GPU / ranks / contender. same_bits: whether loss, and grad_hidden, had the
+same bits on every rank in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+import flce
+
+SHAPES = ("8192x4096x128256", "4096x2048x151936", "3328x4096x128256", "4800x4096x128256")
+ALL = 1 << 40
+RETAINED: dict[str, Any] = {"workspace_limit_bytes": ALL, "retain_in_grad_weight": False}
+
+
+class Layer:
+    """What the contenders read, and the mesh of all ranks."""
+
+    def __init__(self, shape: str, mesh: DeviceMesh) -> None:
+        tokens, width, classes = map(int, shape.split("x"))
+        self.mesh, self.ranks = mesh, dist.get_world_size()
+        everyones = torch.Generator("cuda").manual_seed(0)
+        like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.hidden = torch.empty(tokens, width, **like).normal_(generator=everyones).requires_grad_()
+        self.whole = torch.empty(classes, width, **like).normal_(std=width**-0.5, generator=everyones).requires_grad_()
+        self.target = torch.randint(0, classes, (tokens,), device="cuda", generator=everyones)
+        bounds = [classes * rank // self.ranks for rank in range(self.ranks + 1)]
+        self.weight = self.whole.detach()[bounds[dist.get_rank()] : bounds[dist.get_rank() + 1]].clone().requires_grad_()
+        self.logits = torch.empty(tokens, len(self.weight), **like).normal_()
+
+    def floor(self) -> None:
+        hidden, weight = self.hidden.detach(), self.weight.detach()
+        hidden @ weight.t()
+        self.logits @ weight
+        self.logits.t() @ hidden
+
+    def reduced_floor(self) -> None:
+        hidden, weight = self.hidden.detach(), self.weight.detach()
+        hidden @ weight.t()
+        work = dist.all_reduce(self.logits @ weight, async_op=True)
+        self.logits.t() @ hidden
+        work.wait()
+
+    def loss_parallel(self) -> Tensor:
+        logits = DTensor.from_local(F.linear(self.hidden, self.weight).float(), self.mesh, [Shard(1)], run_check=False)
+        with loss_parallel():
+            loss: Any = F.cross_entropy(logits, self.target)
+            loss.backward()
+        dist.all_reduce(self.hidden.grad)
+        return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    def fused(self, **options: Any) -> Tensor:
+        loss: Tensor = flce.linear_cross_entropy(self.hidden, self.weight, self.target, process_group=self.mesh, **options)
+        loss.backward()
+        return loss
+
+    def alone(self) -> Tensor:
+        loss: Tensor = flce.linear_cross_entropy(self.hidden, self.whole, self.target, **RETAINED)
+        loss.backward()
+        return loss
+
+    def contenders(self) -> dict[str, Callable[[], Tensor | None]]:
+        return {
+            "floor6": self.floor,
+            "floor6, reduced": self.reduced_floor,
+            "loss_parallel": self.loss_parallel,
+            "flce, retained": lambda: self.fused(**RETAINED),
+            "flce": self.fused,
+            "one GPU": self.alone,
+        }
+
+
+def timed(layer: Layer, run: Callable[[], Tensor | None]) -> tuple[float, int, Tensor | None]:
+    """Milliseconds of the slowest rank, bytes of this rank's peak above its inputs, and the loss."""
+    layer.hidden.grad = layer.weight.grad = layer.whole.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    dist.barrier()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    loss = run()
+    end.record()
+    end.synchronize()
+    slowest = torch.tensor(begin.elapsed_time(end), dtype=torch.float64, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item(), torch.cuda.max_memory_allocated() - before, None if loss is None else loss.detach()
+
+
+def of_all_ranks(tensor: Tensor) -> bool:
+    """Whether every rank has the same bits."""
+    bits = tensor.detach().float().contiguous().view(torch.int32).long()
+    sums = torch.stack([bits.sum(), (bits.flatten() * torch.arange(bits.numel(), device="cuda")).sum()])
+    others = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, sums)
+    return all(torch.equal(other, sums) for other in others)
+
+
+def measured(shape: str, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
+    layer = Layer(shape, mesh)
+    times: dict[str, list[float]] = {}
+    peaks: dict[str, int] = {}
+    losses: dict[str, float] = {}
+    same: dict[str, bool] = {}
+    for number in range(-2, rounds):
+        for name, run in layer.contenders().items():
+            milliseconds, peak, loss = timed(layer, run)
+            if number >= 0:
+                times.setdefault(name, []).append(milliseconds)
+                peaks[name] = max(peak, peaks.get(name, 0))
+            if loss is not None:
+                losses[name] = loss.item()
+                if name != "one GPU":
+                    same[name] = same.get(name, True) and of_all_ranks(loss) and of_all_ranks(layer.hidden.grad)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        name: {
+            "milliseconds": median,
+            "range": [min(times[name]), max(times[name])],
+            "to_floor6": median / medians["floor6"],
+            "to_reduced_floor6": median / medians["floor6, reduced"],
+            "rate": medians["one GPU"] / layer.ranks / median,
+            "peak_bytes": peaks[name],
+            "loss": losses.get(name),
+            "same_bits": same.get(name),
+        }
+        for name, median in medians.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="num_tokens x hidden_size x vocab_size, of all ranks together")
+    parser.add_argument("--rounds", type=int, default=12, help="that are measured, after two that are not (default: 12)")
+    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+    options = parser.parse_args()
+    if "RANK" not in os.environ or torch.cuda.device_count() <= int(os.environ["LOCAL_RANK"]):
+        parser.error("start it with torchrun, with a GPU for every rank")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "ranks": dist.get_world_size(), "torch": torch.__version__}
+    report |= {"date": datetime.date.today().isoformat(), "rounds": options.rounds, "shapes": {}}
+    for shape in options.shapes:
+        found = report["shapes"][shape] = measured(shape, mesh, options.rounds)
+        if dist.get_rank() == 0:
+            print(f"{shape}, {dist.get_world_size()} x {report['gpu']}", flush=True)
+            for name, row in found.items():
+                figures = f"{row['milliseconds']:9.2f} ms  {row['to_floor6']:6.3f} of floor6  {row['to_reduced_floor6']:6.3f} of it reduced"
+                print(f"  {name:18}{figures}  rate {row['rate']:5.3f}  {row['peak_bytes'] / 2**20:9.0f} MiB  same bits {row['same_bits']}")
+            if options.out is not None:
+                options.out.write_text(json.dumps(report, indent=2) + "\n")
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
