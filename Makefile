@@ -81,7 +81,7 @@ test-sanitize: setup ## the CPU tests under AddressSanitizer and UndefinedBehavi
 	$(call run_tests,build-sanitize,-L '^($(shell echo $(SANITIZED) | tr ' ' '|'))$$')
 
 # What `make test` has in a small form only, to be within its 20 minutes.
-test-nightly: build setup-python ## trainers at length: more steps, classes, schedules and ranks; a quarter of an hour
+test-nightly: build setup-python ## trainers at length: more steps, classes, schedules and ranks; five minutes and more
 	@cd build/test-work && $(CURDIR)/tools/test_python.sh nightly $(CURDIR)/build/lib/libflce.so
 
 bench: build ## every benchmark (build/bin/bench_*)

@@ -61,11 +61,12 @@ class ChunkedLogProbFunction:
             return_top1="is_top1" in outputs,
             return_log_sum_sq_probs="log_sum_sq_probs" in outputs,
         )
-        logprobs, *others = made if isinstance(made, tuple) else (made,)
-        entropy = others.pop(0) if "entropy" in outputs else None
-        top1 = others.pop(0) if "is_top1" in outputs else None
+        parts = iter(made if isinstance(made, tuple) else (made,))  # torch 2.11 traces no list of the rest
+        logprobs = next(parts)
+        entropy = next(parts) if "entropy" in outputs else None
+        top1 = next(parts) if "is_top1" in outputs else None
         is_top1 = None if top1 is None else (top1 == targets) & (top1 >= 0)  # -1 where there is no target
-        log_sum_sq_probs = others.pop(0) if "log_sum_sq_probs" in outputs else None
+        log_sum_sq_probs = next(parts) if "log_sum_sq_probs" in outputs else None
         mean_logits = _mean_logits(given) if "mean_logits" in outputs else None
         return logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1
 
