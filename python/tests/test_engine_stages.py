@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from engine_stage_support import LENGTHS, MODELS, logits_of, model_of, near, own, packed, run, stages_of
 
 from flce import errors
-from flce.engine import _attention
+from flce.engine import PackedBatch, _attention
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -165,6 +165,30 @@ def test_varlen_kernels_are_given_what_the_model_asks_for(kernel: str, monkeypat
         model = model_of(name)
         ids, batch = packed(LENGTHS)
         near(run(stages_of(model, 2), ids, batch), own(model, ids, LENGTHS)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "gpt2"])
+def test_varlen_attention_of_a_gpu_is_the_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 by the kernel for packed sequences, against the model in fp32, and as near as attention sequence by sequence."""
+    model = model_of(name, **({"n_embd": 32} if name == "gpt2" else {"head_dim": 8}))
+    ids, _ = packed(LENGTHS)
+    expected = own(model, ids, LENGTHS)[0].cuda()
+    chosen = _attention._varlen_kernel
+    used: list[Any] = []
+    monkeypatch.setattr(_attention, "_varlen_kernel", lambda query, maths: used.append(chosen(query, maths)) or used[-1])
+    errors_of = []
+    for kernel in (True, False):
+        if not kernel:
+            monkeypatch.setattr(_attention, "_varlen_kernel", lambda query, maths: None)
+        stages = stages_of(model, 2, dtype=torch.bfloat16, device=torch.device("cuda"))
+        hidden = run(stages, ids.cuda(), PackedBatch.of(LENGTHS, torch.device("cuda")))
+        errors_of.append((hidden.float() - expected).abs().max().item())
+        hidden.float().square().sum().backward()
+        inner = [(n, p) for stage in stages for n, p in stage.named_parameters() if not n.startswith("lm_head")]
+        assert not [n for n, p in inner if p.grad is None or not p.grad.isfinite().all()]
+    assert used and all(one is not None for one in used)
+    assert errors_of[0] < 0.25 and errors_of[0] < 3 * errors_of[1] + 1e-2, errors_of
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2-scales"])
