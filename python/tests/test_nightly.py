@@ -41,7 +41,7 @@ def _one_thread() -> Iterator[None]:
     gc.enable()  # which torchtitan's Trainer takes over
 
 
-# ── transformers ────────────────────────────────────
+# ── transformers ──────────────────────────
 
 
 def batches() -> Iterator[dict[str, Tensor]]:
@@ -84,7 +84,7 @@ def test_thirty_steps_of_transformers_trainer_are_its_own(tmp_path: Path, kind: 
     assert evaluated == pytest.approx(expected_eval, rel=near) and expected_eval < expected[0]
 
 
-# ── TRL ─────────────────────────────────────────────
+# ── TRL ─────────────────────────
 
 TRL_OPTIONS: list[dict[str, Any]] = [
     {},
@@ -121,7 +121,7 @@ def test_thirty_steps_of_sft_are_those_of_trl(options: dict[str, Any], tmp_path:
     test_thirty_steps_are_those_of_trl("sft", options, tmp_path)
 
 
-# ── torchtitan and Megatron-LM ──────────────────────
+# ── torchtitan and Megatron-LM ────────────
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -167,7 +167,7 @@ def test_twenty_batches_are_those_of_megatron(tied: bool, depths: int) -> None:
             optimizer.step()
 
 
-# ── Pipelines ───────────────────────────────────────
+# ── Pipelines ─────────────────────────────
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8)])
