@@ -15,9 +15,12 @@ from flce import _call
 
 
 def _devices() -> list[object]:
-    reason = "no CUDA device" if not torch.cuda.is_available() else ""
-    gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(reason), reason=reason)]
-    return [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=gpu)]
+    return [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -54,7 +57,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
     config.addinivalue_line("markers", "nightly: takes long; run with -m nightly, and deselected without")
     config.addinivalue_line("markers", "first_and_direct: also with every call a direct one, as from the third of its kind")
     torch.manual_seed(0)

@@ -158,7 +158,6 @@ def test_compile_with_inductor(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestCudaGraph:
     @pytest.mark.parametrize("calls_before", [1, 3])  # after three, the captured one is direct
     def test_forward_and_backward_are_captured(self, calls_before: int) -> None:

@@ -187,7 +187,6 @@ def test_a_kernel_first_made_under_a_mode_is_like_any_other(device: str, mode: A
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_check_labels_waits_for_every_stream(device: str) -> None:
     problem = make_problem(device, ignored=0.0)
     wrong = problem.target.clone()

@@ -158,7 +158,6 @@ def test_a_capture_that_would_compile_names_the_number_of_tokens(monkeypatch: py
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_graph_is_captured_after_warmup_with_its_number_of_tokens(device: str) -> None:
     vocab_size = next(_sizes)
     layer = {"hidden_size": 64, "vocab_size": vocab_size}
