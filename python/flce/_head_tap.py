@@ -18,23 +18,10 @@ from flce import _heads, errors
 
 # What a causal LM's forward takes for its own logits and loss.
 _LOSS_ARGUMENTS = ("labels", "num_items_in_batch", "shift_labels", "logits_to_keep", "num_logits_to_keep", "return_dict")
-# The largest logit of the second row that is compared: so large, whatever the weight's scale, that a cap shows.
-LARGE_LOGIT = 1000.0
 _AUXILIARY = ("aux_loss", "z_loss", "router_loss", "mtp_loss")
 # What loss functions of transformers shift labels by.
 _SHIFTS = {"ForCausalLMLoss": 1, "ForMaskedLMLoss": 0}
 _KEEP = "keep the model's own loss, or give hidden states of your own to flce.LinearCrossEntropyLoss"
-
-
-def probe_rows(head: Any, hidden: Tensor) -> Tensor:
-    """[..., S, D] → [..., 2, D]: each sequence's last row (padded on the right or not, it attends to something), and the same so long that
-    its largest logit is LARGE_LOGIT."""
-    last = hidden.detach()[..., -1:, :]
-    wide = last.float()
-    largest = _own_forward(head, last).detach().float().abs().amax(dim=-1, keepdim=True)
-    longest = torch.finfo(last.dtype).max / 16 / wide.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
-    factor = torch.minimum(LARGE_LOGIT / largest.clamp(min=1e-12), longest)
-    return torch.cat((last, (wide * factor).to(last.dtype)), dim=-2)
 
 
 class Carry(torch.autograd.Function):
@@ -257,7 +244,9 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
         tap.node = tap.carrier.grad_fn
         return tap.carrier
     if not tap.compared:
-        tap.probe = probe_rows(head, hidden)
+        # Each sequence's last row: padded on the right or not, it attends to something.
+        last = hidden.detach()[..., -1:, :]
+        tap.probe = _heads.probe_rows(last, _own_forward(head, last))
         with torch.no_grad():
             tap.probe_plain = _heads.operands(head, tap.probe, dropout=False).logits()
         logits = _own_forward(head, tap.probe)

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 
 from flce import _zero3, errors
 
+# The largest logit of a row whose head is compared with its own forward: so large, whatever the weight's scale, that a cap shows.
+LARGE_LOGIT = 1000.0
+# By how much of a row's largest logit two products of the same numbers may differ: fp32 (products in TF32 included), 16 bits.
+TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-6}
+TOLERANCE_16 = 3e-2
+
 
 class Operands(NamedTuple):
     """logits = hidden · weightᵀ + bias."""
@@ -30,12 +36,14 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True) -> Operands:
 
     A LoRA layer makes hidden · weightᵀ + scaling · dropout(hidden) · Aᵀ · Bᵀ, which is one product of [hidden, scaling · dropout(hidden) ·
     Aᵀ] and [weight, B]: nothing is merged, so a 16-bit weight does not swallow what the adapter adds. It takes a copy of the weight, V · (D
-    + r) elements. dropout=False leaves the adapter's dropout out. Raises ArgumentError for adapters of another kind.
+    + r) elements. dropout=False leaves the adapter's dropout out. Raises ArgumentError for adapters of another kind, and for a layer with
+    parameters of its own beside weight and bias.
     """
     _refuse_unknown_adapter(head)
     base: Any = head.get_base_layer() if _is_adapter(head) else head
     weight, bias = base.weight, getattr(base, "bias", None)
     adapters = _active_adapters(head)
+    _refuse_unused_parameters(base, weight, bias)
     _refuse_ungathered(head, adapters)
     if not adapters:
         return Operands(hidden, weight, bias)
@@ -50,6 +58,72 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True) -> Operands:
             more = b.bias * head.scaling[name]
             bias = more if bias is None else bias + more.to(bias.dtype)
     return Operands(torch.cat(hiddens, dim=-1), torch.cat(weights, dim=1), bias)
+
+
+def _refuse_unused_parameters(layer: Any, weight: Any, bias: Any) -> None:
+    """Raises ArgumentError where the module that holds `weight` has another parameter that takes a gradient, such as a scale for each
+    token. The product does not contain it: at a value that does nothing yet no logit shows it, and it would never get a gradient."""
+    if type(layer) is nn.Linear:
+        return
+    holder = next((module for module in layer.modules() if module._parameters.get("weight") is weight), None)
+    others = holder.named_parameters() if holder is not None and weight is not None else ()
+    for name, parameter in others:
+        if parameter.requires_grad and parameter is not weight and parameter is not bias:
+            raise errors.ArgumentError(
+                f"the output layer is a {type(holder).__module__}.{type(holder).__qualname__} with a parameter {name} "
+                f"{list(parameter.shape)} beside its weight and bias, which would get no gradient: keep the model's own loss"
+            )
+
+
+def probe_rows(hidden: Tensor, logits: Tensor) -> Tensor:
+    """hidden [..., 1, D] and its logits [..., 1, V] → [..., 2, D]: the row, and the same so long that its largest logit is LARGE_LOGIT."""
+    wide = hidden.float()
+    largest = logits.detach().float().abs().amax(dim=-1, keepdim=True)
+    longest = torch.finfo(hidden.dtype).max / 16 / wide.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
+    factor = torch.minimum(LARGE_LOGIT / largest.clamp(min=1e-12), longest)
+    return torch.cat((hidden, (wide * factor).to(hidden.dtype)), dim=-2)
+
+
+@torch.no_grad()
+def forward_is_product(head: Any, hidden: Tensor) -> bool:
+    """Whether two rows settle that the head's own forward makes of hidden [T, D] what `operands` says: the last one, and the same so long
+    that a cap shows. False where a weight of zeros, or a hidden state that is not finite, shows nothing. Raises ArgumentError where they
+    differ."""
+    if type(head) is nn.Linear and "forward" not in vars(head):
+        return True
+    if getattr(type(head).forward, "__name__", "") == "_forward_unimplemented" and "forward" not in vars(head):
+        return True  # a module that holds a weight, and nothing else
+    if not len(hidden):
+        return False
+    dropouts = [module for module in head.modules() if isinstance(module, nn.Dropout) and module.training]
+    try:
+        for module in dropouts:
+            module.training = False
+        last = hidden.detach()[-1:]
+        rows = probe_rows(last, operands(head, last).logits())
+        own, plain = head(rows), operands(head, rows).logits()
+    finally:
+        for module in dropouts:
+            module.training = True
+    return _settles(head, own, plain)
+
+
+def _settles(head: Any, own: Any, plain: Tensor) -> bool:
+    what = f"the forward of the output layer, a {type(head).__module__}.{type(head).__qualname__},"
+    if not isinstance(own, Tensor) or own.shape != plain.shape:
+        given = list(own.shape) if isinstance(own, Tensor) else type(own).__name__
+        raise errors.ArgumentError(f"{what} gives {given} for two rows; it must give logits {list(plain.shape)}")
+    if not bool(plain.isfinite().all()):
+        return False
+    own, wide = own.double(), plain.double()
+    largest = torch.maximum(own.abs(), wide.abs()).amax(dim=-1, keepdim=True).clamp(min=1e-30)
+    difference = ((own - wide).abs() / largest).amax().item()
+    if not difference <= TOLERANCES.get(plain.dtype, TOLERANCE_16):
+        raise errors.ArgumentError(
+            f"{what} differs from hidden · weightᵀ + bias by {difference:.2g} of the largest logit. State what comes behind the product as "
+            "the stage's logit_scale and softcap, or have the loss function call the layer on output.hidden"
+        )
+    return bool(plain.abs().amax() > 0.5 * LARGE_LOGIT)
 
 
 def _refuse_ungathered(head: Any, adapters: list[str]) -> None:

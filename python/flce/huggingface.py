@@ -16,9 +16,6 @@ from flce import _arguments, _chunked, _head_tap, _heads, _zero3, errors
 from flce._targets import shift_labels
 from flce.loss import LinearCrossEntropyLoss
 
-# Largest difference of logits, relative to the largest of a row: fp32 (products in TF32 included), 16 bits.
-_TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-6}
-_TOLERANCE_16 = 3e-2
 _BY_HAND = (
     "state the head's maths by hand, CausalLMLoss(model, logit_scale=..., softcap=...) for softcap · tanh(logit_scale · (hidden · weightᵀ "
     "+ bias) / "
@@ -212,7 +209,7 @@ class CausalLMLoss:
                 f"{list(plain.shape)}: it does something else with them, such as cutting off a padded vocabulary; keep the model's own "
                 f"loss"
             )
-        tolerance = _TOLERANCES.get(plain.dtype, _TOLERANCE_16)
+        tolerance = _heads.TOLERANCES.get(plain.dtype, _heads.TOLERANCE_16)
         own = own.double()
         plain = plain.to(own.device)
         differences = []
@@ -222,7 +219,7 @@ class CausalLMLoss:
             difference = ((own - mine).abs() / largest).amax().item()
             if difference <= tolerance:  # not so for NaN
                 self.loss.options.update({key: value for key, value in options.items() if value is not None or key in self.loss.options})
-                return bool(plain.abs().amax() > 0.5 * _head_tap.LARGE_LOGIT)
+                return bool(plain.abs().amax() > 0.5 * _heads.LARGE_LOGIT)
             differences.append(difference)
         raise errors.ArgumentError(
             f"{name}'s own logits differ from those of its output layer by {differences[0]:.2g} of the largest: "
@@ -324,10 +321,10 @@ def _likely_cause(own: Tensor, plain: Tensor) -> str:
 
     def is_multiple(row: int, factor: float) -> bool:
         difference = (own[..., row, :] - factor * plain[..., row, :]).abs().amax()
-        return bool(difference <= _TOLERANCE_16 * own[..., row, :].abs().amax())
+        return bool(difference <= _heads.TOLERANCE_16 * own[..., row, :].abs().amax())
 
     if is_multiple(0, low) and is_multiple(1, high):
-        if abs(low - high) <= _TOLERANCE_16 * abs(low):
+        if abs(low - high) <= _heads.TOLERANCE_16 * abs(low):
             return f"they are {low:.6g} times as large, as with logit_scale={low:.6g}"
         return "a layer norm or another function of the whole row comes after the output layer, or a cap"
     largest = own[..., 1, :].abs().amax().item()

@@ -143,3 +143,79 @@ def test_a_head_that_is_no_layer_and_a_stage_without_one_are_refused() -> None:
     stage.head = output.head
     assert stage.head is output.head
     assert sorted(stage.state_dict()) == ["head.bias", "head.weight"]
+
+
+class Capped(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(super().forward(hidden) / 20.0) * 20.0
+
+
+class Cut(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)[..., :-3]
+
+
+class Scaled(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * self.scale
+
+
+class Same(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight.t() + self.bias
+
+
+OTHER_FORMULAS = {
+    Capped: r"Capped, differs from hidden · weightᵀ \+ bias by .* of the largest logit.*softcap",
+    Cut: r"Cut, gives \[2, 58\] for two rows; it must give logits \[2, 61\]",
+    Scaled: r"Scaled with a parameter scale \[\] beside its weight and bias, which would get no gradient",
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FORMULAS)
+def test_a_head_with_a_forward_of_its_own_is_refused_where_it_is_no_product(kind: type[nn.Linear]) -> None:
+    output, _, labels, cu_seqlens = problem()
+    own = HeadOutput(output.hidden, kind(D, V), cu_seqlens=cu_seqlens)
+    for call in (lambda: own.cross_entropy(labels), lambda: own.logprobs(labels), own.entropy, own.logits, own.mean):
+        with pytest.raises(flce.ArgumentError, match=OTHER_FORMULAS[kind]):
+            call()
+    assert own.head(own.hidden).isfinite().all()  # what the message says to do instead
+
+
+def test_a_forward_that_is_a_product_is_compared_until_a_row_settles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    output, *_, labels, cu_seqlens = problem()
+    calls: list[Tensor] = []
+    monkeypatch.setattr(Same, "forward", lambda head, hidden, own=Same.forward: calls.append(hidden) or own(head, hidden))
+    head = Same(D, V)
+    with torch.no_grad():
+        head.weight.zero_()
+    for expected in (1, 2):  # logits of a weight of zeros show nothing
+        HeadOutput(output.hidden, head, cu_seqlens=cu_seqlens).cross_entropy(labels)
+        assert len(calls) == expected
+    nn.init.normal_(head.weight)
+    for _ in range(2):
+        HeadOutput(output.hidden, head, cu_seqlens=cu_seqlens).cross_entropy(labels)
+        assert len(calls) == 3
+    torch.testing.assert_close(calls[-1][0], output.hidden[-1])
+    late = Capped(D, V)
+    nn.init.zeros_(late.weight)
+    HeadOutput(output.hidden, late, cu_seqlens=cu_seqlens).cross_entropy(labels)
+    nn.init.normal_(late.weight)
+    with pytest.raises(flce.ArgumentError, match="Capped, differs"):
+        HeadOutput(output.hidden, late, cu_seqlens=cu_seqlens).cross_entropy(labels)
+
+
+def test_an_adapters_dropout_is_off_while_its_head_is_compared() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(D, V))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=2, lora_dropout=0.5, init_lora_weights=False))
+    head = wrapped.base_model.model[0].train()
+    output, *_, labels, cu_seqlens = problem()
+    HeadOutput(output.hidden, head, cu_seqlens=cu_seqlens).cross_entropy(labels).backward()
+    assert head in _output._compared
+    assert head.lora_dropout["default"].training
+    assert head.lora_B["default"].weight.grad is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from flce.loss import with_budget
 
 _log = logging.getLogger("flce")
 _said: set[str] = set()
+# Heads whose own forward is known to be a product with their weight.
+_compared: WeakSet[nn.Module] = WeakSet()
 
 
 class HeadOutput:
@@ -33,7 +36,8 @@ class HeadOutput:
 
     Args:
         hidden: [T, D].
-        head: nn.Linear or a module with .weight [V, D] and perhaps .bias [V]; a LoRA layer of peft will do.
+        head: nn.Linear or a module with .weight [V, D] and perhaps .bias [V]; a LoRA layer of peft will do. Of any other module the first
+            calls compare the product with its own forward on two rows, and raise ArgumentError where they differ.
         logit_scale, softcap: what logits go through behind the head.
         cu_seqlens: [B + 1] int32 or int64, from 0 to T.
         options: of `flce.linear_cross_entropy` and `flce.linear_logprobs` for every call: workspace_limit_bytes, retain_in_grad_weight,
@@ -70,10 +74,16 @@ class HeadOutput:
         """Whether the head has one row: a value of each token."""
         return bool(_weight(self.head).shape[0] == 1)
 
+    def _operands(self) -> _heads.Operands:
+        _weight(self.head)
+        if self.head not in _compared and _heads.forward_is_product(self.head, self.hidden):
+            _compared.add(self.head)
+        return _heads.operands(self.head, self.hidden)
+
     def _call(self, function: Callable[..., Any], labels: Tensor, shift: int, options: Mapping[str, Any]) -> Any:
         if self.is_critic:
             raise errors.ArgumentError("this head has one row, a critic's value; call output.values()")
-        hidden, weight, bias = _heads.operands(self.head, self.hidden)
+        hidden, weight, bias = self._operands()
         settings = {"logit_scale": self.logit_scale, "softcap": self.softcap or None, **self._options, **options}
         return function(hidden, weight, labels, bias=bias, shift=shift, cu_seqlens=self.cu_seqlens if shift else None, **settings)
 
@@ -101,7 +111,7 @@ class HeadOutput:
 
     def logits(self) -> Tensor:
         """[T, V] in hidden's dtype, behind logit_scale and softcap."""
-        logits = _heads.operands(self.head, self.hidden).logits()
+        logits = self._operands().logits()
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
