@@ -3,8 +3,9 @@
     torchrun --nproc-per-node=2 benchmarks/tensor_parallel.py [--shapes 8192x4096x128256 ...] [--rounds 12] [--out FILE.json]
 
 bf16, a GPU a rank, NCCL without NVLink multicast. A shape is num_tokens x hidden_size x vocab_size of all ranks together; every rank has
-all tokens and its rows of the weight. Contenders take turns in rounds, every rank begins a run together, and a run's time is the slowest
-rank's; the table has medians in milliseconds:
+all tokens and its rows of the weight. Contenders take turns in rounds, in an order drawn anew for each one. Every rank begins a run
+together, behind other work on its GPU, as a model's last layer does: 2 ms in which the host brings the run on its way. A run's time is the
+slowest rank's; the table has medians in milliseconds:
 
     floor6             three cuBLAS GEMMs on the shard, nothing else
     floor6, reduced    the same, with the all-reduce of grad_hidden under grad_weight's GEMM
@@ -12,9 +13,10 @@ rank's; the table has medians in milliseconds:
     flce, retained     forward and backward with everything retained (workspace_limit_bytes without a bound)
     flce               the same by default
     one GPU            flce with everything retained on the whole layer, each rank by itself
+    liger              liger-cute-kernels, if it and liger_kernel are installed (asked for by --contenders alone)
 
 rate: the work of a GPU in its time, against the one GPU's: one GPU / ranks / contender. same_bits: whether loss, and grad_hidden, had the
-same bits on every rank in every run.
+same bits on every rank in every run. --timeline: the kernels of one more step of each flce contender, on rank 0, with their streams.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ import argparse
 import datetime
 import json
 import os
+import random
 import statistics
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +43,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 import flce
 
 SHAPES = ("8192x4096x128256", "4096x2048x151936", "3328x4096x128256", "4800x4096x128256")
+CONTENDERS = ("floor6", "floor6, reduced", "loss_parallel", "flce, retained", "flce", "one GPU")
 ALL = 1 << 40
 RETAINED: dict[str, Any] = {"workspace_limit_bytes": ALL, "retain_in_grad_weight": False}
+BEHIND_CYCLES = 4_000_000  # of the GPU's clock: 2 ms
 
 
 class Layer:
@@ -56,6 +62,7 @@ class Layer:
         self.target = torch.randint(0, classes, (tokens,), device="cuda", generator=everyones)
         bounds = [classes * rank // self.ranks for rank in range(self.ranks + 1)]
         self.weight = self.whole.detach()[bounds[dist.get_rank()] : bounds[dist.get_rank() + 1]].clone().requires_grad_()
+        self.first_class = bounds[dist.get_rank()]
         self.logits = torch.empty(tokens, len(self.weight), **like).normal_()
 
     def floor(self) -> None:
@@ -89,6 +96,15 @@ class Layer:
         loss.backward()
         return loss
 
+    def liger(self) -> Tensor:
+        from liger_kernel.ops.cute import fused_linear_scaled_cross_entropy_tp as native
+
+        function = native.LigerFusedLinearScaledCrossEntropyNativeTPFunction
+        losses: Tensor = function.apply(self.hidden, self.weight, self.target, self.first_class, 1.0, -100, 1, False, dist.group.WORLD)
+        loss = losses.mean()
+        loss.backward()
+        return loss
+
     def contenders(self) -> dict[str, Callable[[], Tensor | None]]:
         return {
             "floor6": self.floor,
@@ -97,7 +113,21 @@ class Layer:
             "flce, retained": lambda: self.fused(**RETAINED),
             "flce": self.fused,
             "one GPU": self.alone,
+            "liger": self.liger,
         }
+
+
+def prepare_liger(shapes: list[str]) -> None:
+    """Liger's pool, for the largest of all shapes. Its shards are equally large."""
+    from liger_cute_kernels import FusedLinearCrossEntropyConfig, configure
+
+    tokens, width, classes = (max(sizes) for sizes in zip(*(map(int, shape.split("x")) for shape in shapes), strict=True))
+    sizes = {"max_tokens": tokens, "hidden_size": width, "local_vocab_size": classes // dist.get_world_size()}
+    configure(
+        bootstrap_group=dist.group.WORLD,
+        device=torch.device("cuda", torch.cuda.current_device()),
+        flsce=FusedLinearCrossEntropyConfig(**sizes),
+    )
 
 
 def timed(layer: Layer, run: Callable[[], Tensor | None]) -> tuple[float, int, Tensor | None]:
@@ -108,6 +138,7 @@ def timed(layer: Layer, run: Callable[[], Tensor | None]) -> tuple[float, int, T
     before = torch.cuda.memory_allocated()
     dist.barrier()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(BEHIND_CYCLES)
     begin.record()
     loss = run()
     end.record()
@@ -126,15 +157,40 @@ def of_all_ranks(tensor: Tensor) -> bool:
     return all(torch.equal(other, sums) for other in others)
 
 
-def measured(shape: str, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
-    layer = Layer(shape, mesh)
+def timeline(layer: Layer, run: Callable[[], Tensor | None]) -> list[dict[str, Any]]:
+    """The kernels and copies of a step on this rank, in the order of their beginnings, in microseconds from the first one's."""
+    layer.hidden.grad = layer.weight.grad = None
+    dist.barrier()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda._sleep(BEHIND_CYCLES)
+        run()
+        torch.cuda.synchronize()
+    on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = sorted((event for event in on_gpu if "spin_kernel" not in event.name), key=lambda event: event.time_range.start)
+    start = on_gpu[0].time_range.start if on_gpu else 0
+    return [
+        {
+            "name": event.name[:80],
+            "begin": round(event.time_range.start - start, 1),
+            "end": round(event.time_range.end - start, 1),
+            "stream": event.device_resource_id,
+        }
+        for event in on_gpu
+    ]
+
+
+def measured(layer: Layer, names: list[str], rounds: int) -> dict[str, Any]:
+    runs = {name: run for name, run in layer.contenders().items() if name in names}
     times: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
     losses: dict[str, float] = {}
     same: dict[str, bool] = {}
     for number in range(-2, rounds):
-        for name, run in layer.contenders().items():
-            milliseconds, peak, loss = timed(layer, run)
+        order = list(runs)
+        random.Random(number).shuffle(order)
+        for name in order:
+            milliseconds, peak, loss = timed(layer, runs[name])
             if number >= 0:
                 times.setdefault(name, []).append(milliseconds)
                 peaks[name] = max(peak, peaks.get(name, 0))
@@ -143,45 +199,82 @@ def measured(shape: str, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
                 if name != "one GPU":
                     same[name] = same.get(name, True) and of_all_ranks(loss) and of_all_ranks(layer.hidden.grad)
     medians = {name: statistics.median(values) for name, values in times.items()}
+
+    def to(other: str, name: str) -> float | None:
+        return medians[name] / medians[other] if other in medians else None
+
     return {
         name: {
-            "milliseconds": median,
+            "milliseconds": medians[name],
             "range": [min(times[name]), max(times[name])],
-            "to_floor6": median / medians["floor6"],
-            "to_reduced_floor6": median / medians["floor6, reduced"],
-            "rate": medians["one GPU"] / layer.ranks / median,
+            "to_floor6": to("floor6", name),
+            "to_reduced_floor6": to("floor6, reduced", name),
+            "rate": medians["one GPU"] / layer.ranks / medians[name] if "one GPU" in medians else None,
             "peak_bytes": peaks[name],
             "loss": losses.get(name),
             "same_bits": same.get(name),
         }
-        for name, median in medians.items()
+        for name in runs
+    }
+
+
+def show(shape: str, found: dict[str, Any], gpus: str) -> None:
+    def ratio(value: float | None) -> str:
+        return "    -" if value is None else f"{value:5.3f}"
+
+    print(f"{shape}, {gpus}", flush=True)
+    for name, row in found.items():
+        figures = f"{row['milliseconds']:9.2f} ms  {ratio(row['to_floor6'])} of floor6  {ratio(row['to_reduced_floor6'])} of it reduced"
+        more = f"rate {ratio(row['rate'])}  {row['peak_bytes'] / 2**20:9.0f} MiB  same bits {row['same_bits']}"
+        print(f"  {name:18}{figures}  {more}", flush=True)
+
+
+def provenance() -> dict[str, Any]:
+    def output(*command: str) -> str:
+        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        return found.stdout.strip().split("\n")[0]
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "ranks": dist.get_world_size(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "commit": os.environ.get("FLCE_COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
+        "date": datetime.date.today().isoformat(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="num_tokens x hidden_size x vocab_size, of all ranks together")
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=(*CONTENDERS, "liger"), help="(default: all but liger)")
     parser.add_argument("--rounds", type=int, default=12, help="that are measured, after two that are not (default: 12)")
+    parser.add_argument("--timeline", action="store_true", help="the kernels of a step of each flce contender, in --out's file")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
     options = parser.parse_args()
     if "RANK" not in os.environ or torch.cuda.device_count() <= int(os.environ["LOCAL_RANK"]):
         parser.error("start it with torchrun, with a GPU for every rank")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "ranks": dist.get_world_size(), "torch": torch.__version__}
-    report |= {"date": datetime.date.today().isoformat(), "rounds": options.rounds, "shapes": {}}
+    report: dict[str, Any] = provenance() | {"rounds": options.rounds, "shapes": {}}
+    if "liger" in options.contenders:
+        prepare_liger(options.shapes)
     for shape in options.shapes:
-        found = report["shapes"][shape] = measured(shape, mesh, options.rounds)
+        layer = Layer(shape, mesh)
+        found = report["shapes"][shape] = measured(layer, options.contenders, options.rounds)
+        if options.timeline:
+            for name in sorted({"flce", "flce, retained"} & found.keys()):
+                found[name]["timeline"] = timeline(layer, layer.contenders()[name])
         if dist.get_rank() == 0:
-            print(f"{shape}, {dist.get_world_size()} x {report['gpu']}", flush=True)
-            for name, row in found.items():
-                figures = f"{row['milliseconds']:9.2f} ms  {row['to_floor6']:6.3f} of floor6  {row['to_reduced_floor6']:6.3f} of it reduced"
-                print(f"  {name:18}{figures}  rate {row['rate']:5.3f}  {row['peak_bytes'] / 2**20:9.0f} MiB  same bits {row['same_bits']}")
+            show(shape, found, f"{report['ranks']} x {report['gpu']}")
             if options.out is not None:
-                options.out.write_text(json.dumps(report, indent=2) + "\n")
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
+        del layer
         torch.cuda.empty_cache()
     dist.destroy_process_group()
 

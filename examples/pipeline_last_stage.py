@@ -1,10 +1,10 @@
-"""A pipeline's last stage with the loss fused into it: two stages, 1F1B, tied embeddings, real text.
+"""A pipeline's last stage with the loss fused into it: two ranks, tied embeddings, real text.
 
-Without arguments it trains twice, with materialised logits and with flce, and prints losses and the last stage's peak memory. With
+Without arguments it trains twice, with materialised logits and with flce, and prints losses and the peak memory of the rank that has the
+last stage. With --schedule zbv backward is split in two, and the stages lie in a V: the first rank has the first and the last one. With
 --measure, on a GPU, it has four microbatches of 4096 x 2048 x 151936 in flight and compares flce with eager torch and torch.compile.
 
-Two processes, one a stage, on the CPU (gloo) or, where there are two, on GPUs (nccl). The text is this repository's own documentation, a
-token a word.
+Two processes on the CPU (gloo) or, where there are two, on GPUs (nccl). The text is this repository's own documentation, a token a word.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
 import flce
 
@@ -38,6 +38,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 # Before torch 2.7 schedules do not scale gradients.
 UNSCALED: dict[str, Any] = {"scale_grads": False} if "scale_grads" in inspect.signature(Schedule1F1B.__init__).parameters else {}
+# By name: the schedule, and the numbers of rank 0's and rank 1's stages.
+SCHEDULES: dict[str, tuple[Any, list[list[int]]]] = {
+    "1f1b": (Schedule1F1B, [[0], [1]]),
+    "zbv": (ScheduleZBVZeroBubble, [[0, 3], [1, 2]]),
+}
 
 
 @dataclass
@@ -51,6 +56,7 @@ class Config:
     microbatches: int = 4
     steps: int = 24
     learning_rate: float = 3e-3
+    schedule: str = "1f1b"
 
 
 # ── Text ──────────────────────────────────────────
@@ -113,6 +119,17 @@ class FirstStage(nn.Module):
         return self.block(self.embedding(tokens) + self.position.weight)
 
 
+class MiddleStage(nn.Module):
+    """A layer."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.block = Block(config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.block(hidden)
+
+
 class LastStage(nn.Module):
     """A layer and the head. The head is a parameter of the stage, but forward returns hidden states: the loss applies it."""
 
@@ -165,47 +182,73 @@ def peak(device: torch.device) -> int:
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def make_stages(rank: int, config: Config, device: torch.device) -> dict[int, Any]:
+    """This rank's stages by their numbers, with equal tables on the first and the last one."""
+    numbers = SCHEDULES[config.schedule][1]
+    last = max(map(max, numbers))
+    kinds = {0: FirstStage, last: LastStage}
+    torch.manual_seed(rank)
+    modules: dict[int, Any] = {number: kinds.get(number, MiddleStage)(config).to(device) for number in numbers[rank]}
+    table = torch.empty(config.vocab_size, config.hidden_size, device=device)
+    nn.init.normal_(table, std=0.02)
+    dist.broadcast(table, 0)
+    if 0 in modules:
+        modules[0].embedding.weight.data.copy_(table)
+    if last in modules:
+        modules[last].head.weight.data.copy_(table)
+    if 0 in modules and last in modules:
+        modules[last].head.weight = modules[0].embedding.weight  # one parameter: autograd adds up both uses
+    return modules
+
+
+def make_schedule(modules: dict[int, Any], loss_fn: Any, config: Config, device: torch.device) -> Any:
+    kind, numbers = SCHEDULES[config.schedule]
+    stages = [PipelineStage(module, number, sum(map(len, numbers)), device) for number, module in modules.items()]
+    if hasattr(PipelineStage, "_get_init_p2p_neighbors_ops"):
+        for stage in stages:  # torch before 2.13 has two neighbours on one rank greet each other, which hangs
+            stage._get_init_p2p_neighbors_ops = lambda: []  # type: ignore[method-assign]
+    given = stages[0] if len(stages) == 1 else stages
+    return kind(given, config.microbatches, loss_fn=loss_fn or (lambda *_: None), **UNSCALED)
+
+
 def stage_main(rank: int, store: str, fused: bool, config: Config, results: Any) -> None:
-    """One stage's process: rank 0 is the first stage, rank 1 the last."""
+    """A rank's process: rank 0 has the first stage."""
     cuda = torch.cuda.device_count() >= 2
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    if cuda:
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    torch.manual_seed(rank)
-    module: Any = (FirstStage if rank == 0 else LastStage)(config).to(device)
-    tied: nn.Parameter = module.embedding.weight if rank == 0 else module.head.weight
-    nn.init.normal_(tied, std=0.02)
-    dist.broadcast(tied.data, 0)  # copies of one table: equal now, and equal after every step
+    modules = make_stages(rank, config, device)
+    has_first = any(isinstance(module, FirstStage) for module in modules.values())
+    last: Any = next((module for module in modules.values() if isinstance(module, LastStage)), None)
 
     loss_fn: Any = None
-    if rank == 1:
+    if last is not None:
         # flce by name: "auto" would go on with plain torch where libflce is missing, and this is about flce.
-        loss_fn = (
-            flce.PipelineFusedLoss(module.head, impl="flce", workspace_limit_bytes=4 * MIB) if fused else MaterialisedLoss(module.head)
-        )
-    stage = PipelineStage(module, rank, 2, device)
-    schedule = Schedule1F1B(stage, config.microbatches, loss_fn=loss_fn or (lambda *_: None), **UNSCALED)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=config.learning_rate)
+        loss_fn = flce.PipelineFusedLoss(last.head, impl="flce", workspace_limit_bytes=4 * MIB) if fused else MaterialisedLoss(last.head)
+    schedule = make_schedule(modules, loss_fn, config, device)
+    parameters = list(nn.ModuleList(modules.values()).parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate)
     batch = batches(config)
     history: list[float] = []
     start = 0
     for step in range(config.steps):
         tokens = batch(step).to(device)
         losses: list[Tensor] = []
-        if rank == 0:
-            schedule.step(tokens)
-        else:
+        if last is not None:
             loss_fn.normalize_by(tokens)
-            schedule.step(target=tokens, losses=losses)
-        flce.sum_tied_gradient(tied)
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        schedule.step(*([tokens] if has_first else []), **({"target": tokens, "losses": losses} if last is not None else {}))
+        if has_first != (last is not None):  # copies of one table on two ranks stay equal
+            flce.sum_tied_gradient(modules[0].embedding.weight if has_first else last.head.weight)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 1:
+        if last is not None:
             history.append(torch.stack(losses).detach().sum().item())
         if step == 0:  # everything lazy (kernels, optimizer state, communicators) exists now
             start = reset_peak(device)
-    if rank == 1:
+    if last is not None:
         results.put((history, peak(device) - start))
     dist.barrier()
     dist.destroy_process_group()
@@ -223,7 +266,7 @@ def train(fused: bool, config: Config) -> tuple[list[float], int]:
 
 def demo(config: Config) -> int:
     print(
-        f"two stages, 1F1B, {config.microbatches} microbatches of {config.sequences * config.sequence} tokens, "
+        f"two ranks, {config.schedule}, {config.microbatches} microbatches of {config.sequences * config.sequence} tokens, "
         f"hidden size {config.hidden_size}, "
         f"vocabulary {config.vocab_size}, tied embeddings"
     )
@@ -348,6 +391,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a few steps of a smaller model, for tests")
     parser.add_argument("--steps", type=int, help="optimizer steps")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="(default: 1f1b)")
     parser.add_argument("--measure", action="store_true", help="memory and time of the loss alone at a real shape, on a GPU")
     parser.add_argument("--shape", default="4096x2048x151936", help="of --measure: num_tokens x hidden_size x vocab_size")
     parser.add_argument("--rounds", type=int, default=5, help="of --measure")
@@ -359,6 +403,7 @@ def main() -> int:
         return measure(arguments.out, num_tokens, hidden_size, vocab_size, arguments.rounds, arguments.only)
     config = Config(hidden_size=64, vocab_size=16384, sequence=64, sequences=2, steps=6) if arguments.tiny else Config()
     config.steps = arguments.steps or config.steps
+    config.schedule = arguments.schedule
     return demo(config)
 
 

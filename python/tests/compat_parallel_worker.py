@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from compat_support import DTYPES, HeadModel, Layer, make_layer
-from rank_support import generator, run_cases
+from rank_support import device, generator, run_cases
 from support import assert_close
 from tensor_parallel_worker import same_on_every_rank
 from torch import Tensor, nn
@@ -30,8 +30,12 @@ ROWS = 24
 
 def mesh() -> DeviceMesh:
     if not MESH:
-        MESH.append(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
+        MESH.append(init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("tp",)))
     return MESH[0]
+
+
+def layer_of(dtype: torch.dtype = torch.float32, **sizes: Any) -> Layer:
+    return make_layer(device(), dtype, **sizes)
 
 
 def leaf(tensor: Tensor) -> Tensor:
@@ -74,7 +78,7 @@ def sliced(layer: Layer, options: cce.VocabParallelOptions) -> Layer:
 
 def cut_cross_entropy(dtype: torch.dtype, reduction: str, shift: int, bias: bool, summed_on_the_way: bool) -> None:
     """Loss, lse and z-loss, with ignored rows and slices that differ by a row."""
-    layer = make_layer("cpu", dtype, shape=(3, 9), vocab_size=63, bias=bias)
+    layer = layer_of(dtype, shape=(3, 9), vocab_size=63, bias=bias)
     exact = layer.in_double()
     logits, target = exact.logits(5.0), layer.target
     if shift:
@@ -113,7 +117,7 @@ def cut_cross_entropy(dtype: torch.dtype, reduction: str, shift: int, bias: bool
 def a_sum_in_fp32() -> None:
     """Ranks' parts of e's gradient that are large and cancel: added up before they are rounded."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    layer = make_layer("cpu", torch.bfloat16, ignore_index=None, vocab_size=ROWS * ranks)
+    layer = layer_of(torch.bfloat16, ignore_index=None, vocab_size=ROWS * ranks)
     with torch.no_grad():
         layer.weight.add_(64.0)  # of every class: what the softmax's gradient, which adds up to 0, does not feel
     exact = layer.in_double()
@@ -130,7 +134,7 @@ def a_sum_in_fp32() -> None:
 
 
 def nothing_to_predict() -> None:
-    layer = make_layer("cpu", torch.float32)
+    layer = layer_of(torch.float32)
     layer.target.fill_(-100)
     options = cce.VocabParallelOptions.from_vocab(63)
     mine = sliced(layer, options)
@@ -143,7 +147,7 @@ def nothing_to_predict() -> None:
 def vocabularies_that_share_slices() -> None:
     """Layers of 61 to 64 classes: ranks whose slice is as large as before do not take it for the same layer."""
     for vocab_size in (64, 63, 62, 61):
-        layer = make_layer(vocab_size=vocab_size)
+        layer = layer_of(vocab_size=vocab_size)
         options = cce.VocabParallelOptions.from_vocab(vocab_size)
         mine = sliced(layer, options)
         loss = cce.linear_cross_entropy(mine.hidden, mine.weight, layer.target, vocab_parallel_options=options)
@@ -151,7 +155,7 @@ def vocabularies_that_share_slices() -> None:
 
 
 def slices_that_do_not_fit() -> None:
-    layer = make_layer(bias=True)
+    layer = layer_of(bias=True)
     options = cce.VocabParallelOptions.from_vocab(63, dist.group.WORLD)
     mine, twice = sliced(layer, options), cce.VocabParallelOptions(0, 7)
     assert mine.bias is not None
@@ -166,7 +170,7 @@ def slices_that_do_not_fit() -> None:
 
 
 def cce_in_a_graph() -> None:
-    layer = make_layer(ignore_index=None)
+    layer = layer_of(ignore_index=None)
     keep = torch.rand(33, generator=generator(2)) < 0.6
     options = cce.VocabParallelOptions.from_vocab(63)
     exact = layer.in_double()
@@ -188,7 +192,7 @@ def one_rank() -> None:
     """A group of this rank alone, whose slice is the whole vocabulary."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     alone: Any = groups[dist.get_rank()]
-    layer = make_layer()
+    layer = layer_of()
     options = cce.VocabParallelOptions.from_vocab(63, alone)
     assert (options.start, options.stop) == (0, 63)
     for reduce_e_grad in (True, False):
@@ -210,7 +214,7 @@ def one_rank() -> None:
 def verl_logprobs(dtype: torch.dtype, reduction: str, in_graph: bool) -> None:
     """Equal slices, another upstream gradient for each row, and hidden's gradient as this rank's part."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    layer = make_layer("cpu", dtype, shape=(3, 7), ignore_index=None, vocab_size=ROWS * ranks)
+    layer = layer_of(dtype, shape=(3, 7), ignore_index=None, vocab_size=ROWS * ranks)
     exact = layer.in_double()
     log_softmax = exact.logits(temperature=0.7).flatten(0, -2).log_softmax(-1)
     right = log_softmax.gather(1, layer.target.flatten()[:, None])[:, 0]
@@ -240,7 +244,7 @@ def verl_logprobs(dtype: torch.dtype, reduction: str, in_graph: bool) -> None:
 
 
 def verl_refusals() -> None:
-    layer = make_layer(ignore_index=None)
+    layer = layer_of(ignore_index=None)
 
     def call(rows: int, group: Any) -> Any:
         return verl.linear_cross_entropy(layer.hidden, layer.weight[:rows], layer.target, 1.0, "none", group)
@@ -302,7 +306,7 @@ def check_tune(
 
 def torchtune_head(dtype: torch.dtype, kind: str, bias: bool, length: int = 8) -> None:
     """The kernel reads the shard: the layer is not called. A sequence of 9 is no multiple of the number of ranks."""
-    layer = make_layer("cpu", dtype, shape=(3, length), bias=bias)
+    layer = layer_of(dtype, shape=(3, length), bias=bias)
     loss, model = tune(layer)
     check_tune(loss, layer, kind, list(model.output.parameters()), dtype)
     assert not torchtune._said
@@ -310,7 +314,7 @@ def torchtune_head(dtype: torch.dtype, kind: str, bias: bool, length: int = 8) -
 
 def torchtune_in_a_graph(kind: str) -> None:
     """Masking inside the graph."""
-    layer = make_layer(shape=(3, 8), ignore_index=None, bias=True)
+    layer = layer_of(shape=(3, 8), ignore_index=None, bias=True)
     loss, model = tune(layer)
     keep = torch.rand(3, 8, generator=generator(2)) < 0.6
 
@@ -325,7 +329,7 @@ def torchtune_in_a_graph(kind: str) -> None:
 
 
 def torchtune_tied() -> None:
-    layer = make_layer(shape=(3, 8))
+    layer = layer_of(shape=(3, 8))
     model = nn.Module()
     model.embedding = nn.Embedding(63, 41, _weight=layer.weight.detach())
     parallelize_module(model, mesh(), {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))})
@@ -339,7 +343,7 @@ def torchtune_tied() -> None:
 
 def torchtune_hooked(kind: str) -> None:
     """A hook of somebody's own changes logits: the layer is called, as its ColwiseParallel has it."""
-    layer = make_layer(shape=(3, 8), bias=True)
+    layer = layer_of(shape=(3, 8), bias=True)
     loss, model = tune(layer, num_output_chunks=3)
     model.output.register_forward_hook(lambda module, args, output: output * 0.5)
     check_tune(loss, layer, kind, list(model.output.parameters()), scale=0.5)
@@ -347,7 +351,7 @@ def torchtune_hooked(kind: str) -> None:
 
 
 def torchtune_enabled_later() -> None:
-    layer = make_layer(shape=(3, 8))
+    layer = layer_of(shape=(3, 8))
     loss, model = tune(layer)
     loss.tp_enabled = False
     refused(flce.PlacementError, "tp_enabled is False", lambda: loss(layer.hidden, layer.target))
@@ -360,7 +364,7 @@ def torchtune_enabled_later() -> None:
 
 
 def torchtune_refusals() -> None:
-    layer = make_layer(shape=(3, 8))
+    layer = layer_of(shape=(3, 8))
     whole = LinearCrossEntropyLoss(tp_enabled=True)
     whole.set_model_output(HeadModel(layer.weight))
     refused(flce.PlacementError, "has a Parameter as its weight", lambda: whole(layer.hidden, layer.target))

@@ -55,19 +55,19 @@ def make_layer(
     generator = torch.Generator().manual_seed(11)
 
     def normal(*sizes: int, scale: float) -> Tensor:
-        return (torch.randn(*sizes, generator=generator) * scale).to(device=device, dtype=dtype).requires_grad_()
+        return (torch.randn(*sizes, generator=generator, device="cpu") * scale).to(device=device, dtype=dtype).requires_grad_()
 
     hidden, weight = normal(*shape, hidden_size, scale=1.0), normal(vocab_size, hidden_size, scale=1.5 / hidden_size**0.5)
-    target = torch.randint(0, vocab_size, tuple(shape), generator=generator)
+    target = torch.randint(0, vocab_size, tuple(shape), generator=generator, device="cpu")
     if ignore_index is not None:
-        target[torch.rand(*shape, generator=generator) < 0.3] = ignore_index
+        target[torch.rand(*shape, generator=generator, device="cpu") < 0.3] = ignore_index
     return Layer(hidden, weight, target.to(device), normal(vocab_size, scale=0.5) if bias else None)
 
 
 def check_gradients(actual: Sequence[Tensor], expected: Sequence[Tensor], layer: Layer, exact: Layer, *, factor: float = 1.0) -> None:
     """Gradients of every leaf, from upstream gradients that differ from output to output and row to row."""
     generator = torch.Generator().manual_seed(5)
-    upstream = [torch.randn(value.shape, generator=generator) for value in actual]
+    upstream = [torch.randn(value.shape, generator=generator, device="cpu") for value in actual]
     leaves, right_leaves = layer.leaves(), exact.leaves()
     gradients = torch.autograd.grad(actual, leaves, [g.to(v.device, v.dtype) for g, v in zip(upstream, actual, strict=True)])
     # What reached the adapter, so that its rounding is no error of it.

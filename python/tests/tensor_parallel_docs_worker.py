@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import generator, run_cases
+from rank_support import device, generator, run_cases
 from torch.distributed.device_mesh import init_device_mesh
 
 import flce
@@ -34,7 +34,7 @@ def run(page: str, section: str, count: int) -> None:
     head = torch.nn.Linear(16, 64 // ranks, bias=False)
     names: dict[str, Any] = {
         **{"torch": torch, "flce": flce, "dist": dist, "group": dist.group.WORLD, "rank": rank, "ranks": ranks},
-        **{"mesh": init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)), "table": table, "hidden": hidden, "labels": labels},
+        **{"mesh": init_device_mesh(device(), (ranks,), mesh_dim_names=("tp",)), "table": table, "hidden": hidden, "labels": labels},
         **{"shard": shard, "padded_shard": shard, "vocab_size": 60, "head": head},
     }
     for piece in found:

@@ -1,8 +1,10 @@
-"""The only rank of a group over NCCL, under torchrun on a GPU: a call over a shard, which is the whole layer, captured in a CUDA graph and
-played again with other numbers. Exits with a failed assertion, or 0; prints how many cases passed."""
+"""One rank of a group over NCCL, under torchrun, with a GPU of its own: a call over a shard, captured in a CUDA graph and played again with
+other numbers, and backward beside other collectives. Exits with a failed assertion, or 0; prints how many cases passed."""
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,19 +17,25 @@ HIDDEN, VOCAB, TOKENS = 512, 30011, 700
 
 
 class Step:
-    """Inputs that stay where they are, and a step over them."""
+    """Inputs that stay where they are, and a step over them: over this rank's rows and tokens, or the whole layer."""
 
-    def __init__(self, **options: Any) -> None:
-        self.hidden = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        self.weight = torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    def __init__(self, *, sharded: bool = True, sequence: bool = False, **options: Any) -> None:
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if sharded else (1, 0)
+        self.rows = slice(VOCAB * rank // ranks, VOCAB * (rank + 1) // ranks)
+        self.tokens = slice(TOKENS * rank // ranks, TOKENS * (rank + 1) // ranks) if sequence else slice(0, TOKENS)
+        like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.hidden = torch.zeros(self.tokens.stop - self.tokens.start, HIDDEN, **like).requires_grad_()
+        self.weight = torch.zeros(self.rows.stop - self.rows.start, HIDDEN, **like).requires_grad_()
         self.target = torch.zeros(TOKENS, dtype=torch.int64, device="cuda")
-        self.options = options
+        self.options = options | ({"process_group": dist.group.WORLD, "sequence_parallel": sequence} if sharded else {})
 
     def fill(self, seed: int) -> None:
         make = torch.Generator("cuda").manual_seed(seed)
+        hidden = torch.randn(TOKENS, HIDDEN, device="cuda", generator=make)
+        weight = torch.randn(VOCAB, HIDDEN, device="cuda", generator=make) * HIDDEN**-0.5
         with torch.no_grad():
-            self.hidden.normal_(generator=make)
-            self.weight.normal_(std=HIDDEN**-0.5, generator=make)
+            self.hidden.copy_(hidden[self.tokens])
+            self.weight.copy_(weight[self.rows])
             self.target.random_(0, VOCAB, generator=make)
             self.target[::9] = -100
 
@@ -37,9 +45,17 @@ class Step:
         return loss.detach(), grad_hidden, grad_weight
 
 
+def near_the_whole_layer(step: Step, made: list[Tensor], seed: int) -> None:
+    whole = Step(sharded=False)
+    whole.fill(seed)
+    loss, grad_hidden, grad_weight = whole.run()
+    for got, right in zip(made, (loss, grad_hidden[step.tokens], grad_weight[step.rows]), strict=True):
+        error, size = float((got.double() - right.double()).norm()), float(right.double().norm())
+        assert error <= 1e-2 * size, f"off by {error / size:.2e} from the whole layer"
+
+
 def played_again(sequence: bool, wide: bool) -> None:
-    group = {"process_group": dist.group.WORLD, "sequence_parallel": sequence}
-    step = Step(**group, **({"reduce_dtype": torch.float32} if wide else {}))
+    step = Step(sequence=sequence, **({"reduce_dtype": torch.float32} if wide else {}))
     step.fill(1)
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
@@ -56,15 +72,64 @@ def played_again(sequence: bool, wide: bool) -> None:
         replayed = [tensor.clone() for tensor in made]
         for got, right in zip(replayed, step.run(), strict=True):
             assert torch.equal(got, right), "a replay and an eager call differ"
-        whole = Step()
-        whole.fill(seed)
-        for got, right in zip(replayed, whole.run(), strict=True):
-            error, size = float((got.double() - right.double()).norm()), float(right.double().norm())
-            assert error <= 1e-2 * size, f"off by {error / size:.2e} from the whole layer"
+        near_the_whole_layer(step, replayed, seed)
+
+
+def beside_a_collective(retained: bool) -> None:
+    """An all-reduce of another group's begins before backward on another stream, and ends after it has begun."""
+    other: Any = dist.new_group(list(range(dist.get_world_size())))
+    step = Step(**({"workspace_limit_bytes": 1 << 40} if retained else {"retain_in_grad_weight": False}))
+    step.fill(4)
+    alone = [tensor.clone() for tensor in step.run()]
+    large = torch.ones(1 << 27, device="cuda")
+    dist.all_reduce(large, group=other)
+    stream = torch.cuda.Stream()
+    for _ in range(5):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work = dist.all_reduce(large, group=other, async_op=True)
+        for got, right in zip(step.run(), alone, strict=True):
+            assert torch.equal(got, right), "beside a collective the result differs"
+        work.wait()
+    assert bool((large == float(dist.get_world_size()) ** 6).all())
+
+
+def a_receive_that_waits_for_this_backward(retained: bool) -> None:
+    """Every rank receives on another stream what the rank before it sends after its own backward: kernels of NCCL's wait all the while."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if ranks == 1:
+        return
+    step = Step(sharded=False, **({"workspace_limit_bytes": 1 << 40} if retained else {"retain_in_grad_weight": False}))
+    step.fill(5)
+    alone = [tensor.clone() for tensor in step.run()]
+    incoming, outgoing = (dist.new_group(list(range(ranks))) for _ in range(2))
+    there, back = (incoming, outgoing) if rank % 2 == 0 else (outgoing, incoming)
+    for group in (incoming, outgoing):
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    peer = rank ^ 1
+    if peer >= ranks:
+        return
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    for turn in range(5):
+        received = torch.full((1 << 22,), -1.0, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[0]):
+            receiving = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, peer, there)])
+        made = step.run()
+        sent = torch.full((1 << 22,), 0.0, device="cuda").add_(made[0]).add_(float(turn))
+        streams[1].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(streams[1]):
+            sending = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer, back)])
+        for each in (*receiving, *sending):
+            each.wait()
+        torch.cuda.synchronize()
+        for got, right in zip(made, alone, strict=True):
+            assert torch.equal(got, right), "beside a receive the result differs"
+        assert bool((received == alone[0] + float(turn)).all())
 
 
 def first_call_while_capturing() -> None:
-    step = Step(process_group=dist.group.WORLD, label_smoothing=0.25)
+    step = Step(label_smoothing=0.25)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -76,13 +141,21 @@ def first_call_while_capturing() -> None:
 
 
 def main() -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60))
     cases = [(sequence, wide) for sequence in (False, True) for wide in (False, True)]
     for case in cases:
         played_again(*case)
     first_call_while_capturing()
-    print(f"{len(cases) + 1} cases passed", flush=True)
+    for retained in (False, True):
+        beside_a_collective(retained)
+        a_receive_that_waits_for_this_backward(retained)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"{len(cases) + 5} cases passed", flush=True)
     dist.destroy_process_group()
 
 

@@ -180,7 +180,7 @@ OTHER_FORMULAS = {
 def test_a_head_with_a_forward_of_its_own_is_refused_where_it_is_no_product(kind: type[nn.Linear]) -> None:
     output, _, labels, cu_seqlens = problem()
     own = HeadOutput(output.hidden, kind(D, V), cu_seqlens=cu_seqlens)
-    for call in (lambda: own.cross_entropy(labels), lambda: own.logprobs(labels), own.entropy, own.logits, own.mean):
+    for call in (lambda: own.cross_entropy(labels), lambda: own.logprobs(labels), own.entropy, own.logits, lambda: own.mean()):
         with pytest.raises(flce.ArgumentError, match=OTHER_FORMULAS[kind]):
             call()
     assert own.head(own.hidden).isfinite().all()  # what the message says to do instead

@@ -44,8 +44,9 @@ def test_hooks_of_data_parallel_wrappers_see_the_head() -> None:
     assert "6 cases passed" in output
 
 
-def test_example_trains_and_needs_less_memory() -> None:
-    output = launch(str(ROOT / "examples" / "pipeline_last_stage.py"), "--tiny")
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_example_trains_and_needs_less_memory(schedule: str) -> None:
+    output = launch(str(ROOT / "examples" / "pipeline_last_stage.py"), "--tiny", "--schedule", schedule)
     memory = {name: float(mib) for name, mib in re.findall(r"^ +(materialised logits|flce): +([\d.]+) MiB", output, re.MULTILINE)}
     first, last = map(float, re.findall(r"flce: loss ([\d.]+) -> ([\d.]+)", output)[0])
     assert last < first

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from test_pipeline import launch
 
 HERE = Path(__file__).resolve().parent
@@ -32,8 +33,8 @@ def test_random_shards_equal_the_whole_layer(ranks: int, device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_graphs_over_nccl(device: str) -> None:
-    assert cases_passed("tensor_parallel_nccl_worker.py", 1, device) == 5
+def test_cuda_graphs_and_other_collectives_over_nccl(device: str) -> None:
+    assert cases_passed("tensor_parallel_nccl_worker.py", torch.cuda.device_count(), device) == 9
 
 
 def test_example_trains_and_needs_less_memory() -> None:
