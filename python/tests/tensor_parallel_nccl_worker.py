@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flce
 
-HIDDEN, VOCAB, TOKENS = 512, 30011, 700
+HIDDEN, VOCAB, TOKENS = 512, 30011, 720
 
 
 class Step:
