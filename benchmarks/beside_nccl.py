@@ -82,15 +82,16 @@ class Beside:
         self.times = times
         self.message = torch.zeros(1 << 20, device="cuda")
         self.stream = torch.cuda.Stream()
-        for group in self.groups:
-            dist.all_reduce(self.message, group=group)
+        dist.all_reduce(self.message, group=self.groups[0])
+        for parity in (0, 1):  # a connection is made by both of its ends at once
+            self._peer_to_peer(dist.irecv if dist.get_rank() % 2 == parity else dist.isend)
 
     def _peer_to_peer(self, operation: Any) -> None:
+        """With the rank beside this one. Ranks of even and of odd numbers receive over groups of their own, as a pipeline's do."""
         rank = dist.get_rank()
-        receives = operation is dist.irecv
-        group = self.groups[1 + (rank + (0 if receives else 1)) % 2]  # one for each direction, as a pipeline's are
+        receiver = rank if operation is dist.irecv else rank ^ 1
         if rank ^ 1 < dist.get_world_size():
-            dist.batch_isend_irecv([dist.P2POp(operation, self.message.clone(), rank ^ 1, group)])
+            dist.batch_isend_irecv([dist.P2POp(operation, self.message.clone(), rank ^ 1, self.groups[1 + receiver % 2])])
 
     def begin(self, what: str) -> None:
         self.stream.wait_stream(torch.cuda.current_stream())

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node=2 benchmarks/tensor_parallel.py [--shapes 8192x4096x128256 ...] [--rounds 12] [--out FILE.json]
 
 bf16, a GPU a rank, NCCL without NVLink multicast. A shape is num_tokens x hidden_size x vocab_size of all ranks together; every rank has
-all tokens and its rows of the weight. Contenders take turns in rounds, in an order drawn anew for each one. Every rank begins a run
-together, behind other work on its GPU, as a model's last layer does: 2 ms in which the host brings the run on its way. A run's time is the
-slowest rank's; the table has medians in milliseconds:
+all tokens and its rows of the weight. Contenders take turns in rounds, in an order drawn anew for each one. A run is --steps steps one
+after another, so that the GPU is as warm as in training. Every rank begins a run together, behind 1 ms of other work on its GPU, in which
+the host brings the first step on its way. A run's time is the slowest rank's; the table has medians of a step in milliseconds:
 
     floor6             three cuBLAS GEMMs on the shard, nothing else
     floor6, reduced    the same, with the all-reduce of grad_hidden under grad_weight's GEMM
@@ -46,7 +46,7 @@ SHAPES = ("8192x4096x128256", "4096x2048x151936", "3328x4096x128256", "4800x4096
 CONTENDERS = ("floor6", "floor6, reduced", "loss_parallel", "flce, retained", "flce", "one GPU")
 ALL = 1 << 40
 RETAINED: dict[str, Any] = {"workspace_limit_bytes": ALL, "retain_in_grad_weight": False}
-BEHIND_CYCLES = 4_000_000  # of the GPU's clock: 2 ms
+BEHIND_CYCLES = 2_000_000  # of the GPU's clock: 1 ms
 
 
 class Layer:
@@ -64,6 +64,9 @@ class Layer:
         self.weight = self.whole.detach()[bounds[dist.get_rank()] : bounds[dist.get_rank() + 1]].clone().requires_grad_()
         self.first_class = bounds[dist.get_rank()]
         self.logits = torch.empty(tokens, len(self.weight), **like).normal_()
+
+    def forget_gradients(self) -> None:
+        self.hidden.grad = self.weight.grad = self.whole.grad = None
 
     def floor(self) -> None:
         hidden, weight = self.hidden.detach(), self.weight.detach()
@@ -130,9 +133,9 @@ def prepare_liger(shapes: list[str]) -> None:
     )
 
 
-def timed(layer: Layer, run: Callable[[], Tensor | None]) -> tuple[float, int, Tensor | None]:
-    """Milliseconds of the slowest rank, bytes of this rank's peak above its inputs, and the loss."""
-    layer.hidden.grad = layer.weight.grad = layer.whole.grad = None
+def timed(layer: Layer, step: Callable[[], Tensor | None], steps: int) -> tuple[float, int, Tensor | None]:
+    """Milliseconds of a step of the slowest rank, bytes of this rank's peak above its inputs, and the last step's loss."""
+    layer.forget_gradients()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -140,10 +143,12 @@ def timed(layer: Layer, run: Callable[[], Tensor | None]) -> tuple[float, int, T
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(BEHIND_CYCLES)
     begin.record()
-    loss = run()
+    for _ in range(steps):
+        layer.forget_gradients()
+        loss = step()
     end.record()
     end.synchronize()
-    slowest = torch.tensor(begin.elapsed_time(end), dtype=torch.float64, device="cuda")
+    slowest = torch.tensor(begin.elapsed_time(end) / steps, dtype=torch.float64, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item(), torch.cuda.max_memory_allocated() - before, None if loss is None else loss.detach()
 
@@ -159,7 +164,7 @@ def of_all_ranks(tensor: Tensor) -> bool:
 
 def timeline(layer: Layer, run: Callable[[], Tensor | None]) -> list[dict[str, Any]]:
     """The kernels and copies of a step on this rank, in the order of their beginnings, in microseconds from the first one's."""
-    layer.hidden.grad = layer.weight.grad = None
+    layer.forget_gradients()
     dist.barrier()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -180,7 +185,7 @@ def timeline(layer: Layer, run: Callable[[], Tensor | None]) -> list[dict[str, A
     ]
 
 
-def measured(layer: Layer, names: list[str], rounds: int) -> dict[str, Any]:
+def measured(layer: Layer, names: list[str], rounds: int, steps: int) -> dict[str, Any]:
     runs = {name: run for name, run in layer.contenders().items() if name in names}
     times: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
@@ -190,7 +195,7 @@ def measured(layer: Layer, names: list[str], rounds: int) -> dict[str, Any]:
         order = list(runs)
         random.Random(number).shuffle(order)
         for name in order:
-            milliseconds, peak, loss = timed(layer, runs[name])
+            milliseconds, peak, loss = timed(layer, runs[name], steps)
             if number >= 0:
                 times.setdefault(name, []).append(milliseconds)
                 peaks[name] = max(peak, peaks.get(name, 0))
@@ -250,6 +255,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="num_tokens x hidden_size x vocab_size, of all ranks together")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=(*CONTENDERS, "liger"), help="(default: all but liger)")
     parser.add_argument("--rounds", type=int, default=12, help="that are measured, after two that are not (default: 12)")
+    parser.add_argument("--steps", type=int, default=4, help="one after another in a run (default: 4)")
     parser.add_argument("--timeline", action="store_true", help="the kernels of a step of each flce contender, in --out's file")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
     options = parser.parse_args()
@@ -261,12 +267,12 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    report: dict[str, Any] = provenance() | {"rounds": options.rounds, "shapes": {}}
+    report: dict[str, Any] = provenance() | {"rounds": options.rounds, "steps": options.steps, "shapes": {}}
     if "liger" in options.contenders:
         prepare_liger(options.shapes)
     for shape in options.shapes:
         layer = Layer(shape, mesh)
-        found = report["shapes"][shape] = measured(layer, options.contenders, options.rounds)
+        found = report["shapes"][shape] = measured(layer, options.contenders, options.rounds, options.steps)
         if options.timeline:
             for name in sorted({"flce", "flce, retained"} & found.keys()):
                 found[name]["timeline"] = timeline(layer, layer.contenders()[name])

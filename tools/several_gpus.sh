@@ -2,57 +2,62 @@
 # Everything that several GPUs of one host have to show, in under ten minutes: the ranks' tests over NCCL with a GPU each, the examples, then
 # the benchmarks one after another, with nothing beside them. NVLink multicast stays off.
 #
-#     tools/several_gpus.sh FOLDER [GPUS]
+#     tools/several_gpus.sh FOLDER [PART...]
 #
-# FOLDER gets a log of each part and the benchmarks' JSON. GPUS: how many (default: all). Ends with a line a part, and with 1 if one failed.
-# Needs a libflce (FLCE_LIBRARY, or a build tree) and a Python with torch (FLCE_PYTHON, as tools/python.sh has it); where liger-cute-kernels
-# is installed it is measured too.
+# FOLDER gets a log of each part and the benchmarks' JSON; with names of parts only these run. CUDA_VISIBLE_DEVICES chooses GPUs (default:
+# all). Ends with a line a part, and with 1 if one failed. Needs a libflce (FLCE_LIBRARY, or a build tree) and a Python with torch
+# (FLCE_PYTHON, as tools/python.sh has it); where liger-cute-kernels is installed it is measured too.
 set -uo pipefail
-out=$(mkdir -p "${1:?usage: several_gpus.sh FOLDER [GPUS]}" && cd "$1" && pwd) || exit 2
+out=$(mkdir -p "${1:?usage: several_gpus.sh FOLDER [PART...]}" && cd "$1" && pwd) || exit 2
+parts=("${@:2}")
 cd "$(dirname "$0")/.." || exit 2
 python=tools/python.sh
-gpus=${2:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ((gpus >= 2)) || { echo "several_gpus.sh: $gpus GPUs here; it takes 2 or more" >&2 && exit 2; }
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
 export FLCE_CACHE_DIR=${FLCE_CACHE_DIR:-$out/cache}
 
-# run NAME SECONDS COMMAND...: its log, and its result.
+# run PART SECONDS COMMAND...: its log, and its result.
 run() {
     local name=$1 seconds=$2 status=0 begin=$SECONDS
     shift 2
+    [[ ${#parts[@]} == 0 || " ${parts[*]} " == *" $name "* ]] || return 0
     timeout --kill-after=10 "$seconds" "$@" >"$out/$name.log" 2>&1 || status=$?
     echo "$status $((SECONDS - begin))" >"$out/$name.status"
 }
 ranks() { run "$1" "$2" "$python" -m torch.distributed.run --standalone --nproc-per-node="$gpus" "${@:3}"; }
 
-# NAME of a test's worker, and its limit in seconds.
+# A test's worker, PART_worker.py, and its limit in seconds.
 worker() { FLCE_TEST_RANKS_ON=cuda ranks "$1" "$2" "python/tests/$1_worker.py"; }
 
 rm -f "$out"/*.status
 echo "tests of ranks over NCCL, $gpus GPUs" >&2
-worker tensor_parallel_nccl 90
-worker tensor_parallel 100 &
-worker compat_parallel 100 &
-wait
-worker tensor_parallel_compile 100 &
-worker schedules 100 &
-worker pipeline 60 &
-wait
-worker tensor_parallel_property 80 &
-worker tensor_parallel_docs 40 &
-worker engine 100 &
+worker tensor_parallel 270 &
+worker tensor_parallel_property 270 &
+{
+    worker tensor_parallel_nccl 90
+    worker compat_parallel 90
+    worker engine 60
+} &
+{
+    worker tensor_parallel_compile 80
+    worker schedules 60
+    worker pipeline 60
+    worker tensor_parallel_docs 40
+} &
 wait
 
 echo "examples" >&2
-run pipeline_1f1b 60 "$python" examples/pipeline_last_stage.py
-run pipeline_zbv 60 "$python" examples/pipeline_last_stage.py --schedule zbv
+run pipeline_1f1b 60 "$python" examples/pipeline_last_stage.py --tiny &
+run pipeline_zbv 60 "$python" examples/pipeline_last_stage.py --tiny --schedule zbv &
+wait
 ranks example_tensor_parallel 60 examples/tensor_parallel.py --shape 4096x2048x151936
 
 echo "benchmarks" >&2
-ranks bench_tensor_parallel 150 benchmarks/tensor_parallel.py --rounds 25 --timeline --out "$out/tensor-parallel.json"
+ranks bench_tensor_parallel 120 benchmarks/tensor_parallel.py --rounds 25 --timeline --out "$out/tensor-parallel.json"
 ranks bench_beside_nccl 60 benchmarks/beside_nccl.py --out "$out/beside-nccl.json"
 if "$python" -c 'import liger_cute_kernels, liger_kernel' 2>/dev/null; then
-    ranks bench_liger 90 benchmarks/tensor_parallel.py --contenders floor6 "floor6, reduced" "flce, retained" liger \
+    ranks bench_liger 60 benchmarks/tensor_parallel.py --contenders floor6 "floor6, reduced" "flce, retained" liger \
         --shapes 8192x4096x128256 4096x2048x151936 --out "$out/tensor-parallel-liger.json"
 fi
 
