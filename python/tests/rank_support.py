@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -21,6 +24,11 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(device()).manual_seed(seed)
 
 
+def tell_where_it_hangs() -> None:
+    """A process that is ended from outside says where it was."""
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
+
+
 def run_named(function: Callable[..., None], *arguments: Any) -> None:
     """`run` of `run_cases` where a case is a function and its arguments; says which case failed."""
     try:
@@ -31,9 +39,10 @@ def run_named(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, prepare: Callable[[], None] = lambda: None) -> None:
-    """Calls `prepare` once and `run` for each case, on every rank of a group; rank 0 prints how many cases passed, and the process ends. A
-    rank whose peer has failed raises after 120 s. The group is NCCL's where every rank has a GPU of its own; else gloo's: NCCL takes no two
-    ranks on one GPU, and DTensor's collectives crash over gloo with tensors there (torch 2.11)."""
+    """Calls `prepare` once and `run` for each case, on every rank of a group; rank 0 prints how many cases passed, and the process ends. Cases
+    go to stderr, with the seconds that the case before took. A rank whose peer has failed raises after 120 s. The group is NCCL's where every
+    rank has a GPU of its own; else gloo's: NCCL takes no two ranks on one GPU, and DTensor's collectives crash over gloo with tensors there
+    (torch 2.11)."""
     own_gpu = device() != "cpu" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     if own_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -42,9 +51,13 @@ def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, pre
     torch.set_num_threads(1)
     if device() != "cpu":
         torch.set_default_device(device())
+    tell_where_it_hangs()
     prepare()
-    passed = 0
+    passed, begin = 0, time.monotonic()
     for case in cases:
+        if dist.get_rank() == 0:
+            print(f"{time.monotonic() - begin:7.2f} s; case {passed}: {case}"[:200], file=sys.stderr, flush=True)
+            begin = time.monotonic()
         run(*case)
         passed += 1
     dist.barrier()

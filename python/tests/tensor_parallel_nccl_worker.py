@@ -4,12 +4,13 @@ other numbers, and backward beside other collectives. Exits with a failed assert
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import run_named
+from rank_support import run_named, tell_where_it_hangs
 from torch import Tensor
 
 import flce
@@ -154,7 +155,9 @@ def main() -> None:
     cases: list[tuple[Any, ...]] = [(played_again, sequence, wide) for sequence in (False, True) for wide in (False, True)]
     cases += [(first_call_while_capturing,)]
     cases += [(case, retained) for case in (beside_a_collective, a_receive_that_waits_for_this_backward) for retained in (False, True)]
+    tell_where_it_hangs()
     for function, *arguments in cases:
+        print(f"rank {dist.get_rank()}: {function.__name__}{arguments}", file=sys.stderr, flush=True)
         run_named(function, *arguments)
     torch.cuda.synchronize()
     dist.barrier()
