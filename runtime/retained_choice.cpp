@@ -36,7 +36,10 @@ Retained choose_retained(const Spec& spec, const Plan& plan, std::int64_t num_to
     if (static_cast<double>(own) < least) own = 0;
     const std::size_t lendable = options.lend_grad_weight ? room.lendable : 0;
     const bool own_holds_more = static_cast<double>(own) > static_cast<double>(std::min(room.most, lendable)) + least;
-    if (lendable > 0 && !own_holds_more) return {nullptr, lendable, RetainedPlace::grad_weight};
+    // grad_weight's memory is one block short of everything, and what is computed again comes last, for both gradients: then the sum of
+    // grad_hidden over ranks has nothing to hide under.
+    const bool hides_sum = is_shard(spec) && plan.path != PlanPath::cpu && own == room.most;
+    if (lendable > 0 && !own_holds_more && !hides_sum) return {nullptr, lendable, RetainedPlace::grad_weight};
     return {nullptr, own, RetainedPlace::own};
 }
 

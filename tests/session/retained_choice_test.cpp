@@ -41,6 +41,17 @@ TEST(RetainedChoice, LimitThatLeavesMore_MemoryOfItsOwn) {
     expect(chosen(0, (600 << 20) + 9), RetainedPlace::own, 600 << 20);
 }
 
+TEST(RetainedChoice, ShardWhoseLimitHoldsEverything_MemoryOfItsOwn) {
+    const auto of_shard = [](PlanPath path, std::size_t left_by_limit) {
+        const std::int64_t limit = static_cast<std::int64_t>(kWorkspace + left_by_limit);
+        return choose_retained(parse_spec("D=4096,V=64128,whole_vocab_size=128256,dtype=bf16"), {.path = path}, kStepTokens, {kMost, 2 * kMost, kWorkspace},
+                               {.workspace_limit_bytes = limit});
+    };
+    expect(of_shard(PlanPath::cuda_sm90a, kMost), RetainedPlace::own, kMost);
+    expect(of_shard(PlanPath::cuda_sm90a, kMost - 16), RetainedPlace::grad_weight, 2 * kMost);
+    expect(of_shard(PlanPath::cpu, kMost), RetainedPlace::grad_weight, 2 * kMost);
+}
+
 TEST(RetainedChoice, LimitThatLeavesHardlyAnything_Nothing) {
     expect(chosen(0, 19 << 20), RetainedPlace::own, 0);
     expect(chosen(0, 21 << 20), RetainedPlace::own, 21 << 20);
