@@ -21,6 +21,16 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(device()).manual_seed(seed)
 
 
+def default_device() -> torch.device:
+    """Of this rank: what a stage or a mesh is told."""
+    return torch.get_default_device()
+
+
+def one_rank_backend() -> str:
+    """Of a group of one process, whose tensors may be on the GPU."""
+    return "gloo" if device() == "cpu" else "cpu:gloo,cuda:nccl"
+
+
 def run_named(function: Callable[..., None], *arguments: Any) -> None:
     """`run` of `run_cases` where a case is a function and its arguments; says which case failed."""
     try:

@@ -17,10 +17,12 @@ from flce import _kernels
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from rank_support import generator  # noqa: E402
 from test_huggingface import VOCAB_SIZE, tiny_model, train  # noqa: E402
 from test_pipeline import launch  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
+ON_DEVICE = True
 
 
 def model_of(kind: str) -> Any:
@@ -34,7 +36,7 @@ def model_of(kind: str) -> Any:
 
 
 def batch() -> dict[str, Tensor]:
-    tokens = torch.randint(0, VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(7))
+    tokens = torch.randint(0, VOCAB_SIZE, (2, 12), generator=generator(7))
     labels = tokens.clone()
     labels[0, :5] = -100
     return {"input_ids": tokens, "labels": labels}
