@@ -187,6 +187,23 @@ def test_peft(targets: list[str], patched_first: bool) -> None:
     same(got, right)
 
 
+def test_dropout_of_an_adapter_on_the_output_layer() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False)
+    results = []
+    for patched in (False, True):
+        torch.manual_seed(5)
+        model = peft.get_peft_model(tiny_model(), config).train()
+        if patched:
+            flce.patch(model)
+        for _ in range(2):
+            torch.manual_seed(8)
+            outputs, got = step(model, **batch())
+        results.append((outputs.loss, got))
+    torch.testing.assert_close(results[1][0], results[0][0])
+    same(results[1][1], results[0][1])
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_trainer(tmp_path: Path, accumulation: int) -> None:
     stock = tiny_model()
