@@ -60,13 +60,15 @@ def same(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "mixtral"])
-@pytest.mark.parametrize("more", ["", "num_items_in_batch", "shift_labels"])
+@pytest.mark.parametrize("more", ["", "num_items_in_batch", "shift_labels", "ignore_index"])
 def test_loss_and_gradients_of_the_model_itself(kind: str, more: str) -> None:
     own = model_of(kind).train()
     mine = flce.patch(copy.deepcopy(own))
     given: dict[str, Any] = batch()
     if more == "num_items_in_batch":
         given[more] = torch.tensor(40)
+    if more == "ignore_index":
+        given |= {more: 5, "labels": given["labels"].masked_fill(given["labels"] == -100, 5)}
     if more == "shift_labels":
         given[more] = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     for _ in range(2):  # the first step compares
