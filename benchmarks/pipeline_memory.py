@@ -4,9 +4,10 @@
 
 A step is the forward of every microbatch and then every backward, by PipelineFusedLoss with the weight's gradient added in place. The
 limits go from what one call needs to what leaves every microbatch's exponentials. Beside it stand F.linear with cross_entropy, on fp32 and
-on 16-bit logits, and torch.compile of the first. "ratio" is the median time to that of three cuBLAS GEMMs for each microbatch;
-"arithmetic" is (8 - 2f) / 6, with f the part of all exponentials that the limit has room for beside one call's scratch. Memory is the peak
-beyond inputs, weight and their gradients. Rounds are interleaved: every contender once in each, in changing order.
+on 16-bit logits, and torch.compile of the first. "ratio" is the time to that of three cuBLAS GEMMs for each microbatch, which run directly
+before each step, so that every step finds the GPU's clocks as they leave them; the median over the rounds. "arithmetic" is (8 - 2f) / 6,
+with f the part of all exponentials that the limit has room for beside one call's scratch. Memory is the peak beyond inputs, weight and
+their gradients. Rounds are interleaved: every contender once in each, in random order.
 
 Needs a GPU. Writes JSON (default: benchmarks/results/GPU-DATE-pipeline-memory.json); --plot needs matplotlib.
 --draw JSON draws what was measured before.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -42,6 +44,7 @@ class Contender:
     arithmetic: float | None = None
     limit_bytes: int | None = None
     milliseconds: list[float] = field(default_factory=list)
+    floors: list[float] = field(default_factory=list)  # of the GEMMs before each of them
     peak_bytes: int = 0
     failure: str = ""
 
@@ -106,18 +109,24 @@ def contenders(stage: Stage, steps: int) -> list[Contender]:
     return made
 
 
-def measure(stage: Stage, contender: Contender) -> None:
-    """One step: its time and its peak."""
-    stage.clear()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+def timed(step: Callable[[], None]) -> float:
+    """Milliseconds of one step."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    contender.step()
+    step()
     end.record()
     torch.cuda.synchronize()
-    contender.milliseconds.append(begin.elapsed_time(end))
+    return begin.elapsed_time(end)
+
+
+def measure(stage: Stage, contender: Contender) -> None:
+    """One step behind the GEMMs: its time, theirs, and its peak."""
+    stage.clear()
+    torch.cuda.synchronize()
+    contender.floors.append(timed(stage.gemms))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    contender.milliseconds.append(timed(contender.step))
     outputs = sum(hidden.grad.nbytes for hidden in stage.hidden if hidden.grad is not None)
     contender.peak_bytes = torch.cuda.max_memory_allocated() - before - outputs
 
@@ -131,17 +140,16 @@ def measure_all(stage: Stage, all_of: list[Contender], seconds: float) -> None:
             contender.failure = str(error).splitlines()[0]
         print(f"warmed up: {contender.name} {contender.failure}", file=sys.stderr, flush=True)
         contender.milliseconds.clear()
+        contender.floors.clear()
     able = [contender for contender in all_of if not contender.failure]
     end = time.monotonic() + seconds
-    first = 0
+    order = random.Random(0)
     while time.monotonic() < end or len(able[0].milliseconds) < 3:
-        for contender in able[first:] + able[:first]:
+        for contender in order.sample(able, len(able)):
             measure(stage, contender)
-        first = (first + 7) % len(able)  # each comes after another one, and at another temperature, every time
 
 
 def rows(all_of: list[Contender]) -> list[dict[str, object]]:
-    floor = statistics.median(all_of[0].milliseconds)
     done: list[dict[str, object]] = []
     for contender in all_of:
         row: dict[str, object] = {"name": contender.name, "limit_bytes": contender.limit_bytes, "arithmetic": contender.arithmetic}
@@ -150,7 +158,9 @@ def rows(all_of: list[Contender]) -> list[dict[str, object]]:
         else:
             median = statistics.median(contender.milliseconds)
             spread = (max(contender.milliseconds) - min(contender.milliseconds)) / median
-            row |= {"ms": median, "spread": spread, "ratio": median / floor, "rounds": len(contender.milliseconds)}
+            ratios = [own / floor for own, floor in zip(contender.milliseconds, contender.floors, strict=True)]
+            row |= {"ms": median, "spread": spread, "ratio": statistics.median(ratios), "rounds": len(ratios)}
+            row["ratio_quartiles"] = statistics.quantiles(ratios, n=4)[::2]
             row["peak_bytes"] = contender.peak_bytes
         done.append(row)
     return done

@@ -113,8 +113,9 @@ class HeadTap:
         if asks:
             kwargs["labels"] = torch.full(tokens.shape[:2], -100, dtype=torch.int64, device=tokens.device)
         self.attach(model)
-        dropouts = [module for module in self.head.modules() if isinstance(module, nn.Dropout) and module.training]
         self.hidden, self.losses_asked, self.active = [], 0, True
+        # An adapter's dropout is a loss's; the rows that are compared have none.
+        dropouts = [] if self.fused is not None else [m for m in self.head.modules() if isinstance(m, nn.Dropout) and m.training]
         for module in dropouts:
             module.training = False
         try:

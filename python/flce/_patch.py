@@ -54,7 +54,9 @@ class _Patch:
         return_dict = kwargs.get("return_dict")
         if return_dict is None:
             return_dict = getattr(model.config, "return_dict", True)
-        tap.fused = lambda hidden: self.loss.of_hidden(hidden, labels, count, aligned)
+        # A loss function of transformers has it from the model's keywords.
+        ignored = kwargs.get("ignore_index") if tap.calls_loss_function else None
+        tap.fused = lambda hidden: self.loss.of_hidden(hidden, labels, count, aligned, ignored)
         try:
             outputs = tap.to_hidden_states(model, **kwargs)
             # DeepSpeed's ZeRO-3 gathers the weight once a gradient comes to what it has returned in place of the carrier.

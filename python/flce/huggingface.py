@@ -162,12 +162,17 @@ class CausalLMLoss:
         auxiliary = outputs.get("auxiliary_loss")
         return loss if auxiliary is None else loss + auxiliary.to(loss.device)
 
-    def of_hidden(self, hidden: Tensor, labels: Tensor, count: Tensor | int | None, shift_labels: Tensor | None) -> Tensor:
-        """Without what the model adds for routers. `shift_labels`: labels that are shifted already, which then count."""
+    def of_hidden(
+        self, hidden: Tensor, labels: Tensor, count: Tensor | int | None, shift_labels: Tensor | None, ignore_index: int | None = None
+    ) -> Tensor:
+        """Without what the model adds for routers. `shift_labels`: labels that are shifted already, which then count. `ignore_index`: this
+        call's."""
         if isinstance(count, Tensor):
             count = count.to(hidden.device)
         aligned = shift_labels if self.loss.shift == 1 else None
         loss_fn = self.loss if aligned is None else self.loss.with_shift(0)
+        if ignore_index is not None:
+            loss_fn = loss_fn.with_ignore_index(ignore_index)
         return loss_fn(hidden, _on(hidden.device, labels if aligned is None else aligned), num_valid_tokens=count)
 
     def has_compared(self) -> bool:

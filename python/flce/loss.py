@@ -293,6 +293,12 @@ class LinearCrossEntropyLoss:
         other.shift = shift
         return other
 
+    def with_ignore_index(self, ignore_index: int) -> LinearCrossEntropyLoss:
+        """The same loss with another label that counts for nothing; options are shared."""
+        other = copy.copy(self)
+        other.ignore_index = check_ignore_index(ignore_index)
+        return other
+
     def num_valid(self, labels: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """How many labels the loss counts, after the shift: an int64 scalar on labels' device, not waited for. Where the layer lies over
         ranks, labels past its end count as well, unless vocab_size says where that is; `check_labels` reports them."""

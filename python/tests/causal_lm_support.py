@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from rank_support import generator
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 97
@@ -147,7 +148,7 @@ def tiny_causal_lm(class_name: str, *, routers: bool = False) -> Any:
 
 @functools.cache
 def batch() -> dict[str, Any]:
-    tokens = torch.randint(3, VOCAB_SIZE - 3, (2, 10), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(3, VOCAB_SIZE - 3, (2, 10), generator=generator(2))
     labels = tokens.clone()
     labels[0, :4] = -100
     return {"input_ids": tokens, "labels": labels}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import rank_support
 import torch
 from retain_support import watched, way  # noqa: F401  # fixtures
 
@@ -61,6 +62,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: takes long; run with -m nightly, and deselected without")
     config.addinivalue_line("markers", "first_and_direct: also with every call a direct one, as from the third of its kind")
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A file with ON_DEVICE makes its models and tensors on the device that trainers' tests run on."""
+    chosen = getattr(request.module, "ON_DEVICE", False) and rank_support.device() != "cpu"
+    if chosen:
+        torch.set_default_device(rank_support.device())
+    yield
+    if chosen:
+        torch.set_default_device(None)
 
 
 @pytest.fixture(autouse=True)

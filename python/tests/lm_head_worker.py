@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import run_cases, run_named
+from rank_support import default_device, generator, run_cases, run_named
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,7 +33,7 @@ class Model(nn.Module):
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    make = torch.Generator().manual_seed(3)
+    make = generator(3)
     labels = torch.randint(0, V, (ROWS, 9), generator=make)
     labels[2, 3:] = -100
     return torch.randn(ROWS, 9, D, generator=make), labels
@@ -99,7 +99,7 @@ def rows_over_ranks(kind: str) -> None:
     expected = expected_model(hidden, labels)
     expected.backward()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(default_device().type, (ranks,), mesh_dim_names=("tp",))
     model: Any = copy.deepcopy(expected_model)
     model.zero_grad()
     rows = expected_model.head.weight.detach().chunk(ranks)[rank].clone()

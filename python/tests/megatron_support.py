@@ -1,4 +1,5 @@
-"""Tiny GPTModels of megatron-core on the CPU, a training step of them, and callers of what newer versions of the package call."""
+"""Tiny GPTModels of megatron-core, a training step of them, and callers of what newer versions of the package call. On the CPU, or where
+rank_support says."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import rank_support
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,9 +39,10 @@ HAS_HOOK = "output_processor" in inspect.signature(GPTModel.forward).parameters
 @contextlib.contextmanager
 def megatron_on_cpu(**sizes: int) -> Iterator[None]:
     """Megatron's groups over the process group that there is, and what it asks of CUDA answered for a CPU: the device that it allocates on,
-    and a generator for dropout, of which there is none here."""
+    where tests run on one, and a generator for dropout, of which there is none here."""
     current_device = torch.cuda.current_device
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    if rank_support.device() == "cpu":
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_, **__: contextlib.nullcontext()
     parallel_state.initialize_model_parallel(**sizes)
     try:
@@ -86,7 +89,7 @@ class Batch:
     """Tokens, and a loss_mask with some of them out."""
 
     def __init__(self, seed: int = 1) -> None:
-        make = torch.Generator().manual_seed(seed)
+        make = rank_support.generator(seed)
         self.tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=make)
         self.labels = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=make)
         self.positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
@@ -194,7 +197,7 @@ HAS_PROCESS_MTP_LOSS = hasattr(multi_token_prediction, "process_mtp_loss")
 
 @contextlib.contextmanager
 def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(rank_support.one_rank_backend(), store=dist.HashStore(), rank=0, world_size=1)
     try:
         with megatron_on_cpu():
             yield

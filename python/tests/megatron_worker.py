@@ -1,4 +1,4 @@
-"""Two ranks, under torchrun: GPTModels of megatron-core, tensor parallel and data parallel, on the CPU over gloo. Exits with a failed
+"""Two ranks, under torchrun: GPTModels of megatron-core, tensor parallel and data parallel. Exits with a failed
 assertion, or 0; rank 0 prints how many cases passed."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_support import PADDED, Batch, gpt_model
-from rank_support import run_cases
+from rank_support import generator, run_cases
 
 import flce
 from flce.megatron import _head
@@ -112,7 +112,7 @@ def depths_by_function() -> None:
             support.multi_token_prediction.process_mtp_loss = support.process_mtp_loss
         own = gpt_model(depths=2)
         batch, logged = Batch(), []
-        states = torch.randn(3 * support.SEQUENCE, support.BATCH, support.HIDDEN, generator=torch.Generator().manual_seed(4))
+        states = torch.randn(3 * support.SEQUENCE, support.BATCH, support.HIDDEN, generator=generator(4))
         logits = support.tensor_parallel.gather_from_tensor_model_parallel_region(own.output_layer(states)[0])
         first, second = (each.argmax(-1).t() for each in logits.chunk(3)[1:])
         batch.labels[:, 1::3], batch.labels[:, 2::3] = first[:, :-1:3], second[:, :-2:3]

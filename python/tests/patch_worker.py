@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import run_cases
+from rank_support import generator, run_cases
 from test_huggingface import VOCAB_SIZE, tiny_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,7 @@ import flce
 def wrapped(kind: str) -> None:
     own = tiny_model("gemma2").train()
     mine: Any = flce.patch(copy.deepcopy(own))
-    tokens = torch.randint(0, VOCAB_SIZE, (4, 12), generator=torch.Generator().manual_seed(7))
+    tokens = torch.randint(0, VOCAB_SIZE, (4, 12), generator=generator(7))
     count = torch.tensor(tokens.numel())
     expected = own(input_ids=tokens, labels=tokens, num_items_in_batch=count).loss
     expected.backward()

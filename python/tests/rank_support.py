@@ -24,9 +24,20 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(device()).manual_seed(seed)
 
 
+<<<<<<< HEAD
 def tell_where_it_hangs() -> None:
     """A process that is ended from outside says where it was."""
     faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
+=======
+def default_device() -> torch.device:
+    """Of this rank: what a stage or a mesh is told."""
+    return torch.get_default_device()
+
+
+def one_rank_backend() -> str:
+    """Of a group of one process, whose tensors may be on the GPU."""
+    return "gloo" if device() == "cpu" else "cpu:gloo,cuda:nccl"
+>>>>>>> e23
 
 
 def run_named(function: Callable[..., None], *arguments: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import flce
 
+ON_DEVICE = True
 transformers = pytest.importorskip("transformers")
 from causal_lm_support import batch, class_names, tiny_causal_lm  # noqa: E402
 

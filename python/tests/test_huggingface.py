@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 VOCAB_SIZE = 97
+ON_DEVICE = True
 
 
 def tiny_model(kind: str = "llama") -> Any:
@@ -44,7 +45,7 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return 16
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(0, VOCAB_SIZE, (12,), generator=torch.Generator().manual_seed(index))
+        tokens = torch.randint(0, VOCAB_SIZE, (12,), generator=torch.Generator().manual_seed(index), device="cpu")
         labels = tokens.clone()
         labels[: index % 9] = -100
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
@@ -73,10 +74,11 @@ def train(
         use_cpu=rank_support.device() == "cpu",
         bf16=bf16,
     )
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Sequences(), eval_dataset=Sequences(), **keywords)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, trainer.evaluate()["eval_loss"]
+    with torch.device("cpu"):  # where a data loader's batches are made; the trainer moves them
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Sequences(), eval_dataset=Sequences(), **keywords)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, trainer.evaluate()["eval_loss"]
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -100,7 +102,7 @@ def test_trainer_gives_the_stock_losses(tmp_path: Path, accumulation: int, impl:
 def test_loss_and_gradients_equal_the_stock_model(kind: str) -> None:
     stock = tiny_model(kind).train()
     fused = return_hidden_states(copy.deepcopy(stock))
-    batch = torch.utils.data.default_collate([Sequences()[i] for i in range(4)])
+    batch = labels_of(4)
     expected = stock(**batch).loss
     expected.backward()
     outputs = fused(**batch)
@@ -115,7 +117,7 @@ def test_loss_and_gradients_equal_the_stock_model(kind: str) -> None:
 
 def labels_of(count: int) -> dict[str, Tensor]:
     batch: dict[str, Tensor] = torch.utils.data.default_collate([Sequences()[i] for i in range(count)])
-    return batch
+    return {name: tensor.to(rank_support.device()) for name, tensor in batch.items()}
 
 
 def test_bf16_autocast_of_fp32_weights_reaches_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +156,7 @@ def test_generate_in_training_mode() -> None:
 
 @pytest.mark.parametrize("prepared_first", [False, True])
 def test_accelerates_wrappers_come_off(prepared_first: bool) -> None:
-    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=rank_support.device() == "cpu")
     model = tiny_model()
     signature = inspect.signature(model.forward)
     if prepared_first:
@@ -267,7 +269,7 @@ def test_the_submodule_is_there_without_an_import_of_it() -> None:
 def test_evaluation_still_gives_logits() -> None:
     stock = tiny_model("gemma2").eval()
     fused = return_hidden_states(copy.deepcopy(stock)).eval()
-    tokens = Sequences()[0]["input_ids"][None]
+    tokens = labels_of(1)["input_ids"]
     logits = fused(input_ids=tokens).logits
     assert torch.equal(logits, stock(input_ids=tokens).logits)
     assert fused.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 15)
@@ -286,7 +288,7 @@ def test_a_model_without_a_separate_head_is_refused() -> None:
 def alone() -> Any:
     """A process group of this process."""
     distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group(rank_support.one_rank_backend(), store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import flce
 
+ON_DEVICE = True
 transformers = pytest.importorskip("transformers")
 from causal_lm_support import VOCAB_SIZE, batch, tiny_causal_lm  # noqa: E402
 

@@ -21,6 +21,7 @@ from test_tensor_parallel import cases_passed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what is not installed, and of what Megatron will not do one day
 
+ON_DEVICE = True
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "megatron_style.py"
 
 

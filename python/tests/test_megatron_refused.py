@@ -18,6 +18,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed (too
 import megatron_support as support
 from megatron_support import PADDED, Batch, fused_calls, gpt_model, megatron_groups  # noqa: F401  # fixtures
 
+ON_DEVICE = True
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what is not installed, and of what Megatron will not do one day
 
 

@@ -17,10 +17,12 @@ from flce import _kernels
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from rank_support import generator  # noqa: E402
 from test_huggingface import VOCAB_SIZE, tiny_model, train  # noqa: E402
 from test_pipeline import launch  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
+ON_DEVICE = True
 
 
 def model_of(kind: str) -> Any:
@@ -34,7 +36,7 @@ def model_of(kind: str) -> Any:
 
 
 def batch() -> dict[str, Tensor]:
-    tokens = torch.randint(0, VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(7))
+    tokens = torch.randint(0, VOCAB_SIZE, (2, 12), generator=generator(7))
     labels = tokens.clone()
     labels[0, :5] = -100
     return {"input_ids": tokens, "labels": labels}
@@ -58,13 +60,15 @@ def same(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "mixtral"])
-@pytest.mark.parametrize("more", ["", "num_items_in_batch", "shift_labels"])
+@pytest.mark.parametrize("more", ["", "num_items_in_batch", "shift_labels", "ignore_index"])
 def test_loss_and_gradients_of_the_model_itself(kind: str, more: str) -> None:
     own = model_of(kind).train()
     mine = flce.patch(copy.deepcopy(own))
     given: dict[str, Any] = batch()
     if more == "num_items_in_batch":
         given[more] = torch.tensor(40)
+    if more == "ignore_index":
+        given |= {more: 5, "labels": given["labels"].masked_fill(given["labels"] == -100, 5)}
     if more == "shift_labels":
         given[more] = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     for _ in range(2):  # the first step compares
@@ -183,6 +187,23 @@ def test_peft(targets: list[str], patched_first: bool) -> None:
     torch.testing.assert_close(outputs.loss, expected.loss)
     assert outputs.logits is None
     same(got, right)
+
+
+def test_dropout_of_an_adapter_on_the_output_layer() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False)
+    results = []
+    for patched in (False, True):
+        torch.manual_seed(5)
+        model = peft.get_peft_model(tiny_model(), config).train()
+        if patched:
+            flce.patch(model)
+        for _ in range(2):
+            torch.manual_seed(8)
+            outputs, got = step(model, **batch())
+        results.append((outputs.loss, got))
+    torch.testing.assert_close(results[1][0], results[0][0])
+    same(results[1][1], results[0][1])
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

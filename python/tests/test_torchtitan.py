@@ -1,4 +1,4 @@
-"""flce.torchtitan with torchtitan's own Trainer, models, parallelisms and config system, on the CPU and gloo."""
+"""flce.torchtitan with torchtitan's own Trainer, models, parallelisms and config system."""
 
 # ruff: noqa: E402  # imports come after what skips without torchtitan, and prepares it
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_support
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ import titan_support
 
 titan_support.prepare()
 from test_pipeline import launch
-from titan_support import SEQUENCE, VOCAB, Run, calls_of_flce, compare, tiny
+from titan_support import IS_OLD_TORCH, SEQUENCE, VOCAB, Run, calls_of_flce, compare, tiny, with_its_own_loss
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, MSELoss
 from torchtitan.config import ConfigManager, OverrideConfig, apply_overrides
 from torchtitan.models.common.linear import Linear
@@ -36,6 +37,7 @@ from flce.torchtitan import FusedLoss, fused_loss
 
 HERE = Path(__file__).resolve().parent
 D = 32
+DEVICE = rank_support.device()
 
 
 @contextlib.contextmanager
@@ -47,7 +49,7 @@ def group_of_one() -> Iterator[None]:
     given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
-    dist.init_process_group("gloo")
+    dist.init_process_group(rank_support.one_rank_backend())
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start of the ranks does
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -83,13 +85,13 @@ def linear(*, bias: bool = False) -> Any:
     torch.manual_seed(1)
     head = Linear.Config(in_features=D, out_features=VOCAB, bias=bias).build()
     nn.init.normal_(head.weight)
-    return head
+    return head.to(DEVICE)
 
 
 def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     make = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, 12, D, generator=make).to(dtype).requires_grad_()
-    labels = torch.randint(0, VOCAB, (2, 12), generator=make)
+    hidden = torch.randn(2, 12, D, generator=make).to(DEVICE, dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, (2, 12), generator=make).to(DEVICE)
     labels[0, 3:7] = -100
     return hidden, labels
 
@@ -116,8 +118,8 @@ def loss_of(head: Any, **options: Any) -> FusedLoss:
     ids=str,
 )
 def test_trainer_goes_the_same_way(settings: dict[str, Any]) -> None:
-    own = Run(config(**settings))
-    assert type(own.trainer.loss_fn) is ChunkedLossWrapper
+    own = Run(with_its_own_loss(config(**settings)))
+    assert type(own.trainer.loss_fn) is (CrossEntropyLoss if IS_OLD_TORCH else ChunkedLossWrapper)
     chosen = config(**settings)
     chosen.override.imports = ["flce.torchtitan.fused_loss"]
     with calls_of_flce() as calls:
@@ -134,7 +136,7 @@ def test_validation_between_steps() -> None:
         chosen.validator = Validator.Config(enable=True, freq=1, steps=2, dataloader=titan_support._parts().Tokens.Config())
         return chosen
 
-    own = Run(validated(config()))
+    own = Run(with_its_own_loss(validated(config())))
     chosen = validated(config())
     chosen.loss = fused_loss(chosen.loss)
     with calls_of_flce() as calls:
@@ -148,8 +150,8 @@ def test_validation_between_steps() -> None:
 
 def test_sixteen_bit_parameters() -> None:
     """bf16 parameters and fp32 reduction, torchtitan's default: close to the whole in fp32, and no further than its own loss is."""
-    exact = Run(config())
-    own = Run(config(training__mixed_precision_param="bfloat16"))
+    exact = Run(with_its_own_loss(config()))
+    own = Run(with_its_own_loss(config(training__mixed_precision_param="bfloat16")))
     chosen = config(training__mixed_precision_param="bfloat16")
     chosen.loss = fused_loss(chosen.loss)
     fused = Run(chosen)
@@ -203,7 +205,7 @@ def test_example_trains_and_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -
 def test_loss_and_gradients(bias: bool, count: Any) -> None:
     hidden, labels = data()
     if count == "tensor":
-        count = torch.tensor(9)
+        count = torch.tensor(9, device=DEVICE)
     heads = [linear(bias=bias) for _ in range(2)]
     own = ChunkedLossWrapper.Config(num_chunks=4).build()
     own.set_lm_head(heads[0])
@@ -241,7 +243,7 @@ def test_a_capped_head_of_torchtitan() -> None:
     for cap in (15.0, None):
         torch.manual_seed(1)
         head = SoftCappedLinear.Config(in_features=D, out_features=VOCAB, output_multiplier=0.7, output_soft_cap_temp=cap).build()
-        nn.init.normal_(head.weight)
+        nn.init.normal_(head.to(DEVICE).weight)
         value, _ = loss_of(head)(hidden, labels, 3)
         right = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten(), reduction="sum") / 3
         torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
@@ -255,7 +257,7 @@ def test_lora_on_the_head() -> None:
 
     converters = [LoRAConverter.Config(rank=4)]
     backend = {"parallelism__spmd_backend": "partial_dtensor"}  # spmd_types makes frozen parameters anew, and they train (0.3.0)
-    own = Run(config(model={"converters": converters}, **backend))
+    own = Run(with_its_own_loss(config(model={"converters": converters}, **backend)))
     chosen = config(model={"converters": converters}, **backend)
     chosen.loss = fused_loss(chosen.loss)
     with calls_of_flce() as calls:
@@ -286,11 +288,12 @@ def test_what_is_frozen() -> None:
 
 def test_labels_that_do_not_count() -> None:
     hidden, labels = data()
-    value, _ = loss_of(linear())(hidden, torch.full_like(labels, -100), torch.tensor(5))
+    value, _ = loss_of(linear())(hidden, torch.full_like(labels, -100), torch.tensor(5, device=DEVICE))
     value.backward()
     assert float(value.detach()) == 0 and hidden.grad is not None and not hidden.grad.any()
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="an assertion on the device, which ends all of the process's work there")
 def test_another_gradient_than_one_is_refused() -> None:
     hidden, labels = data()
     value, _ = loss_of(linear())(hidden, labels)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_support
 import torch
 from torch import Tensor, nn
 
@@ -64,14 +65,15 @@ def arguments(
     hidden, weight = torch.randn(num_tokens, hidden_size, generator=make), torch.randn(vocab_size, hidden_size, generator=make)
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=make)
     given = [hidden.to(dtype), 0.3 * weight.to(dtype), torch.randn(vocab_size, generator=make).to(dtype) if bias else None]
-    return [None if tensor is None else tensor.requires_grad_() for tensor in given], targets
+    device = rank_support.device()
+    return [None if tensor is None else tensor.to(device).requires_grad_() for tensor in given], targets.to(device)
 
 
 def results(function: Any, tensors: list[Any], targets: Tensor, *options: Any) -> list[Tensor | None]:
     """Outputs, then gradients."""
     leaves = [None if tensor is None else tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     outputs = function.apply(*leaves, targets, *options)
-    upstream = torch.linspace(-1, 2, targets.numel())
+    upstream = torch.linspace(-1, 2, targets.numel(), device=targets.device)
     total = (outputs[0] * upstream).sum()
     if outputs[1] is not None:
         total = total + (outputs[1] * upstream.flip(0)).sum()
@@ -133,16 +135,17 @@ def test_sixteen_bit_logits_are_not_rounded() -> None:
 
 
 def test_a_tie_is_top1_for_the_first_class_alone() -> None:
-    weight = torch.tensor([[1.0, 0.0], [3.0, 1.0], [3.0, 1.0], [0.0, 0.0]])
-    hidden = torch.tensor([[1.0, 1.0]]).expand(4, 2).contiguous()
-    targets = torch.arange(4)
+    device = rank_support.device()
+    weight = torch.tensor([[1.0, 0.0], [3.0, 1.0], [3.0, 1.0], [0.0, 0.0]], device=device)
+    hidden = torch.tensor([[1.0, 1.0]], device=device).expand(4, 2).contiguous()
+    targets = torch.arange(4, device=device)
     own = Own.apply(hidden, weight, None, targets, 1.0, 2)[4]
     assert Fused.apply(hidden, weight, None, targets, 1.0, 2)[4].tolist() == own.tolist() == [False, True, False, False]
 
 
 def test_a_target_outside_the_vocabulary_counts_for_nothing() -> None:
     tensors, targets = arguments(4)
-    targets = torch.tensor([3, -100, -1, 53])
+    targets = torch.tensor([3, -100, -1, 53], device=targets.device)
     made = results(Fused, tensors, targets, 1.0, 16)
     assert made[0] is not None and made[4] is not None and made[5] is not None
     assert made[0][1:].tolist() == [0, 0, 0] and not made[4][1:].any() and made[5][1:].abs().max() == 0

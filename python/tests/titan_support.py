@@ -1,5 +1,5 @@
-"""torchtitan's own Trainer on the CPU: its modules see "cpu" as the device type, and a config function gives it a tiny Llama 3 and random
-tokens. `prepare` comes before any other import of torchtitan."""
+"""torchtitan's own Trainer, on the CPU unless rank_support says otherwise: its modules see "cpu" as the device type then, and a config
+function gives it a tiny Llama 3 and random tokens. `prepare` comes before any other import of torchtitan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import rank_support
 import torch
+import torch.distributed.fsdp as fsdp
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 SEQUENCE, BATCH, VOCAB = 16, 4, 510
+# With torch 2.11 torchtitan 0.3.0 misses a name, which only spmd_backend="full_dtensor" has a use for, and backward of its
+# ChunkedLossWrapper ends the process.
+IS_OLD_TORCH = not hasattr(fsdp, "DataParallelMeshDims")
 
 
 class _Unused(types.ModuleType):
@@ -60,10 +65,13 @@ class _Cpu(types.ModuleType):
 
 @functools.cache
 def prepare() -> None:
+    if IS_OLD_TORCH:
+        fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})  # type: ignore[misc, unused-ignore]
     from torchtitan.tools import utils
 
-    utils.device_type, utils.device_module = "cpu", _Cpu("cpu")
-    utils.get_local_device = lambda: torch.device("cpu")
+    if rank_support.device() == "cpu":
+        utils.device_type, utils.device_module = "cpu", _Cpu("cpu")
+        utils.get_local_device = lambda: torch.device("cpu")
     if importlib.util.find_spec("triton") is None:
         import torchtitan.distributed.pipeline_parallel  # torch's own look for Triton comes first, and finds none
 
@@ -100,10 +108,11 @@ def _parts() -> Any:
         def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
             make = torch.Generator().manual_seed(11 + self.rank)
             while True:
-                tokens = torch.randint(0, VOCAB, (self.shape[0], self.shape[1] + 1), generator=make)
-                labels = tokens[:, 1:].clone()
-                labels[torch.rand(self.shape, generator=make) < 0.3] = -100
-                positions = torch.arange(self.shape[1]).expand(self.shape).contiguous()
+                with torch.device("cpu"):  # the Trainer moves them
+                    tokens = torch.randint(0, VOCAB, (self.shape[0], self.shape[1] + 1), generator=make)
+                    labels = tokens[:, 1:].clone()
+                    labels[torch.rand(self.shape, generator=make) < 0.3] = -100
+                    positions = torch.arange(self.shape[1]).expand(self.shape).contiguous()
                 yield {"input": tokens[:, :-1].contiguous(), "positions": positions}, labels
 
         def state_dict(self) -> dict[str, Any]:
@@ -172,6 +181,15 @@ def tiny(**model: Any) -> Any:
     config.comm.trace_buf_size = 0
     config.dump_folder = tempfile.gettempdir()  # nothing is written
     config.activation_checkpoint = None
+    return config
+
+
+def with_its_own_loss(config: Any) -> Any:
+    """torchtitan's: of chunks, or of whole logits where this torch has no other."""
+    from torchtitan.components.loss import CrossEntropyLoss
+
+    if IS_OLD_TORCH:
+        config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCAB)
     return config
 
 

@@ -1,4 +1,4 @@
-"""Two ranks, under torchrun: torchtitan's own Trainer, on gloo, trained with its own ChunkedLossWrapper and with flce's, under FSDP2,
+"""Two ranks, under torchrun: torchtitan's own Trainer, trained with its own ChunkedLossWrapper and with flce's, under FSDP2,
 tensor parallel and pipelines; and its model with tensor parallel of spmd_types, by hand. Exits with a failed assertion, or 0; rank 0 prints
 how many cases passed."""
 
@@ -12,8 +12,8 @@ from typing import Any
 import titan_support
 import torch
 import torch.distributed as dist
-from rank_support import run_cases
-from titan_support import BATCH, SEQUENCE, VOCAB, Run, calls_of_flce, compare, tiny, whole
+from rank_support import default_device, generator, run_cases
+from titan_support import BATCH, SEQUENCE, VOCAB, Run, calls_of_flce, compare, tiny, whole, with_its_own_loss
 from torch.distributed.fsdp import fully_shard
 
 import flce
@@ -35,6 +35,7 @@ def trained(*, layers: int = 2, tied: bool = False, calls: int = 3, unchunked: b
     settings = {name.replace("__", "."): value for name, value in settings.items()} | {"parallelism.spmd_backend": "partial_dtensor"}
     model = {"layers": layers, "tied": tied}
     config = configured(settings, model)
+    config = with_its_own_loss(config)
     if unchunked:
         config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCAB)
     own = Run(config)
@@ -70,6 +71,7 @@ def spmd_types(*, sequence_parallel: bool, typechecking: bool = False) -> None:
     model.parallelize(dims)
     model._skip_lm_head = True
     inputs, labels = next(iter(titan_support._parts().Tokens(None, dp_rank=0, seq_len=SEQUENCE, local_batch_size=BATCH)))
+    inputs, labels = {name: tensor.to(default_device()) for name, tensor in inputs.items()}, labels.to(default_device())
     count = (labels != -100).sum()
     if typechecking:
         annotate_input_spmd_types(dims, inputs["input"], labels, {"positions": inputs["positions"]})
@@ -111,8 +113,8 @@ def unit_of_its_own() -> None:
     for module in (model, model.lm_head):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    hidden = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(3))
-    labels = torch.randint(0, VOCAB, (4, 6), generator=torch.Generator().manual_seed(4))
+    hidden = torch.randn(4, 6, 16, generator=generator(3))
+    labels = torch.randint(0, VOCAB, (4, 6), generator=generator(4))
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     loss = flce.torchtitan.FusedLoss.Config().build()
     loss.set_lm_head(model.lm_head)

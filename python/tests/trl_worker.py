@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import run_cases
+from rank_support import default_device, generator, run_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -38,7 +38,7 @@ def part_of_loss(model: Any, tokens: torch.Tensor) -> Any:
 def wrapped(kind: str) -> None:
     own, mine = tiny_model(), tiny_model()
     mine.load_state_dict(copy.deepcopy(own.state_dict()))
-    tokens = torch.randint(0, VOCAB_SIZE, (4, 12), generator=torch.Generator().manual_seed(7))
+    tokens = torch.randint(0, VOCAB_SIZE, (4, 12), generator=generator(7))
     expected = part_of_loss(own, tokens)  # TRL's own function
     expected.backward()
     model = mine
@@ -70,7 +70,7 @@ def wrapped(kind: str) -> None:
 
 def a_weight_over_ranks() -> None:
     """Given to the function itself, without TRL's gathering."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(default_device().type, (dist.get_world_size(),))
     weight = distribute_tensor(torch.randn(VOCAB_SIZE, 32), mesh, [Shard(0)])
     try:
         flce.trl.ChunkedLogProbFunction.apply(torch.randn(3, 32), weight, None, torch.arange(3), 1.0, 16)
