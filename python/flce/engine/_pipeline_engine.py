@@ -245,7 +245,7 @@ class PipelineEngine:
 
         with self._watching(), torch.no_grad():
             named = (tuple(keywords), (), (), ())
-            check = functools.partial(_forward.check, output)
+            check = functools.partial(_forward.check, output, labels, temperature)
             self._prepare(kind, packed_input_ids, cu_seqlens, num_micro_batches, keywords, named, check=check)
             self._run(False, compute)
             return torch.cat(results) if self.is_last else None
