@@ -305,6 +305,10 @@ def refuses() -> None:
     with pytest.raises(flce.PipelineError, match="the call and its options"):
         (engine.eval_batch if odd else engine.train_batch)(ids, cu_seqlens, sft_loss, labels=ids)
     with pytest.raises(flce.ArgumentError if odd else flce.PipelineError, match=r"cu_seqlens has 3 elements from 0 to 12"):
+    engine.set_version_steps(3 + odd)
+    with pytest.raises(flce.PipelineError, match="the call and its options"):
+        engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
+    engine.version_steps = None
         engine.train_batch(ids, cu_seqlens[:-1] if odd else cu_seqlens, sft_loss, labels=ids)
     with pytest.raises(flce.ArgumentError, match="3 sequences, which are fewer than its 4 microbatches"):
         engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids, num_micro_batches=4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_support import ToyStage, batch_of
+from engine_support import ToyStage, batch_of, sft_loss
 
 import flce
 from flce.engine import PipelineEngine
@@ -50,3 +50,47 @@ def test_forward_refuses_what_its_output_would_not_show(keywords: dict[str, Any]
     with pytest.raises(flce.ArgumentError, match=says):
         engine.forward(IDS, CU_SEQLENS, **keywords)
     assert engine.forward(IDS, CU_SEQLENS, output="logprobs", labels=IDS.int(), temperature=2).shape == IDS.shape  # type: ignore[union-attr]
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    """It would train nothing; or, beside the stages', what no reduction and no clearing of gradients reaches."""
+    stage = ToyStage(0, 1)
+    temperature = torch.nn.Parameter(torch.ones(()))
+    for parameters, says in (
+        (ToyStage(0, 1).parameters(), r"optimizer has 10 parameters in group 0 that are none of this rank's stages', the first of shape"),
+        ([*stage.parameters(), temperature], r"1 parameters in group 0 .* of shape \[\]: no gradient of theirs is reduced or cleared"),
+    ):
+        engine = PipelineEngine(stage, None, torch.optim.SGD(parameters, lr=0.1))
+        with pytest.raises(flce.ArgumentError, match=says):
+            engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS)
+        engine.optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        assert engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS) is not None
+
+
+def test_a_scheduler_that_cannot_be_stepped_is_refused_before_the_optimizer_steps() -> None:
+    schedulers = torch.optim.lr_scheduler
+    engine = made()
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    before = [parameter.detach().clone() for parameter in engine.parameters()]
+
+    def refused(scheduler: Any, says: str) -> None:
+        engine.lr_scheduler = scheduler
+        with pytest.raises(flce.ArgumentError, match=says):
+            engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS)
+        assert all(torch.equal(parameter, old) for parameter, old in zip(engine.parameters(), before, strict=True))
+
+    refused(schedulers.ReduceLROnPlateau(optimizer), "lr_scheduler is a ReduceLROnPlateau, whose step takes a metric")
+    refused(object(), r"lr_scheduler is a object, which has no step\(\)")
+    engine.lr_scheduler = None
+    engine.set_version_steps(3)
+    refused(schedulers.ReduceLROnPlateau(optimizer), "whose step takes a metric")  # 3 would be the metric
+    chained = schedulers.ChainedScheduler([schedulers.ConstantLR(optimizer)])
+    refused(chained, r"lr_scheduler is a ChainedScheduler, whose step cannot be called as step\(3\)")
+    with pytest.raises(flce.ArgumentError, match="set_version_steps is for schedulers that take it"):
+        engine.set_version_steps(4)
+    for steps in (-1, 1.5, "3", None, True):
+        with pytest.raises(flce.ArgumentError, match=r"version_steps is .*; it must be an integer of 0 or more"):
+            engine.set_version_steps(steps)  # type: ignore[arg-type]
+    engine.version_steps = None
+    assert engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS) is not None

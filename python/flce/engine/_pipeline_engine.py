@@ -38,9 +38,9 @@ class PipelineEngine:
     Args:
         stage: this rank's `Stage`, or several in the order of their numbers for a schedule that has several on a rank.
         pipeline_group: the ranks of this pipeline, in the order of their stages; None: all ranks.
-        optimizer: of this rank's parameters, tied weight included; needed for `train_batch` alone.
+        optimizer: of this rank's parameters, tied weight included, and of no others; needed for `train_batch` alone.
         data_parallel_group: the ranks that have copies of this rank's stages. Gradients are reduced over them, once a batch.
-        lr_scheduler: stepped behind the optimizer.
+        lr_scheduler: stepped behind the optimizer, without a metric (torch's ReduceLROnPlateau is refused).
         schedule: "gpipe", "1f1b"; with several stages a rank "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble" (rank r of R has
             the stages r, R + r, …), "zbv", "dualpipev" (r and 2R - 1 - r).
         num_micro_batches: of a batch, where a call does not say; None: the number of stages.
@@ -133,7 +133,8 @@ class PipelineEngine:
 
     def set_version_steps(self, version_steps: int) -> None:
         """From now on the learning-rate scheduler is stepped as lr_scheduler.step(version_steps) after a batch: in reinforcement learning
-        one version of a policy takes several optimizer steps."""
+        one version of a policy takes several optimizer steps. ArgumentError where the scheduler's step takes no such argument."""
+        _step.check_scheduler(self.lr_scheduler, _setup.count("version_steps", version_steps, None, least=0))
         self.version_steps = version_steps
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
@@ -358,7 +359,8 @@ class PipelineEngine:
             self._schedule(kind.startswith("train"), wanted)
             if not isinstance(token_count, bool):
                 counts = _losses.counts_of(token_count, self._microbatches, lengths, kinds)
-            return Call(kind, wanted, lengths, packed_input_ids, keywords)
+            # Version steps decide a stage's learning rate.
+            return Call(f"{kind} {self.version_steps}", wanted, lengths, packed_input_ids, keywords)
 
         self._agreement.check_called_alike(prepare, self.data_parallel_group if kind.startswith("train") else None)
         if wanted < self.num_stages and self.is_first and not self._warned:
@@ -377,8 +379,8 @@ class PipelineEngine:
         by_tokens = self.normalize == "tokens"
 
         def check() -> None:
-            if kind == "train_batch" and self.optimizer is None:
-                raise errors.ArgumentError("train_batch needs an optimizer; this engine was made without one")
+            if kind == "train_batch":
+                _step.check(self)
             if token_count is not None and not by_tokens:
                 raise errors.ArgumentError(f'token_count is for normalize="tokens"; this engine was made with {self.normalize!r}')
             if not callable(loss_fn):

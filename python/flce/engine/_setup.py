@@ -58,11 +58,11 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     return str(value)
 
 
-def count(name: str, value: Any, default: int) -> int:
-    if value is None:
+def count(name: str, value: Any, default: int | None, *, least: int = 1) -> int:
+    if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of 1 or more")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of {least} or more")
     return value
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,45 @@ if TYPE_CHECKING:
     from flce.engine._pipeline_engine import PipelineEngine
 
 _log = logging.getLogger("flce")
+
+
+def check(engine: PipelineEngine) -> None:
+    """That optimizer and scheduler can step, before anything is computed. ArgumentError."""
+    optimizer = engine.optimizer
+    if optimizer is None:
+        raise errors.ArgumentError("train_batch needs an optimizer; this engine was made without one")
+    check_scheduler(engine.lr_scheduler, engine.version_steps)
+    own = {id(parameter) for parameter in engine.parameters()}
+    # One of the user's own may step copies of parameters.
+    for number, group in enumerate(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()):
+        foreign = [parameter for parameter in group["params"] if id(parameter) not in own]
+        if foreign:
+            raise errors.ArgumentError(
+                f"optimizer has {len(foreign)} parameters in group {number} that are none of this rank's stages', the first of shape "
+                f"{list(foreign[0].shape)}: no gradient of theirs is reduced or cleared. Make it of engine.parameters(), behind whatever "
+                "makes new ones (load_stage of a stage on the meta device)"
+            )
+
+
+def check_scheduler(scheduler: Any, version_steps: int | None) -> None:
+    """That it is stepped by nothing, or by version steps, where they are set."""
+    if scheduler is None:
+        return
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise errors.ArgumentError(f"lr_scheduler is a {kind}, whose step takes a metric; step it yourself, behind train_batch")
+    if not callable(getattr(scheduler, "step", None)):
+        raise errors.ArgumentError(f"lr_scheduler is a {kind}, which has no step()")
+    try:
+        signature = inspect.signature(scheduler.step)
+    except (TypeError, ValueError):  # of no Python function
+        return
+    try:
+        signature.bind(*(() if version_steps is None else (version_steps,)))
+    except TypeError as error:
+        given = "" if version_steps is None else f"{version_steps}"
+        why = "" if version_steps is None else "; set_version_steps is for schedulers that take it"
+        raise errors.ArgumentError(f"lr_scheduler is a {kind}, whose step cannot be called as step({given}): {error}{why}") from error
 
 
 def clear_gradients(engine: PipelineEngine) -> None:
