@@ -94,3 +94,27 @@ def test_a_scheduler_that_cannot_be_stepped_is_refused_before_the_optimizer_step
             engine.set_version_steps(steps)  # type: ignore[arg-type]
     engine.version_steps = None
     assert engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS) is not None
+
+
+@pytest.mark.parametrize(
+    ("token_count", "says"),
+    [
+        (
+            torch.tensor([0.5, 0.25, 1.0, 1.0]),
+            r"token_count gives 0\.75 tokens for microbatch 0 \(sequences 0 to 1\); it must give a whole",
+        ),
+        (lambda **_: 2.5, r"token_count gives 2\.5 tokens"),
+        (lambda **_: float("nan"), "token_count gives nan tokens"),
+        (lambda **_: torch.tensor([1, 2]), r"token_count gives tensor\(\[1, 2\]\) tokens"),
+        (lambda **_: None, "token_count gives None tokens"),
+        (lambda **_: -1, "token_count gives -1 tokens"),
+        ([2, 3, 4, 5], r"token_count is a list; it must be a function or a tensor \[4\]"),
+    ],
+)
+def test_counts_that_are_none_are_refused(token_count: Any, says: str) -> None:
+    engine = made(normalize="tokens")
+    with pytest.raises(flce.ArgumentError, match=says):
+        engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS, token_count=token_count)
+    of_floats = lambda packed_input_ids, cu_seqlens, **_: torch.tensor(float(len(packed_input_ids) - len(cu_seqlens) + 1))  # noqa: E731
+    losses = [engine.eval_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS, token_count=count) for count in (of_floats, None)]
+    assert losses[0][0] == losses[1][0]  # type: ignore[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,13 +80,18 @@ def counts_of(token_count: TokenCount, microbatches: Sequence[Microbatch], lengt
         found = [sum(by_sequence[m.sequences.start : m.sequences.stop]) for m in microbatches]
     elif token_count is not None:
         found = [token_count(packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs) for m in microbatches]
+        if not callable(token_count):
+            raise errors.DTypeError(f"token_count is a {type(token_count).__name__}; it must be a function or a tensor [{len(lengths)}]")
     else:
         found = [_targets_of(m, kinds) for m in microbatches]
-    counts = [int(number) for number in found]
-    for microbatch, number in zip(microbatches, counts, strict=True):
-        if number < 0:
-            raise errors.ArgumentError(f"token_count gives {number} tokens for {microbatch}; it must give 0 or more")
-    return counts
+    return [_whole(number, microbatch) for microbatch, number in zip(microbatches, found, strict=True)]
+
+
+def _whole(number: Any, microbatch: Microbatch) -> int:
+    given = number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given) or given < 0 or given != int(given):
+        raise errors.ArgumentError(f"token_count gives {given} tokens for {microbatch}; it must give a whole number, 0 or more")
+    return int(given)
 
 
 def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str]) -> Tensor | int:

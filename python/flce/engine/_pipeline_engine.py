@@ -391,7 +391,9 @@ class PipelineEngine:
         counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, naming, token_count if by_tokens else False, check)
         total = 0
         if counts is not None:
-            summed = torch.tensor(sum(counts), dtype=torch.int64, device=self._agreement.device)
+            # Of the last stage alone, whose keywords' values the others need not have.
+            summed = torch.tensor(sum(counts) if self.is_last else 0, dtype=torch.int64, device=self._agreement.device)
+            dist.all_reduce(summed, group=self.pipeline_group)
             if self.data_parallel_group is not None and kind.startswith("train"):
                 dist.all_reduce(summed, group=self.data_parallel_group)
             total = int(summed)
