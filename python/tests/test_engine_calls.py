@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_support import ToyStage, batch_of, sft_loss
+from torch import Tensor
 
 import flce
 from flce.engine import PipelineEngine
@@ -118,3 +121,22 @@ def test_counts_that_are_none_are_refused(token_count: Any, says: str) -> None:
     of_floats = lambda packed_input_ids, cu_seqlens, **_: torch.tensor(float(len(packed_input_ids) - len(cu_seqlens) + 1))  # noqa: E731
     losses = [engine.eval_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS, token_count=count) for count in (of_floats, None)]
     assert losses[0][0] == losses[1][0]  # type: ignore[index]
+
+
+def test_statistics_keep_no_graph() -> None:
+    hidden: list[Any] = []
+
+    def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Any]:
+        hidden.append(weakref.ref(output.hidden))
+        return output.cross_entropy(packed_input_ids), {"entropy": output.entropy(), "pair": (output.logprobs(packed_input_ids), 3)}
+
+    result = made().train_batch(IDS, CU_SEQLENS, loss_fn)
+    assert result is not None
+    _, stats = result
+    gc.collect()
+    assert [reference() for reference in hidden] == [None, None]
+    for of, tokens in zip(stats, (7, 11), strict=True):
+        assert of["pair"][1] == 3
+        for value in (of["entropy"], of["pair"][0]):
+            assert value.shape == (tokens,)
+            assert not value.requires_grad

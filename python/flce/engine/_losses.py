@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from flce import errors
 from flce._targets import shift_labels
@@ -45,7 +46,7 @@ class Losses:
                 "counts for nothing)"
             )
         loss = loss.reshape(())
-        self._stats.append(stats)
+        self._stats.append(tree_map_only(Tensor, Tensor.detach, stats))  # a graph in them would keep what backward lets go
         if self._counts is None:
             self._losses.append(loss.detach().float())
             return loss / len(self._microbatches)
@@ -79,9 +80,9 @@ def counts_of(token_count: TokenCount, microbatches: Sequence[Microbatch], lengt
         by_sequence = token_count.tolist()
         found = [sum(by_sequence[m.sequences.start : m.sequences.stop]) for m in microbatches]
     elif token_count is not None:
-        found = [token_count(packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs) for m in microbatches]
         if not callable(token_count):
             raise errors.DTypeError(f"token_count is a {type(token_count).__name__}; it must be a function or a tensor [{len(lengths)}]")
+        found = [token_count(packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs) for m in microbatches]
     else:
         found = [_targets_of(m, kinds) for m in microbatches]
     return [_whole(number, microbatch) for microbatch, number in zip(microbatches, found, strict=True)]

@@ -182,7 +182,7 @@ class PipelineEngine:
 
         Returns:
             (loss, stats) on the last stage: the batch's loss on this data-parallel rank, a detached fp32 scalar, and what loss_fn returned
-            beside each loss, in order; None on other stages. Gradients are cleared behind the optimizer's step.
+            beside each loss, its tensors detached, in order; None on other stages. Gradients are cleared behind the optimizer's step.
         """
         naming = (per_token, per_target, per_sequence, constant)
         with self._watching():
