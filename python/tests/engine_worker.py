@@ -355,7 +355,7 @@ def two_by_two(schedule: str, normalize: str) -> None:
 
 
 def refuses_copies() -> None:
-    """Data-parallel ranks: another's bad batch, another's NaN, and parameters that differ."""
+    """Data-parallel ranks: another's bad batch, another's NaN, and engines that cannot be made, which ends them on all ranks."""
     rank = dist.get_rank()
     stage = ToyStage(rank % 2, 2)
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
@@ -369,14 +369,23 @@ def refuses_copies() -> None:
 
     with pytest.raises(flce.PipelineError, match=r"microbatch 0.* of data-parallel rank 1 is not finite"):
         engine.train_batch(ids, cu_seqlens, loss_fn)
+    made = functools.partial(PipelineEngine, pipeline_group=_groups["pipeline"], data_parallel_group=_groups["copies"])
+    tied = ToyStage(rank % 2, 2, tied=True)
+    if rank == 3:
+        tied.head.weight.data[3, 3] += 1e-6
+    said = ("data-parallel rank 1 could not make its engine: " if rank < 2 else "") + "tied_weight of stage 0"
+    with pytest.raises(flce.PipelineError, match=said):
+        made(tied)
+    misplaced = ToyStage(1 - rank % 2 if rank == 2 else rank % 2, 2)
+    with pytest.raises(flce.ArgumentError if rank > 1 else flce.PipelineError, match="rank 0 of 2 was given stages"):
+        made(misplaced)
     if rank == 2:
         with torch.no_grad():
             next(stage.parameters())[0, 0] += 1e-3
-    if rank % 2 == 0:
-        with pytest.raises(flce.PipelineError, match="stage 0 has other parameters on some of its 2 data-parallel ranks"):
-            PipelineEngine(stage, _groups["pipeline"], optimizer, data_parallel_group=_groups["copies"])
-    else:
-        PipelineEngine(stage, _groups["pipeline"], optimizer, data_parallel_group=_groups["copies"])
+    with pytest.raises(flce.PipelineError, match="stage 0 has other parameters on some of its 2 data-parallel ranks") as caught:
+        made(stage)
+    assert caught.value.stage == 0
+    made(ToyStage(rank % 2, 2))
 
 
 def cases() -> Iterator[tuple[Any, ...]]:

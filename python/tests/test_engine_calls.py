@@ -55,6 +55,11 @@ def test_forward_refuses_what_its_output_would_not_show(keywords: dict[str, Any]
     assert engine.forward(IDS, CU_SEQLENS, output="logprobs", labels=IDS.int(), temperature=2).shape == IDS.shape  # type: ignore[union-attr]
 
 
+def test_a_stage_without_weights_is_refused() -> None:
+    with pytest.raises(flce.ArgumentError, match=r"stage 0 has parameters on the meta device; load them first \(load_stage\)"):
+        PipelineEngine(ToyStage(0, 1, tied=True).to("meta"))
+
+
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     """It would train nothing; or, beside the stages', what no reduction and no clearing of gradients reaches."""
     stage = ToyStage(0, 1)
