@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_ranks import is_rank, run_forked
 
 
 def device() -> str:
@@ -28,6 +32,29 @@ def run_named(function: Callable[..., None], *arguments: Any) -> None:
     except BaseException:
         print(f"failed: {function.__name__}{arguments}", flush=True)
         raise
+
+
+def cases_passed(worker: str, *arguments: str) -> dict[int, int]:
+    """Runs a worker whose last argument is its numbers of ranks, as "2,4", on the CPU. Returns how many cases passed by number of ranks."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FLCE_TEST_RANKS_ON": "cpu"}
+    command = [sys.executable, str(Path(__file__).with_name(worker)), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    found = re.findall(r"^(\d+) ranks:$.*?^(\d+) cases passed$", result.stdout, re.MULTILINE | re.DOTALL)
+    return {int(ranks): int(cases) for ranks, cases in found}
+
+
+def run_main(run: Callable[..., None], cases: Callable[[], Iterable[tuple[Any, ...]]], **options: Any) -> None:
+    """A worker's `run_cases`: as a rank of torchrun's, or for each number of ranks among this process's last arguments, forked from it. The
+    process ends; with 1 where a rank has failed."""
+    if is_rank():
+        run_cases(run, cases(), **options)
+    for number in sys.argv[-1].split(","):
+        print(f"{number} ranks:", flush=True)
+        codes = run_forked(int(number), lambda: run_cases(run, cases(), **options))
+        if any(codes):
+            print(f"of {number} ranks these failed: {[rank for rank, code in enumerate(codes) if code]}, {codes}", file=sys.stderr)
+            sys.exit(1)
 
 
 def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, prepare: Callable[[], None] = lambda: None) -> None:
