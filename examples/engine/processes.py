@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# By the process that all others are forked from, once: each would import for many seconds, on a machine with few cores in turns.
+PRELOADED = ["torch", "flce.engine", "transformers.models.llama.modeling_llama"]
+
 
 @dataclass
 class Place:
@@ -42,9 +45,12 @@ def transport(num_stages: int) -> tuple[str, str]:
 def run_stages(worker: Callable[..., Any], num_stages: int, *arguments: Any) -> Any:
     """Runs worker(place, *arguments) in num_stages processes and returns what the last stage's returns (it is pickled). The first exception
     ends the others and is raised here."""
-    results = mp.get_context("spawn").SimpleQueue()
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_process, (num_stages, f"{folder}/store", results, worker, arguments), nprocs=num_stages)
+        given = (num_stages, f"{folder}/store", results, worker, arguments)
+        mp.start_processes(_process, given, nprocs=num_stages, start_method="forkserver")
     return results.get()
 
 

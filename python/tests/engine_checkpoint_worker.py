@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from rank_support import generator, run_cases, run_named
+from rank_support import generator, run_main, run_named
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from flce.engine import (
 )
 from flce.engine._checkpoint_files import open_checkpoint
 
+CLASSES = (transformers.AutoModelForCausalLM, transformers.GPT2LMHeadModel)  # imported here, and not on each rank
 ROOT = Path(sys.argv[1])
 LENGTHS = (5, 9, 3, 7, 4, 6)
 _alone: list[Any] = []
@@ -211,4 +212,4 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 if __name__ == "__main__":
-    run_cases(run_named, CASES)
+    run_main(run_named, lambda: CASES)

@@ -18,7 +18,7 @@ from engine_examples_support import (
     rewards_of_loops,
     sft_loss_of_logits,
 )
-from rank_support import generator, run_cases, run_named
+from rank_support import generator, run_main, run_named
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -355,4 +355,4 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 if __name__ == "__main__":
-    run_cases(run_named, CASES, prepare=prepare)
+    run_main(run_named, lambda: CASES, prepare=prepare)

@@ -24,7 +24,7 @@ from engine_generate_support import (
     unpipelined,
 )
 from engine_stage_support import VOCAB, model_of
-from rank_support import run_cases, run_named
+from rank_support import run_main, run_named
 from torch import Tensor
 
 import flce
@@ -235,4 +235,4 @@ def cases() -> Iterator[tuple[Any, ...]]:
 
 
 if __name__ == "__main__":
-    run_cases(run_named, cases())
+    run_main(run_named, cases)

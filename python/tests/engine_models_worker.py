@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from engine_stage_support import LENGTHS, model_of
 from engine_support import batch_of, sft_loss, token_losses
-from rank_support import run_cases
+from rank_support import run_main
 from torch import Tensor
 
 from flce.engine import PipelineEngine, causal_lm_stage, plan_stages
@@ -74,4 +74,4 @@ def cases() -> Iterator[tuple[Any, ...]]:
 
 
 if __name__ == "__main__":
-    run_cases(trains, cases())
+    run_main(trains, cases)

@@ -11,6 +11,16 @@ from torch import Tensor
 
 from flce.engine import CausalLMStage, PackedBatch, causal_lm_stage
 
+#: transformers imports a model's module where it is asked for: here, before ranks are forked, and not on each of them
+CLASSES = (
+    transformers.AutoModelForCausalLM,
+    transformers.Gemma2ForCausalLM,
+    transformers.GPT2LMHeadModel,
+    transformers.LlamaForCausalLM,
+    transformers.MistralForCausalLM,
+    transformers.Qwen2ForCausalLM,
+    transformers.Qwen3ForCausalLM,
+)
 VOCAB = 50
 SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, "initializer_range": 0.3}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engine_support import ToyStage, V, batch_of, sft_loss, token_losses, whole_batch
-from rank_support import generator, run_cases, run_named
+from rank_support import generator, run_main, run_named
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -181,6 +181,7 @@ def counts(name: str) -> None:
     def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor) -> tuple[Tensor, None]:
         return output.cross_entropy(packed_input_ids.where(loss_mask != 0, -100)), None
 
+    labels = labels if engine.is_last else torch.full_like(labels, -100)  # values are read on the last stage alone
     keywords = {"labels": labels} if name == "labels" else {"loss_mask": labels != -100}
     result = engine.eval_batch(ids, cu_seqlens, sft_loss if name == "labels" else loss_fn, num_micro_batches=3, **keywords)
     expect(engine, result and result[0], losses[counted].mean().detach())
@@ -304,6 +305,10 @@ def refuses() -> None:
             engine.train_batch(its_ids, its_cu_seqlens, sft_loss, **keywords, **options)
     with pytest.raises(flce.PipelineError, match="the call and its options"):
         (engine.eval_batch if odd else engine.train_batch)(ids, cu_seqlens, sft_loss, labels=ids)
+    engine.set_version_steps(3 + odd)
+    with pytest.raises(flce.PipelineError, match="the call and its options"):
+        engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
+    engine.version_steps = None
     with pytest.raises(flce.ArgumentError if odd else flce.PipelineError, match=r"cu_seqlens has 3 elements from 0 to 12"):
         engine.train_batch(ids, cu_seqlens[:-1] if odd else cu_seqlens, sft_loss, labels=ids)
     with pytest.raises(flce.ArgumentError, match="3 sequences, which are fewer than its 4 microbatches"):
@@ -350,7 +355,7 @@ def two_by_two(schedule: str, normalize: str) -> None:
 
 
 def refuses_copies() -> None:
-    """Data-parallel ranks: another's bad batch, another's NaN, and parameters that differ."""
+    """Data-parallel ranks: another's bad batch, another's NaN, and engines that cannot be made, which ends them on all ranks."""
     rank = dist.get_rank()
     stage = ToyStage(rank % 2, 2)
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
@@ -364,14 +369,23 @@ def refuses_copies() -> None:
 
     with pytest.raises(flce.PipelineError, match=r"microbatch 0.* of data-parallel rank 1 is not finite"):
         engine.train_batch(ids, cu_seqlens, loss_fn)
+    made = functools.partial(PipelineEngine, pipeline_group=_groups["pipeline"], data_parallel_group=_groups["copies"])
+    tied = ToyStage(rank % 2, 2, tied=True)
+    if rank == 3:
+        tied.head.weight.data[3, 3] += 1e-6
+    said = ("data-parallel rank 1 could not make its engine: " if rank < 2 else "") + "tied_weight of stage 0"
+    with pytest.raises(flce.PipelineError, match=said):
+        made(tied)
+    misplaced = ToyStage(1 - rank % 2 if rank == 2 else rank % 2, 2)
+    with pytest.raises(flce.ArgumentError if rank > 1 else flce.PipelineError, match="rank 0 of 2 was given stages"):
+        made(misplaced)
     if rank == 2:
         with torch.no_grad():
             next(stage.parameters())[0, 0] += 1e-3
-    if rank % 2 == 0:
-        with pytest.raises(flce.PipelineError, match="stage 0 has other parameters on some of its 2 data-parallel ranks"):
-            PipelineEngine(stage, _groups["pipeline"], optimizer, data_parallel_group=_groups["copies"])
-    else:
-        PipelineEngine(stage, _groups["pipeline"], optimizer, data_parallel_group=_groups["copies"])
+    with pytest.raises(flce.PipelineError, match="stage 0 has other parameters on some of its 2 data-parallel ranks") as caught:
+        made(stage)
+    assert caught.value.stage == 0
+    made(ToyStage(rank % 2, 2))
 
 
 def cases() -> Iterator[tuple[Any, ...]]:
@@ -410,10 +424,5 @@ def no_inference(*arguments: Any, **keywords: Any) -> Any:
     raise AssertionError("torch infers a stage's shapes")
 
 
-def every_case() -> Iterator[tuple[Any, ...]]:
-    """Asked for its first case when the group is there."""
-    yield from cases()
-
-
 if __name__ == "__main__":
-    run_cases(run_named, every_case(), prepare=prepare)
+    run_main(run_named, cases, prepare=prepare)

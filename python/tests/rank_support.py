@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_ranks import is_rank, run_forked
 
 
 def device() -> str:
@@ -24,11 +28,11 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(device()).manual_seed(seed)
 
 
-<<<<<<< HEAD
 def tell_where_it_hangs() -> None:
     """A process that is ended from outside says where it was."""
     faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
-=======
+
+
 def default_device() -> torch.device:
     """Of this rank: what a stage or a mesh is told."""
     return torch.get_default_device()
@@ -37,7 +41,6 @@ def default_device() -> torch.device:
 def one_rank_backend() -> str:
     """Of a group of one process, whose tensors may be on the GPU."""
     return "gloo" if device() == "cpu" else "cpu:gloo,cuda:nccl"
->>>>>>> e23
 
 
 def run_named(function: Callable[..., None], *arguments: Any) -> None:
@@ -49,11 +52,34 @@ def run_named(function: Callable[..., None], *arguments: Any) -> None:
         raise
 
 
+def cases_passed(worker: str, *arguments: str) -> dict[int, int]:
+    """Runs a worker whose last argument is its numbers of ranks, as "2,4", on the CPU. Returns how many cases passed by number of ranks."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FLCE_TEST_RANKS_ON": "cpu"}
+    command = [sys.executable, str(Path(__file__).with_name(worker)), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    found = re.findall(r"^(\d+) ranks:$.*?^(\d+) cases passed$", result.stdout, re.MULTILINE | re.DOTALL)
+    return {int(ranks): int(cases) for ranks, cases in found}
+
+
+def run_main(run: Callable[..., None], cases: Callable[[], Iterable[tuple[Any, ...]]], **options: Any) -> None:
+    """A worker's `run_cases`: as a rank of torchrun's, or for each number of ranks among this process's last arguments, forked from it. The
+    process ends; with 1 where a rank has failed."""
+    if is_rank():
+        run_cases(run, cases(), **options)
+    for number in sys.argv[-1].split(","):
+        print(f"{number} ranks:", flush=True)
+        codes = run_forked(int(number), lambda: run_cases(run, cases(), **options))
+        if any(codes):
+            print(f"of {number} ranks these failed: {[rank for rank, code in enumerate(codes) if code]}, {codes}", file=sys.stderr)
+            sys.exit(1)
+
+
 def run_cases(run: Callable[..., None], cases: Iterable[tuple[Any, ...]], *, prepare: Callable[[], None] = lambda: None) -> None:
-    """Calls `prepare` once and `run` for each case, on every rank of a group; rank 0 prints how many cases passed, and the process ends. Cases
-    go to stderr, with the seconds that the case before took. A rank whose peer has failed raises after 120 s. The group is NCCL's where every
-    rank has a GPU of its own; else gloo's: NCCL takes no two ranks on one GPU, and DTensor's collectives crash over gloo with tensors there
-    (torch 2.11)."""
+    """Calls `prepare` once and `run` for each case, on every rank of a group; rank 0 prints how many cases passed, and the process ends.
+    Cases go to stderr, with the seconds that the case before took. A rank whose peer has failed raises after 120 s. The group is NCCL's
+    where every rank has a GPU of its own; else gloo's: NCCL takes no two ranks on one GPU, and DTensor's collectives crash over gloo with
+    tensors there (torch 2.11)."""
     own_gpu = device() != "cpu" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     if own_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

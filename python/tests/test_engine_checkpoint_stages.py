@@ -75,6 +75,23 @@ def test_a_whole_checkpoint_is_read_where_the_stage_needs_it(tmp_path: Path) -> 
     assert_same_bits(stage.state_dict(), expected_of(model, stage))
 
 
+def test_a_tied_weight_that_a_whole_checkpoint_has_twice_has_to_be_the_same(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "in", tied=True)
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = tensors_of(tmp_path / "in")
+    embedding = tensors["model.embed_tokens.weight"]
+    st.save_file(tensors | {"lm_head.weight": embedding.clone()}, file, {"format": "pt"})
+    for stage in stages_of(tmp_path / "in", 1) + stages_of(tmp_path / "in", 2):
+        load_stage(stage, tmp_path / "in")
+        assert_same_bits(stage.state_dict(), expected_of(model, stage))
+    st.save_file(tensors | {"lm_head.weight": embedding + 1}, file, {"format": "pt"})
+    for stage in stages_of(tmp_path / "in", 1) + stages_of(tmp_path / "in", 2):
+        with pytest.raises(errors.CheckpointError, match=r"'model.embed_tokens.weight' and 'lm_head.weight' differ, and config.json ties"):
+            load_stage(stage, tmp_path / "in")
+    for stage in stages_of(tmp_path / "in", 2, critic=True):  # which has no such head
+        load_stage(stage, tmp_path / "in", init_critic_from_actor=True)
+
+
 def test_another_number_of_stages_names_both_and_the_command(tmp_path: Path) -> None:
     save_model(tmp_path / "in")
     shard_checkpoint(tmp_path / "in", tmp_path / "four", 4)

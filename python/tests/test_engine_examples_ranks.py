@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rank_support import cases_passed
 
 pytest.importorskip("transformers")
 
@@ -25,8 +26,7 @@ def run(*command: str, expected: int = 0, timeout: int = 500) -> str:
 
 def test_interfaces_step_as_the_whole_model_with_its_logits() -> None:
     """Fine-tuning, PPO's actor and critic: statistics, gradients, parameters; two stages, and two data-parallel ranks."""
-    output = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "engine_examples_worker.py"))
-    assert "12 cases passed" in output
+    assert cases_passed("engine_examples_worker.py", "2") == {2: 12}
 
 
 def test_fine_tuning_needs_less_memory_for_the_same_losses() -> None:

@@ -26,6 +26,10 @@ COMPUTED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 WEIGHTS = re.compile(r"\.(safetensors|safetensors\.index\.json|bin|bin\.index\.json|pt|pth|ckpt|h5|msgpack|gguf|onnx|tflite|npz)$")
 
 
+#: why an embedding and an output layer have to be equal
+TIED = "config.json ties them. Set tie_word_embeddings to false there if the model was trained with two weights"
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a checkpoint is cut into stages: what the index's metadata says under "flce"."""

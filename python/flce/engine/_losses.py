@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from flce import errors
 from flce._targets import shift_labels
@@ -44,7 +46,7 @@ class Losses:
                 "counts for nothing)"
             )
         loss = loss.reshape(())
-        self._stats.append(stats)
+        self._stats.append(tree_map_only(Tensor, Tensor.detach, stats))  # a graph in them would keep what backward lets go
         if self._counts is None:
             self._losses.append(loss.detach().float())
             return loss / len(self._microbatches)
@@ -78,14 +80,19 @@ def counts_of(token_count: TokenCount, microbatches: Sequence[Microbatch], lengt
         by_sequence = token_count.tolist()
         found = [sum(by_sequence[m.sequences.start : m.sequences.stop]) for m in microbatches]
     elif token_count is not None:
+        if not callable(token_count):
+            raise errors.DTypeError(f"token_count is a {type(token_count).__name__}; it must be a function or a tensor [{len(lengths)}]")
         found = [token_count(packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs) for m in microbatches]
     else:
         found = [_targets_of(m, kinds) for m in microbatches]
-    counts = [int(number) for number in found]
-    for microbatch, number in zip(microbatches, counts, strict=True):
-        if number < 0:
-            raise errors.ArgumentError(f"token_count gives {number} tokens for {microbatch}; it must give 0 or more")
-    return counts
+    return [_whole(number, microbatch) for microbatch, number in zip(microbatches, found, strict=True)]
+
+
+def _whole(number: Any, microbatch: Microbatch) -> int:
+    given = number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given) or given < 0 or given != int(given):
+        raise errors.ArgumentError(f"token_count gives {given} tokens for {microbatch}; it must give a whole number, 0 or more")
+    return int(given)
 
 
 def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str]) -> Tensor | int:

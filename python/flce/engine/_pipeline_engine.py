@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flce import errors
-from flce.engine import _generate, _losses, _microbatches, _reduce, _schedules, _setup, _transport
+from flce.engine import _forward, _generate, _losses, _microbatches, _schedules, _setup, _step, _transport
 from flce.engine._agreement import Agreed, Call
 from flce.engine._generate import Generated
 from flce.engine._microbatches import Microbatch, Naming
@@ -23,8 +21,6 @@ from flce.engine._output import HeadOutput, head_options_of
 from flce.engine._stage import Stage
 
 _log = logging.getLogger("flce")
-
-OUTPUTS = ("logits", "logprobs", "hidden", "entropy", "values")
 
 
 class PipelineEngine:
@@ -42,9 +38,9 @@ class PipelineEngine:
     Args:
         stage: this rank's `Stage`, or several in the order of their numbers for a schedule that has several on a rank.
         pipeline_group: the ranks of this pipeline, in the order of their stages; None: all ranks.
-        optimizer: of this rank's parameters, tied weight included; needed for `train_batch` alone.
+        optimizer: of this rank's parameters, tied weight included, and of no others; needed for `train_batch` alone.
         data_parallel_group: the ranks that have copies of this rank's stages. Gradients are reduced over them, once a batch.
-        lr_scheduler: stepped behind the optimizer.
+        lr_scheduler: stepped behind the optimizer, without a metric (torch's ReduceLROnPlateau is refused).
         schedule: "gpipe", "1f1b"; with several stages a rank "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble" (rank r of R has
             the stages r, R + r, …), "zbv", "dualpipev" (r and 2R - 1 - r).
         num_micro_batches: of a batch, where a call does not say; None: the number of stages.
@@ -137,7 +133,8 @@ class PipelineEngine:
 
     def set_version_steps(self, version_steps: int) -> None:
         """From now on the learning-rate scheduler is stepped as lr_scheduler.step(version_steps) after a batch: in reinforcement learning
-        one version of a policy takes several optimizer steps."""
+        one version of a policy takes several optimizer steps. ArgumentError where the scheduler's step takes no such argument."""
+        _step.check_scheduler(self.lr_scheduler, _setup.count("version_steps", version_steps, None, least=0))
         self.version_steps = version_steps
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
@@ -185,17 +182,17 @@ class PipelineEngine:
 
         Returns:
             (loss, stats) on the last stage: the batch's loss on this data-parallel rank, a detached fp32 scalar, and what loss_fn returned
-            beside each loss, in order; None on other stages. Gradients are cleared behind the optimizer's step.
+            beside each loss, its tensors detached, in order; None on other stages. Gradients are cleared behind the optimizer's step.
         """
         naming = (per_token, per_target, per_sequence, constant)
         with self._watching():
             losses = self._losses = self._new_losses(
                 "train_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, naming, loss_fn_kwargs
             )
-            self._clear_gradients()
+            _step.clear_gradients(self)
             with torch.enable_grad():
                 self._run(True)
-            self._finish_step(losses)
+            _step.finish(self, losses)
             return losses.result() if self.is_last else None
 
     def eval_batch(
@@ -245,11 +242,11 @@ class PipelineEngine:
         results: list[Tensor] = []
 
         def compute(hidden: Tensor, microbatch: Microbatch) -> None:
-            results.append(_forward_of(self._output(hidden, microbatch), microbatch, output, temperature))
+            results.append(_forward.compute(self._output(hidden, microbatch), microbatch, output, temperature))
 
         with self._watching(), torch.no_grad():
             named = (tuple(keywords), (), (), ())
-            check = functools.partial(_setup.choice, "output", output, OUTPUTS)
+            check = functools.partial(_forward.check, output, labels, temperature)
             self._prepare(kind, packed_input_ids, cu_seqlens, num_micro_batches, keywords, named, check=check)
             self._run(False, compute)
             return torch.cat(results) if self.is_last else None
@@ -362,7 +359,8 @@ class PipelineEngine:
             self._schedule(kind.startswith("train"), wanted)
             if not isinstance(token_count, bool):
                 counts = _losses.counts_of(token_count, self._microbatches, lengths, kinds)
-            return Call(kind, wanted, lengths, packed_input_ids, keywords)
+            # Version steps decide a stage's learning rate.
+            return Call(f"{kind} {self.version_steps}", wanted, lengths, packed_input_ids, keywords)
 
         self._agreement.check_called_alike(prepare, self.data_parallel_group if kind.startswith("train") else None)
         if wanted < self.num_stages and self.is_first and not self._warned:
@@ -381,8 +379,8 @@ class PipelineEngine:
         by_tokens = self.normalize == "tokens"
 
         def check() -> None:
-            if kind == "train_batch" and self.optimizer is None:
-                raise errors.ArgumentError("train_batch needs an optimizer; this engine was made without one")
+            if kind == "train_batch":
+                _step.check(self)
             if token_count is not None and not by_tokens:
                 raise errors.ArgumentError(f'token_count is for normalize="tokens"; this engine was made with {self.normalize!r}')
             if not callable(loss_fn):
@@ -393,7 +391,9 @@ class PipelineEngine:
         counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, naming, token_count if by_tokens else False, check)
         total = 0
         if counts is not None:
-            summed = torch.tensor(sum(counts), dtype=torch.int64, device=self._agreement.device)
+            # Of the last stage alone, whose keywords' values the others need not have.
+            summed = torch.tensor(sum(counts) if self.is_last else 0, dtype=torch.int64, device=self._agreement.device)
+            dist.all_reduce(summed, group=self.pipeline_group)
             if self.data_parallel_group is not None and kind.startswith("train"):
                 dist.all_reduce(summed, group=self.data_parallel_group)
             total = int(summed)
@@ -424,74 +424,3 @@ class PipelineEngine:
         microbatch = self._microbatches[int(number)]
         with next(module for module in self._modules if module.stage.is_last).noting():
             return self._losses.add(self._output(hidden, microbatch), microbatch)
-
-    def _clear_gradients(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
-
-    def _finish_step(self, losses: _losses.Losses) -> None:
-        """From gradients to the optimizer's step, or to none where a loss is not finite."""
-        problem = self._nonfinite_loss(losses)
-        if problem is None:
-            _reduce.sum_tied(self._tied.weights, self._tied.peer, self.pipeline_group)
-            if self.data_parallel_group is not None:
-                trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-                _reduce.reduce_over_copies(trained, self.data_parallel_group, average=self.normalize == "micro_batches")
-            problem = self._clip()
-        if problem is not None:
-            self._clear_gradients()
-            if self.nonfinite == "raise":
-                raise Agreed(problem)
-            _log.warning("flce: %s; the optimizer's step is left out", problem)
-            return
-        assert self.optimizer is not None
-        with self._own():
-            self.optimizer.step()
-            if self.lr_scheduler is not None and self.version_steps is None:
-                self.lr_scheduler.step()
-            elif self.lr_scheduler is not None:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="The epoch parameter", category=UserWarning)
-                    self.lr_scheduler.step(self.version_steps)
-        self._clear_gradients()
-
-    def _nonfinite_loss(self, losses: _losses.Losses) -> errors.PipelineError | None:
-        """The first microbatch whose loss is not finite, on all ranks alike."""
-        fine, copies = 1 << 62, self.data_parallel_group
-        copy = 0 if copies is None else dist.get_rank(copies)
-        bad = losses.first_nonfinite() if self.is_last else None
-        code = torch.tensor(fine if bad is None else (copy << 32) + bad, device=self._agreement.device)
-        dist.all_reduce(code, dist.ReduceOp.MIN, group=self.pipeline_group)
-        if copies is not None:
-            dist.all_reduce(code, dist.ReduceOp.MIN, group=copies)
-        found = int(code)
-        if found == fine:
-            return None
-        number = found & 0xFFFFFFFF
-        name = str(self._microbatches[number]) if found >> 32 == copy else f"microbatch {number}"
-        of = "" if copies is None else f" of data-parallel rank {found >> 32}"
-        return errors.PipelineError(f"the loss of {name}{of} is not finite; parameters are as they were", self.num_stages - 1)
-
-    def _clip(self) -> errors.PipelineError | None:
-        if self.max_grad_norm is None:
-            return None
-        counted = [parameter for parameter in self.parameters() if parameter.grad is not None and parameter is not self._tied.counted]
-        norm = _reduce.global_norm(
-            [parameter.grad for parameter in counted if parameter.grad is not None], self.pipeline_group, self.device
-        )
-        self.last_grad_norm = float(norm)
-        if not math.isfinite(self.last_grad_norm):
-            return errors.PipelineError(f"the gradients' norm is {self.last_grad_norm}; parameters are as they were")
-        if self.last_grad_norm > self.max_grad_norm:
-            _reduce.clip([parameter.grad for parameter in self.parameters() if parameter.grad is not None], norm, self.max_grad_norm)
-        return None
-
-
-def _forward_of(output: HeadOutput, microbatch: Microbatch, what: str, temperature: float) -> Tensor:
-    if what == "logprobs":
-        return output.logprobs(microbatch.kwargs.get("labels", microbatch.input_ids), temperature)
-    if what == "entropy":
-        return output.entropy(temperature)
-    if what == "hidden":
-        return output.hidden
-    return output.values() if what == "values" else output.logits()

@@ -159,6 +159,16 @@ def digest_of(file: BinaryIO, entry: TensorEntry, advance: Advance = lambda _: N
     return digest.hexdigest()
 
 
+def check_equal(one: TensorEntry, other: TensorEntry, why: str) -> None:
+    """CheckpointError, with `why` they must be, where two tensors differ."""
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    if same:
+        with open(one.file, "rb", buffering=0) as first, open(other.file, "rb", buffering=0) as second:
+            same = digest_of(first, one) == digest_of(second, other)
+    if not same:
+        raise CheckpointError(f"{one.file.parent}: {one.name!r} and {other.name!r} differ, and {why}")
+
+
 def write_file(
     target: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, digests: bool = False, advance: Advance = lambda _: None
 ) -> dict[str, str]:

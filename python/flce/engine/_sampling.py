@@ -78,6 +78,10 @@ class GenerationConfig:
     def special_tokens(self, tokenizer: Any | None) -> tuple[tuple[int, ...], int]:
         """(all that end a sequence, what pads): this config's, otherwise those of the tokenizer, which needs `eos_token_id` and
         `pad_token_id` alone. Without an end of sequence all continuations are equally long, and nothing is padded."""
+        if tokenizer is not None and (hasattr(tokenizer, "max_new_tokens") or not hasattr(tokenizer, "eos_token_id")):
+            raise errors.DTypeError(
+                f"tokenizer is a {type(tokenizer).__name__}; it must have eos_token_id and pad_token_id, or be None. The config is gconfig="
+            )
         ends, pad = self.eos_token_ids, self.pad_token_id
         if not ends:
             ends = _as_tuple("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))

@@ -58,11 +58,11 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     return str(value)
 
 
-def count(name: str, value: Any, default: int) -> int:
-    if value is None:
+def count(name: str, value: Any, default: int | None, *, least: int = 1) -> int:
+    if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of 1 or more")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of {least} or more")
     return value
 
 
@@ -89,7 +89,8 @@ def device_of(stages: Sequence[Stage], device: torch.device | str | None) -> tor
 
 
 def meet(engine: PipelineEngine) -> tuple[Agreement, Tied]:
-    """Tells the other ranks what this one was made with, and checks that it fits. ArgumentError, PipelineError on every rank."""
+    """Tells the other ranks what this one was made with, and checks that it fits. ArgumentError, PipelineError on every rank, of
+    data-parallel copies too."""
     agreement = Agreement(engine.pipeline_group, engine.device)
     numbers = tuple(stage.stage for stage in engine.stages)
     settings = {
@@ -103,28 +104,37 @@ def meet(engine: PipelineEngine) -> tuple[Agreement, Tied]:
         "nonfinite": engine.nonfinite,
         "data_parallel_group of size": 1 if engine.data_parallel_group is None else dist.get_world_size(engine.data_parallel_group),
     }
-    refused = None
+    problem: errors.FlceError | None = None
     try:
         _schedules.check_placement(engine.schedule, numbers, engine.num_stages, agreement.rank, len(agreement.ranks))
         _check_stages(engine.stages)
     except errors.ArgumentError as error:
-        refused = error
-    told = agreement.gather((numbers, settings, None if refused is None else str(refused), _tied_of(engine.stages)))
-    if refused is not None:
-        raise refused
+        problem = error
+    told = agreement.gather((numbers, settings, None if problem is None else str(problem), {} if problem else _tied_of(engine.stages)))
     agreement.stages = [numbers for numbers, *_ in told]
-    for rank, (_, others, problem, _) in enumerate(told):
-        if problem is not None:
-            raise errors.ArgumentError(f"rank {rank} of the pipeline: {problem}")
+    tied = Tied()
+    try:
+        if problem is None:
+            _check_told(agreement, [(others, said) for _, others, said, _ in told])
+            tied = _check_tied(engine, agreement, [part for *_, part in told])
+    except (errors.ArgumentError, errors.PipelineError) as error:
+        problem = error
+    agreement.open_store(_check_copies(engine, agreement, problem))
+    return agreement, tied
+
+
+def _check_told(agreement: Agreement, told: Sequence[tuple[dict[str, Any], str | None]]) -> None:
+    """That no rank has refused its stages, and all have this one's settings."""
+    settings, _ = told[agreement.rank]
+    for rank, (others, refused) in enumerate(told):
+        if refused is not None:
+            raise errors.ArgumentError(f"rank {rank} of the pipeline: {refused}")
         for name, value in settings.items():
             if others[name] != value:
                 raise errors.ArgumentError(
                     f"{agreement.says(agreement.rank)} was made with {name} {value!r}, {agreement.says(rank)} with {others[name]!r}; they "
                     "must be the same on every rank of a pipeline"
                 )
-    tied = _check_tied(engine, agreement, [part for *_, part in told])
-    agreement.open_store(_check_copies(engine, agreement))
-    return agreement, tied
 
 
 def _check_stages(stages: Sequence[Stage]) -> None:
@@ -136,6 +146,8 @@ def _check_stages(stages: Sequence[Stage]) -> None:
                     f"stage {stage.stage} has {name} {getattr(stage, name)!r}, stage {first.stage} has {getattr(first, name)!r}; they "
                     "must be the same"
                 )
+        if any(parameter.is_meta for parameter in stage.parameters()):
+            raise errors.ArgumentError(f"stage {stage.stage} has parameters on the meta device; load them first (load_stage)")
         if stage.is_last and stage.head is None:
             raise errors.ArgumentError(f"stage {stage.stage} is the last one and has no head; `head` is its output layer")
 
@@ -178,20 +190,32 @@ def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[in
     return Tied(weights, peer, own.get(last) if len(weights) == 2 or 0 not in own else None)
 
 
-def _check_copies(engine: PipelineEngine, agreement: Agreement) -> str:
-    """That data-parallel ranks have the same parameters. Returns a name that they share."""
-    if engine.data_parallel_group is None:
-        return agreement.name
-    total = sum(
-        (checksum(parameter) * (2 * n + 1) for n, parameter in enumerate(engine.parameters())),
-        torch.zeros((), dtype=torch.int64, device="cpu"),
-    )
-    told: list[Any] = [None] * dist.get_world_size(engine.data_parallel_group)
-    dist.all_gather_object(told, (int(total), agreement.name), group=engine.data_parallel_group)
-    if len({bits for bits, _ in told}) > 1:
-        raise errors.PipelineError(
-            f"{agreement.says(agreement.rank)} has other parameters on some of its {len(told)} data-parallel ranks; they must be "
-            "copies when the engine is made: load the same checkpoint, or seed alike",
-            agreement.stages[agreement.rank][0],
+def _check_copies(engine: PipelineEngine, agreement: Agreement, problem: errors.FlceError | None) -> str:
+    """That no rank of any copy has a problem, and that data-parallel ranks have the same parameters. Raises on every rank of all copies,
+    so that none waits for one that has raised: their ranks hear of it first, and then those of their pipelines. Returns a name that
+    the copies share."""
+    copies, shared = engine.data_parallel_group, agreement.name
+    if copies is not None:
+        bits = sum(
+            (checksum(parameter) * (2 * n + 1) for n, parameter in enumerate(engine.parameters()) if not parameter.is_meta),
+            torch.zeros((), dtype=torch.int64, device="cpu"),
         )
-    return str(min(name for _, name in told))
+        told: list[Any] = [None] * dist.get_world_size(copies)
+        dist.all_gather_object(told, (int(bits), shared, None if problem is None else str(problem)), group=copies)
+        refused = next(((rank, said) for rank, (*_, said) in enumerate(told) if said is not None), None)
+        if problem is None and refused is not None:
+            problem = errors.PipelineError(f"data-parallel rank {refused[0]} could not make its engine: {refused[1]}")
+        elif problem is None and len({bits for bits, *_ in told}) > 1:
+            problem = errors.PipelineError(
+                f"{agreement.says(agreement.rank)} has other parameters on some of its {len(told)} data-parallel ranks; they must be "
+                "copies when the engine is made: load the same checkpoint, or seed alike",
+                agreement.stages[agreement.rank][0],
+            )
+        shared = str(min(name for _, name, _ in told))
+    found = agreement.gather(None if problem is None else (str(problem), getattr(problem, "stage", None)))
+    if problem is not None:
+        raise problem
+    others = next((said for said in found if said is not None), None)
+    if others is not None:
+        raise errors.PipelineError(*others)
+    return shared

@@ -15,6 +15,7 @@ from typing import Any
 from flce.engine._checkpoint_files import (
     INDEX_NAME,
     SINGLE_NAME,
+    TIED,
     Checkpoint,
     Family,
     Layout,
@@ -25,7 +26,7 @@ from flce.engine._checkpoint_files import (
 )
 from flce.engine._plan import StagePlan, balance
 from flce.engine._replacement import Replacement, check_target, copy_file, write_text
-from flce.engine._safetensors import TensorEntry, digest_of, verify_file, write_file
+from flce.engine._safetensors import TensorEntry, check_equal, verify_file, write_file
 from flce.errors import ArgumentError, CheckpointError
 
 #: called with what is being done ("copying"), the bytes done since the last call, and the bytes that there are to do
@@ -100,18 +101,9 @@ def own_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     for copy, origin in (checkpoint.layout.copies if checkpoint.layout else {}).items():
         if copy not in entries or origin not in entries:
             raise CheckpointError(f"{checkpoint.folder}: {copy!r} is said to copy {origin!r}, and one of them is not there")
-        _check_equal(entries[copy], entries[origin], "the index says that one copies the other")
+        check_equal(entries[copy], entries[origin], "the index says that one copies the other")
         del entries[copy]
     return dict(sorted(entries.items(), key=lambda item: natural(item[0])))
-
-
-def _check_equal(one: TensorEntry, other: TensorEntry, why: str) -> None:
-    same = (one.dtype, one.shape) == (other.dtype, other.shape)
-    if same:
-        with open(one.file, "rb", buffering=0) as first, open(other.file, "rb", buffering=0) as second:
-            same = digest_of(first, one) == digest_of(second, other)
-    if not same:
-        raise CheckpointError(f"{one.file.parent}: {one.name!r} and {other.name!r} differ, and {why}")
 
 
 def plan_sharding(source: Checkpoint, num_stages: int, shards_per_stage: int = 1) -> Conversion:
@@ -145,8 +137,7 @@ def assign(family: Family, plan: StagePlan, entries: Mapping[str, TensorEntry]) 
         else:
             of_stage[plan.stages_of(canonical)[0]].append(entry)
     if plan.tied and names.embedding in by_canonical and names.head in by_canonical:
-        why = "config.json ties them. Set tie_word_embeddings to false there if the model was trained with two weights"
-        _check_equal(by_canonical[names.embedding], by_canonical[names.head], why)
+        check_equal(by_canonical[names.embedding], by_canonical[names.head], TIED)
     elif plan.tied and last > 0 and not any(canonical.startswith("score.") for canonical in by_canonical):  # a critic has no such head
         here, there = (0, last) if names.embedding in by_canonical else (last, 0)
         origin = by_canonical[names.embedding if here == 0 else names.head]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flce.engine._checkpoint_files import COMPUTED, Checkpoint, Family, Layout, family_of, open_checkpoint
+from flce.engine._checkpoint_files import COMPUTED, TIED, Checkpoint, Family, Layout, family_of, open_checkpoint
 from flce.engine._plan import NAMES, StagePlan
-from flce.engine._safetensors import DTYPES, library
+from flce.engine._safetensors import DTYPES, check_equal, library
 from flce.engine._stage import Stage
 from flce.errors import ArgumentError, CheckpointError, DTypeError, ShapeError
 
@@ -111,7 +111,20 @@ def _names_in(checkpoint: Checkpoint, stage: Stage, strict: bool) -> dict[str, s
         return {(family.canonical(name) if family else name): name for name in checkpoint.stage_names(stage.stage)}
     family = _family(checkpoint)
     all_names = {(family.canonical(name) if family else name): name for name in checkpoint.files}
+    _check_tied(checkpoint, all_names, stage)
     return _own_names(all_names, stage, strict)
+
+
+def _check_tied(checkpoint: Checkpoint, names: dict[str, str], stage: Stage) -> None:
+    """A whole checkpoint may have a tied weight twice, and has it alike then: each stage reads the one under its own name."""
+    plan = getattr(stage, "plan", None)
+    if plan is None or not plan.tied or getattr(stage, "critic", False):
+        return
+    both = [plan.names.embedding, plan.names.head]
+    if all(name in names for name in both) and any(name in _wanted(stage) for name in both):
+        embedding, head = (names[name] for name in both)
+        entries = checkpoint.entries([embedding, head])
+        check_equal(entries[embedding], entries[head], TIED)
 
 
 def _family(checkpoint: Checkpoint) -> Family | None:

@@ -1,0 +1,44 @@
+"""What `PipelineEngine.forward` returns of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce import errors
+from flce.engine import _setup
+from flce.engine._microbatches import Microbatch
+from flce.engine._output import HeadOutput
+
+OUTPUTS = ("logits", "logprobs", "hidden", "entropy", "values")
+_LEAST, _LARGEST = 2.0**-100, 2.0**100  # temperatures that flce.linear_logprobs takes
+
+
+def check(output: Any, labels: Any, temperature: Any) -> None:
+    """ArgumentError, ShapeError, DTypeError, before anything is computed: for what the output does not depend on as well."""
+    _setup.choice("output", output, OUTPUTS)
+    if labels is not None and output != "logprobs":
+        raise errors.ArgumentError(f'labels are for output="logprobs"; output is {output!r}')
+    if labels is not None and (not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32)):
+        got = f"a {labels.dtype} tensor" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+        raise errors.DTypeError(f"labels is {got}; it must be an int64 or int32 tensor")
+    if labels is not None and labels.dim() != 1:
+        raise errors.ShapeError(f"labels has shape {list(labels.shape)}; it must have one dimension, as packed_input_ids")
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise errors.DTypeError(f"temperature is a {type(temperature).__name__}; it must be a number")
+    if not _LEAST <= temperature <= _LARGEST:
+        raise errors.ArgumentError(f"temperature is {temperature}; it must be between 2^-100 and 2^100")
+    if temperature != 1.0 and output not in ("logprobs", "entropy"):
+        raise errors.ArgumentError(f'temperature is {temperature}; it is for output="logprobs" and "entropy", and output is {output!r}')
+
+
+def compute(output: HeadOutput, microbatch: Microbatch, what: str, temperature: float) -> Tensor:
+    if what == "logprobs":
+        return output.logprobs(microbatch.kwargs.get("labels", microbatch.input_ids), temperature)
+    if what == "entropy":
+        return output.entropy(temperature)
+    if what == "hidden":
+        return output.hidden
+    return output.values() if what == "values" else output.logits()

@@ -1,0 +1,126 @@
+"""From a batch's gradients to the optimizer's step."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from flce import errors
+from flce.engine import _reduce
+from flce.engine._agreement import Agreed
+from flce.engine._losses import Losses
+
+if TYPE_CHECKING:
+    from flce.engine._pipeline_engine import PipelineEngine
+
+_log = logging.getLogger("flce")
+
+
+def check(engine: PipelineEngine) -> None:
+    """That optimizer and scheduler can step, before anything is computed. ArgumentError."""
+    optimizer = engine.optimizer
+    if optimizer is None:
+        raise errors.ArgumentError("train_batch needs an optimizer; this engine was made without one")
+    check_scheduler(engine.lr_scheduler, engine.version_steps)
+    own = {id(parameter) for parameter in engine.parameters()}
+    # One of the user's own may step copies of parameters.
+    for number, group in enumerate(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()):
+        foreign = [parameter for parameter in group["params"] if id(parameter) not in own]
+        if foreign:
+            raise errors.ArgumentError(
+                f"optimizer has {len(foreign)} parameters in group {number} that are none of this rank's stages', the first of shape "
+                f"{list(foreign[0].shape)}: no gradient of theirs is reduced or cleared. Make it of engine.parameters(), behind whatever "
+                "makes new ones (load_stage of a stage on the meta device)"
+            )
+
+
+def check_scheduler(scheduler: Any, version_steps: int | None) -> None:
+    """That it is stepped by nothing, or by version steps, where they are set."""
+    if scheduler is None:
+        return
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise errors.ArgumentError(f"lr_scheduler is a {kind}, whose step takes a metric; step it yourself, behind train_batch")
+    if not callable(getattr(scheduler, "step", None)):
+        raise errors.ArgumentError(f"lr_scheduler is a {kind}, which has no step()")
+    try:
+        signature = inspect.signature(scheduler.step)
+    except (TypeError, ValueError):  # of no Python function
+        return
+    try:
+        signature.bind(*(() if version_steps is None else (version_steps,)))
+    except TypeError as error:
+        given = "" if version_steps is None else f"{version_steps}"
+        why = "" if version_steps is None else "; set_version_steps is for schedulers that take it"
+        raise errors.ArgumentError(f"lr_scheduler is a {kind}, whose step cannot be called as step({given}): {error}{why}") from error
+
+
+def clear_gradients(engine: PipelineEngine) -> None:
+    for parameter in engine.parameters():
+        parameter.grad = None
+
+
+def finish(engine: PipelineEngine, losses: Losses) -> None:
+    """Behind the last backward: reductions, and the steps of optimizer and scheduler, or none where a loss is not finite."""
+    problem = _nonfinite_loss(engine, losses)
+    if problem is None:
+        _reduce.sum_tied(engine._tied.weights, engine._tied.peer, engine.pipeline_group)
+        if engine.data_parallel_group is not None:
+            trained = [parameter for parameter in engine.parameters() if parameter.requires_grad]
+            _reduce.reduce_over_copies(trained, engine.data_parallel_group, average=engine.normalize == "micro_batches")
+        problem = _clip(engine)
+    if problem is not None:
+        clear_gradients(engine)
+        if engine.nonfinite == "raise":
+            raise Agreed(problem)
+        _log.warning("flce: %s; the optimizer's step is left out", problem)
+        return
+    assert engine.optimizer is not None
+    with engine._own():
+        engine.optimizer.step()
+        if engine.lr_scheduler is not None and engine.version_steps is None:
+            engine.lr_scheduler.step()
+        elif engine.lr_scheduler is not None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The epoch parameter", category=UserWarning)
+                engine.lr_scheduler.step(engine.version_steps)
+    clear_gradients(engine)
+
+
+def _nonfinite_loss(engine: PipelineEngine, losses: Losses) -> errors.PipelineError | None:
+    """The first microbatch whose loss is not finite, on all ranks alike."""
+    fine, copies = 1 << 62, engine.data_parallel_group
+    copy = 0 if copies is None else dist.get_rank(copies)
+    bad = losses.first_nonfinite() if engine.is_last else None
+    code = torch.tensor(fine if bad is None else (copy << 32) + bad, device=engine._agreement.device)
+    dist.all_reduce(code, dist.ReduceOp.MIN, group=engine.pipeline_group)
+    if copies is not None:
+        dist.all_reduce(code, dist.ReduceOp.MIN, group=copies)
+    found = int(code)
+    if found == fine:
+        return None
+    number = found & 0xFFFFFFFF
+    name = str(engine._microbatches[number]) if found >> 32 == copy else f"microbatch {number}"
+    of = "" if copies is None else f" of data-parallel rank {found >> 32}"
+    return errors.PipelineError(f"the loss of {name}{of} is not finite; parameters are as they were", engine.num_stages - 1)
+
+
+def _clip(engine: PipelineEngine) -> errors.PipelineError | None:
+    if engine.max_grad_norm is None:
+        return None
+    counted = [parameter for parameter in engine.parameters() if parameter.grad is not None and parameter is not engine._tied.counted]
+    norm = _reduce.global_norm(
+        [parameter.grad for parameter in counted if parameter.grad is not None], engine.pipeline_group, engine.device
+    )
+    engine.last_grad_norm = float(norm)
+    if not math.isfinite(engine.last_grad_norm):
+        return errors.PipelineError(f"the gradients' norm is {engine.last_grad_norm}; parameters are as they were")
+    if engine.last_grad_norm > engine.max_grad_norm:
+        _reduce.clip([parameter.grad for parameter in engine.parameters() if parameter.grad is not None], norm, engine.max_grad_norm)
+    return None

@@ -1,0 +1,147 @@
+"""What an engine's calls refuse before anything is computed, and leave as it was: one process, one stage."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_support import ToyStage, batch_of, sft_loss
+from torch import Tensor
+
+import flce
+from flce.engine import PipelineEngine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+LENGTHS = [3, 4, 5, 6]
+IDS, CU_SEQLENS = batch_of(0, LENGTHS)
+
+
+def made(**options: Any) -> PipelineEngine:
+    stage = ToyStage(0, 1)
+    return PipelineEngine(stage, None, torch.optim.SGD(stage.parameters(), lr=0.1), num_micro_batches=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        ({"temperature": 0.5}, 'temperature is 0.5; it is for output="logprobs" and "entropy", and output is \'logits\''),
+        ({"temperature": 2, "output": "hidden"}, "and output is 'hidden'"),
+        ({"labels": IDS}, "labels are for output=\"logprobs\"; output is 'logits'"),
+        ({"labels": IDS, "output": "entropy"}, "output is 'entropy'"),
+        ({"labels": IDS[:, None], "output": "logprobs"}, r"labels has shape \[18, 1\]"),
+        ({"labels": IDS.float(), "output": "logprobs"}, r"labels is a torch\.float32 tensor; it must be an int64 or int32 tensor"),
+        ({"labels": IDS.tolist(), "output": "logprobs"}, "labels is a list"),
+        ({"temperature": 0, "output": "logprobs"}, r"temperature is 0; it must be between 2\^-100 and 2\^100"),
+        ({"temperature": float("nan"), "output": "entropy"}, "temperature is nan"),
+        ({"temperature": torch.ones(18), "output": "logprobs"}, "temperature is a Tensor; it must be a number"),
+    ],
+)
+def test_forward_refuses_what_its_output_would_not_show(keywords: dict[str, Any], says: str) -> None:
+    engine = made()
+    with pytest.raises(flce.ArgumentError, match=says):
+        engine.forward(IDS, CU_SEQLENS, **keywords)
+    assert engine.forward(IDS, CU_SEQLENS, output="logprobs", labels=IDS.int(), temperature=2).shape == IDS.shape  # type: ignore[union-attr]
+
+
+def test_a_stage_without_weights_is_refused() -> None:
+    with pytest.raises(flce.ArgumentError, match=r"stage 0 has parameters on the meta device; load them first \(load_stage\)"):
+        PipelineEngine(ToyStage(0, 1, tied=True).to("meta"))
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    """It would train nothing; or, beside the stages', what no reduction and no clearing of gradients reaches."""
+    stage = ToyStage(0, 1)
+    temperature = torch.nn.Parameter(torch.ones(()))
+    for parameters, says in (
+        (ToyStage(0, 1).parameters(), r"optimizer has 10 parameters in group 0 that are none of this rank's stages', the first of shape"),
+        ([*stage.parameters(), temperature], r"1 parameters in group 0 .* of shape \[\]: no gradient of theirs is reduced or cleared"),
+    ):
+        engine = PipelineEngine(stage, None, torch.optim.SGD(parameters, lr=0.1))
+        with pytest.raises(flce.ArgumentError, match=says):
+            engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS)
+        engine.optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        assert engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS) is not None
+
+
+def test_a_scheduler_that_cannot_be_stepped_is_refused_before_the_optimizer_steps() -> None:
+    schedulers = torch.optim.lr_scheduler
+    engine = made()
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    before = [parameter.detach().clone() for parameter in engine.parameters()]
+
+    def refused(scheduler: Any, says: str) -> None:
+        engine.lr_scheduler = scheduler
+        with pytest.raises(flce.ArgumentError, match=says):
+            engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS)
+        assert all(torch.equal(parameter, old) for parameter, old in zip(engine.parameters(), before, strict=True))
+
+    refused(schedulers.ReduceLROnPlateau(optimizer), "lr_scheduler is a ReduceLROnPlateau, whose step takes a metric")
+    refused(object(), r"lr_scheduler is a object, which has no step\(\)")
+    engine.lr_scheduler = None
+    engine.set_version_steps(3)
+    refused(schedulers.ReduceLROnPlateau(optimizer), "whose step takes a metric")  # 3 would be the metric
+    chained = schedulers.ChainedScheduler([schedulers.ConstantLR(optimizer)])
+    refused(chained, r"lr_scheduler is a ChainedScheduler, whose step cannot be called as step\(3\)")
+    with pytest.raises(flce.ArgumentError, match="set_version_steps is for schedulers that take it"):
+        engine.set_version_steps(4)
+    for steps in (-1, 1.5, "3", None, True):
+        with pytest.raises(flce.ArgumentError, match=r"version_steps is .*; it must be an integer of 0 or more"):
+            engine.set_version_steps(steps)  # type: ignore[arg-type]
+    engine.version_steps = None
+    assert engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS) is not None
+
+
+@pytest.mark.parametrize(
+    ("token_count", "says"),
+    [
+        (
+            torch.tensor([0.5, 0.25, 1.0, 1.0]),
+            r"token_count gives 0\.75 tokens for microbatch 0 \(sequences 0 to 1\); it must give a whole",
+        ),
+        (lambda **_: 2.5, r"token_count gives 2\.5 tokens"),
+        (lambda **_: float("nan"), "token_count gives nan tokens"),
+        (lambda **_: torch.tensor([1, 2]), r"token_count gives tensor\(\[1, 2\]\) tokens"),
+        (lambda **_: None, "token_count gives None tokens"),
+        (lambda **_: -1, "token_count gives -1 tokens"),
+        ([2, 3, 4, 5], r"token_count is a list; it must be a function or a tensor \[4\]"),
+    ],
+)
+def test_counts_that_are_none_are_refused(token_count: Any, says: str) -> None:
+    engine = made(normalize="tokens")
+    with pytest.raises(flce.ArgumentError, match=says):
+        engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS, token_count=token_count)
+    of_floats = lambda packed_input_ids, cu_seqlens, **_: torch.tensor(float(len(packed_input_ids) - len(cu_seqlens) + 1))  # noqa: E731
+    losses = [engine.eval_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS, token_count=count) for count in (of_floats, None)]
+    assert losses[0][0] == losses[1][0]  # type: ignore[index]
+
+
+def test_statistics_keep_no_graph() -> None:
+    hidden: list[Any] = []
+
+    def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Any]:
+        hidden.append(weakref.ref(output.hidden))
+        return output.cross_entropy(packed_input_ids), {"entropy": output.entropy(), "pair": (output.logprobs(packed_input_ids), 3)}
+
+    result = made().train_batch(IDS, CU_SEQLENS, loss_fn)
+    assert result is not None
+    _, stats = result
+    gc.collect()
+    assert [reference() for reference in hidden] == [None, None]
+    for of, tokens in zip(stats, (7, 11), strict=True):
+        assert of["pair"][1] == 3
+        for value in (of["entropy"], of["pair"][0]):
+            assert value.shape == (tokens,)
+            assert not value.requires_grad
