@@ -320,6 +320,18 @@ def install(model: Any) -> None:
         model.loss_function = tap.loss_function
 
 
+def forget_unpickled(model: Any) -> None:
+    """Takes away what a pickled model has left of what `install` set: a method of an object comes back as that of its class."""
+    tap = of(model)
+    now = model.__dict__.get("forward")
+    if tap is None or getattr(now, "__func__", None) is not type(model).forward:
+        return
+    for module in [model, *([tap.head] if tap.head is not None else [])]:
+        for name in ("forward", "_flce_tap", "_flce_own_forward"):
+            module.__dict__.pop(name, None)
+    _restore_loss(model, tap)
+
+
 def remove(model: Any) -> None:
     """Takes away what `install` and `attach` set. Raises ArgumentError where somebody has wrapped the model's or the output layer's forward
     since."""
@@ -341,6 +353,10 @@ def remove(model: Any) -> None:
             del module.forward
         else:
             module.forward = own
+    _restore_loss(model, tap)
+
+
+def _restore_loss(model: Any, tap: HeadTap) -> None:
     if tap.calls_loss_function:
         model.loss_function = tap.own_loss
         if not tap.own_loss_name:

@@ -53,6 +53,7 @@ def return_hidden_states(model: Any) -> Any:
             layer once, at the first step.
     """
     inner = check_model(model)
+    _head_tap.forget_unpickled(inner)
     if _head_tap.of(inner) is None:
         _head_tap.install(inner)
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,21 @@ def test_unpatched_as_it_was() -> None:
     assert flce.unpatch(mine) is mine
     flce.patch(mine)
     assert mine(**batch()).logits is None
+
+
+def test_a_pickled_model_is_patched_again() -> None:
+    mine = flce.patch(tiny_model().train())
+    expected, right = step(mine, **batch())
+    for patched in (True, False):
+        twin = pickle.loads(pickle.dumps(mine))
+        outputs, got = step(twin, **batch())
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        same(got, right)
+        (flce.patch if patched else flce.unpatch)(twin)
+        outputs, got = step(twin, **batch())
+        assert (outputs.logits is None) is patched
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        same(got, right)
 
 
 class Doubled(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
