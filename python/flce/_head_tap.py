@@ -8,6 +8,7 @@ what the forward does to them afterwards; then zeros. transformers is imported w
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from typing import Any
 
@@ -21,6 +22,15 @@ _LOSS_ARGUMENTS = ("labels", "num_items_in_batch", "shift_labels", "logits_to_ke
 _AUXILIARY = ("aux_loss", "z_loss", "router_loss", "mtp_loss")
 # What loss functions of transformers shift labels by.
 _SHIFTS = {"ForCausalLMLoss": 1, "ForMaskedLMLoss": 0}
+# Numbers of a config, or of a model, that its forward changes logits by, read at each call.
+_LOGIT_NUMBERS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "logit_scale",
+    "lm_head_multiplier",
+    "logits_scaling",
+)
 _KEEP = "keep the model's own loss, or give hidden states of your own to flce.LinearCrossEntropyLoss"
 
 
@@ -57,8 +67,11 @@ class HeadTap:
         self.own_loss: Any = getattr(model, "loss_function", None)
         self.calls_loss_function = _calls_loss_function(model)
         # By how much the model's own loss shifts labels; None where its name does not say so.
-        self.shift: int | None = _SHIFTS.get(getattr(self.own_loss, "__name__", "")) if self.calls_loss_function else None
+        self.shift: int | None = _SHIFTS.get(_name_of_loss(self.own_loss)) if self.calls_loss_function else None
+        self.loss_type = getattr(model, "loss_type", None)  # which transformers takes own_loss by
         self.head: Any = None
+        self.numbers: Any = None  # _LOGIT_NUMBERS, as they were compared
+        self.beside: Any = None  # and what else may change logits
         self.compared = False  # whether a loss knows what happens to the output layer's logits
         self.active = False
         self.patch: Any = None  # what flce.patch has the model's forward do; None: it stops at the hidden states
@@ -88,11 +101,14 @@ class HeadTap:
         return torch.zeros((), device=logits.device)
 
     def attach(self, model: Any) -> None:
-        """Taps the output layer that the model has now."""
+        """Taps the output layer that the model has now. What was compared is to be compared again where that is another, or something that
+        changes its logits."""
         head = model.get_output_embeddings()
-        if head is self.head:
+        numbers = _logit_numbers(model)
+        beside = self.beside if torch.compiler.is_compiling() else _beside(model, head)
+        if head is self.head and numbers == self.numbers and beside == self.beside:
             return
-        self.head, self.compared = head, False
+        self.head, self.numbers, self.beside, self.compared = head, numbers, beside, False
         if "_flce_tap" not in head.__dict__:
             head.__dict__["_flce_own_forward"] = head.__dict__.get("forward")
         head.__dict__["_flce_tap"] = self
@@ -113,6 +129,11 @@ class HeadTap:
         if asks:
             kwargs["labels"] = torch.full(tokens.shape[:2], -100, dtype=torch.int64, device=tokens.device)
         self.attach(model)
+        if self.calls_loss_function and getattr(model, "loss_type", None) != self.loss_type:
+            raise errors.ArgumentError(
+                f"the loss_type of {type(model).__name__} is {model.loss_type!r} and was {self.loss_type!r} when the model was prepared, "
+                "whose loss this is: set it before flce.patch or return_hidden_states"
+            )
         self.hidden, self.losses_asked, self.active = [], 0, True
         # An adapter's dropout is a loss's; the rows that are compared have none.
         dropouts = [] if self.fused is not None else [m for m in self.head.modules() if isinstance(m, nn.Dropout) and m.training]
@@ -257,6 +278,26 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.zeros(shape, dtype=tap.autocast_dtype or hidden.dtype, device=hidden.device)
 
 
+def _name_of_loss(function: Any) -> str:
+    """Of a loss function that is transformers' own; another's name says nothing."""
+    code = getattr(function, "__code__", None)
+    defining = sys.modules.get("transformers.loss.loss_utils")
+    is_own = code is not None and defining is not None and code.co_filename == defining.__file__
+    return str(function.__name__) if is_own else ""
+
+
+def _logit_numbers(model: Any) -> tuple[Any, ...]:
+    config = getattr(model, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    values = [getattr(holder, name, None) for holder in (config, model) for name in _LOGIT_NUMBERS]
+    return tuple([value if isinstance(value, (int, float)) else None for value in values])
+
+
+def _beside(model: Any, head: Any) -> tuple[Any, ...]:
+    """Hooks that may change what the output layer gives, and buffers that the model's forward may add to it."""
+    return len(head._forward_hooks), [id(buffer) for buffer in model._buffers.values()]
+
+
 def _calls_loss_function(model: Any) -> bool:
     """Whether the model's forward, or one that it inherits, asks model.loss_function for its loss."""
     forwards = [c.__dict__["forward"] for c in type(model).__mro__ if "forward" in c.__dict__ and c is not nn.Module]
@@ -277,6 +318,18 @@ def install(model: Any) -> None:
     model.forward = _bound(_model_forward, model, _unwrapped_model_forward)
     if tap.calls_loss_function:
         model.loss_function = tap.loss_function
+
+
+def forget_unpickled(model: Any) -> None:
+    """Takes away what a pickled model has left of what `install` set: a method of an object comes back as that of its class."""
+    tap = of(model)
+    now = model.__dict__.get("forward")
+    if tap is None or getattr(now, "__func__", None) is not type(model).forward:
+        return
+    for module in [model, *([tap.head] if tap.head is not None else [])]:
+        for name in ("forward", "_flce_tap", "_flce_own_forward"):
+            module.__dict__.pop(name, None)
+    _restore_loss(model, tap)
 
 
 def remove(model: Any) -> None:
@@ -300,6 +353,10 @@ def remove(model: Any) -> None:
             del module.forward
         else:
             module.forward = own
+    _restore_loss(model, tap)
+
+
+def _restore_loss(model: Any, tap: HeadTap) -> None:
     if tap.calls_loss_function:
         model.loss_function = tap.own_loss
         if not tap.own_loss_name:

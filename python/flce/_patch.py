@@ -79,7 +79,7 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
     The model's own forward runs up to its output layer; the loss is computed in that layer's forward, where FSDP2 has gathered its weight.
     Without labels, in `generate` and, unless evaluation_logits is False, in evaluation, nothing changes. Parameters, state_dict and
     save_pretrained are as they were. In place; the model may be wrapped by peft, accelerate, DDP or FSDP2 before or after. Returns the
-    model. `unpatch` takes it back.
+    model. `unpatch` takes it back. A pickled model comes back without the patch, and is patched again.
 
     At the first step, and where the output layer is another one since, the model runs once more without gradients, and the logits of a few
     rows are compared with those that the loss stands for. Routers' losses, num_items_in_batch, shift_labels and return_dict work as before;
@@ -104,6 +104,7 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
             "decoder reads is not known without its own loss. Give the decoder's hidden states to "
             "flce.LinearCrossEntropyLoss(model.get_output_embeddings, shift=0)"
         )
+    _head_tap.forget_unpickled(inner)
     known = _head_tap.of(inner)
     if known is not None and known.patch is None:
         raise errors.ArgumentError(
@@ -122,6 +123,7 @@ def unpatch(model: Any) -> Any:
     """Takes back what `patch` did; a model that is not patched stays as it is. Returns the model. Raises ArgumentError where somebody has
     wrapped the model's forward since, as accelerate does."""
     inner = causal_lm_of(model)
+    _head_tap.forget_unpickled(inner)
     tap = _head_tap.of(inner)
     if tap is not None and tap.patch is None:
         raise errors.ArgumentError("model was prepared by flce.huggingface.return_hidden_states, not by flce.patch")

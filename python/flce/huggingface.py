@@ -53,6 +53,7 @@ def return_hidden_states(model: Any) -> Any:
             layer once, at the first step.
     """
     inner = check_model(model)
+    _head_tap.forget_unpickled(inner)
     if _head_tap.of(inner) is None:
         _head_tap.install(inner)
     return model
@@ -176,14 +177,17 @@ class CausalLMLoss:
         return loss_fn(hidden, _on(hidden.device, labels if aligned is None else aligned), num_valid_tokens=count)
 
     def has_compared(self) -> bool:
-        """Whether the output layer that the model has now was compared with the model's own forward."""
-        return self._model.get_output_embeddings() is self._compared_head
+        """Whether the output layer that the model has now, and what changes its logits, was compared with the model's own forward."""
+        tap = _head_tap.of(self._model)
+        if tap is not None:
+            tap.attach(self._model)
+        return self._model.get_output_embeddings() is self._compared_head and (tap is None or tap.compared)
 
     def compare(self, outputs: Mapping[str, Any]) -> None:
         """Compares with the model's own forward, unless that is done for the output layer that the model has now."""
-        tap, head = _head_tap.of(self._model), self._model.get_output_embeddings()
-        if head is self._compared_head:
+        if self.has_compared():
             return
+        tap, head = _head_tap.of(self._model), self._model.get_output_embeddings()
         rows, own, plain = (outputs.get(name) for name in ("probe_rows", "probe_logits", "probe_plain"))
         if tap is None or rows is None or own is None or plain is None:
             if tap is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,62 @@ def test_a_new_output_layer_is_compared_again() -> None:
     same(got, right)
 
 
+@pytest.mark.parametrize("way", ["patch", "hidden states", "compiled"])
+def test_a_cap_that_changes_between_steps_is_seen(way: str) -> None:
+    own = tiny_model("gemma2").train()
+    mine = copy.deepcopy(own)
+    loss_fn: Any = None
+    if way == "hidden states":
+        loss_fn = flce.huggingface.CausalLMLoss(flce.huggingface.return_hidden_states(mine))
+    else:
+        flce.patch(mine)
+    call = torch.compile(mine, backend="aot_eager") if way == "compiled" else mine
+    for cap in (2.0, 0.1, None):
+        for model in (own, mine):
+            model.config.final_logit_softcapping = cap
+        outputs = call(**batch())
+        loss = outputs.loss if loss_fn is None else loss_fn(outputs, batch()["labels"])
+        torch.testing.assert_close(loss, own(**batch()).loss)
+
+
+def _with_a_hook(model: Any) -> None:
+    model.get_output_embeddings().register_forward_hook(lambda *given: given[-1] * 2)
+
+
+def _with_a_bias(model: Any) -> None:
+    model.final_logits_bias = torch.linspace(-2, 2, VOCAB_SIZE)[None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("llama", _with_a_hook, "2 times as large"),
+        ("bart", _with_a_bias, "own logits differ"),
+        ("llama", lambda model: setattr(model, "loss_type", "ForMaskedLM"), "loss_type of LlamaForCausalLM is 'ForMaskedLM'"),
+    ],
+    ids=["hook", "bias", "loss_type"],
+)
+def test_what_changes_the_loss_after_the_first_step_is_refused(kind: str, change: Any, message: str) -> None:
+    mine = flce.patch(encoder_decoder(kind) if kind == "bart" else tiny_model(kind)).train()
+    step(mine, **batch())
+    change(mine)
+    with pytest.raises(flce.ArgumentError, match=message):
+        mine(**batch())
+
+
+def test_a_loss_function_with_a_known_name_is_compared() -> None:
+    model = tiny_model().train()
+    known = model.loss_function
+
+    @functools.wraps(known)
+    def doubled_loss(*args: Any, **kwargs: Any) -> Any:
+        return 2 * known(*args, **kwargs)
+
+    model.loss_function = doubled_loss
+    with pytest.raises(flce.ArgumentError, match="own loss for 8 tokens"):
+        flce.patch(model)(**batch())
+
+
 def test_unpatched_as_it_was() -> None:
     own = tiny_model().train()
     mine = copy.deepcopy(own)
@@ -257,6 +315,21 @@ def test_unpatched_as_it_was() -> None:
     assert flce.unpatch(mine) is mine
     flce.patch(mine)
     assert mine(**batch()).logits is None
+
+
+def test_a_pickled_model_is_patched_again() -> None:
+    mine = flce.patch(tiny_model().train())
+    expected, right = step(mine, **batch())
+    for patched in (True, False):
+        twin = pickle.loads(pickle.dumps(mine))
+        outputs, got = step(twin, **batch())
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        same(got, right)
+        (flce.patch if patched else flce.unpatch)(twin)
+        outputs, got = step(twin, **batch())
+        assert (outputs.logits is None) is patched
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        same(got, right)
 
 
 class Doubled(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
