@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that several GPUs of one host have to show, in under ten minutes: the ranks' tests over NCCL with a GPU each, the examples, then
-# the benchmarks one after another, with nothing beside them. NVLink multicast stays off.
+# Everything that several GPUs of one host have to show, in under ten minutes: the ranks' tests over NCCL with a GPU each, the examples,
+# then the benchmarks one after another, with nothing beside them. NVLink multicast stays off.
 #
 #     tools/several_gpus.sh FOLDER [PART...]
 #
@@ -14,7 +14,8 @@ cd "$(dirname "$0")/.." || exit 2
 python=tools/python.sh
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ((gpus >= 2)) || { echo "several_gpus.sh: $gpus GPUs here; it takes 2 or more" >&2 && exit 2; }
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 NVSHMEM_REMOTE_TRANSPORT=none OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 NVSHMEM_REMOTE_TRANSPORT=none
+export OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
 export FLCE_CACHE_DIR=${FLCE_CACHE_DIR:-$out/cache}
 
 # run PART SECONDS COMMAND...: its log, and its result.

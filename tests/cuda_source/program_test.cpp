@@ -12,7 +12,6 @@
 #include "flce/error.hpp"
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
-#include "generator/cuda/common/falls.hpp"
 #include "generator/cuda/common/source.hpp"
 #include "generator/cuda/common/transform_source.hpp"
 #include "generator/cuda_program.hpp"
@@ -456,30 +455,6 @@ TEST(CudaSource, OptionValues_DoNotChangeTheSource) {
         // The reciprocal's rest, which a float cannot hold together with its beginning.
         EXPECT_NEAR(static_cast<double>(p.transform[2]) + static_cast<double>(p.transform[3]), 1.0 / 50, 1e-16);
     }
-}
-
-TEST(CudaSource, SoftcapOfLongSums_IsItsFall) {
-    const char* a = "D=512,V=1000,softcap=30,logit_scale=0.5";
-    EXPECT_EQ(source_of(a), source_of("D=512,V=1000,softcap=20,logit_scale=0.25"));
-    // Logits further apart than exponentials of a row may be.
-    EXPECT_NE(source_of(a), source_of("D=512,V=1000,softcap=30.1,logit_scale=0.5"));
-    const CudaProgram program = program_of(a);
-    const Launched forward = run(program, program.forward, call(10));
-    for (const Recorded& r : forward.launches) {
-        if (r.kernel != "flce_forward") continue;
-        const auto p = r.params<ForwardParams>();
-        EXPECT_FLOAT_EQ(p.transform[1], 30.F);
-        // e^2y as a power of two, y = 0.5·x / 30, and e^(30·2·fall).
-        EXPECT_FLOAT_EQ(p.transform[kFallRate], 1.44269504F / 30);
-        EXPECT_FLOAT_EQ(p.transform[kFallSteepness], 60 * 1.44269504F);
-    }
-    for (const char* options : {"temperature", "label_smoothing=0.1", "outputs=loss+entropy", "outputs=loss+top1"}) {
-        EXPECT_FALSE(sums_falls(parse_spec(fmt::format("{},{}", a, options)))) << options;
-    }
-    EXPECT_TRUE(sums_falls(parse_spec(a)));
-    EXPECT_FALSE(has_falls(parse_spec("D=504,V=1000,softcap=30")));
-    EXPECT_FALSE(has_falls(parse_spec("D=512,V=1000,softcap=30,dtype=fp32")));
-    EXPECT_FALSE(has_falls(parse_spec("D=512,V=1000")));
 }
 
 TEST(TransformParameters, SoftcapTimesItsReciprocal_IsOneInEveryLogit) {
