@@ -325,8 +325,8 @@ struct GradientRow {
     }
 };
 
-/// The same of falls: a power and a slope are one multiply-add of a fall each. `Above`: of falls. The quarter that its slopes lack is in the
-/// coefficients.
+/// The same of falls: a power and a slope are one multiply-add of a fall each. `Above`: of falls. The quarter that its slopes lack is in
+/// the coefficients.
 template <class Problem, class Above>
 struct FallGradientRow {
     float a;

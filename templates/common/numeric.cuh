@@ -95,9 +95,9 @@ struct FastMath {
     }
 };
 
-/// For logits z = cap·tanh(y) that are long sums: z is told by its fall, how far it is below the cap in parts of 2·cap, 1 / (1 + e^2y). What
-/// that is off by near y = 0, a unit of the last place of 1, is no more than the sum's own rounding. The logit, an exponential's power and
-/// the slope are one multiply-add each of a fall, from 0 to 1 for any y, and exactly that where the cap is reached.
+/// For logits z = cap·tanh(y) that are long sums: z is told by its fall, how far it is below the cap in parts of 2·cap, 1 / (1 + e^2y).
+/// What that is off by near y = 0, a unit of the last place of 1, is no more than the sum's own rounding. The logit, an exponential's power
+/// and the slope are one multiply-add each of a fall, from 0 to 1 for any y, and exactly that where the cap is reached.
 struct Falls {
     float cap;
     float rate;       ///< 2y·log₂e for each unit of the sum

@@ -174,7 +174,8 @@ struct RowReduction {
 };
 
 /// Of a row of falls. No logit is further from the row's reference, nor from 0, than kMostAboveReference: all sums are relative to one of
-/// them, and no maximum has to be known first. RowSums::max is the least fall here, that of the largest logit, and infinite where there is none.
+/// them, and no maximum has to be known first. RowSums::max is the least fall here, that of the largest logit, and infinite where there is
+/// none.
 template <class Problem, int kColumnPieces>
 struct FallReduction : RowReduction<Problem, kColumnPieces> {
     /// Rows that are written again have their lse as reference. What is none, of a row that is ignored, must not make exponentials NaN.

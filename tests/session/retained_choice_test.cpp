@@ -44,8 +44,8 @@ TEST(RetainedChoice, LimitThatLeavesMore_MemoryOfItsOwn) {
 TEST(RetainedChoice, ShardWhoseLimitHoldsEverything_MemoryOfItsOwn) {
     const auto of_shard = [](PlanPath path, std::size_t left_by_limit) {
         const std::int64_t limit = static_cast<std::int64_t>(kWorkspace + left_by_limit);
-        return choose_retained(parse_spec("D=4096,V=64128,whole_vocab_size=128256,dtype=bf16"), {.path = path}, kStepTokens, {kMost, 2 * kMost, kWorkspace},
-                               {.workspace_limit_bytes = limit});
+        const Spec spec = parse_spec("D=4096,V=64128,whole_vocab_size=128256,dtype=bf16");
+        return choose_retained(spec, {.path = path}, kStepTokens, {kMost, 2 * kMost, kWorkspace}, {.workspace_limit_bytes = limit});
     };
     expect(of_shard(PlanPath::cuda_sm90a, kMost), RetainedPlace::own, kMost);
     expect(of_shard(PlanPath::cuda_sm90a, kMost - 16), RetainedPlace::grad_weight, 2 * kMost);

@@ -216,7 +216,8 @@ public:
     /// What forward should leave to backward of a step over num_tokens tokens: place and bytes, for the caller to set `data` to such memory
     /// (0 bytes: nothing). grad_weight's memory where it may be lent and what the limit leaves beside the workspace holds no more; else
     /// that, where it holds enough to be worth it. Of a shard on a GPU memory of its own wherever the limit has room for everything: then
-    /// grad_hidden's sum over ranks hides under grad_weight's product. Throws ArgumentError for num_tokens < 0 and on overflow, and for negative options.
+    /// grad_hidden's sum over ranks hides under grad_weight's product. Throws ArgumentError for num_tokens < 0 and on overflow, and for
+    /// negative options.
     [[nodiscard]] Retained choose_retained(std::int64_t num_tokens, const RetainOptions& options = {}) const;
 
     /// Throws ArgumentError naming the argument before anything is launched; DeviceError when a launch fails.
