@@ -34,7 +34,7 @@ CallSlots capped_call() {
     for (const Slot slot : {Slot::hidden, Slot::weight, Slot::target, Slot::loss, Slot::lse, Slot::workspace}) {
         slots[static_cast<std::size_t>(slot)] = address += std::int64_t{1} << 44;
     }
-    slots[static_cast<std::size_t>(Slot::num_tokens)] = 10;
+    slots[static_cast<std::size_t>(Slot::num_tokens)] = 1000;
     slots[static_cast<std::size_t>(Slot::target_bits)] = 64;
     slots[static_cast<std::size_t>(Slot::reduction)] = static_cast<std::int64_t>(ReductionCode::mean);
     return slots;
