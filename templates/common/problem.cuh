@@ -39,8 +39,6 @@ struct PlainProblem {
     enum : bool { sums_bias = false };          ///< SumsBias
     enum : bool { shard = false };              ///< the vocabulary lies on several ranks
     enum : bool { float_grad_hidden = false };  ///< grad_hidden is fp32 whatever Element is
-    enum : bool { has_falls = false };          ///< transform has Falls: static flce::Falls falls(const float* p), float logit_scale(p)
-    enum : bool { sums_falls = false };         ///< gradients, and the sums of cuda_sm90a's forward, are made of falls
     enum : int { segment_tiles = 0 };           ///< batch-invariant: forward's tiles that are summed up apart from all others; else 0
 };
 
