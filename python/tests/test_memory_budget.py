@@ -166,8 +166,10 @@ def test_memory_that_a_forward_is_writing_to_is_not_taken(device: str, watched: 
     with budget.room(scratch + whole):
         pass
     assert (budget.held_bytes, watched.alive()) == (0, 0)
-    check(problem, gradients_of(problem, loss))
-    assert watched.take()[0] == NONE
+    gradients = gradients_of(problem, loss)
+    assert watched.take() == [NONE]
+    # Compared with a call under the same limit: another limit may cut a call into other chunks, whose sums round elsewhere.
+    check(problem, gradients, gradients_of(problem, loss_of(problem, workspace_limit_bytes=budget.limit_bytes)))
 
 
 def test_a_graph_of_another_process_retains_nothing(device: str, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
