@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -144,6 +145,10 @@ def a_failure_on_one_rank_is_raised_on_all() -> None:
             raise AssertionError("no error")
 
     refused(lambda: save_state(engine, directory, 2, extra=object() if rank == 1 else None), "state['extra'] is a builtins.object", 1)
+    refused(lambda: save_state(engine, directory, -1 if rank == 1 else 2), "step is -1", 1)
+    refused(lambda: save_state(engine, directory, 2, keep=0 if rank == 1 else 2), "keep is 0", 1)
+    with pytest.raises(errors.ArgumentError, match="ranks save different steps: 2, 3"):
+        save_state(engine, directory, 2 + rank)
     assert latest_step(directory) == 1
     dist.barrier()
     file = directory / "step-00000001" / "rank-01-of-02.data-00-of-01.pt"

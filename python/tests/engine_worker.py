@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -172,7 +173,7 @@ def normalizes(normalize: str, expected: float) -> None:
 
 
 def counts(name: str) -> None:
-    """Tokens that count are found by `labels` and `loss_mask`."""
+    """Tokens that count are found by `labels` and `loss_mask`; a label outside the vocabulary does not count."""
     engine, _, whole = made("1f1b", {"normalize": "tokens"})
     ids, cu_seqlens = batch_of(3, STEPS[0])
     labels = masked(ids, 1)
@@ -181,6 +182,8 @@ def counts(name: str) -> None:
     def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor) -> tuple[Tensor, None]:
         return output.cross_entropy(packed_input_ids.where(loss_mask != 0, -100)), None
 
+    if name == "labels":
+        labels = labels.masked_fill((labels == -100) & (torch.arange(len(labels)) % 2 == 0), V)
     labels = labels if engine.is_last else torch.full_like(labels, -100)  # values are read on the last stage alone
     keywords = {"labels": labels} if name == "labels" else {"loss_mask": labels != -100}
     result = engine.eval_batch(ids, cu_seqlens, sft_loss if name == "labels" else loss_fn, num_micro_batches=3, **keywords)
@@ -334,6 +337,34 @@ def refuses() -> None:
         tied.head.weight.data[3, 3] += 1e-6
     with pytest.raises(flce.PipelineError, match="tied_weight of stage 0 and of stage 1 differ in values"):
         PipelineEngine(tied)
+    for wrong, said in WRONG_OPTIONS:  # on one rank: the other one hears of it
+        with pytest.raises(Exception if odd else flce.ArgumentError, match=said if odd else f"rank 1 of the pipeline: .*{said}"):
+            PipelineEngine(stage, **(wrong if odd else {}))
+
+
+WRONG_OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
+    ({"schedule": "2f2b"}, "schedule is '2f2b'"),
+    ({"num_micro_batches": 0}, "num_micro_batches is 0"),
+    ({"head_options": {"size": 1}}, "size"),
+    ({"memory_limit_bytes": -1}, "limit_bytes is -1"),
+    ({"device": "nowhere"}, "nowhere"),
+)
+
+
+def warns_of_few_microbatches() -> None:
+    """Once, on the first stage."""
+    engine, *_ = made("1f1b", {"num_micro_batches": 1})
+    ids, cu_seqlens = batch_of(3, STEPS[0])
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("flce").addHandler(handler)
+    for _ in range(2):
+        engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
+    logging.getLogger("flce").removeHandler(handler)
+    said = ["flce: num_micro_batches is 1 in a pipeline of 2 stages, which wait for each other; 2 or more keep them busy"]
+    assert [record.getMessage() for record in records] == (said if engine.is_first else [])
 
 
 def steps_the_scheduler() -> None:
@@ -379,6 +410,9 @@ def refuses_copies() -> None:
     misplaced = ToyStage(1 - rank % 2 if rank == 2 else rank % 2, 2)
     with pytest.raises(flce.ArgumentError if rank > 1 else flce.PipelineError, match="rank 0 of 2 was given stages"):
         made(misplaced)
+    wrong = {"normalize": "words"} if rank == 2 else {}
+    with pytest.raises(flce.ArgumentError if rank > 1 else flce.PipelineError, match="normalize is 'words'"):
+        made(stage, **wrong)
     if rank == 2:
         with torch.no_grad():
             next(stage.parameters())[0, 0] += 1e-3
@@ -398,7 +432,7 @@ def cases() -> Iterator[tuple[Any, ...]]:
         yield from ((critic,), (written_for_tensors,), (frozen, True), (frozen, False), (budget,), (steps_the_scheduler,))
         if dist.get_backend() == "gloo":
             yield from ((through_the_host, "1f1b"), (through_the_host, "zbv"))
-        yield from ((nonfinite, "raise"), (nonfinite, "skip"), (refuses,))
+        yield from ((nonfinite, "raise"), (nonfinite, "skip"), (refuses,), (warns_of_few_microbatches,))
     else:
         for schedule in ("1f1b", "zbv"):
             yield from ((two_by_two, schedule, "micro_batches"), (two_by_two, schedule, "tokens"))

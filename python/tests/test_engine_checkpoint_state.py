@@ -154,6 +154,11 @@ def test_older_states_go_and_the_latest_is_named(tmp_path: Path) -> None:
     assert load_state(parts, tmp_path, step=5).step == 5
     with pytest.raises(errors.CheckpointError, match=r"step-00000007.*does not exist"):
         load_state(parts, tmp_path, step=7)
+    for wrong in ("1", -1, True, 1.0):
+        with pytest.raises(errors.ArgumentError, match=r"step is .*; it must be a whole number"):
+            load_state(parts, tmp_path, step=wrong)  # type: ignore[arg-type]
+        with pytest.raises(errors.ArgumentError, match=r"step is .*; it must be a whole number"):
+            save_state(parts, tmp_path, wrong)  # type: ignore[arg-type]
     save_state(parts, tmp_path, 12)
     (tmp_path / ".step-00000099.flce-partial").mkdir()
     save_state(parts, tmp_path, 13, keep=1)

@@ -70,8 +70,15 @@ class Losses:
         return (stacked * counts).sum() / counts.sum().clamp(min=1), self._stats
 
 
-def counts_of(token_count: TokenCount, microbatches: Sequence[Microbatch], lengths: Sequence[int], kinds: Mapping[str, str]) -> list[int]:
-    """How many tokens each microbatch's loss is a mean over. ArgumentError, ShapeError for a token_count that does not say."""
+def counts_of(
+    token_count: TokenCount,
+    microbatches: Sequence[Microbatch],
+    lengths: Sequence[int],
+    kinds: Mapping[str, str],
+    vocab_size: int | None,
+) -> list[int]:
+    """How many tokens each microbatch's loss is a mean over; vocab_size: of the head, None on ranks without it and for a critic.
+    ArgumentError, ShapeError for a token_count that does not say."""
     if isinstance(token_count, Tensor):
         if token_count.dim() != 1 or token_count.shape[0] != len(lengths):
             raise errors.ShapeError(
@@ -84,7 +91,7 @@ def counts_of(token_count: TokenCount, microbatches: Sequence[Microbatch], lengt
             raise errors.DTypeError(f"token_count is a {type(token_count).__name__}; it must be a function or a tensor [{len(lengths)}]")
         found = [token_count(packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs) for m in microbatches]
     else:
-        found = [_targets_of(m, kinds) for m in microbatches]
+        found = [_targets_of(m, kinds, vocab_size) for m in microbatches]
     return [_whole(number, microbatch) for microbatch, number in zip(microbatches, found, strict=True)]
 
 
@@ -95,15 +102,19 @@ def _whole(number: Any, microbatch: Microbatch) -> int:
     return int(given)
 
 
-def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str]) -> Tensor | int:
-    """Tokens that have a target in their sequence, by the keyword `labels` or else `loss_mask`."""
+def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str], vocab_size: int | None) -> Tensor | int:
+    """Tokens that have a target in their sequence, by the keyword `labels` or else `loss_mask`. A label outside the vocabulary is none, as
+    in the loss."""
     for name, ignored in (("labels", -100), ("loss_mask", 0)):
         given = microbatch.kwargs.get(name)
         if kinds.get(name) not in (_microbatches.TOKEN, _microbatches.TARGET):
             continue
         if given is None or given.dim() != 1:
             raise errors.ShapeError(f"{name} has shape {list(given.shape) if given is not None else None}; give token_count=")
-        counted: Tensor = (given != ignored).long()
+        counted: Tensor = given != ignored
+        if name == "labels" and vocab_size is not None:
+            counted = counted & (given >= 0) & (given < vocab_size)
+        counted = counted.long()
         if kinds[name] == _microbatches.TOKEN:
             counted = shift_labels(counted, 1, ignore_index=0, cu_seqlens=microbatch.batch.cu_seqlens)
         return counted.sum()

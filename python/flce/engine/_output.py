@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -148,6 +148,12 @@ class HeadOutput:
 
     def __repr__(self) -> str:
         return f"HeadOutput(hidden={list(self.hidden.shape)}, head={self.head})"
+
+
+def vocab_size_of(stages: Sequence[Stage]) -> int | None:
+    """Rows of the last stage's head; None where the stage is not among them, and for a critic."""
+    rows = [int(_weight(stage.head).shape[0]) for stage in stages if stage.is_last and stage.head is not None]
+    return rows[0] if rows and rows[0] > 1 else None
 
 
 def _weight(head: nn.Module) -> Tensor:

@@ -17,7 +17,7 @@ from flce.engine import _forward, _generate, _losses, _microbatches, _schedules,
 from flce.engine._agreement import Agreed, Call
 from flce.engine._generate import Generated
 from flce.engine._microbatches import Microbatch, Naming
-from flce.engine._output import HeadOutput, head_options_of
+from flce.engine._output import HeadOutput, head_options_of, vocab_size_of
 from flce.engine._stage import Stage
 
 _log = logging.getLogger("flce")
@@ -58,7 +58,8 @@ class PipelineEngine:
         stages, is_first, is_last: of this rank. last_grad_norm: float or None. version_steps: what `set_version_steps` was given, or None.
 
     Raises:
-        ArgumentError: for arguments that do not fit, on this rank or between ranks. PipelineError: where copies of a parameter differ.
+        ArgumentError: for arguments that do not fit, on this rank, on another one of its pipeline, or between ranks. PipelineError: where
+        copies of a parameter differ, or another data-parallel copy of the pipeline could not be made. No rank waits for one that raised.
         After a rank has failed, every call raises PipelineError: make another engine.
     """
 
@@ -80,22 +81,23 @@ class PipelineEngine:
         device: torch.device | str | None = None,
     ) -> None:
         _setup.check_torch()
-        self.stages = _setup.stages_of(stage)
-        self.num_stages = self.stages[0].num_stages
+        self.pipeline_group = _setup.group_of(pipeline_group)
+        self.data_parallel_group = _setup.copies_of(data_parallel_group)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.schedule = _schedules.named(schedule)
-        self.num_micro_batches = _setup.count("num_micro_batches", num_micro_batches, self.num_stages)
-        self.normalize = _setup.choice("normalize", normalize, ("micro_batches", "tokens"))
-        self.nonfinite = _setup.choice("nonfinite", nonfinite, ("raise", "skip"))
-        self.max_grad_norm = _setup.norm(max_grad_norm)
-        self.device = _setup.device_of(self.stages, device)
-        self.pipeline_group = _setup.group_of(pipeline_group)
-        self.data_parallel_group = data_parallel_group
         self.last_grad_norm: float | None = None
         self.version_steps: int | None = None
-        self._head_options = head_options_of(head_options, memory_limit_bytes)
-        self._agreement, self._tied = _setup.meet(self)
+        with _setup.Held() as held:
+            self.stages = _setup.stages_of(stage)
+            self.num_stages = self.stages[0].num_stages
+            self.schedule = _schedules.named(schedule)
+            self.num_micro_batches = _setup.count("num_micro_batches", num_micro_batches, self.num_stages)
+            self.normalize = _setup.choice("normalize", normalize, ("micro_batches", "tokens"))
+            self.nonfinite = _setup.choice("nonfinite", nonfinite, ("raise", "skip"))
+            self.max_grad_norm = _setup.norm(max_grad_norm)
+            self.device = _setup.device_of(self.stages, device)
+            self._head_options = head_options_of(head_options, memory_limit_bytes)
+        self._agreement, self._tied = _setup.meet(self, held.error)
         self._modules = [_transport.StageModule(stage) for stage in self.stages]
         self._made: dict[tuple[bool, int], Any] = {}
         self._microbatches: list[Microbatch] = []
@@ -174,8 +176,8 @@ class PipelineEngine:
             num_micro_batches: of this batch; at most its number of sequences.
             token_count: with normalize="tokens": what a microbatch's loss is a mean over. A function of (packed_input_ids, cu_seqlens,
                 **kwargs) that returns the number for a microbatch, or a tensor [B] of each sequence's. None: tokens that have a target, by
-                the keyword `labels` (not -100) or else `loss_mask` (not 0) where there is one, packed as the ids are and read one row on
-                or packed as targets are; else every token but a sequence's first.
+                the keyword `labels` (not -100, and in the vocabulary) or else `loss_mask` (not 0) where there is one, packed as the ids are
+                and read one row on or packed as targets are; else every token but a sequence's first.
             per_token, per_target, per_sequence, constant: names of keywords whose kind their shape does not say.
             loss_fn_kwargs: for loss_fn. Tensors are split by their first dimension: T, as tokens are; T - B, as those tokens are that have
                 a next one in their sequence; B, as sequences are. All else is given to each microbatch as it is.
@@ -358,7 +360,7 @@ class PipelineEngine:
             self._microbatches = _microbatches.split(packed_input_ids, lengths, starts, self.device, keywords, kinds)
             self._schedule(kind.startswith("train"), wanted)
             if not isinstance(token_count, bool):
-                counts = _losses.counts_of(token_count, self._microbatches, lengths, kinds)
+                counts = _losses.counts_of(token_count, self._microbatches, lengths, kinds, vocab_size_of(self.stages))
             # Version steps decide a stage's learning rate.
             return Call(f"{kind} {self.version_steps}", wanted, lengths, packed_input_ids, keywords)
 

@@ -42,6 +42,22 @@ def check_torch() -> None:
         raise errors.ArgumentError("PipelineEngine needs torch.distributed: call torch.distributed.init_process_group() first (torchrun)")
 
 
+class Held:
+    """What a block raises, held back as `error` until other ranks have heard of it."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = error
+        return True
+
+
 def stages_of(stage: Any) -> tuple[Stage, ...]:
     stages = (stage,) if isinstance(stage, nn.Module) else tuple(stage)
     for one in stages:
@@ -79,6 +95,14 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
+def copies_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise errors.ArgumentError(
+            "data_parallel_group does not have this rank; every rank makes the engine with the group of those that have its stages"
+        )
+    return group
+
+
 def device_of(stages: Sequence[Stage], device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
@@ -88,12 +112,34 @@ def device_of(stages: Sequence[Stage], device: torch.device | str | None) -> tor
     return devices.pop() if devices else torch.device("cpu")
 
 
-def meet(engine: PipelineEngine) -> tuple[Agreement, Tied]:
-    """Tells the other ranks what this one was made with, and checks that it fits. ArgumentError, PipelineError on every rank, of
-    data-parallel copies too."""
-    agreement = Agreement(engine.pipeline_group, engine.device)
-    numbers = tuple(stage.stage for stage in engine.stages)
-    settings = {
+def meet(engine: PipelineEngine, error: Exception | None) -> tuple[Agreement, Tied]:
+    """Tells the other ranks what this one was made with, and checks that it fits; `error`: why this rank cannot make its engine. Raises it,
+    or ArgumentError, PipelineError, and on every rank, of data-parallel copies too."""
+    agreement = Agreement(engine.pipeline_group, torch.device("cpu") if error else engine.device)
+    numbers, settings = ((), {}) if error else (tuple(stage.stage for stage in engine.stages), _settings_of(engine))
+    problem = error
+    if error is None:
+        try:
+            _schedules.check_placement(engine.schedule, numbers, engine.num_stages, agreement.rank, len(agreement.ranks))
+            _check_stages(engine.stages)
+        except errors.ArgumentError as refused:
+            problem = refused
+    told = agreement.gather((numbers, settings, None if problem is None else str(problem), {} if problem else _tied_of(engine.stages)))
+    agreement.stages = [numbers for numbers, *_ in told]
+    tied = Tied()
+    try:
+        if problem is None:
+            _check_told(agreement, [(others, said) for _, others, said, _ in told])
+            tied = _check_tied(engine, agreement, [part for *_, part in told])
+    except (errors.ArgumentError, errors.PipelineError) as refused:
+        problem = refused
+    agreement.open_store(_check_copies(engine, agreement, problem))
+    return agreement, tied
+
+
+def _settings_of(engine: PipelineEngine) -> dict[str, Any]:
+    """What all ranks of a pipeline have to be made with alike."""
+    return {
         "num_stages": engine.num_stages,
         "hidden_size": engine.stages[0].hidden_size,
         "dtype": str(engine.stages[0].dtype),
@@ -104,31 +150,15 @@ def meet(engine: PipelineEngine) -> tuple[Agreement, Tied]:
         "nonfinite": engine.nonfinite,
         "data_parallel_group of size": 1 if engine.data_parallel_group is None else dist.get_world_size(engine.data_parallel_group),
     }
-    problem: errors.FlceError | None = None
-    try:
-        _schedules.check_placement(engine.schedule, numbers, engine.num_stages, agreement.rank, len(agreement.ranks))
-        _check_stages(engine.stages)
-    except errors.ArgumentError as error:
-        problem = error
-    told = agreement.gather((numbers, settings, None if problem is None else str(problem), {} if problem else _tied_of(engine.stages)))
-    agreement.stages = [numbers for numbers, *_ in told]
-    tied = Tied()
-    try:
-        if problem is None:
-            _check_told(agreement, [(others, said) for _, others, said, _ in told])
-            tied = _check_tied(engine, agreement, [part for *_, part in told])
-    except (errors.ArgumentError, errors.PipelineError) as error:
-        problem = error
-    agreement.open_store(_check_copies(engine, agreement, problem))
-    return agreement, tied
 
 
 def _check_told(agreement: Agreement, told: Sequence[tuple[dict[str, Any], str | None]]) -> None:
-    """That no rank has refused its stages, and all have this one's settings."""
+    """That no rank has refused what it was made with, and all have this one's settings."""
     settings, _ = told[agreement.rank]
-    for rank, (others, refused) in enumerate(told):
+    for rank, (_, refused) in enumerate(told):
         if refused is not None:
             raise errors.ArgumentError(f"rank {rank} of the pipeline: {refused}")
+    for rank, (others, _) in enumerate(told):
         for name, value in settings.items():
             if others[name] != value:
                 raise errors.ArgumentError(
@@ -190,14 +220,15 @@ def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[in
     return Tied(weights, peer, own.get(last) if len(weights) == 2 or 0 not in own else None)
 
 
-def _check_copies(engine: PipelineEngine, agreement: Agreement, problem: errors.FlceError | None) -> str:
+def _check_copies(engine: PipelineEngine, agreement: Agreement, problem: Exception | None) -> str:
     """That no rank of any copy has a problem, and that data-parallel ranks have the same parameters. Raises on every rank of all copies,
     so that none waits for one that has raised: their ranks hear of it first, and then those of their pipelines. Returns a name that
     the copies share."""
     copies, shared = engine.data_parallel_group, agreement.name
     if copies is not None:
+        own = [] if problem is not None else engine.parameters()
         bits = sum(
-            (checksum(parameter) * (2 * n + 1) for n, parameter in enumerate(engine.parameters()) if not parameter.is_meta),
+            (checksum(parameter) * (2 * n + 1) for n, parameter in enumerate(own) if not parameter.is_meta),
             torch.zeros((), dtype=torch.int64, device="cpu"),
         )
         told: list[Any] = [None] * dist.get_world_size(copies)

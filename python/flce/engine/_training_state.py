@@ -78,15 +78,18 @@ def save_state(engine: Trained, directory: str | os.PathLike[str], step: int, *,
         keep: how many states to keep, this one counted.
         extra: of this rank, numbers, strings, None, tensors and lists, tuples and dicts of these: where the data is, say.
 
-    Returns the state's folder. Raises ArgumentError, CheckpointError.
+    Returns the state's folder. Raises ArgumentError (ranks that save different steps, too), CheckpointError.
     """
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ArgumentError(f"step is {step!r}; it must be a whole number, 0 or more")
-    if not isinstance(keep, int) or keep < 1:
-        raise ArgumentError(f"keep is {keep!r}; it must be 1 or more")
     groups = groups_of(engine)
-    folder = Path(directory) / name_of(step)
-    content = agreed(groups, lambda: content_of(engine, step, extra))
+
+    def prepare() -> tuple[Path, dict[str, Any]]:
+        check_step(step)
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            raise ArgumentError(f"keep is {keep!r}; it must be 1 or more")
+        return Path(directory) / name_of(step), content_of(engine, step, extra)
+
+    folder, content = agreed(groups, prepare)
+    _check_alike(groups, step, ArgumentError, "ranks save different steps")
     with shared_folder(groups, folder, overwrite=True) as shared:
         agreed(groups, lambda: _write(shared.folder / file_of(engine), content))
 
@@ -116,14 +119,12 @@ def load_state(engine: Trained, directory: str | os.PathLike[str], step: int | N
         step: which state; None: the latest.
 
     Raises CheckpointError: no state, files that are missing or damaged, another number of stages or ranks, other parameters, another
-    optimizer or scheduler. ShapeError, DTypeError: parameters of other shapes or dtypes.
+    optimizer or scheduler. ShapeError, DTypeError: parameters of other shapes or dtypes. ArgumentError: step is no whole number.
     """
     groups = groups_of(engine)
     content = agreed(groups, lambda: _read(engine, Path(directory), step))
     chosen = content["step"]
-    for group in groups:
-        if len(set(gather(group, chosen))) != 1:
-            raise CheckpointError(f"ranks read different states of {directory}: {sorted(set(gather(group, chosen)))}")
+    _check_alike(groups, chosen, CheckpointError, f"ranks read different states of {directory}")
     agreed(groups, lambda: _apply(engine, content))
     return RestoredState(chosen, content["version_steps"], content["extra"])
 
@@ -137,6 +138,23 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     if not re.fullmatch(r"step-\d{8,}", named):
         raise CheckpointError(f"{Path(directory) / LATEST} says {named!r}, which names no state")
     return int(named.removeprefix("step-"))
+
+
+def _check_alike(groups: Sequence[Group], value: Any, kind: type[Exception], words: str) -> None:
+    """That all ranks have one value. Every group is asked before any rank raises."""
+    told = [sorted(set(gather(group, value))) for group in groups]
+
+    def check() -> None:
+        for values in told:
+            if len(values) > 1:
+                raise kind(f"{words}: {', '.join(map(str, values))}")
+
+    agreed(groups, check)
+
+
+def check_step(step: Any) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ArgumentError(f"step is {step!r}; it must be a whole number, 0 or more")
 
 
 agreed = step  # `step` is an argument's name as well
@@ -253,6 +271,8 @@ def _point_to(folder: Path, keep: int) -> None:
 
 def _read(engine: Trained, directory: Path, step: int | None) -> dict[str, Any]:
     """This rank's file, when all of it fits."""
+    if step is not None:
+        check_step(step)
     number = latest_step(directory) if step is None else step
     if number is None:
         raise CheckpointError(f"{directory} has no state: there is no file {LATEST!r} in it")
