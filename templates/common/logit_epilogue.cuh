@@ -67,9 +67,10 @@ using LogitOperands =
     Operands<typename Problem::Element, Major::k, Access::chunks, WeightOperand<Problem>::hidden_major ? Major::mn : Major::k,
              weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
 
-/// Columns past the vocabulary become masked_logit(): in the last tile, at a comparison for every element, which the others are spared.
+/// Columns past the vocabulary become `none`: in the last tile, at a comparison for every element, which the others are spared.
 template <class Place, int kPieces, int kColumnPieces>
-__device__ __forceinline__ void mask_columns(const Place& place, int first_column, int end, float (&c)[kPieces][kColumnPieces][4]) {
+__device__ __forceinline__ void mask_columns(const Place& place, int first_column, int end, float (&c)[kPieces][kColumnPieces][4],
+                                             float none) {
     asm volatile("" : "+r"(first_column));  // what is known of each column already would not fit beside the accumulators until here
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
@@ -77,7 +78,7 @@ __device__ __forceinline__ void mask_columns(const Place& place, int first_colum
         for (int e = 0; e < 2; ++e) {
             if (first_column + place.column(j, e) < end) continue;
 #pragma unroll
-            for (int i = 0; i < kPieces; ++i) c[i][j][e] = c[i][j][2 + e] = masked_logit();
+            for (int i = 0; i < kPieces; ++i) c[i][j][e] = c[i][j][2 + e] = none;
         }
     }
 }
@@ -197,10 +198,38 @@ __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& p
     if constexpr (Problem::temperature) divide_rows(place, temperature_of, c);
     if (ragged) {
         if constexpr (Problem::label_smoothing) add_weighted<Problem, true>(p, place, first_column, c, weighted);
-        mask_columns(place, first_column, end, c);
+        mask_columns(place, first_column, end, c, masked_logit());
     } else {
         if constexpr (Problem::label_smoothing) add_weighted<Problem, false>(p, place, first_column, c, weighted);
     }
+}
+
+/// c becomes falls; those of columns past the vocabulary are infinite.
+template <class Problem, class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void to_falls(const ForwardParams& p, const Place& place, int first_column, int columns,
+                                         float (&c)[kPieces][kColumnPieces][4]) {
+    const int end = Problem::shard ? p.targets.columns : Problem::vocab_size;
+    const Falls falls = Problem::falls(p.transform);
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float bias = 0.f;
+            if constexpr (Problem::bias) {
+                const int column = min(first_column + place.column(j, e), end - 1);
+                bias = to_float(static_cast<const typename Problem::Element*>(p.bias)[column]);
+            }
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float& x = c[i][j][2 * h + e];
+                    x = falls.of(Problem::bias ? x + bias : x);
+                }
+            }
+        }
+    }
+    if (first_column + columns > end) mask_columns(place, first_column, end, c, infinity());
 }
 
 /// Whether a thread has the column that lies `within` columns from its first one.
@@ -273,8 +302,8 @@ struct GradientRow {
     Above above_lse;
     TemperingOf<Problem> tempering;
 
-    __device__ __forceinline__ GradientRow(const float4& k, float scale, float lse, const TemperingOf<Problem>& tempering_)
-        : t(k.z * scale), s(k.w * scale), above_lse(lse), tempering(tempering_) {
+    __device__ __forceinline__ GradientRow(const DlogitsParams& /*p*/, const float4& k, float scale, float lse, float temperature)
+        : t(k.z * scale), s(k.w * scale), above_lse(lse), tempering(temperature) {
         const float factor = scale * above_lse.factor(lse);
         a = k.x * factor;
         b = k.y * factor;
@@ -295,6 +324,35 @@ struct GradientRow {
         return dz * z.derivative;
     }
 };
+
+/// The same of falls: a power and a slope are one multiply-add of a fall each. `Above`: of falls. What quarters of slopes lack is in the
+/// coefficients.
+template <class Problem, class Above>
+struct FallGradientRow {
+    float a;
+    float t;
+    Above above_lse;
+
+    __device__ __forceinline__ FallGradientRow(const DlogitsParams& p, const float4& k, float scale, float lse, float /*temperature*/)
+        : above_lse(Problem::falls(p.transform), lse) {
+        const float of_quarters = 4.f * scale * Problem::logit_scale(p.transform);
+        a = k.x * of_quarters * above_lse.factor(lse);
+        t = k.z * of_quarters;
+    }
+
+    __device__ __forceinline__ float operator()(const DlogitsParams& /*p*/, float x, int /*column*/, bool is_target) const {
+        const float fall = above_lse.falls.of(x);
+        float dz = above_lse.exp(fall) * a;
+        if (is_target) dz -= t;
+        return dz * Falls::quarter_slope(fall);
+    }
+};
+
+/// Which of them a Problem has. kPrecise: exponentials of rounded differences.
+template <class Problem, bool kPrecise>
+using GradientOf =
+    Select<Problem::has_falls, FallGradientRow<Problem, Select<kPrecise, FallDifferencesAbove<typename Problem::Math>, FallPowersAbove>>,
+           GradientRow<Problem, Select<kPrecise, DifferencesAbove<typename Problem::Math>, RoundedAbove<Problem>>>>;
 
 /// A thread's columns of a row, from `column` on, none of them the target's.
 template <class GradientT, int kColumnPieces>
@@ -326,21 +384,19 @@ __device__ __forceinline__ void row_gradient(const Params& p, const Place& place
             for (int j = 0; j < kColumnPieces; ++j) c[j][2 * h] = c[j][2 * h + 1] = 0.f;
         }
     }
-    using Above = RoundedAbove<Problem>;
-    using Precise = DifferencesAbove<typename Problem::Math>;
-    const TemperingOf<Problem> tempering(temperature);
-    const GradientRow<Problem, Precise> precise(k, scale, target.lse, tempering);
     // The target's column counted from this thread's first one; outside where another tile or nobody has it. Few threads have one: a branch
     // of their own costs less than a comparison for every element.
     const int column = first_column + place.column(0, 0);
     const int within = target.target - static_cast<int>(p.first_column) - column;
     const bool has_target = target.target >= 0 && has_column<kColumnPieces>(within);
     float at_target = 0.f;
+    using Above = RoundedAbove<Problem>;
+    const GradientOf<Problem, true> precise(p, k, scale, target.lse, temperature);
     if (has_target) at_target = precise(p, pick_column(c, h, within), column + within, true);
-    if (kSame<Above, Precise> || !Above::takes(target.lse)) {
+    if (kSame<Above, DifferencesAbove<typename Problem::Math>> || !Above::takes(target.lse)) {
         replace_by_gradients(precise, p, column, c, h);
     } else {
-        replace_by_gradients(GradientRow<Problem, Above>(k, scale, target.lse, tempering), p, column, c, h);
+        replace_by_gradients(GradientOf<Problem, false>(p, k, scale, target.lse, temperature), p, column, c, h);
     }
     if (has_target) replace_column(c, h, within, at_target);
 }

@@ -103,6 +103,19 @@ struct FastLongMath : FastMath {
     }
 };
 
+/// The same for z = cap·tanh(y), told by its fall, how far z is below the cap in parts of 2·cap: 1 / (1 + e^2y). The logit, an exponential's
+/// power and the slope are one multiply-add each of a fall, from 0 to 1 for any y, and exactly that where the cap is reached.
+struct Falls {
+    float cap;
+    float rate;       ///< 2y·log₂e for each unit of the sum
+    float steepness;  ///< 2·cap·log₂e
+
+    __device__ __forceinline__ float of(float sum) const { return ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(sum * rate)); }
+    __device__ __forceinline__ float logit(float fall) const { return __fmaf_rn(fall, -2.f * cap, cap); }
+    /// A quarter of dz/dy/cap = 1 − tanh²y. 0 for the fall of no class.
+    static __device__ __forceinline__ float quarter_slope(float fall) { return __saturatef(__fmaf_rn(-fall, fall, fall)); }
+};
+
 /// e^(z − reference) for many z of a row, up to a factor that they share: powers of two at one multiply-add each.
 struct PowersAbove {
     /// Beyond this the factor is far from 1, and in the end out of range.
@@ -115,6 +128,26 @@ struct PowersAbove {
     __device__ __forceinline__ float exp(float z) const { return ptx::ex2_approx_ftz(__fmaf_rn(z, log2_e(), -shift)); }
     /// What the rounding of `shift` has to be made up for with.
     __device__ __forceinline__ float factor(float reference) const { return ptx::ex2_approx_ftz(-__fmaf_rn(reference, log2_e(), -shift)); }
+};
+
+/// The same of falls.
+struct FallPowersAbove {
+    Falls falls;
+    float base;
+    __device__ __forceinline__ FallPowersAbove(const Falls& falls_, float reference)
+        : falls(falls_), base((falls.cap - reference) * log2_e()) {}
+    __device__ __forceinline__ float exp(float fall) const { return ptx::ex2_approx_ftz(__fmaf_rn(fall, -falls.steepness, base)); }
+    __device__ __forceinline__ float factor(float reference) const {
+        return ptx::ex2_approx_ftz(__fmaf_rn(falls.cap - reference, log2_e(), -base));
+    }
+};
+template <class Math>
+struct FallDifferencesAbove {
+    Falls falls;
+    float reference;
+    __device__ __forceinline__ FallDifferencesAbove(const Falls& falls_, float reference_) : falls(falls_), reference(reference_) {}
+    __device__ __forceinline__ float exp(float fall) const { return Math::exp(falls.logit(fall) - reference); }
+    __device__ __forceinline__ float factor(float /*reference*/) const { return 1.f; }
 };
 
 /// The same from rounded differences, with Math's own exp.

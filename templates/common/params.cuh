@@ -11,7 +11,9 @@
 namespace flce {
 
 enum : int {
-    kMaxTransformParameters = 4,
+    kMaxTransformParameters = 6,
+    kFallRate = 4,       // of the transforms' parameters: Falls' rate
+    kFallSteepness = 5,  // and steepness
     kRetainedShift = 9,  // retained exponentials lie in blocks of this many columns of the vocabulary
     kRetainedColumns = 1 << kRetainedShift,
     kPaceCounters = 64,         // of a Pace

@@ -139,7 +139,13 @@ __device__ __forceinline__ float divisor_of(float a, float t, float of_teacher) 
 /// is divided by it the share may be 0.
 __device__ __forceinline__ float share_to_divide(float share) { return fmaxf(share, 0x1p-100f); }
 
-/// A row of retained_rows: its coefficients, what dz is divided by, and exp(reference − lse).
+/// What stored exponentials lack: of falls they are multiplied by a quarter of their slopes.
+template <class Problem>
+__device__ constexpr float stored_parts() {
+    return Problem::has_falls ? 4.f : 1.f;
+}
+
+/// A row of retained_rows: its coefficients, what dz is divided by, and exp(reference − lse), times stored_parts.
 struct RetainedRow {
     int row;
     float4 k;
@@ -219,7 +225,7 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     if (target.target >= 0) {
         const float derivative = p.derivative * dlogits_scale<Problem>(p.scalars, false);
         smoothing = k.w * derivative;
-        RetainedRow r{row, k, target, divisor_of(k.x, k.z, 0.f), ::expf(p.references[row] - target.lse)};
+        RetainedRow r{row, k, target, divisor_of(k.x, k.z, 0.f), stored_parts<Problem>() * ::expf(p.references[row] - target.lse)};
         if constexpr (Problem::shard) {
             if (target.target == kElsewhere) {
                 r.k.z = 0.f;

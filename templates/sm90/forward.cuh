@@ -24,7 +24,8 @@ struct ForwardSm90 {
     using Params = TemperedOf<Problem, Select<Problem::rounds_weight, ForwardStretchSm90Params, ForwardSm90Params>>;
     enum : int { kPieces = MainloopT::kPiecesA };
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
-    using Rows = RowReduction<Problem, kColumnPieces>;
+    enum : bool { kFalls = Problem::has_falls };
+    using Rows = Select<kFalls, FallReduction<Problem, kColumnPieces>, RowReduction<Problem, kColumnPieces>>;
     enum : int { kClusterRows = ForwardShare::rows_of_cluster(TileT::kBlockM, TileT::kClusterM) };
     enum : int { kClusterColumns = TileT::kBlockN * TileT::kClusterN };  ///< of a cluster's tiles beside each other
     enum : int { kWriters = ForwardShare::writers_of(TileT::kTurns, TileT::kClusterN) };
@@ -280,7 +281,7 @@ struct ForwardSm90 {
 #pragma unroll
         for (int i = 0; i < kParts * kPieces; ++i)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) keep(0, i, h, sums_of_nothing(lowest_logit(), -infinity()));
+            for (int h = 0; h < 2; ++h) keep(0, i, h, sums_of_nothing(kFalls ? infinity() : lowest_logit(), -infinity()));
     }
 
     /// Adds a tile of logits to this thread's sums; what is retained of it leaves for memory.
@@ -291,8 +292,12 @@ struct ForwardSm90 {
         const int first_column = forward_first_column<Problem>(p) + column;
         const int row0 = first_row(tile.row_cluster());
         float weighted[kPieces][2] = {};
-        to_logits<Problem>(
-            p, mainloop.place, first_column, TileT::kBlockN, [&](int row) { return temperature_of(row0 + row); }, c, weighted);
+        if constexpr (kFalls) {
+            to_falls<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c);
+        } else {
+            to_logits<Problem>(
+                p, mainloop.place, first_column, TileT::kBlockN, [&](int row) { return temperature_of(row0 + row); }, c, weighted);
+        }
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
@@ -300,7 +305,7 @@ struct ForwardSm90 {
                 const int row = row0 + mainloop.place.row(i, h);
                 const int target = row < share.rows ? listed_row<Problem>(p.list, p.targets, row).target : kIgnored;
                 const int within = target - first_column - mainloop.place.column(0, 0);
-                if (target >= 0 && has_column<kColumnPieces>(within)) p.target_logits[row] = pick_column(c[i], h, within);
+                if (target >= 0 && has_column<kColumnPieces>(within)) p.target_logits[row] = logit_of(pick_column(c[i], h, within));
                 if constexpr (Problem::label_smoothing) {
                     float* const at = stashed(tile.part(), i, h) + Fields::kWeighted * kConsumerThreads;
                     float sum = *at + weighted[i][h];
@@ -309,16 +314,23 @@ struct ForwardSm90 {
                 }
             }
         }
+        if constexpr (kFalls) {
+            add_falls(c, first_column, row0, tile.part());
+        } else {
+            add_logits(c, first_column, row0, tile.part());
+        }
+    }
+    __device__ __forceinline__ void add_logits(Accumulators& c, int first_column, int row0, int part) {
         if constexpr (Problem::retain) {
-            if (p.retained_columns > 0) return retain(c, first_column, row0, tile.part());
+            if (p.retained_columns > 0) return retain(c, first_column, row0, part);
         }
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                RowSums sums = sums_of(tile.part(), i, h);
+                RowSums sums = sums_of(part, i, h);
                 Rows::reduce_row(c[i], h, first_column + mainloop.place.column(0, 0), sums);
-                keep(tile.part(), i, h, sums);
+                keep(part, i, h, sums);
             }
     }
 
@@ -336,7 +348,6 @@ struct ForwardSm90 {
 
     /// Logits become exponentials of what they are above the row's reference, which are added up. Those that are retained leave for memory.
     __device__ __forceinline__ void retain(Accumulators& c, int first_column, int row0, int part) {
-        constexpr int kGroup = kPanelWidth * 8;  // column pieces
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
@@ -351,21 +362,58 @@ struct ForwardSm90 {
                 }
                 keep(part, i, h, sums);
             }
-            if (first_column >= p.retained_columns) continue;
+            if (first_column < p.retained_columns) store_piece(c[i], first_column, row0 + mainloop.place.first_row() + i * 64);
+        }
+    }
+    /// Exponentials leave for memory.
+    __device__ __forceinline__ void store_piece(const float (&c)[kColumnPieces][4], int first_column, int first_row) {
+        constexpr int kGroup = kPanelWidth * 8;  // column pieces
 #pragma unroll
-            for (int first = 0; first < kColumnPieces; first += kGroup) {
-                panels.open();
+        for (int first = 0; first < kColumnPieces; first += kGroup) {
+            panels.open();
 #pragma unroll
-                for (int h = 0; h < 2; ++h) panels.put(c[i], h, first, 1.f);
-                panels.close(BlockedMap{p.retained_map, kRetainedShift}, first_column + first * 8,
-                             row0 + mainloop.place.first_row() + i * 64);
+            for (int h = 0; h < 2; ++h) panels.put(c, h, first, 1.f);
+            panels.close(BlockedMap{p.retained_map, kRetainedShift}, first_column + first * 8, first_row);
+        }
+    }
+
+    /// Of what a tile holds of a logit.
+    __device__ __forceinline__ float logit_of(float c) const {
+        if constexpr (kFalls) {
+            return Problem::falls(p.transform).logit(c);
+        } else {
+            return c;
+        }
+    }
+    /// Adds up exponentials of falls, and has those that are retained leave for memory.
+    __device__ __forceinline__ void add_falls(Accumulators& c, int first_column, int row0, int part) {
+        bool stored = false;
+        if constexpr (Problem::retain) stored = first_column < p.retained_columns;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const FallPowersAbove above = Rows::above(p, reference_of(row0 + mainloop.place.row(i, h)));
+                RowSums sums = sums_of(part, i, h);
+                if (Problem::retain && stored) {
+                    Rows::template add<true>(c[i], h, above, sums);
+                } else {
+                    Rows::template add<false>(c[i], h, above, sums);
+                }
+                keep(part, i, h, sums);
+            }
+            if constexpr (Problem::retain) {
+                if (stored) store_piece(c[i], first_column, row0 + mainloop.place.first_row() + i * 64);
             }
         }
     }
     __device__ __forceinline__ StoredFactor<Problem> stored_factor(int row) const {
         return {LogitDerivative<Problem>(p.transform, Problem::stores_derivative ? temperature_of(row) : 1.f)};
     }
-    __device__ __forceinline__ float reference_of(int row) const { return row < share.rows ? p.references[row] : 0.f; }
+    __device__ __forceinline__ float reference_of(int row) const {
+        if (kFalls && (!Problem::retain || p.retained_columns == 0)) return 0.f;
+        return row < share.rows ? p.references[row] : 0.f;
+    }
 
     /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows,
     /// or for a segment, whose number is then the job's; by turns one a consumer, or one a block where its consumers' are brought together.
@@ -397,7 +445,9 @@ struct ForwardSm90 {
         const int i = written_piece(row);
         const int h = written_half(row);
         RowSums sums = Fields::load(stashed(part, i, h) + (consumer - mainloop.place.consumer) * 128, kConsumerThreads);
-        if constexpr (Problem::retain) {
+        if constexpr (kFalls) {
+            Rows::to_own_max(sums, Rows::above(p, reference_of(first_row(row_cluster) + mainloop.place.row(i, h))));
+        } else if constexpr (Problem::retain) {
             if (p.retained_columns > 0) {
                 const float reference = reference_of(first_row(row_cluster) + mainloop.place.row(i, h));
                 if (Rows::shares(sums.max, reference)) Rows::to_own_max(sums, reference);

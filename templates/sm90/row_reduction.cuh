@@ -173,4 +173,56 @@ struct RowReduction {
     }
 };
 
+/// Of a row of falls. No logit is further from the row's reference, nor from 0, than kMostAboveReference: all sums are relative to one of
+/// them, and no maximum has to be known first. RowSums::max is the least fall here, that of the largest logit, or infinite: there is none.
+template <class Problem, int kColumnPieces>
+struct FallReduction : RowReduction<Problem, kColumnPieces> {
+    /// Rows that are written again have their lse as reference. What is none, of a row that is ignored, must not make exponentials NaN.
+    enum : int { kMostReference = 128 };
+
+    static __device__ __forceinline__ FallPowersAbove above(const ForwardParams& p, float reference) {
+        return {Problem::falls(p.transform), fabsf(reference) <= kMostReference ? reference : 0.f};
+    }
+
+    /// Adds a row. kStored: falls become exponentials times a quarter of their logits' slopes; nothing where there is a NaN, for an ignored
+    /// row has to multiply finite numbers by 0.
+    template <bool kStored>
+    static __device__ __forceinline__ void add(float (&c)[kColumnPieces][4], int h, const FallPowersAbove& above, RowSums& sums) {
+        // Not below 0, so that they are compared as integers, two at a time. NaN is above all others.
+        int least = __float_as_int(sums.max);
+        float exp_sum[2] = {0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < kColumnPieces; ++j) {
+            least = __vimin3_s32(least, __float_as_int(c[j][2 * h]), __float_as_int(c[j][2 * h + 1]));
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& fall = c[j][2 * h + e];
+                const float exponential = above.exp(fall);
+                exp_sum[e] += exponential;
+                if constexpr (kStored) fall = exponential * Falls::quarter_slope(fall);
+            }
+        }
+        const float exp_sum_of_all = exp_sum[0] + exp_sum[1];
+        sums.max = __int_as_float(least);
+        sums.exp_sum += exp_sum_of_all;
+        if constexpr (kStored) {
+            if (exp_sum_of_all != exp_sum_of_all) {
+#pragma unroll
+                for (int j = 0; j < kColumnPieces; ++j) c[j][2 * h] = c[j][2 * h + 1] = 0.f;
+            }
+        }
+    }
+
+    /// What sums of logits are: relative to the largest, whose own exponential becomes exactly 1.
+    static __device__ __forceinline__ void to_own_max(RowSums& sums, const FallPowersAbove& above) {
+        if (!(sums.max <= 1.f)) {
+            sums.max = lowest_logit();
+            return;
+        }
+        const float largest = above.exp(sums.max);
+        sums.exp_sum = RowReduction<Problem, kColumnPieces>::quotient(sums.exp_sum, largest, ptx::rcp_approx_ftz(largest));
+        sums.max = above.falls.logit(sums.max);
+    }
+};
+
 }  // namespace flce

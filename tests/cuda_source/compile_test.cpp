@@ -113,6 +113,8 @@ INSTANTIATE_TEST_SUITE_P(
             Variant{"Bf16BiasSmoothing", "D=2048,V=50257,bias,label_smoothing=0.1", true},
             Variant{"Bf16BiasAdded", "D=4096,V=128256,bias,grad_weight_mode=accumulate"},
             Variant{"Fp16BiasCapped", "D=2048,V=50257,dtype=fp16,bias,softcap=30,temperature,grad_weight_mode=accumulate", true},
+            Variant{"Bf16CappedBias", "D=2048,V=50257,bias,softcap=30,grad_weight_mode=accumulate", true},
+            Variant{"Fp16CappedBias", "D=2048,V=50257,dtype=fp16,bias,softcap=30,grad_weight_mode=accumulate", true},
             Variant{"Bf16HiddenMajorSums", "D=200,V=1001,padded_vocab_size=1008,layout=hidden_major,grad_weight_mode=accumulate"},
             Variant{"Bf16AllButBias",
                     "D=2048,V=50257,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "flce/spec.hpp"
+#include "generator/cuda/common/falls.hpp"
 #include "generator/launch_program.hpp"
 #include "generator/logit_transforms.hpp"
 #include "generator/shard_layout.hpp"
@@ -171,12 +172,14 @@ public:
     }
     template <class Holder>
     LaunchBuilder& set_transform(float (Holder::*member)[kMaxTransformParameters], const Spec& spec) {
-        static_assert(ScaleTransform::parameter_count + SoftcapTransform::parameter_count <= kMaxTransformParameters);
-        std::uint32_t at = offset_of<float[kMaxTransformParameters]>(member);
-        for (const double value : transform_parameters(spec)) {
-            field(at, 4, float_bits(static_cast<float>(value)));
-            at += 4;
-        }
+        static_assert(ScaleTransform::parameter_count + SoftcapTransform::parameter_count <= kFallRate);
+        static_assert(kFallSteepness == kFallRate + 1 && kFallSteepness < kMaxTransformParameters);
+        const std::uint32_t base = offset_of<float[kMaxTransformParameters]>(member);
+        const auto set_from = [&](std::uint32_t at, const auto& values) {
+            for (const double value : values) field(base + 4 * at++, 4, float_bits(static_cast<float>(value)));
+        };
+        set_from(0, transform_parameters(spec));
+        if (has_falls(spec)) set_from(kFallRate, fall_parameters(spec));
         return *this;
     }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "flce/error.hpp"
+#include "generator/cuda/common/falls.hpp"
 #include "generator/cuda/common/transform_source.hpp"
 #include "generator/logit_transforms.hpp"
 #include "templates/common/params.cuh"
@@ -17,6 +18,35 @@ std::string_view element_type(DType dtype) {
         case DType::fp32: return "float";
     }
     throw InternalError("element_type: unknown dtype");
+}
+
+/// What transforms a Problem has.
+std::string transform_functions(const Spec& spec, const Plan& plan, const std::string& math) {
+    const std::size_t cap = ScaleTransform::active(spec) ? ScaleTransform::parameter_count : 0;
+    std::string text;
+    if (has_falls(spec)) {
+        text += "    enum : bool { has_falls = true };\n";
+        text += "    static __device__ __forceinline__ flce::Falls falls(const float* p) {\n";
+        text += fmt::format("        return {{p[{}], p[flce::kFallRate], p[flce::kFallSteepness]}};\n    }}\n", cap);
+        text += "    static __device__ __forceinline__ float logit_scale(const float* p) {\n";
+        text += fmt::format("        return {};\n    }}\n", cap > 0 ? "p[0]" : "1.f");
+    }
+    text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
+    if (has_falls(spec)) {
+        text += "        const float fall = falls(p).of(x);\n";
+        text += "        return {falls(p).logit(fall), 4.f * flce::Falls::quarter_slope(fall) * logit_scale(p)};\n";
+    } else {
+        text += transform_source(spec, math, "        ");
+    }
+    text += "    }\n";
+    if (plan.strategy == Strategy::retain && spec.softcap != 0.0) {
+        text += "    enum : bool { stores_derivative = true };\n";
+        text += "    static __device__ __forceinline__ float derivative_at(float z, const float* p) {\n";
+        text += derivative_source(spec, "        ");
+        text += "    }\n    static __device__ __forceinline__ float softcap(const float* p) {\n";
+        text += fmt::format("        return p[{}];\n    }}\n", cap);
+    }
+    return text;
 }
 
 std::string problem_struct(const Spec& spec, const Plan& plan) {
@@ -49,16 +79,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
         text += fmt::format("    enum : int {{ whole_vocab_size = {} }};\n", spec.whole_vocab_size);
         if (grad_hidden_dtype(spec) == DType::fp32) text += "    enum : bool { float_grad_hidden = true };\n";
     }
-    text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
-    text += transform_source(spec, math, "        ");
-    text += "    }\n";
-    if (plan.strategy == Strategy::retain && spec.softcap != 0.0) {
-        text += "    enum : bool { stores_derivative = true };\n";
-        text += "    static __device__ __forceinline__ float derivative_at(float z, const float* p) {\n";
-        text += derivative_source(spec, "        ");
-        text += "    }\n    static __device__ __forceinline__ float softcap(const float* p) {\n";
-        text += fmt::format("        return p[{}];\n    }}\n", ScaleTransform::active(spec) ? ScaleTransform::parameter_count : 0);
-    }
+    text += transform_functions(spec, plan, math);
     text += "};\n\n";
     return text;
 }
