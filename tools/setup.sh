@@ -134,17 +134,19 @@ has_cuda_headers || wheels+=("$runtime_wheel")
 
 # ── Python packages: reused where the interpreter of tools/python.sh has them.
 python_folder=.tools/python
-all_python_packages=(torch==2.13.0 numpy pytest transformers accelerate peft mypy ruff scikit-build-core)
+# What a release may change under the tests is fetched at the version that they were last run with.
+all_python_packages=(torch==2.13.0 numpy pytest transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 mypy==2.4.1 ruff==0.17.6
+    scikit-build-core)
 # One line for each that is missing: `requirement` as pip reads it.
 missing_python() {
-    tools/python.sh - <<'PY'
+    tools/python.sh - "${all_python_packages[@]}" <<'PY'
 import importlib.util, sys
 if sys.version_info < (3, 10):
     sys.exit(f"flce needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}: set FLCE_PYTHON to another")
-wanted = {"torch": "torch==2.13.0", "numpy": "numpy", "pytest": "pytest", "transformers": "transformers", "accelerate": "accelerate",
-          "peft": "peft",
-          "mypy": "mypy", "ruff": "ruff", "scikit_build_core": "scikit-build-core"}
-print("\n".join(requirement for module, requirement in wanted.items() if importlib.util.find_spec(module) is None))
+for requirement in sys.argv[1:]:
+    module = requirement.split("==")[0].replace("-", "_")
+    if importlib.util.find_spec(module) is None:
+        print(requirement)
 PY
 }
 # torch.compile builds C++ against the interpreter's headers; those of the distribution's interpreter are a package of their own.
