@@ -246,6 +246,14 @@ def _unwrapped_model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     return _model_forward(model, *args, **kwargs)
 
 
+def _replicate_for_data_parallel(model: Any) -> Any:
+    """In place of nn.Module's. A pickled model finds that one again, by this name."""
+    raise errors.ArgumentError(
+        f"nn.DataParallel copies {type(model).__name__} for each GPU of one process, and its copies would call this model's own forward. "
+        "Start a process for each GPU (torchrun or accelerate launch), or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)"
+    )
+
+
 def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
     tap: HeadTap = head._flce_tap
     if not tap.active or tap.head is not head:
@@ -316,6 +324,7 @@ def install(model: Any) -> None:
     model.__dict__["_flce_own_forward"] = model.__dict__.get("forward")
     model.__dict__["_flce_tap"] = tap
     model.forward = _bound(_model_forward, model, _unwrapped_model_forward)
+    model.__dict__["_replicate_for_data_parallel"] = types.MethodType(_replicate_for_data_parallel, model)
     if tap.calls_loss_function:
         model.loss_function = tap.loss_function
 
@@ -329,7 +338,7 @@ def forget_unpickled(model: Any) -> None:
     for module in [model, *([tap.head] if tap.head is not None else [])]:
         for name in ("forward", "_flce_tap", "_flce_own_forward"):
             module.__dict__.pop(name, None)
-    _restore_loss(model, tap)
+    _restore_rest(model, tap)
 
 
 def remove(model: Any) -> None:
@@ -353,10 +362,11 @@ def remove(model: Any) -> None:
             del module.forward
         else:
             module.forward = own
-    _restore_loss(model, tap)
+    _restore_rest(model, tap)
 
 
-def _restore_loss(model: Any, tap: HeadTap) -> None:
+def _restore_rest(model: Any, tap: HeadTap) -> None:
+    model.__dict__.pop("_replicate_for_data_parallel", None)
     if tap.calls_loss_function:
         model.loss_function = tap.own_loss
         if not tap.own_loss_name:

@@ -332,6 +332,16 @@ def test_a_pickled_model_is_patched_again() -> None:
         same(got, right)
 
 
+def test_copies_of_data_parallel_are_refused() -> None:
+    """What nn.DataParallel asks each module for where one process sees several GPUs, as transformers' Trainer then does by itself."""
+    mine = flce.patch(tiny_model())
+    for model in (mine, copy.deepcopy(mine)):
+        with pytest.raises(flce.ArgumentError, match=r"nn.DataParallel copies LlamaForCausalLM .*torchrun"):
+            model._replicate_for_data_parallel()
+    for model in (pickle.loads(pickle.dumps(mine)), flce.unpatch(mine)):
+        assert type(model._replicate_for_data_parallel()) is type(mine)
+
+
 class Doubled(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
     """Its logits are not those of its output layer."""
 
