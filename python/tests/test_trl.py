@@ -175,7 +175,7 @@ def test_without_gradients_the_numbers_are_the_same(mode: Any, softcap: float | 
 
 def test_autocast_computes_in_its_dtype() -> None:
     tensors, targets = arguments(64, 32, 101)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(tensors[0].device.type, torch.bfloat16):
         fused, own = results(Fused, tensors, targets, 0.8, 64), results(Own, tensors, targets, 0.8, 64)
     assert_same(fused[:4], own[:4], 5e-2)  # which rounds its logits
     rounded = [tensor.detach().bfloat16().float().requires_grad_() for tensor in tensors]
@@ -225,8 +225,9 @@ def test_bad_input_is_refused_by_name_with_trls_exceptions() -> None:
         ((hidden, weight, bias, targets[:-1]), "target"),
         ((hidden, weight, bias, targets.float()), "target"),
     ):
-        with pytest.raises(RuntimeError):
-            Own.apply(*wrong, 1.0, 16)
+        if hidden.device.type == "cpu":  # not all of it is an error on a GPU
+            with pytest.raises(RuntimeError):
+                Own.apply(*wrong, 1.0, 16)
         with pytest.raises(RuntimeError, match=what) as caught:
             Fused.apply(*wrong, 1.0, 16)
         assert isinstance(caught.value, flce.ArgumentError)
