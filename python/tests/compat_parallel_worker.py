@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from compat_support import DTYPES, HeadModel, Layer, make_layer
-from rank_support import device, generator, run_cases
+from rank_support import device, generator, run_main
 from support import assert_close
 from tensor_parallel_worker import same_on_every_rank
 from torch import Tensor, nn
@@ -406,4 +406,4 @@ def run(function: Callable[..., None], *arguments: Any) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(run, CASES)
+    run_main(run, lambda: CASES)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pipeline_worker import batch, build, unpipelined
-from rank_support import run_cases
+from rank_support import run_main
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -55,11 +55,11 @@ def run(kind: str, impl: str) -> None:
         torch.testing.assert_close(gradient * world, right.grad, msg=lambda m, n=name: f"{kind}, {impl}: {n}: {m}", **tolerance)
 
 
-def main() -> None:
+def cases() -> list[tuple[str, str]]:
     # torch 2.6 has FSDP2 on GPUs only.
     kinds = ("ddp", "fsdp", "fsdp bf16") if hasattr(torch.cpu.Stream(), "record_event") else ("ddp",)
-    run_cases(run, [(kind, impl) for kind in kinds for impl in ("flce", "pytorch")])
+    return [(kind, impl) for kind in kinds for impl in ("flce", "pytorch")]
 
 
 if __name__ == "__main__":
-    main()
+    run_main(run, cases)

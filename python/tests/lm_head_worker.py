@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import default_device, generator, run_cases, run_named
+from rank_support import default_device, generator, run_main, run_named
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -140,4 +140,4 @@ CASES: list[tuple[Any, ...]] = [
 
 
 if __name__ == "__main__":
-    run_cases(run_named, CASES)
+    run_main(run_named, lambda: CASES)

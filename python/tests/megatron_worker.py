@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_support import PADDED, Batch, gpt_model
-from rank_support import generator, run_cases
+from rank_support import generator, run_main
 
 import flce
 from flce.megatron import _head
@@ -197,4 +197,4 @@ if __name__ == "__main__":
     cases: list[tuple[Any, ...]] = [(tensor_parallel, *case) for case in shards]
     cases += [(processor, False, False), (processor, True, False), (processor, False, True), (depths_by_function,)]
     cases += [(main_grad, *case) for case in replicas]
-    run_cases(lambda case, *given: case(*given), cases)
+    run_main(lambda case, *given: case(*given), lambda: cases)

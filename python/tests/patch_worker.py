@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import generator, run_cases
+from rank_support import generator, run_main
 from test_huggingface import VOCAB_SIZE, tiny_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -49,4 +49,4 @@ def wrapped(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(wrapped, [(kind,) for kind in ("ddp", "fsdp", "fsdp, embeddings and head apart")])
+    run_main(wrapped, lambda: [(kind,) for kind in ("ddp", "fsdp", "fsdp, embeddings and head apart")])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_support import default_device, device, generator, run_cases
+from rank_support import default_device, device, generator, run_main
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -165,4 +165,4 @@ def prepare() -> None:
 
 
 if __name__ == "__main__":
-    run_cases(run, cases(), prepare=prepare)
+    run_main(run, cases, prepare=prepare)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from passes_support import Passes, watch_passes
 from pipeline_worker import ROWS, UNSCALED, D, S, V, batch, build
-from rank_support import default_device, device, run_cases
+from rank_support import default_device, device, run_main
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -221,4 +221,4 @@ def prepare() -> None:
 
 
 if __name__ == "__main__":
-    run_cases(run, cases(), prepare=prepare)
+    run_main(run, cases, prepare=prepare)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_support import device, generator, run_cases
+from rank_support import device, generator, run_main
 from tensor_parallel_worker import HIDDEN, TOKENS, Layer, close, leaf, same_on_every_rank
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -339,4 +339,4 @@ def run(function: Callable[..., None], *arguments: Any) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(run, CASES)
+    run_main(run, lambda: CASES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import device, generator, run_cases
+from rank_support import device, generator, run_main
 from torch.distributed.device_mesh import init_device_mesh
 
 import flce
@@ -48,4 +48,4 @@ def run(page: str, section: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(run, [("tensor-parallel.md", "", 5), ("python.md", "The vocabulary over ranks", 1)])
+    run_main(run, lambda: [("tensor-parallel.md", "", 5), ("python.md", "The vocabulary over ranks", 1)])

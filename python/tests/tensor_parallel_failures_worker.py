@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import run_cases
+from rank_support import run_main
 from tensor_parallel_worker import TOKENS, VOCAB, Layer, leaf
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -334,6 +334,6 @@ def end(name: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and sys.argv[1] in ENDS:
         end(sys.argv[1])
-    run_cases(run, CASES)
+    run_main(run, lambda: CASES)

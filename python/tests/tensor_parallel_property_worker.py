@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import device, generator, run_cases
+from rank_support import device, generator, run_main
 from tensor_parallel_worker import close, leaf, same_on_every_rank
 from torch import Tensor
 
@@ -168,4 +168,4 @@ def run(number: int) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(run, [(number,) for number in range(CASES)])
+    run_main(run, lambda: [(number,) for number in range(CASES)])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_support import device, generator, run_cases
+from rank_support import device, generator, run_main
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
@@ -455,14 +455,14 @@ def labels_at_fault() -> None:
     flce.check_labels()
 
 
-def main() -> None:
+def all_cases() -> list[tuple[Any, ...]]:
     kinds = (torch.float32, torch.bfloat16)
     cases: list[tuple[Any, ...]] = [
         *((cross_entropy, options, dtype, sequence) for options in OPTIONS for dtype in kinds for sequence in (False, True)),
     ]
     if device() != "cpu":  # there it takes bf16
         cases = [case for case in cases if case[1:3] != ("batch_invariant", torch.float32)]
-    run_cases(lambda function, *arguments, **named: function(*arguments), cases + OTHERS)
+    return cases + OTHERS
 
 
 def everything(sequence: bool) -> None:
@@ -487,4 +487,4 @@ OTHERS: list[tuple[Any, ...]] = [
 ]
 
 if __name__ == "__main__":
-    main()
+    run_main(lambda function, *arguments: function(*arguments), all_cases)

@@ -16,8 +16,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed (too
 
 import megatron_support as support
 from megatron_support import BATCH, PADDED, SEQUENCE, VOCAB, Batch, fused_calls, gpt_model, megatron_groups  # noqa: F401  # fixtures
+from rank_support import cases_passed
 from test_pipeline import launch
-from test_tensor_parallel import cases_passed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what is not installed, and of what Megatron will not do one day
 
@@ -398,4 +398,4 @@ def test_example_trains_and_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -
 
 def test_ranks() -> None:
     """Tensor parallel with and without sequence parallel, and data parallel with main_grad and overlapped reductions."""
-    assert cases_passed("megatron_worker.py", 2) == 12
+    assert cases_passed("megatron_worker.py", "2") == {2: 12}

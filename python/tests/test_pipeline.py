@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_support import cases_passed
 from support import assert_close, spy_on_backward
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
@@ -32,16 +33,12 @@ def launch(*command: str, timeout: int = 400, ranks_on: str = "cpu") -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_schedules_equal_the_unpipelined_model(stages: int) -> None:
-    output = launch("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stages}", str(HERE / "pipeline_worker.py"))
-    cases = int(re.findall(r"(\d+) cases passed", output)[0])
-    assert cases == {1: 14, 2: 13, 4: 12}[stages]
+def test_schedules_equal_the_unpipelined_model() -> None:
+    assert cases_passed("pipeline_worker.py", "1,2,4") == {1: 14, 2: 13, 4: 12}
 
 
 def test_hooks_of_data_parallel_wrappers_see_the_head() -> None:
-    output = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "data_parallel_worker.py"))
-    assert "6 cases passed" in output
+    assert cases_passed("data_parallel_worker.py", "2") == {2: 6}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -55,9 +52,8 @@ def test_example_trains_and_needs_less_memory(schedule: str) -> None:
 
 def test_every_schedule_equals_the_unpipelined_model() -> None:
     """Those of one stage a rank and of two, whether they split backward or not, with 12 losses each."""
-    output = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "schedules_worker.py"))
     exported = [name for name in schedules.__all__ if name.startswith("Schedule")]
-    assert f"{12 * len(exported)} cases passed" in output
+    assert cases_passed("schedules_worker.py", "2") == {2: 12 * len(exported)}
 
 
 @pytest.mark.parametrize("least_work", [1, 1 << 40], ids=["retaining", "computing again"])

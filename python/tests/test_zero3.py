@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
-from test_pipeline import launch
-
-HERE = Path(__file__).resolve().parent
+from rank_support import cases_passed
 
 
 @pytest.mark.parametrize(("which", "cases"), [("daily", 11), pytest.param("nightly", 12, marks=pytest.mark.nightly)])
@@ -16,5 +11,4 @@ def test_training_equals_the_unpatched_model_and_one_process(monkeypatch: pytest
     """Or is refused by name, where the weight is not gathered."""
     pytest.importorskip("deepspeed", exc_type=ImportError)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    output = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "zero3_worker.py"), which)
-    assert re.findall(r"(\d+) cases passed", output) == [str(cases)]
+    assert cases_passed("zero3_worker.py", which, "2") == {2: cases}

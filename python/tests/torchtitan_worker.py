@@ -12,7 +12,7 @@ from typing import Any
 import titan_support
 import torch
 import torch.distributed as dist
-from rank_support import default_device, generator, run_cases
+from rank_support import default_device, generator, run_main
 from titan_support import BATCH, SEQUENCE, VOCAB, Run, calls_of_flce, compare, tiny, whole, with_its_own_loss
 from torch.distributed.fsdp import fully_shard
 
@@ -170,4 +170,4 @@ def prepare() -> None:
 
 if __name__ == "__main__":
     titan_support.prepare()
-    run_cases(run, CASES, prepare=prepare)
+    run_main(run, lambda: CASES, prepare=prepare)

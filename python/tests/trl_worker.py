@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import default_device, generator, run_cases
+from rank_support import default_device, generator, run_main
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -89,4 +89,4 @@ def run(kind: str) -> None:
 
 if __name__ == "__main__":
     kinds = ("ddp", "fsdp", "fsdp, embeddings and head apart", "fsdp bf16", "a weight over ranks")
-    run_cases(run, [(kind,) for kind in kinds])
+    run_main(run, lambda: [(kind,) for kind in kinds])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from peft import LoraConfig, get_peft_model
-from rank_support import run_cases, run_named
+from rank_support import run_main, run_named
 from torch import Tensor, nn
 from torch.optim import SGD
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -386,4 +386,4 @@ def prepare() -> None:
 
 
 if __name__ == "__main__":
-    run_cases(run_named, NIGHTLY if "nightly" in sys.argv else CASES, prepare=prepare)
+    run_main(run_named, lambda: NIGHTLY if "nightly" in sys.argv else CASES, prepare=prepare)
