@@ -23,7 +23,9 @@ mkdir -p "$work"
 case $check in
     tests)
         need torch pytest numpy
-        cd "$root" && exec "$python" -m pytest -o cache_dir="$work/pytest" "${of_ranks[@]/#/--ignore=}" python/tests
+        # A thread a process: ctest runs a test a core.
+        cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -o cache_dir="$work/pytest" \
+            "${of_ranks[@]/#/--ignore=}" python/tests
         ;;
     ranks)
         need torch pytest numpy

@@ -1,4 +1,4 @@
-"""What a test's process under torchrun does round its cases."""
+"""What a rank of a test's does round its cases: under torchrun, or forked from the worker."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def run_named(function: Callable[..., None], *arguments: Any) -> None:
 
 def cases_passed(worker: str, *arguments: str) -> dict[int, int]:
     """Runs a worker whose last argument is its numbers of ranks, as "2,4", on the CPU. Returns how many cases passed by number of ranks."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FLCE_TEST_RANKS_ON": "cpu"}
+    # Without what says that this process is a rank itself.
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FLCE_TEST_RANKS_ON": "cpu"}
     command = [sys.executable, str(Path(__file__).with_name(worker)), *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import flce
 from flce import _retain
 
-MICROBATCHES = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+MICROBATCHES = int(os.environ.get("FLCE_TEST_MICROBATCHES", "4"))
 TOKENS = ROWS // 4 * S  # of a microbatch
 ALL = 1 << 40
 # Where a rank's stages lie: one stage a rank; two, of which the second follows the last rank's first; two, of which the second is as far

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_pipeline import launch
+from rank_support import cases_passed
 from torch import Tensor
 from torch.distributed.pipelining import schedules
 
@@ -170,9 +170,7 @@ def test_twenty_batches_are_those_of_megatron(tied: bool, depths: int) -> None:
 # ── Pipelines ─────────────────────────────
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8)])
-def test_every_schedule_with_more_microbatches_and_ranks(ranks: int, microbatches: int) -> None:
-    worker = str(HERE / "schedules_worker.py")
-    output = launch("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", worker, str(microbatches), timeout=900)
-    exported = [name for name in schedules.__all__ if name.startswith("Schedule")]
-    assert f"{12 * len(exported)} cases passed" in output
+def test_every_schedule_with_more_microbatches_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLCE_TEST_MICROBATCHES", "8")
+    cases = 12 * len([name for name in schedules.__all__ if name.startswith("Schedule")])
+    assert cases_passed("schedules_worker.py", "2,4") == {2: cases, 4: cases}
