@@ -103,8 +103,8 @@ struct FastLongMath : FastMath {
     }
 };
 
-/// The same for z = cap·tanh(y), told by its fall, how far z is below the cap in parts of 2·cap: 1 / (1 + e^2y). The logit, an exponential's
-/// power and the slope are one multiply-add each of a fall, from 0 to 1 for any y, and exactly that where the cap is reached.
+/// The same for z = cap·tanh(y), told by its fall, how far z is below the cap in parts of 2·cap: 1 / (1 + e^2y). The logit, the power
+/// of an exponential and the slope are one multiply-add each of a fall, from 0 to 1 for any y, and exactly that where the cap is reached.
 struct Falls {
     float cap;
     float rate;       ///< 2y·log₂e for each unit of the sum
