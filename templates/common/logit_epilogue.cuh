@@ -167,14 +167,10 @@ __device__ __forceinline__ void divide_rows(const Place& place, const Temperatur
     }
 }
 
-/// c becomes logits; columns past the vocabulary become masked_logit(). weighted += Σ c_j·z_j of the thread's columns, with label
-/// smoothing. `temperature_of`: a row of the tile has it, where the Problem has temperatures.
-template <class Problem, class Place, class TemperatureOf, int kPieces, int kColumnPieces>
-__device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& place, int first_column, int columns,
-                                          const TemperatureOf& temperature_of, float (&c)[kPieces][kColumnPieces][4],
-                                          float (&weighted)[kPieces][2]) {
-    const int end = Problem::shard ? p.targets.columns : Problem::vocab_size;
-    const bool ragged = first_column + columns > end;
+/// Each sum of c, with its column's bias, becomes what `function` makes of it.
+template <class Problem, class Place, class Function, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void replace_sums(const ForwardParams& p, const Place& place, int first_column, int end,
+                                             const Function& function, float (&c)[kPieces][kColumnPieces][4]) {
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
@@ -190,11 +186,22 @@ __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& p
                 for (int h = 0; h < 2; ++h) {
                     float& z = c[i][j][2 * h + e];
                     if constexpr (Problem::bias) z += bias;
-                    z = Problem::transform(z, p.transform).value;
+                    z = function(z);
                 }
             }
         }
     }
+}
+
+/// c becomes logits; columns past the vocabulary become masked_logit(). weighted += Σ c_j·z_j of the thread's columns, with label
+/// smoothing. `temperature_of`: a row of the tile has it, where the Problem has temperatures.
+template <class Problem, class Place, class TemperatureOf, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& place, int first_column, int columns,
+                                          const TemperatureOf& temperature_of, float (&c)[kPieces][kColumnPieces][4],
+                                          float (&weighted)[kPieces][2]) {
+    const int end = Problem::shard ? p.targets.columns : Problem::vocab_size;
+    const bool ragged = first_column + columns > end;
+    replace_sums<Problem>(p, place, first_column, end, [&](float sum) { return Problem::transform(sum, p.transform).value; }, c);
     if constexpr (Problem::temperature) divide_rows(place, temperature_of, c);
     if (ragged) {
         if constexpr (Problem::label_smoothing) add_weighted<Problem, true>(p, place, first_column, c, weighted);
@@ -210,25 +217,7 @@ __device__ __forceinline__ void to_falls(const ForwardParams& p, const Place& pl
                                          float (&c)[kPieces][kColumnPieces][4]) {
     const int end = Problem::shard ? p.targets.columns : Problem::vocab_size;
     const Falls falls = Problem::falls(p.transform);
-#pragma unroll
-    for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            float bias = 0.f;
-            if constexpr (Problem::bias) {
-                const int column = min(first_column + place.column(j, e), end - 1);
-                bias = to_float(static_cast<const typename Problem::Element*>(p.bias)[column]);
-            }
-#pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float& x = c[i][j][2 * h + e];
-                    x = falls.of(Problem::bias ? x + bias : x);
-                }
-            }
-        }
-    }
+    replace_sums<Problem>(p, place, first_column, end, [&](float sum) { return falls.of(sum); }, c);
     if (first_column + columns > end) mask_columns(place, first_column, end, c, infinity());
 }
 
@@ -325,8 +314,8 @@ struct GradientRow {
     }
 };
 
-/// The same of falls: a power and a slope are one multiply-add of a fall each. `Above`: of falls. What quarters of slopes lack is in the
-/// coefficients.
+/// A row's gradients where falls tell its logits: a fall's exponential and its slope are one multiply-add each. `Above` makes exponentials
+/// of falls (FallPowersAbove, FallDifferencesAbove). Slopes are a quarter of dz/dy/cap; the coefficients have the factor of 4.
 template <class Problem, class Above>
 struct FallGradientRow {
     float a;
@@ -348,7 +337,7 @@ struct FallGradientRow {
     }
 };
 
-/// Which of them a Problem has. kPrecise: exponentials of rounded differences.
+/// GradientRow or FallGradientRow, as the Problem's logits are told. kPrecise: exponentials of rounded differences.
 template <class Problem, bool kPrecise>
 using GradientOf =
     Select<Problem::has_falls, FallGradientRow<Problem, Select<kPrecise, FallDifferencesAbove<typename Problem::Math>, FallPowersAbove>>,

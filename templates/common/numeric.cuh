@@ -103,8 +103,8 @@ struct FastLongMath : FastMath {
     }
 };
 
-/// The same for z = cap·tanh(y), told by its fall, how far z is below the cap in parts of 2·cap: 1 / (1 + e^2y). The logit, the power
-/// of an exponential and the slope are one multiply-add each of a fall, from 0 to 1 for any y, and exactly that where the cap is reached.
+/// A logit z = cap·tanh(y) of a long sum, told by its fall: how far z is below the cap in parts of 2·cap, 1 / (1 + e^2y). The logit, the
+/// power of its exponential and its slope are one multiply-add of the fall each. A fall is from 0 to 1 for any y, 0 or 1 at the cap.
 struct Falls {
     float cap;
     float rate;       ///< 2y·log₂e for each unit of the sum
@@ -130,7 +130,7 @@ struct PowersAbove {
     __device__ __forceinline__ float factor(float reference) const { return ptx::ex2_approx_ftz(-__fmaf_rn(reference, log2_e(), -shift)); }
 };
 
-/// The same of falls.
+/// PowersAbove for a logit that its fall tells.
 struct FallPowersAbove {
     Falls falls;
     float base;
@@ -141,6 +141,7 @@ struct FallPowersAbove {
         return ptx::ex2_approx_ftz(__fmaf_rn(falls.cap - reference, log2_e(), -base));
     }
 };
+/// DifferencesAbove for a logit that its fall tells.
 template <class Math>
 struct FallDifferencesAbove {
     Falls falls;

@@ -39,7 +39,7 @@ struct PlainProblem {
     enum : bool { sums_bias = false };          ///< SumsBias
     enum : bool { shard = false };              ///< the vocabulary lies on several ranks
     enum : bool { float_grad_hidden = false };  ///< grad_hidden is fp32 whatever Element is
-    enum : bool { has_falls = false };          ///< and falls(const float* p), logit_scale(const float* p): Falls tell logits
+    enum : bool { has_falls = false };          ///< Falls tell logits; there are falls(const float* p), logit_scale(p)
     enum : int { segment_tiles = 0 };           ///< batch-invariant: forward's tiles that are summed up apart from all others; else 0
 };
 

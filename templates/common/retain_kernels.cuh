@@ -139,13 +139,13 @@ __device__ __forceinline__ float divisor_of(float a, float t, float of_teacher) 
 /// is divided by it the share may be 0.
 __device__ __forceinline__ float share_to_divide(float share) { return fmaxf(share, 0x1p-100f); }
 
-/// What stored exponentials lack: of falls they are multiplied by a quarter of their slopes.
+/// The factor that stored exponentials lack: where falls tell logits, exponentials are stored times a quarter of their slopes.
 template <class Problem>
 __device__ constexpr float stored_parts() {
     return Problem::has_falls ? 4.f : 1.f;
 }
 
-/// A row of retained_rows: its coefficients, what dz is divided by, and exp(reference − lse), times stored_parts.
+/// A row of retained_rows: the row's coefficients, the divisor of its dz, and stored_parts · exp(reference − lse).
 struct RetainedRow {
     int row;
     float4 k;

@@ -173,8 +173,9 @@ struct RowReduction {
     }
 };
 
-/// Of a row of falls. No logit is further from the row's reference, nor from 0, than kMostAboveReference: all sums are relative to one of
-/// them, and no maximum has to be known first. RowSums::max is the least fall here, that of the largest logit, or infinite: there is none.
+/// RowReduction for rows whose logits are told by falls. No logit is further than kMostAboveReference from the row's reference, nor from 0.
+/// So a row's sum is relative to its reference (to 0 without one), and no maximum has to be known first. RowSums::max is the least fall
+/// here, which the largest logit has; infinite while there is none.
 template <class Problem, int kColumnPieces>
 struct FallReduction : RowReduction<Problem, kColumnPieces> {
     /// Rows that are written again have their lse as reference. What is none, of a row that is ignored, must not make exponentials NaN.
