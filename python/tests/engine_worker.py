@@ -349,6 +349,7 @@ WRONG_OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"head_options": {"size": 1}}, "size"),
     ({"memory_limit_bytes": -1}, "limit_bytes is -1"),
     ({"device": "nowhere"}, "nowhere"),
+    ({"data_parallel_group": dist.GroupMember.NON_GROUP_MEMBER}, "data_parallel_group does not have this rank"),
 )
 
 

@@ -432,7 +432,7 @@ def test_a_killed_run_leaves_no_half_file_and_the_next_succeeds(large: Path, tmp
     line[1:3] = ["-c", slow + "from flce.engine import _shard_command as c; c.main()"]
     old: list[tuple[str, int]] = []
     for number in range(2 if sent == signal.SIGKILL else 1):
-        # Whoever started the tests in the background may have had SIGINT ignored.
+        # A shell starts background jobs with SIGINT ignored, and their children inherit that.
         process = subprocess.Popen(line, stderr=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         deadline = time.monotonic() + 300
         while sum(file.stat().st_size for file in tmp_path.glob(".out.flce-partial/*")) < 16_000_000:

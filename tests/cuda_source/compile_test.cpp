@@ -114,6 +114,8 @@ INSTANTIATE_TEST_SUITE_P(
             Variant{"Bf16BiasAdded", "D=4096,V=128256,bias,grad_weight_mode=accumulate"},
             Variant{"Fp16BiasCapped", "D=2048,V=50257,dtype=fp16,bias,softcap=30,temperature,grad_weight_mode=accumulate", true},
             Variant{"Bf16CappedBias", "D=2048,V=50257,bias,softcap=30,grad_weight_mode=accumulate", true},
+            Variant{"Bf16Falls", "D=2304,V=256000,softcap=30", true},
+            Variant{"Fp16FallsOfAShard", "D=2048,V=32064,whole_vocab_size=128256,dtype=fp16,bias,softcap=30"},
             Variant{"Fp16CappedBias", "D=2048,V=50257,dtype=fp16,bias,softcap=30,grad_weight_mode=accumulate", true},
             Variant{"Bf16HiddenMajorSums", "D=200,V=1001,padded_vocab_size=1008,layout=hidden_major,grad_weight_mode=accumulate"},
             Variant{"Bf16AllButBias",
@@ -185,7 +187,10 @@ INSTANTIATE_TEST_SUITE_P(
 INSTANTIATE_TEST_SUITE_P(OldestGpus, CudaOptionsCompile,
                          testing::Combine(testing::Values("sm_80"),
                                           testing::Values(Variant{"Fp32ShallowHiddenMajor",
-                                                                  "D=64,V=50257,dtype=fp32,layout=hidden_major"})),
+                                                                  "D=64,V=50257,dtype=fp32,layout=hidden_major"},
+                                                          Variant{"Bf16Falls", "D=2304,V=256000,softcap=30", true},
+                                                          Variant{"Fp16FallsOfAShard",
+                                                                  "D=2048,V=32064,whole_vocab_size=128256,dtype=fp16,bias,softcap=30"})),
                          test_name);
 
 }  // namespace

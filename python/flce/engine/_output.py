@@ -151,9 +151,10 @@ class HeadOutput:
 
 
 def vocab_size_of(stages: Sequence[Stage]) -> int | None:
-    """Rows of the last stage's head; None where the stage is not among them, and for a critic."""
-    rows = [int(_weight(stage.head).shape[0]) for stage in stages if stage.is_last and stage.head is not None]
-    return rows[0] if rows and rows[0] > 1 else None
+    """Rows of the last stage's head; None where that stage is not among them, for a critic, and for a head that has no weight [V, D]."""
+    heads = [stage.head for stage in stages if stage.is_last and stage.head is not None]
+    weight = _heads.weight_of(heads[0]) if heads else None
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] > 1 else None
 
 
 def _weight(head: nn.Module) -> Tensor:

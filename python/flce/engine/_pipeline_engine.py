@@ -59,7 +59,8 @@ class PipelineEngine:
 
     Raises:
         ArgumentError: for arguments that do not fit, on this rank, on another one of its pipeline, or between ranks. PipelineError: where
-        copies of a parameter differ, or another data-parallel copy of the pipeline could not be made. No rank waits for one that raised.
+        copies of a parameter differ, or another data-parallel copy of the pipeline could not be made. No rank waits for one that raised,
+        unless it was given a wrong group.
         After a rank has failed, every call raises PipelineError: make another engine.
     """
 
@@ -82,12 +83,13 @@ class PipelineEngine:
     ) -> None:
         _setup.check_torch()
         self.pipeline_group = _setup.group_of(pipeline_group)
-        self.data_parallel_group = _setup.copies_of(data_parallel_group)
+        self.data_parallel_group: dist.ProcessGroup | None = None
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.last_grad_norm: float | None = None
         self.version_steps: int | None = None
         with _setup.Held() as held:
+            self.data_parallel_group = _setup.copies_of(data_parallel_group)
             self.stages = _setup.stages_of(stage)
             self.num_stages = self.stages[0].num_stages
             self.schedule = _schedules.named(schedule)

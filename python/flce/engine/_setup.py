@@ -98,7 +98,7 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def copies_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise errors.ArgumentError(
-            "data_parallel_group does not have this rank; every rank makes the engine with the group of those that have its stages"
+            "data_parallel_group does not have this rank; give each rank the group of the ranks that have copies of its stages"
         )
     return group
 
