@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="that are measured, after one that is not (default: 9)")
     parser.add_argument("--megabytes", type=int, default=1000, help="of one all-reduce (default: 1000)")
     parser.add_argument("--times", type=int, default=8, help="all-reduces beside a pass (default: 8)")
+    parser.add_argument("--commit", help="of what is measured (default: git's)")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
     options = parser.parse_args()
     if "RANK" not in os.environ or torch.cuda.device_count() <= int(os.environ["LOCAL_RANK"]):
@@ -169,7 +170,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
     passes = Passes(*map(int, options.shape.split("x")))
     found = measured(passes, Beside(options.megabytes, options.times), options.rounds)
-    report = tensor_parallel.provenance() | {"shape": options.shape, "rounds": options.rounds, "passes": found}
+    report = tensor_parallel.provenance(options.commit) | {"shape": options.shape, "rounds": options.rounds, "passes": found}
     if dist.get_rank() == 0:
         print(f"{report['gpu']}, {report['ranks']} ranks, {options.shape}")
         print("| | " + " | ".join(BESIDE) + " | same bits |\n|---|" + "---|" * 4)

@@ -4,10 +4,10 @@
 
 A step is the forward of every microbatch and then every backward, by PipelineFusedLoss with the weight's gradient added in place. The
 limits go from what one call needs to what leaves every microbatch's exponentials. Beside it stand F.linear with cross_entropy, on fp32 and
-on 16-bit logits, and torch.compile of the first. "ratio" is the time to that of three cuBLAS GEMMs for each microbatch, which run directly
-before each step, so that every step finds the GPU's clocks as they leave them; the median over the rounds. "arithmetic" is (8 - 2f) / 6,
-with f the part of all exponentials that the limit has room for beside one call's scratch. Memory is the peak beyond inputs, weight and
-their gradients. Rounds are interleaved: every contender once in each, in random order.
+on 16-bit logits, and torch.compile of the first. "ratio" is the time to that of three cuBLAS GEMMs for each microbatch; the median over the
+rounds. Before each step they run twice, the second time timed, so that the step and they find the GPU's clocks as such GEMMs leave them.
+"arithmetic" is (8 - 2f) / 6, with f the part of all exponentials that the limit has room for beside one call's scratch. Memory is the peak
+beyond inputs, weight and their gradients. Rounds are interleaved: every contender once in each, in random order.
 
 Needs a GPU. Writes JSON (default: benchmarks/results/GPU-DATE-pipeline-memory.json); --plot needs matplotlib.
 --draw JSON draws what was measured before.
@@ -123,6 +123,7 @@ def measure(stage: Stage, contender: Contender) -> None:
     """One step behind the GEMMs: its time, theirs, and its peak."""
     stage.clear()
     torch.cuda.synchronize()
+    stage.gemms()
     contender.floors.append(timed(stage.gemms))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -201,9 +202,10 @@ def title_of(about: dict[str, object]) -> str:
     return f"{about['microbatches']} microbatches of {about['shape']}, {about['gpu']}"
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+def output(*command: str) -> str:
+    """The first line."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.split("\n")[0].strip() or "unknown"
 
 
 def main() -> int:
@@ -234,11 +236,9 @@ def main() -> int:
     today = datetime.date.today().isoformat()
     about = {
         "gpu": name,
-        "driver": subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
-        "commit": arguments.commit or commit(),
+        "commit": arguments.commit or output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
         "date": today,
         "shape": arguments.shape,
         "microbatches": arguments.microbatches,

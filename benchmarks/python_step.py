@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -157,7 +156,7 @@ def measure(layer: Layer, chosen: dict[str, Loss], schedule: str, rounds: int) -
     return rows
 
 
-def provenance() -> dict[str, Any]:
+def provenance(commit: str | None) -> dict[str, Any]:
     def output(*command: str) -> str | None:
         try:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -168,7 +167,7 @@ def provenance() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "gpu": output("nvidia-smi", "--query-gpu=name,driver_version,power.limit,clocks.sm,power.draw", "--format=csv,noheader"),
         "torch": torch.__version__,
-        "commit": os.environ.get("FLCE_COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit or output("git", "rev-parse", "--short", "HEAD"),
     }
 
 
@@ -178,6 +177,7 @@ def main() -> None:
     parser.add_argument("--schedules", default="step,gpipe,1f1b")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", action="append", default=[], help="a variant by name; may be repeated")
+    parser.add_argument("--commit", help="of what is measured (default: git's)")
     parser.add_argument("--out")
     arguments = parser.parse_args()
     layer = Layer(*map(int, arguments.shape.split("x")))
@@ -192,7 +192,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     rows = [row for schedule in arguments.schedules.split(",") for row in measure(layer, chosen, schedule, arguments.rounds)]
     if arguments.out:
-        record = provenance() | {"shape": arguments.shape, "rounds": arguments.rounds, "errors": errors, "rows": rows}
+        record = provenance(arguments.commit) | {"shape": arguments.shape, "rounds": arguments.rounds, "errors": errors, "rows": rows}
         Path(arguments.out).write_text(json.dumps(record, indent=1) + "\n")
 
 

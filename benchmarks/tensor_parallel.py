@@ -234,7 +234,7 @@ def show(shape: str, found: dict[str, Any], gpus: str) -> None:
         print(f"  {name:18}{figures}  {more}", flush=True)
 
 
-def provenance() -> dict[str, Any]:
+def provenance(commit: str | None) -> dict[str, Any]:
     def output(*command: str) -> str:
         found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
         return found.stdout.strip().split("\n")[0]
@@ -245,7 +245,7 @@ def provenance() -> dict[str, Any]:
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "commit": os.environ.get("FLCE_COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit or output("git", "rev-parse", "--short", "HEAD"),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="that are measured, after two that are not (default: 12)")
     parser.add_argument("--steps", type=int, default=4, help="one after another in a run (default: 4)")
     parser.add_argument("--timeline", action="store_true", help="the kernels of a step of each flce contender, in --out's file")
+    parser.add_argument("--commit", help="of what is measured (default: git's)")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
     options = parser.parse_args()
     if "RANK" not in os.environ or torch.cuda.device_count() <= int(os.environ["LOCAL_RANK"]):
@@ -267,7 +268,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    report: dict[str, Any] = provenance() | {"rounds": options.rounds, "steps": options.steps, "shapes": {}}
+    report: dict[str, Any] = provenance(options.commit) | {"rounds": options.rounds, "steps": options.steps, "shapes": {}}
     if "liger" in options.contenders:
         prepare_liger(options.shapes)
     for shape in options.shapes:

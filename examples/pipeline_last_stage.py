@@ -383,7 +383,7 @@ def provenance() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "gpu": output("nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"),
         "torch": torch.__version__,
-        "commit": os.environ.get("FLCE_COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
+        "commit": output("git", "rev-parse", "--short", "HEAD"),
     }
 
 

@@ -5,8 +5,9 @@
 #     tools/several_gpus.sh FOLDER [PART...]
 #
 # FOLDER gets a log of each part and the benchmarks' JSON; with names of parts only these run. CUDA_VISIBLE_DEVICES chooses GPUs (default:
-# all). Ends with a line a part, and with 1 if one failed. Needs a libflce (FLCE_LIBRARY, or a build tree) and a Python with torch
-# (FLCE_PYTHON, as tools/python.sh has it); where liger-cute-kernels is installed it is measured too.
+# all); COMMIT is what the figures are of, where this is no clone. Ends with a line a part, and with 1 if one failed. Needs a libflce
+# (FLCE_LIBRARY, or a build tree) and a Python with torch (FLCE_PYTHON, as tools/python.sh has it); where liger-cute-kernels is installed it
+# is measured too.
 set -uo pipefail
 out=$(mkdir -p "${1:?usage: several_gpus.sh FOLDER [PART...]}" && cd "$1" && pwd) || exit 2
 parts=("${@:2}")
@@ -47,6 +48,7 @@ worker tensor_parallel_property 270 &
     worker tensor_parallel_docs 40
 } &
 wait
+worker tensor_parallel_receive 90
 
 echo "examples" >&2
 run pipeline_1f1b 60 "$python" examples/pipeline_last_stage.py --tiny &
@@ -55,10 +57,11 @@ wait
 ranks example_tensor_parallel 60 examples/tensor_parallel.py --shape 4096x2048x151936
 
 echo "benchmarks" >&2
-ranks bench_tensor_parallel 120 benchmarks/tensor_parallel.py --rounds 25 --timeline --out "$out/tensor-parallel.json"
-ranks bench_beside_nccl 60 benchmarks/beside_nccl.py --out "$out/beside-nccl.json"
+of=(--commit "${COMMIT:-}")
+ranks bench_tensor_parallel 120 benchmarks/tensor_parallel.py "${of[@]}" --rounds 25 --timeline --out "$out/tensor-parallel.json"
+ranks bench_beside_nccl 60 benchmarks/beside_nccl.py "${of[@]}" --out "$out/beside-nccl.json"
 if "$python" -c 'import liger_cute_kernels, liger_kernel' 2>/dev/null; then
-    ranks bench_liger 60 benchmarks/tensor_parallel.py --contenders floor6 "floor6, reduced" "flce, retained" liger \
+    ranks bench_liger 60 benchmarks/tensor_parallel.py "${of[@]}" --contenders floor6 "floor6, reduced" "flce, retained" liger \
         --shapes 8192x4096x128256 4096x2048x151936 --out "$out/tensor-parallel-liger.json"
 fi
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -97,60 +96,6 @@ def beside_a_collective(retained: bool) -> None:
     assert bool((large == float(dist.get_world_size()) ** 6).all())
 
 
-def a_receive_that_waits_for_this_backward(retained: bool) -> None:
-    """Every rank receives on another stream what the rank before it sends after its own backward: kernels of NCCL's wait all the while."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    if ranks == 1:
-        return
-    step = Step(sharded=False, **({"workspace_limit_bytes": 1 << 40} if retained else {"retain_in_grad_weight": False}))
-    step.fill(5)
-    alone = [tensor.clone() for tensor in step.run()]
-    to_even, to_odd = (dist.new_group(list(range(ranks))) for _ in range(2))
-    there, back = (to_even, to_odd) if rank % 2 == 0 else (to_odd, to_even)
-    peer = rank ^ 1
-    if peer >= ranks:
-        return
-
-    def begun(operation: Any, tensor: Tensor, group: Any) -> Any:
-        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])
-
-    for group in (to_even, to_odd):  # a connection is made by both of its ends at once
-        for each in begun(dist.irecv if group is there else dist.isend, torch.zeros(1, device="cuda"), group):
-            each.wait()
-    streams = torch.cuda.Stream(), torch.cuda.Stream()
-    for turn, log_size in enumerate((12, 16, 20, 22, 22)):
-        received = torch.full((1 << log_size,), -1.0, device="cuda")
-        over = {name: torch.cuda.Event() for name in ("the pass", "the receive", "the send")}
-        torch.cuda.synchronize()
-        with torch.cuda.stream(streams[0]):
-            receiving = begun(dist.irecv, received, there)
-        made = step.run()
-        sent = torch.full((1 << log_size,), 0.0, device="cuda").add_(made[0]).add_(float(turn))
-        over["the pass"].record()
-        streams[1].wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(streams[1]):
-            sending = begun(dist.isend, sent, back)
-        for name, stream, works in (("the receive", streams[0], receiving), ("the send", streams[1], sending)):
-            with torch.cuda.stream(stream):
-                for each in works:
-                    each.wait()
-                over[name].record()
-        all_over(over, f"4 * 2^{log_size} bytes")
-        for got, right in zip(made, alone, strict=True):
-            assert torch.equal(got, right), "beside a receive the result differs"
-        assert bool((received == alone[0] + float(turn)).all())
-
-
-def all_over(events: dict[str, torch.cuda.Event], what: str, seconds: float = 20.0) -> None:
-    """Waits for all of them. A rank that hangs says in what."""
-    until = time.monotonic() + seconds
-    while left := [name for name, event in events.items() if not event.query()]:
-        if time.monotonic() > until:
-            print(f"rank {dist.get_rank()}, {what}: not over after {seconds} s: {', '.join(left)}", file=sys.stderr, flush=True)
-            os._exit(1)  # nothing on this GPU can be waited for, the end of the process group neither
-        time.sleep(0.0005)
-
-
 def first_call_while_capturing() -> None:
     step = Step(label_smoothing=0.25)
     graph = torch.cuda.CUDAGraph()
@@ -165,14 +110,12 @@ def first_call_while_capturing() -> None:
 
 def main() -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    # Streams that share one of the GPU's queues wait for each other, and one of them has a receive here that waits for the other.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60))
     cases: list[tuple[Any, ...]] = [(played_again, sequence, wide) for sequence in (False, True) for wide in (False, True)]
     cases += [(first_call_while_capturing,)]
-    cases += [(case, retained) for case in (beside_a_collective, a_receive_that_waits_for_this_backward) for retained in (False, True)]
+    cases += [(beside_a_collective, retained) for retained in (False, True)]
     tell_where_it_hangs()
     for function, *arguments in cases:
         print(f"rank {dist.get_rank()}: {function.__name__}{arguments}", file=sys.stderr, flush=True)

@@ -41,7 +41,13 @@ def test_random_shards_equal_the_whole_layer(device: str) -> None:
 @pytest.mark.gpu
 def test_cuda_graphs_and_other_collectives_over_nccl(device: str) -> None:
     ranks = torch.cuda.device_count()
-    assert passed("tensor_parallel_nccl_worker.py", str(ranks), device) == {ranks: 9}
+    assert passed("tensor_parallel_nccl_worker.py", str(ranks), device) == {ranks: 7}
+
+
+@pytest.mark.gpu
+def test_backward_under_a_receive_over_nccl_that_waits_for_it(device: str) -> None:
+    ranks = torch.cuda.device_count()
+    assert passed("tensor_parallel_receive_worker.py", str(ranks), device) == {ranks: 2}
 
 
 def test_example_trains_and_needs_less_memory() -> None:

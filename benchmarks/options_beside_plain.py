@@ -1,0 +1,155 @@
+"""What an option costs: a layer with it beside the plain layer and the three cuBLAS GEMMs, all in one process and in an order drawn anew.
+
+    python3 benchmarks/options_beside_plain.py [--shape 8192x2304x256000] [--softcap 30] [--seconds 20] [--out FILE.json]
+
+Forward and backward in bf16, each three ways: everything retained (workspace_limit_bytes without a bound), exponentials in the weight
+gradient's memory, nothing retained. Each step runs behind the GEMMs, which are timed too, so that every step finds the GPU's clocks as they
+leave them. A floor is one pass of the GEMMs behind another. The table has medians: milliseconds, the ratio to the floor, and by how much of
+the floor the layer with the option takes longer than the plain one in the same round, with that difference's quartiles. `flce bench`
+measures one layer a process: between two processes clocks drift by more than such a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flce
+
+WAYS: dict[str, dict[str, Any]] = {
+    "all retained": {"workspace_limit_bytes": 1 << 40, "retain_in_grad_weight": False},
+    "in grad_weight's memory": {"retain_in_grad_weight": True},
+    "nothing retained": {"retain_in_grad_weight": False},
+}
+FLOOR = "three GEMMs"
+
+
+class Layer:
+    """Inputs, and what is timed over them."""
+
+    def __init__(self, num_tokens: int, hidden_size: int, vocab_size: int) -> None:
+        torch.manual_seed(0)
+        like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.hidden = torch.randn(num_tokens, hidden_size, **like).requires_grad_()
+        self.weight = torch.empty(vocab_size, hidden_size, **like).normal_(std=hidden_size**-0.5).requires_grad_()
+        self.target = torch.randint(0, vocab_size, (num_tokens,), device="cuda")
+        self.dlogits = torch.randn(num_tokens, vocab_size, **like)
+
+    def gemms(self) -> None:
+        hidden, weight = self.hidden.detach(), self.weight.detach()
+        hidden @ weight.t()
+        self.dlogits @ weight
+        self.dlogits.t() @ hidden
+
+    def step(self, **options: Any) -> None:
+        loss = flce.linear_cross_entropy(self.hidden, self.weight, self.target, **options)
+        torch.autograd.grad(loss, (self.hidden, self.weight))
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Milliseconds."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def rounds_of(steps: dict[str, Callable[[], None]], gemms: Callable[[], None], seconds: float) -> list[dict[str, float]]:
+    for _ in range(2):  # compiles and warms up
+        for step in steps.values():
+            timed(step)
+    found: list[dict[str, float]] = []
+    end, order = time.monotonic() + seconds, random.Random(0)
+    while time.monotonic() < end or len(found) < 4:
+        one: dict[str, float] = {}
+        for name in order.sample(list(steps), len(steps)):
+            gemms()
+            one[name] = timed(steps[name])
+        found.append(one)
+    return found
+
+
+def table(rounds: list[dict[str, float]], option: str) -> dict[str, Any]:
+    floor = statistics.median(one[FLOOR] for one in rounds)
+    rows: dict[str, Any] = {}
+    for name in rounds[0]:
+        median = statistics.median(one[name] for one in rounds)
+        rows[name] = {"milliseconds": median, "ratio": median / floor}
+    for way in WAYS:
+        differences = [(one[f"{option}, {way}"] - one[f"plain, {way}"]) / floor for one in rounds]
+        quartiles = statistics.quantiles(differences, n=4)
+        rows[f"{option}, {way}"] |= {"beyond_plain": quartiles[1], "beyond_plain_quartiles": quartiles[::2]}
+    return rows
+
+
+def show(rows: dict[str, Any]) -> None:
+    print(f"{'':44} {'ms':>8} {'ratio':>6} {'beyond plain':>13} {'quartiles':>16}")
+    for name, row in rows.items():
+        more = ""
+        if "beyond_plain" in row:
+            low, high = row["beyond_plain_quartiles"]
+            more = f" {row['beyond_plain']:13.3f} {low:7.3f} {high:7.3f}"
+        print(f"{name:44} {row['milliseconds']:8.2f} {row['ratio']:6.3f}{more}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8192x2304x256000", help="num_tokens x hidden_size x vocab_size")
+    parser.add_argument("--softcap", type=float, help="(default: 30, if no other option is asked for)")
+    parser.add_argument("--label-smoothing", type=float, default=0.0)
+    parser.add_argument("--z-loss", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=20, help="time to measure, about (default: 20)")
+    parser.add_argument("--commit", help="of what is measured (default: git's)")
+    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device")
+    asked = {"softcap": arguments.softcap, "label_smoothing": arguments.label_smoothing, "z_loss": arguments.z_loss}
+    options = {name: value for name, value in asked.items() if value} or {"softcap": 30.0}
+    option = " and ".join(f"{name} {value:g}" for name, value in options.items())
+    layer = Layer(*map(int, arguments.shape.split("x")))
+    steps: dict[str, Callable[[], None]] = {FLOOR: layer.gemms}
+    for way, memory in WAYS.items():
+        steps[f"plain, {way}"] = lambda memory=memory: layer.step(**memory)  # type: ignore[misc]
+        steps[f"{option}, {way}"] = lambda memory=memory: layer.step(**memory, **options)  # type: ignore[misc]
+    rounds = rounds_of(steps, layer.gemms, arguments.seconds)
+    flce.check_labels()
+    rows = table(rounds, option)
+    show(rows)
+    report = {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "commit": arguments.commit or output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "date": datetime.date.today().isoformat(),
+        "shape": arguments.shape,
+        "rounds": len(rounds),
+        "rows": rows,
+    }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def output(*command: str) -> str:
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return found.stdout.strip().split("\n")[0]
+
+
+if __name__ == "__main__":
+    main()
