@@ -64,7 +64,8 @@ def timed(step: Callable[[], None]) -> float:
     step()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds
 
 
 def rounds_of(steps: dict[str, Callable[[], None]], gemms: Callable[[], None], seconds: float) -> list[dict[str, float]]:
