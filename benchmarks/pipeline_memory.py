@@ -7,7 +7,8 @@ limits go from what one call needs to what leaves every microbatch's exponential
 on 16-bit logits, and torch.compile of the first. "ratio" is the time to that of three cuBLAS GEMMs for each microbatch; the median over the
 rounds. Before each step they run twice, the second time timed, so that the step and they find the GPU's clocks as such GEMMs leave them.
 "arithmetic" is (8 - 2f) / 6, with f the part of all exponentials that the limit has room for beside one call's scratch. Memory is the peak
-beyond inputs, weight and their gradients. Rounds are interleaved: every contender once in each, in random order.
+beyond inputs, weight and their gradients. Rounds are interleaved: every contender once in each, in random order. "by itself": every
+microbatch's backward follows its forward, with a limit of its own: what the calls take without a limit that is shared.
 
 Needs a GPU. Writes JSON (default: benchmarks/results/GPU-DATE-pipeline-memory.json); --plot needs matplotlib.
 --draw JSON draws what was measured before.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import random
 import statistics
@@ -42,7 +44,8 @@ class Contender:
     name: str
     step: Callable[[], None]
     arithmetic: float | None = None
-    limit_bytes: int | None = None
+    limit_bytes: int | None = None  # of all microbatches, or of each one by itself
+    by_itself: bool = False
     milliseconds: list[float] = field(default_factory=list)
     floors: list[float] = field(default_factory=list)  # of the GEMMs before each of them
     peak_bytes: int = 0
@@ -65,6 +68,11 @@ class Stage:
         losses = [loss(hidden, labels) for hidden, labels in zip(self.hidden, self.labels, strict=True)]
         while losses:
             losses.pop(0).backward()
+
+    def run_by_itself(self, limit: int) -> None:
+        into = self.head.weight.grad
+        for hidden, labels in zip(self.hidden, self.labels, strict=True):
+            flce.linear_cross_entropy(hidden, self.head.weight, labels, grad_weight_out=into, workspace_limit_bytes=limit).backward()
 
     def clear(self) -> None:
         for hidden in self.hidden:
@@ -106,6 +114,10 @@ def contenders(stage: Stage, steps: int) -> list[Contender]:
         loss = flce.PipelineFusedLoss(stage.head, impl="flce", shift=0, accumulate_into_grad=True, memory_limit_bytes=limit)
         arithmetic = (8 - 2 * number / steps) / 6
         made.append(Contender(f"flce, {limit / GB:.2f} GB", lambda loss=loss: stage.run(loss), arithmetic, limit))  # type: ignore[misc]
+    for part in (0.0, 0.5, 1.0):
+        limit = scratch + int(kernel.retained_bytes(num_tokens) * part)
+        step = functools.partial(stage.run_by_itself, limit)
+        made.append(Contender(f"by itself, {limit / GB:.2f} GB", step, (8 - 2 * part) / 6, limit, by_itself=True))
     return made
 
 
@@ -154,6 +166,8 @@ def rows(all_of: list[Contender]) -> list[dict[str, object]]:
     done: list[dict[str, object]] = []
     for contender in all_of:
         row: dict[str, object] = {"name": contender.name, "limit_bytes": contender.limit_bytes, "arithmetic": contender.arithmetic}
+        if contender.by_itself:
+            row["by_itself"] = True
         if contender.failure:
             row["failure"] = contender.failure
         else:
@@ -185,7 +199,7 @@ def draw(done: list[dict[str, object]], title: str, path: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
-    curve = [row for row in done if row["arithmetic"] is not None and "ratio" in row]
+    curve = [row for row in done if row["arithmetic"] is not None and "ratio" in row and "by_itself" not in row]
     memory = [float(row["peak_bytes"]) / GB for row in curve]  # type: ignore[arg-type]
     axes.plot(memory, [row["arithmetic"] for row in curve], "--", color="gray", label="(8 - 2f) / 6")  # type: ignore[arg-type]
     axes.plot(memory, [row["ratio"] for row in curve], "o-", label="flce, memory_limit_bytes")  # type: ignore[arg-type]
