@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Runs the GPU tests of test binaries, many processes at once, within a time: what a lent GPU machine is for.
+
+    python3 tools/gpu_tests.py build/bin/test_matrix build/bin/test_properties --seconds 300 --out run.json
+    python3 tools/gpu_tests.py build/bin/test_* --first softcap everything --out run.json
+    python3 tools/gpu_tests.py build/bin/test_* --after run.json --out rest.json
+
+Most of a test's time is NVRTC's and the fp64 oracle's, on a core of its own: a process a core shares the GPU. Cases run in the binaries'
+order, those whose names have a word of --first before them. --after leaves out what passed or was skipped in earlier runs, so that a run
+which the time cut off goes on in the next. Ends with a table for tests/gpu-results.md, and with 1 if a case failed or a process died; what
+those printed is in the file beside --out that ends in .failures. Needs only Python and the binaries.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+import time
+
+# A case of these takes minutes: a process each.
+LONG = ("Candidates", "LargeShapes", "HugeShapes", "RandomSpecs")
+RESULT = re.compile(r"^\[ +(OK|FAILED|SKIPPED) +\] (\S+?\.\S+?)(?:,| |$)", re.MULTILINE)
+FINISHED = ("OK", "SKIPPED")
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("binaries", nargs="+", type=pathlib.Path)
+    parser.add_argument("--filter", default="*Gpu*", help="of Google Test (default: *Gpu*)")
+    parser.add_argument("--first", nargs="+", default=[], metavar="WORD", help="cases with this in their name come first")
+    parser.add_argument("--after", nargs="+", default=[], type=pathlib.Path, metavar="FILE", help="--out of runs before")
+    parser.add_argument("--seconds", type=float, default=540, help="then what still runs is ended (default: 540)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)")
+    parser.add_argument("--gpus", type=int, default=1, help="processes are dealt out among so many (default: 1)")
+    parser.add_argument("--chunk", type=int, default=4, help="cases a process (default: 4)")
+    parser.add_argument("--out", required=True, type=pathlib.Path, help="results by case, as JSON")
+    return parser.parse_args()
+
+
+def cases_of(binary, pattern):
+    listed = subprocess.run([binary, "--gtest_list_tests", f"--gtest_filter={pattern}"], capture_output=True, text=True, check=True).stdout
+    suite = ""
+    for line in listed.splitlines():
+        name = line.split("#")[0].strip()
+        if not line.startswith(" "):
+            suite = name if name.endswith(".") else ""
+        elif suite:
+            yield suite + name
+
+
+def chunks(cases, size):
+    """(binary, names) for each process, in the order of the cases."""
+    at = 0
+    while at < len(cases):
+        binary, name = cases[at]
+        most = 1 if any(word in name for word in LONG) else size
+        names = [name]
+        at += 1
+        while len(names) < most and at < len(cases) and cases[at][0] == binary and not any(word in cases[at][1] for word in LONG):
+            names.append(cases[at][1])
+            at += 1
+        yield binary, names
+
+
+class Run:
+    """What is running, and what has come of it."""
+
+    def __init__(self, seconds, gpus, failures):
+        self.end = time.monotonic() + seconds
+        self.gpus, self.failures = gpus, failures
+        self.results = {}
+        self.deaths = 0
+        self._begun = 0
+        self._running = set()
+        self._lock = threading.Lock()
+
+    def late(self):
+        return time.monotonic() >= self.end
+
+    def process(self, binary, names):
+        with self._lock:
+            if self.late():
+                return
+            gpu, self._begun = self._begun % self.gpus, self._begun + 1
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)} if self.gpus > 1 else None
+            command = [binary, "--gtest_filter=" + ":".join(names)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+            self._running.add(process)
+        text = process.communicate()[0]
+        with self._lock:
+            self._running.discard(process)
+            self._keep(names, text, process.returncode)
+
+    def _keep(self, names, text, code):
+        found = {name: state for state, name in RESULT.findall(text)}
+        ended = self.late() and code < 0
+        for name in names:
+            self.results[name] = found.get(name, "cut off" if ended else "died")
+        died = [name for name in names if self.results[name] == "died"]
+        self.deaths += bool(died)
+        if died or any(self.results[name] == "FAILED" for name in names):
+            with self.failures.open("a") as file:
+                file.write(f"== exit code {code}: {' '.join(names)}\n{text[-20000:]}\n")
+
+    def watch(self, cases):
+        """Says how far it is, and ends what runs too long."""
+        told = time.monotonic()
+        while not self.late():
+            time.sleep(0.2)
+            if time.monotonic() - told > 15:
+                told = time.monotonic()
+                print(f"{len(self.results)} of {cases}, {self.count('FAILED')} failed", file=sys.stderr, flush=True)
+        with self._lock:
+            for process in self._running:
+                process.terminate()
+
+    def count(self, state):
+        return sum(each == state for each in list(self.results.values()))
+
+
+def table(results):
+    suites = {}
+    for name, state in results.items():
+        counts = suites.setdefault(name.split(".")[0], {})
+        counts[state] = counts.get(state, 0) + 1
+    print("| suite | passed | failed | skipped | died | cut off |\n|---|---|---|---|---|---|")
+    for suite, counts in sorted(suites.items()):
+        print("| " + " | ".join([suite, *(str(counts.get(state, 0)) for state in ("OK", "FAILED", "SKIPPED", "died", "cut off"))]) + " |")
+
+
+def main():
+    args = parse_arguments()
+    before = {}
+    for path in args.after:
+        before |= {name: state for name, state in json.loads(path.read_text())["results"].items() if state in FINISHED}
+    cases = [(binary.resolve(), name) for binary in args.binaries for name in cases_of(binary.resolve(), args.filter) if name not in before]
+    cases.sort(key=lambda case: not any(word in case[1] for word in args.first))
+    if not cases and before:
+        print("no case is left")
+        return
+    if not cases:
+        sys.exit(f"no case is named {args.filter}")
+    failures = args.out.with_suffix(".failures")
+    failures.unlink(missing_ok=True)
+    run = Run(args.seconds, args.gpus, failures)
+    threading.Thread(target=run.watch, args=(len(cases),), daemon=True).start()
+    with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
+        for done in [pool.submit(run.process, *chunk) for chunk in chunks(cases, args.chunk)]:
+            done.result()
+    left = [name for _, name in cases if name not in run.results]
+    args.out.write_text(json.dumps({"results": run.results, "not_begun": left}, indent=0) + "\n")
+    table(run.results)
+    print(f"{len(left)} cases were not begun" if left else "every case was begun")
+    for name, state in run.results.items():
+        if state in ("FAILED", "died"):
+            print(f"{state}: {name}")
+    sys.exit(1 if run.count("FAILED") or run.deaths else 0)
+
+
+if __name__ == "__main__":
+    main()
