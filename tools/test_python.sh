@@ -19,21 +19,21 @@ need() {
 
 of_ranks=("$root"/python/tests/test_{pipeline,compat_parallel,trl_ranks,torchtitan,zero3}.py
     "$root"/python/tests/test_{tensor_parallel,megatron}*.py "$root"/python/tests/test_engine_*_ranks.py)
+pytest=("$python" -m pytest -o cache_dir="$work/pytest" --durations=30 --durations-min=3)
 mkdir -p "$work"
 case $check in
     tests)
         need torch pytest numpy
         # A thread a process: ctest runs a test a core.
-        cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -o cache_dir="$work/pytest" \
-            "${of_ranks[@]/#/--ignore=}" python/tests
+        cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "${pytest[@]}" "${of_ranks[@]/#/--ignore=}" python/tests
         ;;
     ranks)
         need torch pytest numpy
-        cd "$root" && exec "$python" -m pytest -o cache_dir="$work/pytest" "${of_ranks[@]}"
+        cd "$root" && exec "${pytest[@]}" "${of_ranks[@]}"
         ;;
     nightly)
         need torch pytest numpy transformers
-        cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -o cache_dir="$work/pytest" -m nightly python/tests
+        cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "${pytest[@]}" -m nightly python/tests
         ;;
     typing)
         need torch mypy ruff
