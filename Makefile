@@ -81,7 +81,7 @@ test-sanitize: setup ## the CPU tests under AddressSanitizer and UndefinedBehavi
 	$(call run_tests,build-sanitize,-L '^($(shell echo $(SANITIZED) | tr ' ' '|'))$$')
 
 # What `make test` has in a small form only, to be within its 20 minutes.
-test-nightly: build setup-python ## at length: trainers (steps, classes, schedules, ranks), every variant of the CUDA source; 20 minutes and more
+test-nightly: build setup-python ## at length: trainers, every variant of the CUDA source; 20 minutes and more
 	@cd build/test-work && $(CURDIR)/tools/test_python.sh nightly $(CURDIR)/build/lib/libflce.so
 	@cd $(CURDIR)/build && FLCE_TEST_AT_LENGTH=1 $(CTEST) -R CompileWithoutSpills
 
