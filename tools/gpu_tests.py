@@ -6,9 +6,10 @@
     python3 tools/gpu_tests.py build/bin/test_* --after run.json --out rest.json
 
 Most of a test's time is NVRTC's and the fp64 oracle's, on a core of its own: a process a core shares the GPU. Cases run in the binaries'
-order, those whose names have a word of --first before them. --after leaves out what passed or was skipped in earlier runs, so that a run
-which the time cut off goes on in the next. Ends with a table for tests/gpu-results.md, and with 1 if a case failed or a process died; what
-those printed is in the file beside --out that ends in .failures. Needs only Python and the binaries.
+order, those whose names have a word of --first before them. --after leaves out what passed in earlier runs, so that a run which the time
+cut off goes on in the next; --out is written every 15 seconds. Ends with a table for tests/gpu-results.md, and with 1 if a case failed or a
+process died, also after its cases had passed; what such processes printed is in the file beside --out that ends in .failures. Needs only
+Python and the binaries.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -24,8 +26,15 @@ import time
 
 # A case of these takes minutes: a process each.
 LONG = ("Candidates", "LargeShapes", "HugeShapes", "RandomSpecs")
+EVERY_SECONDS = 15
 RESULT = re.compile(r"^\[ +(OK|FAILED|SKIPPED) +\] (\S+?\.\S+?)(?:,| |$)", re.MULTILINE)
-FINISHED = ("OK", "SKIPPED")
+
+
+def number(text):
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: 1 or more")
+    return value
 
 
 def parse_arguments():
@@ -35,22 +44,40 @@ def parse_arguments():
     parser.add_argument("--first", nargs="+", default=[], metavar="WORD", help="cases with this in their name come first")
     parser.add_argument("--after", nargs="+", default=[], type=pathlib.Path, metavar="FILE", help="--out of runs before")
     parser.add_argument("--seconds", type=float, default=540, help="then what still runs is ended (default: 540)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)")
-    parser.add_argument("--gpus", type=int, default=1, help="processes are dealt out among so many (default: 1)")
-    parser.add_argument("--chunk", type=int, default=4, help="cases a process (default: 4)")
+    parser.add_argument("--workers", type=number, default=os.cpu_count() or 1, help="processes at once (default: one a core)")
+    parser.add_argument("--gpus", type=number, default=1, help="GPUs to use: each process gets the next one (default: 1)")
+    parser.add_argument("--chunk", type=number, default=4, help="cases a process (default: 4)")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="results by case, as JSON")
     return parser.parse_args()
 
 
 def cases_of(binary, pattern):
-    listed = subprocess.run([binary, "--gtest_list_tests", f"--gtest_filter={pattern}"], capture_output=True, text=True, check=True).stdout
+    try:
+        command = [binary, "--gtest_list_tests", f"--gtest_filter={pattern}"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        sys.exit(f"{binary} cannot be run: {error.strerror}")
+    if listed.returncode != 0:
+        sys.exit(f"{binary} does not list its cases: exit code {listed.returncode}\n{listed.stderr or listed.stdout}")
     suite = ""
-    for line in listed.splitlines():
+    for line in listed.stdout.splitlines():
         name = line.split("#")[0].strip()
         if not line.startswith(" "):
             suite = name if name.endswith(".") else ""
         elif suite:
             yield suite + name
+
+
+def passed_before(path):
+    try:
+        return {name for name, state in json.loads(path.read_text())["results"].items() if state == "OK"}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        sys.exit(f"{path} is no --out of an earlier run: {error!r}")
+
+
+def key(binary, name):
+    """Of a case: binaries may have cases of one name."""
+    return f"{binary.name}:{name}"
 
 
 def chunks(cases, size):
@@ -70,14 +97,16 @@ def chunks(cases, size):
 class Run:
     """What is running, and what has come of it."""
 
-    def __init__(self, seconds, gpus, failures):
-        self.end = time.monotonic() + seconds
-        self.gpus, self.failures = gpus, failures
+    def __init__(self, cases, args):
+        self.end = time.monotonic() + args.seconds
+        self.cases = [key(*case) for case in cases]
+        self.gpus, self.out, self.failures = args.gpus, args.out, args.out.with_suffix(".failures")
         self.results = {}
         self.deaths = 0
         self._begun = 0
         self._running = set()
         self._lock = threading.Lock()
+        self.failures.unlink(missing_ok=True)
 
     def late(self):
         return time.monotonic() >= self.end
@@ -89,38 +118,53 @@ class Run:
             gpu, self._begun = self._begun % self.gpus, self._begun + 1
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)} if self.gpus > 1 else None
             command = [binary, "--gtest_filter=" + ":".join(names)]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+            both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+            process = subprocess.Popen(command, env=environment, **both)
             self._running.add(process)
         text = process.communicate()[0]
         with self._lock:
             self._running.discard(process)
-            self._keep(names, text, process.returncode)
+            self._keep(binary, names, text, process.returncode)
 
-    def _keep(self, names, text, code):
+    def _keep(self, binary, names, text, code):
         found = {name: state for state, name in RESULT.findall(text)}
-        ended = self.late() and code < 0
-        for name in names:
-            self.results[name] = found.get(name, "cut off" if ended else "died")
-        died = [name for name in names if self.results[name] == "died"]
-        self.deaths += bool(died)
-        if died or any(self.results[name] == "FAILED" for name in names):
+        ended = self.late() and code == -signal.SIGTERM
+        states = {name: found.get(name, "cut off" if ended else "died") for name in names}
+        self.results |= {key(binary, name): state for name, state in states.items()}
+        failed = "FAILED" in states.values()
+        died = "died" in states.values() or (code != 0 and not failed and not ended)
+        self.deaths += died
+        if died or failed:
             with self.failures.open("a") as file:
-                file.write(f"== exit code {code}: {' '.join(names)}\n{text[-20000:]}\n")
+                file.write(f"== {binary.name}, exit code {code}: {' '.join(names)}\n{text[-20000:]}\n")
+        if died:
+            print(f"{binary.name} ended with {code}: {' '.join(names)}", flush=True)
 
-    def watch(self, cases):
-        """Says how far it is, and ends what runs too long."""
+    def watch(self):
+        """Says how far it is, keeps what has come of it, and ends what runs too long."""
         told = time.monotonic()
         while not self.late():
             time.sleep(0.2)
-            if time.monotonic() - told > 15:
+            if time.monotonic() - told > EVERY_SECONDS:
                 told = time.monotonic()
-                print(f"{len(self.results)} of {cases}, {self.count('FAILED')} failed", file=sys.stderr, flush=True)
+                print(f"{len(self.results)} of {len(self.cases)}, {self.count('FAILED')} failed", file=sys.stderr, flush=True)
+                self.save()
         with self._lock:
             for process in self._running:
                 process.terminate()
 
     def count(self, state):
         return sum(each == state for each in list(self.results.values()))
+
+    def left(self):
+        return [case for case in self.cases if case not in self.results]
+
+    def save(self):
+        with self._lock:
+            text = json.dumps({"results": self.results, "not_begun": self.left()}, indent=0)
+            whole = self.out.with_name(self.out.name + ".part")
+            whole.write_text(text + "\n")
+            whole.replace(self.out)
 
 
 def table(results):
@@ -135,26 +179,27 @@ def table(results):
 
 def main():
     args = parse_arguments()
-    before = {}
-    for path in args.after:
-        before |= {name: state for name, state in json.loads(path.read_text())["results"].items() if state in FINISHED}
-    cases = [(binary.resolve(), name) for binary in args.binaries for name in cases_of(binary.resolve(), args.filter) if name not in before]
+    before = set().union(*map(passed_before, args.after))
+    binaries = [binary.resolve() for binary in args.binaries]
+    cases = [(binary, name) for binary in binaries for name in cases_of(binary, args.filter) if key(binary, name) not in before]
     cases.sort(key=lambda case: not any(word in case[1] for word in args.first))
     if not cases and before:
         print("no case is left")
         return
     if not cases:
         sys.exit(f"no case is named {args.filter}")
-    failures = args.out.with_suffix(".failures")
-    failures.unlink(missing_ok=True)
-    run = Run(args.seconds, args.gpus, failures)
-    threading.Thread(target=run.watch, args=(len(cases),), daemon=True).start()
+    run = Run(cases, args)
+    try:
+        run.save()
+    except OSError as error:
+        sys.exit(f"{args.out} cannot be written: {error.strerror}")
+    threading.Thread(target=run.watch, daemon=True).start()
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         for done in [pool.submit(run.process, *chunk) for chunk in chunks(cases, args.chunk)]:
             done.result()
-    left = [name for _, name in cases if name not in run.results]
-    args.out.write_text(json.dumps({"results": run.results, "not_begun": left}, indent=0) + "\n")
+    run.save()
     table(run.results)
+    left = run.left()
     print(f"{len(left)} cases were not begun" if left else "every case was begun")
     for name, state in run.results.items():
         if state in ("FAILED", "died"):

@@ -17,7 +17,7 @@ namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-// A test binary with these cases of Gpu/Suite: good, skipped, bad, dies, sleeps.
+// A test binary with these cases of Gpu/Suite: good, skipped, bad, dies, leaks, sleeps.
 constexpr const char* kBinary = R"bash(#!/bin/bash
 if [[ $1 == --gtest_list_tests ]]; then
     printf 'Gpu/Suite.\n'
@@ -33,6 +33,7 @@ for case in ${1#--gtest_filter=}; do
         *skipped*) echo "[  SKIPPED ] $case (0 ms)" ;;
         *bad*) echo 'off by one' && echo "[  FAILED  ] $case, where GetParam() = (1) (3 ms)" && status=1 ;;
         *dies*) kill -9 $$ ;;
+        *leaks*) echo "[       OK ] $case (3 ms)" && status=23 ;;
         *sleeps*) exec sleep 60 ;;
     esac
 done
@@ -60,19 +61,19 @@ protected:
     TemporaryFolder folder_;
 };
 
-TEST_F(GpuTests, PassedAndSkipped_AreCountedAndLeftOutAfterwards) {
+TEST_F(GpuTests, PassedAndSkipped_AreCountedAndPassedOnesLeftOutAfterwards) {
     const ProcessResult result = run("good skipped");
     EXPECT_EQ(result.exit_code, 0) << result.err;
-    EXPECT_THAT(result.out, HasSubstr("| Gpu/Suite | 1 | 0 | 1 | 0 | 0 |"));
+    EXPECT_THAT(result.out, HasSubstr("| test_any:Gpu/Suite | 1 | 0 | 1 | 0 | 0 |"));
     EXPECT_THAT(result.out, HasSubstr("every case was begun"));
     EXPECT_FALSE(fs::exists(folder_ / "run.failures"));
 
     fs::rename(folder_ / "run.json", folder_ / "first.json");
     const ProcessResult rest = run("good skipped goods", {"--after", folder_ / "first.json"});
     EXPECT_EQ(rest.exit_code, 0) << rest.err;
-    EXPECT_THAT(rest.out, HasSubstr("| Gpu/Suite | 1 | 0 | 0 | 0 | 0 |"));
+    EXPECT_THAT(rest.out, HasSubstr("| test_any:Gpu/Suite | 1 | 0 | 1 | 0 | 0 |"));  // what was skipped may run on another GPU
     EXPECT_THAT(text("run.json"), HasSubstr("goods"));
-    const ProcessResult nothing = run("good skipped", {"--after", folder_ / "first.json"});
+    const ProcessResult nothing = run("good", {"--after", folder_ / "first.json"});
     EXPECT_EQ(nothing.exit_code, 0) << nothing.err;
     EXPECT_THAT(nothing.out, HasSubstr("no case is left"));
 }
@@ -80,22 +81,38 @@ TEST_F(GpuTests, PassedAndSkipped_AreCountedAndLeftOutAfterwards) {
 TEST_F(GpuTests, FailedAndDied_AreToldApartWithWhatTheyPrinted) {
     const ProcessResult result = run("good bad dies", {"--chunk", "1"});
     EXPECT_EQ(result.exit_code, 1);
-    EXPECT_THAT(result.out, HasSubstr("| Gpu/Suite | 1 | 1 | 0 | 1 | 0 |"));
-    EXPECT_THAT(result.out, HasSubstr("FAILED: Gpu/Suite.bad/1"));
-    EXPECT_THAT(result.out, HasSubstr("died: Gpu/Suite.dies/1"));
+    EXPECT_THAT(result.out, HasSubstr("| test_any:Gpu/Suite | 1 | 1 | 0 | 1 | 0 |"));
+    EXPECT_THAT(result.out, HasSubstr("FAILED: test_any:Gpu/Suite.bad/1"));
+    EXPECT_THAT(result.out, HasSubstr("died: test_any:Gpu/Suite.dies/1"));
     EXPECT_THAT(text("run.failures"), HasSubstr("off by one"));
     EXPECT_THAT(text("run.failures"), Not(HasSubstr("good/1")));
+}
+
+TEST_F(GpuTests, PassedInAProcessThatEndsWithAnError_IsNoSuccess) {
+    const ProcessResult result = run("good leaks", {"--chunk", "1"});
+    EXPECT_EQ(result.exit_code, 1);
+    EXPECT_THAT(result.out, HasSubstr("test_any ended with 23: Gpu/Suite.leaks/1"));
+    EXPECT_THAT(text("run.failures"), HasSubstr("exit code 23"));
 }
 
 TEST_F(GpuTests, TimeIsOver_SaysWhatWasCutOffAndNotBegun) {
     const ProcessResult result =
         run("good sleeps goods", {"--chunk", "1", "--workers", "1", "--seconds", "1.5", "--first", "sleeps", "--gpus", "2"});
     EXPECT_EQ(result.exit_code, 0) << result.err;
-    EXPECT_THAT(result.out, HasSubstr("| Gpu/Suite | 0 | 0 | 0 | 0 | 1 |"));
+    EXPECT_THAT(result.out, HasSubstr("| test_any:Gpu/Suite | 0 | 0 | 0 | 0 | 1 |"));
     EXPECT_THAT(result.out, HasSubstr("2 cases were not begun"));
 }
 
-TEST_F(GpuTests, NoSuchCase_IsAnError) {
+TEST_F(GpuTests, NoSuchCaseBinaryOrNumber_IsAnErrorWithoutATraceback) {
+    for (const std::vector<std::string>& wrong : std::vector<std::vector<std::string>>{{folder_ / "absent"},
+                                                                                       {"--after", folder_ / "absent"},
+                                                                                       {"--workers", "0"},
+                                                                                       {"--gpus", "0"},
+                                                                                       {"--out", folder_ / "no/run.json"}}) {
+        const ProcessResult result = run("good", wrong);
+        EXPECT_NE(result.exit_code, 0) << wrong.front();
+        EXPECT_THAT(result.err, Not(HasSubstr("Traceback"))) << wrong.front();
+    }
     const ProcessResult result = run("good", {"--filter", "*"});
     EXPECT_EQ(result.exit_code, 0) << result.err;
     EXPECT_EQ(run("").exit_code, 1);
