@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from options_beside_plain import output
+from gpu_timing import Layer, commit, driver
 
 import flce
 from flce import _native
@@ -42,29 +42,12 @@ FLOOR = "three GEMMs"
 Step = Callable[[], object]
 
 
-class Layer:
+class StepsOfALayer(Layer):
+    """A layer whose backward products read numbers of both signs, or exponentials."""
+
     def __init__(self, num_tokens: int, hidden_size: int, vocab_size: int) -> None:
-        torch.manual_seed(0)
-        like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-        self.hidden = torch.randn(num_tokens, hidden_size, **like).requires_grad_()
-        self.weight = torch.empty(vocab_size, hidden_size, **like).normal_(std=hidden_size**-0.5).requires_grad_()
-        self.target = torch.randint(0, vocab_size, (num_tokens,), device="cuda")
-        self.signed = torch.randn(num_tokens, vocab_size, **like)
-        self.exponentials = torch.randn(num_tokens, vocab_size, **like).exp_()
-
-    def forward_gemm(self) -> None:
-        self.hidden.detach() @ self.weight.detach().t()
-
-    def grad_hidden_gemm(self, dlogits: torch.Tensor) -> None:
-        dlogits @ self.weight.detach()
-
-    def grad_weight_gemm(self, dlogits: torch.Tensor) -> None:
-        dlogits.t() @ self.hidden.detach()
-
-    def gemms(self, dlogits: torch.Tensor) -> None:
-        self.forward_gemm()
-        self.grad_hidden_gemm(dlogits)
-        self.grad_weight_gemm(dlogits)
+        super().__init__(num_tokens, hidden_size, vocab_size)
+        self.exponentials = self.dlogits.exp()
 
     def loss(self, limit: int) -> torch.Tensor:
         loss: torch.Tensor = flce.linear_cross_entropy(
@@ -169,15 +152,15 @@ def row(step: Step, seconds: float, meter: Meter) -> dict[str, float]:
     return {"milliseconds": statistics.median(times), "sm_clock_mhz": clock, "power_w": power}
 
 
-def contenders(layer: Layer, parts: list[str]) -> tuple[dict[str, Step], dict[int, str]]:
+def contenders(layer: StepsOfALayer, parts: list[str]) -> tuple[dict[str, Step], dict[int, str]]:
     num_tokens, hidden_size = layer.hidden.shape
     kernel = flce.get_kernel(hidden_size, len(layer.weight), torch.bfloat16, workspace_limit_bytes=ALL, num_tokens=num_tokens)
     steps: dict[str, Step] = {
-        FLOOR: lambda: layer.gemms(layer.signed),
+        FLOOR: layer.gemms,
         "three GEMMs, exponentials": lambda: layer.gemms(layer.exponentials),
         "forward's GEMM": layer.forward_gemm,
-        "grad_hidden's GEMM": lambda: layer.grad_hidden_gemm(layer.signed),
-        "grad_weight's GEMM": lambda: layer.grad_weight_gemm(layer.signed),
+        "grad_hidden's GEMM": lambda: layer.grad_hidden_gemm(layer.dlogits),
+        "grad_weight's GEMM": lambda: layer.grad_weight_gemm(layer.dlogits),
         "flce": lambda: layer.step(ALL),
         "flce, forward": lambda: layer.forward(ALL),
     }
@@ -220,7 +203,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
-    layer = Layer(*map(int, arguments.shape.split("x")))
+    layer = StepsOfALayer(*map(int, arguments.shape.split("x")))
     steps, plans = contenders(layer, arguments.plan)
     with plans_of_limits(plans):
         found = measured(steps, arguments.rounds, arguments.seconds)
@@ -229,9 +212,9 @@ def main() -> None:
         print(f"{name:44} {one['milliseconds']:8.2f} {one['ratio']:6.3f} {one['sm_clock_mhz']:6.0f} {one['power_w']:5.0f}")
     report = {
         "gpu": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": driver(),
         "torch": torch.__version__,
-        "commit": arguments.commit or output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "commit": arguments.commit or commit(),
         "date": datetime.date.today().isoformat(),
         "shape": arguments.shape,
         "contenders": found,

@@ -16,7 +16,6 @@ import datetime
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_timing import Layer, commit, driver, timed
 
 import flce
 
@@ -35,43 +35,15 @@ WAYS: dict[str, dict[str, Any]] = {
 FLOOR = "three GEMMs"
 
 
-class Layer:
-    """Inputs, and what is timed over them."""
-
-    def __init__(self, num_tokens: int, hidden_size: int, vocab_size: int) -> None:
-        torch.manual_seed(0)
-        like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-        self.hidden = torch.randn(num_tokens, hidden_size, **like).requires_grad_()
-        self.weight = torch.empty(vocab_size, hidden_size, **like).normal_(std=hidden_size**-0.5).requires_grad_()
-        self.target = torch.randint(0, vocab_size, (num_tokens,), device="cuda")
-        self.dlogits = torch.randn(num_tokens, vocab_size, **like)
-
-    def gemms(self) -> None:
-        hidden, weight = self.hidden.detach(), self.weight.detach()
-        hidden @ weight.t()
-        self.dlogits @ weight
-        self.dlogits.t() @ hidden
-
-    def step(self, **options: Any) -> None:
-        loss = flce.linear_cross_entropy(self.hidden, self.weight, self.target, **options)
-        torch.autograd.grad(loss, (self.hidden, self.weight))
-
-
-def timed(step: Callable[[], None]) -> float:
-    """Milliseconds."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    step()
-    end.record()
-    torch.cuda.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return milliseconds
+def step(layer: Layer, **options: Any) -> None:
+    loss = flce.linear_cross_entropy(layer.hidden, layer.weight, layer.target, **options)
+    torch.autograd.grad(loss, (layer.hidden, layer.weight))
 
 
 def rounds_of(steps: dict[str, Callable[[], None]], gemms: Callable[[], None], seconds: float) -> list[dict[str, float]]:
     for _ in range(2):  # compiles and warms up
-        for step in steps.values():
-            timed(step)
+        for each in steps.values():
+            timed(each)
     found: list[dict[str, float]] = []
     end, order = time.monotonic() + seconds, random.Random(0)
     while time.monotonic() < end or len(found) < 4:
@@ -79,7 +51,7 @@ def rounds_of(steps: dict[str, Callable[[], None]], gemms: Callable[[], None], s
         for name in order.sample(list(steps), len(steps)):
             gemms()
             one[name] = timed(steps[name])
-        found.append(one)
+        found.append({name: one[name] for name in steps})  # in the order of the table
     return found
 
 
@@ -124,17 +96,17 @@ def main() -> None:
     layer = Layer(*map(int, arguments.shape.split("x")))
     steps: dict[str, Callable[[], None]] = {FLOOR: layer.gemms}
     for way, memory in WAYS.items():
-        steps[f"plain, {way}"] = lambda memory=memory: layer.step(**memory)  # type: ignore[misc]
-        steps[f"{option}, {way}"] = lambda memory=memory: layer.step(**memory, **options)  # type: ignore[misc]
+        steps[f"plain, {way}"] = lambda memory=memory: step(layer, **memory)  # type: ignore[misc]
+        steps[f"{option}, {way}"] = lambda memory=memory: step(layer, **memory, **options)  # type: ignore[misc]
     rounds = rounds_of(steps, layer.gemms, arguments.seconds)
     flce.check_labels()
     rows = table(rounds, option)
     show(rows)
     report = {
         "gpu": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": driver(),
         "torch": torch.__version__,
-        "commit": arguments.commit or output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "commit": arguments.commit or commit(),
         "date": datetime.date.today().isoformat(),
         "shape": arguments.shape,
         "rounds": len(rounds),
@@ -142,14 +114,6 @@ def main() -> None:
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def output(*command: str) -> str:
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return found.stdout.strip().split("\n")[0]
 
 
 if __name__ == "__main__":

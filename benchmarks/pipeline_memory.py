@@ -22,7 +22,6 @@ import functools
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,11 +30,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpu_timing import ROOT, commit, driver, timed
 from torch import Tensor, nn
 
 import flce
 
-ROOT = Path(__file__).resolve().parent.parent
 GB = 1e9
 
 
@@ -119,16 +118,6 @@ def contenders(stage: Stage, steps: int) -> list[Contender]:
         step = functools.partial(stage.run_by_itself, limit)
         made.append(Contender(f"by itself, {limit / GB:.2f} GB", step, (8 - 2 * part) / 6, limit, by_itself=True))
     return made
-
-
-def timed(step: Callable[[], None]) -> float:
-    """Milliseconds of one step."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    step()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
 
 
 def measure(stage: Stage, contender: Contender) -> None:
@@ -216,12 +205,6 @@ def title_of(about: dict[str, object]) -> str:
     return f"{about['microbatches']} microbatches of {about['shape']}, {about['gpu']}"
 
 
-def output(*command: str) -> str:
-    """The first line."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.split("\n")[0].strip() or "unknown"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="4096x2048x151936", help="num_tokens x hidden_size x vocab_size of a microbatch")
@@ -250,9 +233,9 @@ def main() -> int:
     today = datetime.date.today().isoformat()
     about = {
         "gpu": name,
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": driver(),
         "torch": torch.__version__,
-        "commit": arguments.commit or output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "commit": arguments.commit or commit(),
         "date": today,
         "shape": arguments.shape,
         "microbatches": arguments.microbatches,
