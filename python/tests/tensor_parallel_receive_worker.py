@@ -83,6 +83,7 @@ def a_receive_that_waits_for_this_backward(beside: Neighbours, retained: bool) -
     alone = [tensor.clone() for tensor in step.run()]
     if beside.peer is None:
         return
+    message(alone[0], 0, max(LOG_SIZES))  # loads its kernels
     small = message(alone[0], 0, 1)
     for turn, log_size in enumerate(LOG_SIZES):
         received = torch.full((1 << log_size,), -1.0, device="cuda")
