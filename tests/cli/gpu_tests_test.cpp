@@ -40,7 +40,7 @@ done
 exit $status
 )bash";
 
-class GpuTests : public testing::Test {
+class ManyCasesAtOnce : public testing::Test {
 protected:
     void SetUp() override {
         if (!fs::exists(script_)) GTEST_SKIP() << script_ << " is not here";
@@ -61,7 +61,7 @@ protected:
     TemporaryFolder folder_;
 };
 
-TEST_F(GpuTests, PassedAndSkipped_AreCountedAndPassedOnesLeftOutAfterwards) {
+TEST_F(ManyCasesAtOnce, PassedAndSkipped_AreCountedAndPassedOnesLeftOutAfterwards) {
     const ProcessResult result = run("good skipped");
     EXPECT_EQ(result.exit_code, 0) << result.err;
     EXPECT_THAT(result.out, HasSubstr("| test_any:Gpu/Suite | 1 | 0 | 1 | 0 | 0 |"));
@@ -78,7 +78,7 @@ TEST_F(GpuTests, PassedAndSkipped_AreCountedAndPassedOnesLeftOutAfterwards) {
     EXPECT_THAT(nothing.out, HasSubstr("no case is left"));
 }
 
-TEST_F(GpuTests, FailedAndDied_AreToldApartWithWhatTheyPrinted) {
+TEST_F(ManyCasesAtOnce, FailedAndDied_AreToldApartWithWhatTheyPrinted) {
     const ProcessResult result = run("good bad dies", {"--chunk", "1"});
     EXPECT_EQ(result.exit_code, 1);
     EXPECT_THAT(result.out, HasSubstr("| test_any:Gpu/Suite | 1 | 1 | 0 | 1 | 0 |"));
@@ -88,14 +88,14 @@ TEST_F(GpuTests, FailedAndDied_AreToldApartWithWhatTheyPrinted) {
     EXPECT_THAT(text("run.failures"), Not(HasSubstr("good/1")));
 }
 
-TEST_F(GpuTests, PassedInAProcessThatEndsWithAnError_IsNoSuccess) {
+TEST_F(ManyCasesAtOnce, PassedInAProcessThatEndsWithAnError_IsNoSuccess) {
     const ProcessResult result = run("good leaks", {"--chunk", "1"});
     EXPECT_EQ(result.exit_code, 1);
     EXPECT_THAT(result.out, HasSubstr("test_any ended with 23: Gpu/Suite.leaks/1"));
     EXPECT_THAT(text("run.failures"), HasSubstr("exit code 23"));
 }
 
-TEST_F(GpuTests, TimeIsOver_SaysWhatWasCutOffAndNotBegun) {
+TEST_F(ManyCasesAtOnce, TimeIsOver_SaysWhatWasCutOffAndNotBegun) {
     const ProcessResult result =
         run("good sleeps goods", {"--chunk", "1", "--workers", "1", "--seconds", "1.5", "--first", "sleeps", "--gpus", "2"});
     EXPECT_EQ(result.exit_code, 0) << result.err;
@@ -103,7 +103,7 @@ TEST_F(GpuTests, TimeIsOver_SaysWhatWasCutOffAndNotBegun) {
     EXPECT_THAT(result.out, HasSubstr("2 cases were not begun"));
 }
 
-TEST_F(GpuTests, NoSuchCaseBinaryOrNumber_IsAnErrorWithoutATraceback) {
+TEST_F(ManyCasesAtOnce, NoSuchCaseBinaryOrNumber_IsAnErrorWithoutATraceback) {
     for (const std::vector<std::string>& wrong : std::vector<std::vector<std::string>>{{folder_ / "absent"},
                                                                                        {"--after", folder_ / "absent"},
                                                                                        {"--workers", "0"},
