@@ -83,6 +83,11 @@ std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, const 
     return tiles;
 }
 
+/// Leaves those that are `good`, where there are any.
+void prefer(std::vector<GemmTile>& tiles, const std::function<bool(const GemmTile&)>& good) {
+    if (std::ranges::any_of(tiles, good)) std::erase_if(tiles, std::not_fn(good));
+}
+
 /// The four GEMMs do not influence each other's time, so a path's best plan has each role's best tile; the others differ from it in one
 /// place.
 std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const CudaPath& path, Strategy strategy,
@@ -98,10 +103,11 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const 
     std::vector<std::vector<GemmTile>> tiles;
     for (const GemmRole role : {forward_role(best), GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight}) {
         tiles.push_back(legal_tiles(spec, device, path, role, widest, search));
-        // A tile with which grad_weight's memory may be lent, where there is one: that is worth more than what tiles differ by.
-        if (strategy == Strategy::retain && role == GemmRole::grad_weight && !retains_apart(spec, device, request)) {
-            const auto lends = [&](const GemmTile& tile) { return path.lends_grad_weight(spec, tile); };
-            if (std::ranges::any_of(tiles.back(), lends)) std::erase_if(tiles.back(), std::not_fn(lends));
+        if (strategy == Strategy::retain && role == GemmRole::grad_weight && own_memory(spec, device, request) == OwnMemory::none) {
+            // A tile with which grad_weight's memory may be lent is worth more than what tiles differ by. It waits for those that read what
+            // it writes over; by turns the other warpgroup multiplies meanwhile, as it does while old values come that are added to.
+            prefer(tiles.back(), [&](const GemmTile& tile) { return path.lends_grad_weight(spec, tile); });
+            prefer(tiles.back(), [](const GemmTile& tile) { return tile.schedule == TileSchedule::by_turns; });
         }
         if (tiles.back().empty()) return {};
     }
@@ -241,18 +247,34 @@ double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept {
     return std::min(1.0, bytes / (static_cast<double>(num_tokens) * static_cast<double>(element_bytes(spec.dtype))));
 }
 
-bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request) {
-    if (request.limit_bytes <= 0 || device.kind != DeviceKind::cuda) return false;
+std::int64_t unlimited_own_bytes(const Spec& spec) noexcept {
+    if (!is_shard(spec)) return 0;
+    const std::int64_t whole = whole_vocab_size(spec) * spec.hidden_size * element_bytes(spec.grad_weight_dtype);
+    return whole + whole / 32;
+}
+
+OwnMemory own_memory(const Spec& spec, const Device& device, const PlanRequest& request) {
+    if (device.kind != DeviceKind::cuda) return OwnMemory::none;
     const auto tokens = static_cast<double>(token_bucket(request.num_tokens));
     const auto element = static_cast<double>(element_bytes(spec.dtype));
     const auto hidden_size = static_cast<double>(spec.hidden_size);
     constexpr double kOfRow = 1536;  // references and scales, and the end of the last block of exponentials
+    constexpr double kLeastPart = 0.02;
+    if (tokens * hidden_size * static_cast<double>(spec.vocab_size) < kLeastRetainedWork) return OwnMemory::none;
     const double exponentials = tokens * (static_cast<double>(spec.vocab_size) * element + kOfRow);
     const double workspace = static_cast<double>(request.scratch_bytes) + 4 * tokens * hidden_size;
-    if (static_cast<double>(request.limit_bytes) < workspace + exponentials) return false;
-    if (lendable_part(spec, token_bucket(request.num_tokens)) >= 1) return false;
-    return std::ranges::any_of(cuda_paths(),
-                               [&](const CudaPath* path) { return !path->problem(spec, device) && !path->retain_problem(spec); });
+    const double room =
+        request.limit_bytes > 0 ? static_cast<double>(request.limit_bytes) - workspace : static_cast<double>(unlimited_own_bytes(spec));
+    if (room < kLeastPart * exponentials) return OwnMemory::none;
+    const bool retains = std::ranges::any_of(
+        cuda_paths(), [&](const CudaPath* path) { return !path->problem(spec, device) && !path->retain_problem(spec); });
+    if (!retains) return OwnMemory::none;
+    if (room < exponentials) return may_lend_grad_weight(spec) ? OwnMemory::none : OwnMemory::part;
+    return is_shard(spec) || lendable_part(spec, token_bucket(request.num_tokens)) < 1 ? OwnMemory::all : OwnMemory::none;
+}
+
+bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request) {
+    return own_memory(spec, device, request) == OwnMemory::all;
 }
 
 std::optional<std::int64_t> smallest_scratch_bytes(const Spec& any_spec, const Device& device) {
@@ -322,7 +344,7 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
                                 plan.scratch_bytes));
     if (plan.strategy == Strategy::retain && retains_apart(spec, device, request)) {
         lines.emplace_back(
-            "the limit has room for every exponential beside grad_weight, whose tile need not be one with which that memory is lent");
+            "every exponential has memory of its own beside grad_weight, whose tile need not be one with which that memory is lent");
     }
     if (rounds_weight(spec)) {
         lines.push_back(fmt::format("the weight is fp32 and rounded to {} as it is read{}", to_string(spec.dtype),

@@ -32,8 +32,24 @@ inline constexpr std::int64_t kTokensInScratch = 1 << 18;
 /// The part of a call's exponentials that grad_weight's memory holds: 0 (none, or no tokens) to 1.
 [[nodiscard]] double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept;
 
-/// Whether a call's exponentials get memory of their own: a plan may retain them, the limit has room for all of them, and grad_weight's
-/// memory does not hold (nearly) all. grad_weight's tiles may then be any, since its memory is not lent.
+/// Memory of its own that a call without a limit may fill with what it retains. Of a shard: as much as the whole layer's weight gradient
+/// takes, and 1/32 more for what lies beside exponentials; R ranks then retain R times as many tokens as that gradient's memory holds on
+/// one. Else 0.
+[[nodiscard]] std::int64_t unlimited_own_bytes(const Spec& spec) noexcept;
+
+/// Multiply-adds of one GEMM (N·D·V) below which the launches that retaining takes cost a GPU more than it spares (on an H100 they do up to
+/// 2^34 or 2^35).
+inline constexpr double kLeastRetainedWork = 0x1p35;
+
+/// What memory of its own a call has for its exponentials.
+enum class OwnMemory {
+    none,  ///< nothing is retained, or in grad_weight's memory
+    part,  ///< of a gradient whose memory is not lent: the limit has room for some of them
+    all,   ///< and grad_weight's memory is not lent: it does not hold (nearly) all, or the layer is a shard
+};
+/// As Kernel::choose_retained will have it, where a plan of the device may retain.
+[[nodiscard]] OwnMemory own_memory(const Spec& spec, const Device& device, const PlanRequest& request);
+/// Whether it is OwnMemory::all. grad_weight's tiles may then be any.
 [[nodiscard]] bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request);
 
 /// The least scratch with which candidate_plans has a plan; absent where no scratch is enough. Throws SpecError.

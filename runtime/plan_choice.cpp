@@ -52,11 +52,9 @@ MeasuredTime time_of(const RecordedPlan& recorded, double ms) {
             .other_kernels = recorded.other_kernels};
 }
 
-/// What plans were compared for: nothing can be retained in memory of its own where nothing was retained.
-PlanRequest compared_for(const RecordKey& key) {
-    PlanRequest request = key.request;
-    if (key.retained == "none") request.limit_bytes = 0;
-    return request;
+/// With what memory plans were compared.
+OwnMemory own_memory_of(const PlanQuery& query, const RecordKey& key) {
+    return key.retained == "none" ? OwnMemory::none : own_memory(query.spec, query.device, key.request);
 }
 
 /// Whether it was measured before kernels could retain, for such a layer, and now they can: what it compared is not what there is.
@@ -71,9 +69,9 @@ bool is_outdated(const PlanQuery& query, const RecordedPlan& recorded) {
 
 std::optional<PlanAnswer> recorded_answer(const PlanQuery& query, RecordStore& records) {
     const RecordKey wanted = record_key(query.spec, query.device, query.request, kRetainedAutomatically, query.threads);
-    const bool apart = retains_apart(query.spec, query.device, compared_for(wanted));
+    const OwnMemory own = own_memory_of(query, wanted);
     for (const RecordedPlan& recorded : records.plans(wanted)) {
-        if (retains_apart(query.spec, query.device, compared_for(recorded.key)) != apart) continue;  // it has measured something else
+        if (own_memory_of(query, recorded.key) != own) continue;  // it has measured something else
         if (is_outdated(query, recorded)) continue;
         for (const RecordedPlan::Timed& timed : recorded.plans) {
             std::string why;

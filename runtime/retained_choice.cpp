@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
+#include "generator/planner.hpp"
+
 namespace flce {
 namespace {
 
-// Multiply-adds of one GEMM below which the launches that retaining takes cost more than it spares (on an H100 they do up to 2^34 or 2^35).
-constexpr double kLeastWorkCuda = 0x1p35;
-constexpr double kLeastWorkCpu = 0x1p24;
+constexpr double kLeastWorkCpu = 0x1p24;  ///< what kLeastRetainedWork is on a GPU
 
 /// Part of all that there is a use for: less is not worth memory of its own.
 constexpr double kLeastPart = 0.02;
@@ -16,7 +16,7 @@ constexpr std::size_t kAlignment = 16;
 
 double least_work(const Plan& plan, const RetainOptions& options) {
     if (options.least_work > 0) return static_cast<double>(options.least_work);
-    return plan.path == PlanPath::cpu ? kLeastWorkCpu : kLeastWorkCuda;
+    return plan.path == PlanPath::cpu ? kLeastWorkCpu : kLeastRetainedWork;
 }
 
 /// What the limit leaves beside the workspace.
@@ -32,7 +32,9 @@ Retained choose_retained(const Spec& spec, const Plan& plan, std::int64_t num_to
     const double work = static_cast<double>(num_tokens) * static_cast<double>(spec.hidden_size) * static_cast<double>(spec.vocab_size);
     if (room.most == 0 || work < least_work(plan, options)) return {};
     const double least = kLeastPart * static_cast<double>(room.most);
-    std::size_t own = options.workspace_limit_bytes > 0 ? left_by_limit(room, options.workspace_limit_bytes) : 0;
+    std::size_t own = options.workspace_limit_bytes > 0
+                          ? left_by_limit(room, options.workspace_limit_bytes)
+                          : std::min(room.most, static_cast<std::size_t>(unlimited_own_bytes(spec)) / kAlignment * kAlignment);
     if (static_cast<double>(own) < least) own = 0;
     const std::size_t lendable = options.lend_grad_weight ? room.lendable : 0;
     const bool own_holds_more = static_cast<double>(own) > static_cast<double>(std::min(room.most, lendable)) + least;

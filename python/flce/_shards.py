@@ -96,13 +96,7 @@ class ShardKernel(_kernels.Kernel):
         return self.group is None or self.group() is not _parallel.group_named(self.parallel.group)
 
     def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
-        """As of a whole layer, for this rank's classes. Without a limit memory of its own may be as large as the whole layer's weight
-        gradient, and 1/32 more for what lies beside exponentials: with R ranks it then holds those of R times as many tokens as that
-        gradient's memory does on one."""
-        if not workspace_limit_bytes:
-            whole = self.shard.vocab_size * self.key.hidden_size * self.key.grad_weight_dtype.itemsize
-            workspace = max(self.workspace_bytes(num_tokens, backward=backward) for backward in (False, True))
-            workspace_limit_bytes = whole + whole // 32 + workspace
+        """As of a whole layer, for this rank's classes."""
         place, size = _native.choose_retained(
             self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK, self.shard.classes
         )

@@ -187,13 +187,13 @@ TEST_F(SessionRecordsTest, LimitWithJustRoomForAllExponentials_IsNotRoundedBelow
     constexpr std::int64_t kNeeded = 2LL * 8192 * 128256 + 4LL * 8192 * 4096 + kDefaultScratchBytes;
     constexpr std::int64_t kSlack = 32 << 20;  // ends of blocks, and what is kept of each row
     Session session = this->session({.use_records = false});
-    const auto rows = [&](std::int64_t limit) {
+    const auto columns = [&](std::int64_t limit) {
         return session.choose_plan(spec, describe_device("h200"), {.workspace_limit_bytes = limit, .num_tokens = 8192})
-            .plan.cuda.grad_weight.block_m;
+            .plan.cuda.grad_weight.block_n;
     };
-    EXPECT_EQ(rows(kNeeded - kSlack), 128);
-    EXPECT_EQ(rows(kNeeded + kSlack), 192);
-    EXPECT_EQ(rows(std::int64_t{1} << 40), 192);
+    EXPECT_EQ(columns(kNeeded - kSlack), 192);
+    EXPECT_EQ(columns(kNeeded + kSlack), 256);
+    EXPECT_EQ(columns(std::int64_t{1} << 40), 256);
 }
 
 TEST_F(SessionRecordsTest, LimitOfASpecWithImpliedFields_SamePlanInSessionAndPrewarming) {

@@ -6,6 +6,7 @@
 #include "generator/chunk_cost.hpp"
 #include "generator/cuda/common/gemm_cost.hpp"
 #include "generator/cuda/sm90/chunk_time.hpp"
+#include "generator/cuda/sm90/rules.hpp"
 #include "generator/cuda/sm90/tiles.hpp"
 
 namespace flce::sm90 {
@@ -45,10 +46,13 @@ Cost retained_cost(const Spec& spec, const Device& device, const Plan& plan, dou
     const double weight = v * d * element;
     const double gradient =
         v * d * static_cast<double>(element_bytes(spec.grad_weight_dtype)) * (spec.grad_weight_mode == GradMode::accumulate ? 2 : 1);
+    // A tile with which grad_weight's kernel has no room to add up grad_bias leaves that to a pass of its own.
+    const double for_bias = spec.bias && !sums_bias(spec, plan.cuda.grad_weight) ? exponentials : 0;
     return {.flops = 4.0 * n * v * d,
-            .bytes = 2 * exponentials + weight + gradient,
+            .bytes = 2 * exponentials + weight + gradient + for_bias,
             .seconds = gemm.seconds(GemmRole::grad_hidden, plan.cuda.grad_hidden, {n, d, v}, exponentials + weight) +
-                       gemm.seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {v, d, n}, exponentials + gradient)};
+                       gemm.seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {v, d, n}, exponentials + gradient) +
+                       for_bias / device.gpu.bandwidth_bytes_per_s};
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include <array>
 
 #include "generator/cuda/sm90/backward_program.hpp"
-#include "generator/cuda/sm90/chunk_time.hpp"
 #include "generator/cuda/sm90/cost.hpp"
 #include "generator/cuda/sm90/forward_program.hpp"
 #include "generator/cuda/sm90/layout.hpp"
@@ -55,10 +54,9 @@ public:
     }
 
     double rate_share(const Device& /*device*/) const noexcept override { return sm90::kWgmmaShare; }
-    double epilogue_depth(const Spec& spec, GemmRole role, const GemmTile& tile, double /*blocks_per_sm*/) const override {
-        const double depth = role == GemmRole::grad_weight   ? 64.0 * sm90::grad_weight_epilogue_slices(spec)
-                             : role == GemmRole::grad_hidden ? 120.0
-                                                             : 300.0;
+    double epilogue_depth(const Spec& /*spec*/, GemmRole role, const GemmTile& tile, double /*blocks_per_sm*/) const override {
+        // Of grad_weight from retained exponentials, also where it is added to: the first old values come while the tile is multiplied.
+        const double depth = role == GemmRole::grad_weight ? 256.0 : role == GemmRole::grad_hidden ? 120.0 : 300.0;
         return depth * (sm90::takes_turns(tile) ? 0.1 : 1.0);  // the other warpgroup's turn hides most of it
     }
     Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) const override {

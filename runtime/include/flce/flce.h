@@ -211,7 +211,9 @@ FLCE_API flce_status flce_kernel_retained_bytes(const flce_kernel* kernel, int64
 /* What of a step decides where forward leaves something to backward, and how much. All zero but struct_size: every default. */
 typedef struct flce_retain_options {
     size_t struct_size;
-    int64_t workspace_limit_bytes; /* on workspace and `retained` together; 0: none, and no memory for `retained` alone */
+    /* On workspace and `retained` together. 0: none, and no memory for `retained` alone, but that of a shard may be as large as the whole
+     * layer's weight gradient and 1/32 more. */
+    int64_t workspace_limit_bytes;
     /* Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: those where the launches that it takes cost more than it
      * spares. */
     int64_t least_work;

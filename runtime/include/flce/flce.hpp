@@ -53,9 +53,11 @@ struct Retained {
 
 /// What of a step decides where forward leaves something to backward, and how much.
 struct RetainOptions {
-    std::int64_t workspace_limit_bytes = 0;  ///< on workspace and Retained together; 0: none, and no memory for Retained alone
-    bool lend_grad_weight = true;            ///< backward will write grad_weight, and its memory may hold what is retained until then
-    std::int64_t vocab_columns = 0;          ///< classes of this rank's shard; 0: spec.vocab_size
+    /// On workspace and Retained together. 0: none, and no memory for Retained alone, but that of a shard may be as large as the whole
+    /// layer's weight gradient and 1/32 more.
+    std::int64_t workspace_limit_bytes = 0;
+    bool lend_grad_weight = true;    ///< backward will write grad_weight, and its memory may hold what is retained until then
+    std::int64_t vocab_columns = 0;  ///< classes of this rank's shard; 0: spec.vocab_size
     /// Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: those where the launches that it takes cost more than it
     /// spares.
     std::int64_t least_work = 0;
