@@ -5,6 +5,7 @@ Each rank builds the whole model from one seed and keeps its own stage's copy, s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ from engine_generate_support import (
     unpipelined,
 )
 from engine_stage_support import VOCAB, model_of
-from rank_support import run_main, run_named
+from rank_support import is_rank, run_main, run_named
 from torch import Tensor
 
 import flce
@@ -46,29 +47,42 @@ def expect(result: Generated | None, expected: list[list[int]]) -> None:
         assert result is None
 
 
-def greedy(name: str) -> None:
-    """Ends at different places, in microbatches of one sequence and of several."""
+@functools.cache
+def expected_of_greedy(name: str) -> list[tuple[int | None, GenerationConfig, list[list[int]]]]:
+    """Microbatches, how to generate, and what comes of it by transformers. Ends are at different places."""
     model = model_of(name)
-    engine = engine_here(model)
     endless = of_transformers(model, LENGTHS, GenerationConfig(8, greedy=True))
-    ends = [endless[0][2], endless[1][5]]
-    for number, config in (
-        (None, GenerationConfig(8, greedy=True)),
-        (1, GenerationConfig(8, greedy=True, eos_token_id=ends)),
-        (3, GenerationConfig(8, 2, greedy=True, eos_token_id=ends)),
-        (6, GenerationConfig(8, greedy=True, eos_token_id=ends)),
-        (2, GenerationConfig(1, greedy=True)),
-    ):
+    ends = (endless[0][2], endless[1][5])
+    ending = GenerationConfig(8, greedy=True, eos_token_id=ends)
+    late, one = GenerationConfig(8, 2, greedy=True, eos_token_id=ends), GenerationConfig(1, greedy=True)
+    ended = of_transformers(model, LENGTHS, ending)
+    return [
+        (None, GenerationConfig(8, greedy=True), endless),
+        (1, ending, ended),
+        (3, late, of_transformers(model, LENGTHS, late)),
+        (6, ending, ended),
+        (2, one, of_transformers(model, LENGTHS, one)),
+    ]
+
+
+def greedy(name: str) -> None:
+    """In microbatches of one sequence and of several."""
+    engine = engine_here(model_of(name))
+    for number, config, expected in expected_of_greedy(name):
         result = engine.generate(*prompts(), tokenizer_of(None), config, num_micro_batches=number)
-        expect(result, of_transformers(model, LENGTHS, config))
+        expect(result, expected)
+
+
+@functools.cache
+def expected_of_sampled(name: str, config: GenerationConfig) -> list[list[int]]:
+    return unpipelined(model_of(name), LENGTHS, config, seed=21)[0]
 
 
 def sampled(name: str, config: GenerationConfig) -> None:
     """The same tokens as from a loop over the whole model, so the same on any number of stages, and log-probabilities of the pass that
     trains on them."""
-    model = model_of(name)
-    engine = engine_here(model)
-    expected, _ = unpipelined(model, LENGTHS, config, seed=21)
+    engine = engine_here(model_of(name))
+    expected = expected_of_sampled(name, config)
     for number in (1, 2, 5):
         result = engine.generate(*prompts(), None, config, num_micro_batches=number, seed=21)
         expect(result, expected)
@@ -211,7 +225,7 @@ class Failing(CountingStage):
 
 
 def a_stage_that_fails_ends_all() -> None:
-    engine, _ = counting(Failing, dist.new_group(timeout=timedelta(seconds=30)))
+    engine, _ = counting(Failing, dist.new_group(timeout=timedelta(seconds=12)))
     says = "stage 1 failed: ValueError: of no memory"
     error = refused(
         lambda: engine.generate(torch.tensor([3, 5]), torch.arange(3), None, GenerationConfig(8, greedy=True)), flce.PipelineError, says
@@ -220,11 +234,26 @@ def a_stage_that_fails_ends_all() -> None:
     refused(lambda: engine.generate(torch.tensor([3]), torch.arange(2)), flce.PipelineError, "make another one")
 
 
+SAMPLED = (
+    ("qwen3", GenerationConfig(9, temperature=0.7)),
+    ("gemma2", GenerationConfig(9, top_k=12, top_p=0.8, temperature=1.4, eos_token_id=(4, 9, 23), pad_token_id=0)),
+)
+
+
+def compute_what_is_expected() -> None:
+    """Once, for all ranks that are forked from this process."""
+    torch.set_num_threads(1)
+    for name in FAMILIES:
+        expected_of_greedy(name)
+    for of_sampled in SAMPLED:
+        expected_of_sampled(*of_sampled)
+
+
 def cases() -> Iterator[tuple[Any, ...]]:
     for name in FAMILIES:
         yield greedy, name
-    yield sampled, "qwen3", GenerationConfig(9, temperature=0.7)
-    yield sampled, "gemma2", GenerationConfig(9, top_k=12, top_p=0.8, temperature=1.4, eos_token_id=(4, 9, 23), pad_token_id=0)
+    for of_sampled in SAMPLED:
+        yield sampled, *of_sampled
     yield (without_a_seed,)
     yield (sequences_leave_every_stage,)
     yield (all_end_at_once,)
@@ -235,4 +264,6 @@ def cases() -> Iterator[tuple[Any, ...]]:
 
 
 if __name__ == "__main__":
+    if not is_rank():
+        compute_what_is_expected()
     run_main(run_named, cases)

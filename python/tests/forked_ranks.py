@@ -21,9 +21,9 @@ def is_rank() -> bool:
 
 
 def run_forked(ranks: int, body: Callable[[], None]) -> list[int]:
-    """Runs `body` on this many ranks, which find each other as under torchrun: this process keeps the store. It must not have computed
-    anything: threads are not forked. Returns each rank's exit code, negative for the signal that ended it. When one has failed, the others
-    are ended soon."""
+    """Runs `body` on this many ranks, which find each other as under torchrun: this process keeps the store. It must have no thread, since
+    threads are not forked: it has computed with one, if at all, and nothing backwards. Returns each rank's exit code, negative for the
+    signal that ended it. When one has failed, the others are ended soon."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
