@@ -6,7 +6,6 @@ import faulthandler
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import worker_server
 from forked_ranks import is_rank, run_forked
 
 
@@ -54,11 +54,11 @@ def run_named(function: Callable[..., None], *arguments: Any) -> None:
 
 def cases_passed(worker: str, *arguments: str) -> dict[int, int]:
     """Runs a worker whose last argument is its numbers of ranks, as "2,4", on the CPU. Returns how many cases passed by number of ranks."""
-    # Without what says that this process is a rank itself.
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    # Without what says that this process is a rank itself, and what differs from test to test.
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FLCE_TEST_RANKS_ON": "cpu"}
-    command = [sys.executable, str(Path(__file__).with_name(worker)), *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    result = worker_server.run([str(Path(__file__).with_name(worker)), *arguments], environment, timeout=500)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     found = re.findall(r"^(\d+) ranks:$.*?^(\d+) cases passed$", result.stdout, re.MULTILINE | re.DOTALL)
     return {int(ranks): int(cases) for ranks, cases in found}
