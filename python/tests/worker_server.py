@@ -31,20 +31,31 @@ PRELOADED = (
 )
 
 
-class _Server:
-    def __init__(self, environment: dict[str, str]) -> None:
+class Server:
+    """A process that forks workers; it has imported `modules`, those that there are."""
+
+    def __init__(self, environment: dict[str, str], modules: tuple[str, ...] = PRELOADED) -> None:
         self._environment = environment
-        command = [sys.executable, __file__]
+        command = [sys.executable, __file__, *modules]
         # A session of its own, so that a worker that takes too long is ended with all that it has forked.
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
 
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
     def fits(self, environment: dict[str, str]) -> bool:
         """Libraries read some variables when they are imported."""
-        return self._process.poll() is None and environment == self._environment
+        return environment == self._environment
 
-    def run(self, arguments: list[str], out: IO[bytes], err: IO[bytes], timeout: float) -> int:
+    def run(self, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+        """`python ARGUMENTS...`. Raises subprocess.TimeoutExpired after `timeout` seconds; the server has then ended."""
+        with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+            code = self._code(arguments, out, err, timeout)
+            return subprocess.CompletedProcess(arguments, code, Path(out.name).read_text(), Path(err.name).read_text())
+
+    def _code(self, arguments: list[str], out: IO[bytes], err: IO[bytes], timeout: float) -> int:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         print(json.dumps({"arguments": arguments, "directory": os.getcwd(), "out": out.name, "err": err.name}), file=stdin, flush=True)
@@ -60,21 +71,20 @@ class _Server:
         self._process.wait()
 
 
-_servers: list[_Server] = []
+_servers: list[Server] = []
 
 
 def run(arguments: list[str], environment: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
     """Runs `python ARGUMENTS...`, a script of this directory, in a fork, or by itself where the environment is not the first one's. Raises
     subprocess.TimeoutExpired after `timeout` seconds."""
+    if _servers and not _servers[0].lives():
+        _servers.clear()
     if not _servers:
-        _servers.append(_Server(environment))
+        _servers.append(Server(environment))
         atexit.register(_servers[0].end)
-    server = _servers[0]
-    if not server.fits(environment):
-        return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        code = server.run(arguments, out, err, timeout)
-        return subprocess.CompletedProcess(arguments, code, Path(out.name).read_text(), Path(err.name).read_text())
+    if _servers[0].fits(environment):
+        return _servers[0].run(arguments, timeout)
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def _forked(request: dict[str, Any]) -> int:
@@ -94,6 +104,8 @@ def _forked(request: dict[str, Any]) -> int:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -105,7 +117,7 @@ def _forked(request: dict[str, Any]) -> int:
 def _serve() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no reply
-    for name in PRELOADED:
+    for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for line in sys.stdin:
