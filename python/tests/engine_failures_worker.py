@@ -46,7 +46,9 @@ def failing_loss(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, labe
     raise ValueError("no such loss")
 
 
-def rank_of_a_pipeline(rank: int, what: str, where: int, answer: Any) -> None:
+def rank_of_a_pipeline(rank: int, what: str, where: int, answer: Any, gate: tuple[int, int]) -> None:
+    os.close(gate[1])
+    os.read(gate[0], 1)
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
@@ -79,9 +81,12 @@ def scenario(what: str, where: int, agent: bool) -> list[Any]:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(agent)
     fork = get_context("fork")
     pipes = [fork.Pipe(duplex=False) for _ in range(RANKS)]
-    ranks = [fork.Process(target=rank_of_a_pipeline, args=(rank, what, where, pipes[rank][1])) for rank in range(RANKS)]
+    gate = os.pipe()  # no rank begins before all are there, as in forked_ranks: the store's thread holds locks that a fork would keep
+    ranks = [fork.Process(target=rank_of_a_pipeline, args=(rank, what, where, pipes[rank][1], gate)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
+    for end in gate:
+        os.close(end)
     for process in ranks:
         process.join(timeout=150)
         process.kill()
