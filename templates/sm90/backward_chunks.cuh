@@ -285,7 +285,8 @@ struct BackwardChunksSm90 {
         } else {
             consume<WeightMainloop, kHidden>(c);
         }
-        tile.write(weight_panels, c, dlogits_scale<Problem>(p.scalars, true));
+        WeightMainloop mainloop(ring);  // by turns nothing comes through the ring behind the slices
+        tile.write(mainloop, weight_panels, c, dlogits_scale<Problem>(p.scalars, true));
         done(weight_panels);
     }
 

@@ -21,10 +21,16 @@ struct GradWeightTile {
     enum : int { kPanelsOfRow = TileT::kBlockN / PanelsT::kPanelColumns };
     enum : int { kPanels = TileT::kConsumerM / 64 * kPanelsOfRow };
     enum : bool { kHasTail = !Problem::hidden_major && Problem::hidden_size % TileT::kBlockN != 0 };
+    enum : int { kAhead = 2 };  ///< panels that are brought to where they leave from while the tile is multiplied
+    /// Whether the other panels' old values come through the ring, in a stage behind the tile's slices. Where consumers share a tile, nothing
+    /// is multiplied while its epilogue waits.
+    enum : int { kRestBytes = (kPanels - kAhead) * int{PanelsT::kPanelBytes} };  ///< of a consumer
+    enum : bool { kFitsInStage = kRestBytes > 0 && int{TileT::kConsumers} * kRestBytes <= int{TileT::kStageBytes} };
+    enum : bool { kThroughRing = kUpdatesGradWeight<Problem> && !TileT::kTurns && kFitsInStage };
 
     const TensorMap& map;
     int n;
-    int first_row;  ///< of the consumer's
+    int first_row;  ///< of the consumer's; for the producer, of the tile's
 
     __device__ __forceinline__ int x(int panel) const { return n + panel % kPanelsOfRow * PanelsT::kPanelColumns; }
     __device__ __forceinline__ int y(int panel) const { return first_row + panel / kPanelsOfRow * 64; }
@@ -38,30 +44,71 @@ struct GradWeightTile {
             if constexpr (kPanels > 1) fetch(panels, 1);
         }
     }
-    template <int kPiecesA, int kColumnPieces>
-    __device__ __forceinline__ void write(PanelsT& panels, const float (&c)[kPiecesA][kColumnPieces][4], float factor) const {
+    /// The producer, behind the tile's slices: old values of the panels that are not brought ahead.
+    template <class MainloopT>
+    __device__ __forceinline__ void bring_rest(MainloopT& mainloop) const {
+        if constexpr (kThroughRing) {
+            unsigned bytes = 0;
+#pragma unroll
+            for (int panel = kAhead; panel < kPanels; ++panel) bytes += exists(panel) ? TileT::kConsumers * PanelsT::kPanelBytes : 0;
+            if (bytes == 0) return;
+            mainloop.produce_more(bytes, [&](unsigned address, unsigned barrier) {
+#pragma unroll
+                for (int i = 0; i < TileT::kConsumers * (kPanels - kAhead); ++i) {
+                    const int panel = kAhead + i % (kPanels - kAhead);
+                    const int row = y(panel) + i / (kPanels - kAhead) * TileT::kConsumerM;
+                    const unsigned to = address + static_cast<unsigned>(i * PanelsT::kPanelBytes);
+                    if (exists(panel)) ptx::cp_async_bulk_tensor_2d_load(to, &map, x(panel), row, barrier);
+                }
+            });
+        }
+    }
+    /// A consumer, when `mainloop` has gone through the tile's slices.
+    template <class MainloopT>
+    __device__ __forceinline__ void write(MainloopT& mainloop, PanelsT& panels, typename MainloopT::Accumulators& c, float factor) const {
         constexpr bool kUpdates = kUpdatesGradWeight<Problem>;
+        add_rest(mainloop, panels, c, factor);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const auto& piece = c[panel / kPanelsOfRow];
             const int first = panel % kPanelsOfRow * PanelsT::kPanelColumns / 8;
             if (exists(panel)) {
+                const bool added = kThroughRing && panel >= kAhead;
                 if constexpr (kUpdates) {
-                    panels.add(piece, panel, first, factor);
-                } else {
+                    if (added) panels.take_buffer(panel);
+                    if (!added) panels.add(piece, panel, first, factor);
+                }
+                if (!kUpdates || added) {
                     panels.open();
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) panels.put(piece, h, first, factor);
+                    for (int h = 0; h < 2; ++h) panels.put(piece, h, first, added ? 1.f : factor);
                 }
                 panels.close(map, x(panel), y(panel), Problem::accumulate && !kUpdates);
             }
-            if constexpr (kUpdates) {
-                if (panel + 2 < kPanels) fetch(panels, panel + 2);
+            if constexpr (kUpdates && !kThroughRing) {
+                if (panel + kAhead < kPanels) fetch(panels, panel + kAhead);
             }
         }
     }
 
 private:
+    template <class MainloopT>
+    __device__ __forceinline__ void add_rest(MainloopT& mainloop, const PanelsT& panels, typename MainloopT::Accumulators& c,
+                                             float factor) const {
+        if constexpr (kThroughRing) {
+            if (!exists(kAhead)) return;
+            mainloop.consume_more([&](unsigned address) {
+                address += static_cast<unsigned>(mainloop.place.consumer * kRestBytes);
+#pragma unroll
+                for (int panel = kAhead; panel < kPanels; ++panel) {
+                    const unsigned from = address + static_cast<unsigned>((panel - kAhead) * PanelsT::kPanelBytes);
+                    const int first = panel % kPanelsOfRow * PanelsT::kPanelColumns / 8;
+                    if (exists(panel)) panels.add_old(from, c[panel / kPanelsOfRow], first, factor);
+                }
+            });
+        }
+    }
+
     __device__ __forceinline__ void fetch(PanelsT& panels, int panel) const {
         if (exists(panel)) panels.fetch(map, panel, x(panel), y(panel));
     }
@@ -124,6 +171,7 @@ struct GradWeightSm90 {
                 } else {
                     mainloop.produce(vocabulary_operand<Problem>(p), p.hidden_map, walk.m, walk.n, slices);
                 }
+                if (kPanelled && writes()) GradWeightTile<Problem, TileT>{p.grad_weight_map, walk.n, walk.m}.bring_rest(mainloop);
             },
             [&] { compute(); });
         if (mainloop.place.consumer >= 0) panels.finish();
@@ -131,10 +179,9 @@ struct GradWeightSm90 {
     }
 
     __device__ __forceinline__ void compute() {
-        const bool writes = p.accumulator == nullptr || p.last != 0;
         const GradWeightTile<Problem, TileT> tile{p.grad_weight_map, walk.n, walk.m + mainloop.place.first_row()};
         if constexpr (kPanelled) {
-            if (writes) tile.fetch(panels);
+            if (writes()) tile.fetch(panels);
         }
         const int extent_m = Problem::hidden_major ? kHidden : p.columns;
         const int extent_n = Problem::hidden_major ? p.columns : kHidden;
@@ -156,10 +203,10 @@ struct GradWeightSm90 {
         if constexpr (Problem::retain && Problem::label_smoothing) {
             if (p.hidden_sum != nullptr) take_smoothing(c);
         }
-        if (!writes) {
+        if (!writes()) {
             store_tile_sm90<true, false>(mainloop, c, sum, 1.f);
         } else if constexpr (kPanelled) {
-            tile.write(panels, c, dlogits_scale<Problem>(p.scalars, true));
+            tile.write(mainloop, panels, c, dlogits_scale<Problem>(p.scalars, true));
         } else {
             constexpr long long kLd = kWeightLd<Problem>;
             const TileTarget<Out> result{static_cast<Out*>(p.grad_weight) + walk.m * kLd + walk.n, kLd, extent_m - walk.m,
@@ -170,6 +217,8 @@ struct GradWeightSm90 {
         }
     }
 
+    /// Whether this launch writes the gradient, and not a sum that another one goes on with.
+    __device__ __forceinline__ bool writes() const { return p.accumulator == nullptr || p.last != 0; }
     /// Whether the tile at hand adds up its part of grad_bias.
     __device__ __forceinline__ bool sums_bias() const {
         if constexpr (kSumsBias) return walk.n == 0 && p.grad_bias != nullptr;

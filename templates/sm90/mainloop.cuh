@@ -6,29 +6,11 @@
 // one's epilogue runs while the other multiplies.
 #pragma once
 
-#include "flce/common/problem.cuh"
 #include "flce/sm90/params.cuh"
 #include "flce/sm90/ptx_wgmma.cuh"
+#include "flce/sm90/tile.cuh"
 
 namespace flce {
-
-template <int kBlockM_, int kBlockN_, int kStages_, int kClusterM_, bool kTurns_, int kClusterN_ = 1>
-struct TileSm90 {
-    enum : int { kBlockM = kBlockM_ };
-    enum : int { kBlockN = kBlockN_ };
-    enum : int { kBlockK = 64 };  // 128 bytes: one row of the 128-byte swizzle
-    enum : int { kStages = kStages_ };
-    enum : int { kClusterM = kClusterM_ };  ///< blocks of a cluster along M, each with a part of B to bring for all of them
-    enum : int { kClusterN = kClusterN_ };  ///< along N, each with a part of A
-    enum : int { kCluster = kClusterM * kClusterN };
-    static_assert(kClusterM == 1 || kClusterN == 1, "a block's rank is its place along one of them");
-    enum : bool { kTurns = kTurns_ };
-    enum : bool { kStreamsB = kClusterM == 1 };  ///< no other block reads this one's part of B
-    enum : int { kConsumers = 2 };
-    enum : int { kThreads = 128 * (1 + kConsumers) };
-    enum : int { kConsumerM = kTurns ? kBlockM : kBlockM / kConsumers };  ///< rows of a tile that one consumer has
-    static_assert(kConsumerM % 64 == 0 && kBlockN % 64 == 0, "wgmma multiplies 64 rows; panels are 64 wide");
-};
 
 /// A matrix that lies in memory as blocks of 2^shift columns; its map has the blocks as third dimension.
 struct BlockedMap {
@@ -92,26 +74,6 @@ private:
                                                         static_cast<unsigned short>((1 << kParts) - 1));
         }
     }
-};
-
-/// Where a thread stands: which warpgroup, and in a consumer which accumulators. Accumulator [i][j][2·h + e] is row(i, h), column(j, e) of
-/// the tile.
-template <class TileT>
-struct PlaceSm90 {
-    int lane;
-    int warp;      // in the warpgroup
-    int consumer;  // −1: producer
-    __device__ __forceinline__ PlaceSm90() {
-        lane = static_cast<int>(threadIdx.x) % 32;
-        // The same in all lanes of a warp, and the compiler is to know it.
-        const int warp_of_block = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-        warp = warp_of_block % 4;
-        consumer = warp_of_block / 4 - 1;
-    }
-    /// Of the consumer, in the tile.
-    __device__ __forceinline__ int first_row() const { return TileT::kTurns ? 0 : consumer * TileT::kConsumerM; }
-    __device__ __forceinline__ int row(int i, int h) const { return first_row() + i * 64 + warp * 16 + h * 8 + lane / 4; }
-    __device__ __forceinline__ int column(int j, int e) const { return j * 8 + lane % 4 * 2 + e; }
 };
 
 /// Keeps the clusters of a grid at nearly the same depth of their tiles while they go through sums that are thousands of slices long: what
@@ -202,7 +164,7 @@ struct RingPosition {
 /// kGathers: threads may bring A's rows in place of the copy engine.
 template <class TileT, bool kGathers = false>
 struct RingSm90 {
-    enum : unsigned { kStageBytes = (TileT::kBlockM + TileT::kBlockN) * 128 };
+    enum : unsigned { kStageBytes = TileT::kStageBytes };
     enum : unsigned { kRingBytes = kStageBytes * TileT::kStages };
     enum : unsigned { kBarrierBytes = 8 * (2 * TileT::kStages + TileT::kConsumers) };
 
@@ -389,6 +351,24 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
         release(previous);
     }
 
+    /// The thread that produces: one more stage after a tile's slices, of which `bring(address, barrier)` has the copy engine fill `bytes`.
+    template <class Bring>
+    __device__ __forceinline__ void produce_more(unsigned bytes, const Bring& bring) {
+        ptx::mbarrier_wait_parity(empty(position.stage), position.parity ^ 1u);
+        ptx::mbarrier_arrive_expect_tx(full(position.stage), bytes);
+        bring(smem + static_cast<unsigned>(position.stage) * kStageBytes, full(position.stage));
+        position.advance();
+    }
+    /// A consumer: `read(address)` of that stage. Both have to.
+    template <class Read>
+    __device__ __forceinline__ void consume_more(const Read& read) {
+        ptx::mbarrier_wait_parity(full(position.stage), position.parity);
+        read(smem + static_cast<unsigned>(position.stage) * kStageBytes);
+        __syncwarp();
+        release(position.stage);
+        position.advance();
+    }
+
     /// Before every tile, even where the first multiplication could ignore what c holds: the compiler would keep the last tile's values for
     /// it.
     static __device__ __forceinline__ void clear(Accumulators& c) {
@@ -451,42 +431,5 @@ private:
 /// Registers of a thread after reallocation: 128 · 40 + 256 · 232 ≤ 65536.
 enum : int { kProducerRegisters = 40 };
 enum : int { kConsumerRegisters = 232 };
-
-/// Tiles of a persistent GEMM by number, in the order of tile_of_block over clusters of tiles; `in_blocks`: with kBlockRows rows after each
-/// other instead of kRaster clusters of tiles.
-template <class TileT, int kRaster, int kBlockRows = 0>
-struct TileWalk {
-    enum : int { kClusterRows = TileT::kBlockM * TileT::kCluster };
-    enum : int { kBlockClusters = kBlockRows < kClusterRows ? 1 : kBlockRows / kClusterRows };
-
-    int clusters_m;  // of tiles
-    int tiles_n;
-    unsigned count;  // tiles of what has room in memory: far below 2^32
-    bool in_blocks = false;
-    unsigned number = 0;  // of the tile at hand
-    int m = 0;            // first row of this block's tile
-    int n = 0;
-
-    __device__ __forceinline__ TileWalk(int extent_m, int extent_n)
-        : clusters_m(ceil_div(extent_m, TileT::kBlockM * TileT::kCluster)),
-          tiles_n(ceil_div(extent_n, TileT::kBlockN)),
-          count(static_cast<unsigned>(clusters_m) * static_cast<unsigned>(tiles_n)) {}
-
-    /// False where there is no such tile.
-    __device__ __forceinline__ bool go_to(unsigned tile, unsigned rank) {
-        if (tile >= count) return false;
-        number = tile;
-        int tile_m;
-        int tile_n;
-        if (in_blocks) {
-            tile_of_block<kBlockClusters>(tile, clusters_m, tiles_n, tile_m, tile_n);
-        } else {
-            tile_of_block<kRaster>(tile, clusters_m, tiles_n, tile_m, tile_n);
-        }
-        m = (tile_m * TileT::kCluster + static_cast<int>(rank)) * TileT::kBlockM;
-        n = tile_n * TileT::kBlockN;
-        return true;
-    }
-};
 
 }  // namespace flce

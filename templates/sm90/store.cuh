@@ -127,6 +127,25 @@ struct PanelUpdate : PanelStore<T, TileT, 1, 2> {
         ptx::cp_async_bulk_tensor_2d_load(this->staging + static_cast<unsigned>(buffer * Store::kPanelBytes), &map, x, y, barrier(buffer));
     }
 
+    /// The buffer of a panel that was not fetched, for open.
+    __device__ __forceinline__ void take_buffer(int panel) {
+        this->group = this->staging + static_cast<unsigned>(panel % kBuffers * Store::kPanelBytes);
+    }
+    /// c = factor · c + a panel as it lies at `from`, for accumulators [first, …).
+    template <int kColumnPieces>
+    __device__ __forceinline__ void add_old(unsigned from, float (&c)[kColumnPieces][4], int first, float factor) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const unsigned base = this->row_address(from, h);
+#pragma unroll
+            for (int j = 0; j < Store::kPanelColumns / 8; ++j) {
+                const unsigned old = ptx::ld_shared_b32(base ^ static_cast<unsigned>(j * 8 * static_cast<int>(sizeof(T))));
+                c[first + j][2 * h] = c[first + j][2 * h] * factor + Numeric<T>::first(old);
+                c[first + j][2 * h + 1] = c[first + j][2 * h + 1] * factor + Numeric<T>::second(old);
+            }
+        }
+    }
+
     /// Adds factor · accumulators [first, …) to the panel, rounded once.
     template <int kColumnPieces>
     __device__ __forceinline__ void add(const float (&c)[kColumnPieces][4], int panel, int first, float factor) {
