@@ -7,7 +7,8 @@
 
 namespace flce {
 
-/// A digest of the templates and of the generator for that kind of device, 16 hexadecimal digits: made when the library is built.
+/// A digest of the templates and of the generator for that kind of device, without their comments: 16 hexadecimal digits, made when the
+/// library is built.
 [[nodiscard]] std::string_view kernel_version(DeviceKind kind) noexcept;
 
 }  // namespace flce
