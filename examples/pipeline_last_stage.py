@@ -36,6 +36,8 @@ import flce
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
+# By the process that ranks are forked from, once: each would import for seconds.
+PRELOADED = ["torch.distributed.pipelining", "flce"]
 # Before torch 2.7 schedules do not scale gradients.
 UNSCALED: dict[str, Any] = {"scale_grads": False} if "scale_grads" in inspect.signature(Schedule1F1B.__init__).parameters else {}
 # By name: the schedule, and the numbers of rank 0's and rank 1's stages.
@@ -256,10 +258,11 @@ def stage_main(rank: int, store: str, fused: bool, config: Config, results: Any)
 
 def train(fused: bool, config: Config) -> tuple[list[float], int]:
     """Losses of the steps, and by how many bytes the last stage's memory rose at most above what it holds between steps."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(stage_main, (f"{folder}/store", fused, config, results), nprocs=2)
+        mp.start_processes(stage_main, (f"{folder}/store", fused, config, results), nprocs=2, start_method="forkserver")
     history, rise = results.get()
     return history, rise
 
