@@ -170,4 +170,7 @@ def prepare() -> None:
 
 if __name__ == "__main__":
     titan_support.prepare()
+    # 20 s of a core, once and not by each rank. The thread that pyarrow starts here is jemalloc's, which is made for forks.
+    import torchtitan.trainer  # noqa: F401
+
     run_main(run, lambda: CASES, prepare=prepare)

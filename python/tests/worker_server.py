@@ -24,6 +24,8 @@ PRELOADED = (
     "torch.distributed.pipelining",
     "torch.distributed.fsdp",
     "torch._dynamo",
+    "torch._dynamo.aot_compile",
+    "torch._inductor.compile_fx",
     "transformers.generation",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
