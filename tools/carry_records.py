@@ -3,12 +3,12 @@
 
     python3 tools/carry_records.py --measured OLD/bin/flce --today build/bin/flce records/shipped/*.json
 
-The version is a digest of the templates and of the generator: a comment or another name makes a new one, and records of the old one then
-stand behind (`flce explain` says "with kernels of another version"). Measuring takes a GPU and hours; this takes two builds and NVRTC. It
-compiles every candidate of the records that has times with both, once for each layer and set of tiles, and compares the kernels: the
-machine code and everything else in the cubin that the device or a launch goes by (registers, shared memory, parameters, constants). Records
-of a layer whose kernels are the same get the version that `flce info` of --today names; the others are listed, stay as they are, and the
-exit code is 1. Nothing is run on a device.
+The version is a digest of the templates and of the generator without their comments: another name makes a new one, and records of the old
+one then stand behind (`flce explain` says "with kernels of another version"). Measuring takes a GPU and hours; this takes two builds and
+NVRTC. It compiles every candidate of the records that has times with both, once for each layer and set of tiles, and compares the kernels:
+the machine code and everything else in the cubin that the device or a launch goes by (registers, shared memory, parameters, constants).
+Records of a layer whose kernels are the same get the version that `flce info` of --today names; the others are listed, stay as they are,
+and the exit code is 1. Nothing is run on a device.
 
 --only-compare compares the kernels of any records' plans and writes nothing. It shows that a change of names or folders has changed no
 kernel, also where the records are of a version that neither build has.

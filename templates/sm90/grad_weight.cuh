@@ -22,11 +22,11 @@ struct GradWeightTile {
     enum : int { kPanels = TileT::kConsumerM / 64 * kPanelsOfRow };
     enum : bool { kHasTail = !Problem::hidden_major && Problem::hidden_size % TileT::kBlockN != 0 };
     enum : int { kAhead = 2 };  ///< panels that are brought to where they leave from while the tile is multiplied
-    /// Whether the other panels' old values come through the ring, in a stage behind the tile's slices. Where consumers share a tile,
-    /// nothing is multiplied while its epilogue waits.
     enum : int { kRestBytes = (kPanels - kAhead) * int{PanelsT::kPanelBytes} };  ///< of a consumer
     enum : bool { kFitsInStage = kRestBytes > 0 && int{TileT::kConsumers} * kRestBytes <= int{TileT::kStageBytes} };
-    enum : bool { kThroughRing = kUpdatesGradWeight<Problem> && !TileT::kTurns && kFitsInStage };
+    /// Whether the other panels' old values come through the ring, in a stage behind the tile's slices. Where consumers share a tile,
+    /// nothing is multiplied while its epilogue waits. Not of a hidden_major gradient: no GPU has run that yet.
+    enum : bool { kThroughRing = kUpdatesGradWeight<Problem> && !Problem::hidden_major && !TileT::kTurns && kFitsInStage };
 
     const TensorMap& map;
     int n;
