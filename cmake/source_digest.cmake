@@ -1,8 +1,19 @@
-# source_digest(OUT FILE…): sixteen digits that change with the contents of any of the files, in this order.
+# source_digest(OUT [CODE_ALONE] FILE…): sixteen digits that change with the contents of any of the files, in this order. CODE_ALONE: comments
+# behind // and how much white space there is do not count.
 function(source_digest out)
+  cmake_parse_arguments(PARSE_ARGV 1 digest "CODE_ALONE" "" "")
   set(text "")
-  foreach(file IN LISTS ARGN)
-    file(SHA256 ${file} digest)
+  foreach(file IN LISTS digest_UNPARSED_ARGUMENTS)
+    if(digest_CODE_ALONE)
+      file(READ ${file} code)
+      # Behind white space alone: within a string, as in an address, // is no comment.
+      string(REGEX REPLACE "(^|[ \t\n])//[^\n]*" "\\1" code "${code}")
+      string(REGEX REPLACE "[ \t\r\n]+" " " code "${code}")
+      string(STRIP "${code}" code)
+      string(SHA256 digest "${code}")
+    else()
+      file(SHA256 ${file} digest)
+    endif()
     string(APPEND text "${digest}")
   endforeach()
   string(SHA256 digest "${text}")
