@@ -1,5 +1,5 @@
-# source_digest(OUT [CODE_ALONE] FILE…): sixteen digits that change with the contents of any of the files, in this order. CODE_ALONE: comments
-# behind // and how much white space there is do not count.
+# source_digest(OUT [CODE_ALONE] FILE…): sixteen digits that change with the contents of any of the files, in this order. CODE_ALONE:
+# comments behind // and how much white space there is do not count.
 function(source_digest out)
   cmake_parse_arguments(PARSE_ARGV 1 digest "CODE_ALONE" "" "")
   set(text "")
