@@ -83,7 +83,7 @@ class Kernel:
         result: dict[str, Any] = json.loads(self._text(_native.TEXT_EXPLAIN_JSON))
         return result
 
-    def is_outdated(self) -> bool:
+    def is_outdated(self, weight: Tensor) -> bool:
         """Whether a call that looks as before has another kernel now."""
         return False
 
@@ -336,12 +336,12 @@ def checked_strict(strict: Any) -> bool | None:
     return strict
 
 
-def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> Kernel:
-    """The kernel that computes such a call."""
+def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, in_backward: bool = False) -> Kernel:
+    """The kernel that computes such a call, or its backward."""
     if given.parallel:
         from flce import _shards  # which builds on this module
 
-        return _shards.find_for(given, grad_weight_out)
+        return _shards.find_for(given, grad_weight_out, in_backward=in_backward)
     hidden, weight = given.hidden, given.weight
     limit = given.workspace_limit_bytes
     return find(

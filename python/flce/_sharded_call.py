@@ -33,6 +33,8 @@ def run(
     assert parallel is not None  # else `asked` has raised
     check_tensors(hidden=hidden, weight=weight, target=target)
     hidden, dimension = _local_hidden(hidden, target, parallel)
+    if is_dtensor(weight):
+        parallel = parallel._replace(all_rows=weight.shape[0])
     weight = _local_shard("weight", weight, parallel)
     bias, class_weight, grad_weight_out = (
         None if tensor is None else _local_shard(name, tensor, parallel)

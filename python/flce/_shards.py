@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from flce import _arguments, _kernels, _native, _parallel, _retain, errors
+from flce import _arguments, _kernels, _layouts, _native, _parallel, _retain, errors
 from flce._frame import VALUES, Frame, Inputs, KernelKey, is_hidden_major, planned_tokens
-from flce._parallel import Parallel, Shard
+from flce._layouts import Shard
+from flce._parallel import Parallel
 
 _OF_BOTH = ("temperature", "token_weight")
 _REDUCTION_NAMES = {code: name for name, code in _arguments.REDUCTIONS.items()}
@@ -90,9 +92,13 @@ class ShardKernel(_kernels.Kernel):
         self.retains = self.retains and shard.classes > 0
         self.merge_function = self._library.flce_kernel_merge
         self.group: weakref.ref[Any] | None = None  # in which the shard was agreed on
+        self.weights: Any = WeakTensorKeyDictionary()  # whose place the shard is; a DTensor says it itself
 
-    def is_outdated(self) -> bool:
-        """The group may be gone, and another have its name, in which other ranks have other rows."""
+    def is_outdated(self, weight: Tensor) -> bool:
+        """The group may be gone, and another have its name, in which other ranks have other rows. Another weight with as many rows may lie
+        elsewhere in its vocabulary."""
+        if self.parallel.all_rows < 0 and weight not in self.weights:
+            return True
         return self.group is None or self.group() is not _parallel.group_named(self.parallel.group)
 
     def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
@@ -188,7 +194,7 @@ class ShardKernel(_kernels.Kernel):
         return given._replace(hidden=_parallel.gathered(group, given.hidden, self.parallel.ranks))
 
 
-def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> ShardKernel:
+def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, in_backward: bool = False) -> ShardKernel:
     """The kernel of this rank's part of such a call."""
     parallel = _parallel.parallel_of(given.parallel)
     hidden, weight = given.hidden, given.weight
@@ -207,7 +213,8 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> ShardKerne
         ("reduce_grad_hidden", parallel.reduce_grad_hidden),
         *((f"whether {name} is given", getattr(given, name) is not None) for name in ("bias", "class_weight", *_OF_TOKENS)),
     )
-    shard = _parallel.shard_of(parallel, weight, {name: getattr(given, name) for name in _OF_TOKENS}, layer)
+    of_tokens = {name: getattr(given, name) for name in _OF_TOKENS}
+    shard = _layouts.shard_of(parallel, weight, of_tokens, layer, in_backward=in_backward)
     hidden_major = is_hidden_major(weight)
     # A hidden-major weight's rows are as long as it has classes, so that ranks' kernels may differ.
     most_classes = max(shard.classes, 1) if hidden_major else max(shard.most_classes, 1)
@@ -234,6 +241,7 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None) -> ShardKerne
         grad_hidden_dtype=wide,
     )
     kernel: Any = _kernels.find(*key, of=(shard, parallel), make=ShardKernel)
-    if kernel.is_outdated():
+    kernel.weights[weight] = None
+    if kernel.is_outdated(weight):
         kernel.group = weakref.ref(_parallel.group_named(parallel.group))
     return kernel  # type: ignore[no-any-return]

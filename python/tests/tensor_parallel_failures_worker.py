@@ -20,7 +20,7 @@ from tensor_parallel_worker import TOKENS, VOCAB, Layer, leaf
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flce
-from flce import _call, _parallel
+from flce import _call, _layouts
 
 TIMEOUT_S = 4.0
 
@@ -313,7 +313,7 @@ CASES: list[tuple[Any, ...]] = [
 
 
 def run(function: Callable[..., None], *arguments: Any) -> None:
-    _parallel.forget()  # so that this call is the first of its kind on every rank
+    _layouts.forget()  # so that this call is the first of its kind on every rank
     _call.forget()
     try:
         function(*arguments)
