@@ -82,9 +82,10 @@ def cases() -> Iterator[tuple[Any, int, bool, dict[str, Any]]]:
             if schedule is Schedule1F1B and microbatches < dist.get_world_size():
                 continue  # 1F1B needs a microbatch for each stage
             yield schedule, microbatches, False, {}
-        yield schedule, 4, True, {}
-        yield schedule, 4, False, {"accumulate_into_grad": True}
-        yield schedule, 4, True, {"accumulate_into_grad": True}
+        enough = max(4, dist.get_world_size())
+        yield schedule, enough, True, {}
+        yield schedule, enough, False, {"accumulate_into_grad": True}
+        yield schedule, enough, True, {"accumulate_into_grad": True}
 
 
 lent: list[bool] = []  # of each forward that retained something, whether in the gradient's memory

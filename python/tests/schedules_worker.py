@@ -21,7 +21,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import flce
 from flce import _retain
 
-MICROBATCHES = int(os.environ.get("FLCE_TEST_MICROBATCHES", "4"))
+# DualPipeV wants a microbatch for each stage, of which a rank has two.
+MICROBATCHES = max(int(os.environ.get("FLCE_TEST_MICROBATCHES", "4")), 2 * int(os.environ.get("WORLD_SIZE", "2")))
 TOKENS = ROWS // 4 * S  # of a microbatch
 ALL = 1 << 40
 # Where a rank's stages lie: one stage a rank; two, of which the second follows the last rank's first; two, of which the second is as far

@@ -28,8 +28,8 @@ def run(page: str, section: str, count: int) -> None:
     assert len(found) == count, f"{page} has {len(found)} pieces"
     make = generator(0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    table, hidden = torch.randn(64, 16, generator=make), torch.randn(12, 16, generator=make).requires_grad_()
-    labels = torch.randint(0, 60, (12,), generator=make)
+    table, hidden = torch.randn(64, 16, generator=make), torch.randn(24, 16, generator=make).requires_grad_()
+    labels = torch.randint(0, 60, (24,), generator=make)
     shard = table.chunk(ranks)[rank].clone().requires_grad_()
     head = torch.nn.Linear(16, 64 // ranks, bias=False)
     names: dict[str, Any] = {
