@@ -63,8 +63,8 @@ def refused(kind: type[Exception], message: str, call: Callable[[], Any]) -> Non
         raise AssertionError(f"not refused: {message}")
 
 
-def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, *, output: bool = False) -> None:
-    assert_close(actual, expected, dtype, output=output)
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, *, output: bool = False, factor: float = 1.0) -> None:
+    assert_close(actual, expected, dtype, output=output, factor=factor)
 
 
 # ── cut-cross-entropy ───────────────────────────────
@@ -302,7 +302,7 @@ def check_tune(
         made = made.full_tensor()
     elif kind == "part":
         wanted_hidden = wanted_hidden.chunk(dist.get_world_size(), 1)[dist.get_rank()]
-    close(made, wanted_hidden, dtype)
+    close(made, wanted_hidden, dtype, factor=max(1.0, dist.get_world_size() / 4))  # each rank's part is rounded, and each sum
 
 
 def torchtune_head(dtype: torch.dtype, kind: str, bias: bool, length: int = 8) -> None:

@@ -437,8 +437,8 @@ def cases() -> Iterator[tuple[Any, ...]]:
             yield from ((with_copies, schedule, "micro_batches"), (with_copies, schedule, "tokens"))
         if dist.get_world_size() == 4:
             yield (refuses_copies,)
+            yield trains, "interleaved_1f1b", "micro_batches", True, 0.05  # the model has too few layers for 16 stages
         yield trains, "1f1b", "tokens", True, 0.05
-        yield trains, "interleaved_1f1b", "micro_batches", True, 0.05
         yield forwards, "1f1b"
 
 

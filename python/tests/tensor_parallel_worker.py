@@ -291,9 +291,10 @@ def limits() -> None:
 
 def retained(sequence: bool) -> None:
     """What forward has retained reaches backward, also where hidden states are gathered a second time."""
-    layer = Layer()
-    tokens, rows = layer.my_tokens(layer.hidden) if sequence else layer.hidden, layer.mine(layer.weight)
-    hidden, shard = (leaf(tensor.to(torch.bfloat16)) for tensor in (tokens, rows))  # in fp32 a GPU retains nothing
+    layer = Layer(even=True)
+    tokens = layer.my_tokens(layer.hidden) if sequence else layer.hidden
+    rows = layer.mine(layer.weight).repeat(8, 1)  # a GPU retains nothing of fewer than 129 rows, and nothing in fp32
+    hidden, shard = (leaf(tensor.to(torch.bfloat16)) for tensor in (tokens, rows))
     used: list[bool] = []
     backward, least = _shards.ShardKernel.backward, _retain.LEAST_WORK
 
