@@ -291,10 +291,11 @@ def limits() -> None:
 
 def retained(sequence: bool) -> None:
     """What forward has retained reaches backward, also where hidden states are gathered a second time."""
-    layer = Layer(even=True)
-    tokens = layer.my_tokens(layer.hidden) if sequence else layer.hidden
-    rows = layer.mine(layer.weight).repeat(8, 1)  # a GPU retains nothing of fewer than 129 rows, and nothing in fp32
-    hidden, shard = (leaf(tensor.to(torch.bfloat16)) for tensor in (tokens, rows))
+    layer = Layer()
+    whole, rows, target = layer.hidden, layer.mine(layer.weight), layer.target
+    if device() != "cpu":  # where layers of less work retain nothing, whatever the limit, and those in fp32
+        whole, rows, target = torch.randn(4096, 1024), torch.randn(8200, 1024) / 32, torch.arange(4096)
+    hidden, shard = (leaf(tensor.to(torch.bfloat16)) for tensor in (layer.my_tokens(whole) if sequence else whole, rows))
     used: list[bool] = []
     backward, least = _shards.ShardKernel.backward, _retain.LEAST_WORK
 
@@ -306,9 +307,9 @@ def retained(sequence: bool) -> None:
     try:
         _shards.ShardKernel.backward, _retain.LEAST_WORK = watch, 1
         loss = flce.linear_cross_entropy(
-            hidden, shard, layer.target, process_group=layer.group, sequence_parallel=sequence, workspace_limit_bytes=1 << 30
+            hidden, shard, target, process_group=layer.group, sequence_parallel=sequence, workspace_limit_bytes=1 << 30
         )
-        elsewhere.append(torch.empty(layer.hidden.shape, dtype=hidden.dtype))
+        elsewhere.append(torch.empty(whole.shape, dtype=hidden.dtype))
         loss.backward()
     finally:
         _shards.ShardKernel.backward, _retain.LEAST_WORK = backward, least
