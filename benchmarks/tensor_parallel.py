@@ -4,8 +4,9 @@
 
 bf16, a GPU a rank, NCCL without NVLink multicast. A shape is num_tokens x hidden_size x vocab_size of all ranks together; every rank has
 all tokens and its rows of the weight. Contenders take turns in rounds, in an order drawn anew for each one. A run is --steps steps one
-after another, so that the GPU is as warm as in training. Every rank begins a run together, behind 1 ms of other work on its GPU, in which
-the host brings the first step on its way. A run's time is the slowest rank's; the table has medians of a step in milliseconds:
+after another, so that the GPU is as warm as in training. Every rank begins a run together, behind 2 ms a step of other work on its GPU, as
+a model's other layers are: the host is ahead of the GPU. A run's time is the slowest rank's; the table has medians of a step in
+milliseconds, and what the host takes for a step in microseconds:
 
     floor6             three cuBLAS GEMMs on the shard, nothing else
     floor6, reduced    the same, with the all-reduce of grad_hidden under grad_weight's GEMM
@@ -28,9 +29,10 @@ import os
 import random
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,6 +49,7 @@ CONTENDERS = ("floor6", "floor6, reduced", "loss_parallel", "flce, retained", "f
 ALL = 1 << 40
 RETAINED: dict[str, Any] = {"workspace_limit_bytes": ALL, "retain_in_grad_weight": False}
 BEHIND_CYCLES = 2_000_000  # of the GPU's clock: 1 ms
+BEHIND_STEP = 2 * BEHIND_CYCLES
 
 
 class Layer:
@@ -133,24 +136,32 @@ def prepare_liger(shapes: list[str]) -> None:
     )
 
 
-def timed(layer: Layer, step: Callable[[], Tensor | None], steps: int) -> tuple[float, int, Tensor | None]:
-    """Milliseconds of a step of the slowest rank, bytes of this rank's peak above its inputs, and the last step's loss."""
+class Run(NamedTuple):
+    milliseconds: float  # of a step, of the slowest rank
+    host_microseconds: float  # of a step, of the slowest host
+    peak: int  # bytes of this rank above its inputs
+    loss: Tensor | None  # of the last step
+
+
+def timed(layer: Layer, step: Callable[[], Tensor | None], steps: int) -> Run:
     layer.forget_gradients()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     dist.barrier()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(BEHIND_CYCLES)
+    torch.cuda._sleep(BEHIND_STEP * steps)
+    began = time.perf_counter()
     begin.record()
     for _ in range(steps):
         layer.forget_gradients()
         loss = step()
     end.record()
+    host = 1e6 * (time.perf_counter() - began) / steps
     end.synchronize()
-    slowest = torch.tensor(begin.elapsed_time(end) / steps, dtype=torch.float64, device="cuda")
+    slowest = torch.tensor((begin.elapsed_time(end) / steps, host), dtype=torch.float64, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item(), torch.cuda.max_memory_allocated() - before, None if loss is None else loss.detach()
+    return Run(*slowest.tolist(), torch.cuda.max_memory_allocated() - before, None if loss is None else loss.detach())
 
 
 def of_all_ranks(tensor: Tensor) -> bool:
@@ -168,7 +179,7 @@ def timeline(layer: Layer, run: Callable[[], Tensor | None]) -> list[dict[str, A
     dist.barrier()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        torch.cuda._sleep(BEHIND_CYCLES)
+        torch.cuda._sleep(10 * BEHIND_CYCLES)  # the profiler slows the host down
         run()
         torch.cuda.synchronize()
     on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
@@ -188,6 +199,7 @@ def timeline(layer: Layer, run: Callable[[], Tensor | None]) -> list[dict[str, A
 def measured(layer: Layer, names: list[str], rounds: int, steps: int) -> dict[str, Any]:
     runs = {name: run for name, run in layer.contenders().items() if name in names}
     times: dict[str, list[float]] = {}
+    hosts: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
     losses: dict[str, float] = {}
     same: dict[str, bool] = {}
@@ -195,9 +207,10 @@ def measured(layer: Layer, names: list[str], rounds: int, steps: int) -> dict[st
         order = list(runs)
         random.Random(number).shuffle(order)
         for name in order:
-            milliseconds, peak, loss = timed(layer, runs[name], steps)
+            milliseconds, host, peak, loss = timed(layer, runs[name], steps)
             if number >= 0:
                 times.setdefault(name, []).append(milliseconds)
+                hosts.setdefault(name, []).append(host)
                 peaks[name] = max(peak, peaks.get(name, 0))
             if loss is not None:
                 losses[name] = loss.item()
@@ -214,6 +227,7 @@ def measured(layer: Layer, names: list[str], rounds: int, steps: int) -> dict[st
             "range": [min(times[name]), max(times[name])],
             "to_floor6": to("floor6", name),
             "to_reduced_floor6": to("floor6, reduced", name),
+            "host_microseconds": statistics.median(hosts[name]),
             "rate": medians["one GPU"] / layer.ranks / medians[name] if "one GPU" in medians else None,
             "peak_bytes": peaks[name],
             "loss": losses.get(name),
@@ -230,7 +244,8 @@ def show(shape: str, found: dict[str, Any], gpus: str) -> None:
     print(f"{shape}, {gpus}", flush=True)
     for name, row in found.items():
         figures = f"{row['milliseconds']:9.2f} ms  {ratio(row['to_floor6'])} of floor6  {ratio(row['to_reduced_floor6'])} of it reduced"
-        more = f"rate {ratio(row['rate'])}  {row['peak_bytes'] / 2**20:9.0f} MiB  same bits {row['same_bits']}"
+        more = f"rate {ratio(row['rate'])}  host {row['host_microseconds']:5.0f} us"
+        more += f"  {row['peak_bytes'] / 2**20:6.0f} MiB  same bits {row['same_bits']}"
         print(f"  {name:18}{figures}  {more}", flush=True)
 
 
