@@ -45,60 +45,55 @@ __device__ __forceinline__ void start_scalars(const TargetParams& targets, const
     scalars->tickets = {0u, 0u};
 }
 
-/// Lists valid rows in order and then the others, from the last to the first; their outputs become 0. One block: it goes through the labels
-/// from the front, each thread has the same number of neighbours, and places are counted.
+/// Lists valid rows in order and then the others, from the last to the first; their outputs become 0. Each block but the first has
+/// kReduceThreads rows, a thread one, and counts the valid rows before them by itself: no block waits for another.
 template <class Problem>
 __device__ __forceinline__ void list_rows(const PrepareParams& p) {
-    constexpr int kOfThread = 4;
-    __shared__ int valid_of_warp[kReduceThreads / 32];
+    constexpr int kWarps = kReduceThreads / 32;
+    static_assert(kWarps == 32, "a lane for each warp");
+    constexpr int kAtOnce = 8;           // loads that are on their way together
+    __shared__ int2 valid_rows[kWarps];  // that a warp has found: before this block's rows, and among its own
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    int before = 0;  // valid rows of the rounds before
-    for (long long begin = 0; begin < p.num_tokens; begin += kReduceThreads * kOfThread) {
-        const long long first = begin + static_cast<long long>(threadIdx.x) * kOfThread;
-        int targets[kOfThread];
-        int mine = 0;
+    const long long first = static_cast<long long>(blockIdx.x - 1) * kReduceThreads;
+    int earlier = 0;
+    for (long long begin = threadIdx.x; begin < first; begin += kAtOnce * kReduceThreads) {
 #pragma unroll
-        for (int i = 0; i < kOfThread; ++i) {
-            targets[i] = first + i < p.num_tokens ? load_target<Problem>(p.targets, p.temperature, first + i) : kIgnored;
-            mine += targets[i] >= 0 ? 1 : 0;
-        }
-        int up_to = mine;  // of this warp, up to this thread
-        for (int lanes = 1; lanes < 32; lanes *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, up_to, lanes);
-            if (lane >= lanes) up_to += other;
-        }
-        if (lane == 31) valid_of_warp[warp] = up_to;
-        __syncthreads();
-        int place = before + up_to - mine;
-        for (int w = 0; w < kReduceThreads / 32; ++w) {
-            if (w < warp) place += valid_of_warp[w];
-            before += valid_of_warp[w];
-        }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < kOfThread; ++i) {
-            const long long row = first + i;
-            if (row >= p.num_tokens) break;
-            const bool valid = targets[i] >= 0;
-            // `row − place` rows before this one are not valid.
-            p.list[valid ? place : p.num_tokens - 1 - (row - place)] = {static_cast<int>(row), targets[i]};
-            place += valid ? 1 : 0;
-            if (valid) continue;
-            if (targets[i] == kOutOfRange && p.invalid_label != nullptr) atomicMin(p.invalid_label, static_cast<unsigned long long>(row));
-#pragma unroll
-            for (float* output : p.outputs) {
-                if (output != nullptr) output[row] = 0.f;
-            }
-            if (p.top1 != nullptr) p.top1[row] = -1;
+        for (int i = 0; i < kAtOnce; ++i) {
+            const long long other = begin + i * kReduceThreads;
+            if (other < first && load_target<Problem>(p.targets, p.temperature, other) >= 0) ++earlier;
         }
     }
-    if (threadIdx.x == 0) p.scalars->valid_rows = before;
+    const long long row = first + threadIdx.x;
+    const int target = row < p.num_tokens ? load_target<Problem>(p.targets, p.temperature, row) : kIgnored;
+    const bool valid = target >= 0;
+    const unsigned of_warp = __ballot_sync(0xffffffffu, valid);
+    earlier = static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<unsigned>(earlier)));
+    if (lane == 0) valid_rows[warp] = make_int2(earlier, __popc(of_warp));
+    __syncthreads();
+    const int2 of_other = valid_rows[lane];
+    const int before = static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<unsigned>(of_other.x + (lane < warp ? of_other.y : 0))));
+    const int place = before + __popc(of_warp & ((1u << lane) - 1u));
+    if (row >= p.num_tokens) return;
+    // `row − place` rows before this one are not valid.
+    p.list[valid ? place : p.num_tokens - 1 - (row - place)] = {static_cast<int>(row), target};
+    if (row == p.num_tokens - 1) p.scalars->valid_rows = place + (valid ? 1 : 0);
+    if (valid) return;
+    if (target == kOutOfRange && p.invalid_label != nullptr) atomicMin(p.invalid_label, static_cast<unsigned long long>(row));
+#pragma unroll
+    for (float* output : p.outputs) {
+        if (output != nullptr) output[row] = 0.f;
+    }
+    if (p.top1 != nullptr) p.top1[row] = -1;
 }
 
-/// What a pass needs before any row is looked at, in one block.
+/// What a pass needs before any row is looked at: the first block has its scalars, the others its list.
 template <class Problem>
 __device__ __forceinline__ void prepare(const PrepareParams& p) {
+    if (blockIdx.x != 0) {
+        if constexpr (Problem::lists_rows) list_rows<Problem>(p);
+        return;
+    }
     if (p.want_class_weights != 0) {
         __shared__ float scratch[kReduceThreads / 32];
         float total = 0.f;
@@ -118,9 +113,6 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
     start_scalars<Problem, kReduceThreads>(p.targets, p.temperature, p.count, Problem::shard ? p.target_class_weight : p.class_weight,
                                            p.token_weight, p.num_tokens, p.want_count, p.scalars);
     for (int i = static_cast<int>(threadIdx.x); i < p.counter_count; i += kReduceThreads) p.counters[i] = 0u;
-    if constexpr (Problem::lists_rows) {
-        if (p.list != nullptr) list_rows<Problem>(p);
-    }
 }
 
 /// Coefficients of a row whose logits are divided by a temperature: dz is what is above them, which is divided as well.

@@ -7,7 +7,8 @@ namespace flce {
 bool sums_class_weights(const Spec& spec) noexcept { return spec.class_weight && spec.label_smoothing > 0; }
 
 Statement prepare_launch(const Spec& spec, const CudaSource& source, const Preparation& preparation) {
-    LaunchBuilder<PrepareParams> launch(source.kernel(KernelRole::prepare), Expr(1));
+    const Expr blocks_of_list = select(equal(preparation.list, 0), 0, ceil_div(slot(Slot::num_tokens), kReduceThreads));
+    LaunchBuilder<PrepareParams> launch(source.kernel(KernelRole::prepare), 1 + blocks_of_list);
     if (is_shard(spec)) {
         launch.set(&PrepareParams::target_class_weight, slot(Slot::target_class_weight))
             .set(&PrepareParams::class_weight_total, slot(Slot::class_weight_total));
