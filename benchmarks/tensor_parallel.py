@@ -4,9 +4,10 @@
 
 bf16, a GPU a rank, NCCL without NVLink multicast. A shape is num_tokens x hidden_size x vocab_size of all ranks together; every rank has
 all tokens and its rows of the weight. Contenders take turns in rounds, in an order drawn anew for each one. A run is --steps steps one
-after another, so that the GPU is as warm as in training. Every rank begins a run together, behind 2 ms a step of other work on its GPU, as
-a model's other layers are: the host is ahead of the GPU. A run's time is the slowest rank's; the table has medians of a step in
-milliseconds, and what the host takes for a step in microseconds:
+after another, so that the GPU is as warm as in training. A run begins behind 2 ms a step of other work on every GPU, as a model's other
+layers are, so that the host is ahead; and behind a small reduction, so that the GPUs begin together: clocks differ, and so does the time
+that they have for the other work. A run's time is the slowest rank's; the table has medians of a step in milliseconds, and what the host
+takes for a step in microseconds:
 
     floor6             three cuBLAS GEMMs on the shard, nothing else
     floor6, reduced    the same, with the all-reduce of grad_hidden under grad_weight's GEMM
@@ -151,6 +152,7 @@ def timed(layer: Layer, step: Callable[[], Tensor | None], steps: int) -> Run:
     dist.barrier()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(BEHIND_STEP * steps)
+    dist.all_reduce(torch.ones(1, device="cuda"))
     began = time.perf_counter()
     begin.record()
     for _ in range(steps):
