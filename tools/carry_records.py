@@ -10,6 +10,10 @@ the machine code and everything else in the cubin that the device or a launch go
 Records of a layer whose kernels are the same get the version that `flce info` of --today names; the others are listed, stay as they are,
 and the exit code is 1. Nothing is run on a device.
 
+--except KERNEL: this kernel may differ from the measured one, where all of a layer's candidates of a path (cuda_sm90a, ...) have one and
+the same. It takes as long under each of them, and which tiles are best does not hang on it; the times in the record are those with the
+former one.
+
 --only-compare compares the kernels of any records' plans and writes nothing. It shows that a change of names or folders has changed no
 kernel, also where the records are of a version that neither build has.
 
@@ -43,6 +47,7 @@ def parse_arguments():
     parser.add_argument("--measured", required=True, help="flce of the version that the records have")
     parser.add_argument("--today", required=True, help="flce of the version that they are to get")
     parser.add_argument("--only-compare", action="store_true", help="records of any version; none is written")
+    parser.add_argument("--except", dest="apart", metavar="KERNEL", help="a kernel that may differ, such as flce_prepare")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--work", help="a folder for the kernels (default: a temporary one)")
     parser.add_argument("records", nargs="+", type=pathlib.Path)
@@ -72,42 +77,59 @@ def sections(cubin):
         yield name, str(length).encode() if nothing else cubin[offset : offset + length]
 
 
-def fingerprint(path):
-    """Of a cubin's kernels: their names, and a digest of what they are."""
-    digest = hashlib.sha256()
+def fingerprint(path, apart):
+    """Of a cubin's kernels: their names, a digest of what they are, and one of the kernel `apart`, where the cubin has it."""
+    digest, of_apart = hashlib.sha256(), hashlib.sha256()
     kernels = []
-    for name, contents in sorted(sections(path.read_bytes()), key=lambda section: section[0]):
+    found = sorted(sections(path.read_bytes()), key=lambda section: section[0])
+    number = number_of(apart, dict(found)) if apart else None
+    for name, contents in found:
         if name.startswith(".text."):
             kernels.append(name[len(".text.") :])
         if name in NOT_COMPARED:
             continue
         if name.startswith(".nv.info"):
-            contents = without_symbols(contents)
-        digest.update(f"{name} {len(contents)}\n".encode() + contents)
-    return tuple(sorted(kernels)), digest.hexdigest()
+            contents = without_symbols(contents, number)
+        to = of_apart if apart and name.endswith(f".{apart}") else digest
+        to.update(f"{name} {len(contents)}\n".encode() + contents)
+    return tuple(sorted(kernels)), digest.hexdigest(), of_apart.hexdigest() if apart in kernels else None
 
 
-def without_symbols(info):
-    """Attributes of kernels; a symbol's number counts the names before it."""
+def number_of(kernel, found):
+    """Of the symbol that is a kernel's name."""
+    symbols, names = found[".symtab"], found[".strtab"]
+    for number in range(len(symbols) // 24):
+        name_at = struct.unpack_from("<I", symbols, 24 * number)[0]
+        if names[name_at : names.index(b"\0", name_at)].decode() == kernel:
+            return number
+    return None
+
+
+def without_symbols(info, apart):
+    """Attributes of kernels; a symbol's number counts the names before it. Without those of the symbol number `apart`."""
     kept = b""
     at = 0
     while at + 4 <= len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)
         length = 4 + (size if form == 4 else 0)
         value = info[at + 4 : at + length]
-        kept += info[at : at + 4] + (value[4:] if attribute in BEGIN_WITH_A_SYMBOL else value)
+        of_symbol = attribute in BEGIN_WITH_A_SYMBOL
+        if of_symbol and struct.unpack_from("<I", value)[0] == apart:
+            at += length
+            continue
+        kept += info[at : at + 4] + (value[4:] if of_symbol else value)
         at += length
     return kept
 
 
-def kernels_of(flce, spec, plans, cache, export, jobs):
+def kernels_of(flce, spec, plans, cache, export, jobs, apart):
     def compile_one(plan):
         run(flce, "prewarm", "--spec", spec, "--device", ARCHITECTURE, "--plan", plan, "--cache-dir", cache, "--jobs", "1")
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         list(pool.map(compile_one, plans))
     run(flce, "cache", "export", export, "--cache-dir", cache)
-    return {fingerprint(path) for path in pathlib.Path(export).glob("*.cubin")}
+    return {fingerprint(path, apart) for path in pathlib.Path(export).glob("*.cubin")}
 
 
 def same_code(args, work, spec, plans):
@@ -115,8 +137,12 @@ def same_code(args, work, spec, plans):
     for which, flce in (("measured", args.measured), ("today", args.today)):
         folder = work / which / hashlib.sha256(spec.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
-        found.append(kernels_of(flce, spec, plans, folder / "cache", folder / "kernels", args.jobs))
-    measured, today = found
+        found.append(kernels_of(flce, spec, plans, folder / "cache", folder / "kernels", args.jobs, args.apart))
+    common = [{code for _, _, code in cubins if code} for cubins in found]
+    paths = {plan.split(":")[0] for plan in plans}
+    if any(len(codes) > len(paths) for codes in common):
+        sys.exit(f"{spec}: tiles change {args.apart}, so that the best ones may hang on it: it is no kernel for --except")
+    measured, today = ({(kernels, digest) for kernels, digest, _ in cubins} for cubins in found)
     different = sorted({name for kernels, _ in measured ^ today for name in kernels})
     verdict = "other " + ", ".join(different) if different else "the same"
     print(f"{spec}: {len(plans)} sets of tiles, {len(measured)} cubins, {verdict}", flush=True)

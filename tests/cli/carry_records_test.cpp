@@ -2,9 +2,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <string>
+#include <vector>
 
 #include "records/kernel_version.hpp"
 #include "records/record_store.hpp"
@@ -38,21 +41,45 @@ protected:
         EXPECT_TRUE(record) << why;
         return record ? record->key.kernel_version : "";
     }
-    [[nodiscard]] ProcessResult carry(const fs::path& measured) const {
-        return run_flce({"python3", script_, "--measured", measured, "--today", flce_program(), "--work", folder_ / "work", file()},
-                        {.program = "/usr/bin/env"});
+    [[nodiscard]] ProcessResult carry(const fs::path& measured, const std::vector<std::string>& options = {}) const {
+        std::vector<std::string> arguments = {"python3", script_,        "--measured", measured,
+                                              "--today", flce_program(), "--work",     folder_ / "work"};
+        arguments.insert(arguments.end(), options.begin(), options.end());
+        arguments.push_back(file());
+        return run_flce(arguments, {.program = "/usr/bin/env"});
     }
 
     fs::path script_ = fs::path(FLCE_SOURCE_DIR) / "tools/carry_records.py";
     TemporaryFolder folder_;
 };
 
+// One test, as its steps share what they compile.
 TEST_F(CarryRecords, SameKernels_RecordGetsTheirVersion) {
     FLCE_REQUIRE_NVRTC_FOR("sm_90a");
-    const ProcessResult result = carry(flce_program());
-    EXPECT_EQ(result.exit_code, 0) << result.err;
-    EXPECT_THAT(result.out, HasSubstr("1 sets of tiles, 9 cubins, the same"));
-    EXPECT_EQ(version(), kernel_version(DeviceKind::cuda));
+    std::string why;
+    auto record = read_record_file(file(), why);
+    ASSERT_TRUE(record) << why;
+    const auto expect_carried = [&](const ProcessResult& result) {
+        EXPECT_EQ(result.exit_code, 0) << result.err;
+        EXPECT_THAT(result.out, HasSubstr("1 sets of tiles, 9 cubins, the same"));
+        EXPECT_EQ(version(), kernel_version(DeviceKind::cuda));
+        write_record_file(file(), *record);
+    };
+    expect_carried(carry(flce_program()));
+    expect_carried(carry(flce_program(), {"--except", "flce_prepare"}));
+
+    // Of a candidate with other tiles.
+    const std::vector<Plan> plans = candidate_plans(parse_spec(record->key.spec), describe_device("h100"));
+    const auto other = std::ranges::find_if(plans, [&](const Plan& plan) {
+        return plan.path == plans.front().path && !(plan.cuda.grad_weight == plans.front().cuda.grad_weight);
+    });
+    ASSERT_NE(other, plans.end());
+    record->candidates[other->text()].times_ms["run"] = {2.0};
+    write_record_file(file(), *record);
+    const ProcessResult result = carry(flce_program(), {"--except", "flce_grad_weight"});
+    EXPECT_EQ(result.exit_code, 1) << result.out;
+    EXPECT_THAT(result.err, HasSubstr("tiles change flce_grad_weight"));
+    EXPECT_EQ(version(), "0123456789abcdef");
 }
 
 TEST_F(CarryRecords, OtherKernels_RecordStaysAsItIs) {
