@@ -87,6 +87,9 @@ class Kernel:
         """Whether a call that looks as before has another kernel now."""
         return False
 
+    def remember(self, saved: Tensor) -> None:
+        """That the backward which is given `saved` is this kernel's, where its other arguments do not say so."""
+
     def workspace_bytes(self, num_tokens: int, *, backward: bool = True) -> int:
         """Scratch bytes that a pass over num_tokens tokens takes."""
         return _native.workspace_bytes(self._handle, num_tokens, _native.BACKWARD if backward else _native.FORWARD)
@@ -336,12 +339,12 @@ def checked_strict(strict: Any) -> bool | None:
     return strict
 
 
-def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, in_backward: bool = False) -> Kernel:
-    """The kernel that computes such a call, or its backward."""
+def find_for(given: Inputs, grad_weight_out: Tensor | None = None, saved: Tensor | None = None) -> Kernel:
+    """The kernel that computes such a call, or its backward, which has what forward `saved`."""
     if given.parallel:
         from flce import _shards  # which builds on this module
 
-        return _shards.find_for(given, grad_weight_out, in_backward=in_backward)
+        return _shards.find_for(given, grad_weight_out, saved)
     hidden, weight = given.hidden, given.weight
     limit = given.workspace_limit_bytes
     return find(

@@ -3,9 +3,10 @@
 A rank sees its own rows alone, and another layer may have as many rows on this rank and others on the next. So whether to ask the others is
 decided by what all ranks see alike:
 
-    a DTensor weight           its rows over all ranks are part of the layer: asked once for each layer
-    a weight seen before       asked once for each tensor: the same one on every rank, as ranks run one program
-    a tensor made anew         asked until `ALIKE` answers in a row were the same; then its rows are taken for those of that answer
+    a DTensor           its rows over all ranks are part of the layer: asked once for each layer
+    a known weight      the same tensor, or another one over its memory, is known on every rank, as ranks run one program: asked once
+    a new parameter     asked
+    a new tensor        asked until `ALIKE` answers in a row were the same; then its rows are taken for those of that answer
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flce import errors
@@ -46,11 +48,39 @@ class _Facts(NamedTuple):
     tokens: tuple[Any, ...]  # the same of tensors, as (name, contents)
 
 
+class WeightMap:
+    """From weights to what is known of them, while they, or other tensors over their memory, exist. A compiled graph hands over aliases of
+    its inputs, and ZeRO-3 gives a parameter new memory in each step."""
+
+    def __init__(self) -> None:
+        self._tensors: Any = WeakTensorKeyDictionary()
+        self._places: dict[tuple[int, ...], tuple[Any, Any]] = {}  # (storage, offset, shape) -> its reference, value
+        self._room = 64
+
+    def get(self, weight: Tensor) -> Any:
+        """None where the weight is not known."""
+        value = self._tensors.get(weight)
+        if value is None:
+            value = self._places.get(_place(weight), (None, None))[1]  # a storage that is known keeps its number, gone or not
+        return value
+
+    def set(self, weight: Tensor, value: Any) -> None:
+        if len(self._places) >= self._room:
+            self._places = {place: known for place, known in self._places.items() if not known[0].expired()}
+            self._room = 64 + 2 * len(self._places)
+        self._tensors[weight] = value
+        self._places[_place(weight)] = StorageWeakRef(weight.untyped_storage()), value
+
+
+def _place(weight: Tensor) -> tuple[int, ...]:
+    return weight.untyped_storage()._cdata, weight.storage_offset(), *weight.shape
+
+
 class _Answers:
     """What a group's ranks have agreed on for layers that they describe alike. Every rank has the same history."""
 
     def __init__(self) -> None:
-        self.of_weight: Any = WeakTensorKeyDictionary()  # weight -> Shard
+        self.of_weight = WeightMap()  # Shard
         self.places: list[tuple[int, int]] = []  # every rank's (rows, vocab_start), of the last answer
         self.alike = 0  # answers in a row that had these places
         self.shards: list[Shard] = []  # this rank's of every answer, the last one at the end, each once
@@ -61,6 +91,8 @@ class _Answers:
             return shard  # type: ignore[no-any-return]
         if not may_ask:
             return next((each for each in reversed(self.shards) if _fits(each, weight, parallel)), None)
+        if isinstance(weight, nn.Parameter) and parallel.all_rows < 0:
+            return None
         enough = 1 if parallel.all_rows >= 0 else ALIKE
         if self.alike >= enough and _fits(self.shards[-1], weight, parallel):
             return self.shards[-1]
@@ -70,7 +102,7 @@ class _Answers:
         self.alike = self.alike + 1 if places == self.places else 1
         self.places = places
         self.shards = [each for each in self.shards if each != shard] + [shard]
-        self.of_weight[weight] = shard
+        self.of_weight.set(weight, shard)
 
 
 def _fits(shard: Shard, weight: Tensor, parallel: Parallel) -> bool:
@@ -80,21 +112,33 @@ def _fits(shard: Shard, weight: Tensor, parallel: Parallel) -> bool:
 _lock = threading.Lock()
 # By group: one that is destroyed goes, and what its ranks agreed on.
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Answers]] = weakref.WeakKeyDictionary()
+_of_saved = WeightMap()  # by what an operator's forward has saved: its shard, for the backward, whose weight may be another copy
+
+
+def remember(saved: Tensor, shard: Shard) -> None:
+    with _lock:
+        _of_saved.set(saved, shard)
 
 
 def shard_of(
-    parallel: Parallel, weight: Tensor, tokens: dict[str, Tensor | None], layer: tuple[tuple[str, Any], ...], *, in_backward: bool = False
+    parallel: Parallel,
+    weight: Tensor,
+    tokens: dict[str, Tensor | None],
+    layer: tuple[tuple[str, Any], ...],
+    saved: Tensor | None = None,
 ) -> Shard:
     """This rank's shard. A first call (see above) asks all ranks, which have to call at the same time, and waits for the device: `layer`
-    and `tokens`, what is said of each token, have to be the same on all of them. Backward takes any answer that fits, and so does a call
-    that is captured. Raises PlacementError on every rank where the ranks do not fit together, UnavailableError in a capture without an
-    answer."""
+    and `tokens`, what is said of each token, have to be the same on all of them. A backward, which has what forward `saved`, takes
+    forward's shard or any answer that fits, and a call that is captured any answer that fits. Raises PlacementError on every rank where
+    the ranks do not fit together, UnavailableError in a capture without an answer."""
     group = group_named(parallel.group)
     capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (parallel._replace(vocab_start=min(parallel.vocab_start, 0)), weight.device.type, layer)
     with _lock:
         answers = _known.setdefault(group, {}).setdefault(key, _Answers())
-        shard = answers.find(weight, parallel, may_ask=not (in_backward or capturing))
+        shard = None if saved is None else _of_saved.get(saved)
+        if shard is None or not _fits(shard, weight, parallel):
+            shard = answers.find(weight, parallel, may_ask=saved is None and not capturing)
     if shard is not None:
         return shard
     if capturing:

@@ -234,6 +234,7 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _kernels.find_for(given)
     values, top1 = kernel.new_values(given, given.target.shape), kernel.new_top1(given.target.shape)
     saved = kernel.forward(given, values, top1)
+    kernel.remember(saved)
     return values, saved, given.hidden.new_empty(0, dtype=torch.int64) if top1 is None else top1
 
 

@@ -93,20 +93,6 @@ def batches_of_sequences() -> None:
     close(hidden.grad.full_tensor().view(-1, HIDDEN), grad_hidden)
 
 
-def other_places() -> None:
-    """DTensors of which the last rank has as many rows, and the others one more or less. Each has a graph of its own: torch guards a
-    DTensor's local shape alone."""
-    ranks = dist.get_world_size()
-    table, hidden, make = Layer().weight, Layer().hidden[:, :40].contiguous(), generator(7)
-    for rows in (8 * ranks - 1, 8 * ranks - ranks, 8 * ranks - 1):  # the last rank has 7 rows of each
-        weight, target = table[:rows, :40].contiguous(), torch.randint(0, rows, (TOKENS,), generator=make)
-        expected = flce.linear_cross_entropy(hidden, weight, target)
-        shard = distribute_tensor(weight, mesh(), [Shard(0)])
-        torch._dynamo.reset()
-        for function in (shard_loss, compiled(shard_loss)):
-            close(function(hidden, shard, target, process_group=mesh()), expected)
-
-
 def refused_placements() -> None:
     layer = Layer(even=True)
     group = mesh().get_group()
@@ -330,7 +316,6 @@ def parallelized_module(in_graph: bool) -> None:
 CASES: list[tuple[Any, ...]] = [
     *((placements, kind, flag) for kind in ("plain", "replicated", "sharded") for flag in (False, True)),
     (batches_of_sequences,),
-    (other_places,),
     (refused_placements,),
     *((tied, flag, masked) for flag in (False, True) for masked in (0.0, 0.4)),
     (dynamic_number_of_tokens,),

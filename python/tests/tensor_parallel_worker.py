@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import _layouts, _retain, _shards
+from flce import _retain, _shards
 
 VOCAB, HIDDEN, TOKENS = 203, 64, 48
 
@@ -439,61 +439,6 @@ def refused_sums() -> None:
             raise AssertionError(f"not refused: {message}")
 
 
-def asks(calls: Callable[[], None]) -> int:
-    """How often ranks ask each other for their rows in these calls."""
-    asked, original = 0, dist.all_gather_object
-
-    def count(*arguments: Any, **keywords: Any) -> None:
-        nonlocal asked
-        asked += 1
-        original(*arguments, **keywords)
-
-    dist.all_gather_object = count
-    try:
-        calls()
-    finally:
-        dist.all_gather_object = original
-    return asked
-
-
-def other_places(kept: bool) -> None:
-    """Layers in which a rank has as many rows as in another one, in other places: weights that stay, and weights that are made anew."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    layer = Layer(seed=int(kept))
-    hidden = layer.hidden.repeat(1, 2)  # of a width for which ranks have agreed on nothing yet
-    table = layer.weight.repeat(1, 2)
-    if not kept:
-        hidden, table = hidden[:, :80].contiguous(), table[:, :80].contiguous()
-    places = []
-    for first, second in ((60, 40), (40, 60), (60, 60)):
-        bounds = [0, first, *(first + second + 10 * i for i in range(ranks - 1))]
-        mine, target = table[bounds[rank] : bounds[rank + 1]], layer.target.clamp(max=bounds[-1] - 1)
-        expected = flce.linear_cross_entropy(hidden, table[: bounds[-1]], target)
-        places.append((leaf(mine), target, expected))
-
-    def calls() -> None:
-        for weight, target, expected in places:
-            given = weight if kept else weight.detach().clone()
-            loss = flce.linear_cross_entropy(hidden, given, target, process_group=layer.group)
-            close(loss, expected)
-            if kept:
-                loss.backward()
-
-    assert [asks(calls) for _ in range(2)] == [3, 0 if kept else 3]
-
-
-def made_anew() -> None:
-    """Ranks ask a few times for a weight that each call makes anew, then no more."""
-    layer = Layer()
-    hidden, table = layer.hidden[:, :48].contiguous(), layer.mine(layer.weight)[:, :48].contiguous()
-
-    def calls() -> None:
-        for _ in range(3 * _layouts.ALIKE):
-            flce.linear_cross_entropy(hidden, table.clone(), layer.target, process_group=layer.group)
-
-    assert asks(calls) == _layouts.ALIKE
-
-
 def labels_at_fault() -> None:
     """One fault, on every rank."""
     layer = Layer()
@@ -539,8 +484,6 @@ OTHERS: list[tuple[Any, ...]] = [
     *((function,) for function in (plain_torch, ranks_without_rows, given_starts, backward_twice, limits, checkpointed, autocast, losses)),
     *((parts_of_grad_hidden, *how) for how in itertools.product((torch.float32, torch.bfloat16), (False, True))),
     (parts_in_turn,),
-    *((other_places, flag) for flag in (True, False)),
-    (made_anew,),
     (refused_sums,),
     (labels_at_fault,),
 ]

@@ -34,6 +34,10 @@ def test_compiled_and_dtensors(device: str) -> None:
     assert passed("tensor_parallel_compile_worker.py", str(ranks), device) == {ranks: 21}
 
 
+def test_which_rows_ranks_have(device: str) -> None:
+    assert passed("tensor_parallel_layouts_worker.py", "2,4", device) == {2: 9, 4: 9}
+
+
 def test_random_shards_equal_the_whole_layer(device: str) -> None:
     assert passed("tensor_parallel_property_worker.py", "2,3", device) == {2: 40, 3: 40}
 
