@@ -259,9 +259,10 @@ def ranks_die() -> None:
 def a_later_difference() -> None:
     """Fewer tokens on rank 1 in a call of a known kind: what TORCH_DISTRIBUTED_DEBUG=DETAIL finds, on every rank."""
     layer = Layer()
-    flce.linear_cross_entropy(**usual(layer))
+    known = usual(layer)
+    flce.linear_cross_entropy(**known)
     tokens = 40 if dist.get_rank() == 1 else TOKENS
-    given = {**usual(layer), "hidden": layer.hidden[:tokens], "target": layer.target[:tokens]}
+    given = {**known, "hidden": layer.hidden[:tokens], "target": layer.target[:tokens]}
     assert "mismatch" in raised_by(lambda: flce.linear_cross_entropy(**given)).lower()
 
 
