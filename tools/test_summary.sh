@@ -12,9 +12,11 @@ for tree in "$@"; do
     if [[ $reasons ]]; then printf 'skipped in %s (tests, reason):\n%s\n' "$tree" "$reasons"; fi
 done
 # ctest prints a failed test's output where it ran, hundreds of lines above the end; who reads only the end of a log finds it here.
+# ctest leaves the list of an earlier run's failures where there were none.
 lines=60
 for tree in "$@"; do
     [[ -s $tree/Testing/Temporary/LastTestsFailed.log ]] || continue
+    ! grep -qE '^[0-9]+% tests passed, 0 tests failed' "$tree/ctest.log" || continue
     cut -d: -f2- "$tree/Testing/Temporary/LastTestsFailed.log" | head -n 10 | while IFS= read -r name; do
         printf '%s: %s failed; the last %d lines of its output:\n' "$tree" "$name" "$lines"
         awk -v command="\"$name\" start time:" -v over="\"$name\" end time:" \
