@@ -45,7 +45,7 @@ class _Facts(NamedTuple):
     rows: int
     vocab_start: int
     layer: tuple[Any, ...]  # what has to be the same on every rank, as (name, value)
-    tokens: tuple[Any, ...]  # the same of tensors, as (name, contents)
+    tokens: tuple[Any, ...]  # what tensors over tokens hold, which has to be the same on every rank, too, as (name, contents)
 
 
 class WeightMap:
@@ -85,18 +85,31 @@ class _Answers:
         self.alike = 0  # answers in a row that had these places
         self.shards: list[Shard] = []  # this rank's of every answer, the last one at the end, each once
 
-    def find(self, weight: Tensor, parallel: Parallel, *, may_ask: bool) -> Shard | None:
+    def find(self, weight: Tensor, parallel: Parallel, *, capturing: bool) -> Shard | None:
+        """The shard of a forward's weight. A capture cannot ask: it takes the last answer. Where the rows of every rank are those of that
+        answer, so is the layer; a rank whose rows are not finds nothing."""
         shard = self.of_weight.get(weight)
         if shard is not None and _fits(shard, weight, parallel):
             return shard  # type: ignore[no-any-return]
-        if not may_ask:
-            return next((each for each in reversed(self.shards) if _fits(each, weight, parallel)), None)
-        if isinstance(weight, nn.Parameter) and parallel.all_rows < 0:
+        at_once = capturing or parallel.all_rows >= 0
+        if isinstance(weight, nn.Parameter) and not at_once:
             return None
-        enough = 1 if parallel.all_rows >= 0 else ALIKE
-        if self.alike >= enough and _fits(self.shards[-1], weight, parallel):
+        if self.alike >= (1 if at_once else ALIKE) and _fits(self.shards[-1], weight, parallel):
             return self.shards[-1]
         return None
+
+    def find_again(self, weight: Tensor, parallel: Parallel) -> Shard | None:
+        """The shard of a backward whose forward is not known: one of the answers."""
+        shard = self.of_weight.get(weight)
+        if shard is not None and _fits(shard, weight, parallel):
+            return shard  # type: ignore[no-any-return]
+        fitting = [each for each in self.shards if _fits(each, weight, parallel)]
+        if len(fitting) > 1:
+            raise errors.PlacementError(
+                f"this rank has {weight.shape[0]} rows of several layers, from labels {[each.vocab_start for each in fitting]} on, and "
+                "which of them a backward is of is not known, as a hook has replaced its tensors: pass vocab_start on every rank"
+            )
+        return fitting[0] if fitting else None
 
     def add(self, weight: Tensor, places: list[tuple[int, int]], shard: Shard) -> None:
         self.alike = self.alike + 1 if places == self.places else 1
@@ -129,8 +142,8 @@ def shard_of(
 ) -> Shard:
     """This rank's shard. A first call (see above) asks all ranks, which have to call at the same time, and waits for the device: `layer`
     and `tokens`, what is said of each token, have to be the same on all of them. A backward, which has what forward `saved`, takes
-    forward's shard or any answer that fits, and a call that is captured any answer that fits. Raises PlacementError on every rank where
-    the ranks do not fit together, UnavailableError in a capture without an answer."""
+    forward's shard, or the one answer that fits. Raises PlacementError on every rank where the ranks do not fit together, or where several
+    answers fit a backward; UnavailableError in a capture without an answer."""
     group = group_named(parallel.group)
     capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (parallel._replace(vocab_start=min(parallel.vocab_start, 0)), weight.device.type, layer)
@@ -138,7 +151,8 @@ def shard_of(
         answers = _known.setdefault(group, {}).setdefault(key, _Answers())
         shard = None if saved is None else _of_saved.get(saved)
         if shard is None or not _fits(shard, weight, parallel):
-            shard = answers.find(weight, parallel, may_ask=saved is None and not capturing)
+            again = saved is not None
+            shard = answers.find_again(weight, parallel) if again else answers.find(weight, parallel, capturing=capturing)
     if shard is not None:
         return shard
     if capturing:

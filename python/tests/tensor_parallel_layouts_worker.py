@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce import _layouts, _op
+from flce import _layouts, _op, _parallel
 
 
 def asks(calls: Callable[[], None]) -> int:
@@ -122,6 +122,31 @@ def new_parameters() -> None:
     assert asks(calls) == 2 * _layouts.ALIKE
 
 
+def captured_and_replaced() -> None:
+    """What cannot ask: a capture goes by the last answer alone, and a backward refuses to guess."""
+    parallel = _parallel.asked(dist.group.WORLD, False, None, None, None, True)
+    assert parallel is not None
+    answers = _layouts._Answers()
+    first, second = _layouts.Shard(40, 60, 60, 60, 60, 100), _layouts.Shard(60, 60, 60, 60, 60, 120)
+    rows = torch.zeros(60, 8)
+    assert answers.find(rows, parallel, capturing=True) is None and answers.find_again(rows, parallel) is None
+    answers.add(torch.zeros(60, 8), [(40, -1), (60, -1)], first)
+    assert answers.find(rows, parallel, capturing=True) == answers.find_again(rows, parallel) == first
+    assert answers.find(rows, parallel, capturing=False) is None
+    answers.add(torch.zeros(40, 8), [(60, -1), (40, -1)], first._replace(vocab_start=60, rows=40))
+    assert answers.find(rows, parallel, capturing=True) is None  # other ranks may have found the last one to fit
+    assert answers.find_again(rows, parallel) == first
+    answers.add(torch.zeros(60, 8), [(60, -1), (60, -1)], second)
+    assert answers.find(rows, parallel, capturing=True) == second
+    try:
+        answers.find_again(rows, parallel)
+    except flce.PlacementError as error:
+        assert "rows of several layers, from labels [40, 60] on" in str(error), error
+    else:
+        raise AssertionError("a backward guessed")
+    assert answers.find_again(rows, parallel._replace(vocab_start=40)) == first
+
+
 def forgotten() -> None:
     """What is known of weights that are gone does not stay."""
     known = _layouts.WeightMap()
@@ -153,6 +178,7 @@ CASES: list[tuple[Any, ...]] = [
     (other_places_in_graphs,),
     *((the_same_again, how) for how in ("anew", "alias", "other memory")),
     (new_parameters,),
+    (captured_and_replaced,),
     (forgotten,),
     (other_dtensors,),
 ]
