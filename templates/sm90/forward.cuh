@@ -66,7 +66,7 @@ struct ForwardSm90 {
           words(ptx::shared_address(dynamic_smem) + kWordsAt),
           mainloop(dynamic_smem, kBarriersAt),
           share(listed_rows<Problem>(params.list, params.rows, params.list.first == 0 ? 1 : 0), dealt(params), kClusterRows, kWriters,
-                params.clusters, params.stride, kSegment > 0),
+                params.clusters, kSegment > 0),
           compact(kLists && params.compact_rows != 0 && *params.list.valid < params.compact_rows),
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
@@ -97,6 +97,7 @@ struct ForwardSm90 {
         if constexpr (Problem::retain) {
             if (p.again != 0 && !any_stale_at_all()) return mainloop.meet();
         }
+        if (threadIdx.x == 0) director().start();  // while it has registers
         if (mainloop.place.consumer < 0) {
             ptx::setmaxnreg_dec<kProducerRegisters>();
             bring_all();
@@ -131,7 +132,6 @@ struct ForwardSm90 {
 
     /// The producer's warpgroup. Its first thread finds out what comes next, and the blocks of a cluster come to the same.
     __device__ __forceinline__ void bring_all() {
-        if (threadIdx.x == 0) director().start();
         bool told = false;  // what comes next
         while (true) {
             if (!told && threadIdx.x == 0) words.tell(director().go_on());

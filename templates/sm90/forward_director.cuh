@@ -2,6 +2,7 @@
 // cluster's own share or of another's, or the end of a stretch.
 #pragma once
 
+#include "flce/sm90/forward_share.cuh"
 #include "flce/sm90/share_jobs.cuh"
 #include "flce/sm90/vocabulary_walk.cuh"
 
@@ -35,7 +36,10 @@ struct ForwardDirector {
         DirectorState& d = state();
         // Rows that are gone through again are hardly ever any, and not worth sharing.
         const bool alone = forward.p.shares == nullptr || forward.goes_again();
-        const int stretches = alone ? 1 : walk_of(0).stretches(forward.share.clusters, dealt());
+        const ForwardShare& share = forward.share;
+        d.walk = VocabularyWalk(0, share.clusters, share.row_clusters, forward.p.stride,
+                                VocabularyWalk::stride_of_rest(share.clusters, dealt()), dealt());
+        const int stretches = alone ? 1 : d.walk.stretches();
         d.shared = {stretches == 1 ? nullptr : forward.p.shares, forward.share.clusters, stretches};
         d.job.number = ShareJob::kNone;
         d.any = false;
@@ -50,11 +54,11 @@ struct ForwardDirector {
         if (!d.any || d.walk.tile >= d.end) {
             if (d.end != tiles() && !d.job.is_others()) {
                 d.job.advance();
-                d.end = (d.job.stretch() + 1) * tiles() / d.shared.stretches;
+                d.end = begin_of(d, d.job.stretch() + 1);
                 return tile_or_end(d);
             }
             if (!start_job(d)) return TileWord::stop();
-            first_tile = d.job.stretch() * tiles() / d.shared.stretches;
+            first_tile = begin_of(d, d.job.stretch());
         }
         do {
             d.consumer ^= 1;
@@ -66,8 +70,8 @@ struct ForwardDirector {
 private:
     __device__ __forceinline__ int tiles() const { return Forward::tiles(forward.p); }
     __device__ __forceinline__ int dealt() const { return Forward::dealt(forward.p); }
-    __device__ __forceinline__ VocabularyWalk walk_of(int share) const {
-        return VocabularyWalk(share, forward.share.clusters, forward.share.row_clusters, forward.share.stride);
+    __device__ __forceinline__ int begin_of(const DirectorState& d, int stretch) const {
+        return d.walk.begin_of(stretch, d.shared.stretches);
     }
 
     /// The same where a segment's sums are its own: it ends behind its last tile, and stretches only say who works on what.
@@ -91,7 +95,7 @@ private:
     }
     __device__ __forceinline__ bool next_segment(DirectorState& d) const {
         if (d.job.number == ShareJob::kNone) return false;
-        const int first = d.job.stretch() * dealt() / d.shared.stretches;
+        const int first = begin_of(d, d.job.stretch());
         while (d.walk.next(d.end)) {
             if (d.walk.tile >= first) return true;
         }
@@ -107,7 +111,7 @@ private:
             if (rank == 0) d.shared.leave();
             return false;
         }
-        d.walk = walk_of(d.job.share());
+        d.walk.begin(d.job.share());
 #pragma unroll 1
         for (int part = 0; part < 2; ++part) {
             const auto rows = forward.listed_rows_of(d.walk.row_cluster_of(part));
@@ -115,7 +119,7 @@ private:
             d.begin[part] = rows.begin();
         }
         d.consumer = 1;
-        d.end = (d.job.stretch() + 1) * dealt() / d.shared.stretches;
+        d.end = begin_of(d, d.job.stretch() + 1);
         return true;
     }
     __device__ __forceinline__ TileWord tile_or_end(const DirectorState& d) const {
@@ -126,9 +130,10 @@ private:
 
     /// On to the share's next tile.
     __device__ __forceinline__ bool next(VocabularyWalk& walk) const {
-        if (!forward.goes_again()) return walk.next(tiles());
-        while (walk.next(forward.tiles_again())) {
-            if (forward.any_stale_of(walk.row_cluster_of(walk.part))) return true;
+        const bool again = forward.goes_again();
+        const int end = again ? forward.tiles_again() : tiles();
+        while (walk.next(end)) {
+            if (!again || forward.any_stale_of(walk.row_cluster_of(walk.part))) return true;
         }
         return false;
     }

@@ -18,7 +18,6 @@ struct ForwardShare {
     int rows;
     int row_clusters;
     int clusters;  ///< that have work
-    int stride;    ///< VocabularyWalk's
     int splits;    ///< partial sums of a row
 
     /// Tokens of a cluster that has `cluster_m` blocks along the tokens.
@@ -35,12 +34,11 @@ struct ForwardShare {
     /// Segments that `tiles` tiles make, each of `segment_tiles` but for the last.
     static FLCE_HOST_DEVICE constexpr int segments_of(int tiles, int segment_tiles) { return (tiles + segment_tiles - 1) / segment_tiles; }
 
-    /// `tiles` of the vocabulary, or segments, for at most `most_clusters` clusters, with that stride where all of them have work.
-    FLCE_HOST_DEVICE ForwardShare(int rows_, int tiles, int cluster_rows, int writers, int most_clusters, int stride_, bool segments)
+    /// `tiles` of the vocabulary, or segments, for at most `most_clusters` clusters.
+    FLCE_HOST_DEVICE ForwardShare(int rows_, int tiles, int cluster_rows, int writers, int most_clusters, bool segments)
         : rows(rows_), row_clusters(at_least_one(up_div(rows_, cluster_rows))) {
         const bool few = static_cast<long long>(row_clusters) * tiles < most_clusters;
         clusters = few ? row_clusters * tiles : most_clusters;
-        stride = few ? row_clusters : stride_;
         splits = (few || segments ? tiles : up_div(clusters, row_clusters) + 1) * writers;
     }
 

@@ -31,7 +31,7 @@ struct ForwardSm90Params : ForwardParams {
     PassScalars* scalars;
     RowList list;          ///< `hidden`, its map and the targets then begin with the call's first row
     int clusters;          ///< most that share the work
-    int stride;            ///< VocabularyWalk's stride, for launches with this number of clusters
+    int stride;            ///< VocabularyWalk's, for launches with this number of clusters
     int retained_columns;  ///< of the vocabulary, from its start
     int again;             ///< only rows that are stale, only their exponentials
     int compact_rows;      ///< tokens of the call, whose listed rows gather_rows has brought together if any is ignored; 0: it has not

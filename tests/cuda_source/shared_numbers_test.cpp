@@ -114,8 +114,7 @@ void expect_clusters_share(const Spec& spec, const Plan& plan, const std::string
     const auto tiles = static_cast<int>((columns + cluster_columns - 1) / cluster_columns);
     const int dealt = spec.batch_invariant ? ForwardShare::segments_of(tiles, sm90::segment_tiles(spec, tile)) : tiles;
     const ForwardShare share(p.rows, dealt, ForwardShare::rows_of_cluster(tile.block_m, shape.cluster_m),
-                             ForwardShare::writers_of(sm90::takes_turns(tile), shape.cluster_n), p.clusters, p.stride,
-                             spec.batch_invariant);
+                             ForwardShare::writers_of(sm90::takes_turns(tile), shape.cluster_n), p.clusters, spec.batch_invariant);
     EXPECT_LE(share.clusters, launch.grid[0] / shape.cluster()) << "a share without a cluster";
     EXPECT_EQ(launch.grid[0] % shape.cluster(), 0);
     EXPECT_GE(p.clusters, launch.grid[0] / shape.cluster());

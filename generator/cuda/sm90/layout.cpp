@@ -10,6 +10,7 @@
 #include "templates/sm90/chunk_phases.cuh"
 #include "templates/sm90/forward_share.cuh"
 #include "templates/sm90/params.cuh"
+#include "templates/sm90/vocabulary_walk.cuh"
 
 namespace flce::sm90 {
 namespace {
@@ -69,13 +70,6 @@ struct FewTokensShare {
     [[nodiscard]] Expr partials(const Expr& rows) const { return writers * (clusters + 1) * round_up(rows, 32); }
 };
 
-/// Near the golden ratio of `count`, prime to it: neighbours lie far apart.
-std::int64_t spreading_stride(std::int64_t count) {
-    std::int64_t stride = std::max<std::int64_t>(count * 618 / 1000, 1);
-    while (std::gcd(stride, count) != 1) ++stride;
-    return stride;
-}
-
 /// Counters of the tiles of joined chunks: every pair has at least twice the quantum, and both stretches of the vocabulary may end in the
 /// middle of one.
 std::int64_t progress_bytes(const Spec& spec, const Plan& plan) {
@@ -128,14 +122,14 @@ std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) {
 ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     const ClusterShare share(spec, device, plan);
     const Expr row_clusters = max(ceil_div(rows, share.cluster_rows), 1);
-    return {min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(share.clusters)};
+    return {min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(static_cast<int>(share.clusters))};
 }
 
 ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const ForwardShape& shape) {
     const std::int64_t clusters = FewTokensShare(spec, device, plan, shape).clusters;
     std::int64_t tiles = multiple_above(forward_tiles(spec, plan, shape.tile), shape.cluster_n) / shape.cluster_n;
     if (spec.batch_invariant) tiles = ForwardShare::segments_of(static_cast<int>(tiles), segment_tiles(spec, shape.tile));
-    return {std::min(tiles, clusters), clusters, spreading_stride(clusters)};
+    return {std::min(tiles, clusters), clusters, spreading_stride(static_cast<int>(clusters))};
 }
 
 BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) {

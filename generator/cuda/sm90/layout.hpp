@@ -13,7 +13,7 @@ namespace flce::sm90 {
 struct ForwardGrid {
     Expr clusters{0};                ///< in the grid
     std::int64_t most_clusters = 0;  ///< that share the work
-    std::int64_t stride = 0;         ///< VocabularyWalk's, where all of them have work
+    std::int64_t stride = 0;         ///< VocabularyWalk's
 };
 
 [[nodiscard]] std::int64_t stretch_quantum(const Spec& spec, const Plan& plan);
