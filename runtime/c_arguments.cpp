@@ -31,7 +31,7 @@ constexpr const auto& pointers_of(const flce_merge_args&) { return kMergePointer
 constexpr const auto& pointers_of(const flce_backward_args&) { return kBackwardPointers; }
 
 // A field that is not in the table would not be passed on: beside tensors there are struct_size, ignore_index, reduction with reserved,
-// what concerns retained memory, vocab_start, and stage with reserved_3.
+// what concerns retained memory, vocab_start, and stage with hidden_ready.
 constexpr std::size_t kOfMerge = sizeof(std::size_t) + 2 * sizeof(std::int64_t);
 constexpr std::size_t kOfForward = kOfMerge + sizeof(std::size_t) + sizeof(void*) + 2 * sizeof(std::int64_t);
 static_assert(sizeof(flce_forward_args) == field_count(kForwardPointers) * sizeof(void*) + kOfForward);
@@ -219,11 +219,14 @@ MergeArgs arguments_of(const flce_merge_args* given) {
 
 BackwardArgs arguments_of(const Kernel& kernel, const flce_backward_args* given) {
     const auto known = versioned<flce_backward_args, offsetof(flce_backward_args, retained)>(given, "args");
-    check_reserved(known.reserved_3, "args");
     auto args = converted<BackwardArgs>(known);
     args.retained = retained_of(kernel, known);
     args.vocab_start = known.vocab_start;
     args.stage = stage_of(known.stage);
+    if (known.hidden_ready != 0 && known.hidden_ready != 1) {
+        throw ArgumentError(fmt::format("hidden_ready is {}; allowed are 0 and 1", known.hidden_ready));
+    }
+    args.hidden_ready = known.hidden_ready == 1;
     return args;
 }
 
@@ -233,7 +236,7 @@ std::string call_arguments_json() {
         tensors.push_back({{"name", tensor.name}, {"elements", name_of(tensor.elements)}, {"extent", name_of(tensor.extent)}});
     }
     StructFields<flce_backward_args> backward = pass_fields<flce_backward_args>();
-    backward.add("stage", backward.args.stage, "int32").add("reserved_3", backward.args.reserved_3, "int32");
+    backward.add("stage", backward.args.stage, "int32").add("hidden_ready", backward.args.hidden_ready, "int32");
     return nlohmann::json{{"forward", pass_fields<flce_forward_args>().json()},
                           {"merge", common_fields<flce_merge_args>().json()},
                           {"backward", backward.json()},

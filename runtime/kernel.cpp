@@ -42,6 +42,7 @@ public:
         }
         set(Slot::stage, static_cast<std::int64_t>(stage));
     }
+    void hidden_ready(bool ready) { set(Slot::hidden_ready, ready ? 1 : 0); }
 
     /// What backward asks of tensors together.
     void check_gradients(const BackwardArgs& args) const {
@@ -267,6 +268,7 @@ void Kernel::backward(const BackwardArgs& args, Workspace workspace, Stream stre
     Call call(*this, "backward");
     call.arguments(args);
     call.stage(args.stage);
+    call.hidden_ready(args.hidden_ready);
     call.check_gradients(args);
     call.retained(*this, args.retained, args.grad_weight);
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::backward));

@@ -149,10 +149,12 @@ class ShardKernel(_kernels.Kernel):
         group = _parallel.group_named(self.parallel.group)
         reduces = grad_hidden is not None and self.parallel.reduce_grad_hidden
         gather = None
+        late = False
         if self.parallel.sequence:
             hidden, gather = _parallel.start_gather(group, given.hidden, self.parallel.ranks)
             given = given._replace(hidden=hidden)
-            if not reduces or lent or not self._reads_hidden_late(given, retained):
+            late = reduces and not lent and self._reads_hidden_late(given, retained)
+            if not late:
                 gather.wait()
         part = None
         if grad_hidden is not None:
@@ -171,6 +173,7 @@ class ShardKernel(_kernels.Kernel):
             size = frame.backward_bytes
             workspace = self.new_workspace(size)
             args.stage = _native.STAGE_UNTIL_GRAD_HIDDEN
+            args.hidden_ready = 0 if late else 1
             self.run_in(workspace, size, self.backward_function, frame.backward_address)
             if gather is not None:
                 gather.wait()

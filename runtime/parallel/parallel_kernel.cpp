@@ -208,6 +208,7 @@ void ParallelKernel::backward(const BackwardArgs& args, Workspace workspace, Str
         call.grad_hidden = TensorView::matrix(sum, scalar_type_of(sum_dtype), n, s.spec().hidden_size, s.kernel->device_ref());
     }
     call.stage = BackwardStage::until_grad_hidden;
+    call.hidden_ready = !beside;
     s.kernel->backward(call, of_pass, stream);
     if (beside) s.side->join(stream);  // before the sum, for which nothing here waits yet
     if (s.side) s.side->follow(stream);

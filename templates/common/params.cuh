@@ -175,8 +175,17 @@ struct ScatterRowsParams {
     const PassScalars* scalars;
     RowList list;
     SumShare share;
+    const void* hidden;       ///< [rows, D]; this and the next ones beside retained exponentials
+    const float* row_scales;  ///< RetainedRowsParams'
+    void* scaled_hidden;      ///< [rows, D]; null: not made here
+    unsigned* rows_scaled;    ///< rows that a warp has taken to scale; 0 before
     int rows;
     int unused;
+};
+
+/// A block that lasts so long and does nothing.
+struct MakeRoomParams {
+    long long cycles;
 };
 
 struct RowCoefficientsParams {
@@ -265,12 +274,12 @@ struct RetainedRowsParams {
     const float* references;
     const float* target_logits;
     void* exponentials;                ///< blocks of [rows, kRetainedColumns]; the target's and the teacher's columns receive their dz's
-    void* scaled_hidden;               ///< [rows, D]; null in a shard: not made in this stage
+    void* scaled_hidden;               ///< [rows, D]; null: not made here
     float* row_scales;                 ///< [rows]: dz = row scale · E, less
     float* row_smoothing;              ///< [rows]: times the classes' weights, with label smoothing
     const float* row_temperatures;     ///< RowCoefficientsParams'
     const float* row_teacher_weights;  ///< RowCoefficientsParams'
-    unsigned* counters;                ///< set to 0: those of two Paces and the readers of each block
+    unsigned* counters;                ///< set to 0: BackwardLayout's
     TeacherParams teacher;             ///< where the Problem has one
     RowList list;
     LogitSlope slope;  ///< of the teacher's classes, but for `derivative`

@@ -205,6 +205,26 @@ __device__ __forceinline__ void write_factor(Element* to, long long pitch, float
     to[pitch] = Numeric<Element>::from_float(fabsf(rest) < infinity() ? rest : 0.f);
 }
 
+/// A warp has a row of a launch: its hidden states times its scale. Where that is 0 they may be anything.
+template <class Problem>
+__device__ __forceinline__ void scale_hidden(const void* hidden, const RowList& list, int row, float scale, void* scaled) {
+    using Element = typename Problem::Element;
+    const long long source = list.rows != nullptr ? list.rows[list.first + row].row : row;
+    static_assert(Problem::hidden_size % 8 == 0, "rows that the copy engine reads are multiples of 16 bytes");
+    const Element* const from = static_cast<const Element*>(hidden) + source * Problem::hidden_size;
+    Element* const to = static_cast<Element*>(scaled) + static_cast<long long>(row) * Problem::hidden_size;
+#pragma unroll 4
+    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 32 * 8) {
+        unsigned words[4];
+        ptx::ld_global_v4(words, from + k);
+#pragma unroll
+        for (unsigned& h : words) {
+            h = scale == 0.f ? 0u : Numeric<Element>::pack(Numeric<Element>::first(h) * scale, Numeric<Element>::second(h) * scale);
+        }
+        ptx::st_global_v4(to + k, words);
+    }
+}
+
 /// A warp has a row. dz_j = (p_j·a − t·[j = y])·d_j as scale·E_j: the target's E_y becomes d_y·(p_y − t/a) / exp(reference − lse), from the
 /// logit in fp32, so that confident tokens keep their small gradients, and so do the classes that a teacher names. The same again for
 /// another backward. E, dz's other factor, meets hidden with the scale in it and is the plain operand of both GEMMs. What label smoothing
@@ -244,23 +264,7 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     if constexpr (Problem::bias) {
         if (lane == 0 && p.bias_factors != nullptr) write_factor(static_cast<Element*>(p.bias_factors) + row, p.factor_pitch, scale);
     }
-    if constexpr (Problem::shard) {
-        if (p.scaled_hidden == nullptr) return;  // hidden is read in a later stage
-    }
-    const long long source = p.list.rows != nullptr ? p.list.rows[p.list.first + row].row : row;
-    static_assert(Problem::hidden_size % 8 == 0, "rows that the copy engine reads are multiples of 16 bytes");
-    const Element* const from = static_cast<const Element*>(p.hidden) + source * Problem::hidden_size;
-    Element* const to = static_cast<Element*>(p.scaled_hidden) + static_cast<long long>(row) * Problem::hidden_size;
-#pragma unroll 4
-    for (int k = lane * 8; k < Problem::hidden_size; k += 32 * 8) {
-        unsigned words[4];
-        ptx::ld_global_v4(words, from + k);
-#pragma unroll
-        for (unsigned& h : words) {
-            h = scale == 0.f ? 0u : Numeric<Element>::pack(Numeric<Element>::first(h) * scale, Numeric<Element>::second(h) * scale);
-        }
-        ptx::st_global_v4(to + k, words);
-    }
+    if (p.scaled_hidden != nullptr) scale_hidden<Problem>(p.hidden, p.list, row, scale, p.scaled_hidden);
 }
 
 /// sum += factor · eight neighbours, which may be anything where the factor is 0.

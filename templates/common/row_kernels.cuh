@@ -228,38 +228,6 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
     }
 }
 
-/// A warp finishes a row of grad_hidden.
-template <class Problem>
-__device__ __forceinline__ void scatter_rows(const ScatterRowsParams& p) {
-    using Out = GradHiddenOf<Problem>;
-    const int entry = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
-    if (entry >= p.rows) return;
-    const int rows = listed_rows<Problem>(p.list, p.rows, 1);
-    const bool listed = p.list.rows == nullptr || entry < *p.list.valid;
-    const SumParts parts(p.share, rows);
-    const bool summed = p.accumulator != nullptr && (p.share.room == 0 || parts.count > 1);
-    if (listed && !summed) return;
-    const float factor = dlogits_scale<Problem>(p.scalars, true);
-    const float* const sum = p.accumulator + static_cast<long long>(entry) * Problem::hidden_size;
-    const long long part = static_cast<long long>(parts.stride) * Problem::hidden_size;
-    const long long row = p.list.rows == nullptr ? entry : p.list.rows[entry].row;
-    Out* const to = static_cast<Out*>(p.grad_hidden) + row * Problem::hidden_size;
-    for (int k = static_cast<int>(threadIdx.x) % 32 * 2; k < Problem::hidden_size; k += 64) {
-        float2 pair = make_float2(0.f, 0.f);
-        if (listed) pair = *reinterpret_cast<const float2*>(sum + k);
-        for (int i = 1; listed && i < parts.count; ++i) {
-            const float2 more = *reinterpret_cast<const float2*>(sum + i * part + k);
-            pair.x += more.x;
-            pair.y += more.y;
-        }
-        if constexpr (sizeof(Out) == 4) {
-            *reinterpret_cast<float2*>(to + k) = make_float2(pair.x * factor, pair.y * factor);
-        } else {
-            *reinterpret_cast<unsigned*>(to + k) = Numeric<Out>::pack(pair.x * factor, pair.y * factor);
-        }
-    }
-}
-
 /// Zeroes the gradient of a hidden_major weight's columns past V.
 template <class Problem>
 __device__ __forceinline__ void zero_columns(const ZeroColumnsParams& p) {

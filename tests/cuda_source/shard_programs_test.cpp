@@ -225,12 +225,18 @@ bool of_rows(const Recorded& r) { return r.kernel == "flce_retained_rows"; }
 /// A call's retained_rows, the first one.
 RetainedRowsParams rows_of(const Launched& pass) { return std::ranges::find_if(pass, of_rows)->params<RetainedRowsParams>(); }
 
-/// `but_rows`: without retained_rows, which the last stage may have once more.
+ScatterRowsParams scatter_of(const Launched& pass) {
+    return std::ranges::find(pass, std::string("flce_scatter_rows"), &Recorded::kernel)->params<ScatterRowsParams>();
+}
+
+/// Without make_room, which only stages have. `but_rows`: without retained_rows, which the last stage may have once more, and scatter_rows,
+/// which may scale hidden states in its place.
 std::vector<std::string> sorted_identities(std::initializer_list<const Launched*> passes, bool but_rows = false) {
     std::vector<std::string> all;
     for (const Launched* pass : passes) {
         for (const Recorded& r : *pass) {
-            if (!but_rows || !of_rows(r)) all.push_back(identity(r));
+            if (r.kernel == "flce_make_room" || (but_rows && (of_rows(r) || r.kernel == "flce_scatter_rows"))) continue;
+            all.push_back(identity(r));
         }
         for (const auto& [at, bytes] : pass->memsets) all.push_back(fmt::format("memset {} {}", at, bytes));
     }
@@ -241,7 +247,8 @@ std::vector<std::string> sorted_identities(std::initializer_list<const Launched*
 /// How much of the vocabulary is retained, and where.
 enum class Kept { none, all, part, lent, part_lent };
 
-class Stages : public testing::TestWithParam<std::tuple<const char*, Kept>> {
+/// What a layer is, what is retained, and whether hidden is there in the first stage.
+class Stages : public testing::TestWithParam<std::tuple<const char*, Kept, bool>> {
 protected:
     const Layer layer{std::get<0>(GetParam())};
     static constexpr std::int64_t kTokens = 3000;
@@ -263,6 +270,7 @@ protected:
             set(slots, Slot::retained_in_grad_weight, lent ? 1 : 0);
         }
         set(slots, Slot::stage, stage);
+        set(slots, Slot::hidden_ready, std::get<2>(GetParam()) ? 1 : 0);
         return test::run(layer.program, layer.program.backward, slots);
     }
 };
@@ -276,16 +284,24 @@ TEST_P(Stages, BothTogether_WhatTheWholeLaunches) {
     const Launched first = run(1);
     const Launched rest = run(2);
     const Kept kept = std::get<1>(GetParam());
-    const bool defers = layer.program.defers_hidden && kept == Kept::all;
+    const bool retains = layer.plan.strategy == Strategy::retain;
+    const bool defers = layer.program.defers_hidden && kept == Kept::all && !std::get<2>(GetParam());
     EXPECT_EQ(sorted_identities({&first, &rest}, defers), sorted_identities({&whole}, defers));
-    EXPECT_EQ(rest.count("retained_rows"), defers || (kept == Kept::part && layer.plan.strategy == Strategy::retain) ? 1 : 0);
+    EXPECT_EQ(rest.count("retained_rows"), defers || (kept == Kept::part && retains) ? 1 : 0);
+    EXPECT_EQ(rest.count("make_room"), retains && kept == Kept::all && !defers ? 1 : 0) << "rows of their own leave room as well";
+    EXPECT_EQ(whole.count("make_room") + first.count("make_room"), 0) << "no collective is launched before";
+    if (retains && kept == Kept::all) {
+        EXPECT_EQ(rows_of(whole).scaled_hidden, nullptr);
+        EXPECT_NE(scatter_of(whole).scaled_hidden, nullptr) << "it is made while clusters of grad_hidden end";
+    }
     if (defers) {
         EXPECT_EQ(rows_of(first).scaled_hidden, nullptr) << "hidden may still be on its way";
-        EXPECT_EQ(rows_of(rest).scaled_hidden, rows_of(whole).scaled_hidden);
+        EXPECT_EQ(scatter_of(first).scaled_hidden, nullptr);
+        EXPECT_EQ(rows_of(rest).scaled_hidden, scatter_of(whole).scaled_hidden);
     }
     EXPECT_EQ(rest.count("grad_hidden") + rest.count("backward_chunks") + rest.count("dlogits") + rest.count("scatter_rows"), 0)
         << "grad_hidden is complete before";
-    const bool leaves = layer.plan.strategy == Strategy::retain && (kept == Kept::all || kept == Kept::part);
+    const bool leaves = retains && (kept == Kept::all || kept == Kept::part);
     EXPECT_EQ(std::ranges::any_of(rest, of_retained), leaves);
     if (leaves) {
         EXPECT_FALSE(std::ranges::any_of(first, of_retained)) << "it runs beside a reduction of grad_hidden";
@@ -324,7 +340,8 @@ INSTANTIATE_TEST_SUITE_P(Every, Stages,
                          testing::Combine(testing::Values("D=2048,V=9000,whole_vocab_size=30000,dtype=bf16,bias,label_smoothing=0.1",
                                                           "D=2048,V=9000,whole_vocab_size=30000,dtype=bf16,grad_hidden_dtype=fp32",
                                                           "D=2048,V=9000,whole_vocab_size=30000,dtype=fp16,bias"),
-                                          testing::Values(Kept::none, Kept::all, Kept::part, Kept::lent, Kept::part_lent)));
+                                          testing::Values(Kept::none, Kept::all, Kept::part, Kept::lent, Kept::part_lent),
+                                          testing::Bool()));
 
 TEST(Stages, HiddenIsDeferred_WhereNothingElseWantsIt) {
     EXPECT_TRUE(Layer("D=2048,V=9000,whole_vocab_size=30000,dtype=bf16").program.defers_hidden);
@@ -333,6 +350,41 @@ TEST(Stages, HiddenIsDeferred_WhereNothingElseWantsIt) {
         << "its sum over hidden goes along with the one over the weight";
     EXPECT_FALSE(Layer("D=2048,V=9000,dtype=bf16").program.defers_hidden);
     EXPECT_FALSE(Layer("D=2048,V=9000,whole_vocab_size=30000,dtype=fp32").program.defers_hidden) << "nothing is retained";
+}
+
+// All of the vocabulary is retained: hidden states are scaled beside the last clusters of grad_hidden, and before grad_weight reads them.
+// A call for one gradient has nothing to scale, or nothing to do it beside.
+TEST(ScaledHidden, AllRetained_IsMadeBesideGradHidden) {
+    for (const char* spec : {"D=2048,V=9000,dtype=bf16", "D=2048,V=9000,dtype=bf16,bias,label_smoothing=0.1",
+                             "D=2048,V=9000,whole_vocab_size=30000,dtype=bf16"}) {
+        const Layer layer(spec);
+        for (const std::int64_t tokens : {600, 3000}) {
+            CallSlots slots = layer.call(Pass::backward, tokens, layer.spec.vocab_size, layer.spec.vocab_size);
+            set(slots, Slot::retained, 99 * kStep);
+            set(slots, Slot::retained_bytes, evaluate(layer.program.retained_bytes, slots));
+            const Launched both = test::run(layer.program, layer.program.backward, slots);
+            std::vector<std::string> order;
+            for (const Recorded& r : both) order.push_back(r.kernel);
+            const auto place = [&](const char* kernel) { return std::ranges::find(order, kernel) - order.begin(); };
+            ASSERT_LT(place("flce_grad_hidden"), place("flce_grad_weight")) << spec;
+            EXPECT_LT(place("flce_grad_hidden"), place("flce_scatter_rows"));
+            EXPECT_LT(place("flce_scatter_rows"), place("flce_grad_weight"));
+            const RetainedRowsParams rows = rows_of(both);
+            EXPECT_EQ(rows.scaled_hidden, nullptr);
+            const ScatterRowsParams p = scatter_of(both);
+            EXPECT_NE(p.scaled_hidden, nullptr);
+            EXPECT_EQ(p.row_scales, rows.row_scales);
+            EXPECT_EQ(p.rows_scaled, rows.counters + rows.counter_count - 1) << "it is 0 before";
+            CallSlots alone = slots;
+            set(alone, Slot::grad_hidden, 0);
+            EXPECT_NE(rows_of(test::run(layer.program, layer.program.backward, alone)).scaled_hidden, nullptr);
+            alone = slots;
+            set(alone, Slot::grad_weight, 0);
+            const Launched without = test::run(layer.program, layer.program.backward, alone);
+            EXPECT_EQ(rows_of(without).scaled_hidden, nullptr);
+            EXPECT_EQ(scatter_of(without).scaled_hidden, nullptr);
+        }
+    }
 }
 
 TEST(Stages, NoShard_BothTogetherAreTheWhole) {

@@ -147,6 +147,11 @@ TEST_F(ShardArguments, Stage_ReachesTheKernelOrIsRefused) {
         ASSERT_EQ(refused(args), "(no error)");
         EXPECT_EQ(kernel_.slot(Slot::stage), static_cast<std::int64_t>(stage));
     }
+    for (const bool ready : {true, false}) {
+        args.hidden_ready = ready;
+        ASSERT_EQ(refused(args), "(no error)");
+        EXPECT_EQ(kernel_.slot(Slot::hidden_ready), ready ? 1 : 0);
+    }
     args.stage = static_cast<BackwardStage>(3);
     EXPECT_THAT(refused(args), HasSubstr("stage is 3"));
 }

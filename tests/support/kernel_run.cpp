@@ -294,14 +294,15 @@ void KernelRun::backward(const Wanted& wanted, bool keep) {
     if (lent) retained_ = {};
 }
 
-void KernelRun::backward_in_stages(const Wanted& wanted) {
+void KernelRun::backward_in_stages(const Wanted& wanted, bool hidden_ready) {
     const bool lent = prepare_gradients(wanted, false);
     BackwardArgs args = backward_args(wanted);
     args.stage = BackwardStage::until_grad_hidden;
+    args.hidden_ready = hidden_ready;
     Buffer nothing;  // NaNs, where hidden need not be there yet
     const TensorView hidden_states = args.hidden;
     const std::int64_t classes = problem_.shard ? problem_.shard->classes : 0;
-    if (args.grad_hidden.present && kernel_->reads_hidden_late(sizes_.num_tokens, retained_, classes)) {
+    if (!hidden_ready && args.grad_hidden.present && kernel_->reads_hidden_late(sizes_.num_tokens, retained_, classes)) {
         nothing = Buffer(kernel_->device_ref(), buffer("hidden").bytes());
         nothing.fill(std::byte{0xff});
         args.hidden.data = nothing.data();

@@ -34,8 +34,8 @@ public:
     void merge(const std::vector<std::byte>& all_partial_sums);
     /// Poisons the wanted gradients (or restores what an accumulating buffer holds) first, unless `keep`.
     void backward(const Wanted& wanted = {}, bool keep = false);
-    /// The same in two calls.
-    void backward_in_stages(const Wanted& wanted = {});
+    /// The same in two calls. Unless `hidden_ready`, hidden comes as late as the kernel can do without it.
+    void backward_in_stages(const Wanted& wanted = {}, bool hidden_ready = false);
 
     /// The arguments of the next calls, for tests that change them.
     [[nodiscard]] ForwardArgs forward_args() const;

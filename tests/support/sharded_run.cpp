@@ -39,6 +39,7 @@ std::vector<ShardedWay> sharded_ways(const Kernel& kernel, std::int64_t num_toke
             ways.push_back({true, RetainedPlace::grad_weight, 1.0, in_stages});
         }
     }
+    ways.push_back({true, RetainedPlace::own, 1.0, true, true});
     return ways;
 }
 
@@ -46,7 +47,7 @@ std::string text_of(const ShardedWay& way, const std::vector<Shard>& shards) {
     std::string text = "shards of";
     for (const Shard& shard : shards) text += fmt::format(" {}+{}/{}", shard.start, shard.classes, shard.rows);
     if (way.retains) text += way.place == RetainedPlace::own ? fmt::format(", {} retained", way.part) : ", retained in grad_weight";
-    return text + (way.in_stages ? ", in stages" : "");
+    return text + (way.in_stages ? way.hidden_ready ? ", in stages with hidden ready" : ", in stages" : "");
 }
 
 }  // namespace
@@ -113,8 +114,12 @@ void ShardedRun::forward() {
     for (const auto& run : runs_) run->merge(gathered);
 }
 
-void ShardedRun::backward(const Wanted& wanted, bool in_stages) {
-    for (const auto& run : runs_) in_stages ? run->backward_in_stages(wanted) : run->backward(wanted);
+void ShardedRun::backward(const Wanted& wanted) {
+    for (const auto& run : runs_) run->backward(wanted);
+}
+
+void ShardedRun::backward_in_stages(const Wanted& wanted, bool hidden_ready) {
+    for (const auto& run : runs_) run->backward_in_stages(wanted, hidden_ready);
 }
 
 KernelOutputs ShardedRun::outputs(const Selection& selection) const {
@@ -157,7 +162,7 @@ testing::AssertionResult run_and_judge_shards(const std::shared_ptr<const Kernel
         ShardedRun run(kernel, whole, shards);
         if (way.retains) run.retain(way.place, way.part);
         run.forward();
-        run.backward(wanted, way.in_stages);
+        way.in_stages ? run.backward_in_stages(wanted, way.hidden_ready) : run.backward(wanted);
         if (!truth) {
             const std::vector<float> lse = run.token_floats("lse");
             const std::vector<float> entropy = run.token_floats("entropy");

@@ -28,7 +28,9 @@ public:
     void retain(RetainedPlace place, double part = 1.0);
     /// Forward and merge, on each shard.
     void forward();
-    void backward(const Wanted& wanted = {}, bool in_stages = false);
+    void backward(const Wanted& wanted = {});
+    /// KernelRun's.
+    void backward_in_stages(const Wanted& wanted, bool hidden_ready);
 
     [[nodiscard]] KernelOutputs outputs(const Selection& selection) const;
     [[nodiscard]] std::vector<float> token_floats(const std::string& name) const { return runs_.front()->token_floats(name); }
@@ -50,6 +52,7 @@ struct ShardedWay {
     RetainedPlace place = RetainedPlace::own;
     double part = 1.0;
     bool in_stages = false;
+    bool hidden_ready = false;
 };
 
 /// run_and_judge over shards, every way of retaining, in stages and not.

@@ -28,6 +28,7 @@ std::string_view to_string(KernelRole role) noexcept {
         case KernelRole::hidden_chunks: return "hidden_chunks";
         case KernelRole::grad_bias: return "grad_bias";
         case KernelRole::scatter_rows: return "scatter_rows";
+        case KernelRole::make_room: return "make_room";
         case KernelRole::zero_columns: return "zero_columns";
         case KernelRole::prepare: return "prepare";
         case KernelRole::gather_rows: return "gather_rows";

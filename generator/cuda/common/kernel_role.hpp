@@ -36,6 +36,7 @@ enum class KernelRole : std::uint8_t {
     teacher_bias,
     grad_bias,
     scatter_rows,
+    make_room,
     zero_columns,
     // Of both.
     prepare,

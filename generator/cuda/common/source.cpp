@@ -150,10 +150,10 @@ void KernelWriter::option_kernels() {
     if (zeroes_columns(spec_)) rows(KernelRole::zero_columns, "ZeroColumnsParams", "zero_columns", kRowThreads);
 }
 
-void KernelWriter::rows(KernelRole role, std::string_view params, std::string_view function, int threads) {
+void KernelWriter::rows(KernelRole role, std::string_view params, std::string_view function, int threads, Waits waits) {
     // Kernels over tiles are those of a spec without a teacher.
     const char* problem = spec_.teacher_top_k > 0 ? "flce::Taught<Problem>" : "Problem";
-    const char* wait = overlaps_ ? "flce::ptx::griddepcontrol_wait();\n    " : "";
+    const char* wait = overlaps_ && waits == Waits::before ? "flce::ptx::griddepcontrol_wait();\n    " : "";
     add(source_.units.front(), role, params, fmt::format("{}flce::{}<{}>(p)", wait, function, problem), {.threads = threads});
     source_.units.front().kernels.back().overlaps_previous = overlaps_;
     source_.kernels.back().overlaps_previous = overlaps_;

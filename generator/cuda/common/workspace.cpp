@@ -276,7 +276,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     b.weight_accumulator = pieces.take(select(less(1, b.row_blocks), b.chunk * (4 * spec.hidden_size), 0));
     b.progress = pieces.take(b.progress_bytes);
     if (plan.strategy == Strategy::retain) {
-        b.counter_count = std::int64_t{kPaceCounters} + retained_blocks(spec) + kMostTailTiles;
+        b.counter_count = std::int64_t{kPaceCounters} + kMostTailTiles + retained_blocks(spec) + 1;
         b.counters = pieces.take(b.counter_count * 4);
         b.smoothing = pieces.take(smoothing_bytes(spec));
     }

@@ -88,7 +88,8 @@ struct BackwardLayout {
     Expr progress{0};
     std::int64_t progress_bytes = 0;
     Expr smoothing{0};  ///< SmoothingTotalsParams' totals and sums, where exponentials are retained with label smoothing
-    Expr counters{0};   ///< of two Paces, and of the readers of each block of retained exponentials
+    /// Of two Paces, of TailParts' tiles, of the readers of each block of retained exponentials, and last of rows that scatter_rows scales.
+    Expr counters{0};
     std::int64_t counter_count = 0;
     Expr total{0};  ///< at most plan.scratch_bytes + workspace_of_tokens
 };

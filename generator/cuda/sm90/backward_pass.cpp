@@ -44,10 +44,16 @@ BackwardPassSm90::BackwardPassSm90(const Spec& spec, const Device& device, const
       retained(retained_for_backward(spec, plan)),
       all_retained(retains_all(spec, retained)),
       chunks_first(puts_chunks_first(spec, plan, retained)),
-      defers_hidden(flce::sm90::defers_hidden(spec, plan) ? all_retained : Expr(0)),
+      defers_hidden(flce::sm90::defers_hidden(spec, plan)
+                        ? (all_retained && !(until_grad_hidden() && behind_grad_hidden())) && equal(slot(Slot::hidden_ready), 0)
+                        : Expr(0)),
       joined(layout.joined && (present(Slot::grad_hidden) && present(Slot::grad_weight))),
       hidden_joined((less(0, layout.hidden_groups) && !all_retained) &&
                     (present(Slot::grad_hidden) && !(present(Slot::grad_weight) || wants_bias(spec)))) {
+    if (plan.strategy == Strategy::retain) {
+        const Expr both = present(Slot::grad_hidden) && present(Slot::grad_weight);
+        scales_behind = and_not(all_retained && (both && scatters_rows(*this)), defers_hidden);
+    }
     if (!is_shard(spec)) return;
     hidden_joined = less(0, columns) && hidden_joined;
     sum_begins = select(chunks_first, retained.columns, 0);
@@ -80,6 +86,11 @@ Expr scaled_hidden_at(const BackwardPassSm90& pass) {
 
 Expr does_retained_weight(const BackwardPassSm90& pass) {
     return select(pass.all_retained || pass.chunks_first, behind_grad_hidden(), until_grad_hidden());
+}
+
+Expr scatters_rows(const BackwardPassSm90& pass) {
+    const Expr scatters = pass.listing || less(slot(Slot::num_tokens), pass.layout.sum_rows);
+    return is_shard(pass.spec) ? scatters && less(0, pass.columns) : scatters;
 }
 
 MappedMatrix hidden_matrix(const BackwardPassSm90& pass, const RowBlock& rows) {

@@ -15,9 +15,11 @@ struct BackwardPassSm90 : BackwardPass {
     /// grad_hidden is complete. A shard's alone, whose grad_hidden others may wait for, and not where exponentials lie in grad_weight's
     /// memory: what is retained has to be used before chunks write over it.
     Expr chunks_first;
-    /// Whether a backward in stages reads hidden in the last one alone: grad_hidden of retained exponentials has no use for it, and hidden
-    /// may still be on its way from other ranks.
+    /// Whether the call reads hidden in the last of two stages alone: grad_hidden of retained exponentials has no use for it, and it may
+    /// still be on its way from other ranks.
     Expr defers_hidden;
+    /// Whether scatter_rows scales the hidden states that grad_weight of retained exponentials reads. Else retained_rows does.
+    Expr scales_behind{0};
     Expr joined;         ///< whether a stretch's chunks are one launch
     Expr hidden_joined;  ///< the same, for grad_hidden alone
 
@@ -44,6 +46,9 @@ struct BackwardPassSm90 : BackwardPass {
 [[nodiscard]] Expr does_retained_weight(const BackwardPassSm90& pass);
 /// Those of some rows as a tensor map shows them.
 [[nodiscard]] MappedMatrix hidden_matrix(const BackwardPassSm90& pass, const RowBlock& rows);
+
+/// Whether scatter_rows is launched, where the call wants grad_hidden.
+[[nodiscard]] Expr scatters_rows(const BackwardPassSm90& pass);
 
 /// Address of grad_hidden's fp32 sum: behind hidden states where they lie in its place.
 [[nodiscard]] Expr sum_at(const BackwardPassSm90& pass);

@@ -33,6 +33,10 @@ Statement scatter_grad_hidden_launch(const BackwardPassSm90& pass) {
         .set(&ScatterRowsParams::accumulator, select(last_chunk_wrote_it, 0, sum_at(pass)))
         .set(&ScatterRowsParams::grad_hidden, slot(Slot::grad_hidden))
         .set(&ScatterRowsParams::scalars, workspace_at(pass.layout.scalars))
+        .set(&ScatterRowsParams::hidden, slot(Slot::hidden))
+        .set(&ScatterRowsParams::row_scales, retained_at(pass.retained.row_scales))
+        .set(&ScatterRowsParams::scaled_hidden, select(pass.scales_behind, compact_hidden_at(pass), 0))
+        .set(&ScatterRowsParams::rows_scaled, workspace_at(pass.layout.counters) + (pass.layout.counter_count - 1) * 4)
         .set(&ScatterRowsParams::rows, slot(Slot::num_tokens))
         .set_list(&ScatterRowsParams::list, pass.list, workspace_at(pass.layout.scalars), 0);
     return launch.build();
@@ -64,11 +68,17 @@ std::vector<Statement> chunk_steps(const BackwardPassSm90& pass) {
 
 /// The rest of grad_hidden when the sum over the vocabulary is there.
 std::vector<Statement> finish_grad_hidden_steps(const BackwardPassSm90& pass) {
-    Expr scatters = pass.listing || less(slot(Slot::num_tokens), pass.layout.sum_rows);
-    if (is_shard(pass.spec)) scatters = scatters && less(0, pass.columns);
-    std::vector<Statement> steps = {{If{scatters && present(Slot::grad_hidden), {scatter_grad_hidden_launch(pass)}}}};
+    std::vector<Statement> steps = {{If{scatters_rows(pass) && present(Slot::grad_hidden), {scatter_grad_hidden_launch(pass)}}}};
     if (is_shard(pass.spec)) steps.push_back(zero_without_class(pass));
     return steps;
+}
+
+/// grad_weight where no chunk is computed: after grad_hidden, with which its hidden states may have been scaled.
+std::vector<Statement> all_retained_weight_steps(const BackwardPassSm90& pass) {
+    if (!is_shard(pass.spec)) return {retained_weight_step(pass)};
+    std::vector<Statement> ready = {{If{!until_grad_hidden(), {make_room_step(pass)}}}, retained_weight_step(pass)};
+    if (!defers_hidden(pass.spec, pass.plan)) return ready;
+    return {{If{pass.defers_hidden, retained_weight_with_rows_steps(pass)}}, {If{!pass.defers_hidden, std::move(ready)}}};
 }
 
 }  // namespace
@@ -82,19 +92,16 @@ LaunchProgram backward_program(const Spec& spec, const Device& device, const Pla
     const bool may_put_chunks_first = pass.chunks_first.constant() == nullptr;
     const Expr any = less(0, pass.retained.columns) && less(0, slot(Slot::num_tokens));
     LaunchProgram program{.body = {{If{until_grad_hidden(), coefficient_steps(pass)}}}, .variable_count = kBackwardLoops};
-    const auto retained_hidden = [&](const Expr& now) {
-        return Statement{If{until_grad_hidden() && (any && now), retained_hidden_steps(pass)}};
-    };
+    const auto retained_hidden = [&](const Expr& now) { return Statement{If{until_grad_hidden() && now, retained_hidden_steps(pass)}}; };
     if (retains) {
-        const Expr now = !pass.chunks_first;
+        const Expr now = any && !pass.chunks_first;
         program.body.push_back(retained_hidden(now));
-        const Expr last_stage = pass.defers_hidden && !until_grad_hidden();
-        program.body.push_back({If{does_retained_weight(pass) && (any && now) && !last_stage, {retained_weight_step(pass)}}});
-        if (defers_hidden(spec, plan)) program.body.push_back({If{any && last_stage, retained_weight_with_rows_steps(pass)}});
+        program.body.push_back({If{until_grad_hidden() && (now && !pass.all_retained), {retained_weight_step(pass)}}});
     }
     program.body.push_back({If{until_grad_hidden() && any_gradient(), chunk_steps(pass)}});
-    if (may_put_chunks_first) program.body.push_back(retained_hidden(pass.chunks_first));
+    if (may_put_chunks_first) program.body.push_back(retained_hidden(any && pass.chunks_first));
     program.body.push_back({If{until_grad_hidden(), finish_grad_hidden_steps(pass)}});
+    if (retains) program.body.push_back({If{behind_grad_hidden() && (any && pass.all_retained), all_retained_weight_steps(pass)}});
     if (may_put_chunks_first) {
         program.body.push_back({If{behind_grad_hidden() && (any && pass.chunks_first), retained_weight_with_rows_steps(pass)}});
     }

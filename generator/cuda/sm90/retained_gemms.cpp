@@ -239,7 +239,8 @@ Statement retained_rows_step(const BackwardPassSm90& pass, const Expr& scaled_hi
 
 std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass) {
     std::vector<Statement> steps;
-    steps.push_back(retained_rows_step(pass, select(pass.defers_hidden && !behind_grad_hidden(), 0, compact_hidden_at(pass))));
+    const Expr later = pass.defers_hidden || pass.scales_behind;  // or never
+    steps.push_back(retained_rows_step(pass, select(and_not(present(Slot::grad_weight), later), compact_hidden_at(pass), 0)));
     if (pass.spec.label_smoothing > 0) std::ranges::move(smoothing_steps(pass), std::back_inserter(steps));
     // grad_weight comes later: it may take the place of what the others read.
     if (pass.spec.bias) {
@@ -252,6 +253,13 @@ std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass) {
 
 Statement retained_weight_step(const BackwardPassSm90& pass) {
     return {If{present(Slot::grad_weight), {retained_grad_weight_launch(pass)}}};
+}
+
+Statement make_room_step(const BackwardPassSm90& pass) {
+    constexpr std::int64_t kCycles = 12'288;  // 7 µs: NCCL's blocks begin 3 to 6 µs after what they wait for
+    LaunchBuilder<MakeRoomParams> launch(pass.source.kernel(KernelRole::make_room), Expr(1));
+    launch.set(&MakeRoomParams::cycles, kCycles);
+    return {If{present(Slot::grad_weight), {launch.build()}}};
 }
 
 std::vector<Statement> retained_weight_with_rows_steps(const BackwardPassSm90& pass) {

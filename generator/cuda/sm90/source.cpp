@@ -55,12 +55,13 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
         joined(KernelRole::hidden_chunks, "HiddenChunks", "hidden_chunks");
     }
     writer.rows(KernelRole::gather_rows, "GatherRowsParams", "gather_rows", kRowThreads);
-    writer.rows(KernelRole::scatter_rows, "ScatterRowsParams", "scatter_rows", kRowThreads);
+    writer.rows(KernelRole::scatter_rows, "ScatterRowsParams", "scatter_rows", kRowThreads, KernelWriter::Waits::itself);
     if (retains) {
         writer.rows(KernelRole::references, "ReferencesParams", "references", kRowThreads);
         writer.rows(KernelRole::retained_rows, "RetainedRowsParams", "retained_rows", kRowThreads);
         if (spec.bias) writer.rows(KernelRole::retained_bias, "RetainedBiasParams", "retained_bias", kRowThreads);
     }
+    if (retains && is_shard(spec)) writer.rows(KernelRole::make_room, "MakeRoomParams", "make_room", 32);
     if (!smoothed.empty()) {
         writer.rows(KernelRole::smoothing_sums, "SmoothingSumsParams", "smoothing_sums", kRowThreads);
         writer.rows(KernelRole::smoothing_totals, "SmoothingTotalsParams", "smoothing_totals", kRowThreads);

@@ -227,9 +227,9 @@ typedef struct flce_retain_options {
 FLCE_API flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_tokens, const flce_retain_options* options,
                                                  int32_t* place, size_t* bytes);
 
-/* Whether a backward call in stages over num_tokens tokens, with such a `retained`, reads hidden in its last stage alone (*late is 1, else
- * 0): hidden may then still be on its way from other ranks while grad_hidden is made. `vocab_columns`: classes of this rank's shard; 0: the
- * spec's vocab_size. */
+/* Whether a backward call in stages over num_tokens tokens, with such a `retained` and hidden_ready 0, reads hidden in its last stage alone
+ * (*late is 1, else 0): hidden may then still be on its way from other ranks while grad_hidden is made. `vocab_columns`: classes of this
+ * rank's shard; 0: the spec's vocab_size. */
 FLCE_API flce_status flce_kernel_reads_hidden_late(const flce_kernel* kernel, int64_t num_tokens, int32_t retained_place,
                                                    size_t retained_bytes, int64_t vocab_columns, int32_t* late);
 
@@ -368,8 +368,8 @@ typedef struct flce_backward_args {
     int64_t vocab_start;                    /* of a shard, as in forward. grad_hidden is then this shard's part of the sum */
     const flce_tensor* target_class_weight; /* of a shard, as merge wrote it, as the next one */
     const flce_tensor* class_weight_total;
-    int32_t stage;      /* FLCE_STAGE_... */
-    int32_t reserved_3; /* 0 */
+    int32_t stage;        /* FLCE_STAGE_... */
+    int32_t hidden_ready; /* 1: hidden is there when the first of two stages begins, and may be read in it; 0: see reads_hidden_late */
 } flce_backward_args;
 /* clang-format off */
 #define FLCE_BACKWARD_ARGS_INIT                                                                             \

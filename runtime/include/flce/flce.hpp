@@ -176,6 +176,9 @@ struct BackwardArgs {
     TensorView target_class_weight{};  ///< of a shard, as merge wrote it; so is the next one
     TensorView class_weight_total{};
     BackwardStage stage = BackwardStage::whole;
+    /// Hidden states are there when the first of two stages begins. The call then may read them beside what makes grad_hidden, also where
+    /// Kernel::reads_hidden_late says that it can do without them until the last stage.
+    bool hidden_ready = false;
 };
 
 /// Why this kernel is what it is, for people and for `flce explain`.
@@ -210,8 +213,9 @@ public:
     [[nodiscard]] std::size_t retained_bytes(std::int64_t num_tokens, RetainedPlace place = RetainedPlace::own,
                                              std::int64_t vocab_columns = 0) const;
 
-    /// Whether a backward call in stages over num_tokens tokens, with such a Retained, reads hidden in its last stage alone. It may then
-    /// still be on its way from other ranks while grad_hidden is made. False with an entropy, whose gradient needs logits again.
+    /// Whether a backward call in stages over num_tokens tokens, with such a Retained and without BackwardArgs::hidden_ready, reads hidden
+    /// in its last stage alone. It may then still be on its way from other ranks while grad_hidden is made. False with an entropy, whose
+    /// gradient needs logits again.
     /// `vocab_columns`: as of retained_bytes, whose errors it throws.
     [[nodiscard]] bool reads_hidden_late(std::int64_t num_tokens, const Retained& retained, std::int64_t vocab_columns = 0) const;
 
