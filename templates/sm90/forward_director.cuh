@@ -130,10 +130,9 @@ private:
 
     /// On to the share's next tile.
     __device__ __forceinline__ bool next(VocabularyWalk& walk) const {
-        const bool again = forward.goes_again();
-        const int end = again ? forward.tiles_again() : tiles();
-        while (walk.next(end)) {
-            if (!again || forward.any_stale_of(walk.row_cluster_of(walk.part))) return true;
+        if (!forward.goes_again()) return walk.next(tiles());
+        while (walk.next(forward.tiles_again())) {
+            if (forward.any_stale_of(walk.row_cluster_of(walk.part))) return true;
         }
         return false;
     }

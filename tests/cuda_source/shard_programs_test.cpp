@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -229,6 +231,15 @@ ScatterRowsParams scatter_of(const Launched& pass) {
     return std::ranges::find(pass, std::string("flce_scatter_rows"), &Recorded::kernel)->params<ScatterRowsParams>();
 }
 
+/// Address of the hidden states that a pass's grad_weight reads.
+std::int64_t hidden_of_grad_weight(const Launched& pass) {
+    const auto launch = std::ranges::find(pass, std::string("flce_grad_weight"), &Recorded::kernel);
+    const GradWeightSm90Params p{};
+    const auto offset = reinterpret_cast<const std::byte*>(&p.hidden_map) - reinterpret_cast<const std::byte*>(&p);
+    return std::ranges::find(launch->launch.maps, offset, [](const auto& map) { return static_cast<std::ptrdiff_t>(map.offset); })->address;
+}
+std::int64_t address_of(const void* at) { return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at)); }
+
 /// Without make_room, which only stages have. `but_rows`: without retained_rows, which the last stage may have once more, and scatter_rows,
 /// which may scale hidden states in its place.
 std::vector<std::string> sorted_identities(std::initializer_list<const Launched*> passes, bool but_rows = false) {
@@ -293,6 +304,8 @@ TEST_P(Stages, BothTogether_WhatTheWholeLaunches) {
     if (retains && kept == Kept::all) {
         EXPECT_EQ(rows_of(whole).scaled_hidden, nullptr);
         EXPECT_NE(scatter_of(whole).scaled_hidden, nullptr) << "it is made while clusters of grad_hidden end";
+        const void* const scaled = defers ? rows_of(rest).scaled_hidden : scatter_of(first).scaled_hidden;
+        EXPECT_EQ(address_of(scaled), hidden_of_grad_weight(rest)) << "what one stage leaves is what the other reads";
     }
     if (defers) {
         EXPECT_EQ(rows_of(first).scaled_hidden, nullptr) << "hidden may still be on its way";
@@ -372,7 +385,7 @@ TEST(ScaledHidden, AllRetained_IsMadeBesideGradHidden) {
             const RetainedRowsParams rows = rows_of(both);
             EXPECT_EQ(rows.scaled_hidden, nullptr);
             const ScatterRowsParams p = scatter_of(both);
-            EXPECT_NE(p.scaled_hidden, nullptr);
+            EXPECT_EQ(address_of(p.scaled_hidden), hidden_of_grad_weight(both));
             EXPECT_EQ(p.row_scales, rows.row_scales);
             EXPECT_EQ(p.rows_scaled, rows.counters + rows.counter_count - 1) << "it is 0 before";
             CallSlots alone = slots;

@@ -12,8 +12,8 @@ namespace flce::sm90 {
 [[nodiscard]] std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass);
 /// grad_weight's, of the scaled hidden states that the steps above have left.
 [[nodiscard]] Statement retained_weight_step(const BackwardPassSm90& pass);
-/// Between the first stage's grad_hidden and the last one's grad_weight, for a collective that was launched in between: its blocks need SMs,
-/// and grad_weight's clusters leave none until they end.
+/// Between the first stage's grad_hidden and the last one's grad_weight, for a collective that was launched in between: its blocks need
+/// SMs, and grad_weight's clusters leave none until they end.
 [[nodiscard]] Statement make_room_step(const BackwardPassSm90& pass);
 /// grad_weight's, with scaled hidden states made before it: where chunks are first, and grad_hidden has been written over the others; and
 /// in the last stage of a backward whose first one has deferred hidden.
