@@ -101,6 +101,10 @@ int c_client_trains_on_cpu(const char* cache_dir) {
     backward.lse = &t_lse;
     backward.grad_hidden = &t_grad_hidden;
     backward.grad_weight = &t_grad_weight;
+    backward.hidden_ready = 2;
+    CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "hidden_ready is 2") != NULL);
+    backward.hidden_ready = 1; /* nothing else in a call that is not cut in two */
     CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_OK);
     for (int v = 0; v < kVocab; ++v) {
         for (int d = 0; d < kHidden; ++d) {
