@@ -33,12 +33,14 @@ Statement scatter_grad_hidden_launch(const BackwardPassSm90& pass) {
         .set(&ScatterRowsParams::accumulator, select(last_chunk_wrote_it, 0, sum_at(pass)))
         .set(&ScatterRowsParams::grad_hidden, slot(Slot::grad_hidden))
         .set(&ScatterRowsParams::scalars, workspace_at(pass.layout.scalars))
-        .set(&ScatterRowsParams::hidden, slot(Slot::hidden))
-        .set(&ScatterRowsParams::row_scales, retained_at(pass.retained.row_scales))
-        .set(&ScatterRowsParams::scaled_hidden, select(pass.scales_behind, compact_hidden_at(pass), 0))
-        .set(&ScatterRowsParams::rows_scaled, workspace_at(pass.layout.counters) + (pass.layout.counter_count - 1) * 4)
         .set(&ScatterRowsParams::rows, slot(Slot::num_tokens))
         .set_list(&ScatterRowsParams::list, pass.list, workspace_at(pass.layout.scalars), 0);
+    if (pass.plan.strategy == Strategy::retain) {
+        launch.set(&ScatterRowsParams::hidden, slot(Slot::hidden))
+            .set(&ScatterRowsParams::row_scales, retained_at(pass.retained.row_scales))
+            .set(&ScatterRowsParams::scaled_hidden, select(pass.scales_behind, compact_hidden_at(pass), 0))
+            .set(&ScatterRowsParams::rows_scaled, workspace_at(pass.layout.counters) + (pass.layout.counter_count - 1) * 4);
+    }
     return launch.build();
 }
 

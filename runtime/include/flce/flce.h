@@ -369,7 +369,7 @@ typedef struct flce_backward_args {
     const flce_tensor* target_class_weight; /* of a shard, as merge wrote it, as the next one */
     const flce_tensor* class_weight_total;
     int32_t stage;        /* FLCE_STAGE_... */
-    int32_t hidden_ready; /* 1: hidden is there when the first of two stages begins, and may be read in it; 0: see reads_hidden_late */
+    int32_t hidden_ready; /* in both stages: 1 if hidden is there when the first one begins and may be read in it, else 0 */
 } flce_backward_args;
 /* clang-format off */
 #define FLCE_BACKWARD_ARGS_INIT                                                                             \

@@ -177,7 +177,8 @@ struct BackwardArgs {
     TensorView class_weight_total{};
     BackwardStage stage = BackwardStage::whole;
     /// Hidden states are there when the first of two stages begins. The call then may read them beside what makes grad_hidden, also where
-    /// Kernel::reads_hidden_late says that it can do without them until the last stage.
+    /// Kernel::reads_hidden_late says that it can do without them until the last stage. The same in both stages: with `true` the last one
+    /// reads what the first one has made of them.
     bool hidden_ready = false;
 };
 
