@@ -123,6 +123,21 @@ TEST(Planner, GradWeightsTile_LendsUnlessAllExponentialsLieElsewhere) {
     EXPECT_NE(columns("D=2048,V=128256,bias", kAll, 4096), 256) << "its kernel has no room to add up grad_bias";
 }
 
+// By whole waves 4096 tokens of 18992 classes would have 128x192 or 192x128, and 3328 of 16032 would, too.
+TEST(Planner, GradWeightsTileOfAShard_IsTheFastestWithoutWholeWaves) {
+    for (const char* device : {"NVIDIA H200", "h100"}) {
+        for (const char* shard : {"D=2048,V=18992,whole_vocab_size=151936", "D=2048,V=37984,whole_vocab_size=151936",
+                                  "D=4096,V=16032,whole_vocab_size=128256", "D=4096,V=32064,whole_vocab_size=128256"}) {
+            for (const std::int64_t tokens : {3328, 4096, 4800, 8192}) {
+                const PlanRequest everything{.limit_bytes = std::int64_t{1} << 40, .num_tokens = tokens};
+                const Plan plan = choose_plan(parse_spec(std::string("dtype=bf16,") + shard), describe_device(device), everything);
+                EXPECT_EQ(plan.cuda.grad_weight.block_m, 128) << shard;
+                EXPECT_EQ(plan.cuda.grad_weight.block_n, 256) << shard;
+            }
+        }
+    }
+}
+
 TEST(Planner, OwnMemory_OfShardsAndOfGradientsThatAreAddedTo) {
     const Device h100 = describe_device("h100");
     constexpr std::int64_t kMiB = 1 << 20;
