@@ -50,7 +50,7 @@ struct PassScalars {
     float cross_entropy_scale;    ///< what a token's upstream gradient of the loss is multiplied with for its cross entropy
     float z_loss_scale;           ///< the same for its z-loss
     unsigned dlogits_bound_bits;  ///< bits of the largest bound on |dz| of any row; non-negative floats compare as integers
-    unsigned target_bits;         ///< the same for |t|, what the target's dz has and others do not
+    unsigned target_bits;         ///< the same for |t·logit_scale|, what the target's dz has and others do not
     int valid_rows;               ///< of a RowList
     int splits;                   ///< cuda_sm90a: ForwardParams' of the last launch of forward
     Tickets tickets;              ///< cuda_sm90a: of the launch at hand

@@ -166,7 +166,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
         packed = make_float4(k.a, k.b, k.t, k.s);
         if constexpr (sizeof(typename Problem::Element) == 2) {
             const float unit = is_batch_invariant<Problem>() ? common_factor(p) : k.t;
-            atomicMax(&p.scalars->target_bits, __float_as_uint(fabsf(unit)));
+            atomicMax(&p.scalars->target_bits, __float_as_uint(fabsf(unit) * p.derivative_bound));
         }
         if constexpr (kSame<typename Problem::Element, Fp16>) {
             // |p·g·(lse − h − z)| ≤ |g|·(h + 1/e) for the entropy's part; the other terms bound themselves, as p ≤ 1.
