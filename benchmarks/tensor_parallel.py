@@ -4,10 +4,12 @@
 
 bf16, a GPU a rank, NCCL without NVLink multicast. A shape is num_tokens x hidden_size x vocab_size of all ranks together; every rank has
 all tokens and its rows of the weight. Contenders take turns in rounds, in an order drawn anew for each one. A run is --steps steps one
-after another, so that the GPU is as warm as in training. A run begins behind 2 ms a step of other work on every GPU, as a model's other
-layers are, so that the host is ahead; and behind a small reduction, so that the GPUs begin together: clocks differ, and so does the time
-that they have for the other work. A run's time is the slowest rank's; the table has medians of a step in milliseconds, and what the host
-takes for a step in microseconds:
+after another. Before it the GPU has nothing to do for --pause seconds: a run lasts a few milliseconds, and behind one that has been at
+the power limit for longer it takes up to a fifth more. Without a pause the GPU is nearer to what it is in training, but what ran before
+shows in the figures: leave `one GPU` and `loss_parallel` out then. A run begins behind 2 ms a step of other work on every GPU, as a
+model's other layers are, so that the host is ahead; and behind a small reduction, so that the GPUs begin together: clocks differ, and so
+does the time that they have for the other work. A run's time is the slowest rank's; the table has medians of a step in milliseconds, and
+what the host takes for a step in microseconds:
 
     floor6             three cuBLAS GEMMs on the shard, nothing else
     floor6, reduced    the same, with the all-reduce of grad_hidden under grad_weight's GEMM
@@ -144,11 +146,12 @@ class Run(NamedTuple):
     loss: Tensor | None  # of the last step
 
 
-def timed(layer: Layer, step: Callable[[], Tensor | None], steps: int) -> Run:
+def timed(layer: Layer, step: Callable[[], Tensor | None], steps: int, pause_seconds: float = 0) -> Run:
     layer.forget_gradients()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
+    time.sleep(pause_seconds)
     dist.barrier()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(BEHIND_STEP * steps)
@@ -198,7 +201,7 @@ def timeline(layer: Layer, run: Callable[[], Tensor | None]) -> list[dict[str, A
     ]
 
 
-def measured(layer: Layer, names: list[str], rounds: int, steps: int) -> dict[str, Any]:
+def measured(layer: Layer, names: list[str], rounds: int, steps: int, pause_seconds: float) -> dict[str, Any]:
     runs = {name: run for name, run in layer.contenders().items() if name in names}
     times: dict[str, list[float]] = {}
     hosts: dict[str, list[float]] = {}
@@ -209,7 +212,7 @@ def measured(layer: Layer, names: list[str], rounds: int, steps: int) -> dict[st
         order = list(runs)
         random.Random(number).shuffle(order)
         for name in order:
-            milliseconds, host, peak, loss = timed(layer, runs[name], steps)
+            milliseconds, host, peak, loss = timed(layer, runs[name], steps, pause_seconds)
             if number >= 0:
                 times.setdefault(name, []).append(milliseconds)
                 hosts.setdefault(name, []).append(host)
@@ -273,6 +276,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=(*CONTENDERS, "liger"), help="(default: all but liger)")
     parser.add_argument("--rounds", type=int, default=12, help="that are measured, after two that are not (default: 12)")
     parser.add_argument("--steps", type=int, default=4, help="one after another in a run (default: 4)")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds before a run (default: 0.1)")
     parser.add_argument("--timeline", action="store_true", help="the kernels of a step of each flce contender, in --out's file")
     parser.add_argument("--commit", help="of what is measured (default: git's)")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
@@ -285,12 +289,13 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    report: dict[str, Any] = provenance(options.commit) | {"rounds": options.rounds, "steps": options.steps, "shapes": {}}
+    asked = {"rounds": options.rounds, "steps": options.steps, "pause_seconds": options.pause}
+    report: dict[str, Any] = provenance(options.commit) | asked | {"shapes": {}}
     if "liger" in options.contenders:
         prepare_liger(options.shapes)
     for shape in options.shapes:
         layer = Layer(shape, mesh)
-        found = report["shapes"][shape] = measured(layer, options.contenders, options.rounds, options.steps)
+        found = report["shapes"][shape] = measured(layer, options.contenders, options.rounds, options.steps, options.pause)
         if options.timeline:
             for name in sorted({"flce", "flce, retained"} & found.keys()):
                 found[name]["timeline"] = timeline(layer, layer.contenders()[name])
