@@ -138,6 +138,18 @@ TEST(Planner, GradWeightsTileOfAShard_IsTheFastestWithoutWholeWaves) {
     }
 }
 
+// With few tokens grad_weight takes as long as it takes to write it.
+TEST(Planner, GradWeightOfAShard_TakesNoLessThanItsBytes) {
+    const std::string shard = "dtype=bf16,D=4096,V=32064,whole_vocab_size=128256";
+    const Device device = describe_device("NVIDIA H200");
+    const auto seconds = [&](const std::string& text) {
+        const Spec spec = parse_spec(text);
+        return estimate_backward(spec, device, choose_plan(parse_spec(shard), device), 64, 1).seconds;
+    };
+    const double bytes = 32'064.0 * 4096 * 2;  // more of a gradient in fp32
+    EXPECT_GT(seconds(shard + ",grad_weight_dtype=fp32") - seconds(shard), 0.99 * bytes / device.gpu.bandwidth_bytes_per_s);
+}
+
 TEST(Planner, OwnMemory_OfShardsAndOfGradientsThatAreAddedTo) {
     const Device h100 = describe_device("h100");
     constexpr std::int64_t kMiB = 1 << 20;

@@ -39,9 +39,10 @@ Cost chunks_cost(const Spec& spec, const Device& device, const Plan& plan, doubl
 /// grad_weight of a shard, beside the reduction of grad_hidden, whose blocks hold SMs for a part of the time: waves are not whole then,
 /// whatever the number of tiles. With 4096 tokens of an eighth of 151936 classes 128x192 and 192x128 have whole waves by themselves, and on
 /// eight H200s 128x256 is ahead by 0.5 and 1.5 % of a step.
-double seconds_beside_reduction(const Spec& spec, const Device& device, const Plan& plan, double flops) {
+double seconds_beside_reduction(const Spec& spec, const Device& device, const Plan& plan, double flops, double bytes) {
     const double efficiency = cuda_path(plan.path).tile_efficiency(spec, GemmRole::grad_weight, plan.cuda.grad_weight);
-    return flops / (device.gpu.bf16_flops * kWgmmaShare * efficiency) + GemmCost::kLaunchSeconds;
+    const double arithmetic = flops / (device.gpu.bf16_flops * kWgmmaShare * efficiency);
+    return std::max(arithmetic, bytes / device.gpu.bandwidth_bytes_per_s) + GemmCost::kLaunchSeconds;
 }
 
 /// Two plain GEMMs over the retained part of the vocabulary.
@@ -57,7 +58,7 @@ Cost retained_cost(const Spec& spec, const Device& device, const Plan& plan, dou
     // A tile with which grad_weight's kernel has no room to add up grad_bias leaves that to a pass of its own.
     const double for_bias = spec.bias && !sums_bias(spec, plan.cuda.grad_weight) ? exponentials : 0;
     const double grad_weight = is_shard(spec)
-                                   ? seconds_beside_reduction(spec, device, plan, 2.0 * n * v * d)
+                                   ? seconds_beside_reduction(spec, device, plan, 2.0 * n * v * d, exponentials + gradient)
                                    : gemm.seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {v, d, n}, exponentials + gradient);
     return {.flops = 4.0 * n * v * d,
             .bytes = 2 * exponentials + weight + gradient + for_bias,
