@@ -4,12 +4,15 @@
 
 bf16, a GPU a rank, NCCL without NVLink multicast. A shape is num_tokens x hidden_size x vocab_size of all ranks together; every rank has
 all tokens and its rows of the weight. Contenders take turns in rounds, in an order drawn anew for each one. A run is --steps steps one
-after another. Before it the GPU has nothing to do for --pause seconds: a run lasts a few milliseconds, and behind one that has been at
-the power limit for longer it takes up to a fifth more. Without a pause the GPU is nearer to what it is in training, but what ran before
-shows in the figures: leave `one GPU` and `loss_parallel` out then. A run begins behind 2 ms a step of other work on every GPU, as a
-model's other layers are, so that the host is ahead; and behind a small reduction, so that the GPUs begin together: clocks differ, and so
-does the time that they have for the other work. A run's time is the slowest rank's; the table has medians of a step in milliseconds, and
-what the host takes for a step in microseconds:
+after another.
+
+Before a run the GPU has nothing to do for --pause seconds. A run lasts a few milliseconds, and takes up to a fifth longer if the contender
+before it has kept the GPU at its power limit. With --pause 0 the GPU is about as warm as in training; then leave `one GPU` and
+`loss_parallel` out (--contenders), which change the figures of the contender after them.
+
+A run begins behind 2 ms a step of other work on every GPU, as a model's other layers are, so that the host is ahead; and behind a small
+reduction, so that the GPUs begin together: clocks differ, and so does the time that they have for the other work. A run's time is the
+slowest rank's; the table has medians of a step in milliseconds, and what the host takes for a step in microseconds:
 
     floor6             three cuBLAS GEMMs on the shard, nothing else
     floor6, reduced    the same, with the all-reduce of grad_hidden under grad_weight's GEMM
@@ -146,7 +149,7 @@ class Run(NamedTuple):
     loss: Tensor | None  # of the last step
 
 
-def timed(layer: Layer, step: Callable[[], Tensor | None], steps: int, pause_seconds: float = 0) -> Run:
+def timed(layer: Layer, step: Callable[[], Tensor | None], steps: int, pause_seconds: float) -> Run:
     layer.forget_gradients()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
