@@ -34,7 +34,7 @@ enum class CountCode : std::int64_t { fp32 = 0, int32 = 1, int64 = 2 };
     X(vocab_columns)           /* rows of the weight that are classes: vocab_size, of a shard any fewer */ \
     X(weight_rows)             /* of which the others are padding: padded_vocab_size, of a shard fewer */ \
     X(num_shards)              /* merge alone */                                                          \
-    X(stage)                   /* BackwardStage */                                                        \
+    X(stage)                   /* ForwardStage or BackwardStage */                                        \
     X(hidden_ready)            /* 0 or 1: hidden may be read in the first of two stages */
 // clang-format on
 

@@ -195,6 +195,19 @@ std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> ste
     return {{If{less(0, vocab_columns(spec)), std::move(steps)}}};
 }
 
+// ForwardStage, which is the runtime's.
+std::vector<Statement> until_partial_sums(const Spec& spec, std::vector<Statement> steps) {
+    constexpr std::int64_t kRestStage = 2;
+    if (!is_shard(spec)) return steps;
+    return {{If{!equal(slot(Slot::stage), kRestStage), std::move(steps)}}};
+}
+
+std::vector<Statement> behind_partial_sums(const Spec& spec, std::vector<Statement> steps) {
+    constexpr std::int64_t kUntilPartialSumsStage = 1;
+    if (!is_shard(spec) || steps.empty()) return steps;
+    return {{If{!equal(slot(Slot::stage), kUntilPartialSumsStage), std::move(steps)}}};
+}
+
 std::vector<Statement> reduce_loss_steps(const ForwardPass& pass) {
     if (is_shard(pass.spec)) return {};  // merge has the loss
     return {reduce_loss_launch(pass.source, pass.layout.loss_partials)};

@@ -73,6 +73,10 @@ struct RetainedRowsAt {
 /// The scalar loss, where no block of row_outputs has written it: one launch, or none of a shard.
 [[nodiscard]] std::vector<Statement> reduce_loss_steps(const ForwardPass& pass);
 
+/// `steps` in the stages of a shard's forward that complete its partial sums, or those behind (ForwardStage). Elsewhere always.
+[[nodiscard]] std::vector<Statement> until_partial_sums(const Spec& spec, std::vector<Statement> steps);
+[[nodiscard]] std::vector<Statement> behind_partial_sums(const Spec& spec, std::vector<Statement> steps);
+
 /// `steps`, which need a class, where the call has one.
 [[nodiscard]] std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps);
 

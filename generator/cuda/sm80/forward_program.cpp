@@ -36,20 +36,22 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
         splits = min(splits, ceil_div(vocab_columns(spec), plan.cuda.forward.block_n));
     }
     LaunchProgram program{.body = {}, .variable_count = forward_loops(spec)};
+    std::vector<Statement> body;
     if (sums_class_weights(spec)) {
-        program.body.push_back(prepare_launch(spec, source, {.scalars = layout.scalars, .outputs = true, .counters = layout.shares}));
+        body.push_back(prepare_launch(spec, source, {.scalars = layout.scalars, .outputs = true, .counters = layout.shares}));
     }
     std::vector<Statement> steps;
     Statement gemm = gemm_launch(pass, rows, splits);
     if (rounds_weight(spec)) {
-        program.body.push_back(stretch_loop(pass, rows, splits, {std::move(gemm)}));
+        body.push_back(stretch_loop(pass, rows, splits, {std::move(gemm)}));
     } else {
         steps = with_columns(spec, {std::move(gemm)});
     }
     std::ranges::move(teacher_logits_steps(pass, rows), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, rows, splits, {}));
-    program.body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
-    std::ranges::move(reduce_loss_steps(pass), std::back_inserter(program.body));
+    body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
+    std::ranges::move(reduce_loss_steps(pass), std::back_inserter(body));
+    program.body = until_partial_sums(spec, std::move(body));
     return program;
 }
 

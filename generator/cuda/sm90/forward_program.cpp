@@ -162,24 +162,29 @@ Statement forward_gemm_launch(const ForwardPass& pass, const LaunchRows& rows, c
 std::vector<Statement> retaining_steps(const ForwardPass& pass, const Device& device, const LaunchRows& rows) {
     const RetainedLayout retained = retained_layout(pass.spec, pass.plan);
     const Expr any = less(0, retained.columns);
-    ForwardKernels kernels = forward_kernels(pass, device, rows, any);
-    const auto gemm = [&](bool again) {
-        return by_tokens(kernels, [&](const ForwardKernel& kernel) {
-            if (kernel.shape.role == GemmRole::forward) return forward_gemm_launch(pass, rows, kernel);
-            return forward_retain_launch(pass, rows, kernel, retained, again);
-        });
-    };
+    std::vector<Statement> gemm = by_tokens(forward_kernels(pass, device, rows, any), [&](const ForwardKernel& kernel) {
+        if (kernel.shape.role == GemmRole::forward) return forward_gemm_launch(pass, rows, kernel);
+        return forward_retain_launch(pass, rows, kernel, retained, false);
+    });
     const RetainedRowsAt retained_rows{if_retained(retained, references_at(retained, rows)),
                                        if_retained(retained, retained_at(retained.target_logits) + rows.first * 4),
                                        if_retained(retained, stale_at(retained, rows))};
     std::vector<Statement> steps = teacher_logits_steps(pass, rows);
     steps.push_back({If{any, {references_launch(pass, rows, retained)}}});
-    std::ranges::move(with_columns(pass.spec, gemm(false)), std::back_inserter(steps));
+    std::ranges::move(with_columns(pass.spec, std::move(gemm)), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, retained_rows));
-    // Rows whose logits turned out to be far above their reference; hardly ever any, and then this launch ends at once.
-    std::erase_if(kernels, [](const ForwardKernel& kernel) { return kernel.shape.role == GemmRole::forward; });
-    for (Statement& launch : gemm(true)) steps.push_back({If{any, {std::move(launch)}}});
     return steps;
+}
+
+/// Exponentials of rows whose logits turned out to be far above their reference; hardly ever any, and then this launch ends at once. No
+/// output comes of it.
+std::vector<Statement> retaining_again_steps(const ForwardPass& pass, const Device& device, const LaunchRows& rows) {
+    const RetainedLayout retained = retained_layout(pass.spec, pass.plan);
+    const Expr any = less(0, retained.columns);
+    ForwardKernels kernels = forward_kernels(pass, device, rows, any);
+    std::erase_if(kernels, [](const ForwardKernel& kernel) { return kernel.shape.role == GemmRole::forward; });
+    return {{If{
+        any, by_tokens(kernels, [&](const ForwardKernel& kernel) { return forward_retain_launch(pass, rows, kernel, retained, true); })}}};
 }
 
 }  // namespace
@@ -191,24 +196,29 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const Preparation preparation{
         .scalars = layout.scalars, .list = pass.list, .outputs = true, .counters = layout.shares, .counter_count = layout.share_words};
     LaunchProgram program{.body = {}, .variable_count = forward_loops(spec)};
-    program.body.push_back({If{prepares_forward(spec), {prepare_launch(spec, source, preparation)}}});
-    program.body.push_back({If{layout.compacts, {gather_compact_launch(pass)}}});
+    std::vector<Statement> body = {{If{prepares_forward(spec), {prepare_launch(spec, source, preparation)}}}};
     std::vector<Statement> steps;
+    std::vector<Statement> rest;
     if (plan.strategy == Strategy::retain) {
+        body.push_back({If{layout.compacts, {gather_compact_launch(pass)}}});
         steps = retaining_steps(pass, device, rows);
+        rest.push_back({Loop{kRowsLoop, layout.launches, retaining_again_steps(pass, device, rows)}});
     } else {
+        body.push_back({If{layout.compacts, {gather_compact_launch(pass)}}});
         const auto gemm = [&](const ForwardKernel& kernel) { return forward_gemm_launch(pass, rows, kernel); };
         std::vector<Statement> gemms = by_tokens(forward_kernels(pass, device, rows, 0), gemm);
         if (rounds_weight(spec)) {
-            program.body.push_back(stretch_loop(pass, rows, kDeviceSplits, std::move(gemms)));
+            body.push_back(stretch_loop(pass, rows, kDeviceSplits, std::move(gemms)));
         } else {
             steps = with_columns(spec, std::move(gemms));
         }
         std::ranges::move(teacher_logits_steps(pass, rows), std::back_inserter(steps));
         steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, {}));
     }
-    program.body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
-    std::ranges::move(reduce_loss_steps(pass), std::back_inserter(program.body));
+    body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
+    std::ranges::move(reduce_loss_steps(pass), std::back_inserter(body));
+    program.body = until_partial_sums(spec, std::move(body));
+    std::ranges::move(behind_partial_sums(spec, std::move(rest)), std::back_inserter(program.body));
     return program;
 }
 
