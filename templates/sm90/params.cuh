@@ -77,6 +77,11 @@ struct GradWeightSm90Params : GradWeightParams {
     long long block_bytes;      ///< from one block to the next
     unsigned readers_of_block;  ///< warps that multiply a whole block
     int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
+    // Of a shard's retained columns (Relay):
+    int clusters;  ///< of this launch and of one that shares its tickets; 0: there is none
+    int leaving;   ///< clusters of this launch that leave after a tile each, to be relieved by the next launch's
+    int joins;     ///< shares the tickets of the launch before this one, and runs beside it
+    int unused;
 };
 
 /// Where retained exponentials and label smoothing meet: what their products lack (smoothing_sums).

@@ -1,6 +1,6 @@
 // Who works on which tile. Clusters take numbers of tiles from a counter in memory, one at a time and in order, as they get to them. So all
 // tiles are worked on by the clusters that run, however few the device has room for beside other kernels, and a tile may wait for tiles of
-// smaller numbers: a cluster that runs has taken each of them.
+// smaller numbers: a cluster that runs has taken each of them. Two launches may share a counter (Relay).
 #pragma once
 
 #include "flce/common/sum_parts.cuh"
@@ -11,8 +11,7 @@ namespace flce {
 /// One thread of a cluster: the next number.
 __device__ __forceinline__ unsigned take_ticket(Tickets* tickets) { return ptx::atom_relaxed_gpu_add(&tickets->taken, 1u); }
 
-/// One thread of each of `clusters` clusters, when it has taken a number that no tile has. The last one makes the counters ready for the
-/// launch after this.
+/// One thread of each of `clusters` clusters, when it takes no more tiles. The last one makes the counters ready for the launch after this.
 __device__ __forceinline__ void leave_tickets(Tickets* tickets, unsigned clusters) {
     if (ptx::atom_relaxed_gpu_add(&tickets->left, 1u) != clusters - 1) return;
     tickets->taken = 0u;
@@ -61,17 +60,45 @@ struct TileNumbers {
     }
 };
 
+/// Of a launch that has its tickets for itself.
+struct NoRelay {
+    enum : bool { leaves = false };
+    __device__ __forceinline__ void call() const {}
+};
+
+/// Of a launch that may share its tickets with one beside it, so that blocks of other streams come onto SMs in between: the first launch's
+/// last clusters leave after a tile each. The second launch begins when these have left and every other cluster has brought a tile. Its
+/// clusters come onto the SMs that nobody else has come onto, the others later.
+struct Relay {
+    bool leaves;  ///< this cluster does
+    bool calls;   ///< the second launch
+
+    template <class TileT>
+    __device__ __forceinline__ static Relay of(int leaving) {
+        const unsigned stay = gridDim.x / TileT::kCluster - static_cast<unsigned>(leaving);
+        return {blockIdx.x / TileT::kCluster >= stay, leaving != 0};
+    }
+    /// One thread of a block that has brought a tile. Of one that leaves, its end is the call.
+    __device__ __forceinline__ void call() const {
+        if (calls && !leaves) ptx::griddepcontrol_launch_dependents();
+    }
+};
+
 /// One thread of each block: calls `bring` for every tile of `walk` that the cluster takes.
-template <class TileT, class Walk, class Bring>
-__device__ __forceinline__ void bring_tiles(Tickets* tickets, TileNumbers<TileT>& numbers, Walk& walk, unsigned rank, const Bring& bring) {
+/// `clusters`: that take tickets.
+template <class TileT, class Walk, class Bring, class RelayT>
+__device__ __forceinline__ void bring_tiles(Tickets* tickets, unsigned clusters, TileNumbers<TileT>& numbers, Walk& walk, unsigned rank,
+                                            const Bring& bring, const RelayT& relay) {
+    constexpr unsigned kNoTile = 0xffffffffu;
     unsigned number = rank == 0 ? take_ticket(tickets) : 0u;
     while (true) {
         numbers.hand_out(number, rank);
         if (!walk.go_to(numbers.take(), rank)) break;
-        if (rank == 0) number = take_ticket(tickets);  // it comes while this tile is brought
+        if (rank == 0) number = relay.leaves ? kNoTile : take_ticket(tickets);  // it comes while this tile is brought
         bring();
+        relay.call();
     }
-    if (rank == 0) leave_tickets(tickets, gridDim.x / TileT::kCluster);
+    if (rank == 0) leave_tickets(tickets, clusters);
 }
 
 /// A TileWalk where the last tiles are made in parts, which have numbers of their own (TailParts).

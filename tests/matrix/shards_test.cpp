@@ -119,6 +119,42 @@ TEST_P(Shards, RunTwice_SameBits) {
     for (std::size_t shard = 0; shard < first.size(); ++shard) EXPECT_EQ(first.run(shard).bytes(), second.run(shard).bytes());
 }
 
+/// Layers with so many tiles of grad_weight that two launches share them in the last stage.
+class ShardTiles : public testing::TestWithParam<std::tuple<Target, const char*>> {
+protected:
+    void SetUp() override { FLCE_REQUIRE_TARGET(std::get<0>(GetParam())); }
+};
+
+TEST_P(ShardTiles, SharedByTwoLaunches_SameBitsAsInOneCall) {
+    const Rows rows{34000, 34000};  // the second shard has 80 classes, and padding
+    const Spec whole = parse_spec(std::string("D=512,V=34080,dtype=bf16,") + std::get<1>(GetParam()));
+    const auto kernel = kernel_of_shards(std::get<0>(GetParam()), whole, rows);
+    ProblemOptions o;
+    o.num_tokens = 200;
+    o.ignored = Ignored::some;
+    const Problem problem = make_problem(whole, o);
+    for (const RetainedPlace place : {RetainedPlace::own, RetainedPlace::grad_weight}) {
+        if (kernel->retained_bytes(o.num_tokens, place) == 0) continue;  // a gradient that is added to is lent to nobody
+        ShardedRun whole_calls(kernel, problem, shards_of(34080, rows));
+        ShardedRun stages(kernel, problem, shards_of(34080, rows));
+        for (ShardedRun* run : {&whole_calls, &stages}) {
+            run->retain(place);
+            run->forward(run == &stages);
+            run == &stages ? run->backward_in_stages({}, true) : run->backward();
+        }
+        for (std::size_t shard = 0; shard < stages.size(); ++shard) {
+            const auto bytes = stages.run(shard).bytes();
+            for (const auto& [name, expected] : whole_calls.run(shard).bytes()) EXPECT_EQ(bytes.at(name), expected) << name;
+        }
+        EXPECT_EQ(stages.violations(), "");
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Gpu, ShardTiles,
+                         testing::Combine(testing::Values(Target::gpu),
+                                          testing::Values("bias", "layout=hidden_major", "grad_weight_mode=accumulate",
+                                                          "label_smoothing=0.1,class_weight")));
+
 std::string name_of(const testing::TestParamInfo<Parameters>& info) {
     const auto& [target, dtype, options] = info.param;
     return std::string(to_string(dtype)) + "_" + options.name;
