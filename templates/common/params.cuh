@@ -260,9 +260,11 @@ struct ReferencesParams {
     TeacherParams teacher;  ///< where the Problem has one: its classes' logits are known
     float* references;      ///< [rows]
     RowList list;
+    void* compact;             ///< [tokens, D], of listed rows; null: nobody reads it
     const float* temperature;  ///< [rows], where the Problem has temperatures
     float transform[kMaxTransformParameters];
     int rows;
+    int tokens;  ///< of the call
 };
 
 /// Before the GEMMs over retained exponentials E: p_j = exp(reference − lse)·E_j. All rows are those of the launch.

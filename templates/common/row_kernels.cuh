@@ -56,6 +56,8 @@ __device__ __forceinline__ void list_rows(const PrepareParams& p) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const long long first = static_cast<long long>(blockIdx.x - 1) * kReduceThreads;
+    const long long row = first + threadIdx.x;
+    const int target = row < p.num_tokens ? load_target<Problem>(p.targets, p.temperature, row) : kIgnored;  // before those of earlier rows
     int earlier = 0;
     for (long long begin = threadIdx.x; begin < first; begin += kAtOnce * kReduceThreads) {
 #pragma unroll
@@ -64,8 +66,6 @@ __device__ __forceinline__ void list_rows(const PrepareParams& p) {
             if (other < first && load_target<Problem>(p.targets, p.temperature, other) >= 0) ++earlier;
         }
     }
-    const long long row = first + threadIdx.x;
-    const int target = row < p.num_tokens ? load_target<Problem>(p.targets, p.temperature, row) : kIgnored;
     const bool valid = target >= 0;
     const unsigned of_warp = __ballot_sync(0xffffffffu, valid);
     earlier = static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<unsigned>(earlier)));
@@ -203,6 +203,16 @@ __device__ __forceinline__ void grad_bias(const GradBiasParams& p) {
     *out = Numeric<Out>::from_float(sum);
 }
 
+/// A warp copies a row of hidden states, or zeroes it where there is none.
+template <class Problem>
+__device__ __forceinline__ void bring_row(const typename Problem::Element* from, typename Problem::Element* to) {
+    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 32 * 8) {
+        unsigned words[4] = {0u, 0u, 0u, 0u};
+        if (from != nullptr) ptx::ld_global_v4(words, from + k);
+        ptx::st_global_v4(to + k, words);
+    }
+}
+
 /// A warp copies a row, or zeroes it where the list has none, or its token is ignored.
 template <class Problem>
 __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
@@ -220,12 +230,7 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
         from = listed ? p.list.rows[p.list.first + row].row : 0;
     }
     const Element* const hidden = static_cast<const Element*>(p.hidden) + from * Problem::hidden_size;
-    Element* const compact = static_cast<Element*>(p.compact) + static_cast<long long>(row) * Problem::hidden_size;
-    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 32 * 8) {
-        unsigned words[4] = {0u, 0u, 0u, 0u};
-        if (listed) ptx::ld_global_v4(words, hidden + k);
-        ptx::st_global_v4(compact + k, words);
-    }
+    bring_row<Problem>(listed ? hidden : nullptr, static_cast<Element*>(p.compact) + static_cast<long long>(row) * Problem::hidden_size);
 }
 
 /// Zeroes the gradient of a hidden_major weight's columns past V.

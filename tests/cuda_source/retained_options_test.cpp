@@ -251,6 +251,29 @@ TEST(RetainedTeacher, LogitsComeBeforeReferences) {
     }
 }
 
+// With nothing retained gather_rows does it.
+TEST(RetainedRows, ListedOnesAreBroughtTogetherByReferences) {
+    const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16");
+    const Device device = describe_device("h100");
+    const CudaProgram program = generate_cuda(spec, device, choose_plan(spec, device));
+    CallSlots slots = test::made_up_call(kTokens, {});
+    for (const bool retains : {false, true}) {
+        slots[static_cast<std::size_t>(Slot::retained)] = retains ? 99 * kStep : 0;
+        slots[static_cast<std::size_t>(Slot::retained_bytes)] = retains ? kHalf : 0;
+        const std::int64_t least = evaluate(program.forward_workspace_bytes, slots);
+        for (const bool room : {false, true}) {
+            slots[static_cast<std::size_t>(Slot::workspace_bytes)] = least + (room ? kTokens * 2048 * 2 + 256 : 0);
+            const Launched pass = test::run(program, program.forward, slots);
+            EXPECT_EQ(pass.count("gather_rows"), room && !retains ? 1 : 0);
+            ASSERT_EQ(pass.count("references"), retains ? 1 : 0);
+            if (!retains) continue;
+            const auto p = pass.launches[place(pass, "references")].params<ReferencesParams>();
+            EXPECT_EQ(p.tokens, kTokens);
+            EXPECT_EQ(p.compact != nullptr, room);
+        }
+    }
+}
+
 TEST(RetainedEntropy, ItsGradient_TakesNoExponentials) {
     const std::string options = ",outputs=loss+entropy";
     EXPECT_EQ(backward_of(options, {}).count("retained_rows"), 1);

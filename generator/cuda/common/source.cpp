@@ -126,14 +126,14 @@ void KernelWriter::gemm(const GemmKernel& kernel) {
 
 void KernelWriter::row_kernels() {
     if (is_shard(spec_)) {
-        rows(KernelRole::shard_sums, "ShardSumsParams", "shard_sums", kOutputThreads);
-        rows(KernelRole::merge_shards, "MergeShardsParams", "merge_shards", kOutputThreads);
+        rows(KernelRole::shard_sums, "ShardSumsParams", "shard_sums", kOutputThreads, Waits::before_it_calls);
+        rows(KernelRole::merge_shards, "MergeShardsParams", "merge_shards", kOutputThreads, Waits::before_it_calls);
     } else {
         rows(KernelRole::row_outputs, "RowOutputsParams", "row_outputs_kernel", kOutputThreads);
     }
     rows(KernelRole::reduce_loss, "ReduceLossParams", "reduce_loss", kReduceThreads);
-    rows(KernelRole::prepare, "PrepareParams", "prepare", kReduceThreads);
-    rows(KernelRole::row_coefficients, "RowCoefficientsParams", "row_coefficients_kernel", kRowThreads);
+    rows(KernelRole::prepare, "PrepareParams", "prepare", kReduceThreads, Waits::before_it_calls);
+    rows(KernelRole::row_coefficients, "RowCoefficientsParams", "row_coefficients_kernel", kRowThreads, Waits::before_it_calls);
 }
 
 void KernelWriter::option_kernels() {
@@ -153,8 +153,10 @@ void KernelWriter::option_kernels() {
 void KernelWriter::rows(KernelRole role, std::string_view params, std::string_view function, int threads, Waits waits) {
     // Kernels over tiles are those of a spec without a teacher.
     const char* problem = spec_.teacher_top_k > 0 ? "flce::Taught<Problem>" : "Problem";
-    const char* wait = overlaps_ && waits == Waits::before ? "flce::ptx::griddepcontrol_wait();\n    " : "";
-    add(source_.units.front(), role, params, fmt::format("{}flce::{}<{}>(p)", wait, function, problem), {.threads = threads});
+    std::string begin;
+    if (overlaps_ && waits != Waits::itself) begin += "flce::ptx::griddepcontrol_wait();\n    ";
+    if (overlaps_ && waits == Waits::before_it_calls) begin += "flce::ptx::griddepcontrol_launch_dependents();\n    ";
+    add(source_.units.front(), role, params, fmt::format("{}flce::{}<{}>(p)", begin, function, problem), {.threads = threads});
     source_.units.front().kernels.back().overlaps_previous = overlaps_;
     source_.kernels.back().overlaps_previous = overlaps_;
 }

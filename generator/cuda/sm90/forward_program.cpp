@@ -96,7 +96,7 @@ Statement forward_retain_launch(const ForwardPass& pass, const LaunchRows& rows,
     return build_tempered(std::move(launch), pass.spec, temperatures_at(rows));
 }
 
-/// A number near each row's logits, to which exponentials are relative.
+/// A number near each row's logits, to which exponentials are relative. Hidden states of listed tokens are brought together, too.
 Statement references_launch(const ForwardPass& pass, const LaunchRows& rows, const RetainedLayout& retained) {
     LaunchBuilder<ReferencesParams> launch(pass.source.kernel(KernelRole::references), ceil_div(rows.count, kRowThreads / 32));
     launch.set(&ReferencesParams::hidden, hidden_row_at(pass.spec, rows.base))
@@ -106,9 +106,11 @@ Statement references_launch(const ForwardPass& pass, const LaunchRows& rows, con
         .set_teacher(&ReferencesParams::teacher, pass.spec, rows.base)
         .set_list(&ReferencesParams::list, pass.list, workspace_at(pass.layout.scalars), rows.first)
         .set(&ReferencesParams::references, references_at(retained, rows))
+        .set(&ReferencesParams::compact, select(pass.layout.compacts, workspace_at(pass.layout.compact), 0))
         .set(&ReferencesParams::temperature, temperatures_at(rows))
         .set_transform(&ReferencesParams::transform, pass.spec)
-        .set(&ReferencesParams::rows, rows.count);
+        .set(&ReferencesParams::rows, rows.count)
+        .set(&ReferencesParams::tokens, slot(Slot::num_tokens));
     return launch.build();
 }
 
@@ -200,7 +202,8 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     std::vector<Statement> steps;
     std::vector<Statement> rest;
     if (plan.strategy == Strategy::retain) {
-        body.push_back({If{layout.compacts, {gather_compact_launch(pass)}}});
+        const Expr retains = less(0, retained_layout(spec, plan).columns);  // then `references` does it
+        body.push_back({If{and_not(layout.compacts, retains), {gather_compact_launch(pass)}}});
         steps = retaining_steps(pass, device, rows);
         rest.push_back({Loop{kRowsLoop, layout.launches, retaining_again_steps(pass, device, rows)}});
     } else {

@@ -57,7 +57,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     writer.rows(KernelRole::gather_rows, "GatherRowsParams", "gather_rows", kRowThreads);
     writer.rows(KernelRole::scatter_rows, "ScatterRowsParams", "scatter_rows", kRowThreads, KernelWriter::Waits::itself);
     if (retains) {
-        writer.rows(KernelRole::references, "ReferencesParams", "references", kRowThreads);
+        writer.rows(KernelRole::references, "ReferencesParams", "references", kRowThreads, KernelWriter::Waits::itself);
         writer.rows(KernelRole::retained_rows, "RetainedRowsParams", "retained_rows", kRowThreads);
         if (spec.bias) writer.rows(KernelRole::retained_bias, "RetainedBiasParams", "retained_bias", kRowThreads);
     }
