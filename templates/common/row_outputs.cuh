@@ -21,14 +21,53 @@ struct MaxOp {
 /// Reduction over the block in a fixed tree; every thread gets the result. `scratch` holds one T a warp.
 template <int kThreads, class T, class Op>
 __device__ __forceinline__ T block_reduce(T value, T* scratch, Op op) {
+    constexpr unsigned kWarps = kThreads / 32;
+    static_assert((kWarps & (kWarps - 1)) == 0 && kWarps <= 32, "a warp reduces what the warps have");
     for (int lanes = 16; lanes > 0; lanes /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (threadIdx.x % 32 == 0) scratch[warp] = value;
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
     __syncthreads();
-    T result = scratch[0];
-    for (int w = 1; w < kThreads / 32; ++w) result = op(result, scratch[w]);
+    value = scratch[threadIdx.x % kWarps];
+#pragma unroll
+    for (int lanes = kWarps / 2; lanes > 0; lanes /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
     __syncthreads();  // scratch may be used again
-    return result;
+    return value;
+}
+
+/// LossPartials of many rows. A float holds no count of very many tokens.
+struct LossSums {
+    float cross_entropy;
+    float z_loss;
+    float class_weight;
+    double tokens;
+
+    __device__ __forceinline__ void add(const LossPartial& part) {
+        cross_entropy += part.cross_entropy;
+        z_loss += part.z_loss;
+        class_weight += part.class_weight;
+        tokens += part.tokens;
+    }
+    /// Adds what the lane has whose number differs in `lanes`.
+    __device__ __forceinline__ void add_lane(int lanes) {
+        cross_entropy += __shfl_xor_sync(0xffffffffu, cross_entropy, lanes);
+        z_loss += __shfl_xor_sync(0xffffffffu, z_loss, lanes);
+        class_weight += __shfl_xor_sync(0xffffffffu, class_weight, lanes);
+        tokens += __shfl_xor_sync(0xffffffffu, tokens, lanes);
+    }
+};
+
+/// What the block's threads have, on every thread, in a fixed tree: block_reduce of all at once.
+template <int kThreads>
+__device__ __forceinline__ LossSums sum_losses(LossSums sums) {
+    constexpr unsigned kWarps = kThreads / 32;
+    static_assert((kWarps & (kWarps - 1)) == 0 && kWarps <= 32, "a warp adds up what the warps have");
+    __shared__ LossSums of_warps[kWarps];
+    for (int lanes = 16; lanes > 0; lanes /= 2) sums.add_lane(lanes);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sums;
+    __syncthreads();
+    sums = of_warps[threadIdx.x % kWarps];
+#pragma unroll
+    for (int lanes = kWarps / 2; lanes > 0; lanes /= 2) sums.add_lane(lanes);
+    return sums;
 }
 
 /// What a token counts for in what a mean divides by. `token_weights`: the rows', or null.
@@ -84,34 +123,42 @@ __device__ __forceinline__ float class_weight_total(const PassScalars* scalars) 
     return static_cast<float>(whole_vocab_size<Problem>());
 }
 
-/// Divides the sums over all rows and writes the scalars that are wanted. For one thread. `tokens`: LossPartial's, which a float holds no
-/// sum of where there are very many.
+/// Divides the sums over all rows and writes the scalars that are wanted. For one thread.
 template <class Problem>
-__device__ __forceinline__ void write_loss(const CountParams& p, const LossPartial& sums, double tokens, float* loss, float* z_loss) {
-    const MeanFactors factors = mean_factors<Problem>(p, sums.class_weight, tokens);
+__device__ __forceinline__ void write_loss(const CountParams& p, const LossSums& sums, float* loss, float* z_loss) {
+    const MeanFactors factors = mean_factors<Problem>(p, sums.class_weight, sums.tokens);
     if (loss != nullptr) *loss = sums.cross_entropy * factors.cross_entropy + sums.z_loss * factors.z_loss;
     if (z_loss != nullptr) *z_loss = sums.z_loss * factors.z_loss;
 }
 
+/// Adds a part of a row to `all`, whose max is the largest of all parts'.
+template <class Problem>
+__device__ __forceinline__ void add_part(RowSums& all, const RowSums& part) {
+    const float difference = part.exp_sum > 0.f ? fmaxf(part.max - all.max, farthest_below()) : 0.f;
+    const float factor = ::expf(difference);
+    all.exp_sum += factor * part.exp_sum;
+    if constexpr (Problem::entropy) all.exp_z_sum += factor * (part.exp_z_sum + difference * part.exp_sum);
+    if constexpr (Problem::label_smoothing) all.weighted_sum += part.weighted_sum;
+    if constexpr (Problem::square_sum) all.exp_sq_sum += factor * factor * part.exp_sq_sum;
+    if constexpr (Problem::top1) all.top1 = first_of_largest(all.max, all.top1, part.max, part.top1);
+}
+
 /// What every kStep-th of a row's `splits` parts from number `first` on comes to; they lie `split_stride` elements apart. The largest logit
-/// first, so that no part waits for the exponential of the one before. kAtOnce: parts whose loads are on their way together, where there
-/// are that many.
+/// first, so that no part waits for the exponential of the one before. The first part, often the only one, is read once. kAtOnce: parts
+/// whose loads are on their way together, where there are that many.
 template <class Problem, int kStep, int kAtOnce = 16>
 __device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int first, int splits) {
     using Fields = PartialFields<Problem>;
     RowSums all = sums_of_nothing(-infinity(), -infinity());
+    if (first >= splits) return all;
+    const RowSums head = Fields::load(at + first * split_stride, field_stride);
+    all.max = fmaxf(all.max, head.max);
 #pragma unroll kAtOnce
-    for (int split = first; split < splits; split += kStep) all.max = fmaxf(all.max, at[split * split_stride]);
+    for (int split = first + kStep; split < splits; split += kStep) all.max = fmaxf(all.max, at[split * split_stride]);
+    add_part<Problem>(all, head);
 #pragma unroll kAtOnce
-    for (int split = first; split < splits; split += kStep) {
-        const RowSums part = Fields::load(at + split * split_stride, field_stride);
-        const float difference = part.exp_sum > 0.f ? fmaxf(part.max - all.max, farthest_below()) : 0.f;
-        const float factor = ::expf(difference);
-        all.exp_sum += factor * part.exp_sum;
-        if constexpr (Problem::entropy) all.exp_z_sum += factor * (part.exp_z_sum + difference * part.exp_sum);
-        if constexpr (Problem::label_smoothing) all.weighted_sum += part.weighted_sum;
-        if constexpr (Problem::square_sum) all.exp_sq_sum += factor * factor * part.exp_sq_sum;
-        if constexpr (Problem::top1) all.top1 = first_of_largest(all.max, all.top1, part.max, part.top1);
+    for (int split = first + kStep; split < splits; split += kStep) {
+        add_part<Problem>(all, Fields::load(at + split * split_stride, field_stride));
     }
     return all;
 }
@@ -141,18 +188,14 @@ __device__ __forceinline__ void write_outputs(const OutputsParams& p, int row, c
 
 /// Adds up what the block's threads have of the loss.
 template <class Problem>
-__device__ __forceinline__ void write_losses(const OutputsParams& p, LossPartial mine) {
-    __shared__ float scratch[kOutputThreads / 32];
+__device__ __forceinline__ void write_losses(const OutputsParams& p, const LossPartial& mine) {
     if (p.loss_partials == nullptr && p.scalar_loss == nullptr && p.scalar_z_loss == nullptr) return;
-    mine.cross_entropy = block_reduce<kOutputThreads>(mine.cross_entropy, scratch, SumOp{});
-    mine.z_loss = block_reduce<kOutputThreads>(mine.z_loss, scratch, SumOp{});
-    mine.class_weight = block_reduce<kOutputThreads>(mine.class_weight, scratch, SumOp{});
-    mine.tokens = block_reduce<kOutputThreads>(mine.tokens, scratch, SumOp{});
+    const LossSums sums = sum_losses<kOutputThreads>({mine.cross_entropy, mine.z_loss, mine.class_weight, mine.tokens});
     if (threadIdx.x != 0) return;
     if (p.loss_partials != nullptr) {
-        p.loss_partials[blockIdx.x] = mine;
+        p.loss_partials[blockIdx.x] = {sums.cross_entropy, sums.z_loss, sums.class_weight, static_cast<float>(sums.tokens)};
     } else {
-        write_loss<Problem>(p.count, mine, mine.tokens, p.scalar_loss, p.scalar_z_loss);
+        write_loss<Problem>(p.count, sums, p.scalar_loss, p.scalar_z_loss);
     }
 }
 
@@ -255,22 +298,10 @@ __device__ __forceinline__ void row_outputs_kernel(const RowOutputsParams& p) {
 /// The scalar loss, in one block.
 template <class Problem>
 __device__ __forceinline__ void reduce_loss(const ReduceLossParams& p) {
-    __shared__ float scratch[kReduceThreads / 32];
-    __shared__ double counts[kReduceThreads / 32];
-    LossPartial sums{0.f, 0.f, 0.f, 0.f};
-    double tokens = 0.;
-    for (long long i = threadIdx.x; i < p.blocks; i += kReduceThreads) {
-        const LossPartial part = p.loss_partials[i];
-        sums.cross_entropy += part.cross_entropy;
-        sums.z_loss += part.z_loss;
-        sums.class_weight += part.class_weight;
-        tokens += part.tokens;
-    }
-    sums.cross_entropy = block_reduce<kReduceThreads>(sums.cross_entropy, scratch, SumOp{});
-    sums.z_loss = block_reduce<kReduceThreads>(sums.z_loss, scratch, SumOp{});
-    sums.class_weight = block_reduce<kReduceThreads>(sums.class_weight, scratch, SumOp{});
-    tokens = block_reduce<kReduceThreads>(tokens, counts, SumOp{});
-    if (threadIdx.x == 0) write_loss<Problem>(p.count, sums, tokens, p.loss, p.z_loss);
+    LossSums sums{0.f, 0.f, 0.f, 0.};
+    for (long long i = threadIdx.x; i < p.blocks; i += kReduceThreads) sums.add(p.loss_partials[i]);
+    sums = sum_losses<kReduceThreads>(sums);
+    if (threadIdx.x == 0) write_loss<Problem>(p.count, sums, p.loss, p.z_loss);
 }
 
 }  // namespace flce

@@ -106,7 +106,31 @@ __device__ __forceinline__ void gather_teacher_logits(const MergeShardsParams& p
     }
 }
 
-/// Outputs of all rows from all shards' sums, in the order of the shards. Labels are the whole layer's.
+/// A row's sums and target's logit of all shards. A row's threads take turns with the shards, whose loads are on their way together; the
+/// first thread has the sums. All threads of the block.
+template <class Problem>
+__device__ __forceinline__ RowSums sums_of_shards(const MergeShardsParams& p, const MergedSplits<Problem>& merged) {
+    using Fields = PartialFields<Problem>;
+    constexpr int kParts = MergedSplits<Problem>::kParts;
+    __shared__ float parts[kParts][Fields::kCount][kOutputRows];
+    __shared__ float target_logits[kParts][kOutputRows];
+    const int shards = merged.row < p.rows ? p.shards : 0;
+    const float* const of_row = p.sums + merged.row;
+    const float* const logits = of_row + ShardFieldsOf<Problem>::kTargetLogit * p.ld;
+    float target_logit = -infinity();
+    for (int shard = merged.part; shard < shards; shard += kParts) target_logit = fmaxf(target_logit, logits[shard * p.stride]);
+    Fields::store(&parts[merged.part][0][merged.row_of_block], kOutputRows,
+                  merge_splits<Problem, kParts, 4>(of_row, p.stride, p.ld, merged.part, shards));
+    target_logits[merged.part][merged.row_of_block] = target_logit;
+    __syncthreads();
+    if (merged.part != 0) return sums_of_nothing(-infinity(), -infinity());
+    RowSums sums = merge_splits<Problem, 1>(&parts[0][0][merged.row_of_block], Fields::kCount * kOutputRows, kOutputRows, 0, kParts);
+    for (int part = 1; part < kParts; ++part) target_logit = fmaxf(target_logit, target_logits[part][merged.row_of_block]);
+    sums.target_logit = target_logit;
+    return sums;
+}
+
+/// Outputs of all rows from all shards' sums. Labels are the whole layer's.
 template <class Problem>
 __device__ __forceinline__ void merge_shards(const MergeShardsParams& p) {
     using Fields = ShardFieldsOf<Problem>;
@@ -115,13 +139,11 @@ __device__ __forceinline__ void merge_shards(const MergeShardsParams& p) {
     const bool first = merged.part == 0 && row < p.rows;
     const int target = row < p.rows ? load_target<Problem>(p.targets, p.temperature, row) : kIgnored;
     const float* const of_row = p.sums + row;
-    RowSums sums = sums_of_nothing(-infinity(), -infinity());
+    const RowSums sums = sums_of_shards<Problem>(p, merged);
     float c_y = 1.f;
     float total = static_cast<float>(whole_vocab_size<Problem>());
-    if (first && target >= 0) {
-        sums = merge_splits<Problem, 1, 4>(of_row, p.stride, p.ld, 0, p.shards);
-        sums.target_logit = largest_of_shards(p, of_row + Fields::kTargetLogit * p.ld);
-        if constexpr (Problem::class_weight) c_y = sum_of_shards(p, of_row + Fields::kTargetClassWeight * p.ld);
+    if constexpr (Problem::class_weight) {
+        if (first && target >= 0) c_y = sum_of_shards(p, of_row + Fields::kTargetClassWeight * p.ld);
     }
     if constexpr (Problem::class_weight) {
         if (first) p.target_class_weight[row] = target >= 0 ? c_y : 0.f;
