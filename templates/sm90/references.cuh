@@ -102,9 +102,10 @@ __device__ __forceinline__ float reference_of(const ReferencesParams& p, const L
     return logit;
 }
 
-/// A warp has a row of the launch. It begins while `prepare` still makes the list, with the token that the row has if none before it is
-/// ignored; where one is, it begins again. (A teacher's logits are not there that early.) What is read of the call was there before
-/// `prepare` began; without a list there is no `prepare`. Where any token is ignored, it brings hidden states of listed rows together.
+/// A warp has a row of the launch. It begins while `prepare` still makes the list, with the token whose row this is if no earlier token is
+/// ignored. Where the list has another token, the warp begins again. What it reads early was there before `prepare` began; so nothing is
+/// read early without a list, for then there is no `prepare`, and with a teacher, whose logits come between the two. Where any token is
+/// ignored, the warp also copies the row's hidden states to where listed rows lie beside each other.
 template <class Problem>
 __device__ __forceinline__ void references(const ReferencesParams& p) {
     using Element = typename Problem::Element;

@@ -66,26 +66,25 @@ struct NoRelay {
     __device__ __forceinline__ void call() const {}
 };
 
-/// Of a launch that may share its tickets with one beside it, so that blocks of other streams come onto SMs in between: the first launch's
-/// last clusters leave after a tile each. The second launch begins when these have left and every other cluster has brought a tile. Its
-/// clusters come onto the SMs that nobody else has come onto, the others later.
+/// Of two launches that share their tickets, so that blocks of another stream come onto some SMs in between. The last clusters of the
+/// first launch leave after a tile each. The second launch begins when all of these have left and every other cluster has brought a tile.
+/// By then the other stream's blocks have taken the SMs that they need; the second launch's clusters take the others, and these SMs later.
 struct Relay {
-    bool leaves;  ///< this cluster does
-    bool calls;   ///< the second launch
+    bool leaves;  ///< this cluster leaves after a tile
+    bool calls;   ///< there is a second launch, and this one lets it begin
 
     template <class TileT>
     __device__ __forceinline__ static Relay of(int leaving) {
         const unsigned stay = gridDim.x / TileT::kCluster - static_cast<unsigned>(leaving);
         return {blockIdx.x / TileT::kCluster >= stay, leaving != 0};
     }
-    /// One thread of a block that has brought a tile. Of one that leaves, its end is the call.
+    /// One thread of a block, when the block has brought a tile. The end of a cluster that leaves is its call.
     __device__ __forceinline__ void call() const {
         if (calls && !leaves) ptx::griddepcontrol_launch_dependents();
     }
 };
 
-/// One thread of each block: calls `bring` for every tile of `walk` that the cluster takes.
-/// `clusters`: that take tickets.
+/// One thread of each block: calls `bring` for every tile of `walk` that the cluster takes. `clusters`: how many take these tickets.
 template <class TileT, class Walk, class Bring, class RelayT>
 __device__ __forceinline__ void bring_tiles(Tickets* tickets, unsigned clusters, TileNumbers<TileT>& numbers, Walk& walk, unsigned rank,
                                             const Bring& bring, const RelayT& relay) {

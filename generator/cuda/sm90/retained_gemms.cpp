@@ -190,7 +190,7 @@ Statement build_with_bias(const BackwardPassSm90& pass, LaunchBuilder<Params> la
     return biased.build();
 }
 
-/// How a launch of grad_weight shares its tiles with another one (Relay): nothing of it where there is one launch.
+/// How a launch of grad_weight shares its tiles with another one (Relay). All 0: there is one launch.
 struct RelayPart {
     Expr clusters{0};
     Expr leaving{0};
@@ -199,8 +199,7 @@ struct RelayPart {
 
 GradWeightExtents retained_extents(const BackwardPassSm90& pass) { return grad_weight_extents(pass.spec, pass.retained.columns); }
 
-/// Clusters of grad_weight that are relieved when they have made a tile: so many that a collective's blocks have an SM each, of which NCCL
-/// has no more than 64.
+/// Clusters of grad_weight that leave after a tile: an SM for each block of a collective. NCCL has no more than 64 blocks.
 std::int64_t relieved_clusters(const BackwardPassSm90& pass) { return std::min<std::int64_t>(64 / kClusterBlocks, pass.clusters / 2); }
 
 /// Whether a tile is a small part of the launch, so that a collective may begin one later.
@@ -253,7 +252,7 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass, const Expr& 
     return build_with_bias(pass, std::move(smoothed));
 }
 
-/// While it runs, nothing does that needs an SM by itself.
+/// One block that lasts as long as a collective's blocks take to come. Nothing else is on the SMs meanwhile.
 Statement make_room_launch(const BackwardPassSm90& pass) {
     constexpr std::int64_t kCycles = 12'288;  // 7 µs: NCCL's blocks begin 3 to 6 µs after what they wait for
     LaunchBuilder<MakeRoomParams> launch(pass.source.kernel(KernelRole::make_room), Expr(1));
