@@ -38,6 +38,10 @@ def test_which_rows_ranks_have(device: str) -> None:
     assert passed("tensor_parallel_layouts_worker.py", "2,4", device) == {2: 10, 4: 10}
 
 
+def test_sums_are_gathered_beside_the_rest_of_forward(device: str) -> None:
+    assert passed("tensor_parallel_stages_worker.py", "2", device) == {2: 2}
+
+
 def test_random_shards_equal_the_whole_layer(device: str) -> None:
     assert passed("tensor_parallel_property_worker.py", "2,3", device) == {2: 40, 3: 40}
 
