@@ -168,7 +168,7 @@ struct GradWeightSm90 {
         if (mainloop.place.consumer >= 0) panels.finish();
         mainloop.meet();
         if constexpr (kRelays) {
-            if (p.joins != 0) ptx::griddepcontrol_wait();  // whoever waits for this launch waits for the one beside it, too
+            if (p.joins != 0) ptx::griddepcontrol_wait();  // the next kernel waits for this launch, and so for the first one, too
         }
     }
 

@@ -30,7 +30,7 @@ struct ShardLayer {
           plan(choose_plan(spec, device)),
           program(generate_cuda(spec, device, plan)) {}
 
-    /// Of a pass, with made-up addresses for what it is given.
+    /// The slots of a call: every tensor that the pass takes has a made-up address.
     [[nodiscard]] CallSlots call(Pass pass, std::int64_t tokens, std::int64_t columns, std::int64_t rows) const {
         CallSlots slots = test::made_up_call(tokens, {});
         for (std::size_t i = 0; i < kCallTensorCount; ++i) {

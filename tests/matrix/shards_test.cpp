@@ -119,7 +119,7 @@ TEST_P(Shards, RunTwice_SameBits) {
     for (std::size_t shard = 0; shard < first.size(); ++shard) EXPECT_EQ(first.run(shard).bytes(), second.run(shard).bytes());
 }
 
-/// Layers with so many tiles of grad_weight that two launches share them in the last stage.
+/// Shards that have at least four tiles of grad_weight for each cluster: in the last stage two launches share the tiles.
 class ShardTiles : public testing::TestWithParam<std::tuple<Target, const char*>> {
 protected:
     void SetUp() override { FLCE_REQUIRE_TARGET(std::get<0>(GetParam())); }

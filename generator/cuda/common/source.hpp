@@ -53,8 +53,8 @@ public:
     void row_kernels();
     /// Kernels over rows that options ask for: of a rounded weight, a teacher, a bias, and columns past the vocabulary.
     void option_kernels();
-    /// Who waits for the launch before, where launches overlap. before_it_calls: when that has ended, the next launch may come onto free
-    /// SMs. Not where others are to come onto them.
+    /// Who waits for the end of the launch before, where launches overlap. before_it_calls: as `before`, and then the next launch's blocks
+    /// may come onto free SMs. Not of a kernel that leaves SMs free for a collective's blocks.
     enum class Waits : std::uint8_t { before, before_it_calls, itself };
     /// A kernel over rows. `function` is the template's name.
     void rows(KernelRole role, std::string_view params, std::string_view function, int threads, Waits waits = Waits::before);
