@@ -17,6 +17,9 @@ enum class ReductionCode : std::int64_t { none = 0, sum = 1, mean = 2, weighted_
 /// Dtype of `num_valid`, the caller's count of valid tokens.
 enum class CountCode : std::int64_t { fp32 = 0, int32 = 1, int64 = 2 };
 
+/// What a call does of a pass that may be cut in two: ForwardStage, BackwardStage.
+enum class StageCode : std::int64_t { whole = 0, first = 1, rest = 2 };
+
 // clang-format off
 #define FLCE_CALL_SCALARS(X)                                                                              \
     X(num_tokens)                                                                                         \
@@ -34,7 +37,7 @@ enum class CountCode : std::int64_t { fp32 = 0, int32 = 1, int64 = 2 };
     X(vocab_columns)           /* rows of the weight that are classes: vocab_size, of a shard any fewer */ \
     X(weight_rows)             /* of which the others are padding: padded_vocab_size, of a shard fewer */ \
     X(num_shards)              /* merge alone */                                                          \
-    X(stage)                   /* ForwardStage or BackwardStage */                                        \
+    X(stage)                   /* StageCode */                                                            \
     X(hidden_ready)            /* 0 or 1: hidden may be read in the first of two stages */
 // clang-format on
 

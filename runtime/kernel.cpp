@@ -43,13 +43,13 @@ public:
         if (stage != ForwardStage::whole && !is_shard(spec_)) {
             checks_.fail("stage must be whole: the spec has no whole_vocab_size, and nothing waits for partial sums");
         }
-        set(Slot::stage, static_cast<std::int64_t>(stage));
+        set_stage(stage);
     }
     void stage(BackwardStage stage) {
         if (stage != BackwardStage::whole && stage != BackwardStage::until_grad_hidden && stage != BackwardStage::rest) {
             checks_.fail(fmt::format("stage is {}; allowed are whole (0), until_grad_hidden (1), rest (2)", static_cast<int>(stage)));
         }
-        set(Slot::stage, static_cast<std::int64_t>(stage));
+        set_stage(stage);
     }
     void hidden_ready(bool ready) { set(Slot::hidden_ready, ready ? 1 : 0); }
 
@@ -96,6 +96,12 @@ public:
 
 private:
     void set(Slot slot, std::int64_t value) { slots_[static_cast<std::size_t>(slot)] = value; }
+    template <class Stage>
+    void set_stage(Stage stage) {
+        using enum StageCode;
+        static_assert(static_cast<int>(Stage::whole) == static_cast<int>(whole) && static_cast<int>(Stage::rest) == static_cast<int>(rest));
+        set(Slot::stage, static_cast<std::int64_t>(stage));
+    }
     template <class Args>
     void take_sizes(const Args& args) {
         take_num_tokens(args.hidden);

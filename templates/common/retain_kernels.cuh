@@ -153,6 +153,7 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
         bool is_named = false;
         if constexpr (Problem::teacher) is_named = write_named<Problem>(p, r);
         scale = r.divisor * r.share * derivative;
+        if (p.states[row / kOutputRows] == kStale) scale = not_a_number();  // forward's last stage is missing
         if (lane == 0 && !is_named && target.target < p.columns && r.divisor != 0.f) write_target<Problem>(p, r);
     }
     if (lane == 0) p.row_scales[row] = scale;

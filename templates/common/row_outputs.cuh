@@ -18,17 +18,23 @@ struct MaxOp {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
+/// What the lane has whose number differs in `lanes`.
+template <class T>
+__device__ __forceinline__ T of_other_lane(T value, int lanes) {
+    return __shfl_xor_sync(0xffffffffu, value, lanes);
+}
+
 /// Reduction over the block in a fixed tree; every thread gets the result. `scratch` holds one T a warp.
 template <int kThreads, class T, class Op>
 __device__ __forceinline__ T block_reduce(T value, T* scratch, Op op) {
     constexpr unsigned kWarps = kThreads / 32;
     static_assert((kWarps & (kWarps - 1)) == 0 && kWarps <= 32, "a warp reduces what the warps have");
-    for (int lanes = 16; lanes > 0; lanes /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+    for (int lanes = 16; lanes > 0; lanes /= 2) value = op(value, of_other_lane(value, lanes));
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
     __syncthreads();
     value = scratch[threadIdx.x % kWarps];
 #pragma unroll
-    for (int lanes = kWarps / 2; lanes > 0; lanes /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+    for (int lanes = kWarps / 2; lanes > 0; lanes /= 2) value = op(value, of_other_lane(value, lanes));
     __syncthreads();  // scratch may be used again
     return value;
 }
@@ -46,28 +52,20 @@ struct LossSums {
         class_weight += part.class_weight;
         tokens += part.tokens;
     }
-    /// Adds what the lane has whose number differs in `lanes`.
-    __device__ __forceinline__ void add_lane(int lanes) {
-        cross_entropy += __shfl_xor_sync(0xffffffffu, cross_entropy, lanes);
-        z_loss += __shfl_xor_sync(0xffffffffu, z_loss, lanes);
-        class_weight += __shfl_xor_sync(0xffffffffu, class_weight, lanes);
-        tokens += __shfl_xor_sync(0xffffffffu, tokens, lanes);
+    __device__ __forceinline__ LossSums operator+(const LossSums& other) const {
+        return {cross_entropy + other.cross_entropy, z_loss + other.z_loss, class_weight + other.class_weight, tokens + other.tokens};
     }
 };
+__device__ __forceinline__ LossSums of_other_lane(const LossSums& sums, int lanes) {
+    return {of_other_lane(sums.cross_entropy, lanes), of_other_lane(sums.z_loss, lanes), of_other_lane(sums.class_weight, lanes),
+            of_other_lane(sums.tokens, lanes)};
+}
 
-/// What the block's threads have, on every thread, in a fixed tree: block_reduce of all at once.
+/// What the block's threads have, on every thread.
 template <int kThreads>
-__device__ __forceinline__ LossSums sum_losses(LossSums sums) {
-    constexpr unsigned kWarps = kThreads / 32;
-    static_assert((kWarps & (kWarps - 1)) == 0 && kWarps <= 32, "a warp adds up what the warps have");
-    __shared__ LossSums of_warps[kWarps];
-    for (int lanes = 16; lanes > 0; lanes /= 2) sums.add_lane(lanes);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sums;
-    __syncthreads();
-    sums = of_warps[threadIdx.x % kWarps];
-#pragma unroll
-    for (int lanes = kWarps / 2; lanes > 0; lanes /= 2) sums.add_lane(lanes);
-    return sums;
+__device__ __forceinline__ LossSums sum_losses(const LossSums& sums) {
+    __shared__ LossSums scratch[kThreads / 32];
+    return block_reduce<kThreads>(sums, scratch, SumOp{});
 }
 
 /// What a token counts for in what a mean divides by. `token_weights`: the rows', or null.
@@ -254,7 +252,7 @@ __device__ __forceinline__ bool corrects_reference(const SplitSumsParams& p, int
 __device__ __forceinline__ void tell_stale(const SplitSumsParams& p, bool stale) {
     if (p.references == nullptr) return;
     stale = __syncthreads_or(stale) != 0;
-    if (threadIdx.x == 0) p.stale[blockIdx.x] = stale ? 1u : 0u;
+    if (threadIdx.x == 0) p.retained_states[blockIdx.x] = stale ? kStale : kInRange;
 }
 
 /// Merges the splits of each row and writes its outputs; one LossPartial a block, or the scalar loss.

@@ -6,6 +6,7 @@
 #include "flce/sm90/forward_share.cuh"
 #include "flce/sm90/row_reduction.cuh"
 #include "flce/sm90/share_jobs.cuh"
+#include "flce/sm90/stale_rows.cuh"
 #include "flce/sm90/store.cuh"
 #include "flce/sm90/vocabulary_walk.cuh"
 
@@ -95,7 +96,10 @@ struct ForwardSm90 {
         if (blockIdx.x == 0 && threadIdx.x == 0) p.scalars->splits = share.splits;
         if (share.rows == 0 || cluster() >= share.clusters) return mainloop.meet();
         if constexpr (Problem::retain) {
-            if (p.again != 0 && !any_stale_at_all()) return mainloop.meet();
+            if (p.again != 0) {
+                if (!stale().template any_at_all<kThreads>()) return mainloop.meet();
+                if (blockIdx.x == 0) stale().template tell_written_again<kThreads>();
+            }
         }
         if (threadIdx.x == 0) director().start();  // while it has registers
         if (mainloop.place.consumer < 0) {
@@ -182,24 +186,10 @@ struct ForwardSm90 {
         if constexpr (Problem::retain) return ceil_div(p.retained_columns, kClusterColumns);
         return 0;
     }
+    __device__ __forceinline__ StaleRows stale() const { return {p.states, share.rows}; }
     __device__ __forceinline__ bool any_stale_of(int row_cluster) const {
-        if constexpr (!Problem::retain) return false;
-        const int row = row_cluster * kClusterRows;
-        return any_stale(row, min(row + kClusterRows, share.rows));
-    }
-    /// Of all rows, for the whole block.
-    __device__ __forceinline__ bool any_stale_at_all() const {
-        bool any = false;
-        for (int row = static_cast<int>(threadIdx.x) * kOutputRows; row < share.rows; row += static_cast<int>(kThreads) * kOutputRows) {
-            any = any || p.stale[row / kOutputRows] != 0u;
-        }
-        return __syncthreads_or(any) != 0;
-    }
-    __device__ __forceinline__ bool any_stale(int begin, int end) const {
-        bool any = false;
-#pragma unroll 1
-        for (int row = begin; row < end; row += kOutputRows) any = any || p.stale[row / kOutputRows] != 0u;
-        return any;
+        if constexpr (Problem::retain) return stale().any(row_cluster * kClusterRows, kClusterRows);
+        return false;
     }
 
     __device__ __forceinline__ void consume() {

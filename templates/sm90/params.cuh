@@ -27,7 +27,7 @@ struct ForwardSm90Params : ForwardParams {
     TensorMap retained_map;   ///< to store exponentials, where the Problem retains them
     ShareTickets* shares;     ///< of this launch; null: each cluster has its own share, whenever it runs
     const float* references;  ///< [rows]
-    const unsigned* stale;    ///< the second time: which rows (as RowOutputsParams has it)
+    unsigned* states;         ///< RetainedState, of each block of kOutputRows: read and written the second time
     PassScalars* scalars;
     RowList list;          ///< `hidden`, its map and the targets then begin with the call's first row
     int clusters;          ///< most that share the work

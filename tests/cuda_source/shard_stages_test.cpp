@@ -177,6 +177,23 @@ TEST(Stages, Forward_PartialSumsAreCompleteBeforeExponentialsAreWrittenAgain) {
     EXPECT_GT(launches(20000, true, 2).launches.size(), 1U);
 }
 
+// By what the last stage of forward has written there, backward knows that it has run.
+TEST(Stages, StatesOfRetainedRows_AreOneArray) {
+    const Layer layer("D=2048,V=9000,whole_vocab_size=30000,dtype=bf16");
+    const auto launched = [&](Pass pass, std::int64_t stage) {
+        CallSlots slots = layer.call(pass, 3000, 8000, 8000);
+        set(slots, Slot::retained, 99 * kStep);
+        set(slots, Slot::retained_bytes, evaluate(layer.program.retained_bytes, slots));
+        set(slots, Slot::stage, stage);
+        return test::run(layer.program, pass == Pass::forward ? layer.program.forward : layer.program.backward, slots);
+    };
+    const Launched first = launched(Pass::forward, 1);
+    const auto sums = std::ranges::find(first, std::string("flce_shard_sums"), &Recorded::kernel)->params<ShardSumsParams>();
+    ASSERT_NE(sums.found.retained_states, nullptr);
+    EXPECT_EQ(launched(Pass::forward, 2).launches.front().params<ForwardSm90Params>().states, sums.found.retained_states);
+    EXPECT_EQ(rows_of(launched(Pass::backward, 0)).states, sums.found.retained_states);
+}
+
 // A collective's blocks come onto SMs of clusters that end after a tile. A second launch goes on with their work: each tile is made once,
 // and the counter of tiles is 0 again when the clusters of both have left.
 TEST(Stages, ManyTiles_TwoLaunchesShareThem) {

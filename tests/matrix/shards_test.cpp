@@ -2,9 +2,11 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 #include <vector>
 
+#include "tests/support/number_formats.hpp"
 #include "tests/support/option_sets.hpp"
 #include "tests/support/sharded_run.hpp"
 #include "tests/support/targets.hpp"
@@ -119,11 +121,14 @@ TEST_P(Shards, RunTwice_SameBits) {
     for (std::size_t shard = 0; shard < first.size(); ++shard) EXPECT_EQ(first.run(shard).bytes(), second.run(shard).bytes());
 }
 
-/// Shards that have at least four tiles of grad_weight for each cluster: in the last stage two launches share the tiles.
-class ShardTiles : public testing::TestWithParam<std::tuple<Target, const char*>> {
+/// A layer over shards, with the rest of its spec as text.
+class ShardsInStages : public testing::TestWithParam<std::tuple<Target, const char*>> {
 protected:
     void SetUp() override { FLCE_REQUIRE_TARGET(std::get<0>(GetParam())); }
 };
+
+/// Shards that have at least four tiles of grad_weight for each cluster: in the last stage two launches share the tiles.
+class ShardTiles : public ShardsInStages {};
 
 TEST_P(ShardTiles, SharedByTwoLaunches_SameBitsAsInOneCall) {
     const Rows rows{34000, 34000};  // the second shard has 80 classes, and padding
@@ -154,6 +159,44 @@ INSTANTIATE_TEST_SUITE_P(Gpu, ShardTiles,
                          testing::Combine(testing::Values(Target::gpu),
                                           testing::Values("bias", "layout=hidden_major", "grad_weight_mode=accumulate",
                                                           "label_smoothing=0.1,class_weight")));
+
+/// A token's logit of a class in the first shard, which has not its target, is far above those by which that shard chose its reference.
+class StaleExponentials : public ShardsInStages {};
+
+TEST_P(StaleExponentials, ForwardWithoutItsRest_GradientsOfTheRowAreNaN) {
+    constexpr std::int64_t kToken = 17;
+    constexpr std::int64_t kOther = 200;
+    const Rows rows{1300, 1300};
+    const Spec whole = parse_spec(std::string("D=256,V=2600,dtype=bf16,") + std::get<1>(GetParam()));
+    const auto kernel = kernel_of_shards(std::get<0>(GetParam()), whole, rows);
+    if (kernel->plan().strategy != Strategy::retain) GTEST_SKIP() << "this GPU's kernels retain nothing: " << kernel->plan().text();
+    ProblemOptions o;
+    o.num_tokens = 300;
+    o.ignored = Ignored::none;
+    Problem problem = make_problem(whole, o);
+    problem.target[kToken] = 2000;
+    std::fill_n(problem.hidden.begin() + kOther / 64 * 64 * 256, 64 * 256, 0.F);  // whose logits are all alike
+    for (std::size_t k = 0; k < 256; ++k) {
+        problem.weight[1299 * 256 + k] = rounded(0.25F * problem.hidden[kToken * 256 + k], DType::bf16);
+    }
+    const Selection of_both{{kToken, kOther}, {1299}};
+    for (const bool rest : {true, false}) {
+        ShardedRun run(kernel, problem, shards_of(2600, rows));
+        run.retain(RetainedPlace::own);
+        run.forward(true, rest);
+        run.backward();
+        const KernelOutputs found = run.run(0).outputs(of_both);
+        EXPECT_NE(std::isnan(found.grad_hidden[0]), rest);
+        EXPECT_FALSE(std::isnan(found.grad_hidden[256]));
+        EXPECT_NE(std::isnan(found.grad_weight[0]), rest);
+    }
+    EXPECT_TRUE(run_and_judge_shards(kernel, problem, shards_of(2600, rows)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Gpu, StaleExponentials,
+                         testing::Combine(testing::Values(Target::gpu),
+                                          testing::Values("bias", "layout=hidden_major", "grad_weight_mode=accumulate",
+                                                          "label_smoothing=0.1,class_weight", "teacher_top_k=4")));
 
 std::string name_of(const testing::TestParamInfo<Parameters>& info) {
     const auto& [target, dtype, options] = info.param;

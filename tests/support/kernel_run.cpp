@@ -253,12 +253,13 @@ void KernelRun::forward() {
     synchronize(kernel_->device_ref());
 }
 
-void KernelRun::forward_in_stages() {
+void KernelRun::forward_in_stages(bool rest) {
     for (const char* name : {"forward workspace", "retained", "partial_sums"}) prepare(name);
     ForwardArgs args = forward_args();
     args.stage = ForwardStage::until_partial_sums;
     kernel_->forward(args, forward_workspace());
     synchronize(kernel_->device_ref());
+    if (!rest) return;
     const std::vector<std::byte> sums = bytes_of("partial_sums");
     args.stage = ForwardStage::rest;
     kernel_->forward(args, forward_workspace());

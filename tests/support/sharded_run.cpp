@@ -104,10 +104,10 @@ void ShardedRun::retain(RetainedPlace place, double part) {
     }
 }
 
-void ShardedRun::forward(bool in_stages) {
+void ShardedRun::forward(bool in_stages, bool rest) {
     std::vector<std::byte> gathered;
     for (const auto& run : runs_) {
-        in_stages ? run->forward_in_stages() : run->forward();
+        in_stages ? run->forward_in_stages(rest) : run->forward();
         const std::vector<std::byte> part = run->bytes_of("partial_sums");
         gathered.insert(gathered.end(), part.begin(), part.end());
     }

@@ -21,10 +21,6 @@ Expr prepares_with_rows(const BackwardPass& pass) {
     return equal(pass.layout.row_blocks, 1) && less(slot(Slot::num_tokens), kRowThreads + 1);
 }
 
-// BackwardStage, which is the runtime's.
-constexpr std::int64_t kUntilGradHiddenStage = 1;
-constexpr std::int64_t kRestStage = 2;
-
 Expr is_last(const BackwardPass& pass, const RowBlock& rows) { return equal(rows.number + 1, pass.layout.row_blocks); }
 
 Statement grad_bias_launch(const BackwardPass& pass, const Chunk& chunk, const RowBlock& rows) {
@@ -246,9 +242,6 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
         .set_float(&RowCoefficientsParams::hard_weight, static_cast<float>(spec.hard_weight));
     return launch.build();
 }
-
-Expr until_grad_hidden() { return !equal(slot(Slot::stage), kRestStage); }
-Expr behind_grad_hidden() { return !equal(slot(Slot::stage), kUntilGradHiddenStage); }
 
 Expr any_gradient() { return present(Slot::grad_hidden) || (present(Slot::grad_weight) || present(Slot::grad_bias)); }
 

@@ -107,9 +107,6 @@ struct ChunkGemms {
 [[nodiscard]] std::vector<Statement> coefficient_steps(const BackwardPass& pass);
 /// The coefficients of one row block; there is memory for those of one at a time.
 [[nodiscard]] Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows);
-// What a call does of a pass that may be cut in two (BackwardStage).
-[[nodiscard]] Expr until_grad_hidden();
-[[nodiscard]] Expr behind_grad_hidden();
 
 /// Whether the call wants any gradient.
 [[nodiscard]] Expr any_gradient();

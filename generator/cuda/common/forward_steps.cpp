@@ -148,7 +148,7 @@ void set_found(LaunchBuilder<Params>& launch, const ForwardPass& pass, const Lau
                                     .scalars = workspace_at(layout.scalars),
                                     .references = retained.references,
                                     .retained_target_logits = retained.target_logits,
-                                    .stale = retained.stale,
+                                    .retained_states = retained.states,
                                     .partial_rows = running ? layout.running_rows : layout.partial_rows,
                                     .splits = running ? Expr(1) : splits})
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
@@ -195,17 +195,14 @@ std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> ste
     return {{If{less(0, vocab_columns(spec)), std::move(steps)}}};
 }
 
-// ForwardStage, which is the runtime's.
 std::vector<Statement> until_partial_sums(const Spec& spec, std::vector<Statement> steps) {
-    constexpr std::int64_t kRestStage = 2;
     if (!is_shard(spec)) return steps;
-    return {{If{!equal(slot(Slot::stage), kRestStage), std::move(steps)}}};
+    return {{If{does_first_stage(), std::move(steps)}}};
 }
 
 std::vector<Statement> behind_partial_sums(const Spec& spec, std::vector<Statement> steps) {
-    constexpr std::int64_t kUntilPartialSumsStage = 1;
     if (!is_shard(spec) || steps.empty()) return steps;
-    return {{If{!equal(slot(Slot::stage), kUntilPartialSumsStage), std::move(steps)}}};
+    return {{If{does_rest(), std::move(steps)}}};
 }
 
 std::vector<Statement> reduce_loss_steps(const ForwardPass& pass) {

@@ -65,7 +65,7 @@ struct ColumnRange {
 struct RetainedRowsAt {
     Expr references{0};
     Expr target_logits{0};
-    Expr stale{0};
+    Expr states{0};
 };
 /// A shard's sums, or outputs where there are no shards.
 [[nodiscard]] Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits,

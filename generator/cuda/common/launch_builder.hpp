@@ -43,7 +43,7 @@ struct SplitSumsFields {
     Expr scalars;
     Expr references;
     Expr retained_target_logits;
-    Expr stale;
+    Expr retained_states;
     Expr partial_rows;
     Expr splits;
 };
@@ -145,7 +145,7 @@ public:
         field(base + offsetof(SplitSumsParams, scalars), 8, found.scalars);
         field(base + offsetof(SplitSumsParams, references), 8, found.references);
         field(base + offsetof(SplitSumsParams, retained_target_logits), 8, found.retained_target_logits);
-        field(base + offsetof(SplitSumsParams, stale), 8, found.stale);
+        field(base + offsetof(SplitSumsParams, retained_states), 8, found.retained_states);
         field(base + offsetof(SplitSumsParams, partial_rows), 8, found.partial_rows);
         return field(base + offsetof(SplitSumsParams, splits), 4, found.splits);
     }
@@ -219,6 +219,10 @@ template <class Params>
 
 /// Whether the call asks for this reduction.
 [[nodiscard]] inline Expr reduces_by(ReductionCode code) { return equal(slot(Slot::reduction), static_cast<std::int64_t>(code)); }
+
+/// Whether the call does the part of a pass that comes first, and whether it does the rest: a whole call does both (StageCode).
+[[nodiscard]] inline Expr does_first_stage() { return !equal(slot(Slot::stage), static_cast<std::int64_t>(StageCode::rest)); }
+[[nodiscard]] inline Expr does_rest() { return !equal(slot(Slot::stage), static_cast<std::int64_t>(StageCode::first)); }
 
 /// `pointer` moved by `elements` elements of `bytes`, or 0 where it is absent.
 [[nodiscard]] inline Expr advanced(const Expr& pointer, const Expr& elements, std::int64_t bytes) {

@@ -43,7 +43,7 @@ LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSou
     if (is_shard(spec)) steps.push_back(zero_without_class(pass));
     std::ranges::move(zero_the_rest(pass), std::back_inserter(steps));
     // Both gradients go along with each other, chunk by chunk.
-    return {.body = {{If{until_grad_hidden(), std::move(steps)}}}, .variable_count = kBackwardLoops};
+    return {.body = {{If{does_first_stage(), std::move(steps)}}}, .variable_count = kBackwardLoops};
 }
 
 }  // namespace flce::sm80

@@ -45,7 +45,7 @@ BackwardPassSm90::BackwardPassSm90(const Spec& spec, const Device& device, const
       all_retained(retains_all(spec, retained)),
       chunks_first(puts_chunks_first(spec, plan, retained)),
       defers_hidden(flce::sm90::defers_hidden(spec, plan)
-                        ? (all_retained && !(until_grad_hidden() && behind_grad_hidden())) && equal(slot(Slot::hidden_ready), 0)
+                        ? (all_retained && !(does_first_stage() && does_rest())) && equal(slot(Slot::hidden_ready), 0)
                         : Expr(0)),
       joined(layout.joined && (present(Slot::grad_hidden) && present(Slot::grad_weight))),
       hidden_joined((less(0, layout.hidden_groups) && !all_retained) &&
@@ -89,7 +89,7 @@ Expr scaled_hidden_at(const BackwardPassSm90& pass) {
 }
 
 Expr does_retained_weight(const BackwardPassSm90& pass) {
-    return select(pass.all_retained || pass.chunks_first, behind_grad_hidden(), until_grad_hidden());
+    return select(pass.all_retained || pass.chunks_first, does_rest(), does_first_stage());
 }
 
 Expr scatters_rows(const BackwardPassSm90& pass) {

@@ -93,21 +93,21 @@ LaunchProgram backward_program(const Spec& spec, const Device& device, const Pla
     const bool retains = plan.strategy == Strategy::retain;
     const bool may_put_chunks_first = pass.chunks_first.constant() == nullptr;
     const Expr any = less(0, pass.retained.columns) && less(0, slot(Slot::num_tokens));
-    LaunchProgram program{.body = {{If{until_grad_hidden(), coefficient_steps(pass)}}}, .variable_count = kBackwardLoops};
-    const auto retained_hidden = [&](const Expr& now) { return Statement{If{until_grad_hidden() && now, retained_hidden_steps(pass)}}; };
+    LaunchProgram program{.body = {{If{does_first_stage(), coefficient_steps(pass)}}}, .variable_count = kBackwardLoops};
+    const auto retained_hidden = [&](const Expr& now) { return Statement{If{does_first_stage() && now, retained_hidden_steps(pass)}}; };
     if (retains) {
         const Expr now = any && !pass.chunks_first;
         program.body.push_back(retained_hidden(now));
-        program.body.push_back({If{until_grad_hidden() && (now && !pass.all_retained), {retained_weight_step(pass)}}});
+        program.body.push_back({If{does_first_stage() && (now && !pass.all_retained), {retained_weight_step(pass)}}});
     }
-    program.body.push_back({If{until_grad_hidden() && any_gradient(), chunk_steps(pass)}});
+    program.body.push_back({If{does_first_stage() && any_gradient(), chunk_steps(pass)}});
     if (may_put_chunks_first) program.body.push_back(retained_hidden(any && pass.chunks_first));
-    program.body.push_back({If{until_grad_hidden(), finish_grad_hidden_steps(pass)}});
-    if (retains) program.body.push_back({If{behind_grad_hidden() && (any && pass.all_retained), all_retained_weight_steps(pass)}});
+    program.body.push_back({If{does_first_stage(), finish_grad_hidden_steps(pass)}});
+    if (retains) program.body.push_back({If{does_rest() && (any && pass.all_retained), all_retained_weight_steps(pass)}});
     if (may_put_chunks_first) {
-        program.body.push_back({If{behind_grad_hidden() && (any && pass.chunks_first), retained_weight_with_rows_steps(pass)}});
+        program.body.push_back({If{does_rest() && (any && pass.chunks_first), retained_weight_with_rows_steps(pass)}});
     }
-    program.body.push_back({If{retains ? does_retained_weight(pass) : until_grad_hidden(), zero_the_rest(pass)}});
+    program.body.push_back({If{retains ? does_retained_weight(pass) : does_first_stage(), zero_the_rest(pass)}});
     return program;
 }
 

@@ -34,8 +34,8 @@ Expr if_retained(const RetainedLayout& retained, const Expr& address) { return s
 
 Expr references_at(const RetainedLayout& retained, const LaunchRows& rows) { return retained_at(retained.references) + rows.first * 4; }
 
-Expr stale_at(const RetainedLayout& retained, const LaunchRows& rows) {
-    return retained_at(retained.stale) + floor_div(rows.first, kOutputRows) * 4;
+Expr states_at(const RetainedLayout& retained, const LaunchRows& rows) {
+    return retained_at(retained.states) + floor_div(rows.first, kOutputRows) * 4;
 }
 
 LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPass& pass, const LaunchRows& rows, const ForwardKernel& kernel) {
@@ -90,7 +90,7 @@ Statement forward_retain_launch(const ForwardPass& pass, const LaunchRows& rows,
     LaunchBuilder<Params> launch = gemm_launch(pass, rows, kernel);
     launch.set_map(&Params::retained_map, blocks, 64)
         .set(&Params::references, if_retained(retained, references_at(retained, rows)))
-        .set(&Params::stale, if_retained(retained, stale_at(retained, rows)))
+        .set(&Params::states, if_retained(retained, states_at(retained, rows)))
         .set(&Params::retained_columns, retained.columns)
         .set(&Params::again, again ? 1 : 0);
     return build_tempered(std::move(launch), pass.spec, temperatures_at(rows));
@@ -170,7 +170,7 @@ std::vector<Statement> retaining_steps(const ForwardPass& pass, const Device& de
     });
     const RetainedRowsAt retained_rows{if_retained(retained, references_at(retained, rows)),
                                        if_retained(retained, retained_at(retained.target_logits) + rows.first * 4),
-                                       if_retained(retained, stale_at(retained, rows))};
+                                       if_retained(retained, states_at(retained, rows))};
     std::vector<Statement> steps = teacher_logits_steps(pass, rows);
     steps.push_back({If{any, {references_launch(pass, rows, retained)}}});
     std::ranges::move(with_columns(pass.spec, std::move(gemm)), std::back_inserter(steps));

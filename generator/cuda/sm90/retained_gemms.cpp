@@ -52,6 +52,7 @@ Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& row
         .set(&Params::scalars, workspace_at(layout.scalars))
         .set(&Params::references, retained_at(retained.references) + rows.first * 4)
         .set(&Params::target_logits, retained_at(retained.target_logits) + rows.first * 4)
+        .set(&Params::states, retained_at(retained.states) + floor_div(rows.first, kOutputRows) * 4)
         .set(&Params::exponentials, retained_at(retained.exponentials) + rows.first * (kRetainedColumns * pass.element_bytes))
         .set(&Params::scaled_hidden, advanced(scaled_hidden, rows.first, row_bytes))
         .set(&Params::row_scales, retained_at(retained.row_scales) + rows.first * 4)
@@ -291,11 +292,11 @@ Statement retained_weight_step(const BackwardPassSm90& pass) {
 
 std::vector<Statement> retained_weight_with_room_steps(const BackwardPassSm90& pass) {
     const Expr many = has_many_tiles(pass);
-    const Expr relays = and_not(many, until_grad_hidden());
+    const Expr relays = and_not(many, does_first_stage());
     const std::int64_t relieved = relieved_clusters(pass);
     const Expr clusters = select(relays, pass.clusters + relieved, 0);
     std::vector<Statement> steps;
-    steps.push_back({If{!(many || until_grad_hidden()), {make_room_launch(pass)}}});
+    steps.push_back({If{!(many || does_first_stage()), {make_room_launch(pass)}}});
     steps.push_back(retained_grad_weight_launch(pass, retained_weight_grid(pass),
                                                 {.clusters = clusters, .leaving = select(relays, relieved, 0), .joins = 0}));
     const RelayPart second{.clusters = clusters, .leaving = 0, .joins = 1};

@@ -254,7 +254,8 @@ enum { FLCE_REDUCTION_NONE = 0, FLCE_REDUCTION_SUM = 1, FLCE_REDUCTION_MEAN = 2,
 
 /* A call in one, or cut in two where something waits for what its first part completes: a shard's forward for its partial sums, and any
  * backward for grad_hidden. Both calls have the same arguments and the workspace as it was left. The rest of a forward comes before
- * backward, and does nothing where nothing is left to do. */
+ * backward, and does nothing where nothing is left to do. Where it is left out although there was, backward makes the gradients of the rows
+ * NaN whose exponentials it would have written again. */
 enum { FLCE_STAGE_WHOLE = 0, FLCE_STAGE_UNTIL_PARTIAL_SUMS = 1, FLCE_STAGE_UNTIL_GRAD_HIDDEN = 1, FLCE_STAGE_REST = 2 };
 
 /* Tensors: NULL means absent. N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All contiguous and on the kernel's

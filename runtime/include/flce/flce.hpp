@@ -70,7 +70,8 @@ struct Stream {
 
 /// What a forward call of a shard does. Other ranks wait for its partial sums: the call with until_partial_sums completes these (on its
 /// stream), the one with rest what is retained, beside a collective that gathers them. Both have the same arguments, and the workspace
-/// stays as it is in between; `rest` comes before backward. Where nothing is left to do, it does nothing.
+/// stays as it is in between; `rest` comes before backward. Where nothing is left to do, it does nothing. Where it is left out although
+/// there was, backward makes the gradients of the rows NaN whose exponentials it would have written again.
 enum class ForwardStage : std::uint8_t { whole, until_partial_sums, rest };
 
 /// What a backward call does. A step may be cut in two where something waits for grad_hidden, as a reduction over shards does: the call
