@@ -60,7 +60,7 @@ ranks example_tensor_parallel 60 examples/tensor_parallel.py --shape 4096x2048x1
 
 echo "benchmarks" >&2
 of=(--commit "${COMMIT:-}")
-ranks bench_tensor_parallel 120 benchmarks/tensor_parallel.py "${of[@]}" --rounds 25 --timeline --out "$out/tensor-parallel.json"
+ranks bench_tensor_parallel 150 benchmarks/tensor_parallel.py "${of[@]}" --rounds 16 --timeline --out "$out/tensor-parallel.json"
 ranks bench_beside_nccl 60 benchmarks/beside_nccl.py "${of[@]}" --out "$out/beside-nccl.json"
 if "$python" -c 'import liger_cute_kernels, liger_kernel' 2>/dev/null; then
     ranks bench_liger 60 benchmarks/tensor_parallel.py "${of[@]}" --contenders floor6 "floor6, reduced" "flce, retained" liger \
