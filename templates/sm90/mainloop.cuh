@@ -168,7 +168,6 @@ struct Succession {
 
 /// The ring of stages and where this thread stands in it, whatever the operands are: slices of a tile have the same size for all of them.
 /// kGathers: threads may bring A's rows in place of the copy engine.
-
 template <class TileT, bool kGathers = false>
 struct RingSm90 {
     enum : unsigned { kStageBytes = TileT::kStageBytes };

@@ -6,8 +6,8 @@
 
 namespace flce {
 
-/// The largest of `reference` and the logits of the classes that a row's teacher names, on every lane. In a shard, of those classes that
-/// the shard has. Beside a teacher alone the target may be any class.
+/// The largest of `reference` and the logits of the classes that a row's teacher names, on every lane. In a shard only the shard's own
+/// classes count. Beside a teacher alone the target may be any class.
 template <class Problem>
 __device__ __forceinline__ float largest_named(const TeacherParams& p, long long row, float reference) {
     for (int k = static_cast<int>(threadIdx.x) % 32; k < p.top_k; k += 32) {

@@ -9,7 +9,7 @@ struct StaleRows {
     unsigned* states;  ///< RetainedState, of each block of kOutputRows
     int rows;          ///< of the launch
 
-    /// Whether there are any among `count` rows from `begin` on, or among others that have a state with them.
+    /// Whether there are any among `count` rows from `begin` on, or among other rows of the same blocks of kOutputRows.
     __device__ __forceinline__ bool any(int begin, int count) const {
         const int end = min(begin + count, rows);
         bool found = false;
