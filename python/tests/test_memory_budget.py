@@ -185,6 +185,32 @@ def test_memory_that_a_forward_is_writing_to_is_not_taken(device: str, watched: 
     check(problem, gradients, gradients_of(problem, loss_of(problem, workspace_limit_bytes=budget.limit_bytes)))
 
 
+def test_memory_given_up_while_a_backward_reads_it_does_not_come_back(
+    device: str, watched: Watched, way: Loss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's call needs room during a backward: that backward ends with the memory, and no later one has it."""
+    budget, whole = budget_for(device, 1)
+    scratch, _ = sizes(device)
+    problem = make(device)
+    loss = way(problem, workspace_limit_bytes=budget)
+    run = flce.Kernel.run
+    during: list[tuple[int, int]] = []
+
+    def interrupted(self: Any, *args: Any) -> None:
+        if not during:
+            with budget.room(scratch + whole):
+                during.append((budget.held_bytes, watched.alive()))
+        run(self, *args)
+
+    monkeypatch.setattr(flce.Kernel, "run", interrupted)
+    first = gradients_of(problem, loss, retain_graph=True)
+    assert during == [(0, 1)]  # counted as free, and read by the backward still
+    assert watched.alive() == 0
+    second = gradients_of(problem, loss)
+    assert watched.take() == [OWN, NONE] and budget.held_bytes == 0
+    check(problem, second, first)
+
+
 def test_a_graph_of_another_process_retains_nothing(device: str, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     budget, _ = budget_for(device, 1)
     problem = make(device)
