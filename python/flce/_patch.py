@@ -11,6 +11,7 @@ from torch import Tensor
 from flce import _head_tap, errors
 from flce._head_tap import has_encoder
 from flce.huggingface import CausalLMLoss, causal_lm_of, check_model, return_hidden_states
+from flce.loss import OF_TRAINING
 
 
 class _Patch:
@@ -20,6 +21,12 @@ class _Patch:
         self.training_logits, self.evaluation_logits = training_logits, evaluation_logits
         self.loss = CausalLMLoss(model, **options)
         self.steps_aside = False  # for the model's own forward
+        unused = sorted(OF_TRAINING & options.keys())
+        if training_logits and unused:
+            raise errors.ArgumentError(
+                f"{unused[0]} is given and training_logits is True, with which the model computes its own loss, without that option; leave "
+                "one of the two out"
+            )
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -35,7 +42,7 @@ class _Patch:
             kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
         if not self.loss.has_compared():
             self._compare(model, kwargs)
-        return self._fused(model, labels, kwargs)
+        return self._fused(model, labels, kwargs, trains=trains)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compare(self, model: Any, kwargs: dict[str, Any]) -> None:
@@ -48,7 +55,7 @@ class _Patch:
         finally:
             self.steps_aside = False
 
-    def _fused(self, model: Any, labels: Tensor, kwargs: dict[str, Any]) -> Any:
+    def _fused(self, model: Any, labels: Tensor, kwargs: dict[str, Any], *, trains: bool) -> Any:
         tap: Any = _head_tap.of(model)
         count, aligned = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
         return_dict = kwargs.get("return_dict")
@@ -56,7 +63,7 @@ class _Patch:
             return_dict = getattr(model.config, "return_dict", True)
         # A loss function of transformers has it from the model's keywords.
         ignored = kwargs.get("ignore_index") if tap.calls_loss_function else None
-        tap.fused = lambda hidden: self.loss.of_hidden(hidden, labels, count, aligned, ignored)
+        tap.fused = lambda hidden: self.loss.of_hidden(hidden, labels, count, aligned, ignored, trains=trains)
         try:
             outputs = tap.to_hidden_states(model, **kwargs)
             # DeepSpeed's ZeRO-3 gathers the weight once a gradient comes to what it has returned in place of the carrier.
@@ -89,7 +96,9 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
         model: or a wrapper round it. Patched once more, it has the new options.
         training_logits: True: training gives logits as before, and nothing is saved.
         evaluation_logits: False: in evaluation, and under no_grad, a call with labels gives the loss and no logits either.
-        options: those of `flce.LinearCrossEntropyLoss`. shift, logit_scale and softcap are the model's own where they are not given.
+        options: those of `flce.LinearCrossEntropyLoss`. shift, logit_scale and softcap are the model's own where they are not given. What
+            is trained on is for training alone: in evaluation the loss is the model's own, with or without logits, and has no
+            label_smoothing, z_loss, class_weight, temperature or dft. class_weight goes with calls that have no num_items_in_batch.
 
     Raises ArgumentError for a model without an output layer that has a weight, or tuned by virtual tokens; at the first
     step for one whose own logits or loss are other ones, with the difference, its likely cause and how to say it by hand.

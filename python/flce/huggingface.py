@@ -21,6 +21,7 @@ _BY_HAND = (
     "+ bias) / "
     "softcap), or keep the model's own loss"
 )
+_IGNORED = -100  # by the loss functions of transformers, where a call does not say
 
 
 def causal_lm_of(model: Any) -> Any:
@@ -164,16 +165,31 @@ class CausalLMLoss:
         return loss if auxiliary is None else loss + auxiliary.to(loss.device)
 
     def of_hidden(
-        self, hidden: Tensor, labels: Tensor, count: Tensor | int | None, shift_labels: Tensor | None, ignore_index: int | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        count: Tensor | int | None,
+        shift_labels: Tensor | None,
+        ignore_index: int | None = None,
+        *,
+        trains: bool = True,
     ) -> Tensor:
         """Without what the model adds for routers. `shift_labels`: labels that are shifted already, which then count. `ignore_index`: this
-        call's."""
+        call's. `trains`: False leaves out the options that the model's own loss does not have."""
         if isinstance(count, Tensor):
             count = count.to(hidden.device)
-        aligned = shift_labels if self.loss.shift == 1 else None
-        loss_fn = self.loss if aligned is None else self.loss.with_shift(0)
+        loss_fn = self.loss if trains else self.loss.without_training_options().with_ignore_index(_IGNORED)
+        aligned = shift_labels if loss_fn.shift == 1 else None
+        if aligned is not None:
+            loss_fn = loss_fn.with_shift(0)
         if ignore_index is not None:
             loss_fn = loss_fn.with_ignore_index(ignore_index)
+        if count is not None and loss_fn.options.get("class_weight") is not None:
+            raise errors.ArgumentError(
+                "class_weight is an option of this loss and num_items_in_batch is given: the mean divides by the sum of the labels' class "
+                "weights, which their number does not tell. Call the model without num_items_in_batch (transformers.Trainer: "
+                "trainer.model_accepts_loss_kwargs = False, and each microbatch has its own mean), or leave class_weight out"
+            )
         return loss_fn(hidden, _on(hidden.device, labels if aligned is None else aligned), num_valid_tokens=count)
 
     def has_compared(self) -> bool:

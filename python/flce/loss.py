@@ -29,6 +29,8 @@ _PARALLEL = frozenset(  # with flce alone
 _OPTIONS = frozenset(
     {"reduction", "class_weight", "temperature", "dft", "logit_scale", "softcap", "label_smoothing", "z_loss"} | _OF_FLCE | _PARALLEL
 )
+# Options of what is trained on. None of them is in the loss that a model of transformers gives by itself.
+OF_TRAINING = frozenset({"reduction", "class_weight", "temperature", "dft", "label_smoothing", "z_loss"})
 _OLDEST_GPU = (8, 0)
 # Options that are numbers: what they may be, for every impl.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -297,6 +299,13 @@ class LinearCrossEntropyLoss:
         """The same loss with another label that counts for nothing; options are shared."""
         other = copy.copy(self)
         other.ignore_index = check_ignore_index(ignore_index)
+        return other
+
+    def without_training_options(self) -> LinearCrossEntropyLoss:
+        """The mean cross entropy of the same logits, as an evaluation reports it: without label_smoothing, z_loss, class_weight and the
+        like."""
+        other = copy.copy(self)
+        other.options = {name: value for name, value in self.options.items() if name not in OF_TRAINING}
         return other
 
     def num_valid(self, labels: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:

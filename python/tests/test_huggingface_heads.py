@@ -274,3 +274,31 @@ def test_what_the_config_implies() -> None:
     assert options_of(config) == {"softcap": 12.0}
     assert options_of(transformers.GraniteConfig(logits_scaling=4.0)) == {"logit_scale": 0.25}
     assert options_of(transformers.FalconH1Config(lm_head_multiplier=0.5)) == {"logit_scale": 0.5}
+
+
+def test_an_evaluation_has_one_meaning() -> None:
+    """With logits or without, it is the model's own loss: options are for training."""
+    given, weights = batch(), torch.linspace(0.5, 2.0, VOCAB_SIZE)
+    options: dict[str, Any] = {"z_loss": 0.1, "label_smoothing": 0.2, "temperature": 2.0, "dft": True, "class_weight": weights}
+    own, mine = tiny_causal_lm("LlamaForCausalLM").eval(), tiny_causal_lm("LlamaForCausalLM")
+    expected = own(**given).loss
+    for evaluation_logits in (True, False):
+        flce.patch(mine, evaluation_logits=evaluation_logits, ignore_index=5, **options)
+        torch.testing.assert_close(mine.eval()(**given).loss, expected)
+    assert abs(mine.train()(**given).loss - expected) > 0.1
+    with pytest.raises(flce.ArgumentError, match="label_smoothing is given and training_logits is True"):
+        flce.patch(mine, training_logits=True, label_smoothing=0.2, softcap=30.0)
+
+
+def test_class_weights_have_no_number_of_items() -> None:
+    """A mean over class weights divides by their sum, which a trainer's number of labels does not tell."""
+    mine, weights = tiny_causal_lm("LlamaForCausalLM").train(), torch.linspace(0.5, 2.0, VOCAB_SIZE)
+    flce.patch(mine, class_weight=weights)
+    given = batch()
+    logits = tiny_causal_lm("LlamaForCausalLM")(input_ids=given["input_ids"]).logits
+    expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten(), weights)
+    torch.testing.assert_close(mine(**given).loss, expected)
+    with pytest.raises(flce.ArgumentError, match=r"class_weight is .* num_items_in_batch is given.*model_accepts_loss_kwargs = False"):
+        mine(**given, num_items_in_batch=torch.tensor(40))
+    with torch.no_grad():
+        assert mine.eval()(**given, num_items_in_batch=torch.tensor(40)).loss > 0
