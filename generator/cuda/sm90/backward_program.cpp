@@ -7,7 +7,9 @@
 #include "generator/cuda/sm90/backward_chunks.hpp"
 #include "generator/cuda/sm90/backward_pass.hpp"
 #include "generator/cuda/sm90/chunk_gemms.hpp"
+#include "generator/cuda/sm90/maps.hpp"
 #include "generator/cuda/sm90/retained_gemms.hpp"
+#include "generator/cuda/sm90/rules.hpp"
 
 namespace flce::sm90 {
 namespace {
