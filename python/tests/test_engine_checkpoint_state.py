@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flce import errors
-from flce.engine import PackedBatch, Stage, TrainingParts, latest_step, load_state, save_state
+from flce.engine import PackedBatch, Stage, TrainingParts, _training_state, latest_step, load_state, save_state
 
 
 class Dropping(Stage):
@@ -165,6 +166,17 @@ def test_older_states_go_and_the_latest_is_named(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000013"]
 
 
+def test_the_states_that_are_kept_are_those_saved_last(tmp_path: Path) -> None:
+    """Back from 300 to 100: the abandoned run's state is older than those that follow."""
+    parts = parts_of(1)
+    for step in (100, 300, 110, 120):
+        save_state(parts, tmp_path, step)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000110", "step-00000120"]
+    save_state(parts, tmp_path, 110)
+    save_state(parts, tmp_path, 115)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000110", "step-00000115"]
+
+
 def test_a_failed_save_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(1)
     save_state(parts, tmp_path, 1)
@@ -246,6 +258,49 @@ def test_other_names_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(errors.CheckpointError, match="names no state"):
         load_state(parts, tmp_path)
+
+
+class List(list):  # type: ignore[type-arg]
+    pass
+
+
+class Odd(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (defaultdict(list), r"state\['extra'\]\['x'\] is a collections.defaultdict"),
+        (List(), r"state\['extra'\]\['x'\] is a .*List"),
+        (torch.zeros(2).as_subclass(Odd), r"state\['extra'\]\['x'\] is a .*Odd"),
+    ],
+)
+def test_what_cannot_be_loaded_leaves_the_state_before(tmp_path: Path, value: Any, says: str) -> None:
+    parts = parts_of(1)
+    train(parts, 1)
+    save_state(parts, tmp_path, 1, keep=1, extra=OrderedDict(x=(1, [2.0])))
+    with pytest.raises(errors.ArgumentError, match=says):
+        save_state(parts, tmp_path, 2, keep=1, extra={"x": value})
+    assert parts.optimizer is not None
+    weight = next(iter(parts.optimizer.state))
+    parts.optimizer.state[weight]["history"] = value
+    with pytest.raises(errors.ArgumentError, match=r"state\['optimizer'\]\['state'\]\['0:layers.*'history'\] is a "):
+        save_state(parts, tmp_path, 2, keep=1)
+    parts.optimizer.state[weight] = {}
+    parts.optimizer.state["all"] = {"x": 1}  # type: ignore[index]
+    with pytest.raises(errors.ArgumentError, match="optimizer: its state has 'all', which is none of its parameters"):
+        save_state(parts, tmp_path, 2, keep=1)
+    assert load_state(parts_of(1), tmp_path).extra == {"x": (1, [2.0])}
+
+
+def test_what_was_written_is_read_before_older_states_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of(1)
+    save_state(parts, tmp_path, 1, keep=1)
+    monkeypatch.setattr(_training_state, "check_plain", lambda *_: None)
+    with pytest.raises(errors.CheckpointError, match="could not be read again"):
+        save_state(parts, tmp_path, 2, keep=1, extra=object())
+    assert load_state(parts, tmp_path).step == 1
 
 
 def test_what_cannot_be_read_back_is_not_saved(tmp_path: Path) -> None:

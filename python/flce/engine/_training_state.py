@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,9 @@ from flce.errors import ArgumentError, CheckpointError, DTypeError, ShapeError
 FORMAT = 1
 MANIFEST = "flce-state.json"
 LATEST = "latest"
-#: what a file has beside tensors, lists, tuples and dicts: torch.load reads no more with weights_only=True
-PLAIN = (type(None), int, float, bool, str, bytes, torch.dtype, torch.device, torch.Size)
+#: what a file has beside lists, tuples and dicts: torch.load reads no more with weights_only=True
+PLAIN = (type(None), int, float, bool, str, bytes, torch.dtype, torch.device, torch.Size, Tensor, nn.Parameter)
+_DICTS = (dict, OrderedDict, Counter)
 
 
 class Trained(Protocol):
@@ -75,7 +77,7 @@ def save_state(engine: Trained, directory: str | os.PathLike[str], step: int, *,
         engine: a `PipelineEngine`, or `TrainingParts`.
         directory: on a file system that all ranks share.
         step: the number of steps that the training has done, 0 or more. A state of the same number is replaced.
-        keep: how many states to keep, this one counted.
+        keep: how many states to keep, this one counted: those that were saved last, whatever their steps.
         extra: of this rank, numbers, strings, None, tensors and lists, tuples and dicts of these: where the data is, say.
 
     Returns the state's folder. Raises ArgumentError (ranks that save different steps, too), CheckpointError.
@@ -100,7 +102,8 @@ def save_state(engine: Trained, directory: str | os.PathLike[str], step: int, *,
                 raise CheckpointError(
                     f"{partial} has {len(files)} files of {sizes}: two ranks wrote the same one, so the groups make no grid"
                 )
-            told = {"format": FORMAT, "step": step, "num_stages": engine.stages[0].num_stages, **sizes, "files": files}
+            order = 1 + max((_order_of(other) for other in folder.parent.glob("step-*")), default=0)
+            told = {"format": FORMAT, "step": step, "order": order, "num_stages": engine.stages[0].num_stages, **sizes, "files": files}
             write_text(partial / MANIFEST, json.dumps(told | {"torch": torch.__version__}, indent=2) + "\n")
 
         shared.commit(finish)
@@ -224,6 +227,9 @@ def _optimizer_content(engine: Trained) -> dict[str, Any]:
             )
         by_index |= {index: names[id(parameter)] for index, parameter in zip(saved["params"], group["params"], strict=True)}
         groups.append(saved | {"params": [names[id(parameter)] for parameter in group["params"]]})
+    unknown = next((key for key in told["state"] if key not in by_index), None)
+    if unknown is not None:
+        raise ArgumentError(f"optimizer: its state has {unknown!r}, which is none of its parameters; states are saved by parameters' names")
     state = {by_index[index]: values for index, values in told["state"].items()}
     other = {key: value for key, value in told.items() if key not in ("state", "param_groups")}
     return {"class": class_of(engine.optimizer), "groups": groups, "state": state, "other": other}
@@ -231,14 +237,14 @@ def _optimizer_content(engine: Trained) -> dict[str, Any]:
 
 def check_plain(value: Any, where: str) -> None:
     """ArgumentError for what torch.load with weights_only=True would refuse."""
-    if isinstance(value, dict):
+    if type(value) in _DICTS:
         for key, item in value.items():
             check_plain(key, f"{where} key")
             check_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+    elif type(value) in (list, tuple):
         for number, item in enumerate(value):
             check_plain(item, f"{where}[{number}]")
-    elif type(value) not in PLAIN and (not isinstance(value, Tensor) or type(value).__name__ == "DTensor"):
+    elif type(value) not in PLAIN:
         raise ArgumentError(
             f"{where} is a {class_of(value)}; states have numbers, strings, None, tensors, and lists, tuples and dicts of these"
         )
@@ -252,12 +258,20 @@ def _write(file: Path, content: dict[str, Any]) -> None:
             os.fsync(out.fileno())
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError for a full disk
         raise CheckpointError(f"{file} was not written: {error}") from error
+    try:  # its structure; tensors are mapped, and not read
+        torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"what was written into {file} could not be read again: {error}") from error
 
 
 def _point_to(folder: Path, keep: int) -> None:
     directory = folder.parent
     replace_text(directory / LATEST, folder.name + "\n")
-    older = sorted((path for path in directory.glob("step-*") if path.name != folder.name), key=lambda path: path.name, reverse=True)
+    older = sorted(
+        (path for path in directory.glob("step-*") if path.name != folder.name),
+        key=lambda path: (_order_of(path), path.name),
+        reverse=True,
+    )
     for path in older[keep - 1 :]:
         shutil.rmtree(path.rename(directory / f".{path.name}.flce-old"))  # what is half removed is no state
     for left in (*directory.glob(".step-*.flce-partial"), *directory.glob(".step-*.flce-old")):
@@ -267,6 +281,15 @@ def _point_to(folder: Path, keep: int) -> None:
                 shutil.rmtree(left)
         finally:
             os.close(descriptor)
+
+
+def _order_of(folder: Path) -> int:
+    """Which of the states in its directory was saved when: 1, 2, …; 0 where that is not known."""
+    try:
+        order = read_json(folder / MANIFEST).get("order", 0)
+    except CheckpointError:
+        return 0
+    return order if isinstance(order, int) else 0
 
 
 def _read(engine: Trained, directory: Path, step: int | None) -> dict[str, Any]:
