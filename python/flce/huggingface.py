@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flce import _arguments, _chunked, _head_tap, _heads, _zero3, errors
 from flce._targets import shift_labels
-from flce.loss import LinearCrossEntropyLoss
+from flce.loss import LinearCrossEntropyLoss, LossOptions
 
 _BY_HAND = (
     "state the head's maths by hand, CausalLMLoss(model, logit_scale=..., softcap=...) for softcap · tanh(logit_scale · (hidden · weightᵀ "
@@ -137,7 +137,7 @@ class CausalLMLoss:
 
     def __init__(self, model: Any, **keywords: Any) -> None:
         self._model = causal_lm_of(model)
-        self._given = dict(keywords)
+        self._given = LossOptions(keywords)
         self._shift_known = "shift" in keywords
         self.loss = LinearCrossEntropyLoss(self._model.get_output_embeddings, **(options_of(self._model.config) | keywords))
         self._compared_head: Any = None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flce import _chunked, _heads, _parallel, _zero3, errors
 from flce._checks import is_dtensor
-from flce._targets import check_ignore_index
+from flce._targets import check_ignore_index, check_tensors
 from flce.functional import linear_cross_entropy
 from flce.loss import check_options, with_budget
 
@@ -36,10 +36,12 @@ class FusedLMHead(nn.Linear):
         ignore_index: the label that counts for nothing.
         options: those of `flce.LinearCrossEntropyLoss`: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a
             number), dft, reduction, batch_invariant, workspace_limit_bytes, memory_limit_bytes, retain_in_grad_weight, process_group and
-            what goes with it.
+            what goes with it. class_weight is a buffer: it moves with the module, and is not in its state_dict, which is an nn.Linear's.
 
     Raises ArgumentError, SpecError for an option that there is not, or a value out of its range.
     """
+
+    class_weight: Tensor | None
 
     def __init__(
         self,
@@ -61,6 +63,9 @@ class FusedLMHead(nn.Linear):
         self.shift = shift
         self.ignore_index = check_ignore_index(ignore_index)
         self.options = with_budget(options)
+        class_weight = self.options.pop("class_weight", None)
+        check_tensors(class_weight=class_weight)
+        self.register_buffer("class_weight", class_weight, persistent=False)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, shift: int = 1, ignore_index: int = -100, **options: Any) -> FusedLMHead:
@@ -120,7 +125,7 @@ class FusedLMHead(nn.Linear):
                 raise errors.ArgumentError(f"{min(of_call)} is given without labels; it is a loss's")
             logits = F.linear(input, weight, self.bias)
             return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
-        given = {**self.options, **of_call}
+        given = {"class_weight": self.class_weight, **self.options, **of_call}
         if of_call.get("temperature") is None:
             given["temperature"] = self.options.get("temperature")
         return linear_cross_entropy(input, weight, labels, bias=self.bias, shift=self.shift, ignore_index=self.ignore_index, **given)

@@ -57,6 +57,13 @@ class FusedOutputLoss(Protocol):
         ...
 
 
+class LossOptions(dict[str, Any]):
+    """Options of a loss. A copy shares the process group, which cannot be copied: the same ranks make the copy's calls."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossOptions:
+        return LossOptions({name: value if name == "process_group" else copy.deepcopy(value, memo) for name, value in self.items()})
+
+
 def check_options(options: Mapping[str, Any], shift: Any) -> None:
     """Raises ArgumentError for what is no option of a loss or no shift, SpecError for a number out of its range."""
     unknown = sorted(options.keys() - _OPTIONS)
@@ -80,9 +87,9 @@ def check_options(options: Mapping[str, Any], shift: Any) -> None:
         )
 
 
-def with_budget(options: Mapping[str, Any]) -> dict[str, Any]:
+def with_budget(options: Mapping[str, Any]) -> LossOptions:
     """Options of `flce.linear_cross_entropy`: a memory_limit_bytes is a MemoryBudget that the loss's calls share."""
-    made = dict(options)
+    made = LossOptions(options)
     limit = made.pop("memory_limit_bytes", None)
     if limit is not None:
         try:
@@ -305,7 +312,7 @@ class LinearCrossEntropyLoss:
         """The mean cross entropy of the same logits, as an evaluation reports it: without label_smoothing, z_loss, class_weight and the
         like."""
         other = copy.copy(self)
-        other.options = {name: value for name, value in self.options.items() if name not in OF_TRAINING}
+        other.options = LossOptions({name: value for name, value in self.options.items() if name not in OF_TRAINING})
         return other
 
     def num_valid(self, labels: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rank_support import cases_passed
 from torch import Tensor, nn
 
 import flce
+from flce.compat.cce import VocabParallelOptions
 
 D, V = 32, 101
 
@@ -59,6 +61,39 @@ def test_it_is_a_linear_by_its_state() -> None:
     plain.load_state_dict(head.state_dict(), strict=True)
     assert torch.equal(head.weight, plain.weight) and isinstance(head, nn.Linear)
     assert "softcap=20.0" in repr(head) and "shift=1" in repr(head)
+
+
+def test_class_weights_move_with_the_module(device: str) -> None:
+    """As those of nn.CrossEntropyLoss; what is saved stays an nn.Linear's."""
+    weights = torch.linspace(0.5, 2.0, V, device="cpu")
+    head = flce.FusedLMHead(D, V, device="cpu", class_weight=weights)
+    assert head.to("meta").class_weight.is_meta  # type: ignore[union-attr]
+    layer = linear(device)
+    head = flce.FusedLMHead.from_linear(layer, shift=0, class_weight=weights).to(device)
+    assert list(head.state_dict()) == ["weight"] and list(head.parameters()) == [layer.weight]
+    hidden, labels = data(device)
+    expected = F.cross_entropy(layer(hidden).flatten(0, 1), labels.flatten(), weights.to(device))
+    torch.testing.assert_close(head(hidden, labels=labels), expected)
+    torch.testing.assert_close(copy.deepcopy(head)(hidden, labels=labels), expected)
+    with pytest.raises(flce.DTypeError, match="class_weight is a list"):
+        flce.FusedLMHead(D, V, class_weight=[1.0] * V)
+
+
+def test_copies_share_the_process_group() -> None:
+    """The group itself cannot be copied; a model that holds one is, for an average of its weights or a reference model."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        weights = torch.ones(V)
+        head = flce.FusedLMHead(D, V, process_group=group, class_weight=weights)
+        losses = [kind(head, process_group=group, class_weight=weights) for kind in (flce.LinearCrossEntropyLoss, flce.PipelineFusedLoss)]
+        for copied in copy.deepcopy([head, *losses]):
+            assert copied.options["process_group"] is group
+        assert copy.deepcopy(losses[0]).options["class_weight"] is not weights
+        cut = VocabParallelOptions(0, V, group)
+        assert copy.deepcopy(cut) == cut and copy.deepcopy(cut).group is group
+    finally:
+        dist.destroy_process_group()
 
 
 def test_parameters_are_shared_not_copied() -> None:

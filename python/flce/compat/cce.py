@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import numbers
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ class VocabParallelOptions:
     group: Any = None
     reduce_e_grad: bool = True
     _cut: ClassVar[Any] = None  # from_vocab's own (start, stop, vocab_size)
+
+    def __deepcopy__(self, memo: Any) -> VocabParallelOptions:
+        return copy.copy(self)  # with the same group, which cannot be copied
 
     @classmethod
     def from_vocab(cls, vocab_size: int, group: Any = None, reduce_e_grad: bool = True) -> VocabParallelOptions:
