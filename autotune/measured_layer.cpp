@@ -227,7 +227,7 @@ std::string MeasuredLayer::against_reference(const Sample& sample) {
     // Later plans' gradients are compared with the first right one's, row for row of a wider spread.
     NormPair grad_weight;
     if (first_ == nullptr) compare_rows(*reference_, *yardstick_, grad_weight);
-    const Judge judge(spec.dtype, kRandomLogitDeviation / std::abs(spec.logit_scale) * std::sqrt(static_cast<double>(spec.hidden_size)));
+    const Judge judge(spec.dtype, kRandomLogitDeviation * std::sqrt(static_cast<double>(spec.hidden_size)));
     const auto verdict = [&](const char* name, const Verdict& v) {
         // Of a few rows' worth of numbers: what chance does to so small a sample is not what is looked for.
         constexpr double kSmallSample = 2;
@@ -275,7 +275,7 @@ MeasuredLayer::Checked MeasuredLayer::check(const std::string& plan) {
     poison();
     run(candidate, 0);
     synchronize(device_);
-    if (std::exchange(spoil_, false)) sets_.front().outputs.grad_hidden.buffer.fill(std::byte{0});
+    if (const auto spoil = std::exchange(spoil_, nullptr)) spoil(sets_.front().outputs);
     Sample results = sample();
     checked.wrong = against_reference(results);
     if (checked.wrong.empty() && first_ != nullptr) checked.wrong = against_first(results);

@@ -46,8 +46,8 @@ public:
     [[nodiscard]] DeviceRef device() const { return device_; }
 
     // For tests of the process that asks.
-    /// The next run's results are off.
-    void spoil_results() { spoil_ = true; }
+    /// The next run's results are what `how` makes of them.
+    void spoil_results(std::function<void(LayerOutputs&)> how) { spoil_ = std::move(how); }
     /// From now on every run submits `work` to its stream, behind its own.
     void add_to_runs(std::function<void(Stream)> work);
     /// As if the driver could not have the next sample in a graph.
@@ -96,7 +96,7 @@ private:
     std::unique_ptr<Reference> reference_;
     std::unique_ptr<Yardstick> yardstick_;
     std::unique_ptr<Sample> first_;  ///< of the first plan that was right
-    bool spoil_ = false;
+    std::function<void(LayerOutputs&)> spoil_;
     std::function<void(Stream)> added_work_;
     bool refuse_ = false;
     std::string graphs_refused_;

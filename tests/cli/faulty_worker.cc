@@ -32,7 +32,9 @@ private:
             if ((fault.kind == "fault" && runs) || fault.kind == "fault-" + op) crash();
             if (fault.kind == "fault-timing" && op == "time") static_cast<void>(std::raise(SIGKILL));
             if (fault.kind == "refuse-graph" && (op == "time" || op == "warm") && layer() != nullptr) layer()->refuse_graph();
-            if (fault.kind == "wrong" && op == "check" && layer() != nullptr) layer()->spoil_results();
+            if (fault.kind == "wrong" && op == "check" && layer() != nullptr) {
+                layer()->spoil_results([](LayerOutputs& outputs) { outputs.grad_hidden.buffer.fill(std::byte{0}); });
+            }
         }
     }
 
