@@ -5,12 +5,16 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
-.PHONY: help setup setup-python setup-dist build build-and-fetch demo demo-pipeline demo-engine test test-release test-sanitize \
-        test-install test-nightly bench lint format dist dist-tests wheel clean
+.PHONY: help setup setup-python setup-dist build build-and-fetch demo demo-pipeline demo-engine test test-full test-nightly \
+        test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
 PRESET ?= $(if $(CI),ci,release)
+# How much of the tests runs: quick, full or nightly, each with what the one before it has. CONTRIBUTING.md says how a test gets its level.
+LEVEL ?= $(if $(CI),full,quick)
+export FLCE_TEST_LEVEL = $(LEVEL)
+LEFT_OUT := $(if $(filter quick,$(LEVEL)),-LE '^(full|nightly)$$',$(if $(filter full,$(LEVEL)),-LE '^nightly$$'))
 # One compiler cache serves every build tree and every checkout: paths in it are relative.
 export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR ?= 1
@@ -63,12 +67,18 @@ demo-engine: setup-python ## train a small model from a checkpoint in stages wit
 	cmake --build --preset $(PRESET) -j $(JOBS) --target flce
 	@tools/python.sh examples/engine_demo.py
 
-# Sanitizers take as long again as everything else: CI runs them; `make test-sanitize` runs them by hand.
-test: build-and-fetch test-release test-install $(if $(CI),test-sanitize) ## every test; with CI=true sanitizers too
-	@tools/test_summary.sh build $(if $(CI),build-sanitize)
+# Sanitizers take as long again as everything else: from full on.
+test: build-and-fetch test-release test-install $(if $(filter-out quick,$(LEVEL)),test-sanitize) ## a case of every kind; LEVEL=full is CI's
+	@tools/test_summary.sh build $(if $(filter-out quick,$(LEVEL)),build-sanitize)
+
+test-full: ## every property in every combination, sanitizers too: what CI runs
+	@$(MAKE) test LEVEL=full
+
+test-nightly: ## at length, on top of that: trainers, every variant of the CUDA source; an hour and more
+	@$(MAKE) test LEVEL=nightly
 
 test-release: build
-	@$(call run_tests,build,)
+	@$(call run_tests,build,$(LEFT_OUT))
 
 test-install: build
 	@tools/test_install.sh build
@@ -78,12 +88,7 @@ SANITIZED := badinput c_api cache cpu matrix parallel properties session
 test-sanitize: setup ## the CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/configure.sh sanitize
 	cmake --build --preset sanitize -j $(JOBS) --target $(addprefix test_,$(SANITIZED))
-	$(call run_tests,build-sanitize,-L '^($(shell echo $(SANITIZED) | tr ' ' '|'))$$')
-
-# What `make test` has in a small form only, to be within its 20 minutes.
-test-nightly: build setup-python ## at length: trainers, every variant of the CUDA source; 20 minutes and more
-	@cd build/test-work && $(CURDIR)/tools/test_python.sh nightly $(CURDIR)/build/lib/libflce.so
-	@cd $(CURDIR)/build && FLCE_TEST_AT_LENGTH=1 $(CTEST) -R CompileWithoutSpills
+	$(call run_tests,build-sanitize,-L '^($(shell echo $(SANITIZED) | tr ' ' '|'))$$' $(LEFT_OUT))
 
 bench: build ## every benchmark (build/bin/bench_*)
 	@shopt -s nullglob

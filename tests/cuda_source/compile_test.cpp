@@ -1,7 +1,6 @@
 // Every variant of the CUDA source compiles for every architecture, and its main loops keep everything in registers.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -10,15 +9,18 @@
 #include "flce/plan.hpp"
 #include "tests/cuda_source/kernel_check.hpp"
 #include "tests/support/gpu.hpp"
+#include "tests/support/level.hpp"
 
 namespace flce {
 namespace {
+
+using test::Level;
 
 struct Variant {
     const char* name;
     const char* spec;
     bool logits_alone = false;  ///< the two kernels that see no logits are another variant's
-    bool at_length = false;     ///< compiled by make test-nightly; a variant near it always is
+    Level from = Level::quick;  ///< nightly where a variant near it is always compiled
 };
 
 constexpr Variant kPlain = {"Bf16", "D=2048,V=151936"};
@@ -46,12 +48,6 @@ constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype
 
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
-// All variants take a quarter of an hour on two cores.
-#define FLCE_UNLESS_AT_LENGTH(others)                                                            \
-    if ((others) && std::getenv("FLCE_TEST_AT_LENGTH") == nullptr) {                             \
-        GTEST_SKIP() << "compiled at length alone: make test-nightly, or FLCE_TEST_AT_LENGTH=1"; \
-    }
-
 // Newer architectures have the kernels of sm_80.
 bool like_sm_80(std::string_view arch, std::string_view variant) {
     return (arch == "sm_100a" || arch == "sm_120") && variant != kPlain.name && !variant.ends_with("Everything");
@@ -70,7 +66,7 @@ void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) 
 // As the runtime compiles them: every GEMM by itself.
 TEST_P(CudaSourceCompile, Units_CompileWithoutSpills) {
     const auto& [arch, variant] = GetParam();
-    FLCE_UNLESS_AT_LENGTH(like_sm_80(arch, variant.name));
+    FLCE_FROM_LEVEL(like_sm_80(arch, variant.name) ? Level::nightly : variant.from);
     FLCE_REQUIRE_NVRTC_FOR(arch);
     const Spec spec = parse_spec(variant.spec);
     const Device device = describe_device(arch);
@@ -90,7 +86,7 @@ class CudaOptionsCompile : public testing::TestWithParam<std::tuple<const char*,
 
 TEST_P(CudaOptionsCompile, Together_CompileWithoutSpills) {
     const auto& [arch, variant] = GetParam();
-    FLCE_UNLESS_AT_LENGTH(variant.at_length);
+    FLCE_FROM_LEVEL(variant.from);
     FLCE_REQUIRE_NVRTC_FOR(arch);
     const Spec spec = parse_spec(variant.spec);
     const Device device = describe_device(arch);
@@ -119,17 +115,17 @@ INSTANTIATE_TEST_SUITE_P(
         testing::Values("sm_90a"),
         testing::Values(
             Variant{"Bf16HiddenMajorUnaligned", "D=200,V=1001,layout=hidden_major,grad_weight_dtype=fp32"},
-            Variant{"Bf16HiddenMajorAligned", "D=200,V=1000,layout=hidden_major,bias", false, true},
-            Variant{"Bf16TiedFp32Gradient", "D=2560,V=50257,tied,grad_weight_dtype=fp32,softcap=30", false, true},
-            Variant{"Bf16Smoothing", "D=2048,V=50257,label_smoothing=0.1,outputs=loss+entropy", true, true},
-            Variant{"Bf16SmoothedClasses", "D=2048,V=50257,class_weight,label_smoothing=0.1", true, true},
+            Variant{"Bf16HiddenMajorAligned", "D=200,V=1000,layout=hidden_major,bias", false, Level::nightly},
+            Variant{"Bf16TiedFp32Gradient", "D=2560,V=50257,tied,grad_weight_dtype=fp32,softcap=30", false, Level::nightly},
+            Variant{"Bf16Smoothing", "D=2048,V=50257,label_smoothing=0.1,outputs=loss+entropy", true, Level::nightly},
+            Variant{"Bf16SmoothedClasses", "D=2048,V=50257,class_weight,label_smoothing=0.1", true, Level::nightly},
             Variant{"Bf16SmoothedClassesEntropy", "D=2048,V=50257,class_weight,label_smoothing=0.1,outputs=loss+entropy", true},
             Variant{"Bf16CappedEntropy", "D=2048,V=50257,softcap=30,outputs=loss+entropy", true},
             Variant{"Bf16CappedSmoothing", "D=2048,V=50257,softcap=30,label_smoothing=0.1", true},
-            Variant{"Bf16BiasSmoothing", "D=2048,V=50257,bias,label_smoothing=0.1", true, true},
-            Variant{"Bf16BiasAdded", "D=4096,V=128256,bias,grad_weight_mode=accumulate", false, true},
+            Variant{"Bf16BiasSmoothing", "D=2048,V=50257,bias,label_smoothing=0.1", true, Level::nightly},
+            Variant{"Bf16BiasAdded", "D=4096,V=128256,bias,grad_weight_mode=accumulate", false, Level::nightly},
             Variant{"Fp16BiasCapped", "D=2048,V=50257,dtype=fp16,bias,softcap=30,temperature,grad_weight_mode=accumulate", true},
-            Variant{"Bf16CappedBias", "D=2048,V=50257,bias,softcap=30,grad_weight_mode=accumulate", true, true},
+            Variant{"Bf16CappedBias", "D=2048,V=50257,bias,softcap=30,grad_weight_mode=accumulate", true, Level::nightly},
             Variant{"Bf16Falls", "D=2304,V=256000,softcap=30", true},
             Variant{"Fp16FallsOfAShard", "D=2048,V=32064,whole_vocab_size=128256,dtype=fp16,bias,softcap=30"},
             Variant{"Fp16CappedBias", "D=2048,V=50257,dtype=fp16,bias,softcap=30,grad_weight_mode=accumulate", true},
@@ -137,11 +133,11 @@ INSTANTIATE_TEST_SUITE_P(
             Variant{"Bf16AllButBias",
                     "D=2048,V=50257,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
                     "grad_weight_mode=accumulate,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs",
-                    false, true},
+                    false, Level::nightly},
             Variant{"Fp16AllButBias",
                     "D=2048,V=50257,dtype=fp16,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
                     "temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
-            Variant{"Fp16", "D=2048,V=151936,dtype=fp16,z_loss=0.0001", true, true},
+            Variant{"Fp16", "D=2048,V=151936,dtype=fp16,z_loss=0.0001", true, Level::nightly},
             Variant{"Fp16Everything",
                     "D=200,V=1001,dtype=fp16,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
                     "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
@@ -149,20 +145,22 @@ INSTANTIATE_TEST_SUITE_P(
                     "D=200,V=1001,weight_dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
                     "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
             Variant{"Fp16Fp32WeightHiddenMajor",
-                    "D=200,V=1001,padded_vocab_size=1008,dtype=fp16,weight_dtype=fp32,layout=hidden_major,softcap=30", false, true},
-            Variant{"Bf16Fp32WeightHiddenMajorUnaligned", "D=200,V=1001,weight_dtype=fp32,layout=hidden_major", false, true},
-            Variant{"Fp32", "D=2048,V=151936,dtype=fp32", false, true},
+                    "D=200,V=1001,padded_vocab_size=1008,dtype=fp16,weight_dtype=fp32,layout=hidden_major,softcap=30", false,
+                    Level::nightly},
+            Variant{"Bf16Fp32WeightHiddenMajorUnaligned", "D=200,V=1001,weight_dtype=fp32,layout=hidden_major", false, Level::nightly},
+            Variant{"Fp32", "D=2048,V=151936,dtype=fp32", false, Level::nightly},
             Variant{"Fp32HiddenMajorUnaligned", "D=200,V=1001,dtype=fp32,layout=hidden_major,class_weight"},
             Variant{"Fp32HiddenMajorPartial",
-                    "D=200,V=1001,padded_vocab_size=1004,dtype=fp32,layout=hidden_major,grad_weight_mode=accumulate", false, true},
+                    "D=200,V=1001,padded_vocab_size=1004,dtype=fp32,layout=hidden_major,grad_weight_mode=accumulate", false,
+                    Level::nightly},
             Variant{"Fp32Shallow", "D=64,V=50257,dtype=fp32"})),
     test_name);
 
 INSTANTIATE_TEST_SUITE_P(
     Temperatures, CudaOptionsCompile,
     testing::Combine(testing::Values("sm_90a"),
-                     testing::Values(Variant{"Entropy", "D=2048,V=50257,temperature,outputs=loss+entropy", true, true},
-                                     Variant{"Capped", "D=2048,V=50257,temperature,softcap=30", true, true},
+                     testing::Values(Variant{"Entropy", "D=2048,V=50257,temperature,outputs=loss+entropy", true, Level::nightly},
+                                     Variant{"Capped", "D=2048,V=50257,temperature,softcap=30", true, Level::nightly},
                                      Variant{"CappedSmoothing", "D=2048,V=50257,temperature,softcap=30,label_smoothing=0.1", true},
                                      Variant{"SmoothedClassesEntropy",
                                              "D=2048,V=50257,temperature,class_weight,label_smoothing=0.1,outputs=loss+entropy", true})),
@@ -170,20 +168,22 @@ INSTANTIATE_TEST_SUITE_P(
 
 INSTANTIATE_TEST_SUITE_P(TokenOptions, CudaOptionsCompile,
                          testing::Combine(testing::Values("sm_80", "sm_90a"),
-                                          testing::Values(Variant{"Temperature", "D=2048,V=50257,temperature", true, true},
+                                          testing::Values(Variant{"Temperature", "D=2048,V=50257,temperature", true, Level::nightly},
                                                           Variant{"Top1", "D=2048,V=50257,outputs=loss+top1", true},
-                                                          Variant{"Squares", "D=2048,V=50257,outputs=loss+log_sum_sq_probs", true, true})),
+                                                          Variant{"Squares", "D=2048,V=50257,outputs=loss+log_sum_sq_probs", true,
+                                                                  Level::nightly})),
                          test_name);
 
 INSTANTIATE_TEST_SUITE_P(
     Teachers, CudaOptionsCompile,
     testing::Combine(
         testing::Values("sm_80", "sm_90a"),
-        testing::Values(Variant{"Bf16HiddenMajor", "D=200,V=1000,layout=hidden_major,bias,teacher_top_k=256", true, true},
+        testing::Values(Variant{"Bf16HiddenMajor", "D=200,V=1000,layout=hidden_major,bias,teacher_top_k=256", true, Level::nightly},
                         Variant{"Fp32HiddenMajor", "D=200,V=1001,dtype=fp32,layout=hidden_major,teacher_top_k=1", true},
                         Variant{"Bf16Capped", "D=2048,V=50257,bias,temperature,softcap=30,teacher_top_k=64", true},
-                        Variant{"Bf16Smoothed", "D=2048,V=50257,label_smoothing=0.1,teacher_top_k=64,hard_weight=0.5", true, true},
-                        Variant{"Fp32", "D=200,V=1001,dtype=fp32,bias,temperature,softcap=30,teacher_top_k=8", true, true},
+                        Variant{"Bf16Smoothed", "D=2048,V=50257,label_smoothing=0.1,teacher_top_k=64,hard_weight=0.5", true,
+                                Level::nightly},
+                        Variant{"Fp32", "D=200,V=1001,dtype=fp32,bias,temperature,softcap=30,teacher_top_k=8", true, Level::nightly},
                         Variant{"Bf16Fp32WeightHiddenMajor", "D=200,V=1000,weight_dtype=fp32,layout=hidden_major,teacher_top_k=8", true})),
     test_name);
 
@@ -194,13 +194,14 @@ INSTANTIATE_TEST_SUITE_P(
         testing::Values(
             Variant{"Bf16Teacher", "D=2048,V=32064,whole_vocab_size=128256,bias,label_smoothing=0.1,teacher_top_k=64,hard_weight=0.5"},
             Variant{"Bf16Capped", "D=2048,V=32064,whole_vocab_size=128256,softcap=30,temperature,outputs=loss+entropy+top1"},
-            Variant{"Bf16SmoothedClasses", "D=2048,V=32064,whole_vocab_size=128256,class_weight,label_smoothing=0.1", false, true},
+            Variant{"Bf16SmoothedClasses", "D=2048,V=32064,whole_vocab_size=128256,class_weight,label_smoothing=0.1", false,
+                    Level::nightly},
             Variant{"Bf16HiddenMajorSums",
                     "D=200,V=1001,padded_vocab_size=1008,whole_vocab_size=3000,layout=hidden_major,grad_weight_mode=accumulate"},
             Variant{"Bf16Fp32WeightFp32Gradient", "D=2048,V=32064,whole_vocab_size=128256,weight_dtype=fp32,grad_hidden_dtype=fp32", false,
-                    true},
+                    Level::nightly},
             Variant{"Fp32", "D=200,V=1001,whole_vocab_size=3000,dtype=fp32,bias,class_weight,label_smoothing=0.1,outputs=loss+top1", false,
-                    true})),
+                    Level::nightly})),
     test_name);
 
 INSTANTIATE_TEST_SUITE_P(OldestGpus, CudaOptionsCompile,
