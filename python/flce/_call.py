@@ -265,7 +265,7 @@ def _own_outputs(made: _op.Made, given: Inputs, token_shape: torch.Size, checked
 def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token_shape: torch.Size) -> _op.Made:
     hidden, weight, bias = given.hidden, given.weight, given.bias
     kernel = passed.kernel
-    if kernel is None or kernel.is_outdated(weight):
+    if kernel is None or given.parallel:
         kernel = passed.kernel = _kernels.find_for(given, grad_weight_out)
     teacher_logprobs = kernel.new_teacher_logprobs(token_shape) if passed.checked.teacher_logprobs else None
     made = _op.Made(kernel.new_values(given, token_shape), kernel.new_top1(token_shape), teacher_logprobs)

@@ -86,7 +86,7 @@ def kernel_for_backward(
         if weight.shape != (kernel.weight_rows, key.hidden_size):
             raise errors.ShapeError(f"weight has shape {list(weight.shape)}; it must be {[kernel.weight_rows, key.hidden_size]}{_CHANGED}")
     if kernel is None or hidden.device != kernel.device or hidden.dtype is not kernel.key.dtype:
-        kernel = _kernels.find_for(given, grad_weight_out, saved)
+        kernel = _kernels.find_for(given, grad_weight_out, backward=True)
     num_tokens = given.target.shape[0]
     _check_tensor("lse", saved, [kernel.outputs.saved_size(num_tokens)], (torch.float32,), hidden.device, _CHANGED)
     size = math.prod(kernel.outputs.shape((num_tokens,), num_tokens, given.reduction))

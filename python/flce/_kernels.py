@@ -83,13 +83,6 @@ class Kernel:
         result: dict[str, Any] = json.loads(self._text(_native.TEXT_EXPLAIN_JSON))
         return result
 
-    def is_outdated(self, weight: Tensor) -> bool:
-        """Whether a call that looks as before has another kernel now."""
-        return False
-
-    def remember(self, saved: Tensor) -> None:
-        """That the backward which is given `saved` is this kernel's, where its other arguments do not say so."""
-
     def workspace_bytes(self, num_tokens: int, *, backward: bool = True) -> int:
         """Scratch bytes that a pass over num_tokens tokens takes."""
         return _native.workspace_bytes(self._handle, num_tokens, _native.BACKWARD if backward else _native.FORWARD)
@@ -226,7 +219,7 @@ class Kernel:
         if teacher_logprobs is not None:
             teacher_logprobs.copy_(self.outputs.teacher_logprobs(saved).view(teacher_logprobs.shape))
 
-    def saved_anew(self, given: Inputs) -> Tensor:
+    def saved_anew(self, given: Inputs, saved: Tensor) -> Tensor:
         """`saved` as a forward that retains nothing makes it: with it, backward has the bits of a call that retained nothing."""
         return self.forward(given._replace(retain=_retain.NEVER), self.new_values(given, given.target.shape))
 
@@ -339,12 +332,12 @@ def checked_strict(strict: Any) -> bool | None:
     return strict
 
 
-def find_for(given: Inputs, grad_weight_out: Tensor | None = None, saved: Tensor | None = None) -> Kernel:
-    """The kernel that computes such a call, or its backward, which has what forward `saved`."""
+def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> Kernel:
+    """The kernel that computes such a call, or its backward."""
     if given.parallel:
         from flce import _shards  # which builds on this module
 
-        return _shards.find_for(given, grad_weight_out, saved)
+        return _shards.find_for(given, grad_weight_out, backward=backward)
     hidden, weight = given.hidden, given.weight
     limit = given.workspace_limit_bytes
     return find(

@@ -1,30 +1,28 @@
 """What the ranks of a group agree on before a call of a new layer: where each rank's rows of the weight lie in the vocabulary.
 
-A rank sees its own rows alone, and another layer may have as many rows on this rank and others on the next. So whether to ask the others is
-decided by what all ranks see alike:
+A rank sees its own rows alone. Another layer may have as many here and others on the next rank, and a weight that is known here may be new
+there, so that no rank decides anything by what it remembers. In each forward the ranks' hosts tell each other what they have, in a few
+numbers and without waiting for a device:
 
-    a DTensor           its rows over all ranks are part of the layer: asked once for each layer
-    a known weight      the same tensor, or another one over its memory, is known on every rank, as ranks run one program: asked once
-    a new parameter     asked
-    a new tensor        asked until `ALIKE` answers in a row were the same; then its rows are taken for those of that answer
+    the numbers are those of a layer that was agreed on      its shards, at once
+    any others                                               ranks tell each other everything, and find the same shards or the same error
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+import zlib
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor
 
 from flce import errors
-from flce._parallel import Parallel, group_named
+from flce._parallel import Parallel, group_named, told_by_hosts
 
-ALIKE = 4  # an answer costs about a millisecond, and waits for the GPU
+_MOST = 1 << 62  # numbers that hosts tell each other have 64 bits
 
 
 class Shard(NamedTuple):
@@ -39,137 +37,69 @@ class Shard(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What a rank tells the others before the first call of its kind."""
+    """What a rank tells the others of a new layer."""
 
     rank: int
     rows: int
     vocab_start: int
+    all_rows: int  # of a DTensor; -1: the weight is none
     layer: tuple[Any, ...]  # what has to be the same on every rank, as (name, value)
     tokens: tuple[Any, ...]  # what tensors over tokens hold, which has to be the same on every rank, too, as (name, contents)
 
 
-class WeightMap:
-    """From weights to what is known of them, while they, or other tensors over their memory, exist. A compiled graph hands over aliases of
-    its inputs, and ZeRO-3 gives a parameter new memory in each step."""
-
-    def __init__(self) -> None:
-        self._tensors: Any = WeakTensorKeyDictionary()
-        self._places: dict[tuple[int, ...], tuple[Any, Any]] = {}  # (storage, offset, shape) -> its reference, value
-        self._room = 64
-
-    def get(self, weight: Tensor) -> Any:
-        """None where the weight is not known."""
-        value = self._tensors.get(weight)
-        if value is None:
-            value = self._places.get(_place(weight), (None, None))[1]  # a storage that is known keeps its number, gone or not
-        return value
-
-    def set(self, weight: Tensor, value: Any) -> None:
-        if len(self._places) >= self._room:
-            self._places = {place: known for place, known in self._places.items() if not known[0].expired()}
-            self._room = 64 + 2 * len(self._places)
-        self._tensors[weight] = value
-        self._places[_place(weight)] = StorageWeakRef(weight.untyped_storage()), value
-
-
-def _place(weight: Tensor) -> tuple[int, ...]:
-    return weight.untyped_storage()._cdata, weight.storage_offset(), *weight.shape
-
-
-class _Answers:
+class _Agreed:
     """What a group's ranks have agreed on for layers that they describe alike. Every rank has the same history."""
 
-    def __init__(self) -> None:
-        self.of_weight = WeightMap()  # Shard
-        self.places: list[tuple[int, int]] = []  # every rank's (rows, vocab_start), of the last answer
-        self.alike = 0  # answers in a row that had these places
-        self.shards: list[Shard] = []  # this rank's of every answer, the last one at the end, each once
-
-    def find(self, weight: Tensor, parallel: Parallel, *, capturing: bool) -> Shard | None:
-        """The shard of a forward's weight. A capture cannot ask: it takes the last answer. Where the rows of every rank are those of that
-        answer, so is the layer; a rank whose rows are not finds nothing."""
-        shard = self.of_weight.get(weight)
-        if shard is not None and _fits(shard, weight, parallel):
-            return shard  # type: ignore[no-any-return]
-        at_once = capturing or parallel.all_rows >= 0
-        if isinstance(weight, nn.Parameter) and not at_once:
-            return None
-        if self.alike >= (1 if at_once else ALIKE) and _fits(self.shards[-1], weight, parallel):
-            return self.shards[-1]
-        return None
-
-    def find_again(self, weight: Tensor, parallel: Parallel) -> Shard | None:
-        """The shard of a backward whose forward is not known: one of the answers."""
-        shard = self.of_weight.get(weight)
-        if shard is not None and _fits(shard, weight, parallel):
-            return shard  # type: ignore[no-any-return]
-        fitting = [each for each in self.shards if _fits(each, weight, parallel)]
-        if len(fitting) > 1:
-            raise errors.PlacementError(
-                f"this rank has {weight.shape[0]} rows of several layers, from labels {[each.vocab_start for each in fitting]} on, and "
-                "which of them a backward is of is not known, as a hook has replaced its tensors: pass vocab_start on every rank"
-            )
-        return fitting[0] if fitting else None
-
-    def add(self, weight: Tensor, places: list[tuple[int, int]], shard: Shard) -> None:
-        self.alike = self.alike + 1 if places == self.places else 1
-        self.places = places
-        self.shards = [each for each in self.shards if each != shard] + [shard]
-        self.of_weight.set(weight, shard)
-
-
-def _fits(shard: Shard, weight: Tensor, parallel: Parallel) -> bool:
-    return shard.rows == weight.shape[0] and parallel.vocab_start in (-1, shard.vocab_start)
+    def __init__(self, layer: tuple[Any, ...]) -> None:
+        self.digest = zlib.crc32(repr(layer).encode())
+        self.shards: dict[tuple[Any, ...], Shard] = {}  # this rank's, by every rank's rows, vocab_start and all_rows
 
 
 _lock = threading.Lock()
 # By group: one that is destroyed goes, and what its ranks agreed on.
-_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Answers]] = weakref.WeakKeyDictionary()
-_of_saved = WeightMap()  # by what an operator's forward has saved: its shard, for the backward, whose weight may be another copy
-
-
-def remember(saved: Tensor, shard: Shard) -> None:
-    with _lock:
-        _of_saved.set(saved, shard)
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Agreed]] = weakref.WeakKeyDictionary()
 
 
 def shard_of(
-    parallel: Parallel,
-    weight: Tensor,
-    tokens: dict[str, Tensor | None],
-    layer: tuple[tuple[str, Any], ...],
-    saved: Tensor | None = None,
+    parallel: Parallel, weight: Tensor, tokens: dict[str, Tensor | None], layer: tuple[tuple[str, Any], ...], *, backward: bool = False
 ) -> Shard:
-    """This rank's shard. A first call (see above) asks all ranks, which have to call at the same time, and waits for the device: `layer`
-    and `tokens`, what is said of each token, have to be the same on all of them. A backward, which has what forward `saved`, takes
-    forward's shard, or the one answer that fits. Raises PlacementError on every rank where the ranks do not fit together, or where several
-    answers fit a backward; UnavailableError in a capture without an answer."""
+    """This rank's shard. All ranks call at the same time. For a new layer they wait for the device: `layer` and `tokens`, what is said of
+    each token, have to be the same on all of them. A `backward` asks the others only where its forward may have been one of several
+    layers'. Raises PlacementError or ShapeError on every rank where the ranks do not fit together; UnavailableError, on every rank, for a
+    new layer in a capture."""
     group = group_named(parallel.group)
-    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = (parallel._replace(vocab_start=min(parallel.vocab_start, 0)), weight.device.type, layer)
+    layer = (("vocab_size", None if parallel.vocab_size < 0 else parallel.vocab_size), ("hidden's device", weight.device.type), *layer)
     with _lock:
-        answers = _known.setdefault(group, {}).setdefault(key, _Answers())
-        shard = None if saved is None else _of_saved.get(saved)
-        if shard is None or not _fits(shard, weight, parallel):
-            again = saved is not None
-            shard = answers.find_again(weight, parallel) if again else answers.find(weight, parallel, capturing=capturing)
-    if shard is not None:
+        agreed_on = _known.setdefault(group, {})
+        agreed = agreed_on.get(layer)
+        if agreed is None:
+            agreed = agreed_on[layer] = _Agreed(layer)
+    if backward and len(agreed.shards) == 1:
+        return next(iter(agreed.shards.values()))
+    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    target = tokens["target"]
+    assert target is not None
+    place = (weight.shape[0], min(parallel.vocab_start, _MOST), parallel.all_rows)
+    everyone = told_by_hosts(group, (agreed.digest, len(agreed.shards), target.shape[0], int(capturing), *place))
+    places = tuple(numbers[4:] for numbers in everyone)
+    if all(numbers[:3] == everyone[0][:3] for numbers in everyone) and (shard := agreed.shards.get(places)) is not None:
         return shard
-    if capturing:
+    if any(numbers[3] for numbers in everyone):
         raise errors.UnavailableError(
             "ranks have not agreed yet on how this weight lies over their group, and a CUDA graph is being captured: run the call once "
             "before the capture"
         )
-    layer = (("vocab_size", None if parallel.vocab_size < 0 else parallel.vocab_size), *layer)
+    shard = _ask(group, parallel, weight, layer, tokens)
+    agreed.shards[places] = shard
+    return shard
+
+
+def _ask(group: Any, parallel: Parallel, weight: Tensor, layer: tuple[Any, ...], tokens: dict[str, Tensor | None]) -> Shard:
     same = tuple((name, _contents(name, tensor)) for name, tensor in tokens.items())
-    facts = _Facts(group.rank(), weight.shape[0], parallel.vocab_start, layer, same)
+    facts = _Facts(group.rank(), weight.shape[0], parallel.vocab_start, parallel.all_rows, layer, same)
     everyone: list[Any] = [None] * parallel.ranks
     dist.all_gather_object(everyone, facts, group=group)
-    everyone = [_Facts(*one) for one in everyone]
-    shard = agreed(parallel, everyone, group.rank())
-    with _lock:
-        answers.add(weight, [(one.rows, one.vocab_start) for one in everyone], shard)
-    return shard
+    return agreed_shard(parallel.vocab_size, [_Facts(*one) for one in everyone], group.rank())
 
 
 # What ranks compute for themselves may differ in its last bits, and what an ignored row holds in all of them: of these no digest is taken.
@@ -188,7 +118,7 @@ def _contents(name: str, tensor: Tensor | None) -> tuple[list[int], str, int] | 
     return list(tensor.shape), str(tensor.dtype), digest
 
 
-def agreed(parallel: Parallel, everyone: list[_Facts], rank: int) -> Shard:
+def agreed_shard(vocab_size: int, everyone: list[_Facts], rank: int) -> Shard:
     """The shard of `rank` among those that all ranks say they have. Raises PlacementError where they do not make a vocabulary."""
     first = everyone[0]
     for facts in everyone[1:]:
@@ -205,11 +135,13 @@ def agreed(parallel: Parallel, everyone: list[_Facts], rank: int) -> Shard:
     starts = _starts(everyone)
     rows = [facts.rows for facts in everyone]
     whole = max(start + count for start, count in zip(starts, rows, strict=True))
-    vocab_size = whole if parallel.vocab_size < 0 else parallel.vocab_size
-    if parallel.all_rows not in (-1, whole):
-        raise errors.PlacementError(
-            f"weight is a DTensor of {parallel.all_rows} rows, and the ranks of process_group have {rows}: {whole} in all"
-        )
+    vocab_size = whole if vocab_size < 0 else vocab_size
+    for facts in everyone:
+        if facts.all_rows not in (-1, whole):
+            raise errors.PlacementError(
+                f"weight is a DTensor of {facts.all_rows} rows on rank {facts.rank}, and the ranks of process_group have {rows}: {whole} in "
+                "all"
+            )
     if not 2 <= vocab_size <= whole:
         raise errors.ShapeError(f"vocab_size is {vocab_size}; all ranks' weights have {whole} rows, so that it must be from 2 to {whole}")
     classes = [min(max(vocab_size - start, 0), count) for start, count in zip(starts, rows, strict=True)]

@@ -53,14 +53,14 @@ def run_backward(
     if retained is None:
         if want_weight and grad_weight is None:
             grad_weight = _new_grad_weight(kernel, weight)
-        saved = kernel.saved_anew(given) if filled and kernel.retaining_changes_saved else saved.contiguous()
+        saved = kernel.saved_anew(given, saved) if filled and kernel.retaining_changes_saved else saved.contiguous()
         kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, entropy=entropy)
     else:
         with retained.taken(kernel, given, weight=want_weight) as (memory, overwrite):
             if want_weight and grad_weight is None:
                 grad_weight = memory if overwrite else _new_grad_weight(kernel, weight)
             if memory is None and retained.filled and kernel.retaining_changes_saved:
-                saved = kernel.saved_anew(given)
+                saved = kernel.saved_anew(given, saved)
             kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory, lent=retained.lent, entropy=entropy)
             del memory
     if grad_bias is not None and bias is not None:
@@ -234,7 +234,6 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _kernels.find_for(given)
     values, top1 = kernel.new_values(given, given.target.shape), kernel.new_top1(given.target.shape)
     saved = kernel.forward(given, values, top1)
-    kernel.remember(saved)
     return values, saved, given.hidden.new_empty(0, dtype=torch.int64) if top1 is None else top1
 
 

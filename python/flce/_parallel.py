@@ -5,6 +5,8 @@ A call's `Parallel` travels as text through operators and compiled graphs; group
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +123,41 @@ def group_named(name: str) -> Any:
         return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
     except RuntimeError as error:
         raise errors.PlacementError(f"process_group {name!r} is gone, or this process is not in it: {error}") from None
+
+
+# ── Between hosts ───────────────────────────────────
+
+_hosts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # what `_between_hosts` has made, by group
+_made: dict[str, int] = {}  # how many of a group's name
+
+
+def told_by_hosts(group: Any, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every rank's numbers of 64 bits, as many on each, in the order of ranks. Waits for the other ranks and for no device."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    _between_hosts(group).allgather([everyone], [mine]).wait()
+    return [tuple(one.tolist()) for one in everyone]
+
+
+def _between_hosts(group: Any) -> Any:
+    """What has collectives of the host's memory: the group, or for one of NCCL's alone a gloo backend beside it, made at its first call."""
+    if _has_host_memory(group):
+        return group
+    made = _hosts.get(group)
+    if made is None:
+        number = _made[group.group_name] = _made.get(group.group_name, 0) + 1
+        store = dist.distributed_c10d.PrefixStore(f"flce/{group.group_name}/{number}", dist.distributed_c10d._get_default_store())
+        made = _hosts[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), _timeout_of(group))
+    return made
+
+
+def _has_host_memory(group: Any) -> bool:
+    return torch.device("cpu") in group._device_types
+
+
+def _timeout_of(group: Any) -> Any:
+    options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
+    return next((found._timeout for found in options if found is not None), dist.distributed_c10d.default_pg_timeout)
 
 
 # ── Collectives ─────────────────────────────────────

@@ -7,7 +7,6 @@ backward  (gather hidden) · grad_hidden, this rank's part · add up all ranks' 
 from __future__ import annotations
 
 import ctypes
-import weakref
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from flce import _arguments, _kernels, _layouts, _native, _parallel, _retain, errors
 from flce._frame import VALUES, Frame, Inputs, KernelKey, is_hidden_major, planned_tokens
-from flce._layouts import Shard, WeightMap
+from flce._layouts import Shard
 from flce._parallel import Parallel
 
 _OF_BOTH = ("temperature", "token_weight")
@@ -90,18 +89,10 @@ class ShardKernel(_kernels.Kernel):
         self.weight_rows = shard.rows
         self.retains = self.retains and shard.classes > 0
         self.merge_function = self._library.flce_kernel_merge
-        self.group: weakref.ref[Any] | None = None  # in which the shard was agreed on
-        self.weights = WeightMap()  # whose place the shard is; a DTensor says it itself
 
-    def is_outdated(self, weight: Tensor) -> bool:
-        """The group may be gone, and another have its name, in which other ranks have other rows. Another weight with as many rows may lie
-        elsewhere in its vocabulary."""
-        if self.parallel.all_rows < 0 and self.weights.get(weight) is None:
-            return True
-        return self.group is None or self.group() is not _parallel.group_named(self.parallel.group)
-
-    def remember(self, saved: Tensor) -> None:
-        _layouts.remember(saved, self.shard)
+    def saved_anew(self, given: Inputs, saved: Tensor) -> Tensor:
+        """Forward's: another forward would wait for ranks that have kept what they retained. Gradients may differ in their last bits."""
+        return saved.contiguous()
 
     def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
         """As of a whole layer, for this rank's classes."""
@@ -214,8 +205,8 @@ class ShardKernel(_kernels.Kernel):
         return given._replace(hidden=_parallel.gathered(group, given.hidden, self.parallel.ranks))
 
 
-def find_for(given: Inputs, grad_weight_out: Tensor | None = None, saved: Tensor | None = None) -> ShardKernel:
-    """The kernel of this rank's part of such a call."""
+def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> ShardKernel:
+    """The kernel of this rank's part of such a call. Once in each forward: ranks tell each other what they have."""
     parallel = _parallel.parallel_of(given.parallel)
     hidden, weight = given.hidden, given.weight
     wide = _parallel.reduce_dtype(parallel, hidden.dtype)
@@ -234,7 +225,7 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None, saved: Tensor
         *((f"whether {name} is given", getattr(given, name) is not None) for name in ("bias", "class_weight", *_OF_TOKENS)),
     )
     of_tokens = {name: getattr(given, name) for name in _OF_TOKENS}
-    shard = _layouts.shard_of(parallel, weight, of_tokens, layer, saved)
+    shard = _layouts.shard_of(parallel, weight, of_tokens, layer, backward=backward)
     hidden_major = is_hidden_major(weight)
     # A hidden-major weight's rows are as long as it has classes, so that ranks' kernels may differ.
     most_classes = max(shard.classes, 1) if hidden_major else max(shard.most_classes, 1)
@@ -261,7 +252,4 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None, saved: Tensor
         grad_hidden_dtype=wide,
     )
     kernel: Any = _kernels.find(*key, of=(shard, parallel), make=ShardKernel)
-    kernel.weights.set(weight, True)
-    if kernel.is_outdated(weight):
-        kernel.group = weakref.ref(_parallel.group_named(parallel.group))
     return kernel  # type: ignore[no-any-return]

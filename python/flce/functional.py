@@ -136,8 +136,8 @@ def linear_cross_entropy(
             gradient is the sum over ranks, weight's is this rank's part. See docs/tensor-parallel.md.
         sequence_parallel: hidden is this rank's part of the tokens: of the one dimension in which target is as many times as large as there
             are ranks. It is gathered in forward and again in backward, and its gradient is this rank's part.
-        vocab_start: the label of weight's first row. None: the rows of lower ranks, added up. Ranks tell each other at the first call of
-            a kind.
+        vocab_start: the label of weight's first row. None: the rows of lower ranks, added up, as ranks tell each other before each
+            forward.
         vocab_size: classes of the whole layer; rows at and past it are padding and get no gradient. None: all ranks' rows.
         reduce_dtype: hidden's dtype (None) or torch.float32: in which the ranks' parts of hidden's gradient are made and added up.
         reduce_grad_hidden: False leaves this rank's part of hidden's gradient as it is, and backward without a collective, for trainers

@@ -1,7 +1,7 @@
 """One rank of a tensor-parallel group, under torchrun, whose ranks do not make the same call, or make one that is refused. Exits with a
 failed assertion, or 0; rank 0 prints how many cases passed.
 
-With an argument it is the name of a case that ends the group: `ranks_die` or `a_later_difference`.
+With an argument it is the name of a case that ends the group: `ranks_die` or `a_group_made_again`.
 """
 
 from __future__ import annotations
@@ -67,10 +67,12 @@ def the_group_still_works() -> None:
 # ── What differs between ranks ──────────────────────
 
 
-def differing(name: str) -> None:
-    """Rank 1's call differs from the others' in what `name` says."""
+def differing(name: str, *, later: bool = False) -> None:
+    """Rank 1's call differs from the others' in what `name` says. `later`: after one that did not."""
     layer, odd = Layer(), dist.get_rank() == 1
     given = usual(layer)
+    if later:
+        flce.linear_cross_entropy(**given)
     by_token = torch.ones(TOKENS)
     changes: dict[str, tuple[dict[str, Any], str]] = {
         "labels": ({"target": layer.target.flip(0)}, "target differs"),
@@ -99,6 +101,13 @@ DIFFERING = (
     *("labels", "fewer tokens", "label dtype", "hidden size", "dtype", "reduction", "options", "outputs", "ignore_index", "bias"),
     *("temperature", "token_weight", "num_valid_tokens", "reduce_dtype", "vocab_size", "vocab_start", "sequence"),
 )
+
+
+LATER = ("fewer tokens", "hidden size", "dtype", "options", "bias", "vocab_size", "vocab_start", "sequence")
+
+
+def differing_later(name: str) -> None:
+    differing(name, later=True)
 
 
 def differing_numbers(name: str) -> None:
@@ -256,16 +265,6 @@ def ranks_die() -> None:
     raised_by(loss.backward)
 
 
-def a_later_difference() -> None:
-    """Fewer tokens on rank 1 in a call of a known kind: what TORCH_DISTRIBUTED_DEBUG=DETAIL finds, on every rank."""
-    layer = Layer()
-    known = usual(layer)
-    flce.linear_cross_entropy(**known)
-    tokens = 40 if dist.get_rank() == 1 else TOKENS
-    given = {**known, "hidden": layer.hidden[:tokens], "target": layer.target[:tokens]}
-    assert "mismatch" in raised_by(lambda: flce.linear_cross_entropy(**given)).lower()
-
-
 def a_group_made_again() -> None:
     """Under the name that the first one had, with other rows on rank 0: rank 1's call looks as it did, and its rows begin elsewhere."""
     layer, rank, ranks = Layer(), dist.get_rank(), dist.get_world_size()
@@ -295,10 +294,11 @@ def a_group_made_again() -> None:
     assert names[0] == names[1], names
 
 
-ENDS: dict[str, Callable[[], None]] = {function.__name__: function for function in (ranks_die, a_later_difference, a_group_made_again)}
+ENDS: dict[str, Callable[[], None]] = {function.__name__: function for function in (ranks_die, a_group_made_again)}
 
 CASES: list[tuple[Any, ...]] = [
     *((differing, name) for name in DIFFERING),
+    *((differing_later, name) for name in LATER),
     *((differing_numbers, name) for name in ("temperature", "num_valid_tokens")),
     *((teachers, what) for what in ("ids", "top_k")),
     (starts, -1, "overlap"),

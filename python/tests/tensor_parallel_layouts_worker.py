@@ -1,5 +1,5 @@
-"""One rank under torchrun: when ranks ask each other which rows they have, and layers that this rank's rows do not tell apart. Exits with
-a failed assertion, or 0; rank 0 prints how many cases passed."""
+"""One rank under torchrun: when ranks ask each other which rows they have, layers that this rank's rows do not tell apart, and weights that
+are known on some ranks alone. Exits with a failed assertion, or 0; rank 0 prints how many cases passed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rank_support import generator, run_main
 from tensor_parallel_compile_worker import compiled, mesh, shard_loss
 from tensor_parallel_worker import TOKENS, Layer, close, leaf
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +37,8 @@ def asks(calls: Callable[[], None]) -> int:
 
 
 def other_places(kept: bool) -> None:
-    """Layers in which a rank has as many rows as in another one, in other places: weights that stay, and weights that are made anew."""
+    """Layers in which a rank has as many rows as in another one, in other places: weights that stay, and weights that are made anew. Ranks
+    ask once for each layer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layer = Layer(seed=int(kept))
     hidden = layer.hidden.repeat(1, 2)  # of a width for which ranks have agreed on nothing yet
@@ -59,7 +60,7 @@ def other_places(kept: bool) -> None:
             if kept:
                 loss.backward()
 
-    assert [asks(calls) for _ in range(2)] == [3, 0 if kept else 3]
+    assert [asks(calls) for _ in range(2)] == [3, 0]
 
 
 class Through(TorchDispatchMode):
@@ -70,7 +71,7 @@ class Through(TorchDispatchMode):
 
 
 def other_places_in_graphs() -> None:
-    """As `other_places`. A graph's backward is told by what forward has saved which layer it has: it may have a copy of the weight."""
+    """As `other_places`. A graph's backward may have a copy of the weight, and its forward may have been any of three layers'."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layer = Layer(seed=3)
     hidden, table = layer.hidden[:, :32].contiguous(), layer.weight[:, :32].contiguous()
@@ -96,67 +97,98 @@ def other_places_in_graphs() -> None:
 
 
 def the_same_again(how: str) -> None:
-    """A weight that each call makes anew is asked for a few times, one that is the same in another form once."""
+    """One layer, whatever tensor its weight is."""
     layer = Layer()
-    width = {"anew": 40, "alias": 48, "other memory": 56}[how]  # for which ranks have agreed on nothing yet
+    width = {"anew": 40, "alias": 48, "other memory": 56, "new parameter": 24}[how]  # for which ranks have agreed on nothing yet
     hidden, table = layer.hidden[:, :width].contiguous(), nn.Parameter(layer.mine(layer.weight)[:, :width].contiguous())
 
     def calls() -> None:
-        for _ in range(3 * _layouts.ALIKE):
+        for _ in range(6):
             table.data = table.data.clone() if how == "other memory" else table.data
-            given = {"anew": table.detach().clone(), "alias": table.detach(), "other memory": table}[how]
+            given = {
+                "anew": table.detach().clone(),
+                "alias": table.detach(),
+                "other memory": table,
+                "new parameter": nn.Parameter(table.clone()),
+            }[how]
             flce.linear_cross_entropy(hidden, given, layer.target, process_group=layer.group)
 
-    assert asks(calls) == (_layouts.ALIKE if how == "anew" else 1)
+    assert asks(calls) == 1
 
 
-def new_parameters() -> None:
-    """However often the others were the same."""
+def equals_the_whole(layer: Layer, width: int, weight: Tensor, whole: Tensor) -> None:
+    """The loss and this rank's gradient of `weight`, a part of `whole`, in two calls."""
+    hidden, target = layer.hidden[:, :width].contiguous(), layer.target % whole.shape[0]
+    expected = flce.linear_cross_entropy(hidden, table := leaf(whole), target)
+    expected.backward()
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, weight.shape[0])
+    begin = sum(rows[: dist.get_rank()])
+    for _ in range(2):
+        mine = weight if weight.requires_grad else leaf(weight)
+        loss = flce.linear_cross_entropy(hidden, mine, target, process_group=layer.group)
+        close(loss, expected)
+        (gradient,) = torch.autograd.grad(loss, mine)
+        assert table.grad is not None
+        close(gradient, table.grad[begin : begin + weight.shape[0]])
+
+
+def known_on_one_rank(how: str) -> None:
+    """A weight that stays on one rank and is new on another, or whose rows have changed on one rank alone."""
+    layer, rank, ranks = Layer(), dist.get_rank(), dist.get_world_size()
+    width = {"no rows": 16, "grown": 32, "alias": 48, "cast": 8}[how]
+    table = layer.weight[:, :width].contiguous()
+    if how == "no rows":  # the last rank's weight is made anew in every call
+        cuts = [*(50 * i for i in range(ranks)), 50 * (ranks - 1)]
+        mine: Tensor = nn.Parameter(table[cuts[rank] : cuts[rank + 1]].clone())
+        for _ in range(3):
+            equals_the_whole(layer, width, mine if rank < ranks - 1 else torch.empty(0, width), table[: cuts[-1]])
+    elif how == "grown":  # on the last rank, and back
+        mine = nn.Parameter(table[20 * rank : 20 * rank + 20].clone())
+        more = nn.Parameter(table[20 * rank : 20 * rank + 30].clone())
+        for grown in (False, True, False, True):
+            equals_the_whole(layer, width, more if grown and rank == ranks - 1 else mine, table[: 20 * ranks + (10 if grown else 0)])
+    elif how == "alias":  # of one row stored.t() is contiguous, of more it is copied
+        count = 1 if rank == 0 else 20
+        begin = 0 if rank == 0 else 20 * rank - 19
+        stored = table[begin : begin + count].t().contiguous()
+        for _ in range(3):
+            equals_the_whole(layer, width, stored.t().contiguous(), table[: 20 * ranks - 19])
+    else:  # two layers, of which rank 0 has as many rows, cast in every call
+        for call in range(12):
+            rows = 20 if rank == 0 or call % 2 else 30
+            begin = 0 if rank == 0 else 20 + rows * (rank - 1)
+            whole = 20 + (20 if call % 2 else 30) * (ranks - 1)
+            equals_the_whole(layer, width, table[begin : begin + rows].clone(), table[:whole])
+
+
+def by_a_backend_of_its_own() -> None:
+    """Of a group that has no collectives of the host's memory, ranks' hosts meet beside it."""
+    group = dist.new_group(list(range(dist.get_world_size())))
     layer = Layer()
-    hidden, table = layer.hidden[:, :24].contiguous(), layer.mine(layer.weight)[:, :24].contiguous()
+    layer.group = group
+    original = _parallel._has_host_memory
+    _parallel._has_host_memory = lambda _: False
+    try:
+        equals_the_whole(layer, 24, layer.mine(layer.weight)[:, :24].contiguous(), layer.weight[:, :24].contiguous())
+        assert isinstance(_parallel._hosts[group], dist.ProcessGroupGloo)
+    finally:
+        _parallel._has_host_memory = original
+
+
+def one_rank_forgets() -> None:
+    """What a rank has not kept, or has not heard to its end, all ranks ask for again."""
+    layer = Layer()
+    table = layer.mine(layer.weight)[:, :56].contiguous()
 
     def calls() -> None:
-        for _ in range(2 * _layouts.ALIKE):
-            flce.linear_cross_entropy(hidden, nn.Parameter(table.clone()), layer.target, process_group=layer.group)
+        for _ in range(2):
+            flce.linear_cross_entropy(layer.hidden[:, :56].contiguous(), table, layer.target, process_group=layer.group)
 
-    assert asks(calls) == 2 * _layouts.ALIKE
-
-
-def captured_and_replaced() -> None:
-    """What cannot ask: a capture goes by the last answer alone, and a backward refuses to guess."""
-    parallel = _parallel.asked(dist.group.WORLD, False, None, None, None, True)
-    assert parallel is not None
-    answers = _layouts._Answers()
-    first, second = _layouts.Shard(40, 60, 60, 60, 60, 100), _layouts.Shard(60, 60, 60, 60, 60, 120)
-    rows = torch.zeros(60, 8)
-    assert answers.find(rows, parallel, capturing=True) is None and answers.find_again(rows, parallel) is None
-    answers.add(torch.zeros(60, 8), [(40, -1), (60, -1)], first)
-    assert answers.find(rows, parallel, capturing=True) == answers.find_again(rows, parallel) == first
-    assert answers.find(rows, parallel, capturing=False) is None
-    answers.add(torch.zeros(40, 8), [(60, -1), (40, -1)], first._replace(vocab_start=60, rows=40))
-    assert answers.find(rows, parallel, capturing=True) is None  # other ranks may have found the last one to fit
-    assert answers.find_again(rows, parallel) == first
-    answers.add(torch.zeros(60, 8), [(60, -1), (60, -1)], second)
-    assert answers.find(rows, parallel, capturing=True) == second
-    try:
-        answers.find_again(rows, parallel)
-    except flce.PlacementError as error:
-        assert "rows of several layers, from labels [40, 60] on" in str(error), error
-    else:
-        raise AssertionError("a backward guessed")
-    assert answers.find_again(rows, parallel._replace(vocab_start=40)) == first
-
-
-def forgotten() -> None:
-    """What is known of weights that are gone does not stay."""
-    known = _layouts.WeightMap()
-    kept = torch.zeros(3, 2)
-    known.set(kept, "kept")
-    for _ in range(1000):
-        known.set(torch.zeros(3, 2), "gone")
-    assert len(known._places) <= 2 * 64 and len(known._tensors) == 1
-    assert known.get(kept) == known.get(kept.detach()) == "kept"
-    assert known.get(kept[1:]) is None and known.get(torch.zeros(3, 2)) is None
+    calls()
+    if dist.get_rank() == 1:
+        _layouts.forget()
+    assert asks(calls) == 1
 
 
 def other_dtensors() -> None:
@@ -176,10 +208,10 @@ def other_dtensors() -> None:
 CASES: list[tuple[Any, ...]] = [
     *((other_places, flag) for flag in (True, False)),
     (other_places_in_graphs,),
-    *((the_same_again, how) for how in ("anew", "alias", "other memory")),
-    (new_parameters,),
-    (captured_and_replaced,),
-    (forgotten,),
+    *((the_same_again, how) for how in ("anew", "alias", "other memory", "new parameter")),
+    *((known_on_one_rank, how) for how in ("no rows", "grown", "alias", "cast")),
+    (by_a_backend_of_its_own,),
+    (one_rank_forgets,),
     (other_dtensors,),
 ]
 
