@@ -57,6 +57,7 @@ class DirectCall:
         "make_value",
         "num_tokens",
         "requires_grad",
+        "reshapes",
         "rest",
         "retain",
         "saved_shape",
@@ -75,10 +76,13 @@ class DirectCall:
         self.guard: Callable[..., bool] = _TensorGuards(hidden, weight, target, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self.requires_grad = hidden.requires_grad or weight.requires_grad
         self.dtype, self.target_dtype = kernel.key.dtype, target.dtype
-        self.hidden_shape, self.weight_shape, self.weight_stride = hidden.shape, weight.shape, weight.stride()
+        self.weight_shape, self.weight_stride = weight.shape, weight.stride()
         self.rest = rest  # the fields of Inputs that are no tensors
         self.num_tokens = target.numel()
-        self.target_shape, self.saved_shape = target.shape, torch.Size([self.num_tokens])
+        # The node's, as every other way of a call saves them: a checkpoint that goes one way and then another compares their shapes.
+        self.reshapes = target.dim() != 1
+        self.hidden_shape = torch.Size([self.num_tokens, hidden.shape[-1]])
+        self.target_shape = self.saved_shape = torch.Size([self.num_tokens])
         # Where logits may be retained, host time is small beside the kernels': such calls go the general way from here.
         retain = _retain.wanted(rest[4], weight=weight.requires_grad)
         choices = _retain.Choices(kernel, self.num_tokens)
@@ -154,6 +158,8 @@ class DirectCall:
         if not self.matches(hidden, weight, target):
             return None
         if self.requires_grad and _is_grad_enabled():
+            if self.reshapes:
+                hidden, target = hidden.view(self.hidden_shape), target.view(self.target_shape)
             value = _apply(hidden, weight, target, self)
             return _engine.keep_node(value) if _engine.LOSES_NODES else value
         if forward_ad._current_level >= 0:
@@ -161,7 +167,7 @@ class DirectCall:
         return self.forward(hidden, weight, target)[0]
 
     def inputs(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Inputs:
-        return Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), None, None, None, *self.rest[:5])
+        return Inputs(hidden, weight, target, None, None, None, *self.rest[:5])
 
     def _new_frame(self, *, backward: bool, wanted: int = 0) -> tuple[memoryview, int, int, Frame]:
         """(words of its views, address of its argument struct, workspace bytes, the frame)."""
@@ -261,8 +267,6 @@ def _backward_of_any_form(ctx: Any, grad_values: Tensor, saved: Tensor, hidden: 
     given = call.inputs(hidden, weight, target)
     wanted = _engine.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:3]
     grad_hidden, grad_weight, _ = _op.run_backward(call.kernel, given, saved, grad_values, wanted, filled=filled)
-    if grad_hidden is not None:
-        grad_hidden = grad_hidden.view(hidden.shape)
     if torch.is_grad_enabled():
         grad_hidden, grad_weight = _op.refuse_second_derivative((grad_hidden, grad_weight), (grad_values, hidden, weight))
     return grad_hidden, grad_weight, None, None

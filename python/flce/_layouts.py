@@ -139,8 +139,8 @@ def agreed_shard(vocab_size: int, everyone: list[_Facts], rank: int) -> Shard:
     for facts in everyone:
         if facts.all_rows not in (-1, whole):
             raise errors.PlacementError(
-                f"weight is a DTensor of {facts.all_rows} rows on rank {facts.rank}, and the ranks of process_group have {rows}: {whole} in "
-                "all"
+                f"weight is a DTensor of {facts.all_rows} rows on rank {facts.rank}, and the ranks of process_group have {rows}: {whole} "
+                "in all"
             )
     if not 2 <= vocab_size <= whole:
         raise errors.ShapeError(f"vocab_size is {vocab_size}; all ranks' weights have {whole} rows, so that it must be from 2 to {whole}")

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support import Problem, assert_close, in_double, make_problem, reference, spy_on_backward
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import flce
+from flce import _call
+from flce.compat import cce
 
 pytestmark = pytest.mark.first_and_direct
 
@@ -124,6 +127,66 @@ def test_activation_checkpointing(device: str, use_reentrant: bool) -> None:
     checkpoint(block, problem.hidden, problem.weight, use_reentrant=use_reentrant).backward()
     assert torch.equal(problem.hidden.grad, expected[0])  # type: ignore[arg-type]
     assert torch.equal(problem.weight.grad, expected[1])  # type: ignore[arg-type]
+
+
+def in_its_layer(loss: type, **options: Any) -> Callable[..., Tensor]:
+    """A loss's call with the layer of a weight [V, D]."""
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        layer = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+        layer.weight = weight
+        return loss(layer, **options)(hidden, target)
+
+    return call
+
+
+def in_the_head(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    head = flce.FusedLMHead(*weight.shape[::-1], bias=False, device="meta")
+    head.weight = weight
+    return head(hidden, labels=target)
+
+
+ENTRIES: dict[str, Callable[..., Any]] = {
+    "loss": flce.linear_cross_entropy,
+    "none": lambda *call: flce.linear_cross_entropy(*call, reduction="none"),
+    "lse": lambda *call: flce.linear_cross_entropy(*call, return_lse=True)[0],
+    "shift": lambda *call: flce.linear_cross_entropy(*call, shift=1),
+    "all retained": lambda *call: flce.linear_cross_entropy(*call, workspace_limit_bytes=1 << 40),
+    "hidden-major": lambda hidden, weight, target: flce.linear_cross_entropy(hidden, weight.detach().t().contiguous().t(), target),
+    "frozen weight": lambda hidden, weight, target: flce.linear_cross_entropy(hidden, weight.detach(), target),
+    "logprobs": flce.linear_logprobs,
+    "head": in_the_head,
+    "LinearCrossEntropyLoss": in_its_layer(flce.LinearCrossEntropyLoss),
+    "PipelineFusedLoss": in_its_layer(flce.PipelineFusedLoss),
+    "cce": cce.linear_cross_entropy,
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_checkpointing_the_first_call_of_a_shape(device: str, entry: str) -> None:
+    """The call that checks its arguments and the direct one that follows save tensors of the same shapes."""
+    problem = make_problem(device, num_tokens=12)
+    weight = nn.Parameter(problem.weight.detach())
+    for shape in ((12,), (3, 4), (2, 2, 3)):
+        _call.forget()
+        hidden, target = problem.hidden.detach().view(*shape, -1).requires_grad_(), problem.target.view(shape)
+        for _ in range(3):
+            loss = checkpoint(ENTRIES[entry], hidden, weight, target, use_reentrant=False)
+            (gradient,) = torch.autograd.grad(loss.sum(), hidden)
+        (right,) = torch.autograd.grad(ENTRIES[entry](hidden, weight, target).sum(), hidden)
+        assert torch.equal(gradient, right)
+
+
+def test_checkpointing_watched_in_forward_alone(device: str) -> None:
+    """An operator in forward, a kernel called directly in its repetition."""
+    problem = make_problem(device, num_tokens=12)
+    hidden, target = problem.hidden.detach().view(3, 4, -1).requires_grad_(), problem.target.view(3, 4)
+    _call.forget()
+    for _ in range(3):
+        with FlopCounterMode(display=False):
+            loss = checkpoint(flce.linear_cross_entropy, hidden, problem.weight, target, use_reentrant=False)
+        loss.backward()
+        flce.linear_cross_entropy(hidden, problem.weight, target)
 
 
 def test_selective_checkpointing_sees_the_operator(device: str) -> None:

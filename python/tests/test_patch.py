@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import _kernels
+from flce import _call, _kernels
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -226,6 +227,11 @@ def test_checkpointed_and_compiled() -> None:
     torch.testing.assert_close(outputs.loss, expected.loss)
     same(got, right)
     mine.gradient_checkpointing_disable()
+    _call.forget()
+    for _ in range(2):  # all of the model, and its loss
+        mine.zero_grad()
+        checkpoint(lambda: mine(**batch()).loss, use_reentrant=False).backward()
+        same(gradients(mine), right)
     compiled = torch.compile(mine, backend="aot_eager")
     for _ in range(2):
         mine.zero_grad()
