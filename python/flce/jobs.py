@@ -6,7 +6,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from flce import _command, _native
@@ -168,16 +171,44 @@ def _run(
             raised.append(error)
             return None
 
+    def stopped() -> bool:
+        return bool(guarded(lambda: bool(stop()) if stop else False) or raised or any(map(_is_of_a_callback, lost)))
+
     job = _native.Job(
         struct_size=ctypes.sizeof(_native.Job),
         progress=_native.JOB_TEXT(lambda _, text: guarded(lambda: progress(json.loads(text)) if progress else None)),
         warning=_native.JOB_TEXT(lambda _, text: guarded(lambda: warning(text.decode()) if warning else None)),
-        stop=_native.JOB_STOP(lambda _: 1 if guarded(lambda: bool(stop()) if stop else False) or raised else 0),
+        stop=_native.JOB_STOP(lambda _: int(stopped())),
         report=_native.JOB_TEXT(lambda _, text: reports.append(text.decode())),
     )
-    status = getattr(_native.library(), function)(json.dumps(options).encode(), ctypes.byref(job))
-    if raised:
-        raise raised[0]
+    with _lost_in_callbacks() as lost:
+        status = getattr(_native.library(), function)(json.dumps(options).encode(), ctypes.byref(job))
+    if first := [*(one.exc_value for one in lost), *raised]:
+        raise first[0]
     _native.check(status)
     result: dict[str, Any] = json.loads(reports[0])
     return result
+
+
+@contextmanager
+def _lost_in_callbacks() -> Iterator[list[Any]]:
+    """What ctypes loses meanwhile: exceptions that leave a callback, as a signal's handler raises them before the callback's first line or
+    behind its last. The list grows without a line of Python, where the next signal might come. Others are told to the hook afterwards."""
+    lost: list[Any] = []
+    if threading.current_thread() is not threading.main_thread():  # where signals are handled
+        yield lost
+        return
+    hook = sys.unraisablehook
+    try:
+        sys.unraisablehook = lost.append
+        yield lost
+    finally:
+        sys.unraisablehook = hook
+        for one in [one for one in lost if not _is_of_a_callback(one)]:
+            lost.remove(one)
+            hook(one)
+
+
+def _is_of_a_callback(lost: Any) -> bool:
+    traceback = lost.exc_traceback
+    return traceback is not None and traceback.tb_frame.f_code.co_filename == __file__ and lost.exc_value is not None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
+from test_interrupts import Interrupt
 
 import flce
-from flce import _command
+from flce import _command, jobs
 
 SPEC = "D=32,V=300,dtype=fp32"
 CPU = "x86-64-v3"
@@ -75,6 +79,59 @@ def test_stop_and_exceptions_of_callbacks_end_the_call(command: str, tmp_path: P
 
     with pytest.raises(ZeroDivisionError):
         flce.tune(SPEC, **small_tuning(tmp_path), progress=fail)
+
+
+def test_interrupted_at_every_line(tmp_path: Path) -> None:
+    """Those of callbacks, too, from which ctypes lets no exception out."""
+    for at in itertools.count():
+        with Interrupt(at) as trace:
+            try:
+                result = flce.missing(SPEC, devices=[CPU], cache_dir=tmp_path)
+            except KeyboardInterrupt:
+                continue
+        assert trace.count <= at, f"an interrupt at line {at} was lost"
+        break
+    assert at > 20 and result["missing"]
+
+
+@pytest.mark.parametrize("code", ["<lambda>", "stopped", "guarded"])
+def test_interrupted_in_the_first_line_of_a_callback(command: str, tmp_path: Path, code: str) -> None:
+    """Nothing that is half done counts as done."""
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_filename == jobs.__file__ and frame.f_code.co_name == code:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def interrupted(work: Callable[..., object], **options: object) -> None:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                work(SPEC, **options)
+        finally:
+            sys.settrace(before)
+
+    pack = tmp_path / "k.flcepack"
+    interrupted(flce.prewarm, devices=[CPU], cache_dir=tmp_path / "cache", pack=pack)
+    assert not pack.exists()
+    interrupted(flce.tune, **small_tuning(tmp_path))
+    assert not list((tmp_path / "records").rglob("*.json"))
+
+
+def test_other_exceptions_that_nobody_catches_are_told_and_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: told.append(one.exc_type))
+
+    class Fails:
+        def __del__(self) -> None:
+            raise ZeroDivisionError
+
+    seen: list[object] = []
+    result = flce.missing([SPEC], devices=[CPU], cache_dir=tmp_path)
+    flce.prewarm(SPEC, devices=[CPU], cache_dir=tmp_path, progress=lambda _: seen.append(Fails() and None))
+    assert seen and result["missing"] and set(told) == {ZeroDivisionError}
+    assert not flce.missing([SPEC], devices=[CPU], cache_dir=tmp_path)["missing"]
 
 
 def test_bad_options_are_named(command: str, tmp_path: Path) -> None:
