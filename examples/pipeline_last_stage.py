@@ -228,7 +228,9 @@ def stage_main(rank: int, store: str, fused: bool, config: Config, results: Any)
     loss_fn: Any = None
     if last is not None:
         # flce by name: "auto" would go on with plain torch where libflce is missing, and this is about flce.
-        loss_fn = flce.PipelineFusedLoss(last.head, impl="flce", workspace_limit_bytes=4 * MIB) if fused else MaterialisedLoss(last.head)
+        loss_fn = (
+            flce.PipelineFusedLoss(last.head, impl="flce", workspace_limit_bytes=4 * MIB, shift=1) if fused else MaterialisedLoss(last.head)
+        )
     schedule = make_schedule(modules, loss_fn, config, device)
     parameters = list(nn.ModuleList(modules.values()).parameters())
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate)

@@ -66,6 +66,18 @@ def _check_length(target: Tensor, shift: int, *, packed: bool) -> None:
         raise errors.ArgumentError(f"shift is {shift}; {where} {length} long, and shift must not be more")
 
 
+def targets_of(labels: Tensor, shift: int, *, ignore_index: int, cu_seqlens: Tensor | None) -> Tensor:
+    """`shift_labels` for labels that lie as hidden states do. Raises ArgumentError for flattened ones whose sequences are not known: the
+    last position of each would predict the first label of the next."""
+    if isinstance(shift, int) and shift > 0 and cu_seqlens is None and isinstance(labels, Tensor) and labels.dim() == 1:
+        raise errors.ArgumentError(
+            f"shift is {shift!r} and target has shape {list(labels.shape)}, flattened tokens without cu_seqlens: where a sequence ends is "
+            "not known, and its last position would predict the next sequence's label. Give cu_seqlens, or hidden [batch, sequence, "
+            "hidden_size] and target [batch, sequence], or leave shift at 0 for targets that are aligned already"
+        )
+    return shift_labels(labels, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
+
+
 def shift_labels(labels: Tensor, shift: int = 1, *, ignore_index: int = -100, cu_seqlens: Tensor | None = None) -> Tensor:
     """What each position has to predict: the label `shift` positions later in the same sequence, ignore_index where there is none.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flce import _arguments, _call, _heads, _sharded_call, errors
-from flce._targets import check_ignore_index, shift_labels
+from flce._targets import check_ignore_index, targets_of
 from flce.budget import MemoryBudget
 
 if TYPE_CHECKING:
@@ -98,9 +98,10 @@ def linear_cross_entropy(
             valid row, loss and gradients are 0.
         num_valid_tokens: what "mean" divides by: a number or a one-element tensor (fp32, int32, int64) on hidden's device, such as the
             count of all microbatches. None: this call's valid rows (with class_weight: their class weights), counted on the device.
-        shift: position t predicts target[t + shift] of the same sequence; the last `shift` positions of each are ignored. Sequences lie
-            along target's last dimension, or, with cu_seqlens [num_sequences + 1], one behind the other in the flattened target; that
-            dimension, or the flattened target, is 0 or at least `shift` long.
+        shift: 0 for targets that are aligned already, 1 for labels as a tokenizer gives them: position t predicts target[t + shift] of the
+            same sequence, and the last `shift` positions of each are ignored. Sequences lie along target's last dimension, or, with
+            cu_seqlens [num_sequences + 1], one behind the other in the flattened target; that dimension, or the flattened target, is 0 or
+            at least `shift` long. A flattened target [N] with a shift and no cu_seqlens is an ArgumentError.
         logit_scale, softcap, label_smoothing, z_loss, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing
             and weights.
         return_lse, return_logprobs, return_entropy: also return lse, the target's log-probability, the softmax's entropy (nats): [...]
@@ -156,7 +157,7 @@ def linear_cross_entropy(
     if isinstance(weight, nn.Module):
         weight, bias = _heads.of_linear(weight, bias)
     if shift or cu_seqlens is not None:
-        target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
+        target = targets_of(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (True, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
     settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, dft, batch_invariant)
     options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
@@ -228,7 +229,7 @@ def linear_logprobs(
     if isinstance(weight, nn.Module):
         weight, bias = _heads.of_linear(weight, bias)
     if shift or cu_seqlens is not None:
-        target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
+        target = targets_of(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (False, False, True, return_entropy, return_top1, return_log_sum_sq_probs)
     settings = ("none", ignore_index, logit_scale, softcap, 0.0, 0.0, False, batch_invariant)
     options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
@@ -330,7 +331,7 @@ def linear_topk_distillation(
     if target is None:
         target = _rows_with_a_class(teacher_ids, hard_weight, ignore_index, shift, cu_seqlens)
     elif shift or cu_seqlens is not None:
-        target = shift_labels(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
+        target = targets_of(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (True, return_lse, False, return_entropy, False, False)
     settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, False, batch_invariant)
     teacher = (top_k, hard_weight, return_teacher_logprobs)

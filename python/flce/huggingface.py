@@ -129,7 +129,7 @@ class CausalLMLoss:
 
     Divides by num_items_in_batch where the trainer gives it (gradient accumulation), else takes the mean. Where outputs are logits
     (evaluation), it computes the loss from them. Arguments after the model are those of `LinearCrossEntropyLoss`; `loss` is that object.
-    Those that are given are not looked for in the config: shift, logit_scale, softcap.
+    shift, logit_scale and softcap are the model's own, and are not looked for where they are given.
 
     Raises:
         ArgumentError: at the first step, that the model's own logits or loss are other ones, with the difference and its likely cause.
@@ -139,7 +139,7 @@ class CausalLMLoss:
         self._model = causal_lm_of(model)
         self._given = LossOptions(keywords)
         self._shift_known = "shift" in keywords
-        self.loss = LinearCrossEntropyLoss(self._model.get_output_embeddings, **(options_of(self._model.config) | keywords))
+        self.loss = LinearCrossEntropyLoss(self._model.get_output_embeddings, **({"shift": 1} | options_of(self._model.config) | keywords))
         self._compared_head: Any = None
         tap = _head_tap.of(self._model)
         if tap is not None:

@@ -32,7 +32,8 @@ class FusedLMHead(nn.Linear):
     Args:
         in_features, out_features, bias, device, dtype: as of nn.Linear. With process_group out_features counts this rank's rows, unless the
             weight is a DTensor.
-        shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
+        shift: 0 for targets that are aligned already, as those of an nn.Linear's logits are; 1 for labels as a tokenizer gives them
+            (position t predicts label t + 1).
         ignore_index: the label that counts for nothing.
         options: those of `flce.LinearCrossEntropyLoss`: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a
             number), dft, reduction, batch_invariant, workspace_limit_bytes, memory_limit_bytes, retain_in_grad_weight, process_group and
@@ -51,7 +52,7 @@ class FusedLMHead(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        shift: int = 1,
+        shift: int = 0,
         ignore_index: int = -100,
         **options: Any,
     ) -> None:
@@ -68,7 +69,7 @@ class FusedLMHead(nn.Linear):
         self.register_buffer("class_weight", class_weight, persistent=False)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, shift: int = 1, ignore_index: int = -100, **options: Any) -> FusedLMHead:
+    def from_linear(cls, linear: nn.Linear, *, shift: int = 0, ignore_index: int = -100, **options: Any) -> FusedLMHead:
         """The same layer, with the parameters of `linear`, not copies of them: a tied embedding stays tied, and an optimizer that has them
         goes on. `model.set_output_embeddings(FusedLMHead.from_linear(model.get_output_embeddings()))`. Raises ArgumentError for a layer
         that is not a plain nn.Linear: adapters, quantised and sharded layers compute something else."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flce import _arguments, _chunked, _heads, _native, _parallel, errors
-from flce._targets import check_ignore_index, check_tensors, shift_labels
+from flce._targets import check_ignore_index, check_tensors, targets_of
 from flce.budget import MemoryBudget
 from flce.functional import linear_cross_entropy
 
@@ -49,7 +49,8 @@ class FusedOutputLoss(Protocol):
     """What a trainer asks of a loss that contains the output layer."""
 
     def __call__(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """The loss of hidden_states [batch, sequence, hidden_size] against labels [batch, sequence], unshifted."""
+        """The loss of hidden_states [batch, sequence, hidden_size] against labels [batch, sequence], unshifted: of flce's losses those that
+        are made with shift=1."""
         ...
 
     def forward_logits(self, hidden_states: Tensor) -> Tensor:
@@ -135,7 +136,8 @@ class LinearCrossEntropyLoss:
             other devices or in float64; it logs why, once. `actual_impl` says what was taken.
         chunk_size: tokens whose logits "pytorch" and "torch_compile" hold at a time.
         compile: compile the chunk of "pytorch" too.
-        shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already.
+        shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already. It has no
+            default: a `FusedOutputLoss` is called with unshifted labels, and flce's functions take aligned ones.
         options: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a number), dft, reduction ("mean"),
             batch_invariant (with flce alone), workspace_limit_bytes, retain_in_grad_weight, as in `flce.linear_cross_entropy`. Also
             process_group, sequence_parallel, vocab_start, vocab_size, reduce_dtype and reduce_grad_hidden, for a layer whose rows lie over
@@ -156,7 +158,7 @@ class LinearCrossEntropyLoss:
         ignore_index: int = -100,
         compile: bool = False,
         *,
-        shift: int = 1,
+        shift: int,
         **options: Any,
     ) -> None:
         if impl not in IMPLEMENTATIONS:
@@ -263,7 +265,7 @@ class LinearCrossEntropyLoss:
         common = {name: value for name, value in common.items() if name not in _OF_FLCE | _PARALLEL}
         common["temperature"] = _check_for_chunks(hidden_states, weight, labels, **common)
         if self.shift or cu_seqlens is not None:
-            labels = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
+            labels = targets_of(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
         return _chunked.chunked_linear_cross_entropy(
             hidden_states, weight, labels, chunk_size=self.chunk_size, function=self._chunk_function(), **common
         )
@@ -318,7 +320,7 @@ class LinearCrossEntropyLoss:
     def num_valid(self, labels: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """How many labels the loss counts, after the shift: an int64 scalar on labels' device, not waited for. Where the layer lies over
         ranks, labels past its end count as well, unless vocab_size says where that is; `check_labels` reports them."""
-        targets = shift_labels(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
+        targets = targets_of(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
         end = _heads.shape_of(self.output_embeddings)[0] if self.options.get("process_group") is None else self.options.get("vocab_size")
         counted = (targets != self.ignore_index) & (targets >= 0)
         return (counted if end is None else counted & (targets < end)).sum()

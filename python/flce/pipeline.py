@@ -20,7 +20,7 @@ _log = logging.getLogger("flce")
 class PipelineFusedLoss(LinearCrossEntropyLoss):
     """`loss_fn=` of a schedule whose last stage returns hidden states.
 
-        loss = PipelineFusedLoss(last_stage.head)           # the head stays a submodule of the stage, which does not call it
+        loss = PipelineFusedLoss(last_stage.head, shift=1)  # the head stays a submodule of the stage, which does not call it
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss, scale_grads=False)
         loss.normalize_by(labels)                           # the whole batch's valid labels, for every microbatch
         schedule.step(target=labels, losses=losses)         # sum(losses) is the batch's mean
@@ -51,7 +51,7 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         impl: str = "auto",
         ignore_index: int = -100,
         compile: bool = False,
-        shift: int = 1,
+        shift: int,
         accumulate_into_grad: bool = False,
         **options: Any,
     ) -> None:

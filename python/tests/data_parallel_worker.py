@@ -37,7 +37,7 @@ def run(kind: str, impl: str) -> None:
     model: Any = whole[0]
     wrapped = wrap(kind, model)
     keys = list(wrapped.state_dict())
-    loss_fn = flce.PipelineFusedLoss(model.head, impl=impl)
+    loss_fn = flce.PipelineFusedLoss(model.head, impl=impl, shift=1)
     loss_fn.normalize_by(labels)
     for _ in range(2):  # the second step meets what the first one left
         wrapped.zero_grad()

@@ -26,7 +26,7 @@ class Model(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.body = nn.Linear(D, D)
-        self.head = flce.FusedLMHead(D, V, bias=False, **options)
+        self.head = flce.FusedLMHead(D, V, bias=False, shift=1, **options)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Any:
         return self.head(torch.tanh(self.body(hidden)), labels=labels)
@@ -104,7 +104,7 @@ def rows_over_ranks(kind: str) -> None:
     model.zero_grad()
     rows = expected_model.head.weight.detach().chunk(ranks)[rank].clone()
     options: dict[str, Any] = {"process_group": mesh}
-    head = flce.FusedLMHead(D, V if kind == "DTensor" else rows.shape[0], bias=False, **options)
+    head = flce.FusedLMHead(D, V if kind == "DTensor" else rows.shape[0], bias=False, shift=1, **options)
     weight = distribute_tensor(expected_model.head.weight.detach().clone(), mesh, [Shard(0)]) if kind == "DTensor" else rows
     head.weight = nn.Parameter(weight)
     model.head = head
@@ -122,7 +122,7 @@ def rows_over_ranks(kind: str) -> None:
 def ranks_that_differ() -> None:
     """Rows that leave a gap are refused on every rank."""
     hidden, labels = batch()
-    head = flce.FusedLMHead(D, 40, bias=False, process_group=dist.group.WORLD, vocab_start=60 * dist.get_rank())
+    head = flce.FusedLMHead(D, 40, bias=False, process_group=dist.group.WORLD, vocab_start=60 * dist.get_rank(), shift=1)
     try:
         head(hidden, labels=labels)
     except flce.PlacementError as error:

@@ -122,7 +122,7 @@ def run(schedule_type: Any, microbatches: int, tied: bool, options: dict[str, An
     expected, logits = unpipelined(whole, tokens, labels)
     expected.backward()
 
-    loss_fn: Any = flce.PipelineFusedLoss(module.head, impl="flce", **options) if last else lambda *_: None
+    loss_fn: Any = flce.PipelineFusedLoss(module.head, impl="flce", shift=1, **options) if last else lambda *_: None
     keys = list(module.state_dict())
     stage = PipelineStage(module, rank, world, default_device())
     schedule = schedule_type(stage, microbatches, loss_fn=loss_fn, **UNSCALED)

@@ -121,7 +121,7 @@ def loss_of(module: Any, loss: str, labels: Tensor) -> Any:
         return functional_loss(module.head, (labels[:, 1:] >= 0).sum())
     if loss == "part" and RETAINS:
         options["workspace_limit_bytes"] = limit_of_a_part()[0]
-    loss_fn = flce.PipelineFusedLoss(module.head, impl="flce", **options)
+    loss_fn = flce.PipelineFusedLoss(module.head, impl="flce", shift=1, **options)
     if loss != "means":
         loss_fn.normalize_by(labels)
     return loss_fn

@@ -357,7 +357,7 @@ def losses() -> None:
         whole.weight.copy_(layer.weight)
     hidden, target = layer.hidden.view(2, -1, HIDDEN), layer.target.view(2, -1)
     for make in (flce.LinearCrossEntropyLoss, flce.PipelineFusedLoss):
-        loss, right = make(head, process_group=layer.group), make(whole)
+        loss, right = make(head, shift=1, process_group=layer.group), make(whole, shift=1)
         close(loss(hidden, target), right(hidden, target))
         assert int(loss.num_valid(target)) == int(right.num_valid(target))
         try:

@@ -143,13 +143,13 @@ def test_a_loss_has_it_with_flce_alone(device_and_dtype: tuple[str, torch.dtype]
     head = torch.nn.Linear(HIDDEN, VOCAB, bias=False, device=device, dtype=dtype)
     hidden = torch.randn(2, 30, HIDDEN, device=device, dtype=dtype)
     labels = torch.randint(0, VOCAB, (2, 30), device=device)
-    loss = flce.LinearCrossEntropyLoss(head, impl="flce", reduction="none", batch_invariant=True)
+    loss = flce.LinearCrossEntropyLoss(head, impl="flce", reduction="none", batch_invariant=True, shift=1)
     assert torch.equal(loss(hidden, labels)[1], loss(hidden[1:], labels[1:])[0])
-    other = flce.LinearCrossEntropyLoss(head, impl="pytorch", batch_invariant=True)
+    other = flce.LinearCrossEntropyLoss(head, impl="pytorch", batch_invariant=True, shift=1)
     with pytest.raises(errors.ArgumentError, match="batch_invariant needs impl 'flce'"):
         other(hidden, labels)
     with pytest.raises(errors.DTypeError, match="batch_invariant is 1"):
-        flce.LinearCrossEntropyLoss(head, batch_invariant=1)
+        flce.LinearCrossEntropyLoss(head, batch_invariant=1, shift=1)
 
 
 def test_fp16_is_for_the_cpu(device: str) -> None:

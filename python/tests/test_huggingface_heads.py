@@ -71,7 +71,7 @@ def test_lora_that_is_disabled_merged_or_switched(impl: str) -> None:
     )
     model.add_adapter("other", peft.LoraConfig(r=8, init_lora_weights=False, target_modules=["lm_head"]))
     head = model.get_output_embeddings()
-    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl, shift=1)
     hidden, labels = torch.randn(2, 5, 32, requires_grad=True), batch()["labels"][:, :5]
 
     def check() -> float:

@@ -53,8 +53,17 @@ def test_logits_and_loss_of_the_same_parameters(device: str, bias: bool, shift: 
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
 
 
+def test_in_the_place_of_a_linear_it_learns_the_same_token() -> None:
+    """Targets that were aligned with an nn.Linear's logits stay so."""
+    hidden, labels = data("cpu")
+    for head in (flce.FusedLMHead(D, V), flce.FusedLMHead.from_linear(linear("cpu"))):
+        expected = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
+        torch.testing.assert_close(head(hidden, labels=labels), expected)
+        torch.testing.assert_close(head(hidden.flatten(0, 1), labels=labels.flatten()), expected)
+
+
 def test_it_is_a_linear_by_its_state() -> None:
-    head = flce.FusedLMHead(D, V, dtype=torch.bfloat16, softcap=20.0)
+    head = flce.FusedLMHead(D, V, dtype=torch.bfloat16, softcap=20.0, shift=1)
     plain = nn.Linear(D, V, dtype=torch.bfloat16)
     assert list(head.state_dict()) == list(plain.state_dict()) and head.bias is not None
     head.load_state_dict(plain.state_dict(), strict=True)
@@ -86,7 +95,9 @@ def test_copies_share_the_process_group() -> None:
         group = dist.group.WORLD
         weights = torch.ones(V)
         head = flce.FusedLMHead(D, V, process_group=group, class_weight=weights)
-        losses = [kind(head, process_group=group, class_weight=weights) for kind in (flce.LinearCrossEntropyLoss, flce.PipelineFusedLoss)]
+        losses = [
+            kind(head, shift=1, process_group=group, class_weight=weights) for kind in (flce.LinearCrossEntropyLoss, flce.PipelineFusedLoss)
+        ]
         for copied in copy.deepcopy([head, *losses]):
             assert copied.options["process_group"] is group
         assert copy.deepcopy(losses[0]).options["class_weight"] is not weights

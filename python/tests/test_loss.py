@@ -37,7 +37,7 @@ def expected_loss(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 def test_value_and_gradients(device: str, impl: str, bias: bool) -> None:
     head = nn.Linear(D, V, bias=bias, device=device)
-    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl, chunk_size=7)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl, chunk_size=7, shift=1)
     hidden, labels = batch(device)
     loss = loss_fn(hidden, labels)
     parameters = [hidden, *head.parameters()]
@@ -67,7 +67,7 @@ def test_implementations_agree(device: str, options: dict[str, Any]) -> None:
     options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
     results = []
     for impl in ("flce", "pytorch"):
-        loss = flce.LinearCrossEntropyLoss(head, impl=impl, chunk_size=10, **options)(hidden, labels)
+        loss = flce.LinearCrossEntropyLoss(head, impl=impl, chunk_size=10, **{"shift": 1, **options})(hidden, labels)
         results.append((loss, *torch.autograd.grad(loss.sum(), [hidden, *head.parameters()])))
     for actual, right in zip(*results, strict=True):
         assert_close(actual, right, torch.float32)
@@ -78,7 +78,7 @@ def test_implementations_agree(device: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS[:2])
 def test_given_count_and_every_label_ignored(device: str, impl: str) -> None:
     head = nn.Linear(D, V, device=device)
-    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl, shift=1)
     hidden, labels = batch(device)
     valid = loss_fn.num_valid(labels)
     assert valid.item() == (labels[:, 1:] != -100).sum().item()
@@ -93,7 +93,7 @@ def test_given_count_and_every_label_ignored(device: str, impl: str) -> None:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS[:2])
 def test_weight_is_looked_up_at_each_call(device: str, impl: str) -> None:
     head = nn.Linear(D, V, bias=False, device=device)
-    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl, shift=1)
     hidden, labels = batch(device)
 
     def check() -> None:
@@ -118,7 +118,7 @@ def test_bf16_hidden_with_fp32_weight(device: str) -> None:
     hidden, labels = batch(device, torch.bfloat16)
     for impl in ("flce", "pytorch"):
         head.weight.grad = None
-        loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl)
+        loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl, shift=1)
         loss = loss_fn(hidden, labels)
         loss.backward()
         rounded = copy.deepcopy(head).bfloat16()
@@ -148,7 +148,7 @@ class LargestTensor(TorchDispatchMode):
 def test_pytorch_holds_one_chunk_of_logits(device: str) -> None:
     head = nn.Linear(D, 4000, bias=False, device=device)
     hidden, labels = batch(device)
-    loss_fn = flce.LinearCrossEntropyLoss(head, impl="pytorch", chunk_size=5)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl="pytorch", chunk_size=5, shift=1)
     with LargestTensor() as largest:
         loss_fn(hidden, labels).backward()
     assert largest.numel == max(5 * 4000, D * 4000)
@@ -161,7 +161,7 @@ def test_pytorch_holds_one_chunk_of_logits(device: str) -> None:
 def test_compile_option_compiles_the_chunk(device: str) -> None:
     head = nn.Linear(D, V, device=device)
     hidden, labels = batch(device)
-    loss_fn = flce.LinearCrossEntropyLoss(head, impl="pytorch", compile=True)
+    loss_fn = flce.LinearCrossEntropyLoss(head, impl="pytorch", compile=True, shift=1)
     assert loss_fn(hidden, labels).item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=1e-5)
     assert loss_fn.actual_impl == "pytorch"
     assert "compile=True" in repr(loss_fn)
@@ -170,7 +170,7 @@ def test_compile_option_compiles_the_chunk(device: str) -> None:
 def test_nothing_is_registered() -> None:
     head = nn.Linear(D, V)
     trainer = nn.Module()
-    trainer.loss = flce.LinearCrossEntropyLoss(head)  # type: ignore[assignment]
+    trainer.loss = flce.LinearCrossEntropyLoss(head, shift=1)  # type: ignore[assignment]
     assert not list(trainer.state_dict())
     assert isinstance(trainer.loss, flce.FusedOutputLoss)
 
@@ -178,7 +178,7 @@ def test_nothing_is_registered() -> None:
 def test_auto_takes_flce_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING, "flce"):
-        losses = [flce.LinearCrossEntropyLoss(nn.Linear(D, V)), flce.PipelineFusedLoss(nn.Linear(D, V))]
+        losses = [flce.LinearCrossEntropyLoss(nn.Linear(D, V), shift=1), flce.PipelineFusedLoss(nn.Linear(D, V), shift=1)]
         hidden, labels = batch("cpu")
         losses[0](hidden, labels).backward()
     assert [loss.actual_impl for loss in losses] == ["flce", "flce"]
@@ -210,7 +210,7 @@ def test_auto_says_once_what_it_falls_back_to(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arrange(monkeypatch)
     with caplog.at_level(logging.WARNING, "flce"):
-        losses = [flce.LinearCrossEntropyLoss(nn.Linear(D, V)) for _ in range(2)]
+        losses = [flce.LinearCrossEntropyLoss(nn.Linear(D, V), shift=1) for _ in range(2)]
     assert [loss.actual_impl for loss in losses] == ["pytorch", "pytorch"]
     assert [record.message for record in caplog.records] == [f"flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch': {reason}"]
 
@@ -219,7 +219,7 @@ def test_auto_computes_what_flce_refuses_in_plain_torch(monkeypatch: pytest.Monk
     monkeypatch.setattr(loss_module, "_said", set())
     head = nn.Linear(D, V, dtype=torch.float64)
     hidden, labels = batch("cpu", torch.float64)
-    loss_fn = flce.LinearCrossEntropyLoss(head)
+    loss_fn = flce.LinearCrossEntropyLoss(head, shift=1)
     with caplog.at_level(logging.WARNING, "flce"):
         losses = [loss_fn(hidden, labels) for _ in range(2)]
     assert [record.message for record in caplog.records] == [
@@ -228,7 +228,7 @@ def test_auto_computes_what_flce_refuses_in_plain_torch(monkeypatch: pytest.Monk
     assert losses[0].item() == pytest.approx(expected_loss(head, hidden, labels).item(), rel=1e-6)
     assert loss_fn.actual_impl == "flce"  # for the next hidden states
     with pytest.raises(flce.DTypeError, match=r"hidden has dtype torch\.float64"):
-        flce.LinearCrossEntropyLoss(head, impl="flce")(hidden, labels)
+        flce.LinearCrossEntropyLoss(head, impl="flce", shift=1)(hidden, labels)
 
 
 def test_auto_falls_back_at_the_first_call_and_an_explicit_choice_raises(
@@ -242,20 +242,20 @@ def test_auto_falls_back_at_the_first_call_and_an_explicit_choice_raises(
 
     monkeypatch.setattr(loss_module, "linear_cross_entropy", unavailable)
     hidden, labels = batch("cpu")
-    loss_fn = flce.LinearCrossEntropyLoss(nn.Linear(D, V))
+    loss_fn = flce.LinearCrossEntropyLoss(nn.Linear(D, V), shift=1)
     assert loss_fn.actual_impl == "flce"
     with caplog.at_level(logging.WARNING, "flce"):
         loss_fn(hidden, labels)
     assert loss_fn.actual_impl == "pytorch"
     assert "falls back to 'pytorch': no NVRTC" in caplog.text
     with pytest.raises(ImportError, match="no NVRTC"):
-        flce.LinearCrossEntropyLoss(nn.Linear(D, V), impl="flce")(hidden, labels)
+        flce.LinearCrossEntropyLoss(nn.Linear(D, V), impl="flce", shift=1)(hidden, labels)
 
 
 def test_an_explicit_impl_without_the_library_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module._native, "library", no_library)
     with pytest.raises(ImportError, match=r"libflce\.so is not there"):
-        flce.LinearCrossEntropyLoss(nn.Linear(D, V), impl="flce")
+        flce.LinearCrossEntropyLoss(nn.Linear(D, V), impl="flce", shift=1)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_an_explicit_impl_without_the_library_raises_at_once(monkeypatch: pytest
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        flce.LinearCrossEntropyLoss(nn.Linear(D, V), **arguments)
+        flce.LinearCrossEntropyLoss(nn.Linear(D, V), shift=1, **arguments)
 
 
 @pytest.mark.parametrize("impl", ["flce", "pytorch"])
@@ -293,13 +293,13 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 )
 def test_values_that_no_impl_takes(impl: str, option: str, value: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=f"{option} is "):
-        flce.LinearCrossEntropyLoss(nn.Linear(8, 11), impl=impl, **{option: value})
+        flce.LinearCrossEntropyLoss(nn.Linear(8, 11), impl=impl, **{"shift": 1, option: value})
 
 
 @pytest.mark.parametrize("impl", ["flce", "pytorch"])
 def test_tensors_that_no_impl_takes(device: str, impl: str) -> None:
-    loss = flce.LinearCrossEntropyLoss(nn.Linear(16, 32, device=device), impl=impl, class_weight=torch.ones(3, device=device))
-    plain = flce.LinearCrossEntropyLoss(loss.output_embeddings, impl=impl)
+    loss = flce.LinearCrossEntropyLoss(nn.Linear(16, 32, device=device), impl=impl, class_weight=torch.ones(3, device=device), shift=1)
+    plain = flce.LinearCrossEntropyLoss(loss.output_embeddings, impl=impl, shift=1)
     hidden, labels = torch.randn(2, 5, 16, device=device), torch.zeros(2, 5, dtype=torch.long, device=device)
     for arguments, kind, name in (
         ((hidden[..., :8], labels), flce.ShapeError, "hidden"),
@@ -316,7 +316,7 @@ def test_tensors_that_no_impl_takes(device: str, impl: str) -> None:
 @pytest.mark.parametrize("impl", ["flce", "pytorch"])
 @pytest.mark.parametrize("count", [0, -3, -0.5])
 def test_a_count_of_zero_or_less_gives_zero(device: str, impl: str, count: float) -> None:
-    loss = flce.LinearCrossEntropyLoss(nn.Linear(16, 32, device=device), impl=impl)
+    loss = flce.LinearCrossEntropyLoss(nn.Linear(16, 32, device=device), impl=impl, shift=1)
     hidden = torch.randn(2, 5, 16, device=device, requires_grad=True)
     labels = torch.arange(10, device=device).view(2, 5)
     value = loss(hidden, labels, num_valid_tokens=torch.tensor(count, device=device))
@@ -334,11 +334,11 @@ def test_labels_that_are_counted(device: str) -> None:
 
 def test_output_embeddings_without_a_weight() -> None:
     with pytest.raises(flce.ArgumentError, match=r"output_embeddings is a ReLU without a weight.*get_output_embeddings"):
-        flce.LinearCrossEntropyLoss(nn.ReLU())
+        flce.LinearCrossEntropyLoss(nn.ReLU(), shift=1)
 
 
 def test_repr() -> None:
-    loss_fn = flce.LinearCrossEntropyLoss(nn.Linear(128, 500), impl="pytorch", chunk_size=2048)
+    loss_fn = flce.LinearCrossEntropyLoss(nn.Linear(128, 500), impl="pytorch", chunk_size=2048, shift=1)
     assert repr(loss_fn) == "LinearCrossEntropyLoss(impl='pytorch', vocab_size=500, hidden_dim=128, chunk_size=2048, compile=False)"
 
 

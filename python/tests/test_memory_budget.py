@@ -226,8 +226,8 @@ def test_bad_limits_are_refused() -> None:
         with pytest.raises(flce.ArgumentError, match="limit_bytes is"):
             flce.MemoryBudget(bad)  # type: ignore[arg-type]
     with pytest.raises(flce.ArgumentError, match="memory_limit_bytes is 0"):
-        flce.LinearCrossEntropyLoss(head, memory_limit_bytes=0)
+        flce.LinearCrossEntropyLoss(head, memory_limit_bytes=0, shift=1)
     with pytest.raises(flce.ArgumentError, match="memory_limit_bytes and workspace_limit_bytes"):
-        flce.FusedLMHead(64, 3000, memory_limit_bytes=1 << 20, workspace_limit_bytes=1 << 20)
+        flce.FusedLMHead(64, 3000, memory_limit_bytes=1 << 20, workspace_limit_bytes=1 << 20, shift=1)
     with pytest.raises(flce.PlanError):  # less than a call's scratch
         loss_of(problem, workspace_limit_bytes=flce.MemoryBudget(1))

@@ -118,7 +118,7 @@ def microbatches(device: str, count: int, num_tokens: int = 64, hidden_size: int
 @pytest.mark.parametrize("accumulate_into_grad", [False, True])
 def test_a_microbatch_in_flight_keeps_hidden_and_lse(device: str, accumulate_into_grad: bool) -> None:
     head = nn.Linear(32, 500, bias=False, device=device)
-    loss_fn = flce.PipelineFusedLoss(head, impl="flce", accumulate_into_grad=accumulate_into_grad)
+    loss_fn = flce.PipelineFusedLoss(head, impl="flce", accumulate_into_grad=accumulate_into_grad, shift=1)
     held: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def test_a_microbatch_in_flight_keeps_hidden_and_lse(device: str, accumulate_int
 
     flights = microbatches(device, 4)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        losses = [loss_fn(hidden, labels) for hidden, labels in flights]
+        losses = [loss_fn(hidden[None], labels[None]) for hidden, labels in flights]
     shared = {tensor.untyped_storage().data_ptr() for tensor in (head.weight, *(hidden for hidden, _ in flights))}
     own = sum(size for address, size in held.items() if address not in shared)
     assert own == 4 * (64 * 4 + 64 * 8)  # fp32 lse and the shifted int64 labels of each
@@ -189,4 +189,4 @@ def test_global_normalisation_of_uneven_masks(device: str) -> None:
 @pytest.mark.parametrize("options", [{"accumulate_into_grad": True, "impl": "pytorch"}])
 def test_accumulating_needs_flce(options: dict[str, Any]) -> None:
     with pytest.raises(flce.ArgumentError, match="accumulate_into_grad needs impl 'flce'"):
-        flce.PipelineFusedLoss(nn.Linear(8, 11), **options)
+        flce.PipelineFusedLoss(nn.Linear(8, 11), shift=1, **options)

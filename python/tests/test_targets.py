@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -62,6 +63,35 @@ def test_a_shift_beyond_every_sequence_is_refused(device: str) -> None:
         flce.shift_labels(labels, 13, cu_seqlens=torch.tensor([0, 12], device=device))
 
 
+def test_one_default_of_shift() -> None:
+    """0, as in torch; none where a protocol's labels are unshifted and flce's are aligned."""
+    functions = (flce.linear_cross_entropy, flce.linear_logprobs, flce.linear_topk_distillation)
+    for takes_labels in (*functions, flce.FusedLMHead, flce.FusedLMHead.from_linear):
+        assert inspect.signature(takes_labels).parameters["shift"].default == 0, takes_labels
+    for kind in (flce.LinearCrossEntropyLoss, flce.PipelineFusedLoss):
+        with pytest.raises(TypeError, match="shift"):
+            kind(torch.nn.Linear(8, 20))  # type: ignore[call-arg]
+
+
+def test_flattened_tokens_are_not_shifted_across_sequences(device: str) -> None:
+    hidden, layer, labels = torch.randn(12, 8, device=device), torch.nn.Linear(8, 20, device=device), torch.arange(12, device=device)
+    weight, ids, probs = layer.weight, labels[:, None], torch.ones(12, 1, device=device)
+    loss, torchs = (flce.LinearCrossEntropyLoss(layer, impl, shift=1) for impl in ("flce", "pytorch"))
+    head = flce.FusedLMHead.from_linear(layer, shift=1)
+    for call in (
+        lambda **more: flce.linear_cross_entropy(hidden, weight, labels, shift=1, **more),
+        lambda **more: flce.linear_logprobs(hidden, weight, labels, shift=1, **more),
+        lambda **more: flce.linear_topk_distillation(hidden, weight, ids, probs, target=labels, shift=1, **more),
+        lambda **more: loss(hidden, labels, **more),
+        lambda **more: torchs(hidden, labels, **more),
+        lambda **more: head(hidden, labels=labels, **more),
+        lambda **more: flce.PipelineFusedLoss(layer, shift=1).normalize_by(labels, **more),
+    ):
+        with pytest.raises(flce.ArgumentError, match=r"shift is 1 and target has shape \[12\], flattened tokens without cu_seqlens"):
+            call()
+        call(cu_seqlens=torch.tensor([0, 5, 12], device=device))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("ignore_index", [1 << 40, -(1 << 31) - 1, 1 << 31])
 def test_int32_labels_with_an_ignore_index_of_64_bits(device: str, packed: bool, ignore_index: int) -> None:
@@ -70,7 +100,7 @@ def test_int32_labels_with_an_ignore_index_of_64_bits(device: str, packed: bool,
     assert flce.shift_labels(labels, ignore_index=ignore_index, **options).tolist() == [2, 3, 4, 5, ignore_index, ignore_index]
     for fits in (-(1 << 31), (1 << 31) - 1):
         assert flce.shift_labels(labels, ignore_index=fits, **options).dtype == torch.int32
-    hidden, weight = torch.randn(6, 8, device=device), torch.randn(20, 8, device=device)
+    hidden, weight, labels = torch.randn(1, 6, 8, device=device), torch.randn(20, 8, device=device), labels[None]
     loss = flce.linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index, **options)
     assert torch.equal(loss, flce.linear_cross_entropy(hidden, weight, labels, **options))
 

@@ -338,7 +338,9 @@ def test_implementations_agree(device: str, reduction: str, options: dict[str, A
         rows[1, 2], rows[2, 3] = 0, torch.nan
     results = []
     for impl in ("flce", "pytorch", "torch_compile"):
-        loss_fn = flce.LinearCrossEntropyLoss(head, impl=impl, chunk_size=10, dft=True, reduction=reduction, temperature=2.0, **options)
+        loss_fn = flce.LinearCrossEntropyLoss(
+            head, impl=impl, chunk_size=10, dft=True, reduction=reduction, temperature=2.0, shift=1, **options
+        )
         loss = loss_fn(hidden, labels, temperature=rows, token_weight=torch.arange(36, device=device).view(3, 12) % 4)
         results.append((loss, *torch.autograd.grad(loss.sum(), [hidden, *head.parameters()])))
     for other in results[1:]:
@@ -354,10 +356,10 @@ def test_a_temperature_is_an_option_of_losses(device: str, impl: str) -> None:
     head = nn.Linear(16, 50, bias=False, device=device)
     hidden, labels = torch.randn(3, 12, 16, device=device), torch.randint(0, 50, (3, 12), device=device)
     for kind in (flce.LinearCrossEntropyLoss, flce.PipelineFusedLoss):
-        loss = kind(head, impl=impl, temperature=0.5)(hidden, labels)
+        loss = kind(head, shift=1, impl=impl, temperature=0.5)(hidden, labels)
         expected = reference(hidden, head.weight, flce.shift_labels(labels), temperature=0.5)["loss"]
         assert_close(loss, expected, torch.float32, output=True)
-        weighted = kind(head, impl=impl, reduction="weighted_mean")(hidden, labels, token_weight=torch.ones(3, 12, device=device))
+        weighted = kind(head, shift=1, impl=impl, reduction="weighted_mean")(hidden, labels, token_weight=torch.ones_like(labels))
         assert_close(weighted, reference(hidden, head.weight, flce.shift_labels(labels))["loss"], torch.float32, output=True)
 
 

@@ -45,14 +45,14 @@ def options_in_a_dictionary(hidden: Tensor, head: nn.Linear, target: Tensor, opt
 
 
 def losses(hidden: Tensor, head: nn.Linear, labels: Tensor) -> None:
-    loss = flce.LinearCrossEntropyLoss(head, softcap=30.0)
+    loss = flce.LinearCrossEntropyLoss(head, softcap=30.0, shift=1)
     assert_type(loss(hidden, labels, num_valid_tokens=7), Tensor)
     assert_type(loss.forward_logits(hidden), Tensor)
-    assert_type(flce.PipelineFusedLoss(head)(hidden, labels), Tensor)
+    assert_type(flce.PipelineFusedLoss(head, shift=1)(hidden, labels), Tensor)
 
 
 def heads(hidden: Tensor, labels: Tensor, maybe: Tensor | None, flag: bool) -> None:
-    head = flce.FusedLMHead(16, 32, bias=False)
+    head = flce.FusedLMHead(16, 32, bias=False, shift=1)
     assert_type(head(hidden), Tensor)
     assert_type(head(hidden, labels), Tensor)
     assert_type(head(hidden, labels=maybe), Tensor)
@@ -74,4 +74,4 @@ def mistakes(hidden: Tensor, head: nn.Linear, target: Tensor) -> None:
     flce.linear_cross_entropy(hidden, head)  # type: ignore[call-overload]
     flce.linear_logprobs(hidden, head, target, return_lse=True)  # type: ignore[call-overload]
     flce.linear_cross_entropy(hidden, head, target, return_lse=True).backward()  # type: ignore[attr-defined]
-    flce.FusedLMHead(16, 32)(hidden, labels=target, softcap=3.0)  # type: ignore[call-overload]
+    flce.FusedLMHead(16, 32, shift=1)(hidden, labels=target, softcap=3.0)  # type: ignore[call-overload]

@@ -61,7 +61,7 @@ class Body(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(V, D)
         self.body = nn.Linear(D, D)
-        self.head = flce.FusedLMHead(D, V, softcap=5.0)
+        self.head = flce.FusedLMHead(D, V, softcap=5.0, shift=1)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, hidden_states: bool = False) -> Any:
         hidden = torch.tanh(self.body(self.embedding(tokens)))
@@ -255,7 +255,7 @@ def outside_of_the_forward() -> None:
     hidden = torch.randn(2, 12, D, requires_grad=True)
     whole = torch.randn(V, D)
     teacher = (tokens[..., None], torch.ones(2, 12, 1))
-    pipeline = flce.PipelineFusedLoss(head)
+    pipeline = flce.PipelineFusedLoss(head, shift=1)
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("weight", lambda: flce.linear_cross_entropy(hidden, weight, labels, shift=1)),
         ("weight", lambda: flce.linear_cross_entropy(hidden, head, labels, shift=1)),
@@ -263,16 +263,16 @@ def outside_of_the_forward() -> None:
         ("weight", lambda: flce.linear_cross_entropy(hidden, weight, labels, process_group=dist.group.WORLD)),
         ("weight", lambda: flce.linear_logprobs(hidden, weight, labels)),
         ("weight", lambda: flce.linear_topk_distillation(hidden, weight, *teacher)),
-        ("the output layer's weight", lambda: flce.LinearCrossEntropyLoss(head)(hidden, labels)),
-        ("the output layer's weight", lambda: flce.LinearCrossEntropyLoss(head, impl="pytorch")(hidden, labels)),
-        ("the output layer's weight", lambda: flce.LinearCrossEntropyLoss(head).forward_logits(hidden)),
+        ("the output layer's weight", lambda: flce.LinearCrossEntropyLoss(head, shift=1)(hidden, labels)),
+        ("the output layer's weight", lambda: flce.LinearCrossEntropyLoss(head, impl="pytorch", shift=1)(hidden, labels)),
+        ("the output layer's weight", lambda: flce.LinearCrossEntropyLoss(head, shift=1).forward_logits(hidden)),
         ("the output layer's weight", lambda: pipeline(hidden, labels)),
     ]
     for name, call in calls:
         with refused(flce.PlacementError, f"{name} is a parameter", "ZeRO-3", "NOT_AVAILABLE", "GatheredParameters", "FusedLMHead"):
             call()
     with refused(flce.ArgumentError, "accumulate_into_grad=True", "ZeRO-3"):
-        flce.PipelineFusedLoss(head, accumulate_into_grad=True)(hidden, labels)
+        flce.PipelineFusedLoss(head, accumulate_into_grad=True, shift=1)(hidden, labels)
     assert weight.grad is None
     # What asks for the weight's shape alone has the whole one's.
     assert int(pipeline.normalize_by(labels)) == int((labels[:, 1:] != -100).sum())  # type: ignore[arg-type]
@@ -301,7 +301,7 @@ def gathered_by_the_caller(kind: str) -> None:
     model = copy.deepcopy(whole)
     engine = engine_of(model)
     head, weight, bias = model.head, model.head.weight, model.head.bias
-    loss_fn = flce.PipelineFusedLoss(head, softcap=5.0)
+    loss_fn = flce.PipelineFusedLoss(head, softcap=5.0, shift=1)
 
     def loss_outside(hidden: Tensor, labels: Tensor) -> Tensor:
         if kind == "loss":

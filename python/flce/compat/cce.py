@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flce import _arguments, errors, functional
+from flce._targets import shift_labels
 from flce.compat._common import check_reduction, nan_unless
 
 __all__ = ["LinearCrossEntropy", "LinearCrossEntropyImpl", "VocabParallelOptions", "compute_z_loss", "linear_cross_entropy"]
@@ -92,8 +93,10 @@ def linear_cross_entropy(
         raise errors.ArgumentError(f"shift is {shift!r}; it must be in [0, {length}), which is targets' last dimension")
     shift = int(shift)
     over_ranks = {} if vocab_parallel_options is None else _over_ranks(vocab_parallel_options, c, bias)
-    settings: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "reduction": reduction, "shift": shift}
-    outputs = functional.linear_cross_entropy(e, c, targets, bias=bias, return_lse=return_lse, **settings, **over_ranks)
+    settings: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "reduction": reduction}
+    # The peer shifts flattened targets, too, as one sequence.
+    shifted = shift_labels(targets, shift, ignore_index=ignore_index) if shift else targets
+    outputs = functional.linear_cross_entropy(e, c, shifted, bias=bias, return_lse=return_lse, **settings, **over_ranks)
     loss, lse = outputs if return_lse else (outputs, None)
     if reduction == "mean":
         loss = nan_unless((targets[..., shift:] != ignore_index).any(), loss)
