@@ -6,7 +6,7 @@ The default shape is Qwen3-1.7B's: its weights are random, made stage by stage b
 where there are fewer GPUs than stages they share them over gloo, and without a GPU they run on CPUs. A microbatch has sequences of several
 lengths, others in every step. Contenders, one after the other with an engine of its own:
 
-    flce     loss_fn is output.cross_entropy(labels)
+    flce     loss_fn is output.cross_entropy(labels, shift=1)
     logits   loss_fn is F.cross_entropy on output.logits() in fp32, as a loss function written for tensors has it
 
 Prints JSON. For each contender: step_seconds (median over steps, and the least), loss, and for each stage compute_seconds (its forwards and
@@ -66,7 +66,7 @@ def parsed() -> argparse.Namespace:
 
 
 def by_flce(output: HeadOutput, packed_input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, None]:
-    return output.cross_entropy(packed_input_ids), None
+    return output.cross_entropy(packed_input_ids, shift=1), None
 
 
 def by_logits(output: HeadOutput, packed_input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, None]:

@@ -59,9 +59,9 @@ def ppo_actor_loss_from_model_outputs(
     labels = packed_input_ids.masked_fill(~targets, -100)
     entropy = None
     if entropy_coef:
-        logprobs, entropy = output.logprobs_and_entropy(labels, temperature)
+        logprobs, entropy = output.logprobs_and_entropy(labels, temperature, shift=1)
     else:
-        logprobs = output.logprobs(labels, temperature)
+        logprobs = output.logprobs(labels, temperature, shift=1)
     with torch.no_grad():
         loss, ppo = ppo_functional.actor_loss_fn(logprobs, old_logp, advantages, eps_clip, ppo_loss_mask)
         abandoned = torch.zeros((), dtype=torch.bool, device=loss.device)

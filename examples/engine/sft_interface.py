@@ -28,7 +28,7 @@ def compute_packed_sft_loss(
     if prompt_mask is None:
         prompt_mask = torch.zeros_like(packed_input_ids, dtype=torch.bool)
     mask = build_loss_mask(prompt_mask, cu_seqlens)
-    losses = output.cross_entropy(packed_input_ids.masked_fill(prompt_mask, -100), reduction="none")
+    losses = output.cross_entropy(packed_input_ids.masked_fill(prompt_mask, -100), reduction="none", shift=1)
     n_tokens = mask.sum()
     loss = losses.sum() / n_tokens.clamp(min=1)
     with torch.no_grad():

@@ -61,7 +61,7 @@ def engine_of(seed: int, *, copies: bool = False, num_layers: int = 3) -> Pipeli
 
 
 def loss_fn(output: Any, *, packed_input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, None]:
-    return output.cross_entropy(packed_input_ids), None
+    return output.cross_entropy(packed_input_ids, shift=1), None
 
 
 def train(engine: PipelineEngine, first: int, steps: int) -> list[float]:

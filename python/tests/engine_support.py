@@ -80,4 +80,4 @@ def whole_batch(stage: ToyStage, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def sft_loss(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    return output.cross_entropy(labels), {"tokens": packed_input_ids.shape[0], "sequences": cu_seqlens.shape[0] - 1}
+    return output.cross_entropy(labels, shift=1), {"tokens": packed_input_ids.shape[0], "sequences": cu_seqlens.shape[0] - 1}

@@ -178,7 +178,7 @@ def counts(name: str) -> None:
     losses, counted = token_losses(whole.head(whole_batch(whole, ids, cu_seqlens)), labels, cu_seqlens)
 
     def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor) -> tuple[Tensor, None]:
-        return output.cross_entropy(packed_input_ids.where(loss_mask != 0, -100)), None
+        return output.cross_entropy(packed_input_ids.where(loss_mask != 0, -100), shift=1), None
 
     if name == "labels":
         labels = labels.masked_fill((labels == -100) & (torch.arange(len(labels)) % 2 == 0), V)
@@ -268,7 +268,7 @@ def nonfinite(policy: str) -> None:
     before = {name: parameter.detach().clone() for name, parameter in own.items()}
 
     def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, scale: Tensor) -> tuple[Tensor, None]:
-        return output.cross_entropy(packed_input_ids) * scale.mean(), None
+        return output.cross_entropy(packed_input_ids, shift=1) * scale.mean(), None
 
     scale = torch.ones(len(STEPS[0]))
     start, end = cut(STEPS[0], 4)[1:3]
@@ -395,7 +395,7 @@ def refuses_copies() -> None:
         engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids, num_micro_batches=4 if rank < 2 else 3)
 
     def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, None]:
-        return output.cross_entropy(packed_input_ids) * (float("nan") if rank == 3 else 1.0), None
+        return output.cross_entropy(packed_input_ids, shift=1) * (float("nan") if rank == 3 else 1.0), None
 
     with pytest.raises(flce.PipelineError, match=r"microbatch 0.* of data-parallel rank 1 is not finite"):
         engine.train_batch(ids, cu_seqlens, loss_fn)

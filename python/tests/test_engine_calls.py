@@ -134,7 +134,10 @@ def test_statistics_keep_no_graph() -> None:
 
     def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Any]:
         hidden.append(weakref.ref(output.hidden))
-        return output.cross_entropy(packed_input_ids), {"entropy": output.entropy(), "pair": (output.logprobs(packed_input_ids), 3)}
+        return output.cross_entropy(packed_input_ids, shift=1), {
+            "entropy": output.entropy(),
+            "pair": (output.logprobs(packed_input_ids, shift=1), 3),
+        }
 
     result = made().train_batch(IDS, CU_SEQLENS, loss_fn)
     assert result is not None

@@ -78,7 +78,7 @@ def test_logprobs_are_those_of_a_training_pass(name: str, config: GenerationConf
     seen: list[Tensor] = []
 
     def loss_fn(output: HeadOutput, packed_input_ids: Tensor, cu_seqlens: Tensor) -> Any:
-        seen.append(output.logprobs(packed_input_ids, config.temperature))
+        seen.append(output.logprobs(packed_input_ids, config.temperature, shift=1))
         return seen[-1].sum(), {}
 
     engine.eval_batch(ids, cu_seqlens, loss_fn, num_micro_batches=1)

@@ -48,15 +48,15 @@ def same(value: Tensor, expected: Tensor, output: HeadOutput) -> None:
 def test_what_is_asked_for_equals_torchs(bias: bool, scale: float, softcap: float) -> None:
     output, logits, labels, cu_seqlens = problem(bias=bias, scale=scale, softcap=softcap)
     losses, counted = token_losses(logits, labels, cu_seqlens)
-    same(output.cross_entropy(labels), losses[counted].mean(), output)
-    same(output.cross_entropy(labels, reduction="sum"), losses[counted].sum(), output)
+    same(output.cross_entropy(labels, shift=1), losses[counted].mean(), output)
+    same(output.cross_entropy(labels, reduction="sum", shift=1), losses[counted].sum(), output)
     same(output.cross_entropy(labels, shift=0, reduction="none"), F.cross_entropy(logits, labels, reduction="none"), output)
-    same(output.logprobs(labels), torch.where(counted, -losses, 0.0), output)
+    same(output.logprobs(labels, shift=1), torch.where(counted, -losses, 0.0), output)
     cooled, _ = token_losses(logits / 0.7, labels, cu_seqlens)
-    same(output.logprobs(labels, 0.7), torch.where(counted, -cooled, 0.0), output)
+    same(output.logprobs(labels, 0.7, shift=1), torch.where(counted, -cooled, 0.0), output)
     entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
     same(output.entropy(), entropy, output)
-    both = output.logprobs_and_entropy(labels)
+    both = output.logprobs_and_entropy(labels, shift=1)
     same(both[0], torch.where(counted, -losses, 0.0), output)
     same(both[1], torch.where(counted, entropy, 0.0), output)
     same(output.logits(), logits, output)
@@ -68,7 +68,7 @@ def test_a_critics_values() -> None:
     assert output.shape == (T,)
     same((output - 1.0) ** 2, (logits[:, 0] - 1.0) ** 2, output)
     with pytest.raises(flce.ArgumentError, match=r"one row, a critic's value; call output\.values"):
-        output.cross_entropy(labels)
+        output.cross_entropy(labels, shift=1)
     with pytest.raises(flce.ArgumentError, match="the head has 61 rows"):
         problem()[0].values()
 
@@ -112,7 +112,7 @@ def test_logits_in_memory_are_said_once_and_made_once(caplog: pytest.LogCaptureF
     monkeypatch.setattr(_output, "_said", set())
     output, *_, labels, _ = problem()
     with caplog.at_level(logging.WARNING, logger="flce"):
-        output.cross_entropy(labels)
+        output.cross_entropy(labels, shift=1)
         assert not caplog.records
         assert output.float().data_ptr() == output.detach().data_ptr()
         problem()[0].mean()
@@ -134,7 +134,7 @@ def test_options_of_every_call() -> None:
 def test_a_head_that_is_no_layer_and_a_stage_without_one_are_refused() -> None:
     output, _, labels, cu_seqlens = problem()
     with pytest.raises(flce.ArgumentError, match=r"the head is a Sequential without a weight \[V, D\]"):
-        HeadOutput(output.hidden, nn.Sequential(output.head), cu_seqlens=cu_seqlens).cross_entropy(labels)
+        HeadOutput(output.hidden, nn.Sequential(output.head), cu_seqlens=cu_seqlens).cross_entropy(labels, shift=1)
     stage = Stage()
     stage.stage, stage.num_stages = 0, 2
     assert stage.head is None
@@ -180,7 +180,13 @@ OTHER_FORMULAS = {
 def test_a_head_with_a_forward_of_its_own_is_refused_where_it_is_no_product(kind: type[nn.Linear]) -> None:
     output, _, labels, cu_seqlens = problem()
     own = HeadOutput(output.hidden, kind(D, V), cu_seqlens=cu_seqlens)
-    for call in (lambda: own.cross_entropy(labels), lambda: own.logprobs(labels), own.entropy, own.logits, lambda: own.mean()):
+    for call in (
+        lambda: own.cross_entropy(labels, shift=1),
+        lambda: own.logprobs(labels, shift=1),
+        own.entropy,
+        own.logits,
+        lambda: own.mean(),
+    ):
         with pytest.raises(flce.ArgumentError, match=OTHER_FORMULAS[kind]):
             call()
     assert own.head(own.hidden).isfinite().all()  # what the message says to do instead
@@ -194,19 +200,19 @@ def test_a_forward_that_is_a_product_is_compared_until_a_row_settles_it(monkeypa
     with torch.no_grad():
         head.weight.zero_()
     for expected in (1, 2):  # logits of a weight of zeros show nothing
-        HeadOutput(output.hidden, head, cu_seqlens=cu_seqlens).cross_entropy(labels)
+        HeadOutput(output.hidden, head, cu_seqlens=cu_seqlens).cross_entropy(labels, shift=1)
         assert len(calls) == expected
     nn.init.normal_(head.weight)
     for _ in range(2):
-        HeadOutput(output.hidden, head, cu_seqlens=cu_seqlens).cross_entropy(labels)
+        HeadOutput(output.hidden, head, cu_seqlens=cu_seqlens).cross_entropy(labels, shift=1)
         assert len(calls) == 3
     torch.testing.assert_close(calls[-1][0], output.hidden[-1])
     late = Capped(D, V)
     nn.init.zeros_(late.weight)
-    HeadOutput(output.hidden, late, cu_seqlens=cu_seqlens).cross_entropy(labels)
+    HeadOutput(output.hidden, late, cu_seqlens=cu_seqlens).cross_entropy(labels, shift=1)
     nn.init.normal_(late.weight)
     with pytest.raises(flce.ArgumentError, match="Capped, differs"):
-        HeadOutput(output.hidden, late, cu_seqlens=cu_seqlens).cross_entropy(labels)
+        HeadOutput(output.hidden, late, cu_seqlens=cu_seqlens).cross_entropy(labels, shift=1)
 
 
 def test_an_adapters_dropout_is_off_while_its_head_is_compared() -> None:
@@ -215,7 +221,7 @@ def test_an_adapters_dropout_is_off_while_its_head_is_compared() -> None:
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=2, lora_dropout=0.5, init_lora_weights=False))
     head = wrapped.base_model.model[0].train()
     output, *_, labels, cu_seqlens = problem()
-    HeadOutput(output.hidden, head, cu_seqlens=cu_seqlens).cross_entropy(labels).backward()
+    HeadOutput(output.hidden, head, cu_seqlens=cu_seqlens).cross_entropy(labels, shift=1).backward()
     assert head in _output._compared
     assert head.lora_dropout["default"].training
     assert head.lora_B["default"].weight.grad is not None

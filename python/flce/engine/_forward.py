@@ -36,7 +36,7 @@ def check(output: Any, labels: Any, temperature: Any) -> None:
 
 def compute(output: HeadOutput, microbatch: Microbatch, what: str, temperature: float) -> Tensor:
     if what == "logprobs":
-        return output.logprobs(microbatch.kwargs.get("labels", microbatch.input_ids), temperature)
+        return output.logprobs(microbatch.kwargs.get("labels", microbatch.input_ids), temperature, shift=1)
     if what == "entropy":
         return output.entropy(temperature)
     if what == "hidden":

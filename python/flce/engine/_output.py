@@ -26,10 +26,11 @@ class HeadOutput:
     """Hidden states [T, D] of a packed microbatch, and the head that makes logits of them; what is asked for is computed without logits.
 
         def loss_fn(output, packed_input_ids, cu_seqlens, **kwargs):
-            return output.cross_entropy(packed_input_ids), {}
+            return output.cross_entropy(packed_input_ids, shift=1), {}
 
-    Labels are [T] int64 or int32, packed as the ids are and not shifted: row t is scored with the label `shift` rows later in the same
-    sequence. A row without such a label, or whose label is -100, has no target: log-probability 0, and no part in a loss.
+    Labels are [T] int64 or int32, packed as the ids are. `shift` says how they lie and has no default: 1 for the ids themselves and labels
+    like them, where row t is scored with the label of row t + 1 of the same sequence; 0 for labels that are aligned already. A row without
+    such a label, or whose label is -100, has no target: log-probability 0, and no part in a loss.
 
     A loss function that was written for a tensor works as it is: torch's functions, operators, indexing and a tensor's attributes take the
     output for its logits [T, V], or for its values [T] where the head has one row. The logits are then in memory, which is logged once.
@@ -87,18 +88,18 @@ class HeadOutput:
         settings = {"logit_scale": self.logit_scale, "softcap": self.softcap or None, **self._options, **options}
         return function(hidden, weight, labels, bias=bias, shift=shift, cu_seqlens=self.cu_seqlens if shift else None, **settings)
 
-    def cross_entropy(self, labels: Tensor, *, reduction: str = "mean", shift: int = 1, **options: Any) -> Any:
+    def cross_entropy(self, labels: Tensor, *, reduction: str = "mean", shift: int, **options: Any) -> Any:
         """`flce.linear_cross_entropy` of the rows, with its options (num_valid_tokens, token_weight, z_loss, …): a scalar, or [T] fp32 with
         reduction "none"."""
         return self._call(linear_cross_entropy, labels, shift, {"reduction": reduction, **options})
 
-    def logprobs(self, labels: Tensor, temperature: Tensor | float = 1.0, *, shift: int = 1, **options: Any) -> Tensor:
+    def logprobs(self, labels: Tensor, temperature: Tensor | float = 1.0, *, shift: int, **options: Any) -> Tensor:
         """log p of each row's target, [T] fp32, 0 where there is none. temperature: a number, or [T] fp32."""
         logp: Tensor = self._call(linear_logprobs, labels, shift, {"temperature": temperature, **options})
         return logp
 
     def logprobs_and_entropy(
-        self, labels: Tensor, temperature: Tensor | float = 1.0, *, shift: int = 1, **options: Any
+        self, labels: Tensor, temperature: Tensor | float = 1.0, *, shift: int, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """`logprobs` and the entropy of every row that has a target, 0 for others, [T] fp32 each, in one pass over the head."""
         logp, entropy = self._call(linear_logprobs, labels, shift, {"temperature": temperature, "return_entropy": True, **options})
@@ -130,7 +131,7 @@ class HeadOutput:
             if not self.is_critic:
                 _say_once(
                     f"flce: the loss function takes its output for a tensor, so logits {list(self._materialised.shape)} of each microbatch "
-                    "are in memory; output.cross_entropy(labels) and output.logprobs(labels) do without"
+                    "are in memory; output.cross_entropy(labels, shift=1) and output.logprobs(labels, shift=1) do without"
                 )
         return self._materialised
 
