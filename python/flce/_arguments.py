@@ -275,8 +275,8 @@ def check_token_weight(given: Tensor | None, reduction: Any, target: Tensor) -> 
 MOST_TEACHER_TOP_K = 256
 
 
-def check_teacher(ids: Tensor, probs: Tensor, hidden: Tensor) -> int:
-    """Returns K."""
+def check_teacher(ids: Tensor, probs: Tensor, hidden: Tensor, target: Tensor | None, *, over_ranks: bool) -> int:
+    """Returns K. `over_ranks`: hidden may be a part of the tokens."""
     check_tensors(teacher_ids=ids, teacher_probs=probs, hidden=hidden)
     if ids is None or probs is None:
         raise errors.DTypeError("teacher_ids and teacher_probs must be tensors, not None")
@@ -284,11 +284,13 @@ def check_teacher(ids: Tensor, probs: Tensor, hidden: Tensor) -> int:
         raise errors.DTypeError(f"teacher_ids has dtype {ids.dtype}; allowed are int64 and int32")
     if not probs.dtype.is_floating_point:
         raise errors.DTypeError(f"teacher_probs has dtype {probs.dtype}; it must be a floating dtype (computed with in float32)")
-    if ids.dim() < 1 or ids.shape[:-1] != hidden.shape[:-1] or not 1 <= ids.shape[-1] <= MOST_TEACHER_TOP_K:
-        wanted = [*hidden.shape[:-1], "K"]
+    refuse_dtensor("target", target)
+    tokens, said = hidden.shape[:-1], "hidden's without the last dimension"
+    if over_ranks:
+        tokens, said = (target.shape, "target's") if isinstance(target, Tensor) else (ids.shape[:-1], "all tokens")
+    if ids.dim() < 1 or ids.shape[:-1] != tokens or not 1 <= ids.shape[-1] <= MOST_TEACHER_TOP_K:
         raise errors.ShapeError(
-            f"teacher_ids has shape {list(ids.shape)}; it must be hidden's without the last dimension, and K from 1 to "
-            f"{MOST_TEACHER_TOP_K}: {wanted}"
+            f"teacher_ids has shape {list(ids.shape)}; it must be {said}, and K from 1 to {MOST_TEACHER_TOP_K}: {[*tokens, 'K']}"
         )
     if probs.shape != ids.shape:
         raise errors.ShapeError(f"teacher_probs has shape {list(probs.shape)}; it must be teacher_ids', {list(ids.shape)}")

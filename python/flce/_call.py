@@ -23,10 +23,8 @@ from flce._direct import DirectCall
 from flce._frame import PLAIN_TYPES, Inputs
 from flce._targets import check_tensors
 
-_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
-_tracing_state: Any = getattr(torch._C, "_get_tracing_state", lambda: None)  # of torch.jit.trace
+_dispatch_modes, _tracing_state, _transforms = _engine.dispatch_modes, _engine.tracing_state, _engine.transforms
 _any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_transforms: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 
 
 def run(

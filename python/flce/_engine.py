@@ -1,4 +1,4 @@
-"""What is asked of torch's autograd engine: which gradients a run of it is for, and how long a node lives.
+"""What is asked of torch's autograd engine: which gradients a run of it is for, how long a node lives, and who watches.
 
 Schedules that split backward (zero bubble, ZBV, DualPipeV) run the loss's node twice, once for the stage's input and once for the weights,
 and tell it nothing. The engine knows, and has no public name for it. All private names of torch that answers depend on stand here, and
@@ -20,6 +20,11 @@ _will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
 # The node that this thread's engine is running.
 _running_node: Any = getattr(torch._C, "_current_autograd_node", None)
 
+# Who sees an operator before its kernel: dispatch modes, torch.jit.trace, transforms of torch.func. None: this torch does not say.
+dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+tracing_state: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
+transforms: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+
 # Whether a node that was made in Python dies with the C++ graph above it, though its Python object is held: in torch before 2.13.
 # stage_backward_input drops that graph and stage_backward_weight begins at the node.
 LOSES_NODES = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
@@ -28,6 +33,13 @@ UNKNOWN = (
     "torch.autograd.grad() asks for the weight's gradient"
 )
 _PIPELINING = "torch.distributed.pipelining"
+
+
+def is_eager() -> bool:
+    """Whether a tensor's numbers may be looked at: nobody traces, watches or transforms the operators."""
+    if torch.compiler.is_compiling() or transforms is None or dispatch_modes is None:
+        return False
+    return not dispatch_modes() and transforms() is None and tracing_state() is None
 
 
 def knows_what_is_wanted() -> bool:

@@ -292,7 +292,9 @@ class Kernel:
         try:
             _native.check(self._library.flce_kernel_check_invalid_label(self._handle, word))
         except errors.ArgumentError as error:
-            raise errors.LabelError(str(error), word) from None
+            more = f"; or teacher_probs[{word}] holds a number that is not from 0 to 1" if self.outputs.teacher_top_k else ""
+            more += "; or cu_seqlens does not begin with 0, or decreases" if word == 0 else ""
+            raise errors.LabelError(f"{error}{more}", word) from None
 
 
 _lock = threading.Lock()

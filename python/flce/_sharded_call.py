@@ -29,8 +29,7 @@ def run(
     teacher: tuple[Tensor, Tensor] | None = None,
 ) -> Any:
     """As _call.run. `parallel_arguments`: those of `_parallel.asked`."""
-    parallel = _parallel.asked(*parallel_arguments)
-    assert parallel is not None  # else `asked` has raised
+    parallel = _asked(parallel_arguments)
     check_tensors(hidden=hidden, weight=weight, target=target)
     hidden, dimension = _local_hidden(hidden, target, parallel)
     if is_dtensor(weight):
@@ -54,6 +53,18 @@ def run(
         return made
     outputs = [output.movedim(0, dimension) if output.dim() else output for output in (made if isinstance(made, tuple) else (made,))]
     return tuple(outputs) if isinstance(made, tuple) else outputs[0]
+
+
+def _asked(parallel_arguments: tuple[Any, ...]) -> Parallel:
+    parallel = _parallel.asked(*parallel_arguments)
+    assert parallel is not None  # else `asked` has raised
+    return parallel
+
+
+def local_rows(parallel_arguments: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
+    """What every rank has of all tokens, by name, as plain tensors."""
+    parallel = _asked(parallel_arguments)
+    return [_local_whole(name, tensor, parallel) for name, tensor in given.items()]
 
 
 def _local_hidden(hidden: Tensor, target: Tensor, parallel: Parallel) -> tuple[Tensor, int]:

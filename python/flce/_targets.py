@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _zero3, errors
+from flce import _engine, _zero3, errors
 
 _REQUIRED = ("hidden", "weight", "target")
 _DTYPES = (torch.int64, torch.int32)
 _INT, _LONG = 1 << 31, 1 << 63
+_MOST_PROBABILITY = 1 + 2**-6  # 1, as 16 bits may round it
 
 
 def check_tensors(**given: Any) -> None:
@@ -55,6 +56,7 @@ def _check_shift(target: Tensor, shift: int, cu_seqlens: Tensor | None) -> None:
         )
     if cu_seqlens.device != target.device:
         raise errors.PlacementError(f"cu_seqlens is on {cu_seqlens.device}; it must be on target's device, {target.device}")
+    _check_offsets(cu_seqlens)
 
 
 def _check_length(target: Tensor, shift: int, *, packed: bool) -> None:
@@ -78,13 +80,46 @@ def targets_of(labels: Tensor, shift: int, *, ignore_index: int, cu_seqlens: Ten
     return shift_labels(labels, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
 
 
+def _check_offsets(cu_seqlens: Tensor) -> None:
+    """Where its numbers are on the host, and may be looked at."""
+    if cu_seqlens.device.type != "cpu" or type(cu_seqlens) is not Tensor or not _engine.is_eager() or not bool(_are_no_offsets(cu_seqlens)):
+        return
+    offsets = cu_seqlens.tolist()
+    found = f"cu_seqlens[0] is {offsets[0]}"
+    if offsets[0] == 0:
+        at = next(i for i in range(1, len(offsets)) if offsets[i] < offsets[i - 1])
+        found = f"cu_seqlens[{at}] is {offsets[at]} behind {offsets[at - 1]}"
+    raise errors.ArgumentError(
+        f"{found}; it must hold offsets, which begin with 0 and do not decrease: of lengths, F.pad(lengths.cumsum(0), (1, 0))"
+    )
+
+
+def _are_no_offsets(cu_seqlens: Tensor) -> Tensor:
+    return (cu_seqlens[0] != 0) | (cu_seqlens[1:] < cu_seqlens[:-1]).any()
+
+
+def _impossible(ignore_index: int) -> int:
+    """A label that no vocabulary has, for rows that are at fault: kernels take them for ignored ones and report them."""
+    return -_INT + (ignore_index == -_INT)
+
+
+def refuse_impossible_teachers(target: Tensor, teacher_ids: Tensor, teacher_probs: Tensor, ignore_index: int) -> Tensor:
+    """`target`, at fault where what a teacher has at a class is negative or more than 1. One that fits nothing is left to other checks."""
+    ignore_index = check_ignore_index(ignore_index)
+    if not isinstance(target, Tensor) or (target.shape, target.device) != (teacher_ids.shape[:-1], teacher_ids.device):
+        return target
+    wrong = ((teacher_probs < 0) | (teacher_probs > _MOST_PROBABILITY)) & (teacher_ids != -1)
+    return torch.where(wrong.any(-1) & (target != ignore_index), _impossible(ignore_index), target)
+
+
 def shift_labels(labels: Tensor, shift: int = 1, *, ignore_index: int = -100, cu_seqlens: Tensor | None = None) -> Tensor:
     """What each position has to predict: the label `shift` positions later in the same sequence, ignore_index where there is none.
 
     labels [..., S] are sequences along the last dimension. With cu_seqlens [num_sequences + 1] (non-decreasing, from 0) labels are one row
-    of packed sequences, sequence i at cu_seqlens[i] to cu_seqlens[i + 1]; what lies past the last is ignored. Returns a new tensor of
-    labels' shape and dtype (int64 for an ignore_index that labels' dtype cannot hold). Raises ArgumentError, also for a shift that is more
-    than the length of labels that are there, ShapeError, DTypeError, PlacementError.
+    of packed sequences, sequence i at cu_seqlens[i] to cu_seqlens[i + 1]; what lies past the last is ignored. Where cu_seqlens begins with
+    another number or decreases, on a CPU it raises; on a GPU, and in compiled code, every label is one that no vocabulary has, which
+    `check_labels` reports. Returns a new tensor of labels' shape and dtype (int64 for an ignore_index that labels' dtype cannot hold).
+    Raises ArgumentError, also for a shift that is more than the length of labels that are there, ShapeError, DTypeError, PlacementError.
     """
     check_tensors(target=labels, cu_seqlens=cu_seqlens)
     check_target_dtype(labels)
@@ -102,5 +137,5 @@ def shift_labels(labels: Tensor, shift: int = 1, *, ignore_index: int = -100, cu
     positions = torch.arange(flat.shape[0], device=flat.device, dtype=cu_seqlens.dtype)
     # The end of the sequence that a position is in: the first boundary beyond it; past the last boundary, a place it is already behind.
     ends = cu_seqlens[torch.bucketize(positions, cu_seqlens, right=True).clamp(max=cu_seqlens.shape[0] - 1)].clamp(max=flat.shape[0])
-    moved = torch.roll(flat, -shift)
-    return torch.where(positions + shift < ends, moved, ignore_index).view(labels.shape)
+    moved = torch.where(positions + shift < ends, torch.roll(flat, -shift), ignore_index)
+    return torch.where(_are_no_offsets(cu_seqlens), _impossible(ignore_index), moved).view(labels.shape)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flce import _arguments, _call, _heads, _sharded_call, errors
-from flce._targets import check_ignore_index, targets_of
+from flce._targets import check_ignore_index, refuse_impossible_teachers, targets_of
 from flce.budget import MemoryBudget
 
 if TYPE_CHECKING:
@@ -307,8 +307,9 @@ def linear_topk_distillation(
         teacher_ids: [..., K] int64 or int32, K from 1 to 256: classes in any order, -1 for none. What equal ids have adds up. Another
             number outside the vocabulary counts as none, and `check_labels` reports its row.
         teacher_probs: [..., K] of a floating dtype (computed with in fp32), with no gradient. Taken as they are: they need not add up to 1,
-            so what a top-k cuts off is left out (divide by their sum for another meaning). 0 adds nothing, also where p is 0; a negative
-            one counts as what it is; a NaN makes its row's loss and gradients NaN. Those at no class are not read.
+            so what a top-k cuts off is left out (divide by their sum for another meaning). 0 adds nothing, also where p is 0; a NaN makes
+            its row's loss and gradients NaN. A row with a negative one (a log-probability) or one above 1 counts as ignored, and
+            `check_labels` reports it. Those at no class are not read.
         target: [...] int64 or int32, as in `linear_cross_entropy`. Rows that are ignored there count for nothing here, the teacher's part
             included; with hard_weight 0 that is all that a target says. None: rows whose ids are all -1 are ignored, all others take part.
         hard_weight: 0 to 1, the share of the target's cross entropy (label_smoothing included). It needs a target where it is not 0.
@@ -327,20 +328,38 @@ def linear_topk_distillation(
     """
     if isinstance(weight, nn.Module):
         weight, bias = _heads.of_linear(weight, bias)
-    top_k = _arguments.check_teacher(teacher_ids, teacher_probs, hidden)
+    over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
+    parallel = None
+    if process_group is not None or over_ranks != _WHOLE or reduce_grad_hidden is not True:
+        parallel = (process_group, *over_ranks)
+        taught = {"target": target, "teacher_ids": teacher_ids, "teacher_probs": teacher_probs}
+        target, teacher_ids, teacher_probs = _sharded_call.local_rows(parallel, taught)
+    top_k = _arguments.check_teacher(teacher_ids, teacher_probs, hidden, target, over_ranks=parallel is not None)
     if target is None:
         target = _rows_with_a_class(teacher_ids, hard_weight, ignore_index, shift, cu_seqlens)
     elif shift or cu_seqlens is not None:
         target = targets_of(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
+    target = refuse_impossible_teachers(target, teacher_ids, teacher_probs, ignore_index)
     outputs = (True, return_lse, False, return_entropy, False, False)
     settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, False, batch_invariant)
     teacher = (top_k, hard_weight, return_teacher_logprobs)
     options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight, *teacher)
     rows = (num_valid_tokens, token_weight, grad_weight_out, (teacher_ids, teacher_probs))
-    over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
-    if process_group is not None or over_ranks != _WHOLE or reduce_grad_hidden is not True:
-        return _sharded_call.run((process_group, *over_ranks), hidden, weight, target, options, temperature, bias, None, *rows)
+    if parallel is not None:
+        return _sharded_call.run(parallel, hidden, weight, target, options, temperature, bias, None, *rows)
     return _call.run(hidden, weight, target, options, temperature, bias, None, *rows)
+
+
+def weighted_logprobs(
+    hidden: Tensor, weight: Tensor, ids: Tensor, factors: Tensor, target: Tensor, *, bias: Tensor | None, temperature: Any, **logits: Any
+) -> Tensor:
+    """Σ factor · log p(id) over ids [N, K] with factors [N, K] of any sign. `logits`: logit_scale and softcap."""
+    outputs = (True, False, False, False, False, False)
+    settings = ("sum", -100, logits.get("logit_scale"), logits.get("softcap"), 0.0, 0.0, False, False, None, None)
+    top_k = _arguments.check_teacher(ids, factors, hidden, target, over_ranks=False)
+    options = (outputs, *settings, top_k, 0.0, False)
+    total: Tensor = _call.run(hidden, weight, target, options, temperature, bias, teacher=(ids, -factors))
+    return total
 
 
 def _rows_with_a_class(teacher_ids: Tensor, hard_weight: Any, ignore_index: Any, shift: Any, cu_seqlens: Tensor | None) -> Tensor:

@@ -158,6 +158,27 @@ def distillation(hard_weight: float) -> None:
     compare(layer, call, bias=True)
 
 
+def distillation_over_tokens(form: str) -> None:
+    """Each rank has a part of hidden, and all of what the teacher says."""
+    layer = Layer()
+    shape = (3, TOKENS // 3) if form == "second dimension" else (TOKENS,)
+    mesh = init_device_mesh(device(), (dist.get_world_size(),))
+    rows: list[Any] = [layer.target.view(shape), layer.teacher_ids.view(*shape, -1), layer.teacher_probs.view(*shape, -1)]
+    given = [distribute_tensor(row, mesh, [Replicate()]) for row in rows] if form == "DTensors" else rows
+    whole, weight = leaf(layer.hidden.view(*shape, -1)), leaf(layer.weight)
+    part, shard = leaf(whole.detach().chunk(dist.get_world_size(), len(shape) - 1)[dist.get_rank()]), leaf(layer.mine(layer.weight))
+    over = {"process_group": mesh, "sequence_parallel": True}
+    for hard_weight in (None, 0.3):
+        pairs = [{} if hard_weight is None else {"target": target, "hard_weight": hard_weight} for target in (rows[0], given[0])]
+        expected = flce.linear_topk_distillation(whole, weight, *rows[1:], **pairs[0])
+        loss = flce.linear_topk_distillation(part, shard, *given[1:], **pairs[1], **over)
+        close(loss, expected)
+        right = torch.autograd.grad(expected, (whole, weight))
+        got = torch.autograd.grad(loss, (part, shard))
+        close(got[0], right[0].chunk(dist.get_world_size(), len(shape) - 1)[dist.get_rank()])
+        close(got[1], layer.mine(right[1]))
+
+
 def plain_torch() -> None:
     """Against torch's own cross entropy of materialised logits."""
     layer = Layer()
@@ -479,6 +500,7 @@ def summed_in_fp32(sequence: bool) -> None:
 OTHERS: list[tuple[Any, ...]] = [
     *((function, flag) for function in (everything, summed_in_fp32, logprobs, many_dimensions, retained) for flag in (False, True)),
     *((distillation, share) for share in (0.0, 0.4)),
+    *((distillation_over_tokens, form) for form in ("plain", "second dimension", "DTensors")),
     *((main_grad, dtype) for dtype in (torch.float32, torch.bfloat16)),
     *((frozen, which) for which in ("weight", "hidden")),
     *((function,) for function in (plain_torch, ranks_without_rows, given_starts, backward_twice, limits, checkpointed, autocast, losses)),

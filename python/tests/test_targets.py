@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from typing import Any
 
 import pytest
 import torch
 from support import assert_close, make_problem, reference
+from torch import Tensor
 
 import flce
 
@@ -40,6 +42,47 @@ def test_packed_boundaries(device: str, bounds: list[int], shift: int, expected:
     shifted = flce.shift_labels(labels, shift, ignore_index=-1, cu_seqlens=cu_seqlens)
     assert shifted.dtype == torch.int32
     assert shifted.tolist() == expected
+
+
+NO_OFFSETS = [([3, 4, 5], "[0] is 3"), ([0, 4, 2, 8], "[2] is 2 behind 4"), ([1, 0], "[0] is 1"), ([0, -1], "[1] is -1 behind 0")]
+
+
+@pytest.mark.parametrize(("offsets", "said"), NO_OFFSETS)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_offsets_that_are_none(device: str, offsets: list[int], said: str, shift: int) -> None:
+    """Refused on a CPU; on a GPU found without waiting for it, and reported as labels are."""
+    flce.check_labels()
+    labels, hidden, weight = torch.arange(8, device=device), torch.randn(8, 8, device=device), torch.randn(20, 8, device=device)
+    cu_seqlens = torch.tensor(offsets, device=device, dtype=torch.int32)
+    head = torch.nn.Linear(8, 20, bias=False, device=device)
+    calls: list[Any] = [
+        lambda: flce.linear_cross_entropy(hidden, weight, labels, shift=shift, cu_seqlens=cu_seqlens),
+        lambda: flce.linear_logprobs(hidden, weight, labels, shift=shift, cu_seqlens=cu_seqlens).sum(),
+        lambda: flce.LinearCrossEntropyLoss(head, shift=shift)(hidden, labels, cu_seqlens=cu_seqlens),
+    ]
+    for call in calls:
+        if device == "cpu":
+            with pytest.raises(flce.ArgumentError, match=re.escape(f"cu_seqlens{said}; it must hold offsets")):
+                call()
+        else:
+            assert call() == 0
+            with pytest.raises(flce.LabelError, match=r"target\[0\].*cu_seqlens does not begin with 0, or decreases"):
+                flce.check_labels()
+
+
+def test_offsets_that_are_none_in_compiled_code(device: str) -> None:
+    hidden, weight, labels = torch.randn(8, 8, device=device), torch.randn(20, 8, device=device), torch.arange(8, device=device)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def loss(cu_seqlens: Tensor) -> Tensor:
+        return flce.linear_cross_entropy(hidden, weight, labels, shift=1, cu_seqlens=cu_seqlens)
+
+    right = torch.tensor([0, 3, 8], device=device)
+    assert torch.equal(loss(right), flce.linear_cross_entropy(hidden, weight, labels, shift=1, cu_seqlens=right))
+    flce.check_labels()
+    assert loss(torch.tensor([0, 8, 3], device=device)) == 0
+    with pytest.raises(flce.LabelError, match="cu_seqlens"):
+        flce.check_labels()
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3, 6])

@@ -263,23 +263,51 @@ def test_ids_out_of_range_are_reported_and_count_as_none(device: str) -> None:
 
 def test_probabilities_of_any_kind(device: str) -> None:
     problem = make_problem(device, reduction="none")
-    problem.teacher_probs[0] *= -1
-    check(problem, torch.float32)
     row = 2
     named = (problem.teacher_ids[row] >= 0).nonzero()[0].item()
-    for value in (float("nan"), float("inf")):
-        problem.teacher_probs[row, named] = value
-        loss = run(problem)["loss"]
-        assert not loss[row].isfinite()
-        assert loss[torch.arange(len(loss), device=device) != row].isfinite().all()
-        (gradient,) = torch.autograd.grad(loss.sum(), [problem.hidden])
-        assert not gradient[row].isfinite().any()
-        assert gradient[torch.arange(len(loss), device=device) != row].isfinite().all()
+    problem.teacher_probs[row, named] = float("nan")
+    loss = run(problem)["loss"]
+    assert not loss[row].isfinite()
+    assert loss[torch.arange(len(loss), device=device) != row].isfinite().all()
+    (gradient,) = torch.autograd.grad(loss.sum(), [problem.hidden])
+    assert not gradient[row].isfinite().any()
+    assert gradient[torch.arange(len(loss), device=device) != row].isfinite().all()
     # What stands at no class is not read.
     problem = make_problem(device)
     right = run(problem)["loss"]
     problem.teacher_probs[problem.teacher_ids < 0] = float("nan")
     assert torch.equal(run(problem)["loss"], right)
+
+
+@pytest.mark.parametrize("target", [False, True])
+def test_numbers_that_are_no_probabilities_are_reported_and_their_rows_ignored(device: str, target: bool) -> None:
+    flce.check_labels()
+    problem = make_problem(device, target=target)
+    rows = (problem.teacher_ids >= 0).any(-1)
+    rows &= problem.options["target"] != -100 if target else True
+    row = int(rows.nonzero()[0])
+    ids = problem.teacher_ids.clone()
+    ids[row] = -1
+    without = Problem(problem.hidden, problem.weight, ids, problem.teacher_probs, dict(problem.options))
+    if target:
+        without.options["target"] = problem.options["target"].clone().index_fill_(0, torch.tensor(row, device=device), -100)
+    right = run(without)["loss"]
+    named = int((problem.teacher_ids[row] >= 0).nonzero()[0])
+    for value in (-0.5, 1.1, 17.0, float("inf"), -float("inf")):
+        problem.teacher_probs[row, named] = value
+        assert torch.equal(run(problem)["loss"], right)
+        with pytest.raises(flce.LabelError, match=rf"teacher_probs\[{row}\] holds a number that is not from 0 to 1") as caught:
+            flce.check_labels()
+        assert caught.value.row == row
+    problem.teacher_probs[row, named] = 1.0
+    problem.teacher_probs = problem.teacher_probs.bfloat16()
+    run(problem)
+    flce.check_labels()
+    problem.teacher_probs = problem.teacher_probs.log()  # for probabilities
+    loss = run(problem)["loss"]
+    assert target or loss == 0
+    with pytest.raises(flce.LabelError):
+        flce.check_labels()
 
 
 def test_impossible_class_with_no_probability(device: str) -> None:

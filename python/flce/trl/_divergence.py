@@ -75,7 +75,8 @@ def chunked_jsd_loss(
     value = loss = divergence.detach().sum()
     if trains:
         (gradient,) = torch.autograd.grad(divergence.sum(), at_ids)
-        surrogate = functional.linear_topk_distillation(**layer, teacher_probs=-gradient, reduction="sum")
+        ids = layer.pop("teacher_ids")
+        surrogate = functional.weighted_logprobs(**layer, ids=ids, factors=gradient)
         loss = value + (surrogate - surrogate.detach())
     return loss, value, entropy.sum(), *_of_teachers(divergence.detach(), teacher, support, teacher_id_idx, num_teachers)
 
