@@ -150,14 +150,14 @@ ENTRIES: dict[str, Callable[..., Any]] = {
     "loss": flce.linear_cross_entropy,
     "none": lambda *call: flce.linear_cross_entropy(*call, reduction="none"),
     "lse": lambda *call: flce.linear_cross_entropy(*call, return_lse=True)[0],
-    "shift": lambda *call: flce.linear_cross_entropy(*call, shift=1),
+    "shift": lambda hidden, weight, target: flce.linear_cross_entropy(hidden, weight, target, shift=1 if target.dim() > 1 else 0),
     "all retained": lambda *call: flce.linear_cross_entropy(*call, workspace_limit_bytes=1 << 40),
     "hidden-major": lambda hidden, weight, target: flce.linear_cross_entropy(hidden, weight.detach().t().contiguous().t(), target),
     "frozen weight": lambda hidden, weight, target: flce.linear_cross_entropy(hidden, weight.detach(), target),
     "logprobs": flce.linear_logprobs,
     "head": in_the_head,
-    "LinearCrossEntropyLoss": in_its_layer(flce.LinearCrossEntropyLoss),
-    "PipelineFusedLoss": in_its_layer(flce.PipelineFusedLoss),
+    "LinearCrossEntropyLoss": in_its_layer(flce.LinearCrossEntropyLoss, shift=0),
+    "PipelineFusedLoss": in_its_layer(flce.PipelineFusedLoss, shift=0),
     "cce": cce.linear_cross_entropy,
 }
 
