@@ -44,7 +44,7 @@ build: setup ## build/bin/flce, and everything beside it
 # What only the tests need is fetched while the compilers run; what goes wrong with it is told when they are done.
 build-and-fetch: setup
 	@errors=$$(mktemp) status=0
-	tools/setup.sh --python --servers 2>"$$errors" & fetching=$$!
+	tools/setup.sh --python --servers $(if $(filter-out quick,$(LEVEL)),--trainers) 2>"$$errors" & fetching=$$!
 	trap 'rm -f "$$errors"' EXIT
 	trap 'kill $$fetching; exit 130' INT TERM
 	{ tools/configure.sh $(PRESET) && cmake --build --preset $(PRESET) -j $(JOBS); } || status=$$?

@@ -2,20 +2,22 @@
 # Makes the machine ready to build and test flce. Looks at what is there; says what it will install and how, then installs it; quick when
 # nothing is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers, where no
 # toolkit has them, come as PyPI wheels into .tools/nvidia. With --python also what the Python package's tests need (torch and the rest,
-# unless tools/python.sh finds them): from PyPI into .tools/python; into .tools/peers the packages of tools/peers.txt, whose signatures a
-# test reads; and into .tools/trainers those of tools/trainers.txt, which tests run. With --servers also the servers that tests of remote
-# caches start: redis and nginx unpacked into .tools/servers, where the system has none (a package that is installed would run, and run
-# after the next boot too), and moto's S3 from PyPI into .tools/moto; without them those tests are skipped. With --dist also what a release
-# tree is linked with (tools/portable_inputs.sh, into .tools/portable). Exit code 3 and a list of what to install by hand where it cannot.
+# unless tools/python.sh finds them): from PyPI into .tools/python; and into .tools/peers the packages of tools/peers.txt, whose signatures
+# a test reads. With --trainers also those of tools/trainers.txt, which tests run, into .tools/trainers. With --servers also the servers
+# that tests of remote caches start: redis and nginx unpacked into .tools/servers, where the system has none (a package that is installed
+# would run, and run after the next boot too), and moto's S3 from PyPI into .tools/moto; without them those tests are skipped. With --dist
+# also what a release tree is linked with (tools/portable_inputs.sh, into .tools/portable). Exit code 3 and a list of what to install by
+# hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-with_python=false with_servers=false with_dist=false
+with_python=false with_trainers=false with_servers=false with_dist=false
 for flag in "$@"; do
     case $flag in
         --python) with_python=true ;;
+        --trainers) with_trainers=true ;;
         --servers) with_servers=true ;;
         --dist) with_dist=true ;;
-        *) echo "usage: setup.sh [--python] [--servers] [--dist]" >&2 && exit 2 ;;
+        *) echo "usage: setup.sh [--python] [--trainers] [--servers] [--dist]" >&2 && exit 2 ;;
     esac
 done
 
@@ -177,9 +179,9 @@ fi
 
 # ── What flce.compat stands in for, of which nothing is imported, and trainers: each package without its dependencies.
 missing_lists=()
-if $with_python; then
-    for list in peers trainers; do cmp -s "tools/$list.txt" ".tools/$list/requirements.txt" || missing_lists+=("$list"); done
-fi
+need_list() { cmp -s "tools/$1.txt" ".tools/$1/requirements.txt" || missing_lists+=("$1"); }
+if $with_python; then need_list peers; fi
+if $with_trainers; then need_list trainers; fi
 
 # ── Servers for tests: none of them is installed in the system.
 servers=.tools/servers moto=.tools/moto

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One check of the Python package: tests (pytest), ranks (those of them that start process groups), nightly (those that take long), typing
-# (mypy and ruff) or wheel (built round a libflce that is there, installed by itself, used). Exit code 77 says that the interpreter of
-# tools/python.sh lacks something for it.
+# One check of the Python package: a group of pytest's files (adapters, engine, ranks, engine_ranks, trainers, examples; core has all files
+# that no other group names), nightly (what is marked so), typing (mypy and ruff) or wheel (built round a libflce that is there, installed
+# by itself, used). Exit code 77 says that the interpreter of tools/python.sh lacks something for it.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-check=${1:?usage: test_python.sh tests|ranks|nightly|typing|wheel LIBFLCE}
+check=${1:?usage: test_python.sh GROUP|nightly|typing|wheel LIBFLCE}
 library=$(readlink -f "${2:?usage: test_python.sh CHECK LIBFLCE}")
 work=$PWD/python-$check
 export FLCE_LIBRARY=$library FLCE_CACHE_DIR=$work/cache
@@ -17,19 +17,38 @@ need() {
     fi
 }
 
-of_ranks=("$root"/python/tests/test_{pipeline,compat_parallel,trl_ranks,torchtitan,zero3}.py
-    "$root"/python/tests/test_{tensor_parallel,megatron}*.py "$root"/python/tests/test_engine_*_ranks.py)
-pytest=("$python" -m pytest -o cache_dir="$work/pytest" --durations=30 --durations-min=3)
+# Patterns of the files of each group, a core's work for some minutes.
+declare -A groups=(
+    [adapters]="compat* causal_lms huggingface* patch lm_head"
+    [engine]="engine*"
+    [ranks]="tensor_parallel* pipeline compat_parallel"
+    [engine_ranks]="engine_*_ranks"
+    [trainers]="trl* torchtitan megatron* zero3"
+    [examples]="engine_examples* grpo_example"
+)
+# A file is of the last of these groups that names it.
+order=(adapters engine ranks engine_ranks trainers examples)
+files_of() {
+    local group pattern file
+    declare -A found=()
+    for file in "$root"/python/tests/test_*.py; do found[$file]=core; done
+    for group in "${order[@]}"; do
+        for pattern in ${groups[$group]}; do
+            for file in "$root"/python/tests/test_$pattern.py; do found[$file]=$group; done
+        done
+    done
+    for file in "${!found[@]}"; do
+        if [[ ${found[$file]} == "$1" ]]; then echo "$file"; fi
+    done | sort
+}
+pytest=("$python" -m pytest -o cache_dir="$work/pytest" --durations=0 --durations-min=1)
 mkdir -p "$work"
 case $check in
-    tests)
+    core | adapters | engine | ranks | engine_ranks | trainers | examples)
         need torch pytest numpy
+        mapfile -t files < <(files_of "$check")
         # A thread a process: ctest runs a test a core.
-        cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "${pytest[@]}" "${of_ranks[@]/#/--ignore=}" python/tests
-        ;;
-    ranks)
-        need torch pytest numpy
-        cd "$root" && exec "${pytest[@]}" "${of_ranks[@]}"
+        cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "${pytest[@]}" "${files[@]}"
         ;;
     nightly)
         need torch pytest numpy transformers

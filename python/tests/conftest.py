@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import levels
 import pytest
 import rank_support
 import torch
@@ -35,7 +35,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked `nightly`, and at FLCE_TEST_LEVEL=quick what is marked `full`, unless -m asks for it."""
-    left_out = ["nightly", "full"] if os.environ.get("FLCE_TEST_LEVEL") == "quick" else ["nightly"]
+    levels.mark_repetitions(items)
+    left_out = ["nightly", "full"] if levels.QUICK else ["nightly"]
     left_out = [marker for marker in left_out if marker not in config.getoption("markexpr")]
     left = [item for item in items if any(item.get_closest_marker(marker) for marker in left_out)]
     if left:
@@ -62,6 +63,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
     config.addinivalue_line("markers", "full: repeats in more combinations what a quick test has; deselected at FLCE_TEST_LEVEL=quick")
+    config.addinivalue_line("markers", "pairwise: of its parameters' combinations, quick has enough that every pair of values is in one")
     config.addinivalue_line("markers", "nightly: takes long; run with -m nightly, and deselected without")
     config.addinivalue_line("markers", "first_and_direct: also with every call a direct one, as from the third of its kind")
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from levels import in_turn
 from passes_support import Passes, watch_passes
 from pipeline_worker import ROWS, UNSCALED, D, S, V, batch, build
 from rank_support import default_device, device, run_main
@@ -223,4 +224,4 @@ def prepare() -> None:
 
 
 if __name__ == "__main__":
-    run_main(run, cases, prepare=prepare)
+    run_main(run, lambda: in_turn(list(cases()), 5), prepare=prepare)

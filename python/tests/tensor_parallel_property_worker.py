@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from levels import in_turn
 from rank_support import device, generator, run_main
 from tensor_parallel_worker import close, leaf, same_on_every_rank
 from torch import Tensor
@@ -168,4 +169,4 @@ def run(number: int) -> None:
 
 
 if __name__ == "__main__":
-    run_main(run, lambda: [(number,) for number in range(CASES)])
+    run_main(run, lambda: in_turn([(number,) for number in range(CASES)], 4))

@@ -213,6 +213,7 @@ def test_seconds_bound_the_rounds() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory on a CPU is read from Linux's /proc")
+@pytest.mark.full
 def test_memory_on_a_cpu_is_that_of_the_logits() -> None:
     own = Own("own", lambda given: flce.linear_cross_entropy(given.hidden, given.weight, given.target))
     shape = {"num_tokens": 512, "hidden_size": 16, "vocab_size": 16384}  # fp32 logits: 32 MiB
@@ -265,6 +266,7 @@ def test_wrong_usage_is_named(arguments: list[str], message: str, capsys: pytest
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_what_is_missing_is_a_row() -> None:
     """As a module, without the folder that has trl."""
     path = [folder for folder in sys.path if folder and Path(folder).name not in ("trainers", "tests")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from levels import by_ranks
 from rank_support import cases_passed
 
 
-def test_slices_equal_the_whole_layer() -> None:
-    assert cases_passed("compat_parallel_worker.py", "2,4") == {2: 51, 4: 51}
+@by_ranks({2: 51, 4: 51})
+def test_slices_equal_the_whole_layer(ranks: int, cases: int) -> None:
+    assert cases_passed("compat_parallel_worker.py", str(ranks)) == {ranks: cases}

@@ -148,6 +148,7 @@ def test_traced_by_jit(device: str, calls_before: int) -> None:
     assert torch.equal(traced(2 * hidden), flce.linear_cross_entropy(2 * hidden, weight, target))
 
 
+@pytest.mark.full
 def test_compile_with_inductor(device: str) -> None:
     if device == "cuda" and not has_triton():
         pytest.skip("inductor needs Triton on a GPU")

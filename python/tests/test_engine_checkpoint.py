@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from levels import first_quick
 from torch import Tensor
 
 from flce import errors
@@ -85,6 +86,7 @@ def restored_sigterm() -> Any:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("model_type", sorted(NAMES))
 def test_sharding_and_merging_gives_the_same_bits(tmp_path: Path, model_type: str, tied: bool) -> None:
@@ -412,6 +414,7 @@ finally:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
+@pytest.mark.full
 def test_memory_stays_far_below_a_shard(large: Path, tmp_path: Path) -> None:
     shard_bytes = 80_000_000 // 2
     for arguments in ((large, tmp_path / "out", "--stages", 2, "--verify"), (tmp_path / "out", tmp_path / "merged", "--merge")):
@@ -424,7 +427,7 @@ def test_memory_stays_far_below_a_shard(large: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "merged")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize("sent", first_quick([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], 1), ids=lambda s: s.name)
 def test_a_killed_run_leaves_no_half_file_and_the_next_succeeds(large: Path, tmp_path: Path, sent: signal.Signals) -> None:
     """The process is stopped when it has written 16 MB, and again with an old checkpoint in the target's place."""
     line = [sys.executable, "-m", "flce.engine._shard_command", str(large), str(tmp_path / "out"), "--stages", "4", "--overwrite"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from levels import by_ranks
 from rank_support import cases_passed
 
 pytest.importorskip("transformers")
 
 
-def test_stages_generate_what_one_model_does() -> None:
-    assert cases_passed("engine_generate_worker.py", "2,4") == {2: 13, 4: 13}
+@by_ranks({2: 13, 4: 13})
+def test_stages_generate_what_one_model_does(ranks: int, cases: int) -> None:
+    assert cases_passed("engine_generate_worker.py", str(ranks)) == {ranks: cases}

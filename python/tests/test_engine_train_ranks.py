@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from levels import by_ranks
 from rank_support import cases_passed
 
 HERE = Path(__file__).resolve().parent
@@ -21,8 +22,9 @@ def launch(ranks: int, script: str, *arguments: str) -> str:
     return result.stdout
 
 
-def test_engine_equals_the_unpipelined_model() -> None:
-    assert cases_passed("engine_worker.py", "2,4") == {2: 37, 4: 8}
+@by_ranks({2: 37, 4: 8})
+def test_engine_equals_the_unpipelined_model(ranks: int, cases: int) -> None:
+    assert cases_passed("engine_worker.py", str(ranks)) == {ranks: cases}
 
 
 def test_tiny_models_of_transformers_train_as_transformers_does() -> None:

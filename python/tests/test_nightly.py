@@ -1,5 +1,6 @@
-"""What `make test-full` has in a small form only, at its full length: more steps, classes, trainers, schedules and ranks. `make test-nightly`
-runs it; docs/training.md has the table of what ran."""
+"""What `make test-full` has in a small form only, at its full length: more steps, classes, trainers, schedules and ranks.
+
+`make test-nightly` runs it; docs/training.md has the table of what ran."""
 
 # ruff: noqa: E402  # imports come after what skips without transformers
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import flce
 from flce import _retain
 
-pytestmark = pytest.mark.first_and_direct
+pytestmark = [pytest.mark.first_and_direct, pytest.mark.pairwise]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -481,6 +481,7 @@ def test_wrapped_over_two_ranks() -> None:
     assert cases_passed("patch_worker.py", "2") == {2: 3}
 
 
+@pytest.mark.full
 def test_example_trains_alike_and_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # what is freed goes back to the system, and a peak shows
     output = launch(str(HERE.parent.parent / "examples" / "hf_trainer.py"), "--tiny")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from levels import by_ranks, in_turn
 from rank_support import cases_passed
 from test_pipeline import launch
 
@@ -24,9 +25,10 @@ def passed(worker: str, ranks: str, device: str) -> dict[int, int]:
     return found
 
 
-def test_shards_equal_the_whole_layer(device: str) -> None:
-    cases = 66 if device == "cpu" else 64
-    assert passed("tensor_parallel_worker.py", "2,4", device) == {2: cases, 4: cases}
+@by_ranks({2: 66, 4: 66})
+def test_shards_equal_the_whole_layer(device: str, ranks: int, cases: int) -> None:
+    of_the_cpu = 0 if device == "cpu" else 2
+    assert passed("tensor_parallel_worker.py", str(ranks), device) == {ranks: cases - of_the_cpu}
 
 
 def test_compiled_and_dtensors(device: str) -> None:
@@ -34,16 +36,18 @@ def test_compiled_and_dtensors(device: str) -> None:
     assert passed("tensor_parallel_compile_worker.py", str(ranks), device) == {ranks: 21}
 
 
-def test_which_rows_ranks_have(device: str) -> None:
-    assert passed("tensor_parallel_layouts_worker.py", "2,3", device) == {2: 14, 3: 14}
+@by_ranks({2: 14, 3: 14})
+def test_which_rows_ranks_have(device: str, ranks: int, cases: int) -> None:
+    assert passed("tensor_parallel_layouts_worker.py", str(ranks), device) == {ranks: cases}
 
 
 def test_sums_are_gathered_beside_the_rest_of_forward(device: str) -> None:
     assert passed("tensor_parallel_stages_worker.py", "2", device) == {2: 2}
 
 
-def test_random_shards_equal_the_whole_layer(device: str) -> None:
-    assert passed("tensor_parallel_property_worker.py", "2,3", device) == {2: 40, 3: 40}
+@by_ranks({2: 40, 3: 40})
+def test_random_shards_equal_the_whole_layer(device: str, ranks: int, cases: int) -> None:
+    assert passed("tensor_parallel_property_worker.py", str(ranks), device) == {ranks: len(in_turn(range(cases), 4))}
 
 
 @pytest.mark.gpu
@@ -58,6 +62,7 @@ def test_backward_under_a_receive_over_nccl_that_waits_for_it(device: str) -> No
     assert passed("tensor_parallel_receive_worker.py", str(ranks), device) == {ranks: 2}
 
 
+@pytest.mark.full
 def test_example_trains_and_needs_less_memory() -> None:
     """Beside torch's loss_parallel, of whose logits a rank holds 64 MiB several times."""
     example = str(HERE.parent.parent / "examples" / "tensor_parallel.py")

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from levels import by_ranks
 from rank_support import cases_passed
 from test_pipeline import launch
 
 WORKER = "tensor_parallel_failures_worker.py"
 
 
-def test_every_rank_has_the_same_error_and_goes_on() -> None:
-    assert cases_passed(WORKER, "2,3") == {2: 61, 3: 61}
+@by_ranks({2: 61, 3: 61})
+def test_every_rank_has_the_same_error_and_goes_on(ranks: int, cases: int) -> None:
+    assert cases_passed(WORKER, str(ranks)) == {ranks: cases}
 
 
 def test_ranks_left_alone_get_an_error_within_the_timeout() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from levels import first_quick
 from support import OUTPUTS, Problem, assert_close, check, make_problem, reference
 from torch import Tensor
 
@@ -15,7 +16,7 @@ import flce
 from flce import _kernels
 from flce._frame import Inputs
 
-pytestmark = pytest.mark.first_and_direct
+pytestmark = [pytest.mark.first_and_direct, pytest.mark.pairwise]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FUNCTIONS = ["linear_cross_entropy", "linear_logprobs"]
@@ -112,7 +113,7 @@ def _random_call(seed: int, device: str) -> tuple[Problem, torch.dtype, str]:
     return problem, dtype, function
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", first_quick(range(60), 10))
 def test_random_combination(device: str, seed: int) -> None:
     problem, dtype, function = _random_call(seed, device)
     check(problem, dtype, function)

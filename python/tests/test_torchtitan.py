@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 for _name in ("torchtitan", "spmd_types", "tensorboard"):
-    pytest.importorskip(_name, reason=f"{_name} is not installed: tools/setup.sh --python fetches tools/trainers.txt")
+    pytest.importorskip(_name, reason=f"{_name} is not installed: tools/setup.sh --trainers fetches tools/trainers.txt")
 
 import titan_support
 
