@@ -324,9 +324,10 @@ struct FallGradientRow {
 
     __device__ __forceinline__ FallGradientRow(const DlogitsParams& p, const float4& k, float scale, float lse, float /*temperature*/)
         : above_lse(Problem::falls(p.transform), lse) {
-        const float of_quarters = 4.f * scale * Problem::logit_scale(p.transform);
-        a = k.x * of_quarters * above_lse.factor(lse);
-        t = k.z * of_quarters;
+        // The coefficients come first: the scale may be 2^126, where they are tiny or 0, and four times that is out of range.
+        const float of_quarters = 4.f * Problem::logit_scale(p.transform);
+        a = k.x * scale * of_quarters * above_lse.factor(lse);
+        t = k.z * scale * of_quarters;
     }
 
     __device__ __forceinline__ float operator()(const DlogitsParams& /*p*/, float x, int /*column*/, bool is_target) const {

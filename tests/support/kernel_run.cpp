@@ -460,6 +460,22 @@ std::string KernelRun::ignored_violation() const {
     return text;
 }
 
+std::string KernelRun::no_valid_token_violation() const {
+    const Layer<float> layer = layer_of(problem_);
+    for (std::int64_t i = 0; i < problem_.num_tokens(); ++i) {
+        if (layer.valid(i)) return {};
+    }
+    std::string text;
+    for (const char* name : {"grad_weight", "grad_bias"}) {
+        if (!has(name) || !entries_.at(name).written) continue;
+        const Entry& entry = entries_.at(name);
+        const auto bytes = entry.buffer.download();
+        if (entry.content.empty() ? only_zeros(bytes, 0, bytes.size()) : bytes == entry.content) continue;
+        text += fmt::format("\n  {}: no token is valid, and it is neither 0 nor what the buffer held before", name);
+    }
+    return text;
+}
+
 std::string KernelRun::violations() const {
     std::string text;
     for (const auto& [name, entry] : entries_) {
@@ -467,7 +483,7 @@ std::string KernelRun::violations() const {
         if (!overrun.empty()) text += fmt::format("\n  {}: {}", name, overrun);
         if (entry.input && !entry.buffer.holds(entry.content)) text += fmt::format("\n  {}: an input was written", name);
     }
-    return text + padding_violation() + bias_padding_violation() + ignored_violation();
+    return text + padding_violation() + bias_padding_violation() + ignored_violation() + no_valid_token_violation();
 }
 
 }  // namespace flce::test
