@@ -81,6 +81,18 @@ def in_double(problem: Problem) -> Problem:
     )
 
 
+def reference_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float | None, softcap: float | None) -> Tensor:
+    """[..., V] in fp64."""
+    logits = hidden.double() @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    if logit_scale is not None:
+        logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits
+
+
 def reference(
     hidden: Tensor,
     weight: Tensor,
@@ -102,13 +114,7 @@ def reference(
 ) -> dict[str, Tensor]:
     """loss, lse, logprobs, entropy and log_sum_sq_probs in fp64 with the logits written out, 0 in ignored rows; differentiable. And top1,
     -1 there."""
-    logits = hidden.double() @ weight.double().T
-    if bias is not None:
-        logits = logits + bias.double()
-    if logit_scale is not None:
-        logits = logits * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = reference_logits(hidden, weight, bias, logit_scale, softcap)
     vocab_size = weight.shape[0]
     flat = logits.reshape(-1, vocab_size)
     labels = target.reshape(-1).long()
