@@ -73,9 +73,9 @@ struct GradWeightTile {
             const auto& piece = c[panel / kPanelsOfRow];
             const int first = panel % kPanelsOfRow * PanelsT::kPanelColumns / 8;
             if (exists(panel)) {
+                // Added panels take the buffers in turn, whatever their numbers are: open waits for the last but one to have left.
                 const bool added = kThroughRing && panel >= kAhead;
                 if constexpr (kUpdates) {
-                    if (added) panels.take_buffer(panel);
                     if (!added) panels.add(piece, panel, first, factor);
                 }
                 if (!kUpdates || added) {

@@ -127,10 +127,6 @@ struct PanelUpdate : PanelStore<T, TileT, 1, 2> {
         ptx::cp_async_bulk_tensor_2d_load(this->staging + static_cast<unsigned>(buffer * Store::kPanelBytes), &map, x, y, barrier(buffer));
     }
 
-    /// The buffer of a panel that was not fetched, for open.
-    __device__ __forceinline__ void take_buffer(int panel) {
-        this->group = this->staging + static_cast<unsigned>(panel % kBuffers * Store::kPanelBytes);
-    }
     /// c = factor · c + a panel as it lies at `from`, for accumulators [first, …).
     template <int kColumnPieces>
     __device__ __forceinline__ void add_old(unsigned from, float (&c)[kColumnPieces][4], int first, float factor) const {

@@ -94,6 +94,30 @@ TEST_P(Plans, TilesBesideJoinedChunks_WithinBounds) {
     }
 }
 
+// Where hidden_size ends within the first panel of a tile, the tile's panels are not as many as its buffers expect. A tile of few tokens is
+// multiplied so quickly that its panels wait for the copy engine.
+TEST_P(Plans, GradientAddedToBesideATail_WithinBounds) {
+    const auto& [target, dtype, layout] = GetParam();
+    if (target != Target::gpu || dtype == DType::fp32 || layout != WeightLayout::vocab_major) GTEST_SKIP() << "has no panels";
+    const Device& device = device_of(target);
+    Spec s = make_spec(576, 9001, dtype, layout, loss_options().front());
+    s.grad_weight_mode = GradMode::accumulate;
+    Plan plan = choose_plan(s, device);
+    if (plan.path != PlanPath::cuda_sm90a) GTEST_SKIP() << device.name << " has no panels";
+    constexpr TileSchedule kTurns = TileSchedule::by_turns;
+    constexpr TileSchedule kTogether = TileSchedule::together;
+    int tried = 0;
+    for (const auto& [m, n, schedule] : {std::tuple{256, 128, kTogether}, {128, 256, kTogether}, {192, 128, kTurns}, {128, 128, kTurns}}) {
+        plan.cuda.grad_weight = {.block_m = m, .block_n = n, .block_k = 64, .stages = 4, .schedule = schedule};
+        if (illegal_reason(s, device, plan)) continue;
+        ++tried;
+        for (const std::int64_t tokens : {1, 60, 600}) {
+            for (int time = 0; time < 3; ++time) expect_good(s, plan, tokens);
+        }
+    }
+    EXPECT_GE(tried, 3);
+}
+
 TEST_P(Plans, NarrowerInstructionSets_WithinBounds) {
     if (std::get<0>(GetParam()) != Target::cpu) GTEST_SKIP() << "only CPUs run another's code";
     const Device& here = device_of(Target::cpu);
