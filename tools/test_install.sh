@@ -9,6 +9,7 @@ cmake --install "$tree" --prefix "$prefix" >"$tree/install.log"
 for name in minimal prewarm; do
     example=$tree/example-$name
     cmake -G Ninja -S "examples/$name" -B "$example" -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$prefix" \
+        -DCMAKE_C_FLAGS="-std=c99 -Wall -Wextra -pedantic -Werror" -DCMAKE_CXX_FLAGS="-Wall -Wextra -pedantic -Werror" \
         -DCMAKE_FIND_USE_PACKAGE_REGISTRY=OFF >"$tree/example.log"
     # Kernels that an example compiles stay in the build tree.
     FLCE_CACHE_DIR=$PWD/$example/cache cmake --build "$example" >>"$tree/example.log" || { cat "$tree/example.log" && exit 1; }
