@@ -14,6 +14,7 @@
 namespace flce::retained_options {
 namespace {
 
+using test::InterpretedMap;
 using test::Launched;
 using test::Recorded;
 
