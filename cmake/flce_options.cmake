@@ -10,6 +10,12 @@ option(FLCE_FUZZ "libFuzzer targets of the readers (needs clang++): tools/fuzz.s
 option(FLCE_WERROR "Treat warnings as errors" OFF)
 set(FLCE_SANITIZE "" CACHE STRING "Sanitizers, comma separated: address, undefined, thread")
 
+# CMake's own switch unites any eight sources of a target, whose unnamed namespaces may have the same names. It stands for the project's.
+if(CMAKE_UNITY_BUILD)
+  set(FLCE_UNITY_BUILD ON)
+  set(CMAKE_UNITY_BUILD OFF)
+endif()
+
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "Release, RelWithDebInfo or Debug" FORCE)
 endif()
