@@ -8,6 +8,7 @@
 
 #include "cache/artifact_format.hpp"
 #include "cache/pack_store.hpp"
+#include "flce/error.hpp"
 #include "tests/cache/cache_fixture.hpp"
 
 namespace flce {

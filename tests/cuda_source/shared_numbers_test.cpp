@@ -28,6 +28,7 @@ namespace {
 
 using test::interpret;
 using test::InterpretedLaunch;
+using test::InterpretedMap;
 
 constexpr std::int64_t kWorkspace = std::int64_t{1} << 44;
 

@@ -1,4 +1,5 @@
 // Ignored tokens among many: wherever they are and however many, on kernels that leave them out and on those that do not.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <array>
