@@ -36,7 +36,8 @@ from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
 from flce.plans import check_same_plans, plan_digest
 
 if TYPE_CHECKING:
-    from flce import bench, compat, engine, huggingface, megatron, torchtitan, trl
+    from flce import bench, compat, engine, huggingface, megatron, trl
+    from flce import torchtitan as torchtitan
     from flce._patch import patch, unpatch
 
 __version__ = "0.1.0"
@@ -85,21 +86,23 @@ __all__ = [
     "set_strict",
     "shift_labels",
     "sum_tied_gradient",
-    "torchtitan",
     "trl",
     "tune",
     "unpatch",
     "warmup",
 ]
 
-# Imported when they are first asked for, as what comes from the next one.
+# Imported when they are first asked for, as what comes from the next one. torchtitan is not in __all__: it imports its trainer.
 _SUBMODULES = ("bench", "compat", "engine", "huggingface", "megatron", "torchtitan", "trl")
 _OF_PATCH = ("patch", "unpatch")
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
-        return importlib.import_module(f"flce.{name}")
+        try:
+            return importlib.import_module(f"flce.{name}")
+        except ImportError as error:
+            raise AttributeError(f"flce.{name} cannot be imported: {error}; is the trainer that it is for installed?") from error
     if name in _OF_PATCH:
         return getattr(importlib.import_module("flce._patch"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

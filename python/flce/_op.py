@@ -7,6 +7,7 @@ weight or its transpose is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -214,14 +215,34 @@ _REST = (  # of Inputs
 _CHOICE = "int retain=0"
 _ROWS = "Tensor? temperature=None, Tensor? token_weight=None, Tensor? teacher_ids=None, Tensor? teacher_probs=None, str parallel=''"
 
-_library = torch.library.Library("flce", "DEF")
-_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_library.define(f"linear_cross_entropy({_INPUTS}, {_REST}, {_CHOICE}, {_ROWS}) -> (Tensor values, Tensor saved, Tensor top1)", tags=_tags)
-_library.define(
-    f"linear_cross_entropy_backward(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted, {_ROWS})"
+_SCHEMAS = {
+    "linear_cross_entropy": f"({_INPUTS}, {_REST}, {_CHOICE}, {_ROWS}) -> (Tensor values, Tensor saved, Tensor top1)",
+    "linear_cross_entropy_backward": f"(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted, {_ROWS})"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
-    tags=_tags,
-)
+}
+
+
+def _define() -> None:
+    """Operators are the process's and stay. Where this module is imported a second time they are there, and find what it has."""
+    if hasattr(torch.ops.flce, "linear_cross_entropy"):
+        return
+    library = torch.library.Library("flce", "DEF")
+    vars(torch.ops.flce)["_library"] = library  # which takes its operators with it when it goes
+    for name, schema in _SCHEMAS.items():
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+        way = name.replace("linear_cross_entropy", "_forward").replace("_forward_backward", "_backward")
+        for key, what in (("CPU", "kernel"), ("CUDA", "kernel"), ("Autograd", "autograd")):
+            library.impl(name, _in_this_module(f"{way}_{what}"), key)
+        library.impl(name, _in_this_module("_refuse_transform"), "FuncTorchBatched")
+        torch.library.register_fake(f"flce::{name}", _in_this_module(f"{way}_fake"), lib=library)
+
+
+def _in_this_module(name: str) -> Callable[..., Any]:
+    """The function of this name that the module has when it is called."""
+    return lambda *args: getattr(sys.modules[__name__], name)(*args)
+
+
+_define()
 _forward_op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.flce.linear_cross_entropy.default
 _backward_op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.flce.linear_cross_entropy_backward.default
 
@@ -296,14 +317,3 @@ def _refuse_transform(*args: Any, **kwargs: Any) -> Any:
         "flce.linear_cross_entropy cannot run under a transform of torch.func (vmap, grad, jvp, …): fold the mapped dimension into the "
         "tokens, and use backward or autograd.grad for gradients"
     )
-
-
-for _name, _forward_or_backward, _autograd, _fake in (
-    ("linear_cross_entropy", _forward_kernel, _forward_autograd, _forward_fake),
-    ("linear_cross_entropy_backward", _backward_kernel, _backward_autograd, _backward_fake),
-):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _forward_or_backward, _key)
-    _library.impl(_name, _autograd, "Autograd")
-    _library.impl(_name, _refuse_transform, "FuncTorchBatched")
-    torch.library.register_fake(f"flce::{_name}", _fake, lib=_library)

@@ -1,0 +1,64 @@
+"""What notebooks and tools do to the package as a module: everything imported from it, listed, documented, imported a second time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import flce
+
+
+def run(program: str) -> None:
+    """In a process of its own, in which torchtitan is not installed."""
+    before = "import sys; sys.modules |= dict.fromkeys(('torchtitan', 'spmd_types'))"
+    done = subprocess.run([sys.executable, "-c", f"{before}\n{textwrap.dedent(program)}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_everything_is_listed_where_a_trainer_is_not_installed() -> None:
+    run("""
+        import inspect, pydoc, flce
+        assert not hasattr(flce, "torchtitan") and hasattr(flce, "trl")
+        assert {"linear_cross_entropy", "patch", "engine"} <= {name for name, _ in inspect.getmembers(flce)}
+        assert "linear_cross_entropy" in pydoc.render_doc(flce)
+        try:
+            flce.torchtitan
+        except AttributeError as error:
+            assert "flce.torchtitan cannot be imported" in str(error) and isinstance(error.__cause__, ImportError)
+        names = {}
+        exec("from flce import *", names)
+        assert set(flce.__all__) <= names.keys()
+    """)
+
+
+def test_a_name_that_there_is_not() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'linear'"):
+        flce.linear  # noqa: B018
+
+
+def test_imported_a_second_time() -> None:
+    """Beside what somebody still holds of the first, and alone."""
+    run("""
+        import gc, torch, flce
+        hidden, weight, target = torch.randn(6, 16, requires_grad=True), torch.randn(20, 16), torch.randint(0, 20, (6,))
+        first, loss = flce, flce.linear_cross_entropy(hidden, weight, target)
+        (right,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        for held in (True, False):
+            for name in [name for name in sys.modules if name.split(".")[0] == "flce"]:
+                del sys.modules[name]
+            del flce
+            gc.collect()
+            import flce
+            assert flce is not first
+            compiled = torch.compile(flce.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+            for function in (flce.linear_cross_entropy, flce.linear_cross_entropy, compiled):
+                (gradient,) = torch.autograd.grad(function(hidden, weight, target), hidden)
+                assert torch.allclose(gradient, right)
+            if held:
+                assert torch.equal(torch.autograd.grad(loss, hidden)[0], right)
+                first.linear_cross_entropy(hidden, weight, target).backward()
+                first = loss = None
+    """)
