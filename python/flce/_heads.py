@@ -3,19 +3,30 @@ peft itself is not imported."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from flce import _zero3, errors
+from flce._targets import refuse_quantised
 
 # The largest logit of a row whose head is compared with its own forward: so large, whatever the weight's scale, that a cap shows.
 LARGE_LOGIT = 1000.0
 # By how much of a row's largest logit two products of the same numbers may differ: fp32 (products in TF32 included), 16 bits.
 TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-6}
 TOLERANCE_16 = 3e-2
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Packages whose hooks gather a layer's weight and leave alone what it computes.
+_GATHERERS = ("torch.distributed.", "deepspeed.")
+INSTEAD = (
+    "Give the weight that its forward multiplies by as a tensor, flce.linear_cross_entropy(hidden, weight, labels), with a scale and a cap "
+    "as logit_scale and softcap; have a flce.FusedLMHead in its place, in whose forward the loss is computed; or take that off the layer"
+)
+PLAIN = (1.0, 0.0)  # logit_scale and softcap that change nothing
 
 
 class Operands(NamedTuple):
@@ -31,13 +42,14 @@ class Operands(NamedTuple):
         return F.linear(self.hidden, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
-def operands(head: Any, hidden: Tensor, *, dropout: bool = True) -> Operands:
+def operands(head: Any, hidden: Tensor, *, dropout: bool = True, applied: tuple[float, float] | None = None) -> Operands:
     """The product that `head`, a module with .weight [V, D] and perhaps .bias [V], makes of hidden [..., D], read from it now.
 
     A LoRA layer makes hidden · weightᵀ + scaling · dropout(hidden) · Aᵀ · Bᵀ, which is one product of [hidden, scaling · dropout(hidden) ·
     Aᵀ] and [weight, B]: nothing is merged, so a 16-bit weight does not swallow what the adapter adds. It takes a copy of the weight, V · (D
-    + r) elements. dropout=False leaves the adapter's dropout out. Raises ArgumentError for adapters of another kind, and for a layer with
-    parameters of its own beside weight and bias.
+    + r) elements. dropout=False leaves the adapter's dropout out. `applied`: the logit_scale and softcap of a caller who does not compare
+    the product with the head's own forward, which must then be one that is known to be it. Raises ArgumentError for that, for adapters of
+    another kind, and for a layer with parameters of its own beside weight and bias; PlacementError for a weight that is not here.
     """
     _refuse_unknown_adapter(head)
     base: Any = head.get_base_layer() if _is_adapter(head) else head
@@ -45,6 +57,9 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True) -> Operands:
     adapters = _active_adapters(head)
     _refuse_unused_parameters(base, weight, bias)
     _refuse_ungathered(head, adapters)
+    if applied is not None and (why := why_weight_is_made(head) or why_no_product(head, applied)) is not None:
+        raise errors.ArgumentError(f"the output layer is a {kind_of(head)} that {why}. {INSTEAD}")
+    check_weight("the output layer's weight", weight, hidden)
     if not adapters:
         return Operands(hidden, weight, bias)
     hiddens, weights = [hidden], [weight]
@@ -58,6 +73,75 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True) -> Operands:
             more = b.bias * head.scaling[name]
             bias = more if bias is None else bias + more.to(bias.dtype)
     return Operands(torch.cat(hiddens, dim=-1), torch.cat(weights, dim=1), bias)
+
+
+def _layers(head: Any) -> list[nn.Module]:
+    """`head`, and the layer that it hands a call on to where torch.compile or peft has wrapped one."""
+    head = getattr(head, "_modules", {}).get("_orig_mod", head)
+    layer: Any = head.get_base_layer() if _is_adapter(head) else head
+    if _is_of_peft(head, "AuxiliaryTrainingWrapper"):
+        layer = next((module for module in head.modules() if module._parameters.get("weight") is head.weight), head)
+    return [each for each in dict.fromkeys((head, layer)) if isinstance(each, nn.Module)]  # other objects compute nothing
+
+
+def why_weight_is_made(head: Any) -> str | None:
+    """Why what lies in the head's weight is not what its forward multiplies by, or is another each time it is read; None where it is."""
+    for layer in _layers(head):
+        for hook in layer._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                return f"has its weight made before each forward by a hook ({type(hook).__qualname__}) and is out of date in between"
+        if parametrize.is_parametrized(layer):
+            return f"computes its {', '.join(layer.parametrizations)} each time it is read (torch.nn.utils.parametrize)"  # type: ignore[arg-type]
+    return None
+
+
+def why_no_product(head: Any, applied: tuple[float, float] = PLAIN) -> str | None:
+    """Why the forward of `head` is not known to be hidden · weightᵀ + bias, with the logit_scale and softcap that the caller applies; None
+    where it is: nn.Linear's, also where torch.compile, peft or accelerate has wrapped it, a FusedLMHead's, and modules that hold a weight
+    alone (an nn.Embedding too). Hooks that gather a weight compute nothing."""
+    layers = _layers(head)
+    for layer in layers:
+        for hooks in (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks):
+            for hook in hooks.values():
+                hook = getattr(hook, "func", hook)  # of a functools.partial
+                if not str(getattr(hook, "__module__", "")).startswith(_GATHERERS):
+                    return f"has hooks ({getattr(hook, '__qualname__', type(hook).__qualname__)}), which would not run"
+    if not layers:
+        return None
+    holder: Any = layers[-1]
+    forward = vars(holder).get("_old_forward", vars(holder).get("forward"))  # accelerate leaves the one that it wraps
+    forward = getattr(forward, "__func__", forward) or type(holder).forward
+    if forward in (nn.Linear.forward, nn.Embedding.forward) or getattr(forward, "__name__", "") == "_forward_unimplemented":
+        return None
+    if getattr(forward, "__module__", "") == "flce.lm_head":
+        own = scale_and_cap(holder.options)
+        return None if own == applied else f"has logit_scale {own[0]} and softcap {own[1]}, where {applied[0]} and {applied[1]} are given"
+    return f"has a forward of its own ({getattr(forward, '__qualname__', forward)}), which may be more than hidden · weightᵀ + bias"
+
+
+def scale_and_cap(options: Mapping[str, Any]) -> tuple[float, float]:
+    scale, cap = options.get("logit_scale"), options.get("softcap")
+    return (1.0 if scale is None else float(scale), 0.0 if cap is None else float(cap))
+
+
+def check_weight(name: str, weight: Any, hidden: Tensor) -> None:
+    """Raises ArgumentError, PlacementError for a weight whose numbers are not there to be multiplied by hidden."""
+    if not isinstance(weight, Tensor):
+        raise errors.ArgumentError(f"{name} is a {type(weight).__name__}; it must be a tensor [vocab_size, hidden_size]")
+    refuse_quantised(name, weight)
+    if weight.dtype not in _DTYPES:
+        raise errors.ArgumentError(f"{name} has dtype {weight.dtype}, as of a quantised layer; it must be float32, bfloat16 or float16")
+    if weight.is_meta and not hidden.is_meta:
+        raise errors.PlacementError(
+            f"{name} is on meta, where it has no numbers: accelerate's offload keeps them elsewhere until the layer's own forward. Keep "
+            "the output layer on the device of its hidden states (device_map), or call the layer and take a loss of its logits"
+        )
+    if weight.device != hidden.device:
+        raise errors.PlacementError(f"{name} is on {weight.device}; it must be on hidden's device, {hidden.device}")
+
+
+def kind_of(layer: Any) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
 
 
 def _refuse_unused_parameters(layer: Any, weight: Any, bias: Any) -> None:
@@ -89,10 +173,10 @@ def forward_is_product(head: Any, hidden: Tensor) -> bool:
     """Whether two rows settle that the head's own forward makes of hidden [T, D] what `operands` says: the last one, and the same so long
     that a cap shows. False where a weight of zeros, or a hidden state that is not finite, shows nothing. Raises ArgumentError where they
     differ."""
-    if type(head) is nn.Linear and "forward" not in vars(head):
+    if (why := why_weight_is_made(head)) is not None:
+        raise errors.ArgumentError(f"the output layer is a {kind_of(head)} that {why}. {INSTEAD}")
+    if why_no_product(head) is None:
         return True
-    if getattr(type(head).forward, "__name__", "") == "_forward_unimplemented" and "forward" not in vars(head):
-        return True  # a module that holds a weight, and nothing else
     if not len(hidden):
         return False
     dropouts = [module for module in head.modules() if isinstance(module, nn.Dropout) and module.training]
@@ -136,26 +220,19 @@ def _refuse_ungathered(head: Any, adapters: list[str]) -> None:
         _zero3.refuse_ungathered(f"the output layer's {name}", parameter, **how)
 
 
-def has_hooks(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
-
-
 def of_linear(layer: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a plain nn.Linear that a caller gives for a weight. Raises ArgumentError, PlacementError for layers that compute
     something else, whose hooks would not run, or whose weight is not here."""
     if type(layer) is not nn.Linear:
-        kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
         raise errors.ArgumentError(
-            f"weight is a {kind}; it must be a tensor [vocab_size, hidden_size] or a plain torch.nn.Linear. A FusedLMHead is called with "
-            "labels; for a layer with a LoRA adapter there is flce.LinearCrossEntropyLoss"
+            f"weight is a {kind_of(layer)}; it must be a tensor [vocab_size, hidden_size] or a plain torch.nn.Linear. A FusedLMHead is "
+            "called with labels; for a layer with a LoRA adapter there is flce.LinearCrossEntropyLoss"
         )
     for name in ("weight", "bias"):
         _zero3.refuse_ungathered(name, getattr(layer, name))
-    if has_hooks(layer):
-        raise errors.ArgumentError(
-            "weight is a Linear with hooks, which would not run; give its weight, or have a flce.FusedLMHead in its place, in whose "
-            "forward the loss is computed"
-        )
+    refuse_quantised("weight", layer.weight)
+    if (why := why_weight_is_made(layer) or why_no_product(layer)) is not None:
+        raise errors.ArgumentError(f"weight is a Linear that {why}. {INSTEAD}")
     if bias is not None:
         raise errors.ArgumentError(
             "bias is given, and weight is a Linear, whose bias is taken; give its weight and bias, or the layer alone"
@@ -193,7 +270,11 @@ def bias_of(head: Any) -> Tensor | None:
 
 def _is_adapter(head: Any) -> bool:
     """Whether `head` is a layer that peft wraps round another (a BaseTunerLayer)."""
-    return any(c.__name__ == "BaseTunerLayer" and c.__module__.startswith("peft.") for c in type(head).__mro__)
+    return _is_of_peft(head, "BaseTunerLayer")
+
+
+def _is_of_peft(head: Any, name: str) -> bool:
+    return any(c.__name__ == name and c.__module__.startswith("peft.") for c in type(head).__mro__)
 
 
 def _active_adapters(head: Any) -> list[str]:
@@ -205,7 +286,7 @@ def _active_adapters(head: Any) -> list[str]:
 def _refuse_unknown_adapter(head: Any) -> None:
     if not _is_adapter(head):
         return
-    kind = f"{type(head).__module__}.{type(head).__qualname__}"
+    kind = kind_of(head)
     instead = (
         "supported on an output layer are plain LoRA and modules_to_save. Leave the output layer out of target_modules, name it in "
         "modules_to_save, or "

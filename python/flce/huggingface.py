@@ -140,6 +140,7 @@ class CausalLMLoss:
         self._given = LossOptions(keywords)
         self._shift_known = "shift" in keywords
         self.loss = LinearCrossEntropyLoss(self._model.get_output_embeddings, **({"shift": 1} | options_of(self._model.config) | keywords))
+        self.loss.head_is_compared = True
         self._compared_head: Any = None
         tap = _head_tap.of(self._model)
         if tap is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flce import _chunked, _heads, _parallel, _zero3, errors
 from flce._checks import is_dtensor
-from flce._targets import check_ignore_index, check_tensors
+from flce._targets import check_ignore_index, check_tensors, refuse_quantised
 from flce.functional import linear_cross_entropy
 from flce.loss import check_options, with_budget
 
@@ -74,13 +74,12 @@ class FusedLMHead(nn.Linear):
         goes on. `model.set_output_embeddings(FusedLMHead.from_linear(model.get_output_embeddings()))`. Raises ArgumentError for a layer
         that is not a plain nn.Linear: adapters, quantised and sharded layers compute something else."""
         if type(linear) is not nn.Linear:
-            kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
             raise errors.ArgumentError(
-                f"linear is a {kind}; from_linear takes a plain torch.nn.Linear. For a layer with a LoRA adapter use "
+                f"linear is a {_heads.kind_of(linear)}; from_linear takes a plain torch.nn.Linear. For a layer with a LoRA adapter use "
                 "flce.LinearCrossEntropyLoss(layer), which reads adapters"
             )
-        if _heads.has_hooks(linear):
-            raise errors.ArgumentError("linear has hooks, which another module would not run; make the FusedLMHead before what adds them")
+        if (why := _heads.why_weight_is_made(linear) or _heads.why_no_product(linear)) is not None:
+            raise errors.ArgumentError(f"linear is a Linear that {why}; make the FusedLMHead before what changes the layer")
         made = cls(1, 1, False, "meta", shift=shift, ignore_index=ignore_index, **options)
         for name in _KEPT:
             setattr(made, name, getattr(linear, name))
@@ -120,7 +119,7 @@ class FusedLMHead(nn.Linear):
         of_call: for the loss: num_valid_tokens, temperature, token_weight, cu_seqlens, grad_weight_out and the return_ flags of
         `flce.linear_cross_entropy`, whose errors it raises. A temperature takes the place of the option.
         """
-        weight = self._gathered()
+        weight = self._gathered(input)
         if labels is None:
             if of_call:
                 raise errors.ArgumentError(f"{min(of_call)} is given without labels; it is a loss's")
@@ -134,11 +133,12 @@ class FusedLMHead(nn.Linear):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _gathered(self) -> Tensor:
+    def _gathered(self, input: Tensor) -> Tensor:
         """The weight, whole as far as this rank is to have it."""
         weight = self.weight
         for name in ("weight", "bias"):
             _zero3.refuse_ungathered(name, getattr(self, name))
+        refuse_quantised("weight", weight)
         if not is_dtensor(weight) and weight.shape != (self.out_features, self.in_features):
             raise errors.PlacementError(
                 f"weight has shape {list(weight.shape)} where this head has [{self.out_features}, {self.in_features}]: it lies over ranks "
@@ -150,6 +150,7 @@ class FusedLMHead(nn.Linear):
                 f"weight is a DTensor with placements {placements}. FSDP2 gathers it where the head is called as a module; for tensor "
                 "parallel give process_group"
             )
+        _heads.check_weight("weight", weight, input)
         return weight
 
     def extra_repr(self) -> str:

@@ -150,6 +150,8 @@ class LinearCrossEntropyLoss:
         for by name that is not there.
     """
 
+    head_is_compared = False  # with the model's own logits, by who made the loss: its forward may then be any
+
     def __init__(
         self,
         output_embeddings: nn.Module | Callable[[], nn.Module],
@@ -218,7 +220,10 @@ class LinearCrossEntropyLoss:
     def operands(self, hidden_states: Tensor, *, dropout: bool = True) -> _heads.Operands:
         """(hidden, weight, bias) whose product are the logits, before logit_scale and softcap, with the output layer as it is now. An
         adapter's columns are appended to hidden and weight; dropout=False leaves the adapter's dropout out."""
-        return _heads.operands(self.output_embeddings, hidden_states, dropout=dropout)
+        return _heads.operands(self.output_embeddings, hidden_states, dropout=dropout, applied=self._applied())
+
+    def _applied(self) -> tuple[float, float] | None:
+        return None if self.head_is_compared else _heads.scale_and_cap(self.options)
 
     def __call__(
         self,

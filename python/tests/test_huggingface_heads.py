@@ -127,6 +127,28 @@ def test_other_adapters_on_the_output_layer_are_refused(kind: str) -> None:
         CausalLMLoss(model)(model(**inputs), inputs["labels"])
 
 
+@pytest.mark.parametrize("name", ["torchao.quantization.Int8Tensor", "bitsandbytes.nn.modules.Params4bit"])
+def test_a_quantised_output_layer_is_refused(name: str) -> None:
+    """Stand-ins for both packages' weights: classes of these names, over a forward that knows them."""
+
+    class Quantised(nn.Linear):
+        """Computes with what its weight stands for."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            return nn.functional.linear(input, whole)
+
+    model = tiny_causal_lm("LlamaForCausalLM")
+    whole = model.lm_head.weight.detach()
+    module, _, kind = name.rpartition(".")
+    memory = whole if kind == "Int8Tensor" else torch.zeros(whole.numel() // 2, 1, dtype=torch.uint8)
+    model.lm_head = Quantised(*whole.T.shape, bias=False)
+    made = type(kind, (nn.Parameter,), {"__module__": module})
+    model.lm_head.weight = torch.Tensor._make_subclass(made, memory, False)  # type: ignore[assignment]
+    flce.patch(model)
+    with pytest.raises(flce.ArgumentError, match=f"the output layer's weight is a {name} in .*, a quantised tensor"):
+        model(**batch())
+
+
 def test_virtual_tokens_are_refused() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_causal_lm("LlamaForCausalLM"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))

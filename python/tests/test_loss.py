@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support import assert_close
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
@@ -335,6 +336,111 @@ def test_labels_that_are_counted(device: str) -> None:
 def test_output_embeddings_without_a_weight() -> None:
     with pytest.raises(flce.ArgumentError, match=r"output_embeddings is a ReLU without a weight.*get_output_embeddings"):
         flce.LinearCrossEntropyLoss(nn.ReLU(), shift=1)
+
+
+class Scaled(nn.Linear):
+    """An output layer whose logits are three times its product."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 3.0 * super().forward(input)
+
+
+def replaced() -> nn.Linear:
+    head = nn.Linear(D, V)
+    head.forward = lambda input: 3.0 * F.linear(input, head.weight, head.bias)  # type: ignore[method-assign]
+    return head
+
+
+def hooked() -> nn.Linear:
+    head = nn.Linear(D, V)
+    head.register_forward_hook(lambda module, given, output: 3.0 * output)
+    return head
+
+
+def quantised(module: str, name: str, dtype: torch.dtype) -> nn.Linear:
+    """With a weight of a class of that name, as bitsandbytes and torchao make it."""
+    kind: Any = type(name, (nn.Parameter,), {"__module__": module})
+    head = nn.Linear(D, V)
+    weight = torch.zeros(V * D // 2, 1, dtype=dtype) if name == "Params4bit" else torch.zeros(V, D, dtype=dtype)
+    head.weight = torch.Tensor._make_subclass(kind, weight, False)  # type: ignore[assignment]
+    return head
+
+
+def offloaded() -> nn.Linear:
+    return pytest.importorskip("accelerate").cpu_offload(nn.Linear(D, V), execution_device=torch.device("cpu"))  # type: ignore[no-any-return]
+
+
+NO_PRODUCTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "weight_norm": (lambda: nn.utils.weight_norm(nn.Linear(D, V)), flce.ArgumentError, "hook.*WeightNorm"),
+    "spectral_norm": (lambda: nn.utils.spectral_norm(nn.Linear(D, V)), flce.ArgumentError, "hook.*SpectralNorm"),
+    "prune": (lambda: prune.l1_unstructured(nn.Linear(D, V), "weight", 0.5), flce.ArgumentError, "hook.*L1Unstructured"),
+    "new weight_norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, V)), flce.ArgumentError, "Parametrized"),
+    "new spectral_norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(D, V)), flce.ArgumentError, "Parametrized"),
+    "scaled": (lambda: Scaled(D, V), flce.ArgumentError, "Scaled"),
+    "replaced": (replaced, flce.ArgumentError, "forward of its own"),
+    "hooked": (hooked, flce.ArgumentError, "hooks"),
+    "8 bit": (lambda: quantised("bitsandbytes.nn.modules", "Int8Params", torch.int8), flce.ArgumentError, "Int8Params.*llm_int8_skip"),
+    "4 bit": (lambda: quantised("bitsandbytes.nn.modules", "Params4bit", torch.uint8), flce.ArgumentError, "Params4bit.*llm_int8_skip"),
+    "torchao": (lambda: quantised("torchao.quantization", "Int8Tensor", torch.float32), flce.ArgumentError, "Int8Tensor.*filter_fn"),
+    "offloaded": (offloaded, flce.PlacementError, "is on meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NO_PRODUCTS)
+def test_output_layers_that_are_more_than_their_weight(kind: str) -> None:
+    """Each entry that reads a module's weight refuses it by name, in forward_logits and in plain torch as well."""
+    make, error, message = NO_PRODUCTS[kind]
+    head, (hidden, labels) = make(), batch("cpu")
+    if message.startswith("hook"):
+        head(hidden)  # as a trainer has called it before
+    for call in (
+        lambda: flce.LinearCrossEntropyLoss(head, "flce", shift=1)(hidden, labels),
+        lambda: flce.LinearCrossEntropyLoss(head, "pytorch", shift=1)(hidden, labels),
+        lambda: flce.LinearCrossEntropyLoss(lambda: head, shift=1).forward_logits(hidden),
+        lambda: flce.PipelineFusedLoss(head, shift=1)(hidden, labels),
+        lambda: flce.linear_cross_entropy(hidden, head, labels),
+        lambda: flce.linear_logprobs(hidden, head, labels),
+        lambda: flce.FusedLMHead.from_linear(head)(hidden, labels=labels),
+        lambda: flce.FusedLMHead.from_linear(head)(hidden),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_output_layers_that_are_their_weight(device: str) -> None:
+    """A subclass, a compiled layer, a tied embedding, a module that holds a weight, one that hands its call on."""
+
+    class Named(nn.Linear):
+        """A Linear by another name."""
+
+    class Holder(nn.Module):
+        """A weight and nothing else."""
+
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+    plain = Named(D, V, bias=False, device=device)
+    embedding, dispatched = nn.Embedding(V, D, device=device), copy.deepcopy(plain)
+    embedding.weight = plain.weight
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.hooks.add_hook_to_module(dispatched, accelerate.hooks.AlignDevicesHook())
+    hidden, labels = batch(device)
+    for head in (plain, torch.compile(plain), embedding, Holder(plain.weight), dispatched):
+        for impl in ("flce", "pytorch"):
+            loss = flce.LinearCrossEntropyLoss(head, impl, shift=1)(hidden, labels)
+            assert_close(loss, expected_loss(plain, hidden, labels), torch.float32, output=True)
+    loss_fn = flce.LinearCrossEntropyLoss(plain, "flce", shift=1)
+    compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(hidden, labels), loss_fn(hidden, labels), torch.float32, output=True)
+
+
+def test_a_fused_head_has_the_scale_and_cap_of_its_loss() -> None:
+    head, (hidden, labels) = flce.FusedLMHead(D, V, softcap=5.0, shift=1), batch("cpu")
+    torch.testing.assert_close(flce.PipelineFusedLoss(head, shift=1, softcap=5.0)(hidden, labels), head(hidden, labels=labels))
+    with pytest.raises(flce.ArgumentError, match=r"FusedLMHead that has logit_scale 1\.0 and softcap 5\.0, where 1\.0 and 0\.0 are given"):
+        flce.LinearCrossEntropyLoss(head, shift=1)(hidden, labels)
 
 
 def test_repr() -> None:

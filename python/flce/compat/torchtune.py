@@ -132,7 +132,7 @@ def _operands(projection: Any, hidden: Tensor) -> _heads.Operands | None:
         return None
     base: Any = projection.get_base_layer() if _heads._is_adapter(projection) else projection
     hooked = any(not _is_of_colwise(hook) for hooks in _HOOKS for hook in getattr(projection, hooks).values())
-    if hooked or type(base).forward is not nn.Linear.forward or "forward" in vars(projection):
+    if hooked or _heads.why_weight_is_made(projection) or type(base).forward is not nn.Linear.forward or "forward" in vars(projection):
         _say_once(type(projection).__qualname__, "has hooks" if hooked else "is more than a linear layer")
         return None
     return _heads.operands(projection, hidden)
