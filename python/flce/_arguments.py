@@ -210,6 +210,16 @@ def refuse_dtensor(name: str, tensor: Any) -> None:
         )
 
 
+def check_one_divisor(num_valid_tokens: Any, class_weight: Any, z_loss: Any) -> None:
+    """Raises ArgumentError for a number of tokens where the mean of a loss has two divisors."""
+    if num_valid_tokens is not None and class_weight is not None and z_loss:
+        raise errors.ArgumentError(
+            f"num_valid_tokens is given with class_weight and z_loss={z_loss}: the mean divides cross entropies by class weights and "
+            "z-losses by rows, and one number does not stand for both. Leave one of the three out, or have z_loss=0 and return_lse=True "
+            "and add z_loss * lse.square().sum() / rows"
+        )
+
+
 def num_valid(given: Tensor | float, reduction: str, hidden: Tensor) -> Tensor:
     if reduction != "mean":
         raise errors.ArgumentError(f"num_valid_tokens is given with reduction {reduction!r}; only 'mean' divides by it")

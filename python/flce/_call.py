@@ -145,6 +145,7 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others) -> _
         _arguments.check_temperature(temperatures, target)
     _arguments.check_token_weight(others.token_weight, options.reduction, target)
     if others.num_valid_tokens is not None:
+        _arguments.check_one_divisor(others.num_valid_tokens, others.class_weight, options.z_loss)
         others.num_valid = _arguments.num_valid(others.num_valid_tokens, options.reduction, hidden)
     if others.grad_weight_out is not None:
         check_grad_weight_out(

@@ -94,10 +94,11 @@ def linear_cross_entropy(
         target: [...] int64 or int32. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
         bias: [V].
         reduction: "none" gives [...], 0 for ignored rows; "sum", "mean" and "weighted_mean" a scalar. All fp32. "mean" divides by the
-            number of valid rows, "weighted_mean" by the sum of their token_weight (with class_weight: each times its class's). With no
-            valid row, loss and gradients are 0.
+            number of valid rows, "weighted_mean" by the sum of their token_weight; with class_weight cross entropies are divided by the sum
+            of these, each times its class's weight, and z-losses as without. With no valid row, loss and gradients are 0.
         num_valid_tokens: what "mean" divides by: a number or a one-element tensor (fp32, int32, int64) on hidden's device, such as the
-            count of all microbatches. None: this call's valid rows (with class_weight: their class weights), counted on the device.
+            count of all microbatches. None: this call's own, counted on the device. With class_weight that is the sum of valid rows' class
+            weights, and z_loss has another divisor, so that a number beside both is an ArgumentError.
         shift: 0 for targets that are aligned already, 1 for labels as a tokenizer gives them: position t predicts target[t + shift] of the
             same sequence, and the last `shift` positions of each are ignored. Sequences lie along target's last dimension, or, with
             cu_seqlens [num_sequences + 1], one behind the other in the flattened target; that dimension, or the flattened target, is 0 or

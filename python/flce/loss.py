@@ -323,12 +323,22 @@ class LinearCrossEntropyLoss:
         return other
 
     def num_valid(self, labels: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """How many labels the loss counts, after the shift: an int64 scalar on labels' device, not waited for. Where the layer lies over
-        ranks, labels past its end count as well, unless vocab_size says where that is; `check_labels` reports them."""
+        """What the mean divides by: how many labels the loss counts, after the shift, an int64 scalar on labels' device, not waited for;
+        with class_weight the sum of their class weights, fp32. Where the layer lies over ranks, labels past its end count as well, unless
+        vocab_size says where that is; `check_labels` reports them. Raises ArgumentError for class weights that lie over ranks."""
         targets = targets_of(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
         end = _heads.shape_of(self.output_embeddings)[0] if self.options.get("process_group") is None else self.options.get("vocab_size")
         counted = (targets != self.ignore_index) & (targets >= 0)
-        return (counted if end is None else counted & (targets < end)).sum()
+        counted = counted if end is None else counted & (targets < end)
+        class_weight = self.options.get("class_weight")
+        if class_weight is None:
+            return counted.sum()
+        if self.options.get("process_group") is not None:
+            raise errors.ArgumentError(
+                "class_weight lies over process_group, and the labels' weights are added up here: give normalize_by or num_valid_tokens "
+                "the sum of all valid labels' class weights, as a scalar tensor"
+            )
+        return torch.where(counted, class_weight.float().to(targets.device)[torch.where(counted, targets, 0)], 0.0).sum()
 
     def __repr__(self) -> str:
         vocab_size, hidden_size = _heads.shape_of(self.output_embeddings)
@@ -355,6 +365,8 @@ def _check_for_chunks(
     token_weight: Tensor | None,
     class_weight: Tensor | None = None,
     reduction: str = "mean",
+    num_valid_tokens: Tensor | float | None = None,
+    z_loss: float = 0.0,
     **_: Any,
 ) -> Tensor | float | None:
     """Raises where the chunked implementation would compute something else than flce, or nothing. Returns the temperature to divide by."""
@@ -365,6 +377,7 @@ def _check_for_chunks(
     if class_weight is not None:
         _arguments.check_classes("class_weight", class_weight, weight.shape[0], hidden.device)
     _arguments.check_token_weight(token_weight, reduction, target)
+    _arguments.check_one_divisor(num_valid_tokens, class_weight, z_loss)
     if rows is None:
         return _arguments.temperature_number(temperature)
     _arguments.check_temperature(rows, target)

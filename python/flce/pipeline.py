@@ -66,9 +66,9 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         self.num_valid_tokens: Tensor | None = None
 
     def normalize_by(self, labels_or_count: Tensor | None, *, cu_seqlens: Tensor | None = None) -> Tensor | None:
-        """Sets what the losses from now on are divided by: labels [..., S] of the whole batch (their valid ones are counted on the device),
-        a scalar that is the count already, or None for each microbatch's own. Returns the count, so that data-parallel ranks can add theirs
-        up in place before the step."""
+        """Sets what the losses from now on are divided by: labels [..., S] of the whole batch, of which `num_valid` is taken on the device
+        (their number, or with class_weight their class weights), a scalar that is the count already, or None for each microbatch's own.
+        Returns the count, so that data-parallel ranks can add theirs up in place before the step."""
         if labels_or_count is not None and not isinstance(labels_or_count, Tensor):
             raise errors.DTypeError(f"labels_or_count is a {type(labels_or_count).__name__}; it must be a tensor or None")
         if labels_or_count is None or labels_or_count.dim() == 0:

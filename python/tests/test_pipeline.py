@@ -189,6 +189,35 @@ def test_global_normalisation_of_uneven_masks(device: str) -> None:
     assert total.item() == pytest.approx((each[0] + 3 * each[1]).item() / 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("impl", ["flce", "pytorch"])
+def test_class_weights_of_microbatches_are_counted(device: str, impl: str) -> None:
+    """The microbatches' losses add up to the whole batch's mean, which divides by the labels' class weights."""
+    head, weights = nn.Linear(32, 500, device=device), torch.linspace(0.1, 4.0, 500, device=device)
+    hidden, labels = microbatches(device, 1)[0]
+    labels[:24] //= 9  # of the small weights
+    labels[40:44] = torch.tensor([-100, -100, 500, -7], device=device)
+    loss_fn = flce.PipelineFusedLoss(head, impl=impl, shift=0, class_weight=weights)
+    valid = (labels >= 0) & (labels < 500)
+    expected = nn.functional.cross_entropy(head(hidden)[valid], labels[valid], weights)
+    assert loss_fn.normalize_by(labels).item() == pytest.approx(weights[labels[valid]].sum().item())  # type: ignore[union-attr]
+    total = torch.stack([loss_fn(*part) for part in zip(hidden.split(16), labels.split(16), strict=True)]).sum()
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(
+        loss_fn(hidden, labels), flce.LinearCrossEntropyLoss(head, impl, shift=0, class_weight=weights)(hidden, labels)
+    )
+    with pytest.raises(flce.LabelError):
+        flce.check_labels()
+    both = flce.PipelineFusedLoss(head, impl=impl, shift=0, class_weight=weights, z_loss=0.1)
+    assert both(hidden, labels).isfinite()
+    both.normalize_by(labels)
+    with pytest.raises(flce.ArgumentError, match=r"num_valid_tokens is given with class_weight and z_loss=0\.1"):
+        both(hidden, labels)
+    over_ranks = flce.PipelineFusedLoss(head, impl="flce", shift=0, class_weight=weights)
+    over_ranks.options["process_group"] = object()
+    with pytest.raises(flce.ArgumentError, match="class_weight lies over process_group"):
+        over_ranks.normalize_by(labels)
+
+
 @pytest.mark.parametrize("options", [{"accumulate_into_grad": True, "impl": "pytorch"}])
 def test_accumulating_needs_flce(options: dict[str, Any]) -> None:
     with pytest.raises(flce.ArgumentError, match="accumulate_into_grad needs impl 'flce'"):
