@@ -1,25 +1,29 @@
 """A causal LM of transformers whose forward stops at the output layer while it trains.
 
 The model's own forward runs, so whatever it does before its output layer and beside it (norms, dense layers, divisors, routers' losses) is
-done. The output layer notes the hidden states that reach it. Until a loss has compared, it gives two rows a sequence, whose logits show
-what the forward does to them afterwards; then zeros. transformers is imported when a model is at hand, not before.
+done. The output layer notes the hidden states that reach it. Until a loss has compared this kind of call, it gives two rows a sequence,
+whose logits show what the forward does to them afterwards, and the calls of modules are recorded for a replay; then zeros. transformers is
+imported when a model is at hand, not before.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flce import _heads, errors
+from flce._replay import Recording
+from flce._shared_rows import SharedRows
 
 # What a causal LM's forward takes for its own logits and loss.
-_LOSS_ARGUMENTS = ("labels", "num_items_in_batch", "shift_labels", "logits_to_keep", "num_logits_to_keep", "return_dict")
-_AUXILIARY = ("aux_loss", "z_loss", "router_loss", "mtp_loss")
+_LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "return_dict")
 # What loss functions of transformers shift labels by.
 _SHIFTS = {"ForCausalLMLoss": 1, "ForMaskedLMLoss": 0}
 # Numbers of a config, or of a model, that its forward changes logits by, read at each call.
@@ -35,16 +39,16 @@ _KEEP = "keep the model's own loss, or give hidden states of your own to flce.Li
 
 
 class Carry(torch.autograd.Function):
-    """Zeros in place of logits, which depend on the loss for autograd alone: wrappers that gather a layer's weight once a gradient of its
-    output comes (FSDP2) have it when the loss's own backward reads it."""
+    """Zeros, or `values`, in place of logits, which depend on the loss for autograd alone: wrappers that gather a layer's weight once a
+    gradient of its output comes (FSDP2) have it when the loss's own backward reads it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=loss.device)
+    def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...], dtype: torch.dtype, values: Tensor | None = None) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=loss.device) if values is None else values.to(dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return torch.zeros((), device=gradient.device), None, None
+        return torch.zeros((), device=gradient.device), None, None, None
 
 
 class Carried(torch.autograd.Function):
@@ -65,14 +69,19 @@ class HeadTap:
 
     def __init__(self, model: Any) -> None:
         self.own_loss: Any = getattr(model, "loss_function", None)
-        self.calls_loss_function = _calls_loss_function(model)
+        self.calls_loss_function = calls_loss_function(model)
         # By how much the model's own loss shifts labels; None where its name does not say so.
-        self.shift: int | None = _SHIFTS.get(_name_of_loss(self.own_loss)) if self.calls_loss_function else None
+        named = self.calls_loss_function and not has_encoder(model)
+        self.shift: int | None = _SHIFTS.get(_name_of_loss(self.own_loss)) if named else None
         self.loss_type = getattr(model, "loss_type", None)  # which transformers takes own_loss by
         self.head: Any = None
         self.numbers: Any = None  # _LOGIT_NUMBERS, as they were compared
         self.beside: Any = None  # and what else may change logits
-        self.compared = False  # whether a loss knows what happens to the output layer's logits
+        self.kinds: tuple[Any, ...] = ()  # of calls, of which a loss knows what happens to the output layer's logits
+        self.kind: Any = None  # of the last call
+        self.recording: Recording | None = None  # of a call whose kind is not known
+        self.arguments: dict[str, Any] = {}  # and what it was called with
+        self.replayed: bool | None = None  # in a replay: whether the loss function gives its loss, or 0
         self.active = False
         self.patch: Any = None  # what flce.patch has the model's forward do; None: it stops at the hidden states
         self.fused: Any = None  # from hidden states to the loss, computed in the output layer's forward, where its weight is gathered
@@ -85,6 +94,7 @@ class HeadTap:
         self.hidden: list[Tensor] = []
         self.probe: Tensor | None = None  # the rows that the output layer was given instead
         self.probe_plain: Tensor | None = None  # their product with the weight, adapters included
+        self.probe_own: Tensor | None = None  # what the output layer makes of them
         self.autocast_dtype: torch.dtype | None = None  # that the output layer was called under
         self.losses_asked = 0
         self.aligned_labels: Tensor | None = None  # shift_labels of the last forward in evaluation
@@ -92,11 +102,13 @@ class HeadTap:
     def loss_function(self, *args: Any, **kwargs: Any) -> Any:
         """Stands for the model's loss function: 0 where forward stops at the output layer, so that what the model adds to its loss is
         left."""
-        if not self.active:
+        if self.replayed is False:
+            return torch.zeros((), dtype=torch.float64, device=kwargs["logits"].device if "logits" in kwargs else args[0].device)
+        if self.replayed or not self.active:
             return self.own_loss(*args, **kwargs)
         self.losses_asked += 1
         logits, labels = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("logits", "labels")))
-        if logits.shape[-2] != 2 or labels.shape != self.hidden[0].shape[:-1]:
+        if logits.shape[-2] != 2 or labels is None or labels.shape != self.hidden[0].shape[:-1]:
             self.shift = None  # cut before the loss function, so its name does not say by how much labels are shifted
         return torch.zeros((), device=logits.device)
 
@@ -108,7 +120,7 @@ class HeadTap:
         beside = self.beside if torch.compiler.is_compiling() else _beside(model, head)
         if head is self.head and numbers == self.numbers and beside == self.beside:
             return
-        self.head, self.numbers, self.beside, self.compared = head, numbers, beside, False
+        self.head, self.numbers, self.beside, self.kinds = head, numbers, beside, ()
         if "_flce_tap" not in head.__dict__:
             head.__dict__["_flce_own_forward"] = head.__dict__.get("forward")
         head.__dict__["_flce_tap"] = self
@@ -119,32 +131,35 @@ class HeadTap:
         if args:
             bound = inspect.signature(type(model).forward).bind_partial(model, *args).arguments
             kwargs.update(list(bound.items())[1:])
-        shift_labels = kwargs.get("shift_labels")
+        self.attach(model)
+        self.kind = kind_of(model, kwargs)
+        return self._stopped(model, kwargs) if self.kind in self.kinds else self._recorded(model, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _recorded(self, model: Any, kwargs: dict[str, Any]) -> Any:
+        self.arguments, self.recording = dict(kwargs), Recording(model, self.head)
+        with self.recording.running():
+            return self._stopped(model, kwargs)
+
+    def _stopped(self, model: Any, kwargs: dict[str, Any]) -> Any:
+        shift_labels, labels = kwargs.get("shift_labels"), kwargs.pop("labels", None)
         for name in _LOSS_ARGUMENTS:
             kwargs.pop(name, None)
-        tokens: Any = kwargs.get("input_ids")
-        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        # An encoder's tokens are not those of labels, and nothing is added to such a model's loss (_AUXILIARY).
-        asks = self.calls_loss_function and isinstance(tokens, Tensor) and not has_encoder(model)
+        asks = self.calls_loss_function
         if asks:
-            kwargs["labels"] = torch.full(tokens.shape[:2], -100, dtype=torch.int64, device=tokens.device)
-        self.attach(model)
+            labels = _labels_of_nothing(model, kwargs) if labels is None else labels
+            asks = isinstance(labels, Tensor)
+            kwargs |= {"labels": labels} if asks else {}
         if self.calls_loss_function and getattr(model, "loss_type", None) != self.loss_type:
             raise errors.ArgumentError(
                 f"the loss_type of {type(model).__name__} is {model.loss_type!r} and was {self.loss_type!r} when the model was prepared, "
                 "whose loss this is: set it before flce.patch or return_hidden_states"
             )
         self.hidden, self.losses_asked, self.active = [], 0, True
-        # An adapter's dropout is a loss's; the rows that are compared have none.
-        dropouts = [] if self.fused is not None else [m for m in self.head.modules() if isinstance(m, nn.Dropout) and m.training]
-        for module in dropouts:
-            module.training = False
         try:
             outputs = _own_forward(model, return_dict=True, **kwargs)
         finally:
             hidden, self.hidden, self.active = self.hidden, [], False
-            for module in dropouts:
-                module.training = True
         if len(hidden) != 1:
             raise errors.ArgumentError(
                 f"the forward of {type(model).__name__} calls its output layer, a {type(self.head).__name__}, {len(hidden)} times; it "
@@ -159,6 +174,15 @@ class HeadTap:
             )
         return self._collect(model, outputs, hidden[0], asks, shift_labels)
 
+    def replay(self, model: Any, arguments: Mapping[str, Any], logits: SharedRows, changes: Mapping[str, Any], counts: bool) -> Any:
+        """The model's own forward on what its modules gave in the recorded one, and on `logits`, with its own loss or with 0 for it."""
+        recording: Any = self.recording
+        self.replayed = counts
+        try:
+            return recording.replay(functools.partial(_own_forward, model), logits, {**arguments, "return_dict": True}, changes)
+        finally:
+            self.replayed = None
+
     def _collect(self, model: Any, outputs: Any, hidden: Tensor, asked: bool, shift_labels: Tensor | None) -> Any:
         from transformers.utils import ModelOutput  # type: ignore[attr-defined]
 
@@ -169,13 +193,13 @@ class HeadTap:
         if self.fused is not None:
             self.logits = logits
         fields = {name: value for name, value in outputs.items() if name not in ("loss", "logits") and value is not None}
-        if not asked and (found := [name for name in _AUXILIARY if name in fields]):
+        if not asked and (found := losses_beside(fields)):
             raise errors.ArgumentError(
-                f"{type(model).__name__} returns {found[0]}, but with what weight its loss contains that is not known: switch it off "
-                f"(output_router_logits=False), or {_KEEP}"
+                f"{type(model).__name__} returns {', '.join(found)}, but with what weight its loss contains that is not known: switch it "
+                f"off (output_router_logits=False), or {_KEEP}"
             )
         result: dict[str, Any] = {"last_hidden_state": hidden}
-        if not self.compared:
+        if self.probe is not None:
             result |= {"probe_rows": self.probe, "probe_logits": outputs["logits"].detach(), "probe_plain": self.probe_plain}
             self.probe = self.probe_plain = None
         if asked:
@@ -225,6 +249,28 @@ def _bound(function: Any, module: Any, unwrapped: Any = None) -> Any:
     return types.MethodType(copies[0], module)
 
 
+def losses_beside(outputs: Mapping[str, Any]) -> list[str]:
+    """Names of outputs that are losses beside the loss itself; a number 0 is none."""
+    return [name for name, value in outputs.items() if name != "loss" and name.endswith("loss") and isinstance(value, Tensor)]
+
+
+def kind_of(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Which arguments a call has, and whether it trains, of how many sequences: calls that are alike in this are compared once."""
+    names = [name if not isinstance(value, bool) else f"{name}={value}" for name, value in arguments.items() if value is not None]
+    tokens = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1), None)
+    return (model.training, tokens is not None and tokens.shape[0] > 1, *names)
+
+
+def _labels_of_nothing(model: Any, arguments: Mapping[str, Any]) -> Tensor | None:
+    """Labels that count for nothing, where a caller has none, so that the model asks for its loss. An encoder's tokens are not those of
+    labels."""
+    tokens: Any = arguments.get("input_ids")
+    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor) or has_encoder(model):
+        return None
+    return torch.full(tokens.shape[:2], -100, dtype=torch.int64, device=tokens.device)
+
+
 def _own_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     own = module.__dict__["_flce_own_forward"]  # None: the class's
     return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
@@ -258,8 +304,8 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
     tap: HeadTap = head._flce_tap
     if not tap.active or tap.head is not head:
         return _own_forward(head, *args, **kwargs)
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2:
-        what = ", ".join([*(type(value).__name__ for value in args), *kwargs])
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2 or not args[0].is_floating_point():
+        what = ", ".join([*(str(value.dtype) if isinstance(value, Tensor) else type(value).__name__ for value in args), *kwargs])
         raise errors.ArgumentError(
             f"the output layer is called with ({what}); it must be with one tensor, hidden states [..., S, D]: {_KEEP}"
         )
@@ -267,23 +313,37 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
     tap.hidden.append(hidden)
     device_type = hidden.device.type
     tap.autocast_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    shape = (*hidden.shape[:-2], 2, _heads.weight_of(head).shape[0])
+    dtype = tap.autocast_dtype or hidden.dtype
+    own = _probe(tap, head, hidden) if tap.kind not in tap.kinds else None
     if tap.fused is not None:
         tap.fused_loss = tap.fused(hidden)
-        shape = (*hidden.shape[:-2], 2, _heads.weight_of(head).shape[0])
-        tap.carrier = Carry.apply(tap.fused_loss, shape, tap.autocast_dtype or hidden.dtype)
+        tap.carrier = Carry.apply(tap.fused_loss, shape, dtype, None if own is None else own.detach())
         tap.node = tap.carrier.grad_fn
         return tap.carrier
-    if not tap.compared:
+    if own is not None:
+        tap.node = own.grad_fn
+        return own
+    return torch.zeros(shape, dtype=dtype, device=hidden.device)
+
+
+def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
+    """What the output layer makes of two rows a sequence, which the tap keeps. An adapter's dropout is a loss's; these rows have none."""
+    dropouts = [module for module in head.modules() if isinstance(module, nn.Dropout) and module.training]
+    for module in dropouts:
+        module.training = False
+    try:
         # Each sequence's last row: padded on the right or not, it attends to something.
         last = hidden.detach()[..., -1:, :]
         tap.probe = _heads.probe_rows(last, _own_forward(head, last))
         with torch.no_grad():
             tap.probe_plain = _heads.operands(head, tap.probe, dropout=False).logits()
-        logits = _own_forward(head, tap.probe)
-        tap.node = logits.grad_fn
-        return logits
-    shape = (*hidden.shape[:-2], 2, _heads.weight_of(head).shape[0])
-    return torch.zeros(shape, dtype=tap.autocast_dtype or hidden.dtype, device=hidden.device)
+        own: Tensor = _own_forward(head, tap.probe)
+        tap.probe_own = own.detach()
+        return own
+    finally:
+        for module in dropouts:
+            module.training = True
 
 
 def _name_of_loss(function: Any) -> str:
@@ -306,15 +366,24 @@ def _beside(model: Any, head: Any) -> tuple[Any, ...]:
     return len(head._forward_hooks), [id(buffer) for buffer in model._buffers.values()]
 
 
-def _calls_loss_function(model: Any) -> bool:
-    """Whether the model's forward, or one that it inherits, asks model.loss_function for its loss."""
+def calls_loss_function(model: Any) -> bool:
+    """Whether the model's forward, or one that it calls by super(), asks model.loss_function for its loss."""
     forwards = [c.__dict__["forward"] for c in type(model).__mro__ if "forward" in c.__dict__ and c is not nn.Module]
-    codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]
-    return any(code is not None and "loss_function" in code.co_names for code in codes)
+    for code in [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]:
+        if code is None or "loss_function" in code.co_names:
+            return code is not None
+        if "__class__" not in code.co_freevars:
+            break
+    return False
 
 
 def has_encoder(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def reads_labels(model: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a decoder reads what the model makes of labels."""
+    return has_encoder(model) and all(arguments.get(name) is None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
 
 
 def install(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from flce import _head_tap, errors
 from flce._head_tap import has_encoder
-from flce.huggingface import CausalLMLoss, causal_lm_of, check_model, return_hidden_states
+from flce.huggingface import CausalLMLoss, causal_lm_of, check_labels_shape, check_model, return_hidden_states
 from flce.loss import OF_TRAINING
 
 
@@ -20,7 +21,6 @@ class _Patch:
     def __init__(self, model: Any, training_logits: bool, evaluation_logits: bool, options: dict[str, Any]) -> None:
         self.training_logits, self.evaluation_logits = training_logits, evaluation_logits
         self.loss = CausalLMLoss(model, **options)
-        self.steps_aside = False  # for the model's own forward
         unused = sorted(OF_TRAINING & options.keys())
         if training_logits and unused:
             raise errors.ArgumentError(
@@ -34,49 +34,90 @@ class _Patch:
             kwargs.update(list(bound.items())[1:])
         labels = kwargs.get("labels")
         trains = model.training and torch.is_grad_enabled()
-        if labels is None or self.steps_aside or (self.training_logits if trains else self.evaluation_logits):
+        if labels is None or (self.training_logits if trains else self.evaluation_logits):
             return _head_tap._own_forward(model, **kwargs)
         if not isinstance(labels, Tensor):
             raise errors.DTypeError(f"labels is a {type(labels).__name__}; it must be a tensor [batch, sequence]")
-        if has_encoder(model) and kwargs.get("decoder_input_ids") is None and kwargs.get("decoder_inputs_embeds") is None:
-            kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
-        if not self.loss.has_compared():
-            self._compare(model, kwargs)
-        return self._fused(model, labels, kwargs, trains=trains)
+        compared = self.loss.has_compared(_head_tap.kind_of(model, kwargs))
+        return (self._fused if compared else self._compared)(model, labels, kwargs, trains=trains)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _compare(self, model: Any, kwargs: dict[str, Any]) -> None:
-        """The logits of a few rows with those of the model's own forward, which runs once more for it, without gradients."""
-        devices = sorted({parameter.device for parameter in model.parameters() if parameter.is_cuda}, key=str)
-        self.steps_aside = True
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=devices):  # what is random in the step is as without it
-                self.loss.compare(_head_tap.of(model).to_hidden_states(model, **kwargs))  # type: ignore[union-attr]
-        finally:
-            self.steps_aside = False
+    def _compared(self, model: Any, labels: Tensor, kwargs: dict[str, Any], *, trains: bool) -> Any:
+        """The step, with the comparison inside it."""
+        return self._fused(model, labels, kwargs, trains=trains)
+
+    def _compare(self, tap: Any, hidden: Tensor, kwargs: dict[str, Any], ignored: int | None) -> None:
+        """Before the step's loss is computed: with the model's own, on what its modules gave in this step."""
+        made = self.loss.compare_loss(kwargs, tap.probe_own, hidden.shape[:-1], aligned=kwargs.get("shift_labels"), ignore_index=ignored)
+        few = made.shape[0] // 2
+        own = made.reshape(2, few, -1).transpose(0, 1)
+        rows, plain = (each.reshape(-1, 2, each.shape[-1])[:few] for each in (tap.probe, tap.probe_plain))
+        self.loss.compare_logits(rows, own, plain)
 
     def _fused(self, model: Any, labels: Tensor, kwargs: dict[str, Any], *, trains: bool) -> Any:
         tap: Any = _head_tap.of(model)
         count, aligned = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+        # A loss function of transformers has it from the model's keywords.
+        ignored = kwargs.get("ignore_index") if tap.calls_loss_function else None
+
+        def loss_of(hidden: Tensor) -> Tensor:
+            check_labels_shape(labels, hidden, kwargs)
+            if tap.probe is not None:
+                self._compare(tap, hidden, kwargs, ignored)
+            given, mask = labels, self.loss.mask_of_labels()
+            if mask is not None:
+                ignore_index = self.loss.loss.ignore_index if ignored is None else ignored
+                given = labels.masked_fill(kwargs[mask].to(labels.device) == 0, ignore_index)
+            return self.loss.of_hidden(hidden, given, count, aligned, ignored, trains=trains)
+
+        tap.fused = loss_of
         return_dict = kwargs.get("return_dict")
         if return_dict is None:
             return_dict = getattr(model.config, "return_dict", True)
-        # A loss function of transformers has it from the model's keywords.
-        ignored = kwargs.get("ignore_index") if tap.calls_loss_function else None
-        tap.fused = lambda hidden: self.loss.of_hidden(hidden, labels, count, aligned, ignored, trains=trains)
         try:
-            outputs = tap.to_hidden_states(model, **kwargs)
+            outputs = tap.to_hidden_states(model, **_with_decoder_input_ids(model, labels, kwargs))
             # DeepSpeed's ZeRO-3 gathers the weight once a gradient comes to what it has returned in place of the carrier.
             carriers = [tap.carrier, *([tap.logits] if tap.logits is not None and tap.logits.requires_grad else [])]
             loss = _head_tap.Carried.apply(tap.fused_loss, *carriers)
+            # Hooks of the output layer have run in the step alone.
+            if "probe_rows" in outputs and self.loss.compare_logits(*(outputs[f"probe_{name}"] for name in ("rows", "logits", "plain"))):
+                self.loss.settle()
         finally:
-            tap.fused = tap.fused_loss = tap.carrier = tap.logits = None
+            tap.fused = tap.fused_loss = tap.carrier = tap.logits = tap.recording = tap.probe_own = None
         auxiliary = outputs.get("auxiliary_loss")
         if auxiliary is not None:
             loss = loss + auxiliary.to(loss.device)
         known = inspect.signature(tap.output_type).parameters
         made = tap.output_type(loss=loss, **{name: value for name, value in outputs.items() if name in known})
         return made if return_dict else made.to_tuple()
+
+
+def _with_decoder_input_ids(model: Any, labels: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """`given`, with what the decoder reads where the model makes that of labels, and its forward is not given labels. The first step
+    compares it with what the model makes of them."""
+    if not _head_tap.reads_labels(model, given) or _head_tap.of(model).calls_loss_function:  # type: ignore[union-attr]
+        return given
+    return {**given, "decoder_input_ids": _decoder_input_ids(model, labels)}
+
+
+def _decoder_input_ids(model: Any, labels: Tensor) -> Tensor:
+    own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if own is not None:
+        return own(labels=labels)  # type: ignore[no-any-return]
+    shift: Any = _own_shifting_function(model)
+    names = [name for name in ("pad_token_id", "decoder_start_token_id") if name in inspect.signature(shift).parameters]
+    return shift(labels, **{name: getattr(model.config, name) for name in names})  # type: ignore[no-any-return]
+
+
+def _makes_decoder_input_ids(model: Any) -> bool:
+    own = getattr(model, "prepare_decoder_input_ids_from_labels", None) or _own_shifting_function(model)
+    return own is not None or _head_tap.calls_loss_function(model)
+
+
+def _own_shifting_function(model: Any) -> Any:
+    """shift_tokens_right of the module that a class of the model is defined in."""
+    modules = (sys.modules.get(each.__module__) for each in type(model).__mro__)
+    return next((function for module in modules if (function := getattr(module, "shift_tokens_right", None)) is not None), None)
 
 
 def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool = True, **options: Any) -> Any:
@@ -107,10 +148,10 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
         if not isinstance(flag, bool):
             raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
     inner = causal_lm_of(model)
-    if has_encoder(inner) and not hasattr(inner, "prepare_decoder_input_ids_from_labels"):
+    if has_encoder(inner) and not _makes_decoder_input_ids(inner):
         raise errors.ArgumentError(
-            f"model is a {type(inner).__name__}, which has an encoder and no prepare_decoder_input_ids_from_labels, so that what its "
-            "decoder reads is not known without its own loss. Give the decoder's hidden states to "
+            f"model is a {type(inner).__name__}, which has an encoder and no prepare_decoder_input_ids_from_labels, nor its module a "
+            "shift_tokens_right, so that what its decoder reads is not known without its own loss. Give the decoder's hidden states to "
             "flce.LinearCrossEntropyLoss(model.get_output_embeddings, shift=0)"
         )
     _head_tap.forget_unpickled(inner)
@@ -124,7 +165,7 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
     return_hidden_states(model)
     tap: Any = _head_tap.of(inner)
     tap.patch = made
-    tap.compared = False
+    tap.kinds = ()
     return model
 
 

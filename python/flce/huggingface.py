@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce import _arguments, _chunked, _head_tap, _heads, _zero3, errors
+from flce import _arguments, _chunked, _head_tap, _heads, _own_loss, _zero3, errors
+from flce._own_loss import Meaning
+from flce._shared_rows import SharedRows
 from flce._targets import shift_labels
 from flce.loss import LinearCrossEntropyLoss, LossOptions
 
+_MOST_SEQUENCES = 8  # whose logits a loss is compared on
 _BY_HAND = (
     "state the head's maths by hand, CausalLMLoss(model, logit_scale=..., softcap=...) for softcap · tanh(logit_scale · (hidden · weightᵀ "
     "+ bias) / "
@@ -138,13 +141,14 @@ class CausalLMLoss:
     def __init__(self, model: Any, **keywords: Any) -> None:
         self._model = causal_lm_of(model)
         self._given = LossOptions(keywords)
-        self._shift_known = "shift" in keywords
+        self._shift_known = self._shift_given = "shift" in keywords
         self.loss = LinearCrossEntropyLoss(self._model.get_output_embeddings, **({"shift": 1} | options_of(self._model.config) | keywords))
         self.loss.head_is_compared = True
         self._compared_head: Any = None
+        self._meanings: dict[Any, Meaning] = {}  # of the model's own loss, by kinds of calls
         tap = _head_tap.of(self._model)
         if tap is not None:
-            tap.compared = False
+            tap.kinds = ()
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """The loss, an fp32 scalar, of outputs (what the model returned) against labels [batch, sequence], int64 or int32, not shifted."""
@@ -160,7 +164,13 @@ class CausalLMLoss:
         autocast = contextlib.nullcontext() if dtype is None else torch.autocast(hidden.device.type, dtype=dtype)
         with autocast:  # as the output layer would have run: accelerate returns a forward's outputs in fp32
             _arguments.refuse_dtensor("the output layer's weight", self.loss.weight)
-            self.compare(outputs)
+            check_labels_shape(_on(hidden.device, labels), hidden, {})
+            self.compare(outputs, labels)
+            if mask := self.mask_of_labels():
+                raise errors.ArgumentError(
+                    f"{type(self._model).__name__}'s own loss leaves out labels where {mask} is 0, which a loss behind the model does not "
+                    "know: flce.patch(model) computes it"
+                )
             loss = self.of_hidden(hidden, labels, count, outputs.get("shift_labels"))
         auxiliary = outputs.get("auxiliary_loss")
         return loss if auxiliary is None else loss + auxiliary.to(loss.device)
@@ -193,32 +203,83 @@ class CausalLMLoss:
             )
         return loss_fn(hidden, _on(hidden.device, labels if aligned is None else aligned), num_valid_tokens=count)
 
-    def has_compared(self) -> bool:
-        """Whether the output layer that the model has now, and what changes its logits, was compared with the model's own forward."""
-        tap = _head_tap.of(self._model)
-        if tap is not None:
-            tap.attach(self._model)
-        return self._model.get_output_embeddings() is self._compared_head and (tap is None or tap.compared)
+    def mask_of_labels(self) -> str | None:
+        """The argument of the last forward where whose zeros the model's own loss leaves out labels, if it does."""
+        meaning = self._meanings.get(_kind_of_last(self._model))
+        return None if meaning is None else meaning.mask
 
-    def compare(self, outputs: Mapping[str, Any]) -> None:
-        """Compares with the model's own forward, unless that is done for the output layer that the model has now."""
-        if self.has_compared():
+    def has_compared(self, kind: Any) -> bool:
+        """Whether calls of this kind were compared with the model's own forward, for the output layer and what changes its logits now."""
+        tap = _head_tap.of(self._model)
+        if tap is None:
+            return False
+        tap.attach(self._model)
+        return kind in tap.kinds and kind in self._meanings and self._model.get_output_embeddings() is self._compared_head
+
+    def compare(self, outputs: Mapping[str, Any], labels: Any) -> None:
+        """Compares with the model's own forward, unless that is done for this kind of call and the output layer that the model has now."""
+        tap: Any = _head_tap.of(self._model)
+        if tap is not None and self.has_compared(tap.kind):
             return
-        tap, head = _head_tap.of(self._model), self._model.get_output_embeddings()
         rows, own, plain = (outputs.get(name) for name in ("probe_rows", "probe_logits", "probe_plain"))
-        if tap is None or rows is None or own is None or plain is None:
+        if tap is None or tap.recording is None or tap.probe_own is None or rows is None or own is None or plain is None:
             if tap is not None:
-                tap.compared = False
+                tap.kinds = ()
             raise errors.ArgumentError(
                 "outputs has last_hidden_state, but not of a forward that this loss can be compared with: prepare the model with "
                 "flce.huggingface.return_hidden_states, and run it again where the loss was made after its forward; or give hidden states "
                 "of your own to "
                 "flce.LinearCrossEntropyLoss"
             )
-        self._find_shift()
-        if bool(rows.isfinite().all()) and self._compare_logits(rows, own, plain):
-            self._compared_head = head
-            tap.compared = True
+        shape, aligned = outputs["last_hidden_state"].shape[:-1], outputs.get("shift_labels")
+        arguments = {**tap.arguments, "labels": _on(rows.device, labels)}
+        try:
+            settled = self.compare_logits(rows, own, plain)
+            self.compare_loss(arguments, tap.probe_own, shape, aligned=aligned)
+            if settled:
+                self.settle()
+        finally:
+            tap.recording, tap.probe_own, tap.arguments = None, None, {}
+
+    def settle(self) -> None:
+        """Calls of the last one's kind are compared no more."""
+        tap: Any = _head_tap.of(self._model)
+        self._compared_head = self._model.get_output_embeddings()
+        tap.kinds = (*tap.kinds, tap.kind)
+
+    def compare_loss(
+        self,
+        arguments: Mapping[str, Any],
+        own: Tensor,
+        shape: torch.Size,
+        *,
+        aligned: Tensor | None = None,
+        ignore_index: int | None = None,
+    ) -> Tensor:
+        """Compares the model's own loss, for the arguments of the last forward, with the cross entropy that this loss computes. `own`
+        [..., 2, V] are logits of few of its rows, `shape` that of all positions. Returns what its forward makes of those logits."""
+        tap: Any = _head_tap.of(self._model)
+        rows = own.detach().reshape(-1, 2, own.shape[-1])[:_MOST_SEQUENCES].transpose(0, 1).flatten(0, 1)
+        positions = torch.arange(shape.numel(), device=rows.device) % (rows.shape[0] // 2)
+        logits = SharedRows(rows, positions.reshape(shape), own.dtype)
+        first = tap.shift if tap.shift is not None else int(not _head_tap.has_encoder(self._model))
+        question = _own_loss.Question(
+            type(self._model).__name__,
+            lambda changes, counts: tap.replay(self._model, arguments, logits, changes, counts),
+            tap.calls_loss_function,
+            arguments,
+            arguments["labels"],
+            aligned,
+            arguments.get("num_items_in_batch"),
+            _IGNORED if ignore_index is None else ignore_index,
+            _head_tap.reads_labels(self._model, arguments),
+            self.loss.shift if self._shift_given else first,
+            self._shift_given,
+        )
+        meaning, made = _own_loss.find(question)
+        self.loss, self._shift_known = self.loss.with_shift(meaning.shift), True
+        self._meanings[tap.kind] = meaning
+        return made
 
     def _find_shift(self) -> None:
         if not self._shift_known:
@@ -226,8 +287,11 @@ class CausalLMLoss:
             self._shift_known = True
 
     @torch.no_grad()
-    def _compare_logits(self, rows: Tensor, own: Tensor, plain: Tensor) -> bool:
-        """Whether that settles it: the next step is compared, too, where the weight is 0 and nothing would show."""
+    def compare_logits(self, rows: Tensor, own: Tensor, plain: Tensor) -> bool:
+        """Compares the logits that the model makes of `rows` with those that this loss stands for. Returns whether that settles it: the
+        next step is compared, too, where the weight is 0 and nothing would show."""
+        if not bool(rows.isfinite().all()):
+            return False
         name = type(self._model).__name__
         if own.shape != plain.shape:
             raise errors.ArgumentError(
@@ -296,6 +360,22 @@ class CausalLMLoss:
             f"outputs has aux_loss, but {type(self._model).__name__} has no router_aux_loss_coef: switch it off in evaluation "
             f"(output_router_logits=False)"
         )
+
+
+def check_labels_shape(labels: Tensor, hidden: Tensor, given: Mapping[str, Any]) -> None:
+    """Raises ShapeError where labels are not one for each position that the output layer computes."""
+    if labels.shape != hidden.shape[:-1]:
+        kept = [f"{name}={given[name]}" for name in ("logits_to_keep", "num_logits_to_keep") if isinstance(given.get(name), int)]
+        what = f", with {kept[0]}, which cuts them: cut labels alike" if kept else ""
+        raise errors.ShapeError(
+            f"labels has shape {list(labels.shape)}; the output layer computes positions {list(hidden.shape[:-1])}{what}. It must be one "
+            "label for each"
+        )
+
+
+def _kind_of_last(model: Any) -> Any:
+    tap = _head_tap.of(model)
+    return None if tap is None else tap.kind
 
 
 def _on(device: torch.device, labels: Any) -> Tensor:

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 import transformers
 from rank_support import generator
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
 VOCAB_SIZE = 97
 MOST_PARAMETERS = 20_000_000
@@ -152,3 +156,60 @@ def batch() -> dict[str, Any]:
     labels = tokens.clone()
     labels[0, :4] = -100
     return {"input_ids": tokens, "labels": labels}
+
+
+def batches(model: Any) -> dict[str, dict[str, Any]]:
+    """What a loss may treat in a way of its own: masks, zeros of a mask under labels, padding, a sequence without labels."""
+    tokens = batch()
+    if model.main_input_name in ("input_features", "input_values"):
+        features = torch.randn(2, getattr(model.config, "num_mel_bins", 80), 64, generator=generator(3))
+        if "Speech2Text" in type(model).__name__:
+            features = features.transpose(1, 2)
+        sound = torch.randn(2, 4000, generator=generator(3))
+        tokens = {model.main_input_name: features if model.main_input_name == "input_features" else sound, "labels": tokens["labels"]}
+    labels = tokens["labels"]
+    ones = torch.ones_like(labels)
+    zeros = ones.clone()
+    zeros[0, -3:] = zeros[1, -1:] = 0
+    ignored = labels.clone()
+    ignored[0] = -100
+    made = {"plain": tokens, "a sequence ignored": tokens | {"labels": ignored}}
+    if "input_ids" in tokens:
+        padded = labels.masked_fill(zeros == 0, -100)
+        made |= {"a mask of ones": tokens | {"attention_mask": ones}, "zeros under labels": tokens | {"attention_mask": zeros}}
+        made["padding"] = tokens | {"attention_mask": zeros, "labels": padded}
+    if model.config.is_encoder_decoder:
+        made["a mask of the decoder"] = tokens | {"decoder_attention_mask": zeros}
+    return made
+
+
+def encoder_decoder_names() -> dict[str, str]:
+    """Each class of the mappings of models with an encoder that is none of causal LMs, with the first model type that it stands for."""
+    names: dict[str, str] = {}
+    for mapping in (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES):
+        for model_type, found in mapping.items():
+            names.setdefault(found if isinstance(found, str) else found[0], model_type)
+    return {name: model_type for name, model_type in names.items() if name not in class_names()}
+
+
+def tiny_encoder_decoder(class_name: str) -> Any:
+    """A random model of the class without dropout, in training mode. Raises whatever the class raises where its config cannot be made small
+    by name."""
+    model_class = getattr(transformers, class_name)
+    if class_name == "EncoderDecoderModel":
+        bert = transformers.BertConfig(**_sizes_of(transformers.BertConfig, {"is_decoder": False, "bos_token_id": None}))
+        config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(bert, bert)
+        config.pad_token_id = 0
+    else:
+        config = model_class.config_class(**_sizes_of(model_class.config_class, _BESIDES.get(encoder_decoder_names()[class_name], {})))
+    config.decoder_start_token_id = 1
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in model_class(config).parameters())
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"{count} parameters: too many for a tiny model")
+    torch.manual_seed(1)
+    model = model_class(config)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()

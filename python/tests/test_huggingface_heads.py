@@ -269,7 +269,10 @@ def test_a_loss_that_does_not_shift_is_found_and_another_refused() -> None:
     assert loss_fn.loss.shift == 0
     other = return_hidden_states(UnshiftedOdd(lambda factor: 1.1 * factor)).train()
     inputs = batch()
-    with pytest.raises(flce.ArgumentError, match=r"UnshiftedOdd's own loss for 8 tokens, .*shifted by 1, and by .* with none; .*shift=0"):
+    with pytest.raises(
+        flce.ArgumentError,
+        match=r"UnshiftedOdd's own loss for these labels .*shifted by 1, and .* with none: it is 1.1 times as large; .*shift=0",
+    ):
         CausalLMLoss(other)(other(**inputs), inputs["labels"])
     assert CausalLMLoss(other, shift=0, impl="flce")(other(**inputs), inputs["labels"]).isfinite()
 

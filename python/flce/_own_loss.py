@@ -1,0 +1,194 @@
+"""What a model's own loss is: its forward is replayed on logits of a few rows, and its loss compared with the cross entropy of these.
+The caller's labels are tried, and others beside them, so that a later batch has no padding or masked sequence that was not tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce import errors
+from flce._shared_rows import SharedRows
+from flce._targets import shift_labels
+
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_TOLERANCE = 1e-5  # of the loss: both are of the same logits, in fp64
+
+
+class Meaning(NamedTuple):
+    """How a model's own loss counts labels."""
+
+    shift: int
+    mask: str | None = None  # the argument where whose zeros a label does not count
+
+
+class _Case(NamedTuple):
+    what: str
+    changes: dict[str, Any]  # arguments that the model is given instead of the caller's
+    labels: Tensor
+    aligned: Tensor | None
+
+
+class _Loss(NamedTuple):
+    case: _Case
+    own: float
+    logits: SharedRows
+    beside: list[str]  # outputs that are losses, too
+
+
+class Question(NamedTuple):
+    """What is asked about a step. `replay` runs the model's own forward, given changed arguments and whether its loss function counts, else
+    gives 0."""
+
+    name: str
+    replay: Callable[[Mapping[str, Any], bool], Any]
+    asks: bool  # whether the model calls model.loss_function
+    arguments: Mapping[str, Any]
+    labels: Tensor
+    aligned: Tensor | None
+    num_items: Tensor | int | None
+    ignore_index: int
+    decoder: bool  # whether its decoder reads what is made of labels
+    shift: int  # that is tried first
+    by_hand: bool  # the caller has said so
+
+
+def find(question: Question) -> tuple[Meaning, Tensor]:
+    """What the model's own loss is, and the logits that its forward has made of the output layer's rows. Raises ArgumentError where it is
+    no mean of the cross entropies that flce computes, with both numbers."""
+    losses = [_loss(question, case) for case in _cases(question)]
+    masks = [None, *(name for name in _MASKS if any(name in loss.case.changes for loss in losses))]
+    for mask in masks:
+        for shift in (question.shift, 1 - question.shift) if question.shift in (0, 1) else (question.shift, 1, 0):
+            # A loss of no loss function does not know num_items_in_batch; flce divides by it.
+            for count in dict.fromkeys((question.num_items, None)):
+                if all(_alike(loss.own, _cross_entropy(question, loss, Meaning(shift, mask), count)) for loss in losses):
+                    return Meaning(question.shift if question.by_hand else shift, mask), losses[0].logits.rows
+    if question.by_hand:
+        return Meaning(question.shift), losses[0].logits.rows
+    raise _refusal(question, losses)
+
+
+def _cases(question: Question) -> list[_Case]:
+    labels, ignored = question.labels, question.ignore_index
+    cases = [_Case("these labels", {}, labels, question.aligned)]
+    if labels.dim() != 2 or labels.numel() == 0:
+        return cases
+    tokens = torch.arange(labels.numel(), device=labels.device, dtype=labels.dtype).reshape(labels.shape) % 7
+    tokens = torch.where(tokens == ignored, 7, tokens)
+    partly = tokens.clone()
+    partly[0, labels.shape[1] // 2 :] = ignored
+    cases.append(_changed("labels of which half a sequence is ignored", question, partly))
+    if labels.shape[0] > 1:
+        partly = partly.clone()
+        partly[-1] = ignored
+        cases.append(_changed("labels of which a whole sequence is ignored", question, partly))
+    for name in _MASKS:
+        mask = question.arguments.get(name)
+        if isinstance(mask, Tensor) and mask.shape == labels.shape:
+            padded = mask.clone()
+            padded[0, -max(1, labels.shape[1] // 3) :] = 0
+            cases.append(_changed(f"labels that count where {name} is 0", question, tokens, {name: padded}))
+    return cases
+
+
+def _changed(what: str, question: Question, labels: Tensor, more: Mapping[str, Any] | None = None) -> _Case:
+    aligned = None if question.aligned is None else labels
+    changes = {"labels": labels, **(more or {})} | ({} if aligned is None else {"shift_labels": aligned})
+    if question.decoder:  # not made of these labels, which the model may refuse
+        changes["decoder_input_ids"] = torch.zeros_like(labels)
+    return _Case(what, changes, labels, aligned)
+
+
+def _loss(question: Question, case: _Case) -> _Loss:
+    outputs = question.replay(case.changes, True)
+    loss, logits = outputs.get("loss"), outputs.get("logits")
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise errors.ArgumentError(f"the forward of {question.name} gives no loss for labels {list(case.labels.shape)}")
+    if not isinstance(logits, SharedRows):
+        raise errors.ArgumentError(
+            f"the forward of {question.name} does with logits what cannot be followed; it gives a {type(logits).__name__} for them"
+        )
+    own = float(loss.detach().double())
+    if question.asks:  # without what is added to it, which is carried
+        own -= float(question.replay(case.changes, False)["loss"].detach().double())
+    beside = [name for name, value in outputs.items() if name != "loss" and name.endswith("loss") and isinstance(value, Tensor)]
+    return _Loss(case, own, logits, [] if question.asks else beside)
+
+
+def _targets(question: Question, case: _Case, meaning: Meaning) -> Tensor:
+    labels = case.labels
+    if meaning.mask is not None:
+        mask: Any = case.changes.get(meaning.mask, question.arguments.get(meaning.mask))
+        labels = labels.masked_fill(mask.to(labels.device) == 0, question.ignore_index)
+    if case.aligned is not None and meaning.shift == 1:
+        return case.aligned
+    return shift_labels(labels, meaning.shift, ignore_index=question.ignore_index)
+
+
+def _each(question: Question, loss: _Loss, meaning: Meaning) -> tuple[Tensor, Tensor] | None:
+    """Cross entropies of all positions, and which of them count. None where labels are not one for each position."""
+    targets, (rows, places) = _targets(question, loss.case, meaning), (loss.logits.rows, loss.logits.places)
+    if targets.shape != places.shape:
+        return None
+    targets = targets.to(rows.device)
+    counted = (targets != question.ignore_index) & (targets >= 0) & (targets < rows.shape[-1])
+    losses = rows.logsumexp(dim=-1)[places] - rows[places, torch.where(counted, targets, 0)]
+    return torch.where(counted, losses, 0.0), counted
+
+
+def _cross_entropy(question: Question, loss: _Loss, meaning: Meaning, count: Tensor | int | None) -> float:
+    found = _each(question, loss, meaning)
+    if found is None:
+        return math.inf
+    return (found[0].sum() / (found[1].sum() if count is None else count)).item()
+
+
+def _alike(own: float, mine: float) -> bool:
+    """A mean over no label is NaN in models, and 0 in flce."""
+    return (math.isnan(own) and math.isnan(mine)) or abs(own - mine) <= _TOLERANCE * max(abs(own), abs(mine), 1e-6)
+
+
+def _refusal(question: Question, losses: list[_Loss]) -> errors.ArgumentError:
+    def number(loss: _Loss, shift: int) -> float:
+        return _cross_entropy(question, loss, Meaning(shift), question.num_items)
+
+    nearer = min((question.shift, 1 - question.shift), key=lambda shift: sum(not _alike(loss.own, number(loss, shift)) for loss in losses))
+    wrong = next((loss for loss in losses if not _alike(loss.own, number(loss, nearer))), losses[0])
+    factors = [_factor([(loss.own, number(loss, shift)) for loss in losses]) for shift in (1, 0)]
+    if wrong.beside:
+        cause = f"it contains {', '.join(wrong.beside)}, with what weight is not known (output_router_logits=False switches routers' off)"
+    elif factor := factors[0] or factors[1]:
+        cause = f"it is {factor:.4g} times as large"
+    elif any(_is_mean_of_sequences(question, losses, shift) for shift in (1, 0)):
+        cause = "it is the mean of the sequences' own means"
+    elif wrong.case.changes:
+        cause = f"it counts {wrong.case.what} in a way of its own"
+    else:
+        cause = "it is another function of logits and labels, or contains something beside them"
+    return errors.ArgumentError(
+        f"{question.name}'s own loss for {wrong.case.what} is {wrong.own:.6g} where logits are those of a few rows, and the cross entropy "
+        f"of these logits is {number(wrong, 1):.6g} with labels shifted by 1, and {number(wrong, 0):.6g} with none: {cause}; keep the "
+        "model's own loss, or, where the cross entropy is what is wanted, say so by hand: shift=1 or shift=0"
+    )
+
+
+def _factor(pairs: list[tuple[float, float]]) -> float | None:
+    """By which all first numbers are larger than the second ones, if it is one number."""
+    ratios = [own / mine for own, mine in pairs if abs(mine) > 1e-6]
+    return ratios[0] if ratios and all(abs(ratio - ratios[0]) <= _TOLERANCE * abs(ratios[0]) for ratio in ratios) else None
+
+
+def _is_mean_of_sequences(question: Question, losses: list[_Loss], shift: int) -> bool:
+    for loss in losses:
+        found = _each(question, loss, Meaning(shift))
+        if found is None or found[0].dim() != 2:
+            return False
+        means = found[0].sum(dim=1) / found[1].sum(dim=1)
+        ways = (means.mean(), means.nanmean(), means.nan_to_num().mean())  # by what a sequence without labels counts
+        if not any(_alike(loss.own, way.item()) for way in ways):
+            return False
+    return True

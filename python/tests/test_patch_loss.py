@@ -1,0 +1,269 @@
+"""flce.patch compares the model's own loss, inside the step's own forward: what it computes is the model's own loss or refused, and nothing
+that a forward changes is changed twice."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flce
+from flce._shared_rows import SharedRows
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from rank_support import generator  # noqa: E402
+from test_huggingface import VOCAB_SIZE, tiny_model  # noqa: E402
+
+ON_DEVICE = True
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    tokens = torch.randint(1, VOCAB_SIZE, (2, 12), generator=generator(7))
+    return {"input_ids": tokens, "labels": tokens.clone(), **more}
+
+
+def mask(zeros: int) -> Tensor:
+    made = torch.ones(2, 12, dtype=torch.int64)
+    made[0, 12 - zeros :] = 0
+    return made
+
+
+class Inline(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
+    """Computes its loss itself, by `own`."""
+
+    own: Any = None
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = None if labels is None else self.own(logits[:, :-1], labels[:, 1:], attention_mask)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def shifted(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+    return F.cross_entropy(logits.float().reshape(-1, VOCAB_SIZE), labels.reshape(-1))
+
+
+def masked(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None:  # as GraniteSpeech has it
+        logits, labels = logits[mask[:, 1:] != 0], labels[mask[:, 1:] != 0]
+    return shifted(logits, labels, None)
+
+
+def of_sequences(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+    each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return torch.stack([loss[label != -100].mean() for loss, label in zip(each, labels, strict=True)]).nanmean()
+
+
+def weighted_by_mask(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+    loss = shifted(logits, labels, mask)
+    return loss if mask is None else loss * (1.0 + (mask == 0).float().mean())
+
+
+def smoothed(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, VOCAB_SIZE), labels.reshape(-1), label_smoothing=0.1)
+
+
+def inline(own: Any) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = Inline(tiny_model().config).train()
+    model.own = own
+    return model, flce.patch(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("own", [shifted, masked])
+def test_a_loss_of_masked_positions_is_the_models_own_whenever_they_come(own: Any) -> None:
+    stock, mine = inline(own)
+    for given in (batch(), batch(attention_mask=mask(0)), batch(attention_mask=mask(4)), batch(attention_mask=mask(1))):
+        expected, loss = stock(**given).loss, mine(**given).loss
+        torch.testing.assert_close(loss, expected)
+    assert own is shifted or abs(stock(**batch(attention_mask=mask(0))).loss - expected) > 1e-3  # the mask has mattered
+
+
+@pytest.mark.parametrize(
+    ("own", "first", "second", "cause"),
+    [
+        (of_sequences, {}, None, "the mean of the sequences' own means"),
+        (weighted_by_mask, {}, {"attention_mask": mask(0)}, "labels that count where attention_mask is 0 in a way of its own"),
+        (smoothed, {}, None, "another function of logits and labels"),
+        (lambda *given: 2 * shifted(*given), {}, None, "2 times as large"),
+        (lambda logits, labels, mask: logits.sort().values.mean(), {}, None, "another function"),
+    ],
+    ids=["sequences", "mask", "smoothed", "doubled", "other"],
+)
+def test_another_loss_is_refused_with_both_numbers(own: Any, first: Any, second: Any, cause: str) -> None:
+    _, mine = inline(own)
+    if second is not None:
+        mine(**batch(**first))
+    with pytest.raises(flce.ArgumentError, match=rf"^Inline's own loss for .* is [\d.]+ .* is [\d.]+ with labels shifted by 1.*{cause}"):
+        mine(**batch(**(first if second is None else second)))
+
+
+def test_a_loss_by_hand_is_not_refused() -> None:
+    _, mine = inline(smoothed)
+    flce.patch(mine, shift=1)
+    stock, _ = inline(shifted)
+    stock.load_state_dict(mine.state_dict())
+    torch.testing.assert_close(mine(**batch()).loss, stock(**batch()).loss)
+
+
+def test_options_of_the_loss_are_not_compared() -> None:
+    _, mine = inline(shifted)
+    plain = mine(**batch()).loss
+    assert abs(flce.patch(mine, label_smoothing=0.3)(**batch()).loss - plain) > 1e-4
+
+
+class Counting(nn.Module):
+    """What changes at each of its calls: a buffer, an attribute, and random numbers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("mean", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = F.dropout(self.inner(hidden), 0.2)
+        self.mean.mul_(0.9).add_(hidden.detach().mean() * 0.1)
+        return hidden
+
+
+@pytest.mark.parametrize("way", ["patch", "hidden states"])
+def test_what_a_forward_changes_is_changed_once(way: str) -> None:
+    own = tiny_model().train()
+    own.model.norm = Counting(own.model.norm)
+    mine = copy.deepcopy(own)
+    hooked: list[Any] = []
+    mine.model.norm.register_forward_hook(lambda *given: hooked.append(given[0]))
+    loss_fn: Any = None
+    if way == "patch":
+        flce.patch(mine)
+    else:
+        loss_fn = flce.huggingface.CausalLMLoss(flce.huggingface.return_hidden_states(mine))
+    for calls in (1, 2):
+        found = []
+        for model in (own, mine):
+            torch.manual_seed(5)
+            outputs = model(**batch())
+            loss = outputs.loss if model is own or loss_fn is None else loss_fn(outputs, batch()["labels"])
+            loss.backward()
+            found.append((loss.detach(), torch.rand(()), model.model.norm.mean.clone()))
+        for mine_has, own_has in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(mine_has, own_has)
+        assert mine.model.norm.calls == own.model.norm.calls == len(hooked) == calls
+
+
+def test_past_key_values_are_filled_once() -> None:
+    own = tiny_model().train()
+    mine = flce.patch(copy.deepcopy(own))
+    losses, lengths = [], []
+    for model in (own, mine):
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model.model(input_ids=batch()["input_ids"][:, :4], past_key_values=cache, use_cache=True)
+        losses.append(model(**batch(), past_key_values=cache, use_cache=True).loss)
+        lengths.append(cache.get_seq_length())
+    torch.testing.assert_close(losses[1], losses[0])
+    assert lengths == [16, 16]
+
+
+def test_a_prefix_added_behind_the_patch_trains() -> None:
+    peft = pytest.importorskip("peft")
+    found = []
+    for patched in (False, True):
+        model = tiny_model().train()
+        if patched:
+            flce.patch(model)
+        torch.manual_seed(5)
+        model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).train()
+        loss = model(**batch(attention_mask=mask(0))).loss
+        loss.backward()
+        found.append((loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)))
+    for got, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def switch_transformers() -> Any:
+    sizes = {"vocab_size": VOCAB_SIZE, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+    sparse = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "router_jitter_noise": 0.0}
+    config = transformers.SwitchTransformersConfig(**sizes, **sparse, dropout_rate=0.0, decoder_start_token_id=0)
+    torch.manual_seed(3)
+    return transformers.SwitchTransformersForConditionalGeneration(config).train()
+
+
+def test_losses_under_other_names_are_refused() -> None:
+    own = switch_transformers()
+    mine = flce.patch(copy.deepcopy(own))
+    torch.testing.assert_close(mine(**batch()).loss, own(**batch()).loss)
+    with pytest.raises(flce.ArgumentError, match=r"contains encoder_z_loss, .*decoder_aux_loss.*output_router_logits"):
+        mine(**batch(output_router_logits=True))
+
+
+def bert_to_bert() -> Any:
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(bert, copy.deepcopy(bert))
+    config.pad_token_id, config.decoder_start_token_id = 0, 1
+    torch.manual_seed(3)
+    return transformers.EncoderDecoderModel(config).train()
+
+
+def test_a_mask_that_is_made_of_labels_is_refused_and_taken_by_hand() -> None:
+    own = bert_to_bert()
+    mine = flce.patch(copy.deepcopy(own))
+    labels = batch()["labels"].masked_fill(mask(4) == 0, -100)
+    with pytest.raises(flce.ArgumentError, match=r"decoder\.bert another attention_mask .*decoder_attention_mask"):
+        mine(**batch() | {"labels": labels})
+    read = own.prepare_decoder_input_ids_from_labels(labels)
+    by_hand = batch(decoder_input_ids=read, decoder_attention_mask=(read != 0).long()) | {"labels": labels}
+    torch.testing.assert_close(mine(**by_hand).loss, own(**by_hand).loss)
+    torch.testing.assert_close(mine(**by_hand).loss, own(**batch() | {"labels": labels}).loss)
+
+
+def test_shared_rows_are_what_whole_logits_are() -> None:
+    rows, index = torch.randn(3, 7, dtype=torch.float64), torch.arange(10).reshape(2, 5) % 3
+    logits, labels = SharedRows(rows, index, torch.bfloat16), torch.arange(10).reshape(2, 5) % 7
+    assert logits.shape == (2, 5, 7) and logits.dtype == torch.bfloat16
+    whole = rows[index]
+    keep = labels != 3
+
+    def losses(given: Tensor) -> list[Tensor]:
+        capped = 3.0 * torch.tanh(given / 3.0) + torch.linspace(0, 1, 7, dtype=torch.float64)
+        return [
+            F.cross_entropy(capped[:, :-1].reshape(-1, 7), labels[:, 1:].reshape(-1)),
+            F.cross_entropy(capped.float()[keep].contiguous().view(-1, 7), labels[keep], reduction="sum"),
+            F.cross_entropy(capped.view(-1, 7), labels.view(-1).masked_fill(labels.view(-1) == 2, -100), reduction="none"),
+            F.log_softmax(capped[..., :5], dim=-1)[0].unsqueeze(0).whole()
+            if isinstance(given, SharedRows)
+            else F.log_softmax(capped[..., :5], dim=-1)[0].unsqueeze(0),
+        ]
+
+    with torch.no_grad():
+        for got, expected in zip(losses(logits), losses(whole), strict=True):
+            torch.testing.assert_close(got.double(), expected.double(), rtol=1e-2 if got.dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+        many = SharedRows(rows, torch.zeros(1 << 21, dtype=torch.int64), torch.float32)
+        assert F.cross_entropy(many, torch.zeros(1 << 21, dtype=torch.int64)).isfinite()
+        with pytest.raises(flce.ArgumentError, match=r"cannot be followed: aten\.sort"):
+            many.sort()
+        with pytest.raises(flce.ArgumentError, match=r"cannot be followed: .* in place"):
+            logits.zero_()
+
+
+@pytest.mark.parametrize("name", ["logits_to_keep"])
+def test_labels_of_the_positions_that_are_kept(name: str) -> None:
+    own = tiny_model().train()
+    mine = flce.patch(copy.deepcopy(own))
+    cut = batch(**{name: 5})
+    cut["labels"] = cut["labels"][:, -5:]
+    for _ in range(2):
+        torch.testing.assert_close(mine(**cut).loss, own(**cut).loss)
+        with pytest.raises(flce.ShapeError, match=rf"labels has shape \[2, 12\].*positions \[2, 5\].*{name}=5"):
+            mine(**batch(**{name: 5}))
+    torch.testing.assert_close(mine(**batch()).loss, own(**batch()).loss)
