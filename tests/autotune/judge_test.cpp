@@ -48,6 +48,8 @@ TEST_P(Judges, Outputs_TwiceTheFrameworksErrorAndAtMostTheCap) {
     const double cap = output_cap(dtype);
     expect_bound(cap, [&](double error) { return judge.output(norms(error, 0, 1e-6)); }, 0.99, 1.01);
     expect_bound(8 * cap, [&](double error) { return judge.output(norms(error, 4 * cap, 1e-6)); }, 0.99, 1.01);
+    expect_bound(cap, [&](double error) { return judge.loss(norms(error, 0, 1e-6), {.dtype = dtype}); }, 0.99, 1.01);
+    expect_bound(2 * cap, [&](double error) { return judge.loss(norms(error, 0, 1e-6), {.dtype = dtype, .dft = true}); }, 0.99, 1.01);
 }
 
 TEST_P(Judges, Gradients_TwiceTheFrameworksErrorAndAtMostTheCap) {
@@ -125,6 +127,10 @@ TEST_P(Judges, ConfidentTokens_BoundIsWhatTheirProbabilitiesAreKnownTo) {
             sizes.probabilities = larger;
             sizes.num_terms = 1;
             expect_bound(bound, [&](double error) { return judge.grad_weight(one(error, 0), sizes); }, 0.9, 1.1);
+            // A term that is a tenth of what it adds up to is known no better for that.
+            sizes.grad_weight_terms = 0.1;
+            expect_bound(bound, [&](double error) { return judge.grad_weight(one(error, 0), sizes); }, 0.9, 1.1);
+            sizes.grad_weight_terms = 1;
             // 10,000 terms that cancel to a hundredth of what independent ones would come to.
             sizes.probabilities = larger / 100;
             sizes.num_terms = 10'000;

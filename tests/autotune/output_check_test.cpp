@@ -249,8 +249,11 @@ TEST_P(ChecksOutputs, Top1_AnotherClassPassesWhereItsLogitIsAsLarge) {
     CheckedLayer layer(",bias,outputs=loss+top1", GetParam(), Reduction::mean);
     const WrittenOutputs right = layer.written<Reference>();
     const Reference reference(layer.problem, layer.coverage.tokens);
-    std::size_t token = 0;
-    while (reference.ignored(static_cast<std::int64_t>(token))) ++token;
+    const auto counts = [&](std::size_t token) { return !reference.ignored(static_cast<std::int64_t>(token)); };
+    std::size_t before = 0;
+    while (!counts(before)) ++before;
+    std::size_t token = before + 1;
+    while (!counts(token)) ++token;
     const std::int64_t top = right.top1[token];
     const std::int64_t other = top == 0 ? 1 : top - 1;
     for (const std::int64_t wrong_class : {other, std::int64_t{-1}, layer.spec.vocab_size, layer.spec.vocab_size + 5}) {
@@ -274,6 +277,8 @@ TEST_P(ChecksOutputs, Top1_AnotherClassPassesWhereItsLogitIsAsLarge) {
     WrittenOutputs either = layer.written<Reference>();
     either.top1[token] = either.top1[token] == top ? other : top;
     EXPECT_TRUE(layer.check(either).at("top1").passed());
+    either.top1[before] = either.top1[before] == 0 ? 1 : 0;
+    EXPECT_FALSE(layer.check(either).at("top1").passed());
 }
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, ChecksOutputs, testing::Values(DType::bf16, DType::fp16, DType::fp32),
@@ -283,7 +288,7 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, ChecksOutputs, testing::Values(DType::bf16, DTy
 TEST(PlanCoverage, LargeLayer_SampleHasBothEndsAndTheTargets) {
     const Spec spec = parse_spec("D=4096,V=128000,dtype=bf16").normalized();
     RandomLayer layer{.num_tokens = 1000};
-    layer.target = {5, 77'777, -100, 127'999};
+    layer.target = {5, 77'777, -100};
     const Coverage coverage = plan_coverage(spec, layer);
     EXPECT_FALSE(coverage.complete);
     EXPECT_TRUE(std::is_sorted(coverage.rows.begin(), coverage.rows.end()));
