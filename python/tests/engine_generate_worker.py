@@ -203,15 +203,18 @@ def calls_that_differ_are_refused_on_every_stage() -> None:
         (lambda: engine.generate(ids, cu_seqlens, None, GenerationConfig(3 + int(last()))), "the call and its options"),
         (lambda: engine.generate(ids, cu_seqlens, None, config, num_micro_batches=1 + int(last())), "the number of microbatches"),
         (
-            lambda: engine.eval_batch(ids, cu_seqlens, lambda **_: None) if last() else engine.generate(ids, cu_seqlens, None, config),
+            lambda: (
+                engine.eval_batch(ids, cu_seqlens, lambda output, **_: None) if last() else engine.generate(ids, cu_seqlens, None, config)
+            ),
             "the call",
         ),
     ):
         refused(call, flce.PipelineError, says)
-    # The last stage alone knows the vocabulary.
     outside = torch.where(torch.arange(len(ids)) == 3, VOCAB, ids)
+    says = f"packed_input_ids has {VOCAB}; ids must be 0 to {VOCAB - 1}"
+    refused(lambda: engine.generate(outside, cu_seqlens, None, config), flce.ArgumentError, says)
+    # The last stage alone knows its head.
     kind = flce.ArgumentError if last() else flce.PipelineError
-    refused(lambda: engine.generate(outside, cu_seqlens, None, config), kind, f"packed_input_ids has {VOCAB}; ids must be 0 to {VOCAB - 1}")
     critic = PipelineEngine(causal_lm_stage(model_of("llama"), dist.get_rank(), dist.get_world_size(), critic=True))
     refused(lambda: critic.generate(ids, cu_seqlens, None, config), kind, "the last stage's head has one row, a critic's value")
     expect(engine.generate(ids, cu_seqlens, None, config), of_transformers(model, LENGTHS, config))

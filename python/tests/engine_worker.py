@@ -318,6 +318,10 @@ def refuses() -> None:
         engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids, token_count=torch.ones(3))
     with pytest.raises(flce.ArgumentError, match=r"output is 'both'; allowed are 'logits'"):
         engine.forward(ids, cu_seqlens, output="both")
+    with pytest.raises(flce.ArgumentError, match=f"packed_input_ids has {V}; ids must be 0 to {V - 1}"):
+        engine.train_batch(ids.masked_fill(ids == ids[2], V), cu_seqlens, sft_loss, labels=ids)
+    with pytest.raises(flce.ArgumentError if odd else flce.PipelineError, match="missing a required argument: 'labels'"):
+        engine.train_batch(ids, cu_seqlens, sft_loss)
     with pytest.raises(flce.ArgumentError, match="train_batch"):
         engine.backward(torch.zeros(1))
     with pytest.raises(flce.ArgumentError, match="train_batch"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_support import ToyStage, batch_of, sft_loss
+from engine_support import D, ToyStage, V, batch_of, sft_loss
 from torch import Tensor
 
 import flce
@@ -54,6 +54,57 @@ def test_forward_refuses_what_its_output_would_not_show(keywords: dict[str, Any]
         engine.forward(IDS, CU_SEQLENS, **keywords)
     made_of = engine.forward(IDS, CU_SEQLENS, output="logprobs", labels=IDS.int(), temperature=2)
     assert made_of is not None and made_of.shape == IDS.shape
+
+
+def test_what_ends_no_engine() -> None:
+    """Arguments that the stages, the head or the loss function would stumble over, refused before anything is sent."""
+    engine = made(normalize="tokens")
+    beyond = IDS.clone()
+    beyond[4] = V
+    for ids, says in (
+        (beyond, f"packed_input_ids has {V}; ids must be 0 to {V - 1}"),
+        (IDS - 60, "packed_input_ids has -[0-9]+; ids must"),
+    ):
+        for call in (engine.train_batch, engine.eval_batch):
+            with pytest.raises(flce.ArgumentError, match=says):
+                call(ids, CU_SEQLENS, sft_loss, labels=IDS)
+        with pytest.raises(flce.ArgumentError, match=says):
+            engine.forward(ids.int(), CU_SEQLENS)
+    with pytest.raises(flce.ArgumentError, match="output is 'values', and the last stage's head has 53 rows"):
+        engine.forward(IDS, CU_SEQLENS, output="values")
+    for loss_fn, keywords, says in (
+        (sft_loss, {}, r"loss_fn cannot be called as loss_fn\(output, packed_input_ids=, cu_seqlens=\): missing .* argument: 'labels'"),
+        (sft_loss, {"labels": IDS, "scale": 2}, r"cu_seqlens=, labels=, scale=\): got an unexpected keyword argument 'scale'"),
+        (lambda output, ids, cu_seqlens: None, {}, "loss_fn cannot be called.*'ids'"),
+        (None, {"labels": IDS}, "loss_fn is a NoneType; it must be a function of output, packed_input_ids=, cu_seqlens=, labels="),
+    ):
+        for call in (engine.train_batch, engine.eval_batch):
+            with pytest.raises(flce.ArgumentError, match=says):
+                call(IDS, CU_SEQLENS, loss_fn, **keywords)  # type: ignore[arg-type]
+    with pytest.raises(flce.ArgumentError, match=r"token_count cannot be called as token_count.*unexpected keyword argument 'cu_seqlens'"):
+        engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS, token_count=lambda packed_input_ids, labels: 1)
+    optimizer = engine.optimizer
+    engine.optimizer = torch.optim.LBFGS(engine.parameters())
+    with pytest.raises(flce.ArgumentError, match=r"optimizer is a LBFGS, whose step cannot be called as step\(\): missing .*'closure'"):
+        engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS)
+    engine.optimizer = optimizer
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # type: ignore[arg-type]  # wraps the optimizer's step
+    assert engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS) is not None
+    critic = PipelineEngine(ToyStage(0, 1, rows=1))
+    with pytest.raises(flce.ArgumentError, match="output is 'entropy', and the last stage's head has 1 rows"):
+        critic.forward(IDS, CU_SEQLENS, output="entropy")
+
+
+def test_sequences_longer_than_learned_positions_end_no_engine() -> None:
+    stage = ToyStage(0, 1)
+    stage.num_embeddings, stage.max_positions = V + 1, 6  # more ids than the head has rows, as for ids that are never predicted
+    stage.embedding = torch.nn.Parameter(torch.zeros(V + 1, D))
+    engine = PipelineEngine(stage)
+    with pytest.raises(flce.ArgumentError, match="cu_seqlens gives sequence 1 15 tokens; the model has learned positions of 6"):
+        engine.forward(IDS, torch.tensor([0, 3, 18]), num_micro_batches=2)
+    assert engine.forward(torch.full_like(IDS, V), CU_SEQLENS) is not None
+    with pytest.raises(flce.ArgumentError, match=f"ids must be 0 to {V}"):
+        engine.forward(torch.full_like(IDS, V + 1), CU_SEQLENS)
 
 
 def test_a_stage_without_weights_is_refused() -> None:

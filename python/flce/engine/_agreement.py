@@ -78,8 +78,9 @@ def checksum(tensor: Tensor) -> Tensor:
 class Agreement:
     """The ranks of one pipeline.
 
-    group: theirs. stages: the numbers of each rank's stages, by its rank in the group. shared: a name that all data-parallel copies of the
-    pipeline have, under which the first failure of any is kept.
+    group: theirs. stages: the numbers of each rank's stages, by its rank in the group. num_embeddings: how many ids the first stage takes;
+    None where that is not known. shared: a name that all data-parallel copies of the pipeline have, under which the first failure of any is
+    kept.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -88,6 +89,7 @@ class Agreement:
         self.rank = dist.get_rank(group)
         self.device = device if on_device(group) else torch.device("cpu")
         self.stages: list[tuple[int, ...]] = [()] * len(self.ranks)
+        self.num_embeddings: int | None = None
         self._store: Any = None
         self._calls = 0
         self._unanswered: list[Any] = []

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flce import errors
+from flce._arguments import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from flce.engine import _setup
 from flce.engine._microbatches import Microbatch
-from flce.engine._output import HeadOutput
+from flce.engine._output import HeadOutput, rows_of
+from flce.engine._stage import Stage
 
 OUTPUTS = ("logits", "logprobs", "hidden", "entropy", "values")
-_LEAST, _LARGEST = 2.0**-100, 2.0**100  # temperatures that flce.linear_logprobs takes
 
 
-def check(output: Any, labels: Any, temperature: Any) -> None:
+def check(stages: Sequence[Stage], output: Any, labels: Any, temperature: Any) -> None:
     """ArgumentError, ShapeError, DTypeError, before anything is computed: for what the output does not depend on as well."""
     _setup.choice("output", output, OUTPUTS)
+    rows = rows_of(stages)
+    if rows is not None and (rows == 1 if output in ("logprobs", "entropy") else rows > 1 and output == "values"):
+        raise errors.ArgumentError(f"output is {output!r}, and the last stage's head has {rows} rows; values are of one row, a critic's")
     if labels is not None and output != "logprobs":
         raise errors.ArgumentError(f'labels are for output="logprobs"; output is {output!r}')
     if labels is not None and (not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32)):
@@ -28,7 +33,7 @@ def check(output: Any, labels: Any, temperature: Any) -> None:
         raise errors.ShapeError(f"labels has shape {list(labels.shape)}; it must have one dimension, as packed_input_ids")
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise errors.DTypeError(f"temperature is a {type(temperature).__name__}; it must be a number")
-    if not _LEAST <= temperature <= _LARGEST:
+    if not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         raise errors.ArgumentError(f"temperature is {temperature}; it must be between 2^-100 and 2^100")
     if temperature != 1.0 and output not in ("logprobs", "entropy"):
         raise errors.ArgumentError(f'temperature is {temperature}; it is for output="logprobs" and "entropy", and output is {output!r}')

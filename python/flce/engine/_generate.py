@@ -93,7 +93,8 @@ def generate(
         _check_context(stage, lengths, config)
         _check_seed(seed)
         if stage.is_last:
-            _check_head(stage, packed_input_ids, ends)
+            _check_head(stage, ends)
+        engine._check_within(packed_input_ids, lengths)
         cut = _microbatches.split(packed_input_ids, lengths, starts, engine.device, {}, {})
         parts = [_Part.of(part, stage, config) for part in cut]
         made.append(_Pipeline(engine, config, ends, pad, seed, parts))
@@ -123,17 +124,12 @@ def _check_seed(seed: Any) -> None:
         raise errors.ArgumentError(f"seed is {seed}; it must have 64 bits")
 
 
-def _check_head(stage: Stage, packed_input_ids: Tensor, ends: Sequence[int]) -> None:
+def _check_head(stage: Stage, ends: Sequence[int]) -> None:
     """The last stage alone knows the vocabulary."""
     head: Any = stage.head
     vocab_size = (head.get_base_layer() if hasattr(head, "get_base_layer") else head).weight.shape[0]
     if vocab_size == 1:
         raise errors.ArgumentError("the last stage's head has one row, a critic's value; generate needs a head with a row for each token")
-    least, largest = int(packed_input_ids.min()), int(packed_input_ids.max())
-    if least < 0 or largest >= vocab_size:
-        raise errors.ArgumentError(
-            f"packed_input_ids has {least if least < 0 else largest}; ids must be 0 to {vocab_size - 1}, the head's vocabulary"
-        )
     outside = [token for token in ends if token >= vocab_size]
     if outside:
         raise errors.ArgumentError(f"eos_token_id is {outside[0]}; it must be 0 to {vocab_size - 1}, the head's vocabulary")

@@ -59,6 +59,21 @@ def lengths_of(packed_input_ids: Any, cu_seqlens: Any) -> tuple[int, ...]:
     return lengths
 
 
+def check_within(packed_input_ids: Tensor, lengths: Sequence[int], num_embeddings: int | None, max_positions: int | None) -> None:
+    """ArgumentError for ids and sequences that stages cannot embed. None: any. Waits for the ids' device."""
+    if max_positions is not None and max(lengths) > max_positions:
+        longest = max(lengths)
+        raise errors.ArgumentError(
+            f"cu_seqlens gives sequence {lengths.index(longest)} {longest} tokens; the model has learned positions of {max_positions}"
+        )
+    if num_embeddings is not None:
+        least, largest = torch.stack(packed_input_ids.aminmax()).tolist()
+        if least < 0 or largest >= num_embeddings:
+            raise errors.ArgumentError(
+                f"packed_input_ids has {least if least < 0 else largest}; ids must be 0 to {num_embeddings - 1}, the model's vocabulary"
+            )
+
+
 def cut(lengths: Sequence[int], num_micro_batches: int) -> tuple[int, ...]:
     """Where each microbatch's sequences start, and their number behind: runs of whole sequences, in the batch's order, whose largest number
     of tokens is the least possible. ArgumentError where there are fewer sequences than microbatches."""

@@ -151,11 +151,17 @@ class HeadOutput:
         return f"HeadOutput(hidden={list(self.hidden.shape)}, head={self.head})"
 
 
-def vocab_size_of(stages: Sequence[Stage]) -> int | None:
-    """Rows of the last stage's head; None where that stage is not among them, for a critic, and for a head that has no weight [V, D]."""
+def rows_of(stages: Sequence[Stage]) -> int | None:
+    """Rows of the last stage's head; None where that stage is not among them, and for a head that has no weight [V, D]."""
     heads = [stage.head for stage in stages if stage.is_last and stage.head is not None]
     weight = _heads.weight_of(heads[0]) if heads else None
-    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] > 1 else None
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def vocab_size_of(stages: Sequence[Stage]) -> int | None:
+    """`rows_of`; None for a critic too."""
+    rows = rows_of(stages)
+    return None if rows == 1 else rows
 
 
 def _weight(head: nn.Module) -> Tensor:

@@ -250,7 +250,7 @@ class PipelineEngine:
 
         with self._watching(), torch.no_grad():
             named = (tuple(keywords), (), (), ())
-            check = functools.partial(_forward.check, output, labels, temperature)
+            check = functools.partial(_forward.check, self.stages, output, labels, temperature)
             self._prepare(kind, packed_input_ids, cu_seqlens, num_micro_batches, keywords, named, check=check)
             self._run(False, compute)
             return torch.cat(results) if self.is_last else None
@@ -357,6 +357,7 @@ class PipelineEngine:
             nonlocal counts
             check()
             lengths = _microbatches.lengths_of(packed_input_ids, cu_seqlens)
+            self._check_within(packed_input_ids, lengths)
             starts = _microbatches.cut(lengths, wanted)
             kinds = _microbatches.kinds_of(keywords, lengths, Naming.of(*naming))
             self._microbatches = _microbatches.split(packed_input_ids, lengths, starts, self.device, keywords, kinds)
@@ -377,6 +378,10 @@ class PipelineEngine:
             )
         return counts
 
+    def _check_within(self, packed_input_ids: Tensor, lengths: Sequence[int]) -> None:
+        positions = [stage.max_positions for stage in self.stages if stage.max_positions is not None]
+        _microbatches.check_within(packed_input_ids, lengths, self._agreement.num_embeddings, min(positions, default=None))
+
     def _new_losses(
         self, kind: str, ids: Tensor, cu_seqlens: Tensor, loss_fn: Any, number: int | None, token_count: Any, naming: Any, kwargs: Any
     ) -> _losses.Losses:
@@ -387,10 +392,8 @@ class PipelineEngine:
                 _step.check(self)
             if token_count is not None and not by_tokens:
                 raise errors.ArgumentError(f'token_count is for normalize="tokens"; this engine was made with {self.normalize!r}')
-            if not callable(loss_fn):
-                raise errors.DTypeError(
-                    f"loss_fn is a {type(loss_fn).__name__}; it must be a function of output, packed_input_ids, cu_seqlens"
-                )
+            if self.is_last or not callable(loss_fn):
+                _setup.check_function("loss_fn", loss_fn, "output", packed_input_ids=ids, cu_seqlens=cu_seqlens, **kwargs)
 
         counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, naming, token_count if by_tokens else False, check)
         total = 0

@@ -9,7 +9,6 @@ of every token behind it.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flce import errors
+from flce._arguments import LEAST_TEMPERATURE, MOST_TEMPERATURE
 
 _MOST_NOISE = 1 << 24  #: elements of noise [rows, V] made at a time
 
@@ -33,7 +33,7 @@ class GenerationConfig:
         greedy: takes the likeliest token, the first of equals; top_p and top_k are then without effect.
         top_p: in (0, 1]; keeps the likeliest tokens up to the one with which their probabilities reach top_p. 1.0: all.
         top_k: keeps the k likeliest tokens and those as likely as the last of them. None: all. top_p is of what top_k keeps.
-        temperature: finite and above 0; logits are divided by it before top_k and top_p. It is that of the log-probabilities, too.
+        temperature: 2^-100 to 2^100; logits are divided by it before top_k and top_p. It is that of the log-probabilities, too.
         eos_token_id: the token or tokens that end a sequence. None: the tokenizer's.
         pad_token_id: what stands behind a sequence that is shorter than the longest. None: the tokenizer's, or where it has none the first
             end of sequence.
@@ -61,9 +61,9 @@ class GenerationConfig:
         if self.top_k is not None:
             _check_int("top_k", self.top_k, 1, " or None, which keeps all tokens")
         _check_number("temperature", self.temperature)
-        if not 0.0 < self.temperature < math.inf:
+        if not LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE:
             raise errors.ArgumentError(
-                f"temperature is {self.temperature}; it must be above 0 and finite. greedy=True is what a temperature of 0 stands for"
+                f"temperature is {self.temperature}; it must be between 2^-100 and 2^100. greedy=True is what a temperature of 0 stands for"
             )
         for token in self.eos_token_ids:
             _check_int("eos_token_id", token, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch import nn
 from flce import errors
 from flce.engine import _schedules
 from flce.engine._agreement import Agreement, checksum
+from flce.engine._output import vocab_size_of
 from flce.engine._stage import Stage
 
 if TYPE_CHECKING:
@@ -88,6 +90,32 @@ def norm(value: Any) -> float | None:
     return value
 
 
+def why_not_called(function: Any, *arguments: Any, **keywords: Any) -> str | None:
+    """Why `function` cannot be called with these, by its signature; None where it can, or has none."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of no Python function
+        return None
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def check_function(name: str, function: Any, *arguments: Any, **keywords: Any) -> None:
+    """DTypeError, ArgumentError where `function`, the argument `name`, cannot be called with these. An exception in it would end the
+    engine, as other ranks wait by then."""
+    given = ", ".join([*map(str, arguments), *(f"{keyword}=" for keyword in keywords)])
+    if not callable(function):
+        raise errors.DTypeError(f"{name} is a {type(function).__name__}; it must be a function of {given}")
+    refused = why_not_called(function, *arguments, **keywords)
+    if refused is not None:
+        raise errors.ArgumentError(
+            f"{name} cannot be called as {name}({given}): {refused}. Keywords are packed_input_ids, cu_seqlens and those of the call"
+        )
+
+
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
@@ -124,17 +152,26 @@ def meet(engine: PipelineEngine, error: Exception | None) -> tuple[Agreement, Ti
             _check_stages(engine.stages)
         except errors.ArgumentError as refused:
             problem = refused
-    told = agreement.gather((numbers, settings, None if problem is None else str(problem), {} if problem else _tied_of(engine.stages)))
+    known = ({}, []) if problem else (_tied_of(engine.stages), _num_embeddings_of(engine.stages))
+    told = agreement.gather((numbers, settings, None if problem is None else str(problem), *known))
     agreement.stages = [numbers for numbers, *_ in told]
+    agreement.num_embeddings = min((pair for *_, pairs in told for pair in pairs), default=(0, None))[1]
     tied = Tied()
     try:
         if problem is None:
-            _check_told(agreement, [(others, said) for _, others, said, _ in told])
-            tied = _check_tied(engine, agreement, [part for *_, part in told])
+            _check_told(agreement, [(others, said) for _, others, said, *_ in told])
+            tied = _check_tied(engine, agreement, [part for *_, part, _ in told])
     except (errors.ArgumentError, errors.PipelineError) as refused:
         problem = refused
     agreement.open_store(_check_copies(engine, agreement, problem))
     return agreement, tied
+
+
+def _num_embeddings_of(stages: Sequence[Stage]) -> list[tuple[int, int]]:
+    """How many ids the first stage takes, and the rows of the last one's head: the first of them counts."""
+    known = [(stage.stage, stage.num_embeddings) for stage in stages if stage.is_first]
+    known += [(stages[0].num_stages, vocab_size_of(stages))]
+    return [(stage, number) for stage, number in known if number is not None]
 
 
 def _settings_of(engine: PipelineEngine) -> dict[str, Any]:

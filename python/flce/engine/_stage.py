@@ -26,6 +26,9 @@ class Stage(nn.Module):
         head: the output layer, an nn.Linear or a module that holds one (vocabulary, or one row: a critic's values); None but on the last
             stage, which need not set it. Its parameters are the stage's own, as every other's.
         logit_scale, softcap: what logits go through behind the head (1.0 and 0.0: nothing).
+        num_embeddings: of the first stage, which takes the ids 0 to num_embeddings - 1. None: as many as the last stage's head has rows,
+            or any with a critic's head.
+        max_positions: the most tokens of a sequence, where positions are learned. None: any.
         tied_weight: the embedding's weight on the first stage and the head's on the last, where these are copies of one parameter, whose
             gradients have to be summed; else None. A subclass makes it a property: a parameter that is assigned has a second name.
     """
@@ -37,6 +40,8 @@ class Stage(nn.Module):
     head: nn.Module | None
     logit_scale: float = 1.0
     softcap: float = 0.0
+    num_embeddings: int | None = None
+    max_positions: int | None = None
     tied_weight: nn.Parameter | None = None
 
     def __getattr__(self, name: str) -> Any:

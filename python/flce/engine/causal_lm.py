@@ -70,6 +70,15 @@ class CausalLMStage(Stage):
         return self.get_parameter(self.plan.names.embedding if self.is_first else self.plan.names.head)
 
     @property
+    def num_embeddings(self) -> int | None:  # type: ignore[override]
+        return int(self.get_parameter(self.plan.names.embedding).shape[0]) if self.is_first else None
+
+    @property
+    def max_positions(self) -> int | None:  # type: ignore[override]
+        """GPT-2 has a learned position for each of its first max_position_embeddings tokens, and none for later ones."""
+        return int(self.config.max_position_embeddings) if self.config.model_type == "gpt2" else None
+
+    @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """That of the layers' parameters."""
         return next(self.layers[0].parameters()).dtype
@@ -167,10 +176,8 @@ class CausalLMStage(Stage):
         self._check_length(max((old + new for old, new in zip(past, batch.lengths, strict=True)), default=0), "a sequence of batch has")
 
     def _check_length(self, length: int, what: str) -> None:
-        """GPT-2 has a learned position for each of its first max_position_embeddings tokens, and none for later ones."""
-        known = self.config.max_position_embeddings
-        if self.config.model_type == "gpt2" and length > known:
-            raise errors.ArgumentError(f"{what} {length} tokens; the model has learned positions of {known} (n_positions)")
+        if self.max_positions is not None and length > self.max_positions:
+            raise errors.ArgumentError(f"{what} {length} tokens; the model has learned positions of {self.max_positions} (n_positions)")
 
 
 def causal_lm_stage(
