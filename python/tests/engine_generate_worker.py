@@ -234,7 +234,9 @@ def a_stage_that_fails_ends_all() -> None:
         lambda: engine.generate(torch.tensor([3, 5]), torch.arange(3), None, GenerationConfig(8, greedy=True)), flce.PipelineError, says
     )
     assert error.stage == 1  # type: ignore[attr-defined]
-    refused(lambda: engine.generate(torch.tensor([3]), torch.arange(2)), flce.PipelineError, "make another one")
+    refused(lambda: engine.generate(torch.tensor([3]), torch.arange(2)), flce.PipelineError, "make another one, on new process groups")
+    again, _ = counting(CountingStage, dist.new_group())
+    expect(again.generate(torch.tensor([3]), torch.arange(2), None, GenerationConfig(3, greedy=True)), [[4, 5, 6]])
 
 
 SAMPLED = (

@@ -303,7 +303,7 @@ def refuses() -> None:
     }
     for what, (its_ids, its_cu_seqlens, keywords, options) in other.items():
         with pytest.raises(flce.PipelineError, match=f"stage 0 and stage 1 were called with different arguments.*{what}"):
-            engine.train_batch(its_ids, its_cu_seqlens, sft_loss, **keywords, **options)
+            engine.train_batch(its_ids, its_cu_seqlens, lambda output, **_: sft_loss(output, **_), **keywords, **options)
     with pytest.raises(flce.PipelineError, match="the call and its options"):
         (engine.eval_batch if odd else engine.train_batch)(ids, cu_seqlens, sft_loss, labels=ids)
     engine.set_version_steps(3 + odd)
@@ -353,6 +353,59 @@ WRONG_OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"device": "nowhere"}, "nowhere"),
     ({"data_parallel_group": dist.GroupMember.NON_GROUP_MEMBER}, "data_parallel_group does not have this rank"),
 )
+
+
+def tied_copies_are_kept_alike() -> None:
+    """Frozen when the engine was made and trained later: as the whole model. What would part the copies is refused."""
+    stage, whole = ToyStage(dist.get_rank(), 2, tied=True), ToyStage(0, 1, tied=True)
+    for frozen in (stage, whole):
+        (frozen.tied_weight if frozen is stage else frozen.embedding).requires_grad_(False)  # type: ignore[union-attr]
+    engine = PipelineEngine(stage, None, torch.optim.SGD(stage.parameters(), lr=0.5), max_grad_norm=0.1)
+    reference = torch.optim.SGD(whole.parameters(), lr=0.5)
+    ids, cu_seqlens = batch_of(3, STEPS[0])
+    weight = stage.tied_weight
+    assert weight is not None
+    for turn in range(3):
+        if turn:
+            weight.requires_grad_()
+            whole.embedding.requires_grad_()
+        engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
+        reference.zero_grad()
+        reference_loss(whole, ids, cu_seqlens, ids, 2, "micro_batches").backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        reference.step()
+    torch.testing.assert_close(weight, whole.embedding, rtol=1e-4, atol=1e-5)
+    for copies in (stage, whole):
+        assert not torch.equal(copies.embedding if copies is whole else weight, ToyStage(0, 1).embedding)
+
+    def refused(says: str) -> None:
+        for _ in range(2):  # once found, it is looked for in every batch
+            with pytest.raises(flce.PipelineError, match=f"tied_weight of stage 0 .* and of stage 1 differ in {says}") as caught:
+                engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
+            assert caught.value.stage == 1
+
+    weight.requires_grad_(engine.is_first)
+    refused("requires_grad: True on rank 0 of them and False on rank 1")
+    weight.requires_grad_()
+    decay = {"params": [weight], "weight_decay": 0.0 if engine.is_first else 0.1}
+    engine.optimizer = torch.optim.AdamW([decay, {"params": [p for p in stage.parameters() if p is not weight]}], lr=0.01)
+    refused("weight_decay: 0.0 on rank 0 of them and 0.1 on rank 1")
+    with pytest.raises(flce.PipelineError, match=r"tied_weight .* differ in requires_grad or options of the optimizer"):
+        PipelineEngine(stage, None, engine.optimizer)
+    engine.optimizer = torch.optim.SGD([p for p in stage.parameters() if p is not weight or engine.is_first], lr=0.01)
+    refused("optimizer's group: None on rank|optimizer: 'SGD' on rank 0 of them and None on rank 1")
+    engine.optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
+    with torch.no_grad():
+        weight[0, 0] += float(engine.is_last)
+    engine._batches = 255
+    refused("values")
+    with torch.no_grad():
+        weight[0, 0] -= float(engine.is_last)
+    engine.max_grad_norm = 1.0 if engine.is_first else None
+    with pytest.raises(flce.PipelineError, match="called with different arguments: normalize, max_grad_norm or nonfinite"):
+        engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
+    engine.max_grad_norm = None
+    engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
 
 
 def warns_of_few_microbatches() -> None:
@@ -422,7 +475,68 @@ def refuses_copies() -> None:
     with pytest.raises(flce.PipelineError, match="stage 0 has other parameters on some of its 2 data-parallel ranks") as caught:
         made(stage)
     assert caught.value.stage == 0
-    made(ToyStage(rank % 2, 2))
+    copy = int(rank > 1)
+    for options, says in (
+        ({"max_grad_norm": 1.0 + copy}, f"stage {rank % 2} is stepped otherwise .* max_grad_norm: 1.0 on rank 0 of them and 2.0 on rank 1"),
+        ({"normalize": ("tokens", "micro_batches")[copy]}, f"stage {rank % 2} .* normalize: 'tokens' on rank 0 of them and 'micro"),
+    ):
+        with pytest.raises(flce.PipelineError, match=says):
+            made(ToyStage(rank % 2, 2), **options)
+    stage = ToyStage(rank % 2, 2)
+    stage.layers["5" if rank % 2 else "0"].requires_grad_(rank < 3)
+    with pytest.raises(
+        flce.PipelineError, match=r"stage 1 is .* group of stage 1's layers.5: \(True, None\) on rank 0 of them and \(False"
+    ):
+        made(stage)
+    stage.layers.requires_grad_()
+    engine = made(stage, optimizer=torch.optim.SGD(stage.parameters(), lr=0.1))
+    engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
+    optimizer = engine.optimizer
+    for change, says in (
+        (lambda: setattr(engine, "max_grad_norm", 1.0 + copy), "stage 0 .* max_grad_norm: 1.0 on rank 0 of them and 2.0 on rank 1"),
+        (lambda: stage.layers.requires_grad_(rank < 3), r"stage 1 .* stage 1's layers.4: \(True, 0\) .* and \(False, 0\)"),
+        (
+            lambda: optimizer.param_groups[0].update(lr=0.2 - 0.1 * (rank == 2)),
+            "stage 0 is .* options of the optimizer's group 0: .*'lr': 0.2",
+        ),
+    ):
+        change()
+        with pytest.raises(flce.PipelineError, match=says + ".*their parameters would part. Nothing was computed"):
+            engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
+        engine.max_grad_norm = None
+        stage.layers.requires_grad_()
+        optimizer.param_groups[0]["lr"] = 0.1
+    engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
+
+
+def counts_follow(number: int) -> None:
+    """Copies of a pipeline whose loss takes aligned labels: each token weighs the same on all of them."""
+    own = dist.get_rank() // (dist.get_world_size() // number)
+    stages = my_stages("1f1b", _groups["pipeline"])
+    whole = ToyStage(0, 1)
+    engine = PipelineEngine(
+        stages,
+        _groups["pipeline"],
+        torch.optim.SGD(stages[0].parameters(), lr=0.5),
+        data_parallel_group=_groups["copies"],
+        normalize="tokens",
+    )
+
+    def aligned(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, labels: Tensor) -> tuple[Tensor, None]:
+        return output.cross_entropy(labels, shift=0), None
+
+    for turn in range(2):
+        batches = [batch_of(turn + 5 * copy, [2, 1, 4 - copy, 2, 1 + copy]) for copy in range(number)]
+        losses = [F.cross_entropy(whole.head(whole_batch(whole, *batch)), batch[0], reduction="sum") for batch in batches]
+        whole.zero_grad()
+        (torch.stack(losses).sum() / sum(len(batch[0]) for batch in batches)).backward()
+        result = engine.train_batch(*batches[own], aligned, labels=batches[own][0])
+        expect(engine, result and result[0], (losses[own] / len(batches[own][0])).detach())
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter -= 0.5 * parameter.grad  # type: ignore[operator]
+    for name, parameter in parameters(stages).items():
+        torch.testing.assert_close(parameter, dict(whole.named_parameters())[name], rtol=1e-4, atol=1e-5)
 
 
 def cases() -> Iterator[tuple[Any, ...]]:
@@ -436,11 +550,12 @@ def cases() -> Iterator[tuple[Any, ...]]:
         if dist.get_backend() == "gloo":
             yield from ((through_the_host, "1f1b"), (through_the_host, "zbv"))
         yield from ((nonfinite, "raise"), (nonfinite, "skip"), (refuses,), (warns_of_few_microbatches,))
+        yield (tied_copies_are_kept_alike,)
     else:
         for schedule in ("1f1b", "zbv"):
             yield from ((with_copies, schedule, "micro_batches"), (with_copies, schedule, "tokens"))
         if dist.get_world_size() == 4:
-            yield (refuses_copies,)
+            yield from ((refuses_copies,), (counts_follow, 2))
             yield trains, "interleaved_1f1b", "micro_batches", True, 0.05  # the model has too few layers for 16 stages
         yield trains, "1f1b", "tokens", True, 0.05
         yield forwards, "1f1b"

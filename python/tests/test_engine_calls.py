@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_support import D, ToyStage, V, batch_of, sft_loss
+import torch.nn.functional as F
+from engine_support import D, ToyStage, V, batch_of, sft_loss, token_losses, whole_batch
 from torch import Tensor
 
 import flce
@@ -178,6 +179,56 @@ def test_counts_that_are_none_are_refused(token_count: Any, says: str) -> None:
     of_floats = lambda packed_input_ids, cu_seqlens, **_: torch.tensor(float(len(packed_input_ids) - len(cu_seqlens) + 1))  # noqa: E731
     losses = [engine.eval_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS, token_count=count) for count in (of_floats, None)]
     assert losses[0][0] == losses[1][0]  # type: ignore[index]
+
+
+def aligned(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, labels: Tensor) -> tuple[Tensor, None]:
+    """The loss of labels that are aligned already."""
+    return output.cross_entropy(labels, shift=0), None
+
+
+@pytest.mark.parametrize("lengths", [[2, 2, 9, 1], [1, 1, 1, 1], LENGTHS])
+def test_counts_follow_the_shift_that_the_loss_used(lengths: list[int]) -> None:
+    """The first batch is counted when its losses are known; of sequences of one token none has a target one row on."""
+    ids, cu_seqlens = batch_of(1, lengths)
+    labels = ids.roll(-1).masked_fill(torch.arange(len(ids)) % 5 == 2, -100)
+    engine = made(normalize="tokens")
+    for turn in range(2):
+        whole = ToyStage(0, 1)
+        whole.load_state_dict(engine.stages[0].state_dict())
+        expected = F.cross_entropy(whole.head(whole_batch(whole, ids, cu_seqlens)), labels)
+        expected.backward()
+        for call in (engine.eval_batch, engine.train_batch):
+            engine._shift = 1 - turn  # as in a first batch; as in those behind it
+            result = call(ids, cu_seqlens, aligned, labels=labels, per_token=["labels"])
+            assert result is not None
+            torch.testing.assert_close(result[0], expected.detach())
+            assert engine._shift == 0
+        for parameter, old in zip(engine.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(parameter.detach(), old.detach() - 0.1 * old.grad)  # type: ignore[operator]
+    if max(lengths) > 1:
+        losses, counted = token_losses(engine.forward(ids, cu_seqlens), ids, cu_seqlens)  # type: ignore[arg-type]
+        result = engine.eval_batch(ids, cu_seqlens, sft_loss, labels=ids)
+        torch.testing.assert_close(result[0], losses[counted].mean())  # type: ignore[index]
+
+
+def test_a_batch_without_tokens_that_count_is_refused() -> None:
+    engine = made(normalize="tokens")
+    before = [parameter.detach().clone() for parameter in engine.parameters()]
+    nothing = torch.full_like(IDS, -100)
+    for loss_fn in (sft_loss, aligned):
+        for call in (engine.train_batch, engine.eval_batch):
+            with pytest.raises(flce.ArgumentError, match="the batch has no token that counts"):
+                call(IDS, CU_SEQLENS, loss_fn, labels=nothing)
+    assert all(torch.equal(parameter, old) for parameter, old in zip(engine.parameters(), before, strict=True))
+    assert all(parameter.grad is None for parameter in engine.parameters())
+
+    def both(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, labels: Tensor) -> tuple[Tensor, None]:
+        assert output.entropy().shape == packed_input_ids.shape
+        return output.cross_entropy(labels, shift=1) + output.logprobs(labels, shift=2).mean(), None
+
+    assert made(normalize="tokens").train_batch(IDS, CU_SEQLENS, both, labels=IDS, token_count=torch.ones(4)) is not None
+    with pytest.raises(flce.PipelineError, match=r"loss_fn scored labels with the shifts 1, 2.*give token_count="):
+        engine.train_batch(IDS, CU_SEQLENS, both, labels=IDS)
 
 
 def test_statistics_keep_no_graph() -> None:

@@ -29,7 +29,9 @@ WHAT = (
     "cu_seqlens",
     "packed_input_ids",
     "the keywords",
+    "normalize, max_grad_norm or nonfinite",
 )
+_TIED = 4  # numbers of a row for each end of the pipeline that may have a tied weight
 
 
 class Agreed(Exception):  # noqa: N818
@@ -45,21 +47,54 @@ def digest(text: str) -> int:
 
 
 @dataclass(frozen=True)
+class Stepping:
+    """What copies of a parameter are stepped with. Copies that start alike stay so where it is the same.
+
+    settings: of the engine. copy: what this rank's data-parallel copies must have alike, by what it is. tied: the same of a tied weight, by
+    stage. weights: tied weights whose values are to be compared, by stage.
+    """
+
+    settings: Mapping[str, Any]
+    copy: Mapping[str, Any]
+    tied: Mapping[int, Mapping[str, Any]]
+    weights: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
 class Call:
-    """What ranks must be called with alike: its parts, in the order of WHAT; ids are compared by a checksum."""
+    """What ranks must be called with alike: its parts, in the order of WHAT; ids are compared by a checksum. stepping: of a call that
+    trains."""
 
     kind: str
     num_micro_batches: int
     lengths: Sequence[int]
     packed_input_ids: Tensor
     keywords: Mapping[str, Any]
+    stepping: Stepping | None = None
 
-    def row(self, device: torch.device) -> Tensor:
+    def row(self, device: torch.device, ends: tuple[int, int]) -> Tensor:
+        """ends: the first stage and the last."""
         shapes = {name: (list(v.shape), str(v.dtype)) if isinstance(v, Tensor) else () for name, v in sorted(self.keywords.items())}
         known = [digest(self.kind), self.num_micro_batches, len(self.lengths), digest(repr(tuple(self.lengths))), 0, digest(repr(shapes))]
-        row = torch.tensor([1, *known], dtype=torch.int64, device=device)
+        with_what = self.stepping or Stepping({}, {}, {}, {})
+        copy = [digest(repr(part)) for part in (with_what.settings, with_what.copy)]
+        tied = [[int(end in with_what.tied), digest(repr(with_what.tied.get(end))), int(end in with_what.weights), 0] for end in ends]
+        row = torch.tensor([1, *known, *copy, *tied[0], *tied[1]], dtype=torch.int64, device=device)
         row[1 + WHAT.index("packed_input_ids")] = checksum(self.packed_input_ids)
+        for place, end in ((-_TIED - 1, ends[0]), (-1, ends[1])):
+            if end in with_what.weights:
+                row[place] = checksum(with_what.weights[end])
         return row
+
+
+def differing(told: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first thing that is not alike, and what it is on the first rank and on another."""
+    for rank, other in enumerate(told):
+        for name in (*told[0], *other):
+            one, two = told[0].get(name), other.get(name)
+            if one != two:
+                return f"{name}: {one!r} on rank 0 of them and {two!r} on rank {rank}"
+    return None
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -73,6 +108,10 @@ def checksum(tensor: Tensor) -> Tensor:
         places = torch.arange(1, 2 * part.numel(), 2, device=tensor.device)
         total += (part.to(torch.int64) * places).sum() * (2 * number + 1)
     return total
+
+
+def not_alike(who: str, what: str) -> str:
+    return f"{who} is stepped otherwise on some of its data-parallel ranks, {what}; their parameters would part"
 
 
 class Agreement:
@@ -90,6 +129,8 @@ class Agreement:
         self.device = device if on_device(group) else torch.device("cpu")
         self.stages: list[tuple[int, ...]] = [()] * len(self.ranks)
         self.num_embeddings: int | None = None
+        self.ends = (0, 0)
+        self.parted = False  # whether a tied weight's copies were found to differ
         self._store: Any = None
         self._calls = 0
         self._unanswered: list[Any] = []
@@ -115,31 +156,73 @@ class Agreement:
 
     def check_called_alike(self, prepare: Callable[[], Call], copies: dist.ProcessGroup | None) -> None:
         """Runs `prepare`, which raises where this rank's arguments are wrong, and compares. Raises Agreed on every rank where two ranks
-        differ or one rank's arguments are wrong; with `copies`, also where a data-parallel rank's pipeline refused its batch."""
+        differ or one rank's arguments are wrong; with `copies`, also where a data-parallel rank's pipeline refused its batch, or is stepped
+        otherwise."""
         problem: Exception | None = None
+        call: Call | None = None
         self._calls += 1
         key = f"refused {self._calls}"
         own = self.stages[self.rank][0]
         try:
-            row = prepare().row(self.device)
+            call = prepare()
+            row = call.row(self.device, self.ends)
         except Exception as error:
             problem = error
             self.tell(own, f"{type(error).__name__}: {error}", key)
-            row = torch.zeros(1 + len(WHAT), dtype=torch.int64, device=self.device)
+            row = torch.zeros(2 + len(WHAT) + 2 * _TIED, dtype=torch.int64, device=self.device)
         rows = [torch.empty_like(row) for _ in self.ranks]
         dist.all_gather(rows, row, group=self.group)
-        problem = problem or self._difference(torch.stack(rows).tolist(), key)
+        table = torch.stack(rows).tolist()
+        problem = problem or self._difference(table, key) or self._tied_difference(table, call)
         if copies is not None:
             if problem is not None:
                 self.tell(own, str(problem), key)
-            fine = torch.tensor(int(problem is None), device=self.device)
-            dist.all_reduce(fine, dist.ReduceOp.MIN, group=copies)
-            if problem is None and not int(fine):
-                problem = errors.PipelineError(
-                    f"another data-parallel rank refused its batch{self._told_of(key)}. Nothing was computed", own
-                )
+            problem = self._copies_difference(table, call, copies, key, problem)
         if problem is not None:
             raise Agreed(problem)
+
+    def _tied_difference(self, table: list[list[int]], call: Call | None) -> errors.PipelineError | None:
+        """Between the copies of a tied weight, which the first and the last stage have."""
+        first, last = (
+            next((row[begin : begin + _TIED] for row in table if row[begin]), [0] * _TIED)
+            for begin in (len(table[0]) - 2 * _TIED, len(table[0]) - _TIED)
+        )
+        if first[1] != last[1]:
+            assert call is not None and call.stepping is not None
+            told = {end: what for part in self.gather(call.stepping.tied) for end, what in part.items()}
+            what = differing([told.get(end, {"tied_weight": None}) for end in self.ends])
+        elif first[2] and last[2]:
+            self.parted = first[3] != last[3]
+            what = "values" if self.parted else None
+        else:
+            return None
+        if what is None:
+            return None
+        return errors.PipelineError(
+            f"tied_weight of stage {self.ends[0]} (rank 0 of the two) and of stage {self.ends[1]} differ in {what}; they must be copies of "
+            "one parameter, trained alike. Nothing was computed",
+            self.ends[1],
+        )
+
+    def _copies_difference(
+        self, table: list[list[int]], call: Call | None, copies: dist.ProcessGroup, key: str, problem: Exception | None
+    ) -> Exception | None:
+        """Between data-parallel ranks. One that has a problem is a problem of all."""
+        own = self.stages[self.rank][0]
+        stepped = digest(repr([row[len(WHAT) : len(WHAT) + 2] for row in table]))
+        found = torch.tensor([int(problem is None), stepped, -stepped], device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=copies)
+        fine, least, most = found.tolist()
+        if problem is None and not fine:
+            return errors.PipelineError(f"another data-parallel rank refused its batch{self._told_of(key)}. Nothing was computed", own)
+        if problem is None and least != -most:
+            assert call is not None and call.stepping is not None
+            told: list[Any] = [None] * dist.get_world_size(copies)
+            dist.all_gather_object(told, call.stepping.copy, group=copies)
+            here = self.gather(differing(told))
+            rank = next(rank for rank, what in enumerate(here) if what is not None)
+            return errors.PipelineError(not_alike(self.says(rank), here[rank]) + ". Nothing was computed", self.stages[rank][0])
+        return problem
 
     def _told_of(self, key: str) -> str:
         told = self.told(key)
@@ -152,7 +235,7 @@ class Agreement:
                     f"{self.says(rank)} refused what it was called with{self._told_of(key)}. Nothing was computed", self.stages[rank][0]
                 )
         for rank, row in enumerate(rows):
-            parts = [name for name, one, other in zip(WHAT, rows[0][1:], row[1:], strict=True) if one != other]
+            parts = [name for name, one, other in zip(WHAT, rows[0][1:], row[1:], strict=False) if one != other]
             if parts:
                 return errors.PipelineError(
                     f"{self.says(0)} and {self.says(rank)} were called with different arguments: {', '.join(parts)}; every rank of a "

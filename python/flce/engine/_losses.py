@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +21,44 @@ LossFunction = Callable[..., tuple[Tensor, Any]]
 TokenCount = Callable[..., "Tensor | int"] | Tensor | None
 
 
-class Losses:
-    """counts: what each microbatch's loss is a mean over, and their sum over all data-parallel ranks; None for a mean of means."""
+@dataclass
+class Counts:
+    """How many tokens each microbatch's loss is a mean over.
 
-    def __init__(self, loss_fn: LossFunction, microbatches: Sequence[Microbatch], counts: Sequence[int] | None, total: int) -> None:
+    shift: how many rows later tokens were supposed to have their targets, when they were counted. total: of all microbatches, on all
+    data-parallel ranks where a batch is trained on, as they were counted then. again: counts a microbatch's for another shift; None where
+    the caller says the numbers. used: the shift that the loss function took last.
+    """
+
+    numbers: list[int]
+    shift: int
+    again: Callable[[Microbatch, int], int] | None
+    total: int = 0
+    used: int | None = None
+    follows: bool = True  #: whether no other shift than the supposed one was used
+
+    def follow(self, microbatch: Microbatch, shifts: set[int]) -> int:
+        """A microbatch's number, when its loss is known. ArgumentError where the loss function took several shifts."""
+        if self.again is not None and shifts:
+            if len(shifts) > 1:
+                raise errors.ArgumentError(
+                    f"loss_fn scored labels with the shifts {', '.join(map(str, sorted(shifts)))}, so what its loss is a mean over is not "
+                    "clear; give token_count="
+                )
+            (self.used,) = shifts
+            if self.used != self.shift:
+                self.numbers[microbatch.number] = self.again(microbatch, self.used)
+                self.follows = False
+        return self.numbers[microbatch.number]
+
+
+class Losses:
+    """counts: None for a mean of means."""
+
+    def __init__(self, loss_fn: LossFunction, microbatches: Sequence[Microbatch], counts: Counts | None) -> None:
         self._loss_fn = loss_fn
         self._microbatches = microbatches
-        self._counts = counts
-        self._total = total
+        self.counts = counts
         self._losses: list[Tensor] = []
         self._stats: list[Any] = []
 
@@ -47,15 +78,20 @@ class Losses:
             )
         loss = loss.reshape(())
         self._stats.append(tree_map_only(Tensor, Tensor.detach, stats))  # a graph in them would keep what backward lets go
-        if self._counts is None:
+        if self.counts is None:
             self._losses.append(loss.detach().float())
             return loss / len(self._microbatches)
-        count = self._counts[microbatch.number]
+        count = self.counts.follow(microbatch, output.shifts)
         if count == 0:  # a mean over nothing may be NaN
             self._losses.append(torch.zeros_like(loss, dtype=torch.float32).detach())
             return (output.hidden * 0.0).sum()
         self._losses.append(loss.detach().float())
-        return loss * (count / self._total)
+        return loss * (count / max(self.counts.total, 1))
+
+    @property
+    def shift(self) -> int:
+        """Of the loss function's labels, as far as that is known."""
+        return 1 if self.counts is None else self.counts.used if self.counts.used is not None else self.counts.shift
 
     def first_nonfinite(self) -> int | None:
         """The first microbatch whose loss is not finite. Waits for the device."""
@@ -64,9 +100,9 @@ class Losses:
 
     def result(self) -> tuple[Tensor, list[Any]]:
         stacked = torch.stack(self._losses)
-        if self._counts is None:
+        if self.counts is None:
             return stacked.mean(), self._stats
-        counts = torch.tensor(self._counts, dtype=torch.float32, device=stacked.device)
+        counts = torch.tensor(self.counts.numbers, dtype=torch.float32, device=stacked.device)
         return (stacked * counts).sum() / counts.sum().clamp(min=1), self._stats
 
 
@@ -76,9 +112,10 @@ def counts_of(
     lengths: Sequence[int],
     kinds: Mapping[str, str],
     vocab_size: int | None,
-) -> list[int]:
-    """How many tokens each microbatch's loss is a mean over; vocab_size: of the head, None on ranks without it and for a critic.
-    ArgumentError, ShapeError for a token_count that does not say."""
+    shift: int,
+) -> Counts:
+    """vocab_size: of the head, None on ranks without it and for a critic. ArgumentError, ShapeError for a token_count that does not say."""
+    again = None
     if isinstance(token_count, Tensor):
         if token_count.dim() != 1 or token_count.shape[0] != len(lengths):
             raise errors.ShapeError(
@@ -93,8 +130,9 @@ def counts_of(
             _setup.check_function("token_count", token_count, packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs)
         found = [token_count(packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs) for m in microbatches]
     else:
-        found = [_targets_of(m, kinds, vocab_size) for m in microbatches]
-    return [_whole(number, microbatch) for microbatch, number in zip(microbatches, found, strict=True)]
+        again = lambda microbatch, shift: int(_targets_of(microbatch, kinds, vocab_size, shift))  # noqa: E731
+        found = [_targets_of(m, kinds, vocab_size, shift) for m in microbatches]
+    return Counts([_whole(number, microbatch) for microbatch, number in zip(microbatches, found, strict=True)], shift, again)
 
 
 def _whole(number: Any, microbatch: Microbatch) -> int:
@@ -104,9 +142,9 @@ def _whole(number: Any, microbatch: Microbatch) -> int:
     return int(given)
 
 
-def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str], vocab_size: int | None) -> Tensor | int:
-    """Tokens that have a target in their sequence, by the keyword `labels` or else `loss_mask`. A label outside the vocabulary is none, as
-    in the loss."""
+def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str], vocab_size: int | None, shift: int) -> Tensor | int:
+    """Tokens that have a target `shift` rows later in their sequence, by the keyword `labels` or else `loss_mask`. A label outside the
+    vocabulary is none, as in the loss."""
     for name, ignored in (("labels", -100), ("loss_mask", 0)):
         given = microbatch.kwargs.get(name)
         if kinds.get(name) not in (_microbatches.TOKEN, _microbatches.TARGET):
@@ -118,6 +156,6 @@ def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str], vocab_size: in
             counted = counted & (given >= 0) & (given < vocab_size)
         counted = counted.long()
         if kinds[name] == _microbatches.TOKEN:
-            counted = shift_labels(counted, 1, ignore_index=0, cu_seqlens=microbatch.batch.cu_seqlens)
+            counted = shift_labels(counted, shift, ignore_index=0, cu_seqlens=microbatch.batch.cu_seqlens)
         return counted.sum()
-    return microbatch.batch.num_tokens - len(microbatch.sequences)
+    return sum(max(length - shift, 0) for length in microbatch.batch.lengths)

@@ -59,6 +59,7 @@ class HeadOutput:
         self.logit_scale = logit_scale
         self.softcap = softcap
         self.cu_seqlens = cu_seqlens
+        self.shifts: set[int] = set()  #: with which labels were scored
         self._options = dict(options or {})
         self._materialised: Tensor | None = None
 
@@ -84,6 +85,7 @@ class HeadOutput:
     def _call(self, function: Callable[..., Any], labels: Tensor, shift: int, options: Mapping[str, Any]) -> Any:
         if self.is_critic:
             raise errors.ArgumentError("this head has one row, a critic's value; call output.values()")
+        self.shifts.add(shift)
         hidden, weight, bias = self._operands()
         settings = {"logit_scale": self.logit_scale, "softcap": self.softcap or None, **self._options, **options}
         return function(hidden, weight, labels, bias=bias, shift=shift, cu_seqlens=self.cu_seqlens if shift else None, **settings)
@@ -107,8 +109,10 @@ class HeadOutput:
 
     def entropy(self, temperature: Tensor | float = 1.0, **options: Any) -> Tensor:
         """Of every row's softmax, in nats: [T] fp32."""
-        anything = torch.zeros(self.hidden.shape[0], dtype=torch.int64, device=self.hidden.device)
-        return self.logprobs_and_entropy(anything, temperature, shift=0, **options)[1]
+        anything, shifts = torch.zeros(self.hidden.shape[0], dtype=torch.int64, device=self.hidden.device), set(self.shifts)
+        entropy = self.logprobs_and_entropy(anything, temperature, shift=0, **options)[1]
+        self.shifts = shifts
+        return entropy
 
     def logits(self) -> Tensor:
         """[T, V] in hidden's dtype, behind logit_scale and softcap."""

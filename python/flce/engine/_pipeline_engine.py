@@ -21,6 +21,7 @@ from flce.engine._output import HeadOutput, head_options_of, vocab_size_of
 from flce.engine._stage import Stage
 
 _log = logging.getLogger("flce")
+_COMPARE_EVERY = 256  # batches, tied weights; and behind the first, the second, the fourth, …
 
 
 class PipelineEngine:
@@ -61,7 +62,7 @@ class PipelineEngine:
         ArgumentError: for arguments that do not fit, on this rank, on another one of its pipeline, or between ranks. PipelineError: where
         copies of a parameter differ, or another data-parallel copy of the pipeline could not be made. No rank waits for one that raised,
         unless it was given a wrong group.
-        After a rank has failed, every call raises PipelineError: make another engine.
+        After a rank has failed, every call raises PipelineError: make another engine, on new process groups.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class PipelineEngine:
         self._failure: BaseException | None = None
         self._failed: str | None = None
         self._warned = False
+        self._batches = 0  # that were trained on
+        self._shift = 1  # of the last loss function's labels
 
     @property
     def is_first(self) -> bool:
@@ -196,6 +199,7 @@ class PipelineEngine:
             _step.clear_gradients(self)
             with torch.enable_grad():
                 self._run(True)
+            self._shift = losses.shift
             _step.finish(self, losses)
             return losses.result() if self.is_last else None
 
@@ -221,6 +225,9 @@ class PipelineEngine:
                 "eval_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, naming, loss_fn_kwargs
             )
             self._run(False, lambda hidden, microbatch: losses.add(self._output(hidden, microbatch), microbatch))
+            self._shift = losses.shift
+            if losses.counts is not None and losses.counts.total == 0 and _step.total_of(self, losses.counts.numbers, False) == 0:
+                raise _step.none_counts()
             return losses.result() if self.is_last else None
 
     def forward(
@@ -289,7 +296,10 @@ class PipelineEngine:
     def check_usable(self) -> None:
         """PipelineError where a call has failed before."""
         if self._failed is not None:
-            raise errors.PipelineError(f"this engine has failed and cannot go on; make another one. It failed with: {self._failed}")
+            raise errors.PipelineError(
+                "this engine has failed and cannot go on; make another one, on new process groups (torch.distributed.new_group), as "
+                f"exchanges of the old ones are unfinished. It failed with: {self._failed}"
+            )
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -348,9 +358,12 @@ class PipelineEngine:
         naming: tuple[Iterable[str], Iterable[str], Iterable[str], Iterable[str]],
         token_count: _losses.TokenCount | bool = False,
         check: Callable[[], Any] = lambda: None,
-    ) -> list[int] | None:
+    ) -> _losses.Counts | None:
         """Cuts the batch, and sees that every rank was called with the same. Returns the microbatches' counted tokens, where asked for."""
-        counts: list[int] | None = None
+        counts: _losses.Counts | None = None
+        train = kind.startswith("train")
+        self._batches += train
+        compares = self._agreement.parted or self._batches & (self._batches - 1) == 0 or self._batches % _COMPARE_EVERY == 0
         wanted = self.num_micro_batches if num_micro_batches is None else num_micro_batches
 
         def prepare() -> Call:
@@ -361,13 +374,14 @@ class PipelineEngine:
             starts = _microbatches.cut(lengths, wanted)
             kinds = _microbatches.kinds_of(keywords, lengths, Naming.of(*naming))
             self._microbatches = _microbatches.split(packed_input_ids, lengths, starts, self.device, keywords, kinds)
-            self._schedule(kind.startswith("train"), wanted)
+            self._schedule(train, wanted)
             if not isinstance(token_count, bool):
-                counts = _losses.counts_of(token_count, self._microbatches, lengths, kinds, vocab_size_of(self.stages))
+                counts = _losses.counts_of(token_count, self._microbatches, lengths, kinds, vocab_size_of(self.stages), self._shift)
+            stepping = _setup.stepping_of(self, compares) if train else None
             # Version steps decide a stage's learning rate.
-            return Call(f"{kind} {self.version_steps}", wanted, lengths, packed_input_ids, keywords)
+            return Call(f"{kind} {self.version_steps}", wanted, lengths, packed_input_ids, keywords, stepping)
 
-        self._agreement.check_called_alike(prepare, self.data_parallel_group if kind.startswith("train") else None)
+        self._agreement.check_called_alike(prepare, self.data_parallel_group if train else None)
         if wanted < self.num_stages and self.is_first and not self._warned:
             self._warned = True
             _log.warning(
@@ -396,17 +410,9 @@ class PipelineEngine:
                 _setup.check_function("loss_fn", loss_fn, "output", packed_input_ids=ids, cu_seqlens=cu_seqlens, **kwargs)
 
         counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, naming, token_count if by_tokens else False, check)
-        total = 0
         if counts is not None:
-            # Of the last stage alone, whose keywords' values the others need not have.
-            summed = torch.tensor(sum(counts) if self.is_last else 0, dtype=torch.int64, device=self._agreement.device)
-            dist.all_reduce(summed, group=self.pipeline_group)
-            if self.data_parallel_group is not None and kind.startswith("train"):
-                dist.all_reduce(summed, group=self.data_parallel_group)
-            total = int(summed)
-            if total == 0:
-                raise Agreed(errors.ArgumentError('the batch has no token that counts, which normalize="tokens" would divide by'))
-        return _losses.Losses(loss_fn, list(self._microbatches), counts, total)
+            counts.total = _step.total_of(self, counts.numbers, kind.startswith("train"))
+        return _losses.Losses(loss_fn, list(self._microbatches), counts)
 
     def _schedule(self, train: bool, num_micro_batches: int) -> Any:
         """torch's schedule for this many microbatches, kept: its stages hold what it set up at its first step."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from flce import errors
 from flce.engine import _schedules
-from flce.engine._agreement import Agreement, checksum
+from flce.engine._agreement import Agreement, Stepping, checksum, differing, not_alike
 from flce.engine._output import vocab_size_of
 from flce.engine._stage import Stage
 
@@ -152,9 +152,10 @@ def meet(engine: PipelineEngine, error: Exception | None) -> tuple[Agreement, Ti
             _check_stages(engine.stages)
         except errors.ArgumentError as refused:
             problem = refused
-    known = ({}, []) if problem else (_tied_of(engine.stages), _num_embeddings_of(engine.stages))
+    known = ({}, []) if problem else (_tied_of(engine), _num_embeddings_of(engine.stages))
     told = agreement.gather((numbers, settings, None if problem is None else str(problem), *known))
     agreement.stages = [numbers for numbers, *_ in told]
+    agreement.ends = (0, engine.num_stages - 1) if error is None else agreement.ends
     agreement.num_embeddings = min((pair for *_, pairs in told for pair in pairs), default=(0, None))[1]
     tied = Tied()
     try:
@@ -219,12 +220,46 @@ def _check_stages(stages: Sequence[Stage]) -> None:
             raise errors.ArgumentError(f"stage {stage.stage} is the last one and has no head; `head` is its output layer")
 
 
-def _tied_of(stages: Sequence[Stage]) -> dict[int, tuple[Any, ...]]:
-    """By stage: the tied weight's shape, dtype, whether it is trained, and its bits."""
+def stepping_of(engine: PipelineEngine, with_values: bool) -> Stepping:
+    """What copies of this rank's parameters are stepped with; with_values: those of a tied weight are compared too."""
+    groups = [(group, _options_of(engine.optimizer, group)) for group in getattr(engine.optimizer, "param_groups", ())]
+    numbers = {id(parameter): number for number, (group, _) in enumerate(groups) for parameter in group["params"]}
+    settings = {name: getattr(engine, name) for name in ("normalize", "max_grad_norm", "nonfinite")}
+    copy = settings | {f"options of the optimizer's group {number}": options for number, (_, options) in enumerate(groups)}
+    weights = {stage.stage: stage.tied_weight for stage in engine.stages if stage.num_stages > 1 and stage.tied_weight is not None}
+    tied = {}
+    for end, weight in weights.items():
+        options = groups[numbers[id(weight)]][1] if id(weight) in numbers else {"optimizer's group": None}
+        tied[end] = {"requires_grad": weight.requires_grad, **options}
+    for stage in engine.stages:
+        for name, parameter in stage.named_parameters():
+            copy[f"requires_grad and the optimizer's group of stage {stage.stage}'s {name}"] = (
+                parameter.requires_grad,
+                numbers.get(id(parameter)),
+            )
+    return Stepping(settings, copy, tied, weights if with_values else {})
+
+
+def _options_of(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
+    """Of a group, those that the optimizer's class has, as they compare between processes."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(map(plain, value))
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.item()
+        return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+    defaults = getattr(optimizer, "defaults", None) or ()
+    return {"optimizer": type(optimizer).__name__, **{name: plain(group[name]) for name in sorted(defaults) if name in group}}
+
+
+def _tied_of(engine: PipelineEngine) -> dict[int, tuple[Any, ...]]:
+    """By stage: the tied weight's shape, dtype, what it is stepped with, and its bits."""
+    stepping = stepping_of(engine, True)
     return {
-        stage.stage: (tuple(weight.shape), str(weight.dtype), weight.requires_grad, int(checksum(weight)))
-        for stage in stages
-        if stage.num_stages > 1 and (weight := stage.tied_weight) is not None
+        stage: (tuple(weight.shape), str(weight.dtype), stepping.tied[stage], int(checksum(weight)))
+        for stage, weight in stepping.weights.items()
     }
 
 
@@ -239,15 +274,13 @@ def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[in
             "none has"
         )
     if found[0] != found[last]:
-        names = ("shape", "dtype", "requires_grad", "values")
+        names = ("shape", "dtype", "requires_grad or options of the optimizer", "values")
         what = [name for name, one, other in zip(names, found[0], found[last], strict=True) if one != other]
         raise errors.PipelineError(
             f"tied_weight of stage 0 and of stage {last} differ in {', '.join(what)}; they must be copies of one parameter when the engine "
             "is made",
             last,
         )
-    if not found[0][2]:
-        return Tied()
     own = {stage.stage: stage.tied_weight for stage in engine.stages if stage.stage in found}
     weights = tuple({id(weight): weight for weight in own.values() if weight is not None}.values())
     ranks = [agreement.ranks[_schedules.rank_of(engine.schedule, stage, len(agreement.ranks))] for stage in (0, last)]
@@ -269,8 +302,10 @@ def _check_copies(engine: PipelineEngine, agreement: Agreement, problem: Excepti
             torch.zeros((), dtype=torch.int64, device="cpu"),
         )
         told: list[Any] = [None] * dist.get_world_size(copies)
-        dist.all_gather_object(told, (int(bits), shared, None if problem is None else str(problem)), group=copies)
+        stepped = {} if problem is not None else stepping_of(engine, False).copy
+        dist.all_gather_object(told, (int(bits), shared, stepped, None if problem is None else str(problem)), group=copies)
         refused = next(((rank, said) for rank, (*_, said) in enumerate(told) if said is not None), None)
+        unlike = differing([with_what for _, _, with_what, _ in told])
         if problem is None and refused is not None:
             problem = errors.PipelineError(f"data-parallel rank {refused[0]} could not make its engine: {refused[1]}")
         elif problem is None and len({bits for bits, *_ in told}) > 1:
@@ -279,7 +314,10 @@ def _check_copies(engine: PipelineEngine, agreement: Agreement, problem: Excepti
                 "copies when the engine is made: load the same checkpoint, or seed alike",
                 agreement.stages[agreement.rank][0],
             )
-        shared = str(min(name for _, name, _ in told))
+        elif problem is None and unlike is not None:
+            who = agreement.says(agreement.rank)
+            problem = errors.PipelineError(not_alike(who, unlike), agreement.stages[agreement.rank][0])
+        shared = str(min(name for _, name, *_ in told))
     found = agreement.gather(None if problem is None else (str(problem), getattr(problem, "stage", None)))
     if problem is not None:
         raise problem

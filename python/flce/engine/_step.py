@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from flce import errors
 from flce.engine import _reduce, _setup
 from flce.engine._agreement import Agreed
-from flce.engine._losses import Losses
+from flce.engine._losses import Counts, Losses
 
 if TYPE_CHECKING:
     from flce.engine._pipeline_engine import PipelineEngine
@@ -64,11 +65,38 @@ def clear_gradients(engine: PipelineEngine) -> None:
         parameter.grad = None
 
 
+def total_of(engine: PipelineEngine, numbers: Sequence[int], train: bool) -> int:
+    """The tokens that count, on all ranks alike. Those of the last stage are taken, whose keywords' values the others need not have."""
+    summed = torch.tensor(sum(numbers) if engine.is_last else 0, dtype=torch.int64, device=engine._agreement.device)
+    dist.all_reduce(summed, group=engine.pipeline_group)
+    if train and engine.data_parallel_group is not None:
+        dist.all_reduce(summed, group=engine.data_parallel_group)
+    return int(summed)
+
+
+def none_counts() -> Agreed:
+    return Agreed(errors.ArgumentError('the batch has no token that counts, which normalize="tokens" would divide by'))
+
+
+def _rescale(engine: PipelineEngine, counts: Counts, follows: bool) -> None:
+    """Gradients were taken of losses over the tokens that were supposed to count. follows: whether these are the ones, on all ranks."""
+    total = counts.total if follows else total_of(engine, counts.numbers, True)
+    if total == 0:
+        clear_gradients(engine)
+        raise none_counts()
+    for parameter in engine.parameters() if total != counts.total else ():
+        if parameter.grad is not None:
+            parameter.grad *= max(counts.total, 1) / total
+
+
 def finish(engine: PipelineEngine, losses: Losses) -> None:
     """Behind the last backward: reductions, and the steps of optimizer and scheduler, or none where a loss is not finite."""
-    problem = _nonfinite_loss(engine, losses)
+    problem, follows = _nonfinite_loss(engine, losses)
+    if losses.counts is not None:
+        _rescale(engine, losses.counts, follows)
     if problem is None:
-        _reduce.sum_tied(engine._tied.weights, engine._tied.peer, engine.pipeline_group)
+        if any(weight.requires_grad for weight in engine._tied.weights):
+            _reduce.sum_tied(engine._tied.weights, engine._tied.peer, engine.pipeline_group)
         if engine.data_parallel_group is not None:
             trained = [parameter for parameter in engine.parameters() if parameter.requires_grad]
             _reduce.reduce_over_copies(trained, engine.data_parallel_group, average=engine.normalize == "micro_batches")
@@ -91,22 +119,24 @@ def finish(engine: PipelineEngine, losses: Losses) -> None:
     clear_gradients(engine)
 
 
-def _nonfinite_loss(engine: PipelineEngine, losses: Losses) -> errors.PipelineError | None:
-    """The first microbatch whose loss is not finite, on all ranks alike."""
+def _nonfinite_loss(engine: PipelineEngine, losses: Losses) -> tuple[errors.PipelineError | None, bool]:
+    """The first microbatch whose loss is not finite, and whether counts are as they were supposed, on all ranks alike."""
     fine, copies = 1 << 62, engine.data_parallel_group
     copy = 0 if copies is None else dist.get_rank(copies)
     bad = losses.first_nonfinite() if engine.is_last else None
-    code = torch.tensor(fine if bad is None else (copy << 32) + bad, device=engine._agreement.device)
-    dist.all_reduce(code, dist.ReduceOp.MIN, group=engine.pipeline_group)
+    follows = losses.counts is None or losses.counts.follows
+    codes = torch.tensor([fine if bad is None else (copy << 32) + bad, int(follows)], device=engine._agreement.device)
+    dist.all_reduce(codes, dist.ReduceOp.MIN, group=engine.pipeline_group)
     if copies is not None:
-        dist.all_reduce(code, dist.ReduceOp.MIN, group=copies)
-    found = int(code)
+        dist.all_reduce(codes, dist.ReduceOp.MIN, group=copies)
+    found, follows = codes.tolist()
     if found == fine:
-        return None
+        return None, bool(follows)
     number = found & 0xFFFFFFFF
     name = str(engine._microbatches[number]) if found >> 32 == copy else f"microbatch {number}"
     of = "" if copies is None else f" of data-parallel rank {found >> 32}"
-    return errors.PipelineError(f"the loss of {name}{of} is not finite; parameters are as they were", engine.num_stages - 1)
+    problem = errors.PipelineError(f"the loss of {name}{of} is not finite; parameters are as they were", engine.num_stages - 1)
+    return problem, bool(follows)
 
 
 def _clip(engine: PipelineEngine) -> errors.PipelineError | None:
