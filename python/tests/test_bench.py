@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,40 @@ def test_reference_equals_the_tests_own(dtype: torch.dtype, monkeypatch: pytest.
     for name, leaf in leaves.items():
         assert _problem.relative_error(found.gradients[f"grad_{name}"], leaf.grad, 1.0) < 1e-6
         assert _problem.relative_error(3 * leaf.grad, leaf.grad, 1.0) == pytest.approx(2.0)
+
+
+def test_torchs_native_kernel_is_compared_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch 2.15 has: the row says what is missing, and what takes the call is not measured twice."""
+    chunks, native = (_contenders.by_name(name) for name in ("torch, F.linear_cross_entropy", "torch, native kernel"))
+    assert chunks is not None and native is not None and native.key == "torch-native" and "torch-native" in _contenders.NAMES
+
+    def reason(contender: bench.Contender, **changed: Any) -> str:
+        of = {"num_tokens": 8, "hidden_size": 8, "vocab_size": 9, "dtype": "bf16", "device": "cuda", **changed}
+        with pytest.raises(_contenders.NotComparedError) as caught:
+            contender.prepare(bench.Problem(**of))
+        return str(caught.value)
+
+    names = ("torch._native.ops.linear_cross_entropy", "torch._native.cutedsl_utils")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert reason(native) == f"not in torch {torch.__version__}: 2.15 and newer have it"
+    dsl = types.SimpleNamespace(_CUTEDSL_REQUIRED_VERSIONS={"4.6.2"}, runtime_version=lambda: None, check_native_jit_disabled=lambda: False)
+    dsl.runtime_available = dsl._version_is_ok = lambda: False
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, dsl)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert reason(native, device="cpu") == "needs a CUDA device"
+    assert reason(native, dtype="fp32") == "takes bf16 and fp16; this is fp32"
+    assert reason(native, softcap=3.0) == "has no softcap"
+    assert reason(native) == "needs sm_80 or newer; this is sm_75"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert reason(native) == "needs apache-tvm-ffi and nvidia-cutlass-dsl in one of the versions 4.6.2; there is None"
+    dsl.runtime_available = dsl._version_is_ok = lambda: True
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        assert reason(chunks) == "torch's native kernel takes the call here: see torch-native"
+        assert callable(native.prepare(bench.Problem(8, 8, 9, device="cuda")))
+    dsl.check_native_jit_disabled = lambda: True
+    assert reason(native) == "is turned off by TORCH_DISABLE_NATIVE_JIT"
 
 
 def test_wrong_and_failing_contenders_are_rows() -> None:

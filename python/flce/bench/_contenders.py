@@ -138,10 +138,44 @@ class TorchFused(Torch):
         function, options = getattr(F, "linear_cross_entropy", None), getattr(torch.nn, "LinearCrossEntropyOptions", None)
         if function is None or options is None:
             raise NotComparedError(f"not in torch {torch.__version__}: 2.13 and newer have it")
+        if self.key == "torch" and _why_not_native(problem) is None:
+            raise NotComparedError("torch's native kernel takes the call here: see torch-native")
         chosen = options()
         return lambda given: function(
             given.hidden, given.weight, given.target, linear_bias=given.bias, ignore_index=IGNORE_INDEX, options=chosen
         )
+
+
+def _why_not_native(problem: Problem) -> str | None:
+    """Why F.linear_cross_entropy does not take the kernel that torch 2.15 has for it in CuTe DSL; None where it does."""
+    try:
+        importlib.import_module("torch._native.ops.linear_cross_entropy")
+        dsl: Any = importlib.import_module("torch._native.cutedsl_utils")
+    except ImportError:
+        return f"not in torch {torch.__version__}: 2.15 and newer have it"
+    if not problem.on_gpu:
+        return "needs a CUDA device"
+    if problem.dtype not in ("bf16", "fp16"):
+        return f"takes bf16 and fp16; this is {problem.dtype}"
+    capability = torch.cuda.get_device_capability(problem.device)
+    if capability < (8, 0):
+        return f"needs sm_80 or newer; this is sm_{capability[0]}{capability[1]}"
+    if not dsl.runtime_available() or not dsl._version_is_ok():
+        known = ", ".join(sorted(map(str, dsl._CUTEDSL_REQUIRED_VERSIONS)))
+        return f"needs apache-tvm-ffi and nvidia-cutlass-dsl in one of the versions {known}; there is {dsl.runtime_version()}"
+    return "is turned off by TORCH_DISABLE_NATIVE_JIT" if dsl.check_native_jit_disabled() else None
+
+
+class TorchNative(TorchFused):
+    """F.linear_cross_entropy with torch's own kernel."""
+
+    key, name = "torch-native", "torch, native kernel"
+
+    def make(self, problem: Problem) -> Loss:
+        reason = _why_not_native(problem)
+        if reason is not None:
+            raise NotComparedError(reason)
+        return super().make(problem)
 
 
 class Compiled(Torch):
@@ -235,7 +269,7 @@ class Trl(Contender):
         return run
 
 
-PEERS: tuple[Contender, ...] = (Torch(), TorchFused(), Compiled(), Liger(), Cce(), Quack(), Trl())
+PEERS: tuple[Contender, ...] = (Torch(), TorchFused(), TorchNative(), Compiled(), Liger(), Cce(), Quack(), Trl())
 NAMES = tuple(dict.fromkeys(peer.key for peer in PEERS))
 """What may be compared, in the order of the table."""
 
