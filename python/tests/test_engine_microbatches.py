@@ -5,17 +5,20 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engine_support import batch_of
+import torch.distributed as dist
+from engine_support import ToyStage, batch_of
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 import flce
-from flce.engine import _schedules
+from flce.engine import PipelineEngine, _schedules, _torch_2_11, _torch_2_15, _transport
 from flce.engine._agreement import checksum
 from flce.engine._microbatches import Naming, cut, kinds_of, lengths_of, split
 
@@ -178,7 +181,7 @@ def test_every_schedule_of_torch_is_known() -> None:
 
 
 def test_names_of_torch_that_the_engine_relies_on_are_there() -> None:
-    """Not public, but for overriding: engine/_transport.py and engine/_agreement.py say what for."""
+    """Not public, but for overriding: engine/_transport.py, the module of the torch at hand and engine/_agreement.py say what for."""
     gone = f"{VERSION}: engine/_transport.py relies on it"
     for name in (
         "get_fwd_recv_ops",
@@ -187,18 +190,51 @@ def test_names_of_torch_that_the_engine_relies_on_are_there() -> None:
         "get_bwd_send_ops",
         "get_local_bwd_output",
         "set_local_bwd_input",
+        "forward_one_chunk",
+        "backward_one_chunk",
+        "backward_weight_one_chunk",
+        *([] if hasattr(PipelineStage, "register_forward_context") else ["_get_init_p2p_neighbors_ops"]),
     ):
         assert callable(getattr(PipelineStage, name)), f"{gone}: {name}"
-    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "_get_init_p2p_neighbors_ops"):
-        assert callable(getattr(_PipelineStageBase, name)), f"{gone}: {name}"
     first = next(iter(list(inspect.signature(_PipelineStageBase.forward_one_chunk).parameters)[1:]))
     assert first == "fwd_chunk_id", gone
     made = inspect.getsource(_PipelineStageBase.__init__)
-    for name in ("args_recv_info", "grad_recv_info", "fwd_cache", "bwd_cache", "stage_index_to_group_rank", "group_rank"):
+    for name in ("args_recv_info", "grad_recv_info", _transport._torchs.STATES, "bwd_cache", "stage_index_to_group_rank", "group_rank"):
         assert f"self.{name}" in made, f"{gone}: {name}"
-    assert "buffer" in inspect.signature(_RecvInfo.__init__).parameters, gone
+    assert "self.buffer" in inspect.getsource(_RecvInfo), gone
     assert "return_outputs" in inspect.signature(schedules.Schedule1F1B.step).parameters, gone
     assert callable(distributed_c10d._get_default_store), f"{VERSION}: engine/_agreement.py relies on it"
+
+
+def test_a_torch_that_nothing_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(flce.UnavailableError, match=f"torch {re.escape(torch.__version__)} has a torch.distributed.pipelining that"):
+        _transport._fitting(SimpleNamespace(FITS=False))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(_transport._torchs, "STATES", "_renamed")
+        ids, cu_seqlens = batch_of(0, [3, 4])
+        engine = PipelineEngine(ToyStage(0, 1))
+        with pytest.raises(flce.UnavailableError, match=r"does not know.*its stages have no _renamed"):
+            engine.forward(ids, cu_seqlens)
+        monkeypatch.undo()
+        assert engine.forward(ids, cu_seqlens) is not None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_forward_passes_keep_nothing_on_another_torch() -> None:
+    """The module that is not of the torch at hand, on what stages of its torch have."""
+    of_2_15 = SimpleNamespace(is_last=False, _forward_chunk_states={3: SimpleNamespace(input_values=[1], live_outputs=[2])})
+    of_2_11 = SimpleNamespace(is_last=False, fwd_cache={3: ((2,), [1])})
+    for module, stage in ((_torch_2_15, of_2_15), (_torch_2_11, of_2_11)):
+        states = getattr(stage, module.STATES)
+        module.TorchStage.forget_inputs(stage, 3)
+        assert states[3] in (((2,), []), SimpleNamespace(input_values=[], live_outputs=[2]))
+        stage.is_last = True
+        module.TorchStage.forget_inputs(stage, 3)
+        assert states[3] in (((), []), SimpleNamespace(input_values=[], live_outputs=[]))
+        module.TorchStage.forget(stage, 3)
+        assert not states
 
 
 def test_a_shape_check_of_torch_that_is_not_replaced_is_seen() -> None:

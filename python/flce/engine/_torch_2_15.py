@@ -13,6 +13,8 @@ STATES = "_forward_chunk_states"  #: what a stage keeps of microbatches that hav
 class TorchStage(PipelineStage):  # type: ignore[misc]
     """Passes without backward keep nothing of a microbatch."""
 
+    _forward_chunk_states: dict[int, Any]
+
     def forget_inputs(self, number: int) -> None:
         state = self._forward_chunk_states[number]
         state.input_values.clear()

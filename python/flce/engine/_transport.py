@@ -1,5 +1,5 @@
-"""torch's pipeline stage with receive buffers of a microbatch's size. Every name of torch's that is not public and that the engine relies
-on stands here; a test pins them for the torch at hand."""
+"""torch's pipeline stage with receive buffers of a microbatch's size. Names of torch's that are not public, and that the engine relies on,
+stand here and in the module of the torch at hand (_torch_2_11.py, _torch_2_15.py); a test pins them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 from flce import errors
+from flce.engine import _torch_2_11, _torch_2_15
 from flce.engine._microbatches import Microbatch
 from flce.engine._stage import Stage
+
+_UNKNOWN = f"torch {torch.__version__} has a torch.distributed.pipelining that PipelineEngine does not know (2.11 to 2.15 are tested)"
+
+
+def _fitting(*modules: Any) -> Any:
+    """The first module that fits the torch at hand, by what is there."""
+    for module in modules:
+        if module.FITS:
+            return module
+    raise errors.UnavailableError(_UNKNOWN)
+
+
+_torchs = _fitting(_torch_2_15, _torch_2_11)
+_TorchStage: Any = _torchs.TorchStage
 
 
 def on_device(group: dist.ProcessGroup | None) -> bool:
@@ -70,7 +84,7 @@ class StageModule(nn.Module):
             raise
 
 
-class EngineStage(PipelineStage):  # type: ignore[misc]
+class EngineStage(_TorchStage):  # type: ignore[misc]
     """One stage of one schedule: torch keeps a schedule's number of microbatches in its stages."""
 
     submod: StageModule
@@ -88,23 +102,11 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
             output_args=(hidden,),
             group=group,
         )
+        missing = [name for name in (_torchs.STATES, "args_recv_info", "grad_recv_info", "bwd_cache") if not hasattr(self, name)]
+        if missing:
+            raise errors.UnavailableError(f"{_UNKNOWN}: its stages have no {', '.join(missing)}")
         self._through_host = through_host(device, group)
         self._computes_on = device
-
-    # torch's own checks, which want one shape of all microbatches; StageModule checks each one's.
-    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
-        pass
-
-    def _validate_fwd_outputs(self, outputs: Any) -> None:
-        pass
-
-    def _validate_stage_tensors(self, desc: str, expected: Any, actual: Any) -> None:
-        pass
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Of torch 2.11, which sends to its own rank where two stages that follow each other are there; gloo refuses that."""
-        ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
-        return [op for op in ops if op.group_peer != self.group_rank]
 
     def _new(self, number: int) -> Tensor:
         tokens = self.submod.microbatches[number].batch.num_tokens
@@ -117,23 +119,21 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
         return ops
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_first:
-            (info,) = self.args_recv_info[fwd_chunk_id]
-            info.buffer = self._new(fwd_chunk_id).requires_grad_(self.has_backward)
         ops: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
+        for op, info in zip(ops, self.args_recv_info[fwd_chunk_id], strict=True) if ops else ():
+            op.tensor = info.buffer = self._new(fwd_chunk_id).requires_grad_(self.has_backward)
         return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.has_backward and not self.is_last:
-            (info,) = self.grad_recv_info[bwd_chunk_id]
-            info.buffer = self._new(bwd_chunk_id)
         ops: list[dist.P2POp] = super().get_bwd_recv_ops(bwd_chunk_id)
+        for op, info in zip(ops, self.grad_recv_info[bwd_chunk_id], strict=True) if ops else ():
+            op.tensor = info.buffer = self._new(bwd_chunk_id)
         return ops
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops: list[dist.P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
         if not self.has_backward:
-            self.fwd_cache.pop(fwd_chunk_id)  # what is under way keeps itself
+            self.forget(fwd_chunk_id)
         return self._as_sent(ops)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -146,8 +146,7 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.has_backward:
             self._let_go(self.args_recv_info[fwd_chunk_id])
-            outputs, _ = self.fwd_cache[fwd_chunk_id]
-            self.fwd_cache[fwd_chunk_id] = ((), []) if self.is_last else (outputs, [])
+            self.forget_inputs(fwd_chunk_id)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -184,7 +183,7 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
                 info.buffer = info.buffer.detach().to(self._computes_on).requires_grad_(requires_grad)
 
     def _let_go(self, infos: tuple[Any, ...]) -> None:
-        """Of buffers; torch wants a tensor there."""
+        """Of buffers; torch up to 2.14 wants a tensor there."""
         for info in infos:
             if getattr(info, "buffer", None) is not None:
                 info.buffer = torch.empty(0, dtype=info.buffer.dtype, device=self.device)
