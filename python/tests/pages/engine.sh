@@ -1,0 +1,1 @@
+python "$PAGES/qwen3.py"

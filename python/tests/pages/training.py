@@ -1,0 +1,37 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, schedules
+from transformers import LlamaConfig, LlamaForCausalLM
+
+dist.init_process_group("gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+close = dist.destroy_process_group
+model = LlamaForCausalLM(
+    LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+).to(device)
+input_ids = labels = torch.randint(0, 64, (8, 12), device=device)
+# %% TRL
+pytest.importorskip("trl")
+from trl import SFTConfig, SFTTrainer
+from trl_support import tokenizer
+from datasets import Dataset
+
+flce.unpatch(model)
+arguments = {"max_steps": 1, "per_device_train_batch_size": 2, "report_to": [], "save_strategy": "no", "use_cpu": device == "cpu", "bf16": False}
+trainer = SFTTrainer(
+    model, SFTConfig("sft", **arguments), train_dataset=Dataset.from_list([{"input_ids": [1, 2, 3, 4]}] * 4), processing_class=tokenizer()
+)
+# %% Pipeline schedules
+stages = [
+    PipelineStage(module.to(device), number, 2, torch.device(device), group=dist.group.WORLD)
+    for number, module in enumerate([torch.nn.Embedding(64, 16), torch.nn.Identity()])
+]
+last_stage = torch.nn.Module()
+last_stage.head, losses = torch.nn.Linear(16, 64, bias=False, device=device), []
+
+
+class ScheduleZBVZeroBubble(schedules.ScheduleZBVZeroBubble):  # the last stage's rank has the first one, too
+    def step(self, **given):
+        return super().step(labels, **given)
+# %% Plain torch
+model, head = torch.nn.Embedding(64, 16, device=device), torch.nn.Linear(16, 64, bias=False, device=device)
