@@ -75,7 +75,8 @@ case $check in
         # From elsewhere, on the installed package alone.
         added=$root/.tools/python
         interpreter=$("$python" -c 'import sys; print(sys.executable)')
-        cd / && unset FLCE_LIBRARY && PYTHONPATH="$work/site:$added" "$interpreter" "$root/python/tests/installed_package.py" "$work/site" "$work/site/bin"
+        cd / && unset FLCE_LIBRARY && PYTHONPATH="$work/site:$added" \
+            "$interpreter" "$root/python/tests/installed_package.py" "$work/site" "$work/site/bin"
         ;;
     *) echo "unknown check: $check" >&2 && exit 2 ;;
 esac

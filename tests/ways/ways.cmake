@@ -1,0 +1,20 @@
+# Ways in: every one that README.md and docs/ name is walked as it is written there. CONTRIBUTING.md has the table, which is checked here.
+set(ways ${CMAKE_CURRENT_LIST_DIR})
+function(add_way name level)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "COMMAND;PROPERTIES")
+  add_test(NAME ways.${name} COMMAND ${arg_COMMAND} WORKING_DIRECTORY ${FLCE_TEST_WORK_DIR})
+  set_tests_properties(ways.${name} PROPERTIES LABELS "${level};ways" TIMEOUT 2700 SKIP_RETURN_CODE 77 ${arg_PROPERTIES})
+endfunction()
+if(NOT FLCE_SANITIZE)
+  add_way(table quick COMMAND python3 ${ways}/table.py ${CMAKE_BINARY_DIR})
+  add_way(sources full COMMAND ${ways}/sources.sh ${FLCE_TEST_WORK_DIR}/sources ${CMAKE_CXX_COMPILER} ${CMAKE_C_COMPILER}
+    PROPERTIES PROCESSORS 2 COST 900)
+  add_way(a_source_that_lacks_a_header_is_found quick
+    COMMAND ${ways}/sources_selftest.sh ${FLCE_TEST_WORK_DIR}/sources-selftest ${CMAKE_CXX_COMPILER})
+  foreach(way pip sdist image cmake)
+    add_way(${way} full COMMAND ${ways}/ways_in.sh ${way} ${CMAKE_BINARY_DIR} PROPERTIES COST 600)
+  endforeach()
+  foreach(way wheel demos)
+    add_way(${way} nightly COMMAND ${ways}/ways_in.sh ${way} ${CMAKE_BINARY_DIR})
+  endforeach()
+endif()
