@@ -1,4 +1,5 @@
 // The remote tier against real servers, and against servers that misbehave.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <sys/socket.h>
 #include <sys/wait.h>

@@ -1,9 +1,11 @@
 #include "records/record_store.hpp"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include <thread>
 
+#include "flce/error.hpp"
 #include "records/shipped_records.hpp"
 #include "tests/cache/cache_test_support.hpp"
 #include "tests/cache/log_capture.hpp"

@@ -1,5 +1,6 @@
 #include "records/record.hpp"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include <random>
