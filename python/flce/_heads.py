@@ -72,7 +72,7 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True, applied: tuple[
         if b.bias is not None:
             more = b.bias * head.scaling[name]
             bias = more if bias is None else bias + more.to(bias.dtype)
-    return Operands(torch.cat(hiddens, dim=-1), torch.cat(weights, dim=1), bias)
+    return Operands(joined(hiddens, -1), joined(weights, 1), bias)
 
 
 def _layers(head: Any) -> list[nn.Module]:
@@ -165,7 +165,16 @@ def probe_rows(hidden: Tensor, logits: Tensor) -> Tensor:
     largest = logits.detach().float().abs().amax(dim=-1, keepdim=True)
     longest = torch.finfo(hidden.dtype).max / 16 / wide.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
     factor = torch.minimum(LARGE_LOGIT / largest.clamp(min=1e-12), longest)
-    return torch.cat((hidden, (wide * factor).to(hidden.dtype)), dim=-2)
+    return joined([hidden, (wide * factor).to(hidden.dtype)], -2)
+
+
+def joined(parts: list[Tensor], dimension: int) -> Tensor:
+    """torch.cat of one dtype, also under autocast to the other 16-bit dtype, which torch's own refuses."""
+    device_type = parts[0].device.type
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return torch.cat(parts, dim=dimension)
+    with torch.autocast(device_type, enabled=False):
+        return torch.cat(parts, dim=dimension)
 
 
 @torch.no_grad()

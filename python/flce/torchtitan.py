@@ -32,7 +32,7 @@ from torchtitan.distributed.spmd_types import (  # type: ignore[import-untyped,i
 )
 from torchtitan.distributed.utils import get_spmd_backend  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-from flce import errors
+from flce import _heads, errors
 from flce.functional import linear_cross_entropy
 from flce.loss import check_options
 
@@ -237,7 +237,7 @@ def product_of(head: Any, hidden: Tensor) -> Product:
         return Product(hidden, head.weight, head.bias)
     reduced = head.lora_a(hidden) * head._lora_scaling
     weights = [head.weight, head.lora_b.weight.to(head.weight.dtype)]
-    return Product(torch.cat((hidden, reduced.to(hidden.dtype)), dim=-1), torch.cat(weights, dim=1), head.bias)
+    return Product(_heads.joined([hidden, reduced.to(hidden.dtype)], -1), _heads.joined(weights, 1), head.bias)
 
 
 def _is_linear(kind: type) -> bool:

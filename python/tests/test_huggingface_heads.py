@@ -113,6 +113,21 @@ def test_a_16_bit_weight_does_not_swallow_a_small_adapter() -> None:
         assert abs(loss_fn(hidden, labels).item() - expected) < 0.1 * abs(before - expected)
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_bf16_hidden_states_under_fp16_autocast(adapter: bool) -> None:
+    """torch.cat refuses bf16 there: rows that heads are compared in, and hidden states beside an adapter's."""
+    model = tiny_causal_lm("LlamaForCausalLM").to(torch.bfloat16).train()
+    if adapter:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["lm_head"]))
+    given = batch()
+    with torch.autocast("cpu", dtype=torch.float16):
+        expected = model(**given).loss
+        loss = flce.patch(model)(**given).loss
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
+    loss.backward()
+
+
 @pytest.mark.parametrize("kind", ["dora", "ia3"])
 def test_other_adapters_on_the_output_layer_are_refused(kind: str) -> None:
     peft = pytest.importorskip("peft")
