@@ -177,7 +177,7 @@ class _Passed:
     def __init__(self, checked: _arguments.Checked, temperature: float | None) -> None:
         self.checked = checked
         self.temperature = temperature  # one for all tokens
-        self.kernel: _kernels.Kernel | None = None  # once it is looked up, of calls that are remembered
+        self.kernel: _kernels.LoadedKernel | None = None  # once it is looked up, of calls that are remembered
         self.direct: DirectCall | None = None
 
     def call_directly(self, known: tuple[Any, ...], hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:

@@ -73,8 +73,8 @@ def _check_tensor(name: str, tensor: Tensor, shape: list[int], dtypes: tuple[tor
 
 
 def kernel_for_backward(
-    kernel: _kernels.Kernel | None, given: Inputs, saved: Tensor, grad_values: Tensor, grad_weight_out: Tensor | None = None
-) -> _kernels.Kernel:
+    kernel: _kernels.LoadedKernel | None, given: Inputs, saved: Tensor, grad_values: Tensor, grad_weight_out: Tensor | None = None
+) -> _kernels.LoadedKernel:
     """`kernel`, which is forward's, or the one for these tensors where it is None or a hook on saved tensors gave back another dtype or
     device.
 

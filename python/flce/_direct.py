@@ -70,7 +70,7 @@ class DirectCall:
     )
 
     def __init__(
-        self, kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor, rest: tuple[str, int, int, int, int, str]
+        self, kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, rest: tuple[str, int, int, int, int, str]
     ) -> None:
         self.kernel = kernel
         self.guard: Callable[..., bool] = _TensorGuards(hidden, weight, target, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
@@ -101,7 +101,7 @@ class DirectCall:
         self.backward_frames: tuple[list[tuple[memoryview, int, int, Frame]], ...] = ([], [], [], [])
 
     @staticmethod
-    def fits(kernel: _kernels.Kernel, hidden: Tensor, weight: Tensor, target: Tensor, retain: int) -> bool:
+    def fits(kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, retain: int) -> bool:
         """Whether there can be a direct call for tensors like these, which have passed all checks and found that kernel."""
         key, (values, top1, _, teacher_top_k, _) = kernel.key, kernel.outputs
         return (

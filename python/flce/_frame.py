@@ -12,7 +12,7 @@ from torch import Tensor
 from flce import _native, _retain
 
 if TYPE_CHECKING:
-    from flce._kernels import Kernel
+    from flce._kernels import LoadedKernel
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 DTYPE_CODES = {
@@ -212,7 +212,7 @@ class Frame:
     partial_sums: _native.TensorView
     all_partial_sums: _native.TensorView
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: LoadedKernel) -> None:
         key = kernel.key
         self.kernel = kernel
         self.dtype, self.weight_dtype, self.hidden_major = key.dtype, key.weight_dtype, key.hidden_major

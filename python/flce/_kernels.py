@@ -33,36 +33,12 @@ _raw_alloc: Any = (
 class Kernel:
     """A compiled kernel set for one output layer on one device; shared by every thread. Made by `flce.get_kernel`."""
 
-    frame_type: type[Frame] = Frame
-    retains_unasked = False  # whether a call without a limit may have memory of its own for what is retained
+    _device: torch.device
+    _handle: ctypes.c_void_p
 
-    def __init__(self, key: KernelKey, handle: ctypes.c_void_p) -> None:
-        self.key = key
-        self.device = key.device
-        self._library = _native.library()
-        self._handle = handle
-        # Tensors that outlive this call are ordinary ones, also where the first call comes under inference mode or beside fake tensors.
-        with torch.inference_mode(False), _disable_current_modes():
-            # -1 has the bits of UINT64_MAX, "none".
-            self.invalid_label = _memory.make_once(key.device, lambda: torch.full((1,), -1, dtype=torch.int64, device=key.device))
-            # What outputs and workspace are made after: quicker than naming dtype and device each time.
-            self.float_like = self.invalid_label.detach().view(torch.float32)[0]
-            self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
-            self._byte = self.invalid_label.detach().view(torch.uint8)[0]
-        self.outputs = outputs_of(key.options, shard_class_weight=bool(key.whole_vocab_size) and key.class_weight)
-        self.weight_rows = key.vocab_size  # of the weight that its calls have
-        self.forward_function, self.backward_function = self._library.flce_kernel_forward, self._library.flce_kernel_backward
-        self._index = key.device.index if key.device.type == "cuda" else None
-        self._allocates_raw = self._index is not None and _raw_alloc is not None
-        self.frames: list[Frame] = []  # that no call is using
-        # Of so few tokens that it is no gain a kernel retains nothing.
-        self.retains = _native.retained_bytes(handle, 1 << 12, _native.RETAINED_OWN) > 0
-        # A GPU's forward that retains adds up the exponentials that it retains, relative to another number than a row's largest logit.
-        self.retaining_changes_saved = self.retains and key.device.type == "cuda"
-        # Whether the last backward had an entropy's gradient, as the next one then will have.
-        self.trains_entropy = False
-        with _lock:
-            self.alive = _alive.setdefault((key.device, key.vocab_size, key.hidden_size), _retain.Alive())
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     @property
     def spec(self) -> str:
@@ -101,6 +77,51 @@ class Kernel:
         place, size = _native.choose_retained(self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK)
         return _retain.Choice(place == _native.RETAINED_GRAD_WEIGHT, size)
 
+    def __repr__(self) -> str:
+        return f"<flce.Kernel {self.spec} on {self.device}>"
+
+    def _text(self, which: int) -> str:
+        return _native.text(_native.library().flce_kernel_text, self._handle, which)
+
+
+class LoadedKernel(Kernel):
+    """What every Kernel is: the calls beside what users ask of it."""
+
+    frame_type: type[Frame] = Frame
+    retains_unasked = False  # whether a call without a limit may have memory of its own for what is retained
+
+    def __dir__(self) -> list[str]:
+        """Of an instance as of the class: what users ask."""
+        return dir(Kernel)
+
+    def __init__(self, key: KernelKey, handle: ctypes.c_void_p) -> None:
+        self.key = key
+        self._device = key.device
+        self._library = _native.library()
+        self._handle = handle
+        # Tensors that outlive this call are ordinary ones, also where the first call comes under inference mode or beside fake tensors.
+        with torch.inference_mode(False), _disable_current_modes():
+            # -1 has the bits of UINT64_MAX, "none".
+            self.invalid_label = _memory.make_once(key.device, lambda: torch.full((1,), -1, dtype=torch.int64, device=key.device))
+            # What outputs and workspace are made after: quicker than naming dtype and device each time.
+            self.float_like = self.invalid_label.detach().view(torch.float32)[0]
+            self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
+            self._byte = self.invalid_label.detach().view(torch.uint8)[0]
+        self.outputs = outputs_of(key.options, shard_class_weight=bool(key.whole_vocab_size) and key.class_weight)
+        self.weight_rows = key.vocab_size  # of the weight that its calls have
+        self.forward_function, self.backward_function = self._library.flce_kernel_forward, self._library.flce_kernel_backward
+        self._index = key.device.index if key.device.type == "cuda" else None
+        self._allocates_raw = self._index is not None and _raw_alloc is not None
+        self.frames: list[Frame] = []  # that no call is using
+        # Of so few tokens that it is no gain a kernel retains nothing.
+        self.retains = _native.retained_bytes(handle, 1 << 12, _native.RETAINED_OWN) > 0
+        # A GPU's forward that retains adds up the exponentials that it retains, relative to another number than a row's largest logit.
+        self.retaining_changes_saved = self.retains and key.device.type == "cuda"
+        # Whether the last backward had an entropy's gradient, as the next one then will have.
+        self.trains_entropy = False
+        with _lock:
+            self.alive = _alive.setdefault((key.device, key.vocab_size, key.hidden_size), _retain.Alive())
+
     def may_retain(self) -> bool:
         """Whether a forward may leave anything to backward. A GPU's exponentials are no use where an entropy has a gradient."""
         return self.retains and not (self.trains_entropy and self.retaining_changes_saved)
@@ -116,12 +137,6 @@ class Kernel:
 
     def new_bytes(self, size: int) -> Tensor:
         return self._byte.new_empty(size)
-
-    def __repr__(self) -> str:
-        return f"<flce.Kernel {self.spec} on {self.device}>"
-
-    def _text(self, which: int) -> str:
-        return _native.text(self._library.flce_kernel_text, self._handle, which)
 
     def _take_frame(self) -> Frame:
         """A frame for one call, which appends it to `frames` when it ends well. After an exception, a KeyboardInterrupt at any line
@@ -299,8 +314,8 @@ class Kernel:
 
 _lock = threading.Lock()
 _sessions: dict[tuple[torch.device, bool | None], ctypes.c_void_p] = {}  # by device, and strict
-_kernels: dict[tuple[Any, ...], Kernel] = {}  # by key without a limit, plan, and what else it was made of
-_found: dict[tuple[Any, ...], Kernel] = {}  # by the fields of a KernelKey, and the same
+_kernels: dict[tuple[Any, ...], LoadedKernel] = {}  # by key without a limit, plan, and what else it was made of
+_found: dict[tuple[Any, ...], LoadedKernel] = {}  # by the fields of a KernelKey, and the same
 _strict: bool | None = None  # of lookups that do not say; None: what FLCE_STRICT says
 _MOST_FOUND = 4096  # limits with numbers of tokens
 _alive: dict[tuple[torch.device, int, int], _retain.Alive] = {}
@@ -334,7 +349,7 @@ def checked_strict(strict: Any) -> bool | None:
     return strict
 
 
-def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> Kernel:
+def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> LoadedKernel:
     """The kernel that computes such a call, or its backward."""
     if given.parallel:
         from flce import _shards  # which builds on this module
@@ -361,7 +376,9 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: 
     )
 
 
-def find(*fields: Any, strict: bool | None = None, make: Callable[..., Kernel] = Kernel, of: tuple[Any, ...] = ()) -> Kernel:
+def find(
+    *fields: Any, strict: bool | None = None, make: Callable[..., LoadedKernel] = LoadedKernel, of: tuple[Any, ...] = ()
+) -> LoadedKernel:
     """The kernel for a KernelKey of these fields: from memory, the caches, or compiled (unless `strict`; None: as `set_strict` says).
     `make`: what makes it, of its key, handle and `of`."""
     asked = (*fields, *of) if of else fields  # a named tuple would hash as a plain one, which is made faster
@@ -407,7 +424,7 @@ def statistics() -> dict[str, Any]:
     return {"compiled": compiled, "tiers": tiers}
 
 
-def all_kernels() -> list[Kernel]:
+def all_kernels() -> list[LoadedKernel]:
     with _lock:
         return list(_kernels.values())
 

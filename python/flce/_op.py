@@ -21,7 +21,7 @@ NO_GRADIENTS = (None, None, None)
 
 
 def run_backward(
-    kernel: _kernels.Kernel | None,
+    kernel: _kernels.LoadedKernel | None,
     given: Inputs,
     saved: Tensor,
     grad_values: Tensor,
@@ -34,7 +34,7 @@ def run_backward(
     """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here.
     All tensors are looked at again: a hook on saved tensors, or `.data`, may have put others in the place of forward's. `filled`: forward
     left something to backward, as far as the caller knows; `saved` tells too, unless a hook has put another tensor in its place.
-    `entropy`: Kernel.backward's."""
+    `entropy`: LoadedKernel.backward's."""
     kernel = _checks.kernel_for_backward(kernel, given, saved, grad_values, grad_weight_out)
     hidden, weight, bias = given.hidden, given.weight, given.bias
     want_hidden, want_weight, want_bias = wanted
@@ -73,7 +73,7 @@ def run_backward(
     return grad_hidden, grad_weight, grad_bias
 
 
-def _new_grad_weight(kernel: _kernels.Kernel, weight: Tensor) -> Tensor:
+def _new_grad_weight(kernel: _kernels.LoadedKernel, weight: Tensor) -> Tensor:
     """Memory for weight's gradient, as the kernel has to find it."""
     gradient = kernel.new_grad_weight(weight)
     return gradient.zero_() if kernel.key.accumulate else gradient
@@ -131,7 +131,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         given: Inputs,
-        kernel: _kernels.Kernel | None,
+        kernel: _kernels.LoadedKernel | None,
         grad_weight_out: Tensor | None,
         made: Made | None,
     ) -> Any:

@@ -21,7 +21,7 @@ from flce import budget
 
 if TYPE_CHECKING:
     from flce._frame import Inputs
-    from flce._kernels import Kernel
+    from flce._kernels import LoadedKernel
     from flce.budget import MemoryBudget
 
 # Inputs.retain: the caller's choice whether the weight's gradient may lend its memory ...
@@ -64,7 +64,7 @@ class Choices:
 
     __slots__ = ("_kernel", "_known", "_num_tokens", "_workspace_bytes")
 
-    def __init__(self, kernel: Kernel, num_tokens: int) -> None:
+    def __init__(self, kernel: LoadedKernel, num_tokens: int) -> None:
         self._kernel, self._num_tokens = kernel, num_tokens
         self._known: dict[tuple[int, bool], Choice] = {}
         self._workspace_bytes = 0
@@ -147,7 +147,7 @@ class Retained:
         "lent",
     )
 
-    def __init__(self, kernel: Kernel, given: Inputs, alive: Alive | None, memory_budget: MemoryBudget | None = None) -> None:
+    def __init__(self, kernel: LoadedKernel, given: Inputs, alive: Alive | None, memory_budget: MemoryBudget | None = None) -> None:
         self._kernel = kernel
         self._budget = memory_budget
         self._addresses = _addresses(given)
@@ -165,7 +165,7 @@ class Retained:
         self._captured = memory.is_cuda and torch.cuda.is_current_stream_capturing()
 
     @contextmanager
-    def taken(self, kernel: Kernel, given: Inputs, *, weight: bool) -> Iterator[tuple[Tensor | None, bool]]:
+    def taken(self, kernel: LoadedKernel, given: Inputs, *, weight: bool) -> Iterator[tuple[Tensor | None, bool]]:
         """For one backward: (the memory or None, whether the weight's gradient is to be written over it). Lent memory that has been written
         over is gone, and what was in it; whatever fails meanwhile, it counts as gone too."""
         memory = None
@@ -226,7 +226,7 @@ def _addresses(given: Inputs) -> tuple[int, int, int, int]:
     return given.hidden.data_ptr(), given.weight.data_ptr(), given.target.data_ptr(), 0 if temperature is None else temperature.data_ptr()
 
 
-def prepare(kernel: Kernel, given: Inputs, choices: Choices) -> tuple[Retained | None, Tensor | None]:
+def prepare(kernel: LoadedKernel, given: Inputs, choices: Choices) -> tuple[Retained | None, Tensor | None]:
     """For one forward: what has to be attached to its statistics, and the memory that it is to fill, either None."""
     limit = given.workspace_limit_bytes
     shared = budget.of_number(given.retain >> _BUDGET, limit)
@@ -250,7 +250,7 @@ def prepare(kernel: Kernel, given: Inputs, choices: Choices) -> tuple[Retained |
     return retained, memory
 
 
-def _of_budget(retained: Retained, shared: MemoryBudget, kernel: Kernel, choices: Choices) -> Tensor | None:
+def _of_budget(retained: Retained, shared: MemoryBudget, kernel: LoadedKernel, choices: Choices) -> Tensor | None:
     with shared.room(choices.workspace_bytes) as limit:
         size = choices.own_under(limit)
         if not size:

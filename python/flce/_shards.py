@@ -76,7 +76,7 @@ class ShardFrame(Frame):
         self.merge.ignore_index, self.merge.reduction = ignore_index, reduction
 
 
-class ShardKernel(_kernels.Kernel):
+class ShardKernel(_kernels.LoadedKernel):
     """A kernel with the place of one rank's weight in the vocabulary."""
 
     frame_type: type[Frame] = ShardFrame
@@ -150,8 +150,8 @@ class ShardKernel(_kernels.Kernel):
         lent: bool = False,
         entropy: bool = True,
     ) -> None:
-        """As Kernel.backward; grad_hidden is the sum over ranks, which all of them have to ask for, unless `parallel` says that it is this
-        rank's part."""
+        """As LoadedKernel.backward; grad_hidden is the sum over ranks, which all of them have to ask for, unless `parallel` says that it is
+        this rank's part."""
         group = _parallel.group_named(self.parallel.group)
         reduces = grad_hidden is not None and self.parallel.reduce_grad_hidden
         gather = None

@@ -41,13 +41,13 @@ def assert_near(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What each backward was told of an entropy's gradient."""
     seen: list[bool] = []
-    run = _kernels.Kernel.backward
+    run = _kernels.LoadedKernel.backward
 
     def backward(*args: Any, entropy: bool = True, **others: Any) -> None:
         seen.append(entropy)
         run(*args, entropy=entropy, **others)
 
-    monkeypatch.setattr(_kernels.Kernel, "backward", backward)
+    monkeypatch.setattr(_kernels.LoadedKernel, "backward", backward)
     return seen
 
 

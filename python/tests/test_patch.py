@@ -133,9 +133,9 @@ def test_no_logits_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(given, weight, bias)
 
     calls: list[Any] = []
-    forward = _kernels.Kernel.forward
+    forward = _kernels.LoadedKernel.forward
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    monkeypatch.setattr(_kernels.Kernel, "forward", lambda self, *given: calls.append(self) or forward(self, *given))
+    monkeypatch.setattr(_kernels.LoadedKernel, "forward", lambda self, *given: calls.append(self) or forward(self, *given))
     flce._call.forget()  # type: ignore[attr-defined]
     step(mine, **batch())
     assert seen == [] and len(calls) == 1

@@ -119,7 +119,7 @@ def test_forward_and_backward_have_the_plan_of_their_bucket(short_plan: None) ->
     assert flce.warmup([{"hidden_size": 64, "vocab_size": vocab_size, "dtype": "fp32"}], device="cpu") == [few, many]
     used: list[Any] = []
     for kernel in (few, many):
-        kernel.run = lambda *args, k=kernel: (used.append(k), _kernels.Kernel.run(k, *args))  # type: ignore[method-assign]
+        kernel.run = lambda *args, k=kernel: (used.append(k), _kernels.LoadedKernel.run(k, *args))  # type: ignore[method-assign]
     for num_tokens, expected in ((100, few), (600, many)):
         problem = make_problem("cpu", num_tokens=num_tokens, hidden_size=64, vocab_size=vocab_size)
         for _ in range(3):
