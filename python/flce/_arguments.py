@@ -173,7 +173,13 @@ def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, sequence_ranks:
     if len(weight_shape) != 2:
         raise errors.ShapeError(f"weight has shape {list(weight_shape)}; it must be [vocab_size, hidden_size]")
     if len(shape) < 1 or shape[-1] != weight_shape[1]:
-        raise errors.ShapeError(f"hidden has shape {list(shape)}; its last dimension must be weight's hidden_size, {weight_shape[1]}")
+        turned = len(shape) > 0 and shape[-1] == weight_shape[0]
+        more = (
+            f" (weight has shape {list(weight_shape)}, which looks transposed: give weight.t(), [vocab_size, hidden_size])"
+            if turned
+            else ""
+        )
+        raise errors.ShapeError(f"hidden has shape {list(shape)}; its last dimension must be weight's hidden_size, {weight_shape[1]}{more}")
     if sequence_ranks > 1:
         wanted = [shape[0] * sequence_ranks, *shape[1:-1]] if len(shape) > 1 else []
         if list(target.shape) != wanted:
@@ -241,7 +247,7 @@ def num_valid(given: Tensor | float, reduction: str, hidden: Tensor) -> Tensor:
         raise errors.PlacementError(
             f"num_valid_tokens is on {given.device}; it must be on hidden's device, {hidden.device}, or a Python number"
         )
-    given = given.detach().resolve_neg()
+    given = given.detach().resolve_neg().reshape(())
     return given if given.dtype in COUNT_DTYPES else given.to(torch.float32)
 
 

@@ -6,6 +6,9 @@ classes.
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 __all__ = [
     "ArgumentError",
     "CacheMissError",
@@ -28,7 +31,12 @@ __all__ = [
 
 
 class FlceError(RuntimeError):
-    """Base of every exception that flce raises on purpose."""
+    """Base of every exception that flce raises on purpose. All of them can be pickled, as process pools do."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A class's own attributes come with the state, not through its constructor."""
+        made: Any = super().__reduce__()
+        return copyreg.__newobj__, (type(self), *self.args), *made[2:]  # type: ignore[attr-defined]
 
 
 class SpecError(FlceError, ValueError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from flce import _arguments, _frame, _kernels, _native, errors
+from flce._checks import HIDDEN_MULTIPLE
 from flce._kernels import Kernel
 
 _NAMED_DTYPES = {name: dtype for dtype, short in _frame.DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
@@ -16,7 +18,12 @@ _NAMED_DTYPES = {name: dtype for dtype, short in _frame.DTYPE_NAMES.items() for 
 def _device(given: torch.device | str | int | None) -> torch.device:
     if given is None:
         given = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(given)
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError, ValueError):
+        raise errors.PlacementError(
+            f"device is {given!r}; allowed are cpu, cuda, cuda:N, a number of a GPU, a torch.device and None"
+        ) from None
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cpu", "cuda"):
@@ -26,10 +33,15 @@ def _device(given: torch.device | str | int | None) -> torch.device:
 
 def _dtype(name: str, given: torch.dtype | str) -> torch.dtype:
     dtype = _NAMED_DTYPES.get(given) if isinstance(given, str) else given
-    if dtype not in _frame.DTYPE_NAMES:
+    if not isinstance(dtype, torch.dtype) or dtype not in _frame.DTYPE_NAMES:
         names = "'bfloat16' ('bf16'), 'float16' ('fp16'), 'float32' ('fp32')"
         raise errors.DTypeError(f"{name} is {given}; allowed are torch.bfloat16, torch.float16, torch.float32 and the names {names}")
     return dtype
+
+
+def _padded(hidden_size: int) -> int:
+    """Columns that a kernel has of hidden and weight."""
+    return -(-hidden_size // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
 
 
 def get_kernel(
@@ -96,11 +108,10 @@ def get_kernel(
             raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
     if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 0):
         raise errors.ArgumentError(f"num_tokens is {num_tokens!r}; it must be an integer of 0 or more, or None")
-    padded = -(-hidden_size // 8) * 8
     limit = _arguments.workspace_limit(workspace_limit_bytes)
     tokens = _frame.planned_tokens(num_tokens or 0, limit)
     device, strict = _device(device), _kernels.checked_strict(strict)
-    layer = (padded, vocab_size, kind, hidden_major, weight_kind, wide, accumulate, *inputs.values(), options)
+    layer = (_padded(hidden_size), vocab_size, kind, hidden_major, weight_kind, wide, accumulate, *inputs.values(), options)
     return _kernels.find(device, *layer, limit, tokens, strict=strict)
 
 
@@ -120,11 +131,29 @@ def warmup(
         layer's workspace_limit_bytes name the numbers: the limit holds for them.
     strict: as for `get_kernel`; afterwards, what was warmed up is found whatever `set_strict` or FLCE_STRICT say."""
     kernels: dict[Kernel, None] = {}  # in order
+    if isinstance(layers, Mapping) or not isinstance(layers, Iterable):
+        raise errors.ArgumentError(f"layers is a {type(layers).__name__}; it must be a list of layers, each a mapping: warmup([layer])")
     for layer in layers:
+        if not isinstance(layer, Mapping):
+            raise errors.ArgumentError(f"a layer is a {type(layer).__name__}; it must be a mapping of get_kernel's arguments")
         asked = {"device": device, "strict": strict, **layer}
+        _check_names(asked)
         for tokens in _tokens_of(asked.pop("num_tokens", num_tokens), limited=asked.get("workspace_limit_bytes") is not None):
             kernels[get_kernel(**asked, num_tokens=tokens)] = None
     return list(kernels)
+
+
+_GET_KERNEL = inspect.signature(get_kernel).parameters
+
+
+def _check_names(layer: Mapping[Any, Any]) -> None:
+    """Raises where get_kernel has no such arguments, or needs others."""
+    unknown = [name for name in layer if name not in _GET_KERNEL]
+    if unknown:
+        raise errors.ArgumentError(f"a layer has {unknown[0]!r}; allowed are {', '.join(_GET_KERNEL)}")
+    missing = [name for name, parameter in _GET_KERNEL.items() if parameter.default is parameter.empty and name not in layer]
+    if missing:
+        raise errors.ArgumentError(f"a layer has no {missing[0]}; it must have hidden_size and vocab_size")
 
 
 def _tokens_of(given: int | Iterable[int] | None, *, limited: bool) -> Iterable[int | None]:
@@ -138,8 +167,14 @@ def explain(
 ) -> str:
     """Why `linear_cross_entropy` does what it does for this layer: spec, plan, device and reasons, as lines. Arguments as for `get_kernel`;
     with num_tokens also the memory that a step of num_tokens tokens takes."""
+    _check_names({"hidden_size": hidden_size, "vocab_size": vocab_size, **layer})
     kernel = get_kernel(hidden_size, vocab_size, dtype, num_tokens=num_tokens, **layer)
     text = kernel.explain()
+    if (padded := _padded(hidden_size)) != hidden_size:
+        text += (
+            f"hidden_size {hidden_size} is no multiple of {HIDDEN_MULTIPLE}: a call copies hidden and weight with zeros for columns "
+            f"{hidden_size} to {padded - 1}, and keeps the copies until backward\n"
+        )
     if num_tokens is not None:
         forward, backward = (kernel.workspace_bytes(num_tokens, backward=which) for which in (False, True))
         text += f"workspace at {num_tokens} tokens: forward {forward} bytes, backward {backward} bytes\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from flce import _signatures
 
+_OF_CALL = frozenset(inspect.signature(linear_cross_entropy).parameters) - {"hidden", "weight", "target", "bias", "shift", "ignore_index"}
 _KEPT = ("in_features", "out_features", "training")
 
 
@@ -125,6 +127,11 @@ class FusedLMHead(nn.Linear):
                 raise errors.ArgumentError(f"{min(of_call)} is given without labels; it is a loss's")
             logits = F.linear(input, weight, self.bias)
             return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
+        if unknown := of_call.keys() - _OF_CALL:
+            raise errors.ArgumentError(
+                f"{min(unknown)} is given with labels; a call's are {', '.join(sorted(_OF_CALL))}; shift and ignore_index are the head's, "
+                "given where it is made"
+            )
         given = {"class_weight": self.class_weight, **self.options, **of_call}
         if of_call.get("temperature") is None:
             given["temperature"] = self.options.get("temperature")

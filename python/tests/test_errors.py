@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
-from flce import _native
+from flce import _native, errors
+from flce.trl import _own
 
 pytestmark = pytest.mark.first_and_direct
 
@@ -126,6 +129,49 @@ def test_documented_bases() -> None:
     assert issubclass(flce.LabelError, IndexError)
     assert issubclass(flce.UnavailableError, ImportError)
     assert issubclass(flce.UnsupportedTransformError, NotImplementedError)
+
+
+def every_error() -> list[Exception]:
+    """One of each class, those of adapters too."""
+    more: dict[str, tuple[Any, ...]] = {"PlanMismatchError": ({"a": [0], "b": [1, 2]},), "PipelineError": (3,), "LabelError": (5,)}
+    kinds = [
+        kind for module in (errors, _own) for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, flce.FlceError)
+    ]
+    return [kind("said", *more.get(kind.__name__, ())) for kind in kinds]
+
+
+@pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
+def test_every_error_goes_through_a_process_pool(error: Exception) -> None:
+    """As it is, with its attributes and notes, and as its copy."""
+    error.add_note("in rank 3") if hasattr(error, "add_note") else None
+    for again in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error), pickle.loads(pickle.dumps(error, protocol=1))):
+        assert type(again) is type(error) and str(again) == "said" and again.args == error.args and vars(again) == vars(error)
+
+
+def test_a_transposed_weight_is_said_to_be_one() -> None:
+    with pytest.raises(flce.ShapeError, match=r"weight has shape \[24, 101\], which looks transposed: give weight\.t\(\)"):
+        call(weight=torch.zeros(24, 101))
+    with pytest.raises(flce.ShapeError) as caught:
+        call(weight=torch.zeros(101, 25))
+    assert "transposed" not in str(caught.value)
+
+
+def test_what_a_head_is_called_with() -> None:
+    head = flce.FusedLMHead(24, 101, bias=False)
+    problem = make_problem("cpu")
+    for name in ("shift", "ignore_index", "bias", "colour"):
+        with pytest.raises(flce.ArgumentError, match=rf"{name} is given with labels; a call's are .*softcap"):
+            head(problem.hidden, labels=problem.target, **{name: 0})
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+def test_a_count_is_any_tensor_of_one_element(device: str, shape: tuple[int, ...]) -> None:
+    problem = make_problem(device)
+    given = (problem.hidden, problem.weight, problem.target)
+    loss = flce.linear_cross_entropy(*given, num_valid_tokens=torch.full(shape, 7, device=device))
+    right = flce.linear_cross_entropy(*given, num_valid_tokens=7)
+    assert torch.equal(loss, right)
+    assert torch.equal(torch.autograd.grad(loss, problem.hidden)[0], torch.autograd.grad(right, problem.hidden)[0])
 
 
 def test_unsupported_device() -> None:

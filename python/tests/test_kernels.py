@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,6 +204,39 @@ def test_check_labels_waits_for_every_stream(device: str) -> None:
     with pytest.raises(flce.LabelError, match=r"target\[7\]"):
         flce.check_labels()
     flce.check_labels()
+
+
+def test_a_kernel_shows_what_users_ask() -> None:
+    kernel = flce.get_kernel(64, 100, torch.float32, device="cpu")
+    public = {"device", "spec", "plan", "explain", "explanation", "workspace_bytes", "retained_bytes", "choose_retained"}
+    for shown in (dir(flce.Kernel), dir(kernel)):
+        assert {name for name in shown if not name.startswith("_")} == public
+    assert isinstance(kernel, flce.Kernel) and kernel.device == torch.device("cpu")
+
+
+def test_explain_says_that_a_hidden_size_is_padded() -> None:
+    said = "hidden_size 60 is no multiple of 8: a call copies hidden and weight with zeros for columns 60 to 63"
+    assert said in flce.explain(60, 100, "fp32", device="cpu")
+    assert "no multiple" not in flce.explain(64, 100, "fp32", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("work", "kind", "message"),
+    [
+        (lambda: flce.warmup({"hidden_size": 64}), flce.ArgumentError, r"layers is a dict; it must be a list"),  # type: ignore[arg-type]
+        (lambda: flce.warmup(3), flce.ArgumentError, r"layers is a int; it must be a list"),  # type: ignore[arg-type]
+        (lambda: flce.warmup(["D=64"]), flce.ArgumentError, r"a layer is a str; it must be a mapping"),  # type: ignore[list-item]
+        (lambda: flce.warmup([{"hidden": 64}]), flce.ArgumentError, r"a layer has 'hidden'; allowed are hidden_size, vocab_size"),
+        (lambda: flce.warmup([{"hidden_size": 64}]), flce.ArgumentError, r"a layer has no vocab_size"),
+        (lambda: flce.explain(64, 100, colour=1), flce.ArgumentError, r"a layer has 'colour'"),
+        (lambda: flce.get_kernel(64, 100, device="tpu"), flce.PlacementError, r"device is 'tpu'; allowed are cpu, cuda"),
+        (lambda: flce.get_kernel(64, 100, device=3.5), flce.PlacementError, r"device is 3\.5"),  # type: ignore[arg-type]
+        (lambda: flce.get_kernel(64, 100, []), flce.DTypeError, r"dtype is \[\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_layers_of_another_form(work: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        work()
 
 
 def test_bad_layers() -> None:
