@@ -57,7 +57,7 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True, applied: tuple[
     adapters = _active_adapters(head)
     _refuse_unused_parameters(base, weight, bias)
     _refuse_ungathered(head, adapters)
-    if applied is not None and (why := why_weight_is_made(head) or why_no_product(head, applied)) is not None:
+    if applied is not None and not _is_plain(head) and (why := why_weight_is_made(head) or why_no_product(head, applied)) is not None:
         raise errors.ArgumentError(f"the output layer is a {kind_of(head)} that {why}. {INSTEAD}")
     check_weight("the output layer's weight", weight, hidden)
     if not adapters:
@@ -82,6 +82,13 @@ def _layers(head: Any) -> list[nn.Module]:
     if _is_of_peft(head, "AuxiliaryTrainingWrapper"):
         layer = next((module for module in head.modules() if module._parameters.get("weight") is head.weight), head)
     return [each for each in dict.fromkeys((head, layer)) if isinstance(each, nn.Module)]  # other objects compute nothing
+
+
+def _is_plain(head: Any) -> bool:
+    """Whether `head` is an nn.Linear of which nothing more has to be asked, as at most calls."""
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        return False
+    return not (head._forward_pre_hooks or head._forward_hooks or head._backward_pre_hooks or head._backward_hooks)
 
 
 def why_weight_is_made(head: Any) -> str | None:
