@@ -6,11 +6,14 @@ import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rank_support import generator
 from torch import Tensor, nn
 
-from flce.engine import PackedBatch, Stage
+from flce.engine import PackedBatch, PipelineEngine, Stage
+from flce.engine._microbatches import cut
+from flce.engine._schedules import named, stages_of
 
 V, D, LAYERS = 53, 16, 8
 
@@ -81,3 +84,55 @@ def whole_batch(stage: ToyStage, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def sft_loss(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Any]]:
     return output.cross_entropy(labels, shift=1), {"tokens": packed_input_ids.shape[0], "sequences": cu_seqlens.shape[0] - 1}
+
+
+# A batch of every step, of its own shapes.
+STEPS = ([3, 9, 4, 5, 7, 2, 6, 8], [11, 2, 2, 6, 1, 3, 3, 9, 5], [4, 4, 1, 12, 2, 7, 3, 10])
+
+
+def my_stages(schedule: str, group: Any, **options: Any) -> list[ToyStage]:
+    size = dist.get_world_size(group)
+    per_rank = 1 if schedule in ("gpipe", "1f1b") else 2
+    return [ToyStage(s, per_rank * size, **options) for s in stages_of(named(schedule), dist.get_rank(group), size, per_rank)]
+
+
+def parameters(stages: list[ToyStage]) -> dict[str, nn.Parameter]:
+    return {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+
+
+def reference_loss(whole: ToyStage, ids: Tensor, cu_seqlens: Tensor, labels: Tensor, count: int, normalize: str) -> Tensor:
+    hidden = whole_batch(whole, ids, cu_seqlens)
+    losses, counted = token_losses(hidden @ whole.head.weight.t(), labels, cu_seqlens)
+    if normalize == "tokens":
+        return losses[counted].mean()
+    return mean_of_means(losses, counted, cu_seqlens, count)
+
+
+def mean_of_means(losses: Tensor, counted: Tensor, cu_seqlens: Tensor, count: int) -> Tensor:
+    bounds = cu_seqlens[list(cut(lengths_of(cu_seqlens), count))].tolist()
+    return torch.stack([losses[a:b].sum() / counted[a:b].sum().clamp(min=1) for a, b in itertools.pairwise(bounds)]).mean()
+
+
+def masked(ids: Tensor, seed: int) -> Tensor:
+    """Labels of which some do not count."""
+    keep = torch.rand(ids.shape, generator=generator(seed)) > 0.3
+    return torch.where(keep, ids, -100)
+
+
+def lengths_of(cu_seqlens: Tensor) -> list[int]:
+    lengths: list[int] = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+    return lengths
+
+
+def made(schedule: str, options: dict[str, Any] | None = None, **of_stage: Any) -> tuple[PipelineEngine, dict[str, nn.Parameter], ToyStage]:
+    """An engine on toy stages, its parameters, and the whole model."""
+    stages = my_stages(schedule, None, **of_stage)
+    own = parameters(stages)
+    optimizer = torch.optim.SGD(own.values(), lr=0.5)
+    return PipelineEngine(stages, None, optimizer, schedule=schedule, **(options or {})), own, ToyStage(0, 1, **of_stage)
+
+
+def expect(engine: PipelineEngine, result: Any, expected: Tensor) -> None:
+    assert (result is None) != engine.is_last
+    if result is not None:
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
