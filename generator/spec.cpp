@@ -80,7 +80,9 @@ void check_kinds(const Spec& s) {
     if (s.layout > WeightLayout::hidden_major) refuse("layout", static_cast<int>(s.layout), "vocab_major or hidden_major");
     if (s.grad_weight_mode > GradMode::accumulate) refuse("grad_weight_mode", static_cast<int>(s.grad_weight_mode), "write or accumulate");
     if (s.grad_weight_dtype != s.dtype && s.grad_weight_dtype != DType::fp32) {
-        refuse("grad_weight_dtype", to_string(s.grad_weight_dtype), fmt::format("the dtype ({}) or fp32", to_string(s.dtype)));
+        refuse(
+            "grad_weight_dtype", to_string(s.grad_weight_dtype),
+            fmt::format("the dtype ({}) or fp32 (it follows dtype in a literal, not where dtype is assigned later)", to_string(s.dtype)));
     }
     if (weight_dtype(s) != s.dtype && weight_dtype(s) != DType::fp32) {
         refuse("weight_dtype", to_string(weight_dtype(s)), fmt::format("the dtype ({}) or fp32", to_string(s.dtype)));

@@ -78,6 +78,20 @@ TEST(SpecText, Canonical_PrintsWhatDiffersFromItsDefault) {
                           R"("label_smoothing":0.1,"z_loss":0.0001,"outputs":["loss","entropy"]})");
 }
 
+TEST(Spec, Literals_HaveTheDefaultsOfTheirText) {
+    const std::pair<Spec, const char*> cases[] = {
+        {{.hidden_size = 64, .vocab_size = 50, .dtype = DType::fp32}, "D=64,V=50,dtype=fp32"},
+        {{.hidden_size = 64, .vocab_size = 50, .dtype = DType::fp16}, "D=64,V=50,dtype=fp16"},
+        {{.hidden_size = 64, .vocab_size = 50, .weight_dtype = DType::fp32}, "D=64,V=50,weight_dtype=fp32"},
+        {{.hidden_size = 64, .vocab_size = 50, .tied = true}, "D=64,V=50,tied"},
+        {{.hidden_size = 64, .vocab_size = 50, .tied = true, .grad_weight_mode = GradMode::write}, "D=64,V=50,tied,grad_weight_mode=write"},
+    };
+    for (const auto& [literal, text] : cases) EXPECT_EQ(literal.normalized(), parse_spec(text)) << literal.text();
+    Spec assigned = small();
+    assigned.dtype = DType::fp16;
+    EXPECT_THAT([&] { (void)assigned.normalized(); }, testing::ThrowsMessage<SpecError>(testing::HasSubstr("assigned later")));
+}
+
 TEST(SpecText, Defaults_DependOnOtherKeys) {
     const Spec tied = parse_spec("D=64,V=50,tied");
     EXPECT_EQ(tied.layout, WeightLayout::vocab_major);
@@ -256,7 +270,9 @@ TEST(Spec, Normalized_FillsInPaddingAndDropsNegativeZero) {
     EXPECT_EQ(SpecHash{}(spec.normalized()), SpecHash{}(small().normalized()));
     spec.outputs = {.loss = false};
     EXPECT_THAT(message_of([&] { return spec.normalized(); }), HasSubstr("outputs"));
-    EXPECT_THAT(message_of([] { return Spec{.hidden_size = 64, .vocab_size = 50, .dtype = DType::fp32}.normalized(); }),
+    EXPECT_THAT(message_of([] {
+                    return Spec{.hidden_size = 64, .vocab_size = 50, .dtype = DType::fp32, .grad_weight_dtype = DType::bf16}.normalized();
+                }),
                 AllOf(HasSubstr("grad_weight_dtype"), HasSubstr("bf16")));
     EXPECT_THAT(message_of([] { return Spec{.hidden_size = 64, .vocab_size = 50, .dtype = static_cast<DType>(9)}.normalized(); }),
                 HasSubstr("dtype"));

@@ -38,6 +38,8 @@ inline constexpr float kMostTemperature = 0x1p100F;
 /// softcap(u) = softcap · tanh(u / softcap); with temperature, logits are divided by their token's. Loss of a token = (cross entropy
 /// (torch's meaning of label_smoothing and of class weights) + z_loss · lse²) · token_weight · (dft: the target's probability). With
 /// teacher_top_k the cross entropy is hard_weight · (that of the target) + (1 − hard_weight) · (−Σ_k q_k·log p_k over the teacher's ids).
+/// In a literal, grad_weight_dtype and grad_weight_mode follow from the fields before them, as in a text. Fields assigned later move
+/// neither.
 struct Spec {
     std::int64_t hidden_size = 0;        ///< D: ≥ 8 and a multiple of 8 (rows of 16 bytes)
     std::int64_t vocab_size = 0;         ///< V ≥ 2
@@ -50,10 +52,10 @@ struct Spec {
     std::optional<DType> weight_dtype =
         std::nullopt;  ///< fp32: the weight is that in memory and rounded to the dtype as it is read; none: the dtype
     std::optional<DType> grad_hidden_dtype =
-        std::nullopt;                             ///< fp32, of a shard alone, so that a sum over shards is rounded once; none: the dtype
-    DType grad_weight_dtype = DType::bf16;        ///< the dtype above, or fp32; also that of grad_bias
-    GradMode grad_weight_mode = GradMode::write;  ///< also that of grad_bias
-    bool tied = false;             ///< the weight is the embedding table: vocab_major, gradient accumulated unless said otherwise
+        std::nullopt;  ///< fp32, of a shard alone, so that a sum over shards is rounded once; none: the dtype
+    DType grad_weight_dtype = weight_dtype.value_or(dtype);  ///< the dtype above, or fp32; also that of grad_bias
+    bool tied = false;  ///< the weight is the embedding table: vocab_major, gradient accumulated unless said otherwise
+    GradMode grad_weight_mode = tied ? GradMode::accumulate : GradMode::write;  ///< also that of grad_bias
     bool bias = false;             ///< a bias [V] of the spec's dtype is added to hidden · weightᵀ
     bool class_weight = false;     ///< class weights [V] (fp32), torch's meaning
     bool temperature = false;      ///< a call has temperatures [N] (fp32, kLeastTemperature to kMostTemperature)
@@ -93,9 +95,12 @@ struct Spec {
 /// A JSON object with the same keys: numbers, booleans, strings, and an array of names for outputs.
 [[nodiscard]] Spec parse_spec_json(std::string_view json);
 
-/// The output layer that a Hugging Face config.json describes: hidden_size (n_embd, d_model), vocab_size, dtype or torch_dtype (missing:
-/// float32), tie_word_embeddings (missing: true), final_logit_softcapping, logit_scale (Cohere), logits_scaling (Granite, a divisor),
-/// lm_head_multiplier (Falcon-H1). A nested text_config is looked into first. Throws SpecError naming a missing key or a bad value.
+/// The output layer that a Hugging Face config.json describes: hidden_size (n_embd, d_model, dim, …; rounded up to a multiple of 8, as
+/// Python pads it), vocab_size, dtype or torch_dtype (missing: float32), tie_word_embeddings (missing: true), final_logit_softcapping,
+/// logits_soft_cap (RecurrentGemma), output_logit_soft_cap (xLSTM), logit_scale (Cohere), lm_head_multiplier (Falcon-H1),
+/// output_multiplier, logits_scaling (Granite, a divisor; HyperCLOVA X, a factor); bias by model_type, as of BERT and Phi, or by
+/// lm_head_bias and its like. A nested text_config, or decoder, is looked into first, but for tie_word_embeddings. Throws SpecError naming
+/// a missing key or a bad value.
 [[nodiscard]] Spec spec_from_hf_config(std::string_view json);
 
 /// Whether the layer is a shard of one whose classes lie on several ranks.
