@@ -22,16 +22,22 @@ inline constexpr std::array kGpuArchs = {
     GpuArch{"sm_80", "sm_80", 80, 163, 164, "NVIDIA A100"},
     GpuArch{"sm_86", "sm_86", 86, 99, 100, "NVIDIA RTX A6000"},
     GpuArch{"sm_87", "sm_87", 87, 163, 164, "NVIDIA Jetson AGX Orin"},
+    GpuArch{"sm_88", "sm_88", 88, 99, 100, "NVIDIA Jetson AGX Orin"},  // no figures are published: the least that an sm_8x has
     GpuArch{"sm_89", "sm_89", 89, 99, 100, "NVIDIA L40S"},
     GpuArch{"sm_90", "sm_90a", 90, 227, 228, "NVIDIA H100"},
     GpuArch{"sm_90a", "sm_90a", 90, 227, 228, "NVIDIA H100"},
     GpuArch{"sm_100", "sm_100a", 100, 227, 228, "NVIDIA B200"},
     GpuArch{"sm_100a", "sm_100a", 100, 227, 228, "NVIDIA B200"},
+    GpuArch{"sm_101", "sm_101a", 101, 227, 228, "NVIDIA Jetson AGX Thor"},  // CUDA 12's name for sm_110
+    GpuArch{"sm_101a", "sm_101a", 101, 227, 228, "NVIDIA Jetson AGX Thor"},
     GpuArch{"sm_103", "sm_103a", 103, 227, 228, "NVIDIA B300"},
     GpuArch{"sm_103a", "sm_103a", 103, 227, 228, "NVIDIA B300"},
+    GpuArch{"sm_110", "sm_110a", 110, 227, 228, "NVIDIA Jetson AGX Thor"},
+    GpuArch{"sm_110a", "sm_110a", 110, 227, 228, "NVIDIA Jetson AGX Thor"},
     GpuArch{"sm_120", "sm_120", 120, 99, 100, "NVIDIA GeForce RTX 5090"},
     GpuArch{"sm_120a", "sm_120a", 120, 99, 100, "NVIDIA GeForce RTX 5090"},
     GpuArch{"sm_121", "sm_121", 121, 99, 100, "NVIDIA GB10"},
+    GpuArch{"sm_121a", "sm_121a", 121, 99, 100, "NVIDIA GB10"},
 };
 
 struct GpuProduct {
@@ -68,6 +74,8 @@ inline constexpr std::array kGpuProducts = {
     GpuProduct{"NVIDIA GB200", "sm_100a", 148, 126, 186, 8000, 2500},
     GpuProduct{"NVIDIA B300", "sm_103a", 148, 126, 270, 8000, 2500},
     GpuProduct{"NVIDIA GB300", "sm_103a", 148, 126, 279, 8000, 2500},
+    GpuProduct{"NVIDIA Jetson AGX Thor", "sm_110a", 20, 32, 128, 273, 258},
+    GpuProduct{"NVIDIA Thor", "sm_110a", 20, 32, 128, 273, 258},  // as its driver names it
     GpuProduct{"NVIDIA GeForce RTX 5080", "sm_120", 84, 64, 16, 960, 113},
     GpuProduct{"NVIDIA GeForce RTX 5090", "sm_120", 170, 96, 32, 1792, 210},
     GpuProduct{"NVIDIA RTX PRO 6000 Blackwell", "sm_120", 188, 128, 96, 1792, 500},

@@ -50,7 +50,8 @@ class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, 
 
 // Newer architectures have the kernels of sm_80.
 bool like_sm_80(std::string_view arch, std::string_view variant) {
-    return (arch == "sm_100a" || arch == "sm_120") && variant != kPlain.name && !variant.ends_with("Everything");
+    if (arch == "sm_80" || arch == "sm_90a") return false;
+    return (arch != "sm_100a" && arch != "sm_120") || (variant != kPlain.name && !variant.ends_with("Everything"));
 }
 
 void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) {
@@ -107,6 +108,11 @@ INSTANTIATE_TEST_SUITE_P(EveryArchitecture, CudaSourceCompile,
                          testing::Combine(testing::Values("sm_80", "sm_90a", "sm_100a", "sm_120"),
                                           testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything, kFp32Weight, kTokens,
                                                           kTeacher, kTeacherEverything, kShard, kShardEverything)),
+                         test_name);
+
+INSTANTIATE_TEST_SUITE_P(OtherArchitectures, CudaSourceCompile,
+                         testing::Combine(testing::Values("sm_86", "sm_87", "sm_88", "sm_89", "sm_103a", "sm_110a", "sm_121"),
+                                          testing::Values(kPlain, kFp32Everything)),
                          test_name);
 
 INSTANTIATE_TEST_SUITE_P(

@@ -49,6 +49,15 @@ TEST(Device, Architectures_NameTheirExactTarget) {
     EXPECT_EQ(describe_device("sm_120").gpu.smem_per_block_bytes, 99 * 1024);
 }
 
+// Every target from sm_80 on that a version of NVRTC since 12.0 lists, so that what `flce info` shows can be planned and compiled for.
+TEST(Device, EveryTargetOfNvrtc_IsDescribed) {
+    for (const int number : {80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121}) {
+        EXPECT_EQ(describe_device("sm_" + std::to_string(number)).gpu.compute_capability, number);
+    }
+    EXPECT_EQ(describe_device("sm_110").gpu.arch, "sm_110a");
+    EXPECT_EQ(describe_device("NVIDIA Thor").gpu, describe_device("sm_110").gpu);
+}
+
 TEST(Device, ProductNames_AreFoundAsDriversAndPeopleWriteThem) {
     const std::pair<const char*, const char*> cases[] = {
         {"NVIDIA H200", "NVIDIA H200"},
