@@ -1,4 +1,5 @@
 // Output layers of well-known models, from the keys of their published configurations.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -46,6 +47,23 @@ TEST(HfConfig, KnownModels_GiveTheirOutputLayer) {
          "D=2048,V=49152,dtype=bf16,tied,logit_scale=0.125"},
         {"Phi-2", R"({"model_type":"phi","hidden_size":2560,"vocab_size":51200,"tie_word_embeddings":false,"torch_dtype":"float16"})",
          "D=2560,V=51200,dtype=fp16,bias"},
+        {"RecurrentGemma", R"({"model_type":"recurrent_gemma","hidden_size":2560,"vocab_size":256000,"logits_soft_cap":30.0})",
+         "D=2560,V=256000,dtype=fp32,tied,softcap=30"},
+        {"xLSTM",
+         R"({"model_type":"xlstm","hidden_size":4096,"vocab_size":50304,"output_logit_soft_cap":30.0,"tie_word_embeddings":false})",
+         "D=4096,V=50304,dtype=fp32,softcap=30"},
+        {"HyperCLOVA X", R"({"model_type":"hyperclovax","hidden_size":64,"vocab_size":50,"logits_scaling":0.125})",
+         "D=64,V=50,dtype=fp32,tied,logit_scale=0.125"},
+        {"BERT", R"({"model_type":"bert","hidden_size":768,"vocab_size":30522})", "D=768,V=30522,dtype=fp32,tied,bias"},
+        {"ELECTRA", R"({"model_type":"electra","hidden_size":256,"embedding_size":128,"vocab_size":30522})",
+         "D=128,V=30522,dtype=fp32,tied,bias"},
+        {"Phi-3.5-MoE", R"({"model_type":"phimoe","hidden_size":4096,"vocab_size":32064,"lm_head_bias":true,"tie_word_embeddings":false})",
+         "D=4096,V=32064,dtype=fp32,bias"},
+        {"encoder and decoder",
+         R"({"model_type":"encoder-decoder","decoder":{"model_type":"bert","hidden_size":768,"vocab_size":30522},)"
+         R"("tie_word_embeddings":false})",
+         "D=768,V=30522,dtype=fp32,bias"},
+        {"a width that Python pads", R"({"hidden_size":60,"vocab_size":50})", "D=64,V=50,dtype=fp32,tied"},
     };
     for (const Model& model : models) EXPECT_EQ(spec_from_hf_config(model.config).text(), model.spec) << model.name;
 }
@@ -54,6 +72,16 @@ TEST(HfConfig, NestedTextConfig_ComesBeforeTheTop) {
     const Spec spec = spec_from_hf_config(R"({"hidden_size":8,"tie_word_embeddings":false,"dtype":"float16",)"
                                           R"("text_config":{"hidden_size":64,"vocab_size":50,"dtype":"torch.bfloat16"}})");
     EXPECT_EQ(spec.text(), "D=64,V=50,dtype=bf16");
+}
+
+TEST(HfConfig, CompositeModel_TiesAsItsOwnConfigSays) {
+    const auto tied = [](const char* own, const char* text) {
+        return spec_from_hf_config(fmt::format(R"({{{}"text_config":{{{}"hidden_size":64,"vocab_size":50}}}})", own, text)).tied;
+    };
+    EXPECT_TRUE(tied(R"("tie_word_embeddings":true,)", R"("tie_word_embeddings":false,)"));
+    EXPECT_FALSE(tied(R"("tie_word_embeddings":false,)", R"("tie_word_embeddings":true,)"));
+    EXPECT_FALSE(tied("", R"("tie_word_embeddings":false,)"));
+    EXPECT_TRUE(tied("", ""));
 }
 
 TEST(HfConfig, BadConfig_NamesTheKey) {
@@ -66,7 +94,7 @@ TEST(HfConfig, BadConfig_NamesTheKey) {
         {R"({"hidden_size":null,"vocab_size":50})", "hidden_size is missing"},
         {R"({"hidden_size":"64","vocab_size":50})", "hidden_size = \"64\""},
         {R"({"hidden_size":64,"vocab_size":18446744073709551615})", "vocab_size = 18446744073709551615"},
-        {R"({"hidden_size":60,"vocab_size":50})", "hidden_size (D) = 60"},
+        {R"({"hidden_size":-60,"vocab_size":50})", "hidden_size (D) = -60"},
         {R"({"hidden_size":64,"vocab_size":50,"torch_dtype":"float8_e4m3fn"})", "float8_e4m3fn"},
         {R"({"hidden_size":64,"vocab_size":50,"torch_dtype":16})", "dtype = 16"},
         {R"({"hidden_size":64,"vocab_size":50,"tie_word_embeddings":"yes"})", "tie_word_embeddings"},
