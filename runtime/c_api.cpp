@@ -5,10 +5,12 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <new>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "flce/flce.h"
 #include "flce/flce.hpp"
@@ -134,6 +136,16 @@ void return_device(DeviceRef ref, std::int32_t* device_type, std::int32_t* devic
     *not_null(device_index, "device_index") = ref.index;
 }
 
+std::vector<std::filesystem::path> paths_of(const char* const* paths, std::size_t count, const char* name) {
+    std::vector<std::filesystem::path> result;
+    if (count > 0 && paths == nullptr) throw ArgumentError(fmt::format("options.{} is NULL and there are to be {} of them", name, count));
+    for (std::size_t i = 0; i < count; ++i) {
+        if (paths[i] == nullptr || *paths[i] == '\0') throw ArgumentError(fmt::format("options.{}[{}] is no path", name, i));
+        result.emplace_back(paths[i]);
+    }
+    return result;
+}
+
 bool strictness(std::int32_t strict) {
     if (strict != 1 && strict != -1) throw ArgumentError(fmt::format("options.strict is {}; allowed are 1, -1 and 0", strict));
     return strict == 1;
@@ -180,6 +192,7 @@ flce_status flce_session_create(const flce_session_options* options, flce_sessio
             const flce_session_options given =
                 versioned<flce_session_options, offsetof(flce_session_options, workspace_limit_bytes)>(options, "options");
             check_reserved(given.reserved, "options");
+            check_reserved(given.reserved_2, "options");
             wanted.device = text_or_empty(given.device);
             wanted.cache_dir = text_or_empty(given.cache_dir);
             wanted.disk_cache = given.no_disk_cache == 0;
@@ -187,6 +200,11 @@ flce_status flce_session_create(const flce_session_options* options, flce_sessio
             wanted.threads = given.threads;
             wanted.workspace_limit_bytes = given.workspace_limit_bytes;
             if (given.strict != 0) wanted.strict = strictness(given.strict);
+            wanted.use_records = given.no_records == 0;
+            wanted.cache_packs = paths_of(given.cache_packs, given.num_cache_packs, "cache_packs");
+            wanted.cache_remote = text_or_empty(given.cache_remote);
+            wanted.trusted_keys = paths_of(given.trusted_keys, given.num_trusted_keys, "trusted_keys");
+            wanted.records = paths_of(given.records, given.num_records, "records");
         }
         *session = new flce_session{std::make_shared<Session>(std::move(wanted))};
     });
@@ -233,6 +251,10 @@ flce_status flce_spec_text(const char* spec, char* buffer, size_t capacity, size
 
 flce_status flce_spec_json(const char* spec, char* buffer, size_t capacity, size_t* needed) {
     return guarded([&] { return_text(spec_of(spec).json(), buffer, capacity, needed); });
+}
+
+flce_status flce_hf_config_spec(const char* config_json, char* buffer, size_t capacity, size_t* needed) {
+    return guarded([&] { return_text(spec_from_hf_config(not_null(config_json, "config_json")).text(), buffer, capacity, needed); });
 }
 
 flce_status flce_get_kernel(flce_session* session, const char* spec, const flce_kernel_options* options, flce_kernel** kernel) {

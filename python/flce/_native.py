@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from flce import errors
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 CPU, CUDA = 1, 2
 INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140
@@ -73,7 +73,7 @@ class SessionOptions(Structure):
         ("workspace_limit_bytes", c_int64),
         ("strict", c_int32),
         ("reserved", c_int32),
-    )
+    )  # what follows is the environment's to say
 
 
 class KernelOptions(Structure):
@@ -165,6 +165,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_session_tier_statistics": (c_int32, (c_void_p, c_int32, POINTER(TierStatistics))),
     "flce_get_kernel": (c_int32, (c_void_p, c_char_p, POINTER(KernelOptions), POINTER(c_void_p))),
     "flce_spec_text": (c_int32, (c_char_p, c_char_p, c_size_t, POINTER(c_size_t))),
+    "flce_hf_config_spec": (c_int32, (c_char_p, c_char_p, c_size_t, POINTER(c_size_t))),
     "flce_kernel_workspace_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
     "flce_kernel_retained_bytes": (c_int32, (c_void_p, c_int64, c_int32, POINTER(c_size_t))),
     "flce_kernel_reads_hidden_late": (c_int32, (c_void_p, c_int64, c_int32, c_size_t, c_int64, POINTER(c_int32))),

@@ -9,6 +9,7 @@
 
 #include "flce/flce.h"
 #include "flce/flce.hpp"
+#include "records/record_store.hpp"
 #include "tests/c_api/c_client.h"
 #include "tests/cache/cache_test_support.hpp"
 
@@ -244,6 +245,73 @@ TEST_F(CApi, TierStatistics_CountWhatEachTierDid) {
     EXPECT_THAT(flce_last_error(), HasSubstr("tier is 4"));
     flce_kernel_release(first);
     flce_kernel_release(again);
+}
+
+TEST_F(CApi, SessionOptions_HaveAllThatThoseOfCppHave) {
+    const Spec spec = parse_spec("D=16,V=1100,dtype=fp32").normalized();
+    Session session({.device = "cpu", .disk_cache = false, .use_records = false});
+    const std::string other = candidate_plans(spec, session.device()).at(1).text();
+    const std::string cache = directory_.path().string() + "/cache";
+    const std::string record = directory_.path().string() + "/measured.json";
+    Record measured{.key = record_key(spec, session.device(), {})};
+    measured.candidates[other].times_ms["run"] = {1.5};
+    write_record_file(record, measured);
+    const char* const missing[] = {"/nowhere/kernels.flcepack"};
+    const char* const key[] = {"/nowhere/key.pem"};
+    const char* const records[] = {record.c_str()};
+
+    flce_session_options options = FLCE_SESSION_OPTIONS_INIT;
+    options.device = "cpu";
+    options.cache_dir = cache.c_str();
+    const auto reasons = [&] {
+        flce_session* opened = nullptr;
+        flce_kernel* made = nullptr;
+        EXPECT_EQ(flce_session_create(&options, &opened), FLCE_OK) << flce_last_error();
+        EXPECT_EQ(flce_get_kernel(opened, spec.text().c_str(), nullptr, &made), FLCE_OK) << flce_last_error();
+        const std::string why = kernel_text(made, FLCE_TEXT_EXPLAIN);
+        flce_kernel_release(made);
+        flce_session_release(opened);
+        return why;
+    };
+    options.records = records;
+    options.num_records = 1;
+    EXPECT_THAT(reasons(), HasSubstr(record));
+    options.no_records = 1;
+    EXPECT_THAT(reasons(), testing::Not(HasSubstr(record)));
+
+    options.strict = 1;
+    const auto refusal = [&] {
+        flce_session* opened = nullptr;
+        flce_kernel* made = nullptr;
+        const bool refused =
+            flce_session_create(&options, &opened) != FLCE_OK || flce_get_kernel(opened, "D=24,V=11,dtype=fp32", nullptr, &made) != FLCE_OK;
+        EXPECT_TRUE(refused);
+        flce_session_release(opened);
+        return std::string(flce_last_error());
+    };
+    options.cache_packs = missing;
+    options.num_cache_packs = 1;
+    EXPECT_THAT(refusal(), HasSubstr(missing[0]));
+    options.num_cache_packs = 0;
+    options.cache_remote = "gopher://nowhere";
+    EXPECT_THAT(refusal(), HasSubstr("gopher://nowhere"));
+    options.cache_remote = "";
+    options.trusted_keys = key;
+    options.num_trusted_keys = 1;
+    EXPECT_THAT(refusal(), HasSubstr(key[0]));
+    options.trusted_keys = nullptr;
+    EXPECT_THAT(refusal(), HasSubstr("options.trusted_keys is NULL"));
+}
+
+TEST_F(CApi, HfConfig_IsReadAsTheCommandReadsIt) {
+    const std::string layer = text([](char* buffer, std::size_t size, std::size_t* needed) {
+        return flce_hf_config_spec(R"({"hidden_size":60,"vocab_size":50,"logits_soft_cap":30.0,"torch_dtype":"bfloat16"})", buffer, size,
+                                   needed);
+    });
+    EXPECT_EQ(layer, "D=64,V=50,dtype=bf16,tied,softcap=30");
+    std::size_t needed = 0;
+    EXPECT_EQ(flce_hf_config_spec("{}", nullptr, 0, &needed), FLCE_ERROR_SPEC);
+    EXPECT_THAT(flce_last_error(), HasSubstr("hidden_size is missing"));
 }
 
 TEST_F(CApi, StrictSession_MissHasAStatusOfItsOwn) {

@@ -1,6 +1,7 @@
 #include "tests/c_api/c_client.h"
 
 #include <math.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -384,6 +385,14 @@ int c_client_struct_sizes(const char* cache_dir) {
     CHECK(flce_session_create(&options.known, &session) == FLCE_ERROR_ARGUMENT);
     CHECK(strstr(flce_last_error(), "options.reserved is 1") != NULL);
     options.known.reserved = 0;
+    options.known.num_records = 1; /* of none */
+    CHECK(flce_session_create(&options.known, &session) == FLCE_ERROR_ARGUMENT);
+    CHECK(strstr(flce_last_error(), "options.records is NULL") != NULL);
+    options.known.struct_size = offsetof(flce_session_options, no_records); /* a caller from before they were */
+    CHECK(flce_session_create(&options.known, &session) == FLCE_OK);
+    flce_session_release(session);
+    options.known.num_records = 0;
+    options.known.struct_size = sizeof options;
     CHECK(flce_session_create(&options.known, &session) == FLCE_OK);
 
     flce_statistics statistics = FLCE_STATISTICS_INIT;

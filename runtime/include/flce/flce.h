@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; what is there keeps its meaning. */
-#define FLCE_ABI_VERSION 9
+#define FLCE_ABI_VERSION 10
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -107,9 +107,21 @@ typedef struct flce_session_options {
     /* 1: flce_get_kernel compiles nothing: FLCE_ERROR_CACHE_MISS for a kernel that no cache has, FLCE_ERROR_ENVIRONMENT (at once or then)
      * for a part of the cache that cannot be used. -1: it compiles. 0: FLCE_STRICT decides. */
     int32_t strict;
-    int32_t reserved; /* 0 */
+    int32_t reserved;   /* 0 */
+    int32_t no_records; /* not 0: every plan is the caller's or the cost model's, as with FLCE_NO_RECORDS */
+    int32_t reserved_2; /* 0 */
+    /* Packs, read after the directory in this order; 0 of them: FLCE_CACHE_PACKS. */
+    const char* const* cache_packs;
+    size_t num_cache_packs;
+    const char* cache_remote; /* URL of a cache that machines share; NULL or "": FLCE_CACHE_REMOTE */
+    /* Files of Ed25519 public keys (PEM), one of which must have signed packs and remote entries; 0 of them: FLCE_TRUSTED_KEYS. */
+    const char* const* trusted_keys;
+    size_t num_trusted_keys;
+    /* Directories or files of tuning records, read before the user's own and those that flce brings; 0 of them: FLCE_RECORDS. */
+    const char* const* records;
+    size_t num_records;
 } flce_session_options;
-#define FLCE_SESSION_OPTIONS_INIT {sizeof(flce_session_options), NULL, NULL, 0, 0, 0, 0, 0, 0}
+#define FLCE_SESSION_OPTIONS_INIT {sizeof(flce_session_options), NULL, NULL, 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, NULL, NULL, 0, NULL, 0}
 
 /* `options` may be NULL. */
 FLCE_API flce_status flce_session_create(const flce_session_options* options, flce_session** session);
@@ -153,6 +165,8 @@ FLCE_API flce_status flce_session_tier_statistics(const flce_session* session, i
  * canonical forms. */
 FLCE_API flce_status flce_spec_text(const char* spec, char* buffer, size_t capacity, size_t* needed);
 FLCE_API flce_status flce_spec_json(const char* spec, char* buffer, size_t capacity, size_t* needed);
+/* The canonical text of the output layer that the text of a Hugging Face config.json describes; flce/spec.hpp has the keys that are read. */
+FLCE_API flce_status flce_hf_config_spec(const char* config_json, char* buffer, size_t capacity, size_t* needed);
 
 /* --- Kernels ------------------------------------------------------------------------------------------------------------------ */
 
