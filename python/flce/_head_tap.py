@@ -33,6 +33,7 @@ _LOGIT_NUMBERS = (
     "output_logit_soft_cap",
     "logit_scale",
     "lm_head_multiplier",
+    "output_multiplier",
     "logits_scaling",
 )
 _KEEP = "keep the model's own loss, or give hidden states of your own to flce.LinearCrossEntropyLoss"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ _BY_HAND = (
     "+ bias) / "
     "softcap), or keep the model's own loss"
 )
+_SCALES = ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling")
 _IGNORED = -100  # by the loss functions of transformers, where a call does not say
 
 
@@ -88,19 +90,21 @@ def check_model(model: Any) -> Any:
 
 def options_of(config: Any) -> dict[str, Any]:
     """Options of `flce.linear_cross_entropy` that a model's config implies: final_logit_softcapping (Gemma), logits_soft_cap
-    (RecurrentGemma), output_logit_soft_cap (xLSTM), logit_scale (Cohere), lm_head_multiplier (FalconH1), logits_scaling (Granite, a
-    divisor). `CausalLMLoss` compares them with the model."""
+    (RecurrentGemma), output_logit_soft_cap (xLSTM), logit_scale (Cohere), lm_head_multiplier (FalconH1), output_multiplier, logits_scaling
+    (Granite, a divisor; HyperCLOVA X, a factor). `CausalLMLoss` compares them with the model. `flce prewarm --hf-config` reads the same
+    (generator/hf_config.cpp)."""
     config = getattr(config, "get_text_config", lambda: config)()
     options: dict[str, Any] = {}
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
-        if getattr(config, name, None):
+        if "softcap" not in options and getattr(config, name, None):
             options["softcap"] = float(getattr(config, name))
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            options["logit_scale"] = float(getattr(config, name))
-            return options
-    if getattr(config, "logits_scaling", None) is not None:
-        options["logit_scale"] = 1.0 / float(config.logits_scaling)
+    given = [name for name in _SCALES if getattr(config, name, None) is not None]
+    if given:
+        factor = getattr(config, "model_type", None) in ("hyperclovax", "hyperclovax_vision_v2")
+        numbers = [float(getattr(config, name)) for name in given]
+        options["logit_scale"] = math.prod(
+            1.0 / number if name == "logits_scaling" and not factor else number for name, number in zip(given, numbers, strict=True)
+        )
     return options
 
 

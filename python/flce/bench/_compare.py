@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from flce.bench._problem import DTYPES, Problem
 
 SCHEMA = 1
 _OF_SPEC = {"D": "hidden_size", "V": "vocab_size", "dtype": "dtype", "bias": "bias", "softcap": "softcap", "logit_scale": "logit_scale"}
-_WITH_BIAS = ("phi", "gptj", "codegen")  # model types whose output layer has one
 _WITHOUT_MEANING = {"tied", "layout", "grad_weight_mode"}  # here: the weight is [V, D], its gradient a tensor of its own
 
 
@@ -163,24 +160,12 @@ def _of_spec(spec: str) -> dict[str, Any]:
 
 
 def _of_config(path: Path) -> dict[str, Any]:
-    """Of a config.json of transformers: sizes, dtype, cap and scale, as `flce prewarm --hf-config` reads it."""
-    from flce.huggingface import options_of
-
+    """Of a config.json of transformers: sizes, dtype, bias, cap and scale, as `flce prewarm --hf-config` reads it."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = path.read_bytes()
+    except OSError as error:
         raise errors.ArgumentError(f"hf_config is {os.fspath(path)!r}, which cannot be read: {error}") from error
-    if not isinstance(whole, dict):
-        raise errors.ArgumentError(f"hf_config is {os.fspath(path)!r}, which holds no JSON object")
-    nested = whole.get("text_config")
-    config = {**whole, **nested} if isinstance(nested, dict) else whole
-    layer: dict[str, Any] = dict(options_of(SimpleNamespace(**config)))
-    for name, keys in (("hidden_size", ("hidden_size", "n_embd", "d_model")), ("vocab_size", ("vocab_size",))):
-        value = next((config[key] for key in keys if config.get(key) is not None), None)
-        if value is None:
-            raise errors.ArgumentError(f"hf_config is {os.fspath(path)!r}, which has none of {', '.join(keys)}")
-        layer[name] = value
-    if config.get("model_type") in _WITH_BIAS:
-        layer["bias"] = True
-    kind = config.get("dtype") or config.get("torch_dtype")
-    return layer | ({"dtype": _dtype(kind)} if kind else {"dtype": "fp32"})
+    try:
+        return _of_spec(_native.text(_native.library().flce_hf_config_spec, config))
+    except errors.SpecError as error:
+        raise errors.ArgumentError(f"hf_config is {os.fspath(path)!r}: {error}") from error
