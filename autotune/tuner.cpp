@@ -81,6 +81,7 @@ Tuner::Tuner(TuneOptions options, TunerWorkers workers, TunerListener listener)
 }
 
 void Tuner::run() {
+    store_.check_room();  // before minutes are spent on what could not be kept
     for (const Spec& spec : options_.specs) {
         for (const std::int64_t num_tokens : tuned_tokens(options_)) {
             if (stopped()) return;

@@ -24,6 +24,9 @@ namespace {
 constexpr std::uint64_t kXfsMagic = 0x58465342;
 constexpr std::uint64_t kZfsMagic = 0x2fc12fc1;
 
+// A folder goes with the last lock in it (LockFile::removed), maybe right after it was made for another.
+constexpr int kFolderAttempts = 100;
+
 // A user who can write it could take every lock and keep it.
 void warn_of(const std::string& folder_and_fault) { warn_once_in_process("cache: no locks are taken in " + folder_and_fault); }
 
@@ -50,8 +53,12 @@ bool is_local_folder(const std::filesystem::path& folder) {
 }
 
 bool KeyLock::open(const std::filesystem::path& path) {
-    file_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
-    return file_ && is_local_file(file_.get());
+    for (int attempt = 0; attempt < kFolderAttempts; ++attempt) {
+        file_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+        if (file_) return is_local_file(file_.get());
+        if (errno != ENOENT || (::mkdir(path.parent_path().c_str(), 0700) != 0 && errno != EEXIST)) return false;
+    }
+    return false;
 }
 
 bool KeyLock::still_named(const std::filesystem::path& path) const {
@@ -68,18 +75,22 @@ void KeyLock::remove_unheld(const std::filesystem::path& path) {
 }
 
 bool KeyLock::usable(const std::filesystem::path& folder) {
-    if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) return false;
-    int error = 0;
-    const std::string fault = directory_fault(folder, error);
+    int error = ENOENT;
+    std::string fault;
+    for (int attempt = 0; error == ENOENT && attempt < kFolderAttempts; ++attempt) {
+        if (::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) return false;
+        fault = directory_fault(folder, error);
+    }
     if (!fault.empty() && error == 0) warn_of(fmt::format("{}: {}", folder.string(), fault));
     return fault.empty();
 }
 
-KeyLock::KeyLock(const std::filesystem::path& directory, const CacheKey& key, std::chrono::milliseconds wait) {
+KeyLock::KeyLock(const std::filesystem::path& directory, const CacheKey& key, std::chrono::milliseconds wait, LockFile afterwards) {
     const std::filesystem::path folder = directory / "locks";
     if (!usable(folder)) return;
-    if (is_local_folder(folder)) {
+    if (is_local_folder(directory)) {
         take(folder / key.hex(), key, wait);
+        if (held_ && afterwards == LockFile::removed) removed_ = folder / key.hex();
         return;
     }
     std::string why;
@@ -89,11 +100,14 @@ KeyLock::KeyLock(const std::filesystem::path& directory, const CacheKey& key, st
     const std::string place = std::filesystem::absolute(directory).string();
     const std::filesystem::path path = own / fmt::format("{}-{:016x}", key.hex(), XXH3_64bits(place.data(), place.size()));
     take(path, key, wait);
-    if (held_) unlinked_ = path;
+    of_machine_ = true;
+    if (held_) removed_ = path;
 }
 
 KeyLock::~KeyLock() {
-    if (!unlinked_.empty()) ::unlink(unlinked_.c_str());
+    if (removed_.empty()) return;
+    ::unlink(removed_.c_str());
+    if (!of_machine_) ::rmdir(removed_.parent_path().c_str());  // fails where another lock is in it
 }
 
 void KeyLock::take(const std::filesystem::path& path, const CacheKey& key, std::chrono::milliseconds wait) {

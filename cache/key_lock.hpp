@@ -10,13 +10,18 @@
 
 namespace flce {
 
+/// What is left of a lock's file when the lock is given up. Many processes that compile find it there; of a folder of records, which people
+/// copy and commit, it would be litter.
+enum class LockFile { kept, removed };
+
 /// Held until destroyed, or by the kernel until the process dies: a killed builder leaves nothing behind but an empty file, which anyone
 /// may lock. File systems that are not known to be local are not asked for locks, which hang or lie there: <temporary
 /// directory>/flce-locks-<user> has those. Not taken (which is no error: the caller compiles for itself) where neither will do, in a
 /// directory that cannot be written, and after `wait`.
 class KeyLock {
 public:
-    KeyLock(const std::filesystem::path& directory, const CacheKey& key, std::chrono::milliseconds wait);
+    KeyLock(const std::filesystem::path& directory, const CacheKey& key, std::chrono::milliseconds wait,
+            LockFile afterwards = LockFile::kept);
     ~KeyLock();
     KeyLock(const KeyLock&) = delete;
     KeyLock& operator=(const KeyLock&) = delete;
@@ -25,7 +30,7 @@ public:
 
     [[nodiscard]] bool held() const noexcept { return held_; }
     /// Whether the file that is held lies in the directory itself: then it keeps everybody out to whom that directory is local.
-    [[nodiscard]] bool excludes_all() const noexcept { return held_ && unlinked_.empty(); }
+    [[nodiscard]] bool excludes_all() const noexcept { return held_ && !of_machine_; }
     /// Whether somebody else had it first: what the caller looked for may be there now.
     [[nodiscard]] bool waited() const noexcept { return waited_; }
 
@@ -41,7 +46,8 @@ private:
     [[nodiscard]] bool still_named(const std::filesystem::path& path) const;
 
     FileDescriptor file_;
-    std::filesystem::path unlinked_;  ///< at the end: of this machine, where nobody else cleans up
+    std::filesystem::path removed_;  ///< at the end, with its folder where that is empty then
+    bool of_machine_ = false;        ///< in a folder of this machine, where nobody else cleans up
     bool held_ = false;
     bool waited_ = false;
 };

@@ -197,6 +197,20 @@ fs::path RecordStore::begin_writing(const RecordKey& key) const {
     return file;
 }
 
+void RecordStore::check_room() const {
+    constexpr std::size_t kBytes = 1 << 18;  // of a long search's record
+    if (places_.directory.empty()) throw EnvironmentError("there is no directory for tuning records: set FLCE_RECORDS_DIR");
+    const fs::path tried = places_.directory / fmt::format(".room-{}", ::getpid());
+    const std::string filling(kBytes, ' ');
+    const std::array pieces{std::as_bytes(std::span(filling))};
+    int error = make_private_directories(places_.directory);
+    if (error == 0) error = write_atomically(tried, pieces, Durability::now);
+    ::unlink(tried.c_str());
+    if (error != 0) {
+        throw EnvironmentError(fmt::format("{} cannot have records written to it: {}", places_.directory.string(), std::strerror(error)));
+    }
+}
+
 void RecordStore::forget(const RecordKey& key) {
     const std::lock_guard lock(mutex_);
     known_.erase(key.subject());
@@ -205,7 +219,7 @@ void RecordStore::forget(const RecordKey& key) {
 // records/record_files.hpp says why this loses nothing, whatever other publishers do meanwhile.
 fs::path RecordStore::save(const Record& record) {
     const fs::path file = begin_writing(record.key);
-    const KeyLock lock(places_.directory, lock_key(record.key), kLockWait);
+    const KeyLock lock(places_.directory, lock_key(record.key), kLockWait, LockFile::removed);
     const RecordFolder there = read_record_folder(file.parent_path(), file.stem().native(), Writers::own);
     const auto before = merged_record(there, record.key);
     const std::string text = file_text(file, before ? merged(*before, record) : record);
@@ -221,7 +235,7 @@ fs::path RecordStore::save(const Record& record) {
 
 fs::path RecordStore::replace(const Record& record) {
     const fs::path file = begin_writing(record.key);
-    const KeyLock lock(places_.directory, lock_key(record.key), kLockWait);
+    const KeyLock lock(places_.directory, lock_key(record.key), kLockWait, LockFile::removed);
     const RecordFolder there = read_record_folder(file.parent_path(), file.stem().native(), Writers::own);
     write_record_file(file, record);
     for (const RecordFile& old : there.files) {

@@ -53,6 +53,9 @@ public:
     /// Puts it in the place of what was there before; what others publish meanwhile stays. As save() otherwise.
     std::filesystem::path replace(const Record& record);
 
+    /// Throws EnvironmentError where the user's directory cannot be made or written, or has no room for a record.
+    void check_room() const;
+
     [[nodiscard]] const RecordPlaces& places() const noexcept { return places_; }
 
 private:

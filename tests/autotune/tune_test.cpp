@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "flce/error.hpp"
@@ -69,6 +70,16 @@ TEST_F(TuneCall, OptionsThatCannotBeMet_Refused) {
     refused([](TuneOptions& given) { given.coordinates = {"colour"}; });
     refused([](TuneOptions& given) { given.budget_s = 0; });
     refused([](TuneOptions& given) { given.exhaustive = 1'000'000; });
+}
+
+TEST_F(TuneCall, RecordsThatCannotBeWritten_SaidBeforeAnythingIsMeasured) {
+    TuneOptions given = options();
+    std::ofstream(folder_.path() / "file").close();
+    given.records_dir = folder_.path() / "file" / "records";
+    bool begun = false;
+    EXPECT_THAT([&] { (void)tune(given, {.progress = [&](const TuneProgress&) { begun = true; }}); },
+                testing::ThrowsMessage<EnvironmentError>(testing::HasSubstr(given.records_dir.string())));
+    EXPECT_FALSE(begun);
 }
 
 TEST_F(TuneCall, CommandThatIsNoneOrAnother_SaysSo) {

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 
+#include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include "flce/error.hpp"
@@ -181,6 +183,21 @@ TEST_F(RecordStoreTest, NoDirectory_SaveSaysSo) {
     RecordStore none({.shipped = false});
     EXPECT_THAT([&] { (void)none.save(record_of(key_at(64), {})); },
                 testing::ThrowsMessage<EnvironmentError>(HasSubstr("FLCE_RECORDS_DIR")));
+}
+
+TEST_F(RecordStoreTest, Save_LeavesNoLocks) {
+    RecordStore records = store();
+    const Record record = record_of(key_at(64), {{"a", {1.0}}});
+    const std::filesystem::path file = records.save(record);
+    EXPECT_EQ(records.replace(record), file);
+    for (const auto& entry : std::filesystem::directory_iterator(directory_.path())) EXPECT_EQ(entry.path(), file.parent_path());
+    // Somebody else's lock stays, and its folder.
+    const std::filesystem::path other = directory_.path() / "locks" / "other";
+    std::filesystem::create_directory(other.parent_path());
+    std::ofstream(other).close();
+    (void)records.save(record);
+    for (const auto& entry : std::filesystem::directory_iterator(other.parent_path())) EXPECT_EQ(entry.path(), other);
+    EXPECT_TRUE(std::filesystem::exists(other));
 }
 
 TEST(ShippedRecords, Each_ReadsHasAWinnerAndIsFoundByItsDevice) {
