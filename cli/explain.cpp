@@ -70,6 +70,7 @@ Json to_json(const CallQuestion& question, const ExplainedCall& call) {
     if (question.device.kind == DeviceKind::cpu) json["threads"] = with_threads(question.device, question.threads).cpu.cores;
     json.update(to_json(call.point));
     json["times"] = "cost model";
+    json["guessed"] = call.guessed;
     json["measured"] = to_json(call.measured);
     json["workspace_limit_bytes"] = question.limit_bytes;
     json["logits_bytes"] =
@@ -87,15 +88,16 @@ std::string device_text(const CallQuestion& question) {
     return fmt::format("{}, {} of {} cores in use", device.name, with_threads(device, question.threads).cpu.cores, device.cpu.cores);
 }
 
-/// Measured, or else modelled: never something of both.
+/// Measured, else modelled, or guessed where nobody has measured what the model assumes: never something of two of them.
 std::string time_text(const ExplainedCall& call) {
     if (call.measured) {
         return fmt::format("measured    forward + backward {:.4g} ms: best of {} candidates, median{}\n            {}\n", call.measured->ms,
                            call.measured->candidates, call.measured->other_kernels ? ", with kernels of another version" : "",
                            call.measured->origin);
     }
-    return fmt::format("modelled    forward {}, backward {}, forward + backward {}\n", human_seconds(call.point.forward.seconds),
-                       human_seconds(call.point.backward.seconds), human_seconds(call.point.seconds()));
+    return fmt::format("{}    forward {}, backward {}, forward + backward {}\n", call.guessed ? "guessed " : "modelled",
+                       human_seconds(call.point.forward.seconds), human_seconds(call.point.backward.seconds),
+                       human_seconds(call.point.seconds()));
 }
 
 std::string kept_text(const KeptPart& kept) {
@@ -107,8 +109,9 @@ std::string kept_text(const KeptPart& kept) {
 /// Beside a measured time the model only says how other limits compare with this call.
 void print_curve(const ExplainedCall& call) {
     const bool relative = call.measured.has_value();
-    fmt::print("\nwhat limits on memory do to the time, by the cost model (*: this call)\n    {:>12}  {:>8}  {:>19}  {}\n", "workspace",
-               "retained", relative ? "to this call's time" : "forward + backward", "vocabulary chunk");
+    fmt::print("\nwhat limits on memory do to the time, {} by the cost model (*: this call)\n    {:>12}  {:>8}  {:>19}  {}\n",
+               call.guessed ? "guessed" : "modelled", "workspace", "retained", relative ? "to this call's time" : "forward + backward",
+               "vocabulary chunk");
     for (std::size_t i = 0; i < call.curve.size(); ++i) {
         const CallPoint& p = call.curve[i];
         const std::string time = relative ? fmt::format("× {:.2f}", p.seconds() / call.point.seconds()) : human_seconds(p.seconds());

@@ -211,6 +211,22 @@ Search search_plans(const Spec& spec, const Device& device, const PlanRequest& r
     return search;
 }
 
+/// What the cost model takes a GPU for, and what of it is measured, published or assumed.
+std::string gpu_line(const Device& device, const CudaPath& path) {
+    const GpuProperties& gpu = device.gpu;
+    const std::string rate =
+        fmt::format("{:.0f} % of the dense rate of {:.0f} TFLOP/s", 100 * path.rate_share(device), 1e-12 * gpu.bf16_flops);
+    const std::string line =
+        fmt::format("{}: {} SMs, {} KiB of shared memory a block; ", gpu.arch, gpu.sm_count, gpu.smem_per_block_bytes / 1024);
+    if (has_measured_rates(device)) {
+        return line + fmt::format("modelled: kernels of {} keep up {}, as measured on H100 and H200", path.instruction(), rate);
+    }
+    return line + fmt::format(
+                      "guessed: kernels of {} are assumed to keep up {}; nobody has measured flce on {}, so times by the cost model "
+                      "are guesses here",
+                      path.instruction(), rate, gpu.arch);
+}
+
 std::string refusals_text(const Search& search) {
     std::string text;
     for (const auto& [reason, count] : search.refusals) text += (text.empty() ? "" : "; ") + reason;
@@ -218,6 +234,11 @@ std::string refusals_text(const Search& search) {
 }
 
 }  // namespace
+
+bool has_measured_rates(const Device& device) noexcept {
+    constexpr int kHopper = 90;
+    return device.kind == DeviceKind::cpu || device.gpu.compute_capability == kHopper;
+}
 
 std::optional<std::int64_t> workspace_of_tokens(const Spec& spec, std::int64_t num_tokens) noexcept {
     if (num_tokens < 0) return std::nullopt;
@@ -325,10 +346,7 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     const Search search = search_plans(spec, device, request);
     std::vector<std::string> lines;
     if (device.kind == DeviceKind::cuda) {
-        const CudaPath& path = cuda_path(plan.path);
-        lines.push_back(fmt::format("{}: {} SMs, {} KiB of shared memory a block; {} reaches {:.0f} % of its dense rate", device.gpu.arch,
-                                    device.gpu.sm_count, device.gpu.smem_per_block_bytes / 1024, path.instruction(),
-                                    100 * path.rate_share(device)));
+        lines.push_back(gpu_line(device, cuda_path(plan.path)));
     } else {
         lines.push_back(fmt::format("{}: vectors of {} bits{}{}, {} cores", device.cpu.cpu, device.cpu.vector_bits,
                                     device.cpu.fma ? ", FMA" : "", device.cpu.bf16_dot ? ", bf16 dot products" : "", device.cpu.cores));

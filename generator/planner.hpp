@@ -55,6 +55,10 @@ enum class OwnMemory {
 /// The least scratch with which candidate_plans has a plan; absent where no scratch is enough. Throws SpecError.
 [[nodiscard]] std::optional<std::int64_t> smallest_scratch_bytes(const Spec& spec, const Device& device);
 
+/// Whether the cost model's rates were measured on such a device: on every CPU, and on GPUs of Hopper (H100, H200). Those of all other
+/// GPUs are assumed.
+[[nodiscard]] bool has_measured_rates(const Device& device) noexcept;
+
 /// Why `plan`, which is in use on `device`, is what it is: a line each for what the device decides, how the plan ranks among the
 /// candidates, and what was refused with the reason.
 [[nodiscard]] std::vector<std::string> plan_reasons(const Spec& spec, const Device& device, const Plan& plan,

@@ -29,6 +29,7 @@ public:
         const Plan& plan = call.choice.plan;
         call.point = point(plan, asked(plan));
         call.measured = measured(call.point);
+        call.guessed = !has_measured_rates(q_.device);
         call.curve = quickest_for_their_memory(points(plan));
         call.place = placed(call.curve, call.point);
         return call;

@@ -48,6 +48,7 @@ struct ExplainedCall {
     PlanChoice choice;
     CallPoint point;                       ///< this call
     std::optional<MeasuredTime> measured;  ///< of exactly this call: plan, number of tokens, memory
+    bool guessed = false;                  ///< nobody has measured the cost model's rates on such a GPU
     /// What calls with less and more memory come to, by the cost model alone: ascending bytes, descending times.
     std::vector<CallPoint> curve;
     std::optional<std::size_t> place;  ///< of this call on the curve; absent: less memory does better than it, by the model

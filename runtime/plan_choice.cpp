@@ -13,19 +13,24 @@
 namespace flce {
 namespace {
 
-/// A record's plan may have been measured with other scratch than the call's: its tiles hold, the bytes are the call's.
-std::optional<Plan> usable_plan(const PlanQuery& query, const std::string& text, std::string& why) {
+/// A record's plan as a call can have it. It may have been measured with other scratch: its tiles hold, the bytes are the call's.
+struct Usable {
+    std::optional<Plan> plan;
+    std::string why;          ///< not
+    bool for_memory = false;  ///< it would be, with the scratch that it was measured with
+};
+
+Usable usable_plan(const PlanQuery& query, const std::string& text) {
     try {
-        Plan plan = parse_plan(text);
+        const Plan measured = parse_plan(text);
+        Plan plan = measured;
         plan.scratch_bytes = query.request.scratch_bytes;
-        if (auto reason = illegal_reason(query.spec, query.device, plan)) {
-            why = fmt::format("its plan \"{}\" is not legal: {}", text, *reason);
-            return std::nullopt;
-        }
-        return plan;
+        const auto reason = illegal_reason(query.spec, query.device, plan);
+        if (!reason) return {.plan = plan};
+        const bool for_memory = !illegal_reason(query.spec, query.device, measured);
+        return {.why = fmt::format("its plan \"{}\" is not legal: {}", text, *reason), .for_memory = for_memory};
     } catch (const PlanError& error) {
-        why = error.what();
-        return std::nullopt;
+        return {.why = error.what()};
     }
 }
 
@@ -67,31 +72,36 @@ bool is_outdated(const PlanQuery& query, const RecordedPlan& recorded) {
            choose_plan(query.spec, query.device, query.request).strategy == Strategy::retain;
 }
 
-std::optional<PlanAnswer> recorded_answer(const PlanQuery& query, RecordStore& records) {
+/// The best legal plan of the nearest record that has any, else the cost model's.
+PlanAnswer measured_or_modelled(const PlanQuery& query, RecordStore& records) {
     const RecordKey wanted = record_key(query.spec, query.device, query.request, kRetainedAutomatically, query.threads);
     const OwnMemory own = own_memory_of(query, wanted);
+    PlanAnswer answer;
     for (const RecordedPlan& recorded : records.plans(wanted)) {
         if (own_memory_of(query, recorded.key) != own) continue;  // it has measured something else
         if (is_outdated(query, recorded)) continue;
         for (const RecordedPlan::Timed& timed : recorded.plans) {
-            std::string why;
-            auto plan = usable_plan(query, timed.plan, why);
-            if (plan) {
-                PlanAnswer answer{.plan = *plan, .source = record_source(recorded)};
+            const Usable usable = usable_plan(query, timed.plan);
+            if (usable.plan) {
+                answer.plan = *usable.plan;
+                answer.source = record_source(recorded);
                 const bool same_call = recorded.key.request == wanted.request && recorded.key.retained == wanted.retained;
-                if (same_call && plan->text() == timed.plan) answer.measured = time_of(recorded, timed.median_ms);
+                if (same_call && usable.plan->text() == timed.plan) answer.measured = time_of(recorded, timed.median_ms);
                 return answer;
             }
-            if (timed.plan == recorded.best()) warn_once(recorded.origin, why);
+            if (timed.plan != recorded.best()) continue;
+            if (usable.for_memory) {
+                answer.passed_over.push_back(fmt::format("the best of tuning record {} needs more scratch than this call's {} bytes: {}",
+                                                         recorded.origin, query.request.scratch_bytes, usable.why));
+            } else {
+                warn_once(recorded.origin, usable.why);
+            }
         }
     }
-    return std::nullopt;
-}
-
-PlanAnswer measured_or_modelled(const PlanQuery& query, RecordStore& records) {
-    if (auto recorded = recorded_answer(query, records)) return std::move(*recorded);
-    return {.plan = choose_plan(query.spec, query.device, query.request),
-            .source = "the cost model's first choice: there is no record of measurements"};
+    answer.plan = choose_plan(query.spec, query.device, query.request);
+    answer.source = answer.passed_over.empty() ? "the cost model's first choice: there is no record of measurements"
+                                               : "the cost model's first choice: no plan that was measured fits this call's memory";
+    return answer;
 }
 
 /// One plan for every call of a batch-invariant spec, whatever its number of tokens, its scratch and its limit: bits follow from tiles.
@@ -147,6 +157,7 @@ PlanAnswer plan_for(const PlanQuery& query, RecordStore& records) {
 std::vector<std::string> answer_reasons(const PlanQuery& query, const PlanAnswer& answer) {
     std::vector<std::string> reasons = plan_reasons(query.spec, query.device, answer.plan, query.request);
     reasons.insert(reasons.begin(), "plan: " + answer.source);
+    reasons.insert(reasons.end(), answer.passed_over.begin(), answer.passed_over.end());
     return reasons;
 }
 
@@ -159,10 +170,10 @@ std::string time_reason(const PlanQuery& query, const PlanAnswer& answer) {
     const Device device = with_threads(query.device, query.threads);
     const Cost forward = estimate_forward(query.spec, device, answer.plan, tokens);
     const Cost backward = estimate_backward(query.spec, device, answer.plan, tokens);
-    return fmt::format(
-        "modelled at {} tokens{}: forward {:.3g} ms, backward {:.3g} ms, forward + backward {:.3g} ms ({:.3g} and {:.3g} Gflop)", tokens,
-        answer.plan.strategy == Strategy::retain ? ", everything retained" : "", 1e3 * forward.seconds, 1e3 * backward.seconds,
-        1e3 * (forward.seconds + backward.seconds), 1e-9 * forward.flops, 1e-9 * backward.flops);
+    return fmt::format("{} at {} tokens{}: forward {:.3g} ms, backward {:.3g} ms, forward + backward {:.3g} ms ({:.3g} and {:.3g} Gflop)",
+                       has_measured_rates(device) ? "modelled" : "guessed", tokens,
+                       answer.plan.strategy == Strategy::retain ? ", everything retained" : "", 1e3 * forward.seconds,
+                       1e3 * backward.seconds, 1e3 * (forward.seconds + backward.seconds), 1e-9 * forward.flops, 1e-9 * backward.flops);
 }
 
 }  // namespace flce

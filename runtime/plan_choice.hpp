@@ -30,8 +30,9 @@ struct MeasuredTime {
 
 struct PlanAnswer {
     Plan plan;
-    std::string source;                    ///< in a few words, for people
-    std::optional<MeasuredTime> measured;  ///< of the record that the plan is from, where it is one for the call's bucket of tokens
+    std::string source;                      ///< in a few words, for people
+    std::optional<MeasuredTime> measured;    ///< of the record that the plan is from, where it is one for the call's bucket of tokens
+    std::vector<std::string> passed_over{};  ///< better measured plans that the call's memory has no room for, and why
 };
 
 /// A device as calls on `threads` of its threads see it (0: all of its cores). GPUs are not changed.

@@ -138,6 +138,22 @@ TEST(FlceExplain_Times, AreOneSourcesAndAddUp) {
     }
 }
 
+TEST(FlceExplain_Times, AreGuessesForGpusThatNobodyHasMeasured) {
+    const std::vector<std::string> layer{"explain", "--spec", "D=4096,V=128256,dtype=bf16", "--device"};
+    const auto asked = [&](const char* device, std::vector<std::string> more) {
+        more.insert(more.begin(), layer.begin(), layer.end());
+        more.insert(more.begin() + std::ssize(layer), device);
+        return run_flce(more, {.environment = {{"FLCE_NO_RECORDS", "1"}}});
+    };
+    for (const char* device : {"a100", "rtx 4090", "sm_88"}) {
+        const std::string said = asked(device, {}).out;
+        EXPECT_THAT(said, AllOf(HasSubstr("\nguessed     forward "), HasSubstr("guessed by the cost model"), Not(HasSubstr("modelled"))));
+        EXPECT_EQ(asked(device, {"--json"}).json().at("guessed"), true);
+    }
+    EXPECT_THAT(asked("h100", {}).out, AllOf(HasSubstr("\nmodelled    forward "), Not(HasSubstr("guessed"))));
+    EXPECT_EQ(asked("h100", {"--json"}).json().at("guessed"), false);
+}
+
 TEST(FlceExplain_Threads, OfTheEnvironmentOrTheOption) {
     const auto seconds = [](const char* environment, const std::vector<std::string>& more) {
         std::vector<std::string> arguments{"explain", "--spec", "D=768,V=50257,dtype=fp32", "--device", "znver4", "--json"};

@@ -69,6 +69,42 @@ TEST(Planner, Candidates_AreOrderedByExpectedTime) {
     }
 }
 
+// Steps of the generic path on an H100, measured with these tiles for all four products and nothing retained
+// (benchmarks/results/h100-2026-11-21*.json, docs/experiments/2026-11-27.md).
+TEST(Planner, GenericPathOnHopper_ModelledAsMeasured) {
+    const Device h100 = describe_device("h100");
+    struct Measured {
+        const char* spec;
+        const char* tile;
+        std::int64_t tokens;
+        double ms;
+    };
+    for (const Measured& m :
+         {Measured{"D=2048,V=151936", "128x128x32x3/2x2", 4096, 26.8}, Measured{"D=2048,V=151936", "128x256x64x3/2x4", 4096, 25.3},
+          Measured{"D=4096,V=128256", "128x128x32x3/2x2", 4096, 45.0}, Measured{"D=4096,V=128256", "128x256x64x3/2x4", 4096, 42.3},
+          Measured{"D=2048,V=151936,dtype=fp32", "64x128x32x3/2x2", 4096, 201.9}}) {
+        const Spec spec = parse_spec(m.spec);
+        const Plan plan =
+            parse_plan(fmt::format("cuda_sm80:recompute,chunk=16384,scratch=67108864,forward={0},dlogits={0},grad_hidden={0},"
+                                   "grad_weight={0},raster=8",
+                                   m.tile));
+        const double seconds = estimate_forward(spec, h100, plan, m.tokens).seconds + estimate_backward(spec, h100, plan, m.tokens).seconds;
+        EXPECT_NEAR(1e3 * seconds, m.ms, 0.15 * m.ms) << m.spec << ' ' << m.tile;
+    }
+}
+
+TEST(Planner, Reasons_SayWhatIsMeasuredAndWhatIsGuessed) {
+    const Spec spec = parse_spec("D=2048,V=151936");
+    for (const char* name : {"sm_80", "sm_89", "b200", "sm_110", "rtx 5090", "h100", "h200"}) {
+        const Device device = describe_device(name);
+        const std::string line = plan_reasons(spec, device, choose_plan(spec, device)).front();
+        const bool measured = name[0] == 'h';
+        EXPECT_EQ(has_measured_rates(device), measured);
+        EXPECT_EQ(line.find("as measured on H100 and H200") != std::string::npos, measured) << line;
+        EXPECT_EQ(line.find("guessed: ") != std::string::npos, !measured) << line;
+    }
+}
+
 // Where wide tiles have no room: narrow ones of the quicker path, and not the other path's wide ones.
 TEST(Planner, LittleScratchOnHopper_ItsOwnPathInNarrowTiles) {
     const Device device = describe_device("h100");

@@ -125,6 +125,21 @@ TEST_F(SessionRecordsTest, IllegalPlan_OneWarningAndTheNextChoice) {
     EXPECT_EQ(log.warnings(), 2);
 }
 
+// A limit on memory is no fault of the record: explain says what it costs, and nothing is said on stderr.
+TEST_F(SessionRecordsTest, PlanWithoutRoomInTheLimit_SaidInExplainAlone) {
+    const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16").normalized();
+    const Device device = describe_device("NVIDIA H200");
+    RecordStore records({.shipped = true});
+    const LogCapture log;
+    const PlanQuery query{.spec = spec, .device = device, .request = {.scratch_bytes = 3'000'000, .num_tokens = 4096}};
+    const PlanAnswer answer = plan_for(query, records);
+    EXPECT_EQ(log.warnings(), 0) << log.text();
+    EXPECT_THAT(answer.source, HasSubstr("measured: ")) << "the record's next best";
+    EXPECT_THAT(answer_reasons(query, answer), Contains(testing::AllOf(HasSubstr("shipped with flce"), HasSubstr("3000000 bytes"))));
+    const PlanQuery roomy{.spec = spec, .device = device, .request = {.num_tokens = 4096}};
+    EXPECT_TRUE(plan_for(roomy, records).passed_over.empty());
+}
+
 TEST_F(SessionRecordsTest, RecordThatLies_ItsBestLegalPlan) {
     Plan bad = plan(1);
     bad.cpu.micro_m = 1000;
