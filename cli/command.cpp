@@ -76,7 +76,8 @@ V or vocab_size, padded_vocab_size, dtype (bf16, fp16, fp32, or bfloat16, float1
 weight_dtype, grad_weight_dtype, grad_weight_mode (write, accumulate), bias, logit_scale, softcap, label_smoothing, z_loss, class_weight,
 temperature, token_weight, batch_invariant, dft, teacher_top_k, hard_weight, outputs (loss+lse+logprob+entropy+top1+log_sum_sq_probs).
 
-Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (device, library, compiler, disk, standard output).
+Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (device, library, compiler, disk, standard output), 130 ended by
+Ctrl-C or SIGTERM.
 With --json a command that fails prints {"error": {"exit_code", "message"}}.)";
 
 int run_command_line(int argc, char** argv);

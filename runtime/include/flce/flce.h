@@ -165,7 +165,7 @@ FLCE_API flce_status flce_session_tier_statistics(const flce_session* session, i
  * canonical forms. */
 FLCE_API flce_status flce_spec_text(const char* spec, char* buffer, size_t capacity, size_t* needed);
 FLCE_API flce_status flce_spec_json(const char* spec, char* buffer, size_t capacity, size_t* needed);
-/* The canonical text of the output layer that the text of a Hugging Face config.json describes; flce/spec.hpp has the keys that are read. */
+/* The canonical text of the output layer that a Hugging Face config.json describes, given its text; flce/spec.hpp has the keys. */
 FLCE_API flce_status flce_hf_config_spec(const char* config_json, char* buffer, size_t capacity, size_t* needed);
 
 /* --- Kernels ------------------------------------------------------------------------------------------------------------------ */
