@@ -1,0 +1,122 @@
+"""What a forward may leave to backward, decided from a caller's choice, a limit and what the kernel has room for; and when losses count as
+several. Kernels are stand-ins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import flce
+from flce import _retain
+from flce._retain import ALWAYS, AUTOMATIC, NEVER, Alive, Choice, Choices
+
+GRADIENT = _retain.wanted(NEVER, weight=False)
+WEIGHT = _retain.wanted(NEVER, weight=True) & ~GRADIENT
+
+
+class StandIn:
+    """A kernel with 100 bytes of scratch, that lends 50 and fills what a limit leaves."""
+
+    retains_unasked = False
+    lends = True
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool]] = []
+
+    def workspace_bytes(self, num_tokens: int, *, backward: bool) -> int:
+        assert num_tokens == 7
+        return 100 if backward else 40
+
+    def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int, lend_grad_weight: bool) -> Choice:
+        assert num_tokens == 7
+        self.asked.append((workspace_limit_bytes, lend_grad_weight))
+        own = max(workspace_limit_bytes - 100, 0) or (30 if self.retains_unasked else 0)
+        lent = lend_grad_weight and self.lends and own <= 50
+        return Choice(lent, 50 if lent else own)
+
+
+def choices_of(kernel: Any) -> Choices:
+    return Choices(kernel, 7)
+
+
+def test_a_choice_as_bits() -> None:
+    assert GRADIENT and WEIGHT and not GRADIENT & WEIGHT and not (GRADIENT | WEIGHT) & (NEVER | AUTOMATIC | ALWAYS)
+    for choice in (NEVER, AUTOMATIC, ALWAYS):
+        assert _retain.wanted(choice, weight=False) == choice | GRADIENT
+        assert _retain.wanted(choice | WEIGHT, weight=False) == choice | GRADIENT
+        assert _retain.wanted(choice, weight=True) == choice | GRADIENT | WEIGHT
+        assert not _retain.has_budget(choice | GRADIENT | WEIGHT)
+    budget = flce.MemoryBudget(1000)
+    for given, choice in ((True, ALWAYS), (False, NEVER), (None, NEVER)):
+        bits = _retain.within(given, budget)
+        assert _retain.has_budget(bits) and bits & 3 == choice and not bits & (GRADIENT | WEIGHT)
+        assert flce.budget.of_number(bits >> 4, 1000) is budget
+        assert flce.budget.of_number(bits >> 4, 999) is None
+    assert flce.budget.of_number(0, 1000) is None
+
+
+def test_memory_of_its_own_is_what_the_limit_leaves_beside_the_larger_pass() -> None:
+    kernel = StandIn()
+    choices = choices_of(kernel)
+    assert choices.workspace_bytes == 100
+    assert (choices.own_under(99), choices.own_under(100)) == (0, 0) and not kernel.asked
+    assert choices.own_under(101) == 1 and kernel.asked == [(101, False)]
+
+
+def test_a_kernel_is_asked_once_for_each_limit() -> None:
+    kernel = StandIn()
+    choices = choices_of(kernel)
+    for _ in range(2):
+        assert choices.under(0, lend=True) == Choice(True, 50)
+        assert choices.under(0, lend=False) == Choice(False, 0)
+        assert choices.under(300, lend=True) == Choice(False, 200)
+    assert kernel.asked == [(0, True), (0, False), (300, True)]
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_the_weights_gradient_lends_where_it_is_asked_for(lends: bool) -> None:
+    kernel = StandIn()
+    kernel.lends = lends
+    choices = choices_of(kernel)
+    for choice in (NEVER, AUTOMATIC, ALWAYS):
+        assert choices.may_lend(_retain.wanted(choice, weight=True)) is (lends and choice != NEVER)
+        assert choices.may_lend(_retain.wanted(choice, weight=False)) is False
+
+
+@pytest.mark.parametrize(
+    ("retain", "limit", "unasked", "expected"),
+    [
+        (AUTOMATIC | GRADIENT | WEIGHT, 0, False, True),  # lent
+        (AUTOMATIC | WEIGHT, 0, True, False),  # no gradient will be asked for
+        (NEVER | GRADIENT | WEIGHT, 0, False, False),
+        (NEVER | GRADIENT | WEIGHT, 0, True, True),  # as a shard's
+        (NEVER | GRADIENT, 200, False, True),
+        (NEVER | GRADIENT, 100, False, False),
+        (NEVER, 200, False, False),
+    ],
+)
+def test_a_forward_may_retain(retain: int, limit: int, unasked: bool, expected: bool) -> None:
+    kernel = StandIn()
+    kernel.retains_unasked = unasked
+    assert choices_of(kernel).may_retain(retain, limit) is expected
+
+
+def test_losses_are_several_once_two_were_alive_until_one_by_one() -> None:
+    alive = Alive()
+    alive.enter(1)
+    assert alive.alone()
+    alive.enter(2)
+    assert not alive.alone()
+    alive.leave(1)
+    assert alive.alone() and not alive.several  # decided when none is left
+    alive.leave(2)
+    assert alive.several and not alive.alone()
+    alive.leave(2)  # once more says nothing
+    assert alive.several
+    alive.enter(3)
+    assert not alive.alone()
+    alive.leave(3)
+    assert not alive.several
+    alive.enter(4)
+    assert alive.alone()
