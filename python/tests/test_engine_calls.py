@@ -231,6 +231,22 @@ def test_a_batch_without_tokens_that_count_is_refused() -> None:
         engine.train_batch(IDS, CU_SEQLENS, both, labels=IDS)
 
 
+@pytest.mark.parametrize("over", ["class_weight", "token_weight"])
+def test_means_over_weights_are_not_weighed_by_tokens(over: str) -> None:
+    def weighted(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, None]:
+        rows, vocab_size = packed_input_ids.shape[0], output.head.weight.shape[0]
+        options: dict[str, Any] = {"class_weight": torch.linspace(0.5, 2.0, vocab_size)}
+        if over == "token_weight":
+            options = {"token_weight": torch.linspace(0.5, 2.0, rows), "reduction": "weighted_mean"}
+        return output.cross_entropy(packed_input_ids, shift=1, **options), None
+
+    engine = made(normalize="tokens")
+    with pytest.raises(flce.PipelineError, match=f"loss_fn took a mean over {over}.*give token_count="):
+        engine.train_batch(IDS, CU_SEQLENS, weighted)
+    assert made(normalize="micro_batches").train_batch(IDS, CU_SEQLENS, weighted) is not None
+    assert made(normalize="tokens").train_batch(IDS, CU_SEQLENS, weighted, num_micro_batches=1) is not None
+
+
 def test_statistics_keep_no_graph() -> None:
     hidden: list[Any] = []
 

@@ -81,6 +81,12 @@ class Losses:
         if self.counts is None:
             self._losses.append(loss.detach().float())
             return loss / len(self._microbatches)
+        whole = len(self._microbatches) == 1 and self.counts.total in (0, self.counts.numbers[microbatch.number])
+        if self.counts.again is not None and output.mean_over is not None and not whole:
+            raise errors.ArgumentError(
+                f"loss_fn took a mean over {output.mean_over}, and normalize='tokens' weighs microbatches by their numbers of tokens, so "
+                "that the losses would not add up to the batch's mean; give token_count=, or have normalize='micro_batches'"
+            )
         count = self.counts.follow(microbatch, output.shifts)
         if count == 0:  # a mean over nothing may be NaN
             self._losses.append(torch.zeros_like(loss, dtype=torch.float32).detach())

@@ -60,6 +60,7 @@ class HeadOutput:
         self.softcap = softcap
         self.cu_seqlens = cu_seqlens
         self.shifts: set[int] = set()  #: with which labels were scored
+        self.mean_over: str | None = None  #: the weights that a loss was a mean over, in place of tokens
         self._options = dict(options or {})
         self._materialised: Tensor | None = None
 
@@ -93,6 +94,8 @@ class HeadOutput:
     def cross_entropy(self, labels: Tensor, *, reduction: str = "mean", shift: int, **options: Any) -> Any:
         """`flce.linear_cross_entropy` of the rows, with its options (num_valid_tokens, token_weight, z_loss, …): a scalar, or [T] fp32 with
         reduction "none"."""
+        if reduction == "weighted_mean" or (reduction == "mean" and options.get("class_weight") is not None):
+            self.mean_over = "token_weight" if reduction == "weighted_mean" else "class_weight"
         return self._call(linear_cross_entropy, labels, shift, {"reduction": reduction, **options})
 
     def logprobs(self, labels: Tensor, temperature: Tensor | float = 1.0, *, shift: int, **options: Any) -> Tensor:
