@@ -20,7 +20,7 @@ set(internals_of_the_command
   runtime/json.hpp runtime/kernel_factory.hpp runtime/payload_check.hpp runtime/scratch_steps.hpp runtime/setup_report.hpp
   runtime/text.hpp runtime/workers/worker_command.hpp runtime/workers/worker_room.hpp
   autotune/buffer_sets.hpp autotune/compile_candidates.hpp autotune/gemm_floor.hpp autotune/judge.hpp autotune/layer.hpp
-  autotune/number_formats.hpp autotune/parallel.hpp autotune/reference.hpp autotune/tune_json.hpp
+  autotune/number_formats.hpp autotune/output_check.hpp autotune/parallel.hpp autotune/reference.hpp autotune/tune_json.hpp
   autotune/tune_worker.hpp autotune/tuner.hpp
   prewarm/requests.hpp prewarm/worker.hpp)
 # What a layer may not include at all: the generator is text in, text out; the cache knows neither CUDA nor LLVM.

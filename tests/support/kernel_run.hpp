@@ -60,8 +60,8 @@ public:
     [[nodiscard]] std::vector<std::byte> bytes_of(const std::string& name) const { return buffer(name).download(); }
     /// Every buffer, inputs and workspaces too.
     [[nodiscard]] std::map<std::string, std::vector<std::byte>> all_bytes() const;
-    /// Guards overrun, inputs changed, padding of the weight's gradient not 0 (or touched when accumulating), ignored tokens not 0, gradients
-    /// changed without a valid token. Empty: none.
+    /// Guards overrun, inputs changed, padding of the weight's gradient not 0 (or touched when accumulating), ignored tokens not 0,
+    /// gradients changed without a valid token. Empty: none.
     [[nodiscard]] std::string violations() const;
 
 private:
