@@ -127,7 +127,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
 
 def shard_of(rows: int, *, tokens: int = 4, layer: tuple[Any, ...] = LAYER, vocab_size: int = -1, backward: bool = False) -> Shard:
     parallel = Parallel(2, False, -1, vocab_size, -1, "", True, "two")
-    return _layouts.shard_of(parallel, torch.empty(rows, 8), {"target": torch.zeros(tokens, dtype=torch.int64)}, layer, backward=backward)
+    given = torch.empty(rows, 8), {"target": torch.zeros(tokens, dtype=torch.int64)}, layer
+    return _layouts.shard_of(parallel, *given, backward=True) if backward else _layouts.shard_of(parallel, *given)
 
 
 def test_a_layer_is_asked_for_once(group: Group) -> None:
@@ -139,13 +140,15 @@ def test_a_layer_is_asked_for_once(group: Group) -> None:
     assert group.asked == 3
     assert shard_of(6, layer=(("softcap", 5.0),)) == Shard(0, 6, 6, 6, 6, 10)
     assert shard_of(6, vocab_size=9) == Shard(0, 6, 6, 6, 6, 9)
-    assert group.asked == 5
+    with pytest.raises(flce.ShapeError, match="vocab_size is 0"):
+        shard_of(6, vocab_size=0)
+    assert group.asked == 6
     group.other_rows = 3
     assert shard_of(5) == Shard(0, 5, 5, 5, 5, 8)
-    assert group.asked == 5
+    assert group.asked == 6
     _layouts.forget()
     shard_of(5)
-    assert group.asked == 6
+    assert group.asked == 7
 
 
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["another layer", "knows less", "other tokens"])

@@ -82,6 +82,10 @@ def test_memory_comes_back_without_a_backward(device: str, watched: Watched) -> 
     with torch.no_grad():
         loss_of(problem, workspace_limit_bytes=budget)
     assert budget.held_bytes == 0
+    fresh = flce.MemoryBudget(budget.limit_bytes)
+    with torch.no_grad():
+        loss_of(problem, workspace_limit_bytes=fresh)
+    assert fresh._workspace_bytes == budget._workspace_bytes > 0  # the scratch of a call that leaves nothing counts too
 
 
 def test_no_gradient_lends_its_memory_unasked(device: str, watched: Watched) -> None:

@@ -3,9 +3,11 @@ several. Kernels are stand-ins."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import flce
 from flce import _retain
@@ -120,3 +122,12 @@ def test_losses_are_several_once_two_were_alive_until_one_by_one() -> None:
     assert not alive.several
     alive.enter(4)
     assert alive.alone()
+
+
+def test_what_was_left_is_of_the_same_tensors_alone() -> None:
+    given = SimpleNamespace(**{name: torch.zeros(2) for name in ("hidden", "weight", "target", "temperature")})
+    addresses = _retain._addresses(given)  # type: ignore[arg-type]
+    for name in vars(given):
+        assert _retain._addresses(SimpleNamespace(**(vars(given) | {name: torch.zeros(2)}))) != addresses, name  # type: ignore[arg-type]
+    given.temperature = None
+    assert _retain._addresses(given) not in (addresses, None)  # type: ignore[arg-type]
