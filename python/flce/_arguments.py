@@ -53,7 +53,7 @@ class Checked(NamedTuple):
 
 
 def check_options(options: Options) -> Checked:
-    asked = tuple(name for name, wanted in zip(OUTPUTS, options.outputs, strict=True) if wanted)
+    asked = asked_outputs(options.outputs)
     written = written_outputs(asked, options.dft)
     teacher = (options.teacher_top_k, options.hard_weight)
     flags = (options.dft, options.batch_invariant)
@@ -64,6 +64,17 @@ def check_options(options: Options) -> Checked:
     )
     rest = (text, check_ignore_index(options.ignore_index), reduction_code(options.reduction), limit, choice, options.parallel)
     return Checked(rest, asked, written, options.return_teacher_logprobs is True)
+
+
+_FLAGS = {"logprob": "return_logprobs"}  # of OUTPUTS; the others' are called as they are
+
+
+def asked_outputs(wanted: Sequence[Any]) -> tuple[str, ...]:
+    """The names of OUTPUTS that are asked for."""
+    for name, flag in zip(OUTPUTS, wanted, strict=True):
+        if not isinstance(flag, bool):
+            raise errors.DTypeError(f"{_FLAGS.get(name, f'return_{name}')} is {flag!r}; it must be True or False")
+    return tuple(name for name, flag in zip(OUTPUTS, wanted, strict=True) if flag)
 
 
 def written_outputs(asked: Sequence[str], dft: Any) -> tuple[str, ...]:
@@ -92,8 +103,8 @@ def options_text(
         "hard_weight": (hard_weight, 0.0),
     }
     for name, (value, default) in values.items():
-        if value is not None and (number := _number(name, value)) != default:
-            parts.append(f"{name}={number!r}")
+        if value is not None and (parsed := number(name, value)) != default:
+            parts.append(f"{name}={parsed!r}")
     for name, flag in (("batch_invariant", batch_invariant), ("dft", dft)):
         if not isinstance(flag, bool):
             raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
@@ -106,7 +117,7 @@ def options_text(
     return ",".join(parts)
 
 
-def _number(name: str, value: Any) -> float:
+def number(name: str, value: Any) -> float:
     if not isinstance(value, (int, float)) and not isinstance(value, numbers.Real):
         raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant, not a tensor)")
     return float(value)

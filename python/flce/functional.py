@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
     _Head: TypeAlias = Tensor | nn.Linear
 
-_WHOLE = (False, None, None, None, True)  # what a call says of process_group's companions where the weight is whole
+
+def _lies_over_ranks(process_group: Any, sequence_parallel: Any, *vocab: Any) -> bool:
+    """Whether a call says anything of ranks."""
+    start, size, dtype, summed = vocab
+    unsaid = process_group is None and sequence_parallel is False and start is None and size is None and dtype is None
+    return not unsaid or summed is not True
 
 
 @overload
@@ -157,14 +162,14 @@ def linear_cross_entropy(
     """
     if isinstance(weight, nn.Module):
         weight, bias = _heads.of_linear(weight, bias)
-    if shift or cu_seqlens is not None:
+    if type(shift) is not int or shift or cu_seqlens is not None:
         target = targets_of(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (True, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
     settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, dft, batch_invariant)
     options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
     others = (bias, class_weight, num_valid_tokens, token_weight, grad_weight_out)
     over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
-    if process_group is not None or over_ranks != _WHOLE or reduce_grad_hidden is not True:
+    if _lies_over_ranks(process_group, *over_ranks):
         return _sharded_call.run((process_group, *over_ranks), hidden, weight, target, options, temperature, *others)
     return _call.run(hidden, weight, target, options, temperature, *others)
 
@@ -229,13 +234,13 @@ def linear_logprobs(
     """
     if isinstance(weight, nn.Module):
         weight, bias = _heads.of_linear(weight, bias)
-    if shift or cu_seqlens is not None:
+    if type(shift) is not int or shift or cu_seqlens is not None:
         target = targets_of(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     outputs = (False, False, True, return_entropy, return_top1, return_log_sum_sq_probs)
     settings = ("none", ignore_index, logit_scale, softcap, 0.0, 0.0, False, batch_invariant)
     options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
     over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
-    if process_group is not None or over_ranks != _WHOLE or reduce_grad_hidden is not True:
+    if _lies_over_ranks(process_group, *over_ranks):
         return _sharded_call.run(
             (process_group, *over_ranks), hidden, weight, target, options, temperature, bias, grad_weight_out=grad_weight_out
         )
@@ -331,14 +336,14 @@ def linear_topk_distillation(
         weight, bias = _heads.of_linear(weight, bias)
     over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
     parallel = None
-    if process_group is not None or over_ranks != _WHOLE or reduce_grad_hidden is not True:
+    if _lies_over_ranks(process_group, *over_ranks):
         parallel = (process_group, *over_ranks)
         taught = {"target": target, "teacher_ids": teacher_ids, "teacher_probs": teacher_probs}
         target, teacher_ids, teacher_probs = _sharded_call.local_rows(parallel, taught)
     top_k = _arguments.check_teacher(teacher_ids, teacher_probs, hidden, target, over_ranks=parallel is not None)
     if target is None:
         target = _rows_with_a_class(teacher_ids, hard_weight, ignore_index, shift, cu_seqlens)
-    elif shift or cu_seqlens is not None:
+    elif type(shift) is not int or shift or cu_seqlens is not None:
         target = targets_of(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
     target = refuse_impossible_teachers(target, teacher_ids, teacher_probs, ignore_index)
     outputs = (True, return_lse, False, return_entropy, False, False)
@@ -365,9 +370,9 @@ def weighted_logprobs(
 
 def _rows_with_a_class(teacher_ids: Tensor, hard_weight: Any, ignore_index: Any, shift: Any, cu_seqlens: Tensor | None) -> Tensor:
     """A target that says which rows take part, by any class."""
-    if hard_weight != 0:
+    if _arguments.number("hard_weight", hard_weight) != 0:
         raise errors.ArgumentError(f"hard_weight is {hard_weight!r} and target is None; give a target or leave hard_weight at 0")
-    if shift or cu_seqlens is not None:
+    if type(shift) is not int or shift or cu_seqlens is not None:
         raise errors.ArgumentError("shift and cu_seqlens move a target, and target is None; the teacher's classes stay where they are")
     ignored = check_ignore_index(ignore_index)
     return torch.where((teacher_ids != -1).any(-1), 1 if ignored == 0 else 0, ignored)

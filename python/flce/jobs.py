@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from flce import _command, _native
+from flce import _command, _native, errors
 
 Spec = str | Mapping[str, Any]
 """One output layer: "D=2048,V=151936,dtype=bf16", or its keys in a mapping."""
@@ -51,20 +51,20 @@ def tune(
     cannot be tuned is in the result's "errors"."""
     options = {
         "specs": _specs(specs),
-        "hf_configs": _paths(hf_configs),
-        "num_tokens": _several(num_tokens),
+        "hf_configs": _paths("hf_configs", hf_configs),
+        "num_tokens": _several("num_tokens", num_tokens),
         "device": device,
         "workspace_limit_bytes": workspace_limit_bytes,
         "retain": retain,
-        "plans": _several(plans),
+        "plans": _several("plans", plans),
         "budget_s": budget_s,
         "candidate_timeout_s": candidate_timeout_s,
-        "coordinates": _several(coordinates),
+        "coordinates": _several("coordinates", coordinates),
         "exhaustive": exhaustive,
         "scratch_bytes": scratch_bytes,
         "threads": threads,
-        "cache_dir": os.fspath(cache_dir),
-        "records_dir": os.fspath(records_dir),
+        "cache_dir": _path("cache_dir", cache_dir),
+        "records_dir": _path("records_dir", records_dir),
         "commit": commit,
         "fresh": fresh,
         "command": _command.path(),
@@ -92,7 +92,7 @@ def prewarm(
     """Compiles the kernels of `specs` for `devices`, which need not be here, into the cache and, with `pack`, into one file to ship
     (docs/prewarm.md). Kernels that fail are in the result; "failed" counts them."""
     options = _wants(specs, devices, hf_configs, autocast, manifests, num_tokens, workspace_limits, scratch_bytes, plan)
-    options |= {"cache_dir": os.fspath(cache_dir), "pack": os.fspath(pack), "jobs": jobs, "command": _command.path()}
+    options |= {"cache_dir": _path("cache_dir", cache_dir), "pack": _path("pack", pack), "jobs": jobs, "command": _command.path()}
     return _run("flce_prewarm_sets", options, progress, None, stop)
 
 
@@ -112,21 +112,34 @@ def missing(
     """Looks for the kernels of `prewarm` with these arguments. The result's "missing" lists those that a run in this environment would not
     find. Compiles nothing."""
     options = _wants(specs, devices, hf_configs, autocast, manifests, num_tokens, workspace_limits, scratch_bytes, plan)
-    return _run("flce_missing_sets", options | {"cache_dir": os.fspath(cache_dir)}, None, None, None)
+    return _run("flce_missing_sets", options | {"cache_dir": _path("cache_dir", cache_dir)}, None, None, None)
 
 
 def _specs(specs: Spec | Iterable[Spec]) -> list[str | dict[str, Any]]:
-    several = [specs] if isinstance(specs, str | Mapping) else specs
+    several = [specs] if isinstance(specs, Mapping) else _several("specs", specs)
+    for spec in several:
+        if not isinstance(spec, str | Mapping):
+            raise errors.DTypeError(f"specs has a {type(spec).__name__}; a spec is a text or a mapping")
     return [spec if isinstance(spec, str) else dict(spec) for spec in several]
 
 
-def _several(given: Any) -> list[Any]:
+def _several(name: str, given: Any) -> list[Any]:
     """The values of an argument that takes several; a single text, path or number is one value."""
-    return [given] if isinstance(given, str | os.PathLike | int) else list(given)
+    if isinstance(given, str | os.PathLike | int):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise errors.DTypeError(f"{name} is a {type(given).__name__}; it must be one value or several")
+    return list(given)
 
 
-def _paths(paths: Path | Iterable[Path]) -> list[str]:
-    return [os.fspath(path) for path in _several(paths)]
+def _paths(name: str, paths: Path | Iterable[Path]) -> list[str]:
+    return [_path(name, path) for path in _several(name, paths)]
+
+
+def _path(name: str, path: Any) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise errors.DTypeError(f"{name} is a {type(path).__name__}; a path is a text or an os.PathLike")
+    return os.fspath(path)
 
 
 def _wants(
@@ -142,13 +155,13 @@ def _wants(
 ) -> dict[str, Any]:
     return {
         "specs": _specs(specs),
-        "devices": _several(devices),
-        "hf_configs": _paths(hf_configs),
-        "autocast": _several(autocast),
-        "manifests": _paths(manifests),
-        "num_tokens": _several(num_tokens),
-        "workspace_limits": _several(workspace_limits),
-        "scratch_bytes": _several(scratch_bytes),
+        "devices": _several("devices", devices),
+        "hf_configs": _paths("hf_configs", hf_configs),
+        "autocast": _several("autocast", autocast),
+        "manifests": _paths("manifests", manifests),
+        "num_tokens": _several("num_tokens", num_tokens),
+        "workspace_limits": _several("workspace_limits", workspace_limits),
+        "scratch_bytes": _several("scratch_bytes", scratch_bytes),
         "plan": plan,
     }
 
@@ -160,6 +173,10 @@ def _run(
     warning: Callable[[str], None] | None,
     stop: Stop | None,
 ) -> dict[str, Any]:
+    try:
+        given = json.dumps(options).encode()
+    except TypeError as error:
+        raise errors.DTypeError(f"an argument is neither text nor number nor several of them: {error}") from None
     raised: list[BaseException] = []
     reports: list[str] = []
 
@@ -182,7 +199,7 @@ def _run(
         report=_native.JOB_TEXT(lambda _, text: reports.append(text.decode())),
     )
     with _lost_in_callbacks() as lost:
-        status = getattr(_native.library(), function)(json.dumps(options).encode(), ctypes.byref(job))
+        status = getattr(_native.library(), function)(given, ctypes.byref(job))
     if first := [*(one.exc_value for one in lost), *raised]:
         raise first[0]
     _native.check(status)

@@ -94,7 +94,7 @@ def get_kernel(
     weight_kind = kind if weight_dtype is None else _dtype("weight_dtype", weight_dtype)
     wide = weight_kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
     wanted = (return_loss, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
-    asked = [name for name, want in zip(_arguments.OUTPUTS, wanted, strict=True) if want]
+    asked = _arguments.asked_outputs(wanted)
     for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size), ("teacher_top_k", teacher_top_k)):
         if not isinstance(size, int):
             raise errors.DTypeError(f"{name} is a {type(size).__name__}; it must be an integer")

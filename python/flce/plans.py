@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,17 @@ _DIGEST_BYTES = 32
 def plan_digest(kernels: Iterable[Kernel]) -> str:
     """SHA-256, 64 hexadecimal digits, of the specs and plans of `kernels` in any order, and of the version of the code they were generated
     by."""
-    handles = [kernel._handle for kernel in kernels]
+    handles = [kernel._handle for kernel in _checked(kernels)]
     array = (ctypes.c_void_p * len(handles))(*(handle.value for handle in handles))
     return _native.text(_native.library().flce_plan_digest, array, len(handles))
+
+
+def _checked(kernels: Any) -> list[Kernel]:
+    several = list(kernels) if isinstance(kernels, Iterable) else [kernels]
+    for each in several:
+        if not isinstance(each, Kernel):
+            raise errors.DTypeError(f"kernels has a {type(each).__name__}; it must be several flce.Kernel, as flce.warmup returns them")
+    return several
 
 
 def check_same_plans(kernels: Iterable[Kernel] | None = None, *, group: dist.ProcessGroup | None = None) -> str:
@@ -28,7 +37,7 @@ def check_same_plans(kernels: Iterable[Kernel] | None = None, *, group: dist.Pro
 
     Raises PlanMismatchError, on every rank alike, naming the ranks and their plans where one differs. Without torch.distributed there is
     nothing to compare with."""
-    mine = list(_kernels.all_kernels() if kernels is None else kernels)
+    mine = list(_kernels.all_kernels() if kernels is None else _checked(kernels))
     digest = plan_digest(mine)
     if not (dist.is_available() and dist.is_initialized()):
         return digest

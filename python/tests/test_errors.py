@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -172,6 +175,33 @@ def test_a_count_is_any_tensor_of_one_element(device: str, shape: tuple[int, ...
     right = flce.linear_cross_entropy(*given, num_valid_tokens=7)
     assert torch.equal(loss, right)
     assert torch.equal(torch.autograd.grad(loss, problem.hidden)[0], torch.autograd.grad(right, problem.hidden)[0])
+
+
+HIDDEN, WEIGHT, TARGET = torch.zeros(2, 3, 16), torch.zeros(20, 16), torch.zeros(2, 3, dtype=torch.int64)
+LAYER = {"hidden_size": 16, "vocab_size": 20, "dtype": "fp32", "device": "cpu"}
+TEACHER = {"teacher_ids": TARGET[..., None], "teacher_probs": torch.ones(2, 3, 1)}
+CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (flce.linear_cross_entropy, {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET}),
+    (flce.linear_logprobs, {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET}),
+    (flce.linear_topk_distillation, {"hidden": HIDDEN, "weight": WEIGHT, **TEACHER}),
+    (flce.shift_labels, {"labels": TARGET}),
+    (flce.get_kernel, LAYER),
+    (flce.explain, LAYER),
+    (flce.warmup, {"layers": [LAYER], "num_tokens": 8}),
+    (flce.plan_digest, {"kernels": []}),
+    (flce.check_same_plans, {"kernels": []}),
+    (flce.missing, {"specs": "D=16,V=20,dtype=fp32", "devices": ["x86-64-v3"]}),
+]
+
+
+@pytest.mark.parametrize(("function", "given"), CALLS, ids=lambda value: getattr(value, "__name__", ""))
+def test_arguments_of_another_kind_are_refused_by_flce(function: Callable[..., Any], given: dict[str, Any], tmp_path: Path) -> None:
+    """Each in turn; what is taken is another test's."""
+    given = given | ({"cache_dir": tmp_path} if function is flce.missing else {})
+    for name in inspect.signature(function).parameters.keys() - {"layer"}:
+        for value in (None, "x", 3.5, -1, [], torch.zeros(2), object()):
+            with contextlib.suppress(flce.FlceError):
+                function(**{**given, name: value})
 
 
 def test_unsupported_device() -> None:
