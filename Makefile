@@ -74,8 +74,9 @@ test: build-and-fetch test-release test-install $(if $(filter-out quick,$(LEVEL)
 test-full: ## every property in every combination, sanitizers too: what CI runs
 	@$(MAKE) test LEVEL=full
 
-test-nightly: ## at length, on top of that: trainers, every variant of the CUDA source; an hour and more
+test-nightly: ## at length, on top of that: trainers, every variant of the CUDA source, other torchs; an hour and more
 	@$(MAKE) test LEVEL=nightly
+	@tools/test_torch_versions.sh build/lib/libflce.so
 
 test-release: build
 	@$(call run_tests,build,$(LEFT_OUT))

@@ -228,6 +228,12 @@ def test_greedy_takes_the_first_of_equals(device: str) -> None:
     assert draws_of_rows(logits, GenerationConfig(greedy=True, temperature=0.1, top_k=1)).tolist() == [1, 0]
 
 
+def test_of_equals_the_lowest_ids_reach_top_p(device: str) -> None:
+    logits = torch.zeros(1, 40, device=device)
+    kept = filtered(logits, GenerationConfig(top_p=0.25), (), 0) > -torch.inf
+    assert kept[0].nonzero()[:, 0].tolist() == list(range(10))
+
+
 def test_no_end_comes_before_min_new_tokens(device: str) -> None:
     logits = torch.zeros(10, device=device)
     logits[list(ENDS)] = 8.0
