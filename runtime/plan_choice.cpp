@@ -44,9 +44,9 @@ void warn_once(const std::string& origin, const std::string& why) {
     if (said.size() < kMost && said.insert(message).second) logger().warn("{}", message);
 }
 
-std::string record_source(const RecordedPlan& recorded) {
-    return fmt::format("measured: best of {} at {} tokens{} ({})", recorded.candidates, recorded.key.request.num_tokens,
-                       recorded.other_kernels ? ", with kernels of another version" : "", recorded.origin);
+std::string record_source(const RecordedPlan& recorded, const std::string& plan) {
+    return fmt::format("measured: {} of {} at {} tokens{} ({})", plan == recorded.best() ? "best" : "best usable one", recorded.candidates,
+                       recorded.key.request.num_tokens, recorded.other_kernels ? ", with kernels of another version" : "", recorded.origin);
 }
 
 MeasuredTime time_of(const RecordedPlan& recorded, double ms) {
@@ -84,7 +84,7 @@ PlanAnswer measured_or_modelled(const PlanQuery& query, RecordStore& records) {
             const Usable usable = usable_plan(query, timed.plan);
             if (usable.plan) {
                 answer.plan = *usable.plan;
-                answer.source = record_source(recorded);
+                answer.source = record_source(recorded, timed.plan);
                 const bool same_call = recorded.key.request == wanted.request && recorded.key.retained == wanted.retained;
                 if (same_call && usable.plan->text() == timed.plan) answer.measured = time_of(recorded, timed.median_ms);
                 return answer;

@@ -134,7 +134,7 @@ TEST_F(SessionRecordsTest, PlanWithoutRoomInTheLimit_SaidInExplainAlone) {
     const PlanQuery query{.spec = spec, .device = device, .request = {.scratch_bytes = 3'000'000, .num_tokens = 4096}};
     const PlanAnswer answer = plan_for(query, records);
     EXPECT_EQ(log.warnings(), 0) << log.text();
-    EXPECT_THAT(answer.source, HasSubstr("measured: ")) << "the record's next best";
+    EXPECT_THAT(answer.source, HasSubstr("measured: best usable one of "));
     EXPECT_THAT(answer_reasons(query, answer), Contains(testing::AllOf(HasSubstr("shipped with flce"), HasSubstr("3000000 bytes"))));
     const PlanQuery roomy{.spec = spec, .device = device, .request = {.num_tokens = 4096}};
     EXPECT_TRUE(plan_for(roomy, records).passed_over.empty());
