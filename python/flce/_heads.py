@@ -98,7 +98,8 @@ def why_weight_is_made(head: Any) -> str | None:
             if type(hook).__module__.startswith("torch.nn.utils."):
                 return f"has its weight made before each forward by a hook ({type(hook).__qualname__}) and is out of date in between"
         if parametrize.is_parametrized(layer):
-            return f"computes its {', '.join(layer.parametrizations)} each time it is read (torch.nn.utils.parametrize)"  # type: ignore[arg-type]
+            names = ", ".join(layer.parametrizations)  # type: ignore[arg-type]
+            return f"computes its {names} each time it is read (torch.nn.utils.parametrize)"
     return None
 
 

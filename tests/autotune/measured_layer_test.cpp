@@ -87,7 +87,8 @@ TEST_P(TunerJudges, LaterPlans_HeldAgainstTheFirst) {
     }
 }
 
-// A row off by a quarter is none that is rounded otherwise, though the whole hardly shows it. Rows are compared at both ends, and every 127th.
+// A row off by a quarter is none that is rounded otherwise, though the whole hardly shows it. Rows are compared at both ends, and every
+// 127th.
 class TunerJudgesRows : public TunerJudges {};
 TEST_P(TunerJudgesRows, OneRowWrong_RefusedThoughTheWholeIsNear) {
     options_.spec = parse_spec("D=16,V=4000,dtype=bf16").normalized();

@@ -17,10 +17,10 @@ from trl_support import tokenizer
 from datasets import Dataset
 
 flce.unpatch(model)
-arguments = {"max_steps": 1, "per_device_train_batch_size": 2, "report_to": [], "save_strategy": "no", "use_cpu": device == "cpu", "bf16": False}
-trainer = SFTTrainer(
-    model, SFTConfig("sft", **arguments), train_dataset=Dataset.from_list([{"input_ids": [1, 2, 3, 4]}] * 4), processing_class=tokenizer()
-)
+arguments = {"max_steps": 1, "per_device_train_batch_size": 2, "report_to": [], "save_strategy": "no", "bf16": False}
+settings = SFTConfig("sft", use_cpu=device == "cpu", **arguments)
+rows = Dataset.from_list([{"input_ids": [1, 2, 3, 4]}] * 4)
+trainer = SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer())
 # %% Pipeline schedules
 stages = [
     PipelineStage(module.to(device), number, 2, torch.device(device), group=dist.group.WORLD)
