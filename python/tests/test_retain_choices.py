@@ -131,3 +131,28 @@ def test_what_was_left_is_of_the_same_tensors_alone() -> None:
         assert _retain._addresses(SimpleNamespace(**(vars(given) | {name: torch.zeros(2)}))) != addresses, name  # type: ignore[arg-type]
     given.temperature = None
     assert _retain._addresses(given) not in (addresses, None)  # type: ignore[arg-type]
+
+
+class Holder:
+    """What holds memory of a budget, and gives it up."""
+
+    def __init__(self, budget: flce.MemoryBudget, size: int) -> None:
+        self.budget = budget
+        budget.hold(self, size)  # type: ignore[arg-type]
+
+    def give_up(self) -> None:
+        self.budget.release(self)  # type: ignore[arg-type]
+
+
+def test_a_budget_has_room_beside_the_most_scratch_and_takes_it_from_the_newest() -> None:
+    budget = flce.MemoryBudget(1000)
+    with budget.room(300) as limit:
+        assert limit == 1000
+        oldest = Holder(budget, 300)
+    with budget.room(100) as limit:
+        assert limit == 500  # 100 of scratch, 400 beside it; 200 of scratch are another call's
+        newest = Holder(budget, 400)
+    for scratch, held in ((300, 700), (301, 300), (700, 300), (701, 0)):
+        with budget.room(scratch):
+            assert budget.held_bytes == held, scratch
+    assert oldest is not newest
