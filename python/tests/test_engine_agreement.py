@@ -71,6 +71,8 @@ def test_ranks_called_alike_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Ranks(monkeypatch, call(), call()).refusal(call()) == ""
     # Values of keywords may be each rank's own: their names and shapes are compared.
     assert Ranks(monkeypatch, call(keywords={"positions": torch.ones(6)}), call()).refusal(call()) == ""
+    flag = {"use_cache": False}
+    assert Ranks(monkeypatch, call(keywords=flag), call(keywords=flag)).refusal(call(keywords=flag)) == ""
 
 
 @pytest.mark.parametrize(
