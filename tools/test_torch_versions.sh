@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # test_torch_versions.sh LIBFLCE [VERSION…]: tests of the engine, of pipeline schedules and of torch.compile with other versions of torch,
-# by default those of tools/torch_versions.txt. A version that is missing is fetched from PyPI into .tools/torch-VERSION: a CUDA build, about
-# 5 GB with its libraries. Exit code 1 where tests have failed, or a version could not be fetched; the last lines say which.
+# by default those of tools/torch_versions.txt. A version that is missing is fetched from PyPI into .tools/torch-VERSION: a CUDA build,
+# about 5 GB with its libraries. Exit code 1 where tests have failed, or a version could not be fetched; the last lines say which.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 library=$(readlink -f "${1:?usage: test_torch_versions.sh LIBFLCE [VERSION…]}")
