@@ -29,7 +29,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         devices = _devices()
         metafunc.parametrize("device", devices[1:] if metafunc.definition.get_closest_marker("gpu") else devices)
-    if metafunc.definition.get_closest_marker("first_and_direct") is not None:
+    marks = metafunc.definition.get_closest_marker
+    if marks("first_and_direct") is not None and marks("another_process") is None:
         metafunc.parametrize("calls", ["first", "direct"], indirect=True)
 
 
@@ -66,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pairwise: of its parameters' combinations, quick has enough that every pair of values is in one")
     config.addinivalue_line("markers", "nightly: takes long; run with -m nightly, and deselected without")
     config.addinivalue_line("markers", "first_and_direct: also with every call a direct one, as from the third of its kind")
+    config.addinivalue_line("markers", "another_process: whose calls are of a process of its own, which first_and_direct would only repeat")
     torch.manual_seed(0)
 
 

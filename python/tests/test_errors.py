@@ -310,6 +310,7 @@ def test_sharded_tensor(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.another_process
 def test_missing_library_is_said_where_it_is_needed() -> None:
     code = (
         "import flce, torch\n"
@@ -340,6 +341,7 @@ def test_library_of_another_abi_is_refused(source: str, message: str, tmp_path: 
         _native._load()
 
 
+@pytest.mark.another_process
 @pytest.mark.parametrize(
     ("variable", "value"),
     [

@@ -129,12 +129,15 @@ def forget() -> None:
 
 
 LEAST_LINES = 50  # of the package's, that forward and backward run through
-KINDS = ["plain", "extra outputs", "grad_weight_out", "num_valid_tokens", "retaining", "operator"]
 
 
 @pytest.mark.parametrize(
     ("kind", "fresh"),
-    [*((kind, False) for kind in KINDS), ("plain", True), ("retaining", True)],
+    [
+        *((kind, False) for kind in ("plain", "grad_weight_out", "num_valid_tokens", "operator")),
+        ("retaining", True),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("extra outputs", False), ("retaining", False), ("plain", True))),
+    ],
     ids=lambda value: {True: "first use"}.get(value, value),
 )
 def test_interrupted_at_every_line(device: str, kind: str, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
