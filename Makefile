@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
-.PHONY: help setup setup-python setup-dist build build-and-fetch demo demo-pipeline demo-engine test test-full test-nightly \
+.PHONY: help setup setup-python setup-dist build build-tests build-and-fetch demo demo-pipeline demo-engine test test-full test-nightly \
         test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
 
 JOBS ?= $(shell nproc)
@@ -14,6 +14,8 @@ PRESET ?= $(if $(CI),ci,release)
 # How much of the tests runs: quick, full or nightly, each with what the one before it has. CONTRIBUTING.md says how a test gets its level.
 LEVEL ?= $(if $(CI),full,quick)
 export FLCE_TEST_LEVEL = $(LEVEL)
+# Quick needs no benchmarks.
+TESTED := $(if $(filter quick,$(LEVEL)),--target flce_tests)
 LEFT_OUT := $(if $(filter quick,$(LEVEL)),-LE '^(full|nightly)$$',$(if $(filter full,$(LEVEL)),-LE '^nightly$$'))
 # One compiler cache serves every build tree and every checkout: paths in it are relative.
 export CCACHE_BASEDIR ?= $(CURDIR)
@@ -41,13 +43,17 @@ build: setup ## build/bin/flce, and everything beside it
 	@tools/configure.sh $(PRESET)
 	cmake --build --preset $(PRESET) -j $(JOBS)
 
+build-tests: setup
+	@tools/configure.sh $(PRESET)
+	cmake --build --preset $(PRESET) -j $(JOBS) $(TESTED)
+
 # What only the tests need is fetched while the compilers run; what goes wrong with it is told when they are done.
 build-and-fetch: setup
 	@errors=$$(mktemp) status=0
 	tools/setup.sh --python --servers $(if $(filter-out quick,$(LEVEL)),--trainers) 2>"$$errors" & fetching=$$!
 	trap 'rm -f "$$errors"' EXIT
 	trap 'kill $$fetching; exit 130' INT TERM
-	{ tools/configure.sh $(PRESET) && cmake --build --preset $(PRESET) -j $(JOBS); } || status=$$?
+	{ tools/configure.sh $(PRESET) && cmake --build --preset $(PRESET) -j $(JOBS) $(TESTED); } || status=$$?
 	wait $$fetching || status=$$?
 	cat "$$errors" >&2
 	exit $$status
@@ -78,17 +84,19 @@ test-nightly: ## at length, on top of that: trainers, every variant of the CUDA 
 	@$(MAKE) test LEVEL=nightly
 	@tools/test_torch_versions.sh build/lib/libflce.so
 
-test-release: build
+test-release: build-tests
 	@$(call run_tests,build,$(LEFT_OUT))
 
-test-install: build
+test-install: build-tests
 	@tools/test_install.sh build
 
 # Where memory is handled; the command and the parts that only write source code are left to `cmake --build --preset sanitize`.
 SANITIZED := badinput c_api cache cpu matrix parallel properties session
+# Matrices meet the same code in every combination: all of them in nightly alone.
 test-sanitize: setup ## the CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/configure.sh sanitize
 	cmake --build --preset sanitize -j $(JOBS) --target $(addprefix test_,$(SANITIZED))
+	export FLCE_TEST_LEVEL=$(if $(filter nightly,$(LEVEL)),nightly,quick)
 	$(call run_tests,build-sanitize,-L '^($(shell echo $(SANITIZED) | tr ' ' '|'))$$' $(LEFT_OUT))
 
 bench: build ## every benchmark (build/bin/bench_*)
