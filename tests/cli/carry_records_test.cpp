@@ -13,6 +13,7 @@
 #include "records/record_store.hpp"
 #include "tests/cli/process.hpp"
 #include "tests/support/gpu.hpp"
+#include "tests/support/level.hpp"
 
 namespace flce::test {
 namespace {
@@ -55,6 +56,7 @@ protected:
 
 // One test, as its steps share what they compile.
 TEST_F(CarryRecords, SameKernels_RecordGetsTheirVersion) {
+    FLCE_FROM_LEVEL(test::Level::full);
     FLCE_REQUIRE_NVRTC_FOR("sm_90a");
     std::string why;
     auto record = read_record_file(file(), why);

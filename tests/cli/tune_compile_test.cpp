@@ -7,6 +7,7 @@
 
 #include "records/record_store.hpp"
 #include "tests/cli/process.hpp"
+#include "tests/support/level.hpp"
 
 namespace flce::test {
 namespace {
@@ -45,6 +46,7 @@ TEST_F(FlceTuneCompiled, AfterCompileOnly_TuningCompilesNothing) {
 }
 
 TEST_F(FlceTuneCompiled, TuneModels_MeasuresWhatIsCompiled) {
+    FLCE_FROM_LEVEL(test::Level::full);
     const std::filesystem::path script = std::filesystem::path(FLCE_SOURCE_DIR) / "tools/tune_models.sh";
     if (!std::filesystem::exists(script)) GTEST_SKIP() << script << " is not here";
     auto variables = environment("script");
@@ -67,6 +69,7 @@ TEST_F(FlceTuneCompiled, TuneModels_MeasuresWhatIsCompiled) {
 }
 
 TEST_F(FlceTuneCompiled, ExhaustiveTune_MeasuresEveryCombinationBesideTheTunersChoice) {
+    FLCE_FROM_LEVEL(test::Level::full);
     const std::filesystem::path script = std::filesystem::path(FLCE_SOURCE_DIR) / "benchmarks/exhaustive_tune.py";
     const ProcessOptions with_python{.environment = environment("exhaustive"), .program = "/usr/bin/env"};
     if (!std::filesystem::exists(script)) GTEST_SKIP() << script << " is not here";

@@ -13,6 +13,7 @@
 #include "flce/plan.hpp"
 #include "tests/cuda_source/kernel_check.hpp"
 #include "tests/support/gpu.hpp"
+#include "tests/support/level.hpp"
 
 namespace flce::test {
 namespace {
@@ -28,6 +29,7 @@ struct Tiles {
     std::vector<const char*> kernels;
     std::size_t every = 1;  ///< one row of the matrix has every `every`-th tile, from `first` on (counted from 0)
     std::size_t first = 0;
+    Level from = Level::full;
 };
 
 /// One of each source of `kernel` among the candidates for the spec.
@@ -55,6 +57,7 @@ std::vector<CudaUnit> candidates(const Tiles& tiles, const std::string& kernel, 
 class CandidateTiles : public testing::TestWithParam<Tiles> {};
 
 TEST_P(CandidateTiles, Every_CompilesWithoutSpills) {
+    FLCE_FROM_LEVEL(GetParam().from);
     FLCE_REQUIRE_NVRTC_FOR(GetParam().arch);
     // fp32 holds two sets of accumulators; ptxas may put by a row's number before the main loop and fetch it after.
     const int most = parse_spec(GetParam().spec).dtype == DType::fp32 ? 8 : 0;
@@ -92,7 +95,8 @@ const Tiles kTiles[] = {
     {.name = "HopperJoined",
      .arch = "sm_90a",
      .spec = "D=2048,V=50257,softcap=30,grad_weight_mode=accumulate",
-     .kernels = {"flce_backward_chunks"}},
+     .kernels = {"flce_backward_chunks"},
+     .from = Level::quick},
     {.name = "HopperJoinedHalf", .arch = "sm_90a", .spec = "D=2048,V=50257,dtype=fp16", .kernels = {"flce_backward_chunks"}},
     {.name = "HopperBias",
      .arch = "sm_90a",
@@ -104,12 +108,12 @@ const Tiles kTiles[] = {
      .spec = "D=2048,V=50257,bias,label_smoothing=0.1,class_weight",
      .strategy = Strategy::retain,
      .kernels = {kWeight}},
-    {.name = "HalfForward", .arch = "sm_80", .spec = kHalf, .path = kSm80, .kernels = {"flce_forward"}, .every = 2},
+    {.name = "HalfForward", .arch = "sm_80", .spec = kHalf, .path = kSm80, .kernels = {"flce_forward"}, .every = 2, .from = Level::quick},
     {.name = "HalfDlogits", .arch = "sm_100a", .spec = kHalf, .path = kSm80, .kernels = {"flce_dlogits"}, .every = 2, .first = 1},
     {.name = "HalfGradHidden", .arch = "sm_80", .spec = kHalf, .path = kSm80, .kernels = {kHidden}, .every = 2},
     {.name = "HalfGradWeight", .arch = "sm_80", .spec = kHalf, .path = kSm80, .kernels = {kWeight}, .every = 2, .first = 1},
     {.name = "HalfConsumer", .arch = "sm_120", .spec = kHalf, .path = kSm80, .kernels = {"flce_forward", kHidden}, .every = 4, .first = 1},
-    {.name = "FloatForward", .arch = "sm_120", .spec = kFloat, .path = kSm80, .kernels = {"flce_forward"}},
+    {.name = "FloatForward", .arch = "sm_120", .spec = kFloat, .path = kSm80, .kernels = {"flce_forward"}, .from = Level::quick},
     {.name = "FloatDlogits", .arch = "sm_80", .spec = kFloat, .path = kSm80, .kernels = {"flce_dlogits", kWeight}, .every = 2},
     {.name = "FloatGradHidden", .arch = "sm_100a", .spec = kFloat, .path = kSm80, .kernels = {kHidden}, .every = 2, .first = 1},
 };

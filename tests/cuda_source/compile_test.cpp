@@ -1,6 +1,8 @@
 // Every variant of the CUDA source compiles for every architecture, and its main loops keep everything in registers.
 #include <gtest/gtest.h>
 
+#include <set>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -20,7 +22,7 @@ struct Variant {
     const char* name;
     const char* spec;
     bool logits_alone = false;  ///< the two kernels that see no logits are another variant's
-    Level from = Level::quick;  ///< nightly where a variant near it is always compiled
+    Level from = Level::full;   ///< nightly where a variant near it is always compiled
 };
 
 constexpr Variant kPlain = {"Bf16", "D=2048,V=151936"};
@@ -48,10 +50,21 @@ constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype
 
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
-// Newer architectures have the kernels of sm_80.
-bool like_sm_80(std::string_view arch, std::string_view variant) {
-    if (arch == "sm_80" || arch == "sm_90a") return false;
-    return (arch != "sm_100a" && arch != "sm_120") || (variant != kPlain.name && !variant.ends_with("Everything"));
+constexpr const char* kArchitectures[] = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
+constexpr Variant kVariants[] = {kPlain,  kEverything, kFp16HiddenMajor,   kFp32Everything, kFp32Weight,
+                                 kTokens, kTeacher,    kTeacherEverything, kShard,          kShardEverything};
+
+// Both paths with every option, and each architecture, are quick. Newer architectures have the kernels of sm_80.
+Level level_of(std::string_view arch, std::string_view variant) {
+    const bool plain = variant == kPlain.name;
+    const bool fp32 = variant == kFp32Everything.name;
+    const bool everything = variant.ends_with("Everything");
+    if (arch == "sm_100a") return plain ? Level::quick : everything ? Level::full : Level::nightly;
+    if (arch == "sm_120") return fp32 ? Level::quick : plain || everything ? Level::full : Level::nightly;
+    if (arch != "sm_80" && arch != "sm_90a") return Level::nightly;
+    const bool own_path = arch == "sm_90a";  // which has no fp32
+    if (variant == kFp16HiddenMajor.name || (everything && !(own_path && fp32))) return Level::quick;
+    return plain && own_path ? Level::quick : Level::full;
 }
 
 void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) {
@@ -67,7 +80,7 @@ void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) 
 // As the runtime compiles them: every GEMM by itself.
 TEST_P(CudaSourceCompile, Units_CompileWithoutSpills) {
     const auto& [arch, variant] = GetParam();
-    FLCE_FROM_LEVEL(like_sm_80(arch, variant.name) ? Level::nightly : variant.from);
+    FLCE_FROM_LEVEL(level_of(arch, variant.name));
     FLCE_REQUIRE_NVRTC_FOR(arch);
     const Spec spec = parse_spec(variant.spec);
     const Device device = describe_device(arch);
@@ -105,10 +118,29 @@ std::string test_name(const testing::TestParamInfo<CudaSourceCompile::ParamType>
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryArchitecture, CudaSourceCompile,
-                         testing::Combine(testing::Values("sm_80", "sm_90a", "sm_100a", "sm_120"),
-                                          testing::Values(kPlain, kEverything, kFp16HiddenMajor, kFp32Everything, kFp32Weight, kTokens,
-                                                          kTeacher, kTeacherEverything, kShard, kShardEverything)),
-                         test_name);
+                         testing::Combine(testing::ValuesIn(kArchitectures), testing::ValuesIn(kVariants)), test_name);
+
+/// Pairs of a path of kernels and a dtype, layout or option, of the variants up to a level; and the architectures.
+std::set<std::string> covered(Level most) {
+    std::set<std::string> found;
+    for (const char* arch : kArchitectures) {
+        for (const Variant& variant : kVariants) {
+            if (level_of(arch, variant.name) > most) continue;
+            const Spec spec = parse_spec(variant.spec);
+            const std::string path(to_string(choose_plan(spec, describe_device(arch)).path));
+            found.insert({arch, path + " " + std::string(to_string(spec.dtype)), path + " " + std::string(to_string(spec.layout))});
+            if (std::string_view(variant.name) == kPlain.name) found.insert(path + " plain");
+            std::stringstream text(variant.spec);
+            for (std::string option; std::getline(text, option, ',');) found.insert(path + " " + option.substr(0, option.find('=')));
+        }
+    }
+    return found;
+}
+
+TEST(CudaSourceLevels, Quick_HasEveryPairOfAPathAndAnOption) {
+    EXPECT_EQ(covered(Level::quick), covered(Level::nightly));
+    EXPECT_GT(covered(Level::quick).size(), 40U);
+}
 
 INSTANTIATE_TEST_SUITE_P(OtherArchitectures, CudaSourceCompile,
                          testing::Combine(testing::Values("sm_86", "sm_87", "sm_88", "sm_89", "sm_103a", "sm_110a", "sm_121"),
@@ -120,7 +152,7 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Combine(
         testing::Values("sm_90a"),
         testing::Values(
-            Variant{"Bf16HiddenMajorUnaligned", "D=200,V=1001,layout=hidden_major,grad_weight_dtype=fp32"},
+            Variant{"Bf16HiddenMajorUnaligned", "D=200,V=1001,layout=hidden_major,grad_weight_dtype=fp32", false, Level::quick},
             Variant{"Bf16HiddenMajorAligned", "D=200,V=1000,layout=hidden_major,bias", false, Level::nightly},
             Variant{"Bf16TiedFp32Gradient", "D=2560,V=50257,tied,grad_weight_dtype=fp32,softcap=30", false, Level::nightly},
             Variant{"Bf16Smoothing", "D=2048,V=50257,label_smoothing=0.1,outputs=loss+entropy", true, Level::nightly},
@@ -132,7 +164,7 @@ INSTANTIATE_TEST_SUITE_P(
             Variant{"Bf16BiasAdded", "D=4096,V=128256,bias,grad_weight_mode=accumulate", false, Level::nightly},
             Variant{"Fp16BiasCapped", "D=2048,V=50257,dtype=fp16,bias,softcap=30,temperature,grad_weight_mode=accumulate", true},
             Variant{"Bf16CappedBias", "D=2048,V=50257,bias,softcap=30,grad_weight_mode=accumulate", true, Level::nightly},
-            Variant{"Bf16Falls", "D=2304,V=256000,softcap=30", true},
+            Variant{"Bf16Falls", "D=2304,V=256000,softcap=30", true, Level::quick},
             Variant{"Fp16FallsOfAShard", "D=2048,V=32064,whole_vocab_size=128256,dtype=fp16,bias,softcap=30"},
             Variant{"Fp16CappedBias", "D=2048,V=50257,dtype=fp16,bias,softcap=30,grad_weight_mode=accumulate", true},
             Variant{"Bf16HiddenMajorSums", "D=200,V=1001,padded_vocab_size=1008,layout=hidden_major,grad_weight_mode=accumulate"},
@@ -159,7 +191,7 @@ INSTANTIATE_TEST_SUITE_P(
             Variant{"Fp32HiddenMajorPartial",
                     "D=200,V=1001,padded_vocab_size=1004,dtype=fp32,layout=hidden_major,grad_weight_mode=accumulate", false,
                     Level::nightly},
-            Variant{"Fp32Shallow", "D=64,V=50257,dtype=fp32"})),
+            Variant{"Fp32Shallow", "D=64,V=50257,dtype=fp32", false, Level::quick})),
     test_name);
 
 INSTANTIATE_TEST_SUITE_P(
@@ -167,7 +199,8 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Combine(testing::Values("sm_90a"),
                      testing::Values(Variant{"Entropy", "D=2048,V=50257,temperature,outputs=loss+entropy", true, Level::nightly},
                                      Variant{"Capped", "D=2048,V=50257,temperature,softcap=30", true, Level::nightly},
-                                     Variant{"CappedSmoothing", "D=2048,V=50257,temperature,softcap=30,label_smoothing=0.1", true},
+                                     Variant{"CappedSmoothing", "D=2048,V=50257,temperature,softcap=30,label_smoothing=0.1", true,
+                                             Level::quick},
                                      Variant{"SmoothedClassesEntropy",
                                              "D=2048,V=50257,temperature,class_weight,label_smoothing=0.1,outputs=loss+entropy", true})),
     test_name);

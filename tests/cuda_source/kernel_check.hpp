@@ -1,12 +1,19 @@
 // Compiles kernels of generated units and looks at what they use.
 #pragma once
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
 #include <string>
 #include <vector>
 
+#include "cache/byte_io.hpp"
 #include "generator/cuda_program.hpp"
 #include "runtime/cuda/cubin.hpp"
 #include "runtime/cuda/nvrtc.hpp"
@@ -41,13 +48,39 @@ namespace flce::test {
     return all;
 }
 
+/// What NVRTC prints of a unit. A text is compiled once in a process, and where FLCE_TEST_CACHE names a folder once in a run: many units of
+/// different options are the same.
+[[nodiscard]] inline std::string compile_log(const CudaUnit& unit, const std::vector<std::string>& options) {
+    static std::map<std::string, std::string> logs;
+    std::string text = unit.source;
+    for (const std::string& option : options) text += "\n" + option;
+    for (const KernelEntry& kernel : unit.kernels) text += "\n" + kernel.name;
+    std::string name;
+    for (const std::byte byte : checksum_of(as_byte_span(text))) name += fmt::format("{:02x}", static_cast<unsigned>(byte));
+    if (const auto known = logs.find(name); known != logs.end()) return known->second;
+    const char* cache = std::getenv("FLCE_TEST_CACHE");
+    const std::filesystem::path file = cache == nullptr ? std::filesystem::path() : std::filesystem::path(cache) / "compile-logs" / name;
+    if (!file.empty() && std::filesystem::exists(file)) {
+        std::ifstream in(file, std::ios::binary);
+        return logs[name].assign(std::istreambuf_iterator<char>(in), {});
+    }
+    const std::string log = Nvrtc::load()->compile(unit.source, embedded_templates(), options, unit.kernels).log;
+    if (!file.empty()) {
+        const std::filesystem::path part = file.string() + fmt::format(".{}", getpid());
+        std::filesystem::create_directories(file.parent_path());
+        std::ofstream(part, std::ios::binary) << log;
+        std::filesystem::rename(part, file);
+    }
+    return logs[name] = log;
+}
+
 /// What ptxas says of every kernel of `unit`. Fails the test on a warning, or where a kernel is missing.
 [[nodiscard]] inline std::vector<KernelResources> compiled(const CudaUnit& unit, std::vector<std::string> options) {
     options.emplace_back("--ptxas-options=-v");
-    const auto result = Nvrtc::load()->compile(unit.source, embedded_templates(), options, unit.kernels);
-    EXPECT_EQ(result.log.find("warning"), std::string::npos) << result.log;
-    std::vector<KernelResources> report = parse_ptxas_report(result.log);
-    EXPECT_EQ(report.size(), unit.kernels.size()) << result.log;
+    const std::string log = compile_log(unit, options);
+    EXPECT_EQ(log.find("warning"), std::string::npos) << log;
+    std::vector<KernelResources> report = parse_ptxas_report(log);
+    EXPECT_EQ(report.size(), unit.kernels.size()) << log;
     for (const KernelResources& used : report) {
         EXPECT_GT(used.registers, 0) << used.name;
         EXPECT_LE(used.registers, 255) << used.name;

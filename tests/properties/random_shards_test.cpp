@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "tests/support/level.hpp"
 #include "tests/support/random_specs.hpp"
 #include "tests/support/sharded_run.hpp"
 
@@ -35,7 +36,7 @@ class RandomShards : public testing::TestWithParam<std::tuple<Target, std::uint6
 TEST_P(RandomShards, WithinBoundsOfTheWholeLayer) {
     const auto [target, part] = GetParam();
     FLCE_REQUIRE_TARGET(target);
-    for (std::uint64_t i = 0; i < (kSanitized ? 3 : kLayersOfOneTest); ++i) {
+    for (std::uint64_t i = 0; i < (kSanitized || level() == Level::quick ? 3 : kLayersOfOneTest); ++i) {
         const std::uint64_t seed = 7000 + part * kLayersOfOneTest + i;
         Draw draw(seed);
         Spec whole = random_spec(draw);

@@ -17,10 +17,12 @@ enum class Level : std::uint8_t { quick, full, nightly };
 /// Why a case of `from` does not run at this level; empty where it does.
 [[nodiscard]] const char* level_reason(Level from);
 
-/// Whether combination `index` of a matrix has its turn with a shape or an option: every combination from full on, every `every`-th in
-/// quick. `turn` is the number of the shape or the option, so that neighbours take different combinations.
-[[nodiscard]] inline bool has_turn(std::size_t index, std::size_t every, std::size_t turn = 0) {
-    return level() >= Level::full || (index + turn) % every == 0;
+/// Whether combination `index` of a matrix meets shape (or option) number `turn` in quick: every `every`-th does, others the next shape.
+[[nodiscard]] constexpr bool is_turn(std::size_t index, std::size_t every, std::size_t turn) { return (index + turn) % every == 0; }
+
+/// Whether it does in this run: from full on every combination meets every shape.
+[[nodiscard]] inline bool has_turn(std::size_t index, std::size_t every, std::size_t turn) {
+    return level() >= Level::full || is_turn(index, every, turn);
 }
 
 }  // namespace flce::test
