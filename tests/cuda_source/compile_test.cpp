@@ -62,9 +62,10 @@ Level level_of(std::string_view arch, std::string_view variant) {
     if (arch == "sm_100a") return plain ? Level::quick : everything ? Level::full : Level::nightly;
     if (arch == "sm_120") return fp32 ? Level::quick : plain || everything ? Level::full : Level::nightly;
     if (arch != "sm_80" && arch != "sm_90a") return Level::nightly;
-    const bool own_path = arch == "sm_90a";  // which has no fp32
-    if (variant == kFp16HiddenMajor.name || (everything && !(own_path && fp32))) return Level::quick;
-    return plain && own_path ? Level::quick : Level::full;
+    // The path of sm_90a has bf16 and fp16 layers of some depth; others are compiled for it as for sm_80.
+    const bool own_path =
+        plain || variant == kTokens.name || variant == kTeacher.name || variant == kShard.name || variant == kFp32Weight.name;
+    return (arch == "sm_90a" ? own_path : everything || variant == kFp16HiddenMajor.name) ? Level::quick : Level::full;
 }
 
 void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) {
@@ -139,7 +140,7 @@ std::set<std::string> covered(Level most) {
 
 TEST(CudaSourceLevels, Quick_HasEveryPairOfAPathAndAnOption) {
     EXPECT_EQ(covered(Level::quick), covered(Level::nightly));
-    EXPECT_GT(covered(Level::quick).size(), 40U);
+    EXPECT_GT(covered(Level::quick).size(), 35U);
 }
 
 INSTANTIATE_TEST_SUITE_P(OtherArchitectures, CudaSourceCompile,
