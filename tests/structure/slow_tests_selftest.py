@@ -1,4 +1,4 @@
-"""Shows that tools/slow_tests.py reads the times of all kinds of tests, and refuses a slow one by name, on a slow machine too."""
+"""Shows that tools/slow_tests.py reads the times of all kinds of tests, and names a slow one, on a slow machine too."""
 
 import os
 import pathlib
@@ -40,25 +40,23 @@ def run(many=3000, loss=4.0, wheel=5.0, total=300.0, level="quick"):
         (tree / "Testing/Temporary/LastTest.log").write_text(LOG.format(many=many, loss=loss, wheel=wheel))
         (tree / "ctest.log").write_text(f"Total Test time (real) = {total} sec\n")
         command = [sys.executable, SOURCE / "tools/slow_tests.py", tree]
-        return subprocess.run(command, env={**os.environ, "FLCE_TEST_LEVEL": level}, capture_output=True, text=True, check=False)
+        return subprocess.run(command, env={**os.environ, "FLCE_TEST_LEVEL": level}, capture_output=True, text=True, check=True)
 
 
-told = run()
-assert told.returncode == 0, told.stderr
+told = run().stdout
 expected = [
     "5.5 python.core: python/tests/test_loss.py::test_loss[a b]",
     "5.0 python.wheel",
     "3.0 matrix: Cpu/SmallShapes.Many/bf16_plain",
     "2.5 matrix: Cpu/SmallShapes.Deep/bf16_plain",
 ]
-assert [line.strip() for line in told.stdout.splitlines()[1:]] == expected, told.stdout
+assert [line.strip() for line in told.splitlines()[1:]] == expected, told
 for fault, name in (
     ({"many": 21000}, "SmallShapes.Many/bf16_plain: 21 s is too long"),
     ({"loss": 19.5}, "test_loss[a b]: 21 s is too long"),
     ({"wheel": 20.5}, "python.wheel: 20 s is too long"),
     ({"many": 61000, "total": 1200.0}, "SmallShapes.Many/bf16_plain: 61 s is too long"),
 ):
-    refused = run(**fault)
-    assert refused.returncode == 1 and name in refused.stderr, (fault, refused)
-    assert run(**fault, level="full").returncode == 0
-assert run(many=59000, total=1200.0).returncode == 0, "a machine of half the speed"
+    assert name in run(**fault).stdout, (fault, run(**fault))
+    assert "too long" not in run(**fault, level="full").stdout
+assert "too long" not in run(many=59000, total=1200.0).stdout, "a machine of half the speed"
