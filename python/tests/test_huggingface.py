@@ -214,6 +214,7 @@ def test_labels_that_the_trainer_has_shifted() -> None:
     torch.testing.assert_close(loss_fn(fused.train()(**batch), labels), expected)
 
 
+@pytest.mark.full
 def test_compiled_model() -> None:
     stock = tiny_model("gemma2").train()
     fused = return_hidden_states(copy.deepcopy(stock))
