@@ -120,7 +120,7 @@ def _over_ranks(options: VocabParallelOptions, c: Tensor, bias: Tensor | None) -
             "vocab_parallel_options.group is None, which is the default process group, and there is none yet: call "
             "torch.distributed.init_process_group first"
         )
-    # Where ranks know the whole's size they tell layers apart whose slices have the same shape on some of them.
+    # Ranks compare the whole's size where they know it.
     cut, summed = options._cut, options.reduce_e_grad
     return {
         "process_group": group,
