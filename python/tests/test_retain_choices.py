@@ -3,6 +3,7 @@ several. Kernels are stand-ins."""
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,3 +157,10 @@ def test_a_budget_has_room_beside_the_most_scratch_and_takes_it_from_the_newest(
         with budget.room(scratch):
             assert budget.held_bytes == held, scratch
     assert oldest is not newest
+
+
+def test_a_copy_of_a_budget_is_another_with_the_same_limit() -> None:
+    budget = flce.MemoryBudget(1000)
+    other = copy.deepcopy(budget)
+    assert other.limit_bytes == 1000 and other.number != budget.number
+    assert repr(budget) == "MemoryBudget(1000)"
