@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from flce import _heads, errors
 from flce._replay import Recording
 from flce._shared_rows import SharedRows
+from flce.loss import say_once
 
 # What a causal LM's forward takes for its own logits and loss.
 _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "return_dict")
@@ -122,9 +123,11 @@ class HeadTap:
         if head is self.head and numbers == self.numbers and beside == self.beside:
             return
         self.head, self.numbers, self.beside, self.kinds = head, numbers, beside, ()
-        if "_flce_tap" not in head.__dict__:
+        _heads.refuse_fsdp1(head)
+        taps = head.__dict__.get("_flce_taps", ())  # several models may share one output layer
+        if not taps:
             head.__dict__["_flce_own_forward"] = head.__dict__.get("forward")
-        head.__dict__["_flce_tap"] = self
+        head.__dict__["_flce_taps"] = (*(tap for tap in taps if tap is not self), self)
         head.forward = _bound(_head_forward, head)
 
     def to_hidden_states(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -278,7 +281,9 @@ def _own_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    tap: HeadTap = model._flce_tap
+    tap = of(model)
+    if tap is None:
+        return _own_forward(model, *args, **kwargs)  # unpatched under a wrapper
     if tap.patch is not None:
         return tap.patch(model, *args, **kwargs)
     if model.training and torch.is_grad_enabled():
@@ -302,9 +307,10 @@ def _replicate_for_data_parallel(model: Any) -> Any:
 
 
 def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
-    tap: HeadTap = head._flce_tap
-    if not tap.active or tap.head is not head:
+    active = [tap for tap in head._flce_taps if tap.active and tap.head is head]
+    if not active:
         return _own_forward(head, *args, **kwargs)
+    tap: HeadTap = active[0]
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2 or not args[0].is_floating_point():
         what = ", ".join([*(str(value.dtype) if isinstance(value, Tensor) else type(value).__name__ for value in args), *kwargs])
         raise errors.ArgumentError(
@@ -336,6 +342,8 @@ def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
     try:
         # Each sequence's last row: padded on the right or not, it attends to something.
         last = hidden.detach()[..., -1:, :]
+        with torch.no_grad():
+            _heads.operands(head, last, dropout=False)  # raises for a weight that cannot be read, before the forward fails by it
         tap.probe = _heads.probe_rows(last, _own_forward(head, last))
         with torch.no_grad():
             tap.probe_plain = _heads.operands(head, tap.probe, dropout=False).logits()
@@ -391,9 +399,11 @@ def install(model: Any) -> None:
     """Sets the model's forward and loss function; once."""
     tap = HeadTap(model)
     tap.attach(model)
-    model.__dict__["_flce_own_forward"] = model.__dict__.get("forward")
     model.__dict__["_flce_tap"] = tap
-    model.forward = _bound(_model_forward, model, _unwrapped_model_forward)
+    if not _is_under(model.__dict__.get("forward")):  # where it is, it was unpatched under a wrapper
+        model.__dict__["_flce_own_forward"] = model.__dict__.get("forward")
+        model.forward = _bound(_model_forward, model, _unwrapped_model_forward)
+    model.register_forward_pre_hook(_notice, with_kwargs=True)
     model.__dict__["_replicate_for_data_parallel"] = types.MethodType(_replicate_for_data_parallel, model)
     if tap.calls_loss_function:
         model.loss_function = tap.loss_function
@@ -406,7 +416,7 @@ def forget_unpickled(model: Any) -> None:
     if tap is None or getattr(now, "__func__", None) is not type(model).forward:
         return
     for module in [model, *([tap.head] if tap.head is not None else [])]:
-        for name in ("forward", "_flce_tap", "_flce_own_forward"):
+        for name in ("forward", "_flce_tap", "_flce_taps", "_flce_own_forward"):
             module.__dict__.pop(name, None)
     _restore_rest(model, tap)
 
@@ -417,25 +427,65 @@ def remove(model: Any) -> None:
     tap = of(model)
     if tap is None:
         return
-    places = [(model, _model_forward), *((each, _head_forward) for each in [tap.head] if each is not None)]
-    for module, function in places:
-        now = module.__dict__.get("forward")
-        if getattr(getattr(now, "__func__", None), "__code__", None) is not function.__code__:
-            raise errors.ArgumentError(
-                f"the forward of {type(module).__name__} has been wrapped since it was patched; take that off first (accelerate: "
-                "accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
-            )
-    for module, _ in places:
-        own = module.__dict__.pop("_flce_own_forward")
-        del module.__dict__["_flce_tap"]
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
+    now, own = model.__dict__.get("forward"), model.__dict__["_flce_own_forward"]
+    outside = not _is_ours(now, _model_forward, _unwrapped_model_forward)
+    if outside and not _is_under(now):
+        raise _wrapped_since(model)
+    if tap.head is not None:
+        if not _is_ours(tap.head.__dict__.get("forward"), _head_forward):
+            raise _wrapped_since(tap.head)
+        _release(tap.head, tap)
+    del model.__dict__["_flce_tap"]
+    if not outside:  # else what lies under a wrapper of accelerate's goes on as the model's own
+        del model.__dict__["_flce_own_forward"], model.forward
+        if own is not None:
+            model.forward = own
     _restore_rest(model, tap)
 
 
+def _is_ours(forward: Any, *functions: Any) -> bool:
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    return any(code is function.__code__ for function in functions)
+
+
+def _is_under(forward: Any) -> bool:
+    """Whether what wraps `forward` leads to ours, as accelerate's wrappers do by __wrapped__."""
+    while forward is not None and not _is_ours(forward, _model_forward):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
+
+
+def _wrapped_since(module: Any) -> errors.ArgumentError:
+    return errors.ArgumentError(
+        f"the forward of {type(module).__name__} has been wrapped since it was patched, by what does not lead back to it (__wrapped__); "
+        "take that off first"
+    )
+
+
+def _release(head: Any, tap: HeadTap) -> None:
+    left = tuple(each for each in head.__dict__["_flce_taps"] if each is not tap)
+    head.__dict__["_flce_taps"] = left
+    if left:  # another patched model shares it
+        return
+    own = head.__dict__.pop("_flce_own_forward")
+    del head.__dict__["_flce_taps"], head.forward
+    if own is not None:
+        head.forward = own
+
+
+def _notice(model: Any, args: Any, kwargs: Any) -> None:
+    """TRL's trainers wrap a model's forward and do not come to it while they train."""
+    if not torch.compiler.is_compiling() and kwargs.get("fused_lm_head"):
+        say_once(
+            f"flce: TRL computes the loss of {type(model).__name__} in a function of its own, so flce.patch does nothing here; "
+            "flce.trl.patch() puts flce in that function's place"
+        )
+
+
 def _restore_rest(model: Any, tap: HeadTap) -> None:
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _notice]:
+        del model._forward_pre_hooks[key]
+        model._forward_pre_hooks_with_kwargs.pop(key, None)
     model.__dict__.pop("_replicate_for_data_parallel", None)
     if tap.calls_loss_function:
         model.loss_function = tap.own_loss

@@ -103,17 +103,24 @@ def why_weight_is_made(head: Any) -> str | None:
     return None
 
 
+def why_hooked(head: Any) -> str | None:
+    """Names a hook of the head that may compute something; None where it has none. Hooks that gather a weight compute nothing."""
+    for layer in _layers(head):
+        for hooks in (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks):
+            for hook in hooks.values():
+                hook = getattr(hook, "func", hook)  # of a functools.partial
+                if not str(getattr(hook, "__module__", "")).startswith(_GATHERERS):
+                    return f"has hooks ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
+    return None
+
+
 def why_no_product(head: Any, applied: tuple[float, float] = PLAIN) -> str | None:
     """Why the forward of `head` is not known to be hidden · weightᵀ + bias, with the logit_scale and softcap that the caller applies; None
     where it is: nn.Linear's, also where torch.compile, peft or accelerate has wrapped it, a FusedLMHead's, and modules that hold a weight
     alone (an nn.Embedding too). Hooks that gather a weight compute nothing."""
     layers = _layers(head)
-    for layer in layers:
-        for hooks in (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks):
-            for hook in hooks.values():
-                hook = getattr(hook, "func", hook)  # of a functools.partial
-                if not str(getattr(hook, "__module__", "")).startswith(_GATHERERS):
-                    return f"has hooks ({getattr(hook, '__qualname__', type(hook).__qualname__)}), which would not run"
+    if (hooked := why_hooked(head)) is not None:
+        return f"{hooked}, which would not run"
     if not layers:
         return None
     holder: Any = layers[-1]
@@ -225,6 +232,15 @@ def _settles(head: Any, own: Any, plain: Tensor) -> bool:
             "the stage's logit_scale and softcap, or have the loss function call the layer on output.hidden"
         )
     return bool(plain.abs().amax() > 0.5 * LARGE_LOGIT)
+
+
+def refuse_fsdp1(head: Any) -> None:
+    """Raises ArgumentError where FSDP 1 has the layer in a unit of its own, which shows no whole weight."""
+    if any(each.__name__ == "FullyShardedDataParallel" for module in head.modules() for each in type(module).__mro__):
+        raise errors.ArgumentError(
+            "the output layer is in a unit of its own of FSDP 1 (FullyShardedDataParallel): have auto_wrap_policy leave it to the unit "
+            "that holds the whole model, or take FSDP2 (fully_shard; accelerate: fsdp_version 2)"
+        )
 
 
 def _refuse_ungathered(head: Any, adapters: list[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flce import _head_tap, errors
 from flce._head_tap import has_encoder
 from flce.huggingface import CausalLMLoss, causal_lm_of, check_labels_shape, check_model, return_hidden_states
-from flce.loss import OF_TRAINING
+from flce.loss import OF_TRAINING, say_once
 
 
 class _Patch:
@@ -35,6 +35,12 @@ class _Patch:
         labels = kwargs.get("labels")
         trains = model.training and torch.is_grad_enabled()
         if labels is None or (self.training_logits if trains else self.evaluation_logits):
+            if labels is None and trains and not self.training_logits and not torch.compiler.is_compiling():
+                say_once(
+                    f"flce: {type(model).__name__}, which flce.patch has patched, is called in training without labels, and gives logits "
+                    "as before. transformers.Trainer keeps labels to itself for label_smoothing_factor and compute_loss_func: take "
+                    "flce.patch(model, label_smoothing=...) and leave these out"
+                )
             return _head_tap._own_forward(model, **kwargs)
         if not isinstance(labels, Tensor):
             raise errors.DTypeError(f"labels is a {type(labels).__name__}; it must be a tensor [batch, sequence]")
@@ -129,8 +135,9 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
     save_pretrained are as they were. In place; the model may be wrapped by peft, accelerate, DDP or FSDP2 before or after. Returns the
     model. `unpatch` takes it back. A pickled model comes back without the patch, and is patched again.
 
-    At the first step, and where the output layer is another one since, the model runs once more without gradients, and the logits of a few
-    rows are compared with those that the loss stands for. Routers' losses, num_items_in_batch, shift_labels and return_dict work as before;
+    At the first step of each kind of call, and where the output layer is another one since, the logits of a few rows and the model's own
+    loss of them are compared with flce's, inside the step's own forward. Routers' losses, num_items_in_batch, shift_labels and return_dict
+    work as before;
     with return_dict=False the tuple has no logits.
 
     Args:
@@ -171,7 +178,7 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
 
 def unpatch(model: Any) -> Any:
     """Takes back what `patch` did; a model that is not patched stays as it is. Returns the model. Raises ArgumentError where somebody has
-    wrapped the model's forward since, as accelerate does."""
+    wrapped the model's forward since, unless the wrapper leads back to it by __wrapped__, as accelerate's does."""
     inner = causal_lm_of(model)
     _head_tap.forget_unpickled(inner)
     tap = _head_tap.of(inner)

@@ -31,6 +31,9 @@ _IGNORED = -100  # by the loss functions of transformers, where a call does not 
 
 def causal_lm_of(model: Any) -> Any:
     """The causal language model itself, without compiled, data-parallel and peft wrappers."""
+    is_module: bool = isinstance(model, torch.nn.Module)
+    if not is_module:
+        raise errors.DTypeError(f"model is a {type(model).__name__}; it must be a module, a language model of transformers")
     while True:
         inner = getattr(model, "_modules", {}).get("_orig_mod")
         if inner is None and hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
@@ -296,7 +299,9 @@ class CausalLMLoss:
         next step is compared, too, where the weight is 0 and nothing would show."""
         if not bool(rows.isfinite().all()):
             return False
-        name = type(self._model).__name__
+        name, head = type(self._model).__name__, self._model.get_output_embeddings()
+        why = _heads.why_hooked(head)
+        beside = "" if why is None else f"its output layer {why}; "
         if own.shape != plain.shape:
             raise errors.ArgumentError(
                 f"{name}'s own logits for hidden states {list(rows.shape)} have shape {list(own.shape)}, but its output layer's are "
@@ -317,7 +322,7 @@ class CausalLMLoss:
             differences.append(difference)
         raise errors.ArgumentError(
             f"{name}'s own logits differ from those of its output layer by {differences[0]:.2g} of the largest: "
-            f"{_likely_cause(own, plain.double())}; "
+            f"{beside}{_likely_cause(own, plain.double())}; "
             f"{_BY_HAND}"
         )
 
@@ -367,7 +372,9 @@ class CausalLMLoss:
 
 
 def check_labels_shape(labels: Tensor, hidden: Tensor, given: Mapping[str, Any]) -> None:
-    """Raises ShapeError where labels are not one for each position that the output layer computes."""
+    """Raises ShapeError where labels are not one for each position that the output layer computes, DTypeError where they are no classes."""
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise errors.DTypeError(f"labels has dtype {labels.dtype}; allowed are int64 and int32")
     if labels.shape != hidden.shape[:-1]:
         kept = [f"{name}={given[name]}" for name in ("logits_to_keep", "num_logits_to_keep") if isinstance(given.get(name), int)]
         what = f", with {kept[0]}, which cuts them: cut labels alike" if kept else ""

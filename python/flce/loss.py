@@ -105,7 +105,7 @@ def _check_flag(name: str, flag: Any) -> None:
         raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
 
 
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         _log.warning(message)
@@ -193,7 +193,7 @@ class LinearCrossEntropyLoss:
             reason = _why_not_flce()
             if reason is None:
                 return "flce"
-            _say_once(f"flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch': {reason}")
+            say_once(f"flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch': {reason}")
             return "pytorch"
         if impl == "flce":
             _native.library()
@@ -257,7 +257,7 @@ class LinearCrossEntropyLoss:
             except errors.UnavailableError as error:
                 if self.requested_impl != "auto" or self.options.get("process_group") is not None:
                     raise
-                _say_once(f"flce: LinearCrossEntropyLoss(impl='auto') falls back to 'pytorch': {error}")
+                say_once(f"flce: LinearCrossEntropyLoss(impl='auto') falls back to 'pytorch': {error}")
                 self.actual_impl = impl = "pytorch"
         if grad_weight_out is not None:
             raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {impl!r}")
@@ -280,7 +280,7 @@ class LinearCrossEntropyLoss:
         if self.requested_impl == "auto" and self.actual_impl == "flce" and isinstance(hidden_states, Tensor):
             device, dtype = hidden_states.device, hidden_states.dtype
             if device.type not in _arguments.DEVICE_TYPES or dtype == torch.float64:
-                _say_once(f"flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch' for hidden states in {dtype} on {device.type}")
+                say_once(f"flce: LinearCrossEntropyLoss(impl='auto') uses 'pytorch' for hidden states in {dtype} on {device.type}")
                 return "pytorch"
         return self.actual_impl
 

@@ -267,3 +267,109 @@ def test_labels_of_the_positions_that_are_kept(name: str) -> None:
         with pytest.raises(flce.ShapeError, match=rf"labels has shape \[2, 12\].*positions \[2, 5\].*{name}=5"):
             mine(**batch(**{name: 5}))
     torch.testing.assert_close(mine(**batch()).loss, own(**batch()).loss)
+
+
+def test_two_models_share_an_output_layer() -> None:
+    draft, target = tiny_model().train(), tiny_model().train()
+    with torch.no_grad():
+        draft.model.layers[0].mlp.down_proj.weight.mul_(9.0)
+    draft.lm_head = target.lm_head
+    stocks = copy.deepcopy([draft, target])
+    models = [flce.patch(draft), flce.patch(target)]
+    for _ in range(2):
+        for mine, stock in zip(models, stocks, strict=True):
+            outputs = mine(**batch())
+            torch.testing.assert_close(outputs.loss, stock(**batch()).loss)
+            assert outputs.logits is None
+    flce.unpatch(draft)
+    assert draft(**batch()).logits is not None and target(**batch()).logits is None
+    flce.unpatch(target)
+    assert "forward" not in target.lm_head.__dict__ and target(**batch()).logits is not None
+
+
+def test_unpatched_under_accelerates_wrapper() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = flce.patch(tiny_model().train())
+    stock = flce.unpatch(copy.deepcopy(model))
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    accelerator.prepare_model(model)
+    assert model(**batch()).logits is None
+    for _ in range(2):
+        flce.unpatch(model)
+        assert model(**batch()).logits is not None
+        flce.patch(model)
+        assert model(**batch()).logits is None
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    torch.testing.assert_close(model(**batch()).loss, stock(**batch()).loss)
+    assert model(**batch()).logits is None
+    flce.unpatch(model)
+    torch.testing.assert_close(model(**batch()).logits, stock(**batch()).logits)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """By its name that of FSDP 1, which no CPU has."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.weight = inner.weight
+
+
+def of_8_bits(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(torch.ones(VOCAB_SIZE, 16, dtype=torch.int8), requires_grad=False)
+
+
+def offloaded(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "kind", "message"),
+    [
+        (
+            lambda model: setattr(model, "lm_head", FullyShardedDataParallel(model.lm_head)),
+            {},
+            flce.ArgumentError,
+            "unit of its own of FSDP 1",
+        ),
+        (of_8_bits, {}, flce.ArgumentError, "int8"),
+        (offloaded, {}, flce.PlacementError, "on meta"),
+        (
+            lambda model: model.lm_head.register_forward_hook(lambda *given: given[-1] * 2),
+            {},
+            flce.ArgumentError,
+            r"its output layer has hooks \(.*lambda.*2 times as large",
+        ),
+        (lambda model: None, {"labels": torch.zeros(2, 12)}, flce.DTypeError, "labels has dtype torch.float32"),
+        (lambda model: None, {"labels": torch.zeros(2, 11, dtype=torch.int64)}, flce.ShapeError, r"labels has shape \[2, 11\]"),
+    ],
+    ids=["fsdp", "8 bits", "offloaded", "hook", "labels", "shape"],
+)
+def test_the_cause_is_named(change: Any, given: Any, kind: type[Exception], message: str) -> None:
+    model = flce.patch(tiny_model().train())
+    change(model)
+    with pytest.raises(kind, match=message):
+        model(**(batch() | given))
+
+
+@pytest.mark.parametrize("call", [flce.patch, flce.unpatch, flce.huggingface.return_hidden_states])
+def test_no_model_is_refused_by_name(call: Any) -> None:
+    for given in ("name", None, torch.zeros(2)):
+        with pytest.raises(flce.DTypeError, match=f"model is a {type(given).__name__}; it must be a module"):
+            call(given)
+
+
+def test_what_does_nothing_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flce.loss, "_said", set())
+    model = flce.patch(tiny_model().train())
+    tokens = {"input_ids": batch()["input_ids"]}
+    for _ in range(2):
+        model(**tokens)  # as Trainer(label_smoothing_factor=...) calls it
+    own = model.forward
+    model.forward = lambda *args, fused_lm_head=False, **kwargs: None if fused_lm_head else own(*args, **kwargs)  # as TRL wraps it
+    for _ in range(2):
+        model(**batch(), fused_lm_head=True)
+    model(**batch())
+    with torch.no_grad():
+        model(**tokens)
+    said = [record.getMessage() for record in caplog.records if record.name == "flce"]
+    assert len(said) == 2 and "label_smoothing_factor" in said[0] and "flce.trl.patch()" in said[1]
