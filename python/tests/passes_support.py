@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 import flce
+from flce import _kernels
 from flce._direct import DirectCall
 
 
@@ -58,7 +59,7 @@ def _share(kernel: flce.Kernel, num_tokens: int, retained: Tensor | None, *, len
 def watch_passes(replace: Callable[[Any, str, Any], None] = setattr) -> Passes:
     """`replace`: monkeypatch.setattr, or setattr where the process ends with its cases."""
     seen = Passes()
-    forward, backward = flce.Kernel.forward, flce.Kernel.backward
+    forward, backward = _kernels.LoadedKernel.forward, _kernels.LoadedKernel.backward
     forward_directly, backward_directly = DirectCall.forward, DirectCall.backward
 
     def watch_forward(self: Any, *args: Any, **keywords: Any) -> Any:
@@ -82,8 +83,8 @@ def watch_passes(replace: Callable[[Any, str, Any], None] = setattr) -> Passes:
         seen.backwards.append(Backward(gradients[0] is not None, gradients[1] is not None, 0.0, False, False))
         return gradients
 
-    replace(flce.Kernel, "forward", watch_forward)
-    replace(flce.Kernel, "backward", watch_backward)
+    replace(_kernels.LoadedKernel, "forward", watch_forward)
+    replace(_kernels.LoadedKernel, "backward", watch_backward)
     replace(DirectCall, "forward", watch_direct_forward)
     replace(DirectCall, "backward", watch_direct_backward)
     return seen

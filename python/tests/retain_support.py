@@ -56,7 +56,7 @@ def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         pytest.skip("this device's kernels retain nothing")
     seen = Watched()
     retain_any_size(monkeypatch)
-    backward, keep = flce.Kernel.backward, _retain.Retained.keep
+    backward, keep = _kernels.LoadedKernel.backward, _retain.Retained.keep
 
     def watch_backward(self: Any, *args: Any, **keywords: Any) -> None:
         grad_weight, retained = args[4], args[6] if len(args) > 6 else None
@@ -67,7 +67,7 @@ def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         seen.memory.append(weakref.ref(memory))
         keep(self, memory, lent=lent)
 
-    monkeypatch.setattr(flce.Kernel, "backward", watch_backward)
+    monkeypatch.setattr(_kernels.LoadedKernel, "backward", watch_backward)
     monkeypatch.setattr(_retain.Retained, "keep", watch_keep)
     yield seen
     monkeypatch.undo()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flce
+from flce import _kernels
 from flce._direct import DirectCall
 
 # docs/numerics.md: the largest ‖error‖ / ‖expected‖ of a whole tensor. Outputs are fp32, of inputs in fp32 and in 16 bits;
@@ -225,7 +226,7 @@ def check(problem: Problem, dtype: torch.dtype, function: str = "linear_cross_en
 def spy_on_backward(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """Will hold, for each run of a kernel's backward, whether it makes hidden's and weight's gradients."""
     computed: list[tuple[bool, bool]] = []
-    by_kernel, directly = flce.Kernel.backward, DirectCall.backward
+    by_kernel, directly = _kernels.LoadedKernel.backward, DirectCall.backward
 
     def kernel_backward(
         self: Any, given: Any, saved: Any, grad: Any, grad_hidden: Any, grad_weight: Any, *others: Any, **keywords: Any
@@ -238,6 +239,6 @@ def spy_on_backward(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
         computed.append((gradients[0] is not None, gradients[1] is not None))
         return gradients
 
-    monkeypatch.setattr(flce.Kernel, "backward", kernel_backward)
+    monkeypatch.setattr(_kernels.LoadedKernel, "backward", kernel_backward)
     monkeypatch.setattr(DirectCall, "backward", direct_backward)
     return computed

@@ -13,6 +13,7 @@ import torch
 from retain_support import LENT, NONE, OWN, Loss, Watched, check, gradients_of, loss_of, make
 
 import flce
+from flce import _kernels
 
 NUM_TOKENS = 40
 
@@ -168,7 +169,7 @@ def test_memory_that_a_forward_is_writing_to_is_not_taken(device: str, watched: 
     budget, whole = budget_for(device, 1)
     scratch, _ = sizes(device)
     problem = make(device)
-    run = flce.Kernel.run
+    run = _kernels.LoadedKernel.run
     during: list[tuple[int, int]] = []
 
     def interrupted(self: Any, *args: Any) -> None:
@@ -177,7 +178,7 @@ def test_memory_that_a_forward_is_writing_to_is_not_taken(device: str, watched: 
                 during.append((budget.held_bytes, watched.alive()))
         run(self, *args)
 
-    monkeypatch.setattr(flce.Kernel, "run", interrupted)
+    monkeypatch.setattr(_kernels.LoadedKernel, "run", interrupted)
     loss = loss_of(problem, workspace_limit_bytes=budget)
     assert during == [(whole, 1)]
     budget._workspace_bytes = 0  # the same once more, after forward: now the memory goes
@@ -198,7 +199,7 @@ def test_memory_given_up_while_a_backward_reads_it_does_not_come_back(
     scratch, _ = sizes(device)
     problem = make(device)
     loss = way(problem, workspace_limit_bytes=budget)
-    run = flce.Kernel.run
+    run = _kernels.LoadedKernel.run
     during: list[tuple[int, int]] = []
 
     def interrupted(self: Any, *args: Any) -> None:
@@ -207,7 +208,7 @@ def test_memory_given_up_while_a_backward_reads_it_does_not_come_back(
                 during.append((budget.held_bytes, watched.alive()))
         run(self, *args)
 
-    monkeypatch.setattr(flce.Kernel, "run", interrupted)
+    monkeypatch.setattr(_kernels.LoadedKernel, "run", interrupted)
     first = gradients_of(problem, loss, retain_graph=True)
     assert during == [(0, 1)]  # counted as free, and read by the backward still
     assert watched.alive() == 0

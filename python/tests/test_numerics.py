@@ -10,7 +10,7 @@ from support import Problem, assert_close, check, in_double, make_problem, refer
 from torch import Tensor
 
 import flce
-from flce import _retain
+from flce import _kernels, _retain
 
 pytestmark = [pytest.mark.first_and_direct, pytest.mark.pairwise]
 
@@ -151,7 +151,7 @@ def test_workspace_limit_is_kept(device: str, monkeypatch: pytest.MonkeyPatch, l
     problem = make_problem(device, torch.float32, num_tokens=num_tokens, hidden_size=64, vocab_size=20000)
     limit = 4 << 20
     scratch, retained = [], []
-    run, keep = flce.Kernel.run, _retain.Retained.keep
+    run, keep = _kernels.LoadedKernel.run, _retain.Retained.keep
 
     def watch_run(self: Any, function: Any, address: int, size: int) -> None:
         scratch.append(size)
@@ -164,7 +164,7 @@ def test_workspace_limit_is_kept(device: str, monkeypatch: pytest.MonkeyPatch, l
     kernel = flce.get_kernel(64, 20000, torch.float32, device=device, workspace_limit_bytes=limit, num_tokens=num_tokens)
     default = flce.get_kernel(64, 20000, torch.float32, device=device)
     monkeypatch.setattr(_retain, "LEAST_WORK", least_work)
-    monkeypatch.setattr(flce.Kernel, "run", watch_run)
+    monkeypatch.setattr(_kernels.LoadedKernel, "run", watch_run)
     monkeypatch.setattr(_retain.Retained, "keep", watch_keep)
     for choice in (None, False):
         check(problem, torch.float32, workspace_limit_bytes=limit, retain_in_grad_weight=choice)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import _native, _retain
+from flce import _kernels, _native, _retain
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager", "inductor"], indirect=True)
@@ -147,7 +147,7 @@ def saved_bits(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.
     if device != "cpu":
         pytest.skip("a GPU's are other ones as they are")
     monkeypatch.setattr(flce.get_kernel(64, 3000, torch.bfloat16, device=device), "retaining_changes_saved", True)
-    run = flce.Kernel.run
+    run = _kernels.LoadedKernel.run
 
     def other_bits(self: Any, function: Any, args_address: int, size: int) -> None:
         run(self, function, args_address, size)
@@ -157,7 +157,7 @@ def saved_bits(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.
             values = (ctypes.c_float * lse.rows).from_address(lse.data)
             values[:] = [value * (1 + 1e-6) for value in values]
 
-    monkeypatch.setattr(flce.Kernel, "run", other_bits)
+    monkeypatch.setattr(_kernels.LoadedKernel, "run", other_bits)
 
 
 @pytest.mark.usefixtures("saved_bits")
@@ -298,22 +298,22 @@ def test_a_tensor_changed_in_place_is_noticed(device: str, watched: Watched) -> 
 
 def test_exceptions_end_a_loss(device: str, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make(device)
-    run = flce.Kernel.run
+    run = _kernels.LoadedKernel.run
 
     def fail(self: Any, *args: Any) -> None:
         raise flce.DeviceError("on purpose")
 
-    monkeypatch.setattr(flce.Kernel, "run", fail)
+    monkeypatch.setattr(_kernels.LoadedKernel, "run", fail)
     with pytest.raises(flce.DeviceError):
         loss_of(problem)
     assert watched.alive() == 0
-    monkeypatch.setattr(flce.Kernel, "run", run)
+    monkeypatch.setattr(_kernels.LoadedKernel, "run", run)
     loss = loss_of(problem)
     assert watched.alive() == 1
-    monkeypatch.setattr(flce.Kernel, "run", fail)
+    monkeypatch.setattr(_kernels.LoadedKernel, "run", fail)
     with pytest.raises(flce.DeviceError):
         gradients_of(problem, loss, retain_graph=True)
-    monkeypatch.setattr(flce.Kernel, "run", run)
+    monkeypatch.setattr(_kernels.LoadedKernel, "run", run)
     watched.take()
     check(problem, gradients_of(problem, loss))  # whatever the failed backward left of it is not read
     assert watched.take()[0] == NONE
