@@ -95,7 +95,7 @@ def why_weight_is_made(head: Any) -> str | None:
     """Why what lies in the head's weight is not what its forward multiplies by, or is another each time it is read; None where it is."""
     for layer in _layers(head):
         for hook in layer._forward_pre_hooks.values():
-            if type(hook).__module__.startswith("torch.nn.utils."):
+            if str(getattr(hook, "__module__", "")).startswith("torch.nn.utils."):
                 return f"has its weight made before each forward by a hook ({type(hook).__qualname__}) and is out of date in between"
         if parametrize.is_parametrized(layer):
             names = ", ".join(layer.parametrizations)  # type: ignore[arg-type]

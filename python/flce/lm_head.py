@@ -127,7 +127,7 @@ class FusedLMHead(nn.Linear):
                 raise errors.ArgumentError(f"{min(of_call)} is given without labels; it is a loss's")
             logits = F.linear(input, weight, self.bias)
             return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
-        if unknown := of_call.keys() - _OF_CALL:
+        if unknown := [name for name in of_call if name not in _OF_CALL]:
             raise errors.ArgumentError(
                 f"{min(unknown)} is given with labels; a call's are {', '.join(sorted(_OF_CALL))}; shift and ignore_index are the head's, "
                 "given where it is made"

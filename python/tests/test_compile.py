@@ -164,9 +164,10 @@ class TestCudaGraph:
     def test_forward_and_backward_are_captured(self, calls_before: int) -> None:
         problem = make_problem("cuda", torch.bfloat16, num_tokens=64, hidden_size=64, vocab_size=1000)
         hidden, weight, target = problem.hidden, problem.weight, problem.target
+        offsets = torch.tensor([0, 24, 64], device="cuda", dtype=torch.int32)
 
         def both() -> tuple[Tensor, Tensor, Tensor]:
-            loss = flce.linear_cross_entropy(hidden, weight, target, shift=1)
+            loss = flce.linear_cross_entropy(hidden, weight, target, shift=1, cu_seqlens=offsets)
             return (loss, *torch.autograd.grad(loss, (hidden, weight)))
 
         stream = torch.cuda.Stream()
