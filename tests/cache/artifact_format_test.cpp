@@ -2,6 +2,8 @@
 
 #include <gmock/gmock.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cstring>
 
 #include "tests/cache/cache_test_support.hpp"
@@ -30,6 +32,17 @@ TEST(KeyBuilder, AnyDifference_DifferentKey) {
 TEST(KeyBuilder, KnownInput_StaysTheSameAcrossBuilds) {
     // A changed value here silently invalidates every user's cache: change kKeySchema on purpose instead.
     EXPECT_EQ(KeyBuilder("cubin").add("source", "x").finish().hex(), "2d3e6003e49234ff7c8965821ee36c67964581248534fa88db8882a02e23a522");
+}
+
+TEST(CacheKey, Text_OneForEachKey) {
+    const CacheKey key = key_of("a");
+    EXPECT_EQ(CacheKey::parse(key.hex()), key);
+    std::string upper = key.hex();
+    std::ranges::transform(upper, upper.begin(), [](char c) { return static_cast<char>(std::toupper(c)); });
+    ASSERT_NE(upper, key.hex());
+    for (const std::string& other : {upper, key.hex() + "00", key.hex().substr(2), "+" + key.hex().substr(1), std::string(64, 'g')}) {
+        EXPECT_FALSE(CacheKey::parse(other)) << other;
+    }
 }
 
 TEST(ArtifactFormat, RoundTrip_EqualArtifact) {
@@ -74,6 +87,32 @@ TEST(ArtifactFormat, ForeignKey_Refused) {
     std::string why;
     EXPECT_FALSE(decode_artifact(key_of("k"), entry, why));
     EXPECT_THAT(why, HasSubstr("another key"));
+}
+
+// The checksum finds accidents; what a header says is looked at all the same.
+TEST(ArtifactFormat, HeaderChangedAndItsChecksumMended_Refused) {
+    const auto good = encode_artifact(key_of("k"), artifact_of("a small payload"));
+    const auto fault = [](std::vector<std::byte> entry) {
+        const auto body = std::span(entry).first(entry.size() - kArtifactChecksumBytes);
+        std::ranges::copy(checksum_of(body), entry.begin() + static_cast<std::ptrdiff_t>(body.size()));
+        std::string why;
+        EXPECT_FALSE(decode_artifact(key_of("k"), entry, why));
+        return why;
+    };
+    const auto with = [&](std::size_t at, std::byte value) {
+        auto entry = good;
+        entry[at] = value;
+        return fault(entry);
+    };
+    EXPECT_THAT(with(0, std::byte{'f'}), HasSubstr("not an flce artifact"));
+    EXPECT_THAT(with(8, std::byte{kArtifactSchema - 1}), HasSubstr("schema 1"));
+    EXPECT_THAT(with(8, std::byte{kArtifactSchema + 1}), HasSubstr("schema 3"));
+    EXPECT_THAT(with(12, good[12] ^ std::byte{1}), HasSubstr("another key"));
+    EXPECT_THAT(with(68, std::byte{1}), HasSubstr("declares a signature of 1 bytes"));
+    EXPECT_THAT(with(52, good[52] ^ std::byte{1}), HasSubstr("payload"));
+    auto longer = good;
+    longer.insert(longer.end() - kArtifactChecksumBytes, std::byte{0});
+    EXPECT_THAT(fault(longer), HasSubstr("its header says"));
 }
 
 TEST(ArtifactFormat, HugeDeclaredSizes_RefusedBeforeAllocation) {

@@ -24,6 +24,7 @@ public:
     mutable int runs = 0;
     mutable bool ran_backward = false;
     mutable void* stream = nullptr;
+    std::int64_t retained_bytes_per_token = 0;
     static constexpr std::int64_t kForwardBytesPerToken = 256;
     static constexpr std::int64_t kBackwardBytesPerToken = 512;
 
@@ -38,6 +39,9 @@ private:
     }
     [[nodiscard]] std::int64_t workspace_bytes_of(Pass pass, std::int64_t num_tokens) const override {
         return num_tokens * (pass == Pass::backward ? kBackwardBytesPerToken : kForwardBytesPerToken);
+    }
+    [[nodiscard]] std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace, std::int64_t) const override {
+        return num_tokens * retained_bytes_per_token;
     }
 };
 

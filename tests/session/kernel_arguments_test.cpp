@@ -238,6 +238,9 @@ void check_every_tensor(const Member<Args>& member, const Refusal& refusal) {
         EXPECT_THAT(refusal([&](Args& a) { (a.*member.view).strides[0] *= 2; }),
                     AllOf(HasSubstr(name + ".strides are "), HasSubstr("contiguous")));
     }
+    if ((good.*member.view).ndim == 2) {
+        EXPECT_THAT(refusal([&](Args& a) { (a.*member.view).strides[1] = 2; }), HasSubstr(name + ".strides are "));
+    }
 }
 
 TEST_F(KernelArguments, ForwardTensorsWrong_NamedWithWhatIsAllowed) {
@@ -300,6 +303,9 @@ TEST_F(KernelArguments, NotInTheSpec_Refused) {
     EXPECT_THAT(backward([&](BackwardArgs& a) { a.grad_entropy = b.grad_entropy; }), HasSubstr("spec.outputs has no entropy"));
     EXPECT_THAT(backward([&](BackwardArgs& a) { a.grad_bias = b.grad_bias; }), HasSubstr("the spec has no bias"));
 
+    EXPECT_THAT(forward([&](ForwardArgs& a) { a.bias.data = f.bias.data; }), HasSubstr("bias is given"))
+        << "with data, though marked absent";
+
     RecordingKernel no_loss{parse_spec("D=16,V=50,padded_vocab_size=64,dtype=bf16,outputs=logprob"), describe_device("x86-64-v3")};
     EXPECT_THAT(forward_refusal([&](ForwardArgs& a) { strip(a), a.entropy = {}; }, &no_loss), HasSubstr("spec.outputs has no loss"));
 }
@@ -347,9 +353,35 @@ TEST_F(KernelArguments, Overlap_Refused) {
     EXPECT_THAT(forward_refusal([](ForwardArgs& a) { a.lse.data = a.entropy.data; }), HasSubstr("overlaps"));
     EXPECT_THAT(forward_refusal([](ForwardArgs& a) { a.lse.data = static_cast<char*>(workspace().data) + 256; }),
                 HasSubstr("overlaps lse"));
+    EXPECT_THAT(forward_refusal([](ForwardArgs& a) { a.loss.data = static_cast<char*>(a.weight.data) + 2 * kPadded * kHidden - 4; }),
+                HasSubstr("overlaps weight"));
     // Two inputs may share memory, and neighbours may touch.
     EXPECT_EQ(forward_refusal([](ForwardArgs& a) { a.class_weight.data = a.weight.data; }), "(no error)");
     EXPECT_EQ(forward_refusal([](ForwardArgs& a) { a.z_loss.data = static_cast<char*>(a.loss.data) + 4; }), "(no error)");
+}
+
+TEST_F(KernelArguments, Retained_SizeAlignmentPlaceAndOverlap) {
+    kernel_.retained_bytes_per_token = 96;
+    const std::size_t bytes = kernel_.retained_bytes(kTokens, RetainedPlace::grad_weight);
+    const auto forward = [&](const Retained& retained) { return forward_refusal([&](ForwardArgs& a) { a.retained = retained; }); };
+    const auto backward = [&](const Retained& retained) { return backward_refusal([&](BackwardArgs& a) { a.retained = retained; }); };
+    EXPECT_EQ(forward({address(50), bytes, RetainedPlace::own}), "(no error)");
+    EXPECT_EQ(forward({address(50), 16, RetainedPlace::own}), "(no error)") << "less is legal";
+    EXPECT_EQ(forward({address(50), bytes, RetainedPlace::grad_weight}), "(no error)");
+    EXPECT_THAT(forward({nullptr, bytes, RetainedPlace::own}), HasSubstr("give both, or neither"));
+    EXPECT_THAT(forward({address(50), 0, RetainedPlace::own}), HasSubstr("give both, or neither"));
+    EXPECT_THAT(forward({address(50, 8), bytes, RetainedPlace::own}), HasSubstr("aligned to 16 bytes"));
+    EXPECT_THAT(forward({address(50), ~std::size_t{0}, RetainedPlace::own}), HasSubstr("allowed are 0 to 2^63 - 1"));
+    for (const std::size_t other : {bytes - 16, bytes + 16}) {
+        EXPECT_THAT(forward({address(50), other, RetainedPlace::grad_weight}), HasSubstr("6 tokens are lent 576 of it"));
+    }
+    EXPECT_THAT(forward({address(50), bytes, static_cast<RetainedPlace>(2)}), HasSubstr("allowed are own (0), grad_weight (1)"));
+    EXPECT_THAT(forward({address(0), bytes, RetainedPlace::own}), HasSubstr("overlaps"));
+    // Backward writes over it where it is grad_weight's memory, and nowhere else.
+    const BackwardArgs b = backward_args();
+    EXPECT_EQ(backward({b.grad_weight.data, bytes, RetainedPlace::grad_weight}), "(no error)");
+    EXPECT_THAT(backward({b.grad_weight.data, bytes, RetainedPlace::own}), HasSubstr("overlaps"));
+    EXPECT_THAT(backward({b.hidden.data, bytes, RetainedPlace::grad_weight}), HasSubstr("overlaps"));
 }
 
 TEST_F(KernelArguments, HiddenMajorWeight_ItsShape) {
