@@ -134,9 +134,9 @@ _made: dict[str, int] = {}  # how many of a group's name
 def told_by_hosts(group: Any, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     """Every rank's numbers of 64 bits, as many on each, in the order of ranks. Waits for the other ranks and for no device."""
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    _between_hosts(group).allgather([everyone], [mine]).wait()
-    return [tuple(one.tolist()) for one in everyone]
+    everyone = mine.new_empty(group.size() * len(numbers))
+    _between_hosts(group)._allgather_base(everyone, mine).wait()
+    return [tuple(one) for one in everyone.view(-1, len(numbers)).tolist()]
 
 
 def _between_hosts(group: Any) -> Any:
