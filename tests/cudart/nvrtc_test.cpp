@@ -97,8 +97,9 @@ TEST(Nvrtc, Loaded_NamesItselfAndItsBuild) {
     EXPECT_GE(nvrtc->build_id().size(), 32U);
     EXPECT_THAT(nvrtc->supported_architectures(), testing::Contains("sm_80"));
     for (const std::string& arch : nvrtc->supported_architectures()) {
-        if (std::stoi(arch.substr(3)) >= 80)
+        if (std::stoi(arch.substr(3)) >= 80) {
             EXPECT_NO_THROW((void)describe_device(arch)) << "a target that explain and prewarm do not know";
+        }
     }
     EXPECT_EQ(Nvrtc::open(nvrtc->path())->build_id(), nvrtc->build_id());
     EXPECT_EQ(Nvrtc::open(nvrtc->path().parent_path())->build_id(), nvrtc->build_id());
