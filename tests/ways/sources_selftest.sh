@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# syntax_only.sh refuses a source that names what it does not include, and takes one that does not: sources_selftest.sh WORK_DIR CXX
+# syntax.py refuses a source that names what it does not include, and takes one that does not: sources_selftest.sh WORK_DIR CXX
 set -euo pipefail
-launcher=$(cd "$(dirname "$0")" && pwd)/syntax_only.sh
-mkdir -p "$1" && cd "$1" && rm -f ./*.o
+script=$(cd "$(dirname "$0")" && pwd)/syntax.py
+mkdir -p "$1" && cd "$1"
 echo 'int f() { return retained_at(0); }' >lacks.cpp
 echo 'int retained_at(int); int f() { return retained_at(0); }' >has.cpp
-if "$launcher" "$2" -o lacks.o -c lacks.cpp 2>lacks.log; then echo "a source that lacks a header passes" >&2 && exit 1; fi
-grep -q retained_at lacks.log
-[[ ! -e lacks.o ]]
-"$launcher" "$2" -o has.o -c has.cpp
-[[ -e has.o ]]
+for name in lacks has; do
+    printf '[{"directory": "%s", "file": "%s.cpp", "command": "%s -O3 -o %s.o -c %s.cpp"}]' "$PWD" $name "$2" $name $name \
+        >compile_commands.json
+    if python3 "$script" . 2>$name.log; then echo takes; else echo refuses; fi >$name.said
+done
+grep -q 'lacks.cpp does not compile by itself' lacks.log
+[[ $(tail -n 1 lacks.said) == refuses && $(tail -n 1 has.said) == takes ]]
