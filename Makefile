@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
 .PHONY: help setup setup-python setup-dist build build-tests build-and-fetch demo demo-pipeline demo-engine test test-full test-nightly \
-        test-release test-sanitize test-install bench lint format dist dist-tests wheel clean
+        test-release test-sanitize test-install test-torch-versions bench lint format dist dist-tests wheel clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
@@ -74,18 +74,22 @@ demo-engine: setup-python ## train a small model from a checkpoint in stages wit
 	@tools/python.sh examples/engine_demo.py
 
 # Sanitizers take as long again as everything else: from full on.
-test: build-and-fetch test-release test-install $(if $(filter-out quick,$(LEVEL)),test-sanitize) ## a case of every kind; LEVEL=full is CI's
+BEYOND_QUICK := $(if $(filter-out quick,$(LEVEL)),test-sanitize) $(if $(filter nightly,$(LEVEL)),test-torch-versions)
+test: build-and-fetch test-release test-install $(BEYOND_QUICK) ## a case of every kind; LEVEL=full is CI's
 	@tools/test_summary.sh build $(if $(filter-out quick,$(LEVEL)),build-sanitize)
 
 test-full: ## every property in every combination, sanitizers too: what CI runs
 	@$(MAKE) test LEVEL=full
 
+# Nothing else stands in a recipe that calls make: `make -n` runs all of it.
 test-nightly: ## at length, on top of that: trainers, every variant of the CUDA source, other torchs; an hour and more
 	@$(MAKE) test LEVEL=nightly
-	@tools/test_torch_versions.sh build/lib/libflce.so
 
 test-release: build-tests
 	@$(call run_tests,build,$(LEFT_OUT))
+
+test-torch-versions: build-tests
+	@tools/test_torch_versions.sh build/lib/libflce.so
 
 test-install: build-tests
 	@tools/test_install.sh build
