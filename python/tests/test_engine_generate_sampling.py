@@ -105,11 +105,11 @@ def test_a_config_of_another_class_is_named() -> None:
         as_generation_config({"max_new_tokens": 5})
 
 
-def processors(config: GenerationConfig) -> LogitsProcessorList:
+def processors(config: GenerationConfig, device: str) -> LogitsProcessorList:
     """In transformers' order."""
     chosen: list[Any] = []
     if config.min_new_tokens:
-        chosen.append(MinNewTokensLengthLogitsProcessor(4, config.min_new_tokens, list(ENDS)))
+        chosen.append(MinNewTokensLengthLogitsProcessor(4, config.min_new_tokens, list(ENDS), device))
     if not config.greedy:
         if config.temperature != 1.0:
             chosen.append(TemperatureLogitsWarper(config.temperature))
@@ -130,7 +130,7 @@ def test_filters_equal_those_of_transformers(device: str, top_p: float, top_k: i
     for temperature in (1.0, 0.3, 2.0):
         for config in (GenerationConfig(8, 2, False, top_p, top_k, temperature), GenerationConfig(8, 2, True, top_p, top_k, temperature)):
             actual = filtered(logits, config, ENDS, position)
-            expected = processors(config)(prompt, logits)
+            expected = processors(config, device)(prompt, logits)
             distinct = slice(100 if config.top_p < 1.0 else 0, None)
             assert torch.equal(actual[distinct], expected[distinct])
             assert torch.equal(actual.isinf().sum(1), expected.isinf().sum(1))
@@ -166,7 +166,7 @@ CONFIGS = [
 
 def test_tokens_have_the_probabilities_that_the_filters_leave(device: str) -> None:
     logits = torch.linspace(-2, 2, 12, device=device)[torch.randperm(12)]
-    distributions = [processors(config)(torch.zeros(1, 1), logits[None])[0].softmax(0).double().cpu() for config in CONFIGS]
+    distributions = [processors(config, device)(torch.zeros(1, 1), logits[None])[0].softmax(0).double().cpu() for config in CONFIGS]
     for config, probabilities in zip(CONFIGS, distributions, strict=True):
         tokens = draws(logits, config, 20_000).cpu()
         assert chi_square(tokens, probabilities) < 1
