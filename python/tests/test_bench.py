@@ -275,7 +275,7 @@ def test_compiled_torch_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--compare", "torch,nonsense"], "'nonsense'; allowed are torch, compile, liger, cce, quack, trl"),
+        (["--compare", "torch,nonsense"], "'nonsense'; allowed are torch, torch-native, compile, liger, cce, quack, trl"),
         (["--flce", "most"], "'most'; allowed are default, all, none"),
         (["--num-tokens", "0"], "num_tokens is 0"),
         (["--num-tokens", "12,x"], "'12,x': it must be a number"),
@@ -329,7 +329,7 @@ def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         _cli.main(["--help"])
     assert raised.value.code == 0
     said = capsys.readouterr().out
-    for word in ("--compare", "--num-tokens", "--workspace-limit", "torch,compile,liger,cce,quack,trl", "exit code: 0 done"):
+    for word in ("--compare", "--num-tokens", "--workspace-limit", "torch,torch-native,compile,liger,cce,quack,trl", "exit code: 0 done"):
         assert word in said
 
 

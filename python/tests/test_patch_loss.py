@@ -289,6 +289,7 @@ def test_two_models_share_an_output_layer() -> None:
 
 def test_unpatched_under_accelerates_wrapper() -> None:
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer of an earlier test has set it
     model = flce.patch(tiny_model().train())
     stock = flce.unpatch(copy.deepcopy(model))
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
@@ -304,6 +305,7 @@ def test_unpatched_under_accelerates_wrapper() -> None:
     assert model(**batch()).logits is None
     flce.unpatch(model)
     torch.testing.assert_close(model(**batch()).logits, stock(**batch()).logits)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class FullyShardedDataParallel(nn.Module):

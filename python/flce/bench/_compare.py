@@ -48,7 +48,7 @@ def compare(
     """Time, memory and errors of flce and of what else computes this loss, at one layer and one or several numbers of tokens.
 
     Args:
-        compare: names out of torch, compile, liger, cce, quack, trl (also as one text, separated by commas), or objects of
+        compare: names out of torch, torch-native, compile, liger, cce, quack, trl (also as one text, separated by commas), or objects of
             `flce.bench.Contender`. One that is not installed or cannot do this problem is in the result with the reason.
         num_tokens: rows of hidden, one number or several.
         hidden_size, vocab_size, dtype ("bf16", "fp16", "fp32" or torch's), bias, softcap, logit_scale: the layer. Those that are left out
