@@ -26,7 +26,7 @@
 namespace flce {
 
 /// mean divides by the number of valid tokens (by the sum of their class weights, where there are some), whatever their token weights are;
-/// weighted_mean by the sum of valid tokens' weights, each times its class weight.
+/// weighted_mean by the sum of valid tokens' weights, each times its class weight. z-losses are divided without class weights.
 enum class Reduction : std::uint8_t { none, sum, mean, weighted_mean };
 enum class Pass : std::uint8_t { forward, backward, forward_backward, merge };
 
