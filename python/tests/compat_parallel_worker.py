@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from compat_support import DTYPES, HeadModel, Layer, make_layer
 from rank_support import device, generator, run_main
 from support import assert_close
-from tensor_parallel_worker import same_on_every_rank
+from tensor_parallel_support import same_on_every_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rank_support import device, generator, run_main
-from tensor_parallel_worker import HIDDEN, TOKENS, Layer, close, leaf, same_on_every_rank
+from tensor_parallel_support import HIDDEN, TOKENS, Layer, close, leaf, same_on_every_rank
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_support import run_main
-from tensor_parallel_worker import TOKENS, VOCAB, Layer, leaf
+from tensor_parallel_support import TOKENS, VOCAB, Layer, leaf
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flce

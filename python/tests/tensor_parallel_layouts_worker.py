@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_support import generator, run_main
 from tensor_parallel_compile_worker import compiled, mesh, shard_loss
-from tensor_parallel_worker import TOKENS, Layer, close, leaf
+from tensor_parallel_support import TOKENS, Layer, close, leaf
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode

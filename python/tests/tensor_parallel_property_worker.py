@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from levels import in_turn
 from rank_support import device, generator, run_main
-from tensor_parallel_worker import close, leaf, same_on_every_rank
+from tensor_parallel_support import close, leaf, same_on_every_rank
 from torch import Tensor
 
 import flce

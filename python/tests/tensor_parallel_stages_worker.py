@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from rank_support import device, run_main
-from tensor_parallel_worker import Layer, close, leaf
+from tensor_parallel_support import Layer, close, leaf
 from torch import Tensor
 
 import flce
