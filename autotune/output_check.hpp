@@ -13,7 +13,8 @@
 
 namespace flce {
 
-/// What the reference covers: all of it, or tokens spread over the batch and vocabulary rows that hold the targets, both ends and a spread.
+/// Rows that the reference covers: all of them, or tokens spread over the batch and vocabulary rows that hold the targets, both ends and a
+/// spread.
 struct Coverage {
     std::vector<std::int64_t> tokens;
     std::vector<std::int64_t> rows;
@@ -23,7 +24,7 @@ struct Coverage {
 /// As much as takes some seconds on two cores.
 [[nodiscard]] Coverage plan_coverage(const Spec& spec, const RandomLayer& layer);
 
-/// What a kernel has written. Vectors are empty where the spec has no such output.
+/// Outputs that a kernel has written. Vectors are empty where the spec has no such output.
 struct WrittenOutputs {
     std::vector<float> token_loss, token_z_loss;  ///< [N], with Reduction::none
     std::vector<float> loss, z_loss;              ///< as the problem reduces them

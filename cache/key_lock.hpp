@@ -10,7 +10,7 @@
 
 namespace flce {
 
-/// What is left of a lock's file when the lock is given up. Many processes that compile find it there; of a folder of records, which people
+/// The fate of a lock's file when the lock is given up. Many processes that compile find it there; of a folder of records, which people
 /// copy and commit, it would be litter.
 enum class LockFile { kept, removed };
 

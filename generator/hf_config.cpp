@@ -27,7 +27,7 @@ constexpr std::string_view kSoftcap[] = {"final_logit_softcapping", "logits_soft
 constexpr std::string_view kFactors[] = {"logit_scale", "lm_head_multiplier", "output_multiplier"};
 constexpr std::string_view kDivisor = "logits_scaling";
 
-// What follows from model_type alone.
+// Facts that follow from model_type alone.
 constexpr std::string_view kFactorTypes[] = {"hyperclovax", "hyperclovax_vision_v2"};    // multiply by logits_scaling
 constexpr std::string_view kEmbeddingSizeTypes[] = {"albert", "electra", "mobilebert"};  // heads as wide as embedding_size
 constexpr std::string_view kBiasTypes[] = {"albert",

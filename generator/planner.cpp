@@ -211,7 +211,7 @@ Search search_plans(const Spec& spec, const Device& device, const PlanRequest& r
     return search;
 }
 
-/// What the cost model takes a GPU for, and what of it is measured, published or assumed.
+/// The cost model's numbers of a GPU, each said to be measured, published or assumed.
 std::string gpu_line(const Device& device, const CudaPath& path) {
     const GpuProperties& gpu = device.gpu;
     const std::string rate =

@@ -1,4 +1,4 @@
-"""What is asked of torch's autograd engine: which gradients a run of it is for, how long a node lives, and who watches.
+"""Questions to torch's autograd engine: which gradients a run of it is for, how long a node lives, and who watches.
 
 Schedules that split backward (zero bubble, ZBV, DualPipeV) run the loss's node twice, once for the stage's input and once for the weights,
 and tell it nothing. The engine knows, and has no public name for it. All private names of torch that answers depend on stand here, and

@@ -335,7 +335,7 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
-    """What the output layer makes of two rows a sequence, which the tap keeps. An adapter's dropout is a loss's; these rows have none."""
+    """The output layer's answer to two rows a sequence, which the tap keeps. An adapter's dropout is a loss's; these rows have none."""
     dropouts = [module for module in head.modules() if isinstance(module, nn.Dropout) and module.training]
     for module in dropouts:
         module.training = False

@@ -85,13 +85,13 @@ class Kernel:
 
 
 class LoadedKernel(Kernel):
-    """What every Kernel is: the calls beside what users ask of it."""
+    """The class of every kernel: its calls, beside what users ask of a Kernel."""
 
     frame_type: type[Frame] = Frame
     retains_unasked = False  # whether a call without a limit may have memory of its own for what is retained
 
     def __dir__(self) -> list[str]:
-        """Of an instance as of the class: what users ask."""
+        """Names that users ask for, of an instance as of the class."""
         return dir(Kernel)
 
     def __init__(self, key: KernelKey, handle: ctypes.c_void_p) -> None:
