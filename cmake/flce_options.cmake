@@ -95,7 +95,8 @@ function(flce_unite target)
   foreach(source IN LISTS sources)
     file(RELATIVE_PATH folder ${CMAKE_SOURCE_DIR} ${source})
     get_source_file_property(group ${source} UNITY_GROUP)
-    if(NOT group AND folder MATCHES "^[a-z].*\\.cpp$")  # what the build generates stays by itself
+    cmake_path(IS_PREFIX CMAKE_BINARY_DIR ${source} generated)  # stays by itself: its folder has another name in each tree
+    if(NOT group AND NOT generated AND folder MATCHES "^[a-z].*\\.cpp$")
       get_filename_component(folder ${folder} DIRECTORY)
       string(MAKE_C_IDENTIFIER "${folder}" group)
       set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${group})
