@@ -7,6 +7,8 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 from pages import PAGES, ROOT, blocks
 
@@ -24,8 +26,12 @@ def quoted(cell: str) -> list[str]:
 
 
 def tests_of(tree: str) -> dict[str, list[str]]:
-    """ctest's, with their labels."""
-    listed = json.loads(subprocess.run(["ctest", "--show-only=json-v1"], cwd=tree, capture_output=True, text=True, check=True).stdout)
+    """ctest's, with their labels. The list is asked for in a folder of its own: in the tree it would take the place of the log of the run
+    that this is a test of."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "CTestTestfile.cmake").write_text(f'subdirs("{tree}")\n')
+        asked = subprocess.run(["ctest", "--show-only=json-v1"], cwd=folder, capture_output=True, text=True, check=True)
+    listed = json.loads(asked.stdout)
     labels = {test["name"]: test.get("properties", []) for test in listed["tests"]}
     return {name: next((p["value"] for p in properties if p["name"] == "LABELS"), []) for name, properties in labels.items()}
 
