@@ -25,7 +25,8 @@ def check(adapter: Adapter, layer: Layer, dtype: torch.dtype, actual: Tensor | N
     else:
         assert actual.dtype is torch.float32
         assert_close(actual, expected, dtype, "loss", output=True)
-    check_gradients([actual], [expected], layer, exact)
+    # Roundings of a single token's dz have nothing to average out with: each is up to a unit roundoff, as the gradient's own is.
+    check_gradients([actual], [expected], layer, exact, factor=2.0 if layer.target.numel() == 1 else 1.0)
 
 
 @adapters

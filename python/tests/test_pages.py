@@ -75,9 +75,9 @@ def test_python_runs(page: Path, device: str, tmp_path: Path, monkeypatch: pytes
         exec(compile(cells.texts[""], f"pages/{page.stem}.py", "exec"), names)
         for block in blocks_of(page, "python"):
             exec(compile(cells.take(block.heading), f"pages/{page.stem}.py, {block.heading}", "exec"), names)
-            text = block.text
+            text = cells.smaller(block.text, block.heading)
             if device == "cpu":
-                text = cells.smaller(text, block.heading).replace('"cuda"', '"cpu"').replace(".cuda()", "")
+                text = text.replace('"cuda"', '"cpu"').replace(".cuda()", "")
             # Lines are those of the page.
             exec(compile("\n" * (block.line - 1) + text, str(page), "exec"), names)
     finally:

@@ -51,6 +51,7 @@ class Schedule1F1B(schedules.Schedule1F1B):  # the last stage is the first one, 
 
 rank = first = last = 0
 # %% As a module
+# instead of vocab_size, bias=False, softcap=30.0) -> vocab_size, bias=False, softcap=30.0).to(hidden)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 hidden_size, vocab_size, labels = 16, 50, numbers(4, 12)
