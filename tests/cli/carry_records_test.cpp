@@ -85,6 +85,7 @@ TEST_F(CarryRecords, SameKernels_RecordGetsTheirVersion) {
 }
 
 TEST_F(CarryRecords, OtherKernels_RecordStaysAsItIs) {
+    FLCE_FROM_LEVEL(test::Level::full);
     FLCE_REQUIRE_NVRTC_FOR("sm_90a");
     // An flce whose kernels add to grad_weight.
     const fs::path other = folder_ / "other";

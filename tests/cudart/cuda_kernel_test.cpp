@@ -7,9 +7,12 @@
 #include <array>
 #include <cstdlib>
 #include <filesystem>
+#include <mutex>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <thread>
 
+#include "cache/disk_store.hpp"
 #include "flce/error.hpp"
 #include "generator/cuda_program.hpp"
 #include "tests/cudart/fake_driver.hpp"
@@ -286,8 +289,13 @@ TEST(CudaKernel, LaunchersThatAreMissing_LeaveNoModuleLoaded) {
     const BuildRequest request = small_request();
     const CacheFolder folder;
     {
-        ArtifactCache cache({.directory = folder.path()});
-        (void)cuda_cubins(request, generate_cuda(request.spec, request.device, request.plan), cache);
+        DiskStore here(folder.path());
+        std::mutex mutex;
+        ArtifactCache cubins({.directory = shared_cache().directory(), .on_use = [&](const CacheKey& key, std::span<const std::byte> entry) {
+                                  const std::scoped_lock lock(mutex);
+                                  EXPECT_EQ(here.put(key, entry, Durability::whenever), Kept::yes);
+                              }});
+        (void)cuda_cubins(request, generate_cuda(request.spec, request.device, request.plan), cubins);
     }
     FakeGpu gpu;
     ArtifactCache cache({.directory = folder.path(), .creates = false});

@@ -28,8 +28,8 @@ if [[ ${FLCE_TEST_LEVEL:-} == full && ${files[$way]} ]] && git -C "$root" rev-pa
     fi
 fi
 
-# Everything happens in a folder of its own, with the compiler cache of the build tree. The compiler's warnings are errors where they are in
-# that tree, whose objects then serve here.
+# Everything happens in a folder of its own, with the compiler and the compiler cache of the build tree. The compiler's warnings are errors
+# where they are in that tree, whose objects then serve here: the cache tells compilers apart by their names, and pip would take Python's.
 work=$(mktemp -d -t "flce-way-$way-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/tmp"
@@ -37,6 +37,10 @@ export TMPDIR=$work/tmp FLCE_CACHE_DIR=$work/cache PIP_ROOT_USER_ACTION=ignore P
 unset FLCE_LIBRARY PYTHONPATH VIRTUAL_ENV
 export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1 CCACHE_COMMENTS=1 CCACHE_DEPEND=1
 export CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+if [[ ! ${CXX:-} ]]; then
+    CC=$(sed -n 's/^CMAKE_C_COMPILER:[A-Z]*=//p' "$tree/CMakeCache.txt") CXX=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$tree/CMakeCache.txt")
+    export CC CXX
+fi
 if grep -qs '^FLCE_WERROR:[A-Z]*=ON' "$tree/CMakeCache.txt"; then export SKBUILD_CMAKE_DEFINE=FLCE_WERROR=ON; fi
 
 quietly() { # command: its output where it fails
