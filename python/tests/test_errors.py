@@ -12,14 +12,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import make_problem
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import flce
 from flce import _native, errors
@@ -45,6 +49,7 @@ def call(device: str = "cpu", **changes: Any) -> Any:
         ({"weight": torch.zeros(101, 24, dtype=torch.bfloat16)}, flce.DTypeError, r"weight has dtype torch.bfloat16.*float32"),
         ({"weight": torch.zeros(101, 24, device="meta")}, flce.PlacementError, r"weight is on meta.*hidden's device, cpu"),
         ({"weight": torch.zeros(1, 24)}, flce.SpecError, r"V"),
+        ({"target": torch.zeros(37, dtype=torch.long, device="meta")}, flce.PlacementError, r"target is on meta.*hidden's device, cpu"),
         ({"target": torch.zeros(37)}, flce.DTypeError, r"target has dtype torch.float32; allowed are int64 and int32"),
         ({"bias": torch.zeros(100)}, flce.ShapeError, r"bias has shape \[100\].*\[101\]"),
         ({"bias": torch.zeros(101, dtype=torch.long)}, flce.DTypeError, r"bias has dtype"),
@@ -368,3 +373,25 @@ def test_gradient_buffer_in_an_inputs_memory(device: str, name: str) -> None:
         weight = weight.clone()
     with pytest.raises(flce.ArgumentError, match=rf"grad_weight_out shares memory with {name}"):
         flce.linear_cross_entropy(hidden, weight.requires_grad_(), target, grad_weight_out=buffer)
+
+
+@pytest.mark.parametrize("name", ["softcap", "temperature", "num_valid_tokens"])
+def test_any_real_number_is_taken(name: str) -> None:
+    assert torch.equal(call(**{name: Fraction(5, 2)}), call(**{name: 2.5}))
+
+
+def test_a_number_of_tokens_beside_class_weights_is_the_divisor_of_cross_entropies() -> None:
+    class_weight = torch.rand(101)
+    added = call(class_weight=class_weight, reduction="sum")
+    torch.testing.assert_close(call(class_weight=class_weight, num_valid_tokens=4), added / 4)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "target"])
+def test_a_tensor_that_lies_over_ranks_is_refused_without_a_group(name: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        given = vars(make_problem("cpu"))[name].detach()
+        with pytest.raises(flce.PlacementError, match=f"{name} is a DTensor"):
+            call(**{name: DTensor.from_local(given, init_device_mesh("cpu", (1,)))})
+    finally:
+        dist.destroy_process_group()
