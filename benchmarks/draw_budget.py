@@ -1,5 +1,5 @@
-"""Draws time against memory as an SVG: flce's curve, a panel for each shape, from a file of benchmarks/budget_table.py. Points of others come
-from a file of `python -m flce.bench --json`.
+"""Draws time against memory as an SVG: flce's curve, a panel for each shape, from a file of benchmarks/budget_table.py. Points of others
+come from a file of `python -m flce.bench --json`.
 
     python3 benchmarks/draw_budget.py benchmarks/results/h200-2026-11-22-curve.json --out docs/budget-h200.svg
     python3 benchmarks/draw_budget.py benchmarks/results/h200-2026-11-22-curve.json --shape 4096x2048x151936 \\

@@ -149,7 +149,7 @@ def _blocks(length: int, window: int | None, device: torch.device) -> Iterator[t
 
 
 def _without_plans(device: torch.device) -> AbstractContextManager[Any]:
-    """Attention without cuDNN, which makes a plan for every new length of a sequence (docs/performance.md has the cost)."""
+    """Attention without cuDNN, which makes a plan for every new length of a sequence (docs/experiments/2026-11-24.md has the cost)."""
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
