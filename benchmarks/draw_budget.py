@@ -77,7 +77,7 @@ class Panel:
                 style = "floor" if ratio == 1 else "grid"
                 yield f'<line x1="{self.left}" x2="{right}" y1="{self.y(ratio):.1f}" y2="{self.y(ratio):.1f}" class="{style}"/>'
                 if y_labels:
-                    yield self.text(self.left, self.y(ratio), f"{ratio} ×", "small end", (-6, 4))
+                    yield self.text(self.left, self.y(ratio), f"{ratio} \u00d7", "small end", (-6, 4))
         low, high = self.x_range
         for mib in (1, 10, 100, 1000, 10000):
             if low < mib < high:
@@ -122,7 +122,7 @@ def drawing(gpu, shapes, beside):
         peers = beside.get(shape, [])
         panel = Panel(52 + (width + 18) * index, width, top, height, [*points, *peers], lowest, highest)
         tokens, hidden_size, vocab_size = shape.split("x")
-        title = f"{tokens} tokens, hidden size {hidden_size}, {vocab_size} classes" if single else shape.replace("x", "×")
+        title = f"{tokens} tokens, hidden size {hidden_size}, {vocab_size} classes" if single else shape.replace("x", "\u00d7")
         parts += [*panel.axes(title, index == 0), *panel.flce(points), *panel.peers(peers), *(panel.labels(points) if single else [])]
     return "\n".join([*parts, "</svg>", ""])
 
