@@ -17,7 +17,7 @@ enum class ReductionCode : std::int64_t { none = 0, sum = 1, mean = 2, weighted_
 /// Dtype of `num_valid`, the caller's count of valid tokens.
 enum class CountCode : std::int64_t { fp32 = 0, int32 = 1, int64 = 2 };
 
-/// What a call does of a pass that may be cut in two: ForwardStage, BackwardStage.
+/// What a call does of a backward pass, which may be cut in two: BackwardStage.
 enum class StageCode : std::int64_t { whole = 0, first = 1, rest = 2 };
 
 // clang-format off

@@ -31,19 +31,16 @@ constexpr const auto& pointers_of(const flce_merge_args&) { return kMergePointer
 constexpr const auto& pointers_of(const flce_backward_args&) { return kBackwardPointers; }
 
 // A field that is not in the table would not be passed on: beside tensors there are struct_size, ignore_index, reduction with reserved,
-// what concerns retained memory, vocab_start, and stage with hidden_ready or what is reserved in its place.
+// what concerns retained memory, vocab_start, and stage with hidden_ready.
 constexpr std::size_t kOfMerge = sizeof(std::size_t) + 2 * sizeof(std::int64_t);
-constexpr std::size_t kOfForward = kOfMerge + sizeof(std::size_t) + sizeof(void*) + 3 * sizeof(std::int64_t);
+constexpr std::size_t kOfForward = kOfMerge + sizeof(std::size_t) + sizeof(void*) + 2 * sizeof(std::int64_t);
 static_assert(sizeof(flce_forward_args) == field_count(kForwardPointers) * sizeof(void*) + kOfForward);
 static_assert(sizeof(flce_merge_args) == field_count(kMergePointers) * sizeof(void*) + kOfMerge);
-static_assert(sizeof(flce_backward_args) == field_count(kBackwardPointers) * sizeof(void*) + kOfForward);
+static_assert(sizeof(flce_backward_args) == field_count(kBackwardPointers) * sizeof(void*) + kOfForward + sizeof(std::int64_t));
 
 static_assert(FLCE_REDUCTION_NONE == static_cast<int>(Reduction::none) && FLCE_REDUCTION_SUM == static_cast<int>(Reduction::sum) &&
               FLCE_REDUCTION_MEAN == static_cast<int>(Reduction::mean) &&
               FLCE_REDUCTION_WEIGHTED_MEAN == static_cast<int>(Reduction::weighted_mean));
-static_assert(FLCE_STAGE_WHOLE == static_cast<int>(ForwardStage::whole) &&
-              FLCE_STAGE_UNTIL_PARTIAL_SUMS == static_cast<int>(ForwardStage::until_partial_sums) &&
-              FLCE_STAGE_REST == static_cast<int>(ForwardStage::rest));
 static_assert(FLCE_STAGE_WHOLE == static_cast<int>(BackwardStage::whole) &&
               FLCE_STAGE_UNTIL_GRAD_HIDDEN == static_cast<int>(BackwardStage::until_grad_hidden) &&
               FLCE_STAGE_REST == static_cast<int>(BackwardStage::rest));
@@ -116,13 +113,11 @@ Args converted(const Given& given) {
     return args;
 }
 
-/// `first`: the name of the stage of that number.
-template <class Stage>
-Stage stage_of(std::int32_t stage, const char* first) {
+BackwardStage stage_of(std::int32_t stage) {
     if (stage < FLCE_STAGE_WHOLE || stage > FLCE_STAGE_REST) {
-        throw ArgumentError(fmt::format("stage is {}; allowed are whole (0), {} (1), rest (2)", stage, first));
+        throw ArgumentError(fmt::format("stage is {}; allowed are whole (0), until_grad_hidden (1), rest (2)", stage));
     }
-    return static_cast<Stage>(stage);
+    return static_cast<BackwardStage>(stage);
 }
 
 /// A list of a struct's fields.
@@ -215,8 +210,6 @@ ForwardArgs arguments_of(const Kernel& kernel, const flce_forward_args* given) {
     auto args = converted<ForwardArgs>(known);
     args.retained = retained_of(kernel, known);
     args.vocab_start = known.vocab_start;
-    args.stage = stage_of<ForwardStage>(known.stage, "until_partial_sums");
-    check_reserved(known.reserved_3, "args");
     return args;
 }
 
@@ -229,7 +222,7 @@ BackwardArgs arguments_of(const Kernel& kernel, const flce_backward_args* given)
     auto args = converted<BackwardArgs>(known);
     args.retained = retained_of(kernel, known);
     args.vocab_start = known.vocab_start;
-    args.stage = stage_of<BackwardStage>(known.stage, "until_grad_hidden");
+    args.stage = stage_of(known.stage);
     if (known.hidden_ready != 0 && known.hidden_ready != 1) {
         throw ArgumentError(fmt::format("hidden_ready is {}; allowed are 0 and 1", known.hidden_ready));
     }
@@ -242,11 +235,9 @@ std::string call_arguments_json() {
     for (const CallTensor& tensor : kCallTensors) {
         tensors.push_back({{"name", tensor.name}, {"elements", name_of(tensor.elements)}, {"extent", name_of(tensor.extent)}});
     }
-    StructFields<flce_forward_args> forward = pass_fields<flce_forward_args>();
-    forward.add("stage", forward.args.stage, "int32").add("reserved_3", forward.args.reserved_3, "int32");
     StructFields<flce_backward_args> backward = pass_fields<flce_backward_args>();
     backward.add("stage", backward.args.stage, "int32").add("hidden_ready", backward.args.hidden_ready, "int32");
-    return nlohmann::json{{"forward", forward.json()},
+    return nlohmann::json{{"forward", pass_fields<flce_forward_args>().json()},
                           {"merge", common_fields<flce_merge_args>().json()},
                           {"backward", backward.json()},
                           {"tensors", tensors}}

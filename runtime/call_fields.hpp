@@ -41,7 +41,7 @@ template <class Fields>
 }
 
 // A field that is not in the table would be neither checked nor passed on.
-static_assert(sizeof(ForwardArgs) == field_count(kForwardFields) * sizeof(TensorView) + 4 * sizeof(std::int64_t) + sizeof(Retained));
+static_assert(sizeof(ForwardArgs) == field_count(kForwardFields) * sizeof(TensorView) + 3 * sizeof(std::int64_t) + sizeof(Retained));
 static_assert(sizeof(MergeArgs) == field_count(kMergeFields) * sizeof(TensorView) + 2 * sizeof(std::int64_t));
 static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(TensorView) + 4 * sizeof(std::int64_t) + sizeof(Retained));
 

@@ -36,20 +36,13 @@ public:
         set(Slot::num_valid_code, static_cast<std::int64_t>(count_code(args.num_valid)));
     }
 
-    void stage(ForwardStage stage) {
-        if (stage != ForwardStage::whole && stage != ForwardStage::until_partial_sums && stage != ForwardStage::rest) {
-            checks_.fail(fmt::format("stage is {}; allowed are whole (0), until_partial_sums (1), rest (2)", static_cast<int>(stage)));
-        }
-        if (stage != ForwardStage::whole && !is_shard(spec_)) {
-            checks_.fail("stage must be whole: the spec has no whole_vocab_size, and nothing waits for partial sums");
-        }
-        set_stage(stage);
-    }
     void stage(BackwardStage stage) {
         if (stage != BackwardStage::whole && stage != BackwardStage::until_grad_hidden && stage != BackwardStage::rest) {
             checks_.fail(fmt::format("stage is {}; allowed are whole (0), until_grad_hidden (1), rest (2)", static_cast<int>(stage)));
         }
-        set_stage(stage);
+        static_assert(static_cast<int>(BackwardStage::until_grad_hidden) == static_cast<int>(StageCode::first) &&
+                      static_cast<int>(BackwardStage::rest) == static_cast<int>(StageCode::rest));
+        set(Slot::stage, static_cast<std::int64_t>(stage));
     }
     void hidden_ready(bool ready) { set(Slot::hidden_ready, ready ? 1 : 0); }
 
@@ -96,12 +89,6 @@ public:
 
 private:
     void set(Slot slot, std::int64_t value) { slots_[static_cast<std::size_t>(slot)] = value; }
-    template <class Stage>
-    void set_stage(Stage stage) {
-        using enum StageCode;
-        static_assert(static_cast<int>(Stage::whole) == static_cast<int>(whole) && static_cast<int>(Stage::rest) == static_cast<int>(rest));
-        set(Slot::stage, static_cast<std::int64_t>(stage));
-    }
     template <class Args>
     void take_sizes(const Args& args) {
         take_num_tokens(args.hidden);
@@ -265,7 +252,6 @@ Retained Kernel::choose_retained(std::int64_t num_tokens, const RetainOptions& o
 void Kernel::forward(const ForwardArgs& args, Workspace workspace, Stream stream) const {
     Call call(*this, "forward");
     call.arguments(args);
-    call.stage(args.stage);
     call.retained(*this, args.retained, {});
     call.workspace(workspace, workspace_bytes(call.num_tokens(), Pass::forward));
     run(Pass::forward, call.slots(), stream);

@@ -47,7 +47,6 @@ worker tensor_parallel_property 270 &
     worker pipeline 60
     worker tensor_parallel_docs 40
     worker tensor_parallel_layouts 40
-    worker tensor_parallel_stages 40
 } &
 wait
 worker tensor_parallel_receive 90

@@ -110,7 +110,8 @@ class ShardKernel(_kernels.LoadedKernel):
         retained = self.prepare_retained(frame, given)  # which is known again by the hidden states that backward is given
         partial_sums = self.new_floats((self.fields, num_tokens))
         frame.partial_sums.data = partial_sums.data_ptr()
-        everyone = self._sums_of_all(group, frame, partial_sums, in_stages=retained is not None)
+        self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
+        everyone = _parallel.gathered(group, partial_sums, self.parallel.ranks)
         frame.all_partial_sums.data = everyone.data_ptr()
         saved = self.new_floats(self.outputs.saved_size(num_tokens))
         outputs = self.point_to_outputs(frame, saved, values, top1)
@@ -120,22 +121,6 @@ class ShardKernel(_kernels.LoadedKernel):
         if retained is not None:
             _retain.attach(retained, saved)
         return saved
-
-    def _sums_of_all(self, group: Any, frame: Any, partial_sums: Tensor, *, in_stages: bool) -> Tensor:
-        """All ranks' partial sums [R·F, N] fp32. What forward has to do behind its own runs while the others' come."""
-        args, size = frame.forward, frame.forward_bytes
-        if not in_stages:
-            args.stage = _native.STAGE_WHOLE
-            self.run(self.forward_function, frame.forward_address, size)
-            return _parallel.gathered(group, partial_sums, self.parallel.ranks)
-        workspace = self.new_workspace(size)
-        args.stage = _native.STAGE_UNTIL_PARTIAL_SUMS
-        self.run_in(workspace, size, self.forward_function, frame.forward_address)
-        everyone, work = _parallel.start_gather(group, partial_sums, self.parallel.ranks)
-        args.stage = _native.STAGE_REST
-        self.run_in(workspace, size, self.forward_function, frame.forward_address)
-        work.wait()
-        return everyone
 
     def backward(
         self,

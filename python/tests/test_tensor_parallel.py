@@ -41,10 +41,6 @@ def test_which_rows_ranks_have(device: str, ranks: int, cases: int) -> None:
     assert passed("tensor_parallel_layouts_worker.py", str(ranks), device) == {ranks: cases}
 
 
-def test_sums_are_gathered_beside_the_rest_of_forward(device: str) -> None:
-    assert passed("tensor_parallel_stages_worker.py", "2", device) == {2: 2}
-
-
 @by_ranks({2: 40, 3: 40})
 def test_random_shards_equal_the_whole_layer(device: str, ranks: int, cases: int) -> None:
     assert passed("tensor_parallel_property_worker.py", str(ranks), device) == {ranks: len(in_turn(range(cases), 4))}

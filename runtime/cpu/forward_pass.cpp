@@ -26,8 +26,6 @@ public:
           retained_(cpu_retained(context.plan, call.num_tokens(), call.vocab_columns(), call.value(Slot::retained_bytes))) {}
 
     void run() {
-        // Nothing is left to do behind partial sums.
-        if (static_cast<ForwardStage>(call_.value(Slot::stage)) == ForwardStage::rest) return;
         call_.report_invalid_label();
         if (is_shard(call_.spec())) teacher_.clear_shard();
         for (std::int64_t block = 0; block < layout_.row_blocks.count; ++block) {

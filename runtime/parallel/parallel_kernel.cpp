@@ -156,7 +156,6 @@ std::size_t ParallelKernel::workspace_bytes(std::int64_t num_tokens) const {
 
 void ParallelKernel::forward(const ParallelForwardArgs& args, Workspace workspace, Stream stream) const {
     const State& s = *state_;
-    if (args.call.stage != ForwardStage::whole) throw ArgumentError("forward: stage must be whole; ParallelKernel cuts the call itself");
     if (args.call.partial_sums.present) throw ArgumentError("forward: partial_sums is given; ParallelKernel has memory of its own for it");
     s.check_hidden("forward", args.call.hidden);
     const std::int64_t n = s.tokens_of(args.call.hidden);
@@ -175,15 +174,8 @@ void ParallelKernel::forward(const ParallelForwardArgs& args, Workspace workspac
     }
     shard.partial_sums = s.floats(part, fields, n);
     s.gather_hidden(shard.hidden, hidden, stream);
-    if (s.side) shard.stage = ForwardStage::until_partial_sums;
     s.kernel->forward(shard, of_pass, stream);
-    if (s.side) s.side->follow(stream);
-    s.communicator.all_gather(part, all, s.partial_bytes(n), s.side ? s.options.communication_stream : stream);
-    if (s.side) {
-        shard.stage = ForwardStage::rest;
-        s.kernel->forward(shard, of_pass, stream);
-        s.side->join(stream);
-    }
+    s.communicator.all_gather(part, all, s.partial_bytes(n), stream);
     MergeArgs merge;
     copy_tensors(merge, args.call);
     merge.ignore_index = args.call.ignore_index;

@@ -7,7 +7,6 @@ namespace flce {
 
 __device__ constexpr float log2_e() { return 1.44269504088896340736f; }
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
 
 /// Stands for "no logit here" (a column past V): its exponential is 0.
 __device__ __forceinline__ float masked_logit() { return -infinity(); }

@@ -37,10 +37,6 @@ struct OutputsParams {
     float hard_weight;  ///< of the target's cross entropy, where the Problem has a teacher
 };
 
-/// Of the exponentials that forward has retained of kOutputRows rows. Stale: a row's logits are far above its reference, which has been
-/// corrected, and its exponentials have to be written again. Backward makes a row's gradients NaN where nothing has done so.
-enum RetainedState : unsigned { kInRange = 0, kStale = 1, kWrittenAgain = 2 };
-
 /// What forward has found, by splits of the vocabulary.
 struct SplitSumsParams {
     const float* partials;
@@ -48,7 +44,7 @@ struct SplitSumsParams {
     const PassScalars* scalars;
     float* references;              ///< of retained exponentials; null: none are retained, as for the next two
     float* retained_target_logits;  ///< [rows]
-    unsigned* retained_states;      ///< RetainedState, of each block of kOutputRows
+    unsigned* stale;                ///< of each block of kOutputRows: 1 where a row's exponentials have to be written again, else 0
     long long partial_rows;
     int splits;
     int unused;

@@ -275,7 +275,6 @@ struct RetainedRowsParams {
     const PassScalars* scalars;
     const float* references;
     const float* target_logits;
-    const unsigned* states;            ///< RetainedState, of each block of kOutputRows
     void* exponentials;                ///< blocks of [rows, kRetainedColumns]; the target's and the teacher's columns receive their dz's
     void* scaled_hidden;               ///< [rows, D]; null: not made here
     float* row_scales;                 ///< [rows]: dz = row scale · E, less

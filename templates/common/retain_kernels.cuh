@@ -124,8 +124,7 @@ __device__ __forceinline__ void scale_hidden(const void* hidden, const RowList& 
 /// A warp has a row. dz_j = (p_j·a − t·[j = y])·d_j as scale·E_j: the target's E_y becomes d_y·(p_y − t/a) / exp(reference − lse), from the
 /// logit in fp32, so that confident tokens keep their small gradients, and so do the classes that a teacher names. The same again for
 /// another backward. E, dz's other factor, meets hidden with the scale in it and is the plain operand of both GEMMs. What label smoothing
-/// takes from every dz_j of a row, s·c_j, has no part in E: the GEMMs' epilogues subtract it (smoothing_sums). The scale is NaN where E is
-/// still relative to another reference than forward's last one.
+/// takes from every dz_j of a row, s·c_j, has no part in E: the GEMMs' epilogues subtract it (smoothing_sums).
 template <class Problem>
 __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     using Element = typename Problem::Element;
@@ -154,7 +153,6 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
         bool is_named = false;
         if constexpr (Problem::teacher) is_named = write_named<Problem>(p, r);
         scale = r.divisor * r.share * derivative;
-        if (p.states[row / kOutputRows] == kStale) scale = not_a_number();  // forward's last stage is missing
         if (lane == 0 && !is_named && target.target < p.columns && r.divisor != 0.f) write_target<Problem>(p, r);
     }
     if (lane == 0) p.row_scales[row] = scale;

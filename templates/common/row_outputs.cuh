@@ -252,7 +252,7 @@ __device__ __forceinline__ bool corrects_reference(const SplitSumsParams& p, int
 __device__ __forceinline__ void tell_stale(const SplitSumsParams& p, bool stale) {
     if (p.references == nullptr) return;
     stale = __syncthreads_or(stale) != 0;
-    if (threadIdx.x == 0) p.retained_states[blockIdx.x] = stale ? kStale : kInRange;
+    if (threadIdx.x == 0) p.stale[blockIdx.x] = stale ? 1u : 0u;
 }
 
 /// Merges the splits of each row and writes its outputs; one LossPartial a block, or the scalar loss.

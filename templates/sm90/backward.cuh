@@ -8,14 +8,13 @@
 namespace flce {
 
 /// For every tile that the block's cluster takes, which has slices(): `bring` in the producer, `compute` in the consumers, or in the one
-/// whose turn it is. `clusters`: how many take these tickets, of two launches with a Relay.
-template <class MainloopT, class TileT, class Walk, class Slices, class Bring, class Compute, class RelayT = NoRelay>
+/// whose turn it is.
+template <class MainloopT, class TileT, class Walk, class Slices, class Bring, class Compute>
 __device__ __forceinline__ void run_tiles(MainloopT& mainloop, Tickets* tickets, TileNumbers<TileT>& numbers, Walk& walk,
-                                          const Slices& slices, bool by_turns, const Bring& bring, const Compute& compute,
-                                          const RelayT& relay = {}, unsigned clusters = gridDim.x / TileT::kCluster) {
+                                          const Slices& slices, bool by_turns, const Bring& bring, const Compute& compute) {
     if (mainloop.place.consumer < 0) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) bring_tiles(tickets, clusters, numbers, walk, mainloop.rank, bring, relay);
+        if (threadIdx.x == 0) bring_tiles(tickets, numbers, walk, mainloop.rank, bring);
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
         for (int turn = 0; walk.go_to(numbers.take(), mainloop.rank); ++turn) {

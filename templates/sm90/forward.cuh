@@ -96,10 +96,7 @@ struct ForwardSm90 {
         if (blockIdx.x == 0 && threadIdx.x == 0) p.scalars->splits = share.splits;
         if (share.rows == 0 || cluster() >= share.clusters) return mainloop.meet();
         if constexpr (Problem::retain) {
-            if (p.again != 0) {
-                if (!stale().template any_at_all<kThreads>()) return mainloop.meet();
-                if (blockIdx.x == 0) stale().template tell_written_again<kThreads>();
-            }
+            if (p.again != 0 && !stale().template any_at_all<kThreads>()) return mainloop.meet();
         }
         if (threadIdx.x == 0) director().start();  // while it has registers
         if (mainloop.place.consumer < 0) {
@@ -186,7 +183,7 @@ struct ForwardSm90 {
         if constexpr (Problem::retain) return ceil_div(p.retained_columns, kClusterColumns);
         return 0;
     }
-    __device__ __forceinline__ StaleRows stale() const { return {p.states, share.rows}; }
+    __device__ __forceinline__ StaleRows stale() const { return {p.stale, share.rows}; }
     __device__ __forceinline__ bool any_stale_of(int row_cluster) const {
         if constexpr (Problem::retain) return stale().any(row_cluster * kClusterRows, kClusterRows);
         return false;

@@ -137,7 +137,6 @@ struct GradWeightSm90 {
     enum : int { kBarriersAt = kPanelsAt + PanelsT::kBytes };
     enum : int { kSmemBytes = kBarriersAt + MainloopT::kBarrierBytes + TileNumbers<TileT>::kBytes };
     enum : int { kThreads = TileT::kThreads };
-    enum : bool { kRelays = Problem::retain && Problem::shard };
     using UnbiasedParams = SmoothedOf<Problem, GradWeightSm90Params, SmoothedGradWeightSm90Params>;
     using Params = Select<kSumsBias, WithScaledBias<UnbiasedParams>, UnbiasedParams>;
 
@@ -152,7 +151,7 @@ struct GradWeightSm90 {
     __device__ __forceinline__ explicit GradWeightSm90(const Params& params)
         : p(params),
           numbers(ptx::shared_address(dynamic_smem) + kBarriersAt + MainloopT::kBarrierBytes),
-          mainloop(dynamic_smem, kBarriersAt, succession(params)),
+          mainloop(dynamic_smem, kBarriersAt),
           walk(Problem::hidden_major ? kHidden : params.columns, Problem::hidden_major ? params.columns : kHidden),
           panels(mainloop.smem + kPanelsAt, mainloop.place),
           slices(ceil_div(listed_rows<Problem>(params.list, params.rows, 1), TileT::kBlockK)) {
@@ -160,21 +159,6 @@ struct GradWeightSm90 {
     }
 
     __device__ __forceinline__ void run() {
-        if constexpr (kRelays) {
-            run(Relay::of<TileT>(p.leaving), p.clusters != 0 ? static_cast<unsigned>(p.clusters) : gridDim.x / TileT::kCluster);
-        } else {
-            run(NoRelay{}, gridDim.x / TileT::kCluster);
-        }
-        if (mainloop.place.consumer >= 0) panels.finish();
-        mainloop.meet();
-        if constexpr (kRelays) {
-            if (p.joins != 0) ptx::griddepcontrol_wait();  // the next kernel waits for this launch, and so for the first one, too
-        }
-    }
-
-    /// All tiles that the cluster takes.
-    template <class RelayT>
-    __device__ __forceinline__ void run(const RelayT& relay, unsigned clusters) {
         run_tiles(
             mainloop, p.tickets, numbers, walk, [&] { return slices; }, TileT::kTurns,
             [&] {
@@ -189,12 +173,9 @@ struct GradWeightSm90 {
                 }
                 if (kPanelled && writes()) GradWeightTile<Problem, TileT>{p.grad_weight_map, walk.n, walk.m}.bring_rest(mainloop);
             },
-            [&] { compute(); }, relay, clusters);
-    }
-
-    __device__ __forceinline__ static Succession succession(const Params& p) {
-        if constexpr (kRelays) return {p.leaving == 0, p.joins == 0};
-        return {};
+            [&] { compute(); });
+        if (mainloop.place.consumer >= 0) panels.finish();
+        mainloop.meet();
     }
 
     __device__ __forceinline__ void compute() {

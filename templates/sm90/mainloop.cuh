@@ -160,12 +160,6 @@ struct RingPosition {
     }
 };
 
-/// How a kernel keeps to those before and behind it in the stream.
-struct Succession {
-    bool calls_next = true;       ///< as soon as it runs
-    bool awaits_previous = true;  ///< before it reads anything
-};
-
 /// The ring of stages and where this thread stands in it, whatever the operands are: slices of a tile have the same size for all of them.
 /// kGathers: threads may bring A's rows in place of the copy engine.
 template <class TileT, bool kGathers = false>
@@ -182,8 +176,8 @@ struct RingSm90 {
     unsigned turn_parity;
 
     /// `barriers_at` is where in shared memory kBarrierBytes are free. All threads of the block; ends with the cluster in step and the
-    /// kernel before this one done, but for a Succession without that.
-    __device__ __forceinline__ RingSm90(const void* ring, unsigned barriers_at, const Succession& succession = {})
+    /// kernel before this one done.
+    __device__ __forceinline__ RingSm90(const void* ring, unsigned barriers_at)
         : smem(ptx::shared_address(ring)), barriers(smem + barriers_at), rank(TileT::kCluster > 1 ? ptx::cluster_ctarank() : 0u) {
         turn_parity = place.consumer == 0 ? 1u : 0u;  // the first turn needs no one to give it
         if (threadIdx.x == 0) {
@@ -196,8 +190,8 @@ struct RingSm90 {
             ptx::fence_mbarrier_init();
         }
         meet();
-        if (succession.calls_next) ptx::griddepcontrol_launch_dependents();
-        if (succession.awaits_previous) ptx::griddepcontrol_wait();
+        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_wait();
     }
 
     /// Nobody leaves before the other blocks are done with its shared memory.

@@ -27,7 +27,7 @@ struct ForwardSm90Params : ForwardParams {
     TensorMap retained_map;   ///< to store exponentials, where the Problem retains them
     ShareTickets* shares;     ///< of this launch; null: each cluster has its own share, whenever it runs
     const float* references;  ///< [rows]
-    unsigned* states;         ///< RetainedState, of each block of kOutputRows: read and written the second time
+    const unsigned* stale;    ///< the second time: which rows (SplitSumsParams)
     PassScalars* scalars;
     RowList list;          ///< `hidden`, its map and the targets then begin with the call's first row
     int clusters;          ///< most that share the work
@@ -77,11 +77,6 @@ struct GradWeightSm90Params : GradWeightParams {
     long long block_bytes;      ///< from one block to the next
     unsigned readers_of_block;  ///< warps that multiply a whole block
     int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
-    // Of a shard's retained columns (Relay):
-    int clusters;  ///< of this launch and of one that shares its tickets; 0: there is none
-    int leaving;   ///< clusters of this launch that leave after a tile each, to be relieved by the next launch's
-    int joins;     ///< shares the tickets of the launch before this one, and runs beside it
-    int unused;
 };
 
 /// Where retained exponentials and label smoothing meet: what their products lack (smoothing_sums).

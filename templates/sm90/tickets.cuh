@@ -1,6 +1,6 @@
 // Who works on which tile. Clusters take numbers of tiles from a counter in memory, one at a time and in order, as they get to them. So all
 // tiles are worked on by the clusters that run, however few the device has room for beside other kernels, and a tile may wait for tiles of
-// smaller numbers: a cluster that runs has taken each of them. Two launches may share a counter (Relay).
+// smaller numbers: a cluster that runs has taken each of them.
 #pragma once
 
 #include "flce/common/sum_parts.cuh"
@@ -11,7 +11,8 @@ namespace flce {
 /// One thread of a cluster: the next number.
 __device__ __forceinline__ unsigned take_ticket(Tickets* tickets) { return ptx::atom_relaxed_gpu_add(&tickets->taken, 1u); }
 
-/// One thread of each of `clusters` clusters, when it takes no more tiles. The last one makes the counters ready for the launch after this.
+/// One thread of each of `clusters` clusters, when it has taken a number that no tile has. The last one makes the counters ready for the
+/// launch after this.
 __device__ __forceinline__ void leave_tickets(Tickets* tickets, unsigned clusters) {
     if (ptx::atom_relaxed_gpu_add(&tickets->left, 1u) != clusters - 1) return;
     tickets->taken = 0u;
@@ -60,44 +61,17 @@ struct TileNumbers {
     }
 };
 
-/// Of a launch that has its tickets for itself.
-struct NoRelay {
-    enum : bool { leaves = false };
-    __device__ __forceinline__ void call() const {}
-};
-
-/// Of two launches that share their tickets, so that blocks of another stream come onto some SMs in between. The last clusters of the
-/// first launch leave after a tile each. The second launch begins when all of these have left and every other cluster has brought a tile.
-/// By then the other stream's blocks have taken the SMs that they need; the second launch's clusters take the others, and these SMs later.
-struct Relay {
-    bool leaves;  ///< this cluster leaves after a tile
-    bool calls;   ///< there is a second launch, and this one lets it begin
-
-    template <class TileT>
-    __device__ __forceinline__ static Relay of(int leaving) {
-        const unsigned stay = gridDim.x / TileT::kCluster - static_cast<unsigned>(leaving);
-        return {blockIdx.x / TileT::kCluster >= stay, leaving != 0};
-    }
-    /// One thread of a block, when the block has brought a tile. The end of a cluster that leaves is its call.
-    __device__ __forceinline__ void call() const {
-        if (calls && !leaves) ptx::griddepcontrol_launch_dependents();
-    }
-};
-
-/// One thread of each block: calls `bring` for every tile of `walk` that the cluster takes. `clusters`: how many take these tickets.
-template <class TileT, class Walk, class Bring, class RelayT>
-__device__ __forceinline__ void bring_tiles(Tickets* tickets, unsigned clusters, TileNumbers<TileT>& numbers, Walk& walk, unsigned rank,
-                                            const Bring& bring, const RelayT& relay) {
-    constexpr unsigned kNoTile = 0xffffffffu;
+/// One thread of each block: calls `bring` for every tile of `walk` that the cluster takes.
+template <class TileT, class Walk, class Bring>
+__device__ __forceinline__ void bring_tiles(Tickets* tickets, TileNumbers<TileT>& numbers, Walk& walk, unsigned rank, const Bring& bring) {
     unsigned number = rank == 0 ? take_ticket(tickets) : 0u;
     while (true) {
         numbers.hand_out(number, rank);
         if (!walk.go_to(numbers.take(), rank)) break;
-        if (rank == 0) number = relay.leaves ? kNoTile : take_ticket(tickets);  // it comes while this tile is brought
+        if (rank == 0) number = take_ticket(tickets);  // it comes while this tile is brought
         bring();
-        relay.call();
     }
-    if (rank == 0) leave_tickets(tickets, clusters);
+    if (rank == 0) leave_tickets(tickets, gridDim.x / TileT::kCluster);
 }
 
 /// A TileWalk where the last tiles are made in parts, which have numbers of their own (TailParts).

@@ -27,19 +27,10 @@ using test::Launched;
 using test::Recorded;
 using Layer = shard_layers::ShardLayer;
 
-bool joins(const Recorded& r) { return r.kernel == "flce_grad_weight" && r.params<GradWeightSm90Params>().joins != 0; }
-
-// A launch as bytes, to be found again, but for what it shares with another one (Relay).
+// A launch as bytes, to be found again.
 std::string identity(const Recorded& r) {
     std::string text = r.kernel + fmt::format(" {} {} ", r.launch.grid[0], r.launch.grid[1]);
-    std::vector<std::byte> params = r.launch.params;
-    if (r.kernel == "flce_grad_weight" && params.size() >= sizeof(GradWeightSm90Params)) {
-        GradWeightSm90Params p{};
-        std::memcpy(&p, params.data(), sizeof(p));
-        p.clusters = p.leaving = 0;
-        std::memcpy(params.data(), &p, sizeof(p));
-    }
-    for (const std::byte byte : params) text += static_cast<char>(byte);
+    for (const std::byte byte : r.launch.params) text += static_cast<char>(byte);
     for (const auto& map : r.launch.maps) {
         text += fmt::format(" {} {} {} {} {} {}", map.offset, map.address, map.columns, map.rows, map.row_bytes, map.blocks);
     }
@@ -64,13 +55,13 @@ std::int64_t hidden_of_grad_weight(const Launched& pass) {
 }
 std::int64_t address_of(const void* at) { return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at)); }
 
-/// Without what only stages have: make_room, and the second of two launches that share tiles. `but_rows`: without retained_rows, which the
-/// last stage may have once more, and scatter_rows, which may scale hidden states in its place.
+/// Without make_room, which only stages have. `but_rows`: without retained_rows, which the last stage may have once more, and scatter_rows,
+/// which may scale hidden states in its place.
 std::vector<std::string> sorted_identities(std::initializer_list<const Launched*> passes, bool but_rows = false) {
     std::vector<std::string> all;
     for (const Launched* pass : passes) {
         for (const Recorded& r : *pass) {
-            if (r.kernel == "flce_make_room" || joins(r) || (but_rows && (of_rows(r) || r.kernel == "flce_scatter_rows"))) continue;
+            if (r.kernel == "flce_make_room" || (but_rows && (of_rows(r) || r.kernel == "flce_scatter_rows"))) continue;
             all.push_back(identity(r));
         }
         for (const auto& [at, bytes] : pass->memsets) all.push_back(fmt::format("memset {} {}", at, bytes));
@@ -124,9 +115,7 @@ TEST_P(Stages, BothTogether_WhatTheWholeLaunches) {
     EXPECT_EQ(sorted_identities({&first, &rest}, defers), sorted_identities({&whole}, defers));
     EXPECT_EQ(rest.count("retained_rows"), defers || (kept == Kept::part && retains) ? 1 : 0);
     const bool with_room = retains && kept == Kept::all && !defers;
-    const auto relays = std::ranges::count_if(rest, joins);
-    EXPECT_EQ(rest.count("make_room") + relays, with_room ? 1 : 0) << "rows of their own leave room as well";
-    EXPECT_FALSE(std::ranges::any_of(whole, joins) || std::ranges::any_of(first, joins));
+    EXPECT_EQ(rest.count("make_room"), with_room ? 1 : 0) << "rows of their own leave room as well";
     EXPECT_EQ(whole.count("make_room") + first.count("make_room"), 0) << "no collective is launched before";
     if (retains && kept == Kept::all) {
         EXPECT_EQ(rows_of(whole).scaled_hidden, nullptr);
@@ -145,84 +134,6 @@ TEST_P(Stages, BothTogether_WhatTheWholeLaunches) {
     EXPECT_EQ(std::ranges::any_of(rest, of_retained), leaves);
     if (leaves) {
         EXPECT_FALSE(std::ranges::any_of(first, of_retained)) << "it runs beside a reduction of grad_hidden";
-    }
-}
-
-// What other ranks wait for comes first: of two launches of rows, too, the look for exponentials that are written again is left to the end.
-TEST(Stages, Forward_PartialSumsAreCompleteBeforeExponentialsAreWrittenAgain) {
-    const Layer layer("D=2048,V=9000,whole_vocab_size=30000,dtype=bf16");
-    const auto launches = [&](std::int64_t tokens, bool retains, std::int64_t stage) {
-        CallSlots slots = layer.call(Pass::forward, tokens, 8000, 8000);
-        if (retains) {
-            set(slots, Slot::retained, 99 * kStep);
-            set(slots, Slot::retained_bytes, evaluate(layer.program.retained_bytes, slots));
-        }
-        set(slots, Slot::stage, stage);
-        return test::run(layer.program, layer.program.forward, slots);
-    };
-    const auto again = [](const Launched& pass) {
-        return std::ranges::count_if(
-            pass, [](const Recorded& r) { return r.kernel == "flce_forward" && r.params<ForwardSm90Params>().again != 0; });
-    };
-    for (const std::int64_t tokens : {3000, 20000}) {
-        const Launched first = launches(tokens, true, 1);
-        const Launched rest = launches(tokens, true, 2);
-        const Launched whole = launches(tokens, true, 0);
-        EXPECT_EQ(sorted_identities({&first, &rest}), sorted_identities({&whole}));
-        EXPECT_EQ(again(first), 0);
-        EXPECT_EQ(again(rest), static_cast<std::ptrdiff_t>(rest.launches.size()));
-        EXPECT_EQ(first.count("shard_sums"), rest.launches.size());
-        EXPECT_TRUE(launches(tokens, false, 2).launches.empty()) << "nothing is retained";
-    }
-    EXPECT_GT(launches(20000, true, 2).launches.size(), 1U);
-}
-
-// By what the last stage of forward has written there, backward knows that it has run.
-TEST(Stages, StatesOfRetainedRows_AreOneArray) {
-    const Layer layer("D=2048,V=9000,whole_vocab_size=30000,dtype=bf16");
-    const auto launched = [&](Pass pass, std::int64_t stage) {
-        CallSlots slots = layer.call(pass, 3000, 8000, 8000);
-        set(slots, Slot::retained, 99 * kStep);
-        set(slots, Slot::retained_bytes, evaluate(layer.program.retained_bytes, slots));
-        set(slots, Slot::stage, stage);
-        return test::run(layer.program, pass == Pass::forward ? layer.program.forward : layer.program.backward, slots);
-    };
-    const Launched first = launched(Pass::forward, 1);
-    const auto sums = std::ranges::find(first, std::string("flce_shard_sums"), &Recorded::kernel)->params<ShardSumsParams>();
-    ASSERT_NE(sums.found.retained_states, nullptr);
-    EXPECT_EQ(launched(Pass::forward, 2).launches.front().params<ForwardSm90Params>().states, sums.found.retained_states);
-    EXPECT_EQ(rows_of(launched(Pass::backward, 0)).states, sums.found.retained_states);
-}
-
-// A collective's blocks come onto SMs of clusters that end after a tile. A second launch goes on with their work: each tile is made once,
-// and the counter of tiles is 0 again when the clusters of both have left.
-TEST(Stages, ManyTiles_TwoLaunchesShareThem) {
-    const Layer layer("D=2048,V=9000,whole_vocab_size=30000,dtype=bf16");
-    const auto grad_weights = [&](std::int64_t columns, std::int64_t stage) {
-        CallSlots slots = layer.call(Pass::backward, 3000, columns, columns);
-        set(slots, Slot::retained, 99 * kStep);
-        set(slots, Slot::retained_bytes, evaluate(layer.program.retained_bytes, slots));
-        set(slots, Slot::stage, stage);
-        set(slots, Slot::hidden_ready, 1);
-        std::vector<std::pair<std::int64_t, GradWeightSm90Params>> found;
-        for (const Recorded& r : test::run(layer.program, layer.program.backward, slots)) {
-            if (r.kernel == "flce_grad_weight") found.emplace_back(r.launch.grid[0], r.params<GradWeightSm90Params>());
-        }
-        return found;
-    };
-    const auto two = grad_weights(9000, 2);  // 36 clusters of rows, 8 of columns: 288 tiles for 66 clusters
-    ASSERT_EQ(two.size(), 2U);
-    EXPECT_EQ(two[0].first, 132);
-    EXPECT_EQ(two[1].first, 64) << "an SM for each block that NCCL may have";
-    EXPECT_EQ(two[0].second.leaving, 32);
-    EXPECT_EQ(two[1].second.leaving, 0);
-    EXPECT_EQ(two[0].second.joins, 0);
-    EXPECT_EQ(two[1].second.joins, 1);
-    for (const auto& [blocks, p] : two) EXPECT_EQ(p.clusters, 66 + 32);
-    EXPECT_EQ(two[0].second.tickets, two[1].second.tickets);
-    for (const auto& one : {grad_weights(9000, 0), grad_weights(8000, 2)}) {  // all of a call; 256 tiles, fewer than four a cluster
-        ASSERT_EQ(one.size(), 1U);
-        EXPECT_EQ(one[0].second.clusters + one[0].second.leaving + one[0].second.joins, 0);
     }
 }
 

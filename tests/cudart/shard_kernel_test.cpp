@@ -45,13 +45,12 @@ struct Call {
     TensorView target = TensorView::vector(at(2), ScalarType::int64, kTokens, kGpu);
     TensorView lse = TensorView::vector(at(4), ScalarType::fp32, kTokens, kGpu);
 
-    [[nodiscard]] ForwardArgs forward(ForwardStage stage = ForwardStage::whole) const {
+    [[nodiscard]] ForwardArgs forward() const {
         return {.hidden = hidden,
                 .weight = weight,
                 .target = target,
                 .vocab_start = 400,
-                .partial_sums = TensorView::matrix(at(3), ScalarType::fp32, fields, kTokens, kGpu),
-                .stage = stage};
+                .partial_sums = TensorView::matrix(at(3), ScalarType::fp32, fields, kTokens, kGpu)};
     }
     [[nodiscard]] MergeArgs merge() const {
         return {.all_partial_sums = TensorView::matrix(at(5), ScalarType::fp32, kShards * fields, kTokens, kGpu),
@@ -106,9 +105,6 @@ TEST(ShardKernel, ThreePasses_LaunchTheirKernels) {
     ASSERT_EQ(kernel->partial_sum_fields(), shard_fields(asked.spec).count);
     const Call call{600, kernel->partial_sum_fields()};
     EXPECT_THAT(launched(gpu, [&] { kernel->forward(call.forward(), call.workspace); }), ElementsAre("flce_forward", "flce_shard_sums"));
-    const auto forward = [&](ForwardStage stage) { return [&, stage] { kernel->forward(call.forward(stage), call.workspace); }; };
-    EXPECT_THAT(launched(gpu, forward(ForwardStage::until_partial_sums)), ElementsAre("flce_forward", "flce_shard_sums"));
-    EXPECT_TRUE(launched(gpu, forward(ForwardStage::rest)).empty());
     EXPECT_THAT(launched(gpu, [&] { kernel->merge(call.merge(), call.workspace); }), ElementsAre("flce_merge_shards"));
     const auto backward = [&](BackwardStage stage) { return [&, stage] { kernel->backward(call.backward(stage), call.workspace); }; };
     EXPECT_THAT(launched(gpu, backward(BackwardStage::whole)),

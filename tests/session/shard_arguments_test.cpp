@@ -156,27 +156,6 @@ TEST_F(ShardArguments, Stage_ReachesTheKernelOrIsRefused) {
     EXPECT_THAT(refused(args), HasSubstr("stage is 3"));
 }
 
-TEST_F(ShardArguments, StageOfForward_ReachesTheKernelOrIsRefused) {
-    ForwardArgs args = forward_args();
-    for (const ForwardStage stage : {ForwardStage::whole, ForwardStage::until_partial_sums, ForwardStage::rest}) {
-        args.stage = stage;
-        ASSERT_EQ(refused(args), "(no error)");
-        EXPECT_EQ(kernel_.slot(Slot::stage), static_cast<std::int64_t>(stage));
-    }
-    args.stage = static_cast<ForwardStage>(3);
-    EXPECT_THAT(refused(args), HasSubstr("stage is 3; allowed are whole (0), until_partial_sums (1), rest (2)"));
-}
-
-TEST_F(ShardArguments, StageOfForwardWithoutShards_IsRefused) {
-    for (const ForwardStage stage : {ForwardStage::until_partial_sums, ForwardStage::rest}) {
-        ForwardArgs args = forward_args(40, 0);
-        args.bias = args.partial_sums = {};
-        args.lse = shard_vector(8, kShardTokens);
-        args.stage = stage;
-        EXPECT_THAT(shard_refusal([&] { plain_.forward(args, {shard_place(100), 1 << 20}); }), HasSubstr("stage must be whole"));
-    }
-}
-
 TEST_F(ShardArguments, ClassWeights_AreAskedForByMergeAndBackward) {
     const RecordingKernel kernel(parse_spec("D=16,V=40,whole_vocab_size=130,dtype=fp32,class_weight,label_smoothing=0.1"));
     MergeArgs merge = merge_args();

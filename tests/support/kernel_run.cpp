@@ -253,20 +253,6 @@ void KernelRun::forward() {
     synchronize(kernel_->device_ref());
 }
 
-void KernelRun::forward_in_stages(bool rest) {
-    for (const char* name : {"forward workspace", "retained", "partial_sums"}) prepare(name);
-    ForwardArgs args = forward_args();
-    args.stage = ForwardStage::until_partial_sums;
-    kernel_->forward(args, forward_workspace());
-    synchronize(kernel_->device_ref());
-    if (!rest) return;
-    const std::vector<std::byte> sums = bytes_of("partial_sums");
-    args.stage = ForwardStage::rest;
-    kernel_->forward(args, forward_workspace());
-    synchronize(kernel_->device_ref());
-    EXPECT_EQ(sums, bytes_of("partial_sums")) << "partial sums were not complete after their stage";
-}
-
 void KernelRun::merge(const std::vector<std::byte>& all_partial_sums) {
     for (const char* name : kOutputs) prepare(name);
     for (const char* name : {"target_class_weight", "class_weight_total", "merge workspace"}) prepare(name);

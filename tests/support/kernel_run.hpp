@@ -30,8 +30,6 @@ public:
     /// grad_weight ends the latter.
     void retain(RetainedPlace place, std::size_t bytes);
     void forward();
-    /// Of a shard, in two calls, or without the last of them.
-    void forward_in_stages(bool rest = true);
     /// Of a shard, after forward: outputs from all shards' partial sums.
     void merge(const std::vector<std::byte>& all_partial_sums);
     /// Poisons the wanted gradients (or restores what an accumulating buffer holds) first, unless `keep`.

@@ -104,10 +104,10 @@ void ShardedRun::retain(RetainedPlace place, double part) {
     }
 }
 
-void ShardedRun::forward(bool in_stages, bool rest) {
+void ShardedRun::forward() {
     std::vector<std::byte> gathered;
     for (const auto& run : runs_) {
-        in_stages ? run->forward_in_stages(rest) : run->forward();
+        run->forward();
         const std::vector<std::byte> part = run->bytes_of("partial_sums");
         gathered.insert(gathered.end(), part.begin(), part.end());
     }
@@ -161,7 +161,7 @@ testing::AssertionResult run_and_judge_shards(const std::shared_ptr<const Kernel
     for (const ShardedWay& way : sharded_ways(*kernel, whole.num_tokens())) {
         ShardedRun run(kernel, whole, shards);
         if (way.retains) run.retain(way.place, way.part);
-        run.forward(way.in_stages);
+        run.forward();
         way.in_stages ? run.backward_in_stages(wanted, way.hidden_ready) : run.backward(wanted);
         if (!truth) {
             const std::vector<float> lse = run.token_floats("lse");

@@ -26,8 +26,8 @@ public:
 
     /// Each shard retains from now on: a part of what it has a use for, in memory of its own, or in its grad_weight's.
     void retain(RetainedPlace place, double part = 1.0);
-    /// Forward and merge, on each shard. `in_stages`: forward in two calls, or without the last of them.
-    void forward(bool in_stages = false, bool rest = true);
+    /// Forward and merge, on each shard.
+    void forward();
     void backward(const Wanted& wanted = {});
     /// KernelRun's.
     void backward_in_stages(const Wanted& wanted, bool hidden_ready);

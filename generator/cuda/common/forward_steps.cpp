@@ -148,7 +148,7 @@ void set_found(LaunchBuilder<Params>& launch, const ForwardPass& pass, const Lau
                                     .scalars = workspace_at(layout.scalars),
                                     .references = retained.references,
                                     .retained_target_logits = retained.target_logits,
-                                    .retained_states = retained.states,
+                                    .stale = retained.stale,
                                     .partial_rows = running ? layout.running_rows : layout.partial_rows,
                                     .splits = running ? Expr(1) : splits})
         .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
@@ -193,16 +193,6 @@ Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, co
 std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps) {
     if (!is_shard(spec)) return steps;
     return {{If{less(0, vocab_columns(spec)), std::move(steps)}}};
-}
-
-std::vector<Statement> until_partial_sums(const Spec& spec, std::vector<Statement> steps) {
-    if (!is_shard(spec)) return steps;
-    return {{If{does_first_stage(), std::move(steps)}}};
-}
-
-std::vector<Statement> behind_partial_sums(const Spec& spec, std::vector<Statement> steps) {
-    if (!is_shard(spec) || steps.empty()) return steps;
-    return {{If{does_rest(), std::move(steps)}}};
 }
 
 std::vector<Statement> reduce_loss_steps(const ForwardPass& pass) {

@@ -65,17 +65,13 @@ struct ColumnRange {
 struct RetainedRowsAt {
     Expr references{0};
     Expr target_logits{0};
-    Expr states{0};
+    Expr stale{0};
 };
 /// A shard's sums, or outputs where there are no shards.
 [[nodiscard]] Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits,
                                            const RetainedRowsAt& retained);
 /// The scalar loss, where no block of row_outputs has written it: one launch, or none of a shard.
 [[nodiscard]] std::vector<Statement> reduce_loss_steps(const ForwardPass& pass);
-
-/// `steps` in the stages of a shard's forward that complete its partial sums, or those behind (ForwardStage). Elsewhere always.
-[[nodiscard]] std::vector<Statement> until_partial_sums(const Spec& spec, std::vector<Statement> steps);
-[[nodiscard]] std::vector<Statement> behind_partial_sums(const Spec& spec, std::vector<Statement> steps);
 
 /// `steps`, which need a class, where the call has one.
 [[nodiscard]] std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps);

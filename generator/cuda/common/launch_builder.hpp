@@ -43,7 +43,7 @@ struct SplitSumsFields {
     Expr scalars;
     Expr references;
     Expr retained_target_logits;
-    Expr retained_states;
+    Expr stale;
     Expr partial_rows;
     Expr splits;
 };
@@ -145,7 +145,7 @@ public:
         field(base + offsetof(SplitSumsParams, scalars), 8, found.scalars);
         field(base + offsetof(SplitSumsParams, references), 8, found.references);
         field(base + offsetof(SplitSumsParams, retained_target_logits), 8, found.retained_target_logits);
-        field(base + offsetof(SplitSumsParams, retained_states), 8, found.retained_states);
+        field(base + offsetof(SplitSumsParams, stale), 8, found.stale);
         field(base + offsetof(SplitSumsParams, partial_rows), 8, found.partial_rows);
         return field(base + offsetof(SplitSumsParams, splits), 4, found.splits);
     }

@@ -188,7 +188,7 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
     r.target_logits = pieces.take(n * 4);
     r.row_scales = pieces.take(n * 4);
     if (spec.label_smoothing > 0) r.row_smoothing = pieces.take(n * 4);
-    r.states = pieces.take(ceil_div(n, kOutputRows) * 4);
+    r.stale = pieces.take(ceil_div(n, kOutputRows) * 4);
     const Expr enough = less(kFewestRetained - 1, n);
     r.most = select(enough, pieces.end() + block * all_blocks, 0);
     if (cuda_path(plan.path).lends_grad_weight(spec, plan.cuda.grad_weight))

@@ -124,7 +124,7 @@ struct RetainedLayout {
     Expr target_logits{0};  ///< [N] fp32
     Expr row_scales{0};     ///< [N] fp32, backward's own, as is
     Expr row_smoothing{0};  ///< [N] fp32, with label smoothing
-    Expr states{0};         ///< [⌈N / kOutputRows⌉] RetainedState
+    Expr stale{0};          ///< [⌈N / kOutputRows⌉] SplitSumsParams::stale
     Expr exponentials{0};
     Expr block_bytes{0};  ///< from one block to the next
     Expr most{0};         ///< bytes that there is a use for

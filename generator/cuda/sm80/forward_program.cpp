@@ -35,7 +35,6 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     } else if (is_shard(spec)) {
         splits = min(splits, ceil_div(vocab_columns(spec), plan.cuda.forward.block_n));
     }
-    LaunchProgram program{.body = {}, .variable_count = forward_loops(spec)};
     std::vector<Statement> body;
     if (sums_class_weights(spec)) {
         body.push_back(prepare_launch(spec, source, {.scalars = layout.scalars, .outputs = true, .counters = layout.shares}));
@@ -51,8 +50,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     steps.push_back(row_outputs_launch(pass, rows, splits, {}));
     body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
     std::ranges::move(reduce_loss_steps(pass), std::back_inserter(body));
-    program.body = until_partial_sums(spec, std::move(body));
-    return program;
+    return {.body = std::move(body), .variable_count = forward_loops(spec)};
 }
 
 }  // namespace flce::sm80

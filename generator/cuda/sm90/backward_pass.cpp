@@ -62,12 +62,8 @@ BackwardPassSm90::BackwardPassSm90(const Spec& spec, const Device& device, const
 
 RowBlock all_rows() { return {0, 0, slot(Slot::num_tokens)}; }
 
-Expr cluster_tiles(const GemmTile& tile, const Expr& m, const Expr& n) {
-    return ceil_div(m, std::int64_t{kClusterBlocks} * tile.block_m) * ceil_div(n, tile.block_n);
-}
-
 Expr cluster_grid(const BackwardPassSm90& pass, const GemmTile& tile, const Expr& m, const Expr& n) {
-    return min(cluster_tiles(tile, m, n), pass.clusters) * kClusterBlocks;
+    return min(ceil_div(m, std::int64_t{kClusterBlocks} * tile.block_m) * ceil_div(n, tile.block_n), pass.clusters) * kClusterBlocks;
 }
 
 Expr sum_grid(const BackwardPassSm90& pass, const Expr& rows) {

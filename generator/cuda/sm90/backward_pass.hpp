@@ -29,8 +29,6 @@ struct BackwardPassSm90 : BackwardPass {
 /// All tokens of the call.
 [[nodiscard]] RowBlock all_rows();
 
-/// Clusters' tiles of m × n results.
-[[nodiscard]] Expr cluster_tiles(const GemmTile& tile, const Expr& m, const Expr& n);
 /// Persistent clusters, at most as many as there are tiles of m × n results.
 [[nodiscard]] Expr cluster_grid(const BackwardPassSm90& pass, const GemmTile& tile, const Expr& m, const Expr& n);
 /// The same for grad_hidden, whose sum may have several parts.

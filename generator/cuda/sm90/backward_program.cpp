@@ -80,7 +80,7 @@ std::vector<Statement> finish_grad_hidden_steps(const BackwardPassSm90& pass) {
 /// grad_weight where no chunk is computed: after grad_hidden, with which its hidden states may have been scaled.
 std::vector<Statement> all_retained_weight_steps(const BackwardPassSm90& pass) {
     if (!is_shard(pass.spec)) return {retained_weight_step(pass)};
-    std::vector<Statement> ready = retained_weight_with_room_steps(pass);
+    std::vector<Statement> ready = {{If{!does_first_stage(), {make_room_step(pass)}}}, retained_weight_step(pass)};
     if (!defers_hidden(pass.spec, pass.plan)) return ready;
     return {{If{pass.defers_hidden, retained_weight_with_rows_steps(pass)}}, {If{!pass.defers_hidden, std::move(ready)}}};
 }

@@ -34,8 +34,8 @@ Expr if_retained(const RetainedLayout& retained, const Expr& address) { return s
 
 Expr references_at(const RetainedLayout& retained, const LaunchRows& rows) { return retained_at(retained.references) + rows.first * 4; }
 
-Expr states_at(const RetainedLayout& retained, const LaunchRows& rows) {
-    return retained_at(retained.states) + floor_div(rows.first, kOutputRows) * 4;
+Expr stale_at(const RetainedLayout& retained, const LaunchRows& rows) {
+    return retained_at(retained.stale) + floor_div(rows.first, kOutputRows) * 4;
 }
 
 LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPass& pass, const LaunchRows& rows, const ForwardKernel& kernel) {
@@ -90,7 +90,7 @@ Statement forward_retain_launch(const ForwardPass& pass, const LaunchRows& rows,
     LaunchBuilder<Params> launch = gemm_launch(pass, rows, kernel);
     launch.set_map(&Params::retained_map, blocks, 64)
         .set(&Params::references, if_retained(retained, references_at(retained, rows)))
-        .set(&Params::states, if_retained(retained, states_at(retained, rows)))
+        .set(&Params::stale, if_retained(retained, stale_at(retained, rows)))
         .set(&Params::retained_columns, retained.columns)
         .set(&Params::again, again ? 1 : 0);
     return build_tempered(std::move(launch), pass.spec, temperatures_at(rows));
@@ -164,29 +164,25 @@ Statement forward_gemm_launch(const ForwardPass& pass, const LaunchRows& rows, c
 std::vector<Statement> retaining_steps(const ForwardPass& pass, const Device& device, const LaunchRows& rows) {
     const RetainedLayout retained = retained_layout(pass.spec, pass.plan);
     const Expr any = less(0, retained.columns);
-    std::vector<Statement> gemm = by_tokens(forward_kernels(pass, device, rows, any), [&](const ForwardKernel& kernel) {
-        if (kernel.shape.role == GemmRole::forward) return forward_gemm_launch(pass, rows, kernel);
-        return forward_retain_launch(pass, rows, kernel, retained, false);
-    });
+    ForwardKernels kernels = forward_kernels(pass, device, rows, any);
+    const auto gemm = [&](bool again) {
+        return by_tokens(kernels, [&](const ForwardKernel& kernel) {
+            if (kernel.shape.role == GemmRole::forward) return forward_gemm_launch(pass, rows, kernel);
+            return forward_retain_launch(pass, rows, kernel, retained, again);
+        });
+    };
     const RetainedRowsAt retained_rows{if_retained(retained, references_at(retained, rows)),
                                        if_retained(retained, retained_at(retained.target_logits) + rows.first * 4),
-                                       if_retained(retained, states_at(retained, rows))};
+                                       if_retained(retained, stale_at(retained, rows))};
     std::vector<Statement> steps = teacher_logits_steps(pass, rows);
     steps.push_back({If{any, {references_launch(pass, rows, retained)}}});
-    std::ranges::move(with_columns(pass.spec, std::move(gemm)), std::back_inserter(steps));
+    std::ranges::move(with_columns(pass.spec, gemm(false)), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, retained_rows));
-    return steps;
-}
-
-/// Exponentials of rows whose logits turned out to be far above their reference; hardly ever any, and then this launch ends at once. No
-/// output comes of it.
-std::vector<Statement> retaining_again_steps(const ForwardPass& pass, const Device& device, const LaunchRows& rows) {
-    const RetainedLayout retained = retained_layout(pass.spec, pass.plan);
-    const Expr any = less(0, retained.columns);
-    ForwardKernels kernels = forward_kernels(pass, device, rows, any);
+    // Exponentials of rows whose logits turned out to be far above their reference. There are hardly ever any, and then the launch ends at
+    // once. No output comes of it.
     std::erase_if(kernels, [](const ForwardKernel& kernel) { return kernel.shape.role == GemmRole::forward; });
-    return {{If{
-        any, by_tokens(kernels, [&](const ForwardKernel& kernel) { return forward_retain_launch(pass, rows, kernel, retained, true); })}}};
+    steps.push_back({If{any, gemm(true)}});
+    return steps;
 }
 
 }  // namespace
@@ -197,15 +193,12 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const LaunchRows rows = launch_rows(pass);
     const Preparation preparation{
         .scalars = layout.scalars, .list = pass.list, .outputs = true, .counters = layout.shares, .counter_count = layout.share_words};
-    LaunchProgram program{.body = {}, .variable_count = forward_loops(spec)};
     std::vector<Statement> body = {{If{prepares_forward(spec), {prepare_launch(spec, source, preparation)}}}};
     std::vector<Statement> steps;
-    std::vector<Statement> rest;
     if (plan.strategy == Strategy::retain) {
         const Expr retains = less(0, retained_layout(spec, plan).columns);  // then `references` does it
         body.push_back({If{and_not(layout.compacts, retains), {gather_compact_launch(pass)}}});
         steps = retaining_steps(pass, device, rows);
-        rest.push_back({Loop{kRowsLoop, layout.launches, retaining_again_steps(pass, device, rows)}});
     } else {
         body.push_back({If{layout.compacts, {gather_compact_launch(pass)}}});
         const auto gemm = [&](const ForwardKernel& kernel) { return forward_gemm_launch(pass, rows, kernel); };
@@ -220,9 +213,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     }
     body.push_back({Loop{kRowsLoop, layout.launches, std::move(steps)}});
     std::ranges::move(reduce_loss_steps(pass), std::back_inserter(body));
-    program.body = until_partial_sums(spec, std::move(body));
-    std::ranges::move(behind_partial_sums(spec, std::move(rest)), std::back_inserter(program.body));
-    return program;
+    return {.body = std::move(body), .variable_count = forward_loops(spec)};
 }
 
 }  // namespace flce::sm90

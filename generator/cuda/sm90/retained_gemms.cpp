@@ -52,7 +52,6 @@ Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& row
         .set(&Params::scalars, workspace_at(layout.scalars))
         .set(&Params::references, retained_at(retained.references) + rows.first * 4)
         .set(&Params::target_logits, retained_at(retained.target_logits) + rows.first * 4)
-        .set(&Params::states, retained_at(retained.states) + floor_div(rows.first, kOutputRows) * 4)
         .set(&Params::exponentials, retained_at(retained.exponentials) + rows.first * (kRetainedColumns * pass.element_bytes))
         .set(&Params::scaled_hidden, advanced(scaled_hidden, rows.first, row_bytes))
         .set(&Params::row_scales, retained_at(retained.row_scales) + rows.first * 4)
@@ -191,41 +190,18 @@ Statement build_with_bias(const BackwardPassSm90& pass, LaunchBuilder<Params> la
     return biased.build();
 }
 
-/// How a launch of grad_weight shares its tiles with another one (Relay). All 0: there is one launch.
-struct RelayPart {
-    Expr clusters{0};
-    Expr leaving{0};
-    Expr joins{0};
-};
-
-GradWeightExtents retained_extents(const BackwardPassSm90& pass) { return grad_weight_extents(pass.spec, pass.retained.columns); }
-
-/// Clusters of grad_weight that leave after a tile: an SM for each block of a collective. NCCL has no more than 64 blocks.
-std::int64_t relieved_clusters(const BackwardPassSm90& pass) { return std::min<std::int64_t>(64 / kClusterBlocks, pass.clusters / 2); }
-
-/// Whether a tile is a small part of the launch, so that a collective may begin one later.
-Expr has_many_tiles(const BackwardPassSm90& pass) {
-    constexpr std::int64_t kLeastTiles = 4;  // of a cluster
-    const GradWeightExtents of = retained_extents(pass);
-    return less(kLeastTiles * pass.clusters - 1, cluster_tiles(pass.plan.cuda.grad_weight, of.m, of.n));
-}
-
-Expr retained_weight_grid(const BackwardPassSm90& pass) {
-    const GradWeightExtents of = retained_extents(pass);
-    return cluster_grid(pass, pass.plan.cuda.grad_weight, of.m, of.n);
-}
-
-Statement retained_grad_weight_launch(const BackwardPassSm90& pass, const Expr& grid, const RelayPart& relay = {}) {
+Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
     using Params = GradWeightSm90Params;
     const RetainedLayout& retained = pass.retained;
     const BackwardLayout& layout = pass.layout;
     const GemmTile& tile = pass.plan.cuda.grad_weight;
     const bool vocab_major = pass.spec.layout == WeightLayout::vocab_major;
     const RowBlock rows = all_rows();
+    const GradWeightExtents of = grad_weight_extents(pass.spec, retained.columns);
     const Expr lent = equal(slot(Slot::retained), slot(Slot::grad_weight));  // tiles wait for those that read what they write over
     const std::int64_t tiles_across = (pass.spec.hidden_size + tile.block_n - 1) / tile.block_n;
     const std::int64_t readers = kRetainedColumns / tile.block_m * tiles_across * warps_of_tile(tile);
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::grad_weight), grid);
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::grad_weight), cluster_grid(pass, tile, of.m, of.n));
     launch.set(&Params::scalars, workspace_at(layout.scalars))
         .set(&Params::grad_weight, slot(Slot::grad_weight))
         .set(&Params::rows, rows.count)
@@ -237,9 +213,6 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass, const Expr& 
         .set(&Params::block_bytes, retained.block_bytes)
         .set(&Params::readers_of_block, readers)
         .set(&Params::column_shift, kRetainedShift)
-        .set(&Params::clusters, relay.clusters)
-        .set(&Params::leaving, relay.leaving)
-        .set(&Params::joins, relay.joins)
         .set_map(&Params::dlogits_map, exponentials_matrix(retained), vocab_major ? kFirstRows : kSecondRows)
         .set_map(&Params::hidden_map, {scaled_hidden_at(pass), pass.spec.hidden_size, rows.count, pass.spec.hidden_size},
                  vocab_major ? kSecondRows : kFirstRows)
@@ -251,14 +224,6 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass, const Expr& 
     smoothed.set(&SmoothedGradWeightSm90Params::hidden_sum, SmoothingSums(pass).hidden_sum)
         .set(&SmoothedGradWeightSm90Params::class_weight, slot(Slot::class_weight));
     return build_with_bias(pass, std::move(smoothed));
-}
-
-/// One block that lasts as long as a collective's blocks take to come. Nothing else is on the SMs meanwhile.
-Statement make_room_launch(const BackwardPassSm90& pass) {
-    constexpr std::int64_t kCycles = 12'288;  // 7 µs: NCCL's blocks begin 3 to 6 µs after what they wait for
-    LaunchBuilder<MakeRoomParams> launch(pass.source.kernel(KernelRole::make_room), Expr(1));
-    launch.set(&MakeRoomParams::cycles, kCycles);
-    return launch.build();
 }
 
 /// Of all rows, with their coefficients where there is memory for those of one block at a time.
@@ -287,26 +252,18 @@ std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass) {
 }
 
 Statement retained_weight_step(const BackwardPassSm90& pass) {
-    return {If{present(Slot::grad_weight), {retained_grad_weight_launch(pass, retained_weight_grid(pass))}}};
+    return {If{present(Slot::grad_weight), {retained_grad_weight_launch(pass)}}};
 }
 
-std::vector<Statement> retained_weight_with_room_steps(const BackwardPassSm90& pass) {
-    const Expr many = has_many_tiles(pass);
-    const Expr relays = and_not(many, does_first_stage());
-    const std::int64_t relieved = relieved_clusters(pass);
-    const Expr clusters = select(relays, pass.clusters + relieved, 0);
-    std::vector<Statement> steps;
-    steps.push_back({If{!(many || does_first_stage()), {make_room_launch(pass)}}});
-    steps.push_back(retained_grad_weight_launch(pass, retained_weight_grid(pass),
-                                                {.clusters = clusters, .leaving = select(relays, relieved, 0), .joins = 0}));
-    const RelayPart second{.clusters = clusters, .leaving = 0, .joins = 1};
-    steps.push_back({If{relays, {retained_grad_weight_launch(pass, relieved * kClusterBlocks, second)}}});
-    return {{If{present(Slot::grad_weight), std::move(steps)}}};
+Statement make_room_step(const BackwardPassSm90& pass) {
+    constexpr std::int64_t kCycles = 12'288;  // 7 µs: NCCL's blocks begin 3 to 6 µs after what they wait for
+    LaunchBuilder<MakeRoomParams> launch(pass.source.kernel(KernelRole::make_room), Expr(1));
+    launch.set(&MakeRoomParams::cycles, kCycles);
+    return {If{present(Slot::grad_weight), {launch.build()}}};
 }
 
 std::vector<Statement> retained_weight_with_rows_steps(const BackwardPassSm90& pass) {
-    return {{If{present(Slot::grad_weight),
-                {retained_rows_step(pass, scaled_hidden_at(pass)), retained_grad_weight_launch(pass, retained_weight_grid(pass))}}}};
+    return {{If{present(Slot::grad_weight), {retained_rows_step(pass, scaled_hidden_at(pass)), retained_grad_weight_launch(pass)}}}};
 }
 
 }  // namespace flce::sm90

@@ -12,10 +12,9 @@ namespace flce::sm90 {
 [[nodiscard]] std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass);
 /// grad_weight's, of the scaled hidden states that the steps above have left.
 [[nodiscard]] Statement retained_weight_step(const BackwardPassSm90& pass);
-/// The same, in the last of two stages with room for a collective that was launched in between: its blocks need SMs, and grad_weight's
-/// clusters leave none until they end. So some of these end after a tile, and a second launch goes on with their work; or, where a tile is
-/// much of the work, make_room comes before.
-[[nodiscard]] std::vector<Statement> retained_weight_with_room_steps(const BackwardPassSm90& pass);
+/// Between the first stage's grad_hidden and the last one's grad_weight, for a collective that was launched in between: its blocks need
+/// SMs, and grad_weight's clusters leave none until they end.
+[[nodiscard]] Statement make_room_step(const BackwardPassSm90& pass);
 /// grad_weight's, with scaled hidden states made before it: where chunks are first, and grad_hidden has been written over the others; and
 /// in the last stage of a backward whose first one has deferred hidden.
 [[nodiscard]] std::vector<Statement> retained_weight_with_rows_steps(const BackwardPassSm90& pass);

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; what is there keeps its meaning. */
-#define FLCE_ABI_VERSION 10
+#define FLCE_ABI_VERSION 11
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -266,11 +266,9 @@ FLCE_API flce_status flce_plan_digest(const flce_kernel* const* kernels, size_t 
 /* WEIGHTED_MEAN divides by the sum of valid tokens' weights; MEAN by their number, whatever their weights are. */
 enum { FLCE_REDUCTION_NONE = 0, FLCE_REDUCTION_SUM = 1, FLCE_REDUCTION_MEAN = 2, FLCE_REDUCTION_WEIGHTED_MEAN = 3 };
 
-/* A call in one, or cut in two where something waits for what its first part completes: a shard's forward for its partial sums, and any
- * backward for grad_hidden. Both calls have the same arguments and the workspace as it was left. The rest of a forward comes before
- * backward, and does nothing where nothing is left to do. Where it is left out although there was, backward makes the gradients of the rows
- * NaN whose exponentials it would have written again. */
-enum { FLCE_STAGE_WHOLE = 0, FLCE_STAGE_UNTIL_PARTIAL_SUMS = 1, FLCE_STAGE_UNTIL_GRAD_HIDDEN = 1, FLCE_STAGE_REST = 2 };
+/* A backward call in one, or cut in two where something waits for grad_hidden, which the first part completes. Both calls have the same
+ * arguments and the workspace as it was left. */
+enum { FLCE_STAGE_WHOLE = 0, FLCE_STAGE_UNTIL_GRAD_HIDDEN = 1, FLCE_STAGE_REST = 2 };
 
 /* Tensors: NULL means absent. N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All contiguous and on the kernel's
  * device; hidden, weight and their gradients 16-byte aligned; what is written overlaps nothing else.
@@ -313,14 +311,11 @@ typedef struct flce_forward_args {
     const flce_tensor* teacher_logprobs;
     int64_t vocab_start;             /* of a shard: the label of the weight's first row; else 0 */
     const flce_tensor* partial_sums; /* [F, N] fp32, written: required of a shard, which writes no other output */
-    int32_t stage;                   /* FLCE_STAGE_WHOLE; of a shard also FLCE_STAGE_UNTIL_PARTIAL_SUMS and FLCE_STAGE_REST */
-    int32_t reserved_3;              /* 0 */
 } flce_forward_args;
 /* clang-format off */
 #define FLCE_FORWARD_ARGS_INIT                                                                                 \
     {sizeof(flce_forward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, NULL,  \
-     NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, \
-     FLCE_STAGE_WHOLE, 0}
+     NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL}
 /* clang-format on */
 
 /* Of a shard: outputs from all shards' partial sums. Tensors as in forward, but for three. */

@@ -68,12 +68,6 @@ struct Stream {
     void* handle = nullptr;
 };
 
-/// What a forward call of a shard does. Other ranks wait for its partial sums: the call with until_partial_sums completes these (on its
-/// stream), the one with rest what is retained, beside a collective that gathers them. Both have the same arguments, and the workspace
-/// stays as it is in between; `rest` comes before backward. Where nothing is left to do, it does nothing. Where it is left out although
-/// there was, backward makes the gradients of the rows NaN whose exponentials it would have written again.
-enum class ForwardStage : std::uint8_t { whole, until_partial_sums, rest };
-
 /// What a backward call does. A step may be cut in two where something waits for grad_hidden, as a reduction over shards does: the call
 /// with until_grad_hidden completes grad_hidden (on its stream), the one with rest completes grad_weight and grad_bias. Both have the same
 /// arguments, and the workspace stays as it is in between. Which part of grad_weight's work comes before is the kernel's choice.
@@ -126,7 +120,6 @@ struct ForwardArgs {
     Retained retained{};           ///< written; see Kernel::retained_bytes
     std::int64_t vocab_start = 0;  ///< of a shard: the label of the weight's first row
     TensorView partial_sums{};     ///< [F, N] fp32, F = Kernel::partial_sum_fields(); required of a shard, which writes no other output
-    ForwardStage stage = ForwardStage::whole;  ///< another one of a shard alone
 };
 
 /// What all shards' partial sums come to. A rank that merges has no need of a weight.

@@ -37,14 +37,13 @@ struct ParallelOptions {
     /// Each rank has N/R of the tokens' hidden states, those of rank 0 first. They are gathered in forward and again in backward, and each
     /// rank gets its part of grad_hidden.
     bool sequence_parallel = false;
-    /// Another stream than that of the call. On it partial sums are gathered beside the end of forward, and grad_hidden is added up while
-    /// grad_weight is made. With sequence_parallel hidden states are gathered while grad_hidden is, where Kernel::reads_hidden_late says
-    /// so. None: all on that of the call, in turn.
+    /// Another stream than that of the call. On it grad_hidden is added up while grad_weight is made, and with sequence_parallel hidden
+    /// states are gathered while grad_hidden is, where Kernel::reads_hidden_late says so. None: all on that of the call, in turn.
     Stream communication_stream{};
 };
 
 /// What ForwardArgs says, and what backward needs besides. `call.hidden` is [N, D], or [N/R, D] with sequence_parallel; partial_sums is
-/// absent, call.stage is whole, and outputs are those of a kernel without shards.
+/// absent, and outputs are those of a kernel without shards.
 struct ParallelForwardArgs {
     ForwardArgs call{};
     TensorView target_class_weight{};  ///< MergeArgs', as the next one
