@@ -140,7 +140,7 @@ class TestCuda:
 def test_the_launches_of_two_passes(device: str, watched: Watched, options: dict[str, Any]) -> None:
     """A schedule that splits backward: each pass launches its gradient's multiplication and computes no logits."""
     problem = make_problem(device, torch.bfloat16, num_tokens=512, hidden_size=512, vocab_size=4096)
-    logits = {"forward", "forward_few", "forward_pairs", "dlogits", "backward_chunks", "hidden_chunks"}
+    logits = {"forward", "forward_few", "dlogits", "backward_chunks", "hidden_chunks"}
     every = logits | {"grad_hidden", "grad_weight"}
 
     def launched(step: Any) -> tuple[Any, set[str]]:

@@ -14,7 +14,7 @@ namespace flce {
 
 template <class Problem, class TileT>
 struct ForwardSm90 {
-    enum : bool { kFew = TileT::kClusterM == 1 };  ///< tokens: a tile has all of them, and they are not listed
+    enum : bool { kFew = TileT::kCluster == 1 };  ///< tokens: a tile has all of them, and they are not listed
     enum : bool { kLists = Problem::lists_rows && !kFew };
     enum : int { kSegment = Problem::segment_tiles };  ///< tiles that have sums of their own; 0: a share's are added up
     static_assert(kSegment == 0 || (TileT::kTurns && kSegment % 2 == 0), "a tile of a segment always has the same consumer");
@@ -27,12 +27,8 @@ struct ForwardSm90 {
     enum : int { kColumnPieces = MainloopT::kColumnPieces };
     enum : bool { kFalls = Problem::has_falls };
     using Rows = Select<kFalls, FallReduction<Problem, kColumnPieces>, RowReduction<Problem, kColumnPieces>>;
-    enum : int { kClusterRows = ForwardShare::rows_of_cluster(TileT::kBlockM, TileT::kClusterM) };
-    enum : int { kClusterColumns = TileT::kBlockN * TileT::kClusterN };  ///< of a cluster's tiles beside each other
-    enum : int { kWriters = ForwardShare::writers_of(TileT::kTurns, TileT::kClusterN) };
-    /// A block's consumers, which take turns, bring their sums together: partial sums are few where blocks have the same rows.
-    enum : bool { kMerges = TileT::kClusterN > 1 };
-    static_assert(!kMerges || TileT::kTurns, "both consumers have all rows");
+    enum : int { kClusterRows = TileT::kBlockM * TileT::kCluster };
+    enum : int { kWriters = ForwardShare::writers_of(TileT::kTurns) };
     enum : int { kConsumerThreads = 128 * TileT::kConsumers };
     /// Clusters of rows that a share may have. Every thread has its sums of all of them.
     enum : int { kParts = kFew ? 1 : 2 };
@@ -74,7 +70,7 @@ struct ForwardSm90 {
 
     /// Of the vocabulary, in this launch.
     static __device__ __forceinline__ int tiles(const Params& params) {
-        return ceil_div(forward_columns<Problem>(params), kClusterColumns);
+        return ceil_div(forward_columns<Problem>(params), TileT::kBlockN);
     }
 
     /// What clusters are dealt: tiles, or segments.
@@ -84,13 +80,10 @@ struct ForwardSm90 {
 
     static __device__ __forceinline__ int cluster() { return static_cast<int>(blockIdx.x) / TileT::kCluster; }
     __device__ __forceinline__ int first_row(int row_cluster) const {
-        return row_cluster * kClusterRows + (TileT::kClusterM > 1 ? static_cast<int>(mainloop.rank) * TileT::kBlockM : 0);
+        return row_cluster * kClusterRows + (TileT::kCluster > 1 ? static_cast<int>(mainloop.rank) * TileT::kBlockM : 0);
     }
-    /// This block's, of those of the launch.
-    __device__ __forceinline__ int first_column_of(const TileWord& tile) const {
-        const int first = static_cast<int>(tile.number) * kClusterColumns;
-        return first + (TileT::kClusterN > 1 ? static_cast<int>(mainloop.rank) * TileT::kBlockN : 0);
-    }
+    /// Among those of the launch.
+    static __device__ __forceinline__ int first_column_of(const TileWord& tile) { return static_cast<int>(tile.number) * TileT::kBlockN; }
 
     __device__ __forceinline__ void run() {
         if (blockIdx.x == 0 && threadIdx.x == 0) p.scalars->splits = share.splits;
@@ -167,7 +160,7 @@ struct ForwardSm90 {
         }
         if (threadIdx.x == 0) {
             mainloop.produce(compact ? p.compact_map : p.hidden_map, p.weight_map, director().state().begin[tile.part()], n, kSlices,
-                             TellsNext{*this}, 0, 0, kFew ? ForwardShare::copied_rows(share.rows, TileT::kClusterN) : TileT::kBlockM);
+                             TellsNext{*this}, 0, 0, kFew ? share.rows : TileT::kBlockM);
         } else {
             mainloop.skip(kSlices);
         }
@@ -180,7 +173,7 @@ struct ForwardSm90 {
         return false;
     }
     __device__ __forceinline__ int tiles_again() const {
-        if constexpr (Problem::retain) return ceil_div(p.retained_columns, kClusterColumns);
+        if constexpr (Problem::retain) return ceil_div(p.retained_columns, TileT::kBlockN);
         return 0;
     }
     __device__ __forceinline__ StaleRows stale() const { return {p.stale, share.rows}; }
@@ -274,8 +267,6 @@ struct ForwardSm90 {
     /// Adds a tile of logits to this thread's sums; what is retained of it leaves for memory.
     __device__ __forceinline__ void reduce(Accumulators& c, const TileWord& tile) {
         const int column = first_column_of(tile);
-        // The last of an odd number of tiles has none beside it.
-        if (TileT::kClusterN > 1 && column >= forward_columns<Problem>(p)) return;
         const int first_column = forward_first_column<Problem>(p) + column;
         const int row0 = first_row(tile.row_cluster());
         float weighted[kPieces][2] = {};
@@ -403,35 +394,26 @@ struct ForwardSm90 {
     }
 
     /// Merges the four lanes that share a row and adds what they have to a partial result: one for each share that has a part of the rows,
-    /// or for a segment, whose number is then the job's; by turns one a consumer, or one a block where its consumers' are brought together.
+    /// or for a segment, whose number is then the job's; by turns one a consumer.
     /// Each lane of the four writes a row of its own, and the code is short: it runs rarely, so that it has to be fetched every time,
     /// beside the multiplication that it must not hold up.
     __device__ __forceinline__ void finish(const ShareJob& job, int part, int row_cluster) {
         static_assert(kWrittenRows <= 4, "a row for each of the four lanes");
-        if constexpr (kMerges) meet_consumers();  // the other one's sums are there
         RowSums mine;
 #pragma unroll 1
         for (int row = 0; row < kWrittenRows; ++row) {
-            RowSums sums = whole_sums(part, row, row_cluster, kMerges ? 0 : mainloop.place.consumer);
-            if constexpr (kMerges) sums = merge(sums, whole_sums(part, row, row_cluster, 1));
-            const RowSums all = Rows::merge_quad(sums);
+            const RowSums all = Rows::merge_quad(whole_sums(part, row, row_cluster));
             if (mainloop.place.lane % 4 == row) mine = all;
         }
-        if constexpr (kMerges) meet_consumers();  // the other one has read this one's
         if (mainloop.place.lane % 4 < kWrittenRows) write_partial(job, row_cluster, mine);
     }
-    __device__ __forceinline__ void meet_consumers() const { ptx::barrier_sync(2 + TileT::kConsumers, kConsumerThreads); }
 
-    /// Of its rows a thread writes all, or every other one, and the same thread of the other consumer the others.
-    enum : int { kWrittenRows = kMerges ? kPieces : 2 * kPieces };
-    __device__ __forceinline__ int written_piece(int row) const { return kMerges ? row : row / 2; }
-    __device__ __forceinline__ int written_half(int row) const { return kMerges ? mainloop.place.consumer : row % 2; }
-
-    /// Sums of such a row, relative to the largest logit, that this thread of a consumer has.
-    __device__ __forceinline__ RowSums whole_sums(int part, int row, int row_cluster, int consumer) const {
-        const int i = written_piece(row);
-        const int h = written_half(row);
-        RowSums sums = Fields::load(stashed(part, i, h) + (consumer - mainloop.place.consumer) * 128, kConsumerThreads);
+    enum : int { kWrittenRows = 2 * kPieces };
+    /// Sums of a thread's row number `row`, relative to the largest logit.
+    __device__ __forceinline__ RowSums whole_sums(int part, int row, int row_cluster) const {
+        const int i = row / 2;
+        const int h = row % 2;
+        RowSums sums = sums_of(part, i, h);
         if constexpr (kFalls) {
             Rows::to_own_max(sums, Rows::above(p, reference_of(first_row(row_cluster) + mainloop.place.row(i, h))));
         } else if constexpr (Problem::retain) {
@@ -450,7 +432,7 @@ struct ForwardSm90 {
                      : "+r"(of.rows), "+r"(of.row_clusters), "+r"(of.clusters),
                        "+r"(of.splits));  // what follows from them is worked out here
         const int of_four = mainloop.place.lane % 4;
-        const int row = first_row(row_cluster) + mainloop.place.row(written_piece(of_four), written_half(of_four));
+        const int row = first_row(row_cluster) + mainloop.place.row(of_four / 2, of_four % 2);
         if (row >= of.rows) return;
         const long long ld = partial_rows_of(of.rows);
         if constexpr (kSegment > 0) {
@@ -459,7 +441,7 @@ struct ForwardSm90 {
         }
         const int first_share = row_cluster * of.clusters / of.row_clusters;
         const int last_share = ((row_cluster + 1) * of.clusters - 1) / of.row_clusters;
-        const int writer = kMerges ? static_cast<int>(mainloop.rank) : TileT::kTurns ? mainloop.place.consumer : 0;
+        const int writer = TileT::kTurns ? mainloop.place.consumer : 0;
         const int split = (job.share() - first_share) * kWriters + writer;
         float* const at = p.partials + split * Fields::kCount * ld + row;
         if (job.stretch() > 0) {

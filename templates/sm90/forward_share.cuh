@@ -20,16 +20,8 @@ struct ForwardShare {
     int clusters;  ///< that have work
     int splits;    ///< partial sums of a row
 
-    /// Tokens of a cluster that has `cluster_m` blocks along the tokens.
-    static FLCE_HOST_DEVICE constexpr int rows_of_cluster(int block_m, int cluster_m) { return block_m * cluster_m; }
-    /// Partial sums of a row that a cluster writes: one for each of `cluster_n` blocks along the vocabulary, which has brought its
-    /// consumers' together; where there is one block, one for each consumer that has the row.
-    static FLCE_HOST_DEVICE constexpr int writers_of(bool by_turns, int cluster_n) { return cluster_n > 1 ? cluster_n : by_turns ? 2 : 1; }
-    /// Rows that the `cluster_n` blocks of a cluster along the vocabulary copy of a tile that has `rows` of them: each as many, in whole
-    /// eights where there are several.
-    static FLCE_HOST_DEVICE constexpr int copied_rows(int rows, int cluster_n) {
-        return cluster_n > 1 ? up_div(rows, 8 * cluster_n) * 8 * cluster_n : rows;
-    }
+    /// Partial sums of a row that a cluster writes: one for each consumer that has the row.
+    static FLCE_HOST_DEVICE constexpr int writers_of(bool by_turns) { return by_turns ? 2 : 1; }
 
     /// Segments that `tiles` tiles make, each of `segment_tiles` but for the last.
     static FLCE_HOST_DEVICE constexpr int segments_of(int tiles, int segment_tiles) { return (tiles + segment_tiles - 1) / segment_tiles; }

@@ -1,6 +1,6 @@
 // The mainloop of sm_90a, C[m, n] = Σ_k A[m, k]·B[n, k]: one producer warp has the tensor copy engine bring slices of both operands
-// through a ring of stages, two consumer warpgroups multiply them with wgmma. Blocks are persistent and stand in clusters: along M they
-// share B by multicast, along N they share A.
+// through a ring of stages, two consumer warpgroups multiply them with wgmma. Blocks are persistent and stand in clusters along M,
+// which share B by multicast.
 //
 // Two schedules. Together: each consumer has half of a tile's rows. By turns (ping-pong): each consumer has whole tiles of its own, and
 // one's epilogue runs while the other multiplies.
@@ -37,12 +37,11 @@ struct SliceSm90 {
     }
 
     /// Copies part `part` of kParts of the slice at (mn, k); with several parts, to every block of the cluster. kOnce: nobody reads it
-    /// again. `rows`: that are copied where the slice is contiguous along k, each part a multiple of 8, which the swizzle repeats after.
+    /// again.
     template <int kParts, bool kOnce = false, class Map>
-    static __device__ __forceinline__ void load(unsigned base, const Map& map, int mn, int k, int part, unsigned barrier,
-                                                int rows = kExtent) {
+    static __device__ __forceinline__ void load(unsigned base, const Map& map, int mn, int k, int part, unsigned barrier) {
         if constexpr (kMajor == Major::k) {
-            const int first = kParts == 1 ? 0 : part * (rows / kParts);
+            const int first = kParts == 1 ? 0 : part * (kExtent / kParts);
             copy<kParts, kOnce>(base + static_cast<unsigned>(first * 128), map, k, mn + first, barrier);
         } else {
             constexpr int kRows = 64 / kParts;
@@ -247,7 +246,7 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
     __device__ __forceinline__ explicit MainloopSm90(const Ring& ring) : Ring(ring) {}
 
     /// One thread: brings `slices` slices of the tile at (m, n), from those depths of the operands on. `a_rows`: that are copied of A,
-    /// where those are not the tile's; blocks that share A copy them together. `beside`: brings what is multiplied beside the product.
+    /// where those are not the tile's. `beside`: brings what is multiplied beside the product.
     template <class MapA, class MapB, class PaceT = NoPace, class Beside = NothingBeside>
     __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}, int depth_a = 0,
                                             int depth_b = 0, int a_rows = TileT::kBlockM, const Beside& beside = {}) {
@@ -260,8 +259,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
             if constexpr (kGathers) ptx::mbarrier_arrive(barrier, 128);  // for all the threads that copy nothing
             const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
             const int k = slice * TileT::kBlockK;
-            SliceA::template load<TileT::kClusterN>(stage, a, m, depth_a + k, part_a(), barrier, a_rows);
-            SliceB::template load<TileT::kClusterM, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, depth_b + k, part_b(), barrier);
+            SliceA::template load<1>(stage, a, m, depth_a + k, 0, barrier);
+            SliceB::template load<TileT::kCluster, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, depth_b + k, part_b(), barrier);
             beside.bring(position.stage, k, barrier);
             position.advance();
         }
@@ -288,8 +287,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
             const unsigned stage = smem + static_cast<unsigned>(position.stage) * kStageBytes;
             if (thread == 0) {
                 ptx::mbarrier_arrive_expect_tx(barrier, SliceB::kBytes);
-                SliceB::template load<TileT::kClusterM, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK, part_b(),
-                                                                          barrier);
+                SliceB::template load<TileT::kCluster, TileT::kStreamsB>(stage + SliceA::kBytes, b, n, slice * TileT::kBlockK, part_b(),
+                                                                         barrier);
             }
             const int k = slice * TileT::kBlockK + chunk * 8;
 #pragma unroll 1
@@ -381,9 +380,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
     }
 
 private:
-    /// What this block brings of an operand that it shares.
-    __device__ __forceinline__ int part_a() const { return TileT::kClusterN > 1 ? static_cast<int>(rank) : 0; }
-    __device__ __forceinline__ int part_b() const { return TileT::kClusterM > 1 ? static_cast<int>(rank) : 0; }
+    /// What this block brings of the operand that it shares.
+    __device__ __forceinline__ int part_b() const { return TileT::kCluster > 1 ? static_cast<int>(rank) : 0; }
 
     /// This warp has read the stage; every block that writes into it hears of it.
     __device__ __forceinline__ void release(int stage) const {

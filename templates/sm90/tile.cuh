@@ -7,18 +7,15 @@
 namespace flce {
 
 /// kTurns: consumers take turns with whole tiles, else each has half of a tile's rows.
-template <int kBlockM_, int kBlockN_, int kStages_, int kClusterM_, bool kTurns_, int kClusterN_ = 1>
+template <int kBlockM_, int kBlockN_, int kStages_, int kCluster_, bool kTurns_>
 struct TileSm90 {
     enum : int { kBlockM = kBlockM_ };
     enum : int { kBlockN = kBlockN_ };
     enum : int { kBlockK = 64 };  // 128 bytes: one row of the 128-byte swizzle
     enum : int { kStages = kStages_ };
-    enum : int { kClusterM = kClusterM_ };  ///< blocks of a cluster along M, each with a part of B to bring for all of them
-    enum : int { kClusterN = kClusterN_ };  ///< along N, each with a part of A
-    enum : int { kCluster = kClusterM * kClusterN };
-    static_assert(kClusterM == 1 || kClusterN == 1, "a block's rank is its place along one of them");
+    enum : int { kCluster = kCluster_ };  ///< blocks along M, each with a part of B to bring for all of them
     enum : bool { kTurns = kTurns_ };
-    enum : bool { kStreamsB = kClusterM == 1 };  ///< no other block reads this one's part of B
+    enum : bool { kStreamsB = kCluster == 1 };  ///< no other block reads this one's part of B
     enum : int { kConsumers = 2 };
     enum : int { kThreads = 128 * (1 + kConsumers) };
     enum : int { kConsumerM = kTurns ? kBlockM : kBlockM / kConsumers };  ///< rows of a tile that one consumer has

@@ -47,7 +47,7 @@ TEST(BatchInvariant, Forward_HasTheSameSegmentsForAnyNumberOfTokens) {
             for (const Recorded& r : forward.launches) {
                 if (!r.kernel.starts_with("flce_forward")) continue;
                 const auto p = r.params<ForwardSm90Params>();
-                const int cluster_rows = ForwardShare::rows_of_cluster(many.block_m, r.kernel == "flce_forward" ? 2 : 1);
+                const int cluster_rows = many.block_m * (r.kernel == "flce_forward" ? 2 : 1);
                 const ForwardShare share(p.rows, segments, cluster_rows, 2, p.clusters, true);
                 EXPECT_EQ(share.splits, 2 * segments) << tokens;
             }

@@ -89,8 +89,7 @@ std::int64_t end_of_partials(const ForwardParams& p, const Spec& spec, std::int6
 }
 
 sm90::ForwardShape shape_of(const Spec& spec, const Plan& plan, const std::string& kernel) {
-    if (kernel == "flce_forward_few") return sm90::few_tokens_shape(spec, plan);
-    return kernel == "flce_forward_pairs" ? sm90::pairs_shape(spec).value() : sm90::forward_shape(plan);
+    return kernel == "flce_forward_few" ? sm90::few_tokens_shape(spec, plan) : sm90::forward_shape(plan);
 }
 
 /// Of hidden states, that one copy takes.
@@ -111,20 +110,18 @@ void expect_clusters_share(const Spec& spec, const Plan& plan, const std::string
         columns = stretch.columns;
         EXPECT_TRUE(columns % tile.block_n == 0 || stretch.first_column + columns == spec.vocab_size) << "a tile of two stretches";
     }
-    const int cluster_columns = tile.block_n * shape.cluster_n;
-    const auto tiles = static_cast<int>((columns + cluster_columns - 1) / cluster_columns);
+    const auto tiles = static_cast<int>((columns + tile.block_n - 1) / tile.block_n);
     const int dealt = spec.batch_invariant ? ForwardShare::segments_of(tiles, sm90::segment_tiles(spec, tile)) : tiles;
-    const ForwardShare share(p.rows, dealt, ForwardShare::rows_of_cluster(tile.block_m, shape.cluster_m),
-                             ForwardShare::writers_of(sm90::takes_turns(tile), shape.cluster_n), p.clusters, spec.batch_invariant);
-    EXPECT_LE(share.clusters, launch.grid[0] / shape.cluster()) << "a share without a cluster";
-    EXPECT_EQ(launch.grid[0] % shape.cluster(), 0);
-    EXPECT_GE(p.clusters, launch.grid[0] / shape.cluster());
+    const ForwardShare share(p.rows, dealt, tile.block_m * shape.cluster, ForwardShare::writers_of(sm90::takes_turns(tile)), p.clusters,
+                             spec.batch_invariant);
+    EXPECT_LE(share.clusters, launch.grid[0] / shape.cluster) << "a share without a cluster";
+    EXPECT_EQ(launch.grid[0] % shape.cluster, 0);
+    EXPECT_GE(p.clusters, launch.grid[0] / shape.cluster);
     EXPECT_LE(share.row_clusters, share.clusters) << "what VocabularyWalk needs";
-    if (shape.cluster_m == 1) {
+    if (shape.cluster == 1) {
         EXPECT_EQ(share.row_clusters, 1) << "a tile has all tokens";
-        const int copied = ForwardShare::copied_rows(p.rows, shape.cluster_n);
-        EXPECT_EQ(copied_at_once(launch, p), copied / shape.cluster_n);
-        EXPECT_TRUE(copied >= p.rows && copied <= tile.block_m) << copied << " of " << p.rows;
+        EXPECT_EQ(copied_at_once(launch, p), p.rows);
+        EXPECT_LE(p.rows, tile.block_m);
     }
     EXPECT_EQ(std::gcd(p.stride, p.clusters), 1);
     EXPECT_LE(end_of_partials(p, spec, share.splits, (p.rows + 31) / 32 * 32), end);

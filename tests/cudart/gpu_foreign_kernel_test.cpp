@@ -112,7 +112,7 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(Case{kLayer, 5000, std::nullopt, "Recomputed"}, Case{kJoinedLayer, kJoinedTokens, std::nullopt, "Joined"},
                     Case{kJoinedLayerInParts, kJoinedTokens, std::nullopt, "JoinedInParts"},
                     Case{kJoinedLayer, 300, std::nullopt, "ChunkByChunk"}, Case{kJoinedLayer, 64, std::nullopt, "FewTokens"},
-                    Case{kInvariantLayer, 5000, std::nullopt, "BatchInvariant"}, Case{kJoinedLayer, 150, std::nullopt, "PairTokens"},
+                    Case{kInvariantLayer, 5000, std::nullopt, "BatchInvariant"},
                     Case{kLayer, 5000, RetainedPlace::grad_weight, "ExponentialsInGradWeight"},
                     Case{kLayer, 5000, RetainedPlace::own, "ExponentialsApart"}),
     [](const auto& info) { return std::string(info.param.name); });

@@ -6,7 +6,6 @@ std::string_view to_string(KernelRole role) noexcept {
     switch (role) {
         case KernelRole::forward: return "forward";
         case KernelRole::forward_few: return "forward_few";
-        case KernelRole::forward_pairs: return "forward_pairs";
         case KernelRole::references: return "references";
         case KernelRole::teacher_logits: return "teacher_logits";
         case KernelRole::teacher_dlogits: return "teacher_dlogits";

@@ -12,7 +12,6 @@ enum class KernelRole : std::uint8_t {
     // Of a forward pass.
     forward,
     forward_few,    ///< of few tokens
-    forward_pairs,  ///< of a few more
     references,
     teacher_logits,
     merge_stretch,

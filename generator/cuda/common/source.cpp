@@ -85,7 +85,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
 }
 
 bool sees_logits(KernelRole role) {
-    return role == KernelRole::forward || role == KernelRole::forward_few || role == KernelRole::forward_pairs ||
+    return role == KernelRole::forward || role == KernelRole::forward_few ||
            role == KernelRole::dlogits || role == KernelRole::backward_chunks || role == KernelRole::hidden_chunks;
 }
 

@@ -42,13 +42,12 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPass& pass, const Laun
     using Params = ForwardSm90Params;
     const Spec& spec = pass.spec;
     const ForwardLayout& layout = pass.layout;
-    const auto& [role, tile, cluster_m, cluster_n] = kernel.shape;
-    const bool few = cluster_m == 1;
-    const Expr blocks = kernel.grid.clusters * kernel.shape.cluster();
-    // Few tokens are copied as many as there are: the copy engine takes long to fill in rows that do not exist. Blocks that share them copy
-    // whole eights each: ForwardShare::copied_rows.
-    const Expr hidden_box = !few ? Expr(tile.block_m) : cluster_n == 1 ? rows.count : round_up(ceil_div(rows.count, cluster_n), 8);
-    const int weight_box = (reads_vocab_major(spec) ? tile.block_n : 64) / cluster_m;
+    const auto& [role, tile, cluster] = kernel.shape;
+    const bool few = cluster == 1;
+    const Expr blocks = kernel.grid.clusters * cluster;
+    // Few tokens are copied as many as there are: the copy engine takes long to fill in rows that do not exist.
+    const Expr hidden_box = few ? rows.count : Expr(tile.block_m);
+    const int weight_box = (reads_vocab_major(spec) ? tile.block_n : 64) / cluster;
     const Expr compact = select(layout.compacts, workspace_at(layout.compact), slot(Slot::hidden));
     const Expr hidden_rows = select(equal(pass.list, 0), rows.count, slot(Slot::num_tokens));
     const MappedMatrix weight = rounds_weight(spec) ? rounded_matrix(spec, workspace_at(layout.rounded_weight), stretch_columns(pass).count)
@@ -127,24 +126,13 @@ Statement gather_compact_launch(const ForwardPass& pass) {
 
 using ForwardKernels = std::vector<ForwardKernel>;
 
-/// `retains`: whether any column of the call is.
-ForwardKernels forward_kernels(const ForwardPass& pass, const Device& device, const LaunchRows& rows, const Expr& retains) {
+ForwardKernels forward_kernels(const ForwardPass& pass, const Device& device, const LaunchRows& rows) {
     const Spec& spec = pass.spec;
     const Plan& plan = pass.plan;
-    const Expr n = slot(Slot::num_tokens);
-    const Expr few = less(n, kFewTokens + 1);
-    const auto of_few = [&](KernelRole role, const ForwardShape& shape, const Expr& takes) {
-        return ForwardKernel{role, shape, few_tokens_grid(spec, device, plan, shape), takes};
-    };
-    ForwardKernels kernels{of_few(KernelRole::forward_few, few_tokens_shape(spec, plan), few)};
-    Expr many = !few;
-    if (const auto pairs = pairs_shape(spec)) {
-        const Expr fit = less(n, kPairTokens + 1) && !retains;
-        kernels.push_back(of_few(KernelRole::forward_pairs, *pairs, !few && fit));
-        many = !few && !fit;
-    }
-    kernels.push_back({KernelRole::forward, forward_shape(plan), forward_grid(spec, device, plan, rows.count), many});
-    return kernels;
+    const Expr few = less(slot(Slot::num_tokens), kFewTokens + 1);
+    const ForwardShape few_tokens = few_tokens_shape(spec, plan);
+    return {{KernelRole::forward_few, few_tokens, few_tokens_grid(spec, device, plan, few_tokens), few},
+            {KernelRole::forward, forward_shape(plan), forward_grid(spec, device, plan, rows.count), !few}};
 }
 
 /// One of them, by the number of tokens.
@@ -164,12 +152,9 @@ Statement forward_gemm_launch(const ForwardPass& pass, const LaunchRows& rows, c
 std::vector<Statement> retaining_steps(const ForwardPass& pass, const Device& device, const LaunchRows& rows) {
     const RetainedLayout retained = retained_layout(pass.spec, pass.plan);
     const Expr any = less(0, retained.columns);
-    ForwardKernels kernels = forward_kernels(pass, device, rows, any);
+    const ForwardKernels kernels = forward_kernels(pass, device, rows);
     const auto gemm = [&](bool again) {
-        return by_tokens(kernels, [&](const ForwardKernel& kernel) {
-            if (kernel.shape.role == GemmRole::forward) return forward_gemm_launch(pass, rows, kernel);
-            return forward_retain_launch(pass, rows, kernel, retained, again);
-        });
+        return by_tokens(kernels, [&](const ForwardKernel& kernel) { return forward_retain_launch(pass, rows, kernel, retained, again); });
     };
     const RetainedRowsAt retained_rows{if_retained(retained, references_at(retained, rows)),
                                        if_retained(retained, retained_at(retained.target_logits) + rows.first * 4),
@@ -180,7 +165,6 @@ std::vector<Statement> retaining_steps(const ForwardPass& pass, const Device& de
     steps.push_back(row_outputs_launch(pass, rows, kDeviceSplits, retained_rows));
     // Exponentials of rows whose logits turned out to be far above their reference. There are hardly ever any, and then the launch ends at
     // once. No output comes of it.
-    std::erase_if(kernels, [](const ForwardKernel& kernel) { return kernel.shape.role == GemmRole::forward; });
     steps.push_back({If{any, gemm(true)}});
     return steps;
 }
@@ -202,7 +186,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     } else {
         body.push_back({If{layout.compacts, {gather_compact_launch(pass)}}});
         const auto gemm = [&](const ForwardKernel& kernel) { return forward_gemm_launch(pass, rows, kernel); };
-        std::vector<Statement> gemms = by_tokens(forward_kernels(pass, device, rows, 0), gemm);
+        std::vector<Statement> gemms = by_tokens(forward_kernels(pass, device, rows), gemm);
         if (rounds_weight(spec)) {
             body.push_back(stretch_loop(pass, rows, kDeviceSplits, std::move(gemms)));
         } else {

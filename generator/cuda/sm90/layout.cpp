@@ -36,8 +36,8 @@ struct ClusterShare {
 
     ClusterShare(const Spec& spec, const Device& device, const Plan& plan) {
         const GemmTile& tile = plan.cuda.forward;
-        cluster_rows = ForwardShare::rows_of_cluster(tile.block_m, kClusterBlocks);
-        writers = ForwardShare::writers_of(takes_turns(tile), 1);
+        cluster_rows = std::int64_t{kClusterBlocks} * tile.block_m;
+        writers = ForwardShare::writers_of(takes_turns(tile));
         tiles = forward_tiles(spec, plan, tile);
         // Row clusters × splits is at most clusters + 2·row clusters.
         const std::int64_t field_bytes = std::int64_t{4} * partial_fields(spec);
@@ -61,10 +61,10 @@ struct FewTokensShare {
     std::int64_t clusters;
 
     FewTokensShare(const Spec& spec, const Device& device, const Plan& plan, const ForwardShape& shape)
-        : writers(ForwardShare::writers_of(takes_turns(shape.tile), shape.cluster_n)) {
+        : writers(ForwardShare::writers_of(takes_turns(shape.tile))) {
         const std::int64_t of_cluster = std::int64_t{4} * partial_fields(spec) * writers * shape.tile.block_m;
-        clusters = std::clamp<std::int64_t>(partial_bytes(plan) / of_cluster - 1, 1, device.gpu.sm_count / shape.cluster());
-        if (spec.batch_invariant) clusters = device.gpu.sm_count / shape.cluster();  // segments have room of their own
+        clusters = std::clamp<std::int64_t>(partial_bytes(plan) / of_cluster - 1, 1, device.gpu.sm_count);
+        if (spec.batch_invariant) clusters = device.gpu.sm_count;  // segments have room of their own
     }
     /// Of all rows.
     [[nodiscard]] Expr partials(const Expr& rows) const { return writers * (clusters + 1) * round_up(rows, 32); }
@@ -84,10 +84,7 @@ Expr first_of_pair(const Plan& plan, const Expr& pair) { return round_up(ceil_di
 
 std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) {
     if (spec.batch_invariant) return std::int64_t{segment_tiles(spec, plan.cuda.forward)} * plan.cuda.forward.block_n;
-    // Not of pairs of tiles: the last one's second tile may lie beyond the stretch.
-    const int few = few_tokens_shape(spec, plan).tile.block_n;
-    const auto pairs = pairs_shape(spec);
-    return std::lcm(plan.cuda.forward.block_n, pairs ? std::lcm(few, pairs->tile.block_n) : few);
+    return std::lcm(plan.cuda.forward.block_n, few_tokens_shape(spec, plan).tile.block_n);
 }
 
 ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) {
@@ -100,10 +97,6 @@ ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& pla
     if (spec.batch_invariant) {
         f.partials = round_up(min(n, f.rows), 32) * (share.tiles * share.writers);
     } else {
-        // As many tokens as pairs of tiles may have, have the big kernel where they are retained.
-        if (const auto pairs = pairs_shape(spec)) {
-            f.partials = max(f.partials, FewTokensShare(spec, device, plan, *pairs).partials(min(n, kPairTokens)));
-        }
         f.partials =
             select(less(n, kFewTokens + 1), FewTokensShare(spec, device, plan, few_tokens_shape(spec, plan)).partials(n), f.partials);
     }
@@ -115,8 +108,8 @@ std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) {
     const GemmTile& tile = plan.cuda.forward;
     const auto tiles = static_cast<int>(forward_tiles(spec, plan, tile));
     const std::int64_t segments = ForwardShare::segments_of(tiles, segment_tiles(spec, tile));
-    const std::int64_t rows = ForwardShare::rows_of_cluster(tile.block_m, kClusterBlocks);
-    return segments * ForwardShare::writers_of(takes_turns(tile), 1) * rows * partial_fields(spec) * 4;
+    const std::int64_t rows = std::int64_t{kClusterBlocks} * tile.block_m;
+    return segments * ForwardShare::writers_of(takes_turns(tile)) * rows * partial_fields(spec) * 4;
 }
 
 ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
@@ -127,7 +120,7 @@ ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& pla
 
 ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const ForwardShape& shape) {
     const std::int64_t clusters = FewTokensShare(spec, device, plan, shape).clusters;
-    std::int64_t tiles = multiple_above(forward_tiles(spec, plan, shape.tile), shape.cluster_n) / shape.cluster_n;
+    std::int64_t tiles = forward_tiles(spec, plan, shape.tile);
     if (spec.batch_invariant) tiles = ForwardShare::segments_of(static_cast<int>(tiles), segment_tiles(spec, shape.tile));
     return {std::min(tiles, clusters), clusters, spreading_stride(static_cast<int>(clusters))};
 }

@@ -161,19 +161,10 @@ ForwardShape few_tokens_shape(const Spec& spec, const Plan& plan) {
     return {.role = forward_role(plan), .tile = with_stages(spec, GemmRole::forward_retain, tile)};
 }
 
-std::optional<ForwardShape> pairs_shape(const Spec& spec) {
-    const GemmTile tile{.block_m = kPairTokens, .block_n = 128, .block_k = 64, .stages = 5, .schedule = TileSchedule::by_turns};
-    // A thread has six rows. Their temperatures, what a cap takes and many sums of each are too much beside the accumulators.
-    const bool crowded = spec.softcap != 0.0 && spec.temperature && partial_fields(spec) > 4;
-    // A thread has other columns than where tokens are many, so that its sums have other bits.
-    if (spec.batch_invariant || crowded || accumulators(tile) > accumulator_limit(spec, GemmRole::forward)) return std::nullopt;
-    return ForwardShape{.role = GemmRole::forward, .tile = with_stages(spec, GemmRole::forward, tile), .cluster_n = kClusterBlocks};
-}
-
 KernelBlock forward_block(const Spec& spec, const ForwardShape& shape) {
     KernelBlock of = block(spec, shape.role, shape.tile);
-    if (shape.cluster_m == 1) of.smem_bytes = smem_bytes(spec, shape.role, shape.tile, kPartsOfFew);
-    of.cluster = shape.cluster();
+    if (shape.cluster == 1) of.smem_bytes = smem_bytes(spec, shape.role, shape.tile, kPartsOfFew);
+    of.cluster = shape.cluster;
     return of;
 }
 

@@ -1,13 +1,11 @@
 // What the kernels of cuda_sm90a demand of a spec and of a tile, what they take of an SM, and which of them a plan has.
 #pragma once
 
-#include <optional>
-
 #include "generator/cuda/common/cuda_path.hpp"
 
 namespace flce::sm90 {
 
-/// Blocks of a cluster, which stand along M but for those of `forward_pairs`.
+/// Blocks of a cluster, which stand along M.
 inline constexpr int kClusterBlocks = 2;
 
 [[nodiscard]] inline bool takes_turns(const GemmTile& tile) { return tile.schedule == TileSchedule::by_turns; }
@@ -19,27 +17,18 @@ inline constexpr int kClusterBlocks = 2;
 [[nodiscard]] CudaPath::Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
 [[nodiscard]] KernelBlock block(const Spec& spec, GemmRole role, const GemmTile& tile);
 
-/// One of forward's kernels: its tile, and how many blocks of a cluster stand along the tokens or along the vocabulary, as TileSm90 has it.
+/// One of forward's kernels: its tile, and how many blocks of a cluster share a tile of the vocabulary.
 struct ForwardShape {
     GemmRole role{};  ///< forward_retain, or forward: it retains nothing
     GemmTile tile;
-    int cluster_m = 1;
-    int cluster_n = 1;
-
-    [[nodiscard]] int cluster() const { return cluster_m * cluster_n; }
+    int cluster = 1;
 };
-[[nodiscard]] inline ForwardShape forward_shape(const Plan& plan) { return {forward_role(plan), plan.cuda.forward, kClusterBlocks, 1}; }
+[[nodiscard]] inline ForwardShape forward_shape(const Plan& plan) { return {forward_role(plan), plan.cuda.forward, kClusterBlocks}; }
 
 /// Up to this many tokens reading the weight is all that forward takes. Kernel `forward_few` then has them all in one tile, and every SM
 /// reads its own part of the vocabulary.
 inline constexpr int kFewTokens = 128;
 [[nodiscard]] ForwardShape few_tokens_shape(const Spec& spec, const Plan& plan);
-
-/// Up to this many tokens are a tile of `forward_pairs`: both blocks of a cluster have all of them, which they bring for each other, and
-/// tiles of the vocabulary that lie beside each other. It retains nothing: calls that retain have kernel `forward`. Nothing where such a
-/// tile's accumulators do not fit into the registers; there is no such kernel then.
-inline constexpr int kPairTokens = 192;
-[[nodiscard]] std::optional<ForwardShape> pairs_shape(const Spec& spec);
 
 /// `block` of a kernel of forward.
 [[nodiscard]] KernelBlock forward_block(const Spec& spec, const ForwardShape& shape);

@@ -8,9 +8,8 @@
 namespace flce::sm90 {
 namespace {
 
-std::string tile_type(const GemmTile& tile, int cluster_m = kClusterBlocks, int cluster_n = 1) {
-    const std::string along_n = cluster_n > 1 ? fmt::format(", {}", cluster_n) : "";
-    return fmt::format("TileSm90<{}, {}, {}, {}, {}{}>", tile.block_m, tile.block_n, tile.stages, cluster_m, takes_turns(tile), along_n);
+std::string tile_type(const GemmTile& tile, int cluster = kClusterBlocks) {
+    return fmt::format("TileSm90<{}, {}, {}, {}, {}>", tile.block_m, tile.block_n, tile.stages, cluster, takes_turns(tile));
 }
 
 std::string grad_weight_params(const Spec& spec, const Plan& plan) {
@@ -30,7 +29,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     };
     const char* forward_params = rounds_weight(spec) ? "ForwardStretchSm90Params" : "ForwardSm90Params";
     const auto forward = [&](KernelRole kernel, const ForwardShape& shape) {
-        writer.gemm({kernel, forward_params, "forward_sm90", "ForwardSm90", tile_type(shape.tile, shape.cluster_m, shape.cluster_n),
+        writer.gemm({kernel, forward_params, "forward_sm90", "ForwardSm90", tile_type(shape.tile, shape.cluster),
                      forward_block(spec, shape), shape.role == forward_role(plan) ? "Problem" : "flce::Unretained<Problem>"});
     };
     const bool retains = plan.strategy == Strategy::retain;
@@ -38,7 +37,6 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaPlan& tiles = plan.cuda;
     forward(KernelRole::forward, forward_shape(plan));
     forward(KernelRole::forward_few, few_tokens_shape(spec, plan));
-    if (const auto pairs = pairs_shape(spec)) forward(KernelRole::forward_pairs, *pairs);
     writer.row_kernels();
     gemm(KernelRole::dlogits, GemmRole::dlogits, tiles.dlogits, "Dlogits", "Dlogits", "dlogits");
     gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, "GradHidden", smoothed + "GradHidden", "grad_hidden");
