@@ -21,6 +21,7 @@ printf '%s\0' "${files[@]}" | xargs -0 -n1 -P"$(nproc)" "$tool" -p build-dev --q
 cmake -DSOURCE_DIR="$PWD" -P tests/structure/includes.cmake
 cmake -DSOURCE_DIR="$PWD" -P tests/structure/pages.cmake
 cmake -DSOURCE_DIR="$PWD" -P tests/structure/code_lines.cmake
+python3 tests/structure/comments.py
 # Python: ruff and mypy, with their caches out of the way.
 mkdir -p build-dev/lint
 tools=$PWD/tools
