@@ -1,5 +1,5 @@
-// The tuner: measures plans of output layers on a device of this machine, and keeps what it has measured in records that sessions read. It
-// is what `flce tune` does; docs/tuning.md says how.
+// The tuner: measures plans of output layers on a device of this machine, and keeps what it has measured in records that sessions read.
+// `flce tune` runs the tuner; docs/tuning.md describes it.
 //
 //     flce::TuneReport report = flce::tune({.specs = {flce::parse_spec("D=2048,V=151936,dtype=bf16")}, .num_tokens = {4096}},
 //                                          {.stop = [] { return shutting_down(); }});
@@ -16,20 +16,20 @@
 
 namespace flce {
 
-/// What is tuned, and how. Every spec is tuned for every number of tokens.
+/// Layers that are tuned, and how. Every spec is tuned for every number of tokens.
 struct TuneOptions {
     std::vector<Spec> specs{};
     std::vector<std::int64_t> num_tokens{};  ///< rows of hidden; each stands for its token_bucket. Empty: kTypicalTokens
     SessionOptions session{};                ///< device, cache_dir, threads and scratch_bytes count
     std::int64_t workspace_limit_bytes = 0;  ///< tune for calls with this limit; 0: none
-    bool retain = true;                      ///< forward leaves to backward what grad_weight's memory or the limit has room for
+    bool retain = true;                      ///< forward leaves to backward as much as grad_weight's memory or the limit has room for
     std::vector<Plan> plans{};               ///< further candidates
     double budget_s = 60;                    ///< seconds for each spec and number of tokens
     double candidate_timeout_s = 30;         ///< a candidate without an answer for this time hangs; at most a quarter of the budget counts
-    std::vector<std::string> coordinates{};  ///< what to vary, as --coordinates names it; empty: everything
+    std::vector<std::string> coordinates{};  ///< coordinates to vary, as --coordinates names them; empty: all
     std::size_t exhaustive = 0;              ///< > 0: measure that many combinations instead of descending
     std::filesystem::path records_dir{};     ///< where records are kept; empty: the session's
-    std::string commit{};                    ///< kept with the measurements, to tell later what was measured
+    std::string commit{};                    ///< commit kept with the measurements, so that later readers know the code that was measured
     bool fresh = false;                      ///< measure everything again and replace the records
     /// The flce command, of this library's build: candidates run in processes of it. Empty: bin/flce beside the folder of libflce, as it is
     /// in the build tree, an install and the Python package.
@@ -43,10 +43,10 @@ struct TuneProgress {
     double elapsed_s = 0;
     double budget_s = 0;
     std::size_t candidates = 0;
-    double best_ms = 0;  ///< of forward and backward; 0: nothing is timed yet
+    double best_ms = 0;  ///< milliseconds of forward and backward; 0: nothing is timed yet
 };
 
-/// What tune() tells its caller, in the calling thread, and asks it. Each may be empty.
+/// Functions by which tune() tells its caller of its progress, in the calling thread, and asks whether to stop. Each may be empty.
 struct TuneListener {
     std::function<void(const TuneProgress&)> progress{};  ///< before each measurement; candidates is 0 when a search begins
     std::function<void(const std::string&)> warning{};
@@ -61,8 +61,8 @@ struct TunedLayer {
     std::string best_plan{};         ///< canonical text; empty: no candidate is right
     double best_ms = 0;
     std::string default_plan{};  ///< the cost model's first choice
-    std::size_t candidates = 0;  ///< in the record
-    std::size_t measured = 0;    ///< by this call
+    std::size_t candidates = 0;  ///< candidates in the record
+    std::size_t measured = 0;    ///< candidates measured by this call
     bool complete = false;       ///< the search was neither stopped nor cut short
     double seconds = 0;
     std::int64_t compiled = 0;  ///< kernels and launchers that no cache had

@@ -11,7 +11,8 @@ namespace flce {
 
 enum class DeviceKind : std::uint8_t { cpu, cuda };
 
-/// What the planner and the generator know of a GPU. Everything but arch is a default of that architecture when described by name.
+/// Properties of a GPU that the planner and the generator know. All but arch are defaults of the architecture when the GPU is described by
+/// name.
 struct GpuProperties {
     std::string arch{};          ///< exact target: "sm_80", "sm_90a", "sm_100a", "sm_120", …
     int compute_capability = 0;  ///< major · 10 + minor
@@ -25,11 +26,11 @@ struct GpuProperties {
     friend bool operator==(const GpuProperties&, const GpuProperties&) = default;
 };
 
-/// What the planner and the host code generator know of a CPU.
+/// Properties of a CPU that the planner and the host code generator know.
 struct CpuProperties {
     std::string triple{};    ///< LLVM target triple
     std::string cpu{};       ///< LLVM's name: "x86-64-v4", "cascadelake", "znver4", …
-    std::string features{};  ///< LLVM's feature string, "+avx512f,-amx-tile,…"; empty means what the name implies
+    std::string features{};  ///< LLVM's feature string, "+avx512f,-amx-tile,…"; empty means the features that the name implies
     int vector_bits = 128;
     bool fma = false;
     bool bf16_dot = false;  ///< VDPBF16PS
@@ -47,7 +48,7 @@ struct Device {
     CpuProperties cpu{};  ///< meaningful for kind == cpu
     friend bool operator==(const Device&, const Device&) = default;
 
-    /// A JSON object as text: "kind", "name" and the fields of that kind; parse_device_json reads it back.
+    /// A JSON object as text: "kind", "name" and the fields of its kind; parse_device_json reads the text back.
     [[nodiscard]] std::string json() const;
 };
 

@@ -8,7 +8,7 @@
 
 namespace flce {
 
-/// What kind of failure an Error is; the C ABI returns it as its status and the CLI maps it to an exit code.
+/// Kind of failure that an Error is; the C ABI returns it as its status and the CLI maps it to an exit code.
 enum class ErrorKind : int {
     spec = 1,         ///< the Spec (or its text) is malformed or outside the limits
     plan = 2,         ///< the Plan is malformed or not legal for this Spec and Device

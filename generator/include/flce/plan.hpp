@@ -13,13 +13,13 @@
 
 namespace flce {
 
-/// Which family of kernels runs the plan. cuda_sm80 is the generic tensor-core path (mma.sync, cp.async) of sm_80 and everything newer,
+/// Family of kernels that runs the plan. cuda_sm80 is the generic tensor-core path (mma.sync, cp.async) of sm_80 and everything newer,
 /// cuda_sm90a Hopper's own (wgmma, tensor copies, clusters) for 16-bit dtypes.
 enum class PlanPath : std::uint8_t { cpu, cuda_sm80, cuda_sm90a };
 
 /// recompute keeps nothing of size [N, V]: backward computes the logits again, a vocabulary chunk at a time (8·N·V·D operations). retain
-/// leaves exponentials of the first part of the vocabulary, as much as the call's Retained holds, to backward: (8 − 2f)·N·V·D where
-/// that part is f of it.
+/// leaves exponentials of the first part of the vocabulary, as much as the call's Retained holds, to backward: (8 − 2f)·N·V·D operations
+/// where that part is the fraction f of the vocabulary.
 enum class Strategy : std::uint8_t { recompute, retain };
 
 /// How the warps of a block share its tiles. cuda_sm80: a tile for the whole block, whose warps stand in a warps_m × warps_n grid.
@@ -73,8 +73,8 @@ struct Plan {
 
     /// Canonical text: path, strategy and every key of that path, for example
     /// "cuda_sm80:recompute,chunk=16384,scratch=67108864,forward=128x256x32x3/2x4,…,raster=8" (tiles are block_m x block_n x block_k x
-    /// stages / warps_m x warps_n) or "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…". parse_plan reads
-    /// it back to an equal Plan.
+    /// stages / warps_m x warps_n) or "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…". parse_plan reads the
+    /// text back to an equal Plan.
     [[nodiscard]] std::string text() const;
     /// A JSON object as text, with the same keys after "path" and "strategy"; parse_plan_json reads it back.
     [[nodiscard]] std::string json() const;
@@ -87,27 +87,27 @@ struct Plan {
 [[nodiscard]] std::string_view to_string(PlanPath path) noexcept;
 [[nodiscard]] std::string_view to_string(Strategy strategy) noexcept;
 
-/// Why `plan` cannot run `spec` on `device`; std::nullopt when it can. The one place where this is decided: the planner, the tuner and
-/// overrides all ask here. Throws SpecError where `spec` itself is not legal.
+/// Why `plan` cannot run `spec` on `device`; std::nullopt when it can. Legality is decided here alone: the planner, the tuner and overrides
+/// all ask this function. Throws SpecError where `spec` itself is not legal.
 [[nodiscard]] std::optional<std::string> illegal_reason(const Spec& spec, const Device& device, const Plan& plan);
 
 /// Scratch that every plan may use beside 4·N·D bytes and long lists of tokens, and the default of a session.
 inline constexpr std::int64_t kDefaultScratchBytes = 64LL << 20;
 
-/// What a kernel is planned for where the number of tokens is not known.
+/// Number of tokens that a kernel is planned for where the call's is not known.
 inline constexpr std::int64_t kTypicalTokens = 4096;
-/// Numbers of tokens at which plans are tuned, ascending. A number between them takes the plan of the nearest.
+/// Numbers of tokens at which plans are tuned, ascending. A number between two buckets takes the plan of the nearest.
 [[nodiscard]] std::span<const std::int64_t> token_buckets() noexcept;
-/// The nearest of them by ratio, the smaller of two that are equally near; kTypicalTokens for 0 and less, which stand for a number not
-/// known.
+/// The nearest of token_buckets by ratio, the smaller of two that are equally near; kTypicalTokens for 0 and less, which stand for a number
+/// not known.
 [[nodiscard]] std::int64_t token_bucket(std::int64_t num_tokens) noexcept;
 
-/// What of a call's memory and size its plan depends on: what a session chooses plans for, the tuner searches for, and records are kept by.
+/// Memory and size of a call, as far as its plan depends on them. Sessions choose plans, the tuner searches and records are kept by this.
 struct PlanRequest {
     /// Most bytes beyond dH's accumulator; below the smallest legal amount is a PlanError.
     std::int64_t scratch_bytes = kDefaultScratchBytes;
-    std::int64_t limit_bytes = 0;  ///< on workspace and retained memory together; 0: none
-    std::int64_t num_tokens = 0;   ///< of the call; 0: not known
+    std::int64_t limit_bytes = 0;  ///< limit on workspace and retained memory together; 0: none
+    std::int64_t num_tokens = 0;   ///< tokens of the call; 0: not known
     friend bool operator==(const PlanRequest&, const PlanRequest&) = default;
 };
 
@@ -125,8 +125,8 @@ struct Cost {
     double seconds = 0;
 };
 /// `retained`: the part of the vocabulary, 0 to 1, whose exponentials (a CPU's plan: logits) forward leaves to backward; a GPU's plan whose
-/// strategy is not retain leaves nothing. Absent: what candidates are compared with, everything where the strategy is retain and else
-/// nothing. A CPU's time is that of device.cpu.cores threads.
+/// strategy is not retain leaves nothing. Absent: the part with which candidates are compared: everything where the strategy is retain,
+/// else nothing. A CPU's time is that of device.cpu.cores threads.
 [[nodiscard]] Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens,
                                     std::optional<double> retained = std::nullopt);
 [[nodiscard]] Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens,

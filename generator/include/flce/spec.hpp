@@ -43,8 +43,8 @@ inline constexpr float kMostTemperature = 0x1p100F;
 struct Spec {
     std::int64_t hidden_size = 0;        ///< D: ≥ 8 and a multiple of 8 (rows of 16 bytes)
     std::int64_t vocab_size = 0;         ///< V ≥ 2
-    std::int64_t padded_vocab_size = 0;  ///< rows (vocab_major) or columns that the weight has in memory; ≥ V; 0 in a literal means V.
-                                         ///< What lies past V is never predicted and its gradient is 0 (untouched when accumulating)
+    std::int64_t padded_vocab_size = 0;  ///< rows (vocab_major) or columns that the weight has in memory; ≥ V; 0 in a literal means V. Rows
+                                         ///< past V are never predicted and their gradient is 0 (untouched when accumulating)
     std::int64_t whole_vocab_size = 0;   ///< 0, or the layer is a shard: classes of all shards, of which vocab_size is the most that one
                                          ///< has. A call says which (flce.hpp, "Shards"); labels are 0 to whole_vocab_size − 1
     DType dtype = DType::bf16;
@@ -107,9 +107,9 @@ struct Spec {
 [[nodiscard]] bool is_shard(const Spec& spec) noexcept;
 /// Classes that a label may name: those of all shards.
 [[nodiscard]] std::int64_t whole_vocab_size(const Spec& spec) noexcept;
-/// What the weight has in memory.
+/// The weight's dtype in memory.
 [[nodiscard]] DType weight_dtype(const Spec& spec) noexcept;
-/// What grad_hidden has in memory.
+/// grad_hidden's dtype in memory.
 [[nodiscard]] DType grad_hidden_dtype(const Spec& spec) noexcept;
 /// Whether the weight is fp32 under a 16-bit dtype, so that the weight is rounded as it is read.
 [[nodiscard]] bool rounds_weight(const Spec& spec) noexcept;

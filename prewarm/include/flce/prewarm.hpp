@@ -1,5 +1,5 @@
-// Compiles kernels before they are needed, for devices that need not be here, into the cache or into a pack. It is what `flce prewarm`
-// does; docs/prewarm.md says how.
+// Compiles kernels before they are needed, for devices that need not be here, into the cache or into a pack. `flce prewarm` does this;
+// docs/prewarm.md describes it.
 //
 //     flce::PrewarmReport report = flce::prewarm({.wants = {.specs = {flce::parse_spec("D=2048,V=151936,dtype=bf16")}, .devices =
 //     {"h100"}},
@@ -22,16 +22,16 @@ namespace flce {
 struct PrewarmWants {
     std::vector<Spec> specs{};
     std::vector<std::filesystem::path> hf_configs{};  ///< models' config.json files
-    std::vector<std::string> autocast{};              ///< "bf16", "fp16": what these models are computed in, with parameters in fp32
+    std::vector<std::string> autocast{};              ///< "bf16", "fp16": dtypes that these models are computed in, with parameters in fp32
     std::vector<std::filesystem::path> manifests{};   ///< JSON files that list the same (docs/prewarm.md)
     std::vector<std::string> devices{};               ///< names as resolve_device takes them: "sm_90a", "NVIDIA H200", "x86-64-v4", "cpu"
-    std::vector<std::int64_t> num_tokens{};           ///< of calls; empty: any number
+    std::vector<std::int64_t> num_tokens{};           ///< tokens of a call; empty: any number
     std::vector<std::int64_t> workspace_limits{};     ///< KernelOptions::workspace_limit_bytes of calls; 0: none. Empty: none
-    std::vector<std::int64_t> scratch_bytes{};        ///< of sessions; empty: the default
-    std::string plan{};                               ///< instead of the planner's choice
+    std::vector<std::int64_t> scratch_bytes{};        ///< scratch of sessions; empty: the default
+    std::string plan{};                               ///< plan instead of the planner's choice
 };
 
-/// A kernel set. Wants that come to the same one are one.
+/// A kernel set. Wants that ask for equal kernel sets are one item.
 struct PrewarmItem {
     Spec spec{};
     std::string device_name{};
@@ -41,7 +41,7 @@ struct PrewarmItem {
 
 struct PrewarmOptions {
     PrewarmWants wants{};
-    std::filesystem::path cache_dir{};  ///< as SessionOptions::cache_dir
+    std::filesystem::path cache_dir{};  ///< cache directory, like SessionOptions::cache_dir
     std::filesystem::path pack{};       ///< also write what these kernels use, and nothing else, as one pack; empty: no pack
     int jobs = 0;                       ///< worker processes; 0: as many as cores and memory have room for
     /// The flce command, of this library's build: kernels are compiled in processes of it. Empty: bin/flce beside the folder of libflce, as
@@ -66,7 +66,7 @@ struct PrewarmProgress {
     std::int64_t failed = 0;    ///< kernel sets
 };
 
-/// What prewarm() tells its caller, in the calling thread, and asks it. Each may be empty.
+/// Functions by which prewarm() tells its caller of its progress, in the calling thread, and asks whether to stop. Each may be empty.
 struct PrewarmListener {
     std::function<void(const PrewarmRoom&)> begin{};
     std::function<void(const PrewarmProgress&)> progress{};  ///< several times a second
@@ -74,7 +74,7 @@ struct PrewarmListener {
     std::function<bool()> stop{};  ///< whether to end; kernels at work are given up, finished ones are kept
 };
 
-/// A kernel set, and what became of it.
+/// A kernel set, and the result of compiling it.
 struct PrewarmedItem {
     PrewarmItem item{};
     std::int64_t compiled = 0;
@@ -88,9 +88,9 @@ struct PrewarmReport {
     std::int64_t compiled = 0;
     std::int64_t hits = 0;
     std::int64_t failed = 0;
-    std::size_t not_kept = 0;                     ///< sets that were compiled and that no cache keeps; not counted where a pack is written
+    std::size_t not_kept = 0;                     ///< sets that were compiled but that no cache keeps; not counted where a pack is written
     bool stopped = false;                         ///< by the listener
-    std::optional<std::filesystem::path> pack{};  ///< that was written: only if every kernel is in it
+    std::optional<std::filesystem::path> pack{};  ///< pack that was written: only if every kernel is in it
     std::filesystem::path cache_dir{};            ///< empty: the local cache is off
 
     /// The object that `flce prewarm --json` prints.
@@ -103,7 +103,7 @@ struct PrewarmReport {
 
 struct MissingReport {
     std::size_t sets = 0;                ///< all that were asked for
-    std::vector<PrewarmItem> missing{};  ///< those that a run in this environment would not find (a strict run, where FLCE_STRICT says so)
+    std::vector<PrewarmItem> missing{};  ///< sets that a run in this environment would not find (a strict run, where FLCE_STRICT says so)
 
     /// The object that `flce prewarm --check --json` prints.
     [[nodiscard]] std::string json() const;

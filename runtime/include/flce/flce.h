@@ -28,7 +28,7 @@
 extern "C" {
 #endif
 
-/* Grows when functions or fields are added; what is there keeps its meaning. */
+/* Grows when functions or fields are added; fields and functions that are there keep their meaning. */
 #define FLCE_ABI_VERSION 11
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
@@ -101,9 +101,9 @@ typedef struct flce_session_options {
     const char* device;            /* "cpu", "cuda", "cuda:1", …; NULL or "": FLCE_DEVICE, else the first CUDA device, else the CPU */
     const char* cache_dir;         /* NULL or "": FLCE_CACHE_DIR, else $XDG_CACHE_HOME/flce, else ~/.cache/flce */
     int64_t scratch_bytes;         /* workspace beside 4·N·D bytes and long lists of tokens that plans may use; 0: 64 MiB */
-    int32_t threads;               /* of CPU kernels; 0: FLCE_NUM_THREADS, else every core */
+    int32_t threads;               /* threads of CPU kernels; 0: FLCE_NUM_THREADS, else every core */
     int32_t no_disk_cache;         /* not 0: nothing is kept on disk */
-    int64_t workspace_limit_bytes; /* of calls that give none of their own, see flce_kernel_options; 0: none */
+    int64_t workspace_limit_bytes; /* limit of calls that give none of their own, see flce_kernel_options; 0: none */
     /* 1: flce_get_kernel compiles nothing: FLCE_ERROR_CACHE_MISS for a kernel that no cache has, FLCE_ERROR_ENVIRONMENT (at once or then)
      * for a part of the cache that cannot be used. -1: it compiles. 0: FLCE_STRICT decides. */
     int32_t strict;
@@ -156,7 +156,7 @@ typedef struct flce_tier_statistics {
     int64_t stored;     /* entries that it took */
 } flce_tier_statistics;
 #define FLCE_TIER_STATISTICS_INIT {sizeof(flce_tier_statistics), 0, 0, 0, 0}
-/* What one tier did for flce_get_kernel; all 0 where the session has no such tier. */
+/* Counts of one tier's work for flce_get_kernel; all 0 where the session has no such tier. */
 FLCE_API flce_status flce_session_tier_statistics(const flce_session* session, int32_t tier, flce_tier_statistics* statistics);
 
 /* --- Specs -------------------------------------------------------------------------------------------------------------------- */
@@ -179,10 +179,10 @@ typedef struct flce_kernel_options {
     const char* plan;      /* canonical plan text instead of the planner's choice; NULL or "": the planner's */
     int64_t scratch_bytes; /* instead of the session's; 0: the session's */
     /* Most bytes beyond inputs and gradients that a call over num_tokens tokens may take, workspace and `retained` together; 0: the
-     * session's limit. The kernel's workspace keeps to it; what it leaves is the most that `retained` in memory of its own may have. */
+     * session's limit. The kernel's workspace keeps to it; `retained` in memory of its own may have the rest. */
     int64_t workspace_limit_bytes;
-    /* Tokens of the call. The limit holds for this number, and the plan is that for its token bucket (flce_token_bucket). 0: not known. The
-     * limit is then for what does not grow with tokens, and the plan is that for 4096. */
+    /* Tokens of the call. The limit holds for this number, and the plan is made for its token bucket (flce_token_bucket). 0: not known. The
+     * limit is then for the memory that does not grow with tokens, and the plan is made for 4096. */
     int64_t num_tokens;
 } flce_kernel_options;
 #define FLCE_KERNEL_OPTIONS_INIT {sizeof(flce_kernel_options), NULL, 0, 0, 0}
@@ -210,33 +210,33 @@ FLCE_API flce_status flce_prewarm(flce_session* session, const char* spec, const
                                   flce_prewarm_result* result);
 
 enum { FLCE_FORWARD = 0, FLCE_BACKWARD = 1, FLCE_FORWARD_BACKWARD = 2, FLCE_MERGE = 3 };
-/* Scratch bytes of a pass over num_tokens tokens (FLCE_FORWARD_BACKWARD: enough for either). More tokens may need less: ask for each number
- * of tokens. */
+/* Scratch bytes of a pass over num_tokens tokens (FLCE_FORWARD_BACKWARD: enough for either). More tokens may need fewer bytes: ask for each
+ * number of tokens. */
 FLCE_API flce_status flce_kernel_workspace_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t pass, size_t* bytes);
 
-/* Where what is retained lies: in memory of its own, or in that of grad_weight before backward writes it. */
+/* Place of the retained values: memory of their own, or grad_weight's memory before backward writes it. */
 enum { FLCE_RETAINED_OWN = 0, FLCE_RETAINED_GRAD_WEIGHT = 1 };
 /* Most bytes that forward can leave to backward for num_tokens tokens (16-byte aligned, on the kernel's device); any smaller number spares
  * a part. 0: this kernel retains nothing. `place` FLCE_RETAINED_GRAD_WEIGHT: exactly the bytes from the beginning of grad_weight that may
- * be lent for it, or 0 where its memory will not do. A backward call that writes grad_weight then destroys what was retained there: later
- * calls go without. */
+ * be lent, or 0 where grad_weight's memory will not do. A backward call that writes grad_weight then destroys the values retained there:
+ * later calls go without. */
 FLCE_API flce_status flce_kernel_retained_bytes(const flce_kernel* kernel, int64_t num_tokens, int32_t place, size_t* bytes);
 
-/* What of a step decides where forward leaves something to backward, and how much. All zero but struct_size: every default. */
+/* A step's properties that decide where forward leaves values to backward, and how many. All zero but struct_size: every default. */
 typedef struct flce_retain_options {
     size_t struct_size;
-    /* On workspace and `retained` together. 0: none, and no memory for `retained` alone, but that of a shard may be as large as the whole
-     * layer's weight gradient and 1/32 more. */
+    /* Most bytes of workspace and `retained` together. 0: no limit, and no memory of its own for `retained`, except that of a shard, which
+     * may be as large as the whole layer's weight gradient and 1/32 more. */
     int64_t workspace_limit_bytes;
-    /* Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: those where the launches that it takes cost more than it
-     * spares. */
+    /* Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: the number at which the launches for it cost more than they
+     * spare. */
     int64_t least_work;
     int32_t keep_grad_weight; /* not 0: grad_weight's memory may not be lent */
     int32_t reserved;         /* 0 */
     int64_t vocab_columns;    /* classes of this rank's shard; 0: the spec's vocab_size */
 } flce_retain_options;
 #define FLCE_RETAIN_OPTIONS_INIT {sizeof(flce_retain_options), 0, 0, 0, 0, 0}
-/* What forward should leave to backward of a step over num_tokens tokens: what to set retained_place and retained_bytes to; 0 bytes:
+/* Values for retained_place and retained_bytes that forward and backward of a step over num_tokens tokens should be given; 0 bytes:
  * nothing. The memory is the caller's own, or grad_weight's. `options` may be NULL. */
 FLCE_API flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_tokens, const flce_retain_options* options,
                                                  int32_t* place, size_t* bytes);
@@ -260,23 +260,23 @@ FLCE_API flce_status flce_kernel_text(const flce_kernel* kernel, int32_t which, 
 FLCE_API flce_status flce_kernel_device(const flce_kernel* kernel, int32_t* device_type, int32_t* device_index);
 
 /* SHA-256, as 64 hexadecimal digits, of the specs and plans of `count` kernels in any order, and of the version of the code that they were
- * generated by. Ranks of one training run compare it before the first step: those with the same one compute alike. */
+ * generated by. Ranks of one training run compare digests before the first step: ranks with equal digests compute alike. */
 FLCE_API flce_status flce_plan_digest(const flce_kernel* const* kernels, size_t count, char* buffer, size_t capacity, size_t* needed);
 
 /* WEIGHTED_MEAN divides by the sum of valid tokens' weights; MEAN by their number, whatever their weights are. */
 enum { FLCE_REDUCTION_NONE = 0, FLCE_REDUCTION_SUM = 1, FLCE_REDUCTION_MEAN = 2, FLCE_REDUCTION_WEIGHTED_MEAN = 3 };
 
-/* A backward call in one, or cut in two where something waits for grad_hidden, which the first part completes. Both calls have the same
- * arguments and the workspace as it was left. */
+/* A backward call in one, or cut in two where something waits for grad_hidden: the first part completes grad_hidden. Both calls have the
+ * same arguments, and the second one the workspace as the first one left it. */
 enum { FLCE_STAGE_WHOLE = 0, FLCE_STAGE_UNTIL_GRAD_HIDDEN = 1, FLCE_STAGE_REST = 2 };
 
 /* Tensors: NULL means absent. N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All contiguous and on the kernel's
  * device; hidden, weight and their gradients 16-byte aligned; what is written overlaps nothing else.
  *
  * Shards (specs with whole_vocab_size): a rank's weight has the rows of labels vocab_start and up, at most P (hidden_major: exactly P
- * columns); those at and past whole_vocab_size are padding, and of the others there are at most V. Bias and class weights have as many
- * elements as the weight has rows. Forward writes partial_sums, the caller gathers those of all ranks in the order of their labels, merge
- * makes the outputs of them, and the caller adds up the ranks' grad_hidden. */
+ * columns); rows at and past whole_vocab_size are padding, and at most V rows are before it. Bias and class weights have as many elements
+ * as the weight has rows. Forward writes partial_sums, the caller gathers all ranks' partial sums in the order of their labels, merge
+ * makes the outputs from the gathered sums, and the caller adds up the ranks' grad_hidden. */
 typedef struct flce_forward_args {
     size_t struct_size;
     const flce_tensor* hidden;       /* [N, D], the spec's dtype */
@@ -289,28 +289,29 @@ typedef struct flce_forward_args {
     int32_t reserved;                 /* 0 */
     const flce_tensor* num_valid;     /* scalar int32, int64 or fp32 that mean divides by (<= 0: it is 0); NULL: valid tokens are counted */
     const flce_tensor* loss;          /* fp32: [N] for FLCE_REDUCTION_NONE, scalar otherwise */
-    const flce_tensor* z_loss;        /* fp32, like loss: its z-loss part alone */
+    const flce_tensor* z_loss;        /* fp32, same shape as loss: the loss's z-loss part alone */
     const flce_tensor* lse;           /* [N] fp32; required: backward reads it */
     const flce_tensor* logprob;       /* [N] fp32; the spec's outputs must have it, as for entropy */
     const flce_tensor* entropy;       /* [N] fp32 */
     const flce_tensor* invalid_label; /* one uint64 that the caller set to UINT64_MAX; see flce_kernel_check_invalid_label */
-    void* retained;        /* written: what spares backward computing logits again, as much as fits; see flce_kernel_retained_bytes */
+    void* retained;        /* written: values so that backward does not compute their logits again, as many as fit; see
+                            * flce_kernel_retained_bytes */
     size_t retained_bytes; /* 0 with retained NULL: nothing is retained */
     int32_t
         retained_place; /* FLCE_RETAINED_OWN, or FLCE_RETAINED_GRAD_WEIGHT with exactly the bytes that flce_kernel_retained_bytes says */
     int32_t reserved_2; /* 0 */
     const flce_tensor* temperature;      /* [N] fp32, 2^-100 to 2^100; required iff the spec has temperature */
     const flce_tensor* token_weight;     /* [N] fp32; required iff the spec has token_weight */
-    const flce_tensor* top1;             /* [N] int64, -1 for ignored rows; the spec's outputs must have it, as for the next one */
+    const flce_tensor* top1;             /* [N] int64, -1 for ignored rows; the spec's outputs must have it, as for log_sum_sq_probs */
     const flce_tensor* log_sum_sq_probs; /* [N] fp32, 0 for ignored rows */
     /* Required iff the spec has teacher_top_k = K. Ids: [N, K] int32 or int64, classes in any order, -1 for none; equal ids add up, and an
-     * id that is neither is reported as a label is and counts as none. Probabilities: [N, K] fp32, any numbers; a NaN makes its token's
-     * loss and gradients NaN. Log-probabilities: [N, K] fp32, written, 0 at no class; backward reads them. */
+     * id that is neither a class nor -1 is reported like such a label and counts as none. Probabilities: [N, K] fp32, any numbers; a NaN
+     * makes its token's loss and gradients NaN. Log-probabilities: [N, K] fp32, written, 0 at no class; backward reads them. */
     const flce_tensor* teacher_ids;
     const flce_tensor* teacher_probs;
     const flce_tensor* teacher_logprobs;
-    int64_t vocab_start;             /* of a shard: the label of the weight's first row; else 0 */
-    const flce_tensor* partial_sums; /* [F, N] fp32, written: required of a shard, which writes no other output */
+    int64_t vocab_start;             /* label of the weight's first row in a shard; else 0 */
+    const flce_tensor* partial_sums; /* [F, N] fp32, written: required with a shard, which writes no other output */
 } flce_forward_args;
 /* clang-format off */
 #define FLCE_FORWARD_ARGS_INIT                                                                                 \
@@ -318,10 +319,10 @@ typedef struct flce_forward_args {
      NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL}
 /* clang-format on */
 
-/* Of a shard: outputs from all shards' partial sums. Tensors as in forward, but for three. */
+/* Arguments that make a shard's outputs from all shards' partial sums. Tensors as in forward, but for three. */
 typedef struct flce_merge_args {
     size_t struct_size;
-    const flce_tensor* all_partial_sums; /* [R x F, N] fp32: those of R shards in the order of their labels */
+    const flce_tensor* all_partial_sums; /* [R x F, N] fp32: partial sums of R shards in the order of their labels */
     const flce_tensor* target;
     const flce_tensor* temperature;
     const flce_tensor* token_weight;
@@ -339,8 +340,8 @@ typedef struct flce_merge_args {
     const flce_tensor* top1;
     const flce_tensor* log_sum_sq_probs;
     const flce_tensor* teacher_logprobs;
-    const flce_tensor* target_class_weight; /* [N] fp32, written; required with the spec's class_weight, as backward reads it */
-    const flce_tensor* class_weight_total;  /* scalar fp32, the same, with label smoothing too */
+    const flce_tensor* target_class_weight; /* [N] fp32, written; required with the spec's class_weight, since backward reads it */
+    const flce_tensor* class_weight_total;  /* scalar fp32, written; required with the spec's class_weight and label smoothing */
     const flce_tensor* invalid_label;
 } flce_merge_args;
 /* clang-format off */
@@ -351,7 +352,7 @@ typedef struct flce_merge_args {
 
 typedef struct flce_backward_args {
     size_t struct_size;
-    const flce_tensor* hidden; /* this one to num_valid: as in forward */
+    const flce_tensor* hidden; /* hidden to num_valid: as in forward */
     const flce_tensor* weight;
     const flce_tensor* bias;
     const flce_tensor* class_weight;
@@ -363,24 +364,25 @@ typedef struct flce_backward_args {
     const flce_tensor* lse;       /* [N] fp32, as forward wrote it */
     const flce_tensor* entropy;   /* [N] fp32, as forward wrote it; required with grad_entropy */
     const flce_tensor* grad_loss; /* fp32: [N] for FLCE_REDUCTION_NONE, scalar otherwise; NULL: 1 */
-    const flce_tensor* grad_lse;  /* [N] fp32; NULL: 0, as for the next two */
+    const flce_tensor* grad_lse;  /* [N] fp32; NULL: 0, and so for grad_logprob and grad_entropy */
     const flce_tensor* grad_logprob;
     const flce_tensor* grad_entropy;
     const flce_tensor* grad_hidden; /* [N, D], the spec's dtype; NULL: not computed */
     const flce_tensor* grad_weight; /* like weight, the spec's grad_weight_dtype; NULL: not computed */
     const flce_tensor* grad_bias;   /* [V], the spec's grad_weight_dtype; NULL: not computed */
-    void* retained; /* as forward left it, with the same retained_bytes (written to as well); NULL: every logit is computed again */
+    void* retained; /* retained values as forward left them, with the same retained_bytes (written to as well); NULL: every logit is
+                     * computed again */
     size_t retained_bytes;
-    int32_t retained_place;         /* as in forward */
+    int32_t retained_place;         /* place given to forward */
     int32_t reserved_2;             /* 0 */
-    const flce_tensor* temperature; /* as in forward, as the next one */
+    const flce_tensor* temperature; /* temperature and token_weight: as in forward */
     const flce_tensor* token_weight;
     const flce_tensor* logprob;     /* [N] fp32, as forward wrote it; required with the spec's dft */
-    const flce_tensor* teacher_ids; /* as in forward, as the next one */
+    const flce_tensor* teacher_ids; /* teacher_ids and teacher_probs: as in forward */
     const flce_tensor* teacher_probs;
     const flce_tensor* teacher_logprobs;    /* [N, K] fp32, as forward wrote it */
-    int64_t vocab_start;                    /* of a shard, as in forward. grad_hidden is then this shard's part of the sum */
-    const flce_tensor* target_class_weight; /* of a shard, as merge wrote it, as the next one */
+    int64_t vocab_start;                    /* a shard's, as in forward. grad_hidden is then this shard's part of the sum */
+    const flce_tensor* target_class_weight; /* a shard's, as merge wrote it; class_weight_total too */
     const flce_tensor* class_weight_total;
     int32_t stage;        /* FLCE_STAGE_... */
     int32_t hidden_ready; /* in both stages: 1 if hidden is there when the first one begins and may be read in it, else 0 */
@@ -407,10 +409,10 @@ FLCE_API flce_status flce_call_arguments_json(char* buffer, size_t capacity, siz
  * finished when the call returns. Everything is checked before anything is launched. */
 FLCE_API flce_status flce_kernel_forward(const flce_kernel* kernel, const flce_forward_args* args, void* workspace, size_t workspace_bytes,
                                          void* stream);
-/* Of a shard: with flce_kernel_workspace_bytes(FLCE_MERGE). */
+/* Merges a shard's partial sums, with flce_kernel_workspace_bytes(FLCE_MERGE). */
 FLCE_API flce_status flce_kernel_merge(const flce_kernel* kernel, const flce_merge_args* args, void* workspace, size_t workspace_bytes,
                                        void* stream);
-/* Fields of a shard's partial sums; 0 where the spec is no shard's. */
+/* Fields of a shard's partial sums; 0 where the spec is not a shard's. */
 FLCE_API flce_status flce_kernel_partial_sum_fields(const flce_kernel* kernel, int32_t* fields);
 /* May run any number of times after one forward, for all gradients or for some. */
 FLCE_API flce_status flce_kernel_backward(const flce_kernel* kernel, const flce_backward_args* args, void* workspace,
@@ -422,14 +424,14 @@ FLCE_API flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, 
 
 /* --- Before a run: measuring plans, compiling kernels ------------------------------------------------------------------------- */
 
-/* What a long call tells its caller, in the calling thread, and asks it. Each function may be NULL. Texts live until the function
- * returns. */
+/* Functions by which a long call tells its caller of its progress, in the calling thread, and asks whether to stop. Each may be NULL. Texts
+ * live until the function returns. */
 typedef struct flce_job {
     size_t struct_size;
     void* user;                                     /* handed to each function */
     void (*progress)(void* user, const char* json); /* several times a second: how far the call is */
     void (*warning)(void* user, const char* text);
-    int32_t (*stop)(void* user);                  /* several times a second; not 0: the call ends with what it has */
+    int32_t (*stop)(void* user);                  /* several times a second; not 0: the call ends with the results that it has */
     void (*report)(void* user, const char* json); /* the result, once, where the call succeeds */
 } flce_job;
 #define FLCE_JOB_INIT {sizeof(flce_job), NULL, NULL, NULL, NULL, NULL}

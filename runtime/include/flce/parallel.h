@@ -29,8 +29,8 @@ typedef struct flce_parallel_options {
     size_t struct_size;
     int32_t sequence_parallel; /* not 0: each rank has N/R of the tokens' hidden states, and gets its part of grad_hidden */
     int32_t reserved;          /* 0 */
-    /* Another CUstream than that of the call. On it grad_hidden is added up while grad_weight is made, and with sequence_parallel hidden
-     * states are gathered while grad_hidden is, where that does not read them. NULL: all on that of the call, in turn. */
+    /* A CUstream other than the call's. On it grad_hidden is added up while grad_weight is made, and with sequence_parallel hidden states
+     * are gathered while grad_hidden is made, where grad_hidden does not read them. NULL: everything runs on the call's stream, in turn. */
     void* communication_stream;
 } flce_parallel_options;
 #define FLCE_PARALLEL_OPTIONS_INIT {sizeof(flce_parallel_options), 0, 0, NULL}
@@ -40,7 +40,8 @@ typedef struct flce_parallel flce_parallel;
 /* A rank's part of every step of the layer of `kernel`, whose spec has whole_vocab_size. `options` may be NULL. */
 FLCE_API flce_status flce_parallel_create(const flce_kernel* kernel, const flce_communicator* communicator,
                                           const flce_parallel_options* options, flce_parallel** parallel);
-/* The same over an ncclComm_t of the caller's, which has to outlive it. NCCL is loaded at run time (libnccl.so.2, or FLCE_NCCL). */
+/* Does flce_parallel_create over an ncclComm_t of the caller's, which has to outlive it. NCCL is loaded at run time (libnccl.so.2, or
+ * FLCE_NCCL). */
 FLCE_API flce_status flce_parallel_create_nccl(const flce_kernel* kernel, void* nccl_comm, const flce_parallel_options* options,
                                                flce_parallel** parallel);
 /* NULL is ignored. */
@@ -48,12 +49,12 @@ FLCE_API void flce_parallel_release(flce_parallel* parallel);
 
 /* Scratch bytes of either pass over num_tokens tokens of all ranks. */
 FLCE_API flce_status flce_parallel_workspace_bytes(const flce_parallel* parallel, int64_t num_tokens, size_t* bytes);
-/* As flce_kernel_forward of a layer without shards: hidden is [N, D], or [N/R, D] with sequence_parallel, and partial_sums is NULL.
+/* Does flce_kernel_forward of a layer without shards: hidden is [N, D], or [N/R, D] with sequence_parallel, and partial_sums is NULL.
  * target_class_weight and class_weight_total: as in flce_merge_args, NULL where the spec has no class_weight. */
 FLCE_API flce_status flce_parallel_forward(const flce_parallel* parallel, const flce_forward_args* args,
                                            const flce_tensor* target_class_weight, const flce_tensor* class_weight_total, void* workspace,
                                            size_t workspace_bytes, void* stream);
-/* As flce_kernel_backward; grad_hidden, which all ranks ask for or none, is the sum over ranks. */
+/* Does flce_kernel_backward of a layer without shards; grad_hidden, which all ranks ask for or none, is the sum over ranks. */
 FLCE_API flce_status flce_parallel_backward(const flce_parallel* parallel, const flce_backward_args* args, void* workspace,
                                             size_t workspace_bytes, void* stream);
 

@@ -29,24 +29,25 @@ struct Communicator {
     std::function<void(const void* data, void* part, std::int64_t count, DType dtype, Stream stream)> reduce_scatter{};
 };
 
-/// Over an ncclComm_t of the caller's, which has to outlive it. NCCL is loaded at run time: the process's libnccl.so.2, or what
+/// Over an ncclComm_t of the caller's, which has to outlive it. NCCL is loaded at run time: the process's libnccl.so.2, or the library that
 /// FLCE_NCCL names. Throws EnvironmentError where there is none, DeviceError where it fails.
 [[nodiscard]] Communicator nccl_communicator(void* comm);
 
 struct ParallelOptions {
-    /// Each rank has N/R of the tokens' hidden states, those of rank 0 first. They are gathered in forward and again in backward, and each
-    /// rank gets its part of grad_hidden.
+    /// Each rank has N/R of the tokens' hidden states, those of rank 0 first. Hidden states are gathered in forward and again in backward,
+    /// and each rank gets its part of grad_hidden.
     bool sequence_parallel = false;
-    /// Another stream than that of the call. On it grad_hidden is added up while grad_weight is made, and with sequence_parallel hidden
-    /// states are gathered while grad_hidden is, where Kernel::reads_hidden_late says so. None: all on that of the call, in turn.
+    /// A stream other than the call's. On it grad_hidden is added up while grad_weight is made, and with sequence_parallel hidden states
+    /// are gathered while grad_hidden is made, where Kernel::reads_hidden_late says so. None: everything runs on the call's stream, in
+    /// turn.
     Stream communication_stream{};
 };
 
-/// What ForwardArgs says, and what backward needs besides. `call.hidden` is [N, D], or [N/R, D] with sequence_parallel; partial_sums is
-/// absent, and outputs are those of a kernel without shards.
+/// Arguments of forward, and two outputs that backward needs besides. `call.hidden` is [N, D], or [N/R, D] with sequence_parallel;
+/// partial_sums is absent, and outputs are those of a kernel without shards.
 struct ParallelForwardArgs {
     ForwardArgs call{};
-    TensorView target_class_weight{};  ///< MergeArgs', as the next one
+    TensorView target_class_weight{};  ///< MergeArgs' output, and so is class_weight_total
     TensorView class_weight_total{};
 };
 

@@ -1,4 +1,4 @@
-// Passes recorded once and submitted as often as wanted, for programs that measure them: what a launch costs on the host is left out.
+// Passes recorded once and submitted as often as wanted, for programs that measure them: the host's time for a launch is left out.
 #pragma once
 
 #include <functional>
@@ -12,8 +12,8 @@ namespace flce {
 class Recording {
 public:
     Recording() = default;
-    /// Calls `work` with the stream to submit to: once, now, on a GPU (nothing runs yet), each time on a CPU. What the work uses must
-    /// outlive the recording and stay where it is. Throws what `work` does, and DeviceError where the driver refuses the graph.
+    /// Calls `work` with the stream to submit to: once, now, on a GPU (nothing runs yet), each time on a CPU. Memory that the work uses
+    /// must outlive the recording and stay where it is. Throws what `work` does, and DeviceError where the driver refuses the graph.
     Recording(DeviceRef device, std::function<void(Stream)> work);
 
     [[nodiscard]] explicit operator bool() const noexcept { return state_ != nullptr; }
