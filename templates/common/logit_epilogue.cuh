@@ -1,12 +1,11 @@
-// What is done to a tile of hidden · weightᵀ in the accumulators, whatever mainloop made it: c[i][j][2·h + e] is place.row(i, h),
-// place.column(j, e).
+// Epilogue of a tile of hidden · weightᵀ in the accumulators, for any mainloop: c[i][j][2·h + e] is at place.row(i, h), place.column(j, e).
 #pragma once
 
 #include "flce/common/problem.cuh"
 
 namespace flce {
 
-/// What backward knows of a row besides its coefficients. lse = +inf makes every p of an ignored row 0.
+/// A row's numbers that backward needs besides its coefficients. lse = +inf makes every p of an ignored row 0.
 struct RowTarget {
     float lse;
     int target;
@@ -46,17 +45,18 @@ struct PartialFields {
 /// Leading dimension of the partial sums of `rows` rows, where forward has a list.
 __device__ __forceinline__ long long partial_rows_of(int rows) { return ceil_div(rows, 32) * 32ll; }
 
-/// Sums of up to this many products are exact to fp32's last place in a framework, and have to be here.
+/// Products up to which a framework's sums are exact to fp32's last place, and have to be here.
 enum : int { kShortSum = 128 };
 
-/// Above this, in nats, forward's exponentials are not to be relied on: they are cut off at 2^100.
+/// Distance from the reference, in nats, above which forward's exponentials are not to be relied on: they are cut off at 2^100.
 enum : int { kMostAboveReference = 60 };
-/// The same where there is a teacher: what its classes' dz is divided by may be 2^-24 of it, and the quotients have to stay in range.
+/// kMostAboveReference where there is a teacher: the divisor of its classes' dz may be 2^-24 of the teacher's sizes, and the quotients have
+/// to stay in range.
 enum : int { kMostAboveTaught = 30 };
 
 template <class Problem>
 constexpr bool kPowers = Numeric<typename Problem::Element>::kHalf && Problem::hidden_size >= kLongSum;
-/// Exponentials that are summed, and those that will be rounded to the Problem's dtype.
+/// Ways to exponentials: one for those that are summed, one for those that will be rounded to the Problem's dtype.
 template <class Problem>
 using SummedAbove = Select<kPowers<Problem>, PowersAbove, DifferencesAbove<typename Problem::Math>>;
 template <class Problem>
@@ -67,11 +67,13 @@ using LogitOperands =
     Operands<typename Problem::Element, Major::k, Access::chunks, WeightOperand<Problem>::hidden_major ? Major::mn : Major::k,
              weight_access<Problem>(), (Problem::hidden_size <= kShortSum)>;
 
-/// Columns past the vocabulary become `none`: in the last tile, at a comparison for every element, which the others are spared.
+/// Columns past the vocabulary become `none`. Only the last tile has such columns, so that other tiles are spared a comparison for every
+/// element.
 template <class Place, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void mask_columns(const Place& place, int first_column, int end, float (&c)[kPieces][kColumnPieces][4],
                                              float none) {
-    asm volatile("" : "+r"(first_column));  // what is known of each column already would not fit beside the accumulators until here
+    asm volatile("" : "+r"(first_column));  // keeps the compiler from comparing columns earlier: the results would not fit beside the
+                                            // accumulators
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
@@ -83,10 +85,10 @@ __device__ __forceinline__ void mask_columns(const Place& place, int first_colum
     }
 }
 
-/// A row's logits are divided by its temperature T. 1/T comes in two parts: rounded to one float it would be off by the same factor in
-/// every logit of the row, which no sum averages out. With both, a quotient is rounded once, and at T = 1 it is the logit. Both parts are
-/// above 0, so that −inf stays −inf. Neither needs a division, whose subroutine would cost registers. What is no temperature is cut off:
-/// its row is ignored, and must not be NaN where exponentials are retained.
+/// Divides a row's logits by its temperature T. 1/T comes in two parts: rounded to one float, 1/T would be off by an equal factor in every
+/// logit of the row, which no sum averages out. With two parts a quotient is rounded once, and at T = 1 it is the logit. Both parts are
+/// above 0, so that −inf stays −inf. Neither part needs a division, whose subroutine would cost registers. A number that is not a
+/// temperature is cut off: its row is ignored, and must not be NaN where exponentials are retained.
 struct Tempering {
     float high;  ///< a little below 1/T
     float low;   ///< 1/T − high
@@ -105,8 +107,9 @@ struct NoTempering {
 template <class Problem>
 using TemperingOf = Select<Problem::temperature, Tempering, NoTempering>;
 
-/// The derivative of a row's logits from the logits, but for the factors that they share. One that is as large as a softcap lets it be has
-/// none: divided by a temperature, it is told by comparison, since what it was is then known to a unit of the last place only.
+/// Derivative of a row's logits from the logits, without the factors that all logits share. A logit as large as the softcap allows has
+/// derivative 0. Where logits are divided by a temperature a comparison tells such a logit, since the logit before the division is then
+/// known only to a unit of the last place.
 template <class Problem>
 struct LogitDerivative {
     const float* transform;
@@ -150,7 +153,7 @@ __device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place
     }
 }
 
-/// Each row by its temperature.
+/// Divides each row by its temperature.
 template <class Place, class TemperatureOf, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void divide_rows(const Place& place, const TemperatureOf& temperature_of,
                                             float (&c)[kPieces][kColumnPieces][4]) {

@@ -126,7 +126,7 @@ struct PowersAbove {
     __device__ __forceinline__ explicit PowersAbove(float reference) : shift(reference * log2_e()) {}
     /// The power is rounded: relative error |z − reference|·2^-24.
     __device__ __forceinline__ float exp(float z) const { return ptx::ex2_approx_ftz(__fmaf_rn(z, log2_e(), -shift)); }
-    /// What the rounding of `shift` has to be made up for with.
+    /// Factor that makes up for the rounding of `shift`.
     __device__ __forceinline__ float factor(float reference) const { return ptx::ex2_approx_ftz(-__fmaf_rn(reference, log2_e(), -shift)); }
 };
 
@@ -151,7 +151,7 @@ struct FallDifferencesAbove {
     __device__ __forceinline__ float factor(float /*reference*/) const { return 1.f; }
 };
 
-/// The same from rounded differences, with Math's own exp.
+/// Exponentials above a reference from rounded differences, with Math's own exp.
 template <class Math>
 struct DifferencesAbove {
     static __device__ __forceinline__ bool takes(float /*reference*/) { return true; }

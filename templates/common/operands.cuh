@@ -1,9 +1,9 @@
-// What every path's GEMMs have in common: how operands lie in memory, and where a tile of the result goes.
+// Operands of every path's GEMMs: how they lie in memory, and where a tile of the result goes.
 #pragma once
 
 namespace flce {
 
-/// Which dimension of a GEMM operand is contiguous in memory: the one that is summed over, or the one of the result.
+/// Dimension of a GEMM operand that is contiguous in memory: the one that is summed over, or the one of the result.
 enum class Major { k, mn };
 
 /// How far apart the chunks of an operand's rows start and end.
@@ -13,8 +13,8 @@ enum class Access {
     elements,  ///< rows are not 16-byte aligned
 };
 
-/// The operands of a GEMM C[m, n] = Σ_k A[m, k]·B[n, k]. `kExactProducts_` (fp32 only): products whose errors are as good as none, where
-/// K is so short that a framework's sums would be more exact than three TF32 products.
+/// The operands of a GEMM C[m, n] = Σ_k A[m, k]·B[n, k]. `kExactProducts_` (fp32 only): products with next to no error, for a K so short
+/// that a framework's sums would be more exact than three TF32 products.
 template <class Element_, Major kMajorA_, Access kAccessA_, Major kMajorB_, Access kAccessB_, bool kExactProducts_ = false>
 struct Operands {
     using Element = Element_;

@@ -9,11 +9,11 @@
 
 namespace flce {
 
-/// What becomes of a row whose logits have been reduced: outputs, and its part of the loss.
+/// Outputs of rows whose logits have been reduced, and their parts of the loss.
 struct OutputsParams {
     TargetParams targets;
     float* loss;    ///< [rows] for reduction none, else null
-    float* z_loss;  ///< as loss
+    float* z_loss;  ///< [rows] for reduction none, else null
     float* lse;
     float* logprob;
     float* entropy;
@@ -21,30 +21,30 @@ struct OutputsParams {
     long long* top1;             ///< −1 where the row is ignored
     LossPartial* loss_partials;  ///< one for each block; null: no scalar loss, or this block writes it
     float* scalar_loss;          ///< where this launch is one block and has every row; else null
-    float* scalar_z_loss;        ///< as scalar_loss
-    CountParams count;           ///< what they are divided by
+    float* scalar_z_loss;        ///< z-loss's part of scalar_loss, in the launches that have scalar_loss
+    CountParams count;           ///< divisor of the scalar losses
     unsigned long long* invalid_label;
     const float* token_weight;  ///< [rows]; null: 1
     const float* temperature;   ///< [rows], where the Problem has temperatures
     TeacherParams teacher;      ///< where the Problem has one
-    RowList list;               ///< outputs, targets and a row's other numbers then begin with the call's first row
+    RowList list;               ///< rows; with a list, outputs, targets and a row's other numbers begin with the call's first row
     long long first_row;        ///< index of row 0 in the whole call, for invalid_label
     int rows;
     float label_smoothing;
     float smoothing_per_class;
     float z_loss_weight;
     int dft;            ///< a token's loss is multiplied by its target's probability
-    float hard_weight;  ///< of the target's cross entropy, where the Problem has a teacher
+    float hard_weight;  ///< share of the target's cross entropy, where the Problem has a teacher
 };
 
-/// What forward has found, by splits of the vocabulary.
+/// Sums that forward has made, by splits of the vocabulary.
 struct SplitSumsParams {
     const float* partials;
     const float* target_logits;
     const PassScalars* scalars;
-    float* references;              ///< of retained exponentials; null: none are retained, as for the next two
+    float* references;              ///< references of retained exponentials; null: none are retained, and the next two are null
     float* retained_target_logits;  ///< [rows]
-    unsigned* stale;                ///< of each block of kOutputRows: 1 where a row's exponentials have to be written again, else 0
+    unsigned* stale;                ///< for each block of kOutputRows: 1 where a row's exponentials have to be written again, else 0
     long long partial_rows;
     int splits;
     int unused;
@@ -60,21 +60,21 @@ struct ShardSumsParams {
     SplitSumsParams found;
     TargetParams targets;
     RowList list;
-    const float* class_weight;  ///< of the shard's classes
+    const float* class_weight;  ///< weights of the shard's classes
     const float* temperature;   ///< [rows], where the Problem has temperatures
     float* sums;                ///< ShardFields, `ld` numbers apart, from the launch's first row on, or the call's where there is a list
     long long ld;
     int rows;
-    int top_k;  ///< TeacherParams', where the Problem has a teacher
+    int top_k;  ///< top_k of TeacherParams, where the Problem has a teacher
 };
 
 /// All shards' sums become outputs.
 struct MergeShardsParams : OutputsParams {
-    const float* sums;           ///< of the first shard, from the launch's first row on
-    float* target_class_weight;  ///< [rows], as the sum of what the shards have of it; 0 where the row is ignored
+    const float* sums;           ///< sums of the first shard, from the launch's first row on
+    float* target_class_weight;  ///< [rows], added up over the shards; 0 where the row is ignored
     float* class_weight_total;
-    long long ld;      ///< from one field to the next
-    long long stride;  ///< from one shard to the next
+    long long ld;      ///< distance from one field to the next
+    long long stride;  ///< distance from one shard to the next
     int shards;
     int unused;
 };

@@ -12,22 +12,22 @@ namespace flce {
 
 enum : int {
     kMaxTransformParameters = 6,
-    kFallRate = 4,       // of the transforms' parameters: Falls' rate
-    kFallSteepness = 5,  // and steepness
+    kFallRate = 4,       // number of Falls' rate among the transforms' parameters
+    kFallSteepness = 5,  // number of Falls' steepness
     kRetainedShift = 9,  // retained exponentials lie in blocks of this many columns of the vocabulary
     kRetainedColumns = 1 << kRetainedShift,
-    kPaceCounters = 64,         // of a Pace
-    kMostTailTiles = 128,       // of TailParts: fewer than clusters
-    kChunkKinds = 3,            ///< of tiles of a chunk: dlogits, grad_hidden, grad_weight
+    kPaceCounters = 64,         // counters of a Pace
+    kMostTailTiles = 128,       // most tiles of TailParts: fewer than clusters
+    kChunkKinds = 3,            ///< kinds of tiles of a chunk: dlogits, grad_hidden, grad_weight
     kRowThreads = 256,          ///< block of the kernels over rows
     kOutputRows = 64,           ///< rows of a block of row_outputs: several threads merge what forward has found for one
-    kOutputThreads = 512,       ///< of a block of row_outputs
+    kOutputThreads = 512,       ///< threads of a block of row_outputs
     kRowOutputs = 6,            ///< loss, z_loss, lse, logprob, entropy, log_sum_sq_probs
-    kMostTeacherClasses = 256,  ///< of a row
-    kTeacherColumns = 256,      ///< of a block of teacher_bias
+    kMostTeacherClasses = 256,  ///< most classes of a row
+    kTeacherColumns = 256,      ///< columns of a block of teacher_bias
     kReduceThreads = 1024,      ///< block of the kernels that reduce everything in one block
     kSmoothingParts = 264,      ///< stretches that smoothing_sums adds up for themselves
-    kBiasColumns = 128,         ///< of a block of retained_bias
+    kBiasColumns = 128,         ///< columns of a block of retained_bias
     /// From this many products on, a logit's own rounding is several times the error that rounded powers of two add (docs/numerics.md).
     kLongSum = 512,
 };
@@ -47,13 +47,13 @@ struct Tickets {
 struct PassScalars {
     float class_weight_total;  ///< Σ c_j
     float class_weight_max;
-    float cross_entropy_scale;    ///< what a token's upstream gradient of the loss is multiplied with for its cross entropy
-    float z_loss_scale;           ///< the same for its z-loss
+    float cross_entropy_scale;    ///< factor from a token's upstream gradient of the loss to its cross entropy's
+    float z_loss_scale;           ///< factor from a token's upstream gradient of the loss to its z-loss's
     unsigned dlogits_bound_bits;  ///< bits of the largest bound on |dz| of any row; non-negative floats compare as integers
-    unsigned target_bits;         ///< the same for |t·logit_scale|, what the target's dz has and others do not
-    int valid_rows;               ///< of a RowList
-    int splits;                   ///< cuda_sm90a: ForwardParams' of the last launch of forward
-    Tickets tickets;              ///< cuda_sm90a: of the launch at hand
+    unsigned target_bits;         ///< bits of the largest bound on |t·logit_scale| of any row, a term that only the target's dz has
+    int valid_rows;               ///< valid rows of a RowList
+    int splits;                   ///< cuda_sm90a: `splits` of ForwardParams in the last launch of forward
+    Tickets tickets;              ///< cuda_sm90a: tickets of the launch at hand
 };
 
 /// A token and its label, as load_target has it.
@@ -62,29 +62,29 @@ struct ListedRow {
     int target;
 };
 
-/// Where ignored tokens are left out: row i of a launch is entry first + i of a list of the call's tokens, and a launch has as many rows as
-/// there are, up to the room that it has.
+/// List of rows where ignored tokens are left out: row i of a launch is entry first + i of a list of the call's tokens, and a launch has as
+/// many rows as there are, up to the room that it has.
 struct RowList {
     const ListedRow* rows;  ///< [num_tokens], valid ones in order, then the others; null: nothing is left out
-    const int* valid;       ///< how many are
+    const int* valid;       ///< number of valid rows
     int first;
     int unused;
 };
 
-/// What one block of the row kernel adds to the loss, and to what a mean divides by.
+/// One block's part of the loss, and of a mean's divisor.
 struct LossPartial {
     float cross_entropy;
     float z_loss;
-    float class_weight;  ///< of its tokens; in a weighted mean each times its token's weight
-    float tokens;        ///< how many; in a weighted mean the sum of their weights
+    float class_weight;  ///< sum of class weights of the block's tokens; in a weighted mean each times its token's weight
+    float tokens;        ///< number of the block's tokens; in a weighted mean the sum of their weights
 };
 
 /// Labels and the rule by which they are valid.
 struct TargetParams {
     const void* target;  ///< [rows], int32 or int64
     long long ignore_index;
-    long long first_class;  ///< where the Problem is a shard, as the next one: the label of its first class
-    int columns;            ///< how many classes it has
+    long long first_class;  ///< label of the shard's first class, where the Problem is a shard
+    int columns;            ///< number of the shard's classes, where the Problem is a shard
     int bits;
 };
 
@@ -95,13 +95,13 @@ struct CountParams {
     int reduction;          ///< ReductionCode
 };
 
-/// The classes that a teacher names for each row. Rows are the caller's, from the one on at which the labels begin.
+/// Classes that a teacher names for each row. Row 0 is the caller's row at which the labels begin.
 struct TeacherParams {
     const void* ids;     ///< [rows, top_k], int32 or int64
-    const float* probs;  ///< [rows, top_k], as the next one
-    float* logprobs;     ///< forward writes them, first as logits; backward reads them. In a shard's forward the logits, and nothing more:
-                         ///< [top_k, shard_rows], from the first row on at which the labels begin
-    long long first_class;  ///< TargetParams', as the next one
+    const float* probs;  ///< [rows, top_k]
+    float* logprobs;     ///< [rows, top_k]: forward writes them, first as logits; backward reads them. In a shard's forward only the
+                         ///< logits: [top_k, shard_rows], from the first row on at which the labels begin
+    long long first_class;  ///< first_class of TargetParams, and so are `columns` and `bits`
     long long shard_rows;
     int columns;
     int bits;
@@ -126,14 +126,14 @@ struct ForwardParams {
 /// Class-weight totals, for a mean's backward the divisors, and the list of rows.
 struct PrepareParams {
     const float* class_weight;
-    const float* target_class_weight;  ///< [num_tokens], of a shard's backward: what its tokens' targets have
-    const float* class_weight_total;   ///< of a shard's backward: of all shards; null: of the classes at hand
+    const float* target_class_weight;  ///< [num_tokens], in a shard's backward: class weights of its tokens' targets
+    const float* class_weight_total;   ///< a shard's backward: total of all shards; null: total of the classes at hand
     PassScalars* scalars;
     TargetParams targets;
     CountParams count;
     ListedRow* list;  ///< [num_tokens], or null. With it forward's outputs of ignored rows, where they are wanted: 0
     float* outputs[kRowOutputs];
-    long long* top1;  ///< the same, but −1
+    long long* top1;  ///< top-1 classes of ignored rows, which become −1
     unsigned long long* invalid_label;
     const float* token_weight;  ///< [num_tokens]; null: 1
     const float* temperature;   ///< [num_tokens], where the Problem has temperatures
@@ -157,39 +157,39 @@ struct GatherRowsParams {
     const float* temperature;  ///< [rows], where the Problem has temperatures
 };
 
-/// What SumParts follows from, beside the number of rows.
+/// Sizes that decide SumParts, beside the number of rows.
 struct SumShare {
-    int room;          ///< rows that there is memory for, of all parts together; 0: the sum stays in one part
-    int cluster_rows;  ///< of a cluster of tiles
+    int room;          ///< rows that there is memory for, in all parts together; 0: the sum stays in one part
+    int cluster_rows;  ///< rows of a cluster of tiles
     int column_tiles;
-    int clusters;  ///< that run at once
-    int slices;    ///< of the vocabulary in the first launch
+    int clusters;  ///< clusters that run at once
+    int slices;    ///< slices of the vocabulary in the first launch
     int unused;
 };
 
-/// Finishes grad_hidden: the rows that are not listed become 0, and the others what is in `accumulator` in the list's order, where there is
-/// one: row blocks' sum, or the sum of several parts.
+/// Finishes grad_hidden: rows that are not listed become 0, the others the contents of `accumulator` in the list's order, if there is one:
+/// row blocks' sum, or the sum of several parts.
 struct ScatterRowsParams {
     const float* accumulator;  ///< [rows, D] fp32, or null
     void* grad_hidden;         ///< [rows, D]
     const PassScalars* scalars;
     RowList list;
     SumShare share;
-    const void* hidden;       ///< [rows, D]; this and the next ones beside retained exponentials
-    const float* row_scales;  ///< RetainedRowsParams'
+    const void* hidden;       ///< [rows, D]; `hidden` to `rows_scaled` belong to retained exponentials
+    const float* row_scales;  ///< row_scales of RetainedRowsParams
     void* scaled_hidden;      ///< [rows, D]; null: not made here
     unsigned* rows_scaled;    ///< rows that a warp has taken to scale; 0 before
     int rows;
     int unused;
 };
 
-/// A block that lasts so long and does nothing.
+/// Parameters of a block that lasts `cycles` and does nothing.
 struct MakeRoomParams {
     long long cycles;
 };
 
 struct RowCoefficientsParams {
-    const float* class_weight;  ///< of the classes; of a shard [rows], of the rows' targets
+    const float* class_weight;  ///< class weights of the classes; a shard's: [rows], of the rows' targets
     PassScalars* scalars;
     TargetParams targets;
     CountParams count;
@@ -203,20 +203,20 @@ struct RowCoefficientsParams {
     const float* grad_lse;
     const float* grad_logprob;
     const float* grad_entropy;
-    TeacherParams teacher;       ///< where the Problem has one, as the next one
-    float* row_teacher_weights;  ///< [rows]: what a probability is taken off dz as; 0 where the row is ignored
+    TeacherParams teacher;       ///< classes of the Problem's teacher, if it has one; row_teacher_weights too
+    float* row_teacher_weights;  ///< [rows]: factor with which a teacher's probability is taken off dz; 0 where the row is ignored
     void* coefficients;          ///< [rows] of float4 (a, b, t, s)
     void* row_targets;           ///< [rows] of {float lse, int target}; lse = +inf where the row is ignored
-    RowList list;                ///< what is read of rows then begins with the call's first one
+    RowList list;                ///< rows; with a list, arrays of rows that are read begin with the call's first row
     int rows;
-    int prepares;    ///< not 0: this launch is one block, has every row, and does what `prepare` would have done before it
-    int want_count;  ///< PrepareParams'
+    int prepares;    ///< not 0: this launch is one block, has every row, and does the work of `prepare`, which is not launched
+    int want_count;  ///< want_count of PrepareParams
     float label_smoothing;
     float smoothing_per_class;
     float z_loss_weight;
     float absent_grad_loss;  ///< 1; 0 where the spec has no loss among its outputs
     float derivative_bound;  ///< largest |d logit / d (hidden · weightᵀ)| at a temperature of 1
-    float hard_weight;       ///< of the target's cross entropy, where the Problem has a teacher
+    float hard_weight;       ///< share of the target's cross entropy, where the Problem has a teacher
 };
 
 /// Logits of the classes that a teacher names.
@@ -233,7 +233,7 @@ struct TeacherLogitsParams {
     float transform[kMaxTransformParameters];
 };
 
-/// After dlogits of a chunk: what its rows' named classes have there, and in the bias's gradient.
+/// Adds the rows' named classes to dlogits of a chunk, after dlogits, and to the bias's gradient.
 struct TeacherRowsParams {
     const PassScalars* scalars;
     const void* coefficients;
@@ -241,33 +241,33 @@ struct TeacherRowsParams {
     const float* row_weights;       ///< [rows]
     const float* row_temperatures;  ///< [rows], where the Problem has temperatures
     void* dlogits;                  ///< [rows, ld]
-    float* bias_partials;           ///< DlogitsParams'
+    float* bias_partials;           ///< bias_partials of DlogitsParams
     TeacherParams teacher;
     RowList list;
     long long ld;
-    long long first_column;  ///< of the chunk in the vocabulary
+    long long first_column;  ///< first column of the chunk in the vocabulary
     LogitSlope slope;        ///< at a temperature of 1
     int rows;
-    int columns;  ///< of the chunk
+    int columns;  ///< columns of the chunk
 };
 
-/// Before forward retains exponentials: a number near each row's logits.
+/// Finds a number near each row's logits, before forward retains exponentials.
 struct ReferencesParams {
     const void* hidden;  ///< [rows, D]
     const void* weight;
     const void* bias;
     TargetParams targets;
-    TeacherParams teacher;  ///< where the Problem has one: its classes' logits are known
+    TeacherParams teacher;  ///< classes of the Problem's teacher, if it has one: their logits are known
     float* references;      ///< [rows]
     RowList list;
     void* compact;             ///< [tokens, D], of listed rows; null: nobody reads it
     const float* temperature;  ///< [rows], where the Problem has temperatures
     float transform[kMaxTransformParameters];
     int rows;
-    int tokens;  ///< of the call
+    int tokens;  ///< tokens of the call
 };
 
-/// Before the GEMMs over retained exponentials E: p_j = exp(reference − lse)·E_j. All rows are those of the launch.
+/// Prepares the GEMMs over retained exponentials E: p_j = exp(reference − lse)·E_j. All rows are those of the launch.
 struct RetainedRowsParams {
     const void* hidden;  ///< [rows, D]
     const void* coefficients;
@@ -279,19 +279,19 @@ struct RetainedRowsParams {
     void* scaled_hidden;               ///< [rows, D]; null: not made here
     float* row_scales;                 ///< [rows]: dz = row scale · E, less
     float* row_smoothing;              ///< [rows]: times the classes' weights, with label smoothing
-    const float* row_temperatures;     ///< RowCoefficientsParams'
-    const float* row_teacher_weights;  ///< RowCoefficientsParams'
-    unsigned* counters;                ///< set to 0: BackwardLayout's
-    TeacherParams teacher;             ///< where the Problem has one
+    const float* row_temperatures;     ///< row_temperatures of RowCoefficientsParams
+    const float* row_teacher_weights;  ///< row_teacher_weights of RowCoefficientsParams
+    unsigned* counters;                ///< counters of BackwardLayout, set to 0
+    TeacherParams teacher;             ///< classes of the Problem's teacher, if it has one
     RowList list;
-    LogitSlope slope;  ///< of the teacher's classes, but for `derivative`
+    LogitSlope slope;  ///< slope of the teacher's classes, but for `derivative`
     long long block_bytes;
     int counter_count;
     int rows;
-    int columns;       ///< retained
+    int columns;       ///< retained columns
     float derivative;  ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's
     float transform[kMaxTransformParameters];
-    void* bias_factors;  ///< row_scales in two parts, two rows of `factor_pitch`: what exponentials are multiplied with for grad_bias
+    void* bias_factors;  ///< row_scales in two parts, two rows of `factor_pitch`: factors of exponentials in grad_bias
     long long factor_pitch;
 };
 
@@ -301,9 +301,9 @@ struct SmoothingSumsParams {
     const void* hidden;         ///< [rows, D]
     const float* class_weight;  ///< where the Problem has class weights
     const float* row_smoothing;
-    float* weight_sums;  ///< [kSmoothingParts, D]; only the first of them where the weight is hidden_major
+    float* weight_sums;  ///< [kSmoothingParts, D]; only the first stretch's sums where the weight is hidden_major
     float* hidden_sums;  ///< [kSmoothingParts, D]
-    RowList list;        ///< `hidden` then begins with the call's first row
+    RowList list;        ///< rows; with a list, `hidden` begins with the call's first row
     int columns;
     int rows;
 };
@@ -313,7 +313,7 @@ struct SmoothingTotalsParams {
     const float* hidden_sums;
     float* weight_sum;           ///< [D]
     float* hidden_sum;           ///< [D]
-    const float* row_smoothing;  // of the rows' sum, where grad_weight's kernel adds up grad_bias
+    const float* row_smoothing;  // row_smoothing to rows: the rows' sum, where grad_weight's kernel adds up grad_bias
     float* smoothing_total;      //
     RowList list;                //
     int rows;                    //
@@ -322,22 +322,22 @@ struct SmoothingTotalsParams {
 
 /// grad_bias of the retained columns, where grad_weight's kernel does not add it up.
 struct RetainedBiasParams {
-    const void* exponentials;  ///< RetainedRowsParams'
+    const void* exponentials;  ///< exponentials of RetainedRowsParams
     const float* row_scales;
-    const float* row_smoothing;  ///< with label smoothing, as
-    const float* class_weight;   ///< this one where the Problem has class weights
+    const float* row_smoothing;  ///< row_smoothing of RetainedRowsParams, with label smoothing
+    const float* class_weight;   ///< weights of the classes, with label smoothing, where the Problem has class weights
     const PassScalars* scalars;
     void* grad_bias;
     RowList list;
     long long block_bytes;
     int rows;
-    int columns;  ///< retained
+    int columns;  ///< retained columns
 };
 
 struct DlogitsParams {
     const void* hidden;  ///< [rows, D]
     const void* weight;  ///< at the chunk's first row (vocab_major) or column
-    const void* bias;    ///< at the chunk's first column, as class_weight is
+    const void* bias;    ///< at the chunk's first column, and so is class_weight
     const float* class_weight;
     const PassScalars* scalars;
     const void* coefficients;
@@ -345,9 +345,9 @@ struct DlogitsParams {
     void* dlogits;         ///< [rows, ld]
     float* bias_partials;  ///< [GradBiasParams' row blocks][ld] fp32, or null
     long long ld;
-    long long first_column;  ///< of the chunk in the vocabulary
+    long long first_column;  ///< first column of the chunk in the vocabulary
     int rows;
-    int columns;  ///< of the chunk
+    int columns;  ///< columns of the chunk
     float transform[kMaxTransformParameters];
 };
 
@@ -376,7 +376,7 @@ struct GradWeightParams {
     int columns;
     int first;                ///< first row block
     int last;                 ///< last row block
-    const void* row_targets;  ///< [rows] as DlogitsParams'; for kernels without a list
+    const void* row_targets;  ///< row_targets of DlogitsParams, [rows]; for kernels without a list
 };
 
 struct GradBiasParams {
@@ -393,10 +393,10 @@ struct GradBiasParams {
     int last;
 };
 
-/// The parameters of a kernel that sees logits, where the Problem divides them by temperatures. Others have none of it.
+/// Parameters of a kernel that sees logits, where the Problem divides them by temperatures. Other Problems have plain Params.
 template <class Params>
 struct Tempered : Params {
-    const float* temperatures;  ///< forward: of the call, from the row on at which the labels begin; backward: [rows] of the launch
+    const float* temperatures;  ///< forward: the call's, from the row on at which the labels begin; backward: [rows], the launch's
 };
 
 /// Zeroes columns [first_column, columns) of a row-major matrix.
@@ -407,27 +407,26 @@ struct ZeroColumnsParams {
     long long rows;
 };
 
-// Where the weight is fp32 under a 16-bit dtype: it is rounded a stretch of the vocabulary at a time, and forward computes one stretch a
-// launch.
+// A weight in fp32 under a 16-bit dtype is rounded a stretch of the vocabulary at a time, and forward computes one stretch a launch.
 
 enum : int { kRoundedTile = 32 };  ///< side of the squares that a hidden_major weight is transposed in
 
 /// `weight` and `weight_map` are the stretch's rounded rows.
 struct ForwardStretchParams : ForwardParams {
-    int first_column;  ///< of the stretch in the vocabulary, a multiple of the tile's columns
-    int columns;       ///< of the stretch
+    int first_column;  ///< first column of the stretch in the vocabulary, a multiple of the tile's columns
+    int columns;       ///< columns of the stretch
 };
 
 struct RoundWeightParams {
     const float* weight;  ///< at the stretch's first row (vocab_major) or column
     void* rounded;        ///< [rows, D]
-    int rows;             ///< of the vocabulary
+    int rows;             ///< rows of the vocabulary
     int unused;
 };
 
-/// Adds what forward has found in a stretch to what it found before.
+/// Adds one stretch's sums of forward to the sums of the stretches before it.
 struct MergeStretchParams {
-    const float* partials;  ///< forward's, of this launch's rows
+    const float* partials;  ///< partial sums of this launch's rows
     float* running;         ///< [fields][running_rows]
     const PassScalars* scalars;
     RowList list;

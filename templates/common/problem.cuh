@@ -1,4 +1,4 @@
-// What a generated configuration looks like to the kernels, and small helpers that every kernel shares.
+// Names that a generated configuration gives the kernels, and small helpers that every kernel shares.
 //
 //     struct Problem : flce::PlainProblem {
 //         using Element = flce::Bf16;                 hidden, weight, bias, grad_hidden
@@ -29,7 +29,7 @@
 
 namespace flce {
 
-/// What a Problem is that says nothing of it.
+/// Defaults of a Problem.
 struct PlainProblem {
     enum : bool { temperature = false };        ///< a row's logits are divided by a number of its own
     enum : bool { top1 = false };               ///< RowSums::top1 is wanted
@@ -63,14 +63,14 @@ __host__ __device__ constexpr int whole_vocab_size() {
 template <class Problem>
 using GradHiddenOf = Select<Problem::float_grad_hidden, float, typename Problem::Element>;
 
-/// The same Problem for a kernel that is launched where nothing is retained.
+/// Problem for a kernel that is launched where nothing is retained.
 template <class Problem>
 struct Unretained : Problem {
     enum : bool { retain = false };
     enum : bool { stores_derivative = false };
 };
 
-/// The same Problem for a kernel of grad_weight with room for what adds up grad_bias of retained exponentials.
+/// Problem for a kernel of grad_weight with room to add up grad_bias of retained exponentials.
 template <class Problem>
 struct SumsBias : Problem {
     enum : bool { sums_bias = true };
@@ -208,7 +208,7 @@ __device__ __forceinline__ ListedRow listed_row(const RowList& list, const Targe
     }
     return {row, load_target<Problem>(targets, row)};
 }
-/// Ignored, too, where its temperature is a fault. A list knows that already.
+/// Entry of a row that is ignored, too, where its temperature is a fault. A list has such rows as ignored already.
 template <class Problem>
 __device__ __forceinline__ ListedRow listed_row(const RowList& list, const TargetParams& targets, const float* temperature, int row) {
     if constexpr (Problem::lists_rows) {

@@ -10,7 +10,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) { return
 __device__ __forceinline__ void cp_async_cg_16(unsigned destination, const void* source, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
-/// The same with ignore-src: 16 bytes, or zeros without a read.
+/// cp_async_cg_16 with ignore-src: 16 bytes, or zeros without a read.
 __device__ __forceinline__ void cp_async_cg_16_if(bool exists, unsigned destination, const void* source) {
     asm volatile(
         "{\n"

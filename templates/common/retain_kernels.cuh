@@ -23,16 +23,17 @@ __device__ __forceinline__ typename Problem::Element* exponential_at(const Retai
     return reinterpret_cast<typename Problem::Element*>(block) + static_cast<long long>(row) * kRetainedColumns + column % kRetainedColumns;
 }
 
-/// What dz of a row is divided by where it is stored. z-loss can make a vanish, as can a teacher whose probabilities come to nothing. A
-/// millionth of t beside it does not show, nor does the rounding of such a sum.
+/// Divisor of a row's dz where dz is stored: a, but at least a millionth of t and 2^-24 of the teacher's sizes. z-loss can make a vanish,
+/// and so can a teacher whose probabilities add up to 0. A millionth of t does not show beside t, and neither does the rounding of the
+/// teacher's sum.
 __device__ __forceinline__ float divisor_of(float a, float t, float of_teacher) {
     const float least = fmaxf(1e-6f * fabsf(t), 0x1p-24f * of_teacher);
     return fabsf(a) < least ? copysignf(least, a) : a;
 }
 
-/// exp(reference − lse) of a shard's row with elements that are divided by it. Classes of other shards may be far above all of this one's;
-/// the quotients stay finite. The row's other exponentials are at most e^kMostAboveWritten, and so much of 2^-100 is nothing. Where nothing
-/// is divided by it the share may be 0.
+/// exp(reference − lse) of a shard's row with elements that are divided by it. Classes of other shards may be far above all classes of this
+/// shard; the quotients stay finite. The row's other exponentials are at most e^kMostAboveWritten, and 2^-100 times that is next to
+/// nothing. Where nothing is divided by the share, it may be 0.
 __device__ __forceinline__ float share_to_divide(float share) { return fmaxf(share, 0x1p-100f); }
 
 /// The factor that stored exponentials lack: where falls tell logits, exponentials are stored times a quarter of their slopes.
@@ -92,7 +93,7 @@ __device__ __forceinline__ bool write_named(const RetainedRowsParams& p, Retaine
     return __any_sync(0xffffffffu, has_target) != 0;
 }
 
-/// A row's scale as two numbers of 16 bits, the second one what rounding has left out of the first; nothing where that is infinite.
+/// A row's scale as two numbers of 16 bits: the rounded scale, and the rest that rounding left out; a rest of 0 where it is infinite.
 template <class Element>
 __device__ __forceinline__ void write_factor(Element* to, long long pitch, float scale) {
     const Element rounded = Numeric<Element>::from_float(scale);
@@ -101,7 +102,7 @@ __device__ __forceinline__ void write_factor(Element* to, long long pitch, float
     to[pitch] = Numeric<Element>::from_float(fabsf(rest) < infinity() ? rest : 0.f);
 }
 
-/// A warp has a row of a launch: its hidden states times its scale. Where that is 0 they may be anything.
+/// Scales the hidden states of a warp's row of a launch. Where the scale is 0 the hidden states may be anything.
 template <class Problem>
 __device__ __forceinline__ void scale_hidden(const void* hidden, const RowList& list, int row, float scale, void* scaled) {
     using Element = typename Problem::Element;
@@ -122,9 +123,9 @@ __device__ __forceinline__ void scale_hidden(const void* hidden, const RowList& 
 }
 
 /// A warp has a row. dz_j = (p_j·a − t·[j = y])·d_j as scale·E_j: the target's E_y becomes d_y·(p_y − t/a) / exp(reference − lse), from the
-/// logit in fp32, so that confident tokens keep their small gradients, and so do the classes that a teacher names. The same again for
-/// another backward. E, dz's other factor, meets hidden with the scale in it and is the plain operand of both GEMMs. What label smoothing
-/// takes from every dz_j of a row, s·c_j, has no part in E: the GEMMs' epilogues subtract it (smoothing_sums).
+/// logit in fp32, so that confident tokens keep their small gradients, and so do the gradients of the classes that a teacher names. Another
+/// backward does this again. E, dz's other factor, meets hidden with the scale in it and is the plain operand of both GEMMs. Label
+/// smoothing takes s·c_j from every dz_j of a row; this term has no part in E, and the GEMMs' epilogues subtract it (smoothing_sums).
 template <class Problem>
 __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     using Element = typename Problem::Element;

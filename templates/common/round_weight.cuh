@@ -23,7 +23,7 @@ __device__ __forceinline__ void round_rows(const RoundWeightParams& p) {
     ptx::st_global_v4(static_cast<Element*>(p.rounded) + at, words);
 }
 
-/// The same of a hidden_major weight: a block transposes a square.
+/// Rounds a hidden_major weight: a block transposes a square.
 template <class Problem>
 __device__ __forceinline__ void round_columns(const RoundWeightParams& p) {
     using Element = typename Problem::Element;

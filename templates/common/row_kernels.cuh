@@ -52,7 +52,7 @@ __device__ __forceinline__ void list_rows(const PrepareParams& p) {
     constexpr int kWarps = kReduceThreads / 32;
     static_assert(kWarps == 32, "a lane for each warp");
     constexpr int kAtOnce = 8;           // loads that are on their way together
-    __shared__ int2 valid_rows[kWarps];  // that a warp has found: before this block's rows, and among its own
+    __shared__ int2 valid_rows[kWarps];  // valid rows that a warp has found: before this block's rows, and among its own
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const long long first = static_cast<long long>(blockIdx.x - 1) * kReduceThreads;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void list_rows(const PrepareParams& p) {
     if (p.top1 != nullptr) p.top1[row] = -1;
 }
 
-/// What a pass needs before any row is looked at: the first block has its scalars, the others its list.
+/// Prepares a pass before any row is looked at: the first block makes the scalars, the others the list.
 template <class Problem>
 __device__ __forceinline__ void prepare(const PrepareParams& p) {
     if (blockIdx.x != 0) {
@@ -115,12 +115,12 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
     for (int i = static_cast<int>(threadIdx.x); i < p.counter_count; i += kReduceThreads) p.counters[i] = 0u;
 }
 
-/// Coefficients of a row whose logits are divided by a temperature: dz is what is above them, which is divided as well.
+/// Coefficients of a row whose logits are divided by a temperature: dz is the gradient before the division, and is divided as well.
 __device__ __forceinline__ RowCoefficients divided(const RowCoefficients& k, float temperature) {
     return {k.a / temperature, k.b / temperature, k.t / temperature, k.s / temperature};
 }
 
-/// What the losses of all rows of a call are multiplied with.
+/// Common factor of the losses of all rows of a call.
 __device__ __forceinline__ float common_factor(const RowCoefficientsParams& p) {
     if (p.count.reduction == kNone) return 1.f;
     return (p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[0]) * p.scalars->cross_entropy_scale;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     }
     const int row = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
     TeacherSums teacher{0.f, 0.f};
-    if constexpr (Problem::teacher) {  // of every lane's row: before any lane is through
+    if constexpr (Problem::teacher) {  // sums of every lane's row, before any lane returns
         const ListedRow taught = row < p.rows ? listed_row<Problem>(p.list, p.targets, p.temperature, row) : ListedRow{0, kIgnored};
         teacher = teacher_sums<Problem>(p.teacher, taught.target >= 0 ? taught.row : -1);
     }

@@ -1,5 +1,5 @@
-// What happens to one token once its logits have been reduced: losses and outputs going forward, four coefficients going backward.
-// Plain C++ on purpose: NVRTC compiles it into the row kernels, the host compiler into the CPU backend, so both mean the same.
+// Arithmetic of one token once its logits have been reduced: losses and outputs going forward, four coefficients going backward. Plain C++
+// on purpose: NVRTC compiles it into the row kernels, the host compiler into the CPU backend, so both mean the same.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -11,8 +11,8 @@
 
 namespace flce {
 
-/// As far below the largest logit as a difference is taken to be: finite, so that times an exponential of 0 it is 0, and so it is times a
-/// sum of them. Logits of −inf and of a float's lowest number stand for classes that do not take part, and there are whole tiles of them.
+/// Lowest difference to the largest logit that is taken. It is finite, so that times an exponential of 0, or a sum of such exponentials, it
+/// is 0. Logits of −inf and of a float's lowest number stand for classes that do not take part, and there are whole tiles of them.
 FLCE_HOST_DEVICE float farthest_below() { return -1e30f; }
 
 /// A class number above every other: no class.
@@ -29,13 +29,13 @@ struct RowSums {
     int top1;            ///< the first class whose logit is m, or FLCE_NO_CLASS; only where top1 is asked for
 };
 
-/// What the sums of no class are, with any number, the lowest or −inf, for the largest logit.
+/// Sums of no class. `max`: any number, the lowest or −inf.
 FLCE_HOST_DEVICE RowSums sums_of_nothing(float max, float target_logit) { return {max, 0.f, 0.f, 0.f, target_logit, 0.f, FLCE_NO_CLASS}; }
 
-/// Whether logits can be divided by it: neither it nor its reciprocal is near the end of fp32's range.
+/// Whether logits can be divided by t: neither t nor its reciprocal is near the end of fp32's range.
 FLCE_HOST_DEVICE bool is_temperature(float t) { return t >= 0x1p-100f && t <= 0x1p100f; }
 
-/// Of two classes with their logits, the one with the larger logit, and of equal ones the first.
+/// Chooses of two classes the one with the larger logit, and of equal logits the first class.
 FLCE_HOST_DEVICE int first_of_largest(float logit_a, int class_a, float logit_b, int class_b) {
     if (logit_a != logit_b) return logit_a > logit_b ? class_a : class_b;
     return class_a < class_b ? class_a : class_b;
@@ -68,7 +68,7 @@ struct LossOptions {
     float class_weight_total;   ///< Σ c_j; V without class weights
     float z_loss;               ///< ω
     bool dft;                   ///< a token's loss is multiplied by its target's probability
-    float hard_weight;          ///< of the target's cross entropy, where there is a teacher, whose part is the rest; 1 without
+    float hard_weight;          ///< share of the target's cross entropy, where there is a teacher, whose share is the rest; 1 without
 };
 
 struct RowOutputs {
@@ -80,7 +80,7 @@ struct RowOutputs {
     float log_sum_sq_probs;
 };
 
-/// What a token's whole loss is multiplied by. `token_weight`: the call's, 1 without.
+/// Factor of a token's whole loss. `token_weight`: the call's, 1 without.
 FLCE_HOST_DEVICE float loss_factor(float token_weight, float logprob, const LossOptions& o) {
     return o.dft ? token_weight * expf(logprob) : token_weight;
 }
@@ -123,8 +123,8 @@ struct LogitSlope {
     float inverse_softcap;  ///< 0: no softcap
 };
 
-/// The slope of the logit whose log-probability this is, before it is divided by the row's temperature. It is 0 where the softcap is
-/// reached: by as little as the log-probability and lse, which are rounded to their own sizes, can be off.
+/// Slope of the logit with this log-probability, before the logit is divided by the row's temperature. The slope is 0 where the logit
+/// reaches the softcap, or comes as close as the log-probability and lse, which are rounded to their own sizes, can be off.
 FLCE_HOST_DEVICE float slope_of_class(const LogitSlope& s, float logprob, float lse, float temperature) {
     if (s.inverse_softcap == 0.f) return s.scale;  // also where the logit is infinite
     const float to_cap = temperature * s.inverse_softcap;
@@ -144,8 +144,8 @@ struct RowCoefficients {
 
 /// Gradients that reach one token from above.
 struct RowUpstream {
-    float cross_entropy;  ///< of its cross entropy: grad_loss over what the reduction divides by, times the token's loss_factor
-    float z_loss;         ///< of its z-loss: the same, but never divided by class weights
+    float cross_entropy;  ///< gradient of the token's cross entropy: grad_loss over the reduction's divisor, times the token's loss_factor
+    float z_loss;         ///< gradient of the token's z-loss: like cross_entropy, but never divided by class weights
     float lse;
     float logprob;
     float entropy;
@@ -153,7 +153,7 @@ struct RowUpstream {
 
 FLCE_HOST_DEVICE float teacher_weight(const RowUpstream& g, const LossOptions& o) { return g.cross_entropy * (1.f - o.hard_weight); }
 
-/// `teacher_sum`: of the row's teacher's probabilities (0 without).
+/// `teacher_sum`: sum of the probabilities that the teacher gives in this row (0 without).
 FLCE_HOST_DEVICE RowCoefficients row_coefficients(const RowUpstream& g, float lse, float entropy, float c_y, float teacher_sum,
                                                   const LossOptions& o) {
     const float of_target = g.cross_entropy * o.hard_weight;

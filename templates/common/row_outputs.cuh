@@ -18,7 +18,7 @@ struct MaxOp {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-/// What the lane has whose number differs in `lanes`.
+/// Value of the lane whose number differs in `lanes`.
 template <class T>
 __device__ __forceinline__ T of_other_lane(T value, int lanes) {
     return __shfl_xor_sync(0xffffffffu, value, lanes);
@@ -61,19 +61,19 @@ __device__ __forceinline__ LossSums of_other_lane(const LossSums& sums, int lane
             of_other_lane(sums.tokens, lanes)};
 }
 
-/// What the block's threads have, on every thread.
+/// Sums of the block's threads, on every thread.
 template <int kThreads>
 __device__ __forceinline__ LossSums sum_losses(const LossSums& sums) {
     __shared__ LossSums scratch[kThreads / 32];
     return block_reduce<kThreads>(sums, scratch, SumOp{});
 }
 
-/// What a token counts for in what a mean divides by. `token_weights`: the rows', or null.
+/// A token's part of a mean's divisor. `token_weights`: the rows', or null.
 __device__ __forceinline__ float share_of_token(const CountParams& p, const float* token_weights, long long row) {
     return p.reduction == kWeightedMean && token_weights != nullptr ? token_weights[row] : 1.f;
 }
 
-/// What a mean divides by, as factors: 0 where there is nothing to divide by.
+/// A mean's divisors as factors: 0 where there is nothing to divide by.
 struct MeanFactors {
     float cross_entropy;
     float z_loss;
@@ -96,7 +96,7 @@ __device__ __forceinline__ MeanFactors mean_factors(const CountParams& p, float 
     return {Problem::class_weight ? reciprocal_or_zero(class_weights) : by_tokens, by_tokens};
 }
 
-/// A row's, of a tensor that a call may be without.
+/// A row's number in a tensor that a call may be without.
 __device__ __forceinline__ float value_or(const float* values, long long row, float absent) {
     return values != nullptr ? values[row] : absent;
 }
@@ -141,9 +141,9 @@ __device__ __forceinline__ void add_part(RowSums& all, const RowSums& part) {
     if constexpr (Problem::top1) all.top1 = first_of_largest(all.max, all.top1, part.max, part.top1);
 }
 
-/// What every kStep-th of a row's `splits` parts from number `first` on comes to; they lie `split_stride` elements apart. The largest logit
-/// first, so that no part waits for the exponential of the one before. The first part, often the only one, is read once. kAtOnce: parts
-/// whose loads are on their way together, where there are that many.
+/// Merges every kStep-th of a row's `splits` parts, from number `first` on; the parts lie `split_stride` elements apart. The largest logit
+/// first, so that no part waits for the exponential of the one before. The first part, often the only one, is read once. kAtOnce: most
+/// parts whose loads are on their way together.
 template <class Problem, int kStep, int kAtOnce = 16>
 __device__ __forceinline__ RowSums merge_splits(const float* at, long long split_stride, long long field_stride, int first, int splits) {
     using Fields = PartialFields<Problem>;
@@ -161,7 +161,7 @@ __device__ __forceinline__ RowSums merge_splits(const float* at, long long split
     return all;
 }
 
-/// What is multiplied and subtracted in every row of a call. `class_weight_total`: Σ c_j.
+/// Factors and subtrahends of every row of a call. `class_weight_total`: Σ c_j.
 template <class Problem>
 __device__ __forceinline__ LossOptions loss_options(const OutputsParams& p, float class_weight_total) {
     return {
@@ -217,18 +217,18 @@ struct MergedSplits {
     enum : int { kParts = kOutputThreads / kOutputRows };
 
     int row_of_block;
-    int part;  ///< which of a row's threads this is; the first one has the sums
-    int row;   ///< of the launch
+    int part;  ///< number of this thread among its row's threads; thread 0 has the sums
+    int row;   ///< row of the launch
 
     __device__ __forceinline__ MergedSplits()
         : row_of_block(static_cast<int>(threadIdx.x) % kOutputRows),
           part(static_cast<int>(threadIdx.x) / kOutputRows),
           row(static_cast<int>(blockIdx.x) * kOutputRows + row_of_block) {}
 
-    /// `rows`: those of the launch that count; `none`: this one is ignored, or has no class.
+    /// `rows`: rows of the launch that count; `none`: this row is ignored, or has no class.
     __device__ __forceinline__ RowSums sums(const SplitSumsParams& p, int rows, bool none) const {
         __shared__ float parts[kParts][Fields::kCount][kOutputRows];
-        // Where forward has a list, it alone knows how it has divided its work. Running sums of stretches are one part.
+        // With a list only forward knows how its work was divided. Running sums of stretches are one part.
         constexpr bool kDivided = Problem::lists_rows && !Problem::rounds_weight;
         const int all_splits = kDivided ? p.scalars->splits : p.splits;
         const int splits = none ? 0 : all_splits;
@@ -241,8 +241,8 @@ struct MergedSplits {
     }
 };
 
-/// Whether a row's exponentials are out of range. Its reference is then corrected: to lse, of the classes at hand. Exponentials are within
-/// ±87 of the reference, in nats; what is `most` below the largest does not count any more.
+/// Whether a row's exponentials are out of range. The row's reference is then corrected to lse of the classes at hand. Exponentials are
+/// within ±87 of the reference, in nats; an exponential that is `most` below the largest does not count any more.
 __device__ __forceinline__ bool corrects_reference(const SplitSumsParams& p, int row, const RowSums& sums, float lse, int most) {
     const bool stale = !(sums.max - p.references[row] <= most);
     if (stale) p.references[row] = lse;

@@ -9,7 +9,7 @@
 
 namespace flce {
 
-/// Fields of [num_tokens] numbers each, one after the other. Those that a spec has no use for are not there: −1.
+/// Fields of [num_tokens] numbers each, one after the other. A field that a spec has no use for is not there: −1.
 struct ShardFields {
     int max;                  ///< m, the largest logit; −inf where there is none
     int exp_sum;              ///< Σ exp(z_j − m)
@@ -24,7 +24,7 @@ struct ShardFields {
     int count;
 };
 
-/// What a spec's partial sums may have beside the first two and target_logit.
+/// Fields that a spec's partial sums may have beside the first two and target_logit.
 struct ShardContents {
     bool entropy;
     bool label_smoothing;

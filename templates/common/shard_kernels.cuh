@@ -21,9 +21,9 @@ struct ShardFieldsOf {
     static_assert(kTargetLogit == PartialFields<Problem>::kCount, "the fields before are forward's partial sums");
 };
 
-/// Above this, in nats, a row's reference is corrected where elements of its own are written among the exponentials: they are divided by
-/// exp(reference − lse) of all shards, which then is cut off at 2^-100, and that is to be nothing beside what the others come to
-/// (retained_rows).
+/// Distance in nats above which a row's reference is corrected where elements of its own are written among the exponentials. Such elements
+/// are divided by exp(reference − lse) of all shards, cut off at 2^-100, and the cut has to be next to nothing beside the other
+/// exponentials (retained_rows).
 enum : int { kMostAboveWritten = 20 };
 
 /// Whether the shard has any of the classes that the teacher names for a row of the block, which then has a logit among the row's sums. For
@@ -76,7 +76,7 @@ __device__ __forceinline__ void shard_sums(const ShardSumsParams& p) {
     tell_stale(p.found, stale);
 }
 
-/// What shards have of one of a row's fields: the largest, or the sum. `at`: the first shard's.
+/// Merges shards' numbers for one field of a row: to the largest, or to the sum. `at`: the first shard's.
 __device__ __forceinline__ float largest_of_shards(const MergeShardsParams& p, const float* at) {
     float largest = -infinity();
 #pragma unroll 4
@@ -91,7 +91,7 @@ __device__ __forceinline__ float sum_of_shards(const MergeShardsParams& p, const
 }
 
 /// The logits of the row's named classes, where finish_teacher finds them: each from the shard that has it; 0 at no class and in ignored
-/// rows. Of a row's threads each takes some.
+/// rows. Each of a row's threads takes some.
 template <class Problem>
 __device__ __forceinline__ void gather_teacher_logits(const MergeShardsParams& p, const MergedSplits<Problem>& merged, bool ignored) {
     if (merged.row >= p.rows) return;

@@ -13,7 +13,7 @@ namespace flce {
 /// tiles: a matter of the number of rows alone, so that every launch of a pass, and the kernel that adds the parts up, finds the same ones.
 struct SumParts {
     enum : int { kMost = 8 };         ///< and least slices of a part in the first launch, which every part begins with
-    enum : int { kTileSlices = 16 };  ///< what a tile costs beside its own slices: its ring fills, and it goes through the sum
+    enum : int { kTileSlices = 16 };  ///< cost of a tile beside its own slices, in slices: its ring fills, and it goes through the sum
 
     int count;
     int stride;  ///< rows from one part to the next
@@ -59,7 +59,7 @@ struct TailParts {
         while (count < kMost && count < idle && count * rest <= room && (count + 1) * kLeastSlices <= slices) ++count;
     }
     FLCE_HOST_DEVICE int numbers() const { return full + rest * count; }
-    /// What number `number` ≥ full is of.
+    /// Tile and part of number `number` ≥ full.
     FLCE_HOST_DEVICE int tile_of(int number) const { return full + (number - full) % rest; }
     FLCE_HOST_DEVICE int part_of(int number) const { return (number - full) / rest; }
 };

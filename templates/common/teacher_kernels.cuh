@@ -1,5 +1,5 @@
-// What a teacher's few classes of a row add to both passes: their log-probabilities and the row's cross entropy going forward, and their
-// places in dz going backward.
+// A teacher's few classes of a row in both passes: their log-probabilities and the row's cross entropy going forward, and their places in
+// dz going backward.
 #pragma once
 
 #include "flce/common/logit_epilogue.cuh"
@@ -114,7 +114,7 @@ __device__ __forceinline__ void teacher_logits(const TeacherLogitsParams& p) {
 
 /// A row as the warps of a block see it that finish its classes.
 struct TaughtRow {
-    long long row;  ///< of the teacher's tensors; −1: ignored
+    long long row;  ///< row of the teacher's tensors; −1: ignored
     int target;
     float target_logit;
     float max;
@@ -122,8 +122,8 @@ struct TaughtRow {
     float cross_entropy;
 };
 
-/// Logits become log-probabilities, and each row gets the teacher's cross entropy. The target's logit is the one that forward has, which
-/// was added up as those were that lse is made of; others are at most the largest. `rows` [kOutputRows], shared, is filled.
+/// Makes log-probabilities of logits, and each row's cross entropy with the teacher. The target's logit is forward's own, which was added
+/// up like the logits in lse; other logits are cut off at the largest. `rows` [kOutputRows], shared, is filled.
 template <class Problem, int kThreads>
 __device__ __forceinline__ void finish_teacher(const TeacherParams& p, TaughtRow* rows) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -146,12 +146,12 @@ __device__ __forceinline__ void finish_teacher(const TeacherParams& p, TaughtRow
     __syncthreads();  // every row's is there
 }
 
-/// What a row's probabilities add up to, and their sizes.
+/// Sum of a row's probabilities, and sum of their sizes.
 struct TeacherSums {
     float sum;
     float sizes;
 };
-/// Of each lane's row of the teacher's tensors, −1 for none. The whole warp takes part.
+/// Sums for each lane's row of the teacher's tensors; the row is −1 for none. The whole warp takes part.
 template <class Problem>
 __device__ __forceinline__ TeacherSums teacher_sums(const TeacherParams& p, long long row) {
     const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -29,8 +29,8 @@ struct FragmentReader {
     unsigned base;  // offset in a slice of this lane's part of piece 0 at k step 0
 
     __device__ __forceinline__ FragmentReader(int first, int lane) {
-        // Which of the four 8×8 matrices this lane addresses, and how far along both dimensions that one lies. A's matrices run along the
-        // result first, B's along k first: that is the order in which mma.sync wants the registers.
+        // Number of this lane's matrix among the four 8×8 ones, and the matrix's place along both dimensions. A's matrices run along the
+        // result first, B's along k first: mma.sync wants the registers in this order.
         const int low = lane >> 3 & 1;
         const int high = lane >> 4;
         const int along_mn = kIsA ? low : high;

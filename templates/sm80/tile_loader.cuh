@@ -45,7 +45,7 @@ struct SliceLayout {
 template <class T, Major kMajor, int kExtent, int kBlockK, int kThreads, Access kAccess>
 struct OperandLoader {
     using Layout = SliceLayout<T, kMajor, kExtent, kBlockK>;
-    enum : int { kElements = 16 / static_cast<int>(sizeof(T)) };  // of a chunk
+    enum : int { kElements = 16 / static_cast<int>(sizeof(T)) };  // elements of a chunk
     enum : int { kRowStep = kThreads / Layout::kChunksPerRow };
     enum : int { kCopies = Layout::kRows / kRowStep };
     static_assert(kThreads % Layout::kChunksPerRow == 0 && Layout::kRows % kRowStep == 0, "threads divide a slice evenly");
@@ -68,7 +68,7 @@ struct OperandLoader {
         depth = k;
     }
 
-    /// The same for an operand whose rows are summed over. Only rows with a bit in `present` are read, counted from the slice's
+    /// Copies the next slice of an operand whose rows are summed over. Only rows with a bit in `present` are read, counted from the slice's
     /// first.
     template <int kWords>
     __device__ __forceinline__ void load_some(unsigned destination, const unsigned (&present)[kWords]) {
@@ -83,8 +83,8 @@ struct OperandLoader {
         source += kBlockK * ld;
     }
 
-    /// Copies the next slice to `destination` (its base in the .shared window) and moves on to the one after. What does not exist becomes
-    /// 0; past the sum's end nothing exists. Without branches, so that copies mix with the multiplications around them.
+    /// Copies the next slice to `destination` (its base in the .shared window) and moves on to the one after. Elements that do not exist
+    /// become 0; past the sum's end nothing exists. There are no branches, so that copies mix with the multiplications around them.
     __device__ __forceinline__ void load(unsigned destination) {
         const int row_limit = kMajor == Major::k ? extent : depth;
         const int column_limit = kMajor == Major::k ? depth : extent;

@@ -114,8 +114,9 @@ __device__ __forceinline__ void scale_tile(typename MainloopT::Accumulators& c, 
             for (int e = 0; e < 4; ++e) c[i][j][e] *= factor;
 }
 
-/// Writes c, in fp32 straight from the registers (four threads fill a sector), 16-bit types through shared memory. kAccumulate adds what is
-/// there first and rounds once. The mainloop's ring must be drained. kAligned: rows are 16-byte aligned and 16-byte pieces exist or not.
+/// Writes c, in fp32 straight from the registers (four threads fill a sector), 16-bit types through shared memory. kAccumulate adds the
+/// memory's contents first and rounds once. The mainloop's ring must be drained. kAligned: rows are 16-byte aligned and 16-byte pieces
+/// exist or not.
 template <class Out, class TileT, bool kAligned, bool kAccumulate, class MainloopT>
 __device__ __forceinline__ void store_tile(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<Out>& target) {
     if constexpr (sizeof(Out) == 4) {
