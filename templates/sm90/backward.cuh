@@ -162,7 +162,7 @@ __device__ __forceinline__ void dlogits_sm90(const typename DlogitsSm90<Problem,
     DlogitsSm90<Problem, TileT>(p).run();
 }
 
-/// A tile's sums, from (first_row, n) of `map` on, which has kExtent columns; `adds`: to what is there.
+/// Stores a tile's sums from (first_row, n) of `map` on, which has kExtent columns; `adds`: adds them to the memory's contents.
 template <int kExtent, class PanelsT, int kPiecesA, int kColumnPieces>
 __device__ __forceinline__ void add_to_sum(PanelsT& panels, const TensorMap& map, const float (&c)[kPiecesA][kColumnPieces][4], int n,
                                            int first_row, bool adds) {
@@ -219,8 +219,8 @@ struct GradHiddenSm90 {
     /// Whether the last tiles may be made in parts: beside 192 accumulators a thread there are no registers for it.
     enum : bool { kMakesParts = Problem::retain && MainloopT::kPiecesA * MainloopT::kColumnPieces * 4 <= 128 };
     Select<kMakesParts, TailWalk<TileT, Problem::raster>, TileWalk<TileT, Problem::raster>>
-        walk;    ///< of all parts, one below the other as their sums lie
-    int slices;  ///< of a part, but for the last
+        walk;    ///< walk over the tiles of all parts, one part below the other as their sums lie
+    int slices;  ///< slices of a part, but for the last part
     bool divided;
     PanelsT panels;
     Pace pace;
@@ -264,7 +264,7 @@ struct GradHiddenSm90 {
         mainloop.meet();
     }
 
-    /// Which the tile at hand belongs to.
+    /// Part that the tile at hand belongs to.
     __device__ __forceinline__ int part() const { return walk.m / rows_of_part(); }
     __device__ __forceinline__ int rows_of_part() const { return ceil_div(rows, walk.kClusterRows) * walk.kClusterRows; }
     __device__ __forceinline__ int row_of_part() const { return walk.m - part() * rows_of_part(); }
@@ -381,7 +381,7 @@ struct GradHiddenSm90 {
         }
     }
 
-    /// What label smoothing takes: the row's share of the sum of the weight.
+    /// Subtracts label smoothing's term: the row's share of the sum of the weight.
     __device__ __forceinline__ void take_smoothing(typename MainloopT::Accumulators& c) const {
 #pragma unroll
         for (int i = 0; i < MainloopT::kPiecesA; ++i) {

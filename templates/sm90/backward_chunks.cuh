@@ -12,7 +12,7 @@ namespace flce {
 template <bool kHidden>
 struct ChunkShape {
     enum : bool { kHiddenOnly = kHidden };
-    enum : int { kBytes = 8 };  ///< of shared memory
+    enum : int { kBytes = 8 };  ///< bytes of shared memory
 
     const BackwardChunksSm90Params& p;
     unsigned rows_at;
@@ -42,7 +42,7 @@ struct ChunkWalk : ChunkPhases<ChunkShape<kHiddenOnly>, kHidden, TileT::kBlockM 
     int m = 0;            ///< first row and column of the tile, counted from the chunk's
     int n = 0;
     int slices = 0;
-    int part_row = 0;  ///< of a sum in parts: the first row of the tile's part, and how deep in the pair it begins
+    int part_row = 0;  ///< in a sum in parts: first row of the tile's part, and depth in the pair at which the part begins
     int part_depth = 0;
 
     __device__ __forceinline__ ChunkWalk(const BackwardChunksSm90Params& p, unsigned rows_at, unsigned numbers_at)
@@ -196,8 +196,8 @@ struct BackwardChunksSm90 {
     // ---- a consumer
 
     __device__ __forceinline__ void compute() {
-        // What follows from where a thread stands is worked out anew for every tile: for all kinds of them, kept beside the accumulators,
-        // it would not fit.
+        // Numbers that follow from a thread's place are worked out anew for every tile: those of all kinds of tiles, kept beside the
+        // accumulators, would not fit.
         asm volatile("" : "+r"(ring.place.lane), "+r"(ring.place.warp));
         weight_panels.place = ring.place;
         if (walk.kind == ChunkKind::dlogits) {

@@ -6,16 +6,16 @@
 
 namespace flce {
 
-/// What dz is multiplied with, contiguous along the tokens: the first column is a factor of each token, the second one what rounding has
-/// left out of it, so that both columns' sums add up to the bias's. Nobody looks at the others.
+/// Factors of dz, contiguous along the tokens. The first column is each token's factor, the second one the rest that rounding has left out
+/// of the factor, so that both columns' sums add up to the bias's. Nobody looks at the other columns.
 using BiasOperand = SliceSm90<Major::k, 8>;
 
 /// A consumer's tile of dz · factors beside its main product.
 template <class T, Major kMajorA, int kPiecesA>
 struct BiasSums {
     float (&sums)[kPiecesA][1][4];
-    unsigned operand;      ///< of the ring's first stage, in shared memory
-    unsigned stage_bytes;  ///< from one stage's operand to the next; 0: all have the same
+    unsigned operand;      ///< operand of the ring's first stage, in shared memory
+    unsigned stage_bytes;  ///< distance from one stage's operand to the next; 0: all stages share an operand
 
     __device__ __forceinline__ void multiply(int piece, unsigned long long a, int stage, int step) const {
         constexpr int kA = kMajorA == Major::mn ? 1 : 0;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void add_bias_in_turn(const DlogitsParams& p, const P
     }
 }
 
-/// Writes a tile's sums, or adds them to what is there, rounded once. `to`: grad_bias from the tile's first column of the vocabulary on,
+/// Writes a tile's sums, or adds them to grad_bias, rounded once. `to`: grad_bias from the tile's first column of the vocabulary on,
 /// `columns` of which exist. `taken` of a column is less than the sum.
 template <class Problem, class Place, int kPiecesA, class Taken>
 __device__ __forceinline__ void write_bias(const Place& place, const float (&sums)[kPiecesA][1][4], typename Problem::GradWeight* to,
@@ -96,7 +96,7 @@ __device__ __forceinline__ void write_bias(const Place& place, const float (&sum
                 if constexpr (Problem::accumulate) sum += to_float(to[column]);
                 to[column] = Numeric<typename Problem::GradWeight>::from_float(sum);
             }
-            __syncwarp();  // one after the other: beside the accumulators there is no room for what several read
+            __syncwarp();  // one after the other: beside the accumulators there is no room for values that several threads read
         }
     }
 }

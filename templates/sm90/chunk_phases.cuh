@@ -18,9 +18,9 @@ enum class ChunkKind : int { dlogits, grad_hidden, grad_weight };
 ///
 ///     D₀ D₁ W₀ H₀₁ W₁ | D₂ D₃ W₂ H₂₃ W₃ | … | Dᵢ Dⱼ Wᵢ Wⱼ Hᵢⱼ
 ///
-/// Two chunks' dlogits lie side by side, and grad_hidden's sum is gone through once for both. Between what writes a place of dlogits, what
-/// reads it and what writes over it there is another phase, so that counters which order them are rarely waited for. The last sum becomes
-/// grad_hidden, where hidden states may lie that grad_weight needs: it comes last.
+/// Two chunks' dlogits lie side by side, and grad_hidden's sum is gone through once for both. Another phase lies between each writer of a
+/// place of dlogits, its readers and the next writer, so that counters which order them are rarely waited for. The last sum becomes
+/// grad_hidden. grad_hidden may lie where the hidden states are that grad_weight needs: the last sum comes last.
 ///
 /// Where there are few rows, grad_hidden's sum has parts as SumParts says, whose tiles lie below each other; a later kernel adds them
 /// up.
@@ -36,7 +36,7 @@ template <class Shape, int kHidden, int kClusterRows, int kBlockColumns>
 struct ChunkPhases {
     Shape shape;
     ChunkKind kind = ChunkKind::dlogits;
-    int chunk = 0;  ///< of a sum over two of them the first one
+    int chunk = 0;  ///< number of the chunk; the first of two for a sum over two chunks
 
     FLCE_HOST_DEVICE explicit ChunkPhases(const Shape& shape_) : shape(shape_) {}
 
@@ -75,10 +75,10 @@ struct ChunkPhases {
         const int clusters = up_div(k == ChunkKind::grad_weight ? width_of(k, c) : rows_of(c), kClusterRows);
         return !kHalves && k == ChunkKind::grad_hidden && shape.parts() > 1 ? clusters * parts_of(c).count : clusters;
     }
-    /// Of the sum over a pair.
+    /// Parts of the sum over a pair.
     FLCE_HOST_DEVICE PartSlices parts_of(int c) const { return {sum_slices(c), shape.parts()}; }
     FLCE_HOST_DEVICE int sum_slices(int c) const { return up_div(width_of(ChunkKind::grad_hidden, c), kSumSlice); }
-    /// From one part to the next.
+    /// Rows from one part to the next.
     FLCE_HOST_DEVICE int rows_of_part() const { return up_div(shape.rows(), kClusterRows) * kClusterRows; }
     FLCE_HOST_DEVICE int columns_of(ChunkKind k, int c) const {
         return up_div(k == ChunkKind::dlogits ? width_of(k, c) : kHidden, kBlockColumns);
@@ -118,8 +118,8 @@ struct ChunkPhases {
         return true;
     }
 
-    /// Calls `wait(kind, chunk)` for the phases that have to be done before tiles of this one may begin: what they read is there, what they
-    /// write over has been read, and of a sum, what comes before has been added.
+    /// Calls `wait(kind, chunk)` for the phases that have to be done before tiles of this phase may begin: data that these tiles read has
+    /// to be written, data that they write over has to be read, and a sum needs its earlier parts added.
     template <class Wait>
     FLCE_HOST_DEVICE void for_each_needed(const Wait& wait) const {
         if (kHalves) {
@@ -138,7 +138,7 @@ struct ChunkPhases {
         if (!is_alone(chunk)) wait(ChunkKind::dlogits, chunk + 1);
         if (chunk > 0) wait(ChunkKind::grad_hidden, chunk - 2);
     }
-    /// The same for the last sum, before it is written where hidden states may lie.
+    /// Calls `wait(kind, chunk)` for the readers of hidden states that have to be done before the last sum is written over those states.
     template <class Wait>
     FLCE_HOST_DEVICE void for_each_reader_of_hidden(const Wait& wait) const {
         if (kHalves) {

@@ -14,9 +14,9 @@ namespace flce {
 
 template <class Problem, class TileT>
 struct ForwardSm90 {
-    enum : bool { kFew = TileT::kCluster == 1 };  ///< tokens: a tile has all of them, and they are not listed
+    enum : bool { kFew = TileT::kCluster == 1 };  ///< few tokens: one tile holds every token, so no list of valid rows is needed
     enum : bool { kLists = Problem::lists_rows && !kFew };
-    enum : int { kSegment = Problem::segment_tiles };  ///< tiles that have sums of their own; 0: a share's are added up
+    enum : int { kSegment = Problem::segment_tiles };  ///< tiles of a segment, which has sums of its own; 0: a share's tiles are added up
     static_assert(kSegment == 0 || (TileT::kTurns && kSegment % 2 == 0), "a tile of a segment always has the same consumer");
     using MainloopT = MainloopSm90<LogitOperands<Problem>, TileT, kLists>;
     using Accumulators = typename MainloopT::Accumulators;
@@ -46,7 +46,7 @@ struct ForwardSm90 {
     static_assert(sizeof(DirectorState) <= kDirectorBytes, "it lies behind everything else");
     enum : int { kSmemBytes = kDirectorAt + kDirectorBytes };
     enum : int { kThreads = TileT::kThreads };
-    enum : unsigned { kWarps = TileT::kCluster * TileT::kConsumers * 4 };  ///< consumers' of a cluster
+    enum : unsigned { kWarps = TileT::kCluster * TileT::kConsumers * 4 };  ///< warps of a cluster's consumers
 
     const Params& p;
     TileNumbers<TileT> jobs;
@@ -68,12 +68,12 @@ struct ForwardSm90 {
           panels(mainloop.smem + MainloopT::kRingBytes, mainloop.place),
           stash(reinterpret_cast<float*>(dynamic_smem + MainloopT::kRingBytes + kPanelBytes) + static_cast<int>(threadIdx.x) - 128) {}
 
-    /// Of the vocabulary, in this launch.
+    /// Tiles of the vocabulary in this launch.
     static __device__ __forceinline__ int tiles(const Params& params) {
         return ceil_div(forward_columns<Problem>(params), TileT::kBlockN);
     }
 
-    /// What clusters are dealt: tiles, or segments.
+    /// Number of things that are dealt to clusters: tiles, or segments.
     static __device__ __forceinline__ int dealt(const Params& params) {
         return kSegment > 0 ? ForwardShare::segments_of(tiles(params), kSegment) : tiles(params);
     }
@@ -105,11 +105,11 @@ struct ForwardSm90 {
         mainloop.meet();
     }
 
-    /// This block's rows of a part of the vocabulary, as they lie in hidden, or where it has been brought together.
+    /// This block's rows of a part of the vocabulary, as they lie in hidden, or in the compact rows.
     struct TileRows {
-        const ListedRow* listed;  ///< null: they are the rows from `first` on
+        const ListedRow* listed;  ///< null: rows from `first` on
         int first;
-        int last;  ///< of the tile, that is listed; −1: none is
+        int last;  ///< last listed row of the tile, counted from `first`; −1: none is listed
 
         __device__ __forceinline__ bool neighbours() const {
             return listed == nullptr || last < 0 || listed[last].row - listed[0].row == last;
@@ -126,7 +126,7 @@ struct ForwardSm90 {
 
     /// The producer's warpgroup. Its first thread finds out what comes next, and the blocks of a cluster come to the same.
     __device__ __forceinline__ void bring_all() {
-        bool told = false;  // what comes next
+        bool told = false;  // whether the next word is told already
         while (true) {
             if (!told && threadIdx.x == 0) words.tell(director().go_on());
             const TileWord word = words.take();
@@ -204,7 +204,8 @@ struct ForwardSm90 {
                     continue;
                 }
             }
-            // What follows from where a thread stands is worked out anew for every tile: kept beside the accumulators, it would not fit.
+            // Numbers that follow from a thread's place are worked out anew for every tile: kept beside the accumulators, they would not
+            // fit.
             asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
             Accumulators c;
             MainloopT::clear(c);
@@ -219,8 +220,8 @@ struct ForwardSm90 {
         forget();
     }
 
-    /// A share is summed up stretch by stretch, each added to what is there of the ones before: so the result does not depend on how many
-    /// clusters worked on it.
+    /// Sums up a share stretch by stretch. Each stretch is added to the sums of the stretches before, so that the result does not depend on
+    /// how many clusters worked on the share.
     __device__ __forceinline__ void end_stretch(const TileWord& word) {
         const ShareJob job{word.number};
         // Worked out here, and not kept from stretch to stretch: registers are few.
@@ -264,7 +265,7 @@ struct ForwardSm90 {
             for (int h = 0; h < 2; ++h) keep(0, i, h, sums_of_nothing(kFalls ? infinity() : lowest_logit(), -infinity()));
     }
 
-    /// Adds a tile of logits to this thread's sums; what is retained of it leaves for memory.
+    /// Adds a tile of logits to this thread's sums; retained exponentials of the tile leave for memory.
     __device__ __forceinline__ void reduce(Accumulators& c, const TileWord& tile) {
         const int column = first_column_of(tile);
         const int first_column = forward_first_column<Problem>(p) + column;
@@ -312,7 +313,7 @@ struct ForwardSm90 {
             }
     }
 
-    /// Of a row of the launch.
+    /// Temperature of a row of the launch.
     __device__ __forceinline__ float temperature_of(int row) const {
         if constexpr (Problem::temperature) {
             if (row >= share.rows) return 1.f;
@@ -324,7 +325,7 @@ struct ForwardSm90 {
         return 1.f;
     }
 
-    /// Logits become exponentials of what they are above the row's reference, which are added up. Those that are retained leave for memory.
+    /// Turns logits into exponentials above the row's reference and adds those up. Retained exponentials leave for memory.
     __device__ __forceinline__ void retain(Accumulators& c, int first_column, int row0, int part) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
@@ -355,7 +356,7 @@ struct ForwardSm90 {
         }
     }
 
-    /// Of what a tile holds of a logit.
+    /// Logit of a tile's accumulator `c`.
     __device__ __forceinline__ float logit_of(float c) const {
         if constexpr (kFalls) {
             return Problem::falls(p.transform).logit(c);
@@ -425,12 +426,12 @@ struct ForwardSm90 {
         return sums;
     }
 
-    /// Of the row that this lane has, of the four.
+    /// Writes partial sums of the one row, of the quad's four, that this lane has.
     __device__ __forceinline__ void write_partial(const ShareJob& job, int row_cluster, const RowSums& sums) const {
         ForwardShare of = share;
         asm volatile(""
                      : "+r"(of.rows), "+r"(of.row_clusters), "+r"(of.clusters),
-                       "+r"(of.splits));  // what follows from them is worked out here
+                       "+r"(of.splits));  // keeps the compiler from working out derived numbers earlier
         const int of_four = mainloop.place.lane % 4;
         const int row = first_row(row_cluster) + mainloop.place.row(of_four / 2, of_four % 2);
         if (row >= of.rows) return;

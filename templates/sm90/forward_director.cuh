@@ -1,4 +1,4 @@
-// What the first thread of a block of cuda_sm90a's forward does beside bringing tiles: it finds out what comes next, a tile of the
+// Director of cuda_sm90a's forward: the first thread of a block brings tiles, and finds out here which word comes next, a tile of the
 // cluster's own share or of another's, or the end of a stretch.
 #pragma once
 
@@ -13,14 +13,13 @@ struct DirectorState {
     ShareJobs shared;
     ShareJob job;  ///< kNone before the first one
     VocabularyWalk walk;
-    int consumer;  ///< that has the tile: always the same one, whichever cluster has the job
+    int consumer;  ///< consumer that has the tile: always the same one, whichever cluster has the job
     int end;       ///< tile behind the stretch
-    /// Where a part's rows begin, in hidden or where they have been brought together. Looked up once for a job: that takes as long as the
-    /// ring lasts.
+    /// Where a part's rows begin, in hidden or in the compact rows. Looked up once for a job: a look takes as long as the ring lasts.
     int begin[2];
     bool neighbours[2];  ///< whether they are
     bool any;            ///< the walk is at a tile, or a segment
-    int segment_tile;    ///< of the segment, the next one
+    int segment_tile;    ///< next tile of the segment
 };
 
 /// `Forward`: ForwardSm90.
@@ -74,7 +73,8 @@ private:
         return d.walk.begin_of(stretch, d.shared.stretches);
     }
 
-    /// The same where a segment's sums are its own: it ends behind its last tile, and stretches only say who works on what.
+    /// Does go_on where a segment's sums are its own: a segment ends behind its last tile, and stretches only say which cluster works on
+    /// which segments.
     __device__ __forceinline__ TileWord go_on_in_segments() const {
         DirectorState& d = state();
         if (!d.any || d.segment_tile == min((d.walk.tile + 1) * Forward::kSegment, tiles())) {

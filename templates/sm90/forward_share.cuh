@@ -17,7 +17,7 @@ namespace flce {
 struct ForwardShare {
     int rows;
     int row_clusters;
-    int clusters;  ///< that have work
+    int clusters;  ///< clusters that have work
     int splits;    ///< partial sums of a row
 
     /// Partial sums of a row that a cluster writes: one for each consumer that has the row.

@@ -22,7 +22,7 @@ struct GradWeightTile {
     enum : int { kPanels = TileT::kConsumerM / 64 * kPanelsOfRow };
     enum : bool { kHasTail = !Problem::hidden_major && Problem::hidden_size % TileT::kBlockN != 0 };
     enum : int { kAhead = 2 };  ///< panels that are brought to where they leave from while the tile is multiplied
-    enum : int { kRestBytes = (kPanels - kAhead) * int{PanelsT::kPanelBytes} };  ///< of a consumer
+    enum : int { kRestBytes = (kPanels - kAhead) * int{PanelsT::kPanelBytes} };  ///< bytes of a consumer
     enum : bool { kFitsInStage = kRestBytes > 0 && int{TileT::kConsumers} * kRestBytes <= int{TileT::kStageBytes} };
     /// Whether the other panels' old values come through the ring, in a stage behind the tile's slices. Where consumers share a tile,
     /// nothing is multiplied while its epilogue waits. Not of a hidden_major gradient: no GPU has run that yet.
@@ -30,7 +30,7 @@ struct GradWeightTile {
 
     const TensorMap& map;
     int n;
-    int first_row;  ///< of the consumer's; for the producer, of the tile's
+    int first_row;  ///< first row of the consumer's panels; for the producer, of the tile's
 
     __device__ __forceinline__ int x(int panel) const { return n + panel % kPanelsOfRow * PanelsT::kPanelColumns; }
     __device__ __forceinline__ int y(int panel) const { return first_row + panel / kPanelsOfRow * 64; }
@@ -129,7 +129,7 @@ struct GradWeightSm90 {
     enum : bool { kPanelled = !(Problem::accumulate && Problem::hidden_major) || vocabulary_aligned<Problem, Out>() };
     using PanelsT = GradWeightPanels<Problem, TileT>;
     enum : bool { kLends = Problem::retain && !Problem::accumulate && !Problem::hidden_major };
-    // Of a chunk, grad_bias is dlogits' affair.
+    // grad_bias of a chunk is dlogits' affair.
     enum : bool { kSumsBias = Problem::retain && Problem::sums_bias };
     static_assert(!Problem::sums_bias || (Problem::bias && !Problem::hidden_major), "the vocabulary is the sums' only dimension");
     enum : int { kFactorsAt = MainloopT::kRingBytes };
@@ -146,7 +146,7 @@ struct GradWeightSm90 {
     TileWalk<TileT, Problem::raster, kRetainedColumns> walk;
     PanelsT panels;
     int slices;
-    int free_blocks = 0;  ///< of exponentials in grad_weight's memory: nobody reads them any more
+    int free_blocks = 0;  ///< blocks of exponentials in grad_weight's memory that nobody reads any more
 
     __device__ __forceinline__ explicit GradWeightSm90(const Params& params)
         : p(params),
@@ -240,7 +240,7 @@ struct GradWeightSm90 {
                             });
     }
 
-    /// What label smoothing takes: the class' share of the sum of the hidden states.
+    /// Subtracts label smoothing's term: the class' share of the sum of the hidden states.
     __device__ __forceinline__ void take_smoothing(typename MainloopT::Accumulators& c) const {
         const auto smoothing_of = [&](int column) { return Problem::class_weight ? p.class_weight[min(column, p.columns - 1)] : 1.f; };
         const auto sum_of = [&](int k) { return k < kHidden ? p.hidden_sum[k] : 0.f; };

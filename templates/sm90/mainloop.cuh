@@ -83,15 +83,15 @@ private:
 /// The pace is worth a few microseconds. Where a cluster does not run, because another kernel has its SMs, its steps are not made in time:
 /// the others give up.
 struct Pace {
-    enum : int { kSlices = 8 };     ///< of a step
+    enum : int { kSlices = 8 };     ///< slices of a step
     enum : int { kPatience = 32 };  ///< looks at a counter, each as long as an access to L2
 
     unsigned* counters;  // null: no pace
     int clusters;
-    int full_steps;  // of waves with a tile for every cluster
+    int full_steps;  // steps of waves with a tile for every cluster
     int rest;        // tiles of the wave after those
     int tile_steps;
-    int first_step = 0;  // of the tile at hand
+    int first_step = 0;  // first step of the tile at hand
 
     __device__ __forceinline__ Pace(unsigned* counters_, int clusters_, int tiles, int slices)
         : counters(counters_), clusters(clusters_), tile_steps(ceil_div(slices, kSlices)) {
@@ -127,7 +127,7 @@ struct NoPace {
     __device__ __forceinline__ void before(int /*slice*/) {}
 };
 
-/// Nothing is multiplied beside a product. What else may be: BiasSums and BiasFactors.
+/// Type for a product that nothing is multiplied beside. BiasSums and BiasFactors are the others.
 struct NothingBeside {
     __device__ __forceinline__ unsigned bytes() const { return 0u; }
     __device__ __forceinline__ void bring(int /*stage*/, int /*k*/, unsigned /*barrier*/) const {}
@@ -245,8 +245,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
     /// Goes on where a mainloop over other operands has stopped.
     __device__ __forceinline__ explicit MainloopSm90(const Ring& ring) : Ring(ring) {}
 
-    /// One thread: brings `slices` slices of the tile at (m, n), from those depths of the operands on. `a_rows`: that are copied of A,
-    /// where those are not the tile's. `beside`: brings what is multiplied beside the product.
+    /// One thread: brings `slices` slices of the tile at (m, n), from depths `depth_a` and `depth_b` of the operands on. `a_rows`: rows
+    /// that are copied of A, where they are not the tile's. `beside`: brings operands that are multiplied beside the product.
     template <class MapA, class MapB, class PaceT = NoPace, class Beside = NothingBeside>
     __device__ __forceinline__ void produce(const MapA& a, const MapB& b, int m, int n, int slices, PaceT&& pace = {}, int depth_a = 0,
                                             int depth_b = 0, int a_rows = TileT::kBlockM, const Beside& beside = {}) {
@@ -380,7 +380,7 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
     }
 
 private:
-    /// What this block brings of the operand that it shares.
+    /// Part of the shared operand that this block brings.
     __device__ __forceinline__ int part_b() const { return TileT::kCluster > 1 ? static_cast<int>(rank) : 0; }
 
     /// This warp has read the stage; every block that writes into it hears of it.

@@ -23,22 +23,22 @@ struct ShareTickets {
 struct ForwardSm90Params : ForwardParams {
     TensorMap hidden_map;
     TensorMap weight_map;
-    TensorMap compact_map;    ///< of listed rows in order
+    TensorMap compact_map;    ///< tensor map of listed rows in order
     TensorMap retained_map;   ///< to store exponentials, where the Problem retains them
-    ShareTickets* shares;     ///< of this launch; null: each cluster has its own share, whenever it runs
+    ShareTickets* shares;     ///< shares of this launch; null: each cluster has its own share, whenever it runs
     const float* references;  ///< [rows]
-    const unsigned* stale;    ///< the second time: which rows (SplitSumsParams)
+    const unsigned* stale;    ///< the second time: stale rows (SplitSumsParams)
     PassScalars* scalars;
-    RowList list;          ///< `hidden`, its map and the targets then begin with the call's first row
+    RowList list;          ///< rows; with a list, `hidden`, its map and the targets begin with the call's first row
     int clusters;          ///< most that share the work
-    int stride;            ///< VocabularyWalk's, for launches with this number of clusters
-    int retained_columns;  ///< of the vocabulary, from its start
+    int stride;            ///< stride of VocabularyWalk, for launches with this number of clusters
+    int retained_columns;  ///< retained columns of the vocabulary, from its start
     int again;             ///< only rows that are stale, only their exponentials
     int compact_rows;      ///< tokens of the call, whose listed rows gather_rows has brought together if any is ignored; 0: it has not
     int unused;
 };
 
-/// A stretch of the vocabulary: ForwardStretchParams'.
+/// Numbers of ForwardStretchParams, for a stretch of the vocabulary.
 struct ForwardStretchSm90Params : ForwardSm90Params {
     int first_column;
     int columns;
@@ -56,37 +56,38 @@ struct GradHiddenSm90Params : GradHiddenParams {
     TensorMap dlogits_map;
     TensorMap weight_map;
     TensorMap accumulator_map;  ///< fp32, to store and add
-    const float* row_scales;    ///< [rows], of the first launch: what its products are multiplied with; null: 1
+    const float* row_scales;    ///< [rows], in the first launch: factors of its products; null: 1
     unsigned* pace;             ///< [kPaceCounters], 0 before; null: no pace
     Tickets* tickets;
-    RowList list;  ///< grad_hidden then begins with the call's first row
+    RowList list;  ///< rows; with a list, grad_hidden begins with the call's first row
     SumShare share;
-    float* tail_sums;         ///< of TailParts, each a cluster's tile as its threads hold it
-    unsigned* tail_counters;  ///< of each tile that is made in parts: warps that have written theirs; 0 before
+    float* tail_sums;         ///< sums of TailParts, each a cluster's tile as its threads hold it
+    unsigned* tail_counters;  ///< for each tile that is made in parts: warps that have written theirs; 0 before
     int tail_room;            ///< sums that there is room for; 0: no tile is made in parts
-    int column_shift;         ///< BlockedMap's, of dlogits_map where the Problem retains
+    int column_shift;         ///< shift of BlockedMap, for dlogits_map where the Problem retains
 };
 
 struct GradWeightSm90Params : GradWeightParams {
     TensorMap dlogits_map;
     TensorMap hidden_map;
     TensorMap grad_weight_map;  ///< to store, or to add to
-    unsigned* readers;          ///< of exponentials in grad_weight's memory, warps that are done with each block; null: they lie elsewhere
+    unsigned* readers;          ///< warps that are done with each block of exponentials in grad_weight's memory; null: exponentials lie
+                                ///< elsewhere
     Tickets* tickets;
     RowList list;
     long long block_bytes;      ///< from one block to the next
     unsigned readers_of_block;  ///< warps that multiply a whole block
-    int column_shift;           ///< BlockedMap's, of dlogits_map where the Problem retains
+    int column_shift;           ///< shift of BlockedMap, for dlogits_map where the Problem retains
 };
 
-/// Where retained exponentials and label smoothing meet: what their products lack (smoothing_sums).
+/// Label smoothing's terms, which products of retained exponentials lack (smoothing_sums).
 struct SmoothedGradHiddenSm90Params : GradHiddenSm90Params {
     const float* row_smoothing;  ///< [rows]; null: nothing is lacking
     const float* weight_sum;     ///< [D]
 };
 struct SmoothedGradWeightSm90Params : GradWeightSm90Params {
     const float* hidden_sum;    ///< [D]; null: nothing is lacking
-    const float* class_weight;  ///< of the launch's columns, where the Problem has class weights
+    const float* class_weight;  ///< class weights of the launch's columns, where the Problem has class weights
 };
 
 /// Parameters of a kernel that adds up grad_bias beside grad_weight.
@@ -94,11 +95,12 @@ template <class Params>
 struct WithGradBias : Params {
     void* grad_bias;  ///< at the launch's first column; null: nobody asks for it
 };
-/// The same over exponentials, whose factors are the rows' scales.
+/// WithGradBias over exponentials, whose factors are the rows' scales.
 template <class Params>
 struct WithScaledBias : WithGradBias<Params> {
-    const float* smoothing_total;  ///< what label smoothing takes from all rows, before classes' weights; where the Problem has it
-    TensorMap scales_map;          ///< RetainedRowsParams' bias_factors
+    const float* smoothing_total;  ///< amount that label smoothing takes in all rows, before classes' weights; where the Problem has label
+                                   ///< smoothing
+    TensorMap scales_map;          ///< bias_factors of RetainedRowsParams
 };
 
 /// Several chunks of the vocabulary in one launch. Everything begins with the first of them: the base's columns are those of all. Chunks
@@ -109,18 +111,18 @@ struct BackwardChunksSm90Params : DlogitsParams {
     TensorMap dlogits_map;           ///< to store, and grad_weight's first operand; its second one:
     TensorMap hidden_sum_map;        //
     TensorMap dlogits_sum_map;       // operands of grad_hidden
-    TensorMap last_dlogits_sum_map;  ///< of the last chunk: what lies behind it has nothing to do with this pass
+    TensorMap last_dlogits_sum_map;  ///< for the last chunk: columns behind it have nothing to do with this pass
     TensorMap weight_sum_map;        //
     TensorMap accumulator_map;       ///< fp32, to store and add
     TensorMap grad_weight_map;       ///< to store, or to add to
-    float* accumulator;              ///< [rows, D] fp32, of all parts below each other
+    float* accumulator;              ///< [rows, D] fp32, all parts below each other
     void* grad_hidden;               ///< [rows, D]; begins with the call's first row where there is a list
-    unsigned* taken;                 ///< how many tiles are taken, 0 before the launch
+    unsigned* taken;                 ///< number of tiles taken, 0 before the launch
     unsigned* progress;              ///< [chunks][kChunkKinds]: tiles that are done, of each block
     RowList list;
     SumShare share;
     int even_width;  ///< columns of chunks 0, 2, …
-    int pair_width;  ///< of a chunk and the next one
+    int pair_width;  ///< columns of a chunk and the next one
     int first;       ///< nothing accumulated yet
     int last;        ///< the last chunk writes grad_hidden, where its sum is in one part
 };

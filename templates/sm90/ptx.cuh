@@ -69,7 +69,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d_load(unsigned destinatio
         "l"(map), "r"(x), "r"(y), "r"(barrier)
         : "memory");
 }
-/// The same into every block of the cluster named by `blocks`, a bit each, and with the barrier at the same offset there.
+/// Copies into every block of the cluster named by `blocks`, a bit each, and with the barrier at the same offset there.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_load_multicast(unsigned destination, const void* map, int x, int y,
                                                                        unsigned barrier, unsigned short blocks) {
     asm volatile(
@@ -78,7 +78,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d_load_multicast(unsigned 
         "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
         : "memory");
 }
-/// Into this block; L2 keeps what is read as `policy` says.
+/// Copies into this block; L2 keeps the data that is read as `policy` says.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_load(unsigned destination, const void* map, int x, int y, unsigned barrier,
                                                              unsigned long long policy) {
     asm volatile(
@@ -87,7 +87,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d_load(unsigned destinatio
         "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
         : "memory");
 }
-// 9.7.9.18: what is read with it is the first that L2 gives up.
+// 9.7.9.18: L2 gives up data that is read with this policy first.
 __device__ __forceinline__ unsigned long long createpolicy_evict_first() {
     unsigned long long r;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(r));
@@ -97,7 +97,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d_store(const void* map, i
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n" ::"l"(map), "r"(x), "r"(y), "r"(source)
                  : "memory");
 }
-// The same in three dimensions.
+// Tensor copies in three dimensions.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d_load(unsigned destination, const void* map, int x, int y, int z, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];\n" ::"r"(destination),
@@ -117,7 +117,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d_store(const void* map, i
                  "r"(source)
                  : "memory");
 }
-/// Adds to what is there. Which of several additions to an element comes first is not defined; where there is one, the bits are.
+/// Adds to the memory's contents. The order of several additions to an element is not defined; the bits are, where there is one.
 __device__ __forceinline__ void cp_reduce_async_bulk_tensor_2d_add(const void* map, int x, int y, unsigned source) {
     asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];\n" ::"l"(map), "r"(x), "r"(y),
                  "r"(source)
@@ -168,7 +168,7 @@ __device__ __forceinline__ unsigned atom_relaxed_gpu_add(unsigned* counter, unsi
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(r) : "l"(counter), "r"(value));
     return r;
 }
-/// What was there; `value` is, where that was `expected`.
+/// Returns the word's old value; writes `value` if the old value was `expected`.
 __device__ __forceinline__ unsigned atom_relaxed_gpu_cas(unsigned* word, unsigned expected, unsigned value) {
     unsigned r;
     asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;\n" : "=r"(r) : "l"(word), "r"(expected), "r"(value));

@@ -71,9 +71,10 @@ __device__ __forceinline__ float largest_of_classes(const ReferencesParams& p, c
     return largest;
 }
 
-/// In a shard: the largest of what it has of a row's target and named classes. Where it has none, the largest of a few logits from all over
-/// the shard: a class is far above all of them only where the row is certain of it, and four dot products are a class in thousands of what
-/// the exponentials themselves take. Where that class is more than kMostAboveReference above them the row is written again, as any other.
+/// Reference in a shard: the largest logit of the shard's among a row's target and named classes. Where the shard has none of them: the
+/// largest of a few logits from all over the shard. A class is far above all of these few only where the row is certain of that class, and
+/// the four dot products cost as much as four classes among the thousands of the exponentials. Where that class is more than
+/// kMostAboveReference above the reference the row is written again, like any other.
 template <class Problem>
 __device__ __forceinline__ float reference_in_shard(const ReferencesParams& p, const ListedRow& listed) {
     constexpr int kSamples = 4;
@@ -102,10 +103,10 @@ __device__ __forceinline__ float reference_of(const ReferencesParams& p, const L
     return logit;
 }
 
-/// A warp has a row of the launch. It begins while `prepare` still makes the list, with the token whose row this is if no earlier token is
-/// ignored. Where the list has another token, the warp begins again. What it reads early was there before `prepare` began; so nothing is
-/// read early without a list, for then there is no `prepare`, and with a teacher, whose logits come between the two. Where any token is
-/// ignored, the warp also copies the row's hidden states to where listed rows lie beside each other.
+/// A warp has a row of the launch. The warp begins while `prepare` still makes the list, with the token whose row this is if no earlier
+/// token is ignored. Where the list has another token, the warp begins again. Memory that the warp reads early was written before `prepare`
+/// began. So nothing is read early without a list, since `prepare` is not launched then, and with a teacher, whose logits come between the
+/// two. Where any token is ignored, the warp also copies the row's hidden states to where listed rows lie beside each other.
 template <class Problem>
 __device__ __forceinline__ void references(const ReferencesParams& p) {
     using Element = typename Problem::Element;

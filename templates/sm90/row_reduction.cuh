@@ -1,11 +1,11 @@
-// What a thread of cuda_sm90a's forward does with the logits of a row: sums, and the exponentials that are retained.
+// Sums and retained exponentials that a thread of cuda_sm90a's forward makes of a row's logits.
 #pragma once
 
 #include "flce/common/logit_epilogue.cuh"
 
 namespace flce {
 
-/// What a retained exponential is multiplied by: the derivative of its logit, where that differs from class to class.
+/// Factor of a retained exponential: the derivative of its logit, where derivatives differ from class to class.
 template <class Problem>
 struct StoredFactor {
     LogitDerivative<Problem> derivative;
@@ -24,7 +24,7 @@ struct NothingStored {
     __device__ __forceinline__ float times(float exponential, float /*logit*/) const { return exponential; }
 };
 
-/// Of a row of which a thread has kColumnPieces pairs of columns, in c[·][2·h] and c[·][2·h + 1].
+/// Reduction of a row of which a thread has kColumnPieces pairs of columns, in c[·][2·h] and c[·][2·h + 1].
 template <class Problem, int kColumnPieces>
 struct RowReduction {
     /// Whether a row's sums add up the retained exponentials, relative to its reference, and need no exponentials of their own: where the
@@ -112,7 +112,8 @@ struct RowReduction {
         }
     }
 
-    /// Adds a row of logits to its sums, and returns what it has taken from each of them: nothing, or their maximum where that is huge.
+    /// Adds a row of logits to its sums, and returns the number that it has subtracted from each logit: nothing, or their maximum where
+    /// that is huge.
     static __device__ __forceinline__ float reduce_row(float (&c)[kColumnPieces][4], int h, int first_class, RowSums& sums) {
         const float old_max = sums.max;
         const float tile_max = row_max(c, h);
@@ -178,7 +179,7 @@ struct RowReduction {
 /// here, which the largest logit has; infinite while there is none.
 template <class Problem, int kColumnPieces>
 struct FallReduction : RowReduction<Problem, kColumnPieces> {
-    /// Rows that are written again have their lse as reference. What is none, of a row that is ignored, must not make exponentials NaN.
+    /// Rows that are written again have their lse as reference. A row that is ignored has no lse, and its exponentials must not become NaN.
     enum : int { kMostReference = 128 };
 
     static __device__ __forceinline__ FallPowersAbove above(const ForwardParams& p, float reference) {
@@ -214,7 +215,7 @@ struct FallReduction : RowReduction<Problem, kColumnPieces> {
         }
     }
 
-    /// What sums of logits are: relative to the largest, whose own exponential becomes exactly 1.
+    /// Makes sums relative to the largest logit, as sums of logits are: its own exponential becomes exactly 1.
     static __device__ __forceinline__ void to_own_max(RowSums& sums, const FallPowersAbove& above) {
         if (!(sums.max <= 1.f)) {
             sums.max = lowest_logit();

@@ -69,14 +69,15 @@ struct ShareJobs {
     }
 };
 
-/// What the first thread of a block tells the others: tiles to work on, and where a stretch of a share ends.
+/// Word from the first thread of a block to the others: a tile to work on, or the end of a stretch of a share.
 struct TileWord {
     enum Kind : unsigned { kTile = 0, kEnd = 1, kStop = 2 };
 
-    unsigned number;                                                 ///< kTile: of the vocabulary; kEnd: the job's, or the segment's
+    unsigned number;                                                 ///< kTile: tile of the vocabulary; kEnd: number of the job, or of the
+                                                                     ///< segment
     unsigned rest;                                                   ///< from bit 5 on the row cluster of the tile, or of part 0
-    enum : unsigned { kPart = 4, kConsumer = 8, kNeighbours = 16 };  ///< of a tile; the part also of a segment's end
-    enum : unsigned { kHasSecond = 4, kIsLast = 8 };                 ///< of an end: part 1, and the share's last stretch
+    enum : unsigned { kPart = 4, kConsumer = 8, kNeighbours = 16 };  ///< bits of a tile; kPart also of a segment's end
+    enum : unsigned { kHasSecond = 4, kIsLast = 8 };                 ///< bits of an end: part 1 exists, and the stretch is the share's last
 
     static __device__ __forceinline__ TileWord tile(int tile, int row_cluster, int part, int consumer, bool neighbours) {
         return {static_cast<unsigned>(tile), static_cast<unsigned>(row_cluster) << 5 | (neighbours ? kNeighbours : 0u) |
@@ -129,7 +130,7 @@ struct TileWords {
         ++turn;
         return again();
     }
-    /// What was taken last.
+    /// Word that was taken last.
     __device__ __forceinline__ TileWord again() const {
         const unsigned slot = (turn - 1) % kSlots;
         return {ptx::ld_shared_b32(smem + 8 * (kSlots + slot)), ptx::ld_shared_b32(smem + 8 * (kSlots + slot) + 4)};

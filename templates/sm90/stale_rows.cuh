@@ -6,8 +6,8 @@
 namespace flce {
 
 struct StaleRows {
-    const unsigned* stale;  ///< of each block of kOutputRows (SplitSumsParams)
-    int rows;               ///< of the launch
+    const unsigned* stale;  ///< for each block of kOutputRows, whether it has stale rows (SplitSumsParams)
+    int rows;               ///< rows of the launch
 
     /// Whether there are any among `count` rows from `begin` on, or among other rows of the same blocks of kOutputRows.
     __device__ __forceinline__ bool any(int begin, int count) const {
@@ -17,7 +17,7 @@ struct StaleRows {
         for (int row = begin; row < end; row += kOutputRows) found = found || stale[row / kOutputRows] != 0u;
         return found;
     }
-    /// Of all rows, for the whole block.
+    /// Whether any row is stale; asked by the whole block.
     template <int kThreads>
     __device__ __forceinline__ bool any_at_all() const {
         bool found = false;

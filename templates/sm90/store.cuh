@@ -52,7 +52,8 @@ struct PanelStore {
         }
     }
 
-    /// Hands the group over, to be written from (x, y) of `map` on, or added to what is there; what lies outside the map is not.
+    /// Hands the group over, to be written from (x, y) of `map` on, or added to the memory's contents; elements outside the map are not
+    /// written.
     template <class Map>
     __device__ __forceinline__ void close(const Map& map, int x, int y, bool add = false) {
         ptx::fence_proxy_async();
@@ -95,7 +96,8 @@ private:
     }
 };
 
-/// Panels of a 16-bit matrix that is added to: the copy engine brings what is there, the first two panels of a tile while it is multiplied.
+/// Panels of a 16-bit matrix that is added to: the copy engine brings the memory's contents, the first two panels of a tile while it is
+/// multiplied.
 template <class T, class TileT>
 struct PanelUpdate : PanelStore<T, TileT, 1, 2> {
     using Store = PanelStore<T, TileT, 1, 2>;
@@ -253,7 +255,7 @@ __device__ __forceinline__ void add_tile_sm90(const MainloopT& mainloop, typenam
     });
 }
 
-/// Writes factor · c, kAccumulate: plus what is there, rounded once. kAligned: pairs exist or not, and are aligned.
+/// Writes factor · c, kAccumulate: plus the memory's contents, rounded once. kAligned: pairs exist or not, and are aligned.
 template <bool kAligned, bool kAccumulate, class T, class MainloopT>
 __device__ __forceinline__ void store_tile_sm90(const MainloopT& mainloop, typename MainloopT::Accumulators& c, const TileTarget<T>& to,
                                                 float factor) {

@@ -92,7 +92,7 @@ struct TailWalk : TileWalk<TileT, kRaster> {
         return Base::go_to(static_cast<unsigned>(tail.tile_of(static_cast<int>(number))), rank);
     }
     __device__ __forceinline__ bool in_parts() const { return tail.count > 1 && taken >= static_cast<unsigned>(tail.full); }
-    /// Of a tile that is made in parts.
+    /// Part of a tile that is made in parts.
     __device__ __forceinline__ int part() const { return tail.part_of(static_cast<int>(taken)); }
 };
 

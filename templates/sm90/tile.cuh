@@ -32,12 +32,12 @@ struct PlaceSm90 {
     int consumer;  // −1: producer
     __device__ __forceinline__ PlaceSm90() {
         lane = static_cast<int>(threadIdx.x) % 32;
-        // The same in all lanes of a warp, and the compiler is to know it.
+        // Equal in all lanes of a warp, which the compiler is to know.
         const int warp_of_block = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
         warp = warp_of_block % 4;
         consumer = warp_of_block / 4 - 1;
     }
-    /// Of the consumer, in the tile.
+    /// First row of the consumer, in the tile.
     __device__ __forceinline__ int first_row() const { return TileT::kTurns ? 0 : consumer * TileT::kConsumerM; }
     __device__ __forceinline__ int row(int i, int h) const { return first_row() + i * 64 + warp * 16 + h * 8 + lane / 4; }
     __device__ __forceinline__ int column(int j, int e) const { return j * 8 + lane % 4 * 2 + e; }
@@ -50,11 +50,11 @@ struct TileWalk {
     enum : int { kClusterRows = TileT::kBlockM * TileT::kCluster };
     enum : int { kBlockClusters = kBlockRows < kClusterRows ? 1 : kBlockRows / kClusterRows };
 
-    int clusters_m;  // of tiles
+    int clusters_m;  // clusters of tiles along M
     int tiles_n;
     unsigned count;  // tiles of what has room in memory: far below 2^32
     bool in_blocks = false;
-    unsigned number = 0;  // of the tile at hand
+    unsigned number = 0;  // number of the tile at hand
     int m = 0;            // first row of this block's tile
     int n = 0;
 

@@ -1,4 +1,4 @@
-// Which tiles of logits a cluster of cuda_sm90a's forward computes. Plain C++: the host tests it.
+// Tiles of logits that a cluster of cuda_sm90a's forward computes. Plain C++: the host tests it.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -36,7 +36,7 @@ struct ArcWalk {
     int place;     ///< in the arc, of the tile at hand
     int up;        ///< places: the shortest way forward that keeps inside
     int up_tiles;  ///< and in how many tiles
-    int down;      ///< the same back
+    int down;      ///< places: the shortest way back that keeps inside
     int down_tiles;
     int tile;  ///< kNone: the arc has no unit
 
@@ -108,10 +108,10 @@ struct VocabularyWalk {
     int tiles;
     int whole;  ///< tiles of whole rounds
     int share;
-    int row_cluster;  ///< of part 0
+    int row_cluster;  ///< row cluster of part 0
     ArcWalk at;
     int second;      ///< places of the arc at hand, the first that belongs to the next cluster of rows
-    int first_part;  ///< that the places before have
+    int first_part;  ///< part of the places before `second`
     bool in_rest;
     int tile;
     int part;  ///< -1 before the first tile
