@@ -17,25 +17,25 @@ enum class ReductionCode : std::int64_t { none = 0, sum = 1, mean = 2, weighted_
 /// Dtype of `num_valid`, the caller's count of valid tokens.
 enum class CountCode : std::int64_t { fp32 = 0, int32 = 1, int64 = 2 };
 
-/// What a call does of a backward pass, which may be cut in two: BackwardStage.
+/// Part of a backward pass that a call does, since a pass may be cut in two: BackwardStage.
 enum class StageCode : std::int64_t { whole = 0, first = 1, rest = 2 };
 
 // clang-format off
 #define FLCE_CALL_SCALARS(X)                                                                              \
     X(num_tokens)                                                                                         \
     X(target_bits)             /* 32 or 64 */                                                             \
-    X(teacher_bits)            /* of teacher_ids: 32 or 64 */                                             \
+    X(teacher_bits)            /* bits of teacher_ids: 32 or 64 */                                        \
     X(ignore_index)                                                                                       \
     X(reduction)               /* ReductionCode */                                                        \
     X(num_valid_code)          /* CountCode */                                                            \
     X(workspace)                                                                                          \
-    X(workspace_bytes)         /* that the caller has given */                                            \
+    X(workspace_bytes)         /* bytes that the caller has given */                                      \
     X(retained)                /* forward writes, backward reads; 0: nothing is retained */               \
     X(retained_bytes)                                                                                     \
-    X(retained_in_grad_weight) /* 0 or 1: in that gradient's own memory, which may be written over it */  \
-    X(vocab_start)             /* of a shard: the label of its weight's first row; else 0 */              \
-    X(vocab_columns)           /* rows of the weight that are classes: vocab_size, of a shard any fewer */ \
-    X(weight_rows)             /* of which the others are padding: padded_vocab_size, of a shard fewer */ \
+    X(retained_in_grad_weight) /* 0 or 1: in the gradient's own memory, which may be written over it */   \
+    X(vocab_start)             /* label of the weight's first row in a shard; else 0 */                   \
+    X(vocab_columns)           /* rows of the weight that are classes: vocab_size, in a shard any fewer */ \
+    X(weight_rows)             /* with padding: padded_vocab_size, in a shard fewer */                    \
     X(num_shards)              /* merge alone */                                                          \
     X(stage)                   /* StageCode */                                                            \
     X(hidden_ready)            /* 0 or 1: hidden may be read in the first of two stages */

@@ -22,7 +22,7 @@ enum class Elements : std::uint8_t {
     int64,
 };
 
-/// Shapes over N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. Of a shard P is the number of rows that the call's
+/// Shapes over N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. For a shard P is the number of rows that the call's
 /// weight has, and [V] is [P]; F are the fields of its partial sums (shard_fields) and R is the number of shards.
 enum class Extent : std::uint8_t {
     scalar,
@@ -36,7 +36,7 @@ enum class Extent : std::uint8_t {
     all_partial_sums,  ///< [R·F, N]
 };
 
-/// What the spec, its outputs or the call must have for the tensor to be given.
+/// Property that the spec, its outputs or the call must have for the tensor to be given.
 enum class Condition : std::uint8_t {
     always,
     bias,
@@ -56,7 +56,7 @@ enum class Condition : std::uint8_t {
     shard_smoothing      ///< and label smoothing as well
 };
 
-/// What a pass does with the tensor where its condition holds. none: the pass's argument structs have no such field.
+/// Use that a pass makes of the tensor where its condition holds. none: the pass's argument structs have no such field.
 enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< may: where the caller gives it
 
 // clang-format off
@@ -71,7 +71,7 @@ enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< 
     X(token_weight,        fp32,        tokens,           token_weight,       read,      may_read, read,      read)                        \
     X(teacher_ids,         label,       teacher,          teacher,            read,      read,     read,      read)                        \
     X(teacher_probs,       fp32,        teacher,          teacher,            read,      may_read, read,      read)                        \
-    X(num_valid,           count,       scalar,           mean,               may_read,  may_read, may_read,  may_read) /* of a mean */    \
+    X(num_valid,           count,       scalar,           mean,               may_read,  may_read, may_read,  may_read) /* divisor */      \
     X(partial_sums,        fp32,        partial_sums,     shard,              write,     write,    none,      none)     /* this shard */   \
     X(all_partial_sums,    fp32,        all_partial_sums, shard,              none,      none,     read,      none)     /* all shards */   \
     X(loss,                fp32,        loss,             loss,               may_write, none,     may_write, none)                        \
@@ -100,7 +100,7 @@ struct CallTensor {
     Extent extent;
     Condition condition;
     Use forward;
-    Use shard;  ///< of forward, where the spec is a shard's
+    Use shard;  ///< use in forward where the spec is a shard's
     Use merge;
     Use backward;
 };

@@ -1,4 +1,4 @@
-// What chunks of the vocabulary cost in backward, on a CPU and on a GPU alike.
+// Costs of chunks of the vocabulary in backward, on a CPU and on a GPU alike.
 #pragma once
 
 #include <algorithm>

@@ -14,12 +14,12 @@ namespace flce {
 
 /// A file of templates/, embedded in the library at build time.
 struct EmbeddedHeader {
-    std::string_view name;  ///< as #included: "flce/sm80/mainloop.cuh"
+    std::string_view name;  ///< name in #include: "flce/sm80/mainloop.cuh"
     std::string_view text;
 };
 [[nodiscard]] std::span<const EmbeddedHeader> embedded_templates();
 
-/// What NVRTC compiles at once. Each GEMM kernel is a unit of its own, so that a set takes no longer than its slowest kernel.
+/// A source that NVRTC compiles at once. Each GEMM kernel is a unit of its own, so that a set takes no longer than its slowest kernel.
 struct CudaUnit {
     std::string source;  ///< a configuration and instantiations; the logic is in templates/. Depends on the structure of the Spec only:
                          ///< option values (logit_scale, softcap, …) are parameters set by the launch programs
@@ -29,15 +29,15 @@ struct CudaUnit {
 struct CudaProgram {
     std::vector<CudaUnit> units;
     std::vector<std::string> options;  ///< for NVRTC: architecture, language level; no paths
-    std::vector<KernelEntry> kernels;  ///< of all units, as launches number them
+    std::vector<KernelEntry> kernels;  ///< kernels of all units, as launches number them
     LaunchProgram forward;
-    LaunchProgram merge;              ///< empty where the spec is no shard's
-    LaunchProgram backward;           ///< skips what Slot::grad_hidden, grad_weight and grad_bias leave out
+    LaunchProgram merge;              ///< empty where the spec is not a shard's
+    LaunchProgram backward;           ///< skips work for gradients that Slot::grad_hidden, grad_weight and grad_bias leave out
     Expr forward_workspace_bytes{0};  ///< over Slot::num_tokens
     Expr merge_workspace_bytes{0};
     Expr backward_workspace_bytes{0};
-    Expr retained_bytes{0};  ///< what forward may leave for backward in Slot::retained, over Slot::vocab_columns as well; so much of
-                             ///< grad_weight may be lent for it:
+    Expr retained_bytes{0};  ///< most bytes that forward may leave for backward in Slot::retained, over Slot::vocab_columns as well; bytes
+                             ///< of grad_weight that may be lent:
     Expr lendable_bytes{0};
     bool defers_hidden = false;  ///< where everything is retained, a backward in stages reads hidden in the last one alone
 };

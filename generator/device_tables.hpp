@@ -1,4 +1,4 @@
-// What is known of GPUs and CPUs without having them: published figures, a line each. describe_device reads these tables.
+// Figures of GPUs and CPUs that were published, a line each. describe_device reads these tables, so that nobody has to have the devices.
 #pragma once
 
 #include <array>
@@ -10,12 +10,12 @@ namespace flce {
 /// An architecture's limits; `target` is the exact one that kernels are compiled for. The accelerated targets ("a") are taken where the
 /// architecture has instructions that only they offer.
 struct GpuArch {
-    std::string_view name;  ///< as asked for
+    std::string_view name;  ///< name that is asked for
     std::string_view target;
     int compute_capability;
     int smem_per_block_kib;  ///< opt-in
     int smem_per_sm_kib;
-    std::string_view product;  ///< whose remaining figures stand for the architecture
+    std::string_view product;  ///< product whose remaining figures stand for the architecture
 };
 
 inline constexpr std::array kGpuArchs = {
@@ -75,7 +75,7 @@ inline constexpr std::array kGpuProducts = {
     GpuProduct{"NVIDIA B300", "sm_103a", 148, 126, 270, 8000, 2500},
     GpuProduct{"NVIDIA GB300", "sm_103a", 148, 126, 279, 8000, 2500},
     GpuProduct{"NVIDIA Jetson AGX Thor", "sm_110a", 20, 32, 128, 273, 258},
-    GpuProduct{"NVIDIA Thor", "sm_110a", 20, 32, 128, 273, 258},  // as its driver names it
+    GpuProduct{"NVIDIA Thor", "sm_110a", 20, 32, 128, 273, 258},  // the driver's name for it
     GpuProduct{"NVIDIA GeForce RTX 5080", "sm_120", 84, 64, 16, 960, 113},
     GpuProduct{"NVIDIA GeForce RTX 5090", "sm_120", 170, 96, 32, 1792, 210},
     GpuProduct{"NVIDIA RTX PRO 6000 Blackwell", "sm_120", 188, 128, 96, 1792, 500},

@@ -1,5 +1,5 @@
-// The output layer that a Hugging Face config.json describes. What Python reads of a model's configuration (flce.huggingface.options_of) is
-// the same; a test compares both, and the models themselves, over every class of transformers.
+// The output layer that a Hugging Face config.json describes. Python reads equal options of a model's configuration
+// (flce.huggingface.options_of); a test compares both, and the models themselves, over every class of transformers.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -80,7 +80,7 @@ constexpr std::string_view kBiasTypes[] = {"albert",
 
 struct BiasKey {
     std::string_view key;
-    std::string_view type;  ///< that means its output layer's bias by this flag; "": every one does
+    std::string_view type;  ///< model_type whose output layer has a bias by this flag; "": every model_type
 };
 constexpr BiasKey kBiasKeys[] = {
     {"lm_head_bias", ""},     {"decoder_bias", "modernbert"}, {"decoder_bias", "modernbert-decoder"},
@@ -167,7 +167,7 @@ private:
 
 DType hf_dtype(const HfConfig& config) {
     const json* value = config.find(kDtype);
-    if (value == nullptr) return DType::fp32;  // what Hugging Face means by no dtype
+    if (value == nullptr) return DType::fp32;  // Hugging Face's default
     if (const auto dtype = parse_dtype(value->is_string() ? value->get<std::string>() : "")) return *dtype;
     refuse("dtype", *value, "bfloat16, float16 or float32");
 }

@@ -8,8 +8,8 @@
 namespace flce {
 namespace {
 
-/// What reads these objects nests a few levels. The library copies and prints values by recursion, which deep ones would take the stack
-/// for.
+/// Readers of these objects nest a few levels. The library copies and prints values by recursion, for which deep values would take the
+/// stack.
 constexpr std::size_t kMostLevels = 32;
 
 }  // namespace
@@ -23,7 +23,7 @@ std::string read_json_object(std::string_view text, nlohmann::json& object) {
     auto watch = [&](int depth, json::parse_event_t event, json& parsed) {
         const auto level = static_cast<std::size_t>(depth);
         too_deep = too_deep || level > kMostLevels;
-        if (too_deep) return false;  // what is refused takes no memory
+        if (too_deep) return false;  // refused input takes no memory
         if (event == json::parse_event_t::object_start) {
             seen.resize(level + 1);
             seen[level].clear();

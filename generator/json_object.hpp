@@ -7,10 +7,10 @@
 
 namespace flce {
 
-/// What is wrong with `text`, or an empty string and the object in `object`.
+/// Reads `text` into `object`. Returns an empty string, or the fault of `text`.
 [[nodiscard]] std::string read_json_object(std::string_view text, nlohmann::json& object);
 
-/// Throws ErrorType naming `what` and what is wrong with it.
+/// Throws ErrorType naming `what` and its fault.
 template <class ErrorType>
 [[nodiscard]] nlohmann::json parse_json_object(std::string_view text, std::string_view what) {
     nlohmann::json object;

@@ -1,4 +1,4 @@
-// A launch program as bytes: what is computed, with every expression written once and named by its number from then on.
+// A launch program as bytes: its statements, with every expression written once and named by its number from then on.
 #include <array>
 #include <cstdint>
 #include <string>
@@ -49,7 +49,7 @@ private:
     }
     void tag(Tag tag) { bytes_ += static_cast<char>(tag); }
 
-    /// The expression's number; what it is stands before its first use.
+    /// The expression's number; its definition stands before its first use.
     std::uint32_t define(const Expr& e) {
         const Expr::Node& node = e.node();
         if (node.args.empty()) return number_of({.op = node.op, .value = node.value});

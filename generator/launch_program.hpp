@@ -60,7 +60,7 @@ private:
 /// The bits of a float as a constant, for 4-byte parameter fields.
 [[nodiscard]] Expr float_bits(float value);
 
-/// Value of `e` for these slots and loop variables. What select does not take is not evaluated and may be a division by zero.
+/// Value of `e` for these slots and loop variables. The argument that select does not take is not evaluated and may be a division by zero.
 /// Throws ArgumentError where a value does not fit in 64 bits (too many tokens) and for a division by zero.
 [[nodiscard]] std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<std::int64_t>& variables = {});
 /// C-like text for logs and golden tests.
@@ -97,8 +97,8 @@ struct ParamField {
 };
 
 /// A tensor map in a kernel's parameter block: how the copy engine sees a row-major matrix, copied in boxes of 128 bytes (swizzled) and
-/// box_rows rows. What lies outside the matrix reads as 0 and is not written. With `blocks` it is three-dimensional: that many such
-/// matrices of the same size.
+/// box_rows rows. Elements outside the matrix read as 0 and are not written. With `blocks` it is three-dimensional: that many such matrices
+/// of the same size.
 struct TensorMapField {
     static constexpr std::uint32_t kBytes = 128;
     static constexpr std::uint32_t kBoxBytes = 128;
@@ -149,11 +149,11 @@ struct LaunchProgram {
 /// none.
 [[nodiscard]] const Statement& numbered_statement(const LaunchProgram& program, std::size_t number);
 
-/// The program as bytes, for cache keys: the same for programs of the same statements, and for no others. Parts that are alike are one,
-/// however they were built.
+/// The program as bytes, for cache keys: equal for programs of equal statements, and for no others. Parts that are alike are one, however
+/// they were built.
 [[nodiscard]] std::string program_identity(const LaunchProgram& program);
 
-/// What a kernel of the set needs besides its parameters.
+/// A kernel of the set, by the facts that a launch needs besides parameters.
 struct KernelEntry {
     std::string name;  ///< extern "C" symbol in the cubin
     std::uint32_t block_threads = 0;

@@ -10,7 +10,7 @@
 namespace flce {
 
 /// The program, a line for each statement at its number (numbered_statement's) and then one for each part of an expression that has a name
-/// in them. What a Loop or If holds is indented.
+/// in them. Statements in a Loop or If are indented.
 [[nodiscard]] std::vector<std::string> statement_texts(const LaunchProgram& program, const std::vector<KernelEntry>& kernels);
 
 /// The line of one statement, not indented.

@@ -1,4 +1,4 @@
-// Which plans can run: the rules of every path, each with its reason.
+// Legality of plans: the rules of every path, each with its reason.
 #include <fmt/format.h>
 
 #include <algorithm>

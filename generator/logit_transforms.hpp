@@ -36,10 +36,10 @@ struct ScaleTransform {
 struct SoftcapTransform {
     static constexpr std::size_t parameter_count = 3;
     static bool active(const Spec& spec) { return spec.softcap != 0.0; }
-    // The reciprocal comes in two parts: rounded to one float, cap · (1 / cap) is off by up to a unit of the last place, and by the same
-    // factor in every logit, which no sum over the vocabulary averages out. It is the reciprocal of the cap as the kernels hold it, so that
-    // the two cancel. Both parts are positive, so that an x that has overflowed still meets the cap: ∞·high + ∞·low is neither ∞
-    // − ∞ nor ∞·0.
+    // The reciprocal comes in two parts: rounded to one float, cap · (1 / cap) is off by up to a unit of the last place, and by an equal
+    // factor in every logit, which no sum over the vocabulary averages out. The number is the reciprocal of the cap as the kernels hold it,
+    // so that the two cancel. Both parts are positive, so that an x that has overflowed still meets the cap: ∞·high + ∞·low is neither ∞ −
+    // ∞ nor ∞·0.
     static std::vector<double> parameters(const Spec& spec) {
         const double reciprocal = 1.0 / static_cast<double>(static_cast<float>(spec.softcap));
         const double high = std::nextafter(static_cast<float>(reciprocal * (1 - 0x1p-25)), 0.0F);
@@ -103,7 +103,7 @@ template <class E>
     return SoftcapTransform::derivative_at<E>(z, parameters.first(SoftcapTransform::parameter_count));
 }
 
-/// The derivative of them all as a function of the logit, for what has no hidden · weightᵀ + bias at hand.
+/// Derivative of all transforms as a function of the logit, for callers that have no hidden · weightᵀ + bias at hand.
 [[nodiscard]] inline LogitSlope logit_slope(const Spec& spec) {
     const float inverse = spec.softcap == 0.0 ? 0.F : static_cast<float>(1.0 / static_cast<double>(static_cast<float>(spec.softcap)));
     return {static_cast<float>(spec.logit_scale), inverse};

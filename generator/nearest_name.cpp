@@ -9,7 +9,7 @@
 namespace flce {
 namespace {
 
-constexpr std::size_t kLongest = 64;  // what is longer is no name
+constexpr std::size_t kLongest = 64;  // longer texts are not names
 
 std::string letters_and_digits(std::string_view name) {
     std::string result;

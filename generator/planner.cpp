@@ -22,10 +22,10 @@ namespace {
 /// whole waves of tiles may make one of them the favourite of a tile; these are the ones that records are measured at.
 constexpr std::array<std::int64_t, 2> kReferenceTokens = {kTypicalTokens, 2 * kTypicalTokens};
 
-constexpr std::int64_t kListedTokenBytes = 8;  // of a list of tokens
+constexpr std::int64_t kListedTokenBytes = 8;  // bytes of an entry in a list of tokens
 
-/// What candidates are rated on. All products of an architecture get the same order, so that kernels compiled for the architecture's name
-/// are the ones that each of them asks for.
+/// Device on which candidates are rated. All products of an architecture get one order, so that kernels compiled for the architecture's
+/// name are the ones that each product asks for.
 Device rating_device(const Device& device) {
     if (device.kind == DeviceKind::cpu) return device;
     try {
@@ -104,8 +104,9 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const 
     for (const GemmRole role : {forward_role(best), GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight}) {
         tiles.push_back(legal_tiles(spec, device, path, role, widest, search));
         if (strategy == Strategy::retain && role == GemmRole::grad_weight && own_memory(spec, device, request) == OwnMemory::none) {
-            // A tile with which grad_weight's memory may be lent is worth more than what tiles differ by. It waits for those that read what
-            // it writes over; by turns the other warpgroup multiplies meanwhile, as it does while old values come that are added to.
+            // A tile with which grad_weight's memory may be lent is worth more than the differences between tiles. Such a tile waits for
+            // the readers of exponentials that it writes over; by turns the other warpgroup multiplies meanwhile, as it does while old
+            // values come that are added to.
             prefer(tiles.back(), [&](const GemmTile& tile) { return path.lends_grad_weight(spec, tile); });
             prefer(tiles.back(), [](const GemmTile& tile) { return tile.schedule == TileSchedule::by_turns; });
         }
@@ -171,7 +172,7 @@ std::vector<Plan> cpu_candidates(const Spec& spec, const Device& device, const P
     return plans;
 }
 
-/// Sorts out what is not legal and puts the rest in order.
+/// Sorts out illegal candidates and puts the rest in order.
 void rate(const Spec& spec, const Device& device, const std::vector<Plan>& candidates, Search& search) {
     struct Rated {
         double seconds;
@@ -305,7 +306,7 @@ std::optional<std::int64_t> smallest_scratch_bytes(const Spec& any_spec, const D
     const auto enough = [&](std::int64_t bytes) {
         if (!spec.batch_invariant) return !search_plans(spec, device, {.scratch_bytes = bytes}).plans.empty();
         if (plans.empty()) return false;
-        Plan plan = plans.front();  // of every call, whatever its scratch
+        Plan plan = plans.front();  // plan of every call, whatever its scratch
         plan.scratch_bytes = bytes;
         return !illegal_reason(spec, device, plan);
     };

@@ -1,4 +1,4 @@
-// What the planner knows beside its choice: for the library's parts and the command, not for callers.
+// The planner's knowledge beside its choice: for the library's parts and the command, not for callers.
 #pragma once
 
 #include <cstdint>
@@ -32,35 +32,35 @@ inline constexpr std::int64_t kTokensInScratch = 1 << 18;
 /// The part of a call's exponentials that grad_weight's memory holds: 0 (none, or no tokens) to 1.
 [[nodiscard]] double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept;
 
-/// Memory of its own that a call without a limit may fill with what it retains. Of a shard: as much as the whole layer's weight gradient
-/// takes, and 1/32 more for what lies beside exponentials; R ranks then retain R times as many tokens as that gradient's memory holds on
-/// one. Else 0.
+/// Memory of its own that a call without a limit may fill with retained exponentials. For a shard: as much as the whole layer's weight
+/// gradient takes, and 1/32 more for the numbers beside exponentials; R ranks then retain R times as many tokens as that gradient's memory
+/// holds on one. Else 0.
 [[nodiscard]] std::int64_t unlimited_own_bytes(const Spec& spec) noexcept;
 
-/// Multiply-adds of one GEMM (N·D·V) below which the launches that retaining takes cost a GPU more than it spares (on an H100 they do up to
-/// 2^34 or 2^35).
+/// Multiply-adds of one GEMM (N·D·V) below which the launches for retaining cost a GPU more than retaining spares (on an H100 up to 2^34 or
+/// 2^35).
 inline constexpr double kLeastRetainedWork = 0x1p35;
 
-/// What memory of its own a call has for its exponentials.
+/// Memory of its own that a call has for its exponentials.
 enum class OwnMemory {
     none,  ///< nothing is retained, or in grad_weight's memory
-    part,  ///< of a gradient whose memory is not lent: the limit has room for some of them
-    all,   ///< and grad_weight's memory is not lent: it does not hold (nearly) all, or the layer is a shard
+    part,  ///< part of the exponentials, where grad_weight's memory is not lent and the limit has room for no more
+    all,   ///< all exponentials; grad_weight's memory is not lent, since it does not hold (nearly) all, or the layer is a shard
 };
-/// As Kernel::choose_retained will have it, where a plan of the device may retain.
+/// The choice that Kernel::choose_retained will make, where a plan of the device may retain.
 [[nodiscard]] OwnMemory own_memory(const Spec& spec, const Device& device, const PlanRequest& request);
-/// Whether it is OwnMemory::all. grad_weight's tiles may then be any.
+/// Whether own_memory is OwnMemory::all. grad_weight's tiles may then be any.
 [[nodiscard]] bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request);
 
 /// The least scratch with which candidate_plans has a plan; absent where no scratch is enough. Throws SpecError.
 [[nodiscard]] std::optional<std::int64_t> smallest_scratch_bytes(const Spec& spec, const Device& device);
 
-/// Whether the cost model's rates were measured on such a device: on every CPU, and on GPUs of Hopper (H100, H200). Those of all other
-/// GPUs are assumed.
+/// Whether the cost model's rates were measured on such a device: on every CPU, and on GPUs of Hopper (H100, H200). Rates of all other GPUs
+/// are assumed.
 [[nodiscard]] bool has_measured_rates(const Device& device) noexcept;
 
-/// Why `plan`, which is in use on `device`, is what it is: a line each for what the device decides, how the plan ranks among the
-/// candidates, and what was refused with the reason.
+/// Reasons for `plan`, which is in use on `device`: a line each for the device's limits, the plan's rank among the candidates, and every
+/// refusal.
 [[nodiscard]] std::vector<std::string> plan_reasons(const Spec& spec, const Device& device, const Plan& plan,
                                                     const PlanRequest& request = {});
 

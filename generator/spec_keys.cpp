@@ -133,7 +133,7 @@ constexpr std::array kKeys = {
     SpecKey{"outputs", SpecKeyKind::words, [](Spec& s, Text k, Text v) { s.outputs = read_outputs(k, v); }},
 };
 
-/// What the field calls the two sizes; canonical texts have the letters.
+/// Key of one of the two sizes by its field's name; canonical texts have the letters.
 std::string_view canonical_key(std::string_view name) {
     if (name == "hidden_size") return "D";
     if (name == "vocab_size") return "V";

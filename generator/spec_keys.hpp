@@ -20,7 +20,7 @@ struct SpecEntry {
     std::string value;
 };
 
-/// What the canonical forms print, in their order: D, V and dtype always, other keys where they differ from their default.
+/// Entries that the canonical forms print, in their order: D, V and dtype always, other keys where they differ from their default.
 [[nodiscard]] std::vector<SpecEntry> spec_entries(const Spec& spec);
 
 /// bf16, fp16, fp32 and torch's words for them ("bfloat16", "torch.float16", "half", …).

@@ -80,7 +80,7 @@ void emit_cpu_code(llvm::Module& module, const Spec& spec, const CpuProperties& 
 // The parts of emit_cpu_code.
 struct PackOptions {
     DType source = DType::fp32;
-    DType rounded = DType::fp32;    ///< a 16-bit dtype: what is read of an fp32 source is rounded to it
+    DType rounded = DType::fp32;    ///< a 16-bit dtype: numbers read from an fp32 source are rounded to it
     bool depth_contiguous = false;  ///< depth is the contiguous dimension of the source, so that packing transposes
     int width = 0;
     bool bf16_pairs = false;

@@ -161,7 +161,7 @@ Pieces cover(int width, int lanes) {
     return result;
 }
 
-/// What every way of packing a panel shares.
+/// Parts that every way of packing a panel shares.
 struct PanelPacker {
     FunctionBuilder& f;
     const PackOptions& options;

@@ -1,4 +1,4 @@
-// What happens to a tile of logits between the GEMMs, and how results leave fp32.
+// Emits the work on a tile of logits between the GEMMs, and the way of results out of fp32.
 #include <limits>
 
 #include "generator/cpu/code.hpp"
@@ -76,7 +76,7 @@ Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, 
     });
 }
 
-/// What is −infinity, or nearly, as a number that times an exponential of 0 is 0. NaN stays.
+/// Makes of −infinity, or nearly, a number that times an exponential of 0 is 0. NaN stays.
 Value* not_below(FunctionBuilder& f, Value* x) {
     Value* least = f.float_splat(farthest_below(), f.target().lanes());
     return f.ir().CreateSelect(f.ir().CreateFCmpOLT(x, least), least, x);
@@ -89,7 +89,7 @@ Values sum_row(FunctionBuilder& f, const Spec& spec, Value* row, Value* cols, Va
     Value* zero = f.float_splat(0.F, lanes);
     return for_columns(f, cols, {zero, zero, zero}, [&](Value* column, Value* /*mask*/, const Values& carried) {
         Value* d = ir.CreateFSub(f.load_float(f.at(row, column, 4), DType::fp32, lanes), largest);
-        Value* e = emit_exp(f, d, lanes);  // of −infinity, which columns that do not exist are: 0
+        Value* e = emit_exp(f, d, lanes);  // 0 for −infinity, which columns that do not exist hold
         Value* entropy_sum = spec.outputs.entropy ? f.multiply_add(e, not_below(f, d), carried[1]) : carried[1];
         Value* square_sum = spec.outputs.log_sum_sq_probs ? f.multiply_add(e, e, carried[2]) : carried[2];
         return Values{ir.CreateFAdd(carried[0], e), entropy_sum, square_sum};

@@ -1,5 +1,5 @@
 // The thin structured layer over IRBuilder that host code is emitted with: counted loops with carried values, conditions, vectors of
-// floats, loads and stores of every dtype. What comes out is in SSA form and already vectorised, so no optimisation pass has to run.
+// floats, loads and stores of every dtype. The emitted code is in SSA form and already vectorised, so no optimisation pass has to run.
 //
 // Only forward declarations of LLVM are needed here, so that tests can emit code without linking LLVM themselves.
 #pragma once
@@ -22,7 +22,7 @@ class Value;
 
 namespace flce {
 
-/// What emitted code may use of the machine.
+/// Features of the machine that emitted code may use.
 struct VectorTarget {
     int vector_bits = 128;  ///< 128, 256 or 512
     bool fma = false;       ///< fused multiply-add; CPUs that have it convert fp16 in hardware too
@@ -60,7 +60,7 @@ public:
     /// A scalar in every lane.
     [[nodiscard]] llvm::Value* splat(llvm::Value* scalar, int lanes);
 
-    /// for (i = begin; i < end; i += step) carried = body(i, carried); returns what is carried at the end.
+    /// for (i = begin; i < end; i += step) carried = body(i, carried); returns the carried values at the end.
     Values loop(llvm::Value* begin, llvm::Value* end, std::int64_t step, const Values& carried,
                 const std::function<Values(llvm::Value* index, const Values& carried)>& body);
     void loop(llvm::Value* begin, llvm::Value* end, std::int64_t step, const std::function<void(llvm::Value* index)>& body);

@@ -41,7 +41,7 @@ std::int64_t chunk_step(const Spec& spec, const CpuPlan& plan) {
     return spec.batch_invariant ? std::lcm<std::int64_t>(plan.block_n, plan.block_k) : plan.block_n;
 }
 
-/// Those that `extent` of a block's size come to.
+/// Blocks of an equal size for `extent`, which may need fewer of them.
 Blocks fewer_blocks(const Blocks& blocks, std::int64_t extent) { return {extent, blocks.size, ceil_div(extent, blocks.size)}; }
 
 std::int64_t panel_bytes(const CpuPlan& plan, std::int64_t rows, std::int64_t depth) {
@@ -107,13 +107,13 @@ CpuBackwardLayout place_backward(const Spec& spec, const Plan& plan, std::int64_
     return l;
 }
 
-/// What counts against scratch_bytes.
+/// Bytes that count against scratch_bytes.
 std::int64_t scratch_of(const CpuBackwardLayout& l, const Spec& spec, std::int64_t num_tokens) {
     return l.bytes - (spec.dtype == DType::fp32 ? 0 : 4 * num_tokens * spec.hidden_size);
 }
 
-/// Workers that may ever have a slot: one, and as many more as a quarter of what the smallest blocks leave holds. What blocks are chosen
-/// with.
+/// Most workers that may have a slot: one, and as many more as fit in a quarter of the scratch that the smallest blocks leave. Blocks are
+/// chosen with this number.
 std::int64_t most_slots(const Spec& spec, const Plan& plan) {
     const std::int64_t least = cpu_least_scratch_bytes(spec, plan);
     if (plan.scratch_bytes < least) {

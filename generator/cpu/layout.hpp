@@ -18,12 +18,13 @@ struct Blocks {
     [[nodiscard]] std::int64_t begin(std::int64_t index) const { return index * size; }
     [[nodiscard]] std::int64_t length(std::int64_t index) const { return index + 1 < count ? size : extent - begin(index); }
 };
-/// As few blocks of at most `largest` as possible, as equal as `step` allows. `largest` is a multiple of `step`.
+/// Makes the fewest possible blocks of at most `largest`, as equal as `step` allows. `largest` is a multiple of `step`.
 [[nodiscard]] Blocks even_blocks(std::int64_t extent, std::int64_t largest, std::int64_t step);
 /// Blocks of exactly `size`.
 [[nodiscard]] Blocks fixed_blocks(std::int64_t extent, std::int64_t size);
 
-/// What one worker has for itself: a tile of C, a packed block of B and the strip's bias and class weights. Offsets from the slot's start.
+/// Memory that one worker has for itself: a tile of C, a packed block of B and the strip's bias and class weights. Offsets from the slot's
+/// start.
 struct SlotLayout {
     std::int64_t tile = 0;          ///< fp32 [block_m, block_n]
     std::int64_t b_block = 0;       ///< block_k × block_n units, 4 bytes each
@@ -74,7 +75,7 @@ struct CpuRetained {
     std::int64_t columns = 0;  ///< the whole vocabulary or a multiple of block_n
     std::int64_t stride = 0;   ///< bytes from a column to the next
     [[nodiscard]] bool holds(std::int64_t column) const { return column < columns; }
-    /// Of the logits of `token` in the strip [begin, begin + width).
+    /// Offset of the logits of `token` in the strip [begin, begin + width).
     [[nodiscard]] std::int64_t offset(std::int64_t begin, std::int64_t width, std::int64_t token) const {
         return begin * stride + 4 * token * width;
     }

@@ -1,4 +1,4 @@
-// What the CPU backend demands of a plan. illegal_reason asks here.
+// Rules of the CPU backend for a plan. illegal_reason asks here.
 #pragma once
 
 #include <cstdint>

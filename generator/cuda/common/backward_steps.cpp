@@ -40,7 +40,7 @@ Statement grad_bias_launch(const BackwardPass& pass, const Chunk& chunk, const R
     return launch.build();
 }
 
-/// What the rows' teacher names in the chunk: in dlogits, or (teacher_bias) in the partial sums of grad_bias.
+/// Launch for the classes in the chunk that the rows' teacher names: in dlogits, or (teacher_bias) in the partial sums of grad_bias.
 Statement teacher_launch(const BackwardPass& pass, const Chunk& chunk, const RowBlock& rows, KernelRole kernel, const Expr& grid) {
     using Params = TeacherRowsParams;
     const BackwardLayout& layout = pass.layout;

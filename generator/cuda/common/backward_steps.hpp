@@ -26,12 +26,12 @@ struct BackwardPass {
     const BackwardLayout& layout;
     Expr listing;                     ///< whether ignored tokens are left out; constant 0 where the path has no lists
     Expr list;                        ///< address of the list of tokens, or 0
-    std::int64_t element_bytes;       ///< of the spec's dtype
-    std::int64_t grad_element_bytes;  ///< of the weight's gradient
-    std::int64_t grad_hidden_bytes;   ///< of an element of grad_hidden
-    Expr columns;                     ///< of the vocabulary
+    std::int64_t element_bytes;       ///< bytes of an element of the spec's dtype
+    std::int64_t grad_element_bytes;  ///< bytes of an element of the weight's gradient
+    std::int64_t grad_hidden_bytes;   ///< bytes of an element of grad_hidden
+    Expr columns;                     ///< columns of the vocabulary
     Expr sum_begins{0};               ///< the column with which the first chunk of grad_hidden's sum begins
-    Expr sum_ends;                    ///< the one behind the last chunk, which writes grad_hidden; −1: what comes after chunks does
+    Expr sum_ends;                    ///< column behind the last chunk, which writes grad_hidden; −1: a step after the chunks writes it
 
     BackwardPass(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout);
 };

@@ -17,11 +17,11 @@ namespace flce {
 
 struct CudaSource;
 
-/// Which of a plan's GEMMs a tile belongs to: it decides what lies in shared memory beside the operands.
-/// `backward_chunks`: the three GEMMs of backward in one launch.
+/// Role of a tile among a plan's GEMMs. The role decides the contents of shared memory beside the operands. `backward_chunks`: the three
+/// GEMMs of backward in one launch.
 enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidden, grad_weight, backward_chunks };
 
-/// What the plan's forward tile does.
+/// Role of the plan's forward tile.
 [[nodiscard]] inline GemmRole forward_role(const Plan& plan) {
     return plan.strategy == Strategy::retain ? GemmRole::forward_retain : GemmRole::forward;
 }
@@ -30,7 +30,7 @@ enum class GemmRole : std::uint8_t { forward, forward_retain, dlogits, grad_hidd
 struct TileCandidate {
     GemmTile tile;
     double efficiency;  ///< share of CudaPath::rate_share that the main loop reaches with whole waves and a long sum; orders the candidates
-    double grad_weight = 0;  ///< the same of grad_weight where exponentials are retained; 0: as the others
+    double grad_weight = 0;  ///< efficiency of grad_weight where exponentials are retained; 0: `efficiency`
 };
 
 /// The grid of warps that multiplies one tile: the last two numbers of a tile in a plan's text.
@@ -40,7 +40,7 @@ struct TileWarps {
     friend bool operator==(const TileWarps&, const TileWarps&) = default;
 };
 
-/// What one block of a kernel takes of an SM.
+/// Resources of an SM that one block of a kernel takes.
 struct KernelBlock {
     int threads = 0;
     int per_sm = 1;               ///< blocks that an SM holds at a time
@@ -65,7 +65,7 @@ public:
     /// Whether the path is made for the device's architecture. The planner prefers it there, and considers it nowhere else.
     [[nodiscard]] virtual bool is_own_of(const Device& device) const noexcept = 0;
 
-    // What is legal.
+    // Legality.
 
     /// Why the path cannot express `spec` or run on `device`, whatever the tiles.
     [[nodiscard]] virtual Reason problem(const Spec& spec, const Device& device) const = 0;
@@ -87,19 +87,19 @@ public:
     /// `tile` with these warps.
     [[nodiscard]] virtual GemmTile with_warps(GemmTile tile, TileWarps warps) const noexcept = 0;
 
-    // What kernels take.
+    // Resources of kernels.
 
     [[nodiscard]] virtual KernelBlock block(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) const = 0;
 
-    // What kernels cost.
+    // Costs of kernels.
 
     /// Share of the device's dense tensor-core rate that the path's instruction can reach.
     [[nodiscard]] virtual double rate_share(const Device& device) const noexcept = 0;
     /// Share of that rate that a tile reaches: the table's where it has the tile, else what its warps' reuse of operands suggests.
     [[nodiscard]] double tile_efficiency(const Spec& spec, GemmRole role, const GemmTile& tile) const;
-    /// How much deeper a tile's sum would be if it took as long as what filling the pipeline and the epilogue add to it.
+    /// Depth of sum that takes as long as filling the pipeline and the epilogue add to a tile.
     [[nodiscard]] virtual double epilogue_depth(const Spec& spec, GemmRole role, const GemmTile& tile, double blocks_per_sm) const = 0;
-    /// Of backward over `num_tokens`; `retained` is the part of the vocabulary, 0 to 1, whose exponentials forward has left.
+    /// Cost of backward over `num_tokens`; `retained` is the part of the vocabulary, 0 to 1, whose exponentials forward has left.
     [[nodiscard]] virtual Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens,
                                              double retained) const = 0;
 
@@ -109,7 +109,7 @@ public:
     [[nodiscard]] virtual bool lists_tokens() const noexcept = 0;
     /// With batch_invariant: tiles of forward that are summed up apart from all others.
     [[nodiscard]] virtual int segment_tiles(const Spec& spec, const Plan& plan) const = 0;
-    /// With batch_invariant: bytes of forward's partial sums of as few rows as a launch has.
+    /// With batch_invariant: bytes of forward's partial sums for as few rows as a launch may have.
     [[nodiscard]] virtual std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) const = 0;
     /// Columns of the vocabulary that stretches of forward are multiples of.
     [[nodiscard]] virtual std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) const = 0;
@@ -124,14 +124,14 @@ public:
     [[nodiscard]] virtual Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan) const = 0;
     /// Whether the three GEMMs of all chunks may be one launch.
     [[nodiscard]] virtual bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) const = 0;
-    /// When they are, for `layout`, whose chunks are there, and what that takes.
+    /// Condition under which chunks of `layout`, whose chunk sizes are set, are joined in one launch, and the memory for that.
     [[nodiscard]] virtual JoinedChunks joined_chunks(const Spec& spec, const Device& device, const Plan& plan,
                                                      const BackwardLayout& layout) const = 0;
-    /// Whether retained exponentials may lie in grad_weight's memory: that is written in the vocabulary's order, and blocks of exponentials
-    /// are whole tiles of grad_weight.
+    /// Whether retained exponentials may lie in grad_weight's memory: grad_weight is written in the vocabulary's order, and blocks of
+    /// exponentials are whole tiles of grad_weight.
     [[nodiscard]] virtual bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) const = 0;
 
-    // What is compiled and launched.
+    // Compiled code and launches.
 
     [[nodiscard]] virtual CudaSource source(const Spec& spec, const Device& device, const Plan& plan) const = 0;
     [[nodiscard]] virtual LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,

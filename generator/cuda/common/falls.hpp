@@ -1,4 +1,4 @@
-// What the kernels of a GPU make of a softcap: Falls.
+// Falls: a softcap in the kernels of a GPU.
 #pragma once
 
 #include <array>
@@ -9,8 +9,8 @@
 
 namespace flce {
 
-/// Whether kernels of a GPU tell a capped logit by its fall (Falls): sums are long, logits are as near to each other as forward's
-/// exponentials have to be to what they are relative to, whatever that is, and nothing is asked for that adds up logits or divides them.
+/// Whether kernels of a GPU tell a capped logit by its fall (Falls). Falls need long sums and a cap so low that every logit is near enough
+/// to any reference for forward's exponentials, and no output or option that adds up logits or divides them.
 [[nodiscard]] inline bool has_falls(const Spec& spec) {
     constexpr double kMostCap = 30.0;  // half of kMostAboveReference
     return spec.softcap != 0.0 && spec.softcap <= kMostCap && spec.dtype != DType::fp32 && spec.hidden_size >= kLongSum &&

@@ -104,7 +104,7 @@ std::vector<Statement> teacher_logits_steps(const ForwardPass& pass, const Launc
 
 namespace {
 
-/// What a launch's rows leave of the loss, and where row_outputs' or merge's outputs of them go.
+/// Sets the addresses at which row_outputs or merge writes outputs of a launch's rows, and their parts of the loss.
 template <class Params>
 void set_outputs(LaunchBuilder<Params>& launch, const Spec& spec, const LaunchRows& rows, const Expr& partials, const ClassRange& classes) {
     const Expr each = loss_of_each();
@@ -135,7 +135,7 @@ void set_outputs(LaunchBuilder<Params>& launch, const Spec& spec, const LaunchRo
         .set_float(&Params::hard_weight, static_cast<float>(spec.hard_weight));
 }
 
-/// What forward has found of a launch's rows.
+/// Sets the addresses of forward's sums of a launch's rows.
 template <class Params>
 void set_found(LaunchBuilder<Params>& launch, const ForwardPass& pass, const LaunchRows& rows, const Expr& splits,
                const RetainedRowsAt& retained) {
@@ -217,7 +217,7 @@ LaunchProgram merge_program(const Spec& spec, const CudaSource& source, const Me
     LaunchProgram program{.body = {}, .variable_count = kRowsLoop + 1};
     program.body.push_back({Loop{kRowsLoop, ceil_div(slot(Slot::num_tokens), MergeLayout::kMostRows), {launch.build()}}});
     program.body.push_back(reduce_loss_launch(source, layout.loss_partials));
-    if (fields.class_weight_total >= 0) {  // which a row of merge writes
+    if (fields.class_weight_total >= 0) {  // a row of merge writes it, but there may be no row
         program.body.push_back({If{equal(slot(Slot::num_tokens), 0), {Statement{MemsetZero{slot(Slot::class_weight_total), 4}}}}});
     }
     return program;

@@ -34,10 +34,10 @@ struct LaunchRows {
     Expr count;
     Expr base;  ///< the row at which the caller's tensors are taken to begin: the call's first where there is a list
 };
-/// Those that kRowsLoop is at.
+/// Tokens of the launch that kRowsLoop is at.
 [[nodiscard]] LaunchRows launch_rows(const ForwardPass& pass);
 
-/// Address of their temperatures, from `base` on; 0 without.
+/// Address of the rows' temperatures, from `base` on; 0 without.
 [[nodiscard]] Expr temperatures_at(const LaunchRows& rows);
 
 /// Columns of the vocabulary.
@@ -61,7 +61,7 @@ struct ColumnRange {
 /// Logits of the classes that a teacher names, before row_outputs: one launch, or none where the spec has no teacher.
 [[nodiscard]] std::vector<Statement> teacher_logits_steps(const ForwardPass& pass, const LaunchRows& rows);
 
-/// Addresses of what is retained of a launch's rows; 0: nothing is.
+/// Addresses of a launch's rows in retained memory; 0: nothing is retained.
 struct RetainedRowsAt {
     Expr references{0};
     Expr target_logits{0};
@@ -70,13 +70,13 @@ struct RetainedRowsAt {
 /// A shard's sums, or outputs where there are no shards.
 [[nodiscard]] Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits,
                                            const RetainedRowsAt& retained);
-/// The scalar loss, where no block of row_outputs has written it: one launch, or none of a shard.
+/// The scalar loss, where no block of row_outputs has written it: one launch, or none for a shard.
 [[nodiscard]] std::vector<Statement> reduce_loss_steps(const ForwardPass& pass);
 
 /// `steps`, which need a class, where the call has one.
 [[nodiscard]] std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps);
 
-/// Outputs from all shards' sums; empty where the spec is no shard's.
+/// Outputs from all shards' sums; empty where the spec is not a shard's.
 [[nodiscard]] LaunchProgram merge_program(const Spec& spec, const CudaSource& source, const MergeLayout& layout);
 
 }  // namespace flce

@@ -1,5 +1,5 @@
-// The kernels of a kernel set, each by what it does. Every path has kernels of its own for these roles; cuda_source says which of them a
-// set has.
+// The kernels of a kernel set, each by its work. Every path has kernels of its own for these roles; cuda_source says which of them a set
+// has.
 #pragma once
 
 #include <cstddef>
@@ -9,18 +9,18 @@
 namespace flce {
 
 enum class KernelRole : std::uint8_t {
-    // Of a forward pass.
+    // Forward.
     forward,
-    forward_few,    ///< of few tokens
+    forward_few,    ///< forward with few tokens
     references,
     teacher_logits,
     merge_stretch,
     row_outputs,
-    shard_sums,  ///< in its place where the vocabulary lies on several ranks
-    // Of merge, as row_outputs of forward.
+    shard_sums,  ///< in the place of row_outputs where the vocabulary lies on several ranks
+    // Merge, which has merge_shards in the place of row_outputs.
     merge_shards,
     reduce_loss,
-    // Of a backward pass.
+    // Backward.
     row_coefficients,
     retained_rows,
     smoothing_sums,
@@ -30,14 +30,14 @@ enum class KernelRole : std::uint8_t {
     grad_hidden,
     grad_weight,
     backward_chunks,  ///< the three above, of all chunks of the vocabulary in one launch
-    hidden_chunks,    ///< the same without grad_weight
+    hidden_chunks,    ///< backward_chunks without grad_weight
     teacher_dlogits,
     teacher_bias,
     grad_bias,
     scatter_rows,
     make_room,
     zero_columns,
-    // Of both.
+    // Both passes.
     prepare,
     gather_rows,
     round_weight,

@@ -20,7 +20,7 @@ std::string_view element_type(DType dtype) {
     throw InternalError("element_type: unknown dtype");
 }
 
-/// What transforms a Problem has.
+/// Transforms that a Problem has.
 std::string transform_functions(const Spec& spec, const Plan& plan, const std::string& math) {
     const std::size_t cap = ScaleTransform::active(spec) ? ScaleTransform::parameter_count : 0;
     std::string text;

@@ -26,18 +26,18 @@ struct CudaSource {
     void add(KernelRole role, const KernelEntry& entry);
 
 private:
-    std::array<int, kKernelRoleCount> numbers_{};  ///< of the roles' kernels, counted from 1; 0: the set has none
+    std::array<int, kKernelRoleCount> numbers_{};  ///< numbers of the roles' kernels, counted from 1; 0: the set has none
 };
 
 /// A kernel over tiles, by its names in the path's templates.
 struct GemmKernel {
     KernelRole role{};
     std::string params;    ///< parameter block, without temperatures: "ForwardSm90Params"
-    std::string function;  ///< what the kernel calls: "forward_sm90"
-    std::string stated;    ///< what states kSmemBytes and kThreads: "ForwardSm90"
+    std::string function;  ///< function that the kernel calls: "forward_sm90"
+    std::string stated;    ///< type that states kSmemBytes and kThreads: "ForwardSm90"
     std::string tile;      ///< type: "TileSm90<128, 192, 5, 2, true>"
     KernelBlock block{};
-    std::string problem = "Problem";  ///< type, that the kernel is an instance for
+    std::string problem = "Problem";  ///< type that the kernel is an instance for
 };
 
 /// Collects kernels, and for each the extern "C" function that instantiates it: GEMM kernels in units of their own, the small ones in the
@@ -49,9 +49,9 @@ public:
     KernelWriter(const Spec& spec, const Device& device, const Plan& plan, std::string_view header, bool overlaps = false);
 
     void gemm(const GemmKernel& kernel);
-    /// What every path's forward and backward have over rows.
+    /// Kernels over rows that every path's forward and backward have.
     void row_kernels();
-    /// Kernels over rows that options ask for: of a rounded weight, a teacher, a bias, and columns past the vocabulary.
+    /// Kernels over rows that options ask for: for a rounded weight, a teacher, a bias, and columns past the vocabulary.
     void option_kernels();
     /// Who waits for the end of the launch before, where launches overlap. before_it_calls: as `before`, and then the next launch's blocks
     /// may come onto free SMs. Not of a kernel that leaves SMs free for a collective's blocks.

@@ -19,7 +19,7 @@ struct Statements {
     int count = 0;
 };
 
-/// A number that writes down what is done to it.
+/// A number that writes down the operations on it.
 class TextNumber {
 public:
     TextNumber(float literal) : name_(fmt::format("{:#}f", literal)) {}  // NOLINT(google-explicit-constructor): formulas mix numbers

@@ -14,7 +14,8 @@ namespace {
 constexpr std::int64_t kReserveBytes = 8192;  // scalars and what alignment costs
 constexpr std::int64_t kRowQuantum = 128;
 constexpr std::int64_t kListedRowBytes = sizeof(ListedRow);
-constexpr std::int64_t kMostListedRows = std::numeric_limits<int>::max();  // of a call; where there are more, none is left out
+constexpr std::int64_t kMostListedRows = std::numeric_limits<int>::max();  // most tokens of a call for a list; with more, no token is left
+                                                                           // out
 constexpr std::int64_t kLeastScratch = 16 << 20;                           // with less there are no lists
 constexpr std::int64_t kListReserve = kTokensInScratch * kListedRowBytes;  // a longer list goes beyond the scratch
 constexpr std::int64_t kFewestRetained = 16;  // tokens: one rounding more shows in the gradients of fewer, and no layer is quicker
@@ -56,8 +57,8 @@ struct BackwardSizes {
     std::int64_t budget;       ///< bytes for everything but dH's accumulator
     std::int64_t quantum;      ///< chunks are multiples of this
     std::int64_t chunk_limit;  ///< widest chunk
-    std::int64_t chunk;        ///< of row blocks
-    std::int64_t rows;         ///< of row blocks
+    std::int64_t chunk;        ///< chunk of row blocks
+    std::int64_t rows;         ///< rows of a row block
     std::int64_t rows_limit;   ///< up to this many tokens take part at once
 };
 
@@ -196,7 +197,8 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan) {
 
     const Expr bytes = slot(Slot::retained_bytes);
     r.lent = slot(Slot::retained_in_grad_weight) && less(0, bytes);
-    const Expr places = floor_div(bytes, max(block, kRetainedColumns * gradient_row));  // of lent memory, the first of them for the rest
+    const Expr places = floor_div(bytes, max(block, kRetainedColumns * gradient_row));  // places of lent memory, the first of them for
+                                                                                        // everything but exponentials
     const Expr lent_stride = floor_div(floor_div(bytes, max(places, 1)), kWorkspaceAlignment) * kWorkspaceAlignment;
     const Expr own_blocks = floor_div(max(bytes - pieces.end(), 0), block);
     r.blocks = min(select(r.lent, max(places - 1, 0), own_blocks), all_blocks);

@@ -19,9 +19,9 @@ inline constexpr std::int64_t kWorkspaceAlignment = 256;
 
 /// How forward cuts the tokens of a call.
 struct ForwardRows {
-    Expr rows{0};                  ///< of a launch; the last may have fewer
-    Expr partials{0};              ///< partial sums of a launch: how many numbers of each field
-    std::int64_t share_words = 0;  ///< of 4 bytes, by which clusters share the launches' work
+    Expr rows{0};                  ///< rows of a launch; the last may have fewer
+    Expr partials{0};              ///< partial sums of a launch: numbers of each field
+    std::int64_t share_words = 0;  ///< words of 4 bytes, by which clusters share the launches' work
 };
 
 /// Whether ignored tokens are left out of a pass: with more than kRowThreads tokens, where the list has a place in the workspace. The
@@ -30,7 +30,7 @@ struct ForwardRows {
 
 /// Forward runs over `rows` tokens at a time, so that its partial sums stay small for any number of tokens.
 struct ForwardLayout {
-    Expr rows{0};  ///< of a launch; the last may have fewer
+    Expr rows{0};  ///< rows of a launch; the last may have fewer
     Expr launches{0};
     Expr partial_rows{0};  ///< leading dimension of the partial sums
     // Offsets in the workspace, bytes.
@@ -42,7 +42,7 @@ struct ForwardLayout {
     Expr loss_partials{0};
     Expr partials{0};
     Expr compact{0};   ///< hidden states of listed tokens, where the caller's workspace goes further than `total`
-    Expr compacts{0};  ///< whether it does, and tokens are listed
+    Expr compacts{0};  ///< whether the caller's workspace goes further, and tokens are listed
     // Where the weight is rounded, a stretch of the vocabulary at a time: how the stretches are cut, and offsets.
     std::int64_t stretch = 0;  ///< columns of each but the last
     Expr stretches{0};
@@ -70,8 +70,9 @@ struct BackwardLayout {
     Expr rounded_weight{0};  ///< [chunk, D] in the spec's dtype, where the weight is rounded
     Expr weight_accumulator{0};
     Expr hidden_accumulator{0};
-    Expr sum_rows{0};  ///< that hidden_accumulator has room for: N, or more where so few tokens need several parts (SumShare)
-    /// Wide chunks, the first of the vocabulary: their dlogits lie at the end of grad_weight's memory, while that is not written yet.
+    Expr sum_rows{0};  ///< rows that hidden_accumulator has room for: N, or more where so few tokens need several parts (SumShare)
+    /// Wide chunks, the first of the vocabulary: their dlogits lie at the end of grad_weight's memory, while grad_weight is not written
+    /// yet.
     Expr wide_chunk{0};
     Expr wide_chunks{0};   ///< 0 where there is no such memory: grad_weight is accumulated into or is not vocab_major
     Expr wide_dlogits{0};  ///< offset in grad_weight, bytes
@@ -79,22 +80,23 @@ struct BackwardLayout {
     /// joined.
     Expr even_chunk{0};
     Expr even_wide_chunk{0};
-    Expr joined{0};  ///< whether this number of tokens joins them, where the call wants both gradients
-    /// The same where the call wants grad_hidden alone: groups of tokens one after the other, with wider chunks in dlogits' place.
-    /// 0 groups: they are not joined.
+    Expr joined{0};  ///< whether this number of tokens joins chunks, where the call wants both gradients
+    /// Joined chunks where the call wants grad_hidden alone: groups of tokens one after the other, with wider chunks in dlogits' place. 0
+    /// groups: chunks are not joined.
     Expr hidden_groups{0};
     Expr hidden_rows{0};   ///< tokens of a group
     Expr hidden_chunk{0};  ///< columns of a chunk
     Expr progress{0};
     std::int64_t progress_bytes = 0;
     Expr smoothing{0};  ///< SmoothingTotalsParams' totals and sums, where exponentials are retained with label smoothing
-    /// Of two Paces, of TailParts' tiles, of the readers of each block of retained exponentials, and last of rows that scatter_rows scales.
+    /// Counters of two Paces, of TailParts' tiles, of the readers of each block of retained exponentials, and last of rows that
+    /// scatter_rows scales.
     Expr counters{0};
     std::int64_t counter_count = 0;
     Expr total{0};  ///< at most plan.scratch_bytes + workspace_of_tokens
 };
 
-/// What a path's backward needs of the workspace, whatever the number of tokens.
+/// Workspace that a path's backward needs, whatever the number of tokens.
 struct BackwardNeeds {
     std::int64_t progress_bytes = 0;  ///< counters of the tiles of joined chunks
     bool sums_apart = false;          ///< grad_hidden's sum always has memory in the workspace, which other things use too
@@ -111,10 +113,11 @@ struct JoinedChunks {
     std::int64_t progress_bytes = 0;
 };
 
-/// What forward leaves for backward in Slot::retained where the plan retains: exponentials of the first columns of the vocabulary in blocks
-/// of [N, kRetainedColumns], and what they are relative to. A function of Slot::retained_bytes and retained_in_grad_weight, so that both
-/// passes agree. In grad_weight's memory, of which `lendable` bytes are lent, block i lies i + 1 places from the beginning. A place is at
-/// least as large as a block's gradient, so that a block of the gradient overwrites only blocks before its own.
+/// Memory that forward leaves for backward in Slot::retained where the plan retains: exponentials of the first columns of the vocabulary in
+/// blocks of [N, kRetainedColumns], and the references that exponentials are relative to. A function of Slot::retained_bytes and
+/// retained_in_grad_weight, so that both passes agree. In grad_weight's memory, of which `lendable` bytes are lent, block i lies i + 1
+/// places from the beginning. A place is at least as large as a block's gradient, so that a block of the gradient overwrites only blocks
+/// before its own.
 struct RetainedLayout {
     Expr columns{0};
     Expr blocks{0};
@@ -122,21 +125,21 @@ struct RetainedLayout {
     // Offsets, bytes.
     Expr references{0};     ///< [N] fp32
     Expr target_logits{0};  ///< [N] fp32
-    Expr row_scales{0};     ///< [N] fp32, backward's own, as is
+    Expr row_scales{0};     ///< [N] fp32, backward's own; row_smoothing too
     Expr row_smoothing{0};  ///< [N] fp32, with label smoothing
     Expr stale{0};          ///< [⌈N / kOutputRows⌉] SplitSumsParams::stale
     Expr exponentials{0};
     Expr block_bytes{0};  ///< from one block to the next
-    Expr most{0};         ///< bytes that there is a use for
+    Expr most{0};         ///< most bytes that there is a use for
     Expr lendable{0};     ///< bytes of grad_weight that may be lent; 0 where its memory will not do
 };
 [[nodiscard]] RetainedLayout retained_layout(const Spec& spec, const Plan& plan);
-/// What backward reads of it: nothing in a call that has an entropy's gradient, which needs the logits again.
+/// Retained memory that backward reads: none in a call that has an entropy's gradient, which needs the logits again.
 [[nodiscard]] RetainedLayout retained_for_backward(const Spec& spec, const Plan& plan);
 
 /// Merge goes over rows once.
 struct MergeLayout {
-    static constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  ///< of a launch
+    static constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  ///< rows of a launch
     Expr loss_partials{0};                                            ///< offset, bytes
     Expr total{0};
 };
@@ -148,7 +151,7 @@ struct MergeLayout {
 /// Least scratch_bytes for which backward_layout holds its bound.
 [[nodiscard]] std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan);
 
-// What the layouts of paths are made of.
+// Parts of the paths' layouts.
 
 [[nodiscard]] inline std::int64_t multiple_below(std::int64_t value, std::int64_t multiple) { return value / multiple * multiple; }
 [[nodiscard]] inline std::int64_t multiple_above(std::int64_t value, std::int64_t multiple) {
@@ -156,7 +159,7 @@ struct MergeLayout {
 }
 /// Most bytes that forward's partial sums take.
 inline constexpr std::int64_t kForwardPartialBytes = 768 << 10;
-/// The same where other things of the pass need scratch too.
+/// Most bytes of partial sums where other parts of the pass need scratch too.
 [[nodiscard]] std::int64_t partial_bytes(const Plan& plan);
 /// Columns of the vocabulary that a launch of forward computes: all, or a stretch whose weight is rounded before.
 [[nodiscard]] std::int64_t forward_stretch(const Spec& spec, const Plan& plan);

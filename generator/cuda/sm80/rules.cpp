@@ -32,7 +32,7 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
 int threads(const GemmTile& tile) { return 32 * tile.warps_m * tile.warps_n; }
 
 int blocks_per_sm(const Spec& spec, const Device& device, const GemmTile& tile, std::int64_t smem) {
-    const std::int64_t reserved = 1024;  // of each block, by the driver
+    const std::int64_t reserved = 1024;  // shared memory that the driver takes of each block
     const std::int64_t by_smem = device.gpu.smem_per_sm_bytes / (smem + reserved);
     const int accumulators = tile.block_m * tile.block_n / threads(tile);
     const int registers = accumulators > 64 || spec.dtype == DType::fp32 ? 255 : 168;
@@ -40,7 +40,7 @@ int blocks_per_sm(const Spec& spec, const Device& device, const GemmTile& tile, 
     return static_cast<int>(std::clamp<std::int64_t>(std::min(by_smem, by_registers), 1, 4));
 }
 
-/// Of the block's extents and the warps' parts of it.
+/// Checks the block's extents and the warps' parts of it.
 CudaPath::Reason shape_problem(const Spec& spec, const GemmTile& tile) {
     if (!power_of_two(tile.warps_m) || !power_of_two(tile.warps_n) || tile.warps_m * tile.warps_n > 16) {
         return fmt::format("warps {}x{}: powers of two, at most 16 warps in all", tile.warps_m, tile.warps_n);

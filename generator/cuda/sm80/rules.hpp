@@ -1,4 +1,4 @@
-// What the kernels of cuda_sm80 demand of a tile, and what they take of an SM.
+// Rules of cuda_sm80's kernels for tiles, and the resources that kernels take of an SM.
 #pragma once
 
 #include "generator/cuda/common/cuda_path.hpp"

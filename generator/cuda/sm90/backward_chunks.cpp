@@ -10,24 +10,24 @@ namespace {
 
 using Params = BackwardChunksSm90Params;
 
-/// What a launch works on: a stretch of the vocabulary, and some of the tokens.
+/// Work of a launch: a stretch of the vocabulary, and some of the tokens.
 struct JoinedWork {
     KernelRole kernel;
     RowBlock rows;
     Expr first_column;
     Expr columns;
-    Expr width;       ///< of a pair of chunks, or of the chunk of both halves
-    Expr even_width;  ///< of the first of a pair
+    Expr width;       ///< columns of a pair of chunks, or of the chunk of both halves
+    Expr even_width;  ///< columns of the first chunk of a pair
     Expr dlogits;     ///< address
     Expr writes;      ///< grad_hidden, where the stretch is the last one
 };
 
-/// Of the weight or its gradient, the rows of the stretch.
+/// Rows of the stretch in the weight or its gradient.
 MappedMatrix columns_of(const BackwardPassSm90& pass, const JoinedWork& work, Slot tensor, std::int64_t element_bytes) {
     return weight_matrix(pass.spec, slot(tensor) + work.first_column * (pass.spec.hidden_size * element_bytes), work.columns);
 }
 
-/// Everything but what grad_weight takes.
+/// Sets everything but grad_weight's parameters.
 LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWork& work) {
     const Spec& spec = pass.spec;
     const BackwardLayout& layout = pass.layout;
@@ -36,7 +36,7 @@ LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWo
     const MappedMatrix hidden = hidden_matrix(pass, rows);
     const MappedMatrix weight = columns_of(pass, work, Slot::weight, pass.element_bytes);
     const MappedMatrix dlogits{work.dlogits, work.width, rows.count, work.width};
-    // Of the last pair of chunks, or half of one.
+    // columns of the last pair of chunks, or of half of one
     const Expr last_columns = work.columns - (ceil_div(work.columns, work.width) - 1) * work.width;
     const MappedMatrix sum = sum_matrix(pass, rows.first, rows.first.constant() != nullptr ? sum_room(pass) : rows.count);
     LaunchBuilder<Params> launch(pass.source.kernel(work.kernel), pass.clusters * kClusterBlocks);

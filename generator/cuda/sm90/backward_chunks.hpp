@@ -9,7 +9,7 @@ namespace flce::sm90 {
 
 [[nodiscard]] std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const Stretch& stretch);
 
-/// grad_hidden alone, of the vocabulary behind what is retained: a launch for each group of tokens.
+/// Makes grad_hidden alone, of the vocabulary behind the retained part: a launch for each group of tokens.
 [[nodiscard]] Statement hidden_chunks_groups(const BackwardPassSm90& pass);
 
 }  // namespace flce::sm90

@@ -1,5 +1,5 @@
-// What all launches of a backward pass on Hopper's path share: what forward retained, where hidden states and grad_hidden's sum lie, and
-// how clusters divide the work.
+// State that all launches of a backward pass on Hopper's path share: the retained memory, the places of hidden states and of grad_hidden's
+// sum, and the division of the work among clusters.
 #pragma once
 
 #include "flce/device.hpp"
@@ -8,20 +8,20 @@
 namespace flce::sm90 {
 
 struct BackwardPassSm90 : BackwardPass {
-    std::int64_t clusters;    ///< that the device runs at a time
+    std::int64_t clusters;    ///< clusters that the device runs at a time
     RetainedLayout retained;  ///< with 0 columns where the plan retains nothing
-    Expr all_retained;        ///< whether that is the whole vocabulary, so that no logits are computed again
-    /// Whether the chunks of what is not retained come first, so that of grad_weight's work only the retained columns' is left when
-    /// grad_hidden is complete. A shard's alone, whose grad_hidden others may wait for, and not where exponentials lie in grad_weight's
-    /// memory: what is retained has to be used before chunks write over it.
+    Expr all_retained;        ///< whether the whole vocabulary is retained, so that no logits are computed again
+    /// Whether the chunks of the unretained part come first, so that only the retained columns' part of grad_weight is left when
+    /// grad_hidden is complete. True for shards alone, where other ranks may wait for grad_hidden, and false where exponentials lie in
+    /// grad_weight's memory: they have to be used before chunks write over them.
     Expr chunks_first;
-    /// Whether the call reads hidden in the last of two stages alone: grad_hidden of retained exponentials has no use for it, and it may
+    /// Whether the call reads hidden in the last of two stages alone. grad_hidden of retained exponentials has no use for hidden, which may
     /// still be on its way from other ranks.
     Expr defers_hidden;
     /// Whether scatter_rows scales the hidden states that grad_weight of retained exponentials reads. Else retained_rows does.
     Expr scales_behind{0};
     Expr joined;         ///< whether a stretch's chunks are one launch
-    Expr hidden_joined;  ///< the same, for grad_hidden alone
+    Expr hidden_joined;  ///< whether a stretch's chunks are one launch for grad_hidden alone
 
     BackwardPassSm90(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const BackwardLayout& layout);
 };
@@ -31,20 +31,20 @@ struct BackwardPassSm90 : BackwardPass {
 
 /// Persistent clusters, at most as many as there are tiles of m × n results.
 [[nodiscard]] Expr cluster_grid(const BackwardPassSm90& pass, const GemmTile& tile, const Expr& m, const Expr& n);
-/// The same for grad_hidden, whose sum may have several parts.
+/// Persistent clusters for grad_hidden, whose sum may have several parts.
 [[nodiscard]] Expr sum_grid(const BackwardPassSm90& pass, const Expr& rows);
 /// Address of the launch's Tickets.
 [[nodiscard]] Expr tickets_at(const BackwardPassSm90& pass);
 
 /// Address of the hidden states that GEMMs read: those of listed rows, or of all with zeros for ignored ones, or scaled ones beside
-/// retained exponentials. They lie in grad_hidden, which is written after they have been used, or in the place of its sum.
+/// retained exponentials. Hidden states for GEMMs lie in grad_hidden, which is written after their use, or in the place of its sum.
 [[nodiscard]] Expr compact_hidden_at(const BackwardPassSm90& pass);
 /// Address of the scaled hidden states that grad_weight of the retained columns is made of: where they are first, or where the sum of
 /// grad_hidden was, if grad_hidden has been written since.
 [[nodiscard]] Expr scaled_hidden_at(const BackwardPassSm90& pass);
 /// Whether a call does the retained part's grad_weight, which is left to the end where grad_hidden does not wait for chunks behind it.
 [[nodiscard]] Expr does_retained_weight(const BackwardPassSm90& pass);
-/// Those of some rows as a tensor map shows them.
+/// Hidden states of some rows as a tensor map shows them.
 [[nodiscard]] MappedMatrix hidden_matrix(const BackwardPassSm90& pass, const RowBlock& rows);
 
 /// Whether scatter_rows is launched, where the call wants grad_hidden.

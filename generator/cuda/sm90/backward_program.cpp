@@ -57,13 +57,13 @@ void add_chunks(const BackwardPassSm90& pass, const Stretch& stretch, std::vecto
     to.push_back({If{pass.joined && less(0, stretch.chunks), backward_chunks_steps(pass, stretch)}});
 }
 
-/// grad_hidden alone, of what is not retained.
+/// Makes grad_hidden alone, of the unretained part.
 Statement hidden_chunks_step(const BackwardPassSm90& pass) { return {If{pass.hidden_joined, {hidden_chunks_groups(pass)}}}; }
 
-/// What is not retained, chunk by chunk.
+/// Makes gradients of the unretained part, chunk by chunk.
 std::vector<Statement> chunk_steps(const BackwardPassSm90& pass) {
     std::vector<Statement> chunks;
-    // What the retained part has left where listed hidden states are to lie is not needed any more.
+    // Listed hidden states may be written over memory of the retained part, which is not needed any more.
     chunks.push_back({If{less(0, slot(Slot::num_tokens)) && less(pass.retained.columns, pass.columns), {gather_hidden_launch(pass)}}});
     for (const Stretch& stretch : stretches(pass, pass.retained.columns)) add_chunks(pass, stretch, chunks);
     if (pass.layout.joined.constant() == nullptr) chunks.push_back(hidden_chunks_step(pass));
@@ -87,8 +87,8 @@ std::vector<Statement> all_retained_weight_steps(const BackwardPassSm90& pass) {
 
 }  // namespace
 
-// What a call does of it depends on its stage. Of grad_weight's work only the retained columns' can be left for the second one: both
-// gradients of a chunk are made together.
+// A call's stage decides which of these steps it does. Only the retained columns' part of grad_weight can be left for the second stage:
+// both gradients of a chunk are made together.
 LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                const BackwardLayout& layout) {
     const BackwardPassSm90 pass(spec, device, plan, source, layout);

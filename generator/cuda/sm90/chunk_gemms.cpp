@@ -26,7 +26,8 @@ MappedMatrix dlogits_operand(const BackwardPassSm90& pass, const Chunk& chunk, c
     return m;
 }
 
-/// The launch of grad_weight, whose kernel has parameters of grad_bias where it adds that up of exponentials. Of a chunk, dlogits does.
+/// The launch of grad_weight, whose kernel has parameters of grad_bias where it adds up grad_bias of exponentials. For a chunk dlogits does
+/// so.
 template <class Params>
 Statement build_unbiased(const BackwardPassSm90& pass, LaunchBuilder<Params> launch) {
     if (!sums_retained_bias(pass.spec, pass.plan)) return launch.build();

@@ -22,14 +22,14 @@ struct ForwardKernel {
     KernelRole role;
     ForwardShape shape;
     ForwardGrid grid;
-    Expr takes;  ///< whether it is for this number of tokens, and for what is retained of them
+    Expr takes;  ///< whether the kernel is for this number of tokens, and for this amount of retained memory
 };
 
 /// Whether `prepare` runs before: for sums over the class weights, or where there are tokens enough for lists of rows and for sharing work
 /// out anew.
 Expr prepares_forward(const Spec& spec) { return sums_class_weights(spec) ? Expr(1) : less(kRowThreads, slot(Slot::num_tokens)); }
 
-/// An address, or 0 where the caller has no place for what is retained.
+/// An address, or 0 where the caller has no memory to retain in.
 Expr if_retained(const RetainedLayout& retained, const Expr& address) { return select(less(0, retained.columns), address, 0); }
 
 Expr references_at(const RetainedLayout& retained, const LaunchRows& rows) { return retained_at(retained.references) + rows.first * 4; }

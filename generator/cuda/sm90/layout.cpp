@@ -66,7 +66,7 @@ struct FewTokensShare {
         clusters = std::clamp<std::int64_t>(partial_bytes(plan) / of_cluster - 1, 1, device.gpu.sm_count);
         if (spec.batch_invariant) clusters = device.gpu.sm_count;  // segments have room of their own
     }
-    /// Of all rows.
+    /// Partial results of all rows.
     [[nodiscard]] Expr partials(const Expr& rows) const { return writers * (clusters + 1) * round_up(rows, 32); }
 };
 
@@ -131,7 +131,7 @@ BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) {
     return {.progress_bytes = progress_bytes(spec, plan), .sums_apart = true};
 }
 
-/// What fits, or a little less where that makes whole waves, or pairs of chunks that are joined.
+/// Widest chunk that fits, or a little less where that makes whole waves, or pairs of chunks that are joined.
 Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const Expr& widest, std::int64_t quantum) {
     const ChunkTime time(spec, device, plan);
     const Expr n = slot(Slot::num_tokens);

@@ -1,4 +1,4 @@
-// How the passes of cuda_sm90a cut their work, and what they need of the workspace beside what every path does.
+// Division of the work of cuda_sm90a's passes, and workspace that the passes need beside every path's.
 #pragma once
 
 #include "generator/cuda/common/cuda_path.hpp"
@@ -11,15 +11,15 @@ namespace flce::sm90 {
 
 /// How a launch of forward divides its work. The number of partial sums of a row is known to the device alone (PassScalars::splits).
 struct ForwardGrid {
-    Expr clusters{0};                ///< in the grid
-    std::int64_t most_clusters = 0;  ///< that share the work
-    std::int64_t stride = 0;         ///< VocabularyWalk's
+    Expr clusters{0};                ///< clusters in the grid
+    std::int64_t most_clusters = 0;  ///< most clusters that share the work
+    std::int64_t stride = 0;         ///< stride of VocabularyWalk
 };
 
 [[nodiscard]] std::int64_t stretch_quantum(const Spec& spec, const Plan& plan);
 [[nodiscard]] ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan);
 [[nodiscard]] ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
-/// The same for a kernel whose tile has all tokens.
+/// Grid of a kernel whose tile has all tokens.
 [[nodiscard]] ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const ForwardShape& shape);
 [[nodiscard]] BackwardNeeds backward_needs(const Spec& spec, const Plan& plan);
 [[nodiscard]] Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const Expr& widest, std::int64_t quantum);

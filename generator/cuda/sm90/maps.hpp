@@ -1,4 +1,4 @@
-// What tensor maps of Hopper's launches show, and how many rows one copy takes.
+// Matrices that tensor maps of Hopper's launches show, and numbers of rows that one copy takes.
 #pragma once
 
 #include "flce/spec.hpp"
@@ -15,10 +15,10 @@ inline constexpr int kSecondRows = 64 / kClusterBlocks;
 /// `columns` of the vocabulary from `address` on, of the weight or of its gradient.
 [[nodiscard]] MappedMatrix weight_matrix(const Spec& spec, const Expr& address, const Expr& columns);
 
-/// The same of rounded rows, which are vocab_major whatever the weight is.
+/// Matrix of rounded rows, which are vocab_major whatever the weight is.
 [[nodiscard]] MappedMatrix rounded_matrix(const Spec& spec, const Expr& address, const Expr& columns);
 
-/// An address in the memory of what is retained.
+/// An address in retained memory.
 [[nodiscard]] Expr retained_at(const Expr& offset);
 
 /// Whether the weight that GEMMs read is vocab_major.

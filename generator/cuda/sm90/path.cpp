@@ -55,7 +55,8 @@ public:
 
     double rate_share(const Device& /*device*/) const noexcept override { return sm90::kWgmmaShare; }
     double epilogue_depth(const Spec& /*spec*/, GemmRole role, const GemmTile& tile, double /*blocks_per_sm*/) const override {
-        // Of grad_weight from retained exponentials, also where it is added to: the first old values come while the tile is multiplied.
+        // depth of grad_weight from retained exponentials, also where the gradient is added to: the first old values come while the tile is
+        // multiplied
         const double depth = role == GemmRole::grad_weight ? 256.0 : role == GemmRole::grad_hidden ? 120.0 : 300.0;
         return depth * (sm90::takes_turns(tile) ? 0.1 : 1.0);  // the other warpgroup's turn hides most of it
     }

@@ -20,11 +20,12 @@ MappedMatrix exponentials_matrix(const RetainedLayout& retained) {
             retained.block_bytes};
 }
 
-/// The rows' scales in two parts, two rows of `pitch` numbers: what grad_weight's kernel adds up grad_bias with. They lie at the end of the
-/// place of chunks' dlogits, of which none are computed yet, and not with what is retained: grad_weight may write over that.
+/// The rows' scales in two parts, two rows of `pitch` numbers: factors with which grad_weight's kernel adds up grad_bias. The factors lie
+/// at the end of the place of chunks' dlogits, of which none are computed yet, and not in retained memory, over which grad_weight may
+/// write.
 struct FactorsAt {
     Expr pitch{0};   ///< rows that the copy engine reads begin on 16 bytes
-    Expr offset{0};  ///< in that place; the sums of tiles in parts end before
+    Expr offset{0};  ///< offset in the place of dlogits; the sums of tiles in parts end before
     Expr fit{0};
     Expr at{0};
 
@@ -93,7 +94,7 @@ struct SmoothingSums {
     }
 };
 
-/// What grad_hidden and grad_weight lack of what label smoothing takes.
+/// Adds up label smoothing's terms, which grad_hidden and grad_weight of exponentials lack.
 std::vector<Statement> smoothing_steps(const BackwardPassSm90& pass) {
     const SmoothingSums at(pass);
     LaunchBuilder<SmoothingSumsParams> sums(pass.source.kernel(KernelRole::smoothing_sums), 2 * kSmoothingParts);
@@ -226,7 +227,7 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
     return build_with_bias(pass, std::move(smoothed));
 }
 
-/// Of all rows, with their coefficients where there is memory for those of one block at a time.
+/// Retained rows of all tokens, with their coefficients where there is memory for coefficients of one block at a time.
 Statement retained_rows_step(const BackwardPassSm90& pass, const Expr& scaled_hidden) {
     const RowBlock rows = row_block(pass, kRowBlockLoop);
     std::vector<Statement> of_rows;

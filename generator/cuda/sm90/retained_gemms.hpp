@@ -8,7 +8,7 @@
 
 namespace flce::sm90 {
 
-/// What the GEMMs read, then grad_hidden's, and grad_bias where grad_weight's does not add it up.
+/// Operands of the GEMMs, then grad_hidden's GEMM, and grad_bias where grad_weight's does not add it up.
 [[nodiscard]] std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass);
 /// grad_weight's, of the scaled hidden states that the steps above have left.
 [[nodiscard]] Statement retained_weight_step(const BackwardPassSm90& pass);

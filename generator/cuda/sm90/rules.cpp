@@ -9,7 +9,7 @@ namespace {
 
 bool is_forward(GemmRole role) { return role == GemmRole::forward || role == GemmRole::forward_retain; }
 
-/// Of a tile, that one consumer warpgroup has.
+/// Rows of a tile that one consumer warpgroup has.
 int consumer_rows(const GemmTile& tile) { return takes_turns(tile) ? tile.block_m : tile.block_m / 2; }
 
 /// A 16-bit grad_weight that is added to comes through shared memory, two panels of a consumer at a time.
@@ -17,7 +17,7 @@ std::int64_t update_barrier_bytes(const Spec& spec) {
     return element_bytes(spec.grad_weight_dtype) == 2 && spec.grad_weight_mode == GradMode::accumulate ? 8 * 2 * 2 : 0;
 }
 
-constexpr std::int64_t kMostSmem = 227 << 10;  ///< of a block
+constexpr std::int64_t kMostSmem = 227 << 10;  ///< bytes of a block
 constexpr std::int64_t kBiasOperandBytes = 8 * 128;
 
 /// The ring of stages, what an epilogue keeps or hands over, the barriers, and numbers of tiles. `parts`: clusters of rows that a share of
@@ -54,8 +54,8 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile, i
     return bytes_without_factors(spec, role, tile, parts) + (factors ? factor_bytes(tile) : 0);
 }
 
-/// Of a thread's 232 registers. A gradient's terms are alive beside the accumulators: the capped logit and its derivative, what multiplies
-/// the logit, the columns' weights and where they are.
+/// Most accumulators, of a thread's 232 registers. A gradient's terms are alive beside the accumulators: the capped logit and its
+/// derivative, the logit's factor, the columns' weights and places.
 int accumulator_limit(const Spec& spec, GemmRole role) {
     const bool smoothed_bias = spec.bias && spec.label_smoothing > 0;
     if (role == GemmRole::grad_hidden || role == GemmRole::grad_weight) return 192;
@@ -73,7 +73,7 @@ int accumulator_limit(const Spec& spec, GemmRole role) {
 
 int accumulators(const GemmTile& tile) { return consumer_rows(tile) * tile.block_n / 128; }
 
-/// A kernel whose tile has all tokens: of one cluster of rows.
+/// Clusters of rows of a kernel whose tile has all tokens.
 constexpr int kPartsOfFew = 1;
 
 /// A row's sums take room that stages would have.

@@ -1,4 +1,4 @@
-// What the kernels of cuda_sm90a demand of a spec and of a tile, what they take of an SM, and which of them a plan has.
+// Rules of cuda_sm90a's kernels for a spec and for tiles, the resources that kernels take of an SM, and the kernels that a plan has.
 #pragma once
 
 #include "generator/cuda/common/cuda_path.hpp"
@@ -33,23 +33,24 @@ inline constexpr int kFewTokens = 128;
 /// `block` of a kernel of forward.
 [[nodiscard]] KernelBlock forward_block(const Spec& spec, const ForwardShape& shape);
 
-/// Tiles of a segment of the vocabulary, whose sums batch_invariant keeps apart (ForwardShare); 0 without. It follows from the spec, since
-/// its forward has but one tile.
+/// Tiles of a segment of the vocabulary, whose sums batch_invariant keeps apart (ForwardShare); 0 without. The number follows from the
+/// spec, which allows one tile for forward.
 [[nodiscard]] int segment_tiles(const Spec& spec, const GemmTile& forward);
 
-/// Whether gradients of retained exponentials lack what label smoothing takes, which their kernels' epilogues make up for.
+/// Whether gradients of retained exponentials lack label smoothing's terms, which their kernels' epilogues subtract.
 [[nodiscard]] bool smooths_retained(const Spec& spec, const Plan& plan);
-/// CudaPath's. What label smoothing takes from grad_hidden is added up along with what it takes from grad_weight, of hidden.
+/// CudaPath::defers_hidden. False with label smoothing: its term of grad_hidden is added up along with its term of grad_weight, which reads
+/// hidden.
 [[nodiscard]] bool defers_hidden(const Spec& spec, const Plan& plan);
 
-/// Whether grad_weight's kernel has room for what adds up grad_bias as well: factors of each stage beside the tile, and registers. A
-/// hidden_major gradient has the vocabulary as its second dimension, which more columns of hidden states are of no use to.
+/// Whether grad_weight's kernel has room to add up grad_bias as well: factors of each stage beside the tile, and registers. A hidden_major
+/// gradient has the vocabulary as its second dimension, so that more columns of hidden states are of no use to it.
 [[nodiscard]] bool sums_bias(const Spec& spec, const GemmTile& grad_weight);
-/// Whether the kernel does that, of retained exponentials.
+/// Whether grad_weight's kernel adds up grad_bias of retained exponentials.
 [[nodiscard]] bool sums_retained_bias(const Spec& spec, const Plan& plan);
 
-/// Whether the three GEMMs of all chunks may be one launch, with dlogits' tile: warpgroups take turns with it, and it leaves registers for
-/// what five main loops need beside it. Beside a bias the launch adds up grad_bias, too.
+/// Whether the three GEMMs of all chunks may be one launch, with dlogits' tile: warpgroups take turns with the tile, and it leaves
+/// registers for the needs of five main loops. Beside a bias the launch adds up grad_bias, too.
 [[nodiscard]] bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan);
 /// Columns that the chunks of such a launch are multiples of: whole tiles of dlogits, whole clusters of grad_weight's.
 [[nodiscard]] std::int64_t joined_quantum(const Plan& plan);

@@ -21,7 +21,7 @@ std::string grad_weight_params(const Spec& spec, const Plan& plan) {
 
 CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     KernelWriter writer(spec, device, plan, "sm90/kernels.cuh", true);
-    // `name`: of the parameters, and of what states what the kernel takes.
+    // `name`: name of the type that states kSmemBytes and kThreads. `params`: name of the parameters.
     const auto gemm = [&](KernelRole kernel, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params,
                           std::string_view function) {
         writer.gemm({kernel, fmt::format("{}Sm90Params", params), fmt::format("{}_sm90", function), fmt::format("{}Sm90", name),
