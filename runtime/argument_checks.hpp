@@ -52,7 +52,7 @@ public:
     void absent(const TensorView& view, const char* name, const char* why) const;
     /// `needed` bytes of scratch, 256-byte aligned. Returns its address.
     std::int64_t workspace(const Workspace& workspace, std::size_t needed, std::int64_t num_tokens);
-    /// What forward leaves to backward, aligned as given. Returns its address.
+    /// Checks the memory that forward leaves to backward, aligned as given. Returns its address.
     std::int64_t retained(const Retained& retained, std::int64_t alignment, Access access);
     /// No output may share bytes with another tensor or the workspace.
     void overlaps() const;
@@ -77,7 +77,7 @@ private:
 
     const char* call_;
     DeviceRef device_;
-    std::array<Range, kCallTensorCount + 2> ranges_;  // and workspace and what is retained
+    std::array<Range, kCallTensorCount + 2> ranges_;  // tensors, the workspace and the retained memory
     std::size_t range_count_ = 0;
 };
 

@@ -13,7 +13,7 @@
 namespace flce {
 namespace {
 
-// What kernels ask of a workspace, so that a Buffer can be one.
+// Alignment that kernels ask of a workspace, so that a Buffer can be one.
 constexpr std::align_val_t kHostAlignment{256};
 
 std::shared_ptr<const CudaContext> context_of(DeviceRef device) { return CudaDriver::load()->context(device.index); }

@@ -1,4 +1,4 @@
-// What functions of the C ABI in other rooms share with runtime/c_api.cpp.
+// Helpers that functions of the C ABI in other rooms share with runtime/c_api.cpp.
 #pragma once
 
 #include <functional>

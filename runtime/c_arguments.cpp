@@ -85,8 +85,8 @@ Reduction reduction_of(std::int32_t reduction) {
     return static_cast<Reduction>(reduction);
 }
 
-/// Callers that were compiled before there was a retained_place have none. Of theirs, as many bytes as grad_weight is lent for lie in its
-/// memory.
+/// Retained memory of a call. Callers that were compiled before retained_place existed have none: where they retain exactly as many bytes
+/// as grad_weight is lent for, the bytes lie in its memory.
 template <class Args>
 Retained retained_of(const Kernel& kernel, const Args& args) {
     Retained retained{args.retained, args.retained_bytes};
@@ -100,7 +100,7 @@ Retained retained_of(const Kernel& kernel, const Args& args) {
     return retained;
 }
 
-/// What the structs of all passes have.
+/// Converts the fields that the structs of all passes have.
 template <class Args, class Given>
 Args converted(const Given& given) {
     check_reserved(given.reserved, "args");

@@ -18,8 +18,9 @@ Pointer not_null(Pointer pointer, const char* name) {
     return pointer;
 }
 
-/// The caller's struct in the size that this library knows. A newer caller's further fields must be zero: they ask for what is not here.
-/// (When a struct grows, callers of the first version pass less than its size: lower `least` to that and leave the rest zero.)
+/// The caller's struct in the size that this library knows. A newer caller's further fields must be zero: they ask for features that this
+/// library lacks. (When a struct grows, callers of the first version pass less than its size: lower `least` to that and leave the rest
+/// zero.)
 template <class Struct, std::size_t least = sizeof(Struct)>
 Struct versioned(const Struct* given, const char* name) {
     constexpr std::size_t kMost = 4096;  // a struct_size that was never set is caught before anything behind it is read

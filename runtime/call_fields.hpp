@@ -73,7 +73,7 @@ struct CallSizes {
     Reduction reduction = Reduction::mean;
 };
 
-/// Of a call without shards, or of one whose shard has all that the spec allows.
+/// Sizes of a call without shards, or of one whose shard has as many classes as the spec allows.
 [[nodiscard]] inline CallSizes sizes_of(const Spec& spec, std::int64_t num_tokens, Reduction reduction) {
     return {num_tokens, spec.vocab_size, spec.padded_vocab_size, 1, reduction};
 }
@@ -128,7 +128,7 @@ struct CallSizes {
     return false;
 }
 
-/// What is said of a tensor that is given though its condition does not hold.
+/// Reason to refuse a tensor that is given though its condition does not hold.
 [[nodiscard]] constexpr const char* why_not(Condition condition) {
     switch (condition) {
         case Condition::always: break;

@@ -1,4 +1,4 @@
-// What a call asks the planner for, from its own options and its session's.
+// A call's requests to the planner, from its own options and its session's.
 #pragma once
 
 #include "flce/flce.hpp"
@@ -9,11 +9,11 @@ namespace flce {
 /// alike.
 struct CallRequests {
     PlanRequest first;  ///< scratch as the options have it, less where the limit leaves less
-    PlanRequest wide;   ///< for a layer that retains nothing: scratch has what the limit leaves. Equal to `first` where that is no more
+    PlanRequest wide;   ///< for a layer that retains nothing: scratch as large as the limit allows. Equal to `first` where that is no more
     friend bool operator==(const CallRequests&, const CallRequests&) = default;
 };
 
-/// A call's options, with its session's scratch and limit for what they do not give.
+/// A call's options, completed with its session's scratch and limit.
 [[nodiscard]] PlanRequest completed(const KernelOptions& options, const PlanRequest& session);
 
 /// `session`: its scratch and limit. Throws PlanError where the limit leaves nothing for scratch, ArgumentError for a bad num_tokens.

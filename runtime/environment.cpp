@@ -18,7 +18,7 @@
 namespace flce {
 namespace {
 
-// What of a value may be printed: what is printed ends up in bug reports.
+// Part of a value that may be printed: printed values end up in bug reports.
 enum class Show { value, url_without_login, that_it_is_set };
 
 struct Entry {
@@ -118,7 +118,7 @@ std::vector<std::filesystem::path> parse_paths(std::string_view text) {
     return paths;
 }
 
-/// The first that is set. What curl reads (as of libcurl only its command does) counts here too.
+/// The first variable that is set. Variables that curl reads (as of libcurl only its command does) count here too.
 std::filesystem::path first_of(const std::function<std::string(const char*)>& get, std::initializer_list<const char*> names) {
     for (const char* name : names) {
         if (std::string text = get(name); !text.empty()) return text;
@@ -159,7 +159,7 @@ EnvironmentReading read_environment(const std::function<const char*(const char*)
         return std::string(value == nullptr ? "" : value);
     };
     EnvironmentReading reading;
-    // `parse` is given the variable's name and value; what it throws is a fault, and the field keeps its default.
+    // `parse` is given the variable's name and value; an exception of it is a fault, and the field keeps its default.
     const auto read = [&](auto& field, const char* name, auto parse) {
         try {
             field = parse(name, get(name));
@@ -227,7 +227,7 @@ const Environment& environment() {
 }
 
 std::vector<std::string> unknown_environment_variables() {
-    // Of the Python package, and of the project's tests and tools.
+    // Variables of the Python package, and of the project's tests and tools.
     constexpr std::array<std::string_view, 2> kReadElsewhere{"FLCE_LIBRARY", "FLCE_PYTHON"};
     constexpr std::array<std::string_view, 2> kPrefixes{"FLCE_TEST_", "FLCE_FAULT_"};
     std::vector<std::string> unknown;

@@ -44,25 +44,25 @@ struct Environment {
 /// A variable whose value is not understood.
 struct EnvironmentFault {
     std::string variable;
-    std::string message;  ///< names it, its value and what is allowed
+    std::string message;  ///< text that names the variable, its value and the allowed ones
 };
 
 struct EnvironmentReading {
-    Environment environment;  ///< what is not understood has its default
+    Environment environment;  ///< settings; a variable that is not understood has its default
     std::vector<EnvironmentFault> faults;
 };
 
 /// A variable set to "" counts as not set.
 [[nodiscard]] EnvironmentReading read_environment(const std::function<const char*(const char*)>& getenv);
 
-/// The same; throws EnvironmentError that names every variable with a value that is not understood.
+/// Reads the environment; throws EnvironmentError that names every variable with a value that is not understood.
 [[nodiscard]] Environment parse_environment(const std::function<const char*(const char*)>& getenv);
 
 /// The process's, parsed at the first call, which also sets the logger's level and warns of FLCE_ variables that nothing reads. Throws what
 /// parse_environment throws, at every call until it succeeds.
 [[nodiscard]] const Environment& environment();
 
-/// From now on environment() takes defaults for what is not understood: for `flce info`, which has to say what is wrong.
+/// Makes environment() take defaults for variables that are not understood, from now on: for `flce info`, which has to report their faults.
 void tolerate_environment_faults() noexcept;
 
 /// Names of FLCE_ variables of this process that are set and that nothing reads: misspelt, most likely.

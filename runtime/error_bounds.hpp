@@ -49,7 +49,7 @@ enum class Summation {
 /// Products that one tensor-core instruction of 16-bit operands adds to an accumulator (mma.sync and wgmma alike).
 inline constexpr std::int64_t kTensorCoreStep = 16;
 
-/// What a framework's matrix products do on that kind of device: TF32 is off by default, so only 16-bit inputs go to tensor cores.
+/// Summation of a framework's matrix products on that kind of device: TF32 is off by default, so only 16-bit inputs go to tensor cores.
 [[nodiscard]] constexpr Summation summation_of(DType dtype, bool on_gpu) noexcept {
     return on_gpu && dtype != DType::fp32 ? Summation::truncating : Summation::rounding;
 }

@@ -58,13 +58,13 @@ private:
                 estimate_backward(q_.spec, modelled_device_, plan, q_.num_tokens, kept.part)};
     }
 
-    /// Bytes of what is kept of a whole vocabulary: fp32 logits on a CPU, exponentials of the spec's dtype on a GPU.
+    /// Bytes that keeping a whole vocabulary takes: fp32 logits on a CPU, exponentials of the spec's dtype on a GPU.
     [[nodiscard]] double whole_bytes(const Plan& plan) const {
         return static_cast<double>(q_.num_tokens) * static_cast<double>(q_.spec.vocab_size) *
                static_cast<double>(retained_logit_bytes(q_.spec, plan));
     }
 
-    /// What grad_weight's memory holds.
+    /// Part that grad_weight's memory holds.
     [[nodiscard]] KeptPart lent(const Plan& plan) const {
         if (!retains(plan)) return {};
         const double part = lendable_part(q_.spec, q_.num_tokens);  // in elements of the spec's dtype
@@ -85,7 +85,7 @@ private:
         return {kept / whole, static_cast<std::int64_t>(std::min(kept, 0x1p62))};
     }
 
-    /// As Kernel::choose_retained decides, from bounds.
+    /// Part that Kernel::choose_retained keeps, from bounds.
     [[nodiscard]] KeptPart automatic(const Plan& plan) const {
         if (!retains(plan)) return {};
         const double grad_weight_bytes = static_cast<double>(q_.spec.vocab_size) * static_cast<double>(q_.spec.hidden_size) *
@@ -120,7 +120,7 @@ private:
         return {};
     }
 
-    /// Records know two ways: nothing kept, and what is kept where nothing more is said.
+    /// Records know two ways: keeping nothing, and keeping the part that is kept by default.
     [[nodiscard]] std::optional<MeasuredTime> measured(const CallPoint& point) {
         if (q_.keep != Keep::nothing && q_.keep != Keep::automatic) return std::nullopt;
         const PlanRequest call{.scratch_bytes = point.plan.scratch_bytes, .limit_bytes = q_.limit_bytes, .num_tokens = q_.num_tokens};
@@ -140,7 +140,7 @@ private:
         }
     }
 
-    /// Powers of two of scratch, with what may be kept without more memory; then memory of its own for eighths of what can be kept.
+    /// Powers of two of scratch, keeping as much as needs no more memory; then memory of its own for eighths of the largest part.
     [[nodiscard]] std::vector<CallPoint> points(const Plan& call) {
         std::vector<CallPoint> all;
         for (std::int64_t scratch = 1 << 20; scratch <= kMostUsefulScratch; scratch *= 2) {

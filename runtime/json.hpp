@@ -8,7 +8,7 @@ namespace flce {
 
 using Json = nlohmann::ordered_json;
 
-/// JSON of any origin, without what is nested more than 32 levels deep: values are copied and printed by recursion. A discarded value where
+/// JSON of any origin, without values nested more than 32 levels deep: values are copied and printed by recursion. A discarded value where
 /// the text is not JSON.
 [[nodiscard]] Json parse_json(std::string_view text);
 

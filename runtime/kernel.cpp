@@ -22,7 +22,7 @@ class Call {
 public:
     Call(const Kernel& kernel, const char* name) : spec_(kernel.spec()), checks_(name, kernel.device_ref()) { slots_.fill(0); }
 
-    /// Everything but workspace and what is retained.
+    /// Takes everything but workspace and retained memory.
     template <class Args>
     void arguments(const Args& args) {
         take_sizes(args);
@@ -46,7 +46,7 @@ public:
     }
     void hidden_ready(bool ready) { set(Slot::hidden_ready, ready ? 1 : 0); }
 
-    /// What backward asks of tensors together.
+    /// Checks that backward makes of several tensors together.
     void check_gradients(const BackwardArgs& args) const {
         if (args.grad_entropy.present && spec_.outputs.entropy && !args.entropy.present) {
             checks_.fail("entropy is absent; grad_entropy needs it as forward wrote it");
@@ -59,7 +59,8 @@ public:
         }
     }
 
-    /// `grad_weight`: that this call writes, absent where it writes none. It may be the memory that what is retained was lent.
+    /// `grad_weight`: the gradient that this call writes, absent where it writes none. The gradient's memory may be lent for the retained
+    /// values.
     void retained(const Kernel& kernel, const Retained& retained, const TensorView& grad_weight) {
         const bool lent = retained.place == RetainedPlace::grad_weight && retained.bytes != 0;
         if (lent) {

@@ -27,7 +27,7 @@ void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache);
 
 /// The machine's devices. cuda_devices() is empty, with the reason in `why`, where there is no driver or no GPU.
 [[nodiscard]] Device native_cpu();
-/// CpuProperties::triple of native_cpu(), without asking the CPU what it can.
+/// CpuProperties::triple of native_cpu(), without asking the CPU for its features.
 [[nodiscard]] std::string native_triple();
 [[nodiscard]] std::vector<Device> cuda_devices(std::string* why = nullptr);
 

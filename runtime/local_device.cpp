@@ -1,4 +1,4 @@
-// Which device a name means on this machine.
+// Devices of this machine by their names.
 #include <fmt/format.h>
 
 #include <charconv>

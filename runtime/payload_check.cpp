@@ -21,7 +21,7 @@ namespace {
 
 using Metadata = nlohmann::json;
 
-/// JSON of any origin; a discarded value for what is none, or nested deeper than metadata is.
+/// JSON of any origin; a discarded value for text that is not JSON, or is nested deeper than metadata is.
 Metadata parse_metadata(const std::string& text) {
     constexpr int kMostLevels = 32;
     return Metadata::parse(text, [](int depth, Metadata::parse_event_t, Metadata&) { return depth <= kMostLevels; }, false);
@@ -32,7 +32,7 @@ std::string metadata_text(const Metadata& metadata, const char* key) {
     return metadata.is_object() && found != metadata.end() && found->is_string() ? found->get<std::string>() : "";
 }
 
-/// As far as metadata tells.
+/// Kernels that metadata lists.
 std::vector<KernelEntry> kernels_in(const Metadata& metadata) {
     std::vector<KernelEntry> kernels;
     const auto listed = metadata.find("kernels");

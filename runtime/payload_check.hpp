@@ -1,4 +1,4 @@
-// What cache entries hold, tried as far as this machine can: the question that `flce cache verify --load` asks of each.
+// Payloads of cache entries, tried as far as this machine can: `flce cache verify --load` asks this of each entry.
 #pragma once
 
 #include <memory>

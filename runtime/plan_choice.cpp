@@ -62,7 +62,8 @@ OwnMemory own_memory_of(const PlanQuery& query, const RecordKey& key) {
     return key.retained == "none" ? OwnMemory::none : own_memory(query.spec, query.device, key.request);
 }
 
-/// Whether it was measured before kernels could retain, for such a layer, and now they can: what it compared is not what there is.
+/// Whether the record was measured before kernels could retain, for a layer that may retain now: the plans that it compared are not all
+/// that there are.
 bool is_outdated(const PlanQuery& query, const RecordedPlan& recorded) {
     if (!recorded.other_kernels) return false;
     const auto may_retain = [&](const RecordedPlan::Timed& timed) {
@@ -138,7 +139,7 @@ Device with_threads(Device device, int threads) {
 std::optional<MeasuredTime> measured_time(const PlanQuery& query, const Plan& plan, std::string_view retained, RecordStore& records) {
     const RecordKey wanted = record_key(query.spec, query.device, query.request, retained, query.threads);
     const std::string text = plan.text();
-    for (const RecordedPlan& recorded : records.plans(wanted)) {  // those of this version's kernels come first
+    for (const RecordedPlan& recorded : records.plans(wanted)) {  // plans of this version's kernels come first
         if (recorded.key.request != query.request || recorded.key.retained != retained) continue;
         const auto timed = std::ranges::find(recorded.plans, text, &RecordedPlan::Timed::plan);
         if (timed != recorded.plans.end()) return time_of(recorded, timed->median_ms);

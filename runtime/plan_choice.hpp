@@ -1,4 +1,4 @@
-// Which plan a kernel gets: the caller's, a record's, or the cost model's.
+// Choice of a kernel's plan: the caller's, a record's, or the cost model's.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@ struct PlanQuery {
     const Device& device;
     std::string_view plan;  ///< canonical text from the caller; empty: choose one
     PlanRequest request{};
-    int threads = 0;  ///< of CPU kernels; 0: one on each core
+    int threads = 0;  ///< threads of CPU kernels; 0: one on each core
 };
 
 /// Times that were measured, and of what.
 struct MeasuredTime {
     double ms = 0;  ///< median of forward and backward together
     std::int64_t num_tokens = 0;
-    std::size_t candidates = 0;  ///< that the record compares
+    std::size_t candidates = 0;  ///< candidates that the record compares
     std::string origin;          ///< the file, or "shipped with flce: NAME"
     bool other_kernels = false;  ///< measured with kernels of another version than this library's
 };
@@ -31,15 +31,16 @@ struct MeasuredTime {
 struct PlanAnswer {
     Plan plan;
     std::string source;                      ///< in a few words, for people
-    std::optional<MeasuredTime> measured;    ///< of the record that the plan is from, where it is one for the call's bucket of tokens
+    std::optional<MeasuredTime> measured;    ///< time in the record that the plan is from, where the record is for the call's bucket of
+                                             ///< tokens
     std::vector<std::string> passed_over{};  ///< better measured plans that the call's memory has no room for, and why
 };
 
 /// A device as calls on `threads` of its threads see it (0: all of its cores). GPUs are not changed.
 [[nodiscard]] Device with_threads(Device device, int threads);
 
-/// The median of a record that has timed exactly this plan on this device, for exactly query.request and with what was retained as
-/// RecordKey::retained says; of kernels of this version before others.
+/// The median of a record that has timed exactly this plan on this device, for exactly query.request and with retained values as
+/// RecordKey::retained says; records of this version's kernels come before others.
 [[nodiscard]] std::optional<MeasuredTime> measured_time(const PlanQuery& query, const Plan& plan, std::string_view retained,
                                                         RecordStore& records);
 

@@ -7,7 +7,7 @@
 namespace flce {
 
 struct Recording::State {
-    std::function<void(Stream)> work;            // of a CPU
+    std::function<void(Stream)> work;            // calls to repeat on a CPU
     std::shared_ptr<const CudaContext> context;  // null for a CPU
     CUstream stream = nullptr;
     CUgraphExec graph = nullptr;

@@ -7,7 +7,7 @@
 namespace flce {
 namespace {
 
-constexpr double kLeastWorkCpu = 0x1p24;  ///< what kLeastRetainedWork is on a GPU
+constexpr double kLeastWorkCpu = 0x1p24;  ///< kLeastRetainedWork of a CPU
 
 /// Part of all that there is a use for: less is not worth memory of its own.
 constexpr double kLeastPart = 0.02;
@@ -19,7 +19,7 @@ double least_work(const Plan& plan, const RetainOptions& options) {
     return plan.path == PlanPath::cpu ? kLeastWorkCpu : kLeastRetainedWork;
 }
 
-/// What the limit leaves beside the workspace.
+/// Bytes that the limit leaves beside the workspace.
 std::size_t left_by_limit(const RetainedRoom& room, std::int64_t limit_bytes) {
     const auto limit = static_cast<std::size_t>(limit_bytes);
     return limit > room.workspace ? std::min(room.most, (limit - room.workspace) / kAlignment * kAlignment) : 0;
@@ -38,8 +38,8 @@ Retained choose_retained(const Spec& spec, const Plan& plan, std::int64_t num_to
     if (static_cast<double>(own) < least) own = 0;
     const std::size_t lendable = options.lend_grad_weight ? room.lendable : 0;
     const bool own_holds_more = static_cast<double>(own) > static_cast<double>(std::min(room.most, lendable)) + least;
-    // grad_weight's memory is one block short of everything, and what is computed again comes last, for both gradients: then the sum of
-    // grad_hidden over ranks has nothing to hide under.
+    // grad_weight's memory is one block short of everything, and logits that are computed again come last, for both gradients: then the sum
+    // of grad_hidden over ranks has nothing to hide under.
     const bool hides_sum = is_shard(spec) && plan.path != PlanPath::cpu && own == room.most;
     if (lendable > 0 && !own_holds_more && !hides_sum) return {nullptr, lendable, RetainedPlace::grad_weight};
     return {nullptr, own, RetainedPlace::own};

@@ -11,9 +11,9 @@ namespace flce {
 
 /// Bytes for one step.
 struct RetainedRoom {
-    std::size_t most = 0;       ///< that there is a use for, in memory of its own
-    std::size_t lendable = 0;   ///< of grad_weight; 0: its memory will not do, or may not be lent
-    std::size_t workspace = 0;  ///< of either pass; what it leaves of the limit is memory of its own
+    std::size_t most = 0;       ///< most bytes that there is a use for, in memory of its own
+    std::size_t lendable = 0;   ///< bytes of grad_weight that may be lent; 0: its memory will not do, or may not be lent
+    std::size_t workspace = 0;  ///< workspace of either pass; memory of its own is at most the rest of the limit
 };
 
 /// Kernel::choose_retained. Preconditions: num_tokens and the options are not negative.

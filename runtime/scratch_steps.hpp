@@ -13,16 +13,16 @@
 namespace flce {
 
 inline constexpr std::int64_t kMostUsefulScratch = 256LL << 20;    ///< chunks that are wider gain nothing
-inline constexpr std::int64_t kAllMemory = std::int64_t{1} << 40;  ///< a limit for as much as there is a use for
+inline constexpr std::int64_t kAllMemory = std::int64_t{1} << 40;  ///< limit for as much memory as there is a use for
 
 /// The largest of 1, 1½, 2, 3, 4, 6, … that is no more than `bytes`, which is positive.
 [[nodiscard]] std::int64_t round_down_to_step(std::int64_t bytes);
 
-/// The smallest of them that is no less than `bytes`, which is positive.
+/// The smallest of these steps that is no less than `bytes`, which is positive.
 [[nodiscard]] std::int64_t round_up_to_step(std::int64_t bytes);
 
-/// What a limit on everything beyond inputs and gradients leaves for scratch: workspace_of_tokens takes
-/// some of it. Throws PlanError where it leaves nothing, ArgumentError for a bad num_tokens.
+/// Scratch under a limit on everything beyond inputs and gradients: workspace_of_tokens takes some of the limit. Throws PlanError where
+/// nothing is left, ArgumentError for a bad num_tokens.
 [[nodiscard]] std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64_t num_tokens);
 
 /// The smallest workspace_limit_bytes with which a call over num_tokens tokens has a plan of the planner's; absent where no limit is

@@ -27,7 +27,7 @@ struct AskedKernel {
     CallRequests requests;
 };
 
-// The same without copies, for the hot lookup.
+// AskedKernel without copies, for the hot lookup.
 struct AskedKernelView {
     const Spec& spec;
     std::string_view plan;
@@ -68,7 +68,7 @@ struct KernelKeyHash {
     std::size_t operator()(const KernelKey& key) const noexcept { return SpecHash{}(key.spec) ^ std::hash<std::string>{}(key.plan.text()); }
 };
 
-// Which of a call's requests its plan answers, and how.
+// Request of a call that its plan answers, and the answer.
 struct ChosenPlan {
     PlanRequest request;
     PlanAnswer answer;
@@ -130,7 +130,7 @@ struct Session::State {
     SingleFlight<KernelKey, KernelPointer, KernelKeyHash> builds;
 
     std::atomic<std::int64_t> memory_hits{0};
-    // What prewarm did in caches of its own.
+    // Counts of prewarm in caches of its own.
     std::mutex prewarm_mutex;
     SessionStatistics prewarmed;
 
@@ -188,7 +188,7 @@ struct Session::State {
         return {normalized, device, chosen.answer.plan, ref, options.threads, reasons};
     }
 
-    /// What get_kernel would build on `device`.
+    /// Request of the kernel that get_kernel would build on `device`.
     [[nodiscard]] BuildRequest build_request(const Spec& spec, const Device& device, const KernelOptions& given) {
         return within_limit(spec, device, given, [&] {
             const Spec normalized = spec.normalized();
@@ -364,7 +364,7 @@ SessionStatistics Session::statistics() const {
     SessionStatistics statistics = session_statistics(state_->cache.statistics());
     statistics.memory_hits += state_->memory_hits;
     const std::lock_guard lock(state_->prewarm_mutex);
-    const std::int64_t memory_hits = statistics.memory_hits;  // of get_kernel alone
+    const std::int64_t memory_hits = statistics.memory_hits;  // hits of get_kernel alone
     statistics = sum(statistics, state_->prewarmed);
     statistics.memory_hits = memory_hits;
     return statistics;

@@ -1,4 +1,4 @@
-// What a Session is made of, for the C ABI and for tests. Backends are functions, so that a test can stand in for compilers and devices.
+// Parts of a Session, for the C ABI and for tests. Backends are functions, so that a test can stand in for compilers and devices.
 #pragma once
 
 #include <functional>
@@ -42,14 +42,14 @@ struct LocalDevice {
 struct SessionAccess {
     [[nodiscard]] static Session make(SessionOptions options, const Environment& environment, Backends backends);
     [[nodiscard]] static DeviceRef device_ref(const Session& session);
-    /// What each tier did for get_kernel; kernels found in the session's own memory are hits of "memory" too.
+    /// Statistics of each tier for get_kernel; kernels found in the session's own memory are hits of "memory" too.
     [[nodiscard]] static std::vector<TierStatistics> tiers(const Session& session);
     /// The plan whose kernels a session like this one on `device` would ask for. Compiles nothing.
     [[nodiscard]] static Plan plan(Session& session, const Spec& spec, const Device& device, const KernelOptions& options);
-    /// Those over every number of tokens that the limit has room for, whatever options.num_tokens is.
+    /// Plans of such sessions over every number of tokens that the limit has room for, whatever options.num_tokens is.
     [[nodiscard]] static std::vector<Plan> plans_for_any_tokens(Session& session, const Spec& spec, const Device& device,
                                                                 KernelOptions options);
-    /// What records say of a call's time: of exactly that plan, request (num_tokens is the call's, not a bucket) and RecordKey::retained.
+    /// Time of a call by the records: of exactly that plan, request (num_tokens is the call's, not a bucket) and RecordKey::retained.
     /// Compiles nothing.
     [[nodiscard]] static std::optional<MeasuredTime> measured_time(Session& session, const Spec& spec, const Device& device,
                                                                    const Plan& plan, const PlanRequest& request, std::string_view retained);

@@ -10,7 +10,7 @@ namespace flce {
 
 /// A setting that sessions refuse, or do without.
 struct SettingFault {
-    std::string variable;  ///< of the environment
+    std::string variable;  ///< variable of the environment
     std::string message;
 };
 
@@ -26,7 +26,7 @@ struct PackReport {
     std::filesystem::path path;
     std::string fault;  ///< why it is not used; empty: it is
     std::int64_t entries = 0;
-    std::int64_t bytes = 0;  ///< of the entries
+    std::int64_t bytes = 0;  ///< bytes of the entries
 };
 
 struct SetupReport {
@@ -38,8 +38,8 @@ struct SetupReport {
     std::vector<std::string> unknown_variables;  ///< FLCE_ variables that are set and that nothing reads
 };
 
-/// Reads the environment and looks at what it names. From now on this process takes defaults for variables that are not understood. Asks
-/// no network.
+/// Reads the environment and looks at the files that it names. From now on this process takes defaults for variables that are not
+/// understood. Asks no network.
 [[nodiscard]] SetupReport report_setup();
 
 }  // namespace flce

@@ -18,8 +18,10 @@ struct Step {
     std::int64_t rows = 0;
     std::int64_t vocab = 0;
     std::int64_t columns = 0;
-    bool first_block = false, last_block = false;  ///< of rows: a chunk's grad_weight and grad_bias begin, are complete
-    bool first_chunk = false, last_chunk = false;  ///< of the vocabulary: a block's grad_hidden begins, is complete
+    bool first_block = false, last_block = false;  ///< first block of rows: a chunk's grad_weight and grad_bias begin; last block: they are
+                                                   ///< complete
+    bool first_chunk = false, last_chunk = false;  ///< first chunk of the vocabulary: a block's grad_hidden begins; last chunk: it is
+                                                   ///< complete
 };
 
 /// A grid of tiles over a matrix.
@@ -186,7 +188,7 @@ private:
         }
     }
 
-    /// What the tokens' teacher names in the tile of gradients, while they are fp32.
+    /// Subtracts the probabilities of the tokens' teacher from the tile of gradients, while they are fp32.
     void subtract_teacher(float* tile, const Step& s, const TileRange& range) const {
         for (std::int64_t i = 0; i < range.rows; ++i) {
             const std::int64_t token = s.token + range.row + i;

@@ -35,7 +35,7 @@ MeanDivisors CpuCall::mean_divisors() const {
             case CountCode::int32: given = *pointer<const std::int32_t>(Slot::num_valid); break;
             case CountCode::int64: given = static_cast<double>(*pointer<const std::int64_t>(Slot::num_valid)); break;
         }
-        // As on the GPU: nothing to divide by gives 0, and so does a number that is no count.
+        // Nothing to divide by gives 0, and so does a number that is not a count, like on the GPU.
         const double divisor = given > 0 ? given : 0;
         return {divisor, divisor};
     }

@@ -11,7 +11,7 @@
 
 namespace flce {
 
-/// What a mean divides cross entropies and z-losses by; 1 for the other reductions.
+/// Divisors of a mean's cross entropies and z-losses; 1 for the other reductions.
 struct MeanDivisors {
     double cross_entropy = 1;
     double z_loss = 1;
@@ -40,7 +40,7 @@ public:
                                               : pointer<const std::int32_t>(Slot::target)[token];
     }
     [[nodiscard]] bool is_ignored(std::int64_t token) const { return label(token) == value(Slot::ignore_index); }
-    /// Neither its label nor its temperature is a fault. For tokens that are not ignored.
+    /// Whether neither the token's label nor its temperature is a fault. For tokens that are not ignored.
     [[nodiscard]] bool is_right(std::int64_t token) const {
         const std::int64_t y = label(token);
         return y >= 0 && y < whole_vocab_size(spec_) && is_temperature(temperature(token));
@@ -63,7 +63,7 @@ public:
         return id < whole_vocab_size(spec_) ? std::max<std::int64_t>(id, -1) : -1;
     }
     [[nodiscard]] float class_weight(std::int64_t column) const { return element(Slot::class_weight, column, 1.F); }
-    /// That of the token's target, whose label is `label`. A shard has it from merge.
+    /// Class weight of the token's target, whose label is `label`. A shard has it from merge.
     [[nodiscard]] float class_weight_of_target(std::int64_t token, std::int64_t label) const {
         return has(Slot::target_class_weight) ? pointer<const float>(Slot::target_class_weight)[token] : class_weight(label);
     }

@@ -48,7 +48,7 @@ struct LoadedCpuCode {
         functions = CpuFunctions::find(*code);
     }
 
-    /// What a cache has and cannot be loaded is compiled again.
+    /// Loads code from the cache, and compiles it again where the cache's cannot be loaded.
     [[nodiscard]] static LoadedCpuCode of(const BuildRequest& request, ArtifactCache& cache) {
         LoadedCpuCode loaded;
         loaded.object = object_of(request, cache, [&loaded](const Artifact& artifact) -> std::string {

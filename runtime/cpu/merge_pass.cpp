@@ -53,7 +53,7 @@ private:
         return all;
     }
 
-    /// Which backward reads, and a mean divides by.
+    /// Writes the class weights that backward reads and that a mean divides by.
     void write_class_weights() const {
         const ShardFields& fields = first_.fields();
         if (fields.target_class_weight >= 0) {

@@ -7,7 +7,7 @@
 
 namespace flce {
 
-/// What a kernel has for all its calls.
+/// State of a kernel for all its calls.
 struct CpuContext {
     Plan plan;
     int threads = 1;

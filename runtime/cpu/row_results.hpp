@@ -1,4 +1,4 @@
-// What becomes of a token's reduced logits on the CPU: its outputs and its part of the loss. Forward and merge end with it.
+// Results of a token's reduced logits on the CPU: its outputs and its part of the loss. Forward and merge end with them.
 #pragma once
 
 #include "runtime/cpu/cpu_call.hpp"
@@ -12,7 +12,7 @@ public:
 
     /// Writes what the caller wants of a token that is not ignored; on any thread. `class_weight`: its target's.
     RowOutputs write(std::int64_t token, const RowSums& sums, float class_weight, float teacher_cross_entropy) const;
-    /// The same of an ignored token: zeros.
+    /// Writes an ignored token's outputs: zeros.
     void write_ignored(std::int64_t token) const;
 
     /// Takes a token's losses into the sums, in the order of tokens.

@@ -33,7 +33,7 @@ private:
     int top_k_;
 };
 
-/// What a shard has of a token's target.
+/// A shard's numbers for a token's target.
 struct ShardTarget {
     float class_weight = 0;  ///< 0 where another shard has the target
     float class_weight_total = 0;

@@ -27,7 +27,7 @@ public:
     void keep_logits(std::int64_t token, const float* logits, std::int64_t first, std::int64_t columns) const;
     /// Merge: the logit of the k-th class.
     void set_logit(std::int64_t token, std::int64_t k, float logit) const { logprobs_[at(token, k)] = logit; }
-    /// What was kept becomes log-probabilities; returns the teacher's cross entropy.
+    /// Makes log-probabilities of the kept logits; returns the teacher's cross entropy.
     [[nodiscard]] float finish(std::int64_t token, const RowSums& sums) const;
     /// The log-probabilities of an ignored token: 0.
     void clear(std::int64_t token) const;

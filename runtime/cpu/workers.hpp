@@ -1,5 +1,5 @@
-// The CPU backend's threads: tasks in order of their number, each worker taking the next one. What a task computes does not depend on who
-// runs it or when, so results do not depend on scheduling.
+// The CPU backend's threads: tasks in order of their number, each worker taking the next one. A task computes equal results whichever
+// worker runs it and when, so results do not depend on scheduling.
 #pragma once
 
 #include <tbb/info.h>

@@ -1,4 +1,4 @@
-// What a cubin holds, read from its bytes and from ptxas' report: checked before anything is cached, recorded in the cache's metadata.
+// Contents of a cubin, read from its bytes and from ptxas' report: checked before anything is cached, recorded in the cache's metadata.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct CubinContents {
 /// Why `cubin` cannot serve `kernels` on architecture `arch` ("sm_90a"); empty when it can.
 [[nodiscard]] std::string cubin_fault(std::span<const std::byte> cubin, std::string_view arch, std::span<const KernelEntry> kernels);
 
-/// What ptxas -v said of one kernel.
+/// Resources of one kernel by ptxas -v.
 struct KernelResources {
     std::string name;
     int registers = 0;  ///< per thread

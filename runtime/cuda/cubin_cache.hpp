@@ -1,9 +1,9 @@
 // Cubins in the artifact cache, with and without a compiler on this machine.
 //
 // A cubin's key is its recipe (sources, headers, options, architecture, kernels) and the compiler's build. A machine without NVRTC, a
-// container with a pack say, cannot know that build; so beside every cubin a "compiler" entry is kept under the recipe alone, which says
-// whose cubin there is: the newest that a cache heard of. With NVRTC it is never read: a session compiles with what it has rather than take
-// another compiler's code.
+// container with a pack say, cannot know that build; so beside every cubin a "compiler" entry is kept under the recipe alone, which names
+// the compiler of the newest cubin that a cache heard of. With NVRTC the entry is never read: a session compiles with its own NVRTC rather
+// than take another compiler's code.
 #pragma once
 
 #include <functional>
@@ -23,7 +23,7 @@ struct CubinRecipe {
     std::string_view source;
     std::span<const EmbeddedHeader> headers;
     std::span<const std::string> options;
-    std::span<const KernelEntry> kernels;  ///< what the cubin is checked for before it is published
+    std::span<const KernelEntry> kernels;  ///< kernels that the cubin must have before it is published
 };
 [[nodiscard]] CacheKey recipe_key(const CubinRecipe& recipe);
 

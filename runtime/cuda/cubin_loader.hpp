@@ -14,11 +14,12 @@
 
 namespace flce {
 
-/// The generator's parameter blocks must be the kernels' own, or a launch would read past them. What is wrong with them; empty: nothing.
+/// Compares the generator's parameter blocks with the kernels' own, past which a launch would read otherwise. Returns the fault; empty:
+/// none.
 [[nodiscard]] std::string param_block_fault(const CudaProgram& program, std::span<const std::byte> cubin);
 
-/// Loads `cubin` and each of `kernels`. Why the driver refuses the image; empty: it is in `module`. Throws DeviceError for a fault of the
-/// device, which says nothing about the image.
+/// Loads `cubin` and each of `kernels`. Returns why the driver refuses the image; empty: the image is in `module`. Throws DeviceError for a
+/// fault of the device, which says nothing about the image.
 [[nodiscard]] std::string load_fault(const std::shared_ptr<const CudaContext>& context, std::span<const std::byte> cubin,
                                      std::span<const KernelEntry> kernels, std::unique_ptr<CudaModule>& module);
 
@@ -37,7 +38,7 @@ private:
     const CudaProgram& program_;
     std::string arch_;
     std::shared_ptr<const CudaContext> context_;
-    std::mutex mutex_;  // of loading: drivers do it one at a time anyway
+    std::mutex mutex_;  // one load at a time: drivers do no more anyway
     std::vector<std::unique_ptr<CudaModule>> modules_;
 };
 

@@ -156,8 +156,8 @@ std::shared_ptr<const HostCode> load_launchers(const BuildRequest& request, cons
     return loaded;
 }
 
-/// A kernel set on its way from the cache or the compilers, each artifact on a thread of its own: what is there can be loaded while the
-/// rest is coming. Where one fails, that is thrown when all have ended, since a future's destructor waits.
+/// A kernel set on its way from the cache or the compilers, each artifact on a thread of its own: artifacts that have come are loaded while
+/// the rest is coming. A failure is thrown when all have ended, since a future's destructor waits.
 struct KernelSet {
     /// Loads, too, where there is a context.
     KernelSet(const BuildRequest& request, ArtifactCache& cache, const std::shared_ptr<const CudaContext>& context = nullptr)
@@ -214,7 +214,7 @@ struct CudaPass {
 
     const char* name;
     LauncherFunction launch = nullptr;
-    LaunchProgram program;  // of which errors speak
+    LaunchProgram program;  // program by which errors name statements
     WorkspaceSize workspace;
 };
 
@@ -273,7 +273,7 @@ private:
         if (const auto failure = launcher_failure(returned)) fail(pass_of(pass), *failure);
     }
 
-    /// Of a shard with any number of classes.
+    /// Workspace of a pass; in a shard for any number of classes.
     std::int64_t workspace_bytes_of(Pass pass, std::int64_t num_tokens) const override {
         return pass_of(pass).workspace.of(num_tokens, spec().vocab_size);
     }

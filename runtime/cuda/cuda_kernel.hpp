@@ -17,7 +17,7 @@ namespace flce {
 [[nodiscard]] std::vector<std::shared_ptr<const Artifact>> cuda_cubins(const BuildRequest& request, const CudaProgram& program,
                                                                        ArtifactCache& cache);
 
-/// Its launchers from the cache, or compiled. Needs neither NVRTC nor a GPU.
+/// The kernel set's launchers from the cache, or compiled. Needs neither NVRTC nor a GPU.
 [[nodiscard]] std::shared_ptr<const Artifact> cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache);
 
 /// The symbols of the launchers' object.

@@ -18,8 +18,8 @@ std::optional<Device> described(const std::string& name) {
     }
 }
 
-/// Completes what the driver said with what is published: the exact target for this compute capability, and the rates of this product; for
-/// a part of one or an unknown one, those of its architecture in proportion to its SMs.
+/// Completes the driver's figures with published ones: the exact target for this compute capability, and the rates of this product; for a
+/// part of a product or an unknown one, the rates of its architecture in proportion to its SMs.
 void complete(Device& device) {
     GpuProperties& gpu = device.gpu;
     const std::string plain = fmt::format("sm_{}", gpu.compute_capability);

@@ -102,8 +102,8 @@ public:
     [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
 
     [[nodiscard]] int device_count() const;
-    /// What the machine says of device `ordinal`, completed by describe_device for rates that the driver does not know.
-    /// Throws EnvironmentError for an ordinal that does not exist. Asked once: some of it takes the driver tenths of a millisecond.
+    /// Device `ordinal` by the driver's figures, completed by describe_device for rates that the driver does not know. Throws
+    /// EnvironmentError for an ordinal that does not exist. Asked once: some figures take the driver tenths of a millisecond.
     [[nodiscard]] Device device(int ordinal) const;
 
     /// The primary context of a device, shared by everyone who holds it (and with the CUDA runtime of a framework).
@@ -156,7 +156,7 @@ private:
     bool pushed_ = false;
 };
 
-/// What one kernel uses on its device, from the driver.
+/// Resources that one kernel uses on its device, from the driver.
 struct FunctionUse {
     int registers = 0;  ///< per thread
     int static_smem_bytes = 0;

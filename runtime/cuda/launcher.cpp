@@ -21,7 +21,7 @@ using llvm::BasicBlock;
 using llvm::Value;
 using Op = Expr::Op;
 
-constexpr std::uint64_t kParamAlignment = 64;  // of a CUtensorMap
+constexpr std::uint64_t kParamAlignment = 64;  // alignment of a CUtensorMap
 
 std::uint32_t largest_param_block(const std::vector<Statement>& body) {
     std::uint32_t largest = 0;
@@ -69,7 +69,7 @@ private:
         encode_map_ = load_field(offsetof(LauncherContext, encode_map));
         params_ = builder_.CreateAlloca(llvm::ArrayType::get(builder_.getInt8Ty(), std::max<std::uint32_t>(param_bytes, 1)));
         params_->setAlignment(llvm::Align(kParamAlignment));
-        kernel_params_ = builder_.CreateAlloca(pointer_);  // of every kernel: one parameter
+        kernel_params_ = builder_.CreateAlloca(pointer_);  // every kernel has one parameter
         builder_.CreateStore(params_, kernel_params_);
         scopes_.emplace_back();
     }

@@ -14,7 +14,7 @@
 
 namespace flce {
 
-/// What a compiled launcher reads besides the slots: the driver's entry points and the loaded kernels.
+/// Memory that a compiled launcher reads besides the slots: the driver's entry points and the loaded kernels.
 struct LauncherContext {
     /// CUresult cuLaunchKernel(CUfunction, 6 × unsigned, unsigned smem, CUstream, void** params, void** extra). The parameter block is the
     /// kernel's one parameter.
@@ -43,7 +43,7 @@ struct LauncherFailure {
     int result = 0;             ///< CUresult
     friend bool operator==(const LauncherFailure&, const LauncherFailure&) = default;
 };
-/// What a LauncherFunction has returned; std::nullopt where nothing failed.
+/// Failure that a LauncherFunction has returned; std::nullopt where nothing failed.
 [[nodiscard]] std::optional<LauncherFailure> launcher_failure(std::int64_t returned) noexcept;
 /// The driver's function that failed: "cuLaunchKernel".
 [[nodiscard]] const char* failed_call(const LaunchProgram& program, const std::vector<KernelEntry>& kernels,

@@ -225,7 +225,7 @@ private:
         return functions_;
     }
 
-    /// An NVRTC older than the GPU is a matter of what is installed, not of the source.
+    /// An NVRTC older than the GPU is the installation's fault, not the source's.
     void check_architecture(const std::string& arch) const {
         const std::vector<std::string> known = supported_architectures();
         const std::string plain = arch.substr(0, arch.find_last_of("0123456789") + 1);  // "sm_90" of "sm_90a"

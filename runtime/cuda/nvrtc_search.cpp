@@ -127,7 +127,7 @@ std::string variable(const char* name) {
     return value == nullptr ? std::string() : std::string(value);
 }
 
-/// What was tried, for the error.
+/// A search that notes every place that was tried, for the error.
 class Search {
 public:
     std::optional<NvrtcLocation> file(const fs::path& path) {
@@ -223,7 +223,7 @@ fs::path wheels_beside() {
     return fs::is_directory(wheels, ignored) ? wheels : fs::path();
 }
 
-/// What sys.prefix would be: the folder above the one that holds the first python3 of PATH.
+/// Guess at sys.prefix: the folder above the one that holds the first python3 of PATH.
 fs::path python_prefix() {
     const std::string path = variable("PATH");
     std::error_code ignored;

@@ -16,10 +16,10 @@ struct NvrtcLocation {
 
 /// Looks at, in this order: `chosen` (FLCE_NVRTC: a file or a folder; nothing else unless it is empty), the folders the build recorded
 /// relative to libflce, CUDA_HOME, CUDA_PATH, /usr/local/cuda, the loader's path, PyPI wheels of VIRTUAL_ENV, CONDA_PREFIX and python3.
-/// Throws EnvironmentError listing every place and what was wrong with it.
+/// Throws EnvironmentError listing every place and its fault.
 [[nodiscard]] NvrtcLocation find_nvrtc(const std::filesystem::path& chosen);
 
-/// What is at `file` if it is an NVRTC for this machine; otherwise why not.
+/// Result of looking at `file`: an NVRTC for this machine, or the reason why it is none.
 struct NvrtcProbe {
     bool usable = false;
     NvrtcLocation location;

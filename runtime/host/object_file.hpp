@@ -1,4 +1,4 @@
-// What can be told of an object file before anything is made of it.
+// Checks of an object file before anything is made of it.
 #pragma once
 
 #include <cstddef>

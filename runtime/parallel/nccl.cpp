@@ -12,7 +12,8 @@ namespace {
 
 constexpr const char* kLibrary = "libnccl.so.2";
 
-// Of nccl.h, whose interface has kept them since version 2: ncclResult_t and the enumerations are ints, ncclComm_t and streams pointers.
+// Types and numbers of nccl.h, whose interface has kept them since version 2: ncclResult_t and the enumerations are ints, ncclComm_t and
+// streams pointers.
 using Result = int;
 enum : int { kSuccess = 0, kInProgress = 7 };
 enum : int { kSum = 0 };

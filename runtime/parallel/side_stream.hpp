@@ -13,9 +13,9 @@ public:
     /// `side`: a stream of CUDA device `ordinal`, the caller's. Throws EnvironmentError, DeviceError.
     SideStream(int ordinal, Stream side);
 
-    /// What comes on the side stream from now on waits for what is on `stream`.
+    /// Makes work that comes on the side stream from now on wait for the work on `stream`.
     void follow(Stream stream) const { order(stream, side_); }
-    /// What comes on `stream` from now on waits for what is on the side stream.
+    /// Makes work that comes on `stream` from now on wait for the work on the side stream.
     void join(Stream stream) const { order(side_, stream); }
 
 private:

@@ -10,7 +10,8 @@
 
 namespace flce {
 
-/// What a worker must share with the library that starts it: version and kernels. A worker of another build would measure other kernels.
+/// Identity that a worker must share with the library that starts it: version and kernels. A worker of another build would measure other
+/// kernels.
 [[nodiscard]] std::string build_identity();
 
 /// `command`, or where it is empty bin/flce beside the folder of libflce, made a worker by `subcommand` and `arguments`. Throws

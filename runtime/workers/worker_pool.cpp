@@ -59,7 +59,7 @@ bool WorkerPool::run(const std::vector<Json>& requests, const PoolListener& list
             if (listener.done) listener.done(request, *reply);
         }
     }
-    std::erase_if(workers_, [](const Worker& worker) { return worker.request.has_value(); });  // which kills it
+    std::erase_if(workers_, [](const Worker& worker) { return worker.request.has_value(); });  // erasing a worker kills it
     return false;
 }
 

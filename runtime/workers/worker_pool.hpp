@@ -14,7 +14,7 @@
 
 namespace flce {
 
-/// What a pool tells of its work and asks about it, in the thread that runs it.
+/// Functions by which a pool tells of its work and asks about it, in the thread that runs it.
 struct PoolListener {
     std::function<void(std::size_t request, const Reply& reply)> done = {};  ///< hears of each request once
     std::function<void()> tick = {};                                         ///< several times a second
@@ -26,7 +26,7 @@ public:
     struct Options {
         WorkerCommand command;
         std::size_t workers = 1;                                               ///< the most processes at a time
-        std::chrono::milliseconds timeout = std::chrono::milliseconds::max();  ///< of a request
+        std::chrono::milliseconds timeout = std::chrono::milliseconds::max();  ///< most time for a request
     };
     explicit WorkerPool(Options options) : options_(std::move(options)) {}
 

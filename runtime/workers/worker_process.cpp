@@ -39,7 +39,7 @@ std::pair<FileDescriptor, FileDescriptor> make_pipe() {
     return {FileDescriptor(ends[0]), FileDescriptor(ends[1])};
 }
 
-/// What a child is started with: pipes, a process group, and signals as they were before anybody handled them.
+/// Settings that a child is started with: pipes, a process group, and signals as they were before anybody handled them.
 class SpawnSettings {
 public:
     SpawnSettings(int in, int out) {

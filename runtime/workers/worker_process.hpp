@@ -22,13 +22,13 @@ struct WorkerCommand {
     std::vector<std::string> arguments;
 };
 
-/// What became of a request.
+/// Reply to a request, or the reason why there is none.
 struct Reply {
     enum class Kind : std::uint8_t { answer, died, timed_out, stopped };
     Kind kind = Kind::answer;
     Json answer;      ///< discarded where it is no JSON
     std::string why;  ///< not an answer: "ended by signal 11 (Segmentation fault)", "no answer in 3 s"
-    int signal = 0;   ///< that ended it, if one did
+    int signal = 0;   ///< signal that ended the worker, if one did
 };
 
 class WorkerProcess {
@@ -46,7 +46,7 @@ public:
     [[nodiscard]] Reply ask(const Json& request, std::chrono::milliseconds timeout, const std::function<bool()>& stop = {});
 
     // The parts of ask(), for an owner of several children.
-    /// Sends a request; read() says what became of it.
+    /// Sends a request; read() gives the reply.
     void send(const Json& request);
     /// The request's reply, if there is one yet; does not wait.
     [[nodiscard]] std::optional<Reply> read();
@@ -61,7 +61,7 @@ public:
 
 private:
     [[nodiscard]] std::optional<Reply> take_answer();
-    /// Kills what is left of it, which must not outlive this, and says how it ended.
+    /// Kills the rest of the child's group, which must not outlive this process, and returns how the child ended.
     [[nodiscard]] Reply end(Reply::Kind kind);
 
     pid_t pid_ = -1;
@@ -70,16 +70,16 @@ private:
     std::string buffer_;
 };
 
-/// The key of the one request that every worker answers by itself: with what it is built as (build_identity()).
+/// The key of the one request that every worker answers by itself, with its build_identity().
 inline constexpr const char* kHello = "hello";
 
 /// A path in a request, and back. JSON is UTF-8, which paths need not be: its bytes, as hexadecimal digits.
 [[nodiscard]] Json path_in_request(const std::filesystem::path& path);
 [[nodiscard]] std::filesystem::path path_of_request(const Json& given);
 
-/// The child's side: reads requests from standard input until it ends, and writes what `serve` returns to what was standard output; output
-/// of other code goes to standard error meanwhile. An exception is answered with {"error", "kind"}. From here on the child dies with its
-/// parent. Returns false where an answer could not be written: nobody listens.
+/// The child's side: reads requests from standard input until it ends, and writes replies of `serve` to the standard output that the child
+/// was started with; output of other code goes to standard error meanwhile. An exception is answered with {"error", "kind"}. From here on
+/// the child dies with its parent. Returns false where an answer could not be written: nobody listens.
 [[nodiscard]] bool serve_requests(const std::function<Json(const Json&)>& serve);
 
 }  // namespace flce

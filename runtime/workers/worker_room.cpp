@@ -33,7 +33,7 @@ std::int64_t number_after(const fs::path& path, const std::string& name) {
     return 0;
 }
 
-/// What one control group leaves. Files that it has read and would give back count as free.
+/// Bytes that one control group leaves. Files that it has read and would give back count as free.
 std::int64_t left_in(const fs::path& group, const char* limit, const char* usage, const char* cached) {
     const auto most = number_in(group / limit);
     if (!most) return kNoLimit;

@@ -7,11 +7,11 @@
 
 namespace flce {
 
-/// What a worker takes at most while it compiles, roughly: all GEMM kernels of a set at once take 230 to 280 MiB (NVRTC 13.0, sm_90a and
+/// Most bytes that a worker takes while it compiles, roughly: all GEMM kernels of a set at once take 230 to 280 MiB (NVRTC 13.0, sm_90a and
 /// sm_100a, most options); the rest is for other compilers and larger kernels.
 inline constexpr std::int64_t kWorkerBytes = 512LL << 20;
 
-/// Bytes that new processes may take: what the system has available, within what the control groups of this process (version 1 or 2) leave.
+/// Bytes that new processes may take: the system's available memory, within the limits of this process's control groups (version 1 or 2).
 /// `root` stands in for / in tests.
 [[nodiscard]] std::int64_t available_memory_bytes(const std::filesystem::path& root = "/");
 
