@@ -34,7 +34,7 @@ struct Result {
     bool created = false;
 };
 
-// What one tier did, counted by the threads that asked it.
+// A tier, with its answers counted by the threads that asked it.
 struct Tier {
     explicit Tier(std::shared_ptr<Store> asked) : store(std::move(asked)) {}
 
@@ -65,11 +65,11 @@ struct Tier {
     }
 };
 
-// What a caller has to say to what tiers have, and what came of it.
+// A caller's two conditions for artifacts of tiers, and the last reason for a rejection.
 struct Judge {
     const std::function<bool(const Artifact&)>& accept;
     const ArtifactCache::PayloadFault& fault;
-    std::string rejected = {};  // why, of the last that was
+    std::string rejected = {};  // reason for the last rejection
 
     [[nodiscard]] bool rejects(const Artifact& artifact) {
         std::string why = fault ? fault(artifact) : "";
@@ -102,7 +102,7 @@ struct ArtifactCache::State {
 
     enum class Ask { first, again };  // again: the same lookup, whose miss is counted
 
-    // What a tier has that is of use.
+    // Finds an artifact of use in a tier.
     static Lookup find_in(Tier& tier, const CacheKey& key, Judge& judge) {
         for (;;) {
             Lookup found = tier.get(key);
@@ -111,7 +111,7 @@ struct ArtifactCache::State {
         }
     }
 
-    // Asks tiers [first, last); what a farther one has, nearer ones are given.
+    // Asks tiers [first, last). Nearer tiers are given the entry that a farther one has.
     std::shared_ptr<const Artifact> find(const CacheKey& key, std::size_t first, std::size_t last, Judge& judge, Ask ask = Ask::first) {
         for (std::size_t i = first; i < last; ++i) {
             Lookup found = find_in(*tiers[i], key, judge);
@@ -154,14 +154,14 @@ struct ArtifactCache::State {
         return known == memory.end() ? nullptr : known->second.lock();
     }
 
-    // The same, counted.
+    // Does in_memory, counted.
     std::shared_ptr<const Artifact> remembered(const CacheKey& key) {
         auto artifact = in_memory(key);
         (artifact ? memory_hits : memory_misses).fetch_add(1, std::memory_order_relaxed);
         return artifact;
     }
 
-    // Of what nothing is to be found any more, unless somebody has put another there.
+    // Removes an artifact that nobody is to find any more, unless somebody has put another in its place.
     void forget(const CacheKey& key, const std::shared_ptr<const Artifact>& artifact) {
         const std::lock_guard lock(mutex);
         const auto known = memory.find(key);
@@ -181,7 +181,8 @@ struct ArtifactCache::State {
 
     // From the tiers, or created. `lock` is taken where the artifact may have to be created; it is held until that is published.
     Result look_up(const CacheKey& key, const std::function<Artifact()>& create, Judge& judge, std::optional<KeyLock>& lock) {
-        // The directory first, then the lock, then the rest: one process of a machine asks a remote store for what all of them want.
+        // The directory first, then the lock, then the rest: one process of a machine asks a remote store for an entry that all processes
+        // want.
         const std::size_t local = disk ? 1 : 0;
         Result result{find(key, 0, local, judge), false};
         const bool worth_a_lock = options.creates || !options.further.empty();
@@ -217,7 +218,7 @@ struct ArtifactCache::State {
                 return look_up(key, create, judge, lock);
             });
             if (looked_up) {
-                // Those who wait have the bytes before the tiers do.
+                // Callers that wait have the bytes before the tiers do.
                 if (result.created) publish(key, *result.artifact);
                 tell_statistics();
                 return result;
@@ -237,7 +238,8 @@ struct ArtifactCache::State {
         return now;
     }
 
-    // To the file that all processes share. What cannot be told now is told with the next; no fault of it is the caller's.
+    // Adds counts to the file that all processes share. Counts that cannot be added now are added with the next ones; no fault of the file
+    // is the caller's.
     void tell_statistics() noexcept try {
         const std::unique_lock lock(telling, std::try_to_lock);
         if (!lock) return;

@@ -42,7 +42,7 @@ private:
     std::unique_ptr<State> state_;
 };
 
-/// What an entry holds: a JSON object describing it (spec, plan, architecture, compiler, resources) and the payload (cubin, object file).
+/// Contents of an entry: a JSON object describing it (spec, plan, architecture, compiler, resources) and the payload (cubin, object file).
 struct Artifact {
     std::string metadata;
     std::vector<std::byte> payload;
@@ -61,11 +61,11 @@ struct TierStatistics {
 
 struct CacheStatistics {
     std::int64_t memory_hits = 0;
-    std::int64_t disk_hits = 0;  ///< of the local directory
+    std::int64_t disk_hits = 0;  ///< hits in the local directory
     std::int64_t pack_hits = 0;
     std::int64_t remote_hits = 0;
     std::int64_t created = 0;
-    std::int64_t disk_faults = 0;  ///< of the local directory
+    std::int64_t disk_faults = 0;  ///< faults of the local directory
     std::int64_t pack_faults = 0;
     std::int64_t remote_faults = 0;
     std::vector<TierStatistics> tiers;  ///< in the order in which they are asked
@@ -78,13 +78,14 @@ public:
         std::filesystem::path directory;              ///< the local directory; empty: none
         std::vector<std::shared_ptr<Store>> further;  ///< asked in order after the directory, which keeps what they have
         std::chrono::milliseconds lock_wait{30'000};  ///< longest wait for another process that compiles the same key; 0: no locks
-        std::uint64_t max_bytes = 0;                  ///< of the directory: entries used longest ago go first; 0: no limit
+        std::uint64_t max_bytes = 0;                  ///< most bytes of the directory: entries used longest ago go first; 0: no limit
         std::shared_ptr<const SigningKey> signer;     ///< signs what this cache creates; none: unsigned
-        bool creates = true;  ///< false: get_or_create of what no tier has throws CacheMissError, and nothing is compiled
+        bool creates = true;  ///< false: get_or_create throws CacheMissError where no tier has the artifact, and nothing is compiled
         bool strict = false;  ///< a tier that is out of use as a whole (Store::out_of_use) is an EnvironmentError, not a warning
         bool counts_on_machine =
             false;  ///< statistics that the directory cannot take go elsewhere (cache/statistics_file.hpp), not nowhere
-        /// Hears of every entry that this cache found, created or kept, as it is stored: what a pack for the same requests has to hold.
+        /// Hears of every entry that this cache found, created or kept, as it is stored: a pack for the same requests has to hold these
+        /// entries.
         std::function<void(const CacheKey&, std::span<const std::byte> entry)> on_use;
     };
     /// Throws only where options.strict says so, as get_or_create and find do.
@@ -93,10 +94,10 @@ public:
     ArtifactCache(const ArtifactCache&) = delete;
     ArtifactCache& operator=(const ArtifactCache&) = delete;
 
-    /// Why the caller cannot use what a tier has (its payload does not load); empty: it can. The entry then counts as a fault of its
-    /// tier, which puts it aside, and the search goes on. Asked of every artifact that is returned but of one that this process creates
-    /// meanwhile. It may keep what it loaded: the last artifact that it was asked of and had nothing against is the one that is returned.
-    /// What it throws goes to the caller: a fault of the device says nothing about the entry.
+    /// Why the caller cannot use a tier's artifact (its payload does not load); empty: the caller can. A faulty entry counts as a fault of
+    /// its tier, which puts the entry aside, and the search goes on. The function is asked of every artifact that is returned, except one
+    /// that this process creates meanwhile. The function may keep the loaded payload: the last artifact that it accepted is the one that is
+    /// returned. Its exceptions go to the caller: a fault of the device says nothing about the entry.
     using PayloadFault = std::function<std::string(const Artifact&)>;
 
     /// The artifact under `key`; `create` makes it if no tier has it. One `create` per key at a time in this process: concurrent callers

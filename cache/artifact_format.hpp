@@ -15,9 +15,9 @@
 //
 // Metadata is for people and tools; nothing that a kernel does depends on it. Keys, absent where they make no sense:
 //     kind               "cubin", "object" (host code) or "compiler" (which compiler's cubin there is: runtime/cuda/cubin_cache.hpp)
-//     holds              what an object is: "CUDA launchers"; absent: CPU kernels
-//     spec, plan         as JSON, what was asked for when the entry was made; entries are shared by requests that generate the same code
-//     arch               "sm_90a"; of objects target: {triple, cpu, features}
+//     holds              contents of an object: "CUDA launchers"; absent: CPU kernels
+//     spec, plan         JSON of the request for which the entry was made; requests that generate the same code share an entry
+//     arch               "sm_90a"; for objects target: {triple, cpu, features}
 //     compiler, compiler_build_id, options     "NVRTC 13.0" and its ELF build-ids; "LLVM 19.1.7"
 //     kernels            a list, per kernel: name, registers, shared memory, stack, spills
 //     created_by         "flce 0.1.0"

@@ -31,7 +31,7 @@ void note(std::string& fault, const fs::path& path, const char* what, const std:
     if (fault.empty()) fault = fmt::format("{} cannot be {}: {}", path.string(), what, why);
 }
 
-// What is in a folder; nothing where there is none. A directory that another machine changes may be stale for a moment.
+// Names in a folder; none where there is no folder. A directory that another machine changes may be stale for a moment.
 std::vector<fs::path> names_in(const fs::path& folder, std::string& fault) {
     std::vector<fs::path> names;
     std::error_code error;

@@ -13,7 +13,8 @@ namespace flce {
 
 struct CleanupResult {
     std::int64_t removed_entries = 0;
-    std::uint64_t removed_bytes = 0;  ///< with what is no entry: temporaries and locks of dead processes, quarantined entries
+    std::uint64_t removed_bytes = 0;  ///< bytes removed, with files that are not entries: temporaries and locks of dead processes,
+                                      ///< quarantined entries
     std::int64_t kept_entries = 0;
     std::uint64_t kept_bytes = 0;
     bool busy = false;  ///< another process is at it: nothing was done
@@ -21,9 +22,9 @@ struct CleanupResult {
 };
 
 /// Removes entries until the rest takes at most `max_bytes`. Entries of at most 1 KiB go when nothing else is left: they say which
-/// compilers' cubins there are, and take no room. What dead processes left goes too, a day after it was written; quarantined entries and
-/// unheld locks at once with max_bytes 0. The directory has passed
-/// DiskStore::usable. What cannot be listed or removed stays, and no other entry goes in its place: the next cleanup mends that.
+/// compilers' cubins there are, and take no room. Files of dead processes go too, a day after they were written; quarantined entries and
+/// unheld locks at once with max_bytes 0. The directory has passed DiskStore::usable. A file that cannot be listed or removed stays, and no
+/// other entry goes in its place: the next cleanup mends that.
 [[nodiscard]] CleanupResult clean_up(const std::filesystem::path& directory, std::uint64_t max_bytes);
 
 /// An entry's file.

@@ -39,7 +39,7 @@ struct Opened {
     FileDescriptor file;
     struct stat status{};
     Lookup found;
-    int error = 0;    // of the medium; means_absent: there is none
+    int error = 0;    // errno of the medium; means_absent: there is no file
     std::string why;  // there is no artifact
 };
 
@@ -83,9 +83,9 @@ void put_back(const std::string& from, const fs::path& path) {
     }
 }
 
-// Renamed aside, not removed, so that it can be looked at; a second one of the same key replaces the first, so they cannot pile up. `read`
-// is of the file that was found wanting: between two system calls another process may publish a good one in its place. What is moved is
-// therefore looked at where nobody else has a name for it, and goes back if it is another.
+// Renames the file aside instead of removing it, so that it can be looked at; a second one of a key replaces the first, so they cannot pile
+// up. `read` is the status of the faulty file: between two system calls another process may publish a good one in its place. The moved file
+// is therefore looked at where nobody else has a name for it, and goes back if it is another.
 bool quarantine(const fs::path& path, const struct stat& read) {
     struct stat present{};
     if (::stat(path.c_str(), &present) != 0 || !is_same_file(read, present)) return false;
@@ -99,7 +99,7 @@ bool quarantine(const fs::path& path, const struct stat& read) {
         kept = same && ::rename(moved.c_str(), (path.string() + ".corrupt").c_str()) == 0;
         if (!same) put_back(moved, path);
     }
-    ::rmdir(aside.c_str());  // what could not be renamed stays in it, and goes with what dead processes leave
+    ::rmdir(aside.c_str());  // a file that could not be renamed stays in the folder, and goes with other files of dead processes
     return kept;
 }
 

@@ -38,7 +38,7 @@ public:
     [[nodiscard]] std::string out_of_use() override;
 
     /// Reads an entry by the rules of get, but leaves a harmed one where it is, and its time of use. Neither artifact nor fault: there is
-    /// none, or none any more; `why` says what the fault is.
+    /// none, or none any more; `why` names the fault.
     [[nodiscard]] Lookup inspect(const CacheKey& key, std::string& why);
 
     /// Whether there is a file for it; whether that is sound shows when it is read.

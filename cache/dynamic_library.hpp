@@ -15,7 +15,7 @@ public:
 
     [[nodiscard]] explicit operator bool() const noexcept { return handle_ != nullptr; }
     [[nodiscard]] void* find(const char* symbol) const noexcept;
-    /// The file that the loader chose; what was asked for if it does not say.
+    /// The file that the loader chose; the name that was asked for if the loader does not say.
     [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
 
     template <typename Function>

@@ -13,7 +13,7 @@
 
 namespace flce {
 
-/// What network file systems say about a file that another machine is replacing or has removed, beside "there is none".
+/// Whether a network file system's error means that another machine is replacing or has removed the file. Also true of "there is none".
 [[nodiscard]] bool means_absent(int error);
 
 /// Makes the directory and its parents, readable by the user alone.
@@ -32,7 +32,8 @@ namespace flce {
 enum class Owner { user, user_or_root };
 [[nodiscard]] std::string ownership_fault(const struct stat& status, Owner owner);
 
-/// The same of a directory that the user must own; also when it is none. `error`: why it cannot be looked at, 0 otherwise.
+/// Ownership fault of a directory that the user must own; also when there is none. `error`: why the directory cannot be looked at, 0
+/// otherwise.
 [[nodiscard]] std::string directory_fault(const std::filesystem::path& path, int& error);
 
 }  // namespace flce

@@ -134,7 +134,7 @@ private:
                     "s3:ListBucket is allowed on the bucket (and of all objects unless s3:GetObject is allowed on them)"};
     }
 
-    /// What requests are signed with; null: nothing.
+    /// Credentials that requests are signed with; null: none.
     [[nodiscard]] const S3Access* signer() const { return s3_ && !s3_->access_key.empty() ? &*s3_ : nullptr; }
 
     [[nodiscard]] std::string refusal(long status) const {
@@ -143,7 +143,7 @@ private:
                            redirect ? ", a redirect, which signed requests do not follow (is AWS_REGION the bucket's?)" : "");
     }
 
-    // What went wrong, without what the URL holds: of certificates libcurl says which check failed, of other things it quotes.
+    // Failure without any part of the URL: a failed certificate check is named by libcurl, but other details of libcurl's quote the URL.
     [[nodiscard]] static std::string failure_of(CURL* handle, CURLcode result, const char* details) {
         const bool tls =
             result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CONNECT_ERROR || result == CURLE_SSL_CACERT_BADFILE;

@@ -1,5 +1,5 @@
-// Folders of the user's own on this machine, in its temporary directory, for what cannot lie in the cache directory: because that is on a
-// network file system, or there is none that could be used.
+// Folders of the user's own on this machine, in its temporary directory, for files that cannot lie in the cache directory: because that is
+// on a network file system, or there is none that could be used.
 #pragma once
 
 #include <filesystem>

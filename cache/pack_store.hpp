@@ -20,8 +20,7 @@ namespace flce {
 class PackFile {
 public:
     /// Checks the head; the entries are checked when they are read. A pack is used if the user or root owns it and nobody else may write
-    /// it; or, with `trusted` keys, only if one of them signed it; its owner does not matter. Throws EnvironmentError saying what is wrong
-    /// with it.
+    /// it; or, with `trusted` keys, only if one of them signed it; its owner does not matter. Throws EnvironmentError naming the fault.
     [[nodiscard]] static std::unique_ptr<PackFile> open(const std::filesystem::path& path, const TrustedKeys& trusted);
 
     /// The verified entry of `key`. fault with the reason in `why` if it is harmed.

@@ -1,5 +1,5 @@
-// redis by hiredis: GET and SET of flce:<key>. Reading is done here in steps, since hiredis by itself bounds neither the time that a whole
-// reply may take nor its size.
+// redis by hiredis: GET and SET of flce:<key>. Replies are read here in steps, since hiredis by itself does not bound the time or the size
+// of a whole reply.
 #include <fmt/format.h>
 
 #include "cache/remote_store.hpp"

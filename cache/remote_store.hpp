@@ -21,7 +21,7 @@ struct S3Access {
     std::string session_token;
     std::string region = "us-east-1";
     std::string endpoint;               ///< "http://host:port" of another service than Amazon's; empty: Amazon's
-    std::filesystem::path authorities;  ///< as of RemoteOptions; empty: those
+    std::filesystem::path authorities;  ///< certificates as in RemoteOptions; empty: those of RemoteOptions
 };
 
 struct RemoteOptions {
@@ -31,7 +31,7 @@ struct RemoteOptions {
     std::chrono::milliseconds timeout{5000};  ///< for one lookup or one entry stored, connecting included
     bool read_only = false;
     TrustedKeys trusted;  ///< with any, entries must be signed by one of them
-    bool signs = false;   ///< what this process stores is signed
+    bool signs = false;   ///< entries that this process stores are signed
     /// Certificates (PEM), a file or a folder as `openssl rehash` makes it, one of which an https server must show to be vouched for by;
     /// empty: those that libcurl takes, which are the system's.
     std::filesystem::path authorities;
@@ -49,13 +49,13 @@ public:
     struct Reply {
         bool found = false;
         std::vector<std::byte> bytes;
-        std::string failure;   ///< what went wrong; empty: nothing, the entry is there or it is not
+        std::string failure;   ///< failure; empty: none, the entry is there or it is not
         bool refused = false;  ///< with a failure: the server is up and says no
         std::string doubt;     ///< why "not there" may be something else; said once
     };
     /// No more than `max_bytes` are taken into memory.
     [[nodiscard]] virtual Reply get(const CacheKey& key, std::size_t max_bytes) = 0;
-    /// What went wrong; empty: nothing.
+    /// Stores the entry. Returns the failure; empty: none.
     [[nodiscard]] virtual std::string put(const CacheKey& key, std::span<const std::byte> entry) = 0;
 };
 

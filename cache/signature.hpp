@@ -33,7 +33,7 @@ private:
 /// cannot.
 void write_key_pair(const std::filesystem::path& private_file, const std::filesystem::path& public_file);
 
-/// Whose signatures count. None: signatures are not asked for.
+/// Keys whose signatures count. None: signatures are not asked for.
 class TrustedKeys {
 public:
     TrustedKeys() = default;

@@ -101,7 +101,7 @@ Counted add_statistics(const std::filesystem::path& directory, const CacheStatis
     }
     const std::string text = print(sums);
     if (::pwrite(file.get(), text.data(), text.size(), 0) == static_cast<ssize_t>(text.size())) return Counted::yes;
-    // Of a disk that is full only a new file can be cut short: what is counted elsewhere must not be half counted here.
+    // A full disk can cut short only a new file: counts that go elsewhere must not be half counted here.
     if (before.size() < text.size()) (void)!::ftruncate(file.get(), static_cast<off_t>(before.size()));
     return Counted::no;
 }

@@ -19,13 +19,13 @@ namespace flce {
 
 enum class Counted {
     yes,
-    busy,  ///< that would take long: the caller tries again with more
+    busy,  ///< adding would take long: the caller tries again with more
     no,    ///< the file cannot be written, or lies where locks do not work
 };
-/// Adds what is new to the directory's file, which has passed DiskStore::usable.
+/// Adds new counts to the directory's file, which has passed DiskStore::usable.
 [[nodiscard]] Counted add_statistics(const std::filesystem::path& directory, const CacheStatistics& news);
 
-/// The same in machine_folder("statistics").
+/// Adds new counts to the file in machine_folder("statistics").
 [[nodiscard]] Counted add_machine_statistics(const CacheStatistics& news);
 
 struct MachineStatistics {

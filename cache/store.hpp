@@ -12,7 +12,7 @@
 
 namespace flce {
 
-/// What asking a tier came to.
+/// Result of asking a tier.
 struct Lookup {
     std::optional<Artifact> artifact;  ///< verified; absent: not there, or not usable
     std::vector<std::byte> entry;      ///< the artifact as it was stored (cache/artifact_format.hpp)
@@ -21,7 +21,7 @@ struct Lookup {
 
 enum class Kept { yes, no, fault };
 
-/// Whether what is put must survive a power cut. Copies of what another tier holds need not.
+/// Whether an entry that is put must survive a power cut. Copies of another tier's entries need not.
 enum class Durability { now, whenever };
 
 /// Thread-safe. Nothing here throws for a fault of the medium: it is a miss, or an entry not kept, reported once.
@@ -32,16 +32,16 @@ public:
     Store(const Store&) = delete;
     Store& operator=(const Store&) = delete;
 
-    /// What statistics and messages call it: "local", "packs", "remote".
+    /// Name in statistics and messages: "local", "packs", "remote".
     [[nodiscard]] virtual std::string_view name() const noexcept = 0;
     [[nodiscard]] virtual Lookup get(const CacheKey& key) = 0;
     /// Keeps an entry that encode_artifact made, or that another tier's get returned. A tier that is read-only says no.
     [[nodiscard]] virtual Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) = 0;
-    /// What get returned for `key` is sound as an entry, but its payload cannot be used, for the reason `why`: the tier puts it aside if
-    /// it can, and reports it. Returns whether get may have another entry of that key now.
+    /// Tells the tier that the entry from get for `key` is sound but its payload cannot be used, for the reason `why`: the tier puts the
+    /// entry aside if it can, and reports it. Returns whether get may have another entry of that key now.
     [[nodiscard]] virtual bool reject(const CacheKey& key, std::span<const std::byte> entry, const std::string& why) = 0;
-    /// Why this tier as a whole is of no use, or of less than it should be, as far as is known by now; empty: it is not. Opens what has to
-    /// be opened for that, and asks no network.
+    /// Why this tier as a whole is of no use, or of less than it should be, as far as is known by now; empty: it is not. Opens the files
+    /// that the answer takes, and asks no network.
     [[nodiscard]] virtual std::string out_of_use() { return {}; }
 };
 
