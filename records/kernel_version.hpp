@@ -1,4 +1,4 @@
-// Which kernels a measurement is of.
+// Version of the kernels that a measurement is of.
 #pragma once
 
 #include <string_view>

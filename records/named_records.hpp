@@ -12,7 +12,7 @@ namespace flce {
 struct NamedRecord {
     std::string name;  ///< its file
     Record record;
-    std::string spec{};  ///< as it was asked for; empty: the record's, which is that of every layer with the same kernels
+    std::string spec{};  ///< the caller's spec text; empty: the record's, which every layer with the same kernels shares
     [[nodiscard]] const std::string& spec_text() const { return spec.empty() ? record.key.spec : spec; }
 };
 

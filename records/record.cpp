@@ -133,7 +133,7 @@ RecordKey record_key(const Spec& spec, const Device& device, const PlanRequest& 
     // More threads than cores would only take turns: there are never more.
     if (device.kind == DeviceKind::cpu && threads > 0) tuned.units = std::min(threads, tuned.units);
     Spec measured = spec.normalized();
-    measured.tied = false;  // says whose the weight is; what is computed, grad_weight_mode says
+    measured.tied = false;  // `tied` says whose the weight is; grad_weight_mode says how it is computed
     return {.device = std::move(tuned),
             .kernel_version = std::string(kernel_version(device.kind)),
             .spec = measured.text(),

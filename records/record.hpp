@@ -1,5 +1,4 @@
-// A tuning record: what was measured of a layer's plans on one kind of device, and which plan is the best. docs/tuning.md describes the
-// file.
+// A tuning record: measurements of a layer's plans on one kind of device, and the best plan. docs/tuning.md describes the file.
 //
 // Grammar, schema 1: one JSON object, UTF-8, at most kMaxRecordBytes:
 //   schema          1
@@ -30,8 +29,8 @@ namespace flce {
 
 inline constexpr std::size_t kMaxRecordBytes = 4U << 20;
 inline constexpr std::size_t kMaxRecordCandidates = 4096;
-inline constexpr std::size_t kMaxRecordTextBytes = 4096;  ///< of a plan, a spec, a reason, a run's id
-/// What a writer keeps such a text to where others make it: bytes that are not UTF-8 take three each in the file.
+inline constexpr std::size_t kMaxRecordTextBytes = 4096;  ///< most bytes of a plan, a spec, a reason, a run's id
+/// Most bytes that a writer keeps of a text that others make: bytes that are not UTF-8 take three each in the file.
 inline constexpr std::size_t kMaxGivenTextBytes = 1024;
 
 /// Forward and backward together, candidates in turns, buffers beyond the last cache, medians; changes when times stop being comparable. A
@@ -45,20 +44,20 @@ inline constexpr double kTieMargin = 0.02;
 /// Samples without which a candidate does not win against one that has them.
 inline constexpr std::size_t kEnoughSamples = 5;
 
-/// What two devices must share for times of one to hold on the other.
+/// Properties that two devices must share for times of one to hold on the other.
 struct TunedDevice {
     std::string kind;
-    std::string name;  ///< of the product, as the tables have it; what the driver says where they do not know it
+    std::string name;  ///< name of the product, as the tables have it; the driver's name where they do not know it
     int units = 0;     ///< SMs, or a CPU's threads in use
     std::int64_t l2_bytes = 0;
-    std::string features;  ///< of a CPU
+    std::string features;  ///< features of a CPU
     friend bool operator==(const TunedDevice&, const TunedDevice&) = default;
 };
-/// The same for a device that is here and for one described by its product's name. An architecture's name stands for the product whose
+/// One text for a device that is here and for one described by its product's name. An architecture's name stands for the product whose
 /// figures it has.
 [[nodiscard]] TunedDevice tuned_device(const Device& device);
 
-/// RecordKey::retained: what grad_weight's memory holds, or what the limit leaves; or nothing.
+/// RecordKey::retained: as much as grad_weight's memory holds or the limit leaves; or nothing.
 inline constexpr std::string_view kRetainedAutomatically = "auto";
 inline constexpr std::string_view kNothingRetained = "none";
 
@@ -67,22 +66,22 @@ struct RecordKey {
     std::string kernel_version;
     std::string spec;
     PlanRequest request{};                         ///< num_tokens is one of token_buckets()
-    std::string retained{kRetainedAutomatically};  ///< what forward left to backward
+    std::string retained{kRetainedAutomatically};  ///< kind of memory that forward left to backward
     std::string policy{kGraphMeasurementPolicy};
     friend bool operator==(const RecordKey&, const RecordKey&) = default;
 
-    /// 64 hexadecimal digits: of device and spec, and of everything.
+    /// 64 hexadecimal digits: a digest of device and spec, and one of everything.
     [[nodiscard]] std::string subject() const;
     [[nodiscard]] std::string digest() const;
     /// "<subject's first 16>/<num_tokens>-<digest's first 16>.json", below a directory of records.
     [[nodiscard]] std::filesystem::path file() const;
 };
-/// The key of the request's token bucket. `threads`: those that kernels of a CPU run on, 0: one on each core. The policy is what
-/// measurements on such a device have where nothing hinders them.
+/// The key of the request's token bucket. `threads`: threads that kernels of a CPU run on, 0: one on each core. The policy is the one of
+/// measurements on such a device where nothing hinders them.
 [[nodiscard]] RecordKey record_key(const Spec& spec, const Device& device, const PlanRequest& request,
                                    std::string_view retained = kRetainedAutomatically, int threads = 0);
 
-/// What became of a candidate, better ones first. `failed`: it could not be compiled or launched; `faulted`: it took its process with it.
+/// Result of a candidate, better ones first. `failed`: it could not be compiled or launched; `faulted`: it took its process with it.
 enum class Outcome : std::uint8_t { ok, failed, faulted, hung, wrong };
 [[nodiscard]] std::string_view to_string(Outcome outcome) noexcept;
 
@@ -96,16 +95,16 @@ struct Candidate {
     friend bool operator==(const Candidate&, const Candidate&) = default;
 
     [[nodiscard]] std::size_t sample_count() const;
-    /// Of all runs' samples; infinity where there is none.
+    /// Median of all runs' samples; infinity where there is none.
     [[nodiscard]] double median_ms() const;
 };
 
 /// Where times come from, for people: what they depend on and the key does not hold.
 struct TuningRun {
     std::string date;
-    std::string version;  ///< of flce
+    std::string version;  ///< version of flce
     std::string commit;
-    std::string device;  ///< as the driver names it
+    std::string device;  ///< device's name by the driver
     std::string driver;
     std::string clocks;
     std::string searched;  ///< the space that its search went through to the end; empty: it was stopped
@@ -118,8 +117,9 @@ struct Record {
     std::map<std::string, Candidate> candidates;  ///< by plan text
     friend bool operator==(const Record&, const Record&) = default;
 
-    /// Of the correct candidates that have been timed as often as kEnoughSamples asks (or as often as any has been), those within
-    /// kTieMargin of the quickest, and of these the first by rank and plan text. Empty where none is left.
+    /// Plan text of the best candidate: the correct candidates that have been timed as often as kEnoughSamples asks (or as often as any has
+    /// been), among them those within kTieMargin of the quickest, and among these the first by rank and plan text. Empty where none is
+    /// left.
     [[nodiscard]] std::string best_plan() const;
     /// Samples without which a candidate is not the best: kEnoughSamples, or as many as any has.
     [[nodiscard]] std::size_t samples_to_win() const;
@@ -136,15 +136,15 @@ struct Record {
 /// The subject that a record says it has, without reading the rest; empty where there is none. Only parse_record knows whether it is true.
 [[nodiscard]] std::string_view peek_subject(std::string_view text) noexcept;
 
-/// Everything that either knows. Of one run's times of a candidate the longer list counts (then the greater one), of outcomes the worse, of
-/// ranks the smaller; so merging is commutative, associative and idempotent. Precondition: equal keys.
+/// Everything that either record knows. For one run's times of a candidate the longer list counts (then the greater one), for outcomes the
+/// worse, for ranks the smaller; so merging is commutative, associative and idempotent. Precondition: equal keys.
 [[nodiscard]] Record merged(const Record& a, const Record& b);
 
-/// What of a record its file has room for: all of it, or else without the times of its oldest runs (by date, then id), as many as it takes,
-/// and without the correct candidates that have no other times. Bad outcomes stay. `dropped_runs`: how many that are.
+/// Part of a record that a file has room for: all of it, or else without the times of its oldest runs (by date, then id), as many as it
+/// takes, and without the correct candidates that have no other times. Bad outcomes stay. `dropped_runs`: number of runs left out.
 [[nodiscard]] Record fitted(Record record, std::size_t& dropped_runs);
 
-/// What makes times of the two runs hard to compare ("driver 580.1, then 590.2"); empty: nothing.
+/// Change that makes times of the two runs hard to compare ("driver 580.1, then 590.2"); empty: none.
 [[nodiscard]] std::string provenance_change(const TuningRun& before, const TuningRun& now);
 
 }  // namespace flce

@@ -45,7 +45,7 @@ Listing list_folder(const fs::path& folder, std::string_view stem) {
     return listing;
 }
 
-// What is wrong with which file.
+// Files with their faults.
 using Complaints = std::vector<std::pair<fs::path, std::string>>;
 
 RecordFolder read_listed(const Listing& listing, Writers writers, Complaints& complaints) {

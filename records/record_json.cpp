@@ -16,7 +16,7 @@ using Json = nlohmann::ordered_json;
 
 constexpr int kSchema = 1;
 constexpr std::size_t kMaxTextBytes = kMaxRecordTextBytes;
-constexpr std::size_t kMaxSamples = 100'000;  // of a candidate in a run; how many runs there are the text's size bounds
+constexpr std::size_t kMaxSamples = 100'000;  // samples of a candidate in a run; the text's size bounds the number of runs
 constexpr Outcome kOutcomes[] = {Outcome::ok, Outcome::failed, Outcome::faulted, Outcome::hung, Outcome::wrong};
 
 Json to_json(const Candidate& candidate, const std::string& plan) {
@@ -33,7 +33,7 @@ Json to_json(const Candidate& candidate, const std::string& plan) {
     return json;
 }
 
-/// Reads fields of one JSON object; throws std::runtime_error naming what is wrong.
+/// Reads fields of one JSON object; throws std::runtime_error naming the fault.
 class Fields {
 public:
     Fields(const nlohmann::json& object, std::string where) : object_(object), where_(std::move(where)) {

@@ -47,7 +47,7 @@ double ratio_distance(std::int64_t a, std::int64_t b) {
     return std::abs(std::log2(static_cast<double>(a) / static_cast<double>(b)));
 }
 
-/// How far what a record was measured with is from what is wanted; lexicographic. Equal tuples are decided by place and digest.
+/// Distance of a record's device, kernels and request from the wanted ones; lexicographic. Equal tuples are decided by place and digest.
 auto distance(const RecordKey& key, const RecordKey& wanted) {
     const PlanRequest& has = key.request;
     const PlanRequest& wants = wanted.request;
@@ -66,7 +66,7 @@ std::optional<Record> read_record_file(const fs::path& file, std::string& why) {
 
 namespace {
 
-/// What a file of the record holds, which can be read again: nothing takes a good file's place that nobody could read.
+/// Contents of a record's file. They can be read again: no file that nobody could read takes a good file's place.
 std::string file_text(const fs::path& file, const Record& record) {
     std::size_t dropped = 0;
     const Record kept = fitted(record, dropped);
@@ -179,7 +179,7 @@ std::vector<RecordedPlan> RecordStore::plans(const RecordKey& wanted) {
 }
 
 std::optional<Record> RecordStore::find(const RecordKey& key) const {
-    // As sessions read it: what they refuse is not built upon.
+    // sessions read records by this rule too: nothing is built upon a record that they refuse
     return places_.directory.empty() ? std::nullopt : find_record(places_.directory, key, Writers::own);
 }
 
@@ -198,7 +198,7 @@ fs::path RecordStore::begin_writing(const RecordKey& key) const {
 }
 
 void RecordStore::check_room() const {
-    constexpr std::size_t kBytes = 1 << 18;  // of a long search's record
+    constexpr std::size_t kBytes = 1 << 18;  // bytes of a long search's record
     if (places_.directory.empty()) throw EnvironmentError("there is no directory for tuning records: set FLCE_RECORDS_DIR");
     const fs::path tried = places_.directory / fmt::format(".room-{}", ::getpid());
     const std::string filling(kBytes, ' ');

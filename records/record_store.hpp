@@ -17,7 +17,7 @@ namespace flce {
 struct RecordPlaces {
     std::vector<std::filesystem::path> extra;  ///< directories of records, or single files; read only
     std::filesystem::path directory;           ///< the user's own; empty: none
-    bool shipped = true;                       ///< those that the library brings
+    bool shipped = true;                       ///< records that the library brings
 };
 
 /// A record's plans for a call, the best first: a file may say anything, and the first of them that is legal is taken.
@@ -35,8 +35,8 @@ struct RecordedPlan {
     [[nodiscard]] const std::string& best() const { return plans.front().plan; }
 };
 
-/// Thread-safe. What it has read of a layer it keeps, so that a session's answers do not change while it lives. A record that cannot be
-/// read or does not belong where it lies is said once, and ignored.
+/// Thread-safe. The store keeps the records that it has read of a layer, so that a session's answers do not change while it lives. A record
+/// that cannot be read or does not belong where it lies is reported once, and ignored.
 class RecordStore {
 public:
     explicit RecordStore(RecordPlaces places);
@@ -48,9 +48,9 @@ public:
     /// The user's record of exactly this key, where there is one that a session would read: nobody else can have written it.
     [[nodiscard]] std::optional<Record> find(const RecordKey& key) const;
     /// Merges the record into the user's directory, safely beside other publishers of whatever machine (records/record_files.hpp); returns
-    /// the file, which holds what is known by now. Throws EnvironmentError where it cannot be written or there is no directory.
+    /// the file, which holds all that is known by now. Throws EnvironmentError where it cannot be written or there is no directory.
     std::filesystem::path save(const Record& record);
-    /// Puts it in the place of what was there before; what others publish meanwhile stays. As save() otherwise.
+    /// Puts the record in the place of the file that was there before; files that others publish meanwhile stay. Otherwise as save().
     std::filesystem::path replace(const Record& record);
 
     /// Throws EnvironmentError where the user's directory cannot be made or written, or has no room for a record.
@@ -75,13 +75,13 @@ private:
     std::map<std::string, std::shared_ptr<const std::vector<Found>>> known_;  ///< by subject
 };
 
-/// What a directory's files know of exactly this key.
+/// Record of exactly this key in a directory's files.
 [[nodiscard]] std::optional<Record> find_record(const std::filesystem::path& directory, const RecordKey& key, Writers writers);
 
 /// A file's record. std::nullopt, and the reason in `why`, where it cannot be read or is none; `why` is empty where there is no such file.
 [[nodiscard]] std::optional<Record> read_record_file(const std::filesystem::path& file, std::string& why);
-/// Complete or not at all, and read back before it replaces anything; what has no room in a file (fitted) is left out with a warning.
-/// Throws EnvironmentError naming the file, which is then what it was.
+/// Writes the file whole or not at all, and reads it back before it replaces anything; runs that have no room in a file (fitted) are left
+/// out with a warning. Throws EnvironmentError naming the file, which is then unchanged.
 void write_record_file(const std::filesystem::path& file, const Record& record);
 
 }  // namespace flce

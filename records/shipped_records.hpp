@@ -7,7 +7,7 @@
 namespace flce {
 
 struct ShippedRecord {
-    std::string_view name;  ///< of the file, without ".json"
+    std::string_view name;  ///< name of the file, without ".json"
     std::string_view text;
 };
 [[nodiscard]] std::span<const ShippedRecord> shipped_records();
