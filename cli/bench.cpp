@@ -302,10 +302,10 @@ private:
         return summarize(subject->samples_ms).median / summarize(floor->samples_ms).median;
     }
 
-    /// Of the bytes a second that a copy of the weight moves, how many forward reads of it.
+    /// Part of the bytes a second that a copy of the weight moves, which forward reads of the weight.
     [[nodiscard]] double share_of_copy_bandwidth() const { return ratio("floor_copy_ms", "forward_ms").get<double>() / 2; }
 
-    /// What the logits alone would take in the spec's dtype.
+    /// Bytes that the logits alone would take in the spec's dtype.
     [[nodiscard]] double logits_bytes() const {
         return static_cast<double>(options_.num_tokens) * static_cast<double>(spec_.vocab_size) *
                static_cast<double>(element_bytes(spec_.dtype));

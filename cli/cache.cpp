@@ -1,4 +1,4 @@
-// flce cache: what is in the kernel cache, what it did, and how it gets smaller; its other parts are declared in cache.hpp.
+// flce cache: contents of the kernel cache, its counts, and ways to make it smaller; the command's other parts are declared in cache.hpp.
 #include "cli/cache.hpp"
 
 #include <fmt/chrono.h>
@@ -194,7 +194,7 @@ bool counts_anything(const CacheStatistics& sums) {
            });
 }
 
-/// What the directory holds and counted; one that is refused nothing, and why.
+/// Contents and counts of the directory; a directory that is refused has neither, but a reason.
 struct DirectoryStatistics {
     fs::path directory;
     std::string refusal;
@@ -214,7 +214,7 @@ DirectoryStatistics directory_statistics(const CacheFlags& flags) {
         for (const StoredFile& file : entries) found.bytes += file.bytes;
         found.sums = read_statistics(found.directory);
     } catch (const std::exception& error) {
-        // Processes that meet it count elsewhere: that is what is asked for then.
+        // Processes that meet this directory count elsewhere, so the answer is about them.
         found.refusal = found.directory.empty() ? "" : DiskStore(found.directory).out_of_use();
         if (found.refusal.empty()) found.refusal = error.what();
     }

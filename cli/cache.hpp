@@ -57,7 +57,7 @@ private:
 /// A value of it as text; empty: there is none.
 [[nodiscard]] std::string text_at(const Json& metadata, const char* key);
 
-// What the subcommands do: exit codes.
+// Actions of the subcommands; they return exit codes.
 [[nodiscard]] int verify_cache(const CacheFlags& flags);
 [[nodiscard]] int export_cache(const CacheFlags& flags);
 [[nodiscard]] int import_cache(const CacheFlags& flags);

@@ -1,4 +1,4 @@
-// flce cache export, import and keygen: what is in the kernel cache, out and in.
+// flce cache export, import and keygen: entries of the kernel cache, out and in.
 #include <fmt/format.h>
 
 #include <fstream>

@@ -12,7 +12,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// What has been looked at, and what was wrong with it.
+/// Entries that have been looked at, and their faults.
 class Findings {
 public:
     /// `loads`: payloads are loaded, or read where this machine cannot load them.

@@ -1,4 +1,4 @@
-// What every subcommand shares: exit codes, the way errors and results leave the program, and the options they have in common.
+// Parts that every subcommand shares: exit codes, the way errors and results leave the program, and common options.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ public:
 /// The program that workers are started from: this one, with a hidden subcommand.
 inline constexpr const char* kThisProgram = "/proc/self/exe";
 
-/// What an error of that kind ends the program with.
+/// Exit code for an error of that kind.
 [[nodiscard]] int exit_code(ErrorKind kind);
 
 /// A subcommand registers itself on `app`; when it is the one asked for, it stores what has to run in `action`.
@@ -65,11 +65,11 @@ struct MemoryFlags {
     std::string limit;
     std::string retain;
 
-    /// `default_choice`: what --retain says of itself where it is not given.
+    /// `default_choice`: help text of --retain about its default.
     void add_to(CLI::App& app, std::string_view default_choice = "auto with a limit, none without");
     /// 0: none.
     [[nodiscard]] std::int64_t limit_bytes() const;
-    /// That the plan is chosen for: --retain all by itself has all the memory there is a use for.
+    /// Limit that the plan is chosen for: --retain all by itself has all the memory that there is a use for.
     [[nodiscard]] std::int64_t plan_limit_bytes() const;
     /// none, auto, all, grad_weight, or a number of bytes.
     [[nodiscard]] std::string choice() const;

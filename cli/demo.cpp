@@ -262,7 +262,7 @@ private:
         model.forward(layer.embedding(), contexts, hidden_);
     }
 
-    /// Of the gradient that is closer to its bound.
+    /// Verdict on the gradient that is closer to its bound.
     [[nodiscard]] const Verdict& gradient() const {
         const Verdict& hidden = results_.check.grad_hidden;
         const Verdict& weight = results_.check.grad_weight;
@@ -353,7 +353,7 @@ private:
     std::shared_ptr<const Kernel> kernel_;
     double first_get_s_ = 0;
     std::size_t workspace_bytes_ = 0;
-    std::vector<float> hidden_;  // of the last batch
+    std::vector<float> hidden_;  // hidden states of the last batch
     std::vector<std::int32_t> targets_;
     Results results_;
 };

@@ -22,7 +22,7 @@ struct ExplainOptions {
     bool json = false;
 };
 
-/// As the other commands read --retain, but for its default.
+/// Reads --retain like the other commands, but for its default.
 void read_retain(const std::string& retain, CallQuestion& question) {
     static const std::map<std::string_view, Keep> names = {
         {"", Keep::automatic}, {"auto", Keep::automatic}, {"none", Keep::nothing}, {"all", Keep::all}, {"grad_weight", Keep::grad_weight}};

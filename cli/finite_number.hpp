@@ -20,7 +20,7 @@ namespace flce::cli {
         "");
 }
 
-/// Of 64 bits.
+/// Checks for an unsigned number of 64 bits.
 [[nodiscard]] inline CLI::Validator unsigned_number() {
     return CLI::Validator(
         [](std::string& text) {

@@ -20,7 +20,7 @@ void handle_interrupts() {
     for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
         struct sigaction before{};
         sigaction(signal, nullptr, &before);
-        if (before.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);  // what nohup has turned off stays off
+        if (before.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);  // a signal that nohup has turned off stays off
     }
 }
 

@@ -1,14 +1,14 @@
-// Standard output: what is written there arrives, or the command has failed.
+// Standard output: written text arrives, or the command has failed.
 #pragma once
 
 #include <string_view>
 
 namespace flce::cli {
 
-/// Opens standard streams that the caller has closed, or files of ours would take their places. What is written to such an output fails.
+/// Opens standard streams that the caller has closed, or files of ours would take their places. Writing to such an output fails.
 void open_missing_streams();
 
-/// Writes what is buffered for standard output. Throws EnvironmentError where it does not arrive.
+/// Writes the buffer of standard output. Throws EnvironmentError where the text does not arrive.
 void flush_output();
 
 /// Whether errors of this run are reported as an object on stdout, too: it was asked for --json.
@@ -19,8 +19,7 @@ void note_json_object();
 /// throws. Returns the code.
 int report_error(int exit_code, std::string_view message) noexcept;
 
-/// What the process ends with after `exit_code`: kEnvironment, with a message, where a run that succeeded could not write to standard
-/// output.
+/// Exit code of the process after `exit_code`: kEnvironment, with a message, where a run that succeeded could not write to standard output.
 [[nodiscard]] int finish_output(int exit_code) noexcept;
 
 }  // namespace flce::cli

@@ -86,7 +86,7 @@ private:
     std::optional<Progress> bar_;
 };
 
-/// Errors on stderr; what is long is said once.
+/// Reports errors on stderr; long texts are printed once.
 void report_failures(const PrewarmReport& report) {
     for (auto done = report.items.begin(); done != report.items.end(); ++done) {
         if (done->error.empty()) continue;

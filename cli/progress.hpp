@@ -26,7 +26,7 @@ public:
         int terminal = -1;                      ///< 1 or 0 overrides what the stream says
         std::chrono::milliseconds redraw{100};  ///< between redraws of the bar
         int lines = 10;                         ///< plain lines over the whole work, the last included
-        std::string_view unit = {};             ///< of what is done, a literal; "s": seconds, whose pace and rest need no saying
+        std::string_view unit = {};             ///< unit of `done`, a literal; "s": seconds, whose pace and rest need no saying
         int bar_columns = kBarColumns;
     };
     Progress(std::string title, std::int64_t total) : Progress(std::move(title), total, Options{}) {}
@@ -35,7 +35,7 @@ public:
     Progress(const Progress&) = delete;
     Progress& operator=(const Progress&) = delete;
 
-    /// `done` of the total are done; the note says what is worth saying (it may change every time).
+    /// `done` of the total are done; the note is free text, which may change every time.
     void update(std::int64_t done, std::string_view note = {});
     /// A line of its own, above the bar.
     void print(std::string_view line);

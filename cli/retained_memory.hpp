@@ -10,7 +10,7 @@
 
 namespace flce::cli {
 
-/// Memory in which a command lets forward leave to backward what spares it computing logits again.
+/// Memory in which a command lets forward retain values for backward.
 class RetainedMemory {
 public:
     /// Throws UsageError where the flags' choice is none that there is, is over their limit, or the kernel cannot use grad_weight's memory.
@@ -23,7 +23,7 @@ public:
 
 private:
     Retained retained_;              ///< without grad_weight's address
-    std::optional<Scratch> memory_;  ///< of its own
+    std::optional<Scratch> memory_;  ///< memory of its own
 };
 
 }  // namespace flce::cli

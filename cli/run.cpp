@@ -90,7 +90,7 @@ public:
         return -1;
     }
 
-    /// Valid labels and the first that is neither valid nor ignored (−1: none).
+    /// Number of valid labels, and index of the first label that is not valid and not ignored (−1: none).
     struct Labels {
         std::int64_t valid = 0;
         std::int64_t first_invalid = -1;
@@ -110,7 +110,7 @@ public:
         return labels;
     }
 
-    /// Throws where an id of a teacher is neither a class nor -1.
+    /// Throws where a teacher's id is not a class and not -1.
     void check_teacher() const {
         if (!teacher_ids_) return;
         for_each_class(teacher_ids_, [&](std::int64_t i, std::int64_t id) {
@@ -120,7 +120,7 @@ public:
         });
     }
 
-    /// What gradients are accumulated into: grad_weight and grad_bias of the input, where it has them.
+    /// Loads the values that gradients are added to: grad_weight and grad_bias of the input, where it has them.
     void load_initial(LayerOutputs& outputs) const {
         if (grad_weight_) outputs.grad_weight.buffer.upload(grad_weight_.bytes.data(), grad_weight_.bytes.size());
         if (grad_bias_) outputs.grad_bias.buffer.upload(grad_bias_.bytes.data(), grad_bias_.bytes.size());

@@ -71,7 +71,7 @@ private:
         const auto watch = [&](int depth, Json::parse_event_t event, Json& parsed) {
             const auto level = static_cast<std::size_t>(depth);
             too_deep = too_deep || level > kMaxHeaderDepth;
-            if (too_deep) return false;  // what is refused takes no memory
+            if (too_deep) return false;  // refused input takes no memory
             if (event == Json::parse_event_t::object_start) {
                 keys.resize(std::max(keys.size(), level + 2));
                 keys[level + 1].clear();

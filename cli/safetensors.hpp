@@ -16,7 +16,7 @@
 
 namespace flce::cli {
 
-/// What a header says of one tensor; offsets count from the start of the data.
+/// Header entry of one tensor; offsets count from the start of the data.
 struct TensorEntry {
     std::string name;
     std::string dtype;  ///< "F32", "BF16", "F16", "I32", "I64", …
@@ -32,15 +32,15 @@ struct TensorEntry {
 [[nodiscard]] std::uint64_t safetensors_element_bytes(std::string_view dtype);
 
 /// Parses and checks the first bytes of a file of `file_bytes` bytes. `head` must hold the header (or the whole file if that is shorter).
-/// The format's own rules: offsets inside the file, in agreement with dtype and shape, no overlap, no hole, no byte left over.
-/// Throws UsageError saying what is wrong, with `origin` (the file's name) in front.
+/// The format's own rules: offsets inside the file, in agreement with dtype and shape, no overlap, no hole, no byte left over. Throws
+/// UsageError naming the fault, with `origin` (the file's name) in front.
 [[nodiscard]] std::vector<TensorEntry> parse_safetensors_header(std::span<const std::byte> head, std::uint64_t file_bytes,
                                                                 const std::string& origin);
 
 /// A file mapped into memory; the tensors' bytes are views of it (aligned to nothing in particular).
 class SafetensorsFile {
 public:
-    /// Throws UsageError when the file cannot be read or is not what it should be.
+    /// Throws UsageError when the file cannot be read or is not a safetensors file.
     explicit SafetensorsFile(const std::filesystem::path& path);
 
     [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }

@@ -191,7 +191,7 @@ void add_tune(CLI::App& app, Action& action) {
     const CLI::Option* show = add_record_options(*command, *flags);
     command->callback([flags, show, &action] {
         flags->shows = show->count() > 0;
-        std::erase(flags->show, std::filesystem::path());  // what an option without values leaves
+        std::erase(flags->show, std::filesystem::path());  // an option without values leaves an empty path
         action = [flags] { return tune(*flags); };
     });
 }

@@ -34,9 +34,9 @@ struct TuneFlags {
     std::vector<std::string> worker;  ///< for tests: a program and its arguments in place of this program's worker
     bool always_graphs = false;       ///< for tests
 
-    /// What --spec, --hf-config and the others ask for, specs normalized. Throws UsageError where there is no spec, SpecError, PlanError.
+    /// Options from --spec, --hf-config and the others, specs normalized. Throws UsageError where there is no spec, SpecError, PlanError.
     [[nodiscard]] TuneOptions options() const;
-    /// Processes of this program, or what --worker names.
+    /// Processes of this program, or of the one that --worker names.
     [[nodiscard]] TunerWorkers workers() const;
 };
 

@@ -10,7 +10,7 @@
 
 namespace flce::cli {
 
-/// What the progress of a search says beside seconds: "34 candidates, best 3.42 ms".
+/// Text beside the seconds in a search's progress: "34 candidates, best 3.42 ms".
 [[nodiscard]] std::string tuning_note(std::size_t candidates, double best_ms);
 
 /// A record's layer and device, its runs, and its candidates, the quickest first: at most `most`, 0 for all. Says why where the chosen

@@ -18,7 +18,7 @@ const CLI::App* subcommand(const CLI::App& app, std::string_view name) {
     return found.empty() ? nullptr : found.front();
 }
 
-/// Those that --help lists.
+/// Names of the subcommands that --help lists.
 std::vector<std::string> subcommand_names(const CLI::App& app) {
     std::vector<std::string> names;
     for (const CLI::App* candidate : app.get_subcommands([](const CLI::App* any) { return !any->get_group().empty(); })) {
@@ -27,7 +27,7 @@ std::vector<std::string> subcommand_names(const CLI::App& app) {
     return names;
 }
 
-/// With their dashes, without those of tests.
+/// Names of the options with their dashes, without options for tests.
 std::vector<std::string> option_names(const CLI::App& app) {
     std::vector<std::string> names;
     for (const CLI::Option* option : app.get_options()) {
@@ -42,7 +42,7 @@ std::vector<std::string> option_names(const CLI::App& app) {
 std::string unknown_name(const CLI::App& app, std::span<const char* const> arguments) {
     const CLI::App* current = &app;
     std::string command = app.get_name();
-    bool is_value = false;  // of the option before it
+    bool is_value = false;  // whether the argument is the value of the option before it
     for (const std::string_view argument : arguments) {
         if (argument == "--") return {};
         if (std::exchange(is_value, false)) continue;

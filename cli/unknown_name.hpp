@@ -1,4 +1,4 @@
-// What a command line that cannot be parsed has a typing error in.
+// Typing errors in a command line that cannot be parsed.
 #pragma once
 
 #include <span>

@@ -1,6 +1,6 @@
 # Writes OUTPUT, the version script of libflce: the symbols that it shows. They are
-#   - what the installed HEADERS declare: functions, and classes with the members that are declared there;
-#   - what the command needs of the library besides: what its parts (the archive COMMAND) leave undefined.
+#   - declarations of the installed HEADERS: functions, and classes with the members that are declared there;
+#   - internals that the command needs besides: symbols that its parts (the archive COMMAND) leave undefined.
 # All else stays inside: internals, LLVM, and other libraries' templates and inline functions (fmt, spdlog, oneTBB, the C++ library), so
 # that libflce's versions of them and a program's do not meet. Nothing is listed by hand, so nothing is forgotten.
 #   cmake -DOUTPUT=… "-DHEADERS=…" -DCOMMAND=….a -DNM=nm -P exports.cmake
@@ -24,12 +24,12 @@ function(export_from_header header)
     if(line MATCHES "^(class|struct) ([A-Za-z0-9]+)[^{}]*{ *$")
       set(class ${CMAKE_MATCH_2})
       mangle(${class} scope)
-      list(APPEND patterns _ZT[ISV]N4flce${scope}E)  # what casts, exceptions and virtual calls know it by
+      list(APPEND patterns _ZT[ISV]N4flce${scope}E)  # names for casts, exceptions and virtual calls
     elseif(line MATCHES "^}")
       set(class "")
       set(scope "")
     endif()
-    # What stands before a parenthesis, but for what another scope or object has and for the initialisers of members. A word that is no
+    # Words before a parenthesis, but for names that another scope or object has and for the initialisers of members. A word that is not a
     # function matches no symbol.
     string(REGEX MATCHALL "(^|[^A-Za-z0-9_:.>])~?[A-Za-z][A-Za-z0-9_]*\\(" names "${line}")
     foreach(name IN LISTS names)

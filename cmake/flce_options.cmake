@@ -84,9 +84,9 @@ function(flce_precompile target)
   endif()
 endfunction()
 
-# The sources of a folder become one translation unit where FLCE_UNITY_BUILD is on: what they include, and what of it is templates, is
-# compiled once for all of them. So names in the unnamed namespaces of a folder differ, and a source that cannot share says
-# SKIP_UNITY_BUILD_INCLUSION. A source whose UNITY_GROUP is set keeps it.
+# The sources of a folder become one translation unit where FLCE_UNITY_BUILD is on: their headers and templates are compiled once for all of
+# them. So names in the unnamed namespaces of a folder differ, and a source that cannot share says SKIP_UNITY_BUILD_INCLUSION. A source
+# whose UNITY_GROUP is set keeps it.
 function(flce_unite target)
   if(NOT FLCE_UNITY_BUILD)
     return()

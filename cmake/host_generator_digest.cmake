@@ -1,5 +1,5 @@
-# What host objects are made by, as digests that are part of their keys: an object in a cache is never mistaken for what changed code would
-# emit, nor called by code that passes something else. A change of these files configures again.
+# Digests of the sources that make host objects. The digests are part of the objects' keys: an object in a cache is never mistaken for one
+# of changed code, nor called by code that passes other arguments. A change of these files configures again.
 #   FLCE_HOST_GENERATOR_DIGEST  the CPU backend's code generator
 #   FLCE_LAUNCHER_DIGEST        the lowering of launch programs, and the layouts that compiled launchers read
 include(source_digest)
@@ -11,7 +11,7 @@ function(flce_digest name user)
 endfunction()
 
 file(GLOB generator_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/generator/cpu/*.cpp ${CMAKE_SOURCE_DIR}/generator/cpu/*.hpp)
-list(FILTER generator_sources EXCLUDE REGEX "/(blocks|rules|cost)\\.[ch]pp$")  # what the planner chooses among is in no object
+list(FILTER generator_sources EXCLUDE REGEX "/(blocks|rules|cost)\\.[ch]pp$")  # the planner's candidates are in no object
 file(GLOB compiler_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/runtime/host/host_code.*)
 flce_digest(FLCE_HOST_GENERATOR_DIGEST generator/cpu/code.cpp ${generator_sources} ${compiler_sources}
   ${CMAKE_SOURCE_DIR}/generator/logit_transforms.hpp ${CMAKE_SOURCE_DIR}/templates/common/row_math.cuh)

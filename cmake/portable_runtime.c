@@ -1,6 +1,6 @@
-// What code that was compiled for a newer glibc and libstdc++ asks of them, in terms of glibc 2.28 and GCC 8's libstdc++; hidden in
-// whatever is linked with it (FLCE_PORTABLE). A symbol of glibc that is needed and missing here is an error of the linker. One of libstdc++
-// comes out of the compiler's archive, which is fine for code without a state of its own.
+// Symbols that code compiled for a newer glibc and libstdc++ asks for, in terms of glibc 2.28 and GCC 8's libstdc++; hidden in every
+// library that is linked with them (FLCE_PORTABLE). A symbol of glibc that is needed and missing here is an error of the linker. A symbol
+// of libstdc++ comes out of the compiler's archive, which is fine for code without a state of its own.
 #define _GNU_SOURCE
 #include <malloc.h>
 #include <stdint.h>

@@ -1,10 +1,10 @@
-# What differs when pip builds the Python package (scikit-build-core sets SKBUILD).
+# Differences of a build by pip for the Python package (scikit-build-core sets SKBUILD).
 set(FLCE_WHEEL_LIBRARIES "" CACHE PATH "Folder with a built libflce.so, bin/flce beside it, to put in the wheel instead of building them")
 
 # libflce as flce/lib/<soname> in the wheel, without links, and the command, which asks for it by that name, as flce/bin/flce. The C++
 # runtime of a release tree's command comes with it; libflce itself takes the process's, since torch needs one already.
 function(install_wheel_libraries)
-  add_custom_target(flce)  # what pyproject.toml has built
+  add_custom_target(flce)  # target that pyproject.toml has built
   add_custom_target(flce_cli)
   if(NOT EXISTS ${FLCE_WHEEL_LIBRARIES}/libflce.so)
     message(FATAL_ERROR "FLCE_WHEEL_LIBRARIES is ${FLCE_WHEEL_LIBRARIES}, which has no libflce.so")

@@ -34,7 +34,7 @@ struct Product {
     std::vector<std::string> devices;
     std::vector<std::int64_t> num_tokens;
     std::vector<std::int64_t> limits;
-    std::vector<std::string> autocast;  ///< what hf_configs are computed in instead
+    std::vector<std::string> autocast;  ///< dtypes that hf_configs' models are computed in instead
 };
 
 /// The layer where parameters are fp32 and autocast multiplies in `name`, whatever dtype config.json was saved in.

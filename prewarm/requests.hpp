@@ -1,4 +1,4 @@
-// What prewarm is asked for, by options or by a manifest, and the kernel sets that it comes to.
+// Requests to prewarm, by options or by a manifest, and the kernel sets that they come to.
 //
 // A manifest is a JSON object; every key may be left out, others are errors:
 //
@@ -13,17 +13,15 @@
 //
 //     specs             each a spec's text, or an object with the spec's keys
 //     hf_configs        config.json files
-//     autocast          dtypes (bf16, fp16) that autocast computes these configs' models in, with parameters in fp32; without it, as the
-//     files
-//                       say
+//     autocast          dtypes (bf16, fp16) that autocast computes these configs' models in, with parameters in fp32; without the key, the
+//                       files' own dtypes
 //     devices           names of devices
 //     num_tokens        tokens that a call may have: whole numbers, 0 (not known) or more; without the list, any number of them. Without a
-//     limit a
-//                       call from C++ or C need not say how many it has, so 0 is always among them
+//                       limit a call from C++ or C need not say how many it has, so 0 is always among them
 //     workspace_limits  KernelOptions::workspace_limit_bytes of the calls: bytes, or text like "2G"; 0: none
 //
 // Relative paths begin at the manifest's folder. All specs and configs are compiled for all devices, with every limit and every number of
-// tokens. What a manifest does not say is taken from the options beside it.
+// tokens. Keys that a manifest leaves out are taken from the options beside it.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +46,7 @@ struct PrewarmRequest {
 /// before anything is compiled.
 [[nodiscard]] std::vector<PrewarmRequest> prewarm_requests(const PrewarmWants& wants);
 
-/// The files that a manifest names, itself included: what it comes to changes with these.
+/// The files that a manifest names, itself included: a change of these may change the requests.
 [[nodiscard]] std::vector<std::filesystem::path> manifest_files(const std::filesystem::path& manifest);
 
 /// The kernel sets that requests come to, in the requests' order. Throws PlanError where a limit or a plan is not to be had.

@@ -27,7 +27,7 @@ Json compile_set(Session& session, const std::filesystem::path& entries, const J
     return {{"compiled", done.compiled}, {"hits", done.hits}, {"used", used}};
 }
 
-// The parent's session opens the same directory and says what is wrong with it: once, and not once a worker.
+// The parent's session opens the same directory and reports its faults: once, and not once a worker.
 void leave_the_directory_to_the_parent(const Session& session) {
     if (session.cache_dir().empty()) return;
     const auto level = logger().level();
